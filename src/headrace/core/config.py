@@ -1,0 +1,117 @@
+"""Every setting, its default, its range and its one-line description; frozen, never patched.
+
+Flags, environment variables, keys of the TOML file and docs/cli.md are generated from these
+fields. What is measured or computed (layouts, limits) is never written back here.
+"""
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+Count = Annotated[int, Meta(ge=1, le=1 << 40)]
+
+
+class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Who runs next, and how much of it in one step."""
+
+    max_num_seqs: Annotated[
+        Count | None, Meta(description="Sequences that run at once; 64 on a CPU")
+    ] = None
+    max_step_tokens: Annotated[
+        Count | None,
+        Meta(description="Tokens one step computes at most; 512 on a CPU"),
+    ] = None
+    patience: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=1000,
+            description="How many times its own duration a prompt may wait behind later, "
+            "shorter ones; 0 is strict first come, first served",
+        ),
+    ] = 4.0
+    max_open_prompts: Annotated[
+        int, Meta(ge=1, le=4096, description="Prompts in work beyond which no later one starts")
+    ] = 4
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """One model and the engine that runs it."""
+
+    model: Annotated[str, Meta(description="Folder with a model, hub id, or headrace-mini")] = (
+        "headrace-mini"
+    )
+    served_model_name: Annotated[
+        tuple[str, ...], Meta(description="Names that clients may ask for")
+    ] = ()
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"],
+        Meta(description="Number format of weights and cache; auto: the checkpoint's own"),
+    ] = "auto"
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], Meta(description="Where the model is computed")
+    ] = "auto"
+    lane: Annotated[
+        Literal["auto", "native-text", "generic-text"],
+        Meta(description="How the model is run; auto: chosen by its architecture"),
+    ] = "auto"
+    threads: Annotated[
+        Count | None, Meta(description="Compute threads; all cores if not given")
+    ] = None
+    max_model_len: Annotated[
+        Count | None, Meta(description="Prompt and answer together, in tokens")
+    ] = None
+    kv_cache_memory_bytes: Annotated[
+        Count | None, Meta(description="Memory for cached keys and values")
+    ] = None
+    block_size: Annotated[
+        int, Meta(ge=1, le=1024, description="Token positions per block of that memory")
+    ] = 16
+    generation_config: Annotated[
+        Literal["auto", "none"],
+        Meta(description="Whether the model's own sampling defaults are taken"),
+    ] = "auto"
+    chat_template: Annotated[
+        str | None, Meta(description="File with a chat template to use instead of the model's")
+    ] = None
+    scheduler: SchedulerConfig = SchedulerConfig()
+
+
+class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The listening side."""
+
+    host: Annotated[str, Meta(description="Address to listen on")] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535, description="Port; 0 takes a free one")] = 8000
+    api_key: Annotated[
+        tuple[str, ...], Meta(description="Keys that clients must send one of; none: open")
+    ] = ()
+    max_body_bytes: Annotated[int, Meta(ge=1, description="Largest request body")] = 32 << 20
+    allowed_host: Annotated[
+        tuple[str, ...], Meta(description="Host names served beside loopback without a key")
+    ] = ()
+
+
+class StreamConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How the server treats streams and the clients behind them."""
+
+    max_num_queued_reqs: Annotated[
+        int, Meta(ge=0, description="Requests that may wait; one more gets 429")
+    ] = 512
+    load_timeout_s: Annotated[
+        float, Meta(gt=0, description="Seconds until a model that has not loaded counts as failed")
+    ] = 600.0
+    drain_s: Annotated[
+        float, Meta(ge=0, description="Seconds that running requests get at shutdown")
+    ] = 30.0
+
+
+class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole server."""
+
+    models: tuple[ModelConfig, ...] = (ModelConfig(),)
+    http: HttpConfig = HttpConfig()
+    streams: StreamConfig = StreamConfig()
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], Meta(description="What the log shows")
+    ] = "info"

@@ -1,0 +1,101 @@
+"""One tree of exceptions: programs act on `code`, people on the message.
+
+A message has the figure, the limit and the remedy, and never a path or an exception's text.
+"""
+
+import msgspec
+
+
+class HeadraceError(Exception):
+    """Root. `code` is stable."""
+
+    code = "internal_error"
+
+
+class ConfigError(HeadraceError):
+    """A flag, variable or key of the configuration is wrong."""
+
+    code = "config_invalid"
+
+
+class ModelError(HeadraceError):
+    """The model cannot be served."""
+
+    code = "model_unsupported"
+
+    def __init__(self, message: str, code: str = "model_unsupported") -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class EngineGone(HeadraceError):
+    """The engine ended or was given up; the message has its last words."""
+
+    code = "engine_failed"
+
+
+class ErrorKind(msgspec.Struct, frozen=True):
+    """What a code means on HTTP."""
+
+    status: int
+    type: str
+    retry: bool = False
+
+
+_INVALID = ErrorKind(400, "invalid_request_error")
+
+KINDS = {
+    "invalid_json": _INVALID,
+    "invalid_type": _INVALID,
+    "invalid_value": _INVALID,
+    "missing_required_parameter": _INVALID,
+    "unsupported_parameter": _INVALID,
+    "unsupported_content": _INVALID,
+    "unsupported_operation": _INVALID,
+    "template_failed": _INVALID,
+    "empty_prompt": _INVALID,
+    "context_length_exceeded": _INVALID,
+    "cancelled": ErrorKind(400, "cancelled_error"),
+    "client_gone": ErrorKind(400, "cancelled_error"),
+    "invalid_api_key": ErrorKind(401, "authentication_error"),
+    "forbidden": ErrorKind(403, "permission_error"),
+    "route_not_found": ErrorKind(404, "not_found_error"),
+    "model_not_found": ErrorKind(404, "not_found_error"),
+    "stream_not_found": ErrorKind(404, "not_found_error"),
+    "method_not_allowed": ErrorKind(405, "invalid_request_error"),
+    "request_too_large": ErrorKind(413, "invalid_request_error"),
+    "unsupported_media_type": ErrorKind(415, "invalid_request_error"),
+    "server_overloaded": ErrorKind(429, "rate_limit_error", retry=True),
+    "internal_error": ErrorKind(500, "server_error"),
+    "model_loading": ErrorKind(503, "unavailable_error", retry=True),
+    "engine_failed": ErrorKind(503, "unavailable_error", retry=True),
+    "server_shutdown": ErrorKind(503, "unavailable_error", retry=True),
+}
+"""Every code that a request can end with."""
+
+
+class RequestError(HeadraceError):
+    """A request is refused, or a stream ends, for the reason `code`.
+
+    `param` names the field as a path (`messages[2].content`); `extra` holds further fields of
+    the error object; `retry_after_s` goes into the headers of 429 and 503.
+    """
+
+    def __init__(
+        self,
+        code: str,
+        message: str,
+        param: str | None = None,
+        extra: dict[str, int] | None = None,
+        retry_after_s: float = 1.0,
+    ) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.param = param
+        self.extra = extra or {}
+        self.retry_after_s = retry_after_s
+
+    @property
+    def kind(self) -> ErrorKind:
+        return KINDS[self.code]

@@ -1,0 +1,20 @@
+"""What a lane's memory looks like to the books: counts only, never bytes or tensors."""
+
+import msgspec
+
+
+class MemoryLayout(msgspec.Struct, frozen=True):
+    """Blocks of `block_size` token positions, and slots; a lane has either or both.
+
+    `num_blocks == 0` means a dense cache: one slot holds a whole sequence of up to
+    `max_positions` tokens. `num_slots == 0` means that no sequence needs a slot.
+    """
+
+    block_size: int = 16
+    num_blocks: int = 0
+    num_slots: int = 0
+    max_positions: int = 0  # the longest sequence that one slot or the whole pool can hold
+
+    def blocks_for(self, num_positions: int) -> int:
+        """Number of blocks that hold `num_positions` positions; 0 for a dense lane."""
+        return -(-num_positions // self.block_size) if self.num_blocks else 0

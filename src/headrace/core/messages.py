@@ -1,0 +1,164 @@
+"""What crosses between generation and the engine: one tagged union, the same in every form."""
+
+import enum
+
+import msgspec
+
+from headrace.core.config import ModelConfig
+from headrace.core.ids import SequenceId, StreamId
+from headrace.core.layout import MemoryLayout
+from headrace.core.sampling import Logprobs, Sampling
+
+
+class Finish(enum.StrEnum):
+    """Why a sequence ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    ERROR = "error"
+
+
+class Message(msgspec.Struct, frozen=True, tag=True):
+    """Root of the union; carries nothing."""
+
+
+class NewSequence(msgspec.Struct, frozen=True, array_like=True):
+    """One choice of a Submit: `prompt` is an index into its prompts, `choice` the k of the dice.
+
+    `generated` holds the tokens (packed int32) that were already delivered before a recovery.
+    """
+
+    sequence_id: SequenceId
+    prompt: int
+    choice: int
+    generated: bytes = b""
+
+
+class Submit(Message, frozen=True):
+    """All choices of one stream. `prompts` are packed int32; `arrival` is monotonic seconds."""
+
+    stream_id: StreamId
+    prompts: tuple[bytes, ...]
+    sequences: tuple[NewSequence, ...]
+    sampling: Sampling
+    arrival: float
+    priority: int = 0
+    salt: str = ""  # prefixes are shared among equal salts only
+    use_prefix: bool = True  # whether cached prefixes may be taken
+    suspect: bool = False  # was in the step in which the engine died
+
+
+class Cancel(Message, frozen=True):
+    """End these sequences; unknown and finished ones are ignored."""
+
+    sequence_ids: tuple[SequenceId, ...]
+    finish: Finish = Finish.CANCELLED
+
+
+class Shutdown(Message, frozen=True):
+    """Leave the loop; what still runs is dropped."""
+
+
+class Ping(Message, frozen=True):
+    """Asks for a Pong; answered beside the compute, never by the step loop."""
+
+    number: int
+
+
+class Pong(Message, frozen=True):
+    number: int
+
+
+class Start(Message, frozen=True):
+    """First message to an engine process: what to load."""
+
+    config: ModelConfig
+
+
+class Ready(Message, frozen=True):
+    """First message of an engine: it has loaded, and these are its limits."""
+
+    lane: str
+    device: str
+    dtype: str
+    vocab_size: int
+    max_model_len: int
+    max_num_seqs: int
+    num_parameters: int
+    weight_bytes: int
+    layout: MemoryLayout
+    fingerprint: str  # 12 hex digits over version, weights, dtype and kind of device
+
+
+class LoadFailed(Message, frozen=True):
+    """Instead of Ready: the model cannot be served, and why."""
+
+    code: str
+    message: str
+
+
+class Started(msgspec.Struct, frozen=True, array_like=True):
+    """A sequence is in a plan for the first time; `cached` of its `total` prompt tokens were."""
+
+    sequence_id: SequenceId
+    total: int
+    cached: int
+
+
+class Progress(msgspec.Struct, frozen=True, array_like=True):
+    """`processed` prompt tokens are computed, cached ones included."""
+
+    sequence_id: SequenceId
+    processed: int
+
+
+class NewToken(msgspec.Struct, frozen=True, array_like=True):
+    sequence_id: SequenceId
+    token_id: int
+    logprobs: Logprobs | None = None
+
+
+class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Rows for the prompt tokens from number `start` on."""
+
+    sequence_id: SequenceId
+    start: int
+    logprobs: Logprobs
+
+
+class Finished(msgspec.Struct, frozen=True, array_like=True):
+    """The terminal outcome of a sequence; its memory is free. `code` and `message` if ERROR."""
+
+    sequence_id: SequenceId
+    finish: Finish
+    code: str = ""
+    message: str = ""
+
+
+class Outputs(Message, frozen=True):
+    """Everything one plan or one commit has to say, in the order of the fields."""
+
+    started: tuple[Started, ...] = ()
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    progress: tuple[Progress, ...] = ()
+    tokens: tuple[NewToken, ...] = ()
+    finished: tuple[Finished, ...] = ()
+
+
+class Status(Message, frozen=True):
+    """Numbers for people and metrics, at most four a second while something changes."""
+
+    num_running: int
+    num_waiting: int
+    num_waiting_tokens: int
+    blocks_free: int
+    slots_free: int
+    num_steps: int
+    queue: tuple[SequenceId, ...] = ()  # the first of those waiting, next one first
+    prompt_tokens_per_s: float = 0.0
+
+
+AnyMessage = (
+    Submit | Cancel | Shutdown | Ping | Pong | Start | Ready | LoadFailed | Outputs | Status
+)

@@ -1,0 +1,95 @@
+"""One step as it crosses to the runner and back: what to compute, and what came of it.
+
+Token ids are int32 in native byte order. Block tables are passed by reference: a chunk's
+`block_ids` is the lease's own array, to be read while its plan is in flight.
+"""
+
+from array import array
+
+import msgspec
+
+from headrace.core.ids import BlockId, SequenceId, SlotId
+from headrace.core.sampling import Logprobs, Sampling
+
+NO_SLOT = SlotId(-1)
+
+
+class Begin(msgspec.Struct, frozen=True):
+    """A sequence that the runner hears of for the first time, or again after a preemption."""
+
+    sequence_id: SequenceId
+    token_ids: "array[int]"  # all known tokens: the prompt, then those sampled before
+    num_prompt: int
+    choice: int  # k of the random counter (i, k): the number of the choice within its prompt
+    sampling: Sampling
+
+
+class Chunk(msgspec.Struct, frozen=True):
+    """A sequence's share of a step: tokens [start, start + length), contiguous over its chunks.
+
+    `num_rows` rows of logits are asked for, those of the chunk's last tokens: 0, 1 or length.
+    Each sequence in `draws` draws one token from the last row (siblings of one prompt draw from
+    the same row); it becomes token number start + length of that sequence.
+    """
+
+    sequence_id: SequenceId
+    start: int
+    length: int
+    num_rows: int
+    draws: tuple[SequenceId, ...]
+    block_ids: "array[int]"
+    slot_id: SlotId = NO_SLOT
+
+
+class BlockCopy(msgspec.Struct, frozen=True):
+    """Copy one block after the forward of the step (a sibling's partly filled last block)."""
+
+    source: BlockId
+    target: BlockId
+
+
+class SlotCopy(msgspec.Struct, frozen=True):
+    """Copy one slot after the forward of the step (a sibling's recurrent state or cache)."""
+
+    source: SlotId
+    target: SlotId
+
+
+class StepPlan(msgspec.Struct, frozen=True):
+    """Everything the runner does in one step; `begun` before the chunks, copies after them.
+
+    `ended` names sequences whose tensors and last tokens may be forgotten before the step:
+    finished, cancelled and preempted ones alike.
+    """
+
+    begun: tuple[Begin, ...] = ()
+    chunks: tuple[Chunk, ...] = ()
+    ended: tuple[SequenceId, ...] = ()
+    block_copies: tuple[BlockCopy, ...] = ()
+    slot_copies: tuple[SlotCopy, ...] = ()
+
+
+class Drawn(msgspec.Struct, frozen=True):
+    """What one drawing sequence got from its row: tokens, or the reason why there are none."""
+
+    token_ids: tuple[int, ...] = ()
+    logprobs: Logprobs | None = None
+    error: str | None = None
+
+
+class ChunkResult(msgspec.Struct, frozen=True):
+    """`drawn` is parallel to the chunk's `draws`.
+
+    `prompt_logprobs` has one row per token of the prompt that follows one of this chunk's
+    tokens, if the sequence asked for them.
+    """
+
+    drawn: tuple[Drawn, ...] = ()
+    prompt_logprobs: Logprobs | None = None
+
+
+class StepResult(msgspec.Struct, frozen=True):
+    """`chunks` is parallel to the plan's; `seconds` is the runner's own time for the step."""
+
+    chunks: tuple[ChunkResult, ...]
+    seconds: float

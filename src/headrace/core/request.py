@@ -1,0 +1,68 @@
+"""What was asked, after parsing and before any text is rendered; frozen."""
+
+from typing import Any, Literal
+
+import msgspec
+
+from headrace.core.sampling import Sampling
+
+Route = Literal["/v1/chat/completions", "/v1/completions"]
+
+
+class Chat(msgspec.Struct, frozen=True, tag=True):
+    """Messages for the chat template, as the template will see them."""
+
+    messages: tuple[dict[str, Any], ...]
+    tools: tuple[dict[str, Any], ...] = ()
+    template_kwargs: dict[str, Any] = {}
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+
+class Text(msgspec.Struct, frozen=True, tag=True):
+    """A prompt as text; the tokenizer's own special tokens are added if asked."""
+
+    text: str
+    add_special_tokens: bool = True
+
+
+class Ids(msgspec.Struct, frozen=True, tag=True):
+    """A prompt as token ids, used as they are."""
+
+    token_ids: tuple[int, ...]
+
+
+Prompt = Chat | Text | Ids
+
+
+class Wire(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How this client wants its answer written; never changes what is generated."""
+
+    stream: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
+    return_token_ids: bool = False
+    timings_per_token: bool = False
+    return_progress: bool = False
+
+
+class Request(msgspec.Struct, frozen=True):
+    """One generation request. Its prompts times n are its choices, numbered in that order."""
+
+    route: Route
+    model: str
+    prompts: tuple[Prompt, ...]
+    sampling: Sampling
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    include_stop: bool = False  # a matched stop string stays in the text
+    skip_special_tokens: bool = True
+    echo: bool = False  # the text begins with the prompt
+    priority: int = 0
+    cache_prompt: bool = True
+    cache_salt: str = ""
+    wire: Wire = Wire()
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.prompts) * self.n

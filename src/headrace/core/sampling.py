@@ -1,0 +1,58 @@
+"""How the tokens of a request are drawn and what ends them; plain numbers, no tensors."""
+
+import msgspec
+
+
+class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Resolved parameters, equal for all choices of a request.
+
+    The order of operations is: logits + bias, repetition, frequency and presence penalty, end
+    tokens masked, then argmax if greedy, else temperature, top_k, top_p, min_p and one draw.
+    """
+
+    temperature: float = 1.0  # below GREEDY_BELOW: argmax, ties to the lowest id
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    seed: int = 0  # any int64; token i of choice k draws with Philox key seed, counter (i, k)
+    max_tokens: int | None = None  # None: the rest of the context; 0: compute the prompt only
+    min_tokens: int = 0  # before it nothing but the length ends a choice
+    end_token_ids: tuple[int, ...] = ()  # the model's own; masked while ignored or too early
+    stop_token_ids: tuple[int, ...] = ()  # the client's; they end a choice, never masked
+    ignore_eos: bool = False
+    num_logprobs: int | None = None  # None: none; k: the sampled token and the k likeliest
+    num_prompt_logprobs: int | None = None  # the same for each prompt token but the first
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW
+
+    def masks_ends(self, num_generated: int) -> bool:
+        """Whether end tokens may not be drawn as token `num_generated` (counted from 0)."""
+        return self.ignore_eos or num_generated < self.min_tokens
+
+    def ends_with(self, token_id: int, num_generated: int) -> bool:
+        """Whether token `token_id`, the `num_generated`-th (counted from 1), ends its choice."""
+        if num_generated <= self.min_tokens:
+            return False
+        is_end = token_id in self.end_token_ids and not self.ignore_eos
+        return is_end or token_id in self.stop_token_ids
+
+
+GREEDY_BELOW = 1e-5
+
+
+class Logprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log probabilities of one or more tokens, packed row by row.
+
+    A row is the token itself, then the likeliest ones, falling, ties by id: `width` entries of
+    int32 in `ids` and of float32 in `values` (natural logarithm, at least -9999).
+    """
+
+    width: int
+    ids: bytes
+    values: bytes

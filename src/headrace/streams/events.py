@@ -1,0 +1,127 @@
+"""The events of a log: what a stream said, in order, for every reader alike.
+
+`seq` starts at 0 and grows by 1; `at_ms` counts from admission. The last event, and only it, is
+terminal: Finish or Error. An appended event never changes.
+"""
+
+import msgspec
+
+from headrace.core.ids import StreamId
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One token with its log probability, and the likeliest in its place.
+
+    `token` shows partial bytes as U+FFFD, `bytes` is exact; `logprob` is None where there is
+    nothing to condition on (the first token of an echoed prompt).
+    """
+
+    token_id: int
+    token: str
+    bytes: bytes
+    logprob: float | None
+    top: tuple["TokenLogprob", ...] = ()
+
+
+class Piece(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Text of one channel: content, reasoning or tool."""
+
+    text: str
+    channel: str = "content"
+
+
+class ChoiceEnd(msgspec.Struct, frozen=True):
+    """How one choice ended; `stop_reason` is the stop string or stop token that matched."""
+
+    finish_reason: str
+    stop_reason: str | int | None = None
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Prompt tokens count once for any n; generated ones up to the end, end tokens included."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+
+
+class Timings(msgspec.Struct, frozen=True):
+    """Milliseconds and counts of the whole request; 0 where nothing was done."""
+
+    cache_n: int = 0
+    prompt_n: int = 0
+    prompt_ms: float = 0.0
+    predicted_n: int = 0
+    predicted_ms: float = 0.0  # from the first to the last token
+    queue_ms: float = 0.0
+    max_gap_ms: float = 0.0  # longest wait between two tokens of a choice
+
+
+class Event(msgspec.Struct, frozen=True, tag_field="kind", tag=str.lower, kw_only=True):
+    """Root of the union."""
+
+    seq: int
+    at_ms: int
+
+
+class Accepted(Event, frozen=True):
+    """Always seq 0: the request was admitted. `mode`: fresh, or continue a final message."""
+
+    id: StreamId
+    route: str
+    model: str
+    created: int
+    mode: str
+    prompt_tokens: int
+    n: int
+    seed: int
+    durable: bool = False
+
+
+class Progress(Event, frozen=True):
+    """`processed` of `total` prompt tokens are computed, `cache` of them taken from the cache."""
+
+    choice: int
+    total: int
+    cache: int
+    processed: int
+    time_ms: int
+
+
+class Tokens(Event, frozen=True, omit_defaults=True):
+    """Tokens of one choice and the text they completed; either may be empty.
+
+    Text may lag behind ids (unfinished UTF-8, a possible stop string). `usage` and `timings` are
+    the figures so far. `end` is set on the last such event of a choice.
+    """
+
+    choice: int
+    ids: tuple[int, ...] = ()
+    pieces: tuple[Piece, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    end: ChoiceEnd | None = None
+
+
+class Finish(Event, frozen=True):
+    """Terminal: all choices have ended."""
+
+    ends: tuple[ChoiceEnd, ...]
+    usage: Usage
+    timings: Timings
+
+
+class Error(Event, frozen=True):
+    """Terminal: the stream was cut; never rendered as a complete answer."""
+
+    code: str
+    type: str
+    message: str
+    status: int
+    retryable: bool
+
+
+AnyEvent = Accepted | Progress | Tokens | Finish | Error
+
+
+def is_terminal(event: AnyEvent) -> bool:
+    return isinstance(event, Finish | Error)
