@@ -1,0 +1,116 @@
+"""The step loop: one scheduler, one runner, an inbox and a way to send; never an HTTP word."""
+
+import logging
+import queue
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from headrace.core.messages import AnyMessage, Cancel, Message, Outputs, Shutdown, Status, Submit
+from headrace.core.plan import StepPlan, StepResult
+from headrace.scheduler.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+MAX_UNSENT = 8
+"""Messages that may wait to be sent; beyond it nothing is launched."""
+
+_IDLE_POLL_S = 0.02
+_STATUS_INTERVAL_S = 0.25
+
+
+class Pending(Protocol):
+    """A launched plan."""
+
+    def result(self) -> StepResult: ...
+
+
+class StepRunner(Protocol):
+    """The part of the runner that a step needs."""
+
+    def launch(self, plan: StepPlan) -> Pending: ...
+
+
+class Outbox(Protocol):
+    """Where messages leave; `put` never blocks."""
+
+    def put(self, message: Message) -> None: ...
+
+    def num_unsent(self) -> int: ...
+
+
+Inbox = queue.SimpleQueue[AnyMessage]
+Clock = Callable[[], float]
+
+
+class Engine:
+    """Owns the loop's order: take messages, plan, launch, wait, commit, send."""
+
+    def __init__(self, scheduler: Scheduler, runner: StepRunner, outbox: Outbox) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._outbox = outbox
+        self._clock: Clock = time.monotonic
+        self._last_status: Status | None = None
+        self._status_due = 0.0
+
+    def run(self, inbox: Inbox) -> None:
+        """Steps until Shutdown; blocks on the inbox while there is nothing to do."""
+        while self._receive(inbox):
+            if self._outbox.num_unsent() <= MAX_UNSENT:
+                self.step()
+
+    def step(self) -> bool:
+        """Plan, execute, commit. False: there was nothing to do."""
+        plan = self._scheduler.plan(self._clock())
+        self._send_outputs()  # `started` leaves before the step executes
+        if plan is None:
+            return False
+        try:
+            result = self._runner.launch(plan).result()
+        except Exception as error:
+            logger.exception("A step of %d chunks failed", len(plan.chunks))
+            self._scheduler.fail(plan, f"{type(error).__name__}: {error}", self._clock())
+        else:
+            self._scheduler.commit(plan, result, self._clock())
+        self._send_outputs()
+        return True
+
+    def _receive(self, inbox: Inbox) -> bool:
+        """Hands every waiting message to the scheduler; False on Shutdown."""
+        is_resting = self._outbox.num_unsent() > MAX_UNSENT
+        timeout: float | None = _IDLE_POLL_S if is_resting else 0
+        if not self._scheduler.has_work:
+            timeout = None
+        try:
+            while True:
+                message = inbox.get(block=timeout != 0, timeout=timeout)
+                if isinstance(message, Shutdown):
+                    return False
+                self._hand_over(message)
+                timeout = 0
+        except queue.Empty:
+            return True
+
+    def _hand_over(self, message: AnyMessage) -> None:
+        if isinstance(message, Submit):
+            self._scheduler.add(message, self._clock())
+        elif isinstance(message, Cancel):
+            self._scheduler.cancel(message)
+        else:
+            raise TypeError(f"An engine takes no {type(message).__name__}")
+
+    def _send_outputs(self) -> None:
+        outputs = self._scheduler.take_outputs()
+        if outputs != _NOTHING:
+            self._outbox.put(outputs)
+        now = self._clock()
+        if now >= self._status_due or not self._scheduler.has_work:
+            self._status_due = now + _STATUS_INTERVAL_S
+            status = self._scheduler.status()
+            if status != self._last_status:
+                self._last_status = status
+                self._outbox.put(status)
+
+
+_NOTHING = Outputs()

@@ -1,0 +1,84 @@
+"""The engine process: `python -m headrace.engine.process FD`; serves one socket, then ends.
+
+Two threads beside the loop: the receiver answers pings and ends the process when the gateway has
+gone, however it went; the sender keeps a slow gateway from stopping a step.
+"""
+
+import logging
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+
+from headrace.core.errors import ModelError
+from headrace.core.messages import LoadFailed, Message, Ping, Pong, Start
+from headrace.engine import wire
+from headrace.engine.engine import Engine, Inbox
+
+
+class _Sender:
+    """An outbox whose messages a thread of its own writes to the socket."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._unsent: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="sender", daemon=True)
+        self._thread.start()
+
+    def put(self, message: Message) -> None:
+        self._unsent.put(message)
+
+    def num_unsent(self) -> int:
+        return self._unsent.qsize()
+
+    def close(self) -> None:
+        """Sends what waits, then ends the thread."""
+        self._unsent.put(None)
+        self._thread.join(timeout=5)
+
+    def _run(self) -> None:
+        while (message := self._unsent.get()) is not None:
+            try:
+                self._connection.sendall(wire.encode(message))
+            except OSError:
+                return
+
+
+def _receive(connection: socket.socket, inbox: Inbox, outbox: _Sender) -> None:
+    while (message := wire.receive(connection)) is not None:
+        if isinstance(message, Ping):
+            outbox.put(Pong(message.number))
+        else:
+            inbox.put(message)
+    os._exit(0)  # the gateway has gone; a step in work is nobody's any more
+
+
+def main() -> None:
+    """Loads what Start names, says Ready or LoadFailed, then runs the loop until Shutdown."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the gateway's to handle
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    inbox: Inbox = queue.SimpleQueue()
+    outbox = _Sender(connection)
+    threading.Thread(
+        target=_receive, args=(connection, inbox, outbox), name="receiver", daemon=True
+    ).start()
+    start = inbox.get()
+    assert isinstance(start, Start)
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    try:
+        from headrace.engine.load import load  # imports torch: seconds that a ping may fall into
+
+        runner, scheduler, ready = load(start.config)
+    except ModelError as error:
+        outbox.put(LoadFailed(error.code, str(error)))
+    else:
+        outbox.put(ready)
+        Engine(scheduler, runner, outbox).run(inbox)
+    outbox.close()
+
+
+if __name__ == "__main__":
+    main()

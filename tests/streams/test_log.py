@@ -1,0 +1,70 @@
+"""The memory log: order, cursors, waiting readers, refusals."""
+
+import asyncio
+
+import pytest
+
+from headrace.streams.events import AnyEvent, Error, Tokens
+from headrace.streams.log import LogConflict, MemoryLog, follow
+
+
+def tokens(seq: int) -> Tokens:
+    return Tokens(seq=seq, at_ms=seq, choice=0, ids=(seq,))
+
+
+def end(seq: int) -> Error:
+    return Error(seq=seq, at_ms=0, code="x", type="x", message="x", status=500, retryable=False)
+
+
+async def seqs(log: MemoryLog, after: int = -1) -> list[int]:
+    return [event.seq async for event in follow(log, after)]
+
+
+def test_a_reader_sees_every_event_after_its_cursor_up_to_the_end() -> None:
+    async def run() -> list[list[int]]:
+        log = MemoryLog()
+        await log.append(0, [tokens(0), tokens(1)])
+        await log.append(2, [end(2)])
+        return [await seqs(log), await seqs(log, 0), await seqs(log, 1)]
+
+    assert asyncio.run(run()) == [[0, 1, 2], [1, 2], [2]]
+
+
+def test_readers_that_wait_get_what_is_appended_later() -> None:
+    async def run() -> list[list[int]]:
+        log = MemoryLog()
+        readers = [asyncio.create_task(seqs(log)) for _ in range(3)]
+        for seq in range(5):
+            await asyncio.sleep(0)
+            await log.append(seq, [tokens(seq)])
+        await log.append(5, [end(5)])
+        return await asyncio.gather(*readers)
+
+    assert asyncio.run(run()) == [[0, 1, 2, 3, 4, 5]] * 3
+
+
+@pytest.mark.parametrize(
+    ("already", "expected"), [([], 1), ([tokens(0)], 0), ([tokens(0), end(1)], 2)]
+)
+def test_an_append_that_does_not_continue_the_log_is_refused(
+    already: list[AnyEvent], expected: int
+) -> None:
+    async def run() -> None:
+        log = MemoryLog()
+        await log.append(0, already)
+        await log.append(expected, [tokens(expected)])
+
+    with pytest.raises(LogConflict):
+        asyncio.run(run())
+
+
+def test_a_reader_that_stops_waiting_leaves_nothing_behind() -> None:
+    async def run() -> int:
+        log = MemoryLog()
+        reader = asyncio.create_task(seqs(log))
+        await asyncio.sleep(0)
+        reader.cancel()
+        await asyncio.wait([reader])
+        return len(log._waiting)
+
+    assert asyncio.run(run()) == 0
