@@ -98,6 +98,21 @@ class StreamConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_queued_reqs: Annotated[
         int, Meta(ge=0, description="Requests that may wait; one more gets 429")
     ] = 512
+    heartbeat_s: Annotated[
+        float,
+        Meta(ge=1, le=10, description="Seconds without a data frame until a heartbeat is sent"),
+    ] = 5.0
+    sse_ping_interval: Annotated[
+        int,
+        Meta(ge=-1, le=60, description="Seconds without a byte until a comment is sent; -1: never"),
+    ] = -1
+    linger_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="Seconds that a request whose client left before the first token goes on",
+        ),
+    ] = 10.0
     load_timeout_s: Annotated[
         float, Meta(gt=0, description="Seconds until a model that has not loaded counts as failed")
     ] = 600.0

@@ -63,6 +63,7 @@ KINDS = {
     "model_not_found": ErrorKind(404, "not_found_error"),
     "stream_not_found": ErrorKind(404, "not_found_error"),
     "method_not_allowed": ErrorKind(405, "invalid_request_error"),
+    "body_timeout": ErrorKind(408, "timeout_error", retry=True),
     "request_too_large": ErrorKind(413, "invalid_request_error"),
     "unsupported_media_type": ErrorKind(415, "invalid_request_error"),
     "server_overloaded": ErrorKind(429, "rate_limit_error", retry=True),

@@ -44,6 +44,8 @@ class Wire(msgspec.Struct, frozen=True, omit_defaults=True):
     return_token_ids: bool = False
     timings_per_token: bool = False
     return_progress: bool = False
+    heartbeat: bool = False  # life is shown while nothing is to be said
+    ping_interval_s: int | None = None  # seconds without a byte until a comment; None: never
 
 
 class Request(msgspec.Struct, frozen=True):
