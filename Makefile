@@ -1,0 +1,31 @@
+# make serve and make test do all the set-up themselves; a second run starts at once.
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/ready
+
+.PHONY: serve test check demo clean
+
+serve: $(READY)
+	@$(BIN)/headrace serve $(ARGS)
+
+test: $(READY)
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest tests/test_house.py
+
+demo: $(READY)
+	@$(BIN)/python tools/demo.py
+
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,bench]'
+	touch $@
+
+clean:
+	rm -rf .venv build src/*.egg-info

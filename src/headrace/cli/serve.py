@@ -1,0 +1,144 @@
+"""`headrace serve`: puts gateway, generation and engine together, and takes them down again."""
+
+import asyncio
+import contextlib
+import errno
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+
+import uvicorn
+
+from headrace.cli.main import EXIT_ENGINE, EXIT_IN_USE, EXIT_MODEL
+from headrace.core.config import ServerConfig
+from headrace.core.messages import Ready
+from headrace.engine.supervisor import Supervisor
+from headrace.gateway.app import create_app
+from headrace.generation.generation import Generation
+from headrace.generation.served import ServedModel
+
+_KEEP_ALIVE_S = 75
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without signal handlers: the loop below owns them."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def serve(config: ServerConfig) -> int:
+    """Serves until a signal; returns the exit code."""
+    logging.basicConfig(
+        level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    try:
+        listener = _listen(config.http.host, config.http.port)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        print(
+            f"headrace: port {config.http.port} is in use; stop what uses it, or give --port.",
+            file=sys.stderr,
+        )
+        return EXIT_IN_USE
+    with listener:
+        model = ServedModel(config.models[0])
+        with asyncio.Runner(loop_factory=_new_loop) as runner:
+            return runner.run(_Serving(config, model, listener).run())
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=2048)
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
+
+
+class _Serving:
+    """One server from start to end. Signals set an event, `run` acts."""
+
+    def __init__(self, config: ServerConfig, model: ServedModel, listener: socket.socket) -> None:
+        self._config = config
+        self._model = model
+        self._listener = listener
+        self._stop = asyncio.Event()
+        self._hurry = asyncio.Event()
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_signal)
+        engine = Supervisor(self._config.models[0], self._config.streams.load_timeout_s)
+        generation = Generation(self._config, self._model, engine)
+        server = self._make_server(generation)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(generation.run(), name="generation")
+            tasks.create_task(server.serve(sockets=[self._listener]), name="http")
+            announcing = tasks.create_task(self._announce(generation), name="announce")
+            await _first(self._stop, generation.died)
+            draining = asyncio.create_task(generation.drain(self._config.streams.drain_s))
+            await _first(self._hurry, draining)
+            draining.cancel()
+            announcing.cancel()
+            server.should_exit = True
+            await engine.close()
+        return self._verdict(generation)
+
+    def _on_signal(self) -> None:
+        if self._stop.is_set():
+            self._hurry.set()
+        self._stop.set()
+
+    def _make_server(self, generation: Generation) -> _Server:
+        return _Server(
+            uvicorn.Config(
+                create_app(generation, self._config),
+                log_level="warning",
+                access_log=False,
+                lifespan="off",
+                timeout_keep_alive=_KEEP_ALIVE_S,
+                timeout_graceful_shutdown=1,
+                server_header=False,
+            )
+        )
+
+    async def _announce(self, generation: Generation) -> None:
+        """One line once the model answers."""
+        ready = await generation.wait_until_ready()
+        host, port = self._listener.getsockname()[:2]
+        print(_ready_line(f"http://{host}:{port}", self._model.names[0], ready), file=sys.stderr)
+
+    def _verdict(self, generation: Generation) -> int:
+        if not generation.died.is_set():
+            return 0
+        print(f"headrace: {generation.last_words}", file=sys.stderr)
+        return EXIT_ENGINE if self._model.ready else EXIT_MODEL
+
+
+def _ready_line(url: str, name: str, ready: Ready) -> str:
+    return (
+        f"Headrace is ready at {url}: {name}, lane {ready.lane}, {ready.device} {ready.dtype}, "
+        f"context {ready.max_model_len}, {ready.max_num_seqs} streams at once"
+    )
+
+
+async def _first(*things: "asyncio.Event | asyncio.Task[None]") -> None:
+    """Waits until one of them has happened."""
+    waits = [
+        thing if isinstance(thing, asyncio.Task) else asyncio.create_task(thing.wait())
+        for thing in things
+    ]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    for thing, wait in zip(things, waits, strict=True):
+        if wait is not thing:
+            wait.cancel()

@@ -1,0 +1,143 @@
+"""Flags, environment and file as one configuration, all generated from its fields."""
+
+import difflib
+import tomllib
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from headrace.core.config import ModelConfig, ServerConfig
+from headrace.core.errors import ConfigError
+
+PREFIX = "HEADRACE_"
+ALIASES = {
+    "served_model_name": ("--alias",),
+    "max_model_len": ("-c", "--ctx-size"),
+    "max_num_seqs": ("-np", "--parallel"),
+    "max_step_tokens": ("--max-num-batched-tokens",),
+    "threads": ("-t",),
+}
+_ENVIRONMENT_NAMES = {"api_key": "HEADRACE_API_KEYS"}
+_NOT_SETTINGS = {"HEADRACE_URL", "HEADRACE_CONFIG"}
+
+
+class Setting(NamedTuple):
+    """One field of the configuration; `path` leads to it through nested structs."""
+
+    name: str
+    path: tuple[str, ...]
+    type: Any
+    default: Any
+    description: str
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        return (f"--{self.name.replace('_', '-')}", *ALIASES.get(self.name, ()))
+
+    @property
+    def variable(self) -> str:
+        return _ENVIRONMENT_NAMES.get(self.name, PREFIX + self.name.upper())
+
+    @property
+    def is_list(self) -> bool:
+        return typing.get_origin(self.type) is tuple
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        return typing.get_args(self.type) if typing.get_origin(self.type) is typing.Literal else ()
+
+
+def settings(struct: type[msgspec.Struct] = ServerConfig) -> tuple[Setting, ...]:
+    """Every setting of a server, in the order of the fields."""
+    return tuple(_walk(struct, ()))
+
+
+def _walk(struct: type[msgspec.Struct], path: tuple[str, ...]) -> Iterator[Setting]:
+    hints = typing.get_type_hints(struct, include_extras=True)
+    for field in msgspec.structs.fields(struct):
+        hint = hints[field.name]
+        if field.name == "models":
+            yield from _walk(ModelConfig, (*path, field.name))
+        elif isinstance(hint, type) and issubclass(hint, msgspec.Struct):
+            yield from _walk(hint, (*path, field.name))
+        else:
+            base, *rest = typing.get_args(hint)
+            description = next(m.description for m in rest if m.description)
+            plain = _without_none(base)
+            yield Setting(field.name, (*path, field.name), plain, field.default, description)
+
+
+def _without_none(hint: Any) -> Any:
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        (hint,) = (part for part in typing.get_args(hint) if part is not type(None))
+    while typing.get_origin(hint) is typing.Annotated:
+        hint = typing.get_args(hint)[0]
+    return hint
+
+
+def load(
+    flags: Mapping[str, Any], environment: Mapping[str, str], file: Path | None
+) -> ServerConfig:
+    """Flag beats environment beats file beats default; ConfigError names what is wrong."""
+    known = {setting.name: setting for setting in settings()}
+    values = {**_from_file(file, known), **_from_environment(environment, known), **flags}
+    tree: dict[str, Any] = {}
+    for name, value in values.items():
+        *parents, leaf = known[name].path
+        branch = tree
+        for parent in parents:
+            branch = branch.setdefault(parent, {})
+        branch[leaf] = value
+    if "models" in tree:
+        tree["models"] = [tree["models"]]
+    try:
+        return msgspec.convert(tree, ServerConfig, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError(_explain(str(error), known)) from None
+
+
+def _from_environment(
+    environment: Mapping[str, str], known: Mapping[str, Setting]
+) -> dict[str, Any]:
+    by_variable = {setting.variable: setting for setting in known.values()}
+    found: dict[str, Any] = {}
+    for variable, text in environment.items():
+        if not variable.startswith(PREFIX) or variable in _NOT_SETTINGS:
+            continue
+        if variable not in by_variable:
+            raise ConfigError(f"Unknown variable {variable}{_nearest(variable, by_variable)}.")
+        setting = by_variable[variable]
+        found[setting.name] = text.split(",") if setting.is_list else text
+    return found
+
+
+def _from_file(file: Path | None, known: Mapping[str, Setting]) -> dict[str, Any]:
+    if file is None:
+        return {}
+    try:
+        table = tomllib.loads(file.read_text()).get("serve", {})
+    except OSError as error:
+        raise ConfigError(f"Cannot read {file}: {error.strerror}.") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} is not TOML: {error}.") from None
+    for key in table:
+        if key not in known:
+            raise ConfigError(f"Unknown key {key!r} in {file}{_nearest(key, known)}.")
+    return dict(table)
+
+
+def _nearest(name: str, known: Mapping[str, Any]) -> str:
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _explain(message: str, known: Mapping[str, Setting]) -> str:
+    """msgspec's `Expected `int` >= 1 - at `$.a.b`` as a sentence about the setting."""
+    what, _, path = message.rpartition(" - at ")
+    name = path.strip("`$").split(".")[-1].split("[")[0]
+    flag = known[name].flags[0] if name in known else path
+    return f"{flag}: {what.replace('`', '')}."

@@ -1,0 +1,92 @@
+"""One choice on its way out: tokens in, events' worth of text out; judges ends in token order."""
+
+from array import array
+from collections.abc import Sequence
+
+from headrace.core.ids import SequenceId
+from headrace.core.messages import Finished, NewSequence, NewToken
+from headrace.core.request import Request
+from headrace.generation.served import ServedModel
+from headrace.streams.events import ChoiceEnd, Piece, TokenLogprob, Tokens
+from headrace.text.answer import AnswerText, Fed
+from headrace.text.detokenizer import Detokenizer
+from headrace.text.logprobs import token_logprobs
+from headrace.text.stops import StopMatcher
+
+
+class Choice:
+    """`index` counts over the whole request; `sequence_id` is fresh after each submission."""
+
+    def __init__(self, index: int, request: Request, model: ServedModel) -> None:
+        self.index = index
+        self.prompt, self.number = divmod(index, request.n)
+        self.sequence_id = SequenceId(-1)
+        self.end: ChoiceEnd | None = None
+        self._tokenizer = model.tokenizer
+        self._text: AnswerText[TokenLogprob] = AnswerText(
+            Detokenizer(model.tokenizer, request.skip_special_tokens),
+            StopMatcher(request.stop, request.include_stop),
+            request.sampling,
+        )
+        self._stop: ChoiceEnd | None = None  # its tokens say that it has ended
+        self._token_ids: array[int] = array("i")  # all that count, delivered or about to be
+        self._num_told = 0  # of them, those that an event has carried
+        self._pieces: list[Piece] = []
+        self._logprobs: list[TokenLogprob] = []
+
+    @property
+    def is_stopped(self) -> bool:
+        """Its own tokens have ended it; whatever the engine says of later ones is void."""
+        return self._stop is not None
+
+    def resume_as(self, sequence_id: SequenceId) -> NewSequence:
+        """This choice as the engine shall begin, or continue, it."""
+        self.sequence_id = sequence_id
+        return NewSequence(sequence_id, self.prompt, self.number, self._token_ids.tobytes())
+
+    def feed(self, token: NewToken) -> None:
+        if self._stop or self.end:
+            return
+        self._token_ids.append(token.token_id)
+        entry = None
+        if token.logprobs is not None:
+            entry = token_logprobs(token.logprobs, self._tokenizer)[0]
+        self._deliver(self._text.feed(token.token_id, entry))
+
+    def finish(self, finished: Finished) -> None:
+        """The engine has let go of the sequence."""
+        if self._stop is None:
+            self._deliver(self._text.flush())
+        self.end = self._stop or ChoiceEnd(str(finished.finish))
+
+    def echo(self, text: str, logprobs: Sequence[TokenLogprob]) -> None:
+        """The prompt, to stand before the choice's own text."""
+        self._add(text, logprobs)
+
+    def take(self, seq: int, at_ms: int) -> Tokens | None:
+        """What came since the last call, as an event; None if nothing did."""
+        ids = tuple(self._token_ids[self._num_told :])
+        if not ids and not self._pieces and not self._logprobs and not self.end:
+            return None
+        event = Tokens(
+            seq=seq,
+            at_ms=at_ms,
+            choice=self.index,
+            ids=ids,
+            pieces=tuple(self._pieces),
+            logprobs=tuple(self._logprobs),
+            end=self.end,
+        )
+        self._num_told = len(self._token_ids)
+        self._pieces, self._logprobs = [], []
+        return event
+
+    def _deliver(self, fed: Fed[TokenLogprob]) -> None:
+        self._add(fed.text, fed.entries)
+        if fed.ended:
+            self._stop = ChoiceEnd("stop", fed.stop)
+
+    def _add(self, text: str, logprobs: Sequence[TokenLogprob]) -> None:
+        if text:
+            self._pieces.append(Piece(text))
+        self._logprobs.extend(logprobs)

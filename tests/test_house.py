@@ -1,0 +1,79 @@
+"""The house rules that a test can hold: sizes, words, empty package files, light imports."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SOURCES = sorted((ROOT / "src" / "headrace").rglob("*.py"))
+MAX_FILE, MAX_FUNCTION, P90_FUNCTION, MAX_PARAMETERS = 400, 60, 25, 6
+LITERAL_TABLES = set[str]()
+
+
+def functions(path: Path) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    tree = ast.parse(path.read_text())
+    return [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+
+def length(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    assert function.end_lineno is not None
+    return function.end_lineno - function.lineno + 1
+
+
+def test_no_file_is_longer_than_a_reader_bears() -> None:
+    long = {
+        str(path.relative_to(ROOT)): lines
+        for path in SOURCES
+        if (lines := len(path.read_text().splitlines())) > MAX_FILE
+    }
+    assert long.keys() <= LITERAL_TABLES, long
+
+
+def test_no_function_needs_scrolling() -> None:
+    long = [(path.name, f.name) for path in SOURCES for f in functions(path) if length(f) > 60]
+    assert not long
+
+
+def test_nine_functions_in_ten_are_short() -> None:
+    lengths = sorted(length(f) for path in SOURCES for f in functions(path))
+    assert lengths[len(lengths) * 9 // 10] <= P90_FUNCTION
+
+
+def test_no_function_takes_more_than_six_parameters() -> None:
+    def number(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+        names = [a.arg for a in function.args.args + function.args.kwonlyargs]
+        return len([name for name in names if name not in ("self", "cls")])
+
+    wide = [(p.name, f.name) for p in SOURCES for f in functions(p) if number(f) > MAX_PARAMETERS]
+    assert not wide
+
+
+def test_package_files_are_empty() -> None:
+    full = [p for p in SOURCES if p.name == "__init__.py" and p.stat().st_size]
+    assert full == [ROOT / "src" / "headrace" / "__init__.py"]
+
+
+def test_modules_open_with_a_line_that_says_what_they_own() -> None:
+    bare = [
+        str(p.relative_to(ROOT))
+        for p in SOURCES
+        if p.stat().st_size and not ast.get_docstring(ast.parse(p.read_text()))
+    ]
+    assert not bare
+
+
+@pytest.mark.parametrize("module", ["headrace.gateway.app", "headrace.cli.main"])
+def test_importing_the_gateways_side_loads_no_tensors(module: str) -> None:
+    heavy = "torch transformers numba"
+    code = f"import {module}, sys; print([m for m in {heavy.split()} if m in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
+
+
+def test_help_imports_no_server() -> None:
+    code = "import headrace.cli.main, sys; print('uvicorn' in sys.modules, 'httpx' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "False False"
