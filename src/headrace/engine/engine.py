@@ -55,8 +55,11 @@ class Engine:
         self._status_due = 0.0
 
     def run(self, inbox: Inbox) -> None:
-        """Steps until Shutdown; blocks on the inbox while there is nothing to do."""
-        while self._receive(inbox):
+        """Steps until Shutdown, blocking on the inbox while there is nothing to do.
+
+        Also returns when step after step fails: a fresh engine may do better.
+        """
+        while self._receive(inbox) and not self._scheduler.must_exit:
             if self._outbox.num_unsent() <= MAX_UNSENT:
                 self.step()
 

@@ -6,7 +6,8 @@ from headrace.core.config import ModelConfig
 from headrace.core.messages import Ready
 from headrace.runner.load import load_runner
 from headrace.runner.runner import Runner
-from headrace.scheduler.scheduler import Limits, Scheduler
+from headrace.scheduler.limits import Limits
+from headrace.scheduler.scheduler import Scheduler
 
 _MAX_STEP_TOKENS = {"cpu": 512, "cuda": 2048}
 

@@ -5,26 +5,28 @@ from collections.abc import Sequence
 
 from headrace.core.ids import SequenceId
 from headrace.core.messages import Finished, NewSequence, NewToken
-from headrace.core.request import Request
+from headrace.core.request import Chat
+from headrace.generation.logprobs import token_logprobs
 from headrace.generation.served import ServedModel
 from headrace.streams.events import ChoiceEnd, Piece, TokenLogprob, Tokens
+from headrace.streams.record import Record
 from headrace.text.answer import AnswerText, Fed
 from headrace.text.detokenizer import Detokenizer
-from headrace.text.logprobs import token_logprobs
 from headrace.text.stops import StopMatcher
 
 
 class Choice:
     """`index` counts over the whole request; `sequence_id` is fresh after each submission."""
 
-    def __init__(self, index: int, request: Request, model: ServedModel) -> None:
+    def __init__(self, index: int, record: Record, model: ServedModel) -> None:
+        request = record.request
         self.index = index
         self.prompt, self.number = divmod(index, request.n)
         self.sequence_id = SequenceId(-1)
         self.end: ChoiceEnd | None = None
         self._tokenizer = model.tokenizer
         self._text: AnswerText[TokenLogprob] = AnswerText(
-            Detokenizer(model.tokenizer, request.skip_special_tokens),
+            Detokenizer(model.tokenizer, request.skip_special_tokens, self._token_before(record)),
             StopMatcher(request.stop, request.include_stop),
             request.sampling,
         )
@@ -80,6 +82,13 @@ class Choice:
         self._num_told = len(self._token_ids)
         self._pieces, self._logprobs = [], []
         return event
+
+    def _token_before(self, record: Record) -> int | None:
+        """The token that the text continues; None where an answer begins."""
+        prompt = record.request.prompts[self.prompt]
+        if isinstance(prompt, Chat) and not prompt.continue_final_message:
+            return None
+        return record.prompt_ids(self.prompt)[-1]
 
     def _deliver(self, fed: Fed[TokenLogprob]) -> None:
         self._add(fed.text, fed.entries)

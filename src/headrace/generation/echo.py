@@ -2,9 +2,9 @@
 
 from headrace.core.messages import PromptLogprobs
 from headrace.generation.choice import Choice
+from headrace.generation.logprobs import token_logprobs, unconditioned
 from headrace.streams.events import TokenLogprob
 from headrace.streams.record import Record
-from headrace.text.logprobs import token_logprobs, unconditioned
 from headrace.text.tokenizer import Tokenizer
 
 

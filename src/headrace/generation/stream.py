@@ -57,7 +57,7 @@ class Stream:
         self._sequences = sequences
         self._inbox: asyncio.Queue[Sequence[Item] | Link] = asyncio.Queue()
         request = record.request
-        self._choices = [Choice(i, request, model) for i in range(request.num_choices)]
+        self._choices = [Choice(i, record, model) for i in range(request.num_choices)]
         self._by_sequence: dict[SequenceId, Choice] = {}  # those the engine knows of
         self._echo = Echo(record, model.tokenizer) if request.echo else None
         self._progress = [PromptProgress(n * request.n) for n in range(len(request.prompts))]

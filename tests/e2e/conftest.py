@@ -1,0 +1,13 @@
+"""One real server with headrace-mini for all tests that do not need their own."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.servers import ServerProcess, running_server
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[ServerProcess]:
+    with running_server("--max-num-seqs", "64") as running:
+        yield running

@@ -1,0 +1,68 @@
+"""Messages survive the way between two processes, whole and in order."""
+
+import asyncio
+import socket
+import struct
+
+import pytest
+
+from headrace.core.config import ModelConfig
+from headrace.core.ids import SequenceId, StreamId
+from headrace.core.messages import (
+    Cancel,
+    Finish,
+    Finished,
+    Message,
+    NewSequence,
+    NewToken,
+    Outputs,
+    Ping,
+    Start,
+    Submit,
+)
+from headrace.core.sampling import Logprobs, Sampling
+from headrace.engine import wire
+
+SEQUENCE = SequenceId(7)
+MESSAGES: list[Message] = [
+    Ping(3),
+    Start(ModelConfig(model="x", threads=2)),
+    Cancel((SEQUENCE,), Finish.STOP),
+    Submit(
+        stream_id=StreamId("cmpl-1"),
+        prompts=(b"\1\0\0\0",),
+        sequences=(NewSequence(SEQUENCE, 0, 0, b"\2\0\0\0"),),
+        sampling=Sampling(logit_bias={5: -1.5}, seed=-(2**63)),
+        arrival=1.5,
+    ),
+    Outputs(
+        tokens=(NewToken(SEQUENCE, 9, Logprobs(1, b"\0" * 4, b"\0" * 4)),),
+        finished=(Finished(SEQUENCE, Finish.LENGTH),),
+    ),
+]
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_a_message_survives_the_socket(message: Message) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.sendall(wire.encode(message))
+        assert wire.receive(theirs) == message
+
+
+def test_messages_in_one_packet_come_one_by_one() -> None:
+    async def run() -> list[Message]:
+        reader = asyncio.StreamReader()
+        reader.feed_data(b"".join(wire.encode(message) for message in MESSAGES))
+        return [await wire.read(reader) for _ in MESSAGES]
+
+    assert asyncio.run(run()) == MESSAGES
+
+
+@pytest.mark.parametrize("sent", [b"", b"\4\0", struct.pack("<I", 100) + b"cut"])
+def test_a_side_that_left_in_mid_message_reads_as_gone(sent: bytes) -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        with ours:
+            ours.sendall(sent)
+        assert wire.receive(theirs) is None

@@ -1,0 +1,12 @@
+"""Waiting for a condition without guessing how long it takes."""
+
+import time
+from collections.abc import Callable
+
+
+def eventually(condition: Callable[[], bool], within_s: float = 10.0) -> None:
+    """Returns as soon as the condition holds; fails after a generous limit."""
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come true in time"
+        time.sleep(0.01)

@@ -1,0 +1,60 @@
+"""Real servers for tests: a process of its own, a free port, stopped at the end."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+LOAD_TIMEOUT_S = 120
+
+
+class ServerProcess:
+    """A running `headrace serve`. `lines` is what it wrote to stderr."""
+
+    def __init__(self, *flags: str, environment: dict[str, str] | None = None) -> None:
+        self.lines: list[str] = []
+        self.url = ""
+        self._ready = threading.Event()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "headrace", "serve", "--port", "0", *flags],
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def wait_until_ready(self) -> "ServerProcess":
+        assert self._ready.wait(LOAD_TIMEOUT_S) and self.url, "\n".join(self.lines)
+        return self
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        """Sends the signal and returns the exit code."""
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        code = self.process.wait(timeout=60)
+        self._reader.join(timeout=5)
+        return code
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.lines.append(line.rstrip())
+            if found := re.match(r"Headrace is ready at (http://\S+?):? ", line):
+                self.url = found[1].rstrip(":")
+                self._ready.set()
+        self._ready.set()
+
+
+@contextlib.contextmanager
+def running_server(*flags: str, **kwargs: dict[str, str]) -> Iterator[ServerProcess]:
+    """A server that answers, stopped when the context is left."""
+    server = ServerProcess(*flags, **kwargs)
+    try:
+        yield server.wait_until_ready()
+    finally:
+        server.stop()
