@@ -1,0 +1,118 @@
+"""One choice being generated, as a few integers; never its text, never the contents of memory."""
+
+import enum
+from array import array
+from dataclasses import dataclass
+
+from headrace.core.ids import SequenceId
+from headrace.core.messages import Finish, Finished
+from headrace.core.sampling import Sampling
+from headrace.memory.memory import Lease
+
+
+class SequenceStatus(enum.Enum):
+    """Everything else about a sequence follows from its numbers."""
+
+    WAITING = "waiting"  # holds nothing
+    RUNNING = "running"  # holds a lease
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Tokens [0, num_computed) are in memory, [0, num_planned) will be when launched plans end."""
+
+    id: SequenceId
+    token_ids: "array[int]"  # the prompt, then every token sampled so far
+    num_prompt: int
+    choice: int
+    sampling: Sampling
+    max_total: int  # it ends when it has this many tokens
+    priority: int
+    arrival: float
+    number: int  # order of admission, breaks all ties
+    due: float = 0.0  # smaller goes first; whoever is past it is passed by nobody
+    status: SequenceStatus = SequenceStatus.WAITING
+    outcome: Finished | None = None  # decided; told once no launched plan names it
+    num_pending: int = 0  # tokens that launched chunks will draw
+    num_planned: int = 0
+    num_computed: int = 0
+    num_cached: int = 0  # credit at the first start
+    num_reported: int = -1  # prompt tokens the client was told of; -1: not even that it started
+    num_in_flight: int = 0  # launched plans that name it
+    clears_at: int | None = None  # suspect: computed tokens that clear it of a failed step
+    lease: Lease | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_known(self) -> int:
+        """Tokens there will be once all launched plans have ended."""
+        return len(self.token_ids) + self.num_pending
+
+    @property
+    def remaining(self) -> int:
+        """Known tokens not yet planned; 1 while running is a decode chunk."""
+        if self.num_pending and self.num_known >= self.max_total:
+            return 0  # its last token is being drawn, and need not be computed
+        return self.num_known - self.num_planned
+
+    @property
+    def is_decoding(self) -> bool:
+        return self.lease is not None and self.outcome is None and self.remaining == 1
+
+    @property
+    def is_open(self) -> bool:
+        """Whether its prompt, or what a preemption took, is only partly computed."""
+        return self.lease is not None and self.outcome is None and self.remaining > 1
+
+    @property
+    def held(self) -> Lease:
+        assert self.lease is not None
+        return self.lease
+
+    @property
+    def longest_chunk(self) -> int:
+        """The rest, or up to where prompt rows are owed that were not yet sent."""
+        owed_from = self.num_reported if self.wants_prompt_rows else 0
+        if self.num_planned < owed_from:
+            return min(self.remaining, owed_from - self.num_planned)
+        return self.remaining
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.token_ids) - self.num_prompt
+
+    @property
+    def key(self) -> tuple[float, float, int]:
+        """Order in which prompts are computed."""
+        return self.due, self.arrival, self.number
+
+    @property
+    def rank(self) -> tuple[int, float, int]:
+        """Order in which running sequences keep their memory; the last is preempted first."""
+        return self.priority, self.arrival, self.number
+
+    @property
+    def wants_prompt_rows(self) -> bool:
+        return self.sampling.num_prompt_logprobs is not None
+
+    def advance(self, length: int, draws: bool) -> None:
+        """A chunk of `length` tokens is in a plan."""
+        self.num_planned += length
+        self.num_pending += draws
+        self.num_in_flight += 1
+        assert self.num_computed <= self.num_planned <= self.num_known
+
+    def rewind(self) -> None:
+        """Back to waiting with every token kept and nothing computed."""
+        self.status = SequenceStatus.WAITING
+        self.num_pending = self.num_planned = self.num_computed = 0
+
+    def end_reason(self) -> Finish | None:
+        """Why the tokens so far are the whole answer, if they are."""
+        if self.num_generated and self.sampling.ends_with(self.token_ids[-1], self.num_generated):
+            return Finish.STOP
+        return Finish.LENGTH if self.num_tokens >= self.max_total else None

@@ -1,0 +1,129 @@
+"""Builds schedulers and submits for tests, and runs steps with a runner that draws 1, 2, 3, ..."""
+
+from array import array
+
+from headrace.core.config import SchedulerConfig
+from headrace.core.ids import SequenceId, StreamId
+from headrace.core.layout import MemoryLayout
+from headrace.core.messages import Cancel, Finish, NewSequence, Outputs, Submit
+from headrace.core.plan import Chunk, ChunkResult, Drawn, StepPlan, StepResult
+from headrace.core.sampling import Sampling
+from headrace.scheduler.limits import Limits
+from headrace.scheduler.scheduler import Scheduler
+
+END_TOKEN = 2
+
+
+def packed(token_ids: list[int]) -> bytes:
+    return array("i", token_ids).tobytes()
+
+
+def make_scheduler(
+    num_blocks: int = 1000,
+    *,
+    num_slots: int = 0,
+    max_num_seqs: int = 64,
+    max_step_tokens: int = 512,
+    max_model_len: int = 100_000,
+    **config: object,
+) -> Scheduler:
+    layout = MemoryLayout(block_size=16, num_blocks=num_blocks, num_slots=num_slots)
+    limits = Limits(
+        max_num_seqs=max_num_seqs, max_step_tokens=max_step_tokens, max_model_len=max_model_len
+    )
+    return Scheduler(SchedulerConfig(**config), layout, limits)
+
+
+def make_submit(
+    number: int, length: int, *, max_tokens: int | None = 5, generated: int = 0, **fields: object
+) -> Submit:
+    """One sequence whose prompt no other number shares."""
+    sampling = fields.pop("sampling", None) or Sampling(
+        max_tokens=max_tokens, end_token_ids=(END_TOKEN,)
+    )
+    new = NewSequence(SequenceId(number), 0, 0, packed([7] * generated))
+    fields = {"arrival": float(number), **fields}
+    prompt = packed([1000 + number] * length)
+    return Submit(StreamId(str(number)), (prompt,), (new,), sampling, **fields)
+
+
+def cancel(number: int, finish: Finish = Finish.CANCELLED) -> Cancel:
+    return Cancel((SequenceId(number),), finish)
+
+
+def lengths(plan: StepPlan | None) -> list[int]:
+    return [chunk.length for chunk in plan.chunks] if plan else []
+
+
+def sequence_ids(plan: StepPlan | None) -> list[int]:
+    return [chunk.sequence_id for chunk in plan.chunks] if plan else []
+
+
+class Engine:
+    """The loop of an engine over a scheduler; keeps all outputs."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.now = 0.0
+        self.tokens: dict[int, list[int]] = {}
+        self.progress: dict[int, list[int]] = {}
+        self.finished: dict[int, tuple[str, str]] = {}
+        self.outputs: list[Outputs] = []
+
+    def add(self, *submits: Submit) -> "Engine":
+        for submit in submits:
+            self.scheduler.add(submit, self.now)
+        return self
+
+    def step(self, seconds: float = 0.01, errors: dict[int, str] | None = None) -> StepPlan | None:
+        plan = self.scheduler.plan(self.now)
+        self.take()
+        if plan is not None:
+            self.commit(plan, seconds, errors)
+        return plan
+
+    def commit(
+        self, plan: StepPlan, seconds: float = 0.01, errors: dict[int, str] | None = None
+    ) -> None:
+        self.now += seconds
+        result = StepResult(tuple(self._draw(c, errors or {}) for c in plan.chunks), seconds)
+        self.scheduler.commit(plan, result, self.now)
+        self.take()
+
+    def fail(self, message: str = "it broke") -> StepPlan:
+        """Plan a step and let it raise."""
+        plan = self.scheduler.plan(self.now)
+        assert plan is not None
+        self.scheduler.fail(plan, message, self.now)
+        self.take()
+        return plan
+
+    def run(self, max_steps: int = 1000) -> list[StepPlan]:
+        """Steps until nothing is left."""
+        plans = []
+        while (plan := self.step()) is not None:
+            plans.append(plan)
+            assert len(plans) <= max_steps
+        assert self.scheduler.is_idle
+        self.scheduler.memory.check()
+        return plans
+
+    def take(self) -> None:
+        outputs = self.scheduler.take_outputs()
+        self.outputs.append(outputs)
+        for started in outputs.started:
+            self.progress[started.sequence_id] = [started.cached]
+        for progress in outputs.progress:
+            self.progress[progress.sequence_id].append(progress.processed)
+        for token in outputs.tokens:
+            self.tokens.setdefault(token.sequence_id, []).append(token.token_id)
+        for end in outputs.finished:
+            assert end.sequence_id not in self.finished
+            self.finished[end.sequence_id] = (end.finish, end.code)
+
+    def _draw(self, chunk: Chunk, errors: dict[int, str]) -> ChunkResult:
+        drawn = [
+            Drawn(error=errors[i]) if i in errors else Drawn((100 + chunk.start + chunk.length,))
+            for i in chunk.draws
+        ]
+        return ChunkResult(tuple(drawn))
