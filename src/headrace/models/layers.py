@@ -1,0 +1,55 @@
+"""Layers that the dense families share: norm, rotary positions, gated MLP."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from headrace.models.rope import frequencies
+from headrace.models.text_config import TextConfig
+
+Turn = tuple[Tensor, Tensor]
+"""Cosines and sines of a step's positions, float32 [tokens, 1, dim]."""
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class Rotary(nn.Module):
+    """Positions as rotations of pairs (j, j + dim/2), one frequency a pair (Su et al., 2021)."""
+
+    def __init__(self, config: TextConfig) -> None:
+        super().__init__()
+        table, self.amplitude = frequencies(config.rope, config.head_dim, config.max_positions)
+        self.frequencies = nn.Buffer(table, persistent=False)  # [dim/2]
+
+    def forward(self, positions: Tensor) -> Turn:
+        angles = positions[:, None].float() * self.frequencies  # [tokens, dim/2]
+        angles = torch.cat((angles, angles), dim=-1)[:, None]  # [tokens, 1, dim]
+        return angles.cos() * self.amplitude, angles.sin() * self.amplitude
+
+
+def rotate(x: Tensor, turn: Turn) -> Tensor:
+    """Turns x [tokens, heads, dim] by its positions, in float32 whatever x is in."""
+    cos, sin = turn
+    left, right = x.chunk(2, dim=-1)
+    return (x * cos + torch.cat((-right, left), dim=-1) * sin).to(x.dtype)
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate(x)) * up(x)), gate and up in one product."""
+
+    def __init__(self, config: TextConfig, bias: bool = False) -> None:
+        super().__init__()
+        self.gate_up = nn.Linear(config.hidden_size, 2 * config.mlp_size, bias=bias)
+        self.down = nn.Linear(config.mlp_size, config.hidden_size, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)

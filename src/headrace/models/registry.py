@@ -1,0 +1,18 @@
+"""Which architectures have a native implementation; strings, imported on demand."""
+
+import importlib
+from typing import Any
+
+FAMILIES = {
+    "Qwen3ForCausalLM": "headrace.models.qwen3:Qwen3",
+}
+
+
+def is_native(architecture: str) -> bool:
+    return architecture in FAMILIES
+
+
+def family(architecture: str) -> Any:
+    """The class that implements an architecture; KeyError if none does."""
+    module, name = FAMILIES[architecture].split(":")
+    return getattr(importlib.import_module(module), name)

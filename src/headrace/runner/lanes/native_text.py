@@ -1,0 +1,60 @@
+"""Our own implementations: all chunks of a step in one packed forward over block memory."""
+
+from array import array
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from headrace.core.layout import MemoryLayout
+from headrace.core.plan import BlockCopy, Chunk, SlotCopy
+from headrace.models.registry import family
+from headrace.models.spec import ModelSpec
+from headrace.models.weights import load_weights
+from headrace.runner.attention import Attention, NaiveAttention
+from headrace.runner.inputs import pack
+from headrace.runner.storage import BlockStorage, bytes_per_position
+
+
+class NativeText:
+    id = "native-text"
+
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
+        make = family(spec.architecture)
+        with torch.device("meta"):
+            self._model = make(spec.config)
+        load_weights(self._model, make.weights, spec, dtype, device)
+        self.device, self.dtype = device, dtype
+        parameters = list(self._model.parameters())
+        self.num_parameters = sum(p.numel() for p in parameters)
+        self.weight_bytes = sum(p.nbytes for p in parameters)
+
+    def layout(
+        self, free_bytes: int, max_num_seqs: int, max_positions: int, block_size: int
+    ) -> MemoryLayout:
+        block_bytes = block_size * bytes_per_position(self._model.cache_shape, self.dtype)
+        wanted = max_num_seqs * -(-max_positions // block_size)
+        num_blocks = min(wanted, free_bytes // block_bytes)
+        return MemoryLayout(
+            block_size=block_size,
+            num_blocks=num_blocks,
+            max_positions=min(max_positions, num_blocks * block_size),
+        )
+
+    def open(self, layout: MemoryLayout) -> None:
+        self._storage = BlockStorage(
+            self._model.cache_shape, layout.num_blocks, layout.block_size, self.dtype, self.device
+        )
+        self._attention: Attention = NaiveAttention(self._storage)
+
+    def forward(self, chunks: Sequence[Chunk], token_ids: Sequence["array[int]"]) -> Tensor:
+        batch = pack(chunks, token_ids, self._storage.block_size, self.device)
+        hidden = self._model(batch.token_ids, self._attention.step(batch))  # [tokens, hidden]
+        return hidden[batch.rows]
+
+    def logits(self, rows: Tensor) -> Tensor:
+        return self._model.head(rows).float()
+
+    def copy(self, blocks: Sequence[BlockCopy], slots: Sequence[SlotCopy]) -> None:
+        for copy in blocks:
+            self._storage.copy_block(copy.source, copy.target)

@@ -1,0 +1,100 @@
+"""From a model's folder to a runner that is warm, and the figures that describe it."""
+
+from array import array
+from pathlib import Path
+
+import torch
+
+from headrace.core.config import ModelConfig
+from headrace.core.errors import ModelError
+from headrace.core.ids import SequenceId, SlotId
+from headrace.core.layout import MemoryLayout
+from headrace.core.messages import Ready
+from headrace.core.plan import NO_SLOT, Begin, Chunk, StepPlan
+from headrace.core.sampling import Sampling
+from headrace.models.fingerprint import fingerprint
+from headrace.models.spec import ModelSpec, read_spec
+from headrace.runner.lanes.choose import choose_lane
+from headrace.runner.lanes.lane import Lane
+from headrace.runner.probe import free_bytes, num_cores
+from headrace.runner.runner import Runner
+
+_MAX_NUM_SEQS = {"cpu": 64, "cuda": 256}
+_CACHE_SHARE = {"cpu": 0.25, "cuda": 0.9}  # of the memory that is free after loading
+_MIN_POSITIONS = 1024  # a model that cannot hold one sequence of that length is not served
+_MAX_POSITIONS = 4096  # of a model that states no limit
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float32}
+
+
+def load_runner(config: ModelConfig, folder: Path) -> tuple[Runner, Ready]:
+    """Loads, takes the memory and computes once; ModelError if the model cannot be served."""
+    torch.set_num_threads(config.threads or num_cores())
+    device = _device(config)
+    spec = read_spec(folder)
+    dtype = _dtype(config, spec)
+    lane: Lane = choose_lane(spec, config.lane)(spec, dtype, device)
+    max_num_seqs = config.scheduler.max_num_seqs or _MAX_NUM_SEQS[device.type]
+    layout = _layout(config, spec, lane, max_num_seqs)
+    lane.open(layout)
+    runner = Runner(lane)
+    _warm_up(runner, layout)
+    name = str(dtype).removeprefix("torch.")
+    return runner, Ready(
+        lane=lane.id,
+        device=device.type,
+        dtype=name,
+        vocab_size=spec.vocab_size,
+        max_model_len=layout.max_positions,
+        max_num_seqs=max_num_seqs,
+        num_parameters=lane.num_parameters,
+        weight_bytes=lane.weight_bytes,
+        layout=layout,
+        fingerprint=fingerprint(spec, name, device.type),
+    )
+
+
+def _device(config: ModelConfig) -> torch.device:
+    has_cuda = torch.cuda.is_available()
+    if config.device == "cuda" and not has_cuda:
+        raise ModelError("PyTorch finds no CUDA device here; use --device cpu.")
+    return torch.device("cuda" if has_cuda and config.device != "cpu" else "cpu")
+
+
+def _dtype(config: ModelConfig, spec: ModelSpec) -> torch.dtype:
+    """The checkpoint's own unless told; float16 is computed in float32, which holds it exactly."""
+    name = spec.dtype if config.dtype == "auto" else config.dtype
+    if name not in _DTYPES:
+        raise ModelError(f"{spec.name} has {name} weights, which are not supported.")
+    return _DTYPES[name]
+
+
+def _layout(config: ModelConfig, spec: ModelSpec, lane: Lane, max_num_seqs: int) -> MemoryLayout:
+    limits = [n for n in (spec.max_positions, config.max_model_len) if n is not None]
+    max_positions = min(limits, default=_MAX_POSITIONS)
+    room = config.kv_cache_memory_bytes
+    if room is None:
+        room = int(_CACHE_SHARE[lane.device.type] * free_bytes(lane.device))
+    layout = lane.layout(room, max_num_seqs, max_positions, config.block_size)
+    needed = min(_MIN_POSITIONS, max_positions)
+    if layout.max_positions < needed:
+        raise ModelError(
+            f"{room >> 20} MiB for the cache hold {layout.max_positions} tokens of {spec.name}, "
+            f"and one sequence of {needed} must fit; give it more with --kv-cache-memory-bytes.",
+            "model_too_large",
+        )
+    return layout
+
+
+def _warm_up(runner: Runner, layout: MemoryLayout) -> None:
+    """One prompt chunk and one decode chunk, so that the first request finds all compiled."""
+    sequence_id = SequenceId(-1)
+    length = min(8, layout.max_positions - 1)
+    begin = Begin(sequence_id, array("i", [0] * length), length, 0, Sampling(temperature=0))
+    blocks = array("i", range(layout.blocks_for(length + 1)))
+    slot = SlotId(0) if layout.num_slots else NO_SLOT
+    draws = (sequence_id,)
+    prompt = Chunk(sequence_id, 0, length, 1, draws, blocks, slot)
+    decode = Chunk(sequence_id, length, 1, 1, draws, blocks, slot)
+    runner.launch(StepPlan(begun=(begin,), chunks=(prompt,))).result()
+    runner.launch(StepPlan(chunks=(decode,))).result()
+    runner.launch(StepPlan(ended=draws)).result()

@@ -1,0 +1,32 @@
+"""Log probabilities of the model's own distribution, packed for the wire."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.core.sampling import Logprobs
+from headrace.runner.order import likeliest
+
+_FLOOR = -9999.0  # JSON has no minus infinity
+
+
+def pack_logprobs(logits: Tensor, token_ids: Sequence[int], num_likeliest: int) -> Logprobs:
+    """One row per row of logits [rows, vocab]: its token, then the likeliest ones."""
+    values = torch.log_softmax(logits.float(), dim=-1).cpu().numpy()
+    count = min(num_likeliest, values.shape[1])
+    ids = np.empty((len(values), 1 + count), dtype=np.int32)
+    ids[:, 0] = token_ids
+    for row, target in zip(values, ids, strict=True):
+        if count:
+            target[1:] = likeliest(row, count)
+    picked = np.take_along_axis(values, ids.astype(np.int64), axis=1)
+    return Logprobs(1 + count, ids.tobytes(), np.maximum(picked, _FLOOR).tobytes())
+
+
+def join(parts: Sequence[Logprobs]) -> Logprobs:
+    """Rows of all parts below each other; there is at least one part, and widths are equal."""
+    return Logprobs(
+        parts[0].width, b"".join(p.ids for p in parts), b"".join(p.values for p in parts)
+    )

@@ -1,0 +1,21 @@
+"""What this machine has: cores and free memory."""
+
+import os
+from pathlib import Path
+
+import torch
+
+
+def num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that can be taken now."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.is_file():  # not Linux: half of what is built in
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    lines = dict(line.split(":") for line in meminfo.read_text().splitlines())
+    return int(lines["MemAvailable"].split()[0]) << 10

@@ -1,0 +1,99 @@
+"""Executes a plan: computes its chunks, draws its tokens; remembers each sequence's tokens."""
+
+import time
+from array import array
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from headrace.core.ids import SequenceId
+from headrace.core.plan import Chunk, ChunkResult, Drawn, StepPlan, StepResult
+from headrace.core.sampling import Logprobs
+from headrace.runner.lanes.lane import Lane
+from headrace.runner.logprobs import join, pack_logprobs
+from headrace.runner.sampler import draw
+from headrace.runner.sequences import Known
+
+_ROWS_AT_ONCE = 64  # rows of prompt logits held at a time: 64 × 150,000 × 4 bytes = 38 MB
+
+
+class Runner:
+    """Runs plans in the order in which they are launched."""
+
+    def __init__(self, lane: Lane) -> None:
+        self.lane = lane
+        self._known: dict[SequenceId, Known] = {}
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> "Pending":
+        began = time.perf_counter()
+        for sequence_id in plan.ended:
+            self._known.pop(sequence_id, None)
+        for begin in plan.begun:
+            self._known[begin.sequence_id] = Known.from_begin(begin)
+        rows = torch.empty(0)
+        if plan.chunks:
+            rows = self.lane.forward(plan.chunks, [self._tokens(chunk) for chunk in plan.chunks])
+        self.lane.copy(plan.block_copies, plan.slot_copies)
+        return Pending(self, plan, rows, began)
+
+    def _tokens(self, chunk: Chunk) -> "array[int]":
+        token_ids = self._known[chunk.sequence_id].token_ids[chunk.start :][: chunk.length]
+        assert len(token_ids) == chunk.length, "a chunk goes past the known tokens"
+        return token_ids
+
+    def finish(self, plan: StepPlan, rows: Tensor) -> tuple[ChunkResult, ...]:
+        """Draws the tokens of a computed plan and remembers them."""
+        parts = rows.split([chunk.num_rows for chunk in plan.chunks]) if plan.chunks else ()
+        drawn = iter(self._draw(plan.chunks, parts))
+        return tuple(
+            ChunkResult(
+                drawn=tuple(next(drawn) for _ in chunk.draws),
+                prompt_logprobs=self._prompt_logprobs(chunk, part),
+            )
+            for chunk, part in zip(plan.chunks, parts, strict=True)
+        )
+
+    def _draw(self, chunks: Sequence[Chunk], parts: Sequence[Tensor]) -> list[Drawn]:
+        """What each drawing sequence got, chunk by chunk; siblings draw from the same row."""
+        drawing = [
+            (chunk, part[-1]) for chunk, part in zip(chunks, parts, strict=True) if chunk.draws
+        ]
+        if not drawing:
+            return []
+        logits = self.lane.logits(torch.stack([row for _, row in drawing]))  # [chunks, vocab]
+        place = [i for i, (chunk, _) in enumerate(drawing) for _ in chunk.draws]
+        sequences = [
+            self._known[sequence_id] for chunk, _ in drawing for sequence_id in chunk.draws
+        ]
+        drawn = draw(logits if len(place) == len(logits) else logits[place], sequences)
+        for known, one in zip(sequences, drawn, strict=True):
+            known.token_ids.extend(one.token_ids)
+        return drawn
+
+    def _prompt_logprobs(self, chunk: Chunk, rows: Tensor) -> Logprobs | None:
+        """Rows for the prompt tokens that follow this chunk's, a bounded group at a time."""
+        known = self._known[chunk.sequence_id]
+        count = known.sampling.num_prompt_logprobs
+        end = min(chunk.start + chunk.length, known.num_prompt - 1)
+        if count is None or end <= chunk.start or chunk.num_rows != chunk.length:
+            return None
+        parts = []
+        for first in range(chunk.start, end, _ROWS_AT_ONCE):
+            last = min(first + _ROWS_AT_ONCE, end)
+            logits = self.lane.logits(rows[first - chunk.start : last - chunk.start])
+            parts.append(pack_logprobs(logits, known.token_ids[first + 1 : last + 1], count))
+        return join(parts)
+
+
+class Pending:
+    """A launched plan."""
+
+    def __init__(self, runner: Runner, plan: StepPlan, rows: Tensor, began: float) -> None:
+        self._runner, self._plan, self._rows, self._began = runner, plan, rows, began
+
+    @torch.inference_mode()
+    def result(self) -> StepResult:
+        chunks = self._runner.finish(self._plan, self._rows)
+        return StepResult(chunks, time.perf_counter() - self._began)

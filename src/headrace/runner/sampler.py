@@ -1,0 +1,111 @@
+"""From a row of logits to a token; every random number is Philox's, no state is kept.
+
+Order: logits + bias, repetition, frequency and presence penalty, end tokens masked, then argmax if
+greedy, else temperature, top_k, top_p, min_p and one draw.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.core.plan import Drawn
+from headrace.core.sampling import Logprobs, Sampling
+from headrace.runner.logprobs import pack_logprobs
+from headrace.runner.order import Floats, likeliest
+from headrace.runner.philox import uniform
+from headrace.runner.sequences import Known
+
+_FIRST_HEAD = 256  # candidates that are put in order before it is known how many are needed
+
+
+def draw(logits: Tensor, sequences: Sequence[Known]) -> list[Drawn]:
+    """One token for each sequence from its row of float32 logits [sequences, vocab]."""
+    adjusted = _adjusted(logits, sequences)
+    best = adjusted.argmax(dim=-1)  # the first of equal ones, hence the lowest id
+    peaks = adjusted.gather(1, best[:, None])[:, 0]
+    is_sound = torch.isfinite(peaks) & torch.isfinite(logits.amax(dim=-1))
+    drawn = []
+    for row, (known, token_id) in enumerate(zip(sequences, best.tolist(), strict=True)):
+        if not is_sound[row]:
+            drawn.append(Drawn(error="The model's output is not a number."))
+            continue
+        if not known.sampling.is_greedy:
+            token_id = _dice(adjusted[row], known)
+        drawn.append(Drawn((token_id,), _logprobs(logits[row : row + 1], token_id, known)))
+    return drawn
+
+
+def sample(logits: Floats, sampling: Sampling, dice: float) -> int:
+    """The candidate that `dice`, a number of [0, 1), points at."""
+    weights = np.exp((logits - logits.max()) / np.float32(sampling.temperature))
+    limit = min(sampling.top_k or len(logits), len(logits))
+    size = limit if limit < len(logits) else min(_FIRST_HEAD, limit)
+    is_cut = sampling.top_p < 1 or sampling.min_p > 0
+    while True:
+        ids = likeliest(logits, size)
+        mass = np.cumsum(weights[ids], dtype=np.float64)
+        total = float(mass[-1] if size == limit else weights.sum(dtype=np.float64))
+        num = _num_candidates(weights[ids], mass, total, sampling)
+        if num < size or size == limit:
+            total = float(mass[num - 1])
+            break
+        if not is_cut and mass[-1] > dice * total:
+            break
+        size = min(16 * size, limit)  # the head was too short to tell
+    place = int(np.searchsorted(mass[:num], dice * total, side="right"))
+    return int(ids[min(place, num - 1)])
+
+
+def _num_candidates(weights: Floats, mass: np.ndarray, total: float, sampling: Sampling) -> int:
+    """How many of the ordered candidates top_p and min_p leave; their length if all, so far."""
+    num = int(np.count_nonzero(weights))
+    if sampling.top_p < 1:
+        num = min(num, int(np.searchsorted(mass, sampling.top_p * total)) + 1)
+    if sampling.min_p > 0:
+        num = min(num, int(np.count_nonzero(weights >= sampling.min_p * weights[0])))
+    return num
+
+
+def _dice(row: Tensor, known: Known) -> int:
+    dice = uniform(known.sampling.seed, known.num_generated, known.choice)
+    return sample(row.cpu().numpy(), known.sampling, dice)
+
+
+def _logprobs(logits: Tensor, token_id: int, known: Known) -> Logprobs | None:
+    count = known.sampling.num_logprobs
+    return None if count is None else pack_logprobs(logits, (token_id,), count)
+
+
+def _adjusted(logits: Tensor, sequences: Sequence[Known]) -> Tensor:
+    """The same tensor if no sequence changes anything, else a copy on the host."""
+    changing = [row for row, known in enumerate(sequences) if _changes(known)]
+    if not changing:
+        return logits
+    copy = logits.to("cpu", copy=True)
+    for row in changing:
+        _adjust(copy[row].numpy(), sequences[row])
+    return copy
+
+
+def _changes(known: Known) -> bool:
+    s = known.sampling
+    has_penalty = s.repetition_penalty != 1 or s.frequency_penalty or s.presence_penalty
+    return bool(s.logit_bias or has_penalty or s.masks_ends(known.num_generated))
+
+
+def _adjust(row: Floats, known: Known) -> None:
+    s = known.sampling
+    for token_id, bias in s.logit_bias.items():
+        row[token_id] += np.float32(bias)
+    token_ids = np.array(known.token_ids, dtype=np.int64)
+    if s.repetition_penalty != 1:
+        seen = np.unique(token_ids)
+        penalty = np.float32(s.repetition_penalty)
+        row[seen] = np.where(row[seen] > 0, row[seen] / penalty, row[seen] * penalty)
+    if s.frequency_penalty or s.presence_penalty:
+        ids, counts = np.unique(token_ids[known.num_prompt :], return_counts=True)
+        row[ids] -= (s.frequency_penalty * counts + s.presence_penalty).astype(np.float32)
+    if s.masks_ends(known.num_generated):
+        row[list(s.end_token_ids)] = -np.inf

@@ -1,0 +1,33 @@
+"""Block memory: the tensors that hold cached keys and values; which block is whose is not asked."""
+
+import torch
+
+from headrace.models.step import CacheShape
+
+
+class BlockStorage:
+    """Per layer one tensor of keys and one of values, [num_blocks, kv_heads, block_size, dim]."""
+
+    def __init__(
+        self,
+        shape: CacheShape,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        size = (num_blocks, shape.num_kv_heads, block_size, shape.head_dim)
+        self.shape = shape
+        self.block_size = block_size
+        self.device = device
+        # Zeros, not garbage: a NaN in an unwritten position would survive a weight of zero.
+        self.keys = [torch.zeros(size, dtype=dtype, device=device) for _ in shape.windows]
+        self.values = [torch.zeros(size, dtype=dtype, device=device) for _ in shape.windows]
+
+    def copy_block(self, source: int, target: int) -> None:
+        for tensor in (*self.keys, *self.values):
+            tensor[target].copy_(tensor[source])
+
+
+def bytes_per_position(shape: CacheShape, dtype: torch.dtype) -> int:
+    return shape.values_per_position * dtype.itemsize

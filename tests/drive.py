@@ -1,0 +1,108 @@
+"""Runs sequences over a Runner in plain loops, with no scheduler and blocks dealt in order."""
+
+from array import array
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from headrace.core.config import ModelConfig, SchedulerConfig
+from headrace.core.ids import SequenceId, SlotId
+from headrace.core.plan import NO_SLOT, Begin, Chunk, Drawn, StepPlan
+from headrace.core.sampling import Sampling
+from headrace.runner.load import load_runner
+from headrace.runner.runner import Runner
+
+GREEDY = Sampling(temperature=0)
+
+
+def tiny_runner(folder: Path, lane: str = "auto", **config: object) -> Runner:
+    """A loaded runner on the CPU with one thread and room for eight sequences."""
+    settings = {
+        "device": "cpu",
+        "threads": 1,
+        "lane": lane,
+        "max_model_len": 1024,
+        "scheduler": SchedulerConfig(max_num_seqs=8),
+    }
+    return load_runner(ModelConfig(**(settings | config)), folder)[0]  # type: ignore[arg-type]
+
+
+class Drive:
+    """Sequences side by side, each with a slot and blocks of its own."""
+
+    def __init__(self, runner: Runner, room: int = 1024, block_size: int = 16) -> None:
+        self.runner = runner
+        self._blocks_each = -(-room // block_size)
+        self.tokens: dict[int, list[int]] = {}
+        self.drawn: dict[int, list[Drawn]] = {}
+
+    def begin(
+        self, number: int, prompt: Sequence[int], sampling: Sampling = GREEDY, generated: int = 0
+    ) -> None:
+        """The last `generated` tokens of `prompt` count as drawn before."""
+        begin = Begin(SequenceId(number), array("i", prompt), len(prompt) - generated, 0, sampling)
+        self.tokens[number], self.drawn[number] = list(prompt), []
+        self.runner.launch(StepPlan(begun=(begin,))).result()
+
+    def step(self, *shares: tuple[int, int, int], rows: int | None = None) -> None:
+        """One step of chunks (sequence, start, length); those that reach the last token draw."""
+        chunks = tuple(self.chunk(*share, rows=rows) for share in shares)
+        result = self.runner.launch(StepPlan(chunks=chunks)).result()
+        for chunk, part in zip(chunks, result.chunks, strict=True):
+            for drawn in part.drawn:
+                self.drawn[chunk.sequence_id].append(drawn)
+                self.tokens[chunk.sequence_id].extend(drawn.token_ids)
+
+    def chunk(self, number: int, start: int, length: int, rows: int | None = None) -> Chunk:
+        is_last = start + length == len(self.tokens[number])
+        draws = (SequenceId(number),) if is_last else ()
+        first = number * self._blocks_each
+        blocks = array("i", range(first, first + self._blocks_each))
+        has_slots = self.runner.lane.id == "generic-text"
+        slot = SlotId(number) if has_slots else NO_SLOT
+        num_rows = int(is_last) if rows is None else min(rows, length)
+        return Chunk(SequenceId(number), start, length, num_rows, draws, blocks, slot)
+
+    def prefill(self, number: int, chunk: int = 1 << 20, start: int = 0) -> None:
+        end = len(self.tokens[number])
+        for first in range(start, end, chunk):
+            self.step((number, first, min(chunk, end - first)))
+
+    def decode(self, numbers: Iterable[int], num_steps: int) -> None:
+        """All of them at once, one token a step."""
+        for _ in range(num_steps):
+            self.step(*((n, len(self.tokens[n]) - 1, 1) for n in numbers))
+
+
+def generate(runner: Runner, prompt: Sequence[int], num: int, chunk: int = 1 << 20) -> list[int]:
+    """`num` greedy tokens of one prompt, taken in chunks of at most `chunk`."""
+    drive = Drive(runner)
+    drive.begin(0, prompt)
+    drive.prefill(0, chunk)
+    drive.decode([0], num - 1)
+    return drive.tokens[0][len(prompt) :]
+
+
+@torch.inference_mode()
+def row_logits(runner: Runner, prompt: Sequence[int], chunk: int = 1 << 20) -> torch.Tensor:
+    """Logits of every token of a prompt, [tokens, vocab]."""
+    drive = Drive(runner)
+    drive.tokens[0] = [*prompt, 0]
+    parts = []
+    for start in range(0, len(prompt), chunk):
+        piece = drive.chunk(0, start, min(chunk, len(prompt) - start), rows=chunk)
+        ids = array("i", prompt[start : start + piece.length])
+        parts.append(runner.lane.logits(runner.lane.forward([piece], [ids])))
+    return torch.cat(parts)
+
+
+def assert_close(ours: torch.Tensor, reference: torch.Tensor, tolerance: float = 1e-4) -> None:
+    """Largest difference of each row within `tolerance` of that row's largest logit."""
+    error = (ours - reference).abs().amax(-1) / reference.abs().amax(-1)
+    assert error.max() <= tolerance, f"{error.max():.2e} > {tolerance:.0e}"
+
+
+def random_prompt(length: int, vocab_size: int = 320, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(0, vocab_size, length).tolist()

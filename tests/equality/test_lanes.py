@@ -1,0 +1,90 @@
+"""Every lane computes what transformers computes, however its prompt is cut and whoever is near."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from tests.builders import make_tiny_model
+from tests.drive import Drive, assert_close, generate, random_prompt, row_logits, tiny_runner
+
+PROMPT = random_prompt(100)
+LANES = ("native-text", "generic-text")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("qwen3") / "tiny")
+
+
+@pytest.fixture(scope="module", params=LANES)
+def runner(request: pytest.FixtureRequest, folder: Path):
+    return tiny_runner(folder, request.param)
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path):
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+
+
+@torch.inference_mode()
+def greedy(reference, prompt: list[int], num: int) -> list[int]:
+    output, tokens = reference(torch.tensor([prompt]), use_cache=True), []
+    for _ in range(num):
+        tokens.append(int(output.logits[0, -1].argmax()))
+        output = reference(
+            torch.tensor([[tokens[-1]]]), past_key_values=output.past_key_values, use_cache=True
+        )
+    return tokens
+
+
+@torch.inference_mode()
+def test_logits_equal_those_of_transformers(runner, reference):
+    assert_close(row_logits(runner, PROMPT), reference(torch.tensor([PROMPT])).logits[0])
+
+
+def test_greedy_tokens_equal_those_of_transformers_over_256_steps(runner, reference):
+    assert generate(runner, PROMPT, 256) == greedy(reference, PROMPT, 256)
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 16, 64])
+def test_a_prompt_in_chunks_gives_the_logits_of_the_whole(runner, chunk):
+    assert_close(row_logits(runner, PROMPT, chunk), row_logits(runner, PROMPT))
+
+
+def test_sequences_in_one_batch_get_the_tokens_that_they_get_alone(runner):
+    prompts = [random_prompt(length, seed=length) for length in (1, 15, 16, 17, 40)]
+    drive = Drive(runner, room=128)
+    for number, prompt in enumerate(prompts):
+        drive.begin(number, prompt)
+    drive.step(*((number, 0, len(prompt)) for number, prompt in enumerate(prompts)))
+    drive.decode(range(5), 40)
+    for number, prompt in enumerate(prompts):
+        assert drive.tokens[number][len(prompt) :] == generate(runner, prompt, 41)
+
+
+def test_a_prompt_chunk_beside_decoding_sequences_changes_nothing(runner):
+    drive = Drive(runner, room=256)
+    drive.begin(0, PROMPT[:20])
+    drive.prefill(0)
+    drive.begin(1, PROMPT)
+    for start in range(0, 100, 25):
+        drive.step((0, len(drive.tokens[0]) - 1, 1), (1, start, 25))
+    drive.decode([0, 1], 20)
+    assert drive.tokens[0][20:] == generate(runner, PROMPT[:20], 25)
+    assert drive.tokens[1][100:] == generate(runner, PROMPT, 21)
+
+
+def test_a_sequence_begun_again_with_its_tokens_goes_on_as_if_undisturbed(runner):
+    whole = generate(runner, PROMPT, 40)
+    drive = Drive(runner)
+    drive.begin(3, PROMPT + whole[:15], generated=15)
+    drive.prefill(3, chunk=32)
+    drive.decode([3], 24)
+    assert drive.tokens[3][100:] == whole
+
+
+def test_bfloat16_stays_near_float32(folder: Path):
+    exact, coarse = tiny_runner(folder), tiny_runner(folder, dtype="bfloat16")
+    assert_close(row_logits(coarse, PROMPT), row_logits(exact, PROMPT), tolerance=0.2)
