@@ -1,0 +1,67 @@
+"""Ids to characters, one token at a time; owns the unfinished code point, never the text."""
+
+import re
+
+from headrace.text.tokenizer import Tokenizer
+
+_UNFINISHED = re.compile(
+    rb"""(?: [\xc2-\xf4]
+           | \xe0[\xa0-\xbf] | [\xe1-\xec\xee\xef][\x80-\xbf] | \xed[\x80-\x9f]
+           | \xf0[\x90-\xbf][\x80-\xbf]? | [\xf1-\xf3][\x80-\xbf]{1,2} | \xf4[\x80-\x8f][\x80-\xbf]?
+         )\Z""",
+    re.VERBOSE,
+)
+
+
+class Detokenizer:
+    """Joined, what `feed` and `flush` return is what the tokenizer decodes from all the ids.
+
+    A delta holds whole code points; the bytes of an unfinished one wait in `pending`. `after` is
+    the token that stands before the first one, for text that continues another.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, skip_special_tokens: bool = True, after: int | None = None
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
+        self._previous = None if after in self._skipped else after
+        self.pending = b""
+        self.num_chars = 0  # given out so far
+        self.span = (0, 0)  # characters that hold bytes of the last token: [start, end)
+
+    def feed(self, token_id: int) -> str:
+        """The characters that this token completes."""
+        data = self._spell(token_id)
+        if not data:
+            self.span = (self.num_chars, self.num_chars)
+            return ""
+        start = self.num_chars + _breaks(self.pending, data)
+        text, self.pending = _whole_characters(self.pending + data)
+        self.num_chars += len(text)
+        self.span = (start, self.num_chars + bool(self.pending))
+        return text
+
+    def flush(self) -> str:
+        """What is left at the end: U+FFFD for an unfinished code point."""
+        text, self.pending = self.pending.decode(errors="replace"), b""
+        self.num_chars += len(text)
+        return text
+
+    def _spell(self, token_id: int) -> bytes:
+        if token_id in self._skipped:
+            return b""
+        data = self._tokenizer.spell(token_id, self._previous)
+        self._previous = token_id
+        return data
+
+
+def _whole_characters(data: bytes) -> tuple[str, bytes]:
+    unfinished = _UNFINISHED.search(data, max(0, len(data) - 3))
+    cut = unfinished.start() if unfinished else len(data)
+    return data[:cut].decode(errors="replace"), data[cut:]
+
+
+def _breaks(pending: bytes, data: bytes) -> bool:
+    """Whether `data` leaves the code point in `pending` unfinished, so that U+FFFD comes first."""
+    return bool(pending) and len((pending + data[:1]).decode(errors="replace")) > 1

@@ -1,0 +1,105 @@
+"""Which bytes a token adds to a text; learned from the tokenizer's own decoder, never encodes.
+
+A token's bytes may depend on the token before it (word marks, joined word pieces, a space that
+is dropped at a text's start), never on anything further back, nor on what follows.
+"""
+
+import re
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any, Protocol
+
+import tokenizers
+
+from headrace.core.errors import ModelError
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class Spelling(Protocol):
+    def spell(self, token_id: int, after: int | None) -> bytes:
+        """Bytes that `token_id` adds after the token `after`; None: it begins the text."""
+
+
+class ByteLevelSpelling:
+    """Vocabularies written in 256 printable characters, each standing for a byte."""
+
+    def __init__(self, inner: tokenizers.Tokenizer) -> None:
+        self._inner = inner
+        self._bytes = _byte_of_character()
+        self._known = lru_cache(maxsize=1 << 16)(self._spell)
+
+    def spell(self, token_id: int, after: int | None) -> bytes:
+        return self._known(token_id)
+
+    def _spell(self, token_id: int) -> bytes:
+        token = self._inner.id_to_token(token_id) or ""
+        try:
+            return bytes([self._bytes[character] for character in token])
+        except KeyError:  # an added token, written as itself
+            return token.encode()
+
+
+class ProbedSpelling:
+    """Any other vocabulary: what the decoder says of two tokens, less what it says of the first.
+
+    Tokens such as `<0xE2>` are single bytes if the decoder has a byte fallback. They are never
+    probed: alone they are no text yet.
+    """
+
+    def __init__(self, inner: tokenizers.Tokenizer, has_byte_tokens: bool) -> None:
+        self._inner = inner
+        self._has_byte_tokens = has_byte_tokens
+        self._known = lru_cache(maxsize=1 << 16)(self._spell)
+
+    def spell(self, token_id: int, after: int | None) -> bytes:
+        return self._known(token_id, after)
+
+    def _spell(self, token_id: int, after: int | None) -> bytes:
+        byte = self._byte(token_id)
+        if byte is not None and (after is not None or byte >= 0x80):
+            return bytes([byte])
+        if after is None:
+            return self._decode(token_id).encode()
+        before, both = self._decode(after), self._decode(after, token_id)
+        return both.removeprefix(before).encode()
+
+    def _byte(self, token_id: int) -> int | None:
+        if not self._has_byte_tokens:
+            return None
+        match = _BYTE_TOKEN.fullmatch(self._inner.id_to_token(token_id) or "")
+        return int(match[1], 16) if match else None
+
+    def _decode(self, *token_ids: int) -> str:
+        return self._inner.decode(token_ids, skip_special_tokens=False)
+
+
+def spelling_for(inner: tokenizers.Tokenizer, decoder: dict[str, Any] | None) -> Spelling:
+    """The spelling of a tokenizer with this `decoder` section in its tokenizer.json."""
+    kinds = set(_kinds(decoder))
+    if "ByteLevel" in kinds and kinds <= {"ByteLevel", "Fuse"}:
+        return ByteLevelSpelling(inner)
+    if "ByteLevel" in kinds:
+        others = ", ".join(sorted(kinds - {"ByteLevel"}))
+        raise ModelError(
+            f"The tokenizer's decoder combines ByteLevel with {others}.", "tokenizer_invalid"
+        )
+    return ProbedSpelling(inner, "ByteFallback" in kinds)
+
+
+def _kinds(decoder: dict[str, Any] | None) -> Iterator[str]:
+    if decoder is None:
+        return
+    if decoder["type"] != "Sequence":
+        yield decoder["type"]
+    for part in decoder.get("decoders", ()):
+        yield from _kinds(part)
+
+
+def _byte_of_character() -> dict[str, int]:
+    """Printable Latin-1 stands for itself; the other 68 bytes got the code points from 256 on."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    moved = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {
+        chr(256 + number): byte for number, byte in enumerate(moved)
+    }

@@ -1,0 +1,156 @@
+"""A model's chat template: messages to the text that is tokenized; never tokenizes."""
+
+import json
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import msgspec
+
+from headrace.core.errors import ModelError, RequestError
+from headrace.core.request import Chat
+from headrace.text.sandbox import Overrun, TemplateEnvironment
+
+Message = dict[str, Any]
+
+
+class ChatTemplate:
+    """Thread-safe. `sources` has the template as "default", or others by name beside it.
+
+    `special_tokens` (`bos_token`, `eos_token` …) are variables of the template. Rendering may
+    take seconds if the template is hostile: call it in a worker thread.
+    """
+
+    def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
+        self._environment = TemplateEnvironment()
+        self.source = sources.get("default") or next(iter(sources.values()))
+        self._special_tokens = dict(special_tokens)
+        self._default = self._compile(self.source)
+        self._tools = self._compile(sources.get("tool_use", self.source))
+
+    @classmethod
+    def load(
+        cls, folder: Path, special_tokens: Mapping[str, str], file: Path | None = None
+    ) -> "ChatTemplate | None":
+        """From `file`, or what the model's folder holds; None if it holds no template."""
+        sources = _sources(folder, file)
+        return cls(sources, special_tokens) if sources else None
+
+    def render(self, chat: Chat) -> str:
+        """The prompt's text; RequestError `template_failed` in the template's own words."""
+        messages = [_for_template(message) for message in chat.messages]
+        if not chat.continue_final_message:
+            return self._run(chat, messages)
+        mark = f"continued{secrets.token_hex(16)}"
+        _append_to_content(messages[-1], mark)
+        text, found, _ = self._run(chat, messages).rpartition(mark)
+        if not found:
+            raise RequestError(
+                "template_failed",
+                "The chat template does not render the last message, so that it cannot be "
+                "continued.",
+                "messages",
+            )
+        return text.replace(mark, "")
+
+    def _run(self, chat: Chat, messages: list[Message]) -> str:
+        template = self._tools if chat.tools else self._default
+        variables = (
+            self._special_tokens
+            | chat.template_kwargs
+            | {
+                "messages": messages,
+                "tools": list(chat.tools) or None,
+                "add_generation_prompt": chat.add_generation_prompt,
+            }
+        )
+        try:
+            return self._environment.render(template, variables)
+        except Overrun as error:
+            raise _failed(f"The chat template overran: it {error}.") from None
+        except jinja2.TemplateError as error:
+            raise _failed(error.message or "The chat template refused the messages.") from error
+        except (MemoryError, OverflowError, RecursionError) as error:
+            raise _failed("The chat template overran: it nests or grows without end.") from error
+        except Exception as error:  # a template runs on whatever the messages hold
+            raise _failed("The chat template cannot render these messages.") from error
+
+    def _compile(self, source: str) -> jinja2.Template:
+        try:
+            return self._environment.from_string(source)
+        except jinja2.TemplateError as error:
+            raise ModelError(
+                f"The chat template is not valid: {error.message}.", "tokenizer_invalid"
+            ) from error
+
+
+def _failed(message: str) -> RequestError:
+    return RequestError("template_failed", message, "messages")
+
+
+def _for_template(message: Message) -> Message:
+    """A copy: developer is system to a template, arguments of tool calls are parsed."""
+    message = dict(message)
+    if message.get("role") == "developer":
+        message["role"] = "system"
+    if message.get("tool_calls"):
+        message["tool_calls"] = [_with_parsed_arguments(call) for call in message["tool_calls"]]
+    return message
+
+
+def _with_parsed_arguments(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except ValueError:  # a model wrote it; the template shows it as it is
+        return call
+    return call | {"function": function | {"arguments": arguments}}
+
+
+def _append_to_content(message: Message, mark: str) -> None:
+    content = message.get("content")
+    if isinstance(content, list | tuple):
+        parts = [dict(part) for part in content]
+        texts = [part for part in parts if isinstance(part.get("text"), str)]
+        if texts:
+            texts[-1]["text"] += mark
+        message["content"] = parts
+    else:
+        message["content"] = (content or "") + mark
+
+
+def _sources(folder: Path, file: Path | None) -> dict[str, str]:
+    if file is not None:
+        return {"default": _read(file)}
+    sources = _config_sources(folder)
+    if (folder / "chat_template.jinja").exists():
+        sources["default"] = _read(folder / "chat_template.jinja")
+    for named in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+        sources[named.stem] = _read(named)
+    return sources
+
+
+def _config_sources(folder: Path) -> dict[str, str]:
+    """`chat_template` in a config: one text, or a list of {name, template}."""
+    sources: dict[str, str] = {}
+    for name in ("tokenizer_config.json", "chat_template.json"):
+        file = folder / name
+        found = (
+            msgspec.json.decode(file.read_bytes()).get("chat_template") if file.exists() else None
+        )
+        if isinstance(found, str):
+            sources["default"] = found
+        elif isinstance(found, list):
+            sources |= {entry["name"]: entry["template"] for entry in found}
+    return sources
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError("The chat template cannot be read.", "tokenizer_invalid") from error

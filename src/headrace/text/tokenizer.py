@@ -1,0 +1,95 @@
+"""Characters to ids and back, by a model's tokenizer.json; never reads a chat template."""
+
+from array import array
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import tokenizers
+
+from headrace.core.errors import ModelError
+from headrace.text.spelling import spelling_for
+
+
+class _Sections(msgspec.Struct):
+    """The parts of a tokenizer.json that are looked at."""
+
+    decoder: dict[str, Any] | None = None
+
+
+class Tokenizer:
+    """Thread-safe. `data` is the text of a tokenizer.json, `config` of a tokenizer_config.json."""
+
+    def __init__(self, data: bytes, config: dict[str, Any] | None = None) -> None:
+        self._inner = tokenizers.Tokenizer.from_buffer(data)
+        self._inner.no_truncation()
+        self._inner.no_padding()
+        sections = msgspec.json.decode(data, type=_Sections)
+        self.spell = spelling_for(self._inner, sections.decoder).spell
+        self.special_tokens = _special_tokens(config or {})
+        added = self._inner.get_added_tokens_decoder()
+        self.special_ids = frozenset(id for id, token in added.items() if token.special)
+        self.vocab_size = max(self._inner.get_vocab().values(), default=-1) + 1
+        self._anchor = self._inner.token_to_id("a")
+
+    @classmethod
+    def load(cls, folder: Path) -> "Tokenizer":
+        """The tokenizer of a model's folder; ModelError `tokenizer_invalid` if there is none."""
+        config_file = folder / "tokenizer_config.json"
+        try:
+            config = msgspec.json.decode(config_file.read_bytes()) if config_file.exists() else {}
+            return cls((folder / "tokenizer.json").read_bytes(), config)
+        except FileNotFoundError:
+            raise ModelError("The model has no tokenizer.json.", "tokenizer_invalid") from None
+        except ModelError:
+            raise
+        except Exception as error:  # the library raises bare Exception for whatever it cannot read
+            raise ModelError(
+                "The model's tokenizer.json cannot be read.", "tokenizer_invalid"
+            ) from error
+
+    def encode(self, text: str, add_special_tokens: bool) -> "array[int]":
+        return array("i", self._inner.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def decode(self, token_ids: Iterable[int], skip_special_tokens: bool) -> str:
+        """All ids as one text; what a Detokenizer returns for them, joined.
+
+        The library's own decode, but for broken runs of single-byte tokens: it gives up all of
+        such a run, which no stream could foresee.
+        """
+        skipped = self.special_ids if skip_special_tokens else frozenset[int]()
+        kept = [token_id for token_id in token_ids if token_id not in skipped]
+        spelled = map(self.spell, kept, [None, *kept])
+        return b"".join(spelled).decode(errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The token's exact bytes, as they stand in the middle of a text."""
+        return self.spell(token_id, self._anchor)
+
+    def token_text(self, token_id: int) -> str:
+        """The same as characters, with U+FFFD for partial ones."""
+        return self.token_bytes(token_id).decode(errors="replace")
+
+    @property
+    def bos_token(self) -> str | None:
+        return self.special_tokens.get("bos_token")
+
+    @property
+    def eos_token(self) -> str | None:
+        return self.special_tokens.get("eos_token")
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token by its written form."""
+        found: int | None = self._inner.token_to_id(token)
+        return found
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """Named special tokens (`bos_token`, `unk_token` …); a config writes each as text or object."""
+    found = {}
+    for name, value in config.items():
+        content = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(content, str):
+            found[name] = content
+    return found

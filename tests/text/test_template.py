@@ -1,0 +1,167 @@
+import json
+
+import pytest
+
+from headrace.core.errors import ModelError, RequestError
+from headrace.core.request import Chat
+from headrace.text import sandbox
+from headrace.text.template import ChatTemplate
+
+CHATML = """{% for message in messages %}
+{{ '<|im_start|>' + message['role'] + '\\n' + (message['content'] | trim) + '<|im_end|>' }}
+{% endfor %}
+{% if add_generation_prompt %}
+{{ '<|im_start|>assistant\\n' }}
+{% endif %}"""
+USER = {"role": "user", "content": "Hi"}
+
+
+def render(source: str, *messages, **fields) -> str:
+    return ChatTemplate({"default": source}, {"bos_token": "<s>"}).render(Chat(messages, **fields))
+
+
+def failure(source: str, *messages, **fields) -> str:
+    with pytest.raises(RequestError) as failed:
+        render(source, *(messages or (USER,)), **fields)
+    assert failed.value.code == "template_failed"
+    return failed.value.message
+
+
+def test_blocks_are_trimmed_and_the_generation_prompt_is_an_option():
+    assert render(CHATML, USER).startswith("<|im_start|>user\nHi<|im_end|>")
+    assert render(CHATML, USER).count("<|im_start|>assistant\n") == 1
+    assert "assistant" not in render(CHATML, USER, add_generation_prompt=False)
+
+
+def test_the_messages_and_the_generation_prompt_cannot_be_replaced_by_variables():
+    replaced = {"messages": [], "add_generation_prompt": False, "word": "x"}
+    assert render("{{ messages|length }}{{ add_generation_prompt }}{{ word }}", USER) == "1True"
+    source = "{{ messages|length }}{{ add_generation_prompt }}{{ word }}"
+    assert render(source, USER, template_kwargs=replaced) == "1Truex"
+
+
+def test_a_continued_message_is_the_end_of_the_text():
+    begun = {"role": "assistant", "content": "The answer is "}
+    fields = {"add_generation_prompt": False, "continue_final_message": True}
+    assert render(CHATML, USER, begun, **fields).endswith("<|im_start|>assistant\nThe answer is ")
+
+
+def test_a_continued_message_is_found_behind_equal_ones():
+    fields = {"add_generation_prompt": False, "continue_final_message": True}
+    same = [{"role": "assistant", "content": "end"}] * 2
+    whole = render(CHATML, *same, add_generation_prompt=False)
+    assert render(CHATML, *same, **fields) == whole[: whole.rindex("<|im_end|>")]
+
+
+def test_a_continued_message_may_be_made_of_parts():
+    source = "{% for p in messages[-1].content %}[{{ p.text }}]{% endfor %}!"
+    message = {"role": "assistant", "content": [{"text": "a"}, {"text": "b"}]}
+    assert render(source, message, continue_final_message=True) == "[a][b"
+
+
+def test_a_template_that_hides_the_last_message_cannot_continue_it():
+    begun = {"role": "assistant", "content": "x"}
+    assert "cannot be continued" in failure("nothing", begun, continue_final_message=True)
+
+
+def test_a_developer_is_rendered_as_system():
+    assert render("{{ messages[0].role }}", {"role": "developer", "content": ""}) == "system"
+
+
+def test_arguments_of_tool_calls_are_objects_to_the_template():
+    source = "{{ messages[0].tool_calls[0].function.arguments.a }}"
+    function = {"name": "add", "arguments": '{"a": 1}'}
+    message = {"role": "assistant", "content": None, "tool_calls": [{"function": function}]}
+    assert render(source, message) == "1"
+    assert message["tool_calls"][0]["function"]["arguments"] == '{"a": 1}'
+
+
+def test_arguments_that_are_no_json_reach_the_template_as_they_are():
+    source = "{{ messages[0].tool_calls[0].function.arguments }}"
+    message = {"role": "assistant", "tool_calls": [{"function": {"arguments": "{broken"}}]}
+    assert render(source, message) == "{broken"
+
+
+def test_json_is_not_escaped_for_a_web_page():
+    assert render("{{ tools | tojson }}", USER, tools=({"a": "<é>"},)) == '[{"a": "<é>"}]'
+
+
+def test_loop_controls_generation_marks_and_dates_work():
+    source = (
+        "{% for x in range(9) %}{% if x == 2 %}{% break %}{% endif %}{{ x }}{% endfor %}"
+        "{% generation %}said{% endgeneration %}{{ strftime_now('%%') }}"
+    )
+    assert render(source, USER) == "01said%"
+
+
+def test_special_tokens_are_variables():
+    assert render("{{ bos_token }}", USER) == "<s>"
+
+
+def test_a_refusal_is_told_in_the_templates_own_words():
+    assert failure("{{ raise_exception('No system role.') }}") == "No system role."
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ 'a' * 10 ** 10 }}",
+        "{{ 10 ** (10 ** 10) }}",
+        "{% for x in range(10 ** 9) %}{% endfor %}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{% set n = namespace(s='ab') %}{% for x in range(60) %}{% set n.s = n.s ~ n.s %}"
+        "{% endfor %}",
+        "{% set n = namespace(s=[1]) %}{% for x in range(60) %}{% set n.s = n.s + n.s %}"
+        "{% endfor %}",
+        "{% for x in range(9999) %}{% for y in range(9999) %}{{ messages }}{% endfor %}"
+        "{% endfor %}",
+    ],
+)
+def test_a_template_that_grows_without_end_overruns(source):
+    assert "overran" in failure(source, {"role": "user", "content": "x" * 10_000})
+
+
+def test_a_template_that_loops_without_writing_overruns_its_time(monkeypatch):
+    monkeypatch.setattr(sandbox, "MAX_SECONDS", 0.05)
+    source = "{% for x in range(99999) %}{% for y in range(99999) %}{% endfor %}{% endfor %}"
+    assert "more than 0.05 seconds" in failure(source)
+
+
+def test_a_template_cannot_shadow_the_clock(monkeypatch):
+    monkeypatch.setattr(sandbox, "MAX_SECONDS", 0.05)
+    source = (
+        "{% set environment = none %}{% set tick = none %}"
+        "{% for x in range(99999) %}{% for y in range(99999) %}{% endfor %}{% endfor %}"
+    )
+    assert "seconds" in failure(source)
+
+
+@pytest.mark.parametrize(
+    "source", ["{{ messages.append(1) }}", "{{ ''.__class__.__mro__ }}", "{{ messages[0] + 1 }}"]
+)
+def test_the_sandbox_and_wrong_types_are_template_failures(source):
+    assert failure(source)
+
+
+def test_a_template_that_is_no_template_is_a_model_error():
+    with pytest.raises(ModelError, match="not valid"):
+        ChatTemplate({"default": "{% for %}"}, {})
+
+
+def test_templates_are_found_where_models_keep_them(tmp_path):
+    assert ChatTemplate.load(tmp_path, {}) is None
+    config = {"chat_template": "from config"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert ChatTemplate.load(tmp_path, {}).source == "from config"
+    (tmp_path / "chat_template.jinja").write_text("from file")
+    assert ChatTemplate.load(tmp_path, {}).source == "from file"
+    (tmp_path / "mine.jinja").write_text("mine")
+    assert ChatTemplate.load(tmp_path, {}, tmp_path / "mine.jinja").source == "mine"
+
+
+def test_of_named_templates_the_one_for_tools_is_taken_with_tools(tmp_path):
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    template = ChatTemplate.load(tmp_path, {})
+    assert template.render(Chat((USER,))) == "plain"
+    assert template.render(Chat((USER,), tools=({"name": "add"},))) == "tools"

@@ -1,0 +1,80 @@
+import pytest
+from tokenizers import decoders
+
+from headrace.core.errors import ModelError
+from headrace.text.tokenizer import Tokenizer
+from tests.text.small_tokenizers import CORPUS, KINDS, library, ours
+
+
+def save(folder, kind: str = "llama3", config: str = '{"bos_token": {"content": "<s>"}}') -> None:
+    (folder / "tokenizer.json").write_text(library(kind).to_str())
+    (folder / "tokenizer_config.json").write_text(config)
+
+
+def test_a_folder_gives_its_tokenizer(tmp_path):
+    save(tmp_path)
+    loaded = Tokenizer.load(tmp_path)
+    assert (loaded.bos_token, loaded.eos_token) == ("<s>", None)
+    assert list(loaded.encode("a b", True)) == library("llama3").encode("a b").ids
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ids_are_the_librarys(kind):
+    for text in CORPUS:
+        for special in (True, False):
+            expected = library(kind).encode(text, add_special_tokens=special).ids
+            assert list(ours(kind).encode(text, special)) == expected
+
+
+def test_lengths_stored_in_the_file_neither_cut_nor_pad(tmp_path):
+    inner = type(library("gpt2")).from_str(library("gpt2").to_str())
+    inner.enable_truncation(3)
+    inner.enable_padding(length=50)
+    (tmp_path / "tokenizer.json").write_text(inner.to_str())
+    expected = list(ours("gpt2").encode(CORPUS[0], False))
+    assert list(Tokenizer.load(tmp_path).encode(CORPUS[0], False)) == expected
+
+
+def test_the_bytes_of_tokens_join_to_the_text():
+    for kind in ("gpt2", "qwen", "digits_from_the_right", "gemma"):
+        ids = ours(kind).encode(CORPUS[4] + " 🦊", False)
+        assert b"".join(map(ours(kind).token_bytes, ids)).decode() == CORPUS[4] + " 🦊"
+
+
+def test_a_tokens_bytes_hold_its_leading_space_and_partial_characters():
+    fox = ours("llama2").encode("🦊", False)
+    assert b"\xf0" in [ours("llama2").token_bytes(token_id) for token_id in fox]
+    (end,) = [ours("wordpiece").token_id("the")]
+    assert ours("wordpiece").token_bytes(end) == b" the"
+    assert ours("llama2").token_text(ours("llama2").token_id("<0xF0>")) == "\ufffd"
+
+
+def test_special_tokens_are_known():
+    special = ours("llama3").special_ids
+    assert special == {library("llama3").token_to_id(t) for t in ("<s>", "</s>")} | {
+        library("llama3").token_to_id(t) for t in ("<|im_start|>", "<|im_end|>")
+    }
+    assert ours("llama3").eos_token == "</s>"
+    assert ours("llama3").vocab_size == library("llama3").get_vocab_size()
+
+
+def test_ids_beyond_the_vocabulary_decode_to_nothing():
+    assert ours("gpt2").decode([10_000_000], True) == ""
+    assert ours("llama2").decode([10_000_000], True) == ""
+
+
+@pytest.mark.parametrize("content", [None, "{}", "not json"])
+def test_a_folder_without_a_readable_tokenizer_is_refused(tmp_path, content):
+    if content is not None:
+        (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(ModelError) as refused:
+        Tokenizer.load(tmp_path)
+    assert refused.value.code == "tokenizer_invalid"
+    assert str(tmp_path) not in str(refused.value)
+
+
+def test_a_decoder_that_is_not_understood_is_refused():
+    inner = type(library("gpt2")).from_str(library("gpt2").to_str())
+    inner.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
+    with pytest.raises(ModelError, match="ByteLevel with Strip"):
+        Tokenizer(inner.to_str().encode())
