@@ -8,6 +8,23 @@ from headrace.core.ids import StreamId
 from headrace.core.request import Request
 
 
+class Names(msgspec.Struct, frozen=True):
+    """Under which names a stream can be found; they belong to `owner`, the name of an API key.
+
+    `digest` identifies route and body bytes: two requests with equal digests are the same.
+    """
+
+    owner: str = ""
+    conversation: str | None = None
+    key: str | None = None
+    digest: bytes = b""
+
+    @property
+    def is_opted_in(self) -> bool:
+        """Whether the client asked for a stream that survives it."""
+        return self.conversation is not None or self.key is not None
+
+
 class Record(msgspec.Struct, frozen=True):
     """Frozen at admission. `prompts` are packed int32 token ids, one entry per prompt."""
 
@@ -16,6 +33,8 @@ class Record(msgspec.Struct, frozen=True):
     request: Request
     prompts: tuple[bytes, ...]
     system_fingerprint: str
+    names: Names = Names()
+    is_durable: bool = False  # survives the server
 
     def prompt_ids(self, prompt: int) -> list[int]:
         return list(array("i", self.prompts[prompt]))
