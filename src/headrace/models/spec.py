@@ -111,13 +111,13 @@ def _end_token_ids(*sources: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _defaults(folder: Path, generation: dict[str, Any]) -> Defaults:
-    if generation.get("do_sample") is False:
-        return Defaults(temperature=0.0)
     try:
         return msgspec.convert(generation, Defaults, strict=False)
     except msgspec.ValidationError as error:
         raise ModelError(
-            f"generation_config.json of {folder.name} is wrong: {error}.", "model_corrupt"
+            f"generation_config.json of {folder.name} has a sampling default that is no number; "
+            "correct it or delete the file.",
+            "model_corrupt",
         ) from error
 
 

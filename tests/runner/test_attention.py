@@ -1,0 +1,54 @@
+"""The naive attention against scores written out by hand."""
+
+from array import array
+
+import pytest
+import torch
+
+from headrace.core.ids import SequenceId
+from headrace.core.plan import Chunk
+from headrace.models.step import CacheShape
+from headrace.runner.attention import NaiveAttention
+from headrace.runner.inputs import pack
+from headrace.runner.storage import BlockStorage
+
+HEADS, KV_HEADS, DIM, BLOCK = 4, 2, 8, 4
+CPU = torch.device("cpu")
+
+
+def expected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> torch.Tensor:
+    """Row by row, head by head, over a whole sequence from position 0 on."""
+    out = torch.zeros_like(q)
+    for i in range(len(q)):
+        for head in range(HEADS):
+            first, group = max(0, i - window + 1), head // (HEADS // KV_HEADS)
+            scores = k[first : i + 1, group] @ q[i, head] / DIM**0.5
+            out[i, head] = scores.softmax(0) @ v[first : i + 1, group]
+    return out
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 100])
+@pytest.mark.parametrize("cut", [1, 4, 5, 11])
+def test_any_cut_over_scattered_blocks_gives_the_definition(window: int | None, cut: int) -> None:
+    torch.manual_seed(0)
+    storage = BlockStorage(CacheShape(KV_HEADS, DIM, (window,)), 8, BLOCK, torch.float32, CPU)
+    attention = NaiveAttention(storage)
+    q, k, v = (torch.randn(11, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    out = torch.empty_like(q)
+    for start in range(0, 11, cut):
+        length = min(cut, 11 - start)
+        chunk = Chunk(SequenceId(0), start, length, 0, (), array("i", [6, 1, 3]))
+        step = attention.step(pack([chunk], [array("i", [0] * length)], BLOCK, CPU))
+        piece = slice(start, start + length)
+        out[piece] = step.attend(0, q[piece], k[piece], v[piece])
+    torch.testing.assert_close(out, expected(q, k, v, window or 1000))
+
+
+def test_unwritten_positions_of_a_block_have_no_influence() -> None:
+    storage = BlockStorage(CacheShape(KV_HEADS, DIM, (None,)), 2, BLOCK, torch.float32, CPU)
+    storage.keys[0].fill_(float("nan"))
+    storage.values[0].fill_(float("nan"))
+    chunk = Chunk(SequenceId(0), 0, 2, 0, (), array("i", [1]))
+    step = NaiveAttention(storage).step(pack([chunk], [array("i", [0, 0])], BLOCK, CPU))
+    out = step.attend(0, *(torch.ones(2, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)))
+    assert torch.equal(out, torch.ones(2, HEADS, DIM))

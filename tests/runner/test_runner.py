@@ -1,0 +1,187 @@
+"""The runner's own bookkeeping, over a lane whose likeliest token is the last one plus one."""
+
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.core.ids import BlockId, SequenceId, SlotId
+from headrace.core.layout import MemoryLayout
+from headrace.core.plan import (
+    Begin,
+    BlockCopy,
+    Chunk,
+    ChunkResult,
+    SlotCopy,
+    StepPlan,
+)
+from headrace.core.sampling import Sampling
+from headrace.runner.runner import Runner
+
+VOCAB = 500
+A, B, C = SequenceId(1), SequenceId(2), SequenceId(3)
+
+
+class CountingLane:
+    """Token 400 gives rows that are not a number."""
+
+    id = "counting"
+    device, dtype = torch.device("cpu"), torch.float32
+    num_parameters = weight_bytes = 0
+
+    def __init__(self) -> None:
+        self.seen: list[list[int]] = []
+        self.head_rows: list[int] = []
+        self.copies: list[Any] = []
+
+    def layout(self, *_: int) -> MemoryLayout:
+        return MemoryLayout()
+
+    def open(self, layout: MemoryLayout) -> None: ...
+
+    def forward(self, chunks: Sequence[Chunk], token_ids: Sequence["array[int]"]) -> Tensor:
+        self.seen = [list(ids) for ids in token_ids]
+        asked = [ids[len(ids) - c.num_rows :] for c, ids in zip(chunks, self.seen, strict=True)]
+        return torch.tensor([token for ids in asked for token in ids], dtype=torch.float32)
+
+    def logits(self, rows: Tensor) -> Tensor:
+        self.head_rows.append(len(rows))
+        logits = torch.nn.functional.one_hot((rows.long() + 1) % VOCAB, VOCAB).float()
+        logits[rows == 400] = float("nan")
+        return logits
+
+    def copy(self, blocks: Sequence[BlockCopy], slots: Sequence[SlotCopy]) -> None:
+        self.copies += [*blocks, *slots]
+
+
+def begin(
+    sequence_id: SequenceId, tokens: Sequence[int], num_prompt: int | None = None, **sampling: Any
+) -> Begin:
+    parameters = Sampling(**({"temperature": 0} | sampling))
+    return Begin(sequence_id, array("i", tokens), num_prompt or len(tokens), 0, parameters)
+
+
+def chunk(
+    sequence_id: SequenceId, start: int, length: int, num_rows: int = 0, *draws: SequenceId
+) -> Chunk:
+    return Chunk(sequence_id, start, length, num_rows, draws, array("i"))
+
+
+def run(runner: Runner, *chunks: Chunk, begun: tuple[Begin, ...] = ()) -> tuple[ChunkResult, ...]:
+    return runner.launch(StepPlan(begun=begun, chunks=chunks)).result().chunks
+
+
+def tokens(result: ChunkResult) -> list[int]:
+    return [token_id for drawn in result.drawn for token_id in drawn.token_ids]
+
+
+def test_a_decode_chunk_takes_its_token_from_the_last_draw() -> None:
+    runner = Runner(lane := CountingLane())
+    (first,) = run(runner, chunk(A, 0, 2, 1, A), begun=(begin(A, [7, 8]),))
+    (second,) = run(runner, chunk(A, 2, 1, 1, A))
+    assert (tokens(first), tokens(second), lane.seen) == ([9], [10], [[9]])
+
+
+def test_a_chunk_that_asks_for_no_rows_draws_nothing() -> None:
+    runner = Runner(lane := CountingLane())
+    (result,) = run(runner, chunk(A, 0, 2), begun=(begin(A, [5, 6, 7]),))
+    assert (result.drawn, lane.head_rows) == ((), [])
+
+
+def test_siblings_draw_from_the_same_row_each_with_its_own_dice() -> None:
+    runner = Runner(lane := CountingLane())
+    both = (begin(A, [5]), begin(B, [5], logit_bias={3: 50.0}))
+    (result,) = run(runner, chunk(A, 0, 1, 1, A, B), begun=both)
+    assert (tokens(result), lane.head_rows) == ([6, 3], [1])
+
+
+def test_one_bad_row_leaves_the_rest_of_the_step_alone() -> None:
+    runner = Runner(CountingLane())
+    begun = (begin(A, [400]), begin(B, [1]))
+    bad, good = run(runner, chunk(A, 0, 1, 1, A), chunk(B, 0, 1, 1, B), begun=begun)
+    assert bad.drawn[0].error and not bad.drawn[0].token_ids
+    assert tokens(good) == [2]
+
+
+def test_an_ended_sequence_may_begin_again_in_the_same_plan() -> None:
+    runner = Runner(lane := CountingLane())
+    run(runner, chunk(A, 0, 1, 1, A), begun=(begin(A, [4]),))
+    again = StepPlan(
+        begun=(begin(A, [4, 9], num_prompt=1),), chunks=(chunk(A, 0, 2, 1, A),), ended=(A,)
+    )
+    result = runner.launch(again).result()
+    assert (lane.seen, tokens(result.chunks[0])) == ([[4, 9]], [10])
+
+
+def test_ending_an_unknown_sequence_does_nothing() -> None:
+    assert Runner(CountingLane()).launch(StepPlan(ended=(C,))).result().chunks == ()
+
+
+def test_copies_are_made_once_each_after_the_forward() -> None:
+    runner = Runner(lane := CountingLane())
+    copies = (BlockCopy(BlockId(1), BlockId(2)),), (SlotCopy(SlotId(0), SlotId(1)),)
+    plan = StepPlan((begin(A, [1]),), (chunk(A, 0, 1),), (), *copies)
+    runner.launch(plan).result()
+    assert lane.copies == [*copies[0], *copies[1]] and lane.seen == [[1]]
+
+
+def test_the_begun_tokens_are_not_written_to() -> None:
+    runner, start = Runner(CountingLane()), begin(A, [1])
+    run(runner, chunk(A, 0, 1, 1, A), begun=(start,))
+    assert start.token_ids.tolist() == [1]
+
+
+def test_prompt_logprobs_cover_every_prompt_token_but_the_first_over_any_chunks() -> None:
+    prompt = [(3 * i) % 300 for i in range(200)]
+    packed = []
+    for length in (200, 130, 7):
+        runner = Runner(CountingLane())
+        runner.launch(StepPlan(begun=(begin(A, prompt, num_prompt_logprobs=2),)))
+        ids = b""
+        for start in range(0, 200, length):
+            rows = min(length, 200 - start)
+            (result,) = run(runner, chunk(A, start, rows, rows))
+            ids += result.prompt_logprobs.ids if result.prompt_logprobs else b""
+        packed.append(ids)
+    assert np.frombuffer(packed[0], np.int32).reshape(-1, 3)[:, 0].tolist() == prompt[1:]
+    assert packed[0] == packed[1] == packed[2]
+
+
+def test_prompt_rows_pass_the_head_in_bounded_groups_and_once_each() -> None:
+    runner = Runner(lane := CountingLane())
+    start = begin(A, [1] * 200, num_prompt_logprobs=0)
+    run(runner, chunk(A, 0, 200, 200, A), begun=(start,))
+    assert sum(lane.head_rows) == 200 and max(lane.head_rows) <= 64
+
+
+def test_generated_tokens_of_a_recovered_sequence_get_no_prompt_logprobs() -> None:
+    runner = Runner(CountingLane())
+    start = begin(A, [1, 2, 3, 4, 5], num_prompt=3, num_prompt_logprobs=0)
+    first, second = (
+        run(runner, chunk(A, 0, 3, 3), begun=(start,))[0],
+        run(runner, chunk(A, 3, 2, 2, A))[0],
+    )
+    assert first.prompt_logprobs is not None and second.prompt_logprobs is None
+    assert np.frombuffer(first.prompt_logprobs.ids, np.int32).tolist() == [2, 3]
+
+
+def test_token_logprobs_come_with_the_token_if_asked() -> None:
+    runner = Runner(CountingLane())
+    (result,) = run(runner, chunk(A, 0, 1, 1, A), begun=(begin(A, [8], num_logprobs=1),))
+    logprobs = result.drawn[0].logprobs
+    assert logprobs is not None and logprobs.width == 2
+    assert np.frombuffer(logprobs.ids, np.int32).tolist() == [9, 9]
+
+
+def test_a_recovered_sequence_draws_what_it_would_have_drawn() -> None:
+    dice = {"temperature": 100.0, "seed": 3}
+    whole = Runner(CountingLane())
+    run(whole, chunk(A, 0, 2, 1, A), begun=(begin(A, [7, 8], **dice),))
+    drawn = [tokens(run(whole, chunk(A, start, 1, 1, A))[0])[0] for start in (2, 3, 4)]
+    resumed = Runner(CountingLane())
+    start = begin(A, [7, 8, 1, drawn[0]], num_prompt=2, **dice)
+    (result,) = run(resumed, chunk(A, 0, 4, 1, A), begun=(start,))
+    assert tokens(result) == [drawn[1]]
