@@ -45,7 +45,7 @@ class Wire(msgspec.Struct, frozen=True, omit_defaults=True):
     timings_per_token: bool = False
     return_progress: bool = False
     heartbeat: bool = False  # life is shown while nothing is to be said
-    ping_interval_s: int | None = None  # seconds without a byte until a comment; None: never
+    ping_interval_s: int | None = None  # silence until a comment; -1: never; None: as served
 
 
 class Request(msgspec.Struct, frozen=True):

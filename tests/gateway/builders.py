@@ -1,0 +1,235 @@
+"""Requests, records, logs and a generation whose streams are written by the test."""
+
+import contextlib
+from array import array
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from hypothesis import strategies as st
+
+from headrace.core.errors import RequestError
+from headrace.core.ids import StreamId
+from headrace.core.layout import MemoryLayout
+from headrace.core.messages import Ready
+from headrace.core.request import Chat, Request, Text, Wire
+from headrace.core.sampling import Sampling
+from headrace.generation.served import Models
+from headrace.models.spec import Defaults
+from headrace.streams.events import (
+    Accepted,
+    AnyEvent,
+    ChoiceEnd,
+    Error,
+    Finish,
+    Piece,
+    Progress,
+    TokenLogprob,
+    Tokens,
+)
+from headrace.streams.log import MemoryLog, follow
+from headrace.streams.record import Record
+from headrace.streams.tally import Tally
+
+_NUMBERS = st.integers(-(1 << 70), 1 << 70) | st.floats(-1e308, 1e308)
+JSON = st.recursive(
+    st.none() | st.booleans() | _NUMBERS | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=8,
+)
+"""Any value a strict body can hold."""
+
+STREAM_ID = "chatcmpl-0123456789abcdef0123456789abcdef"
+READY = Ready(
+    lane="native-text",
+    device="cpu",
+    dtype="float32",
+    vocab_size=256,
+    max_model_len=128,
+    max_num_seqs=8,
+    num_parameters=1000,
+    weight_bytes=4000,
+    layout=MemoryLayout(),
+    fingerprint="3c1d5e8f9a02",
+)
+
+
+class Letters:
+    """Each byte is a token; enough of a tokenizer for the small routes."""
+
+    bos_token, eos_token = "<s>", "</s>"
+
+    def encode(self, text: str, add_special_tokens: bool) -> "array[int]":
+        return array("i", [1] * add_special_tokens + list(text.encode()))
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+        return bytes(token_ids).decode(errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id])
+
+    def token_text(self, token_id: int) -> str:
+        return self.token_bytes(token_id).decode(errors="replace")
+
+
+class Lines:
+    """A chat template: role and content, a line each."""
+
+    source = "{{ role }}: {{ content }}"
+
+    def render(self, chat: Chat) -> str:
+        return "".join(f"{m['role']}: {m['content']}\n" for m in chat.messages)
+
+
+@dataclass
+class FakeModel:
+    names: tuple[str, ...] = ("headrace-mini", "org/other")
+    root: str = "headrace-mini"
+    created: int = 1790000000
+    defaults: Defaults | None = None
+    vocab_size: int = 256
+    ready: Ready | None = READY
+    tokenizer: Letters = field(default_factory=Letters)
+    template: Lines | None = field(default_factory=Lines)
+    spec: Any = None
+
+    @property
+    def max_model_len(self) -> int:
+        return self.ready.max_model_len if self.ready else 64
+
+
+class FakeStream:
+    """A log that the test writes; `left` counts readers that went away."""
+
+    def __init__(self, record: Record) -> None:
+        self.record = record
+        self.log = MemoryLog()
+        self.events: list[AnyEvent] = []
+        self.num_left = 0
+
+    async def write(self, *events: AnyEvent) -> None:
+        await self.log.append(len(self.events), numbered(events, len(self.events)))
+        self.events += events
+
+    @contextlib.asynccontextmanager
+    async def reader(self, after: int = -1) -> AsyncIterator[AsyncIterator[AnyEvent]]:
+        try:
+            yield follow(self.log, after)
+        finally:
+            self.num_left += 1
+
+
+class FakeGeneration:
+    """Opens streams that hold `script` from the start; without a script, only seq 0."""
+
+    def __init__(self, *script: AnyEvent, model: FakeModel | None = None) -> None:
+        self.models = Models((model or FakeModel(),))  # type: ignore[arg-type]
+        self.state = "ok"
+        self.script = script
+        self.refusal: RequestError | None = None
+        self.requests: list[Request] = []
+        self.streams: list[FakeStream] = []
+
+    async def open(self, request: Request) -> FakeStream:
+        self.requests.append(request)
+        if self.refusal:
+            raise self.refusal
+        stream = FakeStream(make_record(request))
+        self.streams.append(stream)
+        await stream.write(accepted(stream.record), *self.script)
+        return stream
+
+
+def make_request(route: str = "/v1/chat/completions", **changes: Any) -> Request:
+    sampling = Sampling(seed=7, num_logprobs=changes.pop("num_logprobs", None))
+    wire = Wire(**({"heartbeat": True} | changes.pop("wire", {})))
+    prompt = (
+        Text("hi") if route == "/v1/completions" else Chat(({"role": "user", "content": "hi"},))
+    )
+    request = Request(route, "headrace-mini", (prompt,), sampling, wire=wire)  # type: ignore[arg-type]
+    return msgspec.structs.replace(request, **changes)
+
+
+def make_record(request: Request) -> Record:
+    prefix = "chatcmpl-" if request.route == "/v1/chat/completions" else "cmpl-"
+    return Record(
+        id=StreamId(prefix + STREAM_ID.partition("-")[2]),
+        created=1790000000,
+        request=request,
+        prompts=tuple(array("i", [104, 105]).tobytes() for _ in request.prompts),
+        system_fingerprint="fp_3c1d5e8f9a02",
+    )
+
+
+def accepted(record: Record) -> Accepted:
+    request = record.request
+    return Accepted(
+        seq=0,
+        at_ms=0,
+        id=record.id,
+        route=request.route,
+        model=request.model,
+        created=record.created,
+        mode="fresh",
+        prompt_tokens=record.num_prompt_tokens,
+        n=request.n,
+        seed=request.sampling.seed,
+    )
+
+
+def progress(processed: int, total: int = 2048, cache: int = 512, time_ms: int = 0) -> Progress:
+    return Progress(
+        seq=0,
+        at_ms=time_ms,
+        choice=0,
+        total=total,
+        cache=cache,
+        processed=processed,
+        time_ms=time_ms,
+    )
+
+
+def tokens(text: str, *ids: int, at_ms: int = 0, **more: Any) -> Tokens:
+    pieces = (Piece(text),) if text else ()
+    return Tokens(seq=0, at_ms=at_ms, **({"choice": 0} | more), ids=ids, pieces=pieces)
+
+
+def ended(reason: str = "stop", stop: str | int | None = None, **more: Any) -> Tokens:
+    return tokens("", *more.pop("ids", ()), end=ChoiceEnd(reason, stop), **more)
+
+
+def error(code: str = "engine_failed") -> Error:
+    kind = RequestError(code, "").kind
+    message = "The engine stopped and could not be restarted."
+    return Error(
+        seq=0,
+        at_ms=0,
+        code=code,
+        type=kind.type,
+        message=message,
+        status=kind.status,
+        retryable=kind.retry,
+    )
+
+
+def logprob(text: str | bytes, value: float | None = -0.5, *top: TokenLogprob) -> TokenLogprob:
+    raw = text.encode() if isinstance(text, str) else text
+    return TokenLogprob(raw[0], raw.decode(errors="replace"), raw, value, top)
+
+
+def log_of(record: Record, *events: AnyEvent) -> list[AnyEvent]:
+    """A whole log: accepted, these events numbered, and the finish that follows from them."""
+    made = [accepted(record), *numbered(events, 1)]
+    if made and isinstance(made[-1], Error):
+        return made
+    tally = Tally()
+    for event in made:
+        tally.feed(event)
+    ends = tuple(e.end for e in made if isinstance(e, Tokens) and e.end)
+    figures = {"usage": tally.usage, "timings": tally.timings}
+    return [*made, Finish(seq=len(made), at_ms=made[-1].at_ms, ends=ends, **figures)]
+
+
+def numbered(events: Sequence[AnyEvent], first: int) -> list[AnyEvent]:
+    return [msgspec.structs.replace(e, seq=first + i) for i, e in enumerate(events)]
