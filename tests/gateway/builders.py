@@ -226,7 +226,8 @@ def log_of(record: Record, *events: AnyEvent) -> list[AnyEvent]:
     tally = Tally()
     for event in made:
         tally.feed(event)
-    ends = tuple(e.end for e in made if isinstance(e, Tokens) and e.end)
+    by_choice = {e.choice: e.end for e in made if isinstance(e, Tokens) and e.end}
+    ends = tuple(by_choice[choice] for choice in sorted(by_choice))
     figures = {"usage": tally.usage, "timings": tally.timings}
     return [*made, Finish(seq=len(made), at_ms=made[-1].at_ms, ends=ends, **figures)]
 
