@@ -26,7 +26,7 @@ class Rotary(nn.Module):
 
     def __init__(self, config: TextConfig) -> None:
         super().__init__()
-        table, self.amplitude = frequencies(config.rope, config.head_dim, config.max_positions)
+        table, self.amplitude = frequencies(config.rope, config.head_dim)
         self.frequencies = nn.Buffer(table, persistent=False)  # [dim/2]
 
     def forward(self, positions: Tensor) -> Turn:
@@ -45,8 +45,9 @@ def rotate(x: Tensor, turn: Turn) -> Tensor:
 class GatedMLP(nn.Module):
     """down(silu(gate(x)) * up(x)), gate and up in one product."""
 
-    def __init__(self, config: TextConfig, bias: bool = False) -> None:
+    def __init__(self, config: TextConfig) -> None:
         super().__init__()
+        bias = config.has_mlp_bias
         self.gate_up = nn.Linear(config.hidden_size, 2 * config.mlp_size, bias=bias)
         self.down = nn.Linear(config.mlp_size, config.hidden_size, bias=bias)
 

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from headrace.models.layers import GatedMLP, RMSNorm, Rotary, Turn, rotate
 from headrace.models.step import CacheShape, Step
-from headrace.models.text_config import TextConfig, num_layers, read_text_config
+from headrace.models.text_config import TextConfig, layer_windows, read_text_config
 
 WEIGHTS = {
     "embed": ("model.embed_tokens",),
@@ -28,13 +28,13 @@ WEIGHTS = {
 
 
 class Attention(nn.Module):
-    def __init__(self, config: TextConfig, layer: int, bias: bool) -> None:
+    def __init__(self, config: TextConfig, layer: int) -> None:
         super().__init__()
         c, self.layer = config, layer
         self.heads = (c.num_heads, c.num_kv_heads, c.num_kv_heads)
         self.dim = c.head_dim
-        self.qkv = nn.Linear(c.hidden_size, sum(self.heads) * c.head_dim, bias=bias)
-        self.out = nn.Linear(c.num_heads * c.head_dim, c.hidden_size, bias=bias)
+        self.qkv = nn.Linear(c.hidden_size, sum(self.heads) * c.head_dim, bias=c.has_qkv_bias)
+        self.out = nn.Linear(c.num_heads * c.head_dim, c.hidden_size, bias=c.has_out_bias)
         self.q_norm = RMSNorm(c.head_dim, c.norm_eps)
         self.k_norm = RMSNorm(c.head_dim, c.norm_eps)
 
@@ -47,10 +47,10 @@ class Attention(nn.Module):
 
 
 class Layer(nn.Module):
-    def __init__(self, config: TextConfig, layer: int, bias: bool) -> None:
+    def __init__(self, config: TextConfig, layer: int) -> None:
         super().__init__()
         self.input_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.attention = Attention(config, layer, bias)
+        self.attention = Attention(config, layer)
         self.post_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = GatedMLP(config)
 
@@ -62,18 +62,25 @@ class Layer(nn.Module):
 class Qwen3(nn.Module):
     weights = WEIGHTS
 
-    def __init__(self, config: dict[str, Any]) -> None:
+    def __init__(self, config: TextConfig) -> None:
         super().__init__()
-        c = read_text_config(config, _windows(config))
-        bias = config.get("attention_bias", False)
+        c = config
         self.cache_shape = CacheShape(c.num_kv_heads, c.head_dim, c.windows)
         self.embed = nn.Embedding(c.vocab_size, c.hidden_size)
-        self.layers = nn.ModuleList(Layer(c, layer, bias) for layer in range(c.num_layers))
+        self.layers = nn.ModuleList(Layer(c, layer) for layer in range(c.num_layers))
         self.norm = RMSNorm(c.hidden_size, c.norm_eps)
         self.head = nn.Linear(c.hidden_size, c.vocab_size, bias=False)
         if c.is_tied:
             self.head.weight = self.embed.weight
         self.rotary = Rotary(c)
+
+    @staticmethod
+    def read(config: dict[str, Any]) -> TextConfig:
+        window = config.get("sliding_window") if config.get("use_sliding_window") else None
+        has_bias = config.get("attention_bias", False)
+        return read_text_config(
+            config, layer_windows(config, window), has_qkv_bias=has_bias, has_out_bias=has_bias
+        )
 
     def forward(self, token_ids: Tensor, step: Step) -> Tensor:
         """Hidden states [tokens, hidden], ready for `head`, of token_ids [tokens]."""
@@ -82,14 +89,3 @@ class Qwen3(nn.Module):
         for layer in self.layers:
             x = layer(x, turn, step)
         return self.norm(x)
-
-
-def _windows(config: dict[str, Any]) -> tuple[int | None, ...]:
-    """Layers from max_window_layers on look back one window only, if windows are used at all."""
-    layers = num_layers(config)
-    window = config.get("sliding_window") if config.get("use_sliding_window") else None
-    kinds = config.get("layer_types")
-    if kinds:
-        return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-    first = config.get("max_window_layers", 28)
-    return tuple(window if layer >= first else None for layer in range(layers))

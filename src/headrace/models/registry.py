@@ -4,6 +4,9 @@ import importlib
 from typing import Any
 
 FAMILIES = {
+    "LlamaForCausalLM": "headrace.models.llama:Llama",
+    "MistralForCausalLM": "headrace.models.mistral:Mistral",
+    "Qwen2ForCausalLM": "headrace.models.qwen2:Qwen2",
     "Qwen3ForCausalLM": "headrace.models.qwen3:Qwen3",
 }
 

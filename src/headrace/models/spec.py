@@ -58,7 +58,7 @@ def read_spec(folder: Path) -> ModelSpec:
         folder=folder,
         architecture=_architecture(folder, config),
         vocab_size=_vocab_size(folder, text),
-        max_positions=next((text[key] for key in _POSITION_KEYS if text.get(key)), None),
+        max_positions=_max_positions(text),
         end_token_ids=_end_token_ids(generation, config, text),
         defaults=_defaults(folder, generation),
         dtype=config.get("dtype") or config.get("torch_dtype") or text.get("dtype") or "float32",
@@ -99,6 +99,16 @@ def _vocab_size(folder: Path, text: dict[str, Any]) -> int:
     if not isinstance(size, int) or size < 1:
         raise ModelError(f"config.json of {folder.name} has no valid vocab_size.", "model_corrupt")
     return size
+
+
+def _max_positions(text: dict[str, Any]) -> int | None:
+    """YaRN's own statement goes further than max_position_embeddings, which may not know of it."""
+    stated = next((text[key] for key in _POSITION_KEYS if text.get(key)), None)
+    rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    original, factor = rope.get("original_max_position_embeddings"), rope.get("factor")
+    if stated and original and factor and "yarn" in (rope.get("rope_type"), rope.get("type")):
+        return max(stated, int(original * factor))
+    return stated
 
 
 def _end_token_ids(*sources: dict[str, Any]) -> tuple[int, ...]:

@@ -6,59 +6,89 @@ import msgspec
 
 from headrace.core.errors import ModelError
 
+_ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+
+Windows = tuple[int | None, ...]
+"""Per layer how many positions a token sees, its own included; None: all."""
+
 
 class Rope(msgspec.Struct, frozen=True):
-    """Rotary positions: the base, and how it was stretched."""
+    """Rotary positions: the base, and how they are stretched over a longer context."""
 
     theta: float
+    original_positions: int  # context before stretching
     kind: str = "default"
-    scaling: dict[str, Any] = {}
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
 
 
-class TextConfig(msgspec.Struct, frozen=True):
+class TextConfig(msgspec.Struct, frozen=True, kw_only=True):
     hidden_size: int
     mlp_size: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     vocab_size: int
-    max_positions: int
     norm_eps: float
     rope: Rope
     is_tied: bool
-    windows: tuple[int | None, ...]  # one per layer
+    windows: Windows
+    has_qkv_bias: bool
+    has_out_bias: bool
+    has_mlp_bias: bool
 
     @property
     def num_layers(self) -> int:
         return len(self.windows)
 
 
-def read_text_config(config: dict[str, Any], windows: tuple[int | None, ...]) -> TextConfig:
-    """`windows` is the family's own rule; its length is the number of layers."""
-    heads = _number(config, "num_attention_heads")
-    hidden = _number(config, "hidden_size")
+def read_text_config(
+    config: dict[str, Any],
+    windows: Windows,
+    has_qkv_bias: bool = False,
+    has_out_bias: bool = False,
+    has_mlp_bias: bool = False,
+) -> TextConfig:
+    """What is not in the config is the family's to say; ModelError if it cannot be computed."""
+    heads = positive(config, "num_attention_heads")
+    hidden = positive(config, "hidden_size")
     if config.get("hidden_act", "silu") != "silu":
-        raise ModelError(f"hidden_act {config['hidden_act']} is not supported here; silu is.")
+        raise ModelError(f"Activation {config['hidden_act']} is not supported here; silu is.")
     return TextConfig(
         hidden_size=hidden,
-        mlp_size=_number(config, "intermediate_size"),
+        mlp_size=positive(config, "intermediate_size"),
         num_heads=heads,
         num_kv_heads=config.get("num_key_value_heads") or heads,
         head_dim=config.get("head_dim") or hidden // heads,
-        vocab_size=_number(config, "vocab_size"),
-        max_positions=_number(config, "max_position_embeddings"),
+        vocab_size=positive(config, "vocab_size"),
         norm_eps=config.get("rms_norm_eps", 1e-6),
         rope=_rope(config),
         is_tied=config.get("tie_word_embeddings", False),
         windows=windows,
+        has_qkv_bias=has_qkv_bias,
+        has_out_bias=has_out_bias,
+        has_mlp_bias=has_mlp_bias,
     )
 
 
-def num_layers(config: dict[str, Any]) -> int:
-    return _number(config, "num_hidden_layers")
+def layer_windows(config: dict[str, Any], window: int | None) -> Windows:
+    """`window` for the layers that layer_types names, else for those from max_window_layers on."""
+    layers = positive(config, "num_hidden_layers")
+    kinds = config.get("layer_types")
+    if kinds:
+        return tuple(window if kind == "sliding_attention" else None for kind in kinds[:layers])
+    first = config.get("max_window_layers", 28)
+    return tuple(window if layer >= first else None for layer in range(layers))
 
 
-def _number(config: dict[str, Any], key: str) -> int:
+def positive(config: dict[str, Any], key: str) -> int:
     value = config.get(key)
     if not isinstance(value, int) or value < 1:
         raise ModelError(f"config.json has no valid {key}; download it again.", "model_corrupt")
@@ -67,8 +97,25 @@ def _number(config: dict[str, Any], key: str) -> int:
 
 def _rope(config: dict[str, Any]) -> Rope:
     """Reads the present form (rope_parameters) and the older one (rope_theta, rope_scaling)."""
-    scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    theta = scaling.pop("rope_theta", None) or config.get("rope_theta", 10_000.0)
-    kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
-    scaling.pop("type", None)
-    return Rope(theta=float(theta), kind=kind, scaling=scaling)
+    given = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
+    given = {key: value for key, value in given.items() if value is not None}
+    kind = given.get("rope_type") or given.get("type") or "default"
+    partial = given.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    if kind not in _ROPE_KINDS or partial != 1.0:
+        raise ModelError(
+            f"Rotary positions of kind {kind} over {partial:g} of a head are not supported here; "
+            f"{', '.join(_ROPE_KINDS)} over the whole of it are."
+        )
+    given["theta"] = given.get("rope_theta") or config.get("rope_theta") or 10_000.0
+    given["original_positions"] = (
+        config.get("original_max_position_embeddings")
+        or given.get("original_max_position_embeddings")
+        or positive(config, "max_position_embeddings")
+    )
+    try:
+        return msgspec.convert(given | {"kind": kind}, Rope)
+    except msgspec.ValidationError as error:
+        raise ModelError(
+            "config.json has rope parameters that are no numbers; download it again.",
+            "model_corrupt",
+        ) from error

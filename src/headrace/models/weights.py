@@ -1,19 +1,19 @@
 """From safetensors files into a model's parameters: each tensor once, in its final form."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from headrace.core.errors import ModelError
+from headrace.models.headers import TensorHeader, read_headers
 from headrace.models.spec import ModelSpec
 
-Table = dict[str, tuple[str, ...]]
+Table = Mapping[str, tuple[str, ...]]
 """Module of ours (`*`: a number) -> the checkpoint's modules that are stacked to make it."""
 
 _DERIVED = re.compile(r"rotary_emb\.inv_freq$")  # written by old exporters, computed here
@@ -25,14 +25,24 @@ def load_weights(
     """Gives every (meta) parameter of `model` its values; ModelError names what does not fit."""
     with ExitStack() as files:
         checkpoint = Checkpoint(spec, files)
-        made: dict[nn.Parameter, nn.Parameter] = {}
-        for name, parameter in list(model.named_parameters(remove_duplicate=False)):
-            if parameter not in made:
-                sources = _sources(name, table)
-                made[parameter] = checkpoint.stack(sources, parameter.shape, dtype, device)
-            _assign(model, name, made[parameter])
-        tied = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        checkpoint.refuse_unknown({source for name in tied for source in _sources(name, table)})
+        sources = {
+            name: _sources(name, table)
+            for name, _ in model.named_parameters(remove_duplicate=False)
+        }
+        checkpoint.refuse_unknown({source for group in sources.values() for source in group})
+
+        def make(name: str) -> nn.Parameter:
+            shape = model.get_parameter(name).shape
+            values = checkpoint.stack(sources[name], shape, dtype, device)
+            return nn.Parameter(values, requires_grad=False)
+
+        for names in _tied(model):
+            present = [name for name in names if checkpoint.has(sources[name])] or names[:1]
+            made = make(present[0])
+            for name in names:
+                # A file that ties by its config and still holds two different tensors means two.
+                is_own = name in present and not checkpoint.same(sources[name], sources[present[0]])
+                _assign(model, name, make(name) if is_own else made)
     model.to(device)  # buffers
 
 
@@ -45,6 +55,14 @@ def _sources(name: str, table: Table) -> list[str]:
     return [f"{source.replace('*', numbers)}.{kind}" for source in table[pattern]]
 
 
+def _tied(model: nn.Module) -> list[list[str]]:
+    """Names of parameters, those of one and the same parameter together."""
+    groups: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        groups.setdefault(parameter, []).append(name)
+    return list(groups.values())
+
+
 def _assign(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
     module, _, kind = name.rpartition(".")
     setattr(model.get_submodule(module), kind, parameter)
@@ -55,30 +73,41 @@ class Checkpoint:
 
     def __init__(self, spec: ModelSpec, files: ExitStack) -> None:
         self._spec = spec
-        self._place: dict[str, Any] = {}
-        for name in spec.weight_files:
-            opened = files.enter_context(_open(spec.folder / name))
-            names = opened.keys()
-            self._place.update(dict.fromkeys(names, opened))
+        self._headers = read_headers(spec)
+        self._files: dict[str, Any] = {
+            name: files.enter_context(safe_open(spec.folder / name, framework="pt"))
+            for name in spec.weight_files
+        }
+
+    def has(self, names: Sequence[str]) -> bool:
+        return all(name in self._headers for name in names)
+
+    def same(self, names: Sequence[str], others: Sequence[str]) -> bool:
+        return all(
+            name == other or torch.equal(self._tensor(name), self._tensor(other))
+            for name, other in zip(names, others, strict=True)
+        )
 
     def stack(
-        self, names: list[str], shape: torch.Size, dtype: torch.dtype, device: torch.device
-    ) -> nn.Parameter:
+        self, names: Sequence[str], shape: torch.Size, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
         """The named tensors below each other, copied once into memory of their own."""
+        headers = [self._header(name) for name in names]
+        for name, header in zip(names, headers, strict=True):
+            if len(header.shape) != len(shape) or header.shape[1:] != tuple(shape[1:]):
+                raise self._misshapen(name, header, shape)
+        if sum(header.shape[0] for header in headers) != shape[0]:
+            raise self._misshapen(names[-1], headers[-1], shape)
         target = torch.empty(shape, dtype=dtype, device=device)
         row = 0
-        for name, tensor in self._read(names):
-            end = row + tensor.shape[0]
-            if end > shape[0] or tensor.shape[1:] != shape[1:]:
-                raise self._misshapen(name, tensor.shape, shape)
-            target[row:end].copy_(tensor)
+        for name, header in zip(names, headers, strict=True):
+            end = row + header.shape[0]
+            target[row:end].copy_(self._tensor(name))
             row = end
-        if row != shape[0]:
-            raise self._misshapen(names[-1], tensor.shape, shape)
-        return nn.Parameter(target, requires_grad=False)
+        return target
 
     def refuse_unknown(self, known: set[str]) -> None:
-        for name in sorted(self._place.keys() - known):
+        for name in sorted(self._headers.keys() - known):
             if not _DERIVED.search(name):
                 raise ModelError(
                     f"{self._spec.name} has a tensor {name} that {self._spec.architecture} "
@@ -86,28 +115,19 @@ class Checkpoint:
                     "model_corrupt",
                 )
 
-    def _read(self, names: list[str]) -> Iterator[tuple[str, Tensor]]:
-        for name in names:
-            if name not in self._place:
-                raise ModelError(
-                    f"{self._spec.name} lacks the tensor {name}; download it again.",
-                    "model_corrupt",
-                )
-            yield name, self._place[name].get_tensor(name)
+    def _tensor(self, name: str) -> Tensor:
+        return self._files[self._headers[name].file].get_tensor(name)
 
-    def _misshapen(self, name: str, shape: torch.Size, total: torch.Size) -> ModelError:
+    def _header(self, name: str) -> TensorHeader:
+        if name not in self._headers:
+            raise ModelError(
+                f"{self._spec.name} lacks the tensor {name}; download it again.", "model_corrupt"
+            )
+        return self._headers[name]
+
+    def _misshapen(self, name: str, header: TensorHeader, shape: torch.Size) -> ModelError:
         return ModelError(
-            f"Tensor {name} of {self._spec.name} has shape {list(shape)}, which does not fit "
-            f"{list(total)}; check config.json against the weights.",
+            f"Tensor {name} of {self._spec.name} has the shape {list(header.shape)}, which does "
+            f"not fit into {list(shape)}; check config.json against the weights.",
             "model_corrupt",
         )
-
-
-def _open(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise ModelError(
-            f"{path.name} of {path.parent.name} is truncated or damaged; download it again.",
-            "model_corrupt",
-        ) from error

@@ -13,6 +13,7 @@ from headrace.core.messages import Ready
 from headrace.core.plan import NO_SLOT, Begin, Chunk, StepPlan
 from headrace.core.sampling import Sampling
 from headrace.models.fingerprint import fingerprint
+from headrace.models.headers import read_headers
 from headrace.models.spec import ModelSpec, read_spec
 from headrace.runner.lanes.choose import choose_lane
 from headrace.runner.lanes.lane import Lane
@@ -32,13 +33,15 @@ def load_runner(config: ModelConfig, folder: Path) -> tuple[Runner, Ready]:
     device = _device(config)
     spec = read_spec(folder)
     dtype = _dtype(config, spec)
-    lane: Lane = choose_lane(spec, config.lane)(spec, dtype, device)
+    make = choose_lane(spec, config.lane)
+    _check_weights_fit(spec, dtype, device)
+    lane: Lane = make(spec, dtype, device)
     max_num_seqs = config.scheduler.max_num_seqs or _MAX_NUM_SEQS[device.type]
     layout = _layout(config, spec, lane, max_num_seqs)
     lane.open(layout)
     runner = Runner(lane)
     _warm_up(runner, layout)
-    name = str(dtype).removeprefix("torch.")
+    name = _name(dtype)
     return runner, Ready(
         lane=lane.id,
         device=device.type,
@@ -66,6 +69,22 @@ def _dtype(config: ModelConfig, spec: ModelSpec) -> torch.dtype:
     if name not in _DTYPES:
         raise ModelError(f"{spec.name} has {name} weights, which are not supported.")
     return _DTYPES[name]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _check_weights_fit(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
+    needed = sum(header.num_values for header in read_headers(spec).values()) * dtype.itemsize
+    free = free_bytes(device)
+    if needed > free:
+        remedy = " or --dtype bfloat16" if dtype == torch.float32 else ""
+        raise ModelError(
+            f"The weights of {spec.name} take {needed >> 20} MiB in {_name(dtype)} and "
+            f"{free >> 20} MiB are free; use a smaller model{remedy}.",
+            "model_too_large",
+        )
 
 
 def _layout(config: ModelConfig, spec: ModelSpec, lane: Lane, max_num_seqs: int) -> MemoryLayout:

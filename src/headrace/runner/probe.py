@@ -18,4 +18,12 @@ def free_bytes(device: torch.device) -> int:
     if not meminfo.is_file():  # not Linux: half of what is built in
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     lines = dict(line.split(":") for line in meminfo.read_text().splitlines())
-    return int(lines["MemAvailable"].split()[0]) << 10
+    return min(int(lines["MemAvailable"].split()[0]) << 10, _container_bytes())
+
+
+def _container_bytes() -> int:
+    """What a control group (a container) leaves; without a limit, more than any machine has."""
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if not limit.is_file() or limit.read_text().strip() == "max":
+        return 1 << 60
+    return max(0, int(limit.read_text()) - int(used.read_text()))

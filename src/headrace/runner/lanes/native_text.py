@@ -22,7 +22,7 @@ class NativeText:
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
         make = family(spec.architecture)
         with torch.device("meta"):
-            self._model = make(spec.config)
+            self._model = make(make.read(spec.config))
         load_weights(self._model, make.weights, spec, dtype, device)
         self.device, self.dtype = device, dtype
         parameters = list(self._model.parameters())
