@@ -1,0 +1,87 @@
+"""Owns how a compiled kernel is spread over the cores: always torch's own threads, no second pool.
+
+A kernel is a C function `void body(int64_t *args)`, made by numba's cfunc. Every participant
+calls it with the same arguments and takes pieces of work from the counter in `args[0]` until none
+is left, so a slow or busy core takes fewer pieces.
+"""
+
+import ctypes
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+ENVIRONMENT = {"GOMP_SPINCOUNT": "5000", "TOKENIZERS_PARALLELISM": "false"}
+"""To be set before torch is loaded: waiting threads sleep after some microseconds instead of
+some milliseconds, which would keep a core from whoever else needs it."""
+
+Frame = NDArray[np.int64]
+"""A kernel's arguments: the counter, then addresses and counts."""
+
+
+def set_threads(num_threads: int | None) -> int:
+    """Let torch, and with it every kernel here, use that many threads; None: all cores."""
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
+    return torch.get_num_threads()
+
+
+def frame_of(*args: int) -> Frame:
+    return np.array((0, *args), np.int64)
+
+
+def spread(body: Any, frame: Frame) -> None:
+    """Run `body` on all threads; returns when the work is done."""
+    frame[0] = 0
+    address, num_threads = frame.ctypes.data, torch.get_num_threads()
+    if num_threads == 1:
+        run_alone(body, frame)
+    elif (fork := _openmp_fork()) is not None:
+        fork(body.address, address, num_threads, 0)
+    else:
+        _spread_by_python(_callable(body.address), address, num_threads)
+
+
+def run_alone(body: Any, frame: Frame) -> None:
+    """Run `body` on the calling thread: for work that is smaller than waking another."""
+    frame[0] = 0
+    _callable(body.address)(frame.ctypes.data)
+
+
+@cache
+def _callable(address: int) -> Any:
+    return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
+
+
+@cache
+def _openmp_fork() -> Any | None:
+    """GOMP_parallel of the OpenMP library that torch itself runs on; None where it has another."""
+    torch.ones(1 << 16).sum()  # some builds load the library at the first parallel loop
+    try:
+        with open("/proc/self/maps") as maps:
+            paths = {line.split()[-1] for line in maps if "libgomp" in line}
+    except OSError:
+        return None
+    if not paths:
+        return None
+    path = min(paths, key=lambda p: ("torch" not in p, p))
+    fork = ctypes.CDLL(path).GOMP_parallel
+    fork.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+    fork.restype = None
+    return fork
+
+
+@cache
+def _python_threads(num_threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(num_threads, thread_name_prefix="kernel")
+
+
+def _spread_by_python(call: Any, frame: int, num_threads: int) -> None:
+    """Slower to start (ctypes releases the lock while it runs), same results."""
+    others = [_python_threads(num_threads).submit(call, frame) for _ in range(num_threads - 1)]
+    call(frame)
+    for other in others:
+        other.result()

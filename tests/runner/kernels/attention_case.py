@@ -1,0 +1,81 @@
+"""Random block memory, a batch over it, and attention as its definition, in float64."""
+
+from array import array
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headrace.core.ids import SequenceId
+from headrace.core.plan import Chunk
+from headrace.models.step import CacheShape
+from headrace.runner.inputs import Batch, pack
+from headrace.runner.storage import BlockStorage
+
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Case:
+    storage: BlockStorage
+    batch: Batch
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sinks: Tensor | None = None
+
+
+def make_case(
+    chunks: list[tuple[int, int]],
+    heads: tuple[int, int] = (4, 2),
+    dim: int = 16,
+    window: int | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Case:
+    """`chunks` are (start, length); their blocks of 8 are scattered at random over the pool."""
+    torch.manual_seed(0)
+    size = 8
+    needed = [-(-(start + length) // size) for start, length in chunks]
+    storage = BlockStorage(CacheShape(heads[1], dim, (window,)), sum(needed) + 3, size, dtype, CPU)
+    for tensor in (storage.keys[0], storage.values[0]):
+        tensor.normal_()
+    free = iter(torch.randperm(sum(needed) + 3).tolist())
+    plan = [
+        Chunk(SequenceId(i), start, length, 1, (), array("i", [next(free) for _ in range(count)]))
+        for i, ((start, length), count) in enumerate(zip(chunks, needed, strict=True))
+    ]
+    batch = pack(plan, [array("i", [0] * length) for _, length in chunks], size, CPU)
+    num_tokens = len(batch.positions)
+    qkv = torch.randn(num_tokens, heads[0] + 2 * heads[1], dim).to(dtype)
+    q, k, v = qkv.split((heads[0], heads[1], heads[1]), dim=1)
+    return Case(storage, batch, q, k, v)
+
+
+def reference(case: Case) -> Tensor:
+    """Softmax of scaled products over all visible positions, float64; block memory is updated."""
+    size, window = case.storage.block_size, case.storage.shape.windows[0]
+    keys, values = case.storage.keys[0], case.storage.values[0]
+    for token, index in enumerate(case.batch.write_index.tolist()):
+        keys[index // size, :, index % size] = case.k[token]
+        values[index // size, :, index % size] = case.v[token]
+    owner = [c for c, length in enumerate(case.batch.lengths.tolist()) for _ in range(length)]
+    rows = []
+    for token, position in enumerate(case.batch.positions.tolist()):
+        first = max(0, position + 1 - window) if window else 0
+        table = case.batch.block_table[owner[token]].tolist()
+        places = [(table[p // size], p % size) for p in range(first, position + 1)]
+        past_keys = torch.stack([keys[b, :, o] for b, o in places]).double()
+        past_values = torch.stack([values[b, :, o] for b, o in places]).double()
+        rows.append(_attend(case.q[token].double(), past_keys, past_values, case.sinks))
+    return torch.stack(rows)
+
+
+def _attend(q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None) -> Tensor:
+    group = q.shape[0] // keys.shape[1]
+    out = torch.empty_like(q)
+    for head in range(q.shape[0]):
+        scores = keys[:, head // group] @ q[head] * q.shape[1] ** -0.5
+        extra = torch.empty(0).double() if sinks is None else sinks[head : head + 1].double()
+        weights = torch.cat((scores, extra)).softmax(0)[: len(scores)]
+        out[head] = weights @ values[:, head // group]
+    return out

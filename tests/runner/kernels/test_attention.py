@@ -1,0 +1,63 @@
+import pytest
+import torch
+
+from headrace.runner.kernels import attention as module
+from headrace.runner.kernels.attention import CpuAttention
+from tests.runner.kernels.attention_case import Case, make_case, reference
+
+DECODES = [(0, 1), (5, 1), (8, 1), (100, 1)]
+MIXED = [(30, 1), (0, 40), (17, 70), (63, 1), (16, 3)]
+
+
+def largest_error(case: Case) -> float:
+    sinks = () if case.sinks is None else [case.sinks]
+    found = CpuAttention(case.storage, sinks).step(case.batch).attend(0, case.q, case.k, case.v)
+    written = [tensor[0].clone() for tensor in (case.storage.keys, case.storage.values)]
+    expected = reference(case)
+    assert all(
+        torch.equal(mine, tensor[0])
+        for mine, tensor in zip(written, (case.storage.keys, case.storage.values), strict=True)
+    )
+    return float((found.double() - expected).abs().max())
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)])
+def test_decode_over_scattered_blocks_equals_the_definition(heads: tuple[int, int]) -> None:
+    assert largest_error(make_case(DECODES, heads)) < 1e-5
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)])
+def test_prompt_and_decode_chunks_of_one_step_equal_the_definition(heads: tuple[int, int]) -> None:
+    assert largest_error(make_case(MIXED, heads)) < 1e-5
+
+
+@pytest.mark.parametrize("window", [1, 7, 8, 33])
+def test_a_sliding_window_hides_what_lies_before_it(window: int) -> None:
+    assert largest_error(make_case(MIXED, window=window)) < 1e-5
+
+
+@pytest.mark.parametrize("window", [None, 9])
+def test_sinks_take_their_share_of_the_weight(window: int | None) -> None:
+    case = make_case(MIXED, window=window)
+    case.sinks = torch.tensor([3.0, -2.0, 0.5, 9.0])
+    assert largest_error(case) < 1e-5
+
+
+def test_prompt_tiles_give_what_one_tile_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MIN_TILE", 5)
+    monkeypatch.setattr(module, "_SCORES", 1)
+    assert largest_error(make_case(MIXED, window=20)) < 1e-5
+
+
+@pytest.mark.parametrize("is_fast", [False, True])
+def test_bfloat16_stays_close_to_the_definition(
+    is_fast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "has_fast_bf16", lambda: is_fast)
+    assert largest_error(make_case(MIXED, dim=64, dtype=torch.bfloat16)) < 0.03
+
+
+def test_scores_far_apart_neither_overflow_nor_vanish() -> None:
+    case = make_case(DECODES)
+    case.q.mul_(300)
+    assert largest_error(case) < 1e-4

@@ -1,0 +1,138 @@
+"""Writes a model folder of a known shape with seeded random weights, to be measured and served.
+
+    python tools/make_random_model.py --shape qwen3-0.6b --out DIR
+
+What it generates is noise; how fast it does so is what a trained model of that shape would take.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_COMMON = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "initializer_range": 0.02,
+    "dtype": "bfloat16",
+    "use_sliding_window": False,
+}
+SHAPES = {
+    "qwen3-0.6b": {
+        "num_hidden_layers": 28,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 32000,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": False,
+    },
+    "tiny": {
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 320,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+    },
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", choices=SHAPES, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    count = make_random_model(options.out, options.shape, options.seed)
+    print(f"{options.out}: {count / 1e6:.0f} million parameters")
+
+
+def make_random_model(folder: Path, shape: str, seed: int = 0) -> int:
+    """Writes config, weights, tokenizer and chat template; returns the number of parameters."""
+    folder.mkdir(parents=True, exist_ok=True)
+    num_vocab = SHAPES[shape]["vocab_size"]
+    end = num_vocab - 1
+    config = _COMMON | SHAPES[shape] | {"eos_token_id": end, "bos_token_id": None}
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": end}))
+    _write_tokenizer(folder, num_vocab)
+    weights = random_weights(config, seed)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return sum(tensor.numel() for tensor in weights.values())
+
+
+def random_weights(config: dict, seed: int) -> dict[str, torch.Tensor]:
+    """Normal weights and norms of one, in bfloat16, by the names of the checkpoint format."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden, dim = config["hidden_size"], config["head_dim"]
+
+    def matrix(outputs: int, inputs: int) -> torch.Tensor:
+        return torch.randn(outputs, inputs, generator=generator).mul_(inputs**-0.5).bfloat16()
+
+    def norm(size: int) -> torch.Tensor:
+        return torch.ones(size, dtype=torch.bfloat16)
+
+    weights = {
+        "model.embed_tokens.weight": matrix(config["vocab_size"], hidden),
+        "model.norm.weight": norm(hidden),
+        "lm_head.weight": matrix(config["vocab_size"], hidden),
+    }
+    widths = [
+        ("self_attn.q_proj", config["num_attention_heads"] * dim, hidden),
+        ("self_attn.k_proj", config["num_key_value_heads"] * dim, hidden),
+        ("self_attn.v_proj", config["num_key_value_heads"] * dim, hidden),
+        ("self_attn.o_proj", hidden, config["num_attention_heads"] * dim),
+        ("mlp.gate_proj", config["intermediate_size"], hidden),
+        ("mlp.up_proj", config["intermediate_size"], hidden),
+        ("mlp.down_proj", hidden, config["intermediate_size"]),
+    ]
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}"
+        for name, outputs, inputs in widths:
+            weights[f"{prefix}.{name}.weight"] = matrix(outputs, inputs)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            weights[f"{prefix}.{name}.weight"] = norm(hidden)
+        for name in ("q_norm", "k_norm"):
+            weights[f"{prefix}.self_attn.{name}.weight"] = norm(dim)
+    return weights
+
+
+def _write_tokenizer(folder: Path, num_vocab: int) -> None:
+    """Byte level, then two-letter pieces up to the size asked for, the special tokens last."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [(a, b) for a in letters for b in letters][: num_vocab - len(letters) - len(SPECIALS)]
+    pieces = letters + [a + b for a, b in merges]
+    vocab = {piece: number for number, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIALS])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    described = {
+        "chat_template": CHAT_TEMPLATE,
+        "eos_token": SPECIALS[-1],
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(described, indent=2))
+
+
+if __name__ == "__main__":
+    main()
