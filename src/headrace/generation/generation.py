@@ -104,11 +104,13 @@ class Generation:
             prompts=prompts,
             system_fingerprint=model.system_fingerprint,
         )
-        return Stream(record, model, self._sequences, MemoryLog())
+        linger_s = self._config.streams.linger_s
+        return Stream(record, model, self._sequences, MemoryLog(), linger_s)
 
     async def _run_stream(self, stream: Stream) -> None:
         try:
             await stream.run()
+            await stream.audience.abandoned.wait()
         finally:
             del self._streams[stream.record.id]
 

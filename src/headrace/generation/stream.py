@@ -1,11 +1,11 @@
 """One generation request while it lives: the only writer of its log, and who reads it."""
 
 import asyncio
-import contextlib
 import enum
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 
 from headrace.core.errors import RequestError
 from headrace.core.ids import SequenceId
@@ -19,6 +19,7 @@ from headrace.core.messages import (
     Started,
     Submit,
 )
+from headrace.generation.audience import Audience, Reader
 from headrace.generation.choice import Choice
 from headrace.generation.echo import Echo
 from headrace.generation.progress import PromptProgress
@@ -26,7 +27,7 @@ from headrace.generation.sequences import Sequences
 from headrace.generation.served import ServedModel
 from headrace.streams import events
 from headrace.streams.events import AnyEvent
-from headrace.streams.log import Log, follow
+from headrace.streams.log import Log
 from headrace.streams.record import Record
 from headrace.streams.tally import Tally
 
@@ -48,7 +49,12 @@ class Stream:
     """Made on admission. `run` writes the log to its end; readers come and go."""
 
     def __init__(
-        self, record: Record, model: ServedModel, sequences: Sequences["Stream"], log: Log
+        self,
+        record: Record,
+        model: ServedModel,
+        sequences: Sequences["Stream"],
+        log: Log,
+        linger_s: float,
     ) -> None:
         self.record = record
         self.log = log
@@ -64,8 +70,10 @@ class Stream:
         self._tally = Tally()
         self._admitted_at = time.monotonic()
         self._next_seq = 0
-        self._num_readers = 0
         self._cut: RequestError | None = None
+        self.audience = Audience(
+            None if record.names.is_opted_in else linger_s, on_abandoned=self._is_abandoned
+        )
 
     # what others call
 
@@ -92,16 +100,12 @@ class Stream:
         else:
             self.tell(Link.GONE)
 
-    @contextlib.asynccontextmanager
-    async def reader(self, after: int = -1) -> AsyncIterator[AsyncIterator[AnyEvent]]:
+    def reader(self, after: int = -1) -> AbstractAsyncContextManager[Reader]:
         """All events after the cursor. Leaving the context is leaving the stream."""
-        self._num_readers += 1
-        try:
-            yield follow(self.log, after)
-        finally:
-            self._num_readers -= 1
-            if self._num_readers == 0:
-                self.stop(RequestError("client_gone", "The client left before the answer ended."))
+        return self.audience.reader(self.log, after)
+
+    def _is_abandoned(self) -> None:
+        self.stop(RequestError("client_gone", "The client left before the answer ended."))
 
     # the writer
 
@@ -122,6 +126,7 @@ class Stream:
                     prompt_tokens=record.num_prompt_tokens,
                     n=record.request.n,
                     seed=record.request.sampling.seed,
+                    durable=record.is_durable,
                 )
             ]
         )
