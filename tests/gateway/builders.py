@@ -1,9 +1,12 @@
 """Requests, records, logs and a generation whose streams are written by the test."""
 
+import asyncio
 import contextlib
+import functools
 from array import array
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -15,6 +18,7 @@ from headrace.core.layout import MemoryLayout
 from headrace.core.messages import Ready
 from headrace.core.request import Chat, Request, Text, Wire
 from headrace.core.sampling import Sampling
+from headrace.generation.admission import Admission
 from headrace.generation.served import Models
 from headrace.models.spec import Defaults
 from headrace.streams.events import (
@@ -53,6 +57,7 @@ READY = Ready(
     layout=MemoryLayout(),
     fingerprint="3c1d5e8f9a02",
 )
+SPEC = SimpleNamespace(max_positions=64, config={"hidden_size": 32})
 
 
 class Letters:
@@ -92,20 +97,33 @@ class FakeModel:
     ready: Ready | None = READY
     tokenizer: Letters = field(default_factory=Letters)
     template: Lines | None = field(default_factory=Lines)
-    spec: Any = None
+    spec: Any = field(default_factory=lambda: SPEC)
 
     @property
     def max_model_len(self) -> int:
         return self.ready.max_model_len if self.ready else 64
 
 
+class FakeReader:
+    def __init__(self, stream: "FakeStream", after: int) -> None:
+        self._stream = stream
+        self._events = follow(stream.log, after)
+
+    def __aiter__(self) -> AsyncIterator[AnyEvent]:
+        return self._events
+
+    def sent(self, event: AnyEvent) -> None:
+        self._stream.sent.append(event)
+
+
 class FakeStream:
-    """A log that the test writes; `left` counts readers that went away."""
+    """A log that the test writes; it remembers what was sent, and counts readers that left."""
 
     def __init__(self, record: Record) -> None:
         self.record = record
         self.log = MemoryLog()
         self.events: list[AnyEvent] = []
+        self.sent: list[AnyEvent] = []
         self.num_left = 0
 
     async def write(self, *events: AnyEvent) -> None:
@@ -113,9 +131,9 @@ class FakeStream:
         self.events += events
 
     @contextlib.asynccontextmanager
-    async def reader(self, after: int = -1) -> AsyncIterator[AsyncIterator[AnyEvent]]:
+    async def reader(self, after: int = -1) -> AsyncIterator[FakeReader]:
         try:
-            yield follow(self.log, after)
+            yield FakeReader(self, after)
         finally:
             self.num_left += 1
 
@@ -130,6 +148,7 @@ class FakeGeneration:
         self.refusal: RequestError | None = None
         self.requests: list[Request] = []
         self.streams: list[FakeStream] = []
+        self.admission = Admission()
 
     async def open(self, request: Request) -> FakeStream:
         self.requests.append(request)
@@ -139,6 +158,16 @@ class FakeGeneration:
         self.streams.append(stream)
         await stream.write(accepted(stream.record), *self.script)
         return stream
+
+
+def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """A test that is a coroutine, in an event loop of its own."""
+
+    @functools.wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        asyncio.run(test(*args, **kwargs))
+
+    return run
 
 
 def make_request(route: str = "/v1/chat/completions", **changes: Any) -> Request:

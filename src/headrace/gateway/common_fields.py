@@ -16,6 +16,7 @@ from headrace.gateway.fields import (
     Object,
     OneOrMany,
     String,
+    check_count,
     missing,
     read_fields,
     shown,
@@ -47,6 +48,25 @@ class LogitBias(msgspec.Struct, frozen=True):
         }
 
 
+class TokenIds(msgspec.Struct, frozen=True):
+    """Many token ids, checked fast; only a wrong one takes the slow way, which names it."""
+
+    least: int = 0
+    most: int = 1 << 24
+
+    def check(self, value: Any, path: str) -> tuple[int, ...]:
+        if type(value) is not list:
+            raise wrong_type(value, path, "an array of token ids")
+        check_count(len(value), path, self.least, self.most)
+        is_plain = set(map(type, value)) <= {int}
+        if is_plain and min(value, default=0) >= 0 and max(value, default=0) <= TOKEN_ID.high:
+            return tuple(value)
+        return tuple(TOKEN_ID.check(item, f"{path}[{i}]") for i, item in enumerate(value))
+
+    def schema(self) -> dict[str, Any]:
+        return Array(TOKEN_ID, self.most, self.least).schema()
+
+
 _BIAS = Number(-100, 100)
 _LIMIT = Integer(low=1, also=(-1,))
 TOKEN_ID = Integer(low=0, high=(1 << 31) - 1)
@@ -68,7 +88,7 @@ COMMON: Mapping[str, Kind] = {
     "n": Integer(1, MAX_CHOICES),
     "best_of": Integer(1, MAX_CHOICES),
     "stop": OneOrMany(String(1, 1000), most=64),
-    "stop_token_ids": Array(TOKEN_ID, most=64),
+    "stop_token_ids": TokenIds(most=64),
     "include_stop_str_in_output": Flag(),
     "ignore_eos": Flag(),
     "stream": Flag(),

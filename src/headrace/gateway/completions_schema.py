@@ -8,7 +8,7 @@ import msgspec
 from headrace.core.errors import RequestError
 from headrace.core.request import Ids, Prompt, Request, Route, Text
 from headrace.gateway import resolve
-from headrace.gateway.common_fields import COMMON, TOKEN_ID, read_common
+from headrace.gateway.common_fields import COMMON, TokenIds, read_common
 from headrace.gateway.fields import (
     Array,
     Flag,
@@ -23,7 +23,7 @@ from headrace.generation.served import ServedModel
 ROUTE: Route = "/v1/completions"
 MAX_PROMPTS = 1024
 DEFAULT_MAX_TOKENS = 16
-_MAX_IDS = 1 << 24
+_IDS = TokenIds(least=1)
 
 
 class Asked(NamedTuple):
@@ -41,18 +41,16 @@ class Prompts(msgspec.Struct, frozen=True):
             return Asked((value,), False)
         if type(value) is not list:
             raise wrong_type(value, path, "a string or an array")
-        check_count(len(value), path, 1, _MAX_IDS)
-        if type(value[0]) is int:
-            return Asked((_ids(value, path),), False)
+        if value and type(value[0]) is int:
+            return Asked((_IDS.check(value, path),), False)
         check_count(len(value), path, 1, MAX_PROMPTS)
         first = type(value[0])
         prompts = tuple(_one(item, first, f"{path}[{i}]") for i, item in enumerate(value))
         return Asked(prompts, True)
 
     def schema(self) -> dict[str, Any]:
-        ids = Array(TOKEN_ID, _MAX_IDS, 1)
-        of_lists = [Array(kind, MAX_PROMPTS, 1).schema() for kind in (String(), ids)]
-        return {"anyOf": [String().schema(), ids.schema(), *of_lists]}
+        of_lists = [Array(kind, MAX_PROMPTS, 1).schema() for kind in (String(), _IDS)]
+        return {"anyOf": [String().schema(), _IDS.schema(), *of_lists]}
 
 
 class EmptyString(msgspec.Struct, frozen=True):
@@ -117,12 +115,4 @@ def _to_prompts(fields: dict[str, Any], model: ServedModel) -> tuple[Prompt, ...
 def _one(value: Any, first: type[Any], path: str) -> Any:
     if type(value) is not first or first not in (str, list):
         raise wrong_type(value, path, "a string or an array of ids, the same for all prompts")
-    return value if first is str else _ids(value, path)
-
-
-def _ids(value: list[Any], path: str) -> tuple[int, ...]:
-    check_count(len(value), path, 1, _MAX_IDS)
-    if set(map(type, value)) == {int} and min(value) >= 0 and max(value) <= TOKEN_ID.high:
-        return tuple(value)
-    # the slow way names the first wrong one
-    return tuple(TOKEN_ID.check(item, f"{path}[{i}]") for i, item in enumerate(value))
+    return value if first is str else _IDS.check(value, path)

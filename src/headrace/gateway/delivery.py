@@ -1,0 +1,191 @@
+"""Brings a stream to the client that asked for it, and notices when that client leaves.
+
+A client that left is a reader that left; what becomes of the stream is decided elsewhere.
+"""
+
+import asyncio
+import logging
+import math
+from collections.abc import Coroutine
+from typing import Any, Protocol, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from headrace.core.config import StreamConfig
+from headrace.core.errors import RequestError
+from headrace.gateway.frames import PING, data, error_body
+from headrace.gateway.refusals import cut
+from headrace.gateway.render import Answer, Frames
+from headrace.generation.stream import Stream
+from headrace.streams.events import AnyEvent, is_terminal
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
+    """The result of `work`; None if the client left first, which cancels it.
+
+    Leaving is noticed by reading the socket: a write to a dead one can succeed for minutes.
+    """
+    async with asyncio.TaskGroup() as tasks:
+        working = tasks.create_task(work)
+        leaving = tasks.create_task(_left(receive))
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        working.cancel()
+        leaving.cancel()
+    return None if working.cancelled() else working.result()
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class WholeAnswer:
+    """One body once the stream has ended; nothing precedes it."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def deliver() -> None:
+            answer = Answer(self._stream.record)
+            async with self._stream.reader() as events:
+                async for event in events:
+                    answer.feed(event)
+                await self._response(answer)(scope, receive, send)
+                events.sent(event)
+
+        await while_connected(receive, deliver())
+
+    def _response(self, answer: Answer) -> Response:
+        stream_id = self._stream.record.id
+        if answer.error:
+            return cut(answer.error, stream_id)
+        return Response(answer.body(), 200, {"X-Stream-Id": stream_id}, "application/json")
+
+
+class Rendering(Protocol):
+    """What a live answer is made of."""
+
+    media_type: str
+
+    def render(self, event: AnyEvent) -> list[bytes]:
+        """Data that the event adds."""
+
+    def idle(self) -> bytes:
+        """A sign of life that adds nothing."""
+
+    def failure(self, error: RequestError) -> bytes:
+        """The end of an answer that cannot be rendered further."""
+
+
+class LiveFrames(Frames):
+    """Server-sent events."""
+
+    media_type = "text/event-stream"
+
+    def failure(self, error: RequestError) -> bytes:
+        return data(error_body(error.code, error.kind.type, error.message))
+
+
+class LiveBody:
+    """One JSON body, before which newlines show that the server lives."""
+
+    media_type = "application/json"
+
+    def __init__(self, answer: Answer) -> None:
+        self._answer = answer
+
+    def render(self, event: AnyEvent) -> list[bytes]:
+        self._answer.feed(event)
+        return [self._answer.body()] if is_terminal(event) else []
+
+    def idle(self) -> bytes:
+        return b"\n"
+
+    def failure(self, error: RequestError) -> bytes:
+        return error_body(error.code, error.kind.type, error.message)
+
+
+class LiveAnswer:
+    """Status and headers at once, then data as it comes, and signs of life in between."""
+
+    def __init__(self, stream: Stream, rendering: Rendering, config: StreamConfig) -> None:
+        wire = stream.record.request.wire
+        ping_s = wire.ping_interval_s or config.sse_ping_interval
+        self._stream = stream
+        self._rendering = rendering
+        self._heartbeat_s = config.heartbeat_s if wire.heartbeat else math.inf
+        self._ping_s = ping_s if ping_s > 0 and wire.stream else math.inf
+        self._data_at = self._byte_at = 0.0  # when the last of each was written
+        self._writing = asyncio.Lock()
+        self._has_ended = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = {
+            "content-type": self._rendering.media_type,
+            "cache-control": "no-cache",
+            "x-accel-buffering": "no",
+            "x-stream-id": self._stream.record.id,
+        }
+        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+        await send({"type": "http.response.start", "status": 200, "headers": raw})
+        await while_connected(receive, self._deliver(send))
+
+    async def _deliver(self, send: Send) -> None:
+        self._data_at = self._byte_at = asyncio.get_running_loop().time()
+        beating = asyncio.create_task(self._beat(send))
+        try:
+            await self._follow(send)
+        except Exception:
+            logger.exception("A stream could not be rendered")
+            failure = RequestError("internal_error", "The server failed on this stream.")
+            await self._write(send, self._rendering.failure(failure))
+        finally:
+            beating.cancel()
+        async with self._writing:
+            self._has_ended = True
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _follow(self, send: Send) -> None:
+        async with self._stream.reader() as events:
+            async for event in events:
+                if frames := self._rendering.render(event):
+                    await self._write(send, b"".join(frames))
+                    events.sent(event)
+
+    async def _beat(self, send: Send) -> None:
+        """By the wall clock alone: whatever else waits, this does not."""
+        clock = asyncio.get_running_loop().time
+        while (due := self._due()) < math.inf:
+            await asyncio.sleep(due - clock())
+            if clock() >= self._data_at + self._heartbeat_s:
+                await self._write(send, self._rendering.idle())
+            elif clock() >= self._byte_at + self._ping_s:
+                await self._write(send, PING, is_data=False)
+
+    def _due(self) -> float:
+        return min(self._data_at + self._heartbeat_s, self._byte_at + self._ping_s)
+
+    async def _write(self, send: Send, frame: bytes, is_data: bool = True) -> None:
+        async with self._writing:
+            if self._has_ended:
+                return
+            await send({"type": "http.response.body", "body": frame, "more_body": True})
+            self._byte_at = asyncio.get_running_loop().time()
+            if is_data:
+                self._data_at = self._byte_at
+
+
+def deliver(stream: Stream, config: StreamConfig) -> WholeAnswer | LiveAnswer:
+    """The stream as its request asked to be answered."""
+    wire = stream.record.request.wire
+    if wire.stream:
+        return LiveAnswer(stream, LiveFrames(stream.record), config)
+    if wire.heartbeat:
+        return LiveAnswer(stream, LiveBody(Answer(stream.record)), config)
+    return WholeAnswer(stream)

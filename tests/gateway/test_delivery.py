@@ -1,0 +1,236 @@
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from headrace.core.config import StreamConfig
+from headrace.gateway.delivery import deliver, while_connected
+from headrace.streams.events import Finish, Timings, Usage
+from tests.gateway.builders import (
+    FakeStream,
+    accepted,
+    ended,
+    error,
+    in_loop,
+    make_record,
+    make_request,
+    progress,
+    tokens,
+)
+
+QUIET = StreamConfig(heartbeat_s=10)
+FAST = msgspec.structs.replace(QUIET, heartbeat_s=0.01)
+FINISH = Finish(seq=0, at_ms=0, ends=(ended().end,), usage=Usage(2, 1), timings=Timings())
+IDLE = b'"delta":{},"finish_reason":null'
+
+
+class Connection:
+    """A client of one answer: what it got, and when it leaves."""
+
+    def __init__(self, stream: FakeStream, config: StreamConfig = QUIET) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self._left = asyncio.Event()
+        self._got = asyncio.Condition()
+        app = deliver(stream, config)  # type: ignore[arg-type]
+        self.task = asyncio.create_task(app({"type": "http"}, self._receive, self._send))
+
+    async def _receive(self) -> dict[str, str]:
+        await self._left.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Any) -> None:
+        async with self._got:
+            self.messages.append(message)
+            self._got.notify_all()
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(message.get("body", b"") for message in self.messages)
+
+    async def until(self, condition: Callable[[bytes], bool]) -> None:
+        async with asyncio.timeout(10), self._got:
+            await self._got.wait_for(lambda: condition(self.body))
+
+    async def leave(self) -> None:
+        self._left.set()
+        await asyncio.wait_for(self.task, 10)
+
+
+async def open_stream(**changes: Any) -> FakeStream:
+    stream = FakeStream(make_record(make_request(**changes)))
+    await stream.write(accepted(stream.record))
+    return stream
+
+
+STREAMED = {"stream": True}
+
+
+@in_loop
+async def test_headers_and_first_frame_precede_everything() -> None:
+    stream = await open_stream(wire=STREAMED)
+    client = Connection(stream)
+    await client.until(lambda body: body.count(b"\n\n") == 1)
+    assert client.messages[0]["status"] == 200
+    assert dict(client.messages[0]["headers"]) == {
+        b"content-type": b"text/event-stream",
+        b"cache-control": b"no-cache",
+        b"x-accel-buffering": b"no",
+        b"x-stream-id": stream.record.id.encode(),
+    }
+    assert b'"role":"assistant"' in client.body
+    await client.leave()
+
+
+@in_loop
+async def test_a_stream_is_written_to_its_end() -> None:
+    stream = await open_stream(wire=STREAMED)
+    client = Connection(stream)
+    await stream.write(tokens("Hi", 5), ended(), FINISH)
+    await asyncio.wait_for(client.task, 10)
+    assert client.body.endswith(b"data: [DONE]\n\n")
+    assert client.messages[-1]["more_body"] is False
+    assert stream.num_left == 1
+
+
+@in_loop
+async def test_a_client_that_leaves_is_a_reader_that_left() -> None:
+    stream = await open_stream(wire=STREAMED)
+    client = Connection(stream)
+    await client.until(bool)
+    assert stream.num_left == 0
+    await client.leave()
+    assert stream.num_left == 1
+
+
+@in_loop
+async def test_leaving_is_noticed_while_a_whole_answer_is_being_made() -> None:
+    stream = await open_stream()
+    stream.record = make_record(make_request(wire={"heartbeat": False}))
+    client = Connection(stream)
+    await asyncio.sleep(0)
+    await client.leave()
+    assert stream.num_left == 1
+    assert client.messages == []
+
+
+@in_loop
+async def test_only_what_was_written_counts_as_sent() -> None:
+    stream = await open_stream(wire=STREAMED)
+    client = Connection(stream)
+    await stream.write(tokens("", 4), tokens("Hi", 5))
+    await client.until(lambda body: b"Hi" in body)
+    assert [event.seq for event in stream.sent] == [0, 2]
+    await client.leave()
+
+
+@in_loop
+async def test_heartbeats_show_life_in_silence() -> None:
+    client = Connection(await open_stream(wire=STREAMED), FAST)
+    await client.until(lambda body: body.count(IDLE) >= 3)
+    await client.leave()
+
+
+@in_loop
+async def test_data_postpones_a_heartbeat_but_unseen_progress_does_not() -> None:
+    stream = await open_stream(wire=STREAMED)
+    client = Connection(stream, FAST)
+    await stream.write(progress(1024))
+    await client.until(lambda body: IDLE in body)
+    assert b"prompt_progress" not in client.body
+    await client.leave()
+
+
+@in_loop
+async def test_a_heartbeat_never_follows_the_end() -> None:
+    stream = await open_stream(wire=STREAMED)
+    client = Connection(stream, FAST)
+    await client.until(lambda body: IDLE in body)
+    await stream.write(ended(), FINISH)
+    await asyncio.wait_for(client.task, 10)
+    await asyncio.sleep(0.03)
+    assert client.body.endswith(b"data: [DONE]\n\n")
+
+
+@in_loop
+async def test_comments_come_where_they_are_asked_for() -> None:
+    config = msgspec.structs.replace(QUIET, sse_ping_interval=0.01)
+    client = Connection(await open_stream(wire=STREAMED), config)
+    await client.until(lambda body: b": ping\n: ping\n" in body)
+    await client.leave()
+
+
+@pytest.mark.parametrize("wire", [{"heartbeat": False}, {"ping_interval_s": -1}])
+@in_loop
+async def test_a_wire_can_do_without(wire: dict[str, Any]) -> None:
+    config = msgspec.structs.replace(QUIET, sse_ping_interval=0.005)
+    config = msgspec.structs.replace(config, heartbeat_s=0.005) if "heartbeat" in wire else config
+    quiet = {"ping_interval_s": -1}
+    client = Connection(await open_stream(wire=STREAMED | quiet | wire), config)
+    await asyncio.sleep(0.05)
+    assert client.body.count(b"data: ") == ("heartbeat" not in wire)
+    assert b": ping" not in client.body
+    await client.leave()
+
+
+@in_loop
+async def test_a_whole_answer_can_show_life_by_newlines() -> None:
+    stream = await open_stream(wire={"heartbeat": True})
+    client = Connection(stream, FAST)
+    await client.until(lambda body: body.startswith(b"\n\n"))
+    assert client.messages[0]["status"] == 200
+    await stream.write(tokens("Hi", 5), ended(), FINISH)
+    await asyncio.wait_for(client.task, 10)
+    assert json.loads(client.body)["choices"][0]["message"]["content"] == "Hi"
+
+
+@in_loop
+async def test_a_late_error_of_a_whole_answer_has_its_status() -> None:
+    stream = await open_stream(wire={"heartbeat": False})
+    client = Connection(stream)
+    await stream.write(tokens("Hi", 5), error("engine_failed"))
+    await asyncio.wait_for(client.task, 10)
+    headers = dict(client.messages[0]["headers"])
+    assert client.messages[0]["status"] == 503
+    assert headers[b"x-should-retry"] == b"true"
+    assert headers[b"x-stream-id"] == stream.record.id.encode()
+    assert json.loads(client.body)["error"]["code"] == "engine_failed"
+
+
+@in_loop
+async def test_an_error_in_mid_stream_has_no_done() -> None:
+    stream = await open_stream(wire=STREAMED)
+    client = Connection(stream)
+    await stream.write(tokens("Hi", 5), error())
+    await asyncio.wait_for(client.task, 10)
+    assert b'"code":"engine_failed"' in client.body
+    assert b"[DONE]" not in client.body
+
+
+@in_loop
+async def test_a_failure_to_render_is_an_error_in_mid_stream(caplog: Any) -> None:
+    stream = await open_stream(wire=STREAMED)
+    client = Connection(stream)
+    await stream.write(tokens("Hi", 5, choice=7))
+    await asyncio.wait_for(client.task, 10)
+    assert b'"code":"internal_error"' in client.body
+    assert "IndexError" in caplog.text
+    assert "IndexError" not in client.body.decode()
+
+
+@in_loop
+async def test_work_ends_with_its_client() -> None:
+    async def leave() -> dict[str, str]:
+        return {"type": "http.disconnect"}
+
+    assert await while_connected(leave, asyncio.sleep(60, "done")) is None
+
+
+@in_loop
+async def test_work_that_ends_first_gives_its_result() -> None:
+    async def stay() -> Any:
+        await asyncio.Event().wait()
+
+    assert await while_connected(stay, asyncio.sleep(0, "done")) == "done"
