@@ -65,6 +65,6 @@ def test_a_reader_that_stops_waiting_leaves_nothing_behind() -> None:
         await asyncio.sleep(0)
         reader.cancel()
         await asyncio.wait([reader])
-        return len(log._waiting)
+        return len(log.tail._waiting)
 
     assert asyncio.run(run()) == 0

@@ -78,6 +78,24 @@ class Accepted(Event, frozen=True):
     durable: bool = False
 
 
+class Queued(Event, frozen=True):
+    """Must wait: `position` 1 is next of `waiting`; `eta_ms` None while no rate is measured."""
+
+    position: int
+    waiting: int
+    eta_ms: int | None
+
+
+class Heartbeat(Event, frozen=True):
+    """Life on a byte-addressed stream. `state`: queued, prompt, decode, recovering.
+
+    `form` says how wires show it: data or comment.
+    """
+
+    state: str
+    form: str
+
+
 class Progress(Event, frozen=True):
     """`processed` of `total` prompt tokens are computed, `cache` of them taken from the cache."""
 
@@ -120,7 +138,7 @@ class Error(Event, frozen=True):
     retryable: bool
 
 
-AnyEvent = Accepted | Progress | Tokens | Finish | Error
+AnyEvent = Accepted | Queued | Heartbeat | Progress | Tokens | Finish | Error
 
 
 def is_terminal(event: AnyEvent) -> bool:

@@ -12,45 +12,78 @@ _PAGE = 256
 class Log(Protocol):
     """What writer and readers share; the store decides what durable means."""
 
+    @property
+    def next_seq(self) -> int:
+        """How many events can be read: the number of the next one to come."""
+
     async def append(self, expected_seq: int, events: Sequence[AnyEvent]) -> None:
         """Returns when the events are durable; only then can a reader see them.
 
-        Raises LogConflict if the first event is not number `expected_seq`, or after the end.
+        Raises LogConflict if the first event is not number `expected_seq`, after the end, and if
+        another writer has claimed the log since. A cancelled append may still become durable.
         """
 
     async def read(self, after: int, limit: int) -> tuple[Sequence[AnyEvent], bool]:
-        """Events that follow number `after`, and whether the last of them is the last of all."""
+        """Events that follow number `after`, and whether nothing will ever follow them.
+
+        Raises LogGone once the stream was forgotten.
+        """
 
     async def wait(self, after: int) -> None:
-        """Returns once an event that follows number `after` can be read."""
+        """Returns once an event that follows number `after` can be read, or the log has ended."""
 
 
 class LogConflict(Exception):
     """An append that does not continue the log; a bug of its writer."""
 
 
-class MemoryLog:
-    """A log that lives as long as the process."""
+class LogGone(Exception):
+    """The stream was forgotten while somebody still read or wrote its log."""
 
-    def __init__(self) -> None:
+
+class Tail:
+    """The newest events of a log in memory, and the readers that wait for more.
+
+    Only events that are durable enter it. With `keep` it drops all but the last `keep` to
+    2 x `keep` events, without it none. For the event loop's thread alone.
+    """
+
+    __slots__ = ("_events", "_keep", "_waiting", "has_ended", "is_gone", "next_seq")
+
+    def __init__(self, next_seq: int = 0, has_ended: bool = False, keep: int | None = None) -> None:
+        self.next_seq = next_seq
+        self.has_ended = has_ended
+        self.is_gone = False
+        self._keep = keep
         self._events: list[AnyEvent] = []
         self._waiting: set[asyncio.Future[None]] = set()
 
-    async def append(self, expected_seq: int, events: Sequence[AnyEvent]) -> None:
-        if expected_seq != len(self._events) or self._has_ended:
-            raise LogConflict(f"append at {expected_seq} to a log of {len(self._events)}")
+    def extend(self, events: Sequence[AnyEvent]) -> None:
         self._events.extend(events)
-        for future in self._waiting:
-            if not future.done():
-                future.set_result(None)
-        self._waiting.clear()
+        self.next_seq += len(events)
+        self.has_ended = any(is_terminal(event) for event in events[-1:])
+        if self._keep is not None and len(self._events) >= 2 * self._keep:
+            del self._events[: -self._keep]
+        self._wake()
 
-    async def read(self, after: int, limit: int) -> tuple[Sequence[AnyEvent], bool]:
-        events = self._events[after + 1 : after + 1 + limit]
-        return events, bool(events) and is_terminal(events[-1])
+    def forget(self) -> None:
+        self.is_gone = True
+        self._events = []
+        self._wake()
+
+    def read(self, after: int, limit: int) -> list[AnyEvent] | None:
+        """Up to `limit` events that follow number `after`; None if the first was dropped."""
+        if self.is_gone:
+            raise LogGone
+        start = after + 1 - (self.next_seq - len(self._events))
+        return self._events[start : start + limit] if start >= 0 else None
+
+    def ends_with(self, seq: int) -> bool:
+        """Whether no event follows number `seq`, now or later."""
+        return self.has_ended and seq + 1 >= self.next_seq
 
     async def wait(self, after: int) -> None:
-        if after + 1 < len(self._events):
+        if after + 1 < self.next_seq or self.has_ended or self.is_gone:
             return
         future = asyncio.get_running_loop().create_future()
         self._waiting.add(future)
@@ -59,9 +92,35 @@ class MemoryLog:
         finally:
             self._waiting.discard(future)
 
+    def _wake(self) -> None:
+        for future in self._waiting:
+            if not future.done():
+                future.set_result(None)
+        self._waiting.clear()
+
+
+class MemoryLog:
+    """A log that lives as long as the process."""
+
+    def __init__(self) -> None:
+        self.tail = Tail()
+
     @property
-    def _has_ended(self) -> bool:
-        return bool(self._events) and is_terminal(self._events[-1])
+    def next_seq(self) -> int:
+        return self.tail.next_seq
+
+    async def append(self, expected_seq: int, events: Sequence[AnyEvent]) -> None:
+        if expected_seq != self.tail.next_seq or self.tail.has_ended or self.tail.is_gone:
+            raise LogConflict(f"append at {expected_seq} to a log of {self.tail.next_seq}")
+        self.tail.extend(events)
+
+    async def read(self, after: int, limit: int) -> tuple[Sequence[AnyEvent], bool]:
+        events = self.tail.read(after, limit)
+        assert events is not None, "a tail without limit drops nothing"
+        return events, self.tail.ends_with(after + len(events))
+
+    async def wait(self, after: int) -> None:
+        await self.tail.wait(after)
 
 
 async def follow(log: Log, after: int = -1) -> AsyncIterator[AnyEvent]:
@@ -72,4 +131,4 @@ async def follow(log: Log, after: int = -1) -> AsyncIterator[AnyEvent]:
         events, has_ended = await log.read(after, _PAGE)
         for event in events:
             yield event
-        after = events[-1].seq
+        after += len(events)

@@ -1,9 +1,11 @@
 """Where logs live: names claimed atomically, streams found again, old ones swept."""
 
+import asyncio
 from typing import Protocol
 
 import msgspec
 
+from headrace.core.errors import HeadraceError
 from headrace.core.ids import StreamId
 from headrace.streams.log import Log
 from headrace.streams.record import Record
@@ -29,7 +31,11 @@ Name = ById | ByConversation | ByKey
 
 
 class Stored(msgspec.Struct, frozen=True):
-    """A stream as its store has it. The log's writer is whoever created or claimed it last."""
+    """A stream as its store has it.
+
+    Its log takes appends only from whoever created the stream, or claimed it since; to all others
+    it is for reading.
+    """
 
     record: Record
     log: Log
@@ -49,28 +55,45 @@ class Totals(msgspec.Struct, frozen=True):
     num_bytes: int
 
 
+class StoreStalled(HeadraceError):
+    """The store cannot make this durable now: the disk is full, fails, or takes too long."""
+
+    code = "storage_unavailable"
+
+
 class Store(Protocol):
-    """One test suite holds for every store."""
+    """One test suite holds for every store.
+
+    While commits fail, `stalled` is set and `writable` is not: whoever waits for an uncommitted
+    event may say so to its client. An append goes on waiting, the store goes on trying; everything
+    else raises StoreStalled, and so does an append that finds the buffer full.
+    """
+
+    stalled: asyncio.Event
+    writable: asyncio.Event
 
     async def create(self, record: Record, replaces: StreamId | None = None) -> Stored:
         """A new stream, or the one that holds one of its names.
 
-        Atomic over the stream id, the conversation and the idempotency key. A conversation whose
-        stream has ended, or is `replaces`, is taken over; a key only from a stream that ended in
-        a retryable error. Whose record comes back tells who holds the names.
+        Atomic over the stream id, the idempotency key and the conversation, looked up in this
+        order. A conversation whose stream has ended, or is `replaces`, is taken over. Whose record
+        comes back tells who holds the names.
         """
 
     async def find(self, name: Name) -> Stored | None:
-        """The stream of that name; reading it counts as a use for eviction."""
+        """The stream of that name, ended ones too; counts as reading it.
+
+        A key is free, so finds nothing, once its stream ended in a retryable error.
+        """
 
     async def forget(self, stream_id: StreamId) -> None:
-        """Removes a stream with its names; unknown ones are ignored."""
+        """Removes a stream with its names; unknown ones are ignored. Its readers get LogGone."""
 
     async def unfinished(self) -> list[Stored]:
-        """Streams without a terminal event, oldest first, claimed for this process to write."""
+        """Streams without a terminal event, oldest first, claimed for the caller to write."""
 
     async def sweep(self, retention: Retention, now: float) -> Totals:
         """Removes ended streams that are too old, then the least recently read beyond the caps.
 
-        `now` is unix seconds. Returns what is left.
+        `now` is unix seconds. Returns what is left: beyond a cap only if live streams fill it.
         """

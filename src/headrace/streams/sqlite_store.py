@@ -1,0 +1,177 @@
+"""Streams that survive their server: rows of a SQLite database, synced before anybody reads them.
+
+What a reader sees is decided on the event loop, after the commit; SQL runs in two threads, one
+that writes and one that reads.
+"""
+
+import asyncio
+import sqlite3
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from headrace.core.ids import StreamId
+from headrace.streams import sqlite_rows as rows
+from headrace.streams.events import AnyEvent
+from headrace.streams.log import LogGone, Tail
+from headrace.streams.record import Record
+from headrace.streams.sqlite_schema import NAME, connect, open_database
+from headrace.streams.sqlite_writer import Writer
+from headrace.streams.state_dir import StateDir
+from headrace.streams.store import Name, Retention, Stored, StoreStalled, Totals
+from headrace.streams.sweep import choose
+
+_TAIL = 64  # events of a live stream in memory, so that readers who keep up need no SQL
+_EVICTED_AT_ONCE = 100  # appends pass between two transactions of a sweep
+
+Result = TypeVar("Result")
+
+
+class SqliteStore:
+    """Opened by `open`; `close` it before the event loop ends."""
+
+    def __init__(self, state: StateDir, connection: sqlite3.Connection) -> None:
+        rows.delete_unreadable(connection)
+        # Every live stream has its tail here; one that does not has ended, or is not yet known.
+        self._live = {id: Tail(next_seq, keep=_TAIL) for id, next_seq in rows.live(connection)}
+        self._read_at: dict[StreamId, float] = {}  # since the last sweep
+        self._state = state
+        self._reader = _Reader(connect(state.path / NAME))
+        self._writer = Writer(connection)
+        self.stalled = self._writer.stalled
+        self.writable = self._writer.writable
+
+    @classmethod
+    def open(cls, directory: Path) -> "SqliteStore":
+        """StateError says why the directory cannot be used."""
+        state = StateDir(directory)
+        try:
+            return cls(state, open_database(state))
+        except BaseException:
+            state.close()
+            raise
+
+    async def close(self) -> None:
+        """What was appended is committed, the threads are gone, the directory is free."""
+        await self._reader.close()
+        await self._writer.close()
+        self._state.close()
+
+    async def create(self, record: Record, replaces: StreamId | None = None) -> Stored:
+        return await self._writer.write(
+            partial(rows.claim, record=record, replaces=replaces), self._created
+        )
+
+    async def find(self, name: Name) -> Stored | None:
+        while (row := await self._reader.run(partial(rows.find, name=name))) is not None:
+            if row.has_ended or row.record.id in self._live:
+                self._read_at[row.record.id] = time.time()
+                return self._stored(row)
+            # else it was created or has ended during the query: ask again
+        return None
+
+    async def forget(self, stream_id: StreamId) -> None:
+        await self._delete([stream_id])
+
+    async def unfinished(self) -> list[Stored]:
+        return await self._writer.write(
+            rows.claim_unfinished, lambda claimed: [self._stored(row) for row in claimed]
+        )
+
+    async def sweep(self, retention: Retention, now: float) -> Totals:
+        read_at, self._read_at = self._read_at, {}
+        await self._writer.write(partial(rows.touch, read_at=read_at), _nothing)
+        evicted, totals = choose(await self._reader.run(rows.kept), retention, now)
+        for start in range(0, len(evicted), _EVICTED_AT_ONCE):
+            await self._delete(evicted[start : start + _EVICTED_AT_ONCE])
+        return totals
+
+    def _created(self, row: rows.Row) -> Stored:
+        if row.epoch != rows.NO_WRITER:
+            self._live[row.record.id] = Tail(keep=_TAIL)
+        return self._stored(row)
+
+    def _stored(self, row: rows.Row) -> Stored:
+        stream_id = row.record.id
+        tail = self._live.get(stream_id)
+        if tail is None:
+            assert row.has_ended, "a live stream has its tail"
+            tail = Tail(row.next_seq, has_ended=True)
+        return Stored(row.record, _Log(self, row, tail))
+
+    async def _delete(self, stream_ids: list[StreamId]) -> None:
+        def deleted(_: None) -> None:
+            for stream_id in stream_ids:
+                if (tail := self._live.pop(stream_id, None)) is not None:
+                    tail.forget()
+
+        await self._writer.write(partial(rows.delete, stream_ids=stream_ids), deleted)
+
+
+class _Log:
+    """A stream's log in the hands of its writer of one epoch, or of a reader."""
+
+    __slots__ = ("_row", "_store", "_tail")
+
+    def __init__(self, store: SqliteStore, row: rows.Row, tail: Tail) -> None:
+        self._store = store
+        self._row = row
+        self._tail = tail
+
+    @property
+    def next_seq(self) -> int:
+        return self._tail.next_seq
+
+    async def append(self, expected_seq: int, events: Sequence[AnyEvent]) -> None:
+        if not events:
+            return
+        batch = rows.make_batch(expected_seq, events)
+        work = partial(rows.append, n=self._row.n, epoch=self._row.epoch, batch=batch)
+        publish = partial(self._appended, events)
+        await self._store._writer.write(work, publish, num_bytes=len(batch.data))
+
+    async def read(self, after: int, limit: int) -> tuple[Sequence[AnyEvent], bool]:
+        self._store._read_at[self._row.record.id] = time.time()
+        events = self._tail.read(after, limit)
+        if events is None:
+            work = partial(rows.read, n=self._row.n, after=after, limit=limit)
+            events = await self._store._reader.run(work)
+            if not events:
+                raise LogGone
+        return events, self._tail.ends_with(after + len(events))
+
+    async def wait(self, after: int) -> None:
+        await self._tail.wait(after)
+
+    def _appended(self, events: Sequence[AnyEvent], _: None) -> None:
+        self._tail.extend(events)
+        if self._tail.has_ended:
+            del self._store._live[self._row.record.id]
+
+
+class _Reader:
+    """The thread that reads, with a connection that cannot write."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        connection.execute("PRAGMA query_only = ON")
+        self._connection = connection
+        self._thread = ThreadPoolExecutor(1, "stream-reader")
+
+    async def run(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._thread, work, self._connection)
+        except sqlite3.Error as error:
+            raise StoreStalled("The store of streams cannot be read; try again later.") from error
+
+    async def close(self) -> None:
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._thread, self._connection.close)
+        self._thread.shutdown()
+
+
+def _nothing(_: None) -> None:
+    """For writes that change nothing in memory."""

@@ -1,0 +1,210 @@
+"""The one thread that writes the database: many writes, one transaction, in order."""
+
+import asyncio
+import logging
+import queue
+import sqlite3
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+from headrace.streams.store import StoreStalled
+
+logger = logging.getLogger(__name__)
+
+GROUP_S = 0.005  # what arrives within it shares a transaction, so a sync of the disk
+RETRY_S = 0.25
+STALL_S = 8.0  # without a commit for so long, the store has stalled
+MAX_WAITING_BYTES = 64 << 20
+
+Result = TypeVar("Result")
+
+
+class _Write(Generic[Result]):
+    """Work for the thread, then `publish` of its result on the loop, then the caller goes on."""
+
+    __slots__ = ("done", "error", "is_patient", "num_bytes", "publish", "result", "work")
+
+    def __init__(
+        self,
+        work: Callable[[sqlite3.Connection], Any],
+        publish: Callable[[Any], Result],
+        num_bytes: int | None,
+    ) -> None:
+        self.work = work
+        self.publish = publish
+        self.num_bytes = num_bytes or 0
+        self.is_patient = num_bytes is not None
+        self.done: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+        self.result: Any = None
+        self.error: Exception | None = None
+
+    def settle(self) -> None:
+        """On the loop. The result is published even if nobody waits for it any more."""
+        if self.error is None:
+            result = self.publish(self.result)
+            if not self.done.cancelled():
+                self.done.set_result(result)
+        elif not self.done.cancelled():
+            self.done.set_exception(self.error)
+
+
+class Writer:
+    """Its methods are for the event loop; the connection is the thread's alone."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self.stalled = asyncio.Event()
+        self.writable = asyncio.Event()
+        self.writable.set()
+        self._connection = connection
+        self._writes: queue.SimpleQueue[_Write[Any] | None] = queue.SimpleQueue()
+        self._num_waiting = 0
+        self._num_waiting_bytes = 0
+        self._watch: asyncio.TimerHandle | None = None
+        self._failure = ""
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="stream-writer", daemon=True)
+        self._thread.start()
+
+    async def write(
+        self,
+        work: Callable[[sqlite3.Connection], Any],
+        publish: Callable[[Any], Result],
+        num_bytes: int | None = None,
+    ) -> Result:
+        """What `publish` returns, called with the result of `work` right after its commit.
+
+        `work` may run again after a failed commit. With `num_bytes` the write outlasts a stall
+        and is counted in its buffer; without, it fails with StoreStalled.
+        """
+        write = _Write(work, publish, num_bytes)
+        self._check_room(write)
+        self._num_waiting += 1
+        self._num_waiting_bytes += write.num_bytes
+        if self._watch is None:
+            self._start_watch()
+        self._writes.put(write)
+        return await write.done
+
+    async def close(self) -> None:
+        """Commits what waits, once, and closes the database; what cannot be committed fails."""
+        self._closing.set()
+        self._writes.put(None)
+        await asyncio.to_thread(self._thread.join, STALL_S)  # a disk may never answer
+        if self._watch is not None:
+            self._watch.cancel()
+
+    def _check_room(self, write: _Write[Any]) -> None:
+        if self._closing.is_set():
+            raise StoreStalled("The store of streams is closed.")
+        if self.stalled.is_set() and not write.is_patient:
+            raise StoreStalled("The store of streams cannot write now; try again later.")
+        waiting = self._num_waiting_bytes
+        if waiting and waiting + write.num_bytes > MAX_WAITING_BYTES:
+            raise StoreStalled(
+                f"{waiting} bytes wait to be stored, and {MAX_WAITING_BYTES} is the most."
+            )
+
+    # on the loop, called by the thread
+
+    def _settle(self, writes: list[_Write[Any]]) -> None:
+        for write in writes:
+            self._num_waiting -= 1
+            self._num_waiting_bytes -= write.num_bytes
+            write.settle()
+
+    def _committed(self, writes: list[_Write[Any]]) -> None:
+        self._settle(writes)
+        if self.stalled.is_set():
+            logger.warning("The store of streams writes again")
+            self.stalled.clear()
+            self.writable.set()
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
+        if self._num_waiting:
+            self._start_watch()
+
+    def _start_watch(self) -> None:
+        why = f"no commit for {STALL_S:.0f} s"
+        self._watch = asyncio.get_running_loop().call_later(STALL_S, self._stall, why, [])
+
+    def _stall(self, why: str, refused: list[_Write[Any]]) -> None:
+        if not self.stalled.is_set():
+            logger.warning("The store of streams cannot write: %s", why)
+            self.stalled.set()
+            self.writable.clear()
+        self._settle(refused)
+
+    # the thread
+
+    def _run(self) -> None:
+        has_more = True
+        while has_more:
+            writes, has_more = self._gather()
+            if writes:
+                self._commit(writes)
+        self._connection.close()  # the last to close moves the write-ahead log into the database
+
+    def _gather(self) -> tuple[list[_Write[Any]], bool]:
+        """Waits for a write and takes those that come soon after; False with the last ones."""
+        gathered = [self._writes.get()]
+        if gathered[0] is not None:
+            time.sleep(GROUP_S)
+        while not self._writes.empty():
+            gathered.append(self._writes.get())
+        return [write for write in gathered if write is not None], gathered[-1] is not None
+
+    def _commit(self, writes: list[_Write[Any]]) -> None:
+        """Commits all in one transaction, however often it takes; only closing ends that."""
+        loop = writes[0].done.get_loop()
+        while not self._try(writes):
+            outlasting = [write for write in writes if self._outlasts(write)]
+            refused = [write for write in writes if write.error is not None]
+            loop.call_soon_threadsafe(self._stall, self._failure, refused)
+            writes = outlasting
+            if self._closing.wait(RETRY_S) and not writes:
+                return
+        loop.call_soon_threadsafe(self._committed, writes)
+
+    def _try(self, writes: list[_Write[Any]]) -> bool:
+        """Whether the transaction was committed, without the writes that it cannot hold."""
+        while True:
+            try:
+                self._attempt([write for write in writes if write.error is None])
+            except _Refused:
+                self._connection.rollback()
+            except Exception as failure:
+                self._connection.rollback()
+                self._failure = str(failure)
+                return False
+            else:
+                return True
+
+    def _attempt(self, writes: list[_Write[Any]]) -> None:
+        self._connection.execute("BEGIN IMMEDIATE")
+        for write in writes:
+            try:
+                write.result = write.work(self._connection)
+            except Exception as error:
+                if _is_storage_failure(error):
+                    raise
+                write.error = error
+                raise _Refused from error
+        self._connection.commit()
+
+    def _outlasts(self, write: _Write[Any]) -> bool:
+        """Whether to try again after a failure; a write that does not fails with it."""
+        if write.error is None and not (write.is_patient and not self._closing.is_set()):
+            write.error = StoreStalled("The store of streams cannot write now; try again later.")
+        return write.error is None
+
+
+class _Refused(Exception):
+    """A write that can never succeed; its `error` says why."""
+
+
+def _is_storage_failure(error: Exception) -> bool:
+    """Whether the disk or the file failed, and not one write."""
+    return isinstance(error, sqlite3.OperationalError) or type(error) is sqlite3.DatabaseError

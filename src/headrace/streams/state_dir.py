@@ -1,0 +1,67 @@
+"""The directory that streams live in: private to its user, and to one server at a time."""
+
+import contextlib
+import fcntl
+import os
+from pathlib import Path
+
+from headrace.core.errors import HeadraceError
+
+
+class StateError(HeadraceError):
+    """The state directory cannot be used."""
+
+    code = "state_unusable"
+
+
+class StateInUse(StateError):
+    """Another server has the state directory."""
+
+    code = "state_in_use"
+
+
+class StateDir:
+    """A locked directory. The lock is the process's: it goes with it, however it ends."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._lock = _lock(path)
+        except BlockingIOError as error:
+            raise StateInUse(
+                "Another server uses this state directory; stop it, or give this one a directory "
+                "of its own with --state-dir."
+            ) from error
+        except OSError as error:
+            raise StateError(
+                f"The state directory cannot be used: {error.strerror}. Choose another with "
+                "--state-dir, or keep streams in memory with --state-dir none."
+            ) from error
+
+    def private_file(self, name: str) -> Path:
+        """A file that only its user can read; made if it does not exist."""
+        path = self.path / name
+        os.close(_open_private(path))
+        return path
+
+    def close(self) -> None:
+        os.close(self._lock)
+
+
+def _lock(directory: Path) -> int:
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    lock = directory / "lock"
+    if lock.exists() or not any(directory.iterdir()):
+        directory.chmod(0o700)  # a directory full of other things is not ours to close
+    with contextlib.ExitStack() as opened:
+        descriptor = _open_private(lock)
+        opened.callback(os.close, descriptor)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        opened.pop_all()
+        return descriptor
+
+
+def _open_private(path: Path) -> int:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    os.fchmod(descriptor, 0o600)
+    return descriptor

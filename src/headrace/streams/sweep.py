@@ -1,0 +1,41 @@
+"""Which ended streams have to go: too old, or the least recently read beyond a cap."""
+
+from collections.abc import Iterable
+
+import msgspec
+
+from headrace.core.ids import StreamId
+from headrace.streams.store import Retention, Totals
+
+
+class Kept(msgspec.Struct, frozen=True):
+    """One stream to a sweep; times are unix seconds, `ended_at` is None while it lives."""
+
+    stream_id: StreamId
+    num_bytes: int
+    read_at: float
+    ended_at: float | None
+
+
+def choose(kept: Iterable[Kept], retention: Retention, now: float) -> tuple[list[StreamId], Totals]:
+    """Streams to evict, in that order, and what is left without them."""
+    live: list[Kept] = []
+    ended: list[Kept] = []
+    for stream in kept:
+        (live if stream.ended_at is None else ended).append(stream)
+    num_streams = len(live) + len(ended)
+    num_bytes = sum(stream.num_bytes for stream in live + ended)
+    oldest = now - retention.keep_s
+    evicted = []
+    for stream in sorted(ended, key=lambda stream: (not _is_old(stream, oldest), stream.read_at)):
+        is_over = num_streams > retention.max_streams or num_bytes > retention.max_bytes
+        if not is_over and not _is_old(stream, oldest):
+            break
+        evicted.append(stream.stream_id)
+        num_streams -= 1
+        num_bytes -= stream.num_bytes
+    return evicted, Totals(len(live), num_streams, num_bytes)
+
+
+def _is_old(stream: Kept, oldest: float) -> bool:
+    return stream.ended_at is not None and stream.ended_at < oldest

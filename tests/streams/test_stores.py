@@ -1,0 +1,265 @@
+"""What holds for every store."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from headrace.streams.log import Log, LogConflict, LogGone
+from headrace.streams.store import ByConversation, ById, ByKey, Name, Retention, Store, Totals
+from tests.streams.builders import (
+    A,
+    B,
+    C,
+    error,
+    everything,
+    finish,
+    in_memory,
+    in_sqlite,
+    make_record,
+    some,
+    tokens,
+)
+
+Test = Callable[[Store], Awaitable[None]]
+
+
+def store_test(test: Test) -> Callable[..., None]:
+    """Runs an async test once in each store."""
+
+    @pytest.mark.parametrize("run", [in_memory, in_sqlite])
+    def both(run: Callable[[Test, Path], None], tmp_path: Path) -> None:
+        run(test, tmp_path)
+
+    both.__name__ = test.__name__
+    return both
+
+
+async def holder(store: Store, name: Name) -> str | None:
+    found = await store.find(name)
+    return found.record.id if found else None
+
+
+async def conflict(log: Log, expected_seq: int) -> None:
+    with pytest.raises(LogConflict):
+        await log.append(expected_seq, some(1, expected_seq))
+
+
+@store_test
+async def test_what_was_appended_is_read_as_it_was(store: Store) -> None:
+    created = await store.create(make_record())
+    await created.log.append(0, some(2))
+    await created.log.append(2, [])
+    await created.log.append(2, [finish(2)])
+    found = await store.find(ById(A))
+    assert found and found.record == created.record == make_record()
+    assert await everything(found.log) == [*some(2), finish(2)]
+    assert found.log.next_seq == 3
+
+
+@store_test
+async def test_a_read_gives_what_follows_the_cursor_up_to_the_limit(store: Store) -> None:
+    log = (await store.create(make_record())).log
+    for first in range(0, 300, 3):
+        await log.append(first, some(3, first))
+    await log.append(300, [finish(300)])
+    for reader in (log, (await store.find(ById(A))).log):
+        assert await reader.read(-1, 2) == (some(2), False)
+        assert await reader.read(100, 5) == (some(5, 101), False)
+        assert await reader.read(297, 2) == (some(2, 298), False)
+        assert await reader.read(298, 10) == ([tokens(299), finish(300)], True)
+        assert await reader.read(300, 10) == ([], True)
+        assert await everything(reader, 3) == [*some(296, 4), finish(300)]
+
+
+@store_test
+async def test_readers_that_wait_are_woken_by_every_append(store: Store) -> None:
+    log = (await store.create(make_record())).log
+    found = [await store.find(ById(A)) for _ in range(3)]
+    readers = [asyncio.create_task(everything(one.log)) for one in found if one]
+    for seq in range(4):
+        await log.append(seq, some(1, seq))
+    await log.append(4, [finish(4)])
+    assert await asyncio.gather(*readers) == [[*some(4), finish(4)]] * 3
+
+
+@store_test
+async def test_a_reader_at_the_end_of_an_ended_log_does_not_wait(store: Store) -> None:
+    log = (await store.create(make_record())).log
+    await log.append(0, [finish(0)])
+    found = await store.find(ById(A))
+    assert found and await everything(found.log, after=0) == []
+
+
+@store_test
+async def test_an_append_that_does_not_continue_the_log_is_refused(store: Store) -> None:
+    log = (await store.create(make_record())).log
+    await conflict(log, 1)
+    await log.append(0, some(2))
+    await conflict(log, 1)
+    await log.append(2, [finish(2)])
+    await conflict(log, 3)
+    assert await everything(log) == [*some(2), finish(2)]
+
+
+@store_test
+async def test_only_the_last_writer_appends(store: Store) -> None:
+    first = (await store.create(make_record())).log
+    found = await store.find(ById(A))
+    assert found
+    await conflict(found.log, 0)
+    (second,) = await store.unfinished()
+    await conflict(first, 0)
+    await second.log.append(0, [finish(0)])
+    assert await everything(first) == [finish(0)]
+
+
+@store_test
+async def test_unfinished_streams_come_oldest_first(store: Store) -> None:
+    logs = [(await store.create(make_record(name))).log for name in "cab"]
+    await logs[1].append(0, [finish(0)])
+    assert [stored.record.id for stored in await store.unfinished()] == [C, B]
+
+
+@store_test
+async def test_a_conversation_is_held_by_its_live_stream(store: Store) -> None:
+    log = (await store.create(make_record("a", conversation="chat"))).log
+    assert (await store.create(make_record("b", conversation="chat"))).record.id == A
+    assert (await store.create(make_record("b", "chat"), replaces=C)).record.id == A
+    assert await store.find(ById(B)) is None
+    await log.append(0, some(1))  # it is still this writer's
+
+
+@store_test
+async def test_whoever_is_told_of_the_holder_cannot_write_its_log(store: Store) -> None:
+    await store.create(make_record("a", conversation="chat"))
+    await conflict((await store.create(make_record("b", conversation="chat"))).log, 0)
+    await conflict((await store.create(make_record("a"))).log, 0)
+
+
+@store_test
+async def test_a_conversation_is_taken_over_from_the_stream_named(store: Store) -> None:
+    await store.create(make_record("a", conversation="chat"))
+    assert (await store.create(make_record("b", "chat"), replaces=A)).record.id == B
+    assert await holder(store, ByConversation("", "chat")) == B
+    assert await holder(store, ById(A)) == A
+
+
+@store_test
+async def test_a_conversation_whose_stream_has_ended_is_found_and_free(store: Store) -> None:
+    log = (await store.create(make_record("a", conversation="chat"))).log
+    await log.append(0, [finish(0)])
+    assert await holder(store, ByConversation("", "chat")) == A
+    assert (await store.create(make_record("b", conversation="chat"))).record.id == B
+    await store.forget(A)
+    assert await holder(store, ByConversation("", "chat")) == B
+
+
+@store_test
+async def test_a_key_is_held_even_by_a_stream_that_has_ended(store: Store) -> None:
+    log = (await store.create(make_record("a", "chat", "key"))).log
+    assert (await store.create(make_record("b", "chat", "key"), replaces=A)).record.id == A
+    await log.append(0, [error(0, retryable=False)])
+    assert (await store.create(make_record("b", key="key"))).record.id == A
+    assert await holder(store, ByKey("", "key")) == A
+
+
+@store_test
+async def test_a_key_is_free_after_a_retryable_error(store: Store) -> None:
+    log = (await store.create(make_record("a", key="key"))).log
+    await log.append(0, [error(0, retryable=True)])
+    assert await holder(store, ByKey("", "key")) is None
+    assert (await store.create(make_record("b", key="key"))).record.id == B
+    await store.forget(A)
+    assert await holder(store, ByKey("", "key")) == B
+
+
+@store_test
+async def test_a_retryable_error_of_a_stream_without_a_key_frees_none(store: Store) -> None:
+    await store.create(make_record("a", key="key"))
+    log = (await store.create(make_record("b"))).log
+    await log.append(0, [error(0, retryable=True)])
+    assert await holder(store, ByKey("", "key")) == A
+
+
+@store_test
+async def test_names_belong_to_their_owner(store: Store) -> None:
+    await store.create(make_record("a", "chat", "key", owner="x"))
+    assert (await store.create(make_record("b", "chat", "key", owner="y"))).record.id == B
+    assert await holder(store, ByConversation("x", "chat")) == A
+    assert await holder(store, ByKey("y", "key")) == B
+    assert await holder(store, ByKey("z", "key")) is None
+
+
+@store_test
+async def test_of_two_that_claim_a_name_at_once_one_gets_it(store: Store) -> None:
+    claims = [store.create(make_record(name, conversation="chat")) for name in "abc"]
+    assert len({created.record.id for created in await asyncio.gather(*claims)}) == 1
+
+
+@store_test
+async def test_a_forgotten_stream_leaves_no_name_behind(store: Store) -> None:
+    await store.create(make_record("a", "chat", "key"))
+    await store.forget(A)
+    await store.forget(A)
+    for name in (ById(A), ByConversation("", "chat"), ByKey("", "key")):
+        assert await store.find(name) is None
+    assert (await store.create(make_record("a", "chat", "key"))).log.next_seq == 0
+
+
+@store_test
+async def test_readers_and_writer_of_a_forgotten_stream_are_told(store: Store) -> None:
+    log = (await store.create(make_record())).log
+    await log.append(0, some(1))
+    reader = asyncio.create_task(everything(log))
+    await asyncio.sleep(0)
+    await store.forget(A)
+    with pytest.raises(LogGone):
+        await reader
+    await conflict(log, 1)
+
+
+@store_test
+async def test_readers_of_a_forgotten_ended_stream_are_told(store: Store) -> None:
+    await (await store.create(make_record())).log.append(0, [finish(0)])
+    found = await store.find(ById(A))
+    await store.forget(A)
+    await store.create(make_record("b"))
+    with pytest.raises(LogGone):
+        await everything(found.log)
+
+
+@store_test
+async def test_a_sweep_evicts_what_ended_too_long_ago(store: Store) -> None:
+    logs = [(await store.create(make_record(name))).log for name in "ab"]
+    await logs[0].append(0, [finish(0)])
+    assert (await store.sweep(Retention(keep_s=60), time.time())).num_streams == 2
+    totals = await store.sweep(Retention(keep_s=60), time.time() + 61)
+    assert (totals.num_live, totals.num_streams) == (1, 1)
+    assert await holder(store, ById(A)) is None
+
+
+@store_test
+async def test_a_sweep_beyond_a_cap_evicts_the_least_recently_read(store: Store) -> None:
+    for name in "abc":
+        await (await store.create(make_record(name))).log.append(0, [finish(0)])
+    await store.sweep(Retention(), time.time())
+    await everything((await store.find(ById(A))).log)
+    await store.sweep(Retention(max_streams=2), time.time())
+    assert [await holder(store, ById(one)) for one in (A, B, C)] == [A, None, C]
+
+
+@store_test
+async def test_a_sweep_counts_bytes_and_never_evicts_live_streams(store: Store) -> None:
+    live = (await store.create(make_record("a"))).log
+    await live.append(0, some(1000))
+    await (await store.create(make_record("b"))).log.append(0, [finish(0)])
+    before = await store.sweep(Retention(), time.time())
+    assert before.num_bytes > 30_000
+    after = await store.sweep(Retention(max_bytes=30_000), time.time())
+    assert (after.num_live, after.num_streams) == (1, 1)
+    assert 30_000 < after.num_bytes < before.num_bytes
+    await live.append(1000, [finish(1000)])
+    assert await store.sweep(Retention(max_bytes=30_000), time.time()) == Totals(0, 0, 0)
