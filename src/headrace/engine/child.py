@@ -2,6 +2,7 @@
 
 import asyncio
 import collections
+import contextlib
 import logging
 import os
 import signal
@@ -9,20 +10,29 @@ import socket
 import sys
 from collections.abc import AsyncIterator
 
+from headrace.core.ids import SequenceId
 from headrace.core.messages import AnyMessage, Message
 from headrace.engine import wire
+from headrace.engine.client import EngineDown
+from headrace.engine.note import StepNote
 
 logger = logging.getLogger(__name__)
 
 _LAST_LINES = 200
+_LAST_WORDS_S = 1.0
 _KEPT_FROM_IT = ("HEADRACE_API_KEYS", "HEADRACE_ADMIN_KEY")
 
 
 class Child:
     """A running engine process in a group of its own. Made by `spawn`."""
 
-    def __init__(self, process: asyncio.subprocess.Process, ours: socket.socket) -> None:
+    def __init__(
+        self, process: asyncio.subprocess.Process, ours: socket.socket, note: StepNote
+    ) -> None:
+        self.note = note
         self._process = process
+        self._was_killed = False  # by us
+        self._suspects: tuple[SequenceId, ...] = ()
         self._socket = ours
         self._reader: asyncio.StreamReader
         self._writer: asyncio.StreamWriter
@@ -32,6 +42,7 @@ class Child:
     @classmethod
     async def spawn(cls) -> "Child":
         ours, theirs = socket.socketpair()
+        note = StepNote()
         environment = {k: v for k, v in os.environ.items() if k not in _KEPT_FROM_IT}
         with theirs:
             process = await asyncio.create_subprocess_exec(
@@ -39,14 +50,15 @@ class Child:
                 "-m",
                 "headrace.engine.process",
                 str(theirs.fileno()),
-                pass_fds=[theirs.fileno()],
+                str(note.fd),
+                pass_fds=[theirs.fileno(), note.fd],
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.DEVNULL,
                 stderr=asyncio.subprocess.PIPE,
                 start_new_session=True,
                 env=environment,
             )
-        child = cls(process, ours)
+        child = cls(process, ours, note)
         child._reader, child._writer = await asyncio.open_connection(sock=ours)
         return child
 
@@ -67,22 +79,38 @@ class Child:
         except (asyncio.IncompleteReadError, ConnectionError):
             return
 
-    async def kill(self) -> str:
-        """Ends what is left of it and says how it ended, with its last words."""
+    def kill(self) -> None:
+        """Ends the process and whatever it started."""
         if self._process.returncode is None:
-            try:
+            self._was_killed = True
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                self._process.kill()
-        return await self.wait()
 
-    async def wait(self) -> str:
-        """How it ended, once it has."""
-        code = await self._process.wait()
+    async def end(self) -> None:
+        """Waits for a process that is ending, kills one that is not, and lets go of it."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_WORDS_S):
+                await self._process.wait()
+        self.kill()
+        await self._process.wait()
         self._writer.close()
         await self._listening
+        self._suspects = self.note.read()
+        self.note.close()
+
+    def obituary(self) -> EngineDown:
+        """How it ended, what it was at, and its last words; after `end`."""
+        code = self._process.returncode
+        assert code is not None
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        return "\n".join([f"The engine ended with {how}.", *list(self._last_lines)[-5:]])
+        words = [f"The engine ended with {how}.", *list(self._last_lines)[-5:]]
+        return EngineDown(
+            "engine_failed",
+            "\n".join(words),
+            given_up=False,
+            suspects=self._suspects,
+            from_outside=code == -signal.SIGKILL and not self._was_killed,
+        )
 
     async def _listen(self) -> None:
         assert self._process.stderr is not None

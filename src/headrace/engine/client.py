@@ -6,6 +6,7 @@ from typing import Protocol
 
 import msgspec
 
+from headrace.core.ids import SequenceId
 from headrace.core.messages import Cancel, Outputs, Ready, Status, Submit
 
 
@@ -18,15 +19,18 @@ class EngineUp(msgspec.Struct, frozen=True):
 class EngineDown(msgspec.Struct, frozen=True):
     """The engine has died with all it knew. It is started again unless it was `given_up`.
 
-    `message` has the reason and its last words.
+    `message` has the reason and its last words. `suspects` were in the step that it died in;
+    `from_outside` means that it was killed by somebody, which is no proof against them.
     """
 
     code: str
     message: str
     given_up: bool
+    suspects: tuple[SequenceId, ...] = ()
+    from_outside: bool = False
 
 
-EngineNews = Outputs | EngineUp | EngineDown
+EngineNews = Outputs | Status | EngineUp | EngineDown
 
 
 class EngineClient(Protocol):
@@ -41,22 +45,8 @@ class EngineClient(Protocol):
     def outputs(self) -> AsyncIterator[EngineNews]:
         """News in order, until the client is closed. One reader."""
 
-    @property
-    def status(self) -> Status:
-        """The newest numbers that the engine sent."""
-
     async def close(self) -> None:
         """Ends the engine; what still runs is dropped."""
-
-
-IDLE = Status(
-    num_running=0,
-    num_waiting=0,
-    num_waiting_tokens=0,
-    blocks_free=0,
-    slots_free=0,
-    num_steps=0,
-)
 
 
 class News:

@@ -3,9 +3,10 @@
 import logging
 import queue
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
+from headrace.core.ids import SequenceId
 from headrace.core.messages import AnyMessage, Cancel, Message, Outputs, Shutdown, Status, Submit
 from headrace.core.plan import StepPlan, StepResult
 from headrace.scheduler.scheduler import Scheduler
@@ -39,15 +40,34 @@ class Outbox(Protocol):
     def num_unsent(self) -> int: ...
 
 
+class Note(Protocol):
+    """Tells whoever survives this process what it was at."""
+
+    def write(self, sequence_ids: Iterable[SequenceId]) -> None: ...
+
+    def clear(self) -> None: ...
+
+
 Inbox = queue.SimpleQueue[AnyMessage]
 Clock = Callable[[], float]
+
+
+class NoNote:
+    """For an engine whose death nobody survives."""
+
+    def write(self, sequence_ids: Iterable[SequenceId]) -> None: ...
+
+    def clear(self) -> None: ...
 
 
 class Engine:
     """Owns the loop's order: take messages, plan, launch, wait, commit, send."""
 
-    def __init__(self, scheduler: Scheduler, runner: StepRunner, outbox: Outbox) -> None:
+    def __init__(
+        self, scheduler: Scheduler, runner: StepRunner, outbox: Outbox, note: Note | None = None
+    ) -> None:
         self._scheduler = scheduler
+        self._note = note or NoNote()
         self._runner = runner
         self._outbox = outbox
         self._clock: Clock = time.monotonic
@@ -69,6 +89,7 @@ class Engine:
         self._send_outputs()  # `started` leaves before the step executes
         if plan is None:
             return False
+        self._note.write(chunk.sequence_id for chunk in plan.chunks)
         try:
             result = self._runner.launch(plan).result()
         except Exception as error:
@@ -76,6 +97,7 @@ class Engine:
             self._scheduler.fail(plan, f"{type(error).__name__}: {error}", self._clock())
         else:
             self._scheduler.commit(plan, result, self._clock())
+        self._note.clear()
         self._send_outputs()
         return True
 

@@ -1,4 +1,4 @@
-"""The engine process: `python -m headrace.engine.process FD`; serves one socket, then ends.
+"""The engine process: `python -m headrace.engine.process SOCKET NOTE`; serves one socket.
 
 Two threads beside the loop: the receiver answers pings and ends the process when the gateway has
 gone, however it went; the sender keeps a slow gateway from stopping a step.
@@ -16,6 +16,7 @@ from headrace.core.errors import ModelError
 from headrace.core.messages import LoadFailed, Message, Ping, Pong, Start
 from headrace.engine import wire
 from headrace.engine.engine import Engine, Inbox
+from headrace.engine.note import StepNote
 
 
 class _Sender:
@@ -76,7 +77,7 @@ def main() -> None:
         outbox.put(LoadFailed(error.code, str(error)))
     else:
         outbox.put(ready)
-        Engine(scheduler, runner, outbox).run(inbox)
+        Engine(scheduler, runner, outbox, StepNote(int(sys.argv[2]))).run(inbox)
     outbox.close()
 
 

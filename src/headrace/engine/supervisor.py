@@ -5,6 +5,8 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator
 
+import msgspec
+
 from headrace.core.config import ModelConfig
 from headrace.core.messages import (
     AnyMessage,
@@ -21,13 +23,14 @@ from headrace.core.messages import (
     Submit,
 )
 from headrace.engine.child import Child
-from headrace.engine.client import IDLE, EngineDown, EngineNews, EngineUp, News
+from headrace.engine.client import EngineDown, EngineNews, EngineUp, News
 
 logger = logging.getLogger(__name__)
 
 MAX_FAILED_STARTS = 3
 PING_INTERVAL_S = 1.0
 PING_TIMEOUT_S = 10.0
+MAX_STEP_S = 120.0
 _BACKOFF_S = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 _CALM_S = 60.0  # so long without a death, and the next restart is at once again
 _STOP_S = 5.0
@@ -40,7 +43,6 @@ class Supervisor:
         self._config = config
         self._load_timeout_s = load_timeout_s
         self._news = News()
-        self._status = IDLE
         self._child: Child | None = None
         self._is_ready = False
         self._closing = asyncio.Event()
@@ -57,10 +59,6 @@ class Supervisor:
         return aiter(self._news)
 
     @property
-    def status(self) -> Status:
-        return self._status
-
-    @property
     def pid(self) -> int | None:
         """Process id while an engine is ready."""
         return self._child.pid if self._child and self._is_ready else None
@@ -72,7 +70,7 @@ class Supervisor:
                 self._child.send(Shutdown())
                 await asyncio.wait([self._task], timeout=_STOP_S)
             if not self._task.done():
-                await self._child.kill()
+                self._child.kill()
         await self._task
 
     def _send(self, message: Message) -> None:
@@ -93,7 +91,7 @@ class Supervisor:
             num_failed_starts = 0 if is_up else num_failed_starts + 1
             num_deaths = 1 if is_up and clock() - started_at > _CALM_S else num_deaths + 1
             if num_failed_starts == MAX_FAILED_STARTS or not was_up:
-                self._news.put(EngineDown(down.code, down.message, given_up=True))
+                self._news.put(msgspec.structs.replace(down, given_up=True))
                 break
             logger.warning("%s It is started again.", down.message)
             self._news.put(down)
@@ -105,23 +103,20 @@ class Supervisor:
         self._child = child = await Child.spawn()
         child.send(Start(self._config))
         messages = child.messages()
-        down = EngineDown("engine_failed", "", given_up=False)
         try:
             first = await self._first(messages)
-            if isinstance(first, LoadFailed):
-                down = EngineDown(first.code, first.message, given_up=False)
-            elif isinstance(first, Ready):
+            if isinstance(first, Ready):
                 self._is_ready = True
                 self._news.put(EngineUp(first))
                 await self._follow(child, messages)
         finally:
-            was_ready, self._is_ready, self._child, self._status = self._is_ready, False, None, IDLE
-            last_words = await child.kill()
+            was_ready, self._is_ready, self._child = self._is_ready, False, None
+            await child.end()
         if self._closing.is_set():
             return was_ready, None
-        return was_ready, down if down.message else EngineDown(
-            down.code, last_words, given_up=False
-        )
+        if isinstance(first, LoadFailed):
+            return False, EngineDown(first.code, first.message, given_up=False)
+        return was_ready, child.obituary()
 
     async def _first(self, messages: AsyncIterator[AnyMessage]) -> AnyMessage | None:
         """Ready or LoadFailed; None if the process ended or took too long."""
@@ -135,10 +130,8 @@ class Supervisor:
         pinging = asyncio.create_task(self._ping(child), name="ping")
         try:
             async for message in messages:
-                if isinstance(message, Outputs):
+                if isinstance(message, Outputs | Status):
                     self._news.put(message)
-                elif isinstance(message, Status):
-                    self._status = message
                 elif isinstance(message, Pong):
                     self._last_pong = asyncio.get_running_loop().time()
         finally:
@@ -149,12 +142,12 @@ class Supervisor:
         clock = asyncio.get_running_loop().time
         self._last_pong = clock()
         number = 0
-        while clock() - self._last_pong < PING_TIMEOUT_S:
+        while clock() - self._last_pong < PING_TIMEOUT_S and child.note.running_s() < MAX_STEP_S:
             number += 1
             child.send(Ping(number))
             await asyncio.sleep(PING_INTERVAL_S)
-        logger.error("The engine has not answered for %.0f s and is killed", PING_TIMEOUT_S)
-        await child.kill()
+        logger.error("The engine hangs and is killed")
+        child.kill()
 
     async def _pause(self, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):

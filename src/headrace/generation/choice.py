@@ -4,7 +4,7 @@ from array import array
 from collections.abc import Sequence
 
 from headrace.core.ids import SequenceId
-from headrace.core.messages import Finished, NewSequence, NewToken
+from headrace.core.messages import Finish, NewSequence, NewToken
 from headrace.core.request import Chat
 from headrace.generation.logprobs import token_logprobs
 from headrace.generation.served import ServedModel
@@ -16,13 +16,12 @@ from headrace.text.stops import StopMatcher
 
 
 class Choice:
-    """`index` counts over the whole request; `sequence_id` is fresh after each submission."""
+    """`index` counts over the whole request, `number` within its prompt."""
 
     def __init__(self, index: int, record: Record, model: ServedModel) -> None:
         request = record.request
         self.index = index
         self.prompt, self.number = divmod(index, request.n)
-        self.sequence_id = SequenceId(-1)
         self.end: ChoiceEnd | None = None
         self._tokenizer = model.tokenizer
         self._text: AnswerText[TokenLogprob] = AnswerText(
@@ -41,9 +40,12 @@ class Choice:
         """Its own tokens have ended it; whatever the engine says of later ones is void."""
         return self._stop is not None
 
-    def resume_as(self, sequence_id: SequenceId) -> NewSequence:
-        """This choice as the engine shall begin, or continue, it."""
-        self.sequence_id = sequence_id
+    @property
+    def has_tokens(self) -> bool:
+        return bool(self._token_ids)
+
+    def as_sequence(self, sequence_id: SequenceId) -> NewSequence:
+        """This choice as an engine shall begin, or continue, it."""
         return NewSequence(sequence_id, self.prompt, self.number, self._token_ids.tobytes())
 
     def feed(self, token: NewToken) -> None:
@@ -55,11 +57,11 @@ class Choice:
             entry = token_logprobs(token.logprobs, self._tokenizer)[0]
         self._deliver(self._text.feed(token.token_id, entry))
 
-    def finish(self, finished: Finished) -> None:
+    def finish(self, finish: Finish) -> None:
         """The engine has let go of the sequence."""
         if self._stop is None:
             self._deliver(self._text.flush())
-        self.end = self._stop or ChoiceEnd(str(finished.finish))
+        self.end = self._stop or ChoiceEnd(str(finish))
 
     def echo(self, text: str, logprobs: Sequence[TokenLogprob]) -> None:
         """The prompt, to stand before the choice's own text."""

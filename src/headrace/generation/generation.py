@@ -11,13 +11,15 @@ import msgspec
 from headrace.core.config import ServerConfig
 from headrace.core.errors import RequestError
 from headrace.core.ids import StreamId
-from headrace.core.messages import Outputs, Ready
+from headrace.core.messages import Outputs, Ready, Status
 from headrace.core.request import Request
 from headrace.engine.client import EngineClient, EngineDown, EngineUp
 from headrace.generation.admission import Admission
+from headrace.generation.draft import Draft
+from headrace.generation.progress import InQueue
 from headrace.generation.sequences import Sequences
 from headrace.generation.served import Models, ServedModel
-from headrace.generation.stream import Item, Link, Stream
+from headrace.generation.stream import Item, Stream
 from headrace.streams.log import MemoryLog
 from headrace.streams.record import Record
 
@@ -34,7 +36,9 @@ class Generation:
         self.state = "loading"
         self.last_words = ""  # why the engine was given up
         self.died = asyncio.Event()  # set once it was
-        self._is_up = asyncio.Event()
+        self.status: Status | None = None  # the engine's newest numbers
+        self._was_up = asyncio.Event()
+        self._up: EngineUp | None = None  # while it is
         self._config = config
         self._engine = engine
         self.admission = Admission()
@@ -49,6 +53,8 @@ class Generation:
             async for news in self._engine.outputs():
                 if isinstance(news, Outputs):
                     self._deliver(news)
+                elif isinstance(news, Status):
+                    self._show_queue(news)
                 elif isinstance(news, EngineUp):
                     self._engine_is_up(news)
                 else:
@@ -58,7 +64,7 @@ class Generation:
 
     async def wait_until_ready(self) -> Ready:
         """The engine's limits, once it has loaded."""
-        await self._is_up.wait()
+        await self._was_up.wait()
         ready = self.models.all()[0].ready
         assert ready is not None
         return ready
@@ -77,8 +83,8 @@ class Generation:
         writer = self._tasks.create_task(self._run_stream(stream), name=stream.record.id)
         self._writers.add(writer)
         writer.add_done_callback(self._writers.discard)
-        if self.state == "ok":
-            stream.tell(Link.UP)
+        if self._up is not None:
+            stream.tell(self._up)
         return stream
 
     async def drain(self, seconds: float) -> None:
@@ -105,7 +111,7 @@ class Generation:
             system_fingerprint=model.system_fingerprint,
         )
         linger_s = self._config.streams.linger_s
-        return Stream(record, model, self._sequences, MemoryLog(), linger_s)
+        return Stream(record, Draft(record, model), self._sequences, MemoryLog(), linger_s)
 
     async def _run_stream(self, stream: Stream) -> None:
         try:
@@ -131,13 +137,15 @@ class Generation:
 
     def _engine_is_up(self, news: EngineUp) -> None:
         self.models.all()[0].ready = news.ready
-        self._is_up.set()
+        self._up = news
+        self._was_up.set()
         if self.state != "draining":
             self.state = "ok"
         for stream in self._streams.values():
-            stream.tell(Link.UP)
+            stream.tell(news)
 
     def _engine_is_down(self, news: EngineDown) -> None:
+        self._up = self.status = None
         if news.given_up:
             self.state, self.last_words = "dead", news.message
             self.died.set()
@@ -146,13 +154,24 @@ class Generation:
         if self.state == "ok":
             self.state = "recovering"
         for stream in self._streams.values():
-            stream.tell(Link.DOWN)
+            stream.tell(news)
+
+    def _show_queue(self, status: Status) -> None:
+        """Tells every waiting stream its place."""
+        self.status = status
+        num_ahead = 0
+        for position, sequence_id in enumerate(status.queue, 1):
+            stream = self._sequences.owner(sequence_id)
+            if stream is None:
+                continue
+            rate = status.prompt_tokens_per_s
+            eta_ms = int(num_ahead / rate * 1000) if rate else None
+            stream.tell(InQueue(position, status.num_waiting, eta_ms))
+            num_ahead += stream.record.num_prompt_tokens
 
     def _end_all(self, code: str, message: str) -> None:
         for stream in self._streams.values():
-            stream.tell(Link.DOWN)
-            stream.stop(RequestError(code, message))
-            stream.tell(Link.GONE)
+            stream.end_now(RequestError(code, message))
 
     def _check_can_serve(self) -> None:
         if self.state == "loading":
