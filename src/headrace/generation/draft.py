@@ -123,7 +123,8 @@ class Draft:
             seq = self._next_seq + len(made)
             made.append(events.Heartbeat(seq=seq, at_ms=at_ms, state=beat.state, form=beat.form))
         self._heartbeats.clear()
-        for progress in (self._queue, *self._progress):
+        series: list[QueueProgress | PromptProgress] = [self._queue, *self._progress]
+        for progress in series:
             if (event := progress.take(self._next_seq + len(made), at_ms)) is not None:
                 made.append(event)
         for choice in self._choices if not is_cut else ():
