@@ -117,6 +117,15 @@ def test_offsets_count_code_points() -> None:
     assert logprobs_of(*events, ended())["text_offset"] == [0, 1, 1, 1, 1, 2, 3]
 
 
+def test_offsets_count_broken_bytes_as_the_text_shows_them() -> None:
+    broken = (b"a", b"\x82", b"\xf0\x9f", b"b", b"\xc3", b"\xc3", b"\xa9")
+    text = b"".join(broken).decode(errors="replace")
+    entries = tuple(logprob(raw) for raw in broken)
+    assert logprobs_of(tokens(text, 1, logprobs=entries), ended())["text_offset"] == [
+        *(0, 1, 2, 3, 4, 5, 5),
+    ]
+
+
 def test_echo_starts_with_null() -> None:
     prompt = (logprob("p", None), logprob("q", -1.0))
     events = (tokens("pq", logprobs=prompt), tokens("r", 1, logprobs=(logprob("r"),)), ended())

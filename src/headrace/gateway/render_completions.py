@@ -1,5 +1,6 @@
 """The shape of text completions: what a choice looks like in a chunk and in the whole answer."""
 
+import codecs
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -44,6 +45,7 @@ class _Offsets:
     """Where each token begins, in code points from the start of the text."""
 
     def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._begun = 0  # code points of the tokens so far
         self._delivered = 0  # code points of the text so far
 
@@ -52,14 +54,11 @@ class _Offsets:
         self._begun = min(self._begun, self._delivered)
         self._delivered += len(part.text)
         for entry in part.logprobs:
-            is_inside = bool(entry.bytes) and _continues(entry.bytes[0])
-            yield max(self._begun - is_inside, 0)
-            self._begun += sum(not _continues(byte) for byte in entry.bytes)
-
-
-def _continues(byte: int) -> bool:
-    """Whether a byte stands inside a UTF-8 code point."""
-    return byte & 0xC0 == 0x80
+            is_inside = bool(self._decoder.getstate()[0])
+            first = self._decoder.decode(entry.bytes[:1])
+            # what does not continue an unfinished code point leaves U+FFFD in its place
+            yield self._begun + (is_inside and first.startswith("\ufffd"))
+            self._begun += len(first) + len(self._decoder.decode(entry.bytes[1:]))
 
 
 def _logprobs(parts: Sequence[Part], offsets: _Offsets) -> dict[str, Any]:
