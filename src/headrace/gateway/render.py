@@ -16,7 +16,9 @@ from headrace.streams.events import (
     ChoiceEnd,
     Error,
     Finish,
+    Heartbeat,
     Progress,
+    Queued,
     Tokens,
 )
 from headrace.streams.record import Record
@@ -68,6 +70,10 @@ class Frames:
             case Accepted():
                 # without heartbeats, the first frame is a client's sign of the first token
                 return self._open() or [self.idle()] if self._wire.heartbeat else []
+            case Queued():
+                return [self._queued(event)] if self._wire.return_progress else []
+            case Heartbeat():
+                return [self.idle()]
             case Progress():
                 return [self._progress(event)] if self._wire.return_progress else []
             case Tokens():
@@ -86,6 +92,10 @@ class Frames:
             return []
         self._is_open = True
         return [self._chunk([choice]) for choice in self._shape.opening()]
+
+    def _queued(self, event: Queued) -> bytes:
+        place = {"position": event.position, "waiting": event.waiting, "eta_ms": event.eta_ms}
+        return self._chunk([self._shape.idle(0)], queue=place)
 
     def _progress(self, event: Progress) -> bytes:
         figures = {
