@@ -8,10 +8,9 @@ from typing import Any
 import click
 
 from headrace import __version__
+from headrace.cli import exits
 from headrace.cli.settings import Setting, load, settings
 from headrace.core.errors import ConfigError, ModelError
-
-EXIT_FAILED, EXIT_CONFIG, EXIT_MODEL, EXIT_ENGINE, EXIT_IN_USE = 1, 2, 3, 4, 5
 
 
 def _option(setting: Setting) -> click.Option:
@@ -66,13 +65,13 @@ def main() -> None:
     try:
         cli.main(standalone_mode=False)
     except click.exceptions.Abort:
-        sys.exit(130)
+        sys.exit(exits.INTERRUPTED)
     except click.ClickException as error:
-        _fail(EXIT_CONFIG, error.format_message())
+        _fail(exits.CONFIG, error.format_message())
     except ConfigError as error:
-        _fail(EXIT_CONFIG, str(error))
+        _fail(exits.CONFIG, str(error))
     except ModelError as error:
-        _fail(EXIT_MODEL, str(error))
+        _fail(exits.MODEL, str(error))
 
 
 def _fail(code: int, message: str) -> None:

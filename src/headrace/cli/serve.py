@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import uvicorn
 
-from headrace.cli.main import EXIT_ENGINE, EXIT_IN_USE, EXIT_MODEL
+from headrace.cli import exits
 from headrace.core.config import ServerConfig
 from headrace.core.messages import Ready
 from headrace.engine.supervisor import Supervisor
@@ -44,7 +44,7 @@ def serve(config: ServerConfig) -> int:
             f"headrace: port {config.http.port} is in use; stop what uses it, or give --port.",
             file=sys.stderr,
         )
-        return EXIT_IN_USE
+        return exits.IN_USE
     with listener:
         model = ServedModel(config.models[0])
         with asyncio.Runner(loop_factory=_new_loop) as runner:
@@ -120,9 +120,9 @@ class _Serving:
 
     def _verdict(self, generation: Generation) -> int:
         if not generation.died.is_set():
-            return 0
+            return exits.DONE
         print(f"headrace: {generation.last_words}", file=sys.stderr)
-        return EXIT_ENGINE if self._model.ready else EXIT_MODEL
+        return exits.ENGINE if self._model.ready else exits.MODEL
 
 
 def _ready_line(url: str, name: str, ready: Ready) -> str:

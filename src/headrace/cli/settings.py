@@ -73,7 +73,7 @@ def _walk(struct: type[msgspec.Struct], path: tuple[str, ...]) -> Iterator[Setti
 
 def _without_none(hint: Any) -> Any:
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-        (hint,) = (part for part in typing.get_args(hint) if part is not type(None))
+        hint = next(part for part in typing.get_args(hint) if part is not type(None))
     while typing.get_origin(hint) is typing.Annotated:
         hint = typing.get_args(hint)[0]
     return hint
