@@ -104,5 +104,21 @@ def assert_close(ours: torch.Tensor, reference: torch.Tensor, tolerance: float =
     assert error.max() <= tolerance, f"{error.max():.2e} > {tolerance:.0e}"
 
 
+@torch.inference_mode()
+def assert_greedy(tokens: list[int], num_prompt: int, reference: torch.nn.Module) -> None:
+    """Every token after the prompt is the reference's best, given those before it.
+
+    Excused are places where the reference's best two are closer than rounding can tell, and at
+    most one in a hundred.
+    """
+    logits = reference(torch.tensor([tokens[:-1]])).logits[0, num_prompt - 1 :]
+    best = logits.topk(2, dim=-1)
+    is_close = best.values[:, 0] - best.values[:, 1] < 1e-3 * logits.abs().amax(-1)
+    is_wrong = best.indices[:, 0] != torch.tensor(tokens[num_prompt:])
+    print("close calls:", int(is_close.sum()), "of", len(logits))
+    assert not (is_wrong & ~is_close).any()
+    assert (is_wrong & is_close).sum() <= len(logits) / 100
+
+
 def random_prompt(length: int, vocab_size: int = 320, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(0, vocab_size, length).tolist()

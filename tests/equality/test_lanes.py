@@ -7,7 +7,15 @@ import torch
 import transformers
 
 from tests.builders import make_tiny_model
-from tests.drive import Drive, assert_close, generate, random_prompt, row_logits, tiny_runner
+from tests.drive import (
+    Drive,
+    assert_close,
+    assert_greedy,
+    generate,
+    random_prompt,
+    row_logits,
+    tiny_runner,
+)
 
 PROMPT = random_prompt(100)
 LANES = ("native-text", "generic-text")
@@ -29,23 +37,17 @@ def reference(folder: Path):
 
 
 @torch.inference_mode()
-def greedy(reference, prompt: list[int], num: int) -> list[int]:
-    output, tokens = reference(torch.tensor([prompt]), use_cache=True), []
-    for _ in range(num):
-        tokens.append(int(output.logits[0, -1].argmax()))
-        output = reference(
-            torch.tensor([[tokens[-1]]]), past_key_values=output.past_key_values, use_cache=True
-        )
-    return tokens
-
-
-@torch.inference_mode()
 def test_logits_equal_those_of_transformers(runner, reference):
     assert_close(row_logits(runner, PROMPT), reference(torch.tensor([PROMPT])).logits[0])
 
 
 def test_greedy_tokens_equal_those_of_transformers_over_256_steps(runner, reference):
-    assert generate(runner, PROMPT, 256) == greedy(reference, PROMPT, 256)
+    assert_greedy(PROMPT + generate(runner, PROMPT, 256), len(PROMPT), reference)
+
+
+def test_both_lanes_generate_the_same(folder: Path):
+    native, generic = (generate(tiny_runner(folder, lane), PROMPT, 128) for lane in LANES)
+    assert native == generic
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 16, 64])

@@ -83,7 +83,12 @@ def layer_windows(config: dict[str, Any], window: int | None) -> Windows:
     layers = positive(config, "num_hidden_layers")
     kinds = config.get("layer_types")
     if kinds:
-        return tuple(window if kind == "sliding_attention" else None for kind in kinds[:layers])
+        if len(kinds) != layers:
+            raise ModelError(
+                f"config.json has {len(kinds)} layer_types for {layers} layers; download it again.",
+                "model_corrupt",
+            )
+        return tuple(window if kind == "sliding_attention" else None for kind in kinds)
     first = config.get("max_window_layers", 28)
     return tuple(window if layer >= first else None for layer in range(layers))
 

@@ -1,20 +1,30 @@
 """Questions to code that is not ours: what a function takes, how much an object holds."""
 
 import inspect
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 
-def accepted_arguments(function: Any) -> frozenset[str] | None:
-    """Names that it takes; None if it takes any, or does not say."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return None
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return None
-    return frozenset(parameter.name for parameter in parameters)
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """Read once per function."""
+
+    names: frozenset[str]
+    takes_any: bool  # takes any keyword, or does not say what it takes
+
+    @classmethod
+    def of(cls, function: Any) -> "Signature":
+        try:
+            parameters = inspect.signature(function).parameters.values()
+        except (TypeError, ValueError):
+            return cls(frozenset(), True)
+        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+        return cls(frozenset(parameter.name for parameter in parameters), takes_any)
+
+    def accepted(self, offered: dict[str, Any]) -> dict[str, Any]:
+        return {k: value for k, value in offered.items() if self.takes_any or k in self.names}
 
 
 def tensor_bytes(value: Any, seen: set[int] | None = None) -> int:

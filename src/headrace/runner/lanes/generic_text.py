@@ -10,12 +10,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from headrace.core.errors import ModelError
-from headrace.core.ids import SequenceId, SlotId
+from headrace.core.ids import SlotId
 from headrace.core.layout import MemoryLayout
 from headrace.core.plan import BlockCopy, Chunk, SlotCopy
 from headrace.models.headers import read_headers
 from headrace.models.spec import ModelSpec
-from headrace.runner.lanes.foreign import accepted_arguments, tensor_bytes
+from headrace.runner.lanes.foreign import Signature, tensor_bytes
 
 _PROBE_LENGTH, _PROBE_CUT = 40, 7
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 1e-1}
@@ -27,7 +27,11 @@ class GenericText:
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
         self._model = _load(spec, dtype).to(device).eval()
         self.device, self.dtype = device, dtype
-        self._accepted = accepted_arguments(self._model.forward)
+        self._signature = Signature.of(self._model.forward)
+        self._cache_name = "past_key_values"
+        if "cache_params" in self._signature.names:  # what state space models call it
+            self._cache_name = "cache_params"
+        self._extends = True  # by several tokens at once; else a prompt goes on one by one
         self._caches: dict[SlotId, Any] = {}
         parameters = list(self._model.parameters())
         self.num_parameters = sum(p.numel() for p in parameters)
@@ -48,9 +52,11 @@ class GenericText:
         self._caches.clear()
 
     def forward(self, chunks: Sequence[Chunk], token_ids: Sequence["array[int]"]) -> Tensor:
-        return torch.cat(
-            [self._run(chunk, ids) for chunk, ids in zip(chunks, token_ids, strict=True)]
-        )
+        rows = [
+            self._run(chunk.slot_id, chunk.start, ids, chunk.num_rows)
+            for chunk, ids in zip(chunks, token_ids, strict=True)
+        ]
+        return torch.cat(rows)
 
     def logits(self, rows: Tensor) -> Tensor:
         return rows.float()
@@ -59,50 +65,48 @@ class GenericText:
         for copy in slots:
             self._caches[copy.target] = copies.deepcopy(self._caches[copy.source])
 
-    def _run(self, chunk: Chunk, ids: "array[int]") -> Tensor:
-        """Logits [num_rows, vocab] of one chunk; its slot's cache grows by it."""
-        if chunk.start == 0:
-            self._caches[chunk.slot_id] = DynamicCache(config=self._model.config)
-        positions = torch.arange(chunk.start, chunk.start + chunk.length, device=self.device)
+    def _run(self, slot: SlotId, start: int, ids: "array[int]", num_rows: int) -> Tensor:
+        """Logits [num_rows, vocab] of the last of these tokens; the slot's cache grows by all."""
+        if start == 0:
+            self._caches[slot] = DynamicCache(config=self._model.config)
+        elif not self._extends and len(ids) > 1:
+            rows = [self._run(slot, start + i, ids[i : i + 1], 1) for i in range(len(ids))]
+            return torch.cat(rows)[len(ids) - num_rows :]
+        positions = torch.arange(start, start + len(ids), device=self.device)
         offered = {
             "input_ids": torch.tensor([ids.tolist()], device=self.device),
             "position_ids": positions[None],
-            "past_key_values": self._caches[chunk.slot_id],
+            self._cache_name: self._caches[slot],
             "use_cache": True,
-            "logits_to_keep": max(1, chunk.num_rows),  # NOTE: 0 would mean all of them
+            "logits_to_keep": max(1, num_rows),  # NOTE: 0 would mean all of them
             "return_dict": True,
         }
-        output = self._model(
-            **{
-                name: value
-                for name, value in offered.items()
-                if self._accepted is None or name in self._accepted
-            }
-        )
-        cache = getattr(output, "past_key_values", None)
+        output = self._model(**self._signature.accepted(offered))
+        cache = getattr(output, self._cache_name, None)
         if cache is None:
             raise self._refusal("its forward returns no cache")
-        self._caches[chunk.slot_id] = cache
-        return output.logits[0, output.logits.shape[1] - chunk.num_rows :]
+        self._caches[slot] = cache
+        return output.logits[0, output.logits.shape[1] - num_rows :]
 
     @torch.inference_mode()
     def _measure(self) -> tuple[int, int]:
         """Bytes of a sequence's cache, at all and per position; proves that cuts change nothing."""
-        whole, cut = SlotId(0), SlotId(1)
-        expected = self._probe(whole, 0, _PROBE_LENGTH)
-        self._probe(cut, 0, _PROBE_CUT)
-        sizes = [tensor_bytes(self._caches[slot]) for slot in (cut, whole)]
-        got = self._probe(cut, _PROBE_CUT, _PROBE_LENGTH)
-        error = (got - expected).abs().max() / expected.abs().max()
-        if not error <= _TOLERANCE[self.dtype]:
+        slot = SlotId(0)
+        expected = self._probe(slot, 0, _PROBE_LENGTH)
+        sizes = [tensor_bytes(self._caches[slot])]
+        for self._extends in (True, False):
+            self._probe(slot, 0, _PROBE_CUT)
+            sizes.append(tensor_bytes(self._caches[slot]))
+            got = self._probe(slot, _PROBE_CUT, _PROBE_LENGTH)
+            if (got - expected).abs().max() <= _TOLERANCE[self.dtype] * expected.abs().max():
+                break
+        else:
             raise self._refusal("its answer changes with the place of the cut")
-        per_position = -(-(sizes[1] - sizes[0]) // (_PROBE_LENGTH - _PROBE_CUT))
-        return max(0, sizes[0] - per_position * _PROBE_CUT), per_position
+        per_position = -(-(sizes[0] - sizes[1]) // (_PROBE_LENGTH - _PROBE_CUT))
+        return max(0, sizes[1] - per_position * _PROBE_CUT), per_position
 
     def _probe(self, slot: SlotId, start: int, end: int) -> Tensor:
-        ids = array("i", range(start, end))
-        chunk = Chunk(SequenceId(-1), start, end - start, 1, (), array("i"), slot)
-        return self._run(chunk, ids).float()
+        return self._run(slot, start, array("i", range(start, end)), 1).float()
 
     def _refusal(self, reason: str) -> ModelError:
         name = type(self._model).__name__

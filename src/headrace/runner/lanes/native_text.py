@@ -13,6 +13,8 @@ from headrace.models.spec import ModelSpec
 from headrace.models.weights import load_weights
 from headrace.runner.attention import Attention, NaiveAttention
 from headrace.runner.inputs import pack
+from headrace.runner.kernels.attention import CpuAttention
+from headrace.runner.kernels.linear import pack_linears
 from headrace.runner.storage import BlockStorage, bytes_per_position
 
 
@@ -28,6 +30,9 @@ class NativeText:
         parameters = list(self._model.parameters())
         self.num_parameters = sum(p.numel() for p in parameters)
         self.weight_bytes = sum(p.nbytes for p in parameters)
+        del parameters  # the packed forms replace them one by one
+        if device.type == "cpu":
+            pack_linears(self._model)
 
     def layout(
         self, free_bytes: int, max_num_seqs: int, max_positions: int, block_size: int
@@ -45,7 +50,8 @@ class NativeText:
         self._storage = BlockStorage(
             self._model.cache_shape, layout.num_blocks, layout.block_size, self.dtype, self.device
         )
-        self._attention: Attention = NaiveAttention(self._storage)
+        fast = self.device.type == "cpu"
+        self._attention: Attention = (CpuAttention if fast else NaiveAttention)(self._storage)
 
     def forward(self, chunks: Sequence[Chunk], token_ids: Sequence["array[int]"]) -> Tensor:
         batch = pack(chunks, token_ids, self._storage.block_size, self.device)

@@ -1,0 +1,103 @@
+"""Each family and each of its options against transformers, in float32."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from tests.builders import make_tiny_model
+from tests.drive import (
+    assert_close,
+    assert_greedy,
+    generate,
+    random_prompt,
+    row_logits,
+    tiny_runner,
+)
+
+PROMPT = random_prompt(150)
+LLAMA, MISTRAL, QWEN2, QWEN3 = (
+    f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Qwen2", "Qwen3")
+)
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+SOME_WINDOWS = {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}
+KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
+OPTIONS = {
+    "llama": (LLAMA, {}),
+    "llama tied": (LLAMA, {"tie_word_embeddings": True}),
+    "llama with attention biases": (LLAMA, {"attention_bias": True}),
+    "llama with mlp biases": (LLAMA, {"mlp_bias": True}),
+    "llama with a kv head per head": (LLAMA, {"num_key_value_heads": 4}),
+    "llama with one kv head": (LLAMA, {"num_key_value_heads": 1}),
+    "llama with its own head size": (LLAMA, {"head_dim": 24}),
+    "llama with another norm": (LLAMA, {"rms_norm_eps": 0.1}),
+    "mistral without a window": (MISTRAL, {"sliding_window": None}),
+    "mistral with a window": (MISTRAL, {"sliding_window": 24}),
+    "qwen2": (QWEN2, {"head_dim": None}),
+    "qwen2 tied": (QWEN2, {"head_dim": None, "tie_word_embeddings": True}),
+    "qwen2 with windows from a layer on": (QWEN2, {"head_dim": None, **SOME_WINDOWS}),
+    "qwen2 with windows by layer": (
+        QWEN2,
+        {"head_dim": None, "layer_types": KINDS, **SOME_WINDOWS},
+    ),
+    "qwen3 tied": (QWEN3, {"tie_word_embeddings": True}),
+    "qwen3 with attention biases": (QWEN3, {"attention_bias": True}),
+    "qwen3 with windows from a layer on": (QWEN3, SOME_WINDOWS),
+    "qwen3 with windows by layer": (QWEN3, {"layer_types": KINDS, **SOME_WINDOWS}),
+    "rope with another base": (LLAMA, {"rope_parameters": {"rope_theta": 500.0}}),
+    "linear rope": (LLAMA, {"rope_parameters": {"rope_type": "linear", "factor": 4.0}}),
+    "dynamic rope": (QWEN2, {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}),
+    "llama3 rope": (LLAMA, {"rope_parameters": LLAMA3}),
+    "yarn rope": (QWEN3, {"rope_parameters": YARN}),
+    "yarn rope of qwen2": (QWEN2, {"rope_parameters": YARN}),
+    "yarn rope with fractions": (QWEN3, {"rope_parameters": YARN | {"truncate": False}}),
+    "yarn rope with its own amplitude": (
+        MISTRAL,
+        {"rope_parameters": YARN | {"attention_factor": 0.8}, "sliding_window": None},
+    ),
+    "yarn rope with two scales": (
+        LLAMA,
+        {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.2, "beta_fast": 16.0}},
+    ),
+    "shards": (QWEN3, {"max_shard_size": "60KB"}),
+    "tied shards": (
+        QWEN2,
+        {"head_dim": None, "tie_word_embeddings": True, "max_shard_size": "60KB"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@torch.inference_mode()
+def test_logits_and_greedy_tokens_equal_those_of_transformers(name: str, tmp_path: Path):
+    architecture, config = OPTIONS[name]
+    folder = make_tiny_model(tmp_path / "tiny", architecture, **dict[str, Any](config))
+    runner = tiny_runner(folder, "native-text")
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager"
+    )
+    expected = reference(torch.tensor([PROMPT])).logits[0]
+    assert_close(row_logits(runner, PROMPT), expected)
+    assert_close(row_logits(runner, PROMPT, chunk=33), expected)
+    assert_greedy(PROMPT + generate(runner, PROMPT, 64), len(PROMPT), reference)
+
+
+@pytest.mark.parametrize("architecture", [LLAMA, MISTRAL, QWEN2, QWEN3])
+@torch.inference_mode()
+def test_bfloat16_errs_no_more_than_that_of_transformers(architecture: str, tmp_path: Path):
+    folder = make_tiny_model(tmp_path / "tiny", architecture, head_dim=None, dtype=torch.bfloat16)
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    tokens = torch.tensor([PROMPT])
+    exact = load(folder, dtype=torch.float32)(tokens).logits[0]
+    theirs = load(folder, dtype=torch.bfloat16)(tokens).logits[0].float()
+    ours = row_logits(tiny_runner(folder, "native-text"), PROMPT)
+    assert (ours - exact).abs().mean() <= 1.5 * (theirs - exact).abs().mean()

@@ -1,0 +1,81 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.core.errors import ModelError
+from headrace.models.spec import Defaults, ModelSpec
+from headrace.runner.lanes.choose import choose_lane
+
+DENSE = {
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 1,
+    "vocab_size": 10,
+    "max_position_embeddings": 64,
+}
+
+
+def spec(architecture: str, model_type: str, **config: Any) -> ModelSpec:
+    content = DENSE | {"model_type": model_type} | config
+    return ModelSpec(
+        Path("/models/some"), architecture, 10, 64, (), Defaults(), "float32", (), content
+    )
+
+
+def refusal(model: ModelSpec, wanted: str = "auto") -> str:
+    with pytest.raises(ModelError) as caught:
+        choose_lane(model, wanted)
+    assert caught.value.code == "model_unsupported"
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "model_type", "lane"),
+    [
+        ("LlamaForCausalLM", "llama", "native-text"),
+        ("Qwen3ForCausalLM", "qwen3", "native-text"),
+        ("GPT2LMHeadModel", "gpt2", "generic-text"),
+        ("Lfm2ForCausalLM", "lfm2", "generic-text"),
+    ],
+)
+def test_a_registered_architecture_is_native_and_any_other_generic(
+    architecture: str, model_type: str, lane: str
+) -> None:
+    assert choose_lane(spec(architecture, model_type), "auto").id == lane
+
+
+def test_any_model_can_be_forced_to_the_generic_lane() -> None:
+    assert choose_lane(spec("Qwen3ForCausalLM", "qwen3"), "generic-text").id == "generic-text"
+
+
+def test_a_lane_that_cannot_be_forced_says_why() -> None:
+    text = refusal(spec("GPT2LMHeadModel", "gpt2"), "native-text")
+    assert "native-text" in text and "GPT2LMHeadModel is not one of" in text
+
+
+def test_an_option_that_is_not_implemented_leads_to_the_generic_lane() -> None:
+    scaled = spec("LlamaForCausalLM", "llama", rope_scaling={"rope_type": "longrope"})
+    assert choose_lane(scaled, "auto").id == "generic-text"
+    assert "longrope" in refusal(scaled, "native-text")
+
+
+def test_an_unknown_architecture_names_the_lanes_and_their_reasons() -> None:
+    text = refusal(spec("FrobnicateForCausalLM", "frobnicate"))
+    assert "native-text:" in text and "generic-text:" in text and "Frobnicate" in text
+
+
+def test_code_from_a_repository_is_refused_by_name() -> None:
+    own_code = {"AutoModelForCausalLM": "modeling.Frobnicate"}
+    text = refusal(spec("FrobnicateForCausalLM", "frobnicate", auto_map=own_code))
+    assert "needs code from its repository, which is never run" in text
+
+
+def test_an_image_model_is_not_taken_for_a_text_model() -> None:
+    text = refusal(spec("Gemma3ForConditionalGeneration", "gemma3", vision_config={}))
+    assert "more than a text side" in text
+
+
+def test_the_refusal_of_a_folder_does_not_show_its_path() -> None:
+    assert "/models" not in refusal(spec("FrobnicateForCausalLM", "frobnicate"))

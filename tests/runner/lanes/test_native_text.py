@@ -1,0 +1,87 @@
+from array import array
+from pathlib import Path
+
+import pytest
+import torch
+
+from headrace.core.ids import BlockId, SequenceId
+from headrace.core.plan import Begin, BlockCopy, Chunk, StepPlan
+from headrace.runner.runner import Runner
+from tests.builders import make_tiny_model
+from tests.drive import GREEDY, Drive, generate, random_prompt, tiny_runner
+
+A, B = SequenceId(0), SequenceId(1)
+POSITION = 3 * 2 * 16 * 2 * 4  # bytes: layers, kv heads, head size, keys and values, float32
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("native") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def runner(folder: Path) -> Runner:
+    return tiny_runner(folder)
+
+
+def test_blocks_are_as_many_as_the_sequences_need_or_the_memory_holds(runner: Runner) -> None:
+    plenty = runner.lane.layout(1 << 40, 4, 100, 16)
+    assert (plenty.num_blocks, plenty.max_positions, plenty.num_slots) == (4 * 7, 100, 0)
+    scarce = runner.lane.layout(5 * 16 * POSITION + 7, 4, 100, 16)
+    assert (scarce.num_blocks, scarce.max_positions) == (5, 80)
+
+
+def test_rows_that_nobody_asked_for_never_reach_the_head(runner: Runner) -> None:
+    rows: list[int] = []
+    hook = runner.lane._model.head.register_forward_hook(
+        lambda _, inputs, __: rows.append(len(inputs[0]))
+    )
+    drive = Drive(runner, room=64)
+    drive.begin(0, random_prompt(40))
+    drive.begin(1, random_prompt(10))
+    drive.step((0, 0, 20), (1, 0, 10))
+    drive.step((0, 20, 20), (1, 10, 1))
+    hook.remove()
+    assert rows == [1, 2]
+
+
+def test_a_sibling_goes_on_from_a_copied_last_block(runner: Runner) -> None:
+    prompt = random_prompt(20)
+    both = tuple(Begin(s, array("i", prompt), 20, k, GREEDY) for k, s in enumerate((A, B)))
+    first = Chunk(A, 0, 20, 1, (A, B), array("i", [0, 1]))
+    copy = BlockCopy(BlockId(1), BlockId(2))
+    runner.launch(StepPlan(both, (first,), block_copies=(copy,))).result()
+    drawn: dict[SequenceId, list[int]] = {A: [], B: []}
+    for start in range(20, 30):
+        chunks = (
+            Chunk(A, start, 1, 1, (A,), array("i", [0, 1])),
+            Chunk(B, start, 1, 1, (B,), array("i", [0, 2])),
+        )
+        result = runner.launch(StepPlan(chunks=chunks)).result()
+        for chunk, part in zip(chunks, result.chunks, strict=True):
+            drawn[chunk.sequence_id] += part.drawn[0].token_ids
+    assert drawn[A] == drawn[B] == generate(runner, prompt, 11)[1:]
+
+
+def test_a_cached_prefix_is_taken_from_another_sequences_blocks(runner: Runner) -> None:
+    prompt = random_prompt(50)
+    cold = generate(runner, prompt, 10)
+    drive = Drive(runner)
+    drive.begin(0, prompt)
+    drive.prefill(0, start=48)  # the blocks of the run before still hold the first 48
+    drive.decode([0], 9)
+    assert drive.tokens[0][50:] == cold
+
+
+def test_the_same_run_twice_gives_the_same_bits(runner: Runner) -> None:
+    chunk = Chunk(A, 0, 30, 30, (), array("i", [0, 1]))
+    ids = [array("i", random_prompt(30))]
+    with torch.inference_mode():
+        one, two = (runner.lane.logits(runner.lane.forward([chunk], ids)) for _ in range(2))
+    assert torch.equal(one, two)
+
+
+def test_there_is_one_copy_of_the_weights(runner: Runner, folder: Path) -> None:
+    assert runner.lane.weight_bytes == runner.lane.num_parameters * 4
+    stored = (folder / "model.safetensors").stat().st_size
+    assert 0 <= stored - runner.lane.weight_bytes < 16_384  # the header

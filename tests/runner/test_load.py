@@ -1,0 +1,117 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headrace.core.config import ModelConfig, SchedulerConfig
+from headrace.core.errors import ModelError
+from headrace.core.messages import Ready
+from headrace.runner import load
+from headrace.runner.load import load_runner
+from tests.builders import make_tiny_model
+
+POSITION = 3 * 2 * 16 * 2 * 4  # bytes: layers, kv heads, head size, keys and values, float32
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("load") / "tiny")
+
+
+def ready(folder: Path, **config: Any) -> Ready:
+    return load_runner(ModelConfig(**({"device": "cpu", "threads": 1} | config)), folder)[1]
+
+
+def refusal(folder: Path, **config: Any) -> ModelError:
+    with pytest.raises(ModelError) as caught:
+        ready(folder, **config)
+    return caught.value
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch):
+    """Makes the machine have so many free bytes."""
+    return lambda num: monkeypatch.setattr(load, "free_bytes", lambda _: num)
+
+
+def test_ready_describes_the_model_and_its_limits(folder: Path) -> None:
+    told = ready(folder)
+    assert (told.lane, told.device, told.dtype) == ("native-text", "cpu", "float32")
+    assert (told.vocab_size, told.max_model_len, told.max_num_seqs) == (320, 2048, 64)
+    assert told.weight_bytes == 4 * told.num_parameters and len(told.fingerprint) == 12
+    assert told.layout.max_positions == 2048
+
+
+def test_the_config_can_lower_the_length_and_never_raise_it(folder: Path) -> None:
+    assert ready(folder, max_model_len=100).max_model_len == 100
+    assert ready(folder, max_model_len=5000).max_model_len == 2048
+
+
+def test_memory_given_in_bytes_is_what_the_pool_takes(folder: Path) -> None:
+    told = ready(folder, kv_cache_memory_bytes=80 * 16 * POSITION)
+    assert (told.layout.num_blocks, told.max_model_len) == (80, 1280)
+
+
+def test_block_size_is_the_configs(folder: Path) -> None:
+    told = ready(folder, block_size=32, max_model_len=64, scheduler=SchedulerConfig(max_num_seqs=3))
+    assert (told.layout.block_size, told.layout.num_blocks) == (32, 6)
+
+
+def test_by_default_the_cache_takes_a_quarter_of_what_is_free(folder: Path, free) -> None:
+    free(4 * 100 * 16 * POSITION)
+    assert ready(folder).layout.num_blocks == 100
+
+
+def test_type_follows_the_checkpoint_unless_told(tmp_path: Path) -> None:
+    stored = make_tiny_model(tmp_path / "tiny", dtype=torch.bfloat16)
+    assert ready(stored, max_model_len=64).dtype == "bfloat16"
+    assert ready(stored, max_model_len=64, dtype="float32").dtype == "float32"
+
+
+def test_float16_is_computed_in_float32(tmp_path: Path) -> None:
+    stored = make_tiny_model(tmp_path / "tiny", dtype=torch.float16)
+    assert ready(stored, max_model_len=64).dtype == "float32"
+
+
+def test_weights_that_do_not_fit_are_refused_with_both_sizes(folder: Path, free) -> None:
+    free(100 << 10)
+    error = refusal(folder)
+    assert error.code == "model_too_large"
+    assert "0 MiB are free" in str(error) and "--dtype bfloat16" in str(error)
+
+
+def test_a_cache_too_small_for_one_sequence_is_refused_with_the_sizes(folder: Path) -> None:
+    error = refusal(folder, kv_cache_memory_bytes=1008 * POSITION)
+    assert error.code == "model_too_large"
+    assert "1008 tokens" in str(error) and "1024 must fit" in str(error)
+    assert "--kv-cache-memory-bytes" in str(error)
+
+
+def test_a_short_model_need_only_fit_itself(folder: Path) -> None:
+    assert ready(folder, kv_cache_memory_bytes=64 * POSITION, max_model_len=64).max_model_len == 64
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_missing_device_is_refused_with_the_remedy(folder: Path) -> None:
+    assert "--device cpu" in str(refusal(folder, device="cuda"))
+
+
+def test_the_number_of_threads_is_the_configs(folder: Path) -> None:
+    ready(folder, threads=2, max_model_len=64)
+    assert torch.get_num_threads() == 2
+    ready(folder, threads=1, max_model_len=64)
+    assert torch.get_num_threads() == 1
+
+
+def test_loading_leaves_torchs_generator_alone(folder: Path) -> None:
+    state = torch.random.get_rng_state()
+    ready(folder, max_model_len=64)
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_a_model_without_a_stated_limit_gets_one(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "tiny", "MambaForCausalLM", state_size=8)
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace('"max_position_embeddings": 2048,', ""))
+    assert ready(folder, scheduler=SchedulerConfig(max_num_seqs=2)).max_model_len == 4096
