@@ -182,9 +182,33 @@ def wordpiece() -> Tokenizer:
     return built
 
 
-def added() -> Tokenizer:
+def joined_words() -> Tokenizer:
+    """No pre-tokenizer either, and merges that go across spaces: nowhere to cut."""
+    built = Tokenizer(models.BPE())
+    built.normalizer = normalizers.Replace(" ", "▁")
+    built.decoder = decoders.Replace("▁", " ")
+    _train_bpe(built, [])
+    return built
+
+
+def single_digits() -> Tokenizer:
+    whole = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return _byte_level(pre_tokenizers.Sequence([pre_tokenizers.Digits(True), whole]))
+
+
+def stripped_unigram() -> Tokenizer:
+    """Blanks at both ends of a text are dropped."""
+    built = unigram()
+    built.normalizer = normalizers.Sequence([normalizers.Strip(), built.normalizer])
+    return built
+
+
+def _with_added(build: Callable[[], Tokenizer]) -> Callable[[], Tokenizer]:
+    return lambda: _add(build())
+
+
+def _add(built: Tokenizer) -> Tokenizer:
     """Added tokens that eat the spaces beside them, ask for word borders, or are plain text."""
-    built = qwen()
     built.add_special_tokens([AddedToken("<mask>", lstrip=True), AddedToken("<r>", rstrip=True)])
     built.add_tokens([AddedToken("lot", single_word=True), AddedToken("süß", normalized=True)])
     return built
@@ -203,7 +227,15 @@ BUILDERS: dict[str, Callable[[], Tokenizer]] = {
     "gemma": gemma,
     "unigram": unigram,
     "wordpiece": wordpiece,
-    "added": added,
+    "stripped_unigram": stripped_unigram,
+    "joined_words": joined_words,
+    "single_digits": single_digits,
+    "added_qwen": _with_added(qwen),
+    "added_gpt2": _with_added(gpt2),
+    "added_metaspace": _with_added(_spaces_to_marks(True, "always")),
+    "added_llama2": _with_added(llama2),
+    "added_unigram": _with_added(unigram),
+    "added_wordpiece": _with_added(wordpiece),
 }
 KINDS = sorted(BUILDERS)
 

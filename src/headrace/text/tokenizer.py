@@ -1,7 +1,9 @@
 """Characters to ids and back, by a model's tokenizer.json; never reads a chat template."""
 
+import re
 from array import array
 from collections.abc import Iterable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,9 @@ import tokenizers
 
 from headrace.core.errors import ModelError
 from headrace.text.spelling import spelling_for
+
+_MARK = "▁"
+_MARK_INSIDE = re.compile(f"[^{_MARK}]{_MARK}")
 
 
 class _Sections(msgspec.Struct):
@@ -29,6 +34,7 @@ class Tokenizer:
         self.spell = spelling_for(self._inner, sections.decoder).spell
         self.special_tokens = _special_tokens(config or {})
         added = self._inner.get_added_tokens_decoder()
+        self.added_tokens = tuple(token.content for token in added.values())
         self.special_ids = frozenset(id for id, token in added.items() if token.special)
         self.vocab_size = max(self._inner.get_vocab().values(), default=-1) + 1
         self._anchor = self._inner.token_to_id("a")
@@ -51,6 +57,35 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool) -> "array[int]":
         return array("i", self._inner.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def encode_spans(self, text: str) -> tokenizers.Encoding:
+        """Ids with their offsets and words, without outer special tokens."""
+        return self._inner.encode(text, add_special_tokens=False)
+
+    @cached_property
+    def outer_ids(self) -> "tuple[array[int], array[int]]":
+        """The special tokens that `encode` adds before and after a text."""
+        bare, full = self.encode("a", False), self.encode("a", True)
+        num_before = next(
+            start for start in range(len(full)) if full[start : start + len(bare)] == bare
+        )
+        return full[:num_before], full[num_before + len(bare) :]
+
+    def is_cut_by_mark(self, before: int, token_id: int) -> bool:
+        """Whether a word may be encoded in two parts between these two tokens.
+
+        True at a space mark after another character, if the vocabulary never joins such a pair.
+        """
+        if not self._marks_cut:
+            return False
+        token = self._inner.id_to_token(token_id) or ""
+        previous = self._inner.id_to_token(before) or ""
+        return token.startswith(_MARK) and not previous.endswith(_MARK)
+
+    @cached_property
+    def _marks_cut(self) -> bool:
+        vocabulary = self._inner.get_vocab(with_added_tokens=False)
+        return not any(_MARK_INSIDE.search(token) for token in vocabulary)
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool) -> str:
         """All ids as one text; what a Detokenizer returns for them, joined.

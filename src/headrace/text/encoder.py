@@ -1,0 +1,67 @@
+"""Text to ids for prompts of any length: in one call, or in windows where those are proven."""
+
+from array import array
+from functools import cached_property
+from itertools import islice
+
+from headrace.text.probes import hard_texts
+from headrace.text.tokenizer import Tokenizer
+from headrace.text.windows import NO_OUTER, Sizes, WindowedText
+
+NUM_PROBES = 200
+MAX_PROBE = 600  # characters
+_SIZES = Sizes()
+_PROBE_SIZES = Sizes(window=200, overlap=100)
+
+
+class WholeText:
+    """A text that one call encodes; the same interface as WindowedText."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, text: str, add_special_tokens: bool, limit: int | None
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._text = text
+        self._add_special_tokens = add_special_tokens
+        self._limit = limit
+        self.token_ids = array("i")
+        self.is_over = False
+
+    def advance(self) -> bool:
+        self.token_ids = self._tokenizer.encode(self._text, self._add_special_tokens)
+        self.is_over = self._limit is not None and len(self.token_ids) > self._limit
+        return False
+
+
+class Encoder:
+    """Begins encodings; thread-safe."""
+
+    def __init__(self, tokenizer: Tokenizer, sizes: Sizes = _SIZES) -> None:
+        self._tokenizer = tokenizer
+        self._sizes = sizes
+
+    @cached_property
+    def can_stream(self) -> bool:
+        """Whether windows give the ids of one call on all probes; found out by the first long text.
+
+        Takes about half a second: ask for it in a worker thread.
+        """
+        tokenizer = self._tokenizer
+        probes = islice(hard_texts(0, tokenizer.added_tokens), NUM_PROBES)
+        return all(_windows_agree(tokenizer, text[:MAX_PROBE], _PROBE_SIZES) for text in probes)
+
+    def begin(
+        self, text: str, add_special_tokens: bool, limit: int | None = None
+    ) -> WholeText | WindowedText:
+        """An encoding to `advance` until it returns False; its ids are then in `token_ids`."""
+        if len(text) <= self._sizes.window or not self.can_stream:
+            return WholeText(self._tokenizer, text, add_special_tokens, limit)
+        outer = self._tokenizer.outer_ids if add_special_tokens else NO_OUTER
+        return WindowedText(self._tokenizer, text, self._sizes, outer, limit)
+
+
+def _windows_agree(tokenizer: Tokenizer, text: str, sizes: Sizes) -> bool:
+    windows = WindowedText(tokenizer, text, sizes, tokenizer.outer_ids)
+    while windows.advance():
+        pass
+    return windows.token_ids == tokenizer.encode(text, add_special_tokens=True)

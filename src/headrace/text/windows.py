@@ -1,0 +1,170 @@
+"""Ids of a long text from overlapping windows, equal to those of one call; bounded memory.
+
+    left   |----------------------------|
+    right                        |----------------------------|
+                                 overlap
+                                    ^ cut: left's tokens before it, right's from it on
+
+Near a window's border its tokens are not the text's: words are cut, spaces prefixed, characters
+left uncomposed. Where both windows agree the borders are out of reach, and a word that begins
+there begins there in the whole text too.
+"""
+
+from array import array
+from bisect import bisect_left
+from typing import NamedTuple
+
+import msgspec
+
+from headrace.text.tokenizer import Tokenizer
+
+Outer = tuple["array[int]", "array[int]"]
+NO_OUTER: Outer = (array("i"), array("i"))
+
+
+class Sizes(msgspec.Struct, frozen=True):
+    """In characters; a text of up to `window` is encoded in one call."""
+
+    window: int = 64 << 10
+    overlap: int = 4 << 10
+    min_run: int = 6  # tokens that both windows must agree on around a cut
+
+
+class Window(NamedTuple):
+    """The tokens of text[start:end]; spans are (start, end) in the whole text."""
+
+    start: int
+    end: int
+    ids: list[int]
+    spans: list[tuple[int, int]]
+    words: list[int | None]
+
+    def begins_word(self, index: int) -> bool:
+        return self.words[index] != self.words[index - 1]
+
+
+class Cut(NamedTuple):
+    """Left's tokens up to index `left`, then right's from index `right` on."""
+
+    left: int
+    right: int
+
+
+class WindowedText:
+    """One text on its way to ids; each `advance` encodes one window, so that texts take turns.
+
+    `outer` are the special tokens before and after it. Beyond `limit` tokens it stops: `is_over`
+    is set and the rest is not read.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        text: str,
+        sizes: Sizes,
+        outer: Outer = NO_OUTER,
+        limit: int | None = None,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._text = text
+        self._sizes = sizes
+        self._before, self._after = outer
+        self._limit = limit
+        self._left: Window | None = None
+        self._first = 0  # left's tokens before it are taken
+        self.token_ids = self._before[:]
+        self.is_over = False
+
+    def advance(self) -> bool:
+        """Encode one more window; False when there is no more to do."""
+        if self._left is None:
+            self._left = self._encode(0, self._sizes.window)
+        else:
+            self._join(self._left)
+        if self._left.end == len(self._text):
+            self._take([*self._left.ids[self._first :], *self._after])
+            return False
+        return not self.is_over
+
+    def _join(self, left: Window) -> None:
+        right = self._encode(left.end - self._sizes.overlap, self._sizes.window)
+        cut = self._cut(left, right)
+        if cut is None:
+            self._widen(left)
+            return
+        self._take(left.ids[self._first : cut.left])
+        self._left, self._first = right, cut.right
+
+    def _widen(self, left: Window) -> None:
+        """Read on in the left window, four times as far: its end is in a bad place."""
+        wide = self._encode(left.start, 4 * (left.end - left.start))
+        known = self._first + self._sizes.min_run if self._first else 0
+        if wide.ids[:known] == left.ids[:known] and wide.spans[:known] == left.spans[:known]:
+            self._left = wide
+            return
+        self._left, self._first = self._encode(0, len(self._text)), 0
+        self.token_ids = self._before[:]
+
+    def _encode(self, start: int, length: int) -> Window:
+        text = self._text[start : start + length]
+        found = self._tokenizer.encode_spans(text)
+        spans = [(start + begin, start + end) for begin, end in found.offsets]
+        return Window(start, start + len(text), found.ids, spans, found.word_ids)
+
+    def _take(self, ids: list[int]) -> None:
+        self.token_ids.extend(ids)
+        self.is_over = self._limit is not None and len(self.token_ids) > self._limit
+
+    def _cut(self, left: Window, right: Window) -> Cut | None:
+        """The place nearest to the middle of the overlap where the windows may be joined."""
+        middle = (right.start + left.end) // 2
+        places = [
+            (abs(left.spans[cut.left][0] - middle), cut, run[-1])
+            for run in agreeing_runs(left, right, self._sizes.min_run)
+            for cut in run
+            if cut.left > self._first
+        ]
+        fitting = (cut for _, cut, last in sorted(places) if self._can_cut(left, right, cut, last))
+        return next(fitting, None)
+
+    def _can_cut(self, left: Window, right: Window, cut: Cut, last: Cut) -> bool:
+        begins_word = left.begins_word(cut.left) and right.begins_word(cut.right)
+        before, token = left.ids[cut.left - 1], left.ids[cut.left]
+        if not begins_word and not self._tokenizer.is_cut_by_mark(before, token):
+            return False
+        ahead = self._text[left.spans[cut.left][0] : left.spans[last.left][1]]
+        return _has_two_classes(ahead)
+
+
+def agreeing_runs(left: Window, right: Window, min_run: int) -> list[list[Cut]]:
+    """Stretches of at least `min_run` tokens equal in id and span; never their first token."""
+    num_right = bisect_left(right.spans, (left.end, 0))
+    overlap = zip(right.ids[:num_right], right.spans, strict=False)
+    place = {token: index for index, token in enumerate(overlap)}
+    runs: list[list[Cut]] = []
+    run: list[Cut] = []
+    for index in range(bisect_left(left.spans, (right.start, 0)), len(left.ids)):
+        match = place.get((left.ids[index], left.spans[index]), -1)
+        if run and match != run[-1].right + 1:
+            runs.append(run)
+            run = []
+        if match >= 0:
+            run.append(Cut(index, match))
+    runs.append(run)
+    return [run[1:] for run in runs if len(run) >= min_run]
+
+
+def _has_two_classes(text: str) -> bool:
+    """Whether the text is more than one run of blanks, digits, letters or other characters.
+
+    Such a run may be read as a whole, however long (blanks before a token that eats them, digits
+    grouped from the right): what lies behind it must not matter for the place before it.
+    """
+    first = _class_of(text[:1])
+    return any(_class_of(character) != first for character in text)
+
+
+def _class_of(character: str) -> int:
+    if character.isspace():
+        return 0
+    return 1 if character.isdecimal() else 2 if character.isalpha() else 3
