@@ -6,10 +6,10 @@ from starlette.middleware import Middleware
 from starlette.routing import Route
 
 from headrace.core.config import ServerConfig
+from headrace.gateway.answers import no_such_route
 from headrace.gateway.door import Door, Endpoint
 from headrace.gateway.envelope import Envelope
 from headrace.gateway.generation_routes import GenerationRoutes
-from headrace.gateway.refusals import no_such_route
 from headrace.gateway.state_routes import StateRoutes
 from headrace.gateway.text_routes import TextRoutes
 from headrace.generation.generation import Generation
@@ -21,30 +21,25 @@ def create_app(generation: Generation, config: ServerConfig) -> Starlette:
     generates = GenerationRoutes(generation, config)
     states = StateRoutes(generation)
     texts = TextRoutes(generation, config.http.max_body_bytes)
+    reads: dict[str, Endpoint] = {
+        "/v1/models": states.models,
+        "/v1/models/{id:path}": states.model,
+        "/props": states.props,
+        "/openapi.json": states.openapi,
+    }
+    writes: dict[str, Endpoint] = {
+        "/v1/chat/completions": generates.chat,
+        "/v1/completions": generates.completions,
+        "/tokenize": texts.tokenize,
+        "/detokenize": texts.detokenize,
+        "/apply-template": texts.apply_template,
+    }
     routes = [
         Route("/health", states.health),
         Route("/v1/health", states.health),
         Route("/health/live", states.live),
-        *_guarded(
-            door,
-            "GET",
-            {
-                "/v1/models": states.models,
-                "/v1/models/{id:path}": states.model,
-                "/props": states.props,
-            },
-        ),
-        *_guarded(
-            door,
-            "POST",
-            {
-                "/v1/chat/completions": generates.chat,
-                "/v1/completions": generates.completions,
-                "/tokenize": texts.tokenize,
-                "/detokenize": texts.detokenize,
-                "/apply-template": texts.apply_template,
-            },
-        ),
+        *(Route(path, door.guard(it), methods=["GET"]) for path, it in reads.items()),
+        *(Route(path, door.guard(it), methods=["POST"]) for path, it in writes.items()),
     ]
     app = Starlette(
         routes=routes,
@@ -53,9 +48,3 @@ def create_app(generation: Generation, config: ServerConfig) -> Starlette:
     )
     app.router.redirect_slashes = False
     return app
-
-
-def _guarded(door: Door, method: str, endpoints: dict[str, Endpoint]) -> list[Route]:
-    return [
-        Route(path, door.guard(endpoint), methods=[method]) for path, endpoint in endpoints.items()
-    ]

@@ -14,8 +14,8 @@ from starlette.types import Receive, Scope, Send
 
 from headrace.core.config import StreamConfig
 from headrace.core.errors import RequestError
+from headrace.gateway.answers import cut
 from headrace.gateway.frames import PING, data, error_body
-from headrace.gateway.refusals import cut
 from headrace.gateway.render import Answer, Frames
 from headrace.generation.stream import Stream
 from headrace.streams.events import AnyEvent, is_terminal

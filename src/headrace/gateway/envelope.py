@@ -9,7 +9,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace.core.errors import RequestError
-from headrace.gateway.refusals import refuse
+from headrace.gateway.answers import refuse
 
 logger = logging.getLogger(__name__)
 

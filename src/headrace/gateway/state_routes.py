@@ -8,8 +8,9 @@ from starlette.types import ASGIApp
 
 from headrace import __version__
 from headrace.core.errors import RequestError
+from headrace.gateway.answers import answer, refuse
 from headrace.gateway.frames import encode
-from headrace.gateway.refusals import refuse
+from headrace.gateway.openapi import document
 from headrace.generation.generation import Generation
 from headrace.generation.served import ServedModel
 
@@ -18,10 +19,6 @@ _UNABLE = {
     "draining": RequestError("server_shutdown", "The server is shutting down."),
     "dead": RequestError("engine_failed", "The engine stopped for good."),
 }
-
-
-def answer(body: dict[str, Any]) -> Response:
-    return Response(encode(body), media_type="application/json")
 
 
 class StateRoutes:
@@ -53,6 +50,9 @@ class StateRoutes:
     async def model(self, request: Request) -> ASGIApp:
         name = request.path_params["id"]
         return answer(_entry(self._generation.models.get(name), name))
+
+    async def openapi(self, request: Request) -> ASGIApp:
+        return answer(document())
 
     async def props(self, request: Request) -> ASGIApp:
         return answer(_props(self._generation.models.get(None)))

@@ -9,12 +9,12 @@ from starlette.types import ASGIApp
 
 from headrace.core.errors import RequestError
 from headrace.core.request import Prompt, Text
+from headrace.gateway.answers import answer
 from headrace.gateway.bodies import read_json
 from headrace.gateway.chat_schema import TEMPLATE, check_template_fields, to_chat
 from headrace.gateway.common_fields import TokenIds
 from headrace.gateway.fields import Flag, Kind, String, missing, read_fields
 from headrace.gateway.resolve import check_token_ids
-from headrace.gateway.state_routes import answer
 from headrace.generation.generation import Generation
 from headrace.generation.served import ServedModel
 

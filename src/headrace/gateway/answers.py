@@ -1,18 +1,23 @@
-"""Errors as HTTP answers: the status, the body, and the headers that tell clients what to do."""
+"""Answers of one JSON body; errors with the headers that tell clients what to do."""
 
 import math
+from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
 from headrace.core.errors import RequestError
-from headrace.gateway.frames import cut_body, error_body
+from headrace.gateway.frames import cut_body, encode, error_body
 from headrace.streams.events import Error
 
 _WITH_PAUSE = (429, 503)
 _LEAVES_BODY_UNREAD = ("request_too_large", "body_timeout")
 _DEFAULT_PAUSE_S = 1.0
+
+
+def answer(body: dict[str, Any]) -> Response:
+    return Response(encode(body), media_type="application/json")
 
 
 def refuse(error: RequestError) -> Response:
