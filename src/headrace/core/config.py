@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Meta
 
 Count = Annotated[int, Meta(ge=1, le=1 << 40)]
+Milliseconds = Annotated[float, Meta(gt=0, le=1e9)] | Literal["off"]
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,6 +23,26 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         Count | None,
         Meta(description="Tokens one step computes at most; 512 on a CPU"),
     ] = None
+    max_stall_ms: Annotated[
+        Milliseconds | None,
+        Meta(
+            description="Time between two tokens of a stream that prompts of others may cause, "
+            "or off; 100 on a CPU, 50 on CUDA"
+        ),
+    ] = None
+    max_step_ms: Annotated[
+        Milliseconds,
+        Meta(description="Time of one step while no stream is being generated, or off"),
+    ] = 1000.0
+    prompt_share: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=100,
+            description="Time that prompts get in any case, as a share of what the running "
+            "streams alone take",
+        ),
+    ] = 0.25
     patience: Annotated[
         float,
         Meta(

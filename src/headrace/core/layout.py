@@ -13,6 +13,8 @@ class MemoryLayout(msgspec.Struct, frozen=True):
     block_size: int = 16
     num_blocks: int = 0
     num_slots: int = 0
+    num_snapshots: int = 0  # extra slots, numbered after the others, for saved recurrent state
+    snapshot_every: int = 1024  # positions between two snapshots of a long prompt
     max_positions: int = 0  # the longest sequence that one slot or the whole pool can hold
 
     def blocks_for(self, num_positions: int) -> int:

@@ -49,17 +49,18 @@ class BlockCopy(msgspec.Struct, frozen=True):
 
 
 class SlotCopy(msgspec.Struct, frozen=True):
-    """Copy one slot after the forward of the step (a sibling's recurrent state or cache)."""
+    """Copy one slot: a sibling's recurrent state or cache, a snapshot saved or restored."""
 
     source: SlotId
     target: SlotId
 
 
 class StepPlan(msgspec.Struct, frozen=True):
-    """Everything the runner does in one step; `begun` before the chunks, copies after them.
+    """Everything the runner does in one step: ended, begun, restores, chunks, then copies.
 
     `ended` names sequences whose tensors and last tokens may be forgotten before the step:
-    finished, cancelled and preempted ones alike.
+    finished, cancelled and preempted ones alike. One of them may begin again in the same step.
+    `slot_copies` hold both the states of siblings and those saved as snapshots.
     """
 
     begun: tuple[Begin, ...] = ()
@@ -67,6 +68,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     ended: tuple[SequenceId, ...] = ()
     block_copies: tuple[BlockCopy, ...] = ()
     slot_copies: tuple[SlotCopy, ...] = ()
+    restores: tuple[SlotCopy, ...] = ()  # snapshots put into slots before the chunks
 
 
 class Drawn(msgspec.Struct, frozen=True):

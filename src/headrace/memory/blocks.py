@@ -3,36 +3,69 @@
 from collections.abc import Iterable
 
 from headrace.core.ids import BlockId
+from headrace.memory.prefix import PrefixIndex
 
 
 class BlockPool:
-    """Blocks that are free or held; a block may have several holders."""
+    """A block is free, held by one or more leases, or public and held by nobody for now.
+
+    Blocks of the last kind keep their tokens until they are needed for others: least recently
+    released first, and of one lease its tail before its head, which is likelier to be shared.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
+        self.index = PrefixIndex()
         self._free = [BlockId(number) for number in reversed(range(num_blocks))]
+        self._unheld: dict[BlockId, None] = {}  # public; the first is the next to go
         self._num_holders = [0] * num_blocks
 
     @property
     def num_available(self) -> int:
-        return len(self._free)
+        return len(self._free) + len(self._unheld)
+
+    def num_unheld(self, block_ids: Iterable[int]) -> int:
+        """How many of these are public and held by nobody."""
+        return sum(block_id in self._unheld for block_id in block_ids)
 
     def take(self) -> BlockId:
-        """Give a free block its first holder; there must be one."""
-        block_id = self._free.pop()
+        """Give an available block its first holder; there must be one."""
+        if self._free:
+            block_id = self._free.pop()
+        else:
+            block_id = next(iter(self._unheld))
+            del self._unheld[block_id]
+            self.index.forget(block_id)
         self._num_holders[block_id] = 1
         return block_id
 
-    def release(self, block_ids: Iterable[int]) -> None:
-        """Take one holder from each block; what nobody holds is free again."""
+    def hold(self, block_ids: Iterable[int]) -> None:
+        """Add a holder to each of these public or held blocks."""
         for block_id in block_ids:
+            self._unheld.pop(BlockId(block_id), None)
+            self._num_holders[block_id] += 1
+
+    def release(self, block_ids: "Iterable[int]") -> None:
+        """Take one holder from each block, given tail first."""
+        for number in block_ids:
+            block_id = BlockId(number)
             self._num_holders[block_id] -= 1
-            if self._num_holders[block_id] == 0:
-                self._free.append(BlockId(block_id))
+            if self._num_holders[block_id]:
+                continue
+            if block_id in self.index:
+                self._unheld[block_id] = None
+            else:
+                self._free.append(block_id)
+
+    def num_holders(self, block_id: int) -> int:
+        return self._num_holders[block_id]
 
     def check(self, held: dict[int, int]) -> None:
         """Prove the books against the holders that the leases account for."""
         assert {i: n for i, n in enumerate(self._num_holders) if n} == held
-        assert len(set(self._free)) == len(self._free)
-        assert not held.keys() & set(self._free)
-        assert len(self._free) + len(held) == self.num_blocks
+        free = set(self._free)
+        assert len(free) == len(self._free)
+        assert not free & self._unheld.keys() and not held.keys() & (free | self._unheld.keys())
+        assert len(free) + len(self._unheld) + len(held) == self.num_blocks
+        public = self.index.check()
+        assert self._unheld.keys() <= public and not public & free

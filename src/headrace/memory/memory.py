@@ -1,14 +1,16 @@
-"""Leases on blocks and slots for a lane's whole memory; deals in ids, never in tensors."""
+"""Leases on blocks and slots of a lane's whole memory; deals in ids, never in tensors."""
 
 from array import array
 from collections import Counter
 from dataclasses import dataclass, field
 
-from headrace.core.ids import SlotId
+from headrace.core.ids import BlockId, SlotId
 from headrace.core.layout import MemoryLayout
-from headrace.core.plan import NO_SLOT
+from headrace.core.plan import NO_SLOT, BlockCopy, SlotCopy
 from headrace.memory.blocks import BlockPool
+from headrace.memory.prefix import NameChain
 from headrace.memory.slots import SlotPool
+from headrace.memory.snapshots import SnapshotPool
 
 
 @dataclass(slots=True, eq=False)
@@ -17,6 +19,19 @@ class Lease:
 
     block_ids: "array[int]" = field(default_factory=lambda: array("i"))
     slot_id: SlotId = NO_SLOT
+    num_published: int = 0  # leading blocks that were offered to the index
+
+
+@dataclass(slots=True, frozen=True)
+class Match:
+    """Public blocks that hold the first tokens of a sequence; nobody holds them through this."""
+
+    block_ids: "array[int]"
+    num_tokens: int
+    snapshot: bytes | None = None  # name of the recurrent state that goes with them
+
+
+NO_MATCH = Match(array("i"), 0)
 
 
 class Memory:
@@ -26,6 +41,7 @@ class Memory:
         self.layout = layout
         self._blocks = BlockPool(layout.num_blocks)
         self._slots = SlotPool(layout.num_slots)
+        self._snapshots = SnapshotPool(layout.num_slots, layout.num_snapshots)
         self._leases: set[Lease] = set()
 
     @property
@@ -45,17 +61,82 @@ class Memory:
     def is_idle(self) -> bool:
         return not self._leases
 
-    def can_reserve(self, num_positions: int, num_spare: int) -> bool:
-        """Whether `num_positions` fit, with a slot, and leave `num_spare` blocks available."""
-        num_needed = self.layout.blocks_for(num_positions)
-        return self.has_slot and (not num_needed or num_needed + num_spare <= self.num_available)
+    def chain(self, salt: str) -> NameChain:
+        return NameChain(self.layout.block_size, salt)
 
-    def reserve(self, num_positions: int) -> Lease:
-        """Lease blocks for `num_positions`, and a slot if there are slots; all must be free."""
-        lease = Lease(slot_id=self._slots.take() if self.layout.num_slots else NO_SLOT)
-        self._leases.add(lease)
-        for _ in range(self.layout.blocks_for(num_positions)):
+    def match(self, token_ids: "array[int]", chain: NameChain) -> Match:
+        """The longest public prefix that leaves at least one token to compute."""
+        if not self.layout.num_blocks:
+            return NO_MATCH
+        found = array("i")
+        for index in range((len(token_ids) - 1) // self.layout.block_size):
+            name = chain.name(token_ids, index)
+            block_id = self._blocks.index.find(name, chain.tokens(token_ids, index))
+            if block_id is None:
+                break
+            found.append(block_id)
+        if self.layout.num_slots:
+            return self._match_state(found, token_ids, chain)
+        return Match(found, len(found) * self.layout.block_size)
+
+    def _match_state(self, found: "array[int]", token_ids: "array[int]", chain: NameChain) -> Match:
+        """As much of a match as ends where the recurrent state was saved."""
+        for num_blocks in range(len(found), 0, -1):
+            name = chain.name(token_ids, num_blocks - 1)
+            if self._snapshots.find(name) is not None:
+                return Match(found[:num_blocks], num_blocks * self.layout.block_size, name)
+        return NO_MATCH
+
+    def can_reserve(self, match: Match, num_positions: int, num_spare: int) -> bool:
+        """Whether `num_positions` fit, with a slot, and leave `num_spare` blocks available."""
+        num_needed = self.layout.blocks_for(num_positions) - len(match.block_ids)
+        num_available = self.num_available - self._blocks.num_unheld(match.block_ids)
+        return self._fits(num_needed + num_spare, num_available)
+
+    def reserve(self, match: Match, num_positions: int) -> tuple[Lease, SlotCopy | None]:
+        """Lease the matched blocks and more for `num_positions`, and a slot if there are slots.
+
+        All must be available. The copy, if any, puts the matched state into the slot.
+        """
+        lease = self._open(match.block_ids)
+        for _ in range(self.layout.blocks_for(num_positions) - len(lease.block_ids)):
             lease.block_ids.append(self._blocks.take())
+        if match.snapshot is None:
+            return lease, None
+        return lease, SlotCopy(self._snapshots.use(match.snapshot), lease.slot_id)
+
+    def can_fork(self, num_positions: int, num_spare: int) -> bool:
+        """Whether a fork of the lease has its place, and leaves `num_spare` blocks available."""
+        num_copied = self.layout.blocks_for(num_positions) - self._num_full(num_positions)
+        return self._fits(num_copied + num_spare, self.num_available)
+
+    def fork(
+        self, lease: Lease, num_positions: int
+    ) -> tuple[Lease, BlockCopy | None, SlotCopy | None]:
+        """A second lease on the same tokens: full blocks shared, the rest as copies to be made."""
+        num_full = self._num_full(num_positions)
+        fork = self._open(lease.block_ids[:num_full])
+        block_copy = slot_copy = None
+        if self.layout.blocks_for(num_positions) > num_full:
+            self.grow(fork)
+            source, target = lease.block_ids[num_full], fork.block_ids[num_full]
+            block_copy = BlockCopy(BlockId(source), BlockId(target))
+        if self.layout.num_slots:
+            slot_copy = SlotCopy(lease.slot_id, fork.slot_id)
+        return fork, block_copy, slot_copy
+
+    def _fits(self, num_blocks: int, num_available: int) -> bool:
+        return self.has_slot and (not self.layout.num_blocks or num_blocks <= num_available)
+
+    def _num_full(self, num_positions: int) -> int:
+        return num_positions // self.layout.block_size if self.layout.num_blocks else 0
+
+    def _open(self, shared: "array[int]") -> Lease:
+        lease = Lease(shared[:], NO_SLOT, len(shared))
+        self._blocks.hold(shared)
+        if self.layout.num_slots:
+            lease.slot_id = self._slots.take()
+        self._leases.add(lease)
         return lease
 
     def lacks_block(self, lease: Lease, num_positions: int) -> bool:
@@ -66,13 +147,58 @@ class Memory:
         """Add one block; there must be an available one."""
         lease.block_ids.append(self._blocks.take())
 
+    def publish(
+        self, lease: Lease, token_ids: "array[int]", chain: NameChain, num_computed: int
+    ) -> None:
+        """Offer the blocks that are full of computed, known tokens to all who come later."""
+        if not self.layout.num_blocks:
+            return
+        for index in range(lease.num_published, num_computed // self.layout.block_size):
+            name, tokens = chain.name(token_ids, index), chain.tokens(token_ids, index)
+            self._blocks.index.publish(BlockId(lease.block_ids[index]), name, tokens)
+            lease.num_published = index + 1
+
     def release(self, lease: Lease) -> None:
         self._leases.remove(lease)
-        self._blocks.release(lease.block_ids)
+        self._blocks.release(reversed(lease.block_ids))
         if lease.slot_id != NO_SLOT:
             self._slots.release(lease.slot_id)
+
+    def snapshot_stop(self, start: int, num_prompt: int) -> int | None:
+        """Where a chunk of a recurrent sequence from `start` on has to end at the latest."""
+        if not self.layout.num_snapshots:
+            return None
+        every = start - start % self.layout.snapshot_every + self.layout.snapshot_every
+        last = self._last_boundary(num_prompt)
+        return min(every, last) if last > start else every
+
+    def save(self, lease: Lease, end: int, num_prompt: int) -> SlotCopy | None:
+        """The copy that keeps the state after a chunk that ends at `end`, if it is to be kept."""
+        if not self.layout.num_snapshots:
+            return None
+        if end % self.layout.snapshot_every and end != self._last_boundary(num_prompt):
+            return None
+        slot_id = self._snapshots.take()
+        return None if slot_id is None else SlotCopy(lease.slot_id, slot_id)
+
+    def _last_boundary(self, num_prompt: int) -> int:
+        return (num_prompt - 1) // self.layout.block_size * self.layout.block_size
+
+    def saved(
+        self, slot_id: SlotId, token_ids: "array[int]", chain: NameChain, num_tokens: int
+    ) -> None:
+        """A save was made after these tokens; it is dropped if some are not known."""
+        if num_tokens > len(token_ids):
+            self._snapshots.drop(slot_id)
+            return
+        name = chain.name(token_ids, num_tokens // self.layout.block_size - 1)
+        self._snapshots.keep(slot_id, name)
+
+    def not_saved(self, slot_id: SlotId) -> None:
+        self._snapshots.drop(slot_id)
 
     def check(self) -> None:
         """Prove that every block and slot is accounted for once."""
         self._blocks.check(Counter(i for lease in self._leases for i in lease.block_ids))
         self._slots.check({s.slot_id for s in self._leases if s.slot_id != NO_SLOT})
+        self._snapshots.check()

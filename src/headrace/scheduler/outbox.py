@@ -47,9 +47,9 @@ class Outbox:
         return outputs
 
     def started(self, sequence: Sequence) -> None:
-        """Said once: a preempted sequence that starts again has been announced."""
-        if sequence.num_reported < 0:
-            sequence.num_reported = sequence.num_cached
+        """A sequence is in a plan for the first time; its siblings say nothing."""
+        sequence.num_reported = sequence.num_cached
+        if sequence.is_reporter:
             self._started.append(Started(sequence.id, sequence.num_prompt, sequence.num_cached))
 
     def computed(self, sequence: Sequence, start: int, result: ChunkResult) -> None:
@@ -58,6 +58,8 @@ class Outbox:
         if processed <= sequence.num_reported:
             return
         sequence.num_reported = processed
+        if not sequence.is_reporter:
+            return
         self._progress.append(Progress(sequence.id, processed))
         if result.prompt_logprobs is not None:
             rows = PromptLogprobs(sequence.id, start + 1, result.prompt_logprobs)

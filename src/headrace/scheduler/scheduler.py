@@ -3,41 +3,55 @@
 Knows token counts, never what tokens mean; time is an argument.
 """
 
-from collections import deque
+from collections import Counter
+from collections.abc import Sequence as Chunks
 
 from headrace.core.config import SchedulerConfig
 from headrace.core.ids import SequenceId
 from headrace.core.layout import MemoryLayout
 from headrace.core.messages import Cancel, Finish, Outputs, Status, Submit
-from headrace.core.plan import Chunk, ChunkResult, Drawn, StepPlan, StepResult
+from headrace.core.plan import StepPlan, StepResult
 from headrace.memory.memory import Memory
-from headrace.scheduler.draft import StepDraft
-from headrace.scheduler.intake import new_sequence, outcome_before_any_step
+from headrace.scheduler.budget import TimeBudget
+from headrace.scheduler.cost import StepShape
+from headrace.scheduler.flight import Flight, StepTrace
+from headrace.scheduler.intake import Intake
 from headrace.scheduler.limits import Limits
 from headrace.scheduler.outbox import Outbox
 from headrace.scheduler.planner import Planner
 from headrace.scheduler.queue import due_time
-from headrace.scheduler.roster import Roster
+from headrace.scheduler.roster import Reserve, Roster
 from headrace.scheduler.sequence import Sequence
 
-UNMEASURED_TOKENS_PER_S = 500.0
 MAX_QUEUE_SHOWN = 64
+
+
+def known_tokens(sequence: Sequence) -> int:
+    """A start takes memory for what there is; answers grow block by block."""
+    return sequence.num_tokens
 
 
 class Scheduler:
     """Everything between a Submit and its terminal outcome, but for the computing."""
 
-    def __init__(self, config: SchedulerConfig, layout: MemoryLayout, limits: Limits) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        layout: MemoryLayout,
+        limits: Limits,
+        reserve: Reserve = known_tokens,
+    ) -> None:
         self.max_model_len = limits.max_total(layout)
         self.memory = Memory(layout)
-        self._config = config
+        self._patience = config.patience
         self._outbox = Outbox()
-        self._roster = Roster(self.memory, self._outbox)
-        self._planner = Planner(config, limits, self._roster)
+        self._roster = Roster(self.memory, self._outbox, reserve)
+        self._budget = TimeBudget(limits)
+        self._planner = Planner(config, limits, self._roster, self._budget)
+        self._flight = Flight(self._roster, self._budget)
+        self._intake = Intake(self.memory, self.max_model_len)
         self._cancels: dict[SequenceId, Finish] = {}
-        self._in_flight: deque[StepPlan] = deque()
-        self._num_admitted = 0
-        self._num_steps = 0
+        self._warmed: set[tuple[tuple[int, int], ...]] = set()
 
     @property
     def is_idle(self) -> bool:
@@ -54,6 +68,16 @@ class Scheduler:
         """Whether the engine should give way to a fresh one: sequence after sequence fails."""
         return self._roster.quarantine.is_hopeless
 
+    @property
+    def missed(self) -> Counter[str]:
+        """How often the stall target was missed, by cause."""
+        return self._budget.missed
+
+    @property
+    def last_step(self) -> StepTrace | None:
+        """The step committed last."""
+        return self._flight.last_step
+
     def take_outputs(self) -> Outputs:
         return self._outbox.take()
 
@@ -61,29 +85,49 @@ class Scheduler:
         waiting = list(self._roster.waiting)
         return Status(
             num_running=len(self._roster.running),
-            num_waiting=len(waiting),
+            num_waiting=len(self._roster) - len(self._roster.running),
             num_waiting_tokens=sum(sequence.num_tokens for sequence in waiting),
             blocks_free=self.memory.num_available,
             slots_free=self.memory.num_free_slots,
-            num_steps=self._num_steps,
+            num_steps=self._flight.num_steps,
             queue=tuple(sequence.id for sequence in waiting[:MAX_QUEUE_SHOWN]),
+            prompt_tokens_per_s=self._budget.prompt_tokens_per_s,
         )
+
+    def observe(self, chunks: Chunks[tuple[int, int]], seconds: float) -> None:
+        """Learn from a timed step before the first request: (context, new tokens) per chunk.
+
+        One new token counts as decoding. The first step of each shape warms it up and is not
+        taken for its time.
+        """
+        shape = StepShape()
+        for context, new in chunks:
+            shape.add(context, new, new > 1, self._budget.forwards > 0)
+        key = tuple(chunks)
+        if key in self._warmed:
+            self._budget.model.observe(shape, seconds)
+        self._warmed.add(key)
+
+    def count_missed(self, cause: str) -> None:
+        """A stall that lies outside the scheduler: its owner says why."""
+        self._budget.missed[cause] += 1
 
     def add(self, submit: Submit, now: float) -> None:
         """Take in all sequences of a stream; those that can never run end at once."""
-        for new in submit.sequences:
-            self._num_admitted += 1
-            sequence = new_sequence(submit, new, self.max_model_len, self._num_admitted)
-            self._roster.admit(sequence)
-            outcome = outcome_before_any_step(sequence, self.max_model_len)
+        for sequence in self._intake.sequences(submit):
+            outcome = self._intake.outcome_before_any_step(sequence)
             if outcome is not None:
-                self._roster.refuse(sequence, outcome)
+                self._roster.refuse(outcome)
                 continue
-            alone = sequence.num_tokens / UNMEASURED_TOKENS_PER_S
-            sequence.due = due_time(submit.arrival, self._config.patience, alone, submit.priority)
-            self._roster.enqueue(sequence)
+            sequence.due = self._due(sequence)
+            self._roster.admit(sequence)
             if submit.suspect:
                 self._roster.quarantine.suspect(sequence, sequence.num_tokens)
+
+    def _due(self, sequence: Sequence) -> float:
+        cached = self._roster.match(sequence).num_tokens
+        alone = self._budget.seconds_alone(cached, sequence.num_tokens - cached)
+        return due_time(sequence.arrival, self._patience, alone, sequence.priority)
 
     def cancel(self, cancel: Cancel) -> None:
         """Remember whom to end; the next plan acts on it."""
@@ -95,43 +139,34 @@ class Scheduler:
         """The next step; None if there is nothing to do before a commit or a message."""
         self._apply_cancels()
         quarantine = self._roster.quarantine
-        is_last = not self._in_flight
-        order = [self._planner.plan_together, self._planner.plan_alone]
+        turns = [(False, self._planner.plan_together), (True, self._planner.plan_alone)]
         if quarantine.is_turn:
-            order.reverse()
-        for plan_step in order:
-            draft = plan_step(now, is_last)
-            if draft is not None and draft.num_chunks:
-                quarantine.took_turn(alone=plan_step == self._planner.plan_alone)
-                return self._launch(draft)
+            turns.reverse()
+        for is_alone, plan_step in turns:
+            draft = plan_step(now, self._flight.is_empty)
+            if draft is not None and draft.has_chunks:
+                quarantine.took_turn(is_alone)
+                return self._flight.launch(draft, now)
         return None
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> None:
         """Take in the result of the oldest plan in flight."""
-        launched = self._in_flight.popleft()
-        assert launched is plan
-        self._num_steps += 1
-        sequences = [self._roster[chunk.sequence_id] for chunk in plan.chunks]
-        for chunk, chunk_result in zip(plan.chunks, result.chunks, strict=True):
-            self._commit_chunk(chunk, chunk_result)
-        self._roster.quarantine.step_was_good(sequences)
+        self._flight.commit(plan, result, now)
 
     def fail(self, plan: StepPlan, message: str, now: float) -> None:
         """The oldest plan in flight raised: it and all plans launched after it count for nothing.
 
-        Their sequences wait again; those of the failed plan are suspects, and one that was alone
-        in it is to blame.
+        Their sequences wait again. Those of the failed plan are suspects, and one that was alone
+        in it ends.
         """
-        assert self._in_flight[0] is plan
-        for chunk in plan.chunks:
-            sequence = self._roster.living(chunk.sequence_id)
-            if sequence is None:
-                continue
-            self._roster.quarantine.suspect(sequence, chunk.start + chunk.length)
-            if len(plan.chunks) == 1:
-                self._roster.quarantine.failed_alone()
-                self._roster.end(sequence, Finish.ERROR, message)
-        self._drop_plans_in_flight()
+        self._flight.suspect(plan, message)
+        self._flight.drop()
+
+    def out_of_memory(self, plan: StepPlan, message: str, now: float) -> None:
+        """The oldest plan did not fit the device: again with half the tokens a step, if any."""
+        if not self._budget.halve_tokens(at_least=self.memory.layout.block_size):
+            self._flight.suspect(plan, message)
+        self._flight.drop()
 
     def _apply_cancels(self) -> None:
         cancels, self._cancels = self._cancels, {}
@@ -139,48 +174,3 @@ class Scheduler:
             sequence = self._roster.living(sequence_id)
             if sequence is not None:
                 self._roster.end(sequence, finish)
-
-    def _launch(self, draft: StepDraft) -> StepPlan:
-        plan = draft.build(self._roster.take_ended())
-        self._in_flight.append(plan)
-        return plan
-
-    def _commit_chunk(self, chunk: Chunk, result: ChunkResult) -> None:
-        sequence = self._roster[chunk.sequence_id]
-        sequence.num_in_flight -= 1
-        sequence.num_computed = chunk.start + chunk.length
-        if sequence.outcome is None:
-            self._outbox.computed(sequence, chunk.start, result)
-            if sequence.num_computed == sequence.max_total:
-                self._roster.end(sequence, Finish.LENGTH)  # nothing was to be drawn
-        for sequence_id, drawn in zip(chunk.draws, result.drawn, strict=True):
-            self._commit_draw(self._roster[sequence_id], drawn)
-        self._roster.close_if_over(sequence)
-
-    def _commit_draw(self, sequence: Sequence, drawn: Drawn) -> None:
-        sequence.num_pending -= 1
-        if sequence.outcome is not None:
-            return
-        if drawn.error is not None:
-            self._roster.end(sequence, Finish.ERROR, drawn.error)
-            return
-        for token_id in drawn.token_ids:
-            sequence.token_ids.append(token_id)
-            self._outbox.token(sequence, token_id, drawn)
-            finish = sequence.end_reason()
-            if finish is not None:
-                self._roster.end(sequence, finish)
-                return
-
-    def _drop_plans_in_flight(self) -> None:
-        dropped, self._in_flight = self._in_flight, deque()
-        named = {chunk.sequence_id for plan in dropped for chunk in plan.chunks}
-        for sequence_id in sorted(named):
-            sequence = self._roster[sequence_id]
-            sequence.num_in_flight = 0
-            if sequence.outcome is None:
-                self._roster.preempt(sequence)
-            else:
-                self._roster.close_if_over(sequence)
-        for plan in dropped:
-            self._roster.tell_again(plan.ended)

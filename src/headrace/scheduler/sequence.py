@@ -8,6 +8,7 @@ from headrace.core.ids import SequenceId
 from headrace.core.messages import Finish, Finished
 from headrace.core.sampling import Sampling
 from headrace.memory.memory import Lease
+from headrace.memory.prefix import NameChain
 
 
 class SequenceStatus(enum.Enum):
@@ -31,6 +32,10 @@ class Sequence:
     priority: int
     arrival: float
     number: int  # order of admission, breaks all ties
+    chain: NameChain
+    takes_credit: bool = True  # whether cached prefixes may be taken
+    is_reporter: bool = True  # the first choice of its prompt speaks for its siblings
+    family: "Family | None" = None
     due: float = 0.0  # smaller goes first; whoever is past it is passed by nobody
     status: SequenceStatus = SequenceStatus.WAITING
     outcome: Finished | None = None  # decided; told once no launched plan names it
@@ -55,31 +60,24 @@ class Sequence:
     @property
     def remaining(self) -> int:
         """Known tokens not yet planned; 1 while running is a decode chunk."""
-        if self.num_pending and self.num_known >= self.max_total:
+        num_known = len(self.token_ids) + self.num_pending
+        if self.num_pending and num_known >= self.max_total:
             return 0  # its last token is being drawn, and need not be computed
-        return self.num_known - self.num_planned
+        return num_known - self.num_planned
 
     @property
     def is_decoding(self) -> bool:
-        return self.lease is not None and self.outcome is None and self.remaining == 1
+        return self.remaining == 1 and self.lease is not None and self.outcome is None
 
     @property
     def is_open(self) -> bool:
         """Whether its prompt, or what a preemption took, is only partly computed."""
-        return self.lease is not None and self.outcome is None and self.remaining > 1
+        return self.remaining > 1 and self.lease is not None and self.outcome is None
 
     @property
     def held(self) -> Lease:
         assert self.lease is not None
         return self.lease
-
-    @property
-    def longest_chunk(self) -> int:
-        """The rest, or up to where prompt rows are owed that were not yet sent."""
-        owed_from = self.num_reported if self.wants_prompt_rows else 0
-        if self.num_planned < owed_from:
-            return min(self.remaining, owed_from - self.num_planned)
-        return self.remaining
 
     @property
     def num_generated(self) -> int:
@@ -97,14 +95,14 @@ class Sequence:
 
     @property
     def wants_prompt_rows(self) -> bool:
-        return self.sampling.num_prompt_logprobs is not None
+        return self.is_reporter and self.sampling.num_prompt_logprobs is not None
 
-    def advance(self, length: int, draws: bool) -> None:
-        """A chunk of `length` tokens is in a plan."""
-        self.num_planned += length
+    def advance(self, end: int, draws: bool) -> None:
+        """A chunk that ends at token `end` is in a plan."""
+        assert self.num_computed <= self.num_planned <= end <= self.num_known
+        self.num_planned = end
         self.num_pending += draws
         self.num_in_flight += 1
-        assert self.num_computed <= self.num_planned <= self.num_known
 
     def rewind(self) -> None:
         """Back to waiting with every token kept and nothing computed."""
@@ -116,3 +114,11 @@ class Sequence:
         if self.num_generated and self.sampling.ends_with(self.token_ids[-1], self.num_generated):
             return Finish.STOP
         return Finish.LENGTH if self.num_tokens >= self.max_total else None
+
+
+class Family:
+    """The choices of one prompt: the leader computes it, the others wait for its final chunk."""
+
+    def __init__(self, leader: Sequence) -> None:
+        self.leader = leader
+        self.waiting: list[Sequence] = []

@@ -1,0 +1,72 @@
+"""Which public block holds which tokens after which prefix; knows names, never who holds what."""
+
+from array import array
+from hashlib import blake2b
+
+from headrace.core.ids import BlockId
+
+NAME_BYTES = 16
+
+
+class NameChain:
+    """Names of the full blocks of one sequence, made as far as they are asked for.
+
+    A name stands for a block's tokens and for everything before them: a hash of the parent's
+    name and the block's token ids, the salt being the parent of the first.
+    """
+
+    def __init__(self, block_size: int, salt: str) -> None:
+        self._block_size = block_size
+        self._root = blake2b(salt.encode(), digest_size=NAME_BYTES).digest()
+        self._names: list[bytes] = []
+
+    def copy(self) -> "NameChain":
+        """The chain of a sequence with the same tokens so far."""
+        chain = NameChain.__new__(NameChain)
+        chain._block_size, chain._root = self._block_size, self._root
+        chain._names = self._names[:]
+        return chain
+
+    def tokens(self, token_ids: "array[int]", index: int) -> bytes:
+        start = index * self._block_size
+        return token_ids[start : start + self._block_size].tobytes()
+
+    def name(self, token_ids: "array[int]", index: int) -> bytes:
+        """Name of block number `index`, which must be full of known tokens."""
+        while len(self._names) <= index:
+            parent = self._names[-1] if self._names else self._root
+            tokens = self.tokens(token_ids, len(self._names))
+            self._names.append(blake2b(parent + tokens, digest_size=NAME_BYTES).digest())
+        return self._names[index]
+
+
+class PrefixIndex:
+    """Public blocks by name. A hit also compares the tokens, so that a hash need not be trusted."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[bytes, BlockId] = {}
+        self._entries: dict[BlockId, tuple[bytes, bytes]] = {}  # name, tokens
+
+    def __contains__(self, block_id: BlockId) -> bool:
+        return block_id in self._entries
+
+    def find(self, name: bytes, tokens: bytes) -> BlockId | None:
+        block_id = self._blocks.get(name)
+        if block_id is None or self._entries[block_id][1] != tokens:
+            return None
+        return block_id
+
+    def publish(self, block_id: BlockId, name: bytes, tokens: bytes) -> None:
+        """Make a full block findable; a second block of the same name stays private."""
+        if name not in self._blocks:
+            self._blocks[name] = block_id
+            self._entries[block_id] = (name, tokens)
+
+    def forget(self, block_id: BlockId) -> None:
+        name, _ = self._entries.pop(block_id)
+        del self._blocks[name]
+
+    def check(self) -> set[BlockId]:
+        """Prove both directions equal; returns the public blocks."""
+        assert {name: i for i, (name, _) in self._entries.items()} == self._blocks
+        return set(self._entries)

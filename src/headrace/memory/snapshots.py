@@ -1,0 +1,53 @@
+"""Which snapshot slot keeps the recurrent state at which block boundary; ids only."""
+
+from headrace.core.ids import SlotId
+
+
+class SnapshotPool:
+    """Extra slots with copies of recurrent state, found by the name of the last block before them.
+
+    They keep no sequence out: the least recently used one makes way for the next.
+    """
+
+    def __init__(self, first_id: int, num_snapshots: int) -> None:
+        self.num_snapshots = num_snapshots
+        self._free = [SlotId(first_id + number) for number in reversed(range(num_snapshots))]
+        self._slots: dict[bytes, SlotId] = {}  # the first is the least recently used
+        self._pending: set[SlotId] = set()  # named as a target by a launched plan
+
+    def find(self, name: bytes) -> SlotId | None:
+        return self._slots.get(name)
+
+    def use(self, name: bytes) -> SlotId:
+        """The snapshot of this name, now the most recently used."""
+        self._slots[name] = slot_id = self._slots.pop(name)
+        return slot_id
+
+    def take(self) -> SlotId | None:
+        """A slot to save into; None while launched plans write to all of them."""
+        if self._free:
+            slot_id = self._free.pop()
+        elif self._slots:
+            slot_id = self._slots.pop(next(iter(self._slots)))
+        else:
+            return None
+        self._pending.add(slot_id)
+        return slot_id
+
+    def keep(self, slot_id: SlotId, name: bytes) -> None:
+        """The save was made: the state can be found, unless another save came first."""
+        self._pending.remove(slot_id)
+        if name in self._slots:
+            self._free.append(slot_id)
+        else:
+            self._slots[name] = slot_id
+
+    def drop(self, slot_id: SlotId) -> None:
+        """The save was not made."""
+        self._pending.remove(slot_id)
+        self._free.append(slot_id)
+
+    def check(self) -> None:
+        """Prove that every snapshot slot is accounted for once."""
+        slots = [*self._free, *self._slots.values(), *self._pending]
+        assert len(set(slots)) == len(slots) == self.num_snapshots

@@ -1,0 +1,185 @@
+"""How long a step takes, fitted to the steps so far; knows no clock and sets no budget."""
+
+from collections import deque
+from dataclasses import dataclass
+from math import sqrt
+from statistics import median
+
+from headrace.scheduler.fit import LeastSquares
+
+RING_SIZE = 32
+MIN_RING = 4  # below it a ring's samples are not judged: the region is new to the model
+NUM_RATIOS = 64
+OUTLIER = 3.0
+DRIFT = 1.5
+DRIFT_STEPS = 8
+MEASURED_STEPS = 8
+MEASURED_SIZES = 3
+
+
+@dataclass(slots=True)
+class StepShape:
+    """What the time of a step depends on; L: tokens already computed, x: new ones, per chunk."""
+
+    num_forwards: int = 0
+    num_context: int = 0  # Σ L
+    num_new: int = 0  # Σ x
+    num_pairs: int = 0  # Σ 2·L·x + x²
+    num_prompt_tokens: int = 0  # the share of prompt chunks in num_new
+
+    def add(self, context: int, new: int, is_prompt: bool, forward_per_chunk: bool) -> None:
+        if forward_per_chunk or not self.num_forwards:
+            self.num_forwards += 1
+        self.num_context += context
+        self.num_new += new
+        self.num_pairs += 2 * context * new + new * new
+        self.num_prompt_tokens += new if is_prompt else 0
+
+    @property
+    def ring(self) -> tuple[int, int]:
+        """Steps that age together: alike in prompt tokens and context."""
+        return self.num_prompt_tokens.bit_length(), self.num_context.bit_length()
+
+
+@dataclass(slots=True, frozen=True)
+class Coefficients:
+    """t = c + g·ΣL + b·Σx + a·Σ(2·L·x + x²), in seconds; c once per forward."""
+
+    c_decode: float = 0.0
+    c_prompt: float = 0.0
+    g: float = 0.0
+    b: float = 0.0
+    a: float = 0.0
+
+    def seconds(self, shape: StepShape, with_prompt: bool) -> float:
+        c = self.c_prompt if with_prompt else self.c_decode
+        rest = self.g * shape.num_context + self.b * shape.num_new + self.a * shape.num_pairs
+        return c * shape.num_forwards + rest
+
+    def cost(self, context: int, new: int, forwards: int = 0) -> float:
+        """What one prompt chunk adds to a step, with the forwards that it adds."""
+        linear = self.g * context + self.b * new + self.c_prompt * forwards
+        return linear + self.a * new * (2 * context + new)
+
+    def largest_chunk(self, context: int, room: float, forwards: int = 0) -> int | None:
+        """Largest number of new tokens that cost no more than `room`; None: any number.
+
+        Solves g·L + b·x + a·(2·L·x + x²) = room for x; L: context tokens already computed.
+        """
+        left = room - self.g * context - self.c_prompt * forwards
+        slope = self.b + 2 * self.a * context
+        if left < 0:
+            return 0
+        if self.a * left > 1e-12 * slope * slope:
+            x = (sqrt(slope * slope + 4 * self.a * left) - slope) / (2 * self.a)
+        elif slope:
+            x = left / slope
+        else:
+            return None
+        return int(x + 1e-9)
+
+
+class CostModel:
+    """Coefficients, and how far they are to be trusted."""
+
+    def __init__(self) -> None:
+        self.coefficients = Coefficients()
+        self.largest_measured = 0  # prompt tokens in one step
+        self._rings: dict[tuple[int, int], deque[tuple[StepShape, float]]] = {}
+        self._fit = LeastSquares(5)
+        self._kinds: set[bool] = set()  # of the samples: with prompt tokens or without
+        self._num_new = 0
+        self._num_samples = 0
+        self._num_prompt_steps = 0
+        self._prompt_sizes: set[int] = set()
+        self._ratios: dict[bool, deque[float]] = {
+            False: deque(maxlen=NUM_RATIOS),
+            True: deque(maxlen=NUM_RATIOS),
+        }
+        self._drift: deque[float] = deque(maxlen=DRIFT_STEPS)
+
+    @property
+    def is_measured(self) -> bool:
+        enough = self._num_prompt_steps >= MEASURED_STEPS
+        return enough and len(self._prompt_sizes) >= MEASURED_SIZES
+
+    def predict(self, shape: StepShape) -> float:
+        return self.coefficients.seconds(shape, shape.num_prompt_tokens > 0)
+
+    def margin(self, with_prompt: bool) -> float:
+        """95th percentile of actual over predicted in late steps of the kind, from 1 to 2."""
+        ratios = sorted(self._ratios[with_prompt])
+        if not ratios:
+            return 1.0
+        return min(2.0, max(1.0, ratios[int(0.95 * (len(ratios) - 1))]))
+
+    def observe(self, shape: StepShape, seconds: float) -> None:
+        """Learn from a step that took `seconds` in the runner."""
+        if seconds <= 0:
+            return
+        with_prompt = shape.num_prompt_tokens > 0
+        if with_prompt:
+            self._num_prompt_steps += 1
+            self._prompt_sizes.add(shape.num_prompt_tokens.bit_length())
+            self.largest_measured = max(self.largest_measured, shape.num_prompt_tokens)
+        ring = self._rings.setdefault(shape.ring, deque())
+        predicted = self.predict(shape)
+        ratio = seconds / predicted if predicted > 0 else 1.0
+        if self.is_measured:
+            self._ratios[with_prompt].append(ratio)
+        is_known = self.is_measured and len(ring) >= MIN_RING
+        if not is_known or 1 / OUTLIER <= ratio <= OUTLIER:
+            self._keep(ring, shape, seconds)
+        if self.is_measured and self._has_drifted(ratio):
+            self._rescale(median(self._drift))
+        elif self._num_new > min(16, self._num_samples // 8):
+            self._refit()
+
+    def _keep(self, ring: deque[tuple[StepShape, float]], shape: StepShape, seconds: float) -> None:
+        if len(ring) == RING_SIZE:
+            self._weigh(*ring.popleft(), sign=-1)
+        ring.append((shape, seconds))
+        self._weigh(shape, seconds, sign=1)
+        self._num_new += 1
+
+    def _weigh(self, shape: StepShape, seconds: float, sign: int) -> None:
+        """Rows count by their relative error: short steps matter as much as long ones."""
+        with_prompt = shape.num_prompt_tokens > 0
+        row = [
+            0.0 if with_prompt else float(shape.num_forwards),
+            float(shape.num_forwards) if with_prompt else 0.0,
+            float(shape.num_context),
+            float(shape.num_new),
+            float(shape.num_pairs),
+        ]
+        self._num_samples += sign
+        self._kinds.add(with_prompt)
+        self._fit.add(row, seconds, sign / (seconds * seconds))
+
+    def _refit(self) -> None:
+        c_decode, c_prompt, g, b, a = self._fit.solve()
+        if False not in self._kinds:
+            c_decode = c_prompt
+        elif True not in self._kinds:
+            c_prompt = c_decode
+        self.coefficients = Coefficients(c_decode, c_prompt, g, b, a)
+        self._num_new = 0
+
+    def _has_drifted(self, ratio: float) -> bool:
+        """Whether the last steps were all off the same way: the machine changed."""
+        self._drift.append(ratio)
+        if len(self._drift) < DRIFT_STEPS:
+            return False
+        return min(self._drift) > DRIFT or max(self._drift) < 1 / DRIFT
+
+    def _rescale(self, factor: float) -> None:
+        self._fit = LeastSquares(5)
+        self._num_samples = 0
+        for key, ring in self._rings.items():
+            self._rings[key] = deque((shape, seconds * factor) for shape, seconds in ring)
+            for shape, seconds in self._rings[key]:
+                self._weigh(shape, seconds, sign=1)
+        for ratios in self._ratios.values():
+            ratios.clear()
+        self._drift.clear()
+        self._refit()

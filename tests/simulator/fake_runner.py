@@ -1,0 +1,129 @@
+"""A runner without a model: remembers which token and salt each position of memory holds.
+
+Before a chunk it reads the sequence's memory back and compares it with the sequence's tokens,
+which finds stale blocks, copies that were not made and credit for what was never computed.
+"""
+
+from array import array
+
+from headrace.core.layout import MemoryLayout
+from headrace.core.plan import NO_SLOT, Begin, Chunk, ChunkResult, Drawn, StepPlan, StepResult
+from headrace.core.sampling import Logprobs, Sampling
+
+VOCABULARY = 40
+MAX_READ_BACK = 40  # blocks; of longer tables the ends are read
+
+
+def token_at(sampling: Sampling, choice: int, index: int) -> int:
+    """The token that a choice draws as its `index`-th: its request and nothing else decides."""
+    number = hash((sampling.seed, choice, index))
+    return 2 if number % 23 == 0 else 3 + number % VOCABULARY
+
+
+class Remembered:
+    """What the runner keeps of a sequence; the tokens are its own copy."""
+
+    def __init__(self, begin: Begin) -> None:
+        self.begin = begin
+        self.tokens = begin.token_ids
+
+
+class FakeRunner:
+    def __init__(self, layout: MemoryLayout, salts: dict[int, str]) -> None:
+        self._layout = layout
+        self._salts = salts
+        self._blocks: dict[int, tuple[array[int], str]] = {}
+        self._slots: dict[int, array[int]] = {}  # every token that went into the state
+        self._slot_salts: dict[int, str] = {}
+        self._sequences: dict[int, Remembered] = {}
+
+    def execute(self, plan: StepPlan, seconds: float, row_errors: dict[int, int]) -> StepResult:
+        for sequence_id in plan.ended:
+            self._sequences.pop(sequence_id, None)
+        for begin in plan.begun:
+            assert begin.sequence_id not in self._sequences
+            self._sequences[begin.sequence_id] = Remembered(begin)
+        for copy in plan.restores:
+            self._copy_slot(copy.source, copy.target)
+        for chunk in plan.chunks:
+            self._compute(chunk)
+        results = [self._result(chunk, row_errors) for chunk in plan.chunks]
+        for block_copy in plan.block_copies:
+            tokens, salt = self._blocks[block_copy.source]
+            self._blocks[block_copy.target] = (tokens[:], salt)
+        for copy in plan.slot_copies:
+            self._copy_slot(copy.source, copy.target)
+        return StepResult(tuple(results), seconds)
+
+    def _copy_slot(self, source: int, target: int) -> None:
+        self._slots[target] = self._slots[source][:]
+        self._slot_salts[target] = self._slot_salts[source]
+
+    def _compute(self, chunk: Chunk) -> None:
+        remembered = self._sequences[chunk.sequence_id]
+        salt = self._salts[chunk.sequence_id]
+        end = chunk.start + chunk.length
+        assert chunk.length > 0 and end <= len(remembered.tokens), "tokens the runner has not got"
+        if self._layout.num_blocks:
+            self._read_back(chunk, remembered.tokens, salt)
+            self._write(chunk, remembered.tokens, salt)
+        if chunk.slot_id != NO_SLOT:
+            self._advance_state(chunk, remembered.tokens, salt)
+
+    def _read_back(self, chunk: Chunk, tokens: "array[int]", salt: str) -> None:
+        size = self._layout.block_size
+        num_blocks = -(-chunk.start // size)
+        indices = range(num_blocks)
+        if num_blocks > MAX_READ_BACK:
+            indices = [0, 1, *range(num_blocks - 3, num_blocks)]
+        for index in indices:
+            expected = tokens[index * size : min((index + 1) * size, chunk.start)]
+            block_id = chunk.block_ids[index]
+            found, found_salt = self._blocks.get(block_id, (array("i"), ""))
+            is_right = found[: len(expected)] == expected and found_salt == salt
+            assert is_right, f"block {block_id} does not hold sequence {chunk.sequence_id}"
+
+    def _write(self, chunk: Chunk, tokens: "array[int]", salt: str) -> None:
+        size = self._layout.block_size
+        end = chunk.start + chunk.length
+        for index in range(chunk.start // size, -(-end // size)):
+            first = max(index * size, chunk.start)
+            block_id = chunk.block_ids[index]
+            before = (
+                self._blocks[block_id][0][: first - index * size] if first % size else array("i")
+            )
+            written = before + tokens[first : min((index + 1) * size, end)]
+            self._blocks[block_id] = (written, salt)
+
+    def _advance_state(self, chunk: Chunk, tokens: "array[int]", salt: str) -> None:
+        if chunk.start == 0:
+            self._slots[chunk.slot_id] = array("i")
+            self._slot_salts[chunk.slot_id] = salt
+        state = self._slots.get(chunk.slot_id, array("i"))
+        assert state == tokens[: chunk.start], f"slot {chunk.slot_id} holds another state"
+        assert self._slot_salts[chunk.slot_id] == salt
+        state.extend(tokens[chunk.start : chunk.start + chunk.length])
+
+    def _result(self, chunk: Chunk, row_errors: dict[int, int]) -> ChunkResult:
+        assert chunk.num_rows or not chunk.draws, "a row is needed to draw from"
+        drawn = tuple(self._draw(sequence_id, row_errors) for sequence_id in chunk.draws)
+        return ChunkResult(drawn, self._prompt_rows(chunk))
+
+    def _draw(self, sequence_id: int, row_errors: dict[int, int]) -> Drawn:
+        remembered = self._sequences[sequence_id]
+        index = len(remembered.tokens) - remembered.begin.num_prompt
+        token_id = token_at(remembered.begin.sampling, remembered.begin.choice, index)
+        remembered.tokens.append(token_id)
+        if row_errors.get(sequence_id, -1) == index:
+            return Drawn(error="not a number")
+        return Drawn((token_id,))
+
+    def _prompt_rows(self, chunk: Chunk) -> Logprobs | None:
+        begin = self._sequences[chunk.sequence_id].begin
+        is_prompt = chunk.start < begin.num_prompt - 1
+        if begin.sampling.num_prompt_logprobs is None or not is_prompt:
+            return None
+        if chunk.num_rows != chunk.length:
+            return None
+        first, last = chunk.start + 1, min(chunk.start + chunk.length + 1, begin.num_prompt)
+        return Logprobs(1, begin.token_ids[first:last].tobytes(), b"")

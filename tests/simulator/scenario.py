@@ -1,0 +1,166 @@
+"""A schedule's whole input, made from a seed: requests, cancels, faults, limits and layout."""
+
+from array import array
+from dataclasses import dataclass, field
+from random import Random
+
+from headrace.core.config import SchedulerConfig
+from headrace.core.ids import SequenceId, StreamId
+from headrace.core.layout import MemoryLayout
+from headrace.core.messages import Cancel, Finish, NewSequence, Submit
+from headrace.core.sampling import Sampling
+from headrace.scheduler.limits import Limits
+
+END_TOKEN = 2
+HUGE = 600_000
+
+
+@dataclass
+class Faults:
+    """How often what goes wrong, and which sequences are bad for good."""
+
+    step_error: float = 0.0
+    slow_step: float = 0.0
+    out_of_memory: float = 0.0
+    death: float = 0.0
+    poisoned: set[int] = field(default_factory=set)  # every step that names them fails
+    row_error_at: dict[int, int] = field(default_factory=dict)  # sequence: generated tokens before
+
+
+@dataclass
+class Scenario:
+    seed: int
+    layout: MemoryLayout
+    limits: Limits
+    config: SchedulerConfig
+    depth: int
+    submits: list[Submit]
+    cancels: list[tuple[float, Cancel]]
+    faults: Faults
+
+
+def make_scenario(seed: int) -> Scenario:
+    rng = Random(seed)
+    is_huge = rng.random() < 0.02
+    layout = _layout(rng, is_huge)
+    limits = Limits(
+        max_num_seqs=layout.num_slots or rng.choice([1, 2, 3, 8]),
+        max_step_tokens=65536 if is_huge else rng.choice([1, 3, 8, 16, 64]),
+        max_model_len=1_000_000 if is_huge else rng.choice([30, 80, 200]),
+        max_stall_s=rng.choice([None, 0.03, 0.1]),
+        max_step_s=rng.choice([None, 0.2, 1.0]),
+    )
+    config = SchedulerConfig(
+        patience=rng.choice([0.0, 4.0, 100.0]), max_open_prompts=rng.choice([1, 2, 4])
+    )
+    submits = _submits(rng, is_huge)
+    return Scenario(
+        seed,
+        layout,
+        limits,
+        config,
+        depth=rng.choice([1, 1, 2]),
+        submits=submits,
+        cancels=_cancels(rng, submits),
+        faults=_faults(rng, submits),
+    )
+
+
+def _layout(rng: Random, is_huge: bool) -> MemoryLayout:
+    kind = rng.choice(["blocks", "blocks", "blocks", "hybrid", "dense"])
+    num_slots = rng.choice([1, 2, 4, 8])
+    if kind == "dense":
+        return MemoryLayout(num_slots=num_slots, max_positions=HUGE + 100 if is_huge else 60)
+    if is_huge:
+        return MemoryLayout(block_size=8192, num_blocks=rng.choice([80, 160]))
+    block_size = rng.choice([1, 2, 4, 16])
+    num_blocks = rng.choice([4, 8, 16, 64]) * (4 if block_size < 4 else 1)
+    if kind == "blocks":
+        return MemoryLayout(block_size=block_size, num_blocks=num_blocks)
+    return MemoryLayout(
+        block_size=block_size,
+        num_blocks=num_blocks,
+        num_slots=num_slots,
+        num_snapshots=rng.choice([0, 1, 2, 6]),
+        snapshot_every=block_size * rng.choice([1, 2, 4]),
+    )
+
+
+def _submits(rng: Random, is_huge: bool) -> list[Submit]:
+    bases = [[rng.randrange(3, 20) for _ in range(120)] for _ in range(3)]
+    submits: list[Submit] = []
+    arrival = number = 0
+    pace = rng.choice([0.0, 0.02, 0.3])  # bursts, a crowd, one by one
+    prompt_cap = rng.choice([4, 20, 60, 110])  # floods of short ones, too
+    for stream in range(rng.choice([1, 2, 3, 3, 4, 8])):
+        arrival += rng.random() * pace
+        prompts = [_prompt(rng, bases, prompt_cap) for _ in range(rng.choice([1, 1, 1, 2]))]
+        if is_huge and stream == 0:
+            prompts = [array("i", [7]) * HUGE]
+        sequences = []
+        for index in range(len(prompts)):
+            for choice in range(rng.choice([1, 1, 1, 2, 3, 8])):
+                sequences.append(NewSequence(SequenceId(number), index, choice))
+                number += 1
+        submits.append(
+            Submit(
+                StreamId(str(stream)),
+                tuple(prompt.tobytes() for prompt in prompts),
+                tuple(sequences),
+                _sampling(rng, is_huge),
+                arrival,
+                priority=rng.choice([0, 0, 0, 0, -1, 1, 3]),
+                salt=rng.choice(["", "", "", "other"]),
+                use_prefix=rng.random() < 0.9,
+            )
+        )
+    return submits
+
+
+def _prompt(rng: Random, bases: list[list[int]], cap: int) -> "array[int]":
+    if rng.random() < 0.02:
+        return array("i")
+    head = rng.choice(bases)[: rng.randrange(0, cap + 1)]
+    tail = [rng.randrange(3, 20) for _ in range(rng.choice([0, 0, 1, 5]))]
+    return array("i", (head + tail) or [5])
+
+
+def _sampling(rng: Random, is_huge: bool) -> Sampling:
+    return Sampling(
+        max_tokens=rng.choice([0, 1, 2, 5, 9, 20] if is_huge else [0, 1, 2, 5, 9, 20, 50, None]),
+        end_token_ids=(END_TOKEN,),
+        seed=rng.randrange(1 << 30),
+        ignore_eos=rng.random() < 0.3,
+        num_prompt_logprobs=1 if rng.random() < 0.1 and not is_huge else None,
+    )
+
+
+def _cancels(rng: Random, submits: list[Submit]) -> list[tuple[float, Cancel]]:
+    cancels = []
+    share = rng.choice([0.0, 0.2, 0.6])
+    for submit in submits:
+        for new in submit.sequences:
+            if rng.random() < share:
+                at = submit.arrival + rng.random() * rng.choice([0.0, 0.1, 2.0])
+                finish = rng.choice([Finish.CANCELLED, Finish.STOP])
+                ids = [n.sequence_id for n in submit.sequences] if rng.random() < 0.3 else []
+                cancels.append((at, Cancel((new.sequence_id, *ids), finish)))
+    return sorted(cancels, key=lambda item: item[0])
+
+
+def _faults(rng: Random, submits: list[Submit]) -> Faults:
+    ids = [new.sequence_id for submit in submits for new in submit.sequences]
+    faults = Faults()
+    if rng.random() < 0.4:
+        faults.row_error_at = {i: rng.randrange(6) for i in ids if rng.random() < 0.2}
+    if rng.random() < 0.3:
+        faults.step_error = rng.choice([0.02, 0.2])
+    if rng.random() < 0.2:
+        faults.poisoned = {i for i in ids if rng.random() < 0.15}
+    if rng.random() < 0.2:
+        faults.death = 0.03
+    if rng.random() < 0.1:
+        faults.out_of_memory = 0.05
+    if rng.random() < 0.3:
+        faults.slow_step = 0.1
+    return faults
