@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 
@@ -19,11 +20,17 @@ class ServerProcess:
         self.lines: list[str] = []
         self.url = ""
         self._ready = threading.Event()
+        state = tempfile.mkdtemp(prefix="headrace-test-")
         self.process = subprocess.Popen(
             [sys.executable, "-m", "headrace", "serve", "--port", "0", *flags],
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "XDG_STATE_HOME": state,
+                **(environment or {}),
+            },
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()

@@ -4,10 +4,12 @@ import asyncio
 import contextlib
 import errno
 import logging
+import os
 import signal
 import socket
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import uvicorn
 
@@ -18,6 +20,10 @@ from headrace.engine.supervisor import Supervisor
 from headrace.gateway.app import create_app
 from headrace.generation.generation import Generation
 from headrace.generation.served import ServedModel
+from headrace.streams.memory_store import MemoryStore
+from headrace.streams.sqlite_store import SqliteStore
+from headrace.streams.state_dir import StateError, StateInUse
+from headrace.streams.store import Store
 
 _KEEP_ALIVE_S = 75
 
@@ -48,7 +54,29 @@ def serve(config: ServerConfig) -> int:
     with listener:
         model = ServedModel(config.models[0])
         with asyncio.Runner(loop_factory=_new_loop) as runner:
-            return runner.run(_Serving(config, model, listener).run())
+            return runner.run(_run(config, model, listener))
+
+
+async def _run(config: ServerConfig, model: ServedModel, listener: socket.socket) -> int:
+    try:
+        store = _open_store(config.streams.state_dir, listener.getsockname()[1])
+    except StateError as error:
+        print(f"headrace: {error}", file=sys.stderr)
+        return exits.IN_USE if isinstance(error, StateInUse) else exits.FAILED
+    try:
+        return await _Serving(config, model, listener, store).run()
+    finally:
+        if isinstance(store, SqliteStore):
+            await store.close()
+
+
+def _open_store(state_dir: str | None, port: int) -> SqliteStore | MemoryStore:
+    if state_dir == "none":
+        return MemoryStore()
+    if state_dir is not None:
+        return SqliteStore.open(Path(state_dir))
+    home = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return SqliteStore.open(Path(home) / "headrace" / str(port))
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -67,8 +95,11 @@ def _new_loop() -> asyncio.AbstractEventLoop:
 class _Serving:
     """One server from start to end. Signals set an event, `run` acts."""
 
-    def __init__(self, config: ServerConfig, model: ServedModel, listener: socket.socket) -> None:
+    def __init__(
+        self, config: ServerConfig, model: ServedModel, listener: socket.socket, store: Store
+    ) -> None:
         self._config = config
+        self._store = store
         self._model = model
         self._listener = listener
         self._stop = asyncio.Event()
@@ -79,7 +110,7 @@ class _Serving:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal)
         engine = Supervisor(self._config.models[0], self._config.streams.load_timeout_s)
-        generation = Generation(self._config, self._model, engine)
+        generation = Generation(self._config, self._model, engine, self._store)
         server = self._make_server(generation)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(generation.run(), name="generation")

@@ -134,6 +134,13 @@ class StreamConfig(msgspec.Struct, frozen=True, kw_only=True):
             description="Seconds that a request whose client left before the first token goes on",
         ),
     ] = 10.0
+    state_dir: Annotated[
+        str | None,
+        Meta(
+            description="Folder for streams that survive the server, or none to keep them in "
+            "memory; $XDG_STATE_HOME/headrace/PORT if not given"
+        ),
+    ] = None
     load_timeout_s: Annotated[
         float, Meta(gt=0, description="Seconds until a model that has not loaded counts as failed")
     ] = 600.0

@@ -67,9 +67,17 @@ KINDS = {
     "request_too_large": ErrorKind(413, "invalid_request_error"),
     "unsupported_media_type": ErrorKind(415, "invalid_request_error"),
     "server_overloaded": ErrorKind(429, "rate_limit_error", retry=True),
+    "queue_timeout": ErrorKind(429, "rate_limit_error", retry=True),
+    "idempotency_key_reused": ErrorKind(409, "conflict_error"),
+    "invalid_cursor": _INVALID,
+    "replaced": ErrorKind(400, "cancelled_error"),
+    "poison_request": ErrorKind(500, "server_error"),
+    "model_changed": ErrorKind(500, "server_error"),
+    "resume_mismatch": ErrorKind(500, "server_error"),
     "internal_error": ErrorKind(500, "server_error"),
     "model_loading": ErrorKind(503, "unavailable_error", retry=True),
     "engine_failed": ErrorKind(503, "unavailable_error", retry=True),
+    "storage_unavailable": ErrorKind(503, "unavailable_error", retry=True),
     "server_shutdown": ErrorKind(503, "unavailable_error", retry=True),
 }
 """Every code that a request can end with."""

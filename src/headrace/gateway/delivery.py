@@ -17,7 +17,7 @@ from headrace.core.errors import RequestError
 from headrace.gateway.answers import cut
 from headrace.gateway.frames import PING, data, error_body
 from headrace.gateway.render import Answer, Frames
-from headrace.generation.stream import Stream
+from headrace.generation.registry import Found
 from headrace.streams.events import AnyEvent, is_terminal
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ async def _left(receive: Receive) -> None:
 class WholeAnswer:
     """One body once the stream has ended; nothing precedes it."""
 
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, stream: Found) -> None:
         self._stream = stream
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -114,7 +114,7 @@ class LiveBody:
 class LiveAnswer:
     """Status and headers at once, then data as it comes, and signs of life in between."""
 
-    def __init__(self, stream: Stream, rendering: Rendering, config: StreamConfig) -> None:
+    def __init__(self, stream: Found, rendering: Rendering, config: StreamConfig) -> None:
         wire = stream.record.request.wire
         ping_s = wire.ping_interval_s or config.sse_ping_interval
         self._stream = stream
@@ -181,7 +181,7 @@ class LiveAnswer:
                 self._data_at = self._byte_at
 
 
-def deliver(stream: Stream, config: StreamConfig) -> WholeAnswer | LiveAnswer:
+def deliver(stream: Found, config: StreamConfig) -> WholeAnswer | LiveAnswer:
     """The stream as its request asked to be answered."""
     wire = stream.record.request.wire
     if wire.stream:

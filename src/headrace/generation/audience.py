@@ -63,6 +63,13 @@ class Audience:
             if self._num_readers == 0 and self._linger_s is not None:
                 self._left_alone(self._linger_s)
 
+    def close(self) -> None:
+        """Waits for nobody any more."""
+        if self._linger is not None:
+            self._linger.cancel()
+            self._linger = None
+        self.abandoned.set()
+
     def _left_alone(self, linger_s: float) -> None:
         if self.is_served or self.has_seen_tokens or linger_s == 0:
             self._give_up()

@@ -63,6 +63,18 @@ class Choice:
             self._deliver(self._text.flush())
         self.end = self._stop or ChoiceEnd(str(finish))
 
+    def replay(self, event: Tokens) -> bool:
+        """Comes to the state behind an event of an earlier life; whether its text is the same."""
+        for token_id in event.ids:
+            self._token_ids.append(token_id)
+            self._deliver(self._text.feed(token_id))
+        if event.end is not None:
+            if self._stop is None:
+                self._deliver(self._text.flush())
+            self.end = event.end
+        made = self.take(event.seq, event.at_ms)
+        return (made.text if made else "") == event.text
+
     def echo(self, text: str, logprobs: Sequence[TokenLogprob]) -> None:
         """The prompt, to stand before the choice's own text."""
         self._add(text, logprobs)

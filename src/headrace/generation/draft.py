@@ -150,6 +150,29 @@ class Draft:
             seq=seq, at_ms=at_ms, ends=ends, usage=self._tally.usage, timings=self._tally.timings
         )
 
+    def replay(self, logged: Sequence[AnyEvent]) -> RequestError | None:
+        """Comes to the state in which these events had been written.
+
+        The error, if the tokens no longer make the text that was delivered.
+        """
+        for event in logged:
+            if isinstance(event, events.Progress):
+                self._progress_of(event).resume(event)
+            elif isinstance(event, events.Tokens):
+                choice = self._choices[event.choice]
+                if event.pieces or event.ids:
+                    self._begin(choice)
+                if not choice.replay(event):
+                    return RequestError(
+                        "resume_mismatch", "The logged tokens no longer give the logged text."
+                    )
+        self._count(logged)
+        self.end_stopped()
+        return None
+
+    def _progress_of(self, event: events.Progress) -> PromptProgress:
+        return self._progress[event.choice // self._record.request.n]
+
     def _begin(self, choice: Choice) -> None:
         if self._echo:
             self._echo.begin(choice)

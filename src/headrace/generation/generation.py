@@ -1,6 +1,7 @@
 """Admits requests, owns their streams, and brings them what the engine says."""
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import time
@@ -17,39 +18,49 @@ from headrace.engine.client import EngineClient, EngineDown, EngineUp
 from headrace.generation.admission import Admission
 from headrace.generation.draft import Draft
 from headrace.generation.progress import InQueue
+from headrace.generation.registry import Found, Registry
 from headrace.generation.sequences import Sequences
 from headrace.generation.served import Models, ServedModel
 from headrace.generation.stream import Item, Stream
-from headrace.streams.log import MemoryLog
-from headrace.streams.record import Record
+from headrace.streams.log import Log, MemoryLog
+from headrace.streams.record import Names, Record
+from headrace.streams.store import Retention, Store, Stored, StoreStalled
 
 logger = logging.getLogger(__name__)
 
+PLAIN = Names()
+_PAGE = 256
+_SWEEP_INTERVAL_S = 60.0
 _ID_PREFIX = {"/v1/chat/completions": "chatcmpl-", "/v1/completions": "cmpl-"}
 
 
 class Generation:
     """`run` is its one task, and the owner of every stream's."""
 
-    def __init__(self, config: ServerConfig, model: ServedModel, engine: EngineClient) -> None:
+    def __init__(
+        self, config: ServerConfig, model: ServedModel, engine: EngineClient, store: Store
+    ) -> None:
         self.models = Models((model,))
+        self.admission = Admission()
+        self.streams = Registry(store)
         self.state = "loading"
+        self.status: Status | None = None  # the engine's newest numbers
         self.last_words = ""  # why the engine was given up
         self.died = asyncio.Event()  # set once it was
-        self.status: Status | None = None  # the engine's newest numbers
-        self._was_up = asyncio.Event()
-        self._up: EngineUp | None = None  # while it is
         self._config = config
         self._engine = engine
-        self.admission = Admission()
+        self._was_up = asyncio.Event()
+        self._up: EngineUp | None = None  # while it is
         self._sequences: Sequences[Stream] = Sequences(engine)
-        self._streams: dict[StreamId, Stream] = {}
-        self._writers: set[asyncio.Task[None]] = set()
+        self._writers: dict[Stream, asyncio.Task[None]] = {}
         self._tasks = asyncio.TaskGroup()
 
     async def run(self) -> None:
         """Until the engine's client is closed."""
         async with self._tasks:
+            for stored in await self.streams.store.unfinished():
+                await self._resume(stored)
+            sweeping = self._tasks.create_task(self._sweep(), name="sweep")
             async for news in self._engine.outputs():
                 if isinstance(news, Outputs):
                     self._deliver(news)
@@ -59,7 +70,8 @@ class Generation:
                     self._engine_is_up(news)
                 else:
                     self._engine_is_down(news)
-            self._end_all("server_shutdown", "The server was shut down; send the request again.")
+            sweeping.cancel()
+            self._let_go("server_shutdown", "The server was shut down; send the request again.")
         self.admission.close()
 
     async def wait_until_ready(self) -> Ready:
@@ -69,56 +81,95 @@ class Generation:
         assert ready is not None
         return ready
 
-    async def open(self, request: Request) -> Stream:
-        """Admits a request; RequestError says why it is not served."""
+    async def attach(self, names: Names, may_take_over: bool) -> Found | None:
+        """The stream that the request would only repeat, whatever else would refuse it."""
+        return await self.streams.find_equal(names, may_take_over)
+
+    async def open(self, request: Request, names: Names = PLAIN) -> Found:
+        """Admits a request; RequestError says why it is not served.
+
+        The stream is another's if its idempotency key was taken in this very moment.
+        """
         model = self.models.get(request.model)
         self._check_can_serve()
         self._check_queue(model)
         prompts = await self.admission.prompts(model, request)
         self._check_can_serve()
         self._check_queue(model)
-        stream = self._make_stream(model, request, prompts)
+        record = self._record(model, request, prompts, names)
+        log: Log = MemoryLog()
+        if names.is_opted_in:
+            stored = await self.streams.claim(record)
+            if stored.record.id != record.id:
+                return self.streams.wrap(stored)
+            log = stored.log
+        stream = self._stream(record, Draft(record, model), log)
         await stream.accept()
-        self._streams[stream.record.id] = stream
-        writer = self._tasks.create_task(self._run_stream(stream), name=stream.record.id)
-        self._writers.add(writer)
-        writer.add_done_callback(self._writers.discard)
-        if self._up is not None:
-            stream.tell(self._up)
+        self._start(stream)
         return stream
 
     async def drain(self, seconds: float) -> None:
-        """Refuses new requests, lets the others end, and after `seconds` ends them."""
+        """Refuses new requests, and gives the others `seconds` to end by themselves."""
         self.state = "draining"
         if self._writers:
-            await asyncio.wait(self._writers, timeout=seconds)
-        for stream in self._streams.values():
-            stream.stop(RequestError("server_shutdown", "The server is shutting down."))
+            await asyncio.wait(self._writers.values(), timeout=seconds)
+        for stream in self.streams:
+            if not stream.record.is_durable:
+                stream.stop(RequestError("server_shutdown", "The server is shutting down."))
 
-    @property
-    def num_live_streams(self) -> int:
-        return len(self._streams)
+    async def _sweep(self) -> None:
+        """Forgets what retention does not keep, again and again."""
+        while True:
+            with contextlib.suppress(StoreStalled):
+                await self.streams.store.sweep(Retention(), time.time())
+            await asyncio.sleep(_SWEEP_INTERVAL_S)
 
-    def _make_stream(
-        self, model: ServedModel, request: Request, prompts: tuple[bytes, ...]
-    ) -> Stream:
+    async def _resume(self, stored: Stored) -> None:
+        """Goes on with a stream that an earlier server left unfinished."""
+        draft = Draft(stored.record, self.models.all()[0])
+        mismatch: RequestError | None = None
+        after = -1
+        while page := (await stored.log.read(after, _PAGE))[0]:
+            mismatch = mismatch or draft.replay(page)
+            after = page[-1].seq
+        stream = self._stream(stored.record, draft, stored.log)
+        if after < 0:
+            await stream.accept()
+        if mismatch:
+            stream.end_now(mismatch)
+        self._start(stream)
+
+    def _record(
+        self, model: ServedModel, request: Request, prompts: tuple[bytes, ...], names: Names
+    ) -> Record:
         sampling = msgspec.structs.replace(request.sampling, end_token_ids=model.spec.end_token_ids)
-        record = Record(
+        return Record(
             id=StreamId(_ID_PREFIX[request.route] + secrets.token_hex(16)),
             created=int(time.time()),
             request=msgspec.structs.replace(request, sampling=sampling),
             prompts=prompts,
             system_fingerprint=model.system_fingerprint,
+            names=names,
+            is_durable=names.is_opted_in and self.streams.store.is_durable,
         )
-        linger_s = self._config.streams.linger_s
-        return Stream(record, Draft(record, model), self._sequences, MemoryLog(), linger_s)
 
-    async def _run_stream(self, stream: Stream) -> None:
+    def _stream(self, record: Record, draft: Draft, log: Log) -> Stream:
+        return Stream(record, draft, self._sequences, log, self._config.streams.linger_s)
+
+    def _start(self, stream: Stream) -> None:
+        self.streams.add(stream)
+        self._writers[stream] = self._tasks.create_task(self._write(stream), name="stream")
+        if self._up is not None:
+            stream.tell(self._up)
+
+    async def _write(self, stream: Stream) -> None:
         try:
             await stream.run()
-            await stream.audience.abandoned.wait()
+            if not stream.record.names.is_opted_in:
+                await stream.audience.abandoned.wait()
         finally:
-            del self._streams[stream.record.id]
+            self.streams.remove(stream)
+            del self._writers[stream]
 
     def _deliver(self, outputs: Outputs) -> None:
         by_stream: defaultdict[Stream, list[Item]] = defaultdict(list)
@@ -141,7 +192,9 @@ class Generation:
         self._was_up.set()
         if self.state != "draining":
             self.state = "ok"
-        for stream in self._streams.values():
+        for stream in self.streams:
+            if stream.record.system_fingerprint != self.models.all()[0].system_fingerprint:
+                stream.end_now(RequestError("model_changed", "The server now runs other weights."))
             stream.tell(news)
 
     def _engine_is_down(self, news: EngineDown) -> None:
@@ -149,11 +202,11 @@ class Generation:
         if news.given_up:
             self.state, self.last_words = "dead", news.message
             self.died.set()
-            self._end_all("engine_failed", "The engine stopped and could not be restarted.")
+            self._let_go("engine_failed", "The engine stopped and could not be restarted.")
             return
         if self.state == "ok":
             self.state = "recovering"
-        for stream in self._streams.values():
+        for stream in self.streams:
             stream.tell(news)
 
     def _show_queue(self, status: Status) -> None:
@@ -169,9 +222,14 @@ class Generation:
             stream.tell(InQueue(position, status.num_waiting, eta_ms))
             num_ahead += stream.record.num_prompt_tokens
 
-    def _end_all(self, code: str, message: str) -> None:
-        for stream in self._streams.values():
-            stream.end_now(RequestError(code, message))
+    def _let_go(self, code: str, message: str) -> None:
+        """Ends every stream but the durable ones: a later server goes on with those."""
+        for stream, writer in list(self._writers.items()):
+            if stream.record.is_durable:
+                writer.cancel()
+            else:
+                stream.end_now(RequestError(code, message))
+                stream.audience.close()
 
     def _check_can_serve(self) -> None:
         if self.state == "loading":
@@ -183,8 +241,8 @@ class Generation:
 
     def _check_queue(self, model: ServedModel) -> None:
         """Refuses what would wait beyond the bound; a free place is no waiting."""
-        num_waiting = sum(not stream.has_started for stream in self._streams.values())
-        num_live = sum(stream.num_live for stream in self._streams.values())
+        num_waiting = sum(not stream.has_started for stream in self.streams)
+        num_live = sum(stream.num_live for stream in self.streams)
         bound = self._config.streams.max_num_queued_reqs
         has_place = model.ready is not None and num_live < model.ready.max_num_seqs
         if num_waiting >= bound and not has_place:

@@ -66,6 +66,12 @@ class PromptProgress:
         if choice.index == self._choice:
             self._processed = max(self._processed, min(processed, self._total))
 
+    def resume(self, told: events.Progress) -> None:
+        """Goes on behind an event that was told in an earlier life."""
+        self._total, self._cached = told.total, told.cache
+        self._processed = self._told = told.processed
+        self._began_ms = told.at_ms - told.time_ms
+
     def take(self, seq: int, at_ms: int) -> events.Progress | None:
         """The event that is due, if any."""
         is_last = self._processed == self._total

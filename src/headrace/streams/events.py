@@ -119,6 +119,10 @@ class Tokens(Event, frozen=True, omit_defaults=True):
     logprobs: tuple[TokenLogprob, ...] = ()
     end: ChoiceEnd | None = None
 
+    @property
+    def text(self) -> str:
+        return "".join(piece.text for piece in self.pieces)
+
 
 class Finish(Event, frozen=True):
     """Terminal: all choices have ended."""

@@ -22,6 +22,8 @@ _encode = msgspec.msgpack.Encoder().encode
 class MemoryStore:
     """The naive store: specification and fake of the others. It never stalls."""
 
+    is_durable = False
+
     def __init__(self) -> None:
         self.stalled = asyncio.Event()
         self.writable = asyncio.Event()

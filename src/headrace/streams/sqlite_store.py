@@ -33,6 +33,8 @@ Result = TypeVar("Result")
 class SqliteStore:
     """Opened by `open`; `close` it before the event loop ends."""
 
+    is_durable = True
+
     def __init__(self, state: StateDir, connection: sqlite3.Connection) -> None:
         rows.delete_unreadable(connection)
         # Every live stream has its tail here; one that does not has ended, or is not yet known.

@@ -69,6 +69,7 @@ class Store(Protocol):
     else raises StoreStalled, and so does an append that finds the buffer full.
     """
 
+    is_durable: bool  # whether it survives the server
     stalled: asyncio.Event
     writable: asyncio.Event
 

@@ -1,0 +1,24 @@
+"""A stream whose log has ended, or whose writer is elsewhere: only to be read."""
+
+from contextlib import AbstractAsyncContextManager
+
+from headrace.core.errors import RequestError
+from headrace.generation.audience import Audience, Reader
+from headrace.streams.log import Log
+from headrace.streams.record import Record
+
+
+class Ended:
+    """Reads like a live stream; nothing can stop it any more."""
+
+    state = "finished"
+
+    def __init__(self, record: Record, log: Log) -> None:
+        self.record = record
+        self.log = log
+
+    def stop(self, error: RequestError) -> None:
+        """Has no effect: the first terminal outcome wins."""
+
+    def reader(self, after: int = -1) -> AbstractAsyncContextManager[Reader]:
+        return Audience(None, on_abandoned=lambda: None).reader(self.log, after)
