@@ -11,6 +11,7 @@ import msgspec
 import tokenizers
 
 from headrace.core.errors import ModelError
+from headrace.text.conversion import tokenizer_file
 from headrace.text.spelling import spelling_for
 
 _MARK = "▁"
@@ -41,13 +42,14 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer":
-        """The tokenizer of a model's folder; ModelError `tokenizer_invalid` if there is none."""
+        """The tokenizer of a model's folder; ModelError `tokenizer_invalid` if there is none.
+
+        Takes seconds where an older kind must be converted first, which happens once.
+        """
         config_file = folder / "tokenizer_config.json"
         try:
             config = msgspec.json.decode(config_file.read_bytes()) if config_file.exists() else {}
-            return cls((folder / "tokenizer.json").read_bytes(), config)
-        except FileNotFoundError:
-            raise ModelError("The model has no tokenizer.json.", "tokenizer_invalid") from None
+            return cls(tokenizer_file(folder).read_bytes(), config)
         except ModelError:
             raise
         except Exception as error:  # the library raises bare Exception for whatever it cannot read
