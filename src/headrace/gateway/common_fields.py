@@ -64,7 +64,7 @@ class TokenIds(msgspec.Struct, frozen=True):
         return tuple(TOKEN_ID.check(item, f"{path}[{i}]") for i, item in enumerate(value))
 
     def schema(self) -> dict[str, Any]:
-        return Array(TOKEN_ID, self.most, self.least).schema()
+        return {"type": "array", "items": TOKEN_ID.schema(), "minItems": self.least}
 
 
 _BIAS = Number(-100, 100)

@@ -1,0 +1,60 @@
+"""The document against the application: the same routes, and no body that it cannot stand."""
+
+from typing import Any
+
+import schemathesis
+from hypothesis import HealthCheck, settings
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    negative_data_rejection,
+    response_schema_conformance,
+    status_code_conformance,
+    unsupported_method,
+)
+from starlette.routing import Route
+
+from headrace.core.config import HttpConfig, ServerConfig
+from headrace.core.errors import KINDS
+from headrace.gateway.app import create_app
+from headrace.gateway.openapi import document
+from headrace.streams.events import Finish, Timings, Usage
+from tests.gateway.builders import FakeGeneration, ended, tokens
+
+FINISH = Finish(seq=0, at_ms=0, ends=(ended().end,), usage=Usage(2, 1), timings=Timings())
+GENERATION = FakeGeneration(tokens("Hi", 5), ended(), FINISH)
+CONFIG = ServerConfig(http=HttpConfig(allowed_host=("testserver",)))
+APP = create_app(GENERATION, CONFIG)  # type: ignore[arg-type]
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+    negative_data_rejection,
+    unsupported_method,
+]
+
+schema = schemathesis.openapi.from_asgi("/openapi.json", APP)
+schema.config.phases.coverage.enabled = False  # it would send ten thousand messages at a time
+
+
+def test_the_document_has_every_route_and_no_other() -> None:
+    routes = {
+        (route.path.replace(":path", ""), method.lower())
+        for route in APP.routes
+        if isinstance(route, Route)
+        for method in (route.methods or {"GET"}) - {"HEAD"}
+    }
+    described = {(path, method) for path, item in document()["paths"].items() for method in item}
+    assert routes == described
+
+
+def test_every_error_code_is_described() -> None:
+    error = document()["components"]["schemas"]["Error"]["properties"]["error"]
+    assert set(error["properties"]["code"]["enum"]) == set(KINDS)
+
+
+@schema.parametrize()
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+def test_no_body_breaks_a_route(case: Any) -> None:
+    case.call_and_validate(checks=CHECKS)
