@@ -7,9 +7,6 @@ from torch import Tensor, nn
 from headrace.models.rope import frequencies
 from headrace.models.text_config import TextConfig
 
-Turn = tuple[Tensor, Tensor]
-"""Cosines and sines of a step's positions, float32 [tokens, 1, dim]."""
-
 
 class RMSNorm(nn.Module):
     def __init__(self, size: int, eps: float) -> None:
@@ -19,6 +16,18 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class Turn:
+    """The rotations of a step's positions: cosines and sines, float32 [tokens, 1, dim]."""
+
+    def __init__(self, cos: Tensor, sin: Tensor) -> None:
+        self.cos, self.sin = cos, sin
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Turns x [tokens, heads, dim] by its positions, in float32 whatever x is in."""
+        left, right = x.chunk(2, dim=-1)
+        return (x * self.cos + torch.cat((-right, left), dim=-1) * self.sin).to(x.dtype)
 
 
 class Rotary(nn.Module):
@@ -32,14 +41,7 @@ class Rotary(nn.Module):
     def forward(self, positions: Tensor) -> Turn:
         angles = positions[:, None].float() * self.frequencies  # [tokens, dim/2]
         angles = torch.cat((angles, angles), dim=-1)[:, None]  # [tokens, 1, dim]
-        return angles.cos() * self.amplitude, angles.sin() * self.amplitude
-
-
-def rotate(x: Tensor, turn: Turn) -> Tensor:
-    """Turns x [tokens, heads, dim] by its positions, in float32 whatever x is in."""
-    cos, sin = turn
-    left, right = x.chunk(2, dim=-1)
-    return (x * cos + torch.cat((-right, left), dim=-1) * sin).to(x.dtype)
+        return Turn(angles.cos() * self.amplitude, angles.sin() * self.amplitude)
 
 
 class GatedMLP(nn.Module):

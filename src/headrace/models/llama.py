@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from headrace.models.layers import GatedMLP, RMSNorm, Rotary, Turn, rotate
+from headrace.models.layers import GatedMLP, RMSNorm, Rotary, Turn
 from headrace.models.step import CacheShape, Step
 from headrace.models.text_config import TextConfig, positive, read_text_config
 
@@ -37,8 +37,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, turn: Turn, step: Step) -> Tensor:
         qkv = self.qkv(x).view(len(x), -1, self.dim)  # [tokens, heads + 2 kv_heads, dim]
         q, k, v = qkv.split(self.heads, dim=1)
-        q = rotate(q, turn)  # [tokens, heads, dim]
-        k = rotate(k, turn)  # [tokens, kv_heads, dim]
+        q = turn(q)  # [tokens, heads, dim]
+        k = turn(k)  # [tokens, kv_heads, dim]
         return self.out(step.attend(self.layer, q, k, v).flatten(1))  # [tokens, hidden]
 
 

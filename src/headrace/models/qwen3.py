@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from headrace.models.layers import GatedMLP, RMSNorm, Rotary, Turn, rotate
+from headrace.models.layers import GatedMLP, RMSNorm, Rotary, Turn
 from headrace.models.step import CacheShape, Step
 from headrace.models.text_config import TextConfig, layer_windows, read_text_config
 
@@ -41,8 +41,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, turn: Turn, step: Step) -> Tensor:
         qkv = self.qkv(x).view(len(x), -1, self.dim)  # [tokens, heads + 2 kv_heads, dim]
         q, k, v = qkv.split(self.heads, dim=1)
-        q = rotate(self.q_norm(q), turn)  # [tokens, heads, dim]
-        k = rotate(self.k_norm(k), turn)  # [tokens, kv_heads, dim]
+        q = turn(self.q_norm(q))  # [tokens, heads, dim]
+        k = turn(self.k_norm(k))  # [tokens, kv_heads, dim]
         return self.out(step.attend(self.layer, q, k, v).flatten(1))  # [tokens, hidden]
 
 

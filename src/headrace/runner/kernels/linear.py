@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from headrace.runner.kernels.few_rows import product
+from headrace.runner.kernels.pointwise import widen_rows
 from headrace.runner.kernels.private import (
     can_reorder,
     has_fast_bf16,
@@ -40,7 +41,7 @@ class StoredLinear(nn.Module):
         self.weight = nn.Buffer(weight)
         self.scale = nn.Buffer(torch.ones(size) if scale is None else scale)
         self.bias = nn.Buffer(torch.zeros(size) if bias is None else bias.detach().float())
-        self._is_plain = scale is None and bias is None
+        self._has_bias = bias is not None
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
@@ -56,12 +57,12 @@ class StoredLinear(nn.Module):
         tile = max(64, _TILE_BYTES // (num_inputs * wide.element_size()))
         scratch = wide.new_empty(min(tile, num_outputs), num_inputs)
         for first in range(0, num_outputs, tile):
-            part = self.weight[first : first + tile]
-            torch.mm(
-                wide, scratch[: len(part)].copy_(part).t(), out=y[:, first : first + len(part)]
-            )
-        if not self._is_plain:
-            y.mul_(self.scale).add_(self.bias)
+            part = slice(first, min(first + tile, num_outputs))
+            widened = scratch[: part.stop - first]
+            widen_rows(self.weight[part], self.scale[part], widened)
+            torch.mm(wide, widened.t(), out=y[:, part])
+        if self._has_bias:
+            y.add_(self.bias)
         return y.to(x.dtype)
 
 

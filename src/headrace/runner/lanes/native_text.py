@@ -14,7 +14,7 @@ from headrace.models.weights import load_weights
 from headrace.runner.attention import Attention, NaiveAttention
 from headrace.runner.inputs import pack
 from headrace.runner.kernels.attention import CpuAttention
-from headrace.runner.kernels.linear import pack_linears
+from headrace.runner.kernels.prepare import prepare
 from headrace.runner.storage import BlockStorage, bytes_per_position
 
 
@@ -32,7 +32,7 @@ class NativeText:
         self.weight_bytes = sum(p.nbytes for p in parameters)
         del parameters  # the packed forms replace them one by one
         if device.type == "cpu":
-            pack_linears(self._model)
+            prepare(self._model)
 
     def layout(
         self, free_bytes: int, max_num_seqs: int, max_positions: int, block_size: int

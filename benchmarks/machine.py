@@ -1,0 +1,91 @@
+"""What this machine can do at best: how fast it reads memory, and how fast it multiplies."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from numba import cfunc, njit
+from numba.np.numpy_support import carray
+
+from headrace.runner.kernels.numeric import KERNEL, i32_at, take_next
+from headrace.runner.kernels.pool import frame_of, spread
+
+_READ_BYTES = 1 << 29  # far more than any cache holds
+_SIZE = 2048  # rows and columns of the matrices that are multiplied
+_SECONDS = 1.0  # at most, per figure and round
+_PIECE = 1 << 18
+
+
+class Machine(msgspec.Struct, frozen=True):
+    """The floor under every step; rates are of the best of all ways that were tried."""
+
+    read_bytes_per_s: float
+    bf16_ops_per_s: float
+    int8_ops_per_s: float
+    float32_ops_per_s: float
+
+    def best_of(self, other: "Machine") -> "Machine":
+        pairs = zip(msgspec.structs.astuple(self), msgspec.structs.astuple(other), strict=True)
+        return Machine(*(max(pair) for pair in pairs))
+
+    def ops_per_s(self, dtype: str) -> float:
+        """What products of that type can reach: widening to float32 is open to all of them."""
+        own = {"bfloat16": self.bf16_ops_per_s, "int8": self.int8_ops_per_s}.get(dtype, 0.0)
+        return max(own, self.float32_ops_per_s)
+
+
+def measure() -> Machine:
+    return Machine(
+        read_bytes_per_s=_read_rate(),
+        bf16_ops_per_s=_product_rate(torch.bfloat16),
+        int8_ops_per_s=_int8_rate(),
+        float32_ops_per_s=_product_rate(torch.float32),
+    )
+
+
+def _shortest(run: Callable[[], Any]) -> float:
+    run()
+    best, end = float("inf"), time.perf_counter() + _SECONDS
+    while time.perf_counter() < end:
+        began = time.perf_counter()
+        run()
+        best = min(best, time.perf_counter() - began)
+    return best
+
+
+@njit
+def _sum(values: Any) -> Any:
+    total = np.int32(0)
+    for i in range(values.size):
+        total += values[i]
+    return total
+
+
+@cfunc(KERNEL)
+def _read(a: Any) -> None:
+    g = carray(a, 4)
+    values, totals = carray(i32_at(g[1]), g[2]), carray(i32_at(g[3]), 1)
+    while True:
+        first = take_next(a) * _PIECE
+        if first >= values.size:
+            break
+        totals[0] ^= _sum(values[first : first + _PIECE])
+
+
+def _read_rate() -> float:
+    values, totals = np.ones(_READ_BYTES // 4, np.int32), np.zeros(1, np.int32)
+    frame = frame_of(values.ctypes.data, values.size, totals.ctypes.data)
+    return values.nbytes / _shortest(lambda: spread(_read, frame))
+
+
+def _product_rate(dtype: torch.dtype) -> float:
+    left, right = torch.ones(_SIZE, _SIZE).to(dtype), torch.ones(_SIZE, _SIZE).to(dtype)
+    return 2 * _SIZE**3 / _shortest(lambda: torch.mm(left, right))
+
+
+def _int8_rate() -> float:
+    left = torch.ones(_SIZE, _SIZE, dtype=torch.int8)
+    return 2 * _SIZE**3 / _shortest(lambda: torch._int_mm(left, left.t()))

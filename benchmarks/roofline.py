@@ -1,0 +1,121 @@
+"""The lane's steps against this machine's own floor, both measured in the same run.
+
+    python benchmarks/roofline.py --model DIR [--json] [--only NAME ...]
+
+floor = max(bytes / read bandwidth, operations / rate of products); ratio = floor / measured.
+DIR is what tools/make_random_model.py --shape qwen3-0.6b writes.
+"""
+
+import os
+
+os.environ.setdefault("GOMP_SPINCOUNT", "5000")  # as the engine's process has it; before torch
+
+import argparse
+import gc
+import json
+import platform
+import resource
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.machine import Machine, measure
+from benchmarks.steps import Bench, Row
+from headrace.runner.kernels.private import has_fast_bf16
+
+GOALS = {
+    "prompt-512": 0.65,
+    "prompt-2048": 0.65,
+    "decode-1@128": 0.85,
+    "decode-4@128": 0.80,
+    "decode-4@2048": 0.65,
+    "int8-decode-1@128": 0.70,
+}
+_PROMPTS = {"prompt-128": (0, 128), "prompt-512": (0, 512), "prompt-512@2048": (2048, 512)}
+_DECODES = [(n, context) for context in (128, 2048) for n in (1, 4, 8, 16)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--only", nargs="*", help="names of rows")
+    options = parser.parse_args()
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    report = run(options.model, set(options.only or ()))
+    print(json.dumps(report, indent=1) if options.json else _table(report))
+
+
+def run(folder: Path, only: set[str]) -> dict[str, Any]:
+    machine = measure()
+    rows: list[Row] = []
+    memory = {}
+    for is_int8 in (False, True):
+        bench = Bench(folder, is_int8)
+        bench.fill()
+        prefix = "int8-" if is_int8 else ""
+        for name, measured in _rows(bench, prefix):
+            if not only or name in only:
+                rows.append(measured())
+        memory[prefix + "peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        del bench, measured
+        gc.collect()
+    machine = machine.best_of(measure())  # whatever slowed the first round did not raise the floor
+    return _report(machine, rows) | memory
+
+
+def _rows(bench: Bench, prefix: str) -> Iterator[tuple[str, Callable[[], Row]]]:
+    for name, (start, length) in _PROMPTS.items():
+        yield prefix + name, lambda n=prefix + name, s=start, x=length: bench.prompt(n, s, x)
+    if not prefix:
+        yield "prompt-2048", lambda: bench.prompt("prompt-2048", 0, 2048)
+        yield "mixed-4+124@512", lambda: bench.mixed("mixed-4+124@512", 4, 512, 124)
+    for streams, context in _DECODES if not prefix else [(1, 128), (4, 128), (16, 128)]:
+        name = f"{prefix}decode-{streams}@{context}"
+        yield name, lambda n=name, c=streams, x=context: bench.decode(n, c, x)
+
+
+def _report(machine: Machine, rows: list[Row]) -> dict[str, Any]:
+    return {
+        "processor": platform.processor() or platform.machine(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "has_fast_bf16": has_fast_bf16(),
+        "read_gb_per_s": round(machine.read_bytes_per_s / 1e9, 1),
+        "bf16_gop_per_s": round(machine.bf16_ops_per_s / 1e9),
+        "int8_gop_per_s": round(machine.int8_ops_per_s / 1e9),
+        "float32_gop_per_s": round(machine.float32_ops_per_s / 1e9),
+        "rows": [_row(machine, row) for row in rows],
+    }
+
+
+def _row(machine: Machine, row: Row) -> dict[str, Any]:
+    dtype = "int8" if row.name.startswith("int8-") else "bfloat16"
+    floor = max(row.bytes / machine.read_bytes_per_s, row.operations / machine.ops_per_s(dtype))
+    return {
+        "name": row.name,
+        "ms": round(row.seconds * 1e3, 2),
+        "floor_ms": round(floor * 1e3, 2),
+        "ratio": round(floor / row.seconds, 3),
+        "must": GOALS.get(row.name),
+        "bytes": row.bytes,
+        "operations": row.operations,
+    }
+
+
+def _table(report: dict[str, Any]) -> str:
+    head = [f"{key}: {value}" for key, value in report.items() if key != "rows"]
+    lines = [f"{'step':20} {'ms':>9} {'floor ms':>9} {'ratio':>6} {'must':>5}"]
+    for row in report["rows"]:
+        must = "" if row["must"] is None else f"{row['must']:.2f}"
+        times = f"{row['ms']:9.1f} {row['floor_ms']:9.1f}"
+        lines.append(f"{row['name']:20} {times} {row['ratio']:6.2f} {must:>5}")
+    return "\n".join([*head, "", *lines])
+
+
+if __name__ == "__main__":
+    main()

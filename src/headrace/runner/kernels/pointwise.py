@@ -1,0 +1,220 @@
+"""Owns the kernels between the matrix products: norm, rotation, gate, and widening of weights.
+
+Each is one pass and one launch where torch takes five to ten; results are float32 inside and
+rounded once.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from numba import cfunc, njit
+from numba.np.numpy_support import carray
+from torch import Tensor
+
+from headrace.runner.kernels.numeric import (
+    FAST,
+    KERNEL,
+    f32_at,
+    fast_exp,
+    i8_at,
+    narrow,
+    take_next,
+    u16_at,
+    widen,
+)
+from headrace.runner.kernels.pool import Frame, frame_of, run_alone, spread
+
+_ALONE = 1 << 14  # values up to which waking another thread costs more than it saves
+
+
+@njit(fastmath=FAST)
+def _norm_row(x: Any, weight: Any, eps: Any, out: Any) -> None:
+    total = np.float32(0)
+    for i in range(x.size):
+        value = widen(x[i])
+        total += value * value
+    scale = np.float32(1) / np.sqrt(total / np.float32(x.size) + eps)
+    for i in range(x.size):
+        out[i] = narrow(widen(x[i]) * scale * widen(weight[i]), out[0])
+
+
+@njit
+def _norm(g: Any, a: Any, x: Any, weight: Any, out: Any) -> None:
+    """x: [tokens, row stride], out: [tokens, heads * dim]; each head is normed by itself."""
+    tokens, heads, dim = g[1], g[2], g[3]
+    eps = np.float32(np.float64(g[5]) * 1e-12)
+    while True:
+        token = take_next(a)
+        if token >= tokens:
+            break
+        for h in range(heads):
+            span = slice(h * dim, (h + 1) * dim)
+            _norm_row(x[token, span], weight, eps, out[token, span])
+
+
+@cfunc(KERNEL, cache=True)
+def _norm_bf16(a: Any) -> None:
+    g = carray(a, 9)
+    x, out = carray(u16_at(g[6]), (g[1], g[4])), carray(u16_at(g[8]), (g[1], g[2] * g[3]))
+    _norm(g, a, x, carray(u16_at(g[7]), g[3]), out)
+
+
+@cfunc(KERNEL, cache=True)
+def _norm_float(a: Any) -> None:
+    g = carray(a, 9)
+    x, out = carray(f32_at(g[6]), (g[1], g[4])), carray(f32_at(g[8]), (g[1], g[2] * g[3]))
+    _norm(g, a, x, carray(f32_at(g[7]), g[3]), out)
+
+
+@njit(fastmath=FAST)
+def _rotate_head(x: Any, cos: Any, sin: Any, out: Any) -> None:
+    half = cos.size
+    for i in range(half):
+        left, right = widen(x[i]), widen(x[half + i])
+        out[i] = narrow(left * cos[i] - right * sin[i], out[0])
+        out[half + i] = narrow(right * cos[i] + left * sin[i], out[0])
+
+
+@njit
+def _rotate(g: Any, a: Any, x: Any, out: Any) -> None:
+    tokens, heads, dim = g[1], g[2], g[3]
+    cos, sin = carray(f32_at(g[5]), (tokens, dim // 2)), carray(f32_at(g[6]), (tokens, dim // 2))
+    while True:
+        token = take_next(a)
+        if token >= tokens:
+            break
+        for h in range(heads):
+            span = slice(h * dim, (h + 1) * dim)
+            _rotate_head(x[token, span], cos[token], sin[token], out[token, span])
+
+
+@cfunc(KERNEL, cache=True)
+def _rotate_bf16(a: Any) -> None:
+    g = carray(a, 9)
+    x, out = carray(u16_at(g[7]), (g[1], g[4])), carray(u16_at(g[8]), (g[1], g[2] * g[3]))
+    _rotate(g, a, x, out)
+
+
+@cfunc(KERNEL, cache=True)
+def _rotate_float(a: Any) -> None:
+    g = carray(a, 9)
+    x, out = carray(f32_at(g[7]), (g[1], g[4])), carray(f32_at(g[8]), (g[1], g[2] * g[3]))
+    _rotate(g, a, x, out)
+
+
+@njit(fastmath=FAST)
+def _gate_row(gate: Any, up: Any, out: Any) -> None:
+    """silu(gate) * up; the exponential is taken of the negative side, where it cannot overflow."""
+    for i in range(gate.size):
+        x = widen(gate[i])
+        e = fast_exp(-abs(x))
+        share = (np.float32(1) if x >= 0 else e) / (np.float32(1) + e)
+        out[i] = narrow(x * share * widen(up[i]), out[0])
+
+
+@njit
+def _gate(g: Any, a: Any, x: Any, out: Any) -> None:
+    tokens, size = g[1], g[2]
+    while True:
+        token = take_next(a)
+        if token >= tokens:
+            break
+        _gate_row(x[token, :size], x[token, size:], out[token])
+
+
+@cfunc(KERNEL, cache=True)
+def _gate_bf16(a: Any) -> None:
+    g = carray(a, 5)
+    _gate(g, a, carray(u16_at(g[3]), (g[1], 2 * g[2])), carray(u16_at(g[4]), (g[1], g[2])))
+
+
+@cfunc(KERNEL, cache=True)
+def _gate_float(a: Any) -> None:
+    g = carray(a, 5)
+    _gate(g, a, carray(f32_at(g[3]), (g[1], 2 * g[2])), carray(f32_at(g[4]), (g[1], g[2])))
+
+
+@njit(fastmath=FAST)
+def _widen(g: Any, a: Any, source: Any, target: Any) -> None:
+    rows, scale = source.shape[0], carray(f32_at(g[5]), g[1])
+    while True:
+        n = take_next(a)
+        if n >= rows:
+            break
+        from_row, to_row, by = source[n], target[n], scale[n]
+        for k in range(from_row.size):
+            to_row[k] = narrow(widen(from_row[k]) * by, to_row[0])
+
+
+@cfunc(KERNEL, cache=True)
+def _widen_bf16(a: Any) -> None:
+    g = carray(a, 6)
+    _widen(g, a, carray(u16_at(g[3]), (g[1], g[2])), carray(f32_at(g[4]), (g[1], g[2])))
+
+
+@cfunc(KERNEL, cache=True)
+def _widen_int8(a: Any) -> None:
+    g = carray(a, 6)
+    _widen(g, a, carray(i8_at(g[3]), (g[1], g[2])), carray(f32_at(g[4]), (g[1], g[2])))
+
+
+@cfunc(KERNEL, cache=True)
+def _widen_int8_to_bf16(a: Any) -> None:
+    g = carray(a, 6)
+    _widen(g, a, carray(i8_at(g[3]), (g[1], g[2])), carray(u16_at(g[4]), (g[1], g[2])))
+
+
+_NORM = {torch.bfloat16: _norm_bf16, torch.float32: _norm_float}
+_ROTATE = {torch.bfloat16: _rotate_bf16, torch.float32: _rotate_float}
+_GATE = {torch.bfloat16: _gate_bf16, torch.float32: _gate_float}
+_WIDEN = {
+    (torch.bfloat16, torch.float32): _widen_bf16,
+    (torch.int8, torch.float32): _widen_int8,
+    (torch.int8, torch.bfloat16): _widen_int8_to_bf16,
+}
+
+
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x over the root of its mean square, times weight, along the last dimension."""
+    heads = _by_heads(x)
+    out = torch.empty(x.shape, dtype=x.dtype)
+    pointers = heads.data_ptr(), weight.data_ptr(), out.data_ptr()
+    _launch(_NORM[x.dtype], out, frame_of(*heads.shape, heads.stride(0), _tiny(eps), *pointers))
+    return out
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turns pairs (j, j + dim/2) of x [tokens, heads, dim]; cos, sin: float32 [tokens, dim/2]."""
+    heads = _by_heads(x)
+    out = torch.empty(x.shape, dtype=x.dtype)
+    pointers = cos.data_ptr(), sin.data_ptr(), heads.data_ptr(), out.data_ptr()
+    _launch(_ROTATE[x.dtype], out, frame_of(*heads.shape, heads.stride(0), *pointers))
+    return out
+
+
+def gated(x: Tensor) -> Tensor:
+    """silu(left half) * right half of x [tokens, 2 * size], contiguous."""
+    out = x.new_empty(len(x), x.shape[1] // 2)
+    _launch(_GATE[x.dtype], out, frame_of(*out.shape, x.data_ptr(), out.data_ptr()))
+    return out
+
+
+def widen_rows(weight: Tensor, scale: Tensor, out: Tensor) -> None:
+    """out = weight * scale, each row by its own; all contiguous."""
+    pointers = weight.data_ptr(), out.data_ptr(), scale.data_ptr()
+    _launch(_WIDEN[weight.dtype, out.dtype], out, frame_of(*weight.shape, *pointers))
+
+
+def _launch(body: Any, out: Tensor, frame: Frame) -> None:
+    (run_alone if out.numel() <= _ALONE else spread)(body, frame)
+
+
+def _by_heads(x: Tensor) -> Tensor:
+    """x as [tokens, heads, dim] whose heads lie in a row; copied only if they do not."""
+    heads = x.view(-1, 1, x.shape[-1]) if x.ndim == 2 else x
+    return heads if heads.stride()[1:] == (heads.shape[2], 1) else heads.contiguous()
+
+
+def _tiny(eps: float) -> int:
+    return round(eps * 1e12)
