@@ -1,0 +1,343 @@
+"""Streams over a fake engine: ends, clients that leave, engines that die, names that are taken."""
+
+import asyncio
+from array import array
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from headrace.core.errors import RequestError
+from headrace.core.messages import Finish
+from headrace.engine.client import EngineUp
+from headrace.generation.generation import Generation
+from headrace.streams.events import AnyEvent, Error, Progress, Tokens
+from headrace.streams.events import Finish as FinishEvent
+from headrace.streams.memory_store import MemoryStore
+from headrace.streams.record import Names
+from tests.generation.fakes import (
+    DOWN,
+    READY,
+    FakeEngine,
+    make_request,
+    opened,
+    read,
+    running,
+    settle,
+    text_of,
+)
+
+Scene = Callable[[Generation, FakeEngine], Awaitable[None]]
+OPTED_IN = Names(conversation="c", digest=b"1")
+
+
+def play(folder: Path, scene: Scene, **options: float) -> None:
+    async def run() -> None:
+        async with asyncio.timeout(20):
+            async with running(folder, None, **options) as (generation, engine):
+                await scene(generation, engine)
+
+    asyncio.run(run())
+
+
+def ids(generation: Generation, text: str) -> list[int]:
+    return list(generation.models.all()[0].tokenizer.encode(text, False))
+
+
+async def speak(generation: Generation, engine: FakeEngine, text: str) -> None:
+    for token_id in ids(generation, text):
+        await engine.token(engine.newest, token_id)
+
+
+def test_a_log_holds_progress_tokens_and_one_end(folder: Path) -> None:
+    async def scene(generation: Generation, engine: FakeEngine) -> None:
+        stream = await opened(generation, engine)
+        await engine.start(engine.newest)
+        await speak(generation, engine, "hi")
+        await engine.finish(engine.newest, Finish.LENGTH)
+        events = await read(stream)
+        assert [event.seq for event in events] == list(range(len(events)))
+        assert text_of(events) == "hi" and isinstance(events[-1], FinishEvent)
+        assert [e.processed for e in events if isinstance(e, Progress)] == [5]
+        assert len(generation.streams) == 0
+
+    play(folder, scene)
+
+
+def test_a_stop_string_beats_what_the_engine_says_of_later_tokens(folder: Path) -> None:
+    async def scene(generation: Generation, engine: FakeEngine) -> None:
+        stream = await opened(generation, engine, stop=("END",))
+        await engine.start(engine.newest)
+        await speak(generation, engine, "one ENDtwo")
+        assert engine.cancels[0].finish is Finish.STOP
+        await engine.finish(engine.newest, Finish.LENGTH)
+        events = await read(stream)
+        assert text_of(events) == "one " and isinstance(events[-1], FinishEvent)
+        assert [(e.finish_reason, e.stop_reason) for e in events[-1].ends] == [("stop", "END")]
+        assert events[-1].usage.completion_tokens == len(ids(generation, "one END"))
+
+    play(folder, scene)
+
+
+async def leave(stream: object, num_events: int) -> list[AnyEvent]:
+    """A client that reads so many events, and closes its connection."""
+    found: list[AnyEvent] = []
+    async with stream.reader() as events:  # type: ignore[attr-defined]
+        async for event in events:
+            events.sent(event)
+            found.append(event)
+            if len(found) == num_events:
+                break
+    await settle()
+    return found
+
+
+def test_a_client_that_saw_text_and_leaves_ends_its_stream(folder: Path) -> None:
+    async def scene(generation: Generation, engine: FakeEngine) -> None:
+        stream = await opened(generation, engine)
+        await engine.start(engine.newest)
+        await speak(generation, engine, "hi")
+        await leave(stream, 3)
+        assert [cancel.sequence_ids for cancel in engine.cancels] == [(engine.newest,)]
+        await engine.let_go()
+        assert len(generation.streams) == 0
+
+    play(folder, scene)
+
+
+def test_an_equal_request_finds_the_work_of_a_client_that_timed_out(folder: Path) -> None:
+    async def scene(generation: Generation, engine: FakeEngine) -> None:
+        names = Names(digest=b"1")
+        stream = await opened(generation, engine, names)
+        await leave(stream, 1)
+        assert not engine.cancels
+        assert await generation.attach(Names(digest=b"2"), True) is None
+        assert await generation.attach(Names(owner="other", digest=b"1"), True) is None
+        assert await generation.attach(names, False) is None
+        assert await generation.attach(names, True) is stream
+
+    play(folder, scene, linger_s=30)
+
+
+def test_nobody_takes_over_a_stream_that_is_read(folder: Path) -> None:
+    async def scene(generation: Generation, engine: FakeEngine) -> None:
+        names = Names(digest=b"1")
+        stream = await opened(generation, engine, names)
+        async with stream.reader():
+            assert await generation.attach(names, True) is None
+
+    play(folder, scene)
+
+
+def test_without_a_linger_an_unread_stream_ends_at_once(folder: Path) -> None:
+    async def scene(generation: Generation, engine: FakeEngine) -> None:
+        stream = await opened(generation, engine)
+        await leave(stream, 1)
+        assert engine.cancels
+        await engine.let_go()
+        assert len(generation.streams) == 0
+
+    play(folder, scene, linger_s=0)
+
+
+def test_an_opted_in_stream_outlives_its_client(folder: Path) -> None:
+    async def scene(generation: Generation, engine: FakeEngine) -> None:
+        stream = await opened(generation, engine, OPTED_IN)
+        await engine.start(engine.newest)
+        await speak(generation, engine, "hi")
+        await leave(stream, 3)
+        await engine.finish(engine.newest, Finish.LENGTH)
+        assert not engine.cancels
+        assert text_of(await read(stream)) == "hi"
+
+    play(folder, scene, linger_s=0)
+
+
+def test_a_key_attaches_the_same_request_and_refuses_another(folder: Path) -> None:
+    async def scene(generation: Generation, engine: FakeEngine) -> None:
+        names = Names(key="k", digest=b"1")
+        stream = await opened(generation, engine, names)
+        assert (await generation.attach(names, True)) is stream
+        assert await generation.open(make_request(), names) is stream
+        with pytest.raises(RequestError) as refused:
+            await generation.attach(Names(key="k", digest=b"2"), True)
+        assert refused.value.code == "idempotency_key_reused"
+
+    play(folder, scene)
+
+
+def test_a_new_request_of_a_conversation_replaces_the_running_one(folder: Path) -> None:
+    async def scene(generation: Generation, engine: FakeEngine) -> None:
+        old = await opened(generation, engine, OPTED_IN)
+        first = engine.newest
+        new = await opened(generation, engine, OPTED_IN)
+        assert [cancel.sequence_ids for cancel in engine.cancels] == [(first,)]
+        await engine.let_go()
+        last = (await read(old))[-1]
+        assert isinstance(last, Error) and last.code == "replaced"
+        assert new.state == "queued"
+
+    play(folder, scene)
+
+
+def test_a_refused_request_leaves_the_running_one_alone(folder: Path) -> None:
+    async def scene(generation: Generation, engine: FakeEngine) -> None:
+        await opened(generation, engine, OPTED_IN)
+        with pytest.raises(RequestError):
+            await generation.open(make_request("x" * 300), OPTED_IN)
+        assert not engine.cancels
+
+    play(folder, scene)
+
+
+def test_two_that_race_for_a_conversation_leave_one_alive(folder: Path) -> None:
+    async def scene(generation: Generation, engine: FakeEngine) -> None:
+        await asyncio.gather(*(generation.open(make_request(), OPTED_IN) for _ in range(5)))
+        await settle()
+        await engine.let_go()
+        alive = [stream for stream in generation.streams if not stream.has_ended]
+        assert len(alive) == 1
+
+    play(folder, scene)
+
+
+def test_a_fresh_engine_goes_on_where_the_dead_one_was(folder: Path) -> None:
+    async def scene(generation: Generation, engine: FakeEngine) -> None:
+        stream = await opened(generation, engine, stop=("XYZ",))
+        await engine.start(engine.newest)
+        await speak(generation, engine, "one X")
+        await engine.say(DOWN)
+        assert generation.state == "recovering"
+        await engine.say(EngineUp(READY))
+        again = engine.submits[-1].sequences[0]
+        assert list(array("i", again.generated)) == ids(generation, "one X")
+        await speak(generation, engine, "YZ more")
+        await engine.let_go()
+        events = await read(stream)
+        assert text_of(events) == "one "
+        assert [event.seq for event in events] == list(range(len(events)))
+
+    play(folder, scene)
+
+
+def test_what_a_dead_engine_still_says_reaches_nobody(folder: Path) -> None:
+    async def scene(generation: Generation, engine: FakeEngine) -> None:
+        stream = await opened(generation, engine)
+        old = engine.newest
+        await engine.start(old)
+        await engine.say(DOWN)
+        await engine.say(EngineUp(READY))
+        await engine.token(old, ids(generation, "x")[0])
+        await engine.finish(engine.newest, Finish.LENGTH)
+        assert text_of(await read(stream)) == ""
+
+    play(folder, scene)
+
+
+def test_a_stop_while_no_engine_runs_is_final(folder: Path) -> None:
+    async def scene(generation: Generation, engine: FakeEngine) -> None:
+        stream = await opened(generation, engine)
+        await engine.say(DOWN)
+        stream.stop(RequestError("cancelled", "Stopped."))
+        await settle()
+        num_submits = len(engine.submits)
+        await engine.say(EngineUp(READY))
+        assert len(engine.submits) == num_submits
+        last = (await read(stream))[-1]
+        assert isinstance(last, Error) and last.code == "cancelled"
+
+    play(folder, scene)
+
+
+def test_who_kills_the_engine_twice_alone_is_ended_as_poison(folder: Path) -> None:
+    async def scene(generation: Generation, engine: FakeEngine) -> None:
+        poison = await opened(generation, engine)
+        first = engine.newest
+        await opened(generation, engine)
+        await engine.say(msgspec.structs.replace(DOWN, suspects=(first, engine.newest)))
+        await engine.say(EngineUp(READY))
+        assert [submit.suspect for submit in engine.submits[-2:]] == [True, True]
+        guilty = engine.submits[-2].sequences[0].sequence_id
+        await engine.say(msgspec.structs.replace(DOWN, suspects=(guilty,)))
+        last = (await read(poison))[-1]
+        assert isinstance(last, Error) and last.code == "poison_request"
+        await engine.say(EngineUp(READY))
+        assert len(generation.streams) == 1
+
+    play(folder, scene)
+
+
+def test_kills_from_outside_blame_nobody_before_the_third_alone(folder: Path) -> None:
+    async def scene(generation: Generation, engine: FakeEngine) -> None:
+        stream = await opened(generation, engine)
+        for _ in range(3):
+            assert stream.state != "finished"
+            killed = msgspec.structs.replace(DOWN, suspects=(engine.newest,), from_outside=True)
+            await engine.say(killed)
+            await engine.say(EngineUp(READY))
+        assert stream.state != "finished"
+        await engine.say(
+            msgspec.structs.replace(DOWN, suspects=(engine.newest,), from_outside=True)
+        )
+        assert stream.state == "finished"
+
+    play(folder, scene)
+
+
+def test_a_server_that_starts_again_goes_on_with_what_its_store_holds(folder: Path) -> None:
+    async def run() -> None:
+        store = MemoryStore()
+        async with running(folder, store) as (generation, engine):
+            stream = await opened(generation, engine, OPTED_IN, stop=("three",))
+            await engine.start(engine.newest)
+            await speak(generation, engine, "one two th")
+            for task in list(generation._writers.values()):
+                task.cancel()  # as a kill would: nothing more is written
+            await settle()
+        async with running(folder, store) as (generation, engine):
+            await settle()
+            again = engine.submits[-1].sequences[0]
+            assert list(array("i", again.generated)) == ids(generation, "one two th")
+            await speak(generation, engine, "ree four")
+            await engine.let_go()
+            events = await read(stream)
+            assert text_of(events) == "one two "
+            assert [event.seq for event in events] == list(range(len(events)))
+
+    asyncio.run(run())
+
+
+def test_other_weights_do_not_go_on_with_a_stream(folder: Path) -> None:
+    async def scene(generation: Generation, engine: FakeEngine) -> None:
+        stream = await opened(generation, engine, OPTED_IN)
+        await engine.say(DOWN)
+        await engine.say(EngineUp(msgspec.structs.replace(READY, fingerprint="other")))
+        last = (await read(stream))[-1]
+        assert isinstance(last, Error) and last.code == "model_changed"
+
+    play(folder, scene)
+
+
+def test_one_more_than_may_wait_is_refused_while_no_place_is_free(folder: Path) -> None:
+    async def scene(generation: Generation, engine: FakeEngine) -> None:
+        for _ in range(3):
+            await opened(generation, engine)
+        with pytest.raises(RequestError) as refused:
+            await generation.open(make_request())
+        assert refused.value.code == "server_overloaded"
+
+    play(folder, scene, max_num_queued_reqs=3)
+
+
+def test_an_error_of_one_choice_ends_the_stream_with_it(folder: Path) -> None:
+    async def scene(generation: Generation, engine: FakeEngine) -> None:
+        stream = await opened(generation, engine, n=2)
+        first, second = (new.sequence_id for new in engine.submits[-1].sequences)
+        await engine.start(first, second)
+        await engine.finish(first, Finish.ERROR, "the logits are not numbers")
+        await engine.let_go()
+        events = await read(stream)
+        assert isinstance(events[-1], Error) and not any(isinstance(e, Tokens) for e in events)
+
+    play(folder, scene)
