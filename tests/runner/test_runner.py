@@ -35,7 +35,7 @@ class CountingLane:
     def __init__(self) -> None:
         self.seen: list[list[int]] = []
         self.head_rows: list[int] = []
-        self.copies: list[Any] = []
+        self.done: list[Any] = []
 
     def layout(self, *_: int) -> MemoryLayout:
         return MemoryLayout()
@@ -43,6 +43,7 @@ class CountingLane:
     def open(self, layout: MemoryLayout) -> None: ...
 
     def forward(self, chunks: Sequence[Chunk], token_ids: Sequence["array[int]"]) -> Tensor:
+        self.done.append("forward")
         self.seen = [list(ids) for ids in token_ids]
         asked = [ids[len(ids) - c.num_rows :] for c, ids in zip(chunks, self.seen, strict=True)]
         return torch.tensor([token for ids in asked for token in ids], dtype=torch.float32)
@@ -54,7 +55,7 @@ class CountingLane:
         return logits
 
     def copy(self, blocks: Sequence[BlockCopy], slots: Sequence[SlotCopy]) -> None:
-        self.copies += [*blocks, *slots]
+        self.done += [*blocks, *slots]
 
 
 def begin(
@@ -125,7 +126,15 @@ def test_copies_are_made_once_each_after_the_forward() -> None:
     copies = (BlockCopy(BlockId(1), BlockId(2)),), (SlotCopy(SlotId(0), SlotId(1)),)
     plan = StepPlan((begin(A, [1]),), (chunk(A, 0, 1),), (), *copies)
     runner.launch(plan).result()
-    assert lane.copies == [*copies[0], *copies[1]] and lane.seen == [[1]]
+    assert lane.done == ["forward", *copies[0], *copies[1]]
+
+
+def test_snapshots_are_restored_before_the_forward() -> None:
+    runner = Runner(lane := CountingLane())
+    restore = SlotCopy(SlotId(5), SlotId(0))
+    plan = StepPlan((begin(A, [1]),), (chunk(A, 0, 1),), restores=(restore,))
+    runner.launch(plan).result()
+    assert lane.done == [restore, "forward"]
 
 
 def test_the_begun_tokens_are_not_written_to() -> None:

@@ -32,6 +32,7 @@ class Runner:
             self._known.pop(sequence_id, None)
         for begin in plan.begun:
             self._known[begin.sequence_id] = Known.from_begin(begin)
+        self.lane.copy((), plan.restores)
         rows = torch.empty(0)
         if plan.chunks:
             rows = self.lane.forward(plan.chunks, [self._tokens(chunk) for chunk in plan.chunks])
