@@ -165,3 +165,9 @@ def test_of_named_templates_the_one_for_tools_is_taken_with_tools(tmp_path):
     template = ChatTemplate.load(tmp_path, {})
     assert template.render(Chat((USER,))) == "plain"
     assert template.render(Chat((USER,), tools=({"name": "add"},))) == "tools"
+
+
+def test_a_config_that_is_no_json_is_a_model_error(tmp_path):
+    (tmp_path / "tokenizer_config.json").write_text("{broken")
+    with pytest.raises(ModelError, match="is not valid JSON"):
+        ChatTemplate.load(tmp_path, {})

@@ -53,9 +53,7 @@ class AnswerText(Generic[Entry]):
     def feed(self, token_id: int, entry: Entry | None = None) -> Fed[Entry]:
         self.num_tokens += 1
         if self._sampling.ends_with(token_id, self.num_tokens):
-            is_own_end = token_id not in self._sampling.stop_token_ids
-            rest = self.flush()
-            return rest if rest.ended else Fed(*rest[:2], True, None if is_own_end else token_id)
+            return self._ended_by(token_id)
         text = self._detokenizer.feed(token_id)
         start, end = self._detokenizer.span
         if entry is not None and start < end:
@@ -69,6 +67,13 @@ class AnswerText(Generic[Entry]):
             return fed
         rest = self._deliver(self._stops.flush())
         return Fed(fed.text + rest.text, fed.entries + rest.entries)
+
+    def _ended_by(self, token_id: int) -> Fed[Entry]:
+        rest = self.flush()
+        if rest.ended:
+            return rest
+        stop = token_id if token_id in self._sampling.stop_token_ids else None
+        return rest._replace(ended=True, stop=stop)
 
     def _stopped(self, text: str) -> Fed[Entry]:
         if self.num_tokens <= self._sampling.min_tokens:

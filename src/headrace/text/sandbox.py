@@ -1,8 +1,8 @@
 """The Jinja environment that chat templates run in; bounds what a template can take.
 
-Time: every turn of a loop and every call of a macro looks at the clock. Size: results of
-operators and the output are bounded. What one built-in filter does on its own cannot be
-interrupted; the caller's worker may be given up, never the event loop.
+Time: every turn of a loop and every call of a macro looks at the clock. Size: the output and the
+results of `+`, `*`, `**` and `~` are bounded. What one built-in filter does on its own cannot be
+interrupted: the caller's worker may be given up, never the event loop.
 """
 
 import json
@@ -31,12 +31,13 @@ class Overrun(Exception):
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
     """Set up as model publishers expect it: trimmed blocks, plain JSON, a few functions."""
 
-    intercepted_binops = frozenset({"+", "*", "**", "%"})
+    intercepted_binops = frozenset({"+", "*", "**"})
 
     def __init__(self) -> None:
         super().__init__(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
         )
+        del self.globals["lipsum"]  # writes as much filler as it is asked for, in one call
         self.filters["tojson"] = _to_json
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = _strftime_now

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-import msgspec
 
 from headrace.core.errors import ModelError, RequestError
 from headrace.core.request import Chat
@@ -138,15 +137,20 @@ def _config_sources(folder: Path) -> dict[str, str]:
     """`chat_template` in a config: one text, or a list of {name, template}."""
     sources: dict[str, str] = {}
     for name in ("tokenizer_config.json", "chat_template.json"):
-        file = folder / name
-        found = (
-            msgspec.json.decode(file.read_bytes()).get("chat_template") if file.exists() else None
-        )
+        found = _parsed(folder / name).get("chat_template") if (folder / name).exists() else None
         if isinstance(found, str):
             sources["default"] = found
         elif isinstance(found, list):
             sources |= {entry["name"]: entry["template"] for entry in found}
     return sources
+
+
+def _parsed(file: Path) -> dict[str, Any]:
+    try:
+        parsed: dict[str, Any] = json.loads(_read(file))
+    except ValueError as error:
+        raise ModelError(f"{file.name} is not valid JSON.", "tokenizer_invalid") from error
+    return parsed
 
 
 def _read(file: Path) -> str:

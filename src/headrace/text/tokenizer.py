@@ -1,5 +1,6 @@
 """Characters to ids and back, by a model's tokenizer.json; never reads a chat template."""
 
+import json
 import re
 from array import array
 from collections.abc import Iterable
@@ -48,7 +49,7 @@ class Tokenizer:
         """
         config_file = folder / "tokenizer_config.json"
         try:
-            config = msgspec.json.decode(config_file.read_bytes()) if config_file.exists() else {}
+            config = json.loads(config_file.read_bytes()) if config_file.exists() else {}
             return cls(tokenizer_file(folder).read_bytes(), config)
         except ModelError:
             raise
