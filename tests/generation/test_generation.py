@@ -196,7 +196,7 @@ def test_two_that_race_for_a_conversation_leave_one_alive(folder: Path) -> None:
         await asyncio.gather(*(generation.open(make_request(), OPTED_IN) for _ in range(5)))
         await settle()
         await engine.let_go()
-        alive = [stream for stream in generation.streams if not stream.has_ended]
+        alive = [stream for stream in generation.streams if not stream.ended.is_set()]
         assert len(alive) == 1
 
     play(folder, scene)
@@ -272,15 +272,15 @@ def test_kills_from_outside_blame_nobody_before_the_third_alone(folder: Path) ->
     async def scene(generation: Generation, engine: FakeEngine) -> None:
         stream = await opened(generation, engine)
         for _ in range(3):
-            assert stream.state != "finished"
+            assert not stream.ended.is_set()
             killed = msgspec.structs.replace(DOWN, suspects=(engine.newest,), from_outside=True)
             await engine.say(killed)
             await engine.say(EngineUp(READY))
-        assert stream.state != "finished"
+        assert not stream.ended.is_set()
         await engine.say(
             msgspec.structs.replace(DOWN, suspects=(engine.newest,), from_outside=True)
         )
-        assert stream.state == "finished"
+        assert stream.ended.is_set()
 
     play(folder, scene)
 

@@ -18,7 +18,7 @@ from headrace.generation.generation import Generation
 def create_app(generation: Generation, config: ServerConfig) -> Starlette:
     """All routes over one generation, whose life is the caller's."""
     door = Door(config.http)
-    generates = GenerationRoutes(generation, config)
+    generates = GenerationRoutes(generation, config, door)
     states = StateRoutes(generation)
     texts = TextRoutes(generation, config.http.max_body_bytes)
     reads: dict[str, Endpoint] = {

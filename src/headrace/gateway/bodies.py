@@ -22,11 +22,16 @@ _CONTAINERS = (dict, list)
 
 async def read_json(headers: Headers, receive: Receive, max_bytes: int) -> dict[str, Any]:
     """The object in the body; ClientDisconnect if the client left before the body was whole."""
+    return decode(await read_body(headers, receive, max_bytes))
+
+
+async def read_body(headers: Headers, receive: Receive, max_bytes: int) -> bytes:
+    """The bytes of a body that says it is JSON."""
     _check_content_type(headers.get("content-type", ""))
     length = headers.get("content-length", "")
     if length.isdecimal() and int(length[:20]) > max_bytes:
         raise _too_large(max_bytes)
-    return decode(await _read(receive, max_bytes))
+    return await _read(receive, max_bytes)
 
 
 def decode(body: bytes) -> dict[str, Any]:

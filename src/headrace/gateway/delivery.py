@@ -7,7 +7,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Coroutine
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -16,9 +16,11 @@ from headrace.core.config import StreamConfig
 from headrace.core.errors import RequestError
 from headrace.gateway.answers import cut
 from headrace.gateway.frames import PING, data, error_body
-from headrace.gateway.render import Answer, Frames
+from headrace.gateway.render import Answer
+from headrace.gateway.wire_bytes import WireFrames
 from headrace.generation.registry import Found
 from headrace.streams.events import AnyEvent, is_terminal
+from headrace.streams.record import Record
 
 logger = logging.getLogger(__name__)
 
@@ -83,8 +85,8 @@ class Rendering(Protocol):
         """The end of an answer that cannot be rendered further."""
 
 
-class LiveFrames(Frames):
-    """Server-sent events."""
+class LiveFrames(WireFrames):
+    """Server-sent events of the request's own dialect."""
 
     media_type = "text/event-stream"
 
@@ -111,16 +113,25 @@ class LiveBody:
         return error_body(error.code, error.kind.type, error.message)
 
 
+class Pace(NamedTuple):
+    """How long a wire may be silent; seconds, inf for ever.
+
+    Where every byte counts, heartbeats are events: `is_logged`.
+    """
+
+    heartbeat_s: float
+    ping_s: float = math.inf
+    is_logged: bool = False
+
+
 class LiveAnswer:
     """Status and headers at once, then data as it comes, and signs of life in between."""
 
-    def __init__(self, stream: Found, rendering: Rendering, config: StreamConfig) -> None:
-        wire = stream.record.request.wire
-        ping_s = wire.ping_interval_s or config.sse_ping_interval
+    def __init__(self, stream: Found, rendering: Rendering, pace: Pace, after: int = -1) -> None:
         self._stream = stream
         self._rendering = rendering
-        self._heartbeat_s = config.heartbeat_s if wire.heartbeat else math.inf
-        self._ping_s = ping_s if ping_s > 0 and wire.stream else math.inf
+        self._pace = pace
+        self._after = after
         self._data_at = self._byte_at = 0.0  # when the last of each was written
         self._writing = asyncio.Lock()
         self._has_ended = False
@@ -131,6 +142,7 @@ class LiveAnswer:
             "cache-control": "no-cache",
             "x-accel-buffering": "no",
             "x-stream-id": self._stream.record.id,
+            "x-stream-mode": self._stream.record.mode,
         }
         raw = [(name.encode(), value.encode()) for name, value in headers.items()]
         await send({"type": "http.response.start", "status": 200, "headers": raw})
@@ -152,7 +164,7 @@ class LiveAnswer:
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _follow(self, send: Send) -> None:
-        async with self._stream.reader() as events:
+        async with self._stream.reader(self._after) as events:
             async for event in events:
                 if frames := self._rendering.render(event):
                     await self._write(send, b"".join(frames))
@@ -163,29 +175,51 @@ class LiveAnswer:
         clock = asyncio.get_running_loop().time
         while (due := self._due()) < math.inf:
             await asyncio.sleep(due - clock())
-            if clock() >= self._data_at + self._heartbeat_s:
-                await self._write(send, self._rendering.idle())
-            elif clock() >= self._byte_at + self._ping_s:
-                await self._write(send, PING, is_data=False)
+            if clock() >= self._data_at + self._pace.heartbeat_s:
+                await self._sign(send, "data", self._rendering.idle())
+            elif clock() >= self._byte_at + self._pace.ping_s:
+                await self._sign(send, "comment", PING)
 
     def _due(self) -> float:
-        return min(self._data_at + self._heartbeat_s, self._byte_at + self._ping_s)
+        return min(self._data_at + self._pace.heartbeat_s, self._byte_at + self._pace.ping_s)
+
+    async def _sign(self, send: Send, form: str, frame: bytes) -> None:
+        is_data = form == "data"
+        if self._pace.is_logged:
+            self._stream.beat(form)  # it comes back as an event
+            self._note(is_data)
+        else:
+            await self._write(send, frame, is_data)
 
     async def _write(self, send: Send, frame: bytes, is_data: bool = True) -> None:
         async with self._writing:
             if self._has_ended:
                 return
             await send({"type": "http.response.body", "body": frame, "more_body": True})
-            self._byte_at = asyncio.get_running_loop().time()
-            if is_data:
-                self._data_at = self._byte_at
+            self._note(is_data)
+
+    def _note(self, is_data: bool) -> None:
+        self._byte_at = asyncio.get_running_loop().time()
+        if is_data:
+            self._data_at = self._byte_at
 
 
 def deliver(stream: Found, config: StreamConfig) -> WholeAnswer | LiveAnswer:
     """The stream as its request asked to be answered."""
     wire = stream.record.request.wire
     if wire.stream:
-        return LiveAnswer(stream, LiveFrames(stream.record), config)
+        return LiveAnswer(stream, LiveFrames(stream.record), pace_of(stream.record, config))
     if wire.heartbeat:
-        return LiveAnswer(stream, LiveBody(Answer(stream.record)), config)
+        return LiveAnswer(stream, LiveBody(Answer(stream.record)), Pace(config.heartbeat_s))
     return WholeAnswer(stream)
+
+
+def pace_of(record: Record, config: StreamConfig) -> Pace:
+    """The pace of a wire that carries the request's own frames."""
+    wire = record.request.wire
+    ping_s = wire.ping_interval_s or config.sse_ping_interval
+    return Pace(
+        config.heartbeat_s if wire.heartbeat else math.inf,
+        ping_s if ping_s > 0 else math.inf,
+        is_logged=record.names.conversation is not None,
+    )

@@ -37,6 +37,15 @@ class Door:
                 "No valid key; send one as Authorization: Bearer KEY or X-Api-Key: KEY.",
             )
 
+    def owner(self, headers: Headers) -> str:
+        """Whose streams this client may see: those of its key; without keys, everybody's."""
+        if not self._digests:
+            return ""
+        return next(
+            (_digest(key).hex()[:16] for key in _given(headers) if _digest(key) in self._digests),
+            "",
+        )
+
     def guard(self, endpoint: Endpoint) -> Endpoint:
         """The endpoint behind this door."""
 
@@ -55,15 +64,20 @@ class Door:
             )
 
     def _knows(self, headers: Headers) -> bool:
-        scheme, _, bearer = headers.get("authorization", "").partition(" ")
-        given = [headers.get("x-api-key", "")]
-        if scheme.lower() == "bearer":
-            given.append(bearer.strip())
         # every key is compared, so that time tells nothing
         found = [
-            hmac.compare_digest(_digest(key), known) for key in given for known in self._digests
+            hmac.compare_digest(_digest(key), known)
+            for key in _given(headers)
+            for known in self._digests
         ]
         return any(found)
+
+
+def _given(headers: Headers) -> list[str]:
+    """The keys that a client sends, by either header."""
+    scheme, _, bearer = headers.get("authorization", "").partition(" ")
+    given = [headers.get("x-api-key", "")]
+    return [*given, bearer.strip()] if scheme.lower() == "bearer" else given
 
 
 def _digest(key: str) -> bytes:

@@ -13,7 +13,6 @@ from headrace.core.messages import (
     PromptLogprobs,
     Started,
 )
-from headrace.core.request import Chat
 from headrace.generation.choice import Choice
 from headrace.generation.echo import Echo
 from headrace.generation.progress import InQueue, PromptProgress, QueueProgress
@@ -99,7 +98,6 @@ class Draft:
         """The first event."""
         record = self._record
         request = record.request
-        continues = any(isinstance(p, Chat) and p.continue_final_message for p in request.prompts)
         accepted = events.Accepted(
             seq=0,
             at_ms=0,
@@ -107,7 +105,7 @@ class Draft:
             route=request.route,
             model=request.model,
             created=record.created,
-            mode="continue" if continues else "fresh",
+            mode=record.mode,
             prompt_tokens=record.num_prompt_tokens,
             n=request.n,
             seed=request.sampling.seed,

@@ -11,11 +11,12 @@ from headrace.streams.record import Record
 class Ended:
     """Reads like a live stream; nothing can stop it any more."""
 
-    state = "finished"
-
     def __init__(self, record: Record, log: Log) -> None:
         self.record = record
         self.log = log
+
+    def beat(self, form: str) -> None:
+        """Has no effect: nothing follows the end."""
 
     def stop(self, error: RequestError) -> None:
         """Has no effect: the first terminal outcome wins."""

@@ -164,12 +164,20 @@ class Generation:
 
     async def _write(self, stream: Stream) -> None:
         try:
-            await stream.run()
+            await self._run(stream)
             if not stream.record.names.is_opted_in:
                 await stream.audience.abandoned.wait()
         finally:
             self.streams.remove(stream)
             del self._writers[stream]
+
+    async def _run(self, stream: Stream) -> None:
+        try:
+            await stream.run()
+        except StoreStalled:
+            # what the store has not taken never happened; once it takes again, go on from there
+            await self.streams.store.writable.wait()
+            await self._resume(Stored(stream.record, stream.log))
 
     def _deliver(self, outputs: Outputs) -> None:
         by_stream: defaultdict[Stream, list[Item]] = defaultdict(list)

@@ -76,10 +76,16 @@ class Registry:
                 return stored
             replaced = stored.record.id
 
-    async def forget(self, stream: Found) -> None:
+    async def forget(self, found: Found) -> None:
         """Removes a stream and its names; a live one is stopped first."""
-        stream.stop(RequestError("cancelled", "The stream was stopped."))
-        await self.store.forget(stream.record.id)
+        await self.stop(found)
+        await self.store.forget(found.record.id)
+
+    async def stop(self, found: Found) -> None:
+        """Ends a stream; returns once its memory in the engine is free. Idempotent."""
+        found.stop(RequestError("cancelled", "The stream was stopped."))
+        if isinstance(found, Stream):
+            await found.ended.wait()
 
     def wrap(self, stored: Stored) -> Found:
         """The live stream with its writer, if there is one."""

@@ -27,6 +27,7 @@ from headrace.generation.sequences import Sequences
 from headrace.streams import events
 from headrace.streams.log import Log
 from headrace.streams.record import Record
+from headrace.streams.store import StoreStalled
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ class Stream:
         self.record = record
         self.log = log
         self.has_started = False
-        self.has_ended = False
+        self.ended = asyncio.Event()
         self.audience = Audience(
             None if record.names.is_opted_in else linger_s, on_abandoned=self._is_abandoned
         )
@@ -72,9 +73,7 @@ class Stream:
 
     @property
     def state(self) -> str:
-        """queued, prompt, decode or recovering; finished once the log has ended."""
-        if self.has_ended:
-            return "finished"
+        """queued, prompt, decode or recovering, until the log has ended."""
         if not self._engine_knows:
             return "recovering" if self.has_started else "queued"
         if not self.has_started:
@@ -87,7 +86,7 @@ class Stream:
 
     def stop(self, error: RequestError) -> None:
         """Cuts the stream: it ends with this error once the engine has let go. Idempotent."""
-        if self.has_ended or self._cut:
+        if self.ended.is_set() or self._cut:
             return
         self._cut = error
         if self._engine_knows:
@@ -99,6 +98,10 @@ class Stream:
         """Cuts the stream without waiting for an engine that will not answer."""
         self._cut = self._cut or error
         self._inbox.put_nowait(None)
+
+    def beat(self, form: str) -> None:
+        """Writes a heartbeat into the log, for wires on which every byte counts."""
+        self.tell(Heartbeat(self.state, form))
 
     def reader(self, after: int = -1) -> AbstractAsyncContextManager[Reader]:
         """All events after the cursor. Leaving the context is leaving the stream."""
@@ -119,13 +122,20 @@ class Stream:
             while self.num_live and (news := await self._inbox.get()) is not None:
                 self._take(news)
                 await self._append(self._draft.new_events(self._at_ms(), is_cut=bool(self._cut)))
+        except StoreStalled:
+            self._leave_engine()
+            raise
         except Exception:
             logger.exception("A stream failed")
             self._cut = RequestError("internal_error", "The server failed on this request.")
-            self._sequences.engine.cancel(Cancel(tuple(self._engine_knows)))
+            self._leave_engine()
         self._sequences.close(self._engine_knows)
         await self._append([self._draft.terminal(self._at_ms(), self._cut)])
-        self.has_ended = True
+        self.ended.set()
+
+    def _leave_engine(self) -> None:
+        self._sequences.engine.cancel(Cancel(tuple(self._engine_knows)))
+        self._sequences.close(self._engine_knows)
 
     def _take(self, news: News) -> None:
         match news:

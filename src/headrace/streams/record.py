@@ -5,7 +5,7 @@ from array import array
 import msgspec
 
 from headrace.core.ids import StreamId
-from headrace.core.request import Request
+from headrace.core.request import Chat, Request
 
 
 class Names(msgspec.Struct, frozen=True):
@@ -35,6 +35,15 @@ class Record(msgspec.Struct, frozen=True):
     system_fingerprint: str
     names: Names = Names()
     is_durable: bool = False  # survives the server
+
+    @property
+    def mode(self) -> str:
+        """continue: the log holds only what is added to a final assistant message; else fresh."""
+        continues = any(
+            isinstance(prompt, Chat) and prompt.continue_final_message
+            for prompt in self.request.prompts
+        )
+        return "continue" if continues else "fresh"
 
     def prompt_ids(self, prompt: int) -> list[int]:
         return list(array("i", self.prompts[prompt]))
