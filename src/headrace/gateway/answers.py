@@ -12,7 +12,9 @@ from headrace.gateway.frames import cut_body, encode, error_body
 from headrace.streams.events import Error
 
 _WITH_PAUSE = (429, 503)
-_LEAVES_BODY_UNREAD = ("request_too_large", "body_timeout")
+_CLOSING = ("request_too_large", "body_timeout", "server_shutdown")
+"""After these nothing more is read from the connection."""
+
 _DEFAULT_PAUSE_S = 1.0
 
 
@@ -26,7 +28,7 @@ def refuse(error: RequestError) -> Response:
     headers = _headers(kind.status, kind.retry, error.retry_after_s)
     if kind.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    if error.code in _LEAVES_BODY_UNREAD:
+    if error.code in _CLOSING:
         headers["Connection"] = "close"
     body = error_body(error.code, kind.type, error.message, error.param, error.extra)
     return Response(body, kind.status, headers, "application/json")

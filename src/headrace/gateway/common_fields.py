@@ -8,7 +8,6 @@ import msgspec
 
 from headrace.core.errors import RequestError
 from headrace.gateway.fields import (
-    Array,
     Flag,
     Integer,
     Kind,
