@@ -2,6 +2,7 @@
 
 from array import array
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -35,7 +36,7 @@ def load_runner(config: ModelConfig, folder: Path) -> tuple[Runner, Ready]:
     dtype = _dtype(config, spec)
     make = choose_lane(spec, config.lane)
     _check_weights_fit(spec, dtype, device)
-    lane: Lane = make(spec, dtype, device)
+    lane: Lane = make(spec, dtype, device, *_to_int8(config, make, device))
     max_num_seqs = config.scheduler.max_num_seqs or _MAX_NUM_SEQS[device.type]
     layout = _layout(config, spec, lane, max_num_seqs)
     lane.open(layout)
@@ -52,8 +53,21 @@ def load_runner(config: ModelConfig, folder: Path) -> tuple[Runner, Ready]:
         num_parameters=lane.num_parameters,
         weight_bytes=lane.weight_bytes,
         layout=layout,
-        fingerprint=fingerprint(spec, name, device.type),
+        fingerprint=fingerprint(spec, _stored(config, name), device.type),
     )
+
+
+def _to_int8(config: ModelConfig, lane: Any, device: torch.device) -> tuple[bool, ...]:
+    """The lane's further argument if weights shall be quantized, and lane and device can do it."""
+    if config.quantize == "none":
+        return ()
+    if lane.id != "native-text" or device.type != "cpu":
+        raise ModelError(f"--quantize int8 needs lane native-text on a CPU, not {lane.id}.")
+    return (True,)
+
+
+def _stored(config: ModelConfig, name: str) -> str:
+    return name if config.quantize == "none" else f"{name} {config.quantize}"
 
 
 def _device(config: ModelConfig) -> torch.device:

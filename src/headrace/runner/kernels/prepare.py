@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 
 from headrace.models.layers import GatedMLP, RMSNorm, Rotary, Turn
-from headrace.runner.kernels.linear import pack_linears
+from headrace.runner.kernels.linear import ReorderedLinear, StoredLinear, pack_linears
 from headrace.runner.kernels.pointwise import gated, norm, rotate
 
 
@@ -56,5 +56,9 @@ def prepare(model: nn.Module, to_int8: bool = False) -> None:
 
 def weight_bytes(model: nn.Module) -> int:
     """What the weights take in the form they have now, tied ones once."""
-    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
-    return sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors.values())
+    tensors: list[Tensor] = list(model.parameters())
+    for module in model.modules():
+        if isinstance(module, StoredLinear | ReorderedLinear):
+            tensors += module.buffers()
+    held = {id(t) if t.is_mkldnn else t.data_ptr(): t for t in tensors}
+    return sum(tensor.numel() * tensor.dtype.itemsize for tensor in held.values())

@@ -14,25 +14,25 @@ from headrace.models.weights import load_weights
 from headrace.runner.attention import Attention, NaiveAttention
 from headrace.runner.inputs import pack
 from headrace.runner.kernels.attention import CpuAttention
-from headrace.runner.kernels.prepare import prepare
+from headrace.runner.kernels.prepare import prepare, weight_bytes
 from headrace.runner.storage import BlockStorage, bytes_per_position
 
 
 class NativeText:
     id = "native-text"
 
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, to_int8: bool = False
+    ) -> None:
         make = family(spec.architecture)
         with torch.device("meta"):
             self._model = make(make.read(spec.config))
+        self.num_parameters = sum(p.numel() for p in self._model.parameters())
         load_weights(self._model, make.weights, spec, dtype, device)
         self.device, self.dtype = device, dtype
-        parameters = list(self._model.parameters())
-        self.num_parameters = sum(p.numel() for p in parameters)
-        self.weight_bytes = sum(p.nbytes for p in parameters)
-        del parameters  # the packed forms replace them one by one
         if device.type == "cpu":
-            prepare(self._model)
+            prepare(self._model, to_int8)
+        self.weight_bytes = weight_bytes(self._model)
 
     def layout(
         self, free_bytes: int, max_num_seqs: int, max_positions: int, block_size: int

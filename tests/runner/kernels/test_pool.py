@@ -1,0 +1,48 @@
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from headrace.runner.kernels import pool
+from headrace.runner.kernels.few_rows import product
+
+CODE = """
+import os, torch
+from headrace.runner.kernels.few_rows import product
+torch.set_num_threads(3)
+a = torch.ones(256, 256)
+def use():
+    torch.mm(a, a); torch.ones(1 << 20).sum()
+use()
+before = len(os.listdir("/proc/self/task"))
+weight = torch.ones(512, 256, dtype=torch.int8)
+for _ in range(3):
+    product(torch.ones(1, 256), weight, torch.ones(512), torch.zeros(512)); use()
+print(len(os.listdir("/proc/self/task")) - before)
+"""
+
+
+def test_kernels_add_no_thread_to_those_of_torch() -> None:
+    found = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "0"
+
+
+def test_without_torchs_openmp_kernels_run_on_threads_of_python(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pool, "_openmp_fork", lambda: None)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    weight = torch.randint(-9, 9, (500, 64), dtype=torch.int8)
+    x = torch.randn(3, 64)
+    found = product(x, weight, torch.ones(500), torch.zeros(500))
+    torch.testing.assert_close(found, x @ weight.float().T, rtol=1e-4, atol=1e-4)
+
+
+def test_every_piece_is_done_exactly_once() -> None:
+    torch.manual_seed(0)
+    weight = torch.randint(-9, 9, (1000, 32), dtype=torch.int8)
+    x = torch.randn(1, 32)
+    for _ in range(50):
+        found = product(x, weight, torch.ones(1000), torch.zeros(1000))
+        torch.testing.assert_close(found, x @ weight.float().T, rtol=1e-4, atol=1e-4)

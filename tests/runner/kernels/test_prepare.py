@@ -1,0 +1,74 @@
+from pathlib import Path
+
+import pytest
+import torch
+
+from headrace.core.config import ModelConfig
+from headrace.core.errors import ModelError
+from headrace.models.spec import read_spec
+from headrace.runner.attention import NaiveAttention
+from headrace.runner.lanes import native_text
+from headrace.runner.lanes.native_text import NativeText
+from headrace.runner.load import load_runner
+from tests.builders import make_tiny_model
+from tests.drive import generate, random_prompt, row_logits, tiny_runner
+
+CPU = torch.device("cpu")
+
+
+def make_naive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_text, "prepare", lambda model, to_int8: None)
+    monkeypatch.setattr(native_text, "CpuAttention", NaiveAttention)
+
+
+def test_fast_layers_and_plain_ones_generate_the_same_in_float32(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, prompt = make_tiny_model(tmp_path), random_prompt(90)
+    fast = generate(tiny_runner(folder), prompt, 24, 33)
+    make_naive(monkeypatch)
+    assert generate(tiny_runner(folder), prompt, 24, 33) == fast
+
+
+@pytest.mark.parametrize("chunk", [7, 90])
+def test_fast_logits_in_bfloat16_are_as_near_to_float32_as_plain_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
+) -> None:
+    folder, prompt = make_tiny_model(tmp_path, initializer_range=0.1), random_prompt(90)
+    exact = row_logits(tiny_runner(folder), prompt)
+    fast = row_logits(tiny_runner(folder, dtype="bfloat16"), prompt, chunk)
+    make_naive(monkeypatch)
+    plain = row_logits(tiny_runner(folder, dtype="bfloat16"), prompt, chunk)
+    assert float((fast - exact).norm()) < 1.5 * float((plain - exact).norm()) + 1e-3
+
+
+def test_int8_keeps_the_logits_and_halves_the_linear_weights(tmp_path: Path) -> None:
+    folder, prompt = make_tiny_model(tmp_path, initializer_range=0.1), random_prompt(40)
+    exact = row_logits(tiny_runner(folder), prompt)
+    found = row_logits(tiny_runner(folder, quantize="int8"), prompt)
+    assert float((found - exact).norm() / exact.norm()) < 0.05
+    spec = read_spec(folder)
+    plain = NativeText(spec, torch.bfloat16, CPU)
+    packed = NativeText(spec, torch.bfloat16, CPU, to_int8=True)
+    assert packed.num_parameters == plain.num_parameters
+    assert packed.weight_bytes < 0.8 * plain.weight_bytes
+
+
+def test_int8_has_a_fingerprint_of_its_own_and_is_refused_where_it_is_not_built(
+    tmp_path: Path,
+) -> None:
+    folder = make_tiny_model(tmp_path)
+    plain, packed = (
+        load_runner(ModelConfig(quantize=kind, device="cpu", threads=1), folder)[1]
+        for kind in ("none", "int8")
+    )
+    assert plain.fingerprint != packed.fingerprint
+    with pytest.raises(ModelError, match="native-text"):
+        load_runner(ModelConfig(quantize="int8", lane="generic-text", device="cpu"), folder)
+
+
+def test_a_tied_head_takes_no_memory_of_its_own(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path, tie_word_embeddings=True)
+    lane = NativeText(read_spec(folder), torch.bfloat16, CPU)
+    scales_and_norms = 0.05 * lane.num_parameters
+    assert lane.weight_bytes < 2 * lane.num_parameters + 4 * scales_and_norms
