@@ -7,9 +7,11 @@ from starlette.routing import Route
 
 from headrace.core.config import ServerConfig
 from headrace.gateway.answers import no_such_route
+from headrace.gateway.byte_routes import ByteRoutes
 from headrace.gateway.door import Door, Endpoint
 from headrace.gateway.envelope import Envelope
 from headrace.gateway.generation_routes import GenerationRoutes
+from headrace.gateway.native_routes import NativeRoutes
 from headrace.gateway.state_routes import StateRoutes
 from headrace.gateway.text_routes import TextRoutes
 from headrace.generation.generation import Generation
@@ -21,10 +23,16 @@ def create_app(generation: Generation, config: ServerConfig) -> Starlette:
     generates = GenerationRoutes(generation, config, door)
     states = StateRoutes(generation)
     texts = TextRoutes(generation, config.http.max_body_bytes)
+    native = NativeRoutes(generation, config, door)
+    by_byte = ByteRoutes(generation, config, door)
     reads: dict[str, Endpoint] = {
         "/v1/models": states.models,
         "/v1/models/{id:path}": states.model,
         "/props": states.props,
+        "/v1/streams/{id}": native.state,
+        "/v1/streams/{id}/events": native.events,
+        "/v1/stream": by_byte.read,
+        "/v1/stream/{id:path}": by_byte.read,
         "/openapi.json": states.openapi,
     }
     writes: dict[str, Endpoint] = {
@@ -33,6 +41,13 @@ def create_app(generation: Generation, config: ServerConfig) -> Starlette:
         "/tokenize": texts.tokenize,
         "/detokenize": texts.detokenize,
         "/apply-template": texts.apply_template,
+        "/v1/streams/lookup": by_byte.lookup,
+        "/v1/streams/{id}/cancel": native.cancel,
+    }
+    deletes: dict[str, Endpoint] = {
+        "/v1/streams/{id}": native.delete,
+        "/v1/stream": by_byte.delete,
+        "/v1/stream/{id:path}": by_byte.delete,
     }
     routes = [
         Route("/health", states.health),
@@ -40,6 +55,7 @@ def create_app(generation: Generation, config: ServerConfig) -> Starlette:
         Route("/health/live", states.live),
         *(Route(path, door.guard(it), methods=["GET"]) for path, it in reads.items()),
         *(Route(path, door.guard(it), methods=["POST"]) for path, it in writes.items()),
+        *(Route(path, door.guard(it), methods=["DELETE"]) for path, it in deletes.items()),
     ]
     app = Starlette(
         routes=routes,

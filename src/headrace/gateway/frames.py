@@ -11,6 +11,7 @@ PING = b": ping\n"
 """A comment has one newline: with a blank line after it, clients parse an empty event."""
 
 encode = msgspec.json.Encoder().encode
+decode = msgspec.json.Decoder().decode
 
 
 def data(payload: bytes) -> bytes:

@@ -3,7 +3,10 @@
 from headrace.gateway.frames import PING
 from headrace.gateway.render import Frames
 from headrace.streams.events import AnyEvent, Heartbeat
+from headrace.streams.log import Log
 from headrace.streams.record import Record
+
+_PAGE = 256
 
 
 class WireFrames(Frames):
@@ -38,6 +41,18 @@ class ByteWindow:
         skipped = min(self._to_skip, len(piece))
         self._to_skip -= skipped
         return piece[skipped:]
+
+
+async def body_bytes(record: Record, log: Log) -> bytes:
+    """All bytes of the body so far."""
+    frames = WireFrames(record)
+    body = bytearray()
+    after = -1
+    while page := (await log.read(after, _PAGE))[0]:
+        for event in page:
+            body += b"".join(frames.render(event))
+        after = page[-1].seq
+    return bytes(body)
 
 
 def _part(k: int, num_frames: int) -> str:

@@ -11,6 +11,8 @@ from headrace.streams.record import Record
 class Ended:
     """Reads like a live stream; nothing can stop it any more."""
 
+    state = "finished"
+
     def __init__(self, record: Record, log: Log) -> None:
         self.record = record
         self.log = log

@@ -1,13 +1,13 @@
 """All streams there are: live ones with their writers, and behind them what a store keeps."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from headrace.core.errors import RequestError
 from headrace.core.ids import StreamId
 from headrace.generation.ended import Ended
 from headrace.generation.stream import Stream
 from headrace.streams.record import Names, Record
-from headrace.streams.store import ById, ByKey, Name, Store, Stored
+from headrace.streams.store import ByConversation, ById, ByKey, Name, Store, Stored
 
 Found = Stream | Ended
 
@@ -39,6 +39,14 @@ class Registry:
             stored = await self.store.find(name)
             found = self.wrap(stored) if stored else None
         return found if found and found.record.names.owner == owner else None
+
+    async def find_conversations(self, owner: str, names: Sequence[str]) -> list[Found]:
+        """The newest stream of each of these conversations, and of those named `<name>::…`."""
+        found: dict[StreamId, Found] = {}
+        for name in names:
+            for stored in await self.store.find_family(ByConversation(owner, name)):
+                found[stored.record.id] = self.wrap(stored)
+        return list(found.values())
 
     async def find_equal(self, names: Names, may_take_over: bool) -> Found | None:
         """The stream that this request would only repeat.

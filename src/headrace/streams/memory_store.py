@@ -43,6 +43,15 @@ class MemoryStore:
         entry = self._names.get(name)
         return entry.as_reader() if entry else None
 
+    async def find_family(self, name: ByConversation) -> list[Stored]:
+        return [
+            entry.as_reader()
+            for other, entry in self._names.items()
+            if isinstance(other, ByConversation)
+            and other.owner == name.owner
+            and (other == name or other.conversation.startswith(f"{name.conversation}::"))
+        ]
+
     async def forget(self, stream_id: StreamId) -> None:
         if (entry := self._entries.pop(stream_id, None)) is not None:
             entry.log.tail.forget()

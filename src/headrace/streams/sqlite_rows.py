@@ -24,6 +24,8 @@ _decode_events = msgspec.msgpack.Decoder(list[AnyEvent]).decode
 
 _COLUMNS = "SELECT n, next_seq, ended_at IS NOT NULL, record FROM streams JOIN records USING (n)"
 
+_NAME_COLUMNS = {ById: ("id",), ByConversation: ("owner", "conversation"), ByKey: ("owner", "key")}
+
 
 class Row(msgspec.Struct, frozen=True):
     """A stream as it was in one transaction; `epoch` is that of a writer who just got it."""
@@ -69,16 +71,16 @@ def claim(db: sqlite3.Connection, record: Record, replaces: StreamId | None) -> 
 
 
 def find(db: sqlite3.Connection, name: Name) -> Row | None:
-    match name:
-        case ById(stream_id):
-            found = db.execute(f"{_COLUMNS} WHERE id = ?", (stream_id,))
-        case ByConversation(owner, conversation):
-            where = "WHERE owner = ? AND conversation = ?"
-            found = db.execute(f"{_COLUMNS} {where}", (owner, conversation))
-        case ByKey(owner, key):
-            found = db.execute(f"{_COLUMNS} WHERE owner = ? AND key = ?", (owner, key))
-    row = found.fetchone()
+    where = " AND ".join(f"{column} = ?" for column in _NAME_COLUMNS[type(name)])
+    row = db.execute(f"{_COLUMNS} WHERE {where}", msgspec.structs.astuple(name)).fetchone()
     return _row(*row) if row else None
+
+
+def find_family(db: sqlite3.Connection, name: ByConversation) -> list[Row]:
+    owner, conversation = name.owner, name.conversation
+    where = "owner = ? AND (conversation = ? OR conversation >= ? AND conversation < ?)"
+    bounds = (owner, conversation, f"{conversation}::", f"{conversation}:;")
+    return [_row(*row) for row in db.execute(f"{_COLUMNS} WHERE {where} ORDER BY n", bounds)]
 
 
 def claim_unfinished(db: sqlite3.Connection) -> list[Row]:
@@ -128,10 +130,9 @@ def delete(db: sqlite3.Connection, stream_ids: Sequence[StreamId]) -> None:
             db.execute("DELETE FROM batches WHERE n = ?", row)
 
 
-def touch(db: sqlite3.Connection, read_at: dict[StreamId, float]) -> None:
+def touch(db: sqlite3.Connection, read_at: dict[int, float]) -> None:
     db.executemany(
-        "UPDATE streams SET read_at = ? WHERE id = ?",
-        [(at, stream_id) for stream_id, at in read_at.items()],
+        "UPDATE streams SET read_at = ? WHERE n = ?", [(at, n) for n, at in read_at.items()]
     )
 
 

@@ -21,7 +21,7 @@ from headrace.streams.record import Record
 from headrace.streams.sqlite_schema import NAME, connect, open_database
 from headrace.streams.sqlite_writer import Writer
 from headrace.streams.state_dir import StateDir
-from headrace.streams.store import Name, Retention, Stored, StoreStalled, Totals
+from headrace.streams.store import ByConversation, Name, Retention, Stored, StoreStalled, Totals
 from headrace.streams.sweep import choose
 
 _TAIL = 64  # events of a live stream in memory, so that readers who keep up need no SQL
@@ -39,7 +39,7 @@ class SqliteStore:
         rows.delete_unreadable(connection)
         # Every live stream has its tail here; one that does not has ended, or is not yet known.
         self._live = {id: Tail(next_seq, keep=_TAIL) for id, next_seq in rows.live(connection)}
-        self._read_at: dict[StreamId, float] = {}  # since the last sweep
+        self._read_at: dict[int, float] = {}  # by row, since the last sweep
         self._state = state
         self._reader = _Reader(connect(state.path / NAME))
         self._writer = Writer(connection)
@@ -70,10 +70,14 @@ class SqliteStore:
     async def find(self, name: Name) -> Stored | None:
         while (row := await self._reader.run(partial(rows.find, name=name))) is not None:
             if row.has_ended or row.record.id in self._live:
-                self._read_at[row.record.id] = time.time()
+                self._read_at[row.n] = time.time()
                 return self._stored(row)
             # else it was created or has ended during the query: ask again
         return None
+
+    async def find_family(self, name: ByConversation) -> list[Stored]:
+        family = await self._reader.run(partial(rows.find_family, name=name))
+        return [self._stored(row) for row in family if row.has_ended or row.record.id in self._live]
 
     async def forget(self, stream_id: StreamId) -> None:
         await self._delete([stream_id])
@@ -136,7 +140,7 @@ class _Log:
         await self._store._writer.write(work, publish, num_bytes=len(batch.data))
 
     async def read(self, after: int, limit: int) -> tuple[Sequence[AnyEvent], bool]:
-        self._store._read_at[self._row.record.id] = time.time()
+        self._store._read_at[self._row.n] = time.time()
         events = self._tail.read(after, limit)
         if events is None:
             work = partial(rows.read, n=self._row.n, after=after, limit=limit)

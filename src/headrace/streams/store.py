@@ -87,6 +87,9 @@ class Store(Protocol):
         A key is free, so finds nothing, once its stream ended in a retryable error.
         """
 
+    async def find_family(self, name: ByConversation) -> list[Stored]:
+        """The stream of that conversation, and those of `<conversation>::<anything>`."""
+
     async def forget(self, stream_id: StreamId) -> None:
         """Removes a stream with its names; unknown ones are ignored. Its readers get LogGone."""
 

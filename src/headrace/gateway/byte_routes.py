@@ -1,0 +1,132 @@
+"""Streams by byte, as llama.cpp's server offers them: the body of a POST from any offset."""
+
+import contextlib
+import re
+from typing import Any
+from urllib.parse import parse_qsl
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from headrace.core.config import ServerConfig
+from headrace.core.errors import RequestError
+from headrace.gateway.bodies import decode, read_body
+from headrace.gateway.delivery import LiveAnswer, LiveFrames, pace_of
+from headrace.gateway.door import Door
+from headrace.gateway.frames import encode
+from headrace.gateway.wire_bytes import ByteWindow, body_bytes
+from headrace.generation.generation import Generation
+from headrace.generation.registry import Found
+from headrace.streams.events import AnyEvent, is_terminal
+from headrace.streams.log import Log
+from headrace.streams.store import ByConversation
+
+_OFFSET = re.compile(r"[0-9]{1,15}")
+_MAX_LOOKUP = 1000
+
+
+class ByteRoutes:
+    def __init__(self, generation: Generation, config: ServerConfig, door: Door) -> None:
+        self._streams = generation.streams
+        self._config = config
+        self._door = door
+
+    async def read(self, request: Request) -> ASGIApp:
+        """The bytes from `from` on, then those to come."""
+        conversation = _conversation(request)
+        if not conversation:
+            return _refuse(400, "Missing conversation id in path")
+        found = await self._find(request, conversation)
+        pinned = request.query_params.get("stream_id")
+        if found is None or pinned not in (None, found.record.id):
+            return _refuse(404, "Stream not found or expired", "not_found_error")
+        offsets = [v for k, v in parse_qsl(request.url.query, True) if k == "from"] or ["0"]
+        offset = offsets[0] or "0"
+        if len(offsets) > 1 or not _OFFSET.fullmatch(offset):
+            return _refuse(400, "Invalid 'from' offset")
+        total = len(await body_bytes(found.record, found.log))
+        if int(offset) > total:
+            message = f"Offset {offset} is beyond the {total} bytes of the stream"
+            return _refuse(416, message, "offset_beyond_end", total_bytes=total)
+        view = ByteView(found, int(offset))
+        return LiveAnswer(found, view, pace_of(found.record, self._config.streams))
+
+    async def delete(self, request: Request) -> ASGIApp:
+        """Stops and forgets; unknown ones are gone already."""
+        conversation = _conversation(request)
+        if not conversation:
+            return _refuse(400, "Missing conversation id in path")
+        if (found := await self._find(request, conversation)) is not None:
+            await self._streams.forget(found)
+        return Response(status_code=204)
+
+    async def lookup(self, request: Request) -> ASGIApp:
+        """Which of these conversations have a stream, and how it stands."""
+        owner = self._door.owner(request.headers)
+        try:
+            limit = self._config.http.max_body_bytes
+            body = decode(await read_body(request.headers, request.receive, limit))
+        except RequestError as error:
+            return _refuse(error.kind.status, error.message)
+        wanted = body.get("conversation_ids")
+        names = [n for n in wanted if isinstance(n, str) and n] if isinstance(wanted, list) else []
+        if len(names) > _MAX_LOOKUP:
+            return _refuse(400, f"At most {_MAX_LOOKUP} conversation ids are looked up at once")
+        found = await self._streams.find_conversations(owner, names)
+        return _json([await _entry(stream) for stream in found])
+
+    async def _find(self, request: Request, conversation: str) -> Found | None:
+        owner = self._door.owner(request.headers)
+        return await self._streams.find(owner, ByConversation(owner, conversation))
+
+
+class ByteView(LiveFrames):
+    """The body of the POST without its first bytes."""
+
+    def __init__(self, found: Found, num_skipped: int) -> None:
+        super().__init__(found.record)
+        self._window = ByteWindow(num_skipped)
+
+    def render(self, event: AnyEvent) -> list[bytes]:
+        return [rest for frame in super().render(event) if (rest := self._window.cut(frame))]
+
+
+def _conversation(request: Request) -> str:
+    name: str = request.path_params.get("id") or request.query_params.get("conv_id") or ""
+    return name
+
+
+async def _entry(found: Found) -> dict[str, Any]:
+    record, log = found.record, found.log
+    ended_at = await _ended_at(record.created, log)
+    return {
+        "conversation_id": record.names.conversation,
+        "is_done": ended_at > 0,
+        "total_bytes": len(await body_bytes(record, log)),
+        "started_at": record.created,
+        "completed_at": ended_at,
+        "dropped_prefix": 0,
+        "stream_id": record.id,
+        "mode": record.mode,
+    }
+
+
+async def _ended_at(created: int, log: Log) -> int:
+    """Unix seconds; 0 while the stream lives."""
+    with contextlib.suppress(IndexError):
+        last = (await log.read(log.next_seq - 2, 1))[0][0]
+        if is_terminal(last):
+            return created + last.at_ms // 1000
+    return 0
+
+
+def _refuse(
+    status: int, message: str, kind: str = "invalid_request_error", **more: int
+) -> Response:
+    error = {"code": status, "message": message, "type": kind} | more
+    return _json({"error": error}, status)
+
+
+def _json(body: object, status: int = 200) -> Response:
+    return Response(encode(body), status, media_type="application/json")
