@@ -33,7 +33,7 @@ from headrace.streams.events import (
     Tokens,
 )
 from headrace.streams.log import MemoryLog, follow
-from headrace.streams.record import Record
+from headrace.streams.record import Names, Record
 from headrace.streams.tally import Tally
 
 _NUMBERS = st.integers(-(1 << 70), 1 << 70) | st.floats(-1e308, 1e308)
@@ -124,11 +124,15 @@ class FakeStream:
         self.log = MemoryLog()
         self.events: list[AnyEvent] = []
         self.sent: list[AnyEvent] = []
+        self.beats: asyncio.Queue[str] = asyncio.Queue()
         self.num_left = 0
 
     async def write(self, *events: AnyEvent) -> None:
         await self.log.append(len(self.events), numbered(events, len(self.events)))
         self.events += events
+
+    def beat(self, form: str) -> None:
+        self.beats.put_nowait(form)
 
     @contextlib.asynccontextmanager
     async def reader(self, after: int = -1) -> AsyncIterator[FakeReader]:
@@ -150,7 +154,10 @@ class FakeGeneration:
         self.streams: list[FakeStream] = []
         self.admission = Admission()
 
-    async def open(self, request: Request) -> FakeStream:
+    async def attach(self, names: Names, may_take_over: bool) -> None:
+        return None
+
+    async def open(self, request: Request, names: Names) -> FakeStream:
         self.requests.append(request)
         if self.refusal:
             raise self.refusal

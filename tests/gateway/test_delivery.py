@@ -8,7 +8,8 @@ import pytest
 
 from headrace.core.config import StreamConfig
 from headrace.gateway.delivery import deliver, while_connected
-from headrace.streams.events import Finish, Timings, Usage
+from headrace.streams.events import Finish, Heartbeat, Timings, Usage
+from headrace.streams.record import Names
 from tests.gateway.builders import (
     FakeStream,
     accepted,
@@ -69,7 +70,7 @@ STREAMED = {"stream": True}
 
 
 @in_loop
-async def test_headers_and_first_frame_precede_everything() -> None:
+async def test_headers_and_the_first_frame_precede_the_first_step() -> None:
     stream = await open_stream(wire=STREAMED)
     client = Connection(stream)
     await client.until(lambda body: body.count(b"\n\n") == 1)
@@ -79,6 +80,7 @@ async def test_headers_and_first_frame_precede_everything() -> None:
         b"cache-control": b"no-cache",
         b"x-accel-buffering": b"no",
         b"x-stream-id": stream.record.id.encode(),
+        b"x-stream-mode": b"fresh",
     }
     assert b'"role":"assistant"' in client.body
     await client.leave()
@@ -140,6 +142,19 @@ async def test_data_postpones_a_heartbeat_but_unseen_progress_does_not() -> None
     await stream.write(progress(1024))
     await client.until(lambda body: IDLE in body)
     assert b"prompt_progress" not in client.body
+    await client.leave()
+
+
+@in_loop
+async def test_where_every_byte_counts_heartbeats_go_through_the_log() -> None:
+    stream = await open_stream(wire=STREAMED)
+    stream.record = msgspec.structs.replace(stream.record, names=Names(conversation="c"))
+    client = Connection(stream, FAST)
+    await client.until(bool)
+    assert await asyncio.wait_for(stream.beats.get(), 10) == "data"
+    assert IDLE not in client.body
+    await stream.write(Heartbeat(seq=0, at_ms=0, state="prompt", form="data"))
+    await client.until(lambda body: IDLE in body)
     await client.leave()
 
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.gateway.render import Answer, Frames
-from headrace.streams.events import AnyEvent
+from headrace.streams.events import AnyEvent, Queued
 from headrace.streams.record import Record
 from tests.gateway.builders import (
     ended,
@@ -104,6 +104,14 @@ def test_progress_has_these_bytes_and_comes_only_if_asked_for() -> None:
     event = progress(1024, time_ms=900)
     idle = b'{"index":0,"delta":{},"finish_reason":null}'
     more = b',"prompt_progress":{"total":2048,"cache":512,"processed":1024,"time_ms":900}'
+    assert frames_of(record_of(wire={"return_progress": True}), event)[1] == chunk(idle, more)
+    assert frames_of(record_of(), event)[1:] == [b"data: [DONE]\n\n"]
+
+
+def test_the_place_in_the_queue_has_these_bytes_and_comes_only_if_asked_for() -> None:
+    event = Queued(seq=0, at_ms=0, position=3, waiting=7, eta_ms=1200)
+    idle = b'{"index":0,"delta":{},"finish_reason":null}'
+    more = b',"queue":{"position":3,"waiting":7,"eta_ms":1200}'
     assert frames_of(record_of(wire={"return_progress": True}), event)[1] == chunk(idle, more)
     assert frames_of(record_of(), event)[1:] == [b"data: [DONE]\n\n"]
 
