@@ -18,20 +18,21 @@ def packed(token_ids: list[int]) -> bytes:
     return array("i", token_ids).tobytes()
 
 
+LIMITS = Limits.__struct_fields__
+
+
+def make_limits(**fields: object) -> Limits:
+    defaults = {"max_num_seqs": 64, "max_step_tokens": 512, "max_model_len": 100_000}
+    return Limits(**{**defaults, **fields})
+
+
 def make_scheduler(
-    num_blocks: int = 1000,
-    *,
-    num_slots: int = 0,
-    max_num_seqs: int = 64,
-    max_step_tokens: int = 512,
-    max_model_len: int = 100_000,
-    **config: object,
+    num_blocks: int = 1000, *, num_slots: int = 0, num_snapshots: int = 0, **fields: object
 ) -> Scheduler:
-    layout = MemoryLayout(block_size=16, num_blocks=num_blocks, num_slots=num_slots)
-    limits = Limits(
-        max_num_seqs=max_num_seqs, max_step_tokens=max_step_tokens, max_model_len=max_model_len
-    )
-    return Scheduler(SchedulerConfig(**config), layout, limits)
+    """`fields` are those of Limits and of SchedulerConfig."""
+    layout = MemoryLayout(16, num_blocks, num_slots, num_snapshots, snapshot_every=64)
+    limits = {name: fields.pop(name) for name in list(fields) if name in LIMITS}
+    return Scheduler(SchedulerConfig(**fields), layout, make_limits(**limits))
 
 
 def make_submit(

@@ -46,6 +46,8 @@ class Invariants:
             assert (sequence.status is SequenceStatus.RUNNING) == (sequence.lease is not None)
             assert sequence.remaining >= 0
             assert 0 <= sequence.num_computed <= sequence.num_planned <= sequence.num_known
+        for suspect in roster.quarantine._suspects:
+            assert suspect.clears_at is not None and suspect.num_computed < suspect.clears_at
         if self._scheduler.is_idle:
             assert memory.num_available == self._capacity
             assert not roster.running and not len(roster.waiting) and not roster.quarantine

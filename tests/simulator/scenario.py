@@ -41,14 +41,14 @@ class Scenario:
 
 def make_scenario(seed: int) -> Scenario:
     rng = Random(seed)
-    is_huge = rng.random() < 0.02
+    is_huge = rng.random() < 0.01
     layout = _layout(rng, is_huge)
     limits = Limits(
         max_num_seqs=layout.num_slots or rng.choice([1, 2, 3, 8]),
-        max_step_tokens=65536 if is_huge else rng.choice([1, 3, 8, 16, 64]),
-        max_model_len=1_000_000 if is_huge else rng.choice([30, 80, 200]),
-        max_stall_s=rng.choice([None, 0.03, 0.1]),
-        max_step_s=rng.choice([None, 0.2, 1.0]),
+        max_step_tokens=65536 if is_huge else rng.choice([1, 4, 8, 16, 32, 64]),
+        max_model_len=1_000_000 if is_huge else rng.choice([24, 50, 90]),
+        max_stall_s=None if is_huge else rng.choice([None, 0.03, 0.1]),
+        max_step_s=None if is_huge else rng.choice([None, 0.2, 1.0]),
     )
     config = SchedulerConfig(
         patience=rng.choice([0.0, 4.0, 100.0]), max_open_prompts=rng.choice([1, 2, 4])
@@ -74,7 +74,7 @@ def _layout(rng: Random, is_huge: bool) -> MemoryLayout:
     if is_huge:
         return MemoryLayout(block_size=8192, num_blocks=rng.choice([80, 160]))
     block_size = rng.choice([1, 2, 4, 16])
-    num_blocks = rng.choice([4, 8, 16, 64]) * (4 if block_size < 4 else 1)
+    num_blocks = rng.choice([4, 6, 10, 24]) * (4 if block_size < 4 else 1)
     if kind == "blocks":
         return MemoryLayout(block_size=block_size, num_blocks=num_blocks)
     return MemoryLayout(
@@ -91,7 +91,7 @@ def _submits(rng: Random, is_huge: bool) -> list[Submit]:
     submits: list[Submit] = []
     arrival = number = 0
     pace = rng.choice([0.0, 0.02, 0.3])  # bursts, a crowd, one by one
-    prompt_cap = rng.choice([4, 20, 60, 110])  # floods of short ones, too
+    prompt_cap = rng.choice([4, 12, 30, 80])  # floods of short ones, too
     for stream in range(rng.choice([1, 2, 3, 3, 4, 8])):
         arrival += rng.random() * pace
         prompts = [_prompt(rng, bases, prompt_cap) for _ in range(rng.choice([1, 1, 1, 2]))]

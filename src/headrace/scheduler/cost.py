@@ -4,6 +4,7 @@ from collections import deque
 from dataclasses import dataclass
 from math import sqrt
 from statistics import median
+from typing import NamedTuple
 
 from headrace.scheduler.fit import LeastSquares
 
@@ -13,6 +14,7 @@ NUM_RATIOS = 64
 OUTLIER = 3.0
 DRIFT = 1.5
 DRIFT_STEPS = 8
+REFIT_EVERY = 8  # samples, in regions that are known
 MEASURED_STEPS = 8
 MEASURED_SIZES = 3
 
@@ -79,17 +81,25 @@ class Coefficients:
         return int(x + 1e-9)
 
 
+class Sample(NamedTuple):
+    """A step that was timed; `number` counts all steps."""
+
+    number: int
+    shape: StepShape
+    seconds: float
+
+
 class CostModel:
     """Coefficients, and how far they are to be trusted."""
 
     def __init__(self) -> None:
         self.coefficients = Coefficients()
         self.largest_measured = 0  # prompt tokens in one step
-        self._rings: dict[tuple[int, int], deque[tuple[StepShape, float]]] = {}
+        self._rings: dict[tuple[int, int], deque[Sample]] = {}
+        self._num_steps = 0
         self._fit = LeastSquares(5)
         self._kinds: set[bool] = set()  # of the samples: with prompt tokens or without
         self._num_new = 0
-        self._num_samples = 0
         self._num_prompt_steps = 0
         self._prompt_sizes: set[int] = set()
         self._ratios: dict[bool, deque[float]] = {
@@ -122,28 +132,30 @@ class CostModel:
             self._num_prompt_steps += 1
             self._prompt_sizes.add(shape.num_prompt_tokens.bit_length())
             self.largest_measured = max(self.largest_measured, shape.num_prompt_tokens)
-        ring = self._rings.setdefault(shape.ring, deque())
+        self._num_steps += 1
         predicted = self.predict(shape)
         ratio = seconds / predicted if predicted > 0 else 1.0
         if self.is_measured:
             self._ratios[with_prompt].append(ratio)
-        is_known = self.is_measured and len(ring) >= MIN_RING
-        if not is_known or 1 / OUTLIER <= ratio <= OUTLIER:
-            self._keep(ring, shape, seconds)
+        ring = self._rings.setdefault(shape.ring, deque())
+        is_new_region = len(ring) < MIN_RING
+        if is_new_region or not self.is_measured or 1 / OUTLIER <= ratio <= OUTLIER:
+            self._keep(ring, Sample(self._num_steps, shape, seconds))
         if self.is_measured and self._has_drifted(ratio):
             self._rescale(median(self._drift))
-        elif self._num_new > min(16, self._num_samples // 8):
+        elif is_new_region or self._num_new >= REFIT_EVERY:
             self._refit()
 
-    def _keep(self, ring: deque[tuple[StepShape, float]], shape: StepShape, seconds: float) -> None:
+    def _keep(self, ring: deque[Sample], sample: Sample) -> None:
         if len(ring) == RING_SIZE:
-            self._weigh(*ring.popleft(), sign=-1)
-        ring.append((shape, seconds))
-        self._weigh(shape, seconds, sign=1)
+            self._weigh(ring.popleft(), sign=-1)
+        ring.append(sample)
+        self._weigh(sample, sign=1)
         self._num_new += 1
 
-    def _weigh(self, shape: StepShape, seconds: float, sign: int) -> None:
+    def _weigh(self, sample: Sample, sign: int) -> None:
         """Rows count by their relative error: short steps matter as much as long ones."""
+        shape = sample.shape
         with_prompt = shape.num_prompt_tokens > 0
         row = [
             0.0 if with_prompt else float(shape.num_forwards),
@@ -152,9 +164,8 @@ class CostModel:
             float(shape.num_new),
             float(shape.num_pairs),
         ]
-        self._num_samples += sign
         self._kinds.add(with_prompt)
-        self._fit.add(row, seconds, sign / (seconds * seconds))
+        self._fit.add(row, sample.seconds, sign / sample.seconds**2)
 
     def _refit(self) -> None:
         c_decode, c_prompt, g, b, a = self._fit.solve()
@@ -173,12 +184,15 @@ class CostModel:
         return min(self._drift) > DRIFT or max(self._drift) < 1 / DRIFT
 
     def _rescale(self, factor: float) -> None:
+        """Scale all kept times but those that showed the drift."""
         self._fit = LeastSquares(5)
-        self._num_samples = 0
         for key, ring in self._rings.items():
-            self._rings[key] = deque((shape, seconds * factor) for shape, seconds in ring)
-            for shape, seconds in self._rings[key]:
-                self._weigh(shape, seconds, sign=1)
+            self._rings[key] = scaled = deque[Sample]()
+            for sample in ring:
+                is_old = sample.number <= self._num_steps - DRIFT_STEPS
+                seconds = sample.seconds * factor if is_old else sample.seconds
+                scaled.append(sample._replace(seconds=seconds))
+                self._weigh(scaled[-1], sign=1)
         for ratios in self._ratios.values():
             ratios.clear()
         self._drift.clear()

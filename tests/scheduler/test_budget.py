@@ -1,0 +1,249 @@
+"""How many prompt tokens a step may hold: the tables of tokens and of time."""
+
+import pytest
+
+from headrace.scheduler.budget import TimeBudget
+from headrace.scheduler.cost import Coefficients, CostModel, StepShape
+from headrace.scheduler.limits import Limits
+from tests.scheduler.builders import Engine, lengths, make_scheduler, make_submit
+
+LAPTOP = Coefficients(c_decode=0.021, c_prompt=0.021, g=5e-6, b=1.9e-3, a=4.5e-7)
+
+
+class Measured(CostModel):
+    """Knows its coefficients from the start."""
+
+    def __init__(self, coefficients: Coefficients = LAPTOP) -> None:
+        super().__init__()
+        self.coefficients = coefficients
+        self.largest_measured = 100_000
+
+    @property
+    def is_measured(self) -> bool:
+        return True
+
+    def observe(self, shape: StepShape, seconds: float) -> None:
+        pass
+
+
+def make_budget(stall_s: float | None = None, step_s: float | None = 1.0, **limits) -> TimeBudget:
+    fields = {"max_num_seqs": 64, "max_step_tokens": 512, "max_model_len": 100_000, **limits}
+    budget = TimeBudget(Limits(max_stall_s=stall_s, max_step_s=step_s, **fields))
+    budget.model = Measured()
+    return budget
+
+
+def decoding(number: int, context: int) -> StepShape:
+    shape = StepShape()
+    for _ in range(number):
+        shape.add(context, 1, is_prompt=False, forward_per_chunk=False)
+    return shape
+
+
+@pytest.mark.parametrize(
+    ("prompts", "cap", "expected"),
+    [
+        ([5000], 512, [512]),
+        ([5000, 8], 512, [8, 504]),
+        ([200, 200, 300], 512, [200, 200, 112]),
+        ([512, 8], 1024, [8, 512]),
+        ([300, 300], 1 << 30, [300, 300]),
+    ],
+)
+def test_the_token_cap_is_filled_in_key_order(prompts, cap, expected):
+    engine = Engine(make_scheduler(max_step_tokens=cap))
+    engine.add(*[make_submit(i, n, arrival=0.0) for i, n in enumerate(prompts)])
+    assert lengths(engine.step()) == expected
+
+
+def test_prompts_that_came_in_order_fill_the_step_in_order():
+    engine = Engine(make_scheduler(max_step_tokens=512, patience=0.0))
+    engine.add(make_submit(0, 512, arrival=0.0), make_submit(1, 8, arrival=0.0))
+    assert [lengths(engine.step()) for _ in range(2)] == [[512], [1, 8]]
+
+
+def test_one_prompt_token_goes_beside_more_decode_chunks_than_the_cap():
+    engine = Engine(make_scheduler(2000, max_num_seqs=700, max_step_tokens=1000))
+    engine.add(*[make_submit(i, 1, arrival=0.0) for i in range(600)])
+    engine.step()
+    engine.scheduler._budget._max_tokens = 512
+    engine.add(make_submit(600, 5, arrival=0.0))
+    assert lengths(engine.step()) == [1] * 601
+
+
+@pytest.mark.parametrize(
+    ("wanted", "fitting", "cap", "expected"),
+    [
+        (260, 256, 512, [260]),  # the tiny tail joins
+        (300, 256, 512, [256, 44]),
+        (520, 600, 512, [512, 8]),  # the cap is hard
+        (256, 256, 512, [256]),
+    ],
+)
+def test_a_tiny_tail_joins_where_time_cuts_and_not_where_the_cap_does(
+    wanted, fitting, cap, expected
+):
+    budget = make_budget(step_s=0.001 * fitting, max_step_tokens=cap)
+    budget.model.coefficients = Coefficients(b=0.001)
+    chunks = []
+    while sum(chunks) < wanted:
+        room = budget.open(StepShape(), is_awaited=False)
+        chunks.append(room.largest_chunk(sum(chunks), wanted - sum(chunks), is_first=True))
+        assert room.cause == ("tail" if chunks[-1] > fitting else "")
+    assert chunks == expected
+
+
+@pytest.mark.parametrize(
+    ("number", "at", "context", "target", "seconds", "chunk"),
+    [
+        (0, 0, 0, None, 0.979, 464),
+        (4, 128, 0, 0.030, 0.00791, 4),
+        (4, 128, 0, 0.060, 0.02838, 14),
+        (4, 128, 0, 0.100, 0.06838, 35),
+        (4, 128, 0, 0.200, 0.16838, 86),
+        (4, 128, 0, 10.0, 9.96838, 508),
+        (4, 128, 2048, 0.100, 0.06838, 15),
+        (4, 128, 8192, 0.100, 0.06838, 2),
+        (4, 2048, 0, 0.100, 0.02307, 12),
+        (16, 2048, 0, 0.100, 0.06118, 31),
+    ],
+)
+def test_the_room_of_a_step_and_the_chunk_that_fits_it(number, at, context, target, seconds, chunk):
+    budget = make_budget(stall_s=target)
+    room = budget.open(decoding(number, at), is_awaited=number > 0)
+    assert room.seconds == pytest.approx(seconds, abs=1e-5)
+    assert room.largest_chunk(context, 100_000, is_first=True) == chunk
+    assert room.cause == ("decode" if number == 16 or target == 0.030 else "")
+
+
+def test_where_no_token_fits_room_is_kept_until_two_are_paid_for():
+    budget = make_budget(stall_s=0.1)
+    chunks, causes = [], []
+    for _ in range(6):
+        room = budget.open(decoding(4, 128), is_awaited=True)
+        chunks.append(room.largest_chunk(32_768, 1000, is_first=True))
+        causes.append(room.cause)
+    assert chunks == [0, 0, 0, 0, 0, 7]
+    assert causes == [""] * 5 + ["token"]
+    assert budget.kept == 0.0
+
+
+def test_a_prompt_behind_the_first_saves_nothing_up():
+    budget = make_budget(stall_s=0.1)
+    room = budget.open(decoding(4, 128), is_awaited=True)
+    assert room.largest_chunk(32_768, 1000, is_first=False) == 0
+    assert budget.kept == 0.0
+
+
+def test_a_chunk_that_fits_spends_what_was_kept():
+    budget = make_budget(stall_s=0.1)
+    for context in (32_768, 0):
+        room = budget.open(decoding(4, 128), is_awaited=True)
+        room.largest_chunk(context, 1000, is_first=True)
+    assert budget.kept == 0.0
+
+
+def test_one_token_goes_in_any_case_where_nobody_waits():
+    budget = make_budget(step_s=0.01)
+    assert budget.open(StepShape(), is_awaited=False).largest_chunk(32_768, 9, is_first=True) == 1
+
+
+def test_what_is_left_of_the_room_goes_to_the_next_prompt():
+    budget = make_budget(stall_s=0.1)
+    room = budget.open(decoding(4, 128), is_awaited=True)
+    room.spend(0, 20)
+    assert room.largest_chunk(0, 1000, is_first=False) == 15
+    room.spend(0, 15)
+    assert not room.largest_chunk(0, 1000, is_first=False)
+
+
+@pytest.mark.parametrize("is_awaited", [True, False])
+def test_without_a_target_the_cap_alone_counts(is_awaited):
+    budget = make_budget(stall_s=None, step_s=None)
+    room = budget.open(decoding(4, 128), is_awaited)
+    assert room.seconds is None
+    assert room.largest_chunk(0, 1000, is_first=True) == 508
+
+
+def test_a_lane_with_a_forward_per_chunk_pays_for_each():
+    budget = make_budget(stall_s=0.2, forward_per_chunk=True)
+    shape = StepShape()
+    for _ in range(4):
+        shape.add(128, 1, is_prompt=False, forward_per_chunk=True)
+    room = budget.open(shape, is_awaited=True)
+    assert room.seconds == pytest.approx(0.2 - 4 * (0.021 + 0.00265565), abs=1e-6)
+    assert room.largest_chunk(0, 1000, is_first=True) == 43  # 0.105 less a forward of its own
+
+
+def test_a_chunk_is_at_most_twice_the_largest_measured():
+    budget = make_budget()
+    budget.model.largest_measured = 40
+    assert budget.open(StepShape(), is_awaited=False).largest_chunk(0, 1000, is_first=True) == 80
+
+
+def test_overhead_outside_the_runner_takes_from_the_room():
+    budget = make_budget(stall_s=0.1)
+    budget.took(decoding(4, 128), 0.03, 0.04, is_awaited=True, cause="")
+    room = budget.open(decoding(4, 128), is_awaited=True)
+    assert room.seconds == pytest.approx(0.06838 - 0.01, abs=1e-5)
+
+
+def test_a_cold_engine_starts_small_and_doubles():
+    limits = Limits(max_num_seqs=1, max_step_tokens=512, max_model_len=9000, max_step_s=1.0)
+    budget = TimeBudget(limits)
+    chunks = []
+    for _ in range(5):
+        room = budget.open(StepShape(), is_awaited=False)
+        chunks.append(room.largest_chunk(0, 5000, is_first=True))
+        shape = StepShape()
+        shape.add(0, chunks[-1], is_prompt=True, forward_per_chunk=False)
+        budget.took(shape, 0.1, 0.1, is_awaited=False, cause="")
+    assert chunks == [64, 128, 256, 512, 512]
+
+
+def test_a_cold_engine_does_not_grow_past_half_the_target():
+    limits = Limits(max_num_seqs=1, max_step_tokens=512, max_model_len=9000, max_step_s=1.0)
+    budget = TimeBudget(limits)
+    shape = StepShape()
+    shape.add(0, 64, is_prompt=True, forward_per_chunk=False)
+    budget.took(shape, 0.5, 0.5, is_awaited=False, cause="")
+    assert budget.open(StepShape(), is_awaited=False).tokens == 64
+
+
+@pytest.mark.parametrize(
+    ("number", "cause", "expected"),
+    [(4, "", {}), (16, "", {"decode": 1}), (16, "tail", {"tail": 1}), (16, "quarantine", {})],
+)
+def test_a_step_that_will_miss_the_target_is_counted_by_cause(number, cause, expected):
+    budget = make_budget(stall_s=0.1)
+    budget.expect_miss(decoding(number, 2048), cause)
+    assert budget.missed == expected
+
+
+def test_a_miss_that_nobody_expected_is_the_models():
+    budget = make_budget(stall_s=0.1)
+    budget.took(decoding(4, 128), 0.2, 0.2, is_awaited=True, cause="")
+    budget.took(decoding(4, 128), 0.2, 0.2, is_awaited=True, cause="decode")
+    budget.took(decoding(4, 128), 0.2, 0.2, is_awaited=False, cause="")
+    assert budget.missed == {"model": 1}
+
+
+def test_the_rate_of_prompts_is_that_of_late_steps():
+    budget = make_budget()
+    assert budget.prompt_tokens_per_s == 0.0
+    for new in (100, 300):
+        shape = StepShape()
+        shape.add(0, new, is_prompt=True, forward_per_chunk=False)
+        budget.took(shape, 0.4, 0.5, is_awaited=False, cause="")
+    assert budget.prompt_tokens_per_s == pytest.approx(400)
+
+
+def test_a_prompt_alone_is_predicted_in_the_largest_steps():
+    budget = make_budget()
+    by_steps = sum(LAPTOP.c_prompt + LAPTOP.cost(at, 512) for at in (0, 512, 1024))
+    assert budget.seconds_alone(0, 1536) == pytest.approx(by_steps)
+
+
+def test_an_unmeasured_prompt_is_taken_to_run_at_500_tokens_a_second():
+    limits = Limits(max_num_seqs=1, max_step_tokens=512, max_model_len=9000)
+    assert TimeBudget(limits).seconds_alone(100, 5000) == 10.0

@@ -1,0 +1,161 @@
+"""The cost model on synthetic steps: noisy, drifting, one-sided."""
+
+from random import Random
+
+import pytest
+
+from headrace.scheduler.cost import Coefficients, CostModel, StepShape
+from headrace.scheduler.fit import LeastSquares
+
+TRUTH = Coefficients(c_decode=0.021, c_prompt=0.024, g=5e-6, b=1.9e-3, a=4.5e-7)
+
+
+def shape_of(decoders: list[int], prompts: list[tuple[int, int]]) -> StepShape:
+    shape = StepShape()
+    for context in decoders:
+        shape.add(context, 1, is_prompt=False, forward_per_chunk=False)
+    for context, new in prompts:
+        shape.add(context, new, is_prompt=True, forward_per_chunk=False)
+    return shape
+
+
+def random_step(rng: Random) -> StepShape:
+    decoders = [rng.randrange(64, 4096) for _ in range(rng.randrange(0, 6))]
+    prompts = [(rng.choice([0, 0, 512, 2048]), rng.randrange(8, 256))]
+    return shape_of(decoders, prompts if rng.random() < 0.5 or not decoders else [])
+
+
+def truth(shape: StepShape, speed: float = 1.0) -> float:
+    return TRUTH.seconds(shape, shape.num_prompt_tokens > 0) / speed
+
+
+def feed(model: CostModel, rng: Random, number: int, speed: float = 1.0) -> None:
+    for _ in range(number):
+        shape = random_step(rng)
+        noise = rng.gauss(1, 0.05) * (10 if rng.random() < 0.02 else 1)
+        model.observe(shape, truth(shape, speed) * noise)
+
+
+def errors(model: CostModel, rng: Random, speed: float = 1.0) -> list[float]:
+    shapes = [random_step(rng) for _ in range(200)]
+    return sorted(abs(model.predict(s) / truth(s, speed) - 1) for s in shapes)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_fifty_noisy_steps_with_outliers_are_enough_for_five_percent(seed):
+    rng, model = Random(seed), CostModel()
+    feed(model, rng, 50)
+    assert errors(model, rng)[100] < 0.05
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("speed", [0.5, 2.5])
+def test_a_machine_that_changes_speed_is_followed_within_a_hundred_steps(seed, speed):
+    rng, model = Random(seed), CostModel()
+    feed(model, rng, 200)
+    feed(model, rng, 100, speed)
+    assert errors(model, rng, speed)[100] < 0.10
+
+
+def test_ten_thousand_decode_steps_leave_what_is_known_of_prompts():
+    rng, model = Random(0), CostModel()
+    feed(model, rng, 200)
+    for _ in range(10_000):
+        shape = shape_of([rng.randrange(64, 4096) for _ in range(rng.randrange(1, 5))], [])
+        model.observe(shape, truth(shape) * rng.gauss(1, 0.05))
+    chunk = shape_of([128] * 4, [(512, 128)])
+    assert model.predict(chunk) == pytest.approx(truth(chunk), rel=0.10)
+
+
+def test_predictions_rise_with_context_and_length():
+    rng, model = Random(3), CostModel()
+    feed(model, rng, 100)
+    fit = model.coefficients
+    assert min(fit.c_decode, fit.c_prompt, fit.g, fit.b, fit.a) >= 0
+    by_context = [fit.cost(context, 64) for context in (0, 100, 1000, 10_000)]
+    by_length = [fit.cost(100, new) for new in (1, 10, 100, 1000)]
+    assert by_context == sorted(by_context) and by_length == sorted(by_length)
+
+
+def test_the_first_prompts_count_although_decode_steps_did_not_foretell_them():
+    model = CostModel()
+    for context in range(100, 2100, 10):
+        model.observe(shape_of([context], []), 0.021 + context * 1e-6)
+    for new in [16, 32, 64, 128, 16, 32, 64, 128]:
+        model.observe(shape_of([100], [(0, new)]), 0.02 + new * 0.002)
+    assert model.is_measured
+    assert model.predict(shape_of([100], [(0, 100)])) == pytest.approx(0.22, rel=0.1)
+
+
+def test_outliers_are_left_out():
+    rng, model = Random(5), CostModel()
+    feed(model, rng, 100)
+    shape = shape_of([200] * 4, [])
+    before = model.predict(shape)
+    for _ in range(6):
+        model.observe(shape, 50.0)
+    assert model.predict(shape) == pytest.approx(before, rel=0.02)
+
+
+def test_the_margin_is_the_95th_percentile_of_late_steps_within_bounds():
+    rng, model = Random(6), CostModel()
+    assert model.margin(True) == 1.0
+    feed(model, rng, 300)
+    assert 1.03 < model.margin(True) < 1.2
+    model._ratios[True].extend([9.0] * 64)
+    assert model.margin(True) == 2.0
+    model._ratios[True].extend([0.1] * 64)
+    assert model.margin(True) == 1.0
+
+
+def test_eight_prompt_steps_of_three_sizes_are_a_measurement():
+    model = CostModel()
+    for number, new in enumerate([10, 10, 20, 20, 10, 20, 10, 20, 10, 40]):
+        assert not model.is_measured, number
+        model.observe(shape_of([], [(0, new)]), 0.1)
+    assert model.is_measured and model.largest_measured == 40
+
+
+def test_a_step_without_time_teaches_nothing():
+    model = CostModel()
+    model.observe(shape_of([1], []), 0.0)
+    assert model.coefficients == Coefficients()
+
+
+@pytest.mark.parametrize("context", [0, 100, 10_000])
+@pytest.mark.parametrize("room", [0.001, 0.02, 0.5])
+def test_the_largest_chunk_is_the_largest_that_costs_no_more(context, room):
+    largest = TRUTH.largest_chunk(context, room)
+    assert TRUTH.cost(context, largest) <= room or largest == 0
+    assert TRUTH.cost(context, largest + 1) > room
+
+
+def test_without_a_price_any_chunk_fits():
+    assert Coefficients().largest_chunk(5, 0.1) is None
+    assert Coefficients(b=0.01).largest_chunk(5, 0.1) == 10
+    assert Coefficients(g=1.0).largest_chunk(5, 0.1) == 0
+
+
+def test_least_squares_finds_what_made_the_rows():
+    rng, fit, made = Random(1), LeastSquares(3), [3.0, 0.5, 0.0]
+    for _ in range(30):
+        row = [1.0, rng.random() * 10, rng.random()]
+        fit.add(row, sum(c * x for c, x in zip(made, row, strict=True)), 1.0)
+    assert fit.solve() == pytest.approx(made, abs=1e-6)
+
+
+def test_least_squares_holds_at_zero_what_would_turn_negative():
+    fit = LeastSquares(2)
+    for x in range(1, 10):
+        fit.add([1.0, float(x)], 10.0 - x, 1.0)
+    intercept, slope = fit.solve()
+    assert slope == 0.0 and intercept == pytest.approx(5.0)
+
+
+def test_rows_taken_out_again_leave_no_trace():
+    fit = LeastSquares(1)
+    fit.add([1.0], 2.0, 1.0)
+    fit.add([1.0], 100.0, 1.0)
+    fit.add([1.0], 100.0, -1.0)
+    assert fit.solve() == pytest.approx([2.0])
+    assert LeastSquares(2).solve() == [0.0, 0.0]

@@ -1,0 +1,143 @@
+"""Memory under pressure: growth block by block, preemption of the newest, prefix credit."""
+
+import pytest
+
+from headrace.core.config import SchedulerConfig
+from headrace.core.layout import MemoryLayout
+from headrace.core.messages import Finish
+from headrace.scheduler.scheduler import Scheduler
+from tests.scheduler.builders import (
+    Engine,
+    cancel,
+    lengths,
+    make_limits,
+    make_scheduler,
+    make_submit,
+)
+from tests.scheduler.builders import sequence_ids as ids
+
+
+def whole_answer(sequence) -> int:
+    """The naive way: reserve for everything a sequence may ever say."""
+    return max(sequence.num_prompt, sequence.max_total - 1)
+
+
+def reserving_engine(num_blocks: int) -> Engine:
+    layout = MemoryLayout(block_size=16, num_blocks=num_blocks)
+    return Engine(Scheduler(SchedulerConfig(), layout, make_limits(), whole_answer))
+
+
+@pytest.mark.parametrize(
+    ("length", "max_tokens", "num_blocks"), [(16, 1, 1), (16, 2, 2), (1, 17, 2), (1, 16, 1)]
+)
+def test_a_sequence_takes_the_blocks_of_its_prompt_and_all_tokens_but_the_last(
+    length, max_tokens, num_blocks
+):
+    engine = Engine(make_scheduler(10)).add(make_submit(1, length, max_tokens=max_tokens))
+    assert max(len(plan.chunks[0].block_ids) for plan in engine.run()) == num_blocks
+
+
+def test_the_newest_gives_way_and_both_finish_as_if_alone():
+    a, b = make_submit(1, 16, max_tokens=40), make_submit(2, 16, max_tokens=40)
+    engine = Engine(make_scheduler(4, patience=0.0)).add(a, b)
+    assert ids(engine.step()) == [1, 2]
+    plans = engine.run()
+    preempting = next(plan for plan in plans if 2 in plan.ended)
+    assert preempting.chunks[0].start == 32 and ids(preempting) == [1]
+    for submit in (a, b):
+        number = submit.sequences[0].sequence_id
+        alone = Engine(make_scheduler(4)).add(submit)
+        alone.run()
+        assert engine.tokens[number] == alone.tokens[number]
+    assert engine.scheduler.missed["preempted"] == 1
+
+
+def test_a_preempted_sequence_takes_up_where_its_public_blocks_end():
+    engine = Engine(make_scheduler(4, patience=0.0))
+    engine.add(make_submit(1, 16, max_tokens=18), make_submit(2, 16, max_tokens=30))
+    begins = [chunk for plan in engine.run() for chunk in plan.chunks if chunk.sequence_id == 2]
+    restart = [chunk for chunk in begins[1:] if chunk.length > 1]
+    assert [chunk.start for chunk in restart] == [16]
+    assert engine.progress[2] == [0, 16]
+
+
+def test_growth_runs_many_where_reserving_in_full_runs_four():
+    def most_at_once(engine: Engine) -> int:
+        sampled = {"max_tokens": 4096}
+        for number in range(20):
+            engine.add(make_submit(number, 20, arrival=0.0, **sampled))
+        engine.step()
+        return engine.scheduler.status().num_running
+
+    assert most_at_once(reserving_engine(4 * 258 + 8)) == 4
+    assert most_at_once(Engine(make_scheduler(4 * 258 + 8))) >= 16
+
+
+def test_growth_and_full_reservation_draw_the_same_tokens():
+    submits = [make_submit(i, 5 * i + 1, max_tokens=12) for i in range(8)]
+    growing, reserving = Engine(make_scheduler(8)).add(*submits), reserving_engine(8).add(*submits)
+    growing.run()
+    reserving.run()
+    assert growing.tokens == reserving.tokens
+    assert reserving.scheduler.missed["preempted"] == 0
+
+
+def test_memory_pressure_fails_nobody():
+    engine = Engine(make_scheduler(6, patience=0.0))
+    engine.add(*[make_submit(i, 20, max_tokens=40) for i in range(12)])
+    engine.run(max_steps=5000)
+    assert set(engine.finished.values()) == {(Finish.LENGTH, "")}
+    assert engine.scheduler.missed["preempted"] > 0
+
+
+def test_growth_waits_for_the_commit_when_it_would_have_to_preempt():
+    engine = Engine(make_scheduler(3, patience=0.0))
+    engine.add(make_submit(1, 16, max_tokens=9), make_submit(2, 16, max_tokens=9))
+    first = engine.scheduler.plan(0.0)
+    assert engine.scheduler.plan(0.0) is None
+    engine.commit(first)
+    assert engine.step().ended == (2,)
+    engine.run()
+
+
+@pytest.mark.parametrize(("length", "credit"), [(1, 0), (16, 0), (17, 16), (48, 32), (49, 48)])
+def test_the_same_prompt_again_has_credit_for_all_but_its_last_block(length, credit):
+    engine = Engine(make_scheduler()).add(make_submit(1, length, max_tokens=1))
+    engine.run()
+    again = make_submit(1, length, max_tokens=1)
+    engine.finished.clear()
+    assert lengths(engine.add(again).step()) == [length - credit]
+    assert engine.progress[1] == [credit, length]
+
+
+@pytest.mark.parametrize("fields", [{"salt": "other"}, {"use_prefix": False}])
+def test_other_salts_and_refused_credit_compute_the_whole_prompt(fields):
+    engine = Engine(make_scheduler()).add(make_submit(1, 40, max_tokens=1))
+    engine.run()
+    engine.finished.clear()
+    assert lengths(engine.add(make_submit(1, 40, max_tokens=1, **fields)).step()) == [40]
+
+
+def test_an_abandoned_prompt_leaves_what_it_computed_to_a_retry():
+    engine = Engine(make_scheduler(max_step_tokens=32)).add(make_submit(1, 100))
+    engine.step()
+    engine.scheduler.cancel(cancel(1))
+    engine.step()
+    engine.finished.clear()
+    assert engine.add(make_submit(1, 100)).step().chunks[0].start == 32
+
+
+def test_running_out_of_device_memory_halves_the_steps_and_tries_again():
+    engine = Engine(make_scheduler(max_step_tokens=64)).add(make_submit(1, 200, max_tokens=1))
+    for _ in range(2):
+        plan = engine.scheduler.plan(0.0)
+        engine.scheduler.out_of_memory(plan, "out of memory", 0.0)
+    assert lengths(engine.run()[0]) == [16]
+    assert engine.finished == {1: (Finish.LENGTH, "")}
+
+
+def test_below_a_block_running_out_of_memory_is_a_step_error():
+    engine = Engine(make_scheduler(max_step_tokens=16)).add(make_submit(1, 200))
+    engine.scheduler.out_of_memory(engine.scheduler.plan(0.0), "out of memory", 0.0)
+    engine.take()
+    assert engine.finished == {1: (Finish.ERROR, "internal_error")}

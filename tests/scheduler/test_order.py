@@ -1,0 +1,152 @@
+"""Who goes first: the key, the walk, the places."""
+
+import pytest
+
+from headrace.scheduler.queue import due_time
+from tests.scheduler.builders import Engine, cancel, lengths, make_scheduler, make_submit
+from tests.scheduler.builders import sequence_ids as ids
+
+
+def starts(engine: Engine, max_steps: int = 400) -> list[int]:
+    """Sequences in the order in which they begin."""
+    order: list[int] = []
+    for _ in range(max_steps):
+        plan = engine.step()
+        if plan is None:
+            return order
+        order += [begin.sequence_id for begin in plan.begun if begin.sequence_id not in order]
+    raise AssertionError("too many steps")
+
+
+def one_at_a_time(*submits, **config) -> list[int]:
+    """The order in which they would start if all were waiting."""
+    engine = Engine(make_scheduler(max_num_seqs=1, **config)).add(*submits)
+    return starts(engine)
+
+
+def test_a_short_prompt_goes_before_a_long_one_that_came_first():
+    assert due_time(0, 4, 5000 / 500, 0) == 40
+    assert due_time(1, 4, 8 / 500, 0) == pytest.approx(1.064)
+    assert one_at_a_time(make_submit(1, 5000, arrival=0.0), make_submit(2, 8, arrival=1.0)) == [
+        2,
+        1,
+    ]
+
+
+def test_a_long_prompt_past_its_due_goes_before_a_later_short_one():
+    assert one_at_a_time(make_submit(1, 5000, arrival=0.0), make_submit(2, 8, arrival=41.0)) == [
+        1,
+        2,
+    ]
+
+
+def test_equal_prompts_go_as_they_came():
+    submits = [make_submit(i, 100, arrival=t) for i, t in ((3, 0.0), (1, 0.1), (2, 0.2))]
+    assert one_at_a_time(*submits) == [3, 1, 2]
+
+
+def test_a_level_of_priority_is_worth_ten_seconds_and_not_eternity():
+    submits = [make_submit(1, 8, arrival=0.0, priority=1)]
+    submits += [make_submit(2, 8, arrival=5.0), make_submit(3, 8, arrival=11.0)]
+    assert one_at_a_time(*submits) == [2, 1, 3]
+
+
+def test_without_patience_it_is_first_come_first_served():
+    submits = [make_submit(1, 5000, arrival=0.0), make_submit(2, 8, arrival=0.5)]
+    assert one_at_a_time(*submits, patience=0.0) == [1, 2]
+
+
+def test_order_follows_the_key_and_not_the_number():
+    numbers = [5, 3, 9, 1, 7]
+    submits = [make_submit(i, 20, arrival=float(t)) for t, i in enumerate(numbers)]
+    assert one_at_a_time(*reversed(submits)) == numbers
+
+
+def test_a_decoding_stream_is_in_every_step_while_a_prompt_is_open():
+    engine = Engine(make_scheduler(max_step_tokens=16))
+    engine.add(make_submit(1, 4, max_tokens=40))
+    engine.step()
+    engine.add(make_submit(2, 300))
+    plans = [engine.step() for _ in range(20)]
+    assert all(ids(plan)[0] == 1 and lengths(plan) == [1, 15] for plan in plans)
+
+
+def test_a_prompt_behind_a_very_long_one_starts_as_if_it_were_alone():
+    def steps_to_first_token(*before):
+        engine = Engine(make_scheduler(100_000, max_model_len=1_000_000)).add(*before)
+        for _ in range(3):
+            engine.step()
+        engine.add(make_submit(2, 101, arrival=engine.now))
+        for number in range(100):
+            engine.step()
+            if 2 in engine.tokens:
+                return number
+        raise AssertionError("not in 100 steps")
+
+    assert steps_to_first_token(make_submit(1, 600_000, arrival=0.0)) == steps_to_first_token()
+
+
+def test_a_flood_of_short_prompts_delays_a_long_one_by_its_patience_only():
+    engine = Engine(make_scheduler(max_step_tokens=64)).add(make_submit(0, 500, arrival=0.0))
+    for number in range(1, 2000):
+        engine.add(make_submit(number, 60, max_tokens=1, arrival=engine.now))
+        engine.step(seconds=0.02)
+        if 0 in engine.tokens:
+            break
+    due = 4 * 500 / 500
+    assert engine.now < due + 10 * 0.02 * 500 / 60
+
+
+@pytest.mark.parametrize(("max_open_prompts", "expected"), [(2, [2, 1]), (3, [2, 3, 1])])
+def test_where_enough_prompts_are_open_only_one_due_before_them_all_starts(
+    max_open_prompts, expected
+):
+    config = {"max_open_prompts": max_open_prompts, "patience": 0.0}
+    engine = Engine(make_scheduler(max_step_tokens=10, **config))
+    for submit in (make_submit(1, 30, arrival=9.0), make_submit(2, 15, arrival=1.0)):
+        engine.add(submit).step()
+    engine.add(make_submit(3, 4, arrival=5.0))
+    assert ids(engine.step()) == expected
+
+
+def test_a_prompt_due_before_all_open_ones_starts():
+    engine = Engine(make_scheduler(max_step_tokens=10, max_open_prompts=1, patience=0.0))
+    engine.add(make_submit(1, 30, arrival=9.0)).step()
+    engine.add(make_submit(2, 4, arrival=1.0))
+    assert ids(engine.step()) == [2, 1]
+
+
+def test_a_prompt_that_lacks_blocks_is_passed_over_until_it_is_due():
+    engine = Engine(make_scheduler(4)).add(make_submit(1, 16, arrival=0.0, max_tokens=17))
+    engine.step()
+    engine.add(make_submit(2, 48, arrival=0.0), make_submit(3, 8, arrival=0.2, max_tokens=1))
+    assert engine.scheduler.status().queue == (3, 2)
+    engine.scheduler.cancel(cancel(3))
+    engine.add(make_submit(4, 16, arrival=0.4, max_tokens=1))
+    assert engine.scheduler.status().queue[0] in (2, 3)
+    assert 4 in ids(engine.step())  # sequence 2 is not yet due
+    assert engine.now < 4 * 48 / 500
+    engine.add(make_submit(5, 8, arrival=0.5, max_tokens=1))
+    engine.now = 0.6
+    assert 5 not in ids(engine.step())  # now it is, and nobody passes it
+
+
+def test_behind_sixteen_passed_over_nobody_starts():
+    engine = Engine(make_scheduler(8, max_num_seqs=64)).add(make_submit(0, 64, arrival=0.0))
+    engine.step()
+    engine.add(*[make_submit(i, 100, arrival=10.0) for i in range(1, 17)])
+    engine.add(make_submit(50, 1, arrival=20.0))
+    assert ids(engine.step()) == [0]
+
+
+def test_a_start_leaves_one_block_for_each_that_runs():
+    engine = Engine(make_scheduler(3)).add(*[make_submit(i, 16, arrival=0.0) for i in (1, 2)])
+    assert ids(engine.step()) == [1, 2]
+    engine.add(make_submit(3, 1, arrival=0.0))
+    assert 3 not in ids(engine.step())
+
+
+def test_whoever_finds_no_slot_waits_and_so_do_those_behind():
+    engine = Engine(make_scheduler(100, num_slots=1, max_num_seqs=4))
+    engine.add(make_submit(1, 4, max_tokens=2), make_submit(2, 4), make_submit(3, 4))
+    assert [ids(engine.step()) for _ in range(3)] == [[1], [1], [2]]

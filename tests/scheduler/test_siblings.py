@@ -1,0 +1,126 @@
+"""Several choices of one prompt: computed once, drawn from one row."""
+
+import msgspec
+
+from headrace.core.ids import SequenceId
+from headrace.core.messages import Finish, NewSequence, Submit
+from headrace.core.sampling import Sampling
+from tests.scheduler.builders import Engine, cancel, lengths, make_scheduler, make_submit, packed
+
+
+def make_family(number: int, length: int, **fields: object) -> Submit:
+    """`number` choices of one prompt, with ids from 0."""
+    submit = make_submit(0, length, **fields)
+    news = tuple(NewSequence(SequenceId(i), 0, i) for i in range(number))
+    return msgspec.structs.replace(submit, sequences=news)
+
+
+def test_siblings_draw_from_the_row_of_the_first():
+    engine = Engine(make_scheduler()).add(make_family(3, 20, max_tokens=2))
+    plan = engine.step()
+    assert [(c.length, c.draws) for c in plan.chunks] == [(20, (0, 1, 2))]
+    assert [begin.choice for begin in plan.begun] == [0, 1, 2]
+    engine.run()
+    assert engine.tokens == {0: [120, 121], 1: [120, 121], 2: [120, 121]}
+
+
+def test_they_share_full_blocks_and_get_the_last_one_as_a_copy():
+    engine = Engine(make_scheduler()).add(make_family(2, 20, max_tokens=3))
+    plan = engine.step()
+    first, second = (chunk.block_ids for chunk in engine.step().chunks)
+    assert first[0] == second[0] and first[1] != second[1]
+    assert [(c.source, c.target) for c in plan.block_copies] == [(first[1], second[1])]
+
+
+def test_a_prompt_of_whole_blocks_needs_no_copy():
+    engine = Engine(make_scheduler()).add(make_family(2, 32, max_tokens=2))
+    assert engine.step().block_copies == ()
+    engine.run()
+
+
+def test_a_slot_is_copied_for_each_sibling():
+    engine = Engine(make_scheduler(0, num_slots=3)).add(make_family(3, 5, max_tokens=2))
+    plan = engine.step()
+    source = plan.chunks[0].slot_id
+    assert [copy.source for copy in plan.slot_copies] == [source] * 2
+    assert len({source, *(copy.target for copy in plan.slot_copies)}) == 3
+
+
+def test_siblings_without_a_place_start_later_with_credit():
+    engine = Engine(make_scheduler(max_num_seqs=2)).add(make_family(3, 33, max_tokens=2))
+    plans = engine.run()
+    assert plans[0].chunks[0].draws == (0, 1)
+    late = next(c for plan in plans[1:] for c in plan.chunks if c.sequence_id == 2)
+    assert (late.start, late.length) == (32, 1)
+
+
+def test_only_the_first_choice_of_a_prompt_reports_progress():
+    sampling = Sampling(max_tokens=2, num_prompt_logprobs=0)
+    engine = Engine(make_scheduler(max_step_tokens=8)).add(make_family(3, 20, sampling=sampling))
+    plans = engine.run()
+    assert engine.progress == {0: [0, 8, 16, 20]}
+    assert [c.num_rows for plan in plans for c in plan.chunks if c.sequence_id == 0][:3] == [
+        8,
+        8,
+        4,
+    ]
+
+
+def test_if_the_first_is_cancelled_the_next_one_leads():
+    engine = Engine(make_scheduler(max_step_tokens=8)).add(make_family(3, 20, max_tokens=1))
+    engine.scheduler.cancel(cancel(0))
+    assert engine.step().chunks[0].sequence_id == 1
+    engine.scheduler.cancel(cancel(1))
+    engine.run()
+    assert engine.finished == {
+        0: (Finish.CANCELLED, ""),
+        1: (Finish.CANCELLED, ""),
+        2: (Finish.LENGTH, ""),
+    }
+    assert list(engine.progress) == [1]
+
+
+def test_a_sibling_that_has_not_started_is_cancelled_at_once():
+    engine = Engine(make_scheduler(max_step_tokens=8)).add(make_family(2, 20, max_tokens=1))
+    engine.step()
+    engine.scheduler.cancel(cancel(1))
+    engine.run()
+    assert engine.finished[1] == (Finish.CANCELLED, "")
+
+
+def test_recovered_siblings_wait_for_the_prompt_and_go_on_by_themselves():
+    submit = make_family(2, 40, max_tokens=5)
+    news = [msgspec.structs.replace(new, generated=packed([7] * 2)) for new in submit.sequences]
+    submit = msgspec.structs.replace(submit, sequences=tuple(news))
+    plans = Engine(make_scheduler()).add(submit).run()
+    assert [lengths(plan) for plan in plans[:2]] == [[42], [1, 10]]
+
+
+def test_recovered_suspects_of_one_prompt_run_alone():
+    engine = Engine(make_scheduler()).add(make_family(3, 40, max_tokens=2, suspect=True))
+    assert [len(engine.step().chunks) for _ in range(3)] == [1, 1, 1]
+    engine.run()
+    assert set(engine.finished.values()) == {(Finish.LENGTH, "")}
+
+
+def test_a_step_that_fails_sends_all_siblings_back():
+    engine = Engine(make_scheduler()).add(make_family(3, 20, max_tokens=2))
+    engine.fail()
+    engine.run()
+    assert engine.tokens == {0: [120, 121], 1: [120, 121], 2: [120, 121]}
+
+
+def test_prompts_of_one_stream_are_families_of_their_own():
+    submit = make_submit(0, 20, max_tokens=1)
+    news = tuple(NewSequence(SequenceId(i), i // 2, i) for i in range(4))
+    prompts = (packed([5] * 20), packed([6] * 20))
+    submit = msgspec.structs.replace(submit, sequences=news, prompts=prompts)
+    plan = Engine(make_scheduler()).add(submit).step()
+    assert [c.draws for c in plan.chunks] == [(0, 1), (2, 3)]
+
+
+def test_nothing_to_draw_needs_no_siblings_in_the_step():
+    engine = Engine(make_scheduler()).add(make_family(2, 20, max_tokens=0))
+    plans = engine.run()
+    assert [lengths(plan) for plan in plans] == [[20], [4]]
+    assert set(engine.finished.values()) == {(Finish.LENGTH, "")}

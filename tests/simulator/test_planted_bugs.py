@@ -1,0 +1,221 @@
+"""The simulator earns its trust: bugs planted one at a time, and each is seen."""
+
+from collections.abc import Callable
+
+import pytest
+
+from headrace.memory.blocks import BlockPool
+from headrace.memory.memory import NO_MATCH, Match, Memory
+from headrace.memory.prefix import NameChain
+from headrace.memory.slots import SlotPool
+from headrace.scheduler.draft import StepDraft
+from headrace.scheduler.flight import Flight
+from headrace.scheduler.outbox import Outbox
+from headrace.scheduler.places import Places
+from headrace.scheduler.planner import Planner
+from headrace.scheduler.quarantine import Quarantine
+from headrace.scheduler.roster import Roster
+from headrace.scheduler.sequence import Sequence
+from tests.simulator.simulation import Violation, run_seed
+
+MAX_SEEDS = 400
+Plant = Callable[[pytest.MonkeyPatch], None]
+PLANTS: dict[str, Plant] = {}
+
+
+def plant(function: Plant) -> Plant:
+    PLANTS[function.__name__] = function
+    return function
+
+
+@plant
+def a_block_is_public_before_it_is_full(patch: pytest.MonkeyPatch) -> None:
+    publish = Memory.publish
+
+    def early(self, lease, token_ids, chain, num_computed):
+        size = self.layout.block_size
+        most = min(len(token_ids), len(lease.block_ids) * size)
+        publish(self, lease, token_ids, chain, min(num_computed + size - 1, most))
+
+    patch.setattr(Memory, "publish", early)
+
+
+@plant
+def siblings_get_no_copies(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(StepDraft, "copy", lambda self, block_copy, slot_copy: None)
+
+
+@plant
+def a_snapshot_is_not_restored(patch: pytest.MonkeyPatch) -> None:
+    begin = StepDraft.begin
+    patch.setattr(StepDraft, "begin", lambda self, sequence, restore=None: begin(self, sequence))
+
+
+@plant
+def a_shared_block_is_freed_with_its_first_holder(patch: pytest.MonkeyPatch) -> None:
+    def release(self, block_ids):
+        for block_id in block_ids:
+            self._num_holders[block_id] = 0
+            if block_id in self.index:
+                self._unheld[block_id] = None
+            else:
+                self._free.append(block_id)
+
+    patch.setattr(BlockPool, "release", release)
+
+
+@plant
+def a_slot_is_not_given_back(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SlotPool, "release", lambda self, slot_id: None)
+
+
+@plant
+def salts_are_ignored(patch: pytest.MonkeyPatch) -> None:
+    chain = Memory.chain
+    patch.setattr(Memory, "chain", lambda self, salt: chain(self, ""))
+
+
+@plant
+def blocks_are_named_without_their_prefix(patch: pytest.MonkeyPatch) -> None:
+    name = NameChain.name
+
+    def rootless(self, token_ids, index):
+        chain = NameChain(self._block_size, "")
+        return name(chain, token_ids[index * self._block_size :], 0)
+
+    patch.setattr(NameChain, "name", rootless)
+
+
+@plant
+def credit_covers_the_whole_prompt(patch: pytest.MonkeyPatch) -> None:
+    match = Memory.match
+
+    def greedy(self, token_ids, chain):
+        return match(self, token_ids + token_ids[-1:], chain) if token_ids else NO_MATCH
+
+    patch.setattr(Memory, "match", greedy)
+
+
+@plant
+def the_oldest_is_preempted(patch: pytest.MonkeyPatch) -> None:
+    preempt = Roster.preempt
+    patch.setattr(Roster, "preempt", lambda self, sequence: preempt(self, self.running[0]))
+
+
+@plant
+def a_cancel_frees_memory_that_launched_plans_name(patch: pytest.MonkeyPatch) -> None:
+    end = Roster.end
+
+    def at_once(self, sequence, finish, message=""):
+        sequence.num_in_flight = 0
+        end(self, sequence, finish, message)
+
+    patch.setattr(Roster, "end", at_once)
+
+
+@plant
+def a_preempted_sequence_starts_aloud_again(patch: pytest.MonkeyPatch) -> None:
+    rewind = Sequence.rewind
+
+    def forgetful(self):
+        rewind(self)
+        self.num_reported = -1
+
+    patch.setattr(Sequence, "rewind", forgetful)
+
+
+@plant
+def a_preempted_sequence_keeps_what_was_pending(patch: pytest.MonkeyPatch) -> None:
+    rewind = Sequence.rewind
+
+    def careless(self):
+        pending = self.num_pending
+        rewind(self)
+        self.num_pending = pending
+
+    patch.setattr(Sequence, "rewind", careless)
+
+
+@plant
+def whoever_is_past_its_due_is_passed_by(patch: pytest.MonkeyPatch) -> None:
+    def has_place(self, sequence, match, num_positions, num_running):
+        return self._memory.can_reserve(match, num_positions, num_running)
+
+    patch.setattr(Places, "has_place", has_place)
+
+
+@plant
+def the_last_decoder_sits_a_step_out(patch: pytest.MonkeyPatch) -> None:
+    add = Planner._add_decode_chunk
+
+    def skipping(self, draft, sequence):
+        if draft.num_decoding < 2:
+            add(self, draft, sequence)
+
+    patch.setattr(Planner, "_add_decode_chunk", skipping)
+
+
+@plant
+def all_of_a_failed_step_are_blamed(patch: pytest.MonkeyPatch) -> None:
+    suspect = Flight.suspect
+
+    def blaming(self, plan, message):
+        suspect(self, plan, message)
+        for chunk in plan.chunks:
+            if (sequence := self._roster.living(chunk.sequence_id)) is not None:
+                self._roster.end(sequence, "error", message)
+
+    patch.setattr(Flight, "suspect", blaming)
+
+
+@plant
+def suspects_are_never_cleared(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Quarantine, "step_was_good", lambda self, sequences: None)
+
+
+@plant
+def progress_is_told_twice(patch: pytest.MonkeyPatch) -> None:
+    computed = Outbox.computed
+
+    def repeating(self, sequence, start, result):
+        sequence.num_reported = min(sequence.num_reported, start)
+        computed(self, sequence, start, result)
+
+    patch.setattr(Outbox, "computed", repeating)
+
+
+@plant
+def an_evicted_block_can_still_be_found(patch: pytest.MonkeyPatch) -> None:
+    def take(self):
+        if self._free:
+            block_id = self._free.pop()
+        else:
+            block_id = next(iter(self._unheld))
+            del self._unheld[block_id]
+        self._num_holders[block_id] = 1
+        return block_id
+
+    patch.setattr(BlockPool, "take", take)
+
+
+@plant
+def a_match_takes_blocks_without_their_state(patch: pytest.MonkeyPatch) -> None:
+    def stateless(self, found, token_ids, chain):
+        return Match(found, len(found) * self.layout.block_size)
+
+    patch.setattr(Memory, "_match_state", stateless)
+
+
+def first_violation() -> str:
+    for seed in range(MAX_SEEDS):
+        try:
+            run_seed(seed)
+        except Violation as violation:
+            return str(violation)
+    return ""
+
+
+@pytest.mark.parametrize("name", PLANTS)
+def test_a_planted_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    PLANTS[name](monkeypatch)
+    assert first_violation(), f"{MAX_SEEDS} schedules did not notice that {name.replace('_', ' ')}"

@@ -1,0 +1,27 @@
+"""Thousands of schedules with faults, each checked after every call; `make simulate` runs more."""
+
+import os
+
+import pytest
+
+from tests.simulator.campaign import campaign
+from tests.simulator.simulation import run_seed
+
+NUM_SCHEDULES = 2000
+
+
+def test_no_schedule_breaks_an_invariant(capsys: pytest.CaptureFixture[str]) -> None:
+    verdicts = list(campaign(range(NUM_SCHEDULES), os.cpu_count() or 1))
+    violations = [verdict.violation for verdict in verdicts if verdict.violation]
+    runs = [verdict.run for verdict in verdicts if verdict.run]
+    with capsys.disabled():
+        steps, preempted = sum(r.num_steps for r in runs), sum(r.num_preempted for r in runs)
+        print(f"\n{len(runs)} schedules, {steps} steps, {preempted} preemptions")
+    assert not violations, violations[:5]
+    assert len(runs) == NUM_SCHEDULES
+    assert preempted > NUM_SCHEDULES // 20, "the schedules are too easy"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_equal_inputs_give_equal_plans(seed: int) -> None:
+    assert run_seed(seed) == run_seed(seed)
