@@ -11,8 +11,14 @@ from headrace.core.config import ModelConfig, SchedulerConfig
 from headrace.core.ids import SequenceId, SlotId
 from headrace.core.plan import NO_SLOT, Begin, Chunk, Drawn, StepPlan
 from headrace.core.sampling import Sampling
+from headrace.models.registry import family
+from headrace.models.spec import read_spec
+from headrace.models.weights import load_weights
+from headrace.runner.attention import NaiveAttention
+from headrace.runner.inputs import pack
 from headrace.runner.load import load_runner
 from headrace.runner.runner import Runner
+from headrace.runner.storage import BlockStorage
 
 GREEDY = Sampling(temperature=0)
 
@@ -96,6 +102,22 @@ def row_logits(runner: Runner, prompt: Sequence[int], chunk: int = 1 << 20) -> t
         ids = array("i", prompt[start : start + piece.length])
         parts.append(runner.lane.logits(runner.lane.forward([piece], [ids])))
     return torch.cat(parts)
+
+
+@torch.inference_mode()
+def naive_logits(folder: Path, prompt: Sequence[int]) -> torch.Tensor:
+    """Logits of every token by the model as it is written, over the naive attention."""
+    spec, cpu = read_spec(folder), torch.device("cpu")
+    make = family(spec.architecture)
+    with torch.device("meta"):
+        model = make(make.read(spec.config))
+    load_weights(model, make.weights, spec, torch.float32, cpu)
+    num_blocks = -(-len(prompt) // 16)
+    storage = BlockStorage(model.cache_shape, num_blocks, 16, torch.float32, cpu)
+    blocks = array("i", range(num_blocks))
+    chunk = Chunk(SequenceId(0), 0, len(prompt), len(prompt), (), blocks)
+    batch = pack([chunk], [array("i", prompt)], 16, cpu)
+    return model.head(model(batch.token_ids, NaiveAttention(storage).step(batch)))
 
 
 def assert_close(ours: torch.Tensor, reference: torch.Tensor, tolerance: float = 1e-4) -> None:

@@ -12,6 +12,7 @@ from tests.drive import (
     assert_close,
     assert_greedy,
     generate,
+    naive_logits,
     random_prompt,
     row_logits,
     tiny_runner,
@@ -58,6 +59,7 @@ OPTIONS = {
     "dynamic rope": (QWEN2, {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}),
     "llama3 rope": (LLAMA, {"rope_parameters": LLAMA3}),
     "yarn rope": (QWEN3, {"rope_parameters": YARN}),
+    "yarn rope without a factor": (LLAMA, {"rope_parameters": YARN | {"factor": None}}),
     "yarn rope of qwen2": (QWEN2, {"rope_parameters": YARN}),
     "yarn rope with fractions": (QWEN3, {"rope_parameters": YARN | {"truncate": False}}),
     "yarn rope with its own amplitude": (
@@ -86,6 +88,7 @@ def test_logits_and_greedy_tokens_equal_those_of_transformers(name: str, tmp_pat
         folder, attn_implementation="eager"
     )
     expected = reference(torch.tensor([PROMPT])).logits[0]
+    assert_close(naive_logits(folder, PROMPT), expected)
     assert_close(row_logits(runner, PROMPT), expected)
     assert_close(row_logits(runner, PROMPT, chunk=33), expected)
     assert_greedy(PROMPT + generate(runner, PROMPT, 64), len(PROMPT), reference)

@@ -83,3 +83,14 @@ def test_layer_types_must_be_as_many_as_layers() -> None:
     with pytest.raises(ModelError, match="2 layer_types for 3 layers") as caught:
         layer_windows(CONFIG | {"layer_types": ["full_attention"] * 2}, 8)
     assert caught.value.code == "model_corrupt"
+
+
+def test_a_stretched_rope_without_its_factor_is_corrupt() -> None:
+    with pytest.raises(ModelError, match="linear rope no factor") as caught:
+        read(rope_scaling={"type": "linear"})
+    assert caught.value.code == "model_corrupt"
+
+
+def test_yarn_without_a_factor_stretches_the_original_context_to_the_whole() -> None:
+    yarn = {"type": "yarn", "factor": None, "original_max_position_embeddings": 128}
+    assert read(rope_scaling=yarn).rope.factor == 4.0

@@ -6,7 +6,14 @@ import msgspec
 
 from headrace.core.errors import ModelError
 
-_ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+_ROPE_KINDS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": (),
+}
+"""Kinds of rotary positions, and what each must be given."""
 
 Windows = tuple[int | None, ...]
 """Per layer how many positions a token sees, its own included; None: all."""
@@ -111,12 +118,17 @@ def _rope(config: dict[str, Any]) -> Rope:
             f"Rotary positions of kind {kind} over {partial:g} of a head are not supported here; "
             f"{', '.join(_ROPE_KINDS)} over the whole of it are."
         )
+    for key in _ROPE_KINDS[kind]:
+        if key not in given:
+            raise ModelError(f"config.json gives {kind} rope no {key}.", "model_corrupt")
     given["theta"] = given.get("rope_theta") or config.get("rope_theta") or 10_000.0
     given["original_positions"] = (
         config.get("original_max_position_embeddings")
         or given.get("original_max_position_embeddings")
         or positive(config, "max_position_embeddings")
     )
+    if kind == "yarn" and "factor" not in given:
+        given["factor"] = positive(config, "max_position_embeddings") / given["original_positions"]
     try:
         return msgspec.convert(given | {"kind": kind}, Rope)
     except msgspec.ValidationError as error:

@@ -25,7 +25,7 @@ def draw(logits: Tensor, sequences: Sequence[Known]) -> list[Drawn]:
     adjusted = _adjusted(logits, sequences)
     best = adjusted.argmax(dim=-1)  # the first of equal ones, hence the lowest id
     peaks = adjusted.gather(1, best[:, None])[:, 0]
-    is_sound = torch.isfinite(peaks) & torch.isfinite(logits.amax(dim=-1))
+    is_sound = torch.isfinite(peaks.cpu()) & torch.isfinite(logits.amax(dim=-1).cpu())
     drawn = []
     for row, (known, token_id) in enumerate(zip(sequences, best.tolist(), strict=True)):
         if not is_sound[row]:

@@ -18,6 +18,11 @@ from headrace.models.spec import ModelSpec
 from headrace.runner.lanes.foreign import Signature, tensor_bytes
 
 _PROBE_LENGTH, _PROBE_CUT = 40, 7
+_FAULTS = {
+    "missing_keys": "is missing",
+    "unexpected_keys": "is unknown to the model",
+    "mismatched_keys": "has another shape than the model's",
+}
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 1e-1}
 
 
@@ -125,11 +130,11 @@ def _load(spec: ModelSpec, dtype: torch.dtype) -> Any:
         output_loading_info=True,
     )
     model, report = loaded
-    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        for tensor in sorted(str(key) for key in report[kind]):
+    for kind, fault in _FAULTS.items():
+        for key in report[kind]:
+            tensor = key if isinstance(key, str) else key[0]  # mismatched ones with their shapes
             raise ModelError(
-                f"Tensor {tensor} of {spec.name} is {kind.removesuffix('_keys')}; "
-                "check config.json against the weights.",
+                f"Tensor {tensor} of {spec.name} {fault}; check config.json against the weights.",
                 "model_corrupt",
             )
     return model
