@@ -68,3 +68,14 @@ def test_a_reader_that_stops_waiting_leaves_nothing_behind() -> None:
         return len(log.tail._waiting)
 
     assert asyncio.run(run()) == 0
+
+
+def test_a_reader_that_left_just_before_an_append_is_in_nobodys_way() -> None:
+    async def run() -> None:
+        log = MemoryLog()
+        reader = asyncio.create_task(seqs(log))
+        await asyncio.sleep(0)
+        reader.cancel()
+        await log.append(0, [tokens(0)])
+
+    asyncio.run(run())

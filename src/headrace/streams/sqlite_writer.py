@@ -120,9 +120,9 @@ class Writer:
             logger.warning("The store of streams writes again")
             self.stalled.clear()
             self.writable.set()
-        if self._watch is not None:
-            self._watch.cancel()
-            self._watch = None
+        assert self._watch is not None, "every write is watched until its commit"
+        self._watch.cancel()
+        self._watch = None
         if self._num_waiting:
             self._start_watch()
 
