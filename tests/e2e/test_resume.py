@@ -1,0 +1,224 @@
+"""Streams found again over real HTTP: by event, by byte, after cuts, stops and kills."""
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.builders import make_tiny_model
+from tests.eventually import eventually
+from tests.servers import ServerProcess, running_server
+
+BODY = {"prompt": "Once upon a time", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+LONG = BODY | {"max_tokens": 1500, "stream": True}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def url(folder: Path) -> Iterator[str]:
+    with running_server(str(folder), "--threads", "1", "--linger-s", "5") as server:
+        yield server.url
+
+
+def post(url: str, body: dict[str, Any] = BODY, **headers: str) -> httpx.Response:
+    return httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=60)
+
+
+def names(text: str) -> dict[str, str]:
+    return {"X-Conversation-Id": text}
+
+
+def cut(url: str, num_bytes: int, body: dict[str, Any], headers: dict[str, str]) -> bytes:
+    """The first bytes of a streamed answer whose connection then breaks."""
+    got = b""
+    with httpx.stream(
+        "POST", f"{url}/v1/completions", json=body, headers=headers, timeout=60
+    ) as answer:
+        for piece in answer.iter_raw():
+            got += piece
+            if len(got) >= num_bytes:
+                break
+    return got
+
+
+def test_the_rest_of_a_cut_body_comes_from_its_byte(url: str) -> None:
+    body = BODY | {"stream": True}
+    got = cut(url, 700, body, names("by byte"))
+    rest = httpx.get(
+        f"{url}/v1/stream", params={"conv_id": "by byte", "from": len(got)}, timeout=60
+    )
+    whole = httpx.get(f"{url}/v1/stream/by byte", timeout=60)
+    assert got + rest.content == whole.content
+    assert whole.content.endswith(b"data: [DONE]\n\n")
+
+
+def test_every_byte_is_a_place_to_resume_from(url: str) -> None:
+    whole = post(url, BODY | {"stream": True, "max_tokens": 4}, **names("every byte")).content
+    with httpx.Client() as client:
+        for number in range(0, len(whole) + 1, 37):
+            params = {"conv_id": "every byte", "from": number}
+            assert client.get(f"{url}/v1/stream", params=params).content == whole[number:]
+
+
+def test_every_event_is_a_place_to_resume_from(url: str) -> None:
+    stream_id = post(url, BODY | {"max_tokens": 6}, **names("every event")).headers["x-stream-id"]
+    events_url = f"{url}/v1/streams/{stream_id}/events"
+    page = httpx.get(events_url, headers={"Accept": "application/json"}).json()
+    assert page["done"] and [event["seq"] for event in page["events"]] == list(
+        range(len(page["events"]))
+    )
+    whole = httpx.get(events_url).text.split("\n\n")
+    for seq in range(len(whole) - 2):
+        rest = httpx.get(events_url, headers={"Last-Event-ID": f"{stream_id}:{seq}"})
+        assert rest.text.split("\n\n") == whole[seq + 1 :]
+    assert httpx.get(events_url, params={"after": len(whole) - 2}).status_code == 204
+
+
+def test_every_frame_is_a_place_to_resume_from(url: str) -> None:
+    body = BODY | {"stream": True, "max_tokens": 6, "n": 2}
+    answer = post(url, body, **names("every frame"))
+    frames = answer.text.split("\n\n")[:-1]
+    ids = [frame.split("\n")[0].removeprefix("id: ") for frame in frames]
+    events_url = f"{url}/v1/streams/{answer.headers['x-stream-id']}/events?view=wire"
+    for number, cursor in enumerate(ids[:-1]):
+        rest = httpx.get(events_url, headers={"Last-Event-ID": cursor})
+        assert rest.text.split("\n\n")[:-1] == frames[number + 1 :]
+
+
+@pytest.mark.parametrize("cursor", ["x", "-1", "99999", "cmpl-other:1", "1.x", "1e3"])
+def test_a_cursor_that_leads_nowhere_is_refused(url: str, cursor: str) -> None:
+    stream_id = post(url, BODY | {"max_tokens": 1}, **names("cursors")).headers["x-stream-id"]
+    refused = httpx.get(f"{url}/v1/streams/{stream_id}/events", params={"after": cursor})
+    assert refused.status_code == 400 and refused.json()["error"]["code"] == "invalid_cursor"
+
+
+@pytest.mark.parametrize("offset", ["-1", "%2B1", "1e3", "12abc", "0x10", "18446744073709551616"])
+def test_an_offset_that_is_no_number_is_refused(url: str, offset: str) -> None:
+    post(url, BODY | {"max_tokens": 1}, **names("offsets"))
+    refused = httpx.get(f"{url}/v1/stream?conv_id=offsets&from={offset}")
+    assert refused.status_code == 400
+    assert refused.json()["error"]["message"] == "Invalid 'from' offset"
+
+
+def test_offsets_at_and_beyond_the_end(url: str) -> None:
+    total = len(post(url, BODY | {"max_tokens": 1, "stream": True}, **names("end")).content)
+    at_end = httpx.get(f"{url}/v1/stream", params={"conv_id": "end", "from": total})
+    assert (at_end.status_code, at_end.content) == (200, b"")
+    beyond = httpx.get(f"{url}/v1/stream", params={"conv_id": "end", "from": total + 1})
+    assert beyond.status_code == 416 and beyond.json()["error"]["total_bytes"] == total
+
+
+@pytest.mark.parametrize("name", ["a/b", "a:b", "a%b", "a b", "a::model"])
+def test_names_with_awkward_characters_are_found_looked_up_and_deleted(url: str, name: str) -> None:
+    post(url, BODY | {"max_tokens": 1}, **names(name))
+    asked = {"conversation_ids": [name.removesuffix("::model"), "unknown", 7, ""]}
+    entries = httpx.post(f"{url}/v1/streams/lookup", json=asked).json()
+    assert [entry["conversation_id"] for entry in entries] == [name]
+    assert entries[0]["is_done"] and entries[0]["completed_at"] >= entries[0]["started_at"]
+    stream = httpx.get(f"{url}/v1/stream", params={"conv_id": name})
+    assert len(stream.content) == entries[0]["total_bytes"]
+    assert httpx.delete(f"{url}/v1/stream", params={"conv_id": name}).status_code == 204
+    gone = httpx.get(f"{url}/v1/stream", params={"conv_id": name})
+    assert gone.status_code == 404 and gone.json()["error"]["type"] == "not_found_error"
+
+
+def test_a_stop_ends_a_stream_for_every_reader(url: str) -> None:
+    with httpx.stream("POST", f"{url}/v1/completions", json=LONG, headers=names("stop")) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        stream_id = answer.headers["x-stream-id"]
+        stopped = httpx.post(f"{url}/v1/streams/{stream_id}/cancel").json()
+        last = [line for line in lines if line.startswith("data: ")][-1]
+    assert stopped["state"] == "cancelled" and stopped["error"]["code"] == "cancelled"
+    assert json.loads(last[6:])["error"]["code"] == "cancelled"
+
+
+def test_a_stopped_request_without_stream_is_no_answer_to_repeat(url: str) -> None:
+    found: list[httpx.Response] = []
+    body = LONG | {"stream": False}
+    asking = threading.Thread(target=lambda: found.append(post(url, body, **names("whole"))))
+    asking.start()
+    lookup = {"conversation_ids": ["whole"]}
+    eventually(lambda: bool(httpx.post(f"{url}/v1/streams/lookup", json=lookup).json()))
+    httpx.delete(f"{url}/v1/stream", params={"conv_id": "whole"})
+    asking.join(timeout=30)
+    assert found[0].status_code == 400 and found[0].json()["error"]["code"] == "cancelled"
+    assert found[0].headers["x-should-retry"] == "false"
+
+
+def test_a_retry_with_the_same_key_gets_the_same_answer(url: str) -> None:
+    first = post(url, **{"Idempotency-Key": "again"})
+    again = post(url, **{"Idempotency-Key": "again"})
+    assert first.json() == again.json() and again.headers["x-stream-attached"] == "true"
+    other = post(url, BODY | {"max_tokens": 3}, **{"Idempotency-Key": "again"})
+    assert other.status_code == 409
+
+
+def test_a_second_reader_sees_what_the_first_sees(url: str) -> None:
+    body = BODY | {"stream": True, "max_tokens": 200}
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, headers=names("two")) as first:
+        stream_id = first.headers["x-stream-id"]
+        second = httpx.get(f"{url}/v1/streams/{stream_id}/events?view=wire", timeout=60)
+        assert second.text == first.read().decode()
+
+
+def test_unknown_streams_are_not_found_on_either_face(url: str) -> None:
+    assert httpx.get(f"{url}/v1/streams/cmpl-none").status_code == 404
+    assert httpx.get(f"{url}/v1/streams/cmpl-none/events").status_code == 404
+    assert httpx.delete(f"{url}/v1/streams/cmpl-none").status_code == 204
+    assert httpx.get(f"{url}/v1/stream").status_code == 400
+    assert httpx.delete(f"{url}/v1/stream").status_code == 400
+
+
+def engine_of(server: ServerProcess) -> int:
+    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text()
+    return next(
+        int(pid)
+        for pid in children.split()
+        if b"headrace.engine.process" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    )
+
+
+def test_a_killed_engine_costs_no_token(folder: Path) -> None:
+    with running_server(str(folder), "--threads", "1") as server:
+        body = LONG | {"max_tokens": 400}
+        undisturbed = post(server.url, body | {"stream": False}).json()["choices"][0]["text"]
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=120) as answer:
+            texts = []
+            for line in answer.iter_lines():
+                if line.startswith("data: {"):
+                    texts += [choice["text"] for choice in json.loads(line[6:])["choices"]]
+                if len(texts) == 30:
+                    os.kill(engine_of(server), signal.SIGKILL)
+        assert "".join(texts) == undisturbed
+
+
+def test_a_killed_server_goes_on_with_its_durable_streams(folder: Path, tmp_path: Path) -> None:
+    flags = (str(folder), "--threads", "1", "--state-dir", str(tmp_path / "state"))
+    body = LONG | {"max_tokens": 1200}
+    with running_server(*flags) as server:
+        undisturbed = post(server.url, body | {"stream": False}).json()["choices"][0]["text"]
+        got = cut(server.url, 30_000, body, names("kept"))
+        engine = engine_of(server)
+        server.stop(signal.SIGKILL)
+        eventually(lambda: not Path(f"/proc/{engine}").exists())
+    with running_server(*flags) as server:
+        params = {"conv_id": "kept", "from": len(got)}
+        with contextlib.closing(
+            httpx.get(f"{server.url}/v1/stream", params=params, timeout=120)
+        ) as r:
+            whole = got + r.content
+        frames = [line[6:] for line in whole.decode().splitlines() if line.startswith("data: {")]
+        texts = [choice["text"] for frame in frames for choice in json.loads(frame)["choices"]]
+        assert "".join(texts) == undisturbed
+        assert whole == httpx.get(f"{server.url}/v1/stream", params={"conv_id": "kept"}).content
