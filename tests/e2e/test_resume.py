@@ -214,10 +214,7 @@ def test_a_killed_server_goes_on_with_its_durable_streams(folder: Path, tmp_path
         eventually(lambda: not Path(f"/proc/{engine}").exists())
     with running_server(*flags) as server:
         params = {"conv_id": "kept", "from": len(got)}
-        with contextlib.closing(
-            httpx.get(f"{server.url}/v1/stream", params=params, timeout=120)
-        ) as r:
-            whole = got + r.content
+        whole = got + httpx.get(f"{server.url}/v1/stream", params=params, timeout=120).content
         frames = [line[6:] for line in whole.decode().splitlines() if line.startswith("data: {")]
         texts = [choice["text"] for frame in frames for choice in json.loads(frame)["choices"]]
         assert "".join(texts) == undisturbed
