@@ -1,3 +1,16 @@
 """Headrace: an LLM inference server whose streams are never silent, never stalled, never lost."""
 
+import importlib
+from typing import Any
+
 __version__ = "0.1.0"
+__all__ = ["LLM"]
+
+_PLACES = {"LLM": "headrace.llm"}
+
+
+def __getattr__(name: str) -> Any:
+    """Imported when first asked for: `import headrace` stays light."""
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_PLACES[name]), name)

@@ -9,8 +9,8 @@ import click
 
 from headrace import __version__
 from headrace.cli import exits
-from headrace.cli.settings import Setting, load, settings
 from headrace.core.errors import ConfigError, ModelError
+from headrace.core.settings import Setting, load, settings
 
 
 def _option(setting: Setting) -> click.Option:

@@ -84,6 +84,9 @@ def load(
 ) -> ServerConfig:
     """Flag beats environment beats file beats default; ConfigError names what is wrong."""
     known = {setting.name: setting for setting in settings()}
+    for name in flags:
+        if name not in known:
+            raise ConfigError(f"Unknown option {name}{_nearest(name, known)}.")
     values = {**_from_file(file, known), **_from_environment(environment, known), **flags}
     tree: dict[str, Any] = {}
     for name, value in values.items():

@@ -1,0 +1,146 @@
+"""The engine in this process, against a server with the same model, and from many threads."""
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from headrace import LLM
+from headrace.core.errors import ConfigError, ModelError, RequestError
+from tests.builders import make_tiny_model
+from tests.eventually import eventually
+from tests.servers import running_server
+
+CHAT = [{"role": "user", "content": "hi"}]
+ENDLESS = {"ignore_eos": True, "max_tokens": 800}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> Iterator[LLM]:
+    with LLM.load(str(folder), threads=1, max_num_seqs=8, max_model_len=1024) as loaded:
+        yield loaded
+
+
+def num_running(llm: LLM) -> int:
+    status = llm._host.generation.status
+    return status.num_running + status.num_waiting if status else 0
+
+
+def test_a_list_of_prompts_is_each_prompt_alone(llm: LLM) -> None:
+    prompts = ["hi", "good morning", "x" * 40]
+    alone = [llm.generate(prompt, temperature=0).token_ids for prompt in prompts]
+    assert [answer.token_ids for answer in llm.generate(prompts, temperature=0)] == alone
+
+
+def test_token_ids_are_a_prompt_too(llm: LLM) -> None:
+    one = llm.generate([71, 72], temperature=0)
+    assert [answer.text for answer in llm.generate([[71, 72], [71, 72]], temperature=0)] == [
+        one.text,
+        one.text,
+    ]
+
+
+def test_the_pieces_of_a_stream_are_the_whole_answer(llm: LLM) -> None:
+    whole = llm.chat(CHAT, temperature=0, max_tokens=20)
+    pieces = list(llm.stream(CHAT, temperature=0, max_tokens=20))
+    assert "".join(piece.text for piece in pieces) == whole.text
+    assert [i for piece in pieces for i in piece.token_ids] == whole.token_ids
+    assert [piece.finish_reason for piece in pieces if piece.finish_reason] == ["length"]
+
+
+def test_an_answer_speaks_for_its_first_choice(llm: LLM) -> None:
+    answer = llm.chat(CHAT, n=3, seed=1, max_tokens=4, logprobs=True)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    assert (answer.text, answer.token_ids) == (answer.choices[0].text, answer.choices[0].token_ids)
+    assert answer.logprobs and answer.usage["completion_tokens"] == 12
+
+
+def test_calls_from_many_threads_share_steps_and_stay_apart(llm: LLM) -> None:
+    prompts = [f"prompt {number}" for number in range(8)]
+    alone = [llm.generate(prompt, seed=5).text for prompt in prompts]
+    with ThreadPoolExecutor(8) as threads:
+        together = threads.map(lambda prompt: llm.generate(prompt, seed=5).text, prompts)
+        assert list(together) == alone
+
+
+def test_leaving_the_loop_ends_the_work(llm: LLM) -> None:
+    for _ in llm.stream("go on", **ENDLESS):
+        break
+    eventually(lambda: num_running(llm) == 0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "param"),
+    [
+        ({"temperature": "warm"}, "invalid_type", "temperature"),
+        ({"temperature": float("nan")}, "invalid_value", "temperature"),
+        ({"top_p": 2}, "invalid_value", "top_p"),
+        ({"tools": [{"type": "function"}]}, "unsupported_parameter", "tools"),
+    ],
+)
+def test_fields_are_checked_as_on_http(
+    llm: LLM, fields: dict[str, Any], code: str, param: str
+) -> None:
+    with pytest.raises(RequestError) as refused:
+        llm.chat(CHAT, **fields)
+    assert (refused.value.code, refused.value.param) == (code, param)
+
+
+def test_a_prompt_beyond_the_context_is_refused_with_both_numbers(llm: LLM) -> None:
+    with pytest.raises(RequestError, match=r"2000 tokens and the context holds 1024"):
+        list(llm.stream("x" * 2000))
+
+
+def test_tuples_and_integer_keys_are_taken_as_json_has_them(llm: LLM) -> None:
+    answer = llm.generate("hi", logit_bias={70: 100}, temperature=0, stop=("zz",), max_tokens=1)
+    assert answer.token_ids == [70]
+
+
+def test_an_unknown_option_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="did you mean max_model_len"):
+        LLM.load(max_model_length=5)
+
+
+def test_a_model_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ModelError, match="No model folder"):
+        LLM.load("./nowhere")
+
+
+def test_closing_ends_calls_and_refuses_new_ones(folder: Path) -> None:
+    llm = LLM.load(str(folder), threads=1, max_model_len=1024, max_step_tokens=1)
+    pieces = llm.stream("go on", **ENDLESS)
+    next(pieces)
+    closing = threading.Thread(target=llm.close)
+    closing.start()
+    with pytest.raises(RequestError, match=r"clos|shut"):
+        list(pieces)
+    closing.join(timeout=30)
+    with pytest.raises(RequestError, match="closed"):
+        llm.generate("hi")
+
+
+def test_http_and_in_process_give_the_same_answers(llm: LLM, folder: Path) -> None:
+    asked: list[dict[str, Any]] = [
+        {"temperature": 0, "max_tokens": 30},
+        {"seed": 7, "max_tokens": 30, "n": 2},
+        {"seed": 8, "max_tokens": 30, "logprobs": True, "top_logprobs": 2},
+    ]
+    with running_server(str(folder), "--threads", "1", "--max-model-len", "1024") as server:
+        for fields in asked:
+            url = f"{server.url}/v1/chat/completions"
+            body = {**fields, "messages": CHAT, "return_token_ids": True}
+            over_http = httpx.post(url, json=body, timeout=60).json()
+            answer = llm.chat(CHAT, **fields)
+            for here, there in zip(answer.choices, over_http["choices"], strict=True):
+                assert here.text == there["message"]["content"]
+                assert (here.token_ids, here.logprobs) == (there["token_ids"], there["logprobs"])
+            assert answer.usage["total_tokens"] == over_http["usage"]["total_tokens"]
