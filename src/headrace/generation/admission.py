@@ -2,11 +2,15 @@
 
 import asyncio
 from array import array
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from headrace.core.errors import RequestError
 from headrace.core.request import Chat, Ids, Prompt, Request, Text
 from headrace.generation.served import ServedModel
+
+Result = TypeVar("Result")
 
 
 class Admission:
@@ -17,32 +21,43 @@ class Admission:
 
     async def prompts(self, model: ServedModel, request: Request) -> tuple[bytes, ...]:
         """Packed int32 ids of each prompt; RequestError if one cannot be served."""
-        encoded = await asyncio.gather(*(self.encode(model, prompt) for prompt in request.prompts))
+        longest = model.max_model_len - (request.sampling.max_tokens != 0)
+        encoded = await asyncio.gather(
+            *(self.encode(model, prompt, longest) for prompt in request.prompts)
+        )
         for number, token_ids in enumerate(encoded):
-            _check_length(model, request, number, len(token_ids))
+            _check_length(model, request, number, len(token_ids), longest)
         return tuple(token_ids.tobytes() for token_ids in encoded)
 
-    async def encode(self, model: ServedModel, prompt: Prompt) -> "array[int]":
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._workers, _encode, model, prompt)
+    async def encode(
+        self, model: ServedModel, prompt: Prompt, longest: int | None = None
+    ) -> "array[int]":
+        """All ids of a prompt, or the first ones, more than `longest`, of one that is too long.
+
+        Window by window, so that a long text keeps no short one waiting for its end.
+        """
+        if isinstance(prompt, Ids):
+            return array("i", prompt.token_ids)
+        match prompt:
+            case Text(text, adds_special_tokens):
+                pass
+            case Chat():
+                text, adds_special_tokens = await self.render(model, prompt), False
+        encoding = await self._do(model.encoder.begin, text, adds_special_tokens, longest)
+        while await self._do(encoding.advance):
+            pass
+        return encoding.token_ids
 
     async def render(self, model: ServedModel, chat: Chat) -> str:
         """The very text that a chat's prompt is tokenized from."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._workers, _render, model, chat)
+        return await self._do(_render, model, chat)
 
     def close(self) -> None:
         self._workers.shutdown(wait=False, cancel_futures=True)
 
-
-def _encode(model: ServedModel, prompt: Prompt) -> "array[int]":
-    match prompt:
-        case Ids(token_ids):
-            return array("i", token_ids)
-        case Text(text, add_special_tokens):
-            return model.tokenizer.encode(text, add_special_tokens)
-        case Chat():
-            return model.tokenizer.encode(_render(model, prompt), False)
+    async def _do(self, work: Callable[..., Result], *arguments: object) -> Result:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._workers, work, *arguments)
 
 
 def _render(model: ServedModel, chat: Chat) -> str:
@@ -55,7 +70,9 @@ def _render(model: ServedModel, chat: Chat) -> str:
     return model.template.render(chat)
 
 
-def _check_length(model: ServedModel, request: Request, number: int, num_tokens: int) -> None:
+def _check_length(
+    model: ServedModel, request: Request, number: int, num_tokens: int, longest: int
+) -> None:
     param = "messages" if request.route == "/v1/chat/completions" else "prompt"
     if len(request.prompts) > 1:
         param = f"{param}[{number}]"
@@ -63,12 +80,11 @@ def _check_length(model: ServedModel, request: Request, number: int, num_tokens:
         raise RequestError(
             "empty_prompt", "The prompt has no tokens; send at least one character.", param
         )
-    limit = model.max_model_len
-    longest = limit if request.sampling.max_tokens == 0 else limit - 1
     if num_tokens > longest:
+        limit = model.max_model_len
         raise RequestError(
             "context_length_exceeded",
-            f"The prompt has {num_tokens} tokens and the context holds {limit}; "
+            f"The prompt has at least {num_tokens} tokens and the context holds {limit}; "
             f"shorten it to {longest} tokens or fewer.",
             param,
             {"n_prompt_tokens": num_tokens, "n_ctx": limit},

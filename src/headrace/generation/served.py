@@ -8,6 +8,7 @@ from headrace.core.errors import ModelError, RequestError
 from headrace.core.messages import Ready
 from headrace.models.find import find_model
 from headrace.models.spec import ModelSpec, read_spec
+from headrace.text.encoder import Encoder
 from headrace.text.template import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
 
@@ -22,6 +23,7 @@ class ServedModel:
         self.created = int(time.time())
         self.spec: ModelSpec = read_spec(self.folder)
         self.tokenizer = Tokenizer.load(self.folder)
+        self.encoder = Encoder(self.tokenizer)
         self.template = self._load_template(config.chat_template)
         self.defaults = self.spec.defaults if config.generation_config == "auto" else None
         self.ready: Ready | None = None
