@@ -82,10 +82,16 @@ class Drive:
             self.step(*((n, len(self.tokens[n]) - 1, 1) for n in numbers))
 
 
-def generate(runner: Runner, prompt: Sequence[int], num: int, chunk: int = 1 << 20) -> list[int]:
-    """`num` greedy tokens of one prompt, taken in chunks of at most `chunk`."""
+def generate(
+    runner: Runner,
+    prompt: Sequence[int],
+    num: int,
+    chunk: int = 1 << 20,
+    sampling: Sampling = GREEDY,
+) -> list[int]:
+    """`num` tokens of one prompt, which is taken in chunks of at most `chunk`."""
     drive = Drive(runner)
-    drive.begin(0, prompt)
+    drive.begin(0, prompt, sampling)
     drive.prefill(0, chunk)
     drive.decode([0], num - 1)
     return drive.tokens[0][len(prompt) :]

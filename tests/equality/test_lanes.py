@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 
+from headrace.core.sampling import Sampling
 from tests.builders import make_tiny_model
 from tests.drive import (
     Drive,
@@ -85,6 +86,22 @@ def test_a_sequence_begun_again_with_its_tokens_goes_on_as_if_undisturbed(runner
     drive.prefill(3, chunk=32)
     drive.decode([3], 24)
     assert drive.tokens[3][100:] == whole
+
+
+def test_seeded_draws_are_the_same_cut_or_whole_batched_or_alone_resumed_or_not(runner):
+    dice = [Sampling(temperature=0.9, top_p=0.95, seed=seed) for seed in (1, -2)]
+    alone = [generate(runner, PROMPT, 100, sampling=each) for each in dice]
+    assert alone[0] != alone[1]
+    drive = Drive(runner, room=256)
+    for number, sampling in enumerate(dice):
+        drive.begin(number, PROMPT, sampling)
+        drive.prefill(number, chunk=7)
+    drive.decode([0, 1], 99)
+    assert [drive.tokens[number][100:] for number in (0, 1)] == alone
+    drive.begin(2, PROMPT + alone[0][:60], dice[0], generated=60)
+    drive.prefill(2)
+    drive.decode([2], 39)
+    assert drive.tokens[2][100:] == alone[0]
 
 
 def test_bfloat16_stays_near_float32(folder: Path):
