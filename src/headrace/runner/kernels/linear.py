@@ -16,7 +16,7 @@ from headrace.runner.kernels.private import (
     reordered_linear,
 )
 
-_FEW_ROWS = 16  # up to here one pass over the weights beats widening them first
+_FEW_ROWS = 48  # up to here one pass over the weights beats widening them first
 _TILE_BYTES = 1 << 21  # of widened weights: they are multiplied while still in the cache
 
 
@@ -45,7 +45,7 @@ class StoredLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        few = len(rows) <= _FEW_ROWS
+        few = len(rows) <= _FEW_ROWS and rows.shape[1] % 2 == 0
         y = product(rows, self.weight, self.scale, self.bias) if few else self._many(rows)
         return y.view(*x.shape[:-1], -1)
 
