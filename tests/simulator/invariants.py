@@ -47,7 +47,8 @@ class Invariants:
             assert sequence.remaining >= 0
             assert 0 <= sequence.num_computed <= sequence.num_planned <= sequence.num_known
         for suspect in roster.quarantine._suspects:
-            assert suspect.clears_at is not None and suspect.num_computed < suspect.clears_at
+            assert suspect.clears_at is not None
+            assert suspect.num_computed < suspect.clears_at or suspect.num_in_flight
         if self._scheduler.is_idle:
             assert memory.num_available == self._capacity
             assert not roster.running and not len(roster.waiting) and not roster.quarantine

@@ -12,7 +12,6 @@ from headrace.scheduler.draft import StepDraft
 from headrace.scheduler.flight import Flight
 from headrace.scheduler.outbox import Outbox
 from headrace.scheduler.places import Places
-from headrace.scheduler.planner import Planner
 from headrace.scheduler.quarantine import Quarantine
 from headrace.scheduler.roster import Roster
 from headrace.scheduler.sequence import Sequence
@@ -146,13 +145,13 @@ def whoever_is_past_its_due_is_passed_by(patch: pytest.MonkeyPatch) -> None:
 
 @plant
 def the_last_decoder_sits_a_step_out(patch: pytest.MonkeyPatch) -> None:
-    add = Planner._add_decode_chunk
+    add = StepDraft.add_decode_chunk
 
-    def skipping(self, draft, sequence):
-        if draft.num_decoding < 2:
-            add(self, draft, sequence)
+    def skipping(self, sequence):
+        if self.num_decoding < 2:
+            add(self, sequence)
 
-    patch.setattr(Planner, "_add_decode_chunk", skipping)
+    patch.setattr(StepDraft, "add_decode_chunk", skipping)
 
 
 @plant

@@ -174,8 +174,6 @@ class Memory:
 
     def save(self, lease: Lease, end: int, num_prompt: int) -> SlotCopy | None:
         """The copy that keeps the state after a chunk that ends at `end`, if it is to be kept."""
-        if not self.layout.num_snapshots:
-            return None
         if end % self.layout.snapshot_every and end != self._last_boundary(num_prompt):
             return None
         slot_id = self._snapshots.take()

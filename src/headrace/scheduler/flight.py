@@ -106,24 +106,27 @@ class Flight:
         )
 
     def _commit_chunk(self, chunk: Chunk, result: ChunkResult) -> None:
-        sequence = self._roster[chunk.sequence_id]
-        named = [self._roster[sequence_id] for sequence_id in chunk.draws] or [sequence]
-        for drawing in named:
-            drawing.num_in_flight -= 1
-            drawing.num_computed = chunk.start + chunk.length
-        num_public = min(sequence.num_computed, sequence.num_tokens)
-        self._roster.memory.publish(sequence.held, sequence.token_ids, sequence.chain, num_public)
+        named = [self._roster[i] for i in chunk.draws or (chunk.sequence_id,)]
+        sequence, end = named[0], chunk.start + chunk.length
+        for computed in named:
+            computed.num_in_flight -= 1
+            computed.num_computed = end
+        num_public = min(end, sequence.num_tokens)
+        memory = self._roster.memory
+        memory.publish(sequence.held, sequence.token_ids, sequence.chain, num_public)
         if sequence.outcome is None:
             self._report(sequence, chunk, result)
-        for sequence_id, drawn in zip(chunk.draws, result.drawn, strict=True):
-            self._commit_draw(self._roster[sequence_id], drawn)
-        self._roster.close_if_over(sequence)
+        if not chunk.draws:
+            self._roster.close_if_over(sequence)
+            return
+        for drawing, drawn in zip(named, result.drawn, strict=True):
+            self._commit_draw(drawing, drawn)
 
     def _report(self, sequence: Sequence, chunk: Chunk, result: ChunkResult) -> None:
-        self._roster.outbox.computed(sequence, chunk.start, result)
+        if sequence.num_reported < sequence.num_prompt:
+            self._roster.outbox.computed(sequence, chunk.start, result)
         family = sequence.family
-        is_leader = family is not None and family.leader is sequence
-        if family is not None and is_leader and sequence.num_computed >= sequence.num_prompt:
+        if family is not None and family.waiting and sequence.num_computed >= sequence.num_prompt:
             self._roster.scatter(family)
         if sequence.num_computed == sequence.max_total:
             self._roster.end(sequence, Finish.LENGTH)  # nothing was to be drawn

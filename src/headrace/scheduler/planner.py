@@ -36,7 +36,7 @@ class Planner:
             waiting = [s for s in waiting if s not in quarantine]
             if self._is_blocked(quarantine.current(), now):
                 seats = 0
-        return self._plan(running, waiting, self._places(running, seats, now), is_last)
+        return self._plan(running, waiting, seats, now, is_last)
 
     def plan_alone(self, now: float, is_last: bool) -> StepDraft | None:
         """A step of the suspect under trial, if there is one."""
@@ -44,9 +44,9 @@ class Planner:
             return None
         suspect = self._roster.quarantine.current()
         if suspect.status is SequenceStatus.RUNNING:
-            draft = self._plan([suspect], [], self._places([], 0, now), is_last)
+            draft = self._plan([suspect], [], 0, now, is_last)
         else:
-            draft = self._plan([], [suspect], self._places([], self._num_seats, now), is_last)
+            draft = self._plan([], [suspect], self._num_seats, now, is_last)
         if draft is not None and draft.has_chunks and self._others_decode(suspect):
             self._budget.missed[QUARANTINE] += 1
             draft.cause = QUARANTINE
@@ -69,31 +69,40 @@ class Planner:
         num_running = len(self._roster.running)
         return self._memory.can_reserve(match, self._roster.reserve(sequence), num_running)
 
-    def _places(self, running: list[Sequence], seats: int, now: float) -> Places:
-        opened = [s.due for s in running if s.is_open]
-        is_crowded = len(opened) >= self._config.max_open_prompts
-        return Places(self._memory, seats, min(opened) if is_crowded else None, now)
-
     def _plan(
-        self, running: list[Sequence], waiting: list[Sequence], places: Places, is_last: bool
+        self,
+        running: list[Sequence],
+        waiting: list[Sequence],
+        seats: int,
+        now: float,
+        is_last: bool,
     ) -> StepDraft | None:
+        decoders, opened = _split(running)
         num_running = len(self._roster.running)
-        if not self._make_room([s for s in running if s.is_decoding], is_last):
+        if not self._make_room(decoders, is_last):
             return None
         if len(self._roster.running) < num_running:
-            places.close()  # who was preempted in this plan must not be replaced in it
+            seats = 0  # who was preempted in this plan must not be replaced in it
+            decoders, opened = _split(running)
         draft = StepDraft(self._limits.forward_per_chunk)
-        for sequence in running:
-            if sequence.is_decoding:
-                self._add_decode_chunk(draft, sequence)
-        opened = [s for s in running if s.is_open]
-        self._add_prompt_chunks(draft, opened, waiting, places)
+        for sequence in decoders:
+            draft.add_decode_chunk(sequence)
+            self._save(draft, sequence)
+        draft.is_awaited = bool(decoders) or self._anybody_decodes()
+        self._add_prompt_chunks(draft, opened, waiting, self._places(opened, seats, now))
         return draft
 
+    def _anybody_decodes(self) -> bool:
+        return any(s.is_decoding for s in self._roster.running)
+
     def _make_room(self, decoders: list[Sequence], is_last: bool) -> bool:
-        """Preempt the newest until every decoder can grow; False if launched plans forbid that."""
-        growing = [s for s in decoders if self._memory.lacks_block(s.held, s.num_planned + 1)]
-        while len(growing) > self._memory.num_available:
+        """Give each decoder the block it needs, preempting the newest until there are enough.
+
+        False if that is so, and launched plans forbid it.
+        """
+        memory = self._memory
+        growing = [s for s in decoders if memory.lacks_block(s.held, s.num_planned + 1)]
+        while len(growing) > memory.num_available:
             if not is_last:
                 return False
             newest = self._roster.running[-1]
@@ -101,15 +110,18 @@ class Planner:
                 self._budget.missed["preempted"] += 1
             self._roster.preempt(newest)
             growing = [s for s in growing if s is not newest]
+        for sequence in growing:
+            memory.grow(sequence.held)
         return True
 
-    def _add_decode_chunk(self, draft: StepDraft, sequence: Sequence) -> None:
-        if self._memory.lacks_block(sequence.held, sequence.num_planned + 1):
-            self._memory.grow(sequence.held)
-        draft.add_decode_chunk(sequence)
-        self._save(draft, sequence)
+    def _places(self, opened: list[Sequence], seats: int, now: float) -> Places:
+        is_crowded = len(opened) >= self._config.max_open_prompts
+        first_due = min(s.due for s in opened) if is_crowded else None
+        return Places(self._memory, seats, first_due, now)
 
     def _save(self, draft: StepDraft, sequence: Sequence) -> None:
+        if not self._memory.layout.num_snapshots:
+            return
         copy = self._memory.save(sequence.held, sequence.num_planned, sequence.num_prompt)
         if copy is not None:
             draft.save(sequence, copy)
@@ -117,7 +129,6 @@ class Planner:
     def _add_prompt_chunks(
         self, draft: StepDraft, opened: list[Sequence], waiting: list[Sequence], places: Places
     ) -> None:
-        draft.is_awaited = any(s.is_decoding for s in self._roster.running)
         room = self._budget.open(draft.shape, draft.is_awaited)
         draft.room = room.seconds
         walk = Walk(opened, waiting)
@@ -183,3 +194,15 @@ class Planner:
             places.taken()
             started.append(sibling)
         return started
+
+
+def _split(running: list[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
+    """Those that decode, and those whose prompt is open; neither if their last token is drawn."""
+    decoders: list[Sequence] = []
+    opened: list[Sequence] = []
+    for sequence in running:
+        remaining = sequence.remaining
+        if not remaining or sequence.outcome is not None or sequence.lease is None:
+            continue
+        (decoders if remaining == 1 else opened).append(sequence)
+    return decoders, opened

@@ -111,9 +111,11 @@ class Sequence:
 
     def end_reason(self) -> Finish | None:
         """Why the tokens so far are the whole answer, if they are."""
-        if self.num_generated and self.sampling.ends_with(self.token_ids[-1], self.num_generated):
+        num_tokens = len(self.token_ids)
+        num_generated = num_tokens - self.num_prompt
+        if num_generated and self.sampling.ends_with(self.token_ids[-1], num_generated):
             return Finish.STOP
-        return Finish.LENGTH if self.num_tokens >= self.max_total else None
+        return Finish.LENGTH if num_tokens >= self.max_total else None
 
 
 class Family:
