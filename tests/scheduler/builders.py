@@ -2,6 +2,8 @@
 
 from array import array
 
+import msgspec
+
 from headrace.core.config import SchedulerConfig
 from headrace.core.ids import SequenceId, StreamId
 from headrace.core.layout import MemoryLayout
@@ -46,6 +48,13 @@ def make_submit(
     fields = {"arrival": float(number), **fields}
     prompt = packed([1000 + number] * length)
     return Submit(StreamId(str(number)), (prompt,), (new,), sampling, **fields)
+
+
+def make_family(number: int, length: int, **fields: object) -> Submit:
+    """`number` choices of one prompt, with ids from 0."""
+    submit = make_submit(0, length, **fields)
+    news = tuple(NewSequence(SequenceId(i), 0, i) for i in range(number))
+    return msgspec.structs.replace(submit, sequences=news)
 
 
 def cancel(number: int, finish: Finish = Finish.CANCELLED) -> Cancel:

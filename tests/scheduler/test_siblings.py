@@ -3,16 +3,17 @@
 import msgspec
 
 from headrace.core.ids import SequenceId
-from headrace.core.messages import Finish, NewSequence, Submit
+from headrace.core.messages import Finish, NewSequence
 from headrace.core.sampling import Sampling
-from tests.scheduler.builders import Engine, cancel, lengths, make_scheduler, make_submit, packed
-
-
-def make_family(number: int, length: int, **fields: object) -> Submit:
-    """`number` choices of one prompt, with ids from 0."""
-    submit = make_submit(0, length, **fields)
-    news = tuple(NewSequence(SequenceId(i), 0, i) for i in range(number))
-    return msgspec.structs.replace(submit, sequences=news)
+from tests.scheduler.builders import (
+    Engine,
+    cancel,
+    lengths,
+    make_family,
+    make_scheduler,
+    make_submit,
+    packed,
+)
 
 
 def test_siblings_draw_from_the_row_of_the_first():

@@ -1,0 +1,135 @@
+"""What the engine asks of a scheduler beside planning: status, traces, warm-up, limits."""
+
+import pytest
+
+from headrace.core.config import SchedulerConfig
+from headrace.core.layout import MemoryLayout
+from headrace.core.plan import ChunkResult, Drawn, StepResult
+from headrace.core.sampling import Logprobs, Sampling
+from headrace.scheduler.limits import Limits, resolve
+from tests.scheduler.builders import Engine, cancel, make_scheduler, make_submit
+from tests.scheduler.builders import sequence_ids as ids
+
+
+def measured_engine(**fields: object) -> Engine:
+    """An engine whose steps take 10 ms and 1 ms a token, and which knows it."""
+    scheduler = make_scheduler(**fields)
+    for new in (10, 20, 40) * 4:
+        scheduler.observe([(0, new)], 0.01 + 0.001 * new)
+    for context in (10, 100, 1000) * 3:
+        scheduler.observe([(context, 1)], 0.011)
+    return Engine(scheduler)
+
+
+def test_defaults_follow_the_device():
+    config = SchedulerConfig()
+    cpu, cuda = (resolve(config, device, 8, 4096) for device in ("cpu", "cuda"))
+    assert (cpu.max_step_tokens, cpu.max_stall_s, cpu.max_step_s) == (512, 0.1, 1.0)
+    assert (cuda.max_step_tokens, cuda.max_stall_s) == (2048, 0.05)
+
+
+def test_a_target_can_be_set_and_turned_off():
+    config = SchedulerConfig(max_stall_ms=250.0, max_step_ms="off", max_step_tokens=64)
+    limits = resolve(config, "cpu", 8, 4096)
+    assert (limits.max_step_tokens, limits.max_stall_s, limits.max_step_s) == (64, 0.25, None)
+    assert resolve(SchedulerConfig(max_stall_ms="off"), "cpu", 8, 4096).max_stall_s is None
+
+
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [
+        (MemoryLayout(16, 4), 64),
+        (MemoryLayout(16, 1000), 500),
+        (MemoryLayout(num_slots=2, max_positions=90), 90),
+    ],
+)
+def test_the_longest_sequence_is_bounded_by_model_user_and_memory(layout, expected):
+    limits = Limits(max_num_seqs=1, max_step_tokens=1, max_model_len=500)
+    assert limits.max_total(layout) == expected
+
+
+def test_warm_up_steps_teach_what_a_step_costs():
+    engine = measured_engine(max_stall_s=0.05)
+    engine.add(make_submit(1, 4, max_tokens=50)).step()
+    engine.add(make_submit(2, 500, arrival=1.0))
+    engine.step()
+    trace = engine.scheduler.last_step
+    assert trace.num_decoding == 1 and 30 <= trace.num_prompt_tokens <= 39
+    assert trace.predicted <= 0.05 and trace.room == pytest.approx(0.04, abs=0.004)
+
+
+def test_the_first_warm_up_step_of_a_shape_is_not_taken_for_its_time():
+    scheduler = make_scheduler()
+    scheduler.observe([(0, 64)], 30.0)
+    assert scheduler._budget.model.largest_measured == 0
+    scheduler.observe([(0, 64)], 0.1)
+    assert scheduler._budget.model.largest_measured == 64
+
+
+def test_a_stall_outside_the_scheduler_is_counted_where_all_are():
+    scheduler = make_scheduler()
+    scheduler.count_missed("gateway")
+    assert scheduler.missed == {"gateway": 1}
+
+
+def test_a_scheduler_has_work_until_its_outputs_are_taken():
+    scheduler = make_scheduler()
+    assert not scheduler.has_work and scheduler.last_step is None
+    scheduler.add(make_submit(1, 0), 0.0)
+    assert scheduler.is_idle and scheduler.has_work
+    scheduler.take_outputs()
+    assert not scheduler.has_work
+
+
+def test_a_stream_that_sits_out_a_suspects_step_is_counted():
+    engine = Engine(make_scheduler()).add(make_submit(1, 4, max_tokens=9))
+    engine.step()
+    engine.add(make_submit(2, 4, suspect=True, max_tokens=9))
+    assert [ids(engine.step()) for _ in range(2)] == [[2], [1, 2]]
+    assert engine.scheduler.missed["quarantine"] == 1
+    assert engine.scheduler.last_step.cause == ""
+
+
+def test_nobody_starts_before_a_suspect_that_is_past_its_due():
+    engine = Engine(make_scheduler(4, patience=0.0)).add(make_submit(1, 40, max_tokens=9))
+    engine.step()
+    engine.add(make_submit(2, 30, suspect=True, arrival=0.0), make_submit(3, 2, arrival=0.1))
+    assert ids(engine.step()) == [1]
+    engine.run()
+    assert len(engine.tokens[2]) == 5
+
+
+def test_a_suspect_that_still_has_time_is_passed_by():
+    engine = Engine(make_scheduler(5)).add(make_submit(1, 40, max_tokens=4))
+    engine.step()
+    engine.add(make_submit(2, 30, suspect=True, arrival=99.0), make_submit(3, 2, max_tokens=1))
+    assert 3 in ids(engine.step())
+
+
+def test_rows_of_the_prompt_leave_with_their_place():
+    sampling = Sampling(max_tokens=1, num_prompt_logprobs=0)
+    engine = Engine(make_scheduler(max_step_tokens=8)).add(make_submit(1, 12, sampling=sampling))
+    rows = Logprobs(1, b"", b"")
+    for drawn in ((), (Drawn((5,)),)):
+        plan = engine.scheduler.plan(0.0)
+        result = StepResult((ChunkResult(drawn, rows),), 0.1)
+        engine.scheduler.commit(plan, result, 0.1)
+    outputs = engine.scheduler.take_outputs()
+    assert [row.start for row in outputs.prompt_logprobs] == [1, 9]
+
+
+def test_a_cancel_of_everybody_leaves_nothing_to_plan():
+    engine = Engine(make_scheduler()).add(*[make_submit(i, 40) for i in range(10)])
+    engine.step()
+    for number in range(10):
+        engine.scheduler.cancel(cancel(number))
+    assert engine.step() is None
+    assert engine.scheduler.is_idle and len(engine.finished) == 10
+
+
+def test_a_preempted_suspect_is_tried_again():
+    engine = Engine(make_scheduler(3, patience=0.0)).add(make_submit(1, 16, max_tokens=30))
+    engine.step()
+    engine.add(make_submit(2, 16, suspect=True, max_tokens=2))
+    engine.run()
+    assert (len(engine.tokens[1]), len(engine.tokens[2])) == (30, 2)
