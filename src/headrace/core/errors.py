@@ -77,6 +77,8 @@ KINDS = {
     "internal_error": ErrorKind(500, "server_error"),
     "model_loading": ErrorKind(503, "unavailable_error", retry=True),
     "engine_failed": ErrorKind(503, "unavailable_error", retry=True),
+    "storage_stalled": ErrorKind(503, "unavailable_error", retry=True),
+    "server_restarting": ErrorKind(503, "unavailable_error", retry=True),
     "storage_unavailable": ErrorKind(503, "unavailable_error", retry=True),
     "server_shutdown": ErrorKind(503, "unavailable_error", retry=True),
 }

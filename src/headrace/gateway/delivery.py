@@ -61,7 +61,7 @@ class WholeAnswer:
                 await self._response(answer)(scope, receive, send)
                 events.sent(event)
 
-        await while_connected(receive, deliver())
+        await while_connected(receive, self._stream.interruption.unless(deliver()))
 
     def _response(self, answer: Answer) -> Response:
         stream_id = self._stream.record.id
@@ -152,7 +152,10 @@ class LiveAnswer:
         self._data_at = self._byte_at = asyncio.get_running_loop().time()
         beating = asyncio.create_task(self._beat(send))
         try:
-            await self._follow(send)
+            await self._stream.interruption.unless(self._follow(send))
+        except RequestError as notice:
+            if not self._pace.is_logged:  # there, bytes that are no event would shift the others
+                await self._write(send, self._rendering.failure(notice))
         except Exception:
             logger.exception("A stream could not be rendered")
             failure = RequestError("internal_error", "The server failed on this stream.")

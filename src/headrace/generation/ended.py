@@ -4,6 +4,7 @@ from contextlib import AbstractAsyncContextManager
 
 from headrace.core.errors import RequestError
 from headrace.generation.audience import Audience, Reader
+from headrace.generation.interruption import Interruption
 from headrace.streams.log import Log
 from headrace.streams.record import Record
 
@@ -16,6 +17,7 @@ class Ended:
     def __init__(self, record: Record, log: Log) -> None:
         self.record = record
         self.log = log
+        self.interruption = Interruption()
 
     def beat(self, form: str) -> None:
         """Has no effect: nothing follows the end."""

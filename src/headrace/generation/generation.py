@@ -61,6 +61,7 @@ class Generation:
             for stored in await self.streams.store.unfinished():
                 await self._resume(stored)
             sweeping = self._tasks.create_task(self._sweep(), name="sweep")
+            watching = self._tasks.create_task(self._watch_store(), name="watch store")
             async for news in self._engine.outputs():
                 if isinstance(news, Outputs):
                     self._deliver(news)
@@ -71,6 +72,7 @@ class Generation:
                 else:
                     self._engine_is_down(news)
             sweeping.cancel()
+            watching.cancel()
             self._let_go("server_shutdown", "The server was shut down; send the request again.")
         self.admission.close()
 
@@ -114,8 +116,25 @@ class Generation:
         if self._writers:
             await asyncio.wait(self._writers.values(), timeout=seconds)
         for stream in self.streams:
-            if not stream.record.is_durable:
+            if stream.record.is_durable:
+                stream.interruption.set(
+                    RequestError("server_restarting", "The server restarts; read on after it.")
+                )
+            else:
                 stream.stop(RequestError("server_shutdown", "The server is shutting down."))
+
+    async def _watch_store(self) -> None:
+        """Sends the readers of durable streams away while the store takes nothing."""
+        store = self.streams.store
+        stalled = RequestError("storage_stalled", "The disk takes nothing now; read on later.")
+        while True:
+            await store.stalled.wait()
+            for stream in self.streams:
+                if stream.record.is_durable:
+                    stream.interruption.set(stalled)
+            await store.writable.wait()
+            for stream in self.streams:
+                stream.interruption.clear()
 
     async def _sweep(self) -> None:
         """Forgets what retention does not keep, again and again."""
@@ -234,6 +253,7 @@ class Generation:
         """Ends every stream but the durable ones: a later server goes on with those."""
         for stream, writer in list(self._writers.items()):
             if stream.record.is_durable:
+                stream.interruption.set(RequestError(code, message))
                 writer.cancel()
             else:
                 stream.end_now(RequestError(code, message))

@@ -7,7 +7,15 @@ from headrace.core.ids import StreamId
 from headrace.generation.ended import Ended
 from headrace.generation.stream import Stream
 from headrace.streams.record import Names, Record
-from headrace.streams.store import ByConversation, ById, ByKey, Name, Store, Stored
+from headrace.streams.store import (
+    ByConversation,
+    ById,
+    ByKey,
+    Name,
+    Store,
+    Stored,
+    StoreStalled,
+)
 
 Found = Stream | Ended
 
@@ -75,7 +83,10 @@ class Registry:
         """
         replaced = None
         while True:
-            stored = await self.store.create(record, replaced)
+            try:
+                stored = await self.store.create(record, replaced)
+            except StoreStalled as error:
+                raise RequestError("storage_unavailable", str(error), retry_after_s=5) from None
             if stored.record.id == record.id:
                 self._replace(replaced)
                 return stored

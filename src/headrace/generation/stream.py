@@ -22,6 +22,7 @@ from headrace.engine.client import EngineDown, EngineUp
 from headrace.generation.audience import Audience, Reader
 from headrace.generation.blame import Blame
 from headrace.generation.draft import Draft, Heartbeat
+from headrace.generation.interruption import Interruption
 from headrace.generation.progress import InQueue
 from headrace.generation.sequences import Sequences
 from headrace.streams import events
@@ -53,6 +54,7 @@ class Stream:
         self.log = log
         self.has_started = False
         self.ended = asyncio.Event()
+        self.interruption = Interruption()
         self.audience = Audience(
             None if record.names.is_opted_in else linger_s, on_abandoned=self._is_abandoned
         )
