@@ -17,6 +17,7 @@ from headrace.streams.log import LogConflict
 from headrace.streams.sqlite_schema import NAME
 from headrace.streams.sqlite_store import SqliteStore
 from headrace.streams.store import ById, StoreStalled
+from tests.eventually import eventually
 from tests.streams.builders import A, B, everything, finish, in_sqlite, make_record, some
 
 
@@ -27,6 +28,7 @@ class HeldConnection:
         self.gate = threading.Event()
         self.reached = threading.Event()
         self.num_commits = 0
+        self.num_failures = 0  # commits still to fail
         self._connection = connection
         self.execute, self.executemany = connection.execute, connection.executemany
         self.rollback, self.close = connection.rollback, connection.close
@@ -34,6 +36,9 @@ class HeldConnection:
     def commit(self) -> None:
         self.reached.set()
         self.gate.wait()
+        if self.num_failures:
+            self.num_failures -= 1
+            raise sqlite3.OperationalError("disk I/O error")
         self._connection.commit()
         self.num_commits += 1
 
@@ -83,6 +88,36 @@ def test_what_arrives_together_shares_a_commit(tmp_path: Path) -> None:
         held.gate.set()
         await asyncio.gather(*(log.append(0, some(1)) for log in logs))
         assert held.num_commits == 1
+
+    in_sqlite(run, tmp_path)
+
+
+def test_what_arrives_a_little_later_shares_the_commit_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run(store: SqliteStore) -> None:
+        log = (await store.create(make_record())).log
+        held = hold_commits(store)
+        held.gate.set()
+        monkeypatch.setattr(sqlite_writer, "GROUP_S", 0.5)
+        first = asyncio.create_task(log.append(0, some(1)))
+        await asyncio.sleep(0)
+        await asyncio.to_thread(eventually, store._writer._writes.empty)  # the thread has it
+        await log.append(1, [finish(1)])
+        assert first.done() and held.num_commits == 1
+
+    in_sqlite(run, tmp_path)
+
+
+def test_a_commit_that_fails_is_made_again_as_a_whole(tmp_path: Path) -> None:
+    async def run(store: SqliteStore) -> None:
+        log = (await store.create(make_record())).log
+        held = hold_commits(store)
+        held.num_failures = 3
+        held.gate.set()
+        await asyncio.gather(log.append(0, some(2)), log.append(2, [finish(2)]))
+        found = await store.find(ById(A))
+        assert found and await everything(found.log) == [*some(2), finish(2)]
 
     in_sqlite(run, tmp_path)
 
@@ -190,13 +225,15 @@ def test_an_append_whose_caller_left_is_seen_all_the_same(tmp_path: Path) -> Non
     async def run(store: SqliteStore) -> None:
         log = (await store.create(make_record())).log
         held = hold_commits(store)
-        appends = [asyncio.create_task(log.append(seq, some(1))) for seq in (0, 7)]
+        seqs = (0, 7, 1)
+        appends = [asyncio.create_task(log.append(seq, some(1, seq))) for seq in seqs]
         await asyncio.to_thread(held.reached.wait)
-        for append in appends:
+        for append in appends[:2]:
             append.cancel()
         held.gate.set()
-        await log.append(1, [finish(1)])
-        assert await everything(log) == [*some(1), finish(1)]
+        await appends[2]
+        await log.append(2, [finish(2)])
+        assert await everything(log) == [*some(2), finish(2)]
 
     in_sqlite(run, tmp_path)
 

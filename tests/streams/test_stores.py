@@ -226,7 +226,7 @@ async def test_readers_of_a_forgotten_ended_stream_are_told(store: Store) -> Non
     await (await store.create(make_record())).log.append(0, [finish(0)])
     found = await store.find(ById(A))
     await store.forget(A)
-    await store.create(make_record("b"))
+    await (await store.create(make_record("b"))).log.append(0, some(1))
     with pytest.raises(LogGone):
         await everything(found.log)
 
@@ -245,8 +245,9 @@ async def test_a_sweep_evicts_what_ended_too_long_ago(store: Store) -> None:
 async def test_a_sweep_beyond_a_cap_evicts_the_least_recently_read(store: Store) -> None:
     for name in "abc":
         await (await store.create(make_record(name))).log.append(0, [finish(0)])
+    found = [await store.find(ById(one)) for one in (C, B, A)]
     await store.sweep(Retention(), time.time())
-    await everything((await store.find(ById(A))).log)
+    await everything(found[0].log)
     await store.sweep(Retention(max_streams=2), time.time())
     assert [await holder(store, ById(one)) for one in (A, B, C)] == [A, None, C]
 

@@ -24,7 +24,7 @@ from headrace.streams.state_dir import StateDir
 from headrace.streams.store import ByConversation, Name, Retention, Stored, StoreStalled, Totals
 from headrace.streams.sweep import choose
 
-_TAIL = 64  # events of a live stream in memory, so that readers who keep up need no SQL
+_TAIL = 32  # events of a live stream in memory, so that readers who keep up need no SQL
 _EVICTED_AT_ONCE = 100  # appends pass between two transactions of a sweep
 
 Result = TypeVar("Result")
