@@ -10,6 +10,8 @@ from headrace.scheduler.limits import Limits, resolve
 from tests.scheduler.builders import Engine, cancel, make_scheduler, make_submit
 from tests.scheduler.builders import sequence_ids as ids
 
+BLOCKS = MemoryLayout(16, 100)
+
 
 def measured_engine(**fields: object) -> Engine:
     """An engine whose steps take 10 ms and 1 ms a token, and which knows it."""
@@ -23,16 +25,23 @@ def measured_engine(**fields: object) -> Engine:
 
 def test_defaults_follow_the_device():
     config = SchedulerConfig()
-    cpu, cuda = (resolve(config, device, 8, 4096) for device in ("cpu", "cuda"))
+    cpu, cuda = (resolve(config, BLOCKS, device, 8, 4096) for device in ("cpu", "cuda"))
     assert (cpu.max_step_tokens, cpu.max_stall_s, cpu.max_step_s) == (512, 0.1, 1.0)
     assert (cuda.max_step_tokens, cuda.max_stall_s) == (2048, 0.05)
 
 
 def test_a_target_can_be_set_and_turned_off():
     config = SchedulerConfig(max_stall_ms=250.0, max_step_ms="off", max_step_tokens=64)
-    limits = resolve(config, "cpu", 8, 4096)
+    limits = resolve(config, BLOCKS, "cpu", 8, 4096)
     assert (limits.max_step_tokens, limits.max_stall_s, limits.max_step_s) == (64, 0.25, None)
-    assert resolve(SchedulerConfig(max_stall_ms="off"), "cpu", 8, 4096).max_stall_s is None
+    off = SchedulerConfig(max_stall_ms="off")
+    assert resolve(off, BLOCKS, "cpu", 8, 4096).max_stall_s is None
+
+
+def test_dense_lanes_pay_for_a_forward_per_chunk():
+    dense = MemoryLayout(num_slots=8)
+    found = [resolve(SchedulerConfig(), x, "cpu", 8, 64).forward_per_chunk for x in (BLOCKS, dense)]
+    assert found == [False, True]
 
 
 @pytest.mark.parametrize(

@@ -13,5 +13,8 @@ from headrace.scheduler.scheduler import Scheduler
 def load(config: ModelConfig) -> tuple[Runner, Scheduler, Ready]:
     """Loads the folder that `config.model` names; ModelError if it cannot be served."""
     runner, ready = load_runner(config, Path(config.model))
-    limits = resolve(config.scheduler, ready.device, ready.max_num_seqs, ready.max_model_len)
-    return runner, Scheduler(config.scheduler, ready.layout, limits), ready
+    layout = ready.layout
+    limits = resolve(
+        config.scheduler, layout, ready.device, ready.max_num_seqs, ready.max_model_len
+    )
+    return runner, Scheduler(config.scheduler, layout, limits), ready

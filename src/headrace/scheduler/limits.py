@@ -30,7 +30,13 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         return min(bounds)
 
 
-def resolve(config: SchedulerConfig, device: str, max_num_seqs: int, max_model_len: int) -> Limits:
+def resolve(
+    config: SchedulerConfig,
+    layout: MemoryLayout,
+    device: str,
+    max_num_seqs: int,
+    max_model_len: int,
+) -> Limits:
     """Fill in for `device`, cpu or cuda, what the configuration leaves open."""
     stall_ms = config.max_stall_ms or MAX_STALL_MS[device]
     return Limits(
@@ -40,4 +46,5 @@ def resolve(config: SchedulerConfig, device: str, max_num_seqs: int, max_model_l
         max_stall_s=None if stall_ms == "off" else stall_ms / 1000,
         max_step_s=None if config.max_step_ms == "off" else config.max_step_ms / 1000,
         prompt_share=config.prompt_share,
+        forward_per_chunk=not layout.num_blocks,  # dense caches are run one by one
     )
