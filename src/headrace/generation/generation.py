@@ -16,6 +16,7 @@ from headrace.core.messages import Outputs, Ready, Status
 from headrace.core.request import Request
 from headrace.engine.client import EngineClient, EngineDown, EngineUp
 from headrace.generation.admission import Admission
+from headrace.generation.bounds import check_can_serve, check_queue
 from headrace.generation.draft import Draft
 from headrace.generation.progress import InQueue
 from headrace.generation.registry import Found, Registry
@@ -93,11 +94,9 @@ class Generation:
         The stream is another's if its idempotency key was taken in this very moment.
         """
         model = self.models.get(request.model)
-        self._check_can_serve()
-        self._check_queue(model)
+        self._check_room(model)
         prompts = await self.admission.prompts(model, request)
-        self._check_can_serve()
-        self._check_queue(model)
+        self._check_room(model)
         record = self._record(model, request, prompts, names)
         log: Log = MemoryLog()
         if names.is_opted_in:
@@ -157,6 +156,10 @@ class Generation:
         if mismatch:
             stream.end_now(mismatch)
         self._start(stream)
+
+    def _check_room(self, model: ServedModel) -> None:
+        check_can_serve(self.state)
+        check_queue(self.streams, model, self._config.streams.max_num_queued_reqs)
 
     def _record(
         self, model: ServedModel, request: Request, prompts: tuple[bytes, ...], names: Names
@@ -258,25 +261,3 @@ class Generation:
             else:
                 stream.end_now(RequestError(code, message))
                 stream.audience.close()
-
-    def _check_can_serve(self) -> None:
-        if self.state == "loading":
-            raise RequestError("model_loading", "Loading model", retry_after_s=2)
-        if self.state == "draining":
-            raise RequestError("server_shutdown", "The server is shutting down.", retry_after_s=5)
-        if self.state == "dead":
-            raise RequestError("engine_failed", "The engine stopped for good.", retry_after_s=30)
-
-    def _check_queue(self, model: ServedModel) -> None:
-        """Refuses what would wait beyond the bound; a free place is no waiting."""
-        num_waiting = sum(not stream.has_started for stream in self.streams)
-        num_live = sum(stream.num_live for stream in self.streams)
-        bound = self._config.streams.max_num_queued_reqs
-        has_place = model.ready is not None and num_live < model.ready.max_num_seqs
-        if num_waiting >= bound and not has_place:
-            raise RequestError(
-                "server_overloaded",
-                f"{num_waiting} requests are waiting, and --max-num-queued-reqs is {bound}; "
-                "try again later.",
-                retry_after_s=5,
-            )
