@@ -16,9 +16,9 @@ from headrace.core.errors import RequestError
 from headrace.core.ids import StreamId
 from headrace.core.layout import MemoryLayout
 from headrace.core.messages import Ready
-from headrace.core.request import Chat, Request, Text, Wire
+from headrace.core.request import Chat, Prompt, Request, Text, Wire
 from headrace.core.sampling import Sampling
-from headrace.generation.admission import Admission
+from headrace.generation.interruption import Interruption
 from headrace.generation.served import Models
 from headrace.models.spec import Defaults
 from headrace.streams.events import (
@@ -126,6 +126,7 @@ class FakeStream:
         self.sent: list[AnyEvent] = []
         self.beats: asyncio.Queue[str] = asyncio.Queue()
         self.num_left = 0
+        self.interruption = Interruption()
 
     async def write(self, *events: AnyEvent) -> None:
         await self.log.append(len(self.events), numbered(events, len(self.events)))
@@ -142,6 +143,33 @@ class FakeStream:
             self.num_left += 1
 
 
+class FakeAdmission:
+    async def encode(self, model: FakeModel, prompt: Prompt) -> "array[int]":
+        if isinstance(prompt, Text):
+            return model.tokenizer.encode(prompt.text, prompt.add_special_tokens)
+        assert isinstance(prompt, Chat)
+        return model.tokenizer.encode(await self.render(model, prompt), False)
+
+    async def render(self, model: FakeModel, chat: Chat) -> str:
+        assert model.template
+        return model.template.render(chat)
+
+
+class NoStreams:
+    """A registry in which nothing is ever found."""
+
+    async def find(self, owner: str, by: object) -> None:
+        return None
+
+    async def forget(self, found: object) -> None:
+        raise AssertionError("nothing was found")
+
+    stop = forget
+
+    async def find_conversations(self, owner: str, names: list[str]) -> list[FakeStream]:
+        return []
+
+
 class FakeGeneration:
     """Opens streams that hold `script` from the start; without a script, only seq 0."""
 
@@ -151,8 +179,8 @@ class FakeGeneration:
         self.script = script
         self.refusal: RequestError | None = None
         self.requests: list[Request] = []
-        self.streams: list[FakeStream] = []
-        self.admission = Admission()
+        self.admission = FakeAdmission()
+        self.streams = NoStreams()
 
     async def attach(self, names: Names, may_take_over: bool) -> None:
         return None
@@ -162,7 +190,6 @@ class FakeGeneration:
         if self.refusal:
             raise self.refusal
         stream = FakeStream(make_record(request))
-        self.streams.append(stream)
         await stream.write(accepted(stream.record), *self.script)
         return stream
 

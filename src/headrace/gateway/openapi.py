@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import msgspec
+
 from headrace import __version__
 from headrace.core.errors import KINDS
 from headrace.gateway import chat_schema, completions_schema, text_routes
@@ -10,8 +12,10 @@ from headrace.gateway.common_fields import NO_EFFECT, UNSUPPORTED
 from headrace.gateway.fields import Kind, nullable
 
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
+_DOOR_ERRORS = (401, 403)
 _BODY_ERRORS = (400, 404, 408, 413, 415)
-_ENGINE_ERRORS = (429, 500, 503)
+_ENGINE_ERRORS = (409, 429, 500, 503)
+_JSON, _EVENTS = "application/json", "text/event-stream"
 _ERROR = {
     "type": "object",
     "required": ["error"],
@@ -28,58 +32,129 @@ _ERROR = {
         }
     },
 }
+_BYTE_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {"error": {"type": "object", "required": ["code", "message", "type"]}},
+}
 
 
 class Operation(NamedTuple):
-    """One route. `keys` are those its answer always has."""
+    """One method of one path. `keys` are those its JSON answer always has."""
 
     summary: str
-    keys: tuple[str, ...]
+    keys: tuple[str, ...] = ()
     table: Mapping[str, Kind] | None = None
     required: tuple[str, ...] = ()
-    generates: bool = False
+    query: tuple[str, ...] = ()
+    headers: tuple[str, ...] = ()
+    status: int = 200
+    media: tuple[str, ...] = (_JSON,)
+    errors: tuple[int, ...] = ()
+    error: str = "Error"
 
 
-_STATE = ("status",)
-_WHOLE = ("id", "object", "created", "model", "choices", "usage", "timings")
-GET = {
-    "/health": Operation("Whether requests are served", _STATE),
-    "/v1/health": Operation("Whether requests are served", _STATE),
-    "/health/live": Operation("Whether the process answers", _STATE),
-    "/v1/models": Operation("Every served name", ("object", "data")),
-    "/v1/models/{id}": Operation("One served name", ("id", "object", "max_model_len", "meta")),
-    "/props": Operation("The model's settings", ("default_generation_settings", "total_slots")),
-    "/openapi.json": Operation("This document", ("openapi", "paths")),
-}
-POST = {
-    "/v1/chat/completions": Operation(
-        "Answer a conversation", _WHOLE, chat_schema.TABLE, ("messages",), generates=True
+def _generates(summary: str, table: Mapping[str, Kind], required: str) -> Operation:
+    keys = ("id", "object", "created", "model", "choices", "usage", "timings")
+    return Operation(
+        summary,
+        keys,
+        table,
+        (required,),
+        headers=("X-Conversation-Id", "Idempotency-Key"),
+        media=(_JSON, _EVENTS),
+        errors=_BODY_ERRORS + _ENGINE_ERRORS,
+    )
+
+
+def _works_on_text(
+    summary: str, keys: tuple[str, ...], table: Mapping[str, Kind], *required: str
+) -> Operation:
+    return Operation(summary, keys, table, required, errors=_BODY_ERRORS)
+
+
+_HEALTH = Operation("Whether requests are served", ("status",), errors=(503,))
+_STREAM = ("id", "object", "state", "mode", "durable", "last_seq", "total_bytes", "created")
+_BY_BYTE = Operation(
+    "The body of a POST from a byte on",
+    query=("from", "stream_id"),
+    media=(_EVENTS, _JSON),
+    errors=(400, 404, 416),
+    error="ByteError",
+)
+_FORGET = Operation("Stop and forget", status=204, media=(), errors=(400,), error="ByteError")
+
+
+class _Lenient(msgspec.Struct, frozen=True):
+    """A field of a route that skips what it does not understand."""
+
+    description: str
+
+    def check(self, value: Any, path: str) -> Any:
+        return value
+
+    def schema(self) -> dict[str, Any]:
+        return {"description": self.description}
+
+
+_LOOKUP: Mapping[str, Kind] = {"conversation_ids": _Lenient("Up to 1,000 strings")}
+
+OPERATIONS: Mapping[tuple[str, str], Operation] = {
+    ("get", "/health"): _HEALTH,
+    ("get", "/v1/health"): _HEALTH,
+    ("get", "/health/live"): Operation("Whether the process answers", ("status",)),
+    ("get", "/v1/models"): Operation("Every served name", ("object", "data")),
+    ("get", "/v1/models/{id}"): Operation(
+        "One served name", ("id", "object", "max_model_len", "meta"), errors=(404,)
     ),
-    "/v1/completions": Operation(
-        "Continue a text", _WHOLE, completions_schema.TABLE, ("prompt",), generates=True
+    ("get", "/props"): Operation("The model's settings", ("default_generation_settings",)),
+    ("get", "/openapi.json"): Operation("This document", ("openapi", "paths")),
+    ("post", "/v1/chat/completions"): _generates(
+        "Answer a conversation", chat_schema.TABLE, "messages"
     ),
-    "/tokenize": Operation(
+    ("post", "/v1/completions"): _generates("Continue a text", completions_schema.TABLE, "prompt"),
+    ("post", "/tokenize"): _works_on_text(
         "Text to token ids", ("tokens", "count", "max_model_len"), text_routes.TOKENIZE
     ),
-    "/detokenize": Operation(
-        "Token ids to text", ("content", "prompt"), text_routes.DETOKENIZE, ("tokens",)
+    ("post", "/detokenize"): _works_on_text(
+        "Token ids to text", ("content", "prompt"), text_routes.DETOKENIZE, "tokens"
     ),
-    "/apply-template": Operation(
-        "The text of a conversation", ("prompt",), text_routes.APPLY_TEMPLATE, ("messages",)
+    ("post", "/apply-template"): _works_on_text(
+        "The text of a conversation", ("prompt",), text_routes.APPLY_TEMPLATE, "messages"
+    ),
+    ("get", "/v1/streams/{id}"): Operation("How a stream stands", _STREAM, errors=(404,)),
+    ("get", "/v1/streams/{id}/events"): Operation(
+        "The events of a stream from a cursor on; 204 if it has ended there",
+        query=("after", "view", "limit", "wait"),
+        headers=("Last-Event-ID",),
+        media=(_EVENTS, _JSON),
+        errors=(400, 404),
+    ),
+    ("post", "/v1/streams/{id}/cancel"): Operation("Stop a stream", _STREAM, errors=(404,)),
+    ("delete", "/v1/streams/{id}"): Operation("Stop and forget", status=204, media=()),
+    ("get", "/v1/stream"): _BY_BYTE._replace(query=("conv_id", *_BY_BYTE.query)),
+    ("get", "/v1/stream/{id}"): _BY_BYTE,
+    ("delete", "/v1/stream"): _FORGET._replace(query=("conv_id",)),
+    ("delete", "/v1/stream/{id}"): _FORGET,
+    ("post", "/v1/streams/lookup"): Operation(
+        "Which conversations have a stream",
+        table=_LOOKUP,
+        errors=(400, 408, 413, 415),
+        error="ByteError",
     ),
 }
 
 
 def document() -> dict[str, Any]:
-    paths: dict[str, dict[str, Any]] = {path: {"get": _get(path)} for path in GET}
-    for path, operation in POST.items():
-        paths[path] = {"post": _post(operation)}
+    paths: dict[str, dict[str, Any]] = {}
+    for (method, path), operation in OPERATIONS.items():
+        paths.setdefault(path, {})[method] = _described(path, operation)
     return {
         "openapi": "3.1.0",
         "info": {"title": "Headrace", "version": __version__},
         "paths": paths,
         "components": {
-            "schemas": {"Error": _ERROR},
+            "schemas": {"Error": _ERROR, "ByteError": _BYTE_ERROR},
             "securitySchemes": {
                 "bearer": {"type": "http", "scheme": "bearer"},
                 "header": {"type": "apiKey", "in": "header", "name": "X-Api-Key"},
@@ -89,42 +164,32 @@ def document() -> dict[str, Any]:
     }
 
 
-def _get(path: str) -> dict[str, Any]:
-    operation = GET[path]
-    responses = {"200": _answer(operation)}
-    if operation.keys == _STATE:
-        # health needs no key, and says why not in the shape of its answer
-        responses |= {} if path.endswith("live") else {"503": _answer(operation)}
-    else:
-        responses |= _errors((401, 403))
-    described: dict[str, Any] = {"summary": operation.summary, "responses": responses}
-    if "{id}" in path:
-        parameter = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
-        described["parameters"] = [parameter]
-        responses |= _errors((404,))
+def _described(path: str, operation: Operation) -> dict[str, Any]:
+    described: dict[str, Any] = {
+        "summary": operation.summary,
+        "parameters": _parameters(path, operation),
+        "responses": _responses(path, operation),
+    }
+    if operation.table is not None:
+        content = {_JSON: {"schema": _body(operation, operation.table)}}
+        described["requestBody"] = {"required": True, "content": content}
     return described
 
 
-def _post(operation: Operation) -> dict[str, Any]:
-    assert operation.table is not None
-    errors = (401, 403, *_BODY_ERRORS, *(_ENGINE_ERRORS if operation.generates else ()))
-    return {
-        "summary": operation.summary,
-        "requestBody": {
-            "required": True,
-            "content": {"application/json": {"schema": _body(operation)}},
-        },
-        "responses": _responses(operation, errors),
-    }
+def _parameters(path: str, operation: Operation) -> list[dict[str, Any]]:
+    string = {"type": "string"}
+    inside = [{"name": "id", "in": "path", "required": True, "schema": string}]
+    query = [{"name": name, "in": "query", "schema": string} for name in operation.query]
+    headers = [{"name": name, "in": "header", "schema": string} for name in operation.headers]
+    return (inside if "{id}" in path else []) + query + headers
 
 
-def _body(operation: Operation) -> dict[str, Any]:
-    assert operation.table is not None
+def _body(operation: Operation, table: Mapping[str, Kind]) -> dict[str, Any]:
     properties = {
         name: kind.schema() if name in operation.required else nullable(kind)
-        for name, kind in operation.table.items()
+        for name, kind in table.items()
     }
-    if operation.generates:
+    if 503 in operation.errors:
         properties |= {name: {"description": "No effect"} for name in NO_EFFECT}
         properties |= {
             name: {"description": "Not supported", "enum": [*_EMPTY, *neutral]}
@@ -133,22 +198,25 @@ def _body(operation: Operation) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": list(operation.required)}
 
 
-def _responses(operation: Operation, errors: tuple[int, ...]) -> dict[str, Any]:
-    return {"200": _answer(operation)} | _errors(errors)
+def _responses(path: str, operation: Operation) -> dict[str, Any]:
+    schemas: dict[str, Any] = {_EVENTS: {"type": "string"}}
+    if operation.keys:
+        schemas[_JSON] = {"type": "object", "required": list(operation.keys)}
+    content = {media: {"schema": schemas.get(media, {})} for media in operation.media}
+    done = {"description": operation.summary, "content": content}
+    responses: dict[str, Any] = {str(operation.status): done}
+    if path.endswith("/events"):
+        responses["204"] = {"description": "Nothing follows"}
+    if "health" in path:  # needs no key, and says why not in the shape of its answer
+        return responses | {str(status): done for status in operation.errors}
+    if "{id}" in path:  # an id that no stream or model could have leads to no route
+        responses["404"] = _refused("Error")
+    for status in (*_DOOR_ERRORS, *operation.errors):
+        own = "Error" if status in _DOOR_ERRORS else operation.error
+        responses[str(status)] = _refused(own)
+    return responses
 
 
-def _answer(operation: Operation) -> dict[str, Any]:
-    content: dict[str, Any] = {"application/json": {"schema": _object(operation.keys)}}
-    if operation.generates:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
-    return {"description": operation.summary, "content": content}
-
-
-def _errors(statuses: tuple[int, ...]) -> dict[str, Any]:
-    schema = {"$ref": "#/components/schemas/Error"}
-    content = {"application/json": {"schema": schema}}
-    return {str(status): {"description": "Refused", "content": content} for status in statuses}
-
-
-def _object(keys: tuple[str, ...]) -> dict[str, Any]:
-    return {"type": "object", "required": list(keys)}
+def _refused(error: str) -> dict[str, Any]:
+    schema = {"$ref": f"#/components/schemas/{error}"}
+    return {"description": "Refused", "content": {_JSON: {"schema": schema}}}
