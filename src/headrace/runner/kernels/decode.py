@@ -31,17 +31,19 @@ from headrace.runner.kernels.numeric import (
     KERNEL,
     f32_at,
     fast_exp,
+    largest,
     narrow,
     take_next,
     widen,
 )
 
 LOWEST = np.float32(-1e30)  # below every score, and far from overflow
+_SPAN = 256  # positions whose scores are weighed together
 
 
 @njit(fastmath=FAST)
-def _scores(q: Any, keys: Any, first: int, stop: int, out: Any) -> Any:
-    """Products of q with keys [first, stop), and the largest of them."""
+def _scores(q: Any, keys: Any, first: int, stop: int, out: Any) -> None:
+    """Products of q with keys [first, stop), four at a time."""
     j = first
     while j + 4 <= stop:
         k0, k1, k2, k3 = keys[j], keys[j + 1], keys[j + 2], keys[j + 3]
@@ -51,79 +53,94 @@ def _scores(q: Any, keys: Any, first: int, stop: int, out: Any) -> Any:
             b += widen(k1[i]) * q[i]
             c += widen(k2[i]) * q[i]
             d += widen(k3[i]) * q[i]
-        out[j], out[j + 1], out[j + 2], out[j + 3] = a, b, c, d
+        n = j - first
+        out[n], out[n + 1], out[n + 2], out[n + 3] = a, b, c, d
         j += 4
     while j < stop:
         k0 = keys[j]
         a = np.float32(0)
         for i in range(q.size):
             a += widen(k0[i]) * q[i]
-        out[j] = a
+        out[j - first] = a
         j += 1
-    top = out[first]
-    for j in range(first + 1, stop):
-        top = max(top, out[j])
-    return top
 
 
 @njit(fastmath=FAST)
 def _accumulate(weights: Any, values: Any, first: int, stop: int, acc: Any) -> None:
+    """Adds weighted values [first, stop) to acc, four at a time."""
     j = first
     while j + 4 <= stop:
         v0, v1, v2, v3 = values[j], values[j + 1], values[j + 2], values[j + 3]
-        a, b, c, d = weights[j], weights[j + 1], weights[j + 2], weights[j + 3]
+        n = j - first
+        a, b, c, d = weights[n], weights[n + 1], weights[n + 2], weights[n + 3]
         for i in range(acc.size):
-            acc[i] += a * widen(v0[i]) + b * widen(v1[i]) + (c * widen(v2[i]) + d * widen(v3[i]))
+            left = a * widen(v0[i]) + b * widen(v1[i])
+            acc[i] += left + (c * widen(v2[i]) + d * widen(v3[i]))
         j += 4
     while j < stop:
         v0 = values[j]
-        a = weights[j]
+        a = weights[j - first]
         for i in range(acc.size):
             acc[i] += a * widen(v0[i])
         j += 1
 
 
 @njit(fastmath=FAST)
-def _take_block(q: Any, keys: Any, values: Any, span: Any, state: Any) -> None:
-    """Adds the positions [span) of one block to a head's state: weights, acc, top and sum."""
-    first, stop = span
-    weights, acc, running = state
-    top = max(running[0], _scores(q, keys, first, stop, weights))
+def _weigh(scores: Any, acc: Any, running: Any) -> None:
+    """Scores become weights against the largest score so far; acc and sum shrink along with it."""
+    top = largest(scores, running[0])
     shrink = fast_exp(running[0] - top)
     total = np.float32(0)
-    for j in range(first, stop):
-        weights[j] = fast_exp(weights[j] - top)
-        total += weights[j]
-    if shrink != np.float32(1):
-        for i in range(acc.size):
-            acc[i] *= shrink
-    _accumulate(weights, values, first, stop, acc)
+    for j in range(scores.size):
+        scores[j] = fast_exp(scores[j] - top)
+    for j in range(scores.size):
+        total += scores[j]
+    for i in range(acc.size):
+        acc[i] *= shrink
     running[0] = top
     running[1] = running[1] * shrink + total
 
 
-@njit(fastmath=FAST)
-def _attend(q: Any, past: Any, table: Any, span: Any, tops: Any, out: Any) -> None:
-    """Queries [heads of one kv head, dim] over positions [first, stop) of a sequence's blocks.
+@njit
+def _take(q: Any, memory: Any, table: Any, span: Any, state: Any) -> None:
+    """Adds positions [span) of one kv head's past: all their scores first, then all values."""
+    (keys, values, kv), (first, stop), (scores, acc, running) = memory, span, state
+    size = keys.shape[2]
+    blocks = range(first // size, (stop + size - 1) // size)
+    for number in blocks:
+        start = number * size
+        low, high = max(first, start), min(stop, start + size)
+        for g in range(q.shape[0]):
+            out = scores[g, low - first : high - first]
+            _scores(q[g], keys[table[number], kv], low - start, high - start, out)
+    for g in range(q.shape[0]):
+        _weigh(scores[g, : stop - first], acc[g], running[g])
+    for number in blocks:
+        start = number * size
+        low, high = max(first, start), min(stop, start + size)
+        for g in range(q.shape[0]):
+            weights = scores[g, low - first : high - first]
+            _accumulate(weights, values[table[number], kv], low - start, high - start, acc[g])
 
-    `past`: keys and values of that kv head, [num_blocks, block_size, dim]. `tops` holds the
-    heads' sinks, scores without a value, or is empty.
+
+@njit(fastmath=FAST)
+def _attend(q: Any, memory: Any, table: Any, span: Any, tops: Any, out: Any) -> None:
+    """Queries [heads of one kv head, dim] over positions [span) of a sequence's blocks.
+
+    `memory`: keys and values [num_blocks, kv_heads, block_size, dim], and which kv head. `tops`
+    holds the heads' sinks, scores without a value, or is empty.
     """
     first, stop = span
-    keys, values = past
-    size = keys.shape[1]
     acc = np.zeros(q.shape, np.float32)
-    weights = np.empty(size, np.float32)
+    scores = np.empty((q.shape[0], _SPAN), np.float32)
     running = np.zeros((q.shape[0], 2), np.float32)
     for g in range(q.shape[0]):
         running[g, 0] = tops[g] if tops.size else LOWEST
         running[g, 1] = np.float32(1) if tops.size else np.float32(0)
-    for number in range(first // size, (stop + size - 1) // size):
-        block = table[number]
-        inside = (max(first - number * size, 0), min(stop - number * size, size))
-        for g in range(q.shape[0]):
-            state = (weights, acc[g], running[g])
-            _take_block(q[g], keys[block], values[block], inside, state)
+    while first < stop:
+        end = min(stop, (first // _SPAN + 1) * _SPAN)
+        _take(q, memory, table, (first, end), (scores, acc, running))
+        first = end
     for g in range(q.shape[0]):
         inverse = np.float32(1) / running[g, 1]
         for i in range(q.shape[1]):
@@ -142,9 +159,9 @@ def _scaled(row: Any, group: int, dim: int) -> Any:
 
 
 @njit
-def _write(cache: Any, block: int, offset: int, row: Any) -> None:
+def _write(row: Any, new: Any) -> None:
     for i in range(row.size):
-        cache[block, offset, i] = row[i]
+        row[i] = new[i]
 
 
 @njit
@@ -162,12 +179,12 @@ def _decode(g: Any, a: Any, new: Any, memory: Any, chunks: Any) -> None:
         chunk, kv = which[piece // kv_heads], piece % kv_heads
         row, position = first_rows[chunk], starts[chunk]
         block, offset = table[chunk, position // size], position % size
-        _write(keys[:, kv], block, offset, k[row, kv * dim : (kv + 1) * dim])
-        _write(values[:, kv], block, offset, v[row, kv * dim : (kv + 1) * dim])
+        _write(keys[block, kv, offset], k[row, kv * dim : (kv + 1) * dim])
+        _write(values[block, kv, offset], v[row, kv * dim : (kv + 1) * dim])
         heads = slice(kv * group * dim, (kv + 1) * group * dim)
         _attend(
             _scaled(q[row, heads], group, dim),
-            (keys[:, kv], values[:, kv]),
+            (keys, values, kv),
             table[chunk],
             (first_visible(position, g[WINDOW]), position + 1),
             sinks[kv * group : (kv + 1) * group] if sinks.size else sinks,

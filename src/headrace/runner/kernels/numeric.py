@@ -1,6 +1,7 @@
 """Owns the few things that Numba lacks: addresses, a shared counter, bfloat16, a vectorized exp.
 
-Everything here is inlined into kernels; nothing here loops over data.
+NOTE: Numba's cache of a kernel notices changes of the kernel's own file only; after a change here
+the files that use it must be touched, or src/**/__pycache__/*.nb? removed.
 """
 
 from typing import Any
@@ -134,3 +135,28 @@ def fast_exp(x: Any) -> Any:
     p = p * f + np.float32(1.0)
     power = _as_float(np.uint32(np.int32(whole) + np.int32(127)) << np.uint32(23))
     return p * power if x > np.float32(-87.0) else np.float32(0.0)
+
+
+def _emit_as_bits(typing_context: Any, value: Any) -> Any:
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.IntType(32))
+
+    return types.int32(types.float32), emit
+
+
+_as_bits: Any = intrinsic(_emit_as_bits)
+
+
+@njit(inline="always")
+def _ordered(bits: Any) -> Any:
+    """Float bits as an integer that compares as the float does, and back: its own inverse."""
+    return np.int32(bits ^ (np.int32(bits >> np.int32(31)) & np.int32(0x7FFFFFFF)))
+
+
+@njit
+def largest(values: Any, least: Any) -> Any:
+    """The largest of values, at least `least`, found among integers, which vectorizes."""
+    top = _ordered(_as_bits(np.float32(least)))
+    for j in range(values.size):
+        top = max(top, _ordered(_as_bits(widen(values[j]))))
+    return _as_float(np.uint32(_ordered(top)))

@@ -28,6 +28,7 @@ from headrace.runner.kernels.numeric import (
     KERNEL,
     f32_at,
     fast_exp,
+    largest,
     narrow,
     take_next,
     u16_at,
@@ -114,18 +115,16 @@ GATHER = {
 @njit(fastmath=FAST)
 def _weigh(row: Any, first: int, stop: int, sink: Any) -> Any:
     """Scores [first, stop) of a row become weights, all others 0; returns 1 / their sum."""
-    top = sink
-    for j in range(first, stop):
-        top = max(top, widen(row[j]))
+    scores = row[first:stop]
+    top = largest(scores, sink)
+    # One loop each for what is stored and what is summed: together they are not vectorized.
+    for j in range(scores.size):
+        scores[j] = narrow(fast_exp(widen(scores[j]) - top), scores[0])
     total = np.float32(0)
-    for j in range(first, stop):
-        weight = fast_exp(widen(row[j]) - top)
-        row[j] = narrow(weight, row[0])
-        total += weight
-    for j in range(first):
-        row[j] = narrow(np.float32(0), row[0])
-    for j in range(stop, row.size):
-        row[j] = narrow(np.float32(0), row[0])
+    for j in range(scores.size):
+        total += widen(scores[j])
+    row[:first] = 0
+    row[stop:] = 0
     return np.float32(1) / (total + fast_exp(sink - top))
 
 
