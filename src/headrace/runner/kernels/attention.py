@@ -55,7 +55,7 @@ class CpuStep:
         is_decode = batch.lengths == 1
         self._decodes = np.flatnonzero(is_decode).astype(np.int32)
         self._prompts = np.flatnonzero(~is_decode).tolist()
-        self._frame = frame = np.zeros(GATHER_SIZE, np.int64)
+        self._frame = frame = frame_of(*[0] * (GATHER_SIZE - 1))
         frame[fields.WHICH], frame[fields.NUM_WHICH] = self._decodes.ctypes.data, len(self._decodes)
         frame[fields.STARTS] = batch.starts.ctypes.data
         frame[fields.FIRST_ROWS] = batch.first_rows.ctypes.data
@@ -81,7 +81,7 @@ class CpuStep:
 
     def _attend_prompt(self, chunk: int, q: Tensor, out: Tensor) -> None:
         start, length = int(self._batch.starts[chunk]), int(self._batch.lengths[chunk])
-        first_row, window = int(self._batch.first_rows[chunk]), int(self._frame[fields.WINDOW])
+        first_row, window = int(self._batch.first_rows[chunk]), self._frame[fields.WINDOW]
         size = self._attention.storage.block_size
         base = max(0, start + 1 - window) // size * size if window else 0
         keys, values = self._past(chunk, base, start + length)
@@ -118,11 +118,11 @@ class CpuStep:
         inverse = torch.empty(scores.shape[:2])
         frame = frame_of(
             *scores.shape,
-            int(self._frame[fields.GROUP]),
+            self._frame[fields.GROUP],
             start,
-            int(self._frame[fields.WINDOW]),
-            int(self._frame[fields.SINKS]),
-            int(self._frame[fields.NUM_SINKS]),
+            self._frame[fields.WINDOW],
+            self._frame[fields.SINKS],
+            self._frame[fields.NUM_SINKS],
             inverse.data_ptr(),
             scores.data_ptr(),
         )

@@ -201,24 +201,27 @@ _BODIES = {
 }
 
 
-def product(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
-    """x [rows, inputs] times the transpose of weight [outputs, inputs], each output scaled, biased.
+class Operand:
+    """A stored matrix [outputs, inputs] with a float32 scale and bias per output, as addresses.
 
-    `scale` and `bias` are float32 [outputs]; the number of inputs is even. Sums are float32,
-    rounded once to x's dtype.
+    Looking them up anew at every call would cost more than a small product.
+    """
+
+    def __init__(self, weight: Tensor, scale: Tensor, bias: Tensor) -> None:
+        self.dtype, (self.num_outputs, self.num_inputs) = weight.dtype, weight.shape
+        self.weight, self.rest = weight.data_ptr(), (scale.data_ptr(), bias.data_ptr())
+        self._held = weight, scale, bias
+
+
+def product(x: Tensor, by: Operand) -> Tensor:
+    """x [rows, inputs] times the transpose of `by`; the number of inputs is even.
+
+    Sums are float32, rounded once to x's dtype.
     """
     x = x.contiguous()
-    rows, (num_outputs, num_inputs) = len(x), weight.shape
-    y = x.new_empty(rows, num_outputs)
-    frame = frame_of(
-        num_outputs,
-        num_inputs,
-        rows,
-        weight.data_ptr(),
-        x.data_ptr(),
-        y.data_ptr(),
-        scale.data_ptr(),
-        bias.data_ptr(),
-    )
-    spread(_BODIES[x.dtype, weight.dtype], frame)
+    rows = x.shape[0]
+    y = torch.empty((rows, by.num_outputs), dtype=x.dtype)
+    sizes = by.num_outputs, by.num_inputs, rows
+    frame = frame_of(*sizes, by.weight, x.data_ptr(), y.data_ptr(), *by.rest)
+    spread(_BODIES[x.dtype, by.dtype], frame)
     return y

@@ -5,7 +5,6 @@ A step fills in its chunks once, each layer its tensors; kernels read them back 
 
 from typing import Any
 
-import numpy as np
 from numba import njit
 from numba.np.numpy_support import carray
 from torch import Tensor
@@ -44,10 +43,6 @@ from headrace.runner.kernels.pool import Frame
 ) = range(1, 28)
 
 
-def new_frame() -> Frame:
-    return np.zeros(FRAME_SIZE, np.int64)
-
-
 def set_memory(frame: Frame, keys: Tensor, values: Tensor) -> None:
     """keys, values: [num_blocks, kv_heads, block_size, dim], contiguous."""
     frame[KEYS], frame[VALUES] = keys.data_ptr(), values.data_ptr()
@@ -56,7 +51,7 @@ def set_memory(frame: Frame, keys: Tensor, values: Tensor) -> None:
 
 def set_new(frame: Frame, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
     """All [tokens, heads, dim] with their heads side by side; rows may be further apart."""
-    frame[NUM_TOKENS] = len(q)
+    frame[NUM_TOKENS] = q.shape[0]
     frame[GROUP] = q.shape[1] // k.shape[1]
     for place, tensor in enumerate((q, k, v, out)):
         frame[Q + place] = tensor.data_ptr()

@@ -7,7 +7,7 @@ stored, read by our own kernel for few rows and widened tile by tile for many; o
 import torch
 from torch import Tensor, nn
 
-from headrace.runner.kernels.few_rows import product
+from headrace.runner.kernels.few_rows import Operand, product
 from headrace.runner.kernels.pointwise import widen_rows
 from headrace.runner.kernels.private import (
     can_reorder,
@@ -42,12 +42,14 @@ class StoredLinear(nn.Module):
         self.scale = nn.Buffer(torch.ones(size) if scale is None else scale)
         self.bias = nn.Buffer(torch.zeros(size) if bias is None else bias.detach().float())
         self._has_bias = bias is not None
+        self._operand = Operand(self.weight, self.scale, self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        few = len(rows) <= _FEW_ROWS and rows.shape[1] % 2 == 0
-        y = product(rows, self.weight, self.scale, self.bias) if few else self._many(rows)
-        return y.view(*x.shape[:-1], -1)
+        if x.ndim != 2:
+            return self(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
+        if x.shape[0] <= _FEW_ROWS and x.shape[1] % 2 == 0:
+            return product(x, self._operand)
+        return self._many(x)
 
     def _many(self, x: Tensor) -> Tensor:
         keeps = x.dtype == torch.bfloat16 and has_fast_bf16()

@@ -195,7 +195,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def gated(x: Tensor) -> Tensor:
     """silu(left half) * right half of x [tokens, 2 * size], contiguous."""
-    out = x.new_empty(len(x), x.shape[1] // 2)
+    out = torch.empty((x.shape[0], x.shape[1] // 2), dtype=x.dtype)
     _launch(_GATE[x.dtype], out, frame_of(*out.shape, x.data_ptr(), out.data_ptr()))
     return out
 

@@ -10,16 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 ENVIRONMENT = {"GOMP_SPINCOUNT": "5000", "TOKENIZERS_PARALLELISM": "false"}
 """To be set before torch is loaded: waiting threads sleep after some microseconds instead of
 some milliseconds, which would keep a core from whoever else needs it."""
 
-Frame = NDArray[np.int64]
-"""A kernel's arguments: the counter, then addresses and counts."""
+Frame = Any
+"""A kernel's arguments, a C array of int64: the counter, then addresses and counts."""
 
 
 def set_threads(num_threads: int | None) -> int:
@@ -30,25 +28,25 @@ def set_threads(num_threads: int | None) -> int:
 
 
 def frame_of(*args: int) -> Frame:
-    return np.array((0, *args), np.int64)
+    return (ctypes.c_int64 * (len(args) + 1))(0, *args)
 
 
 def spread(body: Any, frame: Frame) -> None:
     """Run `body` on all threads; returns when the work is done."""
     frame[0] = 0
-    address, num_threads = frame.ctypes.data, torch.get_num_threads()
+    num_threads = torch.get_num_threads()
     if num_threads == 1:
-        run_alone(body, frame)
+        _callable(body.address)(frame)
     elif (fork := _openmp_fork()) is not None:
-        fork(body.address, address, num_threads, 0)
+        fork(body.address, frame, num_threads, 0)
     else:
-        _spread_by_python(_callable(body.address), address, num_threads)
+        _spread_by_python(_callable(body.address), frame, num_threads)
 
 
 def run_alone(body: Any, frame: Frame) -> None:
     """Run `body` on the calling thread: for work that is smaller than waking another."""
     frame[0] = 0
-    _callable(body.address)(frame.ctypes.data)
+    _callable(body.address)(frame)
 
 
 @cache
@@ -79,7 +77,7 @@ def _python_threads(num_threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(num_threads, thread_name_prefix="kernel")
 
 
-def _spread_by_python(call: Any, frame: int, num_threads: int) -> None:
+def _spread_by_python(call: Any, frame: Frame, num_threads: int) -> None:
     """Slower to start (ctypes releases the lock while it runs), same results."""
     others = [_python_threads(num_threads).submit(call, frame) for _ in range(num_threads - 1)]
     call(frame)
