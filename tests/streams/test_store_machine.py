@@ -106,6 +106,12 @@ class Stores(RuleBasedStateMachine):
         if naive:
             self.keep([(naive, sqlite)])
 
+    @rule(chat=st.sampled_from("xy"))
+    def find_family(self, chat: str) -> None:
+        families = self.both(lambda store: store.find_family(ByConversation("", chat)))
+        naive, sqlite = (sorted(family, key=lambda one: one.record.id) for family in families)
+        self.keep(list(zip(naive, sqlite, strict=True)))
+
     @rule(data=st.data(), after=st.integers(-1, 200), limit=st.integers(1, 300))
     def read(self, data: st.DataObject, after: int, limit: int) -> None:
         if self.handles:

@@ -194,6 +194,17 @@ async def test_names_belong_to_their_owner(store: Store) -> None:
 
 
 @store_test
+async def test_a_family_is_a_conversation_and_what_it_names_with_two_colons(store: Store) -> None:
+    chats = ["chat", "chat::m", "chat:::", "chat::", "chat:", "chat:;", "chat2", "cha", "%", None]
+    for number, chat in enumerate(chats):
+        await store.create(make_record(str(number), chat))
+    await store.create(make_record("other", "chat::x", owner="other"))
+    family = await store.find_family(ByConversation("", "chat"))
+    assert {stored.record.id for stored in family} == {"0", "1", "2", "3"}
+    assert await store.find_family(ByConversation("", "nothing")) == []
+
+
+@store_test
 async def test_of_two_that_claim_a_name_at_once_one_gets_it(store: Store) -> None:
     claims = [store.create(make_record(name, conversation="chat")) for name in "abc"]
     assert len({created.record.id for created in await asyncio.gather(*claims)}) == 1

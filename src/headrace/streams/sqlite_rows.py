@@ -71,9 +71,14 @@ def claim(db: sqlite3.Connection, record: Record, replaces: StreamId | None) -> 
 
 
 def find(db: sqlite3.Connection, name: Name) -> Row | None:
+    return next(iter(find_all(db, name)), None)
+
+
+def find_all(db: sqlite3.Connection, name: Name) -> list[Row]:
+    """One or none."""
     where = " AND ".join(f"{column} = ?" for column in _NAME_COLUMNS[type(name)])
-    row = db.execute(f"{_COLUMNS} WHERE {where}", msgspec.structs.astuple(name)).fetchone()
-    return _row(*row) if row else None
+    values = msgspec.structs.astuple(name)
+    return [_row(*row) for row in db.execute(f"{_COLUMNS} WHERE {where}", values)]
 
 
 def find_family(db: sqlite3.Connection, name: ByConversation) -> list[Row]:

@@ -68,16 +68,11 @@ class SqliteStore:
         )
 
     async def find(self, name: Name) -> Stored | None:
-        while (row := await self._reader.run(partial(rows.find, name=name))) is not None:
-            if row.has_ended or row.record.id in self._live:
-                self._read_at[row.n] = time.time()
-                return self._stored(row)
-            # else it was created or has ended during the query: ask again
-        return None
+        found = await self._ask(partial(rows.find_all, name=name))
+        return found[0] if found else None
 
     async def find_family(self, name: ByConversation) -> list[Stored]:
-        family = await self._reader.run(partial(rows.find_family, name=name))
-        return [self._stored(row) for row in family if row.has_ended or row.record.id in self._live]
+        return await self._ask(partial(rows.find_family, name=name))
 
     async def forget(self, stream_id: StreamId) -> None:
         await self._delete([stream_id])
@@ -94,6 +89,14 @@ class SqliteStore:
         for start in range(0, len(evicted), _EVICTED_AT_ONCE):
             await self._delete(evicted[start : start + _EVICTED_AT_ONCE])
         return totals
+
+    async def _ask(self, query: Callable[[sqlite3.Connection], list[rows.Row]]) -> list[Stored]:
+        while True:
+            found = await self._reader.run(query)
+            if all(row.has_ended or row.record.id in self._live for row in found):
+                self._read_at.update((row.n, time.time()) for row in found)
+                return [self._stored(row) for row in found]
+            # else one was created or has ended during the query
 
     def _created(self, row: rows.Row) -> Stored:
         if row.epoch != rows.NO_WRITER:

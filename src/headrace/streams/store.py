@@ -88,7 +88,10 @@ class Store(Protocol):
         """
 
     async def find_family(self, name: ByConversation) -> list[Stored]:
-        """The stream of that conversation, and those of `<conversation>::<anything>`."""
+        """The stream of that conversation, and those of `<conversation>::<anything>`.
+
+        In any order; counts as reading them.
+        """
 
     async def forget(self, stream_id: StreamId) -> None:
         """Removes a stream with its names; unknown ones are ignored. Its readers get LogGone."""
