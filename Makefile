@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/ready
 
-.PHONY: serve test check demo clean
+.PHONY: serve test check demo roofline clean
 
 serve: $(READY)
 	@$(BIN)/headrace serve $(ARGS)
@@ -20,6 +20,13 @@ check: $(READY)
 
 demo: $(READY)
 	@$(BIN)/python tools/demo.py
+
+ROOFLINE_MODEL ?= build/qwen3-0.6b
+roofline: $(READY) $(ROOFLINE_MODEL)
+	$(BIN)/python benchmarks/roofline.py --model $(ROOFLINE_MODEL) $(ARGS)
+
+build/qwen3-0.6b: $(READY)
+	$(BIN)/python tools/make_random_model.py --shape qwen3-0.6b --out $@
 
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv

@@ -21,6 +21,9 @@ logger = logging.getLogger(__name__)
 _LAST_LINES = 200
 _LAST_WORDS_S = 1.0
 _KEPT_FROM_IT = ("HEADRACE_API_KEYS", "HEADRACE_ADMIN_KEY")
+# OpenMP reads this as torch is loaded. Its threads wait for the next loop in a spin of milliseconds
+# unless told otherwise, and a spinning thread keeps a core from whoever has work.
+_DEFAULTS = {"GOMP_SPINCOUNT": "5000"}
 
 
 class Child:
@@ -43,7 +46,8 @@ class Child:
     async def spawn(cls) -> "Child":
         ours, theirs = socket.socketpair()
         note = StepNote()
-        environment = {k: v for k, v in os.environ.items() if k not in _KEPT_FROM_IT}
+        inherited = {k: v for k, v in os.environ.items() if k not in _KEPT_FROM_IT}
+        environment = _DEFAULTS | inherited
         with theirs:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,

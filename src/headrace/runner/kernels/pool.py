@@ -12,19 +12,8 @@ from typing import Any
 
 import torch
 
-ENVIRONMENT = {"GOMP_SPINCOUNT": "5000", "TOKENIZERS_PARALLELISM": "false"}
-"""To be set before torch is loaded: waiting threads sleep after some microseconds instead of
-some milliseconds, which would keep a core from whoever else needs it."""
-
 Frame = Any
 """A kernel's arguments, a C array of int64: the counter, then addresses and counts."""
-
-
-def set_threads(num_threads: int | None) -> int:
-    """Let torch, and with it every kernel here, use that many threads; None: all cores."""
-    if num_threads is not None:
-        torch.set_num_threads(num_threads)
-    return torch.get_num_threads()
 
 
 def frame_of(*args: int) -> Frame:
