@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from headrace.core.errors import RequestError
 from headrace.core.ids import StreamId
 from headrace.core.layout import MemoryLayout
-from headrace.core.messages import Ready
+from headrace.core.messages import Ready, Status, StepTrace
 from headrace.core.request import Chat, Prompt, Request, Text, Wire
 from headrace.core.sampling import Sampling
 from headrace.generation.interruption import Interruption
@@ -175,7 +175,10 @@ class FakeGeneration:
 
     def __init__(self, *script: AnyEvent, model: FakeModel | None = None) -> None:
         self.models = Models((model or FakeModel(),))  # type: ignore[arg-type]
-        self.state = "ok"
+        self.state, self.last_words = "ok", ""
+        self.is_engine_up, self.num_engine_starts = True, 1
+        self.status: Status | None = None
+        self.steps: list[StepTrace] = []
         self.script = script
         self.refusal: RequestError | None = None
         self.requests: list[Request] = []

@@ -89,6 +89,8 @@ class Ready(Message, frozen=True):
     weight_bytes: int
     layout: MemoryLayout
     fingerprint: str  # 12 hex digits over version, weights, dtype and kind of device
+    max_step_tokens: int = 0
+    max_stall_s: float | None = None  # the stall target, if there is one
 
 
 class LoadFailed(Message, frozen=True):
@@ -146,6 +148,22 @@ class Outputs(Message, frozen=True):
     finished: tuple[Finished, ...] = ()
 
 
+NUM_TRACED_STEPS = 120
+"""Late steps that are told of; older ones are forgotten."""
+
+
+class StepTrace(msgspec.Struct, frozen=True, array_like=True):
+    """A committed step, for those who measure; times in seconds."""
+
+    num_decoding: int
+    num_prompt_tokens: int
+    predicted: float  # 0 while unmeasured
+    actual: float  # in the runner
+    elapsed: float  # in all, since the plan or the commit before it
+    room: float | None  # what prompts might have taken; None: no target, or none measured
+    cause: str  # why it was expected to miss the stall target
+
+
 class Status(Message, frozen=True):
     """Numbers for people and metrics, at most four a second while something changes."""
 
@@ -157,6 +175,8 @@ class Status(Message, frozen=True):
     num_steps: int
     queue: tuple[SequenceId, ...] = ()  # the first of those waiting, next one first
     prompt_tokens_per_s: float = 0.0
+    missed: dict[str, int] = {}  # stall targets, by cause
+    steps: tuple[StepTrace, ...] = ()  # the last of those since the Status before
 
 
 AnyMessage = (

@@ -3,11 +3,24 @@
 import logging
 import queue
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
+import msgspec
+
 from headrace.core.ids import SequenceId
-from headrace.core.messages import AnyMessage, Cancel, Message, Outputs, Shutdown, Status, Submit
+from headrace.core.messages import (
+    NUM_TRACED_STEPS,
+    AnyMessage,
+    Cancel,
+    Message,
+    Outputs,
+    Shutdown,
+    Status,
+    StepTrace,
+    Submit,
+)
 from headrace.core.plan import StepPlan, StepResult
 from headrace.scheduler.scheduler import Scheduler
 
@@ -73,6 +86,7 @@ class Engine:
         self._clock: Clock = time.monotonic
         self._last_status: Status | None = None
         self._status_due = 0.0
+        self._untold_steps: deque[StepTrace] = deque(maxlen=NUM_TRACED_STEPS)
 
     def run(self, inbox: Inbox) -> None:
         """Steps until Shutdown, blocking on the inbox while there is nothing to do.
@@ -97,6 +111,8 @@ class Engine:
             self._scheduler.fail(plan, f"{type(error).__name__}: {error}", self._clock())
         else:
             self._scheduler.commit(plan, result, self._clock())
+            if self._scheduler.last_step is not None:
+                self._untold_steps.append(self._scheduler.last_step)
         self._note.clear()
         self._send_outputs()
         return True
@@ -135,7 +151,9 @@ class Engine:
             status = self._scheduler.status()
             if status != self._last_status:
                 self._last_status = status
-                self._outbox.put(status)
+                steps = tuple(self._untold_steps)
+                self._untold_steps.clear()
+                self._outbox.put(msgspec.structs.replace(status, steps=steps))
 
 
 _NOTHING = Outputs()

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import msgspec
+
 from headrace.core.config import ModelConfig
 from headrace.core.messages import Ready
 from headrace.runner.load import load_runner
@@ -16,5 +18,8 @@ def load(config: ModelConfig) -> tuple[Runner, Scheduler, Ready]:
     layout = ready.layout
     limits = resolve(
         config.scheduler, layout, ready.device, ready.max_num_seqs, ready.max_model_len
+    )
+    ready = msgspec.structs.replace(
+        ready, max_step_tokens=limits.max_step_tokens, max_stall_s=limits.max_stall_s
     )
     return runner, Scheduler(config.scheduler, layout, limits), ready

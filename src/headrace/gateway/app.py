@@ -11,6 +11,7 @@ from headrace.gateway.byte_routes import ByteRoutes
 from headrace.gateway.door import Door, Endpoint
 from headrace.gateway.envelope import Envelope
 from headrace.gateway.generation_routes import GenerationRoutes
+from headrace.gateway.manage_routes import ManageRoutes
 from headrace.gateway.native_routes import NativeRoutes
 from headrace.gateway.state_routes import StateRoutes
 from headrace.gateway.text_routes import TextRoutes
@@ -25,6 +26,7 @@ def create_app(generation: Generation, config: ServerConfig) -> Starlette:
     texts = TextRoutes(generation, config.http.max_body_bytes)
     native = NativeRoutes(generation, config, door)
     by_byte = ByteRoutes(generation, config, door)
+    manages = ManageRoutes(generation, door)
     reads: dict[str, Endpoint] = {
         "/v1/models": states.models,
         "/v1/models/{id:path}": states.model,
@@ -34,6 +36,8 @@ def create_app(generation: Generation, config: ServerConfig) -> Starlette:
         "/v1/stream": by_byte.read,
         "/v1/stream/{id:path}": by_byte.read,
         "/openapi.json": states.openapi,
+        "/manage/state": manages.state,
+        "/manage/stream": manages.stream,
     }
     writes: dict[str, Endpoint] = {
         "/v1/chat/completions": generates.chat,

@@ -24,6 +24,7 @@ class Door:
         self._hosts = {host.lower() for host in config.allowed_host}
         # a foreign page cannot know a key, but it can point a name of its own at loopback
         self._checks_names = not self._digests and _is_loopback(config.host)
+        self.is_open_to_all = not self._digests and not self._checks_names
 
     def check(self, headers: Headers) -> None:
         """RequestError `forbidden` or `invalid_api_key` for who may not enter."""

@@ -109,6 +109,8 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ),
     ("get", "/props"): Operation("The model's settings", ("default_generation_settings",)),
     ("get", "/openapi.json"): Operation("This document", ("openapi", "paths")),
+    ("get", "/manage/state"): Operation("How the server is doing", ("state", "engine", "steps")),
+    ("get", "/manage/stream"): Operation("The same, again after each change", media=(_EVENTS,)),
     ("post", "/v1/chat/completions"): _generates(
         "Answer a conversation", chat_schema.TABLE, "messages"
     ),

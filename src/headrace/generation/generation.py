@@ -5,14 +5,14 @@ import contextlib
 import logging
 import secrets
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 
 import msgspec
 
 from headrace.core.config import ServerConfig
 from headrace.core.errors import RequestError
 from headrace.core.ids import StreamId
-from headrace.core.messages import Outputs, Ready, Status
+from headrace.core.messages import NUM_TRACED_STEPS, Outputs, Ready, Status, StepTrace
 from headrace.core.request import Request
 from headrace.engine.client import EngineClient, EngineDown, EngineUp
 from headrace.generation.admission import Admission
@@ -46,6 +46,8 @@ class Generation:
         self.streams = Registry(store)
         self.state = "loading"
         self.status: Status | None = None  # the engine's newest numbers
+        self.steps: deque[StepTrace] = deque(maxlen=NUM_TRACED_STEPS)  # and its last steps
+        self.num_engine_starts = 0
         self.last_words = ""  # why the engine was given up
         self.died = asyncio.Event()  # set once it was
         self._config = config
@@ -55,6 +57,10 @@ class Generation:
         self._sequences: Sequences[Stream] = Sequences(engine)
         self._writers: dict[Stream, asyncio.Task[None]] = {}
         self._tasks = asyncio.TaskGroup()
+
+    @property
+    def is_engine_up(self) -> bool:
+        return self._up is not None
 
     async def run(self) -> None:
         """Until the engine's client is closed."""
@@ -219,6 +225,8 @@ class Generation:
     def _engine_is_up(self, news: EngineUp) -> None:
         self.models.all()[0].ready = news.ready
         self._up = news
+        self.num_engine_starts += 1
+        self.steps.clear()
         self._was_up.set()
         if self.state != "draining":
             self.state = "ok"
@@ -242,6 +250,7 @@ class Generation:
     def _show_queue(self, status: Status) -> None:
         """Tells every waiting stream its place."""
         self.status = status
+        self.steps.extend(status.steps)
         num_ahead = 0
         for position, sequence_id in enumerate(status.queue, 1):
             stream = self._sequences.owner(sequence_id)

@@ -3,28 +3,14 @@
 from collections import deque
 from dataclasses import dataclass
 
-import msgspec
-
 from headrace.core.ids import SequenceId, SlotId
-from headrace.core.messages import Finish
+from headrace.core.messages import Finish, StepTrace
 from headrace.core.plan import Chunk, ChunkResult, Drawn, StepPlan, StepResult
 from headrace.scheduler.budget import TimeBudget
 from headrace.scheduler.cost import StepShape
 from headrace.scheduler.draft import StepDraft
 from headrace.scheduler.roster import Roster
 from headrace.scheduler.sequence import Sequence
-
-
-class StepTrace(msgspec.Struct, frozen=True):
-    """A committed step, for those who measure; times in seconds."""
-
-    num_decoding: int
-    num_prompt_tokens: int
-    predicted: float  # 0 while unmeasured
-    actual: float  # in the runner
-    elapsed: float  # in all, since the plan or the commit before it
-    room: float | None  # what prompts might have taken; None: no target, or none measured
-    cause: str  # why it was expected to miss the stall target
 
 
 @dataclass(slots=True, frozen=True)

@@ -9,12 +9,12 @@ from collections.abc import Sequence as Chunks
 from headrace.core.config import SchedulerConfig
 from headrace.core.ids import SequenceId
 from headrace.core.layout import MemoryLayout
-from headrace.core.messages import Cancel, Finish, Outputs, Status, Submit
+from headrace.core.messages import Cancel, Finish, Outputs, Status, StepTrace, Submit
 from headrace.core.plan import StepPlan, StepResult
 from headrace.memory.memory import Memory
 from headrace.scheduler.budget import TimeBudget
 from headrace.scheduler.cost import StepShape
-from headrace.scheduler.flight import Flight, StepTrace
+from headrace.scheduler.flight import Flight
 from headrace.scheduler.intake import Intake
 from headrace.scheduler.limits import Limits
 from headrace.scheduler.outbox import Outbox
@@ -92,6 +92,7 @@ class Scheduler:
             num_steps=self._flight.num_steps,
             queue=tuple(sequence.id for sequence in waiting[:MAX_QUEUE_SHOWN]),
             prompt_tokens_per_s=self._budget.prompt_tokens_per_s,
+            missed=dict(self.missed),
         )
 
     def observe(self, chunks: Chunks[tuple[int, int]], seconds: float) -> None:

@@ -1,0 +1,69 @@
+import queue
+import time
+
+from headrace.core.ids import SequenceId
+from headrace.core.layout import MemoryLayout
+from headrace.core.messages import NUM_TRACED_STEPS, Message, Shutdown, Status, StepTrace
+from headrace.core.plan import StepPlan, StepResult
+from headrace.engine import wire
+from headrace.engine.engine import Engine, Inbox
+from headrace.scheduler.scheduler import Scheduler
+from tests.scheduler.builders import make_scheduler, make_submit
+from tests.simulator.fake_runner import FakeRunner
+
+
+class Runner:
+    """A model that computes nothing and says that it took a hundredth of a second."""
+
+    def __init__(self) -> None:
+        self._fake = FakeRunner(MemoryLayout(16, 1000), {1: "", 2: ""})
+
+    def launch(self, plan: StepPlan) -> "Runner":
+        self._result = self._fake.execute(plan, 0.01, {})
+        return self
+
+    def result(self) -> StepResult:
+        return self._result
+
+
+class Sent:
+    def __init__(self) -> None:
+        self.statuses: list[Status] = []
+
+    def put(self, message: Message) -> None:
+        if isinstance(message, Status):
+            self.statuses.append(message)
+
+    def num_unsent(self) -> int:
+        return 0
+
+
+def run(scheduler: Scheduler, *numbers: int, num_prompt: int = 100, max_tokens: int = 4) -> Sent:
+    inbox: Inbox = queue.SimpleQueue()
+    for number in numbers:
+        inbox.put(make_submit(number, num_prompt, max_tokens=max_tokens, arrival=time.monotonic()))
+    sent = Sent()
+    engine = Engine(scheduler, Runner(), sent)
+    while engine._receive(inbox) and engine.step():
+        if scheduler.is_idle:
+            inbox.put(Shutdown())
+    return sent
+
+
+def test_every_step_is_told_of_once() -> None:
+    sent = run(make_scheduler(), 1, 2)
+    steps = [step for status in sent.statuses for step in status.steps]
+    assert len(steps) == sent.statuses[-1].num_steps
+    assert sum(step.num_prompt_tokens for step in steps) == 200
+    assert {step.actual for step in steps} == {0.01}
+
+
+def test_a_status_does_not_grow_with_the_speed_of_steps() -> None:
+    sent = run(make_scheduler(), 1, max_tokens=3 * NUM_TRACED_STEPS)
+    assert max(len(status.steps) for status in sent.statuses) <= NUM_TRACED_STEPS
+
+
+def test_a_status_crosses_with_its_steps() -> None:
+    step = StepTrace(4, 35, 0.1, 0.11, 0.12, 0.07, "decode")
+    status = Status(1, 0, 0, 5, 0, 7, (SequenceId(3),), missed={"model": 2}, steps=(step,))
+    assert wire._DECODER.decode(wire.encode(status)[4:]) == status
