@@ -141,3 +141,13 @@ def test_below_a_block_running_out_of_memory_is_a_step_error():
     engine.scheduler.out_of_memory(engine.scheduler.plan(0.0), "out of memory", 0.0)
     engine.take()
     assert engine.finished == {1: (Finish.ERROR, "internal_error")}
+
+
+def test_an_open_prompt_gives_way_to_an_older_decoder():
+    engine = Engine(make_scheduler(6, patience=0.0, max_step_tokens=2))
+    engine.add(make_submit(1, 14, max_tokens=40))
+    for _ in range(8):
+        engine.step()
+    plans = engine.add(make_submit(2, 60, max_tokens=1)).run()
+    assert any(2 in plan.ended for plan in plans)
+    assert engine.scheduler.missed["preempted"] == 0

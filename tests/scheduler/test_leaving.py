@@ -131,3 +131,24 @@ def test_progress_is_not_repeated_after_a_failed_step():
     assert sequence_ids(engine.fail()) == [1, 2]
     engine.run()
     assert engine.progress == {1: [0, 16, 20], 2: [0, 16, 20]}
+
+
+def test_a_row_error_after_a_cancel_changes_nothing():
+    engine = Engine(make_scheduler()).add(make_submit(1, 4))
+    first = engine.scheduler.plan(0.0)
+    engine.scheduler.cancel(cancel(1))
+    engine.scheduler.plan(0.0)
+    engine.commit(first, errors={1: "not a number"})
+    assert engine.finished == {1: (Finish.CANCELLED, "")}
+
+
+def test_a_cancelled_sequence_is_no_suspect_of_the_step_it_was_in():
+    engine = Engine(make_scheduler()).add(make_submit(1, 4), make_submit(2, 4))
+    plan = engine.scheduler.plan(0.0)
+    engine.scheduler.cancel(cancel(1))
+    assert engine.scheduler.plan(0.0) is not None
+    engine.scheduler.fail(plan, "it broke", 0.0)
+    engine.take()
+    assert engine.finished == {1: (Finish.CANCELLED, "")}
+    engine.run()
+    assert engine.finished[2] == (Finish.LENGTH, "")

@@ -57,9 +57,6 @@ class BlockPool:
             else:
                 self._free.append(block_id)
 
-    def num_holders(self, block_id: int) -> int:
-        return self._num_holders[block_id]
-
     def check(self, held: dict[int, int]) -> None:
         """Prove the books against the holders that the leases account for."""
         assert {i: n for i, n in enumerate(self._num_holders) if n} == held

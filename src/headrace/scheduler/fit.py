@@ -24,54 +24,26 @@ class LeastSquares:
     def solve(self) -> list[float]:
         """Coefficients of all columns; 0 for a column that nothing speaks for.
 
-        Lawson and Hanson's active set, on columns scaled to equal length.
+        The worst of the columns that would turn negative leaves, until none would. Columns are
+        scaled to equal length, being of very different sizes.
         """
         scale = [max(self._matrix[i][i], 0.0) ** 0.5 or 1.0 for i in self._columns]
+        target = [self._target[i] / scale[i] for i in self._columns]
         matrix = [
             [self._matrix[i][j] / (scale[i] * scale[j]) for j in self._columns]
             for i in self._columns
         ]
-        target = [self._target[i] / scale[i] for i in self._columns]
-        largest = max(map(abs, target)) or 1.0
         solution = [0.0] * len(target)
-        active: list[int] = []
-        for _ in range(3 * len(target)):
-            slopes = [
-                t - sum(map(_product, line, solution))
-                for t, line in zip(target, matrix, strict=True)
-            ]
-            idle = [i for i in self._columns if i not in active]
-            best = max(idle, key=slopes.__getitem__, default=-1)
-            if best < 0 or slopes[best] <= TOLERANCE * largest:
+        columns = [i for i in self._columns if self._matrix[i][i] > 0]
+        while columns:
+            values = _eliminate(matrix, target, columns)
+            worst = min(range(len(columns)), key=values.__getitem__)
+            if values[worst] >= 0:
+                for i, value in zip(columns, values, strict=True):
+                    solution[i] = value / scale[i]
                 break
-            active.append(best)
-            solution = _settle(matrix, target, solution, active)
-        return [value / factor for value, factor in zip(solution, scale, strict=True)]
-
-
-def _product(left: float, right: float) -> float:
-    return left * right
-
-
-def _settle(
-    matrix: list[list[float]], target: list[float], solution: list[float], active: list[int]
-) -> list[float]:
-    """Solve for the active columns; those that would turn negative leave `active`."""
-    while True:
-        values = dict(zip(active, _eliminate(matrix, target, active), strict=True))
-        negative = [i for i in active if values[i] <= 0]
-        if not negative:
-            return [values.get(i, 0.0) for i in range(len(target))]
-        step = min(
-            solution[i] / (solution[i] - values[i]) if solution[i] else 0.0 for i in negative
-        )
-        solution = [s + step * (values.get(i, 0.0) - s) for i, s in enumerate(solution)]
-        lost = [i for i in negative if solution[i] <= TOLERANCE]
-        for i in lost or negative:
-            active.remove(i)
-            solution[i] = 0.0
-        if not active:
-            return solution
+            del columns[worst]
+        return solution
 
 
 def _eliminate(matrix: list[list[float]], target: list[float], columns: list[int]) -> list[float]:

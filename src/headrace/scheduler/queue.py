@@ -31,10 +31,6 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self._sequences)
 
-    def __contains__(self, sequence: Sequence) -> bool:
-        place = bisect_left(self._sequences, sequence.key, key=by_key)
-        return place < len(self._sequences) and self._sequences[place] is sequence
-
     def push(self, sequence: Sequence) -> None:
         insort(self._sequences, sequence, key=by_key)
 

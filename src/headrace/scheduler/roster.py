@@ -122,10 +122,11 @@ class Roster:
             self._hand_over(sequence.family)
 
     def _unqueue(self, sequence: Sequence) -> None:
-        if sequence in self.waiting:
+        family = sequence.family
+        if family is not None and sequence in family.waiting:
+            family.waiting.remove(sequence)
+        else:
             self.waiting.remove(sequence)
-        elif sequence.family is not None:
-            sequence.family.waiting.remove(sequence)
 
     def _hand_over(self, family: Family) -> None:
         """The leader ended with the prompt still to be computed: the next one leads."""

@@ -70,11 +70,6 @@ class Sequence:
         return self.remaining == 1 and self.lease is not None and self.outcome is None
 
     @property
-    def is_open(self) -> bool:
-        """Whether its prompt, or what a preemption took, is only partly computed."""
-        return self.remaining > 1 and self.lease is not None and self.outcome is None
-
-    @property
     def held(self) -> Lease:
         assert self.lease is not None
         return self.lease
