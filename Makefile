@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/ready
 
-.PHONY: serve test check demo roofline clean
+.PHONY: serve test check simulate demo roofline clean
 
 serve: $(READY)
 	@$(BIN)/headrace serve $(ARGS)
@@ -17,6 +17,10 @@ check: $(READY)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest tests/test_house.py
+
+N ?= 10000
+simulate: $(READY)
+	$(BIN)/python -m tools.simulate -n $(N) $(ARGS)
 
 demo: $(READY)
 	@$(BIN)/python tools/demo.py

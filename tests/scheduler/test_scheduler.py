@@ -156,3 +156,22 @@ def test_a_cancel_before_the_first_step_ends_it_at_the_next_plan():
     engine.scheduler.cancel(cancel(1))
     assert engine.step() is None
     assert engine.finished == {1: (Finish.CANCELLED, "")}
+
+
+def test_an_end_token_counts_by_one_rule_whether_first_or_later():
+    for number_of_end in (1, 3):
+        end = 100 + 10 + number_of_end - 1
+        sampling = Sampling(end_token_ids=(end,))
+        engine = Engine(make_scheduler()).add(make_submit(1, 10, sampling=sampling))
+        engine.run()
+        assert len(engine.tokens[1]) == number_of_end
+        assert engine.finished[1] == (Finish.STOP, "")
+
+
+def test_a_refused_request_changes_nothing_for_the_others():
+    def outcome(*more):
+        engine = Engine(make_scheduler(8)).add(make_submit(1, 30), *more, make_submit(2, 20))
+        plans = engine.run()
+        return [lengths(plan) for plan in plans], engine.tokens
+
+    assert outcome() == outcome(make_submit(8, 0), make_submit(9, 128))

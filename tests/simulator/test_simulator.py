@@ -10,6 +10,7 @@ from tests.simulator.simulation import run_seed
 NUM_SCHEDULES = 2000
 
 
+@pytest.mark.timeout(900)
 def test_no_schedule_breaks_an_invariant(capsys: pytest.CaptureFixture[str]) -> None:
     verdicts = list(campaign(range(NUM_SCHEDULES), os.cpu_count() or 1))
     violations = [verdict.violation for verdict in verdicts if verdict.violation]

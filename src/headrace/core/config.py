@@ -37,7 +37,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     prompt_share: Annotated[
         float,
         Meta(
-            ge=0,
+            gt=0,
             le=100,
             description="Time that prompts get in any case, as a share of what the running "
             "streams alone take",
