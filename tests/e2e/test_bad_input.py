@@ -1,0 +1,144 @@
+"""Whatever comes over the wire, the server answers in its own shape and goes on."""
+
+import json
+import socket
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from tests.servers import ServerProcess
+
+CHAT = "/v1/chat/completions"
+USER = {"role": "user", "content": "hi"}
+
+
+@pytest.fixture(autouse=True)
+def goes_on(server: ServerProcess) -> Any:
+    """After each of these tests the server still generates."""
+    yield
+    body = {"prompt": "Once", "max_tokens": 2}
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=30)
+    assert answer.json()["usage"]["completion_tokens"] >= 1
+
+
+def send(server: ServerProcess, raw: bytes) -> bytes:
+    """What the server says to these bytes, until it closes or falls silent."""
+    address = urlsplit(server.url)
+    with socket.create_connection((address.hostname, address.port), timeout=10) as connection:
+        connection.sendall(raw)
+        connection.settimeout(2)
+        answer = b""
+        try:
+            while part := connection.recv(65536):
+                answer += part
+        except (TimeoutError, ConnectionResetError):
+            pass
+        return answer
+
+
+def post(server: ServerProcess, body: bytes | dict[str, Any], path: str = CHAT) -> httpx.Response:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    headers = {"content-type": "application/json"}
+    return httpx.post(f"{server.url}{path}", content=content, headers=headers, timeout=30)
+
+
+def code_of(response: httpx.Response) -> tuple[int, str]:
+    assert response.headers["x-should-retry"] == "false"
+    return response.status_code, response.json()["error"]["code"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"nonsense",
+        b"\xff\xfe{}",
+        b"\xef\xbb\xbf{}",
+        b'{"a":"\\ud800"}',
+        b'{"a":NaN}',
+        b"[" * 500_000,
+        b'{"a":' * 100_000,
+        b'{"messages":' + b"9" * 5000 + b"}",
+    ],
+    ids=range(10),
+)
+def test_what_is_no_json_is_a_400(server: ServerProcess, body: bytes) -> None:
+    assert code_of(post(server, body)) == (400, "invalid_json")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"messages": "hi"},
+        {"messages": [[]]},
+        {"messages": [USER], "stop": [{}]},
+        {"messages": [USER], "max_tokens": "many"},
+        {"messages": [USER], "stream": "yes"},
+        {"messages": [USER], "chat_template_kwargs": {"messages": 1}},
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+    ],
+)
+def test_a_wrong_body_is_a_400_with_a_message(server: ServerProcess, body: Any) -> None:
+    response = post(server, body)
+    assert response.status_code == 400
+    assert response.json()["error"]["message"]
+
+
+def test_a_form_post_is_a_415(server: ServerProcess) -> None:
+    response = httpx.post(f"{server.url}{CHAT}", data={"messages": "hi"})
+    assert code_of(response) == (415, "unsupported_media_type")
+
+
+def test_an_announced_body_over_the_limit_is_refused_unread(server: ServerProcess) -> None:
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    answer = send(server, f"{head}Content-Length: 99999999999\r\n\r\n{{".encode())
+    assert answer.startswith(b"HTTP/1.1 413 ")
+    assert b'"code":"request_too_large"' in answer
+
+
+def test_a_body_that_breaks_off_is_nothing(server: ServerProcess) -> None:
+    address = urlsplit(server.url)
+    for _ in range(20):
+        with socket.create_connection((address.hostname, address.port)) as connection:
+            head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            connection.sendall(f'{head}Content-Length: 100\r\n\r\n{{"mess'.encode())
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"\x00\x01\x02\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nContent-Length: -5\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 200_000 + b"\r\n\r\n",
+    ],
+)
+def test_what_is_no_http_does_no_harm(server: ServerProcess, raw: bytes) -> None:
+    assert b" 500 " not in send(server, raw)
+
+
+def test_a_page_of_another_host_is_forbidden(server: ServerProcess) -> None:
+    body, evil = {"messages": [USER]}, {"Origin": "https://evil.example"}
+    response = httpx.post(f"{server.url}{CHAT}", json=body, headers=evil)
+    assert code_of(response) == (403, "forbidden")
+    assert code_of(httpx.get(f"{server.url}/props", headers={"Host": "evil.example"}))[0] == 403
+
+
+def test_a_route_or_method_that_is_none_has_our_error(server: ServerProcess) -> None:
+    for path in ("/", "/v1", "/v1/chat/completions/", "/../etc/passwd", "/%2e%2e/x"):
+        assert code_of(httpx.get(server.url + path)) == (404, "route_not_found")
+    response = httpx.delete(f"{server.url}{CHAT}")
+    assert code_of(response) == (405, "method_not_allowed")
+    assert response.headers["allow"] == "POST"
+
+
+def test_odd_but_valid_text_is_answered(server: ServerProcess) -> None:
+    for text in ("\x00", "\x7f\u2028\ufeff", "\N{GRINNING FACE}" * 50, "<|im_end|>" * 5, " "):
+        body = {"prompt": text, "max_tokens": 2, "echo": True, "logprobs": 1}
+        response = post(server, body, "/v1/completions")
+        assert response.status_code == 200, response.text
+        assert response.json()["choices"][0]["logprobs"]["tokens"]

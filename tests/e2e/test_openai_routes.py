@@ -1,0 +1,62 @@
+"""The routes beside the openai ones, on a real server."""
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+
+from tests.servers import ServerProcess
+
+USER = {"role": "user", "content": "Tell me about a river."}
+
+
+def post(server: ServerProcess, path: str, **body: Any) -> Any:
+    response = httpx.post(f"{server.url}{path}", json=body, timeout=60)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def test_apply_template_is_what_chat_tokenizes(server: ServerProcess) -> None:
+    text = post(server, "/apply-template", messages=[USER])["prompt"]
+    from_text = post(server, "/tokenize", content=text)["tokens"]
+    from_messages = post(server, "/tokenize", messages=[USER])["tokens"]
+    chat = {"messages": [USER], "max_tokens": 1, "return_token_ids": True}
+    from_chat = post(server, "/v1/chat/completions", **chat)["prompt_token_ids"]
+    assert from_text == from_messages == from_chat
+
+
+def test_detokenize_undoes_tokenize(server: ServerProcess) -> None:
+    text = "Ein Fluß \N{GRINNING FACE} flows."
+    tokens = post(server, "/tokenize", content=text, with_pieces=True)["tokens"]
+    ids = [token["id"] for token in tokens]
+    assert post(server, "/detokenize", tokens=ids) == {"content": text, "prompt": text}
+    pieces = [token["piece"] for token in tokens]
+    raw = b"".join(p.encode() if isinstance(p, str) else bytes(p) for p in pieces)
+    assert raw.decode() == text
+
+
+def test_health_answers_during_a_step(server: ServerProcess) -> None:
+    prompts = [[10 + i] * 500 for i in range(8)]
+    body = {"prompt": prompts, "max_tokens": 1, "cache_prompt": False}
+    num_answers = 0
+    with ThreadPoolExecutor(1) as pool:
+        work = pool.submit(post, server, "/v1/completions", **body)
+        while not work.done():
+            answer = httpx.get(f"{server.url}/health", timeout=15)
+            assert answer.json() == {"status": "ok"}
+            num_answers += 1
+    assert len(work.result()["choices"]) == 8
+    assert num_answers >= 1
+
+
+def test_props_and_models_agree(server: ServerProcess) -> None:
+    props = httpx.get(f"{server.url}/props").json()
+    (model,) = httpx.get(f"{server.url}/v1/models").json()["data"]
+    assert props["default_generation_settings"]["n_ctx"] == model["max_model_len"]
+    assert props["model_alias"] == model["id"]
+    assert model["meta"]["n_params"] > 0
+
+
+def test_the_document_is_served(server: ServerProcess) -> None:
+    document = httpx.get(f"{server.url}/openapi.json").json()
+    assert "/v1/chat/completions" in document["paths"]
