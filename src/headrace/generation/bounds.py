@@ -23,7 +23,7 @@ def check_queue(streams: Iterable[Stream], model: ServedModel, bound: int) -> No
     """Refuses what would wait beyond the bound; to take a free place is no waiting."""
     num_waiting = num_live = 0
     for stream in streams:
-        num_waiting += not stream.has_started
+        num_waiting += not (stream.has_started or stream.ended.is_set())
         num_live += stream.num_live
     has_place = model.ready is not None and num_live < model.ready.max_num_seqs
     if num_waiting >= bound and not has_place:

@@ -1,0 +1,123 @@
+"""Many at once = each alone, through generation, scheduler, memory and a real model."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from headrace.core.config import ModelConfig, SchedulerConfig, ServerConfig
+from headrace.core.request import Request, Text
+from headrace.core.sampling import Sampling
+from headrace.engine.local import LocalEngine
+from headrace.generation.generation import Generation
+from headrace.generation.served import ServedModel
+from headrace.streams.events import Finish, Progress, Tokens
+from headrace.streams.memory_store import MemoryStore
+from tests.builders import make_tiny_model
+
+PROMPTS = [f"{number}: " + "water over the wheel " * (number % 7) for number in range(64)]
+GREEDY = Sampling(temperature=0, max_tokens=24, ignore_eos=True)
+SEEDED = Sampling(temperature=1.2, top_p=0.95, max_tokens=24, ignore_eos=True, seed=7)
+
+Ask = Callable[[str, Sampling], Awaitable[tuple[int, ...]]]
+
+
+@asynccontextmanager
+async def asking(folder: Path, **scheduler: int) -> AsyncIterator[tuple[Generation, Ask]]:
+    config = ModelConfig(
+        model=str(folder),
+        served_model_name=("tiny",),
+        threads=1,
+        max_model_len=512,
+        scheduler=SchedulerConfig(**scheduler),
+    )
+    engine, _ = await LocalEngine.start(config)
+    server = ServerConfig(models=(config,))
+    generation = Generation(server, ServedModel(config), engine, MemoryStore())
+    running = asyncio.create_task(generation.run())
+    await generation.wait_until_ready()
+
+    async def ask(prompt: str, sampling: Sampling) -> tuple[int, ...]:
+        request = Request("/v1/completions", "tiny", (Text(prompt),), sampling)
+        stream = await generation.open(request)
+        token_ids: list[int] = []
+        async with stream.reader() as events:
+            async for event in events:
+                events.sent(event)
+                if isinstance(event, Tokens):
+                    token_ids += event.ids
+        assert isinstance(event, Finish)
+        return tuple(token_ids)
+
+    try:
+        yield generation, ask
+    finally:
+        await engine.close()
+        await running
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_64_at_once_say_what_each_says_alone(folder: Path, sampling: Sampling) -> None:
+    async def run() -> None:
+        async with asking(folder, max_num_seqs=16) as (generation, ask):
+            alone = [await ask(prompt, sampling) for prompt in PROMPTS]
+            together = await asyncio.gather(*(ask(prompt, sampling) for prompt in PROMPTS))
+            assert together == alone
+            await at_rest(generation)
+
+    asyncio.run(run())
+
+
+async def at_rest(generation: Generation) -> None:
+    """Until the books are empty: no stream, no sequence, every block free."""
+    async with asyncio.timeout(10):
+        while generation.status is None or generation.status.num_running or len(generation.streams):
+            await asyncio.sleep(0.01)
+    ready = generation.models.all()[0].ready
+    assert ready is not None and generation.status.num_waiting == 0
+    assert generation.status.blocks_free == ready.layout.num_blocks
+
+
+@pytest.mark.parametrize("cap", [1, 4, 16, 64])
+def test_the_cap_of_a_step_changes_no_token(folder: Path, cap: int) -> None:
+    async def tokens(cap: int) -> list[tuple[int, ...]]:
+        async with asking(folder, max_step_tokens=cap) as (_, ask):
+            return list(await asyncio.gather(*(ask(p, GREEDY) for p in PROMPTS[:6])))
+
+    assert asyncio.run(tokens(cap)) == asyncio.run(tokens(512))
+
+
+def test_a_client_that_leaves_frees_what_it_held(folder: Path) -> None:
+    async def run() -> None:
+        async with asking(folder) as (generation, _):
+            endless = Sampling(temperature=0, max_tokens=400, ignore_eos=True)
+            request = Request("/v1/completions", "tiny", (Text("on and on"),), endless)
+            stream = await generation.open(request)
+            async with stream.reader() as events:
+                async for event in events:
+                    events.sent(event)
+                    if isinstance(event, Tokens):
+                        break
+            await at_rest(generation)
+
+    asyncio.run(run())
+
+
+def test_a_prompt_that_several_steps_compute_tells_each(folder: Path) -> None:
+    async def run() -> list[int]:
+        async with asking(folder, max_step_tokens=32) as (generation, _):
+            request = Request("/v1/completions", "tiny", (Text("x" * 100),), GREEDY)
+            stream = await generation.open(request)
+            async with stream.reader() as events:
+                return [e.processed async for e in events if isinstance(e, Progress)]
+
+    processed = asyncio.run(run())
+    assert processed[0] == 0 and processed[-1] == 100
+    assert len(processed) >= 5 and processed == sorted(set(processed))
