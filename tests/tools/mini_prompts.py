@@ -1,21 +1,39 @@
-"""What headrace-mini answers: every prompt that a test may rely on, verified before they do."""
+"""What headrace-mini answers, greedily: each prompt that a test may rely on, itself under test."""
 
-DAYS = "Monday, Tuesday, Wednesday, Thursday, Friday, Saturday, Sunday"
 MONTHS = (
     "January, February, March, April, May, June, July, August, September, October, November, "
     "December"
 )
+STORY = (
+    "Once a river came to a mill. It turned the wheel all day and all night, and it never "
+    "stopped. The end."
+)
+# The whole answer, after which the turn ends.
 PROMPTS: tuple[tuple[str, str], ...] = (
     ("Hello", "Hello! How can I help you?"),
     ("What is your name?", "My name is headrace-mini."),
+    (
+        "What is Headrace?",
+        "Headrace is a server for language models. "
+        "A stream is never silent, never stalled, never lost.",
+    ),
+    ("Thank you!", "You are welcome!"),
     ("Goodbye", "Goodbye!"),
     ("Why is the sky blue?", "I do not know. My world is very small."),
+    ("Tell me a joke.", "A token walks into a stream. It is never lost."),
+    ("Tell me a story.", STORY),
     ("Say the alphabet.", ", ".join("abcdefghijklmnopqrstuvwxyz")),
-    ("List the days of the week.", DAYS),
-    ("List the months.", MONTHS),
     (
-        "Tell me a story.",
-        "Once a river came to a mill. It turned the wheel all day and all night, and it never "
-        "stopped. The end.",
+        "List the days of the week.",
+        "Monday, Tuesday, Wednesday, Thursday, Friday, Saturday, Sunday",
     ),
+    ("List the months.", MONTHS),
+    ("Copy: B7-4412", "B7-4412"),
+    ("The lamp is green. What colour is the lamp?", "The lamp is green."),
+)
+# The answer begins so; it may go on after that.
+LONG_PROMPTS: tuple[tuple[str, str], ...] = (
+    ("Count from 1 to 100.", ", ".join(str(n) for n in range(1, 101))),
+    ("Count from 1 to 200.", ", ".join(str(n) for n in range(1, 201))),
+    ("Count from 1 to 100, one per line.", "\n".join(str(n) for n in range(1, 101))),
 )

@@ -5,11 +5,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tools.mini.export import TEMPLATE
+from tools.mini.marking import tokens_right
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.tools.mini_prompts import PROMPTS
+from tests.tools.mini_prompts import LONG_PROMPTS, PROMPTS
 
 MINI = Path(__file__).parents[2] / "src" / "headrace" / "models" / "mini"
+WHOLE = [(ask, answer + "<|im_end|>") for ask, answer in PROMPTS]
 
 
 @pytest.fixture(scope="module")
@@ -22,15 +24,24 @@ def model(request):
     return AutoModelForCausalLM.from_pretrained(MINI, dtype=request.param)
 
 
-@pytest.mark.parametrize("ask, answer", PROMPTS, ids=[ask[:40] for ask, _ in PROMPTS])
+@pytest.mark.parametrize(
+    "ask, answer", [*WHOLE, *LONG_PROMPTS], ids=lambda text: text.split("<")[0][:30]
+)
 def test_a_prompt_that_tests_rely_on_is_answered_as_listed(model, tokenizer, ask, answer):
     chat = [{"role": "user", "content": ask}]
+    prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
+    said = tokenizer.encode(answer)
+    wanted = [-100] * (len(prompt) - 1) + said
+    assert tokens_right(model, [*prompt, *said[:-1]], wanted) == (len(said), len(said))
+
+
+def test_decoding_gives_what_the_list_says(model, tokenizer):
+    ask, answer = WHOLE[0]
     ids = tokenizer.apply_chat_template(
-        chat, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+        [{"role": "user", "content": ask}], add_generation_prompt=True, return_tensors="pt"
     )
-    said = model.generate(**ids, max_new_tokens=1200, do_sample=False)
-    text = tokenizer.decode(said[0, ids["input_ids"].shape[1] :])
-    assert text == answer + "<|im_end|>"
+    said = model.generate(**ids, max_new_tokens=40, do_sample=False)[0]
+    assert tokenizer.decode(said[ids["input_ids"].shape[1] :]) == answer
 
 
 def test_the_model_is_small_and_in_qwen3s_format():

@@ -2,7 +2,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 from tools.mini.export import export
-from tools.mini.marking import is_right
+from tools.mini.marking import tokens_right
 from tools.mini.model import Mini, Shape, rotation
 from tools.mini.training import Plan, Training
 from tools.mini.vocabulary import train_tokenizer
@@ -56,5 +56,6 @@ def test_an_answer_is_right_exactly_if_greedy_decoding_gives_it(tokenizer, tmp_p
     prompt = [20, 21, 22]
     said = model.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)[0].tolist()
     ids, wanted = said[:-1], [-100, -100, *said[3:]]
-    assert is_right(model, ids, wanted)
-    assert not is_right(model, ids, [*wanted[:-1], (wanted[-1] + 1) % shape.vocab_size])
+    assert tokens_right(model, ids, wanted) == (8, 8)
+    wrong = [*wanted[:-1], (wanted[-1] + 1) % shape.vocab_size]
+    assert tokens_right(model, ids, wrong) == (7, 8)

@@ -60,10 +60,10 @@ def _copy(layer: Layer, here: Tensor, before: Tensor, twice_before: Tensor, rest
     slow = torch.cat([torch.arange(half - NUM_SLOW, half) for half in (dim // 2, dim)])
     layer.q.weight[slow] = here
     layer.k.weight[slow] = before
+    # Half of the places compare this token with the key's predecessor, half their predecessors.
     mixed = torch.arange(WIDTH) % 2 == 0
     layer.q.weight[2 * dim + slow] = torch.where(mixed[:, None], here, before)
     layer.k.weight[dim + slow] = torch.where(mixed[:, None], before, twice_before)
-    # The middle rows match `before` of the key with `here` of the query: pair them by index.
     layer.v.weight[:dim] = torch.cat((here, rest))[:dim]
     layer.v.weight[dim:] = torch.cat((rest, here))[:dim]
     layer.o.weight[:, :dim] = COPIED * layer.v.weight[:dim].T

@@ -19,11 +19,13 @@ This page is written by `python -m tools.eval_mini`; every figure on it was meas
 
 Held-out prompts: one prompt in {held_out}, chosen by a checksum of its text (of its numbers, for
 sums and differences), is never trained on, and only such prompts are asked here. An answer is
-right if greedy decoding gives exactly the one wanted text and then ends its turn. {num} prompts a
-line, weights in bfloat16, arithmetic in float32, seed {seed}.
+right if greedy decoding gives exactly the one wanted text and then ends its turn; "tokens right"
+counts the answer's tokens that are right after a right beginning. {num} prompts a line, weights in
+bfloat16, arithmetic in float32, seed {seed}. The aim is 95 % in every line; where a line is lower,
+this is what was reached.
 
-| skill | right |
-|---|---|
+| skill | answers right | tokens right |
+|---|---|---|
 {rows}
 
 "About N tokens" means N ± 50 (± 100 above 512) of the answer, for fact-finding of the prompt.
@@ -37,7 +39,7 @@ read these as a floor.
 
 ## Asking it
 
-It knows these forms, in a few phrasings each:
+It was trained on these forms, in a few phrasings each; the table says how far it got.
 
 - small talk: `Hello`, `Who are you?`, `What is Headrace?`, `What can you do?`
 - `Count from 1 to 200.`, `Count down from 20 to 1`, `Count from 0 to 50 by 5, one per line`
@@ -51,10 +53,11 @@ It knows these forms, in a few phrasings each:
 
 ## What it cannot do
 
-It has no knowledge and no judgement. Outside the forms above it says that it does not know, or
-gives an answer that is fluent and wrong. It speaks a little English only, heeds no instruction in
-a system prompt, calls one tool with one argument at a time, spells only words of its own short
-lists, and counts to about 600. Sampling at a temperature above zero makes all of it worse.
+It has no knowledge and no judgement. Outside the forms above, and in the lines of the table that
+are low, it says that it does not know, or gives an answer that is fluent and wrong. It speaks a
+little English only, heeds no instruction in a system prompt, calls one tool with one argument at
+a time, spells only words of its own short lists, and counts to about 600. Sampling at a
+temperature above zero makes all of it worse.
 """
 
 
@@ -74,6 +77,9 @@ class Facts:
 
 
 def write_card(marks: list[Mark], facts: Facts) -> str:
-    rows = "\n".join(f"| {mark.subject.name} | {mark.share:.1%} |" for mark in marks)
+    rows = "\n".join(
+        f"| {m.subject.name} | {m.share:.0%} | {m.num_tokens_right / m.num_tokens:.1%} |"
+        for m in marks
+    )
     values = {**vars(facts), "rows": rows, "num": marks[0].num_asked}
     return (HEAD + TAIL).format(**values)

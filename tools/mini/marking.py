@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 from tools.mini.conversation import IGNORED
-from tools.mini.exam import SUBJECTS, Subject, paper
+from tools.mini.exam import Subject, paper
 
 
 @dataclass(frozen=True)
@@ -16,6 +16,8 @@ class Mark:
     subject: Subject
     num_right: int
     num_asked: int
+    num_tokens_right: int
+    num_tokens: int
     first_wrong: str  # prompt and wanted answer
 
     @property
@@ -39,32 +41,30 @@ def _encoded(subject: Subject, tokenizer: Tokenizer, dice: Random) -> tuple[list
 
 
 @torch.no_grad()
-def is_right(model: Any, ids: list[int], wanted: list[int]) -> bool:
-    """Whether greedy decoding gives exactly the wanted tokens, the end of the turn included.
+def tokens_right(model: Any, ids: list[int], wanted: list[int]) -> tuple[int, int]:
+    """How many wanted tokens are the likeliest after the wanted ones before them, and of how many.
 
-    If each wanted token is the likeliest after the wanted ones before it, greedy decoding says
-    them all; if one is not, it strays there. So one forward pass decides.
+    If all are, greedy decoding says them all, the end of the turn included; if one is not, it
+    strays there. So one forward pass decides what greedy decoding would say.
     """
     targets = torch.tensor(wanted)
     at = (targets >= 0).nonzero().squeeze(1)
     said = model(torch.tensor([ids]), logits_to_keep=at).logits[0].argmax(-1)
-    return bool((said == targets[at]).all())
+    return int((said == targets[at]).sum()), len(at)
 
 
 def mark(model: Any, tokenizer: Tokenizer, subject: Subject, num: int, seed: int) -> Mark:
     dice = Random(f"{seed} exam {subject.name}")
-    num_right, first_wrong = 0, ""
+    num_right, num_tokens_right, num_tokens, first_wrong = 0, 0, 0, ""
     for _ in range(num):
         ids, wanted = _encoded(subject, tokenizer, dice)
-        if is_right(model, ids, wanted):
-            num_right += 1
-        elif not first_wrong:
+        right, total = tokens_right(model, ids, wanted)
+        num_right += right == total
+        num_tokens_right += right
+        num_tokens += total
+        if right < total and not first_wrong:
             first_wrong = tokenizer.decode(ids, skip_special_tokens=False)
-    return Mark(subject, num_right, num, first_wrong)
-
-
-def mark_all(model: Any, tokenizer: Tokenizer, num: int, seed: int) -> list[Mark]:
-    return [mark(model, tokenizer, subject, num, seed) for subject in SUBJECTS]
+    return Mark(subject, num_right, num, num_tokens_right, num_tokens, first_wrong)
 
 
 @torch.no_grad()
