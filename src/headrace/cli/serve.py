@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import uvicorn
 
 from headrace.cli import exits
@@ -109,7 +110,8 @@ class _Serving:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal)
-        engine = Supervisor(self._config.models[0], self._config.streams.load_timeout_s)
+        local = msgspec.structs.replace(self._config.models[0], model=str(self._model.folder))
+        engine = Supervisor(local, self._config.streams.load_timeout_s)
         generation = Generation(self._config, self._model, engine, self._store)
         server = self._make_server(generation)
         async with asyncio.TaskGroup() as tasks:
