@@ -1,5 +1,6 @@
 """The `headrace` command: verbs, flags, exit codes. Heavy imports wait for their verb."""
 
+import logging
 import os
 import sys
 from pathlib import Path
@@ -9,8 +10,12 @@ import click
 
 from headrace import __version__
 from headrace.cli import exits
-from headrace.core.errors import ConfigError, ModelError
+from headrace.core.config import ServerConfig
+from headrace.core.errors import ConfigError, HeadraceError, ModelError, RequestError
 from headrace.core.settings import Setting, load, settings
+
+_FIELD = click.Option(["-o", "pairs"], multiple=True, metavar="FIELD=VALUE", help="Request field")
+_WRONG_FIELD = ("invalid_type", "invalid_value", "unsupported_parameter")
 
 
 def _option(setting: Setting) -> click.Option:
@@ -25,20 +30,35 @@ def _option(setting: Setting) -> click.Option:
     )
 
 
+def _options(*parts: str) -> list[click.Parameter]:
+    """All settings but the model, or those of some parts of the configuration."""
+    return [
+        _option(setting)
+        for setting in settings()
+        if setting.name != "model" and (not parts or setting.path[0] in parts)
+    ]
+
+
+def _config(model: str | None, flags: dict[str, Any], file: Path | None = None) -> ServerConfig:
+    given = {name: value for name, value in flags.items() if value not in (None, ())}
+    config = load(given if model is None else {"model": model, **given}, os.environ, file)
+    if config.log_level == "debug":
+        logging.basicConfig(level=logging.DEBUG)
+    return config
+
+
 def _serve_command() -> click.Command:
     def run(model: str | None, config_file: Path | None, **flags: Any) -> None:
-        """Serve MODEL over HTTP: a folder, or headrace-mini (the default).
+        """Serve MODEL over HTTP: a folder, a hub id, or headrace-mini (the default).
 
         \b
         headrace serve
+        headrace serve Qwen/Qwen3-0.6B
         headrace serve ./my-model --max-num-seqs 8 --port 9000
         """
         from headrace.cli.serve import serve
 
-        given = {name: value for name, value in flags.items() if value not in (None, ())}
-        if model is not None:
-            given["model"] = model
-        sys.exit(serve(load(given, os.environ, config_file)))
+        sys.exit(serve(_config(model, flags, config_file)))
 
     file = click.Path(dir_okay=False, path_type=Path)
     params: list[click.Parameter] = [
@@ -46,9 +66,58 @@ def _serve_command() -> click.Command:
         click.Option(
             ["--config", "config_file"], type=file, help="TOML file; its [serve] table is read"
         ),
+        *_options(),
     ]
-    params += [_option(setting) for setting in settings() if setting.name != "model"]
     return click.Command("serve", callback=run, params=params, help=run.__doc__)
+
+
+def _generate_command() -> click.Command:
+    def run(words: tuple[str, ...], pairs: tuple[str, ...], as_json: bool, **flags: Any) -> None:
+        """Continue PROMPT in this process and print the text. Without PROMPT, or with -, the
+        prompt is read from stdin. A single word is the prompt, unless it names a model:
+        headrace-mini, a folder, or a hub id.
+
+        \b
+        headrace generate "Once upon a time" -o max_tokens=50
+        headrace generate ./my-model "Once upon a time" -o temperature=0 --json
+        cat story.txt | headrace generate -
+        """
+        from headrace.cli.fields import read_fields
+        from headrace.cli.generate import generate, read_prompt, split_words
+        from headrace.gateway.completions_schema import TABLE
+
+        model, prompt = split_words(words)
+        fields = read_fields(pairs, TABLE)
+        generate(_config(model, flags), read_prompt(prompt), fields, as_json)
+
+    params: list[click.Parameter] = [
+        click.Argument(["words"], nargs=-1, metavar="[MODEL] [PROMPT|-]"),
+        _FIELD,
+        click.Option(["--json", "as_json"], is_flag=True, help="Print the whole answer as JSON"),
+        *_options("models", "log_level"),
+    ]
+    return click.Command("generate", callback=run, params=params, help=run.__doc__)
+
+
+def _doctor_command() -> click.Command:
+    def run(model: str | None, as_json: bool, **flags: Any) -> None:
+        """Look for what would keep this machine from serving, and with MODEL how it would be run.
+        Changes nothing. Exit code 1 if something is broken.
+
+        \b
+        headrace doctor
+        headrace doctor ./my-model --json
+        """
+        from headrace.cli.doctor import doctor
+
+        sys.exit(doctor(_config(model, flags), model, as_json))
+
+    params: list[click.Parameter] = [
+        click.Argument(["model"], required=False),
+        click.Option(["--json", "as_json"], is_flag=True, help="Print the findings as JSON"),
+        *_options(),
+    ]
+    return click.Command("doctor", callback=run, params=params, help=run.__doc__)
 
 
 @click.group()
@@ -57,23 +126,41 @@ def cli() -> None:
     """An LLM inference server whose streams are never silent, never stalled, never lost."""
 
 
-cli.add_command(_serve_command())
+for command in (_serve_command(), _generate_command(), _doctor_command()):
+    cli.add_command(command)
 
 
 def main() -> None:
-    """Entry point; every expected failure is one line on stderr and its exit code."""
+    """Entry point; a failure is one line on stderr and its exit code."""
     try:
         cli.main(standalone_mode=False)
     except click.exceptions.Abort:
         sys.exit(exits.INTERRUPTED)
-    except click.ClickException as error:
-        _fail(exits.CONFIG, error.format_message())
-    except ConfigError as error:
-        _fail(exits.CONFIG, str(error))
-    except ModelError as error:
-        _fail(exits.MODEL, str(error))
+    except click.exceptions.NoArgsIsHelpError as error:
+        print(error.format_message(), file=sys.stderr)
+        sys.exit(exits.CONFIG)
+    except BrokenPipeError:  # who read our output has gone, and with it the wish for more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(exits.FAILED)
+    except Exception as error:
+        code, message = _explain(error)
+        print(f"headrace: {message}", file=sys.stderr, flush=True)
+        if logging.getLogger().isEnabledFor(logging.DEBUG):
+            logging.getLogger(__name__).debug("The verb failed", exc_info=error)
+        sys.exit(code)
 
 
-def _fail(code: int, message: str) -> None:
-    print(f"headrace: {message}", file=sys.stderr)
-    sys.exit(code)
+def _explain(error: Exception) -> tuple[int, str]:
+    match error:
+        case click.ClickException():
+            return exits.CONFIG, error.format_message()
+        case ConfigError():
+            return exits.CONFIG, str(error)
+        case ModelError():
+            return exits.MODEL, str(error)
+        case RequestError() if error.code in _WRONG_FIELD:
+            return exits.CONFIG, str(error)
+        case HeadraceError():
+            return exits.FAILED, str(error)
+    name = type(error).__name__
+    return exits.FAILED, f"failed by a bug: {name}: {error}. --log-level debug shows where."

@@ -4,7 +4,7 @@ import difflib
 import tomllib
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -86,7 +86,7 @@ def load(
     known = {setting.name: setting for setting in settings()}
     for name in flags:
         if name not in known:
-            raise ConfigError(f"Unknown option {name}{_nearest(name, known)}.")
+            raise ConfigError(f"Unknown option {name}{nearest(name, known)}.")
     values = {**_from_file(file, known), **_from_environment(environment, known), **flags}
     tree: dict[str, Any] = {}
     for name, value in values.items():
@@ -112,7 +112,7 @@ def _from_environment(
         if not variable.startswith(PREFIX) or variable in _NOT_SETTINGS:
             continue
         if variable not in by_variable:
-            raise ConfigError(f"Unknown variable {variable}{_nearest(variable, by_variable)}.")
+            raise ConfigError(f"Unknown variable {variable}{nearest(variable, by_variable)}.")
         setting = by_variable[variable]
         found[setting.name] = text.split(",") if setting.is_list else text
     return found
@@ -129,11 +129,12 @@ def _from_file(file: Path | None, known: Mapping[str, Setting]) -> dict[str, Any
         raise ConfigError(f"{file} is not TOML: {error}.") from None
     for key in table:
         if key not in known:
-            raise ConfigError(f"Unknown key {key!r} in {file}{_nearest(key, known)}.")
+            raise ConfigError(f"Unknown key {key!r} in {file}{nearest(key, known)}.")
     return dict(table)
 
 
-def _nearest(name: str, known: Mapping[str, Any]) -> str:
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A suggestion to end a message with; empty if nothing is close."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"; did you mean {close[0]}?" if close else ""
 

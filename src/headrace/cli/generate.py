@@ -1,0 +1,54 @@
+"""`headrace generate`: continues one prompt in this process; the text goes to stdout."""
+
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headrace.core.config import ServerConfig
+from headrace.core.errors import ConfigError
+from headrace.llm import LLM
+from headrace.models.find import MINI
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def split_words(words: Sequence[str]) -> tuple[str | None, str | None]:
+    """MODEL and PROMPT of up to two words; one alone is the prompt unless it names a model."""
+    if len(words) > 2:
+        raise ConfigError(f"generate takes MODEL and PROMPT; {len(words)} words are too many.")
+    if len(words) == 2:
+        return words[0], words[1]
+    if not words:
+        return None, None
+    return (words[0], None) if _names_model(words[0]) else (None, words[0])
+
+
+def read_prompt(prompt: str | None) -> str:
+    """The prompt itself, or what comes on stdin, without the newline at its end."""
+    if prompt is None and sys.stdin.isatty():
+        raise ConfigError("No prompt: give one, or - to read it from stdin.")
+    if prompt in (None, "-"):
+        return sys.stdin.read().removesuffix("\n")
+    return prompt or ""
+
+
+def generate(config: ServerConfig, prompt: str, fields: dict[str, Any], as_json: bool) -> None:
+    with LLM(config) as llm:
+        if as_json:
+            answer = msgspec.json.encode(llm.generate(prompt, **fields))
+            print(answer.decode())
+        elif fields.get("n", 1) == 1:
+            for piece in llm.stream(prompt, **fields):
+                print(piece.text, end="", flush=True)
+            print()
+        else:  # choices would run into each other
+            for choice in llm.generate(prompt, **fields).choices:
+                print(choice.text)
+
+
+def _names_model(word: str) -> bool:
+    return word == MINI or bool(_HUB_ID.fullmatch(word)) or Path(word).expanduser().is_dir()

@@ -1,0 +1,98 @@
+"""`headrace doctor`: what it finds here, in a broken place, and beside a running server."""
+
+import http.server
+import json
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from headrace.cli.doctor import doctor
+from headrace.cli.doctor_model import cache_bytes
+from headrace.core.layout import MemoryLayout
+from headrace.core.settings import load
+from tests.builders import make_tiny_model
+
+
+def examine(
+    capsys: pytest.CaptureFixture[str], model: str | None = None, **flags: object
+) -> tuple[int, dict[str, dict[str, str]]]:
+    given = {"port": 0, "threads": 1, **flags} | ({"model": model} if model else {})
+    capsys.readouterr()
+    code = doctor(load(given, {}, None), model, as_json=True)
+    findings = json.loads(capsys.readouterr().out)
+    return code, {finding["subject"]: finding for finding in findings}
+
+
+def test_a_sound_machine_has_no_fault(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, found = examine(capsys, state_dir=str(tmp_path / "state"))
+    assert code == 0
+    assert "torch" in found["libraries"]["detail"]
+    assert "ms to sync" in found["state"]["detail"]
+    assert not (tmp_path / "state").exists()
+
+
+def test_a_model_is_told_its_lane_and_what_fits(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    folder = make_tiny_model(tmp_path / "tiny")
+    code, found = examine(capsys, str(folder), max_num_seqs=4, max_model_len=512)
+    assert code == 0
+    assert found["lane"]["detail"].startswith("native-text on cpu")
+    bytes_per_token = 3 * 2 * 2 * 16 * 4  # layers, keys and values, heads, size, float32
+    assert found["cache"]["detail"].startswith(f"{bytes_per_token} bytes a token, 0 more")
+    assert found["streams"]["detail"].startswith("4 of 512 tokens")
+
+
+def test_a_broken_model_is_a_fault_with_the_reason(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    folder = make_tiny_model(tmp_path / "tiny")
+    weights = folder / "model.safetensors"
+    os.truncate(weights, weights.stat().st_size // 2)
+    code, found = examine(capsys, str(folder))
+    assert code == 1
+    assert "truncated" in found["model"]["detail"]
+
+
+def test_a_state_directory_that_cannot_be_made_is_a_fault(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    code, found = examine(capsys, state_dir=str(tmp_path / "file" / "state"))
+    assert code == 1
+    assert found["state"]["verdict"] == "fail" and found["state"]["remedy"]
+
+
+def test_a_running_server_on_the_port_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    class Health(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'{"status":"recovering"}')
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Health) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        _, found = examine(capsys, port=server.server_port)
+        server.shutdown()
+    assert "'recovering'" in found["port"]["detail"]
+
+
+class DenseLane:
+    """A sequence takes 1,000 bytes, and each of its tokens 10."""
+
+    def layout(
+        self, free_bytes: int, max_num_seqs: int, max_positions: int, block_size: int
+    ) -> MemoryLayout:
+        longest = min(max_positions, (free_bytes - 1000) // 10)
+        return MemoryLayout(block_size=block_size, num_slots=1, max_positions=longest)
+
+
+def test_bytes_of_token_and_sequence_come_from_the_lanes_own_layout() -> None:
+    per_token, per_sequence = cache_bytes(DenseLane(), 16)  # type: ignore[arg-type]
+    assert per_token == 10
+    assert 1000 <= per_sequence < 1010

@@ -1,0 +1,72 @@
+"""`headrace generate`: what goes to stdout, and where the prompt comes from."""
+
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from headrace.cli.fields import read_fields
+from headrace.cli.generate import generate, read_prompt, split_words
+from headrace.core.config import ServerConfig
+from headrace.core.errors import ConfigError
+from headrace.core.settings import load
+from headrace.llm import LLM
+from tests.builders import make_tiny_model
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> ServerConfig:
+    folder = make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+    return load({"model": str(folder), "threads": 1, "max_model_len": 128}, {}, None)
+
+
+def test_a_single_word_is_the_prompt_unless_it_names_a_model(tmp_path: Path) -> None:
+    assert split_words(["Once upon"]) == (None, "Once upon")
+    assert split_words(["-"]) == (None, "-")
+    assert split_words(["headrace-mini"]) == ("headrace-mini", None)
+    assert split_words([str(tmp_path)]) == (str(tmp_path), None)
+    assert split_words(["Qwen/Qwen3-0.6B"]) == ("Qwen/Qwen3-0.6B", None)
+    assert split_words(["a", "b"]) == ("a", "b")
+
+
+@pytest.mark.parametrize("given", ["-", None])
+def test_the_prompt_comes_from_stdin(monkeypatch: pytest.MonkeyPatch, given: str | None) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("two\nlines\n"))
+    assert read_prompt(given) == "two\nlines"
+
+
+def test_a_terminal_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    with pytest.raises(ConfigError, match="No prompt"):
+        read_prompt(None)
+
+
+def test_fields_are_json_or_text() -> None:
+    pairs = ["temperature=0.5", "stop=END", "stop_token_ids=[1, 2]", "model=a=b"]
+    known = ("temperature", "stop", "stop_token_ids", "model")
+    assert read_fields(pairs, known) == {
+        "temperature": 0.5,
+        "stop": "END",
+        "stop_token_ids": [1, 2],
+        "model": "a=b",
+    }
+
+
+def test_stdout_has_the_text_and_nothing_else(
+    config: ServerConfig, capfd: pytest.CaptureFixture[str]
+) -> None:
+    fields = {"temperature": 0, "max_tokens": 12}
+    with LLM(config) as llm:
+        expected = llm.generate("hi", **fields).text
+    capfd.readouterr()
+    generate(config, "hi", fields, as_json=False)
+    assert capfd.readouterr().out == expected + "\n"
+
+
+def test_json_is_the_whole_answer(config: ServerConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    generate(config, "hi", {"n": 2, "max_tokens": 3, "seed": 1}, as_json=True)
+    answer = json.loads(capsys.readouterr().out)
+    assert len(answer["choices"]) == 2
+    assert answer["usage"]["completion_tokens"] == 6
