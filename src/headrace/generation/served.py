@@ -18,7 +18,7 @@ class ServedModel:
 
     def __init__(self, config: ModelConfig) -> None:
         self.folder: Path = find_model(config.model)
-        self.root = config.model if config.model == self.folder.name else self.folder.name
+        self.root = self.folder.name if Path(config.model).is_dir() else config.model
         self.names = config.served_model_name or (self.root,)
         self.created = int(time.time())
         self.spec: ModelSpec = read_spec(self.folder)
