@@ -76,9 +76,25 @@ def test_the_first_warm_up_step_of_a_shape_is_not_taken_for_its_time():
 
 
 def test_a_stall_outside_the_scheduler_is_counted_where_all_are():
-    scheduler = make_scheduler()
-    scheduler.count_missed("gateway")
-    assert scheduler.missed == {"gateway": 1}
+    engine = Engine(make_scheduler(max_stall_s=0.1)).add(make_submit(1, 4))
+    engine.step()
+    engine.scheduler.count_missed("gateway")
+    for _ in range(2):
+        engine.now += 5.0
+        engine.step()
+    assert engine.scheduler.missed == {"gateway": 1, "model": 1}
+
+
+def test_the_time_between_two_steps_counts_unless_there_was_nothing_to_do():
+    engine = Engine(make_scheduler()).add(make_submit(1, 4, max_tokens=2))
+    elapsed = []
+    for pause in (3.0, 0.5, 9.0):
+        engine.now += pause
+        engine.step(seconds=0.01)
+        elapsed.append(engine.scheduler.last_step.elapsed)
+        if engine.scheduler.is_idle:
+            engine.add(make_submit(2, 4))
+    assert elapsed == pytest.approx([0.01, 0.51, 0.01])
 
 
 def test_a_scheduler_has_work_until_its_outputs_are_taken():

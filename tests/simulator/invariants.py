@@ -143,7 +143,7 @@ class Invariants:
             for chunk in plan.chunks:
                 if _is_decode(chunk, before):
                     decoding.add(chunk.start, 1, False, False)
-            alone = budget._decode_seconds(decoding)
+            alone = max(budget._decode_seconds(decoding), budget.model.predict(decoding))
             assert launched.predicted <= max(target, (1 + limits.prompt_share) * alone) * 1.000001
         elif not launched.cause and (launched.is_awaited or launched.shape.num_prompt_tokens > 1):
             assert launched.predicted <= target * 1.000001, "a miss without a cause"

@@ -83,6 +83,7 @@ class TimeBudget:
         self.missed: Counter[str] = Counter()  # steps that missed the stall target, by cause
         self.kept = 0.0  # seconds saved up for a token that fits no single step
         self.forwards = int(limits.forward_per_chunk)  # what a further chunk adds of them
+        self._is_excused = False  # the next long step was counted by its cause
         self._limits = limits
         self._max_tokens = limits.max_step_tokens
         self._cold_tokens = COLD_TOKENS
@@ -144,6 +145,11 @@ class TimeBudget:
             shape.num_forwards = 1
         return self.model.coefficients.seconds(shape, with_prompt=True)
 
+    def excuse(self, cause: str) -> None:
+        """Count a stall that comes before the next step and is not the model's."""
+        self.missed[cause] += 1
+        self._is_excused = True
+
     def expect_miss(self, shape: StepShape, cause: str) -> str:
         """Count a step that some stream waits for, if it is predicted to miss the target.
 
@@ -167,8 +173,10 @@ class TimeBudget:
         """Learn from a step: `seconds` in the runner, `elapsed` in all; `cause`: expected miss."""
         self._overheads.append(max(0.0, elapsed - seconds))
         target = self._target(is_awaited)
-        if is_awaited and target is not None and elapsed > target and not cause:
+        is_late = is_awaited and target is not None and elapsed > target
+        if is_late and not cause and not self._is_excused:
             self.missed["model"] += 1
+        self._is_excused = False
         if shape.num_prompt_tokens:
             self._prompt_steps.append((shape.num_prompt_tokens, elapsed))
             if target is not None and seconds < target / 2:

@@ -37,7 +37,8 @@ class Flight:
         self._roster = roster
         self._budget = budget
         self._launched: deque[Launched] = deque()
-        self._committed_at = 0.0
+        self._ended_at = 0.0  # the last step
+        self._was_busy = False  # whether it left something to do
 
     @property
     def is_empty(self) -> bool:
@@ -78,8 +79,8 @@ class Flight:
         self._learn(launched, result.seconds, now)
 
     def _learn(self, launched: Launched, seconds: float, now: float) -> None:
-        elapsed = now - max(launched.planned_at, self._committed_at)
-        self._committed_at = now
+        elapsed = now - self._began_at(launched)
+        self._step_ended(now)
         self._budget.took(launched.shape, seconds, elapsed, launched.is_awaited, launched.cause)
         self.last_step = StepTrace(
             num_decoding=launched.num_decoding,
@@ -90,6 +91,14 @@ class Flight:
             room=launched.room,
             cause=launched.cause,
         )
+
+    def _began_at(self, launched: Launched) -> float:
+        """What a stream waits for: from the step before, if there was no pause between them."""
+        return self._ended_at if self._was_busy else max(launched.planned_at, self._ended_at)
+
+    def _step_ended(self, now: float) -> None:
+        self._ended_at = now
+        self._was_busy = len(self._roster) > 0
 
     def _commit_chunk(self, chunk: Chunk, result: ChunkResult) -> None:
         named = [self._roster[i] for i in chunk.draws or (chunk.sequence_id,)]
@@ -146,7 +155,7 @@ class Flight:
             quarantine.failed_alone()
             self._roster.end(blamed, Finish.ERROR, message)
 
-    def drop(self) -> None:
+    def drop(self, now: float) -> None:
         """All plans in flight count for nothing: their sequences wait again, as if preempted."""
         dropped, self._launched = self._launched, deque()
         for sequence_id in dict.fromkeys(i for launched in dropped for i in _named(launched.plan)):
@@ -160,6 +169,7 @@ class Flight:
             self._roster.tell_again(launched.plan.ended)
             for _, slot_id, _ in launched.saves:
                 self._roster.memory.not_saved(slot_id)
+        self._step_ended(now)
 
 
 def _named(plan: StepPlan) -> list[SequenceId]:

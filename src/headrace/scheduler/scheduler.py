@@ -110,8 +110,8 @@ class Scheduler:
         self._warmed.add(key)
 
     def count_missed(self, cause: str) -> None:
-        """A stall that lies outside the scheduler: its owner says why."""
-        self._budget.missed[cause] += 1
+        """A stall that lies outside the scheduler: its owner says why, before the next step."""
+        self._budget.excuse(cause)
 
     def add(self, submit: Submit, now: float) -> None:
         """Take in all sequences of a stream; those that can never run end at once."""
@@ -161,13 +161,13 @@ class Scheduler:
         in it ends.
         """
         self._flight.suspect(plan, message)
-        self._flight.drop()
+        self._flight.drop(now)
 
     def out_of_memory(self, plan: StepPlan, message: str, now: float) -> None:
         """The oldest plan did not fit the device: again with half the tokens a step, if any."""
         if not self._budget.halve_tokens(at_least=self.memory.layout.block_size):
             self._flight.suspect(plan, message)
-        self._flight.drop()
+        self._flight.drop(now)
 
     def _apply_cancels(self) -> None:
         cancels, self._cancels = self._cancels, {}
