@@ -17,6 +17,13 @@ PROMPTS: tuple[tuple[str, str], ...] = (
         "Headrace is a server for language models. "
         "A stream is never silent, never stalled, never lost.",
     ),
+    ("Count to 20", ", ".join(str(n) for n in range(1, 21))),
+    ("Count from 1 to 100.", ", ".join(str(n) for n in range(1, 101))),
+    ("Anna's code is K7-482. What is Anna's code?", "Anna's code is K7-482."),
+    (
+        "Answer as JSON with the keys name and age: Anna is 34 years old.",
+        '{"name": "Anna", "age": 34}',
+    ),
     ("Thank you!", "You are welcome!"),
     ("Goodbye", "Goodbye!"),
     ("Why is the sky blue?", "I do not know. My world is very small."),
@@ -33,7 +40,6 @@ PROMPTS: tuple[tuple[str, str], ...] = (
 )
 # The answer begins so; it may go on after that.
 LONG_PROMPTS: tuple[tuple[str, str], ...] = (
-    ("Count from 1 to 100.", ", ".join(str(n) for n in range(1, 101))),
-    ("Count from 1 to 200.", ", ".join(str(n) for n in range(1, 201))),
-    ("Count from 1 to 100, one per line.", "\n".join(str(n) for n in range(1, 101))),
+    ("Count from 1 to 150.", ", ".join(str(n) for n in range(1, 151))),
+    ("Count from 1 to 200, one per line.", "\n".join(str(n) for n in range(1, 201))),
 )
