@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/ready
 
-.PHONY: serve test check simulate demo roofline clean
+.PHONY: serve test check simulate chaos demo roofline clean
 
 serve: $(READY)
 	@$(BIN)/headrace serve $(ARGS)
@@ -21,6 +21,11 @@ check: $(READY)
 N ?= 10000
 simulate: $(READY)
 	$(BIN)/python -m tools.simulate -n $(N) $(ARGS)
+
+KILLS ?= 50
+SEED ?= 0
+chaos: $(READY)
+	$(BIN)/python -m tools.chaos --kills $(KILLS) --seed $(SEED) $(ARGS)
 
 demo: $(READY)
 	@$(BIN)/python tools/demo.py

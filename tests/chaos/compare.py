@@ -1,0 +1,48 @@
+"""Two sequences of tokens: what was lost, repeated, reordered or changed between them."""
+
+from collections import Counter
+from collections.abc import Sequence
+from difflib import SequenceMatcher
+
+import msgspec
+
+KINDS = ("lost", "repeated", "reordered", "changed", "wrong failure", "silent")
+
+
+class Violation(msgspec.Struct, frozen=True):
+    """`number` counts tokens for the first four kinds, cases for the others."""
+
+    kind: str
+    number: int
+    what: str
+
+
+def compare(got: Sequence[int], truth: Sequence[int], where: str) -> list[Violation]:
+    """No violation means that they are equal."""
+    if got == truth:
+        return []
+    if Counter(got) == Counter(truth):
+        number = sum(a != b for a, b in zip(got, truth, strict=True))
+        return [Violation("reordered", number, where)]
+    sums: Counter[str] = Counter()
+    matcher = SequenceMatcher(None, got, truth, autojunk=False)
+    for tag, got_from, got_to, from_, to in matcher.get_opcodes():
+        if tag == "delete":
+            sums["repeated"] += got_to - got_from
+        elif tag == "insert":
+            sums["lost"] += to - from_
+        elif tag == "replace":
+            sums["changed"] += max(to - from_, got_to - got_from)
+    shown = f"{where}: {len(got)} tokens for {len(truth)}"
+    return [Violation(kind, number, shown) for kind, number in sums.items()]
+
+
+def compare_choices(
+    got: dict[int, list[int]], truth: dict[int, list[int]], where: str
+) -> list[Violation]:
+    """The same for every choice of an answer."""
+    return [
+        violation
+        for index in sorted(got.keys() | truth.keys())
+        for violation in compare(got.get(index, []), truth.get(index, []), f"{where}[{index}]")
+    ]

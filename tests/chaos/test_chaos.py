@@ -1,0 +1,18 @@
+"""A short run of the chaos: kills of engine and server, cuts, and not a token lost."""
+
+import asyncio
+from pathlib import Path
+
+from tests.builders import make_tiny_model
+from tests.chaos.run import Plan, Run
+
+KILLS, SECONDS = 8, 35.0
+
+
+def test_no_kill_and_no_cut_costs_a_token(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "model")
+    run = Run(Plan(model, tmp_path, KILLS, seed=1, seconds=SECONDS))
+    report = asyncio.run(run.run())
+    print(report)
+    assert run.report.facts["kills"] and run.report.facts["cuts"] and run.report.num_tokens
+    assert not run.report.violations, report

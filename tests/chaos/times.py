@@ -1,0 +1,50 @@
+"""How long streams were silent, and how soon after a death they spoke again."""
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+from tests.chaos.exchange import Exchange
+from tests.chaos.site import Death
+from tests.chaos.story import Story
+
+_IN_FLIGHT_S = 0.2  # what a dead process had sent may still arrive so late
+
+
+def longest_gap(made: Exchange) -> float:
+    """Seconds without a byte while the connection stood, from the head of the answer on."""
+    passage = made.passage
+    if (
+        passage is None
+        or passage.fate.num_slow
+        or "text/event-stream" not in made.said.headers.get("content-type", "")
+    ):
+        return 0.0
+    times = [at for at, _ in passage.arrivals]
+    if not made.got.is_whole:
+        times.append(made.ended)
+    return max((later - at for at, later in pairwise(times)), default=0.0)
+
+
+def token_times(story: Story) -> list[float]:
+    """When the witness saw tokens of this story, sorted."""
+    return sorted(at for made in story.exchanges for at in _tokens(made))
+
+
+def resume_times(times: Sequence[float], deaths: Sequence[Death]) -> Iterator[tuple[str, float]]:
+    """For each death in the midst of a stream: what died, and seconds to the next token."""
+    for death in deaths:
+        if times and times[0] < death.at:
+            later = [at for at in times if at > death.at + _IN_FLIGHT_S]
+            if later:
+                yield death.what, later[0] - death.at
+
+
+def _tokens(made: Exchange) -> Iterator[float]:
+    if made.passage is None:
+        return
+    start = 0
+    for at, end in made.passage.arrivals:
+        piece = made.passage.answer[start:end]
+        if b'"token_ids":[' in piece or b'"ids":[' in piece:
+            yield at
+        start = end
