@@ -10,6 +10,7 @@ import click
 
 from headrace import __version__
 from headrace.cli import exits
+from headrace.cli.bench import bench
 from headrace.core.config import ServerConfig
 from headrace.core.errors import ConfigError, HeadraceError, ModelError, RequestError
 from headrace.core.settings import Setting, load, settings
@@ -126,7 +127,7 @@ def cli() -> None:
     """An LLM inference server whose streams are never silent, never stalled, never lost."""
 
 
-for command in (_serve_command(), _generate_command(), _doctor_command()):
+for command in (_serve_command(), _generate_command(), _doctor_command(), bench):
     cli.add_command(command)
 
 

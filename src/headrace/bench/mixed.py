@@ -1,0 +1,180 @@
+"""The mixed load: calibrates a server, runs controls and cells on it, and judges them."""
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable
+from statistics import median
+
+import msgspec
+
+from headrace.bench import figures, validity
+from headrace.bench.load import Background, Injector, Prompts, since
+from headrace.bench.profile import Calibration, Profile, plans
+from headrace.bench.record import Cell, CellPlan, Round, ServerRun
+from headrace.bench.target import Target
+from headrace.bench.trace import State, Trace
+
+_LENGTHS = (256, 1024, 4096)
+
+Say = Callable[[str], None]
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """What does not depend on the server."""
+
+    profile: Profile
+    seed: int = 0
+    warm_share: float = 0.0
+    api_key: str = ""
+
+
+class Mixed:
+    """The run on one server. `plans` are those of the first one, so that all get the same."""
+
+    def __init__(self, url: str, label: str, options: Options, say: Say) -> None:
+        self._profile = options.profile
+        self._say = say
+        self._options = options
+        self._target = Target(url, options.api_key, secrets.token_hex(8))
+        self._trace = Trace(self._target)
+        self._run = ServerRun(url=url, label=label, server={})
+
+    async def measure(self, given: list[CellPlan] | None) -> tuple[ServerRun, list[CellPlan]]:
+        """Everything on this server, and the cells that it was given or that it chose."""
+        async with self._target.http:
+            await self._target.look()
+            await self._trace.open()
+            try:
+                self._run.server = self._described()
+                self._prompts = Prompts(
+                    self._options.seed, self._target.num_vocab, self._options.warm_share
+                )
+                calibration = await self._calibrate()
+                cells = given or plans(self._profile, calibration, self._target.max_model_len)
+                await self._all(cells, calibration)
+            finally:
+                await self._trace.close()
+        return self._run, cells
+
+    async def _all(self, cells: list[CellPlan], calibration: Calibration) -> None:
+        """A control goes before, between and after the cells."""
+        for plan in cells:
+            await self._control()
+            if len(cells) == 1:  # between is in the middle of the only one
+                half = plan.num_warm_up + plan.num_measured // 2
+                await self._cell(plan, calibration, half)
+            else:
+                await self._cell(plan, calibration)
+        await self._control()
+        drift = validity.drifted(self._run.cells, self._profile.max_drift)
+        for cell in self._run.cells:
+            cell.reasons += (drift,) if drift else ()
+
+    async def _calibrate(self) -> Calibration:
+        """The control first; then prompts alone, the first of all to warm the server up."""
+        fixed, longest = self._profile.prompt_tokens, self._target.max_model_len - 1
+        lengths = sorted({min(length, longest) for length in ((fixed,) if fixed else _LENGTHS)})
+        await self._alone(lengths[0])
+        control = await self._control()
+        tpot_s = control.figures["gaps_ms"][figures.BASELINE]["p50"] / 1000
+        await self._trace.begin()
+        prompt_s = {n: median([await self._alone(n), await self._alone(n)]) for n in lengths}
+        calibration = Calibration(tpot_s, prompt_s)
+        self._run.calibration = msgspec.to_builtins(calibration, str_keys=True)
+        self._run.calibration["ratios"] = {
+            str(length): round(seconds / tpot_s, 1) for length, seconds in prompt_s.items()
+        }
+        await self._trace.idle()
+        self._run.calibration["exclusive"] = _exclusive(self._trace.steps("prompt"), tpot_s)
+        self._say(f"{self._run.label}: {1000 * tpot_s:.1f} ms a token; alone: {prompt_s}")
+        return calibration
+
+    async def _alone(self, length: int) -> float:
+        await self._trace.idle()
+        prompt = self._prompts.fresh(length)
+        began = time.perf_counter()
+        return await self._target.first_token(prompt) - began
+
+    async def _control(self) -> Cell:
+        round = await self._round(None, 0)
+        rounds = (since(round.settled, round),)
+        cell = Cell(plan=None, num_streams=self._profile.num_streams, rounds=rounds)
+        cell.figures, cell.reasons = figures.figures(cell), validity.reasons(cell)
+        self._run.controls.append(cell)
+        return cell
+
+    async def _cell(
+        self, plan: CellPlan, calibration: Calibration, control_after: int | None = None
+    ) -> None:
+        prompt_s = [await self._alone(plan.prompt_tokens)]
+        alone_s = calibration.seconds_for(plan.prompt_tokens)
+        patience_s = self._profile.patience * alone_s + self._profile.patience_s
+        injector = Injector(self._target, self._prompts, plan, patience_s)
+        await self._trace.begin()
+        began, rounds = time.perf_counter(), []
+        num = plan.num_warm_up + plan.num_measured
+        for first in range(0, num, plan.per_round):
+            if first == control_after:
+                await self._control()
+            rounds.append(await self._round(injector, first, min(plan.per_round, num - first)))
+        cell = Cell(
+            plan=plan,
+            num_streams=self._profile.num_streams,
+            rounds=tuple(since(began, round) for round in rounds),
+        )
+        cell.evidence = self._trace.evidence(cell.num_streams)
+        cell.figures, cell.reasons = figures.figures(cell), validity.reasons(cell)
+        prompt_s.append(await self._alone(plan.prompt_tokens))
+        cell.prompt_s = tuple(prompt_s)
+        self._run.cells.append(cell)
+        self._say(f"{self._run.label}: {plan.name}: {_line(cell)}")
+        await asyncio.sleep(self._profile.pause_s)
+
+    async def _round(self, injector: Injector | None, first: int, num: int = 0) -> Round:
+        """Streams from start to end, with prompts between unless it is a control."""
+        profile = self._profile
+        streams = [self._prompts.fresh(profile.stream_tokens) for _ in range(profile.num_streams)]
+        background = Background(self._target, streams)
+        try:
+            await background.open()
+            settled = time.perf_counter()
+            await asyncio.sleep(profile.lead_s if injector else profile.control_s)
+            injections = await injector.send(first, num) if injector else []
+            await asyncio.sleep(profile.lead_s if injector else 0)
+            ended, lost_at = time.perf_counter(), background.lost_at
+        finally:
+            await background.close()
+        await self._trace.idle()
+        times = tuple(tuple(times) for times in background.arrivals)
+        return Round(settled, ended, times, tuple(injections), lost_at)
+
+    def _described(self) -> State:
+        state = {k: v for k, v in (self._trace.state or {}).items() if k != "steps"}
+        model = {"model": self._target.model, "max_model_len": self._target.max_model_len}
+        return model | state
+
+
+async def measure(urls: list[tuple[str, str]], options: Options, say: Say) -> list[ServerRun]:
+    """Runs on each (url, label), one after the other, with the cells that the first one chose."""
+    runs: list[ServerRun] = []
+    cells: list[CellPlan] | None = None
+    for url, label in urls:
+        run, cells = await Mixed(url, label, options, say).measure(cells)
+        runs.append(run)
+    return runs
+
+
+def _exclusive(prompt_steps: list[State], tpot_s: float) -> dict[str, float] | None:
+    """What taking turns, a step of prompt and a step of streams, would cost; by steps seen."""
+    if not prompt_steps:
+        return None
+    longest = max(step["actual_ms"] for step in prompt_steps)
+    return {"worst_gap_ms": longest + 1000 * tpot_s}
+
+
+def _line(cell: Cell) -> str:
+    if cell.reasons:
+        return f"valid: false ({'; '.join(cell.reasons)})"
+    stall, ttft = cell.figures["gaps_ms"].get(figures.STALL, {}), cell.figures["ttft_ms"]
+    return f"worst gap {stall.get('max', 0):.0f} ms, first token after {ttft.get('p50', 0):.0f} ms"

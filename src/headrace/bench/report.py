@@ -1,0 +1,139 @@
+"""What comes of a run: a table for people, a file for programs."""
+
+import json
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headrace.bench.figures import STALL, STEADY, cost_of_chunking, goodput
+from headrace.bench.mixed import Options
+from headrace.bench.record import Cell, ServerRun, shown_round
+
+_NOTE = (
+    "A percentile over all gaps hides stalls that are rare: at low rates chunking can raise it "
+    "while it cuts the maximum. Compare the gaps tagged stall."
+)
+Limits = tuple[float, float]  # time to the first token, and gap; milliseconds
+
+
+def report(runs: list[ServerRun], options: Options, limits: Limits | None = None) -> dict[str, Any]:
+    """The whole run, raw gaps included, ready to be written as JSON."""
+    whole = next((run for run in runs if _computes_whole(run)), None)
+    return {
+        "benchmark": "mixed",
+        "profile": msgspec.to_builtins(options.profile),
+        "seed": options.seed,
+        "warm_share": options.warm_share,
+        "machine": machine(),
+        "commit": commit(),
+        "note": _NOTE,
+        "servers": [_server(run, whole, limits) for run in runs],
+    }
+
+
+def table(runs: list[ServerRun]) -> str:
+    """One line per cell."""
+    head = ("server", "cell", "valid", "stall p50", "p99", "max", "steady p50", "TTFT p50", "max")
+    lines: list[tuple[str, ...]] = [head]
+    for run in runs:
+        for cell in run.cells:
+            lines.append((run.label, *_row(cell)))
+    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+    rows = ["  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)) for line in lines]
+    reasons = [f"{r.label}: not valid: {why}" for r in runs for c in r.cells for why in c.reasons]
+    return "\n".join([*rows, "milliseconds. " + _NOTE, *reasons])
+
+
+def write(path: Path, shown: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(shown, indent=None, separators=(",", ":")) + "\n")
+
+
+def machine() -> dict[str, Any]:
+    """Where the client ran; the servers, if their addresses are local."""
+    names = [
+        line.partition(":")[2].strip()
+        for line in _lines("/proc/cpuinfo")
+        if line.startswith("model name")
+    ]
+    total = next((ln.split()[1] for ln in _lines("/proc/meminfo") if ln.startswith("MemTotal")), 0)
+    return {
+        "cpu": names[0] if names else platform.processor(),
+        "cores": os.cpu_count(),
+        "memory_gib": round(int(total) / (1 << 20), 1),
+        "system": platform.platform(terse=True),
+        "python": platform.python_version(),
+    }
+
+
+def commit() -> str | None:
+    """Of the checkout this runs from, if it is one."""
+    try:
+        found = subprocess.run(
+            ["git", "rev-parse", "--short=12", "HEAD"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return found.stdout.strip()
+
+
+def _computes_whole(run: ServerRun) -> bool:
+    engine = run.server.get("engine")
+    return engine is not None and engine.get("stall_target_ms") is None
+
+
+def _server(run: ServerRun, whole: ServerRun | None, limits: Limits | None) -> dict[str, Any]:
+    shown = {
+        "url": run.url,
+        "label": run.label,
+        "flags": run.flags,
+        "server": run.server,
+        "calibration": run.calibration,
+        "controls": [_cell(cell, None) for cell in run.controls],
+        "cells": [_cell(cell, limits) for cell in run.cells],
+    }
+    if whole is not None and whole is not run:
+        shown["cost_of_chunking"] = cost_of_chunking(run, whole)
+    return shown
+
+
+def _cell(cell: Cell, limits: Limits | None) -> dict[str, Any]:
+    shown = {
+        "plan": msgspec.to_builtins(cell.plan),
+        "valid": not cell.reasons,
+        "reasons": cell.reasons,
+        "prompt_s": cell.prompt_s,
+        "evidence": msgspec.to_builtins(cell.evidence),
+        "figures": cell.figures,
+        "rounds": [shown_round(round) for round in cell.rounds],
+    }
+    if limits is not None:
+        kept = goodput(cell, limits[0] / 1000, limits[1] / 1000)
+        shown["goodput"] = {"ttft_ms": limits[0], "gap_ms": limits[1], "share": kept}
+    return shown
+
+
+def _row(cell: Cell) -> tuple[str, ...]:
+    assert cell.plan
+    shown = cell.figures
+    stall, steady = (shown["gaps_ms"].get(tag, {}) for tag in (STALL, STEADY))
+    ttft = shown["ttft_ms"]
+    values = [*(stall.get(k) for k in ("p50", "p99", "max")), steady.get("p50")]
+    values += [ttft.get("p50"), ttft.get("max")]
+    numbers = ("-" if value is None else f"{value:.0f}" for value in values)
+    return (cell.plan.name, str(not cell.reasons).lower(), *numbers)
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:
+        return []

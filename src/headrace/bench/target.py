@@ -1,0 +1,91 @@
+"""One server under measurement: what it serves, and completions timed token by token."""
+
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import msgspec
+
+_SSE = "data: "
+_CONNECT_S = 10.0
+
+
+class ServerSaid(Exception):
+    """The server answered with an error."""
+
+
+class Target:
+    """`salt` keeps what earlier runs left in a prefix cache out of this one."""
+
+    def __init__(self, url: str, api_key: str, salt: str) -> None:
+        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        self.url = url.rstrip("/")
+        self.model = ""
+        self.num_vocab = 0
+        self.max_model_len = 0
+        self.http = httpx.AsyncClient(
+            base_url=self.url,
+            headers=headers,
+            timeout=httpx.Timeout(None, connect=_CONNECT_S),
+            limits=httpx.Limits(max_connections=None),
+        )
+        self._salt = salt
+
+    async def look(self) -> None:
+        """Learns the model's name and sizes."""
+        response = await self.http.get("/v1/models", timeout=_CONNECT_S)
+        response.raise_for_status()
+        model = response.json()["data"][0]
+        meta = model.get("meta") or {}
+        self.model = model["id"]
+        self.num_vocab = meta.get("n_vocab") or 32000
+        self.max_model_len = model.get("max_model_len") or meta.get("n_ctx_train") or 4096
+
+    async def tokens(self, prompt: list[int], max_tokens: int) -> AsyncIterator[float]:
+        """When each token came, by the clock of time.perf_counter.
+
+        Log probabilities are asked for so that a token without text has a frame of its own.
+        """
+        body = {
+            "model": self.model,
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "heartbeat": False,
+            "logprobs": 0,
+            "cache_salt": self._salt,
+        }
+        async with self.http.stream("POST", "/v1/completions", json=body) as response:
+            if response.status_code != 200:
+                raise ServerSaid((await response.aread()).decode(errors="replace")[:500])
+            async for line in response.aiter_lines():
+                now = time.perf_counter()
+                for _ in range(_num_tokens(line)):
+                    yield now
+
+    async def first_token(self, prompt: list[int]) -> float:
+        """When the first token came."""
+        first: float | None = None
+        async for at in self.tokens(prompt, 1):
+            first = first or at
+        if first is None:
+            raise ServerSaid("An answer ended without a token.")
+        return first
+
+
+def _num_tokens(line: str) -> int:
+    if not line.startswith(_SSE + "{"):
+        return 0
+    frame: dict[str, Any] = msgspec.json.decode(line[len(_SSE) :])
+    if "error" in frame:
+        raise ServerSaid(str(frame["error"]))
+    choices = frame.get("choices")
+    if not choices:
+        return 0
+    logprobs = choices[0].get("logprobs")
+    if logprobs and logprobs.get("tokens"):
+        return len(logprobs["tokens"])
+    return int(bool(choices[0].get("text")))

@@ -1,0 +1,59 @@
+"""Whether a cell shows what it claims to: prompts computed beside running streams; pure."""
+
+from headrace.bench.figures import measured, windows
+from headrace.bench.record import Cell
+
+
+def reasons(cell: Cell) -> tuple[str, ...]:
+    """Why the cell proves nothing; none: it is valid."""
+    if cell.plan is None:
+        return tuple(_broken(cell))
+    return tuple(_broken(cell) + _beside(cell) + _paced(cell))
+
+
+def drifted(cells: list[Cell], tolerance: float) -> str | None:
+    """A prompt alone has to take the same time throughout, or the machine was not the same."""
+    by_length: dict[int, list[float]] = {}
+    for cell in cells:
+        if cell.plan:
+            by_length.setdefault(cell.plan.prompt_tokens, []).extend(cell.prompt_s)
+    for length, seconds in by_length.items():
+        if seconds and max(seconds) > tolerance * min(seconds):
+            return (
+                f"a prompt of {length} tokens alone took from {min(seconds):.2f} s "
+                f"to {max(seconds):.2f} s: the machine did not keep its speed"
+            )
+    return None
+
+
+def _broken(cell: Cell) -> list[str]:
+    found = []
+    if any(round.lost_at is not None for round in cell.rounds):
+        found.append("a stream ended while it was needed")
+    if cell.evidence and cell.evidence.num_starts:
+        found.append("the engine was started anew")
+    return found
+
+
+def _beside(cell: Cell) -> list[str]:
+    found = []
+    if cell.evidence and not cell.evidence.num_mixed:
+        found.append(f"no step had prompt tokens beside all {cell.num_streams} streams")
+    all_measured = measured(cell)
+    unanswered = sum(it.first_token is None for it in all_measured)
+    if unanswered or not all_measured:
+        found.append(
+            f"{unanswered} of {len(all_measured)} prompts had no first token while the streams ran"
+        )
+    return found
+
+
+def _paced(cell: Cell) -> list[str]:
+    assert cell.plan
+    spans = [end - start for round in cell.rounds for start, end in windows(round)]
+    longest = max(spans, default=0.0)
+    if cell.plan.may_overlap or cell.plan.per_round == 1 or longest <= cell.plan.interval_s:
+        return []
+    return [
+        f"a window of {longest:.2f} s is longer than {cell.plan.interval_s:.2f} s, the interval"
+    ]

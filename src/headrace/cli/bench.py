@@ -1,0 +1,88 @@
+"""`headrace bench`: measures servers from outside, over HTTP alone."""
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from headrace.cli import exits
+
+if TYPE_CHECKING:
+    from headrace.bench.record import ServerRun
+
+
+@click.group()
+def bench() -> None:
+    """Measure servers over HTTP."""
+
+
+@bench.command(short_help="Long prompts beside running streams.")
+@click.option(
+    "--url", "urls", multiple=True, required=True, help="Server, or LABEL=URL; may be repeated"
+)
+@click.option(
+    "--profile",
+    type=click.Choice(["ratios", "wall", "quick"]),
+    default="ratios",
+    show_default=True,
+    help="ratios: lengths and rates by the machine's own speed, the better part of an hour; "
+    "wall: 4 streams, prompts of 2,048 tokens, two minutes; quick: a smoke test",
+)
+@click.option("--quick", is_flag=True, help="The same as --profile quick")
+@click.option("--json", "file", type=click.Path(path_type=Path), help="Write all figures here")
+@click.option("--plot", "folder", type=click.Path(path_type=Path), help="Write pictures here")
+@click.option("--limits", type=(float, float), help="Count prompts within TTFT_MS and GAP_MS")
+@click.option("--warm-share", type=click.FloatRange(0, 1), default=0.0, show_default=True)
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--api-key", envvar="HEADRACE_API_KEY", default="")
+def mixed(urls: tuple[str, ...], file: Path | None, folder: Path | None, **given: Any) -> None:
+    """How long streams stall while cold prompts arrive, and what those prompts pay.
+
+    \b
+    headrace bench mixed --url http://127.0.0.1:8000 --profile wall
+    headrace bench mixed --url on=http://127.0.0.1:8000 --url off=http://127.0.0.1:8001 --plot out
+    """
+    import httpx
+
+    from headrace.bench.mixed import Options, measure
+    from headrace.bench.profile import PROFILES
+    from headrace.bench.report import report, table, write
+    from headrace.bench.target import ServerSaid
+
+    options = Options(
+        profile=PROFILES["quick" if given["quick"] else given["profile"]],
+        seed=given["seed"],
+        warm_share=given["warm_share"],
+        api_key=given["api_key"],
+    )
+    try:
+        runs = asyncio.run(measure([_labelled(url) for url in urls], options, _say))
+    except (httpx.HTTPError, ServerSaid) as error:
+        print(f"headrace: {error or type(error).__name__}", file=sys.stderr)
+        sys.exit(exits.FAILED)
+    print(table(runs))
+    if file is not None:
+        write(file, report(runs, options, given["limits"]))
+    if folder is not None:
+        _draw(runs, folder)
+
+
+def _labelled(url: str) -> tuple[str, str]:
+    label, found, rest = url.partition("=")
+    return (rest, label) if found and "/" not in label else (url, url.partition("//")[2] or url)
+
+
+def _draw(runs: "list[ServerRun]", folder: Path) -> None:
+    try:
+        from headrace.bench.plots import draw
+    except ImportError as error:
+        raise click.ClickException(
+            "--plot needs matplotlib: pip install headrace[bench]"
+        ) from error
+    draw(runs, folder)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr)

@@ -1,0 +1,56 @@
+import msgspec
+
+from headrace.bench.record import CellPlan, Round
+from headrace.bench.validity import drifted, reasons
+from tests.bench.builders import EVIDENCE, PLAN, make_cell, make_round
+
+ROUND = make_round((0.5, 1.5, 2.5, 3.0, 6.0))
+
+
+def replaced(thing, **changes):
+    return msgspec.structs.replace(thing, **changes)
+
+
+def test_a_cell_is_valid_if_prompts_were_computed_beside_all_streams() -> None:
+    assert reasons(make_cell(ROUND)) == ()
+    assert reasons(make_cell(ROUND, evidence=None)) == ()
+
+
+def test_a_cell_without_a_mixed_step_proves_nothing() -> None:
+    cell = make_cell(ROUND, evidence=replaced(EVIDENCE, num_mixed=0))
+    assert reasons(cell) == ("no step had prompt tokens beside all 1 streams",)
+
+
+def test_a_prompt_that_never_ran_beside_the_streams_proves_nothing() -> None:
+    cell = make_cell(replaced(ROUND, injections=make_round(first_token=None).injections))
+    assert reasons(cell) == ("1 of 1 prompts had no first token while the streams ran",)
+
+
+def test_a_stream_that_ends_too_early_spoils_its_cell_and_a_control() -> None:
+    lost = replaced(ROUND, lost_at=3.0)
+    assert reasons(make_cell(lost)) == ("a stream ended while it was needed",)
+    assert reasons(make_cell(lost, plan=None)) == ("a stream ended while it was needed",)
+
+
+def test_an_engine_that_died_spoils_its_cell() -> None:
+    cell = make_cell(ROUND, evidence=replaced(EVIDENCE, num_starts=1))
+    assert reasons(cell) == ("the engine was started anew",)
+
+
+def paced(**changes: object) -> tuple[str, ...]:
+    plan: CellPlan = replaced(PLAN, per_round=2, interval_s=1.5, **changes)
+    twice: Round = replaced(ROUND, injections=ROUND.injections * 2)
+    return reasons(make_cell(twice, plan=plan))
+
+
+def test_prompts_that_run_into_one_another_spoil_a_cell_unless_they_may() -> None:
+    assert paced() == ("a window of 2.00 s is longer than 1.50 s, the interval",)
+    assert paced(may_overlap=True) == ()
+
+
+def test_a_machine_that_changes_its_speed_is_found_out() -> None:
+    cell = make_cell(ROUND)
+    assert drifted([cell, cell], 1.25) is None
+    cell.prompt_s = (1.0, 1.3)
+    found = drifted([make_cell(ROUND), cell], 1.25)
+    assert found is not None and "from 1.00 s to 1.30 s" in found
