@@ -8,9 +8,13 @@ from headrace.core.config import ModelConfig, SchedulerConfig
 from headrace.core.errors import ModelError
 from headrace.core.messages import Ready
 from headrace.runner import load
+from headrace.runner.kernels import decode, few_rows, pointwise, prompt
+from headrace.runner.kernels.pool import Kernel
 from headrace.runner.load import load_runner
 from tests.builders import make_tiny_model
+from tests.drive import generate
 
+KERNEL_FILES = (decode, few_rows, pointwise, prompt)
 POSITION = 3 * 2 * 16 * 2 * 4  # bytes: layers, kv heads, head size, keys and values, float32
 
 
@@ -115,3 +119,15 @@ def test_a_model_without_a_stated_limit_gets_one(tmp_path: Path) -> None:
     config = folder / "config.json"
     config.write_text(config.read_text().replace('"max_position_embeddings": 2048,', ""))
     assert ready(folder, scheduler=SchedulerConfig(max_num_seqs=2)).max_model_len == 4096
+
+
+def test_no_kernel_is_left_to_compile_in_a_request(tmp_path: Path) -> None:
+    def compiled() -> set[str]:
+        found = {n: k for m in KERNEL_FILES for n, k in vars(m).items() if isinstance(k, Kernel)}
+        return {name for name, kernel in found.items() if kernel.is_compiled}
+
+    runner, _ = load_runner(ModelConfig(model="tiny", threads=1), make_tiny_model(tmp_path))
+    at_load = compiled()
+    assert at_load
+    generate(runner, list(range(1, 200)), 3, chunk=128)
+    assert compiled() == at_load

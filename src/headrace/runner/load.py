@@ -1,6 +1,7 @@
 """From a model's folder to a runner that is warm, and the figures that describe it."""
 
 from array import array
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ _MAX_NUM_SEQS = {"cpu": 64, "cuda": 256}
 _CACHE_SHARE = {"cpu": 0.25, "cuda": 0.9}  # of the memory that is free after loading
 _MIN_POSITIONS = 1024  # a model that cannot hold one sequence of that length is not served
 _MAX_POSITIONS = 4096  # of a model that states no limit
+_WARM_UP_ENDS = (64, 72, 73)  # of chunks that take every way through the kernels
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float32}
 
 
@@ -119,15 +121,16 @@ def _layout(config: ModelConfig, spec: ModelSpec, lane: Lane, max_num_seqs: int)
 
 
 def _warm_up(runner: Runner, layout: MemoryLayout) -> None:
-    """One prompt chunk and one decode chunk, so that the first request finds all compiled."""
+    """A long chunk, a short one and a decode chunk: the first request finds all compiled."""
     sequence_id = SequenceId(-1)
-    length = min(8, layout.max_positions - 1)
-    begin = Begin(sequence_id, array("i", [0] * length), length, 0, Sampling(temperature=0))
-    blocks = array("i", range(layout.blocks_for(length + 1)))
+    ends = [min(end, layout.max_positions - 1) for end in _WARM_UP_ENDS]
+    begin = Begin(sequence_id, array("i", [0] * ends[-1]), ends[-1], 0, Sampling(temperature=0))
+    blocks = array("i", range(layout.blocks_for(ends[-1])))
     slot = SlotId(0) if layout.num_slots else NO_SLOT
-    draws = (sequence_id,)
-    prompt = Chunk(sequence_id, 0, length, 1, draws, blocks, slot)
-    decode = Chunk(sequence_id, length, 1, 1, draws, blocks, slot)
-    runner.launch(StepPlan(begun=(begin,), chunks=(prompt,))).result()
-    runner.launch(StepPlan(chunks=(decode,))).result()
-    runner.launch(StepPlan(ended=draws)).result()
+    runner.launch(StepPlan(begun=(begin,))).result()
+    for start, end in pairwise([0, *ends]):
+        if start < end:
+            draws = (sequence_id,) if end == ends[-1] else ()
+            chunk = Chunk(sequence_id, start, end - start, len(draws), draws, blocks, slot)
+            runner.launch(StepPlan(chunks=(chunk,))).result()
+    runner.launch(StepPlan(ended=(sequence_id,))).result()

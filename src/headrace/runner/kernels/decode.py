@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import cfunc, njit
+from numba import njit
 from numba.np.numpy_support import carray
 
 from headrace.runner.kernels.frame import (
@@ -28,7 +28,6 @@ from headrace.runner.kernels.frame import (
 )
 from headrace.runner.kernels.numeric import (
     FAST,
-    KERNEL,
     f32_at,
     fast_exp,
     largest,
@@ -36,6 +35,7 @@ from headrace.runner.kernels.numeric import (
     take_next,
     widen,
 )
+from headrace.runner.kernels.pool import Kernel
 
 LOWEST = np.float32(-1e30)  # below every score, and far from overflow
 _SPAN = 256  # positions whose scores are weighed together
@@ -192,13 +192,13 @@ def _decode(g: Any, a: Any, new: Any, memory: Any, chunks: Any) -> None:
         )
 
 
-@cfunc(KERNEL, cache=True)
+@Kernel
 def _decode_bf16(a: Any) -> None:
     g = carray(a, FRAME_SIZE)
     _decode(g, a, new_bf16(g), memory_bf16(g), chunks_of(g))
 
 
-@cfunc(KERNEL, cache=True)
+@Kernel
 def _decode_float(a: Any) -> None:
     g = carray(a, FRAME_SIZE)
     _decode(g, a, new_float(g), memory_float(g), chunks_of(g))

@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import cfunc, njit
+from numba import njit
 from numba.np.numpy_support import carray
 from torch import Tensor
 
 from headrace.runner.kernels.numeric import (
     FAST,
-    KERNEL,
     f32_at,
     high,
     i8_at,
@@ -25,7 +24,7 @@ from headrace.runner.kernels.numeric import (
     u32_at,
     widen,
 )
-from headrace.runner.kernels.pool import frame_of, spread
+from headrace.runner.kernels.pool import Kernel, frame_of, spread
 
 _PIECE = 64  # outputs in one piece of work
 Weights = Any
@@ -174,7 +173,7 @@ def _by_int8(a: Any, g: Any, x: Any, y: Any) -> None:
     _product(a, halves, _halved(x, 1, half), (y, *_scale_and_bias(g)))
 
 
-@cfunc(KERNEL, cache=True)
+@Kernel
 def _bf16_by_bf16(a: Any) -> None:
     g = carray(a, 9)
     words = carray(u32_at(g[4]), (g[1], g[2] // 2))
@@ -182,13 +181,13 @@ def _bf16_by_bf16(a: Any) -> None:
     _product(a, (words, words), _halved(x, 2, 1), (y, *_scale_and_bias(g)))
 
 
-@cfunc(KERNEL, cache=True)
+@Kernel
 def _bf16_by_int8(a: Any) -> None:
     g = carray(a, 9)
     _by_int8(a, g, carray(u16_at(g[5]), (g[3], g[2])), carray(u16_at(g[6]), (g[3], g[1])))
 
 
-@cfunc(KERNEL, cache=True)
+@Kernel
 def _float_by_int8(a: Any) -> None:
     g = carray(a, 9)
     _by_int8(a, g, carray(f32_at(g[5]), (g[3], g[2])), carray(f32_at(g[6]), (g[3], g[1])))

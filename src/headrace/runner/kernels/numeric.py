@@ -11,7 +11,6 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import njit, types
 from numba.extending import intrinsic
 
-KERNEL = types.void(types.CPointer(types.int64))
 """The C signature of a kernel: one pointer to its arguments, the first one a counter."""
 
 FAST = {"nsz", "arcp", "contract", "afn", "reassoc"}

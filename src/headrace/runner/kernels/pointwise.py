@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import cfunc, njit
+from numba import njit
 from numba.np.numpy_support import carray
 from torch import Tensor
 
 from headrace.runner.kernels.numeric import (
     FAST,
-    KERNEL,
     f32_at,
     fast_exp,
     i8_at,
@@ -23,7 +22,7 @@ from headrace.runner.kernels.numeric import (
     u16_at,
     widen,
 )
-from headrace.runner.kernels.pool import Frame, frame_of, run_alone, spread
+from headrace.runner.kernels.pool import Frame, Kernel, frame_of, run_alone, spread
 
 _ALONE = 1 << 14  # values up to which waking another thread costs more than it saves
 
@@ -53,14 +52,14 @@ def _norm(g: Any, a: Any, x: Any, weight: Any, out: Any) -> None:
             _norm_row(x[token, span], weight, eps, out[token, span])
 
 
-@cfunc(KERNEL, cache=True)
+@Kernel
 def _norm_bf16(a: Any) -> None:
     g = carray(a, 9)
     x, out = carray(u16_at(g[6]), (g[1], g[4])), carray(u16_at(g[8]), (g[1], g[2] * g[3]))
     _norm(g, a, x, carray(u16_at(g[7]), g[3]), out)
 
 
-@cfunc(KERNEL, cache=True)
+@Kernel
 def _norm_float(a: Any) -> None:
     g = carray(a, 9)
     x, out = carray(f32_at(g[6]), (g[1], g[4])), carray(f32_at(g[8]), (g[1], g[2] * g[3]))
@@ -89,14 +88,14 @@ def _rotate(g: Any, a: Any, x: Any, out: Any) -> None:
             _rotate_head(x[token, span], cos[token], sin[token], out[token, span])
 
 
-@cfunc(KERNEL, cache=True)
+@Kernel
 def _rotate_bf16(a: Any) -> None:
     g = carray(a, 9)
     x, out = carray(u16_at(g[7]), (g[1], g[4])), carray(u16_at(g[8]), (g[1], g[2] * g[3]))
     _rotate(g, a, x, out)
 
 
-@cfunc(KERNEL, cache=True)
+@Kernel
 def _rotate_float(a: Any) -> None:
     g = carray(a, 9)
     x, out = carray(f32_at(g[7]), (g[1], g[4])), carray(f32_at(g[8]), (g[1], g[2] * g[3]))
@@ -123,13 +122,13 @@ def _gate(g: Any, a: Any, x: Any, out: Any) -> None:
         _gate_row(x[token, :size], x[token, size:], out[token])
 
 
-@cfunc(KERNEL, cache=True)
+@Kernel
 def _gate_bf16(a: Any) -> None:
     g = carray(a, 5)
     _gate(g, a, carray(u16_at(g[3]), (g[1], 2 * g[2])), carray(u16_at(g[4]), (g[1], g[2])))
 
 
-@cfunc(KERNEL, cache=True)
+@Kernel
 def _gate_float(a: Any) -> None:
     g = carray(a, 5)
     _gate(g, a, carray(f32_at(g[3]), (g[1], 2 * g[2])), carray(f32_at(g[4]), (g[1], g[2])))
@@ -147,19 +146,19 @@ def _widen(g: Any, a: Any, source: Any, target: Any) -> None:
             to_row[k] = narrow(widen(from_row[k]) * by, to_row[0])
 
 
-@cfunc(KERNEL, cache=True)
+@Kernel
 def _widen_bf16(a: Any) -> None:
     g = carray(a, 6)
     _widen(g, a, carray(u16_at(g[3]), (g[1], g[2])), carray(f32_at(g[4]), (g[1], g[2])))
 
 
-@cfunc(KERNEL, cache=True)
+@Kernel
 def _widen_int8(a: Any) -> None:
     g = carray(a, 6)
     _widen(g, a, carray(i8_at(g[3]), (g[1], g[2])), carray(f32_at(g[4]), (g[1], g[2])))
 
 
-@cfunc(KERNEL, cache=True)
+@Kernel
 def _widen_int8_to_bf16(a: Any) -> None:
     g = carray(a, 6)
     _widen(g, a, carray(i8_at(g[3]), (g[1], g[2])), carray(u16_at(g[4]), (g[1], g[2])))

@@ -1,26 +1,50 @@
 """Owns how a compiled kernel is spread over the cores: always torch's own threads, no second pool.
 
-A kernel is a C function `void body(int64_t *args)`, made by numba's cfunc. Every participant
+A kernel is a C function `void body(int64_t *args)`, made by Numba's cfunc. Every participant
 calls it with the same arguments and takes pieces of work from the counter in `args[0]` until none
 is left, so a slow or busy core takes fewer pieces.
 """
 
 import ctypes
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
+from numba import cfunc, types
+
+_SIGNATURE = types.void(types.CPointer(types.int64))
 
 Frame = Any
 """A kernel's arguments, a C array of int64: the counter, then addresses and counts."""
+
+
+class Kernel:
+    """A kernel that is compiled, or found in Numba's cache, when it is first run.
+
+    A model needs those of its own number formats only; loading it runs each of them once.
+    """
+
+    def __init__(self, function: Callable[[Any], None]) -> None:
+        self._function = function
+
+    @cached_property
+    def address(self) -> int:
+        address = cfunc(_SIGNATURE, cache=True)(self._function).address
+        assert address is not None
+        return address
+
+    @property
+    def is_compiled(self) -> bool:
+        return "address" in self.__dict__
 
 
 def frame_of(*args: int) -> Frame:
     return (ctypes.c_int64 * (len(args) + 1))(0, *args)
 
 
-def spread(body: Any, frame: Frame) -> None:
+def spread(body: Kernel, frame: Frame) -> None:
     """Run `body` on all threads; returns when the work is done."""
     frame[0] = 0
     num_threads = torch.get_num_threads()
@@ -32,7 +56,7 @@ def spread(body: Any, frame: Frame) -> None:
         _spread_by_python(_callable(body.address), frame, num_threads)
 
 
-def run_alone(body: Any, frame: Frame) -> None:
+def run_alone(body: Kernel, frame: Frame) -> None:
     """Run `body` on the calling thread: for work that is smaller than waking another."""
     frame[0] = 0
     _callable(body.address)(frame)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import cfunc, njit
+from numba import njit
 from numba.np.numpy_support import carray
 
 from headrace.runner.kernels.decode import LOWEST
@@ -25,7 +25,6 @@ from headrace.runner.kernels.frame import (
 )
 from headrace.runner.kernels.numeric import (
     FAST,
-    KERNEL,
     f32_at,
     fast_exp,
     largest,
@@ -34,6 +33,7 @@ from headrace.runner.kernels.numeric import (
     u16_at,
     widen,
 )
+from headrace.runner.kernels.pool import Kernel
 
 # After the frame of the attention itself:
 (CHUNK, BASE, TOTAL, PAST_KEYS, PAST_VALUES, GATHER_SIZE) = range(FRAME_SIZE, FRAME_SIZE + 6)
@@ -86,19 +86,19 @@ def _past_float(g: Any) -> Any:
     return carray(f32_at(g[PAST_KEYS]), shape), carray(f32_at(g[PAST_VALUES]), shape)
 
 
-@cfunc(KERNEL, cache=True)
+@Kernel
 def _gather_bf16(a: Any) -> None:
     g = carray(a, GATHER_SIZE)
     _gather(g, a, new_bf16(g), memory_bf16(g), _past_bf16(g))
 
 
-@cfunc(KERNEL, cache=True)
+@Kernel
 def _gather_widening(a: Any) -> None:
     g = carray(a, GATHER_SIZE)
     _gather(g, a, new_bf16(g), memory_bf16(g), _past_float(g))
 
 
-@cfunc(KERNEL, cache=True)
+@Kernel
 def _gather_float(a: Any) -> None:
     g = carray(a, GATHER_SIZE)
     _gather(g, a, new_float(g), memory_float(g), _past_float(g))
@@ -148,13 +148,13 @@ def _softmax(g: Any, a: Any, scores: Any) -> None:
             inverse[head, row] = _weigh(scores[head, row], first, stop, sink)
 
 
-@cfunc(KERNEL, cache=True)
+@Kernel
 def _softmax_bf16(a: Any) -> None:
     g = carray(a, 11)
     _softmax(g, a, carray(u16_at(g[10]), (g[1], g[2], g[3])))
 
 
-@cfunc(KERNEL, cache=True)
+@Kernel
 def _softmax_float(a: Any) -> None:
     g = carray(a, 11)
     _softmax(g, a, carray(f32_at(g[10]), (g[1], g[2], g[3])))
