@@ -22,6 +22,7 @@ from headrace.gateway import chat_schema, completions_schema, render
 from headrace.gateway.completions_schema import Asked
 from headrace.generation.generation import Generation
 from headrace.generation.served import ServedModel
+from headrace.models.hub import OnProgress
 from headrace.streams.events import AnyEvent, Error, Tokens
 from headrace.streams.memory_store import MemoryStore
 
@@ -38,8 +39,9 @@ class LLM:
     Fields of a call are those of the HTTP routes, checked alike: RequestError says what is wrong.
     """
 
-    def __init__(self, config: ServerConfig) -> None:
-        self._host = _Host(config)
+    def __init__(self, config: ServerConfig, on_progress: OnProgress | None = None) -> None:
+        """`on_progress` hears of bytes that a download has brought, and of those it shall."""
+        self._host = _Host(config, on_progress)
 
     @classmethod
     def load(cls, model: str = "headrace-mini", **options: Any) -> "LLM":
@@ -111,7 +113,7 @@ class LLM:
 class _Host:
     """Generation and a local engine on an event loop in a thread of its own."""
 
-    def __init__(self, config: ServerConfig) -> None:
+    def __init__(self, config: ServerConfig, on_progress: OnProgress | None) -> None:
         self.generation: Generation
         self.ready: Ready
         self._loop: asyncio.AbstractEventLoop
@@ -119,7 +121,9 @@ class _Host:
         self._has_started: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._is_closed = False
         self._calling = threading.Lock()
-        self._thread = threading.Thread(target=self._run, args=(config,), name="llm", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(config, on_progress), name="llm", daemon=True
+        )
         self._thread.start()
         self._has_started.result()
 
@@ -193,9 +197,9 @@ class _Host:
         finally:
             pieces.put(None)
 
-    def _run(self, config: ServerConfig) -> None:
+    def _run(self, config: ServerConfig, on_progress: OnProgress | None) -> None:
         try:
-            asyncio.run(self._live(config))
+            asyncio.run(self._live(config, on_progress))
         except BaseException as error:
             if self._has_started.done():
                 raise
@@ -203,9 +207,9 @@ class _Host:
         finally:
             self._is_closed = True
 
-    async def _live(self, config: ServerConfig) -> None:
+    async def _live(self, config: ServerConfig, on_progress: OnProgress | None) -> None:
         self._loop, self._closing = asyncio.get_running_loop(), asyncio.Event()
-        served = await asyncio.to_thread(ServedModel, config.models[0])
+        served = await asyncio.to_thread(ServedModel, config.models[0], on_progress)
         local = msgspec.structs.replace(config.models[0], model=str(served.folder))
         engine, self.ready = await LocalEngine.start(local)
         self.generation = Generation(_unbounded(config), served, engine, MemoryStore())

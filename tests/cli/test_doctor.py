@@ -96,3 +96,11 @@ def test_bytes_of_token_and_sequence_come_from_the_lanes_own_layout() -> None:
     per_token, per_sequence = cache_bytes(DenseLane(), 16)  # type: ignore[arg-type]
     assert per_token == 10
     assert 1000 <= per_sequence < 1010
+
+
+def test_a_model_that_would_be_downloaded_is_no_fault(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code, found = examine(capsys, "someone/model-that-nobody-has")
+    assert code == 0
+    assert found["model"]["verdict"] == "warn"

@@ -10,7 +10,7 @@ from headrace.core.config import ModelConfig
 from headrace.core.errors import HeadraceError, ModelError
 from headrace.core.messages import Ready
 from headrace.core.request import Chat
-from headrace.models.find import find_model
+from headrace.models.find import find_here, find_model, is_hub_id
 from headrace.models.headers import read_headers
 from headrace.models.spec import read_spec
 from headrace.runner.lanes.lane import Lane
@@ -23,7 +23,12 @@ _GREETING = "Good morning"
 def findings(config: ModelConfig) -> Iterator[Finding]:
     """Stops at the first fault, since what follows builds on it."""
     try:
-        folder = find_model(config.model)
+        folder = find_here(config.model, config.revision)
+        if folder is None and is_hub_id(config.model):
+            remedy = "It is downloaded when it is first served."
+            yield Finding("model", "warn", f"{config.model} is not in the cache", remedy)
+            return
+        folder = folder or find_model(config.model)
         yield _files(folder)
         yield from _text(folder, config)
         yield from _computing(folder, config)

@@ -1,6 +1,5 @@
 """`headrace generate`: continues one prompt in this process; the text goes to stdout."""
 
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,12 +7,11 @@ from typing import Any
 
 import msgspec
 
+from headrace.cli.download import DownloadLine
 from headrace.core.config import ServerConfig
 from headrace.core.errors import ConfigError
 from headrace.llm import LLM
-from headrace.models.find import MINI
-
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+from headrace.models.find import MINI, is_hub_id
 
 
 def split_words(words: Sequence[str]) -> tuple[str | None, str | None]:
@@ -37,7 +35,7 @@ def read_prompt(prompt: str | None) -> str:
 
 
 def generate(config: ServerConfig, prompt: str, fields: dict[str, Any], as_json: bool) -> None:
-    with LLM(config) as llm:
+    with LLM(config, DownloadLine(config.models[0].model)) as llm:
         if as_json:
             answer = msgspec.json.encode(llm.generate(prompt, **fields))
             print(answer.decode())
@@ -51,4 +49,4 @@ def generate(config: ServerConfig, prompt: str, fields: dict[str, Any], as_json:
 
 
 def _names_model(word: str) -> bool:
-    return word == MINI or bool(_HUB_ID.fullmatch(word)) or Path(word).expanduser().is_dir()
+    return word == MINI or is_hub_id(word) or Path(word).expanduser().is_dir()

@@ -15,6 +15,7 @@ import msgspec
 import uvicorn
 
 from headrace.cli import exits
+from headrace.cli.download import DownloadLine
 from headrace.core.config import ServerConfig
 from headrace.core.messages import Ready
 from headrace.engine.supervisor import Supervisor
@@ -53,7 +54,7 @@ def serve(config: ServerConfig) -> int:
         )
         return exits.IN_USE
     with listener:
-        model = ServedModel(config.models[0])
+        model = ServedModel(config.models[0], DownloadLine(config.models[0].model))
         with asyncio.Runner(loop_factory=_new_loop) as runner:
             return runner.run(_run(config, model, listener))
 

@@ -63,6 +63,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     model: Annotated[str, Meta(description="Folder with a model, hub id, or headrace-mini")] = (
         "headrace-mini"
     )
+    revision: Annotated[
+        str | None, Meta(description="Branch, tag or commit of a model on the hub")
+    ] = None
     served_model_name: Annotated[
         tuple[str, ...], Meta(description="Names that clients may ask for")
     ] = ()

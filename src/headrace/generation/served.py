@@ -7,6 +7,7 @@ from headrace.core.config import ModelConfig
 from headrace.core.errors import ModelError, RequestError
 from headrace.core.messages import Ready
 from headrace.models.find import find_model
+from headrace.models.hub import OnProgress
 from headrace.models.spec import ModelSpec, read_spec
 from headrace.text.encoder import Encoder
 from headrace.text.template import ChatTemplate
@@ -16,8 +17,8 @@ from headrace.text.tokenizer import Tokenizer
 class ServedModel:
     """One model. `ready` holds the engine's limits once it has loaded."""
 
-    def __init__(self, config: ModelConfig) -> None:
-        self.folder: Path = find_model(config.model)
+    def __init__(self, config: ModelConfig, on_progress: OnProgress | None = None) -> None:
+        self.folder: Path = find_model(config.model, config.revision, on_progress)
         self.root = self.folder.name if Path(config.model).is_dir() else config.model
         self.names = config.served_model_name or (self.root,)
         self.created = int(time.time())

@@ -1,0 +1,153 @@
+"""Models of a Hugging Face hub: found in its cache, or downloaded into it.
+
+Only what is read comes down: configuration, tokenizer, templates, safetensors. Never a pickle, and
+never code.
+"""
+
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from headrace.core.errors import ModelError
+
+OnProgress = Callable[[int, int], None]
+"""Called with the bytes that have come and those that shall, now and then, from any thread."""
+
+_TEXT_FILES = (".json", ".jinja", ".model", ".txt", ".tiktoken")
+_PICKLED = (".bin", ".pt", ".pth", ".ckpt")
+_INDEX = "model.safetensors.index.json"
+_LOOK_INTERVAL_S = 0.25
+
+
+def download(repo: str, revision: str | None, on_progress: OnProgress | None) -> Path:
+    """The snapshot's folder. What the hub cannot be asked for is taken from its cache alone."""
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    try:
+        info = huggingface_hub.HfApi().model_info(repo, revision=revision, files_metadata=True)
+    except errors.GatedRepoError:
+        raise ModelError(
+            f"{repo} is gated: accept its terms on the hub, and set HF_TOKEN.", "download_denied"
+        ) from None
+    except errors.RepositoryNotFoundError:
+        raise ModelError(
+            f"{repo} is not on the hub, or is private; check the name, or set HF_TOKEN.",
+            "model_not_found",
+        ) from None
+    except errors.RevisionNotFoundError:
+        raise ModelError(f"{repo} has no revision {revision}.", "model_not_found") from None
+    except Exception as error:  # offline, unreachable, failing: whatever its transport raises
+        if (folder := cached(repo, revision)) is None:
+            raise _unreachable(repo, type(error).__name__) from None
+        return folder
+    sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
+    wanted = _wanted(repo, sizes)
+    missing = {
+        name: sizes[name]
+        for name in wanted
+        if not isinstance(
+            huggingface_hub.try_to_load_from_cache(repo, name, revision=info.sha), str
+        )
+    }
+    with _Watch(repo, sum(missing.values()), on_progress):
+        try:
+            return _fetch(repo, revision, wanted)
+        except OSError as error:
+            raise ModelError(
+                f"{repo} could not be downloaded ({type(error).__name__}: {error.strerror}); what "
+                "has come is kept: try again.",
+                "download_failed",
+            ) from error
+
+
+def cached(repo: str, revision: str | None) -> Path | None:
+    """The snapshot that an earlier download left; whether it is whole is for its reader to see."""
+    try:
+        return _fetch(repo, revision, ["config.json"], local_files_only=True)
+    except OSError:
+        return None
+
+
+def _unreachable(repo: str, reason: str) -> ModelError:
+    return ModelError(
+        f"{repo} is not in the cache, and the hub cannot be asked for it ({reason}); check the "
+        "network, HF_ENDPOINT and HF_HUB_OFFLINE, or give a folder.",
+        "model_not_found",
+    )
+
+
+def _wanted(repo: str, names: Iterable[str]) -> list[str]:
+    """The files to have; ModelError if the weights are of a kind that is never read."""
+    own = [name for name in names if "/" not in name]
+    weights = [name for name in own if name.endswith(".safetensors")]
+    if _INDEX in own:
+        sharded = [name for name in weights if name.startswith("model-")]
+        weights = sharded or weights
+    elif "model.safetensors" in own:
+        weights = ["model.safetensors"]
+    if not weights:
+        raise ModelError(_without_weights(repo, own))
+    return sorted([name for name in own if name.endswith(_TEXT_FILES)] + weights)
+
+
+def _without_weights(repo: str, names: Iterable[str]) -> str:
+    for name in sorted(names):
+        if name.endswith(_PICKLED):
+            return (
+                f"{repo} has pickled weights only ({name}), which are never read; "
+                "use a model with safetensors files."
+            )
+        if name.endswith(".gguf"):
+            return f"{repo} has GGUF files only; use the model that they were made from."
+    return f"{repo} has no safetensors files; it is not a model that can be run."
+
+
+def _fetch(repo: str, revision: str | None, names: list[str], **options: Any) -> Path:
+    import huggingface_hub
+    from huggingface_hub.utils.tqdm import tqdm
+
+    class Silent(tqdm):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **{**kwargs, "disable": True})
+
+    folder = huggingface_hub.snapshot_download(
+        repo, revision=revision, allow_patterns=names, tqdm_class=Silent, **options
+    )
+    return Path(str(folder))
+
+
+class _Watch:
+    """Tells how far a download is by what it has written; a thread of its own."""
+
+    def __init__(self, repo: str, total: int, on_progress: OnProgress | None) -> None:
+        from huggingface_hub import constants
+
+        self._blobs = Path(constants.HF_HUB_CACHE) / f"models--{repo.replace('/', '--')}" / "blobs"
+        self._total = total
+        self._tell = on_progress if total else None
+        self._before = self._size()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="download", daemon=True)
+
+    def __enter__(self) -> None:
+        if self._tell is not None:
+            self._thread.start()
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if self._tell is not None:
+            self._stop.set()
+            self._thread.join()
+            if kind is None:
+                self._tell(self._total, self._total)
+
+    def _run(self) -> None:
+        assert self._tell is not None
+        while not self._stop.wait(_LOOK_INTERVAL_S):
+            self._tell(min(self._size() - self._before, self._total), self._total)
+
+    def _size(self) -> int:
+        if not self._blobs.is_dir():
+            return 0
+        return sum(file.stat().st_size for file in self._blobs.iterdir() if file.is_file())

@@ -1,0 +1,107 @@
+"""A Hugging Face hub on loopback: the few routes that a download asks for."""
+
+import contextlib
+import hashlib
+import http.server
+import json
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+_ROUTE = re.compile(
+    r"/(?:api/models/)?(?P<repo>[^/]+/[^/]+?)"
+    r"(?:/(?P<kind>revision|tree|resolve)/(?P<revision>[^/]+)(?:/(?P<file>.+))?)?"
+)
+
+
+class SmallHub(http.server.ThreadingHTTPServer):
+    """Serves folders as repositories, `repos` by id; `asked` has every path that was asked for."""
+
+    daemon_threads = True
+
+    def __init__(self, repos: dict[str, Path], token: str | None = None) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.repos, self.token = repos, token
+        self.asked: list[str] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    server: SmallHub
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        path = self.path.split("?")[0]
+        self.server.asked.append(path)
+        found = _ROUTE.fullmatch(path)
+        folder = self.server.repos.get(found["repo"]) if found else None
+        authorization = self.headers.get("authorization")
+        if self.server.token and authorization != f"Bearer {self.server.token}":
+            self._send(403, b"{}", {"X-Error-Code": "GatedRepo"})
+        elif found is None or folder is None:
+            self._send(401, b"{}", {"X-Error-Code": "RepoNotFound"})
+        elif (found["revision"] or "main") not in ("main", "v1", COMMIT):
+            self._send(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
+        elif found["kind"] == "tree":
+            self._send(200, json.dumps([_entry(file) for file in _files(folder)]).encode())
+        elif found["kind"] == "resolve":
+            self._send_file(folder / found["file"])
+        else:
+            self._send(200, json.dumps(_info(found["repo"], folder)).encode())
+
+    do_HEAD = do_GET
+
+    def _send_file(self, file: Path) -> None:
+        if not file.is_file():
+            self._send(404, b"{}", {"X-Error-Code": "EntryNotFound"})
+            return
+        content = file.read_bytes()
+        etag = f'"{_digest(file)}"'
+        self._send(200, content, {"ETag": etag, "X-Repo-Commit": COMMIT})
+
+    def _send(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
+        self.send_response(status)
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(folder.iterdir())
+
+
+def _entry(file: Path) -> dict[str, object]:
+    return {
+        "type": "file",
+        "oid": _digest(file),
+        "size": file.stat().st_size,
+        "path": file.name,
+    }
+
+
+def _info(repo: str, folder: Path) -> dict[str, object]:
+    files = [{"rfilename": f.name, "size": f.stat().st_size} for f in _files(folder)]
+    return {"_id": "1", "id": repo, "modelId": repo, "sha": COMMIT, "siblings": files, "tags": []}
+
+
+def _digest(file: Path) -> str:
+    return hashlib.sha1(file.read_bytes()).hexdigest()
+
+
+@contextlib.contextmanager
+def small_hub(repos: dict[str, Path], token: str | None = None) -> Iterator[SmallHub]:
+    with SmallHub(repos, token) as hub:
+        threading.Thread(target=hub.serve_forever, daemon=True).start()
+        yield hub
+        hub.shutdown()
