@@ -1,4 +1,4 @@
-"""A stream whose log has ended, or whose writer is elsewhere: only to be read."""
+"""A stream whose log has ended: only to be read."""
 
 from contextlib import AbstractAsyncContextManager
 

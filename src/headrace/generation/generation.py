@@ -108,7 +108,7 @@ class Generation:
         if names.is_opted_in:
             stored = await self.streams.claim(record)
             if stored.record.id != record.id:
-                return self.streams.wrap(stored)
+                return await self.streams.wrap(stored)
             log = stored.log
         stream = self._stream(record, Draft(record, model), log)
         await stream.accept()

@@ -1,11 +1,13 @@
 """All streams there are: live ones with their writers, and behind them what a store keeps."""
 
+import asyncio
 from collections.abc import Iterator, Sequence
 
 from headrace.core.errors import RequestError
 from headrace.core.ids import StreamId
 from headrace.generation.ended import Ended
 from headrace.generation.stream import Stream
+from headrace.streams.log import Log, LogGone
 from headrace.streams.record import Names, Record
 from headrace.streams.store import (
     ByConversation,
@@ -26,6 +28,7 @@ class Registry:
     def __init__(self, store: Store) -> None:
         self.store = store
         self._live: dict[StreamId, Stream] = {}
+        self._added = asyncio.Event()  # set, and made anew, with every stream that is added
 
     def __iter__(self) -> Iterator[Stream]:
         return iter(list(self._live.values()))
@@ -35,9 +38,13 @@ class Registry:
 
     def add(self, stream: Stream) -> None:
         self._live[stream.record.id] = stream
+        self._added.set()
+        self._added = asyncio.Event()
 
     def remove(self, stream: Stream) -> None:
-        self._live.pop(stream.record.id, None)
+        """Unless another writer has taken its place."""
+        if self._live.get(stream.record.id) is stream:
+            del self._live[stream.record.id]
 
     async def find(self, owner: str, name: Name) -> Found | None:
         """The stream of that name, if it is this owner's."""
@@ -45,7 +52,7 @@ class Registry:
             found: Found | None = live
         else:
             stored = await self.store.find(name)
-            found = self.wrap(stored) if stored else None
+            found = await self.wrap(stored) if stored else None
         return found if found and found.record.names.owner == owner else None
 
     async def find_conversations(self, owner: str, names: Sequence[str]) -> list[Found]:
@@ -53,7 +60,7 @@ class Registry:
         found: dict[StreamId, Found] = {}
         for name in names:
             for stored in await self.store.find_family(ByConversation(owner, name)):
-                found[stored.record.id] = self.wrap(stored)
+                found[stored.record.id] = await self.wrap(stored)
         return list(found.values())
 
     async def find_equal(self, names: Names, may_take_over: bool) -> Found | None:
@@ -106,9 +113,18 @@ class Registry:
         if isinstance(found, Stream):
             await found.ended.wait()
 
-    def wrap(self, stored: Stored) -> Found:
-        """The live stream with its writer, if there is one."""
-        return self._live.get(stored.record.id) or Ended(stored.record, stored.log)
+    async def wrap(self, stored: Stored) -> Found:
+        """The live stream with its writer, if it has not ended.
+
+        One without a writer is just being opened, or taken up from an earlier server, and is
+        waited for: taken for an ended one, it could not be stopped and would have no heartbeat.
+        """
+        while (live := self._live.get(stored.record.id)) is None:
+            added = self._added
+            if await _has_ended(stored.log):
+                return Ended(stored.record, stored.log)
+            await added.wait()
+        return live
 
     def _replace(self, stream_id: StreamId | None) -> None:
         if stream_id is not None and (old := self._live.get(stream_id)) is not None:
@@ -121,3 +137,11 @@ def check_same(record: Record, names: Names) -> None:
             "idempotency_key_reused",
             "This Idempotency-Key was used for another request; send a fresh key.",
         )
+
+
+async def _has_ended(log: Log) -> bool:
+    try:
+        _, has_ended = await log.read(log.next_seq - 1, 1)
+    except LogGone:
+        return True
+    return has_ended

@@ -1,0 +1,70 @@
+"""A stream that has not ended is found with its writer, whenever it is looked for."""
+
+import asyncio
+from pathlib import Path
+
+from headrace.generation.ended import Ended
+from headrace.generation.stream import Stream
+from headrace.streams.memory_store import MemoryStore
+from headrace.streams.record import Names
+from headrace.streams.store import ByConversation
+from tests.generation.fakes import make_request, opened, running, settle
+
+OPTED_IN = Names(conversation="c", digest=b"1")
+NAME = ByConversation("", "c")
+
+
+def test_a_stream_of_an_earlier_server_is_waited_for_until_it_is_taken_up(folder: Path) -> None:
+    async def run() -> None:
+        store = MemoryStore()
+        async with running(folder, store) as (generation, engine):
+            await opened(generation, engine, OPTED_IN)
+            for task in list(generation._writers.values()):
+                task.cancel()  # as a kill would: nothing more is written
+            await settle()
+            looking = asyncio.create_task(generation.streams.find("", NAME))
+            await settle()
+            assert not looking.done()
+            looking.cancel()
+        async with running(folder, store) as (generation, _):
+            assert isinstance(await generation.streams.find("", NAME), Stream)
+
+    asyncio.run(run())
+
+
+def test_a_stream_is_found_live_while_it_is_being_opened(folder: Path) -> None:
+    async def run() -> None:
+        async with running(folder) as (generation, _):
+            opening = asyncio.create_task(generation.open(make_request(), OPTED_IN))
+            while (found := await generation.streams.find("", NAME)) is None:
+                await asyncio.sleep(0)
+            assert found is await opening
+
+    asyncio.run(run())
+
+
+def test_a_stream_that_has_ended_is_found_to_be_read(folder: Path) -> None:
+    async def run() -> None:
+        async with running(folder) as (generation, engine):
+            stream = await opened(generation, engine, OPTED_IN)
+            stopping = asyncio.create_task(generation.streams.stop(stream))
+            await settle()
+            await engine.let_go()
+            await stopping
+            await settle()
+            assert isinstance(await generation.streams.find("", NAME), Ended)
+
+    asyncio.run(run())
+
+
+def test_a_writer_that_leaves_does_not_take_its_successor_along(folder: Path) -> None:
+    async def run() -> None:
+        async with running(folder) as (generation, engine):
+            old = await opened(generation, engine, OPTED_IN)
+            assert isinstance(old, Stream)
+            successor = generation._stream(old.record, old._draft, old.log)
+            generation.streams.add(successor)
+            generation.streams.remove(old)
+            assert await generation.streams.find("", NAME) is successor
+
+    asyncio.run(run())
