@@ -49,7 +49,6 @@ PROFILES = {
         lead_s=0.2,
         control_s=0.5,
         pause_s=0.0,
-        patience=2.0,
         patience_s=1.0,
         max_drift=100.0,
     ),
