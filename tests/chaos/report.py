@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from tests.chaos.compare import KINDS, Violation
 from tests.chaos.site import Death
 from tests.chaos.story import Story
-from tests.chaos.times import longest_gap, resume_times, token_times
+from tests.chaos.times import Gap, longest_gap, resume_times, token_times
 
 MAX_GAP_S = 15.0
 _MAX_SHOWN = 10
@@ -23,10 +23,10 @@ class Report:
         self.violations: list[tuple[Violation, Story | None]] = []
         self.num_tokens = 0
         self.num_stories: Counter[str] = Counter()
-        self.longest_gap_s = 0.0
+        self.longest_gap = Gap(0.0, 0.0)
         self.longest_gap_at = ""
+        self.lags: list[tuple[float, float]] = []
         self.num_late = 0
-        self.longest_lag_s = 0.0  # of the witness itself
         self.facts: dict[str, int] = {}
         self._late_s = late_s  # a longer silence is counted
         self._resumes: defaultdict[str, list[float]] = defaultdict(list)
@@ -37,13 +37,14 @@ class Report:
         self.num_stories[story.outcome] += 1
         self.num_tokens += story.question.num_tokens if story.outcome == "finished" else 0
         for made in story.exchanges:
-            gap = longest_gap(made)
-            if gap > self.longest_gap_s:
-                self.longest_gap_s, self.longest_gap_at = gap, f"{story.label} {made.line()}"
-            self.num_late += gap > self._late_s
-            if gap > MAX_GAP_S:
-                silence = Violation("silent", 1, f"{gap:.1f} s without a byte: {made.line()}")
-                self.violations.append((silence, story))
+            gap = longest_gap(made, self.lags)
+            self.num_late += gap.seconds > self._late_s
+            if gap > self.longest_gap:
+                self.longest_gap = gap
+                self.longest_gap_at = f"{gap.began - self.began:.3f} {story.label} {made.line()}"
+            if gap.seconds > MAX_GAP_S:
+                what = f"{gap.seconds:.1f} s without a byte: {made.line()}"
+                self.violations.append((Violation("silent", 1, what), story))
         mine = [death for death in deaths if death.at > story.began]
         for what, seconds in resume_times(token_times(story), mine):
             self._resumes[what.partition(" ")[0]].append(seconds)
@@ -64,8 +65,9 @@ class Report:
             f"{self.num_tokens} tokens in finished answers; requests: {ended}",
             ", ".join(f"{sums[kind]} {kind}" for kind in KINDS),
             *self._resume_lines(),
-            f"longest data gap {self.longest_gap_s:.2f} s, {self.num_late} over "
-            f"{self._late_s:.2f} s; the witness itself was up to {self.longest_lag_s:.2f} s late",
+            f"longest data gap {self.longest_gap.seconds:.2f} s, {self.num_late} over "
+            f"{self._late_s:.2f} s; the witness itself was up to "
+            f"{max((lag for _, lag in self.lags), default=0.0):.2f} s late",
             f"longest at {self.longest_gap_at}",
             self._verdict(),
         ]

@@ -20,7 +20,6 @@ from tests.chaos.story import Story
 from tests.chaos.truth import NoTruth, read_truth
 from tests.chaos.witness import Fates, Proxy
 
-NUM_CLIENTS = 10
 _CUT_SHARE = 0.35
 _LAG_PROBE_S = 0.05
 
@@ -34,6 +33,7 @@ class Plan(msgspec.Struct, frozen=True):
     seed: int
     seconds: float = float("inf")
     patience_s: float = 600.0
+    num_clients: int = 10
 
 
 def _mute(line: str) -> None:
@@ -74,7 +74,8 @@ class Run:
         async with asyncio.TaskGroup() as tasks:
             lag = tasks.create_task(self._probe_lag())
             clients = [
-                tasks.create_task(self._client(number, catalog)) for number in range(NUM_CLIENTS)
+                tasks.create_task(self._client(number, catalog))
+                for number in range(self._plan.num_clients)
             ]
             await self._strike(faults)
             self._is_over = self._proxy.is_calm = True
@@ -169,5 +170,6 @@ class Run:
         while True:
             asked = time.monotonic()
             await asyncio.sleep(_LAG_PROBE_S)
-            lag = time.monotonic() - asked - _LAG_PROBE_S
-            self.report.longest_lag_s = max(self.report.longest_lag_s, lag)
+            now = time.monotonic()
+            if (lag := now - asked - _LAG_PROBE_S) > _LAG_PROBE_S:
+                self.report.lags.append((now, lag))

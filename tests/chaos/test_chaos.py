@@ -3,15 +3,18 @@
 import asyncio
 from pathlib import Path
 
+import pytest
+
 from tests.builders import make_tiny_model
 from tests.chaos.run import Plan, Run
 
-KILLS, SECONDS = 8, 35.0
+KILLS, SECONDS, CLIENTS = 8, 25.0, 6
 
 
+@pytest.mark.timeout(900)  # starts of a server take long on a busy machine; it needs a minute
 def test_no_kill_and_no_cut_costs_a_token(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "model")
-    run = Run(Plan(model, tmp_path, KILLS, seed=1, seconds=SECONDS))
+    run = Run(Plan(model, tmp_path, KILLS, seed=1, seconds=SECONDS, num_clients=CLIENTS))
     report = asyncio.run(run.run())
     print(report)
     assert run.report.facts["kills"] and run.report.facts["cuts"] and run.report.num_tokens

@@ -2,27 +2,44 @@
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 from tests.chaos.exchange import Exchange
 from tests.chaos.site import Death
 from tests.chaos.story import Story
 
+Lags = Sequence[tuple[float, float]]
+"""When the witness was found to be late, and by how many seconds."""
+
 _IN_FLIGHT_S = 0.2  # what a dead process had sent may still arrive so late
 
 
-def longest_gap(made: Exchange) -> float:
-    """Seconds without a byte while the connection stood, from the head of the answer on."""
+class Gap(NamedTuple):
+    """A silence: its seconds, without those in which the witness itself was late."""
+
+    seconds: float
+    began: float
+
+
+def longest_gap(made: Exchange, lags: Lags) -> Gap:
+    """Without a byte while the connection stood, from the head of the answer on."""
     passage = made.passage
-    if (
-        passage is None
-        or passage.fate.num_slow
-        or "text/event-stream" not in made.said.headers.get("content-type", "")
-    ):
-        return 0.0
+    if passage is None or passage.fate.num_slow or not _is_stream(made):
+        return Gap(0.0, 0.0)
     times = [at for at, _ in passage.arrivals]
     if not made.got.is_whole:
         times.append(made.ended)
-    return max((later - at for at, later in pairwise(times)), default=0.0)
+    at, later = max(pairwise(times), key=lambda pair: pair[1] - pair[0], default=(0.0, 0.0))
+    return Gap(later - at - _late(at, later, lags), at)
+
+
+def _late(began: float, ended: float, lags: Lags) -> float:
+    overlaps = (min(at, ended) - max(at - lag, began) for at, lag in lags)
+    return sum(overlap for overlap in overlaps if overlap > 0)
+
+
+def _is_stream(made: Exchange) -> bool:
+    return made.said.headers.get("content-type", "").startswith("text/event-stream")
 
 
 def token_times(story: Story) -> list[float]:
