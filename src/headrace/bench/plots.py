@@ -10,6 +10,7 @@ from headrace.bench.figures import STALL, gaps, measured, windows
 from headrace.bench.record import Cell, ServerRun
 
 _COLORS = ("#0b6e99", "#d1495b", "#66a182", "#edae49", "#6a4c93", "#555555")
+_SHORTEST_MS = 1.0  # below it are tokens that were read together
 
 
 def draw(runs: list[ServerRun], folder: Path) -> list[Path]:
@@ -37,6 +38,7 @@ def _draw_gaps(name: str, cells: list[tuple[ServerRun, Cell]], folder: Path) -> 
             bars = [(start, end - start) for start, end in windows(round)]
             below.broken_barh(bars, (row - 0.4, 0.8), color=color)
     above.set_yscale("log")
+    above.set_ylim(bottom=_SHORTEST_MS)
     above.set_ylabel("between two tokens of a stream, ms")
     above.legend(loc="upper right", markerscale=3)
     below.set_yticks(range(len(cells)), [run.label for run, _ in cells])
@@ -64,6 +66,7 @@ def _draw_worst(by_name: dict[str, list[tuple[ServerRun, Cell]]], folder: Path) 
             text = f"{_name(run, cell)} {name if len(by_name) > 1 else ''}"
             axes.annotate(text, point, xytext=(6, 4), textcoords="offset points", fontsize=8)
     axes.set_yscale("log")
+    axes.margins(0.2)
     axes.set_xlim(left=0)
     axes.set_xlabel("time to the first token of the long prompt, s (median)")
     axes.set_ylabel("worst gap between two tokens of a stream, ms")
