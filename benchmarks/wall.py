@@ -17,15 +17,19 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
+
 from headrace.bench import mixed
 from headrace.bench.mixed import Options
 from headrace.bench.plots import draw
 from headrace.bench.profile import PROFILES
 from headrace.bench.record import ServerRun
 from headrace.bench.report import report, table, write
+from headrace.bench.target import ServerSaid
 
 TARGETS = ("60", "100", "200", "off")
 WHOLE = ("--max-stall-ms", "off", "--max-step-ms", "off", "--max-step-tokens", "4096")
+_STOP_WITHIN_S = 60
 
 
 def main() -> None:
@@ -42,7 +46,11 @@ def main() -> None:
         flags = flags_for(target) + tuple(
             part for flag in given.flags for part in f"--{flag}".split("=", 1)
         )
-        runs.append(measure(given.model, target, flags, options))
+        try:
+            runs.append(measure(given.model, target, flags, options))
+        except (ServerSaid, httpx.HTTPError) as error:
+            _say(f"{target}: left out: {error or type(error).__name__}")
+            continue
         # after each, so that a run that is cut short leaves what it has
         write(given.out / f"{given.profile}.json", report(runs, options))
         draw(runs, given.out)
@@ -79,7 +87,11 @@ def serving(model: Path, flags: tuple[str, ...]) -> Iterator[str]:
             raise SystemExit(f"The server ended with code {server.wait()}.")
     finally:
         server.send_signal(signal.SIGTERM)
-        server.communicate(timeout=60)
+        try:
+            server.communicate(timeout=_STOP_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait()
 
 
 def _say(line: str) -> None:
