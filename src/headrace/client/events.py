@@ -1,0 +1,106 @@
+"""The events of a stream as they come over HTTP, and their bytes as server-sent events."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import msgspec
+
+
+class Event(msgspec.Struct, frozen=True, tag_field="kind", tag=str.lower, kw_only=True):
+    """Root of the union; `seq` counts the events of a stream from 0."""
+
+    seq: int
+    at_ms: int
+
+
+class Accepted(Event, frozen=True):
+    """Always the first. Mode: fresh, or continue the last message of the request."""
+
+    id: str
+    model: str
+    mode: str
+    prompt_tokens: int
+    durable: bool
+
+
+class Queued(Event, frozen=True):
+    """Waits for its turn: 1 is next."""
+
+    position: int
+    waiting: int
+    eta_ms: int | None
+
+
+class Progress(Event, frozen=True):
+    """`processed` of `total` prompt tokens are done, `cache` of them taken from the cache."""
+
+    choice: int
+    total: int
+    cache: int
+    processed: int
+    time_ms: int
+
+
+class TextPiece(msgspec.Struct, frozen=True):
+    text: str
+    channel: str = "content"
+
+
+class End(msgspec.Struct, frozen=True):
+    finish_reason: str
+
+
+class Tokens(Event, frozen=True):
+    """What came of one choice."""
+
+    choice: int
+    ids: list[int] = []
+    pieces: list[TextPiece] = []
+    end: End | None = None
+
+
+class Finish(Event, frozen=True):
+    """The end of a whole answer."""
+
+
+class Error(Event, frozen=True):
+    """The end of one that was cut."""
+
+    code: str
+    message: str
+
+
+AnyEvent = Accepted | Queued | Progress | Tokens | Finish | Error
+_KINDS = {kind.__name__.lower() for kind in (Accepted, Queued, Progress, Tokens, Finish, Error)}
+_decode = msgspec.json.Decoder(AnyEvent).decode
+
+
+class _Frame(NamedTuple):
+    has_id: bool
+    kind: str
+    data: bytes
+
+
+class EventReader:
+    """Fed with the bytes of one connection as they come; gives the events they complete.
+
+    What has no id is about the connection: heartbeats and notices. Kinds of a later server are
+    passed over.
+    """
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> Iterator[AnyEvent]:
+        *frames, self._rest = (self._rest + data).split(b"\n\n")
+        for frame in map(_parse, frames):
+            if frame.has_id and frame.kind in _KINDS:
+                yield _decode(frame.data)
+
+
+def _parse(block: bytes) -> _Frame:
+    fields: dict[bytes, bytes] = {}
+    for line in block.split(b"\n"):
+        name, _, value = line.partition(b":")
+        fields[name] = value.removeprefix(b" ")
+    return _Frame(b"id" in fields, fields.get(b"event", b"").decode(), fields.get(b"data", b""))

@@ -1,0 +1,172 @@
+"""The rules of following a stream, without a socket."""
+
+import json
+from typing import Any
+
+import pytest
+
+from headrace.client.errors import Refused, StreamFailed, Unreachable
+from headrace.client.events import AnyEvent, EventReader, Tokens
+from headrace.client.following import Following, Then, new_request, to_fields
+from tests.client.builders import HEARTBEAT, STREAM, accepted, event, finish, tokens
+
+CHAT = [{"role": "user", "content": "hi"}]
+
+
+def open_stream(patience_s: float = 60.0) -> Following:
+    following = Following(new_request({"messages": CHAT}), "", -1, patience_s)
+    following.request()
+    assert following.answered(200, {"x-stream-id": STREAM}) is Then.LEAVE
+    return following
+
+
+def take(following: Following, data: bytes) -> list[AnyEvent]:
+    taken = []
+    for one in following.feed(data):
+        taken.append(one)
+        following.applied(one)
+    return taken
+
+
+def pauses(following: Following, count: int) -> list[float]:
+    found = []
+    for _ in range(count):
+        following.broke(True, "cut")
+        found.append(following.pause_s)
+    return found
+
+
+def test_the_request_is_sent_again_with_its_key_when_its_answer_was_lost() -> None:
+    following = Following(new_request({"messages": CHAT}), "", -1, 60)
+    first = following.request()
+    following.broke(True, "reset")
+    assert following.request() == first
+    assert len(first.headers["Idempotency-Key"]) == 32
+
+
+def test_two_requests_have_two_keys() -> None:
+    keys = [new_request({"prompt": "a"}).headers["Idempotency-Key"] for _ in range(2)]
+    assert keys[0] != keys[1]
+
+
+def test_once_admitted_its_events_are_asked_for_behind_the_cursor() -> None:
+    following = open_stream()
+    asked = following.request()
+    assert (asked.method, asked.path) == ("GET", f"/v1/streams/{STREAM}/events")
+    assert "Last-Event-ID" not in asked.headers
+    take(following, accepted() + tokens(1, "a"))
+    assert following.request().headers["Last-Event-ID"] == f"{STREAM}:1"
+
+
+def test_the_cursor_moves_only_once_an_event_was_applied() -> None:
+    following = open_stream()
+    coming = following.feed(accepted() + tokens(1, "a"))
+    following.applied(next(coming))
+    next(coming)
+    assert following.cursor == 0
+
+
+def test_no_event_comes_twice() -> None:
+    following = open_stream()
+    take(following, accepted() + tokens(1, "a"))
+    following.request()
+    again = take(following, tokens(1, "a") + tokens(2, "b"))
+    assert [one.seq for one in again] == [2]
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 64])
+def test_events_may_come_in_any_pieces(size: int) -> None:
+    data = HEARTBEAT + accepted() + b": ping\n" + tokens(1, "ä\n\nb") + finish(2)
+    reader = EventReader()
+    found = [e for i in range(0, len(data), size) for e in reader.feed(data[i : i + size])]
+    assert [e.seq for e in found] == [0, 1, 2]
+    assert isinstance(found[1], Tokens) and found[1].pieces[0].text == "ä\n\nb"
+
+
+def test_kinds_of_a_later_server_are_passed_over() -> None:
+    assert list(EventReader().feed(event(4, "surprise", much=1))) == []
+
+
+def test_half_an_event_at_a_cut_is_forgotten() -> None:
+    following = open_stream()
+    take(following, accepted() + tokens(1, "a")[:20])
+    following.request()
+    assert [one.seq for one in take(following, tokens(1, "a"))] == [1]
+
+
+def test_pauses_double_from_a_quarter_to_five_seconds_until_something_comes() -> None:
+    following = open_stream()
+    assert pauses(following, 6) == [0.25, 0.5, 1.0, 2.0, 4.0, 5.0]
+    take(following, accepted())
+    assert following.pause_s == 0
+    assert pauses(following, 1) == [0.25]
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_what_mends_itself_is_waited_for_as_long_as_the_server_says(status: int) -> None:
+    following = open_stream()
+    assert following.answered(status, {}) is Then.REFUSED
+    following.refused(status, {"retry-after-ms": "1500"}, b"{}")
+    assert following.pause_s == 1.5
+
+
+@pytest.mark.parametrize("status", [400, 401, 404, 409, 500])
+def test_everything_else_is_refused_with_its_code(status: int) -> None:
+    body = json.dumps({"error": {"message": "No.", "code": "why", "param": "n"}}).encode()
+    with pytest.raises(Refused) as refused:
+        open_stream().refused(status, {}, body)
+    assert (refused.value.status, refused.value.code, refused.value.param) == (status, "why", "n")
+
+
+def test_patience_ends() -> None:
+    following = open_stream(patience_s=3.0)
+    with pytest.raises(Unreachable, match="3 s"):
+        pauses(following, 9)
+
+
+def test_a_server_that_never_answered_is_not_waited_for() -> None:
+    following = Following(new_request({"messages": CHAT}), "", -1, 60)
+    following.request()
+    with pytest.raises(Unreachable, match="No server answers"):
+        following.broke(False, "refused")
+
+
+def test_a_finish_ends_it_and_so_does_a_204() -> None:
+    finished, behind = open_stream(), open_stream()
+    take(finished, accepted() + finish(1))
+    assert behind.answered(204, {}) is Then.LEAVE
+    assert finished.has_ended and behind.has_ended
+
+
+def test_a_stream_that_others_cut_has_failed() -> None:
+    following = open_stream()
+    cut: dict[str, Any] = {"code": "replaced", "message": "Replaced.", "type": "", "status": 400}
+    with pytest.raises(StreamFailed, match=r"Replaced\."):
+        take(following, accepted() + event(1, "error", **cut, retryable=False))
+    assert following.has_ended
+
+
+def test_a_stop_is_sent_once_and_not_after_the_end() -> None:
+    following = open_stream()
+    asked = following.stop_request()
+    assert asked and asked.path == f"/v1/streams/{STREAM}/cancel"
+    assert following.stop_request() is None
+    ended = open_stream()
+    take(ended, accepted() + finish(1))
+    assert ended.stop_request() is None
+
+
+def test_a_stop_before_the_first_answer_finds_the_stream_by_its_key() -> None:
+    following = Following(new_request({"messages": CHAT}), "", -1, 60)
+    assert following.stop_request() is None  # nothing was sent
+    first = following.request()
+    assert following.stop_request() == first
+    following.stop_answered({"x-stream-id": STREAM})
+    cancel = following.stop_request()
+    assert cancel and cancel.path.endswith("/cancel")
+
+
+def test_a_list_of_objects_is_a_chat_and_all_else_a_prompt() -> None:
+    assert to_fields(CHAT, {"n": 2}) == {"messages": CHAT, "n": 2}
+    assert to_fields([1, 2], {}) == {"prompt": [1, 2]}
+    assert new_request({"prompt": "a"}).path == "/v1/completions"
