@@ -1,0 +1,109 @@
+"""Real engine processes: start, answer, death, restart, refusal, end."""
+
+import asyncio
+import os
+import signal
+from array import array
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from headrace.core.config import ModelConfig
+from headrace.core.ids import SequenceId, StreamId
+from headrace.core.messages import Finish, NewSequence, Outputs, Submit
+from headrace.core.sampling import Sampling
+from headrace.engine.client import EngineDown, EngineNews, EngineUp
+from headrace.engine.supervisor import Supervisor
+from tests.builders import make_tiny_model
+
+Scene = Callable[[Supervisor, AsyncIterator[EngineNews]], Awaitable[None]]
+LIMIT_S = 240
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+def play(folder: Path, scene: Scene) -> None:
+    async def run() -> None:
+        async with asyncio.timeout(LIMIT_S):
+            supervisor = Supervisor(ModelConfig(model=str(folder), threads=1), LIMIT_S)
+            try:
+                await scene(supervisor, supervisor.outputs())
+            finally:
+                await supervisor.close()
+            assert supervisor.pid is None
+
+    asyncio.run(run())
+
+
+async def of_kind(news: AsyncIterator[EngineNews], kind: type[EngineNews]) -> EngineNews:
+    return await anext(item async for item in news if isinstance(item, kind))
+
+
+def submit(num: int, max_tokens: int) -> Submit:
+    return Submit(
+        stream_id=StreamId("s"),
+        prompts=(array("i", [1, 2, 3]).tobytes(),),
+        sequences=(NewSequence(SequenceId(num), 0, 0),),
+        sampling=Sampling(temperature=0, max_tokens=max_tokens, ignore_eos=True),
+        arrival=0.0,
+    )
+
+
+async def tokens(news: AsyncIterator[EngineNews]) -> list[int]:
+    found: list[int] = []
+    async for item in news:
+        if isinstance(item, Outputs):
+            found += [token.token_id for token in item.tokens]
+            if item.finished:
+                assert item.finished[0].finish is Finish.LENGTH
+                break
+    return found
+
+
+def test_a_killed_engine_is_started_again_and_names_who_was_at_work(folder: Path) -> None:
+    async def scene(supervisor: Supervisor, news: AsyncIterator[EngineNews]) -> None:
+        await of_kind(news, EngineUp)
+        supervisor.submit(submit(1, 8))
+        first = await tokens(news)
+        assert supervisor.pid is not None
+        os.kill(supervisor.pid, signal.SIGKILL)
+        down = await of_kind(news, EngineDown)
+        assert isinstance(down, EngineDown) and down.from_outside and not down.given_up
+        await of_kind(news, EngineUp)
+        supervisor.submit(submit(1, 8))
+        assert await tokens(news) == first and len(first) == 8
+
+    play(folder, scene)
+
+
+def test_a_model_that_cannot_be_served_is_given_up_at_once(tmp_path: Path) -> None:
+    async def scene(supervisor: Supervisor, news: AsyncIterator[EngineNews]) -> None:
+        down = await of_kind(news, EngineDown)
+        assert isinstance(down, EngineDown) and down.given_up
+        assert down.code == "model_corrupt" and str(tmp_path) not in down.message
+
+    play(tmp_path, scene)
+
+
+def test_an_engine_does_not_outlive_its_parent(folder: Path) -> None:
+    async def scene(supervisor: Supervisor, news: AsyncIterator[EngineNews]) -> None:
+        await of_kind(news, EngineUp)
+        pid = supervisor.pid
+        assert pid is not None and supervisor._child is not None
+        supervisor._child._writer.transport.abort()  # as the end of this process would
+        await of_kind(news, EngineDown)
+        assert not os.path.exists(f"/proc/{pid}")  # noqa: ASYNC240
+
+    play(folder, scene)
+
+
+def test_closing_while_the_engine_loads_is_prompt(folder: Path) -> None:
+    async def scene(supervisor: Supervisor, news: AsyncIterator[EngineNews]) -> None:
+        while supervisor._child is None:
+            await asyncio.sleep(0.01)
+
+    play(folder, scene)
