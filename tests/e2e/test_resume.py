@@ -198,8 +198,8 @@ def test_a_killed_engine_costs_no_token(folder: Path) -> None:
             for line in answer.iter_lines():
                 if line.startswith("data: {"):
                     texts += [choice["text"] for choice in json.loads(line[6:])["choices"]]
-                if len(texts) == 30:
-                    os.kill(engine_of(server), signal.SIGKILL)
+                    if len(texts) == 30:
+                        os.kill(engine_of(server), signal.SIGKILL)
         assert "".join(texts) == undisturbed
 
 

@@ -107,3 +107,11 @@ def test_closing_while_the_engine_loads_is_prompt(folder: Path) -> None:
             await asyncio.sleep(0.01)
 
     play(folder, scene)
+
+
+def test_closing_while_the_engine_is_spawned_is_prompt(folder: Path) -> None:
+    async def scene(supervisor: Supervisor, news: AsyncIterator[EngineNews]) -> None:
+        await asyncio.sleep(0)  # its task has begun to spawn, and has no child yet
+        assert supervisor._child is None
+
+    play(folder, scene)

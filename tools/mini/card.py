@@ -13,9 +13,9 @@ This page is written by `python -m tools.eval_mini`; every figure on it was meas
 - Size: {size}.
 - Trained for {context} tokens of context and less; `max_position_embeddings` is {positions}.
 - Made from one seed, text, tokenizer and weights, without any download or data set:
-  `python -m tools.train_mini`, then the same with `--resume --steps 2200 --decay-steps 300
-  --out src/headrace/models/mini`. That is 4.7 million tokens, under an hour on two cores; it had
-  not stopped learning.
+  `python -m tools.train_mini`, then the same with `--resume --steps 2200 --decay-steps 300`,
+  then, with more counting and copying among the skills, `--resume --steps 3900 --decay-steps 700
+  --out src/headrace/models/mini`. That is 8 million tokens; it had not stopped learning.
 
 ## Accuracy
 

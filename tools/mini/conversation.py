@@ -15,16 +15,16 @@ Piece = tuple[str, bool]  # text, and whether it is learnt
 Skill = Callable[[Random, int], Turn]
 
 SKILLS: tuple[tuple[float, Skill], ...] = (
-    (0.11, skills.count),
-    (0.05, skills.listing),
-    (0.05, skills.alphabet),
-    (0.15, skills.copy),
-    (0.08, skills.reverse),
-    (0.06, skills.spell),
-    (0.22, skills.add),
-    (0.08, recall.shaped),
-    (0.08, lambda dice, room: talk.talk(dice)),
-    (0.05, lambda dice, room: talk.unknown(dice)),
+    (0.24, skills.count),
+    (0.10, skills.listing),
+    (0.08, skills.alphabet),
+    (0.24, skills.copy),
+    (0.04, skills.reverse),
+    (0.05, skills.spell),
+    (0.05, skills.add),
+    (0.06, recall.shaped),
+    (0.10, lambda dice, room: talk.talk(dice)),
+    (0.04, lambda dice, room: talk.unknown(dice)),
 )
 ORDERS = {"Count", "List", "Name", "Give", "Say", "Recite", "Write", "Repeat", "Copy", "Reverse"}
 ORDERS |= {"Spell", "Add", "Subtract", "Calculate"}

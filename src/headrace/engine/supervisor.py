@@ -101,6 +101,8 @@ class Supervisor:
     async def _live_once(self) -> tuple[bool, EngineDown | None]:
         """One life of an engine: whether it became ready, and its death (None: closed)."""
         self._child = child = await Child.spawn()
+        if self._closing.is_set():
+            child.kill()  # it was spawned while `close` found no child to end
         child.send(Start(self._config))
         messages = child.messages()
         try:
