@@ -58,7 +58,7 @@ def server() -> Iterator[Server]:
 
 def chat(prompt: str, **fields: object) -> dict[str, Any]:
     body: dict[str, Any] = {"messages": [{"role": "user", "content": prompt}], "temperature": 0}
-    return body | {"stream": True} | fields
+    return body | {"stream": True, "max_tokens": 200} | fields
 
 
 def frames(answer: httpx.Response) -> Iterator[dict[str, Any]]:
