@@ -32,13 +32,15 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T |
 
     Leaving is noticed by reading the socket: a write to a dead one can succeed for minutes.
     """
-    async with asyncio.TaskGroup() as tasks:
-        working = tasks.create_task(work)
-        leaving = tasks.create_task(_left(receive))
+    working = asyncio.create_task(work)
+    leaving = asyncio.create_task(_left(receive))
+    try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
         working.cancel()
         leaving.cancel()
-    return None if working.cancelled() else working.result()
+        await asyncio.wait((working, leaving))
 
 
 async def _left(receive: Receive) -> None:
