@@ -141,7 +141,8 @@ class Memory:
 
     def lacks_block(self, lease: Lease, num_positions: int) -> bool:
         """Whether the lease must grow, by one block at most, to hold `num_positions`."""
-        return len(lease.block_ids) < self.layout.blocks_for(num_positions)
+        num_held = len(lease.block_ids) * self.layout.block_size
+        return num_held < num_positions and self.layout.num_blocks > 0
 
     def grow(self, lease: Lease) -> None:
         """Add one block; there must be an available one."""

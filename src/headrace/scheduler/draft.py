@@ -72,16 +72,15 @@ class StepDraft:
         """The chunk that ends at the last known token draws, if there is anything to draw."""
         start, lease = sequence.num_planned, sequence.held
         end = start + length
-        if end < sequence.num_known or end == sequence.max_total:
-            drawing = []
-        owes_rows = sequence.num_reported <= start < sequence.num_prompt - 1
-        all_rows = sequence.wants_prompt_rows and owes_rows
-        num_rows = length if all_rows else int(bool(drawing))
-        for drawn in drawing or [sequence]:
-            drawn.advance(end, bool(drawing))
-        draws = tuple(drawn.id for drawn in drawing)
+        draws = end == sequence.num_known and end < sequence.max_total
+        num_rows = int(draws)
+        if sequence.num_reported <= start < sequence.num_prompt - 1 and sequence.wants_prompt_rows:
+            num_rows = length
+        for named in drawing if draws else (sequence,):
+            named.advance(end, draws)
+        ids = tuple([drawn.id for drawn in drawing]) if draws else ()
         self._chunks.append(
-            Chunk(sequence.id, start, length, num_rows, draws, lease.block_ids, lease.slot_id)
+            Chunk(sequence.id, start, length, num_rows, ids, lease.block_ids, lease.slot_id)
         )
 
     def build(self, ended: tuple[SequenceId, ...]) -> StepPlan:
