@@ -7,11 +7,11 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
-from numba import cfunc, njit
+from numba import njit
 from numba.np.numpy_support import carray
 
-from headrace.runner.kernels.numeric import KERNEL, i32_at, take_next
-from headrace.runner.kernels.pool import frame_of, spread
+from headrace.runner.kernels.numeric import i32_at, take_next
+from headrace.runner.kernels.pool import Kernel, frame_of, spread
 
 _READ_BYTES = 1 << 29  # far more than any cache holds
 _SIZE = 2048  # rows and columns of the matrices that are multiplied
@@ -64,7 +64,7 @@ def _sum(values: Any) -> Any:
     return total
 
 
-@cfunc(KERNEL)
+@Kernel
 def _read(a: Any) -> None:
     g = carray(a, 4)
     values, totals = carray(i32_at(g[1]), g[2]), carray(i32_at(g[3]), 1)

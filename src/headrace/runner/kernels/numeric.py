@@ -11,8 +11,6 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import njit, types
 from numba.extending import intrinsic
 
-"""The C signature of a kernel: one pointer to its arguments, the first one a counter."""
-
 FAST = {"nsz", "arcp", "contract", "afn", "reassoc"}
 """Sums may be reordered and fused; infinities keep their meaning, softmax needs them."""
 
