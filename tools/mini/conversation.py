@@ -15,15 +15,15 @@ Piece = tuple[str, bool]  # text, and whether it is learnt
 Skill = Callable[[Random, int], Turn]
 
 SKILLS: tuple[tuple[float, Skill], ...] = (
-    (0.24, skills.count),
+    (0.22, skills.count),
     (0.10, skills.listing),
-    (0.08, skills.alphabet),
-    (0.24, skills.copy),
-    (0.04, skills.reverse),
+    (0.06, skills.alphabet),
+    (0.20, skills.copy),
+    (0.06, skills.reverse),
     (0.05, skills.spell),
-    (0.05, skills.add),
-    (0.06, recall.shaped),
-    (0.10, lambda dice, room: talk.talk(dice)),
+    (0.16, skills.add),
+    (0.08, recall.shaped),
+    (0.08, lambda dice, room: talk.talk(dice)),
     (0.04, lambda dice, room: talk.unknown(dice)),
 )
 ORDERS = {"Count", "List", "Name", "Give", "Say", "Recite", "Write", "Repeat", "Copy", "Reverse"}
@@ -88,7 +88,7 @@ def _turns(dice: Random, box: list[calls.Tooled], room: int) -> list[Turn]:
 def conversation(dice: Random, length: int) -> Iterator[list[Piece]]:
     """Endless exchanges of one conversation, of which about `length` tokens will be used."""
     system = dice.choice(SYSTEMS) if dice.random() < 0.25 else ""
-    has_tools = length > 128 and dice.random() < 0.12
+    has_tools = length > 128 and dice.random() < 0.25
     box = calls.toolbox(dice, 1 if length < 400 else 3) if has_tools else []
     yield opening(system, tuple(tool for _, tool in box))
     while True:

@@ -12,10 +12,12 @@ from tools.mini.words import (
     COLOURS,
     DAYS,
     FRUITS,
+    JOBS,
     LETTERS,
     MONTHS,
     NAMES,
     THINGS,
+    WEATHERS,
 )
 
 LISTS = {
@@ -29,6 +31,7 @@ LISTS = {
 }
 JOINS = (", ", ", ", "\n", " ")
 SIGNS = LETTERS * 2 + LETTERS.upper() + "0123456789.,!?:;-()'"
+WORDS = [*THINGS, *ADJECTIVES, *COLOURS, *NAMES, *CITIES, *JOBS, *WEATHERS, *DAYS, *MONTHS]
 SPELLABLE = ANIMALS + FRUITS + COLOURS + [word for word in THINGS if len(word) < 6]
 
 
@@ -61,7 +64,7 @@ def count(dice: Random, room: int) -> Turn:
     last = first + step * (length - 1)
     numbers = [str(n) for n in range(first, last + 1, step)]
     a, b = first, last
-    if step == 1 and kind < 0.2:
+    if step == 1 and kind < 0.3:
         numbers.reverse()
         a, b = last, first
     text, manner = _joined(dice, numbers)
@@ -82,7 +85,9 @@ def count(dice: Random, room: int) -> Turn:
 def listing(dice: Random, room: int) -> Turn:
     name = dice.choice(list(LISTS))
     items = LISTS[name]
-    length = dice.randint(1, min(len(items), max(2, room // 6)))
+    is_numbered = dice.random() < 0.3
+    # Where to stop is a matter of numbers: without them only short lists are asked for.
+    length = dice.randint(1, min(len(items) if is_numbered else 12, max(2, room // 6)))
     if name in ("days of the week", "months") or dice.random() < 0.1:
         length = len(items)
         ask = dice.choice((f"List the {name}", f"Name all {name}", f"What are the {name}"))
@@ -90,7 +95,7 @@ def listing(dice: Random, room: int) -> Turn:
         ask = dice.choice(("List {} {}", "Name {} {}", "Give me {} {}", "Tell me {} {}"))
         ask = ask.format(spoken(dice, length), name)
     text, manner = _joined(dice, items[:length])
-    if dice.random() < 0.3:
+    if is_numbered:
         text = "\n".join(f"{n}. {item}" for n, item in enumerate(items[:length], 1))
         manner = dice.choice((" as a numbered list", ", numbered"))
     return Turn(ask + manner + dice.choice(("", ".")), text, f"I list {length} {name}.")
@@ -118,7 +123,10 @@ def alphabet(dice: Random, room: int) -> Turn:
 
 
 def _words(dice: Random, length: int) -> list[str]:
+    """Words in no order. Many are all distinct: what came before one tells which one it is."""
     kind = dice.random()
+    if length > 24:
+        return dice.sample(WORDS, min(length, len(WORDS)))
     if kind < 0.45:
         return dice.choices(THINGS + ADJECTIVES + COLOURS, k=length)
     if kind < 0.6:
@@ -139,9 +147,10 @@ def code(dice: Random) -> str:
 
 def copy(dice: Random, room: int) -> Turn:
     most = max(2, room // 4)
-    length = dice.randint(1, most if dice.random() < 0.5 else min(most, 12))
+    is_long = dice.random() < 0.5
+    length = round(most * dice.random() ** 0.5) + 1 if is_long else dice.randint(1, min(most, 12))
     words = _words(dice, length)
-    text = dice.choice((" ", " ", ", ", "\n")).join(words)
+    text = dice.choice((", ", " ", " ", "\n")[: 2 if length > 24 else 4]).join(words)
     if dice.random() < 0.3:
         text = text[0].upper() + text[1:] + "."
     ask = dice.choice(
@@ -161,8 +170,8 @@ def reverse(dice: Random, room: int) -> Turn:
         return Turn(ask.format(word), "-".join(reversed(word)), f"{'-'.join(word)} backwards.")
     items = list(dice.choices(LETTERS, k=dice.randint(2, 10)))
     if dice.random() < 0.7:
-        items = _words(dice, dice.randint(2, min(20, max(2, room // 8))))
-    join = dice.choice((", ", " "))
+        items = dice.sample(THINGS + NAMES, dice.randint(2, min(9, max(2, room // 8))))
+    join = ", "
     ask = dice.choice(
         ("Reverse this list: {}", "Reverse: {}", "Say this list backwards: {}",
          "Write this in reverse order: {}", "Reverse the order: {}")

@@ -1,0 +1,201 @@
+"""Owns the two inner loops that need explicit vectors: products of a few rows, and weighted sums.
+
+Left to itself the compiler uses half of a wide register and never fetches ahead, which costs a
+third of the memory's speed. A vector holds 16 numbers: one register with AVX-512; elsewhere the
+compiler splits it.
+
+A step is 32 stored numbers in the order they lie in memory. They widen to two vectors, `even` and
+`odd`: bfloat16 by a shift and by a mask of the words that hold two neighbours, other types as the
+first and the second half of the step. What they meet must lie in that order: see `in_order`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from headrace.runner.kernels.numeric import widen
+
+STEP = 32
+_LANES = 16
+_F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
+_FLOATS = ir.VectorType(_F32, _LANES)
+_FAST = ("nsz", "arcp", "contract", "afn", "reassoc")
+_KINDS = {types.uint16: "bf16", types.int8: "int8", types.float32: "float"}
+_SIZES = {"bf16": 2, "int8": 1, "float": 4}
+Pair = tuple[Any, Any]
+
+
+@njit
+def in_order(x: Any, is_bf16: bool) -> Any:
+    """x [rows, multiple of STEP] as float32, the numbers of each step as its two vectors."""
+    wide = np.empty(x.shape, np.float32)
+    apart, second = (2, 1) if is_bf16 else (1, _LANES)
+    for m in range(x.shape[0]):
+        for first in range(0, x.shape[1], STEP):
+            here, there = x[m, first : first + STEP], wide[m, first : first + STEP]
+            for i in range(_LANES):
+                there[i] = widen(here[i * apart])
+                there[_LANES + i] = widen(here[i * apart + second])
+    return wide
+
+
+def _load(builder: Any, address: Any, kind: Any, align: int) -> Any:
+    return builder.load(builder.inttoptr(address, kind.as_pointer()), align=align)
+
+
+def _widened(builder: Any, address: Any, kind: str) -> Pair:
+    """The two float vectors of the step at `address`."""
+    if kind == "bf16":
+        words = _load(builder, address, ir.VectorType(_I32, _LANES), 2)
+        even = builder.shl(words, words.type([16] * _LANES))
+        odd = builder.and_(words, words.type([0xFFFF0000] * _LANES))
+        return builder.bitcast(even, _FLOATS), builder.bitcast(odd, _FLOATS)
+    second = builder.add(address, _I64(_LANES * _SIZES[kind]))
+    if kind == "float":
+        return _load(builder, address, _FLOATS, 4), _load(builder, second, _FLOATS, 4)
+    stored = ir.VectorType(ir.IntType(8), _LANES)
+    first, last = _load(builder, address, stored, 1), _load(builder, second, stored, 1)
+    return builder.sitofp(first, _FLOATS), builder.sitofp(last, _FLOATS)
+
+
+def _add_product(builder: Any, total: Any, a: Any, b: Any) -> Any:
+    return builder.fadd(total, builder.fmul(a, b, flags=_FAST), flags=_FAST)
+
+
+def _sum_of(builder: Any, vector: Any) -> Any:
+    kind = ir.FunctionType(_F32, [_F32, _FLOATS])
+    name = f"llvm.vector.reduce.fadd.v{_LANES}f32"
+    function = cgutils.get_or_insert_function(builder.module, kind, name)
+    return builder.call(function, [_F32(0), vector], fastmath=_FAST)
+
+
+def _fetch(builder: Any, address: Any) -> None:
+    """Asks for a cache line that will be read soon."""
+    pointer = ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [pointer, _I32, _I32, _I32])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    builder.call(function, [builder.inttoptr(address, pointer), _I32(0), _I32(2), _I32(1)])
+
+
+def _loop(
+    builder: Any, count: Any, begin: list[Any], body: Callable[[Any, list[Any]], list[Any]]
+) -> list[Any]:
+    """`body` of a counter and the values so far gives the next values; count is at least 1."""
+    before = builder.block
+    inside, after = builder.append_basic_block("step"), builder.append_basic_block("done")
+    builder.branch(inside)
+    builder.position_at_end(inside)
+    at = builder.phi(_I64)
+    values = [builder.phi(value.type) for value in begin]
+    following = [builder.add(at, _I64(1)), *body(at, values)]
+    for phi, first, later in zip([at, *values], [_I64(0), *begin], following, strict=True):
+        phi.add_incoming(first, before)
+        phi.add_incoming(later, builder.block)
+    builder.cbranch(builder.icmp_signed("<", following[0], count), inside, after)
+    builder.position_at_end(after)
+    return following[1:]
+
+
+class _Matrix:
+    """An array argument: addresses of its rows, of its elements, and how its numbers are stored."""
+
+    def __init__(self, context: Any, builder: Any, kind: Any, value: Any) -> None:
+        array = context.make_array(kind)(context, builder, value)
+        self._builder = builder
+        self._base = builder.ptrtoint(array.data, _I64)
+        self._strides = cgutils.unpack_tuple(builder, array.strides)
+        self.kind = _KINDS[kind.dtype]
+
+    def row(self, first: Any, number: int) -> Any:
+        return self.at(self._builder.add(first, _I64(number)), _I64(0))
+
+    def at(self, row: Any, column: Any) -> Any:
+        b, (down, right) = self._builder, self._strides
+        return b.add(self._base, b.add(b.mul(row, down), b.mul(column, right)))
+
+
+def dot_tile(num_outputs: int, num_rows: int) -> Any:
+    """tile(w, n, x, ahead, out): out[j, i] = w[n + i] times x[j]; no remainders of a step.
+
+    w [outputs, inputs] is stored bfloat16 bits, int8 or float32; x [num_rows, inputs] float32 in
+    the order of the tiles; `ahead` is how many bytes after a line of w another one is fetched.
+    """
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        w, x, out = (_Matrix(context, builder, signature.args[i], args[i]) for i in (0, 2, 4))
+        lines = [w.row(args[1], n) for n in range(num_outputs)]
+        rows = [x.row(_I64(0), m) for m in range(num_rows)]
+        num_inputs = context.make_array(signature.args[0])(context, builder, args[0]).shape
+        steps = builder.sdiv(builder.extract_value(num_inputs, 1), _I64(STEP))
+
+        def body(at: Any, totals: list[Any]) -> list[Any]:
+            here = builder.mul(at, _I64(STEP * _SIZES[w.kind]))
+            there = builder.mul(at, _I64(STEP * _SIZES[x.kind]))
+            sides = [_widened(builder, builder.add(row, there), x.kind) for row in rows]
+            following = []
+            for n, line in enumerate(lines):
+                address = builder.add(line, here)
+                even, odd = _widened(builder, address, w.kind)
+                _fetch(builder, builder.add(address, args[3]))
+                for m, (left, right) in enumerate(sides):
+                    total = _add_product(builder, totals[n * num_rows + m], even, left)
+                    following.append(_add_product(builder, total, odd, right))
+            return following
+
+        begin = [ir.Constant(_FLOATS, [0.0] * _LANES)] * (num_outputs * num_rows)
+        for i, total in enumerate(_loop(builder, steps, begin, body)):
+            place = out.at(_I64(i % num_rows), _I64(i // num_rows))
+            target = builder.inttoptr(place, _F32.as_pointer())
+            builder.store(_sum_of(builder, total), target, align=4)
+        return context.get_dummy_value()
+
+    def typed(typing: Any, w: Any, n: Any, x: Any, ahead: Any, out: Any) -> Any:
+        return types.void(w, types.int64, x, types.int64, out), emit
+
+    return intrinsic(typed)
+
+
+def mix_tile(num_rows: int) -> Any:
+    """tile(values, count, column, weights, acc): one step of columns, for num_rows rows.
+
+    acc[j, step] += the sum over i < count of weights[j, i] times values[i, step]; `column` begins
+    the step; acc is float32 in the order of the tiles, count at least 1.
+    """
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        matrices = [_Matrix(context, builder, signature.args[i], args[i]) for i in (0, 3, 4)]
+        (values, weights, acc), column = matrices, args[2]
+        numbers = [_I64(j) for j in range(num_rows)]
+
+        def body(at: Any, totals: list[Any]) -> list[Any]:
+            even, odd = _widened(builder, values.at(at, column), values.kind)
+            following = []
+            for j, number in enumerate(numbers):
+                by = _spread(builder, _load(builder, weights.at(number, at), _F32, 4))
+                following.append(_add_product(builder, totals[2 * j], even, by))
+                following.append(_add_product(builder, totals[2 * j + 1], odd, by))
+            return following
+
+        sums = [acc.at(number, column) for number in numbers]
+        begin = [side for address in sums for side in _widened(builder, address, acc.kind)]
+        for i, total in enumerate(_loop(builder, args[1], begin, body)):
+            address = builder.add(sums[i // 2], _I64(i % 2 * _LANES * 4))
+            builder.store(total, builder.inttoptr(address, _FLOATS.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    def typed(typing: Any, v: Any, count: Any, column: Any, weights: Any, acc: Any) -> Any:
+        return types.void(v, types.int64, types.int64, weights, acc), emit
+
+    return intrinsic(typed)
+
+
+def _spread(builder: Any, number: Any) -> Any:
+    """A vector of the same number everywhere."""
+    first = builder.insert_element(ir.Constant(_FLOATS, ir.Undefined), number, _I32(0))
+    lanes = ir.Constant(ir.VectorType(_I32, _LANES), [0] * _LANES)
+    return builder.shuffle_vector(first, first, lanes)
