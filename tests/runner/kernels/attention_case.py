@@ -31,10 +31,10 @@ def make_case(
     dim: int = 16,
     window: int | None = None,
     dtype: torch.dtype = torch.float32,
+    size: int = 8,
 ) -> Case:
-    """`chunks` are (start, length); their blocks of 8 are scattered at random over the pool."""
+    """`chunks` are (start, length); their blocks are scattered at random over the pool."""
     torch.manual_seed(0)
-    size = 8
     needed = [-(-(start + length) // size) for start, length in chunks]
     storage = BlockStorage(CacheShape(heads[1], dim, (window,)), sum(needed) + 3, size, dtype, CPU)
     for tensor in (storage.keys[0], storage.values[0]):

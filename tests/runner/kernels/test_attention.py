@@ -21,9 +21,18 @@ def largest_error(case: Case) -> float:
     return float((found.double() - expected).abs().max())
 
 
-@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)])
-def test_decode_over_scattered_blocks_equals_the_definition(heads: tuple[int, int]) -> None:
-    assert largest_error(make_case(DECODES, heads)) < 1e-5
+@pytest.mark.parametrize("dim", [16, 64, 128])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (7, 1)])
+def test_decode_over_scattered_blocks_equals_the_definition(
+    heads: tuple[int, int], dim: int
+) -> None:
+    assert largest_error(make_case(DECODES, heads, dim)) < 1e-5
+
+
+@pytest.mark.parametrize("size", [2, 16, 48])
+def test_blocks_of_any_size_hold_a_window_over_several_spans(size: int) -> None:
+    case = make_case([(600, 1), (255, 1), (256, 1)], dim=32, window=300, size=size)
+    assert largest_error(case) < 1e-5
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)])

@@ -36,53 +36,67 @@ from headrace.runner.kernels.numeric import (
     widen,
 )
 from headrace.runner.kernels.pool import Kernel
+from headrace.runner.kernels.tiles import STEP, dot_tile, in_order, mix_tile, place
 
 LOWEST = np.float32(-1e30)  # below every score, and far from overflow
 _SPAN = 256  # positions whose scores are weighed together
+_dot_4x4, _dot_4x2, _dot_4x1 = dot_tile(4, 4), dot_tile(4, 2), dot_tile(4, 1)
+_mix_4, _mix_2, _mix_1 = mix_tile(4), mix_tile(2), mix_tile(1)
 
 
 @njit(fastmath=FAST)
-def _scores(q: Any, keys: Any, first: int, stop: int, out: Any) -> None:
-    """Products of q with keys [first, stop), four at a time."""
-    j = first
-    while j + 4 <= stop:
-        k0, k1, k2, k3 = keys[j], keys[j + 1], keys[j + 2], keys[j + 3]
-        a = b = c = d = np.float32(0)
-        for i in range(q.size):
-            a += widen(k0[i]) * q[i]
-            b += widen(k1[i]) * q[i]
-            c += widen(k2[i]) * q[i]
-            d += widen(k3[i]) * q[i]
-        n = j - first
-        out[n], out[n + 1], out[n + 2], out[n + 3] = a, b, c, d
-        j += 4
-    while j < stop:
-        k0 = keys[j]
-        a = np.float32(0)
-        for i in range(q.size):
-            a += widen(k0[i]) * q[i]
-        out[j - first] = a
-        j += 1
+def _scores(q: Any, keys: Any, ahead: int, out: Any) -> None:
+    """out [heads, keys] = products of heads with the keys of one block, all of them."""
+    if q.shape[1] % STEP == 0 and keys.shape[0] % 4 == 0:
+        _scores_by_tiles(q, keys, ahead, out)
+        return
+    for g in range(q.shape[0]):
+        for j in range(keys.shape[0]):
+            total = np.float32(0)
+            for i in range(q.shape[1]):
+                total += widen(keys[j, i]) * q[g, i]
+            out[g, j] = total
+
+
+@njit
+def _scores_by_tiles(q: Any, keys: Any, ahead: int, out: Any) -> None:
+    heads = q.shape[0]
+    for j in range(0, keys.shape[0], 4):
+        g = 0
+        while g + 4 <= heads:
+            _dot_4x4(keys, j, q[g : g + 4], ahead, out[g : g + 4, j : j + 4])
+            g += 4
+        if g + 2 <= heads:
+            _dot_4x2(keys, j, q[g : g + 2], ahead, out[g : g + 2, j : j + 4])
+            g += 2
+        if g < heads:
+            _dot_4x1(keys, j, q[g:], ahead, out[g:, j : j + 4])
 
 
 @njit(fastmath=FAST)
-def _accumulate(weights: Any, values: Any, first: int, stop: int, acc: Any) -> None:
-    """Adds weighted values [first, stop) to acc, four at a time."""
-    j = first
-    while j + 4 <= stop:
-        v0, v1, v2, v3 = values[j], values[j + 1], values[j + 2], values[j + 3]
-        n = j - first
-        a, b, c, d = weights[n], weights[n + 1], weights[n + 2], weights[n + 3]
-        for i in range(acc.size):
-            left = a * widen(v0[i]) + b * widen(v1[i])
-            acc[i] += left + (c * widen(v2[i]) + d * widen(v3[i]))
-        j += 4
-    while j < stop:
-        v0 = values[j]
-        a = weights[j - first]
-        for i in range(acc.size):
-            acc[i] += a * widen(v0[i])
-        j += 1
+def _accumulate(weights: Any, values: Any, ahead: int, acc: Any) -> None:
+    """acc [heads, dim] += weights [heads, values] times values [values, dim]."""
+    if acc.shape[1] % STEP == 0:
+        for column in range(0, acc.shape[1], STEP):
+            _accumulate_step(weights, values, column, ahead, acc)
+        return
+    for g in range(acc.shape[0]):
+        for j in range(values.shape[0]):
+            for i in range(acc.shape[1]):
+                acc[g, i] += weights[g, j] * widen(values[j, i])
+
+
+@njit
+def _accumulate_step(weights: Any, values: Any, column: int, ahead: int, acc: Any) -> None:
+    g = 0
+    while g + 4 <= acc.shape[0]:
+        _mix_4(values, column, ahead, weights[g : g + 4], acc[g : g + 4])
+        g += 4
+    if g + 2 <= acc.shape[0]:
+        _mix_2(values, column, ahead, weights[g : g + 2], acc[g : g + 2])
+        g += 2
+    if g < acc.shape[0]:
+        _mix_1(values, column, ahead, weights[g:], acc[g:])
 
 
 @njit(fastmath=FAST)
@@ -101,26 +115,33 @@ def _weigh(scores: Any, acc: Any, running: Any) -> None:
     running[1] = running[1] * shrink + total
 
 
+@njit(inline="always")
+def _to_next(table: Any, number: int, stop: int, memory: Any) -> int:
+    """Bytes from a block to the one after it in the sequence: a page that nothing else foresees."""
+    if number + 1 == stop:
+        return 0
+    return np.int64(table[number + 1] - table[number]) * memory.strides[0]
+
+
 @njit
 def _take(q: Any, memory: Any, table: Any, span: Any, state: Any) -> None:
     """Adds positions [span) of one kv head's past: all their scores first, then all values."""
     (keys, values, kv), (first, stop), (scores, acc, running) = memory, span, state
     size = keys.shape[2]
     blocks = range(first // size, (stop + size - 1) // size)
+    base = blocks.start * size
     for number in blocks:
-        start = number * size
-        low, high = max(first, start), min(stop, start + size)
-        for g in range(q.shape[0]):
-            out = scores[g, low - first : high - first]
-            _scores(q[g], keys[table[number], kv], low - start, high - start, out)
+        start = number * size - base
+        ahead = _to_next(table, number, blocks.stop, keys)
+        _scores(q, keys[table[number], kv], ahead, scores[:, start : start + size])
     for g in range(q.shape[0]):
-        _weigh(scores[g, : stop - first], acc[g], running[g])
+        _weigh(scores[g, first - base : stop - base], acc[g], running[g])
     for number in blocks:
         start = number * size
         low, high = max(first, start), min(stop, start + size)
-        for g in range(q.shape[0]):
-            weights = scores[g, low - first : high - first]
-            _accumulate(weights, values[table[number], kv], low - start, high - start, acc[g])
+        part = values[table[number], kv, low - start : high - start]
+        ahead = _to_next(table, number, blocks.stop, values)
+        _accumulate(scores[:, low - base : high - base], part, ahead, acc)
 
 
 @njit(fastmath=FAST)
@@ -132,7 +153,7 @@ def _attend(q: Any, memory: Any, table: Any, span: Any, tops: Any, out: Any) -> 
     """
     first, stop = span
     acc = np.zeros(q.shape, np.float32)
-    scores = np.empty((q.shape[0], _SPAN), np.float32)
+    scores = np.empty((q.shape[0], _SPAN + 2 * memory[0].shape[2]), np.float32)
     running = np.zeros((q.shape[0], 2), np.float32)
     for g in range(q.shape[0]):
         running[g, 0] = tops[g] if tops.size else LOWEST
@@ -141,21 +162,30 @@ def _attend(q: Any, memory: Any, table: Any, span: Any, tops: Any, out: Any) -> 
         end = min(stop, (first // _SPAN + 1) * _SPAN)
         _take(q, memory, table, (first, end), (scores, acc, running))
         first = end
+    dim, is_paired = q.shape[1], _is_paired(memory[0])
     for g in range(q.shape[0]):
         inverse = np.float32(1) / running[g, 1]
-        for i in range(q.shape[1]):
-            out[g * q.shape[1] + i] = narrow(acc[g, i] * inverse, out[0])
+        for i in range(dim):
+            value = acc[g, place(i) if is_paired else i]
+            out[g * dim + i] = narrow(value * inverse, out[0])
+
+
+@njit
+def _is_paired(keys: Any) -> bool:
+    """Whether queries and sums lie in the order of the tiles: even and odd numbers apart."""
+    return keys.itemsize == 2 and keys.shape[3] % STEP == 0
 
 
 @njit(fastmath=FAST)
-def _scaled(row: Any, group: int, dim: int) -> Any:
+def _scaled(row: Any, group: int, keys: Any) -> Any:
     """One kv head's queries as float32 [group, dim], with the scale of the scores in them."""
+    dim = keys.shape[3]
     scale = np.float32(1) / np.sqrt(np.float32(dim))
     q = np.empty((group, dim), np.float32)
     for g in range(group):
         for i in range(dim):
             q[g, i] = widen(row[g * dim + i]) * scale
-    return q
+    return in_order(q, True) if _is_paired(keys) else q
 
 
 @njit
@@ -183,7 +213,7 @@ def _decode(g: Any, a: Any, new: Any, memory: Any, chunks: Any) -> None:
         _write(values[block, kv, offset], v[row, kv * dim : (kv + 1) * dim])
         heads = slice(kv * group * dim, (kv + 1) * group * dim)
         _attend(
-            _scaled(q[row, heads], group, dim),
+            _scaled(q[row, heads], group, keys),
             (keys, values, kv),
             table[chunk],
             (first_visible(position, g[WINDOW]), position + 1),

@@ -30,6 +30,12 @@ _SIZES = {"bf16": 2, "int8": 1, "float": 4}
 Pair = tuple[Any, Any]
 
 
+@njit(inline="always")
+def place(i: int) -> int:
+    """Where number i of stored bfloat16 lies among the floats of the steps' two vectors."""
+    return i // STEP * STEP + i % 2 * _LANES + i % STEP // 2
+
+
 @njit
 def in_order(x: Any, is_bf16: bool) -> Any:
     """x [rows, multiple of STEP] as float32, the numbers of each step as its two vectors."""
@@ -109,6 +115,7 @@ class _Matrix:
         self._builder = builder
         self._base = builder.ptrtoint(array.data, _I64)
         self._strides = cgutils.unpack_tuple(builder, array.strides)
+        self.shape = cgutils.unpack_tuple(builder, array.shape)
         self.kind = _KINDS[kind.dtype]
 
     def row(self, first: Any, number: int) -> Any:
@@ -130,8 +137,7 @@ def dot_tile(num_outputs: int, num_rows: int) -> Any:
         w, x, out = (_Matrix(context, builder, signature.args[i], args[i]) for i in (0, 2, 4))
         lines = [w.row(args[1], n) for n in range(num_outputs)]
         rows = [x.row(_I64(0), m) for m in range(num_rows)]
-        num_inputs = context.make_array(signature.args[0])(context, builder, args[0]).shape
-        steps = builder.sdiv(builder.extract_value(num_inputs, 1), _I64(STEP))
+        steps = builder.sdiv(w.shape[1], _I64(STEP))
 
         def body(at: Any, totals: list[Any]) -> list[Any]:
             here = builder.mul(at, _I64(STEP * _SIZES[w.kind]))
@@ -161,20 +167,21 @@ def dot_tile(num_outputs: int, num_rows: int) -> Any:
 
 
 def mix_tile(num_rows: int) -> Any:
-    """tile(values, count, column, weights, acc): one step of columns, for num_rows rows.
+    """tile(values, column, ahead, weights, acc): one step of columns, for num_rows rows.
 
-    acc[j, step] += the sum over i < count of weights[j, i] times values[i, step]; `column` begins
-    the step; acc is float32 in the order of the tiles, count at least 1.
+    acc[j, step] += the sum over i of weights[j, i] times values[i, step], one i at least; `column`
+    begins the step, `ahead` is as for dot_tile; acc is float32 in the order of the tiles.
     """
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         matrices = [_Matrix(context, builder, signature.args[i], args[i]) for i in (0, 3, 4)]
-        (values, weights, acc), column = matrices, args[2]
+        (values, weights, acc), column = matrices, args[1]
         numbers = [_I64(j) for j in range(num_rows)]
 
         def body(at: Any, totals: list[Any]) -> list[Any]:
-            even, odd = _widened(builder, values.at(at, column), values.kind)
-            following = []
+            address, following = values.at(at, column), []
+            even, odd = _widened(builder, address, values.kind)
+            _fetch(builder, builder.add(address, args[2]))
             for j, number in enumerate(numbers):
                 by = _spread(builder, _load(builder, weights.at(number, at), _F32, 4))
                 following.append(_add_product(builder, totals[2 * j], even, by))
@@ -183,12 +190,12 @@ def mix_tile(num_rows: int) -> Any:
 
         sums = [acc.at(number, column) for number in numbers]
         begin = [side for address in sums for side in _widened(builder, address, acc.kind)]
-        for i, total in enumerate(_loop(builder, args[1], begin, body)):
+        for i, total in enumerate(_loop(builder, values.shape[0], begin, body)):
             address = builder.add(sums[i // 2], _I64(i % 2 * _LANES * 4))
             builder.store(total, builder.inttoptr(address, _FLOATS.as_pointer()), align=4)
         return context.get_dummy_value()
 
-    def typed(typing: Any, v: Any, count: Any, column: Any, weights: Any, acc: Any) -> Any:
+    def typed(typing: Any, v: Any, column: Any, ahead: Any, weights: Any, acc: Any) -> Any:
         return types.void(v, types.int64, types.int64, weights, acc), emit
 
     return intrinsic(typed)
