@@ -25,6 +25,7 @@ class Batch:
     starts: Ints  # [chunks]: position of each chunk's first token
     lengths: Ints  # [chunks]
     first_rows: Ints  # [chunks]: where its first token lies in the batch
+    decodes: Ints  # numbers of the chunks of length 1
     block_table: Ints  # [chunks, max_blocks], padded with 0; covers start + length positions
 
 
@@ -56,6 +57,7 @@ def pack(
         starts=starts,
         lengths=lengths,
         first_rows=first_rows,
+        decodes=np.flatnonzero(lengths == 1).astype(np.int32),
         block_table=table,
     )
 

@@ -85,3 +85,19 @@ def test_there_is_one_copy_of_the_weights(runner: Runner, folder: Path) -> None:
     assert runner.lane.weight_bytes == runner.lane.num_parameters * 4
     stored = (folder / "model.safetensors").stat().st_size
     assert 0 <= stored - runner.lane.weight_bytes < 16_384  # the header
+
+
+def test_repeated_decode_steps_compute_what_unrecorded_ones_do(folder: Path) -> None:
+    runs = []
+    for is_recorded in (True, False):
+        runner = tiny_runner(folder)
+        if not is_recorded:
+            runner.lane._hidden = runner.lane._forward
+        drive = Drive(runner, room=80)
+        for number, length in enumerate((5, 40, 21)):
+            drive.begin(number, random_prompt(length))
+            drive.prefill(number)
+        for numbers in ((0, 1, 2), (2,), (0, 1), (0, 1, 2), (1,), (2, 0), (0, 1, 2)):
+            drive.decode(numbers, 3)
+        runs.append(drive.tokens)
+    assert runs[0] == runs[1]

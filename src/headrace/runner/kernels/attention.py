@@ -52,11 +52,9 @@ class CpuStep:
     def __init__(self, attention: CpuAttention, batch: Batch) -> None:
         self.positions = batch.positions
         self._attention, self._batch = attention, batch
-        is_decode = batch.lengths == 1
-        self._decodes = np.flatnonzero(is_decode).astype(np.int32)
-        self._prompts = np.flatnonzero(~is_decode).tolist()
+        self._prompts = np.flatnonzero(batch.lengths != 1).tolist()
         self._frame = frame = frame_of(*[0] * (GATHER_SIZE - 1))
-        frame[fields.WHICH], frame[fields.NUM_WHICH] = self._decodes.ctypes.data, len(self._decodes)
+        frame[fields.WHICH], frame[fields.NUM_WHICH] = batch.decodes.ctypes.data, len(batch.decodes)
         frame[fields.STARTS] = batch.starts.ctypes.data
         frame[fields.FIRST_ROWS] = batch.first_rows.ctypes.data
         frame[fields.TABLE] = batch.block_table.ctypes.data
@@ -73,7 +71,7 @@ class CpuStep:
         if attention.sinks:
             frame[fields.SINKS] = attention.sinks[layer].data_ptr()
             frame[fields.NUM_SINKS] = len(attention.sinks[layer])
-        if len(self._decodes):
+        if len(self._batch.decodes):
             spread(attention.decode, frame)
         for chunk in self._prompts:
             self._attend_prompt(chunk, q, out)

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from numba import cfunc, types
 
+from headrace.runner.kernels.tape import note
+
 _SIGNATURE = types.void(types.CPointer(types.int64))
 
 Frame = Any
@@ -46,6 +48,7 @@ def frame_of(*args: int) -> Frame:
 
 def spread(body: Kernel, frame: Frame) -> None:
     """Run `body` on all threads; returns when the work is done."""
+    note(spread, body, frame)
     frame[0] = 0
     num_threads = torch.get_num_threads()
     if num_threads == 1:
@@ -58,6 +61,7 @@ def spread(body: Kernel, frame: Frame) -> None:
 
 def run_alone(body: Kernel, frame: Frame) -> None:
     """Run `body` on the calling thread: for work that is smaller than waking another."""
+    note(run_alone, body, frame)
     frame[0] = 0
     _callable(body.address)(frame)
 

@@ -12,9 +12,10 @@ from headrace.models.registry import family
 from headrace.models.spec import ModelSpec
 from headrace.models.weights import load_weights
 from headrace.runner.attention import Attention, NaiveAttention
-from headrace.runner.inputs import pack
+from headrace.runner.inputs import Batch, pack
 from headrace.runner.kernels.attention import CpuAttention
 from headrace.runner.kernels.prepare import prepare, weight_bytes
+from headrace.runner.lanes.recorded import RecordedForward
 from headrace.runner.storage import BlockStorage, bytes_per_position
 
 
@@ -52,11 +53,16 @@ class NativeText:
         )
         fast = self.device.type == "cpu"
         self._attention: Attention = (CpuAttention if fast else NaiveAttention)(self._storage)
+        width = -(-layout.max_positions // layout.block_size)
+        self._hidden = RecordedForward(self._forward, width) if fast else self._forward
 
     def forward(self, chunks: Sequence[Chunk], token_ids: Sequence["array[int]"]) -> Tensor:
         batch = pack(chunks, token_ids, self._storage.block_size, self.device)
-        hidden = self._model(batch.token_ids, self._attention.step(batch))  # [tokens, hidden]
-        return hidden[batch.rows]
+        return self._hidden(batch)[batch.rows]
+
+    def _forward(self, batch: Batch) -> Tensor:
+        """Hidden states [tokens, hidden]."""
+        return self._model(batch.token_ids, self._attention.step(batch))
 
     def logits(self, rows: Tensor) -> Tensor:
         return self._model.head(rows).float()
