@@ -8,5 +8,5 @@ def test_the_page_is_what_help_says_now() -> None:
 
 
 def test_every_verb_has_its_section() -> None:
-    for verb in ("serve", "generate", "doctor", "bench"):
+    for verb in ("serve", "chat", "generate", "doctor", "bench"):
         assert f"## `headrace {verb}" in page()

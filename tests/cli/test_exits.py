@@ -26,7 +26,7 @@ def headrace(*words: str, **variables: str) -> "subprocess.CompletedProcess[str]
 
 
 def test_help_has_examples_and_ends_well() -> None:
-    for verb in ("serve", "generate", "doctor"):
+    for verb in ("serve", "chat", "generate", "doctor"):
         shown = headrace(verb, "--help")
         assert shown.returncode == 0
         assert f"headrace {verb}" in shown.stdout.split("Usage", 1)[1].split("\n", 1)[1]

@@ -17,7 +17,10 @@ _ROUTE = re.compile(
 
 
 class SmallHub(http.server.ThreadingHTTPServer):
-    """Serves folders as repositories, `repos` by id; `asked` has every path that was asked for."""
+    """Serves folders as repositories, `repos` by id; `asked` has every path that was asked for.
+
+    Weights stop half-way while `flows` is not set.
+    """
 
     daemon_threads = True
 
@@ -25,6 +28,8 @@ class SmallHub(http.server.ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.repos, self.token = repos, token
         self.asked: list[str] = []
+        self.flows = threading.Event()
+        self.flows.set()
 
     @property
     def url(self) -> str:
@@ -71,7 +76,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         if self.command == "GET":
-            self.wfile.write(body)
+            self.wfile.write(body[: len(body) // 2])
+            if self.path.endswith(".safetensors"):
+                self.server.flows.wait()
+            self.wfile.write(body[len(body) // 2 :])
 
     def log_message(self, *_: object) -> None:
         pass

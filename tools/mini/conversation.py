@@ -15,7 +15,7 @@ Piece = tuple[str, bool]  # text, and whether it is learnt
 Skill = Callable[[Random, int], Turn]
 
 SKILLS: tuple[tuple[float, Skill], ...] = (
-    (0.22, skills.count),
+    (0.28, skills.count),
     (0.10, skills.listing),
     (0.06, skills.alphabet),
     (0.20, skills.copy),

@@ -100,6 +100,33 @@ def _generate_command() -> click.Command:
     return click.Command("generate", callback=run, params=params, help=run.__doc__)
 
 
+def _chat_command() -> click.Command:
+    def run(model: str | None, pairs: tuple[str, ...], **given: Any) -> None:
+        """Talk to a server; with MODEL, to one of its own, which ends with the chat. Ctrl-C stops
+        an answer, once more (or Ctrl-D) leaves. What is piped in is one message.
+
+        \b
+        headrace chat
+        headrace chat ./my-model --system "Answer in one sentence."
+        echo "Count to 20." | headrace chat headrace-mini -o temperature=0
+        """
+        from headrace.cli.chat_command import run_chat
+        from headrace.cli.fields import read_fields
+        from headrace.gateway.chat_schema import TABLE
+
+        sys.exit(run_chat(model, read_fields(pairs, TABLE), **given))
+
+    params: list[click.Parameter] = [
+        click.Argument(["model"], required=False),
+        click.Option(["--url"], envvar="HEADRACE_URL", help="Server  [default: port 8000 here]"),
+        click.Option(["--api-key"], help="Key of that server  [default: first HEADRACE_API_KEYS]"),
+        click.Option(["--system"], help="System message of a new conversation"),
+        click.Option(["--continue", "goes_on"], is_flag=True, help="Go on where the last one was"),
+        _FIELD,
+    ]
+    return click.Command("chat", callback=run, params=params, help=run.__doc__)
+
+
 def _doctor_command() -> click.Command:
     def run(model: str | None, as_json: bool, **flags: Any) -> None:
         """Look for what would keep this machine from serving, and with MODEL how it would be run.
@@ -127,7 +154,13 @@ def cli() -> None:
     """An LLM inference server whose streams are never silent, never stalled, never lost."""
 
 
-for command in (_serve_command(), _generate_command(), _doctor_command(), bench):
+for command in (
+    _serve_command(),
+    _chat_command(),
+    _generate_command(),
+    _doctor_command(),
+    bench,
+):
     cli.add_command(command)
 
 

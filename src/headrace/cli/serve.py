@@ -20,6 +20,7 @@ from headrace.core.config import ServerConfig
 from headrace.core.messages import Ready
 from headrace.engine.supervisor import Supervisor
 from headrace.gateway.app import create_app
+from headrace.gateway.waiting_room import WaitingRoom
 from headrace.generation.generation import Generation
 from headrace.generation.served import ServedModel
 from headrace.streams.memory_store import MemoryStore
@@ -54,7 +55,8 @@ def serve(config: ServerConfig) -> int:
         )
         return exits.IN_USE
     with listener:
-        model = ServedModel(config.models[0], DownloadLine(config.models[0].model))
+        with WaitingRoom(listener, DownloadLine(config.models[0].model)) as room:
+            model = ServedModel(config.models[0], room)
         with asyncio.Runner(loop_factory=_new_loop) as runner:
             return runner.run(_run(config, model, listener))
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
 from types import TracebackType
 from typing import Any
 
@@ -73,10 +73,18 @@ class Client:
         return Stream(self._http, Following(new_request(fields), "", -1, self._patience_s))
 
 
+def _bear(reason: str, pause_s: float) -> None:
+    pass
+
+
 class Stream:
-    """One answer. Iterated, it gives the pieces of text; `updates` gives all that is known."""
+    """One answer. Iterated, it gives the pieces of text; `updates` gives all that is known.
+
+    `on_trouble` is told why, and for how long, it waits before it connects again.
+    """
 
     def __init__(self, http: httpx.Client, following: Following) -> None:
+        self.on_trouble: Callable[[str, float], None] = _bear
         self._http = http
         self._following = following
 
@@ -100,11 +108,13 @@ class Stream:
             if isinstance(event, Tokens):
                 yield to_piece(event)
 
-    def updates(self) -> Iterator[AnyEvent]:
+    def updates(self) -> Generator[AnyEvent, None, None]:
         """Every event once, over as many connections as it takes."""
         following = self._following
         try:
             while not following.has_ended:
+                if following.pause_s:
+                    self.on_trouble(following.trouble, following.pause_s)
                 time.sleep(following.pause_s)
                 yield from self._connect()
         finally:

@@ -57,6 +57,11 @@ class Following:
         """To be waited before the next request."""
         return self._pacing.pause_s
 
+    @property
+    def trouble(self) -> str:
+        """Why there is a pause."""
+        return self._pacing.reason
+
     def request(self) -> Sent:
         """What to send now."""
         self._reader = EventReader()

@@ -15,6 +15,7 @@ class Pacing:
 
     def __init__(self, patience_s: float, has_contact: bool = False) -> None:
         self.pause_s = 0.0
+        self.reason = ""
         self._patience_s = patience_s
         self._has_contact = has_contact  # whether the server ever answered
         self._num_failures = 0
@@ -42,6 +43,7 @@ class Pacing:
         self._wait(_retry_after_s(headers), error.message)
 
     def _wait(self, at_least_s: float, reason: str) -> None:
+        self.reason = reason
         self._num_failures += 1
         pause_s = min(_FIRST_PAUSE_S * 2 ** (self._num_failures - 1), _LAST_PAUSE_S)
         self.pause_s = max(pause_s, at_least_s)

@@ -14,7 +14,7 @@ from headrace.gateway.openapi import document
 from headrace.generation.generation import Generation
 from headrace.generation.served import ServedModel
 
-_UNABLE = {
+UNABLE = {
     "loading": RequestError("model_loading", "Loading model"),
     "draining": RequestError("server_shutdown", "The server is shutting down."),
     "dead": RequestError("engine_failed", "The engine stopped for good."),
@@ -30,17 +30,7 @@ class StateRoutes:
 
     async def health(self, request: Request) -> ASGIApp:
         state = self._generation.state
-        if state not in _UNABLE:
-            return answer({"status": state})
-        error = _UNABLE[state]
-        response = refuse(error)
-        shown: dict[str, Any] = {"message": error.message, "type": error.kind.type}
-        if state == "loading":  # as clients that wait for a load know it
-            shown = {"code": error.kind.status, **shown}
-        else:
-            shown |= {"param": None, "code": error.code}
-        body = encode({"status": state, "error": shown})
-        return Response(body, 503, _without_length(response), "application/json")
+        return unhealthy(state) if state in UNABLE else answer({"status": state})
 
     async def models(self, request: Request) -> ASGIApp:
         models = self._generation.models.all()
@@ -56,6 +46,18 @@ class StateRoutes:
 
     async def props(self, request: Request) -> ASGIApp:
         return answer(_props(self._generation.models.get(None)))
+
+
+def unhealthy(state: str, **more: Any) -> Response:
+    """Answers why nothing is served, with what `more` there is to know about it."""
+    error = UNABLE[state]
+    shown: dict[str, Any] = {"message": error.message, "type": error.kind.type}
+    if state == "loading":  # as clients that wait for a load know it
+        shown = {"code": error.kind.status, **shown}
+    else:
+        shown |= {"param": None, "code": error.code}
+    body = encode({"status": state, "error": shown, **more})
+    return Response(body, 503, _without_length(refuse(error)), "application/json")
 
 
 def _without_length(response: Response) -> dict[str, str]:

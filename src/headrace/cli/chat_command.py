@@ -1,0 +1,56 @@
+"""Puts a chat together: whose server, which conversation, and how failures end it."""
+
+import contextlib
+import os
+from typing import Any
+
+from headrace.cli import exits
+from headrace.cli.chat import Chat, Conversation, converse, transcript
+from headrace.cli.chat_screen import Screen
+from headrace.cli.private_server import ServerEnded, end_on_hangup, private_server
+from headrace.client.client import Client
+from headrace.client.errors import ClientError
+from headrace.client.http import URL
+from headrace.core.errors import ConfigError, HeadraceError
+
+
+def run_chat(
+    model: str | None,
+    fields: dict[str, Any],
+    url: str | None,
+    api_key: str | None,
+    **conversation: Any,
+) -> int:
+    """Returns the exit code; a server of one's own that cannot serve says it with its own."""
+    if model and url:
+        raise ConfigError("A server of its own (MODEL) and another one (--url) exclude each other.")
+    begun = _conversation(**conversation)
+    key = api_key or os.environ.get("HEADRACE_API_KEYS", "").split(",")[0]
+    end_on_hangup()
+    server = private_server(model) if model else contextlib.nullcontext(url or URL)
+    try:
+        with server as address, Client(address, key or None) as client:
+            _talk(client, begun, fields, is_resumed=conversation["goes_on"])
+    except ServerEnded as ended:
+        return ended.code
+    except ClientError as error:
+        raise HeadraceError(error.message) from error
+    return exits.DONE
+
+
+def _conversation(system: str | None, goes_on: bool) -> Conversation:
+    if not goes_on:
+        return Conversation([{"role": "system", "content": system}] if system else [])
+    if system:
+        raise ConfigError("--system begins a conversation; --continue goes on with one.")
+    return transcript().read()
+
+
+def _talk(
+    client: Client, conversation: Conversation, fields: dict[str, Any], is_resumed: bool
+) -> None:
+    screen = Screen()
+    chat = Chat(client, screen, transcript(), conversation, fields)
+    if is_resumed:
+        chat.resume()
+    converse(chat, screen)

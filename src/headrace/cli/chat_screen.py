@@ -1,0 +1,128 @@
+"""What `headrace chat` shows: text on stdout, everything else on stderr, bars on terminals only."""
+
+import contextlib
+import re
+import sys
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
+from rich.text import Text
+
+from headrace.client import events
+from headrace.client.events import AnyEvent
+from headrace.client.http import to_piece
+
+# A model's words must not move the cursor, or worse.
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+class _Rate(ProgressColumn):
+    """Tokens done, share that was cached, tokens a second, seconds left."""
+
+    def render(self, task: Task) -> Text:
+        return Text(task.fields.get("told", ""), style="dim")
+
+
+def told(event: events.Progress) -> str:
+    """A prompt's progress in words."""
+    parts = [f"{event.processed:,} of {event.total:,} tokens"]
+    if event.cache:
+        parts.append(f"{100 * event.cache // event.total} % cached")
+    computed = event.processed - event.cache
+    if computed > 0 and event.time_ms > 0:
+        rate = computed / event.time_ms * 1000
+        parts.append(f"{rate:,.0f} tokens/s")
+        if left := event.total - event.processed:
+            parts.append(f"{left / rate:,.0f} s left")
+    return ", ".join(parts)
+
+
+def place(event: events.Queued) -> str:
+    """A place in the queue in words."""
+    wait = f", about {event.eta_ms / 1000:.0f} s" if event.eta_ms else ""
+    return f"waiting: place {event.position} of {event.waiting}{wait}"
+
+
+class Screen:
+    """Where nothing is a terminal only the answers' text appears."""
+
+    def __init__(self) -> None:
+        self._errors = Console(stderr=True, highlight=False)
+        self._bar: Progress | None = None
+        self._has_text = False
+        self._is_seen = sys.stdout.isatty()
+
+    def read_line(self) -> str | None:
+        """What the user says; None when they leave with Ctrl-D. KeyboardInterrupt: Ctrl-C."""
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401 -- gives input() history and editing
+        try:
+            return input("> ").strip()
+        except EOFError:
+            print(file=sys.stderr)
+            return None
+
+    def show(self, event: AnyEvent) -> None:
+        match event:
+            case events.Queued():
+                self._wait(place(event))
+            case events.Progress(processed=done, total=total) if done < total:
+                self._wait("reading the prompt", done, total, told(event))
+            case events.Tokens(choice=0):
+                if text := to_piece(event).text:
+                    self._say(text)
+
+    def trouble(self, reason: str, pause_s: float) -> None:
+        """The connection is away; the stream is not."""
+        self._wait(f"connection lost ({reason}); trying again in {pause_s:.1f} s")
+
+    def note(self, text: str) -> None:
+        """A remark about an answer that is not whole."""
+        self._clear()
+        if self._has_text:
+            self._newline()
+        self._errors.print(f"[{text}]", style="dim", markup=False)
+
+    def recall(self, role: str, text: str) -> None:
+        """A message of before."""
+        self._errors.print(f"> {text}" if role == "user" else text, style="dim", markup=False)
+
+    def end_answer(self) -> None:
+        self._clear()
+        if self._has_text:
+            self._newline()
+
+    def _say(self, text: str) -> None:
+        self._clear()
+        sys.stdout.write(
+            _CONTROLS.sub("\N{REPLACEMENT CHARACTER}", text) if self._is_seen else text
+        )
+        sys.stdout.flush()
+        self._has_text = not text.endswith("\n")
+
+    def _newline(self) -> None:
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+        self._has_text = False
+
+    def _wait(self, text: str, done: int = 0, total: int | None = None, told: str = "") -> None:
+        """One line that moves, until text comes. In the middle of a text it takes its own line."""
+        if not self._errors.is_terminal:
+            return
+        if self._bar is None:
+            if self._has_text:
+                self._newline()
+            columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(24), _Rate())
+            self._bar = Progress(*columns, console=self._errors, transient=True)
+            self._bar.add_task("", total=None)
+            self._bar.start()
+        column = self._bar.columns[2]
+        assert isinstance(column, BarColumn)
+        column.bar_width = 24 if total else 0
+        (task,) = self._bar.task_ids
+        self._bar.update(task, description=text, completed=done, total=total, told=told)
+
+    def _clear(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None

@@ -1,0 +1,73 @@
+"""A server of one's own: a process on a free port that ends with the verb that started it."""
+
+import contextlib
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+
+_READY = re.compile(r"Headrace is ready at (http://\S+): ")
+_END_S = 15.0
+
+
+class ServerEnded(Exception):
+    """It ended before it was ready, with the exit code that says why; its words are on stderr."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
+
+
+@contextlib.contextmanager
+def private_server(model: str) -> Iterator[str]:
+    """The address of a server of `model`, once it is ready; ServerEnded if it never is.
+
+    What it says while it loads goes to stderr, and nothing after.
+    """
+    with tempfile.TemporaryDirectory(prefix="headrace-chat-") as state_dir:
+        process = _start(model, state_dir)
+        try:
+            yield _await_ready(process)
+        finally:
+            process.terminate()
+            try:
+                process.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _start(model: str, state_dir: str) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-m", "headrace.cli.attended", "serve", model]
+    return subprocess.Popen(
+        [*command, "--port", "0", "--state-dir", state_dir],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # Ctrl-C is for an answer, not for the server
+    )
+
+
+def _await_ready(process: "subprocess.Popen[str]") -> str:
+    assert process.stderr is not None
+    for line in process.stderr:
+        if found := _READY.match(line):
+            threading.Thread(target=process.stderr.read, daemon=True).start()  # or it would block
+            return found[1]
+        if " INFO " not in line:
+            print(line, end="", file=sys.stderr, flush=True)
+    raise ServerEnded(process.wait())
+
+
+def end_on_hangup() -> None:
+    """A closed terminal, or SIGTERM, ends the verb as Ctrl-C does, and so its server."""
+
+    def leave(number: int, _: object) -> None:
+        sys.exit(128 + number)
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, leave)

@@ -1,0 +1,201 @@
+"""`headrace chat` on a real terminal, against real servers."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import httpx
+import pytest
+
+from headrace.cli.chat_screen import place, told
+from headrace.client.events import Progress, Queued
+from tests.builders import make_tiny_model
+from tests.cli.terminal import terminal
+from tests.client.builders import cutting_proxy
+from tests.eventually import eventually
+from tests.servers import ServerProcess, running_server
+
+GREEDY = ("-o", "temperature=0", "-o", "max_tokens=40", "-o", "ignore_eos=true")
+ENDLESS = ("-o", "max_tokens=4000", "-o", "ignore_eos=true")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[ServerProcess]:
+    with running_server(str(folder), "--threads", "1", "--max-model-len", "8192") as running:
+        yield running
+
+
+def answer_of(url: str, messages: list[dict[str, str]]) -> str:
+    body = {"messages": messages, "temperature": 0, "max_tokens": 40, "ignore_eos": True}
+    answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
+    return str(answer["choices"][0]["message"]["content"])
+
+
+class Ended(NamedTuple):
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def piped(words: tuple[str, ...], said: str, **variables: str) -> "Ended":
+    ended = subprocess.run(
+        [sys.executable, "-m", "headrace", "chat", *words],
+        input=said.encode(),
+        capture_output=True,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
+    )
+    return Ended(ended.returncode, ended.stdout.decode(), ended.stderr.decode())
+
+
+def num_running(server: ServerProcess) -> int:
+    return int(httpx.get(f"{server.url}/manage/state").json()["running"])
+
+
+def test_what_is_piped_in_is_one_message_and_the_text_alone_comes_out(
+    server: ServerProcess, tmp_path: Path
+) -> None:
+    shown = piped(("--url", server.url, *GREEDY), "hi\n", XDG_STATE_HOME=str(tmp_path))
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert shown.stdout.rstrip("\n") == answer_of(
+        server.url, [{"role": "user", "content": "hi"}]
+    ).rstrip("\n")
+
+
+def test_the_next_turn_knows_the_ones_before_and_a_later_chat_goes_on(
+    server: ServerProcess, tmp_path: Path
+) -> None:
+    words = ("chat", "--url", server.url, "--system", "Be brief.", *GREEDY)
+    with terminal(*words, XDG_STATE_HOME=str(tmp_path)) as shown:
+        for said in ("hi", "again"):
+            shown.wait_for("> ")
+            shown.type(said)
+        shown.wait_for("(?s)again.*> ")
+        shown.press_ctrl_d()
+        assert shown.wait_until_ended() == 0
+    kept = json.loads((tmp_path / "headrace" / "chat.json").read_bytes())
+    assert [message["role"] for message in kept["messages"]] == (
+        ["system", *["user", "assistant"] * 2]
+    )
+    assert kept["messages"][4]["content"] == answer_of(server.url, kept["messages"][:4])
+    more = piped(("--url", server.url, "--continue", *GREEDY), "more", XDG_STATE_HOME=str(tmp_path))
+    expected = answer_of(server.url, [*kept["messages"], {"role": "user", "content": "more"}])
+    assert more.stdout.rstrip("\n") == expected.rstrip("\n")
+
+
+def test_ctrl_c_stops_the_answer_and_again_leaves(server: ServerProcess, tmp_path: Path) -> None:
+    with terminal("chat", "--url", server.url, *ENDLESS, XDG_STATE_HOME=str(tmp_path)) as shown:
+        shown.wait_for("> ")
+        shown.type("hi")
+        shown.wait_for("(?s)hi.{40}")
+        shown.press_ctrl_c()
+        shown.wait_for(r"(?s)\[stopped\].*> ")
+        eventually(lambda: num_running(server) == 0)
+        shown.press_ctrl_c()
+        assert shown.wait_until_ended() == 130
+
+
+def test_cut_connections_show_no_text_twice_and_lose_none(
+    server: ServerProcess, tmp_path: Path
+) -> None:
+    port = int(server.url.rpartition(":")[2])
+    with cutting_proxy(port, cut_after=1500) as proxy:
+        shown = piped(("--url", proxy.url, *GREEDY), "hi", XDG_STATE_HOME=str(tmp_path))
+        assert proxy.num_connections > 2
+    assert shown.stdout.rstrip("\n") == answer_of(
+        server.url, [{"role": "user", "content": "hi"}]
+    ).rstrip("\n")
+
+
+def test_a_long_prompt_shows_its_progress(server: ServerProcess, tmp_path: Path) -> None:
+    with terminal("chat", "--url", server.url, *GREEDY, XDG_STATE_HOME=str(tmp_path)) as shown:
+        shown.wait_for("> ")
+        shown.type("word " * 300)
+        assert "tokens" in shown.wait_for(r"reading the prompt.*of [\d,]+ tokens")
+
+
+def test_with_a_model_it_has_a_server_of_its_own_that_ends_with_it(
+    folder: Path, tmp_path: Path
+) -> None:
+    words = ("chat", str(folder), *GREEDY)
+    with terminal(*words, XDG_STATE_HOME=str(tmp_path), HEADRACE_THREADS="1") as shown:
+        shown.wait_for("> ")
+        pid = shown.process.pid
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        assert children
+        shown.press_ctrl_c()
+        assert shown.wait_until_ended() == 130
+    assert not any(Path(f"/proc/{child}").exists() for child in children)
+
+
+def test_an_answer_goes_on_after_its_engine_was_killed(
+    server: ServerProcess, tmp_path: Path
+) -> None:
+    field = ("-o", "temperature=0", "-o", "ignore_eos=true", "-o", "max_tokens=6000")
+    with terminal("chat", "--url", server.url, *field, XDG_STATE_HOME=str(tmp_path)) as shown:
+        shown.wait_for("> ")
+        shown.type("hi")
+        shown.wait_for("(?s)hi.{20}")
+        subprocess.run(["pkill", "-KILL", "-P", str(server.process.pid)], check=True)
+        eventually(lambda: num_running(server) == 0)
+        eventually(lambda: num_running(server) == 1)  # by the next engine
+        before = len(shown.text)
+        eventually(lambda: shown.read() and len(shown.text) > before + 400, within_s=60)
+        shown.press_ctrl_c()
+        shown.wait_for(r"(?s)\[stopped\].*> ")
+    said = json.loads((tmp_path / "headrace" / "chat.json").read_bytes())["messages"][-1]["content"]
+    body = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0, "max_tokens": 6000}
+    whole = httpx.post(
+        f"{server.url}/v1/chat/completions", json={**body, "ignore_eos": True}, timeout=100
+    ).json()["choices"][0]["message"]["content"]
+    assert len(said) > 100 and whole.startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "line"),
+    [
+        (("--url", "http://127.0.0.1:1"), 1, "No server answers"),
+        (("tiny", "--url", "http://127.0.0.1:1"), 2, "exclude each other"),
+        (("--continue",), 2, "no conversation to go on with"),
+        (("-o", "temprature=1"), 2, "did you mean temperature?"),
+        (("/nowhere/at/all",), 3, "No model folder 'all'"),
+    ],
+)
+def test_what_cannot_work_is_one_line_and_its_exit_code(
+    words: tuple[str, ...], code: int, line: str, tmp_path: Path
+) -> None:
+    ended = piped(words, "hi", XDG_STATE_HOME=str(tmp_path))
+    assert ended.returncode == code
+    assert line in ended.stderr and len(ended.stderr.splitlines()) == 1, ended.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGKILL])
+def test_an_end_by_signal_takes_the_private_server_with_it(
+    number: int, folder: Path, tmp_path: Path
+) -> None:
+    with terminal("chat", str(folder), XDG_STATE_HOME=str(tmp_path)) as shown:
+        shown.wait_for("> ")
+        pid = shown.process.pid
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        shown.signal(number)
+        assert shown.wait_until_ended() in (128 + number, -number)
+    eventually(lambda: not any(Path(f"/proc/{child}").exists() for child in children))
+
+
+def test_words_of_waiting() -> None:
+    progress = Progress(
+        seq=1, at_ms=0, choice=0, total=2000, cache=500, processed=1000, time_ms=250
+    )
+    assert told(progress) == "1,000 of 2,000 tokens, 25 % cached, 2,000 tokens/s, 0 s left"
+    queued = Queued(seq=1, at_ms=0, position=2, waiting=3, eta_ms=4200)
+    assert place(queued) == "waiting: place 2 of 3, about 4 s"
