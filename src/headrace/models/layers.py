@@ -8,6 +8,17 @@ from headrace.models.rope import frequencies
 from headrace.models.text_config import TextConfig
 
 
+class Embedding(nn.Module):
+    """Rows of a table [num, size]. torch's own imports its compiler to draw values for it."""
+
+    def __init__(self, num: int, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num, size))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.weight)
+
+
 class RMSNorm(nn.Module):
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from headrace.models.layers import GatedMLP, RMSNorm, Rotary, Turn
+from headrace.models.layers import Embedding, GatedMLP, RMSNorm, Rotary, Turn
 from headrace.models.step import CacheShape, Step
 from headrace.models.text_config import TextConfig, layer_windows, read_text_config
 
@@ -66,7 +66,7 @@ class Qwen3(nn.Module):
         super().__init__()
         c = config
         self.cache_shape = CacheShape(c.num_kv_heads, c.head_dim, c.windows)
-        self.embed = nn.Embedding(c.vocab_size, c.hidden_size)
+        self.embed = Embedding(c.vocab_size, c.hidden_size)
         self.layers = nn.ModuleList(Layer(c, layer) for layer in range(c.num_layers))
         self.norm = RMSNorm(c.hidden_size, c.norm_eps)
         self.head = nn.Linear(c.hidden_size, c.vocab_size, bias=False)

@@ -1,5 +1,8 @@
 """Block memory: the tensors that hold cached keys and values; which block is whose is not asked."""
 
+import math
+
+import numpy
 import torch
 
 from headrace.models.step import CacheShape
@@ -20,13 +23,23 @@ class BlockStorage:
         self.shape = shape
         self.block_size = block_size
         self.device = device
-        # Zeros, not garbage: a NaN in an unwritten position would survive a weight of zero.
-        self.keys = [torch.zeros(size, dtype=dtype, device=device) for _ in shape.windows]
-        self.values = [torch.zeros(size, dtype=dtype, device=device) for _ in shape.windows]
+        self.keys = [_zeros(size, dtype, device) for _ in shape.windows]
+        self.values = [_zeros(size, dtype, device) for _ in shape.windows]
 
     def copy_block(self, source: int, target: int) -> None:
         for tensor in (*self.keys, *self.values):
             tensor[target].copy_(tensor[source])
+
+
+def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros, not garbage: a NaN in an unwritten position would survive a weight of zero.
+
+    On a CPU the system gives the memory when it is first written, not before it is needed.
+    """
+    if device.type != "cpu":
+        return torch.zeros(size, dtype=dtype, device=device)
+    data = numpy.zeros(math.prod(size) * dtype.itemsize, numpy.uint8)
+    return torch.from_numpy(data).view(dtype).view(size)
 
 
 def bytes_per_position(shape: CacheShape, dtype: torch.dtype) -> int:

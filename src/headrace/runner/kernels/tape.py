@@ -100,6 +100,10 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self._tape, self._arena, self._own = tape, arena, own
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing here is compiled, and to skip it imports torch's compiler: 2 s
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:

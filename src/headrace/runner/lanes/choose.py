@@ -3,8 +3,6 @@
 import importlib
 from typing import Any
 
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
 from headrace.core.errors import ModelError
 from headrace.models.registry import FAMILIES, family
 from headrace.models.spec import ModelSpec
@@ -17,16 +15,17 @@ LANES = {
 
 def choose_lane(spec: ModelSpec, wanted: str) -> Any:
     """The lane's class; ModelError with the reason if no lane, or not the wanted one, can."""
-    objections = {"native-text": _native_objection(spec), "generic-text": _generic_objection(spec)}
+    judges = {"native-text": _native_objection, "generic-text": _generic_objection}
     if wanted != "auto":
-        if objection := objections[wanted]:
+        if objection := judges[wanted](spec):
             raise ModelError(f"Lane {wanted} cannot run {spec.name}: {objection}")
         return _load(wanted)
-    for lane, objection in objections.items():
-        if objection is None:
+    objections = []
+    for lane, judge in judges.items():
+        if (objection := judge(spec)) is None:
             return _load(lane)
-    reasons = " ".join(f"{lane}: {objection}" for lane, objection in objections.items())
-    raise ModelError(f"No lane can run {spec.name}. {reasons}")
+        objections.append(f"{lane}: {objection}")
+    raise ModelError(f"No lane can run {spec.name}. {' '.join(objections)}")
 
 
 def _load(lane: str) -> Any:
@@ -50,6 +49,9 @@ def _generic_objection(spec: ModelSpec) -> str | None:
     if "vision_config" in spec.config or "audio_config" in spec.config:
         return f"{spec.architecture} has more than a text side."
     kind = spec.config.get("model_type", "")
+    # Imported where it is needed: it takes longer than a small model to load.
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
     if MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind) == spec.architecture:
         return None
     if "auto_map" in spec.config:
