@@ -1,15 +1,20 @@
 """Every exit code of the command, and the one line that comes with it."""
 
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.builders import make_tiny_model
+from tests.servers import running_server
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
@@ -53,14 +58,100 @@ def test_a_wrong_flag_variable_or_file_is_2(
     assert line in ended.stderr and len(ended.stderr.splitlines()) == 1, ended.stderr
 
 
-def test_a_model_that_cannot_be_served_is_3(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"architectures": ["A"], "vocab_size": 5}')
-    (tmp_path / "pytorch_model.bin").touch()
-    for words in (("serve", str(tmp_path), "--port", "0"), ("generate", str(tmp_path), "hi")):
-        ended = headrace(*words, XDG_STATE_HOME=str(tmp_path))
-        assert ended.returncode == 3
-        assert "pickled weights only" in ended.stderr
-        assert len(ended.stderr.splitlines()) == 1
+def change_config(folder: Path, **keys: object) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **keys}))
+
+
+def change_weights(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def only_pickled(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def cut_short(folder: Path) -> None:
+    with open(folder / "model.safetensors", "r+b") as file:
+        file.truncate(30_000)
+
+
+def without_a_shard(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def without_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+
+
+def with_a_broken_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+    (folder / "vocab.txt").write_bytes(b"\xff\xfe")
+
+
+NORM = "model.norm.weight"
+BAD_FOLDERS: dict[str, Callable[[Path], object]] = {
+    "pickled weights only": only_pickled,
+    "needs code from its repository": lambda folder: change_config(
+        folder, architectures=["OwnLM"], model_type="own", auto_map={"AutoModel": "own.OwnLM"}
+    ),
+    "no causal language model that transformers knows": lambda folder: change_config(
+        folder, architectures=["OwnLM"], model_type="own"
+    ),
+    "awq": lambda folder: change_config(folder, quantization_config={"quant_method": "awq"}),
+    "model-00001-of-00002.safetensors": without_a_shard,
+    "model.safetensors": cut_short,
+    "norm": lambda folder: change_weights(folder, lambda tensors: tensors.pop(NORM)),
+    "model.odd": lambda folder: change_weights(
+        folder, lambda tensors: tensors.update({"model.odd": tensors[NORM].clone()})
+    ),
+    "[7]": lambda folder: change_weights(
+        folder, lambda tensors: tensors.update({NORM: tensors[NORM][:7].clone()})
+    ),
+    "tokenizer.json": without_tokenizer,
+    "tokenizer": with_a_broken_tokenizer,
+}
+
+
+@pytest.mark.parametrize("word", BAD_FOLDERS)
+def test_a_model_that_cannot_be_served_is_3_and_one_line_that_names_what_is_wrong(
+    word: str, tmp_path: Path
+) -> None:
+    folder = make_tiny_model(tmp_path / "tiny")
+    BAD_FOLDERS[word](folder)
+    ended = headrace("serve", str(folder), "--port", "0", XDG_STATE_HOME=str(tmp_path))
+    assert ended.returncode == 3, ended.stderr
+    assert word in ended.stderr and len(ended.stderr.splitlines()) == 1, ended.stderr
+
+
+def test_a_model_that_cannot_be_run_in_process_is_3_too(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "tiny")
+    only_pickled(folder)
+    ended = headrace("generate", str(folder), "hi")
+    assert ended.returncode == 3
+    assert "pickled weights only" in ended.stderr and len(ended.stderr.splitlines()) == 1
+
+
+def test_too_little_memory_for_a_sequence_is_3_with_the_sizes(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "tiny")
+    words = ("serve", str(folder), "--port", "0", "--kv-cache-memory-bytes", "65536")
+    ended = headrace(*words, XDG_STATE_HOME=str(tmp_path))
+    assert ended.returncode == 3, ended.stderr
+    assert "one sequence of" in ended.stderr and len(ended.stderr.splitlines()) == 1, ended.stderr
+
+
+def test_an_engine_given_up_is_4_and_a_stop_is_0(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "tiny")
+    with running_server(str(folder), "--threads", "1") as server:
+        assert server.stop() == 0
+    with running_server(str(folder), "--threads", "1") as server:
+        (folder / "model.safetensors").unlink()
+        subprocess.run(["pkill", "-KILL", "-P", str(server.process.pid)], check=True)
+        assert server.process.wait(timeout=100) == 4
 
 
 def test_a_port_in_use_is_5() -> None:

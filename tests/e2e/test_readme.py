@@ -1,0 +1,66 @@
+"""Every command and program that the README shows, as a reader would run it."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.servers import ServerProcess, running_server
+
+_BLOCK = re.compile(r"^```(sh|python)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_SET_UP = ("make serve\n", "make test\n")  # what every checkout of these tests has been through
+README = (Path(__file__).parents[2] / "README.md").read_text()
+BLOCKS = [(kind, text) for kind, text in _BLOCK.findall(README) if text not in _SET_UP]
+# By a word of the block, what it has to show.
+EXPECTED = {
+    "headrace chat": "1, 2, 3, 4, 5",
+    '"Count from 1 to 20."}], "stream": true}': "data: [DONE]",
+    "from openai": "headrace-mini",
+    "import Client": "18, 19, 20",
+    "import LLM": "b-a-n-a-n-a",
+    "headrace generate": "",
+    "headrace doctor": "native-text",
+    "return_progress": '"prompt_progress":{"total":',
+    "X-Conversation-Id": "data: [DONE]",
+    "pkill": "data: [DONE]",
+}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    with running_server("--threads", "1") as running:
+        yield running
+
+
+def adapted(text: str, server: ServerProcess) -> str:
+    """For this server instead of the one at port 8000, and for no other's engine."""
+    text = text.replace("http://127.0.0.1:8000", server.url)
+    text = text.replace("pkill -9", f"pkill -9 -P {server.process.pid}")
+    return text.replace(".venv/bin/headrace", f"{sys.executable} -m headrace")
+
+
+def test_every_block_has_its_expectation() -> None:
+    for _, text in BLOCKS:
+        assert sum(word in text for word in EXPECTED) == 1, text
+
+
+@pytest.mark.parametrize("word", EXPECTED)
+def test_a_block_does_what_the_readme_says(
+    word: str, server: ServerProcess, tmp_path: Path
+) -> None:
+    ((kind, text),) = [block for block in BLOCKS if word in block[1]]
+    program = ["bash", "-c"] if kind == "sh" else [sys.executable, "-c"]
+    ended = subprocess.run(
+        [*program, adapted(text, server)],
+        input="Count from 1 to 10.",
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "HEADRACE_URL": server.url, "OMP_NUM_THREADS": "1"},
+    )
+    assert ended.returncode == 0 and EXPECTED[word] in ended.stdout, ended
