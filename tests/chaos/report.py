@@ -3,7 +3,7 @@
 import statistics
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tests.chaos.compare import KINDS, Violation
 from tests.chaos.site import Death
@@ -15,9 +15,9 @@ _MAX_SHOWN = 10
 
 
 class Report:
-    """Fed with stories as they end."""
+    """Fed with stories as they end; says what went wrong at once, for long runs."""
 
-    def __init__(self, seed: int, late_s: float) -> None:
+    def __init__(self, seed: int, late_s: float, say: Callable[[str], None]) -> None:
         self.seed = seed
         self.began = time.monotonic()
         self.violations: list[tuple[Violation, Story | None]] = []
@@ -28,12 +28,14 @@ class Report:
         self.lags: list[tuple[float, float]] = []
         self.num_late = 0
         self.facts: dict[str, int] = {}
+        self._say = say
         self._late_s = late_s  # a longer silence is counted
         self._resumes: defaultdict[str, list[float]] = defaultdict(list)
 
     def add(self, story: Story, found: Sequence[Violation], deaths: Sequence[Death]) -> None:
         """A story that has ended, and what the oracle found in it."""
-        self.violations += [(violation, story) for violation in found]
+        for violation in found:
+            self._note(violation, story, deaths)
         self.num_stories[story.outcome] += 1
         self.num_tokens += story.question.num_tokens if story.outcome == "finished" else 0
         for made in story.exchanges:
@@ -44,17 +46,22 @@ class Report:
                 self.longest_gap_at = f"{gap.began - self.began:.3f} {story.label} {made.line()}"
             if gap.seconds > MAX_GAP_S:
                 what = f"{gap.seconds:.1f} s without a byte: {made.line()}"
-                self.violations.append((Violation("silent", 1, what), story))
+                self._note(Violation("silent", 1, what), story, deaths)
         mine = [death for death in deaths if death.at > story.began]
         for what, seconds in resume_times(token_times(story), mine):
             self._resumes[what.partition(" ")[0]].append(seconds)
 
     def fail(self, kind: str, what: str) -> None:
         """Something that belongs to no story."""
-        self.violations.append((Violation(kind, 1, what), None))
+        self._note(Violation(kind, 1, what), None, ())
 
-    def text(self, deaths: Sequence[Death]) -> str:
-        """The whole report; timelines of the first violations at its end."""
+    def _note(self, violation: Violation, story: Story | None, deaths: Sequence[Death]) -> None:
+        self.violations.append((violation, story))
+        if len(self.violations) <= _MAX_SHOWN:
+            self._say("\n".join(self._timeline(violation, story, deaths)))
+
+    def text(self) -> str:
+        """The figures of the whole run."""
         sums = Counter[str]()
         for violation, _ in self.violations:
             sums[violation.kind] += violation.number
@@ -71,8 +78,6 @@ class Report:
             f"longest at {self.longest_gap_at}",
             self._verdict(),
         ]
-        for violation, story in self.violations[:_MAX_SHOWN]:
-            lines += ["", *self._timeline(violation, story, deaths)]
         return "\n".join(lines)
 
     def _resume_lines(self) -> list[str]:

@@ -45,7 +45,7 @@ class Run:
 
     def __init__(self, plan: Plan, say: Callable[[str], None] = _mute) -> None:
         self._say = say
-        self.report = Report(plan.seed, HEARTBEAT_S + 0.25)
+        self.report = Report(plan.seed, HEARTBEAT_S + 0.25, say)
         self.site = Site(plan.model, plan.folder / "state")
         self._plan = plan
         self._proxy = Proxy(self.site.port, Fates(f"{plan.seed}/fates", _CUT_SHARE))
@@ -59,7 +59,7 @@ class Run:
             await self._run()
         finally:
             self.site.close()
-        return self.report.text(self.site.deaths)
+        return self.report.text()
 
     async def _run(self) -> None:
         self.site.start()

@@ -14,8 +14,8 @@ KILLS, SECONDS, CLIENTS = 8, 25.0, 6
 @pytest.mark.timeout(900)  # starts of a server take long on a busy machine; it needs a minute
 def test_no_kill_and_no_cut_costs_a_token(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "model")
-    run = Run(Plan(model, tmp_path, KILLS, seed=1, seconds=SECONDS, num_clients=CLIENTS))
-    report = asyncio.run(run.run())
-    print(report)
+    plan = Plan(model, tmp_path, KILLS, seed=1, seconds=SECONDS, num_clients=CLIENTS)
+    run = Run(plan, print)
+    print(asyncio.run(run.run()))
     assert run.report.facts["kills"] and run.report.facts["cuts"] and run.report.num_tokens
-    assert not run.report.violations, report
+    assert not run.report.violations
