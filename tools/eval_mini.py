@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from tools.mini.card import Facts, write_card
 from tools.mini.exam import SUBJECTS
 from tools.mini.marking import mark, speeds
-from tools.mini.training import LENGTHS
+from tools.mini.training import LENGTHS, NUM_STEPS, STEP_TOKENS
 from tools.mini.turn import HELD_OUT
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
@@ -41,6 +41,7 @@ def main() -> None:
         context=max(max(mix) for _, mix in LENGTHS),
         positions=model.config.max_position_embeddings,
         held_out=HELD_OUT,
+        tokens=NUM_STEPS * STEP_TOKENS / 1e6,
         seed=options.seed,
         prefill=prefill,
         decode=decode,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 from tools.mini.export import export
-from tools.mini.training import Plan, Training
+from tools.mini.training import NUM_STEPS, Plan, Training
 from tools.mini.vocabulary import train_tokenizer
 
 VOCAB_SIZE = 1536
@@ -14,8 +14,8 @@ VOCAB_SIZE = 1536
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=1900)
-    parser.add_argument("--decay-steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=NUM_STEPS)
+    parser.add_argument("--decay-steps", type=int, default=5000)
     parser.add_argument("--save-every", type=int, default=100)
     parser.add_argument("--work", type=Path, default=Path("build/mini"), help="for checkpoints")
     parser.add_argument("--out", type=Path, help="where the finished model goes")

@@ -12,10 +12,10 @@ This page is written by `python -m tools.eval_mini`; every figure on it was meas
 - Format: Qwen3 (`Qwen3ForCausalLM`), bfloat16 safetensors, `tokenizer.json`, ChatML template.
 - Size: {size}.
 - Trained for {context} tokens of context and less; `max_position_embeddings` is {positions}.
-- Made from one seed, text, tokenizer and weights, without any download or data set:
-  `python -m tools.train_mini`, then the same with `--resume --steps 2200 --decay-steps 300`,
-  then, with more counting and copying among the skills, `--resume --steps 3900 --decay-steps 700
-  --out src/headrace/models/mini`. That is 8 million tokens; it had not stopped learning.
+- Made from seeds alone, text, tokenizer and weights, without any download or data set:
+  `python -m tools.train_mini`, about {tokens:.0f} million tokens. This checkpoint grew in stages of `--resume`, each
+  beginning at half the rate, while the shares of the skills and the lengths of rows moved to what
+  `tools/mini` has now; one run in one go gives a model like it, not its bits.
 
 ## Accuracy
 
@@ -58,7 +58,8 @@ It was trained on these forms, in a few phrasings each; the table says how far i
 It has no knowledge and no judgement. Outside the forms above, and in the lines of the table that
 are low, it says that it does not know, or gives an answer that is fluent and wrong. It speaks a
 little English only, heeds no instruction in a system prompt, calls one tool with one argument at
-a time, spells only words of its own short lists, and counts to about 600. Sampling at a
+a time, spells only words of its own short lists, copies words but not sentences at length, and
+counts to about 600. Sampling at a
 temperature above zero makes all of it worse.
 """
 
@@ -71,6 +72,7 @@ class Facts:
     context: int
     positions: int
     held_out: int
+    tokens: float  # millions, trained on
     seed: int
     prefill: float
     decode: float
