@@ -11,16 +11,21 @@ import msgspec
 from tests.chaos.witness import Passage, Proxy
 
 SILENCE_S = 60.0
+WHOLE_S = 600.0  # an answer in one piece says nothing before, through several ends of the engine
 
 
 class Call(msgspec.Struct, frozen=True):
-    """What is sent. `start`: the byte, or the cursor, behind which the answer shall go on."""
+    """What is sent. `start`: the byte, or the cursor, behind which the answer shall go on.
+
+    `silence_s`: how long the client waits for the next byte before it gives up.
+    """
 
     method: str
     path: str
     body: bytes = b""
     headers: tuple[tuple[str, str], ...] = ()
     start: int | str | None = None
+    silence_s: float = SILENCE_S
 
     def raw(self) -> bytes:
         lines = [
@@ -130,7 +135,7 @@ async def _receive(
 ) -> None:
     was_told = False
     while not made.got.is_whole:
-        async with asyncio.timeout(SILENCE_S):
+        async with asyncio.timeout(made.call.silence_s):
             piece = await reader.read(1 << 16)
         if not piece:
             return

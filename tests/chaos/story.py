@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from tests.chaos.catalog import Question
-from tests.chaos.exchange import Call, Exchange, Reply, exchange
+from tests.chaos.exchange import SILENCE_S, WHOLE_S, Call, Exchange, Reply, exchange
 from tests.chaos.frames import Frame, error_in, frames_of
 from tests.chaos.witness import Proxy
 
@@ -65,7 +65,10 @@ class Story:
             headers.append(("Idempotency-Key", self.label))
         if self.way.names in ("conversation", "both"):
             headers.append(("X-Conversation-Id", self.label))
-        return Call("POST", self.question.route, msgspec.json.encode(body), tuple(headers))
+        silence_s = SILENCE_S if body["stream"] or "heartbeat" in body else WHOLE_S
+        return Call(
+            "POST", self.question.route, msgspec.json.encode(body), tuple(headers), None, silence_s
+        )
 
     async def ask(self, proxy: Proxy, call: Call) -> Exchange:
         """One exchange; pauses after one that brought nothing."""
