@@ -70,7 +70,7 @@ def measure(model: Path, target: str, flags: tuple[str, ...], options: Options) 
 
 
 @contextlib.contextmanager
-def serving(model: Path, flags: tuple[str, ...]) -> Iterator[str]:
+def serving(model: Path | str, flags: tuple[str, ...]) -> Iterator[str]:
     """The URL of a server of its own, stopped at the end."""
     command = [sys.executable, "-m", "headrace", "serve", str(model), "--port", "0"]
     server = subprocess.Popen(
