@@ -123,12 +123,16 @@ async def _whole(story: Story, proxy: Proxy) -> None:
             story.end_by_status(made)
 
 
+_COME_BACK = ("server_shutdown", "server_restarting", "storage_unavailable", "storage_stalled")
+"""The answer is not lost, only not here: the same request with its key finds it."""
+
+
 def _outcome_of_whole(story: Story) -> str:
     body = msgspec.json.decode(story.body)
     if "error" not in body:
         return "finished"
     code = body["error"]["code"]
-    return "" if code in ("server_shutdown", "storage_unavailable") else f"failed: {code}"
+    return "" if code in _COME_BACK else f"failed: {code}"
 
 
 async def _plain(story: Story, proxy: Proxy) -> None:

@@ -308,6 +308,40 @@ def test_a_server_that_starts_again_goes_on_with_what_its_store_holds(folder: Pa
     asyncio.run(run())
 
 
+def test_an_end_that_a_killed_server_had_not_written_is_written_by_the_next(folder: Path) -> None:
+    async def run() -> None:
+        store = MemoryStore()
+        async with running(folder, store) as (generation, engine):
+            stream = await opened(generation, engine, OPTED_IN, stop=("three",))
+            await engine.start(engine.newest)
+            await speak(generation, engine, "one two three")  # and the engine has not let go yet
+            for task in list(generation._writers.values()):
+                task.cancel()
+            await settle()
+        async with running(folder, store):
+            events = await read(stream)
+        assert [e.end.finish_reason for e in events if isinstance(e, Tokens) and e.end] == ["stop"]
+        assert text_of(events) == "one two " and isinstance(events[-1], FinishEvent)
+        assert events[-1].usage.completion_tokens == len(ids(generation, "one two three"))
+
+    asyncio.run(run())
+
+
+def test_a_choice_that_ended_says_so_once_while_its_siblings_go_on(folder: Path) -> None:
+    async def scene(generation: Generation, engine: FakeEngine) -> None:
+        stream = await opened(generation, engine, n=2)
+        first, second = (new.sequence_id for new in engine.submits[-1].sequences)
+        await engine.start(first, second)
+        await engine.finish(first, Finish.STOP)
+        for token_id in ids(generation, "on"):
+            await engine.token(second, token_id)
+        await engine.finish(second, Finish.LENGTH)
+        ends = [(e.choice, e.end) for e in await read(stream) if isinstance(e, Tokens) and e.end]
+        assert [choice for choice, _ in ends] == [0, 1]
+
+    play(folder, scene)
+
+
 def test_other_weights_do_not_go_on_with_a_stream(folder: Path) -> None:
     async def scene(generation: Generation, engine: FakeEngine) -> None:
         stream = await opened(generation, engine, OPTED_IN)

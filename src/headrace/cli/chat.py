@@ -118,4 +118,7 @@ def converse(chat: Chat, screen: Screen) -> None:
         return
     while (text := screen.read_line()) is not None:
         if text:
-            chat.ask(text)
+            try:
+                chat.ask(text)
+            except Refused as refused:  # this message; the next one may do
+                screen.note(refused.message)

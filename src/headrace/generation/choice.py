@@ -34,6 +34,7 @@ class Choice:
         self._num_told = 0  # of them, those that an event has carried
         self._pieces: list[Piece] = []
         self._logprobs: list[TokenLogprob] = []
+        self._is_end_told = False
 
     @property
     def is_stopped(self) -> bool:
@@ -82,7 +83,8 @@ class Choice:
     def take(self, seq: int, at_ms: int) -> Tokens | None:
         """What came since the last call, as an event; None if nothing did."""
         ids = tuple(self._token_ids[self._num_told :])
-        if not ids and not self._pieces and not self._logprobs and not self.end:
+        end = None if self._is_end_told else self.end
+        if not ids and not self._pieces and not self._logprobs and end is None:
             return None
         event = Tokens(
             seq=seq,
@@ -91,8 +93,9 @@ class Choice:
             ids=ids,
             pieces=tuple(self._pieces),
             logprobs=tuple(self._logprobs),
-            end=self.end,
+            end=end,
         )
+        self._is_end_told = self.end is not None
         self._num_told = len(self._token_ids)
         self._pieces, self._logprobs = [], []
         return event

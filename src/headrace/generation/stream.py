@@ -121,9 +121,10 @@ class Stream:
     async def run(self) -> None:
         """Writes all other events, the terminal one last."""
         try:
+            await self._append_new()  # after a restart: an end that the logged tokens had reached
             while self.num_live and (news := await self._inbox.get()) is not None:
                 self._take(news)
-                await self._append(self._draft.new_events(self._at_ms(), is_cut=bool(self._cut)))
+                await self._append_new()
         except StoreStalled:
             self._leave_engine()
             raise
@@ -201,6 +202,9 @@ class Stream:
             self._cut = self._cut or poison
         if self._cut:
             self._inbox.put_nowait(None)
+
+    async def _append_new(self) -> None:
+        await self._append(self._draft.new_events(self._at_ms(), is_cut=bool(self._cut)))
 
     async def _append(self, new: Sequence[events.AnyEvent]) -> None:
         if new:
