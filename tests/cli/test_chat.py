@@ -105,6 +105,18 @@ def test_ctrl_c_stops_the_answer_and_again_leaves(server: ServerProcess, tmp_pat
         assert shown.wait_until_ended() == 130
 
 
+def test_a_message_that_is_refused_does_not_end_the_chat(
+    server: ServerProcess, tmp_path: Path
+) -> None:
+    words = ("chat", "--url", server.url, "-o", "top_p=9")
+    with terminal(*words, XDG_STATE_HOME=str(tmp_path)) as shown:
+        shown.wait_for("> ")
+        shown.type("hi")
+        shown.wait_for(r"(?s)\[top_p.*\].*> ")
+        shown.press_ctrl_d()
+        assert shown.wait_until_ended() == 0
+
+
 def test_cut_connections_show_no_text_twice_and_lose_none(
     server: ServerProcess, tmp_path: Path
 ) -> None:

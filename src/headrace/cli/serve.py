@@ -29,6 +29,7 @@ from headrace.streams.state_dir import StateError, StateInUse
 from headrace.streams.store import Store
 
 _KEEP_ALIVE_S = 75
+_FAREWELL_S = 5  # for last words to clients that read slowly
 
 
 class _Server(uvicorn.Server):
@@ -143,7 +144,7 @@ class _Serving:
                 access_log=False,
                 lifespan="off",
                 timeout_keep_alive=_KEEP_ALIVE_S,
-                timeout_graceful_shutdown=1,
+                timeout_graceful_shutdown=_FAREWELL_S,
                 server_header=False,
             )
         )

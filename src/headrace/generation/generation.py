@@ -126,7 +126,8 @@ class Generation:
                     RequestError("server_restarting", "The server restarts; read on after it.")
                 )
             else:
-                stream.stop(RequestError("server_shutdown", "The server is shutting down."))
+                # without waiting for the engine: it may be loading, or hang
+                stream.end_now(RequestError("server_shutdown", "The server is shutting down."))
 
     async def _watch_store(self) -> None:
         """Sends the readers of durable streams away while the store takes nothing."""

@@ -1,0 +1,31 @@
+"""What clients hear when the server is told to stop while its engine does not answer."""
+
+import os
+import signal
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+
+from tests.builders import make_tiny_model
+from tests.eventually import eventually
+from tests.servers import running_server
+
+
+def test_a_frozen_engine_keeps_no_client_from_the_reason(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "tiny")
+    with (
+        running_server(str(folder), "--threads", "1", "--drain-s", "0") as server,
+        ThreadPoolExecutor() as pool,
+    ):
+        body = {"prompt": "hi", "max_tokens": 2000, "ignore_eos": True}
+        asked = pool.submit(httpx.post, f"{server.url}/v1/completions", json=body, timeout=60)
+        state = f"{server.url}/manage/state"
+        eventually(lambda: int(httpx.get(state).json()["running"]) == 1)
+        found = subprocess.run(["pgrep", "-P", str(server.process.pid)], stdout=subprocess.PIPE)
+        os.kill(int(found.stdout), signal.SIGSTOP)
+        assert server.stop() == 0
+        answer = asked.result()
+        assert answer.status_code == 503, answer.text
+        assert answer.json()["error"]["code"] == "server_shutdown"
