@@ -13,9 +13,11 @@ from headrace.core.config import ModelConfig
 from headrace.core.ids import SequenceId, StreamId
 from headrace.core.messages import Finish, NewSequence, Outputs, Submit
 from headrace.core.sampling import Sampling
+from headrace.engine.child import Child
 from headrace.engine.client import EngineDown, EngineNews, EngineUp
 from headrace.engine.supervisor import Supervisor
 from tests.builders import make_tiny_model
+from tests.eventually import eventually
 
 Scene = Callable[[Supervisor, AsyncIterator[EngineNews]], Awaitable[None]]
 LIMIT_S = 240
@@ -78,6 +80,21 @@ def test_a_killed_engine_is_started_again_and_names_who_was_at_work(folder: Path
         assert await tokens(news) == first and len(first) == 8
 
     play(folder, scene)
+
+
+@pytest.mark.parametrize("is_held", [True, False])
+def test_an_engine_that_somebody_holds_does_not_hang_by_its_own_doing(is_held: bool) -> None:
+    async def run() -> None:
+        child = await Child.spawn()
+        if is_held:
+            os.kill(child.pid, signal.SIGSTOP)
+            stat = Path(f"/proc/{child.pid}/stat")
+            await asyncio.to_thread(eventually, lambda: ") T" in stat.read_text())
+        child.kill()
+        await child.end()
+        assert child.obituary().from_outside == is_held
+
+    asyncio.run(run())
 
 
 def test_a_model_that_cannot_be_served_is_given_up_at_once(tmp_path: Path) -> None:

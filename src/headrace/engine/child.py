@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 from headrace.core.ids import SequenceId
 from headrace.core.messages import AnyMessage, Message
@@ -86,9 +87,17 @@ class Child:
     def kill(self) -> None:
         """Ends the process and whatever it started."""
         if self._process.returncode is None:
-            self._was_killed = True
+            self._was_killed = not self._is_stopped()
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _is_stopped(self) -> bool:
+        """Whether somebody holds it, as by SIGSTOP: then it does not hang by its own doing."""
+        try:
+            stat = Path(f"/proc/{self.pid}/stat").read_text()
+        except OSError:  # not Linux: nobody can tell
+            return False
+        return stat.rpartition(")")[2].split()[0] in "Tt"
 
     async def end(self) -> None:
         """Waits for a process that is ending, kills one that is not, and lets go of it."""
