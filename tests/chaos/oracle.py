@@ -29,6 +29,8 @@ def judge(story: Story, truths: Sequence[Truth]) -> list[Violation]:
         if truth.stream_id == story.stream_id:
             found += _is_undisturbed(story, truth)
             found += _client_has_all(story, truth)
+        elif not truth.code:  # it had ended before the client could replace it
+            found += _is_undisturbed(story, truth)
         elif truth.code not in _OWN_DOING:
             found.append(Violation("wrong failure", 1, f"{truth.stream_id} ended as {truth.code}"))
         for made in story.exchanges:
