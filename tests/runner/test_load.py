@@ -92,6 +92,13 @@ def test_a_cache_too_small_for_one_sequence_is_refused_with_the_sizes(folder: Pa
     assert "--kv-cache-memory-bytes" in str(error)
 
 
+def test_a_cache_larger_than_what_is_free_is_refused_with_both_sizes(folder: Path, free) -> None:
+    free(64 << 20)
+    error = refusal(folder, kv_cache_memory_bytes=65 << 20)
+    assert error.code == "model_too_large"
+    assert "65 MiB and 64 MiB are free" in str(error)
+
+
 def test_a_short_model_need_only_fit_itself(folder: Path) -> None:
     assert ready(folder, kv_cache_memory_bytes=64 * POSITION, max_model_len=64).max_model_len == 64
 

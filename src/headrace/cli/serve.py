@@ -1,14 +1,12 @@
 """`headrace serve`: puts gateway, generation and engine together, and takes them down again."""
 
 import asyncio
-import contextlib
 import errno
 import logging
 import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -20,6 +18,7 @@ from headrace.core.config import ServerConfig
 from headrace.core.messages import Ready
 from headrace.engine.supervisor import Supervisor
 from headrace.gateway.app import create_app
+from headrace.gateway.http_server import HttpServer
 from headrace.gateway.waiting_room import WaitingRoom
 from headrace.generation.generation import Generation
 from headrace.generation.served import ServedModel
@@ -30,14 +29,6 @@ from headrace.streams.store import Store
 
 _KEEP_ALIVE_S = 75
 _FAREWELL_S = 5  # for last words to clients that read slowly
-
-
-class _Server(uvicorn.Server):
-    """uvicorn without signal handlers: the loop below owns them."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 def serve(config: ServerConfig) -> int:
@@ -136,8 +127,8 @@ class _Serving:
             self._hurry.set()
         self._stop.set()
 
-    def _make_server(self, generation: Generation) -> _Server:
-        return _Server(
+    def _make_server(self, generation: Generation) -> HttpServer:
+        return HttpServer(
             uvicorn.Config(
                 create_app(generation, self._config),
                 log_level="warning",

@@ -1,9 +1,8 @@
 """Answers on the server's address while its model is still being downloaded."""
 
-import contextlib
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import uvicorn
 from starlette.applications import Starlette
@@ -12,15 +11,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from headrace.gateway.answers import answer, refuse
+from headrace.gateway.http_server import HttpServer
 from headrace.gateway.state_routes import UNABLE, unhealthy
-
-
-class _Server(uvicorn.Server):
-    """uvicorn without signal handlers: it runs on a thread."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 class WaitingRoom:
@@ -41,7 +33,7 @@ class WaitingRoom:
             exception_handlers={404: self._refuse, 405: self._refuse},
         )
         config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off")
-        self._server = _Server(config)
+        self._server = HttpServer(config)
         self._thread = threading.Thread(target=self._run, name="waiting room", daemon=True)
 
     def __enter__(self) -> "WaitingRoom":

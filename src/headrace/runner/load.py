@@ -106,9 +106,15 @@ def _check_weights_fit(spec: ModelSpec, dtype: torch.dtype, device: torch.device
 def _layout(config: ModelConfig, spec: ModelSpec, lane: Lane, max_num_seqs: int) -> MemoryLayout:
     limits = [n for n in (spec.max_positions, config.max_model_len) if n is not None]
     max_positions = min(limits, default=_MAX_POSITIONS)
-    room = config.kv_cache_memory_bytes
+    room, free = config.kv_cache_memory_bytes, free_bytes(lane.device)
     if room is None:
-        room = int(_CACHE_SHARE[lane.device.type] * free_bytes(lane.device))
+        room = int(_CACHE_SHARE[lane.device.type] * free)
+    elif room > free:  # the system would promise it, and end the engine when it is written
+        raise ModelError(
+            f"--kv-cache-memory-bytes asks for {room >> 20} MiB and {free >> 20} MiB are free; "
+            "ask for less.",
+            "model_too_large",
+        )
     layout = lane.layout(room, max_num_seqs, max_positions, config.block_size)
     needed = min(_MIN_POSITIONS, max_positions)
     if layout.max_positions < needed:
