@@ -210,6 +210,21 @@ def test_a_cold_engine_does_not_grow_past_half_the_target():
     assert budget.open(StepShape(), is_awaited=False).tokens == 64
 
 
+def test_a_cold_engine_on_a_slow_machine_halves_and_is_soon_measured():
+    limits = Limits(max_num_seqs=9, max_step_tokens=512, max_model_len=9000, max_stall_s=0.1)
+    budget = TimeBudget(limits)
+    seconds = []
+    for _ in range(20):
+        room = budget.open(decoding(4, 128), is_awaited=True)
+        length = room.largest_chunk(0, 5000, is_first=True)
+        shape = decoding(4, 128)
+        shape.add(0, length, is_prompt=True, forward_per_chunk=False)
+        seconds.append(0.03 + 0.01 * length)
+        budget.took(shape, seconds[-1], seconds[-1], is_awaited=True, cause="")
+    assert seconds[0] > 0.5 and sum(one > 0.1 for one in seconds) <= 4
+    assert budget.model.is_measured and max(seconds[8:]) <= 0.1
+
+
 @pytest.mark.parametrize(
     ("number", "cause", "expected"),
     [(4, "", {}), (16, "", {"decode": 1}), (16, "tail", {"tail": 1}), (16, "quarantine", {})],

@@ -8,12 +8,13 @@ from headrace.core.config import ModelConfig
 from headrace.core.messages import Ready
 from headrace.runner.load import load_runner
 from headrace.runner.runner import Runner
+from headrace.runner.trial import timed_steps
 from headrace.scheduler.limits import resolve
 from headrace.scheduler.scheduler import Scheduler
 
 
 def load(config: ModelConfig) -> tuple[Runner, Scheduler, Ready]:
-    """Loads the folder that `config.model` names; ModelError if it cannot be served."""
+    """Loads and times the model that `config` names; ModelError if it cannot be served."""
     runner, ready = load_runner(config, Path(config.model))
     layout = ready.layout
     limits = resolve(
@@ -22,4 +23,7 @@ def load(config: ModelConfig) -> tuple[Runner, Scheduler, Ready]:
     ready = msgspec.structs.replace(
         ready, max_step_tokens=limits.max_step_tokens, max_stall_s=limits.max_stall_s
     )
-    return runner, Scheduler(config.scheduler, layout, limits), ready
+    scheduler = Scheduler(config.scheduler, layout, limits)
+    for chunk, seconds in timed_steps(runner, layout):
+        scheduler.observe((chunk,), seconds)
+    return runner, scheduler, ready

@@ -1,7 +1,5 @@
 """From a model's folder to a runner that is warm, and the figures that describe it."""
 
-from array import array
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +7,8 @@ import torch
 
 from headrace.core.config import ModelConfig
 from headrace.core.errors import ModelError
-from headrace.core.ids import SequenceId, SlotId
 from headrace.core.layout import MemoryLayout
 from headrace.core.messages import Ready
-from headrace.core.plan import NO_SLOT, Begin, Chunk, StepPlan
-from headrace.core.sampling import Sampling
 from headrace.models.fingerprint import fingerprint
 from headrace.models.headers import read_headers
 from headrace.models.spec import ModelSpec, read_spec
@@ -21,12 +16,12 @@ from headrace.runner.lanes.choose import choose_lane
 from headrace.runner.lanes.lane import Lane
 from headrace.runner.probe import free_bytes, num_cores
 from headrace.runner.runner import Runner
+from headrace.runner.trial import one_round
 
 _MAX_NUM_SEQS = {"cpu": 64, "cuda": 256}
 _CACHE_SHARE = {"cpu": 0.25, "cuda": 0.9}  # of the memory that is free after loading
 _MIN_POSITIONS = 1024  # a model that cannot hold one sequence of that length is not served
 _MAX_POSITIONS = 4096  # of a model that states no limit
-_WARM_UP_ENDS = (64, 72, 73)  # of chunks that take every way through the kernels
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float32}
 
 
@@ -43,7 +38,8 @@ def load_runner(config: ModelConfig, folder: Path) -> tuple[Runner, Ready]:
     layout = _layout(config, spec, lane, max_num_seqs)
     lane.open(layout)
     runner = Runner(lane)
-    _warm_up(runner, layout)
+    for _ in one_round(runner, layout):
+        pass  # the first request finds every kernel compiled
     name = _name(dtype)
     return runner, Ready(
         lane=lane.id,
@@ -124,19 +120,3 @@ def _layout(config: ModelConfig, spec: ModelSpec, lane: Lane, max_num_seqs: int)
             "model_too_large",
         )
     return layout
-
-
-def _warm_up(runner: Runner, layout: MemoryLayout) -> None:
-    """A long chunk, a short one and a decode chunk: the first request finds all compiled."""
-    sequence_id = SequenceId(-1)
-    ends = [min(end, layout.max_positions - 1) for end in _WARM_UP_ENDS]
-    begin = Begin(sequence_id, array("i", [0] * ends[-1]), ends[-1], 0, Sampling(temperature=0))
-    blocks = array("i", range(layout.blocks_for(ends[-1])))
-    slot = SlotId(0) if layout.num_slots else NO_SLOT
-    runner.launch(StepPlan(begun=(begin,))).result()
-    for start, end in pairwise([0, *ends]):
-        if start < end:
-            draws = (sequence_id,) if end == ends[-1] else ()
-            chunk = Chunk(sequence_id, start, end - start, len(draws), draws, blocks, slot)
-            runner.launch(StepPlan(chunks=(chunk,))).result()
-    runner.launch(StepPlan(ended=(sequence_id,))).result()

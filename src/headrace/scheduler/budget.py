@@ -179,9 +179,19 @@ class TimeBudget:
         self._is_excused = False
         if shape.num_prompt_tokens:
             self._prompt_steps.append((shape.num_prompt_tokens, elapsed))
-            if target is not None and seconds < target / 2:
-                self._warm_up(shape.num_prompt_tokens)
-        self.model.observe(shape, seconds)
+        self.learn(shape, seconds, is_awaited)
 
-    def _warm_up(self, num_prompt_tokens: int) -> None:
-        self._cold_tokens = max(self._cold_tokens, 2 * num_prompt_tokens)
+    def learn(self, shape: StepShape, seconds: float, is_awaited: bool = False) -> None:
+        """From the time of a step.
+
+        Before enough is known, steps double while they are short and halve when they are long, so
+        that a slow machine is known after a few as well.
+        """
+        target = self._target(is_awaited)
+        if shape.num_prompt_tokens and target is not None:
+            if seconds < target / 2:
+                self._cold_tokens = max(self._cold_tokens, 2 * shape.num_prompt_tokens)
+            elif seconds > target:
+                half = max(1, shape.num_prompt_tokens // 2)
+                self._cold_tokens = min(self._cold_tokens, half)
+        self.model.observe(shape, seconds)

@@ -51,7 +51,6 @@ class Scheduler:
         self._flight = Flight(self._roster, self._budget)
         self._intake = Intake(self.memory, self.max_model_len)
         self._cancels: dict[SequenceId, Finish] = {}
-        self._warmed: set[tuple[tuple[int, int], ...]] = set()
 
     @property
     def is_idle(self) -> bool:
@@ -98,16 +97,12 @@ class Scheduler:
     def observe(self, chunks: Chunks[tuple[int, int]], seconds: float) -> None:
         """Learn from a timed step before the first request: (context, new tokens) per chunk.
 
-        One new token counts as decoding. The first step of each shape warms it up and is not
-        taken for its time.
+        One new token counts as decoding; the runner is warm.
         """
         shape = StepShape()
         for context, new in chunks:
             shape.add(context, new, new > 1, self._budget.forwards > 0)
-        key = tuple(chunks)
-        if key in self._warmed:
-            self._budget.model.observe(shape, seconds)
-        self._warmed.add(key)
+        self._budget.learn(shape, seconds)
 
     def count_missed(self, cause: str) -> None:
         """A stall that lies outside the scheduler: its owner says why, before the next step."""
