@@ -24,26 +24,32 @@ from headrace.runner.kernels.numeric import (
 from headrace.runner.kernels.pool import Kernel, frame_of, spread
 from headrace.runner.kernels.tiles import STEP, dot_tile, in_order
 
-_PIECE = 64  # outputs in one piece of work
-_TOGETHER = 8  # outputs that all rows meet before the next are read
+_PIECE_BYTES = 1 << 17  # of weights in one piece of work: fetched while the one before it is used
+_MAX_PIECE = 64  # outputs in one piece
+_TILE = 8  # outputs, at most
 _dot_8x1, _dot_4x2, _dot_4x4 = dot_tile(8, 1), dot_tile(4, 2), dot_tile(4, 4)
 
 
 @njit
-def _together(w: Any, n: int, x: Any, ahead: int, out: Any) -> None:
-    """out[rows, 8] for the outputs from n; the first rows fetch what comes next."""
+def _by_tiles(w: Any, span: Any, x: Any, ahead: int, out: Any) -> None:
+    """out[rows, span]: rows four by four, each with all outputs of the span.
+
+    The weights come from memory for the first four only, the rows stay in the innermost cache.
+    """
+    first, stop = span
     rows = x.shape[0]
     m = 0
     while m + 4 <= rows:
-        for i in range(0, _TOGETHER, 4):
-            _dot_4x4(w, n + i, x[m : m + 4], ahead, out[m : m + 4, i : i + 4])
+        for n in range(first, stop, 4):
+            _dot_4x4(w, n, x[m : m + 4], ahead, out[m : m + 4, n - first : n - first + 4])
         m += 4
     if m + 2 <= rows:
-        for i in range(0, _TOGETHER, 4):
-            _dot_4x2(w, n + i, x[m : m + 2], ahead, out[m : m + 2, i : i + 4])
+        for n in range(first, stop, 4):
+            _dot_4x2(w, n, x[m : m + 2], ahead, out[m : m + 2, n - first : n - first + 4])
         m += 2
     if m < rows:
-        _dot_8x1(w, n, x[m:], ahead, out[m:])
+        for n in range(first, stop, 8):
+            _dot_8x1(w, n, x[m:], ahead, out[m:, n - first : n - first + 8])
 
 
 @njit(fastmath=FAST)
@@ -55,11 +61,10 @@ def _one(w: Any, x: Any) -> Any:
 
 
 @njit
-def _put(target: Any, n: int, out: Any) -> None:
-    y, scale, bias = target
-    for m in range(out.shape[0]):
-        for i in range(out.shape[1]):
-            y[m, n + i] = narrow(out[m, i] * scale[n + i] + bias[n + i], y[0, 0])
+def _put(out: Any, scale: Any, bias: Any, y: Any) -> None:
+    """One row; a function of its own, so that it vectorizes."""
+    for n in range(y.size):
+        y[n] = narrow(out[n] * scale[n] + bias[n], y[0])
 
 
 @njit
@@ -77,17 +82,19 @@ def _product(counter: Any, w: Any, x: Any, is_bf16: bool, target: Any) -> None:
     num_outputs, num_inputs = w.shape
     in_steps = num_inputs % STEP == 0
     wide = in_order(x if in_steps else x[:0], is_bf16)
-    out = np.empty((x.shape[0], _TOGETHER), np.float32)
-    first = take_next(counter) * _PIECE
+    fitting = _PIECE_BYTES // (num_inputs * w.itemsize) // _TILE * _TILE
+    piece = min(max(fitting, _TILE), _MAX_PIECE)
+    out = np.empty((x.shape[0], piece), np.float32)
+    y, scale, bias = target
+    first = take_next(counter) * piece
     while first < num_outputs:
-        following = take_next(counter) * _PIECE
-        stop = min(first + _PIECE, num_outputs)
-        whole = stop - (stop - first) % _TOGETHER if in_steps else first
-        for n in range(first, whole, _TOGETHER):
-            then = n + _TOGETHER if n + _TOGETHER < stop else following
-            ahead = (then - n) * num_inputs * w.itemsize if then < num_outputs else 0
-            _together(w, n, wide, ahead, out)
-            _put(target, n, out)
+        following = take_next(counter) * piece
+        stop = min(first + piece, num_outputs)
+        whole = stop - (stop - first) % _TILE if in_steps else first
+        ahead = (following - first) * num_inputs * w.itemsize if following < num_outputs else 0
+        _by_tiles(w, (first, whole), wide, ahead, out)
+        for m in range(wide.shape[0]):
+            _put(out[m], scale[first:whole], bias[first:whole], y[m, first:whole])
         if whole < stop:
             _one_by_one(w, (whole, stop), x, target)
         first = following
