@@ -9,6 +9,7 @@ from headrace.core.errors import ModelError
 from headrace.core.messages import Ready
 from headrace.runner import load
 from headrace.runner.kernels import decode, few_rows, pointwise, prompt
+from headrace.runner.kernels.linear import FEW_ROWS
 from headrace.runner.kernels.pool import Kernel
 from headrace.runner.load import load_runner
 from tests.builders import make_tiny_model
@@ -136,5 +137,5 @@ def test_no_kernel_is_left_to_compile_in_a_request(tmp_path: Path) -> None:
     runner, _ = load_runner(ModelConfig(model="tiny", threads=1), make_tiny_model(tmp_path))
     at_load = compiled()
     assert at_load
-    generate(runner, list(range(1, 200)), 3, chunk=128)
+    generate(runner, list(range(1, 300)), 3, chunk=2 * FEW_ROWS - 40)
     assert compiled() == at_load

@@ -4,6 +4,7 @@ from torch import nn
 
 from headrace.runner.kernels import linear as module
 from headrace.runner.kernels.linear import (
+    FEW_ROWS,
     ReorderedLinear,
     StoredLinear,
     pack_linears,
@@ -22,7 +23,7 @@ def exact(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     return x.double() @ linear.weight.double().T + bias
 
 
-@pytest.mark.parametrize("rows", [1, 2, 4, 7, 48, 100])
+@pytest.mark.parametrize("rows", [1, 2, 4, 7, 48, FEW_ROWS, FEW_ROWS + 1])
 @pytest.mark.parametrize(
     ("inputs", "outputs", "bias"), [(64, 128, False), (38, 67, True), (37, 12, True)]
 )
@@ -36,7 +37,15 @@ def test_stored_bfloat16_is_exact_but_for_one_rounding(
     torch.testing.assert_close(found.double(), exact(linear, x), rtol=2**-8, atol=1e-4)
 
 
-@pytest.mark.parametrize("rows", [1, 3, 8, 40])
+def test_many_rows_meet_weights_that_need_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_TILE_BYTES", 1 << 10)
+    linear = make_linear(38, 150, True, torch.bfloat16)
+    x = torch.randn(FEW_ROWS + 1, 38).bfloat16()
+    found = StoredLinear(linear.weight, None, linear.bias)(x)
+    torch.testing.assert_close(found.double(), exact(linear, x), rtol=2**-8, atol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8, 40, FEW_ROWS + 1])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_int8_is_the_product_with_the_rounded_weights(rows: int, dtype: torch.dtype) -> None:
     linear = make_linear(64, 70, True, dtype)

@@ -16,8 +16,8 @@ from headrace.runner.kernels.private import (
     reordered_linear,
 )
 
-_FEW_ROWS = 48  # up to here one pass over the weights beats widening them first
-_TILE_BYTES = 1 << 21  # of widened weights: they are multiplied while still in the cache
+FEW_ROWS = 160  # up to here one pass over the weights beats widening them first
+_TILE_BYTES = 1 << 25  # of widened weights: a larger product is a faster one, and this is memory
 
 
 class ReorderedLinear(nn.Module):
@@ -47,9 +47,13 @@ class StoredLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if x.ndim != 2:
             return self(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
-        if x.shape[0] <= _FEW_ROWS:
+        if x.shape[0] <= FEW_ROWS:
             return product(x, self._operand)
         return self._many(x)
+
+    def compile_for_many(self, dtype: torch.dtype) -> None:
+        """What long chunks need, and the short ones that are run at load do not."""
+        self._many(torch.zeros((1, self.weight.shape[1]), dtype=dtype))
 
     def _many(self, x: Tensor) -> Tensor:
         keeps = x.dtype == torch.bfloat16 and has_fast_bf16()
@@ -78,10 +82,14 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
 def pack_linears(model: nn.Module, to_int8: bool = False) -> None:
     """Give each linear layer of a CPU model the fastest form here, one at a time."""
     can = has_fast_bf16() and can_reorder()
+    packed, dtype = None, torch.float32
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear:
-                setattr(parent, name, _packed(child, to_int8, can))
+                packed, dtype = _packed(child, to_int8, can), child.weight.dtype
+                setattr(parent, name, packed)
+    if isinstance(packed, StoredLinear):
+        packed.compile_for_many(dtype)
 
 
 def _packed(linear: nn.Linear, to_int8: bool, can_reorder_here: bool) -> nn.Module:
