@@ -2,7 +2,8 @@
 
     python benchmarks/roofline.py --model DIR [--json] [--only NAME ...]
 
-floor = max(bytes / read bandwidth, operations / rate of products); ratio = floor / measured.
+floor = max(bytes / read bandwidth, operations / rate of products); ratio = floor / measured. Rates
+are measured before and after each row and the better count: a shared machine changes by the minute.
 DIR is what tools/make_random_model.py --shape qwen3-0.6b writes.
 """
 
@@ -53,8 +54,8 @@ def main() -> None:
 
 
 def run(folder: Path, only: set[str]) -> dict[str, Any]:
-    machine = measure()
-    rows: list[Row] = []
+    before = best = measure()
+    rows: list[tuple[Machine, Row]] = []
     memory = {}
     for is_int8 in (False, True):
         bench = Bench(folder, is_int8)
@@ -62,12 +63,13 @@ def run(folder: Path, only: set[str]) -> dict[str, Any]:
         prefix = "int8-" if is_int8 else ""
         for name, measured in _rows(bench, prefix):
             if not only or name in only:
-                rows.append(measured())
+                row, after = measured(), measure()
+                rows.append((before.best_of(after), row))
+                before, best = after, best.best_of(after)
         memory[prefix + "peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         del bench, measured
         gc.collect()
-    machine = machine.best_of(measure())  # whatever slowed the first round did not raise the floor
-    return _report(machine, rows) | memory
+    return _report(best, rows) | memory
 
 
 def _rows(bench: Bench, prefix: str) -> Iterator[tuple[str, Callable[[], Row]]]:
@@ -81,7 +83,7 @@ def _rows(bench: Bench, prefix: str) -> Iterator[tuple[str, Callable[[], Row]]]:
         yield name, lambda n=name, c=streams, x=context: bench.decode(n, c, x)
 
 
-def _report(machine: Machine, rows: list[Row]) -> dict[str, Any]:
+def _report(machine: Machine, rows: list[tuple[Machine, Row]]) -> dict[str, Any]:
     return {
         "processor": platform.processor() or platform.machine(),
         "threads": torch.get_num_threads(),
@@ -91,7 +93,7 @@ def _report(machine: Machine, rows: list[Row]) -> dict[str, Any]:
         "bf16_gop_per_s": round(machine.bf16_ops_per_s / 1e9),
         "int8_gop_per_s": round(machine.int8_ops_per_s / 1e9),
         "float32_gop_per_s": round(machine.float32_ops_per_s / 1e9),
-        "rows": [_row(machine, row) for row in rows],
+        "rows": [_row(at_the_time, row) for at_the_time, row in rows],
     }
 
 

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+from msgspec.structs import replace
 
 from headrace.bench import mixed
 from headrace.bench.mixed import Options
@@ -38,9 +39,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--targets", nargs="+", default=TARGETS, metavar="MS", help="or off")
     parser.add_argument("--profile", choices=PROFILES, default="wall")
+    parser.add_argument("--prompts", type=int, help="per target, instead of the profile's")
     parser.add_argument("--flags", nargs="+", default=(), help="for every server, without dashes")
     given = parser.parse_args()
     options = Options(profile=PROFILES[given.profile])
+    if given.prompts:
+        few = replace(options.profile, num_warm_up=1, num_measured=given.prompts)
+        options = replace(options, profile=few)
     runs: list[ServerRun] = []
     for target in given.targets:
         flags = flags_for(target) + tuple(
