@@ -8,14 +8,14 @@ from headrace.core.config import ModelConfig, SchedulerConfig
 from headrace.core.errors import ModelError
 from headrace.core.messages import Ready
 from headrace.runner import load
-from headrace.runner.kernels import decode, few_rows, pointwise, prompt
+from headrace.runner.kernels import few_rows, pointwise, prompt, short
 from headrace.runner.kernels.linear import FEW_ROWS
 from headrace.runner.kernels.pool import Kernel
 from headrace.runner.load import load_runner
 from tests.builders import make_tiny_model
 from tests.drive import generate
 
-KERNEL_FILES = (decode, few_rows, pointwise, prompt)
+KERNEL_FILES = (few_rows, pointwise, prompt, short)
 POSITION = 3 * 2 * 16 * 2 * 4  # bytes: layers, kv heads, head size, keys and values, float32
 
 

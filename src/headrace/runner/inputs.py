@@ -14,6 +14,10 @@ from headrace.core.plan import Chunk
 Ints = NDArray[np.int32]
 
 
+SHORT = 32
+"""Tokens of a chunk up to which attention reads the cache in place; a longer one lays it out."""
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """Tensors lie on the model's device; the arrays describe the chunks and lie on the host."""
@@ -25,7 +29,7 @@ class Batch:
     starts: Ints  # [chunks]: position of each chunk's first token
     lengths: Ints  # [chunks]
     first_rows: Ints  # [chunks]: where its first token lies in the batch
-    decodes: Ints  # numbers of the chunks of length 1
+    shorts: Ints  # numbers of the chunks of at most SHORT tokens, those that decode among them
     block_table: Ints  # [chunks, max_blocks], padded with 0; covers start + length positions
 
 
@@ -57,7 +61,7 @@ def pack(
         starts=starts,
         lengths=lengths,
         first_rows=first_rows,
-        decodes=np.flatnonzero(lengths == 1).astype(np.int32),
+        shorts=np.flatnonzero(lengths <= SHORT).astype(np.int32),
         block_table=table,
     )
 

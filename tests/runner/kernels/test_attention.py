@@ -31,7 +31,8 @@ def test_decode_over_scattered_blocks_equals_the_definition(
 
 @pytest.mark.parametrize("size", [2, 16, 48])
 def test_blocks_of_any_size_hold_a_window_over_several_spans(size: int) -> None:
-    case = make_case([(600, 1), (255, 1), (256, 1)], dim=32, window=300, size=size)
+    chunks = [(600, 1), (255, 1), (256, 1), (240, 32), (600, 5), (5, 33)]
+    case = make_case(chunks, dim=32, window=300, size=size)
     assert largest_error(case) < 1e-5
 
 

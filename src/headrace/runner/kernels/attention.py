@@ -1,4 +1,4 @@
-"""Owns attention on a CPU: decode chunks in one kernel, prompt chunks by matrix products.
+"""Owns attention on a CPU: short chunks in one kernel, long ones by matrix products.
 
 Both read and write block memory through block tables; which block is whose is not asked.
 """
@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from headrace.models.step import Step
-from headrace.runner.inputs import Batch
+from headrace.runner.inputs import SHORT, Batch
 from headrace.runner.kernels import frame as fields
-from headrace.runner.kernels.decode import DECODE
 from headrace.runner.kernels.pool import frame_of, spread
 from headrace.runner.kernels.private import has_fast_bf16
 from headrace.runner.kernels.prompt import (
@@ -25,6 +24,7 @@ from headrace.runner.kernels.prompt import (
     SOFTMAX,
     TOTAL,
 )
+from headrace.runner.kernels.short import SHORT_CHUNKS
 from headrace.runner.storage import BlockStorage
 
 _SCORES = 1 << 21  # scores held at a time: they stay in the cache between product and softmax
@@ -40,7 +40,7 @@ class CpuAttention:
         cache = storage.keys[0].dtype
         wide = cache if has_fast_bf16() else torch.float32
         self.gather, self.softmax = GATHER[cache, wide], SOFTMAX[wide]
-        self.decode, self.wide = DECODE[cache], wide
+        self.short, self.wide = SHORT_CHUNKS[cache], wide
 
     def step(self, batch: Batch) -> Step:
         return CpuStep(self, batch)
@@ -52,10 +52,11 @@ class CpuStep:
     def __init__(self, attention: CpuAttention, batch: Batch) -> None:
         self.positions = batch.positions
         self._attention, self._batch = attention, batch
-        self._prompts = np.flatnonzero(batch.lengths != 1).tolist()
+        self._longs = np.flatnonzero(batch.lengths > SHORT).tolist()
         self._frame = frame = frame_of(*[0] * (GATHER_SIZE - 1))
-        frame[fields.WHICH], frame[fields.NUM_WHICH] = batch.decodes.ctypes.data, len(batch.decodes)
+        frame[fields.WHICH], frame[fields.NUM_WHICH] = batch.shorts.ctypes.data, len(batch.shorts)
         frame[fields.STARTS] = batch.starts.ctypes.data
+        frame[fields.LENGTHS] = batch.lengths.ctypes.data
         frame[fields.FIRST_ROWS] = batch.first_rows.ctypes.data
         frame[fields.TABLE] = batch.block_table.ctypes.data
         frame[fields.NUM_CHUNKS : fields.TABLE_WIDTH + 1] = batch.block_table.shape
@@ -71,13 +72,13 @@ class CpuStep:
         if attention.sinks:
             frame[fields.SINKS] = attention.sinks[layer].data_ptr()
             frame[fields.NUM_SINKS] = len(attention.sinks[layer])
-        if len(self._batch.decodes):
-            spread(attention.decode, frame)
-        for chunk in self._prompts:
-            self._attend_prompt(chunk, q, out)
+        if len(self._batch.shorts):
+            spread(attention.short, frame)
+        for chunk in self._longs:
+            self._attend_long(chunk, q, out)
         return out
 
-    def _attend_prompt(self, chunk: int, q: Tensor, out: Tensor) -> None:
+    def _attend_long(self, chunk: int, q: Tensor, out: Tensor) -> None:
         start, length = int(self._batch.starts[chunk]), int(self._batch.lengths[chunk])
         first_row, window = int(self._batch.first_rows[chunk]), self._frame[fields.WINDOW]
         size = self._attention.storage.block_size

@@ -13,9 +13,10 @@ from headrace.runner.kernels.numeric import f32_at, i32_at, u16_at
 from headrace.runner.kernels.pool import Frame
 
 (
-    WHICH,  # the decode chunks' numbers
+    WHICH,  # the short chunks' numbers
     NUM_WHICH,
     STARTS,
+    LENGTHS,
     FIRST_ROWS,
     TABLE,
     NUM_CHUNKS,
@@ -40,7 +41,7 @@ from headrace.runner.kernels.pool import Frame
     V_STRIDE,
     OUT_STRIDE,
     FRAME_SIZE,
-) = range(1, 28)
+) = range(1, 29)
 
 
 def set_memory(frame: Frame, keys: Tensor, values: Tensor) -> None:
@@ -68,6 +69,7 @@ def chunks_of(g: Any) -> Any:
     return (
         carray(i32_at(g[WHICH]), g[NUM_WHICH]),
         carray(i32_at(g[STARTS]), g[NUM_CHUNKS]),
+        carray(i32_at(g[LENGTHS]), g[NUM_CHUNKS]),
         carray(i32_at(g[FIRST_ROWS]), g[NUM_CHUNKS]),
         carray(i32_at(g[TABLE]), (g[NUM_CHUNKS], g[TABLE_WIDTH])),
     )

@@ -11,7 +11,6 @@ import torch
 from numba import njit
 from numba.np.numpy_support import carray
 
-from headrace.runner.kernels.decode import LOWEST
 from headrace.runner.kernels.frame import (
     BLOCK_SIZE,
     DIM,
@@ -34,6 +33,7 @@ from headrace.runner.kernels.numeric import (
     widen,
 )
 from headrace.runner.kernels.pool import Kernel
+from headrace.runner.kernels.short import LOWEST
 
 # After the frame of the attention itself:
 (CHUNK, BASE, TOTAL, PAST_KEYS, PAST_VALUES, GATHER_SIZE) = range(FRAME_SIZE, FRAME_SIZE + 6)
@@ -59,7 +59,7 @@ def _lay_out(past: Any, cache: Any, new: Any, head: int, span: Any, at: Any) -> 
 @njit
 def _gather(g: Any, a: Any, new: Any, memory: Any, past: Any) -> None:
     """A piece of work is one block of one kv head; `BASE` is the first position of a block."""
-    _, starts, first_rows, table = chunks_of(g)
+    _, starts, _, first_rows, table = chunks_of(g)
     chunk, base, total = g[CHUNK], g[BASE], g[TOTAL]
     heads, size = g[KV_HEADS], g[BLOCK_SIZE]
     num_blocks = (total - base + size - 1) // size

@@ -1,6 +1,6 @@
-"""Owns attention of one query per sequence over its block table, and the writing of its position.
+"""Owns attention of chunks of a few tokens over their block tables, and writing their positions.
 
-One pass over the cache, in any order of blocks: softmax is kept as a running maximum and sum.
+One pass over the cache for all queries of a chunk: softmax is kept as a running maximum and sum.
 """
 
 from typing import Any
@@ -124,9 +124,23 @@ def _to_next(table: Any, number: int, stop: int, memory: Any) -> int:
 
 
 @njit
-def _take(q: Any, memory: Any, table: Any, span: Any, state: Any) -> None:
-    """Adds positions [span) of one kv head's past: all their scores first, then all values."""
+def _weigh_visible(row: Any, visible: Any, acc: Any, running: Any) -> None:
+    """The row's scores [visible) become weights, all others 0."""
+    low, high = visible
+    if low < high:
+        _weigh(row[low:high], acc, running)
+    row[:low] = 0
+    row[max(low, high) :] = 0
+
+
+@njit
+def _take(q: Any, memory: Any, table: Any, span: Any, state: Any, sight: Any) -> None:
+    """Adds positions [span) of one kv head's past: all their scores first, then all values.
+
+    `sight`: the first query's position, the heads per query, and how far back each one sees.
+    """
     (keys, values, kv), (first, stop), (scores, acc, running) = memory, span, state
+    position, group, window = sight
     size = keys.shape[2]
     blocks = range(first // size, (stop + size - 1) // size)
     base = blocks.start * size
@@ -135,7 +149,9 @@ def _take(q: Any, memory: Any, table: Any, span: Any, state: Any) -> None:
         ahead = _to_next(table, number, blocks.stop, keys)
         _scores(q, keys[table[number], kv], ahead, scores[:, start : start + size])
     for g in range(q.shape[0]):
-        _weigh(scores[g, first - base : stop - base], acc[g], running[g])
+        own = position + g // group
+        low, high = max(first, first_visible(own, window)), min(stop, own + 1)
+        _weigh_visible(scores[g, : stop - base], (low - base, high - base), acc[g], running[g])
     for number in blocks:
         start = number * size
         low, high = max(first, start), min(stop, start + size)
@@ -145,29 +161,31 @@ def _take(q: Any, memory: Any, table: Any, span: Any, state: Any) -> None:
 
 
 @njit(fastmath=FAST)
-def _attend(q: Any, memory: Any, table: Any, span: Any, tops: Any, out: Any) -> None:
-    """Queries [heads of one kv head, dim] over positions [span) of a sequence's blocks.
+def _attend(q: Any, memory: Any, table: Any, sight: Any, tops: Any, out: Any) -> None:
+    """Queries [queries * heads of one kv head, dim] over their sequence's blocks, to `out`.
 
     `memory`: keys and values [num_blocks, kv_heads, block_size, dim], and which kv head. `tops`
-    holds the heads' sinks, scores without a value, or is empty.
+    holds the heads' sinks, scores without a value, or is empty. out [queries, heads * dim].
     """
-    first, stop = span
+    position, group, window = sight
     acc = np.zeros(q.shape, np.float32)
     scores = np.empty((q.shape[0], _SPAN + 2 * memory[0].shape[2]), np.float32)
     running = np.zeros((q.shape[0], 2), np.float32)
     for g in range(q.shape[0]):
-        running[g, 0] = tops[g] if tops.size else LOWEST
+        running[g, 0] = tops[g % group] if tops.size else LOWEST
         running[g, 1] = np.float32(1) if tops.size else np.float32(0)
+    first, stop = first_visible(position, window), position + out.shape[0]
     while first < stop:
         end = min(stop, (first // _SPAN + 1) * _SPAN)
-        _take(q, memory, table, (first, end), (scores, acc, running))
+        _take(q, memory, table, (first, end), (scores, acc, running), sight)
         first = end
     dim, is_paired = q.shape[1], _is_paired(memory[0])
     for g in range(q.shape[0]):
         inverse = np.float32(1) / running[g, 1]
+        row = out[g // group, g % group * dim : (g % group + 1) * dim]
         for i in range(dim):
             value = acc[g, place(i) if is_paired else i]
-            out[g * dim + i] = narrow(value * inverse, out[0])
+            row[i] = narrow(value * inverse, row[0])
 
 
 @njit
@@ -177,14 +195,15 @@ def _is_paired(keys: Any) -> bool:
 
 
 @njit(fastmath=FAST)
-def _scaled(row: Any, group: int, keys: Any) -> Any:
-    """One kv head's queries as float32 [group, dim], with the scale of the scores in them."""
+def _scaled(rows: Any, group: int, keys: Any) -> Any:
+    """One kv head's queries as float32 [queries * group, dim], the scale of the scores in them."""
     dim = keys.shape[3]
     scale = np.float32(1) / np.sqrt(np.float32(dim))
-    q = np.empty((group, dim), np.float32)
-    for g in range(group):
+    q = np.empty((rows.shape[0] * group, dim), np.float32)
+    for g in range(q.shape[0]):
+        row = rows[g // group, g % group * dim : (g % group + 1) * dim]
         for i in range(dim):
-            q[g, i] = widen(row[g * dim + i]) * scale
+            q[g, i] = widen(row[i]) * scale
     return in_order(q, True) if _is_paired(keys) else q
 
 
@@ -195,11 +214,11 @@ def _write(row: Any, new: Any) -> None:
 
 
 @njit
-def _decode(g: Any, a: Any, new: Any, memory: Any, chunks: Any) -> None:
-    """A piece of work is one kv head of one chunk: its own position is written, then it attends."""
+def _attend_short(g: Any, a: Any, new: Any, memory: Any, chunks: Any) -> None:
+    """A piece of work is one kv head of one chunk: its positions are written, then it attends."""
     q, k, v, out = new
     keys, values = memory
-    which, starts, first_rows, table = chunks
+    which, starts, lengths, first_rows, table = chunks
     kv_heads, size, dim, group = g[KV_HEADS], g[BLOCK_SIZE], g[DIM], g[GROUP]
     sinks = carray(f32_at(g[SINKS]), g[NUM_SINKS])
     while True:
@@ -207,32 +226,35 @@ def _decode(g: Any, a: Any, new: Any, memory: Any, chunks: Any) -> None:
         if piece >= which.size * kv_heads:
             break
         chunk, kv = which[piece // kv_heads], piece % kv_heads
-        row, position = first_rows[chunk], starts[chunk]
-        block, offset = table[chunk, position // size], position % size
-        _write(keys[block, kv, offset], k[row, kv * dim : (kv + 1) * dim])
-        _write(values[block, kv, offset], v[row, kv * dim : (kv + 1) * dim])
+        start, first_row = starts[chunk], first_rows[chunk]
+        stop_row = first_row + lengths[chunk]
+        for row in range(first_row, stop_row):
+            position = start + row - first_row
+            block, offset = table[chunk, position // size], position % size
+            _write(keys[block, kv, offset], k[row, kv * dim : (kv + 1) * dim])
+            _write(values[block, kv, offset], v[row, kv * dim : (kv + 1) * dim])
         heads = slice(kv * group * dim, (kv + 1) * group * dim)
         _attend(
-            _scaled(q[row, heads], group, keys),
+            _scaled(q[first_row:stop_row, heads], group, keys),
             (keys, values, kv),
             table[chunk],
-            (first_visible(position, g[WINDOW]), position + 1),
+            (start, group, g[WINDOW]),
             sinks[kv * group : (kv + 1) * group] if sinks.size else sinks,
-            out[row, heads],
+            out[first_row:stop_row, heads],
         )
 
 
 @Kernel
-def _decode_bf16(a: Any) -> None:
+def _short_bf16(a: Any) -> None:
     g = carray(a, FRAME_SIZE)
-    _decode(g, a, new_bf16(g), memory_bf16(g), chunks_of(g))
+    _attend_short(g, a, new_bf16(g), memory_bf16(g), chunks_of(g))
 
 
 @Kernel
-def _decode_float(a: Any) -> None:
+def _short_float(a: Any) -> None:
     g = carray(a, FRAME_SIZE)
-    _decode(g, a, new_float(g), memory_float(g), chunks_of(g))
+    _attend_short(g, a, new_float(g), memory_float(g), chunks_of(g))
 
 
-DECODE = {torch.bfloat16: _decode_bf16, torch.float32: _decode_float}
-"""By the cache's dtype; the frame is that of frame.py, with the chunks of length 1 in `WHICH`."""
+SHORT_CHUNKS = {torch.bfloat16: _short_bf16, torch.float32: _short_float}
+"""By the cache's dtype; the frame is that of frame.py, with the short chunks in `WHICH`."""
