@@ -1,0 +1,76 @@
+"""Greedy output does not depend on how its steps were cut, nor on how often it was preempted."""
+
+from array import array
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from headrace.core.config import ModelConfig, SchedulerConfig
+from headrace.core.ids import SequenceId, StreamId
+from headrace.core.messages import NewSequence, Submit
+from headrace.core.plan import StepPlan
+from headrace.core.sampling import Sampling
+from headrace.engine.load import load
+from headrace.runner.runner import Runner
+from headrace.scheduler.scheduler import Scheduler
+from tests.builders import make_tiny_model
+from tests.scheduler.builders import Engine
+
+GREEDY = Sampling(temperature=0, max_tokens=60, ignore_eos=True)
+NUM_STREAMS = 24
+BLOCK_BYTES = 16 * 3 * 2 * 16 * 2 * 4  # tokens, layers, kv heads, head size, keys and values
+
+
+class RealEngine(Engine):
+    """Computes its steps with a runner and lets the clock say that each took `seconds`."""
+
+    def __init__(self, scheduler: Scheduler, runner: Runner, seconds: float) -> None:
+        super().__init__(scheduler)
+        self.num_begun: Counter[int] = Counter()
+        self.num_steps = 0
+        self._runner, self._seconds = runner, seconds
+
+    def commit(self, plan: StepPlan, *_: object) -> None:
+        self.num_begun.update(begin.sequence_id for begin in plan.begun)
+        self.num_steps += 1
+        self.now += self._seconds
+        self.scheduler.commit(plan, self._runner.launch(plan).result(), self.now)
+        self.take()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("pressure") / "tiny")
+
+
+def served(folder: Path, num_blocks: int = 100, **scheduler: object) -> RealEngine:
+    config = ModelConfig(
+        model=str(folder),
+        device="cpu",
+        threads=1,
+        max_model_len=160,
+        kv_cache_memory_bytes=num_blocks * BLOCK_BYTES,
+        scheduler=SchedulerConfig(max_num_seqs=NUM_STREAMS, **scheduler),  # type: ignore[arg-type]
+    )
+    runner, real, _ = load(config)
+    engine = RealEngine(real, runner, seconds=0.01)
+    for number in range(NUM_STREAMS):
+        prompt = array("i", range(number + 1, number + 12 + 9 * (number % 5))).tobytes()
+        sequence = NewSequence(SequenceId(number), 0, 0)
+        engine.add(Submit(StreamId(str(number)), (prompt,), (sequence,), GREEDY, arrival=0.0))
+    engine.run()
+    return engine
+
+
+def test_greedy_output_is_the_same_with_the_budget_on_off_and_after_ten_preemptions(
+    folder: Path,
+) -> None:
+    whole = served(folder, max_stall_ms="off", max_step_ms="off")
+    assert len(whole.tokens) == NUM_STREAMS and set(map(len, whole.tokens.values())) == {60}
+    cut = served(folder, max_stall_ms=0.5, max_step_ms=1.0)
+    assert cut.num_steps > whole.num_steps
+    assert cut.tokens == whole.tokens
+    short_of_memory = served(folder, num_blocks=11)
+    assert sum(short_of_memory.num_begun.values()) - NUM_STREAMS >= 10
+    assert short_of_memory.tokens == whole.tokens
