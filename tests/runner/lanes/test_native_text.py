@@ -101,3 +101,23 @@ def test_repeated_decode_steps_compute_what_unrecorded_ones_do(folder: Path) -> 
             drive.decode(numbers, 3)
         runs.append(drive.tokens)
     assert runs[0] == runs[1]
+
+
+def test_small_mixed_steps_compute_what_unrecorded_ones_do(folder: Path) -> None:
+    prompts = [random_prompt(length) for length in (30, 30, 12)]
+    runs = []
+    for is_recorded in (True, False):
+        runner = tiny_runner(folder)
+        if not is_recorded:
+            runner.lane._hidden = runner.lane._forward
+        drive = Drive(runner, room=80)
+        for number, prompt in enumerate(prompts):
+            drive.begin(number, prompt)
+        at = [0, 0, 0]
+        for lengths in ((3, 5, 2), (5, 2, 3), (2, 3, 5), (10, 10, 1), (10, 10, 1)):
+            drive.step(*((n, at[n], length) for n, length in enumerate(lengths)))
+            at = [start + length for start, length in zip(at, lengths, strict=True)]
+        drive.decode((0, 1, 2), 3)
+        runs.append(drive.tokens)
+    assert runs[0] == runs[1]
+    assert [len(runs[0][n]) - len(prompt) for n, prompt in enumerate(prompts)] == [4, 4, 4]

@@ -1,4 +1,4 @@
-"""Owns the recordings of decode steps, one for each number of streams; all else runs as it is."""
+"""Owns the recordings of small steps, one for each number of chunks and of tokens."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -12,7 +12,9 @@ from headrace.runner.kernels.pointwise import add
 from headrace.runner.kernels.tape import Arena, CannotRecord, Tape, record
 
 _OWN = {torch.ops.aten.add.Tensor: add}
-_MAX_STREAMS = 16  # beyond, the work outweighs the calls
+_MAX_TOKENS = 16  # beyond, the work outweighs the calls; all chunks are short ones
+_MAX_RECORDINGS = 64
+_ARRAYS = ("starts", "lengths", "first_rows")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,22 +42,24 @@ class RecordedForward:
         self._forward = forward
         self._width = block_table_width
         self._arena = Arena()
-        self._recordings: dict[int, _Recording] = {}
+        self._recordings: dict[tuple[int, int], _Recording] = {}
         self._is_off = False
 
     def __call__(self, batch: Batch) -> Tensor:
         """The result is overwritten by the next step."""
-        num = len(batch.lengths)
-        if self._is_off or num > _MAX_STREAMS or (batch.lengths != 1).any():
+        size = len(batch.lengths), len(batch.token_ids)
+        if self._is_off or size[1] > _MAX_TOKENS:
             return self._forward(batch)
-        if recording := self._recordings.get(num):
+        if recording := self._recordings.get(size):
             return recording.play(batch)
         try:
             recording = self._record(batch)
         except CannotRecord:
             self._is_off = True
             return self._forward(batch)
-        self._recordings[num] = recording
+        if len(self._recordings) == _MAX_RECORDINGS:
+            del self._recordings[next(iter(self._recordings))]
+        self._recordings[size] = recording
         return recording.result
 
     def _record(self, batch: Batch) -> _Recording:
@@ -69,12 +73,14 @@ def _steady(batch: Batch, width: int) -> Batch:
     table = np.zeros((len(batch.lengths), width), dtype=np.int32)
     table[:, : batch.block_table.shape[1]] = batch.block_table
     tensors = {name: getattr(batch, name).clone() for name in ("token_ids", "positions")}
-    return replace(batch, block_table=table, starts=batch.starts.copy(), **tensors)
+    arrays = {name: getattr(batch, name).copy() for name in _ARRAYS}
+    return replace(batch, block_table=table, **arrays, **tensors)
 
 
 def fill(steady: Batch, batch: Batch) -> None:
-    """Another step of as many streams in the same memory; lengths and rows are equal in both."""
+    """Another step of as many chunks and tokens in the same memory."""
     steady.token_ids.copy_(batch.token_ids)
     steady.positions.copy_(batch.positions)
-    steady.starts[:] = batch.starts
+    for name in _ARRAYS:
+        getattr(steady, name)[:] = getattr(batch, name)
     steady.block_table[:, : batch.block_table.shape[1]] = batch.block_table
