@@ -87,12 +87,15 @@ def test_there_is_one_copy_of_the_weights(runner: Runner, folder: Path) -> None:
     assert 0 <= stored - runner.lane.weight_bytes < 16_384  # the header
 
 
+def recording_and_not(folder: Path) -> tuple[Runner, Runner]:
+    recording, plain = tiny_runner(folder), tiny_runner(folder)
+    plain.lane._hidden = plain.lane._forward
+    return recording, plain
+
+
 def test_repeated_decode_steps_compute_what_unrecorded_ones_do(folder: Path) -> None:
     runs = []
-    for is_recorded in (True, False):
-        runner = tiny_runner(folder)
-        if not is_recorded:
-            runner.lane._hidden = runner.lane._forward
+    for runner in recording_and_not(folder):
         drive = Drive(runner, room=80)
         for number, length in enumerate((5, 40, 21)):
             drive.begin(number, random_prompt(length))
@@ -106,10 +109,7 @@ def test_repeated_decode_steps_compute_what_unrecorded_ones_do(folder: Path) -> 
 def test_small_mixed_steps_compute_what_unrecorded_ones_do(folder: Path) -> None:
     prompts = [random_prompt(length) for length in (30, 30, 12)]
     runs = []
-    for is_recorded in (True, False):
-        runner = tiny_runner(folder)
-        if not is_recorded:
-            runner.lane._hidden = runner.lane._forward
+    for runner in recording_and_not(folder):
         drive = Drive(runner, room=80)
         for number, prompt in enumerate(prompts):
             drive.begin(number, prompt)
