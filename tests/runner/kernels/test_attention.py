@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from headrace.runner.kernels import attention as module
+from headrace.runner.kernels import long, private
 from headrace.runner.kernels.attention import CpuAttention
 from tests.runner.kernels.attention_case import Case, make_case, reference
 
@@ -53,10 +54,21 @@ def test_sinks_take_their_share_of_the_weight(window: int | None) -> None:
     assert largest_error(case) < 1e-5
 
 
-def test_prompt_tiles_give_what_one_tile_gives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_MIN_TILE", 5)
-    monkeypatch.setattr(module, "_SCORES", 1)
-    assert largest_error(make_case(MIXED, window=20)) < 1e-5
+@pytest.mark.parametrize("window", [None, 1, 20])
+@pytest.mark.parametrize("has_flash", [True, False])
+def test_spans_and_tiles_of_a_long_chunk_merge_to_the_whole(
+    has_flash: bool, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(long, "_SPAN", 16)
+    monkeypatch.setattr(long, "_TILE", 5)
+    monkeypatch.setattr(private, "_has_flash", lambda: has_flash)
+    case = make_case([*MIXED, (90, 34)], window=window)
+    case.sinks = torch.tensor([3.0, -2.0, 0.5, 9.0])
+    assert largest_error(case) < 1e-5
+
+
+def test_flash_attention_is_what_runs_here() -> None:
+    assert private._has_flash()
 
 
 @pytest.mark.parametrize("is_fast", [False, True])
@@ -67,7 +79,8 @@ def test_bfloat16_stays_close_to_the_definition(
     assert largest_error(make_case(MIXED, dim=64, dtype=torch.bfloat16)) < 0.03
 
 
-def test_scores_far_apart_neither_overflow_nor_vanish() -> None:
-    case = make_case(DECODES)
+@pytest.mark.parametrize("chunks", [DECODES, MIXED])
+def test_scores_far_apart_neither_overflow_nor_vanish(chunks: list[tuple[int, int]]) -> None:
+    case = make_case(chunks)
     case.q.mul_(300)
     assert largest_error(case) < 1e-4

@@ -1,0 +1,197 @@
+"""Owns the attention of long chunks: their keys are laid out span by span and attended to there.
+
+Each span gives weighed values and the logarithms of their sums of weights, by which spans are
+merged as if there had been one (online softmax, Milakov and Gimelshein, 2018).
+"""
+
+from typing import Any
+
+import torch
+from numba import njit
+from numba.np.numpy_support import carray
+from torch import Tensor
+
+from headrace.runner.inputs import Batch
+from headrace.runner.kernels.frame import (
+    BLOCK_SIZE,
+    DIM,
+    FRAME_SIZE,
+    KV_HEADS,
+    WINDOW,
+    chunks_of,
+    memory_bf16,
+    memory_float,
+    new_bf16,
+    new_float,
+)
+from headrace.runner.kernels.numeric import f32_at, narrow, take_next, u16_at, widen
+from headrace.runner.kernels.pool import Frame, Kernel, spread
+from headrace.runner.kernels.private import attend_masked
+
+_SPAN = 2048  # keys laid out at a time
+_TILE = 128  # queries at a time among a chunk's own keys, half of which each must not see
+_HIDDEN = -1e30  # finite: a span of which a query sees nothing weighs nothing in the merger
+
+# After the frame of the attention itself:
+(CHUNK, BASE, TOTAL, SPAN_KEYS, SPAN_VALUES, GATHER_SIZE) = range(FRAME_SIZE, FRAME_SIZE + 6)
+
+Formats = tuple[torch.dtype, torch.dtype]
+"""Of the cache and of the keys laid out, in which attention computes."""
+
+Part = tuple[Tensor, Tensor]
+"""Weighed values [kv_heads, rows, dim], logarithms of the sums of weights [kv_heads, rows]."""
+
+
+@njit
+def _lay_out(past: Any, cache: Any, new: Any, head: int, span: Any, at: Any) -> None:
+    """Positions [span) of one block: old ones from the cache, new ones into it, all into past."""
+    first, stop = span
+    block, start, row, base, size = at
+    dim = past.shape[2]
+    for position in range(first, stop):
+        offset = position % size
+        if position >= start:
+            source = new[row + position - start]
+            for i in range(dim):
+                cache[block, head, offset, i] = source[head * dim + i]
+        stored, target = cache[block, head, offset], past[head, position - base]
+        for i in range(dim):
+            target[i] = narrow(widen(stored[i]), past[0, 0, 0])
+
+
+@njit
+def _gather(g: Any, a: Any, new: Any, memory: Any, past: Any) -> None:
+    """A piece of work is one block of one kv head; `BASE` is the first position of a block."""
+    _, starts, _, first_rows, table = chunks_of(g)
+    chunk, base, total = g[CHUNK], g[BASE], g[TOTAL]
+    heads, size = g[KV_HEADS], g[BLOCK_SIZE]
+    num_blocks = (total - base + size - 1) // size
+    while True:
+        piece: int = take_next(a)
+        if piece >= num_blocks * heads:
+            break
+        head, number = piece // num_blocks, base // size + piece % num_blocks
+        span = (number * size, min(number * size + size, total))
+        at = (table[chunk, number], starts[chunk], first_rows[chunk], base, size)
+        _lay_out(past[0], memory[0], new[1], head, span, at)
+        _lay_out(past[1], memory[1], new[2], head, span, at)
+
+
+@njit
+def _span_bf16(g: Any) -> Any:
+    shape = (g[KV_HEADS], g[TOTAL] - g[BASE], g[DIM])
+    return carray(u16_at(g[SPAN_KEYS]), shape), carray(u16_at(g[SPAN_VALUES]), shape)
+
+
+@njit
+def _span_float(g: Any) -> Any:
+    shape = (g[KV_HEADS], g[TOTAL] - g[BASE], g[DIM])
+    return carray(f32_at(g[SPAN_KEYS]), shape), carray(f32_at(g[SPAN_VALUES]), shape)
+
+
+@Kernel
+def _gather_bf16(a: Any) -> None:
+    g = carray(a, GATHER_SIZE)
+    _gather(g, a, new_bf16(g), memory_bf16(g), _span_bf16(g))
+
+
+@Kernel
+def _gather_widening(a: Any) -> None:
+    g = carray(a, GATHER_SIZE)
+    _gather(g, a, new_bf16(g), memory_bf16(g), _span_float(g))
+
+
+@Kernel
+def _gather_float(a: Any) -> None:
+    g = carray(a, GATHER_SIZE)
+    _gather(g, a, new_float(g), memory_float(g), _span_float(g))
+
+
+_GATHER = {
+    (torch.bfloat16, torch.bfloat16): _gather_bf16,
+    (torch.bfloat16, torch.float32): _gather_widening,
+    (torch.float32, torch.float32): _gather_float,
+}
+
+
+class LongChunk:
+    """One chunk of a step, layer after layer.
+
+    A row is a query of one head; the rows that share a head of keys lie together.
+    """
+
+    def __init__(self, batch: Batch, number: int, formats: Formats) -> None:
+        self._number, self._formats = number, formats
+        self._start, self._length = int(batch.starts[number]), int(batch.lengths[number])
+        first_row = int(batch.first_rows[number])
+        self._tokens = slice(first_row, first_row + self._length)
+        self._masks: dict[tuple[int, int, int], Tensor] = {}
+
+    def attend(self, frame: Frame, q: Tensor, out: Tensor, sinks: Tensor | None) -> None:
+        """q, out: [tokens, heads, dim] of the whole step; `frame` has the layer's other tensors."""
+        kv_heads, size = frame[KV_HEADS], frame[BLOCK_SIZE]
+        rows = self._by_head(q, kv_heads)
+        queries = torch.empty(rows.shape, dtype=self._formats[1]).copy_(rows).flatten(1, 2)
+        target, group = self._by_head(out, kv_heads), rows.shape[2]
+        own, end = self._start // size * size, self._start + self._length
+        past = self._past(frame, queries, own)
+        keys, values = self._lay_out(frame, own, end)
+        mask = self._mask(own, end, frame[WINDOW], group)
+        for first in range(0, self._length, _TILE):
+            stop = min(first + _TILE, self._length)
+            tile, seen = slice(first * group, stop * group), slice(self._start + stop - own)
+            part = attend_masked(queries[:, tile], keys[:, seen], values[:, seen], mask[tile, seen])
+            if past is not None:
+                part = _merged(part, (past[0][:, tile], past[1][:, tile]))
+            if sinks is not None:
+                part = _sunk(part, sinks, group)
+            target[:, first:stop] = part[0].view(target[:, first:stop].shape)
+
+    def _by_head(self, x: Tensor, kv_heads: int) -> Tensor:
+        """The chunk's share of x, seen as [kv_heads, length, group, dim]."""
+        return x[self._tokens].view(self._length, kv_heads, -1, x.shape[2]).transpose(0, 1)
+
+    def _past(self, frame: Frame, queries: Tensor, stop: int) -> Part | None:
+        """All visible positions below `stop`; None if there are none."""
+        size, window = frame[BLOCK_SIZE], frame[WINDOW]
+        base = max(0, self._start + 1 - window) // size * size if window else 0
+        group, past = queries.shape[1] // self._length, None
+        for first in range(base, stop, _SPAN):
+            end = min(first + _SPAN, stop)
+            mask = self._mask(first, end, window, group) if window else None
+            part = attend_masked(queries, *self._lay_out(frame, first, end), mask)
+            past = part if past is None else _merged(past, part)
+        return past
+
+    def _lay_out(self, frame: Frame, first: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of positions [first, stop), [kv_heads, positions, dim]."""
+        shape = (2, frame[KV_HEADS], stop - first, frame[DIM])
+        span = torch.empty(shape, dtype=self._formats[1])
+        frame[CHUNK], frame[BASE], frame[TOTAL] = self._number, first, stop
+        frame[SPAN_KEYS], frame[SPAN_VALUES] = span[0].data_ptr(), span[1].data_ptr()
+        spread(_GATHER[self._formats], frame)
+        return span[0], span[1]
+
+    def _mask(self, first: int, stop: int, window: int, group: int) -> Tensor:
+        """[rows, keys of a span], added to scores: most layers of a step have the same."""
+        if (first, stop, window) not in self._masks:
+            own = torch.arange(self._start, self._start + self._length)[:, None]
+            other = torch.arange(first, stop)
+            hidden = other > own
+            if window:
+                hidden |= other <= own - window
+            mask = torch.zeros(hidden.shape).masked_fill_(hidden, _HIDDEN)
+            self._masks[first, stop, window] = mask.repeat_interleave(group, dim=0)
+        return self._masks[first, stop, window]
+
+
+def _merged(left: Part, right: Part) -> Part:
+    share = torch.sigmoid(right[1] - left[1])[:, :, None]
+    return left[0].lerp(right[0], share.to(left[0].dtype)), torch.logaddexp(left[1], right[1])
+
+
+def _sunk(part: Part, sinks: Tensor, group: int) -> Part:
+    """With one more score per head that holds no value; sinks: float32 [heads]."""
+    by_row = sinks.view(-1, group).repeat(1, part[1].shape[1] // group)
+    share = torch.sigmoid(part[1] - by_row)[:, :, None]
+    return part[0] * share.to(part[0].dtype), part[1]
