@@ -8,14 +8,14 @@ from headrace.core.config import ModelConfig, SchedulerConfig
 from headrace.core.errors import ModelError
 from headrace.core.messages import Ready
 from headrace.runner import load
-from headrace.runner.kernels import few_rows, pointwise, prompt, short
-from headrace.runner.kernels.linear import FEW_ROWS
+from headrace.runner.inputs import SHORT
+from headrace.runner.kernels import few_rows, long, many_rows, pointwise, short
 from headrace.runner.kernels.pool import Kernel
 from headrace.runner.load import load_runner
 from tests.builders import make_tiny_model
 from tests.drive import generate
 
-KERNEL_FILES = (few_rows, pointwise, prompt, short)
+KERNEL_FILES = (few_rows, long, many_rows, pointwise, short)
 POSITION = 3 * 2 * 16 * 2 * 4  # bytes: layers, kv heads, head size, keys and values, float32
 
 
@@ -130,12 +130,13 @@ def test_a_model_without_a_stated_limit_gets_one(tmp_path: Path) -> None:
 
 
 def test_no_kernel_is_left_to_compile_in_a_request(tmp_path: Path) -> None:
-    def compiled() -> set[str]:
-        found = {n: k for m in KERNEL_FILES for n, k in vars(m).items() if isinstance(k, Kernel)}
-        return {name for name, kernel in found.items() if kernel.is_compiled}
+    def compiled() -> set[tuple[str, str]]:
+        found = [(m.__name__, n, k) for m in KERNEL_FILES for n, k in vars(m).items()]
+        kernels = [place for place in found if isinstance(place[2], Kernel)]
+        return {(module, name) for module, name, kernel in kernels if kernel.is_compiled}
 
     runner, _ = load_runner(ModelConfig(model="tiny", threads=1), make_tiny_model(tmp_path))
     at_load = compiled()
     assert at_load
-    generate(runner, list(range(1, 300)), 3, chunk=2 * FEW_ROWS - 40)
+    generate(runner, list(range(1, 300)), 3, chunk=3 * SHORT)
     assert compiled() == at_load

@@ -14,7 +14,7 @@ from headrace.core.plan import Chunk
 Ints = NDArray[np.int32]
 
 
-SHORT = 32
+SHORT = 64
 """Tokens of a chunk up to which attention reads the cache in place; a longer one lays it out."""
 
 

@@ -23,7 +23,7 @@ def exact(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     return x.double() @ linear.weight.double().T + bias
 
 
-@pytest.mark.parametrize("rows", [1, 2, 4, 7, 48, FEW_ROWS, FEW_ROWS + 1])
+@pytest.mark.parametrize("rows", [1, 2, 4, 7, FEW_ROWS, FEW_ROWS + 1])
 @pytest.mark.parametrize(
     ("inputs", "outputs", "bias"), [(64, 128, False), (38, 67, True), (37, 12, True)]
 )
@@ -37,17 +37,22 @@ def test_stored_bfloat16_is_exact_but_for_one_rounding(
     torch.testing.assert_close(found.double(), exact(linear, x), rtol=2**-8, atol=1e-4)
 
 
-def test_many_rows_meet_weights_that_need_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_TILE_BYTES", 1 << 10)
-    linear = make_linear(38, 150, True, torch.bfloat16)
-    x = torch.randn(FEW_ROWS + 1, 38).bfloat16()
+@pytest.mark.parametrize("rows", [49, 64, 80, 96, 112, 150])
+@pytest.mark.parametrize(("inputs", "outputs"), [(513, 63), (1030, 130), (16, 64), (7, 1)])
+def test_many_rows_of_every_width_of_panel(rows: int, inputs: int, outputs: int) -> None:
+    linear = make_linear(inputs, outputs, True, torch.bfloat16)
+    x = torch.randn(rows, inputs).bfloat16()
     found = StoredLinear(linear.weight, None, linear.bias)(x)
     torch.testing.assert_close(found.double(), exact(linear, x), rtol=2**-8, atol=1e-4)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 8, 40, FEW_ROWS + 1])
+@pytest.mark.parametrize("is_fast", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_int8_is_the_product_with_the_rounded_weights(rows: int, dtype: torch.dtype) -> None:
+def test_int8_is_the_product_with_the_rounded_weights(
+    rows: int, dtype: torch.dtype, is_fast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "has_fast_bf16", lambda: is_fast)
     linear = make_linear(64, 70, True, dtype)
     x = torch.randn(rows, 64).to(dtype)
     stored, scale = quantize(linear.weight)

@@ -3,7 +3,7 @@ import torch
 import torch.nn.functional as F
 
 from headrace.runner.kernels import pointwise
-from headrace.runner.kernels.pointwise import gated, norm, rotate, widen_rows
+from headrace.runner.kernels.pointwise import gated, norm, rotate
 
 DTYPES = [(torch.float32, 1e-5), (torch.bfloat16, 2**-7)]
 
@@ -45,11 +45,3 @@ def test_the_gate_is_right_far_out_on_both_sides(dtype: torch.dtype, tolerance: 
     x = torch.cat((torch.linspace(-200, 200, 101).repeat(3, 1), torch.randn(3, 101)), 1).to(dtype)
     gate, up = x.double().chunk(2, dim=-1)
     torch.testing.assert_close(gated(x).double(), F.silu(gate) * up, rtol=tolerance, atol=1e-5)
-
-
-@pytest.mark.parametrize("target", [torch.float32, torch.bfloat16])
-def test_int8_rows_are_widened_each_by_its_scale(target: torch.dtype) -> None:
-    weight = torch.randint(-127, 128, (6, 50), dtype=torch.int8)
-    scale, out = torch.rand(6), torch.empty(6, 50, dtype=target)
-    widen_rows(weight, scale, out)
-    assert torch.equal(out, (weight.float() * scale[:, None]).to(target))

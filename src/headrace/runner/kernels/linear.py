@@ -1,14 +1,15 @@
 """Owns how weights lie in memory and which product reads them; models keep plain nn.Linear.
 
 Three forms: reordered once for oneDNN where the processor multiplies bfloat16 itself; else as
-stored, read by our own kernel for few rows and widened tile by tile for many; or int8, likewise.
+stored, read by our own kernels, one for few rows and one for many; or int8, likewise.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headrace.runner.kernels.few_rows import Operand, product
-from headrace.runner.kernels.pointwise import widen_rows
+from headrace.runner.kernels import few_rows, many_rows
+from headrace.runner.kernels.few_rows import Operand
 from headrace.runner.kernels.private import (
     can_reorder,
     has_fast_bf16,
@@ -16,8 +17,7 @@ from headrace.runner.kernels.private import (
     reordered_linear,
 )
 
-FEW_ROWS = 160  # up to here one pass over the weights beats widening them first
-_TILE_BYTES = 1 << 25  # of widened weights: a larger product is a faster one, and this is memory
+FEW_ROWS = 40  # up to here reading weights counts for more than multiplying
 
 
 class ReorderedLinear(nn.Module):
@@ -41,14 +41,13 @@ class StoredLinear(nn.Module):
         self.weight = nn.Buffer(weight)
         self.scale = nn.Buffer(torch.ones(size) if scale is None else scale)
         self.bias = nn.Buffer(torch.zeros(size) if bias is None else bias.detach().float())
-        self._has_bias = bias is not None
         self._operand = Operand(self.weight, self.scale, self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         if x.ndim != 2:
             return self(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
         if x.shape[0] <= FEW_ROWS:
-            return product(x, self._operand)
+            return few_rows.product(x, self._operand)
         return self._many(x)
 
     def compile_for_many(self, dtype: torch.dtype) -> None:
@@ -56,20 +55,14 @@ class StoredLinear(nn.Module):
         self._many(torch.zeros((1, self.weight.shape[1]), dtype=dtype))
 
     def _many(self, x: Tensor) -> Tensor:
-        keeps = x.dtype == torch.bfloat16 and has_fast_bf16()
-        wide = x if keeps else x.float()
-        num_outputs, num_inputs = self.weight.shape
-        y = wide.new_empty(len(x), num_outputs)
-        tile = max(64, _TILE_BYTES // (num_inputs * wide.element_size()))
-        scratch = wide.new_empty(min(tile, num_outputs), num_inputs)
-        for first in range(0, num_outputs, tile):
-            part = slice(first, min(first + tile, num_outputs))
-            widened = scratch[: part.stop - first]
-            widen_rows(self.weight[part], self.scale[part], widened)
-            torch.mm(wide, widened.t(), out=y[:, part])
-        if self._has_bias:
-            y.add_(self.bias)
-        return y.to(x.dtype)
+        if x.dtype == torch.bfloat16 and has_fast_bf16():
+            return self._widened(x)
+        return many_rows.product(x, self._operand)
+
+    def _widened(self, x: Tensor) -> Tensor:
+        """int8 is exact in bfloat16, which this processor multiplies itself."""
+        y = F.linear(x, self.weight.to(x.dtype)).float()
+        return y.mul_(self.scale).add_(self.bias).to(x.dtype)
 
 
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:

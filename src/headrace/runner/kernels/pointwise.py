@@ -1,4 +1,4 @@
-"""Owns the kernels between the matrix products: norm, rotation, gate, and widening of weights.
+"""Owns the kernels between the matrix products: norm, rotation and gate.
 
 Each is one pass and one launch where torch takes five to ten; results are float32 inside and
 rounded once.
@@ -16,7 +16,6 @@ from headrace.runner.kernels.numeric import (
     FAST,
     f32_at,
     fast_exp,
-    i8_at,
     narrow,
     take_next,
     u16_at,
@@ -169,45 +168,10 @@ def _add_float(a: Any) -> None:
     )
 
 
-@njit(fastmath=FAST)
-def _widen(g: Any, a: Any, source: Any, target: Any) -> None:
-    rows, scale = source.shape[0], carray(f32_at(g[5]), g[1])
-    while True:
-        n = take_next(a)
-        if n >= rows:
-            break
-        from_row, to_row, by = source[n], target[n], scale[n]
-        for k in range(from_row.size):
-            to_row[k] = narrow(widen(from_row[k]) * by, to_row[0])
-
-
-@Kernel
-def _widen_bf16(a: Any) -> None:
-    g = carray(a, 6)
-    _widen(g, a, carray(u16_at(g[3]), (g[1], g[2])), carray(f32_at(g[4]), (g[1], g[2])))
-
-
-@Kernel
-def _widen_int8(a: Any) -> None:
-    g = carray(a, 6)
-    _widen(g, a, carray(i8_at(g[3]), (g[1], g[2])), carray(f32_at(g[4]), (g[1], g[2])))
-
-
-@Kernel
-def _widen_int8_to_bf16(a: Any) -> None:
-    g = carray(a, 6)
-    _widen(g, a, carray(i8_at(g[3]), (g[1], g[2])), carray(u16_at(g[4]), (g[1], g[2])))
-
-
 _NORM = {torch.bfloat16: _norm_bf16, torch.float32: _norm_float}
 _ROTATE = {torch.bfloat16: _rotate_bf16, torch.float32: _rotate_float}
 _GATE = {torch.bfloat16: _gate_bf16, torch.float32: _gate_float}
 _ADD = {torch.bfloat16: _add_bf16, torch.float32: _add_float}
-_WIDEN = {
-    (torch.bfloat16, torch.float32): _widen_bf16,
-    (torch.int8, torch.float32): _widen_int8,
-    (torch.int8, torch.bfloat16): _widen_int8_to_bf16,
-}
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -239,12 +203,6 @@ def add(x: Tensor, y: Tensor, out: Tensor) -> None:
     """out = x + y; all [tokens, ...], contiguous, bfloat16 or float32."""
     pointers = x.data_ptr(), y.data_ptr(), out.data_ptr()
     _launch(_ADD[x.dtype], out, frame_of(len(out), out.numel() // len(out), *pointers))
-
-
-def widen_rows(weight: Tensor, scale: Tensor, out: Tensor) -> None:
-    """out = weight * scale, each row by its own; all contiguous."""
-    pointers = weight.data_ptr(), out.data_ptr(), scale.data_ptr()
-    _launch(_WIDEN[weight.dtype, out.dtype], out, frame_of(*weight.shape, *pointers))
 
 
 def _launch(body: Any, out: Tensor, frame: Frame) -> None:

@@ -228,6 +228,73 @@ def mix_tile(num_rows: int) -> Any:
     return intrinsic(typed)
 
 
+def outer_tile(num_outputs: int, num_vectors: int) -> Any:
+    """tile(w, n, x, out, ahead): out[i] += the sum over k of w[n + i, k] times x[k].
+
+    w is float32, x float32 [inputs, 16 * num_vectors] and contiguous like a row of out. With each
+    k the cache line at ahead[0] + k * ahead[1] bytes is fetched.
+    """
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        w, x, out = (_Matrix(context, builder, signature.args[i], args[i]) for i in (0, 2, 3))
+        lines = [w.row(args[1], n) for n in range(num_outputs)]
+        base, apart = cgutils.unpack_tuple(builder, args[4])
+        columns = [_I64(_LANES * v) for v in range(num_vectors)]
+        places = [out.at(_I64(n), c) for n in range(num_outputs) for c in columns]
+
+        def body(at: Any, totals: list[Any]) -> list[Any]:
+            vectors = [_load(builder, x.at(at, column), _FLOATS, 4) for column in columns]
+            offset, following = builder.mul(at, _I64(4)), []
+            _fetch(builder, builder.add(base, builder.mul(at, apart)))
+            for n, line in enumerate(lines):
+                by = _spread(builder, _load(builder, builder.add(line, offset), _F32, 4))
+                for v, vector in enumerate(vectors):
+                    total = totals[n * num_vectors + v]
+                    following.append(_add_product(builder, total, vector, by))
+            return following
+
+        begin = [_load(builder, place, _FLOATS, 4) for place in places]
+        for place, total in zip(places, _loop(builder, w.shape[1], begin, body), strict=True):
+            builder.store(total, builder.inttoptr(place, _FLOATS.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    def typed(typing: Any, w: Any, n: Any, x: Any, out: Any, ahead: Any) -> Any:
+        return types.void(w, types.int64, x, out, ahead), emit
+
+    return intrinsic(typed)
+
+
+def _emit_transposed(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    source, target = (_Matrix(context, builder, signature.args[i], args[i]) for i in (0, 1))
+    vectors = [_load(builder, source.row(_I64(0), i), _FLOATS, 4) for i in range(_LANES)]
+    apart = 1
+    while apart < _LANES:
+        for i in range(_LANES):
+            if not i & apart:
+                pair = _exchanged(builder, vectors[i], vectors[i + apart], apart)
+                vectors[i], vectors[i + apart] = pair
+        apart *= 2
+    for i, vector in enumerate(vectors):
+        address = builder.inttoptr(target.row(_I64(0), i), _FLOATS.as_pointer())
+        builder.store(vector, address, align=4)
+    return context.get_dummy_value()
+
+
+def _exchanged(builder: Any, left: Any, right: Any, apart: int) -> Pair:
+    """left's lanes with the bit `apart` change places with right's lanes without it."""
+    first = [_LANES + i - apart if i & apart else i for i in range(_LANES)]
+    second = [_LANES + i if i & apart else i + apart for i in range(_LANES)]
+    return _picked(builder, left, right, first), _picked(builder, left, right, second)
+
+
+def _typed_transposed(typing: Any, source: Any, target: Any) -> Any:
+    return types.void(source, target), _emit_transposed
+
+
+transpose_tile: Any = intrinsic(_typed_transposed)
+"""transpose_tile(a, b): b[j, i] = a[i, j] for i, j < 16, float32 whose rows are contiguous."""
+
+
 def _spread(builder: Any, number: Any) -> Any:
     """A vector of the same number everywhere."""
     first = builder.insert_element(ir.Constant(_FLOATS, ir.Undefined), number, _I32(0))
