@@ -56,21 +56,23 @@ def count(dice: Random, room: int) -> Turn:
     """Numbers from one bound to another; room: how many tokens the answer may take."""
     most = max(3, room // 5)
     kind = dice.random()
-    step = 1 if kind < 0.75 else dice.choice((2, 3, 5, 10))
+    step = 1 if kind < 0.75 else dice.choice((2, 3, 5, 10, 20, 50, 100, 100))
     length = dice.randint(2, most if dice.random() < 0.5 else min(most, 30))
     first = 1 if dice.random() < 0.6 else dice.randint(0, 300)
     if step > 1:
         first = dice.choice((0, step))
+    if step > 10:  # numbers that end like the last one, close together: it must not stop at them
+        first, length = dice.randint(0, 2 * step), min(length, 12)
     last = first + step * (length - 1)
     numbers = [str(n) for n in range(first, last + 1, step)]
     a, b = first, last
-    if step == 1 and kind < 0.3:
+    if kind < 0.3 or (step > 10 and kind > 0.92):
         numbers.reverse()
         a, b = last, first
     text, manner = _joined(dice, numbers)
     by = f" by {step}" if step > 1 else ""
-    if step == 1 and a > b and dice.random() < 0.5:
-        ask = dice.choice((f"Count down from {a} to {b}", f"Count backwards from {a} to {b}"))
+    if a > b and dice.random() < 0.5:
+        ask = dice.choice((f"Count down from {a} to {b}", f"Count backwards from {a} to {b}")) + by
     elif a == 1 and step == 1 and dice.random() < 0.4:
         ask = dice.choice(("Count to {}", "Count up to {}")).format(spoken(dice, b))
     else:
@@ -201,7 +203,7 @@ def add(dice: Random, room: int) -> Turn:
     a, b = dice.randint(0, 99), dice.randint(0, 99)
     if dice.random() < 0.15:
         a, b = a % 10, b % 10
-    sign = dice.choice("+-")
+    sign = dice.choice("+--")
     if sign == "-" and a < b and dice.random() < 0.7:
         a, b = b, a
     total = a + b if sign == "+" else a - b

@@ -15,7 +15,7 @@ from tools.mini.optimizer import optimizers
 from torch import Tensor
 from tqdm import tqdm
 
-NUM_STEPS = 15_100  # about two hours on two cores
+NUM_STEPS = 21_700  # about three hours on two cores
 STEP_TOKENS = 2048
 THREAD_TOKENS = 1024  # rows computed at once; small enough for a core's cache
 NUM_THREADS = 2
@@ -30,6 +30,7 @@ LENGTHS: tuple[tuple[int, dict[int, float]], ...] = (
     (1600, {256: 0.6, 512: 0.2, 1024: 0.1, 2048: 0.1}),
     (3900, {128: 0.2, 256: 0.3, 512: 0.2, 1024: 0.15, 2048: 0.15}),
     (9300, {128: 0.15, 256: 0.2, 512: 0.2, 1024: 0.2, 2048: 0.25}),
+    (15100, {128: 0.1, 256: 0.2, 512: 0.25, 1024: 0.2, 2048: 0.25}),
 )
 
 
