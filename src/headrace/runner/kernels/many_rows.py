@@ -123,7 +123,7 @@ def _product(counter: Any, w: Any, panels: Any, target: Any) -> None:
                 _widen_row(w[n, start:end], wide[n - first])
             for row in range(0, padded, _PANEL):
                 x = _panel(panels, row, padded, num_inputs)
-                ahead = _bytes_of(x[start:end])
+                ahead = _bytes_of(x[start:end])  # nothing new, unless there is something to fetch
                 if row + _PANEL < padded:
                     ahead = _bytes_of(_panel(panels, row + _PANEL, padded, num_inputs)[start:end])
                 elif 2 * end > num_inputs:
