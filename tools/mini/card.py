@@ -15,7 +15,8 @@ This page is written by `python -m tools.eval_mini`; every figure on it was meas
 - Made from seeds alone, text, tokenizer and weights, without any download or data set:
   `python -m tools.train_mini`, about {tokens:.0f} million tokens. This checkpoint grew in stages of
   `--resume`, each beginning at half the rate or less, while the shares of the skills and the
-  lengths of rows moved to what `tools/mini` has now; one run in one go gives a model like it, not its bits.
+  lengths of rows moved to what `tools/mini` has now; one run in one go gives a model like it, not
+  its bits.
 
 ## Accuracy
 
