@@ -15,7 +15,7 @@ from tools.mini.optimizer import optimizers
 from torch import Tensor
 from tqdm import tqdm
 
-NUM_STEPS = 21_700  # about three hours on two cores
+NUM_STEPS = 21_700  # three to four hours on two cores
 STEP_TOKENS = 2048
 THREAD_TOKENS = 1024  # rows computed at once; small enough for a core's cache
 NUM_THREADS = 2
