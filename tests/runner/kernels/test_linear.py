@@ -5,12 +5,13 @@ from torch import nn
 from headrace.runner.kernels import linear as module
 from headrace.runner.kernels.linear import (
     FEW_ROWS,
+    PackedLinear,
     ReorderedLinear,
-    StoredLinear,
     pack_linears,
     quantize,
     relative_loss,
 )
+from headrace.runner.kernels.product import pack, unpack
 
 
 def make_linear(inputs: int, outputs: int, bias: bool, dtype: torch.dtype) -> nn.Linear:
@@ -23,27 +24,37 @@ def exact(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     return x.double() @ linear.weight.double().T + bias
 
 
-@pytest.mark.parametrize("rows", [1, 2, 4, 7, FEW_ROWS, FEW_ROWS + 1])
+@pytest.mark.parametrize("rows", [*range(1, 14), 20, 23, 40, 150])
 @pytest.mark.parametrize(
-    ("inputs", "outputs", "bias"), [(64, 128, False), (38, 67, True), (37, 12, True)]
+    ("inputs", "outputs", "bias"),
+    [(64, 128, False), (38, 67, True), (37, 12, True), (1030, 130, False), (7, 1, True)],
 )
-def test_stored_bfloat16_is_exact_but_for_one_rounding(
+def test_packed_bfloat16_is_exact_but_for_one_rounding(
     rows: int, inputs: int, outputs: int, bias: bool
 ) -> None:
     linear = make_linear(inputs, outputs, bias, torch.bfloat16)
     x = torch.randn(rows, inputs).bfloat16()
-    found = StoredLinear(linear.weight, None, linear.bias)(x)
+    found = PackedLinear(linear.weight, None, linear.bias)(x)
     assert found.dtype == torch.bfloat16
     torch.testing.assert_close(found.double(), exact(linear, x), rtol=2**-8, atol=1e-4)
 
 
-@pytest.mark.parametrize("rows", [49, 64, 80, 96, 112, 150])
-@pytest.mark.parametrize(("inputs", "outputs"), [(513, 63), (1030, 130), (16, 64), (7, 1)])
-def test_many_rows_of_every_width_of_panel(rows: int, inputs: int, outputs: int) -> None:
-    linear = make_linear(inputs, outputs, True, torch.bfloat16)
-    x = torch.randn(rows, inputs).bfloat16()
-    found = StoredLinear(linear.weight, None, linear.bias)(x)
-    torch.testing.assert_close(found.double(), exact(linear, x), rtol=2**-8, atol=1e-4)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
+def test_a_row_is_the_same_whatever_rows_are_with_it(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(100, 3100).mul_(30).to(dtype)
+    packed = PackedLinear(weight, None, None)
+    x = torch.randn(120, 3100).bfloat16()
+    whole = packed(x)  # more than one block of rows
+    for first, stop in [(0, 1), (1, 3), (3, 7), (10, 17), (30, 43), (100, 120)]:
+        assert torch.equal(packed(x[first:stop]), whole[first:stop])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
+@pytest.mark.parametrize(("outputs", "inputs"), [(64, 32), (33, 7), (1, 1)])
+def test_packing_loses_nothing(outputs: int, inputs: int, dtype: torch.dtype) -> None:
+    weight = torch.randn(outputs, inputs).mul_(30).to(dtype)
+    assert torch.equal(unpack(pack(weight), outputs, inputs), weight)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 8, 40, FEW_ROWS + 1])
@@ -57,14 +68,14 @@ def test_int8_is_the_product_with_the_rounded_weights(
     x = torch.randn(rows, 64).to(dtype)
     stored, scale = quantize(linear.weight)
     expected = x.double() @ (stored.double() * scale[:, None]).T + linear.bias.double()
-    found = StoredLinear(stored, scale, linear.bias)(x)
+    found = PackedLinear(stored, scale, linear.bias)(x)
     tolerance = 2**-7 if dtype == torch.bfloat16 else 1e-5
     torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance / 10)
 
 
 def test_leading_dimensions_are_kept() -> None:
     linear = make_linear(32, 48, False, torch.bfloat16)
-    assert StoredLinear(linear.weight, None, None)(torch.ones(2, 3, 32).bfloat16()).shape == (
+    assert PackedLinear(linear.weight, None, None)(torch.ones(2, 3, 32).bfloat16()).shape == (
         (2, 3, 48)
     )
 
@@ -78,7 +89,7 @@ def test_the_reordered_form_equals_the_plain_one() -> None:
 
 @pytest.mark.parametrize(
     ("has", "can", "form"),
-    [(False, True, StoredLinear), (True, True, ReorderedLinear), (True, False, nn.Linear)],
+    [(False, True, PackedLinear), (True, True, ReorderedLinear), (True, False, nn.Linear)],
 )
 def test_the_form_follows_the_processor_and_the_self_check(
     has: bool, can: bool, form: type, monkeypatch: pytest.MonkeyPatch
@@ -90,12 +101,10 @@ def test_the_form_follows_the_processor_and_the_self_check(
     assert type(model[0]) is form
 
 
-def test_float32_weights_stay_as_they_are_and_tied_ones_are_not_copied() -> None:
+def test_float32_weights_stay_as_they_are() -> None:
     plain = nn.Sequential(make_linear(8, 8, False, torch.float32))
     pack_linears(plain)
     assert type(plain[0]) is nn.Linear
-    linear = make_linear(64, 64, False, torch.bfloat16)
-    assert StoredLinear(linear.weight, None, None).weight.data_ptr() == linear.weight.data_ptr()
 
 
 def test_int8_loses_less_than_two_hundredths_of_random_weights() -> None:

@@ -5,11 +5,11 @@ import pytest
 import torch
 
 from headrace.runner.kernels import pool
-from headrace.runner.kernels.few_rows import Operand, product
+from headrace.runner.kernels.product import Operand, pack, product
 
 CODE = """
 import os, torch
-from headrace.runner.kernels.few_rows import Operand, product
+from headrace.runner.kernels.product import Operand, pack, product
 torch.set_num_threads(3)
 a = torch.ones(256, 256)
 def use():
@@ -18,7 +18,8 @@ use()
 before = len(os.listdir("/proc/self/task"))
 weight = torch.ones(512, 256, dtype=torch.int8)
 for _ in range(3):
-    product(torch.ones(1, 256), Operand(weight, torch.ones(512), torch.zeros(512))); use()
+    product(torch.ones(1, 256), Operand(pack(weight), 256, torch.ones(512), torch.zeros(512)))
+    use()
 print(len(os.listdir("/proc/self/task")) - before)
 """
 
@@ -35,7 +36,7 @@ def test_without_torchs_openmp_kernels_run_on_threads_of_python(
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     weight = torch.randint(-9, 9, (500, 64), dtype=torch.int8)
     x = torch.randn(3, 64)
-    found = product(x, Operand(weight, torch.ones(500), torch.zeros(500)))
+    found = product(x, Operand(pack(weight), 64, torch.ones(500), torch.zeros(500)))
     torch.testing.assert_close(found, x @ weight.float().T, rtol=1e-4, atol=1e-4)
 
 
@@ -44,5 +45,5 @@ def test_every_piece_is_done_exactly_once() -> None:
     weight = torch.randint(-9, 9, (1000, 32), dtype=torch.int8)
     x = torch.randn(1, 32)
     for _ in range(50):
-        found = product(x, Operand(weight, torch.ones(1000), torch.zeros(1000)))
+        found = product(x, Operand(pack(weight), 32, torch.ones(1000), torch.zeros(1000)))
         torch.testing.assert_close(found, x @ weight.float().T, rtol=1e-4, atol=1e-4)

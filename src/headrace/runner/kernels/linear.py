@@ -1,23 +1,22 @@
 """Owns how weights lie in memory and which product reads them; models keep plain nn.Linear.
 
-Three forms: reordered once for oneDNN where the processor multiplies bfloat16 itself; else as
-stored, read by our own kernels, one for few rows and one for many; or int8, likewise.
+Two forms: reordered once for oneDNN where the processor multiplies bfloat16 itself; else, and for
+int8, packed once for our own kernel.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headrace.runner.kernels import few_rows, many_rows
-from headrace.runner.kernels.few_rows import Operand
 from headrace.runner.kernels.private import (
     can_reorder,
     has_fast_bf16,
     reorder,
     reordered_linear,
 )
+from headrace.runner.kernels.product import Operand, pack, product, unpack
 
-FEW_ROWS = 40  # up to here reading weights counts for more than multiplying
+FEW_ROWS = 40  # of int8; beyond, a processor that multiplies bfloat16 itself does it that way
 
 
 class ReorderedLinear(nn.Module):
@@ -32,37 +31,28 @@ class ReorderedLinear(nn.Module):
         return reordered_linear(x, self.weight, self.bias)
 
 
-class StoredLinear(nn.Module):
-    """Weights [outputs, inputs] as stored: bfloat16, or int8 with one scale per output."""
+class PackedLinear(nn.Module):
+    """Weights [outputs, inputs] packed: bfloat16, or int8 with one scale per output."""
 
     def __init__(self, weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> None:
         super().__init__()
-        size = len(weight)
-        self.weight = nn.Buffer(weight)
+        size, self._num_inputs = weight.shape
+        self.weight = nn.Buffer(pack(weight))
         self.scale = nn.Buffer(torch.ones(size) if scale is None else scale)
         self.bias = nn.Buffer(torch.zeros(size) if bias is None else bias.detach().float())
-        self._operand = Operand(self.weight, self.scale, self.bias)
+        self._operand = Operand(self.weight, self._num_inputs, self.scale, self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         if x.ndim != 2:
             return self(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
-        if x.shape[0] <= FEW_ROWS:
-            return few_rows.product(x, self._operand)
-        return self._many(x)
-
-    def compile_for_many(self, dtype: torch.dtype) -> None:
-        """What long chunks need, and the short ones that are run at load do not."""
-        self._many(torch.zeros((1, self.weight.shape[1]), dtype=dtype))
-
-    def _many(self, x: Tensor) -> Tensor:
-        if x.dtype == torch.bfloat16 and has_fast_bf16():
+        if x.shape[0] > FEW_ROWS and x.dtype == torch.bfloat16 and has_fast_bf16():
             return self._widened(x)
-        return many_rows.product(x, self._operand)
+        return product(x, self._operand)
 
     def _widened(self, x: Tensor) -> Tensor:
         """int8 is exact in bfloat16, which this processor multiplies itself."""
-        y = F.linear(x, self.weight.to(x.dtype)).float()
-        return y.mul_(self.scale).add_(self.bias).to(x.dtype)
+        weight = unpack(self.weight.to(x.dtype), len(self.scale), self._num_inputs)
+        return F.linear(x, weight).float().mul_(self.scale).add_(self.bias).to(x.dtype)
 
 
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -75,26 +65,22 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
 def pack_linears(model: nn.Module, to_int8: bool = False) -> None:
     """Give each linear layer of a CPU model the fastest form here, one at a time."""
     can = has_fast_bf16() and can_reorder()
-    packed, dtype = None, torch.float32
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear:
-                packed, dtype = _packed(child, to_int8, can), child.weight.dtype
-                setattr(parent, name, packed)
-    if isinstance(packed, StoredLinear):
-        packed.compile_for_many(dtype)
+                setattr(parent, name, _packed(child, to_int8, can))
 
 
 def _packed(linear: nn.Linear, to_int8: bool, can_reorder_here: bool) -> nn.Module:
     if to_int8:
-        return StoredLinear(*quantize(linear.weight), linear.bias)
+        return PackedLinear(*quantize(linear.weight), linear.bias)
     if linear.weight.dtype != torch.bfloat16:
         return linear
     if can_reorder_here:
         return ReorderedLinear(linear)
     if has_fast_bf16():
         return linear
-    return StoredLinear(linear.weight.detach(), None, linear.bias)
+    return PackedLinear(linear.weight.detach(), None, linear.bias)
 
 
 def relative_loss(weight: Tensor) -> float:

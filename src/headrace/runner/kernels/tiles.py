@@ -1,4 +1,4 @@
-"""Owns the two inner loops that need explicit vectors: products of a few rows, and weighted sums.
+"""Owns the inner loops that need explicit vectors: products and weighted sums.
 
 Left to itself the compiler uses half of a wide register and never fetches ahead, which costs a
 third of the memory's speed. A vector holds 16 numbers: one register with AVX-512; elsewhere the
@@ -21,7 +21,9 @@ from numba.extending import intrinsic
 from headrace.runner.kernels.numeric import widen
 
 STEP = 32
+PANEL = 32  # outputs whose weights lie side by side
 _LANES = 16
+_CACHE_LINE = 64
 _F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 _FLOATS = ir.VectorType(_F32, _LANES)
 _FAST = ("nsz", "arcp", "contract", "afn", "reassoc")
@@ -228,71 +230,57 @@ def mix_tile(num_rows: int) -> Any:
     return intrinsic(typed)
 
 
-def outer_tile(num_outputs: int, num_vectors: int) -> Any:
-    """tile(w, n, x, out, ahead): out[i] += the sum over k of w[n + i, k] times x[k].
+def panel_tile(num_rows: int) -> Any:
+    """tile(w, x, out, fetched): out[j, n] += the sum over inputs k of w[k, n] times x[j, k].
 
-    w is float32, x float32 [inputs, 16 * num_vectors] and contiguous like a row of out. With each
-    k the cache line at ahead[0] + k * ahead[1] bytes is fetched.
+    w [lines, numbers] is a panel of PANEL outputs: bfloat16 bits, where a line is two inputs side
+    by side for each output, or int8, where it is one. x is float32, as many inputs or more; out
+    [num_rows, PANEL] float32 and contiguous. With line i a cache line for each of its inputs is
+    asked for, from fetched[0] + i * fetched[1] bytes on.
     """
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        w, x, out = (_Matrix(context, builder, signature.args[i], args[i]) for i in (0, 2, 3))
-        lines = [w.row(args[1], n) for n in range(num_outputs)]
-        base, apart = cgutils.unpack_tuple(builder, args[4])
-        columns = [_I64(_LANES * v) for v in range(num_vectors)]
-        places = [out.at(_I64(n), c) for n in range(num_outputs) for c in columns]
+        w, x, out = (_Matrix(context, builder, signature.args[i], args[i]) for i in range(3))
+        base, apart = cgutils.unpack_tuple(builder, args[3])
+        rows = [x.row(_I64(0), m) for m in range(num_rows)]
+        places = [out.at(_I64(m), _I64(_LANES * v)) for m in range(num_rows) for v in range(2)]
+        in_line = 2 if w.kind == "bf16" else 1
 
         def body(at: Any, totals: list[Any]) -> list[Any]:
-            vectors = [_load(builder, x.at(at, column), _FLOATS, 4) for column in columns]
-            offset, following = builder.mul(at, _I64(4)), []
-            _fetch(builder, builder.add(base, builder.mul(at, apart)))
-            for n, line in enumerate(lines):
-                by = _spread(builder, _load(builder, builder.add(line, offset), _F32, 4))
-                for v, vector in enumerate(vectors):
-                    total = totals[n * num_vectors + v]
-                    following.append(_add_product(builder, total, vector, by))
+            weights = _inputs_of(builder, w.at(at, _I64(0)), w.kind)
+            there = builder.add(base, builder.mul(at, apart))
+            for k in range(in_line):
+                _fetch(builder, builder.add(there, _I64(k * _CACHE_LINE)))
+            first = builder.mul(at, _I64(in_line * _SIZES["float"]))
+            following = []
+            for m, row in enumerate(rows):
+                address, pair = builder.add(row, first), totals[2 * m : 2 * m + 2]
+                for k, vectors in enumerate(weights):
+                    number = builder.add(address, _I64(k * _SIZES["float"]))
+                    by = _spread(builder, _load(builder, number, _F32, 4))
+                    both = zip(pair, vectors, strict=True)
+                    pair = [_add_product(builder, total, vector, by) for total, vector in both]
+                following += pair
             return following
 
         begin = [_load(builder, place, _FLOATS, 4) for place in places]
-        for place, total in zip(places, _loop(builder, w.shape[1], begin, body), strict=True):
+        for place, total in zip(places, _loop(builder, w.shape[0], begin, body), strict=True):
             builder.store(total, builder.inttoptr(place, _FLOATS.as_pointer()), align=4)
         return context.get_dummy_value()
 
-    def typed(typing: Any, w: Any, n: Any, x: Any, out: Any, ahead: Any) -> Any:
-        return types.void(w, types.int64, x, out, ahead), emit
+    def typed(typing: Any, w: Any, x: Any, out: Any, fetched: Any) -> Any:
+        return types.void(w, x, out, fetched), emit
 
     return intrinsic(typed)
 
 
-def _emit_transposed(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-    source, target = (_Matrix(context, builder, signature.args[i], args[i]) for i in (0, 1))
-    vectors = [_load(builder, source.row(_I64(0), i), _FLOATS, 4) for i in range(_LANES)]
-    apart = 1
-    while apart < _LANES:
-        for i in range(_LANES):
-            if not i & apart:
-                pair = _exchanged(builder, vectors[i], vectors[i + apart], apart)
-                vectors[i], vectors[i + apart] = pair
-        apart *= 2
-    for i, vector in enumerate(vectors):
-        address = builder.inttoptr(target.row(_I64(0), i), _FLOATS.as_pointer())
-        builder.store(vector, address, align=4)
-    return context.get_dummy_value()
-
-
-def _exchanged(builder: Any, left: Any, right: Any, apart: int) -> Pair:
-    """left's lanes with the bit `apart` change places with right's lanes without it."""
-    first = [_LANES + i - apart if i & apart else i for i in range(_LANES)]
-    second = [_LANES + i if i & apart else i + apart for i in range(_LANES)]
-    return _picked(builder, left, right, first), _picked(builder, left, right, second)
-
-
-def _typed_transposed(typing: Any, source: Any, target: Any) -> Any:
-    return types.void(source, target), _emit_transposed
-
-
-transpose_tile: Any = intrinsic(_typed_transposed)
-"""transpose_tile(a, b): b[j, i] = a[i, j] for i, j < 16, float32 whose rows are contiguous."""
+def _inputs_of(builder: Any, address: Any, kind: str) -> list[Pair]:
+    """The weights of a panel's line, input by input: those of its outputs as two vectors."""
+    if kind != "bf16":
+        return [_widened(builder, address, kind)]
+    second = builder.add(address, _I64(_LANES * 2 * _SIZES[kind]))
+    halves = _widened(builder, address, kind), _widened(builder, second, kind)
+    return list(zip(*halves, strict=True))
 
 
 def _spread(builder: Any, number: Any) -> Any:

@@ -1,0 +1,179 @@
+"""Owns the product of rows with a packed matrix, for one row as for thousands.
+
+Weights are packed once, in panels of 32 outputs: what belongs to one input lies side by side, so a
+panel streams from memory in one go, and a vector holds 16 outputs. Each vector of weights widens in
+registers and meets one number each of up to 12 rows, spread over a vector. The sums of a row are
+the same whatever rows are computed with it.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numba import njit
+from numba.np.numpy_support import carray
+from torch import Tensor
+
+from headrace.runner.kernels.numeric import f32_at, i8_at, narrow, take_next, u16_at, widen
+from headrace.runner.kernels.pool import Kernel, frame_of, spread
+from headrace.runner.kernels.tiles import PANEL, panel_tile
+
+_TILE = 12  # rows, at most
+_BLOCK_BYTES = 600 << 10  # of widened rows: they stay in the second cache
+_APART = 16  # floats; rows a power of two apart would drive each other out of the first cache
+_tile_12, _tile_8, _tile_4 = panel_tile(12), panel_tile(8), panel_tile(4)
+_tile_2, _tile_1 = panel_tile(2), panel_tile(1)
+
+
+@njit
+def _multiply(w: Any, x: Any, num_rows: int, out: Any, after: Any) -> None:
+    """out += x times w [lines, numbers], for num_rows rows and what is left of their last tile.
+
+    Each tile asks for its share of `after`, which is as long as w, or empty.
+    """
+    num_tiles = (num_rows + _TILE - 1) // _TILE
+    apart = after.size * after.itemsize // (num_tiles * w.shape[0])
+    for tile in range(num_tiles):
+        fetched = (np.int64(after.ctypes.data) + tile * apart * w.shape[0], apart)
+        row = tile * _TILE
+        left, rows, sums = num_rows - row, x[row:], out[row:]
+        if left > 8:
+            _tile_12(w, rows, sums, fetched)
+        elif left > 4:
+            _tile_8(w, rows, sums, fetched)
+        elif left > 2:
+            _tile_4(w, rows, sums, fetched)
+        elif left == 2:
+            _tile_2(w, rows, sums, fetched)
+        else:
+            _tile_1(w, rows, sums, fetched)
+
+
+@njit
+def _widen(x: Any, wide: Any) -> None:
+    for m in range(x.shape[0]):
+        row, target = x[m], wide[m]
+        for k in range(row.size):
+            target[k] = widen(row[k])
+
+
+@njit
+def _put(out: Any, scale: Any, bias: Any, y: Any) -> None:
+    for m in range(y.shape[0]):
+        row, target = out[m], y[m]
+        for n in range(target.size):
+            target[n] = narrow(row[n] * scale[n] + bias[n], target[0])
+
+
+@njit
+def _product(counter: Any, w: Any, x: Any, target: Any) -> None:
+    """Pieces, a panel for a block of rows each, until none is left.
+
+    w [panels, lines, numbers]; target: y [rows, outputs], scale and bias by output.
+    """
+    num_panels, (num_rows, num_inputs) = w.shape[0], x.shape
+    y, scale, bias = target
+    size = min(num_rows, max(_BLOCK_BYTES // (4 * num_inputs) // _TILE, 1) * _TILE)
+    num_pieces = (num_rows + size - 1) // size * num_panels
+    padded = (size + 3) // 4 * 4  # as far as a tile reaches
+    wide = np.empty((padded, num_inputs + _APART), np.float32)
+    wide[size:], wide[:, num_inputs:] = 0, 0
+    out = np.empty((padded, PANEL), np.float32)
+    block = -1
+    piece: int = take_next(counter)
+    while piece < num_pieces:
+        following: int = take_next(counter)
+        if block != piece // num_panels:
+            block = piece // num_panels
+            rows = x[block * size : (block + 1) * size]
+            _widen(rows, wide)
+        panel, out[:] = w[piece % num_panels], 0
+        after = w[following % num_panels if following < num_pieces else num_panels :][:1]
+        _multiply(panel, wide, rows.shape[0], out, after)
+        first = piece % num_panels * PANEL
+        stop = min(first + PANEL, y.shape[1])
+        _put(out, scale[first:], bias[first:], y[block * size : (block + 1) * size, first:stop])
+        piece = following
+
+
+@njit
+def _scale_and_bias(g: Any) -> Any:
+    return carray(f32_at(g[7]), g[1]), carray(f32_at(g[8]), g[1])
+
+
+@njit
+def _panels(bits: Any, num_outputs: int, num_lines: int, in_line: int) -> Any:
+    return carray(bits, ((num_outputs + PANEL - 1) // PANEL, num_lines, in_line * PANEL))
+
+
+@Kernel
+def _bf16_by_bf16(a: Any) -> None:
+    g = carray(a, 9)
+    w = _panels(u16_at(g[4]), g[1], (g[2] + 1) // 2, 2)
+    y = carray(u16_at(g[6]), (g[3], g[1]))
+    _product(a, w, carray(u16_at(g[5]), (g[3], g[2])), (y, *_scale_and_bias(g)))
+
+
+@Kernel
+def _bf16_by_int8(a: Any) -> None:
+    g = carray(a, 9)
+    w, y = _panels(i8_at(g[4]), g[1], g[2], 1), carray(u16_at(g[6]), (g[3], g[1]))
+    _product(a, w, carray(u16_at(g[5]), (g[3], g[2])), (y, *_scale_and_bias(g)))
+
+
+@Kernel
+def _float_by_int8(a: Any) -> None:
+    g = carray(a, 9)
+    w, y = _panels(i8_at(g[4]), g[1], g[2], 1), carray(f32_at(g[6]), (g[3], g[1]))
+    _product(a, w, carray(f32_at(g[5]), (g[3], g[2])), (y, *_scale_and_bias(g)))
+
+
+_BODIES = {
+    (torch.bfloat16, torch.bfloat16): _bf16_by_bf16,
+    (torch.bfloat16, torch.int8): _bf16_by_int8,
+    (torch.float32, torch.int8): _float_by_int8,
+}
+_IN_LINE = {torch.bfloat16: 2, torch.int8: 1}  # inputs
+
+
+def pack(weight: Tensor) -> Tensor:
+    """weight [outputs, inputs], bfloat16 or int8, as [panels, lines, PANEL, inputs of a line].
+
+    Outputs and inputs that are not there are zero.
+    """
+    (outputs, inputs), in_line = weight.shape, _IN_LINE[weight.dtype]
+    whole = F.pad(weight, (0, -inputs % in_line, 0, -outputs % PANEL))
+    return whole.view(-1, PANEL, whole.shape[1] // in_line, in_line).transpose(1, 2).contiguous()
+
+
+def unpack(packed: Tensor, num_outputs: int, num_inputs: int) -> Tensor:
+    """What was packed; a copy."""
+    rows = packed.transpose(1, 2).flatten(2).flatten(0, 1)
+    return rows[:num_outputs, :num_inputs]
+
+
+class Operand:
+    """A packed matrix with a float32 scale and bias per output, as addresses.
+
+    Looking them up anew at every call would cost more than a small product.
+    """
+
+    def __init__(self, packed: Tensor, num_inputs: int, scale: Tensor, bias: Tensor) -> None:
+        self.dtype, self.num_outputs, self.num_inputs = packed.dtype, len(scale), num_inputs
+        self.weight, self.rest = packed.data_ptr(), (scale.data_ptr(), bias.data_ptr())
+        self._held = packed, scale, bias
+
+
+def product(x: Tensor, by: Operand) -> Tensor:
+    """x [rows, inputs] times the transpose of `by`.
+
+    Sums are float32, rounded once to x's dtype.
+    """
+    x = x.contiguous()
+    rows = x.shape[0]
+    y = torch.empty((rows, by.num_outputs), dtype=x.dtype)
+    sizes = by.num_outputs, by.num_inputs, rows
+    frame = frame_of(*sizes, by.weight, x.data_ptr(), y.data_ptr(), *by.rest)
+    spread(_BODIES[x.dtype, by.dtype], frame)
+    return y
