@@ -41,62 +41,73 @@ from headrace.runner.kernels.tiles import STEP, dot_tile, in_order, mix_tile, pl
 LOWEST = np.float32(-1e30)  # below every score, and far from overflow
 _SPAN = 256  # positions whose scores are weighed together
 _dot_4x4, _dot_4x2, _dot_4x1 = dot_tile(4, 4), dot_tile(4, 2), dot_tile(4, 1)
-_mix_4, _mix_2, _mix_1 = mix_tile(4), mix_tile(2), mix_tile(1)
 
 
-@njit(fastmath=FAST)
-def _scores(q: Any, keys: Any, ahead: int, out: Any) -> None:
-    """out [heads, keys] = products of heads with the keys of one block, all of them."""
+@njit(fastmath=FAST, inline="always")
+def _scores(q: Any, keys: Any, ahead: int, out: Any, start: int) -> None:
+    """out [heads, start:] = products of heads with the keys of one block, all of them."""
     if q.shape[1] % STEP == 0 and keys.shape[0] % 4 == 0:
-        _scores_by_tiles(q, keys, ahead, out)
+        _scores_by_tiles(q, keys, ahead, out, start)
         return
     for g in range(q.shape[0]):
         for j in range(keys.shape[0]):
             total = np.float32(0)
             for i in range(q.shape[1]):
                 total += widen(keys[j, i]) * q[g, i]
-            out[g, j] = total
+            out[g, start + j] = total
 
 
-@njit
-def _scores_by_tiles(q: Any, keys: Any, ahead: int, out: Any) -> None:
+@njit(inline="always")
+def _scores_by_tiles(q: Any, keys: Any, ahead: int, out: Any, start: int) -> None:
     heads = q.shape[0]
     for j in range(0, keys.shape[0], 4):
         g = 0
         while g + 4 <= heads:
-            _dot_4x4(keys, j, q[g : g + 4], ahead, out[g : g + 4, j : j + 4])
+            _dot_4x4(keys, j, q, g, ahead, out, start + j)
             g += 4
         if g + 2 <= heads:
-            _dot_4x2(keys, j, q[g : g + 2], ahead, out[g : g + 2, j : j + 4])
+            _dot_4x2(keys, j, q, g, ahead, out, start + j)
             g += 2
         if g < heads:
-            _dot_4x1(keys, j, q[g:], ahead, out[g:, j : j + 4])
+            _dot_4x1(keys, j, q, g, ahead, out, start + j)
 
 
-@njit(fastmath=FAST)
+def _mixer(num_steps: int) -> Any:
+    """So many steps of columns, for all heads."""
+    mix_4, mix_2, mix_1 = (mix_tile(num_heads, num_steps) for num_heads in (4, 2, 1))
+
+    @njit(inline="always")
+    def mix(weights: Any, values: Any, column: int, ahead: int, acc: Any) -> None:
+        g = 0
+        while g + 4 <= acc.shape[0]:
+            mix_4(values, column, ahead, weights, g, acc)
+            g += 4
+        if g + 2 <= acc.shape[0]:
+            mix_2(values, column, ahead, weights, g, acc)
+            g += 2
+        if g < acc.shape[0]:
+            mix_1(values, column, ahead, weights, g, acc)
+
+    return mix
+
+
+_mix_two_steps, _mix_step = _mixer(2), _mixer(1)
+
+
+@njit(fastmath=FAST, inline="always")
 def _accumulate(weights: Any, values: Any, ahead: int, acc: Any) -> None:
     """acc [heads, dim] += weights [heads, values] times values [values, dim]."""
-    if acc.shape[1] % STEP == 0:
-        for column in range(0, acc.shape[1], STEP):
-            _accumulate_step(weights, values, column, ahead, acc)
+    dim = acc.shape[1]
+    if dim % STEP == 0:
+        for column in range(0, dim - STEP, 2 * STEP):
+            _mix_two_steps(weights, values, column, ahead, acc)
+        if dim % (2 * STEP):
+            _mix_step(weights, values, dim - STEP, ahead, acc)
         return
     for g in range(acc.shape[0]):
         for j in range(values.shape[0]):
-            for i in range(acc.shape[1]):
+            for i in range(dim):
                 acc[g, i] += weights[g, j] * widen(values[j, i])
-
-
-@njit
-def _accumulate_step(weights: Any, values: Any, column: int, ahead: int, acc: Any) -> None:
-    g = 0
-    while g + 4 <= acc.shape[0]:
-        _mix_4(values, column, ahead, weights[g : g + 4], acc[g : g + 4])
-        g += 4
-    if g + 2 <= acc.shape[0]:
-        _mix_2(values, column, ahead, weights[g : g + 2], acc[g : g + 2])
-        g += 2
-    if g < acc.shape[0]:
-        _mix_1(values, column, ahead, weights[g:], acc[g:])
 
 
 @njit(fastmath=FAST)
@@ -116,11 +127,9 @@ def _weigh(scores: Any, acc: Any, running: Any) -> None:
 
 
 @njit(inline="always")
-def _to_next(table: Any, number: int, stop: int, memory: Any) -> int:
-    """Bytes from a block to the one after it in the sequence: a page that nothing else foresees."""
-    if number + 1 == stop:
-        return 0
-    return np.int64(table[number + 1] - table[number]) * memory.strides[0]
+def _apart(here: Any, there: Any) -> int:
+    """Bytes between two blocks, the second a page that nothing else foresees."""
+    return np.int64(there.ctypes.data) - np.int64(here.ctypes.data)
 
 
 @njit
@@ -145,9 +154,10 @@ def _take(q: Any, memory: Any, table: Any, span: Any, state: Any, sight: Any) ->
     blocks = range(first // size, (stop + size - 1) // size)
     base = blocks.start * size
     for number in blocks:
-        start = number * size - base
-        ahead = _to_next(table, number, blocks.stop, keys)
-        _scores(q, keys[table[number], kv], ahead, scores[:, start : start + size])
+        block = keys[table[number], kv]
+        is_last = number + 1 == blocks.stop
+        after = values[table[blocks.start], kv] if is_last else keys[table[number + 1], kv]
+        _scores(q, block, _apart(block, after), scores, number * size - base)
     for g in range(q.shape[0]):
         own = position + g // group
         low, high = max(first, first_visible(own, window)), min(stop, own + 1)
@@ -155,9 +165,10 @@ def _take(q: Any, memory: Any, table: Any, span: Any, state: Any, sight: Any) ->
     for number in blocks:
         start = number * size
         low, high = max(first, start), min(stop, start + size)
-        part = values[table[number], kv, low - start : high - start]
-        ahead = _to_next(table, number, blocks.stop, values)
-        _accumulate(scores[:, low - base : high - base], part, ahead, acc)
+        block = values[table[number], kv]
+        after = values[table[min(number + 1, blocks.stop - 1)], kv]
+        part, weights = block[low - start : high - start], scores[:, low - base : high - base]
+        _accumulate(weights, part, _apart(block, after), acc)
 
 
 @njit(fastmath=FAST)

@@ -150,18 +150,19 @@ class _Matrix:
 
 
 def dot_tile(num_outputs: int, num_rows: int) -> Any:
-    """tile(w, n, x, ahead, out): out[j, i] = w[n + i] times x[j]; no remainders of a step.
+    """tile(w, n, x, m, ahead, out, column): out[m + j, column + i] = w[n + i] times x[m + j].
 
-    At most 16 products; a row of out is contiguous.
+    At most 16 products, no remainders of a step; a row of out is contiguous.
 
-    w [outputs, inputs] is stored bfloat16 bits, int8 or float32; x [num_rows, inputs] float32 in
-    the order of the tiles; `ahead` is how many bytes after a line of w another one is fetched.
+    w [outputs, inputs] is stored bfloat16 bits, int8 or float32; x [rows, inputs] float32 in the
+    order of the tiles; `ahead` is how many bytes after a line of w another one is fetched. (Places
+    are numbers, not slices: making slices takes longer than a tile.)
     """
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        w, x, out = (_Matrix(context, builder, signature.args[i], args[i]) for i in (0, 2, 4))
+        w, x, out = (_Matrix(context, builder, signature.args[i], args[i]) for i in (0, 2, 5))
         lines = [w.row(args[1], n) for n in range(num_outputs)]
-        rows = [x.row(_I64(0), m) for m in range(num_rows)]
+        rows = [x.row(args[3], m) for m in range(num_rows)]
         steps = builder.sdiv(w.shape[1], _I64(STEP))
 
         def body(at: Any, totals: list[Any]) -> list[Any]:
@@ -172,7 +173,7 @@ def dot_tile(num_outputs: int, num_rows: int) -> Any:
             for n, line in enumerate(lines):
                 address = builder.add(line, here)
                 even, odd = _widened(builder, address, w.kind)
-                _fetch(builder, builder.add(address, args[3]))
+                _fetch(builder, builder.add(address, args[4]))
                 for m, (left, right) in enumerate(sides):
                     total = _add_product(builder, totals[n * num_rows + m], even, left)
                     following.append(_add_product(builder, total, odd, right))
@@ -185,47 +186,51 @@ def dot_tile(num_outputs: int, num_rows: int) -> Any:
         for m in range(num_rows):
             lanes = [m * num_outputs + n for n in range(num_outputs)]
             row = _picked(builder, sums, sums, lanes)
-            target = builder.inttoptr(out.row(_I64(0), m), row.type.as_pointer())
-            builder.store(row, target, align=4)
+            place = out.at(builder.add(args[3], _I64(m)), args[6])
+            builder.store(row, builder.inttoptr(place, row.type.as_pointer()), align=4)
         return context.get_dummy_value()
 
-    def typed(typing: Any, w: Any, n: Any, x: Any, ahead: Any, out: Any) -> Any:
-        return types.void(w, types.int64, x, types.int64, out), emit
+    def typed(typing: Any, w: Any, n: Any, x: Any, m: Any, ahead: Any, out: Any, c: Any) -> Any:
+        number = types.int64
+        return types.void(w, number, x, number, number, out, number), emit
 
     return intrinsic(typed)
 
 
-def mix_tile(num_rows: int) -> Any:
-    """tile(values, column, ahead, weights, acc): one step of columns, for num_rows rows.
+def mix_tile(num_rows: int, num_steps: int) -> Any:
+    """tile(values, column, ahead, weights, m, acc): so many steps of columns, for num_rows rows.
 
-    acc[j, step] += the sum over i of weights[j, i] times values[i, step], one i at least; `column`
-    begins the step, `ahead` is as for dot_tile; acc is float32 in the order of the tiles.
+    acc[m + j, steps] += the sum over i of weights[m + j, i] times values[i, steps], one i at least;
+    `column` begins the first step, `ahead` is as for dot_tile; acc is float32 in the order of the
+    tiles.
     """
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        matrices = [_Matrix(context, builder, signature.args[i], args[i]) for i in (0, 3, 4)]
-        (values, weights, acc), column = matrices, args[1]
-        numbers = [_I64(j) for j in range(num_rows)]
+        matrices = [_Matrix(context, builder, signature.args[i], args[i]) for i in (0, 3, 5)]
+        values, weights, acc = matrices
+        columns = [builder.add(args[1], _I64(STEP * step)) for step in range(num_steps)]
+        numbers = [builder.add(args[4], _I64(j)) for j in range(num_rows)]
 
         def body(at: Any, totals: list[Any]) -> list[Any]:
-            address, following = values.at(at, column), []
-            even, odd = _widened(builder, address, values.kind)
-            _fetch(builder, builder.add(address, args[2]))
-            for j, number in enumerate(numbers):
-                by = _spread(builder, _load(builder, weights.at(number, at), _F32, 4))
-                following.append(_add_product(builder, totals[2 * j], even, by))
-                following.append(_add_product(builder, totals[2 * j + 1], odd, by))
-            return following
+            vectors = []
+            for column in columns:
+                address = values.at(at, column)
+                vectors += _widened(builder, address, values.kind)
+                _fetch(builder, builder.add(address, args[2]))
+            loads = [_load(builder, weights.at(number, at), _F32, 4) for number in numbers]
+            factors = [_spread(builder, load) for load in loads for _ in vectors]
+            terms = zip(totals, vectors * num_rows, factors, strict=True)
+            return [_add_product(builder, *term) for term in terms]
 
-        sums = [acc.at(number, column) for number in numbers]
+        sums = [acc.at(number, column) for number in numbers for column in columns]
         begin = [side for address in sums for side in _widened(builder, address, acc.kind)]
         for i, total in enumerate(_loop(builder, values.shape[0], begin, body)):
             address = builder.add(sums[i // 2], _I64(i % 2 * _LANES * 4))
             builder.store(total, builder.inttoptr(address, _FLOATS.as_pointer()), align=4)
         return context.get_dummy_value()
 
-    def typed(typing: Any, v: Any, column: Any, ahead: Any, weights: Any, acc: Any) -> Any:
-        return types.void(v, types.int64, types.int64, weights, acc), emit
+    def typed(typing: Any, v: Any, column: Any, ahead: Any, weights: Any, m: Any, acc: Any) -> Any:
+        return types.void(v, types.int64, types.int64, weights, types.int64, acc), emit
 
     return intrinsic(typed)
 
