@@ -101,11 +101,12 @@ def _rotate_float(a: Any) -> None:
     _rotate(g, a, x, out)
 
 
-@njit(fastmath=FAST)
+@njit(fastmath=FAST, error_model="numpy")
 def _gate_row(gate: Any, up: Any, wide: Any, out: Any) -> None:
     """silu(gate) * up; the exponential is taken of the negative side, where it cannot overflow.
 
-    Three loops over float32 `wide`: the compiler finds vectors in each, in none that does it all.
+    Three loops over float32 `wide`: the compiler finds vectors in each, in none that does it all,
+    nor where a division is watched for zeros as in Python.
     """
     for i in range(gate.size):
         wide[i] = fast_exp(-abs(widen(gate[i])))

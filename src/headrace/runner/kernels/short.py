@@ -63,13 +63,13 @@ def _scores_by_tiles(q: Any, keys: Any, ahead: int, out: Any, start: int) -> Non
     for j in range(0, keys.shape[0], 4):
         g = 0
         while g + 4 <= heads:
-            _dot_4x4(keys, j, q, g, ahead, out, start + j)
+            _dot_4x4(keys, q, out, (j, g, start + j), ahead)
             g += 4
         if g + 2 <= heads:
-            _dot_4x2(keys, j, q, g, ahead, out, start + j)
+            _dot_4x2(keys, q, out, (j, g, start + j), ahead)
             g += 2
         if g < heads:
-            _dot_4x1(keys, j, q, g, ahead, out, start + j)
+            _dot_4x1(keys, q, out, (j, g, start + j), ahead)
 
 
 def _mixer(num_steps: int) -> Any:
@@ -80,13 +80,13 @@ def _mixer(num_steps: int) -> Any:
     def mix(weights: Any, values: Any, column: int, ahead: int, acc: Any) -> None:
         g = 0
         while g + 4 <= acc.shape[0]:
-            mix_4(values, column, ahead, weights, g, acc)
+            mix_4(values, weights, acc, (column, g), ahead)
             g += 4
         if g + 2 <= acc.shape[0]:
-            mix_2(values, column, ahead, weights, g, acc)
+            mix_2(values, weights, acc, (column, g), ahead)
             g += 2
         if g < acc.shape[0]:
-            mix_1(values, column, ahead, weights, g, acc)
+            mix_1(values, weights, acc, (column, g), ahead)
 
     return mix
 
@@ -129,7 +129,8 @@ def _weigh(scores: Any, acc: Any, running: Any) -> None:
 @njit(inline="always")
 def _apart(here: Any, there: Any) -> int:
     """Bytes between two blocks, the second a page that nothing else foresees."""
-    return np.int64(there.ctypes.data) - np.int64(here.ctypes.data)
+    apart: int = there.ctypes.data - here.ctypes.data
+    return apart
 
 
 @njit

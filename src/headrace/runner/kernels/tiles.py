@@ -150,7 +150,7 @@ class _Matrix:
 
 
 def dot_tile(num_outputs: int, num_rows: int) -> Any:
-    """tile(w, n, x, m, ahead, out, column): out[m + j, column + i] = w[n + i] times x[m + j].
+    """tile(w, x, out, (n, m, column), ahead): out[m + j, column + i] = w[n + i] times x[m + j].
 
     At most 16 products, no remainders of a step; a row of out is contiguous.
 
@@ -160,9 +160,10 @@ def dot_tile(num_outputs: int, num_rows: int) -> Any:
     """
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        w, x, out = (_Matrix(context, builder, signature.args[i], args[i]) for i in (0, 2, 5))
-        lines = [w.row(args[1], n) for n in range(num_outputs)]
-        rows = [x.row(args[3], m) for m in range(num_rows)]
+        w, x, out = (_Matrix(context, builder, signature.args[i], args[i]) for i in range(3))
+        first_line, first_row, column = cgutils.unpack_tuple(builder, args[3])
+        lines = [w.row(first_line, n) for n in range(num_outputs)]
+        rows = [x.row(first_row, m) for m in range(num_rows)]
         steps = builder.sdiv(w.shape[1], _I64(STEP))
 
         def body(at: Any, totals: list[Any]) -> list[Any]:
@@ -186,19 +187,18 @@ def dot_tile(num_outputs: int, num_rows: int) -> Any:
         for m in range(num_rows):
             lanes = [m * num_outputs + n for n in range(num_outputs)]
             row = _picked(builder, sums, sums, lanes)
-            place = out.at(builder.add(args[3], _I64(m)), args[6])
+            place = out.at(builder.add(first_row, _I64(m)), column)
             builder.store(row, builder.inttoptr(place, row.type.as_pointer()), align=4)
         return context.get_dummy_value()
 
-    def typed(typing: Any, w: Any, n: Any, x: Any, m: Any, ahead: Any, out: Any, c: Any) -> Any:
-        number = types.int64
-        return types.void(w, number, x, number, number, out, number), emit
+    def typed(typing: Any, w: Any, x: Any, out: Any, places: Any, ahead: Any) -> Any:
+        return types.void(w, x, out, places, types.int64), emit
 
     return intrinsic(typed)
 
 
 def mix_tile(num_rows: int, num_steps: int) -> Any:
-    """tile(values, column, ahead, weights, m, acc): so many steps of columns, for num_rows rows.
+    """tile(values, weights, acc, (column, m), ahead): so many steps of columns, for num_rows rows.
 
     acc[m + j, steps] += the sum over i of weights[m + j, i] times values[i, steps], one i at least;
     `column` begins the first step, `ahead` is as for dot_tile; acc is float32 in the order of the
@@ -206,17 +206,17 @@ def mix_tile(num_rows: int, num_steps: int) -> Any:
     """
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        matrices = [_Matrix(context, builder, signature.args[i], args[i]) for i in (0, 3, 5)]
-        values, weights, acc = matrices
-        columns = [builder.add(args[1], _I64(STEP * step)) for step in range(num_steps)]
-        numbers = [builder.add(args[4], _I64(j)) for j in range(num_rows)]
+        matrices = [_Matrix(context, builder, signature.args[i], args[i]) for i in range(3)]
+        (values, weights, acc), places = matrices, cgutils.unpack_tuple(builder, args[3])
+        columns = [builder.add(places[0], _I64(STEP * step)) for step in range(num_steps)]
+        numbers = [builder.add(places[1], _I64(j)) for j in range(num_rows)]
 
         def body(at: Any, totals: list[Any]) -> list[Any]:
-            vectors = []
+            vectors: list[Any] = []
             for column in columns:
                 address = values.at(at, column)
                 vectors += _widened(builder, address, values.kind)
-                _fetch(builder, builder.add(address, args[2]))
+                _fetch(builder, builder.add(address, args[4]))
             loads = [_load(builder, weights.at(number, at), _F32, 4) for number in numbers]
             factors = [_spread(builder, load) for load in loads for _ in vectors]
             terms = zip(totals, vectors * num_rows, factors, strict=True)
@@ -229,8 +229,8 @@ def mix_tile(num_rows: int, num_steps: int) -> Any:
             builder.store(total, builder.inttoptr(address, _FLOATS.as_pointer()), align=4)
         return context.get_dummy_value()
 
-    def typed(typing: Any, v: Any, column: Any, ahead: Any, weights: Any, m: Any, acc: Any) -> Any:
-        return types.void(v, types.int64, types.int64, weights, types.int64, acc), emit
+    def typed(typing: Any, values: Any, weights: Any, acc: Any, places: Any, ahead: Any) -> Any:
+        return types.void(values, weights, acc, places, types.int64), emit
 
     return intrinsic(typed)
 
