@@ -1,4 +1,4 @@
-"""Owns the recordings of small steps, one for each number of chunks and of tokens."""
+"""Owns the recordings of small steps, one for each size that has room for chunks and tokens."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -7,12 +7,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.runner.inputs import Batch
+from headrace.runner.inputs import SHORT, Batch
 from headrace.runner.kernels.pointwise import add
 from headrace.runner.kernels.tape import Arena, CannotRecord, Tape, record
 
 _OWN = {torch.ops.aten.add.Tensor: add}
-_MAX_TOKENS = 16  # beyond, the work outweighs the calls; all chunks are short ones
+_MAX_TOKENS = SHORT  # all chunks are short ones; beyond, the work outweighs the calls
 _MAX_RECORDINGS = 64
 _ARRAYS = ("starts", "lengths", "first_rows")
 
@@ -47,13 +47,13 @@ class RecordedForward:
 
     def __call__(self, batch: Batch) -> Tensor:
         """The result is overwritten by the next step."""
-        size = len(batch.lengths), len(batch.token_ids)
-        if self._is_off or size[1] > _MAX_TOKENS:
+        if self._is_off or len(batch.token_ids) > _MAX_TOKENS:
             return self._forward(batch)
+        size = _size_for(batch)
         if recording := self._recordings.get(size):
             return recording.play(batch)
         try:
-            recording = self._record(batch)
+            recording = self._record(batch, *size)
         except CannotRecord:
             self._is_off = True
             return self._forward(batch)
@@ -62,25 +62,41 @@ class RecordedForward:
         self._recordings[size] = recording
         return recording.result
 
-    def _record(self, batch: Batch) -> _Recording:
-        steady = _steady(batch, self._width)
+    def _record(self, batch: Batch, num_chunks: int, num_tokens: int) -> _Recording:
+        steady = _steady(batch, (num_chunks, self._width), num_tokens)
+        fill(steady, batch)
         tape, result = record(lambda: self._forward(steady), self._arena, _OWN)
         return _Recording(steady, tape, result)
 
 
-def _steady(batch: Batch, width: int) -> Batch:
-    """A copy whose block table has room for any sequence."""
-    table = np.zeros((len(batch.lengths), width), dtype=np.int32)
-    table[:, : batch.block_table.shape[1]] = batch.block_table
-    tensors = {name: getattr(batch, name).clone() for name in ("token_ids", "positions")}
-    arrays = {name: getattr(batch, name).copy() for name in _ARRAYS}
-    return replace(batch, block_table=table, **arrays, **tensors)
+def _size_for(batch: Batch) -> tuple[int, int]:
+    """Chunks and tokens of the recording: few sizes, with what is left over computed in vain.
+
+    Rows of a product are computed by fours anyway, and an empty chunk costs next to nothing.
+    """
+    chunks, tokens = len(batch.lengths), len(batch.token_ids)
+    return 1 << (chunks - 1).bit_length(), tokens if tokens < 3 else -(-tokens // 4) * 4
+
+
+def _steady(batch: Batch, table_shape: tuple[int, int], num_tokens: int) -> Batch:
+    """Of the given size, all chunks empty."""
+    num_chunks = table_shape[0]
+    return replace(
+        batch,
+        token_ids=batch.token_ids.new_zeros(num_tokens),
+        positions=batch.positions.new_zeros(num_tokens),
+        shorts=np.arange(num_chunks, dtype=np.int32),
+        block_table=np.zeros(table_shape, dtype=np.int32),
+        **{name: np.zeros(num_chunks, dtype=np.int32) for name in _ARRAYS},
+    )
 
 
 def fill(steady: Batch, batch: Batch) -> None:
-    """Another step of as many chunks and tokens in the same memory."""
-    steady.token_ids.copy_(batch.token_ids)
-    steady.positions.copy_(batch.positions)
+    """Another step in the same memory; its chunks come first, those after them are empty."""
+    chunks, tokens = len(batch.lengths), len(batch.token_ids)
+    steady.token_ids[:tokens] = batch.token_ids
+    steady.positions[:tokens] = batch.positions
     for name in _ARRAYS:
-        getattr(steady, name)[:] = getattr(batch, name)
-    steady.block_table[:, : batch.block_table.shape[1]] = batch.block_table
+        array = getattr(steady, name)
+        array[:chunks], array[chunks:] = getattr(batch, name), 0
+    steady.block_table[:chunks, : batch.block_table.shape[1]] = batch.block_table
