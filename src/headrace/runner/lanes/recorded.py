@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -81,13 +82,14 @@ def _size_for(batch: Batch) -> tuple[int, int]:
 def _steady(batch: Batch, table_shape: tuple[int, int], num_tokens: int) -> Batch:
     """Of the given size, all chunks empty."""
     num_chunks = table_shape[0]
+    arrays: dict[str, Any] = {name: np.zeros(num_chunks, dtype=np.int32) for name in _ARRAYS}
     return replace(
         batch,
         token_ids=batch.token_ids.new_zeros(num_tokens),
         positions=batch.positions.new_zeros(num_tokens),
         shorts=np.arange(num_chunks, dtype=np.int32),
         block_table=np.zeros(table_shape, dtype=np.int32),
-        **{name: np.zeros(num_chunks, dtype=np.int32) for name in _ARRAYS},
+        **arrays,
     )
 
 
