@@ -69,8 +69,28 @@ def test_int8_is_the_product_with_the_rounded_weights(
     stored, scale = quantize(linear.weight)
     expected = x.double() @ (stored.double() * scale[:, None]).T + linear.bias.double()
     found = PackedLinear(stored, scale, linear.bias)(x)
-    tolerance = 2**-7 if dtype == torch.bfloat16 else 1e-5
+    tolerance = 2**-7 if dtype == torch.bfloat16 else 1e-3
     torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance / 10)
+
+
+@pytest.mark.parametrize("inputs", [127, 128, 300])
+def test_inputs_of_int8_are_as_fine_as_their_groups_allow(inputs: int) -> None:
+    torch.manual_seed(0)
+    weight = torch.randint(-127, 128, (40, inputs), dtype=torch.int8)
+    x = torch.randn(5, inputs) * torch.logspace(-3, 3, inputs)  # the largest far above the rest
+    found = PackedLinear(weight, torch.ones(40), None)(x).double()
+    largest = torch.stack([group.abs().amax(1) for group in x.split(128, 1)], 1).double()
+    weights = torch.stack([group.double().abs().sum(1) for group in weight.split(128, 1)])
+    bound = largest @ weights / (2 * 32767)  # half a step of each group's scale
+    error = (found - x.double() @ weight.double().T).abs()
+    assert (error <= 1.01 * bound).all() and (error > 0.001 * bound).any()
+
+
+def test_int8_takes_zeros_and_the_largest_sums() -> None:
+    weight = torch.full((32, 128), 127, dtype=torch.int8)
+    packed = PackedLinear(weight, torch.ones(32), None)
+    assert torch.equal(packed(torch.zeros(1, 128)), torch.zeros(1, 32))
+    torch.testing.assert_close(packed(torch.ones(1, 128)), torch.full((1, 32), 127.0 * 128))
 
 
 def test_leading_dimensions_are_kept() -> None:

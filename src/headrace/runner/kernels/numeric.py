@@ -157,3 +157,12 @@ def largest(values: Any, least: Any) -> Any:
     for j in range(values.size):
         top = max(top, _ordered(_as_bits(widen(values[j]))))
     return _as_float(np.uint32(_ordered(top)))
+
+
+@njit
+def largest_size(values: Any) -> Any:
+    """The largest absolute value, likewise; 0 of none."""
+    top = np.int32(0)
+    for j in range(values.size):
+        top = max(top, _as_bits(abs(widen(values[j]))))
+    return _as_float(np.uint32(top))

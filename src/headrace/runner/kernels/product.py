@@ -4,6 +4,9 @@ Weights are packed once, in panels of 32 outputs: what belongs to one input lies
 panel streams from memory in one go, and a vector holds 16 outputs. Each vector of weights widens in
 registers and meets one number each of up to 12 rows, spread over a vector. The sums of a row are
 the same whatever rows are computed with it.
+
+int8 weights meet integers too: groups of 128 inputs are scaled to int16, which is finer than
+bfloat16 for all that is within a hundredth of the group's largest, and summed exactly.
 """
 
 from typing import Any
@@ -15,47 +18,79 @@ from numba import njit
 from numba.np.numpy_support import carray
 from torch import Tensor
 
-from headrace.runner.kernels.numeric import f32_at, i8_at, narrow, take_next, u16_at, widen
+from headrace.runner.kernels.numeric import (
+    f32_at,
+    i8_at,
+    largest_size,
+    narrow,
+    take_next,
+    u16_at,
+    widen,
+)
 from headrace.runner.kernels.pool import Kernel, frame_of, spread
 from headrace.runner.kernels.tiles import PANEL, panel_tile
 
 _TILE = 12  # rows, at most
 _BLOCK_BYTES = 600 << 10  # of widened rows: they stay in the second cache
-_APART = 16  # floats; rows a power of two apart would drive each other out of the first cache
+_APART = 16  # numbers; rows a power of two apart would drive each other out of the first cache
+_GROUP = 128  # inputs; sums of int8 times int16 stay below 2^31 for 512
+_INT16_MAX = np.float32(32767)
 _tile_12, _tile_8, _tile_4 = panel_tile(12), panel_tile(8), panel_tile(4)
 _tile_2, _tile_1 = panel_tile(2), panel_tile(1)
 
 
 @njit
-def _multiply(w: Any, x: Any, num_rows: int, out: Any, after: Any) -> None:
+def _multiply(w: Any, x: Any, scales: Any, num_rows: int, out: Any, after: Any) -> None:
     """out += x times w [lines, numbers], for num_rows rows and what is left of their last tile.
 
     Each tile asks for its share of `after`, which is as long as w, or empty.
     """
-    num_tiles = (num_rows + _TILE - 1) // _TILE
-    apart = after.size * after.itemsize // (num_tiles * w.shape[0])
-    for tile in range(num_tiles):
-        fetched = (np.int64(after.ctypes.data) + tile * apart * w.shape[0], apart)
-        row = tile * _TILE
-        left, rows, sums = num_rows - row, x[row:], out[row:]
-        if left > 8:
-            _tile_12(w, rows, sums, fetched)
-        elif left > 4:
-            _tile_8(w, rows, sums, fetched)
-        elif left > 2:
-            _tile_4(w, rows, sums, fetched)
-        elif left == 2:
-            _tile_2(w, rows, sums, fetched)
-        else:
-            _tile_1(w, rows, sums, fetched)
+    num_tiles, num_lines = (num_rows + _TILE - 1) // _TILE, w.shape[0]
+    apart = after.size * after.itemsize // (num_tiles * num_lines)
+    in_group = num_lines if scales.shape[1] == 1 else _GROUP // 2
+    base = np.int64(after.ctypes.data)
+    for first in range(0, num_lines, in_group):
+        count = min(in_group, num_lines - first)
+        for row in range(0, num_rows, _TILE):
+            left, rows, own, sums = num_rows - row, x[row:], scales[row:], out[row:]
+            places = (first, count, first // in_group, base, apart)
+            if left > 8:
+                _tile_12(w, rows, own, sums, places)
+            elif left > 4:
+                _tile_8(w, rows, own, sums, places)
+            elif left > 2:
+                _tile_4(w, rows, own, sums, places)
+            elif left == 2:
+                _tile_2(w, rows, own, sums, places)
+            else:
+                _tile_1(w, rows, own, sums, places)
+            base += count * apart
 
 
 @njit
-def _widen(x: Any, wide: Any) -> None:
+def _widen(x: Any, wide: Any, scales: Any) -> None:
     for m in range(x.shape[0]):
         row, target = x[m], wide[m]
         for k in range(row.size):
             target[k] = widen(row[k])
+
+
+@njit
+def _to_int16(x: Any, by: Any, target: Any) -> None:
+    for k in range(x.size):
+        target[k] = np.int16(np.rint(widen(x[k]) * by))
+
+
+@njit
+def _quantize(x: Any, wide: Any, scales: Any) -> None:
+    """Rows as int16 and a scale for each of their groups."""
+    for m in range(x.shape[0]):
+        for group in range(scales.shape[1]):
+            span = slice(group * _GROUP, (group + 1) * _GROUP)
+            largest = largest_size(x[m, span])
+            scales[m, group] = largest / _INT16_MAX
+            by = _INT16_MAX / largest if largest > 0 else np.float32(0)
+            _to_int16(x[m, span], by, wide[m, span])
 
 
 @njit
@@ -66,35 +101,44 @@ def _put(out: Any, scale: Any, bias: Any, y: Any) -> None:
             target[n] = narrow(row[n] * scale[n] + bias[n], target[0])
 
 
-@njit
-def _product(counter: Any, w: Any, x: Any, target: Any) -> None:
-    """Pieces, a panel for a block of rows each, until none is left.
+def _product_by(take_in: Any, dtype: Any, group: int) -> Any:
+    """`take_in` brings rows to `dtype`, with a scale for each group of inputs; 0: all in one."""
 
-    w [panels, lines, numbers]; target: y [rows, outputs], scale and bias by output.
-    """
-    num_panels, (num_rows, num_inputs) = w.shape[0], x.shape
-    y, scale, bias = target
-    size = min(num_rows, max(_BLOCK_BYTES // (4 * num_inputs) // _TILE, 1) * _TILE)
-    num_pieces = (num_rows + size - 1) // size * num_panels
-    padded = (size + 3) // 4 * 4  # as far as a tile reaches
-    wide = np.empty((padded, num_inputs + _APART), np.float32)
-    wide[size:], wide[:, num_inputs:] = 0, 0
-    out = np.empty((padded, PANEL), np.float32)
-    block = -1
-    piece: int = take_next(counter)
-    while piece < num_pieces:
-        following: int = take_next(counter)
-        if block != piece // num_panels:
-            block = piece // num_panels
-            rows = x[block * size : (block + 1) * size]
-            _widen(rows, wide)
-        panel, out[:] = w[piece % num_panels], 0
-        after = w[following % num_panels if following < num_pieces else num_panels :][:1]
-        _multiply(panel, wide, rows.shape[0], out, after)
-        first = piece % num_panels * PANEL
-        stop = min(first + PANEL, y.shape[1])
-        _put(out, scale[first:], bias[first:], y[block * size : (block + 1) * size, first:stop])
-        piece = following
+    @njit
+    def run(counter: Any, w: Any, x: Any, target: Any) -> None:
+        """Pieces, a panel for a block of rows each, until none is left.
+
+        w [panels, lines, numbers]; target: y [rows, outputs], scale and bias by output.
+        """
+        num_panels, (num_rows, num_inputs) = w.shape[0], x.shape
+        y, scale, bias = target
+        size = min(num_rows, max(_BLOCK_BYTES // (4 * num_inputs) // _TILE, 1) * _TILE)
+        num_pieces = (num_rows + size - 1) // size * num_panels
+        padded = (size + 3) // 4 * 4  # as far as a tile reaches
+        wide = np.empty((padded, num_inputs + _APART), dtype)
+        wide[size:], wide[:, num_inputs:] = 0, 0
+        scales = np.ones((padded, (num_inputs + group - 1) // group if group else 1), np.float32)
+        out = np.empty((padded, PANEL), np.float32)
+        block = -1
+        piece: int = take_next(counter)
+        while piece < num_pieces:
+            following: int = take_next(counter)
+            if block != piece // num_panels:
+                block = piece // num_panels
+                rows = x[block * size : (block + 1) * size]
+                take_in(rows, wide, scales)
+            panel, out[:] = w[piece % num_panels], 0
+            after = w[following % num_panels if following < num_pieces else num_panels :][:1]
+            _multiply(panel, wide, scales, rows.shape[0], out, after)
+            first = piece % num_panels * PANEL
+            stop = min(first + PANEL, y.shape[1])
+            _put(out, scale[first:], bias[first:], y[block * size : (block + 1) * size, first:stop])
+            piece = following
+
+    return run
+
+
+_by_bf16, _by_int8 = _product_by(_widen, np.float32, 0), _product_by(_quantize, np.int16, _GROUP)
 
 
 @njit
@@ -103,30 +147,29 @@ def _scale_and_bias(g: Any) -> Any:
 
 
 @njit
-def _panels(bits: Any, num_outputs: int, num_lines: int, in_line: int) -> Any:
-    return carray(bits, ((num_outputs + PANEL - 1) // PANEL, num_lines, in_line * PANEL))
+def _panels(bits: Any, num_outputs: int, num_inputs: int) -> Any:
+    return carray(bits, ((num_outputs + PANEL - 1) // PANEL, (num_inputs + 1) // 2, 2 * PANEL))
 
 
 @Kernel
 def _bf16_by_bf16(a: Any) -> None:
     g = carray(a, 9)
-    w = _panels(u16_at(g[4]), g[1], (g[2] + 1) // 2, 2)
-    y = carray(u16_at(g[6]), (g[3], g[1]))
-    _product(a, w, carray(u16_at(g[5]), (g[3], g[2])), (y, *_scale_and_bias(g)))
+    w, y = _panels(u16_at(g[4]), g[1], g[2]), carray(u16_at(g[6]), (g[3], g[1]))
+    _by_bf16(a, w, carray(u16_at(g[5]), (g[3], g[2])), (y, *_scale_and_bias(g)))
 
 
 @Kernel
 def _bf16_by_int8(a: Any) -> None:
     g = carray(a, 9)
-    w, y = _panels(i8_at(g[4]), g[1], g[2], 1), carray(u16_at(g[6]), (g[3], g[1]))
-    _product(a, w, carray(u16_at(g[5]), (g[3], g[2])), (y, *_scale_and_bias(g)))
+    w, y = _panels(i8_at(g[4]), g[1], g[2]), carray(u16_at(g[6]), (g[3], g[1]))
+    _by_int8(a, w, carray(u16_at(g[5]), (g[3], g[2])), (y, *_scale_and_bias(g)))
 
 
 @Kernel
 def _float_by_int8(a: Any) -> None:
     g = carray(a, 9)
-    w, y = _panels(i8_at(g[4]), g[1], g[2], 1), carray(f32_at(g[6]), (g[3], g[1]))
-    _product(a, w, carray(f32_at(g[5]), (g[3], g[2])), (y, *_scale_and_bias(g)))
+    w, y = _panels(i8_at(g[4]), g[1], g[2]), carray(f32_at(g[6]), (g[3], g[1]))
+    _by_int8(a, w, carray(f32_at(g[5]), (g[3], g[2])), (y, *_scale_and_bias(g)))
 
 
 _BODIES = {
@@ -134,17 +177,16 @@ _BODIES = {
     (torch.bfloat16, torch.int8): _bf16_by_int8,
     (torch.float32, torch.int8): _float_by_int8,
 }
-_IN_LINE = {torch.bfloat16: 2, torch.int8: 1}  # inputs
 
 
 def pack(weight: Tensor) -> Tensor:
-    """weight [outputs, inputs], bfloat16 or int8, as [panels, lines, PANEL, inputs of a line].
+    """weight [outputs, inputs], bfloat16 or int8, as [panels, pairs of inputs, PANEL, 2].
 
     Outputs and inputs that are not there are zero.
     """
-    (outputs, inputs), in_line = weight.shape, _IN_LINE[weight.dtype]
-    whole = F.pad(weight, (0, -inputs % in_line, 0, -outputs % PANEL))
-    return whole.view(-1, PANEL, whole.shape[1] // in_line, in_line).transpose(1, 2).contiguous()
+    outputs, inputs = weight.shape
+    whole = F.pad(weight, (0, inputs % 2, 0, -outputs % PANEL))
+    return whole.view(-1, PANEL, whole.shape[1] // 2, 2).transpose(1, 2).contiguous()
 
 
 def unpack(packed: Tensor, num_outputs: int, num_inputs: int) -> Tensor:

@@ -5,11 +5,11 @@ third of the memory's speed. A vector holds 16 numbers: one register with AVX-51
 compiler splits it.
 
 A step is 32 stored numbers in the order they lie in memory. They widen to two vectors, `even` and
-`odd`: bfloat16 by a shift and by a mask of the words that hold two neighbours, other types as the
+`odd`: bfloat16 by a shift and by a mask of the words that hold two neighbours, float32 as the
 first and the second half of the step. What they meet must lie in that order: see `in_order`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,10 +25,10 @@ PANEL = 32  # outputs whose weights lie side by side
 _LANES = 16
 _CACHE_LINE = 64
 _F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
-_FLOATS = ir.VectorType(_F32, _LANES)
+_FLOATS, _INTS = ir.VectorType(_F32, _LANES), ir.VectorType(_I32, _LANES)
 _FAST = ("nsz", "arcp", "contract", "afn", "reassoc")
-_KINDS = {types.uint16: "bf16", types.int8: "int8", types.float32: "float"}
-_SIZES = {"bf16": 2, "int8": 1, "float": 4}
+_KINDS = {types.uint16: "bf16", types.int8: "int8", types.int16: "int16", types.float32: "float"}
+_SIZES = {"bf16": 2, "float": 4}
 Pair = tuple[Any, Any]
 
 
@@ -59,16 +59,12 @@ def _load(builder: Any, address: Any, kind: Any, align: int) -> Any:
 def _widened(builder: Any, address: Any, kind: str) -> Pair:
     """The two float vectors of the step at `address`."""
     if kind == "bf16":
-        words = _load(builder, address, ir.VectorType(_I32, _LANES), 2)
+        words = _load(builder, address, _INTS, 2)
         even = builder.shl(words, words.type([16] * _LANES))
         odd = builder.and_(words, words.type([0xFFFF0000] * _LANES))
         return builder.bitcast(even, _FLOATS), builder.bitcast(odd, _FLOATS)
     second = builder.add(address, _I64(_LANES * _SIZES[kind]))
-    if kind == "float":
-        return _load(builder, address, _FLOATS, 4), _load(builder, second, _FLOATS, 4)
-    stored = ir.VectorType(ir.IntType(8), _LANES)
-    first, last = _load(builder, address, stored, 1), _load(builder, second, stored, 1)
-    return builder.sitofp(first, _FLOATS), builder.sitofp(last, _FLOATS)
+    return _load(builder, address, _FLOATS, 4), _load(builder, second, _FLOATS, 4)
 
 
 def _add_product(builder: Any, total: Any, a: Any, b: Any) -> Any:
@@ -97,10 +93,10 @@ def _fold(builder: Any, left: Any, right: Any, apart: int) -> Any:
     return builder.fadd(*parts, flags=_FAST)
 
 
-def _picked(builder: Any, left: Any, right: Any, lanes: list[int]) -> Any:
+def _picked(builder: Any, left: Any, right: Any, lanes: Sequence[int]) -> Any:
     """A vector of numbers of left (from 0) and right (from 16)."""
     kind = ir.VectorType(_I32, len(lanes))
-    return builder.shuffle_vector(left, right, ir.Constant(kind, lanes))
+    return builder.shuffle_vector(left, right, ir.Constant(kind, list(lanes)))
 
 
 def _fetch(builder: Any, address: Any) -> None:
@@ -154,7 +150,7 @@ def dot_tile(num_outputs: int, num_rows: int) -> Any:
 
     At most 16 products, no remainders of a step; a row of out is contiguous.
 
-    w [outputs, inputs] is stored bfloat16 bits, int8 or float32; x [rows, inputs] float32 in the
+    w [outputs, inputs] is stored bfloat16 bits or float32; x [rows, inputs] float32 in the
     order of the tiles; `ahead` is how many bytes after a line of w another one is fetched. (Places
     are numbers, not slices: making slices takes longer than a tile.)
     """
@@ -236,59 +232,89 @@ def mix_tile(num_rows: int, num_steps: int) -> Any:
 
 
 def panel_tile(num_rows: int) -> Any:
-    """tile(w, x, out, fetched): out[j, n] += the sum over inputs k of w[k, n] times x[j, k].
+    """tile(w, x, scales, out, (first, count, group, base, apart)): adds the products of some lines.
 
-    w [lines, numbers] is a panel of PANEL outputs: bfloat16 bits, where a line is two inputs side
-    by side for each output, or int8, where it is one. x is float32, as many inputs or more; out
-    [num_rows, PANEL] float32 and contiguous. With line i a cache line for each of its inputs is
-    asked for, from fetched[0] + i * fetched[1] bytes on.
+    w [lines, 2 * PANEL] is a panel of PANEL outputs; a line is two inputs, side by side for each
+    output. x [rows, inputs or more]; out [num_rows, PANEL] is float32 and contiguous.
+
+    Of bfloat16 bits and float32: out[j, n] += the sum over inputs k of lines [first, first + count)
+    of w's [k, n] times x[j, k]. Of int8 and int16: that sum, less than 2^31, times
+    scales[j, group]. With line i as much is fetched from base + i * apart bytes on.
     """
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        w, x, out = (_Matrix(context, builder, signature.args[i], args[i]) for i in range(3))
-        base, apart = cgutils.unpack_tuple(builder, args[3])
+        w, x, scales, out = (
+            _Matrix(context, builder, signature.args[i], args[i]) for i in range(4)
+        )
+        first, count, group, base, apart = cgutils.unpack_tuple(builder, args[4])
         rows = [x.row(_I64(0), m) for m in range(num_rows)]
-        places = [out.at(_I64(m), _I64(_LANES * v)) for m in range(num_rows) for v in range(2)]
-        in_line = 2 if w.kind == "bf16" else 1
 
         def body(at: Any, totals: list[Any]) -> list[Any]:
-            weights = _inputs_of(builder, w.at(at, _I64(0)), w.kind)
+            number = builder.add(first, at)
+            terms = _terms_of(builder, w.at(number, _I64(0)), w.kind)
             there = builder.add(base, builder.mul(at, apart))
-            for k in range(in_line):
+            for k in range(len(terms)):
                 _fetch(builder, builder.add(there, _I64(k * _CACHE_LINE)))
-            first = builder.mul(at, _I64(in_line * _SIZES["float"]))
             following = []
             for m, row in enumerate(rows):
-                address, pair = builder.add(row, first), totals[2 * m : 2 * m + 2]
-                for k, vectors in enumerate(weights):
-                    number = builder.add(address, _I64(k * _SIZES["float"]))
-                    by = _spread(builder, _load(builder, number, _F32, 4))
-                    both = zip(pair, vectors, strict=True)
-                    pair = [_add_product(builder, total, vector, by) for total, vector in both]
-                following += pair
+                address = builder.add(row, builder.mul(number, _I64(4 * len(terms))))
+                sums = totals[2 * m : 2 * m + 2]
+                for k, vectors in enumerate(terms):
+                    kind = _F32 if w.kind == "bf16" else _I32  # of int16, two
+                    factor = _load(builder, builder.add(address, _I64(4 * k)), kind, 2)
+                    by, both = _spread(builder, factor), zip(sums, vectors, strict=True)
+                    sums = [_add_term(builder, total, vector, by) for total, vector in both]
+                following += sums
             return following
 
+        places = [out.at(_I64(m), _I64(_LANES * v)) for m in range(num_rows) for v in range(2)]
         begin = [_load(builder, place, _FLOATS, 4) for place in places]
-        for place, total in zip(places, _loop(builder, w.shape[0], begin, body), strict=True):
+        if w.kind == "int8":
+            zeros = [ir.Constant(_INTS, [0] * _LANES)] * len(places)
+            totals = _loop(builder, count, zeros, body)
+            factors = [_load(builder, scales.at(_I64(m), group), _F32, 4) for m in range(num_rows)]
+            parts = [builder.sitofp(total, _FLOATS) for total in totals]
+            by = [_spread(builder, factor) for factor in factors for _ in range(2)]
+            totals = [_add_product(builder, *term) for term in zip(begin, parts, by, strict=True)]
+        else:
+            totals = _loop(builder, count, begin, body)
+        for place, total in zip(places, totals, strict=True):
             builder.store(total, builder.inttoptr(place, _FLOATS.as_pointer()), align=4)
         return context.get_dummy_value()
 
-    def typed(typing: Any, w: Any, x: Any, out: Any, fetched: Any) -> Any:
-        return types.void(w, x, out, fetched), emit
+    def typed(typing: Any, w: Any, x: Any, scales: Any, out: Any, places: Any) -> Any:
+        return types.void(w, x, scales, out, places), emit
 
     return intrinsic(typed)
 
 
-def _inputs_of(builder: Any, address: Any, kind: str) -> list[Pair]:
-    """The weights of a panel's line, input by input: those of its outputs as two vectors."""
-    if kind != "bf16":
-        return [_widened(builder, address, kind)]
-    second = builder.add(address, _I64(_LANES * 2 * _SIZES[kind]))
-    halves = _widened(builder, address, kind), _widened(builder, second, kind)
-    return list(zip(*halves, strict=True))
+def _terms_of(builder: Any, address: Any, kind: str) -> list[Pair]:
+    """The line's weights, each pair of vectors those of all outputs for one number of x's.
+
+    bfloat16: floats, input by input. int8: int16, both inputs at once.
+    """
+    if kind == "bf16":
+        second = builder.add(address, _I64(_CACHE_LINE))
+        halves = _widened(builder, address, kind), _widened(builder, second, kind)
+        return list(zip(*halves, strict=True))
+    stored, wide = ir.VectorType(ir.IntType(8), STEP), ir.VectorType(ir.IntType(16), STEP)
+    parts = [_load(builder, builder.add(address, _I64(size)), stored, 1) for size in (0, STEP)]
+    return [(builder.sext(parts[0], wide), builder.sext(parts[1], wide))]
+
+
+def _add_term(builder: Any, total: Any, a: Any, b: Any) -> Any:
+    """Floats: total + a b. int16 as two in each of b's words: a[2i] b[2i] + a[2i + 1] b[2i + 1]."""
+    if total.type == _FLOATS:
+        return _add_product(builder, total, a, b)
+    wide = ir.VectorType(_I32, STEP)
+    left, right = builder.sext(a, wide), builder.sext(builder.bitcast(b, a.type), wide)
+    products = builder.mul(left, right)
+    even, odd = (_picked(builder, products, products, range(k, STEP, 2)) for k in (0, 1))
+    return builder.add(total, builder.add(even, odd))
 
 
 def _spread(builder: Any, number: Any) -> Any:
     """A vector of the same number everywhere."""
-    first = builder.insert_element(ir.Constant(_FLOATS, ir.Undefined), number, _I32(0))
+    vector = ir.VectorType(number.type, _LANES)
+    first = builder.insert_element(ir.Constant(vector, ir.Undefined), number, _I32(0))
     return _picked(builder, first, first, [0] * _LANES)
