@@ -9,13 +9,13 @@ from headrace.core.errors import ModelError
 from headrace.core.messages import Ready
 from headrace.runner import load
 from headrace.runner.inputs import SHORT
-from headrace.runner.kernels import long, pointwise, product, short
+from headrace.runner.kernels import chain, long, pointwise, product, short
 from headrace.runner.kernels.pool import Kernel
 from headrace.runner.load import load_runner
 from tests.builders import make_tiny_model
 from tests.drive import generate
 
-KERNEL_FILES = (long, pointwise, product, short)
+KERNEL_FILES = (chain, long, pointwise, product, short)
 POSITION = 3 * 2 * 16 * 2 * 4  # bytes: layers, kv heads, head size, keys and values, float32
 
 

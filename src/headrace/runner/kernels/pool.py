@@ -72,21 +72,34 @@ def _callable(address: int) -> Any:
 
 
 @cache
-def _openmp_fork() -> Any | None:
-    """GOMP_parallel of the OpenMP library that torch itself runs on; None where it has another."""
+def _openmp() -> ctypes.CDLL | None:
+    """The OpenMP library that torch itself runs on; None where it is not GNU's."""
     torch.ones(1 << 16).sum()  # some builds load the library at the first parallel loop
     try:
         with open("/proc/self/maps") as maps:
             paths = {line.split()[-1] for line in maps if "libgomp" in line}
     except OSError:
         return None
-    if not paths:
+    return ctypes.CDLL(min(paths, key=lambda p: ("torch" not in p, p))) if paths else None
+
+
+@cache
+def _openmp_fork() -> Any | None:
+    library = _openmp()
+    if library is None:
         return None
-    path = min(paths, key=lambda p: ("torch" not in p, p))
-    fork = ctypes.CDLL(path).GOMP_parallel
+    fork = library.GOMP_parallel
     fork.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
     fork.restype = None
     return fork
+
+
+def barrier_address() -> int | None:
+    """The C function, without arguments, by which the threads of a kernel wait for each other."""
+    library = _openmp()
+    if library is None or _openmp_fork() is None:
+        return None
+    return ctypes.cast(library.GOMP_barrier, ctypes.c_void_p).value
 
 
 @cache

@@ -21,6 +21,7 @@ _OWN_TYPES = (torch.bfloat16, torch.float32)
 
 _current = threading.local()
 
+Call = Callable[[], object]
 Own = Mapping[Any, Callable[[Tensor, Tensor, Tensor], None]]
 
 
@@ -60,10 +61,14 @@ class Tape:
     """What was computed, in order."""
 
     def __init__(self) -> None:
-        self._calls: list[Callable[[], object]] = []
+        self._calls: list[Call] = []
 
-    def add(self, call: Callable[[], object]) -> None:
+    def add(self, call: Call) -> None:
         self._calls.append(call)
+
+    def rewrite(self, by: Callable[[list[Call]], list[Call]]) -> None:
+        """Replace the calls by others that do the same."""
+        self._calls = by(self._calls)
 
     def play(self) -> None:
         for call in self._calls:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from headrace.runner.inputs import SHORT, Batch
+from headrace.runner.kernels.chain import chained
 from headrace.runner.kernels.pointwise import add
 from headrace.runner.kernels.tape import Arena, CannotRecord, Tape, record
 
@@ -67,6 +68,7 @@ class RecordedForward:
         steady = _steady(batch, (num_chunks, self._width), num_tokens)
         fill(steady, batch)
         tape, result = record(lambda: self._forward(steady), self._arena, _OWN)
+        tape.rewrite(chained)
         return _Recording(steady, tape, result)
 
 

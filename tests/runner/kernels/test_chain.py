@@ -1,0 +1,67 @@
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from headrace.runner.kernels import pool
+from headrace.runner.kernels.chain import chained
+from headrace.runner.kernels.pointwise import add, norm
+from headrace.runner.kernels.pool import Frame, Kernel, spread
+from headrace.runner.kernels.tape import Arena, Tape, record
+
+OWN = {torch.ops.aten.add.Tensor: add}
+WEIGHT = torch.ones(64).bfloat16()  # a tape holds no tensors: what it reads must stay
+
+
+@pytest.fixture(autouse=True)
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def recorded(x: Tensor, num_layers: int) -> tuple[Tape, Tensor]:
+    """Kernels of which each reads all that the one before it wrote; a sine, torch's, between."""
+
+    def run() -> Tensor:
+        y = x
+        for layer in range(num_layers):
+            y = norm(y + x, WEIGHT, 1e-6)
+            y = y.sin() if layer == num_layers // 2 else y
+        return y
+
+    return record(run, Arena(), OWN)
+
+
+def test_a_chain_computes_what_single_calls_do() -> None:
+    x = torch.randn(300, 64).bfloat16()
+    tape, result = recorded(x, 12)
+    for _ in range(20):
+        x.copy_(torch.randn(300, 64))
+        tape.play()
+        expected = result.clone()
+        result.zero_()
+        one = Tape()
+        one.rewrite(lambda _: chained(tape._calls))
+        one.play()
+        assert torch.equal(result, expected)
+        result.zero_()
+        one.play()  # the counters were set back
+        assert torch.equal(result, expected)
+
+
+def test_kernels_in_a_row_become_one_call_and_others_stay() -> None:
+    if pool.barrier_address() is None:
+        pytest.skip("threads cannot meet here")
+    tape, _ = recorded(torch.randn(3, 64).bfloat16(), 12)
+    assert len(tape._calls) == 25
+    assert len(chained(tape._calls)) == 3
+
+
+def test_where_threads_cannot_meet_calls_stay_single(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "_openmp_fork", lambda: None)
+    calls = [partial(spread, Kernel(lambda a: None), Frame)] * 3
+    assert chained(calls) == calls
