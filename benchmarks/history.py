@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 FOLDER = Path("docs/benchmarks/roofline")
 PICTURE = FOLDER / "history.png"
-_COLORS = ("#b9c4cc", "#66a182", "#0b6e99", "#d1495b", "#edae49")
+_COLORS = ("#b9c4cc", "#66a182", "#0b6e99", "#d1495b", "#edae49", "#5b3a8e")
 
 
 def draw(runs: dict[str, dict[str, Any]]) -> None:
