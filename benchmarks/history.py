@@ -35,7 +35,7 @@ def draw(runs: dict[str, dict[str, Any]]) -> None:
     axes.set_xlim(0, 1)
     axes.grid(axis="x", alpha=0.3)
     axes.set_xlabel("floor / measured, both of the same run (1 is the machine's limit)")
-    axes.legend(loc="lower right")
+    axes.legend(loc="upper left")
     figure.savefig(PICTURE, dpi=110)
 
 
