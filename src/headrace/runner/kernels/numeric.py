@@ -27,7 +27,6 @@ def _pointer_to(element: Any) -> Any:
 
 f32_at = _pointer_to(types.float32)
 u16_at = _pointer_to(types.uint16)
-u32_at = _pointer_to(types.uint32)
 i32_at = _pointer_to(types.int32)
 i64_at = _pointer_to(types.int64)
 i8_at = _pointer_to(types.int8)
@@ -68,34 +67,6 @@ def _emit_widen(typing_context: Any, stored: Any) -> Any:
 
 widen: Any = intrinsic(_emit_widen)
 """A stored number as float32: bfloat16 bits (uint16), int8, or float32 itself."""
-
-
-def _emit_low(typing_context: Any, word: Any) -> Any:
-    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        if word == types.int8:
-            return builder.sitofp(args[0], ir.FloatType())
-        shifted = builder.shl(args[0], args[0].type(16))
-        return builder.bitcast(shifted, ir.FloatType())
-
-    return types.float32(word), emit
-
-
-low: Any = intrinsic(_emit_low)
-"""The first bfloat16 of two in a word (uint32) as float32; an int8 is just itself."""
-
-
-def _emit_high(typing_context: Any, word: Any) -> Any:
-    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        if word == types.int8:
-            return builder.sitofp(args[0], ir.FloatType())
-        masked = builder.and_(args[0], args[0].type(0xFFFF0000))
-        return builder.bitcast(masked, ir.FloatType())
-
-    return types.float32(word), emit
-
-
-high: Any = intrinsic(_emit_high)
-"""The second bfloat16 of two in a word as float32; an int8 is just itself."""
 
 
 def _emit_narrow(typing_context: Any, value: Any, like: Any) -> Any:
