@@ -1,7 +1,7 @@
 """From safetensors files into a model's parameters: each tensor once, in its final form."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -20,9 +20,18 @@ _DERIVED = re.compile(r"rotary_emb\.inv_freq$")  # written by old exporters, com
 
 
 def load_weights(
-    model: nn.Module, table: Table, spec: ModelSpec, dtype: torch.dtype, device: torch.device
+    model: nn.Module,
+    table: Table,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    settle: Callable[[str], None] = lambda path: None,
 ) -> None:
-    """Gives every (meta) parameter of `model` its values; ModelError names what does not fit."""
+    """Gives every (meta) parameter of `model` its values; ModelError names what does not fit.
+
+    `settle` may replace the module at a path; it is called as soon as that has all its parameters,
+    so that two forms of all weights are never there at once.
+    """
     with ExitStack() as files:
         checkpoint = Checkpoint(spec, files)
         sources = {
@@ -43,6 +52,10 @@ def load_weights(
                 # A file that ties by its config and still holds two different tensors means two.
                 is_own = name in present and not checkpoint.same(sources[name], sources[present[0]])
                 _assign(model, name, make(name) if is_own else made)
+            del made
+            for path in [name.rpartition(".")[0] for name in names]:
+                if not any(p.is_meta for p in model.get_submodule(path).parameters(recurse=False)):
+                    settle(path)
     model.to(device)  # buffers
 
 

@@ -7,7 +7,7 @@ from headrace.runner.kernels.linear import (
     FEW_ROWS,
     PackedLinear,
     ReorderedLinear,
-    pack_linears,
+    pack_linear,
     quantize,
     relative_loss,
 )
@@ -117,13 +117,13 @@ def test_the_form_follows_the_processor_and_the_self_check(
     monkeypatch.setattr(module, "has_fast_bf16", lambda: has)
     monkeypatch.setattr(module, "can_reorder", lambda: can)
     model = nn.Sequential(make_linear(64, 64, False, torch.bfloat16))
-    pack_linears(model)
+    pack_linear(model, "0")
     assert type(model[0]) is form
 
 
 def test_float32_weights_stay_as_they_are() -> None:
     plain = nn.Sequential(make_linear(8, 8, False, torch.float32))
-    pack_linears(plain)
+    pack_linear(plain, "0")
     assert type(plain[0]) is nn.Linear
 
 

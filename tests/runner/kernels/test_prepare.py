@@ -17,7 +17,8 @@ CPU = torch.device("cpu")
 
 
 def make_naive(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native_text, "prepare", lambda model, to_int8: None)
+    monkeypatch.setattr(native_text, "prepare", lambda model: None)
+    monkeypatch.setattr(native_text, "pack_linear", lambda model, path, to_int8: None)
     monkeypatch.setattr(native_text, "CpuAttention", NaiveAttention)
     monkeypatch.setattr(native_text, "RecordedForward", lambda forward, width: forward)
 

@@ -62,13 +62,13 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     return (wide / scale[:, None]).round_().to(torch.int8), scale
 
 
-def pack_linears(model: nn.Module, to_int8: bool = False) -> None:
-    """Give each linear layer of a CPU model the fastest form here, one at a time."""
-    can = has_fast_bf16() and can_reorder()
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear:
-                setattr(parent, name, _packed(child, to_int8, can))
+def pack_linear(model: nn.Module, path: str, to_int8: bool = False) -> None:
+    """Give the module at `path` of a CPU model the fastest form here, if it is a linear layer."""
+    linear = model.get_submodule(path)
+    if type(linear) is nn.Linear:
+        parent, _, name = path.rpartition(".")
+        packed = _packed(linear, to_int8, has_fast_bf16() and can_reorder())
+        setattr(model.get_submodule(parent), name, packed)
 
 
 def _packed(linear: nn.Linear, to_int8: bool, can_reorder_here: bool) -> nn.Module:

@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 
 from headrace.models.layers import GatedMLP, RMSNorm, Rotary, Turn
-from headrace.runner.kernels.linear import PackedLinear, ReorderedLinear, pack_linears
+from headrace.runner.kernels.linear import PackedLinear, ReorderedLinear
 from headrace.runner.kernels.pointwise import gated, norm, rotate
 
 
@@ -45,13 +45,12 @@ class CpuGatedMLP(nn.Module):
 _FAST = {RMSNorm: CpuNorm, Rotary: CpuRotary, GatedMLP: CpuGatedMLP}
 
 
-def prepare(model: nn.Module, to_int8: bool = False) -> None:
-    """Swaps layers for their fast forms, one at a time, so that no weight is there twice."""
+def prepare(model: nn.Module) -> None:
+    """Swaps layers for their fast forms; linear ones are packed while they are loaded."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if fast := _FAST.get(type(child)):
                 setattr(parent, name, fast(child))
-    pack_linears(model, to_int8)
 
 
 def weight_bytes(model: nn.Module) -> int:

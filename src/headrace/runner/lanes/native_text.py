@@ -2,6 +2,7 @@
 
 from array import array
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from headrace.models.weights import load_weights
 from headrace.runner.attention import Attention, NaiveAttention
 from headrace.runner.inputs import Batch, pack
 from headrace.runner.kernels.attention import CpuAttention
+from headrace.runner.kernels.linear import pack_linear
 from headrace.runner.kernels.prepare import prepare, weight_bytes
 from headrace.runner.lanes.recorded import RecordedForward
 from headrace.runner.storage import BlockStorage, bytes_per_position
@@ -29,10 +31,13 @@ class NativeText:
         with torch.device("meta"):
             self._model = make(make.read(spec.config))
         self.num_parameters = sum(p.numel() for p in self._model.parameters())
-        load_weights(self._model, make.weights, spec, dtype, device)
         self.device, self.dtype = device, dtype
         if device.type == "cpu":
-            prepare(self._model, to_int8)
+            pack = partial(pack_linear, self._model, to_int8=to_int8)
+            load_weights(self._model, make.weights, spec, dtype, device, pack)
+            prepare(self._model)
+        else:
+            load_weights(self._model, make.weights, spec, dtype, device)
         self.weight_bytes = weight_bytes(self._model)
 
     def layout(
