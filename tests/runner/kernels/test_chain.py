@@ -8,7 +8,7 @@ from torch import Tensor
 from headrace.runner.kernels import pool
 from headrace.runner.kernels.chain import chained
 from headrace.runner.kernels.pointwise import add, norm
-from headrace.runner.kernels.pool import Frame, Kernel, spread
+from headrace.runner.kernels.pool import Kernel, frame_of, spread
 from headrace.runner.kernels.tape import Arena, Tape, record
 
 OWN = {torch.ops.aten.add.Tensor: add}
@@ -63,5 +63,5 @@ def test_kernels_in_a_row_become_one_call_and_others_stay() -> None:
 
 def test_where_threads_cannot_meet_calls_stay_single(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "_openmp_fork", lambda: None)
-    calls = [partial(spread, Kernel(lambda a: None), Frame)] * 3
+    calls = [partial(spread, Kernel(lambda a: None), frame_of())] * 3
     assert chained(calls) == calls

@@ -48,7 +48,7 @@ class RecordedForward:
         self._is_off = False
 
     def __call__(self, batch: Batch) -> Tensor:
-        """The result is overwritten by the next step."""
+        """At least as many rows as the batch has tokens; overwritten by the next step."""
         if self._is_off or len(batch.token_ids) > _MAX_TOKENS:
             return self._forward(batch)
         size = _size_for(batch)
