@@ -8,14 +8,14 @@ from headrace.core.config import ModelConfig, SchedulerConfig
 from headrace.core.errors import ModelError
 from headrace.core.messages import Ready
 from headrace.runner import load
-from headrace.runner.inputs import SHORT
-from headrace.runner.kernels import chain, long, pointwise, product, short
+from headrace.runner.kernels import chain, fused, long, pointwise, product
+from headrace.runner.kernels.attention import SHORT
 from headrace.runner.kernels.pool import Kernel
 from headrace.runner.load import load_runner
 from tests.builders import make_tiny_model
 from tests.drive import generate
 
-KERNEL_FILES = (chain, long, pointwise, product, short)
+KERNEL_FILES = (chain, fused, long, pointwise, product)
 POSITION = 3 * 2 * 16 * 2 * 4  # bytes: layers, kv heads, head size, keys and values, float32
 
 

@@ -14,10 +14,6 @@ from headrace.core.plan import Chunk
 Ints = NDArray[np.int32]
 
 
-SHORT = 64
-"""Tokens of a chunk up to which attention reads the cache in place; a longer one lays it out."""
-
-
 @dataclass(frozen=True, slots=True)
 class Batch:
     """Tensors lie on the model's device; the arrays describe the chunks and lie on the host."""
@@ -29,7 +25,6 @@ class Batch:
     starts: Ints  # [chunks]: position of each chunk's first token
     lengths: Ints  # [chunks]
     first_rows: Ints  # [chunks]: where its first token lies in the batch
-    shorts: Ints  # numbers of the chunks of at most SHORT tokens, those that decode among them
     block_table: Ints  # [chunks, max_blocks], padded with 0; covers start + length positions
 
 
@@ -61,7 +56,6 @@ def pack(
         starts=starts,
         lengths=lengths,
         first_rows=first_rows,
-        shorts=np.flatnonzero(lengths <= SHORT).astype(np.int32),
         block_table=table,
     )
 

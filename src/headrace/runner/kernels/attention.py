@@ -1,4 +1,4 @@
-"""Owns attention on a CPU: short chunks in one kernel, long ones by torch's.
+"""Owns attention on a CPU: our own kernel, or torch's for long chunks that it computes in bfloat16.
 
 Both read and write block memory through block tables; which block is whose is not asked.
 """
@@ -10,13 +10,19 @@ import torch
 from torch import Tensor
 
 from headrace.models.step import Step
-from headrace.runner.inputs import SHORT, Batch
+from headrace.runner.inputs import Batch
 from headrace.runner.kernels import frame as fields
+from headrace.runner.kernels.fused import WRITE_AND_ATTEND
 from headrace.runner.kernels.long import GATHER_SIZE, LongChunk
 from headrace.runner.kernels.pool import frame_of, spread
 from headrace.runner.kernels.private import has_fast_bf16
-from headrace.runner.kernels.short import SHORT_CHUNKS
 from headrace.runner.storage import BlockStorage
+
+SHORT = 64
+"""Tokens of a chunk up to which our own kernel is faster even where torch has a faster unit."""
+
+
+_ANY = 1 << 31  # tokens; more than any chunk has
 
 
 class CpuAttention:
@@ -26,8 +32,9 @@ class CpuAttention:
         self.storage = storage
         self.sinks = sinks
         cache = storage.keys[0].dtype
-        self.short = SHORT_CHUNKS[cache]
-        self.formats = cache, cache if has_fast_bf16() else torch.float32
+        self.kernels = WRITE_AND_ATTEND[cache]
+        is_fast = cache == torch.bfloat16 and has_fast_bf16()
+        self.longest = SHORT if is_fast else _ANY
 
     def step(self, batch: Batch) -> Step:
         return CpuStep(self, batch)
@@ -39,10 +46,10 @@ class CpuStep:
     def __init__(self, attention: CpuAttention, batch: Batch) -> None:
         self.positions = batch.positions
         self._attention, self._batch = attention, batch
-        longs = np.flatnonzero(batch.lengths > SHORT).tolist()
-        self._longs = [LongChunk(batch, number, attention.formats) for number in longs]
+        longs = np.flatnonzero(batch.lengths > attention.longest).tolist()
+        self._longs = [LongChunk(batch, number) for number in longs]
         self._frame = frame = frame_of(*[0] * (GATHER_SIZE - 1))
-        frame[fields.WHICH], frame[fields.NUM_WHICH] = batch.shorts.ctypes.data, len(batch.shorts)
+        frame[fields.LONGEST] = attention.longest
         frame[fields.STARTS] = batch.starts.ctypes.data
         frame[fields.LENGTHS] = batch.lengths.ctypes.data
         frame[fields.FIRST_ROWS] = batch.first_rows.ctypes.data
@@ -60,8 +67,8 @@ class CpuStep:
         sinks = attention.sinks[layer] if attention.sinks else None
         if sinks is not None:
             frame[fields.SINKS], frame[fields.NUM_SINKS] = sinks.data_ptr(), len(sinks)
-        if len(self._batch.shorts):
-            spread(attention.short, frame)
+        for kernel in attention.kernels:
+            spread(kernel, frame)
         for chunk in self._longs:
             chunk.attend(frame, q, out, sinks)
         return out

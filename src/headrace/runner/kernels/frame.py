@@ -13,8 +13,7 @@ from headrace.runner.kernels.numeric import f32_at, i32_at, u16_at
 from headrace.runner.kernels.pool import Frame
 
 (
-    WHICH,  # the short chunks' numbers
-    NUM_WHICH,
+    LONGEST,  # tokens of a chunk; longer ones are not the kernel's, but see long.py
     STARTS,
     LENGTHS,
     FIRST_ROWS,
@@ -41,7 +40,7 @@ from headrace.runner.kernels.pool import Frame
     V_STRIDE,
     OUT_STRIDE,
     FRAME_SIZE,
-) = range(1, 29)
+) = range(1, 28)
 
 
 def set_memory(frame: Frame, keys: Tensor, values: Tensor) -> None:
@@ -67,7 +66,6 @@ def first_visible(position: int, window: int) -> int:
 @njit
 def chunks_of(g: Any) -> Any:
     return (
-        carray(i32_at(g[WHICH]), g[NUM_WHICH]),
         carray(i32_at(g[STARTS]), g[NUM_CHUNKS]),
         carray(i32_at(g[LENGTHS]), g[NUM_CHUNKS]),
         carray(i32_at(g[FIRST_ROWS]), g[NUM_CHUNKS]),

@@ -20,11 +20,9 @@ from headrace.runner.kernels.frame import (
     WINDOW,
     chunks_of,
     memory_bf16,
-    memory_float,
     new_bf16,
-    new_float,
 )
-from headrace.runner.kernels.numeric import f32_at, narrow, take_next, u16_at, widen
+from headrace.runner.kernels.numeric import narrow, take_next, u16_at, widen
 from headrace.runner.kernels.pool import Frame, Kernel, spread
 from headrace.runner.kernels.private import attend_masked
 
@@ -34,9 +32,6 @@ _HIDDEN = -1e30  # finite: a span of which a query sees nothing weighs nothing i
 
 # After the frame of the attention itself:
 (CHUNK, BASE, TOTAL, SPAN_KEYS, SPAN_VALUES, GATHER_SIZE) = range(FRAME_SIZE, FRAME_SIZE + 6)
-
-Formats = tuple[torch.dtype, torch.dtype]
-"""Of the cache and of the keys laid out, in which attention computes."""
 
 Part = tuple[Tensor, Tensor]
 """Weighed values [kv_heads, rows, dim], logarithms of the sums of weights [kv_heads, rows]."""
@@ -62,7 +57,7 @@ def _lay_out(past: Any, cache: Any, new: Any, head: int, span: Any, at: Any) -> 
 @njit
 def _gather(g: Any, a: Any, new: Any, memory: Any, past: Any) -> None:
     """A piece of work is one block of one kv head; `BASE` is the first position of a block."""
-    _, starts, _, first_rows, table = chunks_of(g)
+    starts, _, first_rows, table = chunks_of(g)
     chunk, base, total = g[CHUNK], g[BASE], g[TOTAL]
     heads, size = g[KV_HEADS], g[BLOCK_SIZE]
     num_blocks = (total - base + size - 1) // size
@@ -83,35 +78,10 @@ def _span_bf16(g: Any) -> Any:
     return carray(u16_at(g[SPAN_KEYS]), shape), carray(u16_at(g[SPAN_VALUES]), shape)
 
 
-@njit
-def _span_float(g: Any) -> Any:
-    shape = (g[KV_HEADS], g[TOTAL] - g[BASE], g[DIM])
-    return carray(f32_at(g[SPAN_KEYS]), shape), carray(f32_at(g[SPAN_VALUES]), shape)
-
-
 @Kernel
 def _gather_bf16(a: Any) -> None:
     g = carray(a, GATHER_SIZE)
     _gather(g, a, new_bf16(g), memory_bf16(g), _span_bf16(g))
-
-
-@Kernel
-def _gather_widening(a: Any) -> None:
-    g = carray(a, GATHER_SIZE)
-    _gather(g, a, new_bf16(g), memory_bf16(g), _span_float(g))
-
-
-@Kernel
-def _gather_float(a: Any) -> None:
-    g = carray(a, GATHER_SIZE)
-    _gather(g, a, new_float(g), memory_float(g), _span_float(g))
-
-
-_GATHER = {
-    (torch.bfloat16, torch.bfloat16): _gather_bf16,
-    (torch.bfloat16, torch.float32): _gather_widening,
-    (torch.float32, torch.float32): _gather_float,
-}
 
 
 class LongChunk:
@@ -120,8 +90,8 @@ class LongChunk:
     A row is a query of one head; the rows that share a head of keys lie together.
     """
 
-    def __init__(self, batch: Batch, number: int, formats: Formats) -> None:
-        self._number, self._formats = number, formats
+    def __init__(self, batch: Batch, number: int) -> None:
+        self._number = number
         self._start, self._length = int(batch.starts[number]), int(batch.lengths[number])
         first_row = int(batch.first_rows[number])
         self._tokens = slice(first_row, first_row + self._length)
@@ -131,7 +101,7 @@ class LongChunk:
         """q, out: [tokens, heads, dim] of the whole step; `frame` has the layer's other tensors."""
         kv_heads, size = frame[KV_HEADS], frame[BLOCK_SIZE]
         rows = self._by_head(q, kv_heads)
-        queries = torch.empty(rows.shape, dtype=self._formats[1]).copy_(rows).flatten(1, 2)
+        queries = torch.empty(rows.shape, dtype=torch.bfloat16).copy_(rows).flatten(1, 2)
         target, group = self._by_head(out, kv_heads), rows.shape[2]
         own, end = self._start // size * size, self._start + self._length
         past = self._past(frame, queries, own)
@@ -166,10 +136,10 @@ class LongChunk:
     def _lay_out(self, frame: Frame, first: int, stop: int) -> tuple[Tensor, Tensor]:
         """Keys and values of positions [first, stop), [kv_heads, positions, dim]."""
         shape = (2, frame[KV_HEADS], stop - first, frame[DIM])
-        span = torch.empty(shape, dtype=self._formats[1])
+        span = torch.empty(shape, dtype=torch.bfloat16)
         frame[CHUNK], frame[BASE], frame[TOTAL] = self._number, first, stop
         frame[SPAN_KEYS], frame[SPAN_VALUES] = span[0].data_ptr(), span[1].data_ptr()
-        spread(_GATHER[self._formats], frame)
+        spread(_gather_bf16, frame)
         return span[0], span[1]
 
     def _mask(self, first: int, stop: int, window: int, group: int) -> Tensor:

@@ -40,7 +40,7 @@ _tile_2, _tile_1 = panel_tile(2), panel_tile(1)
 
 
 @njit
-def _multiply(w: Any, x: Any, scales: Any, num_rows: int, out: Any, after: Any) -> None:
+def multiply(w: Any, x: Any, scales: Any, num_rows: int, out: Any, after: Any) -> None:
     """out += x times w [lines, numbers], for num_rows rows and what is left of their last tile.
 
     Each tile asks for its share of `after`, which is as long as w, or empty.
@@ -129,7 +129,7 @@ def _product_by(take_in: Any, dtype: Any, group: int) -> Any:
                 take_in(rows, wide, scales)
             panel, out[:] = w[piece % num_panels], 0
             after = w[following % num_panels if following < num_pieces else num_panels :][:1]
-            _multiply(panel, wide, scales, rows.shape[0], out, after)
+            multiply(panel, wide, scales, rows.shape[0], out, after)
             first = piece % num_panels * PANEL
             stop = min(first + PANEL, y.shape[1])
             _put(out, scale[first:], bias[first:], y[block * size : (block + 1) * size, first:stop])

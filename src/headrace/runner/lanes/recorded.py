@@ -8,13 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.runner.inputs import SHORT, Batch
+from headrace.runner.inputs import Batch
 from headrace.runner.kernels.chain import chained
 from headrace.runner.kernels.pointwise import add
 from headrace.runner.kernels.tape import Arena, CannotRecord, Tape, record
 
 _OWN = {torch.ops.aten.add.Tensor: add}
-_MAX_TOKENS = SHORT  # all chunks are short ones; beyond, the work outweighs the calls
+_MAX_TOKENS = 64  # beyond, the work outweighs the calls
 _MAX_RECORDINGS = 64
 _ARRAYS = ("starts", "lengths", "first_rows")
 
@@ -89,7 +89,6 @@ def _steady(batch: Batch, table_shape: tuple[int, int], num_tokens: int) -> Batc
         batch,
         token_ids=batch.token_ids.new_zeros(num_tokens),
         positions=batch.positions.new_zeros(num_tokens),
-        shorts=np.arange(num_chunks, dtype=np.int32),
         block_table=np.zeros(table_shape, dtype=np.int32),
         **arrays,
     )
