@@ -15,7 +15,7 @@ class Measured(CostModel):
 
     def __init__(self, coefficients: Coefficients = LAPTOP) -> None:
         super().__init__()
-        self.coefficients = coefficients
+        self._fitted = coefficients
         self.largest_measured = 100_000
 
     @property
@@ -84,7 +84,7 @@ def test_a_tiny_tail_joins_where_time_cuts_and_not_where_the_cap_does(
     wanted, fitting, cap, expected
 ):
     budget = make_budget(step_s=0.001 * fitting, max_step_tokens=cap)
-    budget.model.coefficients = Coefficients(b=0.001)
+    budget.model._fitted = Coefficients(b=0.001)
     chunks = []
     while sum(chunks) < wanted:
         room = budget.open(StepShape(), is_awaited=False)

@@ -159,3 +159,17 @@ def test_rows_taken_out_again_leave_no_trace():
     fit.add([1.0], 100.0, -1.0)
     assert fit.solve() == pytest.approx([2.0])
     assert LeastSquares(2).solve() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("with_prompt", [False, True])
+def test_a_slow_spell_is_expected_to_go_on_and_forgotten_when_it_ends(with_prompt):
+    rng, model = Random(7), CostModel()
+    feed(model, rng, 100)
+    shape = shape_of([200] * 4, [(300, 20)] if with_prompt else [])
+    usual = model.predict(shape)
+    for _ in range(5):
+        model.observe(shape, 1.4 * usual)
+    assert model.predict(shape) > 1.25 * usual
+    for _ in range(5):
+        model.observe(shape, usual)
+    assert model.predict(shape) < 1.1 * usual

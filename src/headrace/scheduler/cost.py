@@ -14,6 +14,7 @@ NUM_RATIOS = 64
 OUTLIER = 3.0
 DRIFT = 1.5
 DRIFT_STEPS = 8
+SPELL_WEIGHT = 0.4  # of the last step
 REFIT_EVERY = 8  # samples, in regions that are known
 MEASURED_STEPS = 8
 MEASURED_SIZES = 3
@@ -58,6 +59,10 @@ class Coefficients:
         rest = self.g * shape.num_context + self.b * shape.num_new + self.a * shape.num_pairs
         return c * shape.num_forwards + rest
 
+    def scaled(self, factor: float) -> "Coefficients":
+        parts = (self.c_decode, self.c_prompt, self.g, self.b, self.a)
+        return Coefficients(*(factor * part for part in parts))
+
     def cost(self, context: int, new: int, forwards: int = 0) -> float:
         """What one prompt chunk adds to a step, with the forwards that it adds."""
         linear = self.g * context + self.b * new + self.c_prompt * forwards
@@ -90,10 +95,16 @@ class Sample(NamedTuple):
 
 
 class CostModel:
-    """Coefficients, and how far they are to be trusted."""
+    """Coefficients, and how far they are to be trusted.
+
+    They are fitted to many steps, and larger while the last few were slow: a shared machine is slow
+    for seconds at a time.
+    """
 
     def __init__(self) -> None:
-        self.coefficients = Coefficients()
+        self._fitted = Coefficients()
+        # by what the last steps of each kind took longer than fitted, never below 1
+        self._spells = {False: 1.0, True: 1.0}
         self.largest_measured = 0  # prompt tokens in one step
         self._rings: dict[tuple[int, int], deque[Sample]] = {}
         self._num_steps = 0
@@ -113,8 +124,14 @@ class CostModel:
         enough = self._num_prompt_steps >= MEASURED_STEPS
         return enough and len(self._prompt_sizes) >= MEASURED_SIZES
 
+    @property
+    def coefficients(self) -> Coefficients:
+        """Of a step with prompt tokens."""
+        return self._fitted.scaled(self._spells[True])
+
     def predict(self, shape: StepShape) -> float:
-        return self.coefficients.seconds(shape, shape.num_prompt_tokens > 0)
+        with_prompt = shape.num_prompt_tokens > 0
+        return self._spells[with_prompt] * self._fitted.seconds(shape, with_prompt)
 
     def margin(self, with_prompt: bool) -> float:
         """95th percentile of actual over predicted in late steps of the kind, from 1 to 2."""
@@ -133,10 +150,14 @@ class CostModel:
             self._prompt_sizes.add(shape.num_prompt_tokens.bit_length())
             self.largest_measured = max(self.largest_measured, shape.num_prompt_tokens)
         self._num_steps += 1
-        predicted = self.predict(shape)
+        predicted = self._fitted.seconds(shape, with_prompt)
         ratio = seconds / predicted if predicted > 0 else 1.0
         if self.is_measured:
-            self._ratios[with_prompt].append(ratio)
+            spell = self._spells[with_prompt]
+            self._ratios[with_prompt].append(ratio / spell)
+            if ratio <= OUTLIER:
+                change = SPELL_WEIGHT * (min(ratio, DRIFT) - spell)
+                self._spells[with_prompt] = max(1.0, spell + change)
         ring = self._rings.setdefault(shape.ring, deque())
         is_new_region = len(ring) < MIN_RING
         if is_new_region or not self.is_measured or 1 / OUTLIER <= ratio <= OUTLIER:
@@ -173,7 +194,7 @@ class CostModel:
             c_decode = c_prompt
         elif True not in self._kinds:
             c_prompt = c_decode
-        self.coefficients = Coefficients(c_decode, c_prompt, g, b, a)
+        self._fitted = Coefficients(c_decode, c_prompt, g, b, a)
         self._num_new = 0
 
     def _has_drifted(self, ratio: float) -> bool:
@@ -196,4 +217,5 @@ class CostModel:
         for ratios in self._ratios.values():
             ratios.clear()
         self._drift.clear()
+        self._spells = {False: 1.0, True: 1.0}
         self._refit()
