@@ -13,6 +13,7 @@ from headrace.runner.kernels.numeric import f32_at, i32_at, u16_at
 from headrace.runner.kernels.pool import Frame
 
 (
+    NUM_TOKENS,
     LONGEST,  # tokens of a chunk; longer ones are not the kernel's, but see long.py
     STARTS,
     LENGTHS,
@@ -20,7 +21,6 @@ from headrace.runner.kernels.pool import Frame
     TABLE,
     NUM_CHUNKS,
     TABLE_WIDTH,
-    NUM_TOKENS,
     KEYS,
     VALUES,
     NUM_BLOCKS,

@@ -19,7 +19,11 @@ from headrace.runner.kernels.tape import note
 _SIGNATURE = types.void(types.CPointer(types.int64))
 
 Frame = Any
-"""A kernel's arguments, a C array of int64: the counter, then addresses and counts."""
+"""A kernel's arguments, a C array of int64: the counter, its rows, then addresses and counts.
+
+A kernel that goes by rows computes each of them by itself: what it makes of the first few is the
+same however many follow.
+"""
 
 
 class Kernel:

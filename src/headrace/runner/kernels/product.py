@@ -143,7 +143,7 @@ _by_bf16, _by_int8 = _product_by(_widen, np.float32, 0), _product_by(_quantize, 
 
 @njit
 def _scale_and_bias(g: Any) -> Any:
-    return carray(f32_at(g[7]), g[1]), carray(f32_at(g[8]), g[1])
+    return carray(f32_at(g[7]), g[2]), carray(f32_at(g[8]), g[2])
 
 
 @njit
@@ -154,22 +154,22 @@ def _panels(bits: Any, num_outputs: int, num_inputs: int) -> Any:
 @Kernel
 def _bf16_by_bf16(a: Any) -> None:
     g = carray(a, 9)
-    w, y = _panels(u16_at(g[4]), g[1], g[2]), carray(u16_at(g[6]), (g[3], g[1]))
-    _by_bf16(a, w, carray(u16_at(g[5]), (g[3], g[2])), (y, *_scale_and_bias(g)))
+    w, y = _panels(u16_at(g[4]), g[2], g[3]), carray(u16_at(g[6]), (g[1], g[2]))
+    _by_bf16(a, w, carray(u16_at(g[5]), (g[1], g[3])), (y, *_scale_and_bias(g)))
 
 
 @Kernel
 def _bf16_by_int8(a: Any) -> None:
     g = carray(a, 9)
-    w, y = _panels(i8_at(g[4]), g[1], g[2]), carray(u16_at(g[6]), (g[3], g[1]))
-    _by_int8(a, w, carray(u16_at(g[5]), (g[3], g[2])), (y, *_scale_and_bias(g)))
+    w, y = _panels(i8_at(g[4]), g[2], g[3]), carray(u16_at(g[6]), (g[1], g[2]))
+    _by_int8(a, w, carray(u16_at(g[5]), (g[1], g[3])), (y, *_scale_and_bias(g)))
 
 
 @Kernel
 def _float_by_int8(a: Any) -> None:
     g = carray(a, 9)
-    w, y = _panels(i8_at(g[4]), g[1], g[2]), carray(f32_at(g[6]), (g[3], g[1]))
-    _by_int8(a, w, carray(f32_at(g[5]), (g[3], g[2])), (y, *_scale_and_bias(g)))
+    w, y = _panels(i8_at(g[4]), g[2], g[3]), carray(f32_at(g[6]), (g[1], g[2]))
+    _by_int8(a, w, carray(f32_at(g[5]), (g[1], g[3])), (y, *_scale_and_bias(g)))
 
 
 _BODIES = {
@@ -215,7 +215,7 @@ def product(x: Tensor, by: Operand) -> Tensor:
     x = x.contiguous()
     rows = x.shape[0]
     y = torch.empty((rows, by.num_outputs), dtype=x.dtype)
-    sizes = by.num_outputs, by.num_inputs, rows
+    sizes = rows, by.num_outputs, by.num_inputs
     frame = frame_of(*sizes, by.weight, x.data_ptr(), y.data_ptr(), *by.rest)
     spread(_BODIES[x.dtype, by.dtype], frame)
     return y

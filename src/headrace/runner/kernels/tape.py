@@ -1,23 +1,25 @@
-"""Owns the recording of a step's kernels, so that a like step runs them without the Python between.
+"""Owns the recording of a step's kernels, so that other steps run them without the Python between.
 
-A decode step of one size calls the same kernels with the same addresses every time, hundreds of
-them, and for a small model the calls cost as much as the work. `record` runs a function once and
-notes what it computed with, in memory that stays; `Tape.play` computes it again from whatever
-then lies in the inputs.
+A step calls the same kernels with the same addresses every time, hundreds of them, and for a small
+model the calls cost as much as the work. `record` runs a function of many rows once and notes what
+it computed with, in memory that stays; `Tape.first` gives calls that compute the first few rows
+again, from whatever then lies in the inputs.
 """
 
 import threading
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import finalize
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 
-_ALIGNMENT = 64  # a cache line
-_CHUNK_BYTES = 1 << 22
 _OWN_TYPES = (torch.bfloat16, torch.float32)
+_ROWS = 1  # the word of a frame that holds how many rows are computed
 
 _current = threading.local()
 
@@ -26,69 +28,110 @@ Own = Mapping[Any, Callable[[Tensor, Tensor, Tensor], None]]
 
 
 class CannotRecord(Exception):
-    """The function looked at a number, or made several tensors at once."""
+    """The function looked at a number, made several tensors at once, or mixed rows."""
 
 
 class Arena:
-    """Memory for the results of recorded calls, handed out in order, anew to every recording.
+    """Memory for the results of recorded calls; what no tensor needs any more is handed out again.
 
-    Recordings share it: while one is played, nothing of the others is needed.
+    Kernels are played in the order in which they were recorded, so that addresses are enough.
     """
 
     def __init__(self) -> None:
-        self._chunks: list[Tensor] = []
-        self._at = (0, 0)  # chunk, byte
-
-    def rewind(self) -> None:
-        self._at = (0, 0)
+        self._free: defaultdict[int, list[Any]] = defaultdict(list)
+        self._addresses: set[int] = set()
 
     def empty(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         size = shape.numel() * dtype.itemsize
-        number, first = self._at
-        while number < len(self._chunks) and first + size > len(self._chunks[number]):
-            number, first = number + 1, 0
-        if number == len(self._chunks):
-            self._chunks.append(torch.empty(max(size, _CHUNK_BYTES), dtype=torch.uint8))
-        self._at = number, first + -(-size // _ALIGNMENT) * _ALIGNMENT
-        return self._chunks[number][first : first + size].view(dtype).view(shape)
+        free = self._free[size]
+        memory = free.pop() if free else torch.empty(size, dtype=torch.uint8).numpy()
+        lent = memory[:]  # dies with the last tensor over it
+        finalize(lent, free.append, memory).atexit = False
+        self._addresses.add(memory.ctypes.data)
+        return torch.from_numpy(lent).view(dtype).view(shape)
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(map(len, self._chunks))
+    def owns(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() in self._addresses
+
+
+class _Operation(NamedTuple):
+    """What torch computes, and where to; None: it writes to an argument."""
+
+    function: Any
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+    into: Tensor | None
+
+    def call(self, cut: Callable[[Any], Any]) -> Call:
+        args, options = tree_map(cut, self.args), tree_map(cut, self.options)
+        compute = partial(self.function, *args, **options)
+        return compute if self.into is None else partial(_compute, compute, cut(self.into))
+
+
+class _Launch(NamedTuple):
+    """A kernel of ours, with the function that runs it."""
+
+    run: Callable[..., None]
+    body: object
+    frame: Any
+
+    def call(self, num_rows: int) -> Call:
+        frame = type(self.frame)(*self.frame)
+        frame[_ROWS] = num_rows
+        return partial(self.run, self.body, frame)
 
 
 class Tape:
-    """What was computed, in order."""
+    """What was computed, in order, of `num_rows` rows; `inputs` have a row each in each of them."""
 
-    def __init__(self) -> None:
-        self._calls: list[Call] = []
+    def __init__(self, num_rows: int, arena: Arena, inputs: Sequence[Tensor] = ()) -> None:
+        self._num_rows, self._arena = num_rows, arena
+        self._inputs = {x.untyped_storage().data_ptr() for x in inputs}
+        self._steps: list[_Operation | _Launch] = []
 
-    def add(self, call: Call) -> None:
-        self._calls.append(call)
+    def first(self, num_rows: int) -> list[Call]:
+        """The calls that compute so many rows."""
 
-    def rewrite(self, by: Callable[[list[Call]], list[Call]]) -> None:
-        """Replace the calls by others that do the same."""
-        self._calls = by(self._calls)
+        def cut(value: Any) -> Any:
+            return value[:num_rows] if self._has_rows(value) else value
 
-    def play(self) -> None:
-        for call in self._calls:
-            call()
+        return [s.call(num_rows) if isinstance(s, _Launch) else s.call(cut) for s in self._steps]
+
+    def launched(self, run: Callable[..., None], body: object, frame: Any) -> None:
+        """Note a kernel; the frame is copied, since its owner fills it in anew."""
+        if frame[_ROWS] != self._num_rows:
+            raise CannotRecord(str(body))
+        self._steps.append(_Launch(run, body, type(frame)(*frame)))
+
+    def computed(self, function: Any, args: Any, options: Any, into: Tensor | None) -> None:
+        """Note an operation of torch."""
+        for value in tree_leaves((args, options, into)):
+            if self._has_rows(value) and value.shape[:1] != (self._num_rows,):
+                raise CannotRecord(str(function))
+        self._steps.append(_Operation(function, args, options, into))
+
+    def _has_rows(self, value: Any) -> bool:
+        if not isinstance(value, Tensor) or value.is_mkldnn:  # such weights have no address
+            return False
+        return self._arena.owns(value) or value.untyped_storage().data_ptr() in self._inputs
 
 
 def note(run: Callable[..., None], body: object, frame: Any) -> None:
-    """Called by whoever runs a kernel; the frame is copied, since its owner fills it in anew."""
+    """Called by whoever runs a kernel."""
     if tape := getattr(_current, "tape", None):
-        tape.add(partial(run, body, type(frame)(*frame)))
+        tape.launched(run, body, frame)
 
 
-def record(run: Callable[[], Tensor], arena: Arena, own: Own) -> tuple[Tape, Tensor]:
+def record(
+    run: Callable[[], Tensor], inputs: Sequence[Tensor], arena: Arena, own: Own
+) -> tuple[Tape, Tensor]:
     """The tape of `run`, and its result, which lies where each play will put it.
 
-    `own` names kernels that do what an operation of torch does to two contiguous tensors of one
-    shape, bfloat16 or float32, and write to a third.
+    Each row of the result is made of the same row of the inputs. `own` names kernels that do what
+    an operation of torch does to two contiguous tensors of one shape, bfloat16 or float32, and
+    write to a third.
     """
-    tape = Tape()
-    arena.rewind()
+    tape = Tape(len(inputs[0]), arena, inputs)
     with _Recorder(tape, arena, own):
         _current.tape = tape
         try:
@@ -120,15 +163,14 @@ class _Recorder(TorchDispatchMode):
             return result
         if not isinstance(result, Tensor):
             raise CannotRecord(str(func))
-        call = partial(func, *args, **options)
         if func._schema.is_mutable:
-            self._tape.add(call)
+            self._tape.computed(func, args, options, None)
             return result
         kept = self._arena.empty(result.shape, result.dtype).copy_(result)
         if (own := self._own.get(func)) and not options and _are_alike(args[0], args[1]):
             own(args[0], args[1], kept)
         else:
-            self._tape.add(partial(_compute, call, kept))
+            self._tape.computed(func, args, options, kept)
         return kept
 
 
@@ -146,4 +188,4 @@ def _are_alike(x: Any, y: Any) -> bool:
 
 
 def _compute(call: Callable[[], Tensor], into: Tensor) -> None:
-    into.copy_(call())
+    into.copy_(call()[: len(into)])
