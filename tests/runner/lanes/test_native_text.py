@@ -1,11 +1,15 @@
 from array import array
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from headrace.core.config import ModelConfig
 from headrace.core.ids import BlockId, SequenceId
 from headrace.core.plan import Begin, BlockCopy, Chunk, StepPlan
+from headrace.runner.kernels import pool
+from headrace.runner.load import load_runner
 from headrace.runner.runner import Runner
 from tests.builders import make_tiny_model
 from tests.drive import GREEDY, Drive, generate, random_prompt, tiny_runner
@@ -91,6 +95,16 @@ def recording_and_not(folder: Path) -> tuple[Runner, Runner]:
     recording, plain = tiny_runner(folder), tiny_runner(folder)
     plain.lane._hidden = plain.lane._forward
     return recording, plain
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_small_steps_are_recorded_from_the_first_on(dtype: str, folder: Path) -> None:
+    for function in (pool._openmp, pool._openmp_fork):
+        function.cache_clear()  # as in a fresh process
+    config = ModelConfig(model=str(folder), dtype=dtype, max_model_len=64)
+    runner: Any = load_runner(config, folder)[0]
+    generate(runner, list(range(1, 8)), 3, chunk=5)
+    assert {1, 2, 5} <= runner.lane._hidden._calls.keys()
 
 
 def test_repeated_decode_steps_compute_what_unrecorded_ones_do(folder: Path) -> None:

@@ -1,5 +1,6 @@
 """Owns the recording of small steps: one, of which a step plays as many rows as it has tokens."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -9,9 +10,12 @@ import torch
 from torch import Tensor
 
 from headrace.runner.inputs import Batch
+from headrace.runner.kernels import pool
 from headrace.runner.kernels.chain import chained
 from headrace.runner.kernels.pointwise import add
 from headrace.runner.kernels.tape import Arena, Call, CannotRecord, Tape, record
+
+logger = logging.getLogger(__name__)
 
 _OWN = {torch.ops.aten.add.Tensor: add}
 _MAX_TOKENS = 64  # beyond, the work outweighs the calls
@@ -32,6 +36,7 @@ class RecordedForward:
         self._recording: tuple[Batch, Tape, Tensor] | None = None
         self._calls: dict[int, list[Call]] = {}  # by number of tokens
         self._is_off = False
+        pool.barrier_address()  # looks for OpenMP, by operations that must not be recorded
 
     def __call__(self, batch: Batch) -> Tensor:
         """At least as many rows as the batch has tokens; overwritten by the next step."""
@@ -40,7 +45,10 @@ class RecordedForward:
             return self._forward(batch)
         try:
             steady, tape, result = self._recording or self._record(batch)
-        except CannotRecord:
+        except CannotRecord as error:
+            logger.warning(
+                "Small steps take longer: what they compute cannot be recorded, %s", error
+            )
             self._is_off = True
             return self._forward(batch)
         fill(steady, batch)
