@@ -69,11 +69,14 @@ def _sources(name: str, table: Table) -> list[str]:
 
 
 def _tied(model: nn.Module) -> list[list[str]]:
-    """Names of parameters, those of one and the same parameter together."""
+    """Names of parameters, those of one and the same parameter together, the largest first.
+
+    Where two forms of the largest are held for a moment, little else is there yet.
+    """
     groups: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         groups.setdefault(parameter, []).append(name)
-    return list(groups.values())
+    return [groups[p] for p in sorted(groups, key=nn.Parameter.numel, reverse=True)]
 
 
 def _assign(model: nn.Module, name: str, parameter: nn.Parameter) -> None:

@@ -1,5 +1,6 @@
 """What this machine has: cores and free memory."""
 
+import ctypes
 import os
 from pathlib import Path
 
@@ -19,6 +20,13 @@ def free_bytes(device: torch.device) -> int:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     lines = dict(line.split(":") for line in meminfo.read_text().splitlines())
     return min(int(lines["MemAvailable"].split()[0]) << 10, _container_bytes())
+
+
+def give_back_freed() -> None:
+    """Return freed memory to the system, where the C library can; it would keep most of it."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _container_bytes() -> int:

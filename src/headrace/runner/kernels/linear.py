@@ -18,6 +18,8 @@ from headrace.runner.kernels.product import Operand, pack, product, unpack
 
 FEW_ROWS = 40  # of int8; beyond, a processor that multiplies bfloat16 itself does it that way
 
+_OUTPUTS_AT_ONCE = 256  # of float32 while quantizing: a whole matrix may be a tenth of the model
+
 
 class ReorderedLinear(nn.Module):
     """Weights in oneDNN's own order; the plain ones are not kept."""
@@ -57,9 +59,14 @@ class PackedLinear(nn.Module):
 
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     """int8 weight and float32 scale per output: weight = int8 * scale, to the nearest."""
-    wide = weight.detach().float()
-    scale = wide.abs().amax(dim=1).clamp_(min=1e-12) / 127
-    return (wide / scale[:, None]).round_().to(torch.int8), scale
+    stored = torch.empty(weight.shape, dtype=torch.int8)
+    scale = torch.empty(len(weight))
+    for first in range(0, len(weight), _OUTPUTS_AT_ONCE):
+        part = slice(first, first + _OUTPUTS_AT_ONCE)
+        wide = weight.detach()[part].float()
+        scale[part] = wide.abs().amax(dim=1).clamp_(min=1e-12) / 127
+        stored[part] = (wide / scale[part, None]).round_()
+    return stored, scale
 
 
 def pack_linear(model: nn.Module, path: str, to_int8: bool = False) -> None:

@@ -1,8 +1,7 @@
 """Our own implementations: all chunks of a step in one packed forward over block memory."""
 
 from array import array
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from headrace.runner.kernels.attention import CpuAttention
 from headrace.runner.kernels.linear import pack_linear
 from headrace.runner.kernels.prepare import prepare, weight_bytes
 from headrace.runner.lanes.recorded import RecordedForward
+from headrace.runner.probe import give_back_freed
 from headrace.runner.storage import BlockStorage, bytes_per_position
 
 
@@ -33,12 +33,18 @@ class NativeText:
         self.num_parameters = sum(p.numel() for p in self._model.parameters())
         self.device, self.dtype = device, dtype
         if device.type == "cpu":
-            pack = partial(pack_linear, self._model, to_int8=to_int8)
-            load_weights(self._model, make.weights, spec, dtype, device, pack)
+            load_weights(self._model, make.weights, spec, dtype, device, self._pack(to_int8))
             prepare(self._model)
         else:
             load_weights(self._model, make.weights, spec, dtype, device)
         self.weight_bytes = weight_bytes(self._model)
+
+    def _pack(self, to_int8: bool) -> Callable[[str], None]:
+        def pack(path: str) -> None:
+            pack_linear(self._model, path, to_int8)
+            give_back_freed()
+
+        return pack
 
     def layout(
         self, free_bytes: int, max_num_seqs: int, max_positions: int, block_size: int
