@@ -9,7 +9,7 @@ from headrace.runner.kernels import pool
 from headrace.runner.kernels.chain import chained
 from headrace.runner.kernels.pointwise import add, norm
 from headrace.runner.kernels.pool import Kernel, frame_of, spread
-from headrace.runner.kernels.tape import Arena, Call, Tape, record
+from headrace.runner.kernels.tape import Call, Tape, record
 
 OWN = {torch.ops.aten.add.Tensor: add}
 WEIGHT = torch.ones(64).bfloat16()  # a tape holds no weights: what it reads must stay
@@ -33,7 +33,7 @@ def recorded(x: Tensor, num_layers: int) -> tuple[Tape, Tensor]:
             y = y.sin() if layer == num_layers // 2 else y
         return y
 
-    return record(run, (x,), Arena(), OWN)
+    return record(run, (x,), OWN)
 
 
 def play(calls: list[Call]) -> None:

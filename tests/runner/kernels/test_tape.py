@@ -25,7 +25,7 @@ def play(tape: Tape, num_rows: int) -> None:
 
 def test_playing_a_tape_computes_anew_from_what_its_inputs_hold() -> None:
     x = torch.randn(3, 64)
-    tape, result = record(lambda: work(x), (x,), Arena(), OWN)
+    tape, result = record(lambda: work(x), (x,), OWN)
     play(tape, 3)
     assert torch.equal(result, work(x))
     x.copy_(torch.randn(3, 64))
@@ -36,7 +36,7 @@ def test_playing_a_tape_computes_anew_from_what_its_inputs_hold() -> None:
 
 def test_a_tape_plays_the_first_rows_and_leaves_the_others() -> None:
     x = torch.randn(64, 64)
-    tape, result = record(lambda: work(x), (x,), Arena(), OWN)
+    tape, result = record(lambda: work(x), (x,), OWN)
     for num_rows in (1, 7, 64, 2):
         x.copy_(torch.randn(64, 64))
         before = result[num_rows:].clone()
@@ -60,20 +60,20 @@ def test_memory_is_lent_again_when_no_tensor_needs_it() -> None:
 def test_a_function_that_looks_at_a_number_cannot_be_recorded() -> None:
     x = torch.randn(3, 64)
     with pytest.raises(CannotRecord):
-        record(lambda: x if x.sum().item() > 0 else -x, (x,), Arena(), OWN)
+        record(lambda: x if x.sum().item() > 0 else -x, (x,), OWN)
 
 
 @pytest.mark.parametrize("mix", [lambda x: x.t().sin(), lambda x: gated(x[1:]), lambda x: x.sum(0)])
 def test_a_function_that_mixes_rows_cannot_be_recorded(mix: Callable[[Tensor], Tensor]) -> None:
     x = torch.randn(3, 64)
     with pytest.raises(CannotRecord):
-        record(lambda: mix(x), (x,), Arena(), OWN)
+        record(lambda: mix(x), (x,), OWN)
 
 
 def test_after_a_failed_recording_kernels_run_as_ever() -> None:
     x = torch.randn(3, 64)
     with pytest.raises(CannotRecord):
-        record(lambda: x[x.argmax().item() :], (x,), Arena(), OWN)
-    tape, result = record(lambda: work(x), (x,), Arena(), OWN)
+        record(lambda: x[x.argmax().item() :], (x,), OWN)
+    tape, result = record(lambda: work(x), (x,), OWN)
     play(tape, 3)
     assert torch.equal(result, work(x))

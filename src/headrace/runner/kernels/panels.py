@@ -20,10 +20,11 @@ _WORDS = ir.VectorType(ir.IntType(32), LANES)  # two neighbours each
 _NUMBERS = ir.VectorType(ir.IntType(16), STEP)
 
 
-def _tile(arrange: Any, kind: Any, num_lines: int) -> Any:
+def _tile(arrange: Any, kind: Any, num_lines: int, are_below: bool) -> Any:
     """tile(source, target, (row, column, to_row, to_column), ahead), of 16-bit numbers.
 
-    So many lines of the source are rearranged; what lies `ahead` bytes after them is fetched.
+    So many lines of the source are rearranged and put below each other, or into one row; what
+    lies `ahead` bytes after them is fetched.
     """
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -35,9 +36,9 @@ def _tile(arrange: Any, kind: Any, num_lines: int) -> Any:
             fetch(builder, builder.add(line, args[3]))
         vectors = arrange(builder, [load(builder, line, kind, 2) for line in lines])
         first = target.at(to_row, to_column)
-        apart = target.down if len(vectors) > 2 else ir.IntType(64)(2 * STEP)
+        stride = target.down if are_below else ir.IntType(64)(2 * STEP)
         for number, vector in zip(numbers, vectors, strict=True):
-            address = builder.add(first, builder.mul(number, apart))
+            address = builder.add(first, builder.mul(number, stride))
             builder.store(vector, builder.inttoptr(address, kind.as_pointer()), align=2)
         return context.get_dummy_value()
 
@@ -49,15 +50,15 @@ def _tile(arrange: Any, kind: Any, num_lines: int) -> Any:
 
 def _turned(builder: Any, rows: list[Any]) -> list[Any]:
     """16 rows of 16 words as columns: rows exchange halves, then quarters, eighths and words."""
-    apart = LANES // 2
-    while apart:
+    half = LANES // 2
+    while half:
         for i in range(LANES):
-            if not i & apart:
-                pair = rows[i], rows[i + apart]
-                left = [j if not j & apart else LANES + j - apart for j in range(LANES)]
-                right = [j + apart if not j & apart else LANES + j for j in range(LANES)]
-                rows[i], rows[i + apart] = (picked(builder, *pair, p) for p in (left, right))
-        apart //= 2
+            if not i & half:
+                pair = rows[i], rows[i + half]
+                left = [j if not j & half else LANES + j - half for j in range(LANES)]
+                right = [j + half if not j & half else LANES + j for j in range(LANES)]
+                rows[i], rows[i + half] = (picked(builder, *pair, p) for p in (left, right))
+        half //= 2
     return rows
 
 
@@ -68,7 +69,8 @@ def _zipped(builder: Any, rows: list[Any]) -> list[Any]:
     return [picked(builder, left, right, lanes) for lanes in halves]
 
 
-_turn_tile, _zip_tile = _tile(_turned, _WORDS, LANES), _tile(_zipped, _NUMBERS, 2)
+_turn_tile = _tile(_turned, _WORDS, LANES, are_below=True)
+_zip_tile = _tile(_zipped, _NUMBERS, 2, are_below=False)
 
 
 @njit

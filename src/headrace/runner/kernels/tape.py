@@ -82,10 +82,11 @@ class _Launch(NamedTuple):
 
 
 class Tape:
-    """What was computed, in order, of `num_rows` rows; `inputs` have a row each in each of them."""
+    """What was computed, in order, of as many rows as each of the inputs has."""
 
-    def __init__(self, num_rows: int, arena: Arena, inputs: Sequence[Tensor] = ()) -> None:
-        self._num_rows, self._arena = num_rows, arena
+    def __init__(self, inputs: Sequence[Tensor]) -> None:
+        self.arena = Arena()
+        self._num_rows = len(inputs[0])
         self._inputs = {x.untyped_storage().data_ptr() for x in inputs}
         self._steps: list[_Operation | _Launch] = []
 
@@ -113,7 +114,7 @@ class Tape:
     def _has_rows(self, value: Any) -> bool:
         if not isinstance(value, Tensor) or value.is_mkldnn:  # such weights have no address
             return False
-        return self._arena.owns(value) or value.untyped_storage().data_ptr() in self._inputs
+        return self.arena.owns(value) or value.untyped_storage().data_ptr() in self._inputs
 
 
 def note(run: Callable[..., None], body: object, frame: Any) -> None:
@@ -122,17 +123,15 @@ def note(run: Callable[..., None], body: object, frame: Any) -> None:
         tape.launched(run, body, frame)
 
 
-def record(
-    run: Callable[[], Tensor], inputs: Sequence[Tensor], arena: Arena, own: Own
-) -> tuple[Tape, Tensor]:
+def record(run: Callable[[], Tensor], inputs: Sequence[Tensor], own: Own) -> tuple[Tape, Tensor]:
     """The tape of `run`, and its result, which lies where each play will put it.
 
     Each row of the result is made of the same row of the inputs. `own` names kernels that do what
     an operation of torch does to two contiguous tensors of one shape, bfloat16 or float32, and
     write to a third.
     """
-    tape = Tape(len(inputs[0]), arena, inputs)
-    with _Recorder(tape, arena, own):
+    tape = Tape(inputs)
+    with _Recorder(tape, own):
         _current.tape = tape
         try:
             result = run()
@@ -144,9 +143,9 @@ def record(
 class _Recorder(TorchDispatchMode):
     """Sees every operation of torch: views need no repetition, all others are noted."""
 
-    def __init__(self, tape: Tape, arena: Arena, own: Own) -> None:
+    def __init__(self, tape: Tape, own: Own) -> None:
         super().__init__()
-        self._tape, self._arena, self._own = tape, arena, own
+        self._tape, self._own = tape, own
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -157,7 +156,7 @@ class _Recorder(TorchDispatchMode):
     ) -> Any:
         options = kwargs or {}
         if func is torch.ops.aten.empty.memory_format:
-            return self._arena.empty(torch.Size(args[0]), options["dtype"])
+            return self._tape.arena.empty(torch.Size(args[0]), options["dtype"])
         result = func(*args, **options)
         if func.is_view and _is_part(result, args[0]):
             return result
@@ -166,7 +165,7 @@ class _Recorder(TorchDispatchMode):
         if func._schema.is_mutable:
             self._tape.computed(func, args, options, None)
             return result
-        kept = self._arena.empty(result.shape, result.dtype).copy_(result)
+        kept = self._tape.arena.empty(result.shape, result.dtype).copy_(result)
         if (own := self._own.get(func)) and not options and _are_alike(args[0], args[1]):
             own(args[0], args[1], kept)
         else:

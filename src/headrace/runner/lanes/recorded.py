@@ -13,7 +13,7 @@ from headrace.runner.inputs import Batch
 from headrace.runner.kernels import pool
 from headrace.runner.kernels.chain import chained
 from headrace.runner.kernels.pointwise import add
-from headrace.runner.kernels.tape import Arena, Call, CannotRecord, Tape, record
+from headrace.runner.kernels.tape import Call, CannotRecord, Tape, record
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,6 @@ class RecordedForward:
     def __init__(self, forward: Callable[[Batch], Tensor], block_table_width: int) -> None:
         self._forward = forward
         self._width = block_table_width
-        self._arena = Arena()
         self._recording: tuple[Batch, Tape, Tensor] | None = None
         self._calls: dict[int, list[Call]] = {}  # by number of tokens
         self._is_off = False
@@ -62,7 +61,7 @@ class RecordedForward:
         """The memory in which a step's batch must lie, what it plays and where the result is."""
         steady = _steady(batch, self._width)
         inputs = steady.token_ids, steady.positions
-        tape, result = record(lambda: self._forward(steady), inputs, self._arena, _OWN)
+        tape, result = record(lambda: self._forward(steady), inputs, _OWN)
         self._recording = steady, tape, result
         return self._recording
 
