@@ -14,7 +14,7 @@ NUM_RATIOS = 64
 OUTLIER = 3.0
 DRIFT = 1.5
 DRIFT_STEPS = 8
-SPELL_WEIGHT = 0.4  # of the last step
+SLOWDOWN_WEIGHT = 0.4  # of the last step
 REFIT_EVERY = 8  # samples, in regions that are known
 MEASURED_STEPS = 8
 MEASURED_SIZES = 3
@@ -104,7 +104,7 @@ class CostModel:
     def __init__(self) -> None:
         self._fitted = Coefficients()
         # by what the last steps of each kind took longer than fitted, never below 1
-        self._spells = {False: 1.0, True: 1.0}
+        self._slowdowns = {False: 1.0, True: 1.0}
         self.largest_measured = 0  # prompt tokens in one step
         self._rings: dict[tuple[int, int], deque[Sample]] = {}
         self._num_steps = 0
@@ -127,11 +127,11 @@ class CostModel:
     @property
     def coefficients(self) -> Coefficients:
         """Of a step with prompt tokens."""
-        return self._fitted.scaled(self._spells[True])
+        return self._fitted.scaled(self._slowdowns[True])
 
     def predict(self, shape: StepShape) -> float:
         with_prompt = shape.num_prompt_tokens > 0
-        return self._spells[with_prompt] * self._fitted.seconds(shape, with_prompt)
+        return self._slowdowns[with_prompt] * self._fitted.seconds(shape, with_prompt)
 
     def margin(self, with_prompt: bool) -> float:
         """95th percentile of actual over predicted in late steps of the kind, from 1 to 2."""
@@ -153,11 +153,11 @@ class CostModel:
         predicted = self._fitted.seconds(shape, with_prompt)
         ratio = seconds / predicted if predicted > 0 else 1.0
         if self.is_measured:
-            spell = self._spells[with_prompt]
-            self._ratios[with_prompt].append(ratio / spell)
+            slowdown = self._slowdowns[with_prompt]
+            self._ratios[with_prompt].append(ratio / slowdown)
             if ratio <= OUTLIER:
-                change = SPELL_WEIGHT * (min(ratio, DRIFT) - spell)
-                self._spells[with_prompt] = max(1.0, spell + change)
+                change = SLOWDOWN_WEIGHT * (min(ratio, DRIFT) - slowdown)
+                self._slowdowns[with_prompt] = max(1.0, slowdown + change)
         ring = self._rings.setdefault(shape.ring, deque())
         is_new_region = len(ring) < MIN_RING
         if is_new_region or not self.is_measured or 1 / OUTLIER <= ratio <= OUTLIER:
@@ -217,5 +217,5 @@ class CostModel:
         for ratios in self._ratios.values():
             ratios.clear()
         self._drift.clear()
-        self._spells = {False: 1.0, True: 1.0}
+        self._slowdowns = {False: 1.0, True: 1.0}
         self._refit()

@@ -21,7 +21,6 @@ from headrace.runner.storage import BlockStorage
 SHORT = 64
 """Tokens of a chunk up to which our own kernel is faster even where torch has a faster unit."""
 
-
 _ANY = 1 << 31  # tokens; more than any chunk has
 
 

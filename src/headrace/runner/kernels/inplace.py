@@ -81,8 +81,8 @@ def _accumulate(weights: Any, values: Any, ahead: int, acc: Any) -> None:
 @njit(inline="always")
 def apart(here: Any, there: Any) -> int:
     """Bytes between two blocks, the second a page that nothing else foresees."""
-    apart: int = there.ctypes.data - here.ctypes.data
-    return apart
+    num_bytes: int = there.ctypes.data - here.ctypes.data
+    return num_bytes
 
 
 @njit(inline="always")
