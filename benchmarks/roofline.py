@@ -11,8 +11,11 @@ DIR is what tools/make_random_model.py --shape qwen3-0.6b writes.
 import os
 import sys
 
-os.environ.setdefault("GOMP_SPINCOUNT", "5000")  # as the engine's process has it; before torch
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+from headrace.engine.child import ENVIRONMENT
+
+os.environ |= ENVIRONMENT | os.environ  # before torch is loaded
 
 import argparse
 import gc

@@ -22,9 +22,14 @@ logger = logging.getLogger(__name__)
 _LAST_LINES = 200
 _LAST_WORDS_S = 1.0
 _KEPT_FROM_IT = ("HEADRACE_API_KEYS", "HEADRACE_ADMIN_KEY")
-# OpenMP reads this as torch is loaded. Its threads wait for the next loop in a spin of milliseconds
-# unless told otherwise, and a spinning thread keeps a core from whoever has work.
-_DEFAULTS = {"GOMP_SPINCOUNT": "5000"}
+ENVIRONMENT = {
+    # OpenMP reads this as torch is loaded. Its threads wait for the next loop in a spin of
+    # milliseconds unless told otherwise, and a spinning thread keeps a core from whoever has work.
+    "GOMP_SPINCOUNT": "5000",
+    # torch asks the system for pages of 2 MiB: looking up many small ones slows reading down.
+    "THP_MEM_ALLOC_ENABLE": "1",
+}
+"""What an engine's process has beyond the server's; whoever sets a name himself has his way."""
 
 
 class Child:
@@ -48,7 +53,7 @@ class Child:
         ours, theirs = socket.socketpair()
         note = StepNote()
         inherited = {k: v for k, v in os.environ.items() if k not in _KEPT_FROM_IT}
-        environment = _DEFAULTS | inherited
+        environment = ENVIRONMENT | inherited
         with theirs:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,

@@ -9,7 +9,10 @@ from headrace.models.step import CacheShape
 
 
 class BlockStorage:
-    """Per layer one tensor of keys and one of values, [num_blocks, kv_heads, block_size, dim]."""
+    """Per layer one tensor of keys and one of values, [num_blocks, kv_heads, block_size, dim].
+
+    Who attends may let the numbers of a head's block lie in another order.
+    """
 
     def __init__(
         self,

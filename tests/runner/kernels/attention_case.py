@@ -51,10 +51,25 @@ def make_case(
     return Case(storage, batch, q, k, v)
 
 
-def reference(case: Case) -> Tensor:
-    """Softmax of scaled products over all visible positions, float64; block memory is updated."""
-    size, window = case.storage.block_size, case.storage.shape.windows[0]
+def plain(case: Case) -> tuple[Tensor, Tensor]:
+    """Copies of the keys and values, [blocks, kv_heads, positions, dim], out of words of 4 bytes.
+
+    A word holds neighbours: numbers of a key, positions of a value.
+    """
     keys, values = case.storage.keys[0], case.storage.values[0]
+    blocks, heads, size, dim = keys.shape
+    per = 1 if size % 2 or dim % 2 else 4 // keys.itemsize
+    by_position = keys.view(blocks, heads, dim // per, size, per).transpose(2, 3)
+    by_number = values.view(blocks, heads, size // per, dim, per).transpose(3, 4)
+    return by_position.reshape(keys.shape).clone(), by_number.reshape(keys.shape).clone()
+
+
+def reference(case: Case, keys: Tensor, values: Tensor) -> Tensor:
+    """Softmax of scaled products over all visible positions, float64; keys and values are updated.
+
+    Both as `plain` gives them.
+    """
+    size, window = case.storage.block_size, case.storage.shape.windows[0]
     for token, index in enumerate(case.batch.write_index.tolist()):
         keys[index // size, :, index % size] = case.k[token]
         values[index // size, :, index % size] = case.v[token]

@@ -9,12 +9,12 @@ from numba import njit
 from numba.np.numpy_support import carray
 from torch import Tensor
 
-from headrace.runner.kernels.numeric import f32_at, i32_at, u16_at
+from headrace.runner.kernels.numeric import f32_at, i32_at, u16_at, u32_at
 from headrace.runner.kernels.pool import Frame
 
 (
     NUM_TOKENS,
-    LONGEST,  # tokens of a chunk; longer ones are not the kernel's, but see long.py
+    LONGEST,  # tokens of a chunk; longer ones are attended to in long.py
     STARTS,
     LENGTHS,
     FIRST_ROWS,
@@ -95,11 +95,19 @@ def new_float(g: Any) -> Any:
 
 @njit
 def memory_bf16(g: Any) -> Any:
-    shape = (g[NUM_BLOCKS], g[KV_HEADS], g[BLOCK_SIZE], g[DIM])
+    """Keys and values, each [blocks, kv_heads, numbers of one head's block]."""
+    shape = (g[NUM_BLOCKS], g[KV_HEADS], g[BLOCK_SIZE] * g[DIM])
     return carray(u16_at(g[KEYS]), shape), carray(u16_at(g[VALUES]), shape)
 
 
 @njit
 def memory_float(g: Any) -> Any:
-    shape = (g[NUM_BLOCKS], g[KV_HEADS], g[BLOCK_SIZE], g[DIM])
+    shape = (g[NUM_BLOCKS], g[KV_HEADS], g[BLOCK_SIZE] * g[DIM])
     return carray(f32_at(g[KEYS]), shape), carray(f32_at(g[VALUES]), shape)
+
+
+@njit
+def memory_words(g: Any) -> Any:
+    """The same memory of bfloat16, two in a word."""
+    shape = (g[NUM_BLOCKS], g[KV_HEADS], g[BLOCK_SIZE] * g[DIM] // 2)
+    return carray(u32_at(g[KEYS]), shape), carray(u32_at(g[VALUES]), shape)

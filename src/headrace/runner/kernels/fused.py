@@ -1,7 +1,6 @@
 """Owns attention over block tables in one kernel, and the writing of new positions.
 
-One pass over the cache for up to 128 queries: softmax is kept as a running maximum and sum. Few
-queries read keys and values where they lie; for many these are packed first, span by span.
+One pass over the cache for up to 128 queries: softmax is kept as a running maximum and sum.
 """
 
 from typing import Any
@@ -11,6 +10,15 @@ import torch
 from numba import njit
 from numba.np.numpy_support import carray
 
+from headrace.runner.kernels.blocks import (
+    WIDEST,
+    mix,
+    padded,
+    per_word,
+    score,
+    write_numbers,
+    write_pairs,
+)
 from headrace.runner.kernels.frame import (
     BLOCK_SIZE,
     DIM,
@@ -19,16 +27,17 @@ from headrace.runner.kernels.frame import (
     KV_HEADS,
     LONGEST,
     NUM_SINKS,
+    NUM_TOKENS,
     SINKS,
     WINDOW,
     chunks_of,
     first_visible,
     memory_bf16,
     memory_float,
+    memory_words,
     new_bf16,
     new_float,
 )
-from headrace.runner.kernels.inplace import mix, score
 from headrace.runner.kernels.numeric import (
     FAST,
     f32_at,
@@ -38,13 +47,11 @@ from headrace.runner.kernels.numeric import (
     take_next,
     widen,
 )
-from headrace.runner.kernels.panels import can_pack, mix_packed, score_packed
 from headrace.runner.kernels.pool import Kernel
-from headrace.runner.kernels.tiles import PANEL, STEP, in_order, place
+from headrace.runner.kernels.tiles import LANES
 
 LOWEST = np.float32(-1e30)  # below every score, and far from overflow
 _SPAN = 256  # positions whose scores are weighed together
-_MANY = 32  # queries of a head from which on it pays to lay the past out as panels
 _MOST = 128  # queries at once: with their scores they stay in the second cache
 
 
@@ -80,45 +87,40 @@ def _fill(row: Any, value: Any) -> None:
 
 
 @njit
-def _take(q: Any, memory: Any, table: Any, span: Any, state: Any, sight: Any) -> None:
+def _take(q: Any, past: Any, span: Any, state: Any, sight: Any) -> None:
     """Adds positions [span) of one kv head's past: all their scores first, then all values.
 
     `sight`: the first query's position, the heads per query, and how far back each one sees.
     """
-    (first, stop), (scores, acc, running, panels) = span, state
+    (first, stop), (scores, acc, running, room) = span, state
     position, group, window = sight
-    size = memory[0].shape[2]
+    size = past[0].shape[2] // q.shape[1]
     blocks = range(first // size, (stop + size - 1) // size)
     base = blocks.start * size
-    here = scores[:, : stop - base]
-    if panels.size:
-        score_packed(q, memory, table, blocks, panels, here)
-    else:
-        score(q, memory, table, blocks, scores)
+    count = stop - base
+    score(q, past, blocks, room, scores)
     for g in range(running.shape[0]):
         own = position + g // group
         low, high = max(first, first_visible(own, window)), min(stop, own + 1)
-        # a row of `scores`, not of `here`, of which the compiler cannot tell that it is contiguous
-        _weigh(scores[g, : stop - base], (low - base, high - base), acc[g], running[g])
-    if panels.size:
-        mix_packed(here, memory, table, blocks, panels, acc)
-    else:
-        mix(scores, memory, table, blocks, (first, stop), acc)
+        _weigh(scores[g, :count], (low - base, high - base), acc[g], running[g])
+        scores[g, count] = 0
+    mix(scores, past, blocks, count, room, acc[:, : q.shape[1]])
 
 
 @njit(fastmath=FAST)
-def _attend(q: Any, memory: Any, table: Any, sight: Any, tops: Any, out: Any) -> None:
+def _attend(q: Any, past: Any, sight: Any, tops: Any, out: Any) -> None:
     """Queries [queries * heads of one kv head, dim] over their sequence's blocks, to `out`.
 
-    `memory`: keys and values [num_blocks, kv_heads, block_size, dim], and which kv head. `tops`
-    holds the heads' sinks, scores without a value, or is empty. out [queries, heads * dim].
+    `past`: keys and values [blocks, kv_heads, numbers of a block], the sequence's block table, and
+    which kv head. `tops` holds the heads' sinks, scores without a value, or is empty. out [queries,
+    heads * dim].
     """
     position, group, window = sight
-    num_rows, width = out.shape[0] * group, _SPAN + 2 * memory[0].shape[2]
-    acc = np.zeros(q.shape, np.float32)
-    scores = np.zeros((q.shape[0], (width + PANEL - 1) // PANEL * PANEL), np.float32)
-    is_packed = _is_packed(num_rows, memory[0])
-    panels = np.empty(scores.shape[1] * q.shape[1] if is_packed else 0, np.uint16)
+    num_rows, dim, size = out.shape[0] * group, q.shape[1], past[0].shape[2] // q.shape[1]
+    width = _SPAN + 2 * size + WIDEST * LANES
+    acc = np.zeros((q.shape[0], dim + LANES), np.float32)
+    scores = np.zeros((q.shape[0], width), np.float32)
+    room = np.empty(width + dim, np.int64), np.empty(width // LANES + dim + WIDEST, np.int64)
     running = np.zeros((num_rows, 2), np.float32)
     for g in range(num_rows):
         running[g, 0] = tops[g % group] if tops.size else LOWEST
@@ -126,49 +128,29 @@ def _attend(q: Any, memory: Any, table: Any, sight: Any, tops: Any, out: Any) ->
     first, stop = first_visible(position, window), position + out.shape[0]
     while first < stop:
         end = min(stop, (first // _SPAN + 1) * _SPAN)
-        _take(q, memory, table, (first, end), (scores, acc, running, panels), sight)
+        _take(q, past, (first, end), (scores, acc, running, room), sight)
         first = end
-    dim, is_paired = q.shape[1], _is_paired(num_rows, memory[0])
     for g in range(num_rows):
         inverse = np.float32(1) / running[g, 1]
-        row = out[g // group, g % group * dim : (g % group + 1) * dim]
-        for i in range(dim):
-            value = acc[g, place(i) if is_paired else i]
-            row[i] = narrow(value * inverse, row[0])
-
-
-@njit
-def _is_packed(num_rows: int, keys: Any) -> bool:
-    return num_rows >= _MANY and can_pack(keys)
-
-
-@njit
-def _is_paired(num_rows: int, keys: Any) -> bool:
-    """Whether queries and sums lie in the order of the tiles: even and odd numbers apart."""
-    return keys.itemsize == 2 and keys.shape[3] % STEP == 0 and not _is_packed(num_rows, keys)
+        row, total = out[g // group, g % group * dim : (g % group + 1) * dim], acc[g]
+        for i in range(row.size):
+            row[i] = narrow(total[i] * inverse, row[0])
 
 
 @njit(fastmath=FAST)
-def _scaled(rows: Any, group: int, keys: Any) -> Any:
+def _scaled(rows: Any, group: int, dim: int) -> Any:
     """One kv head's queries as float32 [queries * group, dim], the scale of the scores in them.
 
-    Followed by empty ones, if keys are packed, to the end of the last tile.
+    Followed by empty ones to the end of the last tile.
     """
-    dim, num_rows = keys.shape[3], rows.shape[0] * group
+    num_rows = rows.shape[0] * group
     scale = np.float32(1) / np.sqrt(np.float32(dim))
-    left_over = -num_rows % 4 if _is_packed(num_rows, keys) else 0
-    q = np.zeros((num_rows + left_over, dim), np.float32)
+    q = np.zeros((padded(num_rows), dim), np.float32)
     for g in range(num_rows):
-        row = rows[g // group, g % group * dim : (g % group + 1) * dim]
-        for i in range(dim):
-            q[g, i] = widen(row[i]) * scale
-    return in_order(q, True) if _is_paired(num_rows, keys) else q
-
-
-@njit
-def _write(row: Any, new: Any) -> None:
-    for i in range(row.size):
-        row[i] = new[i]
+        row, target = rows[g // group, g % group * dim : (g % group + 1) * dim], q[g]
+        for i in range(target.size):
+            target[i] = widen(row[i]) * scale
+    return q
 
 
 @njit
@@ -189,25 +171,31 @@ def _find(piece: int, at: Any, lengths: Any, places: Any) -> Any:
     return number, first, tiles
 
 
-@njit
-def _write_all(g: Any, a: Any, new: Any, memory: Any, chunks: Any) -> None:
-    """A piece of work is one kv head of one chunk: its positions are written to their blocks."""
-    _, k, v, _ = new
-    keys, values = memory
-    starts, lengths, first_rows, table = chunks
-    size, dim, places = g[BLOCK_SIZE], g[DIM], (g[KV_HEADS], g[LONGEST], g[LONGEST])
-    at = (-1, 0, 0)
-    while True:
-        piece: int = take_next(a)
-        at = _find(piece, at, lengths, places)
-        chunk, kv = at[0], piece - at[1]
-        if chunk == lengths.size:
-            break
-        for i in range(lengths[chunk]):
-            position, row = starts[chunk] + i, first_rows[chunk] + i
-            block, offset = table[chunk, position // size], position % size
-            _write(keys[block, kv, offset], k[row, kv * dim : (kv + 1) * dim])
-            _write(values[block, kv, offset], v[row, kv * dim : (kv + 1) * dim])
+def _writer(write: Any) -> Any:
+    @njit
+    def run(g: Any, a: Any, new: Any, memory: Any) -> None:
+        """A piece of work is one kv head of one chunk: its positions, to their blocks."""
+        _, k, v, _ = new
+        keys, values = memory
+        starts, lengths, first_rows, table = chunks_of(g)
+        size, dim, places = g[BLOCK_SIZE], g[DIM], (g[KV_HEADS], g[NUM_TOKENS], g[NUM_TOKENS])
+        at = (-1, 0, 0)
+        while True:
+            piece: int = take_next(a)
+            at = _find(piece, at, lengths, places)
+            chunk, kv = at[0], piece - at[1]
+            if chunk == lengths.size:
+                break
+            for i in range(lengths[chunk]):
+                position, row = starts[chunk] + i, first_rows[chunk] + i
+                block, offset = table[chunk, position // size], position % size
+                span = slice(kv * dim, (kv + 1) * dim)
+                write(keys[block, kv], values[block, kv], offset, k[row, span], v[row, span])
+
+    return run
+
+
+_write_pairs, _write_numbers = _writer(write_pairs), _writer(write_numbers)
 
 
 @njit
@@ -230,9 +218,8 @@ def _attend_all(g: Any, a: Any, new: Any, memory: Any, chunks: Any) -> None:
         rows = slice(row, row + stop - token)
         heads = slice(kv * group * dim, (kv + 1) * group * dim)
         _attend(
-            _scaled(q[rows, heads], group, memory[0]),
-            (memory[0], memory[1], kv),
-            table[chunk],
+            _scaled(q[rows, heads], group, dim),
+            (memory[0], memory[1], table[chunk], kv),
             (starts[chunk] + token, group, g[WINDOW]),
             sinks[kv * group : (kv + 1) * group] if sinks.size else sinks,
             out[rows, heads],
@@ -242,13 +229,16 @@ def _attend_all(g: Any, a: Any, new: Any, memory: Any, chunks: Any) -> None:
 @Kernel
 def _write_bf16(a: Any) -> None:
     g = carray(a, FRAME_SIZE)
-    _write_all(g, a, new_bf16(g), memory_bf16(g), chunks_of(g))
+    if per_word(memory_bf16(g)[0], g[DIM]) == 2:
+        _write_pairs(g, a, new_bf16(g), memory_words(g))
+    else:
+        _write_numbers(g, a, new_bf16(g), memory_bf16(g))
 
 
 @Kernel
 def _write_float(a: Any) -> None:
     g = carray(a, FRAME_SIZE)
-    _write_all(g, a, new_float(g), memory_float(g), chunks_of(g))
+    _write_numbers(g, a, new_float(g), memory_float(g))
 
 
 @Kernel

@@ -1,4 +1,4 @@
-"""Owns the attention of long chunks: their keys are laid out span by span and attended to there.
+"""Owns the attention of long chunks, once written: what they see is laid out span by span.
 
 Each span gives weighed values and the logarithms of their sums of weights, by which spans are
 merged as if there had been one (online softmax, Milakov and Gimelshein, 2018).
@@ -12,6 +12,7 @@ from numba.np.numpy_support import carray
 from torch import Tensor
 
 from headrace.runner.inputs import Batch
+from headrace.runner.kernels.blocks import key_at, per_word, value_at
 from headrace.runner.kernels.frame import (
     BLOCK_SIZE,
     DIM,
@@ -20,9 +21,8 @@ from headrace.runner.kernels.frame import (
     WINDOW,
     chunks_of,
     memory_bf16,
-    new_bf16,
 )
-from headrace.runner.kernels.numeric import narrow, take_next, u16_at, widen
+from headrace.runner.kernels.numeric import take_next, u16_at
 from headrace.runner.kernels.pool import Frame, Kernel, spread
 from headrace.runner.kernels.private import attend_masked
 
@@ -38,26 +38,21 @@ Part = tuple[Tensor, Tensor]
 
 
 @njit
-def _lay_out(past: Any, cache: Any, new: Any, head: int, span: Any, at: Any) -> None:
-    """Positions [span) of one block: old ones from the cache, new ones into it, all into past."""
-    first, stop = span
-    block, start, row, base, size = at
-    dim = past.shape[2]
-    for position in range(first, stop):
-        offset = position % size
-        if position >= start:
-            source = new[row + position - start]
-            for i in range(dim):
-                cache[block, head, offset, i] = source[head * dim + i]
-        stored, target = cache[block, head, offset], past[head, position - base]
+def _lay_out(g: Any, memory: Any, past: Any, block: int, head: int, span: Any) -> None:
+    """Positions [span) of one block."""
+    size, dim, per = g[BLOCK_SIZE], g[DIM], per_word(memory[0], g[DIM])
+    keys, values = memory[0][block, head], memory[1][block, head]
+    for position in range(span[0], span[1]):
+        offset, row = position % size, position - g[BASE]
         for i in range(dim):
-            target[i] = narrow(widen(stored[i]), past[0, 0, 0])
+            past[0][head, row, i] = keys[key_at(offset, i, size, per)]
+            past[1][head, row, i] = values[value_at(offset, i, dim, per)]
 
 
 @njit
-def _gather(g: Any, a: Any, new: Any, memory: Any, past: Any) -> None:
+def _gather(g: Any, a: Any, memory: Any, past: Any) -> None:
     """A piece of work is one block of one kv head; `BASE` is the first position of a block."""
-    starts, _, first_rows, table = chunks_of(g)
+    table = chunks_of(g)[3]
     chunk, base, total = g[CHUNK], g[BASE], g[TOTAL]
     heads, size = g[KV_HEADS], g[BLOCK_SIZE]
     num_blocks = (total - base + size - 1) // size
@@ -67,9 +62,7 @@ def _gather(g: Any, a: Any, new: Any, memory: Any, past: Any) -> None:
             break
         head, number = piece // num_blocks, base // size + piece % num_blocks
         span = (number * size, min(number * size + size, total))
-        at = (table[chunk, number], starts[chunk], first_rows[chunk], base, size)
-        _lay_out(past[0], memory[0], new[1], head, span, at)
-        _lay_out(past[1], memory[1], new[2], head, span, at)
+        _lay_out(g, memory, past, table[chunk, number], head, span)
 
 
 @njit
@@ -81,7 +74,7 @@ def _span_bf16(g: Any) -> Any:
 @Kernel
 def _gather_bf16(a: Any) -> None:
     g = carray(a, GATHER_SIZE)
-    _gather(g, a, new_bf16(g), memory_bf16(g), _span_bf16(g))
+    _gather(g, a, memory_bf16(g), _span_bf16(g))
 
 
 class LongChunk:

@@ -27,6 +27,7 @@ def _pointer_to(element: Any) -> Any:
 
 f32_at = _pointer_to(types.float32)
 u16_at = _pointer_to(types.uint16)
+u32_at = _pointer_to(types.uint32)
 i32_at = _pointer_to(types.int32)
 i64_at = _pointer_to(types.int64)
 i8_at = _pointer_to(types.int8)

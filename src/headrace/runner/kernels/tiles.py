@@ -1,96 +1,52 @@
-"""Owns the inner loops that need explicit vectors: products and weighted sums.
+"""Owns the inner loops that need explicit vectors: products of rows with what lies in words.
 
 Left to itself the compiler uses half of a wide register and never fetches ahead, which costs a
-third of the memory's speed. A vector holds 16 numbers: one register with AVX-512; elsewhere the
-compiler splits it.
-
-A step is 32 stored numbers in the order they lie in memory. They widen to two vectors, `even` and
-`odd`: bfloat16 by a shift and by a mask of the words that hold two neighbours, float32 as the
-first and the second half of the step. What they meet must lie in that order: see `in_order`.
+third of the memory's speed. A vector holds 16 words of 4 bytes: one register with AVX-512;
+elsewhere the compiler splits it. Two bfloat16 numbers of a word widen to two vectors of floats, by
+a shift and by a mask.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from headrace.runner.kernels.numeric import widen
-
-STEP = 32
+_SHORTS = 32  # int16 numbers of a vector
 PANEL = 32  # outputs whose weights lie side by side
 LANES = 16
 _CACHE_LINE = 64
 _F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 _FLOATS, _INTS = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
 _FAST = ("nsz", "arcp", "contract", "afn", "reassoc")
-_KINDS = {types.uint16: "bf16", types.int8: "int8", types.int16: "int16", types.float32: "float"}
-_SIZES = {"bf16": 2, "float": 4}
+_KINDS = {
+    types.uint16: "bf16",
+    types.int8: "int8",
+    types.int16: "int16",
+    types.int64: "int64",
+    types.float32: "float",
+}
 Pair = tuple[Any, Any]
-
-
-@njit(inline="always")
-def place(i: int) -> int:
-    """Where number i of stored bfloat16 lies among the floats of the steps' two vectors."""
-    return i // STEP * STEP + i % 2 * LANES + i % STEP // 2
-
-
-@njit
-def in_order(x: Any, is_bf16: bool) -> Any:
-    """x [rows, multiple of STEP] as float32, the numbers of each step as its two vectors."""
-    wide = np.empty(x.shape, np.float32)
-    apart, second = (2, 1) if is_bf16 else (1, LANES)
-    for m in range(x.shape[0]):
-        for first in range(0, x.shape[1], STEP):
-            here, there = x[m, first : first + STEP], wide[m, first : first + STEP]
-            for i in range(LANES):
-                there[i] = widen(here[i * apart])
-                there[LANES + i] = widen(here[i * apart + second])
-    return wide
 
 
 def load(builder: Any, address: Any, kind: Any, align: int) -> Any:
     return builder.load(builder.inttoptr(address, kind.as_pointer()), align=align)
 
 
-def _widened(builder: Any, address: Any, kind: str) -> Pair:
-    """The two float vectors of the step at `address`."""
-    if kind == "bf16":
-        words = load(builder, address, _INTS, 2)
-        even = builder.shl(words, words.type([16] * LANES))
-        odd = builder.and_(words, words.type([0xFFFF0000] * LANES))
-        return builder.bitcast(even, _FLOATS), builder.bitcast(odd, _FLOATS)
-    second = builder.add(address, _I64(LANES * _SIZES[kind]))
-    return load(builder, address, _FLOATS, 4), load(builder, second, _FLOATS, 4)
+def _widened(builder: Any, address: Any, kind: str) -> list[Any]:
+    """The floats of 16 words: a vector for each number that a word holds."""
+    if kind == "float":
+        return [load(builder, address, _FLOATS, 4)]
+    words = load(builder, address, _INTS, 2)
+    even = builder.shl(words, words.type([16] * LANES))
+    odd = builder.and_(words, words.type([0xFFFF0000] * LANES))
+    return [builder.bitcast(even, _FLOATS), builder.bitcast(odd, _FLOATS)]
 
 
 def _add_product(builder: Any, total: Any, a: Any, b: Any) -> Any:
     return builder.fadd(total, builder.fmul(a, b, flags=_FAST), flags=_FAST)
-
-
-def _sums_of(builder: Any, vectors: list[Any]) -> Any:
-    """One vector of the sums of up to 16, each over its own numbers; the rest of it is zero.
-
-    Neighbours are folded into one until one is left: 15 additions, where each sum alone takes 4.
-    """
-    folded = vectors + [ir.Constant(_FLOATS, [0.0] * LANES)] * (LANES - len(vectors))
-    apart = 1
-    while len(folded) > 1:
-        pairs = zip(folded[::2], folded[1::2], strict=True)
-        folded = [_fold(builder, left, right, apart) for left, right in pairs]
-        apart *= 2
-    return folded[0]
-
-
-def _fold(builder: Any, left: Any, right: Any, apart: int) -> Any:
-    """Lanes without the bit `apart`: sums of left's lanes that differ in it; with it: right's."""
-    near = [i + (LANES - apart if i & apart else 0) for i in range(LANES)]
-    far = [i + (LANES if i & apart else apart) for i in range(LANES)]
-    parts = [picked(builder, left, right, lanes) for lanes in (near, far)]
-    return builder.fadd(*parts, flags=_FAST)
 
 
 def picked(builder: Any, left: Any, right: Any, lanes: Sequence[int]) -> Any:
@@ -132,8 +88,8 @@ class Matrix:
     def __init__(self, context: Any, builder: Any, kind: Any, value: Any) -> None:
         array = context.make_array(kind)(context, builder, value)
         self._builder = builder
-        self._base = builder.ptrtoint(array.data, _I64)
-        self.down, self._right = cgutils.unpack_tuple(builder, array.strides)
+        self.base = builder.ptrtoint(array.data, _I64)
+        self._strides = cgutils.unpack_tuple(builder, array.strides)
         self.shape = cgutils.unpack_tuple(builder, array.shape)
         self.kind = _KINDS[kind.dtype]
 
@@ -141,92 +97,68 @@ class Matrix:
         return self.at(self._builder.add(first, _I64(number)), _I64(0))
 
     def at(self, row: Any, column: Any) -> Any:
-        b = self._builder
-        return b.add(self._base, b.add(b.mul(row, self.down), b.mul(column, self._right)))
+        b, (down, right) = self._builder, self._strides
+        return b.add(self.base, b.add(b.mul(row, down), b.mul(column, right)))
+
+    def item(self, number: Any) -> Any:
+        """A number of a contiguous row of int64."""
+        address = self._builder.add(self.base, self._builder.mul(number, _I64(8)))
+        return load(self._builder, address, _I64, 8)
 
 
-def dot_tile(num_outputs: int, num_rows: int) -> Any:
-    """tile(w, x, out, (n, m, column), ahead): out[m + j, column + i] = w[n + i] times x[m + j].
+def block_tile(num_rows: int, num_vectors: int) -> Any:
+    """tile(memory, (lines, columns), x, out, (row, column, more_lines, more_columns, adds)).
 
-    At most 16 products, no remainders of a step; a row of out is contiguous.
-
-    w [outputs, inputs] is stored bfloat16 bits or float32; x [rows, inputs] float32 in the
-    order of the tiles; `ahead` is how many bytes after a line of w another one is fetched. (Places
-    are numbers, not slices: making slices takes longer than a tile.)
+    out[row + m, 16 * (column + v) + n] = the sum over lines i, and numbers k of a word, of
+    x[row + m, 2 * i + k] times word n at byte lines[i] + columns[column + v] of the memory, stored
+    as bfloat16 bits; with float32 a word is one number, of x[row + m, i]. With `adds` the sum is
+    added. What lies so many lines and columns further, at least 0, is fetched. x, out: float32,
+    whose rows are contiguous.
     """
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        w, x, out = (Matrix(context, builder, signature.args[i], args[i]) for i in range(3))
-        first_line, first_row, column = cgutils.unpack_tuple(builder, args[3])
-        lines = [w.row(first_line, n) for n in range(num_outputs)]
-        rows = [x.row(first_row, m) for m in range(num_rows)]
-        steps = builder.sdiv(w.shape[1], _I64(STEP))
+        of, kinds = cgutils.unpack_tuple(builder, args[1]), signature.args[1]
+        lines, columns = (Matrix(context, builder, *pair) for pair in zip(kinds, of, strict=True))
+        memory, x, out = (Matrix(context, builder, signature.args[i], args[i]) for i in (0, 2, 3))
+        row, column, more_lines, more_columns, adds = cgutils.unpack_tuple(builder, args[4])
+        rows = [x.row(row, m) for m in range(num_rows)]
+
+        def begins(first: Any) -> list[Any]:
+            places = [columns.item(builder.add(first, _I64(v))) for v in range(num_vectors)]
+            return [builder.add(memory.base, place) for place in places]
+
+        here, there = begins(column), begins(builder.add(column, more_columns))
 
         def body(at: Any, totals: list[Any]) -> list[Any]:
-            here = builder.mul(at, _I64(STEP * _SIZES[w.kind]))
-            there = builder.mul(at, _I64(STEP * _SIZES[x.kind]))
-            sides = [_widened(builder, builder.add(row, there), x.kind) for row in rows]
-            following = []
-            for n, line in enumerate(lines):
-                address = builder.add(line, here)
-                even, odd = _widened(builder, address, w.kind)
-                fetch(builder, builder.add(address, args[4]))
-                for m, (left, right) in enumerate(sides):
-                    total = _add_product(builder, totals[n * num_rows + m], even, left)
-                    following.append(_add_product(builder, total, odd, right))
+            line, later = lines.item(at), lines.item(builder.add(at, more_lines))
+            for begin in there:
+                fetch(builder, builder.add(begin, later))
+            words = [_widened(builder, builder.add(begin, line), memory.kind) for begin in here]
+            per = len(words[0])
+            first, following = builder.mul(at, _I64(4 * per)), []
+            for m in range(num_rows):
+                sums = totals[m * num_vectors : (m + 1) * num_vectors]
+                for k in range(per):
+                    place = builder.add(rows[m], builder.add(first, _I64(4 * k)))
+                    by = _spread(builder, load(builder, place, _F32, 4))
+                    terms = zip(sums, words, strict=True)
+                    sums = [_add_product(builder, total, word[k], by) for total, word in terms]
+                following += sums
             return following
 
-        begin = [ir.Constant(_FLOATS, [0.0] * LANES)] * (num_outputs * num_rows)
-        totals = _loop(builder, steps, begin, body)
-        by_row = [total for m in range(num_rows) for total in totals[m::num_rows]]
-        sums = _sums_of(builder, by_row)
-        for m in range(num_rows):
-            lanes = [m * num_outputs + n for n in range(num_outputs)]
-            row = picked(builder, sums, sums, lanes)
-            place = out.at(builder.add(first_row, _I64(m)), column)
-            builder.store(row, builder.inttoptr(place, row.type.as_pointer()), align=4)
+        first = builder.mul(column, _I64(LANES))
+        starts = [builder.add(first, _I64(LANES * v)) for v in range(num_vectors)]
+        numbers = [builder.add(row, _I64(m)) for m in range(num_rows)]
+        places = [out.at(number, start) for number in numbers for start in starts]
+        begin = [load(builder, place, _FLOATS, 4) for place in places]
+        none = ir.Constant(_FLOATS, [0.0] * LANES)
+        begin = [builder.select(adds, vector, none) for vector in begin]
+        for place, total in zip(places, _loop(builder, lines.shape[0], begin, body), strict=True):
+            builder.store(total, builder.inttoptr(place, _FLOATS.as_pointer()), align=4)
         return context.get_dummy_value()
 
-    def typed(typing: Any, w: Any, x: Any, out: Any, places: Any, ahead: Any) -> Any:
-        return types.void(w, x, out, places, types.int64), emit
-
-    return intrinsic(typed)
-
-
-def mix_tile(num_rows: int, num_steps: int) -> Any:
-    """tile(values, weights, acc, (column, m), ahead): so many steps of columns, for num_rows rows.
-
-    acc[m + j, steps] += the sum over i of weights[m + j, i] times values[i, steps], one i at least;
-    `column` begins the first step, `ahead` is as for dot_tile; acc is float32 in the order of the
-    tiles.
-    """
-
-    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        matrices = [Matrix(context, builder, signature.args[i], args[i]) for i in range(3)]
-        (values, weights, acc), places = matrices, cgutils.unpack_tuple(builder, args[3])
-        columns = [builder.add(places[0], _I64(STEP * step)) for step in range(num_steps)]
-        numbers = [builder.add(places[1], _I64(j)) for j in range(num_rows)]
-
-        def body(at: Any, totals: list[Any]) -> list[Any]:
-            vectors: list[Any] = []
-            for column in columns:
-                address = values.at(at, column)
-                vectors += _widened(builder, address, values.kind)
-                fetch(builder, builder.add(address, args[4]))
-            loads = [load(builder, weights.at(number, at), _F32, 4) for number in numbers]
-            factors = [_spread(builder, load) for load in loads for _ in vectors]
-            terms = zip(totals, vectors * num_rows, factors, strict=True)
-            return [_add_product(builder, *term) for term in terms]
-
-        sums = [acc.at(number, column) for number in numbers for column in columns]
-        begin = [side for address in sums for side in _widened(builder, address, acc.kind)]
-        for i, total in enumerate(_loop(builder, values.shape[0], begin, body)):
-            address = builder.add(sums[i // 2], _I64(i % 2 * LANES * 4))
-            builder.store(total, builder.inttoptr(address, _FLOATS.as_pointer()), align=4)
-        return context.get_dummy_value()
-
-    def typed(typing: Any, values: Any, weights: Any, acc: Any, places: Any, ahead: Any) -> Any:
-        return types.void(values, weights, acc, places, types.int64), emit
+    def typed(typing: Any, memory: Any, where: Any, x: Any, out: Any, at: Any) -> Any:
+        return types.void(memory, where, x, out, at), emit
 
     return intrinsic(typed)
 
@@ -295,8 +227,8 @@ def _terms_of(builder: Any, address: Any, kind: str) -> list[Pair]:
         second = builder.add(address, _I64(_CACHE_LINE))
         halves = _widened(builder, address, kind), _widened(builder, second, kind)
         return list(zip(*halves, strict=True))
-    stored, wide = ir.VectorType(ir.IntType(8), STEP), ir.VectorType(ir.IntType(16), STEP)
-    parts = [load(builder, builder.add(address, _I64(size)), stored, 1) for size in (0, STEP)]
+    stored, wide = ir.VectorType(ir.IntType(8), _SHORTS), ir.VectorType(ir.IntType(16), _SHORTS)
+    parts = [load(builder, builder.add(address, _I64(size)), stored, 1) for size in (0, _SHORTS)]
     return [(builder.sext(parts[0], wide), builder.sext(parts[1], wide))]
 
 
@@ -304,10 +236,10 @@ def _add_term(builder: Any, total: Any, a: Any, b: Any) -> Any:
     """Floats: total + a b. int16 as two in each of b's words: a[2i] b[2i] + a[2i + 1] b[2i + 1]."""
     if total.type == _FLOATS:
         return _add_product(builder, total, a, b)
-    wide = ir.VectorType(_I32, STEP)
+    wide = ir.VectorType(_I32, _SHORTS)
     left, right = builder.sext(a, wide), builder.sext(builder.bitcast(b, a.type), wide)
     products = builder.mul(left, right)
-    even, odd = (picked(builder, products, products, range(k, STEP, 2)) for k in (0, 1))
+    even, odd = (picked(builder, products, products, range(k, _SHORTS, 2)) for k in (0, 1))
     return builder.add(total, builder.add(even, odd))
 
 
