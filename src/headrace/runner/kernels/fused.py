@@ -117,9 +117,9 @@ def _attend(q: Any, past: Any, sight: Any, tops: Any, out: Any) -> None:
     """
     position, group, window = sight
     num_rows, dim, size = out.shape[0] * group, q.shape[1], past[0].shape[2] // q.shape[1]
-    width = _SPAN + 2 * size + WIDEST * LANES
+    width = _SPAN + 2 * size + LANES
     acc = np.zeros((q.shape[0], dim + LANES), np.float32)
-    scores = np.zeros((q.shape[0], width), np.float32)
+    scores = np.empty((q.shape[0], width), np.float32)
     room = np.empty(width + dim, np.int64), np.empty(width // LANES + dim + WIDEST, np.int64)
     running = np.zeros((num_rows, 2), np.float32)
     for g in range(num_rows):
@@ -141,11 +141,11 @@ def _attend(q: Any, past: Any, sight: Any, tops: Any, out: Any) -> None:
 def _scaled(rows: Any, group: int, dim: int) -> Any:
     """One kv head's queries as float32 [queries * group, dim], the scale of the scores in them.
 
-    Followed by empty ones to the end of the last tile.
+    Followed by any to the end of the last tile: a row's results are its own.
     """
     num_rows = rows.shape[0] * group
     scale = np.float32(1) / np.sqrt(np.float32(dim))
-    q = np.zeros((padded(num_rows), dim), np.float32)
+    q = np.empty((padded(num_rows), dim), np.float32)
     for g in range(num_rows):
         row, target = rows[g // group, g % group * dim : (g % group + 1) * dim], q[g]
         for i in range(target.size):
