@@ -14,6 +14,8 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())  # one per byte, ASCII's own signs first
+NUM_ASCII = sum(letter.isascii() for letter in LETTERS)
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -80,7 +82,11 @@ def make_random_model(folder: Path, shape: str, seed: int = 0) -> int:
 
 
 def random_weights(config: dict, seed: int) -> dict[str, torch.Tensor]:
-    """Normal weights and norms of one, in bfloat16, by the names of the checkpoint format."""
+    """Normal weights and norms of one, in bfloat16, by the names of the checkpoint format.
+
+    Bytes that may be a part of a character are never the likeliest: their text would wait for the
+    rest, and the stream look stalled.
+    """
     generator = torch.Generator().manual_seed(seed)
     hidden, dim = config["hidden_size"], config["head_dim"]
 
@@ -95,6 +101,7 @@ def random_weights(config: dict, seed: int) -> dict[str, torch.Tensor]:
         "model.norm.weight": norm(hidden),
         "lm_head.weight": matrix(config["vocab_size"], hidden),
     }
+    weights["lm_head.weight"][NUM_ASCII : len(LETTERS)] = 0
     widths = [
         ("self_attn.q_proj", config["num_attention_heads"] * dim, hidden),
         ("self_attn.k_proj", config["num_key_value_heads"] * dim, hidden),
@@ -116,10 +123,12 @@ def random_weights(config: dict, seed: int) -> dict[str, torch.Tensor]:
 
 
 def _write_tokenizer(folder: Path, num_vocab: int) -> None:
-    """Byte level, then two-letter pieces up to the size asked for, the special tokens last."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    merges = [(a, b) for a in letters for b in letters][: num_vocab - len(letters) - len(SPECIALS)]
-    pieces = letters + [a + b for a, b in merges]
+    """Byte level, then ASCII pieces of two and three up to the size asked for, specials last."""
+    signs = LETTERS[:NUM_ASCII]
+    pairs = [(a, b) for a in signs for b in signs]
+    triples = [(a + b, c) for a, b in pairs for c in signs]
+    merges = [*pairs, *triples][: num_vocab - len(LETTERS) - len(SPECIALS)]
+    pieces = LETTERS + [a + b for a, b in merges]
     vocab = {piece: number for number, piece in enumerate(pieces)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
