@@ -10,24 +10,26 @@ import json
 from pathlib import Path
 from typing import Any
 
+from matplotlib import colormaps
 from matplotlib.figure import Figure
 
 FOLDER = Path("docs/benchmarks/roofline")
 PICTURE = FOLDER / "history.png"
-_COLORS = ("#b9c4cc", "#66a182", "#0b6e99", "#d1495b", "#edae49", "#5b3a8e")
 
 
 def draw(runs: dict[str, dict[str, Any]]) -> None:
-    names = [row["name"] for row in next(reversed(runs.values()))["rows"]]
+    rows = max((run["rows"] for run in runs.values()), key=len)
+    names = [row["name"] for row in rows]
+    colors = colormaps["viridis"].reversed()(range(0, 256, 255 // max(len(runs) - 1, 1)))
     figure = Figure(figsize=(9, 0.34 * len(names) + 1.2), layout="constrained")
     axes = figure.subplots()
-    for (label, run), color in zip(runs.items(), _COLORS, strict=False):
+    for (label, run), color in zip(runs.items(), colors, strict=False):
         ratios = {row["name"]: row["ratio"] for row in run["rows"]}
         heights = [y for y, name in enumerate(names) if name in ratios]
         axes.scatter(
             [ratios[names[y]] for y in heights], heights, s=42, color=color, label=label, zorder=3
         )
-    for y, row in enumerate(next(reversed(runs.values()))["rows"]):
+    for y, row in enumerate(rows):
         if row["must"]:
             axes.plot([row["must"]] * 2, [y - 0.4, y + 0.4], color="#222222", linewidth=2)
     axes.set_yticks(range(len(names)), names)
