@@ -141,11 +141,13 @@ def _attend(q: Any, past: Any, sight: Any, tops: Any, out: Any) -> None:
 def _scaled(rows: Any, group: int, dim: int) -> Any:
     """One kv head's queries as float32 [queries * group, dim], the scale of the scores in them.
 
-    Followed by any to the end of the last tile: a row's results are its own.
+    Followed by zeros to the end of the last tile: what lay there before might be tiny numbers, with
+    which processors are slow.
     """
     num_rows = rows.shape[0] * group
     scale = np.float32(1) / np.sqrt(np.float32(dim))
     q = np.empty((padded(num_rows), dim), np.float32)
+    q[num_rows:] = 0
     for g in range(num_rows):
         row, target = rows[g // group, g % group * dim : (g % group + 1) * dim], q[g]
         for i in range(target.size):
