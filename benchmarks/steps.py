@@ -17,7 +17,7 @@ from headrace.models.spec import read_spec
 from headrace.runner.load import load_runner
 
 _GREEDY = Sampling(temperature=0.0, ignore_eos=True)
-_BLOCK = 16
+_BLOCK = 32
 MAX_STREAMS = 16
 MAX_CONTEXT = 2048
 _ROOM = MAX_CONTEXT + 512 + 128  # positions that each sequence has blocks for

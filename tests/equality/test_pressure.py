@@ -3,8 +3,10 @@
 from array import array
 from collections import Counter
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+import torch
 
 from headrace.core.config import ModelConfig, SchedulerConfig
 from headrace.core.ids import SequenceId, StreamId
@@ -18,8 +20,20 @@ from tests.builders import make_tiny_model
 from tests.scheduler.builders import Engine
 
 GREEDY = Sampling(temperature=0, max_tokens=60, ignore_eos=True)
-NUM_STREAMS = 24
-BLOCK_BYTES = 16 * 3 * 2 * 16 * 2 * 4  # tokens, layers, kv heads, head size, keys and values
+NUM_STREAMS = 32
+
+
+class Case(NamedTuple):
+    """bfloat16 in sizes that a processor's matrix unit takes, where there is one."""
+
+    dtype: torch.dtype
+    head_dim: int
+    block_size: int
+    few: int
+    """Blocks in which so many streams get in each other's way."""
+
+
+CASES = [Case(torch.float32, 16, 16, 11), Case(torch.bfloat16, 32, 32, 6)]
 
 
 class RealEngine(Engine):
@@ -39,18 +53,15 @@ class RealEngine(Engine):
         self.take()
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("pressure") / "tiny")
-
-
-def served(folder: Path, num_blocks: int = 100, **scheduler: object) -> RealEngine:
+def served(folder: Path, case: Case, num_blocks: int = 100, **scheduler: object) -> RealEngine:
+    position = 3 * 2 * case.head_dim * 2 * case.dtype.itemsize  # layers, kv heads, keys and values
     config = ModelConfig(
         model=str(folder),
         device="cpu",
         threads=1,
         max_model_len=160,
-        kv_cache_memory_bytes=num_blocks * BLOCK_BYTES,
+        block_size=case.block_size,
+        kv_cache_memory_bytes=num_blocks * case.block_size * position,
         scheduler=SchedulerConfig(max_num_seqs=NUM_STREAMS, **scheduler),  # type: ignore[arg-type]
     )
     runner, real, _ = load(config)
@@ -63,14 +74,16 @@ def served(folder: Path, num_blocks: int = 100, **scheduler: object) -> RealEngi
     return engine
 
 
+@pytest.mark.parametrize("case", CASES, ids=lambda case: str(case.dtype))
 def test_greedy_output_is_the_same_with_the_budget_on_off_and_after_ten_preemptions(
-    folder: Path,
+    case: Case, tmp_path: Path
 ) -> None:
-    whole = served(folder, max_stall_ms="off", max_step_ms="off")
+    folder = make_tiny_model(tmp_path / "tiny", head_dim=case.head_dim, dtype=case.dtype)
+    whole = served(folder, case, max_stall_ms="off", max_step_ms="off")
     assert len(whole.tokens) == NUM_STREAMS and set(map(len, whole.tokens.values())) == {60}
-    cut = served(folder, max_stall_ms=0.5, max_step_ms=1.0)
+    cut = served(folder, case, max_stall_ms=0.5, max_step_ms=1.0)
     assert cut.num_steps > whole.num_steps
     assert cut.tokens == whole.tokens
-    short_of_memory = served(folder, num_blocks=11)
+    short_of_memory = served(folder, case, num_blocks=case.few)
     assert sum(short_of_memory.num_begun.values()) - NUM_STREAMS >= 10
     assert short_of_memory.tokens == whole.tokens

@@ -8,14 +8,13 @@ from headrace.core.config import ModelConfig, SchedulerConfig
 from headrace.core.errors import ModelError
 from headrace.core.messages import Ready
 from headrace.runner import load
-from headrace.runner.kernels import chain, fused, long, pointwise, product
-from headrace.runner.kernels.attention import SHORT
+from headrace.runner.kernels import chain, fused, pointwise, product
 from headrace.runner.kernels.pool import Kernel
 from headrace.runner.load import load_runner
 from tests.builders import make_tiny_model
 from tests.drive import generate
 
-KERNEL_FILES = (chain, fused, long, pointwise, product)
+KERNEL_FILES = (chain, fused, pointwise, product)
 POSITION = 3 * 2 * 16 * 2 * 4  # bytes: layers, kv heads, head size, keys and values, float32
 
 
@@ -54,18 +53,18 @@ def test_the_config_can_lower_the_length_and_never_raise_it(folder: Path) -> Non
 
 
 def test_memory_given_in_bytes_is_what_the_pool_takes(folder: Path) -> None:
-    told = ready(folder, kv_cache_memory_bytes=80 * 16 * POSITION)
-    assert (told.layout.num_blocks, told.max_model_len) == (80, 1280)
+    told = ready(folder, kv_cache_memory_bytes=40 * 32 * POSITION)
+    assert (told.layout.num_blocks, told.max_model_len) == (40, 1280)
 
 
 def test_block_size_is_the_configs(folder: Path) -> None:
-    told = ready(folder, block_size=32, max_model_len=64, scheduler=SchedulerConfig(max_num_seqs=3))
-    assert (told.layout.block_size, told.layout.num_blocks) == (32, 6)
+    told = ready(folder, block_size=16, max_model_len=64, scheduler=SchedulerConfig(max_num_seqs=3))
+    assert (told.layout.block_size, told.layout.num_blocks) == (16, 12)
 
 
 def test_by_default_the_cache_takes_a_quarter_of_what_is_free(folder: Path, free) -> None:
-    free(4 * 100 * 16 * POSITION)
-    assert ready(folder).layout.num_blocks == 100
+    free(4 * 50 * 32 * POSITION)
+    assert ready(folder).layout.num_blocks == 50
 
 
 def test_type_follows_the_checkpoint_unless_told(tmp_path: Path) -> None:
@@ -87,9 +86,9 @@ def test_weights_that_do_not_fit_are_refused_with_both_sizes(folder: Path, free)
 
 
 def test_a_cache_too_small_for_one_sequence_is_refused_with_the_sizes(folder: Path) -> None:
-    error = refusal(folder, kv_cache_memory_bytes=1008 * POSITION)
+    error = refusal(folder, kv_cache_memory_bytes=992 * POSITION)
     assert error.code == "model_too_large"
-    assert "1008 tokens" in str(error) and "1024 must fit" in str(error)
+    assert "992 tokens" in str(error) and "1024 must fit" in str(error)
     assert "--kv-cache-memory-bytes" in str(error)
 
 
@@ -138,5 +137,5 @@ def test_no_kernel_is_left_to_compile_in_a_request(tmp_path: Path) -> None:
     runner, _ = load_runner(ModelConfig(model="tiny", threads=1), make_tiny_model(tmp_path))
     at_load = compiled()
     assert at_load
-    generate(runner, list(range(1, 300)), 3, chunk=3 * SHORT)
+    generate(runner, list(range(1, 300)), 3, chunk=192)
     assert compiled() == at_load

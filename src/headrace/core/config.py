@@ -95,7 +95,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     block_size: Annotated[
         int, Meta(ge=1, le=1024, description="Token positions per block of that memory")
-    ] = 16
+    ] = 32
     generation_config: Annotated[
         Literal["auto", "none"],
         Meta(description="Whether the model's own sampling defaults are taken"),

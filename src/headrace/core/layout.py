@@ -10,7 +10,7 @@ class MemoryLayout(msgspec.Struct, frozen=True):
     `max_positions` tokens. `num_slots == 0` means that no sequence needs a slot.
     """
 
-    block_size: int = 16
+    block_size: int = 32
     num_blocks: int = 0
     num_slots: int = 0
     num_snapshots: int = 0  # extra slots, numbered after the others, for saved recurrent state

@@ -1,13 +1,12 @@
 import pytest
 import torch
 
-from headrace.runner.kernels import attention as module
-from headrace.runner.kernels import long, private
-from headrace.runner.kernels.attention import SHORT, CpuAttention
+from headrace.runner.kernels import fused
+from headrace.runner.kernels.attention import CpuAttention
 from tests.runner.kernels.attention_case import Case, make_case, plain, reference
 
 DECODES = [(0, 1), (5, 1), (8, 1), (100, 1)]
-MIXED = [(30, 1), (0, SHORT + 8), (17, SHORT + 38), (63, 1), (16, 3)]
+MIXED = [(30, 1), (0, 72), (17, 102), (63, 1), (16, 3)]
 
 
 def largest_error(case: Case) -> float:
@@ -32,7 +31,7 @@ def test_decode_over_scattered_blocks_equals_the_definition(
 
 @pytest.mark.parametrize("size", [2, 16, 48])
 def test_blocks_of_any_size_hold_a_window_over_several_spans(size: int) -> None:
-    chunks = [(600, 1), (255, 1), (256, 1), (240, SHORT), (600, 5), (5, SHORT + 1)]
+    chunks = [(600, 1), (255, 1), (256, 1), (240, 64), (600, 5), (5, 65)]
     case = make_case(chunks, dim=32, window=300, size=size)
     assert largest_error(case) < 1e-5
 
@@ -66,34 +65,17 @@ def test_many_queries_read_the_past_in_tiles(
     assert largest_error(case) < 0.02
 
 
-@pytest.mark.parametrize("window", [None, 1, 20])
-@pytest.mark.parametrize("has_flash", [True, False])
-def test_spans_and_tiles_of_a_long_chunk_merge_to_the_whole(
-    has_flash: bool, window: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(long, "_SPAN", 16)
-    monkeypatch.setattr(long, "_TILE", 5)
-    monkeypatch.setattr(private, "_has_flash", lambda: has_flash)
-    monkeypatch.setattr(module, "has_fast_bf16", lambda: True)
-    case = make_case([*MIXED, (90, SHORT + 2)], window=window, dtype=torch.bfloat16)
-    case.sinks = torch.tensor([3.0, -2.0, 0.5, 9.0])
-    assert largest_error(case) < 0.05
-
-
-def test_flash_attention_is_what_runs_here() -> None:
-    assert private._has_flash()
-
-
-@pytest.mark.parametrize("is_fast", [False, True])
+@pytest.mark.parametrize("has_unit", [False, True])
 def test_bfloat16_stays_close_to_the_definition(
-    is_fast: bool, monkeypatch: pytest.MonkeyPatch
+    has_unit: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "has_fast_bf16", lambda: is_fast)
-    assert largest_error(make_case(MIXED, dim=64, dtype=torch.bfloat16)) < 0.03
+    if not has_unit:
+        monkeypatch.setattr(fused, "has_matrix_unit", lambda: False)
+    assert largest_error(make_case(MIXED, dim=64, dtype=torch.bfloat16, size=32)) < 0.03
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("size", [3, 8, 16])
+@pytest.mark.parametrize("size", [3, 8, 16, 32])
 def test_unwritten_positions_of_a_block_have_no_influence(size: int, dtype: torch.dtype) -> None:
     case = make_case([(0, 1), (0, 5), (0, 33), (0, 6)], dtype=dtype, size=size)
     for tensor in (case.storage.keys[0], case.storage.values[0]):

@@ -2,16 +2,19 @@ import pytest
 import torch
 from torch import nn
 
-from headrace.runner.kernels import linear as module
-from headrace.runner.kernels.linear import (
-    FEW_ROWS,
-    PackedLinear,
-    ReorderedLinear,
-    pack_linear,
-    quantize,
-    relative_loss,
-)
-from headrace.runner.kernels.product import pack, unpack
+from headrace.runner.kernels import product as module
+from headrace.runner.kernels.linear import PackedLinear, pack_linear, quantize, relative_loss
+from headrace.runner.kernels.matrix import has_matrix_unit
+
+needs_unit = pytest.mark.skipif(not has_matrix_unit(), reason="no matrix unit")
+
+
+@pytest.fixture(params=["vectors", pytest.param("unit", marks=needs_unit)])
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both forms of the product where the processor has a matrix unit."""
+    if request.param == "vectors":
+        monkeypatch.setattr(module, "has_matrix_unit", lambda: False)
+    return str(request.param)
 
 
 def make_linear(inputs: int, outputs: int, bias: bool, dtype: torch.dtype) -> nn.Linear:
@@ -24,13 +27,21 @@ def exact(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     return x.double() @ linear.weight.double().T + bias
 
 
-@pytest.mark.parametrize("rows", [*range(1, 14), 20, 23, 40, 150])
+@pytest.mark.parametrize("rows", [*range(1, 19), 23, 32, 33, 40, 150])
 @pytest.mark.parametrize(
     ("inputs", "outputs", "bias"),
-    [(64, 128, False), (38, 67, True), (37, 12, True), (1030, 130, False), (7, 1, True)],
+    [
+        (96, 67, True),
+        (1024, 130, False),
+        (64, 128, False),
+        (38, 67, True),
+        (37, 12, True),
+        (1030, 130, False),
+        (7, 1, True),
+    ],
 )
 def test_packed_bfloat16_is_exact_but_for_one_rounding(
-    rows: int, inputs: int, outputs: int, bias: bool
+    form: str, rows: int, inputs: int, outputs: int, bias: bool
 ) -> None:
     linear = make_linear(inputs, outputs, bias, torch.bfloat16)
     x = torch.randn(rows, inputs).bfloat16()
@@ -39,31 +50,26 @@ def test_packed_bfloat16_is_exact_but_for_one_rounding(
     torch.testing.assert_close(found.double(), exact(linear, x), rtol=2**-8, atol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
-def test_a_row_is_the_same_whatever_rows_are_with_it(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "inputs"), [(torch.bfloat16, 3100), (torch.bfloat16, 3104), (torch.int8, 3100)]
+)
+def test_a_row_is_the_same_whatever_rows_are_with_it(
+    form: str, dtype: torch.dtype, inputs: int
+) -> None:
     torch.manual_seed(0)
-    weight = torch.randn(100, 3100).mul_(30).to(dtype)
+    weight = torch.randn(100, inputs).mul_(30).to(dtype)
     packed = PackedLinear(weight, None, None)
-    x = torch.randn(120, 3100).bfloat16()
+    x = torch.randn(220, inputs).bfloat16()
     whole = packed(x)  # more than one block of rows
-    for first, stop in [(0, 1), (1, 3), (3, 7), (10, 17), (30, 43), (100, 120)]:
+    for first, stop in [(0, 1), (1, 3), (3, 7), (10, 27), (30, 43), (100, 120), (180, 213)]:
         assert torch.equal(packed(x[first:stop]), whole[first:stop])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
-@pytest.mark.parametrize(("outputs", "inputs"), [(64, 32), (33, 7), (1, 1)])
-def test_packing_loses_nothing(outputs: int, inputs: int, dtype: torch.dtype) -> None:
-    weight = torch.randn(outputs, inputs).mul_(30).to(dtype)
-    assert torch.equal(unpack(pack(weight), outputs, inputs), weight)
-
-
-@pytest.mark.parametrize("rows", [1, 3, 8, 40, FEW_ROWS + 1])
-@pytest.mark.parametrize("is_fast", [False, True])
+@pytest.mark.parametrize("rows", [1, 3, 8, 40, 41, 80])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_int8_is_the_product_with_the_rounded_weights(
-    rows: int, dtype: torch.dtype, is_fast: bool, monkeypatch: pytest.MonkeyPatch
+    form: str, rows: int, dtype: torch.dtype
 ) -> None:
-    monkeypatch.setattr(module, "has_fast_bf16", lambda: is_fast)
     linear = make_linear(64, 70, True, dtype)
     x = torch.randn(rows, 64).to(dtype)
     stored, scale = quantize(linear.weight)
@@ -98,27 +104,6 @@ def test_leading_dimensions_are_kept() -> None:
     assert PackedLinear(linear.weight, None, None)(torch.ones(2, 3, 32).bfloat16()).shape == (
         (2, 3, 48)
     )
-
-
-def test_the_reordered_form_equals_the_plain_one() -> None:
-    linear = make_linear(64, 96, True, torch.bfloat16)
-    x = torch.randn(5, 64).bfloat16()
-    found = ReorderedLinear(linear)(x).double()
-    torch.testing.assert_close(found, exact(linear, x), rtol=2**-7, atol=2e-2)
-
-
-@pytest.mark.parametrize(
-    ("has", "can", "form"),
-    [(False, True, PackedLinear), (True, True, ReorderedLinear), (True, False, nn.Linear)],
-)
-def test_the_form_follows_the_processor_and_the_self_check(
-    has: bool, can: bool, form: type, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "has_fast_bf16", lambda: has)
-    monkeypatch.setattr(module, "can_reorder", lambda: can)
-    model = nn.Sequential(make_linear(64, 64, False, torch.bfloat16))
-    pack_linear(model, "0")
-    assert type(model[0]) is form
 
 
 def test_float32_weights_stay_as_they_are() -> None:

@@ -1,27 +1,19 @@
-"""Owns attention on a CPU: our own kernel, or torch's for long chunks that it computes in bfloat16.
+"""Owns attention on a CPU, by kernels that read and write block memory through block tables.
 
-Both read and write block memory through block tables; which block is whose is not asked.
+Which block is whose is not asked.
 """
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from headrace.models.step import Step
 from headrace.runner.inputs import Batch
 from headrace.runner.kernels import frame as fields
-from headrace.runner.kernels.fused import WRITE_AND_ATTEND
-from headrace.runner.kernels.long import GATHER_SIZE, LongChunk
+from headrace.runner.kernels.fused import kernels_for
 from headrace.runner.kernels.pool import frame_of, spread
-from headrace.runner.kernels.private import has_fast_bf16
 from headrace.runner.storage import BlockStorage
-
-SHORT = 64
-"""Tokens of a chunk up to which our own kernel is faster even where torch has a faster unit."""
-
-_ANY = 1 << 31  # tokens; more than any chunk has
 
 
 class CpuAttention:
@@ -30,10 +22,7 @@ class CpuAttention:
     def __init__(self, storage: BlockStorage, sinks: Sequence[Tensor] = ()) -> None:
         self.storage = storage
         self.sinks = sinks
-        cache = storage.keys[0].dtype
-        self.kernels = WRITE_AND_ATTEND[cache]
-        is_fast = cache == torch.bfloat16 and has_fast_bf16()
-        self.longest = SHORT if is_fast else _ANY
+        self.kernels = kernels_for(storage.keys[0])
 
     def step(self, batch: Batch) -> Step:
         return CpuStep(self, batch)
@@ -45,10 +34,7 @@ class CpuStep:
     def __init__(self, attention: CpuAttention, batch: Batch) -> None:
         self.positions = batch.positions
         self._attention, self._batch = attention, batch
-        longs = np.flatnonzero(batch.lengths > attention.longest).tolist()
-        self._longs = [LongChunk(batch, number) for number in longs]
-        self._frame = frame = frame_of(*[0] * (GATHER_SIZE - 1))
-        frame[fields.LONGEST] = attention.longest
+        self._frame = frame = frame_of(*[0] * (fields.FRAME_SIZE - 1))
         frame[fields.STARTS] = batch.starts.ctypes.data
         frame[fields.LENGTHS] = batch.lengths.ctypes.data
         frame[fields.FIRST_ROWS] = batch.first_rows.ctypes.data
@@ -68,8 +54,6 @@ class CpuStep:
             frame[fields.SINKS], frame[fields.NUM_SINKS] = sinks.data_ptr(), len(sinks)
         for kernel in attention.kernels:
             spread(kernel, frame)
-        for chunk in self._longs:
-            chunk.attend(frame, q, out, sinks)
         return out
 
 

@@ -54,10 +54,12 @@ def write_numbers(keys: Any, values: Any, offset: int, k: Any, v: Any) -> None:
 def write_pairs(keys: Any, values: Any, offset: int, k: Any, v: Any) -> None:
     """The same of bfloat16 bits into words of two, as uint32.
 
-    What a word of values holds of the next position, not written yet, becomes 0: it meets a weight
-    of 0, and what lay there before might not be finite.
+    The values of positions after it that share a tile become 0 with the first of them: until they
+    are written they meet weights of 0, and what lay there before might not be finite.
     """
     size = 2 * keys.size // k.size
+    if offset % (2 * LANES) == 0:
+        _clear(values[offset // 2 * v.size : (offset // 2 + LANES) * v.size])
     for i in range(k.size // 2):
         keys[i * size + offset] = np.uint32(k[2 * i]) | np.uint32(k[2 * i + 1]) << np.uint32(16)
     target = values[offset // 2 * v.size : (offset // 2 + 1) * v.size]
@@ -67,6 +69,12 @@ def write_pairs(keys: Any, values: Any, offset: int, k: Any, v: Any) -> None:
     else:
         for i in range(target.size):
             target[i] = v[i]
+
+
+@njit
+def _clear(words: Any) -> None:
+    for i in range(words.size):
+        words[i] = 0
 
 
 @njit(inline="always")
@@ -105,7 +113,7 @@ def _multiply(memory: Any, where: Any, places: Any, x: Any, out: Any) -> None:
 
 
 @njit(inline="always")
-def _begin(cache: Any, table: Any, kv: int, number: int) -> int:
+def begin_of(cache: Any, table: Any, kv: int, number: int) -> int:
     """Bytes from a cache's begin to one head of a sequence's block."""
     begin: int = (table[number] * cache.shape[1] + kv) * cache.shape[2] * cache.itemsize
     return begin
@@ -135,13 +143,13 @@ def score(q: Any, past: Any, blocks: Any, room: Any, scores: Any) -> None:
     for i in range(num_lines):
         lines[i] = i * size * _WORD
     for number in blocks:
-        begin = _begin(keys, table, kv, number)
+        begin = begin_of(keys, table, kv, number)
         for vector in range(size // LANES):
             columns[num_columns] = begin + vector * _VECTOR
             num_columns += 1
     for i in range(WIDEST):  # read next, or in place of what makes the last pair whole
         number = min(blocks.start + i * LANES // size, blocks.stop - 1)
-        columns[num_columns + i] = _from(keys, values) + _begin(values, table, kv, number)
+        columns[num_columns + i] = _from(keys, values) + begin_of(values, table, kv, number)
     _multiply(keys, (lines[:num_lines], columns), (num_columns, False, 0, 1), q, scores)
 
 
@@ -161,12 +169,12 @@ def mix(weights: Any, past: Any, blocks: Any, count: int, room: Any, acc: Any) -
     per = per_word(values, dim)
     num_lines = 0
     for number in blocks:
-        begin = _begin(values, table, kv, number)
+        begin = begin_of(values, table, kv, number)
         for i in range(size // per):
             lines[num_lines] = begin + i * dim * _WORD
             num_lines += 1
     last = min(blocks.stop, table.size - 1)
-    following = _from(values, keys) + _begin(keys, table, kv, last)
+    following = _from(values, keys) + begin_of(keys, table, kv, last)
     for i in range(size // per):  # the keys that are read next
         lines[num_lines + i] = following + i * dim * _WORD
     num_columns = dim // LANES

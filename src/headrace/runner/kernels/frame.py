@@ -14,7 +14,6 @@ from headrace.runner.kernels.pool import Frame
 
 (
     NUM_TOKENS,
-    LONGEST,  # tokens of a chunk; longer ones are attended to in long.py
     STARTS,
     LENGTHS,
     FIRST_ROWS,
@@ -40,7 +39,7 @@ from headrace.runner.kernels.pool import Frame
     V_STRIDE,
     OUT_STRIDE,
     FRAME_SIZE,
-) = range(1, 28)
+) = range(1, 27)
 
 
 def set_memory(frame: Frame, keys: Tensor, values: Tensor) -> None:

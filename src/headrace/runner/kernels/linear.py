@@ -1,36 +1,11 @@
-"""Owns how weights lie in memory and which product reads them; models keep plain nn.Linear.
-
-Two forms: reordered once for oneDNN where the processor multiplies bfloat16 itself; else, and for
-int8, packed once for our own kernel.
-"""
+"""Owns how weights lie in memory: packed once for our own product; models keep plain nn.Linear."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headrace.runner.kernels.private import (
-    can_reorder,
-    has_fast_bf16,
-    reorder,
-    reordered_linear,
-)
-from headrace.runner.kernels.product import Operand, pack, product, unpack
-
-FEW_ROWS = 40  # of int8; beyond, a processor that multiplies bfloat16 itself does it that way
+from headrace.runner.kernels.product import Operand, pack, product
 
 _OUTPUTS_AT_ONCE = 256  # of float32 while quantizing: a whole matrix may be a tenth of the model
-
-
-class ReorderedLinear(nn.Module):
-    """Weights in oneDNN's own order; the plain ones are not kept."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.weight = nn.Buffer(reorder(linear.weight.detach()))
-        self.bias = linear.bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        return reordered_linear(x, self.weight, self.bias)
 
 
 class PackedLinear(nn.Module):
@@ -38,23 +13,16 @@ class PackedLinear(nn.Module):
 
     def __init__(self, weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> None:
         super().__init__()
-        size, self._num_inputs = weight.shape
+        size, num_inputs = weight.shape
         self.weight = nn.Buffer(pack(weight))
         self.scale = nn.Buffer(torch.ones(size) if scale is None else scale)
         self.bias = nn.Buffer(torch.zeros(size) if bias is None else bias.detach().float())
-        self._operand = Operand(self.weight, self._num_inputs, self.scale, self.bias)
+        self._operand = Operand(self.weight, num_inputs, self.scale, self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         if x.ndim != 2:
             return self(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
-        if x.shape[0] > FEW_ROWS and x.dtype == torch.bfloat16 and has_fast_bf16():
-            return self._widened(x)
         return product(x, self._operand)
-
-    def _widened(self, x: Tensor) -> Tensor:
-        """int8 is exact in bfloat16, which this processor multiplies itself."""
-        weight = unpack(self.weight.to(x.dtype), len(self.scale), self._num_inputs)
-        return F.linear(x, weight).float().mul_(self.scale).add_(self.bias).to(x.dtype)
 
 
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -74,18 +42,13 @@ def pack_linear(model: nn.Module, path: str, to_int8: bool = False) -> None:
     linear = model.get_submodule(path)
     if type(linear) is nn.Linear:
         parent, _, name = path.rpartition(".")
-        packed = _packed(linear, to_int8, has_fast_bf16() and can_reorder())
-        setattr(model.get_submodule(parent), name, packed)
+        setattr(model.get_submodule(parent), name, _packed(linear, to_int8))
 
 
-def _packed(linear: nn.Linear, to_int8: bool, can_reorder_here: bool) -> nn.Module:
+def _packed(linear: nn.Linear, to_int8: bool) -> nn.Module:
     if to_int8:
         return PackedLinear(*quantize(linear.weight), linear.bias)
     if linear.weight.dtype != torch.bfloat16:
-        return linear
-    if can_reorder_here:
-        return ReorderedLinear(linear)
-    if has_fast_bf16():
         return linear
     return PackedLinear(linear.weight.detach(), None, linear.bias)
 

@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 
 from headrace.models.layers import GatedMLP, RMSNorm, Rotary, Turn
-from headrace.runner.kernels.linear import PackedLinear, ReorderedLinear
+from headrace.runner.kernels.linear import PackedLinear
 from headrace.runner.kernels.pointwise import gated, norm, rotate
 
 
@@ -57,7 +57,7 @@ def weight_bytes(model: nn.Module) -> int:
     """What the weights take in the form they have now, tied ones once."""
     tensors: list[Tensor] = list(model.parameters())
     for module in model.modules():
-        if isinstance(module, PackedLinear | ReorderedLinear):
+        if isinstance(module, PackedLinear):
             tensors += module.buffers()
     held = {id(t) if t.is_mkldnn else t.data_ptr(): t for t in tensors}
     return sum(tensor.numel() * tensor.dtype.itemsize for tensor in held.values())

@@ -2,8 +2,8 @@
 
 Weights are packed once, in panels of 32 outputs: what belongs to one input lies side by side, so a
 panel streams from memory in one go, and a vector holds 16 outputs. Each vector of weights widens in
-registers and meets one number each of up to 12 rows, spread over a vector. The sums of a row are
-the same whatever rows are computed with it.
+registers and meets one number each of up to 12 rows, spread over a vector. A processor's matrix
+unit takes bfloat16 as it lies. The sums of a row are the same whatever rows are with it.
 
 int8 weights meet integers too: groups of 128 inputs are scaled to int16, which is finer than
 bfloat16 for all that is within a hundredth of the group's largest, and summed exactly.
@@ -18,6 +18,14 @@ from numba import njit
 from numba.np.numpy_support import carray
 from torch import Tensor
 
+from headrace.runner.kernels.matrix import (
+    DEEP,
+    TILE,
+    configure,
+    has_matrix_unit,
+    matrix_tile,
+    release,
+)
 from headrace.runner.kernels.numeric import (
     f32_at,
     i8_at,
@@ -28,7 +36,7 @@ from headrace.runner.kernels.numeric import (
     widen,
 )
 from headrace.runner.kernels.pool import Kernel, frame_of, spread
-from headrace.runner.kernels.tiles import PANEL, panel_tile
+from headrace.runner.kernels.tiles import CACHE_LINE, PANEL, panel_tile
 
 _TILE = 12  # rows, at most
 _BLOCK_BYTES = 600 << 10  # of widened rows: they stay in the second cache
@@ -37,6 +45,11 @@ _GROUP = 128  # inputs; sums of int8 times int16 stay below 2^31 for 512
 _INT16_MAX = np.float32(32767)
 _tile_12, _tile_8, _tile_4 = panel_tile(12), panel_tile(8), panel_tile(4)
 _tile_2, _tile_1 = panel_tile(2), panel_tile(1)
+_unit_2, _unit_1 = matrix_tile(2, False), matrix_tile(1, False)
+_LINE_BYTES = 4 * PANEL  # of a panel's line, two bfloat16 numbers for each output
+_STEP_BYTES = TILE * _LINE_BYTES
+_UNIT_ROWS = 2 * TILE  # at once
+_FEW_ROWS = 40  # up to which int8 is not worth making bfloat16 for the unit
 
 
 @njit
@@ -142,6 +155,73 @@ _by_bf16, _by_int8 = _product_by(_widen, np.float32, 0), _product_by(_quantize, 
 
 
 @njit
+def _multiply_by_unit(panel: Any, x: Any, state: Any, fetching: Any, target: Any) -> None:
+    """Two tiles of rows after another, each put to y, scaled, as soon as it is summed."""
+    table, steps, out = state
+    there, num_lines = fetching
+    y, scale, bias = target
+    for row in range(0, x.shape[0], _UNIT_ROWS):
+        left = min(x.shape[0] - row, _UNIT_ROWS)
+        if row == 0 or left < _UNIT_ROWS:
+            configure(table, min(left, TILE), max(left - TILE, 0))
+        at = (0, 0, 0, _LINE_BYTES, there, num_lines)
+        if left > TILE:
+            _unit_2(x[row:], panel, steps, out, at)
+        else:
+            _unit_1(x[row:], panel, steps, out, at)
+        there += steps.size * num_lines * CACHE_LINE
+        _put(out, scale, bias, y[row : row + left])
+
+
+@njit
+def _as_it_lies(panel: Any, room: Any) -> Any:
+    return panel
+
+
+@njit
+def _as_bf16(panel: Any, room: Any) -> Any:
+    """int8 is exact in bfloat16."""
+    for i in range(panel.shape[0]):
+        row, target = panel[i], room[i]
+        for j in range(row.size):
+            target[j] = narrow(widen(row[j]), target[0])
+    return room
+
+
+def _product_by_unit(lay_out: Any) -> Any:
+    """`lay_out` makes a panel bfloat16; the number of inputs must be a multiple of DEEP."""
+
+    @njit
+    def run(counter: Any, w: Any, x: Any, target: Any) -> None:
+        """The same as without the unit; rows are multiplied as they are."""
+        num_panels, (num_rows, num_inputs) = w.shape[0], x.shape
+        y, scale, bias = target
+        size = min(num_rows, max(_BLOCK_BYTES // (2 * num_inputs) // _UNIT_ROWS, 1) * _UNIT_ROWS)
+        num_pieces = (num_rows + size - 1) // size * num_panels
+        steps = np.arange(num_inputs // DEEP) * _STEP_BYTES
+        state = np.zeros(64, np.uint8), steps, np.empty((_UNIT_ROWS, PANEL), np.float32)
+        room = np.empty(w.shape[1:], np.uint16)
+        num_tiles = (size + _UNIT_ROWS - 1) // _UNIT_ROWS
+        share = max(w[0].size * w.itemsize // (steps.size * num_tiles * CACHE_LINE), 1)
+        piece: int = take_next(counter)
+        while piece < num_pieces:
+            following: int = take_next(counter)
+            panel, block = piece % num_panels, piece // num_panels
+            rows = slice(block * size, min(block * size + size, num_rows))
+            outputs = slice(panel * PANEL, min(panel * PANEL + PANEL, y.shape[1]))
+            fetching = np.int64(w[following % num_panels].ctypes.data), share
+            own = y[rows, outputs], scale[outputs], bias[outputs]
+            _multiply_by_unit(lay_out(w[panel], room), x[rows], state, fetching, own)
+            piece = following
+        release()
+
+    return run
+
+
+_bf16_unit, _int8_unit = _product_by_unit(_as_it_lies), _product_by_unit(_as_bf16)
+
+
+@njit
 def _scale_and_bias(g: Any) -> Any:
     return carray(f32_at(g[7]), g[2]), carray(f32_at(g[8]), g[2])
 
@@ -159,10 +239,28 @@ def _bf16_by_bf16(a: Any) -> None:
 
 
 @Kernel
+def _bf16_by_unit(a: Any) -> None:
+    g = carray(a, 9)
+    w, y = _panels(u16_at(g[4]), g[2], g[3]), carray(u16_at(g[6]), (g[1], g[2]))
+    _bf16_unit(a, w, carray(u16_at(g[5]), (g[1], g[3])), (y, *_scale_and_bias(g)))
+
+
+@Kernel
 def _bf16_by_int8(a: Any) -> None:
     g = carray(a, 9)
     w, y = _panels(i8_at(g[4]), g[2], g[3]), carray(u16_at(g[6]), (g[1], g[2]))
     _by_int8(a, w, carray(u16_at(g[5]), (g[1], g[3])), (y, *_scale_and_bias(g)))
+
+
+@Kernel
+def _bf16_by_int8_or_unit(a: Any) -> None:
+    g = carray(a, 9)
+    w, y = _panels(i8_at(g[4]), g[2], g[3]), carray(u16_at(g[6]), (g[1], g[2]))
+    x, target = carray(u16_at(g[5]), (g[1], g[3])), (y, *_scale_and_bias(g))
+    if g[1] > _FEW_ROWS:
+        _int8_unit(a, w, x, target)
+    else:
+        _by_int8(a, w, x, target)
 
 
 @Kernel
@@ -177,6 +275,10 @@ _BODIES = {
     (torch.bfloat16, torch.int8): _bf16_by_int8,
     (torch.float32, torch.int8): _float_by_int8,
 }
+_BODIES_BY_UNIT = _BODIES | {
+    (torch.bfloat16, torch.bfloat16): _bf16_by_unit,
+    (torch.bfloat16, torch.int8): _bf16_by_int8_or_unit,
+}
 
 
 def pack(weight: Tensor) -> Tensor:
@@ -189,12 +291,6 @@ def pack(weight: Tensor) -> Tensor:
     return whole.view(-1, PANEL, whole.shape[1] // 2, 2).transpose(1, 2).contiguous()
 
 
-def unpack(packed: Tensor, num_outputs: int, num_inputs: int) -> Tensor:
-    """What was packed; a copy."""
-    rows = packed.transpose(1, 2).flatten(2).flatten(0, 1)
-    return rows[:num_outputs, :num_inputs]
-
-
 class Operand:
     """A packed matrix with a float32 scale and bias per output, as addresses.
 
@@ -204,6 +300,8 @@ class Operand:
     def __init__(self, packed: Tensor, num_inputs: int, scale: Tensor, bias: Tensor) -> None:
         self.dtype, self.num_outputs, self.num_inputs = packed.dtype, len(scale), num_inputs
         self.weight, self.rest = packed.data_ptr(), (scale.data_ptr(), bias.data_ptr())
+        by_unit = num_inputs % DEEP == 0 and has_matrix_unit()
+        self.kernels = _BODIES_BY_UNIT if by_unit else _BODIES
         self._held = packed, scale, bias
 
 
@@ -217,5 +315,5 @@ def product(x: Tensor, by: Operand) -> Tensor:
     y = torch.empty((rows, by.num_outputs), dtype=x.dtype)
     sizes = rows, by.num_outputs, by.num_inputs
     frame = frame_of(*sizes, by.weight, x.data_ptr(), y.data_ptr(), *by.rest)
-    spread(_BODIES[x.dtype, by.dtype], frame)
+    spread(by.kernels[x.dtype, by.dtype], frame)
     return y

@@ -17,9 +17,9 @@ from numba.extending import intrinsic
 _SHORTS = 32  # int16 numbers of a vector
 PANEL = 32  # outputs whose weights lie side by side
 LANES = 16
-_CACHE_LINE = 64
+CACHE_LINE = 64
 _F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
-_FLOATS, _INTS = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
+FLOATS, INTS = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
 _FAST = ("nsz", "arcp", "contract", "afn", "reassoc")
 _KINDS = {
     types.uint16: "bf16",
@@ -38,14 +38,14 @@ def load(builder: Any, address: Any, kind: Any, align: int) -> Any:
 def _widened(builder: Any, address: Any, kind: str) -> list[Any]:
     """The floats of 16 words: a vector for each number that a word holds."""
     if kind == "float":
-        return [load(builder, address, _FLOATS, 4)]
-    words = load(builder, address, _INTS, 2)
+        return [load(builder, address, FLOATS, 4)]
+    words = load(builder, address, INTS, 2)
     even = builder.shl(words, words.type([16] * LANES))
     odd = builder.and_(words, words.type([0xFFFF0000] * LANES))
-    return [builder.bitcast(even, _FLOATS), builder.bitcast(odd, _FLOATS)]
+    return [builder.bitcast(even, FLOATS), builder.bitcast(odd, FLOATS)]
 
 
-def _add_product(builder: Any, total: Any, a: Any, b: Any) -> Any:
+def add_product(builder: Any, total: Any, a: Any, b: Any) -> Any:
     return builder.fadd(total, builder.fmul(a, b, flags=_FAST), flags=_FAST)
 
 
@@ -63,7 +63,7 @@ def fetch(builder: Any, address: Any) -> None:
     builder.call(function, [builder.inttoptr(address, pointer), _I32(0), _I32(2), _I32(1)])
 
 
-def _loop(
+def loop(
     builder: Any, count: Any, begin: list[Any], body: Callable[[Any, list[Any]], list[Any]]
 ) -> list[Any]:
     """`body` of a counter and the values so far gives the next values; count is at least 1."""
@@ -90,6 +90,7 @@ class Matrix:
         self._builder = builder
         self.base = builder.ptrtoint(array.data, _I64)
         self._strides = cgutils.unpack_tuple(builder, array.strides)
+        self.row_bytes = self._strides[0]
         self.shape = cgutils.unpack_tuple(builder, array.shape)
         self.kind = _KINDS[kind.dtype]
 
@@ -140,9 +141,9 @@ def block_tile(num_rows: int, num_vectors: int) -> Any:
                 sums = totals[m * num_vectors : (m + 1) * num_vectors]
                 for k in range(per):
                     place = builder.add(rows[m], builder.add(first, _I64(4 * k)))
-                    by = _spread(builder, load(builder, place, _F32, 4))
+                    by = spread_over(builder, load(builder, place, _F32, 4))
                     terms = zip(sums, words, strict=True)
-                    sums = [_add_product(builder, total, word[k], by) for total, word in terms]
+                    sums = [add_product(builder, total, word[k], by) for total, word in terms]
                 following += sums
             return following
 
@@ -150,11 +151,11 @@ def block_tile(num_rows: int, num_vectors: int) -> Any:
         starts = [builder.add(first, _I64(LANES * v)) for v in range(num_vectors)]
         numbers = [builder.add(row, _I64(m)) for m in range(num_rows)]
         places = [out.at(number, start) for number in numbers for start in starts]
-        begin = [load(builder, place, _FLOATS, 4) for place in places]
-        none = ir.Constant(_FLOATS, [0.0] * LANES)
+        begin = [load(builder, place, FLOATS, 4) for place in places]
+        none = ir.Constant(FLOATS, [0.0] * LANES)
         begin = [builder.select(adds, vector, none) for vector in begin]
-        for place, total in zip(places, _loop(builder, lines.shape[0], begin, body), strict=True):
-            builder.store(total, builder.inttoptr(place, _FLOATS.as_pointer()), align=4)
+        for place, total in zip(places, loop(builder, lines.shape[0], begin, body), strict=True):
+            builder.store(total, builder.inttoptr(place, FLOATS.as_pointer()), align=4)
         return context.get_dummy_value()
 
     def typed(typing: Any, memory: Any, where: Any, x: Any, out: Any, at: Any) -> Any:
@@ -184,7 +185,7 @@ def panel_tile(num_rows: int) -> Any:
             terms = _terms_of(builder, w.at(number, _I64(0)), w.kind)
             there = builder.add(base, builder.mul(at, apart))
             for k in range(len(terms)):
-                fetch(builder, builder.add(there, _I64(k * _CACHE_LINE)))
+                fetch(builder, builder.add(there, _I64(k * CACHE_LINE)))
             following = []
             for m, row in enumerate(rows):
                 address = builder.add(row, builder.mul(number, _I64(4 * len(terms))))
@@ -192,24 +193,24 @@ def panel_tile(num_rows: int) -> Any:
                 for k, vectors in enumerate(terms):
                     kind = _F32 if w.kind == "bf16" else _I32  # of int16, two
                     factor = load(builder, builder.add(address, _I64(4 * k)), kind, 2)
-                    by, both = _spread(builder, factor), zip(sums, vectors, strict=True)
+                    by, both = spread_over(builder, factor), zip(sums, vectors, strict=True)
                     sums = [_add_term(builder, total, vector, by) for total, vector in both]
                 following += sums
             return following
 
         places = [out.at(_I64(m), _I64(LANES * v)) for m in range(num_rows) for v in range(2)]
-        begin = [load(builder, place, _FLOATS, 4) for place in places]
+        begin = [load(builder, place, FLOATS, 4) for place in places]
         if w.kind == "int8":
-            zeros = [ir.Constant(_INTS, [0] * LANES)] * len(places)
-            totals = _loop(builder, count, zeros, body)
+            zeros = [ir.Constant(INTS, [0] * LANES)] * len(places)
+            totals = loop(builder, count, zeros, body)
             factors = [load(builder, scales.at(_I64(m), group), _F32, 4) for m in range(num_rows)]
-            parts = [builder.sitofp(total, _FLOATS) for total in totals]
-            by = [_spread(builder, factor) for factor in factors for _ in range(2)]
-            totals = [_add_product(builder, *term) for term in zip(begin, parts, by, strict=True)]
+            parts = [builder.sitofp(total, FLOATS) for total in totals]
+            by = [spread_over(builder, factor) for factor in factors for _ in range(2)]
+            totals = [add_product(builder, *term) for term in zip(begin, parts, by, strict=True)]
         else:
-            totals = _loop(builder, count, begin, body)
+            totals = loop(builder, count, begin, body)
         for place, total in zip(places, totals, strict=True):
-            builder.store(total, builder.inttoptr(place, _FLOATS.as_pointer()), align=4)
+            builder.store(total, builder.inttoptr(place, FLOATS.as_pointer()), align=4)
         return context.get_dummy_value()
 
     def typed(typing: Any, w: Any, x: Any, scales: Any, out: Any, places: Any) -> Any:
@@ -224,7 +225,7 @@ def _terms_of(builder: Any, address: Any, kind: str) -> list[Pair]:
     bfloat16: floats, input by input. int8: int16, both inputs at once.
     """
     if kind == "bf16":
-        second = builder.add(address, _I64(_CACHE_LINE))
+        second = builder.add(address, _I64(CACHE_LINE))
         halves = _widened(builder, address, kind), _widened(builder, second, kind)
         return list(zip(*halves, strict=True))
     stored, wide = ir.VectorType(ir.IntType(8), _SHORTS), ir.VectorType(ir.IntType(16), _SHORTS)
@@ -234,8 +235,8 @@ def _terms_of(builder: Any, address: Any, kind: str) -> list[Pair]:
 
 def _add_term(builder: Any, total: Any, a: Any, b: Any) -> Any:
     """Floats: total + a b. int16 as two in each of b's words: a[2i] b[2i] + a[2i + 1] b[2i + 1]."""
-    if total.type == _FLOATS:
-        return _add_product(builder, total, a, b)
+    if total.type == FLOATS:
+        return add_product(builder, total, a, b)
     wide = ir.VectorType(_I32, _SHORTS)
     left, right = builder.sext(a, wide), builder.sext(builder.bitcast(b, a.type), wide)
     products = builder.mul(left, right)
@@ -243,7 +244,7 @@ def _add_term(builder: Any, total: Any, a: Any, b: Any) -> Any:
     return builder.add(total, builder.add(even, odd))
 
 
-def _spread(builder: Any, number: Any) -> Any:
+def spread_over(builder: Any, number: Any) -> Any:
     """A vector of the same number everywhere."""
     vector = ir.VectorType(number.type, LANES)
     first = builder.insert_element(ir.Constant(vector, ir.Undefined), number, _I32(0))
