@@ -54,7 +54,7 @@ from headrace.runner.kernels.numeric import (
     widen,
 )
 from headrace.runner.kernels.pool import Kernel
-from headrace.runner.kernels.softmax import LOWEST, highest, shrink_row, weigh
+from headrace.runner.kernels.softmax import LOG2_E, LOWEST, highest, shrink_row, weigh
 from headrace.runner.kernels.tiles import LANES
 
 _SPAN = 256  # positions whose scores are weighed together
@@ -62,25 +62,34 @@ _MOST = 128  # queries at once: with their scores they stay in the second cache
 
 
 @njit(fastmath=FAST)
-def _weigh(g: int, visible: Any, scale: Any, state: Any) -> None:
-    """Weights of row g's scores against the largest so far; weighed values and sum shrink along.
+def _weigh(scores: Any, sums: Any, span: Any, sight: Any, weights: Any) -> None:
+    """Weights of scores against the largest so far; weighed values and sums shrink along.
 
-    visible: which scores are, from and to, and how many vectors there are; others weigh 0. Rows are
-    numbers here: a slice is counted by the threads together, which takes longer than its softmax.
+    sums: weighed values, and by row the largest scaled score and the sum of weights. span: first
+    position, stop, and where column 0 lies. Powers of two instead of e, by `scale`. All largest
+    scores come first: rows of which each waits for its own take twice as long.
     """
-    scores, weights, acc, running = state
-    if visible[0] >= visible[1]:
-        weights[g, : visible[2] * LANES] = 0
-        return
-    before = running[g, 0]
-    top = max(highest(scores, g, visible) * scale, before)
-    total = weigh(scores, g, visible, (scale, top), weights)
-    if top > before:
-        shrink = fast_exp(before - top)
-        shrink_row(acc, g, acc.shape[1] // LANES, shrink)
-        running[g, 0] = top
-        running[g, 1] *= shrink
-    running[g, 1] += total
+    (acc, running, tops), (first, stop, base) = sums, span
+    position, group, window, scale = sight
+    count = (stop - base + DEEP - 1) // DEEP * DEEP // LANES
+    for g in range(tops.size):
+        own = position + g // group
+        visible = max(first, first_visible(own, window)) - base, min(stop, own + 1) - base, count
+        tops[g] = max(highest(scores, g, visible) * scale, running[g, 0])
+    for g in range(tops.size):
+        own = position + g // group
+        visible = max(first, first_visible(own, window)) - base, min(stop, own + 1) - base, count
+        if visible[0] >= visible[1]:
+            weights[g, : count * LANES] = 0
+            continue
+        before, top = running[g, 0], tops[g]
+        total = weigh(scores, g, visible, (scale, top), weights)
+        if top > before:
+            shrink = fast_exp((before - top) * np.float32(1 / LOG2_E))
+            shrink_row(acc, g, acc.shape[1] // LANES, shrink)
+            running[g, 0] = top
+            running[g, 1] *= shrink
+        running[g, 1] += total
 
 
 def _attention(score: Any, mix: Any, new_rows: Any, new_weights: Any) -> Any:
@@ -90,51 +99,50 @@ def _attention(score: Any, mix: Any, new_rows: Any, new_weights: Any) -> Any:
     def take(q: Any, past: Any, span: Any, state: Any, sight: Any) -> None:
         """Adds positions [span) of one kv head's past: all their scores first, then all values.
 
-        `sight`: the first query's position, the heads per query, and how far back each one sees.
+        `sight`: the first query's position, the heads per query, how far back each one sees, and
+        the scale of scores.
         """
-        (first, stop), (scores, weights, acc, running, room) = span, state
-        position, group, window = sight
+        (first, stop), (scores, weights, sums, room) = span, state
         dim = q.shape[1]
-        size, scale = past[0].shape[2] // dim, np.float32(1) / np.sqrt(np.float32(dim))
+        size = past[0].shape[2] // dim
         blocks = range(first // size, (stop + size - 1) // size)
         base = blocks.start * size
-        count = stop - base
         score(q, past, blocks, room, scores)
-        for g in range(running.shape[0]):
-            own = position + g // group
-            low, high = max(first, first_visible(own, window)), min(stop, own + 1)
-            visible = low - base, high - base, (count + DEEP - 1) // DEEP * DEEP // LANES
-            _weigh(g, visible, scale, (scores, weights, acc, running))
-        mix(weights, past, blocks, count, room, acc[:, :dim])
+        _weigh(scores, sums, (first, stop, base), sight, weights)
+        mix(weights, past, blocks, stop - base, room, sums[0][:, :dim])
 
     @njit(fastmath=FAST)
-    def attend(rows: Any, past: Any, sight: Any, tops: Any, out: Any) -> None:
-        """Queries over their sequence's blocks, to out [queries, heads of one kv head * dim].
+    def attend(q: Any, out: Any, where: Any, past: Any, sight: Any, tops: Any) -> None:
+        """Some queries of q [tokens, numbers] over their sequence's blocks, to the same of `out`.
 
-        `rows` are like `out`. `past`: keys and values [blocks, kv_heads, numbers of a block], the
-        sequence's block table, and which kv head. `tops` holds the heads' sinks, scores without a
-        value, or is empty.
+        `where`: the first token, how many, and where the heads of one kv head begin. `past`: keys
+        and values [blocks, kv_heads, numbers of a block], the sequence's block table, and which kv
+        head. `tops` holds the heads' sinks, scores without a value, or is empty.
         """
-        position, group, window = sight
-        num_rows, dim = out.shape[0] * group, out.shape[1] // group
-        q, size = new_rows(rows, group, dim), past[0].shape[2] // dim
-        width = _SPAN + 2 * size + DEEP
-        acc = np.zeros((q.shape[0], dim + LANES), np.float32)
-        scores = np.empty((q.shape[0], width), np.float32)
+        position, group, window, dim = sight
+        token, num_tokens, column = where
+        rows, size = new_rows(q, where, group, dim), past[0].shape[2] // dim
+        width, num_rows = _SPAN + 2 * size + DEEP, num_tokens * group
+        acc = np.zeros((rows.shape[0], dim + LANES), np.float32)
+        scores = np.empty((rows.shape[0], width), np.float32)
         room = np.empty(width + dim, np.int64), np.empty(width // LANES + dim + WIDEST, np.int64)
         running = np.zeros((num_rows, 2), np.float32)
-        for g in range(num_rows):
-            running[g, 0] = tops[g % group] if tops.size else np.float32(LOWEST)
-            running[g, 1] = np.float32(1) if tops.size else np.float32(0)
-        state = scores, new_weights(scores), acc, running, room
-        first, stop = first_visible(position, window), position + out.shape[0]
+        running[:, 0] = LOWEST
+        if tops.size:
+            for g in range(num_rows):
+                running[g, 0], running[g, 1] = tops[g % group] * np.float32(LOG2_E), 1
+        sums = acc, running, np.empty(num_rows, np.float32)
+        state = scores, new_weights(scores, num_rows), sums, room
+        inner = position, group, window, np.float32(LOG2_E) / np.sqrt(np.float32(dim))
+        first, stop = first_visible(position, window), position + num_tokens
         while first < stop:
             end = min(stop, (first // _SPAN + 1) * _SPAN)
-            take(q, past, (first, end), state, sight)
+            take(rows, past, (first, end), state, inner)
             first = end
         for g in range(num_rows):
             inverse = np.float32(1) / running[g, 1]
-            row, total = out[g // group, g % group * dim : (g % group + 1) * dim], acc[g]
+            begin = column + g % group * dim
+            row, total = out[token + g // group, begin : begin + dim], acc[g]
             for i in range(row.size):
                 row[i] = narrow(total[i] * inverse, row[0])
 
@@ -142,41 +150,50 @@ def _attention(score: Any, mix: Any, new_rows: Any, new_weights: Any) -> Any:
 
 
 @njit
-def _wide_rows(rows: Any, group: int, dim: int) -> Any:
+def _wide_rows(q: Any, where: Any, group: int, dim: int) -> Any:
     """One kv head's queries as float32 [queries * group, dim].
 
     Followed by zeros to the end of the last tile: what lay there before might be tiny numbers, with
     which processors are slow.
     """
-    num_rows = rows.shape[0] * group
-    q = np.empty((padded(num_rows), dim), np.float32)
-    q[num_rows:] = 0
+    token, num_tokens, column = where
+    num_rows = num_tokens * group
+    rows = np.empty((padded(num_rows), dim), np.float32)
+    rows[num_rows:] = 0
     for g in range(num_rows):
-        row, target = rows[g // group, g % group * dim : (g % group + 1) * dim], q[g]
+        begin = column + g % group * dim
+        source, target = q[token + g // group, begin : begin + dim], rows[g]
         for i in range(target.size):
-            target[i] = widen(row[i])
-    return q
+            target[i] = widen(source[i])
+    return rows
 
 
 @njit
-def _same(scores: Any) -> Any:
+def _same(scores: Any, num_rows: int) -> Any:
     return scores
 
 
 @njit
-def _rows_for_unit(rows: Any, group: int, dim: int) -> Any:
+def _rows_for_unit(q: Any, where: Any, group: int, dim: int) -> Any:
     """The same as they are, with the unit configured for them."""
-    num_rows = rows.shape[0] * group
-    q = np.zeros((padded_for_unit(num_rows), dim), np.uint16)
+    token, num_tokens, column = where
+    num_rows = num_tokens * group
+    rows = np.empty((padded_for_unit(num_rows), dim), np.uint16)
+    rows[num_rows:] = 0
     for g in range(num_rows):
-        q[g] = rows[g // group, g % group * dim : (g % group + 1) * dim]
-    configure(np.zeros(64, np.uint8), min(q.shape[0], TILE), TILE)
-    return q
+        begin = column + g % group * dim
+        source, target = q[token + g // group, begin : begin + dim], rows[g]
+        for i in range(target.size):
+            target[i] = source[i]
+    configure(np.zeros(64, np.uint8), min(rows.shape[0], TILE), TILE)
+    return rows
 
 
 @njit
-def _weights_for_unit(scores: Any) -> Any:
-    return np.zeros(scores.shape, np.uint16)
+def _weights_for_unit(scores: Any, num_rows: int) -> Any:
+    weights = np.empty(scores.shape, np.uint16)
+    weights[num_rows:] = 0
+    return weights
 
 
 _attend = _attention(score, mix, _wide_rows, _same)
@@ -246,14 +263,13 @@ def _attend_by(attend: Any) -> Any:
                 break
             kv, token = (piece - first) // tiles, (piece - first) % tiles * at_once
             row, stop = first_rows[chunk] + token, min(token + at_once, lengths[chunk])
-            rows = slice(row, row + stop - token)
-            heads = slice(kv * group * dim, (kv + 1) * group * dim)
             attend(
-                q[rows, heads],
+                q,
+                out,
+                (row, stop - token, kv * group * dim),
                 (memory[0], memory[1], table[chunk], kv),
-                (starts[chunk] + token, group, g[WINDOW]),
+                (starts[chunk] + token, group, g[WINDOW], dim),
                 sinks[kv * group : (kv + 1) * group] if sinks.size else sinks,
-                out[rows, heads],
             )
 
     return run

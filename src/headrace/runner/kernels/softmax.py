@@ -1,5 +1,6 @@
 """Owns the softmax of attention's scores, by explicit vectors as in tiles.py."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -20,16 +21,19 @@ from headrace.runner.kernels.tiles import (
 )
 
 LOWEST = -1e30  # below every score, and far from overflow
-_LEAST = -87.0  # of which e to the power is a normal number
-_LOG2_E = 1.4426950408889634
-_POWERS = (1 / 5040, 1 / 720, 1 / 120, 1 / 24, 1 / 6, 1 / 2, 1.0, 1.0)  # Taylor's, of e to the x
-_LN_2 = 0.6931471805599453
+LOG2_E = 1.4426950408889634
+_LEAST = -125.0  # two to the power of it, and of half less, is a normal number
+_POWERS = [math.log(2) ** k / math.factorial(k) for k in range(6, -1, -1)]  # Taylor's, of 2^x
 _F32, _I64 = ir.FloatType(), ir.IntType(64)
 _SHORTS = ir.VectorType(ir.IntType(16), LANES)
 
 
 def _all(number: float) -> Any:
     return ir.Constant(FLOATS, [number] * LANES)
+
+
+def _ints(number: int) -> Any:
+    return ir.Constant(INTS, [number] * LANES)
 
 
 class _Row:
@@ -57,28 +61,29 @@ def _call(builder: Any, name: str, kind: Any, *args: Any) -> Any:
     return builder.call(cgutils.get_or_insert_function(builder.module, function, name), args)
 
 
-def _exp(builder: Any, x: Any) -> Any:
-    """e to the x for x <= 0, as numeric.fast_exp."""
+def _power_of_two(builder: Any, x: Any) -> Any:
+    """Two to the x for x <= 0 with a relative error under 2e-7; 0 where that is below 2^-125.
+
+    2^(n + f) with |f| <= 1/2: 2^f by its Taylor series, n added to the bits of its exponent.
+    """
     b = builder
     is_normal = b.fcmp_ordered(">", x, _all(_LEAST))
-    scaled = b.fmul(b.select(is_normal, x, _all(_LEAST)), _all(_LOG2_E))
-    whole = _call(b, "llvm.nearbyint.v16f32", FLOATS, scaled)
-    f = b.fmul(b.fsub(scaled, whole), _all(_LN_2))
+    x = b.select(is_normal, x, _all(_LEAST))
+    whole = _call(b, "llvm.nearbyint.v16f32", FLOATS, x)
+    f = b.fsub(x, whole)
     p = _all(_POWERS[0])
     for power in _POWERS[1:]:
         p = add_product(b, _all(power), p, f)
-    exponent = b.add(b.fptosi(whole, INTS), ir.Constant(INTS, [127] * LANES))
-    two_to_it = b.bitcast(b.shl(exponent, ir.Constant(INTS, [23] * LANES)), FLOATS)
-    return b.select(is_normal, b.fmul(p, two_to_it), _all(0.0))
+    n = b.shl(b.fptosi(whole, INTS), _ints(23))
+    bits = b.add(b.bitcast(p, INTS), n)
+    return b.bitcast(b.select(is_normal, bits, _ints(0)), FLOATS)
 
 
 def _narrowed(builder: Any, vector: Any) -> Any:
-    """bfloat16 bits, to the nearest, ties to even."""
-    b, words = builder, builder.bitcast(vector, INTS)
-    upper = b.lshr(words, ir.Constant(INTS, [16] * LANES))
-    odd = b.and_(upper, ir.Constant(INTS, [1] * LANES))
-    rounded = b.add(b.add(words, ir.Constant(INTS, [0x7FFF] * LANES)), odd)
-    return b.trunc(b.lshr(rounded, ir.Constant(INTS, [16] * LANES)), _SHORTS)
+    """bfloat16 bits of numbers >= 0, to the nearest."""
+    b = builder
+    rounded = b.add(b.bitcast(vector, INTS), _ints(0x8000))
+    return b.trunc(b.lshr(rounded, _ints(16)), _SHORTS)
 
 
 def _folded(builder: Any, vector: Any, combine: Callable[[Any, Any], Any]) -> Any:
@@ -129,7 +134,7 @@ def _emit_weigh(
         def body(at: Any, values: list[Any]) -> list[Any]:
             vector, first = row.vector(at)
             scaled = builder.fsub(builder.fmul(vector, scale), top, flags=("contract",))
-            weight = _exp(builder, scaled)
+            weight = _power_of_two(builder, scaled)
             place = builder.add(begin, builder.mul(first, _I64(size)))
             result = weight if is_float else _narrowed(builder, weight)
             builder.store(result, builder.inttoptr(place, stored.as_pointer()), align=size)
@@ -142,7 +147,7 @@ def _emit_weigh(
 
 
 weigh: Any = intrinsic(_emit_weigh)
-"""weigh(scores, row, (low, high, count), (scale, top), weights): e to the scores * scale - top.
+"""weigh(scores, row, (low, high, count), (scale, top), weights): two to the scores * scale - top.
 
 They are stored in that row of `weights`, float32 or bfloat16 bits, hidden ones as 0; returned is
 their sum before they are rounded.
