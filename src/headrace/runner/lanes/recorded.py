@@ -18,7 +18,7 @@ from headrace.runner.kernels.tape import Call, CannotRecord, Tape, record
 logger = logging.getLogger(__name__)
 
 _OWN = {torch.ops.aten.add.Tensor: add}
-_MAX_TOKENS = 64  # beyond, the work outweighs the calls
+_MAX_TOKENS = 256  # beyond, the work outweighs the calls
 _ARRAYS = ("starts", "lengths", "first_rows")
 
 
