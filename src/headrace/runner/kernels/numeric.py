@@ -117,24 +117,9 @@ def _emit_as_bits(typing_context: Any, value: Any) -> Any:
 _as_bits: Any = intrinsic(_emit_as_bits)
 
 
-@njit(inline="always")
-def _ordered(bits: Any) -> Any:
-    """Float bits as an integer that compares as the float does, and back: its own inverse."""
-    return np.int32(bits ^ (np.int32(bits >> np.int32(31)) & np.int32(0x7FFFFFFF)))
-
-
-@njit
-def largest(values: Any, least: Any) -> Any:
-    """The largest of values, at least `least`, found among integers, which vectorizes."""
-    top = _ordered(_as_bits(np.float32(least)))
-    for j in range(values.size):
-        top = max(top, _ordered(_as_bits(widen(values[j]))))
-    return _as_float(np.uint32(_ordered(top)))
-
-
 @njit
 def largest_size(values: Any) -> Any:
-    """The largest absolute value, likewise; 0 of none."""
+    """The largest absolute value, found among integers, which vectorizes; 0 of none."""
     top = np.int32(0)
     for j in range(values.size):
         top = max(top, _as_bits(abs(widen(values[j]))))

@@ -40,7 +40,7 @@ from headrace.runner.kernels.tiles import CACHE_LINE, PANEL, panel_tile
 
 _TILE = 12  # rows, at most
 _BLOCK_BYTES = 600 << 10  # of widened rows: they stay in the second cache
-_APART = 16  # numbers; rows a power of two apart would drive each other out of the first cache
+_APART = 16  # floats; rows a power of two apart would drive each other out of the first cache
 _GROUP = 128  # inputs; sums of int8 times int16 stay below 2^31 for 512
 _INT16_MAX = np.float32(32767)
 _tile_12, _tile_8, _tile_4 = panel_tile(12), panel_tile(8), panel_tile(4)
@@ -188,30 +188,47 @@ def _as_bf16(panel: Any, room: Any) -> Any:
     return room
 
 
+@njit
+def _copy(x: Any, target: Any) -> None:
+    for m in range(x.shape[0]):
+        source, row = x[m], target[m]
+        for k in range(source.size):
+            row[k] = source[k]
+
+
 def _product_by_unit(lay_out: Any) -> Any:
     """`lay_out` makes a panel bfloat16; the number of inputs must be a multiple of DEEP."""
 
     @njit
     def run(counter: Any, w: Any, x: Any, target: Any) -> None:
-        """The same as without the unit; rows are multiplied as they are."""
+        """The same as without the unit; rows are multiplied as they are, only further apart."""
         num_panels, (num_rows, num_inputs) = w.shape[0], x.shape
         y, scale, bias = target
-        size = min(num_rows, max(_BLOCK_BYTES // (2 * num_inputs) // _UNIT_ROWS, 1) * _UNIT_ROWS)
+        size = max(_BLOCK_BYTES // (2 * num_inputs) // _UNIT_ROWS, 1) * _UNIT_ROWS
+        size = min(size, num_rows)
         num_pieces = (num_rows + size - 1) // size * num_panels
         steps = np.arange(num_inputs // DEEP) * _STEP_BYTES
         state = np.zeros(64, np.uint8), steps, np.empty((_UNIT_ROWS, PANEL), np.float32)
-        room = np.empty(w.shape[1:], np.uint16)
+        room, apart = (
+            np.empty(w.shape[1:], np.uint16),
+            np.empty((size, num_inputs + DEEP), np.uint16),
+        )
         num_tiles = (size + _UNIT_ROWS - 1) // _UNIT_ROWS
         share = max(w[0].size * w.itemsize // (steps.size * num_tiles * CACHE_LINE), 1)
+        held = -1
         piece: int = take_next(counter)
         while piece < num_pieces:
             following: int = take_next(counter)
             panel, block = piece % num_panels, piece // num_panels
             rows = slice(block * size, min(block * size + size, num_rows))
             outputs = slice(panel * PANEL, min(panel * PANEL + PANEL, y.shape[1]))
+            if held != block:
+                held = block
+                _copy(x[rows], apart)
             fetching = np.int64(w[following % num_panels].ctypes.data), share
             own = y[rows, outputs], scale[outputs], bias[outputs]
-            _multiply_by_unit(lay_out(w[panel], room), x[rows], state, fetching, own)
+            by, used = lay_out(w[panel], room), apart[: rows.stop - rows.start]
+            _multiply_by_unit(by, used, state, fetching, own)
             piece = following
         release()
 
