@@ -150,22 +150,26 @@ def _attention(score: Any, mix: Any, new_rows: Any, new_weights: Any) -> Any:
 
 
 @njit
-def _wide_rows(q: Any, where: Any, group: int, dim: int) -> Any:
-    """One kv head's queries as float32 [queries * group, dim].
+def _fill_rows(q: Any, where: Any, group: int, rows: Any) -> Any:
+    """One kv head's queries to rows [queries * group, dim], float32 or as they are.
 
     Followed by zeros to the end of the last tile: what lay there before might be tiny numbers, with
     which processors are slow.
     """
     token, num_tokens, column = where
-    num_rows = num_tokens * group
-    rows = np.empty((padded(num_rows), dim), np.float32)
+    num_rows, dim = num_tokens * group, rows.shape[1]
     rows[num_rows:] = 0
     for g in range(num_rows):
         begin = column + g % group * dim
         source, target = q[token + g // group, begin : begin + dim], rows[g]
         for i in range(target.size):
-            target[i] = widen(source[i])
+            target[i] = narrow(widen(source[i]), target[0])
     return rows
+
+
+@njit
+def _wide_rows(q: Any, where: Any, group: int, dim: int) -> Any:
+    return _fill_rows(q, where, group, np.empty((padded(where[1] * group), dim), np.float32))
 
 
 @njit
@@ -176,17 +180,9 @@ def _same(scores: Any, num_rows: int) -> Any:
 @njit
 def _rows_for_unit(q: Any, where: Any, group: int, dim: int) -> Any:
     """The same as they are, with the unit configured for them."""
-    token, num_tokens, column = where
-    num_rows = num_tokens * group
-    rows = np.empty((padded_for_unit(num_rows), dim), np.uint16)
-    rows[num_rows:] = 0
-    for g in range(num_rows):
-        begin = column + g % group * dim
-        source, target = q[token + g // group, begin : begin + dim], rows[g]
-        for i in range(target.size):
-            target[i] = source[i]
-    configure(np.zeros(64, np.uint8), min(rows.shape[0], TILE), TILE)
-    return rows
+    num_rows = padded_for_unit(where[1] * group)
+    configure(np.zeros(64, np.uint8), min(num_rows, TILE), TILE)
+    return _fill_rows(q, where, group, np.empty((num_rows, dim), np.uint16))
 
 
 @njit
