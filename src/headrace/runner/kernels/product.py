@@ -179,21 +179,18 @@ def _as_it_lies(panel: Any, room: Any) -> Any:
 
 
 @njit
-def _as_bf16(panel: Any, room: Any) -> Any:
-    """int8 is exact in bfloat16."""
-    for i in range(panel.shape[0]):
-        row, target = panel[i], room[i]
-        for j in range(row.size):
-            target[j] = narrow(widen(row[j]), target[0])
-    return room
-
-
-@njit
-def _copy(x: Any, target: Any) -> None:
+def _to_bf16(x: Any, target: Any) -> None:
+    """Of bfloat16 bits or int8, which is exact in bfloat16."""
     for m in range(x.shape[0]):
         source, row = x[m], target[m]
         for k in range(source.size):
-            row[k] = source[k]
+            row[k] = narrow(widen(source[k]), row[0])
+
+
+@njit
+def _as_bf16(panel: Any, room: Any) -> Any:
+    _to_bf16(panel, room)
+    return room
 
 
 def _product_by_unit(lay_out: Any) -> Any:
@@ -224,7 +221,7 @@ def _product_by_unit(lay_out: Any) -> Any:
             outputs = slice(panel * PANEL, min(panel * PANEL + PANEL, y.shape[1]))
             if held != block:
                 held = block
-                _copy(x[rows], apart)
+                _to_bf16(x[rows], apart)
             fetching = np.int64(w[following % num_panels].ctypes.data), share
             own = y[rows, outputs], scale[outputs], bias[outputs]
             by, used = lay_out(w[panel], room), apart[: rows.stop - rows.start]
