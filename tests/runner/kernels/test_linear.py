@@ -4,9 +4,7 @@ from torch import nn
 
 from headrace.runner.kernels import product as module
 from headrace.runner.kernels.linear import PackedLinear, pack_linear, quantize, relative_loss
-from headrace.runner.kernels.matrix import has_matrix_unit
-
-needs_unit = pytest.mark.skipif(not has_matrix_unit(), reason="no matrix unit")
+from tests.runner.kernels.unit import needs_unit
 
 
 @pytest.fixture(params=["vectors", pytest.param("unit", marks=needs_unit)])
@@ -104,6 +102,18 @@ def test_leading_dimensions_are_kept() -> None:
     assert PackedLinear(linear.weight, None, None)(torch.ones(2, 3, 32).bfloat16()).shape == (
         (2, 3, 48)
     )
+
+
+@pytest.mark.parametrize(("inputs", "has", "by_unit"), [(64, 1, 1), (64, 0, 0), (37, 1, 0)])
+def test_the_form_follows_the_processor_and_the_number_of_inputs(
+    inputs: int, has: bool, by_unit: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "has_matrix_unit", lambda: has)
+    operand = module.Operand(
+        torch.empty(1, 32, 32, 2, dtype=torch.bfloat16), inputs, torch.ones(8), torch.zeros(8)
+    )
+    kernel = operand.kernels[torch.bfloat16, torch.bfloat16]
+    assert kernel is (module._bf16_by_unit if by_unit else module._bf16_by_bf16)
 
 
 def test_float32_weights_stay_as_they_are() -> None:

@@ -15,7 +15,6 @@ _scores_2, _scores_1 = matrix_tile(2, False), matrix_tile(1, False)
 _sums_2, _sums_1 = matrix_tile(2, True), matrix_tile(1, True)
 
 
-@njit(inline="always")
 def fits_unit(block_size: int, dim: int) -> bool:
     return block_size % DEEP == 0 and dim % DEEP == 0
 

@@ -61,6 +61,15 @@ _SPAN = 256  # positions whose scores are weighed together
 _MOST = 128  # queries at once: with their scores they stay in the second cache
 
 
+@njit(inline="always")
+def _visible(g: int, span: Any, sight: Any) -> Any:
+    """Which columns row g sees, from and to, and how many vectors there are."""
+    (first, stop, base), (position, group, window, _) = span, sight
+    own = position + g // group
+    low, high = max(first, first_visible(own, window)), min(stop, own + 1)
+    return low - base, high - base, (stop - base + DEEP - 1) // DEEP * DEEP // LANES
+
+
 @njit(fastmath=FAST)
 def _weigh(scores: Any, sums: Any, span: Any, sight: Any, weights: Any) -> None:
     """Weights of scores against the largest so far; weighed values and sums shrink along.
@@ -69,20 +78,14 @@ def _weigh(scores: Any, sums: Any, span: Any, sight: Any, weights: Any) -> None:
     position, stop, and where column 0 lies. Powers of two instead of e, by `scale`. All largest
     scores come first: rows of which each waits for its own take twice as long.
     """
-    (acc, running, tops), (first, stop, base) = sums, span
-    position, group, window, scale = sight
-    count = (stop - base + DEEP - 1) // DEEP * DEEP // LANES
+    (acc, running, tops), scale = sums, sight[3]
     for g in range(tops.size):
-        own = position + g // group
-        visible = max(first, first_visible(own, window)) - base, min(stop, own + 1) - base, count
-        tops[g] = max(highest(scores, g, visible) * scale, running[g, 0])
+        tops[g] = max(highest(scores, g, _visible(g, span, sight)) * scale, running[g, 0])
     for g in range(tops.size):
-        own = position + g // group
-        visible = max(first, first_visible(own, window)) - base, min(stop, own + 1) - base, count
+        visible, before, top = _visible(g, span, sight), running[g, 0], tops[g]
         if visible[0] >= visible[1]:
-            weights[g, : count * LANES] = 0
+            weights[g, : visible[2] * LANES] = 0
             continue
-        before, top = running[g, 0], tops[g]
         total = weigh(scores, g, visible, (scale, top), weights)
         if top > before:
             shrink = fast_exp((before - top) * np.float32(1 / LOG2_E))

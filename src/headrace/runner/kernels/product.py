@@ -206,10 +206,8 @@ def _product_by_unit(lay_out: Any) -> Any:
         num_pieces = (num_rows + size - 1) // size * num_panels
         steps = np.arange(num_inputs // DEEP) * _STEP_BYTES
         state = np.zeros(64, np.uint8), steps, np.empty((_UNIT_ROWS, PANEL), np.float32)
-        room, apart = (
-            np.empty(w.shape[1:], np.uint16),
-            np.empty((size, num_inputs + DEEP), np.uint16),
-        )
+        room = np.empty(w.shape[1:], np.uint16)
+        apart = np.empty((size, num_inputs + DEEP), np.uint16)
         num_tiles = (size + _UNIT_ROWS - 1) // _UNIT_ROWS
         share = max(w[0].size * w.itemsize // (steps.size * num_tiles * CACHE_LINE), 1)
         held = -1
