@@ -55,7 +55,7 @@ from headrace.runner.kernels.numeric import (
 )
 from headrace.runner.kernels.pool import Kernel
 from headrace.runner.kernels.softmax import LOG2_E, LOWEST, highest, shrink_row, weigh
-from headrace.runner.kernels.tiles import LANES
+from headrace.runner.kernels.tiles import LANES, empty_rows
 
 _SPAN = 256  # positions whose scores are weighed together
 _MOST = 128  # queries at once: with their scores they stay in the second cache
@@ -126,8 +126,9 @@ def _attention(score: Any, mix: Any, new_rows: Any, new_weights: Any) -> Any:
         token, num_tokens, column = where
         rows, size = new_rows(q, where, group, dim), past[0].shape[2] // dim
         width, num_rows = _SPAN + 2 * size + DEEP, num_tokens * group
-        acc = np.zeros((rows.shape[0], dim + LANES), np.float32)
-        scores = np.empty((rows.shape[0], width), np.float32)
+        acc = empty_rows(rows.shape[0], dim + LANES, np.float32)
+        acc[:] = 0
+        scores = empty_rows(rows.shape[0], width, np.float32)
         room = np.empty(width + dim, np.int64), np.empty(width // LANES + dim + WIDEST, np.int64)
         running = np.zeros((num_rows, 2), np.float32)
         running[:, 0] = LOWEST
@@ -172,7 +173,7 @@ def _fill_rows(q: Any, where: Any, group: int, rows: Any) -> Any:
 
 @njit
 def _wide_rows(q: Any, where: Any, group: int, dim: int) -> Any:
-    return _fill_rows(q, where, group, np.empty((padded(where[1] * group), dim), np.float32))
+    return _fill_rows(q, where, group, empty_rows(padded(where[1] * group), dim, np.float32))
 
 
 @njit
@@ -185,12 +186,12 @@ def _rows_for_unit(q: Any, where: Any, group: int, dim: int) -> Any:
     """The same as they are, with the unit configured for them."""
     num_rows = padded_for_unit(where[1] * group)
     configure(np.zeros(64, np.uint8), min(num_rows, TILE), TILE)
-    return _fill_rows(q, where, group, np.empty((num_rows, dim), np.uint16))
+    return _fill_rows(q, where, group, empty_rows(num_rows, dim, np.uint16))
 
 
 @njit
 def _weights_for_unit(scores: Any, num_rows: int) -> Any:
-    weights = np.empty(scores.shape, np.uint16)
+    weights = empty_rows(scores.shape[0], scores.shape[1], np.uint16)
     weights[num_rows:] = 0
     return weights
 

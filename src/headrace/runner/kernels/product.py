@@ -36,7 +36,7 @@ from headrace.runner.kernels.numeric import (
     widen,
 )
 from headrace.runner.kernels.pool import Kernel, frame_of, spread
-from headrace.runner.kernels.tiles import CACHE_LINE, PANEL, panel_tile
+from headrace.runner.kernels.tiles import CACHE_LINE, PANEL, empty_rows, panel_tile
 
 _TILE = 12  # rows, at most
 _BLOCK_BYTES = 600 << 10  # of widened rows: they stay in the second cache
@@ -107,11 +107,18 @@ def _quantize(x: Any, wide: Any, scales: Any) -> None:
 
 
 @njit
-def _put(out: Any, scale: Any, bias: Any, y: Any) -> None:
-    for m in range(y.shape[0]):
-        row, target = out[m], y[m]
-        for n in range(target.size):
-            target[n] = narrow(row[n] * scale[n] + bias[n], target[0])
+def _put(out: Any, num_rows: int, target: Any, row: int, first: int) -> None:
+    """Sums of a panel to y [rows, outputs] from `row` on and output `first` on, as far as it goes.
+
+    Whole rows of y are known to be contiguous; of a part of it the compiler would not know.
+    """
+    y, scale, bias = target
+    stop = min(first + PANEL, y.shape[1])
+    own_scale, own_bias = scale[first:stop], bias[first:stop]
+    for m in range(num_rows):
+        sums, place = out[m], y[row + m, first:stop]
+        for n in range(place.size):
+            place[n] = narrow(sums[n] * own_scale[n] + own_bias[n], place[0])
 
 
 def _product_by(take_in: Any, dtype: Any, group: int) -> Any:
@@ -124,14 +131,13 @@ def _product_by(take_in: Any, dtype: Any, group: int) -> Any:
         w [panels, lines, numbers]; target: y [rows, outputs], scale and bias by output.
         """
         num_panels, (num_rows, num_inputs) = w.shape[0], x.shape
-        y, scale, bias = target
         size = min(num_rows, max(_BLOCK_BYTES // (4 * num_inputs) // _TILE, 1) * _TILE)
         num_pieces = (num_rows + size - 1) // size * num_panels
         padded = (size + 3) // 4 * 4  # as far as a tile reaches
-        wide = np.empty((padded, num_inputs + _APART), dtype)
+        wide = empty_rows(padded, num_inputs + _APART, dtype)
         wide[size:], wide[:, num_inputs:] = 0, 0
         scales = np.ones((padded, (num_inputs + group - 1) // group if group else 1), np.float32)
-        out = np.empty((padded, PANEL), np.float32)
+        out = empty_rows(padded, PANEL, np.float32)
         block = -1
         piece: int = take_next(counter)
         while piece < num_pieces:
@@ -143,9 +149,7 @@ def _product_by(take_in: Any, dtype: Any, group: int) -> Any:
             panel, out[:] = w[piece % num_panels], 0
             after = w[following % num_panels if following < num_pieces else num_panels :][:1]
             multiply(panel, wide, scales, rows.shape[0], out, after)
-            first = piece % num_panels * PANEL
-            stop = min(first + PANEL, y.shape[1])
-            _put(out, scale[first:], bias[first:], y[block * size : (block + 1) * size, first:stop])
+            _put(out, rows.shape[0], target, block * size, piece % num_panels * PANEL)
             piece = following
 
     return run
@@ -159,7 +163,7 @@ def _multiply_by_unit(panel: Any, x: Any, state: Any, fetching: Any, target: Any
     """Two tiles of rows after another, each put to y, scaled, as soon as it is summed."""
     table, steps, out = state
     there, num_lines = fetching
-    y, scale, bias = target
+    y, first_row, output = target
     for row in range(0, x.shape[0], _UNIT_ROWS):
         left = min(x.shape[0] - row, _UNIT_ROWS)
         if row == 0 or left < _UNIT_ROWS:
@@ -170,7 +174,7 @@ def _multiply_by_unit(panel: Any, x: Any, state: Any, fetching: Any, target: Any
         else:
             _unit_1(x[row:], panel, steps, out, at)
         there += steps.size * num_lines * CACHE_LINE
-        _put(out, scale, bias, y[row : row + left])
+        _put(out, left, y, first_row + row, output)
 
 
 @njit
@@ -200,14 +204,13 @@ def _product_by_unit(lay_out: Any) -> Any:
     def run(counter: Any, w: Any, x: Any, target: Any) -> None:
         """The same as without the unit; rows are multiplied as they are, only further apart."""
         num_panels, (num_rows, num_inputs) = w.shape[0], x.shape
-        y, scale, bias = target
         size = max(_BLOCK_BYTES // (2 * num_inputs) // _UNIT_ROWS, 1) * _UNIT_ROWS
         size = min(size, num_rows)
         num_pieces = (num_rows + size - 1) // size * num_panels
         steps = np.arange(num_inputs // DEEP) * _STEP_BYTES
-        state = np.zeros(64, np.uint8), steps, np.empty((_UNIT_ROWS, PANEL), np.float32)
-        room = np.empty(w.shape[1:], np.uint16)
-        apart = np.empty((size, num_inputs + DEEP), np.uint16)
+        state = np.zeros(64, np.uint8), steps, empty_rows(_UNIT_ROWS, PANEL, np.float32)
+        room = empty_rows(w.shape[1], w.shape[2], np.uint16)
+        apart = empty_rows(size, num_inputs + DEEP, np.uint16)
         num_tiles = (size + _UNIT_ROWS - 1) // _UNIT_ROWS
         share = max(w[0].size * w.itemsize // (steps.size * num_tiles * CACHE_LINE), 1)
         held = -1
@@ -216,12 +219,11 @@ def _product_by_unit(lay_out: Any) -> Any:
             following: int = take_next(counter)
             panel, block = piece % num_panels, piece // num_panels
             rows = slice(block * size, min(block * size + size, num_rows))
-            outputs = slice(panel * PANEL, min(panel * PANEL + PANEL, y.shape[1]))
             if held != block:
                 held = block
                 _to_bf16(x[rows], apart)
             fetching = np.int64(w[following % num_panels].ctypes.data), share
-            own = y[rows, outputs], scale[outputs], bias[outputs]
+            own = target, rows.start, panel * PANEL
             by, used = lay_out(w[panel], room), apart[: rows.stop - rows.start]
             _multiply_by_unit(by, used, state, fetching, own)
             piece = following

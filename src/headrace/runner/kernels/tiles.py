@@ -9,15 +9,16 @@ a shift and by a mask.
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
-from numba import types
+from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 _SHORTS = 32  # int16 numbers of a vector
 PANEL = 32  # outputs whose weights lie side by side
 LANES = 16
-CACHE_LINE = 64
+CACHE_LINE = 64  # bytes
 _F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 FLOATS, INTS = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
 _FAST = ("nsz", "arcp", "contract", "afn", "reassoc")
@@ -29,6 +30,14 @@ _KINDS = {
     types.float32: "float",
 }
 Pair = tuple[Any, Any]
+
+
+@njit
+def empty_rows(num_rows: int, num_columns: int, dtype: Any) -> Any:
+    """A new array that begins at a cache line: to read across two of them takes twice as long."""
+    room = np.empty(num_rows * num_columns + CACHE_LINE // 2, dtype)
+    first = -np.int64(room.ctypes.data) % CACHE_LINE // room.itemsize
+    return room[first : first + num_rows * num_columns].reshape((num_rows, num_columns))
 
 
 def load(builder: Any, address: Any, kind: Any, align: int) -> Any:
