@@ -128,6 +128,25 @@ def test_where_no_token_fits_room_is_kept_until_two_are_paid_for():
     assert budget.kept == 0.0
 
 
+def test_out_of_reach_of_the_target_room_is_kept_if_a_prompt_gets_on_faster():
+    """One token fits each step behind 3,600 others: that would be six in these six steps."""
+    budget = make_budget(stall_s=0.1)
+    chunks, causes = [], []
+    for _ in range(6):
+        room = budget.open(decoding(4, 3000), is_awaited=True)
+        assert room.seconds == pytest.approx(0.0248, abs=1e-4)
+        chunks.append(room.largest_chunk(3600, 1000, is_first=True))
+        causes.append(room.cause)
+    assert chunks == [0, 5] * 3
+    assert causes == ["decode", "token"] * 3
+
+
+def test_the_last_token_of_a_prompt_is_not_kept_waiting_where_it_fits():
+    budget = make_budget(stall_s=0.1)
+    room = budget.open(decoding(4, 3000), is_awaited=True)
+    assert room.largest_chunk(3600, 1, is_first=True) == 1
+
+
 def test_a_prompt_behind_the_first_saves_nothing_up():
     budget = make_budget(stall_s=0.1)
     room = budget.open(decoding(4, 128), is_awaited=True)

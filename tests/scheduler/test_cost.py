@@ -49,7 +49,7 @@ def test_fifty_noisy_steps_with_outliers_are_enough_for_five_percent(seed):
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("speed", [0.5, 2.5])
+@pytest.mark.parametrize("speed", [0.2, 0.5, 2.5, 5.0])
 def test_a_machine_that_changes_speed_is_followed_within_a_hundred_steps(seed, speed):
     rng, model = Random(seed), CostModel()
     feed(model, rng, 200)
@@ -173,3 +173,14 @@ def test_a_slow_spell_is_expected_to_go_on_and_forgotten_when_it_ends(with_promp
     for _ in range(5):
         model.observe(shape, usual)
     assert model.predict(shape) < 1.1 * usual
+
+
+def test_a_slow_spell_leaves_the_coefficients_as_they_were():
+    rng, model = Random(8), CostModel()
+    feed(model, rng, 200)
+    shape = shape_of([200] * 4, [(300, 20)])
+    usual = model.predict(shape)
+    for _ in range(40):
+        model.observe(shape, 2 * usual)
+    feed(model, rng, 10)
+    assert errors(model, rng)[100] < 0.10

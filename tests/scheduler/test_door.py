@@ -59,7 +59,7 @@ def test_the_longest_sequence_is_bounded_by_model_user_and_memory(layout, expect
 
 def test_warm_up_steps_teach_what_a_step_costs():
     engine = measured_engine(max_stall_s=0.05)
-    engine.add(make_submit(1, 4, max_tokens=50)).step()
+    engine.add(make_submit(1, 4, max_tokens=50)).step(seconds=0.014)
     engine.add(make_submit(2, 500, arrival=1.0))
     engine.step()
     trace = engine.scheduler.last_step

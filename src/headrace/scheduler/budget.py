@@ -2,6 +2,7 @@
 
 from collections import Counter, deque
 from dataclasses import replace
+from math import ceil
 from statistics import median
 
 from headrace.scheduler.cost import CostModel, StepShape
@@ -39,11 +40,24 @@ class Room:
         length = self._fitting_chunk(context, wanted)
         if not is_first:
             return length
-        if length:
-            self._budget.kept = 0.0
-        elif self.is_awaited:
+        if self.is_awaited and (not length or self._is_better_kept(context, length, wanted)):
             return self._from_kept(context, wanted)
+        self._budget.kept = 0.0
         return max(length, 1)
+
+    def _is_better_kept(self, context: int, length: int, wanted: int) -> bool:
+        """Whether a prompt gets on faster where the target is out of reach with each step's room.
+
+        Nearly all of that may go into reading the context, however few tokens follow it.
+        """
+        if self.cause != "decode" or not self.seconds:
+            return False
+        price = self._price_of_two(context)
+        several = self._coefficients.largest_chunk(context, price, self._forwards) or 1
+        return min(wanted, self.tokens, several) > length * ceil(price / self.seconds)
+
+    def _price_of_two(self, context: int) -> float:
+        return 2 * self._coefficients.cost(context, 1, self._forwards)
 
     def _fitting_chunk(self, context: int, wanted: int) -> int:
         hard = min(wanted, self.tokens)
@@ -58,9 +72,9 @@ class Room:
         return fitting
 
     def _from_kept(self, context: int, wanted: int) -> int:
-        """Not even one token fits: keep the room of steps until a chunk worth two is paid for."""
+        """Too little fits: keep the room of steps until a chunk worth two tokens is paid for."""
         assert self.seconds is not None
-        price = 2 * self._coefficients.cost(context, 1, self._forwards)
+        price = self._price_of_two(context)
         self._budget.kept += self.seconds
         if self._budget.kept < price:
             return 0

@@ -14,7 +14,8 @@ NUM_RATIOS = 64
 OUTLIER = 3.0
 DRIFT = 1.5
 DRIFT_STEPS = 8
-SLOWDOWN_WEIGHT = 0.4  # of the last step
+PACE_WEIGHT = 0.4  # of the last step
+USUAL = 1.25  # paces up to it, and down to its inverse, are no other speed of the machine
 REFIT_EVERY = 8  # samples, in regions that are known
 MEASURED_STEPS = 8
 MEASURED_SIZES = 3
@@ -87,9 +88,8 @@ class Coefficients:
 
 
 class Sample(NamedTuple):
-    """A step that was timed; `number` counts all steps."""
+    """A step that was timed, in seconds at the machine's usual speed."""
 
-    number: int
     shape: StepShape
     seconds: float
 
@@ -97,17 +97,16 @@ class Sample(NamedTuple):
 class CostModel:
     """Coefficients, and how far they are to be trusted.
 
-    They are fitted to many steps, and larger while the last few were slow: a shared machine is slow
-    for seconds at a time.
+    A shared machine is slow for seconds at a time. So the coefficients hold for its usual speed:
+    steps at another are kept with the time they would have taken. The pace is what the last steps
+    took, in times of that, and is expected to go on.
     """
 
     def __init__(self) -> None:
         self._fitted = Coefficients()
-        # by what the last steps of each kind took longer than fitted, never below 1
-        self._slowdowns = {False: 1.0, True: 1.0}
+        self._pace = 1.0
         self.largest_measured = 0  # prompt tokens in one step
         self._rings: dict[tuple[int, int], deque[Sample]] = {}
-        self._num_steps = 0
         self._fit = LeastSquares(5)
         self._kinds: set[bool] = set()  # of the samples: with prompt tokens or without
         self._num_new = 0
@@ -127,11 +126,11 @@ class CostModel:
     @property
     def coefficients(self) -> Coefficients:
         """Of a step with prompt tokens."""
-        return self._fitted.scaled(self._slowdowns[True])
+        return self._fitted.scaled(self._pace)
 
     def predict(self, shape: StepShape) -> float:
         with_prompt = shape.num_prompt_tokens > 0
-        return self._slowdowns[with_prompt] * self._fitted.seconds(shape, with_prompt)
+        return self._pace * self._fitted.seconds(shape, with_prompt)
 
     def margin(self, with_prompt: bool) -> float:
         """95th percentile of actual over predicted in late steps of the kind, from 1 to 2."""
@@ -149,23 +148,33 @@ class CostModel:
             self._num_prompt_steps += 1
             self._prompt_sizes.add(shape.num_prompt_tokens.bit_length())
             self.largest_measured = max(self.largest_measured, shape.num_prompt_tokens)
-        self._num_steps += 1
-        predicted = self._fitted.seconds(shape, with_prompt)
+        predicted = self.predict(shape)
         ratio = seconds / predicted if predicted > 0 else 1.0
+        is_plausible = 1 / OUTLIER <= ratio <= OUTLIER
         if self.is_measured:
-            slowdown = self._slowdowns[with_prompt]
-            self._ratios[with_prompt].append(ratio / slowdown)
-            if ratio <= OUTLIER:
-                change = SLOWDOWN_WEIGHT * (min(ratio, DRIFT) - slowdown)
-                self._slowdowns[with_prompt] = max(1.0, slowdown + change)
+            self._ratios[with_prompt].append(ratio)
+            self._follow(ratio, is_plausible)
         ring = self._rings.setdefault(shape.ring, deque())
         is_new_region = len(ring) < MIN_RING
-        if is_new_region or not self.is_measured or 1 / OUTLIER <= ratio <= OUTLIER:
-            self._keep(ring, Sample(self._num_steps, shape, seconds))
-        if self.is_measured and self._has_drifted(ratio):
-            self._rescale(median(self._drift))
-        elif is_new_region or self._num_new >= REFIT_EVERY:
+        if is_new_region or not self.is_measured or is_plausible:
+            is_usual = 1 / USUAL <= self._pace <= USUAL
+            self._keep(ring, Sample(shape, seconds if is_usual else seconds / self._pace))
+        if is_new_region or self._num_new >= REFIT_EVERY:
             self._refit()
+
+    def _follow(self, ratio: float, is_plausible: bool) -> None:
+        """Adapt the pace to a step; at once, if the last ones were all off the same way."""
+        self._drift.append(self._pace * ratio)
+        if is_plausible:
+            self._pace += PACE_WEIGHT * self._pace * (ratio - 1)
+        if len(self._drift) == DRIFT_STEPS and self._is_off():
+            self._pace = median(self._drift)
+            self._drift.clear()
+            for ratios in self._ratios.values():
+                ratios.clear()
+
+    def _is_off(self) -> bool:
+        return min(self._drift) > DRIFT * self._pace or max(self._drift) < self._pace / DRIFT
 
     def _keep(self, ring: deque[Sample], sample: Sample) -> None:
         if len(ring) == RING_SIZE:
@@ -196,26 +205,3 @@ class CostModel:
             c_prompt = c_decode
         self._fitted = Coefficients(c_decode, c_prompt, g, b, a)
         self._num_new = 0
-
-    def _has_drifted(self, ratio: float) -> bool:
-        """Whether the last steps were all off the same way: the machine changed."""
-        self._drift.append(ratio)
-        if len(self._drift) < DRIFT_STEPS:
-            return False
-        return min(self._drift) > DRIFT or max(self._drift) < 1 / DRIFT
-
-    def _rescale(self, factor: float) -> None:
-        """Scale all kept times but those that showed the drift."""
-        self._fit = LeastSquares(5)
-        for key, ring in self._rings.items():
-            self._rings[key] = scaled = deque[Sample]()
-            for sample in ring:
-                is_old = sample.number <= self._num_steps - DRIFT_STEPS
-                seconds = sample.seconds * factor if is_old else sample.seconds
-                scaled.append(sample._replace(seconds=seconds))
-                self._weigh(scaled[-1], sign=1)
-        for ratios in self._ratios.values():
-            ratios.clear()
-        self._drift.clear()
-        self._slowdowns = {False: 1.0, True: 1.0}
-        self._refit()
