@@ -38,7 +38,7 @@ def _draw_gaps(name: str, cells: list[tuple[ServerRun, Cell]], folder: Path) -> 
             bars = [(start, end - start) for start, end in windows(round)]
             below.broken_barh(bars, (row - 0.4, 0.8), color=color)
     above.set_yscale("log")
-    above.set_ylim(bottom=_SHORTEST_MS)
+    above.set_ylim(bottom=max(_SHORTEST_MS, above.get_ylim()[0]))
     above.set_ylabel("between two tokens of a stream, ms")
     above.legend(loc="upper right", markerscale=3)
     below.set_yticks(range(len(cells)), [run.label for run, _ in cells])
