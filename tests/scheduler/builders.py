@@ -10,6 +10,7 @@ from headrace.core.layout import MemoryLayout
 from headrace.core.messages import Cancel, Finish, NewSequence, Outputs, Submit
 from headrace.core.plan import Chunk, ChunkResult, Drawn, StepPlan, StepResult
 from headrace.core.sampling import Sampling
+from headrace.scheduler.cost import StepShape
 from headrace.scheduler.limits import Limits
 from headrace.scheduler.scheduler import Scheduler
 
@@ -35,6 +36,16 @@ def make_scheduler(
     layout = MemoryLayout(16, num_blocks, num_slots, num_snapshots, snapshot_every=64)
     limits = {name: fields.pop(name) for name in list(fields) if name in LIMITS}
     return Scheduler(SchedulerConfig(**fields), layout, make_limits(**limits))
+
+
+def shape_of(decoders: list[int], prompts: list[tuple[int, int]]) -> StepShape:
+    """Contexts of decode chunks; contexts and lengths of prompt chunks."""
+    shape = StepShape()
+    for context in decoders:
+        shape.add(context, 1, is_prompt=False, forward_per_chunk=False)
+    for context, new in prompts:
+        shape.add(context, new, is_prompt=True, forward_per_chunk=False)
+    return shape
 
 
 def make_submit(

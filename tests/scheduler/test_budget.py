@@ -5,7 +5,14 @@ import pytest
 from headrace.scheduler.budget import TimeBudget
 from headrace.scheduler.cost import Coefficients, CostModel, StepShape
 from headrace.scheduler.limits import Limits
-from tests.scheduler.builders import Engine, lengths, make_scheduler, make_submit
+from tests.scheduler.builders import (
+    Engine,
+    lengths,
+    make_limits,
+    make_scheduler,
+    make_submit,
+    shape_of,
+)
 
 LAPTOP = Coefficients(c_decode=0.021, c_prompt=0.021, g=5e-6, b=1.9e-3, a=4.5e-7)
 
@@ -27,17 +34,13 @@ class Measured(CostModel):
 
 
 def make_budget(stall_s: float | None = None, step_s: float | None = 1.0, **limits) -> TimeBudget:
-    fields = {"max_num_seqs": 64, "max_step_tokens": 512, "max_model_len": 100_000, **limits}
-    budget = TimeBudget(Limits(max_stall_s=stall_s, max_step_s=step_s, **fields))
+    budget = TimeBudget(make_limits(max_stall_s=stall_s, max_step_s=step_s, **limits))
     budget.model = Measured()
     return budget
 
 
 def decoding(number: int, context: int) -> StepShape:
-    shape = StepShape()
-    for _ in range(number):
-        shape.add(context, 1, is_prompt=False, forward_per_chunk=False)
-    return shape
+    return shape_of([context] * number, [])
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,11 @@ import pytest
 
 from headrace.scheduler.budget import TimeBudget
 from headrace.scheduler.cost import Coefficients, CostModel, StepShape
-from headrace.scheduler.limits import Limits
+from tests.scheduler.builders import make_limits, shape_of
 
 TRUTH = Coefficients(c_decode=0.062, c_prompt=0.066, g=1e-5, b=1.5e-3, a=1.5e-7)
 PROMPT, NUM_PROMPTS = 2048, 6
 PATIENCE_S = 300.0
-Chunk = tuple[int, int, bool]
 
 
 class Machine:
@@ -35,44 +34,29 @@ class Knowing(CostModel):
         self._fitted = TRUTH
 
 
-def shape_of(chunks: list[Chunk]) -> StepShape:
-    shape = StepShape()
-    for context, new, is_prompt in chunks:
-        shape.add(context, new, is_prompt, forward_per_chunk=False)
-    return shape
-
-
 def seconds_to_first_token(model: CostModel, seed: int, target_s: float) -> list[float]:
     """Of prompts that came one after the other beside four streams."""
-    limits = Limits(
-        max_num_seqs=8,
-        max_step_tokens=512,
-        max_model_len=8192,
-        max_stall_s=target_s,
-        max_step_s=1.0,
-    )
-    budget, machine = TimeBudget(limits), Machine(seed)
+    budget, machine = TimeBudget(make_limits(max_stall_s=target_s, max_step_s=1.0)), Machine(seed)
     budget.model = model
 
-    def step(chunks: list[Chunk], is_awaited: bool, cause: str = "") -> float:
-        shape = shape_of(chunks)
+    def step(shape: StepShape, is_awaited: bool, cause: str = "") -> float:
         seconds = machine.seconds(shape)
         budget.took(shape, seconds, seconds, is_awaited, cause)
         return seconds
 
     for _ in range(4):
-        for chunk in ((0, 4, True), (4, 1, False), (0, 16, True), (0, 64, True), (64, 8, True)):
-            step([chunk], is_awaited=False)
+        for decoders, prompts in (([], [(0, 4)]), ([4], []), ([], [(0, 16)]), ([], [(0, 64)])):
+            step(shape_of(decoders, prompts), is_awaited=False)
+        step(shape_of([], [(64, 8)]), is_awaited=False)
     found = []
     for _ in range(NUM_PROMPTS):
-        took, done, context = 0.0, 0, 140
+        took, done, streams = 0.0, 0, [140] * 4
         while done < PROMPT and took < PATIENCE_S:
-            decoding: list[Chunk] = [(context, 1, False)] * 4
-            room = budget.open(shape_of(decoding), is_awaited=True)
+            room = budget.open(shape_of(streams, []), is_awaited=True)
             length = room.largest_chunk(done, PROMPT - done, is_first=True)
-            prompt = [(done, length, True)] if length else []
-            took += step(decoding + prompt, is_awaited=True, cause=room.cause)
-            done, context = done + length, context + 1
+            shape = shape_of(streams, [(done, length)] if length else [])
+            took += step(shape, is_awaited=True, cause=room.cause)
+            done, streams = done + length, [context + 1 for context in streams]
         found.append(took)
     return found
 
