@@ -3,10 +3,10 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/ready
 
-.PHONY: serve test check simulate chaos demo roofline clean
+.PHONY: serve test check simulate chaos attack corrupt demo roofline clean
 
 serve: $(READY)
-	@$(BIN)/headrace serve $(ARGS)
+	@exec $(BIN)/headrace serve $(ARGS)
 
 test: $(READY)
 	$(BIN)/python -m pytest $(ARGS)
@@ -20,12 +20,22 @@ check: $(READY)
 
 N ?= 10000
 simulate: $(READY)
-	$(BIN)/python -m tools.simulate -n $(N) $(ARGS)
+	$(BIN)/python -m simulator -n $(N) $(ARGS)
 
 KILLS ?= 50
 SEED ?= 0
 chaos: $(READY)
-	$(BIN)/python -m tools.chaos --kills $(KILLS) --seed $(SEED) $(ARGS)
+	$(BIN)/python -m chaos --kills $(KILLS) --seed $(SEED) $(ARGS)
+
+SECONDS ?= 120
+attack: $(READY)
+	$(BIN)/python -m attack --seconds $(SECONDS) --seed $(SEED) $(ARGS)
+
+CORRUPTIONS ?= 1000
+SERVERS ?= 30
+corrupt: $(READY)
+	$(BIN)/python -m attack.corruption -n $(CORRUPTIONS) --servers $(SERVERS) \
+		--seed $(SEED) $(ARGS)
 
 demo: $(READY)
 	@$(BIN)/python tools/demo.py

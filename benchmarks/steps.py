@@ -9,11 +9,11 @@ from pathlib import Path
 import msgspec
 import torch
 
+from headrace.checkpoints.spec import read_spec
 from headrace.core.config import ModelConfig, SchedulerConfig
 from headrace.core.ids import BlockId, SequenceId
 from headrace.core.plan import Begin, BlockCopy, Chunk, StepPlan
 from headrace.core.sampling import Sampling
-from headrace.models.spec import read_spec
 from headrace.runner.load import load_runner
 
 _GREEDY = Sampling(temperature=0.0, ignore_eos=True)

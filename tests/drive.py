@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from headrace.checkpoints.spec import read_spec
+from headrace.checkpoints.weights import load_weights
 from headrace.core.config import ModelConfig, SchedulerConfig
 from headrace.core.ids import SequenceId, SlotId
 from headrace.core.plan import NO_SLOT, Begin, Chunk, Drawn, StepPlan
 from headrace.core.sampling import Sampling
 from headrace.models.registry import family
-from headrace.models.spec import read_spec
-from headrace.models.weights import load_weights
 from headrace.runner.attention import NaiveAttention
 from headrace.runner.inputs import pack
 from headrace.runner.load import load_runner

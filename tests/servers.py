@@ -14,15 +14,23 @@ LOAD_TIMEOUT_S = 120
 
 
 class ServerProcess:
-    """A running `headrace serve`. `lines` is what it wrote to stderr."""
+    """A running `headrace serve`. `lines` is what it wrote to stderr.
 
-    def __init__(self, *flags: str, environment: dict[str, str] | None = None) -> None:
+    `prefix` is a command that runs the rest of its line, with a limit say, in the same process.
+    """
+
+    def __init__(
+        self,
+        *flags: str,
+        environment: dict[str, str] | None = None,
+        prefix: tuple[str, ...] = (),
+    ) -> None:
         self.lines: list[str] = []
         self.url = ""
         self._ready = threading.Event()
         state = tempfile.mkdtemp(prefix="headrace-test-")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "headrace", "serve", "--port", "0", *flags],
+            [*prefix, sys.executable, "-m", "headrace", "serve", "--port", "0", *flags],
             stderr=subprocess.PIPE,
             text=True,
             env={
@@ -39,11 +47,11 @@ class ServerProcess:
         assert self._ready.wait(LOAD_TIMEOUT_S) and self.url, "\n".join(self.lines)
         return self
 
-    def stop(self, number: int = signal.SIGTERM) -> int:
+    def stop(self, number: int = signal.SIGTERM, within_s: float = 60) -> int:
         """Sends the signal and returns the exit code."""
         if self.process.poll() is None:
             self.process.send_signal(number)
-        code = self.process.wait(timeout=60)
+        code = self.process.wait(timeout=within_s)
         self._reader.join(timeout=5)
         return code
 

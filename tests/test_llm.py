@@ -9,14 +9,15 @@ from typing import Any
 import httpx
 import pytest
 
-from headrace import LLM
-from headrace.core.errors import ConfigError, ModelError, RequestError
+from headrace import LLM, ConfigError, ModelError, RequestFailed
 from tests.builders import make_tiny_model
 from tests.eventually import eventually
 from tests.servers import running_server
 
 CHAT = [{"role": "user", "content": "hi"}]
 ENDLESS = {"ignore_eos": True, "max_tokens": 800}
+WHOLE = {"threads": 1, "max_model_len": 1024, "max_stall_ms": "off", "max_step_ms": "off"}
+"""Prompts are computed in one chunk, however slow the machine is just now."""
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def llm(folder: Path) -> Iterator[LLM]:
-    with LLM.load(str(folder), threads=1, max_num_seqs=8, max_model_len=1024) as loaded:
+    with LLM.load(str(folder), max_num_seqs=8, **WHOLE) as loaded:
         yield loaded
 
 
@@ -64,6 +65,21 @@ def test_an_answer_speaks_for_its_first_choice(llm: LLM) -> None:
     assert answer.logprobs and answer.usage["completion_tokens"] == 12
 
 
+def test_a_string_is_a_message_of_the_user_and_a_prompt_is_raw(llm: LLM) -> None:
+    fields: dict[str, Any] = {"temperature": 0, "max_tokens": 8}
+    chat, raw = llm.chat(CHAT, **fields).text, llm.generate("hi", **fields).text
+    assert llm.chat("hi", **fields).text == chat != raw
+    assert "".join(piece.text for piece in llm.stream("hi", **fields)) == chat
+    assert "".join(piece.text for piece in llm.stream(prompt="hi", **fields)) == raw
+
+
+def test_an_unknown_field_is_refused_with_the_nearest(llm: LLM) -> None:
+    with pytest.raises(RequestFailed, match="did you mean max_tokens"):
+        llm.generate("hi", max_token=3)
+    with pytest.raises(TypeError, match="either messages, or prompt"):
+        llm.stream()
+
+
 def test_calls_from_many_threads_share_steps_and_stay_apart(llm: LLM) -> None:
     prompts = [f"prompt {number}" for number in range(8)]
     alone = [llm.generate(prompt, seed=5).text for prompt in prompts]
@@ -73,7 +89,7 @@ def test_calls_from_many_threads_share_steps_and_stay_apart(llm: LLM) -> None:
 
 
 def test_leaving_the_loop_ends_the_work(llm: LLM) -> None:
-    for _ in llm.stream("go on", **ENDLESS):
+    for _ in llm.stream(prompt="go on", **ENDLESS):
         break
     eventually(lambda: num_running(llm) == 0)
 
@@ -85,19 +101,48 @@ def test_leaving_the_loop_ends_the_work(llm: LLM) -> None:
         ({"temperature": float("nan")}, "invalid_value", "temperature"),
         ({"top_p": 2}, "invalid_value", "top_p"),
         ({"tools": [{"type": "function"}]}, "unsupported_parameter", "tools"),
+        ({"max_token": 3}, "unsupported_parameter", "max_token"),
     ],
 )
 def test_fields_are_checked_as_on_http(
     llm: LLM, fields: dict[str, Any], code: str, param: str
 ) -> None:
-    with pytest.raises(RequestError) as refused:
+    with pytest.raises(RequestFailed) as refused:
         llm.chat(CHAT, **fields)
     assert (refused.value.code, refused.value.param) == (code, param)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"cache_salt": "\ud800"},
+        {"stop": ["\ud800"]},
+        {"seed": 10**5000},
+        {"temperature": float("nan")},
+        {"logit_bias": {"\ud800": 1}},
+        {"stop": {"a"}},
+        {"chat_template_kwargs": {"x": object()}},
+    ],
+)
+def test_what_no_body_could_hold_is_refused_and_nothing_else_ends(
+    llm: LLM, fields: dict[str, Any]
+) -> None:
+    with pytest.raises(RequestFailed) as refused:
+        llm.chat(CHAT, **fields)
+    assert refused.value.kind.status == 400
+    assert llm.chat(CHAT, max_tokens=1).text is not None
+
+
 def test_a_prompt_beyond_the_context_is_refused_with_both_numbers(llm: LLM) -> None:
-    with pytest.raises(RequestError, match=r"2000 tokens and the context holds 1024"):
-        list(llm.stream("x" * 2000))
+    with pytest.raises(RequestFailed, match=r"at least 2000 tokens.* to 1023 tokens"):
+        list(llm.stream(prompt="x" * 2000))
+
+
+def test_a_prompt_beyond_the_context_is_told_in_the_words_that_clients_look_for(llm: LLM) -> None:
+    words = "This model's maximum context length is 1024 tokens. However, your prompt resulted in "
+    with pytest.raises(RequestFailed, match=f"^{words}2000 tokens.") as refused:
+        llm.generate([65] * 2000)
+    assert refused.value.extra == {"n_prompt_tokens": 2000, "n_ctx": 1024}
 
 
 def test_tuples_and_integer_keys_are_taken_as_json_has_them(llm: LLM) -> None:
@@ -117,14 +162,14 @@ def test_a_model_that_is_not_there_is_refused() -> None:
 
 def test_closing_ends_calls_and_refuses_new_ones(folder: Path) -> None:
     llm = LLM.load(str(folder), threads=1, max_model_len=1024, max_step_tokens=1)
-    pieces = llm.stream("go on", **ENDLESS)
+    pieces = llm.stream(prompt="go on", **ENDLESS)
     next(pieces)
     closing = threading.Thread(target=llm.close)
     closing.start()
-    with pytest.raises(RequestError, match=r"clos|shut"):
+    with pytest.raises(RequestFailed, match=r"clos|shut"):
         list(pieces)
     closing.join(timeout=30)
-    with pytest.raises(RequestError, match="closed"):
+    with pytest.raises(RequestFailed, match="closed"):
         llm.generate("hi")
 
 
@@ -134,7 +179,8 @@ def test_http_and_in_process_give_the_same_answers(llm: LLM, folder: Path) -> No
         {"seed": 7, "max_tokens": 30, "n": 2},
         {"seed": 8, "max_tokens": 30, "logprobs": True, "top_logprobs": 2},
     ]
-    with running_server(str(folder), "--threads", "1", "--max-model-len", "1024") as server:
+    flags = [part for k, v in WHOLE.items() for part in (f"--{k.replace('_', '-')}", str(v))]
+    with running_server(str(folder), *flags) as server:
         for fields in asked:
             url = f"{server.url}/v1/chat/completions"
             fields["cache_prompt"] = False  # the same arithmetic, so the same logprobs

@@ -6,15 +6,16 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM
+
 from tools.mini.card import Facts, write_card
 from tools.mini.exam import SUBJECTS
 from tools.mini.marking import mark, speeds
 from tools.mini.training import LENGTHS, NUM_STEPS, STEP_TOKENS
 from tools.mini.turn import HELD_OUT
-from tqdm import tqdm
-from transformers import AutoModelForCausalLM
 
-SHIPPED = Path("src/headrace/models/mini")
+SHIPPED = Path("src/headrace/checkpoints/mini")
 
 
 def main() -> None:

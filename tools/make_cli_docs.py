@@ -17,8 +17,8 @@ the `[serve]` table of the TOML file that `--config` names. A flag beats the env
 environment the file, the file the default.
 
 Exit codes: 0 done or stopped as asked, 1 the verb failed, 2 a wrong flag, variable or file, 3 the
-model cannot be served, 4 the engine was given up, 5 port or state directory in use, 130
-interrupted.
+model cannot be served, 4 the engine was given up, 5 port or state directory in use, 6 a part of the
+server ended by itself (start it again; streams with a name or a key go on), 130 interrupted.
 """
 
 

@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from tokenizers import Tokenizer
+
 from tools.mini.export import export
 from tools.mini.training import NUM_STEPS, Plan, Training
 from tools.mini.vocabulary import train_tokenizer

@@ -1,20 +1,50 @@
 """Headrace: an LLM inference server whose streams are never silent, never stalled, never lost."""
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from headrace.answer import Answer, Choice, Piece
+    from headrace.client.async_client import AsyncClient, AsyncStream
+    from headrace.client.client import Client, Stream
+    from headrace.client.errors import Refused, Unreachable
+    from headrace.core.errors import ModelError
+    from headrace.errors import ConfigError, HeadraceError, RequestFailed, StreamFailed
+    from headrace.llm import LLM
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "AsyncClient", "Client"]
+__all__ = [
+    "LLM",
+    "Answer",
+    "AsyncClient",
+    "AsyncStream",
+    "Choice",
+    "Client",
+    "ConfigError",
+    "HeadraceError",
+    "ModelError",
+    "Piece",
+    "Refused",
+    "RequestFailed",
+    "Stream",
+    "StreamFailed",
+    "Unreachable",
+]
 
 _PLACES = {
-    "LLM": "headrace.llm",
-    "Client": "headrace.client.client",
-    "AsyncClient": "headrace.client.async_client",
+    "headrace.answer": ("Answer", "Choice", "Piece"),
+    "headrace.client.async_client": ("AsyncClient", "AsyncStream"),
+    "headrace.client.client": ("Client", "Stream"),
+    "headrace.client.errors": ("Refused", "Unreachable"),
+    "headrace.core.errors": ("ModelError",),
+    "headrace.errors": ("ConfigError", "HeadraceError", "RequestFailed", "StreamFailed"),
+    "headrace.llm": ("LLM",),
 }
 
 
 def __getattr__(name: str) -> Any:
     """Imported when first asked for: a client needs no tensors."""
-    if name not in _PLACES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_PLACES[name]), name)
+    for place, names in _PLACES.items():
+        if name in names:
+            return getattr(importlib.import_module(place), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

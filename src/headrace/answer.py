@@ -1,8 +1,20 @@
-"""Answers as Python callers hold them, in process and over HTTP alike; knows neither."""
+"""What Python callers ask and are answered, in process and over HTTP alike; knows neither."""
 
 from typing import Any
 
 import msgspec
+
+Messages = list[dict[str, Any]]
+
+
+def asked_for(messages: Messages | str | None, prompt: Any) -> dict[str, Any]:
+    """The field that says what to answer: messages, of which a string is one, or raw text."""
+    if (messages is None) == (prompt is None):
+        raise TypeError("give either messages, or prompt=... to go on with raw text")
+    if messages is None:
+        return {"prompt": prompt}
+    is_text = isinstance(messages, str)
+    return {"messages": [{"role": "user", "content": messages}] if is_text else messages}
 
 
 class Piece(msgspec.Struct, frozen=True):

@@ -7,36 +7,40 @@ import sys
 import threading
 from collections.abc import Coroutine, Iterator
 from types import ModuleType, TracebackType
-from typing import Any, TypeVar, overload
+from typing import Any, NamedTuple, TypeVar, overload
 
 import msgspec
 
-from headrace.answer import Answer, Piece
+from headrace.answer import Answer, Messages, Piece, asked_for
+from headrace.checkpoints.hub import OnProgress
 from headrace.core import settings
 from headrace.core.config import ServerConfig
-from headrace.core.errors import RequestError
+from headrace.core.errors import RequestError, StreamFailed
 from headrace.core.messages import Ready
-from headrace.core.request import Request, Wire
+from headrace.core.request import Request, ResponseOptions
 from headrace.engine.local import LocalEngine
-from headrace.gateway import chat_schema, completions_schema, render
-from headrace.gateway.completions_schema import Asked
 from headrace.generation.generation import Generation
 from headrace.generation.served import ServedModel
-from headrace.models.hub import OnProgress
+from headrace.generation.work import ThreadWork
+from headrace.protocols import openai_chat, openai_completions, render
+from headrace.protocols.common_fields import known_fields
+from headrace.protocols.jobs import Jobs
+from headrace.protocols.openai_completions import Asked
+from headrace.protocols.requests import pack, to_request
 from headrace.streams.events import AnyEvent, Error, Tokens
 from headrace.streams.memory_store import MemoryStore
 
 T = TypeVar("T")
-Messages = list[dict[str, Any]]
 Prompt = str | list[int]
 
-_WIRE = Wire(return_token_ids=True)
+_WIRE = ResponseOptions(return_token_ids=True)
 
 
 class LLM:
     """A loaded model. Calls may come from any thread; those at the same time share steps.
 
-    Fields of a call are those of the HTTP routes, checked alike: RequestError says what is wrong.
+    Fields of a call are those of the HTTP routes, checked alike: RequestFailed says what is wrong.
+    Unlike there, an unknown field is refused too.
     """
 
     def __init__(self, config: ServerConfig, on_progress: OnProgress | None = None) -> None:
@@ -63,31 +67,39 @@ class LLM:
     def generate(self, prompt: list[str] | list[list[int]], **fields: Any) -> list[Answer]: ...
 
     def generate(self, prompt: Any, **fields: Any) -> Any:
-        """Continues a prompt, a text or token ids; of several at once, each as if it were alone."""
-        checked = completions_schema.read(_as_json({**fields, "prompt": prompt}))
+        """Continues a prompt, a text or token ids, without a chat template.
+
+        Of several prompts at once each is answered as if it were alone.
+        """
+        checked = _check(openai_completions, {**fields, "prompt": prompt})
         asked: Asked = checked["prompt"]
-        requests = [
-            self._request(completions_schema, {**checked, "prompt": Asked((one,), False)})
+        calls = [
+            self._call(openai_completions, {**checked, "prompt": Asked((one,), False)})
             for one in asked.prompts
         ]
-        answers = self._host.call(self._host.answers(requests))
+        answers = self._host.call(self._host.answers(calls))
         return answers if asked.is_list else answers[0]
 
-    def chat(self, messages: Messages, **fields: Any) -> Answer:
-        """Answers the last message."""
-        checked = chat_schema.read(_as_json({**fields, "messages": messages}))
-        request = self._request(chat_schema, checked)
-        return self._host.call(self._host.answers([request]))[0]
+    def chat(self, messages: Messages | str, **fields: Any) -> Answer:
+        """Answers the last message; a string is the only one."""
+        checked = _check(openai_chat, {**fields, **asked_for(messages, None)})
+        call = self._call(openai_chat, checked)
+        return self._host.call(self._host.answers([call]))[0]
 
     def stream(
-        self, prompt_or_messages: Prompt | list[str] | Messages, **fields: Any
+        self,
+        messages: Messages | str | None = None,
+        *,
+        prompt: Prompt | list[str] | list[list[int]] | None = None,
+        **fields: Any,
     ) -> Iterator[Piece]:
-        """The pieces of one answer as they come. Leaving the loop ends the work on it."""
-        given = prompt_or_messages
-        is_chat = isinstance(given, list | tuple) and isinstance(next(iter(given), None), dict)
-        schema, name = (chat_schema, "messages") if is_chat else (completions_schema, "prompt")
-        checked = schema.read(_as_json({**fields, name: given}))
-        return self._host.pieces(self._request(schema, checked))
+        """The pieces of an answer to messages, or to a raw `prompt`, as they come.
+
+        Leaving the loop ends the work on it.
+        """
+        schema = openai_chat if prompt is None else openai_completions
+        checked = _check(schema, {**fields, **asked_for(messages, prompt)})
+        return self._host.pieces(self._call(schema, checked))
 
     def close(self) -> None:
         """Ends what runs and frees the model. Idempotent."""
@@ -104,10 +116,18 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _request(self, schema: ModuleType, fields: dict[str, Any]) -> Request:
+    def _call(self, schema: ModuleType, fields: dict[str, Any]) -> "_Call":
         model = self._host.generation.models.get(fields.get("model"))
-        request: Request = schema.to_request(fields, model)
-        return msgspec.structs.replace(request, wire=_WIRE)
+        checked = pack(schema, fields)
+        request = to_request(schema, checked, model)
+        return _Call(msgspec.structs.replace(request, wire=_WIRE), checked.packed)
+
+
+class _Call(NamedTuple):
+    """A request and its packed prompts."""
+
+    request: Request
+    packed: bytes
 
 
 class _Host:
@@ -139,9 +159,9 @@ class _Host:
         finally:
             running.cancel()
 
-    def pieces(self, request: Request) -> Iterator[Piece]:
+    def pieces(self, call: _Call) -> Iterator[Piece]:
         pieces: queue.SimpleQueue[Piece | None] = queue.SimpleQueue()
-        running = self._start(self._feed(request, pieces))
+        running = self._start(self._feed(call, pieces))
         try:
             while (piece := pieces.get()) is not None:
                 yield piece
@@ -167,17 +187,17 @@ class _Host:
 
     # on the loop
 
-    async def answers(self, requests: list[Request]) -> list[Answer]:
-        working = [asyncio.create_task(self._answer(request)) for request in requests]
+    async def answers(self, calls: list[_Call]) -> list[Answer]:
+        working = [asyncio.create_task(self._answer(call)) for call in calls]
         try:
             return await asyncio.gather(*working)
         finally:
             for task in working:
                 task.cancel()
 
-    async def _answer(self, request: Request) -> Answer:
-        stream = await self.generation.open(request)
-        answer = render.Answer(stream.record)
+    async def _answer(self, call: _Call) -> Answer:
+        stream = await self.generation.open(call.request, packed=call.packed)
+        answer = render.ResponseBody(stream.record)
         async with stream.reader() as events:
             async for event in events:
                 _raise_if_cut(event)
@@ -185,9 +205,9 @@ class _Host:
                 events.sent(event)
         return Answer.of(msgspec.json.decode(answer.body()))
 
-    async def _feed(self, request: Request, pieces: "queue.SimpleQueue[Piece | None]") -> None:
+    async def _feed(self, call: _Call, pieces: "queue.SimpleQueue[Piece | None]") -> None:
         try:
-            stream = await self.generation.open(request)
+            stream = await self.generation.open(call.request, packed=call.packed)
             async with stream.reader() as events:
                 async for event in events:
                     _raise_if_cut(event)
@@ -212,7 +232,8 @@ class _Host:
         served = await asyncio.to_thread(ServedModel, config.models[0], on_progress)
         local = msgspec.structs.replace(config.models[0], model=str(served.folder))
         engine, self.ready = await LocalEngine.start(local)
-        self.generation = Generation(_unbounded(config), served, engine, MemoryStore())
+        work = ThreadWork(Jobs(served))
+        self.generation = Generation(_unbounded(config), served, engine, MemoryStore(), work)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.generation.run(), name="generation")
             await self.generation.wait_until_ready()
@@ -227,12 +248,29 @@ def _unbounded(config: ServerConfig) -> ServerConfig:
     return msgspec.structs.replace(config, streams=streams)
 
 
+def _check(schema: ModuleType, fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields as the routes check them; RequestError for one that they do not know."""
+    known = known_fields(schema.TABLE)
+    for name in fields:
+        if name not in known:
+            message = f"There is no field {name}{settings.nearest(name, known)}"
+            raise RequestError("unsupported_parameter", message, name)
+    checked: dict[str, Any] = schema.read(_as_json(fields))
+    return checked
+
+
 def _as_json(value: Any) -> Any:
     """As a body would hold it: arrays and string keys, nothing shared with the caller."""
     if isinstance(value, list | tuple):
         return [_as_json(item) for item in value]
     if isinstance(value, dict):
-        return {str(key): _as_json(item) for key, item in value.items()}
+        return {_as_json(str(key)): _as_json(item) for key, item in value.items()}
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            message = f"A text has half a surrogate pair as character {error.start}; leave it out."
+            raise RequestError("invalid_json", message) from None
     return value
 
 
@@ -244,7 +282,7 @@ def _piece(event: Tokens) -> Piece:
 
 def _raise_if_cut(event: AnyEvent) -> None:
     if isinstance(event, Error):
-        raise RequestError(event.code, event.message)
+        raise StreamFailed(event.code, event.message)
 
 
 def _closed() -> RequestError:

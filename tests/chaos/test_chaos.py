@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from chaos.run import Plan, Run
 from tests.builders import make_tiny_model
-from tests.chaos.run import Plan, Run
 
 KILLS, SECONDS, CLIENTS = 8, 25.0, 6
 

@@ -2,13 +2,13 @@
 
 import asyncio
 
-from tests.chaos.catalog import TEXT, Question
-from tests.chaos.compare import compare
-from tests.chaos.exchange import Reply
-from tests.chaos.frames import Said, frames_of, own_dropped
-from tests.chaos.oracle import judge_plain
-from tests.chaos.story import Story, Way
-from tests.chaos.witness import Fate, Fates, Passage, Proxy
+from chaos.catalog import TEXT, Question
+from chaos.compare import compare
+from chaos.exchange import Reply
+from chaos.frames import Said, frames_of, own_dropped
+from chaos.oracle import judge_plain
+from chaos.story import Story, Way
+from chaos.witness import Fate, Fates, Passage, Proxy
 
 TRUTH = [5, 6, 7, 8, 9, 10]
 

@@ -45,6 +45,19 @@ def test_a_model_is_told_its_lane_and_what_fits(
     assert found["streams"]["detail"].startswith("4 of 512 tokens")
 
 
+def test_weights_are_told_as_they_are_held(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    folder = make_tiny_model(tmp_path, hidden_size=256, intermediate_size=2048)
+    told = {
+        kind: examine(capsys, str(folder), max_model_len=64, quantize=kind)[1]["weights"]["detail"]
+        for kind in ("none", "int8")
+    }
+    assert told["none"].endswith("MiB, in float32")
+    assert told["int8"].endswith("MiB while loading, in int8 and float32")
+    assert int(told["int8"].split()[0]) < 0.4 * int(told["none"].split()[0])
+
+
 def test_a_broken_model_is_a_fault_with_the_reason(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -9,8 +9,8 @@ import pytest
 
 from headrace.cli.download import DownloadLine
 from tests.builders import make_tiny_model
+from tests.checkpoints.small_hub import small_hub
 from tests.eventually import eventually
-from tests.models.small_hub import small_hub
 from tests.servers import ServerProcess
 
 

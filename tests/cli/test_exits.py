@@ -43,7 +43,7 @@ def test_help_has_examples_and_ends_well() -> None:
         (("serve", "--prot", "1"), {}, "--port"),
         (("serve", "--port", "many"), {}, "--port: Expected int"),
         (("serve", "--config", "nowhere.toml"), {}, "Cannot read nowhere.toml"),
-        (("serve",), {"HEADRACE_MAX_NUM_SEQ": "4"}, "did you mean HEADRACE_MAX_NUM_SEQS?"),
+        (("serve",), {"HEADRACE_KEYS": "secret"}, "did you mean HEADRACE_API_KEYS?"),
         (("generate", "a", "b", "c"), {}, "3 words are too many"),
         (("generate", "hi", "-o", "temprature=1"), {}, "did you mean temperature?"),
         (("generate", "hi", "-o", "temperature"), {}, "field=value"),

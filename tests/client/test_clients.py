@@ -1,15 +1,27 @@
 """Both clients against a real server, behind a proxy that cuts."""
 
 import asyncio
-from collections.abc import Iterator
+import contextlib
+import os
+import signal
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
 
-from headrace import AsyncClient, Client
-from headrace.client.errors import Refused, StreamFailed, Unreachable
+from headrace import (
+    AsyncClient,
+    Client,
+    ConfigError,
+    HeadraceError,
+    Refused,
+    RequestFailed,
+    StreamFailed,
+    Unreachable,
+)
+from headrace.client.events import Heartbeat, Tokens, Update
 from tests.builders import make_tiny_model
 from tests.client.builders import cutting_proxy
 from tests.eventually import eventually
@@ -25,6 +37,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     folder = make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
     with running_server(str(folder), "--threads", "1", "--max-model-len", "1024") as running:
         yield running
+
+
+def numbers(updates: Iterable[Update]) -> list[int]:
+    return [update.seq for update in updates if update.seq is not None]
 
 
 def state_of(server: ServerProcess, stream_id: str) -> str:
@@ -95,13 +111,32 @@ def test_leaving_an_asynchronous_loop_stops_the_stream(server: ServerProcess) ->
     eventually(lambda: state_of(server, stream_id) == "cancelled")
 
 
+@pytest.mark.parametrize("has_block", [True, False])
+def test_a_loop_that_is_left_within_its_blocks_ends_without_a_word(
+    server: ServerProcess, has_block: bool
+) -> None:
+    async def run() -> str:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: said.append(context))
+        async with AsyncClient(server.url) as client:
+            stream = client.stream(CHAT, **ENDLESS)
+            async with stream if has_block else contextlib.nullcontext():
+                async for _ in stream:
+                    break
+            return stream.id
+
+    said: list[object] = []
+    stream_id = asyncio.run(run())
+    eventually(lambda: state_of(server, stream_id) == "cancelled")
+    assert not said
+
+
 def test_a_stream_is_read_on_where_another_client_left_it(server: ServerProcess) -> None:
     with Client(server.url) as client:
         first = client.stream(CHAT, **LONG)
         updates = first.updates()
-        seen = [next(updates).seq, next(updates).seq]
-        rest = [event.seq for event in client.attach(first.id, after=seen[-1]).updates()]
-        rest_here = [event.seq for event in updates]
+        seen = numbers([next(updates), next(updates)])
+        rest = numbers(client.attach(first.id, after=seen[-1]).updates())
+        rest_here = numbers(updates)
     assert seen == [0, 1]
     assert rest == rest_here == list(range(2, rest[-1] + 1))
 
@@ -129,8 +164,65 @@ def test_a_stream_that_nobody_knows_is_not_waited_for(server: ServerProcess) -> 
 
 
 def test_without_a_server_the_call_fails_at_once() -> None:
-    with Client("http://127.0.0.1:9") as client, pytest.raises(Unreachable):
+    with Client("127.0.0.1:9") as client, pytest.raises(Unreachable, match=r"127.0.0.1:9: .*refus"):
         client.chat(CHAT)
+    with pytest.raises(ConfigError, match="no address"):
+        Client("file:///tmp")
+    with pytest.raises(ConfigError, match="API key"):
+        Client(api_key="new\nline")
+
+
+def test_a_string_is_a_message_of_the_user_and_a_prompt_is_raw(server: ServerProcess) -> None:
+    fields = {"temperature": 0, "max_tokens": 8}
+    with Client(f"{server.url}/v1/") as client:
+        chat, raw = client.chat(CHAT, **fields).text, client.completions("hi", **fields).text
+        assert client.chat("hi", **fields).text == chat != raw
+        assert "".join(piece.text for piece in client.stream("hi", **fields)) == chat
+        assert "".join(piece.text for piece in client.stream(prompt="hi", **fields)) == raw
+
+
+def test_leaving_the_block_of_a_stream_stops_it(server: ServerProcess) -> None:
+    with Client(server.url) as client:
+        with client.stream(CHAT, **ENDLESS) as stream:
+            pieces = iter(stream)
+            next(pieces)
+        assert state_of(server, stream.id) == "cancelled"
+
+
+def test_leaving_the_block_of_an_asynchronous_stream_stops_it(server: ServerProcess) -> None:
+    async def leave() -> str:
+        async with AsyncClient(server.url) as client:
+            async with client.stream(CHAT, **ENDLESS) as stream:
+                pieces = aiter(stream)
+                await anext(pieces)
+            return stream.id
+
+    assert state_of(server, asyncio.run(leave())) == "cancelled"
+
+
+def test_stopping_what_is_no_stream_is_refused(server: ServerProcess) -> None:
+    with Client(server.url) as client:
+        for nobody in ("nope", "no/such", "nö"):
+            with pytest.raises(Refused, match="no such"):
+                client.stop(nobody)
+    with Client("127.0.0.1:9") as client, pytest.raises(Unreachable):
+        client.stop("nope")
+
+
+def test_the_models_are_those_that_may_be_asked_for(server: ServerProcess) -> None:
+    async def ask() -> list[str]:
+        async with AsyncClient(server.url) as client:
+            return await client.models()
+
+    with Client(server.url) as client:
+        assert client.models() == asyncio.run(ask()) == ["tiny"]
+
+
+def test_all_that_can_go_wrong_has_one_root() -> None:
+    for error in (ConfigError, Unreachable, RequestFailed):
+        assert issubclass(error, HeadraceError)
+    for error in (Refused, StreamFailed):
+        assert issubclass(error, RequestFailed)
 
 
 def test_a_stream_goes_on_over_a_restart_of_the_server(tmp_path: Path) -> None:
@@ -147,3 +239,13 @@ def test_a_stream_goes_on_over_a_restart_of_the_server(tmp_path: Path) -> None:
     ids = [token for piece in seen for token in piece.token_ids]
     assert len(ids) == 400
     assert ids[:60] == expected
+
+
+def test_a_killed_engine_is_told_of_before_any_heartbeat_is_due(server: ServerProcess) -> None:
+    engine = httpx.get(f"{server.url}/manage/state").json()["engine"]["pid"]
+    with Client(server.url) as client, client.stream(CHAT, n=8, **ENDLESS) as stream:
+        updates = stream.updates()
+        assert any(isinstance(update, Tokens) for update in updates)
+        os.kill(engine, signal.SIGKILL)
+        beat = next(update for update in updates if isinstance(update, Heartbeat))
+        assert (beat.state, beat.attempt) == ("recovering", 1)

@@ -5,30 +5,31 @@ from typing import Any
 
 import pytest
 
-from headrace.client.errors import Refused, StreamFailed, Unreachable
-from headrace.client.events import AnyEvent, EventReader, Tokens
-from headrace.client.following import Following, Then, new_request, to_fields
+from headrace import ConfigError, Refused, StreamFailed, Unreachable
+from headrace.client.events import AnyEvent, EventReader, Heartbeat, Tokens, Update
+from headrace.client.following import NextAction, StreamFollower, new_request
+from headrace.client.http import to_address
 from tests.client.builders import HEARTBEAT, STREAM, accepted, event, finish, tokens
 
 CHAT = [{"role": "user", "content": "hi"}]
 
 
-def open_stream(patience_s: float = 60.0) -> Following:
-    following = Following(new_request({"messages": CHAT}), "", -1, patience_s)
+def open_stream(patience_s: float = 60.0) -> StreamFollower:
+    following = StreamFollower(new_request({"messages": CHAT}), "", -1, patience_s)
     following.request()
-    assert following.answered(200, {"x-stream-id": STREAM}) is Then.LEAVE
+    assert following.answered(200, {"x-stream-id": STREAM}) is NextAction.LEAVE
     return following
 
 
-def take(following: Following, data: bytes) -> list[AnyEvent]:
-    taken = []
+def take(following: StreamFollower, data: bytes) -> list[AnyEvent]:
+    taken: list[Update] = []
     for one in following.feed(data):
         taken.append(one)
         following.applied(one)
-    return taken
+    return [one for one in taken if not isinstance(one, Heartbeat)]
 
 
-def pauses(following: Following, count: int) -> list[float]:
+def pauses(following: StreamFollower, count: int) -> list[float]:
     found = []
     for _ in range(count):
         following.broke(True, "cut")
@@ -37,7 +38,7 @@ def pauses(following: Following, count: int) -> list[float]:
 
 
 def test_the_request_is_sent_again_with_its_key_when_its_answer_was_lost() -> None:
-    following = Following(new_request({"messages": CHAT}), "", -1, 60)
+    following = StreamFollower(new_request({"messages": CHAT}), "", -1, 60)
     first = following.request()
     following.broke(True, "reset")
     assert following.request() == first
@@ -74,13 +75,25 @@ def test_no_event_comes_twice() -> None:
     assert [one.seq for one in again] == [2]
 
 
+def test_the_news_that_the_engine_died_is_given_on_and_moves_the_cursor() -> None:
+    following = open_stream()
+    take(following, accepted())
+    died = event(1, "heartbeat", state="recovering", form="data", attempt=1)
+    (heard,) = following.feed(died)
+    following.applied(heard)
+    assert heard == Heartbeat("recovering", attempt=1, seq=1)
+    assert following.cursor == 1 and not list(following.feed(died))
+
+
 @pytest.mark.parametrize("size", [1, 2, 7, 64])
 def test_events_may_come_in_any_pieces(size: int) -> None:
     data = HEARTBEAT + accepted() + b": ping\n" + tokens(1, "ä\n\nb") + finish(2)
     reader = EventReader()
     found = [e for i in range(0, len(data), size) for e in reader.feed(data[i : i + size])]
-    assert [e.seq for e in found] == [0, 1, 2]
-    assert isinstance(found[1], Tokens) and found[1].pieces[0].text == "ä\n\nb"
+    beat, *events = found
+    assert beat == Heartbeat("queued")
+    assert [e.seq for e in events if not isinstance(e, Heartbeat)] == [0, 1, 2]
+    assert isinstance(events[1], Tokens) and events[1].pieces[0].text == "ä\n\nb"
 
 
 def test_kinds_of_a_later_server_are_passed_over() -> None:
@@ -105,7 +118,7 @@ def test_pauses_double_from_a_quarter_to_five_seconds_until_something_comes() ->
 @pytest.mark.parametrize("status", [429, 503])
 def test_what_mends_itself_is_waited_for_as_long_as_the_server_says(status: int) -> None:
     following = open_stream()
-    assert following.answered(status, {}) is Then.REFUSED
+    assert following.answered(status, {}) is NextAction.REFUSED
     following.refused(status, {"retry-after-ms": "1500"}, b"{}")
     assert following.pause_s == 1.5
 
@@ -125,7 +138,7 @@ def test_patience_ends() -> None:
 
 
 def test_a_server_that_never_answered_is_not_waited_for() -> None:
-    following = Following(new_request({"messages": CHAT}), "", -1, 60)
+    following = StreamFollower(new_request({"messages": CHAT}), "", -1, 60)
     following.request()
     with pytest.raises(Unreachable, match="No server answers"):
         following.broke(False, "refused")
@@ -134,7 +147,7 @@ def test_a_server_that_never_answered_is_not_waited_for() -> None:
 def test_a_finish_ends_it_and_so_does_a_204() -> None:
     finished, behind = open_stream(), open_stream()
     take(finished, accepted() + finish(1))
-    assert behind.answered(204, {}) is Then.LEAVE
+    assert behind.answered(204, {}) is NextAction.LEAVE
     assert finished.has_ended and behind.has_ended
 
 
@@ -157,7 +170,7 @@ def test_a_stop_is_sent_once_and_not_after_the_end() -> None:
 
 
 def test_a_stop_before_the_first_answer_finds_the_stream_by_its_key() -> None:
-    following = Following(new_request({"messages": CHAT}), "", -1, 60)
+    following = StreamFollower(new_request({"messages": CHAT}), "", -1, 60)
     assert following.stop_request() is None  # nothing was sent
     first = following.request()
     assert following.stop_request() == first
@@ -166,7 +179,51 @@ def test_a_stop_before_the_first_answer_finds_the_stream_by_its_key() -> None:
     assert cancel and cancel.path.endswith("/cancel")
 
 
-def test_a_list_of_objects_is_a_chat_and_all_else_a_prompt() -> None:
-    assert to_fields(CHAT, {"n": 2}) == {"messages": CHAT, "n": 2}
-    assert to_fields([1, 2], {}) == {"prompt": [1, 2]}
+def test_messages_are_a_chat_and_a_prompt_is_none() -> None:
+    assert new_request({"messages": CHAT}).path == "/v1/chat/completions"
     assert new_request({"prompt": "a"}).path == "/v1/completions"
+
+
+def test_a_heartbeat_that_tells_of_a_recovery_moves_no_cursor() -> None:
+    beat = b'event: heartbeat\ndata: {"kind":"heartbeat","state":"recovering","attempt":2}\n\n'
+    following = open_stream()
+    (told,) = following.feed(beat)
+    following.applied(told)
+    assert told == Heartbeat("recovering", 2) and following.cursor == -1
+
+
+def test_fields_that_the_server_ignored_are_refused_and_the_stream_is_ours_to_stop() -> None:
+    following = StreamFollower(new_request({"messages": CHAT}), "", -1, 60)
+    following.request()
+    headers = {"x-stream-id": STREAM, "x-headrace-ignored": "max_token, colour"}
+    with pytest.raises(Refused, match="max_token, colour") as refused:
+        following.answered(200, headers)
+    assert refused.value.param == "max_token"
+    assert following.stop_request()
+
+
+def test_what_takes_connections_and_never_answers_is_not_waited_for_long() -> None:
+    following = StreamFollower(new_request({"messages": CHAT}), "", -1, 60)
+    with pytest.raises(Unreachable, match="no Headrace"):
+        pauses(following, 9)
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("localhost:8000", "http://localhost:8000"),
+        (" https://one.example/ ", "https://one.example"),
+        ("http://127.0.0.1:8000/v1/", "http://127.0.0.1:8000"),
+        ("[::1]:8000/under/v1", "http://[::1]:8000/under"),
+    ],
+)
+def test_an_address_needs_no_scheme_and_may_end_as_others_want_it(given: str, meant: str) -> None:
+    assert to_address(given) == meant
+
+
+@pytest.mark.parametrize(
+    "url", ["", "8000", ":8000", "ftp://a", "http://", "http:/a", "a b", "a:x", "[::1"]
+)
+def test_what_cannot_be_an_address_is_said_to_be_none(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"is no address.*http://127"):
+        to_address(url)

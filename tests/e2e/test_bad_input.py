@@ -88,6 +88,17 @@ def test_a_wrong_body_is_a_400_with_a_message(server: ServerProcess, body: Any) 
     assert response.json()["error"]["message"]
 
 
+def test_extremes_of_a_valid_body_are_never_a_fault_of_the_server(server: ServerProcess) -> None:
+    function = {"name": "f", "arguments": "[" * 200_000}
+    called = {"role": "assistant", "tool_calls": [{"function": function}]}
+    refused = post(server, {"messages": [USER, called], "max_tokens": 1})
+    assert code_of(refused) == (400, "context_length_exceeded")
+    least = {"messages": [USER], "max_tokens": 2, "repetition_penalty": 1e-38}
+    assert post(server, least).status_code == 200
+    beyond = {"messages": [USER], "chat_template_kwargs": {"x": 1 << 64}}
+    assert code_of(post(server, beyond)) == (400, "invalid_value")
+
+
 def test_a_form_post_is_a_415(server: ServerProcess) -> None:
     response = httpx.post(f"{server.url}{CHAT}", data={"messages": "hi"})
     assert code_of(response) == (415, "unsupported_media_type")

@@ -1,8 +1,11 @@
 """Streams found again over real HTTP: by event, by byte, after cuts, stops and kills."""
 
+import contextlib
 import json
 import os
+import resource
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,9 +28,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def url(folder: Path) -> Iterator[str]:
-    with running_server(str(folder), "--threads", "1", "--linger-s", "5") as server:
-        yield server.url
+def server(folder: Path) -> Iterator[ServerProcess]:
+    with running_server(str(folder), "--threads", "1", "--linger-s", "5") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def url(server: ServerProcess) -> str:
+    return server.url
 
 
 def post(url: str, body: dict[str, Any] = BODY, **headers: str) -> httpx.Response:
@@ -189,18 +197,36 @@ def engine_of(server: ServerProcess) -> int:
     )
 
 
-def test_a_killed_engine_costs_no_token(folder: Path) -> None:
+def test_idle_sockets_take_no_descriptor_from_an_engine_or_a_stream(server: ServerProcess) -> None:
+    resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (128, 128))
+    address = ("127.0.0.1", httpx.URL(server.url).port)
+    body = LONG | {"max_tokens": 400}
+    line = httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60)
+    with contextlib.ExitStack() as flood, line as answer:
+        for _ in range(200):
+            flood.enter_context(socket.create_connection(address))
+        os.kill(engine_of(server), signal.SIGKILL)
+        for _ in range(100):
+            flood.enter_context(socket.create_connection(address))
+        assert httpx.get(f"{server.url}/health/live").status_code == 200
+        assert answer.read().endswith(b"data: [DONE]\n\n")
+
+
+def test_a_killed_engine_costs_no_token_and_is_told_of(folder: Path) -> None:
     with running_server(str(folder), "--threads", "1") as server:
-        body = LONG | {"max_tokens": 400}
+        body = LONG | {"max_tokens": 400, "return_progress": True}
         undisturbed = post(server.url, body | {"stream": False}).json()["choices"][0]["text"]
         with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=120) as answer:
-            texts = []
+            texts, attempts = [], []
             for line in answer.iter_lines():
                 if line.startswith("data: {"):
-                    texts += [choice["text"] for choice in json.loads(line[6:])["choices"]]
+                    frame = json.loads(line[6:])
+                    attempts += [frame["recovering"]] if "recovering" in frame else []
+                    texts += [choice["text"] for choice in frame["choices"]]
                     if len(texts) == 30:
                         os.kill(engine_of(server), signal.SIGKILL)
         assert "".join(texts) == undisturbed
+        assert attempts == [{"attempt": 1}]
 
 
 def test_a_killed_server_goes_on_with_its_durable_streams(folder: Path, tmp_path: Path) -> None:
@@ -219,3 +245,33 @@ def test_a_killed_server_goes_on_with_its_durable_streams(folder: Path, tmp_path
         texts = [choice["text"] for frame in frames for choice in json.loads(frame)["choices"]]
         assert "".join(texts) == undisturbed
         assert whole == httpx.get(f"{server.url}/v1/stream", params={"conv_id": "kept"}).content
+
+
+@contextlib.contextmanager
+def full_disk(server: ServerProcess) -> Iterator[None]:
+    """No file of the server's may be written."""
+    pid = server.process.pid
+    before = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (1, before[1]))
+    try:
+        yield
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
+
+
+def test_a_stop_on_a_full_disk_is_answered_at_once_and_counts(server: ServerProcess) -> None:
+    url, by_name = server.url, {"conv_id": "full"}
+    body, named = LONG | {"max_tokens": 8000}, names("full")
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, headers=named) as answer:
+        stream_url = f"{url}/v1/streams/{answer.headers['x-stream-id']}"
+    with full_disk(server):
+        for refused in (httpx.delete(stream_url), httpx.post(f"{stream_url}/cancel")):
+            assert refused.json()["error"]["code"] == "storage_unavailable"
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
+        assert httpx.delete(f"{url}/v1/stream", params=by_name).status_code == 503
+        assert post(url, **names("refused")).status_code == 503
+        assert post(url, BODY | {"max_tokens": 1}).status_code == 200
+    eventually(lambda: httpx.get(stream_url).json()["state"] == "cancelled")
+    eventually(lambda: httpx.delete(stream_url).status_code == 204)
+    assert httpx.get(stream_url).status_code == 404
+    assert not [line for line in server.lines if "Traceback" in line]

@@ -23,7 +23,8 @@ def test_a_frozen_engine_keeps_no_client_from_the_reason(tmp_path: Path) -> None
         asked = pool.submit(httpx.post, f"{server.url}/v1/completions", json=body, timeout=60)
         state = f"{server.url}/manage/state"
         eventually(lambda: int(httpx.get(state).json()["running"]) == 1)
-        found = subprocess.run(["pgrep", "-P", str(server.process.pid)], stdout=subprocess.PIPE)
+        search = ["pgrep", "-P", str(server.process.pid), "-f", "headrace.engine.process"]
+        found = subprocess.run(search, stdout=subprocess.PIPE)
         os.kill(int(found.stdout), signal.SIGSTOP)
         assert server.stop() == 0
         answer = asked.result()

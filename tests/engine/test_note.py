@@ -1,7 +1,11 @@
 """The note that an engine leaves behind."""
 
+import math
 import os
 import signal
+import time
+
+import pytest
 
 from headrace.core.ids import SequenceId
 from headrace.engine.note import StepNote
@@ -12,18 +16,29 @@ IDS = (SequenceId(3), SequenceId(2**40))
 def test_who_reads_the_note_sees_the_step_at_work() -> None:
     writer = StepNote()
     reader = StepNote(os.dup(writer.fd))
-    assert reader.read() == () and reader.running_s() == 0
-    writer.write(IDS)
-    assert reader.read() == IDS and reader.running_s() >= 0
+    assert reader.read() == ()
+    writer.write(IDS, 0.5)
+    assert reader.read() == IDS
     writer.clear()
-    assert reader.read() == () and reader.running_s() == 0
+    assert reader.read() == () and not reader.is_overdue(math.inf)
 
 
 def test_the_note_outlives_a_writer_that_is_killed_in_mid_step() -> None:
     note = StepNote()
     pid = os.fork()
     if pid == 0:
-        note.write(IDS)
+        note.write(IDS, 0.5)
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(pid, 0)
     assert note.read() == IDS
+
+
+@pytest.mark.parametrize(
+    ("predicted_s", "limit_s"), [(0.1, 120), (12, 120), (50, 500), (0, 600), (math.inf, math.inf)]
+)
+def test_a_step_hangs_at_ten_times_its_prediction(predicted_s: float, limit_s: float) -> None:
+    note = StepNote()
+    note.write(IDS, predicted_s)
+    now = time.monotonic()
+    assert not note.is_overdue(now + min(limit_s, 1e9) - 1)
+    assert note.is_overdue(now + limit_s + 1) == (limit_s < math.inf)

@@ -2,7 +2,9 @@
 
 import asyncio
 import os
+import resource
 import signal
+import time
 from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -10,12 +12,15 @@ from pathlib import Path
 import pytest
 
 from headrace.core.config import ModelConfig
+from headrace.core.errors import EngineGone
 from headrace.core.ids import SequenceId, StreamId
-from headrace.core.messages import Finish, NewSequence, Outputs, Submit
+from headrace.core.messages import Finish, Message, NewSequence, Outputs, Submit
 from headrace.core.sampling import Sampling
+from headrace.engine import supervisor as module
 from headrace.engine.child import Child
 from headrace.engine.client import EngineDown, EngineNews, EngineUp
-from headrace.engine.supervisor import Supervisor
+from headrace.engine.note import StepNote
+from headrace.engine.supervisor import MAX_FAILED_STARTS, MAX_SILENT_PINGS, Pulse, Supervisor
 from tests.builders import make_tiny_model
 from tests.eventually import eventually
 
@@ -43,6 +48,13 @@ def play(folder: Path, scene: Scene) -> None:
 
 async def of_kind(news: AsyncIterator[EngineNews], kind: type[EngineNews]) -> EngineNews:
     return await anext(item async for item in news if isinstance(item, kind))
+
+
+async def child_of(supervisor: Supervisor) -> Child:
+    """Its engine, as soon as it is spawned."""
+    while supervisor._child is None:
+        await asyncio.sleep(0.01)
+    return supervisor._child
 
 
 def submit(num: int, max_tokens: int) -> Submit:
@@ -106,6 +118,93 @@ def test_a_model_that_cannot_be_served_is_given_up_at_once(tmp_path: Path) -> No
     play(tmp_path, scene)
 
 
+def test_an_engine_for_which_the_system_has_no_descriptor_is_started_later(folder: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    async def scene(supervisor: Supervisor, news: AsyncIterator[EngineNews]) -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+        try:
+            down = await of_kind(news, EngineDown)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert isinstance(down, EngineDown) and down.from_outside and not down.given_up
+        await child_of(supervisor)
+
+    play(folder, scene)
+
+
+def test_kills_from_outside_while_it_loads_never_give_an_engine_up(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_BACKOFF_S", (0.0,))
+
+    async def scene(supervisor: Supervisor, news: AsyncIterator[EngineNews]) -> None:
+        for _ in range(MAX_FAILED_STARTS + 1):
+            os.kill((await child_of(supervisor)).pid, signal.SIGKILL)
+            down = await of_kind(news, EngineDown)
+            assert isinstance(down, EngineDown) and not down.given_up
+        await child_of(supervisor)
+
+    play(folder, scene)
+
+
+def test_who_reads_the_news_hears_that_the_supervisor_failed(folder: Path) -> None:
+    async def scene(supervisor: Supervisor, news: AsyncIterator[EngineNews]) -> None:
+        supervisor._task.cancel()
+        with pytest.raises(EngineGone):
+            await of_kind(news, EngineUp)
+
+    play(folder, scene)
+
+
+class Silent:
+    """A child that answers no ping; the loop loses `lost_s` with each."""
+
+    def __init__(self, lost_s: float = 0.0) -> None:
+        self.note = StepNote()
+        self.num_pings = 0
+        self.was_killed = False
+        self._lost_s = lost_s
+
+    def send(self, message: Message) -> None:
+        self.num_pings += 1
+        if self.num_pings == 3 * MAX_SILENT_PINGS:
+            raise EOFError
+        time.sleep(self._lost_s)
+
+    def kill(self) -> None:
+        self.was_killed = True
+
+
+def test_an_engine_that_answers_no_ping_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PING_INTERVAL_S", 0.0)
+    monkeypatch.setattr(module, "_LATE_S", 60.0)
+    silent = Silent()
+    asyncio.run(Pulse(silent).watch())
+    assert silent.was_killed and silent.num_pings == MAX_SILENT_PINGS
+
+
+def test_a_loop_that_was_late_itself_proves_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PING_INTERVAL_S", 0.0)
+    monkeypatch.setattr(module, "_LATE_S", 0.001)
+    silent = Silent(lost_s=0.002)
+    with pytest.raises(EOFError):
+        asyncio.run(Pulse(silent).watch())
+    assert not silent.was_killed
+
+
+def test_an_endless_line_of_an_engine_is_cut(folder: Path) -> None:
+    async def run() -> None:
+        child = await Child.spawn()
+        assert child._process.stderr is not None
+        child._process.stderr.feed_data(b"x" * 300_000 + b"\nlast words\n")
+        child.kill()
+        await child.end()
+        assert "last words" in child.obituary().message
+
+    asyncio.run(run())
+
+
 def test_an_engine_does_not_outlive_its_parent(folder: Path) -> None:
     async def scene(supervisor: Supervisor, news: AsyncIterator[EngineNews]) -> None:
         await of_kind(news, EngineUp)
@@ -120,8 +219,7 @@ def test_an_engine_does_not_outlive_its_parent(folder: Path) -> None:
 
 def test_closing_while_the_engine_loads_is_prompt(folder: Path) -> None:
     async def scene(supervisor: Supervisor, news: AsyncIterator[EngineNews]) -> None:
-        while supervisor._child is None:
-            await asyncio.sleep(0.01)
+        await child_of(supervisor)
 
     play(folder, scene)
 

@@ -2,40 +2,12 @@ import queue
 import time
 
 from headrace.core.ids import SequenceId
-from headrace.core.layout import MemoryLayout
-from headrace.core.messages import NUM_TRACED_STEPS, Message, Shutdown, Status, StepTrace
-from headrace.core.plan import StepPlan, StepResult
+from headrace.core.messages import NUM_TRACED_STEPS, Shutdown, Status, StepTrace
 from headrace.engine import wire
 from headrace.engine.engine import Engine, Inbox
 from headrace.scheduler.scheduler import Scheduler
+from tests.engine.fakes import Runner, Sent
 from tests.scheduler.builders import make_scheduler, make_submit
-from tests.simulator.fake_runner import FakeRunner
-
-
-class Runner:
-    """A model that computes nothing and says that it took a hundredth of a second."""
-
-    def __init__(self) -> None:
-        self._fake = FakeRunner(MemoryLayout(16, 1000), {1: "", 2: ""})
-
-    def launch(self, plan: StepPlan) -> "Runner":
-        self._result = self._fake.execute(plan, 0.01, {})
-        return self
-
-    def result(self) -> StepResult:
-        return self._result
-
-
-class Sent:
-    def __init__(self) -> None:
-        self.statuses: list[Status] = []
-
-    def put(self, message: Message) -> None:
-        if isinstance(message, Status):
-            self.statuses.append(message)
-
-    def num_unsent(self) -> int:
-        return 0
 
 
 def run(scheduler: Scheduler, *numbers: int, num_prompt: int = 100, max_tokens: int = 4) -> Sent:

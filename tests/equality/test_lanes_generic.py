@@ -58,6 +58,13 @@ def test_chunks_give_the_logits_of_transformers(runner, reference, chunk: int):
     assert_close(row_logits(runner, PROMPT, chunk), reference(torch.tensor([PROMPT])).logits[0])
 
 
+@torch.inference_mode()
+def test_a_recurrent_model_forgets_nothing_in_bfloat16(tmp_path: Path):
+    folder = make_tiny_model(tmp_path, "MambaForCausalLM", state_size=8, dtype=torch.bfloat16)
+    runner = tiny_runner(folder, max_model_len=256)
+    assert_close(row_logits(runner, PROMPT, 7), row_logits(runner, PROMPT), 5e-2)
+
+
 def test_greedy_tokens_equal_those_of_transformers(runner, reference):
     assert_greedy(PROMPT + generate(runner, PROMPT, 64, chunk=16), len(PROMPT), reference)
 

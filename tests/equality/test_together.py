@@ -13,6 +13,8 @@ from headrace.core.sampling import Sampling
 from headrace.engine.local import LocalEngine
 from headrace.generation.generation import Generation
 from headrace.generation.served import ServedModel
+from headrace.generation.work import ThreadWork
+from headrace.protocols.jobs import Jobs
 from headrace.streams.events import Finish, Progress, Tokens
 from headrace.streams.memory_store import MemoryStore
 from tests.builders import make_tiny_model
@@ -35,7 +37,9 @@ async def asking(folder: Path, **scheduler: int) -> AsyncIterator[tuple[Generati
     )
     engine, _ = await LocalEngine.start(config)
     server = ServerConfig(models=(config,))
-    generation = Generation(server, ServedModel(config), engine, MemoryStore())
+    served = ServedModel(config)
+    work = ThreadWork(Jobs(served))
+    generation = Generation(server, served, engine, MemoryStore(), work)
     running = asyncio.create_task(generation.run())
     await generation.wait_until_ready()
 

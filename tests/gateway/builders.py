@@ -6,21 +6,25 @@ import functools
 from array import array
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import msgspec
 from hypothesis import strategies as st
 
+from headrace.checkpoints.spec import Defaults
 from headrace.core.errors import RequestError
 from headrace.core.ids import StreamId
 from headrace.core.layout import MemoryLayout
 from headrace.core.messages import Ready, Status, StepTrace
-from headrace.core.request import Chat, Prompt, Request, Text, Wire
+from headrace.core.request import Chat, Prompt, Request, ResponseOptions, Text
 from headrace.core.sampling import Sampling
-from headrace.generation.interruption import Interruption
+from headrace.generation.finished_stream import FinishedStream
+from headrace.generation.reader_pause import ReaderPause
 from headrace.generation.served import Models
-from headrace.models.spec import Defaults
+from headrace.generation.work import ThreadWork
+from headrace.protocols import requests
+from headrace.protocols.jobs import Jobs
 from headrace.streams.events import (
     Accepted,
     AnyEvent,
@@ -35,6 +39,7 @@ from headrace.streams.events import (
 from headrace.streams.log import MemoryLog, follow
 from headrace.streams.record import Names, Record
 from headrace.streams.tally import Tally
+from headrace.text.encoder import Encoder
 
 _NUMBERS = st.integers(-(1 << 70), 1 << 70) | st.floats(-1e308, 1e308)
 JSON = st.recursive(
@@ -100,6 +105,10 @@ class FakeModel:
     spec: Any = field(default_factory=lambda: SPEC)
 
     @property
+    def encoder(self) -> Encoder:
+        return Encoder(self.tokenizer)  # type: ignore[arg-type]
+
+    @property
     def max_model_len(self) -> int:
         return self.ready.max_model_len if self.ready else 64
 
@@ -126,13 +135,13 @@ class FakeStream:
         self.sent: list[AnyEvent] = []
         self.beats: asyncio.Queue[str] = asyncio.Queue()
         self.num_left = 0
-        self.interruption = Interruption()
+        self.interruption = ReaderPause()
 
     async def write(self, *events: AnyEvent) -> None:
         await self.log.append(len(self.events), numbered(events, len(self.events)))
         self.events += events
 
-    def beat(self, form: str) -> None:
+    def beat(self, form: str, interval_s: float) -> None:
         self.beats.put_nowait(form)
 
     @contextlib.asynccontextmanager
@@ -143,31 +152,38 @@ class FakeStream:
             self.num_left += 1
 
 
-class FakeAdmission:
-    async def encode(self, model: FakeModel, prompt: Prompt) -> "array[int]":
-        if isinstance(prompt, Text):
-            return model.tokenizer.encode(prompt.text, prompt.add_special_tokens)
-        assert isinstance(prompt, Chat)
-        return model.tokenizer.encode(await self.render(model, prompt), False)
-
-    async def render(self, model: FakeModel, chat: Chat) -> str:
-        assert model.template
-        return model.template.render(chat)
-
-
 class NoStreams:
     """A registry in which nothing is ever found."""
 
     async def find(self, owner: str, by: object) -> None:
         return None
 
-    async def forget(self, found: object) -> None:
+    async def stop(self, found: object) -> None:
         raise AssertionError("nothing was found")
 
-    stop = forget
+    async def discard(self, owner: str, by: object) -> None:
+        pass
 
     async def find_conversations(self, owner: str, names: list[str]) -> list[FakeStream]:
         return []
+
+
+class OneStream(NoStreams):
+    """A registry in which the same stream is found whatever is asked for."""
+
+    def __init__(self, found: FinishedStream) -> None:
+        self._found = found
+
+    async def find(self, owner: str, by: object) -> FinishedStream:  # type: ignore[override]
+        return self._found
+
+    async def find_conversations(self, owner: str, names: list[str]) -> list[FinishedStream]:  # type: ignore[override]
+        return [self._found]
+
+    async def stop(self, found: object) -> None:
+        """It has ended."""
+
+    forget = stop
 
 
 class FakeGeneration:
@@ -176,19 +192,19 @@ class FakeGeneration:
     def __init__(self, *script: AnyEvent, model: FakeModel | None = None) -> None:
         self.models = Models((model or FakeModel(),))  # type: ignore[arg-type]
         self.state, self.last_words = "ok", ""
-        self.is_engine_up, self.num_engine_starts = True, 1
+        self.is_engine_up, self.num_engine_starts, self.engine_pid = True, 1, 4711
         self.status: Status | None = None
         self.steps: list[StepTrace] = []
         self.script = script
         self.refusal: RequestError | None = None
         self.requests: list[Request] = []
-        self.admission = FakeAdmission()
-        self.streams = NoStreams()
+        self.work = ThreadWork(Jobs(self.models.get(None)))
+        self.streams: NoStreams = NoStreams()
 
     async def attach(self, names: Names, may_take_over: bool) -> None:
         return None
 
-    async def open(self, request: Request, names: Names) -> FakeStream:
+    async def open(self, request: Request, names: Names, packed: bytes) -> FakeStream:
         self.requests.append(request)
         if self.refusal:
             raise self.refusal
@@ -209,12 +225,20 @@ def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
 
 def make_request(route: str = "/v1/chat/completions", **changes: Any) -> Request:
     sampling = Sampling(seed=7, num_logprobs=changes.pop("num_logprobs", None))
-    wire = Wire(**({"heartbeat": True} | changes.pop("wire", {})))
+    wire = ResponseOptions(**({"heartbeat": True} | changes.pop("wire", {})))
     prompt = (
         Text("hi") if route == "/v1/completions" else Chat(({"role": "user", "content": "hi"},))
     )
     request = Request(route, "headrace-mini", (prompt,), sampling, wire=wire)  # type: ignore[arg-type]
     return msgspec.structs.replace(request, **changes)
+
+
+def parsed(schema: ModuleType, body: dict[str, Any], model: FakeModel | None = None) -> Request:
+    """The request that a body makes, with its prompts."""
+    body_checked = requests.pack(schema, schema.read(body))
+    request = requests.to_request(schema, body_checked, model or FakeModel())  # type: ignore[arg-type]
+    prompts = msgspec.msgpack.decode(body_checked.packed, type=tuple[Prompt, ...])
+    return msgspec.structs.replace(request, prompts=prompts)
 
 
 def make_record(request: Request) -> Record:
@@ -296,6 +320,13 @@ def log_of(record: Record, *events: AnyEvent) -> list[AnyEvent]:
     ends = tuple(by_choice[choice] for choice in sorted(by_choice))
     figures = {"usage": tally.usage, "timings": tally.timings}
     return [*made, Finish(seq=len(made), at_ms=made[-1].at_ms, ends=ends, **figures)]
+
+
+def ended_stream(record: Record, *events: AnyEvent) -> FinishedStream:
+    """A stream that is only to be read, with a whole log of these events."""
+    log = MemoryLog()
+    log.tail.extend(log_of(record, *events))
+    return FinishedStream(record, log)
 
 
 def numbered(events: Sequence[AnyEvent], first: int) -> list[AnyEvent]:

@@ -9,6 +9,7 @@ from headrace.core.config import HttpConfig, ServerConfig
 from headrace.core.errors import RequestError
 from headrace.gateway.app import create_app
 from headrace.streams.events import Finish, Timings, Usage
+from headrace.streams.log import LogGone
 from tests.gateway.builders import FakeGeneration, FakeModel, ended, tokens
 
 FINISH = Finish(seq=0, at_ms=0, ends=(ended().end,), usage=Usage(2, 1), timings=Timings())
@@ -116,6 +117,13 @@ def test_no_error_shows_what_failed_inside(caplog: pytest.LogCaptureFixture) -> 
     assert error_of(response) == (500, "internal_error")
     assert "secret" not in response.text
     assert "/secret/path" in caplog.text
+
+
+def test_a_stream_that_is_deleted_under_a_request_is_not_found() -> None:
+    generation = FakeGeneration()
+    generation.refusal = LogGone()  # type: ignore[assignment]
+    found = error_of(client_of(generation).post("/v1/chat/completions", json=CHAT))
+    assert found == (404, "stream_not_found")
 
 
 @pytest.mark.parametrize("given", ["abc", "a b~", "x" * 128])
@@ -253,3 +261,11 @@ def test_the_request_that_is_opened_is_the_one_that_was_asked_for() -> None:
 def test_an_error_is_compact_json() -> None:
     response = client_of().post("/v1/completions", json={"prompt": 5})
     assert response.content == msgspec.json.encode(json.loads(response.content))
+
+
+def test_fields_without_effect_are_named_in_a_header() -> None:
+    body = CHAT | {"n_predict": 5, "options": {}, "max_tokens": 5}
+    for more in ({}, {"stream": True}):
+        answer = client_of().post("/v1/chat/completions", json=body | more)
+        assert answer.headers["x-headrace-ignored"] == "n_predict, options"
+    assert "x-headrace-ignored" not in client_of().post("/v1/chat/completions", json=CHAT).headers

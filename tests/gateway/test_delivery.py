@@ -1,5 +1,6 @@
 import asyncio
 import json
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -7,9 +8,13 @@ import msgspec
 import pytest
 
 from headrace.core.config import StreamConfig
+from headrace.core.errors import RequestError
 from headrace.gateway.delivery import deliver, while_connected
+from headrace.protocols.render import ResponseBody
 from headrace.streams.events import Finish, Heartbeat, Timings, Usage
+from headrace.streams.log import MemoryLog
 from headrace.streams.record import Names
+from headrace.streams.store import StoreStalled
 from tests.gateway.builders import (
     FakeStream,
     accepted,
@@ -54,6 +59,10 @@ class Connection:
     async def until(self, condition: Callable[[bytes], bool]) -> None:
         async with asyncio.timeout(10), self._got:
             await self._got.wait_for(lambda: condition(self.body))
+
+    def stuck(self) -> asyncio.Condition:
+        """A context in which the socket takes nothing."""
+        return self._got
 
     async def leave(self) -> None:
         self._left.set()
@@ -159,6 +168,33 @@ async def test_where_every_byte_counts_heartbeats_go_through_the_log() -> None:
 
 
 @in_loop
+async def test_logged_comments_do_not_put_off_a_heartbeat() -> None:
+    stream = await open_stream(wire=STREAMED)
+    stream.record = msgspec.structs.replace(stream.record, names=Names(conversation="c"))
+    config = msgspec.structs.replace(QUIET, heartbeat_s=0.05, sse_ping_interval=0.01)
+    client = Connection(stream, config)
+    async with asyncio.timeout(10):
+        while await stream.beats.get() != "data":
+            await stream.write(Heartbeat(seq=0, at_ms=0, state="prompt", form="comment"))
+    await client.leave()
+
+
+@in_loop
+async def test_a_reader_that_takes_nothing_asks_for_no_heartbeat() -> None:
+    stream = await open_stream(wire=STREAMED)
+    stream.record = msgspec.structs.replace(stream.record, names=Names(conversation="c"))
+    slow = Connection(stream, FAST)
+    assert await asyncio.wait_for(stream.beats.get(), 10) == "data"
+    async with slow.stuck():
+        await stream.write(tokens("Hi", 5))
+        await asyncio.sleep(0.02)
+        stream.beats = asyncio.Queue()
+        await asyncio.sleep(0.05)
+        assert stream.beats.empty()
+    await slow.leave()
+
+
+@in_loop
 async def test_a_heartbeat_never_follows_the_end() -> None:
     stream = await open_stream(wire=STREAMED)
     client = Connection(stream, FAST)
@@ -201,6 +237,25 @@ async def test_a_whole_answer_can_show_life_by_newlines() -> None:
     assert json.loads(client.body)["choices"][0]["message"]["content"] == "Hi"
 
 
+@pytest.mark.parametrize("wire", [{"heartbeat": True}, {"heartbeat": False}])
+@in_loop
+async def test_no_stream_waits_while_a_whole_answer_is_put_together(
+    wire: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[threading.Thread] = []
+    body = ResponseBody.body
+    monkeypatch.setattr(
+        ResponseBody,
+        "body",
+        lambda self: (threads.append(threading.current_thread()), body(self))[1],
+    )
+    stream = await open_stream(wire=wire)
+    client = Connection(stream)
+    await stream.write(tokens("Hi", 5), ended(), FINISH)
+    await asyncio.wait_for(client.task, 10)
+    assert len(threads) == 1 and threads[0] is not threading.main_thread()
+
+
 @in_loop
 async def test_a_late_error_of_a_whole_answer_has_its_status() -> None:
     stream = await open_stream(wire={"heartbeat": False})
@@ -233,6 +288,46 @@ async def test_a_failure_to_render_is_an_error_in_mid_stream(caplog: Any) -> Non
     assert b'"code":"internal_error"' in client.body
     assert "IndexError" in caplog.text
     assert "IndexError" not in client.body.decode()
+
+
+@in_loop
+async def test_where_every_byte_counts_a_failure_adds_none() -> None:
+    stream = await open_stream(wire=STREAMED)
+    stream.record = msgspec.structs.replace(stream.record, names=Names(conversation="c"))
+    client = Connection(stream)
+    await stream.write(tokens("Hi", 5, choice=7))
+    await asyncio.wait_for(client.task, 10)
+    assert b"error" not in client.body and client.messages[-1]["more_body"] is False
+
+
+@pytest.mark.parametrize("wire", [STREAMED, {"heartbeat": True}, {"heartbeat": False}])
+@in_loop
+async def test_a_reader_of_a_deleted_stream_is_told_so(wire: dict[str, Any]) -> None:
+    stream = await open_stream(wire=wire)
+    client = Connection(stream)
+    await asyncio.sleep(0)
+    stream.log.tail.forget()
+    if wire == {"heartbeat": False}:
+        with pytest.raises(RequestError) as refused:
+            await asyncio.wait_for(client.task, 10)
+        assert refused.value.code == "stream_not_found"
+    else:
+        await asyncio.wait_for(client.task, 10)
+        assert b'"code":"stream_not_found"' in client.body
+
+
+@in_loop
+async def test_a_reader_whose_store_cannot_be_read_is_told_to_come_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def read(self: MemoryLog, after: int, limit: int) -> Any:
+        raise StoreStalled("The disk fails.")
+
+    stream = await open_stream(wire=STREAMED)
+    monkeypatch.setattr(MemoryLog, "read", read)
+    client = Connection(stream)
+    await asyncio.wait_for(client.task, 10)
+    assert b'"code":"storage_stalled"' in client.body
 
 
 @in_loop

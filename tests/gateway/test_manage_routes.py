@@ -29,6 +29,7 @@ def busy() -> FakeGeneration:
 def test_the_state_shows_work_steps_and_missed_targets() -> None:
     state = client_of(busy()).get("/manage/state").json()
     assert (state["state"], state["running"]) == ("ok", 4)
+    assert (state["engine"]["state"], state["engine"]["pid"]) == ("up", 4711)
     assert state["waiting"] == {"requests": 1, "tokens": 2048}
     assert state["missed"] == {"model": 3}
     mixed, decode = state["steps"]

@@ -17,6 +17,7 @@ from headrace.core.messages import (
     Progress,
     Ready,
     Started,
+    Status,
     Submit,
 )
 from headrace.core.request import Request, Text
@@ -25,9 +26,12 @@ from headrace.engine.client import EngineDown, EngineNews, EngineUp, News
 from headrace.generation.generation import PLAIN, Generation
 from headrace.generation.registry import Found
 from headrace.generation.served import ServedModel
+from headrace.generation.work import ThreadWork
+from headrace.protocols.jobs import Jobs
 from headrace.streams.events import AnyEvent, Tokens
 from headrace.streams.memory_store import MemoryStore
 from headrace.streams.record import Names
+from headrace.streams.store import Store
 
 READY = Ready(
     lane="native-text",
@@ -40,6 +44,9 @@ READY = Ready(
     weight_bytes=4,
     layout=MemoryLayout(num_blocks=32, max_positions=256),
     fingerprint="0123456789ab",
+)
+STATUS = Status(
+    num_running=0, num_waiting=1, num_waiting_tokens=5, blocks_free=32, slots_free=0, num_steps=0
 )
 DOWN = EngineDown("engine_failed", "It died.", given_up=False)
 
@@ -103,14 +110,17 @@ async def settle() -> None:
 
 @contextlib.asynccontextmanager
 async def running(
-    folder: Path, store: MemoryStore | None = None, **options: float
+    folder: Path, store: Store | None = None, **options: float
 ) -> AsyncIterator[tuple[Generation, FakeEngine]]:
     """A generation over a fake engine that is up."""
     model = ModelConfig(model=str(folder), served_model_name=("tiny",))
     config = ServerConfig(models=(model,), streams=StreamConfig(**options))
     engine = FakeEngine()
-    generation = Generation(config, ServedModel(model), engine, store or MemoryStore())
+    served = ServedModel(model)
+    work = ThreadWork(Jobs(served))
+    generation = Generation(config, served, engine, store or MemoryStore(), work)
     task = asyncio.create_task(generation.run())
+    await settle()  # what the store holds is taken up long before an engine has loaded
     await engine.say(EngineUp(READY))
     try:
         yield generation, engine

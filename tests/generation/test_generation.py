@@ -9,16 +9,21 @@ import msgspec
 import pytest
 
 from headrace.core.errors import RequestError
+from headrace.core.ids import StreamId
 from headrace.core.messages import Finish
+from headrace.core.sampling import Sampling
 from headrace.engine.client import EngineUp
 from headrace.generation.generation import Generation
-from headrace.streams.events import AnyEvent, Error, Progress, Tokens
+from headrace.generation.registry import Found
+from headrace.streams.events import AnyEvent, Error, Heartbeat, Progress, Queued, Tokens
 from headrace.streams.events import Finish as FinishEvent
 from headrace.streams.memory_store import MemoryStore
-from headrace.streams.record import Names
+from headrace.streams.record import Names, Record
+from headrace.streams.store import Stored
 from tests.generation.fakes import (
     DOWN,
     READY,
+    STATUS,
     FakeEngine,
     make_request,
     opened,
@@ -221,6 +226,91 @@ def test_a_fresh_engine_goes_on_where_the_dead_one_was(folder: Path) -> None:
     play(folder, scene)
 
 
+async def recoveries(stream: Found) -> list[int | None]:
+    events, _ = await stream.log.read(-1, 1000)
+    return [event.attempt for event in events if isinstance(event, Heartbeat)]
+
+
+def test_every_stream_says_at_once_that_it_recovers_and_how_often_it_did(folder: Path) -> None:
+    async def scene(generation: Generation, engine: FakeEngine) -> None:
+        waiting, running = await opened(generation, engine), await opened(generation, engine)
+        await engine.start(engine.newest)
+        await speak(generation, engine, "hi")
+        for number in (1, 2):
+            await engine.say(DOWN)
+            for stream in (waiting, running):
+                assert stream.state == "recovering"
+                assert await recoveries(stream) == list(range(1, number + 1))
+            await engine.say(EngineUp(READY))
+            assert (waiting.state, running.state) == ("queued", "recovering")
+        await speak(generation, engine, "!")
+        assert running.state == "decode"
+
+    play(folder, scene)
+
+
+def test_a_request_that_comes_while_no_engine_runs_hears_so(folder: Path) -> None:
+    async def scene(generation: Generation, engine: FakeEngine) -> None:
+        await engine.say(DOWN)
+        stream = await opened(generation, engine)
+        assert stream.state == "recovering" and await recoveries(stream) == [1]
+
+    play(folder, scene)
+
+
+def test_its_place_is_told_anew_in_the_queue_of_a_fresh_engine(folder: Path) -> None:
+    async def scene(generation: Generation, engine: FakeEngine) -> None:
+        stream = await opened(generation, engine)
+        for _ in range(2):
+            await engine.say(msgspec.structs.replace(STATUS, queue=(engine.newest,)))
+            await engine.say(DOWN)
+            await engine.say(EngineUp(READY))
+        events, _ = await stream.log.read(-1, 1000)
+        assert [type(event).__name__ for event in events[1:]] == ["Queued", "Heartbeat"] * 2
+
+    play(folder, scene)
+
+
+def test_a_waiting_stream_hears_how_long_the_running_will_take(folder: Path) -> None:
+    async def scene(generation: Generation, engine: FakeEngine) -> None:
+        engine_ready = msgspec.structs.replace(READY, max_num_seqs=1)
+        await engine.say(EngineUp(engine_ready))
+        status = msgspec.structs.replace(STATUS, num_running=1, prompt_tokens_per_s=1000.0)
+        for finish in (Finish.LENGTH, None):
+            await opened(generation, engine)
+            await engine.start(engine.newest)
+            await engine.say(status)
+            await speak(generation, engine, "hello")
+            await engine.say(status)
+            if finish:
+                await engine.finish(engine.newest, finish)
+        stream = await opened(generation, engine, n=2)
+        queue = tuple(sequence.sequence_id for sequence in engine.submits[-1].sequences)
+        await engine.say(msgspec.structs.replace(status, queue=queue))
+        events, _ = await stream.log.read(-1, 1000)
+        (queued,) = (event for event in events if isinstance(event, Queued))
+        assert queued.position == 1 and queued.eta_ms is not None
+
+    play(folder, scene)
+
+
+def test_many_readers_share_one_heartbeat(folder: Path) -> None:
+    async def scene(generation: Generation, engine: FakeEngine) -> None:
+        stream = await opened(generation, engine)
+        for _ in range(5):
+            stream.beat("data", 60)
+            stream.beat("comment", 60)
+            await settle()
+            stream.beat("data", 60)
+        events, _ = await stream.log.read(-1, 1000)
+        assert [e.form for e in events if isinstance(e, Heartbeat)] == ["data", "comment"]
+        stream.beat("data", 0)
+        await settle()
+        assert stream.log.next_seq == len(events) + 1
+
+    play(folder, scene)
+
+
 def test_what_a_dead_engine_still_says_reaches_nobody(folder: Path) -> None:
     async def scene(generation: Generation, engine: FakeEngine) -> None:
         stream = await opened(generation, engine)
@@ -297,6 +387,8 @@ def test_a_server_that_starts_again_goes_on_with_what_its_store_holds(folder: Pa
             await settle()
         async with running(folder, store) as (generation, engine):
             await settle()
+            (resumed,) = generation.streams
+            assert resumed.state == "recovering" and await recoveries(resumed) == [1]
             again = engine.submits[-1].sequences[0]
             assert list(array("i", again.generated)) == ids(generation, "one two th")
             await speak(generation, engine, "ree four")
@@ -349,6 +441,61 @@ def test_other_weights_do_not_go_on_with_a_stream(folder: Path) -> None:
         await engine.say(EngineUp(msgspec.structs.replace(READY, fingerprint="other")))
         last = (await read(stream))[-1]
         assert isinstance(last, Error) and last.code == "model_changed"
+        assert "other weights" in last.message
+
+    play(folder, scene)
+
+
+def test_another_dtype_is_named_and_the_request_runs_anew_by_its_key(folder: Path) -> None:
+    async def scene(generation: Generation, engine: FakeEngine) -> None:
+        names = Names(key="k", digest=b"1")
+        stream = await opened(generation, engine, names)
+        await engine.say(DOWN)
+        other = msgspec.structs.replace(READY, fingerprint="other", dtype="bfloat16")
+        await engine.say(EngineUp(other))
+        last = (await read(stream))[-1]
+        assert isinstance(last, Error) and "bfloat16 instead of float32" in last.message
+        assert await generation.attach(names, True) is None
+        assert (await opened(generation, engine, names)).record.id != stream.record.id
+
+    play(folder, scene)
+
+
+@pytest.mark.parametrize("room", [-1, 0])
+def test_a_stream_that_a_smaller_context_cannot_hold_says_so(folder: Path, room: int) -> None:
+    async def scene(generation: Generation, engine: FakeEngine) -> None:
+        stream = await opened(generation, engine, OPTED_IN)
+        await engine.start(engine.newest)
+        await speak(generation, engine, "hi")
+        await engine.say(DOWN)
+        num = stream.record.num_prompt_tokens + len(ids(generation, "hi"))
+        limit = num + room
+        await engine.say(EngineUp(msgspec.structs.replace(READY, max_model_len=limit)))
+        last = (await read(stream))[-1]
+        assert isinstance(last, Error) and last.code == "model_changed"
+        assert f"now {limit} tokens, and this stream had {num}" in last.message
+
+    play(folder, scene)
+
+
+@pytest.mark.parametrize(("max_tokens", "end"), [(2, "finish"), (9, "error"), (None, "error")])
+def test_only_what_a_smaller_context_cuts_short_says_so(
+    folder: Path, max_tokens: int | None, end: str
+) -> None:
+    async def scene(generation: Generation, engine: FakeEngine) -> None:
+        sampling = Sampling(temperature=0, max_tokens=max_tokens)
+        stream = await opened(generation, engine, OPTED_IN, sampling=sampling)
+        await engine.say(DOWN)
+        text = ids(generation, "hi")
+        limit = stream.record.num_prompt_tokens + len(text)
+        assert len(text) == 2
+        await engine.say(EngineUp(msgspec.structs.replace(READY, max_model_len=limit)))
+        await engine.start(engine.newest)
+        await speak(generation, engine, "hi")
+        await engine.finish(engine.newest, Finish.LENGTH)
+        last = (await read(stream))[-1]
+        assert type(last).__name__.lower() == end
+        assert not isinstance(last, Error) or f"now {limit} tokens" in last.message
 
     play(folder, scene)
 
@@ -362,6 +509,36 @@ def test_one_more_than_may_wait_is_refused_while_no_place_is_free(folder: Path) 
         assert refused.value.code == "server_overloaded"
 
     play(folder, scene, max_num_queued_reqs=3)
+
+
+def test_each_choice_takes_a_place_in_the_queue(folder: Path) -> None:
+    async def scene(generation: Generation, engine: FakeEngine) -> None:
+        await opened(generation, engine)
+        await opened(generation, engine, n=8)  # more than may wait, but the queue was not full
+        with pytest.raises(RequestError) as refused:
+            await generation.open(make_request())
+        assert "9 choices are waiting" in refused.value.message
+        for sequence in engine.submits[1].sequences[:6]:
+            await engine.start(sequence.sequence_id)
+        await generation.open(make_request())
+
+    play(folder, scene, max_num_queued_reqs=4)
+
+
+def test_those_who_come_at_the_same_time_count_too(folder: Path) -> None:
+    class SlowStore(MemoryStore):
+        async def create(self, record: Record, replaces: StreamId | None = None) -> Stored:
+            await settle()
+            return await super().create(record, replaces)
+
+    async def run() -> None:
+        async with running(folder, SlowStore(), max_num_queued_reqs=4) as (generation, _):
+            names = [Names(key=str(number), digest=b"1") for number in range(3)]
+            opening = (generation.open(make_request(n=5), each) for each in names)
+            found = await asyncio.gather(*opening, return_exceptions=True)
+            assert [isinstance(each, RequestError) for each in found] == [False, True, True]
+
+    asyncio.run(run())
 
 
 def test_an_error_of_one_choice_ends_the_stream_with_it(folder: Path) -> None:

@@ -2,13 +2,17 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
-from headrace.generation.ended import Ended
+import msgspec
+
+from headrace.core.errors import RequestError
+from headrace.generation.finished_stream import FinishedStream
 from headrace.generation.stream import Stream
 from headrace.streams.memory_store import MemoryStore
 from headrace.streams.record import Names
 from headrace.streams.store import ByConversation
-from tests.generation.fakes import make_request, opened, running, settle
+from tests.generation.fakes import DOWN, make_request, opened, read, running, settle
 
 OPTED_IN = Names(conversation="c", digest=b"1")
 NAME = ByConversation("", "c")
@@ -52,7 +56,7 @@ def test_a_stream_that_has_ended_is_found_to_be_read(folder: Path) -> None:
             await engine.let_go()
             await stopping
             await settle()
-            assert isinstance(await generation.streams.find("", NAME), Ended)
+            assert isinstance(await generation.streams.find("", NAME), FinishedStream)
 
     asyncio.run(run())
 
@@ -68,3 +72,30 @@ def test_a_writer_that_leaves_does_not_take_its_successor_along(folder: Path) ->
             assert await generation.streams.find("", NAME) is successor
 
     asyncio.run(run())
+
+
+def test_an_engine_given_up_tells_every_reader_of_a_durable_stream_at_once(folder: Path) -> None:
+    async def run() -> None:
+        store = MemoryStore()
+        store.is_durable = True
+        async with running(folder, store) as (generation, engine):
+            stream = await opened(generation, engine, OPTED_IN)
+            reading = asyncio.create_task(stream.interruption.unless(read(stream)))
+            await settle()
+            engine._news.put(msgspec.structs.replace(DOWN, given_up=True))
+            await engine.close()  # at once, as a supervisor that gives up does
+            await settle()
+            assert code_of(reading) == "engine_failed"
+            looking = asyncio.create_task(generation.streams.find("", NAME))
+            await settle()
+            assert code_of(looking) == "engine_failed"
+
+    asyncio.run(run())
+
+
+def code_of(task: asyncio.Task[Any]) -> str:
+    """The code that it failed with."""
+    assert task.done()
+    error = task.exception()
+    assert isinstance(error, RequestError)
+    return error.code

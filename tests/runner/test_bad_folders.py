@@ -40,6 +40,11 @@ def truncate(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
 
+def nest(folder: Path) -> None:
+    header = b"[" * 200_000
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+
+
 def pickle(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
@@ -62,6 +67,7 @@ BREAKAGES = {
         "model_unsupported",
         NORM,
     ),
+    "nested": (nest, "model_corrupt", "model.safetensors"),
     "truncated": (truncate, "model_corrupt", "model.safetensors"),
     "tensor missing": (tensors(lambda t: t.pop(NORM)), "model_corrupt", NORM),
     "tensor unknown": (

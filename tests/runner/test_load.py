@@ -4,10 +4,12 @@ from typing import Any
 import pytest
 import torch
 
+from headrace.checkpoints.spec import read_spec
 from headrace.core.config import ModelConfig, SchedulerConfig
 from headrace.core.errors import ModelError
 from headrace.core.messages import Ready
 from headrace.runner import load
+from headrace.runner.footprint import footprint
 from headrace.runner.kernels import chain, fused, pointwise, product
 from headrace.runner.kernels.pool import Kernel
 from headrace.runner.load import load_runner
@@ -47,6 +49,12 @@ def test_ready_describes_the_model_and_its_limits(folder: Path) -> None:
     assert told.layout.max_positions == 2048
 
 
+def test_a_lane_with_slots_runs_no_more_sequences_than_it_has_of_them(folder: Path, free) -> None:
+    free(4 * 3 * 2048 * POSITION)
+    told = ready(folder, lane="generic-text")
+    assert told.max_num_seqs == told.layout.num_slots < 64
+
+
 def test_the_config_can_lower_the_length_and_never_raise_it(folder: Path) -> None:
     assert ready(folder, max_model_len=100).max_model_len == 100
     assert ready(folder, max_model_len=5000).max_model_len == 2048
@@ -83,6 +91,19 @@ def test_weights_that_do_not_fit_are_refused_with_both_sizes(folder: Path, free)
     error = refusal(folder)
     assert error.code == "model_too_large"
     assert "0 MiB are free" in str(error) and "--dtype bfloat16" in str(error)
+
+
+def test_a_model_that_fits_in_int8_alone_is_told_so_and_then_taken(tmp_path: Path, free) -> None:
+    folder = make_tiny_model(tmp_path, hidden_size=128, intermediate_size=512, dtype=torch.bfloat16)
+    spec = read_spec(folder)
+    wide, narrow = (
+        footprint(spec, torch.bfloat16, "native-text", torch.device("cpu"), to_int8)
+        for to_int8 in (False, True)
+    )
+    assert narrow.peak < wide.held
+    free((narrow.peak + wide.held) // 2)
+    assert "--quantize int8" in str(refusal(folder, max_model_len=64))
+    ready(folder, max_model_len=64, quantize="int8", kv_cache_memory_bytes=64 * POSITION)
 
 
 def test_a_cache_too_small_for_one_sequence_is_refused_with_the_sizes(folder: Path) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -105,6 +106,14 @@ def test_one_bad_row_leaves_the_rest_of_the_step_alone() -> None:
     bad, good = run(runner, chunk(A, 0, 1, 1, A), chunk(B, 0, 1, 1, B), begun=begun)
     assert bad.drawn[0].error and not bad.drawn[0].token_ids
     assert tokens(good) == [2]
+
+
+@pytest.mark.parametrize("place", ["forward", "logits"])
+def test_a_device_that_is_out_of_memory_raises_memory_error(place: str) -> None:
+    lane = CountingLane()
+    setattr(lane, place, lambda *_: torch.empty(1 << 50))
+    with pytest.raises(MemoryError):
+        run(Runner(lane), chunk(A, 0, 3, 1, A), begun=(begin(A, [1, 2, 3]),))
 
 
 def test_an_ended_sequence_may_begin_again_in_the_same_plan() -> None:

@@ -12,19 +12,21 @@ from hypothesis import strategies as st
 from headrace.core.plan import Drawn
 from headrace.core.sampling import Sampling
 from headrace.runner.sampler import draw, sample
-from headrace.runner.sequences import Known
+from headrace.runner.sequences import SequenceState
 
 INF = float("inf")
 LOGITS = st.lists(st.floats(-30, 30, width=32), min_size=2, max_size=600)
 DICE = st.floats(0, 1, exclude_max=True)
 
 
-def known(prompt: Sequence[int] = (1,), generated: Sequence[int] = (), **sampling: Any) -> Known:
+def known(
+    prompt: Sequence[int] = (1,), generated: Sequence[int] = (), **sampling: Any
+) -> SequenceState:
     tokens = array("i", [*prompt, *generated])
-    return Known(tokens, len(prompt), 0, Sampling(**sampling))
+    return SequenceState(tokens, len(prompt), 0, Sampling(**sampling))
 
 
-def drawn_token(logits: list[float], sequence: Known) -> int:
+def drawn_token(logits: list[float], sequence: SequenceState) -> int:
     (drawn,) = draw(torch.tensor([logits], dtype=torch.float32), [sequence])
     assert drawn.error is None
     return drawn.token_ids[0]
@@ -68,6 +70,15 @@ def test_repetition_weakens_tokens_of_prompt_and_answer_of_either_sign() -> None
     sequence = known([0], [1], temperature=0, repetition_penalty=2.0)
     assert drawn_token([6, 5, 4], sequence) == 2
     assert drawn_token([-3, -3, -5], sequence) == 2
+
+
+@pytest.mark.parametrize("penalty", [5e-324, 1e-45, 1e-38, 1e-30])
+@pytest.mark.parametrize("temperature", [0, 1e-5, 1])
+def test_a_penalty_next_to_zero_makes_what_was_seen_certain(
+    penalty: float, temperature: float
+) -> None:
+    sequence = known([0, 1, 2], temperature=temperature, repetition_penalty=penalty)
+    assert drawn_token([0, -5, 30, 29], sequence) == 2
 
 
 def test_frequency_counts_generated_tokens_and_leaves_the_prompt_alone() -> None:
@@ -150,6 +161,12 @@ def test_one_row_that_is_not_a_number_ends_its_own_sequence_only() -> None:
     drawn = draw(logits, [known(temperature=0)] * 4)
     assert [d.token_ids for d in drawn] == [(1,), (), (), (1,)]
     assert [bool(d.error) for d in drawn] == [False, True, True, False]
+
+
+def test_a_row_that_is_not_a_number_is_an_error_under_a_penalty_too() -> None:
+    logits = torch.tensor([[float("nan"), 1.0], [INF, 1.0], [1.0, -INF]])
+    drawn = draw(logits, [known([0, 1], temperature=0, repetition_penalty=1e-38)] * 3)
+    assert [bool(d.error) for d in drawn] == [True, True, False]
 
 
 def test_a_row_in_which_everything_is_masked_is_an_error() -> None:

@@ -9,13 +9,13 @@ from headrace.memory.memory import NO_MATCH, Match, Memory
 from headrace.memory.prefix import NameChain
 from headrace.memory.slots import SlotPool
 from headrace.scheduler.draft import StepDraft
-from headrace.scheduler.flight import Flight
+from headrace.scheduler.in_flight import InFlight
 from headrace.scheduler.outbox import Outbox
 from headrace.scheduler.places import Places
 from headrace.scheduler.quarantine import Quarantine
-from headrace.scheduler.roster import Roster
 from headrace.scheduler.sequence import Sequence
-from tests.simulator.simulation import Violation, run_seed
+from headrace.scheduler.sequence_table import SequenceTable
+from simulator.simulation import Violation, run_seed
 
 MAX_SEEDS = 400
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -97,19 +97,19 @@ def credit_covers_the_whole_prompt(patch: pytest.MonkeyPatch) -> None:
 
 @plant
 def the_oldest_is_preempted(patch: pytest.MonkeyPatch) -> None:
-    preempt = Roster.preempt
-    patch.setattr(Roster, "preempt", lambda self, sequence: preempt(self, self.running[0]))
+    preempt = SequenceTable.preempt
+    patch.setattr(SequenceTable, "preempt", lambda self, sequence: preempt(self, self.running[0]))
 
 
 @plant
 def a_cancel_frees_memory_that_launched_plans_name(patch: pytest.MonkeyPatch) -> None:
-    end = Roster.end
+    end = SequenceTable.end
 
     def at_once(self, sequence, finish, message=""):
         sequence.num_in_flight = 0
         end(self, sequence, finish, message)
 
-    patch.setattr(Roster, "end", at_once)
+    patch.setattr(SequenceTable, "end", at_once)
 
 
 @plant
@@ -156,7 +156,7 @@ def the_last_decoder_sits_a_step_out(patch: pytest.MonkeyPatch) -> None:
 
 @plant
 def all_of_a_failed_step_are_blamed(patch: pytest.MonkeyPatch) -> None:
-    suspect = Flight.suspect
+    suspect = InFlight.suspect
 
     def blaming(self, plan, message):
         suspect(self, plan, message)
@@ -164,7 +164,7 @@ def all_of_a_failed_step_are_blamed(patch: pytest.MonkeyPatch) -> None:
             if (sequence := self._roster.living(chunk.sequence_id)) is not None:
                 self._roster.end(sequence, "error", message)
 
-    patch.setattr(Flight, "suspect", blaming)
+    patch.setattr(InFlight, "suspect", blaming)
 
 
 @plant

@@ -16,10 +16,10 @@ from headrace.core.plan import StepPlan
 from headrace.core.sampling import Sampling
 from headrace.scheduler.limits import Limits
 from headrace.scheduler.scheduler import Scheduler
-from tests.simulator.clients import Clients
-from tests.simulator.fake_runner import FakeRunner
-from tests.simulator.invariants import Invariants
-from tests.simulator.scenario import END_TOKEN, Faults, Scenario
+from simulator.clients import Clients
+from simulator.fake_runner import FakeRunner
+from simulator.invariants import Invariants
+from simulator.scenario import END_TOKEN, Faults, Scenario
 
 DEPTH = 2
 LAYOUTS = [

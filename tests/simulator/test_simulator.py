@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from tests.simulator.campaign import campaign
-from tests.simulator.simulation import run_seed
+from simulator.campaign import campaign
+from simulator.simulation import run_seed
 
 NUM_SCHEDULES = 2000
 

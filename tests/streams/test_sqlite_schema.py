@@ -23,7 +23,7 @@ def fill(state: StateDir) -> None:
     """A database of several pages, all of them in the main file."""
     with contextlib.closing(open_database(state)) as connection:
         for n in range(50):
-            connection.execute("INSERT INTO records VALUES (?, ?)", (n, b"x" * 1000))
+            connection.execute("INSERT INTO records VALUES (?, ?, x'00')", (n, b"x" * 1000))
 
 
 def num_records(state: StateDir) -> int:
@@ -45,12 +45,12 @@ def test_commits_are_synced(state: StateDir) -> None:
 
 def test_every_file_is_private(state: StateDir) -> None:
     with contextlib.closing(open_database(state)) as connection:
-        connection.execute("INSERT INTO records VALUES (1, 'x')")
+        connection.execute("INSERT INTO records VALUES (1, 'x', x'00')")
         modes = {file.name: file.stat().st_mode & 0o777 for file in state.path.iterdir()}
     assert modes == dict.fromkeys(["lock", NAME, NAME + "-wal", NAME + "-shm"], 0o600)
 
 
-@pytest.mark.parametrize(("start", "length"), [(0, 100), (4096, 200), (4096 * 8, 4096)])
+@pytest.mark.parametrize(("start", "length"), [(0, 100), (18, 1), (4096, 200), (4096 * 8, 4096)])
 def test_a_damaged_database_is_moved_aside_and_named(
     state: StateDir, caplog: pytest.LogCaptureFixture, start: int, length: int
 ) -> None:
@@ -75,6 +75,7 @@ def test_a_damaged_database_takes_its_write_ahead_log_along(state: StateDir) -> 
 
 def test_a_newer_schema_is_refused_and_left_alone(state: StateDir) -> None:
     with contextlib.closing(open_database(state)) as connection:
+        connection.execute("ALTER TABLE records ADD COLUMN colour TEXT")
         connection.execute("PRAGMA user_version = 99")
     with pytest.raises(StateError, match="newer Headrace"):
         open_database(state)
@@ -91,6 +92,59 @@ def test_an_older_schema_is_brought_up_to_date(
         with contextlib.closing(open_database(state)) as connection:
             assert connection.execute("SELECT colour FROM records").fetchone() == ("red",)
             assert connection.execute("PRAGMA user_version").fetchone() == (len(later),)
+
+
+def test_a_schema_number_that_is_noise_is_put_right(state: StateDir) -> None:
+    fill(state)
+    for noise in (99, 1, 0):
+        with contextlib.closing(open_database(state)) as connection:
+            connection.execute(f"PRAGMA user_version = {noise}")
+        assert num_records(state) == 50
+
+
+def test_a_database_with_altered_tables_is_moved_aside(state: StateDir) -> None:
+    fill(state)
+    path = state.path / NAME
+    path.write_bytes(path.read_bytes().replace(b"next_seq INTEGER NOT", b"next_set INTEGER NOT"))
+    assert num_records(state) == 0
+    assert len(list(state.path.glob("*.damaged-*"))) == 1
+
+
+def test_a_damaged_index_is_made_anew(state: StateDir, caplog: pytest.LogCaptureFixture) -> None:
+    with contextlib.closing(open_database(state)) as connection:
+        connection.execute(
+            "INSERT INTO streams (id, owner, epoch, next_seq, num_bytes, read_at) "
+            "VALUES ('in the index', '', 1, 0, 0, 0)"
+        )
+    path = state.path / NAME
+    data = path.read_bytes()
+    assert data.count(b"in the index") == 2
+    path.write_bytes(data[::-1].replace(b"xedni eht ni", b"xedni eht no", 1)[::-1])
+    with contextlib.closing(open_database(state)) as connection:
+        asked = "SELECT count(*) FROM streams WHERE id IN ('in the index', 'on the index')"
+        assert connection.execute(asked).fetchone() == (1,)
+    assert "made anew" in caplog.text
+
+
+def test_a_file_in_the_way_is_named(state: StateDir) -> None:
+    (state.path / NAME).mkdir()
+    with pytest.raises(StateError, match=NAME):
+        open_database(state)
+
+
+def test_a_database_without_checksums_is_given_them(state: StateDir) -> None:
+    path = state.private_file(NAME)
+    with contextlib.closing(sqlite3.connect(path)) as old:
+        for statement in MIGRATIONS[0]:
+            old.execute(str(statement))
+        old.execute("INSERT INTO streams VALUES (1, 'a', '', NULL, NULL, 1, 0, 0, 0, NULL)")
+        old.execute("INSERT INTO records VALUES (1, x'80')")
+        old.execute("INSERT INTO batches VALUES (1, 0, x'90')")
+        old.commit()
+    with contextlib.closing(open_database(state)) as connection:
+        for table in ("streams", "records", "batches"):
+            (given,) = connection.execute(f"SELECT checksum FROM {table}").fetchone()
+            assert len(given) == 8
 
 
 def test_a_migration_that_fails_changes_nothing(
@@ -114,6 +168,7 @@ def test_a_database_that_cannot_be_opened_is_no_damage(state: StateDir) -> None:
 def test_another_program_that_holds_the_database_is_no_damage(state: StateDir) -> None:
     fill(state)
     with contextlib.closing(sqlite3.connect(state.path / NAME)) as other:
-        other.execute("BEGIN IMMEDIATE")
+        other.execute("PRAGMA locking_mode = EXCLUSIVE")
+        other.execute("BEGIN EXCLUSIVE")
         with pytest.raises(StateError, match="locked"):
             open_database(state)

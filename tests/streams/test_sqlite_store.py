@@ -146,7 +146,7 @@ def test_text_that_is_no_unicode_is_refused_and_harms_nobody(tmp_path: Path) -> 
     in_sqlite(run, tmp_path)
 
 
-def test_a_live_stream_whose_record_means_nothing_is_forgotten_at_start(
+def test_a_live_stream_whose_record_means_nothing_is_set_aside_at_start(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def create(store: SqliteStore) -> None:
@@ -155,14 +155,15 @@ def test_a_live_stream_whose_record_means_nothing_is_forgotten_at_start(
 
     async def reopen(store: SqliteStore) -> None:
         assert [stored.record.id for stored in await store.unfinished()] == [B]
-        assert (await store.sweep(Retention(), 0)).num_streams == 1
+        totals = await store.sweep(Retention(), 0)
+        assert (totals.num_live, totals.num_streams) == (1, 2)
 
     in_sqlite(create, tmp_path)
     with contextlib.closing(sqlite3.connect(tmp_path / NAME)) as other, other:
         other.execute("UPDATE records SET record = x'80' WHERE n = 1")
     with caplog.at_level(logging.WARNING):
         in_sqlite(reopen, tmp_path)
-    assert "cannot be read" in caplog.text
+    assert "row 1 is set aside: its record" in caplog.text
 
 
 def test_a_database_that_cannot_be_read_is_a_stalled_store(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -255,6 +256,26 @@ def test_closing_a_stalled_store_fails_what_waits(tmp_path: Path) -> None:
     in_sqlite(lambda store: store.forget(A), tmp_path)
 
 
+def test_time_that_the_loop_itself_was_blocked_is_no_stall(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sqlite_writer, "STALL_S", 0.2)
+
+    async def run(store: SqliteStore) -> None:
+        log = (await store.create(make_record())).log
+        held = hold_commits(store)
+        append = asyncio.create_task(log.append(0, some(1)))
+        await asyncio.to_thread(held.reached.wait)
+        time.sleep(0.3)  # noqa: ASYNC251
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert not store.stalled.is_set()
+        held.gate.set()
+        await append
+
+    in_sqlite(run, tmp_path)
+
+
 def test_a_disk_that_never_answers_does_not_hold_up_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -326,3 +347,18 @@ def test_what_an_append_returned_for_survives_a_kill(tmp_path: Path, num_told: i
         assert events == some(len(events))
 
     in_sqlite(verify, tmp_path)
+
+
+def test_a_write_whose_news_fail_fails_alone(tmp_path: Path) -> None:
+    def fail(_: object) -> None:
+        raise KeyError("news")
+
+    async def run(store: SqliteStore) -> None:
+        failing, other = (
+            asyncio.create_task(store._writer.write(lambda db: 1, publish))
+            for publish in (fail, lambda row: row)
+        )
+        await asyncio.wait((failing, other), timeout=10)
+        assert isinstance(failing.exception(), KeyError) and other.result() == 1
+
+    in_sqlite(run, tmp_path)

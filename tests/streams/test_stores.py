@@ -5,6 +5,7 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from headrace.streams.log import Log, LogConflict, LogGone
@@ -174,6 +175,13 @@ async def test_a_key_is_free_after_a_retryable_error(store: Store) -> None:
     assert (await store.create(make_record("b", key="key"))).record.id == B
     await store.forget(A)
     assert await holder(store, ByKey("", "key")) == B
+
+
+@store_test
+async def test_a_key_is_free_after_a_model_that_changed(store: Store) -> None:
+    log = (await store.create(make_record("a", key="key"))).log
+    await log.append(0, [msgspec.structs.replace(error(0, False), code="model_changed")])
+    assert (await store.create(make_record("b", key="key"))).record.id == B
 
 
 @store_test

@@ -76,10 +76,15 @@ def test_arguments_of_tool_calls_are_objects_to_the_template():
     assert message["tool_calls"][0]["function"]["arguments"] == '{"a": 1}'
 
 
-def test_arguments_that_are_no_json_reach_the_template_as_they_are():
+@pytest.mark.parametrize("arguments", ["{broken", "[" * 200_000, '["\\ud800"]', "-1e999"], ids=len)
+def test_arguments_that_cannot_be_read_reach_the_template_as_they_are(arguments):
     source = "{{ messages[0].tool_calls[0].function.arguments }}"
-    message = {"role": "assistant", "tool_calls": [{"function": {"arguments": "{broken"}}]}
-    assert render(source, message) == "{broken"
+    message = {"role": "assistant", "tool_calls": [{"function": {"arguments": arguments}}]}
+    assert render(source, message) == arguments
+
+
+def test_a_text_that_is_no_unicode_is_a_template_failure():
+    assert "surrogate" in failure("{{ '%c' % 55296 }}")
 
 
 def test_json_is_not_escaped_for_a_web_page():
@@ -100,6 +105,12 @@ def test_special_tokens_are_variables():
 
 def test_a_refusal_is_told_in_the_templates_own_words():
     assert failure("{{ raise_exception('No system role.') }}") == "No system role."
+
+
+def test_a_refusal_is_a_short_text_whatever_the_template_says():
+    assert failure("{{ raise_exception(messages[0]) }}") == str(USER)
+    assert failure("{{ raise_exception('%c' % 55296) }}") == "?"
+    assert len(failure("{{ raise_exception('a' * 10 ** 6) }}")) == 1000
 
 
 @pytest.mark.parametrize(
@@ -170,4 +181,11 @@ def test_of_named_templates_the_one_for_tools_is_taken_with_tools(tmp_path):
 def test_a_config_that_is_no_json_is_a_model_error(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text("{broken")
     with pytest.raises(ModelError, match="is not valid JSON"):
+        ChatTemplate.load(tmp_path, {})
+
+
+@pytest.mark.parametrize("config", [[], {"chat_template": 5}, {"chat_template": [{"name": "x"}]}])
+def test_a_config_of_another_shape_is_a_model_error(tmp_path, config):
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="neither a text nor a list"):
         ChatTemplate.load(tmp_path, {})

@@ -1,10 +1,10 @@
 from pathlib import Path
 
 from tokenizers import Tokenizer
-from tools.make_random_model import make_random_model
 
-from headrace.models.spec import read_spec
+from headrace.checkpoints.spec import read_spec
 from tests.drive import generate, tiny_runner
+from tools.make_random_model import make_random_model
 
 
 def test_a_random_model_runs_and_its_tokenizer_covers_its_vocabulary(tmp_path: Path) -> None:

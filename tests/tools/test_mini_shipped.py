@@ -4,13 +4,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tools.mini.export import TEMPLATE
-from tools.mini.marking import tokens_right
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.tools.mini_prompts import LONG_PROMPTS, PROMPTS
+from tools.mini.export import TEMPLATE
+from tools.mini.marking import tokens_right
 
-MINI = Path(__file__).parents[2] / "src" / "headrace" / "models" / "mini"
+MINI = Path(__file__).parents[2] / "src" / "headrace" / "checkpoints" / "mini"
 WHOLE = [(ask, answer + "<|im_end|>") for ask, answer in PROMPTS]
 
 

@@ -3,14 +3,14 @@ from random import Random
 
 import pytest
 from tokenizers import Tokenizer
+
+from headrace.core.request import Chat
+from headrace.text.template import ChatTemplate
 from tools.mini import calls, recall, skills, talk
 from tools.mini.conversation import IGNORED, exchange, opening, row
 from tools.mini.export import TEMPLATE
 from tools.mini.turn import Turn
 from tools.mini.vocabulary import train_tokenizer
-
-from headrace.core.request import Chat
-from headrace.text.template import ChatTemplate
 
 
 @pytest.fixture(scope="module")

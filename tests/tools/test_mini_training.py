@@ -1,12 +1,13 @@
 import pytest
 import torch
 from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
 from tools.mini.export import export
 from tools.mini.marking import tokens_right
 from tools.mini.model import Mini, Shape, rotation
 from tools.mini.training import Plan, Training
 from tools.mini.vocabulary import train_tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 PLAN = Plan(seed=3, num_steps=4, num_decay_steps=2, save_every=2)
 

@@ -6,8 +6,9 @@ the pair only after many steps. Here both are put in place, roughly; training do
 """
 
 import torch
-from tools.mini.model import Layer, Mini
 from torch import Tensor
+
+from tools.mini.model import Layer, Mini
 
 NUM_SLOW = 14  # pairs of a head that turn too slowly for distance to spoil a comparison
 NUM_FAST = 6  # pairs that turn fast enough to tell neighbours apart

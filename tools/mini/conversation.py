@@ -6,6 +6,7 @@ from dataclasses import replace
 from random import Random
 
 from tokenizers import Tokenizer
+
 from tools.mini import calls, recall, skills, talk
 from tools.mini.turn import Turn
 from tools.mini.words import SYSTEMS

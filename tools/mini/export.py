@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
-from tools.mini.model import Shape
 from torch import Tensor
+
+from tools.mini.model import Shape
 
 TEMPLATE = Path(__file__).with_name("chat_template.jinja")
 # Ours to Qwen3's; a layer's names follow "layers.<n>.".

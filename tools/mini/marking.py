@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer
+
 from tools.mini.conversation import IGNORED
 from tools.mini.exam import Subject, paper
 

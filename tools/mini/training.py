@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer
+from torch import Tensor
+from tqdm import tqdm
+
 from tools.mini.beginning import begin, given
 from tools.mini.conversation import row
 from tools.mini.model import Mini, Shape, rotation
 from tools.mini.optimizer import optimizers
-from torch import Tensor
-from tqdm import tqdm
 
 NUM_STEPS = 21_700  # three to four hours on two cores
 STEP_TOKENS = 2048

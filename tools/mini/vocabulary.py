@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from random import Random
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
 from tools.mini.conversation import conversation
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

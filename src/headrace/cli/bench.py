@@ -70,8 +70,13 @@ def mixed(urls: tuple[str, ...], file: Path | None, folder: Path | None, **given
 
 
 def _labelled(url: str) -> tuple[str, str]:
+    from headrace.client.http import to_address
+
     label, found, rest = url.partition("=")
-    return (rest, label) if found and "/" not in label else (url, url.partition("//")[2] or url)
+    if found and "/" not in label:
+        return to_address(rest), label
+    address = to_address(url)
+    return address, address.partition("//")[2]
 
 
 def _draw(runs: "list[ServerRun]", folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,20 @@ import msgspec
 
 from headrace.cli.chat_screen import Screen
 from headrace.client.client import Client, Stream
-from headrace.client.errors import Refused, StreamFailed
+from headrace.client.errors import Refused, Unreachable
 from headrace.client.events import Accepted, Tokens
 from headrace.client.http import to_piece
-from headrace.core.errors import ConfigError
+from headrace.core.errors import ConfigError, StreamFailed
 
-Message = dict[str, Any]
+Message = dict[str, str]
+
+_COMMAND = re.compile(r"/\w+")
+HELP = """\
+/new    begins a new conversation
+/again  asks the last question once more
+/help   shows this
+/exit   leaves, as Ctrl-D does
+Ctrl-C stops an answer."""
 
 
 class Conversation(msgspec.Struct):
@@ -32,16 +41,24 @@ class Transcript:
         self._path = path
 
     def read(self) -> Conversation:
+        damaged = f"--continue: {self._path} is damaged; remove it."
         try:
-            return msgspec.json.decode(self._path.read_bytes(), type=Conversation)
+            kept = msgspec.json.decode(self._path.read_bytes(), type=Conversation)
         except FileNotFoundError:
             raise ConfigError("--continue: there is no conversation to go on with.") from None
+        except OSError as error:
+            reason = f"{self._path} cannot be read: {error.strerror}."
+            raise ConfigError(f"--continue: {reason}") from None
         except msgspec.DecodeError:
-            raise ConfigError(f"--continue: {self._path} is damaged; remove it.") from None
+            raise ConfigError(damaged) from None
+        if not all({"role", "content"} <= one.keys() for one in kept.messages):
+            raise ConfigError(damaged)
+        return kept
 
     def write(self, conversation: Conversation) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         new = self._path.with_suffix(".new")
+        new.touch(mode=0o600)  # for its user alone
         new.write_bytes(msgspec.json.encode(conversation))
         new.replace(self._path)
 
@@ -77,16 +94,39 @@ class Chat:
                 self._keep("")
 
     def ask(self, text: str) -> None:
-        """One turn; Ctrl-C stops the answer, and what came of it stays."""
+        """One turn; Ctrl-C stops the answer, and what came of it stays.
+
+        Refused, or Unreachable, if nothing came of it; it is then forgotten.
+        """
         self._conversation.messages.append({"role": "user", "content": text})
         try:
             self._hear(self._client.stream(self._conversation.messages, **self._fields))
-        except Refused:
-            self._conversation.messages.pop()
+        except (Refused, Unreachable):
+            if not self.is_unread:
+                self._conversation.messages.pop()
             raise
 
+    def again(self) -> None:
+        """Takes the last question and its answer back, and asks it once more."""
+        roles = [message["role"] for message in self._conversation.messages[-2:]]
+        if roles != ["user", "assistant"]:
+            self._screen.note("nothing was asked yet")
+            return
+        *self._conversation.messages, question, _ = self._conversation.messages
+        self.ask(question["content"])
+
+    def start_anew(self) -> None:
+        """Forgets all but the system message."""
+        first = self._conversation.messages[:1]
+        self._conversation.messages = [m for m in first if m["role"] == "system"]
+        self._screen.note("a new conversation")
+
+    @property
+    def is_unread(self) -> bool:
+        """Whether an answer goes on without us."""
+        return bool(self._conversation.stream_id)
+
     def _hear(self, stream: Stream) -> None:
-        stream.on_trouble = self._screen.trouble
         said = ""
         try:
             with contextlib.closing(stream.updates()) as updates:
@@ -99,7 +139,11 @@ class Chat:
         except KeyboardInterrupt:
             stream.stop()
             self._screen.note("stopped")
-        except StreamFailed as error:
+        except (StreamFailed, Refused) as error:
+            if not said and isinstance(error, Refused):
+                self._screen.end_answer()
+                self._keep("")
+                raise
             self._screen.note(error.message)
         self._screen.end_answer()
         self._conversation.messages.append({"role": "assistant", "content": said})
@@ -116,9 +160,28 @@ def converse(chat: Chat, screen: Screen) -> None:
         if text := sys.stdin.read().strip():
             chat.ask(text)
         return
-    while (text := screen.read_line()) is not None:
-        if text:
-            try:
-                chat.ask(text)
-            except Refused as refused:  # this message; the next one may do
-                screen.note(refused.message)
+    while (text := screen.read_line()) not in (None, "/exit", "/quit"):
+        try:
+            _do(text or "", chat, screen)
+        except Refused as refused:  # this message; the next one may do
+            screen.note(refused.message)
+        except Unreachable as error:
+            if chat.is_unread:
+                raise
+            screen.note(str(error))
+
+
+def _do(text: str, chat: Chat, screen: Screen) -> None:
+    match text:
+        case "":
+            pass
+        case "/help":
+            screen.tell(HELP)
+        case "/new":
+            chat.start_anew()
+        case "/again":
+            chat.again()
+        case _ if _COMMAND.fullmatch(text):
+            screen.note(f"{text} is no command; /help shows those there are")
+        case _:
+            chat.ask(text)

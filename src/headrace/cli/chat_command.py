@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import sys
 from typing import Any
 
 from headrace.cli import exits
@@ -9,7 +10,7 @@ from headrace.cli.chat import Chat, Conversation, converse, transcript
 from headrace.cli.chat_screen import Screen
 from headrace.cli.private_server import ServerEnded, end_on_hangup, private_server
 from headrace.client.client import Client
-from headrace.client.errors import ClientError
+from headrace.client.errors import Refused
 from headrace.client.http import URL
 from headrace.core.errors import ConfigError, HeadraceError
 
@@ -33,8 +34,13 @@ def run_chat(
             _talk(client, begun, fields, is_resumed=conversation["goes_on"])
     except ServerEnded as ended:
         return ended.code
-    except ClientError as error:
-        raise HeadraceError(error.message) from error
+    except Refused as error:
+        if error.code != "invalid_api_key":
+            raise
+        raise HeadraceError(
+            "The server wants an API key, and another than what it got; give it as "
+            "HEADRACE_API_KEY or --api-key."
+        ) from error
     return exits.DONE
 
 
@@ -50,7 +56,21 @@ def _talk(
     client: Client, conversation: Conversation, fields: dict[str, Any], is_resumed: bool
 ) -> None:
     screen = Screen()
+    client.on_trouble = screen.trouble
     chat = Chat(client, screen, transcript(), conversation, fields)
+    if sys.stdin.isatty():
+        _greet(client, screen, fields)
     if is_resumed:
         chat.resume()
     converse(chat, screen)
+
+
+def _greet(client: Client, screen: Screen, fields: dict[str, Any]) -> None:
+    """Says whom one talks to; Unreachable before anything was typed in vain."""
+    try:
+        name = fields.get("model") or client.models()[0]
+    finally:
+        screen.end_answer()
+    screen.tell(
+        f"{name} at {client.url}. Ctrl-C stops an answer, Ctrl-D leaves, /help shows the rest."
+    )

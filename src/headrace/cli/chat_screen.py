@@ -4,16 +4,25 @@ import contextlib
 import re
 import sys
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
 from rich.text import Text
 
 from headrace.client import events
-from headrace.client.events import AnyEvent
+from headrace.client.events import Update
 from headrace.client.http import to_piece
 
 # A model's words must not move the cursor, or worse.
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+class _Bar(ProgressColumn):
+    """Nothing where the end is not known."""
+
+    _bar = BarColumn(24)
+
+    def render(self, task: Task) -> RenderableType:
+        return self._bar.render(task) if task.total else Text("")
 
 
 class _Rate(ProgressColumn):
@@ -43,6 +52,12 @@ def place(event: events.Queued) -> str:
     return f"waiting: place {event.position} of {event.waiting}{wait}"
 
 
+def recovery(event: events.Heartbeat) -> str:
+    """An engine that died and comes back, in words."""
+    again = f" (attempt {event.attempt})" if (event.attempt or 1) > 1 else ""
+    return f"the engine is starting again{again}; the answer goes on when it is back"
+
+
 class Screen:
     """Where nothing is a terminal only the answers' text appears."""
 
@@ -62,26 +77,32 @@ class Screen:
             print(file=sys.stderr)
             return None
 
-    def show(self, event: AnyEvent) -> None:
+    def tell(self, text: str) -> None:
+        """What is not of the conversation."""
+        self._errors.print(text, style="dim", markup=False, soft_wrap=True)
+
+    def show(self, event: Update) -> None:
         match event:
             case events.Queued():
                 self._wait(place(event))
             case events.Progress(processed=done, total=total) if done < total:
                 self._wait("reading the prompt", done, total, told(event))
+            case events.Heartbeat(state="recovering"):
+                self._wait(recovery(event))
             case events.Tokens(choice=0):
                 if text := to_piece(event).text:
                     self._say(text)
 
     def trouble(self, reason: str, pause_s: float) -> None:
-        """The connection is away; the stream is not."""
-        self._wait(f"connection lost ({reason}); trying again in {pause_s:.1f} s")
+        """There is no connection, or no service; a stream that runs is not lost."""
+        self._wait(f"{reason}; trying again in {pause_s:.1f} s")
 
     def note(self, text: str) -> None:
         """A remark about an answer that is not whole."""
         self._clear()
         if self._has_text:
             self._newline()
-        self._errors.print(f"[{text}]", style="dim", markup=False)
+        self._errors.print(f"[{text}]", style="dim", markup=False, soft_wrap=True)
 
     def recall(self, role: str, text: str) -> None:
         """A message of before."""
@@ -112,15 +133,13 @@ class Screen:
         if self._bar is None:
             if self._has_text:
                 self._newline()
-            columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(24), _Rate())
+            columns = (SpinnerColumn(), TextColumn("{task.description}"), _Bar(), _Rate())
             self._bar = Progress(*columns, console=self._errors, transient=True)
-            self._bar.add_task("", total=None)
+            self._bar.add_task(text, total=total)
             self._bar.start()
-        column = self._bar.columns[2]
-        assert isinstance(column, BarColumn)
-        column.bar_width = 24 if total else 0
-        (task,) = self._bar.task_ids
-        self._bar.update(task, description=text, completed=done, total=total, told=told)
+        (task,) = self._bar.tasks
+        task.total = total  # of a task that has one, `update` would not take it away
+        self._bar.update(task.id, description=text, completed=done, told=told)
 
     def _clear(self) -> None:
         if self._bar is not None:

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import msgspec
 
+from headrace.checkpoints.find import find_here, find_model, is_hub_id
+from headrace.checkpoints.headers import read_headers
+from headrace.checkpoints.spec import read_spec
 from headrace.cli.finding import Finding
 from headrace.core.config import ModelConfig
 from headrace.core.errors import HeadraceError, ModelError
 from headrace.core.messages import Ready
 from headrace.core.request import Chat
-from headrace.models.find import find_here, find_model, is_hub_id
-from headrace.models.headers import read_headers
-from headrace.models.spec import read_spec
 from headrace.runner.lanes.lane import Lane
 from headrace.text.template import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
@@ -76,9 +76,21 @@ def _computing(folder: Path, config: ModelConfig) -> Iterator[Finding]:
     if config.lane != "auto":
         reason = "as asked"
     yield Finding("lane", "ok", f"{ready.lane} on {ready.device} in {ready.dtype}: {reason}")
+    yield Finding("weights", "ok", _weights(folder, config, ready))
     per_token, per_sequence = cache_bytes(runner.lane, ready.layout.block_size)
     yield Finding("cache", "ok", f"{per_token} bytes a token, {per_sequence} more a sequence")
     yield Finding("streams", "ok", _fit(ready))
+
+
+def _weights(folder: Path, config: ModelConfig, ready: Ready) -> str:
+    import torch
+
+    from headrace.runner.footprint import footprint
+
+    dtype, device = getattr(torch, ready.dtype), torch.device(ready.device)
+    to_int8 = config.quantize == "int8"
+    needed = footprint(read_spec(folder), dtype, ready.lane, device, to_int8)
+    return f"{needed}, in {'int8 and ' if to_int8 else ''}{ready.dtype}"
 
 
 def cache_bytes(lane: Lane, block_size: int) -> tuple[int, int]:

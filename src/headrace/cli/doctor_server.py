@@ -57,7 +57,7 @@ def _keys(http: HttpConfig) -> Finding:
         return Finding("keys", "ok", f"{len(http.api_key)} configured")
     if http.host in ("127.0.0.1", "::1", "localhost"):
         return Finding("keys", "ok", "none, and only this machine is served")
-    remedy = "Give it a key with --api-key or HEADRACE_API_KEYS."
+    remedy = "Give it a key with HEADRACE_API_KEYS or --api-key-file."
     return Finding("keys", "warn", f"none, and {http.host} serves other machines", remedy)
 
 

@@ -6,4 +6,5 @@ CONFIG = 2  # a wrong flag, variable or file
 MODEL = 3  # the model cannot be served
 ENGINE = 4  # the engine was given up
 IN_USE = 5  # the port, or the state directory
+BROKEN = 6  # a part of the server ended by itself; start it again
 INTERRUPTED = 130

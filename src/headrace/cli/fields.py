@@ -18,7 +18,7 @@ def read_fields(pairs: Iterable[str], known: Iterable[str]) -> dict[str, Any]:
         if not sign:
             raise ConfigError(f"-o takes field=value, such as temperature=0.2; {pair!r} has no =.")
         if name not in names:
-            raise ConfigError(f"-o: unknown field {name}{nearest(name, names)}.")
+            raise ConfigError(f"-o: unknown field {name}{nearest(name, names)}")
         fields[name] = _value(text)
     return fields
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import msgspec
 
+from headrace.checkpoints.find import MINI, is_hub_id
 from headrace.cli.download import DownloadLine
 from headrace.core.config import ServerConfig
 from headrace.core.errors import ConfigError
 from headrace.llm import LLM
-from headrace.models.find import MINI, is_hub_id
 
 
 def split_words(words: Sequence[str]) -> tuple[str | None, str | None]:
@@ -40,7 +40,7 @@ def generate(config: ServerConfig, prompt: str, fields: dict[str, Any], as_json:
             answer = msgspec.json.encode(llm.generate(prompt, **fields))
             print(answer.decode())
         elif fields.get("n", 1) == 1:
-            for piece in llm.stream(prompt, **fields):
+            for piece in llm.stream(prompt=prompt, **fields):
                 print(piece.text, end="", flush=True)
             print()
         else:  # choices would run into each other

@@ -12,7 +12,7 @@ from headrace import __version__
 from headrace.cli import exits
 from headrace.cli.bench import bench
 from headrace.core.config import ServerConfig
-from headrace.core.errors import ConfigError, HeadraceError, ModelError, RequestError
+from headrace.core.errors import ConfigError, HeadraceError, ModelError, RequestFailed
 from headrace.core.settings import Setting, load, settings
 
 _FIELD = click.Option(["-o", "pairs"], multiple=True, metavar="FIELD=VALUE", help="Request field")
@@ -42,7 +42,8 @@ def _options(*parts: str) -> list[click.Parameter]:
 
 def _config(model: str | None, flags: dict[str, Any], file: Path | None = None) -> ServerConfig:
     given = {name: value for name, value in flags.items() if value not in (None, ())}
-    config = load(given if model is None else {"model": model, **given}, os.environ, file)
+    given |= {} if model is None else {"model": model}
+    config = load(given, os.environ, file, lambda line: print(f"headrace: {line}", file=sys.stderr))
     if config.log_level == "debug":
         logging.basicConfig(level=logging.DEBUG)
     return config
@@ -79,16 +80,17 @@ def _generate_command() -> click.Command:
         headrace-mini, a folder, or a hub id.
 
         \b
-        headrace generate "Once upon a time" -o max_tokens=50
-        headrace generate ./my-model "Once upon a time" -o temperature=0 --json
+        headrace generate "The days of the week are Monday, Tuesday,"
+        headrace generate ./my-model "Once upon a time" -o max_tokens=50 --json
         cat story.txt | headrace generate -
         """
         from headrace.cli.fields import read_fields
         from headrace.cli.generate import generate, read_prompt, split_words
-        from headrace.gateway.completions_schema import TABLE
+        from headrace.protocols.common_fields import known_fields
+        from headrace.protocols.openai_completions import TABLE
 
         model, prompt = split_words(words)
-        fields = read_fields(pairs, TABLE)
+        fields = read_fields(pairs, known_fields(TABLE) - {"prompt", "stream"})
         generate(_config(model, flags), read_prompt(prompt), fields, as_json)
 
     params: list[click.Parameter] = [
@@ -112,14 +114,21 @@ def _chat_command() -> click.Command:
         """
         from headrace.cli.chat_command import run_chat
         from headrace.cli.fields import read_fields
-        from headrace.gateway.chat_schema import TABLE
+        from headrace.protocols.common_fields import known_fields
+        from headrace.protocols.openai_chat import TABLE
 
-        sys.exit(run_chat(model, read_fields(pairs, TABLE), **given))
+        known = known_fields(TABLE) - {"messages", "stream"}
+        sys.exit(run_chat(model, read_fields(pairs, known), **given))
 
     params: list[click.Parameter] = [
         click.Argument(["model"], required=False),
         click.Option(["--url"], envvar="HEADRACE_URL", help="Server  [default: port 8000 here]"),
-        click.Option(["--api-key"], help="Key of that server  [default: first HEADRACE_API_KEYS]"),
+        click.Option(
+            ["--api-key"],
+            envvar="HEADRACE_API_KEY",
+            help="Key of that server; others here can see it in the list of processes, so rather "
+            "set HEADRACE_API_KEY  [default: first of HEADRACE_API_KEYS]",
+        ),
         click.Option(["--system"], help="System message of a new conversation"),
         click.Option(["--continue", "goes_on"], is_flag=True, help="Go on where the last one was"),
         _FIELD,
@@ -192,7 +201,7 @@ def _explain(error: Exception) -> tuple[int, str]:
             return exits.CONFIG, str(error)
         case ModelError():
             return exits.MODEL, str(error)
-        case RequestError() if error.code in _WRONG_FIELD:
+        case RequestFailed() if error.code in _WRONG_FIELD:
             return exits.CONFIG, str(error)
         case HeadraceError():
             return exits.FAILED, str(error)

@@ -1,34 +1,41 @@
 """`headrace serve`: puts gateway, generation and engine together, and takes them down again."""
 
 import asyncio
+import contextlib
 import errno
 import logging
 import os
 import signal
 import socket
 import sys
+import threading
 from pathlib import Path
 
 import msgspec
-import uvicorn
 
 from headrace.cli import exits
 from headrace.cli.download import DownloadLine
 from headrace.core.config import ServerConfig
+from headrace.core.errors import HeadraceError
 from headrace.core.messages import Ready
 from headrace.engine.supervisor import Supervisor
 from headrace.gateway.app import create_app
+from headrace.gateway.auth import Auth
 from headrace.gateway.http_server import HttpServer
-from headrace.gateway.waiting_room import WaitingRoom
+from headrace.gateway.loading_server import LoadingServer
 from headrace.generation.generation import Generation
 from headrace.generation.served import ServedModel
+from headrace.generation.work import WorkerPool
 from headrace.streams.memory_store import MemoryStore
 from headrace.streams.sqlite_store import SqliteStore
 from headrace.streams.state_dir import StateError, StateInUse
 from headrace.streams.store import Store
 
+logger = logging.getLogger(__name__)
+
 _KEEP_ALIVE_S = 75
 _FAREWELL_S = 5  # for last words to clients that read slowly
+_LAST_S = 25.0  # for all that follows the drain; farewell, engine and store take less
 
 
 def serve(config: ServerConfig) -> int:
@@ -47,7 +54,7 @@ def serve(config: ServerConfig) -> int:
         )
         return exits.IN_USE
     with listener:
-        with WaitingRoom(listener, DownloadLine(config.models[0].model)) as room:
+        with LoadingServer(listener, DownloadLine(config.models[0].model)) as room:
             model = ServedModel(config.models[0], room)
         with asyncio.Runner(loop_factory=_new_loop) as runner:
             return runner.run(_run(config, model, listener))
@@ -89,7 +96,7 @@ def _new_loop() -> asyncio.AbstractEventLoop:
 
 
 class _Serving:
-    """One server from start to end. Signals set an event, `run` acts."""
+    """One server from start to end. Signals and lost threads set events, `_serve` acts."""
 
     def __init__(
         self, config: ServerConfig, model: ServedModel, listener: socket.socket, store: Store
@@ -100,56 +107,92 @@ class _Serving:
         self._listener = listener
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
+        self._lost_thread = asyncio.Event()
 
     async def run(self) -> int:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._on_signal)
+        self._watch_signals()
+        self._watch_threads()
         local = msgspec.structs.replace(self._config.models[0], model=str(self._model.folder))
         engine = Supervisor(local, self._config.streams.load_timeout_s)
-        generation = Generation(self._config, self._model, engine, self._store)
-        server = self._make_server(generation)
+        named = msgspec.structs.replace(local, served_model_name=self._model.names)
+        work = WorkerPool("headrace.protocols.worker", msgspec.msgpack.encode(named))
+        generation = Generation(self._config, self._model, engine, self._store, work)
+        try:
+            return await self._serve(generation, engine)
+        except ExceptionGroup as broken:
+            logger.critical("A part of the server has failed", exc_info=broken)
+            _say("headrace: a part of the server has failed, so all of it ends; start it again.")
+            _end_within(_LAST_S, exits.BROKEN)
+            return exits.BROKEN
+        finally:
+            await engine.close()
+
+    async def _serve(self, generation: Generation, engine: Supervisor) -> int:
+        """Until a signal or the engine's end; an ExceptionGroup if anything else ends first."""
+        server = HttpServer(create_app(generation, self._config), _KEEP_ALIVE_S, _FAREWELL_S)
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(generation.run(), name="generation")
-            tasks.create_task(server.serve(sockets=[self._listener]), name="http")
+            generating = tasks.create_task(generation.run(), name="generation")
+            http = tasks.create_task(server.serve(sockets=[self._listener]), name="http")
             announcing = tasks.create_task(self._announce(generation), name="announce")
-            await _first(self._stop, generation.died)
-            draining = asyncio.create_task(generation.drain(self._config.streams.drain_s))
-            await _first(self._hurry, draining)
-            draining.cancel()
+            await _first(self._stop, self._lost_thread, generation.died, generating, http)
+            if self._stop.is_set():
+                draining = tasks.create_task(self._drain(generation), name="drain")
+                await _first(self._hurry, draining)
+                draining.cancel()
+            elif not generation.died.is_set():
+                raise HeadraceError("generation, http or a thread ended unasked")
+            code = self._verdict(generation)
+            _end_within(_LAST_S, code)
             announcing.cancel()
             server.should_exit = True
             await engine.close()
-        return self._verdict(generation)
+        return code
+
+    async def _drain(self, generation: Generation) -> None:
+        seconds = self._config.streams.drain_s
+        if number := len(generation.streams):
+            streams = "1 stream has" if number == 1 else f"{number} streams have"
+            _say(f"headrace: {streams} up to {seconds:g} s to end; Ctrl-C again ends at once.")
+        await generation.drain(seconds)
+
+    def _watch_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+                loop.add_signal_handler(number, self._on_signal)
+
+    def _watch_threads(self) -> None:
+        """A thread that fails, as the one that writes the store, is as bad as a lost task."""
+        loop = asyncio.get_running_loop()
+
+        def on_failure(lost: threading.ExceptHookArgs) -> None:
+            threading.__excepthook__(lost)
+            with contextlib.suppress(RuntimeError):  # the loop has ended before
+                loop.call_soon_threadsafe(self._lost_thread.set)
+
+        threading.excepthook = on_failure
 
     def _on_signal(self) -> None:
         if self._stop.is_set():
             self._hurry.set()
         self._stop.set()
 
-    def _make_server(self, generation: Generation) -> HttpServer:
-        return HttpServer(
-            uvicorn.Config(
-                create_app(generation, self._config),
-                log_level="warning",
-                access_log=False,
-                lifespan="off",
-                timeout_keep_alive=_KEEP_ALIVE_S,
-                timeout_graceful_shutdown=_FAREWELL_S,
-                server_header=False,
-            )
-        )
-
     async def _announce(self, generation: Generation) -> None:
-        """One line once the model answers."""
+        """One line once the model answers; before it, that the door is open if it is."""
+        http = self._config.http
+        if Auth(http).is_open_to_all:
+            _say(
+                f"headrace: {http.host} serves other machines, and no key is asked for; give one "
+                "with HEADRACE_API_KEYS or --api-key-file."
+            )
         ready = await generation.wait_until_ready()
         host, port = self._listener.getsockname()[:2]
-        print(_ready_line(f"http://{host}:{port}", self._model.names[0], ready), file=sys.stderr)
+        _say(_ready_line(f"http://{host}:{port}", self._model.names[0], ready))
 
     def _verdict(self, generation: Generation) -> int:
         if not generation.died.is_set():
             return exits.DONE
-        print(f"headrace: {generation.last_words}", file=sys.stderr)
+        _say(f"headrace: {generation.last_words}")
         return exits.ENGINE if self._model.ready else exits.MODEL
 
 
@@ -158,6 +201,19 @@ def _ready_line(url: str, name: str, ready: Ready) -> str:
         f"Headrace is ready at {url}: {name}, lane {ready.lane}, {ready.device} {ready.dtype}, "
         f"context {ready.max_model_len}, {ready.max_num_seqs} streams at once"
     )
+
+
+def _say(line: str) -> None:
+    """To stderr; whoever read it may have gone, which ends nothing."""
+    with contextlib.suppress(OSError):
+        print(line, file=sys.stderr, flush=True)
+
+
+def _end_within(seconds: float, code: int) -> None:
+    """Ends the process, whatever keeps it from ending by itself."""
+    timer = threading.Timer(seconds, os._exit, (code,))
+    timer.daemon = True
+    timer.start()
 
 
 async def _first(*things: "asyncio.Event | asyncio.Task[None]") -> None:

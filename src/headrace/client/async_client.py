@@ -2,60 +2,89 @@
 
 import asyncio
 import contextlib
+import weakref
 from collections.abc import AsyncGenerator
 from types import TracebackType
 from typing import Any
 
 import httpx
 
-from headrace.answer import Answer, Piece
-from headrace.client.events import AnyEvent, Tokens
-from headrace.client.following import Following, Sent, Then, new_request, to_fields
+from headrace.answer import Answer, Messages, Piece, asked_for
+from headrace.client.events import Tokens, Update
+from headrace.client.following import HttpRequest, NextAction, StreamFollower, new_request, path_of
 from headrace.client.http import (
     LOST,
+    NOT_MADE,
     PATIENCE_S,
     TIMEOUT,
     URL,
+    OnTrouble,
+    bear,
     key_header,
+    reason_of,
+    to_address,
+    to_object,
     to_piece,
     to_response,
 )
+from headrace.client.pacing import Pacing
 
 
 class AsyncClient:
     """A Headrace server, over connections that may break: they are made again by themselves.
 
-    `patience_s` is how long a server may stay away, once it has answered.
+    `patience_s` is how long a server may stay away, once it has answered. `on_trouble` is told why
+    a call waits, and for how long, before it connects again.
     """
 
     def __init__(
         self, url: str = URL, api_key: str | None = None, patience_s: float = PATIENCE_S
     ) -> None:
-        self._http = httpx.AsyncClient(base_url=url, headers=key_header(api_key), timeout=TIMEOUT)
+        self.on_trouble: OnTrouble = bear
+        self.url = to_address(url)
+        headers = key_header(api_key)
+        self._http = httpx.AsyncClient(base_url=self.url, headers=headers, timeout=TIMEOUT)
         self._patience_s = patience_s
+        self._streams: weakref.WeakSet[AsyncStream] = weakref.WeakSet()
 
-    async def chat(self, messages: list[dict[str, Any]], **fields: Any) -> Answer:
-        """Answers the last message."""
+    async def chat(self, messages: Messages | str, **fields: Any) -> Answer:
+        """Answers the last message; a string is the only one."""
         return await self.stream(messages, **fields).answer()
 
     async def completions(self, prompt: str | list[Any], **fields: Any) -> Answer:
-        """Continues a prompt; of several, all choices in order."""
-        return await self._stream({"prompt": prompt, **fields}).answer()
+        """Continues raw text, without a chat template; of several prompts, all choices in order."""
+        return await self.stream(prompt=prompt, **fields).answer()
 
-    def stream(self, prompt_or_messages: Any, **fields: Any) -> "AsyncStream":
-        """An answer as it comes. Leaving its loop early stops it on the server."""
-        return self._stream(to_fields(prompt_or_messages, fields))
+    def stream(
+        self,
+        messages: Messages | str | None = None,
+        *,
+        prompt: str | list[Any] | None = None,
+        **fields: Any,
+    ) -> "AsyncStream":
+        """An answer to messages, or to a raw `prompt`, as it comes.
+
+        Leaving its `async with` block early stops it on the server.
+        """
+        post = new_request({**asked_for(messages, prompt), **fields})
+        return self._stream(StreamFollower(post, "", -1, self._patience_s))
 
     def attach(self, stream_id: str, after: int = -1) -> "AsyncStream":
         """A stream that runs or has ended, behind a cursor. Leaving it does not stop it."""
-        return AsyncStream(self._http, Following(None, stream_id, after, self._patience_s))
+        return self._stream(StreamFollower(None, stream_id, after, self._patience_s))
 
     async def stop(self, stream_id: str) -> None:
-        """Ends a stream wherever it is; its events so far stay readable."""
-        following = Following(None, stream_id, -1, self._patience_s)
-        await AsyncStream(self._http, following).stop()
+        """Ends a stream wherever it is; its events so far stay readable. Refused for no stream."""
+        await self._ask("POST", f"{path_of(stream_id)}/cancel")
+
+    async def models(self) -> list[str]:
+        """The names that may be asked for; the first is served if none is."""
+        return [str(entry["id"]) for entry in (await self._ask("GET", "/v1/models"))["data"]]
 
     async def close(self) -> None:
+        """Leaves the streams that are still followed, then the server."""
+        for stream in list(self._streams):
+            await stream.leave()
         await self._http.aclose()
 
     async def __aenter__(self) -> "AsyncClient":
@@ -69,16 +98,27 @@ class AsyncClient:
     ) -> None:
         await self.close()
 
-    def _stream(self, fields: dict[str, Any]) -> "AsyncStream":
-        return AsyncStream(self._http, Following(new_request(fields), "", -1, self._patience_s))
+    def _stream(self, following: StreamFollower) -> "AsyncStream":
+        stream = AsyncStream(self._http, following, self.on_trouble)
+        self._streams.add(stream)
+        return stream
+
+    async def _ask(self, method: str, path: str) -> dict[str, Any]:
+        return await _ask(
+            self._http, HttpRequest(method, path), Pacing(self._patience_s), self.on_trouble
+        )
 
 
 class AsyncStream:
     """One answer. Iterated, it gives the pieces of text; `updates` gives all that is known."""
 
-    def __init__(self, http: httpx.AsyncClient, following: Following) -> None:
+    def __init__(
+        self, http: httpx.AsyncClient, following: StreamFollower, on_trouble: OnTrouble
+    ) -> None:
         self._http = http
         self._following = following
+        self._on_trouble = on_trouble
+        self._updates: weakref.ref[AsyncGenerator[Update, None]] | None = None
 
     @property
     def id(self) -> str:
@@ -96,16 +136,26 @@ class AsyncStream:
         return self._following.mode
 
     async def __aiter__(self) -> AsyncGenerator[Piece, None]:
-        async with contextlib.aclosing(self.updates()) as updates:
+        updates = self.updates()
+        try:
             async for event in updates:
                 if isinstance(event, Tokens):
                     yield to_piece(event)
+        finally:
+            await _close(updates)
 
-    async def updates(self) -> AsyncGenerator[AnyEvent, None]:
-        """Every event once, over as many connections as it takes."""
+    def updates(self) -> AsyncGenerator[Update, None]:
+        """Every event once, over as many connections as it takes, and heartbeats in between."""
+        updates = self._follow()
+        self._updates = weakref.ref(updates)  # who drops the loop leaves it
+        return updates
+
+    async def _follow(self) -> AsyncGenerator[Update, None]:
         following = self._following
         try:
             while not following.has_ended:
+                if following.pause_s:
+                    self._on_trouble(following.trouble, following.pause_s)
                 await asyncio.sleep(following.pause_s)
                 async with contextlib.aclosing(self._connect()) as events:
                     async for event in events:
@@ -118,7 +168,9 @@ class AsyncStream:
         """The whole answer, once it has ended."""
         async for _ in self.updates():
             pass
-        return Answer.of(to_response(await self._fetch(f"/v1/streams/{self.id}")))
+        asked = HttpRequest("GET", path_of(self.id))
+        state = await _ask(self._http, asked, self._following.pacing(), self._on_trouble)
+        return Answer.of(to_response(state))
 
     async def stop(self) -> None:
         """Ends it on the server; nothing to do once it has ended."""
@@ -127,39 +179,68 @@ class AsyncStream:
                 async with self._send(asked) as response:
                     self._following.stop_answered(response.headers)
 
-    async def _connect(self) -> AsyncGenerator[AnyEvent, None]:
+    async def __aenter__(self) -> "AsyncStream":
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.leave()
+
+    async def leave(self) -> None:
+        """Follows it no further, which stops a stream of ours."""
+        updates = self._updates() if self._updates else None
+        if updates is not None:
+            await _close(updates)
+
+    async def _connect(self) -> AsyncGenerator[Update, None]:
         following = self._following
         was_connected = True
         reason = "the connection ended"
         try:
             async with self._send(following.request()) as response:
                 then = following.answered(response.status_code, response.headers)
-                if then is Then.REFUSED:
+                if then is NextAction.REFUSED:
                     body = await response.aread()
                     following.refused(response.status_code, response.headers, body)
-                if then is not Then.READ:
+                if then is not NextAction.READ:
                     return
                 async for data in response.aiter_bytes():
                     for event in following.feed(data):
                         yield event
                         following.applied(event)
         except LOST as error:
-            was_connected = not isinstance(error, httpx.ConnectError)
-            reason = str(error) or type(error).__name__
+            was_connected = not isinstance(error, NOT_MADE)
+            reason = reason_of(error)
         following.broke(was_connected, reason)
 
-    def _send(self, sent: Sent) -> contextlib.AbstractAsyncContextManager[httpx.Response]:
+    def _send(self, sent: HttpRequest) -> contextlib.AbstractAsyncContextManager[httpx.Response]:
         return self._http.stream(sent.method, sent.path, headers=sent.headers, content=sent.body)
 
-    async def _fetch(self, path: str) -> dict[str, Any]:
-        pacing = self._following.pacing()
-        while True:
-            await asyncio.sleep(pacing.pause_s)
-            try:
-                response = await self._http.get(path)
-            except LOST as error:
-                pacing.broke(True, str(error) or type(error).__name__)
-                continue
-            if response.status_code == 200:
-                return dict(response.json())
-            pacing.refused(response.status_code, response.headers, response.content)
+
+async def _close(updates: Any) -> None:
+    """However many close it: a loop that was left is closed by the event loop, some time later."""
+    while updates.ag_running:  # noqa: ASYNC110, for there is no event of its end
+        await asyncio.sleep(0.01)
+    await updates.aclose()
+
+
+async def _ask(
+    http: httpx.AsyncClient, sent: HttpRequest, pacing: Pacing, on_trouble: OnTrouble
+) -> dict[str, Any]:
+    """The object that the server answers with, as soon as it does."""
+    while True:
+        if pacing.pause_s:
+            on_trouble(pacing.reason, pacing.pause_s)
+        await asyncio.sleep(pacing.pause_s)
+        try:
+            response = await http.request(sent.method, sent.path)
+        except LOST as error:
+            pacing.broke(not isinstance(error, NOT_MADE), reason_of(error))
+            continue
+        if response.status_code == 200:
+            return to_object(response.content)
+        pacing.refused(response.status_code, response.headers, response.content)

@@ -2,58 +2,83 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Generator, Iterator
+import weakref
+from collections.abc import Generator, Iterator
 from types import TracebackType
 from typing import Any
 
 import httpx
 
-from headrace.answer import Answer, Piece
-from headrace.client.events import AnyEvent, Tokens
-from headrace.client.following import Following, Sent, Then, new_request, to_fields
+from headrace.answer import Answer, Messages, Piece, asked_for
+from headrace.client.events import Tokens, Update
+from headrace.client.following import HttpRequest, NextAction, StreamFollower, new_request, path_of
 from headrace.client.http import (
     LOST,
+    NOT_MADE,
     PATIENCE_S,
     TIMEOUT,
     URL,
+    OnTrouble,
+    bear,
     key_header,
+    reason_of,
+    to_address,
+    to_object,
     to_piece,
     to_response,
 )
+from headrace.client.pacing import Pacing
 
 
 class Client:
     """A Headrace server, over connections that may break: they are made again by themselves.
 
-    `patience_s` is how long a server may stay away, once it has answered.
+    `patience_s` is how long a server may stay away, once it has answered. `on_trouble` is told why
+    a call waits, and for how long, before it connects again.
     """
 
     def __init__(
         self, url: str = URL, api_key: str | None = None, patience_s: float = PATIENCE_S
     ) -> None:
-        self._http = httpx.Client(base_url=url, headers=key_header(api_key), timeout=TIMEOUT)
+        self.on_trouble: OnTrouble = bear
+        self.url = to_address(url)
+        headers = key_header(api_key)
+        self._http = httpx.Client(base_url=self.url, headers=headers, timeout=TIMEOUT)
         self._patience_s = patience_s
 
-    def chat(self, messages: list[dict[str, Any]], **fields: Any) -> Answer:
-        """Answers the last message."""
+    def chat(self, messages: Messages | str, **fields: Any) -> Answer:
+        """Answers the last message; a string is the only one."""
         return self.stream(messages, **fields).answer()
 
     def completions(self, prompt: str | list[Any], **fields: Any) -> Answer:
-        """Continues a prompt; of several, all choices in order."""
-        return self._stream({"prompt": prompt, **fields}).answer()
+        """Continues raw text, without a chat template; of several prompts, all choices in order."""
+        return self.stream(prompt=prompt, **fields).answer()
 
-    def stream(self, prompt_or_messages: Any, **fields: Any) -> "Stream":
-        """An answer as it comes. Leaving its loop early stops it on the server."""
-        return self._stream(to_fields(prompt_or_messages, fields))
+    def stream(
+        self,
+        messages: Messages | str | None = None,
+        *,
+        prompt: str | list[Any] | None = None,
+        **fields: Any,
+    ) -> "Stream":
+        """An answer to messages, or to a raw `prompt`, as it comes.
+
+        Leaving its loop, or its `with` block, early stops it on the server.
+        """
+        post = new_request({**asked_for(messages, prompt), **fields})
+        return self._stream(StreamFollower(post, "", -1, self._patience_s))
 
     def attach(self, stream_id: str, after: int = -1) -> "Stream":
         """A stream that runs or has ended, behind a cursor. Leaving it does not stop it."""
-        return Stream(self._http, Following(None, stream_id, after, self._patience_s))
+        return self._stream(StreamFollower(None, stream_id, after, self._patience_s))
 
     def stop(self, stream_id: str) -> None:
-        """Ends a stream wherever it is; its events so far stay readable."""
-        following = Following(None, stream_id, -1, self._patience_s)
-        Stream(self._http, following).stop()
+        """Ends a stream wherever it is; its events so far stay readable. Refused for no stream."""
+        self._ask("POST", f"{path_of(stream_id)}/cancel")
+
+    def models(self) -> list[str]:
+        """The names that may be asked for; the first is served if none is."""
+        return [str(entry["id"]) for entry in self._ask("GET", "/v1/models")["data"]]
 
     def close(self) -> None:
         self._http.close()
@@ -69,24 +94,25 @@ class Client:
     ) -> None:
         self.close()
 
-    def _stream(self, fields: dict[str, Any]) -> "Stream":
-        return Stream(self._http, Following(new_request(fields), "", -1, self._patience_s))
+    def _stream(self, following: StreamFollower) -> "Stream":
+        return Stream(self._http, following, self.on_trouble)
 
-
-def _bear(reason: str, pause_s: float) -> None:
-    pass
+    def _ask(self, method: str, path: str) -> dict[str, Any]:
+        return _ask(
+            self._http, HttpRequest(method, path), Pacing(self._patience_s), self.on_trouble
+        )
 
 
 class Stream:
-    """One answer. Iterated, it gives the pieces of text; `updates` gives all that is known.
+    """One answer. Iterated, it gives the pieces of text; `updates` gives all that is known."""
 
-    `on_trouble` is told why, and for how long, it waits before it connects again.
-    """
-
-    def __init__(self, http: httpx.Client, following: Following) -> None:
-        self.on_trouble: Callable[[str, float], None] = _bear
+    def __init__(
+        self, http: httpx.Client, following: StreamFollower, on_trouble: OnTrouble
+    ) -> None:
         self._http = http
         self._following = following
+        self._on_trouble = on_trouble
+        self._updates: weakref.ref[Generator[Update, None, None]] | None = None
 
     @property
     def id(self) -> str:
@@ -108,13 +134,18 @@ class Stream:
             if isinstance(event, Tokens):
                 yield to_piece(event)
 
-    def updates(self) -> Generator[AnyEvent, None, None]:
-        """Every event once, over as many connections as it takes."""
+    def updates(self) -> Generator[Update, None, None]:
+        """Every event once, over as many connections as it takes, and heartbeats in between."""
+        updates = self._follow()
+        self._updates = weakref.ref(updates)  # who drops the loop leaves it
+        return updates
+
+    def _follow(self) -> Generator[Update, None, None]:
         following = self._following
         try:
             while not following.has_ended:
                 if following.pause_s:
-                    self.on_trouble(following.trouble, following.pause_s)
+                    self._on_trouble(following.trouble, following.pause_s)
                 time.sleep(following.pause_s)
                 yield from self._connect()
         finally:
@@ -125,7 +156,9 @@ class Stream:
         """The whole answer, once it has ended."""
         for _ in self.updates():
             pass
-        return Answer.of(to_response(self._fetch(f"/v1/streams/{self.id}")))
+        asked = HttpRequest("GET", path_of(self.id))
+        state = _ask(self._http, asked, self._following.pacing(), self._on_trouble)
+        return Answer.of(to_response(state))
 
     def stop(self) -> None:
         """Ends it on the server; nothing to do once it has ended."""
@@ -134,39 +167,57 @@ class Stream:
                 with self._send(asked) as response:
                     self._following.stop_answered(response.headers)
 
-    def _connect(self) -> Iterator[AnyEvent]:
+    def __enter__(self) -> "Stream":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        updates = self._updates() if self._updates else None
+        if updates is not None:
+            updates.close()  # which stops a stream of ours
+
+    def _connect(self) -> Iterator[Update]:
         following = self._following
         was_connected = True
         reason = "the connection ended"
         try:
             with self._send(following.request()) as response:
                 then = following.answered(response.status_code, response.headers)
-                if then is Then.REFUSED:
+                if then is NextAction.REFUSED:
                     body = response.read()
                     following.refused(response.status_code, response.headers, body)
-                if then is not Then.READ:
+                if then is not NextAction.READ:
                     return
                 for data in response.iter_bytes():
                     for event in following.feed(data):
                         yield event
                         following.applied(event)
         except LOST as error:
-            was_connected = not isinstance(error, httpx.ConnectError)
-            reason = str(error) or type(error).__name__
+            was_connected = not isinstance(error, NOT_MADE)
+            reason = reason_of(error)
         following.broke(was_connected, reason)
 
-    def _send(self, sent: Sent) -> contextlib.AbstractContextManager[httpx.Response]:
+    def _send(self, sent: HttpRequest) -> contextlib.AbstractContextManager[httpx.Response]:
         return self._http.stream(sent.method, sent.path, headers=sent.headers, content=sent.body)
 
-    def _fetch(self, path: str) -> dict[str, Any]:
-        pacing = self._following.pacing()
-        while True:
-            time.sleep(pacing.pause_s)
-            try:
-                response = self._http.get(path)
-            except LOST as error:
-                pacing.broke(True, str(error) or type(error).__name__)
-                continue
-            if response.status_code == 200:
-                return dict(response.json())
-            pacing.refused(response.status_code, response.headers, response.content)
+
+def _ask(
+    http: httpx.Client, sent: HttpRequest, pacing: Pacing, on_trouble: OnTrouble
+) -> dict[str, Any]:
+    """The object that the server answers with, as soon as it does."""
+    while True:
+        if pacing.pause_s:
+            on_trouble(pacing.reason, pacing.pause_s)
+        time.sleep(pacing.pause_s)
+        try:
+            response = http.request(sent.method, sent.path)
+        except LOST as error:
+            pacing.broke(not isinstance(error, NOT_MADE), reason_of(error))
+            continue
+        if response.status_code == 200:
+            return to_object(response.content)
+        pacing.refused(response.status_code, response.headers, response.content)

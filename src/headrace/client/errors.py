@@ -1,30 +1,17 @@
-"""What can go wrong for a client, as far as another try does not mend it."""
+"""What can go wrong for a client beside a stream that failed, and another try does not mend it."""
+
+from headrace.errors import HeadraceError, RequestFailed
 
 
-class ClientError(Exception):
-    """Root. `code` is the server's own, stable."""
-
-    def __init__(self, message: str, code: str) -> None:
-        super().__init__(message)
-        self.message = message
-        self.code = code
-
-
-class Unreachable(ClientError):
+class Unreachable(HeadraceError):
     """No server answered, at first or for longer than the client's patience."""
 
-    def __init__(self, message: str) -> None:
-        super().__init__(message, "unreachable")
+    code = "unreachable"
 
 
-class Refused(ClientError):
-    """The server does not do what was asked; `param` names the field that is wrong."""
+class Refused(RequestFailed):
+    """The server does not do what was asked; `status` is that of its answer."""
 
     def __init__(self, status: int, message: str, code: str, param: str | None = None) -> None:
-        super().__init__(message, code)
+        super().__init__(code, message, param)
         self.status = status
-        self.param = param
-
-
-class StreamFailed(ClientError):
-    """The stream ended before its answer was whole: it failed, or somebody stopped it."""

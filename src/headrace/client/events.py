@@ -70,9 +70,20 @@ class Error(Event, frozen=True):
     message: str
 
 
+class Heartbeat(msgspec.Struct, frozen=True):
+    """The server lives, and the stream waits. While the engine is started again, `state` is
+    recovering and `attempt` counts the starts. `seq` is set if the log has it as an event."""
+
+    state: str
+    attempt: int | None = None
+    seq: int | None = None
+
+
 AnyEvent = Accepted | Queued | Progress | Tokens | Finish | Error
+Update = AnyEvent | Heartbeat
 _KINDS = {kind.__name__.lower() for kind in (Accepted, Queued, Progress, Tokens, Finish, Error)}
 _decode = msgspec.json.Decoder(AnyEvent).decode
+_decode_beat = msgspec.json.Decoder(Heartbeat).decode
 
 
 class _Frame(NamedTuple):
@@ -84,18 +95,20 @@ class _Frame(NamedTuple):
 class EventReader:
     """Fed with the bytes of one connection as they come; gives the events they complete.
 
-    What has no id is about the connection: heartbeats and notices. Kinds of a later server are
-    passed over.
+    What has no id is about the connection: heartbeats, which may be events as well, and notices,
+    which are passed over like the kinds of a later server.
     """
 
     def __init__(self) -> None:
         self._rest = b""
 
-    def feed(self, data: bytes) -> Iterator[AnyEvent]:
+    def feed(self, data: bytes) -> Iterator[Update]:
         *frames, self._rest = (self._rest + data).split(b"\n\n")
         for frame in map(_parse, frames):
             if frame.has_id and frame.kind in _KINDS:
                 yield _decode(frame.data)
+            elif frame.kind == "heartbeat":
+                yield _decode_beat(frame.data)
 
 
 def _parse(block: bytes) -> _Frame:

@@ -9,17 +9,19 @@ import enum
 import secrets
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
+from urllib.parse import quote
 
 import msgspec
 
-from headrace.client.errors import Refused, StreamFailed
-from headrace.client.events import Accepted, AnyEvent, Error, EventReader, Finish
+from headrace.client.errors import Refused
+from headrace.client.events import Accepted, Error, EventReader, Finish, Update
 from headrace.client.pacing import Pacing
+from headrace.errors import StreamFailed
 
 ROUTES = {"messages": "/v1/chat/completions", "prompt": "/v1/completions"}
 
 
-class Sent(NamedTuple):
+class HttpRequest(NamedTuple):
     """An HTTP request."""
 
     method: str
@@ -28,7 +30,7 @@ class Sent(NamedTuple):
     body: bytes = b""
 
 
-class Then(enum.Enum):
+class NextAction(enum.Enum):
     """What to do with an answer whose status and headers are known."""
 
     READ = enum.auto()  # its body holds events
@@ -36,10 +38,12 @@ class Then(enum.Enum):
     REFUSED = enum.auto()
 
 
-class Following:
+class StreamFollower:
     """Made for a request, or for a stream that runs already."""
 
-    def __init__(self, post: Sent | None, stream_id: str, after: int, patience_s: float) -> None:
+    def __init__(
+        self, post: HttpRequest | None, stream_id: str, after: int, patience_s: float
+    ) -> None:
         self.stream_id = stream_id
         self.cursor = after
         self.mode = ""
@@ -62,7 +66,7 @@ class Following:
         """Why there is a pause."""
         return self._pacing.reason
 
-    def request(self) -> Sent:
+    def request(self) -> HttpRequest:
         """What to send now."""
         self._reader = EventReader()
         if not self.stream_id:
@@ -72,37 +76,43 @@ class Following:
         headers = {"Accept": "text/event-stream"}
         if self.cursor >= 0:
             headers["Last-Event-ID"] = f"{self.stream_id}:{self.cursor}"
-        return Sent("GET", f"/v1/streams/{self.stream_id}/events", headers)
+        return HttpRequest("GET", f"{path_of(self.stream_id)}/events", headers)
 
-    def answered(self, status: int, headers: Mapping[str, str]) -> Then:
+    def answered(self, status: int, headers: Mapping[str, str]) -> NextAction:
         if status == 204:
             self.has_ended = True
-            return Then.LEAVE
+            return NextAction.LEAVE
         if status != 200:
-            return Then.REFUSED
+            return NextAction.REFUSED
         if self.stream_id:
-            return Then.READ
+            return NextAction.READ
         self.stream_id = headers.get("x-stream-id", "")
         if not self.stream_id:
             raise Refused(status, "The server names no stream; it is no Headrace.", "unknown")
         self._pacing.arrived()
-        return Then.LEAVE
+        if ignored := headers.get("x-headrace-ignored"):
+            raise _unknown_fields(ignored)
+        return NextAction.LEAVE
 
-    def feed(self, data: bytes) -> Iterator[AnyEvent]:
-        """New events, each to be followed by `applied`."""
+    def feed(self, data: bytes) -> Iterator[Update]:
+        """What is new, each to be followed by `applied`."""
         for event in self._reader.feed(data):
-            if event.seq > self.cursor:
+            if event.seq is None:
+                yield event
+            elif event.seq > self.cursor:
                 self._pacing.arrived()
                 yield event
 
-    def applied(self, event: AnyEvent) -> None:
+    def applied(self, event: Update) -> None:
         """Moves the cursor; StreamFailed if this was the end of a stream that others cut."""
+        if event.seq is None:
+            return
         self.cursor = event.seq
         if isinstance(event, Accepted):
             self.mode = event.mode
         self.has_ended = isinstance(event, Finish | Error)
         if isinstance(event, Error) and not self._has_asked_to_stop:
-            raise StreamFailed(event.message, event.code)
+            raise StreamFailed(event.code, event.message)
 
     def refused(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
         """Refused, unless another try may help."""
@@ -119,13 +129,13 @@ class Following:
 
     # stopping
 
-    def stop_request(self) -> Sent | None:
+    def stop_request(self) -> HttpRequest | None:
         """What is left to send so that the stream stops."""
         if self.has_ended or self._has_asked_to_stop:
             return None
         if self.stream_id:
             self._has_asked_to_stop = True
-            return Sent("POST", f"/v1/streams/{self.stream_id}/cancel")
+            return HttpRequest("POST", f"{path_of(self.stream_id)}/cancel")
         return self._post if self._was_sent else None  # its answer says which one to stop
 
     def stop_answered(self, headers: Mapping[str, str]) -> None:
@@ -133,16 +143,19 @@ class Following:
         self._was_sent = False
 
 
-def new_request(fields: dict[str, Any]) -> Sent:
+def new_request(fields: dict[str, Any]) -> HttpRequest:
     """The request that opens a stream; the same bytes and key every time it is sent."""
     route = next(ROUTES[name] for name in ROUTES if name in fields)
     body = msgspec.json.encode({"return_token_ids": True, **fields, "stream": True})
     headers = {"Content-Type": "application/json", "Idempotency-Key": secrets.token_hex(16)}
-    return Sent("POST", route, headers, body)
+    return HttpRequest("POST", route, headers, body)
 
 
-def to_fields(prompt_or_messages: Any, fields: dict[str, Any]) -> dict[str, Any]:
-    """The body's fields: a list of objects is a chat, anything else a prompt."""
-    given = prompt_or_messages
-    is_chat = isinstance(given, list | tuple) and bool(given) and isinstance(given[0], dict)
-    return {"messages" if is_chat else "prompt": given, **fields}
+def path_of(stream_id: str) -> str:
+    return f"/v1/streams/{quote(stream_id, safe='')}"
+
+
+def _unknown_fields(names: str) -> Refused:
+    first = names.partition(",")[0].strip()
+    message = f"The server knows no field of this name: {names}. Correct it or leave it out."
+    return Refused(400, message, "unsupported_parameter", first)

@@ -1,22 +1,78 @@
 """What both clients have in common: defaults, and the way from what comes to what is given."""
 
+import re
+from collections.abc import Callable
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
+import msgspec
 
 from headrace.answer import Piece
-from headrace.client.errors import StreamFailed
+from headrace.client.errors import Refused
 from headrace.client.events import Tokens
+from headrace.errors import ConfigError, StreamFailed
 
 URL = "http://127.0.0.1:8000"
 PATIENCE_S = 300.0
-TIMEOUT = httpx.Timeout(30.0, pool=None)  # several heartbeats
-LOST = (httpx.TransportError,)
-"""A connection that could not be made, or broke."""
+TIMEOUT = httpx.Timeout(30.0, connect=10.0, pool=None)  # to read: several heartbeats
+NOT_MADE = (httpx.ConnectError, httpx.ConnectTimeout, httpx.ProxyError)
+"""A connection that could not be made."""
+LOST = (*NOT_MADE, httpx.TimeoutException, httpx.NetworkError, httpx.RemoteProtocolError)
+"""The same, or one that broke."""
+
+OnTrouble = Callable[[str, float], None]
+"""Told why something waits, and for how many seconds."""
+
+_NO_HOST = re.compile(r"[\s\\<>^`{|}\"]|:$")
+_ERROR_NUMBER = re.compile(r"^\[Errno -?\d+\] ")
+
+
+def bear(reason: str, pause_s: float) -> None:
+    """Waits in silence."""
+
+
+def to_address(url: str) -> str:
+    """The server's root: http:// is put before it if need be; /v1 and slashes at its end go."""
+    text = url.strip() if "://" in url else f"http://{url.strip()}"
+    try:
+        parts = urlsplit(text)
+        address = f"{parts.scheme}://{parts.netloc}"
+        address += parts.path.rstrip("/").removesuffix("/v1").rstrip("/")
+        host = httpx.URL(address).host
+        is_one = parts.scheme in ("http", "https") and bool(host) and not host.isdecimal()
+        is_one = is_one and parts.port != 0 and not _NO_HOST.search(parts.netloc)
+    except (ValueError, httpx.InvalidURL):
+        is_one = False
+    if not is_one:
+        raise ConfigError(f"{url!r} is no address of a server; write it as {URL}.")
+    return address
 
 
 def key_header(api_key: str | None) -> dict[str, str]:
-    return {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    if not api_key:
+        return {}
+    if not (api_key.isascii() and api_key.isprintable()):
+        raise ConfigError("The API key has characters that no header can hold; copy it again.")
+    return {"Authorization": f"Bearer {api_key}"}
+
+
+def reason_of(error: httpx.TransportError) -> str:
+    """Why there is no connection, with the address if there never was one."""
+    words = _ERROR_NUMBER.sub("", str(error)) or type(error).__name__
+    if "peer closed" in words or "disconnected" in words:
+        words = "closed by the other end"
+    return f"{error.request.url.netloc.decode()}: {words}" if isinstance(error, NOT_MADE) else words
+
+
+def to_object(body: bytes) -> dict[str, Any]:
+    """What the server answered with; Refused if it is no JSON object."""
+    try:
+        return msgspec.json.decode(body, type=dict[str, Any])
+    except msgspec.DecodeError:
+        raise Refused(
+            200, "The answer is not JSON; what listens is no Headrace.", "unknown"
+        ) from None
 
 
 def to_piece(event: Tokens) -> Piece:
@@ -31,4 +87,4 @@ def to_response(state: dict[str, Any]) -> dict[str, Any]:
         return dict(state["response"])
     error = state.get("error", {})
     message = error.get("message", "The stream has not ended.")
-    raise StreamFailed(message, error.get("code", "unknown"))
+    raise StreamFailed(error.get("code", "unknown"), message)

@@ -8,6 +8,7 @@ from headrace.client.errors import Refused, Unreachable
 
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.25, 5.0
 _MEND_THEMSELVES = (429, 503)
+_MAX_BLIND_TRIES = 4  # where something listens that has never answered
 
 
 class Pacing:
@@ -29,10 +30,15 @@ class Pacing:
 
     def broke(self, was_connected: bool, reason: str) -> None:
         """The connection could not be made, broke, or ended too early."""
-        if not was_connected and not self._has_contact:
-            raise Unreachable(f"No server answers ({reason}); start one, or check the address.")
-        self._has_contact = True
-        self._wait(0.0, reason)
+        if not self._has_contact:
+            if not was_connected:
+                raise Unreachable(
+                    f"No server answers ({reason}); start one with `headrace serve`, "
+                    "or check the address."
+                )
+            if self._num_failures == _MAX_BLIND_TRIES:
+                raise Unreachable(f"What listens there is no Headrace ({reason}).")
+        self._wait(0.0, f"connection lost ({reason})")
 
     def refused(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
         """Waits for what mends itself; Refused for everything else."""
@@ -40,7 +46,7 @@ class Pacing:
         error = _read_error(status, body)
         if status not in _MEND_THEMSELVES:
             raise error
-        self._wait(_retry_after_s(headers), error.message)
+        self._wait(_retry_after_s(headers), f"the server says: {error.message}")
 
     def _wait(self, at_least_s: float, reason: str) -> None:
         self.reason = reason

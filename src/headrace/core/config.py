@@ -112,8 +112,15 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     host: Annotated[str, Meta(description="Address to listen on")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="Port; 0 takes a free one")] = 8000
     api_key: Annotated[
-        tuple[str, ...], Meta(description="Keys that clients must send one of; none: open")
+        tuple[Annotated[str, Meta(min_length=1)], ...],
+        Meta(
+            description="Keys that clients must send one of; none: open. Others here can see them "
+            "in the list of processes: rather set HEADRACE_API_KEYS, or give a file"
+        ),
     ] = ()
+    api_key_file: Annotated[
+        str | None, Meta(description="File with more of them, one a line; # begins a comment")
+    ] = None
     max_body_bytes: Annotated[int, Meta(ge=1, description="Largest request body")] = 32 << 20
     allowed_host: Annotated[
         tuple[str, ...], Meta(description="Host names served beside loopback without a key")
@@ -124,7 +131,8 @@ class StreamConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How the server treats streams and the clients behind them."""
 
     max_num_queued_reqs: Annotated[
-        int, Meta(ge=0, description="Requests that may wait; one more gets 429")
+        int,
+        Meta(ge=0, description="Choices that may wait, n to a prompt; one more request gets 429"),
     ] = 512
     heartbeat_s: Annotated[
         float,

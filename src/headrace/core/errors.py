@@ -1,21 +1,15 @@
 """One tree of exceptions: programs act on `code`, people on the message.
 
-A message has the figure, the limit and the remedy, and never a path or an exception's text.
+A message has the figure, the limit and the remedy. One that clients get has never a path or an
+exception's text.
 """
 
 import msgspec
 
-
-class HeadraceError(Exception):
-    """Root. `code` is stable."""
-
-    code = "internal_error"
-
-
-class ConfigError(HeadraceError):
-    """A flag, variable or key of the configuration is wrong."""
-
-    code = "config_invalid"
+from headrace.errors import ConfigError as ConfigError
+from headrace.errors import HeadraceError as HeadraceError
+from headrace.errors import RequestFailed as RequestFailed
+from headrace.errors import StreamFailed as StreamFailed
 
 
 class ModelError(HeadraceError):
@@ -74,6 +68,7 @@ KINDS = {
     "poison_request": ErrorKind(500, "server_error"),
     "model_changed": ErrorKind(500, "server_error"),
     "resume_mismatch": ErrorKind(500, "server_error"),
+    "stream_unsound": ErrorKind(500, "server_error"),
     "internal_error": ErrorKind(500, "server_error"),
     "model_loading": ErrorKind(503, "unavailable_error", retry=True),
     "engine_failed": ErrorKind(503, "unavailable_error", retry=True),
@@ -85,7 +80,7 @@ KINDS = {
 """Every code that a request can end with."""
 
 
-class RequestError(HeadraceError):
+class RequestError(RequestFailed):
     """A request is refused, or a stream ends, for the reason `code`.
 
     `param` names the field as a path (`messages[2].content`); `extra` holds further fields of
@@ -100,10 +95,7 @@ class RequestError(HeadraceError):
         extra: dict[str, int] | None = None,
         retry_after_s: float = 1.0,
     ) -> None:
-        super().__init__(message)
-        self.code = code
-        self.message = message
-        self.param = param
+        super().__init__(code, message, param)
         self.extra = extra or {}
         self.retry_after_s = retry_after_s
 

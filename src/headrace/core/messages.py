@@ -84,7 +84,7 @@ class Ready(Message, frozen=True):
     dtype: str
     vocab_size: int
     max_model_len: int
-    max_num_seqs: int
+    max_num_seqs: int  # that run at once, by the setting and by the slots there are
     num_parameters: int
     weight_bytes: int
     layout: MemoryLayout

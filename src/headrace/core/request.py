@@ -35,7 +35,7 @@ class Ids(msgspec.Struct, frozen=True, tag=True):
 Prompt = Chat | Text | Ids
 
 
-class Wire(msgspec.Struct, frozen=True, omit_defaults=True):
+class ResponseOptions(msgspec.Struct, frozen=True, omit_defaults=True):
     """How this client wants its answer written; never changes what is generated."""
 
     stream: bool = False
@@ -63,7 +63,7 @@ class Request(msgspec.Struct, frozen=True):
     priority: int = 0
     cache_prompt: bool = True
     cache_salt: str = ""
-    wire: Wire = Wire()
+    wire: ResponseOptions = ResponseOptions()
 
     @property
     def num_choices(self) -> int:

@@ -4,7 +4,7 @@ import difflib
 import tomllib
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +23,11 @@ ALIASES = {
 }
 _ENVIRONMENT_NAMES = {"api_key": "HEADRACE_API_KEYS"}
 _NOT_SETTINGS = {"HEADRACE_URL", "HEADRACE_CONFIG"}
+SECRETS = ("HEADRACE_API_KEY", "HEADRACE_API_KEYS", "HEADRACE_ADMIN_KEY")
+"""Variables that no process of the server's gets."""
+
+_CLIENTS_KEY = "HEADRACE_API_KEY"  # a server that finds it asks for it, too
+_OTHERS_MAY_READ = 0o044
 
 
 class Setting(NamedTuple):
@@ -79,15 +84,31 @@ def _without_none(hint: Any) -> Any:
     return hint
 
 
+Warn = Callable[[str], None]
+
+
+def _say_nothing(line: str) -> None:
+    pass
+
+
 def load(
-    flags: Mapping[str, Any], environment: Mapping[str, str], file: Path | None
+    flags: Mapping[str, Any],
+    environment: Mapping[str, str],
+    file: Path | None,
+    warn: Warn = _say_nothing,
 ) -> ServerConfig:
-    """Flag beats environment beats file beats default; ConfigError names what is wrong."""
+    """Flag beats environment beats file beats default; ConfigError names what is wrong.
+
+    Keys of `api_key_file` are added to the others. `warn` is told what is odd but no fault.
+    """
     known = {setting.name: setting for setting in settings()}
     for name in flags:
         if name not in known:
-            raise ConfigError(f"Unknown option {name}{nearest(name, known)}.")
-    values = {**_from_file(file, known), **_from_environment(environment, known), **flags}
+            raise ConfigError(f"Unknown option {name}{nearest(name, known)}")
+    from_environment = _from_environment(environment, known, warn)
+    values = {**_from_file(file, known), **from_environment, **flags}
+    if path := values.get("api_key_file"):
+        values["api_key"] = [*values.get("api_key", ()), *read_keys(Path(path), warn)]
     tree: dict[str, Any] = {}
     for name, value in values.items():
         *parents, leaf = known[name].path
@@ -103,19 +124,52 @@ def load(
         raise ConfigError(_explain(str(error), known)) from None
 
 
+def read_keys(file: Path, warn: Warn = _say_nothing) -> list[str]:
+    """The keys of a file, one a line; lines that are empty or begin with # are passed over."""
+    try:
+        lines = [line.strip() for line in file.read_text("utf-8-sig").splitlines()]
+        mode = file.stat().st_mode & 0o777
+    except OSError as error:
+        raise ConfigError(
+            f"--api-key-file: cannot read {file}: {error.strerror}; give one with a key a line."
+        ) from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"--api-key-file: {file} is not text; write one key a line.") from None
+    keys = [line for line in lines if line and not line.startswith("#")]
+    if not keys:  # the server would be open to all
+        raise ConfigError(f"--api-key-file: {file} has no key; write one a line, or drop the flag.")
+    if mode & _OTHERS_MAY_READ:
+        warn(f"others can read {file} (mode {mode:o}); keep it to yourself: chmod 600 {file}")
+    return keys
+
+
 def _from_environment(
-    environment: Mapping[str, str], known: Mapping[str, Setting]
+    environment: Mapping[str, str], known: Mapping[str, Setting], warn: Warn
 ) -> dict[str, Any]:
     by_variable = {setting.variable: setting for setting in known.values()}
     found: dict[str, Any] = {}
     for variable, text in environment.items():
         if not variable.startswith(PREFIX) or variable in _NOT_SETTINGS:
             continue
+        if variable in (_CLIENTS_KEY, _ENVIRONMENT_NAMES["api_key"]) and not _items(text):
+            raise ConfigError(f"{variable} holds no key; set one, or unset the variable.")
+        if variable == _CLIENTS_KEY:
+            found.setdefault("api_key", _items(text))
+            continue
         if variable not in by_variable:
-            raise ConfigError(f"Unknown variable {variable}{nearest(variable, by_variable)}.")
+            message = f"Unknown variable {variable}{nearest(variable, by_variable, PREFIX)}"
+            if "KEY" in variable:  # passed over, it may leave a server open that should be closed
+                raise ConfigError(f"{message} Correct it or unset it.")
+            warn(f"{message} It is ignored.")
+            continue
         setting = by_variable[variable]
-        found[setting.name] = text.split(",") if setting.is_list else text
+        found[setting.name] = _items(text) if setting.is_list else text
     return found
+
+
+def _items(text: str) -> list[str]:
+    """An empty one would be a key that everybody has."""
+    return [item for part in text.split(",") if (item := part.strip())]
 
 
 def _from_file(file: Path | None, known: Mapping[str, Setting]) -> dict[str, Any]:
@@ -129,14 +183,15 @@ def _from_file(file: Path | None, known: Mapping[str, Setting]) -> dict[str, Any
         raise ConfigError(f"{file} is not TOML: {error}.") from None
     for key in table:
         if key not in known:
-            raise ConfigError(f"Unknown key {key!r} in {file}{nearest(key, known)}.")
+            raise ConfigError(f"Unknown key {key!r} in {file}{nearest(key, known)}")
     return dict(table)
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """A suggestion to end a message with; empty if nothing is close."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else ""
+def nearest(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """The end of a message: a suggestion if something is close. All names begin with `prefix`."""
+    names = sorted(one.removeprefix(prefix) for one in known)
+    close = difflib.get_close_matches(name.removeprefix(prefix), names, n=1, cutoff=0.5)
+    return f"; did you mean {prefix}{close[0]}?" if close else "."
 
 
 def _explain(message: str, known: Mapping[str, Setting]) -> str:

@@ -11,8 +11,11 @@ import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
+
 from headrace.core.ids import SequenceId
 from headrace.core.messages import AnyMessage, Message
+from headrace.core.settings import SECRETS
 from headrace.engine import wire
 from headrace.engine.client import EngineDown
 from headrace.engine.note import StepNote
@@ -20,8 +23,8 @@ from headrace.engine.note import StepNote
 logger = logging.getLogger(__name__)
 
 _LAST_LINES = 200
+_LONGEST_LINE = 1 << 16
 _LAST_WORDS_S = 1.0
-_KEPT_FROM_IT = ("HEADRACE_API_KEYS", "HEADRACE_ADMIN_KEY")
 ENVIRONMENT = {
     # OpenMP reads this as torch is loaded. Its threads wait for the next loop in a spin of
     # milliseconds unless told otherwise, and a spinning thread keeps a core from whoever has work.
@@ -50,26 +53,17 @@ class Child:
 
     @classmethod
     async def spawn(cls) -> "Child":
-        ours, theirs = socket.socketpair()
-        note = StepNote()
-        inherited = {k: v for k, v in os.environ.items() if k not in _KEPT_FROM_IT}
-        environment = ENVIRONMENT | inherited
-        with theirs:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "headrace.engine.process",
-                str(theirs.fileno()),
-                str(note.fd),
-                pass_fds=[theirs.fileno(), note.fd],
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.DEVNULL,
-                stderr=asyncio.subprocess.PIPE,
-                start_new_session=True,
-                env=environment,
-            )
-        child = cls(process, ours, note)
-        child._reader, child._writer = await asyncio.open_connection(sock=ours)
+        """OSError if the system has no process, descriptor or memory to give; nothing is kept."""
+        with contextlib.ExitStack() as undo:
+            ours, theirs = socket.socketpair()
+            undo.enter_context(ours)
+            with theirs:
+                note = StepNote()
+                undo.callback(note.close)
+                process = await _start(theirs.fileno(), note.fd)
+            child = cls(process, ours, note)
+            child._reader, child._writer = await asyncio.open_connection(sock=ours)
+            undo.pop_all()
         return child
 
     @property
@@ -82,12 +76,15 @@ class Child:
             self._writer.write(wire.encode(message))
 
     async def messages(self) -> AsyncIterator[AnyMessage]:
-        """Until the process closes its end, which is how its death is noticed."""
+        """Until the process closes its end, which shows its death, or talks nonsense."""
         try:
             while True:
                 yield await wire.read(self._reader)
         except (asyncio.IncompleteReadError, ConnectionError):
             return
+        except msgspec.DecodeError:
+            logger.exception("The engine sent what is no message and is killed")
+            self.kill()
 
     def kill(self) -> None:
         """Ends the process and whatever it started."""
@@ -132,7 +129,33 @@ class Child:
 
     async def _listen(self) -> None:
         assert self._process.stderr is not None
-        async for line in self._process.stderr:
-            text = line.decode("utf-8", "replace").rstrip()
-            self._last_lines.append(text)
-            logger.info("engine: %s", text)
+        rest = b""
+        while piece := await self._process.stderr.read(_LONGEST_LINE):
+            *lines, rest = (rest + piece).split(b"\n")
+            rest = rest[-_LONGEST_LINE:]
+            for line in lines:
+                self._heard(line)
+        if rest:
+            self._heard(rest)
+
+    def _heard(self, line: bytes) -> None:
+        text = line.decode("utf-8", "replace").rstrip()
+        self._last_lines.append(text)
+        logger.info("engine: %s", text)
+
+
+async def _start(socket_fd: int, note_fd: int) -> asyncio.subprocess.Process:
+    inherited = {k: v for k, v in os.environ.items() if k not in SECRETS}
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "headrace.engine.process",
+        str(socket_fd),
+        str(note_fd),
+        pass_fds=[socket_fd, note_fd],
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+        start_new_session=True,
+        env=ENVIRONMENT | inherited,
+    )

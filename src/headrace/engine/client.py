@@ -6,6 +6,7 @@ from typing import Protocol
 
 import msgspec
 
+from headrace.core.errors import EngineGone
 from headrace.core.ids import SequenceId
 from headrace.core.messages import Cancel, Outputs, Ready, Status, Submit
 
@@ -14,13 +15,15 @@ class EngineUp(msgspec.Struct, frozen=True):
     """An engine has loaded: at first, and again after each restart, then knowing nothing."""
 
     ready: Ready
+    pid: int | None = None  # of a process of its own
 
 
 class EngineDown(msgspec.Struct, frozen=True):
     """The engine has died with all it knew. It is started again unless it was `given_up`.
 
     `message` has the reason and its last words. `suspects` were in the step that it died in;
-    `from_outside` means that it was killed by somebody, which is no proof against them.
+    `from_outside` means that somebody killed it, or that the system had no process to give: no
+    proof against them, nor against the model.
     """
 
     code: str
@@ -43,7 +46,10 @@ class EngineClient(Protocol):
         """Ends sequences; unknown ones are ignored."""
 
     def outputs(self) -> AsyncIterator[EngineNews]:
-        """News in order, until the client is closed. One reader."""
+        """News in order, until the client is closed. One reader.
+
+        It raises what the client itself failed of: nobody watches over the engine any more.
+        """
 
     async def close(self) -> None:
         """Ends the engine; what still runs is dropped."""
@@ -54,13 +60,17 @@ class News:
 
     def __init__(self) -> None:
         self._queue: asyncio.Queue[EngineNews | None] = asyncio.Queue()
+        self._failure: BaseException | None = None
 
     def put(self, news: EngineNews) -> None:
         self._queue.put_nowait(news)
 
-    def end(self) -> None:
+    def end(self, failure: BaseException | None = None) -> None:
+        self._failure = failure
         self._queue.put_nowait(None)
 
     async def __aiter__(self) -> AsyncIterator[EngineNews]:
         while (news := await self._queue.get()) is not None:
             yield news
+        if self._failure is not None:
+            raise EngineGone("What watches over the engine failed.") from self._failure

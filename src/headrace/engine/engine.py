@@ -40,7 +40,7 @@ class Pending(Protocol):
 
 
 class StepRunner(Protocol):
-    """The part of the runner that a step needs."""
+    """The part of the runner that a step needs. MemoryError: the step was too large."""
 
     def launch(self, plan: StepPlan) -> Pending: ...
 
@@ -56,7 +56,7 @@ class Outbox(Protocol):
 class Note(Protocol):
     """Tells whoever survives this process what it was at."""
 
-    def write(self, sequence_ids: Iterable[SequenceId]) -> None: ...
+    def write(self, sequence_ids: Iterable[SequenceId], predicted_s: float) -> None: ...
 
     def clear(self) -> None: ...
 
@@ -68,7 +68,7 @@ Clock = Callable[[], float]
 class NoNote:
     """For an engine whose death nobody survives."""
 
-    def write(self, sequence_ids: Iterable[SequenceId]) -> None: ...
+    def write(self, sequence_ids: Iterable[SequenceId], predicted_s: float) -> None: ...
 
     def clear(self) -> None: ...
 
@@ -86,6 +86,7 @@ class Engine:
         self._clock: Clock = time.monotonic
         self._last_status: Status | None = None
         self._status_due = 0.0
+        self._was_held = False
         self._untold_steps: deque[StepTrace] = deque(maxlen=NUM_TRACED_STEPS)
 
     def run(self, inbox: Inbox) -> None:
@@ -94,7 +95,7 @@ class Engine:
         Also returns when step after step fails: a fresh engine may do better.
         """
         while self._receive(inbox) and not self._scheduler.must_exit:
-            if self._outbox.num_unsent() <= MAX_UNSENT:
+            if not self._is_held_back():
                 self.step()
 
     def step(self) -> bool:
@@ -103,9 +104,19 @@ class Engine:
         self._send_outputs()  # `started` leaves before the step executes
         if plan is None:
             return False
-        self._note.write(chunk.sequence_id for chunk in plan.chunks)
+        ids = (chunk.sequence_id for chunk in plan.chunks)
+        self._note.write(ids, self._scheduler.predicted_s)
+        self._execute(plan)
+        self._note.clear()
+        self._send_outputs()
+        return True
+
+    def _execute(self, plan: StepPlan) -> None:
         try:
             result = self._runner.launch(plan).result()
+        except MemoryError as error:
+            logger.warning("A step of %d chunks ran out of memory: %s", len(plan.chunks), error)
+            self._scheduler.out_of_memory(plan, _NO_MEMORY, self._clock())
         except Exception as error:
             logger.exception("A step of %d chunks failed", len(plan.chunks))
             self._scheduler.fail(plan, f"{type(error).__name__}: {error}", self._clock())
@@ -113,9 +124,13 @@ class Engine:
             self._scheduler.commit(plan, result, self._clock())
             if self._scheduler.last_step is not None:
                 self._untold_steps.append(self._scheduler.last_step)
-        self._note.clear()
-        self._send_outputs()
-        return True
+
+    def _is_held_back(self) -> bool:
+        """Whether a slow gateway keeps the next step from being launched."""
+        was_held, self._was_held = self._was_held, self._outbox.num_unsent() > MAX_UNSENT
+        if self._was_held and not was_held and self._scheduler.has_work:
+            self._scheduler.count_missed("gateway")
+        return self._was_held
 
     def _receive(self, inbox: Inbox) -> bool:
         """Hands every waiting message to the scheduler; False on Shutdown."""
@@ -157,3 +172,4 @@ class Engine:
 
 
 _NOTHING = Outputs()
+_NO_MEMORY = "The device ran out of memory on this request alone; send a shorter one."

@@ -1,7 +1,7 @@
 """A note that the engine leaves where its parent can read it, however the engine ends.
 
-It says which sequences are in the step at work and since when; in memory that both processes
-map, so that not even a fault signal in mid-step loses it.
+It says which sequences are in the step at work, since when, and how long it should take; in
+memory that both processes map, so that not even a fault signal in mid-step loses it.
 """
 
 import mmap
@@ -13,41 +13,54 @@ from collections.abc import Iterable
 from headrace.core.ids import SequenceId
 
 _CAPACITY = 1 << 16  # sequences
-_HEAD = struct.Struct("=qd")  # their number, and the monotonic time when the step began
+_NUMBER = struct.Struct("=q")  # of sequences; written last, so that the rest is whole by then
+_TIMES = struct.Struct("=dd")  # monotonic, when the step began, and the seconds predicted for it
+_IDS_AT = _NUMBER.size + _TIMES.size
 _ID = struct.Struct("=q")
+
+_SHORT_S = 120.0  # no step that takes less is a hang
+_TIMES_PREDICTED = 10.0
+_UNMEASURED_S = 600.0
 
 
 class StepNote:
     """Written by one process, read by another. `fd` is passed on to it."""
 
     def __init__(self, fd: int | None = None) -> None:
-        size = _HEAD.size + _ID.size * _CAPACITY
+        size = _IDS_AT + _ID.size * _CAPACITY
         if fd is None:
             fd = os.memfd_create("headrace-step")
             os.ftruncate(fd, size)
         self.fd = fd
-        self._map = mmap.mmap(fd, size)
+        try:
+            self._map = mmap.mmap(fd, size)
+        except OSError:
+            os.close(fd)
+            raise
 
-    def write(self, sequence_ids: Iterable[SequenceId]) -> None:
-        """A step with these sequences begins."""
+    def write(self, sequence_ids: Iterable[SequenceId], predicted_s: float) -> None:
+        """A step with these sequences begins; 0: nobody knows how long it takes, inf: no limit."""
         packed = b"".join(map(_ID.pack, sequence_ids))
-        self._map[_HEAD.size : _HEAD.size + len(packed)] = packed
-        self._map[: _HEAD.size] = _HEAD.pack(len(packed) // _ID.size, time.monotonic())
+        self._map[_IDS_AT : _IDS_AT + len(packed)] = packed
+        self._map[_NUMBER.size : _IDS_AT] = _TIMES.pack(time.monotonic(), predicted_s)
+        self._map[: _NUMBER.size] = _NUMBER.pack(len(packed) // _ID.size)
 
     def clear(self) -> None:
         """No step is at work."""
-        self._map[: _HEAD.size] = _HEAD.pack(0, 0.0)
+        self._map[: _NUMBER.size] = _NUMBER.pack(0)
 
     def read(self) -> tuple[SequenceId, ...]:
         """The sequences of the step that is at work, or was when the writer died."""
-        number, _ = _HEAD.unpack(self._map[: _HEAD.size])
-        packed = self._map[_HEAD.size : _HEAD.size + number * _ID.size]
+        (number,) = _NUMBER.unpack_from(self._map)
+        packed = self._map[_IDS_AT : _IDS_AT + number * _ID.size]
         return tuple(SequenceId(id) for (id,) in _ID.iter_unpack(packed))
 
-    def running_s(self) -> float:
-        """Seconds since that step began; 0 if none is at work."""
-        number, since = _HEAD.unpack(self._map[: _HEAD.size])
-        return time.monotonic() - since if number else 0.0
+    def is_overdue(self, now: float) -> bool:
+        """Whether that step has run for so long, at this monotonic time, that it must hang."""
+        (number,) = _NUMBER.unpack_from(self._map)
+        since, predicted_s = _TIMES.unpack_from(self._map, _NUMBER.size)
+        limit = max(_SHORT_S, _TIMES_PREDICTED * predicted_s) if predicted_s else _UNMEASURED_S
+        return bool(number) and bool(now - since > limit)
 
     def close(self) -> None:
         self._map.close()

@@ -56,10 +56,16 @@ def _receive(connection: socket.socket, inbox: Inbox, outbox: _Sender) -> None:
     os._exit(0)  # the gateway has gone; a step in work is nobody's any more
 
 
+def _end_with_thread(lost: threading.ExceptHookArgs) -> None:
+    threading.__excepthook__(lost)
+    os._exit(1)
+
+
 def main() -> None:
     """Loads what Start names, says Ready or LoadFailed, then runs the loop until Shutdown."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the gateway's to handle
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    threading.excepthook = _end_with_thread  # without one of its threads an engine is deaf or dumb
     connection = socket.socket(fileno=int(sys.argv[1]))
     inbox: Inbox = queue.SimpleQueue()
     outbox = _Sender(connection)

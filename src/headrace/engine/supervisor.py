@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import AsyncIterator
+from typing import Protocol
 
 import msgspec
 
@@ -24,20 +26,21 @@ from headrace.core.messages import (
 )
 from headrace.engine.child import Child
 from headrace.engine.client import EngineDown, EngineNews, EngineUp, News
+from headrace.engine.note import StepNote
 
 logger = logging.getLogger(__name__)
 
 MAX_FAILED_STARTS = 3
 PING_INTERVAL_S = 1.0
-PING_TIMEOUT_S = 10.0
-MAX_STEP_S = 120.0
+MAX_SILENT_PINGS = 10
+_LATE_S = 0.5  # a loop that is later than that cannot tell the engine's silence from its own
 _BACKOFF_S = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 _CALM_S = 60.0  # so long without a death, and the next restart is at once again
 _STOP_S = 5.0
 
 
 class Supervisor:
-    """Owns the engine process and whoever follows it. `run` is its one task."""
+    """Owns the engine process and whoever follows it; the news end as its one task does."""
 
     def __init__(self, config: ModelConfig, load_timeout_s: float) -> None:
         self._config = config
@@ -46,8 +49,8 @@ class Supervisor:
         self._child: Child | None = None
         self._is_ready = False
         self._closing = asyncio.Event()
-        self._last_pong = 0.0
         self._task = asyncio.create_task(self._run(), name="supervisor")
+        self._task.add_done_callback(self._has_ended)
 
     def submit(self, submit: Submit) -> None:
         self._send(submit)
@@ -71,12 +74,17 @@ class Supervisor:
                 await asyncio.wait([self._task], timeout=_STOP_S)
             if not self._task.done():
                 self._child.kill()
-        await self._task
+        await asyncio.wait([self._task])  # what it failed of is told in the news
 
     def _send(self, message: Message) -> None:
         """To the ready engine; without one, whoever hears of EngineUp submits again."""
         if self._child is not None and self._is_ready:
             self._child.send(message)
+
+    def _has_ended(self, task: asyncio.Task[None]) -> None:
+        """Who reads the news hears of an end that nobody asked for."""
+        cancelled = asyncio.CancelledError("The supervisor was cancelled")
+        self._news.end(cancelled if task.cancelled() else task.exception())
 
     async def _run(self) -> None:
         num_failed_starts = num_deaths = 0
@@ -88,19 +96,25 @@ class Supervisor:
             if down is None:
                 break
             was_up = was_up or is_up
-            num_failed_starts = 0 if is_up else num_failed_starts + 1
+            if is_up:
+                num_failed_starts = 0
+            elif not down.from_outside:
+                num_failed_starts += 1
             num_deaths = 1 if is_up and clock() - started_at > _CALM_S else num_deaths + 1
-            if num_failed_starts == MAX_FAILED_STARTS or not was_up:
+            if num_failed_starts >= (MAX_FAILED_STARTS if was_up else 1):
                 self._news.put(msgspec.structs.replace(down, given_up=True))
                 break
             logger.warning("%s It is started again.", down.message)
             self._news.put(down)
             await self._pause(_BACKOFF_S[min(num_deaths, len(_BACKOFF_S)) - 1])
-        self._news.end()
 
     async def _live_once(self) -> tuple[bool, EngineDown | None]:
         """One life of an engine: whether it became ready, and its death (None: closed)."""
-        self._child = child = await Child.spawn()
+        try:
+            self._child = child = await Child.spawn()
+        except OSError as error:  # no descriptor, no memory, no process: there will be again
+            words = f"The system has no process for an engine: {error}."
+            return False, EngineDown("engine_failed", words, given_up=False, from_outside=True)
         if self._closing.is_set():
             child.kill()  # it was spawned while `close` found no child to end
         child.send(Start(self._config))
@@ -109,7 +123,7 @@ class Supervisor:
             first = await self._first(messages)
             if isinstance(first, Ready):
                 self._is_ready = True
-                self._news.put(EngineUp(first))
+                self._news.put(EngineUp(first, child.pid))
                 await self._follow(child, messages)
         finally:
             was_ready, self._is_ready, self._child = self._is_ready, False, None
@@ -129,29 +143,56 @@ class Supervisor:
 
     async def _follow(self, child: Child, messages: AsyncIterator[AnyMessage]) -> None:
         """Passes on what a ready engine says, until it has ended."""
-        pinging = asyncio.create_task(self._ping(child), name="ping")
-        try:
+        pulse = Pulse(child)
+        async with asyncio.TaskGroup() as tasks:
+            watching = tasks.create_task(pulse.watch(), name="ping")
             async for message in messages:
                 if isinstance(message, Outputs | Status):
                     self._news.put(message)
                 elif isinstance(message, Pong):
-                    self._last_pong = asyncio.get_running_loop().time()
-        finally:
-            pinging.cancel()
-
-    async def _ping(self, child: Child) -> None:
-        """Kills an engine that does not answer; `_follow` then sees its end."""
-        clock = asyncio.get_running_loop().time
-        self._last_pong = clock()
-        number = 0
-        while clock() - self._last_pong < PING_TIMEOUT_S and child.note.running_s() < MAX_STEP_S:
-            number += 1
-            child.send(Ping(number))
-            await asyncio.sleep(PING_INTERVAL_S)
-        logger.error("The engine hangs and is killed")
-        child.kill()
+                    pulse.beats()
+            watching.cancel()
 
     async def _pause(self, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._closing.wait()
+
+
+class Watched(Protocol):
+    """The part of a child that its pulse is taken from."""
+
+    note: StepNote
+
+    def send(self, message: Message) -> None: ...
+
+    def kill(self) -> None: ...
+
+
+class Pulse:
+    """Whether an engine answers; a ping that this loop was late for itself proves nothing."""
+
+    def __init__(self, child: Watched) -> None:
+        self._child = child
+        self._num_silent = 0
+
+    def beats(self) -> None:
+        """It has answered."""
+        self._num_silent = 0
+
+    async def watch(self) -> None:
+        """Until the engine hangs; then kills it."""
+        clock = asyncio.get_running_loop().time
+        number = 0
+        while not (self._num_silent >= MAX_SILENT_PINGS or self._is_overdue()):
+            number += 1
+            due = clock() + PING_INTERVAL_S
+            self._child.send(Ping(number))
+            await asyncio.sleep(PING_INTERVAL_S)
+            if clock() - due < _LATE_S:
+                self._num_silent += 1
+        logger.error("The engine hangs and is killed")
+        self._child.kill()
+
+    def _is_overdue(self) -> bool:
+        return self._child.note.is_overdue(time.monotonic())

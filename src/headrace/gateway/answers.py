@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headrace.core.errors import RequestError
-from headrace.gateway.frames import cut_body, encode, error_body
+from headrace.protocols.frames import cut_body, encode, error_body
 from headrace.streams.events import Error
 
 _WITH_PAUSE = (429, 503)

@@ -7,11 +7,13 @@ from starlette.routing import Route
 
 from headrace.core.config import ServerConfig
 from headrace.gateway.answers import no_such_route
+from headrace.gateway.auth import Auth, Endpoint
+from headrace.gateway.bodies import Bodies
+from headrace.gateway.body_index import BodyIndex
 from headrace.gateway.byte_routes import ByteRoutes
-from headrace.gateway.door import Door, Endpoint
-from headrace.gateway.envelope import Envelope
 from headrace.gateway.generation_routes import GenerationRoutes
 from headrace.gateway.manage_routes import ManageRoutes
+from headrace.gateway.middleware import ErrorBoundary
 from headrace.gateway.native_routes import NativeRoutes
 from headrace.gateway.state_routes import StateRoutes
 from headrace.gateway.text_routes import TextRoutes
@@ -20,12 +22,14 @@ from headrace.generation.generation import Generation
 
 def create_app(generation: Generation, config: ServerConfig) -> Starlette:
     """All routes over one generation, whose life is the caller's."""
-    door = Door(config.http)
-    generates = GenerationRoutes(generation, config, door)
+    door = Auth(config.http)
+    bodies = Bodies(config.http.max_body_bytes)
+    generates = GenerationRoutes(generation, config, door, bodies)
     states = StateRoutes(generation)
-    texts = TextRoutes(generation, config.http.max_body_bytes)
-    native = NativeRoutes(generation, config, door)
-    by_byte = ByteRoutes(generation, config, door)
+    texts = TextRoutes(generation, bodies)
+    index = BodyIndex()
+    native = NativeRoutes(generation, config, door, index)
+    by_byte = ByteRoutes(generation, config, door, bodies, index)
     manages = ManageRoutes(generation, door)
     reads: dict[str, Endpoint] = {
         "/v1/models": states.models,
@@ -63,7 +67,7 @@ def create_app(generation: Generation, config: ServerConfig) -> Starlette:
     ]
     app = Starlette(
         routes=routes,
-        middleware=[Middleware(Envelope)],
+        middleware=[Middleware(ErrorBoundary)],
         exception_handlers={HTTPException: no_such_route},
     )
     app.router.redirect_slashes = False

@@ -1,117 +1,165 @@
-"""The strict door for bodies: a client's bytes become a dict, or the reason why they cannot.
-
-Knows JSON and its limits; knows no field.
-"""
+"""Bodies as they come in, piece by piece: bounded one by one and together; never looked into."""
 
 import asyncio
-import sys
-from typing import Any
+import contextlib
+from collections.abc import AsyncIterator, Iterator
 
-import msgspec
 from starlette.datastructures import Headers
-from starlette.requests import ClientDisconnect
-from starlette.types import Receive
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Message, Receive, Scope, Send
 
 from headrace.core.errors import RequestError
 
-MAX_DEPTH = 64
 PAUSE_S = 20.0
-_LARGEST = int(sys.float_info.max)
-_CONTAINERS = (dict, list)
+_NUM_LARGEST = 4  # bodies of the largest size that may be held at once
+_SMALL = 64 << 10  # bytes; smaller bodies are never refused for what others hold
 
 
-async def read_json(headers: Headers, receive: Receive, max_bytes: int) -> dict[str, Any]:
-    """The object in the body; ClientDisconnect if the client left before the body was whole."""
-    return decode(await read_body(headers, receive, max_bytes))
+class _Held:
+    """What one request makes the server hold, and the wait that it may be cut off in."""
+
+    def __init__(self) -> None:
+        self.pieces: list[bytearray] = []
+        self.size = 0
+        self.wait: asyncio.Timeout | None = None  # while more is to come
+        self.is_cut = False
+
+    def add(self, piece: bytes) -> None:
+        if self.pieces and len(self.pieces[-1]) < _SMALL:  # a client may send byte by byte
+            self.pieces[-1] += piece
+        else:
+            self.pieces.append(bytearray(piece))
+        self.size += len(piece)
+
+    def cut(self) -> None:
+        assert self.wait is not None
+        self.is_cut = True
+        self.wait.reschedule(asyncio.get_running_loop().time())
 
 
-async def read_body(headers: Headers, receive: Receive, max_bytes: int) -> bytes:
-    """The bytes of a body that says it is JSON."""
-    _check_content_type(headers.get("content-type", ""))
-    length = headers.get("content-length", "")
-    if length.isdecimal() and int(length[:20]) > max_bytes:
-        raise _too_large(max_bytes)
-    return await _read(receive, max_bytes)
+class Bodies:
+    """Reads the bodies of one server, and bounds what it holds of them and of large answers.
+
+    Where that is too much, whoever has been sending for the longest time makes room.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._held: dict[_Held, None] = {}  # oldest first
+
+    @contextlib.asynccontextmanager
+    async def read(self, request: Request) -> AsyncIterator[list[bytearray]]:
+        """The pieces of a body that says it is JSON; they count until the context is left.
+
+        ClientDisconnect if the client left before the body was whole.
+        """
+        _check_content_type(request.headers)
+        length = request.headers.get("content-length", "")
+        if length.isdecimal() and int(length[:20]) > self._max_bytes:
+            raise self._too_large()
+        with self._holding() as held:
+            is_whole = False
+            while not is_whole:
+                message = await _next(request.receive, held)
+                if message["type"] == "http.disconnect":
+                    raise ClientDisconnect
+                held.add(message.get("body", b""))
+                if held.size > self._max_bytes:
+                    raise self._too_large()
+                self._make_room(held)
+                is_whole = not message.get("more_body", False)
+            yield held.pieces
+
+    @contextlib.contextmanager
+    def hold(self, size: int) -> Iterator[None]:
+        """Counts an answer until it is sent."""
+        with self._holding() as held:
+            held.size = size
+            self._make_room(held)
+            yield
+
+    @contextlib.contextmanager
+    def _holding(self) -> Iterator[_Held]:
+        held = _Held()
+        self._held[held] = None
+        try:
+            yield held
+        finally:
+            del self._held[held]
+            held.pieces.clear()  # an error's traceback may keep the list for a while
+
+    def _make_room(self, newest: _Held) -> None:
+        """RequestError if there is none to be made; small ones always fit."""
+        total = sum(held.size for held in self._held if not held.is_cut)
+        if newest.size <= _SMALL or total <= _NUM_LARGEST * self._max_bytes:
+            return
+        for held in self._held:
+            if held.wait is not None and held.size > _SMALL and not held.is_cut:
+                held.cut()
+                total -= held.size
+                if total <= _NUM_LARGEST * self._max_bytes:
+                    return
+        raise _overloaded()
+
+    def _too_large(self) -> RequestError:
+        return RequestError(
+            "request_too_large",
+            f"The body is larger than the {self._max_bytes} bytes that this server takes; "
+            "send less, or raise --max-body-bytes.",
+        )
 
 
-def decode(body: bytes) -> dict[str, Any]:
-    """Strict JSON: UTF-8 without a byte order mark, finite numbers, no lone surrogate."""
+class HeldAnswer:
+    """A large JSON body: it counts as held until the client has taken it, which it must."""
+
+    def __init__(self, body: bytes, bodies: Bodies) -> None:
+        self._body = body
+        self._bodies = bodies
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._bodies.hold(len(self._body)):
+            headers = [
+                (b"content-type", b"application/json"),
+                (b"content-length", str(len(self._body)).encode()),
+            ]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            for start in range(0, len(self._body), _SMALL):
+                piece = self._body[start : start + _SMALL]
+                try:
+                    async with asyncio.timeout(PAUSE_S):
+                        await send({"type": "http.response.body", "body": piece, "more_body": True})
+                except TimeoutError:
+                    raise ClientDisconnect from None
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _next(receive: Receive, held: _Held) -> Message:
     try:
-        value = msgspec.json.decode(body)
-    except RecursionError:
-        raise _too_deep() from None
-    except ValueError as error:
-        raise RequestError("invalid_json", _reason(body, error)) from None
-    if not isinstance(value, dict):
-        raise RequestError("invalid_json", "The body must be a JSON object, such as {}.")
-    _check_tree(value)
-    return value
+        async with asyncio.timeout(PAUSE_S) as held.wait:
+            return await receive()
+    except TimeoutError:
+        if held.is_cut:
+            raise _overloaded() from None
+        raise RequestError(
+            "body_timeout", f"Nothing of the body came for {PAUSE_S:g} s; send it again."
+        ) from None
+    finally:
+        held.wait = None
 
 
-def _check_content_type(value: str) -> None:
-    media, _, parameters = value.lower().partition(";")
+def _overloaded() -> RequestError:
+    return RequestError(
+        "server_overloaded",
+        "The server holds too many large bodies just now; try again later.",
+        retry_after_s=5,
+    )
+
+
+def _check_content_type(headers: Headers) -> None:
+    media, _, parameters = headers.get("content-type", "").lower().partition(";")
     charset = parameters.partition("charset=")[2].partition(";")[0].strip(' "')
     if media.strip() != "application/json" or charset not in ("", "utf-8", "utf8"):
         raise RequestError(
             "unsupported_media_type",
             "The body must be UTF-8 JSON; send the header Content-Type: application/json.",
         )
-
-
-async def _read(receive: Receive, max_bytes: int) -> bytes:
-    body = bytearray()
-    is_whole = False
-    while not is_whole:
-        try:
-            async with asyncio.timeout(PAUSE_S):
-                message = await receive()
-        except TimeoutError:
-            raise RequestError(
-                "body_timeout", f"Nothing of the body came for {PAUSE_S:g} s; send it again."
-            ) from None
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnect
-        body += message.get("body", b"")
-        if len(body) > max_bytes:
-            raise _too_large(max_bytes)
-        is_whole = not message.get("more_body", False)
-    return bytes(body)
-
-
-def _check_tree(root: dict[str, Any]) -> None:
-    """Level by level, so that the depth costs no recursion."""
-    level: list[Any] = [root]
-    for _ in range(MAX_DEPTH):
-        below: list[Any] = []
-        for container in level:
-            values = container.values() if type(container) is dict else container
-            if any(type(x) is int and not -_LARGEST <= x <= _LARGEST for x in values):
-                raise RequestError("invalid_json", "A number in the body is too large.")
-            below += [x for x in values if type(x) in _CONTAINERS]
-        if not below:
-            return
-        level = below
-    raise _too_deep()
-
-
-def _reason(body: bytes, error: ValueError) -> str:
-    if body.startswith(b"\xef\xbb\xbf"):
-        return "The body begins with a byte order mark; send plain UTF-8."
-    if isinstance(error, UnicodeDecodeError):
-        return "The body is not valid UTF-8."
-    if isinstance(error, msgspec.ValidationError):
-        return "A number in the body is too large."
-    # the decoder's own words name a kind of fault and an offset, nothing else
-    return f"The body is not valid JSON: {error}."
-
-
-def _too_deep() -> RequestError:
-    return RequestError("invalid_json", f"The body is nested deeper than {MAX_DEPTH} levels.")
-
-
-def _too_large(max_bytes: int) -> RequestError:
-    return RequestError(
-        "request_too_large",
-        f"The body is larger than the {max_bytes} bytes that this server takes; "
-        "send less, or raise --max-body-bytes.",
-    )

@@ -5,29 +5,42 @@ import re
 from typing import Any
 from urllib.parse import parse_qsl
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from headrace.core.config import ServerConfig
 from headrace.core.errors import RequestError
-from headrace.gateway.bodies import decode, read_body
-from headrace.gateway.delivery import LiveAnswer, LiveFrames, pace_of
-from headrace.gateway.door import Door
-from headrace.gateway.frames import encode
-from headrace.gateway.wire_bytes import ByteWindow, body_bytes
+from headrace.gateway.auth import Auth
+from headrace.gateway.bodies import Bodies
+from headrace.gateway.body_index import BodyIndex
+from headrace.gateway.delivery import LiveAnswer, LiveFrames, pace_of, unless_left
 from headrace.generation.generation import Generation
 from headrace.generation.registry import Found
+from headrace.protocols.frames import encode
+from headrace.protocols.wire_bytes import ByteWindow
 from headrace.streams.events import AnyEvent, is_terminal
-from headrace.streams.log import Log
+from headrace.streams.log import Log, LogGone, LogUnsound
 from headrace.streams.store import ByConversation
 
 _OFFSET = re.compile(r"[0-9]{1,15}")
 _MAX_LOOKUP = 1000
+_names_of = msgspec.msgpack.Decoder(list[str]).decode
 
 
 class ByteRoutes:
-    def __init__(self, generation: Generation, config: ServerConfig, door: Door) -> None:
+    def __init__(
+        self,
+        generation: Generation,
+        config: ServerConfig,
+        door: Auth,
+        bodies: Bodies,
+        index: BodyIndex,
+    ) -> None:
+        self._work = generation.work
+        self._bodies = bodies
+        self._index = index
         self._streams = generation.streams
         self._config = config
         self._door = door
@@ -37,6 +50,12 @@ class ByteRoutes:
         conversation = _conversation(request)
         if not conversation:
             return _refuse(400, "Missing conversation id in path")
+        try:
+            return await self._read(request, conversation)
+        except LogUnsound as unsound:
+            return _refuse(unsound.kind.status, unsound.message, unsound.code)
+
+    async def _read(self, request: Request, conversation: str) -> ASGIApp:
         found = await self._find(request, conversation)
         pinned = request.query_params.get("stream_id")
         if found is None or pinned not in (None, found.record.id):
@@ -45,7 +64,7 @@ class ByteRoutes:
         offset = offsets[0] or "0"
         if len(offsets) > 1 or not _OFFSET.fullmatch(offset):
             return _refuse(400, "Invalid 'from' offset")
-        total = len(await body_bytes(found.record, found.log))
+        total = await unless_left(request.receive, self._index.num_bytes(found))
         if int(offset) > total:
             message = f"Offset {offset} is beyond the {total} bytes of the stream"
             return _refuse(416, message, "offset_beyond_end", total_bytes=total)
@@ -57,24 +76,26 @@ class ByteRoutes:
         conversation = _conversation(request)
         if not conversation:
             return _refuse(400, "Missing conversation id in path")
-        if (found := await self._find(request, conversation)) is not None:
-            await self._streams.forget(found)
+        owner = self._door.owner(request.headers)
+        await self._streams.discard(owner, ByConversation(owner, conversation))
         return Response(status_code=204)
 
     async def lookup(self, request: Request) -> ASGIApp:
         """Which of these conversations have a stream, and how it stands."""
         owner = self._door.owner(request.headers)
         try:
-            limit = self._config.http.max_body_bytes
-            body = decode(await read_body(request.headers, request.receive, limit))
+            async with self._bodies.read(request) as body:
+                work = self._work.do("names", body)
+                names = _names_of(await unless_left(request.receive, work))
         except RequestError as error:
             return _refuse(error.kind.status, error.message)
-        wanted = body.get("conversation_ids")
-        names = [n for n in wanted if isinstance(n, str) and n] if isinstance(wanted, list) else []
         if len(names) > _MAX_LOOKUP:
             return _refuse(400, f"At most {_MAX_LOOKUP} conversation ids are looked up at once")
+        return _json(await unless_left(request.receive, self._entries(owner, names)))
+
+    async def _entries(self, owner: str, names: list[str]) -> list[dict[str, Any]]:
         found = await self._streams.find_conversations(owner, names)
-        return _json([await _entry(stream) for stream in found])
+        return [entry for stream in found if (entry := await _entry(stream, self._index))]
 
     async def _find(self, request: Request, conversation: str) -> Found | None:
         owner = self._door.owner(request.headers)
@@ -97,13 +118,18 @@ def _conversation(request: Request) -> str:
     return name
 
 
-async def _entry(found: Found) -> dict[str, Any]:
+async def _entry(found: Found, index: BodyIndex) -> dict[str, Any] | None:
+    """None for what was damaged or forgotten meanwhile."""
     record, log = found.record, found.log
-    ended_at = await _ended_at(record.created, log)
+    try:
+        ended_at = await _ended_at(record.created, log)
+        total_bytes = await index.num_bytes(found)
+    except (LogGone, LogUnsound):
+        return None
     return {
         "conversation_id": record.names.conversation,
         "is_done": ended_at > 0,
-        "total_bytes": len(await body_bytes(record, log)),
+        "total_bytes": total_bytes,
         "started_at": record.created,
         "completed_at": ended_at,
         "dropped_prefix": 0,

@@ -7,24 +7,32 @@ import asyncio
 import logging
 import math
 from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from headrace.core.config import StreamConfig
 from headrace.core.errors import RequestError
 from headrace.gateway.answers import cut
-from headrace.gateway.frames import PING, data, error_body
-from headrace.gateway.render import Answer
-from headrace.gateway.wire_bytes import WireFrames
+from headrace.gateway.loop_slices import slice_of_loop
 from headrace.generation.registry import Found
+from headrace.protocols.frames import PING, data, error_body
+from headrace.protocols.render import ResponseBody
+from headrace.protocols.wire_bytes import WireFrames
 from headrace.streams.events import AnyEvent, is_terminal
+from headrace.streams.log import Log, LogGone
 from headrace.streams.record import Record
+from headrace.streams.store import StoreStalled
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+_whole_bodies = ThreadPoolExecutor(1, "whole-body")
+_NUM_NEW = 8  # last events of a log that count as new: what a few steps write together
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
@@ -43,9 +51,58 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T |
         await asyncio.wait((working, leaving))
 
 
+async def unless_left(
+    receive: Receive, work: Coroutine[Any, Any, T], patience_s: float | None = 0.0
+) -> T:
+    """The result of `work`; ClientDisconnect if it is not done so long after the client has left.
+
+    With None it is waited for, however long it takes.
+    """
+    working = asyncio.create_task(work)
+    leaving = asyncio.create_task(_left(receive))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            await asyncio.wait((working,), timeout=patience_s)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.wait((working, leaving))
+
+
 async def _left(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+async def turn_for(log: Log, event: AnyEvent) -> None:
+    """Waits for a slice of the loop if the event has lain in its log; a new one goes at once."""
+    if log.next_seq - event.seq > _NUM_NEW:
+        await slice_of_loop()
+
+
+def notice_of(error: Exception) -> RequestError:
+    """What a reader is told of an error that ends its answer before the stream has ended."""
+    match error:
+        case StoreStalled():
+            return RequestError("storage_stalled", "The stream cannot be read now; read on later.")
+        case RequestError():
+            return error
+        case LogGone():
+            return RequestError("stream_not_found", "The stream was deleted.")
+    logger.error("A stream could not be rendered", exc_info=error)
+    return RequestError("internal_error", "The server failed on this stream.")
+
+
+async def whole_body(answer: ResponseBody) -> bytes:
+    """In a thread: the log probabilities of long answers take seconds, which no stream may wait.
+
+    One after the other: each holds the whole answer several times over.
+    """
+    return await asyncio.get_running_loop().run_in_executor(_whole_bodies, answer.body)
 
 
 class WholeAnswer:
@@ -56,20 +113,26 @@ class WholeAnswer:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def deliver() -> None:
-            answer = Answer(self._stream.record)
+            answer = ResponseBody(self._stream.record)
             async with self._stream.reader() as events:
-                async for event in events:
-                    answer.feed(event)
-                await self._response(answer)(scope, receive, send)
+                try:
+                    async for event in events:
+                        await turn_for(self._stream.log, event)
+                        answer.feed(event)
+                except Exception as error:
+                    raise notice_of(error) from None
+                response = await self._response(answer)
+                await response(scope, receive, send)
                 events.sent(event)
 
         await while_connected(receive, self._stream.interruption.unless(deliver()))
 
-    def _response(self, answer: Answer) -> Response:
+    async def _response(self, answer: ResponseBody) -> Response:
         stream_id = self._stream.record.id
         if answer.error:
             return cut(answer.error, stream_id)
-        return Response(answer.body(), 200, {"X-Stream-Id": stream_id}, "application/json")
+        body = await whole_body(answer)
+        return Response(body, 200, {"X-Stream-Id": stream_id}, "application/json")
 
 
 class Rendering(Protocol):
@@ -79,6 +142,9 @@ class Rendering(Protocol):
 
     def render(self, event: AnyEvent) -> list[bytes]:
         """Data that the event adds."""
+
+    async def whole(self) -> bytes:
+        """Data that follows the last event."""
 
     def idle(self) -> bytes:
         """A sign of life that adds nothing."""
@@ -92,6 +158,9 @@ class LiveFrames(WireFrames):
 
     media_type = "text/event-stream"
 
+    async def whole(self) -> bytes:
+        return b""
+
     def failure(self, error: RequestError) -> bytes:
         return data(error_body(error.code, error.kind.type, error.message))
 
@@ -101,12 +170,15 @@ class LiveBody:
 
     media_type = "application/json"
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: ResponseBody) -> None:
         self._answer = answer
 
     def render(self, event: AnyEvent) -> list[bytes]:
         self._answer.feed(event)
-        return [self._answer.body()] if is_terminal(event) else []
+        return []
+
+    async def whole(self) -> bytes:
+        return await whole_body(self._answer)
 
     def idle(self) -> bytes:
         return b"\n"
@@ -155,13 +227,10 @@ class LiveAnswer:
         beating = asyncio.create_task(self._beat(send))
         try:
             await self._stream.interruption.unless(self._follow(send))
-        except RequestError as notice:
+        except Exception as error:
+            notice = notice_of(error)
             if not self._pace.is_logged:  # there, bytes that are no event would shift the others
                 await self._write(send, self._rendering.failure(notice))
-        except Exception:
-            logger.exception("A stream could not be rendered")
-            failure = RequestError("internal_error", "The server failed on this stream.")
-            await self._write(send, self._rendering.failure(failure))
         finally:
             beating.cancel()
         async with self._writing:
@@ -171,8 +240,14 @@ class LiveAnswer:
     async def _follow(self, send: Send) -> None:
         async with self._stream.reader(self._after) as events:
             async for event in events:
-                if frames := self._rendering.render(event):
-                    await self._write(send, b"".join(frames))
+                await turn_for(self._stream.log, event)
+                frames = self._rendering.render(event)
+                if is_terminal(event) and (whole := await self._rendering.whole()):
+                    frames = [*frames, whole]
+                if frames:
+                    # a logged comment comes back as an event; it may have lost its first bytes
+                    is_data = any(not PING.endswith(frame) for frame in frames)
+                    await self._write(send, b"".join(frames), is_data)
                     events.sent(event)
 
     async def _beat(self, send: Send) -> None:
@@ -191,7 +266,9 @@ class LiveAnswer:
     async def _sign(self, send: Send, form: str, frame: bytes) -> None:
         is_data = form == "data"
         if self._pace.is_logged:
-            self._stream.beat(form)  # it comes back as an event
+            if not self._writing.locked():  # else the client has yet to take what there is
+                interval_s = self._pace.heartbeat_s if is_data else self._pace.ping_s
+                self._stream.beat(form, interval_s)  # it comes back as an event
             self._note(is_data)
         else:
             await self._write(send, frame, is_data)
@@ -215,7 +292,7 @@ def deliver(stream: Found, config: StreamConfig) -> WholeAnswer | LiveAnswer:
     if wire.stream:
         return LiveAnswer(stream, LiveFrames(stream.record), pace_of(stream.record, config))
     if wire.heartbeat:
-        return LiveAnswer(stream, LiveBody(Answer(stream.record)), Pace(config.heartbeat_s))
+        return LiveAnswer(stream, LiveBody(ResponseBody(stream.record)), Pace(config.heartbeat_s))
     return WholeAnswer(stream)
 
 

@@ -1,58 +1,112 @@
-"""The routes that generate: a body becomes a stream, the stream an answer."""
+"""The routes that generate: a body becomes a stream, under the names its headers give it."""
 
-from types import ModuleType
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
-from starlette.datastructures import MutableHeaders
+import msgspec
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace.core.config import ServerConfig
-from headrace.gateway import chat_schema, completions_schema
-from headrace.gateway.bodies import decode, read_body
-from headrace.gateway.delivery import deliver
-from headrace.gateway.door import Door
-from headrace.gateway.names import names_of
+from headrace.core.errors import RequestError
+from headrace.core.request import Route
+from headrace.gateway.auth import Auth
+from headrace.gateway.bodies import Bodies
+from headrace.gateway.delivery import deliver, unless_left
 from headrace.generation.generation import Generation
+from headrace.protocols import openai_chat, openai_completions
+from headrace.protocols.dialect import dialect_of
+from headrace.protocols.requests import CheckedBody, to_request
+from headrace.streams.record import Names
+
+T = TypeVar("T")
+
+_decode = msgspec.msgpack.Decoder(CheckedBody).decode
 
 
 class GenerationRoutes:
-    def __init__(self, generation: Generation, config: ServerConfig, door: Door) -> None:
+    def __init__(
+        self, generation: Generation, config: ServerConfig, door: Auth, bodies: Bodies
+    ) -> None:
         self._generation = generation
+        self._bodies = bodies
         self._door = door
         self._config = config
 
     async def chat(self, request: Request) -> ASGIApp:
-        return await self._generate(request, chat_schema)
+        return await self._generate(request, openai_chat.ROUTE)
 
     async def completions(self, request: Request) -> ASGIApp:
-        return await self._generate(request, completions_schema)
+        return await self._generate(request, openai_completions.ROUTE)
 
-    async def _generate(self, request: Request, schema: ModuleType) -> ASGIApp:
-        limit = self._config.http.max_body_bytes
-        body = await read_body(request.headers, request.receive, limit)
-        fields = schema.read(decode(body))
+    async def _generate(self, request: Request, route: Route) -> ASGIApp:
+        async with self._bodies.read(request) as body:
+            reading = self._generation.work.do("read", body, route)
+            checked = _decode(await self._finish(request, reading))
+        return await self._finish(request, self._admit(request, route, checked))
+
+    async def _finish(self, request: Request, work: Coroutine[Any, Any, T]) -> T:
+        """The result of work that outlives its client as a stream would; else ClientDisconnect."""
+        is_opted_in = any(name in request.headers for name in (CONVERSATION, KEY))
+        patience_s = None if is_opted_in else self._config.streams.linger_s
+        return await unless_left(request.receive, work, patience_s)
+
+    async def _admit(self, request: Request, route: Route, checked: CheckedBody) -> ASGIApp:
         owner = self._door.owner(request.headers)
-        names = names_of(owner, request.headers, request.url.path, body)
-        stream = await self._generation.attach(names, fields.get("attach") is not False)
+        names = names_of(owner, request.headers, checked.digest)
+        attaches = checked.fields.get("attach") is not False
+        stream = await self._generation.attach(names, attaches)
         if stream is not None:
-            return Attached(deliver(stream, self._config.streams))
-        model = self._generation.models.get(fields.get("model"))
-        wanted = schema.to_request(fields, model)
-        stream = await self._generation.open(wanted, names)
+            return Marked(deliver(stream, self._config.streams), checked.ignored, True)
+        model = self._generation.models.get(checked.fields.get("model"))
+        wanted = to_request(dialect_of(route), checked, model)
+        stream = await self._generation.open(wanted, names, checked.packed)
         answer = deliver(stream, self._config.streams)
-        return answer if stream.record.request.wire is wanted.wire else Attached(answer)
+        return Marked(answer, checked.ignored, stream.record.request.wire is not wanted.wire)
 
 
-class Attached:
-    """An answer that says it is not the first to this request."""
+class Marked:
+    """An answer whose headers say what became of the request.
 
-    def __init__(self, answer: ASGIApp) -> None:
+    `ignored` fields of it have no effect; `is_attached`: the answer is that of an earlier one.
+    """
+
+    def __init__(self, answer: ASGIApp, ignored: tuple[str, ...], is_attached: bool) -> None:
         self._answer = answer
+        self._headers = {"X-Stream-Attached": "true"} if is_attached else {}
+        if ignored:
+            self._headers["X-Headrace-Ignored"] = ", ".join(ignored)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_marked(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["X-Stream-Attached"] = "true"
+                MutableHeaders(scope=message).update(self._headers)
             await send(message)
 
         await self._answer(scope, receive, send_marked)
+
+
+CONVERSATION, KEY = "X-Conversation-Id", "Idempotency-Key"
+_MAX_CONVERSATION, _MAX_KEY = 512, 255
+
+
+def names_of(owner: str, headers: Headers, digest: bytes) -> Names:
+    """RequestError `invalid_value` for a name that is none."""
+    return Names(
+        owner=owner,
+        conversation=_name(headers, CONVERSATION, _MAX_CONVERSATION),
+        key=_name(headers, KEY, _MAX_KEY),
+        digest=digest,
+    )
+
+
+def _name(headers: Headers, header: str, longest: int) -> str | None:
+    value = headers.get(header)
+    if value is None:
+        return None
+    if not (0 < len(value) <= longest and value.isascii() and value.isprintable()):
+        raise RequestError(
+            "invalid_value", f"{header} takes 1 to {longest} printable ASCII characters.", header
+        )
+    return value

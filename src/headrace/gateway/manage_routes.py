@@ -12,11 +12,11 @@ from headrace import __version__
 from headrace.core.errors import RequestError
 from headrace.core.messages import Status, StepTrace
 from headrace.gateway.answers import answer
+from headrace.gateway.auth import Auth
 from headrace.gateway.delivery import while_connected
-from headrace.gateway.door import Door
-from headrace.gateway.frames import encode
 from headrace.generation.generation import Generation
 from headrace.generation.served import ServedModel
+from headrace.protocols.frames import encode
 
 _INTERVAL_S = 0.25
 _HEARTBEAT_S = 10.0
@@ -26,7 +26,7 @@ Snapshot = dict[str, Any]
 
 
 class ManageRoutes:
-    def __init__(self, generation: Generation, door: Door) -> None:
+    def __init__(self, generation: Generation, door: Auth) -> None:
         self._generation = generation
         self._door = door
         self._began = time.monotonic()
@@ -117,6 +117,7 @@ def _engine(generation: Generation, model: ServedModel) -> Snapshot:
     ready = model.ready
     shown: Snapshot = {
         "state": "up" if generation.is_engine_up else "down",
+        "pid": generation.engine_pid,
         "starts": generation.num_engine_starts,
         "last_words": generation.last_words,
     }

@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
-from typing import Any
+import re
+from typing import Any, NamedTuple
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
@@ -12,44 +14,111 @@ from headrace.core.config import ServerConfig
 from headrace.core.errors import RequestError
 from headrace.core.ids import StreamId
 from headrace.gateway.answers import answer
-from headrace.gateway.cursor import START, Cursor, parse
-from headrace.gateway.delivery import LiveAnswer, LiveFrames, Pace, pace_of, while_connected
-from headrace.gateway.door import Door
-from headrace.gateway.frames import decode, encode
-from headrace.gateway.render import Answer
-from headrace.gateway.wire_bytes import body_bytes
+from headrace.gateway.auth import Auth
+from headrace.gateway.body_index import BodyIndex
+from headrace.gateway.delivery import (
+    LiveAnswer,
+    LiveFrames,
+    Pace,
+    pace_of,
+    unless_left,
+    while_connected,
+    whole_body,
+)
+from headrace.gateway.loop_slices import slice_of_loop
 from headrace.generation.generation import Generation
 from headrace.generation.registry import Found
+from headrace.protocols.frames import decode, encode
+from headrace.protocols.render import ResponseBody
 from headrace.streams.events import AnyEvent, Error, Finish
 from headrace.streams.log import follow
+from headrace.streams.record import Record
 from headrace.streams.store import ById
 
 _MAX_EVENTS, _MAX_WAIT_S = 1000, 30.0
+_MAX_PAGE_BYTES = 1 << 20
+_COUNT, _SECONDS = re.compile(r"[0-9]{1,4}"), re.compile(r"[0-9]{1,2}(\.[0-9]{0,9})?")
+
+
+_CURSOR = re.compile(r"(?:(?P<id>[^:]+):)?(?P<seq>[0-9]{1,15})(?:\.(?P<part>[0-9]{1,6}))?")
+
+
+class Cursor(NamedTuple):
+    """Behind frame `part` of event `seq`; without a part, behind all its frames."""
+
+    seq: int
+    part: int | None = None
+
+    @property
+    def after(self) -> int:
+        """The last event that lies behind it as a whole."""
+        return self.seq if self.part is None else self.seq - 1
+
+
+START = Cursor(-1)
+
+
+def parse(text: str | None, record: Record, next_seq: int) -> Cursor:
+    """RequestError `invalid_cursor` if it is malformed, of another stream, or beyond the log."""
+    if not text:
+        return START
+    found = _CURSOR.fullmatch(text)
+    if found is None:
+        raise _invalid("A cursor is <stream id>:<seq> or <seq>, as in the id of an event.")
+    if found["id"] not in (None, record.id):
+        raise _invalid("The cursor belongs to another stream.")
+    seq = int(found["seq"])
+    if seq >= next_seq:
+        raise _invalid(f"The cursor is beyond event {next_seq - 1}, the last one.")
+    return Cursor(seq, int(found["part"]) if found["part"] else None)
+
+
+def settle(cursor: Cursor, num_frames: int) -> Cursor:
+    """The same place, without a part where that is the last frame of its event.
+
+    RequestError `invalid_cursor` if the event has no such frame.
+    """
+    seq, part = cursor
+    if part is None:
+        return cursor
+    if part >= num_frames:
+        raise _invalid(f"Event {seq} has {num_frames} parts, counted from 0; {part} is none.")
+    return Cursor(seq) if part == num_frames - 1 else cursor
+
+
+def _invalid(message: str) -> RequestError:
+    return RequestError("invalid_cursor", message, "after")
 
 
 class NativeRoutes:
-    def __init__(self, generation: Generation, config: ServerConfig, door: Door) -> None:
+    def __init__(
+        self, generation: Generation, config: ServerConfig, door: Auth, index: BodyIndex
+    ) -> None:
         self._streams = generation.streams
+        self._index = index
         self._config = config.streams
         self._door = door
 
     async def state(self, request: Request) -> ASGIApp:
-        return answer(await _state(await self._find(request)))
+        return answer(await self._shown(request, await self._find(request)))
 
     async def cancel(self, request: Request) -> ASGIApp:
         found = await self._find(request)
         await self._streams.stop(found)
-        return answer(await _state(found))
+        return answer(await self._shown(request, found))
 
     async def delete(self, request: Request) -> ASGIApp:
-        with contextlib.suppress(RequestError):
-            await self._streams.forget(await self._find(request))
+        owner = self._door.owner(request.headers)
+        await self._streams.discard(owner, ById(StreamId(request.path_params["id"])))
         return Response(status_code=204)
 
     async def events(self, request: Request) -> ASGIApp:
         found = await self._find(request)
         text = request.headers.get("last-event-id") or request.query_params.get("after")
         cursor = parse(text, found.record, found.log.next_seq)
+        if cursor.part is not None:
+            counting = self._index.num_frames(found, cursor.seq)
+            cursor = settle(cursor, await unless_left(request.receive, counting))
         if "application/json" in request.headers.get("accept", ""):
             return _Page(found, cursor, request)
         is_wire = request.query_params.get("view") == "wire"
@@ -58,7 +127,10 @@ class NativeRoutes:
         if is_wire:
             view = WireView(found, cursor)
             return LiveAnswer(found, view, pace_of(found.record, self._config))
-        return LiveAnswer(found, EventView(found), Pace(self._config.heartbeat_s), cursor.seq)
+        return LiveAnswer(found, EventView(found), Pace(self._config.heartbeat_s), cursor.after)
+
+    async def _shown(self, request: Request, found: Found) -> dict[str, Any]:
+        return await unless_left(request.receive, _state(found, self._index))
 
     async def _find(self, request: Request) -> Found:
         owner = self._door.owner(request.headers)
@@ -80,6 +152,9 @@ class EventView:
         kind = type(event).__name__.lower()
         head = f"id: {self._found.record.id}:{event.seq}\nevent: {kind}\ndata: "
         return [head.encode() + encode(event) + b"\n\n"]
+
+    async def whole(self) -> bytes:
+        return b""
 
     def idle(self) -> bytes:
         beat = encode({"kind": "heartbeat", "state": self._found.state, "form": "data"})
@@ -110,29 +185,46 @@ class _Page:
 
     def __init__(self, found: Found, cursor: Cursor, request: Request) -> None:
         self._found = found
-        self._after = cursor.seq
-        self._limit = int(_number(request, "limit", _MAX_EVENTS, _MAX_EVENTS))
-        self._wait_s = _number(request, "wait", 0.0, _MAX_WAIT_S)
+        self._after = cursor.after
+        self._limit = int(_number(request, "limit", _COUNT, 1, _MAX_EVENTS) or _MAX_EVENTS)
+        self._wait_s = _number(request, "wait", _SECONDS, 0, _MAX_WAIT_S) or 0.0
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         async def deliver() -> None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._wait_s):
                     await self._found.log.wait(self._after)
-            events, is_done = await self._found.log.read(self._after, self._limit)
-            last = events[-1].seq if events else self._after
-            page = {"events": events, "next": f"{self._found.record.id}:{last}", "done": is_done}
-            await Response(encode(page), media_type="application/json")(scope, receive, send)
+            page = encode(await self._page())
+            await Response(page, media_type="application/json")(scope, receive, send)
 
         await while_connected(receive, deliver())
 
+    async def _page(self) -> dict[str, Any]:
+        """As many events as are asked for, or as fit into a page of bounded size."""
+        events, is_done = await self._found.log.read(self._after, self._limit)
+        shown: list[msgspec.Raw] = []
+        size, last = 0, self._after
+        for event in events:
+            if size > _MAX_PAGE_BYTES:
+                is_done = False
+                break
+            await slice_of_loop()
+            shown.append(msgspec.Raw(encode(event)))
+            size, last = size + len(shown[-1]), event.seq
+        return {"events": shown, "next": f"{self._found.record.id}:{last}", "done": is_done}
 
-def _number(request: Request, name: str, default: float, largest: float) -> float:
+
+def _number(
+    request: Request, name: str, form: re.Pattern[str], least: float, most: float
+) -> float | None:
+    """None if it was not given."""
     text = request.query_params.get(name)
     if text is None:
-        return default
-    if not text.isdecimal() or int(text) > largest:
-        raise RequestError("invalid_value", f"{name} takes 0 to {largest:g}.", name)
+        return None
+    if not form.fullmatch(text) or not least <= float(text) <= most:
+        raise RequestError(
+            "invalid_value", f"{name} takes a number from {least:g} to {most:g}.", name
+        )
     return float(text)
 
 
@@ -143,7 +235,7 @@ async def _is_at_end(found: Found, cursor: Cursor) -> bool:
     return has_ended and cursor.seq == found.log.next_seq - 1
 
 
-async def _state(found: Found) -> dict[str, Any]:
+async def _state(found: Found, index: BodyIndex) -> dict[str, Any]:
     """What a client may know of a stream, with the whole answer once there is one."""
     record, log = found.record, found.log
     shown: dict[str, Any] = {
@@ -153,21 +245,22 @@ async def _state(found: Found) -> dict[str, Any]:
         "mode": record.mode,
         "durable": record.is_durable,
         "last_seq": log.next_seq - 1,
-        "total_bytes": len(await body_bytes(record, log)),
+        "total_bytes": await index.num_bytes(found),
         "created": record.created,
         "model": record.request.model,
     }
     last, _ = await log.read(log.next_seq - 2, 1)
     if not isinstance(last[0], Finish | Error):
         return shown
-    whole = Answer(record)
+    whole = ResponseBody(record)
     async for event in follow(log):
+        await slice_of_loop()
         whole.feed(event)
-    name = "error" if isinstance(last[0], Error) else "response"
     shown["state"] = _outcome(last[0])
-    body = decode(whole.body())
-    shown[name] = body["error"] if name == "error" else body
-    return shown
+    body = await whole_body(whole)
+    if isinstance(last[0], Error):
+        return shown | {"error": decode(body)["error"]}
+    return shown | {"response": msgspec.Raw(body)}
 
 
 def _outcome(last: Finish | Error) -> str:

@@ -7,9 +7,9 @@ import msgspec
 
 from headrace import __version__
 from headrace.core.errors import KINDS
-from headrace.gateway import chat_schema, completions_schema, text_routes
-from headrace.gateway.common_fields import NO_EFFECT, UNSUPPORTED
-from headrace.gateway.fields import Kind, nullable
+from headrace.protocols import jobs, openai_chat, openai_completions
+from headrace.protocols.common_fields import NO_EFFECT, UNSUPPORTED
+from headrace.protocols.fields import Kind, nullable
 
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
 _DOOR_ERRORS = (401, 403)
@@ -112,17 +112,17 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("get", "/manage/state"): Operation("How the server is doing", ("state", "engine", "steps")),
     ("get", "/manage/stream"): Operation("The same, again after each change", media=(_EVENTS,)),
     ("post", "/v1/chat/completions"): _generates(
-        "Answer a conversation", chat_schema.TABLE, "messages"
+        "Answer a conversation", openai_chat.TABLE, "messages"
     ),
-    ("post", "/v1/completions"): _generates("Continue a text", completions_schema.TABLE, "prompt"),
+    ("post", "/v1/completions"): _generates("Continue a text", openai_completions.TABLE, "prompt"),
     ("post", "/tokenize"): _works_on_text(
-        "Text to token ids", ("tokens", "count", "max_model_len"), text_routes.TOKENIZE
+        "Text to token ids", ("tokens", "count", "max_model_len"), jobs.TOKENIZE
     ),
     ("post", "/detokenize"): _works_on_text(
-        "Token ids to text", ("content", "prompt"), text_routes.DETOKENIZE, "tokens"
+        "Token ids to text", ("content", "prompt"), jobs.DETOKENIZE, "tokens"
     ),
     ("post", "/apply-template"): _works_on_text(
-        "The text of a conversation", ("prompt",), text_routes.APPLY_TEMPLATE, "messages"
+        "The text of a conversation", ("prompt",), jobs.APPLY_TEMPLATE, "messages"
     ),
     ("get", "/v1/streams/{id}"): Operation("How a stream stands", _STREAM, errors=(404,)),
     ("get", "/v1/streams/{id}/events"): Operation(

@@ -9,10 +9,10 @@ from starlette.types import ASGIApp
 from headrace import __version__
 from headrace.core.errors import RequestError
 from headrace.gateway.answers import answer, refuse
-from headrace.gateway.frames import encode
 from headrace.gateway.openapi import document
 from headrace.generation.generation import Generation
 from headrace.generation.served import ServedModel
+from headrace.protocols.frames import encode
 
 UNABLE = {
     "loading": RequestError("model_loading", "Loading model"),

@@ -10,7 +10,7 @@ from headrace.generation.logprobs import token_logprobs
 from headrace.generation.served import ServedModel
 from headrace.streams.events import ChoiceEnd, Piece, TokenLogprob, Tokens
 from headrace.streams.record import Record
-from headrace.text.answer import AnswerText, Fed
+from headrace.text.assembler import Fed, TextAssembler
 from headrace.text.detokenizer import Detokenizer
 from headrace.text.stops import StopMatcher
 
@@ -24,7 +24,7 @@ class Choice:
         self.prompt, self.number = divmod(index, request.n)
         self.end: ChoiceEnd | None = None
         self._tokenizer = model.tokenizer
-        self._text: AnswerText[TokenLogprob] = AnswerText(
+        self._text: TextAssembler[TokenLogprob] = TextAssembler(
             Detokenizer(model.tokenizer, request.skip_special_tokens, self._token_before(record)),
             StopMatcher(request.stop, request.include_stop),
             request.sampling,
@@ -42,8 +42,9 @@ class Choice:
         return self._stop is not None
 
     @property
-    def has_tokens(self) -> bool:
-        return bool(self._token_ids)
+    def num_tokens(self) -> int:
+        """Those of the answer so far."""
+        return len(self._token_ids)
 
     def as_sequence(self, sequence_id: SequenceId) -> NewSequence:
         """This choice as an engine shall begin, or continue, it."""
@@ -105,7 +106,7 @@ class Choice:
         prompt = record.request.prompts[self.prompt]
         if isinstance(prompt, Chat) and not prompt.continue_final_message:
             return None
-        return record.prompt_ids(self.prompt)[-1]
+        return array("i", record.prompts[self.prompt][-4:])[0]
 
     def _deliver(self, fed: Fed[TokenLogprob]) -> None:
         self._add(fed.text, fed.entries)

@@ -11,27 +11,33 @@ import msgspec
 
 from headrace.core.config import ServerConfig
 from headrace.core.errors import RequestError
-from headrace.core.ids import StreamId
+from headrace.core.ids import SequenceId, StreamId
 from headrace.core.messages import NUM_TRACED_STEPS, Outputs, Ready, Status, StepTrace
 from headrace.core.request import Request
 from headrace.engine.client import EngineClient, EngineDown, EngineUp
-from headrace.generation.admission import Admission
+from headrace.generation.admission import admit
 from headrace.generation.bounds import check_can_serve, check_queue
-from headrace.generation.draft import Draft
+from headrace.generation.event_builder import EventBuilder, to_event
+from headrace.generation.forecast import Asked, Forecast
 from headrace.generation.progress import InQueue
 from headrace.generation.registry import Found, Registry
 from headrace.generation.sequences import Sequences
-from headrace.generation.served import Models, ServedModel
+from headrace.generation.served import Models, ServedModel, check_can_go_on
 from headrace.generation.stream import Item, Stream
-from headrace.streams.log import Log, MemoryLog
+from headrace.generation.work import Work
+from headrace.streams.log import Log, LogConflict, MemoryLog
 from headrace.streams.record import Names, Record
 from headrace.streams.store import Retention, Store, Stored, StoreStalled
 
 logger = logging.getLogger(__name__)
 
 PLAIN = Names()
+_SHUTS_DOWN = RequestError("server_shutdown", "The server shuts down; send the request again.")
+_RESTARTS = RequestError("server_restarting", "The server restarts; read on after it.")
 _PAGE = 256
 _SWEEP_INTERVAL_S = 60.0
+_RESUME_AGAIN_S = 1.0  # after the store could not be read
+_NO_ENGINE = EngineDown("engine_failed", "", given_up=False)
 _ID_PREFIX = {"/v1/chat/completions": "chatcmpl-", "/v1/completions": "cmpl-"}
 
 
@@ -39,10 +45,15 @@ class Generation:
     """`run` is its one task, and the owner of every stream's."""
 
     def __init__(
-        self, config: ServerConfig, model: ServedModel, engine: EngineClient, store: Store
+        self,
+        config: ServerConfig,
+        model: ServedModel,
+        engine: EngineClient,
+        store: Store,
+        work: Work,
     ) -> None:
         self.models = Models((model,))
-        self.admission = Admission()
+        self.work = work
         self.streams = Registry(store)
         self.state = "loading"
         self.status: Status | None = None  # the engine's newest numbers
@@ -55,6 +66,8 @@ class Generation:
         self._was_up = asyncio.Event()
         self._up: EngineUp | None = None  # while it is
         self._sequences: Sequences[Stream] = Sequences(engine)
+        self._forecast = Forecast()
+        self._num_opening = 0  # choices that are admitted and have no stream yet
         self._writers: dict[Stream, asyncio.Task[None]] = {}
         self._tasks = asyncio.TaskGroup()
 
@@ -62,13 +75,18 @@ class Generation:
     def is_engine_up(self) -> bool:
         return self._up is not None
 
+    @property
+    def engine_pid(self) -> int | None:
+        """Of the engine's process, while there is one that answers."""
+        return self._up.pid if self._up else None
+
     async def run(self) -> None:
         """Until the engine's client is closed."""
         async with self._tasks:
-            for stored in await self.streams.store.unfinished():
-                await self._resume(stored)
+            taking_up = self._tasks.create_task(self._take_up(), name="take up")
             sweeping = self._tasks.create_task(self._sweep(), name="sweep")
             watching = self._tasks.create_task(self._watch_store(), name="watch store")
+            working = self._tasks.create_task(self.work.run(), name="work")
             async for news in self._engine.outputs():
                 if isinstance(news, Outputs):
                     self._deliver(news)
@@ -78,10 +96,12 @@ class Generation:
                     self._engine_is_up(news)
                 else:
                     self._engine_is_down(news)
+            taking_up.cancel()
             sweeping.cancel()
             watching.cancel()
-            self._let_go("server_shutdown", "The server was shut down; send the request again.")
-        self.admission.close()
+            working.cancel()
+            if not self.died.is_set():
+                self._let_go(_SHUTS_DOWN, _RESTARTS)
 
     async def wait_until_ready(self) -> Ready:
         """The engine's limits, once it has loaded."""
@@ -94,25 +114,40 @@ class Generation:
         """The stream that the request would only repeat, whatever else would refuse it."""
         return await self.streams.find_equal(names, may_take_over)
 
-    async def open(self, request: Request, names: Names = PLAIN) -> Found:
+    async def open(
+        self, request: Request, names: Names = PLAIN, packed: bytes | None = None
+    ) -> Found:
         """Admits a request; RequestError says why it is not served.
+
+        `packed` are its prompts, if the request has only stubs of them.
 
         The stream is another's if its idempotency key was taken in this very moment.
         """
         model = self.models.get(request.model)
         self._check_room(model)
-        prompts = await self.admission.prompts(model, request)
+        packed = msgspec.msgpack.encode(request.prompts) if packed is None else packed
+        prompts = await admit(self.work, model, request, packed)
         self._check_room(model)
         record = self._record(model, request, prompts, names)
-        log: Log = MemoryLog()
+        stored = Stored(record, MemoryLog())
         if names.is_opted_in:
-            stored = await self.streams.claim(record)
-            if stored.record.id != record.id:
-                return await self.streams.wrap(stored)
-            log = stored.log
-        stream = self._stream(record, Draft(record, model), log)
-        await stream.accept()
+            self._num_opening += request.num_choices
+            try:
+                stored = await self.streams.claim(record)
+            finally:
+                self._num_opening -= request.num_choices
+        if stored.record.id != record.id:
+            return await self.streams.wrap(stored)
+        stream = self._stream(record, EventBuilder(record, model), stored.log)
         self._start(stream)
+        try:
+            accepted = stream.interruption.unless(stored.log.wait(-1))
+            await self.streams.unless_stalled(record, accepted)
+        except BaseException as error:
+            gone = RequestError("client_gone", "The client left before the request was taken.")
+            stream.stop(error if isinstance(error, RequestError) else gone)
+            stream.audience.close()
+            raise
         return stream
 
     async def drain(self, seconds: float) -> None:
@@ -122,12 +157,10 @@ class Generation:
             await asyncio.wait(self._writers.values(), timeout=seconds)
         for stream in self.streams:
             if stream.record.is_durable:
-                stream.interruption.set(
-                    RequestError("server_restarting", "The server restarts; read on after it.")
-                )
+                stream.interruption.set(_RESTARTS)
             else:
                 # without waiting for the engine: it may be loading, or hang
-                stream.end_now(RequestError("server_shutdown", "The server is shutting down."))
+                stream.end_now(_SHUTS_DOWN)
 
     async def _watch_store(self) -> None:
         """Sends the readers of durable streams away while the store takes nothing."""
@@ -142,6 +175,16 @@ class Generation:
             for stream in self.streams:
                 stream.interruption.clear()
 
+    async def _take_up(self) -> None:
+        """Goes on with what an earlier server left unfinished, as soon as the disk takes it."""
+        while True:
+            with contextlib.suppress(StoreStalled):
+                unfinished = await self.streams.store.unfinished()
+                break
+            await self.streams.store.writable.wait()
+        for stored in unfinished:
+            await self._resume(stored)
+
     async def _sweep(self) -> None:
         """Forgets what retention does not keep, again and again."""
         while True:
@@ -149,24 +192,35 @@ class Generation:
                 await self.streams.store.sweep(Retention(), time.time())
             await asyncio.sleep(_SWEEP_INTERVAL_S)
 
-    async def _resume(self, stored: Stored) -> None:
-        """Goes on with a stream that an earlier server left unfinished."""
-        draft = Draft(stored.record, self.models.all()[0])
-        mismatch: RequestError | None = None
-        after = -1
-        while page := (await stored.log.read(after, _PAGE))[0]:
-            mismatch = mismatch or draft.replay(page)
-            after = page[-1].seq
+    async def _resume(self, stored: Stored, cut: RequestError | None = None) -> None:
+        """Goes on with a stream that an earlier server left unfinished, or ends it as `cut`."""
+        try:
+            draft = EventBuilder(stored.record, self.models.all()[0])
+            mismatch: RequestError | None = None
+            after = -1
+            while page := (await stored.log.read(after, _PAGE))[0]:
+                mismatch = mismatch or draft.replay(page)
+                after = page[-1].seq
+        except StoreStalled:
+            self._tasks.create_task(self._resume_later(stored, cut), name="resume later")
+            return
+        except Exception:  # one stream, and not the server
+            logger.exception("A stream of an earlier run cannot be taken up")
+            self._tasks.create_task(_give_up(stored.log), name="give up")
+            return
         stream = self._stream(stored.record, draft, stored.log)
-        if after < 0:
-            await stream.accept()
-        if mismatch:
-            stream.end_now(mismatch)
+        if cut := cut or mismatch:
+            stream.end_now(cut)
         self._start(stream)
+
+    async def _resume_later(self, stored: Stored, cut: RequestError | None) -> None:
+        await asyncio.sleep(_RESUME_AGAIN_S)
+        await self._resume(stored, cut)
 
     def _check_room(self, model: ServedModel) -> None:
         check_can_serve(self.state)
-        check_queue(self.streams, model, self._config.streams.max_num_queued_reqs)
+        bound = self._config.streams.max_num_queued_reqs
+        check_queue(self.streams, self._num_opening, model, bound)
 
     def _record(
         self, model: ServedModel, request: Request, prompts: tuple[bytes, ...], names: Names
@@ -180,35 +234,46 @@ class Generation:
             system_fingerprint=model.system_fingerprint,
             names=names,
             is_durable=names.is_opted_in and self.streams.store.is_durable,
+            served=model.form,
         )
 
-    def _stream(self, record: Record, draft: Draft, log: Log) -> Stream:
+    def _stream(self, record: Record, draft: EventBuilder, log: Log) -> Stream:
         return Stream(record, draft, self._sequences, log, self._config.streams.linger_s)
 
     def _start(self, stream: Stream) -> None:
         self.streams.add(stream)
         self._writers[stream] = self._tasks.create_task(self._write(stream), name="stream")
-        if self._up is not None:
-            stream.tell(self._up)
+        if self._up is None:
+            stream.tell(_NO_ENGINE)
+        else:
+            self._submit(stream, self._up)
 
     async def _write(self, stream: Stream) -> None:
         try:
             await self._run(stream)
             if not stream.record.names.is_opted_in:
                 await stream.audience.abandoned.wait()
+        except Exception:  # one stream, and not the server
+            logger.exception("The log of a stream cannot be written")
+            failure = RequestError("internal_error", "The log of this stream cannot be written.")
+            stream.interruption.set(failure)
+            stream.ended.set()
         finally:
             self.streams.remove(stream)
             del self._writers[stream]
 
     async def _run(self, stream: Stream) -> None:
         try:
+            if stream.log.next_seq == 0:
+                await stream.accept()
             await stream.run()
         except StoreStalled:
             # what the store has not taken never happened; once it takes again, go on from there
             await self.streams.store.writable.wait()
-            await self._resume(Stored(stream.record, stream.log))
+            await self._resume(Stored(stream.record, stream.log), stream.cut)
 
     def _deliver(self, outputs: Outputs) -> None:
+        self._forecast.hear(outputs)
         by_stream: defaultdict[Stream, list[Item]] = defaultdict(list)
         for items in (
             outputs.started,
@@ -232,16 +297,26 @@ class Generation:
         if self.state != "draining":
             self.state = "ok"
         for stream in self.streams:
-            if stream.record.system_fingerprint != self.models.all()[0].system_fingerprint:
-                stream.end_now(RequestError("model_changed", "The server now runs other weights."))
-            stream.tell(news)
+            self._submit(stream, news)
+
+    def _submit(self, stream: Stream, up: EngineUp) -> None:
+        model = self.models.all()[0]
+        if stream.record.served.max_model_len > model.max_model_len:
+            stream.smaller_context = model.max_model_len
+        try:
+            check_can_go_on(stream.record, stream.num_tokens, model)
+        except RequestError as change:
+            stream.end_now(change)
+        stream.tell(up)
 
     def _engine_is_down(self, news: EngineDown) -> None:
         self._up = self.status = None
+        self._forecast.forget_running()
         if news.given_up:
             self.state, self.last_words = "dead", news.message
             self.died.set()
-            self._let_go("engine_failed", "The engine stopped and could not be restarted.")
+            gone = RequestError("engine_failed", "The engine stopped and could not be restarted.")
+            self._let_go(gone, gone)
             return
         if self.state == "ok":
             self.state = "recovering"
@@ -252,22 +327,45 @@ class Generation:
         """Tells every waiting stream its place."""
         self.status = status
         self.steps.extend(status.steps)
-        num_ahead = 0
-        for position, sequence_id in enumerate(status.queue, 1):
-            stream = self._sequences.owner(sequence_id)
-            if stream is None:
-                continue
-            rate = status.prompt_tokens_per_s
-            eta_ms = int(num_ahead / rate * 1000) if rate else None
-            stream.tell(InQueue(position, status.num_waiting, eta_ms))
-            num_ahead += stream.record.num_prompt_tokens
+        self._forecast.look(status, time.monotonic())
+        if self._up is None:
+            return
+        told: set[Stream] = set()
+        waits = self._forecast.waits(status, self._num_places(status), self._asked)
+        for position, (id, wait) in enumerate(zip(status.queue, waits, strict=False), 1):
+            stream = self._sequences.owner(id)
+            if stream is not None and stream not in told:
+                told.add(stream)
+                eta_ms = None if wait is None else int(wait * 1000)
+                stream.tell(InQueue(position, status.num_waiting, eta_ms))
 
-    def _let_go(self, code: str, message: str) -> None:
+    def _num_places(self, status: Status) -> int:
+        """Sequences that can run at once; those that do while memory is what is lacking."""
+        assert self._up is not None
+        ready = self._up.ready
+        first = self._asked(status.queue[0]).num_prompt if status.queue else 0
+        has_memory = status.blocks_free >= ready.layout.blocks_for(first)
+        return ready.max_num_seqs if has_memory else max(status.num_running, 1)
+
+    def _asked(self, sequence_id: SequenceId) -> Asked:
+        stream = self._sequences.owner(sequence_id)
+        return stream.asked(sequence_id) if stream else Asked(0, 0)
+
+    def _let_go(self, plain: RequestError, durable: RequestError) -> None:
         """Ends every stream but the durable ones: a later server goes on with those."""
+        self.streams.close(durable)
         for stream, writer in list(self._writers.items()):
             if stream.record.is_durable:
-                stream.interruption.set(RequestError(code, message))
+                stream.interruption.set(durable)
                 writer.cancel()
             else:
-                stream.end_now(RequestError(code, message))
+                stream.end_now(plain)
                 stream.audience.close()
+
+
+async def _give_up(log: Log) -> None:
+    """Ends a stream that nobody can go on with."""
+    error = RequestError("resume_mismatch", "This server cannot go on with what was generated.")
+    with contextlib.suppress(StoreStalled, LogConflict):
+        seq = log.next_seq
+        await log.append(seq, [to_event(error, seq, at_ms=0)])

@@ -57,6 +57,11 @@ class PromptProgress:
         self._began_ms = 0
         self._num_told = self._due_ms = 0
 
+    @property
+    def has_news(self) -> bool:
+        """Whether something is untold, due or not."""
+        return self._processed != self._told
+
     def start(self, choice: Choice, total: int, cached: int, at_ms: int) -> None:
         if choice.index == self._choice and self._processed < 0:
             self._total, self._cached, self._processed = total, cached, cached

@@ -1,13 +1,14 @@
 """All streams there are: live ones with their writers, and behind them what a store keeps."""
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
+from typing import Any, TypeVar
 
 from headrace.core.errors import RequestError
 from headrace.core.ids import StreamId
-from headrace.generation.ended import Ended
+from headrace.generation.finished_stream import FinishedStream
 from headrace.generation.stream import Stream
-from headrace.streams.log import Log, LogGone
+from headrace.streams.log import Log, LogGone, LogUnsound
 from headrace.streams.record import Names, Record
 from headrace.streams.store import (
     ByConversation,
@@ -19,7 +20,9 @@ from headrace.streams.store import (
     StoreStalled,
 )
 
-Found = Stream | Ended
+Found = Stream | FinishedStream
+
+Result = TypeVar("Result")
 
 
 class Registry:
@@ -29,6 +32,7 @@ class Registry:
         self.store = store
         self._live: dict[StreamId, Stream] = {}
         self._added = asyncio.Event()  # set, and made anew, with every stream that is added
+        self._closed: RequestError | None = None  # why no writer will come any more
 
     def __iter__(self) -> Iterator[Stream]:
         return iter(list(self._live.values()))
@@ -38,6 +42,14 @@ class Registry:
 
     def add(self, stream: Stream) -> None:
         self._live[stream.record.id] = stream
+        self._wake()
+
+    def close(self, reason: RequestError) -> None:
+        """No writer will come: whoever looks for an unfinished stream gets this reason."""
+        self._closed = reason
+        self._wake()
+
+    def _wake(self) -> None:
         self._added.set()
         self._added = asyncio.Event()
 
@@ -47,11 +59,16 @@ class Registry:
             del self._live[stream.record.id]
 
     async def find(self, owner: str, name: Name) -> Found | None:
-        """The stream of that name, if it is this owner's."""
+        """The stream of that name, if it is this owner's; LogUnsound if it is damaged."""
         if isinstance(name, ById) and (live := self._live.get(name.stream_id)):
             found: Found | None = live
         else:
-            stored = await self.store.find(name)
+            try:
+                stored = await self.store.find(name)
+            except LogUnsound as unsound:
+                if unsound.owner not in (owner, None):
+                    return None
+                raise
             found = await self.wrap(stored) if stored else None
         return found if found and found.record.names.owner == owner else None
 
@@ -90,10 +107,7 @@ class Registry:
         """
         replaced = None
         while True:
-            try:
-                stored = await self.store.create(record, replaced)
-            except StoreStalled as error:
-                raise RequestError("storage_unavailable", str(error), retry_after_s=5) from None
+            stored = await self.store.create(record, replaced)
             if stored.record.id == record.id:
                 self._replace(replaced)
                 return stored
@@ -102,28 +116,57 @@ class Registry:
                 return stored
             replaced = stored.record.id
 
-    async def forget(self, found: Found) -> None:
-        """Removes a stream and its names; a live one is stopped first."""
-        await self.stop(found)
-        await self.store.forget(found.record.id)
+    async def discard(self, owner: str, name: Name) -> None:
+        """Removes the stream of that name, if it is this owner's; a live one is stopped first."""
+        try:
+            found = await self.find(owner, name)
+        except LogUnsound as unsound:
+            await self.store.forget(unsound.stream_id)
+            return
+        if found is not None:
+            await self.stop(found)
+            await self.store.forget(found.record.id)
 
     async def stop(self, found: Found) -> None:
-        """Ends a stream; returns once its memory in the engine is free. Idempotent."""
+        """Ends a stream; returns once its memory in the engine is free. Idempotent.
+
+        StoreStalled if its end cannot be stored now; the stop counts, and the end is written later.
+        """
         found.stop(RequestError("cancelled", "The stream was stopped."))
         if isinstance(found, Stream):
-            await found.ended.wait()
+            await self.unless_stalled(found.record, found.ended.wait())
+
+    async def unless_stalled(self, record: Record, work: Coroutine[Any, Any, Result]) -> Result:
+        """The result of `work`, which waits for the log; StoreStalled if the disk takes nothing."""
+        if not record.is_durable:
+            return await work
+        working = asyncio.create_task(work)
+        stalling = asyncio.create_task(self.store.stalled.wait())
+        try:
+            await asyncio.wait((working, stalling), return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                raise StoreStalled("The disk takes nothing now; try again later.")
+            return await working
+        finally:
+            stalling.cancel()
+            working.cancel()
+            await asyncio.wait((working, stalling))
 
     async def wrap(self, stored: Stored) -> Found:
         """The live stream with its writer, if it has not ended.
 
         One without a writer is just being opened, or taken up from an earlier server, and is
         waited for: taken for an ended one, it could not be stopped and would have no heartbeat.
+        RequestError if no writer will come before a restart of the server.
         """
         while (live := self._live.get(stored.record.id)) is None:
             added = self._added
             if await _has_ended(stored.log):
-                return Ended(stored.record, stored.log)
-            await added.wait()
+                return FinishedStream(stored.record, stored.log)
+            if self._closed is not None:
+                raise self._closed
+            changed = _first(added.wait(), stored.log.wait(stored.log.next_seq - 1))
+            await self.unless_stalled(stored.record, changed)
         return live
 
     def _replace(self, stream_id: StreamId | None) -> None:
@@ -139,9 +182,19 @@ def check_same(record: Record, names: Names) -> None:
         )
 
 
+async def _first(*waits: Coroutine[Any, Any, object]) -> None:
+    tasks = [asyncio.create_task(wait) for wait in waits]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
 async def _has_ended(log: Log) -> bool:
     try:
         _, has_ended = await log.read(log.next_seq - 1, 1)
-    except LogGone:
+    except (LogGone, LogUnsound):
         return True
     return has_ended

@@ -3,15 +3,19 @@
 import time
 from pathlib import Path
 
+from headrace import __version__
+from headrace.checkpoints.find import find_model
+from headrace.checkpoints.hub import OnProgress
+from headrace.checkpoints.spec import ModelSpec, read_spec
 from headrace.core.config import ModelConfig
 from headrace.core.errors import ModelError, RequestError
 from headrace.core.messages import Ready
-from headrace.models.find import find_model
-from headrace.models.hub import OnProgress
-from headrace.models.spec import ModelSpec, read_spec
+from headrace.streams.record import Record, ServedForm
 from headrace.text.encoder import Encoder
 from headrace.text.template import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
+
+_SHOWN = 100  # characters of a name that is none
 
 
 class ServedModel:
@@ -28,6 +32,7 @@ class ServedModel:
         self.template = self._load_template(config.chat_template)
         self.defaults = self.spec.defaults if config.generation_config == "auto" else None
         self.ready: Ready | None = None
+        self._quantization = "" if config.quantize == "none" else f" {config.quantize}"
 
     @property
     def vocab_size(self) -> int:
@@ -41,6 +46,15 @@ class ServedModel:
     @property
     def system_fingerprint(self) -> str:
         return f"fp_{self.ready.fingerprint}" if self.ready else ""
+
+    @property
+    def form(self) -> ServedForm:
+        ready = self.ready
+        if ready is None:
+            return ServedForm()
+        return ServedForm(
+            __version__, ready.dtype + self._quantization, ready.device, ready.max_model_len
+        )
 
     def _load_template(self, name: str | None) -> ChatTemplate | None:
         file = Path(name) if name else None
@@ -67,5 +81,41 @@ class Models:
                 return model
         served = ", ".join(name for model in self._models for name in model.names)
         raise RequestError(
-            "model_not_found", f"No model {name!r} is served here; there is: {served}.", "model"
+            "model_not_found",
+            f"No model {name[:_SHOWN]!r} is served here; there is: {served}.",
+            "model",
         )
+
+
+def check_can_go_on(record: Record, num_tokens: int, model: ServedModel) -> None:
+    """RequestError `model_changed` if this model is not the one that began the stream.
+
+    `num_tokens` are those of its longest unfinished choice, prompt and answer so far.
+    """
+    then, now = record.served, model.form
+    if record.system_fingerprint != model.system_fingerprint:
+        raise RequestError(
+            "model_changed", f"{_what_changed(then, now)} Send the request again to run it anew."
+        )
+    was_larger = then.max_model_len > now.max_model_len
+    if num_tokens + was_larger > now.max_model_len:
+        raise RequestError(
+            "model_changed",
+            f"The context is now {now.max_model_len} tokens, and this stream had {num_tokens} "
+            "when it was taken up again; send a shorter request, or raise --max-model-len.",
+        )
+
+
+def _what_changed(then: ServedForm, now: ServedForm) -> str:
+    if not then.version:
+        return "The server now runs other weights, or the same ones with other settings."
+    changes = [
+        f"{new} instead of {old}"
+        for old, new in (
+            (then.dtype, now.dtype),
+            (then.device, now.device),
+            (f"Headrace {then.version}", f"Headrace {now.version}"),
+        )
+        if old != new
+    ]
+    return f"The server now runs {', '.join(changes) or 'other weights'}."

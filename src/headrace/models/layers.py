@@ -29,7 +29,7 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
-class Turn:
+class Rotation:
     """The rotations of a step's positions: cosines and sines, float32 [tokens, 1, dim]."""
 
     def __init__(self, cos: Tensor, sin: Tensor) -> None:
@@ -49,10 +49,10 @@ class Rotary(nn.Module):
         table, self.amplitude = frequencies(config.rope, config.head_dim)
         self.frequencies = nn.Buffer(table, persistent=False)  # [dim/2]
 
-    def forward(self, positions: Tensor) -> Turn:
+    def forward(self, positions: Tensor) -> Rotation:
         angles = positions[:, None].float() * self.frequencies  # [tokens, dim/2]
         angles = torch.cat((angles, angles), dim=-1)[:, None]  # [tokens, 1, dim]
-        return Turn(angles.cos() * self.amplitude, angles.sin() * self.amplitude)
+        return Rotation(angles.cos() * self.amplitude, angles.sin() * self.amplitude)
 
 
 class GatedMLP(nn.Module):

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from headrace.models.layers import Embedding, GatedMLP, RMSNorm, Rotary, Turn
+from headrace.models.layers import Embedding, GatedMLP, RMSNorm, Rotary, Rotation
 from headrace.models.step import CacheShape, Step
 from headrace.models.text_config import TextConfig, positive, read_text_config
 
@@ -34,7 +34,7 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(c.hidden_size, sum(self.heads) * c.head_dim, bias=c.has_qkv_bias)
         self.out = nn.Linear(c.num_heads * c.head_dim, c.hidden_size, bias=c.has_out_bias)
 
-    def forward(self, x: Tensor, turn: Turn, step: Step) -> Tensor:
+    def forward(self, x: Tensor, turn: Rotation, step: Step) -> Tensor:
         qkv = self.qkv(x).view(len(x), -1, self.dim)  # [tokens, heads + 2 kv_heads, dim]
         q, k, v = qkv.split(self.heads, dim=1)
         q = turn(q)  # [tokens, heads, dim]
@@ -50,7 +50,7 @@ class Layer(nn.Module):
         self.post_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = GatedMLP(config)
 
-    def forward(self, x: Tensor, turn: Turn, step: Step) -> Tensor:
+    def forward(self, x: Tensor, turn: Rotation, step: Step) -> Tensor:
         x = x + self.attention(self.input_norm(x), turn, step)
         return x + self.mlp(self.post_norm(x))
 

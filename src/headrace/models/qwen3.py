@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from headrace.models.layers import Embedding, GatedMLP, RMSNorm, Rotary, Turn
+from headrace.models.layers import Embedding, GatedMLP, RMSNorm, Rotary, Rotation
 from headrace.models.step import CacheShape, Step
 from headrace.models.text_config import TextConfig, layer_windows, read_text_config
 
@@ -38,7 +38,7 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(c.head_dim, c.norm_eps)
         self.k_norm = RMSNorm(c.head_dim, c.norm_eps)
 
-    def forward(self, x: Tensor, turn: Turn, step: Step) -> Tensor:
+    def forward(self, x: Tensor, turn: Rotation, step: Step) -> Tensor:
         qkv = self.qkv(x).view(len(x), -1, self.dim)  # [tokens, heads + 2 kv_heads, dim]
         q, k, v = qkv.split(self.heads, dim=1)
         q = turn(self.q_norm(q))  # [tokens, heads, dim]
@@ -54,7 +54,7 @@ class Layer(nn.Module):
         self.post_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = GatedMLP(config)
 
-    def forward(self, x: Tensor, turn: Turn, step: Step) -> Tensor:
+    def forward(self, x: Tensor, turn: Rotation, step: Step) -> Tensor:
         x = x + self.attention(self.input_norm(x), turn, step)
         return x + self.mlp(self.post_norm(x))
 

@@ -5,13 +5,13 @@ from typing import Any
 
 import torch
 
+from headrace.checkpoints.fingerprint import fingerprint
+from headrace.checkpoints.spec import ModelSpec, read_spec
 from headrace.core.config import ModelConfig
 from headrace.core.errors import ModelError
 from headrace.core.layout import MemoryLayout
 from headrace.core.messages import Ready
-from headrace.models.fingerprint import fingerprint
-from headrace.models.headers import read_headers
-from headrace.models.spec import ModelSpec, read_spec
+from headrace.runner.footprint import footprint
 from headrace.runner.lanes.choose import choose_lane
 from headrace.runner.lanes.lane import Lane
 from headrace.runner.probe import free_bytes, num_cores
@@ -32,8 +32,9 @@ def load_runner(config: ModelConfig, folder: Path) -> tuple[Runner, Ready]:
     spec = read_spec(folder)
     dtype = _dtype(config, spec)
     make = choose_lane(spec, config.lane)
-    _check_weights_fit(spec, dtype, device)
-    lane: Lane = make(spec, dtype, device, *_to_int8(config, make, device))
+    further = _to_int8(config, make, device)
+    _check_weights_fit(config, spec, dtype, make)
+    lane: Lane = make(spec, dtype, device, *further)
     max_num_seqs = config.scheduler.max_num_seqs or _MAX_NUM_SEQS[device.type]
     layout = _layout(config, spec, lane, max_num_seqs)
     lane.open(layout)
@@ -47,7 +48,7 @@ def load_runner(config: ModelConfig, folder: Path) -> tuple[Runner, Ready]:
         dtype=name,
         vocab_size=spec.vocab_size,
         max_model_len=layout.max_positions,
-        max_num_seqs=max_num_seqs,
+        max_num_seqs=min(max_num_seqs, layout.num_slots or max_num_seqs),
         num_parameters=lane.num_parameters,
         weight_bytes=lane.weight_bytes,
         layout=layout,
@@ -87,16 +88,24 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _check_weights_fit(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
-    needed = sum(header.num_values for header in read_headers(spec).values()) * dtype.itemsize
+def _check_weights_fit(config: ModelConfig, spec: ModelSpec, dtype: torch.dtype, lane: Any) -> None:
+    device = _device(config)
+    needed = footprint(spec, dtype, lane.id, device, config.quantize == "int8")
     free = free_bytes(device)
-    if needed > free:
-        remedy = " or --dtype bfloat16" if dtype == torch.float32 else ""
+    if needed.peak > free:
+        stored = _stored(config, _name(dtype))
         raise ModelError(
-            f"The weights of {spec.name} take {needed >> 20} MiB in {_name(dtype)} and "
-            f"{free >> 20} MiB are free; use a smaller model{remedy}.",
+            f"The weights of {spec.name} take {needed} in {stored} and {free >> 20} MiB are "
+            f"free; use a smaller model{_remedy(config, dtype, lane, device)}.",
             "model_too_large",
         )
+
+
+def _remedy(config: ModelConfig, dtype: torch.dtype, lane: Any, device: torch.device) -> str:
+    if dtype == torch.float32 and config.quantize == "none":
+        return " or --dtype bfloat16"
+    can_quantize = lane.id == "native-text" and device.type == "cpu"
+    return " or --quantize int8" if can_quantize and config.quantize == "none" else ""
 
 
 def _layout(config: ModelConfig, spec: ModelSpec, lane: Lane, max_num_seqs: int) -> MemoryLayout:

@@ -1,8 +1,9 @@
 """Executes a plan: computes its chunks, draws its tokens; remembers each sequence's tokens."""
 
+import contextlib
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from headrace.core.sampling import Logprobs
 from headrace.runner.lanes.lane import Lane
 from headrace.runner.logprobs import join, pack_logprobs
 from headrace.runner.sampler import draw
-from headrace.runner.sequences import Known
+from headrace.runner.sequences import SequenceState
 
 _ROWS_AT_ONCE = 64  # rows of prompt logits held at a time: 64 × 150,000 × 4 bytes = 38 MB
 
@@ -23,20 +24,23 @@ class Runner:
 
     def __init__(self, lane: Lane) -> None:
         self.lane = lane
-        self._known: dict[SequenceId, Known] = {}
+        self._known: dict[SequenceId, SequenceState] = {}
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> "Pending":
+        """Computes the chunks; MemoryError, here or with the result, if the device is full."""
         began = time.perf_counter()
         for sequence_id in plan.ended:
             self._known.pop(sequence_id, None)
         for begin in plan.begun:
-            self._known[begin.sequence_id] = Known.from_begin(begin)
-        self.lane.copy((), plan.restores)
+            self._known[begin.sequence_id] = SequenceState.from_begin(begin)
         rows = torch.empty(0)
-        if plan.chunks:
-            rows = self.lane.forward(plan.chunks, [self._tokens(chunk) for chunk in plan.chunks])
-        self.lane.copy(plan.block_copies, plan.slot_copies)
+        with _memory_errors():
+            self.lane.copy((), plan.restores)
+            if plan.chunks:
+                tokens = [self._tokens(chunk) for chunk in plan.chunks]
+                rows = self.lane.forward(plan.chunks, tokens)
+            self.lane.copy(plan.block_copies, plan.slot_copies)
         return Pending(self, plan, rows, began)
 
     def _tokens(self, chunk: Chunk) -> "array[int]":
@@ -96,5 +100,18 @@ class Pending:
 
     @torch.inference_mode()
     def result(self) -> StepResult:
-        chunks = self._runner.finish(self._plan, self._rows)
+        with _memory_errors():
+            chunks = self._runner.finish(self._plan, self._rows)
         return StepResult(chunks, time.perf_counter() - self._began)
+
+
+@contextlib.contextmanager
+def _memory_errors() -> Iterator[None]:
+    """Turns every form in which torch says that memory is short into MemoryError."""
+    try:
+        yield
+    except RuntimeError as error:
+        is_short = isinstance(error, torch.OutOfMemoryError)
+        if is_short or "you tried to allocate" in str(error):  # the CPU's allocator has no type
+            raise MemoryError(str(error)) from error
+        raise

@@ -15,12 +15,12 @@ from headrace.core.sampling import Logprobs, Sampling
 from headrace.runner.logprobs import pack_logprobs
 from headrace.runner.order import Floats, likeliest
 from headrace.runner.philox import uniform
-from headrace.runner.sequences import Known
+from headrace.runner.sequences import SequenceState
 
 _FIRST_HEAD = 256  # candidates that are put in order before it is known how many are needed
 
 
-def draw(logits: Tensor, sequences: Sequence[Known]) -> list[Drawn]:
+def draw(logits: Tensor, sequences: Sequence[SequenceState]) -> list[Drawn]:
     """One token for each sequence from its row of float32 logits [sequences, vocab]."""
     adjusted = _adjusted(logits, sequences)
     best = adjusted.argmax(dim=-1)  # the first of equal ones, hence the lowest id
@@ -39,7 +39,8 @@ def draw(logits: Tensor, sequences: Sequence[Known]) -> list[Drawn]:
 
 def sample(logits: Floats, sampling: Sampling, dice: float) -> int:
     """The candidate that `dice`, a number of [0, 1), points at."""
-    weights = np.exp((logits - logits.max()) / np.float32(sampling.temperature))
+    with np.errstate(over="ignore"):  # far below the best one is as good as infinitely far
+        weights = np.exp((logits - logits.max()) / np.float32(sampling.temperature))
     limit = min(sampling.top_k or len(logits), len(logits))
     size = limit if limit < len(logits) else min(_FIRST_HEAD, limit)
     is_cut = sampling.top_p < 1 or sampling.min_p > 0
@@ -68,17 +69,17 @@ def _num_candidates(weights: Floats, mass: np.ndarray, total: float, sampling: S
     return num
 
 
-def _dice(row: Tensor, known: Known) -> int:
+def _dice(row: Tensor, known: SequenceState) -> int:
     dice = uniform(known.sampling.seed, known.num_generated, known.choice)
     return sample(row.cpu().numpy(), known.sampling, dice)
 
 
-def _logprobs(logits: Tensor, token_id: int, known: Known) -> Logprobs | None:
+def _logprobs(logits: Tensor, token_id: int, known: SequenceState) -> Logprobs | None:
     count = known.sampling.num_logprobs
     return None if count is None else pack_logprobs(logits, (token_id,), count)
 
 
-def _adjusted(logits: Tensor, sequences: Sequence[Known]) -> Tensor:
+def _adjusted(logits: Tensor, sequences: Sequence[SequenceState]) -> Tensor:
     """The same tensor if no sequence changes anything, else a copy on the host."""
     changing = [row for row, known in enumerate(sequences) if _changes(known)]
     if not changing:
@@ -89,21 +90,30 @@ def _adjusted(logits: Tensor, sequences: Sequence[Known]) -> Tensor:
     return copy
 
 
-def _changes(known: Known) -> bool:
+def _changes(known: SequenceState) -> bool:
     s = known.sampling
     has_penalty = s.repetition_penalty != 1 or s.frequency_penalty or s.presence_penalty
     return bool(s.logit_bias or has_penalty or s.masks_ends(known.num_generated))
 
 
-def _adjust(row: Floats, known: Known) -> None:
+def _scaled(logits: Floats, penalty: np.float32) -> Floats:
+    """Divided by the penalty if positive, else multiplied; as large as a float32 can be at most.
+
+    A penalty may be as small as floats go, and as a float32 it may be 0.
+    """
+    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+        scaled = np.where(logits > 0, logits / penalty, logits * penalty)
+    return np.minimum(scaled, np.finfo(np.float32).max)
+
+
+def _adjust(row: Floats, known: SequenceState) -> None:
     s = known.sampling
     for token_id, bias in s.logit_bias.items():
         row[token_id] += np.float32(bias)
     token_ids = np.array(known.token_ids, dtype=np.int64)
     if s.repetition_penalty != 1:
         seen = np.unique(token_ids)
-        penalty = np.float32(s.repetition_penalty)
-        row[seen] = np.where(row[seen] > 0, row[seen] / penalty, row[seen] * penalty)
+        row[seen] = _scaled(row[seen], np.float32(s.repetition_penalty))
     if s.frequency_penalty or s.presence_penalty:
         ids, counts = np.unique(token_ids[known.num_prompt :], return_counts=True)
         row[ids] -= (s.frequency_penalty * counts + s.presence_penalty).astype(np.float32)

@@ -8,7 +8,7 @@ from headrace.core.sampling import Sampling
 
 
 @dataclass(slots=True)
-class Known:
+class SequenceState:
     """Tokens known so far, the drawn ones appended, and how to draw the next."""
 
     token_ids: "array[int]"
@@ -17,7 +17,7 @@ class Known:
     sampling: Sampling
 
     @classmethod
-    def from_begin(cls, begin: Begin) -> "Known":
+    def from_begin(cls, begin: Begin) -> "SequenceState":
         # A copy of our own: it grows with each draw.
         return cls(begin.token_ids[:], begin.num_prompt, begin.choice, begin.sampling)
 

@@ -7,15 +7,15 @@ from headrace.scheduler.draft import StepDraft
 from headrace.scheduler.limits import Limits
 from headrace.scheduler.places import Places
 from headrace.scheduler.queue import Walk
-from headrace.scheduler.roster import Roster
 from headrace.scheduler.sequence import Sequence, SequenceStatus
+from headrace.scheduler.sequence_table import SequenceTable
 
 
 class Planner:
     """Plans over a roster within a budget; keeps nothing of its own from plan to plan."""
 
     def __init__(
-        self, config: SchedulerConfig, limits: Limits, roster: Roster, budget: TimeBudget
+        self, config: SchedulerConfig, limits: Limits, roster: SequenceTable, budget: TimeBudget
     ) -> None:
         self._config = config
         self._limits = limits

@@ -14,14 +14,14 @@ from headrace.core.plan import StepPlan, StepResult
 from headrace.memory.memory import Memory
 from headrace.scheduler.budget import TimeBudget
 from headrace.scheduler.cost import StepShape
-from headrace.scheduler.flight import Flight
+from headrace.scheduler.in_flight import InFlight
 from headrace.scheduler.intake import Intake
 from headrace.scheduler.limits import Limits
 from headrace.scheduler.outbox import Outbox
 from headrace.scheduler.planner import Planner
 from headrace.scheduler.queue import due_time
-from headrace.scheduler.roster import Reserve, Roster
 from headrace.scheduler.sequence import Sequence
+from headrace.scheduler.sequence_table import Reserve, SequenceTable
 
 MAX_QUEUE_SHOWN = 64
 
@@ -45,10 +45,10 @@ class Scheduler:
         self.memory = Memory(layout)
         self._patience = config.patience
         self._outbox = Outbox()
-        self._roster = Roster(self.memory, self._outbox, reserve)
+        self._roster = SequenceTable(self.memory, self._outbox, reserve)
         self._budget = TimeBudget(limits)
         self._planner = Planner(config, limits, self._roster, self._budget)
-        self._flight = Flight(self._roster, self._budget)
+        self._flight = InFlight(self._roster, self._budget)
         self._intake = Intake(self.memory, self.max_model_len)
         self._cancels: dict[SequenceId, Finish] = {}
 
@@ -71,6 +71,11 @@ class Scheduler:
     def missed(self) -> Counter[str]:
         """How often the stall target was missed, by cause."""
         return self._budget.missed
+
+    @property
+    def predicted_s(self) -> float:
+        """Seconds that the step launched last should take; 0 while unmeasured."""
+        return self._flight.predicted_s
 
     @property
     def last_step(self) -> StepTrace | None:

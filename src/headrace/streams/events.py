@@ -86,14 +86,16 @@ class Queued(Event, frozen=True):
     eta_ms: int | None
 
 
-class Heartbeat(Event, frozen=True):
-    """Life on a byte-addressed stream. `state`: queued, prompt, decode, recovering.
+class Heartbeat(Event, frozen=True, omit_defaults=True):
+    """Life on a byte-addressed stream; on any stream, that its engine has died.
 
-    `form` says how wires show it: data or comment.
+    `state`: queued, prompt, decode, recovering. `form` says how wires show it: data or comment.
+    `attempt` counts the recoveries of the stream from 1, and is set where one begins.
     """
 
     state: str
     form: str
+    attempt: int | None = None
 
 
 class Progress(Event, frozen=True):
@@ -145,5 +147,13 @@ class Error(Event, frozen=True):
 AnyEvent = Accepted | Queued | Heartbeat | Progress | Tokens | Finish | Error
 
 
+_ANOTHER_MODEL = ("model_changed", "resume_mismatch")
+
+
 def is_terminal(event: AnyEvent) -> bool:
     return isinstance(event, Finish | Error)
+
+
+def frees_key(event: AnyEvent) -> bool:
+    """Whether, after this end, the same idempotency key may run the request anew."""
+    return isinstance(event, Error) and (event.retryable or event.code in _ANOTHER_MODEL)

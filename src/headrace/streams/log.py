@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
+from headrace.core.errors import RequestError
+from headrace.core.ids import StreamId
 from headrace.streams.events import AnyEvent, is_terminal
 
 _PAGE = 256
@@ -26,7 +28,7 @@ class Log(Protocol):
     async def read(self, after: int, limit: int) -> tuple[Sequence[AnyEvent], bool]:
         """Events that follow number `after`, and whether nothing will ever follow them.
 
-        Raises LogGone once the stream was forgotten.
+        Raises LogGone once the stream was forgotten, LogUnsound if what is stored of it is damaged.
         """
 
     async def wait(self, after: int) -> None:
@@ -41,6 +43,33 @@ class LogGone(Exception):
     """The stream was forgotten while somebody still read or wrote its log."""
 
 
+class LogUnsound(RequestError):
+    """What is stored of a stream is not what was written, so none of it is served.
+
+    `row` is its number in the store, `reason` what of it, empty if the log has said so; `owner` and
+    `conversation` are None where nothing sound says them.
+    """
+
+    def __init__(
+        self,
+        row: int,
+        stream_id: StreamId,
+        reason: str,
+        owner: str | None = None,
+        conversation: str | None = None,
+    ) -> None:
+        super().__init__(
+            "stream_unsound",
+            "What is stored of this stream is damaged, and none of it can be sent. Delete it, or "
+            "send the request again; all other streams are served.",
+        )
+        self.row = row
+        self.stream_id = stream_id
+        self.reason = reason
+        self.owner = owner
+        self.conversation = conversation
+
+
 class Tail:
     """The newest events of a log in memory, and the readers that wait for more.
 
@@ -48,12 +77,12 @@ class Tail:
     2 x `keep` events, without it none. For the event loop's thread alone.
     """
 
-    __slots__ = ("_events", "_keep", "_waiting", "has_ended", "is_gone", "next_seq")
+    __slots__ = ("_events", "_gone", "_keep", "_waiting", "has_ended", "next_seq")
 
     def __init__(self, next_seq: int = 0, has_ended: bool = False, keep: int | None = None) -> None:
         self.next_seq = next_seq
         self.has_ended = has_ended
-        self.is_gone = False
+        self._gone: LogGone | LogUnsound | None = None
         self._keep = keep
         self._events: list[AnyEvent] = []
         self._waiting: set[asyncio.Future[None]] = set()
@@ -66,15 +95,19 @@ class Tail:
             del self._events[: -self._keep]
         self._wake()
 
-    def forget(self) -> None:
-        self.is_gone = True
+    @property
+    def is_gone(self) -> bool:
+        return self._gone is not None
+
+    def forget(self, why: LogUnsound | None = None) -> None:
+        self._gone = why or LogGone()
         self._events = []
         self._wake()
 
     def read(self, after: int, limit: int) -> list[AnyEvent] | None:
         """Up to `limit` events that follow number `after`; None if the first was dropped."""
-        if self.is_gone:
-            raise LogGone
+        if self._gone is not None:
+            raise self._gone
         start = after + 1 - (self.next_seq - len(self._events))
         return self._events[start : start + limit] if start >= 0 else None
 
@@ -132,3 +165,5 @@ async def follow(log: Log, after: int = -1) -> AsyncIterator[AnyEvent]:
         for event in events:
             yield event
         after += len(events)
+        if len(events) == _PAGE:
+            await asyncio.sleep(0)  # a long log must not keep others from their turn

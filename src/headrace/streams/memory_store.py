@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from headrace.core.ids import StreamId
-from headrace.streams.events import AnyEvent, Error
+from headrace.streams.events import AnyEvent, frees_key
 from headrace.streams.log import LogConflict, MemoryLog
 from headrace.streams.record import Record
 from headrace.streams.store import ByConversation, ById, ByKey, Name, Retention, Stored, Totals
@@ -109,8 +109,8 @@ class _Entry:
         self.num_bytes += len(_encode(events)) * _BYTES_PER_ENCODED
         if self.log.tail.has_ended and self.ended_at is None:
             self.ended_at = self.read_at = time.time()
-            names, last = self.record.names, events[-1]
-            if names.key is not None and isinstance(last, Error) and last.retryable:
+            names = self.record.names
+            if names.key is not None and frees_key(events[-1]):
                 self.drop(ByKey(names.owner, names.key))
 
     def drop(self, name: Name) -> None:

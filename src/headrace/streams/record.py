@@ -25,6 +25,15 @@ class Names(msgspec.Struct, frozen=True):
         return self.conversation is not None or self.key is not None
 
 
+class ServedForm(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How a model was served, beside its weights; empty where an older version did not say."""
+
+    version: str = ""  # of Headrace
+    dtype: str = ""  # with the quantization, if there is one
+    device: str = ""
+    max_model_len: int = 0
+
+
 class Record(msgspec.Struct, frozen=True):
     """Frozen at admission. `prompts` are packed int32 token ids, one entry per prompt."""
 
@@ -35,6 +44,7 @@ class Record(msgspec.Struct, frozen=True):
     system_fingerprint: str
     names: Names = Names()
     is_durable: bool = False  # survives the server
+    served: ServedForm = ServedForm()
 
     @property
     def mode(self) -> str:

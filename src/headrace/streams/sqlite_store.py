@@ -5,6 +5,8 @@ that writes and one that reads.
 """
 
 import asyncio
+import contextlib
+import logging
 import sqlite3
 import time
 from collections.abc import Callable, Sequence
@@ -16,13 +18,23 @@ from typing import TypeVar
 from headrace.core.ids import StreamId
 from headrace.streams import sqlite_rows as rows
 from headrace.streams.events import AnyEvent
-from headrace.streams.log import LogGone, Tail
+from headrace.streams.log import LogUnsound, Tail
 from headrace.streams.record import Record
 from headrace.streams.sqlite_schema import NAME, connect, open_database
 from headrace.streams.sqlite_writer import Writer
 from headrace.streams.state_dir import StateDir
-from headrace.streams.store import ByConversation, Name, Retention, Stored, StoreStalled, Totals
+from headrace.streams.store import (
+    ByConversation,
+    ByKey,
+    Name,
+    Retention,
+    Stored,
+    StoreStalled,
+    Totals,
+)
 from headrace.streams.sweep import choose
+
+logger = logging.getLogger(__name__)
 
 _TAIL = 32  # events of a live stream in memory, so that readers who keep up need no SQL
 _EVICTED_AT_ONCE = 100  # appends pass between two transactions of a sweep
@@ -36,9 +48,14 @@ class SqliteStore:
     is_durable = True
 
     def __init__(self, state: StateDir, connection: sqlite3.Connection) -> None:
-        rows.delete_unreadable(connection)
+        self._named: set[int] = set()  # rows of which the log says that they are unsound
+        self._mend(connection)
         # Every live stream has its tail here; one that does not has ended, or is not yet known.
-        self._live = {id: Tail(next_seq, keep=_TAIL) for id, next_seq in rows.live(connection)}
+        self._live = {
+            stream_id: Tail(next_seq, keep=_TAIL)
+            for n, stream_id, next_seq in rows.live(connection)
+            if n not in self._named
+        }
         self._read_at: dict[int, float] = {}  # by row, since the last sweep
         self._state = state
         self._reader = _Reader(connect(state.path / NAME))
@@ -68,19 +85,22 @@ class SqliteStore:
         )
 
     async def find(self, name: Name) -> Stored | None:
-        found = await self._ask(partial(rows.find_all, name=name))
-        return found[0] if found else None
+        for found in await self._ask(partial(rows.find_all, name=name)):
+            if isinstance(found, Stored):
+                return found
+            if not isinstance(name, ByKey):  # whose key is free, for a retry to run anew
+                raise found
+        return None
 
     async def find_family(self, name: ByConversation) -> list[Stored]:
-        return await self._ask(partial(rows.find_family, name=name))
+        found = await self._ask(partial(rows.find_family, name=name))
+        return [stored for stored in found if isinstance(stored, Stored)]
 
     async def forget(self, stream_id: StreamId) -> None:
         await self._delete([stream_id])
 
     async def unfinished(self) -> list[Stored]:
-        return await self._writer.write(
-            rows.claim_unfinished, lambda claimed: [self._stored(row) for row in claimed]
-        )
+        return await self._writer.write(rows.claim_unfinished, self._claimed)
 
     async def sweep(self, retention: Retention, now: float) -> Totals:
         read_at, self._read_at = self._read_at, {}
@@ -90,13 +110,57 @@ class SqliteStore:
             await self._delete(evicted[start : start + _EVICTED_AT_ONCE])
         return totals
 
-    async def _ask(self, query: Callable[[sqlite3.Connection], list[rows.Row]]) -> list[Stored]:
+    async def _ask(
+        self, query: Callable[[sqlite3.Connection], list[rows.Row | LogUnsound]]
+    ) -> list[Stored | LogUnsound]:
         while True:
             found = await self._reader.run(query)
-            if all(row.has_ended or row.record.id in self._live for row in found):
-                self._read_at.update((row.n, time.time()) for row in found)
-                return [self._stored(row) for row in found]
+            sound = [row for row in found if isinstance(row, rows.Row)]
+            if all(row.has_ended or row.record.id in self._live for row in sound):
+                break
             # else one was created or has ended during the query
+        self._read_at.update((row.n, time.time()) for row in sound)
+        for row in found:
+            if isinstance(row, LogUnsound):
+                await self._set_aside(row)
+        return [self._stored(row) if isinstance(row, rows.Row) else row for row in found]
+
+    def _mend(self, connection: sqlite3.Connection) -> None:
+        """Before anybody reads: takes out of the way what somebody else wrote."""
+        unsound = rows.unsound(connection)
+        for one in unsound:
+            self._name(one)
+        try:
+            connection.execute("BEGIN IMMEDIATE")
+            rows.set_aside(connection, unsound)
+            if num_orphans := rows.drop_orphans(connection):
+                logger.warning("%d logs without a stream were removed", num_orphans)
+            connection.commit()
+        except sqlite3.OperationalError:  # a full disk: what is unsound is seen wherever it is read
+            connection.rollback()
+
+    async def _set_aside(self, unsound: LogUnsound) -> None:
+        """Names a stream once, and has it stay unsound; one that is written now goes on."""
+        if unsound.row not in self._named and unsound.stream_id not in self._live:
+            self._name(unsound)
+            with contextlib.suppress(StoreStalled):
+                await self._writer.write(partial(rows.set_aside, unsound=[unsound]), _nothing)
+
+    def _name(self, unsound: LogUnsound) -> None:
+        self._named.add(unsound.row)
+        if unsound.reason:
+            logger.warning(
+                "The stream in row %d is set aside: %s",
+                *(unsound.row, unsound.reason),
+            )
+
+    def _claimed(self, found: list[rows.Row | LogUnsound]) -> list[Stored]:
+        for row in found:
+            if isinstance(row, LogUnsound):
+                self._name(row)
+                if (tail := self._live.pop(row.stream_id, None)) is not None:
+                    tail.forget(row)
+        return [self._stored(row) for row in found if isinstance(row, rows.Row)]
 
     def _created(self, row: rows.Row) -> Stored:
         if row.epoch != rows.NO_WRITER:
@@ -146,10 +210,13 @@ class _Log:
         self._store._read_at[self._row.n] = time.time()
         events = self._tail.read(after, limit)
         if events is None:
-            work = partial(rows.read, n=self._row.n, after=after, limit=limit)
-            events = await self._store._reader.run(work)
-            if not events:
-                raise LogGone
+            num = min(limit, self._tail.next_seq - after - 1)
+            work = partial(rows.read, row=self._row, after=after, num=num)
+            try:
+                events = await self._store._reader.run(work)
+            except LogUnsound as unsound:
+                await self._store._set_aside(unsound)
+                raise
         return events, self._tail.ends_with(after + len(events))
 
     async def wait(self, after: int) -> None:

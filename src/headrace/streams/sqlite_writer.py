@@ -16,6 +16,7 @@ logger = logging.getLogger(__name__)
 GROUP_S = 0.005  # what arrives within it shares a transaction, so a sync of the disk
 RETRY_S = 0.25
 STALL_S = 8.0  # without a commit for so long, the store has stalled
+NUM_TICKS = 8  # in which that time is counted
 MAX_WAITING_BYTES = 64 << 20
 
 Result = TypeVar("Result")
@@ -43,11 +44,16 @@ class _Write(Generic[Result]):
     def settle(self) -> None:
         """On the loop. The result is published even if nobody waits for it any more."""
         if self.error is None:
-            result = self.publish(self.result)
-            if not self.done.cancelled():
-                self.done.set_result(result)
-        elif not self.done.cancelled():
+            try:
+                result = self.publish(self.result)
+            except Exception as error:  # its caller's to hear, not that of the writes beside it
+                self.error = error
+        if self.done.cancelled():
+            return
+        if self.error is not None:
             self.done.set_exception(self.error)
+        else:
+            self.done.set_result(result)
 
 
 class Writer:
@@ -126,9 +132,18 @@ class Writer:
         if self._num_waiting:
             self._start_watch()
 
-    def _start_watch(self) -> None:
-        why = f"no commit for {STALL_S:.0f} s"
-        self._watch = asyncio.get_running_loop().call_later(STALL_S, self._stall, why, [])
+    def _start_watch(self, num_left: int = NUM_TICKS) -> None:
+        loop, tick_s = asyncio.get_running_loop(), STALL_S / NUM_TICKS
+        self._watch = loop.call_later(tick_s, self._tick, num_left, loop.time() + 1.5 * tick_s)
+
+    def _tick(self, num_left: int, late_at: float) -> None:
+        """One that comes late counts for nothing: the loop was blocked, and not the store."""
+        if asyncio.get_running_loop().time() < late_at:
+            num_left -= 1
+        if num_left:
+            self._start_watch(num_left)
+        else:
+            self._stall(f"no commit for {STALL_S:.0f} s", [])
 
     def _stall(self, why: str, refused: list[_Write[Any]]) -> None:
         if not self.stalled.is_set():

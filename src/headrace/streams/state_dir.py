@@ -41,7 +41,13 @@ class StateDir:
     def private_file(self, name: str) -> Path:
         """A file that only its user can read; made if it does not exist."""
         path = self.path / name
-        os.close(_open_private(path))
+        try:
+            os.close(_open_private(path))
+        except OSError as error:
+            raise StateError(
+                f"The state directory cannot be used: {name}: {error.strerror}. Remove that, or "
+                "choose another directory with --state-dir."
+            ) from error
         return path
 
     def close(self) -> None:

@@ -5,7 +5,7 @@ from typing import Protocol
 
 import msgspec
 
-from headrace.core.errors import HeadraceError
+from headrace.core.errors import RequestError
 from headrace.core.ids import StreamId
 from headrace.streams.log import Log
 from headrace.streams.record import Record
@@ -55,10 +55,11 @@ class Totals(msgspec.Struct, frozen=True):
     num_bytes: int
 
 
-class StoreStalled(HeadraceError):
+class StoreStalled(RequestError):
     """The store cannot make this durable now: the disk is full, fails, or takes too long."""
 
-    code = "storage_unavailable"
+    def __init__(self, message: str) -> None:
+        super().__init__("storage_unavailable", message, retry_after_s=5)
 
 
 class Store(Protocol):
@@ -84,20 +85,24 @@ class Store(Protocol):
     async def find(self, name: Name) -> Stored | None:
         """The stream of that name, ended ones too; counts as reading it.
 
-        A key is free, so finds nothing, once its stream ended in a retryable error.
+        A key is free, so finds nothing, once its stream ended in an error after which the request
+        may run anew, and where its stream is unsound. LogUnsound by any other name.
         """
 
     async def find_family(self, name: ByConversation) -> list[Stored]:
         """The stream of that conversation, and those of `<conversation>::<anything>`.
 
-        In any order; counts as reading them.
+        In any order, without unsound ones; counts as reading them.
         """
 
     async def forget(self, stream_id: StreamId) -> None:
         """Removes a stream with its names; unknown ones are ignored. Its readers get LogGone."""
 
     async def unfinished(self) -> list[Stored]:
-        """Streams without a terminal event, oldest first, claimed for the caller to write."""
+        """Streams without a terminal event, oldest first, claimed for the caller to write.
+
+        Unsound ones are set aside instead: they end here, and are told of to whoever asks.
+        """
 
     async def sweep(self, retention: Retention, now: float) -> Totals:
         """Removes ended streams that are too old, then the least recently read beyond the caps.

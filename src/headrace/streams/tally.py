@@ -8,7 +8,8 @@ class Tally:
 
     def __init__(self) -> None:
         self._num_prompt = 0
-        self._cached: dict[int, int] = {}  # by the first choice of each prompt
+        self._num_cached = 0
+        self._planned: set[int] = set()  # the first choice of each prompt that has begun
         self._prompt_ms: tuple[int, int] | None = None  # first and last progress
         self._num_predicted = 0
         self._predicted_ms: tuple[int, int] | None = None  # first and last token
@@ -20,7 +21,9 @@ class Tally:
             case Accepted():
                 self._num_prompt = event.prompt_tokens
             case Progress():
-                self._cached.setdefault(event.choice, event.cache)
+                if event.choice not in self._planned:
+                    self._planned.add(event.choice)
+                    self._num_cached += event.cache
                 self._prompt_ms = _widen(self._prompt_ms, event.at_ms)
             case Tokens(ids=ids) if ids:
                 self._num_predicted += len(ids)
@@ -45,10 +48,6 @@ class Tally:
             queue_ms=float(self._prompt_ms[0]) if self._prompt_ms else 0.0,
             max_gap_ms=float(self._max_gap_ms),
         )
-
-    @property
-    def _num_cached(self) -> int:
-        return sum(self._cached.values())
 
 
 def _widen(span: tuple[int, int] | None, at_ms: int) -> tuple[int, int]:

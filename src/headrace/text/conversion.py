@@ -49,7 +49,7 @@ def _convert(folder: Path, target: Path, found: list[str]) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as own:
         out = Path(own) / target.name
-        module = "headrace.models.convert_tokenizer"
+        module = "headrace.checkpoints.convert_tokenizer"
         command = [sys.executable, "-m", module, str(folder), str(out)]
         try:
             subprocess.run(command, check=True, capture_output=True, timeout=_MAX_SECONDS)

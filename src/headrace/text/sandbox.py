@@ -150,8 +150,8 @@ def _to_json(
     )
 
 
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
+def _raise_exception(message: object) -> None:
+    raise jinja2.TemplateError(str(message))
 
 
 def _strftime_now(layout: str) -> str:

@@ -1,18 +1,31 @@
 """A model's chat template: messages to the text that is tokenized; never tokenizes."""
 
-import json
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jinja2
+import msgspec
 
 from headrace.core.errors import ModelError, RequestError
 from headrace.core.request import Chat
 from headrace.text.sandbox import Overrun, TemplateEnvironment
 
+_MAX_WORDS = 1000
+
 Message = dict[str, Any]
+
+
+class _Named(msgspec.Struct):
+    name: str
+    template: str
+
+
+class _Config(msgspec.Struct):
+    """The part of a tokenizer's config that is looked at."""
+
+    chat_template: str | list[_Named] | None = None
 
 
 class ChatTemplate:
@@ -66,7 +79,11 @@ class ChatTemplate:
             }
         )
         try:
-            return self._environment.render(template, variables)
+            text = self._environment.render(template, variables)
+            text.encode()
+            return text
+        except UnicodeEncodeError:
+            raise _failed("The chat template renders half a surrogate pair.") from None
         except Overrun as error:
             raise _failed(f"The chat template overran: it {error}.") from None
         except jinja2.TemplateError as error:
@@ -86,7 +103,9 @@ class ChatTemplate:
 
 
 def _failed(message: str) -> RequestError:
-    return RequestError("template_failed", message, "messages")
+    """A template's own words may be long, and no text at all."""
+    words = message[:_MAX_WORDS].encode(errors="replace").decode()
+    return RequestError("template_failed", words, "messages")
 
 
 def _for_template(message: Message) -> Message:
@@ -104,8 +123,8 @@ def _with_parsed_arguments(call: Any) -> Any:
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
     try:
-        arguments = json.loads(function["arguments"])
-    except ValueError:  # a model wrote it; the template shows it as it is
+        arguments = msgspec.json.decode(function["arguments"])
+    except (ValueError, RecursionError):  # a model wrote it; the template shows it as it is
         return call
     return call | {"function": function | {"arguments": arguments}}
 
@@ -137,20 +156,24 @@ def _config_sources(folder: Path) -> dict[str, str]:
     """`chat_template` in a config: one text, or a list of {name, template}."""
     sources: dict[str, str] = {}
     for name in ("tokenizer_config.json", "chat_template.json"):
-        found = _parsed(folder / name).get("chat_template") if (folder / name).exists() else None
+        found = _stated(folder / name).chat_template if (folder / name).exists() else None
         if isinstance(found, str):
             sources["default"] = found
-        elif isinstance(found, list):
-            sources |= {entry["name"]: entry["template"] for entry in found}
+        elif found:
+            sources |= {named.name: named.template for named in found}
     return sources
 
 
-def _parsed(file: Path) -> dict[str, Any]:
+def _stated(file: Path) -> _Config:
     try:
-        parsed: dict[str, Any] = json.loads(_read(file))
-    except ValueError as error:
+        return msgspec.json.decode(_read(file), type=_Config)
+    except msgspec.ValidationError as error:
+        raise ModelError(
+            f"The chat_template in {file.name} is neither a text nor a list of named ones.",
+            "tokenizer_invalid",
+        ) from error
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{file.name} is not valid JSON.", "tokenizer_invalid") from error
-    return parsed
 
 
 def _read(file: Path) -> str:

@@ -3,9 +3,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from headrace.checkpoints.spec import read_spec
 from headrace.core.config import ModelConfig
 from headrace.core.errors import ModelError
-from headrace.models.spec import read_spec
 from headrace.runner.attention import NaiveAttention
 from headrace.runner.lanes import native_text
 from headrace.runner.lanes.native_text import NativeText

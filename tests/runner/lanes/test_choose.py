@@ -3,8 +3,8 @@ from typing import Any
 
 import pytest
 
+from headrace.checkpoints.spec import Defaults, ModelSpec
 from headrace.core.errors import ModelError
-from headrace.models.spec import Defaults, ModelSpec
 from headrace.runner.lanes.choose import choose_lane
 
 DENSE = {

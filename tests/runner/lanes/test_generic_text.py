@@ -31,6 +31,12 @@ def test_a_model_that_returns_no_cache_is_refused_by_lane_and_name(tmp_path: Pat
         tiny_runner(bert)
 
 
+def test_a_model_whose_forward_fails_is_refused_and_no_fault_of_ours(tmp_path: Path) -> None:
+    xlstm = make_tiny_model(tmp_path / "xlstm", "xLSTMForCausalLM", head_dim=None)
+    with pytest.raises(ModelError, match=r"xLSTMForCausalLM .* its forward ends with Attribute"):
+        tiny_runner(xlstm)
+
+
 def test_slots_shrink_to_the_memory_and_then_the_sequences_do(folder: Path) -> None:
     lane = tiny_runner(folder, "generic-text").lane
     # 3 layers, 2 kv heads of 16, keys and values, float32

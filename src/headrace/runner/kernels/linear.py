@@ -53,6 +53,17 @@ def _packed(linear: nn.Linear, to_int8: bool) -> nn.Module:
     return PackedLinear(linear.weight.detach(), None, linear.bias)
 
 
+def packing_bytes(layer: nn.Module, to_int8: bool) -> tuple[int, int] | None:
+    """What `pack_linear` makes of a layer, and what it takes meanwhile; None if it leaves it."""
+    if type(layer) is not nn.Linear or not (to_int8 or layer.weight.dtype == torch.bfloat16):
+        return None
+    stored = torch.empty_like(layer.weight, dtype=torch.int8, device="meta")
+    packed = pack(stored).nbytes if to_int8 else pack(stored).nbytes * torch.bfloat16.itemsize
+    quantized = stored.nbytes if to_int8 else 0
+    scale_and_bias = 2 * torch.float32.itemsize * layer.out_features
+    return packed + scale_and_bias, packed + quantized  # it is padded in one copy, laid in another
+
+
 def relative_loss(weight: Tensor) -> float:
     """Root of the mean square error that int8 makes, relative to the weights' own size."""
     stored, scale = quantize(weight)

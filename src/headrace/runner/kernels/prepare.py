@@ -2,12 +2,12 @@
 
 from torch import Tensor, nn
 
-from headrace.models.layers import GatedMLP, RMSNorm, Rotary, Turn
+from headrace.models.layers import GatedMLP, RMSNorm, Rotary, Rotation
 from headrace.runner.kernels.linear import PackedLinear
 from headrace.runner.kernels.pointwise import gated, norm, rotate
 
 
-class CpuTurn(Turn):
+class CpuTurn(Rotation):
     """Cosines and sines float32 [tokens, dim/2]."""
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -19,7 +19,7 @@ class CpuRotary(nn.Module):
         super().__init__()
         self.frequencies, self.amplitude = plain.frequencies, plain.amplitude
 
-    def forward(self, positions: Tensor) -> Turn:
+    def forward(self, positions: Tensor) -> Rotation:
         angles = positions[:, None].float() * self.frequencies  # [tokens, dim/2]
         return CpuTurn(angles.cos().mul_(self.amplitude), angles.sin().mul_(self.amplitude))
 

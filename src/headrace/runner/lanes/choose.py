@@ -3,9 +3,9 @@
 import importlib
 from typing import Any
 
+from headrace.checkpoints.spec import ModelSpec
 from headrace.core.errors import ModelError
 from headrace.models.registry import FAMILIES, family
-from headrace.models.spec import ModelSpec
 
 LANES = {
     "native-text": "headrace.runner.lanes.native_text:NativeText",

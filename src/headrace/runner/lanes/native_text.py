@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from headrace.checkpoints.spec import ModelSpec
+from headrace.checkpoints.weights import load_weights
 from headrace.core.layout import MemoryLayout
 from headrace.core.plan import BlockCopy, Chunk, SlotCopy
 from headrace.models.registry import family
-from headrace.models.spec import ModelSpec
-from headrace.models.weights import load_weights
 from headrace.runner.attention import Attention, NaiveAttention
 from headrace.runner.inputs import Batch, pack
 from headrace.runner.kernels.attention import CpuAttention

@@ -1,0 +1,175 @@
+"""A whole run: site, proxy, clients, faults, and at the end nothing may be left over."""
+
+import asyncio
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from chaos.catalog import Question, make_catalog
+from chaos.clients import draw_way, live
+from chaos.compare import Violation
+from chaos.faults import Faults
+from chaos.oracle import judge, judge_plain
+from chaos.report import Report
+from chaos.site import HEARTBEAT_S, Site
+from chaos.story import Story
+from chaos.truth import NoTruth, read_truth
+from chaos.witness import Fates, Proxy
+from headrace.streams.sqlite_store import SqliteStore
+
+_CUT_SHARE = 0.35
+_LAG_PROBE_S = 0.05
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """Ends after so many kills or seconds, whichever comes first; then waits for the streams."""
+
+    model: Path
+    folder: Path
+    kills: int
+    seed: int
+    seconds: float = float("inf")
+    patience_s: float = 600.0
+    num_clients: int = 10
+
+
+def _mute(line: str) -> None:
+    pass
+
+
+class Run:
+    """`say` is told what happens while it happens."""
+
+    def __init__(self, plan: Plan, say: Callable[[str], None] = _mute) -> None:
+        self._say = say
+        self.report = Report(plan.seed, HEARTBEAT_S + 0.25, say)
+        self.site = Site(plan.model, plan.folder / "state")
+        self._plan = plan
+        self._proxy = Proxy(self.site.port, Fates(f"{plan.seed}/fates", _CUT_SHARE))
+        self._calm = Proxy(self.site.port, Fates("", 0.0))
+        self._is_over = False
+        self._num_begun = 0
+
+    async def run(self) -> str:
+        """The report; `report.violations` is empty if all held."""
+        try:
+            await self._run()
+        finally:
+            self.site.close()
+        return self.report.text()
+
+    async def _run(self) -> None:
+        self.site.start()
+        assert await self.site.ready(), self.site.last_lines
+        url = f"http://127.0.0.1:{self.site.port}"
+        self._say(f"up at {url}; the undisturbed answers first")
+        catalog = await asyncio.to_thread(make_catalog, url, self._plan.seed)
+        self._say(f"{len(catalog)} questions; the first blow falls")
+        await self._proxy.open()
+        await self._calm.open()
+        faults = Faults(self.site, self._proxy, self._plan.seed)
+        async with asyncio.TaskGroup() as tasks:
+            lag = tasks.create_task(self._probe_lag())
+            clients = [
+                tasks.create_task(self._client(number, catalog))
+                for number in range(self._plan.num_clients)
+            ]
+            await self._strike(faults)
+            self._is_over = self._proxy.is_calm = True
+            self._say("the last blow has fallen; the streams may end")
+            await asyncio.wait(clients)
+            lag.cancel()
+        await self._check_rest()
+        self._proxy.close()
+        self._calm.close()
+        self._count(faults)
+
+    async def _strike(self, faults: Faults) -> None:
+        deadline = time.monotonic() + self._plan.seconds
+        while faults.num_kills < self._plan.kills and time.monotonic() < deadline:
+            fault = await faults.strike()
+            self._say(
+                f"{fault}; {faults.num_kills} kills, {self._proxy.num_cuts} cuts, "
+                f"{self.report.num_stories.total()} of {self._num_begun} requests judged, "
+                f"{len(self.report.violations)} violations"
+            )
+            if self.site.has_ended:
+                self.report.fail("wrong failure", f"the server ended: {self.site.last_lines}")
+                return
+
+    async def _client(self, number: int, catalog: list[Question]) -> None:
+        rng = random.Random(f"{self._plan.seed}/client {number}")
+        while not self._is_over:
+            self._num_begun += 1
+            label = f"{self._plan.seed}/{self._num_begun} of client {number}"
+            patience_s = self._plan.patience_s
+            story = Story(label, rng.choice(catalog), draw_way(rng), patience_s)
+            await live(story, self._proxy)
+            found = await self._judge(story)
+            self.report.add(story, found, self.site.deaths)
+
+    async def _judge(self, story: Story) -> list[Violation]:
+        found = self._unexplained(story)
+        if story.way.is_plain:
+            return found + judge_plain(story)
+        conversation = None if story.way.names == "key" else story.label
+        try:
+            truths = [
+                await read_truth(self._calm, stream_id, conversation)
+                for stream_id in sorted(story.stream_ids)
+            ]
+        except NoTruth as error:
+            return [*found, Violation("lost", story.question.num_tokens, str(error))]
+        return found + judge(story, truths)
+
+    def _unexplained(self, story: Story) -> list[Violation]:
+        """Connections that broke, or were refused, though nobody had cut or ended anything."""
+        return [
+            Violation("wrong failure", 1, f"unexplained: {made.line()}")
+            for made in story.exchanges
+            if not (made.got.is_whole and made.got.status not in (429, 503))
+            and not (made.passage and made.passage.was_cut)
+            and not self.site.was_out(made.began, made.ended)
+        ]
+
+    async def _check_rest(self) -> None:
+        """Nothing runs, waits or is unfinished after the last stream."""
+        if self.site.has_ended:
+            return
+        for _ in range(20):
+            if await self.site.is_engine_at_rest():
+                break
+        else:
+            self.report.fail("wrong failure", "the engine still computes after the last stream")
+        if not await self.site.is_well(within_s=10):
+            self.report.fail("wrong failure", "the server is not well after the run")
+        if code := await self.site.stop():
+            self.report.fail("wrong failure", f"the server ended with {code} after SIGTERM")
+        store = SqliteStore.open(self.site.state_dir)
+        unfinished = await store.unfinished()
+        await store.close()
+        if unfinished:
+            self.report.fail("lost", f"{len(unfinished)} streams never ended")
+
+    def _count(self, faults: Faults) -> None:
+        for problem in faults.problems:
+            self.report.fail("silent", problem)
+        for complaint in self.site.complaints[:20]:
+            self.report.fail("wrong failure", f"in the server's log: {complaint}")
+        self.report.facts = {
+            "kills": faults.num_kills,
+            "of them kills of the server": faults.num_server_kills,
+            "cuts": self._proxy.num_cuts,
+            "requests": self._num_begun,
+        }
+
+    async def _probe_lag(self) -> None:
+        while True:
+            asked = time.monotonic()
+            await asyncio.sleep(_LAG_PROBE_S)
+            now = time.monotonic()
+            if (lag := now - asked - _LAG_PROBE_S) > _LAG_PROBE_S:
+                self.report.lags.append((now, lag))

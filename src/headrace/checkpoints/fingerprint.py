@@ -1,0 +1,23 @@
+"""A short name for exactly these weights as they are served; reads a sample, not all of them."""
+
+import hashlib
+from importlib.metadata import version
+
+from headrace.checkpoints.spec import ModelSpec
+
+_SAMPLE_BYTES = 64 << 10
+
+
+def fingerprint(spec: ModelSpec, dtype: str, device: str) -> str:
+    """12 hex digits over version, config, tensor headers, a sample of each shard, form."""
+    digest = hashlib.sha256(f"{version('headrace')} {dtype} {device}".encode())
+    digest.update((spec.folder / "config.json").read_bytes())
+    for name in spec.weight_files:
+        with (spec.folder / name).open("rb") as file:
+            header_bytes = int.from_bytes(file.read(8), "little")
+            digest.update(file.read(header_bytes))
+            size = file.seek(0, 2)
+            for offset in (8 + header_bytes, size // 2, max(0, size - _SAMPLE_BYTES)):
+                file.seek(offset)
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()[:12]

@@ -1,0 +1,228 @@
+"""What a model's folder says about the model, read without touching a weight or torch."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+
+from headrace.core.errors import ModelError
+
+_POSITION_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length")
+_PICKLED = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+_Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+
+
+class _Rope(msgspec.Struct):
+    factor: float | None = None
+    original_max_position_embeddings: float | None = None
+    rope_type: str | None = None
+    type: str | None = None
+
+
+class _Config(msgspec.Struct):
+    """Types of the keys that are looked at here, in a config.json or a text_config within it."""
+
+    architectures: list[str] | None = None
+    text_config: dict[str, Any] | None = None
+    quantization_config: dict[str, Any] | None = None
+    dtype: str | None = None
+    torch_dtype: str | None = None
+    eos_token_id: int | list[int] | None = None
+    rope_scaling: _Rope | None = None
+    rope_parameters: _Rope | None = None
+    max_position_embeddings: int | None = None
+    n_positions: int | None = None
+    n_ctx: int | None = None
+    max_sequence_length: int | None = None
+
+
+class Defaults(msgspec.Struct, frozen=True):
+    """Sampling parameters that the model's makers recommend; None where they say nothing.
+
+    Within the ranges that a request has for them.
+    """
+
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=100)] | None = None
+    top_p: _Share | None = None
+    top_k: Annotated[int, msgspec.Meta(ge=-1)] | None = None
+    min_p: _Share | None = None
+    repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=10)] | None = None
+
+
+class ModelSpec(msgspec.Struct, frozen=True):
+    """Facts of config.json, generation_config.json and the names of the weight files."""
+
+    folder: Path
+    architecture: str
+    vocab_size: int
+    max_positions: int | None  # None: the model itself sets no limit
+    end_token_ids: tuple[int, ...]
+    defaults: Defaults
+    dtype: str
+    weight_files: tuple[str, ...]
+    config: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+
+def read_spec(folder: Path) -> ModelSpec:
+    """Reads and checks a model's folder; ModelError says what is missing and what would do."""
+    if not folder.is_dir():
+        raise ModelError(
+            f"There is no model folder named {folder.name}; give a folder or a hub id.",
+            "model_not_found",
+        )
+    config = _read_json(folder, "config.json")
+    generation = {}
+    if (folder / "generation_config.json").is_file():
+        generation = _read_json(folder, "generation_config.json")
+    _check_types(folder, "config.json", config)
+    _check_types(folder, "generation_config.json", {"eos_token_id": generation.get("eos_token_id")})
+    text = config.get("text_config") or config
+    _check_types(folder, "config.json", text)
+    _refuse_quantized(folder, config)
+    return ModelSpec(
+        folder=folder,
+        architecture=_architecture(folder, config),
+        vocab_size=_vocab_size(folder, text),
+        max_positions=_max_positions(text),
+        end_token_ids=tuple(
+            # an id that is none (-1 is usual) ends nothing
+            token_id
+            for token_id in _end_token_ids(generation, config, text)
+            if 0 <= token_id < _vocab_size(folder, text)
+        ),
+        defaults=_defaults(folder, generation),
+        dtype=config.get("dtype") or config.get("torch_dtype") or text.get("dtype") or "float32",
+        weight_files=_weight_files(folder),
+        config=config,
+    )
+
+
+def _read_json(folder: Path, name: str) -> dict[str, Any]:
+    path = folder / name
+    if not path.is_file():
+        raise ModelError(f"{folder.name} has no {name}; it is not a model folder.", "model_corrupt")
+    try:
+        content = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ModelError(
+            f"{name} of {folder.name} is not JSON; download it again.", "model_corrupt"
+        ) from error
+    if not isinstance(content, dict):
+        raise ModelError(
+            f"{name} of {folder.name} is not an object; download it again.", "model_corrupt"
+        )
+    return content
+
+
+def _check_types(folder: Path, name: str, config: dict[str, Any]) -> None:
+    try:
+        msgspec.convert(config, _Config)
+    except msgspec.ValidationError as error:
+        place = str(error).rpartition("`$.")[2].rstrip("`")
+        raise ModelError(
+            f"{name} of {folder.name} has a {place} of the wrong type; download it again.",
+            "model_corrupt",
+        ) from error
+
+
+def _architecture(folder: Path, config: dict[str, Any]) -> str:
+    names = config.get("architectures") or []
+    if len(names) != 1 or not isinstance(names[0], str):
+        raise ModelError(
+            f"config.json of {folder.name} must name one architecture; it names {len(names)}.",
+            "model_corrupt",
+        )
+    return names[0]
+
+
+def _vocab_size(folder: Path, text: dict[str, Any]) -> int:
+    size = text.get("vocab_size")
+    if not isinstance(size, int) or size < 1:
+        raise ModelError(f"config.json of {folder.name} has no valid vocab_size.", "model_corrupt")
+    return size
+
+
+def _max_positions(text: dict[str, Any]) -> int | None:
+    """YaRN's own statement goes further than max_position_embeddings, which may not know of it."""
+    stated = next((text[key] for key in _POSITION_KEYS if text.get(key)), None)
+    rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    original, factor = rope.get("original_max_position_embeddings"), rope.get("factor")
+    if stated and original and factor and "yarn" in (rope.get("rope_type"), rope.get("type")):
+        return max(stated, int(original * factor))
+    return stated
+
+
+def _end_token_ids(*sources: dict[str, Any]) -> tuple[int, ...]:
+    """The first source that names end tokens decides."""
+    for source in sources:
+        ends = source.get("eos_token_id")
+        if ends is not None:
+            return tuple(ends) if isinstance(ends, list) else (ends,)
+    return ()
+
+
+def _defaults(folder: Path, generation: dict[str, Any]) -> Defaults:
+    try:
+        return msgspec.convert(generation, Defaults, strict=False)
+    except msgspec.ValidationError as error:
+        raise ModelError(
+            f"generation_config.json of {folder.name} has a sampling default that is no number, or "
+            "one out of range; correct it or delete the file.",
+            "model_corrupt",
+        ) from error
+
+
+def _refuse_quantized(folder: Path, config: dict[str, Any]) -> None:
+    quantization = config.get("quantization_config")
+    if quantization:
+        method = quantization.get("quant_method", "unnamed")
+        raise ModelError(
+            f"{folder.name} is quantized ({method}), which is not supported; "
+            "use the same model with float32, float16 or bfloat16 weights."
+        )
+
+
+def _weight_files(folder: Path) -> tuple[str, ...]:
+    """Names of the safetensors files, in order; each exists."""
+    if (folder / "model.safetensors.index.json").is_file():
+        index = _read_json(folder, "model.safetensors.index.json")
+        names = tuple(sorted(set(_weight_map(folder, index).values())))
+        for name in names:
+            if Path(name).name != name or not (folder / name).is_file():
+                raise ModelError(
+                    f"{folder.name} lacks the shard {Path(name).name}; download it again.",
+                    "model_corrupt",
+                )
+        return names
+    if (folder / "model.safetensors").is_file():
+        return ("model.safetensors",)
+    for pickled in _pickled(folder):
+        raise ModelError(
+            f"{folder.name} has pickled weights only ({pickled}), which are never read; "
+            "model.safetensors was looked for: convert the model to safetensors."
+        )
+    raise ModelError(f"{folder.name} has no model.safetensors; download it again.", "model_corrupt")
+
+
+def _weight_map(folder: Path, index: dict[str, Any]) -> dict[str, str]:
+    try:
+        return msgspec.convert(index["weight_map"], dict[str, str])
+    except (KeyError, msgspec.ValidationError) as error:
+        raise ModelError(
+            f"model.safetensors.index.json of {folder.name} has no valid weight_map; "
+            "download it again.",
+            "model_corrupt",
+        ) from error
+
+
+def _pickled(folder: Path) -> Iterator[str]:
+    for pattern in _PICKLED:
+        yield from sorted(path.name for path in folder.glob(pattern))

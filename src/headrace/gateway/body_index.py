@@ -1,0 +1,77 @@
+"""How many bytes and frames the bodies of streams have: counted once, whoever asks.
+
+Rendering is a pure function of record and events, so what was counted stays true, and the rest of
+a log that has grown is counted from there.
+"""
+
+import asyncio
+from array import array
+from collections import OrderedDict
+
+from headrace.core.ids import StreamId
+from headrace.gateway.loop_slices import slice_of_loop
+from headrace.generation.registry import Found
+from headrace.protocols.wire_bytes import WireFrames
+from headrace.streams.events import is_terminal
+from headrace.streams.log import Log, LogGone
+from headrace.streams.record import Record
+
+_MAX_STREAMS = 256
+_PAGE = 256
+
+
+class BodyIndex:
+    """The streams that were asked for last. Who waits does the counting; if all leave, it stops."""
+
+    def __init__(self) -> None:
+        self._counts: OrderedDict[StreamId, _Counts] = OrderedDict()
+
+    async def num_bytes(self, found: Found) -> int:
+        """How long the body is so far."""
+        counts = self._of(found.record)
+        await counts.extend(found.log, found.log.next_seq)
+        return counts.num_bytes
+
+    async def num_frames(self, found: Found, seq: int) -> int:
+        """Of how many frames the body has one event, which must be in the log."""
+        counts = self._of(found.record)
+        await counts.extend(found.log, seq + 1)
+        return counts.num_frames[seq]
+
+    def _of(self, record: Record) -> "_Counts":
+        counts = self._counts.get(record.id)
+        if counts is None:
+            counts = self._counts[record.id] = _Counts(record)
+        self._counts.move_to_end(record.id)
+        if len(self._counts) > _MAX_STREAMS:
+            self._counts.popitem(last=False)
+        return counts
+
+
+class _Counts:
+    """What is known of one body, and the state of its rendering until the log has ended."""
+
+    def __init__(self, record: Record) -> None:
+        self.num_bytes = 0
+        self.num_frames = array("H")  # by seq
+        self._frames: WireFrames | None = WireFrames(record)
+        self._counting = asyncio.Lock()
+
+    async def extend(self, log: Log, next_seq: int) -> None:
+        """Counts what lies before `next_seq`."""
+        async with self._counting:
+            while len(self.num_frames) < next_seq:
+                await self._count_page(log)
+
+    async def _count_page(self, log: Log) -> None:
+        page, _ = await log.read(len(self.num_frames) - 1, _PAGE)
+        if not page:
+            raise LogGone
+        for event in page:
+            await slice_of_loop()
+            assert self._frames, "nothing follows the end of a log"
+            frames = self._frames.render(event)
+            self.num_bytes += sum(map(len, frames))
+            self.num_frames.append(len(frames))
+            if is_terminal(event):
+                self._frames = None

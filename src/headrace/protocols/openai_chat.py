@@ -1,0 +1,139 @@
+"""POST /v1/chat/completions: from a body to a Request, from events to chunks and a whole answer."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from headrace.core.errors import RequestError
+from headrace.core.request import Chat, Prompt, Request, Route
+from headrace.generation.served import ServedModel
+from headrace.protocols import requests
+from headrace.protocols.common_fields import COMMON, read_common
+from headrace.protocols.dialect import Choice, Part
+from headrace.protocols.fields import Flag, Integer, Kind, Object, String
+from headrace.protocols.messages import Messages
+from headrace.streams.events import ChoiceEnd, TokenLogprob
+from headrace.streams.record import Record
+
+ROUTE: Route = "/v1/chat/completions"
+TEMPLATE: Mapping[str, Kind] = {
+    "messages": Messages(),
+    "add_generation_prompt": Flag(),
+    "continue_final_message": Flag(),
+    "chat_template_kwargs": Object(),
+    "reasoning_effort": String(),
+}
+TABLE: Mapping[str, Kind] = {
+    **TEMPLATE,
+    **COMMON,
+    "logprobs": Flag(),
+    "top_logprobs": Integer(0, 20),
+}
+IN_PROMPTS = frozenset(TEMPLATE)
+_NOT_REPLACEABLE = ("messages", "tools", "add_generation_prompt")
+
+
+def read(body: dict[str, Any]) -> dict[str, Any]:
+    """The given fields, checked as far as they need no model."""
+    fields = read_common(TABLE, "messages", body)
+    check_template_fields(fields)
+    if fields.get("top_logprobs") and not fields.get("logprobs"):
+        message = "top_logprobs needs logprobs: true; send both, or neither."
+        raise RequestError("invalid_value", message, "top_logprobs")
+    return fields
+
+
+def to_prompts(fields: dict[str, Any]) -> tuple[Prompt, ...]:
+    return (to_chat(fields),)
+
+
+def to_request(fields: dict[str, Any], prompts: tuple[Prompt, ...], model: ServedModel) -> Request:
+    """The request, by the model's limits and with its defaults."""
+    request = requests.make_request(ROUTE, prompts, fields, model)
+    num_logprobs = fields.get("top_logprobs", 0) if fields.get("logprobs") else None
+    sampling = msgspec.structs.replace(request.sampling, num_logprobs=num_logprobs)
+    return msgspec.structs.replace(request, sampling=sampling)
+
+
+def to_chat(fields: dict[str, Any]) -> Chat:
+    effort = {k: fields[k] for k in ("reasoning_effort",) if k in fields}
+    continues = fields.get("continue_final_message", False)
+    return Chat(
+        messages=fields["messages"],
+        template_kwargs=effort | fields.get("chat_template_kwargs", {}),
+        add_generation_prompt=fields.get("add_generation_prompt", not continues),
+        continue_final_message=continues,
+    )
+
+
+def check_template_fields(fields: dict[str, Any]) -> None:
+    for name in _NOT_REPLACEABLE:
+        if name in fields.get("chat_template_kwargs", {}):
+            path = f"chat_template_kwargs.{name}"
+            raise RequestError("invalid_value", f"{path} cannot be replaced; leave it out.", path)
+    if not fields.get("continue_final_message"):
+        return
+    if fields.get("add_generation_prompt"):
+        message = "continue_final_message and add_generation_prompt exclude each other; send one."
+        raise RequestError("invalid_value", message, "continue_final_message")
+    role = fields["messages"][-1]["role"]
+    if role != "assistant":
+        raise RequestError(
+            "invalid_value",
+            f"continue_final_message needs a last message by the assistant; it is by the {role}.",
+            "continue_final_message",
+        )
+
+
+class ChatShape:
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+    has_prompt_in_choice = False
+
+    def __init__(self, record: Record) -> None:
+        self._num_choices = record.request.num_choices
+        self._has_logprobs = record.request.sampling.num_logprobs is not None
+
+    def opening(self) -> list[Choice]:
+        """A role chunk per choice."""
+        role = {"role": "assistant", "content": ""}
+        return [
+            {"index": i, "delta": role, "finish_reason": None} for i in range(self._num_choices)
+        ]
+
+    def idle(self, index: int) -> Choice:
+        return {"index": index, "delta": {}, "finish_reason": None}
+
+    def part(self, index: int, part: Part) -> Choice:
+        shown: Choice = {"index": index, "delta": {"content": part.text} if part.text else {}}
+        if self._has_logprobs:
+            shown["logprobs"] = _logprobs(part.logprobs)
+        return shown | {"finish_reason": None}
+
+    def end(self, index: int, end: ChoiceEnd) -> Choice:
+        idle = self.idle(index)
+        return idle | {"finish_reason": end.finish_reason, "stop_reason": end.stop_reason}
+
+    def whole(self, index: int, parts: Sequence[Part], end: ChoiceEnd) -> Choice:
+        text = "".join(part.text for part in parts)
+        entries = [entry for part in parts for entry in part.logprobs]
+        return {
+            "index": index,
+            "message": {"role": "assistant", "content": text, "refusal": None},
+            "logprobs": _logprobs(entries) if self._has_logprobs else None,
+            "finish_reason": end.finish_reason,
+            "stop_reason": end.stop_reason,
+        }
+
+
+def _logprobs(entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+    content = [_entry(e) | {"top_logprobs": [_entry(top) for top in e.top]} for e in entries]
+    return {"content": content, "refusal": None}
+
+
+def _entry(entry: TokenLogprob) -> dict[str, Any]:
+    return {"token": entry.token, "logprob": entry.logprob, "bytes": list(entry.bytes)}
+
+
+Shape = ChatShape

@@ -1,0 +1,193 @@
+"""Events of a log as the bytes a client sees: a pure function of the record and the events.
+
+Owns the order of frames and what rides on them; what a choice looks like is its shape's.
+"""
+
+from typing import Any
+
+from headrace.protocols.dialect import Choice, Dialect, Part, dialect_of
+from headrace.protocols.frames import DONE, cut_body, data, encode, timings_of, usage_of
+from headrace.streams.events import (
+    Accepted,
+    AnyEvent,
+    ChoiceEnd,
+    Error,
+    Finish,
+    Heartbeat,
+    Progress,
+    Queued,
+    Tokens,
+)
+from headrace.streams.record import Record
+from headrace.streams.tally import Tally
+
+
+def _dialect(record: Record) -> Dialect:
+    dialect: Dialect = dialect_of(record.request.route).Shape(record)
+    return dialect
+
+
+def _head(record: Record, kind: str) -> dict[str, Any]:
+    return {
+        "id": record.id,
+        "object": kind,
+        "created": record.created,
+        "model": record.request.model,
+        "system_fingerprint": record.system_fingerprint,
+    }
+
+
+def _part_of(event: Tokens) -> Part:
+    text = "".join(piece.text for piece in event.pieces if piece.channel == "content")
+    return Part(text, event.logprobs)
+
+
+class Frames:
+    """The SSE frames of one stream. Feed it every event from seq 0, in order."""
+
+    def __init__(self, record: Record) -> None:
+        self._record = record
+        self._wire = record.request.wire
+        self._shape = _dialect(record)
+        self._head = encode(_head(record, self._shape.chunk_object))[:-1]
+        self._tally = Tally()
+        self._is_open = False
+        self._num_running = record.request.num_choices
+        self._untold_ids: list[list[int]] = [[] for _ in range(self._num_running)]
+        self._told_prompts: set[int] = set()
+
+    def render(self, event: AnyEvent) -> list[bytes]:
+        """The frames of one event: none, one or several."""
+        self._tally.feed(event)
+        match event:
+            case Accepted():
+                # without heartbeats, the first frame is a client's sign of the first token
+                return self._open() or [self.idle()] if self._wire.heartbeat else []
+            case Queued():
+                return [self._queued(event)] if self._wire.return_progress else []
+            case Heartbeat():
+                return [self._heartbeat(event)] if self._wire.heartbeat else []
+            case Progress():
+                return [self._progress(event)] if self._wire.return_progress else []
+            case Tokens():
+                return self._tokens(event)
+            case Finish():
+                return self._finish(event)
+            case Error():
+                return [data(cut_body(event))]
+
+    def idle(self) -> bytes:
+        """A heartbeat: parses as data, adds nothing."""
+        return self._chunk([self._shape.idle(0)])
+
+    def _open(self) -> list[bytes]:
+        if self._is_open:
+            return []
+        self._is_open = True
+        return [self._chunk([choice]) for choice in self._shape.opening()]
+
+    def _queued(self, event: Queued) -> bytes:
+        place = {"position": event.position, "waiting": event.waiting, "eta_ms": event.eta_ms}
+        return self._chunk([self._shape.idle(0)], queue=place)
+
+    def _heartbeat(self, event: Heartbeat) -> bytes:
+        if event.attempt is None or not self._wire.return_progress:
+            return self.idle()
+        return self._chunk([self._shape.idle(0)], recovering={"attempt": event.attempt})
+
+    def _progress(self, event: Progress) -> bytes:
+        figures = {
+            "total": event.total,
+            "cache": event.cache,
+            "processed": event.processed,
+            "time_ms": event.time_ms,
+        }
+        return self._chunk([self._shape.idle(event.choice)], prompt_progress=figures)
+
+    def _tokens(self, event: Tokens) -> list[bytes]:
+        part = _part_of(event)
+        self._untold_ids[event.choice] += event.ids
+        frames = []
+        if part.text or part.logprobs:
+            choice = self._shape.part(event.choice, part)
+            frames.append(self._told(event.choice, choice, self._wire.timings_per_token))
+        if event.end:
+            self._num_running -= 1
+            choice = self._shape.end(event.choice, event.end)
+            is_last = not self._num_running and not self._wire.include_usage
+            frames.append(self._told(event.choice, choice, is_last))
+        return self._open() + frames if frames else []
+
+    def _finish(self, event: Finish) -> list[bytes]:
+        if not self._wire.include_usage:
+            return [DONE]
+        timings = timings_of(event.timings)
+        return [self._chunk([], usage=usage_of(event.usage), timings=timings), DONE]
+
+    def _told(self, index: int, choice: Choice, has_timings: bool) -> bytes:
+        """A chunk with text or an end, and the figures that go with it."""
+        more: dict[str, Any] = {}
+        if self._wire.continuous_usage:
+            more["usage"] = usage_of(self._tally.usage)
+        if has_timings:
+            more["timings"] = timings_of(self._tally.timings)
+        if self._wire.return_token_ids:
+            place = choice if self._shape.has_prompt_in_choice else more
+            self._tell_prompt(index, place)
+            choice["token_ids"] = self._untold_ids[index]
+            self._untold_ids[index] = []
+        return self._chunk([choice], **more)
+
+    def _tell_prompt(self, index: int, place: dict[str, Any]) -> None:
+        owner = index if self._shape.has_prompt_in_choice else 0
+        if owner not in self._told_prompts:
+            self._told_prompts.add(owner)
+            place["prompt_token_ids"] = self._record.prompt_ids(owner // self._record.request.n)
+
+    def _chunk(self, choices: list[Choice], **more: Any) -> bytes:
+        rest = encode({"choices": choices} | more)
+        return data(self._head + b"," + rest[1:])
+
+
+class ResponseBody:
+    """The whole answer of one stream. Feed it every event; `body` once the last has come."""
+
+    def __init__(self, record: Record) -> None:
+        self.error: Error | None = None
+        self._record = record
+        self._finish: Finish | None = None
+        num_choices = record.request.num_choices
+        self._parts: list[list[Part]] = [[] for _ in range(num_choices)]
+        self._ids: list[list[int]] = [[] for _ in range(num_choices)]
+
+    def feed(self, event: AnyEvent) -> None:
+        match event:
+            case Tokens():
+                self._parts[event.choice].append(_part_of(event))
+                self._ids[event.choice] += event.ids
+            case Finish():
+                self._finish = event
+            case Error():
+                self.error = event
+
+    def body(self) -> bytes:
+        if self.error:
+            return cut_body(self.error)
+        assert self._finish, "an answer is asked for before its end"
+        shape = _dialect(self._record)
+        body = _head(self._record, shape.whole_object)
+        body["choices"] = [self._choice(shape, i, end) for i, end in enumerate(self._finish.ends)]
+        body["usage"] = usage_of(self._finish.usage)
+        body["timings"] = timings_of(self._finish.timings)
+        if self._record.request.wire.return_token_ids and not shape.has_prompt_in_choice:
+            body["prompt_token_ids"] = self._record.prompt_ids(0)
+        return encode(body)
+
+    def _choice(self, shape: Dialect, index: int, end: ChoiceEnd) -> Choice:
+        choice = shape.whole(index, self._parts[index], end)
+        if self._record.request.wire.return_token_ids:
+            if shape.has_prompt_in_choice:
+                prompt = index // self._record.request.n
+                choice["prompt_token_ids"] = self._record.prompt_ids(prompt)
+            choice["token_ids"] = self._ids[index]
+        return choice

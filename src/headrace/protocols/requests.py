@@ -1,0 +1,161 @@
+"""From checked fields to a Request: the model's limits are kept, its defaults filled in."""
+
+import secrets
+from types import ModuleType
+from typing import Any
+
+import msgspec
+
+from headrace.core.errors import RequestError
+from headrace.core.request import Chat, Ids, Prompt, Request, ResponseOptions, Route, Text
+from headrace.core.sampling import Sampling
+from headrace.generation.served import ServedModel
+from headrace.protocols.common_fields import max_tokens
+from headrace.protocols.fields import wrong_value
+
+MAX_CHOICES_IN_ALL = 1024
+"""Each choice of each prompt is a sequence to the engine, and a place in its queue."""
+
+
+def make_request(
+    route: Route, prompts: tuple[Prompt, ...], fields: dict[str, Any], model: ServedModel
+) -> Request:
+    """What was asked, filled up with the model's defaults; RequestError where it has less.
+
+    The caller adds what only its route has.
+    """
+    return Request(
+        route=route,
+        model=fields.get("model", model.names[0]),
+        prompts=prompts,
+        sampling=_to_sampling(fields, model),
+        n=_to_n(fields, len(prompts)),
+        stop=tuple(fields.get("stop", ())),
+        include_stop=fields.get("include_stop_str_in_output", False),
+        skip_special_tokens=fields.get("skip_special_tokens", True),
+        priority=fields.get("priority", 0),
+        cache_prompt=fields.get("cache_prompt", True),
+        cache_salt=fields.get("cache_salt", ""),
+        wire=_to_wire(fields),
+    )
+
+
+def check_token_ids(token_ids: tuple[int, ...], path: str, size: int) -> None:
+    if max(token_ids, default=0) < size:
+        return
+    place, token_id = next((i, x) for i, x in enumerate(token_ids) if x >= size)
+    raise not_in_vocabulary(token_id, f"{path}[{place}]", size)
+
+
+def _to_sampling(fields: dict[str, Any], model: ServedModel) -> Sampling:
+    size = model.vocab_size
+    stop_ids, biases = tuple(fields.get("stop_token_ids", ())), fields.get("logit_bias", {})
+    check_token_ids(stop_ids, "stop_token_ids", size)
+    for token_id in biases:
+        if token_id >= size:
+            raise not_in_vocabulary(token_id, f"logit_bias.{token_id}", size)
+    top_k = int(_resolve("top_k", fields, model, 0))
+    seed = fields.get("seed", -1)
+    return Sampling(
+        temperature=_resolve("temperature", fields, model, 1.0),
+        top_k=top_k if 0 < top_k < size else 0,
+        top_p=_resolve("top_p", fields, model, 1.0),
+        min_p=_resolve("min_p", fields, model, 0.0),
+        repetition_penalty=_resolve("repetition_penalty", fields, model, 1.0),
+        frequency_penalty=fields.get("frequency_penalty", 0.0),
+        presence_penalty=fields.get("presence_penalty", 0.0),
+        logit_bias=biases,
+        seed=secrets.randbits(63) if seed == -1 else seed,
+        max_tokens=max_tokens(fields),
+        min_tokens=fields.get("min_tokens", 0),
+        stop_token_ids=stop_ids,
+        ignore_eos=fields.get("ignore_eos", False),
+    )
+
+
+def _to_wire(fields: dict[str, Any]) -> ResponseOptions:
+    options = fields.get("stream_options", {})
+    stream = fields.get("stream", False)
+    return ResponseOptions(
+        stream=stream,
+        include_usage=options.get("include_usage", False),
+        continuous_usage=options.get("continuous_usage_stats", False),
+        return_token_ids=fields.get("return_token_ids", False),
+        timings_per_token=fields.get("timings_per_token", False),
+        return_progress=stream and fields.get("return_progress", False),
+        heartbeat=fields.get("heartbeat", stream),
+        ping_interval_s=fields.get("sse_ping_interval"),
+    )
+
+
+def _to_n(fields: dict[str, Any], num_prompts: int) -> int:
+    n: int = fields.get("n", 1)
+    if num_prompts * n > MAX_CHOICES_IN_ALL:
+        message = f"{num_prompts} prompts with n = {n} make {num_prompts * n} choices, and one "
+        message += f"request may have {MAX_CHOICES_IN_ALL}; send fewer prompts or a smaller n."
+        raise RequestError("invalid_value", message, "n")
+    return n
+
+
+def not_in_vocabulary(token_id: int, path: str, size: int) -> RequestError:
+    return wrong_value(token_id, path, f"a token id from 0 to {size - 1}")
+
+
+def _resolve(name: str, fields: dict[str, Any], model: ServedModel, otherwise: float) -> Any:
+    if name in fields:
+        return fields[name]
+    own = getattr(model.defaults, name) if model.defaults else None
+    return otherwise if own is None else own
+
+
+class CheckedBody(msgspec.Struct, frozen=True):
+    """What a worker found in a body. Only `packed` grows with it, and is passed on unopened."""
+
+    fields: dict[str, Any]  # but for the prompts
+    stubs: tuple[Prompt, ...]  # the prompts without their content
+    packed: bytes  # the prompts, for the job `prompts`
+    largest_id: int = -1  # of all ids in the prompts, and where it stands
+    largest_path: str = ""
+    digest: bytes = b""
+    ignored: tuple[str, ...] = ()  # names of fields that have no effect here
+
+
+def pack(schema: ModuleType, fields: dict[str, Any]) -> CheckedBody:
+    """The checked fields of one of the dialects in `schema`."""
+    prompts: tuple[Prompt, ...] = schema.to_prompts(fields)
+    largest_id, largest_path = _largest(prompts, fields)
+    return CheckedBody(
+        {name: value for name, value in fields.items() if name not in schema.IN_PROMPTS},
+        tuple(_stub(prompt) for prompt in prompts),
+        msgspec.msgpack.encode(prompts),
+        largest_id,
+        largest_path,
+    )
+
+
+def to_request(schema: ModuleType, checked: CheckedBody, model: ServedModel) -> Request:
+    """The request, by the model's limits and with its defaults; its prompts are stubs."""
+    if checked.largest_id >= model.vocab_size:
+        raise not_in_vocabulary(checked.largest_id, checked.largest_path, model.vocab_size)
+    request: Request = schema.to_request(checked.fields, checked.stubs, model)
+    return request
+
+
+def _largest(prompts: tuple[Prompt, ...], fields: dict[str, Any]) -> tuple[int, str]:
+    largest_id, path = -1, ""
+    for i, prompt in enumerate(prompts):
+        if isinstance(prompt, Ids) and max(prompt.token_ids) > largest_id:
+            largest_id = max(prompt.token_ids)
+            list_path = f"prompt[{i}]" if fields["prompt"].is_list else "prompt"
+            path = f"{list_path}[{prompt.token_ids.index(largest_id)}]"
+    return largest_id, path
+
+
+def _stub(prompt: Prompt) -> Prompt:
+    match prompt:
+        case Chat():
+            return Chat((), continue_final_message=prompt.continue_final_message)
+        case Text():
+            return Text("")
+        case Ids():
+            return Ids(())

@@ -1,0 +1,27 @@
+import json
+
+from headrace.checkpoints.convert_tokenizer import main
+from headrace.text.tokenizer import Tokenizer
+from tests.text.small_tokenizers import CORPUS, library
+
+
+def convert(folder) -> Tokenizer:
+    main(folder, folder / "out.json")
+    return Tokenizer((folder / "out.json").read_bytes())
+
+
+def test_a_list_of_word_pieces_is_converted(tmp_path):
+    (tmp_path / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nfox\n##es")
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    assert list(convert(tmp_path).encode("Foxes", True)) == [2, 5, 6, 3]
+
+
+def test_a_vocabulary_with_merges_is_converted(tmp_path):
+    model = json.loads(library("gpt2").to_str())["model"]
+    merges = "\n".join(" ".join(merge) for merge in model["merges"])
+    (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"]))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n" + merges)
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    converted = convert(tmp_path)
+    for text in CORPUS:
+        assert list(converted.encode(text, True)) == library("gpt2").encode(text).ids

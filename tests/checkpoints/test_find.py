@@ -1,0 +1,160 @@
+"""Models by folder, by hub id and from the cache, over a small hub of our own.
+
+Each look-up runs in a process of its own: the hub's library reads its variables when imported.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from headrace.checkpoints.find import find_model
+from headrace.core.errors import ModelError
+from tests.checkpoints.small_hub import COMMIT, SmallHub, small_hub
+
+LOOK_UP = """
+import json, sys
+from headrace.core.errors import ModelError
+from headrace.checkpoints.find import find_model
+told = []
+try:
+    folder = find_model(sys.argv[1], sys.argv[2] or None, lambda *p: told.append(p))
+except ModelError as error:
+    print(json.dumps({"code": error.code, "message": str(error)}))
+else:
+    files = sorted(path.name for path in folder.iterdir())
+    print(json.dumps({"files": files, "told": told, "name": folder.name}))
+"""
+REPO = "someone/small-model"
+
+
+@pytest.fixture
+def repo(tmp_path: Path) -> Path:
+    folder = tmp_path / "repo"
+    folder.mkdir()
+    for name in ("config.json", "tokenizer.json", "chat_template.jinja"):
+        (folder / name).write_text("{}")
+    for name in ("model.safetensors", "consolidated.safetensors"):
+        (folder / name).write_bytes(bytes(100_000))
+    for name in ("pytorch_model.bin", "modeling_small.py", "README.md"):
+        (folder / name).write_text("never read")
+    return folder
+
+
+def look_up(
+    home: Path, endpoint: str, model: str = REPO, revision: str = "", **variables: str
+) -> dict[str, object]:
+    environment = os.environ | {"HF_HOME": str(home), "HF_ENDPOINT": endpoint} | variables
+    found = subprocess.run(
+        [sys.executable, "-c", LOOK_UP, model, revision],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=120,
+    )
+    assert found.returncode == 0, found.stderr
+    assert not found.stderr
+    return dict(json.loads(found.stdout))
+
+
+def num_files_sent(hub: SmallHub) -> int:
+    return sum("/resolve/" in path for path in hub.asked)
+
+
+def test_only_what_is_read_is_downloaded(repo: Path, tmp_path: Path) -> None:
+    with small_hub({REPO: repo}) as hub:
+        found = look_up(tmp_path / "home", hub.url)
+    assert found["files"] == [
+        "chat_template.jinja",
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
+    assert found["name"] == COMMIT
+    total = 100_000 + 3 * len("{}")
+    assert found["told"][-1] == [total, total]  # type: ignore[index]
+
+
+def test_what_is_in_the_cache_is_not_downloaded_again(repo: Path, tmp_path: Path) -> None:
+    with small_hub({REPO: repo}) as hub:
+        first = look_up(tmp_path / "home", hub.url)
+        sent = num_files_sent(hub)
+        second = look_up(tmp_path / "home", hub.url)
+        assert num_files_sent(hub) == sent
+    assert second["files"] == first["files"]
+    assert second["told"] == []
+
+
+def test_without_the_hub_the_cache_serves(repo: Path, tmp_path: Path) -> None:
+    with small_hub({REPO: repo}) as hub:
+        first = look_up(tmp_path / "home", hub.url)
+    assert look_up(tmp_path / "home", hub.url)["files"] == first["files"]
+    offline = look_up(tmp_path / "home", "http://127.0.0.1:9", HF_HUB_OFFLINE="1")
+    assert offline["files"] == first["files"]
+
+
+def test_without_hub_and_cache_the_remedy_is_named(tmp_path: Path) -> None:
+    found = look_up(tmp_path / "home", "http://127.0.0.1:9", HF_HUB_OFFLINE="1")
+    assert found["code"] == "model_not_found"
+    assert "HF_HUB_OFFLINE" in str(found["message"])
+
+
+def test_a_revision_is_a_branch_a_tag_or_a_commit(repo: Path, tmp_path: Path) -> None:
+    with small_hub({REPO: repo}) as hub:
+        for revision in ("v1", COMMIT):
+            assert look_up(tmp_path / "home", hub.url, revision=revision)["name"] == COMMIT
+        found = look_up(tmp_path / "home", hub.url, revision="v9")
+    assert found["code"] == "model_not_found" and "v9" in str(found["message"])
+
+
+def test_a_gated_model_asks_for_the_token_and_opens_with_it(repo: Path, tmp_path: Path) -> None:
+    with small_hub({REPO: repo}, token="hf_secret") as hub:
+        refused = look_up(tmp_path / "home", hub.url)
+        admitted = look_up(tmp_path / "home", hub.url, HF_TOKEN="hf_secret")
+    assert refused["code"] == "download_denied" and "HF_TOKEN" in str(refused["message"])
+    assert "model.safetensors" in str(admitted["files"])
+
+
+def test_an_unknown_model_is_not_found(repo: Path, tmp_path: Path) -> None:
+    with small_hub({REPO: repo}) as hub:
+        found = look_up(tmp_path / "home", hub.url, model="someone/else")
+    assert found["code"] == "model_not_found"
+
+
+def test_pickled_weights_are_refused_before_a_byte_comes(repo: Path, tmp_path: Path) -> None:
+    for file in repo.glob("*.safetensors"):
+        file.unlink()
+    with small_hub({REPO: repo}) as hub:
+        found = look_up(tmp_path / "home", hub.url)
+        assert num_files_sent(hub) == 0
+    assert "pickled weights only (pytorch_model.bin)" in str(found["message"])
+
+
+def test_all_shards_of_an_index_are_downloaded(repo: Path, tmp_path: Path) -> None:
+    (repo / "model.safetensors").rename(repo / "model-00001-of-00002.safetensors")
+    (repo / "model-00002-of-00002.safetensors").write_bytes(bytes(10))
+    (repo / "model.safetensors.index.json").write_text("{}")
+    with small_hub({REPO: repo}) as hub:
+        found = look_up(tmp_path / "home", hub.url)
+    weights = [name for name in found["files"] if name.endswith(".safetensors")]  # type: ignore[attr-defined]
+    assert weights == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+
+
+def test_a_folder_takes_precedence_over_a_hub_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "someone" / "small-model").mkdir(parents=True)
+    (tmp_path / "someone" / "small-model" / "config.json").write_text("{}")
+    assert find_model(REPO) == tmp_path / "someone" / "small-model"
+
+
+def test_what_is_neither_folder_nor_hub_id_is_refused_as_it_was_typed(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"No model folder '\.\./at/nowhere'") as refused:
+        find_model("../at/nowhere")
+    assert refused.value.code == "model_not_found"
+    with pytest.raises(ModelError, match=f"'{tmp_path}' has no config.json"):
+        find_model(str(tmp_path))

@@ -1,0 +1,161 @@
+"""Loading by the real road, from folders that are whole, odd or broken in one place."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from headrace.checkpoints.spec import read_spec
+from headrace.checkpoints.weights import load_weights
+from headrace.core.errors import ModelError
+from headrace.models.registry import family
+from tests.builders import make_tiny_model
+
+QWEN2 = {"architecture": "Qwen2ForCausalLM", "head_dim": None}
+CPU = torch.device("cpu")
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    spec = read_spec(folder)
+    make = family(spec.architecture)
+    with torch.device("meta"):
+        model = make(make.read(spec.config))
+    load_weights(model, make.weights, spec, dtype, CPU)
+    return model
+
+
+def rewrite(folder: Path, **changes: torch.Tensor | None) -> Path:
+    """Replaces tensors of a one-file model, with None takes them away; `__` stands for a dot."""
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in changes.items():
+        tensors.pop(name.replace("__", "."), None)
+        if tensor is not None:
+            tensors[name.replace("__", ".")] = tensor
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def refusal(folder: Path) -> ModelError:
+    with pytest.raises(ModelError) as caught:
+        load(folder)
+    assert str(folder.parent) not in str(caught.value), "a message shows no path"
+    return caught.value
+
+
+def test_queries_keys_and_values_are_stacked_in_that_order(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "tiny", **QWEN2)
+    stored = load_file(folder / "model.safetensors")
+    qkv = load(folder).layers[1].attention.qkv
+    for kind in ("weight", "bias"):
+        parts = [stored[f"model.layers.1.self_attn.{name}_proj.{kind}"] for name in "qkv"]
+        assert torch.equal(getattr(qkv, kind), torch.cat(parts))
+
+
+def test_weights_are_converted_to_the_type_asked_for(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "tiny")
+    exact, coarse = load(folder), load(folder, torch.bfloat16)
+    assert {p.dtype for p in coarse.parameters()} == {torch.bfloat16}
+    assert torch.equal(exact.norm.weight.bfloat16(), coarse.norm.weight)
+    assert coarse.rotary.frequencies.dtype == torch.float32
+
+
+def test_nothing_is_left_without_memory_and_nothing_wants_a_gradient(tmp_path: Path) -> None:
+    model = load(make_tiny_model(tmp_path / "tiny"))
+    tensors = [*model.parameters(), *model.buffers()]
+    assert not any(tensor.is_meta or tensor.requires_grad for tensor in tensors)
+
+
+def test_shards_give_the_weights_of_one_file(tmp_path: Path) -> None:
+    one = load(make_tiny_model(tmp_path / "one"))
+    many = load(make_tiny_model(tmp_path / "many", max_shard_size="60KB"))
+    assert len(read_spec(tmp_path / "many").weight_files) > 3
+    pairs = zip(one.parameters(), many.parameters(), strict=True)
+    assert all(torch.equal(left, right) for left, right in pairs)
+
+
+def test_a_tied_head_is_the_embedding_itself(tmp_path: Path) -> None:
+    model = load(make_tiny_model(tmp_path / "tiny", tie_word_embeddings=True))
+    assert model.head.weight is model.embed.weight
+
+
+def test_a_tied_head_that_is_stored_once_more_takes_no_memory(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "tiny", tie_word_embeddings=True)
+    same = load_file(folder / "model.safetensors")["model.embed_tokens.weight"].clone()
+    model = load(rewrite(folder, lm_head__weight=same))
+    assert model.head.weight is model.embed.weight
+
+
+def test_a_head_that_is_called_tied_but_differs_is_taken_as_stored(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "tiny", tie_word_embeddings=True)
+    other = torch.full((320, 64), 3.0)
+    model = load(rewrite(folder, lm_head__weight=other))
+    assert torch.equal(model.head.weight, other) and not torch.equal(model.embed.weight, other)
+
+
+def test_positions_tables_of_old_exporters_are_ignored(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "tiny")
+    load(rewrite(folder, model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(8)))
+
+
+def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "tiny")
+    error = refusal(rewrite(folder, model__layers__2__mlp__up_proj__weight=None))
+    assert error.code == "model_corrupt" and "model.layers.2.mlp.up_proj.weight" in str(error)
+
+
+def test_an_unknown_tensor_is_named(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "tiny")
+    error = refusal(rewrite(folder, model__adapter__weight=torch.ones(3)))
+    assert error.code == "model_corrupt" and "model.adapter.weight" in str(error)
+
+
+@pytest.mark.parametrize("shape", [(64,), (65,), (64, 1), ()])
+def test_a_misshapen_tensor_is_named_with_its_shape(tmp_path: Path, shape: tuple[int]) -> None:
+    folder = make_tiny_model(tmp_path / "tiny")
+    if shape == (64,):
+        load(rewrite(folder, model__norm__weight=torch.ones(shape)))
+        return
+    error = refusal(rewrite(folder, model__norm__weight=torch.ones(shape)))
+    assert error.code == "model_corrupt"
+    assert "model.norm.weight" in str(error) and str(list(shape)) in str(error)
+
+
+def test_a_part_of_a_stack_of_the_wrong_height_is_refused(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "tiny")
+    error = refusal(rewrite(folder, model__layers__0__self_attn__k_proj__weight=torch.ones(31, 64)))
+    assert error.code == "model_corrupt" and "self_attn" in str(error)
+
+
+@pytest.mark.parametrize("kept", [0, 5, 100, 30_000])
+def test_a_truncated_file_is_named(tmp_path: Path, kept: int) -> None:
+    folder = make_tiny_model(tmp_path / "tiny")
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:kept])
+    error = refusal(folder)
+    assert error.code == "model_corrupt" and "model.safetensors" in str(error)
+
+
+def test_a_truncated_shard_is_named(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "tiny", max_shard_size="60KB")
+    shard = sorted(folder.glob("model-*.safetensors"))[2]
+    shard.write_bytes(shard.read_bytes()[:-1])
+    error = refusal(folder)
+    assert error.code == "model_corrupt" and shard.name in str(error)
+
+
+def test_values_of_a_type_that_needs_scales_are_refused(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "tiny")
+    error = refusal(rewrite(folder, model__norm__weight=torch.ones(64, dtype=torch.int8)))
+    assert error.code == "model_unsupported" and "I8" in str(error)
+
+
+def test_a_config_of_another_size_than_the_weights_is_refused(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "tiny", "LlamaForCausalLM")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 4}))
+    assert "model.layers.3" in str(refusal(folder))
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
+    assert "model.layers.2" in str(refusal(folder))

@@ -1,0 +1,114 @@
+"""What ends a server, over a generation and an engine that only wait."""
+
+import asyncio
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.cli import exits
+from headrace.cli import serve as module
+from headrace.core.config import HttpConfig, ServerConfig
+
+
+class Engine:
+    def __init__(self, *_: object) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class Generation:
+    """Runs until it is told to end."""
+
+    newest: "Generation"
+
+    def __init__(self, *_: object) -> None:
+        self.work = None
+        self.streams = ["one", "two"]
+        self.died = asyncio.Event()
+        self.ended = asyncio.Event()
+        self.last_words = "It would not start."
+        Generation.newest = self
+
+    async def run(self) -> None:
+        await self.ended.wait()
+
+    async def drain(self, seconds: float) -> None:
+        self.ended.set()
+
+    async def wait_until_ready(self) -> None:
+        await asyncio.Event().wait()
+
+
+class Model:
+    folder, names = Path(), ("tiny",)
+    ready = object()
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """Serves, does something to the server, and returns the exit code."""
+    monkeypatch.setattr(module, "Supervisor", Engine)
+    monkeypatch.setattr(module, "Generation", Generation)
+    monkeypatch.setattr(module, "_end_within", lambda *_: None)
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
+
+    def run(act: Callable[[], Any], host: str = "127.0.0.1") -> int:
+        async def scene() -> int:
+            with socket.create_server(("127.0.0.1", 0)) as listener:
+                store: Any = None
+                config = ServerConfig(http=HttpConfig(host=host))
+                serving = module._Serving(config, Model(), listener, store)  # type: ignore[arg-type]
+                asyncio.get_running_loop().call_soon(act)
+                async with asyncio.timeout(20):
+                    return await serving.run()
+
+        return asyncio.run(scene())
+
+    return run
+
+
+def lose_a_thread() -> None:
+    thread = threading.Thread(target=lambda: 1 / 0)
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("act", [lose_a_thread, lambda: Generation.newest.ended.set()])
+def test_a_part_that_ends_by_itself_ends_the_server(
+    act: Callable[[], None], run: Callable[..., int]
+) -> None:
+    assert run(act) == exits.BROKEN
+
+
+def test_an_engine_given_up_ends_the_server(run: Callable[..., int]) -> None:
+    def give_up() -> None:
+        Generation.newest.died.set()
+        Generation.newest.ended.set()
+
+    assert run(give_up) == exits.ENGINE
+
+
+def test_a_closed_terminal_is_a_stop_that_says_how_long_it_takes(
+    run: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = signal.signal(signal.SIGHUP, lambda *_: None)
+    try:
+        assert run(lambda: os.kill(os.getpid(), signal.SIGHUP)) == exits.DONE
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    line = "headrace: 2 streams have up to 30 s to end; Ctrl-C again ends at once.\n"
+    assert capsys.readouterr().err == line
+
+
+def test_a_server_for_other_machines_without_a_key_says_so(
+    run: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(lambda: os.kill(os.getpid(), signal.SIGTERM), host="0.0.0.0")
+    assert "0.0.0.0 serves other machines, and no key is asked for" in capsys.readouterr().err

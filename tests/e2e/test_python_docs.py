@@ -1,0 +1,35 @@
+"""The programs of docs/python.md, as a reader would run them."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.servers import ServerProcess
+
+PAGE = (Path(__file__).parents[2] / "docs" / "python.md").read_text()
+PROGRAMS = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+# By a word of the program, what it has to show.
+EXPECTED = {
+    "client.models()": "23 + 45 = 68",
+    "text += ": "9, 10, 11, 12\n",
+    "on_trouble": "c, b, a",
+    "again = client": "tokens",
+    "gather": "'a-p-p-l-e', 'green, blue, red'",
+    "import LLM": "[' Wednesday, Thursday",
+    "except": "temperature",
+}
+
+
+def test_every_program_has_its_expectation() -> None:
+    for text in PROGRAMS:
+        assert sum(word in text for word in EXPECTED) == 1, text
+
+
+@pytest.mark.parametrize("word", EXPECTED)
+def test_a_program_does_what_the_page_says(
+    word: str, server: ServerProcess, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (text,) = [program for program in PROGRAMS if word in program]
+    exec(compile(text.replace("localhost:8000", server.url), "python.md", "exec"), {})
+    assert EXPECTED[word] in capsys.readouterr().out

@@ -1,0 +1,40 @@
+"""The engine's loop where a step or a gateway fails it."""
+
+import queue
+
+import pytest
+
+from headrace.core.messages import Finish, Shutdown
+from headrace.engine.engine import MAX_UNSENT, Engine, Inbox
+from tests.engine.fakes import Runner, Sent
+from tests.scheduler.builders import make_scheduler, make_submit
+
+
+def play(runner: Runner, sent: Sent, num_prompt: int = 100) -> None:
+    """One request, from its submission to its end."""
+    inbox: Inbox = queue.SimpleQueue()
+    inbox.put(make_submit(1, num_prompt, max_tokens=2))
+    sent.when_done = lambda: inbox.put(Shutdown())
+    Engine(make_scheduler(max_step_tokens=64), runner, sent).run(inbox)
+
+
+@pytest.mark.parametrize(("num_times", "then"), [(1, [32, 32, 32, 4, 1]), (2, [16] * 6 + [4, 1])])
+def test_a_step_that_runs_out_of_memory_is_tried_again_with_half_the_tokens(
+    num_times: int, then: list[int]
+) -> None:
+    runner, sent = Runner(*[MemoryError()] * num_times), Sent()
+    play(runner, sent)
+    assert runner.lengths == [64, 32][:num_times] + then
+    assert sent.finishes == [Finish.LENGTH]
+
+
+def test_a_request_that_runs_out_of_memory_in_the_smallest_step_ends_alone() -> None:
+    runner, sent = Runner(*[MemoryError()] * 3), Sent()
+    play(runner, sent)
+    assert runner.lengths == [64, 32, 16] and sent.finishes == [Finish.ERROR]
+
+
+def test_steps_held_back_by_a_slow_gateway_are_counted_once() -> None:
+    sent = Sent(0, 0, *[MAX_UNSENT + 1] * 6)
+    play(Runner(), sent, num_prompt=4)
+    assert sent.statuses[-1].missed == {"gateway": 1}

@@ -1,0 +1,163 @@
+"""What a long log costs the event loop, whoever asks for it and however many they are."""
+
+import asyncio
+import time
+from collections.abc import Coroutine, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+from starlette.applications import Starlette
+
+from headrace.core.config import ServerConfig
+from headrace.gateway.app import create_app
+from headrace.gateway.loop_slices import SLICE_S, slice_of_loop
+from headrace.protocols.wire_bytes import WireFrames
+from headrace.streams.events import AnyEvent
+from tests.gateway.builders import (
+    FakeGeneration,
+    OneStream,
+    ended,
+    ended_stream,
+    in_loop,
+    make_record,
+    make_request,
+    tokens,
+)
+
+RECORD = make_record(make_request(wire={"stream": True}))
+NUM_EVENTS = 1003
+EVENTS = f"/v1/streams/{RECORD.id}/events"
+ASKED = [(EVENTS, "view=wire&after=1000.0"), ("/v1/stream", "conv_id=c&from=99999999")]
+STATE = f"/v1/streams/{RECORD.id}"
+Messages = list[dict[str, Any]]
+
+
+class Rendered(list[int]):
+    """The number of each event that was rendered, in order; each takes a twentieth of a slice."""
+
+    def render(self, frames: WireFrames, event: AnyEvent) -> list[bytes]:
+        self.append(event.seq)
+        until = time.perf_counter() + SLICE_S / 20
+        while time.perf_counter() < until:
+            pass
+        return [b"x"]
+
+
+@pytest.fixture
+def rendered() -> Iterator[Rendered]:
+    seen = Rendered()
+    with mock.patch.object(WireFrames, "render", lambda *given: seen.render(*given)):
+        yield seen
+
+
+def app_of_long_log() -> Starlette:
+    generation = FakeGeneration()
+    generation.streams = OneStream(ended_stream(RECORD, *[tokens("Hi", 5)] * 1000, ended()))
+    return create_app(generation, ServerConfig())  # type: ignore[arg-type]
+
+
+def ask(app: Starlette, path: str, query: str, left: asyncio.Event) -> asyncio.Task[Messages]:
+    """A GET by a client that goes when `left` is set."""
+    coming = [{"type": "http.request", "body": b"", "more_body": False}]
+
+    async def receive() -> Any:
+        if coming:
+            return coming.pop()
+        await left.wait()
+        return {"type": "http.disconnect"}
+
+    async def answer() -> Messages:
+        sent: Messages = []
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        scope = {"type": "http", "method": "GET", "path": path, "query_string": query.encode()}
+        scope |= {"headers": [(b"host", b"localhost")], "scheme": "http", "root_path": ""}
+        await app(scope | {"server": ("localhost", 80)}, receive, send)
+        return sent
+
+    return asyncio.create_task(answer())
+
+
+async def until_begun(rendered: Rendered) -> None:
+    while not rendered:
+        await asyncio.sleep(0)
+
+
+@in_loop
+@pytest.mark.parametrize(("path", "query"), [*ASKED, (STATE, "")])
+async def test_readers_who_have_gone_cost_a_slice_at_most(
+    path: str, query: str, rendered: Rendered
+) -> None:
+    app, gone = app_of_long_log(), asyncio.Event()
+    gone.set()
+    asking = [ask(app, path, query, gone) for _ in range(200)]
+    assert await asyncio.gather(*asking) == [[]] * 200
+    assert len(rendered) < 100
+
+
+@in_loop
+async def test_what_many_ask_of_a_log_is_counted_once(rendered: Rendered) -> None:
+    app, stays = app_of_long_log(), asyncio.Event()
+    asking = [ask(app, *ASKED[1], stays) for _ in range(20)]
+    answers = await asyncio.gather(*asking)
+    assert [answer[0]["status"] for answer in answers] == [416] * 20
+    assert len(rendered) == NUM_EVENTS
+
+
+@in_loop
+@pytest.mark.parametrize(("path", "query"), [*ASKED, (STATE, ""), (EVENTS, "view=wire")])
+async def test_others_have_a_turn_after_each_slice(
+    path: str, query: str, rendered: Rendered
+) -> None:
+    app, leaves = app_of_long_log(), asyncio.Event()
+    asking = [ask(app, path, query, leaves) for _ in range(50)]
+    most = before = 0
+    for _ in range(60):
+        await asyncio.sleep(0)
+        most, before = max(most, len(rendered) - before), len(rendered)
+    assert before > 60
+    assert most <= 20 + 50  # a slice, and the first event of each
+    leaves.set()
+    await asyncio.gather(*asking)
+
+
+@in_loop
+@pytest.mark.parametrize(("path", "query"), [*ASKED, (STATE, ""), (EVENTS, "view=wire")])
+async def test_a_client_that_leaves_ends_its_work(
+    path: str, query: str, rendered: Rendered
+) -> None:
+    leaves = asyncio.Event()
+    asking = ask(app_of_long_log(), path, query, leaves)
+    await until_begun(rendered)
+    leaves.set()
+    await asking
+    assert len(rendered) < 200
+
+
+@in_loop
+async def test_who_leaves_hands_the_count_to_who_stays(rendered: Rendered) -> None:
+    app, leaves, stays = app_of_long_log(), asyncio.Event(), asyncio.Event()
+    first, second = ask(app, *ASKED[1], leaves), ask(app, *ASKED[1], stays)
+    await until_begun(rendered)
+    leaves.set()
+    assert await first == []
+    assert (await second)[0]["status"] == 416
+    assert list(rendered) == list(range(NUM_EVENTS))
+
+
+@in_loop
+async def test_slices_go_round() -> None:
+    order: list[str] = []
+
+    async def work(name: str) -> None:
+        for _ in range(3):
+            await slice_of_loop()
+            order.append(name)
+            time.sleep(2 * SLICE_S)  # noqa: ASYNC251
+
+    works: list[Coroutine[Any, Any, None]] = [work("a"), work("b"), work("c")]
+    await asyncio.gather(*works)
+    assert order == list("abc") * 3

@@ -1,0 +1,81 @@
+"""Two keys on one engine: what one client asked must not show in what another is told."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import httpx
+import pytest
+from starlette.datastructures import Headers
+
+from headrace.core.config import HttpConfig, ModelConfig, ServerConfig
+from headrace.engine.local import LocalEngine
+from headrace.gateway.app import create_app
+from headrace.gateway.auth import Auth
+from headrace.generation.generation import Generation
+from headrace.generation.served import ServedModel
+from headrace.generation.work import ThreadWork
+from headrace.protocols.jobs import Jobs
+from headrace.streams.memory_store import MemoryStore
+from tests.builders import make_tiny_model
+from tests.gateway.builders import in_loop
+
+PROMPT = "The figures of the third quarter are not to be known before Monday. " * 4
+Cached = Callable[..., Awaitable[int]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("tenants") / "tiny")
+
+
+@contextlib.asynccontextmanager
+async def serving(folder: Path, *keys: str) -> AsyncIterator[Cached]:
+    """How many tokens of the prompt, by a key and a salt, an earlier request had left behind."""
+    model = ModelConfig(model=str(folder), threads=1, max_model_len=512)
+    config = ServerConfig(models=(model,), http=HttpConfig(api_key=keys))
+    engine, _ = await LocalEngine.start(model)
+    served = ServedModel(model)
+    work = ThreadWork(Jobs(served))
+    generation = Generation(config, served, engine, MemoryStore(), work)
+    transport = httpx.ASGITransport(create_app(generation, config))
+
+    async def cached(key: str = "", **fields: str) -> int:
+        body, headers = {"prompt": PROMPT, "max_tokens": 1, **fields}, {"X-Api-Key": key}
+        answer = await client.post("/v1/completions", json=body, headers=headers)
+        found: int = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return found
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(generation.run())
+        await generation.wait_until_ready()
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            yield cached
+        await engine.close()
+
+
+@in_loop
+async def test_cached_tokens_do_not_tell_what_another_key_has_asked(folder: Path) -> None:
+    async with serving(folder, "ann", "bob") as cached:
+        assert await cached("ann") == 0
+        assert await cached("bob") == 0
+        assert await cached("ann") > 200
+
+
+@in_loop
+async def test_no_salt_imitates_another_key(folder: Path) -> None:
+    ann = Auth(HttpConfig(api_key=("ann",))).owner(Headers({"X-Api-Key": "ann"}))
+    async with serving(folder, "ann", "bob") as cached:
+        await cached("ann", cache_salt="a")
+        for salt in ("a", f"{ann}\na", f"\n{ann}\na", f"{ann}a"):
+            assert await cached("bob", cache_salt=salt) == 0
+        assert await cached("ann", cache_salt="a") > 200
+
+
+@in_loop
+async def test_without_keys_all_share_the_cache_by_their_salts(folder: Path) -> None:
+    async with serving(folder) as cached:
+        assert await cached("ann") == 0
+        assert await cached("bob") > 200
+        assert await cached("bob", cache_salt="a") == 0

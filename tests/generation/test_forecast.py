@@ -1,0 +1,128 @@
+"""How long those who wait are told to wait, and how long they then do."""
+
+import math
+import random
+import statistics
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from headrace.core.ids import SequenceId
+from headrace.core.messages import Finish, Finished, NewToken, Outputs, Progress, Started
+from headrace.generation.forecast import Asked, Forecast, Waiting, starts
+from tests.generation.fakes import STATUS
+
+NUM_PLACES, NUM_CLIENTS, NUM_PROMPT = 4, 10, 60
+STEP_S, PROMPT_STEPS, STEPS_PER_STATUS = 0.03, 10, 8
+RATE = NUM_PROMPT / (PROMPT_STEPS * STEP_S)
+
+
+def test_the_next_one_starts_when_the_first_place_is_free() -> None:
+    waiting = [Waiting(1, 10)] * 4
+    assert list(starts([7.0, 3.0], 2, 0.0, waiting)) == [3, 7, 14, 18]
+
+
+def test_a_free_place_waits_for_the_prompts_before() -> None:
+    assert list(starts([], 8, 2.0, [Waiting(1, 10)] * 3)) == [2, 3, 4]
+
+
+def test_while_nothing_is_measured_nothing_is_foretold() -> None:
+    forecast, status = Forecast(), msgspec.structs.replace(STATUS, queue=(SequenceId(1),))
+    for _ in range(3):
+        forecast.look(status, 0.0)
+        assert next(iter(forecast.waits(status, 1, lambda _: Asked(5, 8)))) is None
+        forecast.hear(Outputs(started=(Started(SequenceId(0), 5, 0),)))
+        forecast.hear(Outputs(tokens=(NewToken(SequenceId(0), 1),)))
+
+
+class Server:
+    """Places, a queue and a clock; each client asks again once it was answered."""
+
+    def __init__(self, length: Callable[[], int], limit: Callable[[int], float]) -> None:
+        self.forecast = Forecast()
+        self.ratios: list[float] = []
+        self._length, self._limit = length, limit
+        self._lengths: list[int] = []  # by sequence
+        self._waiting: list[int] = []
+        self._told: dict[int, tuple[float, float]] = {}  # when, and how long they would wait
+        self._prompt: list[int] = []  # the one in work, and the steps it has taken
+        self._said: dict[int, int] = {}
+        for _ in range(NUM_CLIENTS):
+            self._arrive()
+
+    def run(self, num_steps: int) -> None:
+        for step in range(num_steps):
+            now = step * STEP_S
+            self.forecast.hear(self._step(now))
+            if step % STEPS_PER_STATUS == 0:
+                self._tell(now)
+
+    def _arrive(self) -> None:
+        self._waiting.append(len(self._lengths))
+        self._lengths.append(self._length())
+
+    def _step(self, now: float) -> Outputs:
+        begun: list[Started] = []
+        if not self._prompt and self._waiting and len(self._said) < NUM_PLACES:
+            number = self._waiting.pop(0)
+            self._prompt = [number, 0]
+            begun.append(Started(SequenceId(number), NUM_PROMPT, 0))
+            told_at, wait = self._told.pop(number, (now, 0.0))
+            if now - told_at > 0.5:
+                self.ratios.append(wait / (now - told_at))
+        tokens = tuple(NewToken(SequenceId(number), 1) for number in self._said)
+        ended = [number for number in self._said if self._said[number] == self._lengths[number]]
+        self._said = {n: said + 1 for n, said in self._said.items() if n not in ended}
+        for _ in ended:
+            self._arrive()
+        progress = self._read()
+        finished = tuple(Finished(SequenceId(number), Finish.STOP) for number in ended)
+        return Outputs(tuple(begun), (), progress, tokens, finished)
+
+    def _read(self) -> tuple[Progress, ...]:
+        if not self._prompt:
+            return ()
+        number, steps = self._prompt[0], self._prompt[1] + 1
+        self._prompt = [number, steps]
+        if steps == PROMPT_STEPS:
+            self._prompt, self._said[number] = [], 1
+        return (Progress(SequenceId(number), steps * NUM_PROMPT // PROMPT_STEPS),)
+
+    def _tell(self, now: float) -> None:
+        status = msgspec.structs.replace(
+            STATUS,
+            num_running=len(self._said) + bool(self._prompt),
+            queue=tuple(map(SequenceId, self._waiting)),
+            prompt_tokens_per_s=RATE,
+        )
+        self.forecast.look(status, now)
+        waits = self.forecast.waits(status, NUM_PLACES, self._asked)
+        for number, wait in zip(self._waiting, waits, strict=False):
+            if wait is not None:
+                self._told.setdefault(number, (now, wait))
+
+    def _asked(self, number: SequenceId) -> Asked:
+        return Asked(NUM_PROMPT, self._limit(self._lengths[number]))
+
+
+@pytest.mark.parametrize(
+    ("length", "limit"),
+    [
+        (lambda dice: 100, lambda length: 100),
+        (lambda dice: 100, lambda length: math.inf),
+        (lambda dice: dice.randint(20, 200), lambda length: length),
+        (lambda dice: dice.randint(20, 200), lambda length: math.inf),
+        (lambda dice: 1 + int(dice.expovariate(0.01)), lambda length: math.inf),
+        (lambda dice: dice.choice((10, 400)), lambda length: 400),
+    ],
+)
+def test_what_is_foretold_is_about_what_comes(
+    length: Callable[[random.Random], int], limit: Callable[[int], float]
+) -> None:
+    dice = random.Random(1)
+    server = Server(lambda: length(dice), limit)
+    server.run(6000)
+    found = statistics.median(server.ratios)
+    print(len(server.ratios), "waits, foretold to real:", found)
+    assert len(server.ratios) > 30 and 0.5 <= found <= 2

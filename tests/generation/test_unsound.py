@@ -1,0 +1,133 @@
+"""A stream whose stored rows were altered fails alone, with a reason; all else goes on."""
+
+import asyncio
+import contextlib
+import logging
+import sqlite3
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from headrace.core.messages import Finish
+from headrace.generation.event_builder import EventBuilder
+from headrace.generation.generation import Generation
+from headrace.streams.events import Error
+from headrace.streams.log import LogUnsound
+from headrace.streams.record import Names
+from headrace.streams.sqlite_schema import NAME
+from headrace.streams.sqlite_store import SqliteStore
+from headrace.streams.store import ByConversation, ById
+from tests.generation.fakes import FakeEngine, make_request, opened, read, running
+
+LIVE = Names(conversation="live", digest=b"1")
+ENDED = Names(owner="me", conversation="ended", key="key", digest=b"2")
+Scene = Callable[[Generation, FakeEngine], Awaitable[None]]
+
+
+def play(folder: Path, directory: Path, scene: Scene) -> None:
+    async def run() -> None:
+        store = SqliteStore.open(directory)
+        try:
+            async with asyncio.timeout(20), running(folder, store) as (generation, engine):
+                await scene(generation, engine)
+        finally:
+            await store.close()
+
+    asyncio.run(run())
+
+
+async def fill(generation: Generation, engine: FakeEngine) -> None:
+    """One stream that has ended, and one that is left unfinished."""
+    ended = await opened(generation, engine, ENDED)
+    while not engine.submits:
+        await asyncio.sleep(0)
+    await engine.start(engine.newest)
+    await engine.finish(engine.newest, Finish.LENGTH)
+    await read(ended)
+    await opened(generation, engine, LIVE)
+
+
+def alter(directory: Path, statement: str) -> None:
+    with contextlib.closing(sqlite3.connect(directory / NAME)) as other, other:
+        assert other.execute(statement).rowcount > 0
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "UPDATE batches SET events = x'80' WHERE n = 2",
+        "UPDATE batches SET first_seq = first_seq + 1 WHERE n = 2",
+        "DELETE FROM batches WHERE n = 2",
+        "UPDATE records SET record = x'80' WHERE n = 2",
+        "DELETE FROM records WHERE n = 2",
+        "UPDATE streams SET next_seq = 'many' WHERE n = 2",
+        "UPDATE streams SET id = CAST(x'ff' AS TEXT), owner = 5 WHERE n = 2",
+        "UPDATE streams SET n = 9223372036854775807 WHERE n = 2",
+    ],
+)
+def test_an_unsound_stream_does_not_keep_the_server_from_serving(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, statement: str
+) -> None:
+    async def scene(generation: Generation, engine: FakeEngine) -> None:
+        found = await generation.streams.find("me", ByConversation("me", "ended"))
+        assert found and len(await read(found)) > 2
+        await generation.open(make_request(), Names(conversation="new", digest=b"3"))
+        assert len(generation.streams) == 1
+
+    play(folder, tmp_path, fill)
+    alter(tmp_path, statement)
+    with caplog.at_level(logging.WARNING):
+        play(folder, tmp_path, scene)
+    said = [record for record in caplog.records if "set aside" in record.message]
+    assert len(said) == 1 and not any(record.exc_info for record in caplog.records)
+
+
+def test_an_unsound_stream_is_told_of_deleted_and_its_key_is_free(
+    folder: Path, tmp_path: Path
+) -> None:
+    name = ByConversation("me", "ended")
+
+    async def scene(generation: Generation, engine: FakeEngine) -> None:
+        streams = generation.streams
+        found = await streams.find("me", name)
+        assert found
+        with pytest.raises(LogUnsound):
+            await read(found)
+        by_id = ById(found.record.id)
+        with pytest.raises(LogUnsound):
+            await streams.find("me", by_id)
+        assert await streams.find("you", by_id) is None
+        assert await streams.find_conversations("me", ["ended"]) == []
+        assert await generation.attach(ENDED, True) is None
+        await streams.discard("me", by_id)
+        assert await streams.find("me", by_id) is None
+
+    play(folder, tmp_path, fill)
+    alter(tmp_path, "UPDATE batches SET events = events || x'00' WHERE n = 1 AND first_seq > 0")
+    play(folder, tmp_path, scene)
+
+
+def test_a_stream_given_to_another_owner_stays_its_owners(folder: Path, tmp_path: Path) -> None:
+    async def scene(generation: Generation, engine: FakeEngine) -> None:
+        assert await generation.streams.find("you", ByConversation("you", "ended")) is None
+        with pytest.raises(LogUnsound):
+            await generation.streams.find("me", ByConversation("me", "ended"))
+
+    play(folder, tmp_path, fill)
+    alter(tmp_path, "UPDATE streams SET owner = 'you' WHERE n = 1")
+    play(folder, tmp_path, scene)
+
+
+def test_a_stream_that_cannot_be_taken_up_ends_and_the_server_starts(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scene(generation: Generation, engine: FakeEngine) -> None:
+        found = await generation.streams.find("", ByConversation("", "live"))
+        assert found
+        last = (await read(found))[-1]
+        assert isinstance(last, Error) and last.code == "resume_mismatch"
+
+    play(folder, tmp_path, fill)
+    monkeypatch.setattr(EventBuilder, "replay", lambda self, page: 1 / 0)
+    play(folder, tmp_path, scene)

@@ -1,0 +1,206 @@
+import asyncio
+import contextlib
+import gc
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import weakref
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from headrace.core.config import ModelConfig
+from headrace.core.errors import RequestError
+from headrace.core.request import Chat, Text
+from headrace.generation import work
+from headrace.generation.work import WorkerPool
+
+TEMPLATE = """
+{%- if messages[0].content == "slow" %}{{ ("ab" * 2000000)|list|map("upper")|list|length }}
+{%- elif messages[0].content == "large" %}{{ ("ab" * 15000000)|list|length }}{% endif %}ok"""
+
+
+@pytest.fixture
+def config(folder: Path, tmp_path: Path) -> ModelConfig:
+    template = tmp_path / "template.jinja"
+    template.write_text(TEMPLATE)
+    return ModelConfig(model=str(folder), chat_template=str(template))
+
+
+@contextlib.asynccontextmanager
+async def pool_of(config: ModelConfig) -> AsyncIterator[WorkerPool]:
+    pool = WorkerPool("tests.generation.quick_worker", msgspec.msgpack.encode(config))
+    running = asyncio.create_task(pool.run())
+    try:
+        yield pool
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
+
+
+async def render(pool: WorkerPool, content: str) -> str:
+    """The answer's text, or the code of the refusal."""
+    packed = msgspec.msgpack.encode((Chat(({"role": "user", "content": content},)),))
+    try:
+        (ids,) = msgspec.msgpack.decode(await pool.do("prompts", [packed], 1000))
+    except RequestError as error:
+        return f"{error.code}: {error.message}"
+    return f"{len(ids) // 4} tokens"
+
+
+@contextlib.contextmanager
+def no_descriptors() -> Iterator[None]:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def workers() -> list[int]:
+    """Processes that this one has started and that live."""
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    return [
+        int(pid) for pid in children if "quick_worker" in Path(f"/proc/{pid}/cmdline").read_text()
+    ]
+
+
+def test_a_template_that_overruns_ends_alone(config: ModelConfig) -> None:
+    async def run() -> list[str]:
+        async with pool_of(config) as pool:
+            asked = ("slow", "large", "slow", "fine", "fine")
+            return await asyncio.gather(*(render(pool, content) for content in asked))
+
+    found = asyncio.run(run())
+    assert all(text.startswith("template_failed: The chat template overran") for text in found[:3])
+    assert found[3:] == ["2 tokens", "2 tokens"]
+
+
+def test_a_job_outlives_the_worker_that_somebody_kills(config: ModelConfig) -> None:
+    async def run() -> None:
+        async with pool_of(config) as pool:
+            for _ in range(2):
+                assert await render(pool, "fine") == "2 tokens"
+                for pid in workers():
+                    os.kill(pid, signal.SIGKILL)
+            assert await render(pool, "fine") == "2 tokens"
+        assert not workers()
+
+    asyncio.run(run())
+
+
+def test_a_job_does_not_wait_for_a_worker_that_is_held(
+    config: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> None:
+        async with pool_of(config) as pool:
+            assert await render(pool, "fine") == "2 tokens"
+            monkeypatch.setattr(work, "STILL_S", 0.5)
+            for pid in workers():
+                os.kill(pid, signal.SIGSTOP)
+            assert await render(pool, "fine") == "2 tokens"
+
+    asyncio.run(run())
+
+
+def test_without_descriptors_a_job_is_refused_and_the_next_one_done(config: ModelConfig) -> None:
+    async def run() -> None:
+        async with pool_of(config) as pool:
+            assert await render(pool, "fine") == "2 tokens"
+            found = workers()
+            with no_descriptors():
+                for pid in found:
+                    os.kill(pid, signal.SIGKILL)
+                assert (await render(pool, "fine")).startswith("server_overloaded")
+            assert await render(pool, "fine") == "2 tokens"
+
+    asyncio.run(run())
+
+
+def test_small_jobs_pass_a_large_one(config: ModelConfig) -> None:
+    async def run() -> list[str]:
+        done: list[str] = []
+        async with pool_of(config) as pool:
+
+            async def do(name: str, text: str) -> None:
+                packed = msgspec.msgpack.encode((Text(text),))
+                await pool.do("prompts", [packed], 1 << 30)
+                done.append(name)
+
+            large = [do(f"large {i}", "many words " * 20_000) for i in range(2)]
+            small = [do("small", "a word") for _ in range(3)]
+            await asyncio.gather(*large, *small)
+        return done
+
+    assert asyncio.run(run())[:3] == ["small"] * 3
+
+
+def test_of_waiting_jobs_the_smaller_ones_go_first_and_equals_in_their_order() -> None:
+    async def run() -> list[int]:
+        sizes = [40_000, 3_000, 20, 4_000, 60_000, 500_000]
+        jobs = [work._Job("prompts", [bytes(size)], ()) for size in sizes]
+        jobs.append(jobs.pop(0))  # the first to come stands last
+        return [job.size for job in sorted(jobs)]
+
+    assert asyncio.run(run()) == [3_000, 20, 4_000, 40_000, 60_000, 500_000]
+
+
+def test_a_job_that_nobody_waits_for_is_not_done(config: ModelConfig) -> None:
+    async def run() -> None:
+        async with pool_of(config) as pool:
+            assert await render(pool, "fine") == "2 tokens"
+            slow = [asyncio.create_task(render(pool, "slow")) for _ in range(50)]
+            await asyncio.sleep(0)
+            for task in slow:
+                task.cancel()
+            assert await render(pool, "fine") == "2 tokens"
+            async with asyncio.timeout(30):  # 50 slow ones would take minutes
+                while not all(worker._jobs.empty() for worker in pool._workers):
+                    await asyncio.sleep(0.01)
+
+    asyncio.run(run())
+
+
+def test_a_worker_whose_server_has_gone_ends_without_a_word(folder: Path) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        worker = subprocess.Popen(
+            [sys.executable, "-m", "headrace.protocols.worker", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stderr=subprocess.PIPE,
+        )
+        theirs.close()
+        start = msgspec.msgpack.encode(ModelConfig(model=str(folder)))
+        ours.sendall(work._REQUEST.pack(0, len(start)) + start)
+        assert ours.recv(5)
+        head = msgspec.msgpack.encode(("prompts", (10,)))
+        body = msgspec.msgpack.encode((Text("on and on " * 10_000),))
+        ours.sendall(work._REQUEST.pack(len(head), len(body)) + head + body)
+    assert worker.communicate(timeout=60)[1] == b"" and worker.returncode == 0
+
+
+def test_a_refused_body_is_not_kept(config: ModelConfig) -> None:
+    class Piece(bytearray):
+        """A piece that one can see go."""
+
+    async def run() -> bool:
+        async with pool_of(config) as pool:
+            pieces = [Piece(b"{")]
+            seen = weakref.ref(pieces[0])
+            with pytest.raises(RequestError):
+                await pool.do("read", pieces, "/v1/completions")
+            pieces.clear()
+            await asyncio.sleep(0)
+            return seen() is None
+
+    gc.disable()  # which would find it in the end, when much has come to nothing
+    try:
+        assert asyncio.run(run())
+    finally:
+        gc.enable()

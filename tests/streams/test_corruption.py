@@ -1,0 +1,9 @@
+"""A short run of what `make corrupt` does at length."""
+
+from pathlib import Path
+
+from attack.corruption import run
+
+
+def test_forty_corruptions_harm_no_stream_but_their_own(tmp_path: Path) -> None:
+    assert run(40, 0, tmp_path) == []

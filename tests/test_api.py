@@ -1,0 +1,62 @@
+"""What `import headrace` offers, as a type checker and a program outside see it."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import headrace
+
+PROGRAM = """
+from headrace import AsyncClient, Client, Stream, Unreachable
+client = Client("localhost:8000")
+stream = client.stream("hello")
+reveal_type(stream)
+reveal_type(client.chat("hello").text)
+reveal_type(AsyncClient().stream("hello"))
+reveal_type(Unreachable("away").code)
+client.chat(5)
+client.chatt("hello")
+"""
+# What is behind LLM takes a checker half a minute, httpx some seconds.
+SETTINGS = """
+[mypy]
+follow_imports = silent
+[mypy-headrace.llm,httpx.*]
+follow_imports = skip
+"""
+SEEN = (
+    'Revealed type is "headrace.client.client.Stream"',
+    'Revealed type is "str"',
+    'Revealed type is "headrace.client.async_client.AsyncStream"',
+    'incompatible type "int"',
+    '"Client" has no attribute "chatt"',
+)
+
+
+def test_all_that_is_named_is_there() -> None:
+    for name in headrace.__all__:
+        assert getattr(headrace, name).__name__ == name
+    with pytest.raises(AttributeError, match="no attribute 'Klient'"):
+        headrace.Klient  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_a_type_checker_outside_knows_the_classes(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    (tmp_path / "mypy.ini").write_text(SETTINGS)
+    said = subprocess.run(
+        [sys.executable, "-m", "mypy", "program.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    ).stdout
+    for line in SEEN:
+        assert line in said, said
+    assert '"Any"' not in said
+
+
+def test_a_client_needs_no_tensors() -> None:
+    code = "from headrace import Client, Unreachable; import sys; print('torch' in sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "False"
