@@ -20,6 +20,7 @@ from headrace.core.messages import Ready
 from headrace.core.request import Request, ResponseOptions
 from headrace.engine.local import LocalEngine
 from headrace.generation.generation import Generation
+from headrace.generation.registry import Found
 from headrace.generation.served import ServedModel
 from headrace.generation.work import ThreadWork
 from headrace.protocols import openai_chat, openai_completions, render
@@ -120,7 +121,8 @@ class LLM:
         model = self._host.generation.models.get(fields.get("model"))
         checked = pack(schema, fields)
         request = to_request(schema, checked, model)
-        return _Call(msgspec.structs.replace(request, wire=_WIRE), checked.packed)
+        request = msgspec.structs.replace(request, wire=_WIRE)
+        return _Call(request, checked.packed, schema.ID_PREFIX)
 
 
 class _Call(NamedTuple):
@@ -128,6 +130,7 @@ class _Call(NamedTuple):
 
     request: Request
     packed: bytes
+    id_prefix: str
 
 
 class _Host:
@@ -195,8 +198,15 @@ class _Host:
             for task in working:
                 task.cancel()
 
+    async def _open(self, call: _Call) -> Found:
+        return await self.generation.open(
+            call.request, packed=call.packed, id_prefix=call.id_prefix
+        )
+
     async def _answer(self, call: _Call) -> Answer:
-        stream = await self.generation.open(call.request, packed=call.packed)
+        stream = await self.generation.open(
+            call.request, packed=call.packed, id_prefix=call.id_prefix
+        )
         answer = render.ResponseBody(stream.record)
         async with stream.reader() as events:
             async for event in events:
@@ -207,7 +217,9 @@ class _Host:
 
     async def _feed(self, call: _Call, pieces: "queue.SimpleQueue[Piece | None]") -> None:
         try:
-            stream = await self.generation.open(call.request, packed=call.packed)
+            stream = await self.generation.open(
+                call.request, packed=call.packed, id_prefix=call.id_prefix
+            )
             async with stream.reader() as events:
                 async for event in events:
                     _raise_if_cut(event)

@@ -1,12 +1,13 @@
 """What was asked, after parsing and before any text is rendered; frozen."""
 
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from headrace.core.sampling import Sampling
 
-Route = Literal["/v1/chat/completions", "/v1/completions"]
+Route = str
+"""The path that a request came by, which names its dialect."""
 
 
 class Chat(msgspec.Struct, frozen=True, tag=True):

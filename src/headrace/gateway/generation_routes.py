@@ -60,8 +60,9 @@ class GenerationRoutes:
         if stream is not None:
             return Marked(deliver(stream, self._config.streams), checked.ignored, True)
         model = self._generation.models.get(checked.fields.get("model"))
-        wanted = to_request(dialect_of(route), checked, model)
-        stream = await self._generation.open(wanted, names, checked.packed)
+        dialect = dialect_of(route)
+        wanted = to_request(dialect, checked, model)
+        stream = await self._generation.open(wanted, names, checked.packed, dialect.ID_PREFIX)
         answer = deliver(stream, self._config.streams)
         return Marked(answer, checked.ignored, stream.record.request.wire is not wanted.wire)
 

@@ -38,7 +38,6 @@ _PAGE = 256
 _SWEEP_INTERVAL_S = 60.0
 _RESUME_AGAIN_S = 1.0  # after the store could not be read
 _NO_ENGINE = EngineDown("engine_failed", "", given_up=False)
-_ID_PREFIX = {"/v1/chat/completions": "chatcmpl-", "/v1/completions": "cmpl-"}
 
 
 class Generation:
@@ -115,7 +114,11 @@ class Generation:
         return await self.streams.find_equal(names, may_take_over)
 
     async def open(
-        self, request: Request, names: Names = PLAIN, packed: bytes | None = None
+        self,
+        request: Request,
+        names: Names = PLAIN,
+        packed: bytes | None = None,
+        id_prefix: str = "cmpl-",
     ) -> Found:
         """Admits a request; RequestError says why it is not served.
 
@@ -128,7 +131,8 @@ class Generation:
         packed = msgspec.msgpack.encode(request.prompts) if packed is None else packed
         prompts = await admit(self.work, model, request, packed)
         self._check_room(model)
-        record = self._record(model, request, prompts, names)
+        stream_id = StreamId(id_prefix + secrets.token_hex(16))
+        record = self._record(stream_id, model, request, prompts, names)
         stored = Stored(record, MemoryLog())
         if names.is_opted_in:
             self._num_opening += request.num_choices
@@ -223,11 +227,16 @@ class Generation:
         check_queue(self.streams, self._num_opening, model, bound)
 
     def _record(
-        self, model: ServedModel, request: Request, prompts: tuple[bytes, ...], names: Names
+        self,
+        stream_id: StreamId,
+        model: ServedModel,
+        request: Request,
+        prompts: tuple[bytes, ...],
+        names: Names,
     ) -> Record:
         sampling = msgspec.structs.replace(request.sampling, end_token_ids=model.spec.end_token_ids)
         return Record(
-            id=StreamId(_ID_PREFIX[request.route] + secrets.token_hex(16)),
+            id=stream_id,
             created=int(time.time()),
             request=msgspec.structs.replace(request, sampling=sampling),
             prompts=prompts,

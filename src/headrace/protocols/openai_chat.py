@@ -17,6 +17,7 @@ from headrace.streams.events import ChoiceEnd, TokenLogprob
 from headrace.streams.record import Record
 
 ROUTE: Route = "/v1/chat/completions"
+ID_PREFIX = "chatcmpl-"
 TEMPLATE: Mapping[str, Kind] = {
     "messages": Messages(),
     "add_generation_prompt": Flag(),

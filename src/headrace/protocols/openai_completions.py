@@ -25,6 +25,7 @@ from headrace.streams.events import ChoiceEnd, TokenLogprob
 from headrace.streams.record import Record
 
 ROUTE: Route = "/v1/completions"
+ID_PREFIX = "cmpl-"
 MAX_PROMPTS = 1024
 DEFAULT_MAX_TOKENS = 16
 _IDS = TokenIds(least=1)
