@@ -6,7 +6,7 @@ import queue
 import sys
 import threading
 from collections.abc import Coroutine, Iterator
-from types import ModuleType, TracebackType
+from types import TracebackType
 from typing import Any, NamedTuple, TypeVar, overload
 
 import msgspec
@@ -23,11 +23,12 @@ from headrace.generation.generation import Generation
 from headrace.generation.registry import Found
 from headrace.generation.served import ServedModel
 from headrace.generation.work import ThreadWork
-from headrace.protocols import openai_chat, openai_completions, render
+from headrace.protocols import openai_chat, openai_completions
 from headrace.protocols.common_fields import known_fields
-from headrace.protocols.jobs import Jobs
+from headrace.protocols.dialect import Dialect, dialect_of
 from headrace.protocols.openai_completions import Asked
 from headrace.protocols.requests import pack, to_request
+from headrace.protocols.worker import Jobs
 from headrace.streams.events import AnyEvent, Error, Tokens
 from headrace.streams.memory_store import MemoryStore
 
@@ -98,9 +99,9 @@ class LLM:
 
         Leaving the loop ends the work on it.
         """
-        schema = openai_chat if prompt is None else openai_completions
-        checked = _check(schema, {**fields, **asked_for(messages, prompt)})
-        return self._host.pieces(self._call(schema, checked))
+        dialect = openai_chat if prompt is None else openai_completions
+        checked = _check(dialect, {**fields, **asked_for(messages, prompt)})
+        return self._host.pieces(self._call(dialect, checked))
 
     def close(self) -> None:
         """Ends what runs and frees the model. Idempotent."""
@@ -117,12 +118,12 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _call(self, schema: ModuleType, fields: dict[str, Any]) -> "_Call":
+    def _call(self, dialect: Dialect, fields: dict[str, Any]) -> "_Call":
         model = self._host.generation.models.get(fields.get("model"))
-        checked = pack(schema, fields)
-        request = to_request(schema, checked, model)
+        checked = pack(dialect, fields)
+        request = to_request(dialect, checked, model)
         request = msgspec.structs.replace(request, wire=_WIRE)
-        return _Call(request, checked.packed, schema.ID_PREFIX)
+        return _Call(request, checked.packed, dialect.ID_PREFIX)
 
 
 class _Call(NamedTuple):
@@ -207,13 +208,13 @@ class _Host:
         stream = await self.generation.open(
             call.request, packed=call.packed, id_prefix=call.id_prefix
         )
-        answer = render.ResponseBody(stream.record)
+        answer = dialect_of(stream.record.request.route).response_body(stream.record)
         async with stream.reader() as events:
             async for event in events:
                 _raise_if_cut(event)
                 answer.feed(event)
                 events.sent(event)
-        return Answer.of(msgspec.json.decode(answer.body()))
+        return Answer.of(answer.whole())
 
     async def _feed(self, call: _Call, pieces: "queue.SimpleQueue[Piece | None]") -> None:
         try:
@@ -260,14 +261,14 @@ def _unbounded(config: ServerConfig) -> ServerConfig:
     return msgspec.structs.replace(config, streams=streams)
 
 
-def _check(schema: ModuleType, fields: dict[str, Any]) -> dict[str, Any]:
+def _check(dialect: Dialect, fields: dict[str, Any]) -> dict[str, Any]:
     """The fields as the routes check them; RequestError for one that they do not know."""
-    known = known_fields(schema.TABLE)
+    known = known_fields(dialect.TABLE)
     for name in fields:
         if name not in known:
             message = f"There is no field {name}{settings.nearest(name, known)}"
             raise RequestError("unsupported_parameter", message, name)
-    checked: dict[str, Any] = schema.read(_as_json(fields))
+    checked: dict[str, Any] = dialect.read(_as_json(fields))
     return checked
 
 

@@ -18,7 +18,7 @@ from headrace import LLM
 from headrace.core.errors import RequestError
 from headrace.protocols import openai_chat, openai_completions
 from headrace.protocols.fields import Flag, Integer, Kind, Number, Object, String
-from headrace.protocols.strict_json import decode
+from headrace.protocols.requests import decode
 from tests.builders import END, VOCAB_SIZE, make_tiny_model
 
 TEMPLATE = (

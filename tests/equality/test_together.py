@@ -14,7 +14,7 @@ from headrace.engine.local import LocalEngine
 from headrace.generation.generation import Generation
 from headrace.generation.served import ServedModel
 from headrace.generation.work import ThreadWork
-from headrace.protocols.jobs import Jobs
+from headrace.protocols.worker import Jobs
 from headrace.streams.events import Finish, Progress, Tokens
 from headrace.streams.memory_store import MemoryStore
 from tests.builders import make_tiny_model

@@ -24,7 +24,7 @@ from headrace.generation.reader_pause import ReaderPause
 from headrace.generation.served import Models
 from headrace.generation.work import ThreadWork
 from headrace.protocols import requests
-from headrace.protocols.jobs import Jobs
+from headrace.protocols.worker import Jobs
 from headrace.streams.events import (
     Accepted,
     AnyEvent,
@@ -204,7 +204,9 @@ class FakeGeneration:
     async def attach(self, names: Names, may_take_over: bool) -> None:
         return None
 
-    async def open(self, request: Request, names: Names, packed: bytes) -> FakeStream:
+    async def open(
+        self, request: Request, names: Names, packed: bytes, id_prefix: str
+    ) -> FakeStream:
         self.requests.append(request)
         if self.refusal:
             raise self.refusal

@@ -10,7 +10,7 @@ import pytest
 from headrace.core.config import StreamConfig
 from headrace.core.errors import RequestError
 from headrace.gateway.delivery import deliver, while_connected
-from headrace.protocols.render import ResponseBody
+from headrace.protocols.openai import ChunkBody
 from headrace.streams.events import Finish, Heartbeat, Timings, Usage
 from headrace.streams.log import MemoryLog
 from headrace.streams.record import Names
@@ -243,11 +243,11 @@ async def test_no_stream_waits_while_a_whole_answer_is_put_together(
     wire: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: list[threading.Thread] = []
-    body = ResponseBody.body
+    whole = ChunkBody.whole
     monkeypatch.setattr(
-        ResponseBody,
-        "body",
-        lambda self: (threads.append(threading.current_thread()), body(self))[1],
+        ChunkBody,
+        "whole",
+        lambda self: (threads.append(threading.current_thread()), whole(self))[1],
     )
     stream = await open_stream(wire=wire)
     client = Connection(stream)

@@ -11,8 +11,8 @@ from starlette.applications import Starlette
 
 from headrace.core.config import ServerConfig
 from headrace.gateway.app import create_app
-from headrace.gateway.loop_slices import SLICE_S, slice_of_loop
-from headrace.protocols.wire_bytes import WireFrames
+from headrace.gateway.long_logs import SLICE_S, slice_of_loop
+from headrace.protocols.dialect import WireFrames
 from headrace.streams.events import AnyEvent
 from tests.gateway.builders import (
     FakeGeneration,

@@ -16,7 +16,7 @@ from headrace.gateway.auth import Auth
 from headrace.generation.generation import Generation
 from headrace.generation.served import ServedModel
 from headrace.generation.work import ThreadWork
-from headrace.protocols.jobs import Jobs
+from headrace.protocols.worker import Jobs
 from headrace.streams.memory_store import MemoryStore
 from tests.builders import make_tiny_model
 from tests.gateway.builders import in_loop

@@ -27,7 +27,7 @@ from headrace.generation.generation import PLAIN, Generation
 from headrace.generation.registry import Found
 from headrace.generation.served import ServedModel
 from headrace.generation.work import ThreadWork
-from headrace.protocols.jobs import Jobs
+from headrace.protocols.worker import Jobs
 from headrace.streams.events import AnyEvent, Tokens
 from headrace.streams.memory_store import MemoryStore
 from headrace.streams.record import Names

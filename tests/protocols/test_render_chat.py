@@ -4,7 +4,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.protocols.render import Frames, ResponseBody
+from headrace.protocols import openai_chat
+from headrace.protocols.dialect import encode
 from headrace.streams.events import AnyEvent, Heartbeat, Queued
 from headrace.streams.record import Record
 from tests.gateway.builders import (
@@ -50,15 +51,15 @@ def record_of(**changes: Any) -> Record:
 
 
 def frames_of(record: Record, *events: AnyEvent) -> list[bytes]:
-    frames = Frames(record)
+    frames = openai_chat.frames(record)
     return [frame for event in log_of(record, *events) for frame in frames.render(event)]
 
 
 def answer_of(record: Record, *events: AnyEvent) -> bytes:
-    answer = ResponseBody(record)
+    answer = openai_chat.response_body(record)
     for event in log_of(record, *events):
         answer.feed(event)
-    return answer.body()
+    return encode(answer.whole())
 
 
 def parsed(frames: list[bytes]) -> list[Any]:
@@ -97,7 +98,7 @@ def test_a_whole_answer_has_these_bytes() -> None:
 
 def test_a_heartbeat_has_these_bytes() -> None:
     idle = b'{"index":0,"delta":{},"finish_reason":null}'
-    assert Frames(record_of()).idle() == chunk(idle)
+    assert openai_chat.frames(record_of()).idle() == chunk(idle)
 
 
 def test_a_recovery_has_these_bytes_and_names_itself_only_if_asked_to() -> None:
@@ -160,7 +161,7 @@ def test_tokens_without_text_are_silent() -> None:
 
 def test_without_heartbeats_the_role_waits_for_the_first_text() -> None:
     record = record_of(wire={"heartbeat": False})
-    frames = Frames(record)
+    frames = openai_chat.frames(record)
     rendered = [frames.render(event) for event in log_of(record, tokens("", 4), *HI)]
     assert [len(each) for each in rendered] == [0, 0, 2, 1, 1, 1]
     assert rendered[2][0] == chunk(ROLE)

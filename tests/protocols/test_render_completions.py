@@ -2,7 +2,8 @@ import json
 from typing import Any
 
 from headrace.core.request import Text
-from headrace.protocols.render import Frames, ResponseBody
+from headrace.protocols import openai_completions
+from headrace.protocols.dialect import encode
 from headrace.streams.events import AnyEvent, TokenLogprob
 from headrace.streams.record import Record
 from tests.gateway.builders import ended, log_of, logprob, make_record, make_request, tokens
@@ -19,15 +20,15 @@ def record_of(**changes: Any) -> Record:
 
 
 def frames_of(record: Record, *events: AnyEvent) -> list[bytes]:
-    frames = Frames(record)
+    frames = openai_completions.frames(record)
     return [frame for event in log_of(record, *events) for frame in frames.render(event)]
 
 
 def answer_of(record: Record, *events: AnyEvent) -> Any:
-    answer = ResponseBody(record)
+    answer = openai_completions.response_body(record)
     for event in log_of(record, *events):
         answer.feed(event)
-    return json.loads(answer.body())
+    return json.loads(encode(answer.whole()))
 
 
 def logprobs_of(*events: AnyEvent) -> Any:
@@ -51,7 +52,7 @@ def test_a_stream_has_these_bytes() -> None:
 
 
 def test_a_heartbeat_is_the_first_frame_again() -> None:
-    assert Frames(record_of()).idle() == frames_of(record_of())[0]
+    assert openai_completions.frames(record_of()).idle() == frames_of(record_of())[0]
 
 
 def test_without_heartbeats_text_is_the_first_frame() -> None:

@@ -21,8 +21,7 @@ from headrace.core.messages import Ready
 from headrace.engine.supervisor import Supervisor
 from headrace.gateway.app import create_app
 from headrace.gateway.auth import Auth
-from headrace.gateway.http_server import HttpServer
-from headrace.gateway.loading_server import LoadingServer
+from headrace.gateway.http_server import HttpServer, LoadingServer
 from headrace.generation.generation import Generation
 from headrace.generation.served import ServedModel
 from headrace.generation.work import WorkerPool

@@ -1,15 +1,32 @@
-"""Answers of one JSON body; errors with the headers that tell clients what to do."""
+"""Answers of one JSON body, and what every answer has: a request id, an error where code failed."""
 
+import asyncio
+import contextlib
+import logging
 import math
+import re
+import secrets
 from typing import Any
 
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace.core.errors import RequestError
-from headrace.protocols.frames import cut_body, encode, error_body
+from headrace.core.request import Route
+from headrace.protocols import openai
+from headrace.protocols.dialect import DIALECTS, dialect_of, encode
 from headrace.streams.events import Error
+from headrace.streams.log import LogGone
+from headrace.streams.store import StoreStalled
+
+logger = logging.getLogger(__name__)
+
+_MAX_TAKEN, _TAKING_S = 1 << 20, 1.0  # of an upload that was refused
+_REQUEST_ID = re.compile(r"[\x20-\x7e]{1,128}")
+
 
 _WITH_PAUSE = (429, 503)
 _CLOSING = ("request_too_large", "body_timeout", "server_shutdown")
@@ -22,23 +39,22 @@ def answer(body: dict[str, Any]) -> Response:
     return Response(encode(body), media_type="application/json")
 
 
-def refuse(error: RequestError) -> Response:
-    """The answer to a request that was not admitted."""
+def refuse(error: RequestError, path: str = "") -> Response:
+    """The answer to a request that was not admitted, in the dialect of its path."""
     kind = error.kind
     headers = _headers(kind.status, kind.retry, error.retry_after_s)
     if kind.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     if error.code in _CLOSING:
         headers["Connection"] = "close"
-    body = error_body(error.code, kind.type, error.message, error.param, error.extra)
-    return Response(body, kind.status, headers, "application/json")
+    return Response(_error_body(error, path), kind.status, headers, "application/json")
 
 
-def cut(event: Error, stream_id: str) -> Response:
+def cut(event: Error, route: Route, stream_id: str) -> Response:
     """The answer to a request whose stream was cut before any of it was sent."""
     headers = _headers(event.status, event.retryable, _DEFAULT_PAUSE_S)
     headers["X-Stream-Id"] = stream_id
-    return Response(cut_body(event), event.status, headers, "application/json")
+    return Response(_error_body(event, route), event.status, headers, "application/json")
 
 
 async def no_such_route(request: Request, error: Exception) -> Response:
@@ -46,11 +62,18 @@ async def no_such_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "")
-        response = refuse(RequestError("method_not_allowed", f"This route takes {allowed} only."))
+        refusal = RequestError("method_not_allowed", f"This route takes {allowed} only.")
+        response = refuse(refusal, request.url.path)
         response.headers["Allow"] = allowed
         return response
     message = "There is no such route; /openapi.json lists those there are."
     return refuse(RequestError("route_not_found", message))
+
+
+def _error_body(error: RequestError | Error, route: str) -> bytes:
+    if route in DIALECTS:
+        return dialect_of(route).error_body(error)
+    return openai.error_body(error)
 
 
 def _headers(status: int, retry: bool, pause_s: float) -> dict[str, str]:
@@ -59,3 +82,83 @@ def _headers(status: int, retry: bool, pause_s: float) -> dict[str, str]:
         headers["Retry-After"] = str(max(1, math.ceil(pause_s)))
         headers["retry-after-ms"] = str(math.ceil(pause_s * 1000))
     return headers
+
+
+def notice_of(error: Exception) -> RequestError:
+    """What a reader is told of an error that ends its answer before the stream has ended."""
+    match error:
+        case StoreStalled():
+            return RequestError("storage_stalled", "The stream cannot be read now; read on later.")
+        case RequestError():
+            return error
+        case LogGone():
+            return RequestError("stream_not_found", "The stream was deleted.")
+    logger.error("A stream could not be rendered", exc_info=error)
+    return RequestError("internal_error", "The server failed on this stream.")
+
+
+class ErrorBoundary:
+    """ASGI middleware; the outermost loop of a request, so nothing passes it."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = _request_id(Headers(scope=scope))
+        path, has_begun = scope["path"], False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal has_begun
+            if message["type"] == "http.response.start":
+                has_begun = True
+                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        except ClientDisconnect:
+            pass  # left before the body was whole: there is nobody to answer
+        except RequestError as error:
+            is_upload = error.code == "request_too_large"
+            last_send = _once_taken(receive, send_with_id) if is_upload else send_with_id
+            await refuse(error, path)(scope, receive, last_send)
+        except LogGone as gone:
+            await refuse(notice_of(gone), path)(scope, receive, send_with_id)
+        except Exception:
+            logger.exception("Request %s failed", request_id)
+            if has_begun:
+                raise
+            failure = RequestError("internal_error", "The server failed on this request.")
+            await refuse(failure, path)(scope, receive, send_with_id)
+
+
+def _once_taken(receive: Receive, send: Send) -> Send:
+    """Ends the answer once the upload has, within bounds.
+
+    A connection that is closed with bytes unread is reset, and the client may lose the answer.
+    """
+
+    async def take_rest() -> None:
+        num_taken, is_whole = 0, False
+        while not is_whole and num_taken < _MAX_TAKEN:
+            message = await receive()
+            num_taken += len(message.get("body", b""))
+            is_whole = not message.get("more_body", False)
+
+    async def send_last(message: Message) -> None:
+        if message["type"] == "http.response.body":
+            await send({**message, "more_body": True})
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(take_rest(), _TAKING_S)
+            message = {**message, "body": b""}
+        await send(message)
+
+    return send_last
+
+
+def _request_id(headers: Headers) -> str:
+    given = headers.get("x-request-id", "")
+    return given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)

@@ -6,18 +6,16 @@ from starlette.middleware import Middleware
 from starlette.routing import Route
 
 from headrace.core.config import ServerConfig
-from headrace.gateway.answers import no_such_route
+from headrace.gateway.answers import ErrorBoundary, no_such_route
 from headrace.gateway.auth import Auth, Endpoint
 from headrace.gateway.bodies import Bodies
-from headrace.gateway.body_index import BodyIndex
 from headrace.gateway.byte_routes import ByteRoutes
-from headrace.gateway.generation_routes import GenerationRoutes
-from headrace.gateway.manage_routes import ManageRoutes
-from headrace.gateway.middleware import ErrorBoundary
+from headrace.gateway.generation_routes import GenerationRoutes, TextRoutes
+from headrace.gateway.long_logs import BodyIndex
 from headrace.gateway.native_routes import NativeRoutes
-from headrace.gateway.state_routes import StateRoutes
-from headrace.gateway.text_routes import TextRoutes
+from headrace.gateway.state_routes import ManageRoutes, StateRoutes
 from headrace.generation.generation import Generation
+from headrace.protocols.dialect import DIALECTS
 
 
 def create_app(generation: Generation, config: ServerConfig) -> Starlette:
@@ -44,8 +42,7 @@ def create_app(generation: Generation, config: ServerConfig) -> Starlette:
         "/manage/stream": manages.stream,
     }
     writes: dict[str, Endpoint] = {
-        "/v1/chat/completions": generates.chat,
-        "/v1/completions": generates.completions,
+        **dict.fromkeys(DIALECTS, generates.generate),
         "/tokenize": texts.tokenize,
         "/detokenize": texts.detokenize,
         "/apply-template": texts.apply_template,

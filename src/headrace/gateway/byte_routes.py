@@ -14,12 +14,11 @@ from headrace.core.config import ServerConfig
 from headrace.core.errors import RequestError
 from headrace.gateway.auth import Auth
 from headrace.gateway.bodies import Bodies
-from headrace.gateway.body_index import BodyIndex
 from headrace.gateway.delivery import LiveAnswer, LiveFrames, pace_of, unless_left
+from headrace.gateway.long_logs import BodyIndex
 from headrace.generation.generation import Generation
 from headrace.generation.registry import Found
-from headrace.protocols.frames import encode
-from headrace.protocols.wire_bytes import ByteWindow
+from headrace.protocols.dialect import encode
 from headrace.streams.events import AnyEvent, is_terminal
 from headrace.streams.log import Log, LogGone, LogUnsound
 from headrace.streams.store import ByConversation
@@ -107,10 +106,15 @@ class ByteView(LiveFrames):
 
     def __init__(self, found: Found, num_skipped: int) -> None:
         super().__init__(found.record)
-        self._window = ByteWindow(num_skipped)
+        self._to_skip = num_skipped
 
     def render(self, event: AnyEvent) -> list[bytes]:
-        return [rest for frame in super().render(event) if (rest := self._window.cut(frame))]
+        return [rest for frame in super().render(event) if (rest := self._cut(frame))]
+
+    def _cut(self, frame: bytes) -> bytes:
+        skipped = min(self._to_skip, len(frame))
+        self._to_skip -= skipped
+        return frame[skipped:]
 
 
 def _conversation(request: Request) -> str:

@@ -4,7 +4,6 @@ A client that left is a reader that left; what becomes of the stream is decided 
 """
 
 import asyncio
-import logging
 import math
 from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -16,18 +15,13 @@ from starlette.types import Receive, Scope, Send
 
 from headrace.core.config import StreamConfig
 from headrace.core.errors import RequestError
-from headrace.gateway.answers import cut
-from headrace.gateway.loop_slices import slice_of_loop
+from headrace.gateway.answers import cut, notice_of
+from headrace.gateway.long_logs import slice_of_loop
 from headrace.generation.registry import Found
-from headrace.protocols.frames import PING, data, error_body
-from headrace.protocols.render import ResponseBody
-from headrace.protocols.wire_bytes import WireFrames
-from headrace.streams.events import AnyEvent, is_terminal
-from headrace.streams.log import Log, LogGone
+from headrace.protocols.dialect import PING, WireFrames, dialect_of, encode
+from headrace.streams.events import AnyEvent, Error, is_terminal
+from headrace.streams.log import Log
 from headrace.streams.record import Record
-from headrace.streams.store import StoreStalled
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -84,25 +78,35 @@ async def turn_for(log: Log, event: AnyEvent) -> None:
         await slice_of_loop()
 
 
-def notice_of(error: Exception) -> RequestError:
-    """What a reader is told of an error that ends its answer before the stream has ended."""
-    match error:
-        case StoreStalled():
-            return RequestError("storage_stalled", "The stream cannot be read now; read on later.")
-        case RequestError():
-            return error
-        case LogGone():
-            return RequestError("stream_not_found", "The stream was deleted.")
-    logger.error("A stream could not be rendered", exc_info=error)
-    return RequestError("internal_error", "The server failed on this stream.")
+class AnswerBody:
+    """Gathers the whole answer of a stream, in the dialect of its request."""
 
+    def __init__(self, record: Record) -> None:
+        self.error: Error | None = None  # the stream was cut
+        self._dialect = dialect_of(record.request.route)
+        self._body = self._dialect.response_body(record)
 
-async def whole_body(answer: ResponseBody) -> bytes:
-    """In a thread: the log probabilities of long answers take seconds, which no stream may wait.
+    def feed(self, event: AnyEvent) -> None:
+        """Takes every event from seq 0, in order."""
+        if isinstance(event, Error):
+            self.error = event
+        else:
+            self._body.feed(event)
 
-    One after the other: each holds the whole answer several times over.
-    """
-    return await asyncio.get_running_loop().run_in_executor(_whole_bodies, answer.body)
+    async def body(self) -> bytes:
+        """In a thread: the log probabilities of long answers take seconds, and no stream may wait.
+
+        One after the other: each holds the whole answer several times over.
+        """
+        if self.error:
+            return self.failure(self.error)
+        return await asyncio.get_running_loop().run_in_executor(_whole_bodies, self._whole)
+
+    def _whole(self) -> bytes:
+        return encode(self._body.whole())
+
+    def failure(self, error: RequestError | Error) -> bytes:
+        return self._dialect.error_body(error)
 
 
 class WholeAnswer:
@@ -113,7 +117,7 @@ class WholeAnswer:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def deliver() -> None:
-            answer = ResponseBody(self._stream.record)
+            answer = AnswerBody(self._stream.record)
             async with self._stream.reader() as events:
                 try:
                     async for event in events:
@@ -127,12 +131,12 @@ class WholeAnswer:
 
         await while_connected(receive, self._stream.interruption.unless(deliver()))
 
-    async def _response(self, answer: ResponseBody) -> Response:
-        stream_id = self._stream.record.id
+    async def _response(self, answer: AnswerBody) -> Response:
+        record = self._stream.record
         if answer.error:
-            return cut(answer.error, stream_id)
-        body = await whole_body(answer)
-        return Response(body, 200, {"X-Stream-Id": stream_id}, "application/json")
+            return cut(answer.error, record.request.route, record.id)
+        body = await answer.body()
+        return Response(body, 200, {"X-Stream-Id": record.id}, "application/json")
 
 
 class Rendering(Protocol):
@@ -161,16 +165,13 @@ class LiveFrames(WireFrames):
     async def whole(self) -> bytes:
         return b""
 
-    def failure(self, error: RequestError) -> bytes:
-        return data(error_body(error.code, error.kind.type, error.message))
-
 
 class LiveBody:
     """One JSON body, before which newlines show that the server lives."""
 
     media_type = "application/json"
 
-    def __init__(self, answer: ResponseBody) -> None:
+    def __init__(self, answer: AnswerBody) -> None:
         self._answer = answer
 
     def render(self, event: AnyEvent) -> list[bytes]:
@@ -178,13 +179,13 @@ class LiveBody:
         return []
 
     async def whole(self) -> bytes:
-        return await whole_body(self._answer)
+        return await self._answer.body()
 
     def idle(self) -> bytes:
         return b"\n"
 
     def failure(self, error: RequestError) -> bytes:
-        return error_body(error.code, error.kind.type, error.message)
+        return self._answer.failure(error)
 
 
 class Pace(NamedTuple):
@@ -292,7 +293,7 @@ def deliver(stream: Found, config: StreamConfig) -> WholeAnswer | LiveAnswer:
     if wire.stream:
         return LiveAnswer(stream, LiveFrames(stream.record), pace_of(stream.record, config))
     if wire.heartbeat:
-        return LiveAnswer(stream, LiveBody(ResponseBody(stream.record)), Pace(config.heartbeat_s))
+        return LiveAnswer(stream, LiveBody(AnswerBody(stream.record)), Pace(config.heartbeat_s))
     return WholeAnswer(stream)
 
 

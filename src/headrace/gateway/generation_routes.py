@@ -1,4 +1,4 @@
-"""The routes that generate: a body becomes a stream, under the names its headers give it."""
+"""The routes that take a body: it becomes a stream, under the names its headers give, or ids."""
 
 from collections.abc import Coroutine
 from typing import Any, TypeVar
@@ -12,10 +12,9 @@ from headrace.core.config import ServerConfig
 from headrace.core.errors import RequestError
 from headrace.core.request import Route
 from headrace.gateway.auth import Auth
-from headrace.gateway.bodies import Bodies
+from headrace.gateway.bodies import Bodies, HeldAnswer
 from headrace.gateway.delivery import deliver, unless_left
 from headrace.generation.generation import Generation
-from headrace.protocols import openai_chat, openai_completions
 from headrace.protocols.dialect import dialect_of
 from headrace.protocols.requests import CheckedBody, to_request
 from headrace.streams.record import Names
@@ -34,13 +33,9 @@ class GenerationRoutes:
         self._door = door
         self._config = config
 
-    async def chat(self, request: Request) -> ASGIApp:
-        return await self._generate(request, openai_chat.ROUTE)
-
-    async def completions(self, request: Request) -> ASGIApp:
-        return await self._generate(request, openai_completions.ROUTE)
-
-    async def _generate(self, request: Request, route: Route) -> ASGIApp:
+    async def generate(self, request: Request) -> ASGIApp:
+        """A POST in the dialect of its path."""
+        route = request.url.path
         async with self._bodies.read(request) as body:
             reading = self._generation.work.do("read", body, route)
             checked = _decode(await self._finish(request, reading))
@@ -111,3 +106,27 @@ def _name(headers: Headers, header: str, longest: int) -> str | None:
             "invalid_value", f"{header} takes 1 to {longest} printable ASCII characters.", header
         )
     return value
+
+
+class TextRoutes:
+    """Text into ids and back without generating; a worker does all of it."""
+
+    def __init__(self, generation: Generation, bodies: Bodies) -> None:
+        self._generation = generation
+        self._bodies = bodies
+
+    async def tokenize(self, request: Request) -> ASGIApp:
+        model = self._generation.models.get(None)
+        return await self._do(request, "tokenize", model.max_model_len)
+
+    async def detokenize(self, request: Request) -> ASGIApp:
+        return await self._do(request, "detokenize")
+
+    async def apply_template(self, request: Request) -> ASGIApp:
+        return await self._do(request, "apply_template")
+
+    async def _do(self, request: Request, job: str, *arguments: Any) -> ASGIApp:
+        async with self._bodies.read(request) as body:
+            work = self._generation.work.do(job, body, *arguments)
+            result = await unless_left(request.receive, work)
+        return HeldAnswer(result, self._bodies)

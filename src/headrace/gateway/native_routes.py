@@ -15,21 +15,20 @@ from headrace.core.errors import RequestError
 from headrace.core.ids import StreamId
 from headrace.gateway.answers import answer
 from headrace.gateway.auth import Auth
-from headrace.gateway.body_index import BodyIndex
 from headrace.gateway.delivery import (
+    AnswerBody,
     LiveAnswer,
     LiveFrames,
     Pace,
     pace_of,
     unless_left,
     while_connected,
-    whole_body,
 )
-from headrace.gateway.loop_slices import slice_of_loop
+from headrace.gateway.long_logs import BodyIndex, slice_of_loop
 from headrace.generation.generation import Generation
 from headrace.generation.registry import Found
-from headrace.protocols.frames import decode, encode
-from headrace.protocols.render import ResponseBody
+from headrace.protocols.dialect import encode
+from headrace.protocols.openai import error_of
 from headrace.streams.events import AnyEvent, Error, Finish
 from headrace.streams.log import follow
 from headrace.streams.record import Record
@@ -252,15 +251,14 @@ async def _state(found: Found, index: BodyIndex) -> dict[str, Any]:
     last, _ = await log.read(log.next_seq - 2, 1)
     if not isinstance(last[0], Finish | Error):
         return shown
-    whole = ResponseBody(record)
+    shown["state"] = _outcome(last[0])
+    if isinstance(last[0], Error):
+        return shown | {"error": error_of(last[0])}
+    whole = AnswerBody(record)
     async for event in follow(log):
         await slice_of_loop()
         whole.feed(event)
-    shown["state"] = _outcome(last[0])
-    body = await whole_body(whole)
-    if isinstance(last[0], Error):
-        return shown | {"error": decode(body)["error"]}
-    return shown | {"response": msgspec.Raw(body)}
+    return shown | {"response": msgspec.Raw(await whole.body())}
 
 
 def _outcome(last: Finish | Error) -> str:

@@ -7,8 +7,9 @@ import msgspec
 
 from headrace import __version__
 from headrace.core.errors import KINDS
-from headrace.protocols import jobs, openai_chat, openai_completions
+from headrace.protocols import worker
 from headrace.protocols.common_fields import NO_EFFECT, UNSUPPORTED
+from headrace.protocols.dialect import DIALECTS, Dialect, dialect_of
 from headrace.protocols.fields import Kind, nullable
 
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
@@ -54,13 +55,12 @@ class Operation(NamedTuple):
     error: str = "Error"
 
 
-def _generates(summary: str, table: Mapping[str, Kind], required: str) -> Operation:
-    keys = ("id", "object", "created", "model", "choices", "usage", "timings")
+def _generates(dialect: Dialect) -> Operation:
     return Operation(
-        summary,
-        keys,
-        table,
-        (required,),
+        dialect.SUMMARY,
+        dialect.KEYS,
+        dialect.TABLE,
+        (dialect.REQUIRED,),
         headers=("X-Conversation-Id", "Idempotency-Key"),
         media=(_JSON, _EVENTS),
         errors=_BODY_ERRORS + _ENGINE_ERRORS,
@@ -111,18 +111,15 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("get", "/openapi.json"): Operation("This document", ("openapi", "paths")),
     ("get", "/manage/state"): Operation("How the server is doing", ("state", "engine", "steps")),
     ("get", "/manage/stream"): Operation("The same, again after each change", media=(_EVENTS,)),
-    ("post", "/v1/chat/completions"): _generates(
-        "Answer a conversation", openai_chat.TABLE, "messages"
-    ),
-    ("post", "/v1/completions"): _generates("Continue a text", openai_completions.TABLE, "prompt"),
+    **{("post", route): _generates(dialect_of(route)) for route in DIALECTS},
     ("post", "/tokenize"): _works_on_text(
-        "Text to token ids", ("tokens", "count", "max_model_len"), jobs.TOKENIZE
+        "Text to token ids", ("tokens", "count", "max_model_len"), worker.TOKENIZE
     ),
     ("post", "/detokenize"): _works_on_text(
-        "Token ids to text", ("content", "prompt"), jobs.DETOKENIZE, "tokens"
+        "Token ids to text", ("content", "prompt"), worker.DETOKENIZE, "tokens"
     ),
     ("post", "/apply-template"): _works_on_text(
-        "The text of a conversation", ("prompt",), jobs.APPLY_TEMPLATE, "messages"
+        "The text of a conversation", ("prompt",), worker.APPLY_TEMPLATE, "messages"
     ),
     ("get", "/v1/streams/{id}"): Operation("How a stream stands", _STREAM, errors=(404,)),
     ("get", "/v1/streams/{id}/events"): Operation(

@@ -1,18 +1,30 @@
-"""The routes that say how the server is and what it serves; none waits for a step."""
+"""The routes that say how the server is and what it serves: no prompt, text, id or key, no wait."""
 
+import asyncio
+import time
+from collections.abc import Callable
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from headrace import __version__
 from headrace.core.errors import RequestError
+from headrace.core.messages import Status, StepTrace
 from headrace.gateway.answers import answer, refuse
+from headrace.gateway.auth import Auth
+from headrace.gateway.delivery import while_connected
 from headrace.gateway.openapi import document
 from headrace.generation.generation import Generation
 from headrace.generation.served import ServedModel
-from headrace.protocols.frames import encode
+from headrace.protocols.dialect import encode
+
+_INTERVAL_S = 0.25
+_HEARTBEAT_S = 10.0
+_HEARTBEAT = b"event: heartbeat\ndata: {}\n\n"
+
+Snapshot = dict[str, Any]
 
 UNABLE = {
     "loading": RequestError("model_loading", "Loading model"),
@@ -114,4 +126,141 @@ def _props(model: ServedModel) -> dict[str, Any]:
         "lane": ready.lane if ready else None,
         "device": ready.device if ready else None,
         "dtype": ready.dtype if ready else None,
+    }
+
+
+class ManageRoutes:
+    def __init__(self, generation: Generation, door: Auth) -> None:
+        self._generation = generation
+        self._door = door
+        self._began = time.monotonic()
+
+    async def state(self, request: Request) -> ASGIApp:
+        self._check()
+        return answer(self._with_uptime(snapshot(self._generation)))
+
+    async def stream(self, request: Request) -> ASGIApp:
+        self._check()
+        return Watch(lambda: snapshot(self._generation), self._with_uptime)
+
+    def _check(self) -> None:
+        if self._door.is_open_to_all:
+            raise RequestError(
+                "forbidden",
+                "A server that listens beyond this machine shows its state only to those with a "
+                "key; start it with --api-key.",
+            )
+
+    def _with_uptime(self, shown: Snapshot) -> Snapshot:
+        return {"uptime_s": round(time.monotonic() - self._began, 1)} | shown
+
+
+class Watch:
+    """Server-sent events: a snapshot at once, then the newest whenever it differs from the last.
+
+    A reader that is slow to take one is shown the next later, and never those in between.
+    """
+
+    def __init__(
+        self,
+        look: Callable[[], Snapshot],
+        dress: Callable[[Snapshot], Snapshot],
+        interval_s: float = _INTERVAL_S,
+        heartbeat_s: float = _HEARTBEAT_S,
+    ) -> None:
+        """`dress` adds what changes all the time, and is no reason to show it."""
+        self._look = look
+        self._dress = dress
+        self._interval_s = interval_s
+        self._heartbeat_s = heartbeat_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await while_connected(receive, self._show(send))
+
+    async def _show(self, send: Send) -> None:
+        clock = asyncio.get_running_loop().time
+        last: Snapshot | None = None
+        sent_at = clock()
+        while True:
+            frame = b""
+            if (now := self._look()) != last:
+                last = now
+                frame = b"event: state\ndata: " + encode(self._dress(now)) + b"\n\n"
+            elif clock() >= sent_at + self._heartbeat_s:
+                frame = _HEARTBEAT
+            if frame:
+                sent_at = clock()
+                await send({"type": "http.response.body", "body": frame, "more_body": True})
+            await asyncio.sleep(self._interval_s)
+
+
+def snapshot(generation: Generation) -> Snapshot:
+    """Everything but the time."""
+    model = generation.models.get(None)
+    status = generation.status
+    return {
+        "state": generation.state,
+        "version": __version__,
+        "engine": _engine(generation, model),
+        "model": model.names[0],
+        "running": status.num_running if status else 0,
+        "waiting": {
+            "requests": status.num_waiting if status else 0,
+            "tokens": status.num_waiting_tokens if status else 0,
+        },
+        "missed": status.missed if status else {},
+        "num_steps": status.num_steps if status else 0,
+        "steps": [_step(step) for step in generation.steps],
+        **_memory(model, status),
+    }
+
+
+def _engine(generation: Generation, model: ServedModel) -> Snapshot:
+    ready = model.ready
+    shown: Snapshot = {
+        "state": "up" if generation.is_engine_up else "down",
+        "pid": generation.engine_pid,
+        "starts": generation.num_engine_starts,
+        "last_words": generation.last_words,
+    }
+    if ready is None:
+        return shown
+    target = ready.max_stall_s
+    return shown | {
+        "lane": ready.lane,
+        "device": ready.device,
+        "dtype": ready.dtype,
+        "fingerprint": ready.fingerprint,
+        "max_model_len": ready.max_model_len,
+        "max_num_seqs": ready.max_num_seqs,
+        "max_step_tokens": ready.max_step_tokens,
+        "stall_target_ms": None if target is None else round(1000 * target, 3),
+    }
+
+
+def _memory(model: ServedModel, status: Status | None) -> Snapshot:
+    if model.ready is None:
+        return {}
+    layout = model.ready.layout
+    blocks_free = status.blocks_free if status else layout.num_blocks
+    slots_free = status.slots_free if status else layout.num_slots
+    return {
+        "blocks": {"total": layout.num_blocks, "free": blocks_free, "size": layout.block_size},
+        "slots": {"total": layout.num_slots, "free": slots_free},
+    }
+
+
+def _step(step: StepTrace) -> Snapshot:
+    kind = "decode" if not step.num_prompt_tokens else "mixed" if step.num_decoding else "prompt"
+    return {
+        "kind": kind,
+        "decoding": step.num_decoding,
+        "prompt_tokens": step.num_prompt_tokens,
+        "predicted_ms": round(1000 * step.predicted, 2),
+        "actual_ms": round(1000 * step.actual, 2),
+        "elapsed_ms": round(1000 * step.elapsed, 2),
+        "room_ms": None if step.room is None else round(1000 * step.room, 2),
+        "cause": step.cause,
     }

@@ -1,54 +1,125 @@
-"""The dialects that are spoken, and what each has to say about itself.
+"""The dialects that are spoken, and what each has to offer.
 
-A dialect is a module. It reads a body: `read` checks the fields, `to_prompts` makes prompts of
-those that IN_PROMPTS names, `to_request` makes the others a Request. And it renders events: its
-`Shape` says what a choice looks like in a chunk and in the whole answer.
+A dialect is one module and one line in DIALECTS. It reads a body into a Request, renders the events
+of a stream as frames and as a whole answer, and shapes errors. The gateway, the workers and resume
+find everything else through this seam.
 """
 
 import importlib
-from collections.abc import Mapping, Sequence
-from types import ModuleType
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Mapping
+from typing import Any, Protocol, cast
 
-from headrace.core.request import Route
-from headrace.streams.events import ChoiceEnd, TokenLogprob
+import msgspec
+
+from headrace.core.errors import RequestError
+from headrace.core.request import Prompt, Request, Route
+from headrace.generation.served import ServedModel
+from headrace.protocols.fields import Kind
+from headrace.streams.events import AnyEvent, Error, Heartbeat
+from headrace.streams.record import Record
 
 DIALECTS: Mapping[Route, str] = {
     "/v1/chat/completions": "headrace.protocols.openai_chat",
     "/v1/completions": "headrace.protocols.openai_completions",
 }
-"""By route."""
+"""Modules by the route that they answer; each is a Dialect."""
 
-Choice = dict[str, Any]
-"""One entry of `choices`, its keys in the order of the wire."""
+PING = b": ping\n"
+"""A comment has one newline: with a blank line after it, clients parse an empty event."""
+
+encode = msgspec.json.Encoder().encode
 
 
-class Part(NamedTuple):
-    """What one event adds to the text of a choice."""
+class Frames(Protocol):
+    """The SSE frames of one stream, a pure function of its record and events."""
 
-    text: str
-    logprobs: tuple[TokenLogprob, ...]
+    def render(self, event: AnyEvent) -> list[bytes]:
+        """The frames of one event. Takes every event from seq 0, in order."""
+
+    def idle(self) -> bytes:
+        """A heartbeat: parses as data, adds nothing."""
+
+
+class ResponseBody(Protocol):
+    """The whole answer of one stream."""
+
+    def feed(self, event: AnyEvent) -> None:
+        """Takes every event from seq 0, in order."""
+
+    def whole(self) -> dict[str, Any]:
+        """The answer as JSON will show it, once the last event has come; it did not fail."""
 
 
 class Dialect(Protocol):
-    """Made anew for each rendering, since places in the text are counted along."""
+    """What the module of a dialect offers."""
 
-    whole_object: str
-    chunk_object: str
-    has_prompt_in_choice: bool  # where the prompt's token ids go, if asked for
+    ROUTE: Route
+    SUMMARY: str  # for the OpenAPI document
+    ID_PREFIX: str  # of its streams
+    TABLE: Mapping[str, Kind]  # the fields of a body
+    REQUIRED: str  # the one that must be there
+    IN_PROMPTS: frozenset[str]  # those that become prompts, and may be large
+    KEYS: tuple[str, ...]  # that every whole answer has
 
-    def opening(self) -> list[Choice]:
-        """What must be said before any text, a chunk each."""
+    def read(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The given fields, checked as far as they need no model; RequestError names the fault."""
 
-    def idle(self, index: int) -> Choice:
-        """A choice of which there is nothing to say."""
+    def to_prompts(self, fields: dict[str, Any]) -> tuple[Prompt, ...]:
+        """The prompts in the fields of IN_PROMPTS."""
 
-    def part(self, index: int, part: Part) -> Choice: ...
+    def to_request(
+        self, fields: dict[str, Any], prompts: tuple[Prompt, ...], model: ServedModel
+    ) -> Request:
+        """The request, within the model's limits and with its defaults."""
 
-    def end(self, index: int, end: ChoiceEnd) -> Choice: ...
+    def frames(self, record: Record) -> Frames: ...
 
-    def whole(self, index: int, parts: Sequence[Part], end: ChoiceEnd) -> Choice: ...
+    def response_body(self, record: Record) -> ResponseBody: ...
+
+    def error_body(self, error: RequestError | Error) -> bytes:
+        """An error as JSON: of a request, or the last event of a stream that was cut."""
 
 
-def dialect_of(route: Route) -> ModuleType:
-    return importlib.import_module(DIALECTS[route])
+def dialect_of(route: Route) -> Dialect:
+    return cast(Dialect, importlib.import_module(DIALECTS[route]))
+
+
+def data(payload: bytes) -> bytes:
+    """One server-sent event without a name."""
+    return b"data: " + payload + b"\n\n"
+
+
+class WireFrames:
+    """The body of a stream's POST: frames, with ids where the stream can be found again.
+
+    First delivery and every later reader use it, so both see the same bytes.
+    """
+
+    def __init__(self, record: Record, with_ids: bool = False) -> None:
+        self._dialect = dialect_of(record.request.route)
+        self._frames = self._dialect.frames(record)
+        self._has_ids = with_ids or record.names.is_opted_in
+        self._stream_id = record.id
+
+    def render(self, event: AnyEvent) -> list[bytes]:
+        """The frames of one event. Takes every event from seq 0, in order."""
+        if isinstance(event, Heartbeat) and event.form == "comment":
+            return [PING]
+        frames = self._frames.render(event)
+        if not self._has_ids:
+            return frames
+        return [
+            f"id: {self._stream_id}:{event.seq}{_part(k, len(frames))}\n".encode() + frame
+            for k, frame in enumerate(frames)
+        ]
+
+    def idle(self) -> bytes:
+        return self._frames.idle()
+
+    def failure(self, error: RequestError) -> bytes:
+        """The end of a body that cannot be rendered further."""
+        return data(self._dialect.error_body(error))
+
+
+def _part(k: int, num_frames: int) -> str:
+    return f".{k}" if num_frames > 1 else ""

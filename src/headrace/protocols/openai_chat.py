@@ -8,16 +8,18 @@ import msgspec
 from headrace.core.errors import RequestError
 from headrace.core.request import Chat, Prompt, Request, Route
 from headrace.generation.served import ServedModel
-from headrace.protocols import requests
+from headrace.protocols import openai, requests
 from headrace.protocols.common_fields import COMMON, read_common
-from headrace.protocols.dialect import Choice, Part
 from headrace.protocols.fields import Flag, Integer, Kind, Object, String
 from headrace.protocols.messages import Messages
+from headrace.protocols.openai import Choice, ChunkBody, ChunkFrames, Part
 from headrace.streams.events import ChoiceEnd, TokenLogprob
 from headrace.streams.record import Record
 
 ROUTE: Route = "/v1/chat/completions"
+SUMMARY = "Answer a conversation"
 ID_PREFIX = "chatcmpl-"
+REQUIRED = "messages"
 TEMPLATE: Mapping[str, Kind] = {
     "messages": Messages(),
     "add_generation_prompt": Flag(),
@@ -34,10 +36,13 @@ TABLE: Mapping[str, Kind] = {
 IN_PROMPTS = frozenset(TEMPLATE)
 _NOT_REPLACEABLE = ("messages", "tools", "add_generation_prompt")
 
+KEYS = openai.KEYS
+error_body = openai.error_body
+
 
 def read(body: dict[str, Any]) -> dict[str, Any]:
     """The given fields, checked as far as they need no model."""
-    fields = read_common(TABLE, "messages", body)
+    fields = read_common(TABLE, REQUIRED, body)
     check_template_fields(fields)
     if fields.get("top_logprobs") and not fields.get("logprobs"):
         message = "top_logprobs needs logprobs: true; send both, or neither."
@@ -137,4 +142,9 @@ def _entry(entry: TokenLogprob) -> dict[str, Any]:
     return {"token": entry.token, "logprob": entry.logprob, "bytes": list(entry.bytes)}
 
 
-Shape = ChatShape
+def frames(record: Record) -> ChunkFrames:
+    return ChunkFrames(record, ChatShape(record))
+
+
+def response_body(record: Record) -> ChunkBody:
+    return ChunkBody(record, ChatShape(record))

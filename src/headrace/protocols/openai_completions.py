@@ -9,9 +9,8 @@ import msgspec
 from headrace.core.errors import RequestError
 from headrace.core.request import Ids, Prompt, Request, Route, Text
 from headrace.generation.served import ServedModel
-from headrace.protocols import requests
+from headrace.protocols import openai, requests
 from headrace.protocols.common_fields import COMMON, TokenIds, read_common
-from headrace.protocols.dialect import Choice, Part
 from headrace.protocols.fields import (
     Array,
     Flag,
@@ -21,11 +20,14 @@ from headrace.protocols.fields import (
     check_count,
     wrong_type,
 )
+from headrace.protocols.openai import Choice, ChunkBody, ChunkFrames, Part
 from headrace.streams.events import ChoiceEnd, TokenLogprob
 from headrace.streams.record import Record
 
 ROUTE: Route = "/v1/completions"
+SUMMARY = "Continue a text"
 ID_PREFIX = "cmpl-"
+REQUIRED = "prompt"
 MAX_PROMPTS = 1024
 DEFAULT_MAX_TOKENS = 16
 _IDS = TokenIds(least=1)
@@ -82,13 +84,16 @@ TABLE: Mapping[str, Kind] = {
     "suffix": EmptyString(),
 }
 
+KEYS = openai.KEYS
+error_body = openai.error_body
+
 
 def read(body: dict[str, Any]) -> dict[str, Any]:
     """The given fields, checked as far as they need no model."""
     limits = ("max_tokens", "max_completion_tokens")
     if all(body.get(name) is None for name in limits):
         body = body | {"max_tokens": DEFAULT_MAX_TOKENS}
-    return read_common(TABLE, "prompt", body)
+    return read_common(TABLE, REQUIRED, body)
 
 
 def to_request(fields: dict[str, Any], prompts: tuple[Prompt, ...], model: ServedModel) -> Request:
@@ -199,4 +204,9 @@ def _token(entry: TokenLogprob) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in entry.bytes)
 
 
-Shape = TextShape
+def frames(record: Record) -> ChunkFrames:
+    return ChunkFrames(record, TextShape(record))
+
+
+def response_body(record: Record) -> ChunkBody:
+    return ChunkBody(record, TextShape(record))

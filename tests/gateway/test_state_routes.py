@@ -8,7 +8,7 @@ from starlette.testclient import TestClient
 from headrace.core.config import HttpConfig, ServerConfig
 from headrace.core.messages import Status, StepTrace
 from headrace.gateway.app import create_app
-from headrace.gateway.manage_routes import Snapshot, Watch
+from headrace.gateway.state_routes import Snapshot, Watch
 from tests.gateway.builders import FakeGeneration, in_loop
 
 STEPS = [StepTrace(4, 35, 0.1, 0.11, 0.12, 0.07, ""), StepTrace(4, 0, 0, 0.03, 0.03, None, "")]

@@ -1,7 +1,7 @@
 import pytest
 
 from headrace.core.errors import RequestError
-from headrace.protocols.strict_json import MAX_CONTAINERS, MAX_VALUES, decode
+from headrace.protocols.requests import MAX_CONTAINERS, MAX_VALUES, decode
 
 
 def nested(depth: int) -> bytes:

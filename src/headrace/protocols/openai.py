@@ -1,12 +1,13 @@
-"""Events of a log as the bytes a client sees: a pure function of the record and the events.
+"""What both of OpenAI's generation routes share: chunks, whole answers, errors.
 
-Owns the order of frames and what rides on them; what a choice looks like is its shape's.
+What a choice looks like in them is the route's own: its Shape.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
-from headrace.protocols.dialect import Choice, Dialect, Part, dialect_of
-from headrace.protocols.frames import DONE, cut_body, data, encode, timings_of, usage_of
+from headrace.core.errors import RequestError
+from headrace.protocols.dialect import data, encode
 from headrace.streams.events import (
     Accepted,
     AnyEvent,
@@ -16,15 +17,58 @@ from headrace.streams.events import (
     Heartbeat,
     Progress,
     Queued,
+    Timings,
+    TokenLogprob,
     Tokens,
+    Usage,
 )
 from headrace.streams.record import Record
 from headrace.streams.tally import Tally
 
+DONE = b"data: [DONE]\n\n"
+KEYS: tuple[str, ...] = ("id", "object", "created", "model", "choices", "usage", "timings")
 
-def _dialect(record: Record) -> Dialect:
-    dialect: Dialect = dialect_of(record.request.route).Shape(record)
-    return dialect
+Choice = dict[str, Any]
+"""One entry of `choices`, its keys in the order of the wire."""
+
+
+class Part(NamedTuple):
+    """What one event adds to the text of a choice."""
+
+    text: str
+    logprobs: tuple[TokenLogprob, ...]
+
+
+class Shape(Protocol):
+    """Made anew for each rendering, since it counts places in the text along."""
+
+    whole_object: str
+    chunk_object: str
+    has_prompt_in_choice: bool  # where the prompt's token ids go, if asked for
+
+    def opening(self) -> list[Choice]:
+        """What must be said before any text, a chunk each."""
+
+    def idle(self, index: int) -> Choice:
+        """A choice with nothing to say."""
+
+    def part(self, index: int, part: Part) -> Choice: ...
+
+    def end(self, index: int, end: ChoiceEnd) -> Choice: ...
+
+    def whole(self, index: int, parts: Sequence[Part], end: ChoiceEnd) -> Choice: ...
+
+
+def error_of(error: RequestError | Error) -> dict[str, Any]:
+    """The error object."""
+    if isinstance(error, Error):
+        return {"message": error.message, "type": error.type, "param": None, "code": error.code}
+    shown = {"message": error.message, "type": error.kind.type}
+    return shown | {"param": error.param, "code": error.code, **error.extra}
+
+
+def error_body(error: RequestError | Error) -> bytes:
+    return encode({"error": error_of(error)})
 
 
 def _head(record: Record, kind: str) -> dict[str, Any]:
@@ -42,13 +86,13 @@ def _part_of(event: Tokens) -> Part:
     return Part(text, event.logprobs)
 
 
-class Frames:
-    """The SSE frames of one stream. Feed it every event from seq 0, in order."""
+class ChunkFrames:
+    """The SSE frames of one stream: owns their order and what rides on them."""
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: Record, shape: Shape) -> None:
         self._record = record
         self._wire = record.request.wire
-        self._shape = _dialect(record)
+        self._shape = shape
         self._head = encode(_head(record, self._shape.chunk_object))[:-1]
         self._tally = Tally()
         self._is_open = False
@@ -74,7 +118,7 @@ class Frames:
             case Finish():
                 return self._finish(event)
             case Error():
-                return [data(cut_body(event))]
+                return [data(error_body(event))]
 
     def idle(self) -> bytes:
         """A heartbeat: parses as data, adds nothing."""
@@ -149,12 +193,12 @@ class Frames:
         return data(self._head + b"," + rest[1:])
 
 
-class ResponseBody:
-    """The whole answer of one stream. Feed it every event; `body` once the last has come."""
+class ChunkBody:
+    """The whole answer of one stream."""
 
-    def __init__(self, record: Record) -> None:
-        self.error: Error | None = None
+    def __init__(self, record: Record, shape: Shape) -> None:
         self._record = record
+        self._shape = shape
         self._finish: Finish | None = None
         num_choices = record.request.num_choices
         self._parts: list[list[Part]] = [[] for _ in range(num_choices)]
@@ -167,23 +211,19 @@ class ResponseBody:
                 self._ids[event.choice] += event.ids
             case Finish():
                 self._finish = event
-            case Error():
-                self.error = event
 
-    def body(self) -> bytes:
-        if self.error:
-            return cut_body(self.error)
+    def whole(self) -> dict[str, Any]:
         assert self._finish, "an answer is asked for before its end"
-        shape = _dialect(self._record)
+        shape = self._shape
         body = _head(self._record, shape.whole_object)
         body["choices"] = [self._choice(shape, i, end) for i, end in enumerate(self._finish.ends)]
         body["usage"] = usage_of(self._finish.usage)
         body["timings"] = timings_of(self._finish.timings)
         if self._record.request.wire.return_token_ids and not shape.has_prompt_in_choice:
             body["prompt_token_ids"] = self._record.prompt_ids(0)
-        return encode(body)
+        return body
 
-    def _choice(self, shape: Dialect, index: int, end: ChoiceEnd) -> Choice:
+    def _choice(self, shape: Shape, index: int, end: ChoiceEnd) -> Choice:
         choice = shape.whole(index, self._parts[index], end)
         if self._record.request.wire.return_token_ids:
             if shape.has_prompt_in_choice:
@@ -191,3 +231,34 @@ class ResponseBody:
                 choice["prompt_token_ids"] = self._record.prompt_ids(prompt)
             choice["token_ids"] = self._ids[index]
         return choice
+
+
+def usage_of(usage: Usage) -> dict[str, Any]:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+
+
+def timings_of(timings: Timings) -> dict[str, Any]:
+    """With the rates that follow from the counts; predicted ones count the steps between tokens."""
+    num_steps = max(timings.predicted_n - 1, 0)
+    return {
+        "cache_n": timings.cache_n,
+        "prompt_n": timings.prompt_n,
+        "prompt_ms": timings.prompt_ms,
+        "prompt_per_token_ms": _ratio(timings.prompt_ms, timings.prompt_n),
+        "prompt_per_second": _ratio(1000 * timings.prompt_n, timings.prompt_ms),
+        "predicted_n": timings.predicted_n,
+        "predicted_ms": timings.predicted_ms,
+        "predicted_per_token_ms": _ratio(timings.predicted_ms, num_steps),
+        "predicted_per_second": _ratio(1000 * num_steps, timings.predicted_ms),
+        "queue_ms": timings.queue_ms,
+        "max_gap_ms": timings.max_gap_ms,
+    }
+
+
+def _ratio(part: float, whole: float) -> float:
+    return round(part / whole, 3) if whole else 0.0
