@@ -16,7 +16,7 @@ import json
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -181,13 +181,10 @@ def record() -> dict[str, list[str]]:
         for number, (flags, parts) in enumerate(CORPORA):
             state = ("--state-dir", f"{folder}/state-{number}")
             with running_server(str(model), *FLAGS, *state, *flags, environment=order) as server:
-                _run(parts, Recorder(server.url, Path(folder), kept))
+                recorder = Recorder(server.url, Path(folder), kept)
+                for part in parts:
+                    part(recorder)
     return kept
-
-
-def _run(parts: tuple[Callable[[Recorder], None], ...], recorder: Recorder) -> None:
-    for part in parts:
-        part(recorder)
 
 
 _FRACTION = re.compile(r"-?\d+\.\d{5,}(?:e-?\d+)?")
@@ -227,7 +224,7 @@ def main() -> int:
     if given.out:
         given.out.write_text(json.dumps(kept, indent=0, ensure_ascii=False))
     found = differences(json.loads(given.against.read_text()), kept) if given.against else []
-    print("\n".join(found))
+    print(*found, sep="\n", end="\n" if found else "")
     return 1 if found else 0
 
 

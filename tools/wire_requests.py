@@ -364,7 +364,7 @@ def keys(recorder: Recorder) -> None:
 def queued(recorder: Recorder) -> None:
     """One runs, one waits and hears how it stands, and a third is refused."""
     key = {"Authorization": "Bearer first"}
-    long = {"prompt": "ab", "logprobs": 0} | _COUNTED | {"max_tokens": 1000}
+    long = {"prompt": "ab", "logprobs": 0, "n": 4} | _COUNTED | {"max_tokens": 1000}
     waiting = {"prompt": "cd", "return_progress": True, "sse_ping_interval": 1} | _COUNTED
     with recorder.open("POST", TEXT, long, key) as running:
         while b"token_logprobs" not in running.read1(1 << 16):
@@ -384,7 +384,7 @@ CORPORA = (
     ),
     (
         (
-            *("--max-num-seqs", "1", "--max-num-queued-reqs", "1", "--api-key", "first"),
+            *("--max-num-seqs", "1", "--max-num-queued-reqs", "4", "--api-key", "first"),
             *("--api-key", "second", "--max-body-bytes", "200000"),
         ),
         (keys, queued),
