@@ -14,7 +14,7 @@ from headrace.core.layout import MemoryLayout
 from headrace.core.messages import NewSequence, Submit
 from headrace.core.plan import ChunkResult, Drawn, StepPlan, StepResult
 from headrace.core.sampling import Sampling
-from headrace.scheduler.limits import Limits
+from headrace.scheduler.budget import Limits
 from headrace.scheduler.scheduler import Scheduler
 
 LIMIT_MS = 2.0

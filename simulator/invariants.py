@@ -28,7 +28,8 @@ class Invariants:
 
     def __init__(self, scheduler: Scheduler, scenario: Scenario) -> None:
         self._scheduler = scheduler
-        self._roster = scheduler._roster
+        self._table = scheduler._table
+        self._quarantine = scheduler._quarantine
         self._scenario = scenario
         self._planned: dict[SequenceId, int] = {}
         self._capacity = scheduler.memory.num_available
@@ -37,31 +38,31 @@ class Invariants:
 
     def after_any_call(self) -> None:
         """S1, S4, S12: the books are right, and idle means that nothing is held."""
-        memory, roster = self._scheduler.memory, self._roster
+        memory, table = self._scheduler.memory, self._table
         memory.check()
-        assert len(memory._leases) == len(roster.running)
-        assert {s.lease for s in roster.running} == memory._leases
-        assert len(roster.running) <= self._scenario.limits.max_num_seqs
-        for sequence in roster._sequences.values():
+        assert len(memory._leases) == len(table.running)
+        assert {s.lease for s in table.running} == memory._leases
+        assert len(table.running) <= self._scenario.limits.max_num_seqs
+        for sequence in table._sequences.values():
             assert (sequence.status is SequenceStatus.RUNNING) == (sequence.lease is not None)
             assert sequence.remaining >= 0
             assert 0 <= sequence.num_computed <= sequence.num_planned <= sequence.num_known
-        for suspect in roster.quarantine._suspects:
+        for suspect in self._quarantine._suspects:
             assert suspect.clears_at is not None
             assert suspect.num_computed < suspect.clears_at or suspect.num_in_flight
         if self._scheduler.is_idle:
             assert memory.num_available == self._capacity
-            assert not roster.running and not len(roster.waiting) and not roster.quarantine
+            assert not table.running and not len(table.waiting) and not self._quarantine
 
     def before_plan(self, cancelled: set[int]) -> Before:
-        roster = self._roster
-        running = [s for s in roster.running if s.id not in cancelled and s.outcome is None]
+        table = self._table
+        running = [s for s in table.running if s.id not in cancelled and s.outcome is None]
         return Before(
             running=running,
-            waiting=[s for s in roster.waiting if s.id not in cancelled],
+            waiting=[s for s in table.waiting if s.id not in cancelled],
             decoding=[s for s in running if _needs_one(s)],
             opened=[s for s in running if s.num_known - s.num_planned > 1],
-            suspects=set(roster.quarantine._suspects),
+            suspects=set(self._quarantine._suspects),
             kept=self._scheduler._budget.kept,
             available=self._scheduler.memory.num_available,
         )
@@ -76,7 +77,7 @@ class Invariants:
             self._planned.pop(sequence_id, None)
         named = [i for chunk in plan.chunks for i in chunk.draws or (chunk.sequence_id,)]
         assert len(set(named)) == len(named)
-        is_alone = any(self._roster[i] in before.suspects for i in named)
+        is_alone = any(self._table[i] in before.suspects for i in named)
         assert not is_alone or len(named) == 1, "a suspect must run alone"
         self._chunks_are_contiguous(plan, named)
         self._nobody_writes_what_another_reads(plan)
@@ -110,7 +111,7 @@ class Invariants:
             for named_id in chunk.draws or (sequence_id,):
                 self._planned[named_id] = chunk.start + chunk.length
         assert begun.keys() <= set(named), "a start comes with a chunk"
-        assert begun.keys() <= {s.id for s in self._roster.running}
+        assert begun.keys() <= {s.id for s in self._table.running}
 
     def _nobody_writes_what_another_reads(self, plan: StepPlan) -> None:
         """S2: a written block has one holder, but for siblings that begin on it, and no name."""
@@ -133,20 +134,20 @@ class Invariants:
         num_decoding = sum(_is_decode(chunk, before) for chunk in plan.chunks)
         num_tokens = sum(chunk.length for chunk in plan.chunks)
         assert num_tokens <= max(self._cap, 1 + num_decoding)
-        launched = self._scheduler._flight._launched[-1]
+        step = self._scheduler._in_flight._steps[-1]
         limits, budget = self._scenario.limits, self._scheduler._budget
-        target = limits.max_stall_s if launched.is_awaited else limits.max_step_s
+        target = limits.max_stall_s if step.is_awaited else limits.max_step_s
         if target is None or not budget.model.is_measured:
             return
-        if launched.cause == "decode":
+        if step.cause == "decode":
             decoding = StepShape()
             for chunk in plan.chunks:
                 if _is_decode(chunk, before):
                     decoding.add(chunk.start, 1, False, False)
             alone = max(budget._decode_seconds(decoding), budget.model.predict(decoding))
-            assert launched.predicted <= max(target, (1 + limits.prompt_share) * alone) * 1.000001
-        elif not launched.cause and (launched.is_awaited or launched.shape.num_prompt_tokens > 1):
-            assert launched.predicted <= target * 1.000001, "a miss without a cause"
+            assert step.predicted <= max(target, (1 + limits.prompt_share) * alone) * 1.000001
+        elif not step.cause and (step.is_awaited or step.shape.num_prompt_tokens > 1):
+            assert step.predicted <= target * 1.000001, "a miss without a cause"
 
     def _prompts_get_on(self, plan: StepPlan, before: Before) -> None:
         """S7."""

@@ -9,7 +9,7 @@ from headrace.core.ids import SequenceId, StreamId
 from headrace.core.layout import MemoryLayout
 from headrace.core.messages import Cancel, Finish, NewSequence, Submit
 from headrace.core.sampling import Sampling
-from headrace.scheduler.limits import Limits
+from headrace.scheduler.budget import Limits
 
 END_TOKEN = 2
 HUGE = 600_000

@@ -10,8 +10,8 @@ from headrace.core.layout import MemoryLayout
 from headrace.core.messages import Cancel, Finish, NewSequence, Outputs, Submit
 from headrace.core.plan import Chunk, ChunkResult, Drawn, StepPlan, StepResult
 from headrace.core.sampling import Sampling
+from headrace.scheduler.budget import Limits
 from headrace.scheduler.cost import StepShape
-from headrace.scheduler.limits import Limits
 from headrace.scheduler.scheduler import Scheduler
 
 END_TOKEN = 2

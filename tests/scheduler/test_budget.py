@@ -2,9 +2,10 @@
 
 import pytest
 
-from headrace.scheduler.budget import TimeBudget
+from headrace.core.config import SchedulerConfig
+from headrace.core.layout import MemoryLayout
+from headrace.scheduler.budget import Limits, TimeBudget, resolve
 from headrace.scheduler.cost import Coefficients, CostModel, StepShape
-from headrace.scheduler.limits import Limits
 from tests.scheduler.builders import (
     Engine,
     lengths,
@@ -14,6 +15,7 @@ from tests.scheduler.builders import (
     shape_of,
 )
 
+BLOCKS = MemoryLayout(16, 100)
 LAPTOP = Coefficients(c_decode=0.021, c_prompt=0.021, g=5e-6, b=1.9e-3, a=4.5e-7)
 
 
@@ -249,7 +251,12 @@ def test_a_cold_engine_on_a_slow_machine_halves_and_is_soon_measured():
 
 @pytest.mark.parametrize(
     ("number", "cause", "expected"),
-    [(4, "", {}), (16, "", {"decode": 1}), (16, "tail", {"tail": 1}), (16, "quarantine", {})],
+    [
+        (4, "", {}),
+        (16, "", {"decode": 1}),
+        (16, "tail", {"tail": 1}),
+        (4, "quarantine", {"quarantine": 1}),
+    ],
 )
 def test_a_step_that_will_miss_the_target_is_counted_by_cause(number, cause, expected):
     budget = make_budget(stall_s=0.1)
@@ -284,3 +291,37 @@ def test_a_prompt_alone_is_predicted_in_the_largest_steps():
 def test_an_unmeasured_prompt_is_taken_to_run_at_500_tokens_a_second():
     limits = Limits(max_num_seqs=1, max_step_tokens=512, max_model_len=9000)
     assert TimeBudget(limits).seconds_alone(100, 5000) == 10.0
+
+
+def test_defaults_follow_the_device():
+    config = SchedulerConfig()
+    cpu, cuda = (resolve(config, BLOCKS, device, 8, 4096) for device in ("cpu", "cuda"))
+    assert (cpu.max_step_tokens, cpu.max_stall_s, cpu.max_step_s) == (512, 0.1, 1.0)
+    assert (cuda.max_step_tokens, cuda.max_stall_s) == (2048, 0.05)
+
+
+def test_a_target_can_be_set_and_turned_off():
+    config = SchedulerConfig(max_stall_ms=250.0, max_step_ms="off", max_step_tokens=64)
+    limits = resolve(config, BLOCKS, "cpu", 8, 4096)
+    assert (limits.max_step_tokens, limits.max_stall_s, limits.max_step_s) == (64, 0.25, None)
+    off = SchedulerConfig(max_stall_ms="off")
+    assert resolve(off, BLOCKS, "cpu", 8, 4096).max_stall_s is None
+
+
+def test_dense_lanes_pay_for_a_forward_per_chunk():
+    dense = MemoryLayout(num_slots=8)
+    found = [resolve(SchedulerConfig(), x, "cpu", 8, 64).forward_per_chunk for x in (BLOCKS, dense)]
+    assert found == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [
+        (MemoryLayout(16, 4), 64),
+        (MemoryLayout(16, 1000), 500),
+        (MemoryLayout(num_slots=2, max_positions=90), 90),
+    ],
+)
+def test_the_longest_sequence_is_bounded_by_model_user_and_memory(layout, expected):
+    limits = Limits(max_num_seqs=1, max_step_tokens=1, max_model_len=500)
+    assert limits.max_total(layout) == expected

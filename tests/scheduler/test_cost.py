@@ -4,8 +4,7 @@ from random import Random
 
 import pytest
 
-from headrace.scheduler.cost import Coefficients, CostModel, StepShape
-from headrace.scheduler.fit import LeastSquares
+from headrace.scheduler.cost import Coefficients, CostModel, LeastSquares, StepShape
 from tests.scheduler.builders import shape_of
 
 TRUTH = Coefficients(c_decode=0.021, c_prompt=0.024, g=5e-6, b=1.9e-3, a=4.5e-7)

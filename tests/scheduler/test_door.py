@@ -1,16 +1,11 @@
-"""What the engine asks of a scheduler beside planning: status, traces, warm-up, limits."""
+"""What the engine asks of a scheduler beside planning: status, traces, warm-up."""
 
 import pytest
 
-from headrace.core.config import SchedulerConfig
-from headrace.core.layout import MemoryLayout
 from headrace.core.plan import ChunkResult, Drawn, StepResult
 from headrace.core.sampling import Logprobs, Sampling
-from headrace.scheduler.limits import Limits, resolve
 from tests.scheduler.builders import Engine, cancel, make_scheduler, make_submit
 from tests.scheduler.builders import sequence_ids as ids
-
-BLOCKS = MemoryLayout(16, 100)
 
 
 def measured_engine(**fields: object) -> Engine:
@@ -21,40 +16,6 @@ def measured_engine(**fields: object) -> Engine:
     for context in (10, 100, 1000) * 3:
         scheduler.observe([(context, 1)], 0.011)
     return Engine(scheduler)
-
-
-def test_defaults_follow_the_device():
-    config = SchedulerConfig()
-    cpu, cuda = (resolve(config, BLOCKS, device, 8, 4096) for device in ("cpu", "cuda"))
-    assert (cpu.max_step_tokens, cpu.max_stall_s, cpu.max_step_s) == (512, 0.1, 1.0)
-    assert (cuda.max_step_tokens, cuda.max_stall_s) == (2048, 0.05)
-
-
-def test_a_target_can_be_set_and_turned_off():
-    config = SchedulerConfig(max_stall_ms=250.0, max_step_ms="off", max_step_tokens=64)
-    limits = resolve(config, BLOCKS, "cpu", 8, 4096)
-    assert (limits.max_step_tokens, limits.max_stall_s, limits.max_step_s) == (64, 0.25, None)
-    off = SchedulerConfig(max_stall_ms="off")
-    assert resolve(off, BLOCKS, "cpu", 8, 4096).max_stall_s is None
-
-
-def test_dense_lanes_pay_for_a_forward_per_chunk():
-    dense = MemoryLayout(num_slots=8)
-    found = [resolve(SchedulerConfig(), x, "cpu", 8, 64).forward_per_chunk for x in (BLOCKS, dense)]
-    assert found == [False, True]
-
-
-@pytest.mark.parametrize(
-    ("layout", "expected"),
-    [
-        (MemoryLayout(16, 4), 64),
-        (MemoryLayout(16, 1000), 500),
-        (MemoryLayout(num_slots=2, max_positions=90), 90),
-    ],
-)
-def test_the_longest_sequence_is_bounded_by_model_user_and_memory(layout, expected):
-    limits = Limits(max_num_seqs=1, max_step_tokens=1, max_model_len=500)
-    assert limits.max_total(layout) == expected
 
 
 def test_warm_up_steps_teach_what_a_step_costs():

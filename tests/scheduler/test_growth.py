@@ -2,29 +2,15 @@
 
 import pytest
 
-from headrace.core.config import SchedulerConfig
-from headrace.core.layout import MemoryLayout
 from headrace.core.messages import Finish
-from headrace.scheduler.scheduler import Scheduler
 from tests.scheduler.builders import (
     Engine,
     cancel,
     lengths,
-    make_limits,
     make_scheduler,
     make_submit,
 )
 from tests.scheduler.builders import sequence_ids as ids
-
-
-def whole_answer(sequence) -> int:
-    """The naive way: reserve for everything a sequence may ever say."""
-    return max(sequence.num_prompt, sequence.max_total - 1)
-
-
-def reserving_engine(num_blocks: int) -> Engine:
-    layout = MemoryLayout(block_size=16, num_blocks=num_blocks)
-    return Engine(Scheduler(SchedulerConfig(), layout, make_limits(), whole_answer))
 
 
 @pytest.mark.parametrize(
@@ -61,25 +47,21 @@ def test_a_preempted_sequence_takes_up_where_its_public_blocks_end():
     assert engine.progress[2] == [0, 16]
 
 
-def test_growth_runs_many_where_reserving_in_full_runs_four():
-    def most_at_once(engine: Engine) -> int:
-        sampled = {"max_tokens": 4096}
-        for number in range(20):
-            engine.add(make_submit(number, 20, arrival=0.0, **sampled))
-        engine.step()
-        return engine.scheduler.status().num_running
-
-    assert most_at_once(reserving_engine(4 * 258 + 8)) == 4
-    assert most_at_once(Engine(make_scheduler(4 * 258 + 8))) >= 16
+def test_growth_runs_many_where_reserving_in_full_would_run_four():
+    blocks_in_full = make_scheduler().memory.layout.blocks_for(20 + 4096 - 1)
+    engine = Engine(make_scheduler(4 * blocks_in_full + 8))
+    engine.add(*[make_submit(i, 20, arrival=0.0, max_tokens=4096) for i in range(20)]).step()
+    assert engine.scheduler.status().num_running >= 16
 
 
-def test_growth_and_full_reservation_draw_the_same_tokens():
+def test_growth_in_scarce_memory_draws_the_same_tokens_as_in_plenty():
     submits = [make_submit(i, 5 * i + 1, max_tokens=12) for i in range(8)]
-    growing, reserving = Engine(make_scheduler(8)).add(*submits), reserving_engine(8).add(*submits)
-    growing.run()
-    reserving.run()
-    assert growing.tokens == reserving.tokens
-    assert reserving.scheduler.missed["preempted"] == 0
+    scarce, plenty = [Engine(make_scheduler(n)).add(*submits) for n in (5, 1000)]
+    scarce.run()
+    plenty.run()
+    assert scarce.tokens == plenty.tokens
+    missed = [engine.scheduler.missed["preempted"] > 0 for engine in (scarce, plenty)]
+    assert missed == [True, False]
 
 
 def test_memory_pressure_fails_nobody():

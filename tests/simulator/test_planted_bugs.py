@@ -8,13 +8,10 @@ from headrace.memory.blocks import BlockPool
 from headrace.memory.memory import NO_MATCH, Match, Memory
 from headrace.memory.prefix import NameChain
 from headrace.memory.slots import SlotPool
-from headrace.scheduler.draft import StepDraft
-from headrace.scheduler.in_flight import InFlight
-from headrace.scheduler.outbox import Outbox
-from headrace.scheduler.places import Places
-from headrace.scheduler.quarantine import Quarantine
+from headrace.scheduler.commit import InFlight
+from headrace.scheduler.plan import PlannedStep, Planner
 from headrace.scheduler.sequence import Sequence
-from headrace.scheduler.sequence_table import SequenceTable
+from headrace.scheduler.table import Quarantine, SequenceTable
 from simulator.simulation import Violation, run_seed
 
 MAX_SEEDS = 400
@@ -41,13 +38,13 @@ def a_block_is_public_before_it_is_full(patch: pytest.MonkeyPatch) -> None:
 
 @plant
 def siblings_get_no_copies(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(StepDraft, "copy", lambda self, block_copy, slot_copy: None)
+    patch.setattr(PlannedStep, "copy", lambda self, block_copy, slot_copy: None)
 
 
 @plant
 def a_snapshot_is_not_restored(patch: pytest.MonkeyPatch) -> None:
-    begin = StepDraft.begin
-    patch.setattr(StepDraft, "begin", lambda self, sequence, restore=None: begin(self, sequence))
+    begin = PlannedStep.begin
+    patch.setattr(PlannedStep, "begin", lambda self, sequence, restore=None: begin(self, sequence))
 
 
 @plant
@@ -137,21 +134,21 @@ def a_preempted_sequence_keeps_what_was_pending(patch: pytest.MonkeyPatch) -> No
 
 @plant
 def whoever_is_past_its_due_is_passed_by(patch: pytest.MonkeyPatch) -> None:
-    def has_place(self, sequence, match, num_positions, num_running):
-        return self._memory.can_reserve(match, num_positions, num_running)
+    def may_start(self, step, sequence, match):
+        return self._fits(sequence, match)
 
-    patch.setattr(Places, "has_place", has_place)
+    patch.setattr(Planner, "_may_start", may_start)
 
 
 @plant
 def the_last_decoder_sits_a_step_out(patch: pytest.MonkeyPatch) -> None:
-    add = StepDraft.add_decode_chunk
+    add = PlannedStep.add_decode_chunk
 
     def skipping(self, sequence):
         if self.num_decoding < 2:
             add(self, sequence)
 
-    patch.setattr(StepDraft, "add_decode_chunk", skipping)
+    patch.setattr(PlannedStep, "add_decode_chunk", skipping)
 
 
 @plant
@@ -161,8 +158,8 @@ def all_of_a_failed_step_are_blamed(patch: pytest.MonkeyPatch) -> None:
     def blaming(self, plan, message):
         suspect(self, plan, message)
         for chunk in plan.chunks:
-            if (sequence := self._roster.living(chunk.sequence_id)) is not None:
-                self._roster.end(sequence, "error", message)
+            if (sequence := self._table.living(chunk.sequence_id)) is not None:
+                self._table.end(sequence, "error", message)
 
     patch.setattr(InFlight, "suspect", blaming)
 
@@ -174,13 +171,13 @@ def suspects_are_never_cleared(patch: pytest.MonkeyPatch) -> None:
 
 @plant
 def progress_is_told_twice(patch: pytest.MonkeyPatch) -> None:
-    computed = Outbox.computed
+    report = InFlight._report
 
     def repeating(self, sequence, start, result):
         sequence.num_reported = min(sequence.num_reported, start)
-        computed(self, sequence, start, result)
+        report(self, sequence, start, result)
 
-    patch.setattr(Outbox, "computed", repeating)
+    patch.setattr(InFlight, "_report", repeating)
 
 
 @plant

@@ -14,7 +14,7 @@ from headrace.core.layout import MemoryLayout
 from headrace.core.messages import Cancel, Finish, NewSequence, Submit
 from headrace.core.plan import StepPlan
 from headrace.core.sampling import Sampling
-from headrace.scheduler.limits import Limits
+from headrace.scheduler.budget import Limits
 from headrace.scheduler.scheduler import Scheduler
 from simulator.clients import Clients
 from simulator.fake_runner import FakeRunner

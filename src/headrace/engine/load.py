@@ -9,7 +9,7 @@ from headrace.core.messages import Ready
 from headrace.runner.load import load_runner
 from headrace.runner.runner import Runner
 from headrace.runner.trial import timed_steps
-from headrace.scheduler.limits import resolve
+from headrace.scheduler.budget import resolve
 from headrace.scheduler.scheduler import Scheduler
 
 

@@ -1,25 +1,71 @@
-"""How many prompt tokens a step may hold beside its decode chunks; picks no sequence."""
+"""How many prompt tokens fit a step beside its decode chunks; picks no sequence."""
 
 from collections import Counter, deque
 from dataclasses import replace
 from math import ceil
 from statistics import median
 
-from headrace.scheduler.cost import CostModel, StepShape
-from headrace.scheduler.limits import Limits
+import msgspec
 
-COLD_TOKENS = 64  # prompt tokens of a step before anything was measured
+from headrace.core.config import SchedulerConfig
+from headrace.core.layout import MemoryLayout
+from headrace.scheduler.cost import CostModel, StepShape
+
+MAX_STEP_TOKENS = {"cpu": 512, "cuda": 2048}
+MAX_STALL_MS = {"cpu": 100.0, "cuda": 50.0}
+
+COLD_TOKENS = 64  # prompt tokens of the first step, while nothing is measured
 NUM_OVERHEADS = 64
 QUARANTINE = "quarantine"
 UNMEASURED_TOKENS_PER_S = 500.0
-TAIL = 8  # a rest of at most a 1/TAIL joins the chunk before it
+TAIL = 8  # the end of a prompt joins the chunk before it if it is at most 1/TAIL as long
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """The numbers a scheduler works under once device and model are known; none are measured."""
+
+    max_num_seqs: int
+    max_step_tokens: int
+    max_model_len: int  # the model's positions, or fewer if the user said so
+    max_stall_s: float | None = None  # for a step while a stream decodes; None: no target
+    max_step_s: float | None = None  # for any other step
+    prompt_share: float = 0.25  # prompts always get this fraction of the decode chunks' time
+    forward_per_chunk: bool = False  # the lane runs its chunks one after another
+
+    def max_total(self, layout: MemoryLayout) -> int:
+        """Length of the longest sequence, prompt and answer: what an empty memory can hold."""
+        bounds = [self.max_model_len]
+        if layout.num_blocks:
+            bounds.append(layout.num_blocks * layout.block_size)
+        if layout.max_positions:
+            bounds.append(layout.max_positions)
+        return min(bounds)
+
+
+def resolve(
+    config: SchedulerConfig,
+    layout: MemoryLayout,
+    device: str,
+    max_num_seqs: int,
+    max_model_len: int,
+) -> Limits:
+    """Fill in what the configuration leaves open; `device` is cpu or cuda."""
+    stall_ms = config.max_stall_ms or MAX_STALL_MS[device]
+    return Limits(
+        max_num_seqs=max_num_seqs,
+        max_step_tokens=config.max_step_tokens or MAX_STEP_TOKENS[device],
+        max_model_len=max_model_len,
+        max_stall_s=None if stall_ms == "off" else stall_ms / 1000,
+        max_step_s=None if config.max_step_ms == "off" else config.max_step_ms / 1000,
+        prompt_share=config.prompt_share,
+        forward_per_chunk=not layout.num_blocks,  # dense caches run one by one
+    )
 
 
 class Room:
-    """What is left of one step for prompt work, in tokens and in seconds."""
+    """What one step has left for prompts, in tokens and in seconds; `seconds` None: no target."""
 
     def __init__(self, budget: "TimeBudget", tokens: int, seconds: float | None) -> None:
-        """`seconds` None: no target."""
         self._budget = budget
         self._coefficients = budget.model.coefficients
         self._forwards = budget.forwards
@@ -33,31 +79,17 @@ class Room:
         return self.tokens > 0 and (self.seconds is None or self.seconds > 0)
 
     def largest_chunk(self, context: int, wanted: int, is_first: bool) -> int:
-        """How much of `wanted` fits, behind `context` computed tokens; 0 if nothing does.
+        """How many of `wanted` tokens fit behind `context` computed ones; 0 if none do.
 
-        The first prompt of a step gets on in the long run, however long its context is.
+        The first prompt of a step always advances in the long run, however long its context.
         """
         length = self._fitting_chunk(context, wanted)
         if not is_first:
             return length
-        if self.is_awaited and (not length or self._is_better_kept(context, length, wanted)):
-            return self._from_kept(context, wanted)
+        if self.is_awaited and (not length or self._should_save(context, length, wanted)):
+            return self._chunk_from_savings(context, wanted)
         self._budget.kept = 0.0
         return max(length, 1)
-
-    def _is_better_kept(self, context: int, length: int, wanted: int) -> bool:
-        """Whether a prompt gets on faster where the target is out of reach with each step's room.
-
-        Nearly all of that may go into reading the context, however few tokens follow it.
-        """
-        if self.cause != "decode" or not self.seconds:
-            return False
-        price = self._price_of_two(context)
-        several = self._coefficients.largest_chunk(context, price, self._forwards) or 1
-        return min(wanted, self.tokens, several) > length * ceil(price / self.seconds)
-
-    def _price_of_two(self, context: int) -> float:
-        return 2 * self._coefficients.cost(context, 1, self._forwards)
 
     def _fitting_chunk(self, context: int, wanted: int) -> int:
         hard = min(wanted, self.tokens)
@@ -71,17 +103,33 @@ class Room:
             return wanted
         return fitting
 
-    def _from_kept(self, context: int, wanted: int) -> int:
-        """Too little fits: keep the room of steps until a chunk worth two tokens is paid for."""
+    def _should_save(self, context: int, length: int, wanted: int) -> bool:
+        """Whether one larger chunk in several steps beats `length` tokens in each.
+
+        Only if no step can meet its target anyway. Reading a long context may then take nearly
+        all of the room, however few tokens follow it.
+        """
+        if self.cause != "decode" or not self.seconds:
+            return False
+        price, several = self._chunk_to_save_for(context, wanted)
+        return several > length * ceil(price / self.seconds)
+
+    def _chunk_from_savings(self, context: int, wanted: int) -> int:
+        """Save the room of each step until it pays for a larger chunk."""
         assert self.seconds is not None
-        price = self._price_of_two(context)
+        price, several = self._chunk_to_save_for(context, wanted)
         self._budget.kept += self.seconds
         if self._budget.kept < price:
             return 0
         self._budget.kept = 0.0
         self.cause = "token"
-        fitting = self._coefficients.largest_chunk(context, price, self._forwards) or 1
-        return min(wanted, self.tokens, fitting)
+        return several
+
+    def _chunk_to_save_for(self, context: int, wanted: int) -> tuple[float, int]:
+        """The price of two tokens in steps of their own, and how many it buys in one step."""
+        price = 2 * self._coefficients.cost(context, 1, self._forwards)
+        several = self._coefficients.largest_chunk(context, price, self._forwards) or 1
+        return price, min(wanted, self.tokens, several)
 
     def spend(self, context: int, length: int) -> None:
         self.tokens -= length
@@ -95,9 +143,9 @@ class TimeBudget:
     def __init__(self, limits: Limits) -> None:
         self.model = CostModel()
         self.missed: Counter[str] = Counter()  # steps that missed the stall target, by cause
-        self.kept = 0.0  # seconds saved up for a token that fits no single step
-        self.forwards = int(limits.forward_per_chunk)  # what a further chunk adds of them
-        self._is_excused = False  # the next long step was counted by its cause
+        self.kept = 0.0  # seconds saved for a chunk that fits no single step
+        self.forwards = int(limits.forward_per_chunk)  # that each further chunk adds to a step
+        self._is_excused = False  # whether a late next step is counted already
         self._limits = limits
         self._max_tokens = limits.max_step_tokens
         self._cold_tokens = COLD_TOKENS
@@ -111,12 +159,12 @@ class TimeBudget:
 
     @property
     def prompt_tokens_per_s(self) -> float:
-        """Rate of late steps that had prompt tokens; 0 if there were none."""
+        """Rate of recent steps that had prompt tokens; 0 if there were none."""
         seconds = sum(seconds for _, seconds in self._prompt_steps)
         return sum(tokens for tokens, _ in self._prompt_steps) / seconds if seconds else 0.0
 
     def halve_tokens(self, at_least: int) -> bool:
-        """The runner ran out of memory: smaller steps until the engine starts anew."""
+        """Make steps smaller until the engine restarts; False if they would get too small."""
         if self._max_tokens // 2 < at_least:
             return False
         self._max_tokens //= 2
@@ -127,13 +175,16 @@ class TimeBudget:
         if not self.model.is_measured:
             return new / UNMEASURED_TOKENS_PER_S
         num_steps = -(-new // self._max_tokens)
-        return self.model.coefficients.c_prompt * num_steps + (
-            self.model.coefficients.cost(context, new)
-            + self.model.coefficients.g * (num_steps - 1) * (context + new / 2)
-        )
+        coefficients = self.model.coefficients
+        reading_again = coefficients.g * (num_steps - 1) * (context + new / 2)
+        return coefficients.c_prompt * num_steps + (coefficients.cost(context, new) + reading_again)
+
+    def predict(self, shape: StepShape) -> float:
+        """Seconds of a step in the runner; 0 while unmeasured."""
+        return self.model.predict(shape) if self.model.is_measured else 0.0
 
     def open(self, decoding: StepShape, is_awaited: bool) -> Room:
-        """The room beside these decode chunks; `is_awaited`: some stream waits for this step."""
+        """The room beside these decode chunks; `is_awaited`: a stream waits for the step."""
         tokens = max(1, self._max_tokens - decoding.num_new)
         target = self._target(is_awaited)
         if target is None:
@@ -153,38 +204,42 @@ class TimeBudget:
         return self._limits.max_stall_s if is_awaited else self._limits.max_step_s
 
     def _decode_seconds(self, decoding: StepShape) -> float:
-        """The step's decode chunks by themselves, in the forward that the prompts share."""
+        """Time of the decode chunks alone, in the forward that prompts share with them."""
         shape = replace(decoding)
         if not self._limits.forward_per_chunk:
             shape.num_forwards = 1
         return self.model.coefficients.seconds(shape, with_prompt=True)
 
     def excuse(self, cause: str) -> None:
-        """Count a stall that comes before the next step and is not the model's."""
+        """Count a stall before the next step; the model is not blamed if that step is late."""
         self.missed[cause] += 1
         self._is_excused = True
 
     def expect_miss(self, shape: StepShape, cause: str) -> str:
-        """Count a step that some stream waits for, if it is predicted to miss the target.
+        """Count a step that a stream waits for if it should miss the target; returns why.
 
-        One in which a suspect runs alone was counted, whatever it takes: the others sit it out.
+        A step that a suspect has to itself always counts, as the streams sit it out.
         """
-        if cause == QUARANTINE:
-            return cause
-        target = self._limits.max_stall_s
-        if target is None or not self.model.is_measured:
-            return ""
-        margin = self.model.margin(shape.num_prompt_tokens > 0)
-        if margin * self.model.predict(shape) + self.overhead <= target * (1 + 1e-9):
+        if cause != QUARANTINE and self._is_in_time(shape):
             return ""
         cause = cause or "decode"
         self.missed[cause] += 1
         return cause
 
+    def _is_in_time(self, shape: StepShape) -> bool:
+        target = self._limits.max_stall_s
+        if target is None or not self.model.is_measured:
+            return True
+        margin = self.model.margin(shape.num_prompt_tokens > 0)
+        return margin * self.model.predict(shape) + self.overhead <= target * (1 + 1e-9)
+
     def took(
         self, shape: StepShape, seconds: float, elapsed: float, is_awaited: bool, cause: str
     ) -> None:
-        """Learn from a step: `seconds` in the runner, `elapsed` in all; `cause`: expected miss."""
+        """Learn from a step: `seconds` in the runner, `elapsed` in all.
+
+        `cause`: why it was expected to miss the target.
+        """
         self._overheads.append(max(0.0, elapsed - seconds))
         target = self._target(is_awaited)
         is_late = is_awaited and target is not None and elapsed > target
@@ -196,10 +251,10 @@ class TimeBudget:
         self.learn(shape, seconds, is_awaited)
 
     def learn(self, shape: StepShape, seconds: float, is_awaited: bool = False) -> None:
-        """From the time of a step.
+        """Learn from the time of a step in the runner.
 
-        Before enough is known, steps double while they are short and halve when they are long, so
-        that a slow machine is known after a few as well.
+        Until enough is measured, steps double while they are short and halve when they are long,
+        so a slow machine is measured after a few steps, too.
         """
         target = self._target(is_awaited)
         if shape.num_prompt_tokens and target is not None:

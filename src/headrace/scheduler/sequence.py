@@ -1,14 +1,27 @@
-"""One choice being generated, as a few integers; never its text, never the contents of memory."""
+"""One choice being generated, as a few integers; never its text, never what memory contains."""
 
 import enum
 from array import array
 from dataclasses import dataclass
+from operator import attrgetter
 
 from headrace.core.ids import SequenceId
 from headrace.core.messages import Finish, Finished
 from headrace.core.sampling import Sampling
 from headrace.memory.memory import Lease
 from headrace.memory.prefix import NameChain
+
+PRIORITY_LEVEL_S = 10.0  # what one level of priority is worth
+by_key = attrgetter("key")
+by_rank = attrgetter("rank")
+
+
+def due_time(arrival: float, patience: float, alone: float, priority: int) -> float:
+    """When a prompt that takes `alone` seconds by itself should have had its turn.
+
+    Long prompts are due later, but at a fixed time: ageing without a clock.
+    """
+    return arrival + patience * alone + PRIORITY_LEVEL_S * priority
 
 
 class SequenceStatus(enum.Enum):
@@ -33,17 +46,16 @@ class Sequence:
     arrival: float
     number: int  # order of admission, breaks all ties
     chain: NameChain
-    takes_credit: bool = True  # whether cached prefixes may be taken
+    takes_credit: bool = True  # whether it may reuse cached prefixes
     is_reporter: bool = True  # the first choice of its prompt speaks for its siblings
     family: "Family | None" = None
-    due: float = 0.0  # smaller goes first; whoever is past it is passed by nobody
+    due: float = 0.0  # smaller goes first; once it is past, nobody due later may start before it
     status: SequenceStatus = SequenceStatus.WAITING
-    outcome: Finished | None = None  # decided; told once no launched plan names it
+    outcome: Finished | None = None  # decided; sent once no launched plan names the sequence
     num_pending: int = 0  # tokens that launched chunks will draw
     num_planned: int = 0
     num_computed: int = 0
-    num_cached: int = 0  # credit at the first start
-    num_reported: int = -1  # prompt tokens the client was told of; -1: not even that it started
+    num_reported: int = -1  # prompt tokens reported as done; -1: not even the start was reported
     num_in_flight: int = 0  # launched plans that name it
     clears_at: int | None = None  # suspect: computed tokens that clear it of a failed step
     lease: Lease | None = None
@@ -100,12 +112,12 @@ class Sequence:
         self.num_in_flight += 1
 
     def rewind(self) -> None:
-        """Back to waiting with every token kept and nothing computed."""
+        """Back to waiting: keeps every token, counts none as computed."""
         self.status = SequenceStatus.WAITING
         self.num_pending = self.num_planned = self.num_computed = 0
 
     def end_reason(self) -> Finish | None:
-        """Why the tokens so far are the whole answer, if they are."""
+        """Why the tokens so far are the whole answer; None if they are not."""
         num_tokens = len(self.token_ids)
         num_generated = num_tokens - self.num_prompt
         if num_generated and self.sampling.ends_with(self.token_ids[-1], num_generated):

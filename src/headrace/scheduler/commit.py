@@ -1,0 +1,165 @@
+"""Steps in flight, and what their results make of the sequences they name."""
+
+from collections import deque
+
+from headrace.core.ids import SequenceId
+from headrace.core.messages import Finish, NewToken, Progress, PromptLogprobs, StepTrace
+from headrace.core.plan import Chunk, ChunkResult, Drawn, StepPlan, StepResult
+from headrace.memory.memory import Memory
+from headrace.scheduler.budget import TimeBudget
+from headrace.scheduler.plan import PlannedStep
+from headrace.scheduler.sequence import Sequence
+from headrace.scheduler.table import OutputBuffer, Quarantine, SequenceTable
+
+
+class InFlight:
+    """Steps between launch and commit; committed in the order of their launch."""
+
+    def __init__(
+        self,
+        table: SequenceTable,
+        quarantine: Quarantine,
+        memory: Memory,
+        outputs: OutputBuffer,
+        budget: TimeBudget,
+    ) -> None:
+        self.num_steps = 0
+        self.last_step: StepTrace | None = None
+        self._table = table
+        self._quarantine = quarantine
+        self._memory = memory
+        self._outputs = outputs
+        self._budget = budget
+        self._steps: deque[PlannedStep] = deque()
+        self._ended_at = 0.0  # the last step
+        self._was_busy = False  # whether it left something to do
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._steps
+
+    @property
+    def predicted_s(self) -> float:
+        return self._steps[-1].predicted if self._steps else 0.0
+
+    def launch(self, step: PlannedStep) -> StepPlan:
+        self._steps.append(step)
+        return step.launch(self._table.take_ended())
+
+    def commit(self, plan: StepPlan, result: StepResult, now: float) -> None:
+        step = self._steps.popleft()
+        assert step.plan is plan
+        named = [self._table[sequence_id] for sequence_id in _named(plan)]
+        for chunk, chunk_result in zip(plan.chunks, result.chunks, strict=True):
+            self._commit_chunk(chunk, chunk_result)
+        for sequence, slot_id, end in step.saves:
+            self._memory.saved(slot_id, sequence.token_ids, sequence.chain, end)
+        self._quarantine.step_was_good(named)
+        self._learn(step, result.seconds, now)
+
+    def _commit_chunk(self, chunk: Chunk, result: ChunkResult) -> None:
+        named = [self._table[i] for i in chunk.draws or (chunk.sequence_id,)]
+        sequence, end = named[0], chunk.start + chunk.length
+        for computed in named:
+            computed.num_in_flight -= 1
+            computed.num_computed = end
+        num_public = min(end, sequence.num_tokens)
+        self._memory.publish(sequence.held, sequence.token_ids, sequence.chain, num_public)
+        if sequence.outcome is None:
+            self._commit_prompt(sequence, chunk, result)
+        if not chunk.draws:
+            self._table.close_if_over(sequence)
+        for drawing, drawn in zip(named if chunk.draws else (), result.drawn, strict=True):
+            self._commit_draw(drawing, drawn)
+
+    def _commit_prompt(self, sequence: Sequence, chunk: Chunk, result: ChunkResult) -> None:
+        if sequence.num_reported < sequence.num_prompt:
+            self._report(sequence, chunk.start, result)
+        family = sequence.family
+        if family is not None and family.waiting and sequence.num_computed >= sequence.num_prompt:
+            self._table.scatter(family)
+        if sequence.num_computed == sequence.max_total:
+            self._table.end(sequence, Finish.LENGTH)  # nothing was to be drawn
+
+    def _report(self, sequence: Sequence, start: int, result: ChunkResult) -> None:
+        """Tokens from `start` on are computed; what was reported once is not reported again."""
+        processed = min(sequence.num_computed, sequence.num_prompt)
+        if processed <= sequence.num_reported:
+            return
+        sequence.num_reported = processed
+        if not sequence.is_reporter:
+            return
+        self._outputs.progress.append(Progress(sequence.id, processed))
+        if result.prompt_logprobs is not None:
+            rows = PromptLogprobs(sequence.id, start + 1, result.prompt_logprobs)
+            self._outputs.prompt_logprobs.append(rows)
+
+    def _commit_draw(self, sequence: Sequence, drawn: Drawn) -> None:
+        sequence.num_pending -= 1
+        if drawn.error is not None:
+            self._table.end(sequence, Finish.ERROR, drawn.error)
+        for token_id in drawn.token_ids:
+            if sequence.outcome is not None:
+                break
+            sequence.token_ids.append(token_id)
+            self._outputs.tokens.append(NewToken(sequence.id, token_id, drawn.logprobs))
+            finish = sequence.end_reason()
+            if finish is not None:
+                self._table.end(sequence, finish)
+        self._table.close_if_over(sequence)
+
+    def _learn(self, step: PlannedStep, seconds: float, now: float) -> None:
+        # A stream waits from the end of the step before, unless nothing was to be done then.
+        began_at = self._ended_at if self._was_busy else max(step.planned_at, self._ended_at)
+        elapsed = now - began_at
+        self._step_ended(now)
+        self._budget.took(step.shape, seconds, elapsed, step.is_awaited, step.cause)
+        self.num_steps += 1
+        self.last_step = StepTrace(
+            num_decoding=step.num_decoding,
+            num_prompt_tokens=step.shape.num_prompt_tokens,
+            predicted=step.predicted,
+            actual=seconds,
+            elapsed=elapsed,
+            room=step.room,
+            cause=step.cause,
+        )
+
+    def _step_ended(self, now: float) -> None:
+        self._ended_at = now
+        self._was_busy = len(self._table) > 0
+
+    def suspect(self, plan: StepPlan, message: str) -> None:
+        """The oldest plan raised: hold its sequences; one that was alone in it is to blame."""
+        assert self._steps[0].plan is plan
+        for chunk in plan.chunks:
+            for sequence_id in chunk.draws or (chunk.sequence_id,):
+                sequence = self._table.living(sequence_id)
+                if sequence is not None:
+                    self._quarantine.suspect(sequence, chunk.start + chunk.length)
+        (first, *others) = _named(plan)
+        blamed = self._table.living(first)
+        if blamed is not None and not others:
+            self._quarantine.failed_alone()
+            self._table.end(blamed, Finish.ERROR, message)
+
+    def drop(self, now: float) -> None:
+        """No step in flight counts: their sequences wait again, as if preempted."""
+        dropped, self._steps = self._steps, deque()
+        for sequence_id in dict.fromkeys(i for step in dropped for i in _named(step.plan)):
+            sequence = self._table[sequence_id]
+            sequence.num_in_flight = 0
+            if sequence.outcome is None:
+                self._table.preempt(sequence)
+            else:
+                self._table.close_if_over(sequence)
+        for step in dropped:
+            self._table.give_back_ended(step.plan.ended)
+            for _, slot_id, _ in step.saves:
+                self._memory.not_saved(slot_id)
+        self._step_ended(now)
+
+
+def _named(plan: StepPlan) -> list[SequenceId]:
+    """The sequences that a plan computes or draws for, each once."""
+    return [i for chunk in plan.chunks for i in chunk.draws or (chunk.sequence_id,)]
