@@ -97,6 +97,17 @@ def test_recovered_siblings_wait_for_the_prompt_and_go_on_by_themselves():
     assert [lengths(plan) for plan in plans[:2]] == [[42], [1, 10]]
 
 
+def test_a_recovered_sibling_goes_on_though_the_first_choice_was_whole():
+    submit = make_family(2, 40, max_tokens=5)
+    whole, cut = submit.sequences
+    whole = msgspec.structs.replace(whole, generated=packed([7] * 5))
+    cut = msgspec.structs.replace(cut, generated=packed([7] * 2))
+    engine = Engine(make_scheduler())
+    engine.add(msgspec.structs.replace(submit, sequences=(whole, cut))).run()
+    assert engine.finished == {0: (Finish.LENGTH, ""), 1: (Finish.LENGTH, "")}
+    assert len(engine.tokens[1]) == 3
+
+
 def test_recovered_suspects_of_one_prompt_run_alone():
     engine = Engine(make_scheduler()).add(make_family(3, 40, max_tokens=2, suspect=True))
     assert [len(engine.step().chunks) for _ in range(3)] == [1, 1, 1]

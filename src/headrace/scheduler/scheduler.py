@@ -117,13 +117,13 @@ class Scheduler:
         families: dict[int, Family] = {}
         for new in submit.sequences:
             sequence = self._sequence(submit, new)
-            family = families.setdefault(new.prompt, Family(sequence))
-            sequence.is_reporter = family.leader is sequence
-            sequence.family = None if submit.suspect else family
             outcome = self._outcome_before_any_step(sequence)
             if outcome is not None:
                 self._outputs.finished.append(outcome)
                 continue
+            family = families.setdefault(new.prompt, Family(sequence))
+            sequence.is_reporter = family.leader is sequence
+            sequence.family = None if submit.suspect else family
             sequence.due = self._due(sequence)
             self._table.admit(sequence)
             if submit.suspect:
