@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from headrace.core.config import ModelConfig
-from headrace.core.errors import EngineGone
 from headrace.core.ids import SequenceId, StreamId
 from headrace.core.messages import Finish, Message, NewSequence, Outputs, Submit
 from headrace.core.sampling import Sampling
+from headrace.engine import child as child_module
 from headrace.engine import supervisor as module
 from headrace.engine.child import Child
 from headrace.engine.client import EngineDown, EngineNews, EngineUp
@@ -151,7 +151,7 @@ def test_kills_from_outside_while_it_loads_never_give_an_engine_up(
 def test_who_reads_the_news_hears_that_the_supervisor_failed(folder: Path) -> None:
     async def scene(supervisor: Supervisor, news: AsyncIterator[EngineNews]) -> None:
         supervisor._task.cancel()
-        with pytest.raises(EngineGone):
+        with pytest.raises(RuntimeError, match="supervisor failed"):
             await of_kind(news, EngineUp)
 
     play(folder, scene)
@@ -200,6 +200,24 @@ def test_an_endless_line_of_an_engine_is_cut(folder: Path) -> None:
         child._process.stderr.feed_data(b"x" * 300_000 + b"\nlast words\n")
         child.kill()
         await child.end()
+        assert "last words" in child.obituary().message
+
+    asyncio.run(run())
+
+
+def test_an_end_does_not_wait_for_others_who_hold_the_engines_stderr(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(child_module, "_STDERR_S", 0.1)
+
+    async def run() -> None:
+        child = await Child.spawn()
+        held = os.open(f"/proc/{child.pid}/fd/2", os.O_WRONLY)  # as a process it started would
+        os.write(held, b"last words\n")
+        child.kill()
+        async with asyncio.timeout(LIMIT_S / 4):
+            await child.end()
+        os.close(held)
         assert "last words" in child.obituary().message
 
     asyncio.run(run())

@@ -22,7 +22,7 @@ from headrace.core.messages import (
 )
 from headrace.core.request import Request, Text
 from headrace.core.sampling import Sampling
-from headrace.engine.client import EngineDown, EngineNews, EngineUp, News
+from headrace.engine.client import EngineDown, EngineNews, EngineUp, NewsQueue
 from headrace.generation.generation import PLAIN, Generation
 from headrace.generation.registry import Found
 from headrace.generation.served import ServedModel
@@ -57,7 +57,7 @@ class FakeEngine:
     def __init__(self) -> None:
         self.submits: list[Submit] = []
         self.cancels: list[Cancel] = []
-        self._news = News()
+        self._news = NewsQueue()
 
     def submit(self, submit: Submit) -> None:
         self.submits.append(submit)

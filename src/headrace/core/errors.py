@@ -22,12 +22,6 @@ class ModelError(HeadraceError):
         self.code = code
 
 
-class EngineGone(HeadraceError):
-    """The engine ended or was given up; the message has its last words."""
-
-    code = "engine_failed"
-
-
 class ErrorKind(msgspec.Struct, frozen=True):
     """What a code means on HTTP."""
 

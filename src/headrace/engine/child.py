@@ -25,14 +25,16 @@ logger = logging.getLogger(__name__)
 _LAST_LINES = 200
 _LONGEST_LINE = 1 << 16
 _LAST_WORDS_S = 1.0
+_STDERR_S = 3.0
+_POLL_S = 0.01
 ENVIRONMENT = {
-    # OpenMP reads this as torch is loaded. Its threads wait for the next loop in a spin of
-    # milliseconds unless told otherwise, and a spinning thread keeps a core from whoever has work.
+    # OpenMP reads this when torch loads. By default its threads spin for milliseconds before each
+    # loop, and a spinning thread keeps a core from threads that have work.
     "GOMP_SPINCOUNT": "5000",
-    # torch asks the system for pages of 2 MiB: looking up many small ones slows reading down.
+    # torch asks the system for pages of 2 MiB: many small ones are slower to read.
     "THP_MEM_ALLOC_ENABLE": "1",
 }
-"""What an engine's process has beyond the server's; whoever sets a name himself has his way."""
+"""Added to the environment of an engine's process; variables that the user sets win."""
 
 
 class Child:
@@ -53,7 +55,7 @@ class Child:
 
     @classmethod
     async def spawn(cls) -> "Child":
-        """OSError if the system has no process, descriptor or memory to give; nothing is kept."""
+        """OSError if the system is out of processes, descriptors or memory; leaves nothing open."""
         with contextlib.ExitStack() as undo:
             ours, theirs = socket.socketpair()
             undo.enter_context(ours)
@@ -71,50 +73,57 @@ class Child:
         return self._process.pid
 
     def send(self, message: Message) -> None:
-        """Never blocks; what a dead process does not take is dropped."""
+        """Never blocks; messages to a dead process are dropped."""
         if not self._writer.is_closing():
             self._writer.write(wire.encode(message))
 
     async def messages(self) -> AsyncIterator[AnyMessage]:
-        """Until the process closes its end, which shows its death, or talks nonsense."""
+        """Until the process closes its end, as it does when it dies, or sends nonsense."""
         try:
             while True:
                 yield await wire.read(self._reader)
         except (asyncio.IncompleteReadError, ConnectionError):
             return
         except msgspec.DecodeError:
-            logger.exception("The engine sent what is no message and is killed")
+            logger.exception("The engine sent something that is not a message; killing it")
             self.kill()
 
     def kill(self) -> None:
-        """Ends the process and whatever it started."""
+        """Kills the process and everything it started."""
         if self._process.returncode is None:
             self._was_killed = not self._is_stopped()
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     def _is_stopped(self) -> bool:
-        """Whether somebody holds it, as by SIGSTOP: then it does not hang by its own doing."""
+        """Whether somebody stopped it, as with SIGSTOP: then the hang is not its own fault."""
         try:
             stat = Path(f"/proc/{self.pid}/stat").read_text()
-        except OSError:  # not Linux: nobody can tell
+        except OSError:  # not Linux: there is no way to tell
             return False
         return stat.rpartition(")")[2].split()[0] in "Tt"
 
     async def end(self) -> None:
-        """Waits for a process that is ending, kills one that is not, and lets go of it."""
+        """Waits for a process that is ending, kills one that is not, and frees what it held."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LAST_WORDS_S):
-                await self._process.wait()
+                await self._exit()
         self.kill()
-        await self._process.wait()
+        await self._exit()
         self._writer.close()
-        await self._listening
+        with contextlib.suppress(TimeoutError):  # a process it started may still hold its stderr
+            async with asyncio.timeout(_STDERR_S):
+                await self._listening
         self._suspects = self.note.read()
         self.note.close()
 
+    async def _exit(self) -> None:
+        # NOTE: Process.wait() would also wait for everyone who holds stderr.
+        while self._process.returncode is None:  # noqa: ASYNC110
+            await asyncio.sleep(_POLL_S)
+
     def obituary(self) -> EngineDown:
-        """How it ended, what it was at, and its last words; after `end`."""
+        """How it ended, which step it was in, and its last words; call after `end`."""
         code = self._process.returncode
         assert code is not None
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

@@ -1,4 +1,4 @@
-"""What generation knows of an engine: submit, cancel, outputs, status, close."""
+"""The engine as generation sees it: submit, cancel, outputs, status, close."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -6,24 +6,23 @@ from typing import Protocol
 
 import msgspec
 
-from headrace.core.errors import EngineGone
 from headrace.core.ids import SequenceId
 from headrace.core.messages import Cancel, Outputs, Ready, Status, Submit
 
 
 class EngineUp(msgspec.Struct, frozen=True):
-    """An engine has loaded: at first, and again after each restart, then knowing nothing."""
+    """An engine has loaded: the first one, or after a restart one that knows no sequences."""
 
     ready: Ready
-    pid: int | None = None  # of a process of its own
+    pid: int | None = None  # if it runs in a process of its own
 
 
 class EngineDown(msgspec.Struct, frozen=True):
-    """The engine has died with all it knew. It is started again unless it was `given_up`.
+    """The engine has died and lost its state. It restarts unless it was `given_up`.
 
-    `message` has the reason and its last words. `suspects` were in the step that it died in;
-    `from_outside` means that somebody killed it, or that the system had no process to give: no
-    proof against them, nor against the model.
+    `message` has the reason and its last words. `suspects` were in the step that it died in.
+    `from_outside`: somebody killed it, or the system could not start a process, so neither the
+    suspects nor the model are to blame.
     """
 
     code: str
@@ -40,7 +39,7 @@ class EngineClient(Protocol):
     """One engine, in this process or in another."""
 
     def submit(self, submit: Submit) -> None:
-        """Hands over a stream's sequences; what becomes of them comes with the outputs."""
+        """Hands over a stream's sequences; their outputs come as news."""
 
     def cancel(self, cancel: Cancel) -> None:
         """Ends sequences; unknown ones are ignored."""
@@ -48,14 +47,14 @@ class EngineClient(Protocol):
     def outputs(self) -> AsyncIterator[EngineNews]:
         """News in order, until the client is closed. One reader.
 
-        It raises what the client itself failed of: nobody watches over the engine any more.
+        Raises RuntimeError if the client itself failed: nobody watches the engine any more.
         """
 
     async def close(self) -> None:
-        """Ends the engine; what still runs is dropped."""
+        """Ends the engine and drops what still runs."""
 
 
-class News:
+class NewsQueue:
     """The queue behind `outputs()`; filled on the event loop's thread."""
 
     def __init__(self) -> None:
@@ -73,4 +72,4 @@ class News:
         while (news := await self._queue.get()) is not None:
             yield news
         if self._failure is not None:
-            raise EngineGone("What watches over the engine failed.") from self._failure
+            raise RuntimeError("The engine's supervisor failed") from self._failure

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 from headrace.core.config import ModelConfig
 from headrace.core.messages import Cancel, Message, Outputs, Ready, Shutdown, Status, Submit
-from headrace.engine.client import EngineDown, EngineNews, EngineUp, News
+from headrace.engine.client import EngineDown, EngineNews, EngineUp, NewsQueue
 from headrace.engine.engine import Engine, Inbox
 
 logger = logging.getLogger(__name__)
@@ -19,7 +19,7 @@ class LocalEngine:
 
     def __init__(self) -> None:
         self._inbox: Inbox = queue.SimpleQueue()
-        self._news = News()
+        self._news = NewsQueue()
         self._loop = asyncio.get_running_loop()
         self._thread: threading.Thread | None = None
         self._is_closing = False

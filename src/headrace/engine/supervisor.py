@@ -25,7 +25,7 @@ from headrace.core.messages import (
     Submit,
 )
 from headrace.engine.child import Child
-from headrace.engine.client import EngineDown, EngineNews, EngineUp, News
+from headrace.engine.client import EngineDown, EngineNews, EngineUp, NewsQueue
 from headrace.engine.note import StepNote
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class Supervisor:
     def __init__(self, config: ModelConfig, load_timeout_s: float) -> None:
         self._config = config
         self._load_timeout_s = load_timeout_s
-        self._news = News()
+        self._news = NewsQueue()
         self._child: Child | None = None
         self._is_ready = False
         self._closing = asyncio.Event()

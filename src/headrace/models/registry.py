@@ -11,10 +11,6 @@ FAMILIES = {
 }
 
 
-def is_native(architecture: str) -> bool:
-    return architecture in FAMILIES
-
-
 def family(architecture: str) -> Any:
     """The class that implements an architecture; KeyError if none does."""
     module, name = FAMILIES[architecture].split(":")
