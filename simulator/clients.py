@@ -1,4 +1,4 @@
-"""What the clients of a schedule have heard so far, held against what they may hear."""
+"""What the clients of a schedule have heard so far, checked against what they may hear."""
 
 from array import array
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from simulator.fake_runner import token_at
 
 @dataclass
 class Heard:
-    """One sequence's outputs. Progress begins anew when an engine has died."""
+    """One sequence's outputs. Progress starts over when an engine has died."""
 
     submit: Submit
     new: NewSequence
@@ -26,7 +26,7 @@ class Heard:
         return array("i", self.submit.prompts[self.new.prompt])
 
     def expected(self) -> tuple[list[int], Finish]:
-        """The whole answer by the request alone."""
+        """The whole answer, from the request alone."""
         num_prompt, sampling = len(self.prompt), self.submit.sampling
         tokens: list[int] = []
         most = self.max_total - num_prompt

@@ -1,7 +1,7 @@
 """A runner without a model: remembers which token and salt each position of memory holds.
 
 Before a chunk it reads the sequence's memory back and compares it with the sequence's tokens,
-which finds stale blocks, copies that were not made and credit for what was never computed.
+which finds stale blocks, missing copies and credit for tokens that were never computed.
 """
 
 from array import array
@@ -11,11 +11,11 @@ from headrace.core.plan import NO_SLOT, Begin, Chunk, ChunkResult, Drawn, StepPl
 from headrace.core.sampling import Logprobs, Sampling
 
 VOCABULARY = 40
-MAX_READ_BACK = 40  # blocks; of longer tables the ends are read
+MAX_READ_BACK = 40  # blocks; longer tables are read at both ends only
 
 
 def token_at(sampling: Sampling, choice: int, index: int) -> int:
-    """The token that a choice draws as its `index`-th: its request and nothing else decides."""
+    """The `index`-th token that a choice draws; depends on its request and nothing else."""
     number = hash((sampling.seed, choice, index))
     return 2 if number % 23 == 0 else 3 + number % VOCABULARY
 

@@ -1,4 +1,4 @@
-"""What must hold of a scheduler after every call, whatever the schedule; looks inside it."""
+"""What must be true of a scheduler after every call, whatever the schedule; looks inside it."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from simulator.scenario import Scenario
 
 @dataclass
 class Before:
-    """What a plan found."""
+    """The state before a plan."""
 
     running: list[Sequence]
     waiting: list[Sequence]
@@ -37,7 +37,7 @@ class Invariants:
         self._was_alone = False
 
     def after_any_call(self) -> None:
-        """S1, S4, S12: the books are right, and idle means that nothing is held."""
+        """S1, S4, S12: the books are right, and an idle scheduler holds nothing."""
         memory, table = self._scheduler.memory, self._table
         memory.check()
         assert len(memory._leases) == len(table.running)
@@ -100,7 +100,7 @@ class Invariants:
             assert sequence.num_planned == sequence.num_computed == sequence.num_pending == 0
 
     def _chunks_are_contiguous(self, plan: StepPlan, named: list[SequenceId]) -> None:
-        """S3, S14: each from where the one before ended, or from the credit of its start."""
+        """S3, S14: each begins where the one before it ended, or where the credit ends."""
         begun = {begin.sequence_id: begin for begin in plan.begun}
         for chunk in plan.chunks:
             sequence_id = chunk.sequence_id
@@ -114,7 +114,7 @@ class Invariants:
         assert begun.keys() <= {s.id for s in self._table.running}
 
     def _nobody_writes_what_another_reads(self, plan: StepPlan) -> None:
-        """S2: a written block has one holder, but for siblings that begin on it, and no name."""
+        """S2: a written block is not public, and only starting siblings share it."""
         pool, size = self._scheduler.memory._blocks, self._scenario.layout.block_size
         if not pool.num_blocks:
             return

@@ -17,7 +17,7 @@ HUGE = 600_000
 
 @dataclass
 class Faults:
-    """How often what goes wrong, and which sequences are bad for good."""
+    """How often each thing goes wrong, and which sequences always fail."""
 
     step_error: float = 0.0
     slow_step: float = 0.0

@@ -16,18 +16,19 @@ from simulator.fake_runner import FakeRunner
 from simulator.invariants import Invariants
 from simulator.scenario import Scenario, make_scenario
 
-# Deaths come at one rate per step, prompts anew after each: in steps of one token, two long ones
-# would hardly ever be done between two deaths. What does not end after this one is the scheduler.
+# Every step has the same chance of a death, and each death restarts the prompts. In steps of one
+# token, two long prompts would hardly ever finish between deaths. So deaths stop at this step: a
+# schedule that still does not end is the scheduler's fault.
 LAST_DEATH = 1000
 
 
 class Violation(AssertionError):
-    """An invariant did not hold; names the seed that shows it."""
+    """An invariant did not hold; the message has the seed that shows it."""
 
 
 @dataclass
 class Run:
-    """What a schedule did, for those who count or compare."""
+    """What a schedule did, to count and to compare."""
 
     num_steps: int
     num_preempted: int
@@ -44,7 +45,7 @@ class Engine(NamedTuple):
 
 
 def run_seed(seed: int) -> Run:
-    """Run the schedule of a seed; Violation if anything is not as it must be."""
+    """Run the schedule of a seed; Violation if an invariant breaks."""
     simulation = None
     try:
         simulation = Simulation(make_scenario(seed))
@@ -89,7 +90,7 @@ class Simulation:
         return Run(self.num_steps, self._num_preempted, self._digest)
 
     def _step_bound(self) -> int:
-        """S17: generous, but a livelock passes it soon."""
+        """S17: generous, but a livelock soon exceeds it."""
         tokens = 0
         for submit in self.scenario.submits:
             most = submit.sampling.max_tokens
@@ -212,7 +213,7 @@ class Simulation:
         return msgspec.structs.replace(heard.submit, sequences=(tokens,), suspect=is_suspect)
 
     def _check_ends(self) -> None:
-        """S8, S13, S16: everybody ended once, and as if it had been alone unless a fault hit it."""
+        """S8, S13, S16: each ended once, and as if it had run alone unless a fault hit it."""
         faults = self.scenario.faults
         for sequence_id, heard in self._clients.heard.items():
             assert heard.end is not None, f"{sequence_id} never ended"

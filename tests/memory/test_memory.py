@@ -44,7 +44,7 @@ def test_a_lease_holds_just_the_blocks_for_its_positions(memory):
     lease, restore = memory.reserve(NO_MATCH, 9)
     assert (len(lease.block_ids), memory.num_available, restore) == (3, 5, None)
     memory.release(lease)
-    assert memory.num_available == 8 and memory.is_idle
+    assert memory.num_available == 8 and not memory._leases
 
 
 def test_a_place_leaves_the_spare_blocks(memory):
@@ -59,7 +59,7 @@ def test_a_lease_grows_by_one_block_when_its_last_is_full(memory):
     assert len(lease.block_ids) == 3
 
 
-def test_a_prefix_is_found_by_whoever_comes_later(memory):
+def test_a_prefix_is_found_by_later_sequences(memory):
     blocks = leave(memory, tokens(10))
     match = memory.match(tokens(12), memory.chain(""))
     assert list(match.block_ids) == blocks[:2] and match.num_tokens == 8

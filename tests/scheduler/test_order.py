@@ -146,7 +146,7 @@ def test_a_start_leaves_one_block_for_each_that_runs():
     assert 3 not in ids(engine.step())
 
 
-def test_whoever_finds_no_slot_waits_and_so_do_those_behind():
+def test_without_a_free_slot_a_sequence_waits_and_so_do_those_behind():
     engine = Engine(make_scheduler(100, num_slots=1, max_num_seqs=4))
     engine.add(make_submit(1, 4, max_tokens=2), make_submit(2, 4), make_submit(3, 4))
     assert [ids(engine.step()) for _ in range(3)] == [[1], [1], [2]]

@@ -133,7 +133,7 @@ def a_preempted_sequence_keeps_what_was_pending(patch: pytest.MonkeyPatch) -> No
 
 
 @plant
-def whoever_is_past_its_due_is_passed_by(patch: pytest.MonkeyPatch) -> None:
+def a_sequence_past_its_due_is_passed_by(patch: pytest.MonkeyPatch) -> None:
     def may_start(self, step, sequence, match):
         return self._fits(sequence, match)
 

@@ -1,4 +1,4 @@
-"""The step loop: one scheduler, one runner, an inbox and a way to send; never an HTTP word."""
+"""The step loop: joins a scheduler, a runner, an inbox and an outbox; knows no HTTP."""
 
 import logging
 import queue
@@ -27,14 +27,14 @@ from headrace.scheduler.scheduler import Scheduler
 logger = logging.getLogger(__name__)
 
 MAX_UNSENT = 8
-"""Messages that may wait to be sent; beyond it nothing is launched."""
+"""Unsent messages; with more than this no step is launched."""
 
 _IDLE_POLL_S = 0.02
 _STATUS_INTERVAL_S = 0.25
 
 
-class Pending(Protocol):
-    """A launched plan."""
+class Launched(Protocol):
+    """A plan that is running."""
 
     def result(self) -> StepResult: ...
 
@@ -42,7 +42,7 @@ class Pending(Protocol):
 class StepRunner(Protocol):
     """The part of the runner that a step needs. MemoryError: the step was too large."""
 
-    def launch(self, plan: StepPlan) -> Pending: ...
+    def launch(self, plan: StepPlan) -> Launched: ...
 
 
 class Outbox(Protocol):
@@ -54,7 +54,7 @@ class Outbox(Protocol):
 
 
 class Note(Protocol):
-    """Tells whoever survives this process what it was at."""
+    """Records the step at work, for the process that outlives this one."""
 
     def write(self, sequence_ids: Iterable[SequenceId], predicted_s: float) -> None: ...
 
@@ -66,7 +66,7 @@ Clock = Callable[[], float]
 
 
 class NoNote:
-    """For an engine whose death nobody survives."""
+    """For an engine in its client's own process: nobody would be left to read a note."""
 
     def write(self, sequence_ids: Iterable[SequenceId], predicted_s: float) -> None: ...
 
@@ -87,10 +87,10 @@ class Engine:
         self._last_status: Status | None = None
         self._status_due = 0.0
         self._was_held = False
-        self._untold_steps: deque[StepTrace] = deque(maxlen=NUM_TRACED_STEPS)
+        self._untraced_steps: deque[StepTrace] = deque(maxlen=NUM_TRACED_STEPS)
 
     def run(self, inbox: Inbox) -> None:
-        """Steps until Shutdown, blocking on the inbox while there is nothing to do.
+        """Runs steps until Shutdown; blocks on the inbox while there is nothing to do.
 
         Also returns when step after step fails: a fresh engine may do better.
         """
@@ -123,7 +123,7 @@ class Engine:
         else:
             self._scheduler.commit(plan, result, self._clock())
             if self._scheduler.last_step is not None:
-                self._untold_steps.append(self._scheduler.last_step)
+                self._untraced_steps.append(self._scheduler.last_step)
 
     def _is_held_back(self) -> bool:
         """Whether a slow gateway keeps the next step from being launched."""
@@ -166,8 +166,8 @@ class Engine:
             status = self._scheduler.status()
             if status != self._last_status:
                 self._last_status = status
-                steps = tuple(self._untold_steps)
-                self._untold_steps.clear()
+                steps = tuple(self._untraced_steps)
+                self._untraced_steps.clear()
                 self._outbox.put(msgspec.structs.replace(status, steps=steps))
 
 

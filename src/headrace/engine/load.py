@@ -1,4 +1,4 @@
-"""From a model's configuration to a runner and a scheduler; the one place that joins them."""
+"""Turns a model's configuration into a runner and a scheduler; the one place that joins them."""
 
 from pathlib import Path
 

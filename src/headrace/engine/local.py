@@ -1,4 +1,4 @@
-"""The engine in the caller's process: the same loop in a thread; for LLM and for tests."""
+"""The engine as a thread of the caller's process, with the same loop; for LLM and tests."""
 
 import asyncio
 import logging
@@ -65,7 +65,7 @@ class LocalEngine:
         return 0
 
     def _run(self, engine: Engine) -> None:
-        message = "The engine's loop ended by itself."
+        message = "The engine's loop ended unasked."
         try:
             engine.run(self._inbox)
         except Exception as error:

@@ -1,7 +1,7 @@
-"""A note that the engine leaves where its parent can read it, however the engine ends.
+"""A note that the engine leaves for its parent, readable however the engine ends.
 
-It says which sequences are in the step at work, since when, and how long it should take; in
-memory that both processes map, so that not even a fault signal in mid-step loses it.
+It says which sequences are in the current step, when the step began and how long it should take.
+Both processes map its memory, so even a fault signal in mid-step does not lose it.
 """
 
 import mmap
@@ -13,12 +13,12 @@ from collections.abc import Iterable
 from headrace.core.ids import SequenceId
 
 _CAPACITY = 1 << 16  # sequences
-_NUMBER = struct.Struct("=q")  # of sequences; written last, so that the rest is whole by then
+_NUMBER = struct.Struct("=q")  # of sequences; written last, when the rest is complete
 _TIMES = struct.Struct("=dd")  # monotonic, when the step began, and the seconds predicted for it
 _IDS_AT = _NUMBER.size + _TIMES.size
 _ID = struct.Struct("=q")
 
-_SHORT_S = 120.0  # no step that takes less is a hang
+_SHORT_S = 120.0  # a step that has run for less does not hang
 _TIMES_PREDICTED = 10.0
 _UNMEASURED_S = 600.0
 
@@ -39,24 +39,24 @@ class StepNote:
             raise
 
     def write(self, sequence_ids: Iterable[SequenceId], predicted_s: float) -> None:
-        """A step with these sequences begins; 0: nobody knows how long it takes, inf: no limit."""
+        """A step with these sequences begins; `predicted_s` 0: unknown, inf: no limit."""
         packed = b"".join(map(_ID.pack, sequence_ids))
         self._map[_IDS_AT : _IDS_AT + len(packed)] = packed
         self._map[_NUMBER.size : _IDS_AT] = _TIMES.pack(time.monotonic(), predicted_s)
         self._map[: _NUMBER.size] = _NUMBER.pack(len(packed) // _ID.size)
 
     def clear(self) -> None:
-        """No step is at work."""
+        """No step is running."""
         self._map[: _NUMBER.size] = _NUMBER.pack(0)
 
     def read(self) -> tuple[SequenceId, ...]:
-        """The sequences of the step that is at work, or was when the writer died."""
+        """The sequences of the step that is running, or was running when the writer died."""
         (number,) = _NUMBER.unpack_from(self._map)
         packed = self._map[_IDS_AT : _IDS_AT + number * _ID.size]
         return tuple(SequenceId(id) for (id,) in _ID.iter_unpack(packed))
 
     def is_overdue(self, now: float) -> bool:
-        """Whether that step has run for so long, at this monotonic time, that it must hang."""
+        """Whether, at this monotonic time, that step has run for so long that it must hang."""
         (number,) = _NUMBER.unpack_from(self._map)
         since, predicted_s = _TIMES.unpack_from(self._map, _NUMBER.size)
         limit = max(_SHORT_S, _TIMES_PREDICTED * predicted_s) if predicted_s else _UNMEASURED_S

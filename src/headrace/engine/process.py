@@ -1,7 +1,7 @@
 """The engine process: `python -m headrace.engine.process SOCKET NOTE`; serves one socket.
 
-Two threads beside the loop: the receiver answers pings and ends the process when the gateway has
-gone, however it went; the sender keeps a slow gateway from stopping a step.
+Two threads run beside the loop. The receiver answers pings and ends the process when the gateway
+is gone, for whatever reason. The sender keeps a slow gateway from stopping a step.
 """
 
 import logging
@@ -20,7 +20,7 @@ from headrace.engine.note import StepNote
 
 
 class _Sender:
-    """An outbox whose messages a thread of its own writes to the socket."""
+    """An outbox with its own thread, which writes to the socket."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -35,7 +35,7 @@ class _Sender:
         return self._unsent.qsize()
 
     def close(self) -> None:
-        """Sends what waits, then ends the thread."""
+        """Sends what is left, then ends the thread."""
         self._unsent.put(None)
         self._thread.join(timeout=5)
 
@@ -53,7 +53,7 @@ def _receive(connection: socket.socket, inbox: Inbox, outbox: _Sender) -> None:
             outbox.put(Pong(message.number))
         else:
             inbox.put(message)
-    os._exit(0)  # the gateway has gone; a step in work is nobody's any more
+    os._exit(0)  # the gateway is gone; nobody needs the current step
 
 
 def _end_with_thread(lost: threading.ExceptHookArgs) -> None:
@@ -65,7 +65,7 @@ def main() -> None:
     """Loads what Start names, says Ready or LoadFailed, then runs the loop until Shutdown."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the gateway's to handle
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    threading.excepthook = _end_with_thread  # without one of its threads an engine is deaf or dumb
+    threading.excepthook = _end_with_thread  # an engine that lost a thread cannot hear or speak
     connection = socket.socket(fileno=int(sys.argv[1]))
     inbox: Inbox = queue.SimpleQueue()
     outbox = _Sender(connection)
@@ -76,7 +76,9 @@ def main() -> None:
     assert isinstance(start, Start)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     try:
-        from headrace.engine.load import load  # imports torch: seconds that a ping may fall into
+        from headrace.engine.load import (
+            load,  # imports torch, which takes seconds; pings are answered
+        )
 
         runner, scheduler, ready = load(start.config)
     except ModelError as error:

@@ -33,14 +33,14 @@ logger = logging.getLogger(__name__)
 MAX_FAILED_STARTS = 3
 PING_INTERVAL_S = 1.0
 MAX_SILENT_PINGS = 10
-_LATE_S = 0.5  # a loop that is later than that cannot tell the engine's silence from its own
+_LATE_S = 0.5  # if this loop runs later than that, silence may be its own fault
 _BACKOFF_S = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
-_CALM_S = 60.0  # so long without a death, and the next restart is at once again
+_CALM_S = 60.0  # after a life this long the next restart is immediate
 _STOP_S = 5.0
 
 
 class Supervisor:
-    """Owns the engine process and whoever follows it; the news end as its one task does."""
+    """Owns the engine process and its successors; the news end when its one task ends."""
 
     def __init__(self, config: ModelConfig, load_timeout_s: float) -> None:
         self._config = config
@@ -74,15 +74,15 @@ class Supervisor:
                 await asyncio.wait([self._task], timeout=_STOP_S)
             if not self._task.done():
                 self._child.kill()
-        await asyncio.wait([self._task])  # what it failed of is told in the news
+        await asyncio.wait([self._task])  # its failure, if any, is in the news
 
     def _send(self, message: Message) -> None:
-        """To the ready engine; without one, whoever hears of EngineUp submits again."""
+        """Send to the engine if it is ready; otherwise callers submit again at EngineUp."""
         if self._child is not None and self._is_ready:
             self._child.send(message)
 
     def _has_ended(self, task: asyncio.Task[None]) -> None:
-        """Who reads the news hears of an end that nobody asked for."""
+        """End the news; an end that nobody asked for is raised to their reader."""
         cancelled = asyncio.CancelledError("The supervisor was cancelled")
         self._news.end(cancelled if task.cancelled() else task.exception())
 
@@ -104,19 +104,19 @@ class Supervisor:
             if num_failed_starts >= (MAX_FAILED_STARTS if was_up else 1):
                 self._news.put(msgspec.structs.replace(down, given_up=True))
                 break
-            logger.warning("%s It is started again.", down.message)
+            logger.warning("%s Restarting it.", down.message)
             self._news.put(down)
             await self._pause(_BACKOFF_S[min(num_deaths, len(_BACKOFF_S)) - 1])
 
     async def _live_once(self) -> tuple[bool, EngineDown | None]:
-        """One life of an engine: whether it became ready, and its death (None: closed)."""
+        """One life of an engine: whether it became ready, and how it died (None: closed)."""
         try:
             self._child = child = await Child.spawn()
-        except OSError as error:  # no descriptor, no memory, no process: there will be again
-            words = f"The system has no process for an engine: {error}."
+        except OSError as error:  # out of descriptors, memory or processes, for now
+            words = f"The system could not start an engine process: {error}."
             return False, EngineDown("engine_failed", words, given_up=False, from_outside=True)
         if self._closing.is_set():
-            child.kill()  # it was spawned while `close` found no child to end
+            child.kill()  # `close` came while it was spawned and found no child
         child.send(Start(self._config))
         messages = child.messages()
         try:
@@ -142,7 +142,7 @@ class Supervisor:
         return None
 
     async def _follow(self, child: Child, messages: AsyncIterator[AnyMessage]) -> None:
-        """Passes on what a ready engine says, until it has ended."""
+        """Passes on the messages of a ready engine until it ends."""
         pulse = Pulse(child)
         async with asyncio.TaskGroup() as tasks:
             watching = tasks.create_task(pulse.watch(), name="ping")
@@ -160,7 +160,7 @@ class Supervisor:
 
 
 class Watched(Protocol):
-    """The part of a child that its pulse is taken from."""
+    """The part of a child that Pulse needs."""
 
     note: StepNote
 
@@ -170,7 +170,7 @@ class Watched(Protocol):
 
 
 class Pulse:
-    """Whether an engine answers; a ping that this loop was late for itself proves nothing."""
+    """Whether an engine answers pings; those that this loop sent late do not count."""
 
     def __init__(self, child: Watched) -> None:
         self._child = child

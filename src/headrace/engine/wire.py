@@ -14,7 +14,7 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 
 class _Reader(Protocol):
-    """The part of asyncio.StreamReader that is needed."""
+    """The part of asyncio.StreamReader that `read` needs."""
 
     async def readexactly(self, n: int) -> bytes: ...
 
@@ -26,13 +26,13 @@ def encode(message: Message) -> bytes:
 
 
 async def read(reader: _Reader) -> AnyMessage:
-    """Next message; asyncio.IncompleteReadError when the other side has gone."""
+    """Next message; asyncio.IncompleteReadError when the other side is gone."""
     (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
     return _DECODER.decode(await reader.readexactly(length))
 
 
 def receive(connection: socket.socket) -> AnyMessage | None:
-    """Next message, blocking; None when the other side has gone."""
+    """Next message, blocking; None when the other side is gone."""
     head = _receive_exactly(connection, _LENGTH.size)
     if head is None:
         return None

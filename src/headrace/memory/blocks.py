@@ -9,15 +9,15 @@ from headrace.memory.prefix import PrefixIndex
 class BlockPool:
     """A block is free, held by one or more leases, or public and held by nobody for now.
 
-    Blocks of the last kind keep their tokens until they are needed for others: least recently
-    released first, and of one lease its tail before its head, which is likelier to be shared.
+    Unheld public blocks keep their tokens until other sequences need the space. The least recently
+    released go first; within a lease the tail goes before the head, which is likelier to be shared.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.index = PrefixIndex()
         self._free = [BlockId(number) for number in reversed(range(num_blocks))]
-        self._unheld: dict[BlockId, None] = {}  # public; the first is the next to go
+        self._unheld: dict[BlockId, None] = {}  # public; the first is evicted next
         self._num_holders = [0] * num_blocks
 
     @property
@@ -25,11 +25,11 @@ class BlockPool:
         return len(self._free) + len(self._unheld)
 
     def num_unheld(self, block_ids: Iterable[int]) -> int:
-        """How many of these are public and held by nobody."""
+        """How many of these are public and unheld."""
         return sum(block_id in self._unheld for block_id in block_ids)
 
     def take(self) -> BlockId:
-        """Give an available block its first holder; there must be one."""
+        """Give an available block its first holder; one must be available."""
         if self._free:
             block_id = self._free.pop()
         else:
@@ -46,7 +46,7 @@ class BlockPool:
             self._num_holders[block_id] += 1
 
     def release(self, block_ids: "Iterable[int]") -> None:
-        """Take one holder from each block, given tail first."""
+        """Take one holder from each block; the tail comes first."""
         for number in block_ids:
             block_id = BlockId(number)
             self._num_holders[block_id] -= 1

@@ -19,16 +19,16 @@ class Lease:
 
     block_ids: "array[int]" = field(default_factory=lambda: array("i"))
     slot_id: SlotId = NO_SLOT
-    num_published: int = 0  # leading blocks that were offered to the index
+    num_published: int = 0  # leading blocks already offered to the index
 
 
 @dataclass(slots=True, frozen=True)
 class Match:
-    """Public blocks that hold the first tokens of a sequence; nobody holds them through this."""
+    """Public blocks that contain the first tokens of a sequence; a match does not hold them."""
 
     block_ids: "array[int]"
     num_tokens: int
-    snapshot: bytes | None = None  # name of the recurrent state that goes with them
+    snapshot: bytes | None = None  # name of the recurrent state after these blocks
 
 
 NO_MATCH = Match(array("i"), 0)
@@ -57,10 +57,6 @@ class Memory:
     def has_slot(self) -> bool:
         return not self.layout.num_slots or self._slots.num_free > 0
 
-    @property
-    def is_idle(self) -> bool:
-        return not self._leases
-
     def chain(self, salt: str) -> NameChain:
         return NameChain(self.layout.block_size, salt)
 
@@ -80,7 +76,7 @@ class Memory:
         return Match(found, len(found) * self.layout.block_size)
 
     def _match_state(self, found: "array[int]", token_ids: "array[int]", chain: NameChain) -> Match:
-        """As much of a match as ends where the recurrent state was saved."""
+        """The longest part of a match that ends where the recurrent state was saved."""
         for num_blocks in range(len(found), 0, -1):
             name = chain.name(token_ids, num_blocks - 1)
             if self._snapshots.find(name) is not None:
@@ -94,9 +90,9 @@ class Memory:
         return self._fits(num_needed + num_spare, num_available)
 
     def reserve(self, match: Match, num_positions: int) -> tuple[Lease, SlotCopy | None]:
-        """Lease the matched blocks and more for `num_positions`, and a slot if there are slots.
+        """Lease the matched blocks, more up to `num_positions`, and a slot if the lane has slots.
 
-        All must be available. The copy, if any, puts the matched state into the slot.
+        They must be available. The copy, if any, puts the matched state into the slot.
         """
         lease = self._open(match.block_ids)
         for _ in range(self.layout.blocks_for(num_positions) - len(lease.block_ids)):
@@ -106,14 +102,14 @@ class Memory:
         return lease, SlotCopy(self._snapshots.use(match.snapshot), lease.slot_id)
 
     def can_fork(self, num_positions: int, num_spare: int) -> bool:
-        """Whether a fork of the lease has its place, and leaves `num_spare` blocks available."""
+        """Whether a fork of such a lease fits and leaves `num_spare` blocks available."""
         num_copied = self.layout.blocks_for(num_positions) - self._num_full(num_positions)
         return self._fits(num_copied + num_spare, self.num_available)
 
     def fork(
         self, lease: Lease, num_positions: int
     ) -> tuple[Lease, BlockCopy | None, SlotCopy | None]:
-        """A second lease on the same tokens: full blocks shared, the rest as copies to be made."""
+        """A second lease on the same tokens: full blocks are shared, the rest is to be copied."""
         num_full = self._num_full(num_positions)
         fork = self._open(lease.block_ids[:num_full])
         block_copy = slot_copy = None
@@ -151,7 +147,7 @@ class Memory:
     def publish(
         self, lease: Lease, token_ids: "array[int]", chain: NameChain, num_computed: int
     ) -> None:
-        """Offer the blocks that are full of computed, known tokens to all who come later."""
+        """Let later sequences find the blocks that are full of computed, known tokens."""
         if not self.layout.num_blocks:
             return
         for index in range(lease.num_published, num_computed // self.layout.block_size):
@@ -166,7 +162,7 @@ class Memory:
             self._slots.release(lease.slot_id)
 
     def snapshot_stop(self, start: int, num_prompt: int) -> int | None:
-        """Where a chunk of a recurrent sequence from `start` on has to end at the latest."""
+        """The last position at which a recurrent sequence's chunk from `start` may end."""
         if not self.layout.num_snapshots:
             return None
         every = start - start % self.layout.snapshot_every + self.layout.snapshot_every
@@ -174,7 +170,7 @@ class Memory:
         return min(every, last) if last > start else every
 
     def save(self, lease: Lease, end: int, num_prompt: int) -> SlotCopy | None:
-        """The copy that keeps the state after a chunk that ends at `end`, if it is to be kept."""
+        """The copy that saves the state after a chunk that ends at `end`; None: not saved there."""
         if end % self.layout.snapshot_every and end != self._last_boundary(num_prompt):
             return None
         slot_id = self._snapshots.take()
@@ -186,7 +182,7 @@ class Memory:
     def saved(
         self, slot_id: SlotId, token_ids: "array[int]", chain: NameChain, num_tokens: int
     ) -> None:
-        """A save was made after these tokens; it is dropped if some are not known."""
+        """The state after these tokens is saved; it is dropped if some are unknown."""
         if num_tokens > len(token_ids):
             self._snapshots.drop(slot_id)
             return

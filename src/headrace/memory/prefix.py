@@ -1,4 +1,4 @@
-"""Which public block holds which tokens after which prefix; knows names, never who holds what."""
+"""Which public block contains which tokens after which prefix; never who holds a block."""
 
 from array import array
 from hashlib import blake2b
@@ -9,10 +9,10 @@ NAME_BYTES = 16
 
 
 class NameChain:
-    """Names of the full blocks of one sequence, made as far as they are asked for.
+    """Names of the full blocks of one sequence, made on demand.
 
-    A name stands for a block's tokens and for everything before them: a hash of the parent's
-    name and the block's token ids, the salt being the parent of the first.
+    A name stands for a block's tokens and for everything before them. It is a hash of the parent's
+    name and the block's token ids; the first block's parent is the salt.
     """
 
     def __init__(self, block_size: int, salt: str) -> None:
@@ -41,7 +41,7 @@ class NameChain:
 
 
 class PrefixIndex:
-    """Public blocks by name. A hit also compares the tokens, so that a hash need not be trusted."""
+    """Public blocks by name. A hit also compares the tokens, so no hash has to be trusted."""
 
     def __init__(self) -> None:
         self._blocks: dict[bytes, BlockId] = {}
@@ -57,7 +57,7 @@ class PrefixIndex:
         return block_id
 
     def publish(self, block_id: BlockId, name: bytes, tokens: bytes) -> None:
-        """Make a full block findable; a second block of the same name stays private."""
+        """Let a full block be found; a second block of the same name stays private."""
         if name not in self._blocks:
             self._blocks[name] = block_id
             self._entries[block_id] = (name, tokens)

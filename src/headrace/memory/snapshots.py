@@ -6,7 +6,7 @@ from headrace.core.ids import SlotId
 class SnapshotPool:
     """Extra slots with copies of recurrent state, found by the name of the last block before them.
 
-    They keep no sequence out: the least recently used one makes way for the next.
+    The least recently used snapshot makes way for the next one.
     """
 
     def __init__(self, first_id: int, num_snapshots: int) -> None:
@@ -24,7 +24,7 @@ class SnapshotPool:
         return slot_id
 
     def take(self) -> SlotId | None:
-        """A slot to save into; None while launched plans write to all of them."""
+        """A slot to save into; None while launched plans write to every one."""
         if self._free:
             slot_id = self._free.pop()
         elif self._slots:
@@ -35,7 +35,7 @@ class SnapshotPool:
         return slot_id
 
     def keep(self, slot_id: SlotId, name: bytes) -> None:
-        """The save was made: the state can be found, unless another save came first."""
+        """The state is saved and can be found, unless the same state was saved first."""
         self._pending.remove(slot_id)
         if name in self._slots:
             self._free.append(slot_id)
@@ -43,7 +43,7 @@ class SnapshotPool:
             self._slots[name] = slot_id
 
     def drop(self, slot_id: SlotId) -> None:
-        """The save was not made."""
+        """The state was not saved."""
         self._pending.remove(slot_id)
         self._free.append(slot_id)
 

@@ -7,17 +7,17 @@ from statistics import median
 from typing import NamedTuple
 
 RING_SIZE = 32
-MIN_RING = 4  # below it a ring's samples are not judged: the region is new to the model
+MIN_RING = 4  # a ring with fewer samples is new to the model, which rejects none of them
 NUM_RATIOS = 64
 OUTLIER = 3.0
 DRIFT = 1.5
 DRIFT_STEPS = 8
 PACE_WEIGHT = 0.4  # of the last step
-USUAL = 1.25  # paces up to it, and down to its inverse, are no other speed of the machine
-REFIT_EVERY = 8  # samples, in regions that are known
+USUAL = 1.25  # a pace between its inverse and itself is the machine's usual speed
+REFIT_EVERY = 8  # samples of known rings
 MEASURED_STEPS = 8
 MEASURED_SIZES = 3
-RIDGE = 1e-9  # shares the cost among columns that only ever came together
+RIDGE = 1e-9  # lets columns that always occur together share their weight
 
 
 @dataclass(slots=True)
@@ -28,7 +28,7 @@ class StepShape:
     num_context: int = 0  # Σ L
     num_new: int = 0  # Σ x
     num_pairs: int = 0  # Σ 2·L·x + x²
-    num_prompt_tokens: int = 0  # the share of prompt chunks in num_new
+    num_prompt_tokens: int = 0  # the part of num_new in prompt chunks
 
     def add(self, context: int, new: int, is_prompt: bool, forward_per_chunk: bool) -> None:
         if forward_per_chunk or not self.num_forwards:
@@ -87,18 +87,18 @@ class Coefficients:
 
 
 class Sample(NamedTuple):
-    """A step that was timed, in seconds at the machine's usual speed."""
+    """A timed step; the seconds are those at the machine's usual speed."""
 
     shape: StepShape
     seconds: float
 
 
 class CostModel:
-    """Coefficients, and how far they are to be trusted.
+    """Coefficients, and how far to trust them.
 
-    A shared machine is slow for seconds at a time. So the coefficients hold for its usual speed:
-    steps at another are kept with the time they would have taken. The pace is what the last steps
-    took, in times of that, and is expected to go on.
+    A shared machine is slow for seconds at a time, so the coefficients describe its usual speed.
+    A step at another speed is kept with the time it would have taken at that one. The pace is how
+    long the last steps took relative to the coefficients; the next step is expected to match it.
     """
 
     def __init__(self) -> None:
@@ -132,7 +132,7 @@ class CostModel:
         return self._pace * self._fitted.seconds(shape, with_prompt)
 
     def margin(self, with_prompt: bool) -> float:
-        """95th percentile of actual over predicted in late steps of the kind, from 1 to 2."""
+        """95th percentile of actual over predicted in recent steps of the kind, from 1 to 2."""
         ratios = sorted(self._ratios[with_prompt])
         if not ratios:
             return 1.0
@@ -162,7 +162,7 @@ class CostModel:
             self._refit()
 
     def _follow(self, ratio: float, is_plausible: bool) -> None:
-        """Adapt the pace to a step; at once, if the last ones were all off the same way."""
+        """Adapt the pace to a step; jump if the last ones were all off in the same direction."""
         self._drift.append(self._pace * ratio)
         if is_plausible:
             self._pace += PACE_WEIGHT * self._pace * (ratio - 1)
@@ -183,7 +183,7 @@ class CostModel:
         self._num_new += 1
 
     def _weigh(self, sample: Sample, sign: int) -> None:
-        """Rows count by their relative error: short steps matter as much as long ones."""
+        """Fit relative errors, so short steps matter as much as long ones."""
         shape = sample.shape
         with_prompt = shape.num_prompt_tokens > 0
         row = [
@@ -225,10 +225,10 @@ class LeastSquares:
                     line[j] += scaled * row[j]
 
     def solve(self) -> list[float]:
-        """Coefficients of all columns; 0 for a column that nothing speaks for.
+        """Coefficients of all columns; 0 for a column without data.
 
-        The worst of the columns that would turn negative leaves, until none would. Columns are
-        scaled to equal length, being of very different sizes.
+        Drops the most negative column until none is negative. Columns are scaled to equal length
+        because their sizes differ widely.
         """
         scale = [max(self._matrix[i][i], 0.0) ** 0.5 or 1.0 for i in self._columns]
         target = [self._target[i] / scale[i] for i in self._columns]
@@ -250,7 +250,7 @@ class LeastSquares:
 
 
 def _eliminate(matrix: list[list[float]], target: list[float], columns: list[int]) -> list[float]:
-    """Gauss with a trace of ridge, so that columns that only ever came together share."""
+    """Gaussian elimination with a trace of ridge."""
     size = len(columns)
     rows = [[matrix[i][j] for j in columns] + [target[i]] for i in columns]
     for k in range(size):

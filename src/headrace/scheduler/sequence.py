@@ -17,9 +17,9 @@ by_rank = attrgetter("rank")
 
 
 def due_time(arrival: float, patience: float, alone: float, priority: int) -> float:
-    """When a prompt that takes `alone` seconds by itself should have had its turn.
+    """When a prompt that takes `alone` seconds by itself should have its turn.
 
-    Long prompts are due later, but at a fixed time: ageing without a clock.
+    Long prompts are due later, but at a fixed time, so they age without a clock.
     """
     return arrival + patience * alone + PRIORITY_LEVEL_S * priority
 

@@ -75,7 +75,7 @@ class Quarantine:
 
     @property
     def is_hopeless(self) -> bool:
-        """Whether so many failed alone, with no good step between, that the engine is to blame."""
+        """Whether the engine is to blame: several failed alone, with no good step between."""
         return self._num_failed_alone >= MAX_FAILED_ALONE
 
     def current(self) -> Sequence:
