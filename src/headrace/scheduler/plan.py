@@ -31,7 +31,7 @@ class PlannedStep:
     cause: str = ""  # why it is expected to miss its target
     num_decoding: int = 0
     shape: StepShape = field(default_factory=StepShape)
-    saves: list[tuple[Sequence, SlotId, int]] = field(default_factory=list)  # tokens before each
+    saves: list[tuple[Sequence, SlotId, int]] = field(default_factory=list)  # slot, end
     plan: StepPlan = field(init=False)  # from its launch
     chunks: list[Chunk] = field(default_factory=list)
     _begun: list[Begin] = field(default_factory=list)
