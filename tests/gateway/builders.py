@@ -19,8 +19,8 @@ from headrace.core.layout import MemoryLayout
 from headrace.core.messages import Ready, Status, StepTrace
 from headrace.core.request import Chat, Prompt, Request, ResponseOptions, Text
 from headrace.core.sampling import Sampling
-from headrace.generation.finished_stream import FinishedStream
-from headrace.generation.reader_pause import ReaderPause
+from headrace.generation.readers import ReaderPause
+from headrace.generation.registry import FinishedStream
 from headrace.generation.served import Models
 from headrace.generation.work import ThreadWork
 from headrace.protocols import requests

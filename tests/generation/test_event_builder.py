@@ -4,6 +4,7 @@ from array import array
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from headrace.core.config import ModelConfig
 from headrace.core.ids import SequenceId, StreamId
@@ -11,29 +12,28 @@ from headrace.core.messages import Finish, Finished, NewToken, Progress, Started
 from headrace.core.request import Request, Text
 from headrace.core.sampling import Sampling
 from headrace.generation.choice import Choice
-from headrace.generation.event_builder import EventBuilder
-from headrace.generation.progress import PromptProgress
+from headrace.generation.event_builder import EventBuilder, PromptProgress
 from headrace.generation.served import ServedModel
-from headrace.streams.events import Tokens
+from headrace.streams.events import Piece, Tokens
 from headrace.streams.record import Record
 
 ID = SequenceId(0)
 
 
-def make_draft(folder: Path, num_prompts: int = 1, n: int = 1) -> EventBuilder:
+def make_builder(folder: Path, num_prompts: int = 1, n: int = 1) -> EventBuilder:
     prompts = (Text("hello"),) * num_prompts
     request = Request("/v1/completions", "tiny", prompts, Sampling(temperature=0), n)
     packed = (array("i", list(b"hello")).tobytes(),) * num_prompts
     record = Record(StreamId("cmpl-1"), 0, request, packed, "fp_0")
-    draft = EventBuilder(record, ServedModel(ModelConfig(model=str(folder))))
-    draft.accepted()
-    return draft
+    builder = EventBuilder(record, ServedModel(ModelConfig(model=str(folder))))
+    builder.accepted()
+    return builder
 
 
 def test_a_message_costs_what_it_says_and_not_what_was_asked_for(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    draft = make_draft(folder, num_prompts=64, n=16)
+    builder = make_builder(folder, num_prompts=64, n=16)
     looked_at: list[object] = []
     for kind in (Choice, PromptProgress):
         take = kind.take  # type: ignore[attr-defined]
@@ -43,25 +43,25 @@ def test_a_message_costs_what_it_says_and_not_what_was_asked_for(
             return take(self, *place)  # type: ignore[operator]
 
         monkeypatch.setattr(kind, "take", counted)
-    draft.take(32, Started(ID, 5, 0), 0)
-    draft.take(7, NewToken(ID, 104), 0)
-    assert [event.seq for event in draft.new_events(0, is_cut=False)] == [1, 2]
-    assert not draft.new_events(0, is_cut=False)
+    builder.take(32, Started(ID, 5, 0), 0)
+    builder.take(7, NewToken(ID, 104), 0)
+    assert [event.seq for event in builder.new_events(0, is_cut=False)] == [1, 2]
+    assert not builder.new_events(0, is_cut=False)
     assert len(looked_at) == 3  # two choices that were heard of, one prompt
 
 
 def test_choices_are_counted_as_they_begin_and_end(folder: Path) -> None:
-    draft = make_draft(folder, num_prompts=2, n=2)
-    assert (draft.num_waiting, draft.num_live, draft.has_tokens) == (4, 4, False)
-    draft.take(0, Started(ID, 5, 0), 0)
-    draft.take(1, NewToken(ID, 104), 0)
-    draft.take(2, Finished(ID, Finish.LENGTH), 0)
-    draft.take(2, Finished(ID, Finish.LENGTH), 0)
-    assert (draft.num_waiting, draft.num_live, draft.has_tokens) == (1, 3, True)
+    builder = make_builder(folder, num_prompts=2, n=2)
+    assert (builder.num_waiting, builder.num_live, builder.has_tokens) == (4, 4, False)
+    builder.take(0, Started(ID, 5, 0), 0)
+    builder.take(1, NewToken(ID, 104), 0)
+    builder.take(2, Finished(ID, Finish.LENGTH), 0)
+    builder.take(2, Finished(ID, Finish.LENGTH), 0)
+    assert (builder.num_waiting, builder.num_live, builder.has_tokens) == (1, 3, True)
 
 
 def test_a_replayed_log_leaves_the_same_counts(folder: Path) -> None:
-    first, second = make_draft(folder, n=3), make_draft(folder, n=3)
+    first, second = make_builder(folder, n=3), make_builder(folder, n=3)
     first.take(0, Started(ID, 5, 0), 0)
     first.take(0, Progress(ID, 5), 0)
     first.take(1, NewToken(ID, 104), 0)
@@ -69,5 +69,15 @@ def test_a_replayed_log_leaves_the_same_counts(folder: Path) -> None:
     events = first.new_events(0, is_cut=False)
     assert any(isinstance(event, Tokens) for event in events)
     assert second.replay(events) is None
-    for draft in (first, second):
-        assert (draft.num_waiting, draft.num_live, draft.has_tokens) == (1, 2, True)
+    for builder in (first, second):
+        assert (builder.num_waiting, builder.num_live, builder.has_tokens) == (1, 2, True)
+
+
+def test_what_follows_a_log_whose_text_has_changed_continues_its_numbers(folder: Path) -> None:
+    first, second = make_builder(folder), make_builder(folder)
+    first.take(0, NewToken(ID, 104), 0)
+    (tokens,) = first.new_events(0, is_cut=False)
+    changed = structs.replace(tokens, pieces=(Piece("another"),))
+    mismatch = second.replay([changed])
+    assert mismatch is not None and mismatch.code == "resume_mismatch"
+    assert second.terminal(0, mismatch).seq == tokens.seq + 1

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from headrace.core.errors import RequestError
-from headrace.generation.finished_stream import FinishedStream
+from headrace.generation.registry import FinishedStream
 from headrace.generation.stream import Stream
 from headrace.streams.memory_store import MemoryStore
 from headrace.streams.record import Names
@@ -66,7 +66,7 @@ def test_a_writer_that_leaves_does_not_take_its_successor_along(folder: Path) ->
         async with running(folder) as (generation, engine):
             old = await opened(generation, engine, OPTED_IN)
             assert isinstance(old, Stream)
-            successor = generation._stream(old.record, old._draft, old.log)
+            successor = generation._stream(old.record, old._builder, old.log)
             generation.streams.add(successor)
             generation.streams.remove(old)
             assert await generation.streams.find("", NAME) is successor

@@ -1,13 +1,24 @@
+from typing import NamedTuple
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.core.sampling import Sampling
-from headrace.text.assembler import Fed, TextAssembler
+from headrace.text.assembler import TextAssembler
 from headrace.text.detokenizer import Detokenizer
 from headrace.text.stops import StopMatcher
 from tests.text.small_tokenizers import library, ours
 
 END = library("gpt2").token_to_id("</s>")
+
+
+class Fed(NamedTuple):
+    """What a machine says of one token."""
+
+    text: str
+    entries: tuple[int, ...]
+    ended: bool
+    stop: str | int | None
 
 
 def answer(*stops: str, include: bool = False, **sampling) -> TextAssembler[int]:
@@ -20,54 +31,58 @@ def ids_of(text: str) -> list[int]:
     return list(ours("gpt2").encode(text, add_special_tokens=False))
 
 
-def run(machine: TextAssembler[int], ids: list[int]) -> list[Fed[int]]:
+def run(machine: TextAssembler[int], ids: list[int]) -> list[Fed]:
     """Each token's own number is its entry."""
     given_out = []
     for number, token_id in enumerate(ids):
-        given_out.append(machine.feed(token_id, number))
+        given_out.append(fed(machine, machine.feed(token_id, number)))
         if given_out[-1].ended:
             return given_out
-    return [*given_out, machine.flush()]
+    return [*given_out, fed(machine, machine.flush())]
 
 
-def text_of(fed: list[Fed[int]]) -> str:
-    return "".join(part.text for part in fed)
+def fed(machine: TextAssembler[int], text: str) -> Fed:
+    return Fed(text, machine.take_entries(), machine.has_ended, machine.stop)
 
 
-def entries_of(fed: list[Fed[int]]) -> list[int]:
-    return [entry for part in fed for entry in part.entries]
+def text_of(parts: list[Fed]) -> str:
+    return "".join(part.text for part in parts)
+
+
+def entries_of(parts: list[Fed]) -> list[int]:
+    return [entry for part in parts for entry in part.entries]
 
 
 def test_an_end_token_adds_no_text_and_no_entry():
-    fed = run(answer(), [*ids_of("Hi"), END])
-    assert (text_of(fed), fed[-1].ended, fed[-1].stop) == ("Hi", True, None)
-    assert entries_of(fed) == list(range(len(ids_of("Hi"))))
+    parts = run(answer(), [*ids_of("Hi"), END])
+    assert (text_of(parts), parts[-1].ended, parts[-1].stop) == ("Hi", True, None)
+    assert entries_of(parts) == list(range(len(ids_of("Hi"))))
 
 
 def test_a_stop_token_names_itself_and_releases_what_was_held():
     (stop,) = ids_of("!")
-    fed = run(answer("quick brown", stop_token_ids=(stop,)), [*ids_of("The quick"), stop])
-    assert (text_of(fed), fed[-1].stop) == ("The quick", stop)
+    parts = run(answer("quick brown", stop_token_ids=(stop,)), [*ids_of("The quick"), stop])
+    assert (text_of(parts), parts[-1].stop) == ("The quick", stop)
 
 
 def test_a_stop_string_cuts_the_text_and_the_entries_inside_it():
     ids = ids_of("The quick brown fox")
-    fed = run(answer("quick"), ids)
-    assert (text_of(fed), fed[-1].stop) == ("The ", "quick")
-    kept = entries_of(fed)
+    parts = run(answer("quick"), ids)
+    assert (text_of(parts), parts[-1].stop) == ("The ", "quick")
+    kept = entries_of(parts)
     assert kept == list(range(len(kept)))
     assert len("".join(ours("gpt2").token_text(ids[entry]) for entry in kept)) >= len("The ")
 
 
 def test_an_included_stop_string_ends_the_text():
-    fed = run(answer("quick", include=True), ids_of("The quick brown"))
-    assert text_of(fed) == "The quick"
+    parts = run(answer("quick", include=True), ids_of("The quick brown"))
+    assert text_of(parts) == "The quick"
 
 
 def test_an_entry_comes_in_the_delta_with_its_last_byte():
     ids = ids_of("🦊")
-    fed = run(answer(), ids)
-    assert [part.entries for part in fed[: len(ids)]] == [()] * (len(ids) - 1) + [
+    parts = run(answer(), ids)
+    assert [part.entries for part in parts[: len(ids)]] == [()] * (len(ids) - 1) + [
         tuple(range(len(ids)))
     ]
 
@@ -75,8 +90,8 @@ def test_an_entry_comes_in_the_delta_with_its_last_byte():
 def test_stop_strings_and_ends_wait_for_the_minimum_of_tokens():
     ids = ids_of("stop stop stop")
     num_first = len(ids_of("stop"))
-    fed = run(answer("stop", min_tokens=num_first), ids)
-    assert (text_of(fed), fed[-1].stop) == ("stop ", "stop")
+    parts = run(answer("stop", min_tokens=num_first), ids)
+    assert (text_of(parts), parts[-1].stop) == ("stop ", "stop")
 
 
 def test_a_stop_string_begun_before_the_minimum_is_none():
@@ -87,8 +102,8 @@ def test_a_stop_string_begun_before_the_minimum_is_none():
 
 def test_a_skipped_special_token_has_no_entry():
     special = library("gpt2").token_to_id("<|im_start|>")
-    fed = run(answer(), [special, *ids_of("Hi")])
-    assert 0 not in entries_of(fed)
+    parts = run(answer(), [special, *ids_of("Hi")])
+    assert 0 not in entries_of(parts)
 
 
 @settings(max_examples=300, deadline=None)

@@ -1,18 +1,18 @@
 """One choice on its way out: tokens in, events' worth of text out; judges ends in token order."""
 
 from array import array
-from collections.abc import Sequence
 
 from headrace.core.ids import SequenceId
-from headrace.core.messages import Finish, NewSequence, NewToken
+from headrace.core.messages import Finish, NewSequence, NewToken, PromptLogprobs
 from headrace.core.request import Chat
-from headrace.generation.logprobs import token_logprobs
+from headrace.core.sampling import Logprobs
 from headrace.generation.served import ServedModel
 from headrace.streams.events import ChoiceEnd, Piece, TokenLogprob, Tokens
 from headrace.streams.record import Record
-from headrace.text.assembler import Fed, TextAssembler
+from headrace.text.assembler import TextAssembler
 from headrace.text.detokenizer import Detokenizer
 from headrace.text.stops import StopMatcher
+from headrace.text.tokenizer import Tokenizer
 
 
 class Choice:
@@ -23,82 +23,83 @@ class Choice:
         self.index = index
         self.prompt, self.number = divmod(index, request.n)
         self.end: ChoiceEnd | None = None
+        self._num_prompt = len(record.prompts[self.prompt]) // 4
+        self._max_tokens = request.sampling.max_tokens
         self._tokenizer = model.tokenizer
         self._text: TextAssembler[TokenLogprob] = TextAssembler(
             Detokenizer(model.tokenizer, request.skip_special_tokens, self._token_before(record)),
             StopMatcher(request.stop, request.include_stop),
             request.sampling,
         )
-        self._stop: ChoiceEnd | None = None  # its tokens say that it has ended
-        self._token_ids: array[int] = array("i")  # all that count, delivered or about to be
-        self._num_told = 0  # of them, those that an event has carried
-        self._pieces: list[Piece] = []
-        self._logprobs: list[TokenLogprob] = []
-        self._is_end_told = False
+        self._token_ids: array[int] = array("i")  # all so far: a new engine continues them
+        # what no event has carried yet, beside the text's own entries
+        self._new_ids: tuple[int, ...] = ()
+        self._pieces: tuple[Piece, ...] = ()
+        self._prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
     @property
     def is_stopped(self) -> bool:
-        """Its own tokens have ended it; whatever the engine says of later ones is void."""
-        return self._stop is not None
+        """Its own tokens have ended it; what the engine says of later ones is void."""
+        return self._text.has_ended
 
     @property
     def num_tokens(self) -> int:
-        """Those of the answer so far."""
-        return len(self._token_ids)
+        """Prompt and answer so far."""
+        return self._num_prompt + len(self._token_ids)
+
+    def is_cut_short(self, context: int) -> bool:
+        """Whether nothing but a context of this size ends it."""
+        is_full = self.num_tokens >= context
+        return is_full and not self.is_stopped and len(self._token_ids) != self._max_tokens
 
     def as_sequence(self, sequence_id: SequenceId) -> NewSequence:
-        """This choice as an engine shall begin, or continue, it."""
+        """This choice as an engine is to begin or continue it."""
         return NewSequence(sequence_id, self.prompt, self.number, self._token_ids.tobytes())
 
     def feed(self, token: NewToken) -> None:
-        if self._stop or self.end:
-            return
-        self._token_ids.append(token.token_id)
         entry = None
         if token.logprobs is not None:
             entry = token_logprobs(token.logprobs, self._tokenizer)[0]
-        self._deliver(self._text.feed(token.token_id, entry))
+        self._advance(token.token_id, entry)
 
     def finish(self, finish: Finish) -> None:
         """The engine has let go of the sequence."""
-        if self._stop is None:
-            self._deliver(self._text.flush())
-        self.end = self._stop or ChoiceEnd(str(finish))
+        self._flush()
+        self.end = ChoiceEnd("stop", self._text.stop) if self.is_stopped else ChoiceEnd(str(finish))
 
     def replay(self, event: Tokens) -> bool:
-        """Comes to the state behind an event of an earlier life; whether its text is the same."""
+        """Returns to the state after an event of an earlier run; whether its text is the same."""
         for token_id in event.ids:
-            self._token_ids.append(token_id)
-            self._deliver(self._text.feed(token_id))
+            self._advance(token_id)
         if event.end is not None:
-            if self._stop is None:
-                self._deliver(self._text.flush())
+            self._flush()
             self.end = event.end
         made = self.take(event.seq, event.at_ms)
         return (made.text if made else "") == event.text
 
-    def echo(self, text: str, logprobs: Sequence[TokenLogprob]) -> None:
-        """The prompt, to stand before the choice's own text."""
-        self._add(text, logprobs)
+    def echo(self, text: str, logprobs: tuple[TokenLogprob, ...]) -> None:
+        """Puts the prompt before the choice's own text."""
+        self._add(text)
+        self._prompt_logprobs = logprobs
 
     def take(self, seq: int, at_ms: int) -> Tokens | None:
-        """What came since the last call, as an event; None if nothing did."""
-        ids = tuple(self._token_ids[self._num_told :])
-        end = None if self._is_end_told else self.end
-        if not ids and not self._pieces and not self._logprobs and end is None:
+        """What came since the last call, as an event; None if nothing did.
+
+        The event with the end is the last: nothing comes after it.
+        """
+        logprobs = self._prompt_logprobs + self._text.take_entries()
+        if not (self._new_ids or self._pieces or logprobs or self.end):
             return None
         event = Tokens(
             seq=seq,
             at_ms=at_ms,
             choice=self.index,
-            ids=ids,
-            pieces=tuple(self._pieces),
-            logprobs=tuple(self._logprobs),
-            end=end,
+            ids=self._new_ids,
+            pieces=self._pieces,
+            logprobs=logprobs,
+            end=self.end,
         )
-        self._is_end_told = self.end is not None
-        self._num_told = len(self._token_ids)
-        self._pieces, self._logprobs = [], []
+        self._new_ids, self._pieces, self._prompt_logprobs = (), (), ()
         return event
 
     def _token_before(self, record: Record) -> int | None:
@@ -108,12 +109,66 @@ class Choice:
             return None
         return array("i", record.prompts[self.prompt][-4:])[0]
 
-    def _deliver(self, fed: Fed[TokenLogprob]) -> None:
-        self._add(fed.text, fed.entries)
-        if fed.ended:
-            self._stop = ChoiceEnd("stop", fed.stop)
+    def _advance(self, token_id: int, entry: TokenLogprob | None = None) -> None:
+        self._token_ids.append(token_id)
+        self._new_ids += (token_id,)
+        self._add(self._text.feed(token_id, entry))
 
-    def _add(self, text: str, logprobs: Sequence[TokenLogprob]) -> None:
+    def _flush(self) -> None:
+        if not self.is_stopped:
+            self._add(self._text.flush())
+
+    def _add(self, text: str) -> None:
         if text:
-            self._pieces.append(Piece(text))
-        self._logprobs.extend(logprobs)
+            self._pieces += (Piece(text),)
+
+
+class Echo:
+    """The prompt as the beginning of an answer: its text, and its tokens' log probabilities."""
+
+    def __init__(self, record: Record, tokenizer: Tokenizer) -> None:
+        self._record = record
+        self._tokenizer = tokenizer
+        self._entries: dict[int, dict[int, list[TokenLogprob]]] = {}
+        self._begun: set[int] = set()
+
+    def add(self, prompt: int, item: PromptLogprobs) -> None:
+        """Keeps what the engine says of a prompt, until a choice begins with it."""
+        rows = self._entries.setdefault(prompt, {})
+        rows[item.start] = token_logprobs(item.logprobs, self._tokenizer)
+
+    def begin(self, choice: Choice) -> None:
+        """Writes the prompt into the choice, once."""
+        if choice.index in self._begun:
+            return
+        self._begun.add(choice.index)
+        token_ids = self._record.prompt_ids(choice.prompt)
+        skip = self._record.request.skip_special_tokens
+        choice.echo(self._tokenizer.decode(token_ids, skip), self._logprobs(choice, token_ids[0]))
+
+    def _logprobs(self, choice: Choice, first_id: int) -> tuple[TokenLogprob, ...]:
+        if self._record.request.sampling.num_prompt_logprobs is None:
+            return ()
+        rows = self._entries.get(choice.prompt, {})
+        rest = [entry for start in sorted(rows) for entry in rows[start]]
+        return (_entry(first_id, None, self._tokenizer), *rest)  # nothing precedes the first
+
+
+def token_logprobs(packed: Logprobs, tokenizer: Tokenizer) -> list[TokenLogprob]:
+    """One entry per row: the token itself, with the likeliest ones in its place below it."""
+    token_ids, values = array("i", packed.ids), array("f", packed.values)
+    entries = []
+    for row in range(0, len(token_ids), packed.width):
+        first, *top = (
+            _entry(token_ids[i], values[i], tokenizer) for i in range(row, row + packed.width)
+        )
+        entries.append(
+            TokenLogprob(first.token_id, first.token, first.bytes, first.logprob, tuple(top))
+        )
+    return entries
+
+
+def _entry(token_id: int, logprob: float | None, tokenizer: Tokenizer) -> TokenLogprob:
+    return TokenLogprob(
+        token_id, tokenizer.token_text(token_id), tokenizer.token_bytes(token_id), logprob
+    )

@@ -1,6 +1,6 @@
 """The next events of one stream: what its choices said, numbered and tallied; does no I/O."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
@@ -13,17 +13,20 @@ from headrace.core.messages import (
     PromptLogprobs,
     Started,
 )
-from headrace.generation.choice import Choice
-from headrace.generation.echo import Echo
-from headrace.generation.progress import InQueue, PromptProgress, QueueProgress
+from headrace.generation.choice import Choice, Echo
 from headrace.generation.served import ServedModel
 from headrace.streams import events
 from headrace.streams.events import AnyEvent
 from headrace.streams.record import Record
 from headrace.streams.tally import Tally
 
+_NUM_UNTHROTTLED = 16
+_INTERVAL_MS = 100
+_QUEUE_INTERVAL_MS = 1000
+_MISMATCH = "The logged tokens no longer give the logged text."
 
-class Heartbeat(msgspec.Struct, frozen=True):
+
+class Beat(msgspec.Struct, frozen=True):
     """Asks for a heartbeat event."""
 
     state: str
@@ -31,8 +34,16 @@ class Heartbeat(msgspec.Struct, frozen=True):
     attempt: int | None = None
 
 
+class InQueue(msgspec.Struct, frozen=True):
+    """Where the stream stands in the engine's queue; 1 is next."""
+
+    position: int
+    waiting: int
+    eta_ms: int | None
+
+
 class EventBuilder:
-    """Fed in order with what the engine says; gives events with gapless numbers."""
+    """Takes what the engine says, in order; gives events with gapless numbers."""
 
     def __init__(self, record: Record, model: ServedModel) -> None:
         self.last_ms = 0
@@ -42,7 +53,7 @@ class EventBuilder:
         self._echo = Echo(record, model.tokenizer) if request.echo else None
         self._progress = [PromptProgress(n * request.n) for n in range(len(request.prompts))]
         self._queue = QueueProgress()
-        self._heartbeats: list[Heartbeat] = []
+        self._beats: list[Beat] = []
         self._num_recoveries = 0
         self._tally = Tally()
         self._next_seq = 0
@@ -50,7 +61,7 @@ class EventBuilder:
         self.num_live = len(self._choices)
         self.has_tokens = False
         self._begun: set[int] = set()  # choices that the engine has begun, ended ones included
-        self._heard: set[int] = set()  # choices with something to tell, perhaps
+        self._heard: set[int] = set()  # choices that may have something to tell
         self._advanced: set[int] = set()  # prompts whose progress is not told yet
 
     @property
@@ -61,20 +72,19 @@ class EventBuilder:
     @property
     def num_tokens(self) -> int:
         """Prompt and answer so far of the longest choice that has not ended."""
-        prompts = self._record.prompts
-        return max(
-            (len(prompts[one.prompt]) // 4 + one.num_tokens for one in self.live()), default=0
-        )
+        return max((choice.num_tokens for choice in self.live()), default=0)
 
-    def is_cut_short(self, index: int, context: int) -> bool:
-        """Whether nothing but a context of so many tokens ends this choice."""
-        choice, limit = self._choices[index], self._record.request.sampling.max_tokens
-        num_prompt = len(self._record.prompts[choice.prompt]) // 4
-        is_full = num_prompt + choice.num_tokens >= context
-        return is_full and not choice.is_stopped and choice.num_tokens != limit
+    @property
+    def has_begun(self) -> bool:
+        """Whether the engine has begun any of it, ended choices included."""
+        return bool(self._begun)
 
     def live(self) -> list[Choice]:
         return [choice for choice in self._choices if choice.end is None]
+
+    def is_cut_short(self, index: int, context: int) -> bool:
+        """Whether nothing but a context of this size ends this choice."""
+        return self._choices[index].is_cut_short(context)
 
     def end_stopped(self) -> None:
         """Ends the choices whose own tokens say so, without the engine's word."""
@@ -82,18 +92,13 @@ class EventBuilder:
             if choice.is_stopped:
                 self._finish(choice, Finish.STOP)
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether the engine has begun any of it, ended choices included."""
-        return bool(self._begun)
-
-    def beat(self, heartbeat: Heartbeat) -> None:
-        self._heartbeats.append(heartbeat)
+    def beat(self, beat: Beat) -> None:
+        self._beats.append(beat)
 
     def recover(self) -> None:
         """Says that there is no engine now; a place in the queue of the next is told anew."""
         self._num_recoveries += 1
-        self.beat(Heartbeat("recovering", "data", self._num_recoveries))
+        self.beat(Beat("recovering", "data", self._num_recoveries))
         self._queue = QueueProgress()
 
     def move_in_queue(self, place: InQueue | None) -> None:
@@ -107,9 +112,18 @@ class EventBuilder:
     ) -> bool:
         """Whether the choice has just been ended by a stop string, which the engine cannot see."""
         choice = self._choices[index]
+        if choice.end is not None:
+            return False
         self._heard.add(index)
         self._begun.add(index)
         match item:
+            case NewToken():
+                if choice.is_stopped:
+                    return False
+                self._begin(choice)
+                choice.feed(item)
+                self.has_tokens = True
+                return choice.is_stopped
             case Started(_, total, cached):
                 self._queue.move(None)
                 self._progress[choice.prompt].start(choice, total, cached, at_ms)
@@ -119,11 +133,6 @@ class EventBuilder:
                 self._advanced.add(choice.prompt)
             case PromptLogprobs() if self._echo:
                 self._echo.add(choice.prompt, item)
-            case NewToken() if not choice.is_stopped:
-                self._begin(choice)
-                choice.feed(item)
-                self.has_tokens = True
-                return choice.is_stopped
             case Finished():
                 if item.finish is not Finish.CANCELLED:
                     self._begin(choice)
@@ -147,31 +156,25 @@ class EventBuilder:
             seed=request.sampling.seed,
             durable=record.is_durable,
         )
-        self._count([accepted])
+        self._count(accepted)
         return accepted
 
     def new_events(self, at_ms: int, is_cut: bool) -> Sequence[AnyEvent]:
         """What came since the last call; after a cut no token follows."""
         made: list[AnyEvent] = []
-        for beat in self._heartbeats:
-            seq = self._next_seq + len(made)
+        for beat in self._beats:
             fields = msgspec.structs.asdict(beat)
-            made.append(events.Heartbeat(seq=seq, at_ms=at_ms, **fields))
-        self._heartbeats.clear()
-        if (queued := self._queue.take(self._next_seq + len(made), at_ms)) is not None:
-            made.append(queued)
+            self._add(made, events.Heartbeat(seq=self._next_seq, at_ms=at_ms, **fields))
+        self._beats.clear()
+        self._add(made, self._queue.take(self._next_seq, at_ms))
         for prompt in sorted(self._advanced):
             progress = self._progress[prompt]
-            if (told := progress.take(self._next_seq + len(made), at_ms)) is not None:
-                made.append(told)
+            self._add(made, progress.take(self._next_seq, at_ms))
             if not progress.has_news:
                 self._advanced.discard(prompt)
         for index in sorted(self._heard) if not is_cut else ():
-            tokens = self._choices[index].take(self._next_seq + len(made), at_ms)
-            if tokens is not None:
-                made.append(tokens)
+            self._add(made, self._choices[index].take(self._next_seq, at_ms))
         self._heard.clear()
-        self._count(made)
         return made
 
     def terminal(self, at_ms: int, cut: RequestError | None) -> AnyEvent:
@@ -184,48 +187,123 @@ class EventBuilder:
         )
 
     def replay(self, logged: Sequence[AnyEvent]) -> RequestError | None:
-        """Comes to the state in which these events had been written.
+        """Returns to the state in which these events had been written.
 
         The error, if the tokens no longer make the text that was delivered.
         """
+        is_same = True
         for event in logged:
+            self._count(event)  # to the last one, for a terminal event has to follow them
             if isinstance(event, events.Heartbeat):
                 self._num_recoveries = event.attempt or self._num_recoveries
             elif isinstance(event, events.Progress):
                 self._begun.add(event.choice)
-                self._progress_of(event).resume(event)
+                self._progress[event.choice // self._record.request.n].resume(event)
             elif isinstance(event, events.Tokens):
-                choice = self._choices[event.choice]
-                self._begun.add(event.choice)
-                if event.pieces or event.ids:
-                    self._begin(choice)
-                    self.has_tokens = True
-                self.num_live -= event.end is not None
-                if not choice.replay(event):
-                    return RequestError(
-                        "resume_mismatch", "The logged tokens no longer give the logged text."
-                    )
-        self._count(logged)
+                is_same &= self._replay_tokens(event)
         self.end_stopped()
-        return None
+        return None if is_same else RequestError("resume_mismatch", _MISMATCH)
 
-    def _progress_of(self, event: events.Progress) -> PromptProgress:
-        return self._progress[event.choice // self._record.request.n]
+    def _replay_tokens(self, event: events.Tokens) -> bool:
+        choice = self._choices[event.choice]
+        self._begun.add(event.choice)
+        if event.pieces or event.ids:
+            self._begin(choice)
+            self.has_tokens = True
+        self.num_live -= event.end is not None
+        return choice.replay(event)
 
     def _finish(self, choice: Choice, finish: Finish) -> None:
         self._heard.add(choice.index)
         self._begun.add(choice.index)
-        self.num_live -= choice.end is None
+        self.num_live -= 1
         choice.finish(finish)
 
     def _begin(self, choice: Choice) -> None:
         if self._echo:
             self._echo.begin(choice)
 
-    def _count(self, new: Iterable[AnyEvent]) -> None:
-        for event in new:
-            self._tally.feed(event)
-            self._next_seq, self.last_ms = event.seq + 1, event.at_ms
+    def _add(self, made: list[AnyEvent], event: AnyEvent | None) -> None:
+        if event is not None:
+            self._count(event)
+            made.append(event)
+
+    def _count(self, event: AnyEvent) -> None:
+        self._tally.feed(event)
+        self._next_seq, self.last_ms = event.seq + 1, event.at_ms
+
+
+class QueueProgress:
+    """The queued events: at once, then when the place has changed, at most once a second."""
+
+    def __init__(self) -> None:
+        self._place: InQueue | None = None
+        self._told: InQueue | None = None
+        self._due_ms = 0
+
+    def move(self, place: InQueue | None) -> None:
+        """A new place; None once the sequence has left the queue."""
+        self._place = place
+
+    def take(self, seq: int, at_ms: int) -> events.Queued | None:
+        """The event that is due, if any."""
+        place = self._place
+        if place is None or at_ms < self._due_ms:
+            return None
+        if self._told is not None and self._told.position == place.position:
+            return None
+        self._told, self._due_ms = place, at_ms + _QUEUE_INTERVAL_MS
+        return events.Queued(seq=seq, at_ms=at_ms, **msgspec.structs.asdict(place))
+
+
+class PromptProgress:
+    """The progress events of one prompt: those of its first choice, never going back."""
+
+    def __init__(self, choice: int) -> None:
+        self._choice = choice
+        self._total = self._cached = 0
+        self._processed = self._told = -1
+        self._began_ms = 0
+        self._num_told = self._due_ms = 0
+
+    @property
+    def has_news(self) -> bool:
+        """Whether something is untold, due or not."""
+        return self._processed != self._told
+
+    def start(self, choice: Choice, total: int, cached: int, at_ms: int) -> None:
+        if choice.index == self._choice and self._processed < 0:
+            self._total, self._cached, self._processed = total, cached, cached
+            self._began_ms = at_ms
+
+    def advance(self, choice: Choice, processed: int) -> None:
+        if choice.index == self._choice:
+            self._processed = max(self._processed, min(processed, self._total))
+
+    def resume(self, told: events.Progress) -> None:
+        """Goes on behind an event that was told in an earlier life."""
+        self._total, self._cached = told.total, told.cache
+        self._processed = self._told = told.processed
+        self._began_ms = told.at_ms - told.time_ms
+
+    def take(self, seq: int, at_ms: int) -> events.Progress | None:
+        """The event that is due, if any."""
+        is_last = self._processed == self._total
+        if self._processed == self._told or (at_ms < self._due_ms and not is_last):
+            return None
+        self._told = self._processed
+        self._num_told += 1
+        if self._num_told >= _NUM_UNTHROTTLED:
+            self._due_ms = at_ms + _INTERVAL_MS
+        return events.Progress(
+            seq=seq,
+            at_ms=at_ms,
+            choice=self._choice,
+            total=self._total,
+            cache=self._cached,
+            processed=self._processed,
+            time_ms=at_ms - self._began_ms,
+        )
 
 
 def to_event(error: RequestError, seq: int, at_ms: int) -> events.Error:

@@ -1,4 +1,4 @@
-"""Admits requests, owns their streams, and brings them what the engine says."""
+"""Admits requests, owns their streams, and delivers to each what the engine says of it."""
 
 import asyncio
 import contextlib
@@ -15,15 +15,11 @@ from headrace.core.ids import SequenceId, StreamId
 from headrace.core.messages import NUM_TRACED_STEPS, Outputs, Ready, Status, StepTrace
 from headrace.core.request import Request
 from headrace.engine.client import EngineClient, EngineDown, EngineUp
-from headrace.generation.admission import admit
-from headrace.generation.bounds import check_can_serve, check_queue
-from headrace.generation.event_builder import EventBuilder, to_event
+from headrace.generation.event_builder import EventBuilder, InQueue, to_event
 from headrace.generation.forecast import Asked, Forecast
-from headrace.generation.progress import InQueue
 from headrace.generation.registry import Found, Registry
-from headrace.generation.sequences import Sequences
-from headrace.generation.served import Models, ServedModel, check_can_go_on
-from headrace.generation.stream import Item, Stream
+from headrace.generation.served import Models, ServedModel, admit, check_can_go_on
+from headrace.generation.stream import Item, Sequences, Stream
 from headrace.generation.work import Work
 from headrace.streams.log import Log, LogConflict, MemoryLog
 from headrace.streams.record import Names, Record
@@ -32,11 +28,14 @@ from headrace.streams.store import Retention, Store, Stored, StoreStalled
 logger = logging.getLogger(__name__)
 
 PLAIN = Names()
-_SHUTS_DOWN = RequestError("server_shutdown", "The server shuts down; send the request again.")
-_RESTARTS = RequestError("server_restarting", "The server restarts; read on after it.")
+_SHUTS_DOWN = RequestError(
+    "server_shutdown", "The server is shutting down; send the request again."
+)
+_RESTARTS = RequestError("server_restarting", "The server is restarting; read on once it is back.")
+_CANNOT_WRITE = "The server cannot write to its disk now; read on later."
 _PAGE = 256
 _SWEEP_INTERVAL_S = 60.0
-_RESUME_AGAIN_S = 1.0  # after the store could not be read
+_RESUME_AGAIN_S = 1.0  # when the store could not be read
 _NO_ENGINE = EngineDown("engine_failed", "", given_up=False)
 
 
@@ -60,13 +59,14 @@ class Generation:
         self.num_engine_starts = 0
         self.last_words = ""  # why the engine was given up
         self.died = asyncio.Event()  # set once it was
-        self._config = config
+        self._config = config.streams
+        self._model = model
         self._engine = engine
+        self._store = store
         self._was_up = asyncio.Event()
         self._up: EngineUp | None = None  # while it is
-        self._sequences: Sequences[Stream] = Sequences(engine)
+        self._sequences = Sequences()
         self._forecast = Forecast()
-        self._num_opening = 0  # choices that are admitted and have no stream yet
         self._writers: dict[Stream, asyncio.Task[None]] = {}
         self._tasks = asyncio.TaskGroup()
 
@@ -76,16 +76,18 @@ class Generation:
 
     @property
     def engine_pid(self) -> int | None:
-        """Of the engine's process, while there is one that answers."""
+        """The process of an engine that is up, if it has one of its own."""
         return self._up.pid if self._up else None
 
     async def run(self) -> None:
-        """Until the engine's client is closed."""
+        """Runs until the engine's client is closed."""
         async with self._tasks:
-            taking_up = self._tasks.create_task(self._take_up(), name="take up")
-            sweeping = self._tasks.create_task(self._sweep(), name="sweep")
-            watching = self._tasks.create_task(self._watch_store(), name="watch store")
-            working = self._tasks.create_task(self.work.run(), name="work")
+            own = [
+                self._tasks.create_task(self._resume_all(), name="resume"),
+                self._tasks.create_task(self._sweep(), name="sweep"),
+                self._tasks.create_task(self._watch_store(), name="watch store"),
+                self._tasks.create_task(self.work.run(), name="work"),
+            ]
             async for news in self._engine.outputs():
                 if isinstance(news, Outputs):
                     self._deliver(news)
@@ -95,19 +97,16 @@ class Generation:
                     self._engine_is_up(news)
                 else:
                     self._engine_is_down(news)
-            taking_up.cancel()
-            sweeping.cancel()
-            watching.cancel()
-            working.cancel()
+            for task in own:
+                task.cancel()
             if not self.died.is_set():
                 self._let_go(_SHUTS_DOWN, _RESTARTS)
 
     async def wait_until_ready(self) -> Ready:
         """The engine's limits, once it has loaded."""
         await self._was_up.wait()
-        ready = self.models.all()[0].ready
-        assert ready is not None
-        return ready
+        assert self._model.ready is not None
+        return self._model.ready
 
     async def attach(self, names: Names, may_take_over: bool) -> Found | None:
         """The stream that the request would only repeat, whatever else would refuse it."""
@@ -122,9 +121,8 @@ class Generation:
     ) -> Found:
         """Admits a request; RequestError says why it is not served.
 
-        `packed` are its prompts, if the request has only stubs of them.
-
-        The stream is another's if its idempotency key was taken in this very moment.
+        `packed` are its prompts, if the request has only stubs of them. If another request has
+        just taken the idempotency key, the stream is that one's.
         """
         model = self.models.get(request.model)
         self._check_room(model)
@@ -135,11 +133,7 @@ class Generation:
         record = self._record(stream_id, model, request, prompts, names)
         stored = Stored(record, MemoryLog())
         if names.is_opted_in:
-            self._num_opening += request.num_choices
-            try:
-                stored = await self.streams.claim(record)
-            finally:
-                self._num_opening -= request.num_choices
+            stored = await self.streams.claim(record)
         if stored.record.id != record.id:
             return await self.streams.wrap(stored)
         stream = self._stream(record, EventBuilder(record, model), stored.log)
@@ -150,12 +144,12 @@ class Generation:
         except BaseException as error:
             gone = RequestError("client_gone", "The client left before the request was taken.")
             stream.stop(error if isinstance(error, RequestError) else gone)
-            stream.audience.close()
+            stream.close_to_readers()
             raise
         return stream
 
     async def drain(self, seconds: float) -> None:
-        """Refuses new requests, and gives the others `seconds` to end by themselves."""
+        """Refuses new requests, and gives the running ones `seconds` to end."""
         self.state = "draining"
         if self._writers:
             await asyncio.wait(self._writers.values(), timeout=seconds)
@@ -163,57 +157,55 @@ class Generation:
             if stream.record.is_durable:
                 stream.interruption.set(_RESTARTS)
             else:
-                # without waiting for the engine: it may be loading, or hang
+                # the engine may be loading or hang: no waiting for it
                 stream.end_now(_SHUTS_DOWN)
 
     async def _watch_store(self) -> None:
-        """Sends the readers of durable streams away while the store takes nothing."""
-        store = self.streams.store
-        stalled = RequestError("storage_stalled", "The disk takes nothing now; read on later.")
+        """Sends the readers of durable streams away while the store cannot write."""
         while True:
-            await store.stalled.wait()
+            await self._store.stalled.wait()
             for stream in self.streams:
                 if stream.record.is_durable:
-                    stream.interruption.set(stalled)
-            await store.writable.wait()
+                    stream.interruption.set(RequestError("storage_stalled", _CANNOT_WRITE))
+            await self._store.writable.wait()
             for stream in self.streams:
                 stream.interruption.clear()
 
-    async def _take_up(self) -> None:
-        """Goes on with what an earlier server left unfinished, as soon as the disk takes it."""
+    async def _resume_all(self) -> None:
+        """Goes on with what an earlier server left unfinished, as soon as the store can write."""
         while True:
             with contextlib.suppress(StoreStalled):
-                unfinished = await self.streams.store.unfinished()
+                unfinished = await self._store.unfinished()
                 break
-            await self.streams.store.writable.wait()
+            await self._store.writable.wait()
         for stored in unfinished:
             await self._resume(stored)
 
     async def _sweep(self) -> None:
-        """Forgets what retention does not keep, again and again."""
+        """Once a minute, forgets what retention does not keep."""
         while True:
             with contextlib.suppress(StoreStalled):
-                await self.streams.store.sweep(Retention(), time.time())
+                await self._store.sweep(Retention(), time.time())
             await asyncio.sleep(_SWEEP_INTERVAL_S)
 
     async def _resume(self, stored: Stored, cut: RequestError | None = None) -> None:
         """Goes on with a stream that an earlier server left unfinished, or ends it as `cut`."""
         try:
-            draft = EventBuilder(stored.record, self.models.all()[0])
-            mismatch: RequestError | None = None
+            builder = EventBuilder(stored.record, self._model)
             after = -1
             while page := (await stored.log.read(after, _PAGE))[0]:
-                mismatch = mismatch or draft.replay(page)
+                mismatch = builder.replay(page)
+                cut = cut or mismatch
                 after = page[-1].seq
         except StoreStalled:
             self._tasks.create_task(self._resume_later(stored, cut), name="resume later")
             return
         except Exception:  # one stream, and not the server
-            logger.exception("A stream of an earlier run cannot be taken up")
+            logger.exception("A stream of an earlier run cannot be resumed")
             self._tasks.create_task(_give_up(stored.log), name="give up")
             return
-        stream = self._stream(stored.record, draft, stored.log)
-        if cut := cut or mismatch:
+        stream = self._stream(stored.record, builder, stored.log)
+        if cut:
             stream.end_now(cut)
         self._start(stream)
 
@@ -222,9 +214,14 @@ class Generation:
         await self._resume(stored, cut)
 
     def _check_room(self, model: ServedModel) -> None:
-        check_can_serve(self.state)
-        bound = self._config.streams.max_num_queued_reqs
-        check_queue(self.streams, self._num_opening, model, bound)
+        """RequestError unless the engine is up, or about to be again, and there is room."""
+        if self.state == "loading":
+            raise RequestError("model_loading", "Loading model", retry_after_s=2)
+        if self.state == "draining":
+            raise RequestError("server_shutdown", "The server is shutting down.", retry_after_s=5)
+        if self.state == "dead":
+            raise RequestError("engine_failed", "The engine stopped for good.", retry_after_s=30)
+        self.streams.check_room(model, self._config.max_num_queued_reqs)
 
     def _record(
         self,
@@ -242,12 +239,13 @@ class Generation:
             prompts=prompts,
             system_fingerprint=model.system_fingerprint,
             names=names,
-            is_durable=names.is_opted_in and self.streams.store.is_durable,
+            is_durable=names.is_opted_in and self._store.is_durable,
             served=model.form,
         )
 
-    def _stream(self, record: Record, draft: EventBuilder, log: Log) -> Stream:
-        return Stream(record, draft, self._sequences, log, self._config.streams.linger_s)
+    def _stream(self, record: Record, builder: EventBuilder, log: Log) -> Stream:
+        linger_s = self._config.linger_s
+        return Stream(record, builder, log, self._engine, self._sequences, linger_s)
 
     def _start(self, stream: Stream) -> None:
         self.streams.add(stream)
@@ -261,7 +259,7 @@ class Generation:
         try:
             await self._run(stream)
             if not stream.record.names.is_opted_in:
-                await stream.audience.abandoned.wait()
+                await stream.wait_until_abandoned()
         except Exception:  # one stream, and not the server
             logger.exception("The log of a stream cannot be written")
             failure = RequestError("internal_error", "The log of this stream cannot be written.")
@@ -277,8 +275,8 @@ class Generation:
                 await stream.accept()
             await stream.run()
         except StoreStalled:
-            # what the store has not taken never happened; once it takes again, go on from there
-            await self.streams.store.writable.wait()
+            # what the store does not have never happened; once it can write, go on from there
+            await self._store.writable.wait()
             await self._resume(Stored(stream.record, stream.log), stream.cut)
 
     def _deliver(self, outputs: Outputs) -> None:
@@ -298,7 +296,7 @@ class Generation:
             stream.tell(mine)
 
     def _engine_is_up(self, news: EngineUp) -> None:
-        self.models.all()[0].ready = news.ready
+        self._model.ready = news.ready
         self._up = news
         self.num_engine_starts += 1
         self.steps.clear()
@@ -309,11 +307,9 @@ class Generation:
             self._submit(stream, news)
 
     def _submit(self, stream: Stream, up: EngineUp) -> None:
-        model = self.models.all()[0]
-        if stream.record.served.max_model_len > model.max_model_len:
-            stream.smaller_context = model.max_model_len
         try:
-            check_can_go_on(stream.record, stream.num_tokens, model)
+            num_tokens = stream.num_tokens
+            stream.smaller_context = check_can_go_on(stream.record, num_tokens, self._model)
         except RequestError as change:
             stream.end_now(change)
         stream.tell(up)
@@ -349,7 +345,7 @@ class Generation:
                 stream.tell(InQueue(position, status.num_waiting, eta_ms))
 
     def _num_places(self, status: Status) -> int:
-        """Sequences that can run at once; those that do while memory is what is lacking."""
+        """Sequences that can run at once; while memory is short, those that do run."""
         assert self._up is not None
         ready = self._up.ready
         first = self._asked(status.queue[0]).num_prompt if status.queue else 0
@@ -361,7 +357,7 @@ class Generation:
         return stream.asked(sequence_id) if stream else Asked(0, 0)
 
     def _let_go(self, plain: RequestError, durable: RequestError) -> None:
-        """Ends every stream but the durable ones: a later server goes on with those."""
+        """Ends all streams but the durable ones: a later server goes on with those."""
         self.streams.close(durable)
         for stream, writer in list(self._writers.items()):
             if stream.record.is_durable:
@@ -369,7 +365,7 @@ class Generation:
                 writer.cancel()
             else:
                 stream.end_now(plain)
-                stream.audience.close()
+                stream.close_to_readers()
 
 
 async def _give_up(log: Log) -> None:

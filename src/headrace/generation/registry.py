@@ -2,11 +2,13 @@
 
 import asyncio
 from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
 
 from headrace.core.errors import RequestError
 from headrace.core.ids import StreamId
-from headrace.generation.finished_stream import FinishedStream
+from headrace.generation.readers import Audience, Reader, ReaderPause, racing
+from headrace.generation.served import ServedModel
 from headrace.generation.stream import Stream
 from headrace.streams.log import Log, LogGone, LogUnsound
 from headrace.streams.record import Names, Record
@@ -20,18 +22,43 @@ from headrace.streams.store import (
     StoreStalled,
 )
 
-Found = Stream | FinishedStream
+_OVERLOADED_RETRY_S = 5.0
+_REPLACED = "A newer request of this conversation replaced it."
 
 Result = TypeVar("Result")
 
 
+class FinishedStream:
+    """A stream whose log has ended: it reads like a live one, and nothing can stop it any more."""
+
+    state = "finished"
+
+    def __init__(self, record: Record, log: Log) -> None:
+        self.record = record
+        self.log = log
+        self.interruption = ReaderPause()
+
+    def beat(self, form: str, interval_s: float) -> None:
+        """Has no effect: nothing follows the end."""
+
+    def stop(self, error: RequestError) -> None:
+        """Has no effect: the first terminal outcome wins."""
+
+    def reader(self, after: int = -1) -> AbstractAsyncContextManager[Reader]:
+        return Audience(None, on_abandoned=lambda: None).reader(self.log, after)
+
+
+Found = Stream | FinishedStream
+
+
 class Registry:
-    """Names are resolved to stream ids here, once, at the door."""
+    """Resolves names to stream ids, once, when a request comes in."""
 
     def __init__(self, store: Store) -> None:
-        self.store = store
+        self._store = store
+        self._num_opening = 0  # choices that are admitted and have no stream yet
         self._live: dict[StreamId, Stream] = {}
-        self._added = asyncio.Event()  # set, and made anew, with every stream that is added
+        self._added = asyncio.Event()  # set, and replaced, as each stream is added
         self._closed: RequestError | None = None  # why no writer will come any more
 
     def __iter__(self) -> Iterator[Stream]:
@@ -45,13 +72,29 @@ class Registry:
         self._wake()
 
     def close(self, reason: RequestError) -> None:
-        """No writer will come: whoever looks for an unfinished stream gets this reason."""
+        """No writer will come: looking for an unfinished stream raises this reason."""
         self._closed = reason
         self._wake()
 
     def _wake(self) -> None:
         self._added.set()
         self._added = asyncio.Event()
+
+    def check_room(self, model: ServedModel, bound: int) -> None:
+        """RequestError where a request would wait behind a full queue, and no place is free.
+
+        A request of many choices may fill the queue beyond its bound, or it could never be served.
+        """
+        num_waiting = self._num_opening + sum(stream.num_waiting for stream in self)
+        num_live = self._num_opening + sum(stream.num_live for stream in self)
+        has_place = model.ready is not None and num_live < model.ready.max_num_seqs
+        if num_waiting >= bound and not has_place:
+            raise RequestError(
+                "server_overloaded",
+                f"{num_waiting} choices are waiting, and --max-num-queued-reqs is {bound}; "
+                "try again later.",
+                retry_after_s=_OVERLOADED_RETRY_S,
+            )
 
     def remove(self, stream: Stream) -> None:
         """Unless another writer has taken its place."""
@@ -64,7 +107,7 @@ class Registry:
             found: Found | None = live
         else:
             try:
-                stored = await self.store.find(name)
+                stored = await self._store.find(name)
             except LogUnsound as unsound:
                 if unsound.owner not in (owner, None):
                     return None
@@ -76,7 +119,7 @@ class Registry:
         """The newest stream of each of these conversations, and of those named `<name>::…`."""
         found: dict[StreamId, Found] = {}
         for name in names:
-            for stored in await self.store.find_family(ByConversation(owner, name)):
+            for stored in await self._store.find_family(ByConversation(owner, name)):
                 found[stored.record.id] = await self.wrap(stored)
         return list(found.values())
 
@@ -89,14 +132,14 @@ class Registry:
         if names.key is not None:
             found = await self.find(names.owner, ByKey(names.owner, names.key))
             if found is not None:
-                check_same(found.record, names)
+                _check_same(found.record, names)
             return found
         if names.is_opted_in or not may_take_over:
             return None
         for stream in self._live.values():
             theirs = stream.record.names
             is_same = (theirs.owner, theirs.digest) == (names.owner, names.digest)
-            if is_same and stream.audience.is_lingering:
+            if is_same and stream.is_lingering:
                 return stream
         return None
 
@@ -105,27 +148,23 @@ class Registry:
 
         If another request has just taken the key, that one's stream is returned.
         """
-        replaced = None
-        while True:
-            stored = await self.store.create(record, replaced)
-            if stored.record.id == record.id:
-                self._replace(replaced)
-                return stored
-            if record.names.key is not None and stored.record.names.key == record.names.key:
-                check_same(stored.record, record.names)
-                return stored
-            replaced = stored.record.id
+        num_choices = record.request.num_choices
+        self._num_opening += num_choices
+        try:
+            return await self._claim(record)
+        finally:
+            self._num_opening -= num_choices
 
     async def discard(self, owner: str, name: Name) -> None:
         """Removes the stream of that name, if it is this owner's; a live one is stopped first."""
         try:
             found = await self.find(owner, name)
         except LogUnsound as unsound:
-            await self.store.forget(unsound.stream_id)
+            await self._store.forget(unsound.stream_id)
             return
         if found is not None:
             await self.stop(found)
-            await self.store.forget(found.record.id)
+            await self._store.forget(found.record.id)
 
     async def stop(self, found: Found) -> None:
         """Ends a stream; returns once its memory in the engine is free. Idempotent.
@@ -137,26 +176,20 @@ class Registry:
             await self.unless_stalled(found.record, found.ended.wait())
 
     async def unless_stalled(self, record: Record, work: Coroutine[Any, Any, Result]) -> Result:
-        """The result of `work`, which waits for the log; StoreStalled if the disk takes nothing."""
+        """The result of `work`, which waits for the log; StoreStalled while the disk is stuck."""
         if not record.is_durable:
             return await work
-        working = asyncio.create_task(work)
-        stalling = asyncio.create_task(self.store.stalled.wait())
-        try:
-            await asyncio.wait((working, stalling), return_when=asyncio.FIRST_COMPLETED)
+        async with racing(work, self._store.stalled.wait()) as (working, _):
             if not working.done():
-                raise StoreStalled("The disk takes nothing now; try again later.")
-            return await working
-        finally:
-            stalling.cancel()
-            working.cancel()
-            await asyncio.wait((working, stalling))
+                raise StoreStalled("The server cannot write to its disk now; try again later.")
+            result: Result = await working
+            return result
 
     async def wrap(self, stored: Stored) -> Found:
-        """The live stream with its writer, if it has not ended.
+        """The live stream with its writer, or the finished one.
 
-        One without a writer is just being opened, or taken up from an earlier server, and is
-        waited for: taken for an ended one, it could not be stopped and would have no heartbeat.
+        Waits for the writer of a stream that is just being opened, or resumed after a restart:
+        taken for a finished one, it could not be stopped and would have no heartbeat.
         RequestError if no writer will come before a restart of the server.
         """
         while (live := self._live.get(stored.record.id)) is None:
@@ -169,12 +202,21 @@ class Registry:
             await self.unless_stalled(stored.record, changed)
         return live
 
-    def _replace(self, stream_id: StreamId | None) -> None:
-        if stream_id is not None and (old := self._live.get(stream_id)) is not None:
-            old.stop(RequestError("replaced", "A newer request of this conversation replaced it."))
+    async def _claim(self, record: Record) -> Stored:
+        replaced = None
+        while True:
+            stored = await self._store.create(record, replaced)
+            if stored.record.id == record.id:
+                if replaced is not None and (old := self._live.get(replaced)) is not None:
+                    old.stop(RequestError("replaced", _REPLACED))
+                return stored
+            if record.names.key is not None and stored.record.names.key == record.names.key:
+                _check_same(stored.record, record.names)
+                return stored
+            replaced = stored.record.id
 
 
-def check_same(record: Record, names: Names) -> None:
+def _check_same(record: Record, names: Names) -> None:
     if record.names.digest != names.digest:
         raise RequestError(
             "idempotency_key_reused",
@@ -183,13 +225,8 @@ def check_same(record: Record, names: Names) -> None:
 
 
 async def _first(*waits: Coroutine[Any, Any, object]) -> None:
-    tasks = [asyncio.create_task(wait) for wait in waits]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
+    async with racing(*waits):
+        pass
 
 
 async def _has_ended(log: Log) -> bool:

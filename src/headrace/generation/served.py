@@ -3,6 +3,8 @@
 import time
 from pathlib import Path
 
+import msgspec
+
 from headrace import __version__
 from headrace.checkpoints.find import find_model
 from headrace.checkpoints.hub import OnProgress
@@ -10,12 +12,16 @@ from headrace.checkpoints.spec import ModelSpec, read_spec
 from headrace.core.config import ModelConfig
 from headrace.core.errors import ModelError, RequestError
 from headrace.core.messages import Ready
+from headrace.core.request import Ids, Request
+from headrace.generation.work import Work
 from headrace.streams.record import Record, ServedForm
 from headrace.text.encoder import Encoder
 from headrace.text.template import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
 
-_SHOWN = 100  # characters of a name that is none
+_SHOWN = 100  # characters of an unknown name
+
+_ids_of = msgspec.msgpack.Decoder(tuple[bytes, ...]).decode
 
 
 class ServedModel:
@@ -87,23 +93,59 @@ class Models:
         )
 
 
-def check_can_go_on(record: Record, num_tokens: int, model: ServedModel) -> None:
-    """RequestError `model_changed` if this model is not the one that began the stream.
+async def admit(
+    work: Work, model: ServedModel, request: Request, packed: bytes
+) -> tuple[bytes, ...]:
+    """Packed int32 ids of each of the `packed` prompts; RequestError if one cannot be served."""
+    longest = model.max_model_len - (request.sampling.max_tokens != 0)
+    encoded = _ids_of(await work.do("prompts", [packed], longest))
+    for number, token_ids in enumerate(encoded):
+        _check_length(model, request, number, len(token_ids) // 4, longest)
+    return encoded
 
-    `num_tokens` are those of its longest unfinished choice, prompt and answer so far.
+
+def _check_length(
+    model: ServedModel, request: Request, number: int, num_tokens: int, longest: int
+) -> None:
+    name = "messages" if request.route == "/v1/chat/completions" else "prompt"
+    param = f"{name}[{number}]" if len(request.prompts) > 1 else name
+    if num_tokens == 0:
+        raise RequestError(
+            "empty_prompt", "The prompt has no tokens; send at least one character.", param
+        )
+    if num_tokens > longest:
+        limit = model.max_model_len
+        # a long text is not read to its end; ids are all there
+        count = num_tokens if isinstance(request.prompts[number], Ids) else f"at least {num_tokens}"
+        raise RequestError(
+            "context_length_exceeded",
+            # clients know this error by OpenAI's words, which the first two sentences keep
+            f"This model's maximum context length is {limit} tokens. However, your {name} resulted "
+            f"in {count} tokens. Please reduce the length of the {name} to {longest} tokens.",
+            param,
+            {"n_prompt_tokens": num_tokens, "n_ctx": limit},
+        )
+
+
+def check_can_go_on(record: Record, num_tokens: int, model: ServedModel) -> int | None:
+    """The context if it is smaller than the one that the stream began with, else None.
+
+    RequestError `model_changed` if this model cannot go on with the stream. `num_tokens` are those
+    of its longest unfinished choice, prompt and answer so far.
     """
     then, now = record.served, model.form
     if record.system_fingerprint != model.system_fingerprint:
         raise RequestError(
             "model_changed", f"{_what_changed(then, now)} Send the request again to run it anew."
         )
-    was_larger = then.max_model_len > now.max_model_len
-    if num_tokens + was_larger > now.max_model_len:
+    is_smaller = now.max_model_len < then.max_model_len
+    if num_tokens + is_smaller > now.max_model_len:
         raise RequestError(
             "model_changed",
             f"The context is now {now.max_model_len} tokens, and this stream had {num_tokens} "
-            "when it was taken up again; send a shorter request, or raise --max-model-len.",
+            "when it was resumed; send a shorter request, or raise --max-model-len.",
         )
+    return now.max_model_len if is_smaller else None
 
 
 def _what_changed(then: ServedForm, now: ServedForm) -> str:

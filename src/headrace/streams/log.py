@@ -1,8 +1,8 @@
 """The event log of one stream: one writer, many readers, a cursor each."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from typing import Protocol
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from typing import Any, Protocol
 
 from headrace.core.errors import RequestError
 from headrace.core.ids import StreamId
@@ -90,7 +90,7 @@ class Tail:
     def extend(self, events: Sequence[AnyEvent]) -> None:
         self._events.extend(events)
         self.next_seq += len(events)
-        self.has_ended = any(is_terminal(event) for event in events[-1:])
+        self.has_ended = bool(events) and is_terminal(events[-1])
         if self._keep is not None and len(self._events) >= 2 * self._keep:
             del self._events[: -self._keep]
         self._wake()
@@ -152,8 +152,8 @@ class MemoryLog:
         assert events is not None, "a tail without limit drops nothing"
         return events, self.tail.ends_with(after + len(events))
 
-    async def wait(self, after: int) -> None:
-        await self.tail.wait(after)
+    def wait(self, after: int) -> Coroutine[Any, Any, None]:
+        return self.tail.wait(after)
 
 
 async def follow(log: Log, after: int = -1) -> AsyncIterator[AnyEvent]:

@@ -10,27 +10,34 @@ class Tally:
         self._num_prompt = 0
         self._num_cached = 0
         self._planned: set[int] = set()  # the first choice of each prompt that has begun
-        self._prompt_ms: tuple[int, int] | None = None  # first and last progress
         self._num_predicted = 0
-        self._predicted_ms: tuple[int, int] | None = None  # first and last token
-        self._last_token_ms: dict[int, int] = {}  # by choice
+        # milliseconds of the first and the last progress, and of the first and the last token
+        self._planned_at: int | None = None
+        self._progress_at = 0
+        self._answered_at: int | None = None
+        self._token_at = 0
+        self._token_at_of: dict[int, int] = {}  # by choice
         self._max_gap_ms = 0
 
     def feed(self, event: AnyEvent) -> None:
         match event:
-            case Accepted():
-                self._num_prompt = event.prompt_tokens
+            case Tokens(ids=ids, at_ms=at_ms, choice=choice) if ids:
+                self._num_predicted += len(ids)
+                if self._answered_at is None:
+                    self._answered_at = at_ms
+                self._token_at = at_ms
+                gap_ms = at_ms - self._token_at_of.get(choice, at_ms)
+                self._max_gap_ms = max(self._max_gap_ms, gap_ms)
+                self._token_at_of[choice] = at_ms
             case Progress():
                 if event.choice not in self._planned:
                     self._planned.add(event.choice)
                     self._num_cached += event.cache
-                self._prompt_ms = _widen(self._prompt_ms, event.at_ms)
-            case Tokens(ids=ids) if ids:
-                self._num_predicted += len(ids)
-                self._predicted_ms = _widen(self._predicted_ms, event.at_ms)
-                before = self._last_token_ms.get(event.choice, event.at_ms)
-                self._max_gap_ms = max(self._max_gap_ms, event.at_ms - before)
-                self._last_token_ms[event.choice] = event.at_ms
+                if self._planned_at is None:
+                    self._planned_at = event.at_ms
+                self._progress_at = event.at_ms
+            case Accepted():
+                self._num_prompt = event.prompt_tokens
 
     @property
     def usage(self) -> Usage:
@@ -38,21 +45,18 @@ class Tally:
 
     @property
     def timings(self) -> Timings:
-        was_planned = self._prompt_ms is not None
+        planned_at, answered_at = self._planned_at, self._answered_at
+        was_planned = planned_at is not None
         return Timings(
             cache_n=self._num_cached,
             prompt_n=self._num_prompt - self._num_cached if was_planned else 0,
-            prompt_ms=_length(self._prompt_ms),
+            prompt_ms=_length(planned_at, self._progress_at),
             predicted_n=self._num_predicted,
-            predicted_ms=_length(self._predicted_ms),
-            queue_ms=float(self._prompt_ms[0]) if self._prompt_ms else 0.0,
+            predicted_ms=_length(answered_at, self._token_at),
+            queue_ms=float(planned_at or 0),
             max_gap_ms=float(self._max_gap_ms),
         )
 
 
-def _widen(span: tuple[int, int] | None, at_ms: int) -> tuple[int, int]:
-    return (span[0] if span else at_ms, at_ms)
-
-
-def _length(span: tuple[int, int] | None) -> float:
-    return float(span[1] - span[0]) if span else 0.0
+def _length(first_ms: int | None, last_ms: int) -> float:
+    return 0.0 if first_ms is None else float(last_ms - first_ms)

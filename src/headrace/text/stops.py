@@ -23,6 +23,8 @@ class StopMatcher:
 
     def feed(self, text: str) -> tuple[str, str | None]:
         """The text that may be shown now, and the stop string that ended it, if one did."""
+        if not self._stops:
+            return text, None
         text, start = self._held + text, len(self._held)
         for end, character in enumerate(text[start:], start + 1):
             stop = self._advance(character)

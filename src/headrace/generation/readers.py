@@ -1,0 +1,124 @@
+"""Who reads a stream: what they were given, when nobody is left, why they must leave for now."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, TypeVar
+
+from headrace.core.errors import RequestError
+from headrace.streams.events import AnyEvent, Tokens, is_terminal
+from headrace.streams.log import Log, follow
+
+Result = TypeVar("Result")
+
+
+class Reader:
+    """One reader of a stream: iterate it, and say what has reached the client."""
+
+    def __init__(self, audience: "Audience", log: Log, after: int) -> None:
+        self._audience = audience
+        self._events = follow(log, after)
+
+    def __aiter__(self) -> AsyncIterator[AnyEvent]:
+        return self._events
+
+    def sent(self, event: AnyEvent) -> None:
+        """The client has been given this event and all before it."""
+        if isinstance(event, Tokens):
+            self._audience.has_seen_tokens = True
+        elif is_terminal(event):
+            self._audience.is_served = True
+
+
+class Audience:
+    """The readers of one stream.
+
+    When the last one leaves, the stream is abandoned at once if somebody has seen tokens of it,
+    or its whole answer. Otherwise it lingers for `linger_s` first: a client that timed out and
+    asks again finds its work done. With `linger_s` None the stream opted in, and does not depend
+    on readers.
+    """
+
+    def __init__(self, linger_s: float | None, on_abandoned: Callable[[], None]) -> None:
+        self.has_seen_tokens = False
+        self.is_served = False
+        self.abandoned = asyncio.Event()
+        self._linger_s = linger_s
+        self._on_abandoned = on_abandoned
+        self._num_readers = 0
+        self._linger: asyncio.TimerHandle | None = None
+
+    @property
+    def is_lingering(self) -> bool:
+        """Nobody reads, and a client that asks the same may still take over."""
+        return self._linger is not None
+
+    @contextlib.asynccontextmanager
+    async def reader(self, log: Log, after: int) -> AsyncIterator[Reader]:
+        """A reader's stay."""
+        self._num_readers += 1
+        self._stop_lingering()
+        try:
+            yield Reader(self, log, after)
+        finally:
+            self._num_readers -= 1
+            if self._num_readers == 0 and self._linger_s is not None:
+                self._linger_for(self._linger_s)
+
+    def close(self) -> None:
+        """Stops waiting for readers."""
+        self._stop_lingering()
+        self.abandoned.set()
+
+    def _stop_lingering(self) -> None:
+        if self._linger is not None:
+            self._linger.cancel()
+            self._linger = None
+
+    def _linger_for(self, linger_s: float) -> None:
+        if self.is_served or self.has_seen_tokens or linger_s == 0:
+            self._give_up()
+        else:
+            self._linger = asyncio.get_running_loop().call_later(linger_s, self._give_up)
+
+    def _give_up(self) -> None:
+        self._linger = None
+        self.abandoned.set()
+        self._on_abandoned()
+
+
+class ReaderPause:
+    """Set while no reader can be served; the stream itself goes on, now or after a restart."""
+
+    def __init__(self) -> None:
+        self._is_set = asyncio.Event()
+        self._reason: RequestError | None = None
+
+    def set(self, reason: RequestError) -> None:
+        self._reason = reason
+        self._is_set.set()
+
+    def clear(self) -> None:
+        self._reason = None
+        self._is_set.clear()
+
+    async def unless(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """The result of `work`; raises the reason as soon as there is one."""
+        async with racing(work, self._is_set.wait()) as (working, _):
+            if not working.done() and self._reason is not None:
+                raise self._reason
+            result: Result = await working
+            return result
+
+
+@contextlib.asynccontextmanager
+async def racing(*works: Coroutine[Any, Any, Any]) -> AsyncIterator[list[asyncio.Task[Any]]]:
+    """The tasks of all `works` once the first is done; leaving the context cancels the rest."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        yield tasks
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
