@@ -1,4 +1,4 @@
-"""While the disk takes nothing, whoever waits for it is told so, and what they asked for counts."""
+"""While the disk is stuck, those who wait for it are told, and what they asked for counts."""
 
 import asyncio
 import contextlib
@@ -83,7 +83,7 @@ def test_a_stop_outlasts_a_buffer_that_is_full(
             with full(tmp_path):
                 await store.stalled.wait()
                 monkeypatch.setattr(sqlite_writer, "MAX_WAITING_BYTES", 1)
-                stream.beat("data", 5)  # finds no room, so the stream waits to be taken up again
+                stream.beat("data", 5)  # finds no room, so the stream waits to be resumed
                 await settle()
                 await refused(generation.streams.stop(stream))
             await store.writable.wait()

@@ -145,8 +145,8 @@ def test_appends_wait_for_a_database_that_fails_and_none_is_lost_or_doubled(
         in_sqlite(run, tmp_path)
     said = [record.message for record in caplog.records]
     assert said == [
-        "The store of streams cannot write: database is locked",
-        "The store of streams writes again",
+        "The stream store cannot write: database is locked",
+        "The stream store can write again",
     ]
 
 

@@ -1,4 +1,4 @@
-"""What crosses between generation and the engine: one tagged union, the same in every form."""
+"""The messages between generation and the engine: one tagged union, in process or on a socket."""
 
 import enum
 
@@ -24,7 +24,7 @@ class Message(msgspec.Struct, frozen=True, tag=True):
 
 
 class NewSequence(msgspec.Struct, frozen=True, array_like=True):
-    """One choice of a Submit: `prompt` is an index into its prompts, `choice` the k of the dice.
+    """One choice of a Submit: `prompt` indexes its prompts, `choice` is the k of its random draws.
 
     `generated` holds the tokens (packed int32) that were already delivered before a recovery.
     """
@@ -57,11 +57,11 @@ class Cancel(Message, frozen=True):
 
 
 class Shutdown(Message, frozen=True):
-    """Leave the loop; what still runs is dropped."""
+    """Leave the loop; sequences that still run are dropped."""
 
 
 class Ping(Message, frozen=True):
-    """Asks for a Pong; answered beside the compute, never by the step loop."""
+    """Asks for a Pong, which a thread beside the step loop sends."""
 
     number: int
 
@@ -101,7 +101,7 @@ class LoadFailed(Message, frozen=True):
 
 
 class Started(msgspec.Struct, frozen=True, array_like=True):
-    """A sequence is in a plan for the first time; `cached` of its `total` prompt tokens were."""
+    """A sequence was first planned; `cached` of its `total` prompt tokens came from the cache."""
 
     sequence_id: SequenceId
     total: int
@@ -139,7 +139,7 @@ class Finished(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Outputs(Message, frozen=True):
-    """Everything one plan or one commit has to say, in the order of the fields."""
+    """Everything that one plan or one commit reports, in the order of the fields."""
 
     started: tuple[Started, ...] = ()
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
@@ -149,11 +149,11 @@ class Outputs(Message, frozen=True):
 
 
 NUM_TRACED_STEPS = 120
-"""Late steps that are told of; older ones are forgotten."""
+"""Recent steps that are kept; older ones are dropped."""
 
 
 class StepTrace(msgspec.Struct, frozen=True, array_like=True):
-    """A committed step, for those who measure; times in seconds."""
+    """A committed step, for measurements; times in seconds."""
 
     num_decoding: int
     num_prompt_tokens: int
@@ -165,7 +165,7 @@ class StepTrace(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Status(Message, frozen=True):
-    """Numbers for people and metrics, at most four a second while something changes."""
+    """Figures for people and metrics, at most four times a second while something changes."""
 
     num_running: int
     num_waiting: int

@@ -96,7 +96,7 @@ class EventBuilder:
         self._beats.append(beat)
 
     def recover(self) -> None:
-        """Says that there is no engine now; a place in the queue of the next is told anew."""
+        """Says that there is no engine now; the next one's queue is reported from the start."""
         self._num_recoveries += 1
         self.beat(Beat("recovering", "data", self._num_recoveries))
         self._queue = QueueProgress()
@@ -116,14 +116,9 @@ class EventBuilder:
             return False
         self._heard.add(index)
         self._begun.add(index)
+        if isinstance(item, NewToken):
+            return not choice.is_stopped and self._feed(choice, item)
         match item:
-            case NewToken():
-                if choice.is_stopped:
-                    return False
-                self._begin(choice)
-                choice.feed(item)
-                self.has_tokens = True
-                return choice.is_stopped
             case Started(_, total, cached):
                 self._queue.move(None)
                 self._progress[choice.prompt].start(choice, total, cached, at_ms)
@@ -212,6 +207,12 @@ class EventBuilder:
             self.has_tokens = True
         self.num_live -= event.end is not None
         return choice.replay(event)
+
+    def _feed(self, choice: Choice, token: NewToken) -> bool:
+        self._begin(choice)
+        choice.feed(token)
+        self.has_tokens = True
+        return choice.is_stopped
 
     def _finish(self, choice: Choice, finish: Finish) -> None:
         self._heard.add(choice.index)

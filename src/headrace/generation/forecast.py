@@ -1,4 +1,4 @@
-"""When those who wait will be served, by what the running have yet to say; knows no clock."""
+"""When waiting sequences will start, judged by what the running ones have left; knows no clock."""
 
 import heapq
 import itertools
@@ -8,8 +8,8 @@ from typing import NamedTuple
 from headrace.core.ids import SequenceId
 from headrace.core.messages import Finish, Outputs, Status
 
-_MEMORY = 0.95  # weight of what was learned, for each answer or status that came since
-_LEAST_LEFT = 0.25  # of a usual answer, in one that is longer already
+_MEMORY = 0.95  # weight that a sample keeps with each new one
+_LEAST_LEFT = 0.25  # of a usual answer, for one that is already longer
 
 
 class Waiting(NamedTuple):
@@ -22,10 +22,10 @@ class Waiting(NamedTuple):
 def starts(
     running: Sequence[float], num_places: int, prompts_s: float, waiting: Iterable[Waiting]
 ) -> Iterator[float]:
-    """Seconds until each of the waiting starts.
+    """Seconds until each waiting sequence starts.
 
-    `running` holds the seconds for which each place is still taken, `prompts_s` are those of the
-    prompts in work. Prompts follow one another; each takes the place that is free first.
+    `running` has the seconds for which each place is still taken, `prompts_s` those that the
+    current prompts still need. Prompts run one after another; each takes the first free place.
     """
     free_in = [*running, *[0.0] * (num_places - len(running))]
     heapq.heapify(free_in)
@@ -38,17 +38,17 @@ def starts(
 
 
 class Asked(NamedTuple):
-    """What a sequence still asks of the engine, in tokens; `limit`: of its answer."""
+    """What a sequence asks of the engine, in tokens; `limit` is that of its answer."""
 
     num_prompt: int
     limit: float
 
 
 class Forecast:
-    """Fed with what the engine says; what is usual here is a mean in which the late count more."""
+    """Learns from what the engine says; averages favour recent samples."""
 
     def __init__(self) -> None:
-        self._prompts: dict[SequenceId, tuple[int, int]] = {}  # total, and what of it is computed
+        self._prompts: dict[SequenceId, tuple[int, int]] = {}  # total and computed
         self._num_tokens: dict[SequenceId, int] = {}  # of each sequence that has some
         self._length = _Mean()  # tokens of an answer
         self._pace = _Mean()  # seconds that a place is taken for each token
@@ -78,7 +78,7 @@ class Forecast:
         self._looked_at, self._num_new = now, 0
 
     def forget_running(self) -> None:
-        """The engine is gone, and what it was at; what is usual stays."""
+        """The engine is gone with all that it ran; the averages stay."""
         self._prompts.clear()
         self._num_tokens.clear()
         self._looked_at = None
@@ -91,7 +91,7 @@ class Forecast:
         if length is None or pace is None or not rate:
             return itertools.repeat(None)
         left = [
-            # who has said more than is usual may go on for a while, as who knows him would say
+            # an answer longer than usual may go on for a while
             pace * min(asked(id).limit - said, max(length - said, length * _LEAST_LEFT))
             for id, said in self._num_tokens.items()
         ]
@@ -105,7 +105,7 @@ class Forecast:
 
 
 class _Mean:
-    """What is added fades with what comes after it."""
+    """A mean in which older samples fade."""
 
     def __init__(self) -> None:
         self._sum = self._weight = 0.0

@@ -40,7 +40,7 @@ _NO_ENGINE = EngineDown("engine_failed", "", given_up=False)
 
 
 class Generation:
-    """`run` is its one task, and the owner of every stream's."""
+    """`run` is its one task, and owns the tasks of all streams."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Generation:
         self.work = work
         self.streams = Registry(store)
         self.state = "loading"
-        self.status: Status | None = None  # the engine's newest numbers
+        self.status: Status | None = None  # the engine's latest numbers
         self.steps: deque[StepTrace] = deque(maxlen=NUM_TRACED_STEPS)  # and its last steps
         self.num_engine_starts = 0
         self.last_words = ""  # why the engine was given up

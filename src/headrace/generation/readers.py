@@ -106,7 +106,7 @@ class ReaderPause:
         """The result of `work`; raises the reason as soon as there is one."""
         async with racing(work, self._is_set.wait()) as (working, _):
             if not working.done() and self._reason is not None:
-                raise self._reason
+                raise self._reason.with_traceback(None)  # raised often: it would grow
             result: Result = await working
             return result
 

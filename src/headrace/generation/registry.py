@@ -116,7 +116,7 @@ class Registry:
         return found if found and found.record.names.owner == owner else None
 
     async def find_conversations(self, owner: str, names: Sequence[str]) -> list[Found]:
-        """The newest stream of each of these conversations, and of those named `<name>::…`."""
+        """The newest stream of each of these conversations, and of all named `<name>::…`."""
         found: dict[StreamId, Found] = {}
         for name in names:
             for stored in await self._store.find_family(ByConversation(owner, name)):
@@ -197,7 +197,7 @@ class Registry:
             if await _has_ended(stored.log):
                 return FinishedStream(stored.record, stored.log)
             if self._closed is not None:
-                raise self._closed
+                raise self._closed.with_traceback(None)
             changed = _first(added.wait(), stored.log.wait(stored.log.next_seq - 1))
             await self.unless_stalled(stored.record, changed)
         return live

@@ -243,10 +243,11 @@ class Stream:
         self._sequences.close(self._engine_knows)
 
     def _take(self, news: StreamNews, at_ms: int) -> None:
+        if isinstance(news, list):
+            for item in news:
+                self._take_item(item, at_ms)
+            return
         match news:
-            case list():
-                for item in news:
-                    self._take_item(item, at_ms)
             case EngineUp():
                 self._is_recovering = self._builder.has_begun
                 self._submit()

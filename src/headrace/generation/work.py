@@ -1,7 +1,7 @@
-"""Work that grows with what a client sent: done off the event loop, by who may be killed for it.
+"""Work that grows with what a client sent: done off the event loop, where it can be killed.
 
 A job is a pure function of bytes and a few small arguments; its result is bytes. Jobs run in
-worker processes, each bounded in memory and processor time, or, naively, in threads.
+worker processes, each with limited memory and processor time, or, naively, in threads.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ TEMPLATE_S = 5.0
 JOB_S = 60.0
 """Processor time that a whole job may take; a worker that takes more gets SIGVTALRM."""
 STILL_S = 15.0
-"""A worker at a job that takes no processor time for so long is held by somebody, or hangs."""
+"""A worker that uses no processor time for this long, with a job in hand, is stopped or hangs."""
 MEMORY_BYTES = 224 << 20
 """What a worker may hold beyond what it loaded."""
 
@@ -40,7 +40,7 @@ _NUM_WORKERS = 2
 _MAX_WAITING = 1024  # jobs, for one worker
 _ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
-    # a library that gets no memory for the traceback of its panic waits for itself for ever
+    # a library that panics without memory for its traceback deadlocks
     "RUST_BACKTRACE": "0",
     "RUST_LIB_BACKTRACE": "0",
 }
@@ -58,10 +58,10 @@ _VERDICTS = {
         "messages",
     ),
     -signal.SIGVTALRM: _TOO_MUCH,
-    -signal.SIGABRT: _TOO_MUCH,  # how a library ends that gets no memory
+    -signal.SIGABRT: _TOO_MUCH,  # a library ran out of memory
     -signal.SIGSEGV: _TOO_MUCH,
 }
-"""What a worker's death says about its job; after any other the job is tried once more."""
+"""What a worker's death says about its job; after any other death the job is tried again."""
 
 
 Body = Sequence[bytes | bytearray]
@@ -104,7 +104,7 @@ def perform(jobs: object, name: str, body: bytes, arguments: Sequence[Any]) -> b
 
 
 class ThreadWork:
-    """Jobs in threads of this process, for callers who bound themselves: LLM, and tests."""
+    """Jobs in threads of this process, for callers that limit themselves: LLM, and tests."""
 
     def __init__(self, jobs: object) -> None:
         self._jobs = jobs
@@ -143,17 +143,17 @@ class _Job:
         return _LARGE + self.size
 
     def __lt__(self, other: "_Job") -> bool:
-        """Whether it goes first: the smaller ones do, those about as large in their order."""
+        """Whether it goes first: smaller jobs do; those of about one size keep their order."""
         mine, theirs = self.size.bit_length(), other.size.bit_length()
         return (max(mine, _TINY_BITS), self.number) < (max(theirs, _TINY_BITS), other.number)
 
     def refuse(self, error: RequestError) -> None:
         if not self.done.done():
-            self.done.set_exception(error)
+            self.done.set_exception(error.with_traceback(None))  # shared: it would grow
 
 
 class WorkerPool:
-    """Jobs in processes of their own: `python -m MODULE SOCKET`, told `start` first."""
+    """Jobs in processes of their own: `python -m MODULE SOCKET`; each is sent `start` first."""
 
     def __init__(self, module: str, start: bytes) -> None:
         self._workers = [_Worker(module, start) for _ in range(_NUM_WORKERS)]
@@ -202,7 +202,7 @@ class _Worker:
                     self.load -= job.load
                     job.refuse(_SHUTDOWN)  # unless it is done
                     job.frame.clear()  # a refusal keeps the job in a cycle, but not the body
-                if self._process is None:  # it died of the job; the next one should find another
+                if self._process is None:  # the job killed it; the next one should find another
                     await self._warm_up()
         finally:
             self._has_ended = True
@@ -211,7 +211,7 @@ class _Worker:
             await self._bury()
 
     async def _warm_up(self) -> None:
-        """The first job should not wait for the process; if it cannot be had, the job says so."""
+        """Saves the first job the start; if there can be no process, that job will say so."""
         try:
             await self._living()
         except (OSError, EOFError) as error:
@@ -220,7 +220,7 @@ class _Worker:
 
     async def _do(self, job: _Job) -> None:
         for _ in range(2):
-            if job.done.done():  # whoever asked has gone
+            if job.done.done():  # the caller has gone
                 return
             try:
                 await self._living()
@@ -240,11 +240,11 @@ class _Worker:
                 elif not job.done.done():
                     job.done.set_result(reply)
                 return
-        logger.error("Two worker processes in a row died of one job")
+        logger.error("One job killed two worker processes in a row")
         job.refuse(RequestError("internal_error", "The server failed on this request."))
 
     async def _living(self) -> None:
-        """Starts a process unless one lives; OSError if there is none to be had now."""
+        """Starts a process unless one lives; OSError if the system gives none now."""
         if self._process is not None and not self._reader.at_eof():
             return
         await self._bury()
@@ -275,7 +275,7 @@ class _Worker:
         return refused, await self._reader.readexactly(length)
 
     async def _reply_in_time(self) -> tuple[bool, bytes]:
-        """TimeoutError if the worker stands still."""
+        """TimeoutError if the worker makes no progress."""
         replying = asyncio.create_task(self._reply())
         try:
             spent = -1.0
@@ -288,7 +288,7 @@ class _Worker:
             replying.cancel()
 
     def _processor_s(self) -> float:
-        """What the process has used so far; where the system does not tell, a time of its own."""
+        """Processor time used so far; the wall clock where the system does not say."""
         assert self._process is not None
         try:
             stat = Path(f"/proc/{self._process.pid}/stat").read_text()
@@ -298,7 +298,7 @@ class _Worker:
         return float(int(user) + int(system))
 
     async def _bury(self) -> int:
-        """Makes sure that the process is dead; how it ended. By a kill of ours: no verdict."""
+        """Makes sure that the process is dead; returns how it ended. Our own kill is no verdict."""
         if self._process is None:
             return 0
         process, self._process = self._process, None
@@ -314,7 +314,7 @@ class _Worker:
 
 _TOO_MANY = RequestError(
     "server_overloaded",
-    f"{_MAX_WAITING} requests wait to be read, and more are not taken; try again later.",
+    f"{_MAX_WAITING} requests are waiting to be read, and that is the limit; try again later.",
     retry_after_s=5,
 )
 _SHUTDOWN = RequestError("server_shutdown", "The server is shutting down.", retry_after_s=5)
@@ -351,7 +351,7 @@ def reply(connection: socket.socket, result: bytes, refused: bool = False) -> No
 
 
 def _receive_exactly(connection: socket.socket, size: int) -> bytes | None:
-    """Without a copy: a body may be the larger part of what the worker may hold."""
+    """Without a copy: a body may be most of what the worker may hold."""
     data = bytearray(size)
     view, have = memoryview(data), 0
     while have < size:

@@ -79,7 +79,7 @@ class Accepted(Event, frozen=True):
 
 
 class Queued(Event, frozen=True):
-    """Must wait: `position` 1 is next of `waiting`; `eta_ms` None while no rate is measured."""
+    """Waits in the queue: `position` 1 of `waiting` is next; no `eta_ms` before a rate is known."""
 
     position: int
     waiting: int
@@ -87,9 +87,9 @@ class Queued(Event, frozen=True):
 
 
 class Heartbeat(Event, frozen=True, omit_defaults=True):
-    """Life on a byte-addressed stream; on any stream, that its engine has died.
+    """A sign of life on a byte-addressed stream; on any stream, that its engine has died.
 
-    `state`: queued, prompt, decode, recovering. `form` says how wires show it: data or comment.
+    `state`: queued, prompt, decode, recovering. `form` says how it is sent: data or comment.
     `attempt` counts the recoveries of the stream from 1, and is set where one begins.
     """
 
@@ -111,8 +111,8 @@ class Progress(Event, frozen=True):
 class Tokens(Event, frozen=True, omit_defaults=True):
     """Tokens of one choice and the text they completed; either may be empty.
 
-    Text may lag behind ids (unfinished UTF-8, a possible stop string). `usage` and `timings` are
-    the figures so far. `end` is set on the last such event of a choice.
+    Text may lag behind ids (unfinished UTF-8, a possible stop string). `end` is set on the last
+    such event of a choice.
     """
 
     choice: int
@@ -144,16 +144,17 @@ class Error(Event, frozen=True):
     retryable: bool
 
 
-AnyEvent = Accepted | Queued | Heartbeat | Progress | Tokens | Finish | Error
+Terminal = Finish | Error
+AnyEvent = Accepted | Queued | Heartbeat | Progress | Tokens | Terminal
 
 
 _ANOTHER_MODEL = ("model_changed", "resume_mismatch")
 
 
 def is_terminal(event: AnyEvent) -> bool:
-    return isinstance(event, Finish | Error)
+    return isinstance(event, Terminal)
 
 
 def frees_key(event: AnyEvent) -> bool:
-    """Whether, after this end, the same idempotency key may run the request anew."""
+    """Whether, after this end, the same idempotency key may run the request again."""
     return isinstance(event, Error) and (event.retryable or event.code in _ANOTHER_MODEL)

@@ -12,7 +12,7 @@ _PAGE = 256
 
 
 class Log(Protocol):
-    """What writer and readers share; the store decides what durable means."""
+    """What a writer and its readers share; the store decides what durable means."""
 
     @property
     def next_seq(self) -> int:
@@ -21,14 +21,14 @@ class Log(Protocol):
     async def append(self, expected_seq: int, events: Sequence[AnyEvent]) -> None:
         """Returns when the events are durable; only then can a reader see them.
 
-        Raises LogConflict if the first event is not number `expected_seq`, after the end, and if
-        another writer has claimed the log since. A cancelled append may still become durable.
+        Raises LogConflict if the first event is not number `expected_seq`, if the log has ended,
+        and if another writer has claimed it since. A cancelled append may still become durable.
         """
 
     async def read(self, after: int, limit: int) -> tuple[Sequence[AnyEvent], bool]:
         """Events that follow number `after`, and whether nothing will ever follow them.
 
-        Raises LogGone once the stream was forgotten, LogUnsound if what is stored of it is damaged.
+        Raises LogGone if the stream was forgotten, LogUnsound if what is stored of it is damaged.
         """
 
     async def wait(self, after: int) -> None:
@@ -46,8 +46,8 @@ class LogGone(Exception):
 class LogUnsound(RequestError):
     """What is stored of a stream is not what was written, so none of it is served.
 
-    `row` is its number in the store, `reason` what of it, empty if the log has said so; `owner` and
-    `conversation` are None where nothing sound says them.
+    `row` is its number in the store. `reason` says what is damaged; it is empty if the server's
+    log has said so before. `owner` and `conversation` are None where they cannot be trusted.
     """
 
     def __init__(
@@ -60,8 +60,8 @@ class LogUnsound(RequestError):
     ) -> None:
         super().__init__(
             "stream_unsound",
-            "What is stored of this stream is damaged, and none of it can be sent. Delete it, or "
-            "send the request again; all other streams are served.",
+            "This stream is damaged on disk, and none of it can be sent. Delete it, or send the "
+            "request again; other streams are not affected.",
         )
         self.row = row
         self.stream_id = stream_id
@@ -73,8 +73,8 @@ class LogUnsound(RequestError):
 class Tail:
     """The newest events of a log in memory, and the readers that wait for more.
 
-    Only events that are durable enter it. With `keep` it drops all but the last `keep` to
-    2 x `keep` events, without it none. For the event loop's thread alone.
+    Only durable events enter it. With `keep` it holds the last `keep` to 2 x `keep` events,
+    without it all of them. For the event loop's thread only.
     """
 
     __slots__ = ("_events", "_gone", "_keep", "_waiting", "has_ended", "next_seq")
@@ -107,7 +107,7 @@ class Tail:
     def read(self, after: int, limit: int) -> list[AnyEvent] | None:
         """Up to `limit` events that follow number `after`; None if the first was dropped."""
         if self._gone is not None:
-            raise self._gone
+            raise self._gone.with_traceback(None)  # raised often: it would grow
         start = after + 1 - (self.next_seq - len(self._events))
         return self._events[start : start + limit] if start >= 0 else None
 

@@ -80,7 +80,7 @@ class MemoryStore:
 
 
 class _Entry:
-    """One stream: its log, who may write it, and what a sweep asks."""
+    """One stream: its log, who may write it, and what a sweep needs."""
 
     __slots__ = ("_names", "ended_at", "epoch", "log", "num_bytes", "read_at", "record")
 
@@ -120,7 +120,7 @@ class _Entry:
 
 
 class _Log:
-    """A stream's log in the hands of its writer of one epoch, or of a reader."""
+    """A stream's log as the writer of one epoch, or a reader, holds it."""
 
     __slots__ = ("_entry", "_epoch")
 

@@ -1,4 +1,4 @@
-"""What lies beside a log: with the events, all that rendering and recovery need."""
+"""What is stored beside a log: with its events, all that rendering and recovery need."""
 
 from array import array
 
@@ -9,7 +9,7 @@ from headrace.core.request import Chat, Request
 
 
 class Names(msgspec.Struct, frozen=True):
-    """Under which names a stream can be found; they belong to `owner`, the name of an API key.
+    """The names that find a stream; they belong to `owner`, the name of an API key.
 
     `digest` identifies route and body bytes: two requests with equal digests are the same.
     """

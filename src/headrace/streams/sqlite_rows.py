@@ -1,6 +1,6 @@
-"""What the store says to its database: each function is a few statements of one transaction.
+"""The store's SQL: each function is a few statements of one transaction.
 
-Every row carries a checksum, and the numbers of a log have no gap: what fails either is LogUnsound.
+Each row has a checksum, and the numbers of a log have no gap; where either fails, LogUnsound.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ _COLUMNS = (
     f"SELECT {_SEALED}, streams.checksum, record, records.checksum "
     "FROM streams LEFT JOIN records USING (n)"
 )
-_MAX_ROW = 1 << 53  # far beyond any real one; the largest there is leaves no number for the next
+_MAX_ROW = 1 << 53  # far beyond any real one; SQLite's largest leaves no number for the next
 _PAGE = 256
 _UNREADABLE = (msgspec.DecodeError, ValueError, TypeError, RecursionError)
 
@@ -39,7 +39,7 @@ _NAME_COLUMNS = {ById: ("id",), ByConversation: ("owner", "conversation"), ByKey
 
 
 class Row(msgspec.Struct, frozen=True):
-    """A stream as it was in one transaction; `epoch` is that of a writer who just got it."""
+    """A stream as one transaction saw it; `epoch` is set for the writer that claimed it there."""
 
     n: int
     next_seq: int
@@ -49,7 +49,7 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class Batch(msgspec.Struct, frozen=True):
-    """What one append adds; `frees_key`: it ends in an error after which the same key may retry."""
+    """What one append adds; `frees_key`: it ends in an error after which the key may be reused."""
 
     first_seq: int
     num_events: int
@@ -59,10 +59,10 @@ class Batch(msgspec.Struct, frozen=True):
 
 
 def checksum(*values: Any) -> bytes:
-    """Of a row, its place included, so that an altered, moved or copied one is seen.
+    """Over a row and its place: shows that a row was altered, moved or copied.
 
-    64 bits of BLAKE2b: it takes a microsecond, and chance meets it once in 10^19, where CRC-32
-    would let one altered row in 4 billion pass and several of equal changes at once.
+    64 bits of BLAKE2b take a microsecond; a change goes unseen once in 10^19. CRC-32 would miss
+    one altered row in 4 billion, and all rows of equal changes at once.
     """
     return hashlib.blake2b(_encode(values), digest_size=8).digest()
 
@@ -73,7 +73,7 @@ def make_batch(first_seq: int, events: Sequence[AnyEvent]) -> Batch:
 
 
 def claim(db: sqlite3.Connection, record: Record, replaces: StreamId | None) -> Row:
-    """A new row, or that of the stream which holds one of the names."""
+    """A new row, or the row of the stream that holds one of the names."""
     names = record.names
     lookups: list[Name] = [ById(record.id)]
     if names.key is not None:
@@ -109,14 +109,14 @@ def find_family(db: sqlite3.Connection, name: ByConversation) -> list[Row | LogU
 
 
 def claim_unfinished(db: sqlite3.Connection) -> list[Row | LogUnsound]:
-    """Live streams, each read to its end once; the unsound ones are set aside, and live no more."""
+    """Live streams, each read to its end once; unsound ones are set aside, which ends them."""
     found = [_read_through(db, row) for row in _select(db, "ended_at IS NULL")]
     set_aside(db, [row for row in found if isinstance(row, LogUnsound)])
     return [_claim_again(db, row) if isinstance(row, Row) else row for row in found]
 
 
 def append(db: sqlite3.Connection, n: int, epoch: int, batch: Batch) -> None:
-    """Raises LogConflict, before anything is changed, unless this writer's append is the next."""
+    """LogConflict, with nothing changed, unless this writer's append is the next."""
     now = time.time()
     changed = db.execute(
         """UPDATE streams SET next_seq = next_seq + ?, num_bytes = num_bytes + ?, read_at = ?,
@@ -136,7 +136,7 @@ def append(db: sqlite3.Connection, n: int, epoch: int, batch: Batch) -> None:
 
 
 def read(db: sqlite3.Connection, row: Row, after: int, num: int) -> list[AnyEvent]:
-    """The `num` events that follow number `after`; LogGone if the stream is."""
+    """The `num` events that follow number `after`; LogGone if the stream was forgotten."""
     batches = db.execute(
         """SELECT first_seq, events, checksum FROM batches WHERE n = ?1 AND first_seq >= coalesce(
             (SELECT max(first_seq) FROM batches WHERE n = ?1 AND first_seq <= ?2), 0)
@@ -170,7 +170,7 @@ def touch(db: sqlite3.Connection, read_at: dict[int, float]) -> None:
 
 
 def kept(db: sqlite3.Connection) -> list[Kept]:
-    """All streams; one whose row was changed counts for nothing until it is set aside."""
+    """All streams, without those whose row was altered and that are not yet set aside."""
     rows = db.execute(f"SELECT {_SEALED}, checksum, CAST(read_at AS REAL) FROM streams")
     return [
         Kept(row[1], row[7], row[10], row[8])
@@ -180,12 +180,12 @@ def kept(db: sqlite3.Connection) -> list[Kept]:
 
 
 def live(db: sqlite3.Connection) -> list[tuple[int, StreamId, int]]:
-    """Row, id and next seq of every stream without an end."""
+    """Row, id and next seq of all live streams."""
     return db.execute("SELECT n, id, next_seq FROM streams WHERE ended_at IS NULL").fetchall()
 
 
 def unsound(db: sqlite3.Connection) -> list[LogUnsound]:
-    """Streams whose row was changed; records and events are checked when they are read."""
+    """Streams whose row was altered; records and events are checked when they are read."""
     rows = db.execute(f"SELECT {_SEALED}, checksum FROM streams").fetchall()
     changed = [row[0] for row in rows if row[9] not in (SET_ASIDE, checksum(*row[:9]))]
     found = [row for n in changed for row in _select(db, "n = ?", n)]
@@ -193,11 +193,11 @@ def unsound(db: sqlite3.Connection) -> list[LogUnsound]:
 
 
 def set_aside(db: sqlite3.Connection, unsound: Sequence[LogUnsound]) -> None:
-    """Ends unsound streams where they stand: to be told of and deleted, and never read.
+    """Ends unsound streams where they stand: they can be found and deleted, but not read.
 
-    Their keys are free. They keep those names that something sound says.
+    Their keys are free. They keep the names that can be trusted.
     """
-    for one in unsound:  # first all make room, for rows may have taken each other's names
+    for one in unsound:  # all first give up their names: rows may have taken each other's
         db.execute(
             """UPDATE streams SET id = 'unsound-' || n, owner = x'', conversation = NULL,
                 key = NULL, num_bytes = 0, ended_at = ?, checksum = ? WHERE n = ?""",
@@ -218,7 +218,7 @@ def set_aside(db: sqlite3.Connection, unsound: Sequence[LogUnsound]) -> None:
 
 
 def drop_orphans(db: sqlite3.Connection) -> int:
-    """Removes what belongs to no stream; returns how many logs that were."""
+    """Removes logs that belong to no stream; returns how many."""
     db.execute(
         """UPDATE sqlite_sequence SET seq = (SELECT coalesce(max(n), 0) FROM streams)
             WHERE name = 'streams' AND NOT (typeof(seq) = 'integer' AND seq BETWEEN 0 AND ?)""",
@@ -237,7 +237,7 @@ def drop_orphans(db: sqlite3.Connection) -> int:
 
 
 def seal_all(db: sqlite3.Connection) -> None:
-    """Gives every row of a database without checksums its own."""
+    """Adds a checksum to every row."""
     db.create_function("checksum", -1, checksum, deterministic=True)
     db.execute("UPDATE records SET checksum = checksum(n, CAST(record AS BLOB))")
     db.execute("UPDATE batches SET checksum = checksum(n, first_seq, CAST(events AS BLOB))")
@@ -250,7 +250,7 @@ def _select(db: sqlite3.Connection, where: str, *values: Any) -> list[Row | LogU
 
 
 def _row(*columns: Any) -> Row | LogUnsound:
-    """The stream of a row, if row and record are as they were written and agree."""
+    """The stream of a row, if row and record are as written and agree."""
     sealed, (seal, data, record_seal) = columns[:9], columns[9:]
     n, stream_id, owner, conversation, key, _, next_seq, _, ended_at = sealed
     record = _open_record(n, data, record_seal)
@@ -274,7 +274,7 @@ def _row(*columns: Any) -> Row | LogUnsound:
 
 
 def _open_record(n: int, data: Any, seal: Any) -> Record | None:
-    """None unless it is as it was written, and means something to this version."""
+    """None unless it is as written and this version can decode it."""
     if seal == checksum(n, data):
         with contextlib.suppress(*_UNREADABLE):
             return _decode_record(data)
@@ -282,7 +282,7 @@ def _open_record(n: int, data: Any, seal: Any) -> Record | None:
 
 
 def _open_batch(row: Row, first_seq: Any, data: Any, seal: Any) -> list[AnyEvent]:
-    """LogUnsound unless it is as it was written, and means something to this version."""
+    """LogUnsound unless it is as written and this version can decode it."""
     if seal == checksum(row.n, first_seq, data):
         with contextlib.suppress(*_UNREADABLE):
             events = _decode_events(data)
@@ -339,6 +339,6 @@ def _insert(db: sqlite3.Connection, record: Record) -> Row:
 
 
 def _seal(db: sqlite3.Connection, n: int) -> None:
-    """Puts a row's checksum right after a change of ours."""
+    """Updates a row's checksum after a change of ours."""
     sealed = db.execute(f"SELECT {_SEALED} FROM streams WHERE n = ?", (n,)).fetchone()
     db.execute("UPDATE streams SET checksum = ? WHERE n = ?", (checksum(*sealed), n))

@@ -1,4 +1,4 @@
-"""The database file: opened, checked, brought to today's schema; a damaged one is moved aside."""
+"""The database file: opened, checked, migrated to the current schema; moved aside if damaged."""
 
 import contextlib
 import logging
@@ -50,9 +50,9 @@ MIGRATIONS: tuple[tuple[Step, ...], ...] = (
         seal_all,
     ),
 )
-"""What leads from each version of the schema to the next; the first begins with nothing.
+"""Steps from each version of the schema to the next; the first starts from nothing.
 
-Each changes a table: the version is told by the tables, for a number may be a damaged byte.
+Each changes a table: the version is known by its tables, since a stored number may be damaged.
 """
 
 _CANNOT = {
@@ -64,17 +64,17 @@ _CANNOT = {
     sqlite3.SQLITE_NOMEM,
     sqlite3.SQLITE_PERM,
 }
-"""What the machine says when a database may be whole; all else that a check says is damage."""
+"""Errors of the machine, with which a database may be whole; any other is damage."""
 
 _READ_ONLY = {sqlite3.SQLITE_READONLY_DIRECTORY, sqlite3.SQLITE_READONLY_CANTINIT}
 
 
 class _Damaged(Exception):
-    """The file is no database of ours any more."""
+    """The file is no longer a database of ours."""
 
 
 def open_database(state: StateDir) -> sqlite3.Connection:
-    """The connection of the writer, to a database that is whole and of today's schema."""
+    """The writer's connection, to a sound database of the current schema."""
     path = state.private_file(NAME)
     try:
         return _open_whole(path)
@@ -116,7 +116,7 @@ def _open_whole(path: Path) -> sqlite3.Connection:
 
 @contextlib.contextmanager
 def _judged() -> Iterator[None]:
-    """What SQLite says of a file is damage, unless it is the machine that fails."""
+    """An error of SQLite means damage, unless the machine failed."""
     try:
         yield
     except sqlite3.Error as error:
@@ -125,16 +125,16 @@ def _judged() -> Iterator[None]:
         if cannot and code != sqlite3.SQLITE_IOERR_SHORT_READ:
             raise
         raise _Damaged from error
-    except UnicodeDecodeError as error:  # in what SQLite says of damaged tables
+    except UnicodeDecodeError as error:  # in an error message about damaged tables
         raise _Damaged from error
 
 
 def _check(connection: sqlite3.Connection) -> None:
-    """Reads every page: damage must show now, not in the middle of somebody's stream."""
+    """Reads every page: damage must show now, not in the middle of a stream."""
     if connection.execute("PRAGMA quick_check(1)").fetchone() != ("ok",):
         raise _Damaged
     if connection.execute("PRAGMA integrity_check(1)").fetchone() != ("ok",):
-        logger.warning("The indexes of the database of streams were damaged and are made anew")
+        logger.warning("The indexes of the stream database were damaged and are rebuilt")
         connection.execute("REINDEX")
     connection.execute("BEGIN IMMEDIATE")
     connection.execute("PRAGMA user_version = 0")  # fails where a damaged header forbids writing
@@ -186,7 +186,7 @@ def _apply(connection: sqlite3.Connection, migration: tuple[Step, ...]) -> None:
 
 def _move_aside(path: Path) -> None:
     aside = path.with_name(f"{path.name}.damaged-{time.time_ns()}")
-    logger.warning("The database of streams is damaged; it is kept as %s", aside.name)
+    logger.warning("The stream database is damaged; it is kept as %s", aside.name)
     for suffix in ("-wal", ""):
         part = path.with_name(path.name + suffix)
         if part.exists():

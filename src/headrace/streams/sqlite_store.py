@@ -36,7 +36,7 @@ from headrace.streams.sweep import choose
 
 logger = logging.getLogger(__name__)
 
-_TAIL = 32  # events of a live stream in memory, so that readers who keep up need no SQL
+_TAIL = 32  # events of a live stream in memory: readers that keep up need no SQL
 _EVICTED_AT_ONCE = 100  # appends pass between two transactions of a sweep
 
 Result = TypeVar("Result")
@@ -48,9 +48,9 @@ class SqliteStore:
     is_durable = True
 
     def __init__(self, state: StateDir, connection: sqlite3.Connection) -> None:
-        self._named: set[int] = set()  # rows of which the log says that they are unsound
+        self._named: set[int] = set()  # rows that the server's log has named as unsound
         self._mend(connection)
-        # Every live stream has its tail here; one that does not has ended, or is not yet known.
+        # all live streams; any other has ended, or is not known yet
         self._live = {
             stream_id: Tail(next_seq, keep=_TAIL)
             for n, stream_id, next_seq in rows.live(connection)
@@ -74,7 +74,7 @@ class SqliteStore:
             raise
 
     async def close(self) -> None:
-        """What was appended is committed, the threads are gone, the directory is free."""
+        """Commits what was appended, ends the threads, unlocks the directory."""
         await self._reader.close()
         await self._writer.close()
         self._state.close()
@@ -88,7 +88,7 @@ class SqliteStore:
         for found in await self._ask(partial(rows.find_all, name=name)):
             if isinstance(found, Stored):
                 return found
-            if not isinstance(name, ByKey):  # whose key is free, for a retry to run anew
+            if not isinstance(name, ByKey):  # the key is free, so that a retry can run
                 raise found
         return None
 
@@ -118,7 +118,7 @@ class SqliteStore:
             sound = [row for row in found if isinstance(row, rows.Row)]
             if all(row.has_ended or row.record.id in self._live for row in sound):
                 break
-            # else one was created or has ended during the query
+            # one was created, or has ended, during the query
         self._read_at.update((row.n, time.time()) for row in sound)
         for row in found:
             if isinstance(row, LogUnsound):
@@ -126,7 +126,7 @@ class SqliteStore:
         return [self._stored(row) if isinstance(row, rows.Row) else row for row in found]
 
     def _mend(self, connection: sqlite3.Connection) -> None:
-        """Before anybody reads: takes out of the way what somebody else wrote."""
+        """Before anybody reads: sets aside the rows that this store did not write."""
         unsound = rows.unsound(connection)
         for one in unsound:
             self._name(one)
@@ -136,11 +136,11 @@ class SqliteStore:
             if num_orphans := rows.drop_orphans(connection):
                 logger.warning("%d logs without a stream were removed", num_orphans)
             connection.commit()
-        except sqlite3.OperationalError:  # a full disk: what is unsound is seen wherever it is read
+        except sqlite3.OperationalError:  # a full disk: damage is then found when it is read
             connection.rollback()
 
     async def _set_aside(self, unsound: LogUnsound) -> None:
-        """Names a stream once, and has it stay unsound; one that is written now goes on."""
+        """Names a stream once and marks it as unsound, unless it is being written."""
         if unsound.row not in self._named and unsound.stream_id not in self._live:
             self._name(unsound)
             with contextlib.suppress(StoreStalled):
@@ -185,7 +185,7 @@ class SqliteStore:
 
 
 class _Log:
-    """A stream's log in the hands of its writer of one epoch, or of a reader."""
+    """A stream's log as the writer of one epoch, or a reader, holds it."""
 
     __slots__ = ("_row", "_store", "_tail")
 
@@ -241,7 +241,9 @@ class _Reader:
         try:
             return await loop.run_in_executor(self._thread, work, self._connection)
         except sqlite3.Error as error:
-            raise StoreStalled("The store of streams cannot be read; try again later.") from error
+            raise StoreStalled(
+                "The server cannot read its stored streams now; try again later."
+            ) from error
 
     async def close(self) -> None:
         loop = asyncio.get_running_loop()

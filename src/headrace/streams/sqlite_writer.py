@@ -13,10 +13,10 @@ from headrace.streams.store import StoreStalled
 
 logger = logging.getLogger(__name__)
 
-GROUP_S = 0.005  # what arrives within it shares a transaction, so a sync of the disk
+GROUP_S = 0.005  # writes within it share a transaction, and so one sync of the disk
 RETRY_S = 0.25
-STALL_S = 8.0  # without a commit for so long, the store has stalled
-NUM_TICKS = 8  # in which that time is counted
+STALL_S = 8.0  # after this long without a commit, the store has stalled
+NUM_TICKS = 8  # that count this time
 MAX_WAITING_BYTES = 64 << 20
 
 Result = TypeVar("Result")
@@ -42,11 +42,11 @@ class _Write(Generic[Result]):
         self.error: Exception | None = None
 
     def settle(self) -> None:
-        """On the loop. The result is published even if nobody waits for it any more."""
+        """On the loop. The result is published even if nobody waits for it."""
         if self.error is None:
             try:
                 result = self.publish(self.result)
-            except Exception as error:  # its caller's to hear, not that of the writes beside it
+            except Exception as error:  # for its own caller, not those of the other writes
                 self.error = error
         if self.done.cancelled():
             return
@@ -81,8 +81,8 @@ class Writer:
     ) -> Result:
         """What `publish` returns, called with the result of `work` right after its commit.
 
-        `work` may run again after a failed commit. With `num_bytes` the write outlasts a stall
-        and is counted in its buffer; without, it fails with StoreStalled.
+        `work` may run again after a failed commit. A write with `num_bytes` waits in the buffer
+        through a stall; one without fails with StoreStalled.
         """
         write = _Write(work, publish, num_bytes)
         self._check_room(write)
@@ -94,7 +94,7 @@ class Writer:
         return await write.done
 
     async def close(self) -> None:
-        """Commits what waits, once, and closes the database; what cannot be committed fails."""
+        """Tries once to commit what waits, then closes the database; the rest fails."""
         self._closing.set()
         self._writes.put(None)
         await asyncio.to_thread(self._thread.join, STALL_S)  # a disk may never answer
@@ -103,13 +103,13 @@ class Writer:
 
     def _check_room(self, write: _Write[Any]) -> None:
         if self._closing.is_set():
-            raise StoreStalled("The store of streams is closed.")
+            raise StoreStalled("The stream store is closed.")
         if self.stalled.is_set() and not write.is_patient:
-            raise StoreStalled("The store of streams cannot write now; try again later.")
+            raise StoreStalled("The server cannot write to its disk now; try again later.")
         waiting = self._num_waiting_bytes
         if waiting and waiting + write.num_bytes > MAX_WAITING_BYTES:
             raise StoreStalled(
-                f"{waiting} bytes wait to be stored, and {MAX_WAITING_BYTES} is the most."
+                f"{waiting} bytes are waiting to be stored; the limit is {MAX_WAITING_BYTES}."
             )
 
     # on the loop, called by the thread
@@ -123,7 +123,7 @@ class Writer:
     def _committed(self, writes: list[_Write[Any]]) -> None:
         self._settle(writes)
         if self.stalled.is_set():
-            logger.warning("The store of streams writes again")
+            logger.warning("The stream store can write again")
             self.stalled.clear()
             self.writable.set()
         assert self._watch is not None, "every write is watched until its commit"
@@ -137,7 +137,7 @@ class Writer:
         self._watch = loop.call_later(tick_s, self._tick, num_left, loop.time() + 1.5 * tick_s)
 
     def _tick(self, num_left: int, late_at: float) -> None:
-        """One that comes late counts for nothing: the loop was blocked, and not the store."""
+        """A late tick does not count: the loop was blocked, not the store."""
         if asyncio.get_running_loop().time() < late_at:
             num_left -= 1
         if num_left:
@@ -147,7 +147,7 @@ class Writer:
 
     def _stall(self, why: str, refused: list[_Write[Any]]) -> None:
         if not self.stalled.is_set():
-            logger.warning("The store of streams cannot write: %s", why)
+            logger.warning("The stream store cannot write: %s", why)
             self.stalled.set()
             self.writable.clear()
         self._settle(refused)
@@ -163,7 +163,7 @@ class Writer:
         self._connection.close()  # the last to close moves the write-ahead log into the database
 
     def _gather(self) -> tuple[list[_Write[Any]], bool]:
-        """Waits for a write and takes those that come soon after; False with the last ones."""
+        """Waits for a write and takes those that soon follow; False with the last ones."""
         gathered = [self._writes.get()]
         if gathered[0] is not None:
             time.sleep(GROUP_S)
@@ -172,7 +172,7 @@ class Writer:
         return [write for write in gathered if write is not None], gathered[-1] is not None
 
     def _commit(self, writes: list[_Write[Any]]) -> None:
-        """Commits all in one transaction, however often it takes; only closing ends that."""
+        """Commits all in one transaction; retries until it succeeds or the store closes."""
         loop = writes[0].done.get_loop()
         while not self._try(writes):
             outlasting = [write for write in writes if self._outlasts(write)]
@@ -184,7 +184,7 @@ class Writer:
         loop.call_soon_threadsafe(self._committed, writes)
 
     def _try(self, writes: list[_Write[Any]]) -> bool:
-        """Whether the transaction was committed, without the writes that it cannot hold."""
+        """Whether the transaction was committed; writes that can never succeed are left out."""
         while True:
             try:
                 self._attempt([write for write in writes if write.error is None])
@@ -210,9 +210,9 @@ class Writer:
         self._connection.commit()
 
     def _outlasts(self, write: _Write[Any]) -> bool:
-        """Whether to try again after a failure; a write that does not fails with it."""
+        """Whether to try again after a failure; if not, the write fails with it."""
         if write.error is None and not (write.is_patient and not self._closing.is_set()):
-            write.error = StoreStalled("The store of streams cannot write now; try again later.")
+            write.error = StoreStalled("The server cannot write to its disk now; try again later.")
         return write.error is None
 
 
@@ -221,5 +221,5 @@ class _Refused(Exception):
 
 
 def _is_storage_failure(error: Exception) -> bool:
-    """Whether the disk or the file failed, and not one write."""
+    """Whether the disk or the file failed, rather than one write."""
     return isinstance(error, sqlite3.OperationalError) or type(error) is sqlite3.DatabaseError

@@ -21,7 +21,7 @@ class StateInUse(StateError):
 
 
 class StateDir:
-    """A locked directory. The lock is the process's: it goes with it, however it ends."""
+    """A locked directory. The lock belongs to the process, and is gone when that ends."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -39,13 +39,13 @@ class StateDir:
             ) from error
 
     def private_file(self, name: str) -> Path:
-        """A file that only its user can read; made if it does not exist."""
+        """A file that only its user can read; created if it does not exist."""
         path = self.path / name
         try:
             os.close(_open_private(path))
         except OSError as error:
             raise StateError(
-                f"The state directory cannot be used: {name}: {error.strerror}. Remove that, or "
+                f"The state directory cannot be used: {name}: {error.strerror}. Remove it, or "
                 "choose another directory with --state-dir."
             ) from error
         return path
@@ -58,7 +58,7 @@ def _lock(directory: Path) -> int:
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     lock = directory / "lock"
     if lock.exists() or not any(directory.iterdir()):
-        directory.chmod(0o700)  # a directory full of other things is not ours to close
+        directory.chmod(0o700)  # a directory that holds other things keeps its mode
     with contextlib.ExitStack() as opened:
         descriptor = _open_private(lock)
         opened.callback(os.close, descriptor)

@@ -33,8 +33,8 @@ Name = ById | ByConversation | ByKey
 class Stored(msgspec.Struct, frozen=True):
     """A stream as its store has it.
 
-    Its log takes appends only from whoever created the stream, or claimed it since; to all others
-    it is for reading.
+    Only the writer that created the stream, or has claimed it since, can append to its log; all
+    others only read it.
     """
 
     record: Record
@@ -42,7 +42,7 @@ class Stored(msgspec.Struct, frozen=True):
 
 
 class Retention(msgspec.Struct, frozen=True):
-    """How long and how much of what has ended is kept; live streams always are."""
+    """How long, and how many, ended streams are kept; live ones always are."""
 
     keep_s: float = 24 * 3600.0
     max_streams: int = 10_000
@@ -63,11 +63,11 @@ class StoreStalled(RequestError):
 
 
 class Store(Protocol):
-    """One test suite holds for every store.
+    """All stores pass one test suite.
 
-    While commits fail, `stalled` is set and `writable` is not: whoever waits for an uncommitted
-    event may say so to its client. An append goes on waiting, the store goes on trying; everything
-    else raises StoreStalled, and so does an append that finds the buffer full.
+    While commits fail, `stalled` is set and `writable` is not, so that a client who waits for an
+    uncommitted event can be told. An append goes on waiting while the store goes on trying;
+    everything else raises StoreStalled, and so does an append that finds the buffer full.
     """
 
     is_durable: bool  # whether it survives the server
@@ -78,15 +78,15 @@ class Store(Protocol):
         """A new stream, or the one that holds one of its names.
 
         Atomic over the stream id, the idempotency key and the conversation, looked up in this
-        order. A conversation whose stream has ended, or is `replaces`, is taken over. Whose record
-        comes back tells who holds the names.
+        order. A conversation whose stream has ended, or is `replaces`, is taken over. The record
+        that comes back is the one that holds the names.
         """
 
     async def find(self, name: Name) -> Stored | None:
-        """The stream of that name, ended ones too; counts as reading it.
+        """The stream of that name, live or ended; counts as reading it.
 
-        A key is free, so finds nothing, once its stream ended in an error after which the request
-        may run anew, and where its stream is unsound. LogUnsound by any other name.
+        LogUnsound if it is damaged. A key finds nothing once it is free: its stream is damaged, or
+        ended in an error after which the request may run again.
         """
 
     async def find_family(self, name: ByConversation) -> list[Stored]:
@@ -101,7 +101,7 @@ class Store(Protocol):
     async def unfinished(self) -> list[Stored]:
         """Streams without a terminal event, oldest first, claimed for the caller to write.
 
-        Unsound ones are set aside instead: they end here, and are told of to whoever asks.
+        Unsound ones are set aside instead: they end here, and finding them raises LogUnsound.
         """
 
     async def sweep(self, retention: Retention, now: float) -> Totals:

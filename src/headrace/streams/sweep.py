@@ -1,4 +1,4 @@
-"""Which ended streams have to go: too old, or the least recently read beyond a cap."""
+"""Which ended streams to evict: those too old, then the least recently read beyond a cap."""
 
 from collections.abc import Iterable
 

@@ -20,24 +20,18 @@ class Tally:
         self._max_gap_ms = 0
 
     def feed(self, event: AnyEvent) -> None:
-        match event:
-            case Tokens(ids=ids, at_ms=at_ms, choice=choice) if ids:
-                self._num_predicted += len(ids)
-                if self._answered_at is None:
-                    self._answered_at = at_ms
-                self._token_at = at_ms
-                gap_ms = at_ms - self._token_at_of.get(choice, at_ms)
-                self._max_gap_ms = max(self._max_gap_ms, gap_ms)
-                self._token_at_of[choice] = at_ms
-            case Progress():
-                if event.choice not in self._planned:
-                    self._planned.add(event.choice)
-                    self._num_cached += event.cache
-                if self._planned_at is None:
-                    self._planned_at = event.at_ms
-                self._progress_at = event.at_ms
-            case Accepted():
-                self._num_prompt = event.prompt_tokens
+        if isinstance(event, Tokens):  # most events are
+            if event.ids:
+                self._feed_tokens(event)
+        elif isinstance(event, Progress):
+            if event.choice not in self._planned:
+                self._planned.add(event.choice)
+                self._num_cached += event.cache
+            if self._planned_at is None:
+                self._planned_at = event.at_ms
+            self._progress_at = event.at_ms
+        elif isinstance(event, Accepted):
+            self._num_prompt = event.prompt_tokens
 
     @property
     def usage(self) -> Usage:
@@ -56,6 +50,15 @@ class Tally:
             queue_ms=float(planned_at or 0),
             max_gap_ms=float(self._max_gap_ms),
         )
+
+    def _feed_tokens(self, event: Tokens) -> None:
+        at_ms = event.at_ms
+        if self._answered_at is None:
+            self._answered_at = at_ms
+        gap_ms = at_ms - self._token_at_of.get(event.choice, at_ms)
+        self._max_gap_ms = max(self._max_gap_ms, gap_ms)
+        self._token_at = self._token_at_of[event.choice] = at_ms
+        self._num_predicted += len(event.ids)
 
 
 def _length(first_ms: int | None, last_ms: int) -> float:

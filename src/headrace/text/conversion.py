@@ -1,4 +1,4 @@
-"""Where a model's tokenizer.json is; made once from older files, kept in the user's cache."""
+"""Where a model's tokenizer.json is; converted once from older files, in the user's cache."""
 
 import hashlib
 import os
@@ -34,8 +34,7 @@ def tokenizer_file(folder: Path) -> Path:
     found = [name for name in VOCABULARIES if (folder / name).exists()]
     if not found:
         raise ModelError(
-            f"The model has no tokenizer: tokenizer.json, {', '.join(VOCABULARIES)} were looked "
-            "for.",
+            f"The model has no tokenizer: none of tokenizer.json, {', '.join(VOCABULARIES)}.",
             "tokenizer_invalid",
         )
     converted = _cache() / f"{_digest(folder)}.json"

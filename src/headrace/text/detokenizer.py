@@ -36,6 +36,11 @@ class Detokenizer:
         if not data:
             self.span = (self.num_chars, self.num_chars)
             return ""
+        if data.isascii() and not self.pending:  # most tokens are
+            start = self.num_chars
+            self.num_chars = end = start + len(data)
+            self.span = (start, end)
+            return data.decode()
         start = self.num_chars + _breaks(self.pending, data)
         text, self.pending = _whole_characters(self.pending + data)
         self.num_chars += len(text)

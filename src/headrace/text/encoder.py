@@ -1,4 +1,4 @@
-"""Text to ids for prompts of any length: in one call, or in windows where those are proven."""
+"""Text to ids for prompts of any length: in one call, or in windows where they give the same."""
 
 from array import array
 from functools import cached_property
@@ -42,9 +42,9 @@ class Encoder:
 
     @cached_property
     def can_stream(self) -> bool:
-        """Whether windows give the ids of one call on all probes; found out by the first long text.
+        """Whether windows give the ids of one call on all probes; the first long text finds out.
 
-        Takes about half a second: ask for it in a worker thread.
+        Takes about half a second: call it in a worker thread.
         """
         tokenizer = self._tokenizer
         probes = islice(hard_texts(0, tokenizer.added_tokens), NUM_PROBES)

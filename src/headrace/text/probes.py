@@ -1,4 +1,4 @@
-"""Texts that are hard to tokenize in parts; made by dice, never judged here."""
+"""Random texts that are hard to tokenize in parts; never judges them."""
 
 import random
 from collections.abc import Callable, Iterator, Sequence

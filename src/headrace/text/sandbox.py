@@ -1,8 +1,8 @@
-"""The Jinja environment that chat templates run in; bounds what a template can take.
+"""The Jinja environment that chat templates run in; limits their time and size.
 
-Time: every turn of a loop and every call of a macro looks at the clock. Size: the output and the
-results of `+`, `*`, `**` and `~` are bounded. What one built-in filter does on its own cannot be
-interrupted: the caller's worker may be given up, never the event loop.
+Time: every iteration of a loop and every call of a macro checks the clock. Size: the output and
+the results of `+`, `*`, `**` and `~` are limited. A single built-in filter cannot be interrupted:
+the caller may lose its worker to it, never the event loop.
 """
 
 import json
@@ -25,7 +25,7 @@ MAX_SECONDS = 5.0
 
 
 class Overrun(Exception):
-    """The template took more than it may; the message says of what."""
+    """The template took too much; the message says what."""
 
 
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
@@ -37,14 +37,14 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         super().__init__(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
         )
-        del self.globals["lipsum"]  # writes as much filler as it is asked for, in one call
+        del self.globals["lipsum"]  # writes any amount of filler in one call
         self.filters["tojson"] = _to_json
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = _strftime_now
         self._clock = threading.local()
 
     def render(self, template: jinja2.Template, variables: dict[str, Any]) -> str:
-        """The whole output; Overrun beyond the bounds, or whatever the template raises."""
+        """The whole output; Overrun beyond the limits, or whatever the template raises."""
         pieces, size = [], 0
         with self._deadline():
             for piece in template.generate(variables):
@@ -89,7 +89,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` marks what an assistant says, for training; its body is rendered as is."""
+    """`{% generation %}` marks an assistant's words for training; its body is rendered as is."""
 
     tags = {"generation"}
 

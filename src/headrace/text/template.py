@@ -23,7 +23,7 @@ class _Named(msgspec.Struct):
 
 
 class _Config(msgspec.Struct):
-    """The part of a tokenizer's config that is looked at."""
+    """The part of a tokenizer's config that matters here."""
 
     chat_template: str | list[_Named] | None = None
 
@@ -51,7 +51,7 @@ class ChatTemplate:
         return cls(sources, special_tokens) if sources else None
 
     def render(self, chat: Chat) -> str:
-        """The prompt's text; RequestError `template_failed` in the template's own words."""
+        """The prompt's text; RequestError `template_failed` with the template's own words."""
         messages = [_for_template(message) for message in chat.messages]
         if not chat.continue_final_message:
             return self._run(chat, messages)
@@ -61,8 +61,7 @@ class ChatTemplate:
         if not found:
             raise RequestError(
                 "template_failed",
-                "The chat template does not render the last message, so that it cannot be "
-                "continued.",
+                "The last message cannot be continued: the chat template does not render it.",
                 "messages",
             )
         return text.replace(mark, "")

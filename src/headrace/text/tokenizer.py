@@ -20,7 +20,7 @@ _MARK_INSIDE = re.compile(f"[^{_MARK}]{_MARK}")
 
 
 class _Sections(msgspec.Struct):
-    """The parts of a tokenizer.json that are looked at."""
+    """The parts of a tokenizer.json that matter here."""
 
     decoder: dict[str, Any] | None = None
 
@@ -53,7 +53,7 @@ class Tokenizer:
             return cls(tokenizer_file(folder).read_bytes(), config)
         except ModelError:
             raise
-        except Exception as error:  # the library raises bare Exception for whatever it cannot read
+        except Exception as error:  # the library raises bare Exception for all it cannot read
             raise ModelError(
                 "The model's tokenizer.json cannot be read.", "tokenizer_invalid"
             ) from error

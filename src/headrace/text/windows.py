@@ -51,7 +51,7 @@ class Cut(NamedTuple):
 
 
 class WindowedText:
-    """One text on its way to ids; each `advance` encodes one window, so that texts take turns.
+    """One text on its way to ids. Each `advance` encodes one window, so texts can take turns.
 
     `outer` are the special tokens before and after it. Beyond `limit` tokens it stops: `is_over`
     is set and the rest is not read.
@@ -96,7 +96,7 @@ class WindowedText:
         self._left, self._first = right, cut.right
 
     def _widen(self, left: Window) -> None:
-        """Read on in the left window, four times as far: its end is in a bad place."""
+        """Extends the left window to four times its length: it ends in a bad place."""
         wide = self._encode(left.start, 4 * (left.end - left.start))
         known = self._first + self._sizes.min_run if self._first else 0
         if wide.ids[:known] == left.ids[:known] and wide.spans[:known] == left.spans[:known]:
