@@ -110,7 +110,7 @@ def test_a_database_with_altered_tables_is_moved_aside(state: StateDir) -> None:
     assert len(list(state.path.glob("*.damaged-*"))) == 1
 
 
-def test_a_damaged_index_is_made_anew(state: StateDir, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_index_is_rebuilt(state: StateDir, caplog: pytest.LogCaptureFixture) -> None:
     with contextlib.closing(open_database(state)) as connection:
         connection.execute(
             "INSERT INTO streams (id, owner, epoch, next_seq, num_bytes, read_at) "
@@ -123,7 +123,7 @@ def test_a_damaged_index_is_made_anew(state: StateDir, caplog: pytest.LogCapture
     with contextlib.closing(open_database(state)) as connection:
         asked = "SELECT count(*) FROM streams WHERE id IN ('in the index', 'on the index')"
         assert connection.execute(asked).fetchone() == (1,)
-    assert "made anew" in caplog.text
+    assert "rebuilt" in caplog.text
 
 
 def test_a_file_in_the_way_is_named(state: StateDir) -> None:

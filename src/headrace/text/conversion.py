@@ -34,7 +34,8 @@ def tokenizer_file(folder: Path) -> Path:
     found = [name for name in VOCABULARIES if (folder / name).exists()]
     if not found:
         raise ModelError(
-            f"The model has no tokenizer: none of tokenizer.json, {', '.join(VOCABULARIES)}.",
+            "The model has no tokenizer: tokenizer.json is missing, and so are "
+            f"{', '.join(VOCABULARIES)}.",
             "tokenizer_invalid",
         )
     converted = _cache() / f"{_digest(folder)}.json"
