@@ -10,8 +10,9 @@ import torch
 from numba import njit
 from numba.np.numpy_support import carray
 
+from headrace.runner.kernels.arguments import arguments_of
+from headrace.runner.kernels.launch import Kernel, parallel
 from headrace.runner.kernels.numeric import i32_at, take_next
-from headrace.runner.kernels.pool import Kernel, frame_of, spread
 
 _READ_BYTES = 1 << 29  # far more than any cache holds
 _SIZE = 2048  # rows and columns of the matrices that are multiplied
@@ -77,8 +78,8 @@ def _read(a: Any) -> None:
 
 def _read_rate() -> float:
     values, totals = np.ones(_READ_BYTES // 4, np.int32), np.zeros(1, np.int32)
-    frame = frame_of(values.ctypes.data, values.size, totals.ctypes.data)
-    return values.nbytes / _shortest(lambda: spread(_read, frame))
+    arguments = arguments_of(values.ctypes.data, values.size, totals.ctypes.data)
+    return values.nbytes / _shortest(lambda: parallel(_read, arguments))
 
 
 def _product_rate(dtype: torch.dtype) -> float:

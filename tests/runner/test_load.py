@@ -10,13 +10,13 @@ from headrace.core.errors import ModelError
 from headrace.core.messages import Ready
 from headrace.runner import load
 from headrace.runner.footprint import footprint
-from headrace.runner.kernels import chain, fused, pointwise, product
-from headrace.runner.kernels.pool import Kernel
+from headrace.runner.kernels import fuse, paged_attention, pointwise, product
+from headrace.runner.kernels.launch import Kernel
 from headrace.runner.load import load_runner
 from tests.builders import make_tiny_model
 from tests.drive import generate
 
-KERNEL_FILES = (chain, fused, pointwise, product)
+KERNEL_FILES = (fuse, paged_attention, pointwise, product)
 POSITION = 3 * 2 * 16 * 2 * 4  # bytes: layers, kv heads, head size, keys and values, float32
 
 

@@ -12,9 +12,8 @@ from headrace.core.ids import SequenceId
 from headrace.core.plan import Chunk, ChunkResult, Drawn, StepPlan, StepResult
 from headrace.core.sampling import Logprobs
 from headrace.runner.lanes.lane import Lane
-from headrace.runner.logprobs import join, pack_logprobs
-from headrace.runner.sampler import draw
-from headrace.runner.sequences import SequenceState
+from headrace.runner.sampling.logprobs import join, pack_logprobs
+from headrace.runner.sampling.sampler import SequenceState, draw
 
 _ROWS_AT_ONCE = 64  # rows of prompt logits held at a time: 64 × 150,000 × 4 bytes = 38 MB
 
@@ -27,7 +26,7 @@ class Runner:
         self._known: dict[SequenceId, SequenceState] = {}
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> "Pending":
+    def launch(self, plan: StepPlan) -> "PendingStep":
         """Computes the chunks; MemoryError, here or with the result, if the device is full."""
         began = time.perf_counter()
         for sequence_id in plan.ended:
@@ -41,7 +40,7 @@ class Runner:
                 tokens = [self._tokens(chunk) for chunk in plan.chunks]
                 rows = self.lane.forward(plan.chunks, tokens)
             self.lane.copy(plan.block_copies, plan.slot_copies)
-        return Pending(self, plan, rows, began)
+        return PendingStep(self, plan, rows, began)
 
     def _tokens(self, chunk: Chunk) -> "array[int]":
         token_ids = self._known[chunk.sequence_id].token_ids[chunk.start :][: chunk.length]
@@ -92,7 +91,7 @@ class Runner:
         return join(parts)
 
 
-class Pending:
+class PendingStep:
     """A launched plan."""
 
     def __init__(self, runner: Runner, plan: StepPlan, rows: Tensor, began: float) -> None:

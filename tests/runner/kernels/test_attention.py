@@ -1,10 +1,10 @@
 import pytest
 import torch
 
-from headrace.runner.kernels import fused
+from headrace.runner.kernels import paged_attention
 from headrace.runner.kernels.attention import CpuAttention
+from tests.runner.kernels.amx import needs_amx
 from tests.runner.kernels.attention_case import Case, make_case, plain, reference
-from tests.runner.kernels.unit import needs_unit
 
 DECODES = [(0, 1), (5, 1), (8, 1), (100, 1)]
 MIXED = [(30, 1), (0, 72), (17, 102), (63, 1), (16, 3)]
@@ -66,12 +66,12 @@ def test_many_queries_read_the_past_in_tiles(
     assert largest_error(case) < 0.02
 
 
-@pytest.mark.parametrize("has_unit", [False, pytest.param(True, marks=needs_unit)])
+@pytest.mark.parametrize("with_amx", [False, pytest.param(True, marks=needs_amx)])
 def test_bfloat16_stays_close_to_the_definition(
-    has_unit: bool, monkeypatch: pytest.MonkeyPatch
+    with_amx: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not has_unit:
-        monkeypatch.setattr(fused, "has_matrix_unit", lambda: False)
+    if not with_amx:
+        monkeypatch.setattr(paged_attention, "has_amx", lambda: False)
     assert largest_error(make_case(MIXED, dim=64, dtype=torch.bfloat16, size=32)) < 0.03
 
 

@@ -4,14 +4,14 @@ from torch import nn
 
 from headrace.runner.kernels import product as module
 from headrace.runner.kernels.linear import PackedLinear, pack_linear, quantize, relative_loss
-from tests.runner.kernels.unit import needs_unit
+from tests.runner.kernels.amx import needs_amx
 
 
-@pytest.fixture(params=["vectors", pytest.param("unit", marks=needs_unit)])
+@pytest.fixture(params=["vectors", pytest.param("unit", marks=needs_amx)])
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both forms of the product where the processor has a matrix unit."""
     if request.param == "vectors":
-        monkeypatch.setattr(module, "has_matrix_unit", lambda: False)
+        monkeypatch.setattr(module, "has_amx", lambda: False)
     return str(request.param)
 
 
@@ -104,16 +104,16 @@ def test_leading_dimensions_are_kept() -> None:
     )
 
 
-@pytest.mark.parametrize(("inputs", "has", "by_unit"), [(64, 1, 1), (64, 0, 0), (37, 1, 0)])
+@pytest.mark.parametrize(("inputs", "has", "by_amx"), [(64, 1, 1), (64, 0, 0), (37, 1, 0)])
 def test_the_form_follows_the_processor_and_the_number_of_inputs(
-    inputs: int, has: bool, by_unit: bool, monkeypatch: pytest.MonkeyPatch
+    inputs: int, has: bool, by_amx: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "has_matrix_unit", lambda: has)
+    monkeypatch.setattr(module, "has_amx", lambda: has)
     operand = module.Operand(
         torch.empty(1, 32, 32, 2, dtype=torch.bfloat16), inputs, torch.ones(8), torch.zeros(8)
     )
     kernel = operand.kernels[torch.bfloat16, torch.bfloat16]
-    assert kernel is (module._bf16_by_unit if by_unit else module._bf16_by_bf16)
+    assert kernel is (module._bf16_amx if by_amx else module._bf16_by_bf16)
 
 
 def test_float32_weights_stay_as_they_are() -> None:

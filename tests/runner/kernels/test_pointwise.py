@@ -8,7 +8,7 @@ from headrace.runner.kernels.pointwise import gated, norm, rotate
 DTYPES = [(torch.float32, 1e-5), (torch.bfloat16, 2**-7)]
 
 
-@pytest.fixture(params=[0, 1 << 20], ids=["spread", "alone"], autouse=True)
+@pytest.fixture(params=[0, 1 << 20], ids=["parallel", "alone"], autouse=True)
 def threshold(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pointwise, "_ALONE", request.param)
 

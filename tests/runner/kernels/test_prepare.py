@@ -20,7 +20,7 @@ def make_naive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native_text, "prepare", lambda model: None)
     monkeypatch.setattr(native_text, "pack_linear", lambda model, path, to_int8: None)
     monkeypatch.setattr(native_text, "CpuAttention", NaiveAttention)
-    monkeypatch.setattr(native_text, "RecordedForward", lambda forward, width: forward)
+    monkeypatch.setattr(native_text, "CapturedForward", lambda forward, width: forward)
 
 
 def test_fast_layers_and_plain_ones_generate_the_same_in_float32(

@@ -8,7 +8,7 @@ import torch
 from headrace.core.config import ModelConfig
 from headrace.core.ids import BlockId, SequenceId
 from headrace.core.plan import Begin, BlockCopy, Chunk, StepPlan
-from headrace.runner.kernels import pool
+from headrace.runner.kernels import launch
 from headrace.runner.load import load_runner
 from headrace.runner.runner import Runner
 from tests.builders import make_tiny_model
@@ -91,15 +91,15 @@ def test_there_is_one_copy_of_the_weights(runner: Runner, folder: Path) -> None:
     assert 0 <= stored - runner.lane.weight_bytes < 16_384  # the header
 
 
-def recording_and_not(folder: Path) -> tuple[Runner, Runner]:
-    recording, plain = tiny_runner(folder), tiny_runner(folder)
+def captured_and_not(folder: Path) -> tuple[Runner, Runner]:
+    captured, plain = tiny_runner(folder), tiny_runner(folder)
     plain.lane._hidden = plain.lane._forward
-    return recording, plain
+    return captured, plain
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_small_steps_are_recorded_from_the_first_on(dtype: str, folder: Path) -> None:
-    for function in (pool._openmp, pool._openmp_fork):
+def test_small_steps_are_captured_from_the_first_on(dtype: str, folder: Path) -> None:
+    for function in (launch._openmp, launch._openmp_fork):
         function.cache_clear()  # as in a fresh process
     config = ModelConfig(model=str(folder), dtype=dtype, max_model_len=64)
     runner: Any = load_runner(config, folder)[0]
@@ -107,9 +107,9 @@ def test_small_steps_are_recorded_from_the_first_on(dtype: str, folder: Path) ->
     assert {1, 2, 5} <= runner.lane._hidden._calls.keys()
 
 
-def test_repeated_decode_steps_compute_what_unrecorded_ones_do(folder: Path) -> None:
+def test_repeated_decode_steps_compute_what_uncaptured_ones_do(folder: Path) -> None:
     runs = []
-    for runner in recording_and_not(folder):
+    for runner in captured_and_not(folder):
         drive = Drive(runner, room=80)
         for number, length in enumerate((5, 40, 21)):
             drive.begin(number, random_prompt(length))
@@ -120,10 +120,10 @@ def test_repeated_decode_steps_compute_what_unrecorded_ones_do(folder: Path) -> 
     assert runs[0] == runs[1]
 
 
-def test_small_mixed_steps_compute_what_unrecorded_ones_do(folder: Path) -> None:
+def test_small_mixed_steps_compute_what_uncaptured_ones_do(folder: Path) -> None:
     prompts = [random_prompt(length) for length in (30, 30, 12)]
     runs = []
-    for runner in recording_and_not(folder):
+    for runner in captured_and_not(folder):
         drive = Drive(runner, room=80)
         for number, prompt in enumerate(prompts):
             drive.begin(number, prompt)

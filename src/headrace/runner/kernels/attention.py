@@ -10,9 +10,10 @@ from torch import Tensor
 
 from headrace.models.step import Step
 from headrace.runner.inputs import Batch
-from headrace.runner.kernels import frame as fields
-from headrace.runner.kernels.fused import kernels_for
-from headrace.runner.kernels.pool import frame_of, spread
+from headrace.runner.kernels import arguments as fields
+from headrace.runner.kernels.arguments import arguments_of
+from headrace.runner.kernels.launch import parallel
+from headrace.runner.kernels.paged_attention import kernels_for
 from headrace.runner.storage import BlockStorage
 
 
@@ -29,31 +30,31 @@ class CpuAttention:
 
 
 class CpuStep:
-    """One step's frame: chunks filled in once, the rest by each layer."""
+    """One step's arguments: chunks filled in once, the rest by each layer."""
 
     def __init__(self, attention: CpuAttention, batch: Batch) -> None:
         self.positions = batch.positions
         self._attention, self._batch = attention, batch
-        self._frame = frame = frame_of(*[0] * (fields.FRAME_SIZE - 1))
-        frame[fields.STARTS] = batch.starts.ctypes.data
-        frame[fields.LENGTHS] = batch.lengths.ctypes.data
-        frame[fields.FIRST_ROWS] = batch.first_rows.ctypes.data
-        frame[fields.TABLE] = batch.block_table.ctypes.data
-        frame[fields.NUM_CHUNKS : fields.TABLE_WIDTH + 1] = batch.block_table.shape
+        self._arguments = arguments = arguments_of(*[0] * (fields.SIZE - 1))
+        arguments[fields.STARTS] = batch.starts.ctypes.data
+        arguments[fields.LENGTHS] = batch.lengths.ctypes.data
+        arguments[fields.FIRST_ROWS] = batch.first_rows.ctypes.data
+        arguments[fields.TABLE] = batch.block_table.ctypes.data
+        arguments[fields.NUM_CHUNKS : fields.TABLE_WIDTH + 1] = batch.block_table.shape
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        attention, frame = self._attention, self._frame
+        attention, arguments = self._attention, self._arguments
         storage = attention.storage
         q, k, v = _side_by_side(q), _side_by_side(k), _side_by_side(v)
         out = torch.empty(q.shape, dtype=q.dtype)
-        fields.set_memory(frame, storage.keys[layer], storage.values[layer])
-        fields.set_new(frame, q, k, v, out)
-        frame[fields.WINDOW] = storage.shape.windows[layer] or 0
+        fields.set_memory(arguments, storage.keys[layer], storage.values[layer])
+        fields.set_new(arguments, q, k, v, out)
+        arguments[fields.WINDOW] = storage.shape.windows[layer] or 0
         sinks = attention.sinks[layer] if attention.sinks else None
         if sinks is not None:
-            frame[fields.SINKS], frame[fields.NUM_SINKS] = sinks.data_ptr(), len(sinks)
+            arguments[fields.SINKS], arguments[fields.NUM_SINKS] = sinks.data_ptr(), len(sinks)
         for kernel in attention.kernels:
-            spread(kernel, frame)
+            parallel(kernel, arguments)
         return out
 
 

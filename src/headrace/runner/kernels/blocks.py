@@ -5,7 +5,7 @@ Both are words of 4 bytes, of two bfloat16 or one float32 number: keys [dim, pos
 or 16 numbers of values, and both multiply as weights do, without sums across a vector.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
@@ -19,6 +19,15 @@ _WORD = 4  # bytes
 _VECTOR = LANES * _WORD
 _tile_2x8, _tile_4x4 = block_tile(2, 8), block_tile(4, 4)
 _tile_2, _tile_4, _tile_8, _tile_12 = (block_tile(num_rows, 2) for num_rows in (2, 4, 8, 12))
+
+
+class Past(NamedTuple):
+    """What one kv head of a sequence holds."""
+
+    keys: Any  # [blocks, kv_heads, numbers of a block]
+    values: Any
+    table: Any  # the sequence's blocks
+    head: int
 
 
 @njit(inline="always")
@@ -129,8 +138,8 @@ def _from(cache: Any, other: Any) -> int:
 def score(q: Any, past: Any, blocks: Any, room: Any, scores: Any) -> None:
     """scores [rows, positions of the blocks and up to a vector more] = q [rows, dim] times keys.
 
-    past: keys, values, the sequence's block table and which kv head. room: int64 arrays, for as
-    many lines and columns as a span of blocks has, and those that are fetched after it.
+    room: int64 arrays, for as many lines and columns as a span of blocks has, and those that are
+    fetched after it.
     """
     keys, values, table, kv = past
     dim = q.shape[1]

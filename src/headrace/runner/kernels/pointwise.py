@@ -4,7 +4,7 @@ Each is one pass and one launch where torch takes five to ten; results are float
 rounded once.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,6 +12,8 @@ from numba import njit
 from numba.np.numpy_support import carray
 from torch import Tensor
 
+from headrace.runner.kernels.arguments import arguments_of, reader
+from headrace.runner.kernels.launch import Kernel, parallel, serial
 from headrace.runner.kernels.numeric import (
     FAST,
     f32_at,
@@ -21,9 +23,49 @@ from headrace.runner.kernels.numeric import (
     u16_at,
     widen,
 )
-from headrace.runner.kernels.pool import Frame, Kernel, frame_of, run_alone, spread
 
 _ALONE = 1 << 13  # values up to which waking another thread costs more than it saves
+
+
+class _Norm(NamedTuple):
+    tokens: int
+    heads: int
+    dim: int
+    stride: int
+    eps: int  # in 1e-12
+    x: int
+    weight: int
+    out: int
+
+
+class _Rotate(NamedTuple):
+    tokens: int
+    heads: int
+    dim: int
+    stride: int
+    cos: int
+    sin: int
+    x: int
+    out: int
+
+
+class _Gate(NamedTuple):
+    tokens: int
+    size: int
+    x: int
+    out: int
+
+
+class _Add(NamedTuple):
+    rows: int
+    size: int
+    x: int
+    y: int
+    out: int
+
+
+_read_norm, _read_rotate = reader(_Norm), reader(_Rotate)
+_read_gate, _read_add = reader(_Gate), reader(_Add)
 
 
 @njit(fastmath=FAST)
@@ -40,8 +82,8 @@ def _norm_row(x: Any, weight: Any, eps: Any, out: Any) -> None:
 @njit
 def _norm(g: Any, a: Any, x: Any, weight: Any, out: Any) -> None:
     """x: [tokens, row stride], out: [tokens, heads * dim]; each head is normed by itself."""
-    tokens, heads, dim = g[1], g[2], g[3]
-    eps = np.float32(np.float64(g[5]) * 1e-12)
+    tokens, heads, dim = g.tokens, g.heads, g.dim
+    eps = np.float32(np.float64(g.eps) * 1e-12)
     while True:
         token = take_next(a)
         if token >= tokens:
@@ -53,16 +95,18 @@ def _norm(g: Any, a: Any, x: Any, weight: Any, out: Any) -> None:
 
 @Kernel
 def _norm_bf16(a: Any) -> None:
-    g = carray(a, 9)
-    x, out = carray(u16_at(g[6]), (g[1], g[4])), carray(u16_at(g[8]), (g[1], g[2] * g[3]))
-    _norm(g, a, x, carray(u16_at(g[7]), g[3]), out)
+    g = _read_norm(a)
+    x = carray(u16_at(g.x), (g.tokens, g.stride))
+    out = carray(u16_at(g.out), (g.tokens, g.heads * g.dim))
+    _norm(g, a, x, carray(u16_at(g.weight), g.dim), out)
 
 
 @Kernel
 def _norm_float(a: Any) -> None:
-    g = carray(a, 9)
-    x, out = carray(f32_at(g[6]), (g[1], g[4])), carray(f32_at(g[8]), (g[1], g[2] * g[3]))
-    _norm(g, a, x, carray(f32_at(g[7]), g[3]), out)
+    g = _read_norm(a)
+    x = carray(f32_at(g.x), (g.tokens, g.stride))
+    out = carray(f32_at(g.out), (g.tokens, g.heads * g.dim))
+    _norm(g, a, x, carray(f32_at(g.weight), g.dim), out)
 
 
 @njit(fastmath=FAST)
@@ -76,8 +120,8 @@ def _rotate_head(x: Any, cos: Any, sin: Any, out: Any) -> None:
 
 @njit
 def _rotate(g: Any, a: Any, x: Any, out: Any) -> None:
-    tokens, heads, dim = g[1], g[2], g[3]
-    cos, sin = carray(f32_at(g[5]), (tokens, dim // 2)), carray(f32_at(g[6]), (tokens, dim // 2))
+    tokens, heads, dim = g.tokens, g.heads, g.dim
+    cos, sin = carray(f32_at(g.cos), (tokens, dim // 2)), carray(f32_at(g.sin), (tokens, dim // 2))
     while True:
         token = take_next(a)
         if token >= tokens:
@@ -89,15 +133,17 @@ def _rotate(g: Any, a: Any, x: Any, out: Any) -> None:
 
 @Kernel
 def _rotate_bf16(a: Any) -> None:
-    g = carray(a, 9)
-    x, out = carray(u16_at(g[7]), (g[1], g[4])), carray(u16_at(g[8]), (g[1], g[2] * g[3]))
+    g = _read_rotate(a)
+    x = carray(u16_at(g.x), (g.tokens, g.stride))
+    out = carray(u16_at(g.out), (g.tokens, g.heads * g.dim))
     _rotate(g, a, x, out)
 
 
 @Kernel
 def _rotate_float(a: Any) -> None:
-    g = carray(a, 9)
-    x, out = carray(f32_at(g[7]), (g[1], g[4])), carray(f32_at(g[8]), (g[1], g[2] * g[3]))
+    g = _read_rotate(a)
+    x = carray(f32_at(g.x), (g.tokens, g.stride))
+    out = carray(f32_at(g.out), (g.tokens, g.heads * g.dim))
     _rotate(g, a, x, out)
 
 
@@ -119,7 +165,7 @@ def _gate_row(gate: Any, up: Any, wide: Any, out: Any) -> None:
 
 @njit
 def _gate(g: Any, a: Any, x: Any, out: Any) -> None:
-    tokens, size = g[1], g[2]
+    tokens, size = g.tokens, g.size
     wide = np.empty(size, np.float32)
     while True:
         token = take_next(a)
@@ -130,43 +176,43 @@ def _gate(g: Any, a: Any, x: Any, out: Any) -> None:
 
 @Kernel
 def _gate_bf16(a: Any) -> None:
-    g = carray(a, 5)
-    _gate(g, a, carray(u16_at(g[3]), (g[1], 2 * g[2])), carray(u16_at(g[4]), (g[1], g[2])))
+    g = _read_gate(a)
+    x = carray(u16_at(g.x), (g.tokens, 2 * g.size))
+    _gate(g, a, x, carray(u16_at(g.out), (g.tokens, g.size)))
 
 
 @Kernel
 def _gate_float(a: Any) -> None:
-    g = carray(a, 5)
-    _gate(g, a, carray(f32_at(g[3]), (g[1], 2 * g[2])), carray(f32_at(g[4]), (g[1], g[2])))
+    g = _read_gate(a)
+    x = carray(f32_at(g.x), (g.tokens, 2 * g.size))
+    _gate(g, a, x, carray(f32_at(g.out), (g.tokens, g.size)))
 
 
 @njit(fastmath=FAST)
 def _add(g: Any, a: Any, x: Any, y: Any, out: Any) -> None:
     while True:
         row = take_next(a)
-        if row >= g[1]:
+        if row >= g.rows:
             break
         left, right, into = x[row], y[row], out[row]
-        for i in range(g[2]):
+        for i in range(g.size):
             into[i] = narrow(widen(left[i]) + widen(right[i]), into[0])
 
 
 @Kernel
 def _add_bf16(a: Any) -> None:
-    g = carray(a, 6)
-    shape = (g[1], g[2])
-    _add(
-        g, a, carray(u16_at(g[3]), shape), carray(u16_at(g[4]), shape), carray(u16_at(g[5]), shape)
-    )
+    g = _read_add(a)
+    shape = (g.rows, g.size)
+    x, y = carray(u16_at(g.x), shape), carray(u16_at(g.y), shape)
+    _add(g, a, x, y, carray(u16_at(g.out), shape))
 
 
 @Kernel
 def _add_float(a: Any) -> None:
-    g = carray(a, 6)
-    shape = (g[1], g[2])
-    _add(
-        g, a, carray(f32_at(g[3]), shape), carray(f32_at(g[4]), shape), carray(f32_at(g[5]), shape)
-    )
+    g = _read_add(a)
+    shape = (g.rows, g.size)
+    x, y = carray(f32_at(g.x), shape), carray(f32_at(g.y), shape)
+    _add(g, a, x, y, carray(f32_at(g.out), shape))
 
 
 _NORM = {torch.bfloat16: _norm_bf16, torch.float32: _norm_float}
@@ -180,7 +226,9 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     heads = _by_heads(x)
     out = torch.empty(x.shape, dtype=x.dtype)
     pointers = heads.data_ptr(), weight.data_ptr(), out.data_ptr()
-    _launch(_NORM[x.dtype], out, frame_of(*heads.shape, heads.stride(0), _tiny(eps), *pointers))
+    tokens, num_heads, dim = heads.shape
+    words = _Norm(tokens, num_heads, dim, heads.stride(0), round(eps * 1e12), *pointers)
+    _launch(_NORM[x.dtype], out, words)
     return out
 
 
@@ -189,32 +237,31 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     heads = _by_heads(x)
     out = torch.empty(x.shape, dtype=x.dtype)
     pointers = cos.data_ptr(), sin.data_ptr(), heads.data_ptr(), out.data_ptr()
-    _launch(_ROTATE[x.dtype], out, frame_of(*heads.shape, heads.stride(0), *pointers))
+    tokens, num_heads, dim = heads.shape
+    words = _Rotate(tokens, num_heads, dim, heads.stride(0), *pointers)
+    _launch(_ROTATE[x.dtype], out, words)
     return out
 
 
 def gated(x: Tensor) -> Tensor:
     """silu(left half) * right half of x [tokens, 2 * size], contiguous."""
     out = torch.empty((x.shape[0], x.shape[1] // 2), dtype=x.dtype)
-    _launch(_GATE[x.dtype], out, frame_of(*out.shape, x.data_ptr(), out.data_ptr()))
+    words = _Gate(len(out), out.shape[1], x.data_ptr(), out.data_ptr())
+    _launch(_GATE[x.dtype], out, words)
     return out
 
 
 def add(x: Tensor, y: Tensor, out: Tensor) -> None:
     """out = x + y; all [tokens, ...], contiguous, bfloat16 or float32."""
     pointers = x.data_ptr(), y.data_ptr(), out.data_ptr()
-    _launch(_ADD[x.dtype], out, frame_of(len(out), out.numel() // len(out), *pointers))
+    _launch(_ADD[x.dtype], out, _Add(len(out), out.numel() // len(out), *pointers))
 
 
-def _launch(body: Any, out: Tensor, frame: Frame) -> None:
-    (run_alone if out.numel() <= _ALONE else spread)(body, frame)
+def _launch(body: Kernel, out: Tensor, words: NamedTuple) -> None:
+    (serial if out.numel() <= _ALONE else parallel)(body, arguments_of(*words))
 
 
 def _by_heads(x: Tensor) -> Tensor:
     """x as [tokens, heads, dim] whose heads lie in a row; copied only if they do not."""
     heads = x.view(-1, 1, x.shape[-1]) if x.ndim == 2 else x
     return heads if heads.stride()[1:] == (heads.shape[2], 1) else heads.contiguous()
-
-
-def _tiny(eps: float) -> int:
-    return round(eps * 1e12)

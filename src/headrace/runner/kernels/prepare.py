@@ -7,7 +7,7 @@ from headrace.runner.kernels.linear import PackedLinear
 from headrace.runner.kernels.pointwise import gated, norm, rotate
 
 
-class CpuTurn(Rotation):
+class CpuRotation(Rotation):
     """Cosines and sines float32 [tokens, dim/2]."""
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -21,7 +21,7 @@ class CpuRotary(nn.Module):
 
     def forward(self, positions: Tensor) -> Rotation:
         angles = positions[:, None].float() * self.frequencies  # [tokens, dim/2]
-        return CpuTurn(angles.cos().mul_(self.amplitude), angles.sin().mul_(self.amplitude))
+        return CpuRotation(angles.cos().mul_(self.amplitude), angles.sin().mul_(self.amplitude))
 
 
 class CpuNorm(nn.Module):

@@ -3,8 +3,8 @@
 import torch
 
 
-def allow_matrix_unit() -> bool:
-    """Asks the system for its use, for the whole process; False if there is no such unit."""
+def allow_amx() -> bool:
+    """Asks the system to let this process use AMX; False if there is none."""
     try:
         return bool(torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx())
     except AttributeError:

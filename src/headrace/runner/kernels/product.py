@@ -2,14 +2,14 @@
 
 Weights are packed once, in panels of 32 outputs: what belongs to one input lies side by side, so a
 panel streams from memory in one go, and a vector holds 16 outputs. Each vector of weights widens in
-registers and meets one number each of up to 12 rows, spread over a vector. A processor's matrix
-unit takes bfloat16 as it lies. The sums of a row are the same whatever rows are with it.
+registers and meets one number each of up to 12 rows, spread over a vector. AMX takes bfloat16 as
+it lies. The sums of a row are the same whatever rows are with it.
 
 int8 weights meet integers too: groups of 128 inputs are scaled to int16, which is finer than
 bfloat16 for all that is within a hundredth of the group's largest, and summed exactly.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,14 +18,16 @@ from numba import njit
 from numba.np.numpy_support import carray
 from torch import Tensor
 
-from headrace.runner.kernels.matrix import (
+from headrace.runner.kernels.amx import (
     DEEP,
     TILE,
+    amx_tile,
     configure,
-    has_matrix_unit,
-    matrix_tile,
+    has_amx,
     release,
 )
+from headrace.runner.kernels.arguments import arguments_of, reader
+from headrace.runner.kernels.launch import Kernel, parallel
 from headrace.runner.kernels.numeric import (
     f32_at,
     i8_at,
@@ -35,7 +37,6 @@ from headrace.runner.kernels.numeric import (
     u16_at,
     widen,
 )
-from headrace.runner.kernels.pool import Kernel, frame_of, spread
 from headrace.runner.kernels.tiles import CACHE_LINE, PANEL, empty_rows, panel_tile
 
 _TILE = 12  # rows, at most
@@ -45,11 +46,11 @@ _GROUP = 128  # inputs; sums of int8 times int16 stay below 2^31 for 512
 _INT16_MAX = np.float32(32767)
 _tile_12, _tile_8, _tile_4 = panel_tile(12), panel_tile(8), panel_tile(4)
 _tile_2, _tile_1 = panel_tile(2), panel_tile(1)
-_unit_2, _unit_1 = matrix_tile(2, False), matrix_tile(1, False)
+_amx_2, _amx_1 = amx_tile(2, False), amx_tile(1, False)
 _LINE_BYTES = 4 * PANEL  # of a panel's line, two bfloat16 numbers for each output
 _STEP_BYTES = TILE * _LINE_BYTES
-_UNIT_ROWS = 2 * TILE  # at once
-_FEW_ROWS = 40  # up to which int8 is not worth making bfloat16 for the unit
+_AMX_ROWS = 2 * TILE  # at once
+_FEW_ROWS = 40  # up to which int8 is not worth making bfloat16 for AMX
 
 
 @njit
@@ -159,20 +160,20 @@ _by_bf16, _by_int8 = _product_by(_widen, np.float32, 0), _product_by(_quantize, 
 
 
 @njit
-def _multiply_by_unit(panel: Any, x: Any, state: Any, fetching: Any, target: Any) -> None:
+def _multiply_amx(panel: Any, x: Any, state: Any, fetching: Any, target: Any) -> None:
     """Two tiles of rows after another, each put to y, scaled, as soon as it is summed."""
     table, steps, out = state
     there, num_lines = fetching
     y, first_row, output = target
-    for row in range(0, x.shape[0], _UNIT_ROWS):
-        left = min(x.shape[0] - row, _UNIT_ROWS)
-        if row == 0 or left < _UNIT_ROWS:
+    for row in range(0, x.shape[0], _AMX_ROWS):
+        left = min(x.shape[0] - row, _AMX_ROWS)
+        if row == 0 or left < _AMX_ROWS:
             configure(table, min(left, TILE), max(left - TILE, 0))
         at = (0, 0, 0, _LINE_BYTES, there, num_lines)
         if left > TILE:
-            _unit_2(x[row:], panel, steps, out, at)
+            _amx_2(x[row:], panel, steps, out, at)
         else:
-            _unit_1(x[row:], panel, steps, out, at)
+            _amx_1(x[row:], panel, steps, out, at)
         there += steps.size * num_lines * CACHE_LINE
         _put(out, left, y, first_row + row, output)
 
@@ -197,21 +198,21 @@ def _as_bf16(panel: Any, room: Any) -> Any:
     return room
 
 
-def _product_by_unit(lay_out: Any) -> Any:
+def _product_amx(lay_out: Any) -> Any:
     """`lay_out` makes a panel bfloat16; the number of inputs must be a multiple of DEEP."""
 
     @njit
     def run(counter: Any, w: Any, x: Any, target: Any) -> None:
-        """The same as without the unit; rows are multiplied as they are, only further apart."""
+        """The same as without AMX; rows are multiplied as they are, only further apart."""
         num_panels, (num_rows, num_inputs) = w.shape[0], x.shape
-        size = max(_BLOCK_BYTES // (2 * num_inputs) // _UNIT_ROWS, 1) * _UNIT_ROWS
+        size = max(_BLOCK_BYTES // (2 * num_inputs) // _AMX_ROWS, 1) * _AMX_ROWS
         size = min(size, num_rows)
         num_pieces = (num_rows + size - 1) // size * num_panels
         steps = np.arange(num_inputs // DEEP) * _STEP_BYTES
-        state = np.zeros(64, np.uint8), steps, empty_rows(_UNIT_ROWS, PANEL, np.float32)
+        state = np.zeros(64, np.uint8), steps, empty_rows(_AMX_ROWS, PANEL, np.float32)
         room = empty_rows(w.shape[1], w.shape[2], np.uint16)
         apart = empty_rows(size, num_inputs + DEEP, np.uint16)
-        num_tiles = (size + _UNIT_ROWS - 1) // _UNIT_ROWS
+        num_tiles = (size + _AMX_ROWS - 1) // _AMX_ROWS
         share = max(w[0].size * w.itemsize // (steps.size * num_tiles * CACHE_LINE), 1)
         held = -1
         piece: int = take_next(counter)
@@ -225,19 +226,33 @@ def _product_by_unit(lay_out: Any) -> Any:
             fetching = np.int64(w[following % num_panels].ctypes.data), share
             own = target, rows.start, panel * PANEL
             by, used = lay_out(w[panel], room), apart[: rows.stop - rows.start]
-            _multiply_by_unit(by, used, state, fetching, own)
+            _multiply_amx(by, used, state, fetching, own)
             piece = following
         release()
 
     return run
 
 
-_bf16_unit, _int8_unit = _product_by_unit(_as_it_lies), _product_by_unit(_as_bf16)
+_rows_by_bf16_amx, _rows_by_int8_amx = _product_amx(_as_it_lies), _product_amx(_as_bf16)
+
+
+class _Product(NamedTuple):
+    rows: int
+    outputs: int
+    inputs: int
+    weight: int
+    x: int
+    y: int
+    scale: int
+    bias: int
+
+
+_read = reader(_Product)
 
 
 @njit
 def _scale_and_bias(g: Any) -> Any:
-    return carray(f32_at(g[7]), g[2]), carray(f32_at(g[8]), g[2])
+    return carray(f32_at(g.scale), g.outputs), carray(f32_at(g.bias), g.outputs)
 
 
 @njit
@@ -247,41 +262,41 @@ def _panels(bits: Any, num_outputs: int, num_inputs: int) -> Any:
 
 @Kernel
 def _bf16_by_bf16(a: Any) -> None:
-    g = carray(a, 9)
-    w, y = _panels(u16_at(g[4]), g[2], g[3]), carray(u16_at(g[6]), (g[1], g[2]))
-    _by_bf16(a, w, carray(u16_at(g[5]), (g[1], g[3])), (y, *_scale_and_bias(g)))
+    g = _read(a)
+    w, y = _panels(u16_at(g.weight), g.outputs, g.inputs), carray(u16_at(g.y), (g.rows, g.outputs))
+    _by_bf16(a, w, carray(u16_at(g.x), (g.rows, g.inputs)), (y, *_scale_and_bias(g)))
 
 
 @Kernel
-def _bf16_by_unit(a: Any) -> None:
-    g = carray(a, 9)
-    w, y = _panels(u16_at(g[4]), g[2], g[3]), carray(u16_at(g[6]), (g[1], g[2]))
-    _bf16_unit(a, w, carray(u16_at(g[5]), (g[1], g[3])), (y, *_scale_and_bias(g)))
+def _bf16_amx(a: Any) -> None:
+    g = _read(a)
+    w, y = _panels(u16_at(g.weight), g.outputs, g.inputs), carray(u16_at(g.y), (g.rows, g.outputs))
+    _rows_by_bf16_amx(a, w, carray(u16_at(g.x), (g.rows, g.inputs)), (y, *_scale_and_bias(g)))
 
 
 @Kernel
 def _bf16_by_int8(a: Any) -> None:
-    g = carray(a, 9)
-    w, y = _panels(i8_at(g[4]), g[2], g[3]), carray(u16_at(g[6]), (g[1], g[2]))
-    _by_int8(a, w, carray(u16_at(g[5]), (g[1], g[3])), (y, *_scale_and_bias(g)))
+    g = _read(a)
+    w, y = _panels(i8_at(g.weight), g.outputs, g.inputs), carray(u16_at(g.y), (g.rows, g.outputs))
+    _by_int8(a, w, carray(u16_at(g.x), (g.rows, g.inputs)), (y, *_scale_and_bias(g)))
 
 
 @Kernel
-def _bf16_by_int8_or_unit(a: Any) -> None:
-    g = carray(a, 9)
-    w, y = _panels(i8_at(g[4]), g[2], g[3]), carray(u16_at(g[6]), (g[1], g[2]))
-    x, target = carray(u16_at(g[5]), (g[1], g[3])), (y, *_scale_and_bias(g))
-    if g[1] > _FEW_ROWS:
-        _int8_unit(a, w, x, target)
+def _bf16_by_int8_or_amx(a: Any) -> None:
+    g = _read(a)
+    w, y = _panels(i8_at(g.weight), g.outputs, g.inputs), carray(u16_at(g.y), (g.rows, g.outputs))
+    x, target = carray(u16_at(g.x), (g.rows, g.inputs)), (y, *_scale_and_bias(g))
+    if g.rows > _FEW_ROWS:
+        _rows_by_int8_amx(a, w, x, target)
     else:
         _by_int8(a, w, x, target)
 
 
 @Kernel
 def _float_by_int8(a: Any) -> None:
-    g = carray(a, 9)
-    w, y = _panels(i8_at(g[4]), g[2], g[3]), carray(f32_at(g[6]), (g[1], g[2]))
-    _by_int8(a, w, carray(f32_at(g[5]), (g[1], g[3])), (y, *_scale_and_bias(g)))
+    g = _read(a)
+    w, y = _panels(i8_at(g.weight), g.outputs, g.inputs), carray(f32_at(g.y), (g.rows, g.outputs))
+    _by_int8(a, w, carray(f32_at(g.x), (g.rows, g.inputs)), (y, *_scale_and_bias(g)))
 
 
 _BODIES = {
@@ -289,9 +304,9 @@ _BODIES = {
     (torch.bfloat16, torch.int8): _bf16_by_int8,
     (torch.float32, torch.int8): _float_by_int8,
 }
-_BODIES_BY_UNIT = _BODIES | {
-    (torch.bfloat16, torch.bfloat16): _bf16_by_unit,
-    (torch.bfloat16, torch.int8): _bf16_by_int8_or_unit,
+_BODIES_AMX = _BODIES | {
+    (torch.bfloat16, torch.bfloat16): _bf16_amx,
+    (torch.bfloat16, torch.int8): _bf16_by_int8_or_amx,
 }
 
 
@@ -313,9 +328,10 @@ class Operand:
 
     def __init__(self, packed: Tensor, num_inputs: int, scale: Tensor, bias: Tensor) -> None:
         self.dtype, self.num_outputs, self.num_inputs = packed.dtype, len(scale), num_inputs
-        self.weight, self.rest = packed.data_ptr(), (scale.data_ptr(), bias.data_ptr())
-        by_unit = num_inputs % DEEP == 0 and has_matrix_unit()
-        self.kernels = _BODIES_BY_UNIT if by_unit else _BODIES
+        self.weight = packed.data_ptr()
+        self.scale_and_bias = scale.data_ptr(), bias.data_ptr()
+        by_amx = num_inputs % DEEP == 0 and has_amx()
+        self.kernels = _BODIES_AMX if by_amx else _BODIES
         self._held = packed, scale, bias
 
 
@@ -327,7 +343,7 @@ def product(x: Tensor, by: Operand) -> Tensor:
     x = x.contiguous()
     rows = x.shape[0]
     y = torch.empty((rows, by.num_outputs), dtype=x.dtype)
-    sizes = rows, by.num_outputs, by.num_inputs
-    frame = frame_of(*sizes, by.weight, x.data_ptr(), y.data_ptr(), *by.rest)
-    spread(by.kernels[x.dtype, by.dtype], frame)
+    sizes, pointers = (rows, by.num_outputs, by.num_inputs), (x.data_ptr(), y.data_ptr())
+    words = _Product(*sizes, by.weight, *pointers, *by.scale_and_bias)
+    parallel(by.kernels[x.dtype, by.dtype], arguments_of(*words))
     return y

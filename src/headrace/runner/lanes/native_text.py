@@ -16,7 +16,7 @@ from headrace.runner.inputs import Batch, pack
 from headrace.runner.kernels.attention import CpuAttention
 from headrace.runner.kernels.linear import pack_linear
 from headrace.runner.kernels.prepare import prepare, weight_bytes
-from headrace.runner.lanes.recorded import RecordedForward
+from headrace.runner.kernels.replay import CapturedForward
 from headrace.runner.probe import give_back_freed
 from headrace.runner.storage import BlockStorage, bytes_per_position
 
@@ -65,7 +65,7 @@ class NativeText:
         fast = self.device.type == "cpu"
         self._attention: Attention = (CpuAttention if fast else NaiveAttention)(self._storage)
         width = -(-layout.max_positions // layout.block_size)
-        self._hidden = RecordedForward(self._forward, width) if fast else self._forward
+        self._hidden = CapturedForward(self._forward, width) if fast else self._forward
 
     def forward(self, chunks: Sequence[Chunk], token_ids: Sequence["array[int]"]) -> Tensor:
         batch = pack(chunks, token_ids, self._storage.block_size, self.device)

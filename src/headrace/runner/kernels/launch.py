@@ -1,4 +1,4 @@
-"""Owns how a compiled kernel is spread over the cores: always torch's own threads, no second pool.
+"""Owns how a compiled kernel runs on all cores: always torch's own threads, no second pool.
 
 A kernel is a C function `void body(int64_t *args)`, made by Numba's cfunc. Every participant
 calls it with the same arguments and takes pieces of work from the counter in `args[0]` until none
@@ -14,16 +14,10 @@ from typing import Any
 import torch
 from numba import cfunc, types
 
-from headrace.runner.kernels.tape import note
+from headrace.runner.kernels.arguments import Arguments
+from headrace.runner.kernels.capture import note
 
 _SIGNATURE = types.void(types.CPointer(types.int64))
-
-Frame = Any
-"""A kernel's arguments, a C array of int64: the counter, its rows, then addresses and counts.
-
-A kernel that goes by rows computes each of them by itself: what it makes of the first few is the
-same however many follow.
-"""
 
 
 class Kernel:
@@ -46,28 +40,24 @@ class Kernel:
         return "address" in self.__dict__
 
 
-def frame_of(*args: int) -> Frame:
-    return (ctypes.c_int64 * (len(args) + 1))(0, *args)
-
-
-def spread(body: Kernel, frame: Frame) -> None:
+def parallel(body: Kernel, arguments: Arguments) -> None:
     """Run `body` on all threads; returns when the work is done."""
-    note(spread, body, frame)
-    frame[0] = 0
+    note(parallel, body, arguments)
+    arguments[0] = 0
     num_threads = torch.get_num_threads()
     if num_threads == 1:
-        _callable(body.address)(frame)
+        _callable(body.address)(arguments)
     elif (fork := _openmp_fork()) is not None:
-        fork(body.address, frame, num_threads, 0)
+        fork(body.address, arguments, num_threads, 0)
     else:
-        _spread_by_python(_callable(body.address), frame, num_threads)
+        _parallel_by_python(_callable(body.address), arguments, num_threads)
 
 
-def run_alone(body: Kernel, frame: Frame) -> None:
+def serial(body: Kernel, arguments: Arguments) -> None:
     """Run `body` on the calling thread: for work that is smaller than waking another."""
-    note(run_alone, body, frame)
-    frame[0] = 0
-    _callable(body.address)(frame)
+    note(serial, body, arguments)
+    arguments[0] = 0
+    _callable(body.address)(arguments)
 
 
 @cache
@@ -111,9 +101,9 @@ def _python_threads(num_threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(num_threads, thread_name_prefix="kernel")
 
 
-def _spread_by_python(call: Any, frame: Frame, num_threads: int) -> None:
+def _parallel_by_python(call: Any, arguments: Arguments, num_threads: int) -> None:
     """Slower to start (ctypes releases the lock while it runs), same results."""
-    others = [_python_threads(num_threads).submit(call, frame) for _ in range(num_threads - 1)]
-    call(frame)
+    others = [_python_threads(num_threads).submit(call, arguments) for _ in range(num_threads - 1)]
+    call(arguments)
     for other in others:
         other.result()

@@ -1,9 +1,9 @@
-"""Owns attention over block tables in one kernel, and the writing of new positions.
+"""Owns attention over block tables in one kernel, and the writing of new keys and values.
 
 One pass over the cache for up to 128 queries: softmax is kept as a running maximum and sum.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -11,30 +11,16 @@ from numba import njit
 from numba.np.numpy_support import carray
 from torch import Tensor
 
-from headrace.runner.kernels.blocks import (
-    WIDEST,
-    mix,
-    padded,
-    per_word,
-    score,
-    write_numbers,
-    write_pairs,
-)
-from headrace.runner.kernels.blocks_by_unit import (
-    fits_unit,
-    mix_by_unit,
-    padded_for_unit,
-    score_by_unit,
-)
-from headrace.runner.kernels.frame import (
+from headrace.runner.kernels.amx import DEEP, TILE, configure, has_amx, release
+from headrace.runner.kernels.arguments import (
     BLOCK_SIZE,
     DIM,
-    FRAME_SIZE,
     GROUP,
     KV_HEADS,
     NUM_SINKS,
     NUM_TOKENS,
     SINKS,
+    SIZE,
     WINDOW,
     chunks_of,
     first_visible,
@@ -44,7 +30,23 @@ from headrace.runner.kernels.frame import (
     new_bf16,
     new_float,
 )
-from headrace.runner.kernels.matrix import DEEP, TILE, configure, has_matrix_unit, release
+from headrace.runner.kernels.blocks import (
+    WIDEST,
+    Past,
+    mix,
+    padded,
+    per_word,
+    score,
+    write_numbers,
+    write_pairs,
+)
+from headrace.runner.kernels.blocks_amx import (
+    fits_amx,
+    mix_amx,
+    padded_amx,
+    score_amx,
+)
+from headrace.runner.kernels.launch import Kernel
 from headrace.runner.kernels.numeric import (
     FAST,
     f32_at,
@@ -53,7 +55,6 @@ from headrace.runner.kernels.numeric import (
     take_next,
     widen,
 )
-from headrace.runner.kernels.pool import Kernel
 from headrace.runner.kernels.softmax import LOG2_E, LOWEST, highest, shrink_row, weigh
 from headrace.runner.kernels.tiles import LANES, empty_rows
 
@@ -61,12 +62,30 @@ _SPAN = 256  # positions whose scores are weighed together
 _MOST = 128  # queries at once: with their scores they stay in the second cache
 
 
+class _Queries(NamedTuple):
+    """Rows of q that share one kv head of one sequence."""
+
+    token: int  # the first
+    num_tokens: int
+    column: int  # where the heads begin
+
+
+class _Sight(NamedTuple):
+    """What those queries see."""
+
+    position: int  # of the first
+    group: int  # query heads per kv head
+    window: int  # how far back; 0: all
+    dim: int
+    scale: Any  # of scores, for powers of two
+
+
 @njit(inline="always")
 def _visible(g: int, span: Any, sight: Any) -> Any:
     """Which columns row g sees, from and to, and how many vectors there are."""
-    (first, stop, base), (position, group, window, _) = span, sight
-    own = position + g // group
-    low, high = max(first, first_visible(own, window)), min(stop, own + 1)
+    first, stop, base = span
+    own = sight.position + g // sight.group
+    low, high = max(first, first_visible(own, sight.window)), min(stop, own + 1)
     return low - base, high - base, (stop - base + DEEP - 1) // DEEP * DEEP // LANES
 
 
@@ -78,7 +97,7 @@ def _weigh(scores: Any, sums: Any, span: Any, sight: Any, weights: Any) -> None:
     position, stop, and where column 0 lies. Powers of two instead of e, by `scale`. All largest
     scores come first: rows of which each waits for its own take twice as long.
     """
-    (acc, running, tops), scale = sums, sight[3]
+    (acc, running, tops), scale = sums, sight.scale
     for g in range(tops.size):
         tops[g] = max(highest(scores, g, _visible(g, span, sight)) * scale, running[g, 0])
     for g in range(tops.size):
@@ -100,14 +119,10 @@ def _attention(score: Any, mix: Any, new_rows: Any, new_weights: Any) -> Any:
 
     @njit
     def take(q: Any, past: Any, span: Any, state: Any, sight: Any) -> None:
-        """Adds positions [span) of one kv head's past: all their scores first, then all values.
-
-        `sight`: the first query's position, the heads per query, how far back each one sees, and
-        the scale of scores.
-        """
+        """Adds positions [span) of one kv head's past: all their scores first, then all values."""
         (first, stop), (scores, weights, sums, room) = span, state
         dim = q.shape[1]
-        size = past[0].shape[2] // dim
+        size = past.keys.shape[2] // dim
         blocks = range(first // size, (stop + size - 1) // size)
         base = blocks.start * size
         score(q, past, blocks, room, scores)
@@ -118,13 +133,11 @@ def _attention(score: Any, mix: Any, new_rows: Any, new_weights: Any) -> Any:
     def attend(q: Any, out: Any, where: Any, past: Any, sight: Any, tops: Any) -> None:
         """Some queries of q [tokens, numbers] over their sequence's blocks, to the same of `out`.
 
-        `where`: the first token, how many, and where the heads of one kv head begin. `past`: keys
-        and values [blocks, kv_heads, numbers of a block], the sequence's block table, and which kv
-        head. `tops` holds the heads' sinks, scores without a value, or is empty.
+        `tops` holds the heads' sinks, scores without a value, or is empty.
         """
-        position, group, window, dim = sight
+        position, group, window, dim, _ = sight
         token, num_tokens, column = where
-        rows, size = new_rows(q, where, group, dim), past[0].shape[2] // dim
+        rows, size = new_rows(q, where, group, dim), past.keys.shape[2] // dim
         width, num_rows = _SPAN + 2 * size + DEEP, num_tokens * group
         acc = empty_rows(rows.shape[0], dim + LANES, np.float32)
         acc[:] = 0
@@ -137,11 +150,10 @@ def _attention(score: Any, mix: Any, new_rows: Any, new_weights: Any) -> Any:
                 running[g, 0], running[g, 1] = tops[g % group] * np.float32(LOG2_E), 1
         sums = acc, running, np.empty(num_rows, np.float32)
         state = scores, new_weights(scores, num_rows), sums, room
-        inner = position, group, window, np.float32(LOG2_E) / np.sqrt(np.float32(dim))
         first, stop = first_visible(position, window), position + num_tokens
         while first < stop:
             end = min(stop, (first // _SPAN + 1) * _SPAN)
-            take(rows, past, (first, end), state, inner)
+            take(rows, past, (first, end), state, sight)
             first = end
         for g in range(num_rows):
             inverse = np.float32(1) / running[g, 1]
@@ -173,7 +185,8 @@ def _fill_rows(q: Any, where: Any, group: int, rows: Any) -> Any:
 
 @njit
 def _wide_rows(q: Any, where: Any, group: int, dim: int) -> Any:
-    return _fill_rows(q, where, group, empty_rows(padded(where[1] * group), dim, np.float32))
+    rows = empty_rows(padded(where.num_tokens * group), dim, np.float32)
+    return _fill_rows(q, where, group, rows)
 
 
 @njit
@@ -182,22 +195,22 @@ def _same(scores: Any, num_rows: int) -> Any:
 
 
 @njit
-def _rows_for_unit(q: Any, where: Any, group: int, dim: int) -> Any:
-    """The same as they are, with the unit configured for them."""
-    num_rows = padded_for_unit(where[1] * group)
+def _rows_amx(q: Any, where: Any, group: int, dim: int) -> Any:
+    """The same as they are, with AMX configured for them."""
+    num_rows = padded_amx(where.num_tokens * group)
     configure(np.zeros(64, np.uint8), min(num_rows, TILE), TILE)
     return _fill_rows(q, where, group, empty_rows(num_rows, dim, np.uint16))
 
 
 @njit
-def _weights_for_unit(scores: Any, num_rows: int) -> Any:
+def _weights_amx(scores: Any, num_rows: int) -> Any:
     weights = empty_rows(scores.shape[0], scores.shape[1], np.uint16)
     weights[num_rows:] = 0
     return weights
 
 
 _attend = _attention(score, mix, _wide_rows, _same)
-_attend_by_unit = _attention(score_by_unit, mix_by_unit, _rows_for_unit, _weights_for_unit)
+_attend_amx = _attention(score_amx, mix_amx, _rows_amx, _weights_amx)
 
 
 @njit
@@ -253,6 +266,7 @@ def _attend_by(attend: Any) -> Any:
         starts, lengths, first_rows, table = chunks_of(g)
         dim, group = g[DIM], g[GROUP]
         sinks = carray(f32_at(g[SINKS]), g[NUM_SINKS])
+        scale = np.float32(LOG2_E) / np.sqrt(np.float32(dim))
         at_once = max(1, _MOST // group)
         at, places = (-1, 0, 0), (g[KV_HEADS], at_once)
         while True:
@@ -266,21 +280,21 @@ def _attend_by(attend: Any) -> Any:
             attend(
                 q,
                 out,
-                (row, stop - token, kv * group * dim),
-                (memory[0], memory[1], table[chunk], kv),
-                (starts[chunk] + token, group, g[WINDOW], dim),
+                _Queries(row, stop - token, kv * group * dim),
+                Past(memory[0], memory[1], table[chunk], kv),
+                _Sight(starts[chunk] + token, group, g[WINDOW], dim, scale),
                 sinks[kv * group : (kv + 1) * group] if sinks.size else sinks,
             )
 
     return run
 
 
-_attend_all, _attend_all_by_unit = _attend_by(_attend), _attend_by(_attend_by_unit)
+_attend_all, _attend_all_amx = _attend_by(_attend), _attend_by(_attend_amx)
 
 
 @Kernel
 def _write_bf16(a: Any) -> None:
-    g = carray(a, FRAME_SIZE)
+    g = carray(a, SIZE)
     if per_word(memory_bf16(g)[0], g[DIM]) == 2:
         _write_pairs(g, a, new_bf16(g), memory_words(g))
     else:
@@ -289,33 +303,32 @@ def _write_bf16(a: Any) -> None:
 
 @Kernel
 def _write_float(a: Any) -> None:
-    g = carray(a, FRAME_SIZE)
+    g = carray(a, SIZE)
     _write_numbers(g, a, new_float(g), memory_float(g))
 
 
 @Kernel
 def _attend_bf16(a: Any) -> None:
-    g = carray(a, FRAME_SIZE)
+    g = carray(a, SIZE)
     _attend_all(g, a, new_bf16(g), memory_bf16(g))
 
 
 @Kernel
-def _attend_by_matrix_unit(a: Any) -> None:
-    g = carray(a, FRAME_SIZE)
-    _attend_all_by_unit(g, a, new_bf16(g), memory_bf16(g))
+def _attend_bf16_amx(a: Any) -> None:
+    g = carray(a, SIZE)
+    _attend_all_amx(g, a, new_bf16(g), memory_bf16(g))
     release()
 
 
 @Kernel
 def _attend_float(a: Any) -> None:
-    g = carray(a, FRAME_SIZE)
+    g = carray(a, SIZE)
     _attend_all(g, a, new_float(g), memory_float(g))
 
 
 def kernels_for(keys: Tensor) -> tuple[Kernel, Kernel]:
-    """What writes and what attends for a cache [blocks, kv_heads, block_size, dim]; the frame of
-    both is that of frame.py."""
+    """What writes to and what attends over a cache [blocks, kv_heads, block_size, dim]."""
     if keys.dtype == torch.float32:
         return _write_float, _attend_float
-    by_unit = fits_unit(keys.shape[2], keys.shape[3]) and has_matrix_unit()
-    return _write_bf16, _attend_by_matrix_unit if by_unit else _attend_bf16
+    by_amx = fits_amx(keys.shape[2], keys.shape[3]) and has_amx()
+    return _write_bf16, _attend_bf16_amx if by_amx else _attend_bf16

@@ -1,8 +1,8 @@
-"""Owns the use of a processor's matrix unit (Intel's AMX), which multiplies tiles of bfloat16.
+"""Owns the use of Intel's AMX, the unit of a processor that multiplies tiles of bfloat16.
 
-A tile is 16 rows of 64 bytes. Of the right factor a row is a line of words of two numbers that meet
-neighbours of the left one: so packed weights and blocks of the cache lie already. A row's sums are
-the same whatever rows are with it.
+A tile is 16 rows of 64 bytes. A row of the right factor holds pairs of numbers, and each pair meets
+two neighbours of the left factor. Packed weights and blocks of the cache already lie that way. A
+row's sums are the same whatever rows are with it.
 """
 
 from functools import cache
@@ -14,7 +14,7 @@ from numba import njit, types
 from numba.core import cgutils, config
 from numba.extending import intrinsic
 
-from headrace.runner.kernels.private import allow_matrix_unit
+from headrace.runner.kernels.private import allow_amx
 from headrace.runner.kernels.tiles import CACHE_LINE, Matrix, fetch, loop
 
 TILE = 16  # rows, and outputs
@@ -26,11 +26,11 @@ _POINTER = _BYTE.as_pointer()
 
 
 @cache
-def has_matrix_unit() -> bool:
+def has_amx() -> bool:
     """Whether there is one, the system lets this process use it, and compiled code may name it."""
     features = llvm.get_host_cpu_features()
     is_host = not (config.CPU_NAME or config.CPU_FEATURES)  # type: ignore[attr-defined]
-    return is_host and bool(features.get("amx-bf16")) and allow_matrix_unit()
+    return is_host and bool(features.get("amx-bf16")) and allow_amx()
 
 
 def _call(builder: Any, name: str, *args: Any) -> None:
@@ -61,7 +61,7 @@ def _emit_release(typing_context: Any) -> Any:
 
 _load_table: Any = intrinsic(_emit_configure)
 release: Any = intrinsic(_emit_release)
-"""To be called when a kernel is done: the system keeps what the unit holds for each thread."""
+"""To be called when a kernel is done: the system saves the tiles of each thread that holds any."""
 
 
 @njit
@@ -78,7 +78,7 @@ def configure(table: Any, upper: int, lower: int) -> None:
     _load_table(table)
 
 
-def matrix_tile(num_tiles: int, adds: bool) -> Any:
+def amx_tile(num_tiles: int, adds: bool) -> Any:
     """tile(x, memory, steps, out, (row, column, first, stride, there, num_lines)), as configured.
 
     x [rows, numbers] are bfloat16 bits, out is float32; rows of both are contiguous. For the rows

@@ -1,35 +1,35 @@
-"""Owns products with keys and values of many blocks by the matrix unit, for blocks that fit it."""
+"""Owns products with keys and values of many blocks by AMX, for blocks that fit its tiles."""
 
 from typing import Any
 
 import numpy as np
 from numba import njit
 
+from headrace.runner.kernels.amx import DEEP, TILE, amx_tile, fetch_lines
 from headrace.runner.kernels.blocks import begin_of
-from headrace.runner.kernels.matrix import DEEP, TILE, fetch_lines, matrix_tile
 from headrace.runner.kernels.tiles import CACHE_LINE
 
 _WORD = 4  # bytes
 _WIDE = 2 * TILE  # columns of a tile of sums
-_scores_2, _scores_1 = matrix_tile(2, False), matrix_tile(1, False)
-_sums_2, _sums_1 = matrix_tile(2, True), matrix_tile(1, True)
+_scores_2, _scores_1 = amx_tile(2, False), amx_tile(1, False)
+_sums_2, _sums_1 = amx_tile(2, True), amx_tile(1, True)
 
 
-def fits_unit(block_size: int, dim: int) -> bool:
+def fits_amx(block_size: int, dim: int) -> bool:
     return block_size % DEEP == 0 and dim % DEEP == 0
 
 
 @njit(inline="always")
-def padded_for_unit(num_rows: int) -> int:
+def padded_amx(num_rows: int) -> int:
     """Rows of queries, of scores and of sums; up to one tile is configured as it is."""
     return num_rows if num_rows <= TILE else (num_rows + TILE - 1) // TILE * TILE
 
 
 @njit
-def score_by_unit(q: Any, past: Any, blocks: Any, room: Any, scores: Any) -> None:
+def score_amx(q: Any, past: Any, blocks: Any, room: Any, scores: Any) -> None:
     """scores [rows, positions of the blocks] = q [rows, dim], bfloat16 bits, times keys.
 
-    past: keys, values, the sequence's block table and which kv head. room[0]: int64, at least dim.
+    room[0]: int64, at least dim.
     """
     keys, values, table, kv = past
     dim = q.shape[1]
@@ -55,7 +55,7 @@ def score_by_unit(q: Any, past: Any, blocks: Any, room: Any, scores: Any) -> Non
 
 
 @njit
-def mix_by_unit(weights: Any, past: Any, blocks: Any, count: int, room: Any, acc: Any) -> None:
+def mix_amx(weights: Any, past: Any, blocks: Any, count: int, room: Any, acc: Any) -> None:
     """acc [rows, dim] += weights [rows, positions], bfloat16 bits, times `count` values of blocks.
 
     Weights of positions from there to a multiple of DEEP must be 0.

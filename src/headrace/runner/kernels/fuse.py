@@ -1,4 +1,4 @@
-"""Owns the run of many kernels as one: threads are called once and meet after each kernel.
+"""Owns the fusing of many kernels into one: threads start once and meet after each kernel.
 
 Calling them anew for every kernel takes longer than many a kernel of a decode step.
 """
@@ -16,15 +16,16 @@ from numba import types
 from numba.extending import intrinsic
 from numba.np.numpy_support import carray
 
-from headrace.runner.kernels import pool
+from headrace.runner.kernels import launch
+from headrace.runner.kernels.arguments import Arguments, arguments_of
+from headrace.runner.kernels.capture import Call
+from headrace.runner.kernels.launch import Kernel, parallel, serial
 from headrace.runner.kernels.numeric import i64_at
-from headrace.runner.kernels.pool import Frame, Kernel, frame_of, run_alone, spread
-from headrace.runner.kernels.tape import Call
 
 _WORD = ir.IntType(64).as_pointer()
 
 
-def _emit_run(typing_context: Any, address: Any, frame: Any) -> Any:
+def _emit_run(typing_context: Any, address: Any, arguments: Any) -> Any:
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kind = ir.FunctionType(ir.VoidType(), [_WORD]).as_pointer()
         builder.call(builder.inttoptr(args[0], kind), [builder.inttoptr(args[1], _WORD)])
@@ -34,12 +35,12 @@ def _emit_run(typing_context: Any, address: Any, frame: Any) -> Any:
 
 
 _run: Any = intrinsic(_emit_run)
-"""Calls the function at an address with the frame at another; one without arguments ignores it."""
+"""Calls the function at one address with the arguments at another; it may ignore them."""
 
 
 @Kernel
 def _in_turn(a: Any) -> None:
-    """Every thread runs all kernels; a counter is set back when all threads are through with it."""
+    """Every thread runs all kernels; a counter is set back when all threads are done with it."""
     g = carray(a, 4)
     kernels = carray(i64_at(g[1]), (g[2], 2))
     for i in range(g[2]):
@@ -48,34 +49,34 @@ def _in_turn(a: Any) -> None:
         carray(i64_at(kernels[i, 1]), 1)[0] = 0
 
 
-class _Chain:
-    """Kernels with their frames."""
+class _Fused:
+    """Kernels with their arguments."""
 
-    def __init__(self, parts: Sequence[tuple[Kernel, Frame]], barrier: int) -> None:
-        self._frames = [frame for _, frame in parts]
-        pairs = [(body.address, ctypes.addressof(frame)) for body, frame in parts]
+    def __init__(self, parts: Sequence[tuple[Kernel, Arguments]], barrier: int) -> None:
+        self._all_arguments = [arguments for _, arguments in parts]
+        pairs = [(body.address, ctypes.addressof(arguments)) for body, arguments in parts]
         self._table = np.array(pairs, dtype=np.int64)
-        self._frame = frame_of(self._table.ctypes.data, len(pairs), barrier)
-        for frame in self._frames:
-            frame[0] = 0
+        self._arguments = arguments_of(self._table.ctypes.data, len(pairs), barrier)
+        for arguments in self._all_arguments:
+            arguments[0] = 0
 
     def __call__(self) -> None:
-        spread(_in_turn, self._frame)
+        parallel(_in_turn, self._arguments)
 
 
-def chained(calls: Sequence[Call]) -> list[Call]:
+def fuse(calls: Sequence[Call]) -> list[Call]:
     """The same calls, kernels in a row as one; just the calls where threads cannot meet."""
-    barrier = pool.barrier_address()
+    barrier = launch.barrier_address()
     if barrier is None or torch.get_num_threads() == 1:
         return list(calls)
     result: list[Call] = []
     for are_kernels, row in groupby(calls, _is_kernel):
         if are_kernels:
-            result.append(_Chain([call.args for call in row], barrier))  # type: ignore[attr-defined]
+            result.append(_Fused([call.args for call in row], barrier))  # type: ignore[attr-defined]
         else:
             result += row
     return result
 
 
 def _is_kernel(call: Call) -> bool:
-    return isinstance(call, partial) and call.func in (spread, run_alone)
+    return isinstance(call, partial) and call.func in (parallel, serial)

@@ -1,9 +1,9 @@
-"""Owns the recording of a step's kernels, so that other steps run them without the Python between.
+"""Owns the capture of a step's kernels, so that other steps run them without the Python between.
 
 A step calls the same kernels with the same addresses every time, hundreds of them, and for a small
-model the calls cost as much as the work. `record` runs a function of many rows once and notes what
-it computed with, in memory that stays; `Tape.first` gives calls that compute the first few rows
-again, from whatever then lies in the inputs.
+model the calls cost as much as the work. `capture` runs a function of many rows once and notes what
+it computed with, in memory that stays. `Graph.first_rows` gives the calls that compute the first
+rows again, from whatever the inputs then hold.
 """
 
 import threading
@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 _OWN_TYPES = (torch.bfloat16, torch.float32)
-_ROWS = 1  # the word of a frame that holds how many rows are computed
+_ROWS = 1  # the word that holds how many rows are computed
 
 _current = threading.local()
 
@@ -27,14 +27,14 @@ Call = Callable[[], object]
 Own = Mapping[Any, Callable[[Tensor, Tensor, Tensor], None]]
 
 
-class CannotRecord(Exception):
+class CannotCapture(Exception):
     """The function looked at a number, made several tensors at once, or mixed rows."""
 
 
 class Arena:
-    """Memory for the results of recorded calls; what no tensor needs any more is handed out again.
+    """Memory for the results of captured calls; what no tensor needs any more is handed out again.
 
-    Kernels are played in the order in which they were recorded, so that addresses are enough.
+    Kernels are replayed in the order in which they were captured, so addresses are enough.
     """
 
     def __init__(self) -> None:
@@ -73,15 +73,15 @@ class _Launch(NamedTuple):
 
     run: Callable[..., None]
     body: object
-    frame: Any
+    arguments: Any
 
     def call(self, num_rows: int) -> Call:
-        frame = type(self.frame)(*self.frame)
-        frame[_ROWS] = num_rows
-        return partial(self.run, self.body, frame)
+        arguments = type(self.arguments)(*self.arguments)
+        arguments[_ROWS] = num_rows
+        return partial(self.run, self.body, arguments)
 
 
-class Tape:
+class Graph:
     """What was computed, in order, of as many rows as each of the inputs has."""
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
@@ -90,25 +90,25 @@ class Tape:
         self._inputs = {x.untyped_storage().data_ptr() for x in inputs}
         self._steps: list[_Operation | _Launch] = []
 
-    def first(self, num_rows: int) -> list[Call]:
-        """The calls that compute so many rows."""
+    def first_rows(self, num_rows: int) -> list[Call]:
+        """The calls that compute that many rows."""
 
         def cut(value: Any) -> Any:
             return value[:num_rows] if self._has_rows(value) else value
 
         return [s.call(num_rows) if isinstance(s, _Launch) else s.call(cut) for s in self._steps]
 
-    def launched(self, run: Callable[..., None], body: object, frame: Any) -> None:
-        """Note a kernel; the frame is copied, since its owner fills it in anew."""
-        if frame[_ROWS] != self._num_rows:
-            raise CannotRecord(str(body))
-        self._steps.append(_Launch(run, body, type(frame)(*frame)))
+    def launched(self, run: Callable[..., None], body: object, arguments: Any) -> None:
+        """Note a kernel; its arguments are copied, since their owner fills them in anew."""
+        if arguments[_ROWS] != self._num_rows:
+            raise CannotCapture(str(body))
+        self._steps.append(_Launch(run, body, type(arguments)(*arguments)))
 
     def computed(self, function: Any, args: Any, options: Any, into: Tensor | None) -> None:
         """Note an operation of torch."""
         for value in tree_leaves((args, options, into)):
             if self._has_rows(value) and value.shape[:1] != (self._num_rows,):
-                raise CannotRecord(str(function))
+                raise CannotCapture(str(function))
         self._steps.append(_Operation(function, args, options, into))
 
     def _has_rows(self, value: Any) -> bool:
@@ -117,35 +117,35 @@ class Tape:
         return self.arena.owns(value) or value.untyped_storage().data_ptr() in self._inputs
 
 
-def note(run: Callable[..., None], body: object, frame: Any) -> None:
+def note(run: Callable[..., None], body: object, arguments: Any) -> None:
     """Called by whoever runs a kernel."""
-    if tape := getattr(_current, "tape", None):
-        tape.launched(run, body, frame)
+    if graph := getattr(_current, "graph", None):
+        graph.launched(run, body, arguments)
 
 
-def record(run: Callable[[], Tensor], inputs: Sequence[Tensor], own: Own) -> tuple[Tape, Tensor]:
-    """The tape of `run`, and its result, which lies where each play will put it.
+def capture(run: Callable[[], Tensor], inputs: Sequence[Tensor], own: Own) -> tuple[Graph, Tensor]:
+    """The graph of `run`, and its result, which lies where each play will put it.
 
     Each row of the result is made of the same row of the inputs. `own` names kernels that do what
     an operation of torch does to two contiguous tensors of one shape, bfloat16 or float32, and
     write to a third.
     """
-    tape = Tape(inputs)
-    with _Recorder(tape, own):
-        _current.tape = tape
+    graph = Graph(inputs)
+    with _Capturing(graph, own):
+        _current.graph = graph
         try:
             result = run()
         finally:
-            _current.tape = None
-    return tape, result
+            _current.graph = None
+    return graph, result
 
 
-class _Recorder(TorchDispatchMode):
+class _Capturing(TorchDispatchMode):
     """Sees every operation of torch: views need no repetition, all others are noted."""
 
-    def __init__(self, tape: Tape, own: Own) -> None:
+    def __init__(self, graph: Graph, own: Own) -> None:
         super().__init__()
-        self._tape, self._own = tape, own
+        self._graph, self._own = graph, own
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -156,20 +156,20 @@ class _Recorder(TorchDispatchMode):
     ) -> Any:
         options = kwargs or {}
         if func is torch.ops.aten.empty.memory_format:
-            return self._tape.arena.empty(torch.Size(args[0]), options["dtype"])
+            return self._graph.arena.empty(torch.Size(args[0]), options["dtype"])
         result = func(*args, **options)
         if func.is_view and _is_part(result, args[0]):
             return result
         if not isinstance(result, Tensor):
-            raise CannotRecord(str(func))
+            raise CannotCapture(str(func))
         if func._schema.is_mutable:
-            self._tape.computed(func, args, options, None)
+            self._graph.computed(func, args, options, None)
             return result
-        kept = self._tape.arena.empty(result.shape, result.dtype).copy_(result)
+        kept = self._graph.arena.empty(result.shape, result.dtype).copy_(result)
         if (own := self._own.get(func)) and not options and _are_alike(args[0], args[1]):
             own(args[0], args[1], kept)
         else:
-            self._tape.computed(func, args, options, kept)
+            self._graph.computed(func, args, options, kept)
         return kept
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from headrace.runner.kernels.capture import Arena, CannotCapture, Graph, capture
 from headrace.runner.kernels.pointwise import add, gated, norm
-from headrace.runner.kernels.tape import Arena, CannotRecord, Tape, record
 
 OWN = {torch.ops.aten.add.Tensor: add}
 WEIGHT = torch.linspace(0.5, 2, 64)
@@ -18,29 +18,29 @@ def work(x: Tensor) -> Tensor:
     return ((y * 2).mul_(3) + y).to(torch.float64)
 
 
-def play(tape: Tape, num_rows: int) -> None:
-    for call in tape.first(num_rows):
+def play(graph: Graph, num_rows: int) -> None:
+    for call in graph.first_rows(num_rows):
         call()
 
 
-def test_playing_a_tape_computes_anew_from_what_its_inputs_hold() -> None:
+def test_replaying_a_graph_computes_anew_from_what_its_inputs_hold() -> None:
     x = torch.randn(3, 64)
-    tape, result = record(lambda: work(x), (x,), OWN)
-    play(tape, 3)
+    graph, result = capture(lambda: work(x), (x,), OWN)
+    play(graph, 3)
     assert torch.equal(result, work(x))
     x.copy_(torch.randn(3, 64))
     assert not torch.equal(result, work(x))
-    play(tape, 3)
+    play(graph, 3)
     assert torch.equal(result, work(x))
 
 
-def test_a_tape_plays_the_first_rows_and_leaves_the_others() -> None:
+def test_a_graph_replays_the_first_rows_and_leaves_the_others() -> None:
     x = torch.randn(64, 64)
-    tape, result = record(lambda: work(x), (x,), OWN)
+    graph, result = capture(lambda: work(x), (x,), OWN)
     for num_rows in (1, 7, 64, 2):
         x.copy_(torch.randn(64, 64))
         before = result[num_rows:].clone()
-        play(tape, num_rows)
+        play(graph, num_rows)
         assert torch.equal(result[:num_rows], work(x[:num_rows]))
         assert torch.equal(result[num_rows:], before)
 
@@ -57,23 +57,23 @@ def test_memory_is_lent_again_when_no_tensor_needs_it() -> None:
     assert arena.empty(shape, torch.float32).data_ptr() == address
 
 
-def test_a_function_that_looks_at_a_number_cannot_be_recorded() -> None:
+def test_a_function_that_looks_at_a_number_cannot_be_captured() -> None:
     x = torch.randn(3, 64)
-    with pytest.raises(CannotRecord):
-        record(lambda: x if x.sum().item() > 0 else -x, (x,), OWN)
+    with pytest.raises(CannotCapture):
+        capture(lambda: x if x.sum().item() > 0 else -x, (x,), OWN)
 
 
 @pytest.mark.parametrize("mix", [lambda x: x.t().sin(), lambda x: gated(x[1:]), lambda x: x.sum(0)])
-def test_a_function_that_mixes_rows_cannot_be_recorded(mix: Callable[[Tensor], Tensor]) -> None:
+def test_a_function_that_mixes_rows_cannot_be_captured(mix: Callable[[Tensor], Tensor]) -> None:
     x = torch.randn(3, 64)
-    with pytest.raises(CannotRecord):
-        record(lambda: mix(x), (x,), OWN)
+    with pytest.raises(CannotCapture):
+        capture(lambda: mix(x), (x,), OWN)
 
 
-def test_after_a_failed_recording_kernels_run_as_ever() -> None:
+def test_after_a_failed_capture_kernels_run_as_ever() -> None:
     x = torch.randn(3, 64)
-    with pytest.raises(CannotRecord):
-        record(lambda: x[x.argmax().item() :], (x,), OWN)
-    tape, result = record(lambda: work(x), (x,), OWN)
-    play(tape, 3)
+    with pytest.raises(CannotCapture):
+        capture(lambda: x[x.argmax().item() :], (x,), OWN)
+    graph, result = capture(lambda: work(x), (x,), OWN)
+    play(graph, 3)
     assert torch.equal(result, work(x))

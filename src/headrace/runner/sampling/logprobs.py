@@ -1,15 +1,28 @@
-"""Log probabilities of the model's own distribution, packed for the wire."""
+"""Log probabilities of the model's own distribution, and the one order of candidates."""
 
 from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.core.sampling import Logprobs
-from headrace.runner.order import likeliest
 
+Floats = NDArray[np.float32]
 _FLOOR = -9999.0  # JSON has no minus infinity
+
+
+def likeliest(values: Floats, count: int) -> NDArray[np.intp]:
+    """Ids of the `count` largest values: falling value, equal values by rising id.
+
+    All of them if there are fewer.
+    """
+    ids = np.arange(len(values))
+    if count < len(values):
+        threshold = np.partition(values, len(values) - count)[len(values) - count]
+        ids = np.flatnonzero(values >= threshold)  # may be more: ties
+    return ids[np.argsort(-values[ids], kind="stable")][:count]
 
 
 def pack_logprobs(logits: Tensor, token_ids: Sequence[int], num_likeliest: int) -> Logprobs:

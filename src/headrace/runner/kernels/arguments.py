@@ -1,16 +1,46 @@
-"""Owns how attention's arguments lie in a kernel's frame: one order, written and read here alone.
+"""Owns how a kernel's arguments lie in memory: as int64 words, after the counter of its work.
 
-A step fills in its chunks once, each layer its tensors; kernels read them back as arrays.
+Most kernels name theirs in a NamedTuple. Attention has more, and fills them in piece by piece: a
+step its chunks, once, and each layer its tensors.
 """
 
+import ctypes
 from typing import Any
 
-from numba import njit
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import njit, types
+from numba.extending import intrinsic
 from numba.np.numpy_support import carray
 from torch import Tensor
 
 from headrace.runner.kernels.numeric import f32_at, i32_at, u16_at, u32_at
-from headrace.runner.kernels.pool import Frame
+
+Arguments = Any
+"""A C array of int64: the counter, then rows, addresses and counts.
+
+A kernel that goes by rows computes each of them by itself: what it makes of the first few is the
+same however many follow.
+"""
+
+
+def arguments_of(*words: int) -> Arguments:
+    return (ctypes.c_int64 * (len(words) + 1))(0, *words)
+
+
+def reader(record: Any) -> Any:
+    """read(a): a kernel's arguments as the NamedTuple of ints that they were made of."""
+    kind = types.NamedUniTuple(types.int64, len(record._fields), record)
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        places = [ir.Constant(ir.IntType(64), 1 + i) for i in range(kind.count)]
+        words = [builder.load(builder.gep(args[0], [place])) for place in places]
+        return context.make_tuple(builder, kind, words)
+
+    def typed(typing_context: Any, address: Any) -> Any:
+        return kind(types.CPointer(types.int64)), emit
+
+    return intrinsic(typed)
+
 
 (
     NUM_TOKENS,
@@ -38,23 +68,23 @@ from headrace.runner.kernels.pool import Frame
     K_STRIDE,
     V_STRIDE,
     OUT_STRIDE,
-    FRAME_SIZE,
+    SIZE,
 ) = range(1, 27)
 
 
-def set_memory(frame: Frame, keys: Tensor, values: Tensor) -> None:
+def set_memory(arguments: Arguments, keys: Tensor, values: Tensor) -> None:
     """keys, values: [num_blocks, kv_heads, block_size, dim], contiguous."""
-    frame[KEYS], frame[VALUES] = keys.data_ptr(), values.data_ptr()
-    frame[NUM_BLOCKS : DIM + 1] = keys.shape
+    arguments[KEYS], arguments[VALUES] = keys.data_ptr(), values.data_ptr()
+    arguments[NUM_BLOCKS : DIM + 1] = keys.shape
 
 
-def set_new(frame: Frame, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+def set_new(arguments: Arguments, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
     """All [tokens, heads, dim] with their heads side by side; rows may be further apart."""
-    frame[NUM_TOKENS] = q.shape[0]
-    frame[GROUP] = q.shape[1] // k.shape[1]
+    arguments[NUM_TOKENS] = q.shape[0]
+    arguments[GROUP] = q.shape[1] // k.shape[1]
     for place, tensor in enumerate((q, k, v, out)):
-        frame[Q + place] = tensor.data_ptr()
-        frame[Q_STRIDE + place] = tensor.stride(0)
+        arguments[Q + place] = tensor.data_ptr()
+        arguments[Q_STRIDE + place] = tensor.stride(0)
 
 
 @njit(inline="always")

@@ -4,20 +4,39 @@ Order: logits + bias, repetition, frequency and presence penalty, end tokens mas
 greedy, else temperature, top_k, top_p, min_p and one draw.
 """
 
+from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.core.plan import Drawn
+from headrace.core.plan import Begin, Drawn
 from headrace.core.sampling import Logprobs, Sampling
-from headrace.runner.logprobs import pack_logprobs
-from headrace.runner.order import Floats, likeliest
-from headrace.runner.philox import uniform
-from headrace.runner.sequences import SequenceState
+from headrace.runner.sampling.logprobs import Floats, likeliest, pack_logprobs
+from headrace.runner.sampling.philox import uniform
 
 _FIRST_HEAD = 256  # candidates that are put in order before it is known how many are needed
+
+
+@dataclass(slots=True)
+class SequenceState:
+    """Tokens known so far, the drawn ones appended, and how to draw the next."""
+
+    token_ids: "array[int]"
+    num_prompt: int
+    choice: int
+    sampling: Sampling
+
+    @classmethod
+    def from_begin(cls, begin: Begin) -> "SequenceState":
+        # A copy of our own: it grows with each draw.
+        return cls(begin.token_ids[:], begin.num_prompt, begin.choice, begin.sampling)
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.token_ids) - self.num_prompt
 
 
 def draw(logits: Tensor, sequences: Sequence[SequenceState]) -> list[Drawn]:

@@ -1,4 +1,4 @@
-"""Owns the recording of small steps: one, of which a step plays as many rows as it has tokens."""
+"""Owns the replay of small steps: one is captured, and each step replays its first rows."""
 
 import logging
 from collections.abc import Callable
@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from headrace.runner.inputs import Batch
-from headrace.runner.kernels import pool
-from headrace.runner.kernels.chain import chained
+from headrace.runner.kernels import launch
+from headrace.runner.kernels.capture import Call, CannotCapture, Graph, capture
+from headrace.runner.kernels.fuse import fuse
 from headrace.runner.kernels.pointwise import add
-from headrace.runner.kernels.tape import Call, CannotRecord, Tape, record
 
 logger = logging.getLogger(__name__)
 
@@ -22,8 +22,8 @@ _MAX_TOKENS = 256  # beyond, the work outweighs the calls
 _ARRAYS = ("starts", "lengths", "first_rows")
 
 
-class RecordedForward:
-    """A forward pass over a batch, recorded at the first small one.
+class CapturedForward:
+    """A forward pass over a batch, captured at the first small one.
 
     `forward` must read nothing of the batch but its tensors' and arrays' contents, and may not
     look at them. block_table_width: blocks of the longest sequence.
@@ -32,10 +32,10 @@ class RecordedForward:
     def __init__(self, forward: Callable[[Batch], Tensor], block_table_width: int) -> None:
         self._forward = forward
         self._width = block_table_width
-        self._recording: tuple[Batch, Tape, Tensor] | None = None
+        self._captured: tuple[Batch, Graph, Tensor] | None = None
         self._calls: dict[int, list[Call]] = {}  # by number of tokens
         self._is_off = False
-        pool.barrier_address()  # looks for OpenMP, by operations that must not be recorded
+        launch.barrier_address()  # looks for OpenMP, by operations that must not be captured
 
     def __call__(self, batch: Batch) -> Tensor:
         """At least as many rows as the batch has tokens; overwritten by the next step."""
@@ -43,27 +43,27 @@ class RecordedForward:
         if self._is_off or num_tokens > _MAX_TOKENS:
             return self._forward(batch)
         try:
-            steady, tape, result = self._recording or self._record(batch)
-        except CannotRecord as error:
+            steady, graph, result = self._captured or self._capture(batch)
+        except CannotCapture as error:
             logger.warning(
-                "Small steps take longer: what they compute cannot be recorded, %s", error
+                "Small steps take longer: what they compute cannot be captured, %s", error
             )
             self._is_off = True
             return self._forward(batch)
         fill(steady, batch)
         if num_tokens not in self._calls:
-            self._calls[num_tokens] = chained(tape.first(num_tokens))
+            self._calls[num_tokens] = fuse(graph.first_rows(num_tokens))
         for call in self._calls[num_tokens]:
             call()
         return result
 
-    def _record(self, batch: Batch) -> tuple[Batch, Tape, Tensor]:
-        """The memory in which a step's batch must lie, what it plays and where the result is."""
+    def _capture(self, batch: Batch) -> tuple[Batch, Graph, Tensor]:
+        """The memory in which a step's batch must lie, what it replays and where the result is."""
         steady = _steady(batch, self._width)
         inputs = steady.token_ids, steady.positions
-        tape, result = record(lambda: self._forward(steady), inputs, _OWN)
-        self._recording = steady, tape, result
-        return self._recording
+        graph, result = capture(lambda: self._forward(steady), inputs, _OWN)
+        self._captured = steady, graph, result
+        return self._captured
 
 
 def _steady(batch: Batch, table_width: int) -> Batch:

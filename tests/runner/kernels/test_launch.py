@@ -4,7 +4,7 @@ import sys
 import pytest
 import torch
 
-from headrace.runner.kernels import pool
+from headrace.runner.kernels import launch
 from headrace.runner.kernels.product import Operand, pack, product
 
 CODE = """
@@ -32,7 +32,7 @@ def test_kernels_add_no_thread_to_those_of_torch() -> None:
 def test_without_torchs_openmp_kernels_run_on_threads_of_python(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(pool, "_openmp_fork", lambda: None)
+    monkeypatch.setattr(launch, "_openmp_fork", lambda: None)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     weight, x = torch.randint(-9, 9, (500, 64)).bfloat16(), torch.randint(-9, 9, (3, 64)).bfloat16()
     found = product(x, Operand(pack(weight), 64, torch.ones(500), torch.zeros(500)))

@@ -1,10 +1,13 @@
 import numpy as np
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from headrace.core.sampling import Logprobs
-from headrace.runner.logprobs import join, pack_logprobs
+from headrace.runner.sampling.logprobs import join, likeliest, pack_logprobs
 
 INF = float("inf")
+FEW_VALUES = st.sampled_from([-np.inf, -1.5, 0.0, 0.25, 3.0])
 
 
 def unpack(packed: Logprobs) -> tuple[list[list[int]], np.ndarray]:
@@ -33,3 +36,9 @@ def test_joined_rows_lie_below_each_other() -> None:
     whole = pack_logprobs(logits, range(7), 4)
     parts = [pack_logprobs(logits[:3], range(3), 4), pack_logprobs(logits[3:], range(3, 7), 4)]
     assert join(parts) == whole
+
+
+@given(st.lists(FEW_VALUES, min_size=1, max_size=40), st.integers(1, 50))
+def test_order_is_falling_value_then_rising_id(values: list[float], count: int) -> None:
+    expected = sorted(range(len(values)), key=lambda i: (-values[i], i))[:count]
+    assert likeliest(np.array(values, dtype=np.float32), count).tolist() == expected

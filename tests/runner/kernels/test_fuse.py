@@ -5,14 +5,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from headrace.runner.kernels import pool
-from headrace.runner.kernels.chain import chained
+from headrace.runner.kernels import launch
+from headrace.runner.kernels.arguments import arguments_of
+from headrace.runner.kernels.capture import Call, Graph, capture
+from headrace.runner.kernels.fuse import fuse
+from headrace.runner.kernels.launch import Kernel, parallel
 from headrace.runner.kernels.pointwise import add, norm
-from headrace.runner.kernels.pool import Kernel, frame_of, spread
-from headrace.runner.kernels.tape import Call, Tape, record
 
 OWN = {torch.ops.aten.add.Tensor: add}
-WEIGHT = torch.ones(64).bfloat16()  # a tape holds no weights: what it reads must stay
+WEIGHT = torch.ones(64).bfloat16()  # a graph holds no weights: what it reads must stay
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +24,7 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def recorded(x: Tensor, num_layers: int) -> tuple[Tape, Tensor]:
+def captured(x: Tensor, num_layers: int) -> tuple[Graph, Tensor]:
     """Kernels of which each reads all that the one before it wrote; a sine, torch's, between."""
 
     def run() -> Tensor:
@@ -33,7 +34,7 @@ def recorded(x: Tensor, num_layers: int) -> tuple[Tape, Tensor]:
             y = y.sin() if layer == num_layers // 2 else y
         return y
 
-    return record(run, (x,), OWN)
+    return capture(run, (x,), OWN)
 
 
 def play(calls: list[Call]) -> None:
@@ -41,15 +42,15 @@ def play(calls: list[Call]) -> None:
         call()
 
 
-def test_a_chain_computes_what_single_calls_do() -> None:
+def test_fused_kernels_compute_what_single_calls_do() -> None:
     x = torch.randn(300, 64).bfloat16()
-    tape, result = recorded(x, 12)
+    graph, result = captured(x, 12)
     for _ in range(20):
         x.copy_(torch.randn(300, 64))
-        play(tape.first(300))
+        play(graph.first_rows(300))
         expected = result.clone()
         result.zero_()
-        calls = chained(tape.first(300))
+        calls = fuse(graph.first_rows(300))
         play(calls)
         assert torch.equal(result, expected)
         result.zero_()
@@ -58,14 +59,14 @@ def test_a_chain_computes_what_single_calls_do() -> None:
 
 
 def test_kernels_in_a_row_become_one_call_and_others_stay() -> None:
-    if pool.barrier_address() is None:
+    if launch.barrier_address() is None:
         pytest.skip("threads cannot meet here")
-    tape, _ = recorded(torch.randn(3, 64).bfloat16(), 12)
-    assert len(tape.first(3)) == 25
-    assert len(chained(tape.first(3))) == 3
+    graph, _ = captured(torch.randn(3, 64).bfloat16(), 12)
+    assert len(graph.first_rows(3)) == 25
+    assert len(fuse(graph.first_rows(3))) == 3
 
 
 def test_where_threads_cannot_meet_calls_stay_single(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "_openmp_fork", lambda: None)
-    calls = [partial(spread, Kernel(lambda a: None), frame_of())] * 3
-    assert chained(calls) == calls
+    monkeypatch.setattr(launch, "_openmp_fork", lambda: None)
+    calls = [partial(parallel, Kernel(lambda a: None), arguments_of())] * 3
+    assert fuse(calls) == calls
