@@ -13,7 +13,7 @@ import msgspec
 
 from headrace.answer import Answer, Messages, Piece, asked_for
 from headrace.checkpoints.hub import OnProgress
-from headrace.core import settings
+from headrace.core import config_sources
 from headrace.core.config import ServerConfig
 from headrace.core.errors import RequestError, StreamFailed
 from headrace.core.messages import Ready
@@ -55,7 +55,7 @@ class LLM:
 
         ConfigError if one is wrong, ModelError if the model cannot be run.
         """
-        return cls(settings.load({"model": model, **options}, {}, None))
+        return cls(config_sources.load({"model": model, **options}, {}, None))
 
     @property
     def ready(self) -> Ready:
@@ -266,7 +266,7 @@ def _check(dialect: Dialect, fields: dict[str, Any]) -> dict[str, Any]:
     known = known_fields(dialect.TABLE)
     for name in fields:
         if name not in known:
-            message = f"There is no field {name}{settings.nearest(name, known)}"
+            message = f"There is no field {name}{config_sources.nearest(name, known)}"
             raise RequestError("unsupported_parameter", message, name)
     checked: dict[str, Any] = dialect.read(_as_json(fields))
     return checked

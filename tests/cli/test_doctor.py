@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from headrace.cli.doctor import doctor
-from headrace.cli.doctor_model import cache_bytes
+from headrace.cli.doctor import cache_bytes, doctor
+from headrace.core.config_sources import load
 from headrace.core.layout import MemoryLayout
-from headrace.core.settings import load
 from tests.builders import make_tiny_model
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from headrace.cli.fields import read_fields
 from headrace.cli.generate import generate, read_prompt, split_words
+from headrace.cli.main import read_fields
 from headrace.core.config import ServerConfig
+from headrace.core.config_sources import load
 from headrace.core.errors import ConfigError
-from headrace.core.settings import load
 from headrace.llm import LLM
 from tests.builders import make_tiny_model
 

@@ -1,7 +1,6 @@
 """`headrace chat`: a conversation in the terminal, over connections that may break."""
 
 import contextlib
-import os
 import re
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 import msgspec
 
 from headrace.cli.chat_screen import Screen
+from headrace.cli.state import state_home
 from headrace.client.client import Client, Stream
 from headrace.client.errors import Refused, Unreachable
 from headrace.client.events import Accepted, Tokens
@@ -64,11 +64,10 @@ class Transcript:
 
 
 def transcript() -> Transcript:
-    home = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Transcript(Path(home) / "headrace" / "chat.json")
+    return Transcript(state_home() / "chat.json")
 
 
-class Chat:
+class ChatLoop:
     """`fields` go into every request."""
 
     def __init__(
@@ -154,7 +153,7 @@ class Chat:
         self._kept.write(self._conversation)
 
 
-def converse(chat: Chat, screen: Screen) -> None:
+def converse(chat: ChatLoop, screen: Screen) -> None:
     """Until the input ends; what is piped in is one message."""
     if not sys.stdin.isatty():
         if text := sys.stdin.read().strip():
@@ -171,7 +170,7 @@ def converse(chat: Chat, screen: Screen) -> None:
             screen.note(str(error))
 
 
-def _do(text: str, chat: Chat, screen: Screen) -> None:
+def _do(text: str, chat: ChatLoop, screen: Screen) -> None:
     match text:
         case "":
             pass

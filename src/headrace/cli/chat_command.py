@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from headrace.cli import exits
-from headrace.cli.chat import Chat, Conversation, converse, transcript
+from headrace.cli.chat import ChatLoop, Conversation, converse, transcript
 from headrace.cli.chat_screen import Screen
 from headrace.cli.private_server import ServerEnded, end_on_hangup, private_server
 from headrace.client.client import Client
@@ -57,7 +57,7 @@ def _talk(
 ) -> None:
     screen = Screen()
     client.on_trouble = screen.trouble
-    chat = Chat(client, screen, transcript(), conversation, fields)
+    chat = ChatLoop(client, screen, transcript(), conversation, fields)
     if sys.stdin.isatty():
         _greet(client, screen, fields)
     if is_resumed:

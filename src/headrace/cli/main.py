@@ -3,17 +3,19 @@
 import logging
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 
 from headrace import __version__
 from headrace.cli import exits
 from headrace.cli.bench import bench
 from headrace.core.config import ServerConfig
+from headrace.core.config_sources import Setting, load, nearest, settings
 from headrace.core.errors import ConfigError, HeadraceError, ModelError, RequestFailed
-from headrace.core.settings import Setting, load, settings
 
 _FIELD = click.Option(["-o", "pairs"], multiple=True, metavar="FIELD=VALUE", help="Request field")
 _WRONG_FIELD = ("invalid_type", "invalid_value", "unsupported_parameter")
@@ -47,6 +49,30 @@ def _config(model: str | None, flags: dict[str, Any], file: Path | None = None) 
     if config.log_level == "debug":
         logging.basicConfig(level=logging.DEBUG)
     return config
+
+
+def read_fields(pairs: Iterable[str], known: Iterable[str]) -> dict[str, Any]:
+    """Fields of a request from `-o temperature=0.2 -o stop=END`.
+
+    Values are JSON where they are valid JSON, else text; ConfigError for an unknown name.
+    """
+    names = set(known)
+    fields: dict[str, Any] = {}
+    for pair in pairs:
+        name, sign, text = pair.partition("=")
+        if not sign:
+            raise ConfigError(f"-o takes field=value, such as temperature=0.2; {pair!r} has no =.")
+        if name not in names:
+            raise ConfigError(f"-o: unknown field {name}{nearest(name, names)}")
+        fields[name] = _value(text)
+    return fields
+
+
+def _value(text: str) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        return text
 
 
 def _serve_command() -> click.Command:
@@ -84,7 +110,6 @@ def _generate_command() -> click.Command:
         headrace generate ./my-model "Once upon a time" -o max_tokens=50 --json
         cat story.txt | headrace generate -
         """
-        from headrace.cli.fields import read_fields
         from headrace.cli.generate import generate, read_prompt, split_words
         from headrace.protocols.common_fields import known_fields
         from headrace.protocols.openai_completions import TABLE
@@ -113,7 +138,6 @@ def _chat_command() -> click.Command:
         echo "Count to 20." | headrace chat headrace-mini -o temperature=0
         """
         from headrace.cli.chat_command import run_chat
-        from headrace.cli.fields import read_fields
         from headrace.protocols.common_fields import known_fields
         from headrace.protocols.openai_chat import TABLE
 

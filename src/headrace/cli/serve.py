@@ -9,12 +9,12 @@ import signal
 import socket
 import sys
 import threading
-from pathlib import Path
 
 import msgspec
 
 from headrace.cli import exits
 from headrace.cli.download import DownloadLine
+from headrace.cli.state import streams_folder
 from headrace.core.config import ServerConfig
 from headrace.core.errors import HeadraceError
 from headrace.core.messages import Ready
@@ -73,12 +73,8 @@ async def _run(config: ServerConfig, model: ServedModel, listener: socket.socket
 
 
 def _open_store(state_dir: str | None, port: int) -> SqliteStore | MemoryStore:
-    if state_dir == "none":
-        return MemoryStore()
-    if state_dir is not None:
-        return SqliteStore.open(Path(state_dir))
-    home = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return SqliteStore.open(Path(home) / "headrace" / str(port))
+    folder = streams_folder(state_dir, port)
+    return MemoryStore() if folder is None else SqliteStore.open(folder)
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import msgspec
 
+from headrace.core.config_sources import SECRETS
 from headrace.core.ids import SequenceId
 from headrace.core.messages import AnyMessage, Message
-from headrace.core.settings import SECRETS
 from headrace.engine import wire
 from headrace.engine.client import EngineDown
 from headrace.engine.note import StepNote

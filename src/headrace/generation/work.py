@@ -20,8 +20,8 @@ from typing import Any, Protocol
 
 import msgspec
 
+from headrace.core.config_sources import SECRETS
 from headrace.core.errors import RequestError
-from headrace.core.settings import SECRETS
 
 logger = logging.getLogger(__name__)
 

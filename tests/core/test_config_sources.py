@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from headrace.core.config import ServerConfig
+from headrace.core.config_sources import load, read_keys
 from headrace.core.errors import ConfigError
-from headrace.core.settings import load, read_keys
 
 
 def keys_of(path: Path | None = None, **environment: str) -> tuple[str, ...]:
