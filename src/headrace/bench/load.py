@@ -15,7 +15,7 @@ _NUM_SETTLED = 4  # tokens of each stream before it counts as running
 _WARM_TAIL = 8
 
 
-class Prompts:
+class PromptSource:
     """Random token ids, the same for every server; no prompt comes twice."""
 
     def __init__(self, seed: int, num_vocab: int, warm_share: float = 0.0) -> None:
@@ -78,7 +78,9 @@ class Background:
 class Injector:
     """Open loop: prompts leave at their times, whatever became of those before."""
 
-    def __init__(self, target: Target, prompts: Prompts, plan: CellPlan, patience_s: float) -> None:
+    def __init__(
+        self, target: Target, prompts: PromptSource, plan: CellPlan, patience_s: float
+    ) -> None:
         self._target = target
         self._prompts = prompts
         self._plan = plan

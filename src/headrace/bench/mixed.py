@@ -9,7 +9,7 @@ from statistics import median
 import msgspec
 
 from headrace.bench import figures, validity
-from headrace.bench.load import Background, Injector, Prompts, since
+from headrace.bench.load import Background, Injector, PromptSource, since
 from headrace.bench.profile import Calibration, Profile, plans
 from headrace.bench.record import Cell, CellPlan, Round, ServerRun
 from headrace.bench.target import Target
@@ -47,7 +47,7 @@ class Mixed:
             await self._trace.open()
             try:
                 self._run.server = self._described()
-                self._prompts = Prompts(
+                self._prompts = PromptSource(
                     self._options.seed, self._target.num_vocab, self._options.warm_share
                 )
                 calibration = await self._calibrate()

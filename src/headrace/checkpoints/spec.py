@@ -16,14 +16,14 @@ _PICKLED = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
 _Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
-class _Rope(msgspec.Struct):
+class _RopeJson(msgspec.Struct):
     factor: float | None = None
     original_max_position_embeddings: float | None = None
     rope_type: str | None = None
     type: str | None = None
 
 
-class _Config(msgspec.Struct):
+class _ConfigJson(msgspec.Struct):
     """Types of the keys that are looked at here, in a config.json or a text_config within it."""
 
     architectures: list[str] | None = None
@@ -32,8 +32,8 @@ class _Config(msgspec.Struct):
     dtype: str | None = None
     torch_dtype: str | None = None
     eos_token_id: int | list[int] | None = None
-    rope_scaling: _Rope | None = None
-    rope_parameters: _Rope | None = None
+    rope_scaling: _RopeJson | None = None
+    rope_parameters: _RopeJson | None = None
     max_position_embeddings: int | None = None
     n_positions: int | None = None
     n_ctx: int | None = None
@@ -124,7 +124,7 @@ def _read_json(folder: Path, name: str) -> dict[str, Any]:
 
 def _check_types(folder: Path, name: str, config: dict[str, Any]) -> None:
     try:
-        msgspec.convert(config, _Config)
+        msgspec.convert(config, _ConfigJson)
     except msgspec.ValidationError as error:
         place = str(error).rpartition("`$.")[2].rstrip("`")
         raise ModelError(

@@ -27,7 +27,7 @@ WEIGHTS = {
 }
 
 
-class Attention(nn.Module):
+class Qwen3Attention(nn.Module):
     def __init__(self, config: TextConfig, layer: int) -> None:
         super().__init__()
         c, self.layer = config, layer
@@ -46,11 +46,11 @@ class Attention(nn.Module):
         return self.out(step.attend(self.layer, q, k, v).flatten(1))  # [tokens, hidden]
 
 
-class Layer(nn.Module):
+class Qwen3Layer(nn.Module):
     def __init__(self, config: TextConfig, layer: int) -> None:
         super().__init__()
         self.input_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.attention = Attention(config, layer)
+        self.attention = Qwen3Attention(config, layer)
         self.post_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = GatedMLP(config)
 
@@ -67,7 +67,7 @@ class Qwen3(nn.Module):
         c = config
         self.cache_shape = CacheShape(c.num_kv_heads, c.head_dim, c.windows)
         self.embed = Embedding(c.vocab_size, c.hidden_size)
-        self.layers = nn.ModuleList(Layer(c, layer) for layer in range(c.num_layers))
+        self.layers = nn.ModuleList(Qwen3Layer(c, layer) for layer in range(c.num_layers))
         self.norm = RMSNorm(c.hidden_size, c.norm_eps)
         self.head = nn.Linear(c.hidden_size, c.vocab_size, bias=False)
         if c.is_tied:
