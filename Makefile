@@ -1,17 +1,20 @@
-# make serve and make test do all the set-up themselves; a second run starts at once.
+# Every target installs what it needs, and no more; a second run starts at once.
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/ready
+READY_TEST := .venv/ready-test
+READY_BENCH := .venv/ready-bench
+INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: serve test check simulate chaos attack corrupt demo roofline clean
 
 serve: $(READY)
 	@exec $(BIN)/headrace serve $(ARGS)
 
-test: $(READY)
+test: $(READY_TEST)
 	$(BIN)/python -m pytest $(ARGS)
 
-check: $(READY)
+check: $(READY_TEST)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -24,16 +27,16 @@ simulate: $(READY)
 
 KILLS ?= 50
 SEED ?= 0
-chaos: $(READY)
+chaos: $(READY_TEST)
 	$(BIN)/python -m chaos --kills $(KILLS) --seed $(SEED) $(ARGS)
 
 SECONDS ?= 120
-attack: $(READY)
+attack: $(READY_TEST)
 	$(BIN)/python -m attack --seconds $(SECONDS) --seed $(SEED) $(ARGS)
 
 CORRUPTIONS ?= 1000
 SERVERS ?= 30
-corrupt: $(READY)
+corrupt: $(READY_TEST)
 	$(BIN)/python -m attack.corruption -n $(CORRUPTIONS) --servers $(SERVERS) \
 		--seed $(SEED) $(ARGS)
 
@@ -41,7 +44,7 @@ demo: $(READY)
 	@$(BIN)/python tools/demo.py
 
 ROOFLINE_MODEL ?= build/qwen3-0.6b
-roofline: $(READY) $(ROOFLINE_MODEL)
+roofline: $(READY_BENCH) $(ROOFLINE_MODEL)
 	$(BIN)/python benchmarks/roofline.py --model $(ROOFLINE_MODEL) $(ARGS)
 
 build/qwen3-0.6b: $(READY)
@@ -49,8 +52,16 @@ build/qwen3-0.6b: $(READY)
 
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,bench]'
+	$(INSTALL) torch
+	$(INSTALL) -e .
+	touch $@
+
+$(READY_TEST): $(READY)
+	$(INSTALL) -e '.[test,bench]'
+	touch $@
+
+$(READY_BENCH): $(READY)
+	$(INSTALL) -e '.[bench]'
 	touch $@
 
 clean:
