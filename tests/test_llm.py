@@ -36,6 +36,11 @@ def num_running(llm: LLM) -> int:
     return status.num_running + status.num_waiting if status else 0
 
 
+def test_a_name_alone_is_told_of_load() -> None:
+    with pytest.raises(ConfigError, match=r"use LLM.load\('headrace-mini'\)"):
+        LLM("headrace-mini")  # type: ignore[arg-type]
+
+
 def test_a_list_of_prompts_is_each_prompt_alone(llm: LLM) -> None:
     prompts = ["hi", "good morning", "x" * 40]
     alone = [llm.generate(prompt, temperature=0).token_ids for prompt in prompts]

@@ -15,7 +15,7 @@ from headrace.answer import Answer, Messages, Piece, asked_for
 from headrace.checkpoints.hub import OnProgress
 from headrace.core import config_sources
 from headrace.core.config import ServerConfig
-from headrace.core.errors import RequestError, StreamFailed
+from headrace.core.errors import ConfigError, RequestError, StreamFailed
 from headrace.core.messages import Ready
 from headrace.core.request import Request, ResponseOptions
 from headrace.engine.local import LocalEngine
@@ -47,6 +47,8 @@ class LLM:
 
     def __init__(self, config: ServerConfig, on_progress: OnProgress | None = None) -> None:
         """`on_progress` hears of bytes that a download has brought, and of those it shall."""
+        if not isinstance(config, ServerConfig):
+            raise ConfigError(f"LLM takes a ServerConfig; use LLM.load({config!r}).")
         self._host = _Host(config, on_progress)
 
     @classmethod
@@ -55,7 +57,7 @@ class LLM:
 
         ConfigError if one is wrong, ModelError if the model cannot be run.
         """
-        return cls(config_sources.load({"model": model, **options}, {}, None))
+        return cls(config_sources.load({"model": model, **options}, {}, None, are_options=True))
 
     @property
     def ready(self) -> Ready:

@@ -36,7 +36,10 @@ class Terminal:
         os.close(theirs)
 
     def type(self, line: str) -> None:
-        os.write(self._fd, line.encode() + b"\n")
+        self.type_on(f"{line}\n")
+
+    def type_on(self, text: str) -> None:
+        os.write(self._fd, text.encode())
 
     def press_ctrl_c(self) -> None:
         self.signal(signal.SIGINT)

@@ -106,6 +106,8 @@ def test_it_says_whom_one_talks_to_and_obeys_commands(
             ("/help", "(?s)/new.*/again.*/exit.*> "),
             ("/hepl", r"(?s)\[/hepl is no command.*> "),
             ("/again", r"(?s)\[nothing was asked yet\].*> "),
+            ("/new x", r"(?s)\[/new takes nothing after it.*> "),
+            ("/help me", r"(?s)\[/help takes nothing after it.*> "),
             ("one", "(?s)one.*> "),
             ("/new", r"(?s)\[a new conversation\].*> "),
             ("two", "(?s)two.*> "),
@@ -134,6 +136,19 @@ def test_ctrl_c_stops_the_answer_and_again_leaves(server: ServerProcess, tmp_pat
         shown.press_ctrl_c()
         shown.wait_for(r"(?s)\[stopped\].*> ")
         eventually(lambda: num_running(server) == 0)
+        shown.press_ctrl_c()
+        assert shown.wait_until_ended() == 130
+
+
+def test_ctrl_c_clears_a_half_typed_line(server: ServerProcess, tmp_path: Path) -> None:
+    with terminal("chat", "--url", server.url, XDG_STATE_HOME=str(tmp_path)) as shown:
+        shown.wait_for("> ")
+        shown.type_on("/hal")
+        shown.wait_for("/hal")
+        shown.press_ctrl_c()
+        shown.wait_for("> ")
+        shown.type("/help")
+        shown.wait_for("(?s)/new.*/exit.*> ")
         shown.press_ctrl_c()
         assert shown.wait_until_ended() == 130
 

@@ -41,7 +41,7 @@ def test_help_has_examples_and_ends_well() -> None:
     ("words", "variables", "line"),
     [
         (("serve", "--prot", "1"), {}, "--port"),
-        (("serve", "--port", "many"), {}, "--port: Expected int"),
+        (("serve", "--port", "many"), {}, '--port is "many"; it must be a whole number'),
         (("serve", "--config", "nowhere.toml"), {}, "Cannot read nowhere.toml"),
         (("serve",), {"HEADRACE_KEYS": "secret"}, "did you mean HEADRACE_API_KEYS?"),
         (("generate", "a", "b", "c"), {}, "3 words are too many"),

@@ -42,7 +42,7 @@ def test_the_variable_of_clients_is_a_key_of_the_server_too() -> None:
 
 def test_no_key_is_empty_since_everybody_has_that_one() -> None:
     assert keys_of(HEADRACE_API_KEYS=" a,, b,") == ("a", "b")
-    with pytest.raises(ConfigError, match="--api-key: "):
+    with pytest.raises(ConfigError, match=r"--api-key must be .* none of them empty"):
         load({"api_key": ("",)}, {}, None)
 
 
@@ -72,3 +72,52 @@ def test_a_file_without_keys_is_refused_with_what_to_do(tmp_path: Path) -> None:
 def test_a_variable_for_keys_that_holds_none_opens_no_server(variable: str, text: str) -> None:
     with pytest.raises(ConfigError, match=f"{variable} holds no key"):
         load({}, {variable: text}, None)
+
+
+def refusal(
+    flags: dict[str, object],
+    file: Path | None = None,
+    are_options: bool = False,
+    **environment: str,
+) -> str:
+    with pytest.raises(ConfigError) as refused:
+        load(flags, environment, file, are_options=are_options)
+    return str(refused.value)
+
+
+def test_a_wrong_value_is_named_as_it_was_given_with_what_it_must_be(tmp_path: Path) -> None:
+    port = "it must be a whole number from 0 to 65535."
+    file = written(tmp_path / "it.toml", "[serve]\nport = 70000\n")
+    assert refusal({"port": "many"}) == f'--port is "many"; {port}'
+    assert refusal({"port": -1}, are_options=True) == f"port is -1; {port}"
+    assert refusal({}, HEADRACE_PORT="x") == f'HEADRACE_PORT is "x"; {port}'
+    assert refusal({}, file) == f"port in {file} is 70000; {port}"
+
+
+@pytest.mark.parametrize(
+    ("variable", "must_be"),
+    [
+        ("DTYPE", "one of auto, float32, bfloat16"),
+        ("MAX_STALL_MS", "a number above 0 and at most 1000000000 or off"),
+        ("LINGER_S", "a number at least 0"),
+        ("MAX_NUM_SEQS", "a whole number from 1 to 1099511627776"),
+    ],
+)
+def test_ranges_and_choices_are_told_in_words(variable: str, must_be: str) -> None:
+    told = refusal({}, **{f"HEADRACE_{variable}": "f8"})
+    assert told == f'HEADRACE_{variable} is "f8"; it must be {must_be}.'
+
+
+def test_a_wrong_key_is_not_shown() -> None:
+    assert "secret" not in refusal({"api_key": ("secret", "")})
+
+
+def test_keys_outside_the_table_of_the_server_are_warned_of(tmp_path: Path) -> None:
+    file = written(tmp_path / "it.toml", "port = 1\n[sevre]\nport = 2\n[serve]\nport = 3\n")
+    said: list[str] = []
+    assert load({}, {}, file, said.append).http.port == 3
+    assert len(said) == 1 and "port, sevre" in said[0] and str(file) in said[0]
+
+
+def test_a_server_that_is_no_table_is_refused(tmp_path: Path) -> None:
+    assert "[serve]" in refusal({}, written(tmp_path / "it.toml", "serve = 5\n"))

@@ -18,13 +18,14 @@ from headrace.core.errors import ConfigError, StreamFailed
 
 Message = dict[str, str]
 
+_COMMANDS = ("/new", "/again", "/help", "/exit", "/quit")
 _COMMAND = re.compile(r"/\w+")
 HELP = """\
 /new    begins a new conversation
 /again  asks the last question once more
 /help   shows this
 /exit   leaves, as Ctrl-D does
-Ctrl-C stops an answer."""
+Ctrl-C stops an answer, or clears a line."""
 
 
 class Conversation(msgspec.Struct):
@@ -180,6 +181,8 @@ def _do(text: str, chat: ChatLoop, screen: Screen) -> None:
             chat.start_anew()
         case "/again":
             chat.again()
+        case _ if text.split()[0] in _COMMANDS:
+            screen.note(f"{text.split()[0]} takes nothing after it; leave it out")
         case _ if _COMMAND.fullmatch(text):
             screen.note(f"{text} is no command; /help shows those there are")
         case _:

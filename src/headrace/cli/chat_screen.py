@@ -1,8 +1,8 @@
 """What `headrace chat` shows: text on stdout, everything else on stderr, bars on terminals only."""
 
-import contextlib
 import re
 import sys
+from collections.abc import Callable
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
@@ -58,6 +58,15 @@ def recovery(event: events.Heartbeat) -> str:
     return f"the engine is starting again{again}; the answer goes on when it is back"
 
 
+def _line_editor() -> Callable[[], str]:
+    """Gives input() history and editing, where there is readline; returns what tells its line."""
+    try:
+        import readline
+    except ImportError:
+        return str
+    return readline.get_line_buffer
+
+
 class Screen:
     """Where nothing is a terminal only the answers' text appears."""
 
@@ -68,14 +77,21 @@ class Screen:
         self._is_seen = sys.stdout.isatty()
 
     def read_line(self) -> str | None:
-        """What the user says; None when they leave with Ctrl-D. KeyboardInterrupt: Ctrl-C."""
-        with contextlib.suppress(ImportError):
-            import readline  # noqa: F401 -- gives input() history and editing
-        try:
-            return input("> ").strip()
-        except EOFError:
-            print(file=sys.stderr)
-            return None
+        """What the user says; None when they leave with Ctrl-D.
+
+        Ctrl-C clears what is typed; on an empty line it is a KeyboardInterrupt.
+        """
+        typed = _line_editor()
+        while True:
+            try:
+                return input("> ").strip()
+            except EOFError:
+                print(file=sys.stderr)
+                return None
+            except KeyboardInterrupt:
+                if not typed():
+                    raise
+                print(file=sys.stderr)
 
     def tell(self, text: str) -> None:
         """What is not of the conversation."""

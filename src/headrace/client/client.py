@@ -11,7 +11,14 @@ import httpx
 
 from headrace.answer import Answer, Messages, Piece, asked_for
 from headrace.client.events import Tokens, Update
-from headrace.client.following import HttpRequest, NextAction, StreamFollower, new_request, path_of
+from headrace.client.following import (
+    HttpRequest,
+    NextAction,
+    StreamFollower,
+    attached,
+    new_request,
+    path_of,
+)
 from headrace.client.http import (
     LOST,
     NOT_MADE,
@@ -20,10 +27,12 @@ from headrace.client.http import (
     URL,
     OnTrouble,
     bear,
+    closed,
     key_header,
     reason_of,
     to_address,
     to_object,
+    to_patience,
     to_piece,
     to_response,
 )
@@ -44,7 +53,7 @@ class Client:
         self.url = to_address(url)
         headers = key_header(api_key)
         self._http = httpx.Client(base_url=self.url, headers=headers, timeout=TIMEOUT)
-        self._patience_s = patience_s
+        self._patience_s = to_patience(patience_s)
 
     def chat(self, messages: Messages | str, **fields: Any) -> Answer:
         """Answers the last message; a string is the only one."""
@@ -70,7 +79,7 @@ class Client:
 
     def attach(self, stream_id: str, after: int = -1) -> "Stream":
         """A stream that runs or has ended, behind a cursor. Leaving it does not stop it."""
-        return self._stream(StreamFollower(None, stream_id, after, self._patience_s))
+        return self._stream(attached(stream_id, after, self._patience_s))
 
     def stop(self, stream_id: str) -> None:
         """Ends a stream wherever it is; its events so far stay readable. Refused for no stream."""
@@ -136,6 +145,7 @@ class Stream:
 
     def updates(self) -> Generator[Update, None, None]:
         """Every event once, over as many connections as it takes, and heartbeats in between."""
+        self._following.check_unread()
         updates = self._follow()
         self._updates = weakref.ref(updates)  # who drops the loop leaves it
         return updates
@@ -154,8 +164,9 @@ class Stream:
 
     def answer(self) -> Answer:
         """The whole answer, once it has ended."""
-        for _ in self.updates():
-            pass
+        if not self._following.has_ended:
+            for _ in self.updates():
+                pass
         asked = HttpRequest("GET", path_of(self.id))
         state = _ask(self._http, asked, self._following.pacing(), self._on_trouble)
         return Answer.of(to_response(state))
@@ -202,6 +213,8 @@ class Stream:
         following.broke(was_connected, reason)
 
     def _send(self, sent: HttpRequest) -> contextlib.AbstractContextManager[httpx.Response]:
+        if self._http.is_closed:
+            raise closed()
         return self._http.stream(sent.method, sent.path, headers=sent.headers, content=sent.body)
 
 
@@ -209,6 +222,8 @@ def _ask(
     http: httpx.Client, sent: HttpRequest, pacing: Pacing, on_trouble: OnTrouble
 ) -> dict[str, Any]:
     """The object that the server answers with, as soon as it does."""
+    if http.is_closed:
+        raise closed()
     while True:
         if pacing.pause_s:
             on_trouble(pacing.reason, pacing.pause_s)

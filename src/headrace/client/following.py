@@ -6,6 +6,7 @@ a cursor that moves once an event has been applied.
 """
 
 import enum
+import math
 import secrets
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ import msgspec
 from headrace.client.errors import Refused
 from headrace.client.events import Accepted, Error, EventReader, Finish, Update
 from headrace.client.pacing import Pacing
-from headrace.errors import StreamFailed
+from headrace.errors import RequestFailed, StreamFailed
 
 ROUTES = {"messages": "/v1/chat/completions", "prompt": "/v1/completions"}
 
@@ -127,6 +128,11 @@ class StreamFollower:
         """For what is asked about the stream besides."""
         return Pacing(self._patience_s, has_contact=True)
 
+    def check_unread(self) -> None:
+        if self.has_ended:
+            message = "The stream was read to its end; client.attach(stream.id) reads it again."
+            raise RequestFailed("stream_was_read", message)
+
     # stopping
 
     def stop_request(self) -> HttpRequest | None:
@@ -146,13 +152,42 @@ class StreamFollower:
 def new_request(fields: dict[str, Any]) -> HttpRequest:
     """The request that opens a stream; the same bytes and key every time it is sent."""
     route = next(ROUTES[name] for name in ROUTES if name in fields)
-    body = msgspec.json.encode({"return_token_ids": True, **fields, "stream": True})
+    for name, value in fields.items():
+        _check_numbers(value, name)
+    try:
+        body = msgspec.json.encode({"return_token_ids": True, **fields, "stream": True})
+    except (TypeError, UnicodeEncodeError) as error:
+        raise RequestFailed("invalid_type", f"A field cannot be sent as JSON: {error}.") from None
     headers = {"Content-Type": "application/json", "Idempotency-Key": secrets.token_hex(16)}
     return HttpRequest("POST", route, headers, body)
 
 
+def attached(stream_id: str, after: int, patience_s: float) -> StreamFollower:
+    path_of(stream_id)
+    if not isinstance(after, int):
+        message = f"after must be the number of an event, not {after!r}."
+        raise RequestFailed("invalid_type", message, "after")
+    return StreamFollower(None, stream_id, after, patience_s)
+
+
 def path_of(stream_id: str) -> str:
+    if not (isinstance(stream_id, str) and stream_id):
+        message = f"stream_id must be the id of a stream, not {stream_id!r}."
+        raise RequestFailed("invalid_type", message, "stream_id")
     return f"/v1/streams/{quote(stream_id, safe='')}"
+
+
+def _check_numbers(value: Any, name: str) -> None:
+    """JSON has no NaN and no infinity; they would be sent as null."""
+    if isinstance(value, float) and not math.isfinite(value):
+        message = f"{name} is {value}; give a finite number."
+        raise RequestFailed("invalid_value", message, name)
+    if isinstance(value, dict):
+        for key, item in value.items():
+            _check_numbers(item, f"{name}.{key}")
+    elif isinstance(value, list | tuple):
+        for place, item in enumerate(value):
+            _check_numbers(item, f"{name}[{place}]")
 
 
 def _unknown_fields(names: str) -> Refused:

@@ -11,7 +11,7 @@ import msgspec
 from headrace.answer import Piece
 from headrace.client.errors import Refused
 from headrace.client.events import Tokens
-from headrace.errors import ConfigError, StreamFailed
+from headrace.errors import ConfigError, RequestFailed, StreamFailed
 
 URL = "http://127.0.0.1:8000"
 PATIENCE_S = 300.0
@@ -24,6 +24,7 @@ LOST = (*NOT_MADE, httpx.TimeoutException, httpx.NetworkError, httpx.RemoteProto
 OnTrouble = Callable[[str, float], None]
 """Told why something waits, and for how many seconds."""
 
+_ROUTE = re.compile(r"/v1(/.*)?$")
 _NO_HOST = re.compile(r"[\s\\<>^`{|}\"]|:$")
 _ERROR_NUMBER = re.compile(r"^\[Errno -?\d+\] ")
 
@@ -33,12 +34,14 @@ def bear(reason: str, pause_s: float) -> None:
 
 
 def to_address(url: str) -> str:
-    """The server's root: http:// is put before it if need be; /v1 and slashes at its end go."""
+    """The server's root: http:// is put before it if need be; /v1 and what follows it goes."""
+    if not isinstance(url, str):
+        raise ConfigError(f"url must be a string such as {URL}, not {url!r}.")
     text = url.strip() if "://" in url else f"http://{url.strip()}"
     try:
         parts = urlsplit(text)
         address = f"{parts.scheme}://{parts.netloc}"
-        address += parts.path.rstrip("/").removesuffix("/v1").rstrip("/")
+        address += _ROUTE.sub("", parts.path).rstrip("/")
         host = httpx.URL(address).host
         is_one = parts.scheme in ("http", "https") and bool(host) and not host.isdecimal()
         is_one = is_one and parts.port != 0 and not _NO_HOST.search(parts.netloc)
@@ -50,6 +53,8 @@ def to_address(url: str) -> str:
 
 
 def key_header(api_key: str | None) -> dict[str, str]:
+    if not isinstance(api_key, str | None):
+        raise ConfigError(f"api_key must be a string, not of type {type(api_key).__name__}.")
     if not api_key:
         return {}
     if not (api_key.isascii() and api_key.isprintable()):
@@ -57,12 +62,26 @@ def key_header(api_key: str | None) -> dict[str, str]:
     return {"Authorization": f"Bearer {api_key}"}
 
 
+def to_patience(seconds: float) -> float:
+    is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    if not is_number or not seconds >= 0:  # NaN is not
+        raise ConfigError(f"patience_s must be a number of seconds, at least 0, not {seconds!r}.")
+    return seconds
+
+
+def closed() -> RequestFailed:
+    return RequestFailed("client_closed", "The client was closed; make a new one.")
+
+
 def reason_of(error: httpx.TransportError) -> str:
     """Why there is no connection, with the address if there never was one."""
     words = _ERROR_NUMBER.sub("", str(error)) or type(error).__name__
     if "peer closed" in words or "disconnected" in words:
         words = "closed by the other end"
-    return f"{error.request.url.netloc.decode()}: {words}" if isinstance(error, NOT_MADE) else words
+    address = error.request.url.netloc.decode()
+    if words.startswith("[SSL") and "CERTIFICATE" not in words:
+        words = f"it does not speak https; write http://{address}"
+    return f"{address}: {words}" if isinstance(error, NOT_MADE) else words
 
 
 def to_object(body: bytes) -> dict[str, Any]:

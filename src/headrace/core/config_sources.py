@@ -28,6 +28,7 @@ SECRETS = ("HEADRACE_API_KEY", "HEADRACE_API_KEYS", "HEADRACE_ADMIN_KEY")
 
 _CLIENTS_KEY = "HEADRACE_API_KEY"  # a server that finds it asks for it, too
 _OTHERS_MAY_READ = 0o044
+_WORDS = {int: "a whole number", float: "a number", str: "a string"}
 
 
 class Setting(NamedTuple):
@@ -38,6 +39,7 @@ class Setting(NamedTuple):
     type: Any
     default: Any
     description: str
+    allowed: str  # what a value must be, in words
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -73,7 +75,8 @@ def _walk(struct: type[msgspec.Struct], path: tuple[str, ...]) -> Iterator[Setti
             base, *rest = typing.get_args(hint)
             description = next(m.description for m in rest if m.description)
             plain = _without_none(base)
-            yield Setting(field.name, (*path, field.name), plain, field.default, description)
+            place = (*path, field.name)
+            yield Setting(field.name, place, plain, field.default, description, _allowed(hint))
 
 
 def _without_none(hint: Any) -> Any:
@@ -82,6 +85,32 @@ def _without_none(hint: Any) -> Any:
     while typing.get_origin(hint) is typing.Annotated:
         hint = typing.get_args(hint)[0]
     return hint
+
+
+def _allowed(hint: Any) -> str:
+    """What a value must be: a type with its range, or choices; None is the same as nothing."""
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        parts = [part for part in typing.get_args(hint) if part is not type(None)]
+        return " or ".join(_allowed(part) for part in parts)
+    if typing.get_origin(hint) is typing.Literal:
+        choices = typing.get_args(hint)
+        return choices[0] if len(choices) == 1 else f"one of {', '.join(choices)}"
+    if typing.get_origin(hint) is tuple:
+        item = typing.get_args(hint)[0]
+        return "a list of strings" if item is str else "a list of strings, none of them empty"
+    base, *metas = typing.get_args(hint) or (hint,)
+    if base not in _WORDS:
+        return _allowed(base)
+    limits = " and ".join(words for meta in metas for words in _range(meta))
+    return f"{_WORDS[base]} {limits}".rstrip()
+
+
+def _range(meta: msgspec.Meta) -> Iterator[str]:
+    if meta.ge is not None and meta.le is not None:
+        yield f"from {meta.ge:.0f} to {meta.le:.0f}"
+        return
+    limits = {"at least": meta.ge, "above": meta.gt, "at most": meta.le}
+    yield from (f"{words} {limit:.0f}" for words, limit in limits.items() if limit is not None)
 
 
 Warn = Callable[[str], None]
@@ -96,19 +125,26 @@ def load(
     environment: Mapping[str, str],
     file: Path | None,
     warn: Warn = _say_nothing,
+    are_options: bool = False,
 ) -> ServerConfig:
     """Flag beats environment beats file beats default; ConfigError names what is wrong.
 
-    Keys of `api_key_file` are added to the others. `warn` is told what is odd but no fault.
+    Keys of `api_key_file` are added to the others. `warn` gets what is odd but no fault. With
+    `are_options` the flags are a Python caller's options, and errors name them so.
     """
     known = {setting.name: setting for setting in settings()}
     for name in flags:
         if name not in known:
             raise ConfigError(f"Unknown option {name}{nearest(name, known)}")
     from_environment = _from_environment(environment, known, warn)
-    values = {**_from_file(file, known), **from_environment, **flags}
+    from_file = _from_file(file, known, warn)
+    values = {**from_file, **from_environment, **flags}
+    given_as = {name: f"{name} in {file}" for name in from_file}
+    given_as |= {name: known[name].variable for name in from_environment}
+    given_as |= {name: name if are_options else known[name].flags[0] for name in flags}
     if path := values.get("api_key_file"):
-        values["api_key"] = [*values.get("api_key", ()), *read_keys(Path(path), warn)]
+        more = read_keys(Path(path), warn, given_as["api_key_file"])
+        values["api_key"] = [*values.get("api_key", ()), *more]
     tree: dict[str, Any] = {}
     for name, value in values.items():
         *parents, leaf = known[name].path
@@ -121,23 +157,23 @@ def load(
     try:
         return msgspec.convert(tree, ServerConfig, strict=False)
     except msgspec.ValidationError as error:
-        raise ConfigError(_explain(str(error), known)) from None
+        raise ConfigError(_explain(str(error), known, values, given_as)) from None
 
 
-def read_keys(file: Path, warn: Warn = _say_nothing) -> list[str]:
+def read_keys(file: Path, warn: Warn = _say_nothing, given_as: str = "--api-key-file") -> list[str]:
     """The keys of a file, one a line; lines that are empty or begin with # are passed over."""
     try:
         lines = [line.strip() for line in file.read_text("utf-8-sig").splitlines()]
         mode = file.stat().st_mode & 0o777
     except OSError as error:
         raise ConfigError(
-            f"--api-key-file: cannot read {file}: {error.strerror}; give one with a key a line."
+            f"{given_as}: cannot read {file}: {error.strerror}; give one with a key a line."
         ) from None
     except UnicodeDecodeError:
-        raise ConfigError(f"--api-key-file: {file} is not text; write one key a line.") from None
+        raise ConfigError(f"{given_as}: {file} is not text; write one key a line.") from None
     keys = [line for line in lines if line and not line.startswith("#")]
     if not keys:  # the server would be open to all
-        raise ConfigError(f"--api-key-file: {file} has no key; write one a line, or drop the flag.")
+        raise ConfigError(f"{given_as}: {file} has no key; write one a line, or leave it out.")
     if mode & _OTHERS_MAY_READ:
         warn(f"others can read {file} (mode {mode:o}); keep it to yourself: chmod 600 {file}")
     return keys
@@ -172,15 +208,20 @@ def _items(text: str) -> list[str]:
     return [item for part in text.split(",") if (item := part.strip())]
 
 
-def _from_file(file: Path | None, known: Mapping[str, Setting]) -> dict[str, Any]:
+def _from_file(file: Path | None, known: Mapping[str, Setting], warn: Warn) -> dict[str, Any]:
     if file is None:
         return {}
     try:
-        table = tomllib.loads(file.read_text()).get("serve", {})
+        whole = tomllib.loads(file.read_text())
     except OSError as error:
         raise ConfigError(f"Cannot read {file}: {error.strerror}.") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} is not TOML: {error}.") from None
+    table = whole.pop("serve", {})
+    if not isinstance(table, dict):
+        raise ConfigError(f"serve in {file} is no table; write [serve] and the settings under it.")
+    if whole:
+        warn(f"Only [serve] is read from {file}; outside it and ignored: {', '.join(whole)}.")
     for key in table:
         if key not in known:
             raise ConfigError(f"Unknown key {key!r} in {file}{nearest(key, known)}")
@@ -194,9 +235,19 @@ def nearest(name: str, known: Iterable[str], prefix: str = "") -> str:
     return f"; did you mean {prefix}{close[0]}?" if close else "."
 
 
-def _explain(message: str, known: Mapping[str, Setting]) -> str:
+def _explain(
+    message: str,
+    known: Mapping[str, Setting],
+    values: Mapping[str, Any],
+    given_as: Mapping[str, str],
+) -> str:
     """msgspec's `Expected `int` >= 1 - at `$.a.b`` as a sentence about the setting."""
     what, _, path = message.rpartition(" - at ")
     name = path.strip("`$").split(".")[-1].split("[")[0]
-    flag = known[name].flags[0] if name in known else path
-    return f"{flag}: {what.replace('`', '')}."
+    if name not in given_as:
+        return f"{path}: {what.replace('`', '')}."
+    if name == "api_key":  # it is a secret
+        return f"{given_as[name]} must be {known[name].allowed}."
+    value = values[name]
+    shown = f'"{value}"' if isinstance(value, str) else repr(value)
+    return f"{given_as[name]} is {shown}; it must be {known[name].allowed}."
