@@ -1,4 +1,4 @@
-"""What Python callers ask and are answered, in process and over HTTP alike; knows neither."""
+"""What Python callers ask and get, in process and over HTTP alike; it knows neither."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ Messages = list[dict[str, Any]]
 
 
 def asked_for(messages: Messages | str | None, prompt: Any) -> dict[str, Any]:
-    """The field that says what to answer: messages, of which a string is one, or raw text."""
+    """The field that says what to answer: messages (a string is one), or raw text."""
     if (messages is None) == (prompt is None):
         raise TypeError("give either messages, or prompt=... to go on with raw text")
     if messages is None:
@@ -38,7 +38,7 @@ class Choice(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """A whole answer. What is asked of it directly is its first choice's."""
+    """A whole answer; its own properties are those of its first choice."""
 
     id: str
     choices: list[Choice]

@@ -104,8 +104,8 @@ def test_it_says_whom_one_talks_to_and_obeys_commands(
         assert f"tiny at {server.url}." in shown.wait_for(r"Ctrl-D leaves, /help.*\s> ")
         for said, answer in (
             ("/help", "(?s)/new.*/again.*/exit.*> "),
-            ("/hepl", r"(?s)\[/hepl is no command.*> "),
-            ("/again", r"(?s)\[nothing was asked yet\].*> "),
+            ("/hepl", r"(?s)\[/hepl is not a command.*> "),
+            ("/again", r"(?s)\[nothing has been asked yet\].*> "),
             ("/new x", r"(?s)\[/new takes nothing after it.*> "),
             ("/help me", r"(?s)\[/help takes nothing after it.*> "),
             ("one", "(?s)one.*> "),
@@ -225,8 +225,8 @@ def test_an_answer_goes_on_after_its_engine_was_killed(
     ("words", "code", "line"),
     [
         (("--url", "127.0.0.1:1/v1"), 1, "No server answers (127.0.0.1:1: Connection refused)"),
-        (("--url", "http:/oops"), 2, "is no address of a server"),
-        (("tiny", "--url", "http://127.0.0.1:1"), 2, "exclude each other"),
+        (("--url", "http:/oops"), 2, "is not a server's address"),
+        (("tiny", "--url", "http://127.0.0.1:1"), 2, "give only one of them"),
         (("--continue",), 2, "no conversation to go on with"),
         (("-o", "temprature=1"), 2, "did you mean temperature?"),
         (("/nowhere/at/all",), 3, "No model folder '/nowhere/at/all'"),

@@ -225,5 +225,5 @@ def test_an_address_needs_no_scheme_and_may_end_as_others_want_it(given: str, me
     "url", ["", "8000", ":8000", "ftp://a", "http://", "http:/a", "a b", "a:x", "[::1"]
 )
 def test_what_cannot_be_an_address_is_said_to_be_none(url: str) -> None:
-    with pytest.raises(ConfigError, match=r"is no address.*http://127"):
+    with pytest.raises(ConfigError, match=r"is not a server's address.*http://127"):
         to_address(url)

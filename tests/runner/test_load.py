@@ -153,7 +153,7 @@ def test_no_kernel_is_left_to_compile_in_a_request(tmp_path: Path) -> None:
     def compiled() -> set[tuple[str, str]]:
         found = [(m.__name__, n, k) for m in KERNEL_FILES for n, k in vars(m).items()]
         kernels = [place for place in found if isinstance(place[2], Kernel)]
-        return {(module, name) for module, name, kernel in kernels if kernel.is_compiled}
+        return {(module, name) for module, name, kernel in kernels if "address" in vars(kernel)}
 
     runner, _ = load_runner(ModelConfig(model="tiny", threads=1), make_tiny_model(tmp_path))
     at_load = compiled()

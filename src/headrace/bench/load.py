@@ -76,7 +76,7 @@ class Background:
 
 
 class Injector:
-    """Open loop: prompts leave at their times, whatever became of those before."""
+    """Open loop: prompts leave on time, even if earlier ones are still unanswered."""
 
     def __init__(
         self, target: Target, prompts: PromptSource, plan: CellPlan, patience_s: float

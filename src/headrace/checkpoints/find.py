@@ -32,7 +32,7 @@ def find_model(
 
 
 def find_here(model: str, revision: str | None = None) -> Path | None:
-    """The same without the network: None for what a hub may have and its cache has not."""
+    """The same without the network: None if only the hub may have it."""
     folder = _own_folder(model)
     return cached(model, revision) if folder is None and is_hub_id(model) else folder
 

@@ -12,7 +12,7 @@ from typing import Any
 from headrace.core.errors import ModelError
 
 OnProgress = Callable[[int, int], None]
-"""Called with the bytes that have come and those that shall, now and then, from any thread."""
+"""Called now and then, from any thread, with the bytes so far and the bytes in all."""
 
 _TEXT_FILES = (".json", ".jinja", ".model", ".txt", ".tiktoken")
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
@@ -38,7 +38,7 @@ def download(repo: str, revision: str | None, on_progress: OnProgress | None) ->
         ) from None
     except errors.RevisionNotFoundError:
         raise ModelError(f"{repo} has no revision {revision}.", "model_not_found") from None
-    except Exception as error:  # offline, unreachable, failing: whatever its transport raises
+    except Exception as error:  # offline, unreachable, failing: its transport raises many kinds
         if (folder := cached(repo, revision)) is None:
             raise _unreachable(repo, type(error).__name__) from None
         return folder

@@ -93,7 +93,7 @@ def read_spec(folder: Path) -> ModelSpec:
         vocab_size=_vocab_size(folder, text),
         max_positions=_max_positions(text),
         end_token_ids=tuple(
-            # an id that is none (-1 is usual) ends nothing
+            # an id outside the vocabulary (often -1) ends nothing
             token_id
             for token_id in _end_token_ids(generation, config, text)
             if 0 <= token_id < _vocab_size(folder, text)

@@ -96,7 +96,7 @@ class ChatLoop:
     def ask(self, text: str) -> None:
         """One turn; Ctrl-C stops the answer, and what came of it stays.
 
-        Refused, or Unreachable, if nothing came of it; it is then forgotten.
+        Refused or Unreachable if no answer came; the question is then forgotten.
         """
         self._conversation.messages.append({"role": "user", "content": text})
         try:
@@ -107,10 +107,10 @@ class ChatLoop:
             raise
 
     def again(self) -> None:
-        """Takes the last question and its answer back, and asks it once more."""
+        """Asks the last question again, in place of its answer."""
         roles = [message["role"] for message in self._conversation.messages[-2:]]
         if roles != ["user", "assistant"]:
-            self._screen.note("nothing was asked yet")
+            self._screen.note("nothing has been asked yet")
             return
         *self._conversation.messages, question, _ = self._conversation.messages
         self.ask(question["content"])
@@ -123,7 +123,7 @@ class ChatLoop:
 
     @property
     def is_unread(self) -> bool:
-        """Whether an answer goes on without us."""
+        """Whether an answer goes on that was not read to its end."""
         return bool(self._conversation.stream_id)
 
     def _hear(self, stream: Stream) -> None:
@@ -184,6 +184,6 @@ def _do(text: str, chat: ChatLoop, screen: Screen) -> None:
         case _ if text.split()[0] in _COMMANDS:
             screen.note(f"{text.split()[0]} takes nothing after it; leave it out")
         case _ if _COMMAND.fullmatch(text):
-            screen.note(f"{text} is no command; /help shows those there are")
+            screen.note(f"{text} is not a command; /help lists them")
         case _:
             chat.ask(text)

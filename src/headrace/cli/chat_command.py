@@ -1,4 +1,4 @@
-"""Puts a chat together: whose server, which conversation, and how failures end it."""
+"""Sets up a chat: its server, its conversation, and how failures end it."""
 
 import contextlib
 import os
@@ -22,9 +22,9 @@ def run_chat(
     api_key: str | None,
     **conversation: Any,
 ) -> int:
-    """Returns the exit code; a server of one's own that cannot serve says it with its own."""
+    """Returns the exit code; that of a private server that cannot serve."""
     if model and url:
-        raise ConfigError("A server of its own (MODEL) and another one (--url) exclude each other.")
+        raise ConfigError("MODEL starts a server and --url names another; give only one of them.")
     begun = _conversation(**conversation)
     key = api_key or os.environ.get("HEADRACE_API_KEYS", "").split(",")[0]
     end_on_hangup()
@@ -38,7 +38,7 @@ def run_chat(
         if error.code != "invalid_api_key":
             raise
         raise HeadraceError(
-            "The server wants an API key, and another than what it got; give it as "
+            "The server does not accept this API key; give the right one as "
             "HEADRACE_API_KEY or --api-key."
         ) from error
     return exits.DONE
@@ -66,7 +66,7 @@ def _talk(
 
 
 def _greet(client: Client, screen: Screen, fields: dict[str, Any]) -> None:
-    """Says whom one talks to; Unreachable before anything was typed in vain."""
+    """Says which server this is; Unreachable before anything is typed."""
     try:
         name = fields.get("model") or client.models()[0]
     finally:

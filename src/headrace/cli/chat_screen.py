@@ -17,7 +17,7 @@ _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class _Bar(ProgressColumn):
-    """Nothing where the end is not known."""
+    """Empty while the end is unknown."""
 
     _bar = BarColumn(24)
 
@@ -53,13 +53,13 @@ def place(event: events.Queued) -> str:
 
 
 def recovery(event: events.Heartbeat) -> str:
-    """An engine that died and comes back, in words."""
+    """An engine that is being restarted, in words."""
     again = f" (attempt {event.attempt})" if (event.attempt or 1) > 1 else ""
     return f"the engine is starting again{again}; the answer goes on when it is back"
 
 
 def _line_editor() -> Callable[[], str]:
-    """Gives input() history and editing, where there is readline; returns what tells its line."""
+    """Gives input() history and editing if there is readline; returns what reads its line."""
     try:
         import readline
     except ImportError:
@@ -68,7 +68,7 @@ def _line_editor() -> Callable[[], str]:
 
 
 class Screen:
-    """Where nothing is a terminal only the answers' text appears."""
+    """Without a terminal only the text of answers appears."""
 
     def __init__(self) -> None:
         self._errors = Console(stderr=True, highlight=False)
@@ -94,7 +94,7 @@ class Screen:
                 print(file=sys.stderr)
 
     def tell(self, text: str) -> None:
-        """What is not of the conversation."""
+        """Something outside the conversation."""
         self._errors.print(text, style="dim", markup=False, soft_wrap=True)
 
     def show(self, event: Update) -> None:
@@ -110,7 +110,7 @@ class Screen:
                     self._say(text)
 
     def trouble(self, reason: str, pause_s: float) -> None:
-        """There is no connection, or no service; a stream that runs is not lost."""
+        """The connection or the server is away; a running stream is not lost."""
         self._wait(f"{reason}; trying again in {pause_s:.1f} s")
 
     def note(self, text: str) -> None:
@@ -121,7 +121,7 @@ class Screen:
         self._errors.print(f"[{text}]", style="dim", markup=False, soft_wrap=True)
 
     def recall(self, role: str, text: str) -> None:
-        """A message of before."""
+        """An earlier message."""
         self._errors.print(f"> {text}" if role == "user" else text, style="dim", markup=False)
 
     def end_answer(self) -> None:
@@ -143,7 +143,7 @@ class Screen:
         self._has_text = False
 
     def _wait(self, text: str, done: int = 0, total: int | None = None, told: str = "") -> None:
-        """One line that moves, until text comes. In the middle of a text it takes its own line."""
+        """One line that updates until text comes; it never breaks into a line of text."""
         if not self._errors.is_terminal:
             return
         if self._bar is None:

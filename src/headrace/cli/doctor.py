@@ -98,18 +98,18 @@ def _machine(config: ServerConfig) -> Iterator[Finding]:
 
 def _processor() -> Finding:
     sets = _instruction_sets()
-    detail = f"{platform.machine()}, {_num_cores()} cores to use of {os.cpu_count()}"
+    detail = f"{platform.machine()}, {_num_cores()} usable cores of {os.cpu_count()}"
     if sets:
         detail += f", {', '.join(sets)}"
     if platform.machine() == "x86_64" and "AVX2" not in sets:
-        return Finding("processor", "warn", detail, "Without AVX2 computing on it is very slow.")
+        return Finding("processor", "warn", detail, "Without AVX2 it computes very slowly.")
     return Finding("processor", "ok", detail)
 
 
 def _threads(wanted: int | None) -> Finding:
     cores = _num_cores()
     if wanted is not None and wanted > cores:
-        remedy = f"Take {cores} or fewer: threads that share a core wait for each other."
+        remedy = f"Use {cores} or fewer: threads that share a core wait for each other."
         return Finding("threads", "warn", f"{wanted} threads on {cores} cores", remedy)
     return Finding("threads", "ok", f"{wanted or cores}")
 
@@ -136,7 +136,7 @@ def _num_cores() -> int:
 
 
 def _instruction_sets() -> list[str]:
-    """Those that matter to us, as Linux names them; elsewhere none."""
+    """Those that matter here, read from Linux; none elsewhere."""
     file = Path("/proc/cpuinfo")
     text = file.read_text() if file.is_file() else ""
     line = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
@@ -167,7 +167,7 @@ def _port(http: HttpConfig) -> Finding:
 
 
 def _neighbour(http: HttpConfig, address: str) -> Finding:
-    """Who has the port: a server of ours, and how it is, or something else."""
+    """What has the port: a Headrace server and its health, or something else."""
     import httpx
 
     host = "127.0.0.1" if http.host == "0.0.0.0" else http.host
@@ -205,7 +205,7 @@ def _state_dir(config: ServerConfig) -> Finding:
         return Finding("state", "ok", "none: streams are kept in memory")
     existing = next(path for path in (wanted, *wanted.absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        remedy = "Give a folder of yours with --state-dir, or none."
+        remedy = "Give a folder that you can write to with --state-dir, or none."
         return Finding("state", "fail", f"{wanted} cannot be written", remedy)
     sync_ms = _measure_sync(existing)
     detail = f"{wanted}, {sync_ms:.1f} ms to sync a page"
@@ -216,7 +216,7 @@ def _state_dir(config: ServerConfig) -> Finding:
 
 
 def _measure_sync(folder: Path) -> float:
-    """Median of a few, with a file that is gone afterwards."""
+    """Median of a few syncs of a temporary file."""
     taken = []
     with tempfile.TemporaryFile(dir=folder) as file:
         for _ in range(5):
@@ -263,7 +263,7 @@ def _text(folder: Path, config: ModelConfig) -> Iterator[Finding]:
     if back == _GREETING:
         yield Finding("tokenizer", "ok", detail)
     else:
-        yield Finding("tokenizer", "warn", f"{detail}, which read {back!r}")
+        yield Finding("tokenizer", "warn", f"{detail}, which decode to {back!r}")
     file = Path(config.chat_template) if config.chat_template else None
     template = ChatTemplate.load(folder, tokenizer.special_tokens, file)
     if template is None:
@@ -278,7 +278,7 @@ def _computing(folder: Path, config: ModelConfig) -> Iterator[Finding]:
     from headrace.runner.lanes.choose import choose_lane
     from headrace.runner.load import load_runner
 
-    reason = "it has an implementation of its own"
+    reason = "it has its own implementation"
     try:
         choose_lane(read_spec(folder), "native-text")
     except ModelError as error:
@@ -305,12 +305,12 @@ def _weights(folder: Path, config: ModelConfig, ready: Ready) -> str:
 
 
 def cache_bytes(lane: Lane, block_size: int) -> tuple[int, int]:
-    """Of a token and, beside them, of a sequence: from what the lane makes of two budgets."""
+    """Bytes per token and further bytes per sequence, from the lane's layouts of two budgets."""
     small, large = 1 << 30, 1 << 31
     lengths = [lane.layout(b, 1, 1 << 40, block_size).max_positions for b in (small, large)]
     per_token = round((large - small) / max(1, lengths[1] - lengths[0]))
     fixed = small - lengths[0] * per_token
-    return per_token, fixed if fixed > block_size * per_token else 0  # less is a rest, not a cost
+    return per_token, fixed if fixed > block_size * per_token else 0  # less is rounding, not a cost
 
 
 def _fit(ready: Ready) -> str:
@@ -319,4 +319,4 @@ def _fit(ready: Ready) -> str:
     num = layout.num_slots
     if layout.num_blocks:
         num = layout.num_blocks // max(1, layout.blocks_for(whole))
-    return f"{min(num, ready.max_num_seqs)} of {whole} tokens, {ready.max_num_seqs} shorter ones"
+    return f"{min(num, ready.max_num_seqs)} of {whole} tokens, or {ready.max_num_seqs} shorter ones"

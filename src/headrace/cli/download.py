@@ -1,4 +1,4 @@
-"""Shows on stderr how far a download is: one line that moves on a terminal, else one per tenth."""
+"""Shows a download on stderr: one line that updates on a terminal, else one per tenth."""
 
 import sys
 import time
@@ -7,7 +7,7 @@ _MIB = 1 << 20
 
 
 class DownloadLine:
-    """Told of the bytes that have come, and of those that shall."""
+    """Called with the bytes so far and the bytes in all."""
 
     def __init__(self, model: str) -> None:
         self._model = model

@@ -206,7 +206,7 @@ def main() -> None:
     except click.exceptions.NoArgsIsHelpError as error:
         print(error.format_message(), file=sys.stderr)
         sys.exit(exits.CONFIG)
-    except BrokenPipeError:  # who read our output has gone, and with it the wish for more
+    except BrokenPipeError:  # nobody reads our output any more
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(exits.FAILED)
     except Exception as error:

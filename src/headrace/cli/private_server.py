@@ -1,4 +1,4 @@
-"""A server of one's own: a process on a free port that ends with the verb that started it."""
+"""A private server: a process on a free port that ends with the verb that started it."""
 
 import contextlib
 import re
@@ -14,7 +14,7 @@ _END_S = 15.0
 
 
 class ServerEnded(Exception):
-    """It ended before it was ready, with the exit code that says why; its words are on stderr."""
+    """It ended before it was ready; `code` says why, and stderr has its words."""
 
     def __init__(self, code: int) -> None:
         super().__init__(code)

@@ -173,7 +173,7 @@ class _Serving:
         self._stop.set()
 
     async def _announce(self, generation: Generation) -> None:
-        """One line once the model answers; before it, that the door is open if it is."""
+        """One line once the model answers; before that, a warning if anybody may ask."""
         http = self._config.http
         if Auth(http).is_open_to_all:
             _say(
@@ -199,13 +199,13 @@ def _ready_line(url: str, name: str, ready: Ready) -> str:
 
 
 def _say(line: str) -> None:
-    """To stderr; whoever read it may have gone, which ends nothing."""
+    """To stderr, which may be closed."""
     with contextlib.suppress(OSError):
         print(line, file=sys.stderr, flush=True)
 
 
 def _end_within(seconds: float, code: int) -> None:
-    """Ends the process, whatever keeps it from ending by itself."""
+    """Ends the process even if something keeps it from ending by itself."""
     timer = threading.Timer(seconds, os._exit, (code,))
     timer.daemon = True
     timer.start()

@@ -42,7 +42,7 @@ from headrace.client.pacing import Pacing
 class Client:
     """A Headrace server, over connections that may break: they are made again by themselves.
 
-    `patience_s` is how long a server may stay away, once it has answered. `on_trouble` is told why
+    `patience_s` is how long a server may stay away, once it has answered. `on_trouble` gets why
     a call waits, and for how long, before it connects again.
     """
 

@@ -1,4 +1,4 @@
-"""What can go wrong for a client beside a stream that failed, and another try does not mend it."""
+"""What a client cannot mend by trying again, apart from a stream that failed."""
 
 from headrace.errors import HeadraceError, RequestFailed
 
@@ -10,7 +10,7 @@ class Unreachable(HeadraceError):
 
 
 class Refused(RequestFailed):
-    """The server does not do what was asked; `status` is that of its answer."""
+    """The server refused the request; `status` is that of its answer."""
 
     def __init__(self, status: int, message: str, code: str, param: str | None = None) -> None:
         super().__init__(code, message, param)

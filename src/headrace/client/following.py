@@ -1,4 +1,4 @@
-"""One stream from its request to its end, whatever connections break on the way; no I/O.
+"""One stream from its request to its end, over as many connections as it takes; no I/O.
 
 A request names itself by an idempotency key, so that it can be sent again when its answer was
 lost, and so that its stream survives its client. Its answer is read as the stream's events, behind
@@ -89,7 +89,7 @@ class StreamFollower:
             return NextAction.READ
         self.stream_id = headers.get("x-stream-id", "")
         if not self.stream_id:
-            raise Refused(status, "The server names no stream; it is no Headrace.", "unknown")
+            raise Refused(status, "The answer names no stream; it is not Headrace.", "unknown")
         self._pacing.arrived()
         if ignored := headers.get("x-headrace-ignored"):
             raise _unknown_fields(ignored)
@@ -125,7 +125,7 @@ class StreamFollower:
             self._pacing.broke(was_connected, reason)
 
     def pacing(self) -> Pacing:
-        """For what is asked about the stream besides."""
+        """For other requests about the stream."""
         return Pacing(self._patience_s, has_contact=True)
 
     def check_unread(self) -> None:
@@ -192,5 +192,5 @@ def _check_numbers(value: Any, name: str) -> None:
 
 def _unknown_fields(names: str) -> Refused:
     first = names.partition(",")[0].strip()
-    message = f"The server knows no field of this name: {names}. Correct it or leave it out."
+    message = f"The server does not know this field: {names}. Correct it or leave it out."
     return Refused(400, message, "unsupported_parameter", first)

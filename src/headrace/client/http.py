@@ -1,4 +1,4 @@
-"""What both clients have in common: defaults, and the way from what comes to what is given."""
+"""What both clients share: defaults, addresses, keys, and the answers they give."""
 
 import re
 from collections.abc import Callable
@@ -48,7 +48,7 @@ def to_address(url: str) -> str:
     except (ValueError, httpx.InvalidURL):
         is_one = False
     if not is_one:
-        raise ConfigError(f"{url!r} is no address of a server; write it as {URL}.")
+        raise ConfigError(f"{url!r} is not a server's address; write it as {URL}.")
     return address
 
 
@@ -58,7 +58,7 @@ def key_header(api_key: str | None) -> dict[str, str]:
     if not api_key:
         return {}
     if not (api_key.isascii() and api_key.isprintable()):
-        raise ConfigError("The API key has characters that no header can hold; copy it again.")
+        raise ConfigError("The API key has characters that a header cannot hold; copy it again.")
     return {"Authorization": f"Bearer {api_key}"}
 
 
@@ -90,7 +90,7 @@ def to_object(body: bytes) -> dict[str, Any]:
         return msgspec.json.decode(body, type=dict[str, Any])
     except msgspec.DecodeError:
         raise Refused(
-            200, "The answer is not JSON; what listens is no Headrace.", "unknown"
+            200, "The answer is not JSON; this server is not Headrace.", "unknown"
         ) from None
 
 

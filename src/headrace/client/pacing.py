@@ -8,7 +8,7 @@ from headrace.client.errors import Refused, Unreachable
 
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.25, 5.0
 _MEND_THEMSELVES = (429, 503)
-_MAX_BLIND_TRIES = 4  # where something listens that has never answered
+_MAX_BLIND_TRIES = 4  # for something that listens but has never answered
 
 
 class Pacing:
@@ -37,7 +37,7 @@ class Pacing:
                     "or check the address."
                 )
             if self._num_failures == _MAX_BLIND_TRIES:
-                raise Unreachable(f"What listens there is no Headrace ({reason}).")
+                raise Unreachable(f"The server at that address is not Headrace ({reason}).")
         self._wait(0.0, f"connection lost ({reason})")
 
     def refused(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
@@ -55,7 +55,7 @@ class Pacing:
         self.pause_s = max(pause_s, at_least_s)
         self._waited_s += self.pause_s
         if self._waited_s > self._patience_s:
-            raise Unreachable(f"The server has not helped for {self._patience_s:g} s: {reason}")
+            raise Unreachable(f"The server has not answered for {self._patience_s:g} s: {reason}")
 
 
 def _retry_after_s(headers: Mapping[str, str]) -> float:

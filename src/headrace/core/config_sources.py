@@ -24,7 +24,7 @@ ALIASES = {
 _ENVIRONMENT_NAMES = {"api_key": "HEADRACE_API_KEYS"}
 _NOT_SETTINGS = {"HEADRACE_URL", "HEADRACE_CONFIG"}
 SECRETS = ("HEADRACE_API_KEY", "HEADRACE_API_KEYS", "HEADRACE_ADMIN_KEY")
-"""Variables that no process of the server's gets."""
+"""Variables that the server's child processes do not get."""
 
 _CLIENTS_KEY = "HEADRACE_API_KEY"  # a server that finds it asks for it, too
 _OTHERS_MAY_READ = 0o044
@@ -129,7 +129,7 @@ def load(
 ) -> ServerConfig:
     """Flag beats environment beats file beats default; ConfigError names what is wrong.
 
-    Keys of `api_key_file` are added to the others. `warn` gets what is odd but no fault. With
+    Keys of `api_key_file` are added to the others. `warn` gets what is odd but harmless. With
     `are_options` the flags are a Python caller's options, and errors name them so.
     """
     known = {setting.name: setting for setting in settings()}
@@ -204,7 +204,7 @@ def _from_environment(
 
 
 def _items(text: str) -> list[str]:
-    """An empty one would be a key that everybody has."""
+    """Empty items are dropped: an empty key would let everybody in."""
     return [item for part in text.split(",") if (item := part.strip())]
 
 

@@ -36,7 +36,7 @@ class Rotation:
         self.cos, self.sin = cos, sin
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Turns x [tokens, heads, dim] by its positions, in float32 whatever x is in."""
+        """Turns x [tokens, heads, dim] by its positions, always in float32."""
         left, right = x.chunk(2, dim=-1)
         return (x * self.cos + torch.cat((-right, left), dim=-1) * self.sin).to(x.dtype)
 

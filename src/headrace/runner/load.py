@@ -57,7 +57,7 @@ def load_runner(config: ModelConfig, folder: Path) -> tuple[Runner, Ready]:
 
 
 def _to_int8(config: ModelConfig, lane: Any, device: torch.device) -> tuple[bool, ...]:
-    """The lane's further argument if weights shall be quantized, and lane and device can do it."""
+    """The lane's further argument, if weights are to be quantized; ModelError if they cannot be."""
     if config.quantize == "none":
         return ()
     if lane.id != "native-text" or device.type != "cpu":
@@ -77,7 +77,7 @@ def _device(config: ModelConfig) -> torch.device:
 
 
 def _dtype(config: ModelConfig, spec: ModelSpec) -> torch.dtype:
-    """The checkpoint's own unless told; float16 is computed in float32, which holds it exactly."""
+    """The checkpoint's own by default; float16 is computed in float32, which holds it exactly."""
     name = spec.dtype if config.dtype == "auto" else config.dtype
     if name not in _DTYPES:
         raise ModelError(f"{spec.name} has {name} weights, which are not supported.")

@@ -2,7 +2,7 @@
 
 A tile is 16 rows of 64 bytes. A row of the right factor holds pairs of numbers, and each pair meets
 two neighbours of the left factor. Packed weights and blocks of the cache already lie that way. A
-row's sums are the same whatever rows are with it.
+row's sums are the same whichever rows come with it.
 """
 
 from functools import cache
@@ -146,4 +146,4 @@ def _emit_fetch(typing_context: Any, address: Any, count: Any) -> Any:
 
 
 fetch_lines: Any = intrinsic(_emit_fetch)
-"""Asks for so many cache lines, at least 1, from an address on."""
+"""fetch_lines(address, count): asks for `count` cache lines, at least 1."""

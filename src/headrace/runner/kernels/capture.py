@@ -28,11 +28,11 @@ Own = Mapping[Any, Callable[[Tensor, Tensor, Tensor], None]]
 
 
 class CannotCapture(Exception):
-    """The function looked at a number, made several tensors at once, or mixed rows."""
+    """The function branched on a number, made several tensors at once, or mixed rows."""
 
 
 class Arena:
-    """Memory for the results of captured calls; what no tensor needs any more is handed out again.
+    """Memory for the results of captured calls; it is reused once no tensor needs it.
 
     Kernels are replayed in the order in which they were captured, so addresses are enough.
     """
@@ -118,7 +118,7 @@ class Graph:
 
 
 def note(run: Callable[..., None], body: object, arguments: Any) -> None:
-    """Called by whoever runs a kernel."""
+    """To be called before each run of a kernel."""
     if graph := getattr(_current, "graph", None):
         graph.launched(run, body, arguments)
 

@@ -35,10 +35,6 @@ class Kernel:
         assert address is not None
         return address
 
-    @property
-    def is_compiled(self) -> bool:
-        return "address" in self.__dict__
-
 
 def parallel(body: Kernel, arguments: Arguments) -> None:
     """Run `body` on all threads; returns when the work is done."""

@@ -62,10 +62,3 @@ def packing_bytes(layer: nn.Module, to_int8: bool) -> tuple[int, int] | None:
     quantized = stored.nbytes if to_int8 else 0
     scale_and_bias = 2 * torch.float32.itemsize * layer.out_features
     return packed + scale_and_bias, packed + quantized  # it is padded in one copy, laid in another
-
-
-def relative_loss(weight: Tensor) -> float:
-    """Root of the mean square error that int8 makes, relative to the weights' own size."""
-    stored, scale = quantize(weight)
-    error = stored * scale[:, None] - weight.float()
-    return float(error.norm() / weight.float().norm())

@@ -25,8 +25,8 @@ _ARRAYS = ("starts", "lengths", "first_rows")
 class CapturedForward:
     """A forward pass over a batch, captured at the first small one.
 
-    `forward` must read nothing of the batch but its tensors' and arrays' contents, and may not
-    look at them. block_table_width: blocks of the longest sequence.
+    `forward` may pass on the batch's tensors and arrays, but must not branch on what they hold.
+    block_table_width: blocks of the longest sequence.
     """
 
     def __init__(self, forward: Callable[[Batch], Tensor], block_table_width: int) -> None:

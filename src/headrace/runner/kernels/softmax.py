@@ -172,4 +172,4 @@ def _emit_shrink(typing_context: Any, sums: Any, number: Any, count: Any, by: An
 
 
 shrink_row: Any = intrinsic(_emit_shrink)
-"""shrink_row(sums, row, count, by): multiplies so many vectors of a row of float32."""
+"""shrink_row(sums, row, count, by): multiplies `count` vectors of a float32 row."""

@@ -1,7 +1,7 @@
 """Owns the inner loops that need explicit vectors: products of rows with what lies in words.
 
-Left to itself the compiler uses half of a wide register and never fetches ahead, which costs a
-third of the memory's speed. A vector holds 16 words of 4 bytes: one register with AVX-512;
+Left alone, the compiler uses half of a wide register and never fetches ahead, which costs a third
+of the memory's speed. A vector holds 16 words of 4 bytes: one register with AVX-512;
 elsewhere the compiler splits it. Two bfloat16 numbers of a word widen to two vectors of floats, by
 a shift and by a mask.
 """
@@ -122,8 +122,8 @@ def block_tile(num_rows: int, num_vectors: int) -> Any:
     out[row + m, 16 * (column + v) + n] = the sum over lines i, and numbers k of a word, of
     x[row + m, 2 * i + k] times word n at byte lines[i] + columns[column + v] of the memory, stored
     as bfloat16 bits; with float32 a word is one number, of x[row + m, i]. With `adds` the sum is
-    added. What lies so many lines and columns further, at least 0, is fetched. x, out: float32,
-    whose rows are contiguous.
+    added. What lies `more_lines` and `more_columns` further, at least 0, is fetched. x, out:
+    float32, whose rows are contiguous.
     """
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Questions to code that is not ours: what a function takes, how much an object holds."""
+"""Asks code that is not ours what a function takes and how many bytes an object holds."""
 
 import inspect
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ class Signature:
     """Read once per function."""
 
     names: frozenset[str]
-    takes_any: bool  # takes any keyword, or does not say what it takes
+    takes_any: bool  # takes any keyword, or cannot be inspected
 
     @classmethod
     def of(cls, function: Any) -> "Signature":
