@@ -204,7 +204,7 @@ def test_fields_that_the_server_ignored_are_refused_and_the_stream_is_ours_to_st
 
 def test_what_takes_connections_and_never_answers_is_not_waited_for_long() -> None:
     following = StreamFollower(new_request({"messages": CHAT}), "", -1, 60)
-    with pytest.raises(Unreachable, match="no Headrace"):
+    with pytest.raises(Unreachable, match="not Headrace"):
         pauses(following, 9)
 
 
