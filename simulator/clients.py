@@ -3,7 +3,7 @@
 from array import array
 from dataclasses import dataclass, field
 
-from headrace.core.messages import Finish, Finished, NewSequence, Outputs, Submit
+from headrace.core.messages import Finished, FinishReason, NewSequence, Outputs, Submit
 from simulator.fake_runner import token_at
 
 
@@ -25,7 +25,7 @@ class Heard:
     def prompt(self) -> "array[int]":
         return array("i", self.submit.prompts[self.new.prompt])
 
-    def expected(self) -> tuple[list[int], Finish]:
+    def expected(self) -> tuple[list[int], FinishReason]:
         """The whole answer, from the request alone."""
         num_prompt, sampling = len(self.prompt), self.submit.sampling
         tokens: list[int] = []
@@ -35,8 +35,8 @@ class Heard:
         while len(tokens) < most:
             tokens.append(token_at(sampling, self.new.choice, len(tokens)))
             if sampling.ends_with(tokens[-1], len(tokens)):
-                return tokens, Finish.STOP
-        return tokens, Finish.LENGTH
+                return tokens, FinishReason.STOP
+        return tokens, FinishReason.LENGTH
 
 
 class Clients:

@@ -7,7 +7,7 @@ from random import Random
 from headrace.core.config import SchedulerConfig
 from headrace.core.ids import SequenceId, StreamId
 from headrace.core.layout import MemoryLayout
-from headrace.core.messages import Cancel, Finish, NewSequence, Submit
+from headrace.core.messages import Cancel, FinishReason, NewSequence, Submit
 from headrace.core.sampling import Sampling
 from headrace.scheduler.budget import Limits
 
@@ -142,7 +142,7 @@ def _cancels(rng: Random, submits: list[Submit]) -> list[tuple[float, Cancel]]:
         for new in submit.sequences:
             if rng.random() < share:
                 at = submit.arrival + rng.random() * rng.choice([0.0, 0.1, 2.0])
-                finish = rng.choice([Finish.CANCELLED, Finish.STOP])
+                finish = rng.choice([FinishReason.CANCELLED, FinishReason.STOP])
                 ids = [n.sequence_id for n in submit.sequences] if rng.random() < 0.3 else []
                 cancels.append((at, Cancel((new.sequence_id, *ids), finish)))
     return sorted(cancels, key=lambda item: item[0])

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from headrace.core.messages import Cancel, Finish, Submit
+from headrace.core.messages import Cancel, FinishReason, Submit
 from headrace.core.plan import StepPlan
 from headrace.scheduler.scheduler import Scheduler
 from simulator.clients import Clients, Heard
@@ -223,7 +223,7 @@ class Simulation:
             assert heard.tokens == tokens[: len(heard.tokens)], f"S16: {sequence_id} drew others"
             if is_impossible:
                 continue
-            if heard.end.finish is Finish.ERROR:
+            if heard.end.finish is FinishReason.ERROR:
                 row = faults.row_error_at.get(sequence_id)
                 is_row_error = row is not None and len(heard.tokens) == row
                 assert is_row_error or sequence_id in self._may_fail, "S13: an innocent failed"

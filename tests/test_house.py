@@ -16,11 +16,6 @@ WRITTEN_AND_READ = {
     *("Accepted", "Error", "Event", "Finish", "Heartbeat", "Progress", "Queued", "Tokens"),
 }
 """Events of a stream: the server writes them, and the client reads them, who share no code."""
-STILL_TWICE = {
-    *("Asked", "Batch", "Choice", "Finish", "Heartbeat", "Outbox", "Piece", "Progress", "Stream"),
-    *("_Log", "_Reader"),
-}
-"""To be renamed; no name may join them."""
 
 
 def functions(path: Path) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
@@ -68,7 +63,7 @@ def test_no_two_classes_have_one_name() -> None:
             if isinstance(node, ast.ClassDef):
                 places.setdefault(node.name, set()).add(str(path.relative_to(ROOT / "src")))
     of_both = {"headrace/client/events.py", "headrace/streams/events.py"}
-    allowed = STILL_TWICE | {name for name in WRITTEN_AND_READ if places.get(name) == of_both}
+    allowed = {name for name in WRITTEN_AND_READ if places.get(name) == of_both}
     twice = {name: found for name, found in places.items() if len(found) > 1}
     assert twice.keys() <= allowed, {name: twice[name] for name in twice.keys() - allowed}
 

@@ -26,7 +26,7 @@ from headrace.generation.work import ThreadWork
 from headrace.protocols import openai_chat, openai_completions
 from headrace.protocols.common_fields import known_fields
 from headrace.protocols.dialect import Dialect, dialect_of
-from headrace.protocols.openai_completions import Asked
+from headrace.protocols.openai_completions import PromptList
 from headrace.protocols.requests import pack, to_request
 from headrace.protocols.worker import Jobs
 from headrace.streams.events import AnyEvent, Error, Tokens
@@ -76,9 +76,9 @@ class LLM:
         Of several prompts at once each is answered as if it were alone.
         """
         checked = _check(openai_completions, {**fields, "prompt": prompt})
-        asked: Asked = checked["prompt"]
+        asked: PromptList = checked["prompt"]
         calls = [
-            self._call(openai_completions, {**checked, "prompt": Asked((one,), False)})
+            self._call(openai_completions, {**checked, "prompt": PromptList((one,), False)})
             for one in asked.prompts
         ]
         answers = self._host.call(self._host.answers(calls))

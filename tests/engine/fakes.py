@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from headrace.core.layout import MemoryLayout
-from headrace.core.messages import Finish, Message, Outputs, Status
+from headrace.core.messages import FinishReason, Message, Outputs, Status
 from headrace.core.plan import StepPlan, StepResult
 from simulator.fake_runner import FakeRunner
 
@@ -35,7 +35,7 @@ class Sent:
 
     def __init__(self, *unsent: int) -> None:
         self.statuses: list[Status] = []
-        self.finishes: list[Finish] = []
+        self.finishes: list[FinishReason] = []
         self.when_done: Callable[[], None] = lambda: None
         self._unsent = list(unsent)
 

@@ -4,7 +4,7 @@ import queue
 
 import pytest
 
-from headrace.core.messages import Finish, Shutdown
+from headrace.core.messages import FinishReason, Shutdown
 from headrace.engine.engine import MAX_UNSENT, Engine, Inbox
 from tests.engine.fakes import Runner, Sent
 from tests.scheduler.builders import make_scheduler, make_submit
@@ -25,13 +25,13 @@ def test_a_step_that_runs_out_of_memory_is_tried_again_with_half_the_tokens(
     runner, sent = Runner(*[MemoryError()] * num_times), Sent()
     play(runner, sent)
     assert runner.lengths == [64, 32][:num_times] + then
-    assert sent.finishes == [Finish.LENGTH]
+    assert sent.finishes == [FinishReason.LENGTH]
 
 
 def test_a_request_that_runs_out_of_memory_in_the_smallest_step_ends_alone() -> None:
     runner, sent = Runner(*[MemoryError()] * 3), Sent()
     play(runner, sent)
-    assert runner.lengths == [64, 32, 16] and sent.finishes == [Finish.ERROR]
+    assert runner.lengths == [64, 32, 16] and sent.finishes == [FinishReason.ERROR]
 
 
 def test_steps_held_back_by_a_slow_gateway_are_counted_once() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from headrace.core.config import ModelConfig
 from headrace.core.ids import SequenceId, StreamId
-from headrace.core.messages import Finish, Message, NewSequence, Outputs, Submit
+from headrace.core.messages import FinishReason, Message, NewSequence, Outputs, Submit
 from headrace.core.sampling import Sampling
 from headrace.engine import child as child_module
 from headrace.engine import supervisor as module
@@ -73,7 +73,7 @@ async def tokens(news: AsyncIterator[EngineNews]) -> list[int]:
         if isinstance(item, Outputs):
             found += [token.token_id for token in item.tokens]
             if item.finished:
-                assert item.finished[0].finish is Finish.LENGTH
+                assert item.finished[0].finish is FinishReason.LENGTH
                 break
     return found
 

@@ -10,8 +10,8 @@ from headrace.core.config import ModelConfig
 from headrace.core.ids import SequenceId, StreamId
 from headrace.core.messages import (
     Cancel,
-    Finish,
     Finished,
+    FinishReason,
     Message,
     NewSequence,
     NewToken,
@@ -27,7 +27,7 @@ SEQUENCE = SequenceId(7)
 MESSAGES: list[Message] = [
     Ping(3),
     Start(ModelConfig(model="x", threads=2)),
-    Cancel((SEQUENCE,), Finish.STOP),
+    Cancel((SEQUENCE,), FinishReason.STOP),
     Submit(
         stream_id=StreamId("cmpl-1"),
         prompts=(b"\1\0\0\0",),
@@ -37,7 +37,7 @@ MESSAGES: list[Message] = [
     ),
     Outputs(
         tokens=(NewToken(SEQUENCE, 9, Logprobs(1, b"\0" * 4, b"\0" * 4)),),
-        finished=(Finished(SEQUENCE, Finish.LENGTH),),
+        finished=(Finished(SEQUENCE, FinishReason.LENGTH),),
     ),
 ]
 

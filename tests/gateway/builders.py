@@ -17,6 +17,7 @@ from headrace.core.errors import RequestError
 from headrace.core.ids import StreamId
 from headrace.core.layout import MemoryLayout
 from headrace.core.messages import Ready, Status, StepTrace
+from headrace.core.pieces import ChannelPiece
 from headrace.core.request import Chat, Prompt, Request, ResponseOptions, Text
 from headrace.core.sampling import Sampling
 from headrace.generation.readers import ReaderPause
@@ -31,7 +32,6 @@ from headrace.streams.events import (
     ChoiceEnd,
     Error,
     Finish,
-    Piece,
     Progress,
     TokenLogprob,
     Tokens,
@@ -99,6 +99,8 @@ class FakeModel:
     created: int = 1790000000
     defaults: Defaults | None = None
     vocab_size: int = 256
+    tool_format: str = "hermes"
+    reasoning_format: str = ""
     ready: Ready | None = READY
     tokenizer: Letters = field(default_factory=Letters)
     template: Lines | None = field(default_factory=Lines)
@@ -283,7 +285,7 @@ def progress(processed: int, total: int = 2048, cache: int = 512, time_ms: int =
 
 
 def tokens(text: str, *ids: int, at_ms: int = 0, **more: Any) -> Tokens:
-    pieces = (Piece(text),) if text else ()
+    pieces = (ChannelPiece(text),) if text else ()
     return Tokens(seq=0, at_ms=at_ms, **({"choice": 0} | more), ids=ids, pieces=pieces)
 
 

@@ -10,11 +10,11 @@ from headrace.core.ids import SequenceId
 from headrace.core.layout import MemoryLayout
 from headrace.core.messages import (
     Cancel,
-    Finish,
     Finished,
+    FinishReason,
     NewToken,
     Outputs,
-    Progress,
+    PromptAdvance,
     Ready,
     Started,
     Status,
@@ -80,14 +80,16 @@ class FakeEngine:
         await self.say(
             Outputs(
                 started=tuple(Started(id, 5, 0) for id in sequence_ids),
-                progress=tuple(Progress(id, 5) for id in sequence_ids),
+                progress=tuple(PromptAdvance(id, 5) for id in sequence_ids),
             )
         )
 
     async def token(self, sequence_id: SequenceId, token_id: int) -> None:
         await self.say(Outputs(tokens=(NewToken(sequence_id, token_id),)))
 
-    async def finish(self, sequence_id: SequenceId, finish: Finish, message: str = "") -> None:
+    async def finish(
+        self, sequence_id: SequenceId, finish: FinishReason, message: str = ""
+    ) -> None:
         await self.say(Outputs(finished=(Finished(sequence_id, finish, "", message),)))
 
     async def let_go(self) -> None:

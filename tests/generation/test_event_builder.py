@@ -8,13 +8,14 @@ from msgspec import structs
 
 from headrace.core.config import ModelConfig
 from headrace.core.ids import SequenceId, StreamId
-from headrace.core.messages import Finish, Finished, NewToken, Progress, Started
+from headrace.core.messages import Finished, FinishReason, NewToken, PromptAdvance, Started
+from headrace.core.pieces import ChannelPiece
 from headrace.core.request import Request, Text
 from headrace.core.sampling import Sampling
-from headrace.generation.choice import Choice
+from headrace.generation.choice import ChoiceWriter
 from headrace.generation.event_builder import EventBuilder, PromptProgress
 from headrace.generation.served import ServedModel
-from headrace.streams.events import Piece, Tokens
+from headrace.streams.events import Tokens
 from headrace.streams.record import Record
 
 ID = SequenceId(0)
@@ -35,7 +36,7 @@ def test_a_message_costs_what_it_says_and_not_what_was_asked_for(
 ) -> None:
     builder = make_builder(folder, num_prompts=64, n=16)
     looked_at: list[object] = []
-    for kind in (Choice, PromptProgress):
+    for kind in (ChoiceWriter, PromptProgress):
         take = kind.take  # type: ignore[attr-defined]
 
         def counted(self: object, *place: int, take: object = take) -> object:
@@ -55,17 +56,17 @@ def test_choices_are_counted_as_they_begin_and_end(folder: Path) -> None:
     assert (builder.num_waiting, builder.num_live, builder.has_tokens) == (4, 4, False)
     builder.take(0, Started(ID, 5, 0), 0)
     builder.take(1, NewToken(ID, 104), 0)
-    builder.take(2, Finished(ID, Finish.LENGTH), 0)
-    builder.take(2, Finished(ID, Finish.LENGTH), 0)
+    builder.take(2, Finished(ID, FinishReason.LENGTH), 0)
+    builder.take(2, Finished(ID, FinishReason.LENGTH), 0)
     assert (builder.num_waiting, builder.num_live, builder.has_tokens) == (1, 3, True)
 
 
 def test_a_replayed_log_leaves_the_same_counts(folder: Path) -> None:
     first, second = make_builder(folder, n=3), make_builder(folder, n=3)
     first.take(0, Started(ID, 5, 0), 0)
-    first.take(0, Progress(ID, 5), 0)
+    first.take(0, PromptAdvance(ID, 5), 0)
     first.take(1, NewToken(ID, 104), 0)
-    first.take(1, Finished(ID, Finish.LENGTH), 0)
+    first.take(1, Finished(ID, FinishReason.LENGTH), 0)
     events = first.new_events(0, is_cut=False)
     assert any(isinstance(event, Tokens) for event in events)
     assert second.replay(events) is None
@@ -77,7 +78,7 @@ def test_what_follows_a_log_whose_text_has_changed_continues_its_numbers(folder:
     first, second = make_builder(folder), make_builder(folder)
     first.take(0, NewToken(ID, 104), 0)
     (tokens,) = first.new_events(0, is_cut=False)
-    changed = structs.replace(tokens, pieces=(Piece("another"),))
+    changed = structs.replace(tokens, pieces=(ChannelPiece("another"),))
     mismatch = second.replay([changed])
     assert mismatch is not None and mismatch.code == "resume_mismatch"
     assert second.terminal(0, mismatch).seq == tokens.seq + 1

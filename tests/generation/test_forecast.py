@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from headrace.core.ids import SequenceId
-from headrace.core.messages import Finish, Finished, NewToken, Outputs, Progress, Started
-from headrace.generation.forecast import Asked, Forecast, Waiting, starts
+from headrace.core.messages import Finished, FinishReason, NewToken, Outputs, PromptAdvance, Started
+from headrace.generation.forecast import Forecast, TokensAsked, Waiting, starts
 from tests.generation.fakes import STATUS
 
 NUM_PLACES, NUM_CLIENTS, NUM_PROMPT = 4, 10, 60
@@ -31,7 +31,7 @@ def test_while_nothing_is_measured_nothing_is_foretold() -> None:
     forecast, status = Forecast(), msgspec.structs.replace(STATUS, queue=(SequenceId(1),))
     for _ in range(3):
         forecast.look(status, 0.0)
-        assert next(iter(forecast.waits(status, 1, lambda _: Asked(5, 8)))) is None
+        assert next(iter(forecast.waits(status, 1, lambda _: TokensAsked(5, 8)))) is None
         forecast.hear(Outputs(started=(Started(SequenceId(0), 5, 0),)))
         forecast.hear(Outputs(tokens=(NewToken(SequenceId(0), 1),)))
 
@@ -77,17 +77,17 @@ class Server:
         for _ in ended:
             self._arrive()
         progress = self._read()
-        finished = tuple(Finished(SequenceId(number), Finish.STOP) for number in ended)
+        finished = tuple(Finished(SequenceId(number), FinishReason.STOP) for number in ended)
         return Outputs(tuple(begun), (), progress, tokens, finished)
 
-    def _read(self) -> tuple[Progress, ...]:
+    def _read(self) -> tuple[PromptAdvance, ...]:
         if not self._prompt:
             return ()
         number, steps = self._prompt[0], self._prompt[1] + 1
         self._prompt = [number, steps]
         if steps == PROMPT_STEPS:
             self._prompt, self._said[number] = [], 1
-        return (Progress(SequenceId(number), steps * NUM_PROMPT // PROMPT_STEPS),)
+        return (PromptAdvance(SequenceId(number), steps * NUM_PROMPT // PROMPT_STEPS),)
 
     def _tell(self, now: float) -> None:
         status = msgspec.structs.replace(
@@ -102,8 +102,8 @@ class Server:
             if wait is not None:
                 self._told.setdefault(number, (now, wait))
 
-    def _asked(self, number: SequenceId) -> Asked:
-        return Asked(NUM_PROMPT, self._limit(self._lengths[number]))
+    def _asked(self, number: SequenceId) -> TokensAsked:
+        return TokensAsked(NUM_PROMPT, self._limit(self._lengths[number]))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 
 from headrace.core.errors import RequestError
 from headrace.generation.generation import Generation
-from headrace.generation.stream import Stream
+from headrace.generation.stream import LiveStream
 from headrace.streams import sqlite_writer
 from headrace.streams.events import Error
 from headrace.streams.record import Names
@@ -77,7 +77,7 @@ def test_a_stop_outlasts_a_buffer_that_is_full(
     async def run() -> None:
         async with serving(folder, tmp_path) as (generation, engine, store):
             stream = await opened(generation, engine, OPTED_IN)
-            assert isinstance(stream, Stream)
+            assert isinstance(stream, LiveStream)
             other = await opened(generation, engine, Names(conversation="d", digest=b"2"))
             other.beat("data", 5)
             with full(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 
 from headrace.core.errors import RequestError
 from headrace.core.ids import StreamId
-from headrace.core.messages import Finish
+from headrace.core.messages import FinishReason
 from headrace.core.sampling import Sampling
 from headrace.engine.client import EngineUp
 from headrace.generation.generation import Generation
@@ -60,7 +60,7 @@ def test_a_log_holds_progress_tokens_and_one_end(folder: Path) -> None:
         stream = await opened(generation, engine)
         await engine.start(engine.newest)
         await speak(generation, engine, "hi")
-        await engine.finish(engine.newest, Finish.LENGTH)
+        await engine.finish(engine.newest, FinishReason.LENGTH)
         events = await read(stream)
         assert [event.seq for event in events] == list(range(len(events)))
         assert text_of(events) == "hi" and isinstance(events[-1], FinishEvent)
@@ -75,8 +75,8 @@ def test_a_stop_string_beats_what_the_engine_says_of_later_tokens(folder: Path) 
         stream = await opened(generation, engine, stop=("END",))
         await engine.start(engine.newest)
         await speak(generation, engine, "one ENDtwo")
-        assert engine.cancels[0].finish is Finish.STOP
-        await engine.finish(engine.newest, Finish.LENGTH)
+        assert engine.cancels[0].finish is FinishReason.STOP
+        await engine.finish(engine.newest, FinishReason.LENGTH)
         events = await read(stream)
         assert text_of(events) == "one " and isinstance(events[-1], FinishEvent)
         assert [(e.finish_reason, e.stop_reason) for e in events[-1].ends] == [("stop", "END")]
@@ -152,7 +152,7 @@ def test_an_opted_in_stream_outlives_its_client(folder: Path) -> None:
         await engine.start(engine.newest)
         await speak(generation, engine, "hi")
         await leave(stream, 3)
-        await engine.finish(engine.newest, Finish.LENGTH)
+        await engine.finish(engine.newest, FinishReason.LENGTH)
         assert not engine.cancels
         assert text_of(await read(stream)) == "hi"
 
@@ -276,7 +276,7 @@ def test_a_waiting_stream_hears_how_long_the_running_will_take(folder: Path) -> 
         engine_ready = msgspec.structs.replace(READY, max_num_seqs=1)
         await engine.say(EngineUp(engine_ready))
         status = msgspec.structs.replace(STATUS, num_running=1, prompt_tokens_per_s=1000.0)
-        for finish in (Finish.LENGTH, None):
+        for finish in (FinishReason.LENGTH, None):
             await opened(generation, engine)
             await engine.start(engine.newest)
             await engine.say(status)
@@ -319,7 +319,7 @@ def test_what_a_dead_engine_still_says_reaches_nobody(folder: Path) -> None:
         await engine.say(DOWN)
         await engine.say(EngineUp(READY))
         await engine.token(old, ids(generation, "x")[0])
-        await engine.finish(engine.newest, Finish.LENGTH)
+        await engine.finish(engine.newest, FinishReason.LENGTH)
         assert text_of(await read(stream)) == ""
 
     play(folder, scene)
@@ -424,10 +424,10 @@ def test_a_choice_that_ended_says_so_once_while_its_siblings_go_on(folder: Path)
         stream = await opened(generation, engine, n=2)
         first, second = (new.sequence_id for new in engine.submits[-1].sequences)
         await engine.start(first, second)
-        await engine.finish(first, Finish.STOP)
+        await engine.finish(first, FinishReason.STOP)
         for token_id in ids(generation, "on"):
             await engine.token(second, token_id)
-        await engine.finish(second, Finish.LENGTH)
+        await engine.finish(second, FinishReason.LENGTH)
         ends = [(e.choice, e.end) for e in await read(stream) if isinstance(e, Tokens) and e.end]
         assert [choice for choice, _ in ends] == [0, 1]
 
@@ -492,7 +492,7 @@ def test_only_what_a_smaller_context_cuts_short_says_so(
         await engine.say(EngineUp(msgspec.structs.replace(READY, max_model_len=limit)))
         await engine.start(engine.newest)
         await speak(generation, engine, "hi")
-        await engine.finish(engine.newest, Finish.LENGTH)
+        await engine.finish(engine.newest, FinishReason.LENGTH)
         last = (await read(stream))[-1]
         assert type(last).__name__.lower() == end
         assert not isinstance(last, Error) or f"now {limit} tokens" in last.message
@@ -546,7 +546,7 @@ def test_an_error_of_one_choice_ends_the_stream_with_it(folder: Path) -> None:
         stream = await opened(generation, engine, n=2)
         first, second = (new.sequence_id for new in engine.submits[-1].sequences)
         await engine.start(first, second)
-        await engine.finish(first, Finish.ERROR, "the logits are not numbers")
+        await engine.finish(first, FinishReason.ERROR, "the logits are not numbers")
         await engine.let_go()
         events = await read(stream)
         assert isinstance(events[-1], Error) and not any(isinstance(e, Tokens) for e in events)

@@ -8,7 +8,7 @@ import msgspec
 
 from headrace.core.errors import RequestError
 from headrace.generation.registry import FinishedStream
-from headrace.generation.stream import Stream
+from headrace.generation.stream import LiveStream
 from headrace.streams.memory_store import MemoryStore
 from headrace.streams.record import Names
 from headrace.streams.store import ByConversation
@@ -31,7 +31,7 @@ def test_a_stream_of_an_earlier_server_is_waited_for_until_it_is_taken_up(folder
             assert not looking.done()
             looking.cancel()
         async with running(folder, store) as (generation, _):
-            assert isinstance(await generation.streams.find("", NAME), Stream)
+            assert isinstance(await generation.streams.find("", NAME), LiveStream)
 
     asyncio.run(run())
 
@@ -65,7 +65,7 @@ def test_a_writer_that_leaves_does_not_take_its_successor_along(folder: Path) ->
     async def run() -> None:
         async with running(folder) as (generation, engine):
             old = await opened(generation, engine, OPTED_IN)
-            assert isinstance(old, Stream)
+            assert isinstance(old, LiveStream)
             successor = generation._stream(old.record, old._builder, old.log)
             generation.streams.add(successor)
             generation.streams.remove(old)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.core.messages import Finish
+from headrace.core.messages import FinishReason
 from headrace.generation.event_builder import EventBuilder
 from headrace.generation.generation import Generation
 from headrace.streams.events import Error
@@ -43,7 +43,7 @@ async def fill(generation: Generation, engine: FakeEngine) -> None:
     while not engine.submits:
         await asyncio.sleep(0)
     await engine.start(engine.newest)
-    await engine.finish(engine.newest, Finish.LENGTH)
+    await engine.finish(engine.newest, FinishReason.LENGTH)
     await read(ended)
     await opened(generation, engine, LIVE)
 

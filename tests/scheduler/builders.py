@@ -7,7 +7,7 @@ import msgspec
 from headrace.core.config import SchedulerConfig
 from headrace.core.ids import SequenceId, StreamId
 from headrace.core.layout import MemoryLayout
-from headrace.core.messages import Cancel, Finish, NewSequence, Outputs, Submit
+from headrace.core.messages import Cancel, FinishReason, NewSequence, Outputs, Submit
 from headrace.core.plan import Chunk, ChunkResult, Drawn, StepPlan, StepResult
 from headrace.core.sampling import Sampling
 from headrace.scheduler.budget import Limits
@@ -68,7 +68,7 @@ def make_family(number: int, length: int, **fields: object) -> Submit:
     return msgspec.structs.replace(submit, sequences=news)
 
 
-def cancel(number: int, finish: Finish = Finish.CANCELLED) -> Cancel:
+def cancel(number: int, finish: FinishReason = FinishReason.CANCELLED) -> Cancel:
     return Cancel((SequenceId(number),), finish)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from headrace.core.messages import Finish
+from headrace.core.messages import FinishReason
 from tests.scheduler.builders import (
     Engine,
     cancel,
@@ -68,7 +68,7 @@ def test_memory_pressure_fails_nobody():
     engine = Engine(make_scheduler(6, patience=0.0))
     engine.add(*[make_submit(i, 20, max_tokens=40) for i in range(12)])
     engine.run(max_steps=5000)
-    assert set(engine.finished.values()) == {(Finish.LENGTH, "")}
+    assert set(engine.finished.values()) == {(FinishReason.LENGTH, "")}
     assert engine.scheduler.missed["preempted"] > 0
 
 
@@ -115,14 +115,14 @@ def test_running_out_of_device_memory_halves_the_steps_and_tries_again():
         plan = engine.scheduler.plan(0.0)
         engine.scheduler.out_of_memory(plan, "out of memory", 0.0)
     assert lengths(engine.run()[0]) == [16]
-    assert engine.finished == {1: (Finish.LENGTH, "")}
+    assert engine.finished == {1: (FinishReason.LENGTH, "")}
 
 
 def test_below_a_block_running_out_of_memory_is_a_step_error():
     engine = Engine(make_scheduler(max_step_tokens=16)).add(make_submit(1, 200))
     engine.scheduler.out_of_memory(engine.scheduler.plan(0.0), "out of memory", 0.0)
     engine.take()
-    assert engine.finished == {1: (Finish.ERROR, "internal_error")}
+    assert engine.finished == {1: (FinishReason.ERROR, "internal_error")}
 
 
 def test_an_open_prompt_gives_way_to_an_older_decoder():

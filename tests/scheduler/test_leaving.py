@@ -2,7 +2,7 @@
 
 import pytest
 
-from headrace.core.messages import Finish
+from headrace.core.messages import FinishReason
 from tests.scheduler.builders import (
     Engine,
     cancel,
@@ -22,19 +22,19 @@ def test_a_cancel_after_the_first_of_three_chunks_frees_its_memory_for_the_next(
     assert sequence_ids(plan) == [2]
     assert plan.ended == (1,)
     engine.run()
-    assert engine.finished == {1: (Finish.CANCELLED, ""), 2: (Finish.LENGTH, "")}
+    assert engine.finished == {1: (FinishReason.CANCELLED, ""), 2: (FinishReason.LENGTH, "")}
 
 
 def test_a_cancel_while_its_step_runs_drops_the_rows_and_then_ends():
     engine = Engine(make_scheduler()).add(make_submit(1, 4))
     first = engine.scheduler.plan(0.0)
     second = engine.scheduler.plan(0.0)
-    engine.scheduler.cancel(cancel(1, Finish.STOP))
+    engine.scheduler.cancel(cancel(1, FinishReason.STOP))
     assert engine.scheduler.plan(0.0) is None
     engine.commit(first)
     assert not engine.finished and not engine.tokens
     engine.commit(second)
-    assert engine.finished == {1: (Finish.STOP, "")}
+    assert engine.finished == {1: (FinishReason.STOP, "")}
     engine.scheduler.memory.check()
     assert engine.scheduler.is_idle
 
@@ -46,7 +46,7 @@ def test_the_first_outcome_wins():
     engine.scheduler.cancel(cancel(99))
     engine.commit(plan)
     engine.step()
-    assert engine.finished == {1: (Finish.LENGTH, "")}
+    assert engine.finished == {1: (FinishReason.LENGTH, "")}
 
 
 def test_a_cancel_leaves_a_sibling_alone():
@@ -54,7 +54,7 @@ def test_a_cancel_leaves_a_sibling_alone():
     engine.step()
     engine.scheduler.cancel(cancel(1))
     engine.run()
-    assert engine.finished[2] == (Finish.LENGTH, "")
+    assert engine.finished[2] == (FinishReason.LENGTH, "")
     assert len(engine.tokens[2]) == 5
 
 
@@ -80,8 +80,8 @@ def test_one_bad_sequence_of_eight_ends_alone_with_error():
             engine.scheduler.fail(plan, "it broke", engine.now)
         else:
             engine.commit(plan)
-    assert engine.finished.pop(bad) == (Finish.ERROR, "internal_error")
-    assert set(engine.finished.values()) == {(Finish.LENGTH, "")}
+    assert engine.finished.pop(bad) == (FinishReason.ERROR, "internal_error")
+    assert set(engine.finished.values()) == {(FinishReason.LENGTH, "")}
     assert all(len(engine.tokens[i]) == 5 for i in engine.finished)
     engine.scheduler.memory.check()
 
@@ -96,7 +96,7 @@ def test_suspects_run_alone_newest_first_and_strangers_in_the_other_steps():
 def test_a_failed_step_is_not_blamed_on_those_outside_it():
     engine = Engine(make_scheduler()).add(make_submit(1, 4))
     engine.fail()
-    assert engine.finished == {1: (Finish.ERROR, "internal_error")}
+    assert engine.finished == {1: (FinishReason.ERROR, "internal_error")}
     assert not engine.scheduler.must_exit
 
 
@@ -139,7 +139,7 @@ def test_a_row_error_after_a_cancel_changes_nothing():
     engine.scheduler.cancel(cancel(1))
     engine.scheduler.plan(0.0)
     engine.commit(first, errors={1: "not a number"})
-    assert engine.finished == {1: (Finish.CANCELLED, "")}
+    assert engine.finished == {1: (FinishReason.CANCELLED, "")}
 
 
 def test_a_cancelled_sequence_is_no_suspect_of_the_step_it_was_in():
@@ -149,6 +149,6 @@ def test_a_cancelled_sequence_is_no_suspect_of_the_step_it_was_in():
     assert engine.scheduler.plan(0.0) is not None
     engine.scheduler.fail(plan, "it broke", 0.0)
     engine.take()
-    assert engine.finished == {1: (Finish.CANCELLED, "")}
+    assert engine.finished == {1: (FinishReason.CANCELLED, "")}
     engine.run()
-    assert engine.finished[2] == (Finish.LENGTH, "")
+    assert engine.finished[2] == (FinishReason.LENGTH, "")

@@ -1,6 +1,6 @@
 """The life of sequences in the scheduler, one behaviour at a time."""
 
-from headrace.core.messages import Finish
+from headrace.core.messages import FinishReason
 from headrace.core.sampling import Sampling
 from tests.scheduler.builders import (
     END_TOKEN,
@@ -18,7 +18,7 @@ def test_a_prompt_is_computed_and_its_tokens_follow():
     assert [lengths(plan) for plan in engine.run()] == [[20], [1], [1]]
     assert engine.tokens == {1: [120, 121, 122]}
     assert engine.progress == {1: [0, 20]}
-    assert engine.finished == {1: (Finish.LENGTH, "")}
+    assert engine.finished == {1: (FinishReason.LENGTH, "")}
 
 
 def test_started_leaves_with_the_plan_and_progress_with_the_commit():
@@ -44,7 +44,7 @@ def test_an_end_token_stops_a_sequence():
     )
     engine.run()
     assert engine.tokens[1] == [102, 103]
-    assert engine.finished[1] == (Finish.STOP, "")
+    assert engine.finished[1] == (FinishReason.STOP, "")
 
 
 def test_a_sequence_is_announced_when_it_begins_and_when_it_has_ended():
@@ -61,13 +61,16 @@ def test_max_tokens_zero_computes_the_prompt_and_draws_nothing():
     plans = engine.run()
     assert [lengths(plan) for plan in plans] == [[60], [4]]
     assert all(not c.draws and not c.num_rows for plan in plans for c in plan.chunks)
-    assert engine.finished == {1: (Finish.LENGTH, "")}
+    assert engine.finished == {1: (FinishReason.LENGTH, "")}
 
 
 def test_an_empty_prompt_is_refused_and_the_next_one_proceeds():
     engine = Engine(make_scheduler()).add(make_submit(1, 0), make_submit(2, 4))
     engine.run()
-    assert engine.finished == {1: (Finish.ERROR, "empty_prompt"), 2: (Finish.LENGTH, "")}
+    assert engine.finished == {
+        1: (FinishReason.ERROR, "empty_prompt"),
+        2: (FinishReason.LENGTH, ""),
+    }
     assert 1 not in engine.progress
 
 
@@ -76,7 +79,7 @@ def test_the_limit_of_the_pool_ends_a_sequence_with_length():
     engine.add(make_submit(1, 60, max_tokens=50), make_submit(2, 63, max_tokens=None))
     engine.run()
     assert (len(engine.tokens[1]), len(engine.tokens[2])) == (4, 1)
-    assert engine.finished == {1: (Finish.LENGTH, ""), 2: (Finish.LENGTH, "")}
+    assert engine.finished == {1: (FinishReason.LENGTH, ""), 2: (FinishReason.LENGTH, "")}
 
 
 def test_a_prompt_that_leaves_no_room_is_refused_with_both_numbers():
@@ -99,7 +102,7 @@ def test_a_recovered_sequence_is_computed_with_its_tokens_and_goes_on():
 def test_a_recovered_sequence_at_its_maximum_ends_before_any_step():
     engine = Engine(make_scheduler()).add(make_submit(1, 10, generated=5, max_tokens=5))
     assert engine.step() is None
-    assert engine.finished == {1: (Finish.LENGTH, "")}
+    assert engine.finished == {1: (FinishReason.LENGTH, "")}
 
 
 def test_prompt_logprobs_ask_for_all_rows_in_every_chunk():
@@ -122,7 +125,10 @@ def test_a_row_error_ends_its_sequence_alone():
     engine = Engine(make_scheduler()).add(make_submit(1, 4), make_submit(2, 4))
     engine.step(errors={1: "not a number"})
     engine.run()
-    assert engine.finished == {1: (Finish.ERROR, "internal_error"), 2: (Finish.LENGTH, "")}
+    assert engine.finished == {
+        1: (FinishReason.ERROR, "internal_error"),
+        2: (FinishReason.LENGTH, ""),
+    }
     assert len(engine.tokens[2]) == 5
 
 
@@ -155,7 +161,7 @@ def test_a_cancel_before_the_first_step_ends_it_at_the_next_plan():
     engine = Engine(make_scheduler()).add(make_submit(1, 4))
     engine.scheduler.cancel(cancel(1))
     assert engine.step() is None
-    assert engine.finished == {1: (Finish.CANCELLED, "")}
+    assert engine.finished == {1: (FinishReason.CANCELLED, "")}
 
 
 def test_an_end_token_counts_by_one_rule_whether_first_or_later():
@@ -165,7 +171,7 @@ def test_an_end_token_counts_by_one_rule_whether_first_or_later():
         engine = Engine(make_scheduler()).add(make_submit(1, 10, sampling=sampling))
         engine.run()
         assert len(engine.tokens[1]) == number_of_end
-        assert engine.finished[1] == (Finish.STOP, "")
+        assert engine.finished[1] == (FinishReason.STOP, "")
 
 
 def test_a_refused_request_changes_nothing_for_the_others():

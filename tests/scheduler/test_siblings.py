@@ -3,7 +3,7 @@
 import msgspec
 
 from headrace.core.ids import SequenceId
-from headrace.core.messages import Finish, NewSequence
+from headrace.core.messages import FinishReason, NewSequence
 from headrace.core.sampling import Sampling
 from tests.scheduler.builders import (
     Engine,
@@ -74,9 +74,9 @@ def test_if_the_first_is_cancelled_the_next_one_leads():
     engine.scheduler.cancel(cancel(1))
     engine.run()
     assert engine.finished == {
-        0: (Finish.CANCELLED, ""),
-        1: (Finish.CANCELLED, ""),
-        2: (Finish.LENGTH, ""),
+        0: (FinishReason.CANCELLED, ""),
+        1: (FinishReason.CANCELLED, ""),
+        2: (FinishReason.LENGTH, ""),
     }
     assert list(engine.progress) == [1]
 
@@ -86,7 +86,7 @@ def test_a_sibling_that_has_not_started_is_cancelled_at_once():
     engine.step()
     engine.scheduler.cancel(cancel(1))
     engine.run()
-    assert engine.finished[1] == (Finish.CANCELLED, "")
+    assert engine.finished[1] == (FinishReason.CANCELLED, "")
 
 
 def test_recovered_siblings_wait_for_the_prompt_and_go_on_by_themselves():
@@ -104,7 +104,7 @@ def test_a_recovered_sibling_goes_on_though_the_first_choice_was_whole():
     cut = msgspec.structs.replace(cut, generated=packed([7] * 2))
     engine = Engine(make_scheduler())
     engine.add(msgspec.structs.replace(submit, sequences=(whole, cut))).run()
-    assert engine.finished == {0: (Finish.LENGTH, ""), 1: (Finish.LENGTH, "")}
+    assert engine.finished == {0: (FinishReason.LENGTH, ""), 1: (FinishReason.LENGTH, "")}
     assert len(engine.tokens[1]) == 3
 
 
@@ -112,7 +112,7 @@ def test_recovered_suspects_of_one_prompt_run_alone():
     engine = Engine(make_scheduler()).add(make_family(3, 40, max_tokens=2, suspect=True))
     assert [len(engine.step().chunks) for _ in range(3)] == [1, 1, 1]
     engine.run()
-    assert set(engine.finished.values()) == {(Finish.LENGTH, "")}
+    assert set(engine.finished.values()) == {(FinishReason.LENGTH, "")}
 
 
 def test_a_step_that_fails_sends_all_siblings_back():
@@ -135,4 +135,4 @@ def test_nothing_to_draw_needs_no_siblings_in_the_step():
     engine = Engine(make_scheduler()).add(make_family(2, 20, max_tokens=0))
     plans = engine.run()
     assert [lengths(plan) for plan in plans] == [[20], [4]]
-    assert set(engine.finished.values()) == {(Finish.LENGTH, "")}
+    assert set(engine.finished.values()) == {(FinishReason.LENGTH, "")}

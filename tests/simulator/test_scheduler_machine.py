@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 from headrace.core.config import SchedulerConfig
 from headrace.core.ids import SequenceId, StreamId
 from headrace.core.layout import MemoryLayout
-from headrace.core.messages import Cancel, Finish, NewSequence, Submit
+from headrace.core.messages import Cancel, FinishReason, NewSequence, Submit
 from headrace.core.plan import StepPlan
 from headrace.core.sampling import Sampling
 from headrace.scheduler.budget import Limits
@@ -82,7 +82,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def cancel(self, data):
         sequence_id = SequenceId(data.draw(st.integers(0, self.number)))
         self.cancelled.add(sequence_id)
-        self.scheduler.cancel(Cancel((sequence_id,), Finish.CANCELLED))
+        self.scheduler.cancel(Cancel((sequence_id,), FinishReason.CANCELLED))
 
     @rule(seconds=st.sampled_from([0.01, 1.0]))
     def wait(self, seconds):

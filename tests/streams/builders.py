@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from headrace.core.ids import StreamId
+from headrace.core.pieces import ChannelPiece
 from headrace.core.request import Chat, Request
 from headrace.core.sampling import Sampling
 from headrace.streams.events import (
@@ -13,7 +14,6 @@ from headrace.streams.events import (
     ChoiceEnd,
     Error,
     Finish,
-    Piece,
     Timings,
     Tokens,
     Usage,
@@ -43,7 +43,7 @@ def make_record(
 
 
 def tokens(seq: int, text: str = "é") -> Tokens:
-    return Tokens(seq=seq, at_ms=seq, choice=0, ids=(seq,), pieces=(Piece(text),))
+    return Tokens(seq=seq, at_ms=seq, choice=0, ids=(seq,), pieces=(ChannelPiece(text),))
 
 
 def some(num: int, first: int = 0) -> list[AnyEvent]:

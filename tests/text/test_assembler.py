@@ -3,6 +3,7 @@ from typing import NamedTuple
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace.core.pieces import ChannelPiece
 from headrace.core.sampling import Sampling
 from headrace.text.assembler import TextAssembler
 from headrace.text.detokenizer import Detokenizer
@@ -41,7 +42,8 @@ def run(machine: TextAssembler[int], ids: list[int]) -> list[Fed]:
     return [*given_out, fed(machine, machine.flush())]
 
 
-def fed(machine: TextAssembler[int], text: str) -> Fed:
+def fed(machine: TextAssembler[int], pieces: tuple[ChannelPiece, ...]) -> Fed:
+    text = "".join(piece.text for piece in pieces)
     return Fed(text, machine.take_entries(), machine.has_ended, machine.stop)
 
 

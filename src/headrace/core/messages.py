@@ -10,7 +10,7 @@ from headrace.core.layout import MemoryLayout
 from headrace.core.sampling import Logprobs, Sampling
 
 
-class Finish(enum.StrEnum):
+class FinishReason(enum.StrEnum):
     """Why a sequence ended."""
 
     STOP = "stop"
@@ -53,7 +53,7 @@ class Cancel(Message, frozen=True):
     """End these sequences; unknown and finished ones are ignored."""
 
     sequence_ids: tuple[SequenceId, ...]
-    finish: Finish = Finish.CANCELLED
+    finish: FinishReason = FinishReason.CANCELLED
 
 
 class Shutdown(Message, frozen=True):
@@ -108,7 +108,7 @@ class Started(msgspec.Struct, frozen=True, array_like=True):
     cached: int
 
 
-class Progress(msgspec.Struct, frozen=True, array_like=True):
+class PromptAdvance(msgspec.Struct, frozen=True, array_like=True):
     """`processed` prompt tokens are computed, cached ones included."""
 
     sequence_id: SequenceId
@@ -133,7 +133,7 @@ class Finished(msgspec.Struct, frozen=True, array_like=True):
     """The terminal outcome of a sequence; its memory is free. `code` and `message` if ERROR."""
 
     sequence_id: SequenceId
-    finish: Finish
+    finish: FinishReason
     code: str = ""
     message: str = ""
 
@@ -143,7 +143,7 @@ class Outputs(Message, frozen=True):
 
     started: tuple[Started, ...] = ()
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
-    progress: tuple[Progress, ...] = ()
+    progress: tuple[PromptAdvance, ...] = ()
     tokens: tuple[NewToken, ...] = ()
     finished: tuple[Finished, ...] = ()
 

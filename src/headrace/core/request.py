@@ -49,6 +49,14 @@ class ResponseOptions(msgspec.Struct, frozen=True, omit_defaults=True):
     ping_interval_s: int | None = None  # silence until a comment; -1: never; None: as served
 
 
+class Channels(msgspec.Struct, frozen=True, omit_defaults=True):
+    """By which formats an answer is split into content, reasoning and tool calls."""
+
+    tools: str = ""  # a tool format; "": there are no tools
+    reasoning: str = ""  # a reasoning format; "": all text is content
+    text_parameters: dict[str, tuple[str, ...]] = {}  # those declared as strings, by tool
+
+
 class Request(msgspec.Struct, frozen=True):
     """One generation request. Its prompts times n are its choices, numbered in that order."""
 
@@ -65,6 +73,7 @@ class Request(msgspec.Struct, frozen=True):
     cache_prompt: bool = True
     cache_salt: str = ""
     wire: ResponseOptions = ResponseOptions()
+    channels: Channels | None = None  # None: all text is content
 
     @property
     def num_choices(self) -> int:

@@ -13,7 +13,7 @@ _DECODER: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessa
 _ENCODER = msgspec.msgpack.Encoder()
 
 
-class _Reader(Protocol):
+class _FrameReader(Protocol):
     """The part of asyncio.StreamReader that `read` needs."""
 
     async def readexactly(self, n: int) -> bytes: ...
@@ -25,7 +25,7 @@ def encode(message: Message) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
-async def read(reader: _Reader) -> AnyMessage:
+async def read(reader: _FrameReader) -> AnyMessage:
     """Next message; asyncio.IncompleteReadError when the other side is gone."""
     (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
     return _DECODER.decode(await reader.readexactly(length))

@@ -3,19 +3,23 @@
 from array import array
 
 from headrace.core.ids import SequenceId
-from headrace.core.messages import Finish, NewSequence, NewToken, PromptLogprobs
+from headrace.core.messages import FinishReason, NewSequence, NewToken, PromptLogprobs
+from headrace.core.pieces import ChannelPiece
 from headrace.core.request import Chat
 from headrace.core.sampling import Logprobs
 from headrace.generation.served import ServedModel
-from headrace.streams.events import ChoiceEnd, Piece, TokenLogprob, Tokens
+from headrace.streams.events import ChoiceEnd, TokenLogprob, Tokens
 from headrace.streams.record import Record
 from headrace.text.assembler import TextAssembler
+from headrace.text.channels import PLAIN, Splitting, make_splitting
 from headrace.text.detokenizer import Detokenizer
 from headrace.text.stops import StopMatcher
 from headrace.text.tokenizer import Tokenizer
 
+_TAIL = 16  # tokens of a prompt in which reasoning may have been opened
 
-class Choice:
+
+class ChoiceWriter:
     """`index` counts over the whole request, `number` within its prompt."""
 
     def __init__(self, index: int, record: Record, model: ServedModel) -> None:
@@ -26,15 +30,18 @@ class Choice:
         self._num_prompt = len(record.prompts[self.prompt]) // 4
         self._max_tokens = request.sampling.max_tokens
         self._tokenizer = model.tokenizer
+        self._splitting = splitting_of(record, self.prompt, model.tokenizer)
         self._text: TextAssembler[TokenLogprob] = TextAssembler(
             Detokenizer(model.tokenizer, request.skip_special_tokens, self._token_before(record)),
             StopMatcher(request.stop, request.include_stop),
             request.sampling,
+            self._splitting,
         )
         self._token_ids: array[int] = array("i")  # all so far: a new engine continues them
         # what no event has carried yet, beside the text's own entries
         self._new_ids: tuple[int, ...] = ()
-        self._pieces: tuple[Piece, ...] = ()
+        self._num_reasoning = 0
+        self._pieces: tuple[ChannelPiece, ...] = ()
         self._prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
     @property
@@ -62,10 +69,13 @@ class Choice:
             entry = token_logprobs(token.logprobs, self._tokenizer)[0]
         self._advance(token.token_id, entry)
 
-    def finish(self, finish: Finish) -> None:
+    def finish(self, finish: FinishReason) -> None:
         """The engine has let go of the sequence."""
         self._flush()
         self.end = ChoiceEnd("stop", self._text.stop) if self.is_stopped else ChoiceEnd(str(finish))
+        splitter = self._splitting.splitter
+        if splitter and splitter.num_calls and self.end == ChoiceEnd("stop"):
+            self.end = ChoiceEnd("tool_calls")
 
     def replay(self, event: Tokens) -> bool:
         """Returns to the state after an event of an earlier run; whether its text is the same."""
@@ -79,7 +89,7 @@ class Choice:
 
     def echo(self, text: str, logprobs: tuple[TokenLogprob, ...]) -> None:
         """Puts the prompt before the choice's own text."""
-        self._add(text)
+        self._pieces += (ChannelPiece(text),)
         self._prompt_logprobs = logprobs
 
     def take(self, seq: int, at_ms: int) -> Tokens | None:
@@ -97,9 +107,11 @@ class Choice:
             ids=self._new_ids,
             pieces=self._pieces,
             logprobs=logprobs,
+            num_reasoning=self._num_reasoning,
             end=self.end,
         )
         self._new_ids, self._pieces, self._prompt_logprobs = (), (), ()
+        self._num_reasoning = 0
         return event
 
     def _token_before(self, record: Record) -> int | None:
@@ -112,15 +124,26 @@ class Choice:
     def _advance(self, token_id: int, entry: TokenLogprob | None = None) -> None:
         self._token_ids.append(token_id)
         self._new_ids += (token_id,)
-        self._add(self._text.feed(token_id, entry))
+        self._num_reasoning += self._is_reasoning
+        self._pieces += self._text.feed(token_id, entry)
+
+    @property
+    def _is_reasoning(self) -> bool:
+        splitter = self._splitting.splitter
+        return splitter is not None and splitter.is_reasoning
 
     def _flush(self) -> None:
         if not self.is_stopped:
-            self._add(self._text.flush())
+            self._pieces += self._text.flush()
 
-    def _add(self, text: str) -> None:
-        if text:
-            self._pieces += (Piece(text),)
+
+def splitting_of(record: Record, prompt: int, tokenizer: Tokenizer) -> Splitting:
+    """How the answers to this prompt are split into channels; the same after every restart."""
+    channels = record.request.channels
+    if channels is None:
+        return PLAIN
+    tail = tokenizer.decode(record.prompt_ids(prompt)[-_TAIL:], skip_special_tokens=False)
+    return make_splitting(channels, tail, tokenizer.token_id)
 
 
 class Echo:
@@ -137,7 +160,7 @@ class Echo:
         rows = self._entries.setdefault(prompt, {})
         rows[item.start] = token_logprobs(item.logprobs, self._tokenizer)
 
-    def begin(self, choice: Choice) -> None:
+    def begin(self, choice: ChoiceWriter) -> None:
         """Writes the prompt into the choice, once."""
         if choice.index in self._begun:
             return
@@ -146,7 +169,7 @@ class Echo:
         skip = self._record.request.skip_special_tokens
         choice.echo(self._tokenizer.decode(token_ids, skip), self._logprobs(choice, token_ids[0]))
 
-    def _logprobs(self, choice: Choice, first_id: int) -> tuple[TokenLogprob, ...]:
+    def _logprobs(self, choice: ChoiceWriter, first_id: int) -> tuple[TokenLogprob, ...]:
         if self._record.request.sampling.num_prompt_logprobs is None:
             return ()
         rows = self._entries.get(choice.prompt, {})

@@ -6,14 +6,14 @@ import msgspec
 
 from headrace.core.errors import RequestError
 from headrace.core.messages import (
-    Finish,
     Finished,
+    FinishReason,
     NewToken,
-    Progress,
+    PromptAdvance,
     PromptLogprobs,
     Started,
 )
-from headrace.generation.choice import Choice, Echo
+from headrace.generation.choice import ChoiceWriter, Echo
 from headrace.generation.served import ServedModel
 from headrace.streams import events
 from headrace.streams.events import AnyEvent
@@ -49,7 +49,7 @@ class EventBuilder:
         self.last_ms = 0
         self._record = record
         request = record.request
-        self._choices = [Choice(i, record, model) for i in range(request.num_choices)]
+        self._choices = [ChoiceWriter(i, record, model) for i in range(request.num_choices)]
         self._echo = Echo(record, model.tokenizer) if request.echo else None
         self._progress = [PromptProgress(n * request.n) for n in range(len(request.prompts))]
         self._queue = QueueProgress()
@@ -79,7 +79,7 @@ class EventBuilder:
         """Whether the engine has begun any of it, ended choices included."""
         return bool(self._begun)
 
-    def live(self) -> list[Choice]:
+    def live(self) -> list[ChoiceWriter]:
         return [choice for choice in self._choices if choice.end is None]
 
     def is_cut_short(self, index: int, context: int) -> bool:
@@ -90,7 +90,7 @@ class EventBuilder:
         """Ends the choices whose own tokens say so, without the engine's word."""
         for choice in self.live():
             if choice.is_stopped:
-                self._finish(choice, Finish.STOP)
+                self._finish(choice, FinishReason.STOP)
 
     def beat(self, beat: Beat) -> None:
         self._beats.append(beat)
@@ -107,7 +107,7 @@ class EventBuilder:
     def take(
         self,
         index: int,
-        item: Started | Progress | PromptLogprobs | NewToken | Finished,
+        item: Started | PromptAdvance | PromptLogprobs | NewToken | Finished,
         at_ms: int,
     ) -> bool:
         """Whether the choice has just been ended by a stop string, which the engine cannot see."""
@@ -123,13 +123,13 @@ class EventBuilder:
                 self._queue.move(None)
                 self._progress[choice.prompt].start(choice, total, cached, at_ms)
                 self._advanced.add(choice.prompt)
-            case Progress(_, processed):
+            case PromptAdvance(_, processed):
                 self._progress[choice.prompt].advance(choice, processed)
                 self._advanced.add(choice.prompt)
             case PromptLogprobs() if self._echo:
                 self._echo.add(choice.prompt, item)
             case Finished():
-                if item.finish is not Finish.CANCELLED:
+                if item.finish is not FinishReason.CANCELLED:
                     self._begin(choice)
                 self._finish(choice, item.finish)
         return False
@@ -208,19 +208,19 @@ class EventBuilder:
         self.num_live -= event.end is not None
         return choice.replay(event)
 
-    def _feed(self, choice: Choice, token: NewToken) -> bool:
+    def _feed(self, choice: ChoiceWriter, token: NewToken) -> bool:
         self._begin(choice)
         choice.feed(token)
         self.has_tokens = True
         return choice.is_stopped
 
-    def _finish(self, choice: Choice, finish: Finish) -> None:
+    def _finish(self, choice: ChoiceWriter, finish: FinishReason) -> None:
         self._heard.add(choice.index)
         self._begun.add(choice.index)
         self.num_live -= 1
         choice.finish(finish)
 
-    def _begin(self, choice: Choice) -> None:
+    def _begin(self, choice: ChoiceWriter) -> None:
         if self._echo:
             self._echo.begin(choice)
 
@@ -272,12 +272,12 @@ class PromptProgress:
         """Whether something is untold, due or not."""
         return self._processed != self._told
 
-    def start(self, choice: Choice, total: int, cached: int, at_ms: int) -> None:
+    def start(self, choice: ChoiceWriter, total: int, cached: int, at_ms: int) -> None:
         if choice.index == self._choice and self._processed < 0:
             self._total, self._cached, self._processed = total, cached, cached
             self._began_ms = at_ms
 
-    def advance(self, choice: Choice, processed: int) -> None:
+    def advance(self, choice: ChoiceWriter, processed: int) -> None:
         if choice.index == self._choice:
             self._processed = max(self._processed, min(processed, self._total))
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from headrace.core.ids import SequenceId
-from headrace.core.messages import Finish, Outputs, Status
+from headrace.core.messages import FinishReason, Outputs, Status
 
 _MEMORY = 0.95  # weight that a sample keeps with each new one
 _LEAST_LEFT = 0.25  # of a usual answer, for one that is already longer
@@ -37,7 +37,7 @@ def starts(
         heapq.heappush(free_in, prompts_done + answer_s)
 
 
-class Asked(NamedTuple):
+class TokensAsked(NamedTuple):
     """What a sequence asks of the engine, in tokens; `limit` is that of its answer."""
 
     num_prompt: int
@@ -67,7 +67,7 @@ class Forecast:
         for outcome in outputs.finished:
             self._prompts.pop(outcome.sequence_id, None)
             length = self._num_tokens.pop(outcome.sequence_id, 0)
-            if outcome.finish in (Finish.STOP, Finish.LENGTH):
+            if outcome.finish in (FinishReason.STOP, FinishReason.LENGTH):
                 self._length.add(length, 1)
         self._num_new += len(outputs.tokens)
 
@@ -84,7 +84,7 @@ class Forecast:
         self._looked_at = None
 
     def waits(
-        self, status: Status, num_places: int, asked: Callable[[SequenceId], Asked]
+        self, status: Status, num_places: int, asked: Callable[[SequenceId], TokensAsked]
     ) -> Iterator[float | None]:
         """Seconds until each of the status's queue starts; None while nothing is measured."""
         length, pace, rate = self._length.value, self._pace.value, status.prompt_tokens_per_s

@@ -16,10 +16,10 @@ from headrace.core.messages import NUM_TRACED_STEPS, Outputs, Ready, Status, Ste
 from headrace.core.request import Request
 from headrace.engine.client import EngineClient, EngineDown, EngineUp
 from headrace.generation.event_builder import EventBuilder, InQueue, to_event
-from headrace.generation.forecast import Asked, Forecast
+from headrace.generation.forecast import Forecast, TokensAsked
 from headrace.generation.registry import Found, Registry
 from headrace.generation.served import Models, ServedModel, admit, check_can_go_on
-from headrace.generation.stream import Item, Sequences, Stream
+from headrace.generation.stream import Item, LiveStream, Sequences
 from headrace.generation.work import Work
 from headrace.streams.log import Log, LogConflict, MemoryLog
 from headrace.streams.record import Names, Record
@@ -67,7 +67,7 @@ class Generation:
         self._up: EngineUp | None = None  # while it is
         self._sequences = Sequences()
         self._forecast = Forecast()
-        self._writers: dict[Stream, asyncio.Task[None]] = {}
+        self._writers: dict[LiveStream, asyncio.Task[None]] = {}
         self._tasks = asyncio.TaskGroup()
 
     @property
@@ -243,11 +243,11 @@ class Generation:
             served=model.form,
         )
 
-    def _stream(self, record: Record, builder: EventBuilder, log: Log) -> Stream:
+    def _stream(self, record: Record, builder: EventBuilder, log: Log) -> LiveStream:
         linger_s = self._config.linger_s
-        return Stream(record, builder, log, self._engine, self._sequences, linger_s)
+        return LiveStream(record, builder, log, self._engine, self._sequences, linger_s)
 
-    def _start(self, stream: Stream) -> None:
+    def _start(self, stream: LiveStream) -> None:
         self.streams.add(stream)
         self._writers[stream] = self._tasks.create_task(self._write(stream), name="stream")
         if self._up is None:
@@ -255,7 +255,7 @@ class Generation:
         else:
             self._submit(stream, self._up)
 
-    async def _write(self, stream: Stream) -> None:
+    async def _write(self, stream: LiveStream) -> None:
         try:
             await self._run(stream)
             if not stream.record.names.is_opted_in:
@@ -269,7 +269,7 @@ class Generation:
             self.streams.remove(stream)
             del self._writers[stream]
 
-    async def _run(self, stream: Stream) -> None:
+    async def _run(self, stream: LiveStream) -> None:
         try:
             if stream.log.next_seq == 0:
                 await stream.accept()
@@ -281,7 +281,7 @@ class Generation:
 
     def _deliver(self, outputs: Outputs) -> None:
         self._forecast.hear(outputs)
-        by_stream: defaultdict[Stream, list[Item]] = defaultdict(list)
+        by_stream: defaultdict[LiveStream, list[Item]] = defaultdict(list)
         for items in (
             outputs.started,
             outputs.prompt_logprobs,
@@ -306,7 +306,7 @@ class Generation:
         for stream in self.streams:
             self._submit(stream, news)
 
-    def _submit(self, stream: Stream, up: EngineUp) -> None:
+    def _submit(self, stream: LiveStream, up: EngineUp) -> None:
         try:
             num_tokens = stream.num_tokens
             stream.smaller_context = check_can_go_on(stream.record, num_tokens, self._model)
@@ -335,7 +335,7 @@ class Generation:
         self._forecast.look(status, time.monotonic())
         if self._up is None:
             return
-        told: set[Stream] = set()
+        told: set[LiveStream] = set()
         waits = self._forecast.waits(status, self._num_places(status), self._asked)
         for position, (id, wait) in enumerate(zip(status.queue, waits, strict=False), 1):
             stream = self._sequences.owner(id)
@@ -352,9 +352,9 @@ class Generation:
         has_memory = status.blocks_free >= ready.layout.blocks_for(first)
         return ready.max_num_seqs if has_memory else max(status.num_running, 1)
 
-    def _asked(self, sequence_id: SequenceId) -> Asked:
+    def _asked(self, sequence_id: SequenceId) -> TokensAsked:
         stream = self._sequences.owner(sequence_id)
-        return stream.asked(sequence_id) if stream else Asked(0, 0)
+        return stream.asked(sequence_id) if stream else TokensAsked(0, 0)
 
     def _let_go(self, plain: RequestError, durable: RequestError) -> None:
         """Ends all streams but the durable ones: a later server goes on with those."""

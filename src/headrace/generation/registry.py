@@ -9,7 +9,7 @@ from headrace.core.errors import RequestError
 from headrace.core.ids import StreamId
 from headrace.generation.readers import Audience, Reader, ReaderPause, racing
 from headrace.generation.served import ServedModel
-from headrace.generation.stream import Stream
+from headrace.generation.stream import LiveStream
 from headrace.streams.log import Log, LogGone, LogUnsound
 from headrace.streams.record import Names, Record
 from headrace.streams.store import (
@@ -48,7 +48,7 @@ class FinishedStream:
         return Audience(None, on_abandoned=lambda: None).reader(self.log, after)
 
 
-Found = Stream | FinishedStream
+Found = LiveStream | FinishedStream
 
 
 class Registry:
@@ -57,17 +57,17 @@ class Registry:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._num_opening = 0  # choices that are admitted and have no stream yet
-        self._live: dict[StreamId, Stream] = {}
+        self._live: dict[StreamId, LiveStream] = {}
         self._added = asyncio.Event()  # set, and replaced, as each stream is added
         self._closed: RequestError | None = None  # why no writer will come any more
 
-    def __iter__(self) -> Iterator[Stream]:
+    def __iter__(self) -> Iterator[LiveStream]:
         return iter(list(self._live.values()))
 
     def __len__(self) -> int:
         return len(self._live)
 
-    def add(self, stream: Stream) -> None:
+    def add(self, stream: LiveStream) -> None:
         self._live[stream.record.id] = stream
         self._wake()
 
@@ -96,7 +96,7 @@ class Registry:
                 retry_after_s=_OVERLOADED_RETRY_S,
             )
 
-    def remove(self, stream: Stream) -> None:
+    def remove(self, stream: LiveStream) -> None:
         """Unless another writer has taken its place."""
         if self._live.get(stream.record.id) is stream:
             del self._live[stream.record.id]
@@ -172,7 +172,7 @@ class Registry:
         StoreStalled if its end cannot be stored now; the stop counts, and the end is written later.
         """
         found.stop(RequestError("cancelled", "The stream was stopped."))
-        if isinstance(found, Stream):
+        if isinstance(found, LiveStream):
             await self.unless_stalled(found.record, found.ended.wait())
 
     async def unless_stalled(self, record: Record, work: Coroutine[Any, Any, Result]) -> Result:

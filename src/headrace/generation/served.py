@@ -15,9 +15,11 @@ from headrace.core.messages import Ready
 from headrace.core.request import Ids, Request
 from headrace.generation.work import Work
 from headrace.streams.record import Record, ServedForm
+from headrace.text.channels import reasoning_format
 from headrace.text.encoder import Encoder
 from headrace.text.template import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
+from headrace.text.tool_formats import tool_format
 
 _SHOWN = 100  # characters of an unknown name
 
@@ -39,6 +41,16 @@ class ServedModel:
         self.defaults = self.spec.defaults if config.generation_config == "auto" else None
         self.ready: Ready | None = None
         self._quantization = "" if config.quantize == "none" else f" {config.quantize}"
+
+    @property
+    def tool_format(self) -> str:
+        """By which the model writes tool calls; "" if it knows none."""
+        return tool_format(self.template.source) if self.template else ""
+
+    @property
+    def reasoning_format(self) -> str:
+        """By which it sets its reasoning apart; "" if it does not."""
+        return reasoning_format(self.template.source) if self.template else ""
 
     @property
     def vocab_size(self) -> int:

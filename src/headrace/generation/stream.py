@@ -12,17 +12,17 @@ from headrace.core.errors import RequestError
 from headrace.core.ids import SequenceId
 from headrace.core.messages import (
     Cancel,
-    Finish,
     Finished,
+    FinishReason,
     NewToken,
-    Progress,
+    PromptAdvance,
     PromptLogprobs,
     Started,
     Submit,
 )
 from headrace.engine.client import EngineClient, EngineDown, EngineUp
 from headrace.generation.event_builder import Beat, EventBuilder, InQueue
-from headrace.generation.forecast import Asked
+from headrace.generation.forecast import TokensAsked
 from headrace.generation.readers import Audience, Reader, ReaderPause
 from headrace.streams.events import AnyEvent
 from headrace.streams.log import Log
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_OUTSIDE_DEATHS = 3
 
-Item = Started | Progress | PromptLogprobs | NewToken | Finished
+Item = Started | PromptAdvance | PromptLogprobs | NewToken | Finished
 """What an engine says of one sequence."""
 
 StreamNews = list[Item] | EngineUp | EngineDown | InQueue | Beat
@@ -81,9 +81,9 @@ class Sequences:
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
-        self._owners: dict[SequenceId, Stream] = {}
+        self._owners: dict[SequenceId, LiveStream] = {}
 
-    def open(self, owner: "Stream") -> SequenceId:
+    def open(self, owner: "LiveStream") -> SequenceId:
         sequence_id = SequenceId(next(self._numbers))
         self._owners[sequence_id] = owner
         return sequence_id
@@ -92,11 +92,11 @@ class Sequences:
         for sequence_id in sequence_ids:
             self._owners.pop(sequence_id, None)
 
-    def owner(self, sequence_id: SequenceId) -> "Stream | None":
+    def owner(self, sequence_id: SequenceId) -> "LiveStream | None":
         return self._owners.get(sequence_id)
 
 
-class Stream:
+class LiveStream:
     """Made on admission, or from its log after a restart. `run` writes the log to its end."""
 
     def __init__(
@@ -153,16 +153,16 @@ class Stream:
             return "queued"
         return "decode" if self._builder.has_tokens else "prompt"
 
-    def asked(self, sequence_id: SequenceId) -> Asked:
+    def asked(self, sequence_id: SequenceId) -> TokensAsked:
         """What one of its sequences asks of the engine; siblings share their prompt."""
         choice = self._engine_knows.get(sequence_id)
         if choice is None:
-            return Asked(0, 0)
+            return TokensAsked(0, 0)
         request = self.record.request
         prompt, number = divmod(choice, request.n)
         limit = request.sampling.max_tokens
         num_prompt = 0 if number else len(self.record.prompts[prompt]) // 4
-        return Asked(num_prompt, math.inf if limit is None else limit)
+        return TokensAsked(num_prompt, math.inf if limit is None else limit)
 
     def tell(self, news: StreamNews) -> None:
         """Hands over what the engine said, or what became of it."""
@@ -267,12 +267,12 @@ class Stream:
             self._is_recovering = False
         if isinstance(item, NewToken):
             self._suspicion.clear()
-        elif isinstance(item, Finished) and item.finish is Finish.ERROR:
+        elif isinstance(item, Finished) and item.finish is FinishReason.ERROR:
             self.stop(RequestError(item.code or "internal_error", item.message))
-        elif isinstance(item, Finished) and item.finish is Finish.LENGTH:
+        elif isinstance(item, Finished) and item.finish is FinishReason.LENGTH:
             self._check_context(choice)
         if self._builder.take(choice, item, at_ms):
-            self._engine.cancel(Cancel((item.sequence_id,), Finish.STOP))
+            self._engine.cancel(Cancel((item.sequence_id,), FinishReason.STOP))
 
     def _check_context(self, choice: int) -> None:
         """Where the context has shrunk since admission, running into it is no end of the answer."""

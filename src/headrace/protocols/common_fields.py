@@ -195,7 +195,7 @@ def read_common(table: Mapping[str, Kind], required: str, body: dict[str, Any]) 
     if body.get(required) is None:
         raise missing(required)
     fields = read_fields(table, body)
-    _refuse_unsupported(body)
+    _refuse_unsupported(table, body)
     if fields.get("best_of", fields.get("n", 1)) != fields.get("n", 1):
         raise _unsupported("best_of", "the value of n")
     if fields.get("stream_options", {}).get(_BY_CHUNK) and not fields.get("stream"):
@@ -228,10 +228,10 @@ def max_tokens(fields: dict[str, Any]) -> int | None:
     return min((limit for limit in limits if limit != -1), default=None)
 
 
-def _refuse_unsupported(body: dict[str, Any]) -> None:
+def _refuse_unsupported(table: Mapping[str, Kind], body: dict[str, Any]) -> None:
     for name, neutral in UNSUPPORTED.items():
         value = body.get(name)
-        if value in (None, "", [], {}):
+        if name in table or value in (None, "", [], {}):
             continue
         # JSON's own equality: true is not 1, but 1.0 is
         if not any(_is_same(value, other) for other in neutral):

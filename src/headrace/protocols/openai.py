@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from headrace.core.errors import RequestError
+from headrace.core.pieces import CONTENT, REASONING, TOOL, ChannelPiece
 from headrace.protocols.dialect import data, encode
 from headrace.streams.events import (
     Accepted,
@@ -37,6 +38,8 @@ class Part(NamedTuple):
 
     text: str
     logprobs: tuple[TokenLogprob, ...]
+    reasoning: str = ""
+    calls: tuple[ChannelPiece, ...] = ()  # of tools
 
 
 class Shape(Protocol):
@@ -82,8 +85,12 @@ def _head(record: Record, kind: str) -> dict[str, Any]:
 
 
 def _part_of(event: Tokens) -> Part:
-    text = "".join(piece.text for piece in event.pieces if piece.channel == "content")
-    return Part(text, event.logprobs)
+    text = "".join(piece.text for piece in event.pieces if piece.channel == CONTENT)
+    if all(piece.channel == CONTENT for piece in event.pieces):
+        return Part(text, event.logprobs)
+    reasoning = "".join(piece.text for piece in event.pieces if piece.channel == REASONING)
+    calls = tuple(piece for piece in event.pieces if piece.channel == TOOL)
+    return Part(text, event.logprobs, reasoning, calls)
 
 
 class ChunkFrames:
@@ -152,7 +159,7 @@ class ChunkFrames:
         part = _part_of(event)
         self._untold_ids[event.choice] += event.ids
         frames = []
-        if part.text or part.logprobs:
+        if any(part):
             choice = self._shape.part(event.choice, part)
             frames.append(self._told(event.choice, choice, self._wire.timings_per_token))
         if event.end:
@@ -234,12 +241,15 @@ class ChunkBody:
 
 
 def usage_of(usage: Usage) -> dict[str, Any]:
-    return {
+    shown = {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
+    if usage.reasoning_tokens:
+        shown["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning_tokens}
+    return shown
 
 
 def timings_of(timings: Timings) -> dict[str, Any]:

@@ -6,13 +6,21 @@ from typing import Any
 import msgspec
 
 from headrace.core.errors import RequestError
-from headrace.core.request import Chat, Prompt, Request, Route
+from headrace.core.request import Channels, Chat, Prompt, Request, Route
 from headrace.generation.served import ServedModel
 from headrace.protocols import openai, requests
 from headrace.protocols.common_fields import COMMON, read_common
 from headrace.protocols.fields import Flag, Integer, Kind, Object, String
 from headrace.protocols.messages import Messages
 from headrace.protocols.openai import Choice, ChunkBody, ChunkFrames, Part
+from headrace.protocols.tools import (
+    ToolChoice,
+    Tools,
+    call_id,
+    check_choice,
+    joined_calls,
+    text_parameters,
+)
 from headrace.streams.events import ChoiceEnd, TokenLogprob
 from headrace.streams.record import Record
 
@@ -26,6 +34,8 @@ TEMPLATE: Mapping[str, Kind] = {
     "continue_final_message": Flag(),
     "chat_template_kwargs": Object(),
     "reasoning_effort": String(),
+    "tools": Tools(),
+    "tool_choice": ToolChoice(),
 }
 TABLE: Mapping[str, Kind] = {
     **TEMPLATE,
@@ -33,7 +43,7 @@ TABLE: Mapping[str, Kind] = {
     "logprobs": Flag(),
     "top_logprobs": Integer(0, 20),
 }
-IN_PROMPTS = frozenset(TEMPLATE)
+IN_PROMPTS = frozenset(TEMPLATE) - {"tool_choice"}
 _NOT_REPLACEABLE = ("messages", "tools", "add_generation_prompt")
 
 KEYS = openai.KEYS
@@ -44,6 +54,8 @@ def read(body: dict[str, Any]) -> dict[str, Any]:
     """The given fields, checked as far as they need no model."""
     fields = read_common(TABLE, REQUIRED, body)
     check_template_fields(fields)
+    check_choice(fields)
+    fields["text_parameters"] = text_parameters(fields.get("tools", ()))
     if fields.get("top_logprobs") and not fields.get("logprobs"):
         message = "top_logprobs needs logprobs: true; send both, or neither."
         raise RequestError("invalid_value", message, "top_logprobs")
@@ -59,14 +71,24 @@ def to_request(fields: dict[str, Any], prompts: tuple[Prompt, ...], model: Serve
     request = requests.make_request(ROUTE, prompts, fields, model)
     num_logprobs = fields.get("top_logprobs", 0) if fields.get("logprobs") else None
     sampling = msgspec.structs.replace(request.sampling, num_logprobs=num_logprobs)
-    return msgspec.structs.replace(request, sampling=sampling)
+    texts = fields["text_parameters"]
+    has_tools = bool(texts) and fields.get("tool_choice") != "none"
+    channels = None
+    if has_tools or model.reasoning_format:
+        tools = model.tool_format if has_tools else ""
+        channels = Channels(tools, model.reasoning_format, texts if tools else {})
+    return msgspec.structs.replace(request, sampling=sampling, channels=channels)
 
 
 def to_chat(fields: dict[str, Any]) -> Chat:
-    effort = {k: fields[k] for k in ("reasoning_effort",) if k in fields}
+    effort: dict[str, Any] = {k: fields[k] for k in ("reasoning_effort",) if k in fields}
+    if effort.get("reasoning_effort") == "none":
+        effort["enable_thinking"] = False
+    is_called = fields.get("tool_choice") != "none"
     continues = fields.get("continue_final_message", False)
     return Chat(
         messages=fields["messages"],
+        tools=fields.get("tools", ()) if is_called else (),
         template_kwargs=effort | fields.get("chat_template_kwargs", {}),
         add_generation_prompt=fields.get("add_generation_prompt", not continues),
         continue_final_message=continues,
@@ -99,6 +121,7 @@ class ChatShape:
 
     def __init__(self, record: Record) -> None:
         self._num_choices = record.request.num_choices
+        self._id = record.id
         self._has_logprobs = record.request.sampling.num_logprobs is not None
 
     def opening(self) -> list[Choice]:
@@ -112,7 +135,12 @@ class ChatShape:
         return {"index": index, "delta": {}, "finish_reason": None}
 
     def part(self, index: int, part: Part) -> Choice:
-        shown: Choice = {"index": index, "delta": {"content": part.text} if part.text else {}}
+        delta = _reasoning(part.reasoning)
+        if part.text:
+            delta["content"] = part.text
+        if part.calls:
+            delta["tool_calls"] = [self._call(index, *call) for call in joined_calls(part.calls)]
+        shown: Choice = {"index": index, "delta": delta}
         if self._has_logprobs:
             shown["logprobs"] = _logprobs(part.logprobs)
         return shown | {"finish_reason": None}
@@ -124,13 +152,38 @@ class ChatShape:
     def whole(self, index: int, parts: Sequence[Part], end: ChoiceEnd) -> Choice:
         text = "".join(part.text for part in parts)
         entries = [entry for part in parts for entry in part.logprobs]
+        calls = [
+            self._call(index, *call)
+            for call in joined_calls(piece for part in parts for piece in part.calls)
+        ]
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        message |= _reasoning("".join(part.reasoning for part in parts))
+        if calls:
+            message["content"] = text or None
+            message["tool_calls"] = [{k: v for k, v in it.items() if k != "index"} for it in calls]
         return {
             "index": index,
-            "message": {"role": "assistant", "content": text, "refusal": None},
+            "message": message,
             "logprobs": _logprobs(entries) if self._has_logprobs else None,
             "finish_reason": end.finish_reason,
             "stop_reason": end.stop_reason,
         }
+
+    def _call(self, index: int, call: int, name: str, arguments: str) -> dict[str, Any]:
+        """A tool call, with its id and name where it begins."""
+        if not name:
+            return {"index": call, "function": {"arguments": arguments}}
+        return {
+            "index": call,
+            "id": call_id(self._id, index, call),
+            "type": "function",
+            "function": {"name": name, "arguments": arguments},
+        }
+
+
+def _reasoning(text: str) -> dict[str, Any]:
+    """Under both names that clients read."""
+    return {"reasoning_content": text, "reasoning": text} if text else {}
 
 
 def _logprobs(entries: Sequence[TokenLogprob]) -> dict[str, Any]:

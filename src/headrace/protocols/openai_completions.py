@@ -34,7 +34,7 @@ _IDS = TokenIds(least=1)
 IN_PROMPTS = frozenset({"prompt", "add_special_tokens"})
 
 
-class Asked(NamedTuple):
+class PromptList(NamedTuple):
     """All prompts as text, or all as tuples of ids; `is_list`: several could have been sent."""
 
     prompts: tuple[Any, ...]
@@ -44,17 +44,17 @@ class Asked(NamedTuple):
 class Prompts(msgspec.Struct, frozen=True):
     """A string, strings, ids, or lists of ids."""
 
-    def check(self, value: Any, path: str) -> Asked:
+    def check(self, value: Any, path: str) -> PromptList:
         if type(value) is str:
-            return Asked((value,), False)
+            return PromptList((value,), False)
         if type(value) is not list:
             raise wrong_type(value, path, "a string or an array")
         if value and type(value[0]) in (int, float):
-            return Asked((_IDS.check(value, path),), False)
+            return PromptList((_IDS.check(value, path),), False)
         check_count(len(value), path, 1, MAX_PROMPTS)
         first = type(value[0])
         prompts = tuple(_one(item, first, f"{path}[{i}]") for i, item in enumerate(value))
-        return Asked(prompts, True)
+        return PromptList(prompts, True)
 
     def schema(self) -> dict[str, Any]:
         of_lists = [Array(kind, MAX_PROMPTS, 1).schema() for kind in (String(), _IDS)]
@@ -112,7 +112,7 @@ def to_request(fields: dict[str, Any], prompts: tuple[Prompt, ...], model: Serve
 
 
 def to_prompts(fields: dict[str, Any]) -> tuple[Prompt, ...]:
-    asked: Asked = fields["prompt"]
+    asked: PromptList = fields["prompt"]
     if type(asked.prompts[0]) is str:
         adds = fields.get("add_special_tokens", True)
         return tuple(Text(text, adds) for text in asked.prompts)

@@ -3,7 +3,7 @@
 from collections import deque
 
 from headrace.core.ids import SequenceId
-from headrace.core.messages import Finish, NewToken, Progress, PromptLogprobs, StepTrace
+from headrace.core.messages import FinishReason, NewToken, PromptAdvance, PromptLogprobs, StepTrace
 from headrace.core.plan import Chunk, ChunkResult, Drawn, StepPlan, StepResult
 from headrace.memory.memory import Memory
 from headrace.scheduler.budget import TimeBudget
@@ -79,7 +79,7 @@ class InFlight:
         if family is not None and family.waiting and sequence.num_computed >= sequence.num_prompt:
             self._table.scatter(family)
         if sequence.num_computed == sequence.max_total:
-            self._table.end(sequence, Finish.LENGTH)  # nothing was to be drawn
+            self._table.end(sequence, FinishReason.LENGTH)  # nothing was to be drawn
 
     def _report(self, sequence: Sequence, start: int, result: ChunkResult) -> None:
         """Tokens from `start` on are computed; what was reported once is not reported again."""
@@ -89,7 +89,7 @@ class InFlight:
         sequence.num_reported = processed
         if not sequence.is_reporter:
             return
-        self._outputs.progress.append(Progress(sequence.id, processed))
+        self._outputs.progress.append(PromptAdvance(sequence.id, processed))
         if result.prompt_logprobs is not None:
             rows = PromptLogprobs(sequence.id, start + 1, result.prompt_logprobs)
             self._outputs.prompt_logprobs.append(rows)
@@ -97,7 +97,7 @@ class InFlight:
     def _commit_draw(self, sequence: Sequence, drawn: Drawn) -> None:
         sequence.num_pending -= 1
         if drawn.error is not None:
-            self._table.end(sequence, Finish.ERROR, drawn.error)
+            self._table.end(sequence, FinishReason.ERROR, drawn.error)
         for token_id in drawn.token_ids:
             if sequence.outcome is not None:
                 break
@@ -141,7 +141,7 @@ class InFlight:
         blamed = self._table.living(first)
         if blamed is not None and not others:
             self._quarantine.failed_alone()
-            self._table.end(blamed, Finish.ERROR, message)
+            self._table.end(blamed, FinishReason.ERROR, message)
 
     def drop(self, now: float) -> None:
         """No step in flight counts: their sequences wait again, as if preempted."""

@@ -12,8 +12,8 @@ from headrace.core.ids import SequenceId
 from headrace.core.layout import MemoryLayout
 from headrace.core.messages import (
     Cancel,
-    Finish,
     Finished,
+    FinishReason,
     NewSequence,
     Outputs,
     Status,
@@ -40,7 +40,7 @@ class Scheduler:
         self.memory = memory = Memory(layout)
         self._patience = config.patience
         self._num_admitted = 0
-        self._cancels: dict[SequenceId, Finish] = {}
+        self._cancels: dict[SequenceId, FinishReason] = {}
         self._outputs = OutputBuffer()
         self._quarantine = quarantine = Quarantine()
         self._budget = budget = TimeBudget(limits)
@@ -155,14 +155,14 @@ class Scheduler:
         """The end of a sequence that cannot run, or of a recovered one that is already whole."""
         if not sequence.num_prompt:
             message = "The prompt has no tokens; send at least one."
-            return Finished(sequence.id, Finish.ERROR, "empty_prompt", message)
+            return Finished(sequence.id, FinishReason.ERROR, "empty_prompt", message)
         longest = self.max_model_len - (sequence.sampling.max_tokens != 0)
         if sequence.num_prompt > longest:
             message = (
                 f"The prompt has {sequence.num_prompt} tokens, and the context of "
                 f"{self.max_model_len} tokens leaves room for {longest}; shorten the prompt."
             )
-            return Finished(sequence.id, Finish.ERROR, "context_length_exceeded", message)
+            return Finished(sequence.id, FinishReason.ERROR, "context_length_exceeded", message)
         reason = sequence.end_reason() if sequence.num_generated else None
         return Finished(sequence.id, reason) if reason else None
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from headrace.core.ids import SequenceId
-from headrace.core.messages import Finish, Finished
+from headrace.core.messages import Finished, FinishReason
 from headrace.core.sampling import Sampling
 from headrace.memory.memory import Lease
 from headrace.memory.prefix import NameChain
@@ -116,13 +116,13 @@ class Sequence:
         self.status = SequenceStatus.WAITING
         self.num_pending = self.num_planned = self.num_computed = 0
 
-    def end_reason(self) -> Finish | None:
+    def end_reason(self) -> FinishReason | None:
         """Why the tokens so far are the whole answer; None if they are not."""
         num_tokens = len(self.token_ids)
         num_generated = num_tokens - self.num_prompt
         if num_generated and self.sampling.ends_with(self.token_ids[-1], num_generated):
-            return Finish.STOP
-        return Finish.LENGTH if num_tokens >= self.max_total else None
+            return FinishReason.STOP
+        return FinishReason.LENGTH if num_tokens >= self.max_total else None
 
 
 class Family:

@@ -7,11 +7,11 @@ from typing import TypeVar
 
 from headrace.core.ids import SequenceId
 from headrace.core.messages import (
-    Finish,
     Finished,
+    FinishReason,
     NewToken,
     Outputs,
-    Progress,
+    PromptAdvance,
     PromptLogprobs,
     Started,
 )
@@ -29,7 +29,7 @@ class OutputBuffer:
 
     started: list[Started] = field(default_factory=list)
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
-    progress: list[Progress] = field(default_factory=list)
+    progress: list[PromptAdvance] = field(default_factory=list)
     tokens: list[NewToken] = field(default_factory=list)
     finished: list[Finished] = field(default_factory=list)
 
@@ -179,10 +179,10 @@ class SequenceTable:
         sequence.rewind()
         self._queue(sequence)
 
-    def end(self, sequence: Sequence, finish: Finish, message: str = "") -> None:
+    def end(self, sequence: Sequence, finish: FinishReason, message: str = "") -> None:
         """Decide the outcome, unless it is decided already."""
         if sequence.outcome is None:
-            code = "internal_error" if finish is Finish.ERROR else ""
+            code = "internal_error" if finish is FinishReason.ERROR else ""
             sequence.outcome = Finished(sequence.id, finish, code, message)
             self.close_if_over(sequence)
 

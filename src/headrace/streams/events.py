@@ -7,6 +7,7 @@ terminal: Finish or Error. An appended event never changes.
 import msgspec
 
 from headrace.core.ids import StreamId
+from headrace.core.pieces import ChannelPiece
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -23,13 +24,6 @@ class TokenLogprob(msgspec.Struct, frozen=True, omit_defaults=True):
     top: tuple["TokenLogprob", ...] = ()
 
 
-class Piece(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Text of one channel: content, reasoning or tool."""
-
-    text: str
-    channel: str = "content"
-
-
 class ChoiceEnd(msgspec.Struct, frozen=True):
     """How one choice ended; `stop_reason` is the stop string or stop token that matched."""
 
@@ -43,6 +37,7 @@ class Usage(msgspec.Struct, frozen=True):
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
+    reasoning_tokens: int = 0
 
 
 class Timings(msgspec.Struct, frozen=True):
@@ -117,8 +112,9 @@ class Tokens(Event, frozen=True, omit_defaults=True):
 
     choice: int
     ids: tuple[int, ...] = ()
-    pieces: tuple[Piece, ...] = ()
+    pieces: tuple[ChannelPiece, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
+    num_reasoning: int = 0  # of the ids
     end: ChoiceEnd | None = None
 
     @property

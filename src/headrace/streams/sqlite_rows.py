@@ -48,7 +48,7 @@ class Row(msgspec.Struct, frozen=True):
     epoch: int = NO_WRITER
 
 
-class Batch(msgspec.Struct, frozen=True):
+class WriteBatch(msgspec.Struct, frozen=True):
     """What one append adds; `frees_key`: it ends in an error after which the key may be reused."""
 
     first_seq: int
@@ -67,9 +67,9 @@ def checksum(*values: Any) -> bytes:
     return hashlib.blake2b(_encode(values), digest_size=8).digest()
 
 
-def make_batch(first_seq: int, events: Sequence[AnyEvent]) -> Batch:
+def make_batch(first_seq: int, events: Sequence[AnyEvent]) -> WriteBatch:
     last = events[-1]
-    return Batch(first_seq, len(events), _encode(events), is_terminal(last), frees_key(last))
+    return WriteBatch(first_seq, len(events), _encode(events), is_terminal(last), frees_key(last))
 
 
 def claim(db: sqlite3.Connection, record: Record, replaces: StreamId | None) -> Row:
@@ -115,7 +115,7 @@ def claim_unfinished(db: sqlite3.Connection) -> list[Row | LogUnsound]:
     return [_claim_again(db, row) if isinstance(row, Row) else row for row in found]
 
 
-def append(db: sqlite3.Connection, n: int, epoch: int, batch: Batch) -> None:
+def append(db: sqlite3.Connection, n: int, epoch: int, batch: WriteBatch) -> None:
     """LogConflict, with nothing changed, unless this writer's append is the next."""
     now = time.time()
     changed = db.execute(

@@ -173,7 +173,7 @@ class SqliteStore:
         if tail is None:
             assert row.has_ended, "a live stream has its tail"
             tail = Tail(row.next_seq, has_ended=True)
-        return Stored(row.record, _Log(self, row, tail))
+        return Stored(row.record, _StoredLog(self, row, tail))
 
     async def _delete(self, stream_ids: list[StreamId]) -> None:
         def deleted(_: None) -> None:
@@ -184,7 +184,7 @@ class SqliteStore:
         await self._writer.write(partial(rows.delete, stream_ids=stream_ids), deleted)
 
 
-class _Log:
+class _StoredLog:
     """A stream's log as the writer of one epoch, or a reader, holds it."""
 
     __slots__ = ("_row", "_store", "_tail")

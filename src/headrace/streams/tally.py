@@ -11,6 +11,7 @@ class Tally:
         self._num_cached = 0
         self._planned: set[int] = set()  # the first choice of each prompt that has begun
         self._num_predicted = 0
+        self._num_reasoning = 0
         # milliseconds of the first and the last progress, and of the first and the last token
         self._planned_at: int | None = None
         self._progress_at = 0
@@ -35,7 +36,7 @@ class Tally:
 
     @property
     def usage(self) -> Usage:
-        return Usage(self._num_prompt, self._num_predicted, self._num_cached)
+        return Usage(self._num_prompt, self._num_predicted, self._num_cached, self._num_reasoning)
 
     @property
     def timings(self) -> Timings:
@@ -59,6 +60,7 @@ class Tally:
         self._max_gap_ms = max(self._max_gap_ms, gap_ms)
         self._token_at = self._token_at_of[event.choice] = at_ms
         self._num_predicted += len(event.ids)
+        self._num_reasoning += event.num_reasoning
 
 
 def _length(first_ms: int | None, last_ms: int) -> float:

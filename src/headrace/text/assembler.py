@@ -1,4 +1,4 @@
-"""The text of one choice as its tokens arrive: detokenized, stopped, with entries in step.
+"""The text of one choice as its tokens arrive: detokenized, split, stopped, entries in step.
 
 Owns the text that is held back; never writes an event.
 """
@@ -6,7 +6,9 @@ Owns the text that is held back; never writes an event.
 from collections import deque
 from typing import Generic, NamedTuple, TypeVar
 
+from headrace.core.pieces import CONTENT, ChannelPiece
 from headrace.core.sampling import Sampling
+from headrace.text.channels import PLAIN, Splitting
 from headrace.text.detokenizer import Detokenizer
 from headrace.text.stops import StopMatcher
 
@@ -24,12 +26,21 @@ class _Waiting(NamedTuple, Generic[Entry]):
 class TextAssembler(Generic[Entry]):
     """Feed it every token of a choice in order; `flush` it if the choice ends in another way.
 
-    `feed` and `flush` return the text to deliver now. An entry is whatever the caller keeps per
+    `feed` and `flush` return the pieces to deliver now; stop strings see content only.
+    An entry is whatever the caller keeps per
     token, such as its log probabilities. Each token that adds a byte to the delivered text has
     its entry taken once; holding text back changes neither which ones nor their order.
     """
 
-    def __init__(self, detokenizer: Detokenizer, stops: StopMatcher, sampling: Sampling) -> None:
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        stops: StopMatcher,
+        sampling: Sampling,
+        splitting: Splitting = PLAIN,
+    ) -> None:
+        self.splitter = splitting.splitter  # None: all text is content
+        self._markers = splitting.markers
         self.has_ended = False  # a token ended the choice, and nothing may follow it
         self.stop: str | int | None = None  # the stop string or token; None: the model's own end
         self._detokenizer = detokenizer
@@ -40,48 +51,86 @@ class TextAssembler(Generic[Entry]):
         self._num_delivered = 0  # characters
         self._num_tokens = 0
 
-    def feed(self, token_id: int, entry: Entry | None = None) -> str:
+    def feed(self, token_id: int, entry: Entry | None = None) -> tuple[ChannelPiece, ...]:
         self._num_tokens += 1
         if self._sampling.ends_with(token_id, self._num_tokens):
             return self._end_by(token_id)
+        marker = self._markers.get(token_id)
         text = self._detokenizer.feed(token_id)
         if entry is not None:
             start, end = self._detokenizer.span
             if start < end:
                 self._waiting.append(_Waiting(start, end, entry))
-        return self._stopped(text)
+        if self.splitter is None:
+            return self._stopped(text)
+        if marker is None:
+            return self._all_stopped(self.splitter.feed(text))
+        pieces = self.splitter.feed(text.removesuffix(marker))
+        return self._all_stopped(pieces + self.splitter.mark(marker))
 
-    def flush(self) -> str:
+    def flush(self) -> tuple[ChannelPiece, ...]:
         """Everything held back. What an unfinished code point adds can complete a stop string."""
-        text = self._stopped(self._detokenizer.flush())
-        return text if self.has_ended else text + self._deliver(self._stops.flush())
+        text = self._detokenizer.flush()
+        if self.splitter is None:
+            pieces = self._stopped(text)
+        else:
+            pieces = self._all_stopped(self.splitter.feed(text) + self.splitter.flush())
+        return pieces if self.has_ended else pieces + self._released()
 
     def take_entries(self) -> tuple[Entry, ...]:
         """Those of the tokens whose last byte has been delivered since the last call."""
         entries, self._entries = self._entries, ()
         return entries
 
-    def _end_by(self, token_id: int) -> str:
+    def _end_by(self, token_id: int) -> tuple[ChannelPiece, ...]:
         rest = self.flush()
         if not self.has_ended:
             self.has_ended = True
             self.stop = token_id if token_id in self._sampling.stop_token_ids else None
         return rest
 
-    def _stopped(self, text: str) -> str:
+    def _all_stopped(self, split: list[ChannelPiece]) -> tuple[ChannelPiece, ...]:
+        pieces: tuple[ChannelPiece, ...] = ()
+        for piece in split:
+            if piece.channel != CONTENT:
+                pieces += (*self._released(), piece)
+            elif not self.has_ended:
+                pieces += self._stopped(piece.text)
+        self._settle()
+        return pieces
+
+    def _released(self) -> tuple[ChannelPiece, ...]:
+        """What waited for the rest of a stop string that does not come."""
+        return self._deliver(self._stops.flush())
+
+    def _stopped(self, text: str) -> tuple[ChannelPiece, ...]:
         if self._num_tokens <= self._sampling.min_tokens:
             return self._deliver(text)
         shown, stop = self._stops.feed(text)
-        self._deliver(shown)
+        pieces = self._deliver(shown)
         if stop is not None:
             self.has_ended, self.stop = True, stop
             cut = (entry for start, _, entry in self._waiting if start < self._num_delivered)
             self._entries += tuple(cut)
             self._waiting.clear()
-        return shown
+        return pieces
 
-    def _deliver(self, text: str) -> str:
+    def _deliver(self, text: str) -> tuple[ChannelPiece, ...]:
+        if not text:
+            return ()
         self._num_delivered += len(text)
+        self._take_ready()
+        return (ChannelPiece(text),)
+
+    def _settle(self) -> None:
+        """Counts markers and other channels as delivered too: all but what is held back."""
+        assert self.splitter
+        if not self.has_ended:
+            held = self.splitter.num_held + self._stops.num_held
+            placed = self._detokenizer.num_chars - held
+            self._num_delivered = max(self._num_delivered, placed)
+            self._take_ready()
+
+    def _take_ready(self) -> None:
         while self._waiting and self._waiting[0].end <= self._num_delivered:
             self._entries += (self._waiting.popleft().entry,)
-        return text

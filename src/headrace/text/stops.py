@@ -36,9 +36,14 @@ class StopMatcher:
         return text[:safe], None
 
     def flush(self) -> str:
-        """What was held back, once no more text will come."""
+        """What was held back: no text follows it directly."""
         held, self._held = self._held, ""
+        self._matched = [0] * len(self._stops)
         return held
+
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
 
     def _advance(self, character: str) -> str | None:
         if not self._held_by_any and character not in self._beginnings:

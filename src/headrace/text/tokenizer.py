@@ -117,6 +117,11 @@ class Tokenizer:
     def eos_token(self) -> str | None:
         return self.special_tokens.get("eos_token")
 
+    def token_id(self, token: str) -> int | None:
+        """The id of a token by its written form."""
+        found: int | None = self._inner.token_to_id(token)
+        return found
+
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
     """Named special tokens (`bos_token`, `unk_token` …); a config writes each as text or object."""

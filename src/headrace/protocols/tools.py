@@ -1,0 +1,147 @@
+"""Tools as OpenAI's routes take them, and their calls as they are shown."""
+
+import hashlib
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from headrace.core.errors import RequestError
+from headrace.core.pieces import TOOL, ChannelPiece
+from headrace.protocols.fields import (
+    Object,
+    String,
+    check_count,
+    missing,
+    shown,
+    wrong_type,
+    wrong_value,
+)
+
+MAX_TOOLS = 128
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+class Tools(msgspec.Struct, frozen=True):
+    """The field `tools`, as the template will see them."""
+
+    def check(self, value: Any, path: str) -> tuple[dict[str, Any], ...]:
+        if type(value) is not list:
+            raise wrong_type(value, path, "an array")
+        check_count(len(value), path, 0, MAX_TOOLS)
+        return tuple(_tool(item, f"{path}[{i}]") for i, item in enumerate(value))
+
+    def schema(self) -> dict[str, Any]:
+        function = {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string", "pattern": f"^{_NAME.pattern}$"},
+                "description": {"type": "string"},
+                "parameters": {"type": "object"},
+                "strict": {"type": ["boolean", "null"]},
+            },
+            "required": ["name"],
+        }
+        tool = {
+            "type": "object",
+            "properties": {"type": {"const": "function"}, "function": function},
+            "required": ["type", "function"],
+        }
+        return {"type": "array", "items": tool, "maxItems": MAX_TOOLS}
+
+
+class ToolChoice(msgspec.Struct, frozen=True):
+    """`none`, `auto`, `required`, or one function by name, read as one string or a tuple of one."""
+
+    def check(self, value: Any, path: str) -> str | tuple[str]:
+        if type(value) is str:
+            if value not in ("none", "auto", "required"):
+                raise wrong_value(value, path, "none, auto, required or a function")
+            return value
+        if type(value) is not dict:
+            raise wrong_type(value, path, "a string or an object")
+        function = value.get("function") or {}
+        if value.get("type") != "function" or type(function) is not dict:
+            raise wrong_value(value, path, 'like {"type": "function", "function": {"name": "…"}}')
+        if function.get("name") is None:
+            raise missing(f"{path}.function.name")
+        return (String(1).check(function["name"], f"{path}.function.name"),)
+
+    def schema(self) -> dict[str, Any]:
+        return {"anyOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}]}
+
+
+def check_choice(fields: dict[str, Any]) -> None:
+    """RequestError if a choice is forced for which there is no tool."""
+    choice, tools = fields.get("tool_choice", "auto"), fields.get("tools", ())
+    names = [tool["function"]["name"] for tool in tools]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        message = f"Two tools are named {twice}; names must differ."
+        raise RequestError("invalid_value", message, "tools")
+    if choice == "required" and not tools:
+        message = "tool_choice is required, and there are no tools; send some, or auto."
+        raise RequestError("invalid_value", message, "tool_choice")
+    if isinstance(choice, tuple) and choice[0] not in names:
+        known = f"one of {', '.join(names[:10])}" if names else "a tool, and none was sent"
+        raise wrong_value(choice[0], "tool_choice.function.name", known)
+
+
+def text_parameters(tools: Iterable[dict[str, Any]]) -> dict[str, tuple[str, ...]]:
+    """The parameters that each tool declares as strings."""
+    found = {}
+    for tool in tools:
+        function = tool["function"]
+        properties = (function.get("parameters") or {}).get("properties")
+        properties = properties if isinstance(properties, dict) else {}
+        names = (k for k, v in properties.items() if isinstance(v, dict) and _is_text(v))
+        found[function["name"]] = tuple(names)
+    return found
+
+
+def call_id(stream_id: str, choice: int, call: int) -> str:
+    """The same for every reader of the log."""
+    digest = hashlib.sha256(f"{stream_id}:{choice}:{call}".encode()).hexdigest()
+    return f"call_{digest[:24]}"
+
+
+def joined_calls(pieces: Iterable[ChannelPiece]) -> list[tuple[int, str, str]]:
+    """Number, name and arguments of each call in these pieces, in order; a name may be empty."""
+    calls: dict[int, list[str]] = {}
+    for piece in pieces:
+        if piece.channel == TOOL:
+            known = calls.setdefault(piece.call, ["", ""])
+            known[0] += piece.name
+            known[1] += piece.text
+    return [(number, name, arguments) for number, (name, arguments) in calls.items()]
+
+
+def _tool(value: Any, path: str) -> dict[str, Any]:
+    if type(value) is not dict:
+        raise wrong_type(value, path, "an object")
+    for name in ("type", "function"):
+        if value.get(name) is None:
+            raise missing(f"{path}.{name}")
+    if value["type"] != "function":
+        message = f"{path} is of type {shown(value['type'])}; this server takes functions only."
+        raise RequestError("unsupported_parameter", message, f"{path}.type")
+    function = Object().check(value["function"], f"{path}.function")
+    if function.get("name") is None:
+        raise missing(f"{path}.function.name")
+    name = String().check(function["name"], f"{path}.function.name")
+    if not _NAME.fullmatch(name):
+        wanted = "1 to 64 letters, digits, dashes or underscores"
+        raise wrong_value(name, f"{path}.function.name", wanted)
+    for key, kind in (("description", String()), ("parameters", Object())):
+        if function.get(key) is not None:
+            kind.check(function[key], f"{path}.function.{key}")
+    if type(function.get("strict")) not in (bool, type(None)):
+        raise wrong_type(function["strict"], f"{path}.function.strict", "true or false")
+    return value
+
+
+def _is_text(schema: dict[str, Any]) -> bool:
+    return schema.get("type") == "string" or (
+        "type" not in schema and all(type(value) is str for value in schema.get("enum", [0]))
+    )

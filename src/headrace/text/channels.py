@@ -1,0 +1,318 @@
+"""An answer taken apart into channels: content, reasoning, tool calls; pure, text in, pieces out.
+
+A marker counts by its token where the model has one for it, so that text which merely reads like
+a marker stays text; where it has none, by its text. White space beside a marker belongs to it.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple, Protocol
+
+from headrace.core.pieces import CONTENT, REASONING, TOOL, ChannelPiece
+from headrace.core.request import Channels
+from headrace.text.tool_formats import FORMATS, CallBody, CallDelta, IsText, ToolFormat
+
+
+class Splitter(Protocol):
+    """Takes the text of an answer in any pieces, and its markers one by one."""
+
+    def feed(self, text: str) -> list[ChannelPiece]: ...
+
+    def mark(self, marker: str) -> list[ChannelPiece]:
+        """A marker that came as a token."""
+
+    def flush(self) -> list[ChannelPiece]:
+        """What was held back, once the answer has ended."""
+
+    @property
+    def num_held(self) -> int:
+        """Characters that were fed and not yet placed."""
+
+    @property
+    def num_calls(self) -> int:
+        """Tool calls so far."""
+
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether the next text is."""
+
+
+class Splitting(NamedTuple):
+    """How the text of one choice is split; `markers` are those that are tokens, by id."""
+
+    splitter: Splitter | None = None
+    markers: Mapping[int, str] = {}
+
+
+PLAIN = Splitting()
+
+
+class TagSplitter:
+    """Reasoning and tool calls between tags."""
+
+    def __init__(
+        self,
+        tags: tuple[str, str] | None,
+        tools: ToolFormat | None,
+        tokens: Iterable[str] = (),
+        is_text: IsText = lambda name, parameter: False,
+        starts_in: str = CONTENT,
+    ) -> None:
+        """`tags` enclose reasoning; `tokens` are the markers that the model has tokens for."""
+        self._reasoning = tags
+        self._tools = tools
+        self._tokens = frozenset(tokens)
+        self._is_text = is_text
+        self._channel = starts_in
+        self._held = ""
+        self._is_after_marker = starts_in == REASONING
+        self._has_content = False
+        self._body: CallBody | None = None
+        self._raw = ""  # all that the body was given: what it owes if it finds no call
+        self._call = -1  # the last call
+        self._num_calls_before = -1  # when the body began
+
+    @property
+    def num_held(self) -> int:
+        is_open = self._body is not None and self._call == self._num_calls_before
+        return len(self._held) + (len(self._raw) if is_open else 0)
+
+    @property
+    def num_calls(self) -> int:
+        return self._call + 1
+
+    @property
+    def is_reasoning(self) -> bool:
+        return self._channel == REASONING
+
+    def feed(self, text: str) -> list[ChannelPiece]:
+        pieces: list[ChannelPiece] = []
+        while text:
+            text = self._advance(text, pieces)
+        return pieces
+
+    def mark(self, marker: str) -> list[ChannelPiece]:
+        pieces: list[ChannelPiece] = []
+        if self._body is not None:
+            return self.feed(marker)
+        if marker in self._markers():
+            self._take_marker(marker, pieces)
+        else:
+            pieces += self._release()
+            self._put(marker, pieces)
+        return pieces
+
+    def flush(self) -> list[ChannelPiece]:
+        pieces: list[ChannelPiece] = []
+        while self._body is not None:
+            self._give(self._body.flush(), pieces)
+            pieces += self.feed(self._close_body(pieces))
+        held, self._held = self._held, ""
+        if not (self._is_after_marker and held.isspace()):
+            self._put(held, pieces)
+        return pieces
+
+    def _advance(self, text: str, pieces: list[ChannelPiece]) -> str:
+        """Places the beginning of the text; what is left."""
+        if self._body is not None:
+            self._raw += text
+            self._give(self._body.feed(text), pieces)
+            if self._body.rest is None:
+                return ""
+            return self._close_body(pieces)
+        text, self._held = self._held + text, ""
+        if self._leads(text):
+            self._open_body(text[: len(text) - len(text.lstrip())])
+            return text.lstrip()
+        markers = [marker for marker in self._markers() if marker not in self._tokens]
+        place, marker = _first_of(markers, text)
+        if marker:
+            self._held = text[:place]
+            self._take_marker(marker, pieces)
+            return text[place + len(marker) :]
+        kept = _kept(markers, text) if self._markers() else 0
+        if self._is_after_marker and not text.strip():
+            kept = len(text)
+        self._put(text[: len(text) - kept], pieces)
+        self._held = text[len(text) - kept :]
+        return ""
+
+    def _markers(self) -> tuple[str, ...]:
+        """Those that mean something here."""
+        if self._channel == REASONING:
+            return self._reasoning[1:] if self._reasoning else ()
+        found = self._reasoning[:1] if self._reasoning and not self._has_content else ()
+        return found + (self._tools.starts if self._tools else ())
+
+    def _leads(self, text: str) -> bool:
+        lead = self._tools.leads if self._tools else ""
+        if not lead or self._channel != CONTENT or self._has_content:
+            return False
+        return text.lstrip()[:1] == lead
+
+    def _take_marker(self, marker: str, pieces: list[ChannelPiece]) -> None:
+        text, space = self._held.rstrip(), self._held[len(self._held.rstrip()) :]
+        self._put(text, pieces)
+        self._held = ""
+        if self._tools and marker in self._tools.starts and self._channel == CONTENT:
+            self._open_body(space + marker)
+        else:
+            self._is_after_marker = True
+            self._channel = CONTENT if self._channel == REASONING else REASONING
+
+    def _open_body(self, raw: str) -> None:
+        assert self._tools
+        self._body, self._raw = self._tools.make(self._is_text), raw
+        self._num_calls_before = self._call
+
+    def _close_body(self, pieces: list[ChannelPiece]) -> str:
+        """What the body did not take; if it found no call, its start and all else is content."""
+        assert self._body
+        rest, self._body = self._body.rest or "", None
+        raw, self._raw = self._raw, ""
+        if self._call > self._num_calls_before:
+            self._is_after_marker = True
+            return rest
+        start = max(len(raw) - len(rest), len(raw) - len(raw.lstrip()) + 1)
+        self._put(raw[:start], pieces)
+        return raw[start:]
+
+    def _give(self, found: list[CallDelta], pieces: list[ChannelPiece]) -> None:
+        for name, arguments in found:
+            self._call += bool(name)
+            pieces.append(ChannelPiece(arguments, TOOL, self._call, name))
+
+    def _release(self) -> list[ChannelPiece]:
+        pieces: list[ChannelPiece] = []
+        held, self._held = self._held, ""
+        self._put(held, pieces)
+        return pieces
+
+    def _put(self, text: str, pieces: list[ChannelPiece]) -> None:
+        if self._is_after_marker:
+            text = text.lstrip()
+        if text:
+            self._is_after_marker = False
+            self._has_content = self._has_content or self._channel == CONTENT
+            pieces.append(ChannelPiece(text, self._channel))
+
+
+def _first_of(markers: list[str], text: str) -> tuple[int, str]:
+    """Where the first marker begins, and which it is."""
+    found = [(place, marker) for marker in markers if (place := text.find(marker)) >= 0]
+    return min(found, default=(-1, ""))
+
+
+def _kept(markers: list[str], text: str) -> int:
+    """Characters at the end that may belong to a marker: its beginning, white space before it."""
+    longest = max((_overlap(marker, text) for marker in markers), default=0)
+    before = text[: len(text) - longest]
+    return longest + len(before) - len(before.rstrip())
+
+
+def _overlap(marker: str, text: str) -> int:
+    """How much of the beginning of `marker` the text ends with."""
+    return next(
+        (n for n in range(min(len(marker) - 1, len(text)), 0, -1) if text.endswith(marker[:n])), 0
+    )
+
+
+_CHANNEL, _MESSAGE, _START = "<|channel|>", "<|message|>", "<|start|>"
+_RECIPIENT = re.compile(r"to=(?:functions\.)?([\w.-]+)")
+
+
+class HarmonySplitter:
+    """gpt-oss: messages with headers. Analysis is reasoning, a recipient makes a tool call."""
+
+    MARKERS = (_CHANNEL, _MESSAGE, _START, "<|end|>", "<|call|>", "<|return|>", "<|constrain|>")
+
+    def __init__(self) -> None:
+        self._header: str | None = None  # while in one
+        self._channel = CONTENT
+        self._call = -1
+
+    @property
+    def num_held(self) -> int:
+        return len(self._header or "")
+
+    @property
+    def num_calls(self) -> int:
+        return self._call + 1
+
+    @property
+    def is_reasoning(self) -> bool:
+        return self._header is None and self._channel == REASONING
+
+    def feed(self, text: str) -> list[ChannelPiece]:
+        if self._header is not None:
+            self._header += text
+            return []
+        if not text:
+            return []
+        return [ChannelPiece(text, self._channel, self._call if self._channel == TOOL else -1)]
+
+    def mark(self, marker: str) -> list[ChannelPiece]:
+        if marker in (_START, _CHANNEL):
+            self._header = self._header or ""
+        elif marker == _MESSAGE:
+            header, self._header = self._header or "", None
+            return self._open(header)
+        elif marker != "<|constrain|>":
+            self._channel = CONTENT
+        return []
+
+    def flush(self) -> list[ChannelPiece]:
+        header, self._header = self._header or "", None
+        return [ChannelPiece(header)] if header.strip() else []
+
+    def _open(self, header: str) -> list[ChannelPiece]:
+        recipient = _RECIPIENT.search(header)
+        if recipient:
+            self._channel = TOOL
+            self._call += 1
+            return [ChannelPiece("", TOOL, self._call, recipient[1])]
+        self._channel = REASONING if "analysis" in header else CONTENT
+        return []
+
+
+REASONING_TAGS: Mapping[str, tuple[str, str]] = {
+    "think": ("<think>", "</think>"),
+    "mistral": ("[THINK]", "[/THINK]"),
+}
+HARMONY = "harmony"
+REASONING_FORMATS = (*REASONING_TAGS, HARMONY)
+
+
+def reasoning_format(template: str) -> str:
+    """The format that a chat template speaks of; "" if none."""
+    if _CHANNEL in template:
+        return HARMONY
+    return next((name for name, tags in REASONING_TAGS.items() if tags[1] in template), "")
+
+
+def make_splitting(
+    channels: Channels, tail: str, token_id: Callable[[str], int | None]
+) -> Splitting:
+    """For an answer to a prompt that ends in `tail`: it may have opened reasoning already."""
+    if channels.reasoning == HARMONY:
+        return Splitting(HarmonySplitter(), _ids_of(HarmonySplitter.MARKERS, token_id))
+    tags = REASONING_TAGS.get(channels.reasoning)
+    tools = FORMATS.get(channels.tools)
+    if tags is None and tools is None:
+        return PLAIN
+    markers = _ids_of([*(tags or ()), *(tools.starts + tools.ends if tools else ())], token_id)
+    is_open = tags is not None and tail.rstrip().endswith(tags[0])
+    texts = channels.text_parameters
+    splitter = TagSplitter(
+        tags,
+        tools,
+        markers.values(),
+        lambda name, parameter: parameter in texts.get(name, ()),
+        REASONING if is_open else CONTENT,
+    )
+    return Splitting(splitter, markers)
+
+
+def _ids_of(markers: Iterable[str], token_id: Callable[[str], int | None]) -> dict[int, str]:
+    found = ((token_id(marker), marker) for marker in markers)
+    return {id: marker for id, marker in found if id is not None}

@@ -1,0 +1,149 @@
+import itertools
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.core.pieces import CONTENT, ChannelPiece
+from headrace.text.channels import HarmonySplitter, Splitter, TagSplitter
+from headrace.text.tool_formats import FORMATS
+
+TAGS = ("<think>", "</think>")
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": [1, {"b": "</tool_call>"}]}}\n</tool_call>'
+EXAMPLES: list[tuple[str, str, list[tuple[str, str, str]]]] = [
+    ("hermes", "<think>\nhm\n</think>\n\nOk.\n" + CALL, [
+        ("reasoning", "", "hm"), ("content", "", "Ok."),
+        ("tool", "add", '{"a": [1, {"b": "</tool_call>"}]}')]),
+    ("hermes", '<tool_call>{"arguments":{"x":1},"name":"y"}</tool_call>', [
+        ("tool", "y", '{"x": 1}')]),
+    ("hermes", "a <tool_call>no call</tool_call> " + CALL + "\nz", [
+        ("content", "", "a <tool_call>no call</tool_call>"),
+        ("tool", "add", '{"a": [1, {"b": "</tool_call>"}]}'), ("content", "", "z")]),
+    ("hermes", '<tool_call>{"nam', [("content", "", '<tool_call>{"nam')]),
+    ("hermes", '<tool_call>{"name": "x", "arguments": {"a": 1', [("tool", "x", '{"a": 1')]),
+    ("hermes", "a < b, 1 <tool", [("content", "", "a < b, 1 <tool")]),
+    ("mistral", '[TOOL_CALLS][{"name": "a", "arguments": {"q": 1}}, '
+     '{"name": "b", "arguments": {}}]', [("tool", "a", '{"q": 1}'), ("tool", "b", "{}")]),
+    ("mistral", 'hi[TOOL_CALLS]get[ARGS]{"a": 1}[TOOL_CALLS]two[ARGS]{}', [
+        ("content", "", "hi"), ("tool", "get", '{"a": 1}'), ("tool", "two", "{}")]),
+    ("llama3", '{"name": "f", "parameters": {"x": "y"}}', [("tool", "f", '{"x": "y"}')]),
+    ("llama3", '{"answer": 42} <|python_tag|>', [("content", "", '{"answer": 42} <|python_tag|>')]),
+    ("llama3", '<|python_tag|>{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}', [
+        ("tool", "f", "{}"), ("tool", "g", "{}")]),
+    ("pythonic", '[f(a=1, b="x"), g()]', [
+        ("tool", "f", '{"a": 1, "b": "x"}'), ("tool", "g", "{}")]),
+    ("pythonic", " [1, 2] x", [("content", "", " [1, 2] x")]),
+    ("qwen3-coder", "Hm\n<tool_call>\n<function=run>\n<parameter=cmd>\n1\n2\n</parameter>\n"
+     "<parameter=n>\n3\n</parameter>\n</function>\n</tool_call>", [
+        ("content", "", "Hm"), ("tool", "run", '{"cmd": "1\\n2", "n": 3}')]),
+    ("glm", "<tool_call>get\n<arg_key>a</arg_key>\n<arg_value>5</arg_value>\n</tool_call>", [
+        ("tool", "get", '{"a": 5}')]),
+    ("deepseek", "x<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get\n"
+     '```json\n{"a": 1}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>two<｜tool▁sep｜>{}'
+     "<｜tool▁call▁end｜><｜tool▁calls▁end｜>", [
+        ("content", "", "x"), ("tool", "get", '{"a": 1}'), ("tool", "two", "{}")]),
+]  # fmt: skip
+
+
+def pieces_of(text: str, cuts: set[int]) -> list[str]:
+    places = [0, *sorted(cut for cut in cuts if 0 < cut < len(text)), len(text)]
+    return [text[a:b] for a, b in itertools.pairwise(places)]
+
+
+def joined(splitter: Splitter, parts: list[str]) -> list[tuple[str, str, str]]:
+    pieces: list[ChannelPiece] = []
+    for part in parts:
+        pieces += splitter.feed(part)
+    pieces += splitter.flush()
+    assert splitter.num_held == 0
+    found: list[list[str]] = []
+    last: Any = None
+    for piece in pieces:
+        if (piece.channel, piece.call) == last and not piece.name:
+            found[-1][2] += piece.text
+        else:
+            found.append([piece.channel, piece.name, piece.text])
+        last = (piece.channel, piece.call)
+    return [(channel, name, text) for channel, name, text in found]
+
+
+def splitter_of(name: str, **more: Any) -> TagSplitter:
+    return TagSplitter(TAGS, FORMATS[name], is_text=lambda _, key: key == "cmd", **more)
+
+
+@pytest.mark.parametrize("name, text, expected", EXAMPLES)
+@settings(max_examples=40, deadline=None)
+@given(cuts=st.sets(st.integers(1, 250)))
+def test_the_channels_do_not_depend_on_how_the_text_is_cut(
+    name: str, text: str, expected: list[tuple[str, str, str]], cuts: set[int]
+) -> None:
+    assert joined(splitter_of(name), pieces_of(text, cuts)) == expected
+
+
+@settings(deadline=None)
+@given(st.text(st.sampled_from('<>/tool_cahink{}[]"nme: ,\n'), max_size=60), st.data())
+def test_nothing_of_an_answer_is_lost_but_markers_and_the_space_beside_them(
+    text: str, data: st.DataObject
+) -> None:
+    cuts = data.draw(st.sets(st.integers(1, 60)))
+    whole = joined(splitter_of("hermes"), [text])
+    assert joined(splitter_of("hermes"), pieces_of(text, cuts)) == whole
+    kept = "".join(piece for _, _, piece in whole)
+    for marker in (*TAGS, *text.split()):
+        text = text.replace(marker, "") if marker in TAGS else text
+    assert "".join(kept.split()) == "".join(text.split()) or "name" in text
+
+
+def test_a_marker_with_a_token_counts_by_the_token_alone() -> None:
+    splitter = splitter_of("hermes", tokens=[*TAGS, "<tool_call>", "</tool_call>"])
+    pieces = splitter.feed("<think> is a word. ") + splitter.mark("<tool_call>")
+    pieces += splitter.feed('{"name": "f", "arguments": {}}') + splitter.mark("</tool_call>")
+    pieces += splitter.flush()
+    assert "".join(d.text for d in pieces if d.channel == CONTENT) == "<think> is a word."
+    assert [(d.name, d.text) for d in pieces if d.channel == "tool"] == [("f", ""), ("", "{}")]
+
+
+def test_arguments_go_out_as_they_come() -> None:
+    splitter = splitter_of("hermes")
+    pieces = splitter.feed('<tool_call>{"name": "f", "arguments": {"text": "abc')
+    assert [(d.name, d.text) for d in pieces] == [("f", ""), ("", '{"text": "abc')]
+    assert [d.text for d in splitter.feed("def")] == ["def"]
+
+
+def test_an_answer_may_begin_in_reasoning() -> None:
+    splitter = splitter_of("hermes", starts_in="reasoning")
+    assert joined(splitter, ["\nhm", " so\n</think>\n", "\nYes"]) == [
+        ("reasoning", "", "hm so"),
+        ("content", "", "Yes"),
+    ]
+
+
+def test_plain_text_is_never_held_back() -> None:
+    splitter = TagSplitter(None, None)
+    assert [piece.text for piece in splitter.feed("a <")] == ["a <"]
+
+
+def test_harmony_has_headers() -> None:
+    splitter = HarmonySplitter()
+    pieces: list[ChannelPiece] = []
+    for part in (
+        "<|channel|>", "analysis", "<|message|>", "hm", "<|end|>", "<|start|>", "assistant",
+        "<|channel|>", "commentary to=functions.get ", "<|constrain|>", "json", "<|message|>",
+        '{"a":1}', "<|call|>",
+    ):  # fmt: skip
+        pieces += splitter.mark(part) if part in HarmonySplitter.MARKERS else splitter.feed(part)
+    pieces += splitter.flush()
+    assert [(d.channel, d.name, d.text) for d in pieces] == [
+        ("reasoning", "", "hm"),
+        ("tool", "get", ""),
+        ("tool", "", '{"a":1}'),
+    ]
+
+
+def test_arguments_are_json_whatever_the_format() -> None:
+    for name, text, expected in EXAMPLES:
+        for channel, _, arguments in expected:
+            if channel == "tool" and not text.endswith("1"):
+                assert isinstance(json.loads(arguments), dict), name
