@@ -276,7 +276,7 @@ class Run:
             *(bout.line() for bout in self.bouts),
             f"{self._num_tokens} tokens of the honest stream; this program itself was late by "
             f"{_ms(lag)} ms (p50, p99, worst)",
-            *([f"not reached: {', '.join(left)}"] if left else []),
+            *([f"not reached: {', '.join(left[:_MAX_SHOWN])} …"] if left else []),
             f"{len(bad)} of {len(self.bouts)} bouts failed"
             + (f": {', '.join(sorted({bout.name for bout in bad}))}" if bad else ""),
         ]

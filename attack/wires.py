@@ -8,6 +8,7 @@ from urllib.parse import quote
 from attack.bodies import APPLY, CHAT, DETOKENIZE, LOOKUP, TEXT, TOKENIZE
 from attack.target import Answer, Manner, Target, post
 from chaos.exchange import Call
+from headrace.gateway.http_server import MAX_AHEAD
 
 _ASKED = b'{"prompt":"one two","max_tokens":40,"ignore_eos":true,"stream":true}'
 _QUICK = b'{"content":"one two three"}'
@@ -70,7 +71,9 @@ async def pipelining(target: Target) -> None:
             ]
             raws = [c.raw().replace(b"Connection: close\r\n", b"") for c in calls]
             talk = await target.talk([b"".join(raws)], Manner(num_answers=len(calls)))
-            if not talk.has(len(calls)):
+            # beyond its bound the server answers one, and closes: the client sends the others again
+            num_owed = len(calls) if len(calls) <= MAX_AHEAD else 1
+            if not talk.has(num_owed):
                 target.fail(f"{len(talk.answers)} answers to {len(calls)} in a row: {talk.end}")
 
     await target.side_by_side(3, live)

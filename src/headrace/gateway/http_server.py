@@ -20,7 +20,7 @@ from uvicorn.server import ServerState
 from headrace.gateway.answers import answer, refuse
 from headrace.gateway.state_routes import UNABLE, unhealthy
 
-_MAX_AHEAD, _MAX_AHEAD_BYTES = 16, 64 << 10  # requests sent before the answer to an earlier one
+MAX_AHEAD, _MAX_AHEAD_BYTES = 16, 64 << 10  # requests sent before the answer to an earlier one
 _KEPT_BACK = 64  # descriptors for all else: engine, store, worker processes, files
 
 
@@ -105,7 +105,7 @@ class _Connection(HttpToolsProtocol):
     def _bound_pipeline(self) -> None:
         """Beyond the bound the running request is the last: the client sends the others again."""
         num_bytes = sum(len(cycle.body) for cycle, _ in self.pipeline)
-        if self._running and (len(self.pipeline) > _MAX_AHEAD or num_bytes > _MAX_AHEAD_BYTES):
+        if self._running and (len(self.pipeline) > MAX_AHEAD or num_bytes > _MAX_AHEAD_BYTES):
             self._is_full = True
             self.pipeline.clear()
             self.cycle = self._running
