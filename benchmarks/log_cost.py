@@ -19,7 +19,7 @@ from pathlib import Path
 from headrace.core.ids import StreamId
 from headrace.core.request import Chat, Request
 from headrace.core.sampling import Sampling
-from headrace.streams.events import ChoiceEnd, Finish, Piece, Timings, Tokens, Usage
+from headrace.streams.events import ChoiceEnd, Finish, Timings, Tokens, Usage
 from headrace.streams.log import Log
 from headrace.streams.record import Record
 from headrace.streams.sqlite_store import SqliteStore
@@ -47,7 +47,7 @@ def make_record(number: int, num_prompt: int) -> Record:
 
 
 def token(seq: int) -> Tokens:
-    pieces = (Piece(" word"),)
+    pieces = (ChannelPiece(" word"),)
     return Tokens(seq=seq, at_ms=seq * 20, choice=0, ids=(1000 + seq % 30_000,), pieces=pieces)
 
 

@@ -19,7 +19,6 @@ import time
 from pathlib import Path
 
 import httpx
-from headrace.scheduler.limits import Limits
 
 from benchmarks.plan_step import result_of, submit
 from headrace.core.config import SchedulerConfig
@@ -28,6 +27,7 @@ from headrace.core.messages import Message
 from headrace.core.plan import StepPlan, StepResult
 from headrace.engine import wire
 from headrace.engine.engine import Engine
+from headrace.scheduler.budget import Limits
 from headrace.scheduler.scheduler import Scheduler
 from tests.builders import make_tiny_model
 from tests.servers import running_server

@@ -94,3 +94,10 @@ def test_help_imports_no_server() -> None:
     code = "import headrace.cli.main, sys; print('uvicorn' in sys.modules, 'httpx' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "False False"
+
+
+def test_every_program_beside_the_package_can_be_imported() -> None:
+    folders = ("benchmarks", "tools")
+    names = [f"{name}.{path.stem}" for name in folders for path in (ROOT / name).glob("*.py")]
+    code = f"import importlib\nfor name in {names!r}: importlib.import_module(name)"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
