@@ -17,6 +17,7 @@ from array import array
 from pathlib import Path
 
 from headrace.core.ids import StreamId
+from headrace.core.pieces import ChannelPiece
 from headrace.core.request import Chat, Request
 from headrace.core.sampling import Sampling
 from headrace.streams.events import ChoiceEnd, Finish, Timings, Tokens, Usage

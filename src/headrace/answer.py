@@ -35,6 +35,8 @@ class Choice(msgspec.Struct, frozen=True):
     finish_reason: str
     stop_reason: str | int | None
     logprobs: dict[str, Any] | None
+    reasoning: str = ""
+    tool_calls: list[dict[str, Any]] = []  # in OpenAI's form
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -56,6 +58,14 @@ class Answer(msgspec.Struct, frozen=True):
         return self.choices[0].text
 
     @property
+    def reasoning(self) -> str:
+        return self.choices[0].reasoning
+
+    @property
+    def tool_calls(self) -> list[dict[str, Any]]:
+        return self.choices[0].tool_calls
+
+    @property
     def token_ids(self) -> list[int]:
         return self.choices[0].token_ids
 
@@ -73,7 +83,8 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 def _choice(choice: dict[str, Any]) -> Choice:
-    text = choice["message"]["content"] if "message" in choice else choice["text"]
+    message = choice.get("message", {})
+    text = message["content"] if message else choice["text"]
     return Choice(
         index=choice["index"],
         text=text or "",
@@ -81,4 +92,6 @@ def _choice(choice: dict[str, Any]) -> Choice:
         finish_reason=choice["finish_reason"],
         stop_reason=choice["stop_reason"],
         logprobs=choice["logprobs"],
+        reasoning=message.get("reasoning", ""),
+        tool_calls=message.get("tool_calls", []),
     )

@@ -103,6 +103,17 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     chat_template: Annotated[
         str | None, Meta(description="File with a chat template to use instead of the model's")
     ] = None
+    tool_format: Annotated[
+        Literal[
+            "auto", "none", "hermes", "qwen3-coder", "glm", "mistral", "deepseek", "llama3",
+            "pythonic",
+        ],
+        Meta(description="How the model writes tool calls; auto: as its chat template says"),
+    ] = "auto"  # fmt: skip
+    reasoning_format: Annotated[
+        Literal["auto", "none", "think", "mistral", "harmony"],
+        Meta(description="How it sets its reasoning apart; auto: as its chat template says"),
+    ] = "auto"
     scheduler: SchedulerConfig = SchedulerConfig()
 
 

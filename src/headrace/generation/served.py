@@ -38,19 +38,13 @@ class ServedModel:
         self.tokenizer = Tokenizer.load(self.folder)
         self.encoder = Encoder(self.tokenizer)
         self.template = self._load_template(config.chat_template)
+        source = self.template.source if self.template else ""
+        # by which the model writes tool calls and sets its reasoning apart; "" if it does not
+        self.tool_format = _given(config.tool_format, tool_format(source))
+        self.reasoning_format = _given(config.reasoning_format, reasoning_format(source))
         self.defaults = self.spec.defaults if config.generation_config == "auto" else None
         self.ready: Ready | None = None
         self._quantization = "" if config.quantize == "none" else f" {config.quantize}"
-
-    @property
-    def tool_format(self) -> str:
-        """By which the model writes tool calls; "" if it knows none."""
-        return tool_format(self.template.source) if self.template else ""
-
-    @property
-    def reasoning_format(self) -> str:
-        """By which it sets its reasoning apart; "" if it does not."""
-        return reasoning_format(self.template.source) if self.template else ""
 
     @property
     def vocab_size(self) -> int:
@@ -79,6 +73,10 @@ class ServedModel:
         if file and not file.is_file():
             raise ModelError(f"No chat template at {name}; give the path of a file.")
         return ChatTemplate.load(self.folder, self.tokenizer.special_tokens, file)
+
+
+def _given(setting: str, found: str) -> str:
+    return {"auto": found, "none": ""}.get(setting, setting)
 
 
 class Models:
