@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from headrace import __version__
-from headrace.core.errors import KINDS
-from headrace.protocols import worker
+from headrace.protocols import openai, worker
 from headrace.protocols.common_fields import NO_EFFECT, UNSUPPORTED
 from headrace.protocols.dialect import DIALECTS, Dialect, dialect_of
 from headrace.protocols.fields import Kind, nullable
@@ -17,27 +16,12 @@ _DOOR_ERRORS = (401, 403)
 _BODY_ERRORS = (400, 404, 408, 413, 415)
 _ENGINE_ERRORS = (409, 429, 500, 503)
 _JSON, _EVENTS = "application/json", "text/event-stream"
-_ERROR = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"enum": sorted({kind.type for kind in KINDS.values()})},
-                "param": {"type": ["string", "null"]},
-                "code": {"enum": sorted(KINDS)},
-            },
-        }
-    },
-}
 _BYTE_ERROR = {
     "type": "object",
     "required": ["error"],
     "properties": {"error": {"type": "object", "required": ["code", "message", "type"]}},
 }
+_SCHEMAS = {"Error": openai.ERROR, "ByteError": _BYTE_ERROR}
 
 
 class Operation(NamedTuple):
@@ -52,10 +36,10 @@ class Operation(NamedTuple):
     status: int = 200
     media: tuple[str, ...] = (_JSON,)
     errors: tuple[int, ...] = ()
-    error: str = "Error"
+    error: Mapping[str, Any] = openai.ERROR
 
 
-def _generates(dialect: Dialect) -> Operation:
+def generates(dialect: Dialect) -> Operation:
     return Operation(
         dialect.SUMMARY,
         dialect.KEYS,
@@ -64,6 +48,7 @@ def _generates(dialect: Dialect) -> Operation:
         headers=("X-Conversation-Id", "Idempotency-Key"),
         media=(_JSON, _EVENTS),
         errors=_BODY_ERRORS + _ENGINE_ERRORS,
+        error=dialect.ERROR,
     )
 
 
@@ -80,9 +65,9 @@ _BY_BYTE = Operation(
     query=("from", "stream_id"),
     media=(_EVENTS, _JSON),
     errors=(400, 404, 416),
-    error="ByteError",
+    error=_BYTE_ERROR,
 )
-_FORGET = Operation("Stop and forget", status=204, media=(), errors=(400,), error="ByteError")
+_FORGET = Operation("Stop and forget", status=204, media=(), errors=(400,), error=_BYTE_ERROR)
 
 
 class _Lenient(msgspec.Struct, frozen=True):
@@ -111,7 +96,7 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("get", "/openapi.json"): Operation("This document", ("openapi", "paths")),
     ("get", "/manage/state"): Operation("How the server is doing", ("state", "engine", "steps")),
     ("get", "/manage/stream"): Operation("The same, again after each change", media=(_EVENTS,)),
-    **{("post", route): _generates(dialect_of(route)) for route in DIALECTS},
+    **{("post", route): generates(dialect_of(route)) for route in DIALECTS},
     ("post", "/tokenize"): _works_on_text(
         "Text to token ids", ("tokens", "count", "max_model_len"), worker.TOKENIZE
     ),
@@ -139,7 +124,7 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         "Which conversations have a stream",
         table=_LOOKUP,
         errors=(400, 408, 413, 415),
-        error="ByteError",
+        error=_BYTE_ERROR,
     ),
 }
 
@@ -153,7 +138,7 @@ def document() -> dict[str, Any]:
         "info": {"title": "Headrace", "version": __version__},
         "paths": paths,
         "components": {
-            "schemas": {"Error": _ERROR, "ByteError": _BYTE_ERROR},
+            "schemas": _SCHEMAS,
             "securitySchemes": {
                 "bearer": {"type": "http", "scheme": "bearer"},
                 "header": {"type": "apiKey", "in": "header", "name": "X-Api-Key"},
@@ -193,6 +178,7 @@ def _body(operation: Operation, table: Mapping[str, Kind]) -> dict[str, Any]:
         properties |= {
             name: {"description": "Not supported", "enum": [*_EMPTY, *neutral]}
             for name, neutral in UNSUPPORTED.items()
+            if name not in table
         }
     return {"type": "object", "properties": properties, "required": list(operation.required)}
 
@@ -209,13 +195,16 @@ def _responses(path: str, operation: Operation) -> dict[str, Any]:
     if "health" in path:  # needs no key, and says why not in the shape of its answer
         return responses | {str(status): done for status in operation.errors}
     if "{id}" in path:  # an id that no stream or model could have leads to no route
-        responses["404"] = _refused("Error")
+        responses["404"] = _refused(openai.ERROR)
     for status in (*_DOOR_ERRORS, *operation.errors):
-        own = "Error" if status in _DOOR_ERRORS else operation.error
-        responses[str(status)] = _refused(own)
+        is_at_door = operation.error is _BYTE_ERROR and status in _DOOR_ERRORS
+        responses[str(status)] = _refused(openai.ERROR if is_at_door else operation.error)
     return responses
 
 
-def _refused(error: str) -> dict[str, Any]:
-    schema = {"$ref": f"#/components/schemas/{error}"}
+def _refused(error: Mapping[str, Any]) -> dict[str, Any]:
+    schema = error
+    for name, shared in _SCHEMAS.items():
+        if shared is error:
+            schema = {"$ref": f"#/components/schemas/{name}"}
     return {"description": "Refused", "content": {_JSON: {"schema": schema}}}

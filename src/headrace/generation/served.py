@@ -12,7 +12,7 @@ from headrace.checkpoints.spec import ModelSpec, read_spec
 from headrace.core.config import ModelConfig
 from headrace.core.errors import ModelError, RequestError
 from headrace.core.messages import Ready
-from headrace.core.request import Ids, Request
+from headrace.core.request import Chat, Ids, Request
 from headrace.generation.work import Work
 from headrace.streams.record import Record, ServedForm
 from headrace.text.channels import reasoning_format
@@ -117,7 +117,7 @@ async def admit(
 def _check_length(
     model: ServedModel, request: Request, number: int, num_tokens: int, longest: int
 ) -> None:
-    name = "messages" if request.route == "/v1/chat/completions" else "prompt"
+    name = "messages" if isinstance(request.prompts[number], Chat) else "prompt"
     param = f"{name}[{number}]" if len(request.prompts) > 1 else name
     if num_tokens == 0:
         raise RequestError(

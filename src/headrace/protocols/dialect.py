@@ -60,6 +60,7 @@ class Dialect(Protocol):
     REQUIRED: str  # the one that must be there
     IN_PROMPTS: frozenset[str]  # those that become prompts, and may be large
     KEYS: tuple[str, ...]  # that every whole answer has
+    ERROR: Mapping[str, Any]  # the JSON Schema of error_body
 
     def read(self, body: dict[str, Any]) -> dict[str, Any]:
         """The given fields, checked as far as they need no model; RequestError names the fault."""

@@ -3,10 +3,10 @@
 What a choice looks like in them is the route's own: its Shape.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from headrace.core.errors import RequestError
+from headrace.core.errors import KINDS, RequestError
 from headrace.core.pieces import CONTENT, REASONING, TOOL, ChannelPiece
 from headrace.protocols.dialect import data, encode
 from headrace.streams.events import (
@@ -28,6 +28,23 @@ from headrace.streams.tally import Tally
 
 DONE = b"data: [DONE]\n\n"
 KEYS: tuple[str, ...] = ("id", "object", "created", "model", "choices", "usage", "timings")
+ERROR: Mapping[str, Any] = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"enum": sorted({kind.type for kind in KINDS.values()})},
+                "param": {"type": ["string", "null"]},
+                "code": {"enum": sorted(KINDS)},
+            },
+        }
+    },
+}
+"""The JSON Schema of every error body."""
 
 Choice = dict[str, Any]
 """One entry of `choices`, its keys in the order of the wire."""

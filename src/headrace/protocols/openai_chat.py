@@ -47,6 +47,7 @@ IN_PROMPTS = frozenset(TEMPLATE) - {"tool_choice"}
 _NOT_REPLACEABLE = ("messages", "tools", "add_generation_prompt")
 
 KEYS = openai.KEYS
+ERROR = openai.ERROR
 error_body = openai.error_body
 
 

@@ -85,6 +85,7 @@ TABLE: Mapping[str, Kind] = {
 }
 
 KEYS = openai.KEYS
+ERROR = openai.ERROR
 error_body = openai.error_body
 
 

@@ -150,7 +150,7 @@ class CheckedBody(msgspec.Struct, frozen=True):
 
 def pack(dialect: Dialect, fields: dict[str, Any]) -> CheckedBody:
     prompts = dialect.to_prompts(fields)
-    largest_id, largest_path = _largest(prompts, fields)
+    largest_id, largest_path = _largest(prompts, dialect.REQUIRED, fields)
     return CheckedBody(
         {name: value for name, value in fields.items() if name not in dialect.IN_PROMPTS},
         tuple(_stub(prompt) for prompt in prompts),
@@ -167,12 +167,14 @@ def to_request(dialect: Dialect, checked: CheckedBody, model: ServedModel) -> Re
     return dialect.to_request(checked.fields, checked.stubs, model)
 
 
-def _largest(prompts: tuple[Prompt, ...], fields: dict[str, Any]) -> tuple[int, str]:
+def _largest(prompts: tuple[Prompt, ...], name: str, fields: dict[str, Any]) -> tuple[int, str]:
+    """Of all ids in the prompts, and its path within the field of that name."""
+    is_list = getattr(fields[name], "is_list", len(prompts) > 1)
     largest_id, path = -1, ""
     for i, prompt in enumerate(prompts):
         if isinstance(prompt, Ids) and max(prompt.token_ids) > largest_id:
             largest_id = max(prompt.token_ids)
-            list_path = f"prompt[{i}]" if fields["prompt"].is_list else "prompt"
+            list_path = f"{name}[{i}]" if is_list else name
             path = f"{list_path}[{prompt.token_ids.index(largest_id)}]"
     return largest_id, path
 

@@ -1,0 +1,28 @@
+import asyncio
+from typing import Any
+
+import msgspec
+import pytest
+
+from headrace.core.errors import RequestError
+from headrace.core.request import Chat, Prompt, Request, Text
+from headrace.core.sampling import Sampling
+from headrace.generation.served import admit
+from tests.gateway.builders import FakeModel
+
+
+class NoTokens:
+    """Workers by whom every prompt comes out empty."""
+
+    async def do(self, *job: Any) -> bytes:
+        return msgspec.msgpack.encode([b""])
+
+
+@pytest.mark.parametrize(("prompt", "param"), [(Chat(()), "messages"), (Text(""), "prompt")])
+def test_an_empty_prompt_is_named_by_its_kind_whatever_the_route(
+    prompt: Prompt, param: str
+) -> None:
+    request = Request("/v1/toy", "mini", (prompt,), Sampling())
+    with pytest.raises(RequestError) as refused:
+        asyncio.run(admit(NoTokens(), FakeModel(), request, b""))  # type: ignore[arg-type]
+    assert (refused.value.code, refused.value.param) == ("empty_prompt", param)

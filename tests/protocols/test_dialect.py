@@ -1,0 +1,50 @@
+"""What the rooms around a dialect must not take for granted: that it looks like OpenAI's."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from headrace.core.errors import RequestError
+from headrace.core.request import Ids, Prompt
+from headrace.gateway import openapi
+from headrace.protocols import openai_chat
+from headrace.protocols.common_fields import COMMON, TokenIds
+from tests.gateway.builders import parsed
+
+OWN_ERROR = {"type": "object", "required": ["oops"]}
+
+
+class Toy(SimpleNamespace):
+    """As much of a dialect as is looked at before a request is made."""
+
+    SUMMARY, REQUIRED, KEYS, ERROR = "Toy", "text", ("text",), OWN_ERROR
+    TABLE = {"text": TokenIds(), **COMMON}
+    IN_PROMPTS = frozenset({"text"})
+
+    def read(self, body: dict[str, Any]) -> dict[str, Any]:
+        return {"text": tuple(body["text"])}
+
+    def to_prompts(self, fields: dict[str, Any]) -> tuple[Prompt, ...]:
+        return (Ids(fields["text"]),)
+
+
+def test_a_wrong_id_is_named_by_the_field_it_stands_in() -> None:
+    with pytest.raises(RequestError) as refused:
+        parsed(Toy(), {"text": [1, 256, 2]})  # type: ignore[arg-type]
+    assert refused.value.param == "text[1]"
+
+
+def test_the_document_shows_the_errors_of_each_dialect(monkeypatch: pytest.MonkeyPatch) -> None:
+    operations = dict(openapi.OPERATIONS)
+    operations["post", "/v1/toy"] = openapi.generates(Toy())  # type: ignore[arg-type]
+    monkeypatch.setattr(openapi, "OPERATIONS", operations)
+    responses = openapi.document()["paths"]["/v1/toy"]["post"]["responses"]
+    shown = {r["content"]["application/json"]["schema"]["required"][0] for r in responses.values()}
+    assert shown == {"oops", "text"}
+
+
+def test_a_field_that_a_dialect_takes_is_not_shown_as_unsupported() -> None:
+    operation = openapi.document()["paths"][openai_chat.ROUTE]["post"]
+    body = operation["requestBody"]["content"]["application/json"]["schema"]["properties"]
+    assert "description" not in body["tools"] and body["grammar"]["description"] == "Not supported"
