@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from headrace.checkpoints.spec import read_spec
+from headrace.models.registry import FAMILIES
 from headrace.runner.footprint import Footprint, footprint
 from headrace.runner.lanes.native_text import NativeText
 from tests.builders import make_tiny_model
 
 CPU = torch.device("cpu")
-FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 
 def expected(folder: Path, dtype: torch.dtype, to_int8: bool = False) -> Footprint:
