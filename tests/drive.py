@@ -11,7 +11,7 @@ from headrace.checkpoints.spec import read_spec
 from headrace.checkpoints.weights import load_weights
 from headrace.core.config import ModelConfig, SchedulerConfig
 from headrace.core.ids import SequenceId, SlotId
-from headrace.core.plan import NO_SLOT, Begin, Chunk, Drawn, StepPlan
+from headrace.core.plan import Begin, Chunk, Drawn, StepPlan
 from headrace.core.sampling import Sampling
 from headrace.models.registry import family
 from headrace.runner.attention import NaiveAttention
@@ -66,10 +66,8 @@ class Drive:
         draws = (SequenceId(number),) if is_last else ()
         first = number * self._blocks_each
         blocks = array("i", range(first, first + self._blocks_each))
-        has_slots = self.runner.lane.id == "generic-text"
-        slot = SlotId(number) if has_slots else NO_SLOT
         num_rows = int(is_last) if rows is None else min(rows, length)
-        return Chunk(SequenceId(number), start, length, num_rows, draws, blocks, slot)
+        return Chunk(SequenceId(number), start, length, num_rows, draws, blocks, SlotId(number))
 
     def prefill(self, number: int, chunk: int = 1 << 20, start: int = 0) -> None:
         end = len(self.tokens[number])
