@@ -296,14 +296,26 @@ def test_an_unmeasured_prompt_is_taken_to_run_at_500_tokens_a_second():
 def test_defaults_follow_the_device():
     config = SchedulerConfig()
     cpu, cuda = (resolve(config, BLOCKS, device, 8, 4096) for device in ("cpu", "cuda"))
-    assert (cpu.max_step_tokens, cpu.max_stall_s, cpu.max_step_s) == (512, 0.1, 1.0)
+    assert (cpu.max_step_tokens, cpu.max_stall_s, cpu.max_step_s) == (512, 0.2, 1.0)
+    assert cpu.prompt_share == 2.0
     assert (cuda.max_step_tokens, cuda.max_stall_s) == (2048, 0.05)
+
+
+def test_prompts_starve_while_an_explicit_target_leaves_them_a_small_share():
+    for share, expected in ((0.25, 3.0), (2.0, 0.0)):
+        budget = TimeBudget(make_limits(max_stall_s=0.1, prompt_share=share))
+        for _ in range(3):
+            budget.took(StepShape(1, 100, 9, 900, 5), 1.0, 1.0, True, "decode")
+        assert budget.starved_s == expected
+        budget.took(StepShape(1, 100, 9, 900, 5), 0.05, 0.05, True, "")
+        assert budget.starved_s == 0.0
 
 
 def test_a_target_can_be_set_and_turned_off():
     config = SchedulerConfig(max_stall_ms=250.0, max_step_ms="off", max_step_tokens=64)
     limits = resolve(config, BLOCKS, "cpu", 8, 4096)
     assert (limits.max_step_tokens, limits.max_stall_s, limits.max_step_s) == (64, 0.25, None)
+    assert limits.prompt_share == 0.25
     off = SchedulerConfig(max_stall_ms="off")
     assert resolve(off, BLOCKS, "cpu", 8, 4096).max_stall_s is None
 

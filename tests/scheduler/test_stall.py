@@ -8,13 +8,15 @@ from tests.scheduler.builders import Engine, make_scheduler, make_submit
 
 # at 60 ms one token of the prompt still fits beside four streams, wherever in the prompt it is
 MACHINE = Coefficients(c_decode=0.020, c_prompt=0.020, g=5e-6, b=1.9e-3, a=4.5e-7)
+DEFAULT = {"max_stall_s": 0.2, "prompt_share": 2.0, "max_step_s": 1.0}
 
 
 class Machine:
     """Steps take the time that a laptop would, with a few percent of noise."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, costs: Coefficients = MACHINE) -> None:
         self.engine = engine
+        self._costs = costs
         self.gaps: list[float] = []
         self._rng = Random(1)
 
@@ -27,15 +29,15 @@ class Machine:
         shape = StepShape()
         for chunk in plan.chunks:
             shape.add(chunk.start, chunk.length, chunk.length > 1, forward_per_chunk=False)
-        seconds = MACHINE.seconds(shape, with_prompt=True) * self._rng.uniform(0.97, 1.03)
+        seconds = self._costs.seconds(shape, with_prompt=True) * self._rng.uniform(0.97, 1.03)
         self.gaps.append(seconds)
         engine.commit(plan, seconds)
         return plan
 
 
-def worst_gap(**fields: object) -> tuple[float, float]:
+def worst_gap(costs: Coefficients = MACHINE, **fields: object) -> tuple[float, float]:
     """Four streams decode while 2,048 tokens arrive: longest step, seconds to their first token."""
-    machine = Machine(Engine(make_scheduler(4000, **fields)))
+    machine = Machine(Engine(make_scheduler(4000, **fields)), costs)
     for number, length in enumerate([20, 40, 80, 160] * 4):
         machine.engine.add(make_submit(number, length, max_tokens=2, arrival=0.0))
     while machine.step() is not None:
@@ -68,6 +70,17 @@ def test_without_a_target_the_prompt_stalls_them_by_the_cap():
 def test_a_tighter_target_costs_the_prompt_time():
     waits = [worst_gap(max_stall_s=target, max_step_s=1.0)[1] for target in (0.06, 0.1, 0.2)]
     assert waits == sorted(waits, reverse=True)
+
+
+def test_by_default_a_prompt_waits_at_most_twice_as_long_as_without_a_target():
+    for slowness in (0.2, 1, 2, 4):
+        costs = MACHINE.scaled(slowness)
+        gap, wait = worst_gap(costs, **DEFAULT)
+        _, unbounded = worst_gap(costs, max_step_s=None)
+        assert wait <= 2 * unbounded
+        four = StepShape(num_forwards=1, num_context=4 * 400, num_new=4, num_pairs=4 * 800)
+        alone = costs.seconds(four, with_prompt=True)
+        assert gap <= max(0.2, 3 * alone) * 1.1
 
 
 def test_no_stall_goes_uncounted():

@@ -192,9 +192,11 @@ class _Serving:
 
 
 def _ready_line(url: str, name: str, ready: Ready) -> str:
+    target = "off" if ready.max_stall_s is None else f"{1000 * ready.max_stall_s:g} ms"
+    seqs = f"{ready.max_num_seqs} stream{'s' * (ready.max_num_seqs > 1)} at once"
     return (
         f"Headrace is ready at {url}: {name}, lane {ready.lane}, {ready.device} {ready.dtype}, "
-        f"context {ready.max_model_len}, {ready.max_num_seqs} streams at once"
+        f"context {ready.max_model_len}, {seqs}, stall target {target}"
     )
 
 

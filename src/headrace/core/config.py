@@ -27,7 +27,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         Milliseconds | None,
         Meta(
             description="Time between two tokens of a stream that prompts of others may cause, "
-            "or off; 100 on a CPU, 50 on CUDA"
+            "or off; if not given 200 on a CPU and 50 on CUDA, or three times what the streams "
+            "alone take if that is more"
         ),
     ] = None
     max_step_ms: Annotated[
@@ -35,14 +36,12 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         Meta(description="Time of one step while no stream is being generated, or off"),
     ] = 1000.0
     prompt_share: Annotated[
-        float,
+        Annotated[float, Meta(gt=0, le=100)] | None,
         Meta(
-            gt=0,
-            le=100,
             description="Time that prompts get in any case, as a share of what the running "
-            "streams alone take",
+            "streams alone take; 0.25 with --max-stall-ms, 2 without"
         ),
-    ] = 0.25
+    ] = None
     patience: Annotated[
         float,
         Meta(

@@ -31,6 +31,7 @@ MAX_UNSENT = 8
 
 _IDLE_POLL_S = 0.02
 _STATUS_INTERVAL_S = 0.25
+_STARVED_S, _STARVING_INTERVAL_S = 10.0, 300.0
 
 
 class Launched(Protocol):
@@ -85,7 +86,7 @@ class Engine:
         self._outbox = outbox
         self._clock: Clock = time.monotonic
         self._last_status: Status | None = None
-        self._status_due = 0.0
+        self._status_due = self._starving_due = 0.0
         self._was_held = False
         self._untraced_steps: deque[StepTrace] = deque(maxlen=NUM_TRACED_STEPS)
 
@@ -124,6 +125,16 @@ class Engine:
             self._scheduler.commit(plan, result, self._clock())
             if self._scheduler.last_step is not None:
                 self._untraced_steps.append(self._scheduler.last_step)
+            self._tell_of_starved_prompts()
+
+    def _tell_of_starved_prompts(self) -> None:
+        now = self._clock()
+        if self._scheduler.starved_s > _STARVED_S and now >= self._starving_due:
+            self._starving_due = now + _STARVING_INTERVAL_S
+            logger.warning(
+                "The running streams alone take the whole stall target, so prompts hardly move. "
+                "Raise --max-stall-ms, or leave it out."
+            )
 
     def _is_held_back(self) -> bool:
         """Whether a slow gateway keeps the next step from being launched."""

@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from headrace import __version__
 from headrace.core.errors import RequestError
-from headrace.core.messages import Status, StepTrace
+from headrace.core.messages import Ready, Status, StepTrace
 from headrace.gateway.answers import answer, refuse
 from headrace.gateway.auth import Auth
 from headrace.gateway.delivery import while_connected
@@ -126,7 +126,12 @@ def _props(model: ServedModel) -> dict[str, Any]:
         "lane": ready.lane if ready else None,
         "device": ready.device if ready else None,
         "dtype": ready.dtype if ready else None,
+        "max_stall_ms": _stall_target_ms(ready),
     }
+
+
+def _stall_target_ms(ready: Ready | None) -> float | None:
+    return round(1000 * ready.max_stall_s, 3) if ready and ready.max_stall_s is not None else None
 
 
 class ManageRoutes:
@@ -227,7 +232,6 @@ def _engine(generation: Generation, model: ServedModel) -> Snapshot:
     }
     if ready is None:
         return shown
-    target = ready.max_stall_s
     return shown | {
         "lane": ready.lane,
         "device": ready.device,
@@ -236,7 +240,7 @@ def _engine(generation: Generation, model: ServedModel) -> Snapshot:
         "max_model_len": ready.max_model_len,
         "max_num_seqs": ready.max_num_seqs,
         "max_step_tokens": ready.max_step_tokens,
-        "stall_target_ms": None if target is None else round(1000 * target, 3),
+        "stall_target_ms": _stall_target_ms(ready),
     }
 
 

@@ -12,7 +12,10 @@ from headrace.core.layout import MemoryLayout
 from headrace.scheduler.cost import CostModel, StepShape
 
 MAX_STEP_TOKENS = {"cpu": 512, "cuda": 2048}
-MAX_STALL_MS = {"cpu": 100.0, "cuda": 50.0}
+MAX_STALL_MS = {"cpu": 200.0, "cuda": 50.0}
+# Nobody asked for the default target, so it gives way where it would starve prompts: a cold one
+# should wait at most about twice as long for its first token as without a target.
+DEFAULT_SHARE, ASKED_SHARE = 2.0, 0.25
 
 COLD_TOKENS = 64  # prompt tokens of the first step, while nothing is measured
 NUM_OVERHEADS = 64
@@ -51,13 +54,14 @@ def resolve(
 ) -> Limits:
     """Fill in what the configuration leaves open; `device` is cpu or cuda."""
     stall_ms = config.max_stall_ms or MAX_STALL_MS[device]
+    default_share = ASKED_SHARE if config.max_stall_ms else DEFAULT_SHARE
     return Limits(
         max_num_seqs=max_num_seqs,
         max_step_tokens=config.max_step_tokens or MAX_STEP_TOKENS[device],
         max_model_len=max_model_len,
         max_stall_s=None if stall_ms == "off" else stall_ms / 1000,
         max_step_s=None if config.max_step_ms == "off" else config.max_step_ms / 1000,
-        prompt_share=config.prompt_share,
+        prompt_share=config.prompt_share or default_share,
         forward_per_chunk=not layout.num_blocks,  # dense caches run one by one
     )
 
@@ -144,6 +148,7 @@ class TimeBudget:
         self.model = CostModel()
         self.missed: Counter[str] = Counter()  # steps that missed the stall target, by cause
         self.kept = 0.0  # seconds saved for a chunk that fits no single step
+        self.starved_s = 0.0  # how long prompts have had no more than a small share
         self.forwards = int(limits.forward_per_chunk)  # that each further chunk adds to a step
         self._is_excused = False  # whether a late next step is counted already
         self._limits = limits
@@ -248,6 +253,8 @@ class TimeBudget:
         self._is_excused = False
         if shape.num_prompt_tokens:
             self._prompt_steps.append((shape.num_prompt_tokens, elapsed))
+            is_starved = cause in ("decode", "token") and self._limits.prompt_share < 1
+            self.starved_s = self.starved_s + elapsed if is_starved else 0.0
         self.learn(shape, seconds, is_awaited)
 
     def learn(self, shape: StepShape, seconds: float, is_awaited: bool = False) -> None:

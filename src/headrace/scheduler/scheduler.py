@@ -69,6 +69,11 @@ class Scheduler:
         return self._budget.missed
 
     @property
+    def starved_s(self) -> float:
+        """Seconds for which the stall target has left prompts no more than their small share."""
+        return self._budget.starved_s
+
+    @property
     def predicted_s(self) -> float:
         """Seconds that the step launched last should take; 0 while unmeasured."""
         return self._in_flight.predicted_s
