@@ -60,3 +60,22 @@ def test_props_and_models_agree(server: ServerProcess) -> None:
 def test_the_document_is_served(server: ServerProcess) -> None:
     document = httpx.get(f"{server.url}/openapi.json").json()
     assert "/v1/chat/completions" in document["paths"]
+
+
+def test_metrics_count_the_usage_that_clients_were_told(server: ServerProcess) -> None:
+    def counted() -> dict[str, float]:
+        text = httpx.get(f"{server.url}/metrics", timeout=60).text
+        lines = [line.rpartition(" ") for line in text.splitlines() if not line.startswith("#")]
+        return {name: float(value) for name, _, value in lines}
+
+    before, told = counted(), 0
+    for _ in range(3):
+        body = {"prompt": "one two", "max_tokens": 7, "ignore_eos": True}
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+        told += answer.json()["usage"]["completion_tokens"]
+    after = counted()
+    name = "headrace_generated_tokens_total"
+    assert after[name] - before[name] >= told == 21
+    name = 'headrace_requests_total{outcome="finished",route="/v1/completions"}'
+    assert after[name] - before.get(name, 0) >= 3
+    assert after["headrace_engine_up"] == 1

@@ -20,6 +20,7 @@ from headrace.core.messages import Ready, Status, StepTrace
 from headrace.core.pieces import ChannelPiece
 from headrace.core.request import Chat, Prompt, Request, ResponseOptions, Text
 from headrace.core.sampling import Sampling
+from headrace.generation.metrics import Metrics
 from headrace.generation.readers import ReaderPause
 from headrace.generation.registry import FinishedStream
 from headrace.generation.served import Models
@@ -157,6 +158,9 @@ class FakeStream:
 class NoStreams:
     """A registry in which nothing is ever found."""
 
+    def __len__(self) -> int:
+        return 0
+
     async def find(self, owner: str, by: object) -> None:
         return None
 
@@ -196,6 +200,7 @@ class FakeGeneration:
         self.state, self.last_words = "ok", ""
         self.is_engine_up, self.num_engine_starts, self.engine_pid = True, 1, 4711
         self.status: Status | None = None
+        self.metrics = Metrics()
         self.steps: list[StepTrace] = []
         self.script = script
         self.refusal: RequestError | None = None

@@ -33,6 +33,7 @@ def create_app(generation: Generation, config: ServerConfig) -> Starlette:
         "/v1/models": states.models,
         "/v1/models/{id:path}": states.model,
         "/props": states.props,
+        "/metrics": states.metrics,
         "/v1/streams/{id}": native.state,
         "/v1/streams/{id}/events": native.events,
         "/v1/stream": by_byte.read,

@@ -93,6 +93,7 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         "One served name", ("id", "object", "max_model_len", "meta"), errors=(404,)
     ),
     ("get", "/props"): Operation("The model's settings", ("default_generation_settings",)),
+    ("get", "/metrics"): Operation("Figures for Prometheus", media=("text/plain",)),
     ("get", "/openapi.json"): Operation("This document", ("openapi", "paths")),
     ("get", "/manage/state"): Operation("How the server is doing", ("state", "engine", "steps")),
     ("get", "/manage/stream"): Operation("The same, again after each change", media=(_EVENTS,)),

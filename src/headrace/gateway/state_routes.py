@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -17,6 +18,7 @@ from headrace.gateway.auth import Auth
 from headrace.gateway.delivery import while_connected
 from headrace.gateway.openapi import document
 from headrace.generation.generation import Generation
+from headrace.generation.metrics import kind_of
 from headrace.generation.served import ServedModel
 from headrace.protocols.dialect import encode
 
@@ -55,6 +57,11 @@ class StateRoutes:
 
     async def openapi(self, request: Request) -> ASGIApp:
         return answer(document())
+
+    async def metrics(self, request: Request) -> ASGIApp:
+        generation = self._generation
+        text = generation.metrics.text(generation.state, len(generation.streams))
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     async def props(self, request: Request) -> ASGIApp:
         return answer(_props(self._generation.models.get(None)))
@@ -257,9 +264,8 @@ def _memory(model: ServedModel, status: Status | None) -> Snapshot:
 
 
 def _step(step: StepTrace) -> Snapshot:
-    kind = "decode" if not step.num_prompt_tokens else "mixed" if step.num_decoding else "prompt"
     return {
-        "kind": kind,
+        "kind": kind_of(step),
         "decoding": step.num_decoding,
         "prompt_tokens": step.num_prompt_tokens,
         "predicted_ms": round(1000 * step.predicted, 2),

@@ -55,7 +55,7 @@ class EventBuilder:
         self._queue = QueueProgress()
         self._beats: list[Beat] = []
         self._num_recoveries = 0
-        self._tally = Tally()
+        self.tally = Tally()
         self._next_seq = 0
         # one step speaks of few choices: only those it spoke of are looked at
         self.num_live = len(self._choices)
@@ -178,7 +178,7 @@ class EventBuilder:
             return to_event(cut, seq, at_ms)
         ends = tuple(choice.end for choice in self._choices if choice.end)
         return events.Finish(
-            seq=seq, at_ms=at_ms, ends=ends, usage=self._tally.usage, timings=self._tally.timings
+            seq=seq, at_ms=at_ms, ends=ends, usage=self.tally.usage, timings=self.tally.timings
         )
 
     def replay(self, logged: Sequence[AnyEvent]) -> RequestError | None:
@@ -230,7 +230,7 @@ class EventBuilder:
             made.append(event)
 
     def _count(self, event: AnyEvent) -> None:
-        self._tally.feed(event)
+        self.tally.feed(event)
         self._next_seq, self.last_ms = event.seq + 1, event.at_ms
 
 

@@ -17,6 +17,7 @@ from headrace.core.request import Request
 from headrace.engine.client import EngineClient, EngineDown, EngineUp
 from headrace.generation.event_builder import EventBuilder, InQueue, to_event
 from headrace.generation.forecast import Forecast, TokensAsked
+from headrace.generation.metrics import Metrics
 from headrace.generation.registry import Found, Registry
 from headrace.generation.served import Models, ServedModel, admit, check_can_go_on
 from headrace.generation.stream import Item, LiveStream, Sequences
@@ -57,6 +58,7 @@ class Generation:
         self.status: Status | None = None  # the engine's latest numbers
         self.steps: deque[StepTrace] = deque(maxlen=NUM_TRACED_STEPS)  # and its last steps
         self.num_engine_starts = 0
+        self.metrics = Metrics()
         self.last_words = ""  # why the engine was given up
         self.died = asyncio.Event()  # set once it was
         self._config = config.streams
@@ -179,6 +181,7 @@ class Generation:
                 break
             await self._store.writable.wait()
         for stored in unfinished:
+            self.metrics.recovered()
             await self._resume(stored)
 
     async def _sweep(self) -> None:
@@ -274,6 +277,9 @@ class Generation:
             if stream.log.next_seq == 0:
                 await stream.accept()
             await stream.run()
+            outcome = stream.cut.code if stream.cut else "finished"
+            route = stream.record.request.route
+            self.metrics.ended(route, outcome, stream.tally, stream.age_s)
         except StoreStalled:
             # what the store does not have never happened; once it can write, go on from there
             await self._store.writable.wait()
@@ -299,6 +305,7 @@ class Generation:
         self._model.ready = news.ready
         self._up = news
         self.num_engine_starts += 1
+        self.metrics.engine_is_up(news.ready)
         self.steps.clear()
         self._was_up.set()
         if self.state != "draining":
@@ -316,6 +323,7 @@ class Generation:
 
     def _engine_is_down(self, news: EngineDown) -> None:
         self._up = self.status = None
+        self.metrics.engine_is_down()
         self._forecast.forget_running()
         if news.given_up:
             self.state, self.last_words = "dead", news.message
@@ -331,6 +339,7 @@ class Generation:
     def _show_queue(self, status: Status) -> None:
         """Tells every waiting stream its place."""
         self.status = status
+        self.metrics.look(status, self._model.ready)
         self.steps.extend(status.steps)
         self._forecast.look(status, time.monotonic())
         if self._up is None:

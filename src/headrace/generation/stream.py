@@ -28,6 +28,7 @@ from headrace.streams.events import AnyEvent
 from headrace.streams.log import Log
 from headrace.streams.record import Record
 from headrace.streams.store import StoreStalled
+from headrace.streams.tally import Tally
 
 logger = logging.getLogger(__name__)
 
@@ -143,6 +144,16 @@ class LiveStream:
     def num_tokens(self) -> int:
         """Prompt and answer so far of the longest choice that has not ended."""
         return self._builder.num_tokens
+
+    @property
+    def tally(self) -> Tally:
+        """Its figures so far."""
+        return self._builder.tally
+
+    @property
+    def age_s(self) -> float:
+        """Since its admission."""
+        return self._at_ms() / 1000
 
     @property
     def state(self) -> str:

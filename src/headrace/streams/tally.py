@@ -35,6 +35,11 @@ class Tally:
             self._num_prompt = event.prompt_tokens
 
     @property
+    def first_token_ms(self) -> int | None:
+        """From admission to the first token; None while there is none."""
+        return self._answered_at
+
+    @property
     def usage(self) -> Usage:
         return Usage(self._num_prompt, self._num_predicted, self._num_cached, self._num_reasoning)
 
