@@ -75,7 +75,7 @@ class LLM:
 
         Of several prompts at once each is answered as if it were alone.
         """
-        checked = _check(openai_completions, {**fields, "prompt": prompt})
+        checked = self._host.check(openai_completions, {**fields, "prompt": prompt})
         asked: PromptList = checked["prompt"]
         calls = [
             self._call(openai_completions, {**checked, "prompt": PromptList((one,), False)})
@@ -86,7 +86,7 @@ class LLM:
 
     def chat(self, messages: Messages | str, **fields: Any) -> Answer:
         """Answers the last message; a string is the only one."""
-        checked = _check(openai_chat, {**fields, **asked_for(messages, None)})
+        checked = self._host.check(openai_chat, {**fields, **asked_for(messages, None)})
         call = self._call(openai_chat, checked)
         return self._host.call(self._host.answers([call]))[0]
 
@@ -102,7 +102,7 @@ class LLM:
         Leaving the loop ends the work on it.
         """
         dialect = openai_chat if prompt is None else openai_completions
-        checked = _check(dialect, {**fields, **asked_for(messages, prompt)})
+        checked = self._host.check(dialect, {**fields, **asked_for(messages, prompt)})
         return self._host.pieces(self._call(dialect, checked))
 
     def close(self) -> None:
@@ -142,6 +142,7 @@ class _Host:
     def __init__(self, config: ServerConfig, on_progress: OnProgress | None) -> None:
         self.generation: Generation
         self.ready: Ready
+        self._jobs: Jobs
         self._loop: asyncio.AbstractEventLoop
         self._closing: asyncio.Event
         self._has_started: concurrent.futures.Future[None] = concurrent.futures.Future()
@@ -154,6 +155,17 @@ class _Host:
         self._has_started.result()
 
     # from any thread
+
+    def check(self, dialect: Dialect, fields: dict[str, Any]) -> dict[str, Any]:
+        """The fields as the routes check them; RequestError for one that they do not know."""
+        known = known_fields(dialect.TABLE)
+        for name in fields:
+            if name not in known:
+                message = f"There is no field {name}{config_sources.nearest(name, known)}"
+                raise RequestError("unsupported_parameter", message, name)
+        checked = dialect.read(_as_json(fields))
+        self._jobs.constrain(checked)
+        return checked
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work`, done on the loop; an interrupted call ends its work."""
@@ -247,7 +259,8 @@ class _Host:
         served = await asyncio.to_thread(ServedModel, config.models[0], on_progress)
         local = msgspec.structs.replace(config.models[0], model=str(served.folder))
         engine, self.ready = await LocalEngine.start(local)
-        work = ThreadWork(Jobs(served))
+        self._jobs = Jobs(served)
+        work = ThreadWork(self._jobs)
         self.generation = Generation(_unbounded(config), served, engine, MemoryStore(), work)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.generation.run(), name="generation")
@@ -261,17 +274,6 @@ def _unbounded(config: ServerConfig) -> ServerConfig:
     """A caller waits as long as it likes, and once it leaves nobody can come back."""
     streams = msgspec.structs.replace(config.streams, max_num_queued_reqs=sys.maxsize, linger_s=0.0)
     return msgspec.structs.replace(config, streams=streams)
-
-
-def _check(dialect: Dialect, fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields as the routes check them; RequestError for one that they do not know."""
-    known = known_fields(dialect.TABLE)
-    for name in fields:
-        if name not in known:
-            message = f"There is no field {name}{config_sources.nearest(name, known)}"
-            raise RequestError("unsupported_parameter", message, name)
-    checked: dict[str, Any] = dialect.read(_as_json(fields))
-    return checked
 
 
 def _as_json(value: Any) -> Any:

@@ -7,7 +7,8 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     """Resolved parameters, equal for all choices of a request.
 
     The order of operations is: logits + bias, repetition, frequency and presence penalty, end
-    tokens masked, then argmax if greedy, else temperature, top_k, top_p, min_p and one draw.
+    tokens and what the grammar forbids masked, then argmax if greedy, else temperature, top_k,
+    top_p, min_p and one draw.
     """
 
     temperature: float = 1.0  # below GREEDY_BELOW: argmax, ties to the lowest id
@@ -26,6 +27,9 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     ignore_eos: bool = False
     num_logprobs: int | None = None  # None: none; k: the sampled token and the k likeliest
     num_prompt_logprobs: int | None = None  # the same for each prompt token but the first
+    grammar: str = ""  # what the answer must match, in llguidance's form; "": anything
+    grammar_tags: tuple[int, int] | None = None  # an answer may begin with reasoning between these
+    grammar_waits: bool = False  # the prompt has opened reasoning: the grammar begins after it
 
     @property
     def is_greedy(self) -> bool:
@@ -37,6 +41,8 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
 
     def ends_with(self, token_id: int, num_generated: int) -> bool:
         """Whether token `token_id`, the `num_generated`-th (counted from 1), ends its choice."""
+        if self.grammar and token_id in self.end_token_ids:
+            return True  # it was drawn because nothing else may follow, or because it may end
         if num_generated <= self.min_tokens:
             return False
         is_end = token_id in self.end_token_ids and not self.ignore_eos

@@ -22,6 +22,7 @@ from headrace.core.messages import (
     Submit,
 )
 from headrace.core.plan import StepPlan, StepResult
+from headrace.engine.grammars import Compiled, Grammars, failures
 from headrace.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ class Note(Protocol):
     def clear(self) -> None: ...
 
 
-Inbox = queue.SimpleQueue[AnyMessage]
+Inbox = queue.SimpleQueue[AnyMessage | Compiled]
 Clock = Callable[[], float]
 
 
@@ -78,11 +79,19 @@ class Engine:
     """Owns the loop's order: take messages, plan, launch, wait, commit, send."""
 
     def __init__(
-        self, scheduler: Scheduler, runner: StepRunner, outbox: Outbox, note: Note | None = None
+        self,
+        scheduler: Scheduler,
+        runner: StepRunner,
+        outbox: Outbox,
+        note: Note | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._note = note or NoNote()
         self._runner = runner
+        self._grammars = grammars or Grammars(None)
+        self._cancels: list[Cancel] = []  # that came while a grammar was being compiled
+        self._num_compiling = 0
         self._outbox = outbox
         self._clock: Clock = time.monotonic
         self._last_status: Status | None = None
@@ -154,22 +163,43 @@ class Engine:
                 message = inbox.get(block=timeout != 0, timeout=timeout)
                 if isinstance(message, Shutdown):
                     return False
-                self._hand_over(message)
+                self._hand_over(message, inbox)
                 timeout = 0
         except queue.Empty:
             return True
 
-    def _hand_over(self, message: AnyMessage) -> None:
-        if isinstance(message, Submit):
+    def _hand_over(self, message: AnyMessage | Compiled, inbox: Inbox) -> None:
+        if isinstance(message, Compiled):
+            self._compiled(message)
+        elif isinstance(message, Submit) and message.sampling.grammar:
+            self._num_compiling += 1
+            self._grammars.prepare(message, inbox.put)
+        elif isinstance(message, Submit):
             self._scheduler.add(message, self._clock())
         elif isinstance(message, Cancel):
             self._scheduler.cancel(message)
+            if self._num_compiling:
+                self._cancels.append(message)
         else:
             raise TypeError(f"An engine takes no {type(message).__name__}")
+
+    def _compiled(self, compiled: Compiled) -> None:
+        self._num_compiling -= 1
+        if compiled.error:
+            ends = failures(compiled)
+            self._grammars.release(end.sequence_id for end in ends)
+            self._outbox.put(Outputs(finished=ends))
+        else:
+            self._scheduler.add(compiled.submit, self._clock())
+        for cancel in self._cancels:
+            self._scheduler.cancel(cancel)
+        if not self._num_compiling:
+            self._cancels.clear()
 
     def _send_outputs(self) -> None:
         outputs = self._scheduler.take_outputs()
         if outputs != _NOTHING:
+            self._grammars.release(end.sequence_id for end in outputs.finished)
             self._outbox.put(outputs)
         now = self._clock()
         if now >= self._status_due or not self._scheduler.has_work:

@@ -1,21 +1,41 @@
 """Turns a model's configuration into a runner and a scheduler; the one place that joins them."""
 
+import logging
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
+from headrace.checkpoints.spec import read_spec
 from headrace.core.config import ModelConfig
+from headrace.core.errors import ModelError
 from headrace.core.messages import Ready
+from headrace.engine.grammars import Grammars
 from headrace.runner.load import load_runner
 from headrace.runner.runner import Runner
 from headrace.runner.trial import timed_steps
 from headrace.scheduler.budget import resolve
 from headrace.scheduler.scheduler import Scheduler
+from headrace.text.grammar import GrammarCompiler, GrammarError
+
+logger = logging.getLogger(__name__)
 
 
-def load(config: ModelConfig) -> tuple[Runner, Scheduler, Ready]:
+class Loaded(NamedTuple):
+    """The parts of an engine, and its first message."""
+
+    runner: Runner
+    scheduler: Scheduler
+    ready: Ready
+    grammars: Grammars
+
+
+def load(config: ModelConfig) -> Loaded:
     """Loads and times the model that `config` names; ModelError if it cannot be served."""
-    runner, ready = load_runner(config, Path(config.model))
+    folder = Path(config.model)
+    runner, ready = load_runner(config, folder)
+    grammars = Grammars(_compiler(folder))
+    runner.constrain = grammars.constrain
     layout = ready.layout
     limits = resolve(
         config.scheduler, layout, ready.device, ready.max_num_seqs, ready.max_model_len
@@ -26,4 +46,14 @@ def load(config: ModelConfig) -> tuple[Runner, Scheduler, Ready]:
     scheduler = Scheduler(config.scheduler, layout, limits)
     for chunk, seconds in timed_steps(runner, layout):
         scheduler.observe((chunk,), seconds)
-    return runner, scheduler, ready
+    return Loaded(runner, scheduler, ready, grammars)
+
+
+def _compiler(folder: Path) -> GrammarCompiler | None:
+    """None if the tokenizer does not work with grammars; requests with one are then refused."""
+    spec = read_spec(folder)
+    try:
+        return GrammarCompiler.load(folder, spec.vocab_size, spec.end_token_ids)
+    except (GrammarError, ModelError) as error:
+        logger.info("No grammars for this model: %s", error)
+        return None

@@ -30,14 +30,14 @@ class LocalEngine:
         from headrace.engine.load import load
 
         client = cls()
-        runner, scheduler, ready = await asyncio.to_thread(load, config)
-        engine = Engine(scheduler, runner, client)
+        loaded = await asyncio.to_thread(load, config)
+        engine = Engine(loaded.scheduler, loaded.runner, client, grammars=loaded.grammars)
         client._thread = threading.Thread(
             target=client._run, args=(engine,), name="engine", daemon=True
         )
         client._thread.start()
-        client._news.put(EngineUp(ready))
-        return client, ready
+        client._news.put(EngineUp(loaded.ready))
+        return client, loaded.ready
 
     def submit(self, submit: Submit) -> None:
         self._inbox.put(submit)

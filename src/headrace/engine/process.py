@@ -80,12 +80,13 @@ def main() -> None:
             load,  # imports torch, which takes seconds; pings are answered
         )
 
-        runner, scheduler, ready = load(start.config)
+        loaded = load(start.config)
     except ModelError as error:
         outbox.put(LoadFailed(error.code, str(error)))
     else:
-        outbox.put(ready)
-        Engine(scheduler, runner, outbox, StepNote(int(sys.argv[2]))).run(inbox)
+        outbox.put(loaded.ready)
+        note = StepNote(int(sys.argv[2]))
+        Engine(loaded.scheduler, loaded.runner, outbox, note, loaded.grammars).run(inbox)
     outbox.close()
 
 

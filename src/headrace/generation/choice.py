@@ -146,6 +146,12 @@ def splitting_of(record: Record, prompt: int, tokenizer: Tokenizer) -> Splitting
     return make_splitting(channels, tail, tokenizer.token_id)
 
 
+def begins_in_reasoning(record: Record, prompt: int, tokenizer: Tokenizer) -> bool:
+    """Whether this prompt has opened reasoning, so that the answer goes on with it."""
+    splitter = splitting_of(record, prompt, tokenizer).splitter
+    return splitter is not None and splitter.is_reasoning
+
+
 class Echo:
     """The prompt as the beginning of an answer: its text, and its tokens' log probabilities."""
 

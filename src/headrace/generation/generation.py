@@ -15,6 +15,7 @@ from headrace.core.ids import SequenceId, StreamId
 from headrace.core.messages import NUM_TRACED_STEPS, Outputs, Ready, Status, StepTrace
 from headrace.core.request import Request
 from headrace.engine.client import EngineClient, EngineDown, EngineUp
+from headrace.generation.choice import begins_in_reasoning
 from headrace.generation.event_builder import EventBuilder, InQueue, to_event
 from headrace.generation.forecast import Forecast, TokensAsked
 from headrace.generation.metrics import Metrics
@@ -235,7 +236,7 @@ class Generation:
         names: Names,
     ) -> Record:
         sampling = msgspec.structs.replace(request.sampling, end_token_ids=model.spec.end_token_ids)
-        return Record(
+        record = Record(
             id=stream_id,
             created=int(time.time()),
             request=msgspec.structs.replace(request, sampling=sampling),
@@ -244,6 +245,12 @@ class Generation:
             names=names,
             is_durable=names.is_opted_in and self._store.is_durable,
             served=model.form,
+        )
+        if not (sampling.grammar_tags and begins_in_reasoning(record, 0, model.tokenizer)):
+            return record
+        sampling = msgspec.structs.replace(sampling, grammar_waits=True)
+        return msgspec.structs.replace(
+            record, request=msgspec.structs.replace(request, sampling=sampling)
         )
 
     def _stream(self, record: Record, builder: EventBuilder, log: Log) -> LiveStream:

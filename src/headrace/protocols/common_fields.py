@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from headrace.core.errors import RequestError
+from headrace.protocols import structure
 from headrace.protocols.fields import (
     Flag,
     Integer,
@@ -121,6 +122,7 @@ COMMON: Mapping[str, Kind] = {
     "cache_prompt": Flag(),
     "cache_salt": String(1, 128),
     "priority": Integer(-100, 100),
+    **structure.FIELDS,
 }
 
 NO_EFFECT = (
@@ -150,14 +152,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "functions": (),
     "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
-    "grammar": (),
-    "json_schema": (),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
     "return_ingestion": (False,),
     "modalities": (["text"],),
     "audio": (),

@@ -56,6 +56,7 @@ def read(body: dict[str, Any]) -> dict[str, Any]:
     fields = read_common(TABLE, REQUIRED, body)
     check_template_fields(fields)
     check_choice(fields)
+    fields["one_call"] = body.get("parallel_tool_calls") is False
     fields["text_parameters"] = text_parameters(fields.get("tools", ()))
     if fields.get("top_logprobs") and not fields.get("logprobs"):
         message = "top_logprobs needs logprobs: true; send both, or neither."

@@ -84,6 +84,7 @@ def _to_sampling(fields: dict[str, Any], model: ServedModel) -> Sampling:
             raise not_in_vocabulary(token_id, f"logit_bias.{token_id}", size)
     top_k = int(_resolve("top_k", fields, model, 0))
     seed = fields.get("seed", -1)
+    grammar, tags = fields.get("constraint", ("", None))
     return Sampling(
         temperature=_resolve("temperature", fields, model, 1.0),
         top_k=top_k if 0 < top_k < size else 0,
@@ -98,6 +99,8 @@ def _to_sampling(fields: dict[str, Any], model: ServedModel) -> Sampling:
         min_tokens=fields.get("min_tokens", 0),
         stop_token_ids=stop_ids,
         ignore_eos=fields.get("ignore_eos", False),
+        grammar=grammar,
+        grammar_tags=tuple(tags) if tags else None,
     )
 
 

@@ -14,6 +14,7 @@ import socket
 import sys
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,11 @@ from headrace.generation.work import (
     receive,
     reply,
 )
-from headrace.protocols import openai_chat
+from headrace.protocols import openai_chat, structure
 from headrace.protocols.common_fields import TokenIds, ignored
 from headrace.protocols.dialect import dialect_of, encode
 from headrace.protocols.fields import Flag, Kind, String, missing, read_fields
+from headrace.protocols.grammars import GrammarMaker
 from headrace.protocols.requests import check_token_ids, decode, pack
 
 logger = logging.getLogger(__name__)
@@ -79,9 +81,21 @@ class Jobs:
         digest = hashlib.sha256(route.encode() + b"\n" + body).digest()
         dialect = dialect_of(route)
         given = decode(body)
-        checked = pack(dialect, dialect.read(given))
+        fields = dialect.read(given)
+        self.constrain(fields)
+        checked = pack(dialect, fields)
         names = ignored(dialect.TABLE, given)
         return _encode(msgspec.structs.replace(checked, digest=digest, ignored=names))
+
+    def constrain(self, fields: dict[str, Any]) -> None:
+        """Makes one grammar of the fields that ask for a form; RequestError names a fault."""
+        wanted = structure.take(fields)
+        if wanted is not None:
+            fields["constraint"] = self.grammars.make(wanted)
+
+    @cached_property
+    def grammars(self) -> GrammarMaker:
+        return GrammarMaker(self._model)
 
     def prompts(self, packed: bytes, longest: int) -> bytes:
         """Token ids of each prompt, packed as int32; none follow one of more than `longest`."""
@@ -193,6 +207,7 @@ def _work(connection: socket.socket) -> None:
     if start is None:
         return
     jobs = Jobs(ServedModel(msgspec.msgpack.decode(start[2], type=ModelConfig)), _rendering)
+    _ = jobs.grammars  # before memory is bounded: it holds the vocabulary
     loaded = _held_bytes()
     with contextlib.suppress(OSError, ValueError):  # then time alone is bounded
         resource.setrlimit(resource.RLIMIT_DATA, (loaded + MEMORY_BYTES,) * 2)

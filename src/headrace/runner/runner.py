@@ -3,26 +3,30 @@
 import contextlib
 import time
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from headrace.core.ids import SequenceId
 from headrace.core.plan import Chunk, ChunkResult, Drawn, StepPlan, StepResult
-from headrace.core.sampling import Logprobs
+from headrace.core.sampling import Logprobs, Sampling
 from headrace.runner.lanes.lane import Lane
 from headrace.runner.sampling.logprobs import join, pack_logprobs
-from headrace.runner.sampling.sampler import SequenceState, draw
+from headrace.runner.sampling.sampler import Constraint, SequenceState, draw
 
 _ROWS_AT_ONCE = 64  # rows of prompt logits held at a time: 64 × 150,000 × 4 bytes = 38 MB
 
 
 class Runner:
-    """Runs plans in the order in which they are launched."""
+    """Runs plans in the order in which they are launched.
+
+    `constrain` gives each answer its constraint, where it has one.
+    """
 
     def __init__(self, lane: Lane) -> None:
         self.lane = lane
+        self.constrain: Callable[[Sampling], Constraint | None] = lambda sampling: None
         self._known: dict[SequenceId, SequenceState] = {}
 
     @torch.inference_mode()
@@ -32,7 +36,9 @@ class Runner:
         for sequence_id in plan.ended:
             self._known.pop(sequence_id, None)
         for begin in plan.begun:
-            self._known[begin.sequence_id] = SequenceState.from_begin(begin)
+            self._known[begin.sequence_id] = SequenceState.from_begin(
+                begin, self.constrain(begin.sampling)
+            )
         rows = torch.empty(0)
         with _memory_errors():
             self.lane.copy((), plan.restores)

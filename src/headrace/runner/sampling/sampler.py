@@ -1,15 +1,17 @@
 """From a row of logits to a token; every random number is Philox's, no state is kept.
 
-Order: logits + bias, repetition, frequency and presence penalty, end tokens masked, then argmax if
-greedy, else temperature, top_k, top_p, min_p and one draw.
+Order: logits + bias, repetition, frequency and presence penalty, end tokens and what the grammar
+forbids masked, then argmax if greedy, else temperature, top_k, top_p, min_p and one draw.
 """
 
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.core.plan import Begin, Drawn
@@ -20,6 +22,13 @@ from headrace.runner.sampling.philox import uniform
 _FIRST_HEAD = 256  # candidates that are put in order before it is known how many are needed
 
 
+class Constraint(Protocol):
+    """Where one answer stands in its grammar."""
+
+    def allowed(self, answer: "array[int]") -> NDArray[np.bool_]:
+        """Which tokens may follow these, by id; ValueError if the grammar gave up."""
+
+
 @dataclass(slots=True)
 class SequenceState:
     """Tokens known so far, the drawn ones appended, and how to draw the next."""
@@ -28,11 +37,13 @@ class SequenceState:
     num_prompt: int
     choice: int
     sampling: Sampling
+    constraint: Constraint | None = None
 
     @classmethod
-    def from_begin(cls, begin: Begin) -> "SequenceState":
+    def from_begin(cls, begin: Begin, constraint: Constraint | None = None) -> "SequenceState":
         # A copy of our own: it grows with each draw.
-        return cls(begin.token_ids[:], begin.num_prompt, begin.choice, begin.sampling)
+        token_ids = begin.token_ids[:]
+        return cls(token_ids, begin.num_prompt, begin.choice, begin.sampling, constraint)
 
     @property
     def num_generated(self) -> int:
@@ -41,12 +52,15 @@ class SequenceState:
 
 def draw(logits: Tensor, sequences: Sequence[SequenceState]) -> list[Drawn]:
     """One token for each sequence from its row of float32 logits [sequences, vocab]."""
-    adjusted = _adjusted(logits, sequences)
+    adjusted, faults = _adjusted(logits, sequences)
     best = adjusted.argmax(dim=-1)  # the first of equal ones, hence the lowest id
     peaks = adjusted.gather(1, best[:, None])[:, 0]
     is_sound = torch.isfinite(peaks.cpu()) & torch.isfinite(logits.amax(dim=-1).cpu())
     drawn = []
     for row, (known, token_id) in enumerate(zip(sequences, best.tolist(), strict=True)):
+        if row in faults:
+            drawn.append(Drawn(error=faults[row]))
+            continue
         if not is_sound[row]:
             drawn.append(Drawn(error="The model's output is not a number."))
             continue
@@ -98,21 +112,26 @@ def _logprobs(logits: Tensor, token_id: int, known: SequenceState) -> Logprobs |
     return None if count is None else pack_logprobs(logits, (token_id,), count)
 
 
-def _adjusted(logits: Tensor, sequences: Sequence[SequenceState]) -> Tensor:
-    """The same tensor if no sequence changes anything, else a copy on the host."""
+def _adjusted(logits: Tensor, sequences: Sequence[SequenceState]) -> tuple[Tensor, dict[int, str]]:
+    """The same tensor if no sequence changes anything, else a copy on the host; faults by row."""
     changing = [row for row, known in enumerate(sequences) if _changes(known)]
+    faults: dict[int, str] = {}
     if not changing:
-        return logits
+        return logits, faults
     copy = logits.to("cpu", copy=True)
     for row in changing:
-        _adjust(copy[row].numpy(), sequences[row])
-    return copy
+        try:
+            _adjust(copy[row].numpy(), sequences[row])
+        except ValueError as error:
+            faults[row] = f"The grammar allows no further token: {error}"
+    return copy, faults
 
 
 def _changes(known: SequenceState) -> bool:
     s = known.sampling
     has_penalty = s.repetition_penalty != 1 or s.frequency_penalty or s.presence_penalty
-    return bool(s.logit_bias or has_penalty or s.masks_ends(known.num_generated))
+    masks = known.constraint is not None or s.masks_ends(known.num_generated)
+    return bool(s.logit_bias or has_penalty or masks)
 
 
 def _scaled(logits: Floats, penalty: np.float32) -> Floats:
@@ -125,8 +144,15 @@ def _scaled(logits: Floats, penalty: np.float32) -> Floats:
     return np.minimum(scaled, np.finfo(np.float32).max)
 
 
+def _reasons(row: Floats, known: SequenceState) -> bool:
+    """Whether the model begins with reasoning of itself, not for want of an allowed token."""
+    tags = known.sampling.grammar_tags
+    return tags is not None and known.num_generated == 0 and int(row.argmax()) == tags[0]
+
+
 def _adjust(row: Floats, known: SequenceState) -> None:
     s = known.sampling
+    reasons = _reasons(row, known)
     for token_id, bias in s.logit_bias.items():
         row[token_id] += np.float32(bias)
     token_ids = np.array(known.token_ids, dtype=np.int64)
@@ -136,5 +162,10 @@ def _adjust(row: Floats, known: SequenceState) -> None:
     if s.frequency_penalty or s.presence_penalty:
         ids, counts = np.unique(token_ids[known.num_prompt :], return_counts=True)
         row[ids] -= (s.frequency_penalty * counts + s.presence_penalty).astype(np.float32)
-    if s.masks_ends(known.num_generated):
+    if known.constraint is not None:
+        allowed = known.constraint.allowed(known.token_ids[known.num_prompt :])
+        if reasons and s.grammar_tags:
+            allowed[s.grammar_tags[0]] = True
+        row[~allowed] = -np.inf
+    elif s.masks_ends(known.num_generated):
         row[list(s.end_token_ids)] = -np.inf
