@@ -12,13 +12,13 @@ from headrace.protocols import openai_chat
 from headrace.protocols.common_fields import COMMON, TokenIds
 from tests.gateway.builders import parsed
 
-OWN_ERROR = {"type": "object", "required": ["oops"]}
+ERRORS = SimpleNamespace(SCHEMA={"title": "ToyError"}, status=lambda status: status)
 
 
 class Toy(SimpleNamespace):
     """As much of a dialect as is looked at before a request is made."""
 
-    SUMMARY, REQUIRED, KEYS, ERROR = "Toy", "text", ("text",), OWN_ERROR
+    SUMMARY, REQUIRED, KEYS, ERRORS = "Toy", ("text",), ("text",), ERRORS
     TABLE = {"text": TokenIds(), **COMMON}
     IN_PROMPTS = frozenset({"text"})
 
@@ -40,8 +40,12 @@ def test_the_document_shows_the_errors_of_each_dialect(monkeypatch: pytest.Monke
     operations["post", "/v1/toy"] = openapi.generates(Toy())  # type: ignore[arg-type]
     monkeypatch.setattr(openapi, "OPERATIONS", operations)
     responses = openapi.document()["paths"]["/v1/toy"]["post"]["responses"]
-    shown = {r["content"]["application/json"]["schema"]["required"][0] for r in responses.values()}
-    assert shown == {"oops", "text"}
+    schemas = [
+        response["content"]["application/json"]["schema"]
+        for status, response in responses.items()
+        if status != "200"
+    ]
+    assert schemas == [{"$ref": "#/components/schemas/ToyError"}] * len(schemas) != []
 
 
 def test_a_field_that_a_dialect_takes_is_not_shown_as_unsupported() -> None:

@@ -15,11 +15,11 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace.core.errors import RequestError
-from headrace.core.request import Route
 from headrace.protocols import openai
-from headrace.protocols.dialect import DIALECTS, dialect_of, encode
+from headrace.protocols.dialect import ErrorForm, dialect_of, encode, spoken_at
 from headrace.streams.events import Error
 from headrace.streams.log import LogGone
+from headrace.streams.record import Record
 from headrace.streams.store import StoreStalled
 
 logger = logging.getLogger(__name__)
@@ -33,28 +33,37 @@ _CLOSING = ("request_too_large", "body_timeout", "server_shutdown")
 """After these nothing more is read from the connection."""
 
 _DEFAULT_PAUSE_S = 1.0
+_ID_KEY = "headrace.request_id"  # in a scope
 
 
 def answer(body: dict[str, Any]) -> Response:
     return Response(encode(body), media_type="application/json")
 
 
-def refuse(error: RequestError, path: str = "") -> Response:
+def request_id_of(scope: Scope) -> str:
+    """The id that ErrorBoundary gave the request."""
+    return str(scope.get(_ID_KEY, ""))
+
+
+def refuse(error: RequestError, path: str = "", request_id: str = "") -> Response:
     """The answer to a request that was not admitted, in the dialect of its path."""
-    kind = error.kind
+    kind, form = error.kind, _errors_at(path)
     headers = _headers(kind.status, kind.retry, error.retry_after_s)
     if kind.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     if error.code in _CLOSING:
         headers["Connection"] = "close"
-    return Response(_error_body(error, path), kind.status, headers, "application/json")
+    body = form.body(error, request_id)
+    return Response(body, form.status(kind.status), headers, "application/json")
 
 
-def cut(event: Error, route: Route, stream_id: str) -> Response:
+def cut(event: Error, record: Record, request_id: str) -> Response:
     """The answer to a request whose stream was cut before any of it was sent."""
+    form = dialect_of(record.request.route).ERRORS
     headers = _headers(event.status, event.retryable, _DEFAULT_PAUSE_S)
-    headers["X-Stream-Id"] = stream_id
-    return Response(_error_body(event, route), event.status, headers, "application/json")
+    headers["X-Stream-Id"] = record.id
+    body = form.body(event, request_id)
+    return Response(body, form.status(event.status), headers, "application/json")
 
 
 async def no_such_route(request: Request, error: Exception) -> Response:
@@ -63,17 +72,17 @@ async def no_such_route(request: Request, error: Exception) -> Response:
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "")
         refusal = RequestError("method_not_allowed", f"This route takes {allowed} only.")
-        response = refuse(refusal, request.url.path)
+        response = refuse(refusal, request.url.path, request_id_of(request.scope))
         response.headers["Allow"] = allowed
         return response
     message = "There is no such route; /openapi.json lists those there are."
-    return refuse(RequestError("route_not_found", message))
+    refusal = RequestError("route_not_found", message)
+    return refuse(refusal, request.url.path, request_id_of(request.scope))
 
 
-def _error_body(error: RequestError | Error, route: str) -> bytes:
-    if route in DIALECTS:
-        return dialect_of(route).error_body(error)
-    return openai.error_body(error)
+def _errors_at(path: str) -> ErrorForm:
+    dialect = spoken_at(path)
+    return dialect.ERRORS if dialect else openai.ERRORS
 
 
 def _headers(status: int, retry: bool, pause_s: float) -> dict[str, str]:
@@ -109,12 +118,14 @@ class ErrorBoundary:
             return
         request_id = _request_id(Headers(scope=scope))
         path, has_begun = scope["path"], False
+        names = {"X-Request-Id", _errors_at(path).REQUEST_ID}
+        scope = {**scope, _ID_KEY: request_id}
 
         async def send_with_id(message: Message) -> None:
             nonlocal has_begun
             if message["type"] == "http.response.start":
                 has_begun = True
-                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+                MutableHeaders(scope=message).update(dict.fromkeys(names, request_id))
             await send(message)
 
         try:
@@ -124,15 +135,15 @@ class ErrorBoundary:
         except RequestError as error:
             is_upload = error.code == "request_too_large"
             last_send = _once_taken(receive, send_with_id) if is_upload else send_with_id
-            await refuse(error, path)(scope, receive, last_send)
+            await refuse(error, path, request_id)(scope, receive, last_send)
         except LogGone as gone:
-            await refuse(notice_of(gone), path)(scope, receive, send_with_id)
+            await refuse(notice_of(gone), path, request_id)(scope, receive, send_with_id)
         except Exception:
             logger.exception("Request %s failed", request_id)
             if has_begun:
                 raise
             failure = RequestError("internal_error", "The server failed on this request.")
-            await refuse(failure, path)(scope, receive, send_with_id)
+            await refuse(failure, path, request_id)(scope, receive, send_with_id)
 
 
 def _once_taken(receive: Receive, send: Send) -> Send:

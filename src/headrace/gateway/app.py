@@ -44,6 +44,7 @@ def create_app(generation: Generation, config: ServerConfig) -> Starlette:
     }
     writes: dict[str, Endpoint] = {
         **dict.fromkeys(DIALECTS, generates.generate),
+        "/v1/messages/count_tokens": texts.count_tokens,
         "/tokenize": texts.tokenize,
         "/detokenize": texts.detokenize,
         "/apply-template": texts.apply_template,

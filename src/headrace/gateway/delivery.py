@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from headrace.core.config import StreamConfig
 from headrace.core.errors import RequestError
-from headrace.gateway.answers import cut, notice_of
+from headrace.gateway.answers import cut, notice_of, request_id_of
 from headrace.gateway.long_logs import slice_of_loop
 from headrace.generation.registry import Found
 from headrace.protocols.dialect import PING, WireFrames, dialect_of, encode
@@ -106,7 +106,7 @@ class AnswerBody:
         return encode(self._body.whole())
 
     def failure(self, error: RequestError | Error) -> bytes:
-        return self._dialect.error_body(error)
+        return self._dialect.ERRORS.body(error)
 
 
 class WholeAnswer:
@@ -125,16 +125,16 @@ class WholeAnswer:
                         answer.feed(event)
                 except Exception as error:
                     raise notice_of(error) from None
-                response = await self._response(answer)
+                response = await self._response(answer, request_id_of(scope))
                 await response(scope, receive, send)
                 events.sent(event)
 
         await while_connected(receive, self._stream.interruption.unless(deliver()))
 
-    async def _response(self, answer: AnswerBody) -> Response:
+    async def _response(self, answer: AnswerBody, request_id: str) -> Response:
         record = self._stream.record
         if answer.error:
-            return cut(answer.error, record.request.route, record.id)
+            return cut(answer.error, record, request_id)
         body = await answer.body()
         return Response(body, 200, {"X-Stream-Id": record.id}, "application/json")
 

@@ -119,6 +119,10 @@ class TextRoutes:
         model = self._generation.models.get(None)
         return await self._do(request, "tokenize", model.max_model_len)
 
+    async def count_tokens(self, request: Request) -> ASGIApp:
+        """How many a conversation would have on /v1/messages."""
+        return await self._do(request, "count_tokens")
+
     async def detokenize(self, request: Request) -> ASGIApp:
         return await self._do(request, "detokenize")
 

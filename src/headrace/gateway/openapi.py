@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from headrace import __version__
-from headrace.protocols import openai, worker
+from headrace.protocols import anthropic_messages, worker
 from headrace.protocols.common_fields import NO_EFFECT, UNSUPPORTED
 from headrace.protocols.dialect import DIALECTS, Dialect, dialect_of
 from headrace.protocols.fields import Kind, nullable
@@ -16,12 +16,13 @@ _DOOR_ERRORS = (401, 403)
 _BODY_ERRORS = (400, 404, 408, 413, 415)
 _ENGINE_ERRORS = (409, 429, 500, 503)
 _JSON, _EVENTS = "application/json", "text/event-stream"
+_FORMS = {route: dialect_of(route).ERRORS.SCHEMA for route in DIALECTS}
+_ERRORS = {schema["title"]: schema for schema in _FORMS.values()}
 _BYTE_ERROR = {
     "type": "object",
     "required": ["error"],
     "properties": {"error": {"type": "object", "required": ["code", "message", "type"]}},
 }
-_SCHEMAS = {"Error": openai.ERROR, "ByteError": _BYTE_ERROR}
 
 
 class Operation(NamedTuple):
@@ -36,19 +37,22 @@ class Operation(NamedTuple):
     status: int = 200
     media: tuple[str, ...] = (_JSON,)
     errors: tuple[int, ...] = ()
-    error: Mapping[str, Any] = openai.ERROR
+    error: str = "Error"
+    door_error: str = "Error"
 
 
 def generates(dialect: Dialect) -> Operation:
+    form = dialect.ERRORS
     return Operation(
         dialect.SUMMARY,
         dialect.KEYS,
         dialect.TABLE,
-        (dialect.REQUIRED,),
+        dialect.REQUIRED,
         headers=("X-Conversation-Id", "Idempotency-Key"),
         media=(_JSON, _EVENTS),
-        errors=_BODY_ERRORS + _ENGINE_ERRORS,
-        error=dialect.ERROR,
+        errors=tuple(map(form.status, _BODY_ERRORS + _ENGINE_ERRORS)),
+        error=form.SCHEMA["title"],
+        door_error=form.SCHEMA["title"],
     )
 
 
@@ -65,9 +69,9 @@ _BY_BYTE = Operation(
     query=("from", "stream_id"),
     media=(_EVENTS, _JSON),
     errors=(400, 404, 416),
-    error=_BYTE_ERROR,
+    error="ByteError",
 )
-_FORGET = Operation("Stop and forget", status=204, media=(), errors=(400,), error=_BYTE_ERROR)
+_FORGET = Operation("Stop and forget", status=204, media=(), errors=(400,), error="ByteError")
 
 
 class _Lenient(msgspec.Struct, frozen=True):
@@ -82,6 +86,7 @@ class _Lenient(msgspec.Struct, frozen=True):
         return {"description": self.description}
 
 
+_MESSAGES_ERROR: str = anthropic_messages.ERRORS.SCHEMA["title"]
 _LOOKUP: Mapping[str, Kind] = {"conversation_ids": _Lenient("Up to 1,000 strings")}
 
 OPERATIONS: Mapping[tuple[str, str], Operation] = {
@@ -98,6 +103,12 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("get", "/manage/state"): Operation("How the server is doing", ("state", "engine", "steps")),
     ("get", "/manage/stream"): Operation("The same, again after each change", media=(_EVENTS,)),
     **{("post", route): generates(dialect_of(route)) for route in DIALECTS},
+    ("post", "/v1/messages/count_tokens"): _works_on_text(
+        "How many tokens a message would have",
+        ("input_tokens",),
+        anthropic_messages.COUNTED,
+        *anthropic_messages.COUNTED_REQUIRED,
+    )._replace(error=_MESSAGES_ERROR, door_error=_MESSAGES_ERROR),
     ("post", "/tokenize"): _works_on_text(
         "Text to token ids", ("tokens", "count", "max_model_len"), worker.TOKENIZE
     ),
@@ -125,7 +136,7 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         "Which conversations have a stream",
         table=_LOOKUP,
         errors=(400, 408, 413, 415),
-        error=_BYTE_ERROR,
+        error="ByteError",
     ),
 }
 
@@ -139,7 +150,7 @@ def document() -> dict[str, Any]:
         "info": {"title": "Headrace", "version": __version__},
         "paths": paths,
         "components": {
-            "schemas": _SCHEMAS,
+            "schemas": _ERRORS | {"ByteError": _BYTE_ERROR},
             "securitySchemes": {
                 "bearer": {"type": "http", "scheme": "bearer"},
                 "header": {"type": "apiKey", "in": "header", "name": "X-Api-Key"},
@@ -196,16 +207,13 @@ def _responses(path: str, operation: Operation) -> dict[str, Any]:
     if "health" in path:  # needs no key, and says why not in the shape of its answer
         return responses | {str(status): done for status in operation.errors}
     if "{id}" in path:  # an id that no stream or model could have leads to no route
-        responses["404"] = _refused(openai.ERROR)
+        responses["404"] = _refused("Error")
     for status in (*_DOOR_ERRORS, *operation.errors):
-        is_at_door = operation.error is _BYTE_ERROR and status in _DOOR_ERRORS
-        responses[str(status)] = _refused(openai.ERROR if is_at_door else operation.error)
+        own = operation.door_error if status in _DOOR_ERRORS else operation.error
+        responses[str(status)] = _refused(own)
     return responses
 
 
-def _refused(error: Mapping[str, Any]) -> dict[str, Any]:
-    schema = error
-    for name, shared in _SCHEMAS.items():
-        if shared is error:
-            schema = {"$ref": f"#/components/schemas/{name}"}
+def _refused(error: str) -> dict[str, Any]:
+    schema = {"$ref": f"#/components/schemas/{error}"}
     return {"description": "Refused", "content": {_JSON: {"schema": schema}}}

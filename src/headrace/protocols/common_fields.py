@@ -1,7 +1,7 @@
 """The fields that chat and text completions share: names, types, ranges; knows no model."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import islice
 from typing import Any
 
@@ -184,10 +184,17 @@ def known_fields(table: Mapping[str, Kind]) -> set[str]:
     return {*table, *NO_EFFECT, *UNSUPPORTED}
 
 
-def read_common(table: Mapping[str, Kind], required: str, body: dict[str, Any]) -> dict[str, Any]:
+def check_required(names: Iterable[str], body: Mapping[str, Any]) -> None:
+    for name in names:
+        if body.get(name) is None:
+            raise missing(name)
+
+
+def read_common(
+    table: Mapping[str, Kind], required: Iterable[str], body: dict[str, Any]
+) -> dict[str, Any]:
     """The given fields of a generation route, checked as far as they need no model."""
-    if body.get(required) is None:
-        raise missing(required)
+    check_required(required, body)
     fields = read_fields(table, body)
     _refuse_unsupported(table, body)
     if fields.get("best_of", fields.get("n", 1)) != fields.get("n", 1):

@@ -21,6 +21,7 @@ from headrace.streams.record import Record
 DIALECTS: Mapping[Route, str] = {
     "/v1/chat/completions": "headrace.protocols.openai_chat",
     "/v1/completions": "headrace.protocols.openai_completions",
+    "/v1/messages": "headrace.protocols.anthropic_messages",
 }
 """Modules by the route that they answer; each is a Dialect."""
 
@@ -50,6 +51,22 @@ class ResponseBody(Protocol):
         """The answer as JSON will show it, once the last event has come; it did not fail."""
 
 
+class ErrorForm(Protocol):
+    """How a dialect says that something failed."""
+
+    SCHEMA: Mapping[str, Any]  # of a body, with a title
+    REQUEST_ID: str  # the header in which clients look for the request's id
+
+    def status(self, status: int) -> int:
+        """The HTTP status that clients know this one by."""
+
+    def body(self, error: RequestError | Error, request_id: str = "") -> bytes:
+        """As JSON: of a request, or the last event of a stream that was cut."""
+
+    def frame(self, error: RequestError | Error) -> bytes:
+        """As a server-sent event, the last of its stream."""
+
+
 class Dialect(Protocol):
     """What the module of a dialect offers."""
 
@@ -57,10 +74,10 @@ class Dialect(Protocol):
     SUMMARY: str  # for the OpenAPI document
     ID_PREFIX: str  # of its streams
     TABLE: Mapping[str, Kind]  # the fields of a body
-    REQUIRED: str  # the one that must be there
+    REQUIRED: tuple[str, ...]  # those that must be there; a prompt of ids is the first
     IN_PROMPTS: frozenset[str]  # those that become prompts, and may be large
     KEYS: tuple[str, ...]  # that every whole answer has
-    ERROR: Mapping[str, Any]  # the JSON Schema of error_body
+    ERRORS: ErrorForm
 
     def read(self, body: dict[str, Any]) -> dict[str, Any]:
         """The given fields, checked as far as they need no model; RequestError names the fault."""
@@ -77,17 +94,26 @@ class Dialect(Protocol):
 
     def response_body(self, record: Record) -> ResponseBody: ...
 
-    def error_body(self, error: RequestError | Error) -> bytes:
-        """An error as JSON: of a request, or the last event of a stream that was cut."""
-
 
 def dialect_of(route: Route) -> Dialect:
     return cast(Dialect, importlib.import_module(DIALECTS[route]))
 
 
+def spoken_at(path: str) -> Dialect | None:
+    """The dialect of a path: its own route's, or that of the route above it."""
+    while path and path not in DIALECTS:
+        path = path.rpartition("/")[0]
+    return dialect_of(path) if path else None
+
+
 def data(payload: bytes) -> bytes:
     """One server-sent event without a name."""
     return b"data: " + payload + b"\n\n"
+
+
+def named(event: str, payload: bytes) -> bytes:
+    """One server-sent event with a name."""
+    return b"event: " + event.encode() + b"\n" + data(payload)
 
 
 class WireFrames:
@@ -119,7 +145,7 @@ class WireFrames:
 
     def failure(self, error: RequestError) -> bytes:
         """The end of a body that cannot be rendered further."""
-        return data(self._dialect.error_body(error))
+        return self._dialect.ERRORS.frame(error)
 
 
 def _part(k: int, num_frames: int) -> str:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 from headrace.core.errors import KINDS, RequestError
 from headrace.core.pieces import CONTENT, REASONING, TOOL, ChannelPiece
-from headrace.protocols.dialect import data, encode
+from headrace.protocols.dialect import ErrorForm, data, encode
 from headrace.streams.events import (
     Accepted,
     AnyEvent,
@@ -87,8 +87,39 @@ def error_of(error: RequestError | Error) -> dict[str, Any]:
     return shown | {"param": error.param, "code": error.code, **error.extra}
 
 
-def error_body(error: RequestError | Error) -> bytes:
-    return encode({"error": error_of(error)})
+class OpenaiErrors:
+    """An error object under `error`, in frames too."""
+
+    REQUEST_ID = "X-Request-Id"
+    SCHEMA: Mapping[str, Any] = {
+        "title": "Error",
+        "type": "object",
+        "required": ["error"],
+        "properties": {
+            "error": {
+                "type": "object",
+                "required": ["message", "type", "param", "code"],
+                "properties": {
+                    "message": {"type": "string"},
+                    "type": {"enum": sorted({kind.type for kind in KINDS.values()})},
+                    "param": {"type": ["string", "null"]},
+                    "code": {"enum": sorted(KINDS)},
+                },
+            }
+        },
+    }
+
+    def status(self, status: int) -> int:
+        return status
+
+    def body(self, error: RequestError | Error, request_id: str = "") -> bytes:
+        return encode({"error": error_of(error)})
+
+    def frame(self, error: RequestError | Error) -> bytes:
+        return data(self.body(error))
+
+
+ERRORS: ErrorForm = OpenaiErrors()
 
 
 def _head(record: Record, kind: str) -> dict[str, Any]:
@@ -142,7 +173,7 @@ class ChunkFrames:
             case Finish():
                 return self._finish(event)
             case Error():
-                return [data(error_body(event))]
+                return [ERRORS.frame(event)]
 
     def idle(self) -> bytes:
         """A heartbeat: parses as data, adds nothing."""
@@ -155,8 +186,7 @@ class ChunkFrames:
         return [self._chunk([choice]) for choice in self._shape.opening()]
 
     def _queued(self, event: Queued) -> bytes:
-        place = {"position": event.position, "waiting": event.waiting, "eta_ms": event.eta_ms}
-        return self._chunk([self._shape.idle(0)], queue=place)
+        return self._chunk([self._shape.idle(0)], queue=queue_of(event))
 
     def _heartbeat(self, event: Heartbeat) -> bytes:
         if event.attempt is None or not self._wire.return_progress:
@@ -164,13 +194,8 @@ class ChunkFrames:
         return self._chunk([self._shape.idle(0)], recovering={"attempt": event.attempt})
 
     def _progress(self, event: Progress) -> bytes:
-        figures = {
-            "total": event.total,
-            "cache": event.cache,
-            "processed": event.processed,
-            "time_ms": event.time_ms,
-        }
-        return self._chunk([self._shape.idle(event.choice)], prompt_progress=figures)
+        idle = self._shape.idle(event.choice)
+        return self._chunk([idle], prompt_progress=progress_of(event))
 
     def _tokens(self, event: Tokens) -> list[bytes]:
         part = _part_of(event)
@@ -255,6 +280,19 @@ class ChunkBody:
                 choice["prompt_token_ids"] = self._record.prompt_ids(prompt)
             choice["token_ids"] = self._ids[index]
         return choice
+
+
+def queue_of(event: Queued) -> dict[str, Any]:
+    return {"position": event.position, "waiting": event.waiting, "eta_ms": event.eta_ms}
+
+
+def progress_of(event: Progress) -> dict[str, Any]:
+    return {
+        "total": event.total,
+        "cache": event.cache,
+        "processed": event.processed,
+        "time_ms": event.time_ms,
+    }
 
 
 def usage_of(usage: Usage) -> dict[str, Any]:

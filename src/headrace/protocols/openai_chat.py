@@ -27,7 +27,7 @@ from headrace.streams.record import Record
 ROUTE: Route = "/v1/chat/completions"
 SUMMARY = "Answer a conversation"
 ID_PREFIX = "chatcmpl-"
-REQUIRED = "messages"
+REQUIRED: tuple[str, ...] = ("messages",)
 TEMPLATE: Mapping[str, Kind] = {
     "messages": Messages(),
     "add_generation_prompt": Flag(),
@@ -47,8 +47,7 @@ IN_PROMPTS = frozenset(TEMPLATE) - {"tool_choice"}
 _NOT_REPLACEABLE = ("messages", "tools", "add_generation_prompt")
 
 KEYS = openai.KEYS
-ERROR = openai.ERROR
-error_body = openai.error_body
+ERRORS = openai.ERRORS
 
 
 def read(body: dict[str, Any]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from headrace.streams.record import Record
 ROUTE: Route = "/v1/completions"
 SUMMARY = "Continue a text"
 ID_PREFIX = "cmpl-"
-REQUIRED = "prompt"
+REQUIRED: tuple[str, ...] = ("prompt",)
 MAX_PROMPTS = 1024
 DEFAULT_MAX_TOKENS = 16
 _IDS = TokenIds(least=1)
@@ -85,8 +85,7 @@ TABLE: Mapping[str, Kind] = {
 }
 
 KEYS = openai.KEYS
-ERROR = openai.ERROR
-error_body = openai.error_body
+ERRORS = openai.ERRORS
 
 
 def read(body: dict[str, Any]) -> dict[str, Any]:

@@ -153,7 +153,7 @@ class CheckedBody(msgspec.Struct, frozen=True):
 
 def pack(dialect: Dialect, fields: dict[str, Any]) -> CheckedBody:
     prompts = dialect.to_prompts(fields)
-    largest_id, largest_path = _largest(prompts, dialect.REQUIRED, fields)
+    largest_id, largest_path = _largest(prompts, dialect.REQUIRED[0], fields)
     return CheckedBody(
         {name: value for name, value in fields.items() if name not in dialect.IN_PROMPTS},
         tuple(_stub(prompt) for prompt in prompts),

@@ -100,10 +100,10 @@ def text_parameters(tools: Iterable[dict[str, Any]]) -> dict[str, tuple[str, ...
     return found
 
 
-def call_id(stream_id: str, choice: int, call: int) -> str:
+def call_id(stream_id: str, choice: int, call: int, prefix: str = "call_") -> str:
     """The same for every reader of the log."""
     digest = hashlib.sha256(f"{stream_id}:{choice}:{call}".encode()).hexdigest()
-    return f"call_{digest[:24]}"
+    return f"{prefix}{digest[:24]}"
 
 
 def joined_calls(pieces: Iterable[ChannelPiece]) -> list[tuple[int, str, str]]:

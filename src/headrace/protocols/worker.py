@@ -33,7 +33,7 @@ from headrace.generation.work import (
     receive,
     reply,
 )
-from headrace.protocols import openai_chat, structure
+from headrace.protocols import anthropic_messages, openai_chat, structure
 from headrace.protocols.common_fields import TokenIds, ignored
 from headrace.protocols.dialect import dialect_of, encode
 from headrace.protocols.fields import Flag, Kind, String, missing, read_fields
@@ -125,6 +125,12 @@ class Jobs:
             raise RequestError("unsupported_parameter", message, "parse_special")
         token_ids = self._encode(_to_prompt(fields)).tolist()
         return encode(self._listed(token_ids, fields) | {"max_model_len": max_model_len})
+
+    def count_tokens(self, body: bytes) -> bytes:
+        fields = anthropic_messages.read_counted(decode(body))
+        Models((self._model,)).get(fields["model"])
+        (prompt,) = anthropic_messages.to_prompts(fields)
+        return encode({"input_tokens": len(self._encode(prompt))})
 
     def detokenize(self, body: bytes) -> bytes:
         fields = self._read(body, DETOKENIZE, "tokens")

@@ -1,0 +1,88 @@
+"""Errors as Anthropic's clients know them: type, status, words and the names of fields."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from headrace.core.errors import KINDS, RequestError
+from headrace.protocols.dialect import encode, named
+from headrace.streams.events import Error
+
+_TYPES: Mapping[int, str] = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    409: "conflict_error",
+    413: "request_too_large",
+    429: "overloaded_error",  # of this server no client is over a quota: it is full
+    500: "api_error",
+    503: "overloaded_error",
+}
+_OVERLOADED = 529
+_OWN_PATHS = (
+    (re.compile(r"^tools\[(\d+)\]\.function\.parameters"), r"tools[\1].input_schema"),
+    (re.compile(r"^tools\[(\d+)\]\.function\."), r"tools[\1]."),
+    (re.compile(r"^tool_choice\.function\."), "tool_choice."),
+    (re.compile(r"^response_format(\.json_schema)?"), "output_config.format"),
+    (re.compile(r"^stop\b"), "stop_sequences"),
+)
+"""What chat calls a field, and what it is called here."""
+
+
+class AnthropicErrors:
+    """An error object beside its type; param and code are ours."""
+
+    REQUEST_ID = "request-id"
+    SCHEMA: Mapping[str, Any] = {
+        "title": "MessagesError",
+        "type": "object",
+        "required": ["type", "error"],
+        "properties": {
+            "type": {"const": "error"},
+            "error": {
+                "type": "object",
+                "required": ["type", "message", "param", "code"],
+                "properties": {
+                    "type": {"enum": sorted(set(_TYPES.values()))},
+                    "message": {"type": "string"},
+                    "param": {"type": ["string", "null"]},
+                    "code": {"enum": sorted(KINDS)},
+                },
+            },
+            "request_id": {"type": "string"},
+        },
+    }
+
+    def status(self, status: int) -> int:
+        return _OVERLOADED if status == 429 else status
+
+    def body(self, error: RequestError | Error, request_id: str = "") -> bytes:
+        more = {"request_id": request_id} if request_id else {}
+        return encode({"type": "error", "error": _error_of(error)} | more)
+
+    def frame(self, error: RequestError | Error) -> bytes:
+        return named("error", self.body(error))
+
+
+def _error_of(error: RequestError | Error) -> dict[str, Any]:
+    status = error.status if isinstance(error, Error) else error.kind.status
+    shown: dict[str, Any] = {"type": _TYPES.get(status, _TYPES[400])}
+    if isinstance(error, Error):
+        return shown | {"message": error.message, "param": None, "code": error.code}
+    message, param = error.message, error.param
+    for known, own in _OWN_PATHS:
+        if param and known.search(param):
+            renamed = known.sub(own, param)
+            message, param = message.replace(param, renamed), renamed
+            break
+    if error.code == "context_length_exceeded":
+        message = _too_long(**error.extra)
+    return shown | {"message": message, "param": param, "code": error.code, **error.extra}
+
+
+def _too_long(n_prompt_tokens: int, n_ctx: int) -> str:
+    # clients know this error by these words, and shorten the conversation
+    most = min(n_ctx, n_prompt_tokens - 1)
+    return f"prompt is too long: {n_prompt_tokens} tokens > {most} maximum"

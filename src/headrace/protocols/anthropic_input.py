@@ -1,0 +1,292 @@
+"""What Anthropic's clients send, checked and written as chat's fields; knows no events."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from headrace.core.errors import RequestError
+from headrace.protocols.fields import (
+    Flag,
+    Integer,
+    Kind,
+    Object,
+    String,
+    check_count,
+    missing,
+    nullable,
+    shown,
+    wrong_type,
+    wrong_value,
+)
+from headrace.protocols.messages import MAX_MESSAGES
+from headrace.protocols.tools import MAX_TOOLS
+
+_MAX_CALLS = 128  # in one message
+_TAKEN = {
+    "system": ("text",),
+    "user": ("text", "tool_result"),
+    "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
+}
+"""Types of blocks, by role."""
+
+_BILLING = re.compile(r"x-anthropic-billing-header:[^\n]*\n?")
+"""Claude Code begins its system prompt with this line, which is another in each request: kept, it
+would make every prompt a new one to the prefix cache."""
+
+_NAME = String(1)
+_CONTENT = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}
+
+
+class SystemPrompt(msgspec.Struct, frozen=True):
+    """A string or text blocks, read as one text."""
+
+    def check(self, value: Any, path: str) -> str:
+        return "".join(_BILLING.sub("", text, 1) for text in _texts(value, path))
+
+    def schema(self) -> dict[str, Any]:
+        return _CONTENT
+
+
+class Turns(msgspec.Struct, frozen=True):
+    """The field `messages`, read as what the chat template will see."""
+
+    def check(self, value: Any, path: str) -> list[dict[str, Any]]:
+        if type(value) is not list:
+            raise wrong_type(value, path, "an array")
+        check_count(len(value), path, 1, MAX_MESSAGES)
+        written = _Written()
+        for i, item in enumerate(value):
+            written.add(item, f"{path}[{i}]")
+        return written.messages
+
+    def schema(self) -> dict[str, Any]:
+        turn = {
+            "type": "object",
+            "properties": {"role": {"enum": list(_TAKEN)}, "content": _CONTENT},
+            "required": ["role", "content"],
+        }
+        return {"type": "array", "items": turn, "minItems": 1, "maxItems": MAX_MESSAGES}
+
+
+class _Written:
+    """Messages as they are written; a turn that follows one of its own role is joined to it."""
+
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self._names: dict[str, str] = {}  # of the tools that were called, by the call's id
+
+    def add(self, turn: Any, path: str) -> None:
+        if type(turn) is not dict:
+            raise wrong_type(turn, path, "an object")
+        role = _given(turn, "role", path, String())
+        if role not in _TAKEN:
+            raise wrong_value(role, f"{path}.role", f"one of {', '.join(_TAKEN)}")
+        blocks = _blocks(turn.get("content"), f"{path}.content", role)
+        if role == "assistant":
+            self._put(self._assistant(blocks))
+            return
+        text = ""
+        for number, (block, block_path) in enumerate(blocks):
+            if block["type"] == "text":
+                text += _text(block, block_path)
+            if block["type"] == "tool_result":
+                if text:
+                    self._put({"role": role, "content": text})
+                self._put(self._result(block, block_path))
+                text = ""
+                if number == len(blocks) - 1:
+                    return
+        self._put({"role": role, "content": text})
+
+    def _put(self, message: dict[str, Any]) -> None:
+        last = self.messages[-1] if self.messages else {}
+        if last.get("role") != message["role"] or message["role"] == "tool":
+            self.messages.append(message)
+            return
+        for key in ("content", "reasoning_content"):
+            if texts := [it[key] for it in (last, message) if it.get(key)]:
+                last[key] = "\n".join(texts)
+        if "tool_calls" in message:
+            last["tool_calls"] = last.get("tool_calls", []) + message["tool_calls"]
+
+    def _assistant(self, blocks: list[tuple[dict[str, Any], str]]) -> dict[str, Any]:
+        text, thoughts, calls = "", "", []
+        for block, path in blocks:
+            match block["type"]:
+                case "text":
+                    text += _text(block, path)
+                case "thinking":
+                    thoughts += _given(block, "thinking", path, String())
+                case "tool_use":
+                    calls.append(self._call(block, path))
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if thoughts:
+            message["reasoning_content"] = thoughts  # which of them are shown, the template knows
+        if len(calls) > _MAX_CALLS:
+            check_count(len(calls), blocks[0][1].rpartition("[")[0], 0, _MAX_CALLS)
+        return message | {"tool_calls": calls} if calls else message
+
+    def _call(self, block: dict[str, Any], path: str) -> dict[str, Any]:
+        call_id, name = _given(block, "id", path, _NAME), _given(block, "name", path, _NAME)
+        self._names[call_id] = name
+        function = {"name": name, "arguments": _given(block, "input", path, Object())}
+        return {"id": call_id, "type": "function", "function": function}
+
+    def _result(self, block: dict[str, Any], path: str) -> dict[str, Any]:
+        call_id = _given(block, "tool_use_id", path, _NAME)
+        content = block.get("content")
+        text = "" if content is None else "".join(_texts(content, f"{path}.content"))
+        is_error = block.get("is_error")
+        if is_error is not None and Flag().check(is_error, f"{path}.is_error"):
+            # templates have no other place to say so
+            text = text if text.lower().startswith("error") else f"Error: {text}"
+        message = {"role": "tool", "tool_call_id": call_id, "content": text}
+        name = self._names.get(call_id)
+        return message | {"name": name} if name else message
+
+
+class ClientTools(msgspec.Struct, frozen=True):
+    """The field `tools`, as chat takes it; those that Anthropic's servers run are refused."""
+
+    def check(self, value: Any, path: str) -> list[dict[str, Any]]:
+        if type(value) is not list:
+            raise wrong_type(value, path, "an array")
+        check_count(len(value), path, 0, MAX_TOOLS)
+        return [_tool(item, f"{path}[{i}]") for i, item in enumerate(value)]
+
+    def schema(self) -> dict[str, Any]:
+        tool = {
+            "type": "object",
+            "properties": {
+                "type": {"enum": ["custom", None]},
+                "name": {"type": "string"},
+                "description": nullable(String()),
+                "input_schema": {"type": "object"},
+            },
+            "required": ["name", "input_schema"],
+        }
+        return {"type": "array", "items": tool, "maxItems": MAX_TOOLS}
+
+
+def _tool(value: Any, path: str) -> dict[str, Any]:
+    if type(value) is not dict:
+        raise wrong_type(value, path, "an object")
+    if value.get("type") not in (None, "custom"):
+        message = f"{path} is of type {shown(value['type'])}; this server takes custom tools only."
+        raise RequestError("unsupported_parameter", message, f"{path}.type")
+    function = {"name": _given(value, "name", path, _NAME)}
+    if value.get("description") is not None:
+        function["description"] = _given(value, "description", path, String())
+    function["parameters"] = _given(value, "input_schema", path, Object())
+    if value.get("strict") is not None:
+        function["strict"] = _given(value, "strict", path, Flag())
+    return {"type": "function", "function": function}
+
+
+_CHOICES: Mapping[str, str] = {"auto": "auto", "any": "required", "none": "none"}
+
+
+class ToolUseChoice(msgspec.Struct, frozen=True):
+    """auto, any, none or one tool by name, in the words of chat's tool_choice."""
+
+    def check(self, value: Any, path: str) -> str | dict[str, Any]:
+        if type(value) is not dict:
+            raise wrong_type(value, path, "an object")
+        kind = _given(value, "type", path, String())
+        if kind == "tool":
+            name = _given(value, "name", path, _NAME)
+            return {"type": "function", "function": {"name": name}}
+        if kind not in _CHOICES:
+            raise wrong_value(kind, f"{path}.type", f"tool or one of {', '.join(_CHOICES)}")
+        return _CHOICES[kind]
+
+    def schema(self) -> dict[str, Any]:
+        properties = {"type": {"enum": [*_CHOICES, "tool"]}}
+        return {"type": "object", "properties": properties, "required": ["type"]}
+
+
+_THINKS: Mapping[str, bool] = {"enabled": True, "adaptive": True, "disabled": False}
+
+
+class Thinking(msgspec.Struct, frozen=True):
+    """Whether the model should think first. How long is its own choice: no budget is enforced."""
+
+    def check(self, value: Any, path: str) -> bool:
+        if type(value) is not dict:
+            raise wrong_type(value, path, "an object")
+        kind = _given(value, "type", path, String())
+        if kind not in _THINKS:
+            raise wrong_value(kind, f"{path}.type", f"one of {', '.join(_THINKS)}")
+        if value.get("budget_tokens") is not None:
+            Integer(1).check(value["budget_tokens"], f"{path}.budget_tokens")
+        return _THINKS[kind]
+
+    def schema(self) -> dict[str, Any]:
+        properties = {"type": {"enum": list(_THINKS)}, "budget_tokens": nullable(Integer(1))}
+        return {"type": "object", "properties": properties, "required": ["type"]}
+
+
+class OutputFormat(msgspec.Struct, frozen=True):
+    """A JSON schema for the answer, as chat's response_format."""
+
+    def check(self, value: Any, path: str) -> dict[str, Any]:
+        if type(value) is not dict:
+            raise wrong_type(value, path, "an object")
+        kind = _given(value, "type", path, String())
+        if kind != "json_schema":
+            raise wrong_value(kind, f"{path}.type", "json_schema")
+        schema = _given(value, "schema", path, Object())
+        return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+
+    def schema(self) -> dict[str, Any]:
+        properties = {"type": {"const": "json_schema"}, "schema": {"type": "object"}}
+        return {"type": "object", "properties": properties, "required": ["type", "schema"]}
+
+
+class NotServed(msgspec.Struct, frozen=True):
+    """A field that asks for what only Anthropic's servers do."""
+
+    def check(self, value: Any, path: str) -> None:
+        if value not in ("", [], {}):
+            message = f"{path} is not supported here; leave it out."
+            raise RequestError("unsupported_parameter", message, path)
+
+    def schema(self) -> dict[str, Any]:
+        return {"enum": ["", [], {}]}
+
+
+def _blocks(value: Any, path: str, role: str) -> list[tuple[dict[str, Any], str]]:
+    """The blocks of a content and where each stands; a string is one block of text."""
+    if value is None:
+        raise missing(path)
+    if type(value) is str:
+        return [({"type": "text", "text": value}, path)]
+    if type(value) is not list:
+        raise wrong_type(value, path, "a string or an array of blocks")
+    found = [(block, f"{path}[{i}]") for i, block in enumerate(value)]
+    for block, block_path in found:
+        if type(block) is not dict:
+            raise wrong_type(block, block_path, "an object")
+        kind = _given(block, "type", block_path, String())
+        if kind not in _TAKEN[role]:
+            taken = ", ".join(_TAKEN[role])
+            message = f"{block_path} is of type {shown(kind)}; this model takes here: {taken}."
+            raise RequestError("unsupported_content", message, f"{block_path}.type")
+    return found
+
+
+def _texts(value: Any, path: str) -> list[str]:
+    """Of a content that can be nothing but text."""
+    return [_text(block, block_path) for block, block_path in _blocks(value, path, "system")]
+
+
+def _text(block: dict[str, Any], path: str) -> str:
+    return str(_given(block, "text", path, String()))
+
+
+def _given(container: dict[str, Any], name: str, path: str, kind: Kind) -> Any:
+    if container.get(name) is None:
+        raise missing(f"{path}.{name}")
+    return kind.check(container[name], f"{path}.{name}")
