@@ -17,7 +17,7 @@ from headrace.core.errors import RequestError
 from headrace.core.ids import StreamId
 from headrace.core.layout import MemoryLayout
 from headrace.core.messages import Ready, Status, StepTrace
-from headrace.core.pieces import ChannelPiece
+from headrace.core.pieces import REASONING, ChannelPiece
 from headrace.core.request import Chat, Prompt, Request, ResponseOptions, Text
 from headrace.core.sampling import Sampling
 from headrace.generation.metrics import Metrics
@@ -26,6 +26,7 @@ from headrace.generation.registry import FinishedStream
 from headrace.generation.served import Models
 from headrace.generation.work import ThreadWork
 from headrace.protocols import requests
+from headrace.protocols.dialect import dialect_of
 from headrace.protocols.worker import Jobs
 from headrace.streams.events import (
     Accepted,
@@ -251,9 +252,8 @@ def parsed(schema: ModuleType, body: dict[str, Any], model: FakeModel | None = N
 
 
 def make_record(request: Request) -> Record:
-    prefix = "chatcmpl-" if request.route == "/v1/chat/completions" else "cmpl-"
     return Record(
-        id=StreamId(prefix + STREAM_ID.partition("-")[2]),
+        id=StreamId(dialect_of(request.route).ID_PREFIX + STREAM_ID.partition("-")[2]),
         created=1790000000,
         request=request,
         prompts=tuple(array("i", [104, 105]).tobytes() for _ in request.prompts),
@@ -292,6 +292,13 @@ def progress(processed: int, total: int = 2048, cache: int = 512, time_ms: int =
 def tokens(text: str, *ids: int, at_ms: int = 0, **more: Any) -> Tokens:
     pieces = (ChannelPiece(text),) if text else ()
     return Tokens(seq=0, at_ms=at_ms, **({"choice": 0} | more), ids=ids, pieces=pieces)
+
+
+def piece(text: str, channel: str, call: int = -1, name: str = "") -> Tokens:
+    """One token of another channel than content."""
+    pieces = (ChannelPiece(text, channel, call, name),)
+    is_thought = channel == REASONING
+    return Tokens(seq=0, at_ms=0, choice=0, ids=(1,), pieces=pieces, num_reasoning=int(is_thought))
 
 
 def ended(reason: str = "stop", stop: str | int | None = None, **more: Any) -> Tokens:

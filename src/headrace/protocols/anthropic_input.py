@@ -271,8 +271,8 @@ def _blocks(value: Any, path: str, role: str) -> list[tuple[dict[str, Any], str]
             raise wrong_type(block, block_path, "an object")
         kind = _given(block, "type", block_path, String())
         if kind not in _TAKEN[role]:
-            taken = ", ".join(_TAKEN[role])
-            message = f"{block_path} is of type {shown(kind)}; this model takes here: {taken}."
+            taken = f"one of {', '.join(_TAKEN[role])}" if len(_TAKEN[role]) > 1 else "text"
+            message = f"{block_path} is of type {shown(kind)}; it must be {taken}."
             raise RequestError("unsupported_content", message, f"{block_path}.type")
     return found
 

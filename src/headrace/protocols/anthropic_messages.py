@@ -104,8 +104,8 @@ def _to_chat(body: dict[str, Any]) -> dict[str, Any]:
     own = read_fields(_OWN, body)
     config = own.get("output_config", {})
     kwargs = {"enable_thinking": own["thinking"]} if "thinking" in own else {}
-    system = own.get("system")
-    messages = own["messages"]
+    system, messages = own.get("system"), own["messages"]
+    is_begun = _is_begun(messages)
     effort = config.get("effort")
     if own.get("tool_choice") == "required" and not own.get("tools"):
         message = "tool_choice is any, and there are no tools; send some, or auto."
@@ -113,7 +113,7 @@ def _to_chat(body: dict[str, Any]) -> dict[str, Any]:
     return {
         "model": own["model"],
         "messages": ([{"role": "system", "content": system}] if system else []) + messages,
-        "continue_final_message": _is_begun(messages),
+        "continue_final_message": is_begun,
         "tools": own.get("tools"),
         "tool_choice": own.get("tool_choice"),
         "stop": list(own.get("stop_sequences", ())),

@@ -1,0 +1,143 @@
+"""Anthropic's dialect over HTTP: errors in its shape, counts, and resume to the byte."""
+
+import re
+from typing import Any
+
+import msgspec
+import pytest
+from starlette.testclient import TestClient
+
+from headrace.core.config import HttpConfig, ServerConfig
+from headrace.core.errors import RequestError
+from headrace.core.pieces import REASONING, TOOL
+from headrace.gateway.app import create_app
+from headrace.streams.record import Names, Record
+from tests.gateway.builders import (
+    FakeGeneration,
+    OneStream,
+    ended,
+    ended_stream,
+    error,
+    log_of,
+    make_record,
+    make_request,
+    piece,
+    tokens,
+)
+
+PATH = "/v1/messages"
+ASKED = {
+    "model": "headrace-mini",
+    "max_tokens": 16,
+    "messages": [{"role": "user", "content": "hi"}],
+}
+SAID = (
+    piece("Hm.", REASONING),
+    tokens("Hï", 5),
+    piece("", TOOL, 0, "add"),
+    piece('{"a": 1}', TOOL, 0),
+    ended("tool_calls"),
+)
+
+
+def client_of(generation: FakeGeneration | None = None, *keys: str) -> TestClient:
+    config = ServerConfig(http=HttpConfig(api_key=keys))
+    app = create_app(generation or FakeGeneration(*SAID), config)  # type: ignore[arg-type]
+    return TestClient(app, base_url="http://localhost", raise_server_exceptions=False)
+
+
+def refused(response: Any) -> tuple[int, str, str]:
+    body = response.json()
+    assert list(body) == ["type", "error", "request_id"]
+    assert body["type"] == "error"
+    assert body["request_id"] == response.headers["request-id"] == response.headers["x-request-id"]
+    assert response.headers["x-should-retry"] in ("true", "false")
+    return response.status_code, body["error"]["type"], body["error"]["code"]
+
+
+def test_every_refusal_has_anthropics_shape() -> None:
+    client, key = client_of(None, "k"), {"x-api-key": "k"}
+    json_type = key | {"content-type": "application/json"}
+    counted = f"{PATH}/count_tokens"
+    assert [
+        refused(client.post(PATH, json=ASKED)),
+        refused(client.get(PATH, headers=key)),
+        refused(client.post(f"{PATH}/batches", json={}, headers=key)),
+        refused(client.post(PATH, content=b"{", headers=json_type)),
+        refused(client.post(PATH, json={}, headers=key)),
+        refused(client.post(counted, json={}, headers=key)),
+        refused(client.post(counted, json=ASKED | {"model": "x"}, headers=key)),
+    ] == [
+        (401, "authentication_error", "invalid_api_key"),
+        (405, "invalid_request_error", "method_not_allowed"),
+        (404, "not_found_error", "route_not_found"),
+        (400, "invalid_request_error", "invalid_json"),
+        (400, "invalid_request_error", "missing_required_parameter"),
+        (400, "invalid_request_error", "missing_required_parameter"),
+        (404, "not_found_error", "model_not_found"),
+    ]
+
+
+def test_a_full_queue_is_an_overload_that_may_be_tried_again() -> None:
+    generation = FakeGeneration()
+    generation.refusal = RequestError("server_overloaded", "Full.", retry_after_s=2.5)
+    response = client_of(generation).post(PATH, json=ASKED)
+    assert refused(response) == (529, "overloaded_error", "server_overloaded")
+    assert response.headers["x-should-retry"] == "true"
+    assert response.headers["retry-after-ms"] == "2500"
+
+
+def test_a_stream_that_was_cut_is_refused_whole() -> None:
+    response = client_of(FakeGeneration(tokens("H", 5), error())).post(PATH, json=ASKED)
+    assert refused(response) == (503, "overloaded_error", "engine_failed")
+
+
+def test_a_count_is_of_the_text_that_the_template_makes() -> None:
+    body = {k: v for k, v in ASKED.items() if k != "max_tokens"}
+    response = client_of().post(f"{PATH}/count_tokens?beta=true", json=body | {"system": "So."})
+    assert response.json() == {"input_tokens": len("system: So.\nuser: hi\n")}
+    assert response.headers["request-id"]
+
+
+def test_what_has_no_effect_is_named() -> None:
+    generation = FakeGeneration(*log_of(_record(), *SAID)[1:])
+    body = ASKED | {"context_management": {}, "cache_control": {}, "metadata": {}}
+    response = client_of(generation).post(f"{PATH}?beta=true", json=body)
+    assert response.headers["x-headrace-ignored"] == "context_management"
+    assert response.json()["content"][1] == {"type": "text", "text": "Hï"}
+
+
+def _record(conversation: str | None = None) -> Record:
+    wire = {"stream": True, "return_progress": True}
+    record = make_record(make_request(PATH, wire=wire))
+    if conversation is None:
+        return record
+    return msgspec.structs.replace(record, names=Names("", conversation))
+
+
+@pytest.fixture(scope="module")
+def kept() -> tuple[TestClient, bytes, str]:
+    """A client of a finished stream, the whole body, and where its events are."""
+    record = _record("c")
+    generation = FakeGeneration()
+    generation.streams = OneStream(ended_stream(record, *SAID))
+    client = client_of(generation)
+    body = client.get("/v1/stream", params={"conv_id": "c"}).content
+    return client, body, f"/v1/streams/{record.id}/events"
+
+
+def test_from_every_byte_the_rest_is_the_tail(kept: tuple[TestClient, bytes, str]) -> None:
+    client, body, _ = kept
+    assert body.endswith(b'\nevent: message_stop\ndata: {"type":"message_stop"}\n\n')
+    for start in range(0, len(body), 7):
+        rest = client.get("/v1/stream", params={"conv_id": "c", "from": str(start)}).content
+        assert rest == body[start:]
+
+
+def test_behind_every_event_the_rest_is_the_tail(kept: tuple[TestClient, bytes, str]) -> None:
+    client, body, events = kept
+    ids = list(re.finditer(rb"^id: (\S+)\nevent: \w+\ndata: .*\n\n", body, re.MULTILINE))
+    assert b"".join(found[0] for found in ids) == body
+    for found in ids[:-1]:
+        rest = client.get(events, params={"view": "wire", "after": found[1].decode()})
+        assert rest.content == body[found.end() :]
