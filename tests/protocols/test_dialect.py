@@ -51,4 +51,6 @@ def test_the_document_shows_the_errors_of_each_dialect(monkeypatch: pytest.Monke
 def test_a_field_that_a_dialect_takes_is_not_shown_as_unsupported() -> None:
     operation = openapi.document()["paths"][openai_chat.ROUTE]["post"]
     body = operation["requestBody"]["content"]["application/json"]["schema"]["properties"]
-    assert "description" not in body["tools"] and body["documents"]["description"] == "Not supported"
+    assert (
+        "description" not in body["tools"] and body["documents"]["description"] == "Not supported"
+    )

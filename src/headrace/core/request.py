@@ -47,6 +47,7 @@ class ResponseOptions(msgspec.Struct, frozen=True, omit_defaults=True):
     return_progress: bool = False
     heartbeat: bool = False  # life is shown while nothing is to be said
     ping_interval_s: int | None = None  # silence until a comment; -1: never; None: as served
+    background: bool = False  # without stream, answered at once with what there is
 
 
 class Channels(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -74,6 +75,7 @@ class Request(msgspec.Struct, frozen=True):
     cache_salt: str = ""
     wire: ResponseOptions = ResponseOptions()
     channels: Channels | None = None  # None: all text is content
+    kept: bytes = b""  # what its dialect needs of the body later, in the dialect's own form
 
     @property
     def num_choices(self) -> int:

@@ -13,6 +13,7 @@ from headrace.gateway.byte_routes import ByteRoutes
 from headrace.gateway.generation_routes import GenerationRoutes, TextRoutes
 from headrace.gateway.long_logs import BodyIndex
 from headrace.gateway.native_routes import NativeRoutes
+from headrace.gateway.responses_routes import ResponsesRoutes
 from headrace.gateway.state_routes import ManageRoutes, StateRoutes
 from headrace.generation.generation import Generation
 from headrace.protocols.dialect import DIALECTS
@@ -26,6 +27,7 @@ def create_app(generation: Generation, config: ServerConfig) -> Starlette:
     states = StateRoutes(generation)
     texts = TextRoutes(generation, bodies)
     index = BodyIndex()
+    responses = ResponsesRoutes(generation, config, door, bodies)
     native = NativeRoutes(generation, config, door, index)
     by_byte = ByteRoutes(generation, config, door, bodies, index)
     manages = ManageRoutes(generation, door)
@@ -34,6 +36,8 @@ def create_app(generation: Generation, config: ServerConfig) -> Starlette:
         "/v1/models/{id:path}": states.model,
         "/props": states.props,
         "/metrics": states.metrics,
+        "/v1/responses/{id}": responses.read,
+        "/v1/responses/{id}/input_items": responses.input_items,
         "/v1/streams/{id}": native.state,
         "/v1/streams/{id}/events": native.events,
         "/v1/stream": by_byte.read,
@@ -48,10 +52,13 @@ def create_app(generation: Generation, config: ServerConfig) -> Starlette:
         "/tokenize": texts.tokenize,
         "/detokenize": texts.detokenize,
         "/apply-template": texts.apply_template,
+        "/v1/responses/input_tokens": responses.input_tokens,
+        "/v1/responses/{id}/cancel": responses.cancel,
         "/v1/streams/lookup": by_byte.lookup,
         "/v1/streams/{id}/cancel": native.cancel,
     }
     deletes: dict[str, Endpoint] = {
+        "/v1/responses/{id}": responses.delete,
         "/v1/streams/{id}": native.delete,
         "/v1/stream": by_byte.delete,
         "/v1/stream/{id:path}": by_byte.delete,

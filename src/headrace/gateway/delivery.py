@@ -26,6 +26,7 @@ from headrace.streams.record import Record
 T = TypeVar("T")
 
 _whole_bodies = ThreadPoolExecutor(1, "whole-body")
+_PAGE = 256
 _NUM_NEW = 8  # last events of a log that count as new: what a few steps write together
 
 
@@ -137,6 +138,34 @@ class WholeAnswer:
             return cut(answer.error, record, request_id)
         body = await answer.body()
         return Response(body, 200, {"X-Stream-Id": record.id}, "application/json")
+
+
+class AnswerSoFar:
+    """What there is of the answer, at once, in a dialect whose body can tell of an unfinished one.
+
+    The client need not stay.
+    """
+
+    def __init__(self, stream: Found) -> None:
+        self._stream = stream
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        response = await unless_left(receive, self._response())
+        await response(scope, receive, send)
+
+    async def _response(self) -> Response:
+        record, log = self._stream.record, self._stream.log
+        body = dialect_of(record.request.route).response_body(record)
+        after, last = -1, log.next_seq - 1
+        while after < last:
+            page, _ = await log.read(after, _PAGE)
+            for event in page:
+                await slice_of_loop()
+                body.feed(event)
+            after = page[-1].seq
+        loop = asyncio.get_running_loop()
+        shown = await loop.run_in_executor(_whole_bodies, lambda: encode(body.whole()))
+        return Response(shown, 200, {"X-Stream-Id": record.id}, "application/json")
 
 
 class Rendering(Protocol):
@@ -287,11 +316,13 @@ class LiveAnswer:
             self._data_at = self._byte_at
 
 
-def deliver(stream: Found, config: StreamConfig) -> WholeAnswer | LiveAnswer:
+def deliver(stream: Found, config: StreamConfig) -> WholeAnswer | LiveAnswer | AnswerSoFar:
     """The stream as its request asked to be answered."""
     wire = stream.record.request.wire
     if wire.stream:
         return LiveAnswer(stream, LiveFrames(stream.record), pace_of(stream.record, config))
+    if wire.background:
+        return AnswerSoFar(stream)
     if wire.heartbeat:
         return LiveAnswer(stream, LiveBody(AnswerBody(stream.record)), Pace(config.heartbeat_s))
     return WholeAnswer(stream)

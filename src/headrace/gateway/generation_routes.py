@@ -14,6 +14,7 @@ from headrace.core.request import Route
 from headrace.gateway.auth import Auth
 from headrace.gateway.bodies import Bodies, HeldAnswer
 from headrace.gateway.delivery import deliver, unless_left
+from headrace.gateway.responses_routes import EarlierResponses
 from headrace.generation.generation import Generation
 from headrace.protocols.dialect import dialect_of
 from headrace.protocols.requests import CheckedBody, to_request
@@ -29,6 +30,7 @@ class GenerationRoutes:
         self, generation: Generation, config: ServerConfig, door: Auth, bodies: Bodies
     ) -> None:
         self._generation = generation
+        self._earlier = EarlierResponses(generation, config.http.max_body_bytes)
         self._bodies = bodies
         self._door = door
         self._config = config
@@ -39,23 +41,26 @@ class GenerationRoutes:
         async with self._bodies.read(request) as body:
             reading = self._generation.work.do("read", body, route)
             checked = _decode(await self._finish(request, reading))
-        return await self._finish(request, self._admit(request, route, checked))
+        names = names_of(self._door.owner(request.headers), request.headers, checked)
+        admitting = self._admit(route, checked, names)
+        return await self._finish(request, admitting, names.is_opted_in)
 
-    async def _finish(self, request: Request, work: Coroutine[Any, Any, T]) -> T:
+    async def _finish(
+        self, request: Request, work: Coroutine[Any, Any, T], is_opted_in: bool = False
+    ) -> T:
         """The result of work that outlives its client as a stream would; else ClientDisconnect."""
-        is_opted_in = any(name in request.headers for name in (CONVERSATION, KEY))
+        is_opted_in = is_opted_in or any(name in request.headers for name in (CONVERSATION, KEY))
         patience_s = None if is_opted_in else self._config.streams.linger_s
         return await unless_left(request.receive, work, patience_s)
 
-    async def _admit(self, request: Request, route: Route, checked: CheckedBody) -> ASGIApp:
-        owner = self._door.owner(request.headers)
-        names = names_of(owner, request.headers, checked.digest)
+    async def _admit(self, route: Route, checked: CheckedBody, names: Names) -> ASGIApp:
         attaches = checked.fields.get("attach") is not False
         stream = await self._generation.attach(names, attaches)
         if stream is not None:
             return Marked(deliver(stream, self._config.streams), checked.ignored, True)
         model = self._generation.models.get(checked.fields.get("model"))
         dialect = dialect_of(route)
+        checked = await self._earlier.put_before(checked, names.owner)
         wanted = to_request(dialect, checked, model)
         stream = await self._generation.open(wanted, names, checked.packed, dialect.ID_PREFIX)
         answer = deliver(stream, self._config.streams)
@@ -87,13 +92,16 @@ CONVERSATION, KEY = "X-Conversation-Id", "Idempotency-Key"
 _MAX_CONVERSATION, _MAX_KEY = 512, 255
 
 
-def names_of(owner: str, headers: Headers, digest: bytes) -> Names:
+def names_of(owner: str, headers: Headers, checked: CheckedBody) -> Names:
     """RequestError `invalid_value` for a name that is none."""
+    fields = checked.fields
     return Names(
         owner=owner,
         conversation=_name(headers, CONVERSATION, _MAX_CONVERSATION),
         key=_name(headers, KEY, _MAX_KEY),
-        digest=digest,
+        digest=checked.digest,
+        is_stored=bool(fields.get("store") or fields.get("background")),
+        is_kept=bool(checked.kept) and "store" not in fields,
     )
 
 

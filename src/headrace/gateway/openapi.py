@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from headrace import __version__
-from headrace.protocols import anthropic_messages, worker
+from headrace.protocols import anthropic_messages, openai_responses, worker
 from headrace.protocols.common_fields import NO_EFFECT, UNSUPPORTED
 from headrace.protocols.dialect import DIALECTS, Dialect, dialect_of
 from headrace.protocols.fields import Kind, nullable
@@ -71,6 +71,7 @@ _BY_BYTE = Operation(
     errors=(400, 404, 416),
     error="ByteError",
 )
+_RESPONSE = Operation("A response as it stands", openai_responses.KEYS, errors=(404,))
 _FORGET = Operation("Stop and forget", status=204, media=(), errors=(400,), error="ByteError")
 
 
@@ -117,6 +118,26 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ),
     ("post", "/apply-template"): _works_on_text(
         "The text of a conversation", ("prompt",), worker.APPLY_TEMPLATE, "messages"
+    ),
+    ("post", "/v1/responses/input_tokens"): Operation(
+        "The length of a prompt",
+        ("object", "input_tokens"),
+        openai_responses.TABLE,
+        (openai_responses.REQUIRED,),
+        errors=_BODY_ERRORS,
+    ),
+    ("get", "/v1/responses/{id}"): _RESPONSE._replace(
+        query=("stream", "starting_after"), media=(_JSON, _EVENTS), errors=(400, 404)
+    ),
+    ("delete", "/v1/responses/{id}"): Operation(
+        "Stop and forget a response", ("id", "object", "deleted"), errors=(404,)
+    ),
+    ("post", "/v1/responses/{id}/cancel"): _RESPONSE._replace(summary="Stop a response"),
+    ("get", "/v1/responses/{id}/input_items"): Operation(
+        "What led to a response",
+        ("object", "data", "has_more"),
+        query=("limit", "order", "after"),
+        errors=(400, 404),
     ),
     ("get", "/v1/streams/{id}"): Operation("How a stream stands", _STREAM, errors=(404,)),
     ("get", "/v1/streams/{id}/events"): Operation(

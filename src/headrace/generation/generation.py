@@ -137,6 +137,8 @@ class Generation:
         stored = Stored(record, MemoryLog())
         if names.is_opted_in:
             stored = await self.streams.claim(record)
+        elif names.is_kept:
+            stored = await self.streams.keep(record)
         if stored.record.id != record.id:
             return await self.streams.wrap(stored)
         stream = self._stream(record, EventBuilder(record, model), stored.log)
@@ -188,6 +190,7 @@ class Generation:
     async def _sweep(self) -> None:
         """Once a minute, forgets what retention does not keep."""
         while True:
+            await self.streams.sweep()
             with contextlib.suppress(StoreStalled):
                 await self._store.sweep(Retention(), time.time())
             await asyncio.sleep(_SWEEP_INTERVAL_S)

@@ -1,6 +1,7 @@
 """All streams there are: live ones with their writers, and behind them what a store keeps."""
 
 import asyncio
+import time
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
@@ -11,18 +12,22 @@ from headrace.generation.readers import Audience, Reader, ReaderPause, racing
 from headrace.generation.served import ServedModel
 from headrace.generation.stream import LiveStream
 from headrace.streams.log import Log, LogGone, LogUnsound
+from headrace.streams.memory_store import MemoryStore
 from headrace.streams.record import Names, Record
 from headrace.streams.store import (
     ByConversation,
     ById,
     ByKey,
     Name,
+    Retention,
     Store,
     Stored,
     StoreStalled,
 )
 
 _OVERLOADED_RETRY_S = 5.0
+_IN_MEMORY = Retention(keep_s=3600.0, max_bytes=256 << 20)
+_MAX_UNSWEPT = 64 << 20
 _REPLACED = "A newer request of this conversation replaced it."
 
 Result = TypeVar("Result")
@@ -56,6 +61,8 @@ class Registry:
 
     def __init__(self, store: Store) -> None:
         self._store = store
+        self._kept = MemoryStore()  # ended streams without opt-in, for as long as they are kept
+        self._num_unswept = 0  # bytes in it since it was swept
         self._num_opening = 0  # choices that are admitted and have no stream yet
         self._live: dict[StreamId, LiveStream] = {}
         self._added = asyncio.Event()  # set, and replaced, as each stream is added
@@ -107,7 +114,7 @@ class Registry:
             found: Found | None = live
         else:
             try:
-                stored = await self._store.find(name)
+                stored = await self._kept.find(name) or await self._store.find(name)
             except LogUnsound as unsound:
                 if unsound.owner not in (owner, None):
                     return None
@@ -155,6 +162,18 @@ class Registry:
         finally:
             self._num_opening -= num_choices
 
+    async def keep(self, record: Record) -> Stored:
+        """A place in memory, in which the stream is found by its id for a while after its end."""
+        self._num_unswept += len(record.request.kept)
+        if self._num_unswept > _MAX_UNSWEPT:
+            await self.sweep()
+        return await self._kept.create(record)
+
+    async def sweep(self) -> None:
+        """Forgets what memory does not keep any longer."""
+        self._num_unswept = 0
+        await self._kept.sweep(_IN_MEMORY, time.time())
+
     async def discard(self, owner: str, name: Name) -> None:
         """Removes the stream of that name, if it is this owner's; a live one is stopped first."""
         try:
@@ -164,6 +183,7 @@ class Registry:
             return
         if found is not None:
             await self.stop(found)
+            await self._kept.forget(found.record.id)
             await self._store.forget(found.record.id)
 
     async def stop(self, found: Found) -> None:

@@ -21,6 +21,7 @@ from headrace.text.template import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
 from headrace.text.tool_formats import tool_format
 
+_PROMPT_FIELDS = {"/v1/responses": "input"}  # where it has another name than usual
 _SHOWN = 100  # characters of an unknown name
 
 _ids_of = msgspec.msgpack.Decoder(tuple[bytes, ...]).decode
@@ -117,7 +118,9 @@ async def admit(
 def _check_length(
     model: ServedModel, request: Request, number: int, num_tokens: int, longest: int
 ) -> None:
-    name = "messages" if isinstance(request.prompts[number], Chat) else "prompt"
+    name = _PROMPT_FIELDS.get(request.route) or (
+        "messages" if isinstance(request.prompts[number], Chat) else "prompt"
+    )
     param = f"{name}[{number}]" if len(request.prompts) > 1 else name
     if num_tokens == 0:
         raise RequestError(

@@ -22,6 +22,7 @@ DIALECTS: Mapping[Route, str] = {
     "/v1/chat/completions": "headrace.protocols.openai_chat",
     "/v1/completions": "headrace.protocols.openai_completions",
     "/v1/messages": "headrace.protocols.anthropic_messages",
+    "/v1/responses": "headrace.protocols.openai_responses",
 }
 """Modules by the route that they answer; each is a Dialect."""
 
@@ -80,7 +81,11 @@ class Dialect(Protocol):
     ERRORS: ErrorForm
 
     def read(self, body: dict[str, Any]) -> dict[str, Any]:
-        """The given fields, checked as far as they need no model; RequestError names the fault."""
+        """The given fields, checked as far as they need no model; RequestError names the fault.
+
+        `kept` may be among them, bytes that are stored with the stream, and `skipped`, paths of
+        what has no effect.
+        """
 
     def to_prompts(self, fields: dict[str, Any]) -> tuple[Prompt, ...]:
         """The prompts in the fields of IN_PROMPTS."""

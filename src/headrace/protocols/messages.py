@@ -83,10 +83,11 @@ def _content(value: Any, role: str, path: str) -> str:
         return value
     if type(value) is not list:
         raise wrong_type(value, path, "a string or an array of parts")
-    return "".join(_part(part, f"{path}[{i}]") for i, part in enumerate(value))
+    return "".join(part_text(part, f"{path}[{i}]") for i, part in enumerate(value))
 
 
-def _part(value: Any, path: str) -> str:
+def part_text(value: Any, path: str) -> str:
+    """The text of one part; RequestError if it is of another kind."""
     if type(value) is not dict:
         raise wrong_type(value, path, "an object")
     for name in ("type", "text"):

@@ -140,7 +140,7 @@ def _resolve(name: str, fields: dict[str, Any], model: ServedModel, otherwise: f
 
 
 class CheckedBody(msgspec.Struct, frozen=True):
-    """What a worker found in a body. Only `packed` grows with it, and is passed on unopened."""
+    """What a worker found in a body. Only `packed` and `kept` grow with it; they stay unopened."""
 
     fields: dict[str, Any]  # but for the prompts
     stubs: tuple[Prompt, ...]  # the prompts without their content
@@ -149,9 +149,11 @@ class CheckedBody(msgspec.Struct, frozen=True):
     largest_path: str = ""
     digest: bytes = b""
     ignored: tuple[str, ...] = ()  # names of fields that have no effect here
+    kept: bytes = b""  # stored with the stream
 
 
 def pack(dialect: Dialect, fields: dict[str, Any]) -> CheckedBody:
+    kept, skipped = fields.pop("kept", b""), fields.pop("skipped", ())
     prompts = dialect.to_prompts(fields)
     largest_id, largest_path = _largest(prompts, dialect.REQUIRED[0], fields)
     return CheckedBody(
@@ -160,6 +162,8 @@ def pack(dialect: Dialect, fields: dict[str, Any]) -> CheckedBody:
         msgspec.msgpack.encode(prompts),
         largest_id,
         largest_path,
+        ignored=skipped,
+        kept=kept,
     )
 
 
@@ -167,7 +171,8 @@ def to_request(dialect: Dialect, checked: CheckedBody, model: ServedModel) -> Re
     """The request, by the model's limits and with its defaults; its prompts are stubs."""
     if checked.largest_id >= model.vocab_size:
         raise not_in_vocabulary(checked.largest_id, checked.largest_path, model.vocab_size)
-    return dialect.to_request(checked.fields, checked.stubs, model)
+    request = dialect.to_request(checked.fields, checked.stubs, model)
+    return msgspec.structs.replace(request, kept=checked.kept) if checked.kept else request
 
 
 def _largest(prompts: tuple[Prompt, ...], name: str, fields: dict[str, Any]) -> tuple[int, str]:

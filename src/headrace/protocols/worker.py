@@ -33,12 +33,12 @@ from headrace.generation.work import (
     receive,
     reply,
 )
-from headrace.protocols import anthropic_messages, openai_chat, structure
+from headrace.protocols import anthropic_messages, openai_chat, openai_responses, structure
 from headrace.protocols.common_fields import TokenIds, ignored
 from headrace.protocols.dialect import dialect_of, encode
 from headrace.protocols.fields import Flag, Kind, String, missing, read_fields
 from headrace.protocols.grammars import GrammarMaker
-from headrace.protocols.requests import check_token_ids, decode, pack
+from headrace.protocols.requests import CheckedBody, check_token_ids, decode, pack
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +61,7 @@ TOKENIZE: Mapping[str, Kind] = {
 }
 
 _prompts_of = msgspec.msgpack.Decoder(tuple[Prompt, ...]).decode
+_earlier_of = msgspec.msgpack.Decoder(tuple[bytes, bytes, CheckedBody]).decode
 _encode = msgspec.msgpack.Encoder().encode
 
 Bound = Callable[[], contextlib.AbstractContextManager[None]]
@@ -84,7 +85,7 @@ class Jobs:
         fields = dialect.read(given)
         self.constrain(fields)
         checked = pack(dialect, fields)
-        names = ignored(dialect.TABLE, given)
+        names = ignored(dialect.TABLE, given) + checked.ignored
         return _encode(msgspec.structs.replace(checked, digest=digest, ignored=names))
 
     def constrain(self, fields: dict[str, Any]) -> None:
@@ -96,6 +97,14 @@ class Jobs:
     @cached_property
     def grammars(self) -> GrammarMaker:
         return GrammarMaker(self._model)
+
+    def go_on(self, packed: bytes) -> bytes:
+        """A CheckedBody of /v1/responses with the conversation that it goes on from."""
+        return _encode(openai_responses.go_on(*_earlier_of(packed)))
+
+    def input_items(self, kept: bytes, *arguments: Any) -> bytes:
+        """A page of what led to a response, as JSON."""
+        return openai_responses.input_items(kept, *arguments)
 
     def prompts(self, packed: bytes, longest: int) -> bytes:
         """Token ids of each prompt, packed as int32; none follow one of more than `longest`."""

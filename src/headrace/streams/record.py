@@ -18,11 +18,13 @@ class Names(msgspec.Struct, frozen=True):
     conversation: str | None = None
     key: str | None = None
     digest: bytes = b""
+    is_stored: bool = False  # the client asked for it to be kept, by no name but its id
+    is_kept: bool = False  # kept for a while after its end all the same, in memory
 
     @property
     def is_opted_in(self) -> bool:
         """Whether the client asked for a stream that survives it."""
-        return self.conversation is not None or self.key is not None
+        return self.is_stored or self.conversation is not None or self.key is not None
 
 
 class ServedForm(msgspec.Struct, frozen=True, omit_defaults=True):

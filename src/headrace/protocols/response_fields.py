@@ -1,0 +1,124 @@
+"""Fields of /v1/responses whose shape is their own; tools are read into the shape of chat's."""
+
+from typing import Any
+
+import msgspec
+
+from headrace.core.errors import RequestError
+from headrace.protocols.fields import Object, String, missing, shown, wrong_type, wrong_value
+from headrace.protocols.tools import ToolChoice, Tools
+
+_FUNCTION = ("name", "description", "parameters", "strict")
+_FORMATS = ("text", "json_object", "json_schema")
+_MAX_PAIRS = 16
+
+
+class FlatTools(msgspec.Struct, frozen=True):
+    """The field `tools`. Types of tools that a provider runs itself are skipped."""
+
+    def check(self, value: Any, path: str) -> tuple[dict[str, Any], ...]:
+        if type(value) is not list:
+            raise wrong_type(value, path, "an array")
+        found: list[dict[str, Any]] = []
+        for i, tool in enumerate(value):
+            if type(tool) is not dict:
+                raise wrong_type(tool, f"{path}[{i}]", "an object")
+            if tool.get("type") is None:
+                raise missing(f"{path}[{i}].type")
+            if is_function(tool):
+                found.append(_nested(tool, f"{path}[{i}]"))
+        return Tools().check(found, path)
+
+    def schema(self) -> dict[str, Any]:
+        properties = {
+            "type": {"type": "string"},
+            "name": {"type": "string"},
+            "description": {"type": "string"},
+            "parameters": {"type": "object"},
+            "strict": {"type": ["boolean", "null"]},
+        }
+        tool = {"type": "object", "properties": properties, "required": ["type"]}
+        return {"type": "array", "items": tool}
+
+
+class FlatChoice(msgspec.Struct, frozen=True):
+    """`none`, `auto`, `required`, or {"type": "function", "name": …}, read as chat's is."""
+
+    def check(self, value: Any, path: str) -> str | tuple[str]:
+        if type(value) is not dict:
+            return ToolChoice().check(value, path)
+        if value.get("type") != "function":
+            raise wrong_value(value, path, 'like {"type": "function", "name": "…"}')
+        if value.get("name") is None:
+            raise missing(f"{path}.name")
+        return (String(1).check(value["name"], f"{path}.name"),)
+
+    def schema(self) -> dict[str, Any]:
+        return ToolChoice().schema()
+
+    @staticmethod
+    def shown(choice: str | tuple[str]) -> str | dict[str, str]:
+        return choice if isinstance(choice, str) else {"type": "function", "name": choice[0]}
+
+
+class TextFormat(msgspec.Struct, frozen=True):
+    """The field `text`: only plain text is written now."""
+
+    def check(self, value: Any, path: str) -> dict[str, Any]:
+        given = Object().check(value, path)
+        if given.get("format") is None:
+            return given
+        kind = Object().check(given["format"], f"{path}.format").get("type")
+        if kind is None:
+            raise missing(f"{path}.format.type")
+        if kind not in _FORMATS:
+            raise wrong_value(kind, f"{path}.format.type", f"one of {', '.join(_FORMATS)}")
+        if kind != "text":
+            message = f"{path}.format of type {shown(kind)} is not supported here; send text."
+            raise RequestError("unsupported_parameter", message, f"{path}.format")
+        return given
+
+    def schema(self) -> dict[str, Any]:
+        format = {"type": "object", "properties": {"type": {"enum": list(_FORMATS)}}}
+        return {"type": "object", "properties": {"format": format}}
+
+
+class Metadata(msgspec.Struct, frozen=True):
+    """Up to 16 pairs of strings, given back as they came."""
+
+    def check(self, value: Any, path: str) -> dict[str, str]:
+        given = Object().check(value, path)
+        if len(given) > _MAX_PAIRS:
+            message = f"{path} has {len(given)} entries; it may have {_MAX_PAIRS}."
+            raise RequestError("invalid_value", message, path)
+        for key, text in given.items():
+            String(most=64).check(key, f"a key of {path}")
+            String(most=512).check(text, f"{path}.{key}")
+        return given
+
+    def schema(self) -> dict[str, Any]:
+        values = {"type": "string", "maxLength": 512}
+        return {"type": "object", "maxProperties": _MAX_PAIRS, "additionalProperties": values}
+
+
+def is_function(tool: Any) -> bool:
+    return isinstance(tool, dict) and tool.get("type") == "function"
+
+
+def flat_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool as this route shows it, from chat's shape."""
+    function = tool["function"]
+    return {"type": "function"} | {name: function.get(name) for name in _FUNCTION}
+
+
+def _nested(tool: dict[str, Any], path: str) -> dict[str, Any]:
+    """A tool in chat's shape; RequestError names this route's path."""
+    function = {name: tool[name] for name in _FUNCTION if tool.get(name) is not None}
+    nested = {"type": "function", "function": function}
+    try:
+        Tools().check([nested], path)
+    except RequestError as error:
+        wrong, right = f"{path}[0].function", path
+        param = (error.param or path).replace(wrong, right)
+        raise RequestError(error.code, error.message.replace(wrong, right), param) from None
+    return nested
