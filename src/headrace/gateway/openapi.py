@@ -123,7 +123,7 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         "The length of a prompt",
         ("object", "input_tokens"),
         openai_responses.TABLE,
-        (openai_responses.REQUIRED,),
+        openai_responses.REQUIRED,
         errors=_BODY_ERRORS,
     ),
     ("get", "/v1/responses/{id}"): _RESPONSE._replace(

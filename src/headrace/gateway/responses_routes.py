@@ -78,7 +78,10 @@ class ResponsesRoutes:
             return AnswerSoFar(found)
         after = _number(request, "starting_after")
         view = _Behind(found.record, -1 if after is None else after)
-        return LiveAnswer(found, view, pace_of(found.record, self._config))
+        pace = pace_of(found.record, self._config)
+        if not found.record.request.wire.stream:
+            pace = pace._replace(heartbeat_s=self._config.heartbeat_s)
+        return LiveAnswer(found, view, pace)
 
     async def cancel(self, request: Request) -> ASGIApp:
         found = await self._find(request)

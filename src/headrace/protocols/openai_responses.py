@@ -132,9 +132,8 @@ def go_on(earlier: bytes, output: bytes, checked: CheckedBody) -> CheckedBody:
     """
     own, (chat,) = open_kept(checked.kept), _decode_prompts(checked.packed)
     new = _decode_items(own.items)
-    past = Items().check(
-        [*_decode_items(open_kept(earlier).items), *_decode_items(output)], "input"
-    )
+    past_items = _decode_items(open_kept(earlier).items) + _decode_items(output)
+    past = Items().check(past_items, "input")
     num_head = len(chat.messages) - len(messages_of(new))
     messages = chat.messages[:num_head] + messages_of([*past, *new])
     chat = msgspec.structs.replace(chat, messages=messages)
@@ -195,12 +194,12 @@ class ResponseFrames:
             return None
         if isinstance(event, Queued):
             return {"queue": openai.queue_of(event)}
-        return (
-            {"prompt_progress": openai.progress_of(event)} if isinstance(event, Progress) else None
-        )
+        if isinstance(event, Progress):
+            return {"prompt_progress": openai.progress_of(event)}
+        return None
 
     def _frame(self, told: dict[str, Any]) -> bytes:
-        kind = told["type"]
+        kind: str = told["type"]
         payload = encode({"type": kind, "sequence_number": max(self.last_number, 0)} | told)
         return named(kind, payload)
 
