@@ -63,6 +63,7 @@ TABLE: Mapping[str, Kind] = {
     "parallel_tool_calls": Flag(),
     "text": TextFormat(),
     "reasoning": Object({"effort": String(), "summary": String(), "generate_summary": String()}),
+    "chat_template_kwargs": openai_chat.TEMPLATE["chat_template_kwargs"],
     "max_output_tokens": COMMON["max_tokens"],
     "max_tool_calls": Integer(low=1),  # of tools that a server runs itself; there are none here
     "top_logprobs": Integer(0, 20),
@@ -75,7 +76,9 @@ TABLE: Mapping[str, Kind] = {
     "stream_options": Object({"include_obfuscation": Flag()}),
     **{name: COMMON[name] for name in _SHARED},
 }
-IN_PROMPTS = frozenset(("input", "instructions", "tools", "metadata", "text"))
+IN_PROMPTS = frozenset(
+    ("input", "instructions", "tools", "metadata", "text", "chat_template_kwargs")
+)
 KEYS: tuple[str, ...] = ("id", "object", "created_at", "status", "model", "output", "usage")
 _LOGPROBS = "message.output_text.logprobs"
 _ELSEWHERE = ("conversation", "prompt")  # are stored by a provider, not sent
@@ -96,6 +99,7 @@ def read(body: dict[str, Any]) -> dict[str, Any]:
         message = "background needs a response that is stored; leave store out, or send true."
         raise RequestError("invalid_value", message, "store")
     check_choice(fields)
+    openai_chat.check_template_fields(fields)
     if "max_output_tokens" in fields:
         fields["max_tokens"] = fields["max_output_tokens"]
     fields["text_parameters"] = text_parameters(fields.get("tools", ()))
@@ -112,8 +116,11 @@ def to_prompts(fields: dict[str, Any]) -> tuple[Prompt, ...]:
     head = ({"role": "system", "content": instructions},) if instructions else ()
     chat = {"messages": head + messages_of(fields["input"])}
     chat |= {name: fields[name] for name in ("tools", "tool_choice") if name in fields}
-    effort = fields.get("reasoning", {}).get("effort")
-    return (openai_chat.to_chat(chat | ({"reasoning_effort": effort} if effort else {})),)
+    given = fields.get("chat_template_kwargs", {})
+    if effort := fields.get("reasoning", {}).get("effort"):
+        chat["reasoning_effort"] = effort
+        given = {"enable_thinking": effort != "none"} | given  # who names an effort wants thought
+    return (openai_chat.to_chat(chat | {"chat_template_kwargs": given}),)
 
 
 def to_request(fields: dict[str, Any], prompts: tuple[Prompt, ...], model: ServedModel) -> Request:

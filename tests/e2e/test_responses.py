@@ -1,0 +1,157 @@
+"""Responses over real HTTP: found again, read on from every number, kept over a kill."""
+
+import json
+import signal
+import socket
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.eventually import eventually
+from tests.servers import ServerProcess, running_server
+
+COUNT = {"input": "Count from 1 to 5.", "temperature": 0}
+LONG = {"input": "Tell a story.", "temperature": 0, "ignore_eos": True, "max_output_tokens": 800}
+THOUGHT = {"input": "What is 23 + 45?", "reasoning": {"effort": "low"}, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def url(server: ServerProcess) -> str:
+    return f"{server.url}/v1/responses"
+
+
+def post(url: str, *, key: str = "", **body: Any) -> httpx.Response:
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    return httpx.post(url, json=body, headers=headers, timeout=60)
+
+
+def follow(url: str, id: str, after: int | None = None) -> str:
+    query: dict[str, Any] = {"stream": "true"}
+    query |= {} if after is None else {"starting_after": after}
+    return httpx.get(f"{url}/{id}", params=query, timeout=60).text
+
+
+def number(frame: str) -> int:
+    data = next(line for line in frame.split("\n") if line.startswith("data: "))
+    return int(json.loads(data[6:])["sequence_number"])
+
+
+@pytest.mark.parametrize("body", [COUNT, COUNT | {"store": True}, THOUGHT | {"background": True}])
+def test_every_number_is_a_place_to_read_on_from(url: str, body: dict[str, Any]) -> None:
+    streamed = post(url, **body, stream=True)
+    id = streamed.headers["x-stream-id"]
+    frames = [f"{frame}\n\n" for frame in streamed.text.split("\n\n")[:-1]]
+    assert [number(frame) for frame in frames] == list(range(len(frames)))
+    assert follow(url, id) == streamed.text
+    for after in range(len(frames)):
+        assert follow(url, id, after) == "".join(frames[after + 1 :])
+
+
+def test_a_response_made_without_stream_can_be_streamed_later(url: str) -> None:
+    response = post(url, **COUNT).json()
+    last = follow(url, response["id"]).split("data: ")[-1]
+    assert json.loads(last)["response"] == response == httpx.get(f"{url}/{response['id']}").json()
+
+
+def test_a_response_goes_on_from_an_earlier_one_as_from_the_whole(url: str) -> None:
+    first = post(url, **COUNT, instructions="Be brief.").json()
+    asked = [{"role": "user", "content": "And from 6 to 9?"}]
+    more = {"temperature": 0, "stream": True, "max_output_tokens": 30}
+    chained = post(url, input=asked, previous_response_id=first["id"], **more)
+    past = [{"role": "user", "content": COUNT["input"]}, *first["output"]]
+    whole = post(url, input=[*past, *asked], **more)
+    ends = [json.loads(answer.text.split("data: ")[-1])["response"] for answer in (chained, whole)]
+    texts = [end["output"][0]["content"] for end in ends]
+    assert texts[0] == texts[1]
+    assert ends[0]["usage"]["input_tokens"] == ends[1]["usage"]["input_tokens"]
+    again = post(url, input="So?", previous_response_id=ends[0]["id"]).json()
+    items = httpx.get(f"{url}/{again['id']}/input_items", params={"order": "asc"}).json()["data"]
+    assert [item["role"] for item in items] == ["user", "assistant"] * 2 + ["user"]
+
+
+def test_what_is_not_there_is_not_found(url: str) -> None:
+    gone = post(url, **COUNT, store=False).json()["id"]
+    chat = f"{url.removesuffix('responses')}chat/completions"
+    hello = {"messages": [{"role": "user", "content": "Hello"}]}
+    named = httpx.post(chat, json=hello, headers={"Idempotency-Key": "chat"}, timeout=60)
+    for id in ("resp_none", gone, named.json()["id"]):
+        answers = [httpx.get(f"{url}/{id}"), httpx.delete(f"{url}/{id}")]
+        answers += [httpx.post(f"{url}/{id}/cancel"), httpx.get(f"{url}/{id}/input_items")]
+        assert [answer.status_code for answer in answers] == [404] * 4
+        assert post(url, **COUNT, previous_response_id=id).status_code == 404
+
+
+def test_a_response_belongs_to_its_key() -> None:
+    with running_server("--api-key", "mine", "--api-key", "other") as server:
+        url = f"{server.url}/v1/responses"
+        id = post(url, key="mine", **COUNT, store=True).json()["id"]
+        foreign = {"Authorization": "Bearer other"}
+        assert httpx.get(f"{url}/{id}", headers=foreign).status_code == 404
+        assert httpx.delete(f"{url}/{id}", headers=foreign).status_code == 404
+        assert post(url, key="other", **COUNT, previous_response_id=id).status_code == 404
+        assert httpx.get(f"{url}/{id}", headers={"X-Api-Key": "mine"}).status_code == 200
+
+
+def test_a_background_response_is_stopped_once_and_for_all(url: str) -> None:
+    response = post(url, **LONG, background=True)
+    assert response.elapsed.total_seconds() < 5 and response.json()["status"] == "queued"
+    place = f"{url}/{response.json()['id']}"
+    early = post(url, **COUNT, previous_response_id=response.json()["id"])
+    assert early.status_code == 400
+    first, second = (httpx.post(f"{place}/cancel").json() for _ in range(2))
+    assert first == second == httpx.get(place).json()
+    assert first["status"] == "cancelled"
+    assert httpx.delete(place).json()["deleted"] and httpx.get(place).status_code == 404
+
+
+@pytest.mark.parametrize("query", ["stream=true&starting_after=-1", "stream=true&starting_after=x"])
+def test_a_number_that_is_none_is_refused(url: str, query: str) -> None:
+    id = post(url, **COUNT).json()["id"]
+    refused = httpx.get(f"{url}/{id}?{query}")
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "starting_after")
+
+
+def test_tools_of_other_types_are_named_as_ignored(url: str) -> None:
+    answer = post(url, **COUNT, tools=[{"type": "web_search"}], max_output_tokens=1)
+    assert answer.headers["x-headrace-ignored"] == "tools[0]"
+
+
+def test_a_websocket_handshake_is_a_plain_405(server: ServerProcess) -> None:
+    head = "GET /v1/responses HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\n"
+    head += "Upgrade: websocket\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: YQ==\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", httpx.URL(server.url).port), 10) as connection:
+        connection.sendall(head.encode())
+        assert connection.recv(4096).startswith(b"HTTP/1.1 405 ")
+
+
+def engine_of(server: ServerProcess) -> int:
+    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text()
+    return next(
+        int(pid)
+        for pid in children.split()
+        if b"headrace.engine.process" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    )
+
+
+def test_a_background_response_survives_a_kill_of_the_server(tmp_path: Path) -> None:
+    flags = ("--threads", "1", "--state-dir", str(tmp_path / "state"))
+    with running_server(*flags) as server:
+        url = f"{server.url}/v1/responses"
+        undisturbed = post(url, **LONG).json()["output"][0]["content"]
+        stored = post(url, **COUNT, store=True).json()
+        id = post(url, **LONG, background=True).json()["id"]
+        eventually(lambda: bool(httpx.get(f"{url}/{id}").json()["output"]))
+        seen = httpx.get(f"{url}/{id}").json()
+        engine = engine_of(server)
+        server.stop(signal.SIGKILL)
+        eventually(lambda: not Path(f"/proc/{engine}").exists())
+    assert seen["status"] == "in_progress"
+    with running_server(*flags) as server:
+        url = f"{server.url}/v1/responses"
+        assert httpx.get(f"{url}/{stored['id']}").json() == stored
+        last = json.loads(follow(url, id, 3).split("data: ")[-1])["response"]
+        assert last == httpx.get(f"{url}/{id}").json()
+        assert last["status"] == "incomplete" and last["output"][0]["content"] == undisturbed
+        assert post(url, input="And?", previous_response_id=stored["id"]).status_code == 200
