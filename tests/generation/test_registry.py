@@ -7,12 +7,15 @@ from typing import Any
 import msgspec
 
 from headrace.core.errors import RequestError
+from headrace.core.ids import StreamId
+from headrace.core.messages import FinishReason
+from headrace.generation.generation import Generation
 from headrace.generation.registry import FinishedStream
 from headrace.generation.stream import LiveStream
 from headrace.streams.memory_store import MemoryStore
 from headrace.streams.record import Names
-from headrace.streams.store import ByConversation
-from tests.generation.fakes import DOWN, make_request, opened, read, running, settle
+from headrace.streams.store import ByConversation, ById
+from tests.generation.fakes import DOWN, FakeEngine, make_request, opened, read, running, settle
 
 OPTED_IN = Names(conversation="c", digest=b"1")
 NAME = ByConversation("", "c")
@@ -91,6 +94,44 @@ def test_an_engine_given_up_tells_every_reader_of_a_durable_stream_at_once(folde
             assert code_of(looking) == "engine_failed"
 
     asyncio.run(run())
+
+
+def test_what_is_kept_is_found_after_its_end_and_reaches_no_store(folder: Path) -> None:
+    async def run() -> None:
+        store = MemoryStore()
+        async with running(folder, store) as (generation, engine):
+            id = await ended_id(generation, engine, Names(is_kept=True))
+            assert isinstance(await generation.streams.find("", ById(id)), FinishedStream)
+            assert await generation.streams.find("another", ById(id)) is None
+            assert await store.find(ById(id)) is None
+            await generation.streams.discard("", ById(id))
+            assert await generation.streams.find("", ById(id)) is None
+            plain = await ended_id(generation, engine, Names())
+            assert await generation.streams.find("", ById(plain)) is None
+
+    asyncio.run(run())
+
+
+def test_large_bodies_that_are_kept_go_before_the_next_minute(folder: Path) -> None:
+    async def run() -> None:
+        async with running(folder) as (generation, engine):
+            body, ids = bytes(33 << 20), []
+            for _ in range(10):
+                ids.append(await ended_id(generation, engine, Names(is_kept=True), kept=body))
+            found = [await generation.streams.find("", ById(id)) for id in ids]
+            assert found[0] is None and found[-1] is not None
+
+    asyncio.run(run())
+
+
+async def ended_id(
+    generation: Generation, engine: FakeEngine, names: Names, **fields: object
+) -> StreamId:
+    """The id of a stream that was answered and read."""
+    stream = await opened(generation, engine, names, **fields)
+    await engine.finish(engine.newest, FinishReason.LENGTH)
+    await read(stream)
+    return stream.record.id
 
 
 def code_of(task: asyncio.Task[Any]) -> str:
