@@ -1,4 +1,4 @@
-"""Bodies of /v1/responses: items become messages, faults name paths, a chain is the whole."""
+"""Bodies of /v1/responses: items become messages, faults name their path, chains are the whole."""
 
 import json
 from typing import Any

@@ -202,10 +202,7 @@ def _parameters(path: str, operation: Operation) -> list[dict[str, Any]]:
 
 
 def _body(operation: Operation, table: Mapping[str, Kind]) -> dict[str, Any]:
-    properties = {
-        name: kind.schema() if name in operation.required else nullable(kind)
-        for name, kind in table.items()
-    }
+    properties: dict[str, Any] = {}
     if 503 in operation.errors:
         properties |= {name: {"description": "No effect"} for name in NO_EFFECT}
         properties |= {
@@ -213,6 +210,10 @@ def _body(operation: Operation, table: Mapping[str, Kind]) -> dict[str, Any]:
             for name, neutral in UNSUPPORTED.items()
             if name not in table
         }
+    properties |= {
+        name: kind.schema() if name in operation.required else nullable(kind)
+        for name, kind in table.items()
+    }
     return {"type": "object", "properties": properties, "required": list(operation.required)}
 
 
