@@ -6,13 +6,17 @@ READY_TEST := .venv/ready-test
 READY_BENCH := .venv/ready-bench
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: serve test check simulate chaos attack corrupt demo roofline clean
+.PHONY: serve test test-structure check simulate chaos attack corrupt demo roofline clean
 
 serve: $(READY)
 	@exec $(BIN)/headrace serve $(ARGS)
 
 test: $(READY_TEST)
 	$(BIN)/python -m pytest $(ARGS)
+
+SCHEMAS ?= 500
+test-structure: $(READY_TEST)
+	SCHEMAS=$(SCHEMAS) $(BIN)/python -m pytest -s --timeout 1800 tests/test_structure.py $(ARGS)
 
 check: $(READY_TEST)
 	$(BIN)/ruff check .

@@ -105,7 +105,7 @@ def test_leaving_the_loop_ends_the_work(llm: LLM) -> None:
         ({"temperature": "warm"}, "invalid_type", "temperature"),
         ({"temperature": float("nan")}, "invalid_value", "temperature"),
         ({"top_p": 2}, "invalid_value", "top_p"),
-        ({"tools": [{"type": "function"}]}, "unsupported_parameter", "tools"),
+        ({"functions": [{"name": "f"}]}, "unsupported_parameter", "functions"),
         ({"max_token": 3}, "unsupported_parameter", "max_token"),
     ],
 )

@@ -195,7 +195,7 @@ def test_token_ids_are_the_counted_tokens(client: openai.OpenAI) -> None:
             "context_length_exceeded",
             "messages",
         ),
-        ({"response_format": {"type": "json_object"}}, "unsupported_parameter", "response_format"),
+        ({"response_format": {"type": "jsonl"}}, "invalid_value", "response_format.type"),
     ],
 )
 def test_a_refusal_names_code_and_field(

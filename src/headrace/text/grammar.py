@@ -37,11 +37,11 @@ class GrammarCompiler:
         """
         if not end_token_ids:
             raise GrammarError("This model has no end token, so a grammar could not end an answer.")
-        tokenizer = msgspec.json.decode(data)
-        for token in tokenizer.get("added_tokens") or ():
-            token["special"] = True  # a marker is no text: a grammar must name it
         self._width = width
         try:
+            tokenizer = msgspec.json.decode(data)
+            for token in tokenizer.get("added_tokens") or ():
+                token["special"] = True  # a marker is no text: a grammar must name it
             self._tokenizer = llguidance.LLTokenizer(
                 msgspec.json.encode(tokenizer).decode(),
                 n_vocab=max(width, _size(tokenizer), _FEWEST),

@@ -1,0 +1,96 @@
+"""A grammar's state is a function of the answer's tokens, whoever feeds them and how often."""
+
+import json
+from array import array
+from typing import Any
+
+import pytest
+
+from headrace.checkpoints.find import find_model
+from headrace.core.sampling import Sampling
+from headrace.text.grammar import Allowed, GrammarCompiler, GrammarError
+from headrace.text.tokenizer import Tokenizer
+
+ENDS = (2, 0)
+WIDTH = 1600  # more than the tokenizer has: logits may be wider
+FOLDER = find_model("headrace-mini")
+TOKENIZER = Tokenizer.load(FOLDER)
+THINK, THOUGHT = 1530, 1531
+
+
+@pytest.fixture(scope="module")
+def compiler() -> GrammarCompiler:
+    return GrammarCompiler.load(FOLDER, WIDTH, ENDS)
+
+
+def lark(rules: str) -> str:
+    return json.dumps({"grammars": [{"lark_grammar": rules}]})
+
+
+def allowed(compiler: GrammarCompiler, rules: str, text: str = "", **fields: Any) -> Allowed:
+    sampling = Sampling(grammar=rules, end_token_ids=ENDS, **fields)
+    answer = TOKENIZER.encode(text, add_special_tokens=False)
+    return compiler.compile(lark(rules)).begin(sampling).allowed(answer)
+
+
+def texts(found: Allowed) -> set[str]:
+    return {TOKENIZER.token_text(i) for i in found.nonzero()[0].tolist()}
+
+
+def test_the_first_token_is_masked_already(compiler: GrammarCompiler) -> None:
+    assert texts(allowed(compiler, 'start: "ye" "s"')) == {"y", "ye", "yes"} & texts(
+        allowed(compiler, "start: /(?s:.*)/")
+    )
+
+
+def test_ids_beyond_the_tokenizer_and_markers_are_no_text(compiler: GrammarCompiler) -> None:
+    found = allowed(compiler, "start: /(?s:.*)/")
+    assert len(found) == WIDTH and not found[TOKENIZER.vocab_size :].any()
+    assert not found[[1, THINK, THOUGHT]].any()
+
+
+@pytest.mark.parametrize("fields", [{}, {"ignore_eos": True}, {"min_tokens": 99}])
+def test_a_whole_answer_may_only_end(compiler: GrammarCompiler, fields: dict[str, Any]) -> None:
+    found = allowed(compiler, 'start: "yes"', "yes", **fields)
+    assert found.nonzero()[0].tolist() == sorted(ENDS)
+
+
+@pytest.mark.parametrize("fields", [{"ignore_eos": True}, {"min_tokens": 99}])
+def test_an_answer_that_may_go_on_does(compiler: GrammarCompiler, fields: dict[str, Any]) -> None:
+    assert allowed(compiler, "start: /a+/", "aa")[list(ENDS)].all()
+    assert not allowed(compiler, "start: /a+/", "aa", **fields)[list(ENDS)].any()
+
+
+def test_tokens_at_once_and_one_by_one_lead_to_the_same_place(compiler: GrammarCompiler) -> None:
+    rules = 'start: %json {"type": "array", "items": {"type": "boolean"}}'
+    sampling = Sampling(grammar=rules, end_token_ids=ENDS)
+    grammar = compiler.compile(lark(rules))
+    answer = TOKENIZER.encode("[true, false", add_special_tokens=False)
+    slowly = grammar.begin(sampling)
+    for end in range(len(answer) + 1):
+        found = slowly.allowed(answer[:end])
+        assert (found == grammar.begin(sampling).allowed(answer[:end])).all()
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_reasoning_is_free_until_it_ends(compiler: GrammarCompiler, waits: bool) -> None:
+    fields = {"grammar_tags": (THINK, THOUGHT), "grammar_waits": waits}
+    sampling = Sampling(grammar="x", end_token_ids=ENDS, **fields)
+    state = compiler.compile(lark('start: "yes"')).begin(sampling)
+    begun = array("i", [] if waits else [THINK])
+    begun += TOKENIZER.encode("hm yes", add_special_tokens=False)
+    found = state.allowed(begun)
+    assert found[THOUGHT] and not found[list(ENDS)].any() and found.sum() == WIDTH - len(ENDS)
+    assert texts(state.allowed(begun + array("i", [THOUGHT]))) <= {"y", "ye", "yes"}
+
+
+def test_a_grammar_that_makes_no_sense_is_refused_in_the_librarys_words(
+    compiler: GrammarCompiler,
+) -> None:
+    with pytest.raises(GrammarError, match='unknown name: "foo"'):
+        compiler.compile(lark("start: foo"))
+
+
+def test_a_model_that_cannot_end_an_answer_takes_no_grammar() -> None:
+    with pytest.raises(GrammarError, match="no end token"):
+        GrammarCompiler.load(FOLDER, WIDTH, ())
