@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.cli.generate import generate, read_prompt, split_words
+from headrace.cli.generate import generate, read_prompt, read_schema, split_words
 from headrace.cli.main import read_fields
 from headrace.core.config import ServerConfig
 from headrace.core.config_sources import load
@@ -70,3 +70,14 @@ def test_json_is_the_whole_answer(config: ServerConfig, capsys: pytest.CaptureFi
     answer = json.loads(capsys.readouterr().out)
     assert len(answer["choices"]) == 2
     assert answer["usage"]["completion_tokens"] == 6
+
+
+def test_a_schema_is_read_from_its_file(tmp_path: Path) -> None:
+    file = tmp_path / "point.json"
+    file.write_text('{"type": "integer"}')
+    assert read_schema(str(file)) == {"type": "integer"}
+    file.write_text("[1]")
+    with pytest.raises(ConfigError, match="no JSON object"):
+        read_schema(str(file))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_schema(str(tmp_path / "none.json"))

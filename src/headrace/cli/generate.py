@@ -34,6 +34,16 @@ def read_prompt(prompt: str | None) -> str:
     return prompt or ""
 
 
+def read_schema(name: str) -> dict[str, Any]:
+    """The JSON Schema in a file."""
+    try:
+        return msgspec.json.decode(Path(name).read_bytes(), type=dict[str, Any])
+    except OSError as error:
+        raise ConfigError(f"--schema {name} cannot be read: {error.strerror}.") from None
+    except (ValueError, RecursionError):
+        raise ConfigError(f"--schema {name} has no JSON object; a schema is one.") from None
+
+
 def generate(config: ServerConfig, prompt: str, fields: dict[str, Any], as_json: bool) -> None:
     with LLM(config, DownloadLine(config.models[0].model)) as llm:
         if as_json:

@@ -100,7 +100,13 @@ def _serve_command() -> click.Command:
 
 
 def _generate_command() -> click.Command:
-    def run(words: tuple[str, ...], pairs: tuple[str, ...], as_json: bool, **flags: Any) -> None:
+    def run(
+        words: tuple[str, ...],
+        pairs: tuple[str, ...],
+        schema: str | None,
+        as_json: bool,
+        **flags: Any,
+    ) -> None:
         """Continue PROMPT in this process and print the text. Without PROMPT, or with -, the
         prompt is read from stdin. A single word is the prompt, unless it names a model:
         headrace-mini, a folder, or a hub id.
@@ -109,18 +115,22 @@ def _generate_command() -> click.Command:
         headrace generate "The days of the week are Monday, Tuesday,"
         headrace generate ./my-model "Once upon a time" -o max_tokens=50 --json
         cat story.txt | headrace generate -
+        headrace generate "A point: " --schema point.json
         """
-        from headrace.cli.generate import generate, read_prompt, split_words
+        from headrace.cli.generate import generate, read_prompt, read_schema, split_words
         from headrace.protocols.common_fields import known_fields
         from headrace.protocols.openai_completions import TABLE
 
         model, prompt = split_words(words)
         fields = read_fields(pairs, known_fields(TABLE) - {"prompt", "stream"})
+        if schema is not None:
+            fields["json_schema"] = read_schema(schema)
         generate(_config(model, flags), read_prompt(prompt), fields, as_json)
 
     params: list[click.Parameter] = [
         click.Argument(["words"], nargs=-1, metavar="[MODEL] [PROMPT|-]"),
         _FIELD,
+        click.Option(["--schema"], metavar="FILE", help="JSON Schema that the text must follow"),
         click.Option(["--json", "as_json"], is_flag=True, help="Print the whole answer as JSON"),
         *_options("models", "log_level"),
     ]

@@ -132,20 +132,22 @@ class GrammarMaker:
             keyword = _silent(part)
             if keyword is not None:
                 raise _unenforced(keyword)
-        fault = self._fault(text)
-        if fault is None:
+        assert self._compiler
+        try:
+            self._compiler.check(text)
             return
+        except GrammarError as error:
+            fault = str(error).rstrip(".")
         for part in parts:
             own = self._fault([_json("own", part.schema)])
             if own is not None:
                 raise _refusal(self._place(part, own), own)
         raise RequestError("invalid_value", f"{path} cannot be made a grammar: {fault}.", path)
 
-    def _fault(self, grammars: Grammars | str) -> str | None:
+    def _fault(self, grammars: Grammars) -> str | None:
         assert self._compiler
-        text = grammars if isinstance(grammars, str) else json.dumps({"grammars": grammars})
         try:
-            self._compiler.compile(text)
+            self._compiler.compile(json.dumps({"grammars": grammars}))
         except GrammarError as error:
             return str(error).rstrip(".")
         return None

@@ -4,6 +4,7 @@ The state is a function of the answer's tokens: whoever feeds them again is in t
 """
 
 import os
+import random
 import sys
 import threading
 from array import array
@@ -20,6 +21,7 @@ from headrace.text.conversion import tokenizer_file
 
 Allowed = NDArray[np.bool_]
 
+_NUM_WAYS, _WAY_LENGTH = 4, 32
 _FEWEST = 32  # what an LLTokenizer takes at least
 
 
@@ -57,9 +59,17 @@ class GrammarCompiler:
     def compile(self, grammar: str) -> "Grammar":
         """GrammarError with the library's words if it cannot be done."""
         matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # the first mask is the dearest, and all copies share it
         if matcher.is_error():
             raise GrammarError(_first_words(matcher.get_error()))
         return Grammar(matcher, self._width)
+
+    def check(self, grammar: str) -> None:
+        """Compiles it and walks a few ways into it; GrammarError if it is too much on the way."""
+        compiled = self.compile(grammar)
+        for way in range(_NUM_WAYS):
+            compiled.walk(random.Random(way))
 
 
 class Grammar:
@@ -71,6 +81,20 @@ class Grammar:
 
     def begin(self, sampling: Sampling) -> "GrammarState":
         return GrammarState(self._matcher.deep_copy(), sampling, self._width)
+
+    def walk(self, dice: random.Random) -> None:
+        """The beginning of some answer."""
+        matcher = self._matcher.deep_copy()
+        for _ in range(_WAY_LENGTH):
+            if matcher.is_stopped():
+                break
+            bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+            may_follow = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
+            if matcher.is_error() or not len(may_follow):
+                break
+            matcher.consume_token(int(dice.choice(may_follow)))
+        if matcher.is_error():
+            raise GrammarError(_first_words(matcher.get_error()))
 
 
 class GrammarState:
