@@ -5,7 +5,7 @@ import pytest
 
 from headrace.core.errors import RequestError
 from headrace.core.request import Chat, Request
-from headrace.protocols import anthropic_messages
+from headrace.protocols import anthropic_messages, structure
 from tests.gateway.builders import FakeModel, parsed
 
 USER = {"role": "user", "content": "hi"}
@@ -178,6 +178,7 @@ WRONG = [
         "tool_choice.name",
     ),
     ({"thinking": {"type": "deep"}}, "invalid_value", "thinking.type"),
+    ({"chat_template_kwargs": 1}, "invalid_type", "chat_template_kwargs"),
     ({"system": 1}, "invalid_type", "system"),
     ({"stop_sequences": ["x" * 1001]}, "invalid_value", "stop_sequences[0]"),
     ({"mcp_servers": [{}]}, "unsupported_parameter", "mcp_servers"),
@@ -240,3 +241,15 @@ def _user(*blocks: dict[str, Any]) -> dict[str, Any]:
 def test_a_model_may_lack_tools() -> None:
     model = FakeModel(tool_format="")
     assert parsed(anthropic_messages, ASKED | {"tools": [TOOL]}, model).route == "/v1/messages"
+
+
+def test_what_must_be_said_becomes_chats_fields_of_form() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    asked = {"type": "json_schema", "schema": schema}
+    for body in ({"output_config": {"format": asked}}, {"output_format": asked}):
+        wanted = structure.take(anthropic_messages.read(ASKED | body))
+        assert wanted and wanted.wanted and wanted.wanted.value == schema
+    one = {"type": "any", "disable_parallel_tool_use": True}
+    wanted = structure.take(anthropic_messages.read(ASKED | {"tools": [TOOL], "tool_choice": one}))
+    assert wanted and wanted.calls
+    assert (wanted.calls.is_forced, wanted.calls.most) == (True, 1)

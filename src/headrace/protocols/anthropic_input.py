@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -188,22 +188,35 @@ def _tool(value: Any, path: str) -> dict[str, Any]:
 _CHOICES: Mapping[str, str] = {"auto": "auto", "any": "required", "none": "none"}
 
 
-class ToolUseChoice(msgspec.Struct, frozen=True):
-    """auto, any, none or one tool by name, in the words of chat's tool_choice."""
+class ToolUse(NamedTuple):
+    """What is wanted in the words of chat's tool_choice, and whether several calls may come."""
 
-    def check(self, value: Any, path: str) -> str | dict[str, Any]:
+    wanted: str | dict[str, Any] = "auto"
+    is_parallel: bool = True
+
+
+class ToolUseChoice(msgspec.Struct, frozen=True):
+    """auto, any, none or one tool by name."""
+
+    def check(self, value: Any, path: str) -> ToolUse:
         if type(value) is not dict:
             raise wrong_type(value, path, "an object")
         kind = _given(value, "type", path, String())
+        only_one = value.get("disable_parallel_tool_use")
+        if only_one is not None:
+            Flag().check(only_one, f"{path}.disable_parallel_tool_use")
         if kind == "tool":
             name = _given(value, "name", path, _NAME)
-            return {"type": "function", "function": {"name": name}}
+            return ToolUse({"type": "function", "function": {"name": name}}, not only_one)
         if kind not in _CHOICES:
             raise wrong_value(kind, f"{path}.type", f"tool or one of {', '.join(_CHOICES)}")
-        return _CHOICES[kind]
+        return ToolUse(_CHOICES[kind], not only_one)
 
     def schema(self) -> dict[str, Any]:
-        properties = {"type": {"enum": [*_CHOICES, "tool"]}}
+        properties: dict[str, Any] = {
+            "type": {"enum": [*_CHOICES, "tool"]},
+            "disable_parallel_tool_use": nullable(Flag()),
+        }
         return {"type": "object", "properties": properties, "required": ["type"]}
 
 

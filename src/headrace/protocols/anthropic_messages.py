@@ -18,6 +18,7 @@ from headrace.protocols.anthropic_input import (
     OutputFormat,
     SystemPrompt,
     Thinking,
+    ToolUse,
     ToolUseChoice,
     Turns,
 )
@@ -54,9 +55,9 @@ to_prompts = openai_chat.to_prompts
 _NOT_HERE = (
     *("max_tokens", "max_completion_tokens", "min_tokens", "n", "best_of", "stop"),
     *("include_stop_str_in_output", "stream_options", "timings_per_token", "return_token_ids"),
+    "response_format",
 )
 _AS_IN_CHAT: Mapping[str, Kind] = {
-    "chat_template_kwargs": Object(),
     **{name: kind for name, kind in COMMON.items() if name not in _NOT_HERE},
 }
 _OWN: Mapping[str, Kind] = {
@@ -72,6 +73,7 @@ _OWN: Mapping[str, Kind] = {
     "mcp_servers": NotServed(),
     "container": NotServed(),
     "cache_control": Object(),
+    "chat_template_kwargs": Object(),
 }
 COUNTED: Mapping[str, Kind] = {k: v for k, v in _OWN.items() if k != "stop_sequences"}
 TABLE: Mapping[str, Kind] = {**_AS_IN_CHAT, **_OWN, "max_tokens": Integer(0)}
@@ -89,8 +91,7 @@ def read(body: dict[str, Any]) -> dict[str, Any]:
 def read_counted(body: dict[str, Any]) -> dict[str, Any]:
     """The fields that make the prompt; a limit and what else an answer needs may be missing."""
     check_required(COUNTED_REQUIRED, body)
-    passed = {k: body[k] for k in ("chat_template_kwargs",) if k in body}
-    return openai_chat.read(passed | _to_chat(body))
+    return openai_chat.read(_to_chat(body))
 
 
 def to_request(fields: dict[str, Any], prompts: tuple[Prompt, ...], model: ServedModel) -> Request:
@@ -102,12 +103,12 @@ def to_request(fields: dict[str, Any], prompts: tuple[Prompt, ...], model: Serve
 def _to_chat(body: dict[str, Any]) -> dict[str, Any]:
     """The body as one of chat's; that checks what is the same in both."""
     own = read_fields(_OWN, body)
-    config = own.get("output_config", {})
+    config, choice = own.get("output_config", {}), own.get("tool_choice", ToolUse())
     kwargs = {"enable_thinking": own["thinking"]} if "thinking" in own else {}
     system, messages = own.get("system"), own["messages"]
     is_begun = _is_begun(messages)
     effort = config.get("effort")
-    if own.get("tool_choice") == "required" and not own.get("tools"):
+    if choice.wanted == "required" and not own.get("tools"):
         message = "tool_choice is any, and there are no tools; send some, or auto."
         raise RequestError("invalid_value", message, "tool_choice")
     return {
@@ -115,11 +116,12 @@ def _to_chat(body: dict[str, Any]) -> dict[str, Any]:
         "messages": ([{"role": "system", "content": system}] if system else []) + messages,
         "continue_final_message": is_begun,
         "tools": own.get("tools"),
-        "tool_choice": own.get("tool_choice"),
+        "tool_choice": choice.wanted,
+        "parallel_tool_calls": choice.is_parallel,
         "stop": list(own.get("stop_sequences", ())),
         "reasoning_effort": "high" if effort in _MOST_EFFORT else effort,
         "response_format": own.get("output_format") or config.get("format"),
-        "chat_template_kwargs": kwargs | (body.get("chat_template_kwargs") or {}),
+        "chat_template_kwargs": kwargs | own.get("chat_template_kwargs", {}),
     }
 
 
