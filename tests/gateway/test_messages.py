@@ -87,6 +87,14 @@ def test_a_full_queue_is_an_overload_that_may_be_tried_again() -> None:
     assert response.headers["retry-after-ms"] == "2500"
 
 
+def test_a_client_that_would_leave_its_messages_with_the_server_is_told_not_to() -> None:
+    body = ASKED | {"thread": {"type": "continue", "previous_message_id": "msg_0"}}
+    response = client_of().post(PATH, json=body)
+    assert refused(response) == (400, "invalid_request_error", "unsupported_parameter")
+    details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    assert response.json()["error"]["details"] == details
+
+
 def test_a_stream_that_was_cut_is_refused_whole() -> None:
     response = client_of(FakeGeneration(tokens("H", 5), error())).post(PATH, json=ASKED)
     assert refused(response) == (503, "overloaded_error", "engine_failed")

@@ -30,6 +30,14 @@ _OWN_PATHS = (
 )
 """What chat calls a field, and what it is called here."""
 
+_DETAILS: Mapping[tuple[str, str | None], dict[str, Any]] = {
+    ("unsupported_parameter", "thread"): {
+        "error_code": "thread_unsupported_request",
+        "unsupported": ["thread"],
+    },
+}
+"""What clients act on: told so, they send the whole conversation with each request."""
+
 
 class AnthropicErrors:
     """An error object beside its type; param and code are ours."""
@@ -79,7 +87,9 @@ def _error_of(error: RequestError | Error) -> dict[str, Any]:
             break
     if error.code == "context_length_exceeded":
         message = _too_long(**error.extra)
-    return shown | {"message": message, "param": param, "code": error.code, **error.extra}
+    details = _DETAILS.get((error.code, param))
+    shown |= {"message": message, "param": param, "code": error.code, **error.extra}
+    return shown | {"details": details} if details else shown
 
 
 def _too_long(n_prompt_tokens: int, n_ctx: int) -> str:

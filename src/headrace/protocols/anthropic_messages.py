@@ -61,6 +61,7 @@ _AS_IN_CHAT: Mapping[str, Kind] = {
     **{name: kind for name, kind in COMMON.items() if name not in _NOT_HERE},
 }
 _OWN: Mapping[str, Kind] = {
+    "thread": NotServed(),  # the first: then a client sends the messages that it had left out
     "model": String(1),
     "messages": Turns(),
     "system": SystemPrompt(),
