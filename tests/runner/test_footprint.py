@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 
 def expected(folder: Path, dtype: torch.dtype, to_int8: bool = False) -> Footprint:
-    return footprint(read_spec(folder), dtype, "native-text", CPU, to_int8)
+    return footprint(read_spec(folder), dtype, "avx512", to_int8)
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)

@@ -287,6 +287,7 @@ def _computing(folder: Path, config: ModelConfig) -> Iterator[Finding]:
     if config.lane != "auto":
         reason = "as asked"
     yield Finding("lane", "ok", f"{ready.lane} on {ready.device} in {ready.dtype}: {reason}")
+    yield Finding("kernels", "ok", f"{ready.kernels}: {ready.kernels_reason}")
     yield Finding("weights", "ok", _weights(folder, config, ready))
     per_token, per_sequence = cache_bytes(runner.lane, ready.layout.block_size)
     yield Finding("cache", "ok", f"{per_token} bytes a token, {per_sequence} more a sequence")
@@ -298,9 +299,8 @@ def _weights(folder: Path, config: ModelConfig, ready: Ready) -> str:
 
     from headrace.runner.footprint import footprint
 
-    dtype, device = getattr(torch, ready.dtype), torch.device(ready.device)
     to_int8 = config.quantize == "int8"
-    needed = footprint(read_spec(folder), dtype, ready.lane, device, to_int8)
+    needed = footprint(read_spec(folder), getattr(torch, ready.dtype), ready.kernels, to_int8)
     return f"{needed}, in {'int8 and ' if to_int8 else ''}{ready.dtype}"
 
 

@@ -196,7 +196,8 @@ def _ready_line(url: str, name: str, ready: Ready) -> str:
     seqs = f"{ready.max_num_seqs} stream{'s' * (ready.max_num_seqs > 1)} at once"
     return (
         f"Headrace is ready at {url}: {name}, lane {ready.lane}, {ready.device} {ready.dtype}, "
-        f"context {ready.max_model_len}, {seqs}, stall target {target}"
+        f"kernels {ready.kernels} ({ready.kernels_reason}), context {ready.max_model_len}, "
+        f"{seqs}, stall target {target}"
     )
 
 

@@ -79,6 +79,13 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     device: Annotated[
         Literal["auto", "cpu", "cuda"], Meta(description="Where the model is computed")
     ] = "auto"
+    kernels: Annotated[
+        Literal["auto", "amx", "bf16dot", "avx512", "avx2", "plain"],
+        Meta(
+            description="Instructions that compute on a CPU; plain: torch alone; auto: the best "
+            "that the processor has"
+        ),
+    ] = "auto"
     lane: Annotated[
         Literal["auto", "native-text", "generic-text"],
         Meta(description="How the model is run; auto: chosen by its architecture"),

@@ -88,9 +88,11 @@ class Ready(Message, frozen=True):
     num_parameters: int
     weight_bytes: int
     layout: MemoryLayout
-    fingerprint: str  # 12 hex digits over version, weights, dtype and kind of device
+    fingerprint: str  # 12 hex digits over version, weights, dtype, kind of device and kernels
     max_step_tokens: int = 0
     max_stall_s: float | None = None  # the stall target, if there is one
+    kernels: str = "plain"  # their form
+    kernels_reason: str = ""  # why it is this one
 
 
 class LoadFailed(Message, frozen=True):

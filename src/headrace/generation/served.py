@@ -66,7 +66,10 @@ class ServedModel:
         if ready is None:
             return ServedForm()
         return ServedForm(
-            __version__, ready.dtype + self._quantization, ready.device, ready.max_model_len
+            __version__,
+            ready.dtype + self._quantization,
+            f"{ready.device} with kernels {ready.kernels}",
+            ready.max_model_len,
         )
 
     def _load_template(self, name: str | None) -> ChatTemplate | None:

@@ -23,10 +23,9 @@ class Footprint(NamedTuple):
         return f"{self.held >> 20} MiB{loading}"
 
 
-def footprint(
-    spec: ModelSpec, dtype: torch.dtype, lane: str, device: torch.device, to_int8: bool
-) -> Footprint:
-    if lane != "native-text" or device.type != "cpu":  # each tensor once, as it is
+def footprint(spec: ModelSpec, dtype: torch.dtype, form: str, to_int8: bool) -> Footprint:
+    """`form` is that of the kernels; plain is every model that is not computed by ours."""
+    if form == "plain":  # each tensor once, as it is
         needed = sum(header.num_values for header in read_headers(spec).values()) * dtype.itemsize
         return Footprint(needed, needed)
     make = family(spec.architecture)

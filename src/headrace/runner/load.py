@@ -12,6 +12,8 @@ from headrace.core.errors import ModelError
 from headrace.core.layout import MemoryLayout
 from headrace.core.messages import Ready
 from headrace.runner.footprint import footprint
+from headrace.runner.kernels.choose import Choice, choose_form
+from headrace.runner.kernels.forms import Form
 from headrace.runner.lanes.choose import choose_lane
 from headrace.runner.lanes.lane import Lane
 from headrace.runner.probe import free_bytes, num_cores
@@ -32,8 +34,9 @@ def load_runner(config: ModelConfig, folder: Path) -> tuple[Runner, Ready]:
     spec = read_spec(folder)
     dtype = _dtype(config, spec)
     make = choose_lane(spec, config.lane)
-    further = _to_int8(config, make, device)
-    _check_weights_fit(config, spec, dtype, make)
+    kernels = _kernels(config, make, device, dtype)
+    _check_weights_fit(config, spec, dtype, kernels.form)
+    further = (config.quantize == "int8", kernels.form) if make.id == "native-text" else ()
     lane: Lane = make(spec, dtype, device, *further)
     max_num_seqs = config.scheduler.max_num_seqs or _MAX_NUM_SEQS[device.type]
     layout = _layout(config, spec, lane, max_num_seqs)
@@ -52,17 +55,20 @@ def load_runner(config: ModelConfig, folder: Path) -> tuple[Runner, Ready]:
         num_parameters=lane.num_parameters,
         weight_bytes=lane.weight_bytes,
         layout=layout,
-        fingerprint=fingerprint(spec, _stored(config, name), device.type),
+        fingerprint=fingerprint(spec, _stored(config, name), f"{device.type} {kernels.form}"),
+        kernels=kernels.form,
+        kernels_reason=kernels.reason,
     )
 
 
-def _to_int8(config: ModelConfig, lane: Any, device: torch.device) -> tuple[bool, ...]:
-    """The lane's further argument, if weights are to be quantized; ModelError if they cannot be."""
-    if config.quantize == "none":
-        return ()
-    if lane.id != "native-text" or device.type != "cpu":
-        raise ModelError(f"--quantize int8 needs lane native-text on a CPU, not {lane.id}.")
-    return (True,)
+def _kernels(config: ModelConfig, lane: Any, device: torch.device, dtype: torch.dtype) -> Choice:
+    """ModelError if what is asked for is computed by our kernels alone, and they cannot be used."""
+    if lane.id == "native-text" and device.type == "cpu":
+        return choose_form(config.kernels, dtype, config.quantize == "int8")
+    for flag, value in (("quantize", config.quantize), ("kernels", config.kernels)):
+        if value not in ("none", "auto", "plain"):
+            raise ModelError(f"--{flag} {value} needs lane native-text on a CPU, not {lane.id}.")
+    return Choice("plain", f"lane {lane.id} on {device.type} has no other")
 
 
 def _stored(config: ModelConfig, name: str) -> str:
@@ -88,24 +94,26 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _check_weights_fit(config: ModelConfig, spec: ModelSpec, dtype: torch.dtype, lane: Any) -> None:
+def _check_weights_fit(
+    config: ModelConfig, spec: ModelSpec, dtype: torch.dtype, form: Form
+) -> None:
     device = _device(config)
-    needed = footprint(spec, dtype, lane.id, device, config.quantize == "int8")
+    needed = footprint(spec, dtype, form, config.quantize == "int8")
     free = free_bytes(device)
     if needed.peak > free:
         stored = _stored(config, _name(dtype))
         raise ModelError(
             f"The weights of {spec.name} take {needed} in {stored} and {free >> 20} MiB are "
-            f"free; use a smaller model{_remedy(config, dtype, lane, device)}.",
+            f"free; use a smaller model{_remedy(config, dtype, form)}.",
             "model_too_large",
         )
 
 
-def _remedy(config: ModelConfig, dtype: torch.dtype, lane: Any, device: torch.device) -> str:
+def _remedy(config: ModelConfig, dtype: torch.dtype, form: Form) -> str:
     if dtype == torch.float32 and config.quantize == "none":
         return " or --dtype bfloat16"
-    can_quantize = lane.id == "native-text" and device.type == "cpu"
-    return " or --quantize int8" if can_quantize and config.quantize == "none" else ""
+    can_quantize = form != "plain" and config.quantize == "none"
+    return " or --quantize int8" if can_quantize else ""
 
 
 def _layout(config: ModelConfig, spec: ModelSpec, lane: Lane, max_num_seqs: int) -> MemoryLayout:

@@ -3,16 +3,16 @@ import torch
 from torch import Tensor, nn
 
 from headrace.runner.kernels import product as module
+from headrace.runner.kernels.forms import Form
+from headrace.runner.kernels.launch import Kernel
 from headrace.runner.kernels.linear import PackedLinear, pack_linear, quantize
-from tests.runner.kernels.amx import needs_amx
+from tests.runner.kernels.own_forms import OWN_FORMS
 
 
-@pytest.fixture(params=["vectors", pytest.param("unit", marks=needs_amx)])
-def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both forms of the product where the processor has a matrix unit."""
-    if request.param == "vectors":
-        monkeypatch.setattr(module, "has_amx", lambda: False)
-    return str(request.param)
+@pytest.fixture(params=OWN_FORMS)
+def form(request: pytest.FixtureRequest) -> Form:
+    form: Form = request.param
+    return form
 
 
 def make_linear(inputs: int, outputs: int, bias: bool, dtype: torch.dtype) -> nn.Linear:
@@ -39,11 +39,11 @@ def exact(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     ],
 )
 def test_packed_bfloat16_is_exact_but_for_one_rounding(
-    form: str, rows: int, inputs: int, outputs: int, bias: bool
+    form: Form, rows: int, inputs: int, outputs: int, bias: bool
 ) -> None:
     linear = make_linear(inputs, outputs, bias, torch.bfloat16)
     x = torch.randn(rows, inputs).bfloat16()
-    found = PackedLinear(linear.weight, None, linear.bias)(x)
+    found = PackedLinear(linear.weight, None, linear.bias, form)(x)
     assert found.dtype == torch.bfloat16
     torch.testing.assert_close(found.double(), exact(linear, x), rtol=2**-8, atol=1e-4)
 
@@ -52,11 +52,11 @@ def test_packed_bfloat16_is_exact_but_for_one_rounding(
     ("dtype", "inputs"), [(torch.bfloat16, 3100), (torch.bfloat16, 3104), (torch.int8, 3100)]
 )
 def test_a_row_is_the_same_whatever_rows_are_with_it(
-    form: str, dtype: torch.dtype, inputs: int
+    form: Form, dtype: torch.dtype, inputs: int
 ) -> None:
     torch.manual_seed(0)
     weight = torch.randn(100, inputs).mul_(30).to(dtype)
-    packed = PackedLinear(weight, None, None)
+    packed = PackedLinear(weight, None, None, form)
     x = torch.randn(220, inputs).bfloat16()
     whole = packed(x)  # more than one block of rows
     for first, stop in [(0, 1), (1, 3), (3, 7), (10, 27), (30, 43), (100, 120), (180, 213)]:
@@ -66,13 +66,13 @@ def test_a_row_is_the_same_whatever_rows_are_with_it(
 @pytest.mark.parametrize("rows", [1, 3, 8, 40, 41, 80])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_int8_is_the_product_with_the_rounded_weights(
-    form: str, rows: int, dtype: torch.dtype
+    form: Form, rows: int, dtype: torch.dtype
 ) -> None:
     linear = make_linear(64, 70, True, dtype)
     x = torch.randn(rows, 64).to(dtype)
     stored, scale = quantize(linear.weight)
     expected = x.double() @ (stored.double() * scale[:, None]).T + linear.bias.double()
-    found = PackedLinear(stored, scale, linear.bias)(x)
+    found = PackedLinear(stored, scale, linear.bias, form)(x)
     tolerance = 2**-7 if dtype == torch.bfloat16 else 5e-4
     torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance / 10)
 
@@ -104,16 +104,22 @@ def test_leading_dimensions_are_kept() -> None:
     )
 
 
-@pytest.mark.parametrize(("inputs", "has", "by_amx"), [(64, 1, 1), (64, 0, 0), (37, 1, 0)])
-def test_the_form_follows_the_processor_and_the_number_of_inputs(
-    inputs: int, has: bool, by_amx: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("form", "inputs", "kernel"),
+    [
+        ("amx", 64, module._bf16_amx),
+        ("amx", 37, module._bf16_by_bf16),
+        ("bf16dot", 37, module._bf16_dot),
+        ("avx512", 64, module._bf16_by_bf16),
+        ("avx2", 64, module._bf16_by_bf16),
+    ],
+)
+def test_the_kernel_follows_the_form_and_the_number_of_inputs(
+    form: Form, inputs: int, kernel: Kernel
 ) -> None:
-    monkeypatch.setattr(module, "has_amx", lambda: has)
-    operand = module.Operand(
-        torch.empty(1, 32, 32, 2, dtype=torch.bfloat16), inputs, torch.ones(8), torch.zeros(8)
-    )
-    kernel = operand.kernels[torch.bfloat16, torch.bfloat16]
-    assert kernel is (module._bf16_amx if by_amx else module._bf16_by_bf16)
+    packed = torch.empty(1, 32, 32, 2, dtype=torch.bfloat16)
+    operand = module.Operand(packed, inputs, torch.ones(8), torch.zeros(8), form)
+    assert operand.kernels[torch.bfloat16, torch.bfloat16] is kernel
 
 
 def test_float32_weights_stay_as_they_are() -> None:

@@ -12,6 +12,7 @@ from headrace.models.step import Step
 from headrace.runner.inputs import Batch
 from headrace.runner.kernels import arguments as fields
 from headrace.runner.kernels.arguments import arguments_of
+from headrace.runner.kernels.forms import Form, forms_here
 from headrace.runner.kernels.launch import parallel
 from headrace.runner.kernels.paged_attention import kernels_for
 from headrace.runner.storage import BlockStorage
@@ -20,10 +21,12 @@ from headrace.runner.storage import BlockStorage
 class CpuAttention:
     """Bound to one storage; `sinks` are per layer float32 [heads], scores that hold no value."""
 
-    def __init__(self, storage: BlockStorage, sinks: Sequence[Tensor] = ()) -> None:
+    def __init__(
+        self, storage: BlockStorage, sinks: Sequence[Tensor] = (), form: Form | None = None
+    ) -> None:
         self.storage = storage
         self.sinks = sinks
-        self.kernels = kernels_for(storage.keys[0])
+        self.kernels = kernels_for(storage.keys[0], form or forms_here()[0])
 
     def step(self, batch: Batch) -> Step:
         return CpuStep(self, batch)

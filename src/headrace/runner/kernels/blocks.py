@@ -21,6 +21,11 @@ _tile_2x8, _tile_4x4 = block_tile(2, 8), block_tile(4, 4)
 _tile_2, _tile_4, _tile_8, _tile_12 = (block_tile(num_rows, 2) for num_rows in (2, 4, 8, 12))
 
 
+@njit(inline="always")
+def fits_vectors(size: int, dim: int) -> bool:
+    return size % LANES == 0 and dim % LANES == 0
+
+
 class Past(NamedTuple):
     """What one kv head of a sequence holds."""
 
@@ -144,7 +149,7 @@ def score(q: Any, past: Any, blocks: Any, room: Any, scores: Any) -> None:
     keys, values, table, kv = past
     dim = q.shape[1]
     size = keys.shape[2] // dim
-    if size % LANES or dim % LANES:
+    if not fits_vectors(size, dim):
         _score_one_by_one(q, past, blocks, scores)
         return
     lines, columns = room
@@ -171,7 +176,7 @@ def mix(weights: Any, past: Any, blocks: Any, count: int, room: Any, acc: Any) -
     keys, values, table, kv = past
     dim = acc.shape[1]
     size = values.shape[2] // dim
-    if size % LANES or dim % LANES:
+    if not fits_vectors(size, dim):
         _mix_one_by_one(weights, past, blocks, count, acc)
         return
     lines, columns = room
@@ -204,7 +209,7 @@ def _score_one_by_one(q: Any, past: Any, blocks: Any, scores: Any) -> None:
             for j in range(size):
                 total = np.float32(0)
                 for i in range(dim):
-                    total += widen(block[key_at(j, i, size, per)]) * q[g, i]
+                    total += widen(block[key_at(j, i, size, per)]) * widen(q[g, i])
                 scores[g, first + j] = total
 
 
@@ -217,4 +222,4 @@ def _mix_one_by_one(weights: Any, past: Any, blocks: Any, count: int, acc: Any) 
         block = values[table[blocks.start + j // size], kv]
         for g in range(acc.shape[0]):
             for i in range(dim):
-                acc[g, i] += weights[g, j] * widen(block[value_at(j % size, i, dim, per)])
+                acc[g, i] += widen(weights[g, j]) * widen(block[value_at(j % size, i, dim, per)])

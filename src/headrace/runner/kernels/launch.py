@@ -6,18 +6,50 @@ is left, so a slow or busy core takes fewer pieces.
 """
 
 import ctypes
+import hashlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
-from numba import cfunc, types
+from numba import types
+from numba.core.caching import FunctionCache, IndexDataCacheFile
+from numba.core.ccallback import CFunc
 
 from headrace.runner.kernels.arguments import Arguments
 from headrace.runner.kernels.capture import note
 
-_SIGNATURE = types.void(types.CPointer(types.int64))
+_SIGNATURE = (types.CPointer(types.int64),), types.void
+
+
+@cache
+def digest(folder: Path) -> str:
+    """Over the names and contents of its files of Python."""
+    whole = hashlib.sha256()
+    for file in sorted(folder.glob("*.py")):
+        whole.update(file.name.encode() + hashlib.sha256(file.read_bytes()).digest())
+    return whole.hexdigest()
+
+
+class KernelCache(FunctionCache):
+    """Machine code beside its source, thrown away when any file of this folder has changed.
+
+    Numba's own notices changes of the kernel's file only, and most of a kernel lies in others.
+    """
+
+    def __init__(self, function: Callable[[Any], None], stamp: str) -> None:
+        super().__init__(function)
+        self._cache_file = IndexDataCacheFile(self._cache_path, self._impl.filename_base, stamp)
+
+
+def compiled(function: Callable[[Any], None], stamp: str) -> Any:
+    """A C function of Numba's, out of the cache if it is there with the same stamp."""
+    kernel: Any = CFunc(function, _SIGNATURE, locals={}, options={})
+    kernel._cache = KernelCache(function, stamp)
+    kernel.compile()
+    return kernel
 
 
 class Kernel:
@@ -31,8 +63,7 @@ class Kernel:
 
     @cached_property
     def address(self) -> int:
-        address = cfunc(_SIGNATURE, cache=True)(self._function).address
-        assert address is not None
+        address: int = compiled(self._function, digest(Path(__file__).parent)).address
         return address
 
 

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from headrace.runner.kernels.forms import Form
 from headrace.runner.kernels.product import Operand, pack, product
 
 _OUTPUTS_AT_ONCE = 256  # of float32 while quantizing: a whole matrix may be a tenth of the model
@@ -11,13 +12,19 @@ _OUTPUTS_AT_ONCE = 256  # of float32 while quantizing: a whole matrix may be a t
 class PackedLinear(nn.Module):
     """Weights [outputs, inputs] packed: bfloat16, or int8 with one scale per output."""
 
-    def __init__(self, weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> None:
+    def __init__(
+        self,
+        weight: Tensor,
+        scale: Tensor | None,
+        bias: Tensor | None,
+        form: Form | None = None,
+    ) -> None:
         super().__init__()
         size, num_inputs = weight.shape
         self.weight = nn.Buffer(pack(weight))
         self.scale = nn.Buffer(torch.ones(size) if scale is None else scale)
         self.bias = nn.Buffer(torch.zeros(size) if bias is None else bias.detach().float())
-        self._operand = Operand(self.weight, num_inputs, self.scale, self.bias)
+        self._operand = Operand(self.weight, num_inputs, self.scale, self.bias, form)
 
     def forward(self, x: Tensor) -> Tensor:
         if x.ndim != 2:
@@ -37,20 +44,22 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     return stored, scale
 
 
-def pack_linear(model: nn.Module, path: str, to_int8: bool = False) -> None:
+def pack_linear(
+    model: nn.Module, path: str, to_int8: bool = False, form: Form | None = None
+) -> None:
     """Give the module at `path` of a CPU model the fastest form here, if it is a linear layer."""
     linear = model.get_submodule(path)
     if type(linear) is nn.Linear:
         parent, _, name = path.rpartition(".")
-        setattr(model.get_submodule(parent), name, _packed(linear, to_int8))
+        setattr(model.get_submodule(parent), name, _packed(linear, to_int8, form))
 
 
-def _packed(linear: nn.Linear, to_int8: bool) -> nn.Module:
+def _packed(linear: nn.Linear, to_int8: bool, form: Form | None) -> nn.Module:
     if to_int8:
-        return PackedLinear(*quantize(linear.weight), linear.bias)
+        return PackedLinear(*quantize(linear.weight), linear.bias, form)
     if linear.weight.dtype != torch.bfloat16:
         return linear
-    return PackedLinear(linear.weight.detach(), None, linear.bias)
+    return PackedLinear(linear.weight.detach(), None, linear.bias, form)
 
 
 def packing_bytes(layer: nn.Module, to_int8: bool) -> tuple[int, int] | None:

@@ -1,8 +1,4 @@
-"""Owns the few things that Numba lacks: addresses, a shared counter, bfloat16, a vectorized exp.
-
-NOTE: Numba's cache of a kernel notices changes of the kernel's own file only; after a change here
-the files that use it must be touched, or src/**/__pycache__/*.nb? removed.
-"""
+"""Owns the few things that Numba lacks: addresses, a shared counter, bfloat16, a vectorized exp."""
 
 from typing import Any
 

@@ -11,7 +11,7 @@ from numba import njit
 from numba.np.numpy_support import carray
 from torch import Tensor
 
-from headrace.runner.kernels.amx import DEEP, TILE, configure, has_amx, release
+from headrace.runner.kernels.amx import DEEP, TILE, configure, release
 from headrace.runner.kernels.arguments import (
     BLOCK_SIZE,
     DIM,
@@ -33,6 +33,7 @@ from headrace.runner.kernels.arguments import (
 from headrace.runner.kernels.blocks import (
     WIDEST,
     Past,
+    fits_vectors,
     mix,
     padded,
     per_word,
@@ -46,6 +47,7 @@ from headrace.runner.kernels.blocks_amx import (
     padded_amx,
     score_amx,
 )
+from headrace.runner.kernels.forms import Form
 from headrace.runner.kernels.launch import Kernel
 from headrace.runner.kernels.numeric import (
     FAST,
@@ -190,6 +192,12 @@ def _wide_rows(q: Any, where: Any, group: int, dim: int) -> Any:
 
 
 @njit
+def _rows_bf16(q: Any, where: Any, group: int, dim: int) -> Any:
+    rows = empty_rows(padded(where.num_tokens * group), dim, np.uint16)
+    return _fill_rows(q, where, group, rows)
+
+
+@njit
 def _same(scores: Any, num_rows: int) -> Any:
     return scores
 
@@ -203,14 +211,15 @@ def _rows_amx(q: Any, where: Any, group: int, dim: int) -> Any:
 
 
 @njit
-def _weights_amx(scores: Any, num_rows: int) -> Any:
+def _weights_bf16(scores: Any, num_rows: int) -> Any:
     weights = empty_rows(scores.shape[0], scores.shape[1], np.uint16)
     weights[num_rows:] = 0
     return weights
 
 
 _attend = _attention(score, mix, _wide_rows, _same)
-_attend_amx = _attention(score_amx, mix_amx, _rows_amx, _weights_amx)
+_attend_dot = _attention(score, mix, _rows_bf16, _weights_bf16)
+_attend_amx = _attention(score_amx, mix_amx, _rows_amx, _weights_bf16)
 
 
 @njit
@@ -289,7 +298,8 @@ def _attend_by(attend: Any) -> Any:
     return run
 
 
-_attend_all, _attend_all_amx = _attend_by(_attend), _attend_by(_attend_amx)
+_attend_all, _attend_all_dot = _attend_by(_attend), _attend_by(_attend_dot)
+_attend_all_amx = _attend_by(_attend_amx)
 
 
 @Kernel
@@ -314,6 +324,12 @@ def _attend_bf16(a: Any) -> None:
 
 
 @Kernel
+def _attend_bf16_dot(a: Any) -> None:
+    g = carray(a, SIZE)
+    _attend_all_dot(g, a, new_bf16(g), memory_bf16(g))
+
+
+@Kernel
 def _attend_bf16_amx(a: Any) -> None:
     g = carray(a, SIZE)
     _attend_all_amx(g, a, new_bf16(g), memory_bf16(g))
@@ -326,9 +342,13 @@ def _attend_float(a: Any) -> None:
     _attend_all(g, a, new_float(g), memory_float(g))
 
 
-def kernels_for(keys: Tensor) -> tuple[Kernel, Kernel]:
+def kernels_for(keys: Tensor, form: Form) -> tuple[Kernel, Kernel]:
     """What writes to and what attends over a cache [blocks, kv_heads, block_size, dim]."""
     if keys.dtype == torch.float32:
         return _write_float, _attend_float
-    by_amx = fits_amx(keys.shape[2], keys.shape[3]) and has_amx()
-    return _write_bf16, _attend_bf16_amx if by_amx else _attend_bf16
+    size, dim = keys.shape[2:]
+    if form == "amx" and fits_amx(size, dim):
+        return _write_bf16, _attend_bf16_amx
+    if form == "bf16dot" and fits_vectors(size, dim):
+        return _write_bf16, _attend_bf16_dot
+    return _write_bf16, _attend_bf16

@@ -23,10 +23,10 @@ from headrace.runner.kernels.amx import (
     TILE,
     amx_tile,
     configure,
-    has_amx,
     release,
 )
 from headrace.runner.kernels.arguments import arguments_of, reader
+from headrace.runner.kernels.forms import Form, forms_here
 from headrace.runner.kernels.launch import Kernel, parallel
 from headrace.runner.kernels.numeric import (
     f32_at,
@@ -41,7 +41,6 @@ from headrace.runner.kernels.tiles import CACHE_LINE, PANEL, empty_rows, panel_t
 
 _TILE = 12  # rows, at most
 _BLOCK_BYTES = 600 << 10  # of widened rows: they stay in the second cache
-_APART = 16  # floats; rows a power of two apart would drive each other out of the first cache
 _GROUP = 128  # inputs; sums of int8 times int16 stay below 2^31 for 512
 _INT16_MAX = np.float32(32767)
 _tile_12, _tile_8, _tile_4 = panel_tile(12), panel_tile(8), panel_tile(4)
@@ -90,6 +89,15 @@ def _widen(x: Any, wide: Any, scales: Any) -> None:
 
 
 @njit
+def _to_bf16(x: Any, target: Any, scales: Any) -> None:
+    """Of bfloat16 bits or int8, which is exact in bfloat16."""
+    for m in range(x.shape[0]):
+        source, row = x[m], target[m]
+        for k in range(source.size):
+            row[k] = narrow(widen(source[k]), row[0])
+
+
+@njit
 def _to_int16(x: Any, by: Any, target: Any) -> None:
     for k in range(x.size):
         target[k] = np.int16(np.rint(widen(x[k]) * by))
@@ -125,6 +133,9 @@ def _put(out: Any, num_rows: int, target: Any, row: int, first: int) -> None:
 def _product_by(take_in: Any, dtype: Any, group: int) -> Any:
     """`take_in` brings rows to `dtype`, with a scale for each group of inputs; 0: all in one."""
 
+    num_bytes = np.dtype(dtype).itemsize
+    apart = CACHE_LINE // num_bytes  # rows a power of two apart would meet in the first cache
+
     @njit
     def run(counter: Any, w: Any, x: Any, target: Any) -> None:
         """Pieces, a panel for a block of rows each, until none is left.
@@ -132,10 +143,10 @@ def _product_by(take_in: Any, dtype: Any, group: int) -> Any:
         w [panels, lines, numbers]; target: y [rows, outputs], scale and bias by output.
         """
         num_panels, (num_rows, num_inputs) = w.shape[0], x.shape
-        size = min(num_rows, max(_BLOCK_BYTES // (4 * num_inputs) // _TILE, 1) * _TILE)
+        size = min(num_rows, max(_BLOCK_BYTES // (num_bytes * num_inputs) // _TILE, 1) * _TILE)
         num_pieces = (num_rows + size - 1) // size * num_panels
         padded = (size + 3) // 4 * 4  # as far as a tile reaches
-        wide = empty_rows(padded, num_inputs + _APART, dtype)
+        wide = empty_rows(padded, num_inputs + apart, dtype)
         wide[size:], wide[:, num_inputs:] = 0, 0
         scales = np.ones((padded, (num_inputs + group - 1) // group if group else 1), np.float32)
         out = empty_rows(padded, PANEL, np.float32)
@@ -157,6 +168,7 @@ def _product_by(take_in: Any, dtype: Any, group: int) -> Any:
 
 
 _by_bf16, _by_int8 = _product_by(_widen, np.float32, 0), _product_by(_quantize, np.int16, _GROUP)
+_by_bf16_dot = _product_by(_to_bf16, np.uint16, 0)
 
 
 @njit
@@ -184,17 +196,8 @@ def _as_it_lies(panel: Any, room: Any) -> Any:
 
 
 @njit
-def _to_bf16(x: Any, target: Any) -> None:
-    """Of bfloat16 bits or int8, which is exact in bfloat16."""
-    for m in range(x.shape[0]):
-        source, row = x[m], target[m]
-        for k in range(source.size):
-            row[k] = narrow(widen(source[k]), row[0])
-
-
-@njit
 def _as_bf16(panel: Any, room: Any) -> Any:
-    _to_bf16(panel, room)
+    _to_bf16(panel, room, None)
     return room
 
 
@@ -222,7 +225,7 @@ def _product_amx(lay_out: Any) -> Any:
             rows = slice(block * size, min(block * size + size, num_rows))
             if held != block:
                 held = block
-                _to_bf16(x[rows], apart)
+                _to_bf16(x[rows], apart, None)
             fetching = np.int64(w[following % num_panels].ctypes.data), share
             own = target, rows.start, panel * PANEL
             by, used = lay_out(w[panel], room), apart[: rows.stop - rows.start]
@@ -268,6 +271,13 @@ def _bf16_by_bf16(a: Any) -> None:
 
 
 @Kernel
+def _bf16_dot(a: Any) -> None:
+    g = _read(a)
+    w, y = _panels(u16_at(g.weight), g.outputs, g.inputs), carray(u16_at(g.y), (g.rows, g.outputs))
+    _by_bf16_dot(a, w, carray(u16_at(g.x), (g.rows, g.inputs)), (y, *_scale_and_bias(g)))
+
+
+@Kernel
 def _bf16_amx(a: Any) -> None:
     g = _read(a)
     w, y = _panels(u16_at(g.weight), g.outputs, g.inputs), carray(u16_at(g.y), (g.rows, g.outputs))
@@ -304,10 +314,17 @@ _BODIES = {
     (torch.bfloat16, torch.int8): _bf16_by_int8,
     (torch.float32, torch.int8): _float_by_int8,
 }
+_BODIES_DOT = _BODIES | {(torch.bfloat16, torch.bfloat16): _bf16_dot}
 _BODIES_AMX = _BODIES | {
     (torch.bfloat16, torch.bfloat16): _bf16_amx,
     (torch.bfloat16, torch.int8): _bf16_by_int8_or_amx,
 }
+
+
+def _bodies(form: Form, num_inputs: int) -> dict[tuple[torch.dtype, torch.dtype], Kernel]:
+    if form == "amx" and num_inputs % DEEP == 0:
+        return _BODIES_AMX
+    return _BODIES_DOT if form == "bf16dot" else _BODIES
 
 
 def pack(weight: Tensor) -> Tensor:
@@ -326,12 +343,19 @@ class Operand:
     Looking them up anew at every call would cost more than a small product.
     """
 
-    def __init__(self, packed: Tensor, num_inputs: int, scale: Tensor, bias: Tensor) -> None:
+    def __init__(
+        self,
+        packed: Tensor,
+        num_inputs: int,
+        scale: Tensor,
+        bias: Tensor,
+        form: Form | None = None,
+    ) -> None:
+        """Without `form` it is the processor's best."""
         self.dtype, self.num_outputs, self.num_inputs = packed.dtype, len(scale), num_inputs
         self.weight = packed.data_ptr()
         self.scale_and_bias = scale.data_ptr(), bias.data_ptr()
-        by_amx = num_inputs % DEEP == 0 and has_amx()
-        self.kernels = _BODIES_AMX if by_amx else _BODIES
+        self.kernels = _bodies(form or forms_here()[0], num_inputs)
         self._held = packed, scale, bias
 
 

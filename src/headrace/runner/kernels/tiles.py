@@ -2,8 +2,9 @@
 
 Left alone, the compiler uses half of a wide register and never fetches ahead, which costs a third
 of the memory's speed. A vector holds 16 words of 4 bytes: one register with AVX-512;
-elsewhere the compiler splits it. Two bfloat16 numbers of a word widen to two vectors of floats, by
-a shift and by a mask.
+elsewhere the compiler splits it. Where rows are float32, two bfloat16 numbers of a word widen to
+two vectors of floats, by a shift and by a mask. Where rows are bfloat16 too, one instruction
+(AVX512-BF16) multiplies both numbers of each word and adds them to the sums.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,6 +33,22 @@ _KINDS = {
 Pair = tuple[Any, Any]
 
 
+class _BFloat(ir.Type):
+    """bfloat16, which llvmlite has no name for."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
+
+
+_PAIRS = ir.VectorType(_BFloat(), _SHORTS)
+
+
 @njit
 def empty_rows(num_rows: int, num_columns: int, dtype: Any) -> Any:
     """A new array that begins at a cache line: to read across two of them takes twice as long."""
@@ -44,11 +61,13 @@ def load(builder: Any, address: Any, kind: Any, align: int) -> Any:
     return builder.load(builder.inttoptr(address, kind.as_pointer()), align=align)
 
 
-def _widened(builder: Any, address: Any, kind: str) -> list[Any]:
-    """The floats of 16 words: a vector for each number that a word holds."""
+def _widened(builder: Any, address: Any, kind: str, by: str = "float") -> list[Any]:
+    """The floats of 16 words: a vector for each number of a word; for rows of pairs, the words."""
     if kind == "float":
         return [load(builder, address, FLOATS, 4)]
     words = load(builder, address, INTS, 2)
+    if by == "bf16":
+        return [words]
     even = builder.shl(words, words.type([16] * LANES))
     odd = builder.and_(words, words.type([0xFFFF0000] * LANES))
     return [builder.bitcast(even, FLOATS), builder.bitcast(odd, FLOATS)]
@@ -56,6 +75,15 @@ def _widened(builder: Any, address: Any, kind: str) -> list[Any]:
 
 def add_product(builder: Any, total: Any, a: Any, b: Any) -> Any:
     return builder.fadd(total, builder.fmul(a, b, flags=_FAST), flags=_FAST)
+
+
+def _add_pairs(builder: Any, total: Any, words: Any, by: Any) -> Any:
+    """total + a b for both numbers of each word."""
+    kind = ir.FunctionType(FLOATS, [FLOATS, _PAIRS, _PAIRS])
+    name = "llvm.x86.avx512bf16.dpbf16ps.512"
+    function = cgutils.get_or_insert_function(builder.module, kind, name)
+    pairs = [builder.bitcast(factor, _PAIRS) for factor in (words, by)]
+    return builder.call(function, [total, *pairs])
 
 
 def picked(builder: Any, left: Any, right: Any, lanes: Sequence[int]) -> Any:
@@ -102,6 +130,7 @@ class Matrix:
         self.row_bytes = self._strides[0]
         self.shape = cgutils.unpack_tuple(builder, array.shape)
         self.kind = _KINDS[kind.dtype]
+        self.unit = _F32 if self.kind == "float" else _I32  # what one load of a row's numbers takes
 
     def row(self, first: Any, number: int) -> Any:
         return self.at(self._builder.add(first, _I64(number)), _I64(0))
@@ -122,8 +151,8 @@ def block_tile(num_rows: int, num_vectors: int) -> Any:
     out[row + m, 16 * (column + v) + n] = the sum over lines i, and numbers k of a word, of
     x[row + m, 2 * i + k] times word n at byte lines[i] + columns[column + v] of the memory, stored
     as bfloat16 bits; with float32 a word is one number, of x[row + m, i]. With `adds` the sum is
-    added. What lies `more_lines` and `more_columns` further, at least 0, is fetched. x, out:
-    float32, whose rows are contiguous.
+    added. What lies `more_lines` and `more_columns` further, at least 0, is fetched. x is float32,
+    or bfloat16 bits as the memory is; out is float32; rows of both are contiguous.
     """
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -143,16 +172,17 @@ def block_tile(num_rows: int, num_vectors: int) -> Any:
             line, later = lines.item(at), lines.item(builder.add(at, more_lines))
             for begin in there:
                 fetch(builder, builder.add(begin, later))
-            words = [_widened(builder, builder.add(begin, line), memory.kind) for begin in here]
+            places = [builder.add(begin, line) for begin in here]
+            words = [_widened(builder, place, memory.kind, x.kind) for place in places]
             per = len(words[0])
             first, following = builder.mul(at, _I64(4 * per)), []
             for m in range(num_rows):
                 sums = totals[m * num_vectors : (m + 1) * num_vectors]
                 for k in range(per):
                     place = builder.add(rows[m], builder.add(first, _I64(4 * k)))
-                    by = spread_over(builder, load(builder, place, _F32, 4))
+                    by = spread_over(builder, load(builder, place, x.unit, 4))
                     terms = zip(sums, words, strict=True)
-                    sums = [add_product(builder, total, word[k], by) for total, word in terms]
+                    sums = [_add_term(builder, total, word[k], by) for total, word in terms]
                 following += sums
             return following
 
@@ -179,9 +209,9 @@ def panel_tile(num_rows: int) -> Any:
     w [lines, 2 * PANEL] is a panel of PANEL outputs; a line is two inputs, side by side for each
     output. x [rows, inputs or more]; out [num_rows, PANEL] is float32 and contiguous.
 
-    Of bfloat16 bits and float32: out[j, n] += the sum over inputs k of lines [first, first + count)
-    of w's [k, n] times x[j, k]. Of int8 and int16: that sum, less than 2^31, times
-    scales[j, group]. With line i as much is fetched from base + i * apart bytes on.
+    Of bfloat16 bits and float32 or bfloat16 bits: out[j, n] += the sum over inputs k of lines
+    [first, first + count) of w's [k, n] times x[j, k]. Of int8 and int16: that sum, less than 2^31,
+    times scales[j, group]. With line i as much is fetched from base + i * apart bytes on.
     """
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -191,17 +221,16 @@ def panel_tile(num_rows: int) -> Any:
 
         def body(at: Any, totals: list[Any]) -> list[Any]:
             number = builder.add(first, at)
-            terms = _terms_of(builder, w.at(number, _I64(0)), w.kind)
+            terms = _terms_of(builder, w.at(number, _I64(0)), w.kind, x.kind)
             there = builder.add(base, builder.mul(at, apart))
-            for k in range(len(terms)):
+            for k in range(1 if w.kind == "int8" else 2):
                 fetch(builder, builder.add(there, _I64(k * CACHE_LINE)))
             following = []
             for m, row in enumerate(rows):
                 address = builder.add(row, builder.mul(number, _I64(4 * len(terms))))
                 sums = totals[2 * m : 2 * m + 2]
                 for k, vectors in enumerate(terms):
-                    kind = _F32 if w.kind == "bf16" else _I32  # of int16, two
-                    factor = load(builder, builder.add(address, _I64(4 * k)), kind, 2)
+                    factor = load(builder, builder.add(address, _I64(4 * k)), x.unit, 2)
                     by, both = spread_over(builder, factor), zip(sums, vectors, strict=True)
                     sums = [_add_term(builder, total, vector, by) for total, vector in both]
                 following += sums
@@ -228,14 +257,14 @@ def panel_tile(num_rows: int) -> Any:
     return intrinsic(typed)
 
 
-def _terms_of(builder: Any, address: Any, kind: str) -> list[Pair]:
-    """The line's weights, each pair of vectors those of all outputs for one number of x's.
+def _terms_of(builder: Any, address: Any, kind: str, by: str) -> list[Pair]:
+    """The line's weights, each pair of vectors those of all outputs for one load of x's.
 
-    bfloat16: floats, input by input. int8: int16, both inputs at once.
+    bfloat16: floats, input by input, or words for pairs. int8: int16, both inputs at once.
     """
     if kind == "bf16":
         second = builder.add(address, _I64(CACHE_LINE))
-        halves = _widened(builder, address, kind), _widened(builder, second, kind)
+        halves = _widened(builder, address, kind, by), _widened(builder, second, kind, by)
         return list(zip(*halves, strict=True))
     stored, wide = ir.VectorType(ir.IntType(8), _SHORTS), ir.VectorType(ir.IntType(16), _SHORTS)
     parts = [load(builder, builder.add(address, _I64(size)), stored, 1) for size in (0, _SHORTS)]
@@ -243,9 +272,9 @@ def _terms_of(builder: Any, address: Any, kind: str) -> list[Pair]:
 
 
 def _add_term(builder: Any, total: Any, a: Any, b: Any) -> Any:
-    """Floats: total + a b. int16 as two in each of b's words: a[2i] b[2i] + a[2i + 1] b[2i + 1]."""
+    """Floats: total + a b. Two numbers in each word: total + a[2i] b[2i] + a[2i + 1] b[2i + 1]."""
     if total.type == FLOATS:
-        return add_product(builder, total, a, b)
+        return (add_product if a.type == FLOATS else _add_pairs)(builder, total, a, b)
     wide = ir.VectorType(_I32, _SHORTS)
     left, right = builder.sext(a, wide), builder.sext(builder.bitcast(b, a.type), wide)
     products = builder.mul(left, right)

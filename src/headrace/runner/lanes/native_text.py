@@ -14,6 +14,7 @@ from headrace.models.registry import family
 from headrace.runner.attention import Attention, NaiveAttention
 from headrace.runner.inputs import Batch, pack
 from headrace.runner.kernels.attention import CpuAttention
+from headrace.runner.kernels.forms import Form, forms_here
 from headrace.runner.kernels.linear import pack_linear
 from headrace.runner.kernels.prepare import prepare, weight_bytes
 from headrace.runner.kernels.replay import CapturedForward
@@ -25,14 +26,22 @@ class NativeText:
     id = "native-text"
 
     def __init__(
-        self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, to_int8: bool = False
+        self,
+        spec: ModelSpec,
+        dtype: torch.dtype,
+        device: torch.device,
+        to_int8: bool = False,
+        form: Form | None = None,
     ) -> None:
+        """Without `form` it is the processor's best; elsewhere than on a CPU it is plain."""
         make = family(spec.architecture)
         with torch.device("meta"):
             self._model = make(make.read(spec.config))
         self.num_parameters = sum(p.numel() for p in self._model.parameters())
+        self._hidden: Callable[[Batch], Tensor]
         self.device, self.dtype = device, dtype
-        if device.type == "cpu":
+        self._form = (form or forms_here()[0]) if device.type == "cpu" else "plain"
+        if self._form != "plain":
             load_weights(self._model, make.weights, spec, dtype, device, self._pack(to_int8))
             prepare(self._model)
         else:
@@ -41,7 +50,7 @@ class NativeText:
 
     def _pack(self, to_int8: bool) -> Callable[[str], None]:
         def pack(path: str) -> None:
-            pack_linear(self._model, path, to_int8)
+            pack_linear(self._model, path, to_int8, self._form)
             give_back_freed()
 
         return pack
@@ -62,10 +71,13 @@ class NativeText:
         self._storage = BlockStorage(
             self._model.cache_shape, layout.num_blocks, layout.block_size, self.dtype, self.device
         )
-        fast = self.device.type == "cpu"
-        self._attention: Attention = (CpuAttention if fast else NaiveAttention)(self._storage)
+        self._attention: Attention
+        if self._form == "plain":
+            self._attention, self._hidden = NaiveAttention(self._storage), self._forward
+            return
+        self._attention = CpuAttention(self._storage, form=self._form)
         width = -(-layout.max_positions // layout.block_size)
-        self._hidden = CapturedForward(self._forward, width) if fast else self._forward
+        self._hidden = CapturedForward(self._forward, width)
 
     def forward(self, chunks: Sequence[Chunk], token_ids: Sequence["array[int]"]) -> Tensor:
         batch = pack(chunks, token_ids, self._storage.block_size, self.device)
