@@ -1,10 +1,13 @@
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from headrace.runner.kernels import launch
+from headrace.runner.kernels.launch import compiled, digest
 from headrace.runner.kernels.product import Operand, pack, product
 
 CODE = """
@@ -48,3 +51,35 @@ def test_every_piece_is_done_exactly_once() -> None:
     for _ in range(50):
         found = product(x, Operand(pack(weight), 32, torch.ones(1000), torch.zeros(1000)))
         assert torch.equal(found, (x.float() @ weight.float().T).bfloat16())
+
+
+def kernel(a: Any) -> None:
+    a[0] = 7
+
+
+def test_machine_code_is_kept_until_a_file_of_the_folder_changes() -> None:
+    first, *_, again, other = (compiled(kernel, stamp) for stamp in ("a", "b", "b", "c"))
+    assert (first._cache_hits, again._cache_hits, other._cache_hits) == (0, 1, 0)
+
+
+def test_a_digest_is_over_the_content_of_every_file_of_the_folder(tmp_path: Path) -> None:
+    def written(**files: str) -> str:
+        for name, text in files.items():
+            (tmp_path / f"{name}.py").write_text(text)
+        return digest.__wrapped__(tmp_path)
+
+    first = written(kernel="import helper", helper="x = 1")
+    assert written(helper="x = 2") != first
+    assert written(helper="x = 1") == first
+    assert written(another="") != first
+
+
+def test_a_kernels_stamp_is_the_digest_of_its_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    stamps = []
+    monkeypatch.setattr(launch, "compiled", lambda _, stamp: stamps.append(stamp) or Address)
+    assert launch.Kernel(kernel).address == Address.address
+    assert stamps == [digest(Path(launch.__file__).parent)]
+
+
+class Address:
+    address = 1

@@ -26,7 +26,8 @@ class CpuAttention:
     ) -> None:
         self.storage = storage
         self.sinks = sinks
-        self.kernels = kernels_for(storage.keys[0], form or forms_here()[0])
+        self.form = form or forms_here()[0]
+        self.kernels = kernels_for(storage.keys[0], self.form)
 
     def step(self, batch: Batch) -> Step:
         return CpuStep(self, batch)

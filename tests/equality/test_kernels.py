@@ -1,0 +1,63 @@
+"""Every form of the kernels that this machine has: batched = alone, chunked = whole."""
+
+from array import array
+from pathlib import Path
+
+import pytest
+import torch
+
+from headrace.runner.kernels.forms import Form, forms_here
+from headrace.runner.runner import Runner
+from tests.builders import make_tiny_model
+from tests.drive import Drive, assert_close, random_prompt, row_logits, tiny_runner
+from tests.runner.kernels.own_forms import OWN_FORMS
+
+PROMPTS = [random_prompt(length) for length in (300, 7, 41, 130)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("kernels")
+    return make_tiny_model(folder, head_dim=32, initializer_range=0.1)  # as AMX needs it
+
+
+@pytest.fixture(scope="module", params=forms_here())
+def runner(request: pytest.FixtureRequest, folder: Path) -> Runner:
+    return tiny_runner(folder, kernels=request.param, dtype="bfloat16", block_size=32)
+
+
+def agree(runner: Runner, found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """To the bit; torch's own products round differently for another number of rows."""
+    if runner.lane._form == "plain":
+        assert_close(found, expected, tolerance=0.05)
+        return True
+    return torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 32, 64, 99, 257])
+def test_chunked_is_whole(runner: Runner, chunk: int) -> None:
+    prompt = PROMPTS[0] if chunk > 5 else PROMPTS[0][:80]
+    assert agree(runner, row_logits(runner, prompt, chunk), row_logits(runner, prompt))
+
+
+@torch.inference_mode()
+def test_batched_is_alone(runner: Runner) -> None:
+    drive = Drive(runner, room=320, block_size=32)
+    ids = [array("i", prompt) for prompt in PROMPTS]
+    chunks = []
+    for number, prompt in enumerate(PROMPTS):
+        drive.tokens[number] = [*prompt, 0]
+        chunks.append(drive.chunk(number, 0, len(prompt), rows=len(prompt)))
+    whole = runner.lane.logits(runner.lane.forward(chunks, ids))
+    parts = whole.split([len(prompt) for prompt in PROMPTS])
+    for chunk, tokens, part in zip(chunks, ids, parts, strict=True):
+        assert agree(runner, part, runner.lane.logits(runner.lane.forward([chunk], [tokens])))
+
+
+@pytest.mark.parametrize("form", OWN_FORMS)
+def test_every_form_is_close_to_plain(folder: Path, form: Form) -> None:
+    plain, own = (
+        row_logits(tiny_runner(folder, kernels=kernels, dtype="bfloat16"), PROMPTS[0])
+        for kernels in ("plain", form)
+    )
+    assert_close(own, plain, tolerance=0.05)

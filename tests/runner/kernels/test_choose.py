@@ -1,0 +1,128 @@
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headrace.core.config import ModelConfig
+from headrace.core.errors import ModelError
+from headrace.runner.kernels import choose, forms
+from headrace.runner.kernels.choose import choose_form
+from headrace.runner.kernels.forms import FORMS, forms_here
+from headrace.runner.kernels.launch import Kernel
+from headrace.runner.load import load_runner
+from tests.builders import make_tiny_model
+from tests.drive import generate, random_prompt
+from tests.runner.kernels.own_forms import OWN_FORMS
+
+
+@pytest.fixture(autouse=True)
+def checked_anew() -> None:
+    choose._fault.cache_clear()
+
+
+@pytest.fixture
+def processor(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes the processor have just these instructions, as LLVM calls them, and AMX or not."""
+
+    def have(*names: str, has_amx: bool = False) -> tuple[str, ...]:
+        monkeypatch.setattr(forms, "_features", lambda: set(names))
+        monkeypatch.setattr(forms, "has_amx", lambda: has_amx)
+        return forms_here.__wrapped__()
+
+    return have
+
+
+def test_what_a_processor_has_decides_which_forms_it_runs(processor: Any) -> None:
+    wide = ("avx2", "fma", "avx512f", "avx512bw")
+    assert processor() == ("plain",)
+    assert processor("avx2") == ("plain",)
+    assert processor("avx2", "fma") == ("avx2", "plain")
+    assert processor(*wide) == ("avx512", "plain")
+    assert processor(*wide, "avx512bf16") == ("bf16dot", "avx512", "plain")
+    assert processor(*wide, "avx512bf16", has_amx=True) == FORMS[:3] + FORMS[4:]
+
+
+def test_numbas_own_variable_limits_the_forms(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forms.config, "CPU_FEATURES", "+avx2,+fma,-avx512f")
+    assert forms_here.__wrapped__() == ("avx2", "plain")
+
+
+@pytest.mark.parametrize("form", OWN_FORMS)
+@pytest.mark.parametrize("to_int8", [False, True])
+def test_every_form_of_this_machine_proves_right(form: str, to_int8: bool) -> None:
+    assert choose_form(form, torch.bfloat16, to_int8) == (form, "as asked")
+
+
+def test_the_best_form_is_taken_and_its_instructions_are_told() -> None:
+    found = choose_form("auto", torch.bfloat16, False)
+    assert found.form == forms_here()[0]
+    assert found.reason.startswith("the processor has ")
+
+
+def test_float32_is_computed_by_a_form_that_computes_it() -> None:
+    assert choose_form("auto", torch.float32, False).form in ("avx512", "avx2", "plain")
+    with pytest.raises(ModelError, match=r"--kernels bf16dot cannot compute float32.* plain\."):
+        choose_form("bf16dot", torch.float32, False)
+
+
+def break_kernels(form: str, monkeypatch: pytest.MonkeyPatch, result: Any) -> None:
+    kernels_for = choose.CpuAttention.step
+
+    def step(self: Any, batch: Any) -> Any:
+        if self.form != form:
+            return kernels_for(self, batch)
+        if isinstance(result, Exception):
+            raise result
+        made = kernels_for(self, batch)
+        attend = made.attend
+        made.attend = lambda *args: attend(*args).mul_(result)
+        return made
+
+    monkeypatch.setattr(choose.CpuAttention, "step", step)
+
+
+@pytest.mark.parametrize("fault", [1.1, float("nan"), RuntimeError("no such instruction")])
+def test_a_form_that_fails_its_check_is_not_used_and_one_warning_says_so(
+    fault: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = forms_here()[:2]
+    break_kernels(first, monkeypatch, fault)
+    with caplog.at_level(logging.WARNING):
+        found = choose_form("auto", torch.bfloat16, False)
+    assert found == (second, f"{first} failed its check")
+    (warning,) = caplog.records
+    assert f"Kernels {first} are not used" in warning.getMessage()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_plain_compiles_no_kernel_and_says_what_the_others_say(
+    dtype: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, prompt = make_tiny_model(tmp_path, initializer_range=0.1), random_prompt(60)
+    config = {"model": "tiny", "device": "cpu", "dtype": dtype, "threads": 1, "max_model_len": 128}
+    runner, ready = load_runner(ModelConfig(**config), folder)
+    expected = generate(runner, prompt, 4)
+
+    def never(kernel: Kernel) -> int:
+        raise AssertionError("a kernel was compiled")
+
+    monkeypatch.setattr(Kernel, "address", property(never))
+    runner, told = load_runner(ModelConfig(**config, kernels="plain"), folder)
+    assert (told.kernels, told.kernels_reason) == ("plain", "as asked")
+    assert told.fingerprint != ready.fingerprint
+    assert generate(runner, prompt, 4) == expected
+
+
+def test_plain_refuses_int8() -> None:
+    with pytest.raises(ModelError, match="int8"):
+        choose_form("plain", torch.bfloat16, True)
+
+
+def test_another_lane_is_plain_and_refuses_the_rest(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path)
+    config = {"model": "tiny", "device": "cpu", "lane": "generic-text", "threads": 1}
+    assert load_runner(ModelConfig(**config), folder)[1].kernels == "plain"
+    with pytest.raises(ModelError, match="--kernels avx512 needs lane native-text on a CPU"):
+        load_runner(ModelConfig(**config, kernels="avx512"), folder)
