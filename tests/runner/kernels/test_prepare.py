@@ -6,8 +6,6 @@ import torch
 from headrace.checkpoints.spec import read_spec
 from headrace.core.config import ModelConfig
 from headrace.core.errors import ModelError
-from headrace.runner.attention import NaiveAttention
-from headrace.runner.lanes import native_text
 from headrace.runner.lanes.native_text import NativeText
 from headrace.runner.load import load_runner
 from tests.builders import make_tiny_model
@@ -16,31 +14,22 @@ from tests.drive import generate, random_prompt, row_logits, tiny_runner
 CPU = torch.device("cpu")
 
 
-def make_naive(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native_text, "prepare", lambda model: None)
-    monkeypatch.setattr(native_text, "pack_linear", lambda model, path, to_int8: None)
-    monkeypatch.setattr(native_text, "CpuAttention", NaiveAttention)
-    monkeypatch.setattr(native_text, "CapturedForward", lambda forward, width: forward)
-
-
 def test_fast_layers_and_plain_ones_generate_the_same_in_float32(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     folder, prompt = make_tiny_model(tmp_path), random_prompt(90)
     fast = generate(tiny_runner(folder), prompt, 24, 33)
-    make_naive(monkeypatch)
-    assert generate(tiny_runner(folder), prompt, 24, 33) == fast
+    assert generate(tiny_runner(folder, kernels="plain"), prompt, 24, 33) == fast
 
 
 @pytest.mark.parametrize("chunk", [7, 90])
 def test_fast_logits_in_bfloat16_are_as_near_to_float32_as_plain_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
+    tmp_path: Path, chunk: int
 ) -> None:
     folder, prompt = make_tiny_model(tmp_path, initializer_range=0.1), random_prompt(90)
     exact = row_logits(tiny_runner(folder), prompt)
     fast = row_logits(tiny_runner(folder, dtype="bfloat16"), prompt, chunk)
-    make_naive(monkeypatch)
-    plain = row_logits(tiny_runner(folder, dtype="bfloat16"), prompt, chunk)
+    plain = row_logits(tiny_runner(folder, dtype="bfloat16", kernels="plain"), prompt, chunk)
     assert float((fast - exact).norm()) < 1.5 * float((plain - exact).norm()) + 1e-3
 
 
