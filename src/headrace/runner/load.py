@@ -12,7 +12,7 @@ from headrace.core.errors import ModelError
 from headrace.core.layout import MemoryLayout
 from headrace.core.messages import Ready
 from headrace.runner.footprint import footprint
-from headrace.runner.kernels.choose import Choice, choose_form
+from headrace.runner.kernels.choose import KernelChoice, choose_form
 from headrace.runner.kernels.forms import Form
 from headrace.runner.lanes.choose import choose_lane
 from headrace.runner.lanes.lane import Lane
@@ -61,14 +61,16 @@ def load_runner(config: ModelConfig, folder: Path) -> tuple[Runner, Ready]:
     )
 
 
-def _kernels(config: ModelConfig, lane: Any, device: torch.device, dtype: torch.dtype) -> Choice:
+def _kernels(
+    config: ModelConfig, lane: Any, device: torch.device, dtype: torch.dtype
+) -> KernelChoice:
     """ModelError if what is asked for is computed by our kernels alone, and they cannot be used."""
     if lane.id == "native-text" and device.type == "cpu":
         return choose_form(config.kernels, dtype, config.quantize == "int8")
     for flag, value in (("quantize", config.quantize), ("kernels", config.kernels)):
         if value not in ("none", "auto", "plain"):
             raise ModelError(f"--{flag} {value} needs lane native-text on a CPU, not {lane.id}.")
-    return Choice("plain", f"lane {lane.id} on {device.type} has no other")
+    return KernelChoice("plain", f"lane {lane.id} on {device.type} has no other")
 
 
 def _stored(config: ModelConfig, name: str) -> str:

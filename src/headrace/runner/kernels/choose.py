@@ -31,14 +31,14 @@ _CHUNKS = ((0, 70), (70, 1))
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 2e-2}  # of the largest number
 
 
-class Choice(NamedTuple):
+class KernelChoice(NamedTuple):
     """A form, and why it is this one."""
 
     form: Form
     reason: str
 
 
-def choose_form(wanted: str, dtype: torch.dtype, to_int8: bool) -> Choice:
+def choose_form(wanted: str, dtype: torch.dtype, to_int8: bool) -> KernelChoice:
     """The form for a model on a CPU; ModelError if the wanted one cannot be."""
     forms = [form for form in forms_here() if dtype == torch.bfloat16 or form not in _OF_BFLOAT16]
     if wanted != "auto" and wanted not in forms:
@@ -62,7 +62,7 @@ def choose_form(wanted: str, dtype: torch.dtype, to_int8: bool) -> Choice:
         form = forms[0]
     if form == "plain" and to_int8:
         raise ModelError(f"--quantize int8 is not computed by kernels plain ({reason}).")
-    return Choice(form, reason)
+    return KernelChoice(form, reason)
 
 
 @cache
