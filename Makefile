@@ -15,8 +15,10 @@ test: $(READY_TEST)
 	$(BIN)/python -m pytest $(ARGS)
 
 SCHEMAS ?= 500
+KILL_AFTER ?= [1, 2, 3, 5, 8, 13, 21, 34, 55]
 test-structure: $(READY_TEST)
-	SCHEMAS=$(SCHEMAS) $(BIN)/python -m pytest -s --timeout 1800 tests/test_structure.py $(ARGS)
+	SCHEMAS=$(SCHEMAS) KILL_AFTER="$(KILL_AFTER)" $(BIN)/python -m pytest -s --timeout 1800 \
+		tests/test_structure.py tests/e2e/test_structure.py $(ARGS)
 
 check: $(READY_TEST)
 	$(BIN)/ruff check .

@@ -6,12 +6,14 @@ import functools
 from array import array
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import msgspec
 from hypothesis import strategies as st
 
+from headrace.checkpoints.find import find_model
 from headrace.checkpoints.spec import Defaults
 from headrace.core.errors import RequestError
 from headrace.core.ids import StreamId
@@ -64,7 +66,9 @@ READY = Ready(
     layout=MemoryLayout(),
     fingerprint="3c1d5e8f9a02",
 )
-SPEC = SimpleNamespace(max_positions=64, config={"hidden_size": 32})
+SPEC = SimpleNamespace(
+    max_positions=64, config={"hidden_size": 32}, vocab_size=256, end_token_ids=(2,)
+)
 
 
 class Letters:
@@ -84,6 +88,9 @@ class Letters:
     def token_text(self, token_id: int) -> str:
         return self.token_bytes(token_id).decode(errors="replace")
 
+    def token_id(self, token: str) -> int | None:
+        return None
+
 
 class Lines:
     """A chat template: role and content, a line each."""
@@ -99,6 +106,7 @@ class FakeModel:
     names: tuple[str, ...] = ("headrace-mini", "org/other")
     root: str = "headrace-mini"
     created: int = 1790000000
+    folder: Path = find_model("headrace-mini")  # whose tokenizer grammars are checked with
     defaults: Defaults | None = None
     vocab_size: int = 256
     tool_format: str = "hermes"
