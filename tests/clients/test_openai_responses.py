@@ -4,6 +4,7 @@ The server is HEADRACE_TEST_URL, or one that HEADRACE_TEST_PYTHON starts.
 """
 
 import contextlib
+import json
 import os
 import re
 import subprocess
@@ -13,6 +14,7 @@ from typing import Any
 
 import openai
 import pytest
+from pydantic import BaseModel
 
 MODEL = "headrace-mini"
 WEATHER = {
@@ -131,6 +133,40 @@ def test_reasoning_is_an_item_of_its_own(client: openai.OpenAI) -> None:
     assert "".join(deltas) == reasoning.content[0].text
     with client.responses.stream(model=MODEL, temperature=0, **asked) as stream:
         assert stream.get_final_response().output_text == "23 + 45 = 68"
+
+
+class Person(BaseModel):
+    name: str
+    age: int
+
+
+def test_an_answer_is_parsed_by_its_schema(client: openai.OpenAI) -> None:
+    question = "Answer as JSON with the keys name and age: Anna is 34 years old."
+    asked: Any = {"model": MODEL, "temperature": 0, "input": question}
+    response = client.responses.parse(**asked, text_format=Person)
+    assert response.output_parsed == Person(name="Anna", age=34)
+    reasoned = client.responses.parse(**asked, text_format=Person, reasoning={"effort": "low"})
+    assert isinstance(reasoned.output_parsed, Person)
+
+
+def test_a_call_is_forced(client: openai.OpenAI) -> None:
+    for choice in ("required", {"type": "function", "name": "get_weather"}):
+        tools: Any = [{"type": "web_search"}, WEATHER]
+        (call,) = create(client, input="Hello", tools=tools, tool_choice=choice).output
+        assert (call.type, call.name) == ("function_call", "get_weather")
+        assert list(json.loads(call.arguments)) == ["city"]
+
+
+def test_a_schema_that_cannot_be_enforced_is_named(client: openai.OpenAI) -> None:
+    bad = {"type": "object", "properties": {"x": {"type": "strin"}}}
+    tools: Any = [{"type": "web_search"}, WEATHER | {"parameters": bad, "strict": True}]
+    with pytest.raises(openai.BadRequestError) as refused:
+        create(client, tools=tools)
+    assert refused.value.param.startswith("tools[1].parameters")
+    text: Any = {"format": {"type": "json_schema", "name": "it", "schema": bad}}
+    with pytest.raises(openai.BadRequestError) as refused:
+        create(client, text=text)
+    assert refused.value.param.startswith("text.format.schema")
 
 
 def test_a_background_response_is_polled_cancelled_and_deleted(client: openai.OpenAI) -> None:

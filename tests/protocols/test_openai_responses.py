@@ -112,7 +112,17 @@ def test_an_effort_switches_thought_on_or_off() -> None:
         ({"tools": [ADD, ADD | {"name": "?"}]}, "invalid_value", "tools[1].name"),
         ({"tools": [ADD | {"parameters": 1}]}, "invalid_type", "tools[0].parameters"),
         ({"tool_choice": {"type": "function"}}, "missing_required_parameter", "tool_choice.name"),
-        ({"text": {"format": {"type": "json_schema"}}}, "unsupported_parameter", "text.format"),
+        (
+            {"text": {"format": {"type": "json_schema"}}},
+            "missing_required_parameter",
+            "text.format.schema",
+        ),
+        ({"text": {"format": {"type": "xml"}}}, "invalid_value", "text.format.type"),
+        (
+            {"tools": [ADD], "tool_choice": {"type": "function", "name": "sub"}},
+            "invalid_value",
+            "tool_choice.name",
+        ),
         ({"truncation": "auto"}, "unsupported_parameter", "truncation"),
         ({"conversation": "conv_1"}, "unsupported_parameter", "conversation"),
         ({"background": True, "store": False}, "invalid_value", "store"),

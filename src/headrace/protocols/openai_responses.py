@@ -21,6 +21,7 @@ from headrace.protocols.response_fields import (
     TextFormat,
     flat_tool,
     is_function,
+    wanted_of,
 )
 from headrace.protocols.response_items import Items, listed, messages_of
 from headrace.protocols.tools import check_choice, text_parameters
@@ -77,9 +78,18 @@ TABLE: Mapping[str, Kind] = {
     **{name: COMMON[name] for name in _SHARED},
 }
 IN_PROMPTS = frozenset(
-    ("input", "instructions", "tools", "metadata", "text", "chat_template_kwargs")
+    (
+        "input",
+        "instructions",
+        "tools",
+        "metadata",
+        "text",
+        "reasoning_effort",
+        "chat_template_kwargs",
+    )
 )
 KEYS: tuple[str, ...] = ("id", "object", "created_at", "status", "model", "output", "usage")
+_FOR_TEMPLATE = ("tools", "tool_choice", "reasoning_effort", "chat_template_kwargs")
 _LOGPROBS = "message.output_text.logprobs"
 _ELSEWHERE = ("conversation", "prompt")  # are stored by a provider, not sent
 _MAX_SKIPPED = 16
@@ -98,13 +108,22 @@ def read(body: dict[str, Any]) -> dict[str, Any]:
     if fields.get("background") and fields.get("store") is False:
         message = "background needs a response that is stored; leave store out, or send true."
         raise RequestError("invalid_value", message, "store")
-    check_choice(fields)
+    check_choice(fields, "tool_choice.name")
     openai_chat.check_template_fields(fields)
+    fields["one_call"] = fields.get("parallel_tool_calls") is False
+    if wanted := wanted_of(fields.get("text", {})):
+        fields["response_format"] = wanted
+    if effort := fields.get("reasoning", {}).get("effort"):
+        fields["reasoning_effort"] = effort
+        given = fields.get("chat_template_kwargs", {})
+        # who names an effort wants thought
+        fields["chat_template_kwargs"] = {"enable_thinking": effort != "none"} | given
     if "max_output_tokens" in fields:
         fields["max_tokens"] = fields["max_output_tokens"]
     fields["text_parameters"] = text_parameters(fields.get("tools", ()))
-    tools = enumerate(body.get("tools") or ())
-    skipped = [f"tools[{i}]" for i, tool in tools if not is_function(tool)]
+    tools = [(f"tools[{i}]", is_function(tool)) for i, tool in enumerate(body.get("tools") or ())]
+    fields["tool_paths"] = [path for path, is_taken in tools if is_taken]
+    skipped = [path for path, is_taken in tools if not is_taken]
     fields["skipped"] = tuple(skipped[:_MAX_SKIPPED])
     kept = KeptBody(encode(fields["input"]), encode(_repeated(fields)))
     fields["kept"] = msgspec.msgpack.encode(kept)
@@ -115,12 +134,8 @@ def to_prompts(fields: dict[str, Any]) -> tuple[Prompt, ...]:
     instructions = fields.get("instructions")
     head = ({"role": "system", "content": instructions},) if instructions else ()
     chat = {"messages": head + messages_of(fields["input"])}
-    chat |= {name: fields[name] for name in ("tools", "tool_choice") if name in fields}
-    given = fields.get("chat_template_kwargs", {})
-    if effort := fields.get("reasoning", {}).get("effort"):
-        chat["reasoning_effort"] = effort
-        given = {"enable_thinking": effort != "none"} | given  # who names an effort wants thought
-    return (openai_chat.to_chat(chat | {"chat_template_kwargs": given}),)
+    chat |= {name: fields[name] for name in _FOR_TEMPLATE if name in fields}
+    return (openai_chat.to_chat(chat),)
 
 
 def to_request(fields: dict[str, Any], prompts: tuple[Prompt, ...], model: ServedModel) -> Request:
@@ -228,7 +243,7 @@ def _repeated(fields: dict[str, Any]) -> dict[str, Any]:
         "previous_response_id": fields.get("previous_response_id"),
         "reasoning": {name: reasoning.get(name) for name in ("effort", "summary")},
         "store": fields.get("store", True),
-        "text": {"format": {"type": "text"}},
+        "text": {"format": fields.get("text", {}).get("format") or {"type": "text"}},
         "tool_choice": FlatChoice.shown(fields.get("tool_choice", "auto")),
         "tools": [flat_tool(tool) for tool in fields.get("tools", ())],
         "top_logprobs": fields.get("top_logprobs", 0),

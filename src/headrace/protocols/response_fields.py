@@ -5,7 +5,8 @@ from typing import Any
 import msgspec
 
 from headrace.core.errors import RequestError
-from headrace.protocols.fields import Object, String, missing, shown, wrong_type, wrong_value
+from headrace.protocols.fields import Object, String, missing, wrong_type, wrong_value
+from headrace.protocols.structure import Wanted
 from headrace.protocols.tools import ToolChoice, Tools
 
 _FUNCTION = ("name", "description", "parameters", "strict")
@@ -62,7 +63,7 @@ class FlatChoice(msgspec.Struct, frozen=True):
 
 
 class TextFormat(msgspec.Struct, frozen=True):
-    """The field `text`: only plain text is written now."""
+    """The field `text`: plain, any JSON object, or JSON by a schema."""
 
     def check(self, value: Any, path: str) -> dict[str, Any]:
         given = Object().check(value, path)
@@ -73,9 +74,10 @@ class TextFormat(msgspec.Struct, frozen=True):
             raise missing(f"{path}.format.type")
         if kind not in _FORMATS:
             raise wrong_value(kind, f"{path}.format.type", f"one of {', '.join(_FORMATS)}")
-        if kind != "text":
-            message = f"{path}.format of type {shown(kind)} is not supported here; send text."
-            raise RequestError("unsupported_parameter", message, f"{path}.format")
+        if kind == "json_schema":
+            if given["format"].get("schema") is None:
+                raise missing(f"{path}.format.schema")
+            Object().check(given["format"]["schema"], f"{path}.format.schema")
         return given
 
     def schema(self) -> dict[str, Any]:
@@ -99,6 +101,16 @@ class Metadata(msgspec.Struct, frozen=True):
     def schema(self) -> dict[str, Any]:
         values = {"type": "string", "maxLength": 512}
         return {"type": "object", "maxProperties": _MAX_PAIRS, "additionalProperties": values}
+
+
+def wanted_of(text: dict[str, Any]) -> Wanted | None:
+    """What a field `text` that was checked asks the answer to be."""
+    format = text.get("format") or {}
+    if format.get("type") == "json_object":
+        return Wanted("json", {"type": "object"}, "text.format")
+    if format.get("type") == "json_schema":
+        return Wanted("json", format["schema"], "text.format.schema")
+    return None
 
 
 def is_function(tool: Any) -> bool:

@@ -3,7 +3,7 @@
 Knows no model: `grammars.py` makes a grammar of it.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -179,14 +179,14 @@ def take(fields: dict[str, Any]) -> Structure | None:
 
     RequestError for two constraints, which would exclude each other.
     """
-    one_call = fields.pop("one_call", False)
+    one_call, paths = fields.pop("one_call", False), fields.pop("tool_paths", None)
     taken = {name: fields.pop(name) for name in FIELDS if name in fields}
     found = list(_found(taken))
     if len(found) > 1:
         message = f"{found[0].path} and {found[1].path} exclude each other; send one."
         raise RequestError("invalid_value", message, found[1].path)
     wanted = found[0] if found else None
-    calls = _calls(fields, wanted, one_call)
+    calls = _calls(fields, wanted, 1 if one_call else _MAX_CALLS, paths)
     if wanted and calls and calls.is_forced:
         message = f"tool_choice forces a tool call, and {wanted.path} another answer; send one."
         raise RequestError("invalid_value", message, wanted.path)
@@ -196,7 +196,7 @@ def take(fields: dict[str, Any]) -> Structure | None:
 def _may_reason(fields: dict[str, Any]) -> bool:
     kwargs = fields.get("chat_template_kwargs", {})
     is_off = fields.get("reasoning_effort") == "none" or kwargs.get("enable_thinking") is False
-    return "messages" in fields and not is_off
+    return bool(fields.keys() & {"messages", "input"}) and not is_off
 
 
 def _is_deep(value: Any) -> bool:
@@ -223,10 +223,14 @@ def _found(taken: dict[str, Any]) -> Iterable[Wanted]:
             yield Wanted(_SOURCES[name][0], value, name)
 
 
-def _calls(fields: dict[str, Any], wanted: Wanted | None, one_call: bool) -> CallsWanted | None:
-    choice = fields.get("tool_choice", "auto")
-    tools = tuple(_tool(tool, i) for i, tool in enumerate(fields.get("tools", ())))
-    most = 1 if one_call else _MAX_CALLS
+def _calls(
+    fields: dict[str, Any], wanted: Wanted | None, most: int, paths: Sequence[str] | None
+) -> CallsWanted | None:
+    """`paths` say where the functions of the tools stood, if not where they do in chat."""
+    choice, given = fields.get("tool_choice", "auto"), fields.get("tools", ())
+    if paths is None:
+        paths = [f"tools[{i}].function" for i in range(len(given))]
+    tools = tuple(_tool(tool, path) for tool, path in zip(given, paths, strict=True))
     if not tools or choice == "none":
         return None
     if isinstance(choice, tuple):
@@ -237,16 +241,16 @@ def _calls(fields: dict[str, Any], wanted: Wanted | None, one_call: bool) -> Cal
     strict = next((i for i, tool in enumerate(tools) if tool.is_strict), None)
     if wanted is None and strict is None:
         return None
-    path = "tools" if strict is None else f"tools[{strict}].function.strict"
+    path = "tools" if strict is None else f"{paths[strict]}.strict"
     return CallsWanted(tools, False, most, path)
 
 
-def _tool(tool: dict[str, Any], number: int) -> Tool:
+def _tool(tool: dict[str, Any], path: str) -> Tool:
     function = tool["function"]
     return Tool(
         function["name"],
         _NO_ARGUMENTS if function.get("parameters") is None else function["parameters"],
-        f"tools[{number}].function.parameters",
+        f"{path}.parameters",
         bool(function.get("strict")),
     )
 

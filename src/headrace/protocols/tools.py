@@ -72,8 +72,8 @@ class ToolChoice(msgspec.Struct, frozen=True):
         return {"anyOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}]}
 
 
-def check_choice(fields: dict[str, Any]) -> None:
-    """RequestError if a choice is forced for which there is no tool."""
+def check_choice(fields: dict[str, Any], path: str = "tool_choice.function.name") -> None:
+    """RequestError if a choice is forced for which there is no tool; `path` is that of its name."""
     choice, tools = fields.get("tool_choice", "auto"), fields.get("tools", ())
     names = [tool["function"]["name"] for tool in tools]
     if len(set(names)) < len(names):
@@ -85,7 +85,7 @@ def check_choice(fields: dict[str, Any]) -> None:
         raise RequestError("invalid_value", message, "tool_choice")
     if isinstance(choice, tuple) and choice[0] not in names:
         known = f"one of {', '.join(names[:10])}" if names else "a tool, and none was sent"
-        raise wrong_value(choice[0], "tool_choice.function.name", known)
+        raise wrong_value(choice[0], path, known)
 
 
 def text_parameters(tools: Iterable[dict[str, Any]]) -> dict[str, tuple[str, ...]]:
