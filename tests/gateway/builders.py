@@ -44,6 +44,7 @@ from headrace.streams.log import MemoryLog, follow
 from headrace.streams.record import Names, Record
 from headrace.streams.tally import Tally
 from headrace.text.encoder import Encoder
+from headrace.text.grammar import GrammarError
 
 _NUMBERS = st.integers(-(1 << 70), 1 << 70) | st.floats(-1e308, 1e308)
 JSON = st.recursive(
@@ -115,6 +116,10 @@ class FakeModel:
     tokenizer: Letters = field(default_factory=Letters)
     template: Lines | None = field(default_factory=Lines)
     spec: Any = field(default_factory=lambda: SPEC)
+
+    @property
+    def folder(self) -> Path:
+        raise GrammarError("This model has no vocabulary to make grammars of.")
 
     @property
     def encoder(self) -> Encoder:
