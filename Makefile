@@ -6,7 +6,7 @@ READY_TEST := .venv/ready-test
 READY_BENCH := .venv/ready-bench
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: serve test test-structure check simulate chaos attack corrupt demo roofline clean
+.PHONY: serve test test-clients test-structure check simulate chaos attack corrupt demo roofline clean
 
 serve: $(READY)
 	@exec $(BIN)/headrace serve $(ARGS)
@@ -19,6 +19,8 @@ KILL_AFTER ?= [1, 2, 3, 5, 8, 13, 21, 34, 55]
 test-structure: $(READY_TEST)
 	SCHEMAS=$(SCHEMAS) KILL_AFTER="$(KILL_AFTER)" $(BIN)/python -m pytest -s --timeout 1800 \
 		tests/test_structure.py tests/e2e/test_structure.py $(ARGS)
+test-clients: $(READY)
+	$(BIN)/python -m tests.clients.run $(ARGS)
 
 check: $(READY_TEST)
 	$(BIN)/ruff check .

@@ -5,6 +5,7 @@ import os
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+collect_ignore = ["clients"]  # `make test-clients` runs them, in environments of their own
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

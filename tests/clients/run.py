@@ -1,0 +1,189 @@
+"""Real clients, untouched from their packages, against one real server: `make test-clients`.
+
+Each has an environment of its own under build/clients, because their pins conflict. A client that
+cannot be installed fails like one that gets a wrong answer.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.servers import running_server
+
+HERE = Path(__file__).parent
+BUILD = HERE.parents[1] / "build" / "clients"
+WITHIN_S = 330.0
+NODE = 20
+SERVER_FLAGS = ("--heartbeat-s", "1", "--max-num-seqs", "4")
+# nothing that a shell has set for another server may reach the clients
+FOREIGN = ("OPENAI_", "LITELLM_", "LANGCHAIN_", "LANGSMITH_", "HEADRACE_", "PYTHON", "PYTEST_")
+QUIET = {
+    "NO_PROXY": "127.0.0.1",
+    "OPENAI_AGENTS_DISABLE_TRACING": "1",
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    "LANGSMITH_TRACING": "false",
+    "AI_SDK_LOG_WARNINGS": "false",
+}
+
+
+class Client(NamedTuple):
+    name: str
+    tests: str
+    packages: tuple[str, ...]
+
+    @property
+    def folder(self) -> Path:
+        return BUILD / self.name
+
+    @property
+    def is_node(self) -> bool:
+        return self.tests.endswith(".mjs")
+
+    @property
+    def versions(self) -> str:
+        return ", ".join(" ".join(p.replace("==", "@").rsplit("@", 1)) for p in self.packages)
+
+
+CLIENTS = (
+    # litellm imports mcp when it sees tools, without naming it among what it needs
+    Client("litellm", "test_litellm.py", ("litellm==1.106.2", "openai==2.54.0", "mcp==2.3.0")),
+    Client("instructor", "test_instructor.py", ("instructor==1.17.0", "openai==3.3.0")),
+    Client("openai-agents", "test_openai_agents.py", ("openai-agents==0.24.0", "openai==3.54.0")),
+    Client(
+        "pydantic-ai",
+        "test_pydantic_ai.py",
+        ("pydantic-ai-slim[openai]==2.68.0", "openai==3.54.0"),
+    ),
+    Client(
+        "langchain-openai",
+        "test_langchain_openai.py",
+        ("langchain-openai==1.7.3", "openai==3.54.0"),
+    ),
+    Client("smolagents", "test_smolagents.py", ("smolagents[openai]==1.26.0", "openai==3.54.0")),
+    Client("openai", "test_openai.py", ("openai==3.54.0",)),
+    Client(
+        "ai-sdk",
+        "ai_sdk.mjs",
+        ("ai@6.0.326", "@ai-sdk/openai-compatible@2.0.91", "zod@4.6.7"),
+    ),
+)
+PYTEST = "pytest==9.2.0"
+
+
+class Failure(Exception):
+    """What went wrong with a client, to be read by a person."""
+
+
+class Runner:
+    def __init__(self, within_s: float) -> None:
+        self._deadline = time.monotonic() + within_s
+
+    def install(self, client: Client) -> str | None:
+        """What went wrong, if anything did."""
+        mark = client.folder / "installed"
+        if mark.exists() and mark.read_text() == client.versions:
+            return None
+        try:
+            (self._install_node if client.is_node else self._install_python)(client)
+        except Failure as failure:
+            return str(failure)
+        mark.write_text(client.versions)
+        return None
+
+    def test(self, client: Client, url: str) -> str:
+        """The last line of a passed run."""
+        environment = {k: v for k, v in os.environ.items() if not k.startswith(FOREIGN)}
+        environment |= QUIET | {"HEADRACE_TEST_URL": url}
+        if client.is_node:
+            # node looks for packages beside the file
+            script = shutil.copy(HERE / client.tests, client.folder)
+            report = "--test-reporter=tap"
+            said = self._said("node", "--test", report, str(script), environment=environment)
+            figures = dict(line[2:].split()[:2] for line in said.splitlines()[-8:])
+            return f"{figures['pass']} passed, {figures['skipped']} skipped"
+        command = (str(client.folder / "bin" / "python"), "-m", "pytest")
+        options = ("-c", str(HERE / "pytest.ini"), str(HERE / client.tests))
+        return self._said(*command, *options, environment=environment).splitlines()[-1]
+
+    def _install_python(self, client: Client) -> None:
+        python = client.folder / "bin" / "python"
+        self._said(sys.executable, "-m", "venv", "--without-pip", "--clear", str(client.folder))
+        pip = (sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet")
+        self._said(*pip, "--disable-pip-version-check", "--no-compile", PYTEST, *client.packages)
+
+    def _install_node(self, client: Client) -> None:
+        if not (shutil.which("node") and shutil.which("npm")):
+            raise Failure(f"it needs node {NODE} or later with npm, and they are not installed")
+        version = self._said("node", "--version").strip()
+        if int(version.lstrip("v").split(".")[0]) < NODE:
+            raise Failure(f"it needs node {NODE} or later; this is {version}")
+        client.folder.mkdir(parents=True, exist_ok=True)
+        (client.folder / "package.json").write_text('{"private": true}\n')
+        npm = ("npm", "install", "--no-audit", "--no-fund", "--save-exact")
+        self._said(*npm, "--prefix", str(client.folder), *client.packages)
+
+    def _said(self, *command: str, environment: dict[str, str] | None = None) -> str:
+        """The output of a command; Failure, with all of it, if it fails or takes too long."""
+        try:
+            ended = subprocess.run(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=max(1.0, self._deadline - time.monotonic()),
+            )
+        except subprocess.TimeoutExpired as late:
+            said = (late.stdout or b"").decode(errors="replace")
+            raise Failure(f"{command[0]} did not end in the time left\n{said}") from None
+        if ended.returncode:
+            raise Failure(f"{Path(command[0]).name} ended with {ended.returncode}\n{ended.stdout}")
+        return ended.stdout.rstrip()
+
+
+def passes(client: Client, what: Callable[[], str]) -> bool:
+    """One line for the client; what failed, below it."""
+    began = time.monotonic()
+    try:
+        result = what()
+    except Failure as failure:
+        print(f"FAILED {client.name} ({client.versions}): {failure}", flush=True)
+        return False
+    took = time.monotonic() - began
+    print(f"ok     {client.name} ({client.versions}): {result} [{took:.0f} s]", flush=True)
+    return True
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    names = [client.name for client in CLIENTS]
+    parser.add_argument("clients", nargs="*", metavar="CLIENT", help=f"of {', '.join(names)}")
+    parser.add_argument("--within-s", type=float, default=WITHIN_S, help="time for all of it")
+    given = parser.parse_args()
+    if unknown := set(given.clients) - set(names):
+        parser.error(f"unknown: {', '.join(sorted(unknown))}")
+    chosen = [client for client in CLIENTS if client.name in (given.clients or names)]
+    runner = Runner(given.within_s)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        wrong = dict(zip(chosen, pool.map(runner.install, chosen), strict=True))
+
+    def result(client: Client, url: str) -> str:
+        if trouble := wrong[client]:
+            raise Failure(trouble)
+        return runner.test(client, url)
+
+    with running_server(*SERVER_FLAGS) as server:
+        all_pass = [passes(it, lambda it=it: result(it, server.url)) for it in chosen]
+    return 0 if all(all_pass) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
