@@ -461,6 +461,19 @@ def test_another_dtype_is_named_and_the_request_runs_anew_by_its_key(folder: Pat
     play(folder, scene)
 
 
+def test_another_form_of_the_kernels_is_named(folder: Path) -> None:
+    async def scene(generation: Generation, engine: FakeEngine) -> None:
+        stream = await opened(generation, engine, OPTED_IN)
+        await engine.say(DOWN)
+        other = msgspec.structs.replace(READY, fingerprint="other", kernels="avx512")
+        await engine.say(EngineUp(other))
+        last = (await read(stream))[-1]
+        assert isinstance(last, Error)
+        assert "cpu with kernels avx512 instead of cpu with kernels plain" in last.message
+
+    play(folder, scene)
+
+
 @pytest.mark.parametrize("room", [-1, 0])
 def test_a_stream_that_a_smaller_context_cannot_hold_says_so(folder: Path, room: int) -> None:
     async def scene(generation: Generation, engine: FakeEngine) -> None:

@@ -44,7 +44,7 @@ def choose_form(wanted: str, dtype: torch.dtype, to_int8: bool) -> KernelChoice:
     if wanted != "auto" and wanted not in forms:
         name = str(dtype).removeprefix("torch.")
         raise ModelError(
-            f"--kernels {wanted} cannot compute {name} on this processor; it can be "
+            f"--kernels {wanted} cannot compute {name} on this processor; use one of "
             f"auto, {', '.join(forms)}."
         )
     reason = "as asked"
