@@ -19,6 +19,7 @@ KILL_AFTER ?= [1, 2, 3, 5, 8, 13, 21, 34, 55]
 test-structure: $(READY_TEST)
 	SCHEMAS=$(SCHEMAS) KILL_AFTER="$(KILL_AFTER)" $(BIN)/python -m pytest -s --timeout 1800 \
 		tests/test_structure.py tests/e2e/test_structure.py $(ARGS)
+
 test-clients: $(READY)
 	$(BIN)/python -m tests.clients.run $(ARGS)
 
