@@ -15,6 +15,7 @@ from headrace.gateway.long_logs import BodyIndex
 from headrace.gateway.native_routes import NativeRoutes
 from headrace.gateway.responses_routes import ResponsesRoutes
 from headrace.gateway.state_routes import ManageRoutes, StateRoutes
+from headrace.gateway.web_routes import web_routes
 from headrace.generation.generation import Generation
 from headrace.protocols.dialect import DIALECTS
 
@@ -67,6 +68,7 @@ def create_app(generation: Generation, config: ServerConfig) -> Starlette:
         Route("/health", states.health),
         Route("/v1/health", states.health),
         Route("/health/live", states.live),
+        *web_routes(),
         *(Route(path, door.guard(it), methods=["GET"]) for path, it in reads.items()),
         *(Route(path, door.guard(it), methods=["POST"]) for path, it in writes.items()),
         *(Route(path, door.guard(it), methods=["DELETE"]) for path, it in deletes.items()),

@@ -1,0 +1,60 @@
+"""The page: files of the package, alike for everybody, so that they ask for no key."""
+
+import hashlib
+from pathlib import Path
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+import headrace
+
+FOLDER = Path(headrace.__file__).parent / "web"
+PAGES = {"/": "index.html", "/dashboard": "dashboard.html"}
+TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+"""What lies in the folder under another ending is not served."""
+
+# No inline script or style, no other host, and no string that becomes HTML.
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types 'none'"
+)
+_HEADERS = {
+    "Content-Security-Policy": _POLICY,
+    "Cache-Control": "no-cache",  # kept, and asked for again by its ETag
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+}
+
+
+class WebFile:
+    """One file in memory, answered whole, or by 304 to a client that has it."""
+
+    def __init__(self, path: Path) -> None:
+        self._body = path.read_bytes()
+        self._etag = f'"{hashlib.sha256(self._body).hexdigest()[:32]}"'
+        self._type = TYPES[path.suffix]
+
+    async def read(self, request: Request) -> ASGIApp:
+        headers = {**_HEADERS, "ETag": self._etag}
+        known = request.headers.get("if-none-match", "")
+        if self._etag in [tag.strip().removeprefix("W/") for tag in known.split(",")]:
+            return Response(status_code=304, headers=headers)
+        return Response(self._body, 200, headers, self._type)
+
+
+def web_routes() -> list[Route]:
+    """The pages by their own paths, everything else below /web/."""
+    files = {path.name: WebFile(path) for path in FOLDER.iterdir() if path.suffix in TYPES}
+    paths = {**PAGES, **{f"/web/{name}": name for name in files if not name.endswith(".html")}}
+    return [
+        Route(path, files[name].read, methods=["GET"], include_in_schema=False)
+        for path, name in sorted(paths.items())
+    ]

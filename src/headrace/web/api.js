@@ -1,0 +1,48 @@
+// Requests to the server, with the key that the person gave, and server-sent events.
+
+import { settings } from "./settings.js";
+
+export function headers(more = {}) {
+  const key = settings().key;
+  return key ? { Authorization: `Bearer ${key}`, ...more } : more;
+}
+
+// fetch, since an EventSource cannot send a key.
+export function ask(path, options = {}) {
+  return fetch(path, { cache: "no-store", ...options, headers: headers(options.headers) });
+}
+
+export async function errorOf(response) {
+  try {
+    const { error } = await response.json();
+    return { code: String(error.code), message: String(error.message) };
+  } catch {
+    return { code: String(response.status), message: `The server answered ${response.status}.` };
+  }
+}
+
+// Every event of a body as {id, event, data}; `alive` is called for each sign of life.
+export async function* events(response, alive = () => {}) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  let frame = { id: "", event: "", data: "" };
+  try {
+    for (;;) {
+      const { value, done } = await reader.read();
+      if (done) return;
+      alive();
+      const lines = (rest + value).split("\n");
+      rest = lines.pop();
+      for (const line of lines) {
+        if (line === "") {
+          if (frame.data) yield frame;
+          frame = { id: "", event: "", data: "" };
+        }
+        const found = /^(id|event|data): ?(.*)$/s.exec(line);
+        if (found) frame[found[1]] += found[2];
+      }
+    }
+  } finally {
+    reader.cancel().catch(() => {});
+  }
+}

@@ -1,0 +1,242 @@
+// Follows one answer to its end, over as many connections as it takes.
+//
+// An answer that has no stream yet is asked for by its POST, with the same key and the same bytes
+// each time; one that has is read on behind its cursor. Each frame is applied once: `place` decides.
+
+import { ask, errorOf, events } from "./api.js";
+import { isBehind, saveAnswer } from "./store.js";
+
+const FIRST_PAUSE_MS = 250;
+const LONGEST_PAUSE_MS = 5000;
+const SILENCE_MS = 15000; // three heartbeats
+const SAVE_MS = 500;
+const SLICE_MS = 1000;
+
+// A browser has six connections to a server, and stop needs one. The answer in view has its own;
+// all others of a tab share one, by turns.
+const turns = { isTaken: false, waiting: [] };
+
+async function takeTurn() {
+  if (turns.isTaken) await new Promise((resolve) => turns.waiting.push(resolve));
+  turns.isTaken = true;
+}
+
+function giveTurn() {
+  const next = turns.waiting.shift();
+  if (next) next();
+  else turns.isTaken = false;
+}
+
+export class Follower {
+  // `shown` is called after each change; `inView` says whether the answer is being looked at.
+  constructor(answer, shown, inView) {
+    this.answer = answer;
+    this.shown = shown;
+    this.inView = inView;
+    this.status = {}; // of this connection; nothing of it is kept
+    this.heardAt = Date.now();
+    this.isClosed = false;
+    this.pauseMs = 0;
+    this.savedAt = 0;
+  }
+
+  async run() {
+    while (this.answer.live && !this.isClosed) {
+      await this.rest();
+      const isShared = !this.inView() || document.hidden;
+      if (isShared) await takeTurn();
+      try {
+        if (this.answer.live && !this.isClosed) await this.connect(isShared);
+      } finally {
+        if (isShared) giveTurn();
+      }
+    }
+  }
+
+  // Ends the connection; the next one follows at once.
+  reconnect() {
+    this.pauseMs = 0;
+    this.wake?.();
+    this.connection?.abort();
+  }
+
+  close() {
+    this.isClosed = true;
+    this.reconnect();
+  }
+
+  async stop() {
+    this.answer.stopping = true;
+    this.change();
+    await this.save();
+    if (this.answer.stream) await this.sendStop();
+  }
+
+  async sendStop() {
+    const path = `/v1/streams/${encodeURIComponent(this.answer.stream)}/cancel`;
+    await ask(path, { method: "POST" }).catch(() => {}); // asked again on the next connection
+  }
+
+  rest() {
+    const pause = this.pauseMs;
+    if (!pause) return null;
+    return new Promise((resolve) => {
+      this.wake = resolve;
+      setTimeout(resolve, pause);
+    });
+  }
+
+  async connect(isShared) {
+    this.connection = new AbortController();
+    const begunAt = Date.now();
+    const watch = setInterval(() => {
+      const silence = Date.now() - Math.max(this.heardAt, begunAt);
+      const isOver = isShared && turns.waiting.length && Date.now() - begunAt > SLICE_MS;
+      if (isOver || silence > SILENCE_MS || (isShared && this.inView() && !document.hidden)) this.reconnect();
+    }, 250);
+    try {
+      const response = await this.send();
+      if (await this.isRefused(response)) return;
+      this.heardAt = Date.now();
+      if (this.answer.stopping) await this.sendStop();
+      await this.read(response);
+      if (this.answer.live) this.trouble("The connection ended.");
+    } catch (error) {
+      if (error.name !== "AbortError") this.trouble("The server cannot be reached.");
+    } finally {
+      clearInterval(watch);
+    }
+  }
+
+  send() {
+    const answer = this.answer;
+    const signal = this.connection.signal;
+    if (!answer.stream) {
+      const names = { "X-Conversation-Id": answer.conversation, "Idempotency-Key": answer.key };
+      const sent = { "Content-Type": "application/json", ...names };
+      return ask("/v1/chat/completions", { method: "POST", headers: sent, body: answer.body, signal });
+    }
+    const after = answer.cursor ? `&after=${encodeURIComponent(answer.cursor)}` : "";
+    return ask(`/v1/streams/${encodeURIComponent(answer.stream)}/events?view=wire${after}`, { signal });
+  }
+
+  async isRefused(response) {
+    if (response.status === 200) {
+      const stream = response.headers.get("X-Stream-Id");
+      if (!this.answer.stream) {
+        this.answer.stream = stream;
+        await this.save();
+      }
+      return false;
+    }
+    if (response.status === 204) {
+      await this.end({ outcome: "done" });
+      return true;
+    }
+    const error = await errorOf(response);
+    const mayTry = [408, 425, 429, 500, 502, 503, 504].includes(response.status);
+    if (response.status === 401) {
+      this.status.needsKey = true;
+      this.trouble("The server wants a key: open Settings.", LONGEST_PAUSE_MS);
+    } else if (mayTry) {
+      const asked = Number(response.headers.get("Retry-After")) * 1000;
+      this.trouble(error.message, Math.min(asked || 0, LONGEST_PAUSE_MS));
+    } else if (error.code === "stream_not_found") {
+      await this.end({ outcome: "failed", error: "The server no longer has the rest of this answer." });
+    } else {
+      await this.end({ outcome: "failed", error: error.message });
+    }
+    return true;
+  }
+
+  async read(response) {
+    for await (const frame of events(response, () => this.alive())) {
+      if (this.isClosed) return;
+      if (frame.id && !isBehind(this.answer.cursor, frame.id)) continue;
+      const isEnd = await this.apply(frame);
+      if (isEnd) return;
+    }
+  }
+
+  alive() {
+    this.heardAt = Date.now();
+    this.pauseMs = 0;
+    if (this.status.trouble) {
+      this.status = {};
+      this.change();
+    }
+  }
+
+  // Takes a frame into the answer, and says whether it was the last one.
+  async apply(frame) {
+    if (frame.data === "[DONE]") {
+      this.answer.cursor = frame.id || this.answer.cursor;
+      await this.end({ outcome: "done" });
+      return true;
+    }
+    const chunk = JSON.parse(frame.data);
+    if (chunk.error) {
+      if (!frame.id) return false; // about the connection, not the answer
+      this.answer.cursor = frame.id;
+      const isStop = ["cancelled", "replaced"].includes(chunk.error.code);
+      await this.end(isStop ? { outcome: "stopped" } : { outcome: "failed", error: chunk.error.message });
+      return true;
+    }
+    this.take(chunk);
+    if (frame.id) this.answer.cursor = frame.id;
+    this.change();
+    if (Date.now() - this.savedAt > SAVE_MS) await this.save();
+    return false;
+  }
+
+  take(chunk) {
+    const answer = this.answer;
+    if (chunk.queue) this.status = { queue: chunk.queue };
+    if (chunk.prompt_progress) this.status = { prompt: chunk.prompt_progress };
+    if (chunk.recovering) this.status = { recovering: chunk.recovering };
+    if (chunk.timings) answer.timings = chunk.timings;
+    if (chunk.usage) answer.usage = chunk.usage;
+    answer.model ||= chunk.model;
+    const choice = chunk.choices?.[0];
+    const delta = choice?.delta ?? {};
+    if (choice?.finish_reason) answer.finish = choice.finish_reason;
+    answer.text += delta.content ?? "";
+    answer.reasoning += delta.reasoning_content ?? "";
+    for (const call of delta.tool_calls ?? []) {
+      const known = (answer.calls[call.index] ??= { id: "", name: "", arguments: "" });
+      known.id ||= call.id ?? "";
+      known.name ||= call.function?.name ?? "";
+      known.arguments += call.function?.arguments ?? "";
+    }
+    if (delta.content || delta.reasoning_content || delta.tool_calls) this.status = { isSpeaking: true };
+  }
+
+  trouble(message, leastMs = 0) {
+    const doubled = Math.min(this.pauseMs * 2 || FIRST_PAUSE_MS, LONGEST_PAUSE_MS);
+    this.pauseMs = Math.max(doubled, leastMs);
+    this.status = { ...this.status, trouble: message };
+    this.change();
+  }
+
+  async end(how) {
+    delete this.answer.live;
+    Object.assign(this.answer, how);
+    this.status = {};
+    this.change();
+    await this.save();
+  }
+
+  change() {
+    this.shown(this);
+  }
+
+  // After the next paint: what is saved has been shown.
+  async save() {
+    this.savedAt = Date.now();
+    if (!document.hidden) await new Promise((resolve) => {
+      requestAnimationFrame(resolve);
+      setTimeout(resolve, 100);
+    });
+    if (!this.isClosed || !this.answer.live) await saveAnswer(this.answer);
+  }
+}

@@ -1,0 +1,110 @@
+// One message on the screen, and what is known of an answer that is still coming.
+
+import { button, copyButton, duration, el } from "./dom.js";
+import { MarkdownView } from "./markdown.js";
+
+export class MessageView {
+  constructor(message, acts) {
+    this.message = message;
+    this.acts = acts;
+    const isUser = message.role === "user";
+    this.reasoning = el("pre");
+    this.thinking = el("details", { class: "thinking" }, el("summary", {}, "Reasoning"), this.reasoning);
+    this.calls = el("div", { class: "calls" });
+    this.body = el("div", { class: "body" });
+    this.status = el("div", { class: "status" });
+    this.foot = el("div", { class: "foot" });
+    this.markdown = new MarkdownView(this.body);
+    this.node = el(
+      "article",
+      { class: `message ${message.role}`, "data-id": message.id, "aria-label": isUser ? "You" : "Answer" },
+      this.thinking, this.calls, this.body, this.status, this.foot,
+    );
+    this.show();
+  }
+
+  show(follower) {
+    const message = this.message;
+    if (message.role === "user") this.body.textContent = message.text;
+    else this.markdown.update(message.text);
+    this.thinking.hidden = !message.reasoning;
+    if (this.reasoning.textContent !== message.reasoning) this.reasoning.textContent = message.reasoning;
+    this.showCalls();
+    this.showStatus(follower);
+    const state = message.live ? "live" : "done";
+    if (this.state !== state) {
+      this.state = state;
+      this.node.setAttribute("aria-busy", String(Boolean(message.live)));
+      this.foot.replaceChildren(...this.buttons());
+    }
+  }
+
+  showCalls() {
+    const text = JSON.stringify(this.message.calls);
+    if (text === this.callsText) return;
+    this.callsText = text;
+    this.calls.replaceChildren(
+      ...this.message.calls.map((call) => el("details", { open: true }, el("summary", {}, `Tool call: ${call.name}`), el("pre", {}, call.arguments))),
+    );
+  }
+
+  showStatus(follower) {
+    const message = this.message;
+    const parts = message.live ? waiting(message, follower) : ended(message);
+    this.status.replaceChildren(...parts);
+    this.status.hidden = !parts.length;
+  }
+
+  buttons() {
+    const { message, acts } = this;
+    if (message.live) return [];
+    const [at, siblings] = acts.place(message);
+    const branches = siblings.length < 2 ? [] : [
+      button("‹", () => acts.branch(siblings[at - 1]), { disabled: at === 0, "aria-label": "Earlier version" }),
+      el("span", {}, `${at + 1}/${siblings.length}`),
+      button("›", () => acts.branch(siblings[at + 1]), { disabled: at === siblings.length - 1, "aria-label": "Later version" }),
+    ];
+    const again = message.role === "user"
+      ? button("Edit", () => acts.edit(message))
+      : button("Regenerate", () => acts.regenerate(message));
+    return [...branches, copyButton("Copy message", () => message.text), again];
+  }
+}
+
+function waiting(message, follower) {
+  if (!follower) return [el("span", {}, "Waiting for the server")];
+  const { trouble, queue, prompt, recovering } = follower.status;
+  const silence = Math.floor((Date.now() - follower.heardAt) / 1000);
+  const parts = [];
+  if (message.stopping) parts.push(el("span", {}, "Stopping"));
+  else if (trouble) parts.push(el("span", { class: "trouble" }, `${trouble} Trying again; what you see is kept.`));
+  else if (recovering) parts.push(el("span", {}, `The engine is restarting (attempt ${recovering.attempt}); the answer goes on from here.`));
+  else if (queue) parts.push(el("span", {}, `Place ${queue.position} of ${queue.waiting} in the queue${queue.eta_ms == null ? "" : `, about ${duration(queue.eta_ms / 1000)}`}`));
+  else if (prompt) parts.push(...promptBar(prompt));
+  else if (message.timings?.predicted_per_second) parts.push(el("span", {}, rate(message)));
+  else parts.push(el("span", {}, "Waiting for the first token"));
+  if (silence > 5) parts.push(el("span", { class: "silence" }, `last sign of life ${silence} s ago`));
+  return parts;
+}
+
+function promptBar({ total, cache, processed, time_ms: ms }) {
+  const speed = ms > 0 ? (1000 * (processed - cache)) / ms : 0;
+  const bar = el("progress", { max: total, value: processed, "aria-label": "Prompt processed" });
+  const figures = [`Reading the prompt: ${processed} of ${total} tokens`];
+  if (speed) figures.push(`${Math.round(speed)} tokens/s`);
+  if (cache) figures.push(`${Math.round((100 * cache) / total)} % cached`);
+  if (speed && processed < total) figures.push(`${duration((total - processed) / speed)} left`);
+  return [bar, el("span", {}, figures.join(" · "))];
+}
+
+const rate = ({ timings }) => `${timings.predicted_n} tokens · ${timings.predicted_per_second.toFixed(1)} tokens/s`;
+
+function ended(message) {
+  if (message.role !== "assistant") return [];
+  const parts = [];
+  if (message.outcome === "failed") parts.push(el("span", { class: "trouble" }, message.error));
+  if (message.outcome === "stopped") parts.push(el("span", {}, "Stopped"));
+  if (message.finish === "length") parts.push(el("span", {}, "Cut at the token limit"));
+  if (message.timings?.predicted_per_second) parts.push(el("span", {}, rate(message)));
+  return parts;
+}

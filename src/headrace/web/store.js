@@ -1,0 +1,100 @@
+// Conversations and messages in IndexedDB. An answer's text and its cursor are one record, so they
+// are written by one transaction and cannot disagree.
+
+const opened = new Promise((resolve, reject) => {
+  const asked = indexedDB.open("headrace", 1);
+  asked.onupgradeneeded = () => {
+    asked.result.createObjectStore("conversations", { keyPath: "id" });
+    const messages = asked.result.createObjectStore("messages", { keyPath: "id" });
+    messages.createIndex("conversation", "conversation");
+    messages.createIndex("live", "live"); // 1 while the answer is due; else the field is missing
+  };
+  asked.onsuccess = () => resolve(asked.result);
+  asked.onerror = () => reject(asked.error);
+});
+
+const bus = new BroadcastChannel("headrace");
+
+export function onChange(act) {
+  bus.addEventListener("message", (event) => act(event.data));
+}
+
+const tell = (conversation) => bus.postMessage({ conversation });
+
+async function transact(mode, work) {
+  const database = await opened;
+  const transaction = database.transaction(["conversations", "messages"], mode);
+  const stores = [transaction.objectStore("conversations"), transaction.objectStore("messages")];
+  const asked = work(...stores);
+  return new Promise((resolve, reject) => {
+    transaction.oncomplete = () => resolve(asked?.result);
+    transaction.onerror = transaction.onabort = () => reject(transaction.error);
+  });
+}
+
+export const conversations = () => transact("readonly", (all) => all.getAll());
+export const conversation = (id) => transact("readonly", (all) => all.get(id));
+export const messagesOf = (id) => transact("readonly", (_, all) => all.index("conversation").getAll(id));
+export const allMessages = () => transact("readonly", (_, all) => all.getAll());
+export const liveMessages = () => transact("readonly", (_, all) => all.index("live").getAll(1));
+
+export async function saveConversation(conversation) {
+  await transact("readwrite", (all) => all.put(conversation));
+  tell(conversation.id);
+}
+
+// A conversation with new messages, all or none.
+export async function saveTurn(conversation, turn) {
+  await transact("readwrite", (all, messages) => {
+    all.put(conversation);
+    for (const message of turn) messages.put(message);
+  });
+  tell(conversation.id);
+}
+
+export async function saveAll(found) {
+  await transact("readwrite", (all, messages) => {
+    for (const one of found.conversations) all.put(one);
+    for (const one of found.messages) messages.put(one);
+  });
+  tell(null);
+}
+
+export async function removeConversation(id) {
+  await transact("readwrite", (all, messages) => {
+    all.delete(id);
+    messages.index("conversation").openKeyCursor(id).onsuccess = ({ target: { result } }) => {
+      if (!result) return;
+      messages.delete(result.primaryKey);
+      result.continue();
+    };
+  });
+  tell(id);
+}
+
+// How far an answer has come: [event, part] of its cursor.
+export function place(cursor) {
+  const found = /:(\d+)(?:\.(\d+))?$/.exec(cursor || "");
+  return found ? [Number(found[1]), Number(found[2] ?? 0)] : [-1, 0];
+}
+
+export function isBehind(cursor, other) {
+  const [event, part] = place(cursor);
+  const [otherEvent, otherPart] = place(other);
+  return event < otherEvent || (event === otherEvent && part < otherPart);
+}
+
+// Another tab may have come further with the same answer, or deleted it: its record stays then.
+export async function saveAnswer(answer) {
+  await transact("readwrite", (_, messages) => {
+    const asked = messages.get(answer.id);
+    asked.onsuccess = () => {
+      const stored = asked.result;
+      if (!stored || (stored.stream && stored.stream !== answer.stream)) return;
+      if (!stored.live && answer.live) return;
+      if (isBehind(answer.cursor, stored.cursor)) return;
+      messages.put({ ...answer, stopping: answer.stopping || stored.stopping });
+    };
+  });
+  if (!answer.live) tell(answer.conversation);
+}

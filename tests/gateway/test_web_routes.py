@@ -1,0 +1,70 @@
+import re
+from typing import Any
+
+import pytest
+
+from headrace.gateway.web_routes import FOLDER, PAGES, TYPES
+from tests.gateway.test_app import client_of, error_of
+
+FILES = sorted(path for path in FOLDER.iterdir() if path.suffix in TYPES)
+PATHS = [*PAGES, *(f"/web/{path.name}" for path in FILES if path.suffix != ".html")]
+MAX_BYTES = 300_000
+
+
+def get(path: str, **headers: str) -> Any:
+    return client_of(api_key=("k",)).get(path, headers=headers)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_file_of_the_page_needs_no_key_and_runs_nothing_foreign(path: str) -> None:
+    answer = get(path)
+    policy = answer.headers["content-security-policy"]
+    assert answer.status_code == 200
+    assert "default-src 'none'" in policy and "unsafe-" not in policy and "http" not in policy
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    assert answer.headers["cache-control"] == "no-cache"
+
+
+def test_files_have_their_types() -> None:
+    found = {path: get(path).headers["content-type"].partition(";")[0] for path in PATHS}
+    assert {found["/"], found["/dashboard"]} == {"text/html"}
+    assert found["/web/chat.js"] == "text/javascript"
+    assert found["/web/style.css"] == "text/css"
+
+
+def test_a_known_file_is_not_sent_again() -> None:
+    etag = get("/").headers["etag"]
+    again = get("/", **{"If-None-Match": f'"other", W/{etag}'})
+    assert (again.status_code, again.content, again.headers["etag"]) == (304, b"", etag)
+    assert "content-security-policy" in again.headers
+    assert get("/", **{"If-None-Match": '"other"'}).status_code == 200
+
+
+def test_no_file_of_the_page_names_another_host() -> None:
+    allowed = {"http://www.w3.org/2000/svg"}  # a name, never fetched
+    for path in FILES:
+        found = set(re.findall(r"(?:https?:)?//[a-z0-9-]+\.[a-z0-9./-]+", path.read_text()))
+        assert found <= allowed, (path.name, found - allowed)
+
+
+def test_no_file_of_the_page_makes_html_of_strings() -> None:
+    for path in FILES:
+        found = re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|\beval\b|\bon\w+=", path.read_text())
+        assert not found, (path.name, found)
+
+
+def test_what_a_page_refers_to_is_there() -> None:
+    for path in FILES:
+        text = path.read_text()
+        for name in re.findall(r"""(?:src|href)="(/[^"#]*)["#]|from "\./([^"]+)\"""", text):
+            wanted = name[0] or f"/web/{name[1]}"
+            assert wanted in PATHS, (path.name, wanted)
+
+
+def test_the_page_is_small() -> None:
+    assert sum(path.stat().st_size for path in FILES) < MAX_BYTES
+
+
+def test_other_paths_lead_nowhere() -> None:
+    for path in ("/web/", "/web/index.html", "/web/../app.py", "/web/none.js"):
+        assert error_of(get(path)) == (404, "route_not_found")
