@@ -77,7 +77,7 @@ function waiting(message, follower) {
   const silence = Math.floor((Date.now() - follower.heardAt) / 1000);
   const parts = [];
   if (message.stopping) parts.push(el("span", {}, "Stopping"));
-  else if (trouble) parts.push(el("span", { class: "trouble" }, `${trouble} Trying again; what you see is kept.`));
+  else if (trouble) parts.push(el("span", { class: "trouble" }, `${trouble.replace(/\.?$/, ".")} Trying again; what you see is kept.`));
   else if (recovering) parts.push(el("span", {}, `The engine is restarting (attempt ${recovering.attempt}); the answer goes on from here.`));
   else if (queue) parts.push(el("span", {}, `Place ${queue.position} of ${queue.waiting} in the queue${queue.eta_ms == null ? "" : `, about ${duration(queue.eta_ms / 1000)}`}`));
   else if (prompt) parts.push(...promptBar(prompt));

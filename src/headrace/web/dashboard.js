@@ -1,0 +1,77 @@
+// The dashboard: the management stream as figures, a timeline of steps and a histogram of gaps.
+
+import { ask, errorOf, events } from "./api.js";
+import { drawGaps, drawSteps } from "./charts.js";
+import { el } from "./dom.js";
+import { runTrial } from "./trial.js";
+
+const $ = (id) => document.getElementById(id);
+const MAX_STEPS = 300;
+let steps = []; // [number, step], oldest first
+let state = null;
+
+async function watch() {
+  for (let pause = 250; ; pause = Math.min(pause * 2, 5000)) {
+    try {
+      const response = await ask("/manage/stream");
+      if (response.ok) {
+        $("news").textContent = "";
+        for await (const { event, data } of events(response, () => (pause = 250))) if (event === "state") take(JSON.parse(data));
+        $("news").textContent = "The connection ended; trying again.";
+      } else {
+        const hint = response.status === 401 ? " Enter it in the chat's settings." : "";
+        $("news").textContent = (await errorOf(response)).message + hint;
+      }
+    } catch {
+      $("news").textContent = "The server cannot be reached; trying again.";
+    }
+    await new Promise((resolve) => setTimeout(resolve, pause));
+  }
+}
+
+// A snapshot holds the last steps; older ones are kept here, by their numbers.
+function take(snapshot) {
+  const isRestart = state && (snapshot.num_steps < state.num_steps || snapshot.engine.pid !== state.engine.pid);
+  if (isRestart) steps = [];
+  const first = snapshot.num_steps - snapshot.steps.length;
+  const last = steps.at(-1)?.[0] ?? -1;
+  snapshot.steps.forEach((step, k) => first + k > last && steps.push([first + k, step]));
+  steps = steps.slice(-MAX_STEPS);
+  state = snapshot;
+  show();
+}
+
+function show() {
+  const { engine, waiting, blocks, slots } = state;
+  const used = (memory) => (memory?.total ? `${memory.total - memory.free} of ${memory.total}` : "none");
+  const figures = {
+    State: state.state, Model: state.model, Lane: `${engine.lane ?? "–"} on ${engine.device ?? "–"}`,
+    Running: state.running, Waiting: `${waiting.requests} (${waiting.tokens} tokens)`,
+    "Blocks used": used(blocks), "Slots used": used(slots), "Engine restarts": Math.max(engine.starts - 1, 0),
+    Steps: state.num_steps, "Stall target": engine.stall_target_ms == null ? "none" : `${engine.stall_target_ms} ms`,
+    "Targets missed": Object.values(state.missed).reduce((sum, one) => sum + one, 0),
+  };
+  $("figures").replaceChildren(...Object.entries(figures).map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", { "data-name": name }, String(value)))));
+  const shown = steps.map(([, step]) => step);
+  const gaps = shown.filter((step) => step.decoding).map((step) => step.elapsed_ms).sort((a, b) => a - b);
+  drawSteps($("steps"), shown, engine.stall_target_ms);
+  drawGaps($("gaps"), gaps, engine.stall_target_ms);
+  const longest = Math.max(0, ...shown.map((step) => step.actual_ms));
+  const largest = Math.max(0, ...shown.map((step) => step.prompt_tokens));
+  $("steps-text").textContent = shown.length ? `${shown.length} steps; the longest took ${longest.toFixed(0)} ms, the largest had ${largest} prompt tokens.` : "No step yet.";
+  const at = (share) => gaps[Math.min(gaps.length - 1, Math.floor(share * gaps.length))].toFixed(0);
+  $("gaps-text").textContent = gaps.length ? `${gaps.length} gaps; half within ${at(0.5)} ms, 99 % within ${at(0.99)} ms, the longest ${at(1)} ms.` : "No gap yet.";
+}
+
+$("try").addEventListener("click", async () => {
+  $("try").disabled = true;
+  $("trial").hidden = false;
+  try {
+    await runTrial($("rows"), state?.engine?.max_model_len ?? 2048);
+  } catch (error) {
+    $("news").textContent = error.message;
+  }
+  $("try").disabled = false;
+});
+addEventListener("resize", () => state && show());
+watch();
