@@ -6,7 +6,7 @@ READY_TEST := .venv/ready-test
 READY_BENCH := .venv/ready-bench
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: serve test test-clients test-structure check simulate chaos attack corrupt demo roofline clean
+.PHONY: serve test test-clients test-structure test-web check simulate chaos attack corrupt demo roofline clean
 
 serve: $(READY)
 	@exec $(BIN)/headrace serve $(ARGS)
@@ -22,6 +22,22 @@ test-structure: $(READY_TEST)
 
 test-clients: $(READY)
 	$(BIN)/python -m tests.clients.run $(ARGS)
+
+WEB := build/web-venv
+test-web: $(READY) $(WEB)/ready
+	timeout 300 $(WEB)/bin/python -m pytest -p no:cacheprovider --timeout 150 web_tests $(ARGS)
+
+screenshots: $(READY) $(WEB)/ready
+	$(WEB)/bin/python -m tools.screenshots
+
+# Debian's browser; where it cannot be had, this fails
+$(WEB)/ready: constraints.txt
+	command -v chromium chromedriver || \
+		(apt-get update -q && apt-get install -y -q --no-install-recommends chromium chromium-driver)
+	test -x $(WEB)/bin/python || $(PYTHON) -m venv $(WEB)
+	$(WEB)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt \
+		selenium pytest pytest-timeout
+	touch $@
 
 check: $(READY_TEST)
 	$(BIN)/ruff check .

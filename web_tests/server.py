@@ -12,7 +12,8 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-PYTHON = os.environ.get("HEADRACE_PYTHON", str(Path(__file__).parents[1] / ".venv/bin/python"))
+ROOT = Path(__file__).parents[1]
+PYTHON = os.environ.get("HEADRACE_PYTHON", str(ROOT / ".venv/bin/python"))
 LOAD_TIMEOUT_S = 90
 
 
@@ -35,8 +36,9 @@ class Server:
     def start(self) -> None:
         command = [PYTHON, "-m", "headrace", "serve", "--port", str(self.port), "--threads", "1"]
         command += ["--state-dir", f"{self._state}/store", *self.flags]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
         with self._log.open("a") as log:
-            self._process = subprocess.Popen(command, stderr=log, start_new_session=True)
+            self._process = subprocess.Popen(command, stderr=log, env=environment)
         deadline = time.monotonic() + LOAD_TIMEOUT_S
         while not self._is_ready():
             is_up = self._process.poll() is None and time.monotonic() < deadline

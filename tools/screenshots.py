@@ -1,0 +1,52 @@
+"""Takes the pictures of the page in docs/images, from a real server with headrace-mini."""
+
+import time
+from pathlib import Path
+
+from web_tests.page import Page, eventually, new_driver
+from web_tests.server import Server
+
+IMAGES = Path(__file__).parents[1] / "docs" / "images"
+
+
+def main() -> None:
+    IMAGES.mkdir(exist_ok=True)
+    server = Server()
+    driver = new_driver(1100, 850)
+    page = Page(driver, server)
+    try:
+        page.open()
+        page.send("Spell the word banana.")
+        page.wait_for_end()
+        page.send("Count from 1 to 150.")
+        eventually(lambda: "100," in page.texts(".message.assistant .body")[-1])
+        driver.save_screenshot(str(IMAGES / "chat.png"))
+        server.kill_engine()
+        driver.refresh()
+        eventually(lambda: "restarting" in page.texts(".message.assistant .status")[-1])
+        driver.save_screenshot(str(IMAGES / "chat-resumed.png"))
+        page.wait_for_end()
+        set_scheme(page, "dark", 390, 800)
+        time.sleep(0.5)
+        driver.save_screenshot(str(IMAGES / "chat-phone.png"))
+        set_scheme(page, "light", 1100, 1200)
+        page.open("/dashboard")
+        eventually(lambda: page.find("#try").is_enabled() and page.texts("dd"))
+        page.find("#try").click()
+        eventually(lambda: len(page.texts("#rows strong")) == 5)
+        time.sleep(2)
+        driver.save_screenshot(str(IMAGES / "dashboard.png"))
+    finally:
+        driver.quit()
+        server.stop()
+
+
+def set_scheme(page: Page, scheme: str, width: int, height: int) -> None:
+    feature = {"name": "prefers-color-scheme", "value": scheme}
+    page.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
+    size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+    page.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,24 @@
+"""The dashboard beside a running server."""
+
+from selenium.webdriver.common.by import By
+
+from web_tests.page import Page, eventually
+
+INK = """
+const canvas = document.getElementById(arguments[0]);
+const {data} = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+return data.some((value) => value);
+"""
+
+
+def test_a_long_prompt_beside_four_streams(page: Page) -> None:
+    page.open("/dashboard")
+    eventually(lambda: "headrace-mini" in page.texts("dd"))
+    page.driver.find_element(By.ID, "try").click()
+    eventually(lambda: int(page.find('[data-name="Running"]').text) >= 4)
+    eventually(lambda: len(page.texts("#rows strong")) == 5)
+    eventually(lambda: page.find("#try").is_enabled(), 120)
+    assert all("tokens, longest gap" in text for text in page.texts("#rows span"))
+    eventually(lambda: "prompt tokens" in page.find("#steps-text").text)
+    assert "99 %" in page.find("#gaps-text").text
+    assert page.driver.execute_script(INK, "steps") and page.driver.execute_script(INK, "gaps")
