@@ -49,7 +49,9 @@ def test_no_file_of_the_page_names_another_host() -> None:
 
 def test_no_file_of_the_page_makes_html_of_strings() -> None:
     for path in FILES:
-        found = re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|\beval\b|\bon\w+=", path.read_text())
+        found = re.findall(
+            r"innerHTML|outerHTML|insertAdjacentHTML|\beval\b|\bon\w+=", path.read_text()
+        )
         assert not found, (path.name, found)
 
 
