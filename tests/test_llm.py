@@ -178,6 +178,15 @@ def test_closing_ends_calls_and_refuses_new_ones(folder: Path) -> None:
         llm.generate("hi")
 
 
+def about(value: Any) -> Any:
+    """Equal to what differs in no number by more than 1e-4."""
+    if isinstance(value, float):
+        return pytest.approx(value, abs=1e-4)
+    if isinstance(value, dict):
+        return {key: about(item) for key, item in value.items()}
+    return [about(item) for item in value] if isinstance(value, list) else value
+
+
 def test_http_and_in_process_give_the_same_answers(llm: LLM, folder: Path) -> None:
     asked: list[dict[str, Any]] = [
         {"temperature": 0, "max_tokens": 30},
@@ -194,5 +203,7 @@ def test_http_and_in_process_give_the_same_answers(llm: LLM, folder: Path) -> No
             answer = llm.chat(CHAT, **fields)
             for here, there in zip(answer.choices, over_http["choices"], strict=True):
                 assert here.text == there["message"]["content"]
-                assert (here.token_ids, here.logprobs) == (there["token_ids"], there["logprobs"])
+                assert here.token_ids == there["token_ids"]
+                # a library's float32 sums may differ in the last digits from process to process
+                assert here.logprobs == about(there["logprobs"])
             assert answer.usage["total_tokens"] == over_http["usage"]["total_tokens"]
