@@ -1,4 +1,4 @@
-"""A real `headrace serve` with headrace-mini on one port and one store, to be killed and restarted."""
+"""A real `headrace serve` with headrace-mini; restarts keep its port and its store."""
 
 import json
 import os
