@@ -28,7 +28,7 @@ test-web: $(READY) $(WEB)/ready
 	timeout 300 $(WEB)/bin/python -m pytest -p no:cacheprovider --timeout 150 web_tests $(ARGS)
 
 screenshots: $(READY) $(WEB)/ready
-	$(WEB)/bin/python -m tools.screenshots
+	$(WEB)/bin/python -m web_tests.screenshots
 
 # Debian's browser; where it cannot be had, this fails
 $(WEB)/ready: constraints.txt

@@ -18,6 +18,10 @@ LOAD_TIMEOUT_S = 90
 
 
 def free_port() -> int:
+    """From WEB_TEST_PORT on, where that is given."""
+    if "WEB_TEST_PORT" in os.environ:
+        os.environ["WEB_TEST_PORT"] = str(port := int(os.environ["WEB_TEST_PORT"]) + 1)
+        return port
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])
@@ -25,7 +29,7 @@ def free_port() -> int:
 
 class Server:
     def __init__(self, *flags: str) -> None:
-        self.port = int(os.environ.get("WEB_TEST_PORT", "0")) or free_port()
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.flags = flags
         self.key = ""
