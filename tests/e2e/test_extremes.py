@@ -31,6 +31,8 @@ NUMBERS += [100, 2**31 - 1, 2**31, 2**53 + 1, 2**63 - 1, 2**64 - 1, 2**64, 10**3
 NUMBERS += [-number for number in NUMBERS] + [-0.0]
 TEXTS = ["", " ", "a", "\x00", "\ufeff", "\u2028", "e\u0301\u0302", "\u0301" * 20, "\ufffd"]
 TEXTS += ["\N{GRINNING FACE}", "\U0010ffff", "<|im_end|>", "{{ 7 * 7 }}", "a" * 40, "\n" * 9]
+FORMS = [{}, {"type": "json_object"}, {"type": "text"}, {"json": {"type": "integer"}}, [], "auto"]
+FORMS += [{"type": "object", "properties": {"a": {"maxLength": 3}}}, ["a", "b"], "none"]
 ARGUMENTS = ["{}", '"\\ud800"', "[" * 2000, "[" * 900 + "]" * 900, "9" * 5000, "NaN", "-1e999"]
 
 texts = st.sampled_from(TEXTS)
@@ -67,8 +69,8 @@ def extremes(kind: Kind) -> st.SearchStrategy[Any]:
     if isinstance(kind, Object):
         return st.fixed_dictionaries({}, optional={k: extremes(v) for k, v in kind.fields.items()})
     ends = [kind.low, kind.high] if isinstance(kind, Integer | Number) else []
-    tried = TEXTS if isinstance(kind, String) else [*ends, *NUMBERS]
-    return st.sampled_from([value for value in tried if is_taken(kind, value)])
+    tried = TEXTS if isinstance(kind, String) else [*ends, *NUMBERS, *FORMS]
+    return st.sampled_from([value for value in tried if is_taken(kind, value)] or [None])
 
 
 def is_taken(kind: Kind, value: Any) -> bool:
