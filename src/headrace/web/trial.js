@@ -4,12 +4,12 @@ import { ask, errorOf, events } from "./api.js";
 import { el } from "./dom.js";
 
 const NUM_STREAMS = 4;
-const HEAD_START_MS = 1500;
+const HEAD_START_MS = 1000;
 
 export async function runTrial(rows, maxLength) {
   rows.replaceChildren();
   const streams = Array.from({ length: NUM_STREAMS }, (_, k) =>
-    one(rows, `Stream ${k + 1}`, { messages: [{ role: "user", content: "Count from 1 to 150." }], max_tokens: 400 }),
+    one(rows, `Stream ${k + 1}`, { messages: [{ role: "user", content: "Count from 1 to 300." }], max_tokens: 1000, ignore_eos: true }),
   );
   await new Promise((resolve) => setTimeout(resolve, HEAD_START_MS));
   const prompt = await longPrompt(Math.min(2000, Math.floor(0.7 * maxLength)));
