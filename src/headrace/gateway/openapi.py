@@ -218,7 +218,7 @@ def _body(operation: Operation, table: Mapping[str, Kind]) -> dict[str, Any]:
 
 
 def _responses(path: str, operation: Operation) -> dict[str, Any]:
-    schemas: dict[str, Any] = {_EVENTS: {"type": "string"}}
+    schemas: dict[str, Any] = {}  # an event stream has none: readers differ on what its value is
     if operation.keys:
         schemas[_JSON] = {"type": "object", "required": list(operation.keys)}
     content = {media: {"schema": schemas.get(media, {})} for media in operation.media}
