@@ -23,7 +23,8 @@ WITHIN_S = 330.0
 NODE = 20
 SERVER_FLAGS = ("--heartbeat-s", "1", "--max-num-seqs", "4")
 # nothing that a shell has set for another server may reach the clients
-FOREIGN = ("OPENAI_", "LITELLM_", "LANGCHAIN_", "LANGSMITH_", "HEADRACE_", "PYTHON", "PYTEST_")
+FOREIGN = ("OPENAI_", "ANTHROPIC_", "LITELLM_", "LANGCHAIN_", "LANGSMITH_", "HEADRACE_")
+FOREIGN += ("PYTHON", "PYTEST_")
 QUIET = {
     "NO_PROXY": "127.0.0.1",
     "OPENAI_AGENTS_DISABLE_TRACING": "1",
@@ -68,6 +69,8 @@ CLIENTS = (
     ),
     Client("smolagents", "test_smolagents.py", ("smolagents[openai]==1.26.0", "openai==3.54.0")),
     Client("openai", "test_openai.py", ("openai==3.54.0",)),
+    Client("openai-responses", "test_openai_responses.py", ("openai==3.54.0",)),
+    Client("anthropic", "test_anthropic.py", ("anthropic==2.12.0",)),
     Client(
         "ai-sdk",
         "ai_sdk.mjs",

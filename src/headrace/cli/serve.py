@@ -68,11 +68,10 @@ async def _run(config: ServerConfig, model: ServedModel, listener: socket.socket
     try:
         return await _Serving(config, model, listener, store).run()
     finally:
-        if isinstance(store, SqliteStore):
-            await store.close()
+        await store.close()
 
 
-def _open_store(state_dir: str | None, port: int) -> SqliteStore | MemoryStore:
+def _open_store(state_dir: str | None, port: int) -> Store:
     folder = streams_folder(state_dir, port)
     return MemoryStore() if folder is None else SqliteStore.open(folder)
 

@@ -31,6 +31,9 @@ class MemoryStore:
         self._entries: dict[StreamId, _Entry] = {}  # oldest first
         self._names: dict[Name, _Entry] = {}
 
+    async def close(self) -> None:
+        """Nothing outlives it."""
+
     async def create(self, record: Record, replaces: StreamId | None = None) -> Stored:
         if (holder := self._holder(record, replaces)) is not None:
             return holder.as_reader()

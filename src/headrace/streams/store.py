@@ -74,6 +74,9 @@ class Store(Protocol):
     stalled: asyncio.Event
     writable: asyncio.Event
 
+    async def close(self) -> None:
+        """Makes durable what was appended, and gives back what it holds."""
+
     async def create(self, record: Record, replaces: StreamId | None = None) -> Stored:
         """A new stream, or the one that holds one of its names.
 
