@@ -36,7 +36,7 @@ def test_prompts_beside_streams_are_measured_and_drawn(model: Path, tmp_path: Pa
     assert cell["figures"]["ttft_ms"]["n"] == 2
     assert cell["figures"]["gaps_ms"]["stall"]["n"] > 0
     assert server_shown["controls"][0]["figures"]["gaps_ms"]["baseline"]["n"] > 0
-    assert server_shown["server"]["engine"]["stall_target_ms"] == 100
+    assert server_shown["server"]["engine"]["stall_target_ms"] == 200
     assert found["report"]["machine"]["cores"] > 0
     plots = sorted(path.name for path in (tmp_path / "plots").iterdir())
     assert plots == ["gaps-quick.png", "worst-gap.png"]

@@ -64,7 +64,7 @@ def served(folder: Path, case: Case, num_blocks: int = 100, **scheduler: object)
         kv_cache_memory_bytes=num_blocks * case.block_size * position,
         scheduler=SchedulerConfig(max_num_seqs=NUM_STREAMS, **scheduler),  # type: ignore[arg-type]
     )
-    runner, real, _ = load(config)
+    runner, real, *_ = load(config)
     engine = RealEngine(real, runner, seconds=0.01)
     for number in range(NUM_STREAMS):
         prompt = array("i", range(number + 1, number + 12 + 9 * (number % 5))).tobytes()
