@@ -28,23 +28,6 @@ from headrace.streams.tally import Tally
 
 DONE = b"data: [DONE]\n\n"
 KEYS: tuple[str, ...] = ("id", "object", "created", "model", "choices", "usage", "timings")
-ERROR: Mapping[str, Any] = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"enum": sorted({kind.type for kind in KINDS.values()})},
-                "param": {"type": ["string", "null"]},
-                "code": {"enum": sorted(KINDS)},
-            },
-        }
-    },
-}
-"""The JSON Schema of every error body."""
 
 Choice = dict[str, Any]
 """One entry of `choices`, its keys in the order of the wire."""
