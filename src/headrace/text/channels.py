@@ -95,7 +95,7 @@ class TagSplitter:
         pieces: list[ChannelPiece] = []
         if self._body is not None:
             return self.feed(marker)
-        if marker in self._markers():
+        if marker in self._markers(self._held + marker):
             self._take_marker(marker, pieces)
         else:
             pieces += self._release()
@@ -124,24 +124,28 @@ class TagSplitter:
         if self._leads(text):
             self._open_body(text[: len(text) - len(text.lstrip())])
             return text.lstrip()
-        markers = [marker for marker in self._markers() if marker not in self._tokens]
+        all_markers = self._markers(text)
+        markers = [marker for marker in all_markers if marker not in self._tokens]
         place, marker = _first_of(markers, text)
         if marker:
             self._held = text[:place]
             self._take_marker(marker, pieces)
             return text[place + len(marker) :]
-        kept = _kept(markers, text) if self._markers() else 0
+        kept = _kept(markers, text) if all_markers else 0
         if self._is_after_marker and not text.strip():
             kept = len(text)
         self._put(text[: len(text) - kept], pieces)
         self._held = text[len(text) - kept :]
         return ""
 
-    def _markers(self) -> tuple[str, ...]:
-        """Those that mean something here."""
+    def _markers(self, text: str) -> tuple[str, ...]:
+        """Those that mean something in this text, which is not placed yet."""
         if self._channel == REASONING:
             return self._reasoning[1:] if self._reasoning else ()
-        found = self._reasoning[:1] if self._reasoning and not self._has_content else ()
+        found: tuple[str, ...] = ()
+        if self._reasoning and not self._has_content:  # only an answer's beginning is reasoning
+            start, ahead = self._reasoning[0], text.lstrip()
+            found = (start,) if ahead.startswith(start) or start.startswith(ahead) else ()
         return found + (self._tools.starts if self._tools else ())
 
     def _leads(self, text: str) -> bool:
