@@ -6,7 +6,7 @@ READY_TEST := .venv/ready-test
 READY_BENCH := .venv/ready-bench
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: serve test test-clients test-structure test-web check simulate chaos attack corrupt demo roofline clean
+.PHONY: serve test test-clients test-embed test-kernels test-models test-slow test-structure test-web test-ops check simulate chaos attack soak corrupt demo roofline clean
 
 serve: $(READY)
 	@exec $(BIN)/headrace serve $(ARGS)
@@ -15,16 +15,50 @@ test: $(READY_TEST)
 	$(BIN)/python -m pytest $(ARGS)
 
 SCHEMAS ?= 500
-KILL_AFTER ?= [1, 2, 3, 5, 8, 13, 21, 34, 55]
+KILL_AFTER ?= [$(shell seq -s, 60)]
 test-structure: $(READY_TEST)
 	SCHEMAS=$(SCHEMAS) KILL_AFTER="$(KILL_AFTER)" $(BIN)/python -m pytest -s --timeout 1800 \
 		tests/test_structure.py tests/e2e/test_structure.py $(ARGS)
 
+# all of the tests of several models, and 10,000 made-up histories of who comes in and who leaves
+test-models: $(READY_TEST)
+	MANY_LOADS=1 HEADRACE_SCHEDULES=10000 $(BIN)/python -m pytest --timeout 1800 \
+		tests/generation/test_residency.py tests/e2e/test_models.py $(ARGS)
+
+# what would take the suite over its ten minutes
+test-slow: $(READY_TEST)
+	$(BIN)/python -m pytest -m slow $(ARGS)
+
+# the suite as on a processor that runs none of our kernels
+test-kernels: $(READY_TEST)
+	NUMBA_CPU_NAME=generic NUMBA_CPU_FEATURES=+sse2 $(BIN)/python -m pytest $(ARGS)
+
 test-clients: $(READY)
 	$(BIN)/python -m tests.clients.run $(ARGS)
 
+# Debian's Prometheus scrapes a server; where it cannot be had, this fails
+test-ops: $(READY_TEST)
+	(command -v prometheus && command -v promtool && command -v systemd-analyze) || \
+		(apt-get update -q && apt-get install -y -q --no-install-recommends prometheus systemd)
+	timeout 600 $(BIN)/python -m pytest -p no:cacheprovider --timeout 300 ops_tests $(ARGS)
+
+# sentence-transformers in an environment of its own, which finds our packages beside it
+EMBED := build/embed-venv
+SITE := -c 'import site; print(site.getsitepackages()[0])'
+test-embed: $(READY_TEST) $(EMBED)/ready
+	PYTHONPATH=src:. $(EMBED)/bin/python -m pytest -c tests/clients/pytest.ini \
+		tests/clients/test_sentence_transformers.py $(ARGS)
+
+$(EMBED)/ready: constraints.txt
+	test -x $(EMBED)/bin/python || $(PYTHON) -m venv $(EMBED)
+	$(abspath $(BIN))/python $(SITE) > "$$($(EMBED)/bin/python $(SITE))/headrace.pth"
+	$(EMBED)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt \
+		sentence-transformers==6.2.0
+	touch $@
+
 WEB := build/web-venv
-test-web: $(READY) $(WEB)/ready
+AXE := $(WEB)/node_modules/axe-core/axe.min.js
+test-web: $(READY) $(WEB)/ready $(AXE)
 	timeout 300 $(WEB)/bin/python -m pytest -p no:cacheprovider --timeout 150 web_tests $(ARGS)
 
 screenshots: $(READY) $(WEB)/ready
@@ -38,6 +72,11 @@ $(WEB)/ready: constraints.txt
 	$(WEB)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt \
 		selenium pytest pytest-timeout
 	touch $@
+
+# looks for what keeps people out; the tests alone need it
+$(AXE): | $(WEB)/ready
+	command -v npm || (apt-get update -q && apt-get install -y -q --no-install-recommends npm)
+	npm install --prefix $(WEB) --no-save --no-audit --no-fund --ignore-scripts axe-core@4.14.1
 
 check: $(READY_TEST)
 	$(BIN)/ruff check .
@@ -58,6 +97,10 @@ chaos: $(READY_TEST)
 SECONDS ?= 120
 attack: $(READY_TEST)
 	$(BIN)/python -m attack --seconds $(SECONDS) --seed $(SEED) $(ARGS)
+
+soak: $(READY_TEST)
+	$(BIN)/python -m attack.soak --seed $(SEED) $(ARGS) \
+		--seconds $(if $(filter file,$(origin SECONDS)),600,$(SECONDS))
 
 CORRUPTIONS ?= 1000
 SERVERS ?= 30

@@ -1,4 +1,4 @@
-"""What --quantize int8 costs in quality: log probability of a text with and without it.
+"""What --quantize costs in quality: log probability of a text without it, in int8 and in int4.
 
 python benchmarks/int8_loss.py --model DIR --text FILE [--tokens 1024]
 """
@@ -25,9 +25,10 @@ def main() -> None:
     options = parser.parse_args()
     tokenizer = Tokenizer.from_file(str(options.model / "tokenizer.json"))
     ids = tokenizer.encode(options.text.read_text()).ids[: options.tokens]
-    plain, packed = (mean_logprob(options.model, ids, kind) for kind in ("none", "int8"))
-    print(f"{len(ids)} tokens, mean log probability: {plain:.4f} plain, {packed:.4f} int8")
-    print(f"perplexity: {np.exp(-plain):.3f} plain, {np.exp(-packed):.3f} int8")
+    print(f"{len(ids)} tokens")
+    for kind in ("none", "int8", "int4"):
+        mean = mean_logprob(options.model, ids, kind)
+        print(f"{kind}: mean log probability {mean:.4f}, perplexity {np.exp(-mean):.3f}")
 
 
 def mean_logprob(folder: Path, ids: list[int], quantize: str) -> float:

@@ -17,11 +17,14 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of requests, cuts and faults")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="or after this time")
     parser.add_argument("--model", type=Path, help="folder of a model; a tiny one if not given")
+    parser.add_argument("--models", type=int, default=1, choices=(1, 2), help="served at once")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="headrace-chaos-") as name:
         folder = Path(name)
         model = options.model or make_tiny_model(folder / "model")
-        plan = Plan(model, folder, options.kills, options.seed, options.seconds)
+        plan = Plan(
+            model, folder, options.kills, options.seed, options.seconds, models=options.models
+        )
         run = Run(plan, lambda line: print(f"{time.strftime('%X')} {line}", flush=True))
         print(asyncio.run(run.run()))
     return 1 if run.report.violations else 0

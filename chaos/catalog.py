@@ -9,6 +9,7 @@ import msgspec
 from chaos.frames import Said, said_in_body
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+SECOND = "second"
 GREEDY: dict[str, Any] = {"temperature": 0}
 
 
@@ -22,11 +23,14 @@ class Question(msgspec.Struct, frozen=True):
         return sum(map(len, self.said.tokens.values()))
 
 
-def make_catalog(url: str, seed: int) -> list[Question]:
-    """Asked one after the other of a server that nobody disturbs."""
+def make_catalog(url: str, seed: int, models: int = 1) -> list[Question]:
+    """Asked one after the other of a server that nobody disturbs; every second one of `models`."""
     rng = random.Random(f"{seed}/catalog")
     with httpx.Client(base_url=url, timeout=300) as client:
-        questions = [ask_undisturbed(client, route, body) for route, body in _bodies(rng)]
+        questions = [
+            ask_undisturbed(client, route, body | ({"model": SECOND} if i % models else {}))
+            for i, (route, body) in enumerate(_bodies(rng))
+        ]
         stopped = [q for q in (questions[0], questions[3]) if _middle(q)]
         questions += [
             ask_undisturbed(client, q.route, q.body | {"stop": _middle(q), "ignore_eos": True})

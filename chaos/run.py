@@ -8,13 +8,13 @@ from pathlib import Path
 
 import msgspec
 
-from chaos.catalog import Question, make_catalog
+from chaos.catalog import SECOND, Question, make_catalog
 from chaos.clients import draw_way, live
 from chaos.compare import Violation
 from chaos.faults import Faults
 from chaos.oracle import judge, judge_plain
 from chaos.report import Report
-from chaos.site import HEARTBEAT_S, Site
+from chaos.site import FLAGS, HEARTBEAT_S, Site
 from chaos.story import Story
 from chaos.truth import NoTruth, read_truth
 from chaos.witness import Fates, Proxy
@@ -34,6 +34,7 @@ class Plan(msgspec.Struct, frozen=True):
     seconds: float = float("inf")
     patience_s: float = 600.0
     num_clients: int = 10
+    models: int = 1  # with 2 the same model is served a second time, under another name
 
 
 def _mute(line: str) -> None:
@@ -46,7 +47,8 @@ class Run:
     def __init__(self, plan: Plan, say: Callable[[str], None] = _mute) -> None:
         self._say = say
         self.report = Report(plan.seed, HEARTBEAT_S + 0.25, say)
-        self.site = Site(plan.model, plan.folder / "state")
+        second = ("--model", f"{SECOND}={plan.model}") if plan.models == 2 else ()
+        self.site = Site(plan.model, plan.folder / "state", (*second, *FLAGS))
         self._plan = plan
         self._proxy = Proxy(self.site.port, Fates(f"{plan.seed}/fates", _CUT_SHARE))
         self._calm = Proxy(self.site.port, Fates("", 0.0))
@@ -66,7 +68,7 @@ class Run:
         assert await self.site.ready(), self.site.last_lines
         url = f"http://127.0.0.1:{self.site.port}"
         self._say(f"up at {url}; the undisturbed answers first")
-        catalog = await asyncio.to_thread(make_catalog, url, self._plan.seed)
+        catalog = await asyncio.to_thread(make_catalog, url, self._plan.seed, self._plan.models)
         self._say(f"{len(catalog)} questions; the first blow falls")
         await self._proxy.open()
         await self._calm.open()

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import random
 import re
 import signal
 import socket
@@ -142,14 +143,15 @@ class Site:
             os.kill(pid, signal.SIGCONT)
 
     def engine_pid(self) -> int | None:
-        """Of the engine that lives now, loaded or not."""
+        """Of an engine that lives now, loaded or not; of several any one."""
+        found: list[int] = []
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             pid = self._server.process.pid
             children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
             for child in children:
                 if b"headrace.engine.process" in Path(f"/proc/{child}/cmdline").read_bytes():
-                    return int(child)
-        return None
+                    found.append(int(child))
+        return random.choice(found) if found else None
 
     async def is_well(self, within_s: float) -> bool:
         """Waits until its engine is up; False if it takes too long, or the server has ended."""

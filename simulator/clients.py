@@ -25,6 +25,13 @@ class Heard:
     def prompt(self) -> "array[int]":
         return array("i", self.submit.prompts[self.new.prompt])
 
+    @property
+    def num_shown(self) -> int:
+        """Tokens that progress counts."""
+        inputs = self.submit.inputs
+        works = inputs[self.new.prompt].works if inputs else ()
+        return sum(work.size for work in works if work.is_source) or len(self.prompt)
+
     def expected(self) -> tuple[list[int], FinishReason]:
         """The whole answer, from the request alone."""
         num_prompt, sampling = len(self.prompt), self.submit.sampling
@@ -65,7 +72,7 @@ class Clients:
         for started in outputs.started:
             heard = self._living(started.sequence_id)
             assert heard.total is None, "started twice"
-            assert started.total == len(heard.prompt)
+            assert started.total == heard.num_shown
             assert 0 <= started.cached < started.total + len(heard.tokens)
             heard.total, heard.processed = started.total, started.cached
             assert not (started.cached and heard.submit.sampling.num_prompt_logprobs is not None)

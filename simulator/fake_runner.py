@@ -7,7 +7,16 @@ which finds stale blocks, missing copies and credit for tokens that were never c
 from array import array
 
 from headrace.core.layout import MemoryLayout
-from headrace.core.plan import NO_SLOT, Begin, Chunk, ChunkResult, Drawn, StepPlan, StepResult
+from headrace.core.plan import (
+    NO_SLOT,
+    Begin,
+    Chunk,
+    ChunkResult,
+    Drawn,
+    EncodeChunk,
+    StepPlan,
+    StepResult,
+)
 from headrace.core.sampling import Logprobs, Sampling
 
 VOCABULARY = 40
@@ -26,6 +35,10 @@ class Remembered:
     def __init__(self, begin: Begin) -> None:
         self.begin = begin
         self.tokens = begin.token_ids
+        self.num_units = [0] * len(begin.inputs.works)  # that are encoded
+        for work in begin.inputs.works:  # what memory holds of a token depends on what it shows
+            for index in range(work.start, min(work.end, begin.num_prompt)):
+                self.tokens[index] += 1000 * (1 + sum(work.mark))
 
 
 class FakeRunner:
@@ -37,7 +50,10 @@ class FakeRunner:
         self._slot_salts: dict[int, str] = {}
         self._sequences: dict[int, Remembered] = {}
 
-    def execute(self, plan: StepPlan, seconds: float, row_errors: dict[int, int]) -> StepResult:
+    def execute(
+        self, plan: StepPlan, seconds: tuple[float, float], row_errors: dict[int, int]
+    ) -> StepResult:
+        """`seconds`: of computing and of encoding."""
         for sequence_id in plan.ended:
             self._sequences.pop(sequence_id, None)
         for begin in plan.begun:
@@ -45,6 +61,8 @@ class FakeRunner:
             self._sequences[begin.sequence_id] = Remembered(begin)
         for copy in plan.restores:
             self._copy_slot(copy.source, copy.target)
+        for encoded in plan.encoded:
+            self._encode(encoded)
         for chunk in plan.chunks:
             self._compute(chunk)
         results = [self._result(chunk, row_errors) for chunk in plan.chunks]
@@ -53,7 +71,22 @@ class FakeRunner:
             self._blocks[block_copy.target] = (tokens[:], salt)
         for copy in plan.slot_copies:
             self._copy_slot(copy.source, copy.target)
-        return StepResult(tuple(results), seconds)
+        return StepResult(tuple(results), sum(seconds), seconds[1])
+
+    def _encode(self, chunk: EncodeChunk) -> None:
+        remembered = self._sequences[chunk.sequence_id]
+        assert chunk.start == remembered.num_units[chunk.work] < chunk.end, "units out of order"
+        assert chunk.end <= remembered.begin.inputs.works[chunk.work].num_units
+        remembered.num_units[chunk.work] = chunk.end
+
+    def _check_encoded(self, chunk: Chunk) -> None:
+        remembered = self._sequences[chunk.sequence_id]
+        end = chunk.start + chunk.length
+        for work, done in zip(remembered.begin.inputs.works, remembered.num_units, strict=True):
+            is_needed = work.start < end and chunk.start < work.end
+            assert not is_needed or done == work.num_units, "tokens before what they need"
+        for sibling in chunk.draws:
+            self._sequences[sibling].num_units = remembered.num_units[:]
 
     def _copy_slot(self, source: int, target: int) -> None:
         self._slots[target] = self._slots[source][:]
@@ -63,6 +96,7 @@ class FakeRunner:
         remembered = self._sequences[chunk.sequence_id]
         salt = self._salts[chunk.sequence_id]
         end = chunk.start + chunk.length
+        self._check_encoded(chunk)
         assert chunk.length > 0 and end <= len(remembered.tokens), "tokens the runner has not got"
         if self._layout.num_blocks:
             self._read_back(chunk, remembered.tokens, salt)

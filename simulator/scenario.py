@@ -4,15 +4,19 @@ from array import array
 from dataclasses import dataclass, field
 from random import Random
 
+import msgspec
+
 from headrace.core.config import SchedulerConfig
 from headrace.core.ids import SequenceId, StreamId
 from headrace.core.layout import MemoryLayout
 from headrace.core.messages import Cancel, FinishReason, NewSequence, Submit
+from headrace.core.plan import EncodeWork, PromptInputs
 from headrace.core.sampling import Sampling
 from headrace.scheduler.budget import Limits
 
 END_TOKEN = 2
 HUGE = 600_000
+ALL = 1 << 40  # every token needs it
 
 
 @dataclass
@@ -53,7 +57,7 @@ def make_scenario(seed: int) -> Scenario:
     config = SchedulerConfig(
         patience=rng.choice([0.0, 4.0, 100.0]), max_open_prompts=rng.choice([1, 2, 4])
     )
-    submits = _submits(rng, is_huge)
+    submits = _with_inputs(Random(seed + 2), _submits(rng, is_huge), is_dense=not layout.num_blocks)
     return Scenario(
         seed,
         layout,
@@ -70,7 +74,9 @@ def _layout(rng: Random, is_huge: bool) -> MemoryLayout:
     kind = rng.choice(["blocks", "blocks", "blocks", "hybrid", "dense"])
     num_slots = rng.choice([1, 2, 4, 8])
     if kind == "dense":
-        return MemoryLayout(num_slots=num_slots, max_positions=HUGE + 100 if is_huge else 60)
+        return MemoryLayout(
+            num_slots=num_slots, max_positions=HUGE + 100 if is_huge else 60, forward_per_chunk=True
+        )
     if is_huge:
         return MemoryLayout(block_size=8192, num_blocks=rng.choice([80, 160]))
     block_size = rng.choice([1, 2, 4, 16])
@@ -112,9 +118,46 @@ def _submits(rng: Random, is_huge: bool) -> list[Submit]:
                 priority=rng.choice([0, 0, 0, 0, -1, 1, 3]),
                 salt=rng.choice(["", "", "", "other"]),
                 use_prefix=rng.random() < 0.9,
+                client=rng.choice(["", "", "a", "b"]),
             )
         )
     return submits
+
+
+def _with_inputs(rng: Random, submits: list[Submit], is_dense: bool) -> list[Submit]:
+    """In some schedules, sources to encode or images among the tokens of prompts."""
+    if rng.random() < 0.5:
+        return submits
+    make = _source if is_dense and rng.random() < 0.5 else _images
+    share, added = rng.choice([0.3, 1.0]), []
+    for submit in submits:
+        has_inputs = rng.random() < share and submit.sampling.num_prompt_logprobs is None
+        inputs = tuple(make(rng, len(p) // 4) for p in submit.prompts) if has_inputs else ()
+        added.append(msgspec.structs.replace(submit, inputs=inputs))
+    return added
+
+
+def _source(rng: Random, num_tokens: int) -> PromptInputs:
+    size, num_units = rng.choice([1, 7, 50, 400]), rng.choice([1, 2, 6])
+    is_whole = rng.random() < 0.3
+    return PromptInputs((EncodeWork(0, ALL, size, num_units, is_whole, is_source=True),))
+
+
+def _images(rng: Random, num_tokens: int) -> PromptInputs:
+    works, spans, position = [], [], 0
+    is_whole, is_span = rng.random() < 0.3, rng.random() < 0.5
+    for _ in range(rng.choice([0, 1, 1, 3])):
+        start = position + rng.choice([0, 0, 1, 5])
+        position = start + rng.choice([1, 3, 10])
+        if position > num_tokens:
+            break
+        units = 1 if is_whole else rng.choice([1, 2, 6])
+        size = rng.choice([4, 60, 300])
+        mark = bytes([10 * (position - start) + rng.randrange(3)])  # equal ones are equally long
+        works.append(EncodeWork(start, position, size, units, is_whole, mark=mark))
+        if is_span:
+            spans.append((start, position))
+    return PromptInputs(tuple(works), tuple(spans))
 
 
 def _prompt(rng: Random, bases: list[list[int]], cap: int) -> "array[int]":

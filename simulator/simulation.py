@@ -96,7 +96,8 @@ class Simulation:
             most = submit.sampling.max_tokens
             answer = 200 if most is None else most
             prompts = sum(len(p) // 4 for p in submit.prompts)
-            tokens += len(submit.sequences) * (min(prompts, 2000) + answer + 10)
+            units = sum(work.num_units for each in submit.inputs for work in each.works)
+            tokens += len(submit.sequences) * (min(prompts, 2000) + answer + 10 + units)
         return 500 + 20 * tokens
 
     def _deliver(self) -> None:
@@ -131,7 +132,9 @@ class Simulation:
             return False
         engine.in_flight.append(plan)
         chunks = [(c.sequence_id, c.start, c.length, c.draws) for c in plan.chunks]
-        self._digest = hash((self._digest, tuple(chunks), tuple(plan.chunks[0].block_ids)))
+        pieces = [(c.sequence_id, c.work, c.start, c.end) for c in plan.encoded]
+        blocks = [tuple(c.block_ids) for c in plan.chunks[:1]]
+        self._digest = hash((self._digest, *chunks, *pieces, *blocks))
         return True
 
     def _wait(self) -> None:
@@ -151,7 +154,7 @@ class Simulation:
         if self._rng.random() < faults.death and self.num_steps < LAST_DEATH:
             self._die(plan)
             return True
-        self._now += seconds
+        self._now += sum(seconds)
         if self._rng.random() < faults.out_of_memory:
             self._note_alone(plan)
             engine.scheduler.out_of_memory(plan, "out of memory", self._now)
@@ -173,23 +176,29 @@ class Simulation:
     def _fails(self, plan: StepPlan) -> bool:
         if self._rng.random() < self.scenario.faults.step_error:
             return True
-        return not self.scenario.faults.poisoned.isdisjoint(_named(plan))
+        return not self.scenario.faults.poisoned.isdisjoint(plan.named)
 
     def _note_alone(self, plan: StepPlan) -> None:
-        if len(_named(plan)) == 1:
-            self._may_fail.update(_named(plan))
+        if len(plan.named) == 1:
+            self._may_fail.update(plan.named)
 
-    def _seconds(self, plan: StepPlan) -> float:
-        seconds = 0.01 + sum(
+    def _seconds(self, plan: StepPlan) -> tuple[float, float]:
+        """Of computing and of encoding."""
+        computing = 0.01 + sum(
             1e-6 * c.start + 5e-4 * c.length + 1e-8 * c.length * (2 * c.start + c.length)
             for c in plan.chunks
         )
-        seconds *= self._rng.uniform(0.95, 1.05)
-        return seconds * (20 if self._rng.random() < self.scenario.faults.slow_step else 1)
+        encoding = 0.0
+        for chunk in plan.encoded:
+            size = self._engine.scheduler._table[chunk.sequence_id].inputs.works[chunk.work].size
+            encoding += 2e-3 + (chunk.end - chunk.start) * (1e-4 * size + 1e-7 * size * size)
+        factor = self._rng.uniform(0.95, 1.05)
+        factor *= 20 if self._rng.random() < self.scenario.faults.slow_step else 1
+        return computing * factor, encoding * factor
 
     def _die(self, plan: StepPlan | None) -> None:
         """The engine is gone; the next one gets what was unfinished, with its tokens."""
-        suspects = set(_named(plan)) if plan is not None else set()
+        suspects = set(plan.named) if plan is not None else set()
         self._now += 0.5
         self._engine = self._new_engine()
         self._clients.engine_died()
@@ -217,7 +226,8 @@ class Simulation:
         faults = self.scenario.faults
         for sequence_id, heard in self._clients.heard.items():
             assert heard.end is not None, f"{sequence_id} never ended"
-            is_impossible = heard.end.code in ("empty_prompt", "context_length_exceeded")
+            refusals = ("empty_prompt", "context_length_exceeded", "image_too_large")
+            is_impossible = heard.end.code in refusals
             assert is_impossible == self._is_impossible(heard)
             tokens, finish = heard.expected()
             assert heard.tokens == tokens[: len(heard.tokens)], f"S16: {sequence_id} drew others"
@@ -233,8 +243,7 @@ class Simulation:
     def _is_impossible(self, heard: Heard) -> bool:
         length = len(heard.prompt)
         longest = heard.max_total - (heard.submit.sampling.max_tokens != 0)
-        return length == 0 or length > longest
-
-
-def _named(plan: StepPlan) -> list[int]:
-    return [i for chunk in plan.chunks for i in chunk.draws or (chunk.sequence_id,)]
+        inputs = heard.submit.inputs
+        spans = inputs[heard.new.prompt].spans if inputs else ()
+        cap = self.scenario.limits.max_step_tokens
+        return length == 0 or length > longest or any(e - s > cap for s, e in spans)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import transformers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 VOCAB_SIZE = 320
@@ -29,6 +29,29 @@ _SHAPE = {
     "bos_token_id": None,
     "pad_token_id": None,
 }
+_EXPERTS = {
+    "Qwen3MoeForCausalLM": {
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+    }
+}
+_HYBRID = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+    "rope_parameters": {"rope_theta": 10_000.0, "partial_rotary_factor": 0.5},
+}
+_EYES = {
+    "depth": 1,
+    "hidden_size": 32,
+    "num_heads": 2,
+    "intermediate_size": 32,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 16,
+}
 
 
 def make_tiny_model(
@@ -42,13 +65,26 @@ def make_tiny_model(
     dtype = config.pop("dtype", torch.float32)
     max_shard_size = config.pop("max_shard_size", "1GB")
     model_class = getattr(transformers, architecture)
-    keys = {key: value for key, value in (_SHAPE | config).items() if value is not None}
+    more = _HYBRID if architecture.startswith("Qwen3_5") else _EXPERTS.get(architecture, {})
+    keys = {key: value for key, value in (_SHAPE | more | config).items() if value is not None}
     torch.manual_seed(seed)
-    model = model_class(model_class.config_class(**keys)).to(dtype)
+    model = model_class(_config_of(model_class, keys)).to(dtype)
     _unsettle(model)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     _write_tokenizer(folder)
     return folder
+
+
+def _config_of(model_class: Any, keys: dict[str, Any]) -> Any:
+    """Of a model that also sees, `keys` are its text side's."""
+    if not _sees(model_class.__name__):
+        return model_class.config_class(**keys)
+    tied = {"tie_word_embeddings": keys.get("tie_word_embeddings", False)}
+    return model_class.config_class(text_config=keys, vision_config=_EYES, **tied)
+
+
+def _sees(architecture: str) -> bool:
+    return architecture.endswith("ForConditionalGeneration")
 
 
 def _unsettle(model: torch.nn.Module) -> None:
@@ -73,3 +109,252 @@ def _write_tokenizer(folder: Path) -> None:
         "tokenizer_class": "PreTrainedTokenizerFast",
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(described))
+
+
+_SEQ2SEQ: dict[str, tuple[str, dict[str, Any]]] = {
+    "T5": ("T5ForConditionalGeneration", {"d_ff": 96, "n_positions": 256}),
+    "GatedT5": (
+        "T5ForConditionalGeneration",
+        {
+            "d_ff": 96,
+            "n_positions": 256,
+            "feed_forward_proj": "gated-gelu",
+            "tie_word_embeddings": False,
+        },
+    ),
+    "BART": (
+        "BartForConditionalGeneration",
+        {
+            "encoder_layers": 3,
+            "decoder_layers": 3,
+            "encoder_attention_heads": 4,
+            "decoder_attention_heads": 4,
+            "encoder_ffn_dim": 96,
+            "decoder_ffn_dim": 96,
+            "init_std": 0.2,
+            "max_position_embeddings": 256,
+            "tie_word_embeddings": False,
+        },
+    ),
+}
+_SEQ2SEQ_SHAPE = {
+    "vocab_size": VOCAB_SIZE,
+    "d_model": 64,
+    "d_kv": 16,
+    "num_layers": 3,
+    "num_heads": 4,
+    "eos_token_id": END,
+    "bos_token_id": 256,
+    "pad_token_id": 257,
+    "decoder_start_token_id": 257,
+}
+
+
+def make_tiny_seq2seq(folder: Path, kind: str = "T5") -> Path:
+    """An encoder-decoder of kind T5, GatedT5 or BART; a source ends with <|im_end|>."""
+    architecture, further = _SEQ2SEQ[kind]
+    model_class = getattr(transformers, architecture)
+    torch.manual_seed(0)
+    model = model_class(model_class.config_class(**_SEQ2SEQ_SHAPE | further))
+    _unsettle(model)
+    with torch.no_grad():  # as they begin, answers are one token over and over
+        for name, parameter in model.named_parameters():
+            if "embed_positions" in name or (parameter.ndim == 2 and "embed" not in name):
+                parameter.mul_(4.0 if "shared" not in name else 1.0)
+    model.generation_config.forced_bos_token_id = 256 if kind == "BART" else None
+    model.save_pretrained(folder)
+    _write_tokenizer(folder)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"$A {SPECIALS[2]}", special_tokens=[(SPECIALS[2], END)]
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    del config["chat_template"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+IMAGE = "<image>"
+IMAGE_MARKS = {
+    "LLaVA": IMAGE,
+    "Gemma3": "<start_of_image>",
+    "Qwen2-VL": "<|vision_start|><|image_pad|><|vision_end|>",
+}
+"""What a chat template writes where an image stands."""
+IMAGE_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.content is string %}{{ message.content }}{% else %}"
+    "{% for part in message.content %}{% if part.type == 'image' %}MARKS"
+    "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 32,
+    "patch_size": 8,
+}
+_TEXT = {key: value for key, value in _SHAPE.items() if value is not None}
+
+
+def make_tiny_image_model(folder: Path, kind: str) -> Path:
+    """An image-text model with its processor: kind LLaVA, Qwen2-VL or Gemma3."""
+    make = {"LLaVA": _llava, "Qwen2-VL": _qwen2_vl, "Gemma3": _gemma3}[kind]
+    _write_tokenizer(folder)
+    names = {
+        "LLaVA": (IMAGE,),
+        "Qwen2-VL": ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
+        "Gemma3": ("<start_of_image>", "<end_of_image>", "<image_soft_token>"),
+    }[kind]
+    inner = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    inner.add_special_tokens(list(names))
+    inner.save(str(folder / "tokenizer.json"))
+    template = IMAGE_TEMPLATE.replace("MARKS", IMAGE_MARKS[kind])
+    special = dict(
+        zip(("image_token", "boi_token", "eoi_token"), (names[-1], *names), strict=False)
+    )
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=inner, eos_token=SPECIALS[2], extra_special_tokens=special
+    )
+    torch.manual_seed(0)
+    ids = {name: inner.token_to_id(name) for name in names}
+    model, processor = make(tokenizer, ids, template, folder)
+    _unsettle(model)
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return folder
+
+
+def _llava(tokenizer: Any, ids: dict[str, int], template: str, _: Path) -> tuple[Any, Any]:
+    config = transformers.LlavaConfig(
+        vision_config=transformers.CLIPVisionConfig(**_VISION),
+        text_config=transformers.LlamaConfig(**_TEXT | {"vocab_size": VOCAB_SIZE}),
+        image_token_id=ids[IMAGE],
+        image_token_index=ids[IMAGE],
+        vision_feature_layer=-2,
+    )
+    size = {"shortest_edge": 32}
+    images = transformers.CLIPImageProcessorPil(size=size, crop_size={"height": 32, "width": 32})
+    processor = transformers.LlavaProcessor(
+        images, tokenizer, patch_size=8, vision_feature_select_strategy="default",
+        image_token=IMAGE, num_additional_image_tokens=1, chat_template=template,
+    )  # fmt: skip
+    return transformers.LlavaForConditionalGeneration(config), processor
+
+
+def _qwen2_vl(tokenizer: Any, ids: dict[str, int], template: str, folder: Path) -> tuple[Any, Any]:
+    rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
+    config = transformers.Qwen2VLConfig(
+        vision_config={
+            "depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2,
+            "patch_size": 8, "spatial_merge_size": 2, "temporal_patch_size": 2,
+        },
+        text_config=_TEXT | {"rope_parameters": rope},
+        image_token_id=ids["<|image_pad|>"],
+        video_token_id=ids["<|video_pad|>"],
+        vision_start_token_id=ids["<|vision_start|>"],
+        vision_end_token_id=ids["<|vision_end|>"],
+    )  # fmt: skip
+    sizes = {"shortest_edge": 16 * 16 * 2, "longest_edge": 64 * 64}
+    images = transformers.Qwen2VLImageProcessorPil(
+        patch_size=8, merge_size=2, temporal_patch_size=2, size=sizes
+    )
+    (folder / "chat_template.jinja").write_text(template)
+    images.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return transformers.Qwen2VLForConditionalGeneration(config), images
+
+
+def _gemma3(tokenizer: Any, ids: dict[str, int], template: str, _: Path) -> tuple[Any, Any]:
+    config = transformers.Gemma3Config(
+        vision_config=_VISION,
+        text_config=_TEXT | {"sliding_window": 24, "pad_token_id": 0},
+        mm_tokens_per_image=4,
+        image_token_id=ids["<image_soft_token>"],
+        boi_token_index=ids["<start_of_image>"],
+        eoi_token_index=ids["<end_of_image>"],
+    )
+    images = transformers.Gemma3ImageProcessorPil(size={"height": 32, "width": 32})
+    processor = transformers.Gemma3Processor(
+        images, tokenizer, chat_template=template, image_seq_length=4
+    )
+    return transformers.Gemma3ForConditionalGeneration(config), processor
+
+
+_ENCODER_SHAPE = {
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "num_labels": 1,
+}
+ENCODER_SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+
+
+def make_tiny_encoder(folder: Path, architecture: str = "BertModel", **config: Any) -> Path:
+    """A bidirectional encoder's folder, with a WordPiece tokenizer that puts texts in pairs."""
+    model_class = getattr(transformers, architecture)
+    vocab_size = _write_word_pieces(folder)
+    torch.manual_seed(0)
+    shape = model_class.config_class(**_ENCODER_SHAPE | {"vocab_size": vocab_size} | config)
+    model = model_class(shape)
+    _unsettle(model)
+    model.save_pretrained(folder)
+    return folder
+
+
+def _write_word_pieces(folder: Path) -> int:
+    letters = "abcdefghijklmnopqrstuvwxyz0123456789.,!?"
+    pieces = [*ENCODER_SPECIALS, *letters, *(f"##{letter}" for letter in letters), "the", "##ing"]
+    vocab = {piece: number for number, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.WordPiece(vocab=vocab, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.add_special_tokens(list(ENCODER_SPECIALS))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", vocab["[CLS]"]), ("[SEP]", vocab["[SEP]"])],
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    # as sentence-transformers writes them: its own limits must not cut what we are sent
+    tokenizer.enable_truncation(max_length=16)
+    tokenizer.enable_padding(length=16)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    described: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": 128,
+        "model_input_names": ["input_ids", "token_type_ids", "attention_mask"],
+    }
+    described |= {f"{token[1:-1].lower()}_token": token for token in ENCODER_SPECIALS}
+    (folder / "tokenizer_config.json").write_text(json.dumps(described))
+    return len(vocab)
+
+
+def write_pooling(folder: Path, *modes: str, stages: tuple[str, ...] = (), **settings: Any) -> Path:
+    """The files by which sentence-transformers pools; `settings` are its prompts and the like."""
+    kinds = ("Transformer", "Pooling", "Normalize", *stages)
+    types = [f"sentence_transformers.models.{kind}" for kind in kinds]
+    paths = ["", *(f"{number}_{kind}" for number, kind in enumerate(kinds[1:], 1))]
+    modules = [
+        {"idx": number, "name": str(number), "path": path, "type": kind}
+        for number, (path, kind) in enumerate(zip(paths, types, strict=True))
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir()
+    (folder / "2_Normalize").mkdir()
+    hidden = json.loads((folder / "config.json").read_text())["hidden_size"]
+    keys = ("cls_token", "mean_tokens", "max_tokens", "lasttoken")
+    pooling: dict[str, Any] = {f"pooling_mode_{key}": key in modes for key in keys}
+    pooling["word_embedding_dimension"] = hidden
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    if settings:
+        (folder / "config_sentence_transformers.json").write_text(json.dumps(settings))
+    return folder

@@ -117,9 +117,9 @@ def naive_logits(folder: Path, prompt: Sequence[int]) -> torch.Tensor:
         model = make(make.read(spec.config))
     load_weights(model, make.weights, spec, torch.float32, cpu)
     num_blocks = -(-len(prompt) // 16)
-    storage = BlockStorage(model.cache_shape, num_blocks, 16, torch.float32, cpu)
+    storage = BlockStorage(model.cache_shape, num_blocks, 16, torch.float32, cpu, num_slots=1)
     blocks = array("i", range(num_blocks))
-    chunk = Chunk(SequenceId(0), 0, len(prompt), len(prompt), (), blocks)
+    chunk = Chunk(SequenceId(0), 0, len(prompt), len(prompt), (), blocks, SlotId(0))
     batch = pack([chunk], [array("i", prompt)], 16, cpu)
     return model.head(model(batch.token_ids, NaiveAttention(storage).step(batch)))
 

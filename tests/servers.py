@@ -59,7 +59,7 @@ class ServerProcess:
         assert self.process.stderr is not None
         for line in self.process.stderr:
             self.lines.append(line.rstrip())
-            if found := re.match(r"Headrace is ready at (http://\S+?):? ", line):
+            if found := re.match(r"Headrace is ready at (https?://\S+?):? ", line):
                 self.url = found[1].rstrip(":")
                 self._ready.set()
         self._ready.set()

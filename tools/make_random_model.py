@@ -21,8 +21,6 @@ CHAT_TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 _COMMON = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
     "attention_bias": False,
     "hidden_act": "silu",
     "rms_norm_eps": 1e-6,
@@ -31,8 +29,17 @@ _COMMON = {
     "dtype": "bfloat16",
     "use_sliding_window": False,
 }
+_DENSE = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+_HYBRID = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "full_attention_interval": 4,
+    "partial_rotary_factor": 0.25,
+    "linear_conv_kernel_dim": 4,
+}
 SHAPES = {
-    "qwen3-0.6b": {
+    "qwen3-0.6b": _DENSE
+    | {
         "num_hidden_layers": 28,
         "hidden_size": 1024,
         "intermediate_size": 3072,
@@ -43,13 +50,46 @@ SHAPES = {
         "max_position_embeddings": 8192,
         "tie_word_embeddings": False,
     },
-    "tiny": {
+    "qwen3.5-0.5b": _HYBRID  # as many parameters as the dense one above
+    | {
+        "num_hidden_layers": 24,
+        "hidden_size": 1024,
+        "intermediate_size": 2816,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 16,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "vocab_size": 32000,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": False,
+    },
+    "tiny": _DENSE
+    | {
         "num_hidden_layers": 2,
         "hidden_size": 64,
         "intermediate_size": 96,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 16,
+        "vocab_size": 320,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+    },
+    "tiny-hybrid": _HYBRID
+    | {
+        "num_hidden_layers": 4,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 32,
         "vocab_size": 320,
         "max_position_embeddings": 512,
         "tie_word_embeddings": False,
@@ -88,13 +128,13 @@ def random_weights(config: dict, seed: int) -> dict[str, torch.Tensor]:
     rest, and the stream look stalled.
     """
     generator = torch.Generator().manual_seed(seed)
-    hidden, dim = config["hidden_size"], config["head_dim"]
+    hidden, is_hybrid = config["hidden_size"], "full_attention_interval" in config
 
     def matrix(outputs: int, inputs: int) -> torch.Tensor:
         return torch.randn(outputs, inputs, generator=generator).mul_(inputs**-0.5).bfloat16()
 
-    def norm(size: int) -> torch.Tensor:
-        return torch.ones(size, dtype=torch.bfloat16)
+    def norm(size: int, less: int = int(is_hybrid)) -> torch.Tensor:
+        return torch.full((size,), 1 - less, dtype=torch.bfloat16)
 
     weights = {
         "model.embed_tokens.weight": matrix(config["vocab_size"], hidden),
@@ -102,24 +142,53 @@ def random_weights(config: dict, seed: int) -> dict[str, torch.Tensor]:
         "lm_head.weight": matrix(config["vocab_size"], hidden),
     }
     weights["lm_head.weight"][NUM_ASCII : len(LETTERS)] = 0
-    widths = [
-        ("self_attn.q_proj", config["num_attention_heads"] * dim, hidden),
-        ("self_attn.k_proj", config["num_key_value_heads"] * dim, hidden),
-        ("self_attn.v_proj", config["num_key_value_heads"] * dim, hidden),
-        ("self_attn.o_proj", hidden, config["num_attention_heads"] * dim),
-        ("mlp.gate_proj", config["intermediate_size"], hidden),
-        ("mlp.up_proj", config["intermediate_size"], hidden),
-        ("mlp.down_proj", hidden, config["intermediate_size"]),
-    ]
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}"
-        for name, outputs, inputs in widths:
-            weights[f"{prefix}.{name}.weight"] = matrix(outputs, inputs)
+        has_attention = not is_hybrid or not (layer + 1) % config["full_attention_interval"]
+        widths = (_attention_widths if has_attention else _delta_net_widths)(config)
+        size = config["intermediate_size"]
+        widths |= {"mlp.gate_proj": (size, hidden), "mlp.up_proj": (size, hidden)}
+        for name, shape in (widths | {"mlp.down_proj": (hidden, size)}).items():
+            weights[f"{prefix}.{name}.weight"] = matrix(*shape)
         for name in ("input_layernorm", "post_attention_layernorm"):
             weights[f"{prefix}.{name}.weight"] = norm(hidden)
-        for name in ("q_norm", "k_norm"):
-            weights[f"{prefix}.self_attn.{name}.weight"] = norm(dim)
+        if has_attention:
+            for name in ("q_norm", "k_norm"):
+                weights[f"{prefix}.self_attn.{name}.weight"] = norm(config["head_dim"])
+            continue
+        net, heads = f"{prefix}.linear_attn", config["linear_num_value_heads"]
+        channels, width = widths["linear_attn.in_proj_qkv"][0], config["linear_conv_kernel_dim"]
+        weights[f"{net}.conv1d.weight"] = matrix(channels, width)[:, None].clone()
+        weights[f"{net}.A_log"] = torch.linspace(0.01, 16, heads).log().bfloat16()
+        weights[f"{net}.dt_bias"] = torch.ones(heads, dtype=torch.bfloat16)
+        weights[f"{net}.norm.weight"] = norm(config["linear_value_head_dim"], less=0)
     return weights
+
+
+def _attention_widths(config: dict) -> dict[str, tuple[int, int]]:
+    """Outputs and inputs of the products; a hybrid's queries come with their gates."""
+    hidden, dim = config["hidden_size"], config["head_dim"]
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    gated = 2 if "full_attention_interval" in config else 1
+    return {
+        "self_attn.q_proj": (gated * heads * dim, hidden),
+        "self_attn.k_proj": (kv_heads * dim, hidden),
+        "self_attn.v_proj": (kv_heads * dim, hidden),
+        "self_attn.o_proj": (hidden, heads * dim),
+    }
+
+
+def _delta_net_widths(config: dict) -> dict[str, tuple[int, int]]:
+    hidden, heads = config["hidden_size"], config["linear_num_value_heads"]
+    keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
+    values = heads * config["linear_value_head_dim"]
+    return {
+        "linear_attn.in_proj_qkv": (2 * keys + values, hidden),
+        "linear_attn.in_proj_z": (values, hidden),
+        "linear_attn.in_proj_b": (heads, hidden),
+        "linear_attn.in_proj_a": (heads, hidden),
+        "linear_attn.out_proj": (hidden, values),
+    }
 
 
 def _write_tokenizer(folder: Path, num_vocab: int) -> None:

@@ -139,7 +139,7 @@ _WRONG: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("required",),
     "response_format": ({"type": "json_object"},),
     "grammar": ("root ::= x",),
-    "return_ingestion": (True,),
+    "return_ingestion": (1,),
     "use_beam_search": (1,),
     "logprobs": ("x", 21),
     "top_logprobs": (21, 3),

@@ -19,6 +19,14 @@ indexedDB.open("headrace").onsuccess = ({target: {result: database}}) => {
 };
 """
 
+# keeps what the status of the answers has said
+SAID = """
+window.said = new Set();
+const spans = () => document.querySelectorAll(".status span");
+const note = () => spans().forEach((span) => said.add(span.textContent));
+new MutationObserver(note).observe(document, { subtree: true, childList: true });
+"""
+
 
 def eventually(condition: Callable[[], Any], within_s: float = 30.0) -> Any:
     deadline = time.monotonic() + within_s

@@ -1,11 +1,13 @@
 """Takes the pictures of the page in docs/images, from a real server with headrace-mini."""
 
+import re
 import time
 from pathlib import Path
 
 from web_tests.page import Page, eventually, new_driver
 from web_tests.server import Server
 
+MANY = re.compile(r"had \d{3,} prompt tokens")
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 
 
@@ -33,7 +35,8 @@ def main() -> None:
         eventually(lambda: page.find("#try").is_enabled() and page.texts("dd"))
         page.find("#try").click()
         eventually(lambda: len(page.texts("#rows strong")) == 5)
-        time.sleep(2)
+        eventually(lambda: MANY.search(page.find("#steps-text").text))
+        time.sleep(0.5)
         driver.save_screenshot(str(IMAGES / "dashboard.png"))
     finally:
         driver.quit()

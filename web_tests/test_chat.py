@@ -71,12 +71,17 @@ def test_hostile_text_does_nothing(page: Page, tmp_path: object) -> None:
         "<img src=x onerror=window.hit=1><script>window.hit=1</script> "
         "[a](javascript:window.hit=1) [b](data:text/html,x) ![c](https://e.example/x.png) "
         "<svg onload=window.hit=1> `<b>` **<iframe src=javascript:window.hit=1>** "
-        '[d](https://e.example/"onmouseover="window.hit=1)'
+        '[d](https://e.example/"onmouseover="window.hit=1)\n\n'
+        "| <img src=x onerror=window.hit=1> |\n|---|\n| <svg onload=window.hit=1> |"
     )
     message = {"id": "m", "conversation": "c", "role": "assistant", "text": attack, "created": 1}
-    message |= {"calls": [{"id": attack, "name": attack, "arguments": attack}], "parent": None}
+    message |= {"calls": [{"id": attack, "name": attack, "arguments": attack}], "parent": "t"}
+    message |= {"reasoning": attack}
+    result = {"id": attack, "name": attack, "text": attack}
+    before = {"id": "t", "conversation": "c", "role": "tool", "results": [result], "created": 0}
+    before |= {"images": [attack, "https://e.example/x.png", "data:image/svg+xml;base64,PHN2Zz4="]}
     conversation = {"id": "c", "title": attack, "created": 1, "updated": 1, "leaf": "m"}
-    whole = {"conversations": [conversation], "messages": [message | {"reasoning": attack}]}
+    whole = {"conversations": [conversation], "messages": [before, message]}
     file = f"{tmp_path}/hostile.json"
     with open(file, "w") as out:
         json.dump(whole, out)
@@ -115,9 +120,11 @@ def test_markdown_is_shown(page: Page) -> None:
     text = (
         "# Title\n\nSome *text* and **more** `code`, 2 * 3 * 4, snake_case_name.\n\n"
         "- one\n- two\n  1. nested\n\n> said\n\n```py\nx = 'a' # b\n```\n\n---\nhttps://e.example."
+        "\n\na line\n| a | b \\| c |\n|---|:-:|\n| *1* | 2 | 3 |\n| 4\n\nafter"
     )
     is_equal, tags = page.driver.execute_async_script(script, text)
     assert is_equal  # shown piece by piece as at once
     for tag in ("h3", "em", "strong", "code", "ul", "ol", "blockquote", "pre", "span", "hr", "a"):
         assert tag in tags
-    assert tags.count("em") == 1
+    assert tags.count("em") == 2
+    assert [tags.count(tag) for tag in ("table", "tr", "th", "td")] == [1, 3, 2, 4]

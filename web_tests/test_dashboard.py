@@ -17,6 +17,9 @@ def test_a_long_prompt_beside_four_streams(page: Page) -> None:
     page.driver.find_element(By.ID, "try").click()
     eventually(lambda: int(page.texts('[data-name="Running"]')[0]) >= 4)
     eventually(lambda: len(page.texts("#rows strong")) == 5)
+    eventually(lambda: len(page.texts("#requests tbody tr")) >= 4)
+    eventually(lambda: any(" more" in text for text in page.texts("#requests td:last-child")))
+    assert "places are taken" in page.find("#requests-text").text
     eventually(lambda: page.find("#try").is_enabled(), 120)
     assert all("tokens, longest gap" in text for text in page.texts("#rows span"))
     eventually(lambda: "prompt tokens" in page.find("#steps-text").text)

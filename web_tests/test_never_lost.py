@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from web_tests.page import Page, eventually
+from web_tests.page import SAID, Page, eventually
 
 SEED = int(os.environ.get("SEED", "0")) or random.randrange(1 << 30)
 RUNS = int(os.environ.get("RUNS", "3"))
@@ -42,6 +42,17 @@ def test_an_answer_survives_all_of_it(page: Page, run: int) -> None:
     assert answer["text"] == page.log_text(answer)
     assert len(page.answers()) == 1
     eventually(lambda: page.texts(".message.assistant .body") == [answer["text"]])
+
+
+def test_the_page_says_that_the_engine_restarts(page: Page) -> None:
+    page.driver.execute_script(SAID)
+    page.send("Count from 1 to 150.")
+    page.wait_for_text()
+    page.server.kill_engine()
+    answer = page.wait_for_end(120)
+    assert answer["outcome"] == "done" and answer["text"] == page.log_text(answer)
+    said = page.driver.execute_script("return [...window.said]")
+    assert any(text.startswith("The engine is restarting (attempt 1)") for text in said), said
 
 
 def test_an_answer_survives_the_server(page: Page) -> None:

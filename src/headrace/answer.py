@@ -1,10 +1,25 @@
 """What Python callers ask and get, in process and over HTTP alike; it knows neither."""
 
-from typing import Any
+import hashlib
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
 
 import msgspec
 
 Messages = list[dict[str, Any]]
+
+
+class Said(Protocol):
+    """More text of one channel of an answer, as its log has it; of a tool call, its arguments."""
+
+    @property
+    def text(self) -> str: ...
+    @property
+    def channel(self) -> str: ...
+    @property
+    def call(self) -> int: ...
+    @property
+    def name(self) -> str: ...
 
 
 def asked_for(messages: Messages | str | None, prompt: Any) -> dict[str, Any]:
@@ -24,6 +39,20 @@ class Piece(msgspec.Struct, frozen=True):
     text: str
     token_ids: list[int]
     finish_reason: str | None = None
+    reasoning: str = ""
+    tool_calls: list[dict[str, Any]] = []  # as OpenAI's deltas have them
+
+    @classmethod
+    def of(
+        cls, place: tuple[str, int], said: Sequence[Said], ids: Iterable[int], reason: str | None
+    ) -> "Piece":
+        """Of a stream and one of its choices; `reason` is set where the choice ends."""
+        text, reasoning = (
+            "".join(piece.text for piece in said if piece.channel == channel)
+            for channel in ("content", "reasoning")
+        )
+        calls = [call_delta(place, *call) for call in joined_calls(said)]
+        return cls(place[1], text, list(ids), reason, reasoning, calls)
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -95,3 +124,32 @@ def _choice(choice: dict[str, Any]) -> Choice:
         reasoning=message.get("reasoning", ""),
         tool_calls=message.get("tool_calls", []),
     )
+
+
+def call_id(stream_id: str, choice: int, call: int, prefix: str = "call_") -> str:
+    """The same for every reader of the log."""
+    digest = hashlib.sha256(f"{stream_id}:{choice}:{call}".encode()).hexdigest()
+    return f"{prefix}{digest[:24]}"
+
+
+def joined_calls(pieces: Iterable[Said]) -> list[tuple[int, str, str]]:
+    """Number, name and arguments of each call in these pieces, in order; a name may be empty."""
+    calls: dict[int, list[str]] = {}
+    for piece in pieces:
+        if piece.channel == "tool":
+            known = calls.setdefault(piece.call, ["", ""])
+            known[0] += piece.name
+            known[1] += piece.text
+    return [(number, name, arguments) for number, (name, arguments) in calls.items()]
+
+
+def call_delta(place: tuple[str, int], call: int, name: str, arguments: str) -> dict[str, Any]:
+    """A tool call in OpenAI's form, with its id and name where it begins."""
+    if not name:
+        return {"index": call, "function": {"arguments": arguments}}
+    return {
+        "index": call,
+        "id": call_id(*place, call),
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }

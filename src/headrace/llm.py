@@ -3,6 +3,7 @@
 import asyncio
 import concurrent.futures
 import queue
+import secrets
 import sys
 import threading
 from collections.abc import Coroutine, Iterator
@@ -16,18 +17,21 @@ from headrace.checkpoints.hub import OnProgress
 from headrace.core import config_sources
 from headrace.core.config import ServerConfig
 from headrace.core.errors import ConfigError, RequestError, StreamFailed
+from headrace.core.ids import StreamId
 from headrace.core.messages import Ready
 from headrace.core.request import Request, ResponseOptions
 from headrace.engine.local import LocalEngine
 from headrace.generation.generation import Generation
+from headrace.generation.host import Host
+from headrace.generation.metrics import Metrics
 from headrace.generation.registry import Found
 from headrace.generation.served import ServedModel
 from headrace.generation.work import ThreadWork
-from headrace.protocols import openai_chat, openai_completions
+from headrace.protocols import embeddings, openai_chat, openai_completions
 from headrace.protocols.common_fields import known_fields
 from headrace.protocols.dialect import Dialect, dialect_of
 from headrace.protocols.openai_completions import PromptList
-from headrace.protocols.requests import pack, to_request
+from headrace.protocols.requests import CheckedBody, pack, to_request
 from headrace.protocols.worker import Jobs
 from headrace.streams.events import AnyEvent, Error, Tokens
 from headrace.streams.memory_store import MemoryStore
@@ -105,6 +109,18 @@ class LLM:
         checked = self._host.check(dialect, {**fields, **asked_for(messages, prompt)})
         return self._host.pieces(self._call(dialect, checked))
 
+    @overload
+    def embed(self, input: Prompt, **fields: Any) -> list[float]: ...
+
+    @overload
+    def embed(self, input: list[str] | list[list[int]], **fields: Any) -> list[list[float]]: ...
+
+    def embed(self, input: Any, **fields: Any) -> Any:
+        """The vector of a text or of token ids, or one for each of several; of length 1."""
+        checked = self._host.inputs({**fields, "input": input})
+        vectors = self._host.call(self._host.vectors(checked))
+        return vectors if checked.fields["is_list"] else vectors[0]
+
     def close(self) -> None:
         """Ends what runs and frees the model. Idempotent."""
         self._host.close()
@@ -121,7 +137,7 @@ class LLM:
         self.close()
 
     def _call(self, dialect: Dialect, fields: dict[str, Any]) -> "_Call":
-        model = self._host.generation.models.get(fields.get("model"))
+        model = self._host.generation.hosts.get(fields.get("model")).model
         checked = pack(dialect, fields)
         request = to_request(dialect, checked, model)
         request = msgspec.structs.replace(request, wire=_WIRE)
@@ -158,14 +174,15 @@ class _Host:
 
     def check(self, dialect: Dialect, fields: dict[str, Any]) -> dict[str, Any]:
         """The fields as the routes check them; RequestError for one that they do not know."""
-        known = known_fields(dialect.TABLE)
-        for name in fields:
-            if name not in known:
-                message = f"There is no field {name}{config_sources.nearest(name, known)}"
-                raise RequestError("unsupported_parameter", message, name)
+        _refuse_unknown(fields, known_fields(dialect.TABLE))
         checked = dialect.read(_as_json(fields))
         self._jobs.constrain(checked)
         return checked
+
+    def inputs(self, fields: dict[str, Any]) -> CheckedBody:
+        """What is to be embedded, as the route checks it."""
+        _refuse_unknown(fields, known_fields(embeddings.TABLE))
+        return self._jobs.inputs(_as_json(fields))
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work`, done on the loop; an interrupted call ends its work."""
@@ -213,15 +230,18 @@ class _Host:
             for task in working:
                 task.cancel()
 
+    async def vectors(self, checked: CheckedBody) -> list[list[float]]:
+        model = self.generation.hosts.get(checked.fields.get("model")).model
+        made = await self.generation.vectors.make(embeddings.to_request(checked, model, ""))
+        dimensions = checked.fields.get("dimensions")
+        return [embeddings.cut(vector, dimensions).tolist() for vector in made.vectors]
+
     async def _open(self, call: _Call) -> Found:
-        return await self.generation.open(
-            call.request, packed=call.packed, id_prefix=call.id_prefix
-        )
+        id = StreamId(call.id_prefix + secrets.token_hex(16))
+        return await self.generation.open(call.request, packed=call.packed, stream_id=id)
 
     async def _answer(self, call: _Call) -> Answer:
-        stream = await self.generation.open(
-            call.request, packed=call.packed, id_prefix=call.id_prefix
-        )
+        stream = await self._open(call)
         answer = dialect_of(stream.record.request.route).response_body(stream.record)
         async with stream.reader() as events:
             async for event in events:
@@ -232,14 +252,12 @@ class _Host:
 
     async def _feed(self, call: _Call, pieces: "queue.SimpleQueue[Piece | None]") -> None:
         try:
-            stream = await self.generation.open(
-                call.request, packed=call.packed, id_prefix=call.id_prefix
-            )
+            stream = await self._open(call)
             async with stream.reader() as events:
                 async for event in events:
                     _raise_if_cut(event)
                     if isinstance(event, Tokens):
-                        pieces.put(_piece(event))
+                        pieces.put(_piece(event, stream.record.id))
                     events.sent(event)
         finally:
             pieces.put(None)
@@ -261,10 +279,12 @@ class _Host:
         engine, self.ready = await LocalEngine.start(local)
         self._jobs = Jobs(served)
         work = ThreadWork(self._jobs)
-        self.generation = Generation(_unbounded(config), served, engine, MemoryStore(), work)
+        metrics = Metrics()
+        host = Host(local, lambda _: engine, metrics, served)
+        self.generation = Generation(_unbounded(config), (host,), MemoryStore(), work, metrics)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.generation.run(), name="generation")
-            await self.generation.wait_until_ready()
+            await host.wait_until_ready()
             self._has_started.set_result(None)
             await self._closing.wait()
             await engine.close()
@@ -272,8 +292,21 @@ class _Host:
 
 def _unbounded(config: ServerConfig) -> ServerConfig:
     """A caller waits as long as it likes, and once it leaves nobody can come back."""
-    streams = msgspec.structs.replace(config.streams, max_num_queued_reqs=sys.maxsize, linger_s=0.0)
+    streams = msgspec.structs.replace(
+        config.streams,
+        max_num_queued_reqs=sys.maxsize,
+        max_num_queued_tokens=sys.maxsize,
+        queue_timeout_s=0.0,
+        linger_s=0.0,
+    )
     return msgspec.structs.replace(config, streams=streams)
+
+
+def _refuse_unknown(fields: dict[str, Any], known: set[str]) -> None:
+    for name in fields:
+        if name not in known:
+            message = f"There is no field {name}{config_sources.nearest(name, known)}"
+            raise RequestError("unsupported_parameter", message, name)
 
 
 def _as_json(value: Any) -> Any:
@@ -291,10 +324,9 @@ def _as_json(value: Any) -> Any:
     return value
 
 
-def _piece(event: Tokens) -> Piece:
-    text = "".join(piece.text for piece in event.pieces if piece.channel == "content")
+def _piece(event: Tokens, stream_id: str) -> Piece:
     reason = event.end.finish_reason if event.end else None
-    return Piece(event.choice, text, list(event.ids), reason)
+    return Piece.of((stream_id, event.choice), event.pieces, event.ids, reason)
 
 
 def _raise_if_cut(event: AnyEvent) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from headrace.bench.report import gaps
 from headrace.cli.main import cli
 from tests.builders import make_tiny_model
 from tests.servers import running_server
@@ -27,6 +28,7 @@ def bench(url: str, folder: Path, *flags: str) -> dict[str, Any]:
     return {"report": report, "cell": cell, "output": found.output}
 
 
+@pytest.mark.slow
 def test_prompts_beside_streams_are_measured_and_drawn(model: Path, tmp_path: Path) -> None:
     with running_server(str(model), "--state-dir", "none") as server:
         found = bench(server.url, tmp_path, "--plot", str(tmp_path / "plots"))
@@ -37,11 +39,21 @@ def test_prompts_beside_streams_are_measured_and_drawn(model: Path, tmp_path: Pa
     assert cell["figures"]["gaps_ms"]["stall"]["n"] > 0
     assert server_shown["controls"][0]["figures"]["gaps_ms"]["baseline"]["n"] > 0
     assert server_shown["server"]["engine"]["stall_target_ms"] == 200
+    assert server_shown["ingestion"]["strategy"] == "native-text"
+    assert server_shown["ingestion"]["memory"] == "blocks"
+    assert server_shown["gaps"] == gaps(server_shown["ingestion"])
     assert found["report"]["machine"]["cores"] > 0
     plots = sorted(path.name for path in (tmp_path / "plots").iterdir())
     assert plots == ["gaps-quick.png", "worst-gap.png"]
 
 
+def test_a_model_that_does_not_run_packed_is_a_gap() -> None:
+    (gap,) = gaps({"memory": "slot", "mask": "lazy-prefix"})
+    assert gap.keys() == {"id", "now", "advice", "why"} and gap["advice"] == "implement"
+    assert gaps(None) == gaps({"memory": "blocks", "mask": "none"}) == []
+
+
+@pytest.mark.slow
 def test_a_server_without_a_place_for_the_prompt_is_found_invalid(
     model: Path, tmp_path: Path
 ) -> None:

@@ -8,7 +8,7 @@ import pytest
 from chaos.run import Plan, Run
 from tests.builders import make_tiny_model
 
-KILLS, SECONDS, CLIENTS = 8, 25.0, 6
+KILLS, SECONDS, CLIENTS = 5, 15.0, 6
 
 
 @pytest.mark.timeout(900)  # starts of a server take long on a busy machine; it needs a minute

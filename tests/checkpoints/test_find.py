@@ -13,7 +13,9 @@ import pytest
 
 from headrace.checkpoints.find import find_model
 from headrace.core.errors import ModelError
+from tests.builders import make_tiny_model
 from tests.checkpoints.small_hub import COMMIT, SmallHub, small_hub
+from tests.gguf_files import to_gguf
 
 LOOK_UP = """
 import json, sys
@@ -158,3 +160,38 @@ def test_what_is_neither_folder_nor_hub_id_is_refused_as_it_was_typed(tmp_path: 
     assert refused.value.code == "model_not_found"
     with pytest.raises(ModelError, match=f"'{tmp_path}' has no config.json"):
         find_model(str(tmp_path))
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    """A repository of GGUF files, as most are: two quantizations, one of them in two parts."""
+    folder = tmp_path / "gguf"
+    tiny = to_gguf(make_tiny_model(tmp_path / "tiny"), tmp_path / "tiny.gguf", "Q8_0")
+    folder.mkdir()
+    (folder / "small-Q8_0.gguf").write_bytes(tiny.read_bytes())
+    for number in (1, 2):
+        (folder / f"small-q4_k_m-0000{number}-of-00002.gguf").write_bytes(b"never asked for")
+    (folder / "README.md").write_text("never read")
+    return folder
+
+
+def test_the_named_quantization_alone_is_downloaded(files: Path, tmp_path: Path) -> None:
+    variables = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    with small_hub({REPO: files}) as hub:
+        found = look_up(tmp_path / "home", hub.url, f"{REPO}:q8_0", **variables)
+        sent = {path.rpartition("/")[2] for path in hub.asked if "/resolve/" in path}
+    assert found["name"] == "small-Q8_0" and sent == {"small-Q8_0.gguf"}
+    offline = look_up(tmp_path / "home", "http://127.0.0.1:9", f"{REPO}:Q8_0", **variables)
+    assert offline["files"] == found["files"]
+    other = look_up(tmp_path / "home", "http://127.0.0.1:9", f"{REPO}:Q4_K_M", **variables)
+    assert "not in the cache" in str(other["message"])
+
+
+@pytest.mark.parametrize("model", [REPO, f"{REPO}:Q5_0"])
+def test_quantizations_to_choose_from_are_listed(files: Path, tmp_path: Path, model: str) -> None:
+    with small_hub({REPO: files}) as hub:
+        found = look_up(tmp_path / "home", hub.url, model)
+        assert num_files_sent(hub) == 0
+    assert f"has GGUF files in Q4_K_M, Q8_0; name one of them, as in {REPO}:Q4_K_M" in str(
+        found["message"]
+    )

@@ -16,10 +16,10 @@ _PATIENCE_S = 120
 
 
 class Terminal:
-    """`text` is all that was shown so far, without control sequences."""
+    """`text` is all that was shown so far, without control sequences; `raw` has them."""
 
     def __init__(self, *words: str, **variables: str) -> None:
-        self.text = ""
+        self.text = self.raw = ""
         self._seen = 0
         ours, theirs = pty.openpty()
         self._fd = ours
@@ -81,7 +81,9 @@ class Terminal:
             data = os.read(self._fd, 65536)
         except OSError:  # the last one at the other end has gone
             return False
-        self.text += _CONTROLS.sub("", data.decode("utf-8", "replace"))
+        shown = data.decode("utf-8", "replace")
+        self.raw += shown
+        self.text += _CONTROLS.sub("", shown)
         return bool(data)
 
 

@@ -3,6 +3,7 @@
 import http.server
 import json
 import os
+import re
 import threading
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from headrace.cli.doctor import cache_bytes, doctor
 from headrace.core.config_sources import load
 from headrace.core.layout import MemoryLayout
+from headrace.runner.kernels.forms import forms_here
 from tests.builders import make_tiny_model
 
 
@@ -44,14 +46,56 @@ def test_a_model_is_told_its_lane_and_what_fits(
     assert found["streams"]["detail"].startswith("4 of 512 tokens")
 
 
+def test_how_prompts_are_computed_is_told_with_the_reason(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    conv = {"layer_types": ["conv", "full_attention", "conv"]}
+    told = {}
+    for name, config in (("Qwen3", {}), ("Mixtral", {"num_local_experts": 4}), ("Lfm2", conv)):
+        folder = make_tiny_model(tmp_path / name, f"{name}ForCausalLM", **config)
+        code, found = examine(capsys, str(folder), max_num_seqs=4, max_model_len=64)
+        assert code == 0
+        told[name] = found["prompts"]["detail"]
+    mask = "no mask" if forms_here()[0] != "plain" else "a mask for each chunk"
+    assert told["Qwen3"] == f"in chunks, {mask}, long texts tokenized streamed; memory: blocks"
+    assert mask in told["Mixtral"]
+    assert "memory: blocks: packed, it answers as alone, within " in told["Mixtral"]
+    assert "a mask for each chunk" in told["Lfm2"]
+    reason = "memory: slot: Lfm2ForCausalLM has 3 layers, of which 1 attend over blocks"
+    assert told["Lfm2"].endswith(reason)
+
+
+def test_a_model_with_states_is_told_how_slots_bound_its_streams(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    folder = make_tiny_model(tmp_path / "tiny", "Qwen3_5ForConditionalGeneration")
+    slot_bytes = 2 * 4 * (4 * 16 * 32 + 3 * (2 * 2 * 16 + 4 * 32))  # layers, float32
+    flags = {"kv_cache_memory_bytes": 21 * slot_bytes, "max_model_len": 100}
+    code, found = examine(capsys, str(folder), **flags)
+    assert code == 0
+    assert "for other things than text" in found["model"]["detail"]
+    per_token, per_sequence = map(int, re.findall(r"\d+", found["cache"]["detail"]))
+    assert per_token == 256 and 0 <= per_sequence - slot_bytes < 32 * per_token  # up to a block
+    assert "or 5 shorter ones; there are 5 slots of" in found["streams"]["detail"]
+    assert "and 5 more keep states" in found["streams"]["detail"]
+
+
 def test_weights_are_told_as_they_are_held(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     folder = make_tiny_model(tmp_path, hidden_size=256, intermediate_size=2048)
-    told = {
-        kind: examine(capsys, str(folder), max_model_len=64, quantize=kind)[1]["weights"]["detail"]
-        for kind in ("none", "int8")
+    found = {
+        kind: examine(capsys, str(folder), max_model_len=64, quantize=kind)[1]
+        for kind in ("none", "int8", "int4")
     }
+    assert "smaller" not in found["int4"]
+    smaller = found["none"]["smaller"]["detail"]
+    assert re.fullmatch(r".* with --quantize int8, .* with --quantize int4", smaller)
+    told = {kind: one["weights"]["detail"] for kind, one in found.items()}
+    assert all(
+        f"{told[kind].split(chr(44))[0]} with --quantize {kind}" in smaller
+        for kind in ("int8", "int4")
+    )
     assert told["none"].endswith("MiB, in float32")
     assert told["int8"].endswith("MiB while loading, in int8 and float32")
     assert int(told["int8"].split()[0]) < 0.4 * int(told["none"].split()[0])

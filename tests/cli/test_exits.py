@@ -117,7 +117,16 @@ BAD_FOLDERS: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("word", BAD_FOLDERS)
+IN_THE_SUITE = ("pickled weights only", "[7]", "tokenizer")  # each is a start of a server
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        pytest.param(word, marks=[] if word in IN_THE_SUITE else pytest.mark.slow)
+        for word in BAD_FOLDERS
+    ],
+)
 def test_a_model_that_cannot_be_served_is_3_and_one_line_that_names_what_is_wrong(
     word: str, tmp_path: Path
 ) -> None:

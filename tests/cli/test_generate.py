@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from headrace.cli.generate import generate, read_prompt, read_schema, split_words
+from headrace.cli.generate import (
+    embed,
+    generate,
+    read_inputs,
+    read_prompt,
+    read_schema,
+    split_inputs,
+    split_words,
+)
 from headrace.cli.main import read_fields
 from headrace.core.config import ServerConfig
 from headrace.core.config_sources import load
@@ -81,3 +89,16 @@ def test_a_schema_is_read_from_its_file(tmp_path: Path) -> None:
         read_schema(str(file))
     with pytest.raises(ConfigError, match="cannot be read"):
         read_schema(str(tmp_path / "none.json"))
+
+
+def test_each_text_is_embedded_on_a_line_of_its_own(
+    config: ServerConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert split_inputs(["headrace-mini", "a"]) == ("headrace-mini", ["a"])
+    assert split_inputs(["a", "-"]) == (None, ["a", "-"])
+    monkeypatch.setattr(sys, "stdin", io.StringIO("two\nlines\n"))
+    texts = read_inputs(["a", "-"])
+    assert texts == ["a", "two", "lines"]
+    embed(config, texts, {})
+    lines = capsys.readouterr().out.splitlines()
+    assert [len(json.loads(line)) for line in lines] == [64, 64, 64]

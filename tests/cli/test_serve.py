@@ -14,6 +14,7 @@ import pytest
 from headrace.cli import exits
 from headrace.cli import serve as module
 from headrace.core.config import HttpConfig, ServerConfig
+from headrace.generation.served import Models
 
 
 class Engine:
@@ -28,7 +29,10 @@ class Generation:
     newest: "Generation"
 
     def __init__(self, *_: object) -> None:
-        self.work = None
+        self.work = self.metrics = None
+        self.fleet = self
+        self.is_sole = True
+        self.hosts = Models((Host(),))  # type: ignore[type-var]
         self.streams = ["one", "two"]
         self.died = asyncio.Event()
         self.ended = asyncio.Event()
@@ -40,6 +44,12 @@ class Generation:
 
     async def drain(self, seconds: float) -> None:
         self.ended.set()
+
+    async def close(self) -> None: ...
+
+
+class Host:
+    """A model that never loads."""
 
     async def wait_until_ready(self) -> None:
         await asyncio.Event().wait()

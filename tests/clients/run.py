@@ -19,6 +19,7 @@ from tests.servers import running_server
 
 HERE = Path(__file__).parent
 BUILD = HERE.parents[1] / "build" / "clients"
+EXAMPLES = HERE.parents[1] / "examples"
 WITHIN_S = 330.0
 NODE = 20
 SERVER_FLAGS = ("--heartbeat-s", "1", "--max-num-seqs", "4")
@@ -76,6 +77,12 @@ CLIENTS = (
         "ai_sdk.mjs",
         ("ai@6.0.326", "@ai-sdk/openai-compatible@2.0.91", "zod@4.6.7"),
     ),
+    Client(
+        "coding-agents",
+        "coding_agents.mjs",
+        ("@anthropic-ai/claude-code@2.1.197", "@openai/codex@0.169.0"),
+    ),
+    Client("ws", "ws.mjs", ("ws@8.18.3",)),
 )
 PYTEST = "pytest==9.2.0"
 
@@ -107,8 +114,11 @@ class Runner:
         if client.is_node:
             # node looks for packages beside the file
             script = shutil.copy(HERE / client.tests, client.folder)
+            for example in EXAMPLES.glob("*.mjs"):
+                shutil.copy(example, client.folder)
             report = "--test-reporter=tap"
-            said = self._said("node", "--test", report, str(script), environment=environment)
+            command = ("node", "--test", report, str(script))
+            said = self._said(*command, environment=environment, folder=client.folder)
             figures = dict(line[2:].split()[:2] for line in said.splitlines()[-8:])
             return f"{figures['pass']} passed, {figures['skipped']} skipped"
         command = (str(client.folder / "bin" / "python"), "-m", "pytest")
@@ -132,12 +142,18 @@ class Runner:
         npm = ("npm", "install", "--no-audit", "--no-fund", "--save-exact")
         self._said(*npm, "--prefix", str(client.folder), *client.packages)
 
-    def _said(self, *command: str, environment: dict[str, str] | None = None) -> str:
+    def _said(
+        self,
+        *command: str,
+        environment: dict[str, str] | None = None,
+        folder: Path | None = None,
+    ) -> str:
         """The output of a command; Failure, with all of it, if it fails or takes too long."""
         try:
             ended = subprocess.run(
                 command,
                 env=environment,
+                cwd=folder,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

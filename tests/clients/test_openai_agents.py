@@ -1,4 +1,4 @@
-"""The agents of openai-agents, over chat completions."""
+"""The agents of openai-agents, over chat completions and over responses."""
 
 import asyncio
 from collections.abc import Callable
@@ -27,11 +27,14 @@ def get_weather(city: str) -> str:
     return '{"weather": "sunny"}'
 
 
-@pytest.fixture
-def make(url: str) -> Make:
+MODELS = (agents.OpenAIChatCompletionsModel, agents.OpenAIResponsesModel)
+
+
+@pytest.fixture(params=MODELS, ids=("chat", "responses"))
+def make(url: str, request: pytest.FixtureRequest) -> Make:
     cities.clear()
     client = openai.AsyncOpenAI(base_url=url, api_key="unused", max_retries=0)
-    model = agents.OpenAIChatCompletionsModel(model="headrace-mini", openai_client=client)
+    model = request.param(model="headrace-mini", openai_client=client)
 
     def make(choice: str | None = None, **fields: Any) -> agents.Agent[Any]:
         settings = agents.ModelSettings(temperature=0, tool_choice=choice)
@@ -86,3 +89,20 @@ def test_an_agent_must_use_its_tool(make: Make) -> None:
     run = agents.Runner.run_sync(agent, "Hello")
     assert len(cities) == 1
     assert run.final_output == '{"weather": "sunny"}'
+
+
+@pytest.mark.usefixtures("grammars")
+def test_an_agent_loops_over_three_forced_calls(make: Make) -> None:
+    def until_third(context: Any, results: list[Any]) -> agents.ToolsToFinalOutputResult:
+        return agents.ToolsToFinalOutputResult(len(cities) == 3, results[-1].output)
+
+    agent = make(
+        "get_weather",
+        tools=[get_weather],
+        tool_use_behavior=until_third,
+        reset_tool_choice=False,
+    )
+    run = agents.Runner.run_sync(agent, "What is the weather in Paris?", max_turns=4)
+    kinds = [type(item).__name__ for item in run.new_items if "Tool" in type(item).__name__]
+    assert kinds == ["ToolCallItem", "ToolCallOutputItem"] * 3
+    assert len(cities) == 3 and run.final_output == '{"weather": "sunny"}'

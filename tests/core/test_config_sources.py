@@ -46,10 +46,31 @@ def test_no_key_is_empty_since_everybody_has_that_one() -> None:
         load({"api_key": ("",)}, {}, None)
 
 
-def test_keys_of_a_file_are_added_and_its_comments_are_none(tmp_path: Path) -> None:
-    file = written(tmp_path / "keys", "\ufeff# ours\n\n one \r\ntwo\n")
-    assert keys_of(file) == ("one", "two")
-    assert keys_of(file, HEADRACE_API_KEYS="three") == ("three", "one", "two")
+def test_keys_of_a_file_have_names_and_its_comments_are_none(tmp_path: Path) -> None:
+    file = written(tmp_path / "keys", "\ufeff# ours\n\n one \r\nann : two:three\n")
+    assert read_keys(file) == {"one": "", "two:three": "ann"}
+    # they may change, so the configuration has the file's path only
+    assert keys_of(file, HEADRACE_API_KEYS="three") == ("three",)
+
+
+@pytest.mark.parametrize("line", ["ann:", ":two", ":"])
+def test_half_a_line_of_a_file_of_keys_is_refused(line: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"line 2 of .* is no name:key"):
+        read_keys(written(tmp_path / "keys", f"one\n{line}\n"))
+
+
+def test_a_bad_file_of_keys_is_refused_at_the_start(tmp_path: Path) -> None:
+    for name in ("api_key_file", "admin_key_file"):
+        flag = f"--{name.replace('_', '-')}"
+        with pytest.raises(ConfigError, match=f"{flag}: cannot read"):
+            load({name: str(tmp_path / "nowhere")}, {}, None)
+
+
+def test_a_switch_is_true_or_false(tmp_path: Path) -> None:
+    assert load({"vllm_metrics": True}, {}, None).http.vllm_metrics
+    assert load({}, {"HEADRACE_VLLM_METRICS": "true"}, None).http.vllm_metrics
+    with pytest.raises(ConfigError, match='HEADRACE_VLLM_METRICS is "maybe"; it must be true or'):
+        load({}, {"HEADRACE_VLLM_METRICS": "maybe"}, None)
 
 
 @pytest.mark.parametrize(("mode", "warnings"), [(0o600, 0), (0o640, 1), (0o604, 1)])
@@ -67,7 +88,9 @@ def test_a_file_without_keys_is_refused_with_what_to_do(tmp_path: Path) -> None:
             read_keys(file)
 
 
-@pytest.mark.parametrize("variable", ["HEADRACE_API_KEYS", "HEADRACE_API_KEY"])
+@pytest.mark.parametrize(
+    "variable", ["HEADRACE_API_KEYS", "HEADRACE_API_KEY", "HEADRACE_ADMIN_KEY"]
+)
 @pytest.mark.parametrize("text", ["", ",", " , "])
 def test_a_variable_for_keys_that_holds_none_opens_no_server(variable: str, text: str) -> None:
     with pytest.raises(ConfigError, match=f"{variable} holds no key"):
@@ -121,3 +144,53 @@ def test_keys_outside_the_table_of_the_server_are_warned_of(tmp_path: Path) -> N
 
 def test_a_server_that_is_no_table_is_refused(tmp_path: Path) -> None:
     assert "[serve]" in refusal({}, written(tmp_path / "it.toml", "serve = 5\n"))
+
+
+def test_each_of_several_models_has_its_own_settings_and_those_of_all(tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text(
+        '[serve]\nthreads = 2\nmax_models = 1\n[[models]]\nmodel = "./one"\nmax_num_seqs = 3\n'
+        '[[models]]\nmodel = "./two"\nthreads = 1\nserved_model_name = ["second", "b"]\n'
+    )
+    config = load({"models_at": ("third=./three",)}, {}, file)
+    assert [model.model for model in config.models] == ["./one", "./two", "./three"]
+    assert [model.threads for model in config.models] == [2, 1, 2]
+    assert [model.scheduler.max_num_seqs for model in config.models] == [3, None, None]
+    assert config.models[1].served_model_name == ("second", "b")
+    assert (config.models[2].served_model_name, config.loading.max_models) == (("third",), 1)
+    assert load({"model": "first"}, {}, file).models[0].model == "first"
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ('model = "x"\nthread = 2', r"Unknown key 'thread' in \[\[models\]\] 1 .*threads"),
+        ('model = "x"\nport = 2', r"Unknown key 'port' in \[\[models\]\] 1"),
+        ("threads = 2", "has no model"),
+        ('model = "x"\nthreads = 0', r"threads in \[\[models\]\] 1 of .* is 0; it must be"),
+    ],
+)
+def test_a_fault_in_the_table_of_a_model_is_named(table: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text(f"[[models]]\n{table}\n")
+    with pytest.raises(ConfigError, match=message):
+        load({}, {}, file)
+
+
+def test_two_models_of_one_name_are_refused() -> None:
+    with pytest.raises(ConfigError, match="2 models are named 'a'"):
+        load({"models_at": ("a=x", "a=y")}, {}, None)
+    with pytest.raises(ConfigError, match="NAME=PATH"):
+        load({"models_at": ("a",)}, {}, None)
+
+
+def test_a_folder_of_models_offers_what_lies_in_it(tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "config.json").touch()
+    (tmp_path / "two.gguf").touch()
+    (tmp_path / "notes").mkdir()
+    config = load({"models_dir": str(tmp_path), "threads": "2"}, {}, None)
+    assert [model.served_model_name for model in config.models] == [("one",), ("two",)]
+    assert {model.threads for model in config.models} == {2}
+    with pytest.raises(ConfigError, match=r"--models-dir: .*notes has no subfolder"):
+        load({"models_dir": str(tmp_path / "notes")}, {}, None)

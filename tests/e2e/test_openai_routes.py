@@ -1,9 +1,11 @@
 """The routes beside the openai ones, on a real server."""
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
+import pytest
 
 from tests.servers import ServerProcess
 
@@ -79,3 +81,41 @@ def test_metrics_count_the_usage_that_clients_were_told(server: ServerProcess) -
     name = 'headrace_requests_total{outcome="finished",route="/v1/completions"}'
     assert after[name] - before.get(name, 0) >= 3
     assert after["headrace_engine_up"] == 1
+
+
+ASKED = {
+    "/v1/completions": {"prompt": "A river", "max_tokens": 2},
+    "/v1/chat/completions": {"messages": [USER], "max_tokens": 2},
+    "/v1/messages": {"model": "headrace-mini", "messages": [USER], "max_tokens": 2},
+    "/v1/responses": {"input": "A river", "max_output_tokens": 2},
+}
+
+
+def last_frame(server: ServerProcess, path: str, **body: Any) -> Any:
+    """The last JSON of a stream."""
+    response = httpx.post(f"{server.url}{path}", json=body | {"stream": True}, timeout=60)
+    assert response.status_code == 200, response.text
+    frames = [ln[6:] for ln in response.text.splitlines() if ln.startswith("data: {")]
+    return json.loads(frames[-1])
+
+
+@pytest.mark.parametrize("path", ASKED)
+def test_how_a_prompt_was_computed_is_told_where_it_is_asked_for(
+    server: ServerProcess, path: str
+) -> None:
+    body = ASKED[path] | {"return_ingestion": True, "cache_prompt": False}
+    whole = post(server, path, **body)
+    last = last_frame(server, path, **body)
+    told = whole["headrace"]["ingestion"]
+    assert last.get("response", last)["headrace"] == whole["headrace"]
+    assert (told["strategy"], told["boundary"], told["encoder"]) == ("native-text", "step", None)
+    assert told["chunks"] >= 1 and told["cached_tokens"] == 0
+    usage = whole["usage"]
+    assert told["prompt_tokens"] == usage.get("prompt_tokens", usage.get("input_tokens"))
+    assert "headrace" not in post(server, path, **ASKED[path], return_ingestion=False)
+
+
+def test_usage_and_the_record_share_the_last_frame(server: ServerProcess) -> None:
+    asked = {"return_ingestion": True, "stream_options": {"include_usage": True}}
+    last = last_frame(server, "/v1/completions", **ASKED["/v1/completions"], **asked)
+    assert last["choices"] == [] and last["usage"] and last["headrace"]["ingestion"]

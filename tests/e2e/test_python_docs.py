@@ -13,6 +13,7 @@ PROGRAMS = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 EXPECTED = {
     "client.models()": "23 + 45 = 68",
     "text += ": "9, 10, 11, 12\n",
+    "tool_calls": "get_weather ",
     "on_trouble": "c, b, a",
     "again = client": "tokens",
     "gather": "'a-p-p-l-e', 'green, blue, red'",

@@ -20,11 +20,11 @@ SCHEMA: dict[str, Any] = {
     "required": ["names"],
     "additionalProperties": False,
 }
-BODY = {
+BODY: dict[str, Any] = {
     "messages": [{"role": "user", "content": "Name some."}],
     "guided_json": SCHEMA,
     "temperature": 0,
-    "max_tokens": 120,
+    "max_tokens": 60,
 }
 
 
@@ -42,19 +42,36 @@ def test_the_official_client_parses_an_answer(server: ServerProcess) -> None:
     assert isinstance(answer.choices[0].message.parsed, Point)
 
 
-def test_an_engine_killed_within_an_answer_leaves_its_form_and_its_text(
+def heard(server: ServerProcess, after: int) -> tuple[list[int], int]:
+    """The tokens of an answer whose engine is killed once so many have come, and how many had come
+    when its death was told: a few more, for the engine runs ahead."""
+    told: list[int] = []
+    died_after = -1
+    wanted = BODY | {"stream": True, "return_token_ids": True, "return_progress": True}
+    url = f"{server.url}/v1/chat/completions"
+    with httpx.stream("POST", url, json=wanted, timeout=120) as answer:
+        for line in answer.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            frame = json.loads(line[6:])
+            assert "error" not in frame, frame
+            died_after = len(told) if "recovering" in frame else died_after
+            before = len(told)
+            told += frame["choices"][0].get("token_ids", [])
+            if before < after <= len(told):
+                os.kill(engine_of(server), signal.SIGKILL)
+    return told, died_after
+
+
+def test_an_engine_killed_after_any_token_leaves_an_answers_form_and_its_text(
     server: ServerProcess,
 ) -> None:
-    url = f"{server.url}/v1/chat/completions"
-    undisturbed = httpx.post(url, json=BODY, timeout=60).json()["choices"][0]["message"]["content"]
-    kills = json.loads(os.environ.get("KILL_AFTER", "[7]"))  # make test-structure has them all
+    undisturbed, _ = heard(server, 0)
+    assert len(undisturbed) == BODY["max_tokens"]
+    kills = json.loads(os.environ.get("KILL_AFTER", "[7]"))  # make test-structure has all 60
+    deaths = set()
     for after in kills:
-        texts = []
-        with httpx.stream("POST", url, json=BODY | {"stream": True}, timeout=120) as answer:
-            for line in answer.iter_lines():
-                if line.startswith("data: {"):
-                    delta = json.loads(line[6:])["choices"][0]["delta"]
-                    texts += [delta["content"]] if delta.get("content") else []
-                    if len(texts) == after and delta.get("content"):
-                        os.kill(engine_of(server), signal.SIGKILL)
-        assert "".join(texts) == undisturbed and len(texts) > after, after
+        told, died_after = heard(server, after)
+        assert told == undisturbed, (after, died_after)
+        deaths.add(died_after)
+    print(f"the engine's death was told after {sorted(deaths)} tokens")

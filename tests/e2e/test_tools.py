@@ -1,10 +1,16 @@
 """Tools and reasoning over real HTTP with headrace-mini, which was trained on both."""
 
+import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import httpx
 
+from headrace import LLM, AsyncClient, Client
+from headrace.answer import Answer, Piece
+from tests.cli.terminal import terminal
+from tests.cli.test_chat import piped
 from tests.servers import ServerProcess
 
 WEATHER = {
@@ -95,3 +101,67 @@ def test_a_wrong_tool_is_named(server: ServerProcess) -> None:
     named = {"type": "function", "function": {"name": "other"}}
     refused = post(server, BODY | {"tool_choice": named})
     assert refused.json()["error"]["param"] == "tool_choice.function.name"
+
+
+THOUGHT: dict[str, Any] = {"temperature": 0, "max_tokens": 120}
+QUESTION = "What is 12 + 30? /think"
+
+
+def check_joined(pieces: list[Piece], answer: Answer) -> None:
+    """What came piece by piece is the whole answer; ids of calls are of their own stream."""
+    assert "".join(piece.text for piece in pieces) == answer.text
+    assert "".join(piece.reasoning for piece in pieces) == answer.reasoning
+    deltas = [delta for piece in pieces for delta in piece.tool_calls]
+    whole = [call["function"] for call in answer.tool_calls]
+    assert [d["function"]["name"] for d in deltas if "id" in d] == [call["name"] for call in whole]
+    for number, call in enumerate(whole):
+        said = [d["function"]["arguments"] for d in deltas if d["index"] == number]
+        assert "".join(said) == call["arguments"] and len(said) > 1
+
+
+def test_pieces_carry_reasoning_and_tool_calls_over_http(server: ServerProcess) -> None:
+    async def heard(url: str) -> list[Piece]:
+        async with AsyncClient(url) as client:
+            return [piece async for piece in client.stream(QUESTION, **THOUGHT)]
+
+    with Client(server.url) as client:
+        thinking = client.chat(QUESTION, **THOUGHT)
+        assert thinking.reasoning and thinking.text == "12 + 30 = 42"
+        check_joined(list(client.stream(QUESTION, **THOUGHT)), thinking)
+        stream = client.stream(**BODY)
+        pieces, calling = list(stream), stream.answer()
+    check_joined(pieces, calling)
+    (first,) = [d["id"] for piece in pieces for d in piece.tool_calls if "id" in d]
+    assert first == calling.tool_calls[0]["id"]
+    check_joined(asyncio.run(heard(server.url)), thinking)
+
+
+def test_pieces_carry_reasoning_and_tool_calls_in_process() -> None:
+    with LLM.load("headrace-mini", threads=1, max_num_seqs=2) as llm:
+        for fields in ({"messages": QUESTION, **THOUGHT}, BODY):
+            answer = llm.chat(**fields)
+            assert answer.reasoning or answer.tool_calls
+            check_joined(list(llm.stream(**fields)), answer)
+
+
+def test_chat_dims_reasoning_and_shows_tool_calls(server: ServerProcess, tmp_path: Path) -> None:
+    state = {"XDG_STATE_HOME": str(tmp_path)}
+    words = ("chat", "--url", server.url, "-o", "temperature=0")
+    with terminal(*words, "-o", f"tools={json.dumps([WEATHER])}", **state) as shown:
+        shown.wait_for("> ")
+        shown.type(QUESTION)
+        thought = shown.wait_for(r"(?s)think\s(.+)\n12 \+ 30 = 42\s+> ")
+        assert "tool call" not in thought and "think>" not in thought
+        shown.type(ASKED["content"])
+        shown.wait_for(r'tool call: get_weather \{"city": ?"Paris"\}\s+> ')
+        shown.press_ctrl_d()
+        assert shown.wait_until_ended() == 0
+    dimmed = [part.partition("\x1b[0m")[0] for part in shown.raw.split("\x1b[2m")[1:]]
+    assert any(part.startswith("tool call: get_weather") for part in dimmed)
+    assert "12" in "".join(dimmed) and not any(part == "12 + 30 = 42" for part in dimmed)
+    kept = json.loads((tmp_path / "headrace" / "chat.json").read_bytes())["messages"]
+    assert kept[1] == {"role": "assistant", "content": "12 + 30 = 42"}
+    (call,) = kept[3]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"city": "Paris"}
+    alone = piped(words[1:], QUESTION, **state)  # nobody sees it: the text alone
+    assert (alone.stdout, alone.stderr) == ("12 + 30 = 42\n", "")

@@ -10,7 +10,7 @@ from headrace.runner.kernels.forms import Form, forms_here
 from headrace.runner.runner import Runner
 from tests.builders import make_tiny_model
 from tests.drive import Drive, assert_close, random_prompt, row_logits, tiny_runner
-from tests.runner.kernels.own_forms import OWN_FORMS
+from tests.runner.kernels.own_forms import OWN_FORMS, needs_own_forms
 
 PROMPTS = [random_prompt(length) for length in (300, 7, 41, 130)]
 
@@ -21,8 +21,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(folder, head_dim=32, initializer_range=0.1)  # as AMX needs it
 
 
-@pytest.fixture(scope="module", params=forms_here())
+@pytest.fixture(scope="module", params=[*forms_here(), "int4"])
 def runner(request: pytest.FixtureRequest, folder: Path) -> Runner:
+    if request.param == "int4":
+        if forms_here()[0] == "plain":
+            pytest.skip("this processor runs no kernels but torch's")
+        return tiny_runner(folder, quantize="int4", dtype="bfloat16", block_size=32)
     return tiny_runner(folder, kernels=request.param, dtype="bfloat16", block_size=32)
 
 
@@ -54,6 +58,7 @@ def test_batched_is_alone(runner: Runner) -> None:
         assert agree(runner, part, runner.lane.logits(runner.lane.forward([chunk], [tokens])))
 
 
+@needs_own_forms
 @pytest.mark.parametrize("form", OWN_FORMS)
 def test_every_form_is_close_to_plain(folder: Path, form: Form) -> None:
     plain, own = (

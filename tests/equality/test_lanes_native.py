@@ -9,6 +9,7 @@ import transformers
 
 from tests.builders import make_tiny_model
 from tests.drive import (
+    Drive,
     assert_close,
     assert_greedy,
     generate,
@@ -19,8 +20,8 @@ from tests.drive import (
 )
 
 PROMPT = random_prompt(150)
-LLAMA, MISTRAL, QWEN2, QWEN3 = (
-    f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Qwen2", "Qwen3")
+LLAMA, MISTRAL, QWEN2, QWEN3, MOE = (
+    f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe")
 )
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 LLAMA3 = {
@@ -54,6 +55,14 @@ OPTIONS = {
     "qwen3 with attention biases": (QWEN3, {"attention_bias": True}),
     "qwen3 with windows from a layer on": (QWEN3, SOME_WINDOWS),
     "qwen3 with windows by layer": (QWEN3, {"layer_types": KINDS, **SOME_WINDOWS}),
+    "experts": (MOE, {}),
+    "experts whose weights sum to one": (MOE, {"norm_topk_prob": True, "num_experts": 9}),
+    "experts on some layers": (MOE, {"decoder_sparse_step": 2, "tie_word_embeddings": True}),
+    "experts on all layers but one": (MOE, {"mlp_only_layers": [1], "num_experts_per_tok": 1}),
+    "experts with a window on all layers": (
+        MOE,
+        {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 2},
+    ),
     "rope with another base": (LLAMA, {"rope_parameters": {"rope_theta": 500.0}}),
     "linear rope": (LLAMA, {"rope_parameters": {"rope_type": "linear", "factor": 4.0}}),
     "dynamic rope": (QWEN2, {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}),
@@ -94,7 +103,31 @@ def test_logits_and_greedy_tokens_equal_those_of_transformers(name: str, tmp_pat
     assert_greedy(PROMPT + generate(runner, PROMPT, 64), len(PROMPT), reference)
 
 
-@pytest.mark.parametrize("architecture", [LLAMA, MISTRAL, QWEN2, QWEN3])
+def test_experts_give_the_same_tokens_at_any_cap_and_beside_any_neighbour(tmp_path: Path):
+    runner = tiny_runner(make_tiny_model(tmp_path / "tiny", MOE), "native-text", block_size=16)
+    whole = generate(runner, PROMPT, 40)
+    for cap in (1, 4, 16, 63, 64, 65):
+        assert generate(runner, PROMPT, 8, chunk=cap) == whole[:8]
+    drive = Drive(runner, room=256)
+    for number in range(4):
+        drive.begin(number, PROMPT if number == 2 else random_prompt(20, seed=number))
+        drive.prefill(number, chunk=64)
+    drive.decode(range(4), 39)
+    assert drive.tokens[2][len(PROMPT) :] == whole
+
+
+@torch.inference_mode()
+def test_each_expert_is_computed_once_for_all_tokens_of_a_step(tmp_path: Path):
+    folder = make_tiny_model(tmp_path / "tiny", MOE, num_hidden_layers=1)
+    runner = tiny_runner(folder, "native-text")
+    sizes: list[int] = []
+    for expert in runner.lane._model.layers[0].mlp.experts:  # type: ignore[attr-defined]
+        expert.register_forward_hook(lambda _, args, out: sizes.append(len(args[0])))
+    row_logits(runner, PROMPT)
+    assert len(sizes) <= 5 and sum(sizes) == 2 * len(PROMPT)
+
+
+@pytest.mark.parametrize("architecture", [LLAMA, MISTRAL, QWEN2, QWEN3, MOE])
 @torch.inference_mode()
 def test_bfloat16_errs_no_more_than_that_of_transformers(architecture: str, tmp_path: Path):
     folder = make_tiny_model(tmp_path / "tiny", architecture, head_dim=None, dtype=torch.bfloat16)

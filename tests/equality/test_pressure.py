@@ -11,12 +11,13 @@ import torch
 from headrace.core.config import ModelConfig, SchedulerConfig
 from headrace.core.ids import SequenceId, StreamId
 from headrace.core.messages import NewSequence, Submit
-from headrace.core.plan import StepPlan
+from headrace.core.plan import Chunk, StepPlan
 from headrace.core.sampling import Sampling
 from headrace.engine.load import load
 from headrace.runner.runner import Runner
 from headrace.scheduler.scheduler import Scheduler
 from tests.builders import make_tiny_model
+from tests.runner.kernels.own_forms import needs_own_forms
 from tests.scheduler.builders import Engine
 
 GREEDY = Sampling(temperature=0, max_tokens=60, ignore_eos=True)
@@ -33,7 +34,11 @@ class Case(NamedTuple):
     """Blocks in which so many streams get in each other's way."""
 
 
-CASES = [Case(torch.float32, 16, 16, 11), Case(torch.bfloat16, 32, 32, 6)]
+CASES = [
+    Case(torch.float32, 16, 16, 11),
+    pytest.param(Case(torch.bfloat16, 32, 32, 6), marks=needs_own_forms),
+]
+NO_TARGET = {"max_stall_ms": "off", "max_step_ms": "off"}
 
 
 class RealEngine(Engine):
@@ -43,17 +48,26 @@ class RealEngine(Engine):
         super().__init__(scheduler)
         self.num_begun: Counter[int] = Counter()
         self.num_steps = 0
+        self.lane_id = runner.lane.id
+        self.chunks: list[Chunk] = []
         self._runner, self._seconds = runner, seconds
 
     def commit(self, plan: StepPlan, *_: object) -> None:
         self.num_begun.update(begin.sequence_id for begin in plan.begun)
         self.num_steps += 1
+        self.chunks += plan.chunks
         self.now += self._seconds
         self.scheduler.commit(plan, self._runner.launch(plan).result(), self.now)
         self.take()
 
 
-def served(folder: Path, case: Case, num_blocks: int = 100, **scheduler: object) -> RealEngine:
+def served(
+    folder: Path,
+    case: Case,
+    num_blocks: int = 100,
+    num_streams: int = NUM_STREAMS,
+    **scheduler: object,
+) -> RealEngine:
     position = 3 * 2 * case.head_dim * 2 * case.dtype.itemsize  # layers, kv heads, keys and values
     config = ModelConfig(
         model=str(folder),
@@ -66,7 +80,7 @@ def served(folder: Path, case: Case, num_blocks: int = 100, **scheduler: object)
     )
     runner, real, *_ = load(config)
     engine = RealEngine(real, runner, seconds=0.01)
-    for number in range(NUM_STREAMS):
+    for number in range(num_streams):
         prompt = array("i", range(number + 1, number + 12 + 9 * (number % 5))).tobytes()
         sequence = NewSequence(SequenceId(number), 0, 0)
         engine.add(Submit(StreamId(str(number)), (prompt,), (sequence,), GREEDY, arrival=0.0))
@@ -87,3 +101,19 @@ def test_greedy_output_is_the_same_with_the_budget_on_off_and_after_ten_preempti
     short_of_memory = served(folder, case, num_blocks=case.few)
     assert sum(short_of_memory.num_begun.values()) - NUM_STREAMS >= 10
     assert short_of_memory.tokens == whole.tokens
+
+
+@pytest.mark.parametrize(
+    ("architecture", "lane"),
+    [("Qwen3MoeForCausalLM", "native-text"), ("Gemma3ForCausalLM", "generic-text")],
+)
+def test_other_models_on_blocks_say_the_same_in_small_steps_and_after_ten_preemptions(
+    architecture: str, lane: str, tmp_path: Path
+) -> None:
+    folder = make_tiny_model(tmp_path / "tiny", architecture, pad_token_id=0)
+    case = Case(torch.float32, 16, 16, 11)
+    whole = served(folder, case, num_streams=16, **NO_TARGET)
+    assert whole.lane_id == lane and set(map(len, whole.tokens.values())) == {60}
+    pressed = served(folder, case, case.few, 16, max_step_tokens=40, **NO_TARGET)
+    assert sum(pressed.num_begun.values()) - 16 >= 10
+    assert pressed.tokens == whole.tokens

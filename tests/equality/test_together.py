@@ -12,6 +12,8 @@ from headrace.core.request import Request, Text
 from headrace.core.sampling import Sampling
 from headrace.engine.local import LocalEngine
 from headrace.generation.generation import Generation
+from headrace.generation.host import Host
+from headrace.generation.metrics import Metrics
 from headrace.generation.served import ServedModel
 from headrace.generation.work import ThreadWork
 from headrace.protocols.worker import Jobs
@@ -39,9 +41,11 @@ async def asking(folder: Path, **scheduler: int) -> AsyncIterator[tuple[Generati
     server = ServerConfig(models=(config,))
     served = ServedModel(config)
     work = ThreadWork(Jobs(served))
-    generation = Generation(server, served, engine, MemoryStore(), work)
+    metrics = Metrics()
+    host = Host(config, lambda _: engine, metrics, served)
+    generation = Generation(server, (host,), MemoryStore(), work, metrics)
     running = asyncio.create_task(generation.run())
-    await generation.wait_until_ready()
+    await host.wait_until_ready()
 
     async def ask(prompt: str, sampling: Sampling) -> tuple[int, ...]:
         request = Request("/v1/completions", "tiny", (Text(prompt),), sampling)
@@ -82,11 +86,12 @@ def test_64_at_once_say_what_each_says_alone(folder: Path, sampling: Sampling) -
 async def at_rest(generation: Generation) -> None:
     """Until the books are empty: no stream, no sequence, every block free."""
     async with asyncio.timeout(10):
-        while generation.status is None or generation.status.num_running or len(generation.streams):
+        host = generation.hosts.first
+        while host.status is None or host.status.num_running or len(generation.streams):
             await asyncio.sleep(0.01)
-    ready = generation.models.all()[0].ready
-    assert ready is not None and generation.status.num_waiting == 0
-    assert generation.status.blocks_free == ready.layout.num_blocks
+    ready = host.model.ready
+    assert ready is not None and host.status.num_waiting == 0
+    assert host.status.blocks_free == ready.layout.num_blocks
 
 
 @pytest.mark.parametrize("cap", [1, 4, 16, 64])

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import functools
 from array import array
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -14,6 +14,7 @@ import msgspec
 from hypothesis import strategies as st
 
 from headrace.checkpoints.find import find_model
+from headrace.checkpoints.sentences import SentenceSpec
 from headrace.checkpoints.spec import Defaults
 from headrace.core.errors import RequestError
 from headrace.core.ids import StreamId
@@ -26,6 +27,7 @@ from headrace.generation.metrics import Metrics
 from headrace.generation.readers import ReaderPause
 from headrace.generation.registry import FinishedStream
 from headrace.generation.served import Models
+from headrace.generation.vectors import VectorRequest, Vectors
 from headrace.generation.work import ThreadWork
 from headrace.protocols import requests
 from headrace.protocols.dialect import dialect_of
@@ -44,6 +46,7 @@ from headrace.streams.log import MemoryLog, follow
 from headrace.streams.record import Names, Record
 from headrace.streams.tally import Tally
 from headrace.text.encoder import Encoder
+from headrace.text.infill import InfillMarks
 
 _NUMBERS = st.integers(-(1 << 70), 1 << 70) | st.floats(-1e308, 1e308)
 JSON = st.recursive(
@@ -65,6 +68,8 @@ READY = Ready(
     weight_bytes=4000,
     layout=MemoryLayout(),
     fingerprint="3c1d5e8f9a02",
+    tasks=("generate", "embed", "score"),
+    vector_size=2,
 )
 SPEC = SimpleNamespace(
     max_positions=64, config={"hidden_size": 32}, vocab_size=256, end_token_ids=(2,)
@@ -75,9 +80,14 @@ class Letters:
     """Each byte is a token; enough of a tokenizer for the small routes."""
 
     bos_token, eos_token = "<s>", "</s>"
+    infill_marks: InfillMarks | None = None
 
     def encode(self, text: str, add_special_tokens: bool) -> "array[int]":
         return array("i", [1] * add_special_tokens + list(text.encode()))
+
+    def encode_pair(self, first: str, second: str) -> "tuple[array[int], int]":
+        one, other = first.encode(), second.encode()
+        return array("i", [1, *one, 2, *other]), len(one) + 2
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         return bytes(token_ids).decode(errors="replace")
@@ -110,12 +120,16 @@ class FakeModel:
     folder: Path = field(default_factory=lambda: find_model("headrace-mini"))
     defaults: Defaults | None = None
     vocab_size: int = 256
+    has_vision: bool = False
+    has_source: bool = False
     tool_format: str = "hermes"
     reasoning_format: str = ""
     ready: Ready | None = READY
     tokenizer: Letters = field(default_factory=Letters)
     template: Lines | None = field(default_factory=Lines)
     spec: Any = field(default_factory=lambda: SPEC)
+    sentences: SentenceSpec = field(default_factory=lambda: SentenceSpec(dimensions=None))
+    cuts_any: bool = False
 
     @property
     def encoder(self) -> Encoder:
@@ -171,6 +185,9 @@ class NoStreams:
     def __len__(self) -> int:
         return 0
 
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
     async def find(self, owner: str, by: object) -> None:
         return None
 
@@ -202,27 +219,84 @@ class OneStream(NoStreams):
     forget = stop
 
 
+class FakeHost:
+    """An engine that is up and has said what a test says."""
+
+    def __init__(self, model: FakeModel) -> None:
+        self.model, self.known, self.names = model, model, model.names
+        self.name, self.ready = model.names[0], model.ready
+        self.state, self.last_words = "ok", ""
+        self.is_engine_up, self.num_engine_starts, self.engine_pid = True, 1, 4711
+        self.status: Status | None = None
+        self.steps: list[StepTrace] = []
+        self.streams: list[Any] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.streams)
+
+
+class FakeVectors:
+    """Gives every input the vector [0.6, 0.8], and every pair the score 0."""
+
+    def __init__(self, generation: "FakeGeneration") -> None:
+        self._generation = generation
+        self.asked: list[VectorRequest] = []
+
+    async def make(self, request: VectorRequest) -> Vectors:
+        self.asked.append(request)
+        model: Any = self._generation.hosts.get(request.model).model
+        packed = await self._generation.work.do(request.job, [request.packed], 64)
+        inputs = msgspec.msgpack.decode(packed)
+        if request.job == "pairs":
+            return Vectors(model, (array("f", [0]).tobytes(),) * len(inputs[1]), 7)
+        return Vectors(model, (array("f", [0.6, 0.8]).tobytes(),) * len(inputs), 7)
+
+
+class FakeFleet:
+    """One model, which is there."""
+
+    is_sole = True
+
+    def __init__(self, host: FakeHost) -> None:
+        self.hosts = Models((host,))
+
+    @contextlib.asynccontextmanager
+    async def using(self, name: str | None, *_: Any) -> AsyncIterator[FakeHost]:
+        yield self.hosts.get(name)
+
+    def need(self, host: FakeHost) -> None:
+        """It is there."""
+
+    def is_waiting(self, *_: Any) -> bool:
+        return False
+
+    def stop_waiting(self, *_: Any) -> None:
+        """Nobody waits."""
+
+
 class FakeGeneration:
     """Opens streams that hold `script` from the start; without a script, only seq 0."""
 
     def __init__(self, *script: AnyEvent, model: FakeModel | None = None) -> None:
-        self.models = Models((model or FakeModel(),))  # type: ignore[arg-type]
-        self.state, self.last_words = "ok", ""
-        self.is_engine_up, self.num_engine_starts, self.engine_pid = True, 1, 4711
-        self.status: Status | None = None
+        self.fleet = FakeFleet(FakeHost(model or FakeModel()))
+        self.hosts = self.fleet.hosts
+        self.state = "ok"
         self.metrics = Metrics()
-        self.steps: list[StepTrace] = []
         self.script = script
         self.refusal: RequestError | None = None
         self.requests: list[Request] = []
-        self.work = ThreadWork(Jobs(self.models.get(None)))
+        self.work = ThreadWork(Jobs(self.hosts.first.model))  # type: ignore[arg-type]
         self.streams: NoStreams = NoStreams()
+        self.vectors = FakeVectors(self)
+
+    def stop_admitting(self) -> None:
+        self.state = "draining"
 
     async def attach(self, names: Names, may_take_over: bool) -> None:
         return None
 
     async def open(
-        self, request: Request, names: Names, packed: bytes, id_prefix: str
+        self, request: Request, names: Names, packed: bytes, stream_id: StreamId
     ) -> FakeStream:
         self.requests.append(request)
         if self.refusal:

@@ -91,6 +91,8 @@ def test_a_405_names_what_is_allowed() -> None:
     response = client_of().get("/v1/completions")
     assert response.headers["allow"] == "POST"
     assert "retry-after" not in response.headers
+    response = client_of().put("/v1/streams/some")
+    assert response.headers["allow"] == "DELETE, GET, HEAD"
 
 
 def test_figures_stand_in_the_error() -> None:

@@ -1,8 +1,11 @@
+from pathlib import Path
+
 import pytest
 from starlette.datastructures import Headers
 
 from headrace.core.config import HttpConfig
-from headrace.core.errors import RequestError
+from headrace.core.errors import ConfigError, RequestError
+from headrace.core.log_context import KEY_NAME
 from headrace.gateway.auth import Auth
 
 KEYS = HttpConfig(api_key=("one", "two"))
@@ -61,3 +64,37 @@ def test_a_keyless_server_answers_to_local_names_only(headers: dict[str, str], s
 def test_with_a_key_or_a_public_address_names_do_not_matter() -> None:
     assert verdict(KEYS, host="evil.example", x_api_key="one") == 200
     assert verdict(HttpConfig(host="0.0.0.0"), host="evil.example") == 200
+
+
+def test_keys_of_a_file_count_as_it_is_read_again_and_their_names_are_known(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("ann:one\n")
+    door = Auth(HttpConfig(api_key=("two",), api_key_file=str(file)))
+    for key, name in (("one", "ann"), ("two", "")):
+        door.check(Headers({"x-api-key": key}))
+        assert KEY_NAME.get() == name
+    file.write_text("bob:three\n")
+    door.check(Headers({"x-api-key": "one"}))
+    door.reload()
+    with pytest.raises(RequestError):
+        door.check(Headers({"x-api-key": "one"}))
+    door.check(Headers({"x-api-key": "three"}))
+    assert KEY_NAME.get() == "bob"
+
+
+def test_a_bad_file_of_keys_changes_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("one\n")
+    door = Auth(HttpConfig(api_key_file=str(file), admin_key_file=str(file)))
+    file.write_text("# none\n")
+    with pytest.raises(ConfigError):
+        door.reload()
+    door.check(Headers({"x-api-key": "one"}))
+    door.check_admin(Headers({"x-api-key": "one"}))
+
+
+@pytest.mark.parametrize("allowed", ["https://a.example", "*"])
+def test_a_page_that_is_allowed_may_ask_a_keyless_server(allowed: str) -> None:
+    config = HttpConfig(allowed_origins=(allowed,))
+    assert verdict(config, host="localhost", origin="https://a.example") == 200
+    assert verdict(config, host="evil.example", origin="https://a.example") == 403

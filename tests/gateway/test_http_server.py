@@ -2,17 +2,21 @@
 
 import asyncio
 import contextlib
+import json
+import re
 import socket
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from headrace.core.config import HttpConfig, ServerConfig
+from headrace.gateway import http_server
 from headrace.gateway.app import create_app
 from headrace.gateway.delivery import while_connected
 from headrace.gateway.http_server import HttpServer
-from tests.gateway.builders import FakeGeneration, in_loop
+from tests.gateway.builders import FakeGeneration, FakeStream, in_loop, tokens
 
 POST = b"POST /wait HTTP/1.1\r\nHost: h\r\nContent-Length: 2\r\n\r\n{}"
 STREAM = b"GET /stream HTTP/1.1\r\nHost: h\r\n\r\n"
@@ -117,3 +121,131 @@ async def test_a_client_whose_upload_is_too_large_reads_why() -> None:
             writer.write(50_000 * b" ")
             await writer.drain()
         assert b"request_too_large" in await reader.read()
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"GET / HTTP/1.1\r\nX-Request-Id: mine\r\nX-Long: " + 70_000 * b"a",
+        b"GET / HTTP/1.1\r\nX-Request-Id: mine\r\n" + 7000 * b"X-Short: a\r\n" + b"\r\n",
+        b"GET /" + 70_000 * b"a" + b" HTTP/1.1\r\nX-Request-Id: mine\r\n\r\n",
+    ],
+)
+@in_loop
+async def test_headers_that_are_too_large_are_refused_in_our_form(sent: bytes) -> None:
+    async with served(Paths()) as (app, reader, writer):
+        writer.write(sent)
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 431 Request Header Fields Too Large\r\n")
+        assert b"connection: close" in head.lower()
+        if not sent.startswith(b"GET /aa"):  # there, headers were never looked at
+            assert b"x-request-id: mine" in head
+        assert json.loads(body)["error"]["code"] == "headers_too_large"
+    assert app.begun.empty()
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [b"\x16\x03\x01\x02\x00\x01\x00\x01", b"HELLO\r\n\r\n", b"GET / HTTP/1.1\r\nno colon\r\n\r\n"],
+)
+@in_loop
+async def test_what_is_no_http_is_refused_with_a_request_id(sent: bytes) -> None:
+    async with served(Paths()) as (_, reader, writer):
+        writer.write(sent)
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 400 Bad Request\r\n")
+        assert re.search(rb"x-request-id: [0-9a-f]{32}\r\n", head)
+        assert json.loads(body)["error"]["code"] == "invalid_http"
+
+
+@in_loop
+async def test_garbage_behind_a_running_request_does_not_spoil_its_answer() -> None:
+    async with served(Paths()) as (app, reader, writer):
+        writer.write(POST)
+        await app.begun.get()
+        writer.write(b"\x00\x01 garbage\r\n\r\n")
+        await writer.drain()
+        app.released.set()
+        answer = await reader.read()
+        assert answer.startswith(b"HTTP/1.1 200 OK") and answer.endswith(b"0\r\n\r\n")
+        assert b"400" not in answer
+
+
+@in_loop
+async def test_a_body_that_is_no_http_any_more_ends_its_request() -> None:
+    async with served(Paths()) as (app, reader, writer):
+        writer.write(b"POST /wait HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n")
+        await app.begun.get()
+        writer.write(b"no size\r\n")
+        assert (await reader.read()).startswith(b"HTTP/1.1 400 ")
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nX-Slow: a", GET + b"GET / HTTP/1.1\r\n"])
+@in_loop
+async def test_whoever_does_not_finish_headers_is_cut(
+    sent: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_server, "HEAD_S", 0.2)
+    async with served(Paths()) as (_, reader, writer):
+        writer.write(sent)
+        answer = await reader.read()
+        assert (b" 408 " in answer) == bool(sent)
+        assert (b"headers_timeout" in answer) == bool(sent)
+
+
+@in_loop
+async def test_headers_that_are_never_finished_do_not_cut_the_answer_before_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(http_server, "HEAD_S", 0.2)
+    async with served(Paths()) as (app, reader, writer):
+        writer.write(POST + b"GET / HTTP/1.1\r\nX-Slow: a")
+        await asyncio.sleep(0.5)
+        app.released.set()
+        answer = await reader.read()
+        assert answer.endswith(b"0\r\n\r\n") and b" 408 " not in answer
+
+
+@in_loop
+async def test_a_client_that_takes_nothing_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "TAKES_NOTHING_S", 0.2)
+    async with served(Paths()) as (app, _, writer):
+        writer.write(STREAM)
+        assert await app.left.get() == "/stream"  # it never read
+
+
+@in_loop
+async def test_a_reader_that_takes_nothing_is_a_reader_that_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Kept(FakeGeneration):
+        async def open(self, *given: Any, **named: Any) -> FakeStream:
+            self.opened = await super().open(*given, **named)
+            return self.opened
+
+    monkeypatch.setattr(http_server, "TAKES_NOTHING_S", 0.2)
+    generation = Kept(*(tokens(10_000 * "a", 5) for _ in range(6000)))  # more than sockets hold
+    async with served(create_app(generation, ServerConfig())) as (_, reader, writer):  # type: ignore[arg-type]
+        body = b'{"prompt": "a", "stream": true}'
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n")
+        writer.write(b"Content-Type: application/json\r\nContent-Length: 31\r\n\r\n" + body)
+        assert b" 200 " in await reader.readuntil(b"\r\n\r\n")
+        while not generation.opened.num_left:
+            await asyncio.sleep(0.01)
+        with contextlib.suppress(ConnectionError):
+            while await reader.read(1 << 20):
+                pass
+    assert len(generation.opened.sent) < 6000
+
+
+def test_a_client_that_takes_a_little_is_not_cut() -> None:
+    sizes, cuts, due = [900, 400, 400], [], []
+    connection = object.__new__(http_server._Connection)
+    connection.transport = SimpleNamespace(  # type: ignore[assignment]
+        get_write_buffer_size=lambda: sizes.pop(0), abort=lambda: cuts.append(len(sizes))
+    )
+    connection.loop = SimpleNamespace(call_later=lambda _, call: due.append(call))  # type: ignore[assignment]
+    connection._watch_taking(1000)
+    while due:
+        due.pop()()
+    assert cuts == [0]  # at the third look, by which nothing more was taken

@@ -85,6 +85,10 @@ def test_a_full_queue_is_an_overload_that_may_be_tried_again() -> None:
     assert refused(response) == (529, "overloaded_error", "server_overloaded")
     assert response.headers["x-should-retry"] == "true"
     assert response.headers["retry-after-ms"] == "2500"
+    generation.refusal = RequestError("rate_limit_exceeded", "Later.", retry_after_s=3)
+    response = client_of(generation).post(PATH, json=ASKED)
+    assert refused(response) == (429, "rate_limit_error", "rate_limit_exceeded")
+    assert response.headers["retry-after"] == "3"
 
 
 def test_a_client_that_would_leave_its_messages_with_the_server_is_told_not_to() -> None:

@@ -1,5 +1,6 @@
 import asyncio
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from headrace.core.config import HttpConfig, ServerConfig
 from headrace.core.messages import Status, StepTrace
 from headrace.gateway.app import create_app
 from headrace.gateway.state_routes import Snapshot, Watch
+from headrace.generation.event_builder import Standing
 from tests.gateway.builders import FakeGeneration, in_loop
 
 STEPS = [StepTrace(4, 35, 0.1, 0.11, 0.12, 0.07, ""), StepTrace(4, 0, 0, 0.03, 0.03, None, "")]
@@ -21,8 +23,8 @@ def client_of(generation: FakeGeneration, **http: Any) -> TestClient:
 
 def busy() -> FakeGeneration:
     generation = FakeGeneration()
-    generation.status = Status(4, 1, 2048, 90, 0, 2, missed={"model": 3})
-    generation.steps = STEPS
+    generation.hosts.first.status = Status(4, 1, 2048, 90, 0, 2, missed={"model": 3})
+    generation.hosts.first.steps = STEPS
     return generation
 
 
@@ -57,12 +59,78 @@ def test_a_server_that_has_not_worked_yet_has_a_state_too() -> None:
         ({}, {}, 200),
         ({}, {"host": "somewhere.example"}, 403),
         ({"host": "0.0.0.0"}, {}, 403),
-        ({"api_key": ("k",)}, {}, 401),
-        ({"api_key": ("k",), "host": "0.0.0.0"}, {"x-api-key": "k"}, 200),
+        ({"api_key": ("k",)}, {"x-api-key": "k"}, 403),
+        ({"api_key": ("k",), "admin_key": "a"}, {"x-api-key": "k"}, 403),
+        ({"api_key": ("k",), "admin_key": "a"}, {"x-api-key": "a"}, 200),
+        ({"host": "0.0.0.0", "admin_key": "a"}, {"authorization": "Bearer a"}, 200),
+        ({"admin_key": "a"}, {}, 401),
+        ({"admin_key": "a"}, {"x-api-key": "b"}, 401),
     ],
 )
-def test_state_is_for_this_machine_or_for_keys(http: Any, headers: Any, status: int) -> None:
-    assert client_of(busy(), **http).get("/manage/state", headers=headers).status_code == status
+@pytest.mark.parametrize("path", ["/manage/state", "/metrics"])
+def test_state_is_for_this_machine_or_for_the_admin_key(
+    path: str, http: Any, headers: Any, status: int
+) -> None:
+    assert client_of(busy(), **http).get(path, headers=headers).status_code == status
+
+
+def test_the_admin_key_opens_what_clients_keys_open() -> None:
+    client = client_of(busy(), api_key=("k",), admin_key="a")
+    assert client.get("/v1/models", headers={"x-api-key": "a"}).status_code == 200
+    assert client.get("/v1/models", headers={"x-api-key": "b"}).status_code == 401
+
+
+def test_a_drain_is_visible_and_can_be_asked_for_again() -> None:
+    client = client_of(busy())
+    for _ in range(2):
+        assert client.post("/manage/drain").json() == {"status": "draining", "streams": 0}
+    health = client.get("/health")
+    assert (health.status_code, health.json()["status"]) == (503, "draining")
+    assert int(health.headers["Retry-After"]) >= 1
+    assert client.get("/props").json()["state"] == "draining"
+    assert client.get("/health/live").status_code == 200
+
+
+def test_a_foreign_page_cannot_drain_a_server_without_keys() -> None:
+    generation = busy()
+    foreign = {"origin": "https://evil.example"}
+    assert client_of(generation).post("/manage/drain", headers=foreign).status_code == 403
+    assert generation.state == "ok"
+
+
+def test_slots_are_places_of_what_runs() -> None:
+    generation = busy()
+    standings = {7: Standing(0, 20, 12, 4, 3, None), 9: Standing(1, 20, 20, 4, 5, 6)}
+    generation.hosts.first.streams = [SimpleNamespace(standings=lambda: standings)]
+    first, second, *idle = client_of(generation).get("/slots").json()
+    assert first == {
+        "id": 0,
+        "is_processing": True,
+        "id_task": 7,
+        "n_ctx": 128,
+        "n_prompt_tokens": 20,
+        "n_prompt_tokens_processed": 12,
+        "n_prompt_tokens_cache": 4,
+        "next_token": [{"n_decoded": 3, "n_remain": -1}],
+    }
+    assert (second["id_task"], second["next_token"]) == (9, [{"n_decoded": 5, "n_remain": 6}])
+    assert idle == [{"id": id, "is_processing": False} for id in range(2, 8)]
+    assert client_of(generation).get("/slots?fail_on_no_slot=1").status_code == 200
+
+
+def test_a_server_whose_slots_are_all_busy_says_so_if_asked() -> None:
+    generation = busy()
+    standings = {n: Standing(n, 2, 2, 0, 1, 1) for n in range(9)}  # one has lost its memory
+    generation.hosts.first.streams = [SimpleNamespace(standings=lambda: standings)]
+    assert len(client_of(generation).get("/slots").json()) == 8
+    refused = client_of(generation).get("/slots?fail_on_no_slot=1")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_idle_slot")
+
+
+def test_metrics_go_by_vllms_names_if_asked() -> None:
+    assert "vllm:" not in client_of(busy()).get("/metrics").text
+    shown = client_of(busy(), vllm_metrics=True).get("/metrics").text
+    assert 'vllm:num_requests_waiting{engine="0",model_name="headrace-mini"} ' in shown
 
 
 async def watch(shown: list[Snapshot], num_frames: int, heartbeat_s: float = 100) -> list[str]:

@@ -14,6 +14,8 @@ from headrace.engine.local import LocalEngine
 from headrace.gateway.app import create_app
 from headrace.gateway.auth import Auth
 from headrace.generation.generation import Generation
+from headrace.generation.host import Host
+from headrace.generation.metrics import Metrics
 from headrace.generation.served import ServedModel
 from headrace.generation.work import ThreadWork
 from headrace.protocols.worker import Jobs
@@ -38,7 +40,9 @@ async def serving(folder: Path, *keys: str) -> AsyncIterator[Cached]:
     engine, _ = await LocalEngine.start(model)
     served = ServedModel(model)
     work = ThreadWork(Jobs(served))
-    generation = Generation(config, served, engine, MemoryStore(), work)
+    metrics = Metrics()
+    host = Host(model, lambda _: engine, metrics, served)
+    generation = Generation(config, (host,), MemoryStore(), work, metrics)
     transport = httpx.ASGITransport(create_app(generation, config))
 
     async def cached(key: str = "", **fields: str) -> int:
@@ -49,7 +53,7 @@ async def serving(folder: Path, *keys: str) -> AsyncIterator[Cached]:
 
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(generation.run())
-        await generation.wait_until_ready()
+        await host.wait_until_ready()
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             yield cached
         await engine.close()

@@ -24,6 +24,8 @@ from headrace.core.request import Request, Text
 from headrace.core.sampling import Sampling
 from headrace.engine.client import EngineDown, EngineNews, EngineUp, NewsQueue
 from headrace.generation.generation import PLAIN, Generation
+from headrace.generation.host import Host
+from headrace.generation.metrics import Metrics
 from headrace.generation.registry import Found
 from headrace.generation.served import ServedModel
 from headrace.generation.work import ThreadWork
@@ -120,7 +122,9 @@ async def running(
     engine = FakeEngine()
     served = ServedModel(model)
     work = ThreadWork(Jobs(served))
-    generation = Generation(config, served, engine, store or MemoryStore(), work)
+    metrics = Metrics()
+    hosts = (Host(model, lambda _: engine, metrics, served),)
+    generation = Generation(config, hosts, store or MemoryStore(), work, metrics)
     task = asyncio.create_task(generation.run())
     await settle()  # what the store holds is taken up long before an engine has loaded
     await engine.say(EngineUp(READY))

@@ -31,7 +31,7 @@ def test_while_nothing_is_measured_nothing_is_foretold() -> None:
     forecast, status = Forecast(), msgspec.structs.replace(STATUS, queue=(SequenceId(1),))
     for _ in range(3):
         forecast.look(status, 0.0)
-        assert next(iter(forecast.waits(status, 1, lambda _: TokensAsked(5, 8)))) is None
+        assert next(forecast.starts(status, 1, lambda _: TokensAsked(5, 8))).in_s is None
         forecast.hear(Outputs(started=(Started(SequenceId(0), 5, 0),)))
         forecast.hear(Outputs(tokens=(NewToken(SequenceId(0), 1),)))
 
@@ -97,10 +97,10 @@ class Server:
             prompt_tokens_per_s=RATE,
         )
         self.forecast.look(status, now)
-        waits = self.forecast.waits(status, NUM_PLACES, self._asked)
-        for number, wait in zip(self._waiting, waits, strict=False):
-            if wait is not None:
-                self._told.setdefault(number, (now, wait))
+        waits = self.forecast.starts(status, NUM_PLACES, self._asked)
+        for number, start in zip(self._waiting, waits, strict=False):
+            if start.in_s is not None:
+                self._told.setdefault(number, (now, start.in_s))
 
     def _asked(self, number: SequenceId) -> TokensAsked:
         return TokensAsked(NUM_PROMPT, self._limit(self._lengths[number]))

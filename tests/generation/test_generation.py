@@ -47,7 +47,7 @@ def play(folder: Path, scene: Scene, **options: float) -> None:
 
 
 def ids(generation: Generation, text: str) -> list[int]:
-    return list(generation.models.all()[0].tokenizer.encode(text, False))
+    return list(generation.hosts.first.model.tokenizer.encode(text, False))
 
 
 async def speak(generation: Generation, engine: FakeEngine, text: str) -> None:

@@ -1,13 +1,19 @@
+from types import SimpleNamespace
+from typing import Any
+
 from prometheus_client.parser import text_string_to_metric_families
 
+from headrace.core.errors import OVERRAN, RequestError
 from headrace.core.messages import Status, StepTrace
+from headrace.engine.client import EngineDown
 from headrace.generation.metrics import Metrics
+from headrace.streams.events import AnyEvent
 from headrace.streams.tally import Tally
 from tests.gateway.builders import READY, ended, log_of, make_record, make_request, tokens
 
 
-def figures(metrics: Metrics) -> dict[str, float]:
-    families = text_string_to_metric_families(metrics.text("ok", 1).decode())
+def figures(metrics: Metrics, *streams: Any, vllm: str = "") -> dict[str, float]:
+    families = text_string_to_metric_families(metrics.text("ok", streams, vllm).decode())
     found = {}
     for family in families:
         for sample in family.samples:
@@ -17,17 +23,23 @@ def figures(metrics: Metrics) -> dict[str, float]:
     return found
 
 
-def status(**missed: int) -> Status:
-    return Status(
-        3, 2, 70, 5, 0, 9, missed=missed, steps=(StepTrace(4, 0, 0.1, 0.1, 0.2, None, ""),)
-    )
+def status(num_preemptions: int = 0, **missed: int) -> Status:
+    steps = (StepTrace(4, 0, 0.1, 0.1, 0.2, None, ""),)
+    return Status(3, 2, 70, 5, 0, 9, missed=missed, steps=steps, num_preemptions=num_preemptions)
+
+
+def told(metrics: Metrics, *events: AnyEvent) -> Tally:
+    """The tally of a stream whose figures were heard as it ran."""
+    tally = Tally()
+    metrics.follow(tally)
+    for event in log_of(make_record(make_request()), *events):
+        tally.feed(event)
+    return tally
 
 
 def test_a_request_is_counted_once_with_the_usage_it_was_told() -> None:
-    metrics, tally = Metrics(), Tally()
-    log = log_of(make_record(make_request()), tokens("Hi", 5, 6, at_ms=250), ended())
-    for event in log:
-        tally.feed(event)
+    metrics = Metrics()
+    tally = told(metrics, tokens("Hi", 5, 6, at_ms=250), ended())
     metrics.ended("/v1/chat/completions", "finished", tally, 1.5)
     found = figures(metrics)
     assert found["headrace_requests_total|finished|/v1/chat/completions"] == 1
@@ -46,14 +58,78 @@ def test_a_request_without_a_token_has_no_time_to_its_first() -> None:
 def test_what_an_engine_counted_stays_counted_after_its_end() -> None:
     metrics = Metrics()
     metrics.engine_is_up(READY)
-    metrics.look(status(decode=4), READY)
-    metrics.engine_is_down()
+    metrics.look(status(2, decode=4), READY)
+    metrics.engine_is_down(EngineDown("engine_failed", "", False, from_outside=True))
     metrics.engine_is_up(READY)
-    metrics.look(status(decode=1, tail=2), READY)
+    metrics.look(status(1, decode=1, tail=2), READY)
     found = figures(metrics)
     assert found["headrace_stall_target_missed_total|decode"] == 5
     assert found["headrace_stall_target_missed_total|tail"] == 2
+    assert found["headrace_preemptions_total"] == 3
     assert found["headrace_engine_starts_total"] == 2
+    assert found["headrace_engine_restarts_total|killed"] == 1
     assert found["headrace_running"] == 3 and found["headrace_blocks|free"] == 5
     assert found["headrace_step_seconds_count|decode"] == 2
     assert found["headrace_state|ok"] == 1 and found["headrace_state|dead"] == 0
+
+
+def test_gaps_and_first_tokens_are_told_before_the_stream_ends() -> None:
+    metrics = Metrics()
+    told(metrics, *(tokens("a", 5, at_ms=at) for at in (200, 260, 1260)))
+    found = figures(metrics)
+    assert found["headrace_ttft_seconds_sum"] == 0.2
+    assert found["headrace_inter_token_seconds_count"] == 2
+    assert abs(found["headrace_inter_token_seconds_sum"] - 1.06) < 1e-9
+    assert found["headrace_inter_token_seconds_bucket|0.1"] == 1
+
+
+def test_two_choices_have_gaps_of_their_own() -> None:
+    metrics = Metrics()
+    told(metrics, *(tokens("a", 5, at_ms=100 * n, choice=n % 2) for n in range(4)))
+    found = figures(metrics)
+    assert found["headrace_ttft_seconds_count"] == 1
+    assert found["headrace_inter_token_seconds_count"] == 2
+    assert abs(found["headrace_inter_token_seconds_sum"] - 0.4) < 1e-9
+
+
+def test_streams_are_counted_by_state_and_with_their_readers() -> None:
+    streams = [SimpleNamespace(state=state, num_readers=2) for state in ("queued", "decode")]
+    found = figures(Metrics(), *streams)
+    assert (found["headrace_streams|queued"], found["headrace_streams|prompt"]) == (1, 0)
+    assert found["headrace_readers"] == 4
+
+
+def test_refusals_are_counted_by_reason_and_overruns_of_templates_apart() -> None:
+    metrics = Metrics()
+    for message in (f"{OVERRAN}: it took more than 5 seconds.", "Roles must alternate."):
+        metrics.refused(RequestError("template_failed", message))
+    found = figures(metrics)
+    assert found["headrace_rejections_total|template_failed"] == 2
+    assert found["headrace_template_overruns_total"] == 1
+
+
+def test_the_oldest_last_frame_counts_and_ended_streams_do_not() -> None:
+    metrics = Metrics()
+    assert figures(metrics)["headrace_heartbeat_age_seconds"] == 0
+    metrics.frame_left("a stream")
+    assert 0 < figures(metrics)["headrace_heartbeat_age_seconds"] < 60
+    metrics.frames_ended("a stream")
+    assert figures(metrics)["headrace_heartbeat_age_seconds"] == 0
+
+
+def test_the_same_figures_go_by_vllms_names() -> None:
+    metrics = Metrics()
+    metrics.engine_is_up(READY)
+    metrics.look(status(2), READY)
+    tally = told(metrics, tokens("Hi", 5, 6, at_ms=250), ended("length"))
+    metrics.ended("/v1/chat/completions", "finished", tally, 1.5)
+    assert not any(name.startswith("vllm") for name in figures(metrics))
+    found = figures(metrics, vllm="mini")
+    assert found["vllm:num_requests_running|0|mini"] == 3
+    assert found["vllm:num_preemptions_total|0|mini"] == 2
+    assert found["vllm:generation_tokens_total|0|mini"] == 2
+    assert found["vllm:prefix_cache_queries_total|0|mini"] == 2
+    assert found["vllm:request_success_total|0|length|mini"] == 1
+    assert found["vllm:time_to_first_token_seconds_bucket|0|0.35|mini"] == 1
+    assert found["vllm:e2e_request_latency_seconds_sum|0|mini"] == 1.5
+    assert found["vllm:kv_cache_usage_perc|0|mini"] == 0

@@ -69,7 +69,9 @@ def test_a_writer_that_leaves_does_not_take_its_successor_along(folder: Path) ->
         async with running(folder) as (generation, engine):
             old = await opened(generation, engine, OPTED_IN)
             assert isinstance(old, LiveStream)
-            successor = generation._stream(old.record, old._builder, old.log)
+            successor = generation._stream(
+                generation.hosts.first, old.record, old._builder, old.log
+            )
             generation.streams.add(successor)
             generation.streams.remove(old)
             assert await generation.streams.find("", NAME) is successor

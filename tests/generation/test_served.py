@@ -15,7 +15,7 @@ class NoTokens:
     """Workers by whom every prompt comes out empty."""
 
     async def do(self, *job: Any) -> bytes:
-        return msgspec.msgpack.encode([b""])
+        return msgspec.msgpack.encode([(b"", "one-shot")])
 
 
 @pytest.mark.parametrize(("prompt", "param"), [(Chat(()), "messages"), (Text(""), "prompt")])

@@ -18,6 +18,7 @@ from headrace.core.config import ModelConfig
 from headrace.core.errors import RequestError
 from headrace.core.request import Chat, Text
 from headrace.generation import work
+from headrace.generation.served import encoded_of
 from headrace.generation.work import WorkerPool
 
 TEMPLATE = """
@@ -34,7 +35,7 @@ def config(folder: Path, tmp_path: Path) -> ModelConfig:
 
 @contextlib.asynccontextmanager
 async def pool_of(config: ModelConfig) -> AsyncIterator[WorkerPool]:
-    pool = WorkerPool("tests.generation.quick_worker", msgspec.msgpack.encode(config))
+    pool = WorkerPool("tests.generation.quick_worker", msgspec.msgpack.encode((config,)))
     running = asyncio.create_task(pool.run())
     try:
         yield pool
@@ -47,10 +48,11 @@ async def render(pool: WorkerPool, content: str) -> str:
     """The answer's text, or the code of the refusal."""
     packed = msgspec.msgpack.encode((Chat(({"role": "user", "content": content},)),))
     try:
-        (ids,) = msgspec.msgpack.decode(await pool.do("prompts", [packed], 1000))
+        (prompt,) = encoded_of(await pool.do("prompts", [packed], 1000))
     except RequestError as error:
         return f"{error.code}: {error.message}"
-    return f"{len(ids) // 4} tokens"
+    assert prompt.tokenization == "one-shot"
+    return f"{len(prompt.token_ids) // 4} tokens"
 
 
 @contextlib.contextmanager
@@ -176,7 +178,7 @@ def test_a_worker_whose_server_has_gone_ends_without_a_word(folder: Path) -> Non
             stderr=subprocess.PIPE,
         )
         theirs.close()
-        start = msgspec.msgpack.encode(ModelConfig(model=str(folder)))
+        start = msgspec.msgpack.encode((ModelConfig(model=str(folder)),))
         ours.sendall(work._REQUEST.pack(0, len(start)) + start)
         assert ours.recv(5)
         head = msgspec.msgpack.encode(("prompts", (10,)))

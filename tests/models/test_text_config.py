@@ -14,6 +14,7 @@ CONFIG = {
     "vocab_size": 100,
     "max_position_embeddings": 512,
 }
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
 def read(**config: Any):
@@ -63,7 +64,8 @@ def test_a_size_that_is_missing_or_none_is_corrupt(key: str, value: Any) -> None
 
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_every_family_reads_a_plain_config(architecture: str) -> None:
-    assert family(architecture).read(CONFIG).num_layers == 3
+    config = CONFIG | EXPERTS | {"num_hidden_layers": 4}
+    assert family(architecture).read(config).num_layers == 4
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)

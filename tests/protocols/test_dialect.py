@@ -12,7 +12,7 @@ from headrace.protocols import openai_chat
 from headrace.protocols.common_fields import COMMON, TokenIds
 from tests.gateway.builders import parsed
 
-ERRORS = SimpleNamespace(SCHEMA={"title": "ToyError"}, status=lambda status: status)
+ERRORS = SimpleNamespace(SCHEMA={"title": "ToyError"}, status=lambda error: error.kind.status)
 
 
 class Toy(SimpleNamespace):

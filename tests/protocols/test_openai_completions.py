@@ -95,9 +95,13 @@ def test_special_tokens_can_be_left_out_of_text() -> None:
     assert parse(add_special_tokens=False).prompts == (Text("hi", False),)
 
 
-def test_a_suffix_is_not_supported() -> None:
-    parse(suffix="")
-    assert refusal(suffix="x") == ("unsupported_parameter", "suffix")
+def test_a_suffix_needs_a_model_that_has_marks_for_it_and_a_text_before() -> None:
+    assert parse(suffix="").prompts == (Text("hi"),)
+    with pytest.raises(RequestError, match="was trained to fill in the middle") as refused:
+        parse(suffix="x")
+    assert (refused.value.code, refused.value.param) == ("unsupported_parameter", "suffix")
+    assert refusal(suffix="x", prompt=[1, 2]) == ("invalid_value", "suffix")
+    assert refusal(suffix="x", echo=True) == ("invalid_value", "echo")
 
 
 def test_chats_own_fields_are_unknown_here() -> None:

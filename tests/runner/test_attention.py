@@ -52,3 +52,20 @@ def test_unwritten_positions_of_a_block_have_no_influence() -> None:
     step = NaiveAttention(storage).step(pack([chunk], [array("i", [0, 0])], BLOCK, CPU))
     out = step.attend(0, *(torch.ones(2, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)))
     assert torch.equal(out, torch.ones(2, HEADS, DIM))
+
+
+def test_caps_soften_scores_and_sinks_take_a_share_of_the_weights() -> None:
+    torch.manual_seed(0)
+    sinks = torch.randn(HEADS)
+    q, k, v = (torch.randn(5, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    storage = BlockStorage(CacheShape(KV_HEADS, DIM, (None,)), 2, BLOCK, torch.float32, CPU)
+    batch = pack(
+        [Chunk(SequenceId(0), 0, 5, 0, (), array("i", [1, 0]))], [array("i", [0] * 5)], BLOCK, CPU
+    )
+    out = NaiveAttention(storage, [sinks], [0.5]).step(batch).attend(0, q, k, v)
+    for i in range(5):
+        for head in range(HEADS):
+            group = head // (HEADS // KV_HEADS)
+            scores = 0.5 * torch.tanh(k[: i + 1, group] @ q[i, head] / DIM**0.5 / 0.5)
+            weights = scores.exp() / (scores.exp().sum() + sinks[head].exp())
+            torch.testing.assert_close(out[i, head], weights @ v[: i + 1, group])

@@ -3,6 +3,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from headrace.checkpoints.spec import read_spec
 from headrace.core.config import ModelConfig, SchedulerConfig
@@ -15,6 +16,7 @@ from headrace.runner.kernels.launch import Kernel
 from headrace.runner.load import load_runner
 from tests.builders import make_tiny_model
 from tests.drive import generate
+from tests.runner.kernels.own_forms import needs_own_forms
 
 KERNEL_FILES = (fuse, paged_attention, pointwise, product)
 POSITION = 3 * 2 * 16 * 2 * 4  # bytes: layers, kv heads, head size, keys and values, float32
@@ -49,7 +51,10 @@ def test_ready_describes_the_model_and_its_limits(folder: Path) -> None:
     assert told.layout.max_positions == 2048
 
 
-def test_a_lane_with_slots_runs_no_more_sequences_than_it_has_of_them(folder: Path, free) -> None:
+def test_a_lane_with_slots_runs_no_more_sequences_than_it_has_of_them(
+    folder: Path, free, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transformers.Qwen3ForCausalLM, "_supports_attention_backend", False)
     free(4 * 3 * 2048 * POSITION)
     told = ready(folder, lane="generic-text")
     assert told.max_num_seqs == told.layout.num_slots < 64
@@ -93,10 +98,11 @@ def test_weights_that_do_not_fit_are_refused_with_both_sizes(folder: Path, free)
     assert "0 MiB are free" in str(error) and "--dtype bfloat16" in str(error)
 
 
+@needs_own_forms
 def test_a_model_that_fits_in_int8_alone_is_told_so_and_then_taken(tmp_path: Path, free) -> None:
     folder = make_tiny_model(tmp_path, hidden_size=128, intermediate_size=512, dtype=torch.bfloat16)
     spec = read_spec(folder)
-    wide, narrow = (footprint(spec, torch.bfloat16, "avx512", to_int8) for to_int8 in (False, True))
+    wide, narrow = (footprint(spec, torch.bfloat16, "avx512", kind) for kind in ("none", "int8"))
     assert narrow.peak < wide.held
     free((narrow.peak + wide.held) // 2)
     assert "--quantize int8" in str(refusal(folder, max_model_len=64))
@@ -146,6 +152,7 @@ def test_a_model_without_a_stated_limit_gets_one(tmp_path: Path) -> None:
     assert ready(folder, scheduler=SchedulerConfig(max_num_seqs=2)).max_model_len == 4096
 
 
+@needs_own_forms
 def test_no_kernel_is_left_to_compile_in_a_request(tmp_path: Path) -> None:
     def compiled() -> set[tuple[str, str]]:
         found = [(m.__name__, n, k) for m in KERNEL_FILES for n, k in vars(m).items()]

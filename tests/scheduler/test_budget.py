@@ -4,7 +4,7 @@ import pytest
 
 from headrace.core.config import SchedulerConfig
 from headrace.core.layout import MemoryLayout
-from headrace.scheduler.budget import Limits, TimeBudget, resolve
+from headrace.scheduler.budget import Elsewhere, Limits, StepTimes, TimeBudget, resolve
 from headrace.scheduler.cost import Coefficients, CostModel, StepShape
 from tests.scheduler.builders import (
     Engine,
@@ -207,7 +207,7 @@ def test_a_chunk_is_at_most_twice_the_largest_measured():
 
 def test_overhead_outside_the_runner_takes_from_the_room():
     budget = make_budget(stall_s=0.1)
-    budget.took(decoding(4, 128), 0.03, 0.04, is_awaited=True, cause="")
+    budget.took(decoding(4, 128), StepTimes(0.03, 0.0, 0.04), is_awaited=True, cause="")
     room = budget.open(decoding(4, 128), is_awaited=True)
     assert room.seconds == pytest.approx(0.06838 - 0.01, abs=1e-5)
 
@@ -221,7 +221,7 @@ def test_a_cold_engine_starts_small_and_doubles():
         chunks.append(room.largest_chunk(0, 5000, is_first=True))
         shape = StepShape()
         shape.add(0, chunks[-1], is_prompt=True, forward_per_chunk=False)
-        budget.took(shape, 0.1, 0.1, is_awaited=False, cause="")
+        budget.took(shape, StepTimes(0.1, 0.0, 0.1), is_awaited=False, cause="")
     assert chunks == [64, 128, 256, 512, 512]
 
 
@@ -230,7 +230,7 @@ def test_a_cold_engine_does_not_grow_past_half_the_target():
     budget = TimeBudget(limits)
     shape = StepShape()
     shape.add(0, 64, is_prompt=True, forward_per_chunk=False)
-    budget.took(shape, 0.5, 0.5, is_awaited=False, cause="")
+    budget.took(shape, StepTimes(0.5, 0.0, 0.5), is_awaited=False, cause="")
     assert budget.open(StepShape(), is_awaited=False).tokens == 64
 
 
@@ -244,7 +244,7 @@ def test_a_cold_engine_on_a_slow_machine_halves_and_is_soon_measured():
         shape = decoding(4, 128)
         shape.add(0, length, is_prompt=True, forward_per_chunk=False)
         seconds.append(0.03 + 0.01 * length)
-        budget.took(shape, seconds[-1], seconds[-1], is_awaited=True, cause="")
+        budget.took(shape, StepTimes(seconds[-1], 0.0, seconds[-1]), is_awaited=True, cause="")
     assert seconds[0] > 0.5 and sum(one > 0.1 for one in seconds) <= 4
     assert budget.model.is_measured and max(seconds[8:]) <= 0.1
 
@@ -266,9 +266,9 @@ def test_a_step_that_will_miss_the_target_is_counted_by_cause(number, cause, exp
 
 def test_a_miss_that_nobody_expected_is_the_models():
     budget = make_budget(stall_s=0.1)
-    budget.took(decoding(4, 128), 0.2, 0.2, is_awaited=True, cause="")
-    budget.took(decoding(4, 128), 0.2, 0.2, is_awaited=True, cause="decode")
-    budget.took(decoding(4, 128), 0.2, 0.2, is_awaited=False, cause="")
+    budget.took(decoding(4, 128), StepTimes(0.2, 0.0, 0.2), is_awaited=True, cause="")
+    budget.took(decoding(4, 128), StepTimes(0.2, 0.0, 0.2), is_awaited=True, cause="decode")
+    budget.took(decoding(4, 128), StepTimes(0.2, 0.0, 0.2), is_awaited=False, cause="")
     assert budget.missed == {"model": 1}
 
 
@@ -278,8 +278,22 @@ def test_the_rate_of_prompts_is_that_of_late_steps():
     for new in (100, 300):
         shape = StepShape()
         shape.add(0, new, is_prompt=True, forward_per_chunk=False)
-        budget.took(shape, 0.4, 0.5, is_awaited=False, cause="")
+        budget.took(shape, StepTimes(0.4, 0.0, 0.5), is_awaited=False, cause="")
     assert budget.prompt_tokens_per_s == pytest.approx(400)
+
+
+def test_the_streams_of_another_engine_bound_a_prompt_as_ones_own_do():
+    budget = make_budget(stall_s=0.2)
+    nothing = StepShape()
+    free = budget.open(nothing, False).seconds
+    budget.elsewhere = Elsewhere(decode_s=0.02, is_awaited=True)
+    beside = budget.open(nothing, False).seconds
+    budget.elsewhere = Elsewhere(decode_s=0.02, is_awaited=True, num_with_prompts=1)
+    shared = budget.open(nothing, False).seconds
+    alone = make_budget(stall_s=0.2).open(nothing, True).seconds
+    assert alone < free
+    assert beside == pytest.approx(alone - 0.02)
+    assert shared == pytest.approx(beside / 2)
 
 
 def test_a_prompt_alone_is_predicted_in_the_largest_steps():
@@ -305,9 +319,9 @@ def test_prompts_starve_while_an_explicit_target_leaves_them_a_small_share():
     for share, expected in ((0.25, 3.0), (2.0, 0.0)):
         budget = TimeBudget(make_limits(max_stall_s=0.1, prompt_share=share))
         for _ in range(3):
-            budget.took(StepShape(1, 100, 9, 900, 5), 1.0, 1.0, True, "decode")
+            budget.took(StepShape(1, 100, 9, 900, 5), StepTimes(1.0, 0.0, 1.0), True, "decode")
         assert budget.starved_s == expected
-        budget.took(StepShape(1, 100, 9, 900, 5), 0.05, 0.05, True, "")
+        budget.took(StepShape(1, 100, 9, 900, 5), StepTimes(0.05, 0.0, 0.05), True, "")
         assert budget.starved_s == 0.0
 
 
@@ -320,10 +334,11 @@ def test_a_target_can_be_set_and_turned_off():
     assert resolve(off, BLOCKS, "cpu", 8, 4096).max_stall_s is None
 
 
-def test_dense_lanes_pay_for_a_forward_per_chunk():
-    dense = MemoryLayout(num_slots=8)
-    found = [resolve(SchedulerConfig(), x, "cpu", 8, 64).forward_per_chunk for x in (BLOCKS, dense)]
-    assert found == [False, True]
+def test_a_lane_pays_for_a_forward_per_chunk_if_it_says_so_whatever_its_memory():
+    packed, dense = MemoryLayout(num_slots=8), MemoryLayout(num_slots=8, forward_per_chunk=True)
+    layouts = BLOCKS, packed, dense
+    found = [resolve(SchedulerConfig(), x, "cpu", 8, 64).forward_per_chunk for x in layouts]
+    assert found == [False, False, True]
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ def test_the_newest_gives_way_and_both_finish_as_if_alone():
         alone.run()
         assert engine.tokens[number] == alone.tokens[number]
     assert engine.scheduler.missed["preempted"] == 1
+    assert engine.scheduler.status().num_preemptions == 1
 
 
 def test_a_preempted_sequence_takes_up_where_its_public_blocks_end():

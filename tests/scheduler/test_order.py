@@ -150,3 +150,51 @@ def test_without_a_free_slot_a_sequence_waits_and_so_do_those_behind():
     engine = Engine(make_scheduler(100, num_slots=1, max_num_seqs=4))
     engine.add(make_submit(1, 4, max_tokens=2), make_submit(2, 4), make_submit(3, 4))
     assert [ids(engine.step()) for _ in range(3)] == [[1], [1], [2]]
+
+
+def test_a_hundred_requests_of_one_client_do_not_hold_up_anothers_first():
+    crowd = [make_submit(i, 20, arrival=0.0, client="a") for i in range(1, 101)]
+    engine = Engine(make_scheduler(max_num_seqs=2)).add(*crowd)
+    begun = [b.sequence_id for _ in range(40) for b in engine.step().begun]
+    engine.add(make_submit(200, 20, arrival=300.0, client="b"))
+    engine.add(make_submit(201, 20, arrival=300.0, client="b"))
+    later = starts(engine, 2000)
+    assert begun == list(range(1, len(begun) + 1)) and len(begun) > 10
+    assert later.index(200) <= 1 and later.index(201) <= 3
+    assert [number for number in later if number < 200] == list(range(len(begun) + 1, 101))
+
+
+def test_clients_take_turns_by_what_their_prompts_cost():
+    long = [make_submit(i, 2000, arrival=0.0, client="long") for i in range(1, 5)]
+    short = [make_submit(i, 8, arrival=1.0, client="short") for i in range(11, 31)]
+    order = one_at_a_time(*long, *short)
+    assert order[0] == 11 and order.index(1) == 1, "each in turn"
+    assert 4 <= order.index(2) - order.index(1) - 1 <= 6, "2,000 tokens are four seconds"
+
+
+def test_priority_is_worth_ten_seconds_of_a_clients_share():
+    late = [make_submit(i, 8, arrival=0.0, client="a", priority=1) for i in (1, 2)]
+    others = [make_submit(i, 8, arrival=0.0, client="b") for i in range(11, 31)]
+    order = one_at_a_time(*late, *others)
+    assert 9 <= order.index(1) <= 12
+
+
+def test_a_client_that_comes_back_has_not_saved_its_turns():
+    engine = Engine(make_scheduler(max_num_seqs=1))
+    engine.add(*(make_submit(i, 8, arrival=0.0, client="a") for i in range(1, 31)))
+    engine.add(*(make_submit(i, 8, arrival=0.0, client="b") for i in range(41, 43)))
+    for _ in range(60):
+        engine.step()
+    engine.add(*(make_submit(i, 8, arrival=9.0, client="b") for i in range(51, 61)))
+    order = starts(engine)
+    first = ["b" if number > 50 else "a" for number in order[:10]]
+    assert 4 <= first.count("a") <= 6
+
+
+def test_clients_who_wait_are_shown_in_turn():
+    engine = Engine(make_scheduler(max_num_seqs=1))
+    engine.add(make_submit(9, 4, arrival=0.0, client="a"))
+    engine.step()
+    engine.add(*(make_submit(i, 4, arrival=1.0, client="a") for i in (1, 2)))
+    engine.add(make_submit(3, 4, arrival=2.0, client="b"))
+    assert engine.scheduler.status().queue == (3, 1, 2)

@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from headrace.scheduler.budget import TimeBudget
+from headrace.scheduler.budget import StepTimes, TimeBudget
 from headrace.scheduler.cost import Coefficients, CostModel, StepShape
 from tests.scheduler.builders import make_limits, shape_of
 
@@ -41,7 +41,7 @@ def seconds_to_first_token(model: CostModel, seed: int, target_s: float) -> list
 
     def step(shape: StepShape, is_awaited: bool, cause: str = "") -> float:
         seconds = machine.seconds(shape)
-        budget.took(shape, seconds, seconds, is_awaited, cause)
+        budget.took(shape, StepTimes(seconds, 0.0, seconds), is_awaited, cause)
         return seconds
 
     for _ in range(4):

@@ -9,9 +9,10 @@ from headrace.memory.memory import NO_MATCH, Match, Memory
 from headrace.memory.prefix import NameChain
 from headrace.memory.slots import SlotPool
 from headrace.scheduler.commit import InFlight
-from headrace.scheduler.plan import PlannedStep, Planner
-from headrace.scheduler.sequence import Sequence
-from headrace.scheduler.table import Quarantine, SequenceTable
+from headrace.scheduler.plan import Planner
+from headrace.scheduler.sequence import Sequence, by_key
+from headrace.scheduler.step import PlannedStep
+from headrace.scheduler.table import Quarantine, SequenceTable, WaitingLines
 from simulator.simulation import Violation, run_seed
 
 MAX_SEEDS = 400
@@ -34,6 +35,15 @@ def a_block_is_public_before_it_is_full(patch: pytest.MonkeyPatch) -> None:
         publish(self, lease, token_ids, chain, min(num_computed + size - 1, most))
 
     patch.setattr(Memory, "publish", early)
+
+
+@plant
+def one_client_has_every_turn(patch: pytest.MonkeyPatch) -> None:
+    def in_order(self, without=()):
+        everybody = [s for line in self._lines.values() for s in line if s not in without]
+        return iter(sorted(everybody, key=by_key))
+
+    patch.setattr(WaitingLines, "in_turn", in_order)
 
 
 @plant
@@ -68,7 +78,7 @@ def a_slot_is_not_given_back(patch: pytest.MonkeyPatch) -> None:
 @plant
 def salts_are_ignored(patch: pytest.MonkeyPatch) -> None:
     chain = Memory.chain
-    patch.setattr(Memory, "chain", lambda self, salt: chain(self, ""))
+    patch.setattr(Memory, "chain", lambda self, salt, marks=(): chain(self, "", marks))
 
 
 @plant
@@ -200,6 +210,53 @@ def a_match_takes_blocks_without_their_state(patch: pytest.MonkeyPatch) -> None:
         return Match(found, len(found) * self.layout.block_size)
 
     patch.setattr(Memory, "_match_state", stateless)
+
+
+@plant
+def tokens_do_not_wait_for_their_work(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Sequence, "next_work", lambda self, num_cached: None)
+
+
+@plant
+def a_preempted_sequence_counts_as_encoded(patch: pytest.MonkeyPatch) -> None:
+    rewind = Sequence.rewind
+
+    def keeping(self):
+        num_units = self.num_units_planned
+        rewind(self)
+        self.num_units_planned = num_units
+
+    patch.setattr(Sequence, "rewind", keeping)
+    patch.setattr(Sequence, "start_at", lambda self, n: setattr(self, "num_planned", n))
+
+
+@plant
+def spans_are_broken(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Sequence, "span_around", lambda self, position: None)
+
+
+@plant
+def an_encoder_that_cannot_be_cut_runs_beside_streams(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PlannedStep, "is_empty", property(lambda self: not self.encoded))
+
+
+@plant
+def streams_sit_out_one_such_step_after_the_other(patch: pytest.MonkeyPatch) -> None:
+    plan = Planner.plan
+
+    def greedy(self, now, can_preempt):
+        candidates = [*self._table.waiting, *self._table.running]
+        wanting = (s for s in candidates if s.next_work(s.num_planned) is not None)
+        self._declared, self._was_exclusive = self._declared or next(wanting, None), False
+        return plan(self, now, can_preempt)
+
+    patch.setattr(Planner, "plan", greedy)
+
+
+@plant
+def images_do_not_count_in_the_names_of_blocks(patch: pytest.MonkeyPatch) -> None:
+    chain = Memory.chain
+    patch.setattr(Memory, "chain", lambda self, salt, marks=(): chain(self, salt))
 
 
 def first_violation() -> str:

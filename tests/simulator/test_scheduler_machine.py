@@ -107,7 +107,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def commit(self):
         plan = self.in_flight.popleft()
         self.now += 0.02
-        self.scheduler.commit(plan, self.runner.execute(plan, 0.02, {}), self.now)
+        self.scheduler.commit(plan, self.runner.execute(plan, (0.02, 0.0), {}), self.now)
         self.clients.take(self.scheduler.take_outputs())
         self.watch.after_any_call()
 

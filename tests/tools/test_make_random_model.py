@@ -15,3 +15,12 @@ def test_a_random_model_runs_and_its_tokenizer_covers_its_vocabulary(tmp_path: P
     assert tokenizer.get_vocab_size() == spec.vocab_size == 320
     assert spec.end_token_ids == (tokenizer.token_to_id("<|im_end|>"),)
     assert len(generate(tiny_runner(tmp_path), [1, 2, 3], 4, 3)) == 4
+
+
+def test_a_random_hybrid_runs(tmp_path: Path) -> None:
+    count = make_random_model(tmp_path, "tiny-hybrid")
+    delta_net = 64 * (192 + 128 + 2 * 4) + 128 * 64 + 192 * 4 + 2 * 4 + 32
+    attention = 64 * (2 * 128 + 2 * 64) + 128 * 64 + 2 * 32
+    shared = 3 * 96 * 64 + 2 * 64
+    assert count == 320 * 64 * 2 + 64 + 3 * delta_net + attention + 4 * shared
+    assert len(generate(tiny_runner(tmp_path, "native-text"), [1, 2, 3], 4, 3)) == 4

@@ -76,6 +76,8 @@ class Mixed:
         fixed, longest = self._profile.prompt_tokens, self._target.max_model_len - 1
         lengths = sorted({min(length, longest) for length in ((fixed,) if fixed else _LENGTHS)})
         await self._alone(lengths[0])
+        prompt = self._prompts.fresh(lengths[0])
+        self._run.ingestion = await self._target.ingestion(prompt)
         control = await self._control()
         tpot_s = control.figures["gaps_ms"][figures.BASELINE]["p50"] / 1000
         await self._trace.begin()

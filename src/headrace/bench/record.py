@@ -68,6 +68,7 @@ class ServerRun(msgspec.Struct, kw_only=True):
     server: dict[str, Any]  # what it says of itself
     flags: tuple[str, ...] = ()  # if known
     calibration: dict[str, Any] = {}
+    ingestion: dict[str, Any] | None = None  # how it computes prompts, if it says so
     controls: list[Cell] = []
     cells: list[Cell] = []
 

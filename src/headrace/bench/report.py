@@ -53,6 +53,30 @@ def write(path: Path, shown: dict[str, Any]) -> None:
     path.write_text(json.dumps(shown, indent=None, separators=(",", ":")) + "\n")
 
 
+def gaps(ingestion: dict[str, Any] | None) -> list[dict[str, str]]:
+    """Known limits that the record of a prompt shows."""
+    found = []
+    if ingestion and ingestion["memory"] == "slot":
+        found.append(
+            {
+                "id": "forward-per-sequence",
+                "now": "Each sequence has a forward of its own in every step.",
+                "advice": "implement",
+                "why": "Streams that decode side by side would share the reading of the weights.",
+            }
+        )
+    if ingestion and ingestion["memory"] == "blocks" and ingestion["mask"] == "lazy-prefix":
+        found.append(
+            {
+                "id": "gathered-past",
+                "now": "Each layer gathers a sequence's past anew and makes a mask for it.",
+                "advice": "defer",
+                "why": "A kernel over blocks would need no copy; long contexts gain most.",
+            }
+        )
+    return found
+
+
 def machine() -> dict[str, Any]:
     """Where the client ran; the servers, if their addresses are local."""
     names = [
@@ -97,6 +121,8 @@ def _server(run: ServerRun, whole: ServerRun | None, limits: Limits | None) -> d
         "flags": run.flags,
         "server": run.server,
         "calibration": run.calibration,
+        "ingestion": run.ingestion,
+        "gaps": gaps(run.ingestion),
         "controls": [_cell(cell, None) for cell in run.controls],
         "cells": [_cell(cell, limits) for cell in run.cells],
     }

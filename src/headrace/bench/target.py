@@ -66,6 +66,16 @@ class Target:
                 for _ in range(_num_tokens(line)):
                     yield now
 
+    async def ingestion(self, prompt: list[int]) -> dict[str, Any] | None:
+        """How the server computed this prompt; None if it does not tell."""
+        body = {"model": self.model, "prompt": prompt, "max_tokens": 1, "cache_salt": self._salt}
+        body["return_ingestion"] = True
+        response = await self.http.post("/v1/completions", json=body)
+        if response.status_code != 200:
+            return None
+        told: dict[str, Any] | None = response.json().get("headrace", {}).get("ingestion")
+        return told
+
     async def first_token(self, prompt: list[int]) -> float:
         """When the first token came."""
         first: float | None = None

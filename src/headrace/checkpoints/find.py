@@ -3,11 +3,12 @@
 import re
 from pathlib import Path
 
+from headrace.checkpoints.gguf_folder import choose_file, gguf_folder
 from headrace.checkpoints.hub import OnProgress, cached, download
 from headrace.core.errors import ModelError
 
 MINI = "headrace-mini"
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::([\w.-]+))?")
 
 
 def find_model(
@@ -23,10 +24,11 @@ def find_model(
             raise ModelError(message, "model_corrupt")
         return folder
     if is_hub_id(model):
-        return download(model, revision, on_progress)
+        repo, quantization = _parts(model)
+        return _in(download(repo, revision, quantization, on_progress), quantization)
     raise ModelError(
         f"No model folder {model!r} was found; give the path of a folder with "
-        f"config.json and safetensors files, a hub id (owner/name), or {MINI}.",
+        f"config.json and safetensors files, a GGUF file, a hub id (owner/name), or {MINI}.",
         "model_not_found",
     )
 
@@ -34,16 +36,43 @@ def find_model(
 def find_here(model: str, revision: str | None = None) -> Path | None:
     """The same without the network: None if only the hub may have it."""
     folder = _own_folder(model)
-    return cached(model, revision) if folder is None and is_hub_id(model) else folder
+    if folder is not None or not is_hub_id(model):
+        return folder
+    repo, quantization = _parts(model)
+    found = cached(repo, revision, quantization)
+    return found and _in(found, quantization)
 
 
 def is_hub_id(model: str) -> bool:
-    """Whether it has the form of one; a folder of that name takes precedence."""
+    """Whether it has the form of one, perhaps with a GGUF file's quantization behind a colon.
+
+    A folder of that name takes precedence.
+    """
     return bool(_HUB_ID.fullmatch(model))
+
+
+def _parts(model: str) -> tuple[str, str | None]:
+    found = _HUB_ID.fullmatch(model)
+    assert found is not None
+    return found[1], found[2]
 
 
 def _own_folder(model: str) -> Path | None:
     if model == MINI:
         return Path(__file__).parent / "mini"
-    folder = Path(model).expanduser()
-    return folder.resolve() if folder.is_dir() else None
+    path = Path(model).expanduser()
+    if path.suffix == ".gguf" and path.is_file():
+        return gguf_folder(path.resolve())
+    if path.is_dir():
+        return _in(path.resolve(), None)
+    before, colon, quantization = model.rpartition(":")
+    folder = Path(before).expanduser()
+    return _in(folder.resolve(), quantization) if colon and folder.is_dir() else None
+
+
+def _in(folder: Path, quantization: str | None) -> Path:
+    """The folder itself, or the one that is made for a GGUF file in it."""
+    if quantization is None and any(folder.glob("*.safetensors")):
+        return folder
+    has_files = quantization is not None or any(folder.glob("*.gguf"))
+    return gguf_folder(choose_file(folder, quantization)) if has_files else folder

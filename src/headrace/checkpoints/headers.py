@@ -6,10 +6,14 @@ from typing import Any
 
 import msgspec
 
+from headrace.checkpoints.gguf_header import read_gguf
+from headrace.checkpoints.gguf_names import original_name
 from headrace.checkpoints.spec import ModelSpec
 from headrace.core.errors import ModelError
 
 _KNOWN_TYPES = ("F32", "F16", "BF16")
+_NESTED = "model.language_model."  # where a model that also sees keeps its text side
+_BESIDE = ("model.visual.", "mtp.")  # its eyes, and layers that guess several tokens ahead
 
 
 class TensorHeader(msgspec.Struct, frozen=True):
@@ -17,6 +21,7 @@ class TensorHeader(msgspec.Struct, frozen=True):
     shape: tuple[int, ...]
     data_offsets: tuple[int, int]
     file: str = ""
+    stored_as: str = ""  # its name in the file, if it has another here
 
     @property
     def num_values(self) -> int:
@@ -30,6 +35,9 @@ def read_headers(spec: ModelSpec) -> dict[str, TensorHeader]:
     """Every tensor by name; ModelError if a file is damaged or holds what cannot be computed."""
     headers: dict[str, TensorHeader] = {}
     for name in spec.weight_files:
+        if name.endswith(".gguf"):
+            headers |= _of_gguf(spec.folder / name)
+            continue
         for tensor, header in _read_file(spec.folder / name).items():
             if header.dtype not in _KNOWN_TYPES:
                 raise ModelError(
@@ -40,6 +48,26 @@ def read_headers(spec: ModelSpec) -> dict[str, TensorHeader]:
     return headers
 
 
+def _of_gguf(path: Path) -> dict[str, TensorHeader]:
+    """Under the original names; rope_freqs went into the config."""
+    return {
+        original_name(name): TensorHeader(
+            tensor.kind, tensor.shape, (tensor.offset, tensor.offset + tensor.num_bytes), path.name
+        )
+        for name, tensor in read_gguf(path).tensors.items()
+        if name != "rope_freqs.weight"
+    }
+
+
+def text_side(headers: dict[str, TensorHeader]) -> dict[str, TensorHeader]:
+    """The tensors that text is computed with, by the names they have in a model of text alone."""
+    return {
+        f"model.{name.removeprefix(_NESTED)}" if name.startswith(_NESTED) else name: header
+        for name, header in headers.items()
+        if not name.startswith(_BESIDE)
+    }
+
+
 def _read_file(path: Path) -> dict[str, TensorHeader]:
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -48,8 +76,8 @@ def _read_file(path: Path) -> dict[str, TensorHeader]:
     try:
         content: dict[str, Any] = json.loads(raw)
         content.pop("__metadata__", None)
-        for entry in content.values():
-            entry["file"] = path.name
+        for name, entry in content.items():
+            entry |= {"file": path.name, "stored_as": name}
         headers = msgspec.convert(content, dict[str, TensorHeader])
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise _damaged(path) from error

@@ -1,14 +1,16 @@
 """Models of a Hugging Face hub: found in its cache, or downloaded into it.
 
-Only what is read comes down: configuration, tokenizer, templates, safetensors. Never a pickle, and
-never code.
+Only what is read comes down: configuration, tokenizer, templates, safetensors or one GGUF file.
+Never a pickle, and never code.
 """
 
+import re
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from headrace.checkpoints.gguf_folder import quantization_of
 from headrace.core.errors import ModelError
 
 OnProgress = Callable[[int, int], None]
@@ -16,11 +18,14 @@ OnProgress = Callable[[int, int], None]
 
 _TEXT_FILES = (".json", ".jinja", ".model", ".txt", ".tiktoken")
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
+_POOLING = re.compile(r"[^/]*Pooling/config\.json")
 _INDEX = "model.safetensors.index.json"
 _LOOK_INTERVAL_S = 0.25
 
 
-def download(repo: str, revision: str | None, on_progress: OnProgress | None) -> Path:
+def download(
+    repo: str, revision: str | None, quantization: str | None, on_progress: OnProgress | None
+) -> Path:
     """The snapshot's folder. What the hub cannot be asked for is taken from its cache alone."""
     import huggingface_hub
     from huggingface_hub import errors
@@ -39,11 +44,11 @@ def download(repo: str, revision: str | None, on_progress: OnProgress | None) ->
     except errors.RevisionNotFoundError:
         raise ModelError(f"{repo} has no revision {revision}.", "model_not_found") from None
     except Exception as error:  # offline, unreachable, failing: its transport raises many kinds
-        if (folder := cached(repo, revision)) is None:
+        if (folder := cached(repo, revision, quantization)) is None:
             raise _unreachable(repo, type(error).__name__) from None
         return folder
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
-    wanted = _wanted(repo, sizes)
+    wanted = _wanted(repo, sizes, quantization)
     missing = {
         name: sizes[name]
         for name in wanted
@@ -62,12 +67,14 @@ def download(repo: str, revision: str | None, on_progress: OnProgress | None) ->
             ) from error
 
 
-def cached(repo: str, revision: str | None) -> Path | None:
+def cached(repo: str, revision: str | None, quantization: str | None = None) -> Path | None:
     """The snapshot that an earlier download left; whether it is whole is for its reader to see."""
     try:
-        return _fetch(repo, revision, ["config.json"], local_files_only=True)
+        folder = _fetch(repo, revision, ["config.json"], local_files_only=True)
     except OSError:
         return None
+    files = {quantization_of(path.name) for path in folder.glob("*.gguf")}
+    return folder if quantization is None or quantization.upper() in files else None
 
 
 def _unreachable(repo: str, reason: str) -> ModelError:
@@ -78,9 +85,12 @@ def _unreachable(repo: str, reason: str) -> ModelError:
     )
 
 
-def _wanted(repo: str, names: Iterable[str]) -> list[str]:
+def _wanted(repo: str, names: Iterable[str], quantization: str | None) -> list[str]:
     """The files to have; ModelError if the weights are of a kind that is never read."""
     own = [name for name in names if "/" not in name]
+    files = {name: quantization_of(name) for name in own if name.endswith(".gguf")}
+    if quantization is not None or (files and not any(n.endswith(".safetensors") for n in own)):
+        return _wanted_gguf(repo, files, quantization)
     weights = [name for name in own if name.endswith(".safetensors")]
     if _INDEX in own:
         sharded = [name for name in weights if name.startswith("model-")]
@@ -89,7 +99,22 @@ def _wanted(repo: str, names: Iterable[str]) -> list[str]:
         weights = ["model.safetensors"]
     if not weights:
         raise ModelError(_without_weights(repo, own))
+    own += [name for name in names if _POOLING.fullmatch(name)]
     return sorted([name for name in own if name.endswith(_TEXT_FILES)] + weights)
+
+
+def _wanted_gguf(repo: str, files: dict[str, str | None], quantization: str | None) -> list[str]:
+    """The one file, or all parts of it."""
+    kinds = sorted({kind for kind in files.values() if kind})
+    wanted = quantization.upper() if quantization else kinds[0] if len(kinds) == 1 else None
+    chosen = sorted(name for name, kind in files.items() if kind == wanted)
+    if not chosen:
+        raise ModelError(
+            f"{repo} has GGUF files in {', '.join(kinds) or 'no form'}; name one of them, as in "
+            f"{repo}:{kinds[0] if kinds else 'Q4_K_M'}.",
+            "model_not_found",
+        )
+    return chosen
 
 
 def _without_weights(repo: str, names: Iterable[str]) -> str:
@@ -99,8 +124,6 @@ def _without_weights(repo: str, names: Iterable[str]) -> str:
                 f"{repo} has pickled weights only ({name}), which are never read; "
                 "use a model with safetensors files."
             )
-        if name.endswith(".gguf"):
-            return f"{repo} has GGUF files only; use the model that they were made from."
     return f"{repo} has no safetensors files; it is not a model that can be run."
 
 

@@ -10,6 +10,7 @@ import msgspec
 from headrace.core.errors import ModelError
 
 _POSITION_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length")
+_PLACEHOLDERS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
 _PICKLED = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -69,6 +70,23 @@ class ModelSpec(msgspec.Struct, frozen=True):
     @property
     def name(self) -> str:
         return self.folder.name
+
+    @property
+    def has_processor(self) -> bool:
+        """Whether the folder says how images are to be prepared."""
+        names = ("preprocessor_config.json", "processor_config.json")
+        return any((self.folder / name).is_file() for name in names)
+
+    @property
+    def placeholder_ids(self) -> tuple[int, ...]:
+        """Tokens that stand for what is no text."""
+        found = (self.config.get(name) for name in _PLACEHOLDERS)
+        return tuple(token_id for token_id in found if isinstance(token_id, int))
+
+    @property
+    def has_source(self) -> bool:
+        """Whether a prompt is encoded, and the answer begins with a token of its own."""
+        return self.config.get("is_encoder_decoder") is True
 
 
 def read_spec(folder: Path) -> ModelSpec:
@@ -191,7 +209,7 @@ def _refuse_quantized(folder: Path, config: dict[str, Any]) -> None:
 
 
 def _weight_files(folder: Path) -> tuple[str, ...]:
-    """Names of the safetensors files, in order; each exists."""
+    """Names of the safetensors or GGUF files, in order; each exists."""
     if (folder / "model.safetensors.index.json").is_file():
         index = _read_json(folder, "model.safetensors.index.json")
         names = tuple(sorted(set(_weight_map(folder, index).values())))
@@ -204,6 +222,8 @@ def _weight_files(folder: Path) -> tuple[str, ...]:
         return names
     if (folder / "model.safetensors").is_file():
         return ("model.safetensors",)
+    if files := sorted(path.name for path in folder.glob("*.gguf")):
+        return tuple(files)
     for pickled in _pickled(folder):
         raise ModelError(
             f"{folder.name} has pickled weights only ({pickled}), which are never read; "

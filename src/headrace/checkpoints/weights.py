@@ -1,22 +1,33 @@
-"""From safetensors files into a model's parameters: each tensor once, in its final form."""
+"""From safetensors or GGUF files into a model's parameters: each tensor once, in its final form."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from headrace.checkpoints.headers import TensorHeader, read_headers
+from headrace.checkpoints.gguf_groups import GroupForm, Groups, common_form
+from headrace.checkpoints.gguf_weights import GgufFile
+from headrace.checkpoints.headers import TensorHeader, read_headers, text_side
 from headrace.checkpoints.spec import ModelSpec
 from headrace.core.errors import ModelError
 
 Table = Mapping[str, tuple[str, ...]]
-"""Module of ours (`*`: a number) -> the checkpoint's modules that are stacked to make it."""
+"""Module of ours (each `*`: a number) -> the checkpoint's modules that are stacked to make it."""
 
+_LEVEL, _HEAD = "model.", "lm_head."
 _DERIVED = re.compile(r"rotary_emb\.inv_freq$")  # written by old exporters, computed here
+
+
+class Settling(NamedTuple):
+    """What becomes of a module when it has all its parameters, so that two forms of all weights
+    are never there at once. Weights named in `forms` come in groups, and must be replaced."""
+
+    settle: Callable[[str, Groups | None], None]
+    forms: Mapping[str, GroupForm]
 
 
 def load_weights(
@@ -25,20 +36,15 @@ def load_weights(
     spec: ModelSpec,
     dtype: torch.dtype,
     device: torch.device,
-    settle: Callable[[str], None] = lambda path: None,
+    settling: Settling | None = None,
 ) -> None:
-    """Gives every (meta) parameter of `model` its values; ModelError names what does not fit.
-
-    `settle` may replace the module at a path; it is called as soon as that has all its parameters,
-    so that two forms of all weights are never there at once.
-    """
+    """Gives every (meta) parameter of `model` its values; ModelError names what does not fit."""
+    settle, forms = settling or (lambda path, groups: None, {})
     with ExitStack() as files:
         checkpoint = Checkpoint(spec, files)
-        sources = {
-            name: _sources(name, table)
-            for name, _ in model.named_parameters(remove_duplicate=False)
-        }
+        sources = _find_sources(model, table, checkpoint.headers)
         checkpoint.refuse_unknown({source for group in sources.values() for source in group})
+        held: dict[str, Groups] = {}
 
         def make(name: str) -> nn.Parameter:
             shape = model.get_parameter(name).shape
@@ -46,37 +52,77 @@ def load_weights(
             return nn.Parameter(values, requires_grad=False)
 
         for names in loading_order(model):
-            present = [name for name in names if checkpoint.has(sources[name])] or names[:1]
-            made = make(present[0])
+            made: nn.Parameter | None = None
             for name in names:
+                path = name.rpartition(".")[0]
+                if form := forms.get(name):
+                    shape = model.get_parameter(name).shape
+                    held[path] = checkpoint.groups(sources[name], shape, form)
+                    _assign(model, name, nn.Parameter(torch.empty(0), requires_grad=False))
                 # A file that ties by its config and still holds two different tensors means two.
-                is_own = name in present and not checkpoint.same(sources[name], sources[present[0]])
-                _assign(model, name, make(name) if is_own else made)
+                elif made is None or not checkpoint.same(sources[name], sources[names[0]]):
+                    own = make(name)
+                    made = own if made is None else made
+                    _assign(model, name, own)
+                else:
+                    _assign(model, name, made)
             del made
             for path in [name.rpartition(".")[0] for name in names]:
                 if not any(p.is_meta for p in model.get_submodule(path).parameters(recurse=False)):
-                    settle(path)
+                    settle(path, held.pop(path, None))
     model.to(device)  # buffers
+
+
+def group_forms(model: nn.Module, table: Table, spec: ModelSpec) -> dict[str, GroupForm]:
+    """Weights of linear layers whose files hold them in groups, and the form that keeps each."""
+    headers = read_headers(spec)
+    found = {}
+    for name, group in _find_sources(model, table, headers).items():
+        path, _, kind = name.rpartition(".")
+        if kind == "weight" and isinstance(model.get_submodule(path), nn.Linear):
+            form = common_form(headers[source].dtype for source in group if source in headers)
+            if form is not None:
+                found[name] = form
+    return found
+
+
+def _find_sources(
+    model: nn.Module, table: Table, headers: Mapping[str, TensorHeader]
+) -> dict[str, list[str]]:
+    """Checkpoint tensors behind each parameter; of one that is tied and absent, the other's."""
+    found = {}
+    for names in loading_order(model):
+        own = {name: _sources(name, table) for name in names}
+        present = [group for group in own.values() if all(source in headers for source in group)]
+        for name, group in own.items():
+            found[name] = group if group in present or not present else present[0]
+    return found
 
 
 def _sources(name: str, table: Table) -> list[str]:
     """Checkpoint tensors behind our parameter `name`, in stacking order."""
     module, _, kind = name.rpartition(".")
-    number = re.search(r"\.(\d+)\.", name)
     pattern = re.sub(r"\.\d+\.", ".*.", module)
-    numbers = number.group(1) if number else ""
-    return [f"{source.replace('*', numbers)}.{kind}" for source in table[pattern]]
+    sources = table[pattern]
+    for number in re.findall(r"\.(\d+)\.", name):
+        sources = tuple(source.replace("*", number, 1) for source in sources)
+    return [f"{source}.{kind}" for source in sources]
 
 
 def loading_order(model: nn.Module) -> list[list[str]]:
-    """Names of parameters, those of one and the same parameter together, the largest first.
+    """Names of parameters, those of one and the same parameter together, the largest layer first.
 
     Where two forms of the largest are held for a moment, little else is there yet.
     """
     groups: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         groups.setdefault(parameter, []).append(name)
-    return [groups[p] for p in sorted(groups, key=nn.Parameter.numel, reverse=True)]
+
+    def size(names: list[str]) -> int:
+        layers = [model.get_submodule(name.rpartition(".")[0]) for name in names]
+        return max(sum(p.numel() for p in one.parameters(recurse=False)) for one in layers)
+
+    return sorted(groups.values(), key=size, reverse=True)
 
 
 def _assign(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
@@ -89,14 +135,23 @@ class Checkpoint:
 
     def __init__(self, spec: ModelSpec, files: ExitStack) -> None:
         self._spec = spec
-        self._headers = read_headers(spec)
+        headers = text_side(read_headers(spec))
+        # a model saved without its head names its tensors from one level below
+        level = "" if any(name.startswith(_LEVEL) for name in headers) else _LEVEL
+        self.headers = {
+            name if name.startswith(_HEAD) else level + name: header
+            for name, header in headers.items()
+        }
         self._files: dict[str, Any] = {
-            name: files.enter_context(safe_open(spec.folder / name, framework="pt"))
-            for name in spec.weight_files
+            name: files.enter_context(self._open(name)) for name in spec.weight_files
         }
 
-    def has(self, names: Sequence[str]) -> bool:
-        return all(name in self._headers for name in names)
+    def _open(self, name: str) -> Any:
+        path = self._spec.folder / name
+        if path.suffix == ".gguf":
+            own = {key: header for key, header in self.headers.items() if header.file == name}
+            return GgufFile(path, self._spec, own)
+        return safe_open(path, framework="pt")
 
     def same(self, names: Sequence[str], others: Sequence[str]) -> bool:
         return all(
@@ -108,22 +163,36 @@ class Checkpoint:
         self, names: Sequence[str], shape: torch.Size, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
         """The named tensors below each other, copied once into memory of their own."""
+        target = torch.empty(shape, dtype=dtype, device=device)
+        for name, rows in self._places(names, shape):
+            self._copy(name, target[rows])
+        return target
+
+    def groups(self, names: Sequence[str], shape: torch.Size, form: GroupForm) -> Groups:
+        """The same of tensors that a GGUF file holds in groups, as they are."""
+        size = shape[0], shape[1] // form.size
+        scale, minimum = (torch.empty(size, dtype=torch.float16) for _ in range(2))
+        target = Groups(form, torch.empty(shape, dtype=torch.int8), scale, minimum)
+        for name, rows in self._places(names, shape):
+            part = Groups(form, *(tensor[rows] for tensor in target[1:]))
+            self._files[self._header(name).file].copy_groups_to(part, name)
+        return target
+
+    def _places(self, names: Sequence[str], shape: torch.Size) -> Iterator[tuple[str, slice]]:
+        """The rows that each tensor fills; ModelError if they do not fill the shape."""
         headers = [self._header(name) for name in names]
         for name, header in zip(names, headers, strict=True):
             if len(header.shape) != len(shape) or header.shape[1:] != tuple(shape[1:]):
                 raise self._misshapen(name, header, shape)
         if sum(header.shape[0] for header in headers) != shape[0]:
             raise self._misshapen(names[-1], headers[-1], shape)
-        target = torch.empty(shape, dtype=dtype, device=device)
         row = 0
         for name, header in zip(names, headers, strict=True):
-            end = row + header.shape[0]
-            target[row:end].copy_(self._tensor(name))
-            row = end
-        return target
+            yield name, slice(row, row + header.shape[0])
+            row += header.shape[0]
 
     def refuse_unknown(self, known: set[str]) -> None:
-        for name in sorted(self._headers.keys() - known):
+        for name in sorted(self.headers.keys() - known):
             if not _DERIVED.search(name):
                 raise ModelError(
                     f"{self._spec.name} has a tensor {name} that {self._spec.architecture} "
@@ -131,15 +200,23 @@ class Checkpoint:
                     "model_corrupt",
                 )
 
+    def _copy(self, name: str, target: Tensor) -> None:
+        file = self._files[self.headers[name].file]
+        if isinstance(file, GgufFile):
+            file.copy_to(target, name)
+        else:
+            target.copy_(self._tensor(name))
+
     def _tensor(self, name: str) -> Tensor:
-        return self._files[self._headers[name].file].get_tensor(name)
+        header = self.headers[name]
+        return self._files[header.file].get_tensor(header.stored_as or name)
 
     def _header(self, name: str) -> TensorHeader:
-        if name not in self._headers:
+        if name not in self.headers:
             raise ModelError(
                 f"{self._spec.name} lacks the tensor {name}; download it again.", "model_corrupt"
             )
-        return self._headers[name]
+        return self.headers[name]
 
     def _misshapen(self, name: str, header: TensorHeader, shape: torch.Size) -> ModelError:
         return ModelError(

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from headrace.answer import Piece
 from headrace.cli.chat_screen import Screen
 from headrace.cli.state import state_home
 from headrace.client.client import Client, Stream
@@ -16,7 +17,7 @@ from headrace.client.events import Accepted, Tokens
 from headrace.client.http import to_piece
 from headrace.core.errors import ConfigError, StreamFailed
 
-Message = dict[str, str]
+Message = dict[str, Any]
 
 _COMMANDS = ("/new", "/again", "/help", "/exit", "/quit")
 _COMMAND = re.compile(r"/\w+")
@@ -52,7 +53,7 @@ class Transcript:
             raise ConfigError(f"--continue: {reason}") from None
         except msgspec.DecodeError:
             raise ConfigError(damaged) from None
-        if not all({"role", "content"} <= one.keys() for one in kept.messages):
+        if not all(isinstance(m.get(k), str) for m in kept.messages for k in ("role", "content")):
             raise ConfigError(damaged)
         return kept
 
@@ -127,31 +128,65 @@ class ChatLoop:
         return bool(self._conversation.stream_id)
 
     def _hear(self, stream: Stream) -> None:
-        said = ""
+        said = _Reply()
         try:
             with contextlib.closing(stream.updates()) as updates:
                 for event in updates:
                     if isinstance(event, Accepted):
                         self._keep(event.id)
                     if isinstance(event, Tokens) and event.choice == 0:
-                        said += to_piece(event).text
+                        said.add(to_piece(event, stream.id))
                     self._screen.show(event)
         except KeyboardInterrupt:
             stream.stop()
             self._screen.note("stopped")
         except (StreamFailed, Refused) as error:
-            if not said and isinstance(error, Refused):
+            if said.is_empty and isinstance(error, Refused):
                 self._screen.end_answer()
                 self._keep("")
                 raise
             self._screen.note(error.message)
         self._screen.end_answer()
-        self._conversation.messages.append({"role": "assistant", "content": said})
+        self._conversation.messages.append(said.message())
         self._keep("")
 
     def _keep(self, stream_id: str) -> None:
         self._conversation.stream_id = stream_id
         self._kept.write(self._conversation)
+
+
+class _Reply:
+    """An answer as a message of the conversation; templates want no reasoning of earlier turns."""
+
+    def __init__(self) -> None:
+        self.is_empty = True
+        self._text = ""
+        self._calls: list[dict[str, Any]] = []
+
+    def add(self, piece: Piece) -> None:
+        self.is_empty &= not (piece.text or piece.reasoning or piece.tool_calls)
+        self._text += piece.text
+        for delta in piece.tool_calls:
+            if delta["index"] == len(self._calls):
+                self._calls.append({name: delta[name] for name in ("id", "type", "function")})
+            else:
+                function = self._calls[delta["index"]]["function"]
+                function["arguments"] += delta["function"]["arguments"]
+
+    def message(self) -> Message:
+        """Without a call that was cut: no server would take it back."""
+        calls = [call for call in self._calls if _is_json(call["function"]["arguments"])]
+        return {"role": "assistant", "content": self._text} | (
+            {"tool_calls": calls} if calls else {}
+        )
+
+
+def _is_json(text: str) -> bool:
+    try:
+        msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        return False
+    return True
 
 
 def converse(chat: ChatLoop, screen: Screen) -> None:

@@ -3,14 +3,14 @@
 import re
 import sys
 from collections.abc import Callable
+from typing import IO
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
 from rich.text import Text
 
 from headrace.client import events
-from headrace.client.events import Update
-from headrace.client.http import to_piece
+from headrace.client.events import TextPiece, Update
 
 # A model's words must not move the cursor, or worse.
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -30,6 +30,10 @@ class _Rate(ProgressColumn):
 
     def render(self, task: Task) -> Text:
         return Text(task.fields.get("told", ""), style="dim")
+
+
+def _tame(text: str) -> str:
+    return _CONTROLS.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def told(event: events.Progress) -> str:
@@ -68,12 +72,13 @@ def _line_editor() -> Callable[[], str]:
 
 
 class Screen:
-    """Without a terminal only the text of answers appears."""
+    """Without a terminal only the text of answers appears; reasoning and tool calls are dimmed."""
 
     def __init__(self) -> None:
         self._errors = Console(stderr=True, highlight=False)
         self._bar: Progress | None = None
-        self._has_text = False
+        self._unfinished: IO[str] | None = None  # where the last line of an answer is open
+        self._part = ("", 0)  # channel and tool call that it is of
         self._is_seen = sys.stdout.isatty()
 
     def read_line(self) -> str | None:
@@ -106,8 +111,8 @@ class Screen:
             case events.Heartbeat(state="recovering"):
                 self._wait(recovery(event))
             case events.Tokens(choice=0):
-                if text := to_piece(event).text:
-                    self._say(text)
+                for piece in event.pieces:
+                    self._say(piece)
 
     def trouble(self, reason: str, pause_s: float) -> None:
         """The connection or the server is away; a running stream is not lost."""
@@ -115,9 +120,7 @@ class Screen:
 
     def note(self, text: str) -> None:
         """A remark about an answer that is not whole."""
-        self._clear()
-        if self._has_text:
-            self._newline()
+        self.end_answer()
         self._errors.print(f"[{text}]", style="dim", markup=False, soft_wrap=True)
 
     def recall(self, role: str, text: str) -> None:
@@ -126,29 +129,37 @@ class Screen:
 
     def end_answer(self) -> None:
         self._clear()
-        if self._has_text:
-            self._newline()
+        self._end_line()
 
-    def _say(self, text: str) -> None:
+    def _say(self, piece: TextPiece) -> None:
+        is_aside = piece.channel != "content"
+        text = f"tool call: {piece.name} {piece.text}" if piece.name else piece.text
+        if not text or (is_aside and not self._errors.is_terminal):
+            return
         self._clear()
-        sys.stdout.write(
-            _CONTROLS.sub("\N{REPLACEMENT CHARACTER}", text) if self._is_seen else text
-        )
-        sys.stdout.flush()
-        self._has_text = not text.endswith("\n")
+        if self._part != (piece.channel, piece.call):
+            self._end_line()
+            self._part = (piece.channel, piece.call)
+        if is_aside:
+            self._errors.print(Text(_tame(text), "dim"), end="", soft_wrap=True)
+        else:
+            sys.stdout.write(_tame(text) if self._is_seen else text)
+            sys.stdout.flush()
+        target = self._errors.file if is_aside else sys.stdout
+        self._unfinished = None if text.endswith("\n") else target
 
-    def _newline(self) -> None:
-        sys.stdout.write("\n")
-        sys.stdout.flush()
-        self._has_text = False
+    def _end_line(self) -> None:
+        if self._unfinished is not None:
+            self._unfinished.write("\n")
+            self._unfinished.flush()
+        self._unfinished = None
 
     def _wait(self, text: str, done: int = 0, total: int | None = None, told: str = "") -> None:
         """One line that updates until text comes; it never breaks into a line of text."""
         if not self._errors.is_terminal:
             return
         if self._bar is None:
-            if self._has_text:
-                self._newline()
+            self._end_line()
             columns = (SpinnerColumn(), TextColumn("{task.description}"), _Bar(), _Rate())
             self._bar = Progress(*columns, console=self._errors, transient=True)
             self._bar.add_task(text, total=total)

@@ -16,16 +16,19 @@ from typing import Literal
 import msgspec
 
 from headrace.checkpoints.find import find_here, find_model, is_hub_id
-from headrace.checkpoints.headers import read_headers
+from headrace.checkpoints.headers import read_headers, text_side
 from headrace.checkpoints.spec import read_spec
 from headrace.cli import exits
 from headrace.cli.state import streams_folder
 from headrace.core.config import HttpConfig, ModelConfig, ServerConfig
 from headrace.core.errors import HeadraceError, ModelError
+from headrace.core.layout import MemoryLayout
 from headrace.core.messages import Ready
 from headrace.core.request import Chat
 from headrace.gateway.auth import Auth
+from headrace.generation.served import names_of
 from headrace.runner.lanes.lane import Lane
+from headrace.text.encoder import Encoder
 from headrace.text.template import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
 
@@ -75,8 +78,14 @@ def doctor(config: ServerConfig, model: str | None, as_json: bool) -> int:
 def _examine(config: ServerConfig, model: str | None) -> Iterable[Finding]:
     yield from _machine(config)
     yield from _server(config)
-    if model is not None:
-        yield from _model(config.models[0])
+    if model is None and len(config.models) == 1:
+        return
+    for one in config.models:
+        for finding in _model(one):
+            if len(config.models) > 1:
+                subject = f"{names_of(one)[0]}: {finding.subject}"
+                finding = msgspec.structs.replace(finding, subject=subject)
+            yield finding
 
 
 def _print(finding: Finding) -> None:
@@ -172,7 +181,10 @@ def _neighbour(http: HttpConfig, address: str) -> Finding:
 
     host = "127.0.0.1" if http.host == "0.0.0.0" else http.host
     try:
-        answer = httpx.get(f"http://{host}:{http.port}/health", timeout=_HEALTH_TIMEOUT_S)
+        scheme = "https" if http.ssl_certfile else "http"
+        url = f"{scheme}://{host}:{http.port}/health"
+        # whoever signed the certificate, and for which name
+        answer = httpx.get(url, timeout=_HEALTH_TIMEOUT_S, verify=False)
         state = answer.json()["status"]
     except (httpx.HTTPError, ValueError, KeyError, TypeError):
         detail = f"{address} is in use by something else"
@@ -183,9 +195,10 @@ def _neighbour(http: HttpConfig, address: str) -> Finding:
 
 
 def _keys(http: HttpConfig) -> Finding:
-    if http.api_key:
-        return Finding("keys", "ok", f"{len(http.api_key)} configured")
-    if not Auth(http).is_open_to_all:
+    door = Auth(http)
+    if door.num_keys:
+        return Finding("keys", "ok", f"{door.num_keys} configured")
+    if not door.is_open_to_all:
         return Finding("keys", "ok", "none, and only this machine is served")
     remedy = "Give it a key with HEADRACE_API_KEYS or --api-key-file."
     return Finding("keys", "warn", f"none, and {http.host} serves other machines", remedy)
@@ -252,6 +265,8 @@ def _files(folder: Path) -> Finding:
     headers = read_headers(spec)
     size = sum((folder / name).stat().st_size for name in spec.weight_files)
     detail = f"{spec.architecture}, {len(headers)} tensors in {len(spec.weight_files)} files"
+    if beside := len(headers) - len(text_side(headers)):
+        detail += f" ({beside} for other things than text, which are not read)"
     return Finding("model", "ok", f"{detail}, {size >> 20} MiB of {spec.dtype}")
 
 
@@ -288,29 +303,72 @@ def _computing(folder: Path, config: ModelConfig) -> Iterator[Finding]:
         reason = "as asked"
     yield Finding("lane", "ok", f"{ready.lane} on {ready.device} in {ready.dtype}: {reason}")
     yield Finding("kernels", "ok", f"{ready.kernels}: {ready.kernels_reason}")
-    yield Finding("weights", "ok", _weights(folder, config, ready))
+    yield Finding("weights", "ok", _weights(folder, ready))
+    if others := list(_smaller(folder, ready)):
+        yield Finding("smaller", "ok", ", ".join(others))
     per_token, per_sequence = cache_bytes(runner.lane, ready.layout.block_size)
     yield Finding("cache", "ok", f"{per_token} bytes a token, {per_sequence} more a sequence")
-    yield Finding("streams", "ok", _fit(ready))
+    yield _ingestion(folder, ready)
+    yield Finding("streams", "ok", _fit(ready) + _slots(ready.layout, per_sequence))
 
 
-def _weights(folder: Path, config: ModelConfig, ready: Ready) -> str:
+def _ingestion(folder: Path, ready: Ready) -> Finding:
+    facts = ready.facts
+    memory = f"{facts.memory}: {facts.why}" if facts.why else facts.memory
+    mask = "no mask" if facts.mask == "none" else "a mask for each chunk"
+    text = "streamed" if Encoder(Tokenizer.load(folder)).can_stream else "in one call"
+    detail = f"in chunks, {mask}, long texts tokenized {text}; memory: {memory}"
+    return Finding("prompts", "ok", detail)
+
+
+def _weights(folder: Path, ready: Ready) -> str:
     import torch
 
     from headrace.runner.footprint import footprint
 
-    to_int8 = config.quantize == "int8"
-    needed = footprint(read_spec(folder), getattr(torch, ready.dtype), ready.kernels, to_int8)
-    return f"{needed}, in {'int8 and ' if to_int8 else ''}{ready.dtype}"
+    dtype = getattr(torch, ready.dtype)
+    needed = footprint(read_spec(folder), dtype, ready.kernels, ready.quantize)
+    kept = {"none": "", "own": "the file's own bits and "}.get(
+        ready.quantize, f"{ready.quantize} and "
+    )
+    return f"{needed}, in {kept}{ready.dtype}"
+
+
+def _smaller(folder: Path, ready: Ready) -> Iterator[str]:
+    """What the weights would take in forms of fewer bits."""
+    import torch
+
+    from headrace.runner.footprint import footprint
+
+    if ready.kernels == "plain":
+        return
+    spec, dtype = read_spec(folder), getattr(torch, ready.dtype)
+    held = footprint(spec, dtype, ready.kernels, ready.quantize).held
+    for kind in ("int8", "int4"):
+        needed = footprint(spec, dtype, ready.kernels, kind)
+        if needed.held < held:
+            yield f"{needed.held >> 20} MiB with --quantize {kind}"
 
 
 def cache_bytes(lane: Lane, block_size: int) -> tuple[int, int]:
     """Bytes per token and further bytes per sequence, from the lane's layouts of two budgets."""
-    small, large = 1 << 30, 1 << 31
-    lengths = [lane.layout(b, 1, 1 << 40, block_size).max_positions for b in (small, large)]
+    small, large = 1 << 40, 1 << 41
+    lengths = [lane.layout(b, 1, 1 << 60, block_size).max_positions for b in (small, large)]
     per_token = round((large - small) / max(1, lengths[1] - lengths[0]))
     fixed = small - lengths[0] * per_token
-    return per_token, fixed if fixed > block_size * per_token else 0  # less is rounding, not a cost
+    if fixed <= block_size * per_token:
+        return per_token, 0  # it is rounding, not a cost
+    layout = lane.layout(small, 1, 1 << 60, block_size)
+    return per_token, fixed // max(1, layout.num_slots + layout.num_snapshots)
+
+
+def _slots(layout: MemoryLayout, per_sequence: int) -> str:
+    """What bounds the streams of a model with states."""
+    if not layout.num_blocks or not layout.num_slots:
+        return ""
+    size = f"{per_sequence / (1 << 20):.1f} MiB"
+    kept = f"{layout.num_snapshots} more keep states that prompts with the same begin go on from"
+    return f"; there are {layout.num_slots} slots of {size} for their states, and {kept}"
 
 
 def _fit(ready: Ready) -> str:

@@ -58,5 +58,29 @@ def generate(config: ServerConfig, prompt: str, fields: dict[str, Any], as_json:
                 print(choice.text)
 
 
+def split_inputs(words: Sequence[str]) -> tuple[str | None, list[str]]:
+    """MODEL and the texts: the first word is a text, too, unless it names a model."""
+    if words and _names_model(words[0]):
+        return words[0], list(words[1:])
+    return None, list(words)
+
+
+def read_inputs(words: Sequence[str]) -> list[str]:
+    """The texts themselves; without any, or for -, the lines that come on stdin."""
+    if not words and sys.stdin.isatty():
+        raise ConfigError("No text: give one, or - to read lines from stdin.")
+    found: list[str] = []
+    for word in words or ["-"]:
+        found += sys.stdin.read().splitlines() if word == "-" else [word]
+    return found
+
+
+def embed(config: ServerConfig, texts: list[str], fields: dict[str, Any]) -> None:
+    """Prints a JSON array for each text, on a line of its own."""
+    with LLM(config, DownloadLine(config.models[0].model)) as llm:
+        for vector in llm.embed(texts, **fields):
+            print(msgspec.json.encode(vector).decode())
+
+
 def _names_model(word: str) -> bool:
     return word == MINI or is_hub_id(word) or Path(word).expanduser().is_dir()

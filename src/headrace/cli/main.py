@@ -13,6 +13,7 @@ import msgspec
 from headrace import __version__
 from headrace.cli import exits
 from headrace.cli.bench import bench
+from headrace.cli.models import models, pull
 from headrace.core.config import ServerConfig
 from headrace.core.config_sources import Setting, load, nearest, settings
 from headrace.core.errors import ConfigError, HeadraceError, ModelError, RequestFailed
@@ -23,10 +24,11 @@ _WRONG_FIELD = ("invalid_type", "invalid_value", "unsupported_parameter")
 
 def _option(setting: Setting) -> click.Option:
     kind: Any = click.Choice(setting.choices) if setting.choices else str
-    shown = setting.default if setting.default not in (None, ()) else None
+    shown = setting.default if setting.default not in (None, (), False) else None
     return click.Option(
         [*setting.flags, setting.name],
-        type=kind,
+        type=bool if setting.type is bool else kind,
+        is_flag=setting.type is bool,
         multiple=setting.is_list,
         default=None,
         help=setting.description + (f"  [default: {shown}]" if shown is not None else ""),
@@ -75,25 +77,38 @@ def _value(text: str) -> Any:
         return text
 
 
+def _several() -> list[click.Parameter]:
+    """The ways to name several models."""
+    file = click.Path(dir_okay=False, path_type=Path)
+    named = click.Option(
+        ["--model", "models_at"],
+        multiple=True,
+        metavar="NAME=PATH",
+        help="One of several models, loaded when it is asked for; PATH may be a hub id",
+    )
+    with_tables = click.Option(
+        ["--config", "config_file"], type=file, help="TOML file with [serve] and [[models]]"
+    )
+    return [named, with_tables]
+
+
 def _serve_command() -> click.Command:
     def run(model: str | None, config_file: Path | None, **flags: Any) -> None:
-        """Serve MODEL over HTTP: a folder, a hub id, or headrace-mini (the default).
+        """Serve MODEL: a folder, a GGUF file, a hub id, or headrace-mini (the default).
 
         \b
         headrace serve
         headrace serve Qwen/Qwen3-0.6B
         headrace serve ./my-model --max-num-seqs 8 --port 9000
+        headrace serve --model small=./one --model large=./two --max-models 1
         """
         from headrace.cli.serve import serve
 
         sys.exit(serve(_config(model, flags, config_file)))
 
-    file = click.Path(dir_okay=False, path_type=Path)
     params: list[click.Parameter] = [
         click.Argument(["model"], required=False),
-        click.Option(
-            ["--config", "config_file"], type=file, help="TOML file; its [serve] table is read"
-        ),
+        *_several(),
         *_options(),
     ]
     return click.Command("serve", callback=run, params=params, help=run.__doc__)
@@ -137,6 +152,31 @@ def _generate_command() -> click.Command:
     return click.Command("generate", callback=run, params=params, help=run.__doc__)
 
 
+def _embed_command() -> click.Command:
+    def run(words: tuple[str, ...], pairs: tuple[str, ...], **flags: Any) -> None:
+        """Print the embedding of each TEXT, a JSON array on a line of its own, computed in this
+        process. Without TEXT, or with -, each line of stdin is a text. The first word is a text,
+        too, unless it names a model: headrace-mini, a folder, or a hub id.
+
+        \b
+        headrace embed ./my-model "A wheel that turns" "A river"
+        cat lines.txt | headrace embed ./my-model - -o dimensions=256
+        """
+        from headrace.cli.generate import embed, read_inputs, split_inputs
+        from headrace.protocols.embeddings import TABLE
+
+        model, texts = split_inputs(words)
+        fields = read_fields(pairs, set(TABLE) - {"input", "encoding_format"})
+        embed(_config(model, flags), read_inputs(texts), fields)
+
+    params: list[click.Parameter] = [
+        click.Argument(["words"], nargs=-1, metavar="[MODEL] [TEXT|-]..."),
+        _FIELD,
+        *_options("models", "log_level"),
+    ]
+    return click.Command("embed", callback=run, params=params, help=run.__doc__)
+
+
 def _chat_command() -> click.Command:
     def run(model: str | None, pairs: tuple[str, ...], **given: Any) -> None:
         """Talk to a server; with MODEL, to one of its own, which ends with the chat. Ctrl-C stops
@@ -171,7 +211,7 @@ def _chat_command() -> click.Command:
 
 
 def _doctor_command() -> click.Command:
-    def run(model: str | None, as_json: bool, **flags: Any) -> None:
+    def run(model: str | None, as_json: bool, config_file: Path | None, **flags: Any) -> None:
         """Look for what would keep this machine from serving, and with MODEL how it would be run.
         Changes nothing. Exit code 1 if something is broken.
 
@@ -181,11 +221,12 @@ def _doctor_command() -> click.Command:
         """
         from headrace.cli.doctor import doctor
 
-        sys.exit(doctor(_config(model, flags), model, as_json))
+        sys.exit(doctor(_config(model, flags, config_file), model, as_json))
 
     params: list[click.Parameter] = [
         click.Argument(["model"], required=False),
         click.Option(["--json", "as_json"], is_flag=True, help="Print the findings as JSON"),
+        *_several(),
         *_options(),
     ]
     return click.Command("doctor", callback=run, params=params, help=run.__doc__)
@@ -201,7 +242,10 @@ for command in (
     _serve_command(),
     _chat_command(),
     _generate_command(),
+    _embed_command(),
     _doctor_command(),
+    models,
+    pull,
     bench,
 ):
     cli.add_command(command)

@@ -3,10 +3,12 @@
 import asyncio
 import contextlib
 import errno
+import itertools
 import logging
 import os
 import signal
 import socket
+import ssl
 import sys
 import threading
 
@@ -14,16 +16,22 @@ import msgspec
 
 from headrace.cli import exits
 from headrace.cli.download import DownloadLine
+from headrace.cli.logs import say, set_up
 from headrace.cli.state import streams_folder
-from headrace.core.config import ServerConfig
-from headrace.core.errors import HeadraceError
+from headrace.core.config import HttpConfig, ModelConfig, ServerConfig
+from headrace.core.errors import ConfigError, HeadraceError
 from headrace.core.messages import Ready
 from headrace.engine.supervisor import Supervisor
+from headrace.engine.turns import SharedTurns
 from headrace.gateway.app import create_app
 from headrace.gateway.auth import Auth
 from headrace.gateway.http_server import HttpServer, LoadingServer
+from headrace.gateway.realtime import ENVELOPE_BYTES
+from headrace.generation.fleet import is_sole
 from headrace.generation.generation import Generation
-from headrace.generation.served import ServedModel
+from headrace.generation.host import CACHE_BYTES, Host
+from headrace.generation.metrics import Metrics
+from headrace.generation.served import ServedModel, may_see_images
 from headrace.generation.work import WorkerPool
 from headrace.streams.memory_store import MemoryStore
 from headrace.streams.sqlite_store import SqliteStore
@@ -39,9 +47,8 @@ _LAST_S = 25.0  # for all that follows the drain; farewell, engine and store tak
 
 def serve(config: ServerConfig) -> int:
     """Serves until a signal; returns the exit code."""
-    logging.basicConfig(
-        level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    set_up(config)
+    tls = _tls(config.http)
     try:
         listener = _listen(config.http.host, config.http.port)
     except OSError as error:
@@ -53,20 +60,27 @@ def serve(config: ServerConfig) -> int:
         )
         return exits.IN_USE
     with listener:
-        with LoadingServer(listener, DownloadLine(config.models[0].model)) as room:
-            model = ServedModel(config.models[0], room)
+        model = None
+        if is_sole(config):
+            with LoadingServer(listener, DownloadLine(config.models[0].model), tls) as room:
+                model = ServedModel(config.models[0], room)
         with asyncio.Runner(loop_factory=_new_loop) as runner:
-            return runner.run(_run(config, model, listener))
+            return runner.run(_run(config, model, listener, tls))
 
 
-async def _run(config: ServerConfig, model: ServedModel, listener: socket.socket) -> int:
+async def _run(
+    config: ServerConfig,
+    model: ServedModel | None,
+    listener: socket.socket,
+    tls: ssl.SSLContext | None,
+) -> int:
     try:
         store = _open_store(config.streams.state_dir, listener.getsockname()[1])
     except StateError as error:
         print(f"headrace: {error}", file=sys.stderr)
         return exits.IN_USE if isinstance(error, StateInUse) else exits.FAILED
     try:
-        return await _Serving(config, model, listener, store).run()
+        return await _Serving(config, model, listener, store, tls).run()
     finally:
         await store.close()
 
@@ -74,6 +88,31 @@ async def _run(config: ServerConfig, model: ServedModel, listener: socket.socket
 def _open_store(state_dir: str | None, port: int) -> Store:
     folder = streams_folder(state_dir, port)
     return MemoryStore() if folder is None else SqliteStore.open(folder)
+
+
+def _tls(http: HttpConfig) -> ssl.SSLContext | None:
+    """What HTTPS is served with, if it is; ConfigError if the files are not fit for it."""
+    if http.ssl_certfile is None:
+        if http.ssl_keyfile is not None:
+            raise ConfigError("--ssl-keyfile goes with --ssl-certfile; give both.")
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.set_alpn_protocols(["http/1.1"])
+    _load_certificate(context, http)
+    return context
+
+
+def _load_certificate(context: ssl.SSLContext, http: HttpConfig) -> None:
+    assert http.ssl_certfile is not None
+    try:
+        context.load_cert_chain(http.ssl_certfile, http.ssl_keyfile, password="")
+    except OSError as error:
+        files = " and ".join(file for file in (http.ssl_certfile, http.ssl_keyfile) if file)
+        why = error.strerror if error.filename else getattr(error, "reason", None)
+        raise ConfigError(
+            f"--ssl-certfile: {files} cannot be used ({why or error}); give a PEM certificate "
+            "chain and its key, without a passphrase."
+        ) from None
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -93,9 +132,17 @@ class _Serving:
     """One server from start to end. Signals and lost threads set events, `_serve` acts."""
 
     def __init__(
-        self, config: ServerConfig, model: ServedModel, listener: socket.socket, store: Store
+        self,
+        config: ServerConfig,
+        model: ServedModel | None,
+        listener: socket.socket,
+        store: Store,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
+        """`model` is the only one, read already; None where there may be several."""
         self._config = config
+        self._tls = tls
+        self._door = Auth(config.http)
         self._store = store
         self._model = model
         self._listener = listener
@@ -106,24 +153,49 @@ class _Serving:
     async def run(self) -> int:
         self._watch_signals()
         self._watch_threads()
-        local = msgspec.structs.replace(self._config.models[0], model=str(self._model.folder))
-        engine = Supervisor(local, self._config.streams.load_timeout_s)
-        named = msgspec.structs.replace(local, served_model_name=self._model.names)
-        work = WorkerPool("headrace.protocols.worker", msgspec.msgpack.encode(named))
-        generation = Generation(self._config, self._model, engine, self._store, work)
+        metrics = Metrics()
+        hosts = self._hosts(metrics)
+        read = [(host.config, host.names) for host in hosts]
+        named = [msgspec.structs.replace(it, served_model_name=names) for it, names in read]
+        has_images = any(map(may_see_images, named))
+        start = msgspec.msgpack.encode(named)
+        work = WorkerPool("headrace.protocols.worker", start, has_images)
+        generation = Generation(self._config, hosts, self._store, work, metrics)
         try:
-            return await self._serve(generation, engine)
+            return await self._serve(generation)
         except ExceptionGroup as broken:
             logger.critical("A part of the server has failed", exc_info=broken)
-            _say("headrace: a part of the server has failed, so all of it ends; start it again.")
+            say("headrace: a part of the server has failed, so all of it ends; start it again.")
             _end_within(_LAST_S, exits.BROKEN)
             return exits.BROKEN
         finally:
-            await engine.close()
+            await generation.close()
 
-    async def _serve(self, generation: Generation, engine: Supervisor) -> int:
+    def _hosts(self, metrics: Metrics) -> tuple[Host, ...]:
+        config = self._config
+
+        def start(model: ModelConfig) -> Supervisor:
+            return Supervisor(model, config.streams.load_timeout_s)
+
+        if self._model is not None:
+            local = msgspec.structs.replace(config.models[0], model=str(self._model.folder))
+            return (Host(local, start, metrics, self._model),)
+        cache_bytes = None if config.loading.models_memory_bytes is None else CACHE_BYTES
+        turns, numbers = SharedTurns(), itertools.count()
+
+        def start_beside(model: ModelConfig) -> Supervisor:
+            timeout_s = config.streams.load_timeout_s
+            return Supervisor(model, timeout_s, next(numbers), turns.fds)
+
+        return tuple(
+            Host(model, start_beside, Metrics(), cache_bytes=cache_bytes) for model in config.models
+        )
+
+    async def _serve(self, generation: Generation) -> int:
         """Until a signal or the engine's end; an ExceptionGroup if anything else ends first."""
-        server = HttpServer(create_app(generation, self._config), _KEEP_ALIVE_S, _FAREWELL_S)
+        app = create_app(generation, self._config, self._door)
+        most = self._config.http.max_body_bytes + ENVELOPE_BYTES
+        server = HttpServer(app, _KEEP_ALIVE_S, _FAREWELL_S, self._tls, most)
         async with asyncio.TaskGroup() as tasks:
             generating = tasks.create_task(generation.run(), name="generation")
             http = tasks.create_task(server.serve(sockets=[self._listener]), name="http")
@@ -139,21 +211,42 @@ class _Serving:
             _end_within(_LAST_S, code)
             announcing.cancel()
             server.should_exit = True
-            await engine.close()
+            await generation.close()
         return code
 
     async def _drain(self, generation: Generation) -> None:
         seconds = self._config.streams.drain_s
         if number := len(generation.streams):
             streams = "1 stream has" if number == 1 else f"{number} streams have"
-            _say(f"headrace: {streams} up to {seconds:g} s to end; Ctrl-C again ends at once.")
+            say(f"headrace: {streams} up to {seconds:g} s to end; Ctrl-C again ends at once.")
         await generation.drain(seconds)
 
     def _watch_signals(self) -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+            if number != signal.SIGHUP:
                 loop.add_signal_handler(number, self._on_signal)
+            elif self._has_files:
+                loop.add_signal_handler(number, self._reload)
+            elif signal.getsignal(number) != signal.SIG_IGN:  # nohup
+                loop.add_signal_handler(number, self._on_signal)
+
+    @property
+    def _has_files(self) -> bool:
+        """Whether there is something that can be read again."""
+        http = self._config.http
+        return any((http.api_key_file, http.admin_key_file, http.ssl_certfile))
+
+    def _reload(self) -> None:
+        """Takes keys and certificate as their files are now; connections that there are stay."""
+        try:
+            self._door.reload()
+            if self._tls is not None:
+                _load_certificate(self._tls, self._config.http)
+        except ConfigError as error:
+            logger.error("SIGHUP: %s What was read before still counts.", error)
+        else:
+            logger.info("SIGHUP: keys and certificate are read again")
 
     def _watch_threads(self) -> None:
         """A thread that fails, as the one that writes the store, is as bad as a lost task."""
@@ -174,20 +267,25 @@ class _Serving:
     async def _announce(self, generation: Generation) -> None:
         """One line once the model answers; before that, a warning if anybody may ask."""
         http = self._config.http
-        if Auth(http).is_open_to_all:
-            _say(
+        if self._door.is_open_to_all:
+            say(
                 f"headrace: {http.host} serves other machines, and no key is asked for; give one "
                 "with HEADRACE_API_KEYS or --api-key-file."
             )
-        ready = await generation.wait_until_ready()
-        host, port = self._listener.getsockname()[:2]
-        _say(_ready_line(f"http://{host}:{port}", self._model.names[0], ready))
+        address, port = self._listener.getsockname()[:2]
+        url = f"{'http' if self._tls is None else 'https'}://{address}:{port}"
+        if generation.fleet.is_sole:
+            ready = await generation.hosts.first.wait_until_ready()
+            say(_ready_line(url, generation.hosts.first.name, ready))
+            return
+        names = ", ".join(host.name for host in generation.hosts.all())
+        say(f"Headrace is ready at {url}: models are loaded when they are asked for: {names}")
 
     def _verdict(self, generation: Generation) -> int:
         if not generation.died.is_set():
             return exits.DONE
-        _say(f"headrace: {generation.last_words}")
-        return exits.ENGINE if self._model.ready else exits.MODEL
+        say(f"headrace: {generation.last_words}")
+        return exits.ENGINE if self._model and self._model.ready else exits.MODEL
 
 
 def _ready_line(url: str, name: str, ready: Ready) -> str:
@@ -198,12 +296,6 @@ def _ready_line(url: str, name: str, ready: Ready) -> str:
         f"kernels {ready.kernels} ({ready.kernels_reason}), context {ready.max_model_len}, "
         f"{seqs}, stall target {target}"
     )
-
-
-def _say(line: str) -> None:
-    """To stderr, which may be closed."""
-    with contextlib.suppress(OSError):
-        print(line, file=sys.stderr, flush=True)
 
 
 def _end_within(seconds: float, code: int) -> None:

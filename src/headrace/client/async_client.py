@@ -35,8 +35,10 @@ from headrace.client.http import (
     to_patience,
     to_piece,
     to_response,
+    to_send,
 )
 from headrace.client.pacing import Pacing
+from headrace.client.vectors import embedding_request, to_vectors
 
 
 class AsyncClient:
@@ -82,6 +84,10 @@ class AsyncClient:
         """A stream that runs or has ended, behind a cursor. Leaving it does not stop it."""
         return self._stream(attached(stream_id, after, self._patience_s))
 
+    async def embed(self, input: str | list[Any], **fields: Any) -> Any:
+        """The vector of a text or of token ids, or one for each of several; of length 1."""
+        return to_vectors(await self._do(embedding_request(input, fields)), input)
+
     async def stop(self, stream_id: str) -> None:
         """Ends a stream wherever it is; its events so far stay readable. Refused for no stream."""
         await self._ask("POST", f"{path_of(stream_id)}/cancel")
@@ -113,13 +119,14 @@ class AsyncClient:
         return stream
 
     async def _ask(self, method: str, path: str) -> dict[str, Any]:
-        return await _ask(
-            self._http, HttpRequest(method, path), Pacing(self._patience_s), self.on_trouble
-        )
+        return await self._do(HttpRequest(method, path))
+
+    async def _do(self, sent: HttpRequest) -> dict[str, Any]:
+        return await _ask(self._http, sent, Pacing(self._patience_s), self.on_trouble)
 
 
 class AsyncStream:
-    """One answer. Iterated, it gives the pieces of text; `updates` gives all that is known."""
+    """One answer. Iterated, it gives pieces; `updates` gives all that is known."""
 
     def __init__(
         self, http: httpx.AsyncClient, following: StreamFollower, on_trouble: OnTrouble
@@ -149,7 +156,7 @@ class AsyncStream:
         try:
             async for event in updates:
                 if isinstance(event, Tokens):
-                    yield to_piece(event)
+                    yield to_piece(event, self.id)
         finally:
             await _close(updates)
 
@@ -252,7 +259,7 @@ async def _ask(
             on_trouble(pacing.reason, pacing.pause_s)
         await asyncio.sleep(pacing.pause_s)
         try:
-            response = await http.request(sent.method, sent.path)
+            response = await http.send(to_send(http, sent))
         except LOST as error:
             pacing.broke(not isinstance(error, NOT_MADE), reason_of(error))
             continue

@@ -35,8 +35,10 @@ from headrace.client.http import (
     to_patience,
     to_piece,
     to_response,
+    to_send,
 )
 from headrace.client.pacing import Pacing
+from headrace.client.vectors import embedding_request, to_vectors
 
 
 class Client:
@@ -81,6 +83,10 @@ class Client:
         """A stream that runs or has ended, behind a cursor. Leaving it does not stop it."""
         return self._stream(attached(stream_id, after, self._patience_s))
 
+    def embed(self, input: str | list[Any], **fields: Any) -> Any:
+        """The vector of a text or of token ids, or one for each of several; of length 1."""
+        return to_vectors(self._do(embedding_request(input, fields)), input)
+
     def stop(self, stream_id: str) -> None:
         """Ends a stream wherever it is; its events so far stay readable. Refused for no stream."""
         self._ask("POST", f"{path_of(stream_id)}/cancel")
@@ -107,13 +113,14 @@ class Client:
         return Stream(self._http, following, self.on_trouble)
 
     def _ask(self, method: str, path: str) -> dict[str, Any]:
-        return _ask(
-            self._http, HttpRequest(method, path), Pacing(self._patience_s), self.on_trouble
-        )
+        return self._do(HttpRequest(method, path))
+
+    def _do(self, sent: HttpRequest) -> dict[str, Any]:
+        return _ask(self._http, sent, Pacing(self._patience_s), self.on_trouble)
 
 
 class Stream:
-    """One answer. Iterated, it gives the pieces of text; `updates` gives all that is known."""
+    """One answer. Iterated, it gives pieces; `updates` gives all that is known."""
 
     def __init__(
         self, http: httpx.Client, following: StreamFollower, on_trouble: OnTrouble
@@ -141,7 +148,7 @@ class Stream:
     def __iter__(self) -> Iterator[Piece]:
         for event in self.updates():
             if isinstance(event, Tokens):
-                yield to_piece(event)
+                yield to_piece(event, self.id)
 
     def updates(self) -> Generator[Update, None, None]:
         """Every event once, over as many connections as it takes, and heartbeats in between."""
@@ -229,7 +236,7 @@ def _ask(
             on_trouble(pacing.reason, pacing.pause_s)
         time.sleep(pacing.pause_s)
         try:
-            response = http.request(sent.method, sent.path)
+            response = http.send(to_send(http, sent))
         except LOST as error:
             pacing.broke(not isinstance(error, NOT_MADE), reason_of(error))
             continue

@@ -42,8 +42,12 @@ class Progress(Event, frozen=True):
 
 
 class TextPiece(msgspec.Struct, frozen=True):
+    """More text of one channel: content, reasoning, or the arguments of a tool call."""
+
     text: str
     channel: str = "content"
+    call: int = -1  # tool calls are counted from 0 within their choice
+    name: str = ""  # of a tool, where its call begins
 
 
 class End(msgspec.Struct, frozen=True):

@@ -29,6 +29,7 @@ class HttpRequest(NamedTuple):
     path: str
     headers: dict[str, str] = {}
     body: bytes = b""
+    timeout_s: float = 30.0  # of silence: several heartbeats
 
 
 class NextAction(enum.Enum):
@@ -152,14 +153,19 @@ class StreamFollower:
 def new_request(fields: dict[str, Any]) -> HttpRequest:
     """The request that opens a stream; the same bytes and key every time it is sent."""
     route = next(ROUTES[name] for name in ROUTES if name in fields)
+    body = to_body({"return_token_ids": True, **fields, "stream": True})
+    headers = {"Content-Type": "application/json", "Idempotency-Key": secrets.token_hex(16)}
+    return HttpRequest("POST", route, headers, body)
+
+
+def to_body(fields: dict[str, Any]) -> bytes:
+    """RequestFailed if a field cannot be sent."""
     for name, value in fields.items():
         _check_numbers(value, name)
     try:
-        body = msgspec.json.encode({"return_token_ids": True, **fields, "stream": True})
+        return msgspec.json.encode(fields)
     except (TypeError, UnicodeEncodeError) as error:
         raise RequestFailed("invalid_type", f"A field cannot be sent as JSON: {error}.") from None
-    headers = {"Content-Type": "application/json", "Idempotency-Key": secrets.token_hex(16)}
-    return HttpRequest("POST", route, headers, body)
 
 
 def attached(stream_id: str, after: int, patience_s: float) -> StreamFollower:

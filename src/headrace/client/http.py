@@ -11,6 +11,7 @@ import msgspec
 from headrace.answer import Piece
 from headrace.client.errors import Refused
 from headrace.client.events import Tokens
+from headrace.client.following import HttpRequest
 from headrace.errors import ConfigError, RequestFailed, StreamFailed
 
 URL = "http://127.0.0.1:8000"
@@ -94,10 +95,16 @@ def to_object(body: bytes) -> dict[str, Any]:
         ) from None
 
 
-def to_piece(event: Tokens) -> Piece:
-    text = "".join(piece.text for piece in event.pieces if piece.channel == "content")
+def to_piece(event: Tokens, stream_id: str) -> Piece:
     reason = event.end.finish_reason if event.end else None
-    return Piece(event.choice, text, event.ids, reason)
+    return Piece.of((stream_id, event.choice), event.pieces, event.ids, reason)
+
+
+def to_send(http: httpx.Client | httpx.AsyncClient, sent: HttpRequest) -> httpx.Request:
+    timeout = httpx.Timeout(sent.timeout_s, connect=10.0, pool=None)
+    return http.build_request(
+        sent.method, sent.path, headers=sent.headers, content=sent.body, timeout=timeout
+    )
 
 
 def to_response(state: dict[str, Any]) -> dict[str, Any]:

@@ -73,9 +73,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         Meta(description="Number format of weights and cache; auto: the checkpoint's own"),
     ] = "auto"
     quantize: Annotated[
-        Literal["none", "int8"],
-        Meta(description="Weights in 8 bits on a CPU: half the memory to read, a small loss"),
-    ] = "none"
+        Literal["auto", "none", "int8", "int4"],
+        Meta(
+            description="Weights in 8 or 4 bits on a CPU: half or a third of the memory to read, a "
+            "loss; auto: as a GGUF file has them, none for the rest; none unpacks such a file"
+        ),
+    ] = "auto"
     device: Annotated[
         Literal["auto", "cpu", "cuda"], Meta(description="Where the model is computed")
     ] = "auto"
@@ -87,7 +90,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = "auto"
     lane: Annotated[
-        Literal["auto", "native-text", "generic-text"],
+        Literal[
+            "auto", "native-text", "generic-text", "generic-multimodal", "generic-seq2seq-source"
+        ],
         Meta(description="How the model is run; auto: chosen by its architecture"),
     ] = "auto"
     threads: Annotated[
@@ -120,6 +125,14 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         Literal["auto", "none", "think", "mistral", "harmony"],
         Meta(description="How it sets its reasoning apart; auto: as its chat template says"),
     ] = "auto"
+    pooling: Annotated[
+        Literal["auto", "mean", "last", "cls"],
+        Meta(description="How an embedding is made of a text; auto: as the model's files say"),
+    ] = "auto"
+    embedding_dimensions: Annotated[
+        Literal["auto", "any"],
+        Meta(description="Lengths that embeddings may be cut to; auto: those the model names"),
+    ] = "auto"
     scheduler: SchedulerConfig = SchedulerConfig()
 
 
@@ -136,12 +149,40 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = ()
     api_key_file: Annotated[
-        str | None, Meta(description="File with more of them, one a line; # begins a comment")
+        str | None,
+        Meta(
+            description="File with more of them, a line of key or name:key each; # begins a "
+            "comment. Read again on SIGHUP; the log says names, never keys"
+        ),
+    ] = None
+    admin_key: Annotated[
+        Annotated[str, Meta(min_length=1)] | None,
+        Meta(
+            description="Key for /manage and /metrics, which clients' keys do not open; others "
+            "here can see it in the list of processes: rather set HEADRACE_ADMIN_KEY"
+        ),
+    ] = None
+    admin_key_file: Annotated[
+        str | None, Meta(description="File with more of them, as of --api-key-file")
     ] = None
     max_body_bytes: Annotated[int, Meta(ge=1, description="Largest request body")] = 32 << 20
     allowed_host: Annotated[
         tuple[str, ...], Meta(description="Host names served beside loopback without a key")
     ] = ()
+    allowed_origins: Annotated[
+        tuple[str, ...],
+        Meta(description="Origins whose pages may use the API (https://app.example), or *"),
+    ] = ()
+    ssl_certfile: Annotated[
+        str | None,
+        Meta(description="Certificate chain (PEM) to serve HTTPS with; read again on SIGHUP"),
+    ] = None
+    ssl_keyfile: Annotated[
+        str | None, Meta(description="Its private key, if that is not in the same file")
+    ] = None
+    vllm_metrics: Annotated[
+        bool, Meta(description="Show /metrics by vLLM's names too, for dashboards made for it")
+    ] = False
 
 
 class StreamConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -151,6 +192,30 @@ class StreamConfig(msgspec.Struct, frozen=True, kw_only=True):
         int,
         Meta(ge=0, description="Choices that may wait, n to a prompt; one more request gets 429"),
     ] = 512
+    max_num_queued_tokens: Annotated[
+        Count | None,
+        Meta(
+            description="Prompt tokens that may wait; if not given, as many as are read in 600 s, "
+            "and at least one context. An empty queue takes any prompt that fits the context"
+        ),
+    ] = None
+    queue_timeout_s: Annotated[
+        float, Meta(ge=0, description="Seconds that a request may wait to be started; 0: no limit")
+    ] = 600.0
+    request_timeout_s: Annotated[
+        float, Meta(ge=0, description="Seconds that a whole request may take; 0: no limit")
+    ] = 0.0
+    key_requests_per_minute: Annotated[
+        Count | None,
+        Meta(description="Requests that one key may make each minute; no limit if not given"),
+    ] = None
+    key_tokens_per_minute: Annotated[
+        Count | None,
+        Meta(
+            description="Tokens that one key may use each minute, of prompts and answers; no "
+            "limit if not given"
+        ),
+    ] = None
     heartbeat_s: Annotated[
         float,
         Meta(ge=1, le=10, description="Seconds without a data frame until a heartbeat is sent"),
@@ -181,12 +246,36 @@ class StreamConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = 30.0
 
 
+class LoadingConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Which models a server of several has in memory."""
+
+    models_dir: Annotated[
+        str | None, Meta(description="Folder whose subfolders are models, served by their names")
+    ] = None
+    max_models: Annotated[
+        Count | None, Meta(description="Models in memory at once, where there are several")
+    ] = None
+    models_memory_bytes: Annotated[
+        Count | None,
+        Meta(description="Memory for weights and caches of all models, where there are several"),
+    ] = None
+    idle_unload_s: Annotated[
+        Annotated[float, Meta(gt=0)] | None,
+        Meta(description="Seconds without use after which one of several models is unloaded"),
+    ] = None
+
+
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A whole server."""
 
     models: tuple[ModelConfig, ...] = (ModelConfig(),)
+    loading: LoadingConfig = LoadingConfig()
     http: HttpConfig = HttpConfig()
     streams: StreamConfig = StreamConfig()
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="What the log shows")
     ] = "info"
+    log_format: Annotated[
+        Literal["text", "json"],
+        Meta(description="Form of the log on stderr; json: an object a line, and nothing else"),
+    ] = "text"

@@ -4,6 +4,7 @@ import difflib
 import tomllib
 import types
 import typing
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +29,8 @@ SECRETS = ("HEADRACE_API_KEY", "HEADRACE_API_KEYS", "HEADRACE_ADMIN_KEY")
 
 _CLIENTS_KEY = "HEADRACE_API_KEY"  # a server that finds it asks for it, too
 _OTHERS_MAY_READ = 0o044
-_WORDS = {int: "a whole number", float: "a number", str: "a string"}
+_WORDS = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
+_SECRET = ("api_key", "admin_key")
 
 
 class Setting(NamedTuple):
@@ -129,22 +131,27 @@ def load(
 ) -> ServerConfig:
     """Flag beats environment beats file beats default; ConfigError names what is wrong.
 
-    Keys of `api_key_file` are added to the others. `warn` gets what is odd but harmless. With
-    `are_options` the flags are a Python caller's options, and errors name them so.
+    Files of keys are read, but not taken over: they may change while the server runs. `warn`
+    gets what is odd but harmless. With `are_options` the flags are a Python caller's options, and
+    errors name them so.
     """
     known = {setting.name: setting for setting in settings()}
     for name in flags:
-        if name not in known:
+        if name not in known and name != "models_at":
             raise ConfigError(f"Unknown option {name}{nearest(name, known)}")
     from_environment = _from_environment(environment, known, warn)
-    from_file = _from_file(file, known, warn)
+    from_file, tables = _from_file(file, known, warn)
+    for number, table in enumerate(tables, 1):
+        _check_own(known, table, f"in [[models]] {number} of {file}")
+    tables += _named(flags.get("models_at", ()))
+    flags = {name: value for name, value in flags.items() if name != "models_at"}
     values = {**from_file, **from_environment, **flags}
     given_as = {name: f"{name} in {file}" for name in from_file}
     given_as |= {name: known[name].variable for name in from_environment}
     given_as |= {name: name if are_options else known[name].flags[0] for name in flags}
-    if path := values.get("api_key_file"):
-        more = read_keys(Path(path), warn, given_as["api_key_file"])
-        values["api_key"] = [*values.get("api_key", ()), *more]
+    for name in ("api_key_file", "admin_key_file"):
+        if path := values.get(name):
+            read_keys(Path(path), warn, given_as[name])
     tree: dict[str, Any] = {}
     for name, value in values.items():
         *parents, leaf = known[name].path
@@ -152,16 +159,26 @@ def load(
         for parent in parents:
             branch = branch.setdefault(parent, {})
         branch[leaf] = value
-    if "models" in tree:
-        tree["models"] = [tree["models"]]
+    if (folder := values.get("models_dir")) is not None:
+        tables += _in_folder(Path(folder), given_as["models_dir"])
+    several = [_own(known, table) for table in tables]
+    if several or "models" in tree:
+        tree["models"] = _models(tree.get("models", {}), several)
     try:
-        return msgspec.convert(tree, ServerConfig, strict=False)
+        config = msgspec.convert(tree, ServerConfig, strict=False)
     except msgspec.ValidationError as error:
         raise ConfigError(_explain(str(error), known, values, given_as)) from None
+    _check_names(config)
+    return config
 
 
-def read_keys(file: Path, warn: Warn = _say_nothing, given_as: str = "--api-key-file") -> list[str]:
-    """The keys of a file, one a line; lines that are empty or begin with # are passed over."""
+def read_keys(
+    file: Path, warn: Warn = _say_nothing, given_as: str = "--api-key-file"
+) -> dict[str, str]:
+    """Each key of a file with its name, or "".
+
+    A line is `key` or `name:key`; empty ones and those that begin with # are passed over.
+    """
     try:
         lines = [line.strip() for line in file.read_text("utf-8-sig").splitlines()]
         mode = file.stat().st_mode & 0o777
@@ -171,7 +188,14 @@ def read_keys(file: Path, warn: Warn = _say_nothing, given_as: str = "--api-key-
         ) from None
     except UnicodeDecodeError:
         raise ConfigError(f"{given_as}: {file} is not text; write one key a line.") from None
-    keys = [line for line in lines if line and not line.startswith("#")]
+    keys: dict[str, str] = {}
+    for number, line in enumerate(lines, 1):
+        if not line or line.startswith("#"):
+            continue
+        name, colon, key = line.partition(":")
+        if colon and not (name.strip() and key.strip()):
+            raise ConfigError(f"{given_as}: line {number} of {file} is no name:key; write both.")
+        keys[key.strip() if colon else line] = name.strip() if colon else ""
     if not keys:  # the server would be open to all
         raise ConfigError(f"{given_as}: {file} has no key; write one a line, or leave it out.")
     if mode & _OTHERS_MAY_READ:
@@ -187,7 +211,7 @@ def _from_environment(
     for variable, text in environment.items():
         if not variable.startswith(PREFIX) or variable in _NOT_SETTINGS:
             continue
-        if variable in (_CLIENTS_KEY, _ENVIRONMENT_NAMES["api_key"]) and not _items(text):
+        if variable in SECRETS and not _items(text):
             raise ConfigError(f"{variable} holds no key; set one, or unset the variable.")
         if variable == _CLIENTS_KEY:
             found.setdefault("api_key", _items(text))
@@ -208,24 +232,103 @@ def _items(text: str) -> list[str]:
     return [item for part in text.split(",") if (item := part.strip())]
 
 
-def _from_file(file: Path | None, known: Mapping[str, Setting], warn: Warn) -> dict[str, Any]:
+def _check_own(known: Mapping[str, Setting], table: Mapping[str, Any], place: str) -> None:
+    try:
+        msgspec.convert(_own(known, table), ModelConfig, strict=False)
+    except msgspec.ValidationError as error:
+        given_as = {name: f"{name} {place}" for name in table}
+        raise ConfigError(_explain(str(error), known, table, given_as)) from None
+
+
+def _check_names(config: ServerConfig) -> None:
+    """Nobody could ask for the second of two models with one name."""
+    names = Counter(name for model in config.models for name in model.served_model_name)
+    for name, number in names.items():
+        if number > 1:
+            raise ConfigError(f"{number} models are named {name!r}; give each a name of its own.")
+
+
+def _own(known: Mapping[str, Setting], table: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of one model, as a branch of the tree."""
+    branch: dict[str, Any] = {}
+    for name, value in table.items():
+        *parents, leaf = known[name].path[1:]
+        place = branch
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        place[leaf] = value
+    return branch
+
+
+def _models(shared: dict[str, Any], several: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each model's settings: those that all share, and its own."""
+    if not several:
+        return [shared]
+    common = {
+        k: v for k, v in shared.items() if k not in ("model", "revision", "served_model_name")
+    }
+    steps: dict[str, Any] = common.get("scheduler", {})
+    both = [
+        {**common, **own, "scheduler": {**steps, **own.get("scheduler", {})}} for own in several
+    ]
+    return [shared, *both] if "model" in shared else both
+
+
+def _in_folder(folder: Path, given_as: str) -> list[dict[str, Any]]:
+    """The models in the subfolders of a folder, by name."""
+    folders = sorted(file.parent for file in folder.expanduser().glob("*/config.json"))
+    files = sorted(folder.expanduser().glob("*.gguf"))
+    found = {one.name: one for one in folders} | {one.stem: one for one in files}
+    if not found:
+        raise ConfigError(
+            f"{given_as}: {folder} has no subfolder with a config.json, and no GGUF file."
+        )
+    return [{"model": str(one), "served_model_name": [name]} for name, one in found.items()]
+
+
+def _named(pairs: Iterable[str]) -> list[dict[str, Any]]:
+    """Models given as NAME=PATH."""
+    found = []
+    for pair in pairs:
+        name, sign, model = pair.partition("=")
+        if not (name and sign and model):
+            raise ConfigError(f"--model takes NAME=PATH, such as small=./my-model; it is {pair!r}.")
+        found.append({"model": model, "served_model_name": [name]})
+    return found
+
+
+def _from_file(
+    file: Path | None, known: Mapping[str, Setting], warn: Warn
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """What [serve] says for all, and each [[models]] for one."""
     if file is None:
-        return {}
+        return {}, []
     try:
         whole = tomllib.loads(file.read_text())
     except OSError as error:
         raise ConfigError(f"Cannot read {file}: {error.strerror}.") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} is not TOML: {error}.") from None
-    table = whole.pop("serve", {})
+    table, models = whole.pop("serve", {}), whole.pop("models", [])
     if not isinstance(table, dict):
         raise ConfigError(f"serve in {file} is no table; write [serve] and the settings under it.")
     if whole:
-        warn(f"Only [serve] is read from {file}; outside it and ignored: {', '.join(whole)}.")
+        others = ", ".join(whole)
+        warn(f"Only [serve] and [[models]] are read from {file}; ignored in it: {others}.")
     for key in table:
         if key not in known:
             raise ConfigError(f"Unknown key {key!r} in {file}{nearest(key, known)}")
-    return dict(table)
+    if not (isinstance(models, list) and all(isinstance(model, dict) for model in models)):
+        raise ConfigError(f"models in {file} is no list of tables; write [[models]] for each.")
+    of_models = {name for name, setting in known.items() if setting.path[0] == "models"}
+    for number, model in enumerate(models, 1):
+        for key in model:
+            if key not in of_models:
+                what = f"Unknown key {key!r} in [[models]] {number} of {file}"
+                raise ConfigError(f"{what}{nearest(key, of_models)}")
+        if "model" not in model:
+            raise ConfigError(f"[[models]] {number} of {file} has no model; name its folder or id.")
+    return dict(table), models
 
 
 def nearest(name: str, known: Iterable[str], prefix: str = "") -> str:
@@ -246,7 +349,7 @@ def _explain(
     name = path.strip("`$").split(".")[-1].split("[")[0]
     if name not in given_as:
         return f"{path}: {what.replace('`', '')}."
-    if name == "api_key":  # it is a secret
+    if name in _SECRET:
         return f"{given_as[name]} must be {known[name].allowed}."
     value = values[name]
     shown = f'"{value}"' if isinstance(value, str) else repr(value)

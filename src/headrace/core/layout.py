@@ -16,6 +16,7 @@ class MemoryLayout(msgspec.Struct, frozen=True):
     num_snapshots: int = 0  # extra slots, numbered after the others, for saved recurrent state
     snapshot_every: int = 1024  # positions between two snapshots of a long prompt
     max_positions: int = 0  # the longest sequence that one slot or the whole pool can hold
+    forward_per_chunk: bool = False  # a step runs its chunks one after another, not packed
 
     def blocks_for(self, num_positions: int) -> int:
         """Number of blocks that hold `num_positions` positions; 0 for a dense lane."""

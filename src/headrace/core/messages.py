@@ -1,12 +1,14 @@
 """The messages between generation and the engine: one tagged union, in process or on a socket."""
 
 import enum
+from typing import Literal
 
 import msgspec
 
 from headrace.core.config import ModelConfig
 from headrace.core.ids import SequenceId, StreamId
 from headrace.core.layout import MemoryLayout
+from headrace.core.plan import PromptInputs, SourceForm
 from headrace.core.sampling import Logprobs, Sampling
 
 
@@ -47,6 +49,8 @@ class Submit(Message, frozen=True):
     salt: str = ""  # prefixes are shared among equal salts only
     use_prefix: bool = True  # whether cached prefixes may be taken
     suspect: bool = False  # was in the step in which the engine died
+    client: str = ""  # who asks: clients take turns
+    inputs: tuple[PromptInputs, ...] = ()  # of each prompt; empty: they are tokens alone
 
 
 class Cancel(Message, frozen=True):
@@ -76,6 +80,15 @@ class Start(Message, frozen=True):
     config: ModelConfig
 
 
+class LaneFacts(msgspec.Struct, frozen=True):
+    """How a lane computes prompts."""
+
+    memory: str = "blocks"  # or slot
+    mask: str = "none"  # the kernel knows lengths; or lazy-prefix: one is made for each chunk;
+    # or full: an encoder's, over whole inputs
+    why: str = ""  # what decided on the memory, where something did
+
+
 class Ready(Message, frozen=True):
     """First message of an engine: it has loaded, and these are its limits."""
 
@@ -93,6 +106,12 @@ class Ready(Message, frozen=True):
     max_stall_s: float | None = None  # the stall target, if there is one
     kernels: str = "plain"  # their form
     kernels_reason: str = ""  # why it is this one
+    tasks: tuple[str, ...] = ("generate",)  # of generate, embed and score
+    is_whole: bool = False  # prompts are never cut
+    vector_size: int = 0  # of an embedding; 0: the model gives none
+    facts: LaneFacts = LaneFacts()
+    source: SourceForm | None = None  # if prompts are sources to encode
+    quantize: Literal["none", "int8", "int4", "own"] = "none"  # own: as the GGUF file has them
 
 
 class LoadFailed(Message, frozen=True):
@@ -132,12 +151,16 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Finished(msgspec.Struct, frozen=True, array_like=True):
-    """The terminal outcome of a sequence; its memory is free. `code` and `message` if ERROR."""
+    """The terminal outcome of a sequence; its memory is free. `code` and `message` if ERROR.
+
+    `vector` (packed float32) if it drew nothing and was computed for that.
+    """
 
     sequence_id: SequenceId
     finish: FinishReason
     code: str = ""
     message: str = ""
+    vector: bytes = b""
 
 
 class Outputs(Message, frozen=True):
@@ -175,10 +198,11 @@ class Status(Message, frozen=True):
     blocks_free: int
     slots_free: int
     num_steps: int
-    queue: tuple[SequenceId, ...] = ()  # the first of those waiting, next one first
+    queue: tuple[SequenceId, ...] = ()  # those waiting, next one first; siblings are not named
     prompt_tokens_per_s: float = 0.0
     missed: dict[str, int] = {}  # stall targets, by cause
     steps: tuple[StepTrace, ...] = ()  # the last of those since the Status before
+    num_preemptions: int = 0
 
 
 AnyMessage = (

@@ -14,6 +14,42 @@ from headrace.core.sampling import Logprobs, Sampling
 NO_SLOT = SlotId(-1)
 
 
+class EncodeWork(msgspec.Struct, frozen=True):
+    """What an encoder has to do before some tokens of a prompt: a source to read, an image to see.
+
+    Tokens [start, end) need it. Its `num_units` parts (layers, as a rule) cost the same: b·size +
+    a·size² seconds each, `size` in the encoder's own tokens. `is_whole`: it cannot be cut, and runs
+    in a step of its own. `is_source`: it stands for the prompt in progress.
+    """
+
+    start: int
+    end: int
+    size: int
+    num_units: int = 1
+    is_whole: bool = False
+    is_source: bool = False
+    data: bytes = b""  # for the lane alone
+    mark: bytes = b""  # what its tokens show, beside their ids: equal ones show the same
+
+
+class PromptInputs(msgspec.Struct, frozen=True):
+    """What belongs to a prompt beside its tokens; both in the order of the tokens.
+
+    `spans` are runs of tokens [start, end) that attend both ways: no chunk ends within one.
+    """
+
+    works: tuple[EncodeWork, ...] = ()
+    spans: tuple[tuple[int, int], ...] = ()
+
+
+class SourceForm(msgspec.Struct, frozen=True):
+    """How a model takes prompts that are sources: answers are sequences that begin with these."""
+
+    start_ids: tuple[int, ...]
+    num_units: int  # of its encoder
+    can_be_cut: bool
+
+
 class Begin(msgspec.Struct, frozen=True):
     """A sequence that the runner hears of for the first time, or again after a preemption."""
 
@@ -22,6 +58,7 @@ class Begin(msgspec.Struct, frozen=True):
     num_prompt: int
     choice: int  # k of the random counter (i, k): the number of the choice within its prompt
     sampling: Sampling
+    inputs: PromptInputs = PromptInputs()
 
 
 class Chunk(msgspec.Struct, frozen=True):
@@ -38,6 +75,17 @@ class Chunk(msgspec.Struct, frozen=True):
     num_rows: int
     draws: tuple[SequenceId, ...]
     block_ids: "array[int]"
+    slot_id: SlotId = NO_SLOT
+    num_first: int = 0  # tokens of the first text where the prompt is a pair of texts
+
+
+class EncodeChunk(msgspec.Struct, frozen=True):
+    """Units [start, end) of a sequence's work number `work`, each time from where it ended."""
+
+    sequence_id: SequenceId
+    work: int
+    start: int
+    end: int
     slot_id: SlotId = NO_SLOT
 
 
@@ -56,7 +104,9 @@ class SlotCopy(msgspec.Struct, frozen=True):
 
 
 class StepPlan(msgspec.Struct, frozen=True):
-    """Everything the runner does in one step: ended, begun, restores, chunks, then copies.
+    """Everything the runner does in one step, in this order.
+
+    Ended, begun, restores, what is to be encoded (one chunk at most), chunks, then copies.
 
     `ended` names sequences whose tensors and last tokens may be forgotten before the step:
     finished, cancelled and preempted ones alike. One of them may begin again in the same step.
@@ -69,6 +119,13 @@ class StepPlan(msgspec.Struct, frozen=True):
     block_copies: tuple[BlockCopy, ...] = ()
     slot_copies: tuple[SlotCopy, ...] = ()
     restores: tuple[SlotCopy, ...] = ()  # snapshots put into slots before the chunks
+    encoded: tuple[EncodeChunk, ...] = ()
+
+    @property
+    def named(self) -> list[SequenceId]:
+        """The sequences that it computes or draws for, each once."""
+        ids = [chunk.sequence_id for chunk in self.encoded]
+        return ids + [i for chunk in self.chunks for i in chunk.draws or (chunk.sequence_id,)]
 
 
 class Drawn(msgspec.Struct, frozen=True):
@@ -83,11 +140,14 @@ class ChunkResult(msgspec.Struct, frozen=True):
     """`drawn` is parallel to the chunk's `draws`.
 
     `prompt_logprobs` has one row per token of the prompt that follows one of this chunk's
-    tokens, if the sequence asked for them.
+    tokens, if the sequence asked for them. `vector` (packed float32) is there once a sequence that
+    draws nothing has been computed, or the `error` why it cannot be given.
     """
 
     drawn: tuple[Drawn, ...] = ()
     prompt_logprobs: Logprobs | None = None
+    vector: bytes = b""
+    error: str | None = None
 
 
 class StepResult(msgspec.Struct, frozen=True):
@@ -95,3 +155,4 @@ class StepResult(msgspec.Struct, frozen=True):
 
     chunks: tuple[ChunkResult, ...]
     seconds: float
+    encode_seconds: float = 0.0  # the part of `seconds` that encoding took

@@ -18,6 +18,9 @@ class Chat(msgspec.Struct, frozen=True, tag=True):
     template_kwargs: dict[str, Any] = {}
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    images: tuple[bytes, ...] = ()  # as they were sent, in the order of their parts
+    image_params: tuple[str, ...] = ()  # the paths of those
+    num_images: int = 0  # that a stub stands for
 
 
 class Text(msgspec.Struct, frozen=True, tag=True):
@@ -27,13 +30,22 @@ class Text(msgspec.Struct, frozen=True, tag=True):
     add_special_tokens: bool = True
 
 
+class Infill(msgspec.Struct, frozen=True, tag=True):
+    """The texts on both sides of what is generated, and files beside them: names and texts."""
+
+    before: str
+    behind: str
+    files: tuple[tuple[str, str], ...] = ()
+    add_special_tokens: bool = True
+
+
 class Ids(msgspec.Struct, frozen=True, tag=True):
     """A prompt as token ids, used as they are."""
 
     token_ids: tuple[int, ...]
 
 
-Prompt = Chat | Text | Ids
+Prompt = Chat | Text | Infill | Ids
 
 
 class ResponseOptions(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -45,6 +57,7 @@ class ResponseOptions(msgspec.Struct, frozen=True, omit_defaults=True):
     return_token_ids: bool = False
     timings_per_token: bool = False
     return_progress: bool = False
+    return_ingestion: bool = False
     heartbeat: bool = False  # life is shown while nothing is to be said
     ping_interval_s: int | None = None  # silence until a comment; -1: never; None: as served
     background: bool = False  # without stream, answered at once with what there is

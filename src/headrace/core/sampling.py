@@ -1,6 +1,33 @@
 """How the tokens of a request are drawn and what ends them; plain numbers, no tensors."""
 
+from typing import Literal
+
 import msgspec
+
+
+class Pooling(msgspec.Struct, frozen=True):
+    """What a sequence that draws nothing ends with: one vector of the rows of its prompt.
+
+    mean: of all rows; last, cls: the last or the first one; each of length 1. score: what a
+    classification head makes of the last row, as it is.
+    """
+
+    kind: Literal["mean", "last", "cls", "score"]
+    num_first: int = 0  # tokens of the first text where the prompt is a pair of texts
+
+    @property
+    def needs_whole(self) -> bool:
+        """Whether it needs rows of the whole prompt, so that none may come from a cache."""
+        return self.kind in ("mean", "cls")
+
+    def num_rows(self, start: int, end: int, total: int) -> int:
+        """How many of a chunk's last rows it needs; the chunk is [start, end) of `total` tokens."""
+        match self.kind:
+            case "mean":
+                return end - start
+            case "cls":
+                return 0 if start else end
+        return int(end == total)
 
 
 class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -30,6 +57,7 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     grammar: str = ""  # what the answer must match, in llguidance's form; "": anything
     grammar_tags: tuple[int, int] | None = None  # an answer may begin with reasoning between these
     grammar_waits: bool = False  # the prompt has opened reasoning: the grammar begins after it
+    pooling: Pooling | None = None  # nothing is drawn; max_tokens is then 0
 
     @property
     def is_greedy(self) -> bool:

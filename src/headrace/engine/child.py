@@ -54,15 +54,19 @@ class Child:
         self._listening = asyncio.create_task(self._listen())
 
     @classmethod
-    async def spawn(cls) -> "Child":
-        """OSError if the system is out of processes, descriptors or memory; leaves nothing open."""
+    async def spawn(cls, number: int = 0, turns: tuple[int, ...] = ()) -> "Child":
+        """`turns` are files that engines share, and `number` is this one's.
+
+        OSError if the system is out of processes, descriptors or memory; leaves nothing
+        open.
+        """
         with contextlib.ExitStack() as undo:
             ours, theirs = socket.socketpair()
             undo.enter_context(ours)
             with theirs:
                 note = StepNote()
                 undo.callback(note.close)
-                process = await _start(theirs.fileno(), note.fd)
+                process = await _start(theirs.fileno(), note.fd, number, turns)
             child = cls(process, ours, note)
             child._reader, child._writer = await asyncio.open_connection(sock=ours)
             undo.pop_all()
@@ -153,7 +157,9 @@ class Child:
         logger.info("engine: %s", text)
 
 
-async def _start(socket_fd: int, note_fd: int) -> asyncio.subprocess.Process:
+async def _start(
+    socket_fd: int, note_fd: int, number: int, turns: tuple[int, ...]
+) -> asyncio.subprocess.Process:
     inherited = {k: v for k, v in os.environ.items() if k not in SECRETS}
     return await asyncio.create_subprocess_exec(
         sys.executable,
@@ -161,7 +167,9 @@ async def _start(socket_fd: int, note_fd: int) -> asyncio.subprocess.Process:
         "headrace.engine.process",
         str(socket_fd),
         str(note_fd),
-        pass_fds=[socket_fd, note_fd],
+        str(number),
+        *map(str, turns),
+        pass_fds=[socket_fd, note_fd, *turns],
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.PIPE,

@@ -23,6 +23,8 @@ from headrace.core.messages import (
 )
 from headrace.core.plan import StepPlan, StepResult
 from headrace.engine.grammars import Compiled, Grammars, failures
+from headrace.engine.turns import CoreTurns
+from headrace.scheduler.budget import Elsewhere
 from headrace.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -85,7 +87,10 @@ class Engine:
         outbox: Outbox,
         note: Note | None = None,
         grammars: Grammars | None = None,
+        turns: CoreTurns | None = None,
     ) -> None:
+        """`turns` are those of several engines on the same cores."""
+        self._turns = turns
         self._scheduler = scheduler
         self._note = note or NoNote()
         self._runner = runner
@@ -106,7 +111,20 @@ class Engine:
         """
         while self._receive(inbox) and not self._scheduler.must_exit:
             if not self._is_held_back():
-                self.step()
+                self._step_in_turn()
+
+    def _step_in_turn(self) -> None:
+        if self._turns is None:
+            self.step()
+            return
+        scheduler = self._scheduler
+        with self._turns.mine():
+            others = self._turns.others()
+            scheduler.leave_room(
+                Elsewhere(others.decode_s, others.num_with_streams > 0, others.num_with_prompts)
+            )
+            self.step()
+            self._turns.note(scheduler.decode_s, scheduler.has_streams, scheduler.has_prompts)
 
     def step(self) -> bool:
         """Plan, execute, commit. False: there was nothing to do."""
@@ -114,7 +132,7 @@ class Engine:
         self._send_outputs()  # `started` leaves before the step executes
         if plan is None:
             return False
-        ids = (chunk.sequence_id for chunk in plan.chunks)
+        ids = [e.sequence_id for e in plan.encoded] + [c.sequence_id for c in plan.chunks]
         self._note.write(ids, self._scheduler.predicted_s)
         self._execute(plan)
         self._note.clear()

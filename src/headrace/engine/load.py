@@ -13,7 +13,7 @@ from headrace.core.messages import Ready
 from headrace.engine.grammars import Grammars
 from headrace.runner.load import load_runner
 from headrace.runner.runner import Runner
-from headrace.runner.trial import timed_steps
+from headrace.runner.trial import timed_encoding, timed_steps
 from headrace.scheduler.budget import resolve
 from headrace.scheduler.scheduler import Scheduler
 from headrace.text.grammar import GrammarCompiler, GrammarError
@@ -40,12 +40,17 @@ def load(config: ModelConfig) -> Loaded:
     limits = resolve(
         config.scheduler, layout, ready.device, ready.max_num_seqs, ready.max_model_len
     )
+    if ready.is_whole:
+        limits = msgspec.structs.replace(limits, is_whole=True, forward_per_chunk=False)
+    limits = msgspec.structs.replace(limits, source=ready.source)
     ready = msgspec.structs.replace(
         ready, max_step_tokens=limits.max_step_tokens, max_stall_s=limits.max_stall_s
     )
     scheduler = Scheduler(config.scheduler, layout, limits)
     for chunk, seconds in timed_steps(runner, layout):
         scheduler.observe((chunk,), seconds)
+    for size, num_units, seconds in timed_encoding(runner, layout):
+        scheduler.observe_encoding(size, num_units, seconds)
     return Loaded(runner, scheduler, ready, grammars)
 
 

@@ -1,5 +1,7 @@
 """The engine process: `python -m headrace.engine.process SOCKET NOTE`; serves one socket.
 
+Engines that share cores get a number and the files of their turns, too.
+
 Two threads run beside the loop. The receiver answers pings and ends the process when the gateway
 is gone, for whatever reason. The sender keeps a slow gateway from stopping a step.
 """
@@ -17,6 +19,7 @@ from headrace.core.messages import LoadFailed, Message, Ping, Pong, Start
 from headrace.engine import wire
 from headrace.engine.engine import Engine, Inbox
 from headrace.engine.note import StepNote
+from headrace.engine.turns import CoreTurns
 
 
 class _Sender:
@@ -86,7 +89,9 @@ def main() -> None:
     else:
         outbox.put(loaded.ready)
         note = StepNote(int(sys.argv[2]))
-        Engine(loaded.scheduler, loaded.runner, outbox, note, loaded.grammars).run(inbox)
+        turns = CoreTurns(tuple(map(int, sys.argv[4:])), int(sys.argv[3])) if sys.argv[4:] else None
+        engine = Engine(loaded.scheduler, loaded.runner, outbox, note, loaded.grammars, turns=turns)
+        engine.run(inbox)
     outbox.close()
 
 

@@ -42,7 +42,15 @@ _STOP_S = 5.0
 class Supervisor:
     """Owns the engine process and its successors; the news end when its one task ends."""
 
-    def __init__(self, config: ModelConfig, load_timeout_s: float) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        load_timeout_s: float,
+        number: int = 0,
+        turns: tuple[int, ...] = (),
+    ) -> None:
+        """`turns` are files by which engines take turns, and `number` is this one's."""
+        self._number, self._turns = number, turns
         self._config = config
         self._load_timeout_s = load_timeout_s
         self._news = NewsQueue()
@@ -111,7 +119,7 @@ class Supervisor:
     async def _live_once(self) -> tuple[bool, EngineDown | None]:
         """One life of an engine: whether it became ready, and how it died (None: closed)."""
         try:
-            self._child = child = await Child.spawn()
+            self._child = child = await Child.spawn(self._number, self._turns)
         except OSError as error:  # out of descriptors, memory or processes, for now
             words = f"The system could not start an engine process: {error}."
             return False, EngineDown("engine_failed", words, given_up=False, from_outside=True)

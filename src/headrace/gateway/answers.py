@@ -6,15 +6,20 @@ import logging
 import math
 import re
 import secrets
+import time
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.websockets import WebSocket
 
 from headrace.core.errors import RequestError
+from headrace.core.log_context import KEY_NAME, REQUEST_ID, log_request
+from headrace.generation.metrics import Metrics
 from headrace.protocols import openai
 from headrace.protocols.dialect import ErrorForm, dialect_of, encode, spoken_at
 from headrace.streams.events import Error
@@ -54,7 +59,7 @@ def refuse(error: RequestError, path: str = "", request_id: str = "") -> Respons
     if error.code in _CLOSING:
         headers["Connection"] = "close"
     body = form.body(error, request_id)
-    return Response(body, form.status(kind.status), headers, "application/json")
+    return Response(body, form.status(error), headers, "application/json")
 
 
 def cut(event: Error, record: Record, request_id: str) -> Response:
@@ -63,14 +68,14 @@ def cut(event: Error, record: Record, request_id: str) -> Response:
     headers = _headers(event.status, event.retryable, _DEFAULT_PAUSE_S)
     headers["X-Stream-Id"] = record.id
     body = form.body(event, request_id)
-    return Response(body, form.status(event.status), headers, "application/json")
+    return Response(body, form.status(event), headers, "application/json")
 
 
 async def no_such_route(request: Request, error: Exception) -> Response:
     """Starlette's 404 and 405 in the shape of all other errors."""
     assert isinstance(error, HTTPException)
     if error.status_code == 405:
-        allowed = (error.headers or {}).get("Allow", "")
+        allowed = ", ".join(_methods_at(request.scope))
         refusal = RequestError("method_not_allowed", f"This route takes {allowed} only.")
         response = refuse(refusal, request.url.path, request_id_of(request.scope))
         response.headers["Allow"] = allowed
@@ -78,6 +83,23 @@ async def no_such_route(request: Request, error: Exception) -> Response:
     message = "There is no such route; /openapi.json lists those there are."
     refusal = RequestError("route_not_found", message)
     return refuse(refusal, request.url.path, request_id_of(request.scope))
+
+
+async def no_socket(socket: WebSocket) -> None:
+    """The same for a WebSocket, where no route takes one: clients go on without."""
+    refusal = RequestError("method_not_allowed", "Only /v1/realtime-text takes a WebSocket.")
+    response = refuse(refusal, socket.url.path, request_id_of(socket.scope))
+    await socket.send_denial_response(response)
+
+
+def _methods_at(scope: Scope) -> list[str]:
+    """All that the routes of this path take, in alphabetic order."""
+    return sorted({method for route in _routes_at(scope) for method in route.methods or ()})
+
+
+def _routes_at(scope: Scope) -> list[Route]:
+    routes = [route for route in scope["app"].routes if isinstance(route, Route)]
+    return [route for route in routes if route.matches(scope)[0] is not Match.NONE]
 
 
 def _errors_at(path: str) -> ErrorForm:
@@ -106,44 +128,91 @@ def notice_of(error: Exception) -> RequestError:
     return RequestError("internal_error", "The server failed on this stream.")
 
 
+class _Sending:
+    """The way of one answer to its client: it gets its id, and the figures hear of its frames."""
+
+    def __init__(self, scope: Scope, send: Send, metrics: Metrics, names: dict[str, str]) -> None:
+        self.has_begun = False
+        self._asked_at = time.monotonic()
+        self._path = scope["path"] if scope["method"] == "GET" else ""
+        self._send = send
+        self._metrics = metrics
+        self._names = names
+        self._is_stream = False
+        self._face = ""  # by which a stream is read on, until its first byte has left
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.has_begun = True
+            headers = MutableHeaders(scope=message)
+            headers.update(self._names)
+            self._look(headers)
+        await self._send(message)
+        if self._is_stream and message.get("body"):
+            self._metrics.frame_left(self)
+            if self._face:
+                self._metrics.resumed(self._face, time.monotonic() - self._asked_at)
+                self._face = ""
+
+    def close(self) -> None:
+        self._metrics.frames_ended(self)
+
+    def _look(self, headers: Headers) -> None:
+        is_events = headers.get("content-type", "").startswith("text/event-stream")
+        self._is_stream = is_events and "x-stream-id" in headers
+        if self._is_stream:
+            faces = (face for start, face in _FACES.items() if self._path.startswith(start))
+            self._face = next(faces, "")
+        if "x-stream-attached" in headers:
+            self._metrics.attached()
+
+
+_FACES = {"/v1/streams": "event", "/v1/stream": "byte", "/v1/responses": "response"}
+
+
 class ErrorBoundary:
     """ASGI middleware; the outermost loop of a request, so nothing passes it."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app = app
+        self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id = _request_id(Headers(scope=scope))
-        path, has_begun = scope["path"], False
+        request_id = new_request_id(Headers(scope=scope))
+        REQUEST_ID.set(request_id)
+        KEY_NAME.set("")  # until the door knows it
+        path = scope["path"]
         names = {"X-Request-Id", _errors_at(path).REQUEST_ID}
         scope = {**scope, _ID_KEY: request_id}
-
-        async def send_with_id(message: Message) -> None:
-            nonlocal has_begun
-            if message["type"] == "http.response.start":
-                has_begun = True
-                MutableHeaders(scope=message).update(dict.fromkeys(names, request_id))
-            await send(message)
-
+        sending = _Sending(scope, send, self._metrics, dict.fromkeys(names, request_id))
         try:
-            await self._app(scope, receive, send_with_id)
+            await self._app(scope, receive, sending)
         except ClientDisconnect:
             pass  # left before the body was whole: there is nobody to answer
         except RequestError as error:
+            self._note(scope, error)
             is_upload = error.code == "request_too_large"
-            last_send = _once_taken(receive, send_with_id) if is_upload else send_with_id
+            last_send = _once_taken(receive, sending) if is_upload else sending
             await refuse(error, path, request_id)(scope, receive, last_send)
         except LogGone as gone:
-            await refuse(notice_of(gone), path, request_id)(scope, receive, send_with_id)
+            await refuse(notice_of(gone), path, request_id)(scope, receive, sending)
         except Exception:
             logger.exception("Request %s failed", request_id)
-            if has_begun:
+            if sending.has_begun:
                 raise
             failure = RequestError("internal_error", "The server failed on this request.")
-            await refuse(failure, path, request_id)(scope, receive, send_with_id)
+            await refuse(failure, path, request_id)(scope, receive, sending)
+        finally:
+            sending.close()
+
+    def _note(self, scope: Scope, error: RequestError) -> None:
+        self._metrics.refused(error)
+        # the route's path, since a client's own may be anything
+        route = next((r.path for r in _routes_at(scope) if r.matches(scope)[0] is Match.FULL), "")
+        log_request(route, error.code, status=error.kind.status)
 
 
 def _once_taken(receive: Receive, send: Send) -> Send:
@@ -170,6 +239,7 @@ def _once_taken(receive: Receive, send: Send) -> Send:
     return send_last
 
 
-def _request_id(headers: Headers) -> str:
+def new_request_id(headers: Headers) -> str:
+    """The client's own if it is fit to be shown, else a fresh one."""
     given = headers.get("x-request-id", "")
     return given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)

@@ -3,40 +3,65 @@
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route, WebSocketRoute
 
 from headrace.core.config import ServerConfig
-from headrace.gateway.answers import ErrorBoundary, no_such_route
+from headrace.gateway.answers import ErrorBoundary, no_socket, no_such_route
 from headrace.gateway.auth import Auth, Endpoint
 from headrace.gateway.bodies import Bodies
 from headrace.gateway.byte_routes import ByteRoutes
+from headrace.gateway.cross_origin import cross_origin
 from headrace.gateway.generation_routes import GenerationRoutes, TextRoutes
 from headrace.gateway.long_logs import BodyIndex
+from headrace.gateway.model_routes import ModelRoutes
 from headrace.gateway.native_routes import NativeRoutes
+from headrace.gateway.realtime import RealtimeSockets
 from headrace.gateway.responses_routes import ResponsesRoutes
 from headrace.gateway.state_routes import ManageRoutes, StateRoutes
+from headrace.gateway.vector_routes import VectorRoutes
 from headrace.gateway.web_routes import web_routes
 from headrace.generation.generation import Generation
 from headrace.protocols.dialect import DIALECTS
 
 
-def create_app(generation: Generation, config: ServerConfig) -> Starlette:
-    """All routes over one generation, whose life is the caller's."""
-    door = Auth(config.http)
+def create_app(generation: Generation, config: ServerConfig, door: Auth | None = None) -> Starlette:
+    """All routes over one generation, whose life is the caller's; a `door` may be reloaded."""
+    door = door or Auth(config.http)
+    app = Starlette(
+        routes=[
+            *_of_everybody(StateRoutes(generation, config.http)),
+            *_of_operators(generation, config, door),
+            *_of_clients(generation, config, door),
+            WebSocketRoute("/{path:path}", no_socket),
+        ],
+        middleware=[
+            *cross_origin(config.http.allowed_origins),
+            Middleware(ErrorBoundary, metrics=generation.metrics),
+        ],
+        exception_handlers={HTTPException: no_such_route},
+    )
+    app.router.redirect_slashes = False
+    return app
+
+
+def _of_clients(generation: Generation, config: ServerConfig, door: Auth) -> list[BaseRoute]:
+    """What is behind the clients' keys."""
     bodies = Bodies(config.http.max_body_bytes)
     generates = GenerationRoutes(generation, config, door, bodies)
-    states = StateRoutes(generation)
+    states = StateRoutes(generation, config.http)
     texts = TextRoutes(generation, bodies)
     index = BodyIndex()
     responses = ResponsesRoutes(generation, config, door, bodies)
     native = NativeRoutes(generation, config, door, index)
     by_byte = ByteRoutes(generation, config, door, bodies, index)
-    manages = ManageRoutes(generation, door)
+    sockets = RealtimeSockets(generation, config, door, bodies, generates)
+    models = ModelRoutes(generation, bodies)
     reads: dict[str, Endpoint] = {
+        "/models": models.models,
         "/v1/models": states.models,
         "/v1/models/{id:path}": states.model,
         "/props": states.props,
-        "/metrics": states.metrics,
+        "/slots": states.slots,
         "/v1/responses/{id}": responses.read,
         "/v1/responses/{id}/input_items": responses.input_items,
         "/v1/streams/{id}": native.state,
@@ -44,11 +69,12 @@ def create_app(generation: Generation, config: ServerConfig) -> Starlette:
         "/v1/stream": by_byte.read,
         "/v1/stream/{id:path}": by_byte.read,
         "/openapi.json": states.openapi,
-        "/manage/state": manages.state,
-        "/manage/stream": manages.stream,
     }
     writes: dict[str, Endpoint] = {
+        "/models/load": models.load,
+        "/models/unload": models.unload,
         **dict.fromkeys(DIALECTS, generates.generate),
+        **VectorRoutes(generation, door, bodies).endpoints(),
         "/v1/messages/count_tokens": texts.count_tokens,
         "/tokenize": texts.tokenize,
         "/detokenize": texts.detokenize,
@@ -64,19 +90,28 @@ def create_app(generation: Generation, config: ServerConfig) -> Starlette:
         "/v1/stream": by_byte.delete,
         "/v1/stream/{id:path}": by_byte.delete,
     }
-    routes = [
-        Route("/health", states.health),
-        Route("/v1/health", states.health),
-        Route("/health/live", states.live),
-        *web_routes(),
+    return [
+        WebSocketRoute("/v1/realtime-text", sockets.serve),
         *(Route(path, door.guard(it), methods=["GET"]) for path, it in reads.items()),
         *(Route(path, door.guard(it), methods=["POST"]) for path, it in writes.items()),
         *(Route(path, door.guard(it), methods=["DELETE"]) for path, it in deletes.items()),
     ]
-    app = Starlette(
-        routes=routes,
-        middleware=[Middleware(ErrorBoundary)],
-        exception_handlers={HTTPException: no_such_route},
-    )
-    app.router.redirect_slashes = False
-    return app
+
+
+def _of_everybody(states: StateRoutes) -> list[Route]:
+    """What needs no key."""
+    health = [Route(path, states.health) for path in ("/health", "/v1/health")]
+    return [*health, Route("/health/live", states.live), *web_routes()]
+
+
+def _of_operators(generation: Generation, config: ServerConfig, door: Auth) -> list[Route]:
+    """What is behind the admin key."""
+    manages = ManageRoutes(generation)
+    reads: dict[str, Endpoint] = {
+        "/metrics": StateRoutes(generation, config.http).metrics,
+        "/manage/state": manages.state,
+        "/manage/stream": manages.stream,
+    }
+    drain = Route("/manage/drain", door.guard_admin(manages.drain), methods=["POST"])
+    gets = (Route(path, door.guard_admin(it), methods=["GET"]) for path, it in reads.items())
+    return [*gets, drain]

@@ -4,6 +4,7 @@ import hashlib
 import hmac
 import ipaddress
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -11,50 +12,95 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from headrace.core.config import HttpConfig
+from headrace.core.config_sources import read_keys
 from headrace.core.errors import RequestError
+from headrace.core.log_context import KEY_NAME
 
 Endpoint = Callable[[Request], Awaitable[ASGIApp]]
 
 
 class Auth:
-    """Looks at headers only, before a byte of the body is read."""
+    """Looks at headers only, before a byte of the body is read.
+
+    An admin key opens all that clients' keys open, and /manage and /metrics besides.
+    """
 
     def __init__(self, config: HttpConfig) -> None:
-        self._digests = [_digest(key) for key in config.api_key]
+        self._config = config
         self._hosts = {host.lower() for host in config.allowed_host}
+        self._origins = set(config.allowed_origins)
+        self._keys: dict[bytes, str] = {}  # names of clients' keys, by digest
+        self._admins: dict[bytes, str] = {}
+        self.reload()
         # a foreign page cannot know a key, but it can point a name of its own at loopback
-        self._checks_names = not self._digests and _is_loopback(config.host)
-        self.is_open_to_all = not self._digests and not self._checks_names
+        self._checks_names = not self._keys and _is_loopback(config.host)
+        self.is_open_to_all = not self._keys and not self._checks_names
+
+    @property
+    def num_keys(self) -> int:
+        """Of clients."""
+        return len(self._keys)
+
+    def reload(self) -> None:
+        """Takes the files of keys as they are now; ConfigError, and no change, if one is bad."""
+        config = self._config
+        keys = _digests(config.api_key, config.api_key_file, "--api-key-file")
+        own = (config.admin_key,) if config.admin_key else ()
+        admins = _digests(own, config.admin_key_file, "--admin-key-file")
+        self._keys, self._admins = keys, admins
 
     def check(self, headers: Headers) -> None:
         """RequestError `forbidden` or `invalid_api_key` for who may not enter."""
         if self._checks_names:
-            self._check_name("Host", _hostname(f"//{headers.get('host', 'localhost')}"))
-            if "origin" in headers:
-                self._check_name("Origin", _hostname(headers["origin"]))
-        if self._digests and not self._knows(headers):
+            self._check_names(headers)
+        if not self._keys:
+            return
+        known = self._keys | self._admins
+        digest = _known(headers, known)
+        if digest is None:
+            raise _no_key("No valid key")
+        KEY_NAME.set(known[digest])
+
+    def check_admin(self, headers: Headers) -> None:
+        """The same for /manage and /metrics."""
+        if self._checks_names:
+            self._check_names(headers)
+        if not self._admins:
+            if self._checks_names:
+                return
             raise RequestError(
-                "invalid_api_key",
-                "No valid key; send one as Authorization: Bearer KEY or X-Api-Key: KEY.",
+                "forbidden",
+                "Beyond this machine, or with keys, /manage and /metrics are for those with the "
+                "admin key; start the server with --admin-key or HEADRACE_ADMIN_KEY.",
             )
+        digest = _known(headers, self._admins)
+        if digest is not None:
+            KEY_NAME.set(self._admins[digest])
+        elif _known(headers, self._keys) is not None:
+            raise RequestError("forbidden", "This takes the admin key, and a client's was sent.")
+        else:
+            raise _no_key("This takes the admin key, and no valid one was sent")
 
     def owner(self, headers: Headers) -> str:
         """Whose streams this client may see: those of its key; without keys, everybody's."""
-        if not self._digests:
+        if not self._keys:
             return ""
-        return next(
-            (_digest(key).hex()[:16] for key in _given(headers) if _digest(key) in self._digests),
-            "",
-        )
+        digest = _known(headers, self._keys | self._admins)
+        return digest.hex()[:16] if digest else ""
 
     def guard(self, endpoint: Endpoint) -> Endpoint:
         """The endpoint behind this door."""
+        return _behind(self.check, endpoint)
 
-        async def guarded(request: Request) -> ASGIApp:
-            self.check(request.headers)
-            return await endpoint(request)
+    def guard_admin(self, endpoint: Endpoint) -> Endpoint:
+        """The endpoint behind the door of those who run the server."""
+        return _behind(self.check_admin, endpoint)
 
-        return guarded
+    def _check_names(self, headers: Headers) -> None:
+        self._check_name("Host", _hostname(f"//{headers.get('host', 'localhost')}"))
+        origin = headers.get("origin")
+        if origin is not None and not self._origins & {origin, "*"}:
+            self._check_name("Origin", _hostname(origin))
 
     def _check_name(self, header: str, name: str) -> None:
         if name not in self._hosts and not _is_loopback(name):
@@ -64,14 +110,40 @@ class Auth:
                 "give it a key, or name the host with --allowed-host.",
             )
 
-    def _knows(self, headers: Headers) -> bool:
-        # every key is compared, so that time tells nothing
-        found = [
-            hmac.compare_digest(_digest(key), known)
-            for key in _given(headers)
-            for known in self._digests
-        ]
-        return any(found)
+
+def _behind(check: Callable[[Headers], None], endpoint: Endpoint) -> Endpoint:
+    async def guarded(request: Request) -> ASGIApp:
+        check(request.headers)
+        return await endpoint(request)
+
+    return guarded
+
+
+def _digests(keys: tuple[str, ...], file: str | None, given_as: str) -> dict[bytes, str]:
+    """The name of each key, or "", by its digest."""
+    named = dict.fromkeys(keys, "")
+    if file is not None:
+        named |= read_keys(Path(file), given_as=given_as)
+    return {_digest(key): name for key, name in named.items()}
+
+
+def _known(headers: Headers, known: dict[bytes, str]) -> bytes | None:
+    """The digest of the key that a client sends, if it is one of these."""
+    # every key is compared, so that time tells nothing
+    found = [
+        digest
+        for sent in map(_digest, _given(headers))
+        for digest in known
+        if hmac.compare_digest(sent, digest)
+    ]
+    return found[0] if found else None
+
+
+def _no_key(what: str) -> RequestError:
+    return RequestError(
+        "invalid_api_key",
+        f"{what}; send one as Authorization: Bearer KEY or X-Api-Key: KEY.",
+    )
 
 
 def _given(headers: Headers) -> list[str]:

@@ -41,6 +41,7 @@ class ByteRoutes:
         self._bodies = bodies
         self._index = index
         self._streams = generation.streams
+        self._fleet = generation.fleet
         self._config = config
         self._door = door
 
@@ -55,8 +56,12 @@ class ByteRoutes:
             return _refuse(unsound.kind.status, unsound.message, unsound.code)
 
     async def _read(self, request: Request, conversation: str) -> ASGIApp:
-        found = await self._find(request, conversation)
+        owner = self._door.owner(request.headers)
+        found = await self._streams.find(owner, ByConversation(owner, conversation))
         pinned = request.query_params.get("stream_id")
+        if found is None and self._fleet.is_waiting(owner, conversation):
+            message = "Stream owner model is loading, retry later"
+            return _refuse(503, message, "unavailable_error")
         if found is None or pinned not in (None, found.record.id):
             return _refuse(404, "Stream not found or expired", "not_found_error")
         offsets = [v for k, v in parse_qsl(request.url.query, True) if k == "from"] or ["0"]
@@ -76,6 +81,7 @@ class ByteRoutes:
         if not conversation:
             return _refuse(400, "Missing conversation id in path")
         owner = self._door.owner(request.headers)
+        self._fleet.stop_waiting(owner, conversation)
         await self._streams.discard(owner, ByConversation(owner, conversation))
         return Response(status_code=204)
 
@@ -95,10 +101,6 @@ class ByteRoutes:
     async def _entries(self, owner: str, names: list[str]) -> list[dict[str, Any]]:
         found = await self._streams.find_conversations(owner, names)
         return [entry for stream in found if (entry := await _entry(stream, self._index))]
-
-    async def _find(self, request: Request, conversation: str) -> Found | None:
-        owner = self._door.owner(request.headers)
-        return await self._streams.find(owner, ByConversation(owner, conversation))
 
 
 class ByteView(LiveFrames):

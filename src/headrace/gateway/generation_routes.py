@@ -1,5 +1,7 @@
 """The routes that take a body: it becomes a stream, under the names its headers give, or ids."""
 
+import asyncio
+import secrets
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -10,19 +12,22 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace.core.config import ServerConfig
 from headrace.core.errors import RequestError
+from headrace.core.ids import StreamId
 from headrace.core.request import Route
 from headrace.gateway.auth import Auth
 from headrace.gateway.bodies import Bodies, HeldAnswer
 from headrace.gateway.delivery import deliver, unless_left
 from headrace.gateway.responses_routes import EarlierResponses
+from headrace.gateway.waiting import WaitingAnswer, wait_of
 from headrace.generation.generation import Generation
-from headrace.protocols.dialect import dialect_of
+from headrace.generation.registry import Found
+from headrace.protocols.dialect import Dialect, dialect_of
 from headrace.protocols.requests import CheckedBody, to_request
 from headrace.streams.record import Names
 
 T = TypeVar("T")
 
-_decode = msgspec.msgpack.Decoder(CheckedBody).decode
+decode_checked = msgspec.msgpack.Decoder(CheckedBody).decode
 
 
 class GenerationRoutes:
@@ -40,10 +45,23 @@ class GenerationRoutes:
         route = request.url.path
         async with self._bodies.read(request) as body:
             reading = self._generation.work.do("read", body, route)
-            checked = _decode(await self._finish(request, reading))
+            checked = decode_checked(await self._finish(request, reading))
         names = names_of(self._door.owner(request.headers), request.headers, checked)
-        admitting = self._admit(route, checked, names)
-        return await self._finish(request, admitting, names.is_opted_in)
+        id = new_id(dialect_of(route))
+        admitting = self._finish(request, self._admit(route, checked, names, id), names.is_opted_in)
+        interval_s = self._config.streams.heartbeat_s
+        if (
+            self._generation.fleet.is_sole
+            or (wait := wait_of(route, checked, names, id, interval_s)) is None
+        ):
+            return await admitting
+        coming = asyncio.create_task(admitting)
+        try:
+            done, _ = await asyncio.wait((coming,), timeout=interval_s)
+        except BaseException:
+            coming.cancel()
+            raise
+        return coming.result() if done else WaitingAnswer(coming, wait)
 
     async def _finish(
         self, request: Request, work: Coroutine[Any, Any, T], is_opted_in: bool = False
@@ -53,18 +71,32 @@ class GenerationRoutes:
         patience_s = None if is_opted_in else self._config.streams.linger_s
         return await unless_left(request.receive, work, patience_s)
 
-    async def _admit(self, route: Route, checked: CheckedBody, names: Names) -> ASGIApp:
+    async def _admit(
+        self, route: Route, checked: CheckedBody, names: Names, id: StreamId
+    ) -> ASGIApp:
+        stream, is_attached = await self.open(route, checked, names, id)
+        return Marked(deliver(stream, self._config.streams), checked.ignored, is_attached)
+
+    async def open(
+        self, route: Route, checked: CheckedBody, names: Names, id: StreamId | None = None
+    ) -> tuple[Found, bool]:
+        """The stream of a request, and whether it is that of an earlier one."""
         attaches = checked.fields.get("attach") is not False
         stream = await self._generation.attach(names, attaches)
         if stream is not None:
-            return Marked(deliver(stream, self._config.streams), checked.ignored, True)
-        model = self._generation.models.get(checked.fields.get("model"))
+            return stream, True
         dialect = dialect_of(route)
-        checked = await self._earlier.put_before(checked, names.owner)
-        wanted = to_request(dialect, checked, model)
-        stream = await self._generation.open(wanted, names, checked.packed, dialect.ID_PREFIX)
-        answer = deliver(stream, self._config.streams)
-        return Marked(answer, checked.ignored, stream.record.request.wire is not wanted.wire)
+        id = id or new_id(dialect)
+        name = checked.fields.get("model")
+        async with self._generation.fleet.using(name, names.owner, names.conversation) as host:
+            checked = await self._earlier.put_before(checked, names.owner)
+            wanted = to_request(dialect, checked, host.model)
+            stream = await self._generation.open(wanted, names, checked.packed, id)
+        return stream, stream.record.request.wire is not wanted.wire
+
+
+def new_id(dialect: Dialect) -> StreamId:
+    return StreamId(dialect.ID_PREFIX + secrets.token_hex(16))
 
 
 class Marked:
@@ -124,8 +156,9 @@ class TextRoutes:
         self._bodies = bodies
 
     async def tokenize(self, request: Request) -> ASGIApp:
-        model = self._generation.models.get(None)
-        return await self._do(request, "tokenize", model.max_model_len)
+        hosts = self._generation.hosts.all()
+        longest = {host.name: host.known.max_model_len for host in hosts if host.known}
+        return await self._do(request, "tokenize", longest)
 
     async def count_tokens(self, request: Request) -> ASGIApp:
         """How many a conversation would have on /v1/messages."""

@@ -1,36 +1,63 @@
-"""uvicorn, as our processes run it: without signal handlers, and with a bound on connections."""
+"""uvicorn, as our processes run it: without signal handlers, and with bounds.
+
+Bounded are connections, heads of requests in size and time, what is sent ahead, and the time in
+which a client takes nothing of its answer.
+"""
 
 import asyncio
 import contextlib
+import http
 import resource
 import socket
-import sys
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from uvicorn.server import ServerState
 
-from headrace.gateway.answers import answer, refuse
+from headrace.core.errors import RequestError
+from headrace.gateway.answers import answer, new_request_id, refuse
+from headrace.gateway.realtime import GOING_AWAY
 from headrace.gateway.state_routes import UNABLE, unhealthy
 
 MAX_AHEAD, _MAX_AHEAD_BYTES = 16, 64 << 10  # requests sent before the answer to an earlier one
+PING_S, PONG_S = 15.0, 45.0  # of a WebSocket
 _KEPT_BACK = 64  # descriptors for all else: engine, store, worker processes, files
+MAX_CONNECTIONS = 4096
+MAX_HEAD = 64 << 10  # bytes of a request line with its headers
+HEAD_S = 10.0  # for all of them to come
+TAKES_NOTHING_S = 60.0  # after this long without a byte taken, a client is gone
 
 
 class HttpServer(uvicorn.Server):
     """Whoever starts it decides when it ends."""
 
-    def __init__(self, app: ASGIApp, keep_alive_s: int = 5, farewell_s: int | None = None) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        keep_alive_s: int = 5,
+        farewell_s: int | None = None,
+        tls: ssl.SSLContext | None = None,
+        max_message_bytes: int = 1 << 20,
+    ) -> None:
         config = uvicorn.Config(
             app,
             http=_Connection,
+            ws=_Socket,
+            ws_max_size=max_message_bytes,
+            ws_ping_interval=PING_S,
+            ws_ping_timeout=PONG_S,
+            ws_per_message_deflate=False,  # text of one client must not cost the loop its time
+            log_config=None,  # uvicorn's own would close the handlers that there are
             log_level="warning",
             access_log=False,
             lifespan="off",
@@ -38,6 +65,8 @@ class HttpServer(uvicorn.Server):
             timeout_graceful_shutdown=farewell_s,
             server_header=False,
         )
+        config.load()
+        config.ssl = tls
         super().__init__(config)
         self.server_state = _Clients()
 
@@ -67,9 +96,15 @@ class _Connection(HttpToolsProtocol):
     server_state: _Clients
     _running: RequestResponseCycle | None = None
     _is_full = False  # nothing more is taken from this client
+    _head_bytes: int | None = 0  # of the request that is being read; None once its head is whole
+    _refusal: RequestError | None = None
+    _head_timer: asyncio.TimerHandle | None = None
+    _taking_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._drop_if_it_takes_nothing()
+        self._time_head()
         self.server_state.idle[self] = None
         self.server_state.make_room(self)
 
@@ -77,23 +112,45 @@ class _Connection(HttpToolsProtocol):
         super().connection_lost(exc)
         self.server_state.idle.pop(self, None)
         self.pipeline.clear()
+        for timer in (self._head_timer, self._taking_timer):
+            if timer is not None:
+                timer.cancel()
         if self._running and not self._running.response_complete:
-            self._running.disconnected = True
-            self._running.message_event.set()
+            self._hear_that_it_left(self._running)
 
     def data_received(self, data: bytes) -> None:
         if self._is_full:
             return
+        if self._head_bytes is not None:
+            self._head_bytes += len(data)
         super().data_received(data)
+        if self._head_bytes is not None and self._head_bytes > MAX_HEAD:
+            self._refuse_head(_TOO_LONG)
         if self.pipeline:
             self._bound_pipeline()
             self.flow.resume_reading()  # only who reads hears the end of a connection
 
+    # what the parser calls
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._head_bytes = self._head_bytes or 1
+        self._time_head()
+
     def on_headers_complete(self) -> None:
+        self._stop_timing_head()
+        self._head_bytes = None
+        if len(self.url) + sum(len(k) + len(v) + 4 for k, v in self.headers) > MAX_HEAD:
+            self._refusal = _TOO_LONG
+            raise _TOO_LONG.with_traceback(None)  # the parser stops, and send_400_response is next
         self.server_state.idle.pop(self, None)
         super().on_headers_complete()
         if not self.pipeline:
             self._running = self.cycle
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._head_bytes = 0
 
     def on_response_complete(self) -> None:
         if self.pipeline:
@@ -102,22 +159,127 @@ class _Connection(HttpToolsProtocol):
         if self.cycle.response_complete and not self.transport.is_closing():
             self.server_state.idle[self] = None
 
+    # requests that are none
+
+    def send_400_response(self, msg: str) -> None:
+        """For what the parser refused: an error as all others, in place of the answer."""
+        self._refuse_head(self._refusal or _NO_HTTP)
+
+    def _refuse_head(self, error: RequestError) -> None:
+        """Answers what cannot be read, and closes; behind a request that runs, only closes."""
+        self._is_full = True
+        self._stop_timing_head()
+        running = self._running
+        if running is not None and not running.response_complete:
+            if not running.more_body or running.response_started:
+                self._end_with(running)
+                return
+            self._hear_that_it_left(running)  # its body broke off
+        request_id = new_request_id(Headers(raw=getattr(self, "headers", None) or []))
+        response = refuse(error, "", request_id)
+        response.headers["X-Request-Id"] = request_id
+        response.headers["Connection"] = "close"
+        status = response.status_code
+        head = f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}\r\n".encode()
+        lines = [name + b": " + value + b"\r\n" for name, value in response.raw_headers]
+        self.transport.write(b"".join([head, *lines, b"\r\n", bytes(response.body)]))
+        self.transport.close()
+
+    def _end_with(self, running: RequestResponseCycle) -> None:
+        """The running request is the last one; the client sends the others again."""
+        self._is_full = True
+        self.pipeline.clear()
+        self.cycle = running
+        running.keep_alive = False
+
+    def _hear_that_it_left(self, running: RequestResponseCycle) -> None:
+        running.disconnected = True
+        running.message_event.set()
+
+    def _time_head(self) -> None:
+        self._stop_timing_head()
+        self._head_timer = self.loop.call_later(HEAD_S, self._head_is_late)
+
+    def _stop_timing_head(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _head_is_late(self) -> None:
+        if self._head_bytes:
+            self._refuse_head(_TOO_SLOW)
+        else:
+            self.transport.close()  # it asked for nothing
+
+    # clients that take nothing
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_taking(self.transport.get_write_buffer_size())
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._taking_timer is not None:
+            self._taking_timer.cancel()
+            self._taking_timer = None
+
+    def _watch_taking(self, num_bytes: int) -> None:
+        """Nothing is written meanwhile, so the buffer grows smaller unless nothing is taken."""
+
+        def look() -> None:
+            if (left := self.transport.get_write_buffer_size()) < num_bytes:
+                self._watch_taking(left)
+            else:
+                self.transport.abort()
+
+        self._taking_timer = self.loop.call_later(TAKES_NOTHING_S, look)
+
+    def _drop_if_it_takes_nothing(self) -> None:
+        """The same by the system, for an answer that is too small to fill our buffer."""
+        sock = self.transport.get_extra_info("socket")
+        with contextlib.suppress(OSError, AttributeError):  # not Linux, or not TCP
+            sock.setsockopt(
+                socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * TAKES_NOTHING_S)
+            )
+
     def _bound_pipeline(self) -> None:
-        """Beyond the bound the running request is the last: the client sends the others again."""
+        """Beyond the bound the running request is the last."""
         num_bytes = sum(len(cycle.body) for cycle, _ in self.pipeline)
         if self._running and (len(self.pipeline) > MAX_AHEAD or num_bytes > _MAX_AHEAD_BYTES):
-            self._is_full = True
-            self.pipeline.clear()
-            self.cycle = self._running
-            self.cycle.keep_alive = False
+            self._end_with(self._running)
+
+
+_NO_HTTP = RequestError("invalid_http", "This is no HTTP/1.1 request that can be read.")
+_TOO_LONG = RequestError(
+    "headers_too_large",
+    f"The request line and headers are longer than {MAX_HEAD} bytes; send less.",
+)
+_TOO_SLOW = RequestError(
+    "headers_timeout", f"The headers were not whole within {HEAD_S:g} s; send the request again."
+)
+
+
+class _Socket(WebSocketsSansIOProtocol):
+    """Says why it closes, and does not wait for a client that takes nothing."""
+
+    def shutdown(self) -> None:
+        if self.handshake_complete and not (self.close_sent or self.disconnected):
+            # its streams have last words; then the application closes it
+            self.queue.put_nowait({"type": "websocket.disconnect", "code": GOING_AWAY})
+        else:
+            super().shutdown()
+
+    def keepalive_timeout(self) -> None:
+        super().keepalive_timeout()
+        self.transport.abort()
 
 
 def _max_connections() -> int:
     """What the limit on descriptors leaves; it may change while we run."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
-        return sys.maxsize
-    return max(limit - _KEPT_BACK, limit // 2)
+        return MAX_CONNECTIONS
+    return min(max(limit - _KEPT_BACK, limit // 2), MAX_CONNECTIONS)
 
 
 class LoadingServer:
@@ -126,7 +288,12 @@ class LoadingServer:
     A context: once left, the listener is the server's alone.
     """
 
-    def __init__(self, listener: socket.socket, on_progress: Callable[[int, int], None]) -> None:
+    def __init__(
+        self,
+        listener: socket.socket,
+        on_progress: Callable[[int, int], None],
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
         self._listener, self._on_progress = listener, on_progress
         self._download = {"bytes_done": 0, "bytes_total": 0}
         app = Starlette(
@@ -137,7 +304,7 @@ class LoadingServer:
             ],
             exception_handlers={404: self._refuse, 405: self._refuse},
         )
-        self._server = HttpServer(app)
+        self._server = HttpServer(app, tls=tls)
         self._thread = threading.Thread(target=self._run, name="waiting room", daemon=True)
 
     def __enter__(self) -> "LoadingServer":

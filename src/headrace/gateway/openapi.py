@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from headrace import __version__
-from headrace.protocols import anthropic_messages, openai_responses, worker
+from headrace.core.errors import RequestError
+from headrace.protocols import anthropic_messages, embeddings, openai_responses, rerank, worker
 from headrace.protocols.common_fields import NO_EFFECT, UNSUPPORTED
 from headrace.protocols.dialect import DIALECTS, Dialect, dialect_of
 from headrace.protocols.fields import Kind, nullable
@@ -14,7 +15,9 @@ from headrace.protocols.fields import Kind, nullable
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
 _DOOR_ERRORS = (401, 403)
 _BODY_ERRORS = (400, 404, 408, 413, 415)
-_ENGINE_ERRORS = (409, 429, 500, 503)
+_ENGINE_ERRORS = (409, 500, 503)
+_PUT_OFF = ("server_overloaded", "rate_limit_exceeded", "request_timeout")
+"""Of dialects that know them by a status of their own."""
 _JSON, _EVENTS = "application/json", "text/event-stream"
 _FORMS = {route: dialect_of(route).ERRORS.SCHEMA for route in DIALECTS}
 _ERRORS = {schema["title"]: schema for schema in _FORMS.values()}
@@ -43,6 +46,7 @@ class Operation(NamedTuple):
 
 def generates(dialect: Dialect) -> Operation:
     form = dialect.ERRORS
+    put_off = {form.status(RequestError(code, "")) for code in _PUT_OFF}
     return Operation(
         dialect.SUMMARY,
         dialect.KEYS,
@@ -50,7 +54,7 @@ def generates(dialect: Dialect) -> Operation:
         dialect.REQUIRED,
         headers=("X-Conversation-Id", "Idempotency-Key"),
         media=(_JSON, _EVENTS),
-        errors=tuple(map(form.status, _BODY_ERRORS + _ENGINE_ERRORS)),
+        errors=(*_BODY_ERRORS, *_ENGINE_ERRORS, *sorted(put_off)),
         error=form.SCHEMA["title"],
         door_error=form.SCHEMA["title"],
     )
@@ -87,6 +91,9 @@ class _Lenient(msgspec.Struct, frozen=True):
         return {"description": self.description}
 
 
+_BRING = Operation(
+    "", ("success",), worker.MODEL, ("model",), errors=(400, 404, 408, 413, 415, 500)
+)
 _MESSAGES_ERROR: str = anthropic_messages.ERRORS.SCHEMA["title"]
 _LOOKUP: Mapping[str, Kind] = {"conversation_ids": _Lenient("Up to 1,000 strings")}
 
@@ -98,12 +105,41 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("get", "/v1/models/{id}"): Operation(
         "One served name", ("id", "object", "max_model_len", "meta"), errors=(404,)
     ),
-    ("get", "/props"): Operation("The model's settings", ("default_generation_settings",)),
+    ("get", "/models"): Operation("Every model, with its state", ("object", "data")),
+    ("post", "/models/load"): _BRING._replace(summary="Load a model"),
+    ("post", "/models/unload"): _BRING._replace(summary="Unload a model once its streams end"),
+    ("get", "/props"): Operation(
+        "A model's settings",
+        ("default_generation_settings",),
+        query=("model",),
+        errors=(404, 500),
+    ),
+    ("get", "/slots"): Operation(
+        "What runs, as llama.cpp shows it", query=("fail_on_no_slot",), errors=(503,)
+    ),
     ("get", "/metrics"): Operation("Figures for Prometheus", media=("text/plain",)),
     ("get", "/openapi.json"): Operation("This document", ("openapi", "paths")),
     ("get", "/manage/state"): Operation("How the server is doing", ("state", "engine", "steps")),
     ("get", "/manage/stream"): Operation("The same, again after each change", media=(_EVENTS,)),
+    ("post", "/manage/drain"): Operation("Admit nothing more", ("status", "streams")),
     **{("post", route): generates(dialect_of(route)) for route in DIALECTS},
+    ("post", embeddings.ROUTE): Operation(
+        "One vector for each input",
+        embeddings.KEYS,
+        embeddings.TABLE,
+        embeddings.REQUIRED,
+        errors=_BODY_ERRORS + _ENGINE_ERRORS,
+    ),
+    **dict.fromkeys(
+        [("post", route) for route in rerank.ROUTES],
+        Operation(
+            "Documents by their relevance to a query",
+            rerank.KEYS,
+            rerank.TABLE,
+            rerank.REQUIRED,
+            errors=_BODY_ERRORS + _ENGINE_ERRORS,
+        ),
+    ),
     ("post", "/v1/messages/count_tokens"): _works_on_text(
         "How many tokens a message would have",
         ("input_tokens",),

@@ -22,6 +22,7 @@ from headrace.gateway.delivery import (
 from headrace.gateway.long_logs import slice_of_loop
 from headrace.generation.generation import Generation
 from headrace.generation.registry import Found, Registry
+from headrace.generation.served import encoded_of
 from headrace.protocols.dialect import encode
 from headrace.protocols.openai_responses import ROUTE, ResponseFrames
 from headrace.protocols.requests import CheckedBody
@@ -32,7 +33,6 @@ from headrace.streams.record import Record
 from headrace.streams.store import ById
 
 _decode = msgspec.msgpack.Decoder(CheckedBody).decode
-_decode_ids = msgspec.msgpack.Decoder(list[bytes]).decode
 _NUMBER = re.compile(r"[0-9]{1,15}")
 _MAX_LIMIT, _LIMIT = 100, 20
 _MAX_TOKENS = 1 << 30  # a prompt is counted to its end
@@ -117,10 +117,10 @@ class ResponsesRoutes:
         return answer({"object": "response.input_tokens", "input_tokens": num_tokens})
 
     async def _count(self, checked: CheckedBody, owner: str) -> int:
-        self._generation.models.get(checked.fields.get("model"))
+        name = self._generation.hosts.get(checked.fields.get("model")).name
         checked = await self._earlier.put_before(checked, owner)
-        encoding = self._generation.work.do("prompts", [checked.packed], _MAX_TOKENS)
-        return sum(len(token_ids) // 4 for token_ids in _decode_ids(await encoding))
+        encoding = self._generation.work.do("prompts", [checked.packed], _MAX_TOKENS, name)
+        return sum(len(prompt.token_ids) // 4 for prompt in encoded_of(await encoding))
 
     async def _find(self, request: Request) -> Found:
         owner = self._door.owner(request.headers)

@@ -1,8 +1,9 @@
 """The routes that say how the server is and what it serves: no prompt, text, id or key, no wait."""
 
 import asyncio
+import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -11,13 +12,15 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from headrace import __version__
-from headrace.core.errors import RequestError
+from headrace.core.config import HttpConfig
+from headrace.core.errors import ModelError, RequestError
 from headrace.core.messages import Ready, Status, StepTrace
 from headrace.gateway.answers import answer, refuse
-from headrace.gateway.auth import Auth
-from headrace.gateway.delivery import while_connected
+from headrace.gateway.delivery import unless_left, while_connected
 from headrace.gateway.openapi import document
+from headrace.generation.event_builder import Standing
 from headrace.generation.generation import Generation
+from headrace.generation.host import Host
 from headrace.generation.metrics import kind_of
 from headrace.generation.served import ServedModel
 from headrace.protocols.dialect import encode
@@ -36,8 +39,9 @@ UNABLE = {
 
 
 class StateRoutes:
-    def __init__(self, generation: Generation) -> None:
+    def __init__(self, generation: Generation, config: HttpConfig) -> None:
         self._generation = generation
+        self._config = config
 
     async def live(self, request: Request) -> ASGIApp:
         return answer({"status": "ok"})
@@ -47,24 +51,50 @@ class StateRoutes:
         return unhealthy(state) if state in UNABLE else answer({"status": state})
 
     async def models(self, request: Request) -> ASGIApp:
-        models = self._generation.models.all()
-        entries = [_entry(model, name) for model in models for name in model.names]
+        hosts = self._generation.hosts.all()
+        has_states = not self._generation.fleet.is_sole
+        entries = [entry_of(host, name, has_states) for host in hosts for name in host.names]
         return answer({"object": "list", "data": entries})
 
     async def model(self, request: Request) -> ASGIApp:
         name = request.path_params["id"]
-        return answer(_entry(self._generation.models.get(name), name))
+        has_states = not self._generation.fleet.is_sole
+        return answer(entry_of(self._generation.hosts.get(name), name, has_states))
 
     async def openapi(self, request: Request) -> ASGIApp:
         return answer(document())
 
     async def metrics(self, request: Request) -> ASGIApp:
         generation = self._generation
-        text = generation.metrics.text(generation.state, len(generation.streams))
+        models = {}
+        if not generation.fleet.is_sole:
+            models = {host.name: host.metrics for host in generation.hosts.all()}
+        vllm_model = generation.hosts.first.names[0] if self._config.vllm_metrics else ""
+        text = generation.metrics.text(generation.state, generation.streams, vllm_model, models)
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     async def props(self, request: Request) -> ASGIApp:
-        return answer(_props(self._generation.models.get(None)))
+        host = self._generation.hosts.get(request.query_params.get("model"))
+        if host.known is None:
+            await unless_left(request.receive, self._read(host))
+        is_sleeping = not self._generation.fleet.is_sole and host.ready is None
+        return answer(_props(host.model, is_sleeping) | {"state": self._generation.state})
+
+    async def slots(self, request: Request) -> ASGIApp:
+        shown = slots_of(self._generation.hosts.all())
+        is_full = all(slot["is_processing"] for slot in shown)
+        if is_full and request.query_params.get("fail_on_no_slot"):
+            raise RequestError("no_idle_slot", "Every slot is busy; try again later.")
+        return Response(encode(shown), media_type="application/json")
+
+    async def _read(self, host: Host) -> None:
+        """What needs no weights."""
+        try:
+            await host.read()
+        except ModelError as error:
+            message = f"The model {host.name!r} could not be read ({error.code})"
+            message += "; the server's log says why."
+            raise RequestError("load_failed", message, "model") from error
 
 
 def unhealthy(state: str, **more: Any) -> Response:
@@ -83,6 +113,30 @@ def _without_length(response: Response) -> dict[str, str]:
     return {k: v for k, v in response.headers.items() if not k.startswith("content-")}
 
 
+def entry_of(host: Host, name: str, has_states: bool) -> dict[str, Any]:
+    """A model in the list of models, with its state if there may be several."""
+    if host.known is not None:
+        entry = _entry(host.known, name)
+    else:
+        entry = {"id": name, "object": "model", "created": 0, "owned_by": "headrace"}
+        entry |= {"root": host.root, "parent": None, "max_model_len": None, "meta": None}
+    if not has_states:
+        return entry
+    lane = host.ready.lane if host.ready else None
+    return entry | {"status": _status(host), "kind": "text", "lane": lane}
+
+
+def _status(host: Host) -> dict[str, Any]:
+    """By llama.cpp's names."""
+    if host.state == "dead":
+        return {"value": "unloaded", "failed": True, "exit_code": 1}
+    value = {"ok": "loaded", "recovering": "loaded"}.get(host.state, host.state)
+    if host.state == "loading" and host.progress is not None:
+        done, total = host.progress
+        return {"value": value, "bytes_done": done, "bytes_total": total}
+    return {"value": value}
+
+
 def _entry(model: ServedModel, name: str) -> dict[str, Any]:
     ready, spec = model.ready, model.spec
     return {
@@ -93,7 +147,10 @@ def _entry(model: ServedModel, name: str) -> dict[str, Any]:
         "root": model.root,
         "parent": None,
         "max_model_len": model.max_model_len,
-        "architecture": {"input_modalities": ["text"], "output_modalities": ["text"]},
+        "architecture": {
+            "input_modalities": ["text", "image"] if model.has_vision else ["text"],
+            "output_modalities": ["text"],
+        },
         "meta": {
             "n_ctx_train": spec.max_positions,
             "n_embd": (spec.config.get("text_config") or spec.config).get("hidden_size"),
@@ -104,7 +161,7 @@ def _entry(model: ServedModel, name: str) -> dict[str, Any]:
     }
 
 
-def _props(model: ServedModel) -> dict[str, Any]:
+def _props(model: ServedModel, is_sleeping: bool) -> dict[str, Any]:
     ready, defaults = model.ready, model.defaults
     params = {
         "temperature": 1.0,
@@ -127,13 +184,44 @@ def _props(model: ServedModel) -> dict[str, Any]:
         "chat_template": model.template.source if model.template else None,
         "bos_token": model.tokenizer.bos_token,
         "eos_token": model.tokenizer.eos_token,
-        "modalities": {"vision": False, "audio": False},
+        "modalities": {"vision": model.has_vision, "audio": False},
         "build_info": f"headrace {__version__}",
-        "is_sleeping": False,
+        "is_sleeping": is_sleeping,
         "lane": ready.lane if ready else None,
         "device": ready.device if ready else None,
         "dtype": ready.dtype if ready else None,
         "max_stall_ms": _stall_target_ms(ready),
+    }
+
+
+def slots_of(hosts: Iterable[Host]) -> list[Snapshot]:
+    """As llama.cpp's server shows them: a place for each sequence that can run at once.
+
+    One that has lost its memory to others for a while still counts as running.
+    """
+    shown: list[Snapshot] = []
+    for host in hosts:
+        running = (each for stream in host for each in stream.standings().items())
+        is_there = host.ready is not None and host.state != "unloaded"
+        num_places = host.ready.max_num_seqs if host.ready and is_there else 0
+        last = len(shown) + num_places
+        for number, standing in itertools.islice(running, num_places):
+            shown.append(_slot(len(shown), number, standing, host.model))
+        shown += [{"id": id, "is_processing": False} for id in range(len(shown), last)]
+    return shown
+
+
+def _slot(id: int, number: int, standing: Standing, model: ServedModel) -> Snapshot:
+    left = -1 if standing.num_left is None else standing.num_left
+    return {
+        "id": id,
+        "is_processing": True,
+        "id_task": number,
+        "n_ctx": model.max_model_len,
+        "n_prompt_tokens": standing.num_prompt,
+        "n_prompt_tokens_processed": standing.num_processed,
+        "n_prompt_tokens_cache": standing.num_cached,
+        "next_token": [{"n_decoded": standing.num_decoded, "n_remain": left}],
     }
 
 
@@ -142,26 +230,20 @@ def _stall_target_ms(ready: Ready | None) -> float | None:
 
 
 class ManageRoutes:
-    def __init__(self, generation: Generation, door: Auth) -> None:
+    def __init__(self, generation: Generation) -> None:
         self._generation = generation
-        self._door = door
         self._began = time.monotonic()
 
     async def state(self, request: Request) -> ASGIApp:
-        self._check()
         return answer(self._with_uptime(snapshot(self._generation)))
 
     async def stream(self, request: Request) -> ASGIApp:
-        self._check()
         return Watch(lambda: snapshot(self._generation), self._with_uptime)
 
-    def _check(self) -> None:
-        if self._door.is_open_to_all:
-            raise RequestError(
-                "forbidden",
-                "A server that listens beyond this machine shows its state only to those with a "
-                "key; start it with --api-key.",
-            )
+    async def drain(self, request: Request) -> ASGIApp:
+        """Admits nothing more; what runs goes on, and the server stays until it is stopped."""
+        self._generation.stop_admitting()
+        return answer({"status": self._generation.state, "streams": len(self._generation.streams)})
 
     def _with_uptime(self, shown: Snapshot) -> Snapshot:
         return {"uptime_s": round(time.monotonic() - self._began, 1)} | shown
@@ -210,13 +292,19 @@ class Watch:
 
 def snapshot(generation: Generation) -> Snapshot:
     """Everything but the time."""
-    model = generation.models.get(None)
-    status = generation.status
+    hosts = generation.hosts.all()
+    shown = {"state": generation.state, "version": __version__, **_snapshot(hosts[0])}
+    if not generation.fleet.is_sole:
+        shown["models"] = [{"status": _status(host), **_snapshot(host)} for host in hosts]
+    return shown
+
+
+def _snapshot(host: Host) -> Snapshot:
+    """Of one model."""
+    status = host.status
     return {
-        "state": generation.state,
-        "version": __version__,
-        "engine": _engine(generation, model),
-        "model": model.names[0],
+        "engine": _engine(host),
+        "model": host.name,
         "running": status.num_running if status else 0,
         "waiting": {
             "requests": status.num_waiting if status else 0,
@@ -224,18 +312,18 @@ def snapshot(generation: Generation) -> Snapshot:
         },
         "missed": status.missed if status else {},
         "num_steps": status.num_steps if status else 0,
-        "steps": [_step(step) for step in generation.steps],
-        **_memory(model, status),
+        "steps": [_step(step) for step in host.steps],
+        **_memory(host.ready, status),
     }
 
 
-def _engine(generation: Generation, model: ServedModel) -> Snapshot:
-    ready = model.ready
+def _engine(host: Host) -> Snapshot:
+    ready = host.ready
     shown: Snapshot = {
-        "state": "up" if generation.is_engine_up else "down",
-        "pid": generation.engine_pid,
-        "starts": generation.num_engine_starts,
-        "last_words": generation.last_words,
+        "state": "up" if host.is_engine_up else "down",
+        "pid": host.engine_pid,
+        "starts": host.num_engine_starts,
+        "last_words": host.last_words,
     }
     if ready is None:
         return shown
@@ -251,10 +339,10 @@ def _engine(generation: Generation, model: ServedModel) -> Snapshot:
     }
 
 
-def _memory(model: ServedModel, status: Status | None) -> Snapshot:
-    if model.ready is None:
+def _memory(ready: Ready | None, status: Status | None) -> Snapshot:
+    if ready is None:
         return {}
-    layout = model.ready.layout
+    layout = ready.layout
     blocks_free = status.blocks_free if status else layout.num_blocks
     slots_free = status.slots_free if status else layout.num_slots
     return {

@@ -20,9 +20,10 @@ TYPES = {
 }
 """What lies in the folder under another ending is not served."""
 
-# No inline script or style, no other host, and no string that becomes HTML.
+# No inline script or style, no other host, and no string that becomes HTML. Pictures that a person
+# attaches are shown from data URIs.
 _POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "require-trusted-types-for 'script'; trusted-types 'none'"
 )

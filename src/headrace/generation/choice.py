@@ -27,7 +27,8 @@ class ChoiceWriter:
         self.index = index
         self.prompt, self.number = divmod(index, request.n)
         self.end: ChoiceEnd | None = None
-        self._num_prompt = len(record.prompts[self.prompt]) // 4
+        self.num_prompt = len(record.prompts[self.prompt]) // 4
+        self._has_source = model.has_source
         self._max_tokens = request.sampling.max_tokens
         self._tokenizer = model.tokenizer
         self._splitting = splitting_of(record, self.prompt, model.tokenizer)
@@ -51,8 +52,9 @@ class ChoiceWriter:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and answer so far."""
-        return self._num_prompt + len(self._token_ids)
+        """Prompt and answer so far; the larger of them where each has a context of its own."""
+        counts = self.num_prompt, len(self._token_ids)
+        return max(counts) if self._has_source else sum(counts)
 
     def is_cut_short(self, context: int) -> bool:
         """Whether nothing but a context of this size ends it."""
@@ -117,7 +119,7 @@ class ChoiceWriter:
     def _token_before(self, record: Record) -> int | None:
         """The token that the text continues; None where an answer begins."""
         prompt = record.request.prompts[self.prompt]
-        if isinstance(prompt, Chat) and not prompt.continue_final_message:
+        if self._has_source or (isinstance(prompt, Chat) and not prompt.continue_final_message):
             return None
         return array("i", record.prompts[self.prompt][-4:])[0]
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from headrace.core.errors import RequestError
 from headrace.core.messages import (
@@ -14,9 +15,10 @@ from headrace.core.messages import (
     Started,
 )
 from headrace.generation.choice import ChoiceWriter, Echo
+from headrace.generation.ingestion import NO_CHUNKS, ChunkCount, describe
 from headrace.generation.served import ServedModel
 from headrace.streams import events
-from headrace.streams.events import AnyEvent
+from headrace.streams.events import AnyEvent, Ingestion
 from headrace.streams.record import Record
 from headrace.streams.tally import Tally
 
@@ -42,25 +44,40 @@ class InQueue(msgspec.Struct, frozen=True):
     eta_ms: int | None
 
 
+class Standing(msgspec.Struct, frozen=True):
+    """How far a choice is that the engine has begun, in tokens; `num_left` None: no limit."""
+
+    choice: int
+    num_prompt: int
+    num_processed: int
+    num_cached: int
+    num_decoded: int
+    num_left: int | None
+
+
 class EventBuilder:
     """Takes what the engine says, in order; gives events with gapless numbers."""
 
     def __init__(self, record: Record, model: ServedModel) -> None:
         self.last_ms = 0
-        self._record = record
+        self._record, self._model = record, model
         request = record.request
         self._choices = [ChoiceWriter(i, record, model) for i in range(request.num_choices)]
         self._echo = Echo(record, model.tokenizer) if request.echo else None
-        self._progress = [PromptProgress(n * request.n) for n in range(len(request.prompts))]
+        self._progress = [
+            PromptProgress(n * request.n, request.wire.return_ingestion)
+            for n in range(len(request.prompts))
+        ]
         self._queue = QueueProgress()
         self._beats: list[Beat] = []
-        self._num_recoveries = 0
+        self.num_recoveries = 0
         self.tally = Tally()
         self._next_seq = 0
         # one step speaks of few choices: only those it spoke of are looked at
         self.num_live = len(self._choices)
         self.has_tokens = False
         self._begun: set[int] = set()  # choices that the engine has begun, ended ones included
+        self.num_unread = record.num_prompt_tokens  # of prompts that it has not begun
         self._heard: set[int] = set()  # choices that may have something to tell
         self._advanced: set[int] = set()  # prompts whose progress is not told yet
 
@@ -79,8 +96,31 @@ class EventBuilder:
         """Whether the engine has begun any of it, ended choices included."""
         return bool(self._begun)
 
+    def _note_begun(self, index: int) -> None:
+        if index in self._begun:
+            return
+        n = self._record.request.n
+        prompt = index // n
+        if self._begun.isdisjoint(range(prompt * n, prompt * n + n)):
+            self.num_unread -= len(self._record.prompts[prompt]) // 4
+        self._begun.add(index)
+
     def live(self) -> list[ChoiceWriter]:
         return [choice for choice in self._choices if choice.end is None]
+
+    def standings(self) -> list[Standing]:
+        """Of the choices that have begun and not ended."""
+        limit = self._record.request.sampling.max_tokens
+        shown = []
+        for choice in self.live() if self._begun else ():
+            if choice.index in self._begun:
+                progress = self._progress[choice.prompt]
+                num_decoded = choice.num_tokens - choice.num_prompt
+                num_left = None if limit is None else limit - num_decoded
+                processed, cached = progress.num_processed, progress.num_cached
+                figures = (choice.num_prompt, processed, cached, num_decoded, num_left)
+                shown.append(Standing(choice.index, *figures))
+        return shown
 
     def is_cut_short(self, index: int, context: int) -> bool:
         """Whether nothing but a context of this size ends this choice."""
@@ -97,12 +137,16 @@ class EventBuilder:
 
     def recover(self) -> None:
         """Says that there is no engine now; the next one's queue is reported from the start."""
-        self._num_recoveries += 1
-        self.beat(Beat("recovering", "data", self._num_recoveries))
+        self.num_recoveries += 1
+        self.beat(Beat("recovering", "data", self.num_recoveries))
         self._queue = QueueProgress()
 
     def move_in_queue(self, place: InQueue | None) -> None:
         self._queue.move(place)
+
+    def wants(self, place: InQueue, at_ms: int) -> bool:
+        """Whether this place in the queue would be told now."""
+        return self._queue.wants(place, at_ms)
 
     def take(
         self,
@@ -115,7 +159,7 @@ class EventBuilder:
         if choice.end is not None:
             return False
         self._heard.add(index)
-        self._begun.add(index)
+        self._note_begun(index)
         if isinstance(item, NewToken):
             return not choice.is_stopped and self._feed(choice, item)
         match item:
@@ -176,9 +220,18 @@ class EventBuilder:
         seq = self._next_seq
         if cut is not None:
             return to_event(cut, seq, at_ms)
-        ends = tuple(choice.end for choice in self._choices if choice.end)
         return events.Finish(
-            seq=seq, at_ms=at_ms, ends=ends, usage=self.tally.usage, timings=self.tally.timings
+            seq=seq,
+            at_ms=at_ms,
+            ends=tuple(choice.end for choice in self._choices if choice.end),
+            usage=self.tally.usage,
+            timings=self.tally.timings,
+            ingestion=self._ingestion() if self._record.request.wire.return_ingestion else UNSET,
+        )
+
+    def _ingestion(self) -> Ingestion:
+        return describe(
+            self._record, self._model.ready, self.tally.usage, [p.chunks for p in self._progress]
         )
 
     def replay(self, logged: Sequence[AnyEvent]) -> RequestError | None:
@@ -190,9 +243,9 @@ class EventBuilder:
         for event in logged:
             self._count(event)  # to the last one, for a terminal event has to follow them
             if isinstance(event, events.Heartbeat):
-                self._num_recoveries = event.attempt or self._num_recoveries
+                self.num_recoveries = event.attempt or self.num_recoveries
             elif isinstance(event, events.Progress):
-                self._begun.add(event.choice)
+                self._note_begun(event.choice)
                 self._progress[event.choice // self._record.request.n].resume(event)
             elif isinstance(event, events.Tokens):
                 is_same &= self._replay_tokens(event)
@@ -201,7 +254,7 @@ class EventBuilder:
 
     def _replay_tokens(self, event: events.Tokens) -> bool:
         choice = self._choices[event.choice]
-        self._begun.add(event.choice)
+        self._note_begun(event.choice)
         if event.pieces or event.ids:
             self._begin(choice)
             self.has_tokens = True
@@ -216,7 +269,7 @@ class EventBuilder:
 
     def _finish(self, choice: ChoiceWriter, finish: FinishReason) -> None:
         self._heard.add(choice.index)
-        self._begun.add(choice.index)
+        self._note_begun(choice.index)
         self.num_live -= 1
         choice.finish(finish)
 
@@ -246,12 +299,14 @@ class QueueProgress:
         """A new place; None once the sequence has left the queue."""
         self._place = place
 
+    def wants(self, place: InQueue, at_ms: int) -> bool:
+        is_told = self._told is not None and self._told.position == place.position
+        return not is_told and at_ms >= self._due_ms
+
     def take(self, seq: int, at_ms: int) -> events.Queued | None:
         """The event that is due, if any."""
         place = self._place
-        if place is None or at_ms < self._due_ms:
-            return None
-        if self._told is not None and self._told.position == place.position:
+        if place is None or not self.wants(place, at_ms):
             return None
         self._told, self._due_ms = place, at_ms + _QUEUE_INTERVAL_MS
         return events.Queued(seq=seq, at_ms=at_ms, **msgspec.structs.asdict(place))
@@ -260,12 +315,17 @@ class QueueProgress:
 class PromptProgress:
     """The progress events of one prompt: those of its first choice, never going back."""
 
-    def __init__(self, choice: int) -> None:
-        self._choice = choice
-        self._total = self._cached = 0
+    def __init__(self, choice: int, tells_chunks: bool = False) -> None:
+        self.chunks = NO_CHUNKS
+        self._choice, self._tells_chunks = choice, tells_chunks
+        self._total = self.num_cached = 0
         self._processed = self._told = -1
         self._began_ms = 0
         self._num_told = self._due_ms = 0
+
+    @property
+    def num_processed(self) -> int:
+        return max(self._processed, 0)
 
     @property
     def has_news(self) -> bool:
@@ -274,18 +334,22 @@ class PromptProgress:
 
     def start(self, choice: ChoiceWriter, total: int, cached: int, at_ms: int) -> None:
         if choice.index == self._choice and self._processed < 0:
-            self._total, self._cached, self._processed = total, cached, cached
+            self._total, self.num_cached, self._processed = total, cached, cached
             self._began_ms = at_ms
 
     def advance(self, choice: ChoiceWriter, processed: int) -> None:
-        if choice.index == self._choice:
-            self._processed = max(self._processed, min(processed, self._total))
+        processed = min(processed, self._total)
+        if choice.index == self._choice and processed > self._processed:
+            self.chunks = self.chunks.with_one(processed - max(self._processed, 0))
+            self._processed = processed
 
     def resume(self, told: events.Progress) -> None:
         """Goes on behind an event that was told in an earlier life."""
-        self._total, self._cached = told.total, told.cache
+        self._total, self.num_cached = told.total, told.cache
         self._processed = self._told = told.processed
         self._began_ms = told.at_ms - told.time_ms
+        if not isinstance(told.chunks, UnsetType):
+            self.chunks = ChunkCount(*told.chunks)
 
     def take(self, seq: int, at_ms: int) -> events.Progress | None:
         """The event that is due, if any."""
@@ -301,9 +365,10 @@ class PromptProgress:
             at_ms=at_ms,
             choice=self._choice,
             total=self._total,
-            cache=self._cached,
+            cache=self.num_cached,
             processed=self._processed,
             time_ms=at_ms - self._began_ms,
+            chunks=self.chunks if self._tells_chunks else UNSET,
         )
 
 

@@ -2,6 +2,7 @@
 
 import heapq
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -37,6 +38,54 @@ def starts(
         heapq.heappush(free_in, prompts_done + answer_s)
 
 
+class NextStart(NamedTuple):
+    """When a sequence starts (None: nothing is measured), and the prompt tokens that it reads."""
+
+    in_s: float | None
+    num_tokens: int
+
+
+class Schedule:
+    """The next starts, first those of the queue as it was at `at`, then what usually comes.
+
+    Worked out as far as it is asked for.
+    """
+
+    def __init__(self, at: float, starts: Iterator[NextStart]) -> None:
+        self._at = at
+        self._more = starts
+        self._known: list[NextStart] = []
+
+    def start(self, number: int) -> NextStart:
+        """The `number`-th one, from 1."""
+        while len(self._known) < number:
+            self._known.append(next(self._more, _UNKNOWN))
+        return self._known[number - 1]
+
+    def seconds_until(self, num_starts: int, now: float) -> float | None:
+        """Until so many have started from now on; None while nothing is measured."""
+        in_s = self.start(self._num_over(now) + num_starts).in_s
+        return None if in_s is None else max(0.0, in_s - (now - self._at))
+
+    def num_starts_for(self, num_tokens: int, most: int, now: float) -> int:
+        """How many have to start from now on to take so many prompt tokens, `most` at most."""
+        number, first = 0, self._num_over(now)
+        while number < most and num_tokens > 0:
+            number += 1
+            num_tokens -= self.start(first + number).num_tokens
+        return number
+
+    def _num_over(self, now: float) -> int:
+        """Those that should have started since."""
+        number = 0
+        while (in_s := self.start(number + 1).in_s) is not None and in_s < now - self._at:
+            number += 1
+        return number
+
+
+_UNKNOWN = NextStart(None, 1)
+
+
 class TokensAsked(NamedTuple):
     """What a sequence asks of the engine, in tokens; `limit` is that of its answer."""
 
@@ -51,6 +100,7 @@ class Forecast:
         self._prompts: dict[SequenceId, tuple[int, int]] = {}  # total and computed
         self._num_tokens: dict[SequenceId, int] = {}  # of each sequence that has some
         self._length = _Mean()  # tokens of an answer
+        self._prompt_length = _Mean()
         self._pace = _Mean()  # seconds that a place is taken for each token
         self._num_new = 0  # tokens since the last status
         self._looked_at: float | None = None
@@ -58,6 +108,7 @@ class Forecast:
     def hear(self, outputs: Outputs) -> None:
         for begun in outputs.started:
             self._prompts[begun.sequence_id] = begun.total, begun.cached
+            self._prompt_length.add(begun.total, 1)
         for progress in outputs.progress:
             total, _ = self._prompts.get(progress.sequence_id, (progress.processed, 0))
             self._prompts[progress.sequence_id] = total, progress.processed
@@ -83,13 +134,16 @@ class Forecast:
         self._num_tokens.clear()
         self._looked_at = None
 
-    def waits(
+    def starts(
         self, status: Status, num_places: int, asked: Callable[[SequenceId], TokensAsked]
-    ) -> Iterator[float | None]:
-        """Seconds until each of the status's queue starts; None while nothing is measured."""
+    ) -> Iterator[NextStart]:
+        """Those of the status's queue, in order, then of usual requests without end."""
+        usual = TokensAsked(int(self._prompt_length.value or 1), math.inf)
+        queue = map(asked, status.queue)
+        coming: Iterator[TokensAsked] = itertools.chain(queue, itertools.repeat(usual))
         length, pace, rate = self._length.value, self._pace.value, status.prompt_tokens_per_s
         if length is None or pace is None or not rate:
-            return itertools.repeat(None)
+            return (NextStart(None, num_prompt) for num_prompt, _ in coming)
         left = [
             # an answer longer than usual may go on for a while
             pace * min(asked(id).limit - said, max(length - said, length * _LEAST_LEFT))
@@ -97,11 +151,14 @@ class Forecast:
         ]
         left += [pace * min(asked(id).limit, length) for id in self._prompts]
         unread = sum(total - computed for total, computed in self._prompts.values())
+        coming, read = itertools.tee(coming)
         waiting = (
-            Waiting(num_prompt / rate, pace * min(limit, length))
-            for num_prompt, limit in map(asked, status.queue)
+            Waiting(num_prompt / rate, pace * min(limit, length)) for num_prompt, limit in coming
         )
-        return starts(left, num_places, unread / rate, waiting)
+        waits = starts(left, num_places, unread / rate, waiting)
+        return (
+            NextStart(wait, num_prompt) for wait, (num_prompt, _) in zip(waits, read, strict=False)
+        )
 
 
 class _Mean:

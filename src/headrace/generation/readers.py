@@ -43,9 +43,10 @@ class Audience:
         self.has_seen_tokens = False
         self.is_served = False
         self.abandoned = asyncio.Event()
+        self.num_readers = 0  # now
+        self.num_joined = 0  # so far
         self._linger_s = linger_s
         self._on_abandoned = on_abandoned
-        self._num_readers = 0
         self._linger: asyncio.TimerHandle | None = None
 
     @property
@@ -56,13 +57,14 @@ class Audience:
     @contextlib.asynccontextmanager
     async def reader(self, log: Log, after: int) -> AsyncIterator[Reader]:
         """A reader's stay."""
-        self._num_readers += 1
+        self.num_readers += 1
+        self.num_joined += 1
         self._stop_lingering()
         try:
             yield Reader(self, log, after)
         finally:
-            self._num_readers -= 1
-            if self._num_readers == 0 and self._linger_s is not None:
+            self.num_readers -= 1
+            if self.num_readers == 0 and self._linger_s is not None:
                 self._linger_for(self._linger_s)
 
     def close(self) -> None:

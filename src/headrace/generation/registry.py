@@ -1,6 +1,7 @@
 """All streams there are: live ones with their writers, and behind them what a store keeps."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -8,10 +9,13 @@ from typing import Any, TypeVar
 
 from headrace.core.errors import RequestError
 from headrace.core.ids import StreamId
+from headrace.generation.admission import Place
+from headrace.generation.event_builder import to_event
+from headrace.generation.metrics import Metrics
 from headrace.generation.readers import Audience, Reader, ReaderPause, racing
-from headrace.generation.served import ServedModel
 from headrace.generation.stream import LiveStream
-from headrace.streams.log import Log, LogGone, LogUnsound
+from headrace.generation.vector_batch import VectorBatch
+from headrace.streams.log import Log, LogConflict, LogGone, LogUnsound, MemoryLog
 from headrace.streams.memory_store import MemoryStore
 from headrace.streams.record import Names, Record
 from headrace.streams.store import (
@@ -25,7 +29,6 @@ from headrace.streams.store import (
     StoreStalled,
 )
 
-_OVERLOADED_RETRY_S = 5.0
 _IN_MEMORY = Retention(keep_s=3600.0, max_bytes=256 << 20)
 _MAX_UNSWEPT = 64 << 20
 _REPLACED = "A newer request of this conversation replaced it."
@@ -59,14 +62,16 @@ Found = LiveStream | FinishedStream
 class Registry:
     """Resolves names to stream ids, once, when a request comes in."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, metrics: Metrics) -> None:
         self._store = store
+        self._metrics = metrics
         self._kept = MemoryStore()  # ended streams without opt-in, for as long as they are kept
         self._num_unswept = 0  # bytes in it since it was swept
-        self._num_opening = 0  # choices that are admitted and have no stream yet
         self._live: dict[StreamId, LiveStream] = {}
+        self.batches: set[VectorBatch] = set()  # inputs that become vectors
         self._added = asyncio.Event()  # set, and replaced, as each stream is added
         self._closed: RequestError | None = None  # why no writer will come any more
+        self._closed_ones: dict[StreamId, RequestError] = {}  # or none for these
 
     def __iter__(self) -> Iterator[LiveStream]:
         return iter(list(self._live.values()))
@@ -83,30 +88,30 @@ class Registry:
         self._closed = reason
         self._wake()
 
+    def close_one(self, stream_id: StreamId, reason: RequestError) -> None:
+        """No writer will come for this one, until it is opened again."""
+        self._closed_ones[stream_id] = reason
+        self._wake()
+
+    def open_again(self, stream_id: StreamId) -> None:
+        self._closed_ones.pop(stream_id, None)
+
     def _wake(self) -> None:
         self._added.set()
         self._added = asyncio.Event()
-
-    def check_room(self, model: ServedModel, bound: int) -> None:
-        """RequestError where a request would wait behind a full queue, and no place is free.
-
-        A request of many choices may fill the queue beyond its bound, or it could never be served.
-        """
-        num_waiting = self._num_opening + sum(stream.num_waiting for stream in self)
-        num_live = self._num_opening + sum(stream.num_live for stream in self)
-        has_place = model.ready is not None and num_live < model.ready.max_num_seqs
-        if num_waiting >= bound and not has_place:
-            raise RequestError(
-                "server_overloaded",
-                f"{num_waiting} choices are waiting, and --max-num-queued-reqs is {bound}; "
-                "try again later.",
-                retry_after_s=_OVERLOADED_RETRY_S,
-            )
 
     def remove(self, stream: LiveStream) -> None:
         """Unless another writer has taken its place."""
         if self._live.get(stream.record.id) is stream:
             del self._live[stream.record.id]
+
+    async def run(self, batch: VectorBatch) -> tuple[bytes, ...]:
+        """Its vectors; until it ends, its inputs count as waiting or live."""
+        self.batches.add(batch)
+        try:
+            return await batch.run()
+        finally:
+            self.batches.remove(batch)
 
     async def find(self, owner: str, name: Name) -> Found | None:
         """The stream of that name, if it is this owner's; LogUnsound if it is damaged."""
@@ -150,17 +155,41 @@ class Registry:
                 return stream
         return None
 
+    async def put(self, record: Record, place: Place) -> Stored:
+        """The stream as its store has it, or another one that holds its names.
+
+        The place is given up unless it is this request's own stream.
+        """
+        is_new = False
+        try:
+            if record.names.is_opted_in:
+                stored = await self.claim(record)
+            elif record.names.is_kept:
+                stored = await self.keep(record)
+            else:
+                stored = Stored(record, MemoryLog())
+            is_new = stored.record.id == record.id
+            return stored
+        finally:
+            if not is_new:
+                place.close()
+
     async def claim(self, record: Record) -> Stored:
         """A place in the store under the record's names; a live conversation is replaced.
 
         If another request has just taken the key, that one's stream is returned.
         """
-        num_choices = record.request.num_choices
-        self._num_opening += num_choices
-        try:
-            return await self._claim(record)
-        finally:
-            self._num_opening -= num_choices
+        replaced = None
+        while True:
+            stored = await self._store.create(record, replaced)
+            if stored.record.id == record.id:
+                if replaced is not None and (old := self._live.get(replaced)) is not None:
+                    old.stop(RequestError("replaced", _REPLACED))
+                return stored
+            if record.names.key is not None and stored.record.names.key == record.names.key:
+                _check_same(stored.record, record.names)
+                return stored
+            replaced = stored.record.id
 
     async def keep(self, record: Record) -> Stored:
         """A place in memory, in which the stream is found by its id for a while after its end."""
@@ -172,7 +201,8 @@ class Registry:
     async def sweep(self) -> None:
         """Forgets what memory does not keep any longer."""
         self._num_unswept = 0
-        await self._kept.sweep(_IN_MEMORY, time.time())
+        totals = await self._kept.sweep(_IN_MEMORY, time.time())
+        self._metrics.swept("memory", totals.num_bytes)
 
     async def discard(self, owner: str, name: Name) -> None:
         """Removes the stream of that name, if it is this owner's; a live one is stopped first."""
@@ -191,9 +221,11 @@ class Registry:
 
         StoreStalled if its end cannot be stored now; the stop counts, and the end is written later.
         """
+        state, asked_at = found.state, time.monotonic()
         found.stop(RequestError("cancelled", "The stream was stopped."))
         if isinstance(found, LiveStream):
             await self.unless_stalled(found.record, found.ended.wait())
+        self._metrics.stopped(state, time.monotonic() - asked_at)
 
     async def unless_stalled(self, record: Record, work: Coroutine[Any, Any, Result]) -> Result:
         """The result of `work`, which waits for the log; StoreStalled while the disk is stuck."""
@@ -216,24 +248,12 @@ class Registry:
             added = self._added
             if await _has_ended(stored.log):
                 return FinishedStream(stored.record, stored.log)
-            if self._closed is not None:
-                raise self._closed.with_traceback(None)
+            closed = self._closed or self._closed_ones.get(stored.record.id)
+            if closed is not None:
+                raise closed.with_traceback(None)
             changed = _first(added.wait(), stored.log.wait(stored.log.next_seq - 1))
             await self.unless_stalled(stored.record, changed)
         return live
-
-    async def _claim(self, record: Record) -> Stored:
-        replaced = None
-        while True:
-            stored = await self._store.create(record, replaced)
-            if stored.record.id == record.id:
-                if replaced is not None and (old := self._live.get(replaced)) is not None:
-                    old.stop(RequestError("replaced", _REPLACED))
-                return stored
-            if record.names.key is not None and stored.record.names.key == record.names.key:
-                _check_same(stored.record, record.names)
-                return stored
-            replaced = stored.record.id
 
 
 def _check_same(record: Record, names: Names) -> None:
@@ -255,3 +275,11 @@ async def _has_ended(log: Log) -> bool:
     except (LogGone, LogUnsound):
         return True
     return has_ended
+
+
+async def give_up(log: Log) -> None:
+    """Ends a stream that nobody can go on with."""
+    error = RequestError("resume_mismatch", "This server cannot go on with what was generated.")
+    with contextlib.suppress(StoreStalled, LogConflict):
+        seq = log.next_seq
+        await log.append(seq, [to_event(error, seq, at_ms=0)])

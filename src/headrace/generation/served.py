@@ -2,18 +2,22 @@
 
 import time
 from pathlib import Path
+from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
 from headrace import __version__
-from headrace.checkpoints.find import find_model
+from headrace.checkpoints.find import find_here, find_model
 from headrace.checkpoints.hub import OnProgress
+from headrace.checkpoints.sentences import read_sentences
 from headrace.checkpoints.spec import ModelSpec, read_spec
 from headrace.core.config import ModelConfig
 from headrace.core.errors import ModelError, RequestError
 from headrace.core.messages import Ready
 from headrace.core.request import Chat, Ids, Request
+from headrace.generation.pixels import Admitted, see_images
 from headrace.generation.work import Work
+from headrace.models.registry import FAMILIES
 from headrace.streams.record import Record, ServedForm
 from headrace.text.channels import reasoning_format
 from headrace.text.encoder import Encoder
@@ -24,7 +28,15 @@ from headrace.text.tool_formats import tool_format
 _PROMPT_FIELDS = {"/v1/responses": "input"}  # where it has another name than usual
 _SHOWN = 100  # characters of an unknown name
 
-_ids_of = msgspec.msgpack.Decoder(tuple[bytes, ...]).decode
+
+class EncodedPrompt(msgspec.Struct, frozen=True, array_like=True):
+    """Packed int32 ids, and how they came about: one-shot, streamed or given."""
+
+    token_ids: bytes
+    tokenization: str
+
+
+encoded_of = msgspec.msgpack.Decoder(tuple[EncodedPrompt, ...]).decode
 
 
 class ServedModel:
@@ -32,8 +44,8 @@ class ServedModel:
 
     def __init__(self, config: ModelConfig, on_progress: OnProgress | None = None) -> None:
         self.folder: Path = find_model(config.model, config.revision, on_progress)
-        self.root = self.folder.name if Path(config.model).is_dir() else config.model
-        self.names = config.served_model_name or (self.root,)
+        self.root = root_of(config)
+        self.names = names_of(config)
         self.created = int(time.time())
         self.spec: ModelSpec = read_spec(self.folder)
         self.tokenizer = Tokenizer.load(self.folder)
@@ -43,9 +55,21 @@ class ServedModel:
         # by which the model writes tool calls and sets its reasoning apart; "" if it does not
         self.tool_format = _given(config.tool_format, tool_format(source))
         self.reasoning_format = _given(config.reasoning_format, reasoning_format(source))
+        self.sentences = read_sentences(self.spec)
+        self.pooling = config.pooling
+        self.cuts_any = config.embedding_dimensions == "any"  # vectors, to any length
         self.defaults = self.spec.defaults if config.generation_config == "auto" else None
         self.ready: Ready | None = None
-        self._quantization = "" if config.quantize == "none" else f" {config.quantize}"
+
+    @property
+    def has_vision(self) -> bool:
+        """Whether it sees images; our own implementations do not yet."""
+        return _has_vision(self.spec)
+
+    @property
+    def has_source(self) -> bool:
+        """Whether prompts are sources, and answers have a context of their own."""
+        return self.spec.has_source
 
     @property
     def vocab_size(self) -> int:
@@ -67,7 +91,7 @@ class ServedModel:
             return ServedForm()
         return ServedForm(
             __version__,
-            ready.dtype + self._quantization,
+            ready.dtype if ready.quantize == "none" else f"{ready.dtype} {ready.quantize}",
             f"{ready.device} with kernels {ready.kernels}",
             ready.max_model_len,
         )
@@ -79,26 +103,54 @@ class ServedModel:
         return ChatTemplate.load(self.folder, self.tokenizer.special_tokens, file)
 
 
+def names_of(config: ModelConfig) -> tuple[str, ...]:
+    """What clients may call the model, without a look at its files."""
+    return config.served_model_name or (root_of(config),)
+
+
+def root_of(config: ModelConfig) -> str:
+    """The name of the model's folder, or what was given otherwise."""
+    folder = Path(config.model)
+    return folder.resolve().name if folder.is_dir() else config.model
+
+
 def _given(setting: str, found: str) -> str:
     return {"auto": found, "none": ""}.get(setting, setting)
 
 
-class Models:
-    """Every served name; one model now."""
+class Named(Protocol):
+    """What answers to names."""
 
-    def __init__(self, models: tuple[ServedModel, ...]) -> None:
+    @property
+    def names(self) -> tuple[str, ...]: ...
+
+
+ByName = TypeVar("ByName", bound=Named)
+
+
+class Models(Generic[ByName]):
+    """All that is served, by the names that clients ask for."""
+
+    def __init__(self, models: tuple[ByName, ...]) -> None:
         self._models = models
 
-    def all(self) -> tuple[ServedModel, ...]:
+    def all(self) -> tuple[ByName, ...]:
         return self._models
 
-    def get(self, name: str | None) -> ServedModel:
+    @property
+    def first(self) -> ByName:
+        """What answers where no name is given."""
+        return self._models[0]
+
+    def find(self, name: str) -> ByName | None:
+        return next((model for model in self._models if name in model.names), None)
+
+    def get(self, name: str | None) -> ByName:
         """The model that answers to `name`; without a name, the first one."""
         if name is None:
-            return self._models[0]
-        for model in self._models:
-            if name in model.names:
-                return model
+            return self.first
+        if (model := self.find(name)) is not None:
+            return model
         served = ", ".join(name for model in self._models for name in model.names)
         raise RequestError(
             "model_not_found",
@@ -107,15 +159,65 @@ class Models:
         )
 
 
-async def admit(
-    work: Work, model: ServedModel, request: Request, packed: bytes
-) -> tuple[bytes, ...]:
-    """Packed int32 ids of each of the `packed` prompts; RequestError if one cannot be served."""
+def check_generates(model: ServedModel) -> None:
+    """RequestError if the model draws no tokens."""
+    if model.ready is not None and "generate" not in model.ready.tasks:
+        route = "/v1/rerank" if "score" in model.ready.tasks else "/v1/embeddings"
+        message = f"{model.names[0]} generates no text; use {route}, or serve another model."
+        raise RequestError("unsupported_operation", message, "model")
+
+
+def may_see_images(config: ModelConfig) -> bool:
+    """Whether the model does, or is not here yet and so may."""
+    try:
+        folder = find_here(config.model, config.revision)
+        return folder is None or _has_vision(read_spec(folder))
+    except ModelError:  # whoever loads it will say so
+        return False
+
+
+def _has_vision(spec: ModelSpec) -> bool:
+    has_side = "vision_config" in spec.config and spec.has_processor
+    return has_side and spec.architecture not in FAMILIES
+
+
+async def admit(work: Work, model: ServedModel, request: Request, packed: bytes | None) -> Admitted:
+    """The ids of each prompt; RequestError if one cannot be served.
+
+    `packed` are the prompts, if the request has only stubs of them.
+    """
+    packed = msgspec.msgpack.encode(request.prompts) if packed is None else packed
     longest = model.max_model_len - (request.sampling.max_tokens != 0)
-    encoded = _ids_of(await work.do("prompts", [packed], longest))
-    for number, token_ids in enumerate(encoded):
+    if model.has_source:
+        longest = model.max_model_len  # the answer has a context of its own
+        if request.echo:
+            message = "This model reads a source and does not go on with it; leave echo out."
+            raise RequestError("unsupported_parameter", message, "echo")
+    chats = [prompt for prompt in request.prompts if isinstance(prompt, Chat)]
+    if any(chat.num_images or chat.images for chat in chats):
+        admitted = await see_images(work, packed, longest, model.names[0])
+    else:
+        encoded = encoded_of(await work.do("prompts", [packed], longest, model.names[0]))
+        how = max((prompt.tokenization for prompt in encoded), default=None)
+        admitted = Admitted(tuple(prompt.token_ids for prompt in encoded), how)
+    for number, token_ids in enumerate(admitted.prompts):
         _check_length(model, request, number, len(token_ids) // 4, longest)
-    return encoded
+    return admitted
+
+
+async def see_again(
+    work: Work, model: ServedModel, record: Record
+) -> tuple[Admitted, RequestError | None]:
+    """What a stream's images become after a restart; an error if that is no longer the same."""
+    try:
+        again = await admit(work, model, record.request, record.images)
+    except RequestError as error:
+        return Admitted(record.prompts), error
+    if again.prompts == record.prompts:
+        return again, None
+    again.close()
+    message = "The model now reads these images in another way. Send the request again."
+    return Admitted(record.prompts), RequestError("model_changed", message)
 
 
 def _check_length(
@@ -133,14 +235,20 @@ def _check_length(
         limit = model.max_model_len
         # a long text is not read to its end; ids are all there
         count = num_tokens if isinstance(request.prompts[number], Ids) else f"at least {num_tokens}"
-        raise RequestError(
-            "context_length_exceeded",
-            # clients know this error by OpenAI's words, which the first two sentences keep
-            f"This model's maximum context length is {limit} tokens. However, your {name} resulted "
-            f"in {count} tokens. Please reduce the length of the {name} to {longest} tokens.",
-            param,
-            {"n_prompt_tokens": num_tokens, "n_ctx": limit},
-        )
+        raise too_long(limit, longest, param, str(count), num_tokens)
+
+
+def too_long(limit: int, longest: int, param: str, count: str, num_tokens: int) -> RequestError:
+    """`num_tokens`, `count` in words, in a context of `limit`, of which `longest` may be taken."""
+    name = param.partition("[")[0]
+    return RequestError(
+        "context_length_exceeded",
+        # clients know this error by OpenAI's words, which the first two sentences keep
+        f"This model's maximum context length is {limit} tokens. However, your {name} resulted "
+        f"in {count} tokens. Please reduce the length of the {name} to {longest} tokens.",
+        param,
+        {"n_prompt_tokens": num_tokens, "n_ctx": limit},
+    )
 
 
 def check_can_go_on(record: Record, num_tokens: int, model: ServedModel) -> int | None:

@@ -1,100 +1,37 @@
 """One generation request while it lives: the only writer of its log."""
 
 import asyncio
-import itertools
 import logging
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 
 from headrace.core.errors import RequestError
 from headrace.core.ids import SequenceId
+from headrace.core.log_context import log_request
 from headrace.core.messages import (
     Cancel,
     Finished,
     FinishReason,
     NewToken,
-    PromptAdvance,
-    PromptLogprobs,
-    Started,
     Submit,
 )
-from headrace.engine.client import EngineClient, EngineDown, EngineUp
-from headrace.generation.event_builder import Beat, EventBuilder, InQueue
+from headrace.engine.client import EngineDown, EngineUp
+from headrace.generation.admission import Place
+from headrace.generation.event_builder import Beat, EventBuilder, InQueue, Standing
 from headrace.generation.forecast import TokensAsked
+from headrace.generation.metrics import Metrics
+from headrace.generation.pixels import Admitted
 from headrace.generation.readers import Audience, Reader, ReaderPause
+from headrace.generation.sequences import Item, Sequences, StreamNews, Submits
+from headrace.generation.suspicion import CrashSuspicion
 from headrace.streams.events import AnyEvent
 from headrace.streams.log import Log
 from headrace.streams.record import Record
 from headrace.streams.store import StoreStalled
-from headrace.streams.tally import Tally
 
 logger = logging.getLogger(__name__)
-
-_MAX_OUTSIDE_DEATHS = 3
-
-Item = Started | PromptAdvance | PromptLogprobs | NewToken | Finished
-"""What an engine says of one sequence."""
-
-StreamNews = list[Item] | EngineUp | EngineDown | InQueue | Beat
-"""What a stream acts on, in order."""
-
-
-class CrashSuspicion:
-    """One stream's part in the deaths of engines.
-
-    A stream that was in the step an engine died in is suspect, and runs alone until its next
-    token. A suspect alone in the next fatal step is guilty at once if the engine died by its own
-    doing; kills from outside prove nothing until the third in a row.
-    """
-
-    def __init__(self) -> None:
-        self.is_suspect = False
-        self._num_lone_deaths = 0
-
-    def clear(self) -> None:
-        """It got a token."""
-        self.is_suspect = False
-        self._num_lone_deaths = 0
-
-    def judge(self, was_there: bool, alone: bool, from_outside: bool) -> RequestError | None:
-        """An engine died; the error that ends the stream, if it is to blame."""
-        if not was_there:
-            return None
-        was_suspect, self.is_suspect = self.is_suspect, True
-        if not (was_suspect and alone):
-            return None
-        self._num_lone_deaths += 1
-        if from_outside and self._num_lone_deaths < _MAX_OUTSIDE_DEATHS:
-            return None
-        return RequestError(
-            "poison_request",
-            "The engine died on this request, and again when it ran alone; change the request.",
-        )
-
-
-class Sequences:
-    """Which stream an engine's sequence belongs to.
-
-    Ids are never used twice, so what a dead engine said cannot reach a later submission.
-    """
-
-    def __init__(self) -> None:
-        self._numbers = itertools.count()
-        self._owners: dict[SequenceId, LiveStream] = {}
-
-    def open(self, owner: "LiveStream") -> SequenceId:
-        sequence_id = SequenceId(next(self._numbers))
-        self._owners[sequence_id] = owner
-        return sequence_id
-
-    def close(self, sequence_ids: Iterable[SequenceId]) -> None:
-        for sequence_id in sequence_ids:
-            self._owners.pop(sequence_id, None)
-
-    def owner(self, sequence_id: SequenceId) -> "LiveStream | None":
-        return self._owners.get(sequence_id)
 
 
 class LiveStream:
@@ -105,16 +42,19 @@ class LiveStream:
         record: Record,
         builder: EventBuilder,
         log: Log,
-        engine: EngineClient,
+        engine: Submits,
         sequences: Sequences,
         linger_s: float,
     ) -> None:
         self.record = record
         self.log = log
+        self.admitted = Admitted(record.prompts)  # with what images became, if there are any
         self.smaller_context: int | None = None  # if it has shrunk since admission
         self.cut: RequestError | None = None  # why it was cut, if it was
         self.ended = asyncio.Event()
         self.interruption = ReaderPause()
+        self.place: Place | None = None  # what it counts for in the queue
+        self._timers: list[asyncio.TimerHandle] = []
         self._audience = Audience(
             None if record.names.is_opted_in else linger_s, on_abandoned=self._abandon
         )
@@ -136,24 +76,9 @@ class LiveStream:
         return self._builder.num_live
 
     @property
-    def num_waiting(self) -> int:
-        """Choices that the engine has not begun."""
-        return 0 if self.ended.is_set() else self._builder.num_waiting
-
-    @property
     def num_tokens(self) -> int:
         """Prompt and answer so far of the longest choice that has not ended."""
         return self._builder.num_tokens
-
-    @property
-    def tally(self) -> Tally:
-        """Its figures so far."""
-        return self._builder.tally
-
-    @property
-    def age_s(self) -> float:
-        """Since its admission."""
-        return self._at_ms() / 1000
 
     @property
     def state(self) -> str:
@@ -163,6 +88,22 @@ class LiveStream:
         if not self._builder.has_begun:
             return "queued"
         return "decode" if self._builder.has_tokens else "prompt"
+
+    @property
+    def num_readers(self) -> int:
+        """Of this moment."""
+        return self._audience.num_readers
+
+    def standings(self) -> dict[SequenceId, Standing]:
+        """Of its choices that this engine has begun, by the numbers that it knows them by."""
+        by_choice = {standing.choice: standing for standing in self._builder.standings()}
+        knows = self._engine_knows.items()
+        return {number: by_choice[choice] for number, choice in knows if choice in by_choice}
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens of all its choices so far."""
+        return self._builder.tally.usage.completion_tokens
 
     def asked(self, sequence_id: SequenceId) -> TokensAsked:
         """What one of its sequences asks of the engine; siblings share their prompt."""
@@ -193,6 +134,33 @@ class LiveStream:
         """Cuts the stream without waiting for an engine that will not answer."""
         self.cut = self.cut or error
         self._inbox.put_nowait(None)
+
+    def tell_place(self, place: InQueue) -> None:
+        """Hands over where it stands in the queue, if that is news; there may be thousands."""
+        if not self._builder.has_begun and self._builder.wants(place, self._at_ms()):
+            self.tell(place)
+
+    def end_within(self, queue_s: float, request_s: float) -> None:
+        """Cuts the stream if it has not begun, or not ended, so long after its admission.
+
+        0: no limit. What waits for an engine to come back has no limit any more for beginning.
+        """
+        limits = ((queue_s, self._time_out_in_queue), (request_s, self._time_out))
+        loop = asyncio.get_running_loop()
+        self._timers += [
+            loop.call_later(max(0.0, seconds - self._at_ms() / 1000), cut, seconds)
+            for seconds, cut in limits
+            if seconds
+        ]
+
+    def _time_out_in_queue(self, seconds: float) -> None:
+        if not self._builder.has_begun and not self._is_recovering:
+            message = f"The request waited for {seconds:g} s and was not started; try again later."
+            self.stop(RequestError("queue_timeout", message))
+
+    def _time_out(self, seconds: float) -> None:
+        message = f"The request took longer than {seconds:g} s; ask for less at once."
+        self.stop(RequestError("request_timeout", message))
 
     def beat(self, form: str, interval_s: float) -> None:
         """Writes a heartbeat into the log, for wires on which every byte counts.
@@ -237,6 +205,7 @@ class LiveStream:
             while self.num_live and (news := await self._inbox.get()) is not None:
                 at_ms = self._at_ms()
                 self._take(news, at_ms)
+                self._keep_place()
                 await self._append_new(at_ms)
         except StoreStalled:
             self._leave_engine()
@@ -245,9 +214,50 @@ class LiveStream:
             logger.exception("A stream failed")
             self.cut = RequestError("internal_error", "The server failed on this request.")
             self._leave_engine()
+        self.admitted.close()
         self._sequences.close(self._engine_knows)
+        self.leave()
         await self._append([self._builder.terminal(self._at_ms(), self.cut)])
         self.ended.set()
+
+    def take(self, place: Place) -> None:
+        """It counts for what it has left to do."""
+        self.place = place
+        self._keep_place()
+
+    def leave(self) -> None:
+        """Gives up its place, before anybody sees its end. Idempotent."""
+        for timer in self._timers:
+            timer.cancel()
+        self._timers.clear()
+        if self.place is not None:
+            self.place.close()
+
+    def _keep_place(self) -> None:
+        builder = self._builder
+        if self.place is not None:
+            self.place.update(builder.num_live, builder.num_waiting, builder.num_unread)
+
+    def note_end(self, metrics: Metrics) -> None:
+        """Tells figures and log what became of it."""
+        route, outcome = self.record.request.route, self.cut.code if self.cut else "finished"
+        tally = self._builder.tally
+        metrics.ended(route, outcome, tally, self._at_ms() / 1000)
+        usage, timings = tally.usage, tally.timings
+        log_request(
+            route,
+            outcome,
+            prompt_tokens=usage.prompt_tokens,
+            cached_tokens=usage.cached_tokens,
+            completion_tokens=usage.completion_tokens,
+            queue_ms=timings.queue_ms,
+            prompt_ms=timings.prompt_ms,
+            ttft_ms=tally.first_token_ms,
+            max_gap_ms=timings.max_gap_ms,
+            total_ms=self._at_ms(),
+            readers=self._audience.num_joined,
+            recoveries=self._builder.num_recoveries,
+        )
 
     def _leave_engine(self) -> None:
         self._engine.cancel(Cancel(tuple(self._engine_knows)))
@@ -303,6 +313,7 @@ class LiveStream:
             Submit(
                 stream_id=self.record.id,
                 prompts=self.record.prompts,
+                inputs=self.admitted.inputs,
                 sequences=tuple(
                     choice.as_sequence(sequence_id)
                     for sequence_id, choice in zip(self._engine_knows, live, strict=True)
@@ -314,6 +325,7 @@ class LiveStream:
                 salt=f"{self.record.names.owner}\n{request.cache_salt}",
                 use_prefix=request.cache_prompt and not request.echo,
                 suspect=self._suspicion.is_suspect,
+                client=self.record.names.owner,
             )
         )
 

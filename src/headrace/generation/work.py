@@ -34,6 +34,10 @@ STILL_S = 15.0
 MEMORY_BYTES = 224 << 20
 """What a worker may hold beyond what it loaded."""
 
+IMAGES = "images"
+"""The job that has a worker of its own, at the lowest priority, where the model sees images."""
+IMAGE_MEMORY_BYTES = 2 << 30
+
 _TINY_BITS = 12  # jobs of up to 4 KiB are all alike
 _LARGE = 64 << 10  # bytes; jobs from this size on share one worker, and leave the other ones free
 _NUM_WORKERS = 2
@@ -155,11 +159,15 @@ class _Job:
 class WorkerPool:
     """Jobs in processes of their own: `python -m MODULE SOCKET`; each is sent `start` first."""
 
-    def __init__(self, module: str, start: bytes) -> None:
+    def __init__(self, module: str, start: bytes, has_images: bool = False) -> None:
         self._workers = [_Worker(module, start) for _ in range(_NUM_WORKERS)]
+        self._apart = _Worker(module, start, IMAGES) if has_images else None
 
     async def do(self, name: str, body: Body, *arguments: Any) -> bytes:
         job = _Job(name, body, arguments)
+        if name == IMAGES and self._apart is not None:
+            self._apart.put(job)
+            return await job.done
         large = job.size >= _LARGE
         worker = self._workers[-1] if large else min(self._workers, key=lambda it: it.load)
         worker.put(job)
@@ -167,14 +175,15 @@ class WorkerPool:
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
-            for worker in self._workers:
+            for worker in (*self._workers, *([self._apart] if self._apart else ())):
                 tasks.create_task(worker.run(), name="worker")
 
 
 class _Worker:
     """One process at a time, and the jobs that wait for it."""
 
-    def __init__(self, module: str, start: bytes) -> None:
+    def __init__(self, module: str, start: bytes, *options: str) -> None:
+        self._options = options
         self.load = 0  # of the jobs that it has not done
         self._module = module
         self._start = start
@@ -257,6 +266,7 @@ class _Worker:
                     "-m",
                     self._module,
                     str(theirs.fileno()),
+                    *self._options,
                     pass_fds=[theirs.fileno()],
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=asyncio.subprocess.DEVNULL,

@@ -2,6 +2,7 @@
 
 from array import array
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from headrace.core.ids import BlockId, SlotId
@@ -57,8 +58,9 @@ class Memory:
     def has_slot(self) -> bool:
         return not self.layout.num_slots or self._slots.num_free > 0
 
-    def chain(self, salt: str) -> NameChain:
-        return NameChain(self.layout.block_size, salt)
+    def chain(self, salt: str, marks: Iterable[tuple[int, bytes]] = ()) -> NameChain:
+        """`marks`: what shows at a token beside its id, such as an image's content, by position."""
+        return NameChain(self.layout.block_size, salt, marks)
 
     def match(self, token_ids: "array[int]", chain: NameChain) -> Match:
         """The longest public prefix that leaves at least one token to compute."""

@@ -1,6 +1,7 @@
 """Which public block contains which tokens after which prefix; never who holds a block."""
 
 from array import array
+from collections.abc import Iterable
 from hashlib import blake2b
 
 from headrace.core.ids import BlockId
@@ -12,11 +13,17 @@ class NameChain:
     """Names of the full blocks of one sequence, made on demand.
 
     A name stands for a block's tokens and for everything before them. It is a hash of the parent's
-    name and the block's token ids; the first block's parent is the salt.
+    name and the block's token ids; the first block's parent is the salt. What begins to show at a
+    token of the block, beside its id, belongs to the name too.
     """
 
-    def __init__(self, block_size: int, salt: str) -> None:
+    def __init__(self, block_size: int, salt: str, marks: Iterable[tuple[int, bytes]] = ()) -> None:
         self._block_size = block_size
+        self._marks: dict[int, bytes] = {}  # by block
+        for position, mark in marks:
+            index = position // block_size
+            fixed = position.to_bytes(8, "big") + blake2b(mark, digest_size=NAME_BYTES).digest()
+            self._marks[index] = self._marks.get(index, b"") + fixed
         self._root = blake2b(salt.encode(), digest_size=NAME_BYTES).digest()
         self._names: list[bytes] = []
 
@@ -24,7 +31,7 @@ class NameChain:
         """The chain of a sequence with the same tokens so far."""
         chain = NameChain.__new__(NameChain)
         chain._block_size, chain._root = self._block_size, self._root
-        chain._names = self._names[:]
+        chain._names, chain._marks = self._names[:], self._marks
         return chain
 
     def tokens(self, token_ids: "array[int]", index: int) -> bytes:
@@ -36,7 +43,8 @@ class NameChain:
         while len(self._names) <= index:
             parent = self._names[-1] if self._names else self._root
             tokens = self.tokens(token_ids, len(self._names))
-            self._names.append(blake2b(parent + tokens, digest_size=NAME_BYTES).digest())
+            mark = self._marks.get(len(self._names), b"")
+            self._names.append(blake2b(parent + mark + tokens, digest_size=NAME_BYTES).digest())
         return self._names[index]
 
 

@@ -1,10 +1,11 @@
-"""Layers that the dense families share: norm, rotary positions, gated MLP."""
+"""Layers that the families share: norms, rotary positions, gates, convolution, gated MLP."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headrace.models.rope import frequencies
+from headrace.models.step import Step
 from headrace.models.text_config import TextConfig
 
 
@@ -29,29 +30,65 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
+class ShiftedNorm(nn.Module):
+    """RMSNorm whose weights are kept less 1."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = 1 + self.weight.float()
+        return F.rms_norm(x.float(), weight.shape, weight, self.eps).to(x.dtype)
+
+
+class GatedNorm(nn.Module):
+    """RMSNorm of float32 x [tokens, heads, size], times silu of a gate of that shape."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        normed = F.rms_norm(x, self.weight.shape, self.weight.float(), self.eps)
+        return (normed * F.silu(gate.float())).to(gate.dtype)
+
+
+class SigmoidGate(nn.Module):
+    """x times the sigmoid of a gate of its shape [tokens, heads, dim]."""
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        return x * gate.sigmoid()
+
+
 class Rotation:
-    """The rotations of a step's positions: cosines and sines, float32 [tokens, 1, dim]."""
+    """The rotations of a step's positions: cosines and sines, float32 [tokens, 1, turned]."""
 
     def __init__(self, cos: Tensor, sin: Tensor) -> None:
         self.cos, self.sin = cos, sin
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Turns x [tokens, heads, dim] by its positions, always in float32."""
+        """Turns the first numbers of x [tokens, heads, dim] by its positions, in float32."""
+        size = self.cos.shape[-1]
+        x, rest = x[..., :size], x[..., size:]
         left, right = x.chunk(2, dim=-1)
-        return (x * self.cos + torch.cat((-right, left), dim=-1) * self.sin).to(x.dtype)
+        turned = (x * self.cos + torch.cat((-right, left), dim=-1) * self.sin).to(x.dtype)
+        return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
 
 
 class Rotary(nn.Module):
-    """Positions as rotations of pairs (j, j + dim/2), one frequency a pair (Su et al., 2021)."""
+    """Positions as rotations of pairs (j, j + turned/2), one frequency each (Su et al., 2021)."""
 
     def __init__(self, config: TextConfig) -> None:
         super().__init__()
-        table, self.amplitude = frequencies(config.rope, config.head_dim)
-        self.frequencies = nn.Buffer(table, persistent=False)  # [dim/2]
+        table, self.amplitude = frequencies(config.rope, config.rotary_dim)
+        self.frequencies = nn.Buffer(table, persistent=False)  # [turned/2]
 
     def forward(self, positions: Tensor) -> Rotation:
-        angles = positions[:, None].float() * self.frequencies  # [tokens, dim/2]
-        angles = torch.cat((angles, angles), dim=-1)[:, None]  # [tokens, 1, dim]
+        angles = positions[:, None].float() * self.frequencies  # [tokens, turned/2]
+        angles = torch.cat((angles, angles), dim=-1)[:, None]  # [tokens, 1, turned]
         return Rotation(angles.cos() * self.amplitude, angles.sin() * self.amplitude)
 
 
@@ -67,3 +104,29 @@ class GatedMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)
         return self.down(F.silu(gate) * up)
+
+
+class Convolution(nn.Module):
+    """Each channel by itself over its last `width` inputs (Step.convolve)."""
+
+    def __init__(self, layer: int, num_channels: int, width: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.weight = nn.Parameter(torch.empty(num_channels, 1, width))
+
+    def forward(self, x: Tensor, step: Step) -> Tensor:
+        return step.convolve(self.layer, x, self.weight[:, 0].T)
+
+
+class DeltaGates(nn.Module):
+    """How much of its state each head keeps (as a logarithm), and how much it corrects it."""
+
+    def __init__(self, num_heads: int) -> None:
+        super().__init__()
+        self.A_log = nn.Parameter(torch.empty(num_heads))
+        self.dt_bias = nn.Parameter(torch.empty(num_heads))
+
+    def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """float32 [tokens, heads] each."""
+        rate = F.softplus(a.float() + self.dt_bias.float())
+        return -self.A_log.float().exp() * rate, b.float().sigmoid()

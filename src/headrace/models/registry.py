@@ -8,10 +8,26 @@ FAMILIES = {
     "MistralForCausalLM": "headrace.models.mistral:Mistral",
     "Qwen2ForCausalLM": "headrace.models.qwen2:Qwen2",
     "Qwen3ForCausalLM": "headrace.models.qwen3:Qwen3",
+    "Qwen3MoeForCausalLM": "headrace.models.qwen3_moe:Qwen3Moe",
+    "Qwen3_5ForCausalLM": "headrace.models.qwen3_5:Qwen35",
+    "Qwen3_5ForConditionalGeneration": "headrace.models.qwen3_5:Qwen35",
 }
+
+
+def has_head(architecture: str) -> bool:
+    """Whether its checkpoints can draw tokens: `Qwen3Model` is `Qwen3ForCausalLM` without head."""
+    return not architecture.endswith("Model")
+
+
+def is_native(architecture: str) -> bool:
+    return _with_head(architecture) in FAMILIES
 
 
 def family(architecture: str) -> Any:
     """The class that implements an architecture; KeyError if none does."""
-    module, name = FAMILIES[architecture].split(":")
+    module, name = FAMILIES[_with_head(architecture)].split(":")
     return getattr(importlib.import_module(module), name)
+
+
+def _with_head(architecture: str) -> str:
+    return architecture if has_head(architecture) else f"{architecture[:-5]}ForCausalLM"

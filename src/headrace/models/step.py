@@ -1,4 +1,4 @@
-"""What a model needs of a step: positions, and an attention over all that was computed before."""
+"""What a model needs of a step: positions, and what was computed of its sequences before."""
 
 from typing import Protocol
 
@@ -19,6 +19,34 @@ class Step(Protocol):
         """
         ...
 
+    def convolve(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
+        """silu of each channel's weighed sum over its last inputs, the newest weighed by the last.
+
+        x: [tokens, channels], weight: [width, channels]; returns float32 [tokens, channels].
+        """
+        ...
+
+    def delta_rule(
+        self, layer: int, qkv: tuple[Tensor, Tensor, Tensor], decay: Tensor, beta: Tensor
+    ) -> Tensor:
+        """Moves the layer's state on by each token (models/delta_rule.py) and reads it.
+
+        q and k: [tokens, key_heads, key_dim], v: [tokens, value_heads, value_dim]; decay (its
+        logarithm) and beta: [tokens, value_heads]. All, and what is returned like v, are float32.
+        """
+        ...
+
+
+class StateShape(msgspec.Struct, frozen=True):
+    """What a sequence keeps beside its positions: per layer a matrix a head, and a few inputs."""
+
+    num_layers: int
+    num_heads: int  # of values
+    key_dim: int
+    value_dim: int
+    num_channels: int  # of the convolution
+    num_inputs: int  # that it looks back at, the newest not included
+
 
 class CacheShape(msgspec.Struct, frozen=True):
     """Keys and values that one position takes, and how far back each layer looks."""
@@ -26,6 +54,7 @@ class CacheShape(msgspec.Struct, frozen=True):
     num_kv_heads: int
     head_dim: int
     windows: tuple[int | None, ...]  # per layer: positions visible, its own included; None: all
+    state: StateShape | None = None  # of layers that keep no position
 
     @property
     def num_layers(self) -> int:

@@ -42,6 +42,7 @@ class TextConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    rotary_dim: int  # leading numbers of a head that are turned by position
     vocab_size: int
     norm_eps: float
     rope: Rope
@@ -62,21 +63,30 @@ def read_text_config(
     has_qkv_bias: bool = False,
     has_out_bias: bool = False,
     has_mlp_bias: bool = False,
+    can_turn_part: bool = False,
 ) -> TextConfig:
     """What is not in the config is the family's to say; ModelError if it cannot be computed."""
     heads = positive(config, "num_attention_heads")
     hidden = positive(config, "hidden_size")
     if config.get("hidden_act", "silu") != "silu":
         raise ModelError(f"Activation {config['hidden_act']} is not supported here; silu is.")
+    head_dim = config.get("head_dim") or hidden // heads
+    rope, share = _rope(config)
+    if share != 1 and not can_turn_part:
+        raise ModelError(
+            f"Rotary positions over {share:g} of a head are not supported here; "
+            "those over the whole of it are."
+        )
     return TextConfig(
         hidden_size=hidden,
         mlp_size=positive(config, "intermediate_size"),
         num_heads=heads,
         num_kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or hidden // heads,
+        head_dim=head_dim,
+        rotary_dim=int(head_dim * share),
         vocab_size=positive(config, "vocab_size"),
         norm_eps=config.get("rms_norm_eps", 1e-6),
-        rope=_rope(config),
+        rope=rope,
         is_tied=config.get("tie_word_embeddings", False),
         windows=windows,
         has_qkv_bias=has_qkv_bias,
@@ -107,16 +117,18 @@ def positive(config: dict[str, Any], key: str) -> int:
     return value
 
 
-def _rope(config: dict[str, Any]) -> Rope:
-    """Reads the present form (rope_parameters) and the older one (rope_theta, rope_scaling)."""
+def _rope(config: dict[str, Any]) -> tuple[Rope, float]:
+    """Reads the present form (rope_parameters) and the older one (rope_theta, rope_scaling).
+
+    With the share of a head that is turned.
+    """
     given = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
     given = {key: value for key, value in given.items() if value is not None}
     kind = given.get("rope_type") or given.get("type") or "default"
-    partial = given.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
-    if kind not in _ROPE_KINDS or partial != 1.0:
+    share = given.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    if kind not in _ROPE_KINDS:
         raise ModelError(
-            f"Rotary positions of kind {kind} over {partial:g} of a head are not supported here; "
-            f"{', '.join(_ROPE_KINDS)} over the whole of it are."
+            f"Rotary positions of kind {kind} are not supported here; {', '.join(_ROPE_KINDS)} are."
         )
     for key in _ROPE_KINDS[kind]:
         if key not in given:
@@ -130,7 +142,7 @@ def _rope(config: dict[str, Any]) -> Rope:
     if kind == "yarn" and "factor" not in given:
         given["factor"] = positive(config, "max_position_embeddings") / given["original_positions"]
     try:
-        return msgspec.convert(given | {"kind": kind}, Rope)
+        return msgspec.convert(given | {"kind": kind}, Rope), msgspec.convert(share, float)
     except msgspec.ValidationError as error:
         raise ModelError(
             "config.json has rope parameters that are no numbers; download it again.",

@@ -16,11 +16,13 @@ _TYPES: Mapping[int, str] = {
     408: "timeout_error",
     409: "conflict_error",
     413: "request_too_large",
-    429: "overloaded_error",  # of this server no client is over a quota: it is full
+    429: "overloaded_error",
     500: "api_error",
     503: "overloaded_error",
+    504: "timeout_error",
 }
 _OVERLOADED = 529
+_OVER_QUOTA = "rate_limit_exceeded"  # the one 429 for which the client is to blame
 _OWN_PATHS = (
     (re.compile(r"^tools\[(\d+)\]\.function\.parameters"), r"tools[\1].input_schema"),
     (re.compile(r"^tools\[(\d+)\]\.function\."), r"tools[\1]."),
@@ -53,7 +55,7 @@ class AnthropicErrors:
                 "type": "object",
                 "required": ["type", "message", "param", "code"],
                 "properties": {
-                    "type": {"enum": sorted(set(_TYPES.values()))},
+                    "type": {"enum": sorted({*_TYPES.values(), "rate_limit_error"})},
                     "message": {"type": "string"},
                     "param": {"type": ["string", "null"]},
                     "code": {"enum": sorted(KINDS)},
@@ -63,8 +65,9 @@ class AnthropicErrors:
         },
     }
 
-    def status(self, status: int) -> int:
-        return _OVERLOADED if status == 429 else status
+    def status(self, error: RequestError | Error) -> int:
+        status = _status_of(error)
+        return _OVERLOADED if status == 429 and error.code != _OVER_QUOTA else status
 
     def body(self, error: RequestError | Error, request_id: str = "") -> bytes:
         more = {"request_id": request_id} if request_id else {}
@@ -74,9 +77,13 @@ class AnthropicErrors:
         return named("error", self.body(error))
 
 
+def _status_of(error: RequestError | Error) -> int:
+    return error.status if isinstance(error, Error) else error.kind.status
+
+
 def _error_of(error: RequestError | Error) -> dict[str, Any]:
-    status = error.status if isinstance(error, Error) else error.kind.status
-    shown: dict[str, Any] = {"type": _TYPES.get(status, _TYPES[400])}
+    kind = _TYPES.get(_status_of(error), _TYPES[400])
+    shown: dict[str, Any] = {"type": "rate_limit_error" if error.code == _OVER_QUOTA else kind}
     if isinstance(error, Error):
         return shown | {"message": error.message, "param": None, "code": error.code}
     message, param = error.message, error.param

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from headrace.answer import call_id
 from headrace.core.errors import RequestError
 from headrace.core.pieces import CONTENT, REASONING, TOOL, ChannelPiece
 from headrace.core.request import Prompt, Request, Route
@@ -25,8 +26,7 @@ from headrace.protocols.anthropic_input import (
 from headrace.protocols.common_fields import COMMON, UNSUPPORTED, Stops, check_required
 from headrace.protocols.dialect import PING, ErrorForm, encode, named
 from headrace.protocols.fields import Integer, Kind, Object, String, read_fields
-from headrace.protocols.openai import progress_of, queue_of
-from headrace.protocols.tools import call_id
+from headrace.protocols.openai import ingestion_of, progress_of, queue_of
 from headrace.streams.events import (
     Accepted,
     AnyEvent,
@@ -231,7 +231,8 @@ class MessageFrames:
         reason, sequence = _stop(event.ends[0], event.usage, self._record.request)
         delta = {"stop_reason": reason, "stop_sequence": sequence}
         usage = _usage(event.usage)
-        return [_event("message_delta", delta=delta, usage=usage), _event("message_stop")]
+        stop = _event("message_stop", **ingestion_of(event))
+        return [_event("message_delta", delta=delta, usage=usage), stop]
 
 
 class MessageBody:
@@ -253,7 +254,8 @@ class MessageBody:
         assert self._finish, "an answer is asked for before its end"
         usage, request = self._finish.usage, self._record.request
         content = [self._filled(piece) for piece in _joined(self._pieces)]
-        return _message(self._record, content, _stop(self._finish.ends[0], usage, request), usage)
+        stop = _stop(self._finish.ends[0], usage, request)
+        return _message(self._record, content, stop, usage) | ingestion_of(self._finish)
 
     def _filled(self, piece: ChannelPiece) -> dict[str, Any]:
         block = _block(self._record, piece.channel, piece.call, piece.name)

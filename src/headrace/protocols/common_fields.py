@@ -113,6 +113,7 @@ COMMON: Mapping[str, Kind] = {
     "stream": Flag(),
     "stream_options": Object({"include_usage": Flag(), _BY_CHUNK: Flag()}),
     "return_progress": Flag(),
+    "return_ingestion": Flag(),
     "attach": Flag(),
     "heartbeat": Flag(),
     "sse_ping_interval": Integer(1, 60, also=(-1,)),
@@ -152,7 +153,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "functions": (),
     "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
-    "return_ingestion": (False,),
     "modalities": (["text"],),
     "audio": (),
     "web_search_options": (),
@@ -196,7 +196,7 @@ def read_common(
     """The given fields of a generation route, checked as far as they need no model."""
     check_required(required, body)
     fields = read_fields(table, body)
-    _refuse_unsupported(table, body)
+    refuse_unsupported(table, body)
     if fields.get("best_of", fields.get("n", 1)) != fields.get("n", 1):
         raise _unsupported("best_of", "the value of n")
     if fields.get("stream_options", {}).get(_BY_CHUNK) and not fields.get("stream"):
@@ -229,7 +229,8 @@ def max_tokens(fields: dict[str, Any]) -> int | None:
     return min((limit for limit in limits if limit != -1), default=None)
 
 
-def _refuse_unsupported(table: Mapping[str, Kind], body: dict[str, Any]) -> None:
+def refuse_unsupported(table: Mapping[str, Kind], body: dict[str, Any]) -> None:
+    """RequestError for a known field that asks for what is not there."""
     for name, neutral in UNSUPPORTED.items():
         value = body.get(name)
         if name in table or value in (None, "", [], {}):

@@ -21,6 +21,7 @@ from headrace.streams.record import Record
 DIALECTS: Mapping[Route, str] = {
     "/v1/chat/completions": "headrace.protocols.openai_chat",
     "/v1/completions": "headrace.protocols.openai_completions",
+    "/infill": "headrace.protocols.llama_infill",
     "/v1/messages": "headrace.protocols.anthropic_messages",
     "/v1/responses": "headrace.protocols.openai_responses",
 }
@@ -58,8 +59,8 @@ class ErrorForm(Protocol):
     SCHEMA: Mapping[str, Any]  # of a body, with a title
     REQUEST_ID: str  # the header in which clients look for the request's id
 
-    def status(self, status: int) -> int:
-        """The HTTP status that clients know this one by."""
+    def status(self, error: RequestError | Error) -> int:
+        """The HTTP status by which clients know it."""
 
     def body(self, error: RequestError | Error, request_id: str = "") -> bytes:
         """As JSON: of a request, or the last event of a stream that was cut."""
@@ -68,15 +69,23 @@ class ErrorForm(Protocol):
         """As a server-sent event, the last of its stream."""
 
 
-class Dialect(Protocol):
+class PromptReader(Protocol):
+    """What finds the prompts of a body."""
+
+    REQUIRED: tuple[str, ...]  # fields that must be there; a prompt of ids is the first
+    IN_PROMPTS: frozenset[str]  # those that become prompts, and may be large
+
+    def to_prompts(self, fields: dict[str, Any]) -> tuple[Prompt, ...]:
+        """The prompts in the fields of IN_PROMPTS."""
+
+
+class Dialect(PromptReader, Protocol):
     """What the module of a dialect offers."""
 
     ROUTE: Route
     SUMMARY: str  # for the OpenAPI document
     ID_PREFIX: str  # of its streams
     TABLE: Mapping[str, Kind]  # the fields of a body
-    REQUIRED: tuple[str, ...]  # those that must be there; a prompt of ids is the first
-    IN_PROMPTS: frozenset[str]  # those that become prompts, and may be large
     KEYS: tuple[str, ...]  # that every whole answer has
     ERRORS: ErrorForm
 
@@ -86,9 +95,6 @@ class Dialect(Protocol):
         `kept` may be among them, bytes that are stored with the stream, and `skipped`, paths of
         what has no effect.
         """
-
-    def to_prompts(self, fields: dict[str, Any]) -> tuple[Prompt, ...]:
-        """The prompts in the fields of IN_PROMPTS."""
 
     def to_request(
         self, fields: dict[str, Any], prompts: tuple[Prompt, ...], model: ServedModel

@@ -1,5 +1,6 @@
 """Messages of a chat: checked, and written as chat templates expect them."""
 
+import base64
 from typing import Any
 
 import msgspec
@@ -19,6 +20,8 @@ from headrace.protocols.fields import (
 )
 
 MAX_MESSAGES = 10_000
+MAX_IMAGES, MAX_IMAGE_BYTES = 16, 20 << 20
+IMAGE_PART = "image_url"
 TEXT_PARTS = ("text", "input_text", "output_text")
 """Text in a chat's words, and in those of clients that speak of responses."""
 
@@ -47,7 +50,14 @@ class Messages(msgspec.Struct, frozen=True):
             "properties": {"type": {"enum": list(TEXT_PARTS)}, "text": {"type": "string"}},
             "required": ["type", "text"],
         }
-        content = [{"type": "string"}, {"type": "array", "items": part}, {"type": "null"}]
+        url = {"type": "object", "properties": {"url": {"type": "string"}}, "required": ["url"]}
+        image = {
+            "type": "object",
+            "properties": {"type": {"const": IMAGE_PART}, IMAGE_PART: url},
+            "required": ["type", IMAGE_PART],
+        }
+        parts = {"type": "array", "items": {"anyOf": [part, image]}}
+        content = [{"type": "string"}, parts, {"type": "null"}]
         properties = {name: nullable(kind) for name, kind in _AS_THEY_ARE.items()}
         message = {
             "type": "object",
@@ -74,7 +84,7 @@ def _message(value: Any, path: str) -> dict[str, Any]:
     return message
 
 
-def _content(value: Any, role: str, path: str) -> str:
+def _content(value: Any, role: str, path: str) -> str | list[dict[str, Any]]:
     if value is None:
         if role != "assistant":
             raise missing(path)
@@ -83,7 +93,89 @@ def _content(value: Any, role: str, path: str) -> str:
         return value
     if type(value) is not list:
         raise wrong_type(value, path, "a string or an array of parts")
+    if any(type(part) is dict and part.get("type") == IMAGE_PART for part in value):
+        return [_part(part, f"{path}[{i}]") for i, part in enumerate(value)]
     return "".join(part_text(part, f"{path}[{i}]") for i, part in enumerate(value))
+
+
+def _part(value: Any, path: str) -> dict[str, Any]:
+    """A text, or an image's address and path: whether it is sound is asked once it is wanted."""
+    if type(value) is not dict or value.get("type") != IMAGE_PART:
+        return {"type": "text", "text": part_text(value, path)}
+    image = Object().check(value.get(IMAGE_PART), f"{path}.{IMAGE_PART}")
+    url = String().check(image.get("url"), f"{path}.{IMAGE_PART}.url")
+    return {"type": "image", "url": url, "path": path}
+
+
+def _image(url: str, path: str) -> bytes:
+    """The bytes in a data URI; no address is followed."""
+    if url[:5].lower() != "data:":
+        raise RequestError(
+            "image_url_refused",
+            "Images are taken as data URIs only; send data:image/png;base64,… instead.",
+            path,
+        )
+    head, comma, data = url.partition(",")
+    if not comma or not head.endswith(";base64"):
+        raise RequestError("invalid_image", "The image's data URI is not base64.", path)
+    num_bytes = len(data) * 3 // 4 - data[-2:].count("=")
+    if num_bytes > MAX_IMAGE_BYTES:
+        raise RequestError(
+            "image_too_large",
+            f"The image has {num_bytes} bytes, and {MAX_IMAGE_BYTES} are taken; send a "
+            "smaller one.",
+            path,
+        )
+    try:
+        return base64.b64decode(data, validate=True)
+    except ValueError:
+        raise RequestError("invalid_image", "The image is not valid base64.", path) from None
+
+
+def take_images(
+    messages: tuple[dict[str, Any], ...],
+) -> tuple[tuple[dict[str, Any], ...], tuple[bytes, ...], tuple[str, ...]]:
+    """Messages as templates see them, their images, and the paths of those."""
+    images: list[tuple[str, str]] = []
+    seen = []
+    for message in messages:
+        content = message["content"]
+        if type(content) is list:
+            found = [part for part in content if part["type"] == "image"]
+            images += [(part["url"], part["path"]) for part in found]
+            shown = [{"type": "image"} if part["type"] == "image" else part for part in content]
+            message = message | {"content": shown}
+        seen.append(message)
+    if len(images) > MAX_IMAGES:
+        raise RequestError(
+            "image_too_large",
+            f"The request has {len(images)} images, and {MAX_IMAGES} are taken; send fewer.",
+            images[MAX_IMAGES][1],
+        )
+    decoded = tuple(_image(url, path) for url, path in images)
+    return tuple(seen), decoded, tuple(path for _, path in images)
+
+
+def texts_of(content: Any) -> str:
+    """What is text in a message's content."""
+    if isinstance(content, str):
+        return content
+    return "\n".join(part.get("text", "") for part in content)
+
+
+def refuse_images(fields: dict[str, Any], why: str) -> None:
+    """RequestError with the path of the first image, if there is one."""
+    contents = [message.get("content") for message in fields.get("messages", ())]
+    parts = [part for content in contents if type(content) is list for part in content]
+    for path in (part["path"] for part in parts if part.get("type") == "image" and "path" in part):
+        message = f"{path} is an image; {why}."
+        raise RequestError("unsupported_content", message, f"{path}.type")
+
+
+def placeholder_in_text(param: str) -> RequestError:
+    """A text must not stand for an image that was not sent."""
+    message = "The text has a token that stands for an image; send the image as a part instead."
+    return RequestError("invalid_value", message, param)
 
 
 def part_text(value: Any, path: str) -> str:

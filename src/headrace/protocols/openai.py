@@ -6,6 +6,8 @@ What a choice looks like in them is the route's own: its Shape.
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from msgspec import UnsetType
+
 from headrace.core.errors import KINDS, RequestError
 from headrace.core.pieces import CONTENT, REASONING, TOOL, ChannelPiece
 from headrace.protocols.dialect import ErrorForm, data, encode
@@ -92,8 +94,8 @@ class OpenaiErrors:
         },
     }
 
-    def status(self, status: int) -> int:
-        return status
+    def status(self, error: RequestError | Error) -> int:
+        return error.status if isinstance(error, Error) else error.kind.status
 
     def body(self, error: RequestError | Error, request_id: str = "") -> bytes:
         return encode({"error": error_of(error)})
@@ -195,10 +197,11 @@ class ChunkFrames:
         return self._open() + frames if frames else []
 
     def _finish(self, event: Finish) -> list[bytes]:
+        more = ingestion_of(event)
         if not self._wire.include_usage:
-            return [DONE]
+            return [self._chunk([], **more), DONE] if more else [DONE]
         timings = timings_of(event.timings)
-        return [self._chunk([], usage=usage_of(event.usage), timings=timings), DONE]
+        return [self._chunk([], usage=usage_of(event.usage), timings=timings, **more), DONE]
 
     def _told(self, index: int, choice: Choice, has_timings: bool) -> bytes:
         """A chunk with text or an end, and the figures that go with it."""
@@ -253,7 +256,7 @@ class ChunkBody:
         body["timings"] = timings_of(self._finish.timings)
         if self._record.request.wire.return_token_ids and not shape.has_prompt_in_choice:
             body["prompt_token_ids"] = self._record.prompt_ids(0)
-        return body
+        return body | ingestion_of(self._finish)
 
     def _choice(self, shape: Shape, index: int, end: ChoiceEnd) -> Choice:
         choice = shape.whole(index, self._parts[index], end)
@@ -276,6 +279,13 @@ def progress_of(event: Progress) -> dict[str, Any]:
         "processed": event.processed,
         "time_ms": event.time_ms,
     }
+
+
+def ingestion_of(event: Finish) -> dict[str, Any]:
+    """What goes beside an answer whose request asked how its prompt was computed."""
+    if isinstance(event.ingestion, UnsetType):
+        return {}
+    return {"headrace": {"ingestion": event.ingestion}}
 
 
 def usage_of(usage: Usage) -> dict[str, Any]:

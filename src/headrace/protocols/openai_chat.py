@@ -5,20 +5,19 @@ from typing import Any
 
 import msgspec
 
+from headrace.answer import call_delta, joined_calls
 from headrace.core.errors import RequestError
 from headrace.core.request import Channels, Chat, Prompt, Request, Route
 from headrace.generation.served import ServedModel
 from headrace.protocols import openai, requests
 from headrace.protocols.common_fields import COMMON, read_common
 from headrace.protocols.fields import Flag, Integer, Kind, Object, String
-from headrace.protocols.messages import Messages
+from headrace.protocols.messages import Messages, take_images
 from headrace.protocols.openai import Choice, ChunkBody, ChunkFrames, Part
 from headrace.protocols.tools import (
     ToolChoice,
     Tools,
-    call_id,
     check_choice,
-    joined_calls,
     text_parameters,
 )
 from headrace.streams.events import ChoiceEnd, TokenLogprob
@@ -87,12 +86,15 @@ def to_chat(fields: dict[str, Any]) -> Chat:
         effort["enable_thinking"] = False
     is_called = fields.get("tool_choice") != "none"
     continues = fields.get("continue_final_message", False)
+    messages, images, paths = take_images(fields["messages"])
     return Chat(
-        messages=fields["messages"],
+        messages=messages,
         tools=fields.get("tools", ()) if is_called else (),
         template_kwargs=effort | fields.get("chat_template_kwargs", {}),
         add_generation_prompt=fields.get("add_generation_prompt", not continues),
         continue_final_message=continues,
+        images=images,
+        image_params=paths,
     )
 
 
@@ -140,7 +142,9 @@ class ChatShape:
         if part.text:
             delta["content"] = part.text
         if part.calls:
-            delta["tool_calls"] = [self._call(index, *call) for call in joined_calls(part.calls)]
+            delta["tool_calls"] = [
+                call_delta((self._id, index), *call) for call in joined_calls(part.calls)
+            ]
         shown: Choice = {"index": index, "delta": delta}
         if self._has_logprobs:
             shown["logprobs"] = _logprobs(part.logprobs)
@@ -154,7 +158,7 @@ class ChatShape:
         text = "".join(part.text for part in parts)
         entries = [entry for part in parts for entry in part.logprobs]
         calls = [
-            self._call(index, *call)
+            call_delta((self._id, index), *call)
             for call in joined_calls(piece for part in parts for piece in part.calls)
         ]
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
@@ -168,17 +172,6 @@ class ChatShape:
             "logprobs": _logprobs(entries) if self._has_logprobs else None,
             "finish_reason": end.finish_reason,
             "stop_reason": end.stop_reason,
-        }
-
-    def _call(self, index: int, call: int, name: str, arguments: str) -> dict[str, Any]:
-        """A tool call, with its id and name where it begins."""
-        if not name:
-            return {"index": call, "function": {"arguments": arguments}}
-        return {
-            "index": call,
-            "id": call_id(self._id, index, call),
-            "type": "function",
-            "function": {"name": name, "arguments": arguments},
         }
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from headrace.core.errors import RequestError
-from headrace.core.request import Ids, Prompt, Request, Route, Text
+from headrace.core.request import Ids, Infill, Prompt, Request, Route, Text
 from headrace.generation.served import ServedModel
 from headrace.protocols import openai, requests
 from headrace.protocols.common_fields import COMMON, TokenIds, read_common
@@ -31,7 +31,7 @@ REQUIRED: tuple[str, ...] = ("prompt",)
 MAX_PROMPTS = 1024
 DEFAULT_MAX_TOKENS = 16
 _IDS = TokenIds(least=1)
-IN_PROMPTS = frozenset({"prompt", "add_special_tokens"})
+IN_PROMPTS = frozenset({"prompt", "add_special_tokens", "suffix"})
 
 
 class PromptList(NamedTuple):
@@ -61,19 +61,6 @@ class Prompts(msgspec.Struct, frozen=True):
         return {"anyOf": [String().schema(), _IDS.schema(), *of_lists]}
 
 
-class EmptyString(msgspec.Struct, frozen=True):
-    """The only value of a field whose feature is not there."""
-
-    def check(self, value: Any, path: str) -> str:
-        if value != "":
-            message = f'{path} is not supported here; leave it out or send "".'
-            raise RequestError("unsupported_parameter", message, path)
-        return ""
-
-    def schema(self) -> dict[str, Any]:
-        return {"const": ""}
-
-
 TABLE: Mapping[str, Kind] = {
     "prompt": Prompts(),
     **COMMON,
@@ -81,7 +68,7 @@ TABLE: Mapping[str, Kind] = {
     "logprobs": Integer(0, 20),
     "echo": Flag(),
     "add_special_tokens": Flag(),
-    "suffix": EmptyString(),
+    "suffix": String(),
 }
 
 KEYS = openai.KEYS
@@ -93,7 +80,14 @@ def read(body: dict[str, Any]) -> dict[str, Any]:
     limits = ("max_tokens", "max_completion_tokens")
     if all(body.get(name) is None for name in limits):
         body = body | {"max_tokens": DEFAULT_MAX_TOKENS}
-    return read_common(TABLE, REQUIRED, body)
+    fields = read_common(TABLE, REQUIRED, body)
+    if fields.get("suffix") and fields.get("echo"):
+        message = "echo cannot repeat a prompt that has a suffix; send one of them."
+        raise RequestError("invalid_value", message, "echo")
+    if fields.get("suffix") and type(fields["prompt"].prompts[0]) is not str:
+        message = "A suffix needs a prompt that is text, not token ids."
+        raise RequestError("invalid_value", message, "suffix")
+    return fields
 
 
 def to_request(fields: dict[str, Any], prompts: tuple[Prompt, ...], model: ServedModel) -> Request:
@@ -105,6 +99,7 @@ def to_request(fields: dict[str, Any], prompts: tuple[Prompt, ...], model: Serve
         request.sampling,
         num_logprobs=asked,
         num_prompt_logprobs=asked if scores_prompt else None,
+        stop_token_ids=request.sampling.stop_token_ids + ends_of_gap(prompts, model, "suffix"),
     )
     # a prompt taken from the cache has no logits to score
     cache = request.cache_prompt and not scores_prompt
@@ -115,8 +110,23 @@ def to_prompts(fields: dict[str, Any]) -> tuple[Prompt, ...]:
     asked: PromptList = fields["prompt"]
     if type(asked.prompts[0]) is str:
         adds = fields.get("add_special_tokens", True)
+        if suffix := fields.get("suffix"):
+            return tuple(Infill(text, suffix, (), adds) for text in asked.prompts)
         return tuple(Text(text, adds) for text in asked.prompts)
     return tuple(Ids(ids) for ids in asked.prompts)
+
+
+def ends_of_gap(prompts: tuple[Prompt, ...], model: ServedModel, field: str) -> tuple[int, ...]:
+    """Further end tokens of prompts that have a gap to fill; RequestError if the model cannot."""
+    if not any(isinstance(prompt, Infill) for prompt in prompts):
+        return ()
+    marks = model.tokenizer.infill_marks
+    if marks is None:
+        message = f"{field} needs a model that was trained to fill in the middle, and "
+        message += f"{model.names[0]} has no tokens for it; leave it out, or serve one such as "
+        message += "Qwen2.5-Coder."
+        raise RequestError("unsupported_parameter", message, field)
+    return marks.ends
 
 
 def _one(value: Any, first: type[Any], path: str) -> Any:

@@ -48,6 +48,7 @@ _SHARED = (
     "ignore_eos",
     "stream",
     "return_progress",
+    "return_ingestion",
     "attach",
     "heartbeat",
     "sse_ping_interval",

@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 
 from headrace.core.errors import RequestError
-from headrace.core.request import Chat, Ids, Prompt, Request, ResponseOptions, Route, Text
+from headrace.core.request import Chat, Ids, Infill, Prompt, Request, ResponseOptions, Route, Text
 from headrace.core.sampling import Sampling
 from headrace.generation.served import ServedModel
 from headrace.protocols.common_fields import max_tokens
-from headrace.protocols.dialect import Dialect
+from headrace.protocols.dialect import Dialect, PromptReader
 from headrace.protocols.fields import wrong_value
 
 MAX_CHOICES_IN_ALL = 1024
@@ -114,6 +114,7 @@ def _to_wire(fields: dict[str, Any]) -> ResponseOptions:
         return_token_ids=fields.get("return_token_ids", False),
         timings_per_token=fields.get("timings_per_token", False),
         return_progress=stream and fields.get("return_progress", False),
+        return_ingestion=fields.get("return_ingestion", False),
         heartbeat=fields.get("heartbeat", stream),
         ping_interval_s=fields.get("sse_ping_interval"),
     )
@@ -152,7 +153,7 @@ class CheckedBody(msgspec.Struct, frozen=True):
     kept: bytes = b""  # stored with the stream
 
 
-def pack(dialect: Dialect, fields: dict[str, Any]) -> CheckedBody:
+def pack(dialect: PromptReader, fields: dict[str, Any]) -> CheckedBody:
     kept, skipped = fields.pop("kept", b""), fields.pop("skipped", ())
     prompts = dialect.to_prompts(fields)
     largest_id, largest_path = _largest(prompts, dialect.REQUIRED[0], fields)
@@ -169,10 +170,15 @@ def pack(dialect: Dialect, fields: dict[str, Any]) -> CheckedBody:
 
 def to_request(dialect: Dialect, checked: CheckedBody, model: ServedModel) -> Request:
     """The request, by the model's limits and with its defaults; its prompts are stubs."""
-    if checked.largest_id >= model.vocab_size:
-        raise not_in_vocabulary(checked.largest_id, checked.largest_path, model.vocab_size)
+    check_ids(checked, model)
     request = dialect.to_request(checked.fields, checked.stubs, model)
     return msgspec.structs.replace(request, kept=checked.kept) if checked.kept else request
+
+
+def check_ids(checked: CheckedBody, model: ServedModel) -> None:
+    """RequestError if a token id of the prompts is none of the model's."""
+    if checked.largest_id >= model.vocab_size:
+        raise not_in_vocabulary(checked.largest_id, checked.largest_path, model.vocab_size)
 
 
 def _largest(prompts: tuple[Prompt, ...], name: str, fields: dict[str, Any]) -> tuple[int, str]:
@@ -190,9 +196,14 @@ def _largest(prompts: tuple[Prompt, ...], name: str, fields: dict[str, Any]) -> 
 def _stub(prompt: Prompt) -> Prompt:
     match prompt:
         case Chat():
-            return Chat((), continue_final_message=prompt.continue_final_message)
+            num_images = len(prompt.images)
+            return Chat(
+                (), continue_final_message=prompt.continue_final_message, num_images=num_images
+            )
         case Text():
             return Text("")
+        case Infill():
+            return Infill("", "")
         case Ids():
             return Ids(())
 

@@ -5,9 +5,10 @@ from typing import Any
 
 import msgspec
 
+from headrace.answer import call_id
 from headrace.core.pieces import CONTENT, REASONING, TOOL, ChannelPiece
+from headrace.protocols.openai import ingestion_of
 from headrace.protocols.response_items import Item, item_id
-from headrace.protocols.tools import call_id
 from headrace.streams.events import (
     Accepted,
     AnyEvent,
@@ -126,6 +127,7 @@ class GrowingResponse:
         self._status = "queued" if self._is_background else "in_progress"
         self._error: Error | None = None
         self._usage: Usage | None = None
+        self._ingestion: dict[str, Any] = {}
         self._is_cut_short = False
         self._ended_at: int | None = None
         self._done: list[Item] = []
@@ -179,6 +181,7 @@ class GrowingResponse:
             "top_p": request.sampling.top_p,
             "usage": _usage(self._usage) if self._usage else None,
             **self._repeated,
+            **self._ingestion,
         }
 
     def _begin(self) -> list[ResponseEvent]:
@@ -222,7 +225,7 @@ class GrowingResponse:
         return made
 
     def _finish(self, event: Finish) -> ResponseEvent:
-        self._usage = event.usage
+        self._usage, self._ingestion = event.usage, ingestion_of(event)
         self._status = "incomplete" if self._is_cut_short else "completed"
         if not self._is_cut_short:
             self._ended_at = self._record.created + event.at_ms // 1000

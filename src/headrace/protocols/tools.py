@@ -1,6 +1,5 @@
 """Tools as OpenAI's routes take them, and their calls as they are shown."""
 
-import hashlib
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -8,7 +7,6 @@ from typing import Any
 import msgspec
 
 from headrace.core.errors import RequestError
-from headrace.core.pieces import TOOL, ChannelPiece
 from headrace.protocols.fields import (
     Object,
     String,
@@ -98,23 +96,6 @@ def text_parameters(tools: Iterable[dict[str, Any]]) -> dict[str, tuple[str, ...
         names = (k for k, v in properties.items() if isinstance(v, dict) and _is_text(v))
         found[function["name"]] = tuple(names)
     return found
-
-
-def call_id(stream_id: str, choice: int, call: int, prefix: str = "call_") -> str:
-    """The same for every reader of the log."""
-    digest = hashlib.sha256(f"{stream_id}:{choice}:{call}".encode()).hexdigest()
-    return f"{prefix}{digest[:24]}"
-
-
-def joined_calls(pieces: Iterable[ChannelPiece]) -> list[tuple[int, str, str]]:
-    """Number, name and arguments of each call in these pieces, in order; a name may be empty."""
-    calls: dict[int, list[str]] = {}
-    for piece in pieces:
-        if piece.channel == TOOL:
-            known = calls.setdefault(piece.call, ["", ""])
-            known[0] += piece.name
-            known[1] += piece.text
-    return [(number, name, arguments) for number, (name, arguments) in calls.items()]
 
 
 def _tool(value: Any, path: str) -> dict[str, Any]:

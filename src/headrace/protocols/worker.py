@@ -5,26 +5,26 @@ its server sees by which signal it died.
 """
 
 import contextlib
+import functools
 import hashlib
 import logging
 import os
-import resource
 import signal
 import socket
 import sys
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from headrace.core.config import ModelConfig
 from headrace.core.errors import RequestError
-from headrace.core.request import Chat, Ids, Prompt, Route, Text
-from headrace.generation.served import Models, ServedModel
+from headrace.core.request import Chat, Ids, Infill, Prompt, Route, Text
+from headrace.generation.served import EncodedPrompt, Models, ServedModel, names_of
 from headrace.generation.work import (
+    IMAGE_MEMORY_BYTES,
+    IMAGES,
     JOB_S,
     MEMORY_BYTES,
     TEMPLATE_S,
@@ -33,21 +33,28 @@ from headrace.generation.work import (
     receive,
     reply,
 )
-from headrace.protocols import anthropic_messages, openai_chat, openai_responses, structure
+from headrace.protocols import (
+    anthropic_messages,
+    embeddings,
+    openai_chat,
+    openai_responses,
+    rerank,
+    structure,
+)
 from headrace.protocols.common_fields import TokenIds, ignored
 from headrace.protocols.dialect import dialect_of, encode
 from headrace.protocols.fields import Flag, Kind, String, missing, read_fields
-from headrace.protocols.grammars import GrammarMaker
+from headrace.protocols.messages import placeholder_in_text, refuse_images, texts_of
+from headrace.protocols.model_text import Bound, MemoryBound, ModelText, text_of
 from headrace.protocols.requests import CheckedBody, check_token_ids, decode, pack
 
 logger = logging.getLogger(__name__)
 
-_KEPT_BYTES = MEMORY_BYTES // 4  # beyond what it loaded, between two jobs
-_MODEL: Mapping[str, Kind] = {"model": String(least=1)}
+MODEL: Mapping[str, Kind] = {"model": String(least=1)}
 _SOURCES = ("content", "prompt", "messages")
 
-APPLY_TEMPLATE: Mapping[str, Kind] = {**openai_chat.TEMPLATE, **_MODEL}
-DETOKENIZE: Mapping[str, Kind] = {"tokens": TokenIds(), **_MODEL}
+APPLY_TEMPLATE: Mapping[str, Kind] = {**openai_chat.TEMPLATE, **MODEL}
+DETOKENIZE: Mapping[str, Kind] = {"tokens": TokenIds(), **MODEL}
 TOKENIZE: Mapping[str, Kind] = {
     "content": String(),
     "add_special": Flag(),
@@ -57,24 +64,24 @@ TOKENIZE: Mapping[str, Kind] = {
     "add_special_tokens": Flag(),
     "return_token_strs": Flag(),
     **openai_chat.TEMPLATE,
-    **_MODEL,
+    **MODEL,
 }
 
 _prompts_of = msgspec.msgpack.Decoder(tuple[Prompt, ...]).decode
 _earlier_of = msgspec.msgpack.Decoder(tuple[bytes, bytes, CheckedBody]).decode
 _encode = msgspec.msgpack.Encoder().encode
 
-Bound = Callable[[], contextlib.AbstractContextManager[None]]
-
 
 class Jobs:
-    """The jobs of one model: each takes a body and a few small arguments, and gives bytes.
+    """What is done with bodies: each job takes one and a few small arguments, and gives bytes.
 
     `rendering` bounds the time of a chat template.
     """
 
-    def __init__(self, model: ServedModel, rendering: Bound = contextlib.nullcontext) -> None:
-        self._model = model
+    def __init__(
+        self, *models: ServedModel | ModelText, rendering: Bound = contextlib.nullcontext
+    ) -> None:
+        self._texts = Models(tuple(map(text_of, models)))
         self._rendering = rendering
 
     def read(self, body: bytes, route: Route) -> bytes:
@@ -84,6 +91,7 @@ class Jobs:
         given = decode(body)
         fields = dialect.read(given)
         self.constrain(fields)
+        self._refuse_unseen(fields)
         checked = pack(dialect, fields)
         names = ignored(dialect.TABLE, given) + checked.ignored
         return _encode(msgspec.structs.replace(checked, digest=digest, ignored=names))
@@ -92,11 +100,18 @@ class Jobs:
         """Makes one grammar of the fields that ask for a form; RequestError names a fault."""
         wanted = structure.take(fields)
         if wanted is not None:
-            fields["constraint"] = self.grammars.make(wanted)
+            # a name that nobody has is refused later, behind an attach
+            text = self._texts.find(fields.get("model", "")) or self._texts.first
+            fields["constraint"] = text.grammars.make(wanted)
 
-    @cached_property
-    def grammars(self) -> GrammarMaker:
-        return GrammarMaker(self._model)
+    def _refuse_unseen(self, fields: dict[str, Any]) -> None:
+        """RequestError for images that the model cannot see."""
+        try:
+            refuse_images(fields, "this model takes text only")
+        except RequestError:
+            text = self._texts.find(fields.get("model", "")) or self._texts.first
+            if not text.model.has_vision:
+                raise
 
     def go_on(self, packed: bytes) -> bytes:
         """A CheckedBody of /v1/responses with the conversation that it goes on from."""
@@ -106,15 +121,88 @@ class Jobs:
         """A page of what led to a response, as JSON."""
         return openai_responses.input_items(kept, *arguments)
 
-    def prompts(self, packed: bytes, longest: int) -> bytes:
-        """Token ids of each prompt, packed as int32; none follow one of more than `longest`."""
-        found: list[bytes] = []
+    def prompts(self, packed: bytes, longest: int, name: str | None = None) -> bytes:
+        """Each prompt as an EncodedPrompt; none follow one of more than `longest` tokens."""
+        text = self._texts.get(name)
+        found: list[EncodedPrompt] = []
         for prompt in _prompts_of(packed):
-            token_ids = self._encode(prompt, longest)
-            found.append(token_ids.tobytes())
+            token_ids, tokenization = self._tokenize(text.model, prompt, longest)
+            text.check_placeholders(token_ids)
+            found.append(EncodedPrompt(token_ids.tobytes(), tokenization))
             if len(token_ids) > longest:
                 break
         return _encode(found)
+
+    def images(self, packed: bytes, path: str, longest: int, name: str | None = None) -> bytes:
+        """Token ids and inputs of a chat with images, whose tensors are written to `path`."""
+        text = self._texts.get(name)
+        (chat,) = _prompts_of(packed)
+        assert isinstance(chat, Chat)
+        placeholder = text.image_processor.placeholder
+        for number, message in enumerate(chat.messages):
+            if placeholder and placeholder in texts_of(message["content"]):
+                raise placeholder_in_text(f"messages[{number}].content")
+        rendered = self._render(text.model, chat)
+        prepared = text.image_processor.prepare(rendered, chat.images, chat.image_params, path)
+        return _encode((prepared.token_ids.tobytes(), prepared.inputs))
+
+    def read_inputs(self, body: bytes) -> bytes:
+        """The body of /v1/embeddings as a CheckedBody; `is_list` is in its fields."""
+        return _encode(self.inputs(decode(body)))
+
+    def inputs(self, given: dict[str, Any]) -> CheckedBody:
+        """The same of a body that is decoded."""
+        fields = embeddings.read(given)
+        model = self._texts.get(fields.get("model")).model
+        fields["is_list"] = fields["input"].is_list
+        embeddings.add_prompt(fields, model.sentences)
+        checked = pack(embeddings, fields)
+        return msgspec.structs.replace(checked, ignored=ignored(embeddings.TABLE, given))
+
+    def read_pairs(self, body: bytes) -> bytes:
+        """The body of /v1/rerank as a CheckedBody, whose `packed` is for the job `pairs`."""
+        given = decode(body)
+        fields = rerank.read(given)
+        packed = _encode((fields.pop("query"), fields.pop("documents")))
+        names = ignored(rerank.TABLE, given)
+        return _encode(CheckedBody(fields, (), packed, ignored=names))
+
+    def pairs(self, packed: bytes, longest: int, name: str | None = None) -> bytes:
+        """How many tokens of a pair are the query's, and the ids of each pair, packed as int32.
+
+        None follow one of more than `longest`.
+        """
+        model = self._texts.get(name).model
+        query, documents = rerank.pairs_of(packed)
+        found: list[bytes] = []
+        num_first = 0
+        for document in documents:
+            token_ids, num_first = model.tokenizer.encode_pair(query, document)
+            found.append(token_ids.tobytes())
+            if len(token_ids) > longest:
+                break
+        return _encode((num_first, found))
+
+    def entries(self, packed: bytes, *arguments: Any) -> bytes:
+        """A part of an answer with embeddings, as JSON."""
+        return embeddings.entries(packed, *arguments)
+
+    def ranking(
+        self, packed: bytes, vectors: bytes, name: str, top_n: int | None, shows_documents: bool
+    ) -> bytes:
+        """The results of an answer with a ranking, as JSON."""
+        num = len(rerank.pairs_of(packed)[1])
+        scores = rerank.relevance(
+            vectors, num, self._texts.get(name).model.sentences.score_is_logit
+        )
+        return rerank.ranking(packed, scores, top_n, shows_documents)
+
+    def model_name(self, body: bytes) -> bytes:
+        """The required `model`, as a list of one."""
+        given = decode(body)
+        if given.get("model") is None:
+            raise missing("model")
+        return _encode([read_fields(MODEL, given)["model"]])
 
     def names(self, body: bytes) -> bytes:
         """The non-empty strings of `conversation_ids`."""
@@ -122,8 +210,9 @@ class Jobs:
         names = wanted if isinstance(wanted, list) else []
         return _encode([name for name in names if isinstance(name, str) and name])
 
-    def tokenize(self, body: bytes, max_model_len: int) -> bytes:
-        fields = self._read(body, TOKENIZE)
+    def tokenize(self, body: bytes, max_model_len: Mapping[str, int]) -> bytes:
+        """`max_model_len` is that of each loaded model, by its first name."""
+        model, fields = self._read(body, TOKENIZE)
         given = [name for name in _SOURCES if name in fields]
         if len(given) != 1:
             message = f"Send exactly one of {', '.join(_SOURCES)}; {len(given)} were sent."
@@ -132,68 +221,104 @@ class Jobs:
         if not fields.get("parse_special", True):
             message = "parse_special: false is not supported here; leave it out."
             raise RequestError("unsupported_parameter", message, "parse_special")
-        token_ids = self._encode(_to_prompt(fields)).tolist()
-        return encode(self._listed(token_ids, fields) | {"max_model_len": max_model_len})
+        token_ids = self._encode(model, _to_prompt(fields)).tolist()
+        longest = max_model_len.get(model.names[0], model.max_model_len)
+        return encode(_listed(model, token_ids, fields) | {"max_model_len": longest})
 
     def count_tokens(self, body: bytes) -> bytes:
         fields = anthropic_messages.read_counted(decode(body))
-        Models((self._model,)).get(fields["model"])
+        model = self._texts.get(fields["model"]).model
         (prompt,) = anthropic_messages.to_prompts(fields)
-        return encode({"input_tokens": len(self._encode(prompt))})
+        return encode({"input_tokens": len(self._encode(model, prompt))})
 
     def detokenize(self, body: bytes) -> bytes:
-        fields = self._read(body, DETOKENIZE, "tokens")
-        check_token_ids(fields["tokens"], "tokens", self._model.vocab_size)
-        text = self._model.tokenizer.decode(fields["tokens"], False)
+        model, fields = self._read(body, DETOKENIZE, "tokens")
+        check_token_ids(fields["tokens"], "tokens", model.vocab_size)
+        text = model.tokenizer.decode(fields["tokens"], False)
         return encode({"content": text, "prompt": text})
 
     def apply_template(self, body: bytes) -> bytes:
-        fields = self._read(body, APPLY_TEMPLATE, "messages")
+        model, fields = self._read(body, APPLY_TEMPLATE, "messages")
         openai_chat.check_template_fields(fields)
-        return encode({"prompt": self._render(openai_chat.to_chat(fields))})
+        return encode({"prompt": self._render(model, openai_chat.to_chat(fields))})
 
     def _read(
         self, body: bytes, table: Mapping[str, Kind], required: str | None = None
-    ) -> dict[str, Any]:
+    ) -> tuple[ServedModel, dict[str, Any]]:
         given = decode(body)
         if required and given.get(required) is None:
             raise missing(required)
         fields = read_fields(table, given)
-        Models((self._model,)).get(fields.get("model"))
-        return fields
+        refuse_images(fields, "this route takes text only")
+        return self._texts.get(fields.get("model")).model, fields
 
-    def _encode(self, prompt: Prompt, longest: int | None = None) -> "array[int]":
-        """All ids of a prompt, or the first ones, more than `longest`, of one that is too long."""
+    def _encode(self, model: ServedModel, prompt: Prompt) -> "array[int]":
+        return self._tokenize(model, prompt)[0]
+
+    def _tokenize(
+        self, model: ServedModel, prompt: Prompt, longest: int | None = None
+    ) -> tuple["array[int]", str]:
+        """All ids of a prompt, or the first ones, more than `longest`, of one that is too long.
+
+        And how they came about.
+        """
         match prompt:
             case Ids(token_ids):
-                return array("i", token_ids)
+                return array("i", token_ids), "given"
             case Text(text, adds_special_tokens):
-                pass
+                return _encode_text(model, text, adds_special_tokens, longest)
+            case Infill():
+                return _encode_gap(model, prompt, longest)
             case Chat():
-                text, adds_special_tokens = self._render(prompt), False
-        encoding = self._model.encoder.begin(text, adds_special_tokens, longest)
-        while encoding.advance():
-            pass
-        return encoding.token_ids
+                return _encode_text(model, self._render(model, prompt), False, longest)
 
-    def _render(self, chat: Chat) -> str:
-        if self._model.template is None:
+    def _render(self, model: ServedModel, chat: Chat) -> str:
+        if model.template is None:
             raise RequestError(
                 "unsupported_operation",
                 "This model has no chat template; "
                 "use /v1/completions, or serve it with --chat-template.",
             )
         with self._rendering():
-            return self._model.template.render(chat)
+            return model.template.render(chat)
 
-    def _listed(self, token_ids: list[int], fields: dict[str, Any]) -> dict[str, Any]:
-        tokenizer, tokens = self._model.tokenizer, list[Any](token_ids)
-        if fields.get("with_pieces"):
-            tokens = [{"id": i, "piece": _piece(tokenizer.token_bytes(i))} for i in token_ids]
-        listed = {"tokens": tokens, "count": len(token_ids)}
-        if fields.get("return_token_strs"):
-            listed["token_strs"] = [tokenizer.token_text(token_id) for token_id in token_ids]
-        return listed
+
+def _listed(model: ServedModel, token_ids: list[int], fields: dict[str, Any]) -> dict[str, Any]:
+    tokenizer, tokens = model.tokenizer, list[Any](token_ids)
+    if fields.get("with_pieces"):
+        tokens = [{"id": i, "piece": _piece(tokenizer.token_bytes(i))} for i in token_ids]
+    listed = {"tokens": tokens, "count": len(token_ids)}
+    if fields.get("return_token_strs"):
+        listed["token_strs"] = [tokenizer.token_text(token_id) for token_id in token_ids]
+    return listed
+
+
+def _encode_text(
+    model: ServedModel, text: str, adds_special_tokens: bool, longest: int | None
+) -> tuple["array[int]", str]:
+    encoding = model.encoder.begin(text, adds_special_tokens, longest)
+    num_windows = 1
+    while encoding.advance():
+        num_windows += 1
+    return encoding.token_ids, "streamed" if num_windows > 1 else "one-shot"
+
+
+def _encode_gap(model: ServedModel, gap: Infill, longest: int | None) -> tuple["array[int]", str]:
+    tokenizer, ways = model.tokenizer, []
+
+    def ids_of(text: str) -> "array[int]":
+        token_ids, way = _encode_text(model, text, False, longest)
+        ways.append(way)
+        return token_ids
+
+    marks = tokenizer.infill_marks
+    assert marks, "such a prompt is taken only where there are marks"
+    before, behind = ids_of(gap.before), ids_of(gap.behind)
+    ids = tokenizer.outer_ids[0][:] if gap.add_special_tokens else array("i")
+    for mark, text in marks.files(gap.files):
+        ids.extend([] if mark is None else [mark])
+        ids += ids_of(text)
+    return ids + marks.joined(before, behind), max(ways)
 
 
 def _to_prompt(fields: dict[str, Any]) -> Prompt:
@@ -214,25 +339,32 @@ def _piece(raw: bytes) -> str | list[int]:
 
 def main() -> None:
     with contextlib.suppress(ConnectionError):  # the server has gone, in the middle of a job
-        _work(socket.socket(fileno=int(sys.argv[1])))
+        _work(socket.socket(fileno=int(sys.argv[1])), is_for_images=IMAGES in sys.argv[2:])
 
 
-def _work(connection: socket.socket) -> None:
+def _work(connection: socket.socket, is_for_images: bool) -> None:
     start = receive(connection)
     if start is None:
         return
-    jobs = Jobs(ServedModel(msgspec.msgpack.decode(start[2], type=ModelConfig)), _rendering)
-    _ = jobs.grammars  # before memory is bounded: it holds the vocabulary
-    loaded = _held_bytes()
-    with contextlib.suppress(OSError, ValueError):  # then time alone is bounded
-        resource.setrlimit(resource.RLIMIT_DATA, (loaded + MEMORY_BYTES,) * 2)
+    bound = MemoryBound(IMAGE_MEMORY_BYTES if is_for_images else MEMORY_BYTES)
+    texts = [
+        ModelText(names_of(config), functools.partial(ServedModel, config), bound.lifted)
+        for config in msgspec.msgpack.decode(start[2], type=tuple[ModelConfig, ...])
+    ]
+    jobs = Jobs(*texts, rendering=_rendering)
+    if is_for_images:
+        os.nice(19)  # whatever it takes, streams go first
+    if len(texts) == 1:  # it will be asked for
+        with contextlib.suppress(RequestError):  # each job will say so
+            _ = texts[0].image_processor if is_for_images else texts[0].grammars
+    bound.set()
     reply(connection, b"")
     while (job := receive(connection)) is not None:
         signal.setitimer(signal.ITIMER_VIRTUAL, JOB_S)
         _answer(connection, jobs, *job)
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         del job  # before the next one comes: it may be as large
-        if _held_bytes() > loaded + _KEPT_BYTES:
+        if bound.is_near:
             return  # what cannot be given back piece by piece goes with the process
 
 
@@ -258,15 +390,6 @@ def _rendering() -> Iterator[None]:
         yield
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
-
-
-def _held_bytes() -> int:
-    """Memory for data, as RLIMIT_DATA counts it; 0 where the system does not tell."""
-    try:
-        num_pages = int(Path("/proc/self/statm").read_text().split()[5])
-    except OSError:
-        return 0
-    return num_pages * os.sysconf("SC_PAGE_SIZE")
 
 
 if __name__ == "__main__":

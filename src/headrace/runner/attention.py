@@ -1,35 +1,46 @@
-"""Attention over block memory: the seam, and its naive form, which a fast one must equal."""
+"""What a step sees of what was computed before: the seam, and its naive form."""
 
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headrace.models.delta_rule import convolve, delta_rule
 from headrace.models.step import Step
 from headrace.runner.inputs import Batch
-from headrace.runner.storage import BlockStorage
+from headrace.runner.storage import BlockStorage, StateStorage
 
 
 class Attention(Protocol):
-    """Bound to one storage; makes the object through which a model attends in one step."""
+    """Bound to one storage; makes the object through which a model sees the past in one step."""
 
     def step(self, batch: Batch) -> Step: ...
 
 
 class NaiveAttention:
-    def __init__(self, storage: BlockStorage) -> None:
-        self._storage = storage
+    """`sinks` are per layer float32 [heads], scores that hold no value; `caps` soften scores."""
+
+    def __init__(
+        self,
+        storage: BlockStorage,
+        sinks: Sequence[Tensor] = (),
+        caps: Sequence[float | None] = (),
+    ) -> None:
+        self.storage = storage
+        self.sinks, self.caps = sinks, caps
 
     def step(self, batch: Batch) -> Step:
-        return _NaiveStep(self._storage, batch)
+        return _NaiveStep(self, batch)
 
 
 class _NaiveStep:
     """Gathers each chunk's past through its block table and attends in float32."""
 
-    def __init__(self, storage: BlockStorage, batch: Batch) -> None:
-        self._storage = storage
+    def __init__(self, attention: NaiveAttention, batch: Batch) -> None:
+        self._attention = attention
+        self._storage = storage = attention.storage
         self._batch = batch
         self.positions = batch.positions
         self._tables = torch.from_numpy(batch.block_table).to(storage.device).long()
@@ -44,6 +55,39 @@ class _NaiveStep:
             past = self._gather(keys, chunk), self._gather(values, chunk)
             out[first:end] = self._attend_chunk(layer, chunk, q[first:end], past)
         return out
+
+    def convolve(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
+        out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+        for rows, inputs in self._by_sequence(self._states.inputs[layer]):
+            extended = torch.cat((inputs, x[rows]))
+            out[rows] = convolve(x[rows], weight, inputs)
+            inputs.copy_(extended[len(extended) - len(inputs) :])
+        return out
+
+    def delta_rule(
+        self, layer: int, qkv: tuple[Tensor, Tensor, Tensor], decay: Tensor, beta: Tensor
+    ) -> Tensor:
+        q, k, v = qkv
+        out = torch.empty_like(v)
+        for rows, state in self._by_sequence(self._states.states[layer]):
+            out[rows] = delta_rule((q[rows], k[rows], v[rows]), decay[rows], beta[rows], state)
+        return out
+
+    @property
+    def _states(self) -> StateStorage:
+        assert self._storage.states is not None
+        return self._storage.states
+
+    def _by_sequence(self, memory: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Each chunk's rows and its sequence's part of the memory, zeroed where it begins."""
+        batch = self._batch
+        for start, length, first, slot in zip(
+            batch.starts, batch.lengths, batch.first_rows, batch.slots, strict=True
+        ):
+            part = memory[int(slot)]
+            if not start:
+                part.zero_()
+            yield slice(int(first), int(first + length)), part
 
     def _write(self, memory: Tensor, new: Tensor) -> None:
         size = self._storage.block_size
@@ -68,5 +112,33 @@ class _NaiveStep:
         if window is not None:
             visible &= other > own - window
         q = q.float().transpose(0, 1)  # [heads, length, dim]
-        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=visible, enable_gqa=True)
+        cap = self._attention.caps[layer] if self._attention.caps else None
+        sinks = self._attention.sinks[layer] if self._attention.sinks else None
+        if cap is None and sinks is None:
+            out = F.scaled_dot_product_attention(
+                q, keys, values, attn_mask=visible, enable_gqa=True
+            )
+        else:
+            out = _weigh(q, keys, values, visible, cap, sinks)
         return out.transpose(0, 1).to(self._storage.keys[layer].dtype)
+
+
+def _weigh(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    visible: Tensor,
+    cap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """The same with scores capped at cap * tanh(score / cap), and a score more for each head."""
+    group = len(q) // len(keys)
+    keys, values = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0)
+    scores = q @ keys.transpose(1, 2) * q.shape[2] ** -0.5  # [heads, length, positions]
+    if cap is not None:
+        scores = cap * torch.tanh(scores / cap)
+    scores = scores.masked_fill(~visible, float("-inf"))
+    if sinks is not None:
+        sink = sinks[:, None, None].expand(-1, scores.shape[1], 1)
+        return torch.cat((scores, sink), dim=-1).softmax(-1)[..., :-1] @ values
+    return scores.softmax(-1) @ values

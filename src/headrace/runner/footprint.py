@@ -1,15 +1,17 @@
 """What a model's weights will take in memory, worked out before a value of them is read."""
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from headrace.checkpoints.headers import read_headers
+from headrace.checkpoints.gguf_groups import GroupForm
+from headrace.checkpoints.headers import read_headers, text_side
 from headrace.checkpoints.spec import ModelSpec
-from headrace.checkpoints.weights import loading_order
-from headrace.models.registry import family
-from headrace.runner.kernels.linear import packing_bytes
+from headrace.checkpoints.weights import group_forms, loading_order
+from headrace.models.registry import family, has_head
+from headrace.runner.kernels.linear import Quantize, packing_bytes
 
 
 class Footprint(NamedTuple):
@@ -23,33 +25,49 @@ class Footprint(NamedTuple):
         return f"{self.held >> 20} MiB{loading}"
 
 
-def footprint(spec: ModelSpec, dtype: torch.dtype, form: str, to_int8: bool) -> Footprint:
+def footprint(spec: ModelSpec, dtype: torch.dtype, form: str, quantize: Quantize) -> Footprint:
     """`form` is that of the kernels; plain is every model that is not computed by ours."""
     if form == "plain":  # each tensor once, as it is
-        needed = sum(header.num_values for header in read_headers(spec).values()) * dtype.itemsize
+        headers = text_side(read_headers(spec)).values()
+        needed = sum(header.num_values for header in headers) * dtype.itemsize
         return Footprint(needed, needed)
+    model, forms = _model(spec)
+    return _packed_one_by_one(model.to(dtype), quantize, forms if quantize == "own" else {})
+
+
+def kept_groups(spec: ModelSpec) -> frozenset[GroupForm]:
+    """The forms that the files' own groups are kept in."""
+    return frozenset(_model(spec)[1].values())
+
+
+def _model(spec: ModelSpec) -> tuple[nn.Module, dict[str, GroupForm]]:
     make = family(spec.architecture)
     with torch.device("meta"):
-        model = make(make.read(spec.config)).to(dtype)
-    return _packed_one_by_one(model, to_int8)
+        model = make(make.read(spec.config))
+    if not has_head(spec.architecture):
+        del model.head
+    return model, group_forms(model, make.weights, spec)
 
 
-def _packed_one_by_one(model: nn.Module, to_int8: bool) -> Footprint:
+def _packed_one_by_one(
+    model: nn.Module, quantize: Quantize, forms: Mapping[str, GroupForm]
+) -> Footprint:
     """As `load_weights` goes: a linear layer is packed as soon as all of it is there."""
     order = loading_order(model)
     shared = {name for names in order if len(names) > 1 for name in names}
     missing = {name for names in order for name in names}
     held = peak = 0
     for names in order:
-        held += model.get_parameter(names[0]).nbytes
+        held += 0 if names[0] in forms else model.get_parameter(names[0]).nbytes
         missing.difference_update(names)
         for path in [name.rpartition(".")[0] for name in names]:
-            layer = model.get_submodule(path)
+            layer, kept = model.get_submodule(path), forms.get(f"{path}.weight")
             own = {f"{path}.{name}": p.nbytes for name, p in layer.named_parameters(recurse=False)}
-            if not missing.isdisjoint(own) or (packing := packing_bytes(layer, to_int8)) is None:
+            packing = packing_bytes(layer, quantize, kept)
+            if not missing.isdisjoint(own) or packing is None:
                 continue
             packed, beside = packing
             peak = max(peak, held + packed + beside)
-            held += packed - sum(own[name] for name in own.keys() - shared)
+            held += packed - sum(own[name] for name in own.keys() - shared - forms.keys())
         peak = max(peak, held)
     return Footprint(held, peak)

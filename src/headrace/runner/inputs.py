@@ -25,6 +25,7 @@ class Batch:
     starts: Ints  # [chunks]: position of each chunk's first token
     lengths: Ints  # [chunks]
     first_rows: Ints  # [chunks]: where its first token lies in the batch
+    slots: Ints  # [chunks]: where its sequence's state lies; -1 where it has none
     block_table: Ints  # [chunks, max_blocks], padded with 0; covers start + length positions
 
 
@@ -56,6 +57,7 @@ def pack(
         starts=starts,
         lengths=lengths,
         first_rows=first_rows,
+        slots=np.array([chunk.slot_id for chunk in chunks], dtype=np.int32),
         block_table=table,
     )
 

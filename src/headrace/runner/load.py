@@ -11,9 +11,10 @@ from headrace.core.config import ModelConfig
 from headrace.core.errors import ModelError
 from headrace.core.layout import MemoryLayout
 from headrace.core.messages import Ready
-from headrace.runner.footprint import footprint
+from headrace.runner.footprint import footprint, kept_groups
 from headrace.runner.kernels.choose import KernelChoice, choose_form
 from headrace.runner.kernels.forms import Form
+from headrace.runner.kernels.linear import Quantize
 from headrace.runner.lanes.choose import choose_lane
 from headrace.runner.lanes.lane import Lane
 from headrace.runner.probe import free_bytes, num_cores
@@ -34,9 +35,11 @@ def load_runner(config: ModelConfig, folder: Path) -> tuple[Runner, Ready]:
     spec = read_spec(folder)
     dtype = _dtype(config, spec)
     make = choose_lane(spec, config.lane)
-    kernels = _kernels(config, make, device, dtype)
-    _check_weights_fit(config, spec, dtype, kernels.form)
-    further = (config.quantize == "int8", kernels.form) if make.id == "native-text" else ()
+    quantize, kernels = _kernels(config, spec, make, device, dtype)
+    _check_weights_fit(config, spec, dtype, quantize, kernels.form)
+    further: tuple[Any, ...] = (config.kernels,)
+    if make.id == "native-text":
+        further = quantize, kernels.form
     lane: Lane = make(spec, dtype, device, *further)
     max_num_seqs = config.scheduler.max_num_seqs or _MAX_NUM_SEQS[device.type]
     layout = _layout(config, spec, lane, max_num_seqs)
@@ -55,26 +58,40 @@ def load_runner(config: ModelConfig, folder: Path) -> tuple[Runner, Ready]:
         num_parameters=lane.num_parameters,
         weight_bytes=lane.weight_bytes,
         layout=layout,
-        fingerprint=fingerprint(spec, _stored(config, name), f"{device.type} {kernels.form}"),
+        fingerprint=fingerprint(spec, _stored(quantize, name), f"{device.type} {kernels.form}"),
         kernels=kernels.form,
         kernels_reason=kernels.reason,
+        tasks=lane.tasks,
+        is_whole=lane.is_whole,
+        vector_size=lane.vector_size,
+        facts=lane.facts,
+        source=lane.source,
+        quantize=quantize,
     )
 
 
 def _kernels(
-    config: ModelConfig, lane: Any, device: torch.device, dtype: torch.dtype
-) -> KernelChoice:
+    config: ModelConfig, spec: ModelSpec, lane: Any, device: torch.device, dtype: torch.dtype
+) -> tuple[Quantize, KernelChoice]:
     """ModelError if what is asked for is computed by our kernels alone, and they cannot be used."""
     if lane.id == "native-text" and device.type == "cpu":
-        return choose_form(config.kernels, dtype, config.quantize == "int8")
+        has_states = lane.has_states(spec)
+        if config.quantize != "auto":
+            form = choose_form(config.kernels, dtype, config.quantize, has_states=has_states)
+            return config.quantize, form
+        # in float32 a file's values are computed exactly, as none of them is then rounded
+        groups = kept_groups(spec) if dtype == torch.bfloat16 else frozenset()
+        choice = choose_form(config.kernels, dtype, groups=groups, has_states=has_states)
+        return "own" if groups and choice.form != "plain" else "none", choice
     for flag, value in (("quantize", config.quantize), ("kernels", config.kernels)):
         if value not in ("none", "auto", "plain"):
             raise ModelError(f"--{flag} {value} needs lane native-text on a CPU, not {lane.id}.")
-    return KernelChoice("plain", f"lane {lane.id} on {device.type} has no other")
+    reason = f"the products of lane {lane.id} on {device.type} are torch's"
+    return "none", KernelChoice("plain", reason)
 
 
-def _stored(config: ModelConfig, name: str) -> str:
-    return name if config.quantize == "none" else f"{name} {config.quantize}"
+def _stored(quantize: str, name: str) -> str:
+    return name if quantize == "none" else f"{name} {quantize}"
 
 
 def _device(config: ModelConfig) -> torch.device:
@@ -97,25 +114,34 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _check_weights_fit(
-    config: ModelConfig, spec: ModelSpec, dtype: torch.dtype, form: Form
+    config: ModelConfig, spec: ModelSpec, dtype: torch.dtype, quantize: Quantize, form: Form
 ) -> None:
-    device = _device(config)
-    needed = footprint(spec, dtype, form, config.quantize == "int8")
-    free = free_bytes(device)
+    needed, free = footprint(spec, dtype, form, quantize), free_bytes(_device(config))
     if needed.peak > free:
-        stored = _stored(config, _name(dtype))
+        stored = _stored(quantize, _name(dtype))
         raise ModelError(
             f"The weights of {spec.name} take {needed} in {stored} and {free >> 20} MiB are "
-            f"free; use a smaller model{_remedy(config, dtype, form)}.",
+            f"free; use a smaller model{_remedy(spec, dtype, quantize, form, free)}.",
             "model_too_large",
         )
 
 
-def _remedy(config: ModelConfig, dtype: torch.dtype, form: Form) -> str:
-    if dtype == torch.float32 and config.quantize == "none":
+def _remedy(spec: ModelSpec, dtype: torch.dtype, quantize: Quantize, form: Form, free: int) -> str:
+    """What takes less, the least loss first: what fits, or else what is smallest."""
+    if dtype == torch.float32 and quantize == "none":
         return " or --dtype bfloat16"
-    can_quantize = form != "plain" and config.quantize == "none"
-    return " or --quantize int8" if can_quantize else ""
+    all_smaller: dict[Quantize, tuple[Quantize, ...]] = {
+        "none": ("int8", "int4"),
+        "own": ("int4",),
+        "int8": ("int4",),
+        "int4": (),
+    }
+    smaller = all_smaller[quantize]
+    if form == "plain" or not smaller:
+        return ""
+    taken = {other: footprint(spec, dtype, form, other) for other in smaller}
+    other = next((name for name, needed in taken.items() if needed.peak <= free), smaller[-1])
+    return f" or --quantize {other}, which takes {taken[other]}"
 
 
 def _layout(config: ModelConfig, spec: ModelSpec, lane: Lane, max_num_seqs: int) -> MemoryLayout:
@@ -132,7 +158,7 @@ def _layout(config: ModelConfig, spec: ModelSpec, lane: Lane, max_num_seqs: int)
         )
     layout = lane.layout(room, max_num_seqs, max_positions, config.block_size)
     needed = min(_MIN_POSITIONS, max_positions)
-    if layout.max_positions < needed:
+    if layout.max_positions < needed and not lane.is_whole:  # that keeps nothing
         raise ModelError(
             f"{room >> 20} MiB for the cache hold {layout.max_positions} tokens of {spec.name}, "
             f"and one sequence of {needed} must fit; give it more with --kv-cache-memory-bytes.",

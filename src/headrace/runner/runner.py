@@ -4,14 +4,24 @@ import contextlib
 import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from headrace.core.ids import SequenceId
-from headrace.core.plan import Chunk, ChunkResult, Drawn, StepPlan, StepResult
+from headrace.core.plan import (
+    Chunk,
+    ChunkResult,
+    Drawn,
+    EncodeChunk,
+    PromptInputs,
+    StepPlan,
+    StepResult,
+)
 from headrace.core.sampling import Logprobs, Sampling
-from headrace.runner.lanes.lane import Lane
+from headrace.runner.lanes.lane import EncodingLane, Lane
+from headrace.runner.pooling import PooledRows
 from headrace.runner.sampling.logprobs import join, pack_logprobs
 from headrace.runner.sampling.sampler import Constraint, SequenceState, draw
 
@@ -28,6 +38,7 @@ class Runner:
         self.lane = lane
         self.constrain: Callable[[Sampling], Constraint | None] = lambda sampling: None
         self._known: dict[SequenceId, SequenceState] = {}
+        self._inputs: dict[SequenceId, PromptInputs] = {}  # of those that have works
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> "PendingStep":
@@ -35,18 +46,29 @@ class Runner:
         began = time.perf_counter()
         for sequence_id in plan.ended:
             self._known.pop(sequence_id, None)
+            self._inputs.pop(sequence_id, None)
         for begin in plan.begun:
             self._known[begin.sequence_id] = SequenceState.from_begin(
                 begin, self.constrain(begin.sampling)
             )
+            if begin.inputs.works:
+                self._inputs[begin.sequence_id] = begin.inputs
+        encode_s = 0.0
         rows = torch.empty(0)
         with _memory_errors():
             self.lane.copy((), plan.restores)
+            for encoded in plan.encoded:
+                self._encode(encoded)
+                encode_s += time.perf_counter() - began
             if plan.chunks:
                 tokens = [self._tokens(chunk) for chunk in plan.chunks]
                 rows = self.lane.forward(plan.chunks, tokens)
             self.lane.copy(plan.block_copies, plan.slot_copies)
-        return PendingStep(self, plan, rows, began)
+        return PendingStep(self, plan, rows, began, encode_s)
+
+    def _encode(self, chunk: EncodeChunk) -> None:
+        work = self._inputs[chunk.sequence_id].works[chunk.work]
+        cast(EncodingLane, self.lane).encode(chunk, work)  # no other lane has such sequences
 
     def _tokens(self, chunk: Chunk) -> "array[int]":
         token_ids = self._known[chunk.sequence_id].token_ids[chunk.start :][: chunk.length]
@@ -58,12 +80,22 @@ class Runner:
         parts = rows.split([chunk.num_rows for chunk in plan.chunks]) if plan.chunks else ()
         drawn = iter(self._draw(plan.chunks, parts))
         return tuple(
-            ChunkResult(
+            self._pooled(chunk, part, pooled)
+            if (pooled := self._known[chunk.sequence_id].pooled) is not None
+            else ChunkResult(
                 drawn=tuple(next(drawn) for _ in chunk.draws),
                 prompt_logprobs=self._prompt_logprobs(chunk, part),
             )
             for chunk, part in zip(plan.chunks, parts, strict=True)
         )
+
+    def _pooled(self, chunk: Chunk, rows: Tensor, pooled: PooledRows) -> ChunkResult:
+        pooled.add(rows, self.lane.logits)
+        if chunk.start + chunk.length < self._known[chunk.sequence_id].num_prompt:
+            return ChunkResult()
+        vector = pooled.vector()
+        error = None if vector else "The model's output for this input is not a number."
+        return ChunkResult(vector=vector or b"", error=error)
 
     def _draw(self, chunks: Sequence[Chunk], parts: Sequence[Tensor]) -> list[Drawn]:
         """What each drawing sequence got, chunk by chunk; siblings draw from the same row."""
@@ -100,14 +132,17 @@ class Runner:
 class PendingStep:
     """A launched plan."""
 
-    def __init__(self, runner: Runner, plan: StepPlan, rows: Tensor, began: float) -> None:
-        self._runner, self._plan, self._rows, self._began = runner, plan, rows, began
+    def __init__(
+        self, runner: Runner, plan: StepPlan, rows: Tensor, began: float, encode_s: float
+    ) -> None:
+        self._runner, self._plan, self._rows = runner, plan, rows
+        self._began, self._encode_s = began, encode_s
 
     @torch.inference_mode()
     def result(self) -> StepResult:
         with _memory_errors():
             chunks = self._runner.finish(self._plan, self._rows)
-        return StepResult(chunks, time.perf_counter() - self._began)
+        return StepResult(chunks, time.perf_counter() - self._began, self._encode_s)
 
 
 @contextlib.contextmanager

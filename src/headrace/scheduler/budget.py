@@ -4,11 +4,13 @@ from collections import Counter, deque
 from dataclasses import replace
 from math import ceil
 from statistics import median
+from typing import NamedTuple
 
 import msgspec
 
 from headrace.core.config import SchedulerConfig
 from headrace.core.layout import MemoryLayout
+from headrace.core.plan import EncodeWork, SourceForm
 from headrace.scheduler.cost import CostModel, StepShape
 
 MAX_STEP_TOKENS = {"cpu": 512, "cuda": 2048}
@@ -19,7 +21,8 @@ DEFAULT_SHARE, ASKED_SHARE = 2.0, 0.25
 
 COLD_TOKENS = 64  # prompt tokens of the first step, while nothing is measured
 NUM_OVERHEADS = 64
-QUARANTINE = "quarantine"
+QUARANTINE, WHOLE, SPAN = "quarantine", "whole", "span"
+SAT_OUT = (QUARANTINE, WHOLE)  # steps that streams have no part in
 UNMEASURED_TOKENS_PER_S = 500.0
 TAIL = 8  # the end of a prompt joins the chunk before it if it is at most 1/TAIL as long
 
@@ -34,6 +37,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_step_s: float | None = None  # for any other step
     prompt_share: float = 0.25  # prompts always get this fraction of the decode chunks' time
     forward_per_chunk: bool = False  # the lane runs its chunks one after another
+    is_whole: bool = False  # the lane cannot go on from a cache: prompts are never cut
+    source: SourceForm | None = None  # if prompts are sources to encode
 
     def max_total(self, layout: MemoryLayout) -> int:
         """Length of the longest sequence, prompt and answer: what an empty memory can hold."""
@@ -62,8 +67,24 @@ def resolve(
         max_stall_s=None if stall_ms == "off" else stall_ms / 1000,
         max_step_s=None if config.max_step_ms == "off" else config.max_step_ms / 1000,
         prompt_share=config.prompt_share or default_share,
-        forward_per_chunk=not layout.num_blocks,  # dense caches run one by one
+        forward_per_chunk=layout.forward_per_chunk,
     )
+
+
+class StepTimes(NamedTuple):
+    """Of a step, in seconds."""
+
+    computing: float  # in the runner, but for encoding
+    encoding: float
+    elapsed: float  # in all
+
+
+class Elsewhere(NamedTuple):
+    """What engines beside this one need of the cores."""
+
+    decode_s: float = 0.0  # of each of their steps, for streams alone
+    is_awaited: bool = False  # whether one of their streams waits for its turn
+    num_with_prompts: int = 0  # that read prompts, too
 
 
 class Room:
@@ -75,6 +96,7 @@ class Room:
         self._forwards = budget.forwards
         self.tokens = tokens
         self.seconds = seconds
+        self.target: float | None = None  # of the whole step
         self.is_awaited = False  # whether a stream waits for this step
         self.cause = ""  # why the step may be predicted to miss its target
 
@@ -88,12 +110,40 @@ class Room:
         The first prompt of a step always advances in the long run, however long its context.
         """
         length = self._fitting_chunk(context, wanted)
+        if self._budget.is_whole:
+            return wanted if is_first or length == wanted else 0
         if not is_first:
             return length
         if self.is_awaited and (not length or self._should_save(context, length, wanted)):
             return self._chunk_from_savings(context, wanted)
         self._budget.kept = 0.0
         return max(length, 1)
+
+    def fits(self, context: int, length: int) -> bool:
+        """Whether a chunk is within tokens and seconds."""
+        return self._fitting_chunk(context, length) >= length
+
+    def largest_piece(self, size: int, wanted: int, is_first: bool) -> int:
+        """How many of `wanted` units of an encoder fit; 0 if none do.
+
+        One that is larger than any room is saved for, as a token is.
+        """
+        seconds = self.target if self.seconds is None else self.seconds
+        if seconds is None:
+            return wanted
+        units = self._budget.units_within(seconds, size)
+        if units or not is_first:
+            return min(units, wanted)
+        self._budget.kept += seconds
+        if self.is_awaited and self._budget.kept < self._budget.seconds_of_units(size, 1):
+            return 0
+        self._budget.kept = 0.0
+        self.cause = "token"
+        return 1
+
+    def spend_on_encoding(self, size: int, num_units: int) -> None:
+        if self.seconds is not None:
+            self.seconds -= self._budget.seconds_of_units(size, num_units)
 
     def _fitting_chunk(self, context: int, wanted: int) -> int:
         hard = min(wanted, self.tokens)
@@ -146,14 +196,19 @@ class TimeBudget:
 
     def __init__(self, limits: Limits) -> None:
         self.model = CostModel()
+        self.encoding = CostModel()
         self.missed: Counter[str] = Counter()  # steps that missed the stall target, by cause
         self.kept = 0.0  # seconds saved for a chunk that fits no single step
         self.starved_s = 0.0  # how long prompts have had no more than a small share
         self.forwards = int(limits.forward_per_chunk)  # that each further chunk adds to a step
+        self.is_whole = limits.is_whole
+        self.elsewhere = Elsewhere()
+        self.decode_s = 0.0  # of the step opened last, for streams alone
         self._is_excused = False  # whether a late next step is counted already
         self._limits = limits
         self._max_tokens = limits.max_step_tokens
         self._cold_tokens = COLD_TOKENS
+        self._cold_units = 1
         self._overheads: deque[float] = deque(maxlen=NUM_OVERHEADS)
         self._prompt_steps: deque[tuple[int, float]] = deque(maxlen=NUM_OVERHEADS)
 
@@ -184,21 +239,54 @@ class TimeBudget:
         reading_again = coefficients.g * (num_steps - 1) * (context + new / 2)
         return coefficients.c_prompt * num_steps + (coefficients.cost(context, new) + reading_again)
 
+    def seconds_encoding(self, work: EncodeWork) -> float:
+        """How long it takes by itself; a rough guess while nothing is measured."""
+        if not self.encoding.is_measured:
+            return work.size / UNMEASURED_TOKENS_PER_S
+        return self.seconds_of_units(work.size, work.num_units)
+
+    def seconds_of_units(self, size: int, num_units: int) -> float:
+        """What units of an encoder add to a step, with the margin of their model."""
+        shape = StepShape()
+        shape.encode(size, num_units)
+        return self.encoding.margin(True) * self.encoding.predict(shape.encoding)
+
+    def units_within(self, room: float, size: int) -> int:
+        """How many units of an encoder fit that many seconds."""
+        if not self.encoding.is_measured:
+            return self._cold_units
+        first, second = self.seconds_of_units(size, 1), self.seconds_of_units(size, 2)
+        if room < first:
+            return 0
+        each = second - first
+        return 1 + int((room - first) / each + 1e-9) if each > 0 else 1 << 30
+
     def predict(self, shape: StepShape) -> float:
         """Seconds of a step in the runner; 0 while unmeasured."""
-        return self.model.predict(shape) if self.model.is_measured else 0.0
+        computing = self.model.predict(shape) if self.model.is_measured else 0.0
+        if not shape.num_encoded:
+            return computing
+        if not self.encoding.is_measured or (shape.num_new and not computing):
+            return 0.0
+        return computing + self.encoding.predict(shape.encoding)
 
     def open(self, decoding: StepShape, is_awaited: bool) -> Room:
         """The room beside these decode chunks; `is_awaited`: a stream waits for the step."""
         tokens = max(1, self._max_tokens - decoding.num_new)
-        target = self._target(is_awaited)
+        elsewhere = self.elsewhere
+        target = self._target(is_awaited or elsewhere.is_awaited)
+        self.decode_s = self._decode_seconds(decoding) if self.model.is_measured else 0.0
         if target is None:
             return Room(self, tokens, None)
         if not self.model.is_measured:
-            return Room(self, min(tokens, self._cold_tokens), None)
-        alone = self._decode_seconds(decoding)
+            room = Room(self, min(tokens, self._cold_tokens), None)
+            room.target, room.is_awaited = target, is_awaited
+            return room
+        alone = self.decode_s
         left = target / self.model.margin(True) - self.overhead - alone
-        share = self._limits.prompt_share * alone
+        # the steps of all engines follow one another, so what one stream waits for is their sum
+        left = (left - elsewhere.decode_s) / (1 + elsewhere.num_with_prompts)
+        share = self._limits.prompt_share * (alone + elsewhere.decode_s)
         room = Room(self, min(tokens, 2 * self.model.largest_measured), max(left, share))
         room.is_awaited = is_awaited
         if is_awaited and left < share:
@@ -223,9 +311,9 @@ class TimeBudget:
     def expect_miss(self, shape: StepShape, cause: str) -> str:
         """Count a step that a stream waits for if it should miss the target; returns why.
 
-        A step that a suspect has to itself always counts, as the streams sit it out.
+        A step that streams have no part in always counts.
         """
-        if cause != QUARANTINE and self._is_in_time(shape):
+        if cause not in SAT_OUT and self._is_in_time(shape):
             return ""
         cause = cause or "decode"
         self.missed[cause] += 1
@@ -236,16 +324,15 @@ class TimeBudget:
         if target is None or not self.model.is_measured:
             return True
         margin = self.model.margin(shape.num_prompt_tokens > 0)
-        return margin * self.model.predict(shape) + self.overhead <= target * (1 + 1e-9)
+        seconds = margin * self.model.predict(shape) + self.overhead
+        if shape.num_encoded and self.encoding.is_measured:
+            seconds += self.encoding.margin(True) * self.encoding.predict(shape.encoding)
+        return seconds <= target * (1 + 1e-9)
 
-    def took(
-        self, shape: StepShape, seconds: float, elapsed: float, is_awaited: bool, cause: str
-    ) -> None:
-        """Learn from a step: `seconds` in the runner, `elapsed` in all.
-
-        `cause`: why it was expected to miss the target.
-        """
-        self._overheads.append(max(0.0, elapsed - seconds))
+    def took(self, shape: StepShape, times: StepTimes, is_awaited: bool, cause: str) -> None:
+        """Learn from a step. `cause`: why it was expected to miss the target."""
+        computing, encoding, elapsed = times
+        self._overheads.append(max(0.0, elapsed - computing - encoding))
         target = self._target(is_awaited)
         is_late = is_awaited and target is not None and elapsed > target
         if is_late and not cause and not self._is_excused:
@@ -255,7 +342,10 @@ class TimeBudget:
             self._prompt_steps.append((shape.num_prompt_tokens, elapsed))
             is_starved = cause in ("decode", "token") and self._limits.prompt_share < 1
             self.starved_s = self.starved_s + elapsed if is_starved else 0.0
-        self.learn(shape, seconds, is_awaited)
+        if shape.num_encoded:
+            self.learn_encoding(shape, encoding, is_awaited)
+        if shape.num_new:
+            self.learn(shape, computing, is_awaited)
 
     def learn(self, shape: StepShape, seconds: float, is_awaited: bool = False) -> None:
         """Learn from the time of a step in the runner.
@@ -271,3 +361,12 @@ class TimeBudget:
                 half = max(1, shape.num_prompt_tokens // 2)
                 self._cold_tokens = min(self._cold_tokens, half)
         self.model.observe(shape, seconds)
+
+    def learn_encoding(self, shape: StepShape, seconds: float, is_awaited: bool = False) -> None:
+        """Learn from the time that encoding took; until enough is measured, pieces double."""
+        target = self._target(is_awaited)
+        if target is None or seconds < target / 2:
+            self._cold_units = min(2 * self._cold_units, 1 << 20)
+        elif seconds > target:
+            self._cold_units = max(1, self._cold_units // 2)
+        self.encoding.observe(shape.encoding, seconds)

@@ -2,13 +2,12 @@
 
 from collections import deque
 
-from headrace.core.ids import SequenceId
 from headrace.core.messages import FinishReason, NewToken, PromptAdvance, PromptLogprobs, StepTrace
-from headrace.core.plan import Chunk, ChunkResult, Drawn, StepPlan, StepResult
+from headrace.core.plan import Chunk, ChunkResult, Drawn, EncodeChunk, StepPlan, StepResult
 from headrace.memory.memory import Memory
-from headrace.scheduler.budget import TimeBudget
-from headrace.scheduler.plan import PlannedStep
+from headrace.scheduler.budget import StepTimes, TimeBudget
 from headrace.scheduler.sequence import Sequence
+from headrace.scheduler.step import PlannedStep
 from headrace.scheduler.table import OutputBuffer, Quarantine, SequenceTable
 
 
@@ -40,7 +39,7 @@ class InFlight:
 
     @property
     def predicted_s(self) -> float:
-        return self._steps[-1].predicted if self._steps else 0.0
+        return self._steps[-1].allowed if self._steps else 0.0
 
     def launch(self, step: PlannedStep) -> StepPlan:
         self._steps.append(step)
@@ -49,13 +48,23 @@ class InFlight:
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> None:
         step = self._steps.popleft()
         assert step.plan is plan
-        named = [self._table[sequence_id] for sequence_id in _named(plan)]
+        named = [self._table[sequence_id] for sequence_id in plan.named]
+        for encoded in plan.encoded:
+            self._commit_encoded(encoded)
         for chunk, chunk_result in zip(plan.chunks, result.chunks, strict=True):
             self._commit_chunk(chunk, chunk_result)
         for sequence, slot_id, end in step.saves:
             self._memory.saved(slot_id, sequence.token_ids, sequence.chain, end)
         self._quarantine.step_was_good(named)
-        self._learn(step, result.seconds, now)
+        self._learn(step, result, now)
+
+    def _commit_encoded(self, chunk: EncodeChunk) -> None:
+        sequence = self._table[chunk.sequence_id]
+        sequence.num_in_flight -= 1
+        sequence.num_units_computed += chunk.end - chunk.start
+        if sequence.outcome is None:
+            self._report(sequence, 0, ChunkResult())
+        self._table.close_if_over(sequence)
 
     def _commit_chunk(self, chunk: Chunk, result: ChunkResult) -> None:
         named = [self._table[i] for i in chunk.draws or (chunk.sequence_id,)]
@@ -73,17 +82,20 @@ class InFlight:
             self._commit_draw(drawing, drawn)
 
     def _commit_prompt(self, sequence: Sequence, chunk: Chunk, result: ChunkResult) -> None:
-        if sequence.num_reported < sequence.num_prompt:
+        if sequence.num_reported < sequence.num_shown:
             self._report(sequence, chunk.start, result)
         family = sequence.family
         if family is not None and family.waiting and sequence.num_computed >= sequence.num_prompt:
             self._table.scatter(family)
         if sequence.num_computed == sequence.max_total:
-            self._table.end(sequence, FinishReason.LENGTH)  # nothing was to be drawn
+            # nothing was to be drawn
+            failed = result.error is not None
+            finish = FinishReason.ERROR if failed else FinishReason.LENGTH
+            self._table.end(sequence, finish, result.error or "", result.vector)
 
     def _report(self, sequence: Sequence, start: int, result: ChunkResult) -> None:
         """Tokens from `start` on are computed; what was reported once is not reported again."""
-        processed = min(sequence.num_computed, sequence.num_prompt)
+        processed = sequence.num_processed
         if processed <= sequence.num_reported:
             return
         sequence.num_reported = processed
@@ -108,18 +120,19 @@ class InFlight:
                 self._table.end(sequence, finish)
         self._table.close_if_over(sequence)
 
-    def _learn(self, step: PlannedStep, seconds: float, now: float) -> None:
+    def _learn(self, step: PlannedStep, result: StepResult, now: float) -> None:
         # A stream waits from the end of the step before, unless nothing was to be done then.
         began_at = self._ended_at if self._was_busy else max(step.planned_at, self._ended_at)
         elapsed = now - began_at
         self._step_ended(now)
-        self._budget.took(step.shape, seconds, elapsed, step.is_awaited, step.cause)
+        times = StepTimes(result.seconds - result.encode_seconds, result.encode_seconds, elapsed)
+        self._budget.took(step.shape, times, step.is_awaited, step.cause)
         self.num_steps += 1
         self.last_step = StepTrace(
             num_decoding=step.num_decoding,
             num_prompt_tokens=step.shape.num_prompt_tokens,
             predicted=step.predicted,
-            actual=seconds,
+            actual=result.seconds,
             elapsed=elapsed,
             room=step.room,
             cause=step.cause,
@@ -137,7 +150,10 @@ class InFlight:
                 sequence = self._table.living(sequence_id)
                 if sequence is not None:
                     self._quarantine.suspect(sequence, chunk.start + chunk.length)
-        (first, *others) = _named(plan)
+        for encoded in plan.encoded:
+            if (sequence := self._table.living(encoded.sequence_id)) is not None:
+                self._quarantine.suspect(sequence, sequence.num_planned + 1)
+        (first, *others) = plan.named
         blamed = self._table.living(first)
         if blamed is not None and not others:
             self._quarantine.failed_alone()
@@ -146,7 +162,7 @@ class InFlight:
     def drop(self, now: float) -> None:
         """No step in flight counts: their sequences wait again, as if preempted."""
         dropped, self._steps = self._steps, deque()
-        for sequence_id in dict.fromkeys(i for step in dropped for i in _named(step.plan)):
+        for sequence_id in dict.fromkeys(i for step in dropped for i in step.plan.named):
             sequence = self._table[sequence_id]
             sequence.num_in_flight = 0
             if sequence.outcome is None:
@@ -158,8 +174,3 @@ class InFlight:
             for _, slot_id, _ in step.saves:
                 self._memory.not_saved(slot_id)
         self._step_ended(now)
-
-
-def _named(plan: StepPlan) -> list[SequenceId]:
-    """The sequences that a plan computes or draws for, each once."""
-    return [i for chunk in plan.chunks for i in chunk.draws or (chunk.sequence_id,)]

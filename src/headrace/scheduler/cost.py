@@ -29,6 +29,17 @@ class StepShape:
     num_new: int = 0  # Σ x
     num_pairs: int = 0  # Σ 2·L·x + x²
     num_prompt_tokens: int = 0  # the part of num_new in prompt chunks
+    num_encoded: int = 0  # Σ size of the encoder's units, which have a cost model of their own
+    num_encoded_pairs: int = 0  # Σ size²
+
+    def encode(self, size: int, num_units: int) -> None:
+        self.num_encoded += size * num_units
+        self.num_encoded_pairs += size * size * num_units
+
+    @property
+    def encoding(self) -> "StepShape":
+        """The encoder's part, as its own model takes it."""
+        return StepShape(1, 0, self.num_encoded, self.num_encoded_pairs, self.num_encoded)
 
     def add(self, context: int, new: int, is_prompt: bool, forward_per_chunk: bool) -> None:
         if forward_per_chunk or not self.num_forwards:

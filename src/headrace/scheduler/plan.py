@@ -1,111 +1,23 @@
 """Chooses the chunks of one step: decode chunks first, then prompts in key order."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
 
 from headrace.core.config import SchedulerConfig
-from headrace.core.ids import SequenceId, SlotId
-from headrace.core.plan import Begin, BlockCopy, Chunk, SlotCopy, StepPlan
 from headrace.memory.memory import Match, Memory
-from headrace.scheduler.budget import QUARANTINE, Limits, Room, TimeBudget
-from headrace.scheduler.cost import StepShape
-from headrace.scheduler.sequence import Sequence, SequenceStatus, by_key
+from headrace.scheduler.budget import QUARANTINE, SPAN, WHOLE, Limits, Room, TimeBudget
+from headrace.scheduler.sequence import DueWork, Sequence, SequenceStatus, by_key
+from headrace.scheduler.step import PlannedStep
 from headrace.scheduler.table import Quarantine, SequenceTable
 
+UNMEASURED_ENCODING_S, UNMEASURED_PER_S = 60.0, 1000.0  # what an unknown encoder may well take
 MAX_PASSED_OVER = 16  # once this many waiting sequences lacked blocks, no other starts
 
 
-@dataclass(slots=True)
-class PlannedStep:
-    """A step from its first chunk to its commit; each sequence has at most one chunk in it."""
-
-    planned_at: float
-    seats: int  # sequences that may still start in it
-    forward_per_chunk: bool
-    first_due: float | None = None  # only sequences due before it may start
-    num_passed_over: int = 0  # waiting sequences that lacked blocks
-    is_alone: bool = False  # whether a suspect has it to itself
-    is_awaited: bool = False  # whether a stream waits for it
-    room: float | None = None  # seconds for prompt chunks; None: no target, or none measured
-    predicted: float = 0.0  # seconds in the runner; 0 while unmeasured
-    cause: str = ""  # why it is expected to miss its target
-    num_decoding: int = 0
-    shape: StepShape = field(default_factory=StepShape)
-    saves: list[tuple[Sequence, SlotId, int]] = field(default_factory=list)  # slot, end
-    plan: StepPlan = field(init=False)  # from its launch
-    chunks: list[Chunk] = field(default_factory=list)
-    _begun: list[Begin] = field(default_factory=list)
-    _restores: list[SlotCopy] = field(default_factory=list)
-    _block_copies: list[BlockCopy] = field(default_factory=list)
-    _slot_copies: list[SlotCopy] = field(default_factory=list)
-
-    @property
-    def has_prompt_work(self) -> bool:
-        return self.shape.num_prompt_tokens > 0
-
-    def begin(self, sequence: Sequence, restore: SlotCopy | None = None) -> None:
-        """Introduce a sequence that starts in this step."""
-        self.seats -= 1
-        token_ids, sampling = sequence.token_ids[:], sequence.sampling
-        self._begun.append(
-            Begin(sequence.id, token_ids, sequence.num_prompt, sequence.choice, sampling)
-        )
-        if restore is not None:
-            self._restores.append(restore)
-
-    def copy(self, block_copy: BlockCopy | None, slot_copy: SlotCopy | None) -> None:
-        """Copy a leader's memory to its sibling's after the forward."""
-        if block_copy is not None:
-            self._block_copies.append(block_copy)
-        if slot_copy is not None:
-            self._slot_copies.append(slot_copy)
-
-    def save(self, sequence: Sequence, copy: SlotCopy) -> None:
-        """Keep the sequence's state after its chunk."""
-        self._slot_copies.append(copy)
-        self.saves.append((sequence, copy.target, sequence.num_planned))
-
-    def add_decode_chunk(self, sequence: Sequence) -> None:
-        self.num_decoding += 1
-        self._add(sequence, 1, [sequence])
-        self.shape.add(sequence.num_planned - 1, 1, False, self.forward_per_chunk)
-
-    def add_prompt_chunk(self, sequence: Sequence, length: int, siblings: list[Sequence]) -> None:
-        """Advance a prompt; `siblings` draw from its last row too."""
-        context = sequence.num_planned
-        self._add(sequence, length, [sequence, *siblings])
-        self.shape.add(context, length, True, self.forward_per_chunk)
-
-    def _add(self, sequence: Sequence, length: int, drawing: list[Sequence]) -> None:
-        """The chunk that ends at the last known token draws, if there is anything to draw."""
-        start, lease = sequence.num_planned, sequence.held
-        end = start + length
-        draws = end == sequence.num_known and end < sequence.max_total
-        num_rows = int(draws)
-        if sequence.num_reported <= start < sequence.num_prompt - 1 and sequence.wants_prompt_rows:
-            num_rows = length
-        for named in drawing if draws else (sequence,):
-            named.advance(end, draws)
-        ids = tuple([drawn.id for drawn in drawing]) if draws else ()
-        self.chunks.append(
-            Chunk(sequence.id, start, length, num_rows, ids, lease.block_ids, lease.slot_id)
-        )
-
-    def launch(self, ended: tuple[SequenceId, ...]) -> StepPlan:
-        """What the runner is to do; it may forget the sequences in `ended` first."""
-        self.plan = StepPlan(
-            begun=tuple(self._begun),
-            chunks=tuple(self.chunks),
-            ended=ended,
-            block_copies=tuple(self._block_copies),
-            slot_copies=tuple(self._slot_copies),
-            restores=tuple(self._restores),
-        )
-        return self.plan
-
-
 class Planner:
-    """Fills steps from the table within the budget; keeps nothing from step to step."""
+    """Fills steps from the table within the budget.
+
+    From step to step it keeps a count, and whom it promised a step to itself.
+    """
 
     def __init__(
         self,
@@ -116,12 +28,15 @@ class Planner:
         memory: Memory,
         budget: TimeBudget,
     ) -> None:
+        self.num_preemptions = 0
         self._config = config
         self._limits = limits
         self._table = table
         self._quarantine = quarantine
         self._memory = memory
         self._budget = budget
+        self._declared: Sequence | None = None  # has the next step to itself
+        self._was_exclusive = False  # whether the step before was one of those
 
     def plan(self, now: float, can_preempt: bool) -> PlannedStep | None:
         """The next step; None if there is nothing to do, or a commit has to come first.
@@ -131,10 +46,14 @@ class Planner:
         ways = [self._plan_together, self._plan_alone]
         if self._quarantine.is_turn:
             ways.reverse()
+        ways.insert(0, self._plan_declared)
+        if self._was_exclusive:  # streams sat it out: now they go first
+            ways = [self._plan_together, self._plan_declared, self._plan_alone]
         for plan_step in ways:
             step = plan_step(now, can_preempt)
-            if step is not None and step.chunks:
+            if step is not None and not step.is_empty:
                 self._quarantine.took_turn(step.is_alone)
+                self._was_exclusive = step.is_exclusive
                 self._forecast(step)
                 return step
         return None
@@ -142,10 +61,10 @@ class Planner:
     def _plan_together(self, now: float, can_preempt: bool) -> PlannedStep | None:
         """A step of everyone but the suspects."""
         step = self._new_step(now)
-        running, waiting = self._table.running[:], self._table.waiting[:]
+        running = self._table.running[:]
+        waiting = self._table.waiting.in_turn(without=self._quarantine)
         if self._quarantine:
             running = [s for s in running if s not in self._quarantine]
-            waiting = [s for s in waiting if s not in self._quarantine]
             if self._is_blocked(self._quarantine.current(), now):
                 step.seats = 0
         return step if self._fill(step, running, waiting, can_preempt) else None
@@ -154,22 +73,54 @@ class Planner:
         """A step of the suspect under trial, if there is one."""
         if not self._quarantine:
             return None
-        step, suspect = self._new_step(now), self._quarantine.current()
-        step.is_alone = True
-        is_running = suspect.status is SequenceStatus.RUNNING
-        running, waiting = ([suspect], []) if is_running else ([], [suspect])
-        if not self._fill(step, running, waiting, can_preempt):
-            return None
-        if any(s.is_decoding for s in self._table.running if s is not suspect):
-            step.cause = QUARANTINE
+        suspect = self._quarantine.current()
+        step = self._plan_one(suspect, now, can_preempt)
+        if step is not None:
+            step.is_alone = True
+            if any(s.is_decoding for s in self._table.running if s is not suspect):
+                step.cause = QUARANTINE
         return step
+
+    def _plan_declared(self, now: float, can_preempt: bool) -> PlannedStep | None:
+        """The step that was promised to an encoder that cannot be cut, if it still wants it."""
+        sequence, self._declared = self._declared, None
+        if sequence is None or sequence.outcome is not None or sequence in self._quarantine:
+            return None
+        context = sequence.num_planned
+        if sequence.status is SequenceStatus.WAITING:
+            if self._quarantine and self._is_blocked(self._quarantine.current(), now):
+                return None
+            if self._has_others_first(sequence, now):
+                return None
+            context = self._table.match(sequence).num_tokens
+        due = sequence.next_work(context)
+        if due is None or not due.work.is_whole or due.work.start > context:
+            return None
+        return self._plan_one(sequence, now, can_preempt)
+
+    def _has_others_first(self, sequence: Sequence, now: float) -> bool:
+        """Whether one that waits before it could start, or has waited long enough."""
+        for other in self._table.waiting.in_turn(without=self._quarantine):
+            if other is sequence:
+                return False
+            if other.due <= now or self._fits(other, self._table.match(other)):
+                return True
+        return False
+
+    def _plan_one(self, sequence: Sequence, now: float, can_preempt: bool) -> PlannedStep | None:
+        step = self._new_step(now)
+        is_running = sequence.status is SequenceStatus.RUNNING
+        running, waiting = ([sequence], ()) if is_running else ([], (sequence,))
+        return step if self._fill(step, running, waiting, can_preempt) else None
 
     def _new_step(self, now: float) -> PlannedStep:
         seats = self._limits.max_num_seqs - len(self._table.running)
         return PlannedStep(now, seats, self._limits.forward_per_chunk)
 
     def _forecast(self, step: PlannedStep) -> None:
-        step.predicted = self._budget.predict(step.shape)
+        step.predicted = step.allowed = self._budget.predict(step.shape)
+        if not step.predicted and step.encoded:
+            step.allowed = UNMEASURED_ENCODING_S + step.shape.num_encoded / UNMEASURED_PER_S
         if step.is_awaited:
             step.cause = self._budget.expect_miss(step.shape, step.cause)
 
@@ -188,7 +139,7 @@ class Planner:
         self,
         step: PlannedStep,
         running: list[Sequence],
-        waiting: list[Sequence],
+        waiting: Iterable[Sequence],
         can_preempt: bool,
     ) -> bool:
         """Give these sequences their chunks; False if a commit has to free memory first."""
@@ -217,6 +168,7 @@ class Planner:
             if newest.is_decoding:
                 self._budget.missed["preempted"] += 1
             self._table.preempt(newest)
+            self.num_preemptions += 1
             growing = [s for s in growing if s is not newest]
         for sequence in growing:
             memory.grow(sequence.held)
@@ -231,7 +183,7 @@ class Planner:
             step.save(sequence, copy)
 
     def _add_prompts(
-        self, step: PlannedStep, opened: list[Sequence], waiting: list[Sequence]
+        self, step: PlannedStep, opened: list[Sequence], waiting: Iterable[Sequence]
     ) -> None:
         room = self._budget.open(step.shape, step.is_awaited)
         step.room = room.seconds
@@ -251,8 +203,11 @@ class Planner:
             if not self._may_start(step, sequence, match):
                 return True
             context = match.num_tokens
+        due = sequence.next_work(context)
+        if due is not None and due.work.start <= context:
+            return self._add_piece(step, room, sequence, due, match)
         wanted = self._wanted(sequence, context)
-        length = room.largest_chunk(context, wanted, is_first=not step.has_prompt_work)
+        length = self._length(step, room, sequence, context, wanted)
         if not length:
             return False
         if match is not None:
@@ -261,6 +216,50 @@ class Planner:
         step.add_prompt_chunk(sequence, length, self._start_siblings(step, sequence, length))
         self._save(step, sequence)
         return length == wanted
+
+    def _add_piece(
+        self, step: PlannedStep, room: Room, sequence: Sequence, due: DueWork, match: Match | None
+    ) -> bool:
+        """Encode what the next tokens need; one that cannot be cut takes an empty step, or waits.
+
+        False if nothing may follow it in this step.
+        """
+        work, is_first = due.work, not step.has_prompt_work
+        if not step.is_empty if work.is_whole else step.encoded:
+            if work.is_whole and is_first and self._declared is None:
+                self._declared = sequence
+            if match is not None:
+                step.seats = 0  # nobody starts before it
+            return True
+        if work.is_whole:
+            step.is_exclusive, num_units = True, work.num_units
+            room.cause = WHOLE if step.is_awaited else ""
+        else:
+            num_units = room.largest_piece(work.size, work.num_units - due.start, is_first)
+        if not num_units:
+            return False
+        if match is not None:
+            step.begin(sequence, self._table.start(sequence, match))
+        room.spend_on_encoding(work.size, num_units)
+        step.add_encode_chunk(sequence, due.number, due.start, num_units)
+        return not step.is_exclusive
+
+    def _length(
+        self, step: PlannedStep, room: Room, sequence: Sequence, context: int, wanted: int
+    ) -> int:
+        """What the room allows, but no span is broken; one too long for it goes in whole."""
+        is_first = not step.has_prompt_work
+        span = sequence.span_around(context + 0.5)
+        if span is not None and not room.fits(context, span[1] - context):
+            if not is_first:
+                return 0
+            room.cause, self._budget.kept = SPAN, 0.0
+            return span[1] - context
+        length = room.largest_chunk(context, wanted, is_first)
+        cut = sequence.span_around(context + length) if length else None
+        if cut is not None:
+            length = (cut[0] if cut[0] > context else cut[1]) - context
+        return length
 
     def _may_start(self, step: PlannedStep, sequence: Sequence, match: Match) -> bool:
         """Asked in key order: a refusal may close the step to everyone behind."""
@@ -280,6 +279,8 @@ class Planner:
         stops = [sequence.num_known]
         if context < sequence.num_reported and sequence.wants_prompt_rows:
             stops.append(sequence.num_reported)  # the rows before it were sent
+        if (due := sequence.next_work(context)) is not None:
+            stops.append(due.work.start)
         stop = self._memory.snapshot_stop(context, sequence.num_prompt)
         return min(stops if stop is None else [*stops, stop]) - context
 
@@ -311,14 +312,15 @@ def _split(running: list[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
         remaining = sequence.remaining
         if not remaining or sequence.outcome is not None or sequence.lease is None:
             continue
-        (decoders if remaining == 1 else opened).append(sequence)
+        is_decoder = remaining == 1 and not sequence.is_taking_in
+        (decoders if is_decoder else opened).append(sequence)
     return decoders, opened
 
 
 def _in_turn(
-    step: PlannedStep, opened: list[Sequence], waiting: list[Sequence]
+    step: PlannedStep, opened: list[Sequence], waiting: Iterable[Sequence]
 ) -> Iterator[Sequence]:
-    """Both in key order; once the step has no seats left, open prompts only."""
+    """Those that wait in turn, open prompts by key between them; without seats, only these."""
     left = sorted(opened, key=by_key, reverse=True)
     for sequence in waiting:
         while left and left[-1].key < sequence.key:

@@ -22,14 +22,12 @@ from headrace.core.messages import (
 )
 from headrace.core.plan import StepPlan, StepResult
 from headrace.memory.memory import Memory
-from headrace.scheduler.budget import Limits, TimeBudget
+from headrace.scheduler.budget import Elsewhere, Limits, TimeBudget
 from headrace.scheduler.commit import InFlight
 from headrace.scheduler.cost import StepShape
 from headrace.scheduler.plan import Planner
-from headrace.scheduler.sequence import Family, Sequence, due_time
+from headrace.scheduler.sequence import NO_INPUTS, Family, Sequence, due_time, source_inputs
 from headrace.scheduler.table import OutputBuffer, Quarantine, SequenceTable
-
-MAX_QUEUE_SHOWN = 64
 
 
 class Scheduler:
@@ -39,6 +37,8 @@ class Scheduler:
         self.max_model_len = limits.max_total(layout)
         self.memory = memory = Memory(layout)
         self._patience = config.patience
+        self._source = limits.source
+        self._max_step_tokens = limits.max_step_tokens
         self._num_admitted = 0
         self._cancels: dict[SequenceId, FinishReason] = {}
         self._outputs = OutputBuffer()
@@ -87,7 +87,7 @@ class Scheduler:
         return self._outputs.take()
 
     def status(self) -> Status:
-        waiting, num_running = self._table.waiting, len(self._table.running)
+        waiting, num_running = list(self._table.waiting), len(self._table.running)
         return Status(
             num_running=num_running,
             num_waiting=len(self._table) - num_running,
@@ -95,10 +95,32 @@ class Scheduler:
             blocks_free=self.memory.num_available,
             slots_free=self.memory.num_free_slots,
             num_steps=self._in_flight.num_steps,
-            queue=tuple(sequence.id for sequence in waiting[:MAX_QUEUE_SHOWN]),
+            queue=tuple(sequence.id for sequence in waiting),
             prompt_tokens_per_s=self._budget.prompt_tokens_per_s,
             missed=dict(self.missed),
+            num_preemptions=self._planner.num_preemptions,
         )
+
+    @property
+    def decode_s(self) -> float:
+        """Seconds that the streams alone take in each step; 0 while unmeasured."""
+        return self._budget.decode_s
+
+    @property
+    def has_streams(self) -> bool:
+        """Whether one of its streams waits for the next token."""
+        return any(sequence.is_decoding for sequence in self._table.running)
+
+    @property
+    def has_prompts(self) -> bool:
+        """Whether there is a prompt to read."""
+        return not all(sequence.is_decoding for sequence in self._table.running) or bool(
+            self._table.waiting
+        )
+
+    def leave_room(self, elsewhere: Elsewhere) -> None:
+        """For engines beside this one, in the steps to come."""
+        self._budget.elsewhere = elsewhere
 
     def observe(self, chunks: Chunks[tuple[int, int]], seconds: float) -> None:
         """Learn from a step timed before the first request: (context, new tokens) per chunk.
@@ -109,6 +131,12 @@ class Scheduler:
         for context, new in chunks:
             shape.add(context, new, new > 1, self._budget.forwards > 0)
         self._budget.learn(shape, seconds)
+
+    def observe_encoding(self, size: int, num_units: int, seconds: float) -> None:
+        """Learn from encoding that was timed before the first request."""
+        shape = StepShape()
+        shape.encode(size, num_units)
+        self._budget.learn_encoding(shape, seconds)
 
     def count_missed(self, cause: str) -> None:
         """Count a stall that the engine causes before the next step."""
@@ -129,13 +157,17 @@ class Scheduler:
             family = families.setdefault(new.prompt, Family(sequence))
             sequence.is_reporter = family.leader is sequence
             sequence.family = None if submit.suspect else family
-            sequence.due = self._due(sequence)
+            self._set_due(sequence)
             self._table.admit(sequence)
             if submit.suspect:
                 self._quarantine.suspect(sequence, sequence.num_tokens)
 
     def _sequence(self, submit: Submit, new: NewSequence) -> Sequence:
         token_ids = array("i", submit.prompts[new.prompt])
+        inputs = submit.inputs[new.prompt] if submit.inputs else NO_INPUTS
+        if self._source is not None and token_ids:
+            inputs = source_inputs(token_ids, self._source)
+            token_ids = array("i", self._source.start_ids)
         num_prompt = len(token_ids)
         token_ids.frombytes(new.generated)
         max_total, max_tokens = self.max_model_len, submit.sampling.max_tokens
@@ -150,10 +182,12 @@ class Scheduler:
             sampling=submit.sampling,
             max_total=max_total,
             priority=submit.priority,
+            client=submit.client,
             arrival=submit.arrival,
             number=self._num_admitted,
-            chain=self.memory.chain(submit.salt),
+            chain=self.memory.chain(submit.salt, ((w.start, w.mark) for w in inputs.works)),
             takes_credit=submit.use_prefix,
+            inputs=inputs,
         )
 
     def _outcome_before_any_step(self, sequence: Sequence) -> Finished | None:
@@ -162,19 +196,31 @@ class Scheduler:
             message = "The prompt has no tokens; send at least one."
             return Finished(sequence.id, FinishReason.ERROR, "empty_prompt", message)
         longest = self.max_model_len - (sequence.sampling.max_tokens != 0)
-        if sequence.num_prompt > longest:
+        num_given = sequence.num_prompt
+        if self._source is not None:  # the answer has a context of its own
+            longest, num_given = self.max_model_len, sequence.num_shown
+        if num_given > longest:
             message = (
-                f"The prompt has {sequence.num_prompt} tokens, and the context of "
+                f"The prompt has {num_given} tokens, and the context of "
                 f"{self.max_model_len} tokens leaves room for {longest}; shorten the prompt."
             )
             return Finished(sequence.id, FinishReason.ERROR, "context_length_exceeded", message)
+        longest_span = max((end - start for start, end in sequence.inputs.spans), default=0)
+        if longest_span > self._max_step_tokens:
+            message = (
+                f"An image has {longest_span} tokens that attend both ways, and a step holds "
+                f"{self._max_step_tokens}; send a smaller one, or raise --max-step-tokens."
+            )
+            return Finished(sequence.id, FinishReason.ERROR, "image_too_large", message)
         reason = sequence.end_reason() if sequence.num_generated else None
         return Finished(sequence.id, reason) if reason else None
 
-    def _due(self, sequence: Sequence) -> float:
+    def _set_due(self, sequence: Sequence) -> None:
         cached = self._table.match(sequence).num_tokens
         alone = self._budget.seconds_alone(cached, sequence.num_tokens - cached)
-        return due_time(sequence.arrival, self._patience, alone, sequence.priority)
+        alone += sum(self._budget.seconds_encoding(work) for work in sequence.inputs.works)
+        sequence.alone = alone
+        sequence.due = due_time(sequence.arrival, self._patience, alone, sequence.priority)
 
     def cancel(self, cancel: Cancel) -> None:
         """Note which sequences to end; the next plan ends them."""

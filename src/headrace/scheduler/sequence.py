@@ -4,14 +4,19 @@ import enum
 from array import array
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import NamedTuple
 
 from headrace.core.ids import SequenceId
 from headrace.core.messages import Finished, FinishReason
+from headrace.core.plan import EncodeWork, PromptInputs, SourceForm
 from headrace.core.sampling import Sampling
 from headrace.memory.memory import Lease
 from headrace.memory.prefix import NameChain
 
+NO_INPUTS = PromptInputs()
+EVERY_TOKEN = 1 << 40
 PRIORITY_LEVEL_S = 10.0  # what one level of priority is worth
+TURN_S = 1.0  # what a start counts for in its client's share, beside its prompt
 by_key = attrgetter("key")
 by_rank = attrgetter("rank")
 
@@ -22,6 +27,28 @@ def due_time(arrival: float, patience: float, alone: float, priority: int) -> fl
     Long prompts are due later, but at a fixed time, so they age without a clock.
     """
     return arrival + patience * alone + PRIORITY_LEVEL_S * priority
+
+
+def source_inputs(token_ids: "array[int]", form: SourceForm) -> PromptInputs:
+    """What an answer needs that is drawn from a source of these tokens."""
+    work = EncodeWork(
+        start=0,
+        end=EVERY_TOKEN,
+        size=len(token_ids),
+        num_units=form.num_units,
+        is_whole=not form.can_be_cut,
+        is_source=True,
+        data=token_ids.tobytes(),
+    )
+    return PromptInputs((work,))
+
+
+class DueWork(NamedTuple):
+    """A sequence's work number `number`, planned up to unit `start`."""
+
+    number: int
+    work: EncodeWork
+    start: int
 
 
 class SequenceStatus(enum.Enum):
@@ -49,6 +76,8 @@ class Sequence:
     takes_credit: bool = True  # whether it may reuse cached prefixes
     is_reporter: bool = True  # the first choice of its prompt speaks for its siblings
     family: "Family | None" = None
+    client: str = ""  # whose it is: clients take turns
+    alone: float = 0.0  # predicted seconds of its prompt by itself
     due: float = 0.0  # smaller goes first; once it is past, nobody due later may start before it
     status: SequenceStatus = SequenceStatus.WAITING
     outcome: Finished | None = None  # decided; sent once no launched plan names the sequence
@@ -59,6 +88,9 @@ class Sequence:
     num_in_flight: int = 0  # launched plans that name it
     clears_at: int | None = None  # suspect: computed tokens that clear it of a failed step
     lease: Lease | None = None
+    inputs: PromptInputs = NO_INPUTS
+    num_units_planned: int = 0  # of all works, in order; those that credit covers count as done
+    num_units_computed: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -79,12 +111,23 @@ class Sequence:
 
     @property
     def is_decoding(self) -> bool:
-        return self.remaining == 1 and self.lease is not None and self.outcome is None
+        is_due = self.remaining == 1 and self.lease is not None and self.outcome is None
+        return is_due and not self.is_taking_in
+
+    @property
+    def is_taking_in(self) -> bool:
+        """Whether it has works, and its prompt is open: its last token is no decode chunk."""
+        return self.num_planned < self.num_prompt and bool(self.inputs.works)
 
     @property
     def held(self) -> Lease:
         assert self.lease is not None
         return self.lease
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it ran before, here or in an engine that died."""
+        return self.num_reported >= 0 or self.num_generated > 0
 
     @property
     def num_generated(self) -> int:
@@ -104,6 +147,43 @@ class Sequence:
     def wants_prompt_rows(self) -> bool:
         return self.is_reporter and self.sampling.num_prompt_logprobs is not None
 
+    @property
+    def num_shown(self) -> int:
+        """Prompt tokens as progress counts them: those of the source, if it has one."""
+        return sum(w.size for w in self.inputs.works if w.is_source) or self.num_prompt
+
+    @property
+    def num_processed(self) -> int:
+        """How many of those are computed."""
+        source = [work for work in self.inputs.works if work.is_source]
+        if not source:
+            return min(self.num_computed, self.num_prompt)
+        return self.num_shown * self.num_units_computed // sum(w.num_units for w in source)
+
+    def next_work(self, num_cached: int) -> DueWork | None:
+        """The first work with units that no plan has yet and that later tokens need."""
+        planned = max(self.num_units_planned, self._units_before(num_cached))
+        for number, work in enumerate(self.inputs.works):
+            if planned < work.num_units:
+                return DueWork(number, work, planned)
+            planned -= work.num_units
+        return None
+
+    def _units_before(self, num_cached: int) -> int:
+        return sum(w.num_units for w in self.inputs.works if w.end <= num_cached)
+
+    def span_around(self, position: float) -> tuple[int, int] | None:
+        """The unbreakable span that a cut before token `position` would break."""
+        for start, end in self.inputs.spans:
+            if start < position < end:
+                return start, end
+        return None
+
+    def start_at(self, num_cached: int) -> None:
+        """Its first tokens are in memory already, and what they alone needed is not encoded."""
+        self.num_planned = self.num_computed = num_cached
+        self.num_units_planned = self.num_units_computed = self._units_before(num_cached)
+
     def advance(self, end: int, draws: bool) -> None:
         """A chunk that ends at token `end` is in a plan."""
         assert self.num_computed <= self.num_planned <= end <= self.num_known
@@ -115,6 +195,7 @@ class Sequence:
         """Back to waiting: keeps every token, counts none as computed."""
         self.status = SequenceStatus.WAITING
         self.num_pending = self.num_planned = self.num_computed = 0
+        self.num_units_planned = self.num_units_computed = 0
 
     def end_reason(self) -> FinishReason | None:
         """Why the tokens so far are the whole answer; None if they are not."""

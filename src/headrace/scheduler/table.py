@@ -1,8 +1,10 @@
 """Every sequence that has not ended: how it starts, gives way and ends; chooses none of them."""
 
+import math
 from bisect import bisect_left, insort
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heapreplace
 from typing import TypeVar
 
 from headrace.core.ids import SequenceId
@@ -17,7 +19,15 @@ from headrace.core.messages import (
 )
 from headrace.core.plan import BlockCopy, SlotCopy
 from headrace.memory.memory import NO_MATCH, Match, Memory
-from headrace.scheduler.sequence import Family, Sequence, SequenceStatus, by_key, by_rank
+from headrace.scheduler.sequence import (
+    PRIORITY_LEVEL_S,
+    TURN_S,
+    Family,
+    Sequence,
+    SequenceStatus,
+    by_key,
+    by_rank,
+)
 
 MAX_FAILED_ALONE = 3
 Item = TypeVar("Item")
@@ -105,11 +115,89 @@ class Quarantine:
         self._suspects.discard(sequence)
 
 
+class WaitingLines:
+    """Those that wait: by key within a client; between clients, who has had least is next.
+
+    A start counts for TURN_S and its prompt's own seconds. A client that was away has no more
+    claim than the one whose turn it is now (start-time fair queueing). What was preempted or
+    recovered goes on at once, and counts for nothing.
+    """
+
+    def __init__(self) -> None:
+        self._lines: dict[str, list[Sequence]] = {}  # of clients that have any, by key
+        self._had: dict[str, float] = {}  # share that each has had, in seconds
+        self._level = 0.0  # what the client had that started last
+
+    def __len__(self) -> int:
+        return sum(map(len, self._lines.values()))
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return self.in_turn()
+
+    def add(self, sequence: Sequence) -> None:
+        client = sequence.client
+        if client not in self._lines:
+            self._lines[client] = []
+            self._had[client] = max(self._had.get(client, 0.0), self._level)
+        insort(self._lines[client], sequence, key=by_key)
+
+    def remove(self, sequence: Sequence) -> None:
+        line = self._lines[sequence.client]
+        del line[bisect_left(line, sequence.key, key=by_key)]
+        if not line:
+            del self._lines[sequence.client]
+            if self._had[sequence.client] <= self._level:
+                del self._had[sequence.client]  # it would come back with as much
+
+    def charge(self, sequence: Sequence) -> None:
+        """The sequence, which waits, is about to start."""
+        if not sequence.has_begun:
+            self._level = max(self._level, self._had[sequence.client])
+            self._had[sequence.client] += _share(sequence)
+
+    def in_turn(self, without: Quarantine | None = None) -> Iterator[Sequence]:
+        """As they would start if each could; they may change meanwhile."""
+        lines = {client: line[:] for client, line in self._lines.items()}
+        if without:
+            lines = {c: [s for s in line if s not in without] for c, line in lines.items()}
+        lines = {client: line for client, line in lines.items() if line}
+        if len(lines) == 1:
+            return iter(*lines.values())
+        return _by_turns(lines, self._had.copy())
+
+
+def _by_turns(lines: dict[str, list[Sequence]], had: dict[str, float]) -> Iterator[Sequence]:
+    heads = [(turn(line[0], had), line[0].key, client, 0) for client, line in lines.items()]
+    heapify(heads)
+    while heads:
+        _, _, client, number = heads[0]
+        line = lines[client]
+        yield line[number]
+        if not line[number].has_begun:
+            had[client] += _share(line[number])
+        if number + 1 == len(line):
+            heappop(heads)
+        else:
+            head = line[number + 1]
+            heapreplace(heads, (turn(head, had), head.key, client, number + 1))
+
+
+def turn(head: Sequence, had: dict[str, float]) -> float:
+    """Smaller goes first among the heads of all lines."""
+    if head.has_begun:
+        return -math.inf
+    return had[head.client] + PRIORITY_LEVEL_S * head.priority
+
+
+def _share(sequence: Sequence) -> float:
+    return TURN_S + sequence.alone
+
+
 class SequenceTable:
     """Keeps the status, place in line, memory and outputs of each sequence in step."""
 
     def __init__(self, memory: Memory, quarantine: Quarantine, outputs: OutputBuffer) -> None:
-        self.waiting: list[Sequence] = []  # by key: the first goes next
+        self.waiting = WaitingLines()
         self.running: list[Sequence] = []  # by rank: the last gives way first
         self._memory = memory
         self._quarantine = quarantine
@@ -133,7 +221,7 @@ class SequenceTable:
         self._sequences[sequence.id] = sequence
         family = sequence.family
         if family is None or family.leader is sequence:
-            self._queue(sequence)
+            self.waiting.add(sequence)
         else:
             family.waiting.append(sequence)
 
@@ -145,14 +233,15 @@ class SequenceTable:
 
     def start(self, sequence: Sequence, match: Match) -> SlotCopy | None:
         """Lease memory for a waiting sequence; there must be enough."""
-        self._unqueue(sequence)
+        self.waiting.charge(sequence)
+        self.waiting.remove(sequence)
         sequence.lease, restore = self._memory.reserve(match, sequence.num_tokens)
-        sequence.num_planned = sequence.num_computed = match.num_tokens
+        sequence.start_at(match.num_tokens)
         self._run(sequence)
         if sequence.num_reported < 0:
             sequence.num_reported = cached = min(match.num_tokens, sequence.num_prompt)
             if sequence.is_reporter:
-                self._outputs.started.append(Started(sequence.id, sequence.num_prompt, cached))
+                self._outputs.started.append(Started(sequence.id, sequence.num_shown, cached))
         return restore
 
     def start_beside(
@@ -164,26 +253,29 @@ class SequenceTable:
         fork = self._memory.fork(leader.held, leader.num_tokens)
         sibling.lease, block_copy, slot_copy = fork
         sibling.chain = leader.chain.copy()
+        sibling.num_units_planned = sibling.num_units_computed = leader.num_units_planned
         self._run(sibling)
         return block_copy, slot_copy
 
     def scatter(self, family: Family) -> None:
         """The prompt is computed: siblings that still wait start by themselves, with credit."""
         for sibling in family.waiting:
-            self._queue(sibling)
+            self.waiting.add(sibling)
         family.waiting.clear()
 
     def preempt(self, sequence: Sequence) -> None:
         """Back to the queue, with its tokens and its old due."""
         self._take_memory(sequence)
         sequence.rewind()
-        self._queue(sequence)
+        self.waiting.add(sequence)
 
-    def end(self, sequence: Sequence, finish: FinishReason, message: str = "") -> None:
+    def end(
+        self, sequence: Sequence, finish: FinishReason, message: str = "", vector: bytes = b""
+    ) -> None:
         """Decide the outcome, unless it is decided already."""
         if sequence.outcome is None:
             code = "internal_error" if finish is FinishReason.ERROR else ""
-            sequence.outcome = Finished(sequence.id, finish, code, message)
+            sequence.outcome = Finished(sequence.id, finish, code, message, vector)
             self.close_if_over(sequence)
 
     def close_if_over(self, sequence: Sequence) -> None:
@@ -197,7 +289,7 @@ class SequenceTable:
         elif family is not None and sequence in family.waiting:
             family.waiting.remove(sequence)
         else:
-            self._unqueue(sequence)
+            self.waiting.remove(sequence)
         self._quarantine.discard(sequence)
         sequence.status = SequenceStatus.FINISHED
         del self._sequences[sequence.id]
@@ -212,13 +304,7 @@ class SequenceTable:
         leader = family.waiting.pop(0)
         leader.is_reporter = family.leader.num_reported < 0
         family.leader = leader
-        self._queue(leader)
-
-    def _queue(self, sequence: Sequence) -> None:
-        insort(self.waiting, sequence, key=by_key)
-
-    def _unqueue(self, sequence: Sequence) -> None:
-        del self.waiting[bisect_left(self.waiting, sequence.key, key=by_key)]
+        self.waiting.add(leader)
 
     def _run(self, sequence: Sequence) -> None:
         sequence.status = SequenceStatus.RUNNING

@@ -5,6 +5,7 @@ terminal: Finish or Error. An appended event never changes.
 """
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from headrace.core.ids import StreamId
 from headrace.core.pieces import ChannelPiece
@@ -50,6 +51,27 @@ class Timings(msgspec.Struct, frozen=True):
     predicted_ms: float = 0.0  # from the first to the last token
     queue_ms: float = 0.0
     max_gap_ms: float = 0.0  # longest wait between two tokens of a choice
+
+
+class Ingestion(msgspec.Struct, frozen=True, kw_only=True):
+    """How the prompts of a request were computed: what happened, not what was intended.
+
+    None: not measured. A chunk counts by the tokens with which it took its prompt further.
+    """
+
+    strategy: str | None  # the lane
+    eligible: bool  # this model can take a prompt in parts
+    applied: bool  # this one was
+    reason: str
+    boundary: str  # who cuts: step; "" without a lane
+    mask: str
+    memory: str | None
+    encoder: str | None
+    tokenization: str | None
+    prompt_tokens: int
+    cached_tokens: int
+    chunks: int
+    chunk_tokens: tuple[int, int] | None  # the smallest and the largest
 
 
 class Event(msgspec.Struct, frozen=True, tag_field="kind", tag=str.lower, kw_only=True):
@@ -101,6 +123,7 @@ class Progress(Event, frozen=True):
     cache: int
     processed: int
     time_ms: int
+    chunks: tuple[int, int, int] | UnsetType = UNSET  # number, smallest, largest; if asked for
 
 
 class Tokens(Event, frozen=True, omit_defaults=True):
@@ -128,6 +151,7 @@ class Finish(Event, frozen=True):
     ends: tuple[ChoiceEnd, ...]
     usage: Usage
     timings: Timings
+    ingestion: Ingestion | UnsetType = UNSET  # if asked for
 
 
 class Error(Event, frozen=True):

@@ -10,7 +10,17 @@ from headrace.core.ids import StreamId
 from headrace.streams.events import AnyEvent, frees_key
 from headrace.streams.log import LogConflict, MemoryLog
 from headrace.streams.record import Record
-from headrace.streams.store import ByConversation, ById, ByKey, Name, Retention, Stored, Totals
+from headrace.streams.store import (
+    ByConversation,
+    ById,
+    ByKey,
+    Hear,
+    Name,
+    Retention,
+    Stored,
+    Totals,
+    nobody_hears,
+)
 from headrace.streams.sweep import Kept, choose
 
 _NO_WRITER = 0
@@ -28,6 +38,7 @@ class MemoryStore:
         self.stalled = asyncio.Event()
         self.writable = asyncio.Event()
         self.writable.set()
+        self.on_commit: Hear = nobody_hears
         self._entries: dict[StreamId, _Entry] = {}  # oldest first
         self._names: dict[Name, _Entry] = {}
 

@@ -47,6 +47,8 @@ class Record(msgspec.Struct, frozen=True):
     names: Names = Names()
     is_durable: bool = False  # survives the server
     served: ServedForm = ServedForm()
+    tokenization: str | None = None  # one-shot, streamed or given; None: an older version
+    images: bytes = b""  # the prompts as they were sent, if there are images among them
 
     @property
     def mode(self) -> str:

@@ -26,6 +26,7 @@ from headrace.streams.state_dir import StateDir
 from headrace.streams.store import (
     ByConversation,
     ByKey,
+    Hear,
     Name,
     Retention,
     Stored,
@@ -62,6 +63,14 @@ class SqliteStore:
         self._writer = Writer(connection)
         self.stalled = self._writer.stalled
         self.writable = self._writer.writable
+
+    @property
+    def on_commit(self) -> Hear:
+        return self._writer.on_commit
+
+    @on_commit.setter
+    def on_commit(self, hear: Hear) -> None:
+        self._writer.on_commit = hear
 
     @classmethod
     def open(cls, directory: Path) -> "SqliteStore":

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-from headrace.streams.store import StoreStalled
+from headrace.streams.store import Hear, StoreStalled, nobody_hears
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ Result = TypeVar("Result")
 class _Write(Generic[Result]):
     """Work for the thread, then `publish` of its result on the loop, then the caller goes on."""
 
-    __slots__ = ("done", "error", "is_patient", "num_bytes", "publish", "result", "work")
+    __slots__ = ("began", "done", "error", "is_patient", "num_bytes", "publish", "result", "work")
 
     def __init__(
         self,
@@ -35,6 +35,7 @@ class _Write(Generic[Result]):
     ) -> None:
         self.work = work
         self.publish = publish
+        self.began = time.monotonic()
         self.num_bytes = num_bytes or 0
         self.is_patient = num_bytes is not None
         self.done: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
@@ -63,6 +64,7 @@ class Writer:
         self.stalled = asyncio.Event()
         self.writable = asyncio.Event()
         self.writable.set()
+        self.on_commit: Hear = nobody_hears
         self._connection = connection
         self._writes: queue.SimpleQueue[_Write[Any] | None] = queue.SimpleQueue()
         self._num_waiting = 0
@@ -122,6 +124,9 @@ class Writer:
 
     def _committed(self, writes: list[_Write[Any]]) -> None:
         self._settle(writes)
+        now = time.monotonic()
+        for write in writes:
+            self.on_commit(now - write.began)
         if self.stalled.is_set():
             logger.warning("The stream store can write again")
             self.stalled.clear()

@@ -1,6 +1,7 @@
 """Where logs live: names claimed atomically, streams found again, old ones swept."""
 
 import asyncio
+from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
@@ -62,6 +63,14 @@ class StoreStalled(RequestError):
         super().__init__("storage_unavailable", message, retry_after_s=5)
 
 
+Hear = Callable[[float], None]
+"""Takes how many seconds a write took to be durable."""
+
+
+def nobody_hears(seconds: float) -> None:
+    """What a store tells its times to until it is given something else."""
+
+
 class Store(Protocol):
     """All stores pass one test suite.
 
@@ -73,6 +82,7 @@ class Store(Protocol):
     is_durable: bool  # whether it survives the server
     stalled: asyncio.Event
     writable: asyncio.Event
+    on_commit: Hear
 
     async def close(self) -> None:
         """Makes durable what was appended, and gives back what it holds."""

@@ -1,12 +1,21 @@
 """Usage and timings of a stream as a fold over its events: what was counted, and when."""
 
+from collections.abc import Callable
+
 from headrace.streams.events import Accepted, AnyEvent, Progress, Timings, Tokens, Usage
 
 
 class Tally:
-    """The figures so far. Feed it every event from seq 0, in order."""
+    """The figures so far. Feed it every event from seq 0, in order.
+
+    `on_first` and `on_gap` are told seconds, as they come: from admission to the first token, and
+    between two tokens of a choice.
+    """
 
     def __init__(self) -> None:
+        self.on_first: Callable[[float], None] | None = None
+        self.on_gap: Callable[[float], None] | None = None
+        self.last_end = ""  # of the choice that ended last
         self._num_prompt = 0
         self._num_cached = 0
         self._planned: set[int] = set()  # the first choice of each prompt that has begun
@@ -24,6 +33,8 @@ class Tally:
         if isinstance(event, Tokens):  # most events are
             if event.ids:
                 self._feed_tokens(event)
+            if event.end is not None:
+                self.last_end = event.end.finish_reason
         elif isinstance(event, Progress):
             if event.choice not in self._planned:
                 self._planned.add(event.choice)
@@ -61,7 +72,12 @@ class Tally:
         at_ms = event.at_ms
         if self._answered_at is None:
             self._answered_at = at_ms
-        gap_ms = at_ms - self._token_at_of.get(event.choice, at_ms)
+            if self.on_first is not None:
+                self.on_first(at_ms / 1000)
+        is_first = event.choice not in self._token_at_of
+        gap_ms = 0 if is_first else at_ms - self._token_at_of[event.choice]
+        if self.on_gap is not None and not is_first:
+            self.on_gap(gap_ms / 1000)
         self._max_gap_ms = max(self._max_gap_ms, gap_ms)
         self._token_at = self._token_at_of[event.choice] = at_ms
         self._num_predicted += len(event.ids)

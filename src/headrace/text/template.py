@@ -8,7 +8,7 @@ from typing import Any
 import jinja2
 import msgspec
 
-from headrace.core.errors import ModelError, RequestError
+from headrace.core.errors import OVERRAN, ModelError, RequestError
 from headrace.core.request import Chat
 from headrace.text.sandbox import Overrun, TemplateEnvironment
 
@@ -84,11 +84,11 @@ class ChatTemplate:
         except UnicodeEncodeError:
             raise _failed("The chat template renders half a surrogate pair.") from None
         except Overrun as error:
-            raise _failed(f"The chat template overran: it {error}.") from None
+            raise _failed(f"{OVERRAN}: it {error}.") from None
         except jinja2.TemplateError as error:
             raise _failed(error.message or "The chat template refused the messages.") from error
         except (MemoryError, OverflowError, RecursionError) as error:
-            raise _failed("The chat template overran: it nests or grows without end.") from error
+            raise _failed(f"{OVERRAN}: it nests or grows without end.") from error
         except Exception as error:  # a template runs on whatever the messages hold
             raise _failed("The chat template cannot render these messages.") from error
 

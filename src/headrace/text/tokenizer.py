@@ -13,6 +13,7 @@ import tokenizers
 
 from headrace.core.errors import ModelError
 from headrace.text.conversion import tokenizer_file
+from headrace.text.infill import infill_marks
 from headrace.text.spelling import spelling_for
 
 _MARK = "▁"
@@ -40,6 +41,7 @@ class Tokenizer:
         self.special_ids = frozenset(id for id, token in added.items() if token.special)
         self.vocab_size = max(self._inner.get_vocab().values(), default=-1) + 1
         self._anchor = self._inner.token_to_id("a")
+        self.infill_marks = infill_marks(self.token_id)
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer":
@@ -60,6 +62,13 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool) -> "array[int]":
         return array("i", self._inner.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def encode_pair(self, first: str, second: str) -> "tuple[array[int], int]":
+        """Ids of two texts as one, with outer special tokens, and where the second one begins."""
+        pair = self._inner.encode(first, second)
+        sequences = pair.sequence_ids
+        start = sequences.index(1) if 1 in sequences else len(sequences)
+        return array("i", pair.ids), start
 
     def encode_spans(self, text: str) -> tokenizers.Encoding:
         """Ids with their offsets and words, without outer special tokens."""

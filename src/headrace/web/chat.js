@@ -1,11 +1,14 @@
 // The chat: which conversation is in view, what is sent, and a follower for each answer due.
 
-import { ask, errorOf } from "./api.js";
+import { ask } from "./api.js";
 import { button, el, newId } from "./dom.js";
 import { Follower } from "./follow.js";
+import { imagesIn, readImage, thumbnails } from "./images.js";
 import { MessageView } from "./message.js";
-import { NUMBERS, sampling, saveSettings, settings } from "./settings.js";
+import { isOneOfSeveral, loadModels, modelOf, showModels, takesImages } from "./models.js";
+import { choicesOf, defaults, faultOf, NUMBERS, sampling, saveSettings, settings } from "./settings.js";
 import * as store from "./store.js";
+import { exportAll, importAll } from "./transfer.js";
 
 const $ = (id) => document.getElementById(id);
 const followers = new Map(); // by message id
@@ -13,6 +16,8 @@ let current = null; // the conversation in view
 let messages = new Map(); // its messages
 let views = new Map();
 let found = null; // ids that match the search; null: all
+let draft = defaults(); // the choices of a conversation that has not begun
+let attached = []; // pictures of the message being written
 
 // what is in view
 
@@ -44,7 +49,15 @@ const acts = {
   },
   async edit(message) {
     const text = await question("Edit the message", message.text);
-    if (text) await send(text, message.parent);
+    if (text) await send(text, message.parent, message.images);
+  },
+  isLeaf: (message) => message.id === current?.leaf,
+  before: (message) => messages.get(message.parent),
+  async giveResults(message, texts) {
+    const results = message.calls.map(({ id, name }, k) => ({ id, name, text: texts[k] }));
+    const given = { ...newMessage("tool", texts.join("\n"), message.id), results };
+    messages.set(given.id, given);
+    await answer([given], given.id);
   },
   regenerate: (message) => answer([], message.parent),
 };
@@ -58,12 +71,22 @@ function showThread() {
     view.show(followers.get(message.id));
     return view.node;
   }));
-  if (!views.size) thread.append(el("p", { class: "hint" }, "Ask something. You may close this page at any time: the answer goes on, and you find it here."));
+  if (!views.size) thread.append(el("p", { class: "hint" }, "Ask something. You may close this page at any time: the answer goes on, and you find it here. Enter sends, Shift+Enter breaks the line."));
   $("title").textContent = current?.title ?? "New conversation";
   document.title = current ? `${current.title} · Headrace` : "Headrace";
   $("rename").hidden = $("delete").hidden = !current;
+  showChoices();
   thread.scrollTop = thread.scrollHeight;
+  isAtEnd = true;
   showButtons();
+}
+
+const choices = () => (current ? current.choices ?? defaults() : draft);
+
+function showChoices() {
+  const model = modelOf(choices());
+  showModels($("model"), model);
+  $("attach").hidden = !takesImages(model);
 }
 
 function showButtons() {
@@ -85,6 +108,7 @@ async function showList() {
 
 async function show(id) {
   current = id ? (await store.conversation(id)) ?? null : null;
+  if (!current) draft = defaults();
   messages = new Map((current ? await store.messagesOf(id) : []).map((one) => [one.id, followers.get(one.id)?.answer ?? one]));
   location.hash = current ? current.id : "";
   document.body.classList.remove("with-side");
@@ -94,6 +118,10 @@ async function show(id) {
 }
 
 // answers
+
+let isAtEnd = true; // of the thread: a window that changes its size leaves it so
+$("thread").addEventListener("scroll", ({ target }) => (isAtEnd = target.scrollHeight - target.scrollTop - target.clientHeight < 80));
+new ResizeObserver(() => isAtEnd && ($("thread").scrollTop = $("thread").scrollHeight)).observe($("thread"));
 
 const inView = (answer) => answer.conversation === current?.id;
 
@@ -106,6 +134,7 @@ function follow(message) {
     if (inView(message)) $("news").textContent = message.outcome === "done" ? "The answer is complete." : "The answer has ended.";
     changed(follower);
     showList();
+    refreshModels();
   });
   showList();
 }
@@ -126,34 +155,35 @@ function changed(follower) {
 
 function paint() {
   const thread = $("thread");
-  const isAtEnd = thread.scrollHeight - thread.scrollTop - thread.clientHeight < 80;
+  const wasAtEnd = isAtEnd;
   for (const follower of due) if (inView(follower.answer)) views.get(follower.answer.id)?.show(follower);
   due.clear();
-  if (isAtEnd) thread.scrollTop = thread.scrollHeight;
+  if (wasAtEnd) thread.scrollTop = thread.scrollHeight;
   showButtons();
 }
 
 function history(leaf) {
   const turns = [];
   for (let at = leaf; at; at = messages.get(at.parent)) turns.unshift(at);
-  const system = settings().system.trim();
-  return [
-    ...(system ? [{ role: "system", content: system }] : []),
-    ...turns.map(({ role, text, calls }) => ({
-      role,
-      content: text,
-      ...(calls.length ? { tool_calls: calls.map((call) => ({ id: call.id, type: "function", function: { name: call.name, arguments: call.arguments } })) } : {}),
-    })),
-  ];
+  const system = (choices().system ?? "").trim();
+  return [...(system ? [{ role: "system", content: system }] : []), ...turns.flatMap(asSent)];
+}
+
+function asSent({ role, text, calls, images, results }) {
+  if (role === "tool") return results.map(({ id, text: content }) => ({ role, tool_call_id: id, content }));
+  const pictures = (images ?? []).map((url) => ({ type: "image_url", image_url: { url } }));
+  const content = pictures.length ? [...pictures, { type: "text", text }] : text;
+  const made = calls.map((call) => ({ id: call.id, type: "function", function: { name: call.name, arguments: call.arguments } }));
+  return [{ role, content, ...(made.length ? { tool_calls: made } : {}) }];
 }
 
 function newMessage(role, text, parent) {
   return { id: newId(), conversation: current.id, parent: parent ?? null, role, text, reasoning: "", calls: [], created: Date.now() };
 }
 
-async function send(text, parent) {
-  if (!current) current = { id: newId(), title: text.trim().slice(0, 60), created: Date.now() };
-  const asked = newMessage("user", text, parent);
+async function send(text, parent, images = []) {
+  if (!current) current = { id: newId(), title: text.trim().slice(0, 60), created: Date.now(), choices: draft };
+  const asked = { ...newMessage("user", text, parent), images };
   messages.set(asked.id, asked);
   await answer([asked], asked.id);
 }
@@ -163,7 +193,8 @@ async function answer(before, parent) {
   const due = newMessage("assistant", "", parent);
   due.created += 1;
   const fields = { messages: history(messages.get(parent)), stream: true, return_progress: true, timings_per_token: true };
-  Object.assign(due, { live: 1, stream: null, cursor: "", key: newId(), body: JSON.stringify({ ...fields, ...sampling() }) });
+  due.wanted = modelOf(choices());
+  Object.assign(due, { live: 1, stream: null, cursor: "", key: newId(), body: JSON.stringify({ ...fields, ...sampling({ ...choices(), model: due.wanted }) }) });
   messages.set(due.id, due);
   Object.assign(current, { leaf: due.id, updated: Date.now() });
   await store.saveTurn(current, [...before, due]);
@@ -193,62 +224,80 @@ function question(text, value) {
   $("reply").value = value ?? "";
   dialog.returnValue = "no";
   dialog.showModal();
+  if (value) $("reply").select();
   return new Promise((resolve) => {
     dialog.onclose = () => resolve(dialog.returnValue === "yes" ? (value === undefined ? true : $("reply").value.trim()) : null);
   });
 }
 
-function openSettings() {
+// The settings: the key, and what new conversations begin with. The options: this conversation's own.
+function openChoices(isOwn) {
   const form = $("choices").querySelector("form");
-  const chosen = settings();
+  const chosen = isOwn ? choices() : settings();
+  $("choices-title").textContent = isOwn ? "Options of this conversation" : "Settings";
+  $("key-field").hidden = $("scope").hidden = isOwn;
   $("numbers").replaceChildren(...NUMBERS.map((name) => el("label", {}, name.replaceAll("_", " "), el("input", { name, type: "number", step: "any", placeholder: "as the model" }))));
   for (const field of form.elements) if (field.name) field.value = chosen[field.name] ?? "";
   $("fault").textContent = "";
+  form.onsubmit = (event) => keepChoices(event, isOwn);
   $("choices").showModal();
 }
 
-function keepSettings(event) {
+async function keepChoices(event, isOwn) {
   if (event.submitter?.value !== "yes") return;
   const given = Object.fromEntries(new FormData(event.target));
-  try {
-    if (given.tools && !Array.isArray(JSON.parse(given.tools))) throw new Error();
-  } catch {
-    event.preventDefault();
-    $("fault").textContent = "Tools must be a JSON array.";
-    return;
-  }
+  $("fault").textContent = faultOf(given);
+  if ($("fault").textContent) return void event.preventDefault();
+  if (isOwn) return choose(given);
   saveSettings(given);
+  if (!current) draft = defaults();
+  showChoices();
   for (const follower of followers.values()) follower.reconnect();
+  await refreshModels();
 }
 
-// export and import
-
-async function save() {
-  const kept = ({ body, key, live, stream, cursor, ...rest }) => rest;
-  const whole = { format: "headrace-conversations-1", conversations: await store.conversations(), messages: (await store.allMessages()).map(kept) };
-  const link = el("a", { href: URL.createObjectURL(new Blob([JSON.stringify(whole)], { type: "application/json" })), download: "conversations.json" });
-  link.click();
-  setTimeout(() => URL.revokeObjectURL(link.href), 10000);
+// Of this conversation alone.
+async function choose(given) {
+  const chosen = choicesOf({ ...choices(), ...given });
+  if (current) await store.saveConversation(Object.assign(current, { choices: chosen }));
+  else draft = chosen;
+  showChoices();
 }
 
-async function load(file) {
-  const text = (value) => (typeof value === "string" ? value : "");
-  const number = (value) => (Number.isFinite(value) ? value : 0);
+async function refreshModels() {
   try {
-    const whole = JSON.parse(await file.text());
-    const ids = new Map();
-    const id = (old) => (typeof old !== "string" ? null : ids.get(old) ?? ids.set(old, newId()).get(old));
-    const conversations = whole.conversations.map((one) => ({ id: id(one.id), title: text(one.title).slice(0, 200) || "Imported", created: number(one.created), updated: number(one.updated), leaf: id(one.leaf) }));
-    const imported = whole.messages.map((one) => ({
-      id: id(one.id), conversation: id(one.conversation), parent: id(one.parent), role: one.role === "user" ? "user" : "assistant",
-      text: text(one.text), reasoning: text(one.reasoning), created: number(one.created), outcome: "done",
-      calls: (Array.isArray(one.calls) ? one.calls : []).map((call) => ({ id: text(call.id), name: text(call.name), arguments: text(call.arguments) })),
-    }));
-    await store.saveAll({ conversations, messages: imported });
-    await showList();
+    const error = await loadModels();
+    if (error) notice(error.message);
+    showChoices();
+    return error;
   } catch {
-    $("news").textContent = "This file holds no conversations.";
+    return null; // the followers say when the server is away
   }
+}
+
+// pictures
+
+async function attach(files) {
+  const model = modelOf(choices());
+  const images = imagesIn(files);
+  if (!images.length) return;
+  if (!takesImages(model)) return notice(`The model ${model} takes no images.`);
+  try {
+    attached.push(...(await Promise.all(images.map(readImage))));
+    notice("");
+  } catch {
+    notice("This file is no image that can be shown.");
+  }
+  showAttached();
+}
+
+function showAttached() {
+  $("attached").hidden = !attached.length;
+  $("attached").replaceChildren(...thumbnails(attached, (k) => {
+    attached.splice(k, 1);
+    showAttached();
+    $("input").focus();
+  }));
 }
 
 // the page
@@ -274,9 +323,17 @@ async function rename() {
 
 function submit() {
   const text = $("input").value;
-  if (!text.trim() || $("send").hidden) return;
+  if (!(text.trim() || attached.length) || $("send").hidden) return;
   $("input").value = "";
-  send(text, current?.leaf);
+  send(text, current?.leaf, attached);
+  attached = [];
+  showAttached();
+  notice("");
+}
+
+function notice(text) {
+  $("notice").textContent = text;
+  $("notice").hidden = !text;
 }
 
 $("composer").addEventListener("submit", (event) => (event.preventDefault(), submit()));
@@ -289,14 +346,47 @@ $("stop").addEventListener("click", () => path().forEach((message) => followers.
 $("new").addEventListener("click", () => show(null).then(() => $("input").focus()));
 $("rename").addEventListener("click", rename);
 $("delete").addEventListener("click", remove);
-$("settings").addEventListener("click", openSettings);
-$("choices").querySelector("form").addEventListener("submit", keepSettings);
+$("settings").addEventListener("click", () => openChoices(false));
+$("options").addEventListener("click", () => openChoices(true));
 $("search").addEventListener("input", search);
-$("export").addEventListener("click", save);
+$("export").addEventListener("click", exportAll);
 $("import").addEventListener("click", () => $("file").click());
-$("file").addEventListener("change", (event) => event.target.files[0] && load(event.target.files[0]));
-$("open-side").addEventListener("click", () => document.body.classList.add("with-side"));
-$("close-side").addEventListener("click", () => document.body.classList.remove("with-side"));
+$("file").addEventListener("change", async ({ target }) => {
+  const [file] = target.files;
+  if (file) await importAll(file).then(() => notice(""), () => notice("This file holds no conversations."));
+  target.value = "";
+  await showList();
+});
+$("model").addEventListener("focus", refreshModels);
+$("model").addEventListener("change", async ({ target: { value } }) => {
+  saveSettings({ model: value });
+  await choose({ model: value });
+});
+$("attach").addEventListener("click", () => $("picture").click());
+$("picture").addEventListener("change", async ({ target }) => {
+  await attach(target.files);
+  target.value = "";
+});
+$("input").addEventListener("paste", (event) => {
+  if (!imagesIn(event.clipboardData.files).length) return;
+  event.preventDefault();
+  attach(event.clipboardData.files);
+});
+addEventListener("dragover", (event) => event.preventDefault());
+addEventListener("drop", (event) => {
+  event.preventDefault();
+  attach(event.dataTransfer.files);
+});
+$("open-side").addEventListener("click", () => {
+  document.body.classList.add("with-side");
+  $("close-side").focus();
+});
+const closeSide = () => {
+  document.body.classList.remove("with-side");
+  $("open-side").focus();
+};
+$("close-side").addEventListener("click", closeSide);
+$("side").addEventListener("keydown", (event) => event.key === "Escape" && document.body.classList.contains("with-side") && closeSide());
 
 addEventListener("online", () => followers.forEach((follower) => follower.reconnect()));
 document.addEventListener("visibilitychange", () => {
@@ -305,7 +395,11 @@ document.addEventListener("visibilitychange", () => {
     else if (Date.now() - follower.heardAt > 3000) follower.reconnect();
   }
 });
-setInterval(() => followers.forEach(changed), 1000);
+setInterval(() => {
+  followers.forEach(changed);
+  const isSilent = [...followers.values()].some((one) => !Object.keys(one.status).length && !one.answer.text);
+  if (isSilent && isOneOfSeveral() && !document.hidden) refreshModels(); // one may be loading
+}, 1000);
 
 // Another tab has changed a conversation.
 store.onChange(async ({ conversation }) => {
@@ -314,8 +408,5 @@ store.onChange(async ({ conversation }) => {
   else await showList().then(followLive);
 });
 
-ask("/v1/models").then(async (response) => {
-  if (!response.ok) $("news").textContent = (await errorOf(response)).message;
-  if (response.status === 401) openSettings();
-}).catch(() => {});
+refreshModels().then((error) => error?.status === 401 && openChoices(false));
 await show(location.hash.slice(1));

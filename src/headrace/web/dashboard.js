@@ -39,6 +39,49 @@ function take(snapshot) {
   steps = steps.slice(-MAX_STEPS);
   state = snapshot;
   show();
+  showModels();
+  showRequests();
+}
+
+function fill(table, rows) {
+  table.tBodies[0].replaceChildren(...rows.map((cells) => el("tr", {}, ...cells.map((cell) => el("td", {}, cell)))));
+}
+
+function showModels() {
+  const { models = [] } = state;
+  $("models").hidden = !models.length;
+  fill($("models").querySelector("table"), models.map((one) => [one.model, one.status.failed ? "failed" : one.status.value, String(one.running), String(one.waiting.requests), String(one.num_steps)]));
+}
+
+let isAsking = false;
+
+// Those that run, one by one; of those that wait, how many.
+async function showRequests() {
+  if (isAsking) return;
+  isAsking = true;
+  try {
+    const response = await ask("/slots");
+    const places = response.ok ? await response.json() : [];
+    const { requests, tokens } = state.waiting;
+    const running = places.filter((one) => one.is_processing);
+    const waiting = requests ? `; ${requests} with ${tokens} prompt tokens wait` : "";
+    $("requests-text").textContent = response.ok ? `${running.length} of ${places.length} places are taken${waiting}.` : (await errorOf(response)).message;
+    $("requests").hidden = !running.length;
+    fill($("requests"), running.map(asRow));
+  } catch {
+    $("requests-text").textContent = ""; // the news above says that the server is away
+  } finally {
+    isAsking = false;
+  }
+}
+
+function asRow(place) {
+  const { n_prompt_tokens: total, n_prompt_tokens_processed: done, n_prompt_tokens_cache: cached } = place;
+  const [{ n_decoded: decoded, n_remain: left }] = place.next_token;
+  const name = `Prompt of place ${place.id}`;
+  const bar = el("progress", { max: Math.max(total, 1), value: done, "aria-label": name });
+  const prompt = el("span", { class: "progress" }, bar, `${done} of ${total} tokens`);
+  return [String(place.id), prompt, String(cached), left < 0 ? `${decoded} tokens` : `${decoded} tokens, at most ${left} more`];
 }
 
 function show() {

@@ -98,7 +98,7 @@ export class Follower {
       const response = await this.send();
       if (await this.isRefused(response)) return;
       this.heardAt = Date.now();
-      if (this.answer.stopping) await this.sendStop();
+      if (this.answer.stopping && this.answer.stream) await this.sendStop();
       await this.read(response);
       if (this.answer.live) this.trouble("The connection ended.");
     } catch (error) {
@@ -123,7 +123,7 @@ export class Follower {
   async isRefused(response) {
     if (response.status === 200) {
       const stream = response.headers.get("X-Stream-Id");
-      if (!this.answer.stream) {
+      if (!this.answer.stream && stream) {
         this.answer.stream = stream;
         await this.save();
       }
@@ -138,7 +138,7 @@ export class Follower {
     if (response.status === 401) {
       this.status.needsKey = true;
       this.trouble("The server wants a key: open Settings.", LONGEST_PAUSE_MS);
-    } else if (mayTry) {
+    } else if (mayTry && error.code !== "load_failed") {
       const asked = Number(response.headers.get("Retry-After")) * 1000;
       this.trouble(error.message, Math.min(asked || 0, LONGEST_PAUSE_MS));
     } else if (error.code === "stream_not_found") {
@@ -176,17 +176,26 @@ export class Follower {
     }
     const chunk = JSON.parse(frame.data);
     if (chunk.error) {
+      if (chunk.error.code === "load_failed") return this.end({ outcome: "failed", error: chunk.error.message });
       if (!frame.id) return false; // about the connection, not the answer
       this.answer.cursor = frame.id;
       const isStop = ["cancelled", "replaced"].includes(chunk.error.code);
       await this.end(isStop ? { outcome: "stopped" } : { outcome: "failed", error: chunk.error.message });
       return true;
     }
+    if (!this.answer.stream && chunk.id) await this.name(chunk.id);
     this.take(chunk);
     if (frame.id) this.answer.cursor = frame.id;
     this.change();
     if (Date.now() - this.savedAt > SAVE_MS) await this.save();
     return false;
+  }
+
+  // An answer that has waited for its model learns here which stream it is: its headers came before.
+  async name(stream) {
+    this.answer.stream = stream;
+    await this.save();
+    if (this.answer.stopping) await this.sendStop();
   }
 
   take(chunk) {
@@ -219,11 +228,12 @@ export class Follower {
   }
 
   async end(how) {
-    delete this.answer.live;
+    for (const name of ["live", "body", "key"]) delete this.answer[name]; // nothing is asked again
     Object.assign(this.answer, how);
     this.status = {};
     this.change();
     await this.save();
+    return true;
   }
 
   change() {

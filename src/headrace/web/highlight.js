@@ -2,7 +2,7 @@
 
 import { el } from "./dom.js";
 
-const MAX = 100_000;
+const MAX = 20_000; // more would hold up the page
 const HASHED = new Set(["py", "python", "sh", "bash", "zsh", "ruby", "rb", "yaml", "yml", "toml", "r", "perl", "make"]);
 const WORDS = new Set(
   ("abstract and as assert async await begin bool break case catch char class const continue def default defer del do done double " +

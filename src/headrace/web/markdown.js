@@ -5,10 +5,12 @@ import { highlight } from "./highlight.js";
 
 const MAX_DEPTH = 6;
 const MAX_LINK = 2000;
+const MAX_ITEMS = 50; // of a node: a longer list is several, so that what is complete need not be built again
 const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([\w+#.-]*)/;
 const ITEM = /^( {0,3})([-*+]|\d{1,9}[.)])( +|$)/;
 const QUOTE = /^ {0,3}> ?/;
 const HEADING = /^ {0,3}(#{1,6})\s+(.*?)\s*#*$/;
+const DASHES = /^ {0,3}(?=.*\|)\|? *:?-+:? *(\| *:?-+:? *)*\|? *$/;
 const RULE = /^ {0,3}([-*_])( *\1){2,} *$/;
 
 export class MarkdownView {
@@ -59,6 +61,7 @@ function block(lines, at, depth) {
   if ((found = FENCE.exec(line))) return fence(lines, at, found);
   if ((found = HEADING.exec(line))) return [el(`h${Math.min(found[1].length + 2, 6)}`, {}, ...inline(found[2])), at + 1];
   if (RULE.test(line)) return [el("hr"), at + 1];
+  if (beginsTable(lines, at)) return table(lines, at);
   if (depth < MAX_DEPTH && QUOTE.test(line)) {
     let next = at;
     while (next < lines.length && QUOTE.test(lines[next])) next++;
@@ -67,13 +70,36 @@ function block(lines, at, depth) {
   }
   if (depth < MAX_DEPTH && (found = ITEM.exec(line))) return list(lines, at, found, depth);
   let next = at + 1;
-  while (next < lines.length && lines[next].trim() && !startsBlock(lines[next], depth)) next++;
+  while (next < lines.length && lines[next].trim() && !startsBlock(lines[next], depth) && !beginsTable(lines, next)) next++;
   return [el("p", {}, ...inline(lines.slice(at, next).join("\n"))), next];
 }
 
 function startsBlock(line, depth) {
   const nests = depth < MAX_DEPTH && (QUOTE.test(line) || ITEM.test(line));
   return nests || FENCE.test(line) || HEADING.test(line) || RULE.test(line);
+}
+
+function cells(line) {
+  const inner = line.trim().replace(/^\|/, "").replace(/(?<!\\)\|$/, "");
+  return inner.split(/(?<!\\)\|/).map((cell) => cell.trim().replaceAll("\\|", "|"));
+}
+
+// A row with bars above a row of dashes with as many cells.
+function beginsTable(lines, at) {
+  return lines[at].includes("|") && DASHES.test(lines[at + 1] ?? "") && cells(lines[at]).length === cells(lines[at + 1]).length;
+}
+
+function table(lines, at) {
+  const sides = cells(lines[at + 1]).map((dashes) => (dashes.endsWith(":") ? (dashes.startsWith(":") ? "middle" : "right") : null));
+  const row = (line, tag) => {
+    const given = cells(line);
+    return el("tr", {}, ...sides.map((side, k) => el(tag, { class: side }, ...inline(given[k] ?? ""))));
+  };
+  let next = at + 2;
+  while (next < lines.length && lines[next].trim() && !startsBlock(lines[next], 0)) next++;
+  const body = lines.slice(at + 2, next).map((line) => row(line, "td"));
+  const made = el("table", {}, el("thead", {}, row(lines[at], "th")), body.length ? el("tbody", {}, ...body) : null);
+  return [el("div", { class: "table", tabindex: "0" }, made), next];
 }
 
 function fence(lines, at, [, mark, language]) {
@@ -91,7 +117,7 @@ function list(lines, at, first, depth) {
   const isOrdered = /\d/.test(first[2]);
   const items = [];
   let next = at;
-  while (next < lines.length) {
+  while (next < lines.length && items.length < MAX_ITEMS) {
     const found = ITEM.exec(lines[next]);
     if (!found || /\d/.test(found[2]) !== isOrdered) break;
     const indent = found[0].length;

@@ -1,24 +1,30 @@
 // One message on the screen, and what is known of an answer that is still coming.
 
 import { button, copyButton, duration, el } from "./dom.js";
+import { thumbnails } from "./images.js";
 import { MarkdownView } from "./markdown.js";
+import { loadingOf } from "./models.js";
+
+const NAMES = { user: "You", assistant: "Answer", tool: "Results of tools" };
+const folded = (title, text) => el("details", { open: true }, el("summary", {}, title), el("pre", { tabindex: "0" }, text));
 
 export class MessageView {
   constructor(message, acts) {
     this.message = message;
     this.acts = acts;
-    const isUser = message.role === "user";
     this.reasoning = el("pre");
     this.thinking = el("details", { class: "thinking" }, el("summary", {}, "Reasoning"), this.reasoning);
     this.calls = el("div", { class: "calls" });
+    this.answering = el("div");
+    this.images = el("div", { class: "thumbs" }, ...thumbnails(message.images ?? []));
     this.body = el("div", { class: "body" });
     this.status = el("div", { class: "status" });
     this.foot = el("div", { class: "foot" });
     this.markdown = new MarkdownView(this.body);
     this.node = el(
       "article",
-      { class: `message ${message.role}`, "data-id": message.id, "aria-label": isUser ? "You" : "Answer" },
-      this.thinking, this.calls, this.body, this.status, this.foot,
+      { class: `message ${message.role}`, "data-id": message.id },
+      el("h2", { class: "unseen" }, NAMES[message.role]), this.thinking, this.images, this.body, this.calls, this.answering, this.status, this.foot,
     );
     this.show();
   }
@@ -26,7 +32,7 @@ export class MessageView {
   show(follower) {
     const message = this.message;
     if (message.role === "user") this.body.textContent = message.text;
-    else this.markdown.update(message.text);
+    if (message.role === "assistant") this.markdown.update(message.text);
     this.thinking.hidden = !message.reasoning;
     if (this.reasoning.textContent !== message.reasoning) this.reasoning.textContent = message.reasoning;
     this.showCalls();
@@ -36,6 +42,7 @@ export class MessageView {
       this.state = state;
       this.node.setAttribute("aria-busy", String(Boolean(message.live)));
       this.foot.replaceChildren(...this.buttons());
+      if (state === "done" && message.calls.length && this.acts.isLeaf(message)) this.askForResults(message, []);
     }
   }
 
@@ -44,8 +51,25 @@ export class MessageView {
     if (text === this.callsText) return;
     this.callsText = text;
     this.calls.replaceChildren(
-      ...this.message.calls.map((call) => el("details", { open: true }, el("summary", {}, `Tool call: ${call.name}`), el("pre", {}, call.arguments))),
+      ...this.message.calls.map((call) => folded(`Tool call: ${call.name}`, call.arguments)),
+      ...(this.message.results ?? []).map((result) => folded(`Result of ${result.name}`, result.text)),
     );
+  }
+
+  // A field per call, for the results that a person gives by hand.
+  askForResults(message, texts) {
+    const fields = message.calls.map((call, k) => {
+      const field = el("textarea", { rows: 2, "aria-label": `Result of ${call.name}`, placeholder: `Result of ${call.name}` });
+      field.value = texts[k] ?? "";
+      return field;
+    });
+    const act = (event) => {
+      event.preventDefault();
+      this.acts.giveResults(message, fields.map((field) => field.value));
+    };
+    const send = el("button", { class: "primary" }, fields.length > 1 ? "Send results" : "Send result");
+    this.answering.replaceChildren(el("form", { class: "results", on: { submit: act } }, ...fields, send));
+    return fields[0];
   }
 
   showStatus(follower) {
@@ -64,9 +88,11 @@ export class MessageView {
       el("span", {}, `${at + 1}/${siblings.length}`),
       button("›", () => acts.branch(siblings[at + 1]), { disabled: at === siblings.length - 1, "aria-label": "Later version" }),
     ];
-    const again = message.role === "user"
-      ? button("Edit", () => acts.edit(message))
-      : button("Regenerate", () => acts.regenerate(message));
+    const again = {
+      user: () => button("Edit", () => acts.edit(message)),
+      tool: () => button("Edit", () => this.askForResults(acts.before(message), message.results.map(({ text }) => text)).focus()),
+      assistant: () => button("Regenerate", () => acts.regenerate(message)),
+    }[message.role]();
     return [...branches, copyButton("Copy message", () => message.text), again];
   }
 }
@@ -82,7 +108,7 @@ function waiting(message, follower) {
   else if (queue) parts.push(el("span", {}, `Place ${queue.position} of ${queue.waiting} in the queue${queue.eta_ms == null ? "" : `, about ${duration(queue.eta_ms / 1000)}`}`));
   else if (prompt) parts.push(...promptBar(prompt));
   else if (message.timings?.predicted_per_second) parts.push(el("span", {}, rate(message)));
-  else parts.push(el("span", {}, "Waiting for the first token"));
+  else parts.push(el("span", {}, loadingOf(message.wanted) || "Waiting for the first token"));
   if (silence > 5) parts.push(el("span", { class: "silence" }, `last sign of life ${silence} s ago`));
   return parts;
 }

@@ -7,14 +7,15 @@ import torch
 
 from headrace.core.config import ModelConfig
 from headrace.core.errors import ModelError
-from headrace.runner.kernels import choose, forms
+from headrace.runner.kernels import attention, choose, forms
 from headrace.runner.kernels.choose import choose_form
 from headrace.runner.kernels.forms import FORMS, forms_here
 from headrace.runner.kernels.launch import Kernel
+from headrace.runner.kernels.linear import Quantize
 from headrace.runner.load import load_runner
 from tests.builders import make_tiny_model
 from tests.drive import generate, random_prompt
-from tests.runner.kernels.own_forms import OWN_FORMS
+from tests.runner.kernels.own_forms import OWN_FORMS, needs_own_forms
 
 
 @pytest.fixture(autouse=True)
@@ -38,33 +39,36 @@ def test_what_a_processor_has_decides_which_forms_it_runs(processor: Any) -> Non
     wide = ("avx2", "fma", "avx512f", "avx512bw")
     assert processor() == ("plain",)
     assert processor("avx2") == ("plain",)
-    assert processor("avx2", "fma") == ("avx2", "plain")
+    assert processor("avx2", "fma") == ("plain",)
+    assert processor("avx2", "fma", "f16c") == ("avx2", "plain")
     assert processor(*wide) == ("avx512", "plain")
     assert processor(*wide, "avx512bf16") == ("bf16dot", "avx512", "plain")
     assert processor(*wide, "avx512bf16", has_amx=True) == FORMS[:3] + FORMS[4:]
 
 
 def test_numbas_own_variable_limits_the_forms(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forms.config, "CPU_FEATURES", "+avx2,+fma,-avx512f")
+    monkeypatch.setattr(forms.config, "CPU_FEATURES", "+avx2,+fma,+f16c,-avx512f")
     assert forms_here.__wrapped__() == ("avx2", "plain")
 
 
+@needs_own_forms
 @pytest.mark.parametrize("form", OWN_FORMS)
-@pytest.mark.parametrize("to_int8", [False, True])
-def test_every_form_of_this_machine_proves_right(form: str, to_int8: bool) -> None:
-    assert choose_form(form, torch.bfloat16, to_int8) == (form, "as asked")
+@pytest.mark.parametrize("quantize", ["none", "int8", "int4"])
+def test_every_form_of_this_machine_proves_right(form: str, quantize: Quantize) -> None:
+    assert choose_form(form, torch.bfloat16, quantize, has_states=True) == (form, "as asked")
 
 
+@needs_own_forms
 def test_the_best_form_is_taken_and_its_instructions_are_told() -> None:
-    found = choose_form("auto", torch.bfloat16, False)
+    found = choose_form("auto", torch.bfloat16)
     assert found.form == forms_here()[0]
     assert found.reason.startswith("the processor has ")
 
 
 def test_float32_is_computed_by_a_form_that_computes_it() -> None:
-    assert choose_form("auto", torch.float32, False).form in ("avx512", "avx2", "plain")
+    assert choose_form("auto", torch.float32).form in ("avx512", "avx2", "plain")
     with pytest.raises(ModelError, match=r"--kernels bf16dot cannot compute float32.* plain\."):
-        choose_form("bf16dot", torch.float32, False)
+        choose_form("bf16dot", torch.float32)
 
 
 def break_kernels(form: str, monkeypatch: pytest.MonkeyPatch, result: Any) -> None:
@@ -83,6 +87,7 @@ def break_kernels(form: str, monkeypatch: pytest.MonkeyPatch, result: Any) -> No
     monkeypatch.setattr(choose.CpuAttention, "step", step)
 
 
+@needs_own_forms
 @pytest.mark.parametrize("fault", [1.1, float("nan"), RuntimeError("no such instruction")])
 def test_a_form_that_fails_its_check_is_not_used_and_one_warning_says_so(
     fault: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -90,12 +95,24 @@ def test_a_form_that_fails_its_check_is_not_used_and_one_warning_says_so(
     first, second = forms_here()[:2]
     break_kernels(first, monkeypatch, fault)
     with caplog.at_level(logging.WARNING):
-        found = choose_form("auto", torch.bfloat16, False)
+        found = choose_form("auto", torch.bfloat16)
     assert found == (second, f"{first} failed its check")
     (warning,) = caplog.records
     assert f"Kernels {first} are not used" in warning.getMessage()
 
 
+@needs_own_forms
+@pytest.mark.parametrize("what", ["convolve", "delta_rule"])
+def test_states_are_checked_for_models_that_have_them(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compute = getattr(attention.CpuStep, what)
+    monkeypatch.setattr(attention.CpuStep, what, lambda *args: compute(*args) * 1.1)
+    assert choose_form("auto", torch.bfloat16).form == forms_here()[0]
+    assert choose_form("auto", torch.bfloat16, has_states=True).form == "plain"
+
+
+@needs_own_forms
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_plain_compiles_no_kernel_and_says_what_the_others_say(
     dtype: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -115,9 +132,10 @@ def test_plain_compiles_no_kernel_and_says_what_the_others_say(
     assert generate(runner, prompt, 4) == expected
 
 
-def test_plain_refuses_int8() -> None:
-    with pytest.raises(ModelError, match="int8"):
-        choose_form("plain", torch.bfloat16, True)
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+def test_plain_refuses_to_quantize_and_says_what_would_do(quantize: Quantize) -> None:
+    with pytest.raises(ModelError, match=f"{quantize} .* use --quantize none"):
+        choose_form("plain", torch.bfloat16, quantize)
 
 
 def test_another_lane_is_plain_and_refuses_the_rest(tmp_path: Path) -> None:

@@ -1,18 +1,22 @@
+import gc
+import importlib
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from numba.core.dispatcher import Dispatcher
 
 from headrace.runner.kernels import launch
 from headrace.runner.kernels.launch import compiled, digest
-from headrace.runner.kernels.product import Operand, pack, product
+from headrace.runner.kernels.linear import PackedLinear
 
 CODE = """
 import os, torch
-from headrace.runner.kernels.product import Operand, pack, product
+from headrace.runner.kernels.linear import PackedLinear
 torch.set_num_threads(3)
 a = torch.ones(256, 256)
 def use():
@@ -21,7 +25,7 @@ use()
 before = len(os.listdir("/proc/self/task"))
 weight = torch.ones(512, 256, dtype=torch.int8)
 for _ in range(3):
-    product(torch.ones(1, 256), Operand(pack(weight), 256, torch.ones(512), torch.zeros(512)))
+    PackedLinear(weight, None, None)(torch.ones(1, 256))
     use()
 print(len(os.listdir("/proc/self/task")) - before)
 """
@@ -38,7 +42,7 @@ def test_without_torchs_openmp_kernels_run_on_threads_of_python(
     monkeypatch.setattr(launch, "_openmp_fork", lambda: None)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     weight, x = torch.randint(-9, 9, (500, 64)).bfloat16(), torch.randint(-9, 9, (3, 64)).bfloat16()
-    found = product(x, Operand(pack(weight), 64, torch.ones(500), torch.zeros(500)))
+    found = PackedLinear(weight, None, None)(x)
     assert torch.equal(found, (x.float() @ weight.float().T).bfloat16())
 
 
@@ -49,7 +53,7 @@ def test_every_piece_is_done_exactly_once() -> None:
         torch.randint(-9, 9, (1, 32)).bfloat16(),
     )
     for _ in range(50):
-        found = product(x, Operand(pack(weight), 32, torch.ones(1000), torch.zeros(1000)))
+        found = PackedLinear(weight, None, None)(x)
         assert torch.equal(found, (x.float() @ weight.float().T).bfloat16())
 
 
@@ -57,9 +61,16 @@ def kernel(a: Any) -> None:
     a[0] = 7
 
 
-def test_machine_code_is_kept_until_a_file_of_the_folder_changes() -> None:
+def test_machine_code_is_kept_until_a_file_of_the_folder_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(launch, "_compile_apart", lambda kernel: None)
     first, *_, again, other = (compiled(kernel, stamp) for stamp in ("a", "b", "b", "c"))
     assert (first._cache_hits, again._cache_hits, other._cache_hits) == (0, 1, 0)
+
+
+def test_what_runs_is_out_of_the_cache_the_first_time_too() -> None:
+    assert compiled(kernel, "d")._cache_hits == 1
 
 
 def test_a_digest_is_over_the_content_of_every_file_of_the_folder(tmp_path: Path) -> None:
@@ -83,3 +94,18 @@ def test_a_kernels_stamp_is_the_digest_of_its_folder(monkeypatch: pytest.MonkeyP
 
 class Address:
     address = 1
+
+
+def test_no_two_functions_of_kernels_have_one_name() -> None:
+    """Out of the cache, one would be taken for the other: wrong digits, with every check passed."""
+    folder = launch.__name__.rpartition(".")[0]
+    for file in Path(launch.__file__).parent.glob("*.py"):
+        importlib.import_module(f"{folder}.{file.stem}")
+    functions = {
+        it.py_func
+        for it in gc.get_objects()
+        if issubclass(type(it), Dispatcher) and it.py_func.__module__.startswith(folder)
+    }
+    names = Counter((it.__module__, it.__qualname__) for it in functions)
+    assert len(names) > 20
+    assert [name for name, count in names.items() if count > 1] == []

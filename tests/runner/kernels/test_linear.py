@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from headrace.runner.kernels import product as module
 from headrace.runner.kernels.forms import Form
 from headrace.runner.kernels.launch import Kernel
-from headrace.runner.kernels.linear import PackedLinear, pack_linear, quantize
+from headrace.runner.kernels.linear import PackedLinear, pack_linear, quantize_outputs
 from tests.runner.kernels.own_forms import OWN_FORMS
 
 
@@ -70,7 +70,7 @@ def test_int8_is_the_product_with_the_rounded_weights(
 ) -> None:
     linear = make_linear(64, 70, True, dtype)
     x = torch.randn(rows, 64).to(dtype)
-    stored, scale = quantize(linear.weight)
+    stored, scale = quantize_outputs(linear.weight)
     expected = x.double() @ (stored.double() * scale[:, None]).T + linear.bias.double()
     found = PackedLinear(stored, scale, linear.bias, form)(x)
     tolerance = 2**-7 if dtype == torch.bfloat16 else 5e-4
@@ -117,9 +117,8 @@ def test_leading_dimensions_are_kept() -> None:
 def test_the_kernel_follows_the_form_and_the_number_of_inputs(
     form: Form, inputs: int, kernel: Kernel
 ) -> None:
-    packed = torch.empty(1, 32, 32, 2, dtype=torch.bfloat16)
-    operand = module.Operand(packed, inputs, torch.ones(8), torch.zeros(8), form)
-    assert operand.kernels[torch.bfloat16, torch.bfloat16] is kernel
+    kernels = module.kernels_for(form, inputs, torch.bfloat16)
+    assert kernels[torch.bfloat16] is kernel
 
 
 def test_float32_weights_stay_as_they_are() -> None:
@@ -130,7 +129,7 @@ def test_float32_weights_stay_as_they_are() -> None:
 
 def relative_loss(weight: Tensor) -> float:
     """Root of the mean square error that int8 makes, relative to the weights' own size."""
-    stored, scale = quantize(weight)
+    stored, scale = quantize_outputs(weight)
     error = stored * scale[:, None] - weight.float()
     return float(error.norm() / weight.float().norm())
 

@@ -2,15 +2,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 
+from headrace.checkpoints.find import find_model
 from headrace.checkpoints.spec import read_spec
 from headrace.core.config import ModelConfig
 from headrace.core.errors import ModelError
+from headrace.runner.kernels.groups import quantize_groups
 from headrace.runner.lanes.native_text import NativeText
 from headrace.runner.load import load_runner
 from tests.builders import make_tiny_model
-from tests.drive import generate, random_prompt, row_logits, tiny_runner
+from tests.drive import assert_close, generate, random_prompt, row_logits, tiny_runner
+from tests.runner.kernels.own_forms import needs_own_forms
+from tests.runner.kernels.test_groups import values
 
+TEXT = "The water runs over the wheel, and the wheel turns the stone. What is two plus three? " * 4
 CPU = torch.device("cpu")
 
 
@@ -33,6 +40,7 @@ def test_fast_logits_in_bfloat16_are_as_near_to_float32_as_plain_ones(
     assert float((fast - exact).norm()) < 1.5 * float((plain - exact).norm()) + 1e-3
 
 
+@needs_own_forms
 def test_int8_keeps_the_logits_and_halves_the_linear_weights(tmp_path: Path) -> None:
     folder, prompt = make_tiny_model(tmp_path, initializer_range=0.1), random_prompt(40)
     exact = row_logits(tiny_runner(folder), prompt)
@@ -40,11 +48,49 @@ def test_int8_keeps_the_logits_and_halves_the_linear_weights(tmp_path: Path) -> 
     assert float((found - exact).norm() / exact.norm()) < 0.05
     spec = read_spec(folder)
     plain = NativeText(spec, torch.bfloat16, CPU)
-    packed = NativeText(spec, torch.bfloat16, CPU, to_int8=True)
+    packed = NativeText(spec, torch.bfloat16, CPU, quantize="int8")
     assert packed.num_parameters == plain.num_parameters
     assert packed.weight_bytes < 0.8 * plain.weight_bytes
 
 
+@needs_own_forms
+def test_int4_computes_the_model_whose_weights_are_rounded_and_takes_a_third(
+    tmp_path: Path,
+) -> None:
+    shape = {"hidden_size": 128, "intermediate_size": 256, "initializer_range": 0.1}
+    folder, prompt = make_tiny_model(tmp_path, **shape), random_prompt(40)
+    runner = tiny_runner(folder, quantize="int4")
+    found = row_logits(runner, prompt)
+    assert torch.equal(row_logits(runner, prompt, 7), found)
+    packed = tiny_runner(folder, quantize="int4", dtype="bfloat16").lane
+    plain = tiny_runner(folder, dtype="bfloat16").lane
+    embed = plain._model.embed.weight.nbytes
+    assert packed.weight_bytes - embed < 0.4 * (plain.weight_bytes - embed)
+    weights = load_file(folder / "model.safetensors")
+    for name, weight in weights.items():
+        if weight.ndim == 2 and "embed" not in name:
+            weights[name] = values(quantize_groups(weight)).float()
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    assert_close(found, row_logits(tiny_runner(folder), prompt), tolerance=2e-3)
+
+
+@needs_own_forms
+def test_int4_costs_a_trained_model_little_of_its_certainty() -> None:
+    folder = find_model("headrace-mini")
+    ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(TEXT).ids
+    losses = {
+        kind: float(cross_entropy(row_logits(tiny_runner(folder, quantize=kind), ids)[:-1], ids))
+        for kind in ("none", "int4")
+    }
+    print("nats a token:", losses)
+    assert 0 < abs(losses["int4"] - losses["none"]) < 0.05 * losses["none"]
+
+
+def cross_entropy(logits: torch.Tensor, ids: list[int]) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(logits, torch.tensor(ids[1:]))
+
+
+@needs_own_forms
 def test_int8_has_a_fingerprint_of_its_own_and_is_refused_where_it_is_not_built(
     tmp_path: Path,
 ) -> None:

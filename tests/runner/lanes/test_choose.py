@@ -2,10 +2,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers.models.auto import modeling_auto as tables
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from headrace.checkpoints.spec import Defaults, ModelSpec
 from headrace.core.errors import ModelError
-from headrace.runner.lanes.choose import choose_lane
+from headrace.models.registry import is_native
+from headrace.runner.lanes.choose import choose_lane, matches
 
 DENSE = {
     "hidden_size": 8,
@@ -36,6 +39,7 @@ def refusal(model: ModelSpec, wanted: str = "auto") -> str:
     [
         ("LlamaForCausalLM", "llama", "native-text"),
         ("Qwen3ForCausalLM", "qwen3", "native-text"),
+        ("MixtralForCausalLM", "mixtral", "generic-text"),
         ("GPT2LMHeadModel", "gpt2", "generic-text"),
         ("Lfm2ForCausalLM", "lfm2", "generic-text"),
     ],
@@ -52,7 +56,7 @@ def test_any_model_can_be_forced_to_the_generic_lane() -> None:
 
 def test_a_lane_that_cannot_be_forced_says_why() -> None:
     text = refusal(spec("GPT2LMHeadModel", "gpt2"), "native-text")
-    assert "native-text" in text and "GPT2LMHeadModel is not one of" in text
+    assert "native-text" in text and "GPT2LMHeadModel has no implementation" in text
 
 
 def test_an_option_that_is_not_implemented_leads_to_the_generic_lane() -> None:
@@ -79,3 +83,26 @@ def test_an_image_model_is_not_taken_for_a_text_model() -> None:
 
 def test_the_refusal_of_a_folder_does_not_show_its_path() -> None:
     assert "/models" not in refusal(spec("FrobnicateForCausalLM", "frobnicate"))
+
+
+def test_no_two_lanes_are_for_one_model_and_each_text_model_has_one() -> None:
+    kinds = [
+        tables.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        tables.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        tables.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+        tables.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+        tables.MODEL_MAPPING_NAMES,
+    ]
+    known = {(kind, name) for table in kinds for kind, name in table.items()}
+    assert len(known) > 500
+    for kind, name in sorted(known, key=str):
+        if not isinstance(name, str):  # a few kinds have several base models
+            continue
+        content = CONFIG_MAPPING[kind]().to_dict() if is_native(name) else {}
+        for key in ("model_type", "vision_config"):  # `sides` give it back
+            content.pop(key, None)
+        for sides in ({}, {"vision_config": {}}, {"audio_config": {}}):
+            found = matches(spec(name, kind, **content, **sides))
+            is_text = kinds[0].get(kind) == name and not sides
+            assert len(found) == 1 if is_text else len(found) <= 1, (kind, name, sides, found)
+            assert not (name.endswith("ForCausalLM") and sides and found)

@@ -1,20 +1,29 @@
+import logging
 from array import array
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import transformers
 
 from headrace.core.errors import ModelError
 from headrace.core.ids import SequenceId, SlotId
 from headrace.core.plan import Chunk
-from headrace.runner.lanes import generic_text
+from headrace.runner.lanes import generic_blocks, generic_text
 from headrace.runner.lanes.foreign import Signature
 from tests.builders import make_tiny_model
-from tests.drive import generate, random_prompt, tiny_runner
+from tests.drive import Drive, assert_close, generate, random_prompt, row_logits, tiny_runner
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("generic") / "tiny", "LlamaForCausalLM")
+
+
+@pytest.fixture
+def on_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "_supports_attention_backend", False)
 
 
 def test_the_signature_is_read_once_for_any_number_of_chunks(folder: Path, monkeypatch) -> None:
@@ -37,7 +46,7 @@ def test_a_model_whose_forward_fails_is_refused_and_no_fault_of_ours(tmp_path: P
         tiny_runner(xlstm)
 
 
-def test_slots_shrink_to_the_memory_and_then_the_sequences_do(folder: Path) -> None:
+def test_slots_shrink_to_the_memory_and_then_the_sequences_do(folder: Path, on_slots) -> None:
     lane = tiny_runner(folder, "generic-text").lane
     # 3 layers, 2 kv heads of 16, keys and values, float32
     position = 3 * 2 * 16 * 2 * 4
@@ -49,7 +58,7 @@ def test_slots_shrink_to_the_memory_and_then_the_sequences_do(folder: Path) -> N
     assert (tight.num_slots, tight.max_positions) == (1, 50)
 
 
-def test_a_slot_that_starts_at_zero_forgets_what_was_in_it(folder: Path) -> None:
+def test_a_slot_that_starts_at_zero_forgets_what_was_in_it(folder: Path, on_slots) -> None:
     runner = tiny_runner(folder, "generic-text")
     prompt = random_prompt(20)
     first = generate(runner, prompt, 5)
@@ -62,7 +71,7 @@ def test_rows_beyond_those_asked_for_never_reach_the_head(folder: Path) -> None:
     head_rows: list[int] = []
     head = lane._model.lm_head
     head.register_forward_hook(lambda _, inputs, __: head_rows.append(inputs[0].shape[1]))
-    chunk = Chunk(SequenceId(0), 0, 30, 4, (), array("i"), SlotId(0))
+    chunk = Chunk(SequenceId(0), 0, 30, 4, (), array("i", [1, 2]), SlotId(0))
     assert len(lane.forward([chunk], [array("i", range(30))])) == 4
     assert head_rows == [4]
 
@@ -91,3 +100,123 @@ def test_remote_code_and_the_network_are_off(folder: Path, monkeypatch) -> None:
     tiny_runner(folder, "generic-text")
     assert given["local_files_only"] and given["use_safetensors"]
     assert given["trust_remote_code"] is False
+
+
+# on blocks
+
+
+def forwards_of(runner: Any) -> list[tuple[int, ...]]:
+    """The sizes of what each forward of the model is given, from now on."""
+    sizes: list[tuple[int, ...]] = []
+    runner.lane._model.register_forward_hook(
+        lambda _, args, options, output: sizes.append(tuple(options["input_ids"].shape)),
+        with_kwargs=True,
+    )
+    return sizes
+
+
+def eight_decoding(runner: Any) -> Drive:
+    drive = Drive(runner, room=64)
+    for number in range(8):
+        drive.begin(number, random_prompt(5 + number, seed=number))
+        drive.prefill(number)
+    return drive
+
+
+def test_eight_streams_decode_in_one_forward(folder: Path) -> None:
+    runner = tiny_runner(folder, "generic-text", block_size=16)
+    drive = eight_decoding(runner)
+    sizes = forwards_of(runner)
+    drive.decode(range(8), 3)
+    drive.step(*((n, len(drive.tokens[n]) - 1, 1) for n in range(7)))
+    assert sizes == [(1, 8)] * 3 + [(1, 7)]
+
+
+def test_on_slots_each_has_a_forward_and_the_same_tokens(folder: Path, on_slots) -> None:
+    runner = tiny_runner(folder, "generic-text")
+    drive = eight_decoding(runner)
+    sizes = forwards_of(runner)
+    drive.decode(range(8), 3)
+    assert sizes == [(1, 1)] * 24
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transformers.LlamaForCausalLM, "_supports_attention_backend", True)
+        packed = eight_decoding(tiny_runner(folder, "generic-text", block_size=16))
+    packed.decode(range(8), 3)
+    assert packed.tokens == drive.tokens
+
+
+def why(folder: Path, architecture: str, **config: Any) -> str:
+    """Why a model lives where it does."""
+    lane = tiny_runner(make_tiny_model(folder / "tiny", architecture, **config)).lane
+    return f"{lane.facts.memory}: {lane.facts.why}"
+
+
+def test_layers_that_do_not_attend_lead_to_a_slot_whatever_the_model_declares(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert transformers.Lfm2ForCausalLM._supports_attention_backend
+    with caplog.at_level(logging.INFO):
+        reason = why(tmp_path, "Lfm2ForCausalLM", layer_types=["conv", "full_attention", "conv"])
+    assert reason == "slot: Lfm2ForCausalLM has 3 layers, of which 1 attend over blocks"
+    assert "Lfm2ForCausalLM has 3 layers" in caplog.text
+
+
+def test_an_argument_that_our_attention_does_not_know_leads_to_a_slot(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attention = transformers.models.llama.modeling_llama.LlamaAttention
+    given = attention.forward
+    monkeypatch.setattr(
+        attention, "forward", lambda *args, **options: given(*args, **options, slope=0.5)
+    )
+    lane = tiny_runner(folder, "generic-text").lane
+    expected = "hands the argument slope to its attention, which ours does not know"
+    assert (lane.facts.memory, lane.facts.why) == ("slot", f"LlamaForCausalLM {expected}")
+
+
+def test_a_mask_by_chunks_is_no_window_however_long_the_chunks(tmp_path: Path) -> None:
+    experts = {"num_local_experts": 2, "interleave_moe_layer_step": 1}
+    reason = why(tmp_path, "Llama4ForCausalLM", attention_chunk_size=512, pad_token_id=0, **experts)
+    assert reason == (
+        "slot: Llama4ForCausalLM has a mask that is neither causal nor a sliding window"
+    )
+
+
+def test_rope_that_changes_with_its_neighbours_leads_to_a_slot(tmp_path: Path) -> None:
+    factors = [1.0 + i for i in range(8)]
+    rope = {"rope_type": "longrope", "short_factor": factors, "long_factor": factors}
+    config = {"rope_parameters": rope | {"rope_theta": 1e4}, "pad_token_id": 0}
+    assert "longrope rope" in why(
+        tmp_path, "Phi3ForCausalLM", **config, original_max_position_embeddings=64
+    )
+
+
+def test_an_attention_that_is_wrong_is_found_at_load(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attend = generic_blocks.ForeignAttention.attend
+    monkeypatch.setattr(
+        generic_blocks.ForeignAttention,
+        "attend",
+        lambda self, module, q, k, v: attend(self, module, q * 1.01, k, v),
+    )
+    lane = tiny_runner(folder, "generic-text").lane
+    assert "answers otherwise packed than alone" in lane.facts.why
+    assert len(generate(tiny_runner(folder, "generic-text"), random_prompt(9), 3)) == 3
+
+
+@torch.inference_mode()
+def test_bfloat16_on_blocks_stays_near_the_model_itself(tmp_path: Path) -> None:
+    tiny = make_tiny_model(tmp_path / "tiny", "Gemma3ForCausalLM", pad_token_id=0)
+    prompt = random_prompt(50)
+    exact, coarse = tiny_runner(tiny), tiny_runner(tiny, dtype="bfloat16")
+    assert coarse.lane.facts.memory == "blocks"
+    assert_close(row_logits(coarse, prompt, 7), row_logits(exact, prompt), 0.2)
+
+
+def test_blocks_shrink_to_the_memory(folder: Path) -> None:
+    lane = tiny_runner(folder, "generic-text").lane
+    block = 16 * 3 * 2 * 16 * 2 * 4
+    layout = lane.layout(5 * block + 1, 4, 100, 16)
+    assert (layout.num_blocks, layout.num_slots, layout.max_positions) == (5, 0, 80)
+    assert not layout.forward_per_chunk

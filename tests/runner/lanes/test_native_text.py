@@ -13,6 +13,7 @@ from headrace.runner.load import load_runner
 from headrace.runner.runner import Runner
 from tests.builders import make_tiny_model
 from tests.drive import GREEDY, Drive, generate, random_prompt, tiny_runner
+from tests.runner.kernels.own_forms import needs_own_forms
 
 A, B = SequenceId(0), SequenceId(1)
 POSITION = 3 * 2 * 16 * 2 * 4  # bytes: layers, kv heads, head size, keys and values, float32
@@ -28,11 +29,32 @@ def runner(folder: Path) -> Runner:
     return tiny_runner(folder)
 
 
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Runner:
+    return tiny_runner(make_tiny_model(tmp_path_factory.mktemp("hybrid"), "Qwen3_5ForCausalLM"))
+
+
 def test_blocks_are_as_many_as_the_sequences_need_or_the_memory_holds(runner: Runner) -> None:
     plenty = runner.lane.layout(1 << 40, 4, 100, 16)
     assert (plenty.num_blocks, plenty.max_positions, plenty.num_slots) == (4 * 7, 100, 0)
     scarce = runner.lane.layout(5 * 16 * POSITION + 7, 4, 100, 16)
     assert (scarce.num_blocks, scarce.max_positions) == (5, 80)
+
+
+@pytest.mark.parametrize("free_bytes", [0, 30_000, 100_000, 1 << 20, 1 << 24, 1 << 40])
+def test_slots_snapshots_and_blocks_together_fit_the_memory(
+    free_bytes: int, hybrid: Runner
+) -> None:
+    layout = hybrid.lane.layout(free_bytes, 64, 500, 48)
+    num_states = layout.num_slots + layout.num_snapshots
+    slot_bytes = 2 * 4 * (4 * 16 * 32 + 3 * (2 * 2 * 16 + 4 * 32))  # layers, float32
+    block_bytes = 48 * 2 * 2 * 16 * 4  # keys and values, kv heads, head size, float32
+    if layout.num_blocks:  # else the model is refused
+        assert num_states * slot_bytes + layout.num_blocks * block_bytes <= free_bytes
+    assert 1 <= layout.num_slots <= 64 and layout.num_snapshots <= 2 * layout.num_slots
+    assert layout.snapshot_every % 48 == 0
+    if free_bytes == 1 << 40:
+        assert (layout.num_slots, layout.num_snapshots, layout.max_positions) == (64, 128, 500)
 
 
 def test_rows_that_nobody_asked_for_never_reach_the_head(runner: Runner) -> None:
@@ -97,6 +119,7 @@ def captured_and_not(folder: Path) -> tuple[Runner, Runner]:
     return captured, plain
 
 
+@needs_own_forms
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_small_steps_are_captured_from_the_first_on(dtype: str, folder: Path) -> None:
     for function in (launch._openmp, launch._openmp_fork):

@@ -12,10 +12,11 @@ from headrace.models.step import Step
 from headrace.runner.inputs import Batch
 from headrace.runner.kernels import arguments as fields
 from headrace.runner.kernels.arguments import arguments_of
+from headrace.runner.kernels.delta_net import convolve, delta_rule
 from headrace.runner.kernels.forms import Form, forms_here
 from headrace.runner.kernels.launch import parallel
 from headrace.runner.kernels.paged_attention import kernels_for
-from headrace.runner.storage import BlockStorage
+from headrace.runner.storage import BlockStorage, StateStorage
 
 
 class CpuAttention:
@@ -60,6 +61,20 @@ class CpuStep:
         for kernel in attention.kernels:
             parallel(kernel, arguments)
         return out
+
+    def convolve(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
+        return convolve(self._batch, self._states.inputs[layer], x, weight)
+
+    def delta_rule(
+        self, layer: int, qkv: tuple[Tensor, Tensor, Tensor], decay: Tensor, beta: Tensor
+    ) -> Tensor:
+        return delta_rule(self._batch, self._states.states[layer], qkv, decay, beta)
+
+    @property
+    def _states(self) -> StateStorage:
+        states = self._attention.storage.states
+        assert states is not None
+        return states
 
 
 def _side_by_side(x: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """Owns the choice of a form: the best that the processor has, once it computes what plain does."""
 
+import itertools
 import logging
 from array import array
 from collections.abc import Iterator
@@ -10,15 +11,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headrace.checkpoints.gguf_groups import GroupForm, Groups
 from headrace.core.errors import ModelError
-from headrace.core.ids import SequenceId
+from headrace.core.ids import SequenceId, SlotId
 from headrace.core.plan import Chunk
-from headrace.models.step import CacheShape
+from headrace.models.step import CacheShape, StateShape, Step
 from headrace.runner.attention import Attention, NaiveAttention
 from headrace.runner.inputs import pack
 from headrace.runner.kernels.attention import CpuAttention
 from headrace.runner.kernels.forms import INSTRUCTIONS, Form, forms_here
-from headrace.runner.kernels.linear import PackedLinear, quantize
+from headrace.runner.kernels.groups import INT4
+from headrace.runner.kernels.linear import GroupedLinear, PackedLinear, Quantize, quantize_outputs
 from headrace.runner.storage import BlockStorage
 
 logger = logging.getLogger(__name__)
@@ -28,6 +31,10 @@ _OF_BFLOAT16 = ("amx", "bf16dot")
 _INPUTS, _OUTPUTS, _ROWS = 96, 70, (1, 2, 3, 7, 45)  # every tile of a product, and its edges
 _HEADS, _KV_HEADS, _DIM, _BLOCK = 4, 2, 32, 32
 _CHUNKS = ((0, 70), (70, 1))
+_STATE = StateShape(
+    num_layers=1, num_heads=4, key_dim=16, value_dim=32, num_channels=192, num_inputs=3
+)
+_KEYS, _VALUES = 32, 128  # channels of two key heads, and of all value heads
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 2e-2}  # of the largest number
 
 
@@ -38,8 +45,18 @@ class KernelChoice(NamedTuple):
     reason: str
 
 
-def choose_form(wanted: str, dtype: torch.dtype, to_int8: bool) -> KernelChoice:
-    """The form for a model on a CPU; ModelError if the wanted one cannot be."""
+def choose_form(
+    wanted: str,
+    dtype: torch.dtype,
+    quantize: Quantize = "none",
+    groups: frozenset[GroupForm] = frozenset(),
+    has_states: bool = False,
+) -> KernelChoice:
+    """The form for a model on a CPU; ModelError if the wanted one cannot be.
+
+    `groups`: of its own weights, which plain unpacks.
+    """
+    kept = frozenset({INT4}) if quantize == "int4" else groups
     forms = [form for form in forms_here() if dtype == torch.bfloat16 or form not in _OF_BFLOAT16]
     if wanted != "auto" and wanted not in forms:
         name = str(dtype).removeprefix("torch.")
@@ -55,24 +72,34 @@ def choose_form(wanted: str, dtype: torch.dtype, to_int8: bool) -> KernelChoice:
     else:
         reason = "the processor has neither AVX2 nor AVX-512"
     form = forms[0]
-    while fault := _fault(form, dtype, to_int8):
+    while fault := _fault(form, dtype, quantize == "int8", kept, has_states):
         logger.warning("Kernels %s are not used: %s.", form, fault)
         reason = f"{form} failed its check"
         forms = forms[1:]
         form = forms[0]
-    if form == "plain" and to_int8:
-        raise ModelError(f"--quantize int8 is not computed by kernels plain ({reason}).")
+    if form == "plain" and quantize in ("int8", "int4"):
+        raise ModelError(
+            f"--quantize {quantize} is not computed by kernels plain ({reason}); "
+            "use --quantize none."
+        )
     return KernelChoice(form, reason)
 
 
 @cache
-def _fault(form: Form, dtype: torch.dtype, to_int8: bool) -> str | None:
+def _fault(
+    form: Form, dtype: torch.dtype, to_int8: bool, groups: frozenset[GroupForm], has_states: bool
+) -> str | None:
     """What is wrong with a form, or None. A few rows are computed with it and without it."""
     if form == "plain":
         return None
     generator = torch.Generator().manual_seed(0)
     try:
-        for what, found, expected in _samples(form, dtype, to_int8, generator):
+        samples = itertools.chain(
+            _samples(form, dtype, to_int8, generator),
+            *(_grouped_samples(kept, dtype, generator) for kept in sorted(groups)),
+            _samples_of_states(form, dtype, generator) if has_states else (),
+        )
+        for what, found, expected in samples:
             size, error = expected.abs().max(), (found.float() - expected).abs().max()
             if not error <= _TOLERANCE[dtype] * size:  # NaN is a fault too
                 return f"their {what} differs from torch's by {float(error / size):.2g}"
@@ -81,27 +108,64 @@ def _fault(form: Form, dtype: torch.dtype, to_int8: bool) -> str | None:
     return None
 
 
+def _grouped_samples(
+    form: GroupForm, dtype: torch.dtype, generator: torch.Generator
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    low, high = (0, 16) if form.bits == 4 else (-127, 128)
+    q = torch.randint(low, high, (_OUTPUTS, _INPUTS), generator=generator)
+    size = _OUTPUTS, _INPUTS // form.size
+    scale = torch.rand(size, generator=generator).half()
+    minimum = (-8 * scale * torch.rand(size, generator=generator)).half() * form.has_minimum
+    wide = (part.float().repeat_interleave(form.size, dim=1) for part in (scale, minimum))
+    exact = q * next(wide) + next(wide)
+    layer = GroupedLinear(Groups(form, q.to(torch.int8), scale, minimum), None)
+    for num_rows in _ROWS:
+        x = torch.randn(num_rows, _INPUTS, generator=generator).to(dtype)
+        yield f"product of {num_rows} rows in groups", layer(x), F.linear(x.float(), exact)
+
+
 def _samples(
     form: Form, dtype: torch.dtype, to_int8: bool, generator: torch.Generator
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
     """What was computed, by the form, and in float32 by torch."""
     if dtype == torch.bfloat16 or to_int8:
         weight = torch.randn(_OUTPUTS, _INPUTS, generator=generator).to(dtype)
-        stored, scale = quantize(weight) if to_int8 else (weight, torch.ones(_OUTPUTS))
+        stored, scale = quantize_outputs(weight) if to_int8 else (weight, torch.ones(_OUTPUTS))
         exact, layer = stored.float() * scale[:, None], PackedLinear(stored, scale, None, form)
         for num_rows in _ROWS:
             x = torch.randn(num_rows, _INPUTS, generator=generator).to(dtype)
             yield f"product of {num_rows} rows", layer(x), F.linear(x.float(), exact)
-    storages = [
-        BlockStorage(CacheShape(_KV_HEADS, _DIM, (None,)), 3, _BLOCK, dtype, _CPU) for _ in range(2)
-    ]
-    ours: Attention = CpuAttention(storages[0], form=form)
-    plain: Attention = NaiveAttention(storages[1])
-    for start, length in _CHUNKS:
-        chunk = Chunk(SequenceId(0), start, length, 1, (), array("i", [2, 0, 1]))
-        batch = pack([chunk], [array("i", [0] * length)], _BLOCK, _CPU)
+    for length, steps in _steps(form, dtype):
         shape = length, _HEADS + 2 * _KV_HEADS, _DIM
         qkv = torch.randn(shape, generator=generator).to(dtype)
         q, k, v = qkv.split((_HEADS, _KV_HEADS, _KV_HEADS), dim=1)
-        found, expected = (form.step(batch).attend(0, q, k, v) for form in (ours, plain))
+        found, expected = (step.attend(0, q, k, v) for step in steps)
         yield f"attention of {length} tokens", found, expected.float()
+
+
+def _samples_of_states(
+    form: Form, dtype: torch.dtype, generator: torch.Generator
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """The same of a gated delta net."""
+    weight = torch.randn(4, _STATE.num_channels, generator=generator).to(dtype)
+    for length, steps in _steps(form, dtype):
+        x = torch.randn(length, _STATE.num_channels, generator=generator).to(dtype)
+        found, expected = (step.convolve(0, x, weight) for step in steps)
+        yield f"convolution of {length} tokens", found, expected
+        decay, beta = torch.rand(2, length, _STATE.num_heads, generator=generator)
+        q, k, v = expected.split((_KEYS, _KEYS, _VALUES), dim=1)
+        qkv = (q.unflatten(1, (2, -1)), k.unflatten(1, (2, -1)), v.unflatten(1, (4, -1)))
+        found, expected = (step.delta_rule(0, qkv, -decay, beta) for step in steps)
+        yield f"delta rule of {length} tokens", found, expected
+
+
+def _steps(form: Form, dtype: torch.dtype) -> Iterator[tuple[int, tuple[Step, Step]]]:
+    """Of one sequence, with the number of their tokens: by the form, and by torch."""
+    shape = CacheShape(_KV_HEADS, _DIM, (None,), _STATE)
+    storages = [BlockStorage(shape, 3, _BLOCK, dtype, _CPU, num_slots=1) for _ in range(2)]
+    ours: Attention = CpuAttention(storages[0], form=form)
+    plain: Attention = NaiveAttention(storages[1])
+    for start, length in _CHUNKS:
+        chunk = Chunk(SequenceId(0), start, length, 1, (), array("i", [2, 0, 1]), SlotId(0))
+        batch = pack([chunk], [array("i", [0] * length)], _BLOCK, _CPU)
+        yield length, (ours.step(batch), plain.step(batch))

@@ -25,7 +25,8 @@ def forms_here() -> tuple[Form, ...]:
         "amx": has_amx(),
         "bf16dot": has_512 and "avx512bf16" in has,
         "avx512": has_512,
-        "avx2": not has_512 and {"avx2", "fma"} <= has,  # the same kernels, in shorter registers
+        # the same kernels, in shorter registers
+        "avx2": not has_512 and {"avx2", "fma", "f16c"} <= has,
         "plain": True,
     }
     return tuple(form for form in FORMS if can_run[form])

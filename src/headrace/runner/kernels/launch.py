@@ -7,6 +7,9 @@ is left, so a slow or busy core takes fewer pieces.
 
 import ctypes
 import hashlib
+import os
+import signal
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, cached_property
@@ -21,6 +24,7 @@ from numba.core.ccallback import CFunc
 from headrace.runner.kernels.arguments import Arguments
 from headrace.runner.kernels.capture import note
 
+_COMPILE_S = 300.0
 _SIGNATURE = (types.CPointer(types.int64),), types.void
 
 
@@ -43,13 +47,39 @@ class KernelCache(FunctionCache):
         super().__init__(function)
         self._cache_file = IndexDataCacheFile(self._cache_path, self._impl.filename_base, stamp)
 
+    def has(self, kernel: Any) -> bool:
+        """Whether the kernel would be found."""
+        codegen = kernel._targetdescr.target_context.codegen()
+        return self._index_key(kernel._sig, codegen) in self._cache_file._load_index()
+
 
 def compiled(function: Callable[[Any], None], stamp: str) -> Any:
-    """A C function of Numba's, out of the cache if it is there with the same stamp."""
+    """A C function of Numba's, out of the cache, where a child of this process has put it.
+
+    A process that compiles shares code among its kernels in another way than one that finds them
+    all in the cache, and the last digits differ. So none runs what it has compiled itself, unless
+    the child fails.
+    """
     kernel: Any = CFunc(function, _SIGNATURE, locals={}, options={})
     kernel._cache = KernelCache(function, stamp)
+    if not kernel._cache.has(kernel) and hasattr(os, "fork"):
+        _compile_apart(kernel)
     kernel.compile()
     return kernel
+
+
+def _compile_apart(kernel: Any) -> None:
+    child = os.fork()
+    if child == 0:
+        try:
+            kernel.compile()
+        finally:
+            os._exit(0)  # whatever became of it, nothing else of the parent runs on here
+    deadline = time.monotonic() + _COMPILE_S
+    while os.waitpid(child, os.WNOHANG)[0] == 0:
+        if time.monotonic() > deadline:
+            os.kill(child, signal.SIGKILL)
+        time.sleep(0.005)
 
 
 class Kernel:

@@ -1,10 +1,24 @@
 """Owns how weights lie in memory: packed once for our own product; models keep plain nn.Linear."""
 
+from typing import Literal
+
 import torch
 from torch import Tensor, nn
 
+from headrace.checkpoints.gguf_groups import GroupForm, Groups
 from headrace.runner.kernels.forms import Form
-from headrace.runner.kernels.product import Operand, pack, product
+from headrace.runner.kernels.groups import (
+    INT4,
+    kernels_of,
+    pack_groups,
+    packed_bytes,
+    quantize_groups,
+)
+from headrace.runner.kernels.product import Operand, kernels_for, pack, product
+
+Quantize = Literal["none", "int8", "int4", "own"]
+"""How weights of linear layers are kept: as they are, in 8 bits with a scale per output, in 4 bits
+with scales and minima per group, or as a GGUF file has them."""
 
 _OUTPUTS_AT_ONCE = 256  # of float32 while quantizing: a whole matrix may be a tenth of the model
 
@@ -24,7 +38,8 @@ class PackedLinear(nn.Module):
         self.weight = nn.Buffer(pack(weight))
         self.scale = nn.Buffer(torch.ones(size) if scale is None else scale)
         self.bias = nn.Buffer(torch.zeros(size) if bias is None else bias.detach().float())
-        self._operand = Operand(self.weight, num_inputs, self.scale, self.bias, form)
+        kernels = kernels_for(form, num_inputs, weight.dtype)
+        self._operand = Operand(self.weight, num_inputs, self.scale, self.bias, kernels)
 
     def forward(self, x: Tensor) -> Tensor:
         if x.ndim != 2:
@@ -32,7 +47,7 @@ class PackedLinear(nn.Module):
         return product(x, self._operand)
 
 
-def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_outputs(weight: Tensor) -> tuple[Tensor, Tensor]:
     """int8 weight and float32 scale per output: weight = int8 * scale, to the nearest."""
     stored = torch.empty(weight.shape, dtype=torch.int8)
     scale = torch.empty(len(weight))
@@ -44,30 +59,70 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     return stored, scale
 
 
+class GroupedLinear(nn.Module):
+    """Weights [outputs, inputs] in groups, as they are in a GGUF file or rounded to 4 bits."""
+
+    def __init__(self, groups: Groups, bias: Tensor | None) -> None:
+        super().__init__()
+        size, num_inputs = groups.q.shape
+        self.form = groups.form
+        self.weight, self.scale = nn.Buffer(pack_groups(groups)), nn.Buffer(torch.ones(size))
+        self.bias = nn.Buffer(torch.zeros(size) if bias is None else bias.detach().float())
+        kernels = kernels_of(groups.form)
+        self._operand = Operand(self.weight, num_inputs, self.scale, self.bias, kernels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.ndim != 2:
+            return self(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
+        return product(x, self._operand)
+
+
 def pack_linear(
-    model: nn.Module, path: str, to_int8: bool = False, form: Form | None = None
+    model: nn.Module,
+    path: str,
+    groups: Groups | None = None,
+    quantize: Quantize = "none",
+    form: Form | None = None,
 ) -> None:
-    """Give the module at `path` of a CPU model the fastest form here, if it is a linear layer."""
+    """Give the module at `path` of a CPU model the fastest form here, if it is a linear layer.
+
+    `groups`, if there are any, are its weights.
+    """
     linear = model.get_submodule(path)
     if type(linear) is nn.Linear:
         parent, _, name = path.rpartition(".")
-        setattr(model.get_submodule(parent), name, _packed(linear, to_int8, form))
+        setattr(model.get_submodule(parent), name, _packed(linear, groups, quantize, form))
 
 
-def _packed(linear: nn.Linear, to_int8: bool, form: Form | None) -> nn.Module:
-    if to_int8:
-        return PackedLinear(*quantize(linear.weight), linear.bias, form)
+def _packed(
+    linear: nn.Linear, groups: Groups | None, quantize: Quantize, form: Form | None
+) -> nn.Module:
+    if quantize == "int4":
+        groups = quantize_groups(linear.weight)
+    if groups is not None:
+        return GroupedLinear(groups, linear.bias)
+    if quantize == "int8":
+        return PackedLinear(*quantize_outputs(linear.weight), linear.bias, form)
     if linear.weight.dtype != torch.bfloat16:
         return linear
     return PackedLinear(linear.weight.detach(), None, linear.bias, form)
 
 
-def packing_bytes(layer: nn.Module, to_int8: bool) -> tuple[int, int] | None:
+def packing_bytes(
+    layer: nn.Module, quantize: Quantize, groups: GroupForm | None = None
+) -> tuple[int, int] | None:
     """What `pack_linear` makes of a layer, and what it takes meanwhile; None if it leaves it."""
-    if type(layer) is not nn.Linear or not (to_int8 or layer.weight.dtype == torch.bfloat16):
+    if type(layer) is not nn.Linear:
+        return None
+    outputs, inputs = layer.out_features, layer.in_features
+    scale_and_bias = 2 * torch.float32.itemsize * outputs
+    if groups := INT4 if quantize == "int4" else groups:
+        beside = outputs * (inputs + 2 * torch.float16.itemsize * -(-inputs // groups.size))
+        return packed_bytes(groups, outputs, inputs) + scale_and_bias, beside
+    if quantize != "int8" and layer.weight.dtype != torch.bfloat16:
         return None
     stored = torch.empty_like(layer.weight, dtype=torch.int8, device="meta")
-    packed = pack(stored).nbytes if to_int8 else pack(stored).nbytes * torch.bfloat16.itemsize
-    quantized = stored.nbytes if to_int8 else 0
-    scale_and_bias = 2 * torch.float32.itemsize * layer.out_features
-    return packed + scale_and_bias, packed + quantized  # it is padded in one copy, laid in another
+    is_int8 = quantize == "int8"
+    packed = pack(stored).nbytes if is_int8 else pack(stored).nbytes * torch.bfloat16.itemsize
+    beside = stored.nbytes if is_int8 else 0
+    return packed + scale_and_bias, packed + beside  # it is padded in one copy, laid in another

@@ -1,5 +1,6 @@
 """Owns the few things that Numba lacks: addresses, a shared counter, bfloat16, a vectorized exp."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,20 @@ from numba.extending import intrinsic
 
 FAST = {"nsz", "arcp", "contract", "afn", "reassoc"}
 """Sums may be reordered and fused; infinities keep their meaning, softmax needs them."""
+
+
+def compiled_as(name: str, **options: Any) -> Callable[[Any], Any]:
+    """Compiles a function that is made more than once, each time under a name of its own.
+
+    Kernels come out of Numba's cache with the functions that they call, and two functions of one
+    name from two processes would be taken for the same.
+    """
+
+    def compile_named(function: Any) -> Any:
+        function.__qualname__ = function.__name__ = f"{function.__name__}_{name}"
+        return njit(function, **options)
+
+    return compile_named
 
 
 def _pointer_to(element: Any) -> Any:

@@ -51,6 +51,7 @@ from headrace.runner.kernels.forms import Form
 from headrace.runner.kernels.launch import Kernel
 from headrace.runner.kernels.numeric import (
     FAST,
+    compiled_as,
     f32_at,
     fast_exp,
     narrow,
@@ -116,10 +117,10 @@ def _weigh(scores: Any, sums: Any, span: Any, sight: Any, weights: Any) -> None:
         running[g, 1] += total
 
 
-def _attention(score: Any, mix: Any, new_rows: Any, new_weights: Any) -> Any:
+def _attention(name: str, score: Any, mix: Any, new_rows: Any, new_weights: Any) -> Any:
     """score, mix: products with keys and with values; new_rows: queries as `score` takes them."""
 
-    @njit
+    @compiled_as(name)
     def take(q: Any, past: Any, span: Any, state: Any, sight: Any) -> None:
         """Adds positions [span) of one kv head's past: all their scores first, then all values."""
         (first, stop), (scores, weights, sums, room) = span, state
@@ -131,7 +132,7 @@ def _attention(score: Any, mix: Any, new_rows: Any, new_weights: Any) -> Any:
         _weigh(scores, sums, (first, stop, base), sight, weights)
         mix(weights, past, blocks, stop - base, room, sums[0][:, :dim])
 
-    @njit(fastmath=FAST)
+    @compiled_as(name, fastmath=FAST)
     def attend(q: Any, out: Any, where: Any, past: Any, sight: Any, tops: Any) -> None:
         """Some queries of q [tokens, numbers] over their sequence's blocks, to the same of `out`.
 
@@ -217,9 +218,9 @@ def _weights_bf16(scores: Any, num_rows: int) -> Any:
     return weights
 
 
-_attend = _attention(score, mix, _wide_rows, _same)
-_attend_dot = _attention(score, mix, _rows_bf16, _weights_bf16)
-_attend_amx = _attention(score_amx, mix_amx, _rows_amx, _weights_bf16)
+_attend = _attention("numbers", score, mix, _wide_rows, _same)
+_attend_dot = _attention("dot", score, mix, _rows_bf16, _weights_bf16)
+_attend_amx = _attention("amx", score_amx, mix_amx, _rows_amx, _weights_bf16)
 
 
 @njit
@@ -240,9 +241,9 @@ def _find(piece: int, at: Any, lengths: Any, places: Any) -> Any:
     return number, first, tiles
 
 
-def _writer(write: Any) -> Any:
-    @njit
-    def run(g: Any, a: Any, new: Any, memory: Any) -> None:
+def _writer(name: str, write: Any) -> Any:
+    @compiled_as(name)
+    def write_all(g: Any, a: Any, new: Any, memory: Any) -> None:
         """A piece of work is one kv head of one chunk: its positions, to their blocks."""
         _, k, v, _ = new
         keys, values = memory
@@ -261,15 +262,15 @@ def _writer(write: Any) -> Any:
                 span = slice(kv * dim, (kv + 1) * dim)
                 write(keys[block, kv], values[block, kv], offset, k[row, span], v[row, span])
 
-    return run
+    return write_all
 
 
-_write_pairs, _write_numbers = _writer(write_pairs), _writer(write_numbers)
+_write_pairs, _write_numbers = _writer("pairs", write_pairs), _writer("numbers", write_numbers)
 
 
-def _attend_by(attend: Any) -> Any:
-    @njit
-    def run(g: Any, a: Any, new: Any, memory: Any) -> None:
+def _attend_by(name: str, attend: Any) -> Any:
+    @compiled_as(name)
+    def attend_all(g: Any, a: Any, new: Any, memory: Any) -> None:
         """A piece of work is one kv head of up to _MOST queries of one chunk."""
         q, out = new[0], new[3]
         starts, lengths, first_rows, table = chunks_of(g)
@@ -295,11 +296,12 @@ def _attend_by(attend: Any) -> Any:
                 sinks[kv * group : (kv + 1) * group] if sinks.size else sinks,
             )
 
-    return run
+    return attend_all
 
 
-_attend_all, _attend_all_dot = _attend_by(_attend), _attend_by(_attend_dot)
-_attend_all_amx = _attend_by(_attend_amx)
+_attend_all = _attend_by("numbers", _attend)
+_attend_all_dot = _attend_by("dot", _attend_dot)
+_attend_all_amx = _attend_by("amx", _attend_amx)
 
 
 @Kernel

@@ -1,10 +1,23 @@
 """Gives a loaded CPU model its fast layers; the model's own file stays as it is written."""
 
+import torch
 from torch import Tensor, nn
 
-from headrace.models.layers import GatedMLP, RMSNorm, Rotary, Rotation
-from headrace.runner.kernels.linear import PackedLinear
-from headrace.runner.kernels.pointwise import gated, norm, rotate
+from headrace.models.layers import (
+    Convolution,
+    DeltaGates,
+    GatedMLP,
+    GatedNorm,
+    RMSNorm,
+    Rotary,
+    Rotation,
+    ShiftedNorm,
+    SigmoidGate,
+)
+from headrace.models.step import Step
+from headrace.runner.kernels.delta_net import delta_gates, gated_norm
+from headrace.runner.kernels.linear import GroupedLinear, PackedLinear
+from headrace.runner.kernels.pointwise import gated, gated_by, norm, rotate
 
 
 class CpuRotation(Rotation):
@@ -33,6 +46,57 @@ class CpuNorm(nn.Module):
         return norm(x, self.weight, self.eps)
 
 
+class CpuShiftedNorm(nn.Module):
+    def __init__(self, plain: ShiftedNorm) -> None:
+        super().__init__()
+        self.weight, self.eps = plain.weight, plain.eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return norm(x, self.weight, self.eps, shift=1)
+
+
+class CpuGatedNorm(nn.Module):
+    def __init__(self, plain: GatedNorm) -> None:
+        super().__init__()
+        self.weight, self.eps = plain.weight, plain.eps
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        return gated_norm(x, gate, self.weight, self.eps)
+
+
+class CpuSigmoidGate(nn.Module):
+    def __init__(self, plain: SigmoidGate) -> None:
+        super().__init__()
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        return gated_by(x, gate)
+
+
+class CpuConvolution(nn.Module):
+    """Weights [width, channels]: a vector holds those of neighbours."""
+
+    def __init__(self, plain: Convolution) -> None:
+        super().__init__()
+        self.layer = plain.layer
+        self.weight = nn.Parameter(plain.weight[:, 0].T.contiguous(), requires_grad=False)
+
+    def forward(self, x: Tensor, step: Step) -> Tensor:
+        return step.convolve(self.layer, x, self.weight)
+
+
+class CpuDeltaGates(nn.Module):
+    """float32 [2, heads]: the rate at which a head forgets, less than 0, and what is added."""
+
+    def __init__(self, plain: DeltaGates) -> None:
+        super().__init__()
+        self.A_log, self.dt_bias = plain.A_log, plain.dt_bias
+        rates = -plain.A_log.float().exp()
+        self.table = nn.Buffer(torch.stack((rates, plain.dt_bias.float())).contiguous())
+
+    def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        return delta_gates(a, b, self.table)
+
+
 class CpuGatedMLP(nn.Module):
     def __init__(self, plain: GatedMLP) -> None:
         super().__init__()
@@ -42,7 +106,16 @@ class CpuGatedMLP(nn.Module):
         return self.down(gated(self.gate_up(x)))
 
 
-_FAST = {RMSNorm: CpuNorm, Rotary: CpuRotary, GatedMLP: CpuGatedMLP}
+_FAST = {
+    RMSNorm: CpuNorm,
+    ShiftedNorm: CpuShiftedNorm,
+    GatedNorm: CpuGatedNorm,
+    SigmoidGate: CpuSigmoidGate,
+    Rotary: CpuRotary,
+    GatedMLP: CpuGatedMLP,
+    Convolution: CpuConvolution,
+    DeltaGates: CpuDeltaGates,
+}
 
 
 def prepare(model: nn.Module) -> None:
@@ -57,7 +130,7 @@ def weight_bytes(model: nn.Module) -> int:
     """What the weights take in the form they have now, tied ones once."""
     tensors: list[Tensor] = list(model.parameters())
     for module in model.modules():
-        if isinstance(module, PackedLinear):
+        if isinstance(module, PackedLinear | GroupedLinear):
             tensors += module.buffers()
     held = {id(t) if t.is_mkldnn else t.data_ptr(): t for t in tensors}
     return sum(tensor.numel() * tensor.dtype.itemsize for tensor in held.values())

@@ -9,6 +9,7 @@ int8 weights meet integers too: groups of 128 inputs are scaled to int16, which 
 bfloat16 for all that is within a hundredth of the group's largest, and summed exactly.
 """
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,6 +30,7 @@ from headrace.runner.kernels.arguments import arguments_of, reader
 from headrace.runner.kernels.forms import Form, forms_here
 from headrace.runner.kernels.launch import Kernel, parallel
 from headrace.runner.kernels.numeric import (
+    compiled_as,
     f32_at,
     i8_at,
     largest_size,
@@ -41,6 +43,7 @@ from headrace.runner.kernels.tiles import CACHE_LINE, PANEL, empty_rows, panel_t
 
 _TILE = 12  # rows, at most
 _BLOCK_BYTES = 600 << 10  # of widened rows: they stay in the second cache
+Kernels = Mapping[torch.dtype, Kernel]
 _GROUP = 128  # inputs; sums of int8 times int16 stay below 2^31 for 512
 _INT16_MAX = np.float32(32767)
 _tile_12, _tile_8, _tile_4 = panel_tile(12), panel_tile(8), panel_tile(4)
@@ -98,7 +101,7 @@ def _to_bf16(x: Any, target: Any, scales: Any) -> None:
 
 
 @njit
-def _to_int16(x: Any, by: Any, target: Any) -> None:
+def to_int16(x: Any, by: Any, target: Any) -> None:
     for k in range(x.size):
         target[k] = np.int16(np.rint(widen(x[k]) * by))
 
@@ -112,7 +115,7 @@ def _quantize(x: Any, wide: Any, scales: Any) -> None:
             largest = largest_size(x[m, span])
             scales[m, group] = largest / _INT16_MAX
             by = _INT16_MAX / largest if largest > 0 else np.float32(0)
-            _to_int16(x[m, span], by, wide[m, span])
+            to_int16(x[m, span], by, wide[m, span])
 
 
 @njit
@@ -130,14 +133,27 @@ def _put(out: Any, num_rows: int, target: Any, row: int, first: int) -> None:
             place[n] = narrow(sums[n] * own_scale[n] + own_bias[n], place[0])
 
 
-def _product_by(take_in: Any, dtype: Any, group: int) -> Any:
-    """`take_in` brings rows to `dtype`, with a scale for each group of inputs; 0: all in one."""
+@njit
+def _no_scales(panel: Any, num_inputs: int) -> Any:
+    return 1
+
+
+@njit
+def _one_by_group(panel: Any, num_inputs: int) -> Any:
+    return (num_inputs + _GROUP - 1) // _GROUP
+
+
+def product_by(name: str, take_in: Any, multiply: Any, dtype: Any, num_scales: Any) -> Any:
+    """`take_in` brings rows to `dtype`, with numbers of their own, `num_scales` of them a row.
+
+    `name` is its own.
+    """
 
     num_bytes = np.dtype(dtype).itemsize
     apart = CACHE_LINE // num_bytes  # rows a power of two apart would meet in the first cache
 
-    @njit
-    def run(counter: Any, w: Any, x: Any, target: Any) -> None:
+    @compiled_as(name)
+    def product_rows(counter: Any, w: Any, x: Any, target: Any) -> None:
         """Pieces, a panel for a block of rows each, until none is left.
 
         w [panels, lines, numbers]; target: y [rows, outputs], scale and bias by output.
@@ -148,7 +164,7 @@ def _product_by(take_in: Any, dtype: Any, group: int) -> Any:
         padded = (size + 3) // 4 * 4  # as far as a tile reaches
         wide = empty_rows(padded, num_inputs + apart, dtype)
         wide[size:], wide[:, num_inputs:] = 0, 0
-        scales = np.ones((padded, (num_inputs + group - 1) // group if group else 1), np.float32)
+        scales = np.ones((padded, num_scales(w[0], num_inputs)), np.float32)
         out = empty_rows(padded, PANEL, np.float32)
         block = -1
         piece: int = take_next(counter)
@@ -164,11 +180,12 @@ def _product_by(take_in: Any, dtype: Any, group: int) -> Any:
             _put(out, rows.shape[0], target, block * size, piece % num_panels * PANEL)
             piece = following
 
-    return run
+    return product_rows
 
 
-_by_bf16, _by_int8 = _product_by(_widen, np.float32, 0), _product_by(_quantize, np.int16, _GROUP)
-_by_bf16_dot = _product_by(_to_bf16, np.uint16, 0)
+_by_bf16 = product_by("bf16", _widen, multiply, np.float32, _no_scales)
+_by_bf16_dot = product_by("bf16_dot", _to_bf16, multiply, np.uint16, _no_scales)
+_by_int8 = product_by("int8", _quantize, multiply, np.int16, _one_by_group)
 
 
 @njit
@@ -201,11 +218,11 @@ def _as_bf16(panel: Any, room: Any) -> Any:
     return room
 
 
-def _product_amx(lay_out: Any) -> Any:
+def _product_amx(name: str, lay_out: Any) -> Any:
     """`lay_out` makes a panel bfloat16; the number of inputs must be a multiple of DEEP."""
 
-    @njit
-    def run(counter: Any, w: Any, x: Any, target: Any) -> None:
+    @compiled_as(name)
+    def product_rows(counter: Any, w: Any, x: Any, target: Any) -> None:
         """The same as without AMX; rows are multiplied as they are, only further apart."""
         num_panels, (num_rows, num_inputs) = w.shape[0], x.shape
         size = max(_BLOCK_BYTES // (2 * num_inputs) // _AMX_ROWS, 1) * _AMX_ROWS
@@ -233,10 +250,11 @@ def _product_amx(lay_out: Any) -> Any:
             piece = following
         release()
 
-    return run
+    return product_rows
 
 
-_rows_by_bf16_amx, _rows_by_int8_amx = _product_amx(_as_it_lies), _product_amx(_as_bf16)
+_rows_by_bf16_amx = _product_amx("bf16_amx", _as_it_lies)
+_rows_by_int8_amx = _product_amx("int8_amx", _as_bf16)
 
 
 class _Product(NamedTuple):
@@ -248,13 +266,15 @@ class _Product(NamedTuple):
     y: int
     scale: int
     bias: int
+    groups: int  # or lines
+    group_bytes: int
 
 
-_read = reader(_Product)
+read_product = reader(_Product)
 
 
 @njit
-def _scale_and_bias(g: Any) -> Any:
+def scale_and_bias(g: Any) -> Any:
     return carray(f32_at(g.scale), g.outputs), carray(f32_at(g.bias), g.outputs)
 
 
@@ -265,37 +285,37 @@ def _panels(bits: Any, num_outputs: int, num_inputs: int) -> Any:
 
 @Kernel
 def _bf16_by_bf16(a: Any) -> None:
-    g = _read(a)
+    g = read_product(a)
     w, y = _panels(u16_at(g.weight), g.outputs, g.inputs), carray(u16_at(g.y), (g.rows, g.outputs))
-    _by_bf16(a, w, carray(u16_at(g.x), (g.rows, g.inputs)), (y, *_scale_and_bias(g)))
+    _by_bf16(a, w, carray(u16_at(g.x), (g.rows, g.inputs)), (y, *scale_and_bias(g)))
 
 
 @Kernel
 def _bf16_dot(a: Any) -> None:
-    g = _read(a)
+    g = read_product(a)
     w, y = _panels(u16_at(g.weight), g.outputs, g.inputs), carray(u16_at(g.y), (g.rows, g.outputs))
-    _by_bf16_dot(a, w, carray(u16_at(g.x), (g.rows, g.inputs)), (y, *_scale_and_bias(g)))
+    _by_bf16_dot(a, w, carray(u16_at(g.x), (g.rows, g.inputs)), (y, *scale_and_bias(g)))
 
 
 @Kernel
 def _bf16_amx(a: Any) -> None:
-    g = _read(a)
+    g = read_product(a)
     w, y = _panels(u16_at(g.weight), g.outputs, g.inputs), carray(u16_at(g.y), (g.rows, g.outputs))
-    _rows_by_bf16_amx(a, w, carray(u16_at(g.x), (g.rows, g.inputs)), (y, *_scale_and_bias(g)))
+    _rows_by_bf16_amx(a, w, carray(u16_at(g.x), (g.rows, g.inputs)), (y, *scale_and_bias(g)))
 
 
 @Kernel
 def _bf16_by_int8(a: Any) -> None:
-    g = _read(a)
+    g = read_product(a)
     w, y = _panels(i8_at(g.weight), g.outputs, g.inputs), carray(u16_at(g.y), (g.rows, g.outputs))
-    _by_int8(a, w, carray(u16_at(g.x), (g.rows, g.inputs)), (y, *_scale_and_bias(g)))
+    _by_int8(a, w, carray(u16_at(g.x), (g.rows, g.inputs)), (y, *scale_and_bias(g)))
 
 
 @Kernel
 def _bf16_by_int8_or_amx(a: Any) -> None:
-    g = _read(a)
+    g = read_product(a)
     w, y = _panels(i8_at(g.weight), g.outputs, g.inputs), carray(u16_at(g.y), (g.rows, g.outputs))
-    x, target = carray(u16_at(g.x), (g.rows, g.inputs)), (y, *_scale_and_bias(g))
+    x, target = carray(u16_at(g.x), (g.rows, g.inputs)), (y, *scale_and_bias(g))
     if g.rows > _FEW_ROWS:
         _rows_by_int8_amx(a, w, x, target)
     else:
@@ -304,9 +324,9 @@ def _bf16_by_int8_or_amx(a: Any) -> None:
 
 @Kernel
 def _float_by_int8(a: Any) -> None:
-    g = _read(a)
+    g = read_product(a)
     w, y = _panels(i8_at(g.weight), g.outputs, g.inputs), carray(f32_at(g.y), (g.rows, g.outputs))
-    _by_int8(a, w, carray(f32_at(g.x), (g.rows, g.inputs)), (y, *_scale_and_bias(g)))
+    _by_int8(a, w, carray(f32_at(g.x), (g.rows, g.inputs)), (y, *scale_and_bias(g)))
 
 
 _BODIES = {
@@ -321,10 +341,14 @@ _BODIES_AMX = _BODIES | {
 }
 
 
-def _bodies(form: Form, num_inputs: int) -> dict[tuple[torch.dtype, torch.dtype], Kernel]:
+def kernels_for(form: Form | None, num_inputs: int, weight: torch.dtype) -> Kernels:
+    """By the type of the rows. Without `form` it is the processor's best."""
+    form, bodies = form or forms_here()[0], _BODIES
     if form == "amx" and num_inputs % DEEP == 0:
-        return _BODIES_AMX
-    return _BODIES_DOT if form == "bf16dot" else _BODIES
+        bodies = _BODIES_AMX
+    elif form == "bf16dot":
+        bodies = _BODIES_DOT
+    return {x: kernel for (x, w), kernel in bodies.items() if w == weight}
 
 
 def pack(weight: Tensor) -> Tensor:
@@ -344,18 +368,12 @@ class Operand:
     """
 
     def __init__(
-        self,
-        packed: Tensor,
-        num_inputs: int,
-        scale: Tensor,
-        bias: Tensor,
-        form: Form | None = None,
+        self, packed: Tensor, num_inputs: int, scale: Tensor, bias: Tensor, kernels: Kernels
     ) -> None:
-        """Without `form` it is the processor's best."""
-        self.dtype, self.num_outputs, self.num_inputs = packed.dtype, len(scale), num_inputs
+        self.num_outputs, self.num_inputs = len(scale), num_inputs
         self.weight = packed.data_ptr()
-        self.scale_and_bias = scale.data_ptr(), bias.data_ptr()
-        self.kernels = _bodies(form or forms_here()[0], num_inputs)
+        self.further = scale.data_ptr(), bias.data_ptr(), *packed.shape[1:3]
+        self.kernels = kernels
         self._held = packed, scale, bias
 
 
@@ -368,6 +386,6 @@ def product(x: Tensor, by: Operand) -> Tensor:
     rows = x.shape[0]
     y = torch.empty((rows, by.num_outputs), dtype=x.dtype)
     sizes, pointers = (rows, by.num_outputs, by.num_inputs), (x.data_ptr(), y.data_ptr())
-    words = _Product(*sizes, by.weight, *pointers, *by.scale_and_bias)
-    parallel(by.kernels[x.dtype, by.dtype], arguments_of(*words))
+    words = _Product(*sizes, by.weight, *pointers, *by.further)
+    parallel(by.kernels[x.dtype], arguments_of(*words))
     return y

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 _OWN = {torch.ops.aten.add.Tensor: add}
 _MAX_TOKENS = 256  # beyond, the work outweighs the calls
-_ARRAYS = ("starts", "lengths", "first_rows")
+_ARRAYS = ("starts", "lengths", "first_rows", "slots")
 
 
 class CapturedForward:

@@ -257,6 +257,111 @@ def panel_tile(num_rows: int) -> Any:
     return intrinsic(typed)
 
 
+def group_tile(num_rows: int, bits: int, has_minimum: bool) -> Any:
+    """tile(w, x, by, out, (num_lines, base, share)): products of whole rows with a panel in groups.
+
+    w [groups, bytes] is a panel of PANEL outputs, its groups as `kernels/groups.py` lays them out:
+    scales, minima if there are any, and `num_lines` lines of two inputs, in 4 or 8 bits. x [rows,
+    inputs or more] is int16; by [rows, 2 * groups] float32: for each group of a row the scale of
+    its inputs, and their sum. out[j, n] = the sum over groups of by's scale times w's times the
+    exact sum of products, plus by's sum times w's minimum. With each group `share` bytes, at most
+    a group's, are fetched from base + group * share on. Nothing depends on num_rows: no sum is
+    reordered.
+    """
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        b, kinds = builder, signature.args
+        w, x, by, out = (Matrix(context, b, kinds[i], args[i]) for i in range(4))
+        num_lines, base, share = cgutils.unpack_tuple(b, args[4])
+        num_heads = 2 if has_minimum else 1
+        apart = _apart(b, share, num_lines)
+        rows, factors = ([part.row(_I64(0), m) for m in range(num_rows)] for part in (x, by))
+
+        def group(number: Any, totals: list[Any]) -> list[Any]:
+            start = w.at(number, _I64(0))
+            lines = b.add(start, _I64(num_heads * 2 * PANEL))
+            first, there = b.mul(number, num_lines), b.add(base, b.mul(number, share))
+            rest = b.add(there, b.mul(num_lines, apart))
+            for head in range(num_heads if bits == 8 else 0):
+                fetch(b, b.add(rest, _I64(head * CACHE_LINE)))
+
+            def line(at: Any, sums: list[Any]) -> list[Any]:
+                overall = b.add(first, at)
+                fetch(b, b.add(there, b.mul(at, apart)))
+                vectors = _of_line(b, b.add(lines, b.mul(at, _I64(bits * PANEL // 4))), bits)
+                following = []
+                for m, row in enumerate(rows):
+                    factor = load(b, b.add(row, b.mul(overall, _I64(4))), _I32, 2)
+                    pair, both = spread_over(b, factor), sums[2 * m : 2 * m + 2]
+                    terms = zip(both, vectors, strict=True)
+                    following += [_add_term(b, total, vector, pair) for total, vector in terms]
+                return following
+
+            sums = loop(b, num_lines, [ir.Constant(INTS, [0] * LANES)] * (2 * num_rows), line)
+            scales = _halves(b, start)
+            minima = _halves(b, b.add(start, _I64(2 * PANEL))) if has_minimum else []
+            places = [b.add(row, b.mul(number, _I64(8))) for row in factors]
+            return _with_group(b, places, sums, (scales, minima), totals)
+
+        none = ir.Constant(FLOATS, [0.0] * LANES)
+        totals = loop(b, w.shape[0], [none] * (2 * num_rows), group)
+        places = [out.at(_I64(m), _I64(LANES * v)) for m in range(num_rows) for v in range(2)]
+        for place, total in zip(places, totals, strict=True):
+            b.store(total, b.inttoptr(place, FLOATS.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    def typed(typing: Any, w: Any, x: Any, by: Any, out: Any, places: Any) -> Any:
+        return types.void(w, x, by, out, places), emit
+
+    return intrinsic(typed)
+
+
+def _fused(builder: Any, a: Any, b: Any, total: Any) -> Any:
+    """total + a b, rounded once whatever stands around it."""
+    kind = ir.FunctionType(FLOATS, [FLOATS] * 3)
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.fma.v16f32")
+    return builder.call(function, [a, b, total])
+
+
+def _with_group(
+    builder: Any, places: list[Any], sums: list[Any], of: tuple[Any, Any], totals: list[Any]
+) -> list[Any]:
+    """Totals with a group's sums; at a place are the two factors of a row."""
+    b, (scales, minima), following = builder, of, []
+    for m, place in enumerate(places):
+        both = [load(b, b.add(place, _I64(n)), _F32, 4) for n in (0, 4)]
+        scale, whole = (spread_over(b, factor) for factor in both)
+        for v in range(2):
+            part = b.fmul(b.sitofp(sums[2 * m + v], FLOATS), scale)
+            total = _fused(b, part, scales[v], totals[2 * m + v])
+            following.append(_fused(b, whole, minima[v], total) if minima else total)
+    return following
+
+
+def _apart(builder: Any, share: Any, num_lines: Any) -> Any:
+    """Bytes that a line asks for, at most 64: none of the cache's lines may be left out."""
+    bytes_each = builder.sdiv(builder.add(share, builder.sub(num_lines, _I64(1))), num_lines)
+    is_more = builder.icmp_signed(">", bytes_each, _I64(CACHE_LINE))
+    return builder.select(is_more, _I64(CACHE_LINE), bytes_each)
+
+
+def _halves(builder: Any, address: Any) -> list[Any]:
+    """PANEL float16 numbers as two vectors of floats."""
+    kind = ir.VectorType(ir.HalfType(), LANES)
+    parts = [load(builder, builder.add(address, _I64(2 * LANES * v)), kind, 2) for v in range(2)]
+    return [builder.fpext(part, FLOATS) for part in parts]
+
+
+def _of_line(builder: Any, address: Any, bits: int) -> list[Any]:
+    """A line as two vectors of int16: a byte of 4 bits holds one of each, the lower one first."""
+    stored, wide = ir.VectorType(ir.IntType(8), _SHORTS), ir.VectorType(ir.IntType(16), _SHORTS)
+    if bits == 8:
+        places = [builder.add(address, _I64(_SHORTS * v)) for v in range(2)]
+        return [builder.sext(load(builder, place, stored, 1), wide) for place in places]
+    both = builder.zext(load(builder, address, stored, 1), wide)
+    return [builder.and_(both, wide([15] * _SHORTS)), builder.lshr(both, wide([4] * _SHORTS))]
+
+
 def _terms_of(builder: Any, address: Any, kind: str, by: str) -> list[Pair]:
     """The line's weights, each pair of vectors those of all outputs for one load of x's.
 

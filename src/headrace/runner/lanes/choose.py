@@ -5,37 +5,46 @@ from typing import Any
 
 from headrace.checkpoints.spec import ModelSpec
 from headrace.core.errors import ModelError
-from headrace.models.registry import FAMILIES, family
+from headrace.models.registry import family, is_native
 
 LANES = {
     "native-text": "headrace.runner.lanes.native_text:NativeText",
     "generic-text": "headrace.runner.lanes.generic_text:GenericText",
+    "generic-multimodal": "headrace.runner.lanes.multimodal:GenericMultimodal",
+    "generic-seq2seq-source": "headrace.runner.lanes.seq2seq:Seq2SeqSource",
 }
+_ENCODER = "headrace.runner.lanes.encoder:GenericEncoder"
+"""Lane generic-text for a model that draws nothing."""
 
 
 def choose_lane(spec: ModelSpec, wanted: str) -> Any:
     """The lane's class; ModelError with the reason if no lane, or not the wanted one, can."""
-    judges = {"native-text": _native_objection, "generic-text": _generic_objection}
     if wanted != "auto":
-        if objection := judges[wanted](spec):
+        if objection := _JUDGES[wanted](spec):
             raise ModelError(f"Lane {wanted} cannot run {spec.name}: {objection}")
-        return _load(wanted)
-    objections = []
-    for lane, judge in judges.items():
-        if (objection := judge(spec)) is None:
-            return _load(lane)
-        objections.append(f"{lane}: {objection}")
-    raise ModelError(f"No lane can run {spec.name}. {' '.join(objections)}")
+        return _load(wanted, spec)
+    if matching := matches(spec):
+        return _load(matching[0], spec)
+    objections = " ".join(f"{lane}: {judge(spec)}" for lane, judge in _JUDGES.items())
+    raise ModelError(f"No lane can run {spec.name}. {objections}")
 
 
-def _load(lane: str) -> Any:
-    module, name = LANES[lane].split(":")
+def matches(spec: ModelSpec) -> list[str]:
+    """The lanes that are for this model: one or none, since matchers exclude each other."""
+    return [lane for lane, is_for in _MATCHERS.items() if is_for(spec)]
+
+
+def _load(lane: str, spec: ModelSpec) -> Any:
+    is_encoder = lane == "generic-text" and not _is_causal(spec)
+    module, name = (_ENCODER if is_encoder else LANES[lane]).split(":")
     return getattr(importlib.import_module(module), name)
 
 
 def _native_objection(spec: ModelSpec) -> str | None:
-    if spec.architecture not in FAMILIES:
-        return f"{spec.architecture} is not one of {', '.join(FAMILIES)}."
+    if spec.architecture.endswith("ForCausalLM") and _has_other_sides(spec):
+        return f"{spec.architecture} has more than a text side."
+    if not is_native(spec.architecture):
+        return f"{spec.architecture} has no implementation of ours."
     try:
         family(spec.architecture).read(spec.config)
     except ModelError as error:
@@ -45,15 +54,83 @@ def _native_objection(spec: ModelSpec) -> str | None:
     return None
 
 
-def _generic_objection(spec: ModelSpec) -> str | None:
-    if "vision_config" in spec.config or "audio_config" in spec.config:
-        return f"{spec.architecture} has more than a text side."
-    kind = spec.config.get("model_type", "")
-    # Imported where it is needed: it takes longer than a small model to load.
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+def _has_other_sides(spec: ModelSpec) -> bool:
+    return "vision_config" in spec.config or "audio_config" in spec.config
 
-    if MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind) == spec.architecture:
+
+def _generic_objection(spec: ModelSpec) -> str | None:
+    if _has_other_sides(spec):
+        return f"{spec.architecture} has more than a text side."
+    # Imported where it is needed: it takes longer than a small model to load.
+    from headrace.runner.lanes.encoder import task_of
+
+    if _is_causal(spec) or task_of(spec):
         return None
     if "auto_map" in spec.config:
         return f"{spec.architecture} needs code from its repository, which is never run."
-    return f"{spec.architecture} is no causal language model that transformers knows."
+    return (
+        f"{spec.architecture} is no causal language model that transformers knows, nor an encoder."
+    )
+
+
+def _is_causal(spec: ModelSpec) -> bool:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    kind = spec.config.get("model_type", "")
+    return bool(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind) == spec.architecture)
+
+
+def _source_objection(spec: ModelSpec) -> str | None:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+
+    kind = spec.config.get("model_type", "")
+    is_known = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.get(kind) == spec.architecture
+    if not (is_known and spec.has_source):
+        return f"{spec.architecture} is no encoder-decoder model that transformers knows."
+    if "audio_config" in spec.config or "vision_config" in spec.config:
+        return f"{spec.architecture} reads more than text."
+    return None
+
+
+def _image_objection(spec: ModelSpec) -> str | None:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+    kind = spec.config.get("model_type", "")
+    is_known = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(kind) == spec.architecture
+    if not is_known or "vision_config" not in spec.config:
+        return f"{spec.architecture} is no image-text model that transformers knows."
+    if not spec.has_processor:
+        return "the folder has no preprocessor_config.json or processor_config.json."
+    return None
+
+
+def _is_native(spec: ModelSpec) -> bool:
+    return _native_objection(spec) is None
+
+
+def _is_generic(spec: ModelSpec) -> bool:
+    """It can run models with an implementation of ours too, and does if it is asked to."""
+    return not _is_native(spec) and _generic_objection(spec) is None
+
+
+def _is_multimodal(spec: ModelSpec) -> bool:
+    return not _is_native(spec) and _image_objection(spec) is None
+
+
+def _has_source(spec: ModelSpec) -> bool:
+    return _source_objection(spec) is None
+
+
+_JUDGES = {
+    "native-text": _native_objection,
+    "generic-text": _generic_objection,
+    "generic-multimodal": _image_objection,
+    "generic-seq2seq-source": _source_objection,
+}
+"""What keeps a lane from running a model, or None."""
+_MATCHERS = {
+    "native-text": _is_native,
+    "generic-text": _is_generic,
+    "generic-multimodal": _is_multimodal,
+    "generic-seq2seq-source": _has_source,
+}

@@ -1,6 +1,7 @@
-"""Any causal model of transformers: a dense cache per slot, one forward per chunk."""
+"""Any causal model of transformers: on blocks where it can be, else a dense cache per slot."""
 
 import copy as copies
+import logging
 from array import array
 from collections.abc import Sequence
 from typing import Any
@@ -9,44 +10,108 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from headrace.checkpoints.headers import read_headers
 from headrace.checkpoints.spec import ModelSpec
 from headrace.core.errors import ModelError
 from headrace.core.ids import SlotId
 from headrace.core.layout import MemoryLayout
+from headrace.core.messages import LaneFacts
 from headrace.core.plan import BlockCopy, Chunk, SlotCopy
-from headrace.runner.lanes.foreign import Signature, tensor_bytes
+from headrace.runner.kernels.choose import choose_form
+from headrace.runner.kernels.forms import Form
+from headrace.runner.lanes.foreign import (
+    FOREIGN_ERRORS,
+    TOLERANCE,
+    Signature,
+    load_pretrained,
+    tensor_bytes,
+)
+from headrace.runner.lanes.generic_blocks import BlockForm, NotOnBlocks
+
+logger = logging.getLogger(__name__)
 
 _PROBE_ENDS = (7, 37, 40)
 """Of the chunks that prove a lane. The last is short: of a model that forgets what came before a
 chunk, little is then left to answer from, and the answer is wrong by more than rounding."""
 
-_FAULTS = {
-    "missing_keys": "is missing",
-    "unexpected_keys": "is unknown to the model",
-    "mismatched_keys": "has another shape than the model's",
-}
-_FOREIGN = (AttributeError, LookupError, NotImplementedError, TypeError, ValueError)
-"""What code that is not ours raises where it is not made for what we give it."""
-
-_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
-
 
 class GenericText:
     id = "generic-text"
+    tasks = ("generate",)
+    is_whole = False
+    vector_size = 0
+    source = None
 
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
-        self._model = _load(spec, dtype).to(device).eval()
+    def __init__(
+        self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, kernels: str = "auto"
+    ) -> None:
+        """`kernels` are those of the attention over blocks; the rest is torch's."""
+        self._model = load_pretrained(AutoModelForCausalLM, spec, dtype).to(device).eval()
         self.device, self.dtype = device, dtype
-        self._signature = Signature.of(self._model.forward)
-        self._cache_name = "past_key_values"
-        if "cache_params" in self._signature.names:  # what state space models call it
-            self._cache_name = "cache_params"
-        self._extends = True  # by several tokens at once; else a prompt goes on one by one
-        self._caches: dict[SlotId, Any] = {}
+        signature = Signature.of(self._model.forward)
+        self._slots = DenseCaches(self._model, signature, dtype, device)
+        self._blocks: BlockForm | None = None
+        name = type(self._model).__name__
+
+        def choose() -> Form:
+            return choose_form(kernels, dtype).form if device.type == "cpu" else "plain"
+
+        try:
+            self._blocks = BlockForm(
+                self._model, signature, dtype, device, choose, self._slots.all_logits
+            )
+        except NotOnBlocks as reason:
+            self._slots.why = f"{name} {reason}"
+            logger.info("One forward per sequence: %s %s.", name, reason)
         parameters = list(self._model.parameters())
         self.num_parameters = sum(p.numel() for p in parameters)
         self.weight_bytes = sum(p.nbytes for p in parameters)
+
+    def layout(
+        self, free_bytes: int, max_num_seqs: int, max_positions: int, block_size: int
+    ) -> MemoryLayout:
+        if self._blocks is None:
+            return self._slots.layout(free_bytes, max_num_seqs, max_positions, block_size)
+        wanted = max_num_seqs * -(-max_positions // block_size)
+        num_blocks = self._blocks.layout(free_bytes, wanted, block_size)
+        return MemoryLayout(
+            block_size=block_size,
+            num_blocks=num_blocks,
+            max_positions=min(max_positions, num_blocks * block_size),
+        )
+
+    def open(self, layout: MemoryLayout) -> None:
+        form = self._blocks or self._slots
+        form.open(layout)
+        self.facts = form.facts
+
+    def forward(self, chunks: Sequence[Chunk], token_ids: Sequence["array[int]"]) -> Tensor:
+        return (self._blocks or self._slots).forward(chunks, token_ids)
+
+    def logits(self, rows: Tensor) -> Tensor:
+        return rows.float()
+
+    def copy(self, blocks: Sequence[BlockCopy], slots: Sequence[SlotCopy]) -> None:
+        if self._blocks is None:
+            self._slots.copy(slots)
+        else:
+            self._blocks.copy(blocks)
+
+
+class DenseCaches:
+    """A dense cache per slot, as the model itself makes it; one forward per chunk."""
+
+    def __init__(
+        self, model: Any, signature: Signature, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._model, self._signature = model, signature
+        self._dtype, self._device = dtype, device
+        self._cache_name = "past_key_values"
+        if "cache_params" in signature.names:  # what state space models call it
+            self._cache_name = "cache_params"
+        self._has_masks = self._cache_name == "past_key_values"
+        self._extends = True  # by several tokens at once; else a prompt goes on one by one
+        self.why = ""  # it is not on blocks
+        self._caches: dict[SlotId, Any] = {}
 
     def layout(
         self, free_bytes: int, max_num_seqs: int, max_positions: int, block_size: int
@@ -57,10 +122,19 @@ class GenericText:
         room = max(0, free_bytes // num_slots - fixed)
         if per_position:
             max_positions = min(max_positions, room // per_position)
-        return MemoryLayout(block_size=block_size, num_slots=num_slots, max_positions=max_positions)
+        return MemoryLayout(
+            block_size=block_size,
+            num_slots=num_slots,
+            max_positions=max_positions,
+            forward_per_chunk=True,
+        )
 
     def open(self, layout: MemoryLayout) -> None:
         self._caches.clear()
+
+    @property
+    def facts(self) -> LaneFacts:
+        return LaneFacts("slot", "lazy-prefix" if self._has_masks else "none", self.why)
 
     def forward(self, chunks: Sequence[Chunk], token_ids: Sequence["array[int]"]) -> Tensor:
         rows = [
@@ -69,10 +143,13 @@ class GenericText:
         ]
         return torch.cat(rows)
 
-    def logits(self, rows: Tensor) -> Tensor:
-        return rows.float()
+    def all_logits(self, ids: "array[int]") -> Tensor:
+        """float32 [tokens, vocab] of a sequence by itself, computed whole."""
+        rows = self._run(SlotId(0), 0, ids, len(ids)).float()
+        self._caches.clear()
+        return rows
 
-    def copy(self, blocks: Sequence[BlockCopy], slots: Sequence[SlotCopy]) -> None:
+    def copy(self, slots: Sequence[SlotCopy]) -> None:
         for copy in slots:
             self._caches[copy.target] = copies.deepcopy(self._caches[copy.source])
 
@@ -83,9 +160,9 @@ class GenericText:
         elif not self._extends and len(ids) > 1:
             rows = [self._run(slot, start + i, ids[i : i + 1], 1) for i in range(len(ids))]
             return torch.cat(rows)[len(ids) - num_rows :]
-        positions = torch.arange(start, start + len(ids), device=self.device)
+        positions = torch.arange(start, start + len(ids), device=self._device)
         offered = {
-            "input_ids": torch.tensor([ids.tolist()], device=self.device),
+            "input_ids": torch.tensor([ids.tolist()], device=self._device),
             "position_ids": positions[None],
             self._cache_name: self._caches[slot],
             "use_cache": True,
@@ -106,7 +183,7 @@ class GenericText:
         expected, (whole,) = self._probe((length,))
         for self._extends in (True, False):
             got, (part, *_) = self._probe(_PROBE_ENDS)
-            if (got - expected).abs().max() <= _TOLERANCE[self.dtype] * expected.abs().max():
+            if (got - expected).abs().max() <= TOLERANCE[self._dtype] * expected.abs().max():
                 break
         else:
             raise self._refusal("its answer changes with the place of the cut")
@@ -119,33 +196,11 @@ class GenericText:
         for start, end in zip((0, *ends), ends, strict=False):
             try:
                 row = self._run(slot, start, array("i", range(start, end)), 1)
-            except _FOREIGN as error:
+            except FOREIGN_ERRORS as error:
                 raise self._refusal(f"its forward ends with {type(error).__name__}") from error
             sizes.append(tensor_bytes(self._caches[slot]))
         return row.float(), sizes
 
     def _refusal(self, reason: str) -> ModelError:
         name = type(self._model).__name__
-        return ModelError(f"{name} cannot be run in chunks by lane {self.id}: {reason}.")
-
-
-def _load(spec: ModelSpec, dtype: torch.dtype) -> Any:
-    read_headers(spec)  # a damaged file is named before transformers meets it
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        spec.folder,
-        dtype=dtype,
-        local_files_only=True,
-        trust_remote_code=False,
-        use_safetensors=True,
-        ignore_mismatched_sizes=True,  # they are in the report
-        output_loading_info=True,
-    )
-    model, report = loaded
-    for kind, fault in _FAULTS.items():
-        for key in report[kind]:
-            tensor = key if isinstance(key, str) else key[0]  # mismatched ones with their shapes
-            raise ModelError(
-                f"Tensor {tensor} of {spec.name} {fault}; check config.json against the weights.",
-                "model_corrupt",
-            )
-    return model
+        return ModelError(f"{name} cannot be run in chunks by lane {GenericText.id}: {reason}.")

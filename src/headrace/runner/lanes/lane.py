@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from headrace.core.layout import MemoryLayout
-from headrace.core.plan import BlockCopy, Chunk, SlotCopy
+from headrace.core.messages import LaneFacts
+from headrace.core.plan import BlockCopy, Chunk, EncodeChunk, EncodeWork, SlotCopy, SourceForm
 
 
 class Lane(Protocol):
@@ -19,6 +20,11 @@ class Lane(Protocol):
     dtype: torch.dtype
     num_parameters: int
     weight_bytes: int
+    tasks: tuple[str, ...]  # of generate, embed and score
+    is_whole: bool  # it cannot go on from a cache: prompts are never cut
+    vector_size: int  # of an embedding; 0: it gives none
+    facts: LaneFacts  # from its opening on
+    source: SourceForm | None  # if its prompts are sources to encode
 
     def layout(
         self, free_bytes: int, max_num_seqs: int, max_positions: int, block_size: int
@@ -35,7 +41,18 @@ class Lane(Protocol):
         ...
 
     def logits(self, rows: Tensor) -> Tensor:
-        """float32 [rows, vocab] of any selection of `forward`'s rows."""
+        """float32 [rows, vocab] of any selection of `forward`'s rows; of a classifier its labels.
+
+        Where vectors are embedded, the rows themselves are hidden states.
+        """
         ...
 
     def copy(self, blocks: Sequence[BlockCopy], slots: Sequence[SlotCopy]) -> None: ...
+
+
+class EncodingLane(Lane, Protocol):
+    """A lane whose sequences may have works."""
+
+    def encode(self, chunk: EncodeChunk, work: EncodeWork) -> None:
+        """Computes some units of a work; what comes of them is kept with the sequence's slot."""
+        ...

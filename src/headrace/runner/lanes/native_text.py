@@ -2,55 +2,72 @@
 
 from array import array
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from headrace.checkpoints.gguf_groups import Groups
 from headrace.checkpoints.spec import ModelSpec
-from headrace.checkpoints.weights import load_weights
+from headrace.checkpoints.weights import Settling, group_forms, load_weights
 from headrace.core.layout import MemoryLayout
+from headrace.core.messages import LaneFacts
 from headrace.core.plan import BlockCopy, Chunk, SlotCopy
-from headrace.models.registry import family
+from headrace.models.registry import family, has_head
+from headrace.models.step import CacheShape
 from headrace.runner.attention import Attention, NaiveAttention
 from headrace.runner.inputs import Batch, pack
 from headrace.runner.kernels.attention import CpuAttention
 from headrace.runner.kernels.forms import Form, forms_here
-from headrace.runner.kernels.linear import pack_linear
+from headrace.runner.kernels.linear import Quantize, pack_linear
 from headrace.runner.kernels.prepare import prepare, weight_bytes
 from headrace.runner.kernels.replay import CapturedForward
 from headrace.runner.probe import give_back_freed
-from headrace.runner.storage import BlockStorage, bytes_per_position
+from headrace.runner.storage import BlockStorage, bytes_per_position, bytes_per_slot
+
+_SNAPSHOT_EVERY = 1024  # positions, or the next border of a block
 
 
 class NativeText:
     id = "native-text"
+    is_whole = False
+    source = None
 
     def __init__(
         self,
         spec: ModelSpec,
         dtype: torch.dtype,
         device: torch.device,
-        to_int8: bool = False,
+        quantize: Quantize = "none",
         form: Form | None = None,
     ) -> None:
         """Without `form` it is the processor's best; elsewhere than on a CPU it is plain."""
         make = family(spec.architecture)
-        with torch.device("meta"):
-            self._model = make(make.read(spec.config))
+        self._model = _without_weights(spec)
+        if not has_head(spec.architecture):
+            del self._model.head
+        self.tasks = ("generate", "embed") if has_head(spec.architecture) else ("embed",)
+        self.vector_size = self._model.embed.weight.shape[1]
         self.num_parameters = sum(p.numel() for p in self._model.parameters())
         self._hidden: Callable[[Batch], Tensor]
         self.device, self.dtype = device, dtype
         self._form = (form or forms_here()[0]) if device.type == "cpu" else "plain"
         if self._form != "plain":
-            load_weights(self._model, make.weights, spec, dtype, device, self._pack(to_int8))
+            forms = group_forms(self._model, make.weights, spec) if quantize == "own" else {}
+            settling = Settling(self._pack(quantize), forms)
+            load_weights(self._model, make.weights, spec, dtype, device, settling)
             prepare(self._model)
         else:
             load_weights(self._model, make.weights, spec, dtype, device)
         self.weight_bytes = weight_bytes(self._model)
 
-    def _pack(self, to_int8: bool) -> Callable[[str], None]:
-        def pack(path: str) -> None:
-            pack_linear(self._model, path, to_int8, self._form)
+    @staticmethod
+    def has_states(spec: ModelSpec) -> bool:
+        return _without_weights(spec).cache_shape.state is not None
+
+    def _pack(self, quantize: Quantize) -> Callable[[str, Groups | None], None]:
+        def pack(path: str, groups: Groups | None) -> None:
+            pack_linear(self._model, path, groups, quantize, self._form)
             give_back_freed()
 
         return pack
@@ -58,22 +75,39 @@ class NativeText:
     def layout(
         self, free_bytes: int, max_num_seqs: int, max_positions: int, block_size: int
     ) -> MemoryLayout:
-        block_bytes = block_size * bytes_per_position(self._model.cache_shape, self.dtype)
+        shape: CacheShape = self._model.cache_shape
+        block_bytes = block_size * bytes_per_position(shape, self.dtype)
+        num_slots = num_snapshots = 0
+        if shape.state is not None:
+            slot_bytes = bytes_per_slot(shape.state, self.dtype)
+            num_slots, num_snapshots = _share_slots(free_bytes // 2 // slot_bytes, max_num_seqs)
+            free_bytes = max(0, free_bytes - (num_slots + num_snapshots) * slot_bytes)
+            max_num_seqs = num_slots
         wanted = max_num_seqs * -(-max_positions // block_size)
         num_blocks = min(wanted, free_bytes // block_bytes)
         return MemoryLayout(
             block_size=block_size,
             num_blocks=num_blocks,
+            num_slots=num_slots,
+            num_snapshots=num_snapshots,
+            snapshot_every=-(-_SNAPSHOT_EVERY // block_size) * block_size,
             max_positions=min(max_positions, num_blocks * block_size),
         )
 
     def open(self, layout: MemoryLayout) -> None:
         self._storage = BlockStorage(
-            self._model.cache_shape, layout.num_blocks, layout.block_size, self.dtype, self.device
+            self._model.cache_shape,
+            layout.num_blocks,
+            layout.block_size,
+            self.dtype,
+            self.device,
+            num_slots=layout.num_slots + layout.num_snapshots,
         )
         self._attention: Attention
+        self.facts = LaneFacts()
         if self._form == "plain":
             self._attention, self._hidden = NaiveAttention(self._storage), self._forward
+            self.facts = LaneFacts(mask="lazy-prefix")
             return
         self._attention = CpuAttention(self._storage, form=self._form)
         width = -(-layout.max_positions // layout.block_size)
@@ -93,3 +127,18 @@ class NativeText:
     def copy(self, blocks: Sequence[BlockCopy], slots: Sequence[SlotCopy]) -> None:
         for copy in blocks:
             self._storage.copy_block(copy.source, copy.target)
+        for each in slots:
+            assert self._storage.states is not None
+            self._storage.states.copy_slot(each.source, each.target)
+
+
+def _without_weights(spec: ModelSpec) -> Any:
+    make = family(spec.architecture)
+    with torch.device("meta"):
+        return make(make.read(spec.config))
+
+
+def _share_slots(num_all: int, max_num_seqs: int) -> tuple[int, int]:
+    """Slots of sequences and of snapshots: as many of each, and up to two snapshots a sequence."""
+    num_slots = max(1, min(max_num_seqs, num_all // 2))
+    return num_slots, max(0, min(num_all - num_slots, 2 * num_slots))

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from headrace.core.plan import Begin, Drawn
 from headrace.core.sampling import Logprobs, Sampling
+from headrace.runner.pooling import PooledRows
 from headrace.runner.sampling.logprobs import Floats, likeliest, pack_logprobs
 from headrace.runner.sampling.philox import uniform
 
@@ -38,12 +39,16 @@ class SequenceState:
     choice: int
     sampling: Sampling
     constraint: Constraint | None = None
+    pooled: PooledRows | None = None  # of one that draws nothing
 
     @classmethod
     def from_begin(cls, begin: Begin, constraint: Constraint | None = None) -> "SequenceState":
         # A copy of our own: it grows with each draw.
         token_ids = begin.token_ids[:]
-        return cls(token_ids, begin.num_prompt, begin.choice, begin.sampling, constraint)
+        known = cls(token_ids, begin.num_prompt, begin.choice, begin.sampling, constraint)
+        if begin.sampling.pooling is not None:
+            known.pooled = PooledRows(begin.sampling.pooling, begin.num_prompt)
+        return known
 
     @property
     def num_generated(self) -> int:

@@ -1,0 +1,218 @@
+"""A GGUF file as a model's folder: config, tokenizer and template are written beside a link to it.
+
+So everything after this sees one kind of checkpoint. Such folders lie in the user's cache and are
+made anew when the file, or what is made of it, has changed.
+"""
+
+import hashlib
+import json
+import math
+import os
+import re
+import struct
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from headrace.checkpoints.gguf_header import GgufHeader, GgufTensor, is_later_part, parts, read_gguf
+from headrace.checkpoints.gguf_tokenizer import build_tokenizer
+from headrace.core.errors import ModelError
+
+_FAMILIES = {
+    "llama": "LlamaForCausalLM",  # llama.cpp calls Mistral so too
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+_SIZES = {
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "block_count": "num_hidden_layers",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "context_length": "max_position_embeddings",
+    "rope.freq_base": "rope_theta",
+    "attention.key_length": "head_dim",
+}
+_NEEDED = tuple(_SIZES)[:4]
+_WIDE = {"F32": "float32", "F16": "float16"}  # the rest is computed in bfloat16
+_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "</s>")
+"""Control tokens that end an answer whatever the fields say: files often name but one of them."""
+_CONTROL = 3
+_LLAMA3: dict[str, Any] = {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+"""The only stretching that is published under this name; files hold what it comes to."""
+_QUANTIZATION = re.compile(r"(?:^|[-_.])((?:IQ|TQ|Q)\d\w*|MXFP4\w*|BF16|F16|F32)$", re.IGNORECASE)
+
+
+def choose_file(folder: Path, quantization: str | None) -> Path:
+    """The only GGUF file, or the one of a quantization such as Q4_K_M; ModelError lists them."""
+    files = [path for path in sorted(folder.glob("*.gguf")) if not is_later_part(path)]
+    if quantization is not None:
+        wanted = [path for path in files if quantization_of(path.name) == quantization.upper()]
+        if len(wanted) == 1:
+            return wanted[0]
+    elif len(files) == 1:
+        return files[0]
+    names = [quantization_of(path.name) or path.name for path in files]
+    raise ModelError(
+        f"{folder.name} has {len(files)} GGUF files ({', '.join(names)}); name one, as in "
+        f"{folder.name}:{names[0] if names else 'Q4_K_M'}.",
+        "model_not_found",
+    )
+
+
+def quantization_of(name: str) -> str | None:
+    """Q4_K_M of model-Q4_K_M.gguf, in capitals; None if the name does not say."""
+    stem = re.sub(r"(-\d{5}-of-\d{5})?\.gguf$", "", name)
+    found = _QUANTIZATION.search(stem)
+    return found[1].upper() if found else None
+
+
+def gguf_folder(path: Path) -> Path:
+    """The folder for a file, made if it is not there; ModelError if the file cannot be served."""
+    files = parts(path)
+    # a later part given by name is the whole model as well
+    name = re.sub(r"-\d{5}-of-\d{5}$", "", path.stem)
+    digest = hashlib.sha256(version("headrace").encode())
+    for module in ("gguf_folder.py", "gguf_tokenizer.py"):
+        digest.update(Path(__file__).with_name(module).read_bytes())
+    for file in files:
+        facts = file.stat()
+        digest.update(f"{file.resolve()}\0{facts.st_size}\0{facts.st_mtime_ns}\0".encode())
+    folder = _cache() / digest.hexdigest()[:12] / name
+    if not folder.is_dir():
+        _make(folder, files)
+    return folder
+
+
+def _make(folder: Path, files: list[Path]) -> None:
+    """Beside its place first, and moved there whole: another server may make the same one."""
+    header = read_gguf(files[0])
+    for file in files[1:]:
+        header.tensors.update(read_gguf(file).tensors)
+    tokenizer = build_tokenizer(header)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as beside:
+        own = Path(beside) / folder.name
+        own.mkdir()
+        for file in files:
+            (own / file.name).symlink_to(file.resolve())
+        tokenizer.save(str(own / "tokenizer.json"))
+        _write(own / "config.json", _config(header, own))
+        _write(own / "generation_config.json", {"eos_token_id": _end_tokens(header)})
+        _write(own / "tokenizer_config.json", _tokenizer_config(header))
+        try:
+            own.rename(folder)
+        except OSError:
+            if not folder.is_dir():
+                raise
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content))
+
+
+def _config(header: GgufHeader, folder: Path) -> dict[str, Any]:
+    name = header.architecture
+    if name not in _FAMILIES:
+        raise ModelError(
+            f"GGUF files of the architecture {name} are not read; {', '.join(_FAMILIES)} are. "
+            "Use the model's safetensors files."
+        )
+    for key in _NEEDED:
+        if not isinstance(header.own(key), int):
+            raise ModelError(
+                f"The GGUF file has no valid {name}.{key}; download it again.", "model_corrupt"
+            )
+    given = {ours: header.own(theirs) for theirs, ours in _SIZES.items()}
+    kinds = {tensor.kind for tensor in header.tensors.values() if len(tensor.shape) > 1}
+    (kind,) = kinds if len(kinds) == 1 else ("BF16",)
+    config = {key: value for key, value in given.items() if value is not None} | {
+        "architectures": [_FAMILIES[name]],
+        "dtype": _WIDE.get(kind, "bfloat16"),
+        "vocab_size": header.tensors["token_embd.weight"].shape[0]
+        if "token_embd.weight" in header.tensors
+        else 0,
+        "tie_word_embeddings": "output.weight" not in header.tensors,
+        "attention_bias": name == "llama" and "blk.0.attn_q.bias" in header.tensors,
+    }
+    if tensor := header.tensors.get("rope_freqs.weight"):
+        return config | {"rope_scaling": _llama3(config, _values(folder / tensor.file, tensor))}
+    return config | _rope(header)
+
+
+def _values(path: Path, tensor: GgufTensor) -> tuple[float, ...]:
+    if tensor.kind != "F32":
+        raise ModelError("rope_freqs.weight of the GGUF file is not F32.", "model_corrupt")
+    with path.open("rb") as file:
+        file.seek(tensor.offset)
+        raw = file.read(tensor.num_bytes)
+    return struct.unpack(f"<{len(raw) // 4}f", raw)
+
+
+def _llama3(config: dict[str, Any], divisors: tuple[float, ...]) -> dict[str, Any]:
+    """The parameters that give these divisors of the frequencies (as models/rope.py has it)."""
+    factor = max(divisors, default=1.0)
+    dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    found = []
+    for pair in range(dim // 2):
+        frequency = config.get("rope_theta", 10_000.0) ** (-2 * pair / dim)
+        turns = _LLAMA3["original_max_position_embeddings"] * frequency / (2 * math.pi)
+        low, high = _LLAMA3["low_freq_factor"], _LLAMA3["high_freq_factor"]
+        kept = min(max((turns - low) / (high - low), 0.0), 1.0)
+        found.append(1 / (kept + (1 - kept) / factor))
+    is_same = len(found) == len(divisors) and all(
+        math.isclose(ours, theirs, rel_tol=1e-3)
+        for ours, theirs in zip(found, divisors, strict=True)
+    )
+    if not is_same:
+        raise ModelError(
+            "The GGUF file stretches its rotary positions in a way that is not known "
+            "(rope_freqs.weight); use the model's safetensors files."
+        )
+    return _LLAMA3 | {"factor": factor}
+
+
+def _rope(header: GgufHeader) -> dict[str, Any]:
+    kind = header.own("rope.scaling.type", "none")
+    if kind == "none":
+        return {}
+    if kind not in ("linear", "yarn"):
+        raise ModelError(f"Rotary positions of kind {kind} in GGUF files are not read.")
+    scaling = {"rope_type": kind, "factor": header.own("rope.scaling.factor", 1.0)}
+    if original := header.own("rope.scaling.original_context_length"):
+        scaling["original_max_position_embeddings"] = original
+    return {"rope_scaling": scaling}
+
+
+def _end_tokens(header: GgufHeader) -> list[int]:
+    fields = header.fields
+    tokens = fields["tokenizer.ggml.tokens"]
+    kinds = fields.get("tokenizer.ggml.token_type") or []
+    stated = [fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    named = [n for n, kind in enumerate(kinds) if kind == _CONTROL and tokens[n] in _ENDS]
+    return list(dict.fromkeys(n for n in [*stated, *named] if isinstance(n, int)))
+
+
+def _tokenizer_config(header: GgufHeader) -> dict[str, Any]:
+    fields = header.fields
+    tokens = fields["tokenizer.ggml.tokens"]
+    config: dict[str, Any] = {}
+    for ours, theirs in (("bos_token", "bos"), ("eos_token", "eos"), ("pad_token", "padding")):
+        number = fields.get(f"tokenizer.ggml.{theirs}_token_id")
+        if isinstance(number, int) and 0 <= number < len(tokens):
+            config[ours] = tokens[number]
+    if isinstance(template := fields.get("tokenizer.chat_template"), str):
+        config["chat_template"] = template
+    return config
+
+
+def _cache() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "headrace" / "gguf"

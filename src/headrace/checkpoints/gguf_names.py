@@ -1,0 +1,31 @@
+"""What the tensors of a GGUF file are called in the original checkpoint."""
+
+import re
+
+NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_OTHER = re.compile(r"(\w+)\.(weight|bias)")
+
+
+def original_name(name: str) -> str:
+    """As transformers calls it; a name that is not known stays as it is."""
+    if (found := _LAYER.fullmatch(name)) and found[2] in NAMES:
+        return f"model.layers.{found[1]}.{NAMES[found[2]]}.{found[3]}"
+    if (found := _OTHER.fullmatch(name)) and found[1] in NAMES:
+        return f"{NAMES[found[1]]}.{found[2]}"
+    return name

@@ -1,0 +1,126 @@
+"""The log on stderr: lines for people or JSON, written by a thread, so that no reader stops us."""
+
+import contextlib
+import logging
+import queue
+import sys
+import threading
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+
+from headrace.core.config import ServerConfig
+from headrace.core.log_context import KEY_NAME, REQUEST_ID
+
+_MAX_WAITING = 10_000  # lines; more are lost, and counted
+_LAST_S = 2.0  # for the last lines at the end
+
+
+def set_up(config: ServerConfig) -> None:
+    """From now on all logging goes to stderr in the form that was asked for."""
+    form = JsonLines() if config.log_format == "json" else TextLines()
+    outlet = _Outlet()
+    outlet.setFormatter(form)
+    logging.basicConfig(level=config.log_level.upper(), handlers=[outlet], force=True)
+
+
+def say(line: str) -> None:
+    """A line to whoever started the server: between those of the log, in JSON as one of them."""
+    outlets = [h for h in logging.getLogger().handlers if isinstance(h, _Outlet)]
+    if outlets and isinstance(outlets[0].formatter, JsonLines):
+        record = logging.LogRecord("headrace", logging.INFO, "", 0, line, None, None)
+        outlets[0].write(outlets[0].format(record))
+    elif outlets:
+        outlets[0].write(line)
+    else:
+        _print(line)
+
+
+class TextLines(logging.Formatter):
+    """What happened, then figures as name=value, then whose request it was."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        about = {name: value for name, value in _about(record).items() if value is not None}
+        return " ".join([super().formatMessage(record), *(f"{k}={v}" for k, v in about.items())])
+
+
+class JsonLines(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **_about(record),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return msgspec.json.encode(line, enc_hook=str).decode()
+
+
+def _about(record: logging.LogRecord) -> dict[str, Any]:
+    """The record's own figures, and the request in whose context it was made."""
+    about = dict(getattr(record, "fields", {}))
+    for name, variable in (("request_id", REQUEST_ID), ("key", KEY_NAME)):
+        if value := variable.get():
+            about[name] = value
+    return about
+
+
+class _Outlet(logging.Handler):
+    """Formats in the context of what is logged, and writes in a thread of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lines: queue.Queue[str | threading.Event] = queue.Queue(_MAX_WAITING)
+        self._num_lost = 0
+        threading.Thread(target=self._run, name="log", daemon=True).start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self.write(self.format(record))
+        except Exception:  # a line is not worth a request
+            self.handleError(record)
+
+    def write(self, line: str) -> None:
+        try:
+            self._lines.put_nowait(line)
+        except queue.Full:
+            self._num_lost += 1
+
+    def close(self) -> None:
+        """Waits a moment for the lines so far. Others may follow: libraries close all handlers."""
+        written = threading.Event()
+        with contextlib.suppress(queue.Full):
+            self._lines.put(written, timeout=_LAST_S)
+            written.wait(_LAST_S)
+
+    def _run(self) -> None:
+        while True:
+            line = self._lines.get()
+            if isinstance(line, threading.Event):
+                line.set()
+            else:
+                _print(line)
+            if self._num_lost and self._lines.empty():
+                lost, self._num_lost = self._num_lost, 0
+                record = logging.LogRecord(
+                    "headrace",
+                    logging.WARNING,
+                    "",
+                    0,
+                    f"{lost} lines of the log are lost",
+                    None,
+                    None,
+                )
+                _print(self.format(record))
+
+
+def _print(line: str) -> None:
+    """To stderr, which may be closed."""
+    with contextlib.suppress(OSError, ValueError):
+        print(line, file=sys.stderr, flush=True)

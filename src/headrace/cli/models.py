@@ -1,0 +1,71 @@
+"""`headrace models` and `headrace pull`: what a server has, and what the hub brings."""
+
+import os
+from typing import Any
+
+import click
+
+from headrace.cli.download import DownloadLine
+from headrace.core.errors import HeadraceError
+
+_TIMEOUT_S = 10.0
+_COLUMNS = ("name", "state", "size", "kind", "lane")
+
+
+@click.command("models")
+@click.option("--url", envvar="HEADRACE_URL", default="http://127.0.0.1:8000", show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="Print the server's answer as it is")
+def models(url: str, as_json: bool) -> None:
+    """List the models of a running server: state, size, kind and lane.
+
+    \b
+    headrace models
+    headrace models --url http://127.0.0.1:9000 --json
+    """
+    import httpx
+
+    key = os.environ.get("HEADRACE_API_KEY")
+    try:
+        answer = httpx.get(
+            f"{url.rstrip('/')}/models",
+            headers={"X-Api-Key": key} if key else {},
+            timeout=_TIMEOUT_S,
+        )
+        answer.raise_for_status()
+        entries = answer.json()["data"]
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError) as error:
+        message = f"No list of models from {url}: {error}"
+        raise HeadraceError(f"{message}; start one with headrace serve, or give --url.") from None
+    if as_json:
+        click.echo(answer.text)
+        return
+    rows = [_COLUMNS, *(_row(entry) for entry in entries)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
+    for row in rows:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        click.echo("  ".join(cells).rstrip())
+
+
+def _row(entry: dict[str, Any]) -> tuple[str, ...]:
+    status, meta = entry["status"], entry.get("meta") or {}
+    state = "failed" if status.get("failed") else status["value"]
+    if total := status.get("bytes_total"):
+        state += f" {100 * status['bytes_done'] // total} %"
+    size = meta.get("size")
+    shown = f"{size / (1 << 20):.0f} MiB" if size else "-"
+    return (entry["id"], state, shown, entry.get("kind") or "-", entry.get("lane") or "-")
+
+
+@click.command("pull")
+@click.argument("model", metavar="ID")
+@click.option("--revision", help="Branch, tag or commit on the hub")
+def pull(model: str, revision: str | None) -> None:
+    """Download a model of the hub, and print the folder it is in. A cut download goes on where it
+    was.
+
+    \b
+    headrace pull Qwen/Qwen3-0.6B
+    """
+    from headrace.checkpoints.find import find_model
+
+    click.echo(str(find_model(model, revision, DownloadLine(model))))

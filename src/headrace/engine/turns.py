@@ -1,0 +1,103 @@
+"""CoreTurns of the engines that share one machine's cores: each step is one engine's alone.
+
+Two lock files in memory: who waits longest holds `next`, who computes holds `turn`. So the one that
+just had its turn stands behind those that wait. The system frees the locks of a process that dies.
+Beside them, each engine notes what its running streams need, so that the others leave them room.
+"""
+
+import contextlib
+import fcntl
+import mmap
+import os
+import struct
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
+
+_NEED = struct.Struct("=ddq")  # when it was noted, seconds, and the kind
+_MAX_ENGINES = 64
+_PATIENCE_S = 5.0  # with a holder that hangs; its own supervisor deals with it
+_POLL_S = 0.0005
+_FRESH_S = 1.0
+_STREAMS, _PROMPTS = 1, 2
+
+
+class Needs(NamedTuple):
+    """What other engines need: seconds of their streams' next tokens, and how many read prompts."""
+
+    decode_s: float = 0.0
+    num_with_streams: int = 0
+    num_with_prompts: int = 0
+
+
+class SharedTurns:
+    """Made by the parent, which only keeps it; `fds` are passed on to the engines."""
+
+    def __init__(self) -> None:
+        self.fds = tuple(os.memfd_create(f"headrace-{name}") for name in ("turn", "next"))
+        os.ftruncate(self.fds[0], _NEED.size * _MAX_ENGINES)
+
+    def close(self) -> None:
+        for fd in self.fds:
+            os.close(fd)
+
+
+class CoreTurns:
+    """One engine's part. `number` tells the engines apart."""
+
+    def __init__(self, fds: tuple[int, ...], number: int) -> None:
+        # opened anew: a lock belongs to an open file, and children share their parent's
+        self._turn, self._next = (os.open(f"/proc/self/fd/{fd}", os.O_RDWR) for fd in fds)
+        self._map = mmap.mmap(self._turn, _NEED.size * _MAX_ENGINES)
+        self._number = number % _MAX_ENGINES
+
+    @contextlib.contextmanager
+    def mine(self) -> Iterator[None]:
+        """Waits for the turn, and has it as long as the context lasts."""
+        deadline = time.monotonic() + _PATIENCE_S
+        is_next = _lock(self._next, deadline)
+        has_turn = is_next and _lock(self._turn, deadline)
+        if is_next:
+            fcntl.flock(self._next, fcntl.LOCK_UN)
+        try:
+            yield
+        finally:
+            if has_turn:
+                fcntl.flock(self._turn, fcntl.LOCK_UN)
+
+    def note(self, decode_s: float, has_streams: bool, has_prompts: bool) -> None:
+        """What this engine needs from now on."""
+        kind = _STREAMS * has_streams + _PROMPTS * has_prompts
+        need = _NEED.pack(time.monotonic(), decode_s, kind)
+        self._map[self._number * _NEED.size : (self._number + 1) * _NEED.size] = need
+
+    def others(self) -> Needs:
+        """Of engines that are at work."""
+        now, found = time.monotonic(), Needs()
+        for number, (noted, decode_s, kind) in enumerate(_NEED.iter_unpack(self._map[:])):
+            if number == self._number or not kind or now - noted > _FRESH_S + decode_s:
+                continue
+            found = Needs(
+                found.decode_s + (decode_s if kind & _STREAMS else 0.0),
+                found.num_with_streams + bool(kind & _STREAMS),
+                found.num_with_prompts + bool(kind & _PROMPTS),
+            )
+        return found
+
+    def close(self) -> None:
+        self._map.close()
+        os.close(self._turn)
+        os.close(self._next)
+
+
+def _lock(fd: int, deadline: float) -> bool:
+    """False if nobody lets go in time."""
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_POLL_S)
+        else:
+            return True

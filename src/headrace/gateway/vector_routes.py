@@ -1,0 +1,96 @@
+"""The routes that answer with vectors or scores: no stream, and nobody to come back to one."""
+
+import secrets
+from collections.abc import Coroutine, Mapping
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.types import ASGIApp
+
+from headrace.gateway.auth import Auth, Endpoint
+from headrace.gateway.bodies import Bodies, HeldAnswer
+from headrace.gateway.delivery import unless_left
+from headrace.gateway.generation_routes import Marked
+from headrace.generation.generation import Generation
+from headrace.generation.vectors import Vectors
+from headrace.protocols import embeddings, rerank
+from headrace.protocols.dialect import encode
+from headrace.protocols.requests import CheckedBody
+
+_SLICE_BYTES = 256 << 10  # of vectors that one job writes
+
+_decode = msgspec.msgpack.Decoder(CheckedBody).decode
+
+
+class VectorRoutes:
+    def __init__(self, generation: Generation, door: Auth, bodies: Bodies) -> None:
+        self._generation = generation
+        self._work = generation.work
+        self._door = door
+        self._bodies = bodies
+
+    def endpoints(self) -> dict[str, Endpoint]:
+        return {embeddings.ROUTE: self.embed, **dict.fromkeys(rerank.ROUTES, self.rerank)}
+
+    async def embed(self, request: Request) -> ASGIApp:
+        return await self._answer(request, "read_inputs", self._embed)
+
+    async def rerank(self, request: Request) -> ASGIApp:
+        return await self._answer(request, "read_pairs", self._rerank)
+
+    async def _answer(self, request: Request, job: str, make: Any) -> ASGIApp:
+        """The work ends with its client."""
+        async with self._bodies.read(request) as body:
+            reading = self._work.do(job, body)
+            checked = _decode(await unless_left(request.receive, reading))
+        making: Coroutine[Any, Any, bytes] = make(request, checked)
+        whole = await unless_left(request.receive, making)
+        return Marked(HeldAnswer(whole, self._bodies), checked.ignored, False)
+
+    async def _embed(self, request: Request, checked: CheckedBody) -> bytes:
+        fields = checked.fields
+        model = self._generation.hosts.get(fields.get("model")).model
+        asked = embeddings.to_request(checked, model, self._door.owner(request.headers))
+        made = await self._generation.vectors.make(asked)
+        wanted, as_base64 = fields.get("dimensions"), fields.get("encoding_format") == "base64"
+        size = len(made.vectors[0])
+        step = max(1, _SLICE_BYTES // size)
+        parts = []
+        for first in range(0, len(made.vectors), step):
+            vectors = made.vectors[first : first + step]
+            part = await self._work.do("entries", vectors, size, first, wanted, as_base64)
+            parts.append(part)
+        rest = {"model": _name(fields, made), "usage": _usage(made)}
+        return b'{"object":"list","data":[' + b",".join(parts) + b"]," + encode(rest)[1:]
+
+    async def _rerank(self, request: Request, checked: CheckedBody) -> bytes:
+        fields = checked.fields
+        owner = self._door.owner(request.headers)
+        made = await self._generation.vectors.make(
+            rerank.to_request(checked, request.url.path, owner)
+        )
+        scores, with_documents = b"".join(made.vectors), fields.get("return_documents", True)
+        results = await self._work.do(
+            "ranking",
+            [checked.packed],
+            scores,
+            made.model.names[0],
+            fields.get("top_n"),
+            with_documents,
+        )
+        rest = {
+            "id": "rerank-" + secrets.token_hex(16),
+            "object": "list",
+            "model": _name(fields, made),
+            "usage": _usage(made),
+        }
+        return b'{"results":' + results + b"," + encode(rest)[1:]
+
+
+def _name(fields: Mapping[str, Any], made: Vectors) -> str:
+    return str(fields.get("model", made.model.names[0]))
+
+
+def _usage(made: Vectors) -> dict[str, int]:
+    return {"prompt_tokens": made.num_tokens, "total_tokens": made.num_tokens}

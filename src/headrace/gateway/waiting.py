@@ -1,0 +1,84 @@
+"""The answer to a request whose model is still being loaded: headers in time, signs of life."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from headrace.core.errors import RequestError
+from headrace.core.ids import StreamId
+from headrace.core.request import Request, Route
+from headrace.core.sampling import Sampling
+from headrace.gateway.answers import notice_of
+from headrace.protocols.dialect import WireFrames, dialect_of
+from headrace.protocols.requests import CheckedBody
+from headrace.streams.record import Names, Record
+
+
+class Wait(NamedTuple):
+    """How a wire hears of a wait."""
+
+    headers: dict[str, str]
+    sign: bytes  # that the server lives
+    failure: Callable[[RequestError], bytes]  # the end, if there will be no stream
+    interval_s: float
+
+
+def wait_of(
+    route: Route, checked: CheckedBody, names: Names, stream_id: StreamId, interval_s: float
+) -> Wait | None:
+    """None where the answer is one body, which nothing precedes."""
+    if not checked.fields.get("stream"):
+        return None
+    headers = {
+        "content-type": "text/event-stream",
+        "cache-control": "no-cache",
+        "x-accel-buffering": "no",
+    }
+    if checked.ignored:
+        headers["x-headrace-ignored"] = ", ".join(checked.ignored)
+    if names.key is None:  # else it may become another request's stream
+        headers |= {"x-stream-id": stream_id, "x-stream-mode": "fresh"}
+    model = checked.fields.get("model", "")
+    request = Request(route, model, checked.stubs, Sampling())
+    record = Record(stream_id, int(time.time()), request, (), "")
+    frames = WireFrames(record)
+    # where readers count bytes, those that no log has would shift the others
+    sign = b"" if names.conversation is not None else b": loading the model\n" + frames.idle()
+    if checked.fields.get("heartbeat") is False:
+        sign = b""
+    return Wait(headers, sign, dialect_of(request.route).ERRORS.frame, interval_s)
+
+
+class WaitingAnswer:
+    """Headers at once, signs of life until there is an answer, and then that one."""
+
+    def __init__(self, coming: "asyncio.Task[ASGIApp]", wait: Wait) -> None:
+        self._coming = coming
+        self._wait = wait
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        raw = [(name.encode(), value.encode()) for name, value in self._wait.headers.items()]
+        await send({"type": "http.response.start", "status": 200, "headers": raw})
+        try:
+            while not self._coming.done():
+                await _body(send, self._wait.sign, True)
+                await asyncio.wait((self._coming,), timeout=self._wait.interval_s)
+            answer = self._coming.result()
+        except RequestError as error:
+            await _body(send, self._wait.failure(notice_of(error)), False)
+            return
+        finally:
+            self._coming.cancel()
+
+        async def send_body(message: Message) -> None:
+            if message["type"] != "http.response.start":
+                await send(message)
+
+        await answer(scope, receive, send_body)
+
+
+async def _body(send: Send, data: bytes, more: bool) -> None:
+    await send({"type": "http.response.body", "body": data, "more_body": more})

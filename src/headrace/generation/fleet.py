@@ -1,0 +1,296 @@
+"""All models of a server: brings them in and out of memory, and lets requests wait for them."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from typing import Any
+
+from headrace.core.config import LoadingConfig, ServerConfig
+from headrace.core.errors import ModelError, RequestError
+from headrace.generation.host import EngineClosed, Host
+from headrace.generation.residency import Residency, Stage
+from headrace.generation.served import Models
+
+logger = logging.getLogger(__name__)
+
+_LOOK_INTERVAL_S = 1.0
+_OVERLOADED_RETRY_S = 5.0
+_CANCELLED = RequestError("cancelled", "The stream was stopped.")
+
+
+class Fleet:
+    """Does what Residency says. A server's only model is loaded at the start, and stays.
+
+    `on_loaded` and `on_lost` are called with a host whose engine came up or was given up.
+    """
+
+    def __init__(
+        self,
+        hosts: tuple[Host, ...],
+        config: ServerConfig,
+        on_loaded: Callable[[Host], None],
+        on_lost: Callable[[Host], None],
+    ) -> None:
+        self.hosts = Models(hosts)
+        self.is_sole = is_sole(config)
+        self.ended = asyncio.Event()  # no engine runs, and none will
+        self._config = config.loading
+        self._max_waiting = max(1, config.streams.max_num_queued_reqs)
+        self._on_loaded, self._on_lost = on_loaded, on_lost
+        loading = LoadingConfig() if self.is_sole else config.loading
+        self._residency = Residency(loading.max_models, loading.models_memory_bytes)
+        self._group: asyncio.TaskGroup
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._waiting: dict[int, asyncio.Future[None]] = {}  # by ticket
+        self._by_conversation: dict[tuple[str, str], list[asyncio.Future[None]]] = {}
+        self._refusal: RequestError | None = None  # of all who come
+        self._rested_at: dict[str, float] = {}
+        for host in hosts:
+            self._residency.add(host.name, host.num_bytes)
+
+    def start(self, tasks: asyncio.TaskGroup) -> None:
+        """All tasks are those of this group from now on."""
+        self._group = tasks
+        if self.is_sole:
+            self.need(self.hosts.first)
+        elif self._config.idle_unload_s is not None:
+            self._spawn(self._unload_idle(self._config.idle_unload_s))
+
+    @contextlib.asynccontextmanager
+    async def using(
+        self, name: str | None, owner: str = "", conversation: str | None = None
+    ) -> AsyncIterator[Host]:
+        """The model of that name, in memory as long as the context lasts.
+
+        Waits for it; RequestError if it cannot be loaded, if there is no such model, or if
+        somebody stopped the request by its conversation.
+        """
+        host = self.hosts.get(name)
+        if self.is_sole:  # who comes before it has loaded is sent away
+            yield host
+            return
+        waited = asyncio.get_running_loop().create_future()
+        who = (owner, conversation or "")
+        self._by_conversation.setdefault(who, []).append(waited)
+        try:
+            await self._enter(host, waited)
+        finally:
+            self._by_conversation[who].remove(waited)
+            if not self._by_conversation[who]:
+                del self._by_conversation[who]
+        try:
+            yield host
+        finally:
+            self.release(host)
+
+    def is_waiting(self, owner: str, conversation: str) -> bool:
+        """Whether a request of that conversation waits for its model."""
+        return (owner, conversation) in self._by_conversation
+
+    def stop_waiting(self, owner: str, conversation: str) -> None:
+        """Refuses the requests of that conversation that wait."""
+        for waited in self._by_conversation.get((owner, conversation), ()):
+            if not waited.done():
+                waited.set_exception(_CANCELLED.with_traceback(None))
+
+    def hold(self, host: Host) -> None:
+        """A use begins, such as a stream's."""
+        self._residency.hold(host.name)
+
+    def release(self, host: Host) -> None:
+        """A use ends."""
+        self._residency.release(host.name)
+        self._rested_at[host.name] = time.monotonic()
+        self._act()
+
+    def need(self, host: Host) -> None:
+        """Brings it in when its turn comes; nobody waits, and a failure is told by `on_lost`."""
+        if self._residency.stage(host.name) not in (Stage.IN, Stage.LOADING):
+            self._spawn(self._bring(host))
+
+    async def load(self, host: Host) -> None:
+        """Brings it in; RequestError if that fails."""
+        waited = asyncio.get_running_loop().create_future()
+        await self._enter(host, waited)
+        self.release(host)
+
+    def unload(self, host: Host) -> None:
+        """Sends it out once its streams have ended; a load is given up at once."""
+        if self._residency.stage(host.name) is Stage.LOADING:
+            self._spawn(host.close())
+        self._residency.send_out(host.name)
+        self._act()
+
+    def refuse(self, error: RequestError) -> None:
+        """Sends all away who wait, and all who come."""
+        self._refusal = error
+        for waited in list(self._waiting.values()):
+            if not waited.done():
+                waited.set_exception(error.with_traceback(None))
+
+    async def close(self) -> None:
+        """Ends all engines."""
+        self.refuse(RequestError("server_shutdown", "The server is shutting down."))
+        await asyncio.gather(*(host.close() for host in self.hosts.all()))
+        self.ended.set()
+
+    def cancel(self) -> None:
+        """Drops what is under way; after `close`, or when the server fails."""
+        for task in self._tasks:
+            task.cancel()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._group.create_task(work, name="fleet")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _bring(self, host: Host) -> None:
+        with contextlib.suppress(RequestError):  # those who are concerned are told
+            await self.load(host)
+
+    async def _enter(self, host: Host, waited: "asyncio.Future[None]") -> None:
+        if not host.is_here:
+            await _or_stopped(self._read(host), waited)
+        if self._refusal is not None:
+            raise self._refusal.with_traceback(None)
+        if len(self._waiting) >= self._max_waiting:
+            message = f"{len(self._waiting)} requests wait for models, and --max-num-queued-reqs "
+            message += f"is {self._max_waiting}; try again later."
+            raise RequestError("server_overloaded", message, retry_after_s=_OVERLOADED_RETRY_S)
+        ticket = self._residency.ask(host.name)
+        self._waiting[ticket] = waited
+        self._act()
+        try:
+            await waited
+        except BaseException:
+            if waited.done() and not waited.cancelled() and waited.exception() is None:
+                self.release(host)
+            raise
+        finally:
+            del self._waiting[ticket]
+            self._residency.leave(ticket)
+            self._act()
+
+    async def _read(self, host: Host) -> None:
+        """What must be known of a model before it has a place: its size, after a download."""
+        try:
+            await host.read()
+        except ModelError as error:
+            host.fail(str(error))
+            raise _failed(host, error.code) from error
+        self._residency.add(host.name, host.num_bytes)
+
+    def _act(self) -> None:
+        if self._refusal is not None:
+            return
+        while (move := self._residency.next_move()) is not None:
+            host = self.hosts.get(move.model)
+            if move.kind == "load":
+                self._spawn(self._load(host))
+            elif move.kind == "unload":
+                self._spawn(self._unload(host))
+            elif move.kind == "refuse":
+                host.fail(_too_large(host, self._config.models_memory_bytes or 0))
+                self._tell(move.ticket, _failed(host, "model_too_large"))
+            elif (waited := self._waiting.get(move.ticket)) and not waited.done():
+                waited.set_result(None)
+            else:  # stopped, and about to leave
+                self._residency.release(host.name)
+
+    async def _load(self, host: Host) -> None:
+        self._say("Loading %s", host.name)
+        try:
+            host.state = "loading"
+            await host.read()
+            if self._refusal is not None:
+                return
+            host.begin()
+            self._spawn(self._hear(host))
+            await host.settled()
+        except EngineClosed:
+            self._lose(host, "unloaded")
+            return
+        except Exception as error:
+            if not isinstance(error, ModelError):
+                logger.exception("%s could not be loaded", host.name)
+            host.fail(str(error))
+            self._lose(host, getattr(error, "code", "load_failed"))
+            return
+        self._residency.loaded(host.name)
+        self._residency.add(host.name, host.num_bytes)  # now it is known
+        self._on_loaded(host)
+        self._rested_at[host.name] = time.monotonic()
+        self._act()
+
+    async def _hear(self, host: Host) -> None:
+        await host.run()
+        if host.state == "dead" and self._residency.stage(host.name) is Stage.IN:
+            self._lose(host, "engine_failed")
+        elif host.state != "dead" and self.is_sole:
+            self.ended.set()
+
+    def _lose(self, host: Host, code: str) -> None:
+        self._say("%s is not served now (%s). %s", host.name, code, host.last_words)
+        tickets = self._residency.lost(host.name)
+        if host.state == "dead":
+            self._on_lost(host)
+        for ticket in tickets:
+            self._tell(ticket, _failed(host, code))
+        if self.is_sole:
+            self.ended.set()
+        self._act()
+
+    def _tell(self, ticket: int, error: RequestError) -> None:
+        waited = self._waiting.get(ticket)
+        if waited is not None and not waited.done():
+            waited.set_exception(error)
+
+    def _say(self, line: str, *arguments: str) -> None:
+        """To the log; what becomes of a server's only model, the server itself says."""
+        if not self.is_sole:
+            logger.info(line, *arguments)
+
+    async def _unload(self, host: Host) -> None:
+        self._say("Unloading %s", host.name)
+        await host.close()
+        self._residency.unloaded(host.name)
+        self._act()
+
+    async def _unload_idle(self, after_s: float) -> None:
+        while True:
+            await asyncio.sleep(min(_LOOK_INTERVAL_S, after_s))
+            for name in self._residency.idle():
+                if time.monotonic() >= self._rested_at.get(name, 0) + after_s:
+                    self.unload(self.hosts.get(name))
+
+
+def is_sole(config: ServerConfig) -> bool:
+    """Whether it has one model, which is loaded at the start, and stays."""
+    return len(config.models) == 1 and config.loading.models_dir is None
+
+
+async def _or_stopped(work: Awaitable[None], waited: "asyncio.Future[None]") -> None:
+    """Does the work, unless `waited` gets an error before."""
+    working = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait((working, waited), return_when=asyncio.FIRST_COMPLETED)
+        if waited.done():
+            waited.result()
+        await working
+    finally:
+        working.cancel()
+
+
+def _failed(host: Host, code: str) -> RequestError:
+    message = f"The model {host.name!r} could not be loaded ({code})"
+    return RequestError("load_failed", f"{message}; the server's log says why.", "model")
+
+
+def _too_large(host: Host, limit: int) -> str:
+    return (
+        f"{host.name} takes about {host.num_bytes >> 20} MiB with its cache, and "
+        f"--models-memory-bytes allows {limit >> 20} MiB; raise it, or lower "
+        "--kv-cache-memory-bytes."
+    )

@@ -1,0 +1,48 @@
+"""What images become on their way to the engine: a file in memory that both sides can open."""
+
+import os
+from typing import NamedTuple
+
+import msgspec
+
+from headrace.core.plan import PromptInputs
+from headrace.generation.work import Work
+
+_decode = msgspec.msgpack.Decoder(tuple[bytes, PromptInputs]).decode
+
+
+class PixelFile:
+    """No file system knows it, and it ends with its owner, however that ends."""
+
+    def __init__(self) -> None:
+        self._fd: int | None = os.memfd_create("headrace-pixels")
+        self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
+
+    def close(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class Admitted(NamedTuple):
+    """Packed int32 ids of each prompt, and what belongs to them beside."""
+
+    prompts: tuple[bytes, ...]
+    tokenization: str | None = None  # as in the record
+    inputs: tuple[PromptInputs, ...] = ()
+    pixels: PixelFile | None = None
+    images: bytes = b""  # the prompts as they were sent, to do this again
+
+    def close(self) -> None:
+        if self.pixels is not None:
+            self.pixels.close()
+
+
+async def see_images(work: Work, packed: bytes, longest: int, model: str) -> Admitted:
+    """The one prompt in `packed`, a chat with images; RequestError names the image at fault."""
+    pixels = PixelFile()
+    token_ids, inputs = _decode(await work.do("images", [packed], pixels.path, longest, model))
+    return Admitted((token_ids,), "one-shot", (inputs,), pixels, packed)

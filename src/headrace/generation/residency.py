@@ -1,0 +1,161 @@
+"""Which models are in memory, and who waits for one: first come, first served. Knows no clock."""
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Literal, NamedTuple
+
+
+class Stage(Enum):
+    """Where a model's weights are."""
+
+    OUT = "out"
+    LOADING = "loading"
+    IN = "in"
+    LEAVING = "leaving"
+
+
+class Move(NamedTuple):
+    """What the owner has to do now; `ticket` is -1 but for `enter` and `refuse`."""
+
+    kind: Literal["load", "unload", "enter", "refuse"]
+    model: str
+    ticket: int = -1
+
+
+@dataclass
+class _Place:
+    size: int  # bytes
+    stage: Stage = Stage.OUT
+    num_uses: int = 0
+    used: int = 0  # when it was last used, as a count of uses
+    must_leave: bool = False
+
+    @property
+    def is_idle(self) -> bool:
+        return self.stage is Stage.IN and self.num_uses == 0
+
+
+class Residency:
+    """Ask, leave and release as things happen, then do what `next_move` says until it is None.
+
+    One line for all models keeps it fair: behind a ticket that waits for memory nobody enters, so
+    the models in use come to rest, and the one that was used least recently makes room.
+    """
+
+    def __init__(self, max_models: int | None = None, max_bytes: int | None = None) -> None:
+        self._max_models = max_models
+        self._max_bytes = max_bytes
+        self._places: dict[str, _Place] = {}
+        self._line: dict[int, str] = {}  # tickets in order, and the model that each waits for
+        self._tickets = itertools.count()
+        self._uses = itertools.count(1)
+
+    def add(self, model: str, size: int) -> None:
+        """Makes a model known, or its size."""
+        self._places.setdefault(model, _Place(size)).size = size
+
+    def remove(self, model: str) -> None:
+        """Forgets a model that is out."""
+        assert self._places.pop(model).stage is Stage.OUT
+
+    def stage(self, model: str) -> Stage:
+        return self._places[model].stage
+
+    def ask(self, model: str) -> int:
+        """A ticket; `next_move` says when it enters, which counts as a use."""
+        ticket = next(self._tickets)
+        self._line[ticket] = model
+        return ticket
+
+    def leave(self, ticket: int) -> None:
+        """Gives up waiting; nothing if it has entered."""
+        self._line.pop(ticket, None)
+
+    def hold(self, model: str) -> None:
+        """A use begins unasked, of a model that is in or will be."""
+        place = self._places[model]
+        place.num_uses += 1
+        place.used = next(self._uses)
+
+    def release(self, model: str) -> None:
+        """A use ends."""
+        place = self._places[model]
+        assert place.num_uses > 0
+        place.num_uses -= 1
+        place.used = next(self._uses)
+
+    def send_out(self, model: str) -> None:
+        """It leaves once it is idle; who asks meanwhile waits, and brings it back."""
+        if self._places[model].stage is Stage.IN:
+            self._places[model].must_leave = True
+
+    def loaded(self, model: str) -> None:
+        """The move `load` is done."""
+        place = self._places[model]
+        place.stage, place.used = Stage.IN, next(self._uses)
+
+    def lost(self, model: str) -> list[int]:
+        """The load failed, or the engine is gone for good; the tickets that waited for it."""
+        place = self._places[model]
+        place.stage, place.must_leave = Stage.OUT, False
+        tickets = [ticket for ticket, wanted in self._line.items() if wanted == model]
+        for ticket in tickets:
+            del self._line[ticket]
+        return tickets
+
+    def unloaded(self, model: str) -> None:
+        """The move `unload` is done."""
+        place = self._places[model]
+        place.stage, place.must_leave = Stage.OUT, False
+
+    def idle(self) -> list[str]:
+        """Models that are in and that nobody uses or waits for, the least recently used first."""
+        wanted = set(self._line.values())
+        found = [name for name, it in self._places.items() if it.is_idle and name not in wanted]
+        return sorted(found, key=lambda name: self._places[name].used)
+
+    def next_move(self) -> Move | None:
+        """What to do now; its effect on the books is taken, so each move is said once."""
+        for name, place in self._places.items():
+            if place.must_leave and place.is_idle:
+                place.stage = Stage.LEAVING
+                return Move("unload", name)
+        for ticket, name in self._line.items():
+            place = self._places[name]
+            if place.stage is Stage.IN and not place.must_leave:
+                del self._line[ticket]
+                self.hold(name)
+                return Move("enter", name, ticket)
+            if place.stage is Stage.OUT:
+                return self._make_room(ticket, name)
+            # loading or leaving, it has its place, or will: others need not wait for it
+        return None
+
+    def _make_room(self, ticket: int, name: str) -> Move | None:
+        place = self._places[name]
+        if not self._fits([place]):
+            del self._line[ticket]
+            return Move("refuse", name, ticket)
+        there = [it for it in self._places.values() if it.stage is not Stage.OUT]
+        if self._fits([*there, place]):
+            place.stage = Stage.LOADING
+            return Move("load", name)
+        staying = [it for it in there if it.stage is not Stage.LEAVING]
+        if self._fits([*staying, place]):
+            return None  # there will be room
+        victim = min(
+            (one for one, it in self._places.items() if it.is_idle),
+            key=lambda one: self._places[one].used,
+            default=None,
+        )
+        if victim is None:
+            return None
+        self._places[victim].stage = Stage.LEAVING
+        return Move("unload", victim)
+
+    def _fits(self, places: Iterable[_Place]) -> bool:
+        sizes = [place.size for place in places]
+        has_place = self._max_models is None or len(sizes) <= self._max_models
+        return has_place and (self._max_bytes is None or sum(sizes) <= self._max_bytes)

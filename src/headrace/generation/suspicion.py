@@ -1,0 +1,38 @@
+"""Which stream is to blame for the deaths of engines."""
+
+from headrace.core.errors import RequestError
+
+_MAX_OUTSIDE_DEATHS = 3
+
+
+class CrashSuspicion:
+    """One stream's part in the deaths of engines.
+
+    A stream that was in the step an engine died in is suspect, and runs alone until its next
+    token. A suspect alone in the next fatal step is guilty at once if the engine died by its own
+    doing; kills from outside prove nothing until the third in a row.
+    """
+
+    def __init__(self) -> None:
+        self.is_suspect = False
+        self._num_lone_deaths = 0
+
+    def clear(self) -> None:
+        """It got a token."""
+        self.is_suspect = False
+        self._num_lone_deaths = 0
+
+    def judge(self, was_there: bool, alone: bool, from_outside: bool) -> RequestError | None:
+        """An engine died; the error that ends the stream, if it is to blame."""
+        if not was_there:
+            return None
+        was_suspect, self.is_suspect = self.is_suspect, True
+        if not (was_suspect and alone):
+            return None
+        self._num_lone_deaths += 1
+        if from_outside and self._num_lone_deaths < _MAX_OUTSIDE_DEATHS:
+            return None
+        return RequestError(
+            "poison_request",
+            "The engine died on this request, and again when it ran alone; change the request.",
+        )

@@ -1,0 +1,169 @@
+"""What is to become vectors: checked, tokenized, computed by the model's host, and counted."""
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from headrace.core.errors import RequestError
+from headrace.core.request import Route
+from headrace.core.sampling import Pooling
+from headrace.generation.admission import Admission, Asked, Capacity, KeyLimits, Place
+from headrace.generation.fleet import Fleet
+from headrace.generation.host import Host
+from headrace.generation.registry import Registry
+from headrace.generation.served import ServedModel, encoded_of, too_long
+from headrace.generation.vector_batch import VectorWork
+from headrace.generation.work import Work
+
+_pairs_of = msgspec.msgpack.Decoder(tuple[int, tuple[bytes, ...]]).decode
+
+
+class VectorRequest(msgspec.Struct, frozen=True):
+    """What is to become vectors, one per input; `packed` holds the inputs for the job `job`."""
+
+    route: Route
+    task: str  # embed or score
+    job: str  # prompts or pairs
+    packed: bytes
+    field: str  # that the inputs stand in
+    is_list: bool = True
+    model: str | None = None
+    owner: str = ""
+
+
+class Vectors(msgspec.Struct, frozen=True):
+    """Packed float32, in the order of the inputs."""
+
+    model: ServedModel
+    vectors: tuple[bytes, ...]
+    num_tokens: int
+
+
+class VectorMaker:
+    """Admits batches. `find` gives the host of a name and the queue before it."""
+
+    def __init__(
+        self,
+        find: Callable[[str | None], tuple[Host, Admission]],
+        fleet: Fleet,
+        limits: KeyLimits,
+        work: Work,
+        streams: Registry,
+    ) -> None:
+        self._find = find
+        self._fleet = fleet
+        self._limits = limits
+        self._work = work
+        self._streams = streams
+
+    def ends(self) -> list[asyncio.Future[None]]:
+        """Those of all batches."""
+        return [batch.ended for batch in self._streams.batches]
+
+    def stop(self, error: RequestError) -> None:
+        """Ends all batches with this error."""
+        for batch in self._streams.batches:
+            batch.stop(error)
+
+    async def make(self, request: VectorRequest) -> Vectors:
+        """The vectors, once all are there; RequestError says why there are none.
+
+        Being cancelled ends the work.
+        """
+        async with self._fleet.using(request.model, request.owner):
+            return await self._make(request)
+
+    async def _make(self, request: VectorRequest) -> Vectors:
+        host, queue = self._find(request.model)
+        model = host.model
+        digest = hashlib.sha256(request.packed).digest()
+        asked = Asked(request.owner, digest, 1)
+        queue.check(asked, Capacity.of(model.ready), time.monotonic())
+        pooling = pooling_for(model, request.task)
+        num_first, inputs = await self._tokenized(request, model)
+        host, queue = self._find(request.model)
+        place = self._enter(queue, asked, model, inputs)
+        pooling = msgspec.structs.replace(pooling, num_first=num_first)
+        began, outcome, num_tokens = time.monotonic(), "client_gone", 0
+        try:
+            # an owner has no line break, so that no salt can pass for another owner's
+            work = VectorWork(inputs, pooling, f"{request.owner}\n", place)
+            with host.batch(work) as batch:
+                vectors = await self._streams.run(batch)
+            outcome, num_tokens = "finished", sum(map(len, inputs)) // 4
+        except RequestError as error:
+            outcome = error.code
+            raise
+        finally:
+            seconds = time.monotonic() - began
+            host.metrics.embedded(request.route, outcome, num_tokens, seconds)
+        return Vectors(model, vectors, num_tokens)
+
+    def _enter(
+        self, queue: Admission, asked: Asked, model: ServedModel, inputs: Sequence[bytes]
+    ) -> Place:
+        """The first inputs take places in the queue; for the key all of them count."""
+        capacity = Capacity.of(model.ready)
+        sizes = [len(ids) // 4 for ids in inputs]
+        first = sizes[: capacity.max_num_seqs]
+        asked = asked._replace(num_choices=len(first), num_tokens=sum(first))
+        place = queue.enter(asked, capacity, time.monotonic())
+        self._limits.used(asked.owner, sum(sizes) - sum(first))
+        return place
+
+    async def _tokenized(
+        self, request: VectorRequest, model: ServedModel
+    ) -> tuple[int, tuple[bytes, ...]]:
+        """Packed int32 ids of each input; how many are a pair's first text."""
+        longest = model.max_model_len
+        result = await self._work.do(request.job, [request.packed], longest, model.names[0])
+        pairs = request.job == "pairs"
+        if pairs:
+            num_first, inputs = _pairs_of(result)
+        else:
+            num_first, inputs = 0, tuple(prompt.token_ids for prompt in encoded_of(result))
+        for number, ids in enumerate(inputs):
+            param = f"{request.field}[{number}]" if request.is_list else request.field
+            if not ids:
+                message = "An input has no tokens; send at least one character."
+                raise RequestError("empty_prompt", message, param)
+            if len(ids) // 4 > longest:
+                raise too_long(longest, longest, param, f"at least {len(ids) // 4}", len(ids) // 4)
+        return num_first, inputs
+
+
+def pooling_for(model: ServedModel, task: str) -> Pooling:
+    """How the model makes a vector; RequestError if it makes none of this kind."""
+    assert model.ready is not None
+    tasks = model.ready.tasks
+    if task not in tasks:
+        raise _cannot(model, task, tasks)
+    if task == "score":
+        return Pooling("score")
+    if model.pooling == "auto" and model.sentences.objection:
+        raise RequestError(
+            "unsupported_operation",
+            f"{model.names[0]} cannot embed as its makers do: {model.sentences.objection}.",
+            "model",
+        )
+    usual = "mean" if model.ready.is_whole else "last"
+    kind = model.sentences.pooling or usual if model.pooling == "auto" else model.pooling
+    return msgspec.convert({"kind": kind}, Pooling)
+
+
+def _cannot(model: ServedModel, task: str, tasks: Sequence[str]) -> RequestError:
+    name = model.names[0]
+    if task == "score":
+        remedy = "serve a cross-encoder, whose config.json names a …ForSequenceClassification"
+        return RequestError(
+            "unsupported_operation", f"{name} cannot rank documents; {remedy}.", "model"
+        )
+    if "score" in tasks:
+        remedy = "it ranks documents: use /v1/rerank, or serve an embedding model"
+    else:
+        remedy = "its lane gives no hidden states of a model that generates: serve an embedding "
+        remedy += "model, or one that lane native-text runs"
+    return RequestError("unsupported_operation", f"{name} cannot embed; {remedy}.", "model")

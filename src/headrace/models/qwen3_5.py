@@ -1,0 +1,230 @@
+"""Qwen3.5, its text side: most layers are gated delta nets, a few are gated attention."""
+
+from typing import Any
+
+import msgspec
+from torch import Tensor, nn
+
+from headrace.core.errors import ModelError
+from headrace.models.layers import (
+    Convolution,
+    DeltaGates,
+    Embedding,
+    GatedMLP,
+    GatedNorm,
+    Rotary,
+    Rotation,
+    ShiftedNorm,
+    SigmoidGate,
+)
+from headrace.models.step import CacheShape, StateShape, Step
+from headrace.models.text_config import TextConfig, positive, read_text_config
+
+_ATTENTION, _DELTA_NET = "full_attention", "linear_attention"
+WEIGHTS = {
+    "embed": ("model.embed_tokens",),
+    "layers.*.input_norm": ("model.layers.*.input_layernorm",),
+    "layers.*.attention.qkv": (
+        "model.layers.*.self_attn.q_proj",
+        "model.layers.*.self_attn.k_proj",
+        "model.layers.*.self_attn.v_proj",
+    ),
+    "layers.*.attention.q_norm": ("model.layers.*.self_attn.q_norm",),
+    "layers.*.attention.k_norm": ("model.layers.*.self_attn.k_norm",),
+    "layers.*.attention.out": ("model.layers.*.self_attn.o_proj",),
+    "layers.*.delta_net.project": (
+        "model.layers.*.linear_attn.in_proj_qkv",
+        "model.layers.*.linear_attn.in_proj_z",
+        "model.layers.*.linear_attn.in_proj_b",
+        "model.layers.*.linear_attn.in_proj_a",
+    ),
+    "layers.*.delta_net.convolution": ("model.layers.*.linear_attn.conv1d",),
+    "layers.*.delta_net.gates": ("model.layers.*.linear_attn",),
+    "layers.*.delta_net.norm": ("model.layers.*.linear_attn.norm",),
+    "layers.*.delta_net.out": ("model.layers.*.linear_attn.out_proj",),
+    "layers.*.post_norm": ("model.layers.*.post_attention_layernorm",),
+    "layers.*.mlp.gate_up": ("model.layers.*.mlp.gate_proj", "model.layers.*.mlp.up_proj"),
+    "layers.*.mlp.down": ("model.layers.*.mlp.down_proj",),
+    "norm": ("model.norm",),
+    "head": ("lm_head",),
+}
+
+
+class Qwen35Config(msgspec.Struct, frozen=True):
+    text: TextConfig  # its windows are those of attention layers only
+    kinds: tuple[str, ...]  # of each layer
+    num_key_heads: int  # these and the following are of delta nets
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    width: int  # of the convolution
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.kinds)
+
+    @property
+    def channels(self) -> tuple[int, int, int]:
+        """Of q, k and v."""
+        keys = self.num_key_heads * self.key_dim
+        return keys, keys, self.num_value_heads * self.value_dim
+
+
+class GatedAttention(nn.Module):
+    def __init__(self, config: TextConfig, layer: int) -> None:
+        super().__init__()
+        c, self.layer = config, layer
+        self.dim = c.head_dim
+        self.sizes = tuple(
+            n * c.head_dim for n in (2 * c.num_heads, c.num_kv_heads, c.num_kv_heads)
+        )
+        self.qkv = nn.Linear(c.hidden_size, sum(self.sizes), bias=c.has_qkv_bias)
+        self.out = nn.Linear(c.num_heads * c.head_dim, c.hidden_size, bias=c.has_out_bias)
+        self.q_norm = ShiftedNorm(c.head_dim, c.norm_eps)
+        self.k_norm = ShiftedNorm(c.head_dim, c.norm_eps)
+        self.gate = SigmoidGate()
+
+    def forward(self, x: Tensor, turn: Rotation, step: Step) -> Tensor:
+        q, k, v = (part.view(len(x), -1, self.dim) for part in self.qkv(x).split(self.sizes, dim=1))
+        q, gate = q.view(len(x), -1, 2, self.dim).unbind(2)  # [tokens, heads, dim]
+        q = turn(self.q_norm(q))
+        k = turn(self.k_norm(k))  # [tokens, kv_heads, dim]
+        attended = step.attend(self.layer, q, k, v)  # [tokens, heads, dim]
+        return self.out(self.gate(attended, gate).flatten(1))  # [tokens, hidden]
+
+
+class GatedDeltaNet(nn.Module):
+    def __init__(self, config: Qwen35Config, layer: int) -> None:
+        super().__init__()
+        c, self.layer = config, layer
+        hidden, values = c.text.hidden_size, c.channels[2]
+        self.dims = (c.key_dim, c.key_dim, c.value_dim)
+        self.channels = c.channels
+        self.sizes = (sum(c.channels), values, c.num_value_heads, c.num_value_heads)
+        self.project = nn.Linear(hidden, sum(self.sizes), bias=False)
+        self.convolution = Convolution(layer, sum(c.channels), c.width)
+        self.gates = DeltaGates(c.num_value_heads)
+        self.norm = GatedNorm(c.value_dim, c.text.norm_eps)
+        self.out = nn.Linear(values, hidden, bias=False)
+
+    def forward(self, x: Tensor, turn: Rotation, step: Step) -> Tensor:
+        mixed, z, b, a = self.project(x).split(self.sizes, dim=1)
+        parts = self.convolution(mixed, step).split(self.channels, dim=1)
+        q, k, v = (
+            part.view(len(x), -1, dim) for part, dim in zip(parts, self.dims, strict=True)
+        )  # [tokens, key_heads, key_dim] twice, [tokens, value_heads, value_dim]
+        decay, beta = self.gates(a, b)  # [tokens, value_heads]
+        out = step.delta_rule(self.layer, (q, k, v), decay, beta)  # as v
+        return self.out(self.norm(out, z.view(v.shape)).flatten(1))  # [tokens, hidden]
+
+
+class Qwen35Layer(nn.Module):
+    def __init__(self, config: Qwen35Config, number: int) -> None:
+        super().__init__()
+        c, kind = config.text, config.kinds[number]
+        layer = config.kinds[:number].count(kind)  # of its kind: where its past is kept
+        self.input_norm = ShiftedNorm(c.hidden_size, c.norm_eps)
+        if kind == _ATTENTION:
+            self.attention = GatedAttention(c, layer)
+        else:
+            self.delta_net = GatedDeltaNet(config, layer)
+        self.post_norm = ShiftedNorm(c.hidden_size, c.norm_eps)
+        self.mlp = GatedMLP(c)
+        self.kind = kind
+
+    def forward(self, x: Tensor, turn: Rotation, step: Step) -> Tensor:
+        mixer = self.attention if self.kind == _ATTENTION else self.delta_net
+        x = x + mixer(self.input_norm(x), turn, step)
+        return x + self.mlp(self.post_norm(x))
+
+
+class Qwen35(nn.Module):
+    weights = WEIGHTS
+
+    def __init__(self, config: Qwen35Config) -> None:
+        super().__init__()
+        c = config.text
+        state = StateShape(
+            num_layers=config.kinds.count(_DELTA_NET),
+            num_heads=config.num_value_heads,
+            key_dim=config.key_dim,
+            value_dim=config.value_dim,
+            num_channels=sum(config.channels),
+            num_inputs=config.width - 1,
+        )
+        self.cache_shape = CacheShape(c.num_kv_heads, c.head_dim, c.windows, state)
+        self.embed = Embedding(c.vocab_size, c.hidden_size)
+        self.layers = nn.ModuleList(Qwen35Layer(config, n) for n in range(config.num_layers))
+        self.norm = ShiftedNorm(c.hidden_size, c.norm_eps)
+        self.head = nn.Linear(c.hidden_size, c.vocab_size, bias=False)
+        if c.is_tied:
+            self.head.weight = self.embed.weight
+        self.rotary = Rotary(c)
+
+    @staticmethod
+    def read(config: dict[str, Any]) -> Qwen35Config:
+        """Of a text model, or of the text side of one that also sees."""
+        tied = {"tie_word_embeddings": config.get("tie_word_embeddings", False)}
+        text = {"partial_rotary_factor": 0.25} | tied | (config.get("text_config") or config)
+        kinds = _kinds(text)
+        text = _DEFAULTS | {key: value for key, value in text.items() if value is not None}
+        has_bias = text.get("attention_bias", False)
+        key_heads = positive(text, "linear_num_key_heads")
+        value_heads = positive(text, "linear_num_value_heads")
+        if value_heads % key_heads:
+            raise ModelError(
+                f"{value_heads} value heads cannot share {key_heads} key heads evenly.",
+                "model_corrupt",
+            )
+        return Qwen35Config(
+            read_text_config(
+                text,
+                windows=(None,) * kinds.count(_ATTENTION),
+                has_qkv_bias=has_bias,
+                has_out_bias=has_bias,
+                can_turn_part=True,
+            ),
+            kinds,
+            key_heads,
+            value_heads,
+            positive(text, "linear_key_head_dim"),
+            positive(text, "linear_value_head_dim"),
+            positive(text, "linear_conv_kernel_dim"),
+        )
+
+    def forward(self, token_ids: Tensor, step: Step) -> Tensor:
+        """Hidden states [tokens, hidden], ready for `head`, of token_ids [tokens]."""
+        x = self.embed(token_ids)
+        turn = self.rotary(step.positions)
+        for layer in self.layers:
+            x = layer(x, turn, step)
+        return self.norm(x)
+
+
+_DEFAULTS = {
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+}
+
+
+def _kinds(text: dict[str, Any]) -> tuple[str, ...]:
+    """The kind of each layer; every fourth is attention where the config does not say."""
+    layers = positive(text, "num_hidden_layers")
+    every = text.get("full_attention_interval") or 4
+    kinds = text.get("layer_types") or [
+        _DELTA_NET if (layer + 1) % every else _ATTENTION for layer in range(layers)
+    ]
+    if len(kinds) != layers:
+        raise ModelError(
+            f"config.json has {len(kinds)} layer_types for {layers} layers; download it again.",
+            "model_corrupt",
+        )
+    if set(kinds) != {_ATTENTION, _DELTA_NET}:
+        raise ModelError(
+            f"Layers of {', '.join(sorted(set(kinds)))} are not supported here; "
+            f"{_ATTENTION} and {_DELTA_NET} together are."
+        )
+    return tuple(kinds)

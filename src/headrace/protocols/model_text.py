@@ -1,0 +1,105 @@
+"""What a worker keeps of each model, and how much memory jobs may take beside it."""
+
+import contextlib
+import importlib
+import os
+import resource
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from headrace.core.errors import ModelError, RequestError
+from headrace.generation.served import ServedModel
+from headrace.generation.work import MEMORY_BYTES
+from headrace.protocols.grammars import GrammarMaker
+from headrace.protocols.messages import placeholder_in_text
+
+_KEPT_BYTES = MEMORY_BYTES // 4  # beyond what was loaded, between two jobs
+
+Bound = Callable[[], contextlib.AbstractContextManager[None]]
+
+
+class ModelText:
+    """The text side of one model, read when it is first needed, within `bound`."""
+
+    def __init__(
+        self, names: tuple[str, ...], load: Callable[[], ServedModel], bound: Bound
+    ) -> None:
+        self.names = names
+        self._load = load
+        self._bound = bound
+
+    @cached_property
+    def model(self) -> ServedModel:
+        with self._bound():
+            return self._load()
+
+    @cached_property
+    def image_processor(self) -> Any:
+        """Imported by name: it needs torch, which only a worker for images loads."""
+        model = self.model
+        with self._bound():
+            module = importlib.import_module("headrace.runner.images")
+            try:
+                return module.ImageProcessor(model.folder)
+            except ModelError as error:
+                raise RequestError("unsupported_content", str(error)) from error
+
+    def check_placeholders(self, token_ids: Sequence[int]) -> None:
+        """Such tokens stand for an image, and there is none."""
+        placeholders = self.model.spec.placeholder_ids if self.model.has_vision else ()
+        if any(token_id in token_ids for token_id in placeholders):
+            raise placeholder_in_text("prompt")
+
+    @cached_property
+    def grammars(self) -> GrammarMaker:
+        model = self.model
+        with self._bound():
+            return GrammarMaker(model)
+
+
+def text_of(model: ServedModel | ModelText) -> ModelText:
+    if isinstance(model, ModelText):
+        return model
+    return ModelText(model.names, lambda: model, contextlib.nullcontext)
+
+
+class MemoryBound:
+    """What jobs may hold beyond the models that were loaded."""
+
+    def __init__(self, num_bytes: int = MEMORY_BYTES) -> None:
+        self._allowed = num_bytes
+        self._loaded = _held_bytes()
+
+    @property
+    def is_near(self) -> bool:
+        """Between two jobs, more is held than should be."""
+        return _held_bytes() > self._loaded + _KEPT_BYTES
+
+    def set(self) -> None:
+        with contextlib.suppress(OSError, ValueError):  # then time alone is bounded
+            _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+            resource.setrlimit(resource.RLIMIT_DATA, (self._loaded + self._allowed, hard))
+
+    @contextlib.contextmanager
+    def lifted(self) -> Iterator[None]:
+        """For what is to be held besides."""
+        before = _held_bytes()
+        with contextlib.suppress(OSError, ValueError):
+            _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+            resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
+        try:
+            yield
+        finally:
+            self._loaded += max(0, _held_bytes() - before)
+            self.set()
+
+
+def _held_bytes() -> int:
+    """Memory for data, as RLIMIT_DATA counts it; 0 where the system does not tell."""
+    try:
+        num_pages = int(Path("/proc/self/statm").read_text().split()[5])
+    except OSError:
+        return 0
+    return num_pages * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,197 @@
+"""Owns weights in groups of inputs, each with a scale and maybe a minimum for each output.
+
+A weight is scale * q + minimum. Panels have 32 outputs, as all packed weights have. A group is
+its scales, its minima, and then the q's as lines of two inputs: what a product needs of a group
+lies in one stretch, and a panel streams from memory in one go.
+
+Rows meet them as int16, scaled by the same groups, which is finer than bfloat16 for all that is
+within a hundredth of a group's largest. Sums within a group are exact, and groups are added in
+order, so a row's result is the same whatever rows are with it.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numba import njit
+from numba.np.numpy_support import carray
+from torch import Tensor
+
+from headrace.checkpoints.gguf_groups import GroupForm, Groups
+from headrace.runner.kernels.launch import Kernel
+from headrace.runner.kernels.numeric import compiled_as, f32_at, i8_at, largest_size, u16_at
+from headrace.runner.kernels.product import product_by, read_product, scale_and_bias, to_int16
+from headrace.runner.kernels.tiles import PANEL, group_tile
+
+INT4 = GroupForm(4, 32, True)
+"""What weights that are no groups yet are rounded to."""
+
+_PANELS_AT_ONCE = 32  # while packing
+_ROWS_AT_ONCE = 256  # of float32, while quantizing
+_SMALLEST = 2**-24  # above 0 of float16
+_INT16_MAX = np.float32(32767)
+_ROWS = 12  # at once, at most
+
+
+def group_bytes(form: GroupForm) -> int:
+    """Of a panel; scales and minima are float16."""
+    return PANEL * (2 * (1 + form.has_minimum) + form.size * form.bits // 8)
+
+
+def packed_bytes(form: GroupForm, outputs: int, inputs: int) -> int:
+    return -(-outputs // PANEL) * -(-inputs // form.size) * group_bytes(form)
+
+
+def pack_groups(groups: Groups) -> Tensor:
+    """As bytes [panels, groups, bytes of a group]; outputs and inputs that are not there are 0."""
+    form, (outputs, inputs) = groups.form, groups.q.shape
+    num_panels, num_groups = -(-outputs // PANEL), -(-inputs // form.size)
+    packed = torch.empty(num_panels, num_groups, group_bytes(form), dtype=torch.int8)
+    for first in range(0, num_panels, _PANELS_AT_ONCE):
+        target = packed[first : first + _PANELS_AT_ONCE]
+        rows = slice(first * PANEL, (first + len(target)) * PANEL)
+        missing = max(rows.stop - outputs, 0)
+        q = F.pad(groups.q[rows], (0, num_groups * form.size - inputs, 0, missing))
+        q = q.view(len(target), PANEL, num_groups, form.size // 2, 2).permute(0, 2, 3, 1, 4)
+        q = q.reshape(len(target), num_groups, form.size // 2, 2 * PANEL)
+        if form.bits == 4:
+            q = q[..., :PANEL] | q[..., PANEL:] << 4
+        numbers = [groups.scale, groups.minimum] if form.has_minimum else [groups.scale]
+        place = 0
+        for number in numbers:
+            own = F.pad(number[rows], (0, 0, 0, missing)).view(len(target), PANEL, num_groups)
+            size = PANEL * number.itemsize
+            target[..., place : place + size] = own.transpose(1, 2).contiguous().view(torch.int8)
+            place += size
+        target[..., place:] = q.flatten(2)
+    return packed
+
+
+def quantize_groups(weight: Tensor, form: GroupForm = INT4) -> Groups:
+    """To the nearest, between each group's smallest and largest value and 0."""
+    outputs, inputs = weight.shape
+    num_groups = -(-inputs // form.size)
+    q = torch.empty((outputs, inputs), dtype=torch.int8)
+    scale, minimum = (torch.empty(outputs, num_groups, dtype=torch.float16) for _ in range(2))
+    for first in range(0, outputs, _ROWS_AT_ONCE):
+        part = slice(first, first + _ROWS_AT_ONCE)
+        wide = F.pad(weight.detach()[part].float(), (0, num_groups * form.size - inputs))
+        wide = wide.unflatten(1, (num_groups, form.size))
+        low, high = wide.amin(2).clamp_(max=0), wide.amax(2).clamp_(min=0)
+        minimum[part] = low
+        scale[part] = (high - minimum[part].float()) / (2**form.bits - 1)
+        step = scale[part].float().clamp(min=_SMALLEST)[..., None]
+        steps = ((wide - minimum[part].float()[..., None]) / step).round_()
+        q[part] = steps.clamp_(0, 2**form.bits - 1).flatten(1)[:, :inputs]
+    return Groups(form, q, scale, minimum)
+
+
+@njit
+def _scale_and_sum(panel: Any, num_inputs: int) -> Any:
+    return 2 * panel.shape[0]
+
+
+@njit
+def _quantize(x: Any, wide: Any, scales: Any) -> None:
+    """Rows as int16; for each of their groups its scale, and the scaled sum of what it holds."""
+    num_groups = scales.shape[1] // 2
+    size = 32 if x.shape[1] > 16 * num_groups else 16  # one group of 32 may be half empty
+    for m in range(x.shape[0]):
+        for group in range(num_groups):
+            span = slice(group * size, (group + 1) * size)
+            largest = largest_size(x[m, span])
+            scale = largest / _INT16_MAX
+            to_int16(x[m, span], _INT16_MAX / largest if largest > 0 else scale, wide[m, span])
+            whole = 0
+            for k in range(group * size, (group + 1) * size):
+                whole += wide[m, k]
+            scales[m, 2 * group] = scale
+            scales[m, 2 * group + 1] = scale * np.float32(whole)
+
+
+def _product_of(bits: int, has_minimum: bool) -> Any:
+    tile_12, tile_8, tile_4, tile_2, tile_1 = (
+        group_tile(num_rows, bits, has_minimum) for num_rows in (12, 8, 4, 2, 1)
+    )
+    head, line_bytes = PANEL * 2 * (1 + has_minimum), PANEL * bits // 4
+
+    name = f"groups_{bits}{'_and_minimum' if has_minimum else ''}"
+
+    @compiled_as(name)
+    def multiply(w: Any, x: Any, scales: Any, num_rows: int, out: Any, after: Any) -> None:
+        """out = x times w [groups, bytes]; as product.multiply, which adds."""
+        num_tiles, num_lines = (num_rows + _ROWS - 1) // _ROWS, (w.shape[1] - head) // line_bytes
+        share = (after.size // w.shape[0] + num_tiles - 1) // num_tiles if after.size else 0
+        base = np.int64(after.ctypes.data)
+        for row in range(0, num_rows, _ROWS):
+            left, rows, own, sums = num_rows - row, x[row:], scales[row:], out[row:]
+            places = num_lines, base, share
+            if left > 8:
+                tile_12(w, rows, own, sums, places)
+            elif left > 4:
+                tile_8(w, rows, own, sums, places)
+            elif left > 2:
+                tile_4(w, rows, own, sums, places)
+            elif left == 2:
+                tile_2(w, rows, own, sums, places)
+            else:
+                tile_1(w, rows, own, sums, places)
+            base += w.shape[0] * share
+
+    return product_by(name, _quantize, multiply, np.int16, _scale_and_sum)
+
+
+_by_4, _by_8, _by_8_and_minimum = _product_of(4, True), _product_of(8, False), _product_of(8, True)
+
+
+@njit
+def _panels(g: Any) -> Any:
+    shape = ((g.outputs + PANEL - 1) // PANEL, g.groups, g.group_bytes)
+    return carray(i8_at(g.weight), shape)
+
+
+@njit
+def _of_bf16(g: Any) -> Any:
+    return carray(u16_at(g.x), (g.rows, g.inputs)), carray(u16_at(g.y), (g.rows, g.outputs))
+
+
+@Kernel
+def _bf16_by_4(a: Any) -> None:
+    g = read_product(a)
+    x, y = _of_bf16(g)
+    _by_4(a, _panels(g), x, (y, *scale_and_bias(g)))
+
+
+@Kernel
+def _bf16_by_8(a: Any) -> None:
+    g = read_product(a)
+    x, y = _of_bf16(g)
+    _by_8(a, _panels(g), x, (y, *scale_and_bias(g)))
+
+
+@Kernel
+def _bf16_by_8_and_minimum(a: Any) -> None:
+    g = read_product(a)
+    x, y = _of_bf16(g)
+    _by_8_and_minimum(a, _panels(g), x, (y, *scale_and_bias(g)))
+
+
+@Kernel
+def _float_by_4(a: Any) -> None:
+    g = read_product(a)
+    x, y = carray(f32_at(g.x), (g.rows, g.inputs)), carray(f32_at(g.y), (g.rows, g.outputs))
+    _by_4(a, _panels(g), x, (y, *scale_and_bias(g)))
+
+
+# rows of float32 meet none but weights that `--quantize int4` has rounded
+_KERNELS = {
+    (4, True): {torch.bfloat16: _bf16_by_4, torch.float32: _float_by_4},
+    (8, False): {torch.bfloat16: _bf16_by_8},
+    (8, True): {torch.bfloat16: _bf16_by_8_and_minimum},
+}
+
+
+def kernels_of(form: GroupForm) -> dict[torch.dtype, Kernel]:
+    """By the type of the rows; every form of the kernels but plain takes the same."""
+    return _KERNELS[form.bits, form.has_minimum]

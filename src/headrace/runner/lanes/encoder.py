@@ -1,0 +1,155 @@
+"""Bidirectional encoders of transformers: each prompt whole, nothing drawn, nothing cached."""
+
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace.checkpoints.headers import read_headers
+from headrace.checkpoints.spec import ModelSpec
+from headrace.core.errors import ModelError
+from headrace.core.layout import MemoryLayout
+from headrace.core.messages import LaneFacts
+from headrace.core.plan import BlockCopy, Chunk, SlotCopy
+from headrace.runner.lanes.foreign import Signature
+
+_MAX_PADDING = 1.5  # a forward takes prompts whose longest has so many tokens per token of another
+_SMALL = 16  # tokens; prompts up to this length share a forward whatever their lengths
+_UNUSED = "pooler."  # weights that checkpoints may lack, as vectors are pooled here
+
+
+def task_of(spec: ModelSpec) -> str:
+    """embed or score, where the architecture is an encoder that transformers knows; else ""."""
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+        MODEL_MAPPING_NAMES,
+    )
+
+    kind = spec.config.get("model_type", "")
+    masked = MODEL_FOR_MASKED_LM_MAPPING_NAMES.get(kind)
+    if masked is None or spec.config.get("is_encoder_decoder") or spec.config.get("is_decoder"):
+        return ""
+    if spec.architecture in (masked, MODEL_MAPPING_NAMES.get(kind)):
+        return "embed"
+    classifier = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(kind)
+    return "score" if spec.architecture == classifier else ""
+
+
+class GenericEncoder:
+    id = "generic-text"
+    is_whole = True
+    source = None
+    facts = LaneFacts(memory="slot", mask="full")
+
+    def __init__(
+        self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, kernels: str = "auto"
+    ) -> None:
+        """`kernels` chooses nothing here: torch computes all of it."""
+        self.tasks = (task_of(spec),)
+        self._model = _load(spec, dtype, self.tasks[0]).to(device).eval()
+        self.device, self.dtype = device, dtype
+        config = self._model.config
+        self._signature = Signature.of(self._model.forward)
+        self._has_types = getattr(config, "type_vocab_size", 0) > 1
+        padding = getattr(config, "pad_token_id", None)
+        self._padding = padding if isinstance(padding, int) and padding >= 0 else 0
+        self.vector_size = config.hidden_size if "embed" in self.tasks else 0
+        parameters = list(self._model.parameters())
+        self.num_parameters = sum(p.numel() for p in parameters)
+        self.weight_bytes = sum(p.nbytes for p in parameters)
+
+    def layout(
+        self, free_bytes: int, max_num_seqs: int, max_positions: int, block_size: int
+    ) -> MemoryLayout:
+        """A slot is only a place in the step: nothing is kept from one step to the next."""
+        longest = min(max_positions, _num_positions(self._model, max_positions))
+        return MemoryLayout(block_size=block_size, num_slots=max_num_seqs, max_positions=longest)
+
+    def open(self, layout: MemoryLayout) -> None:
+        """Holds nothing."""
+
+    def forward(self, chunks: Sequence[Chunk], token_ids: Sequence["array[int]"]) -> Tensor:
+        rows: dict[int, Tensor] = {}
+        for group in _alike([len(ids) for ids in token_ids]):
+            output = self._run([chunks[i] for i in group], [token_ids[i] for i in group])
+            for place, i in enumerate(group):
+                chunk = chunks[i]
+                rows[i] = output[place : place + 1]
+                if "embed" in self.tasks:
+                    rows[i] = output[place, chunk.length - chunk.num_rows : chunk.length]
+        return torch.cat([rows[i] for i in range(len(chunks))])
+
+    def logits(self, rows: Tensor) -> Tensor:
+        return rows.float()
+
+    def copy(self, blocks: Sequence[BlockCopy], slots: Sequence[SlotCopy]) -> None:
+        """Nothing is kept that could be copied."""
+
+    def _run(self, chunks: Sequence[Chunk], token_ids: Sequence["array[int]"]) -> Tensor:
+        """Hidden states [prompts, longest, hidden], or labels [prompts, labels]."""
+        size = (len(chunks), max(map(len, token_ids)))
+        ids = torch.full(size, self._padding)
+        mask, types = torch.zeros(size, dtype=torch.long), torch.zeros(size, dtype=torch.long)
+        for row, (chunk, some) in enumerate(zip(chunks, token_ids, strict=True)):
+            ids[row, : len(some)] = torch.tensor(some)
+            mask[row, : len(some)] = 1
+            if chunk.num_first:
+                types[row, chunk.num_first : len(some)] = 1
+        offered = {"input_ids": ids, "attention_mask": mask, "return_dict": True}
+        if self._has_types:
+            offered["token_type_ids"] = types
+        accepted = self._signature.accepted(offered)
+        on_device = {
+            name: value.to(self.device) if isinstance(value, Tensor) else value
+            for name, value in accepted.items()
+        }
+        output = self._model(**on_device)
+        return output.logits if "score" in self.tasks else output.last_hidden_state
+
+
+def _alike(lengths: Sequence[int]) -> Iterator[list[int]]:
+    """Groups of about equal lengths, so that little is computed for the padding."""
+    group: list[int] = []
+    for i in sorted(range(len(lengths)), key=lengths.__getitem__):
+        if group and lengths[i] > max(_SMALL, _MAX_PADDING * lengths[group[0]]):
+            yield group
+            group = []
+        group.append(i)
+    yield group
+
+
+def _num_positions(model: Any, otherwise: int) -> int:
+    """Of a table of positions; RoBERTa's kind numbers them from behind its padding token's id."""
+    for name, module in model.named_modules():
+        if name.endswith("position_embeddings") and isinstance(module, torch.nn.Embedding):
+            padding = module.padding_idx
+            return module.num_embeddings - (0 if padding is None else padding + 1)
+    return otherwise
+
+
+def _load(spec: ModelSpec, dtype: torch.dtype, task: str) -> Any:
+    from transformers import AutoModel, AutoModelForSequenceClassification
+
+    read_headers(spec)  # a damaged file is named before transformers meets it
+    make: Any = AutoModelForSequenceClassification if task == "score" else AutoModel
+    model, report = make.from_pretrained(
+        spec.folder,
+        dtype=dtype,
+        local_files_only=True,
+        trust_remote_code=False,
+        use_safetensors=True,
+        ignore_mismatched_sizes=True,  # they are in the report
+        output_loading_info=True,
+    )
+    missing = [key for key in report["missing_keys"] if not key.startswith(_UNUSED)]
+    mismatched = [key if isinstance(key, str) else key[0] for key in report["mismatched_keys"]]
+    for keys, fault in ((missing, "is missing"), (mismatched, "has another shape")):
+        for key in keys:
+            raise ModelError(
+                f"Tensor {key} of {spec.name} {fault}; check config.json against the weights.",
+                "model_corrupt",
+            )
+    return model

@@ -1,0 +1,223 @@
+"""Image-text models of transformers: each image is seen once, its features stand for placeholders.
+
+A sequence has a dense cache in a slot. An image is encoded whole; the tokens around it are cut
+anywhere, within the image too.
+"""
+
+import copy as copies
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+from transformers import AutoModelForImageTextToText, DynamicCache
+
+from headrace.checkpoints.spec import ModelSpec
+from headrace.core.errors import ModelError
+from headrace.core.ids import SequenceId, SlotId
+from headrace.core.layout import MemoryLayout
+from headrace.core.messages import LaneFacts
+from headrace.core.plan import BlockCopy, Chunk, EncodeChunk, EncodeWork, SlotCopy
+from headrace.runner.lanes.foreign import Signature, load_pretrained, tensor_bytes
+
+_PROBE = 40  # tokens whose cache is measured
+_FEATURE_BYTES = 256 << 20  # of images that were seen lately
+_IDS = ("image_token_id", "image_token_index")  # what configs call a placeholder's id
+
+
+class Pixels(msgspec.Struct, frozen=True):
+    """Where the tensors of one image lie, as the processor made them: name, dtype, shape, offset.
+
+    `positions` are those of the whole prompt, on three axes, if the model has them.
+    """
+
+    path: str
+    num_rows: int  # placeholders that it stands for
+    tensors: tuple[tuple[str, str, tuple[int, ...], int], ...]
+    positions: tuple[str, str, tuple[int, ...], int] | None = None
+
+    def read(self) -> dict[str, Tensor]:
+        return {name: self._tensor(dtype, shape, at) for name, dtype, shape, at in self.tensors}
+
+    def read_positions(self) -> Tensor | None:
+        return None if self.positions is None else self._tensor(*self.positions[1:])
+
+    def _tensor(self, dtype: str, shape: tuple[int, ...], offset: int) -> Tensor:
+        kind = getattr(torch, dtype)
+        size = int(torch.tensor(shape).prod()) if shape else 1
+        with Path(self.path).open("rb") as file:
+            file.seek(offset)
+            data = bytearray(file.read(size * kind.itemsize))
+        return torch.frombuffer(data, dtype=kind).reshape(shape)
+
+
+@dataclass(slots=True)
+class _ImagePlace:
+    """What a slot holds: the cache, and the features that wait for their placeholders."""
+
+    owner: SequenceId | None  # None: a sibling's, that has not run yet
+    cache: Any
+    features: list[Tensor] = field(default_factory=list)  # [rows, hidden] each, in order
+    num_used: int = 0  # rows
+    shown: Tensor | None = None  # bool [1, tokens]: which tokens so far are placeholders
+    positions: Tensor | None = None  # [axes, 1, tokens] of the prompt
+
+
+class GenericMultimodal:
+    id = "generic-multimodal"
+    tasks = ("generate",)
+    is_whole = False
+    vector_size = 0
+    facts = LaneFacts(memory="slot", mask="lazy-prefix")
+    source = None
+
+    def __init__(
+        self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, kernels: str = "auto"
+    ) -> None:
+        """`kernels` chooses nothing here: torch computes all of it."""
+        self._model = load_pretrained(AutoModelForImageTextToText, spec, dtype).to(device).eval()
+        self.device, self.dtype = device, dtype
+        self.num_encoded = 0  # images that went through the encoder
+        self._signature = Signature.of(self._model.forward)
+        self._encoder_signature = Signature.of(self._model.model.get_image_features)
+        self._text_config = self._model.config.get_text_config()
+        self._has_axes = hasattr(self._model.model, "get_rope_index")
+        ids = [getattr(self._model.config, name, None) for name in _IDS]
+        self._image_id = next((int(found) for found in ids if found is not None), -1)
+        if self._image_id < 0:
+            raise ModelError(f"{spec.architecture} does not say which token stands for an image.")
+        self._places: dict[SlotId, _ImagePlace] = {}
+        self._seen: OrderedDict[bytes, Tensor] = OrderedDict()
+        parameters = list(self._model.parameters())
+        self.num_parameters = sum(p.numel() for p in parameters)
+        self.weight_bytes = sum(p.nbytes for p in parameters)
+
+    def layout(
+        self, free_bytes: int, max_num_seqs: int, max_positions: int, block_size: int
+    ) -> MemoryLayout:
+        per_position = self._measure()
+        num_slots = max(1, min(max_num_seqs, free_bytes // (per_position * max_positions)))
+        max_positions = min(max_positions, free_bytes // num_slots // per_position)
+        return MemoryLayout(block_size=block_size, num_slots=num_slots, max_positions=max_positions)
+
+    def open(self, layout: MemoryLayout) -> None:
+        self._places.clear()
+
+    def encode(self, chunk: EncodeChunk, work: EncodeWork) -> None:
+        place = self._place(chunk.slot_id, chunk.sequence_id, chunk.work == 0)
+        pixels = msgspec.msgpack.decode(work.data, type=Pixels)
+        if chunk.work == 0:
+            place.features, place.num_used = [], 0
+            place.positions = pixels.read_positions()
+        rows = self._features(work.mark, pixels)
+        if len(rows) != pixels.num_rows:
+            raise ValueError(f"{pixels.num_rows} placeholders, and features for {len(rows)}")
+        place.features.append(rows)
+
+    def _features(self, mark: bytes, pixels: Pixels) -> Tensor:
+        """Rows [placeholders, hidden] of an image; the encoder sees an image once while it can."""
+        if (known := self._seen.get(mark)) is not None:
+            self._seen.move_to_end(mark)
+            return known
+        tensors = {name: t.to(self.device) for name, t in pixels.read().items()}
+        if "pixel_values" in tensors:
+            tensors["pixel_values"] = tensors["pixel_values"].to(self.dtype)
+        offered = self._encoder_signature.accepted(tensors) | {"return_dict": True}
+        output = self._model.get_image_features(**offered)
+        found = getattr(output, "pooler_output", output)
+        parts = list(found) if isinstance(found, list | tuple) else [found]
+        rows = torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
+        self.num_encoded += 1
+        self._seen[mark] = rows
+        while len(self._seen) > 1 and sum(t.nbytes for t in self._seen.values()) > _FEATURE_BYTES:
+            self._seen.popitem(last=False)
+        return rows
+
+    def _place(self, slot: SlotId, owner: SequenceId, begins: bool) -> _ImagePlace:
+        """The slot's, or a new one if it was somebody else's."""
+        place = self._places.get(slot)
+        if place is not None and place.owner is None and not begins:
+            place.owner = owner
+        if place is None or place.owner != owner:
+            place = self._places[slot] = _ImagePlace(owner, self._new_cache())
+        return place
+
+    def _new_cache(self) -> Any:
+        return DynamicCache(config=self._text_config)
+
+    def forward(self, chunks: Sequence[Chunk], token_ids: Sequence["array[int]"]) -> Tensor:
+        rows = [self._run(chunk, ids) for chunk, ids in zip(chunks, token_ids, strict=True)]
+        return torch.cat(rows)
+
+    def _run(self, chunk: Chunk, token_ids: "array[int]") -> Tensor:
+        """Logits [num_rows, vocab] of the chunk's last tokens; the slot's cache grows by all."""
+        place = self._place(chunk.slot_id, chunk.sequence_id, chunk.start == 0)
+        if chunk.start == 0:
+            place.cache, place.num_used, place.shown = self._new_cache(), 0, None
+        ids = torch.tensor([token_ids.tolist()], device=self.device)
+        is_image = ids.eq(self._image_id)
+        num_left = sum(len(rows) for rows in place.features) - place.num_used
+        is_image &= is_image.cumsum(1) <= num_left  # an answer may have such tokens, too
+        # masks of models whose images attend both ways are made for all tokens so far
+        shown = is_image if place.shown is None else torch.cat([place.shown, is_image], 1)
+        place.shown = shown
+        offered = {
+            "inputs_embeds": self._embed(place, ids, is_image),
+            "position_ids": self._positions(place, chunk.start, len(token_ids)),
+            "token_type_ids": shown.long(),
+            "past_key_values": place.cache,
+            "use_cache": True,
+            "logits_to_keep": max(1, chunk.num_rows),
+            "return_dict": True,
+        }
+        if not place.features:
+            del offered["token_type_ids"]
+        output = self._model(**self._signature.accepted(offered))
+        place.cache = output.past_key_values
+        logits: Tensor = output.logits
+        return logits[0, logits.shape[1] - chunk.num_rows :]
+
+    def _embed(self, place: _ImagePlace, ids: Tensor, is_image: Tensor) -> Tensor:
+        """[1, tokens, hidden]; the next rows of the features take the place of placeholders."""
+        embeds: Tensor = self._model.get_input_embeddings()(ids.masked_fill(is_image, 0))
+        num = int(is_image.sum())
+        if num:
+            rows = torch.cat(place.features)[place.num_used : place.num_used + num]
+            embeds = embeds.masked_scatter(is_image[..., None], rows.to(embeds.dtype))
+            place.num_used += num
+        return embeds
+
+    def _positions(self, place: _ImagePlace, start: int, length: int) -> Tensor:
+        """[1, tokens], or [3, 1, tokens] where images have rows and columns of their own."""
+        plain = torch.arange(start, start + length, device=self.device)
+        if not self._has_axes:
+            return plain[None]
+        if place.positions is None:
+            return plain.expand(3, 1, -1)
+        known = place.positions.to(self.device)
+        num = known.shape[-1]
+        after = plain + (known.max() + 1 - num)
+        inside = known[:, :, start : start + length]
+        return torch.cat([inside, after[max(0, num - start) :].expand(3, 1, -1)], dim=-1)
+
+    def logits(self, rows: Tensor) -> Tensor:
+        return rows.float()
+
+    def copy(self, blocks: Sequence[BlockCopy], slots: Sequence[SlotCopy]) -> None:
+        for copy in slots:
+            source = self._places[copy.source]
+            target = copies.copy(source)
+            target.cache, target.owner = copies.deepcopy(source.cache), None
+            self._places[copy.target] = target
+
+    @torch.inference_mode()
+    def _measure(self) -> int:
+        """Bytes per position of a cache."""
+        chunk = Chunk(SequenceId(-1), 0, _PROBE, 1, (), array("i"), SlotId(0))
+        self._run(chunk, array("i", [0] * _PROBE))
+        return max(1, -(-tensor_bytes(self._places[SlotId(0)].cache) // _PROBE))

@@ -1,0 +1,248 @@
+"""Encoder-decoder models of transformers: a source is encoded once, its answer lives in a slot.
+
+Of T5's and BART's families the encoder is walked layer by layer, so a source can be encoded in
+pieces; of others, and where the walk gives another result, it is one piece.
+"""
+
+import copy as copies
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForSeq2SeqLM, DynamicCache, EncoderDecoderCache
+from transformers.modeling_outputs import BaseModelOutput
+
+from headrace.checkpoints.spec import ModelSpec
+from headrace.core.errors import ModelError
+from headrace.core.ids import SlotId
+from headrace.core.layout import MemoryLayout
+from headrace.core.messages import LaneFacts
+from headrace.core.plan import BlockCopy, Chunk, EncodeChunk, EncodeWork, SlotCopy, SourceForm
+from headrace.runner.lanes.foreign import Signature, load_pretrained, tensor_bytes
+
+_PROBE = 48  # tokens of a source, of which the walk and the cuts are proved
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
+_NORMS = ("final_layer_norm", "layer_norm")
+
+
+class _Reached(Exception):
+    """The first layer was called; what with is noted."""
+
+
+@dataclass(slots=True)
+class _Walk:
+    """An encoder between two layers."""
+
+    hidden: Tensor  # [1, tokens, hidden]
+    arguments: list[Any]  # of a layer, after the hidden states
+    keywords: dict[str, Any]
+
+
+class _Encoder:
+    """Transformers' encoder, called in parts that do what its own forward does."""
+
+    def __init__(self, encoder: nn.Module) -> None:
+        self._encoder = encoder
+        lists = [child for child in encoder.children() if isinstance(child, nn.ModuleList)]
+        self.layers = lists[0] if len(lists) == 1 else nn.ModuleList()
+
+    def whole(self, ids: Tensor) -> Tensor:
+        """[1, tokens, hidden]."""
+        hidden: Tensor = self._encoder(input_ids=ids, return_dict=True).last_hidden_state
+        return hidden
+
+    def begin(self, ids: Tensor) -> _Walk:
+        """Everything before the first layer, by the encoder's own forward."""
+        called: list[Any] = []
+
+        def note(_: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+            called.extend((arguments, keywords))
+            raise _Reached
+
+        hook = self.layers[0].register_forward_pre_hook(note, with_kwargs=True)
+        try:
+            self.whole(ids)
+        except _Reached:
+            pass
+        finally:
+            hook.remove()
+        (hidden, *arguments), keywords = called
+        return _Walk(hidden, arguments, keywords)
+
+    def advance(self, walk: _Walk, start: int, end: int) -> None:
+        """Layers [start, end)."""
+        for layer in self.layers[start:end]:
+            output = layer(walk.hidden, *walk.arguments, **walk.keywords)
+            if isinstance(output, tuple):
+                output, *further = output
+                if len(walk.arguments) > 1 and further:
+                    walk.arguments[1] = further[0]  # T5's position bias, made by the first layer
+            walk.hidden = output
+
+    def end(self, walk: _Walk) -> Tensor:
+        for name in _NORMS:
+            if (norm := getattr(self._encoder, name, None)) is not None:
+                normed: Tensor = norm(walk.hidden)
+                return normed
+        return walk.hidden
+
+
+@dataclass(slots=True)
+class _Slot:
+    """A source on its way through the encoder, then the caches of its answer."""
+
+    num_source: int
+    walk: _Walk | None = None
+    cache: Any = field(default=None)
+
+
+class Seq2SeqSource:
+    id = "generic-seq2seq-source"
+    tasks = ("generate",)
+    is_whole = False
+    vector_size = 0
+    facts = LaneFacts(memory="slot", mask="lazy-prefix")
+
+    def __init__(
+        self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, kernels: str = "auto"
+    ) -> None:
+        """`kernels` chooses nothing here: torch computes all of it."""
+        model = load_pretrained(AutoModelForSeq2SeqLM, spec, dtype).to(device).eval()
+        self._model, self.device, self.dtype = model, device, dtype
+        if model.main_input_name != "input_ids":
+            raise ModelError(f"{spec.architecture} reads {model.main_input_name}, and not text.")
+        self._signature = Signature.of(model.forward)
+        self._encoder = _Encoder(model.get_encoder())
+        self._slots: dict[SlotId, _Slot] = {}
+        parameters = list(model.parameters())
+        self.num_parameters = sum(p.numel() for p in parameters)
+        self.weight_bytes = sum(p.nbytes for p in parameters)
+        self._start_ids = _start_ids(model)
+        can_be_cut = self._can_be_walked()
+        num_units = len(self._encoder.layers) + 1 if can_be_cut else 1
+        self.source = SourceForm(self._start_ids, num_units, can_be_cut)
+
+    def layout(
+        self, free_bytes: int, max_num_seqs: int, max_positions: int, block_size: int
+    ) -> MemoryLayout:
+        per_position = self._measure()
+        num_slots = max(1, min(max_num_seqs, free_bytes // (per_position * max_positions)))
+        max_positions = min(max_positions, free_bytes // num_slots // per_position)
+        return MemoryLayout(block_size=block_size, num_slots=num_slots, max_positions=max_positions)
+
+    def open(self, layout: MemoryLayout) -> None:
+        self._slots.clear()
+
+    def encode(self, chunk: EncodeChunk, work: EncodeWork) -> None:
+        """The last unit makes the keys and values of cross-attention, and ends the encoder."""
+        source = array("i", work.data)
+        if chunk.start == 0:
+            self._slots[chunk.slot_id] = _Slot(len(source))
+        slot, num_layers = self._slots[chunk.slot_id], self.source.num_units - 1
+        if not self.source.can_be_cut:
+            hidden = self._encoder.whole(self._ids(source))
+        else:
+            slot.walk = slot.walk or self._encoder.begin(self._ids(source))
+            self._encoder.advance(slot.walk, chunk.start, min(chunk.end, num_layers))
+            if chunk.end <= num_layers:
+                return
+            hidden = self._encoder.end(slot.walk)
+        slot.walk = None
+        slot.cache = self._cross_attention(hidden)
+
+    def _cross_attention(self, hidden: Tensor) -> Any:
+        """A cache with the source's part alone: the token that was needed for it is dropped."""
+        cache = self._new_cache(DynamicCache())
+        self._decode(cache, array("i", [self._start_ids[0]]), 1, BaseModelOutput(hidden))
+        return self._new_cache(cache.cross_attention_cache)
+
+    def _new_cache(self, cross: Any) -> Any:
+        return EncoderDecoderCache(DynamicCache(config=self._model.config.get_text_config()), cross)
+
+    def forward(self, chunks: Sequence[Chunk], token_ids: Sequence["array[int]"]) -> Tensor:
+        rows = [
+            self._run(chunk, ids, chunk.num_rows)
+            for chunk, ids in zip(chunks, token_ids, strict=True)
+        ]
+        return torch.cat(rows)
+
+    def _run(self, chunk: Chunk, ids: "array[int]", num_rows: int) -> Tensor:
+        slot = self._slots[chunk.slot_id]
+        width = self._model.config.get_text_config().hidden_size
+        # the source is in the cache: only its length is read of these
+        stand_in = torch.zeros(1, dtype=self.dtype, device=self.device).expand(
+            1, slot.num_source, width
+        )
+        return self._decode(slot.cache, ids, num_rows, BaseModelOutput(stand_in))
+
+    def _decode(
+        self, cache: Any, ids: "array[int]", num_rows: int, encoded: BaseModelOutput
+    ) -> Tensor:
+        """Logits [num_rows, vocab] of the last of these tokens; the cache grows by all."""
+        offered = {
+            "decoder_input_ids": self._ids(ids),
+            "encoder_outputs": encoded,
+            "past_key_values": cache,
+            "use_cache": True,
+            "return_dict": True,
+        }
+        logits: Tensor = self._model(**self._signature.accepted(offered)).logits
+        return logits[0, logits.shape[1] - num_rows :]
+
+    def logits(self, rows: Tensor) -> Tensor:
+        return rows.float()
+
+    def copy(self, blocks: Sequence[BlockCopy], slots: Sequence[SlotCopy]) -> None:
+        """The source's part is never written again, and shared."""
+        for copy in slots:
+            source = self._slots[copy.source]
+            cache = self._new_cache(source.cache.cross_attention_cache)
+            cache.self_attention_cache = copies.deepcopy(source.cache.self_attention_cache)
+            self._slots[copy.target] = _Slot(source.num_source, cache=cache)
+
+    def _ids(self, ids: "array[int]") -> Tensor:
+        return torch.tensor([ids.tolist()], device=self.device)
+
+    @torch.inference_mode()
+    def _can_be_walked(self) -> bool:
+        """Whether layer by layer gives what the encoder's own forward gives."""
+        if not self._encoder.layers:
+            return False
+        ids = self._ids(array("i", range(_PROBE)))
+        expected = self._encoder.whole(ids)
+        try:
+            walk = self._encoder.begin(ids)
+            for number in range(len(self._encoder.layers)):
+                self._encoder.advance(walk, number, number + 1)
+            got = self._encoder.end(walk)
+        except (AttributeError, IndexError, TypeError, ValueError, RuntimeError):
+            return False
+        error = (got - expected).abs().max()
+        return bool(error <= _TOLERANCE[self.dtype] * expected.abs().max())
+
+    @torch.inference_mode()
+    def _measure(self) -> int:
+        """Bytes per position of the longest source together with the longest answer."""
+        ids = array("i", range(_PROBE))
+        cache = self._cross_attention(self._encoder.whole(self._ids(ids)))
+        stand_in = torch.zeros(1, _PROBE, self._model.config.get_text_config().hidden_size)
+        stand_in = stand_in.to(self.device, self.dtype)
+        self._decode(cache, ids, 1, BaseModelOutput(stand_in))
+        return max(1, -(-tensor_bytes(cache) // _PROBE))
+
+
+def _start_ids(model: Any) -> tuple[int, ...]:
+    """The token that every answer starts with, and the one that is forced after it."""
+    found = []
+    for name in ("decoder_start_token_id", "forced_bos_token_id"):
+        for config in (model.generation_config, model.config):
+            token_id = getattr(config, name, None)
+            if token_id is not None:
+                found.append(int(token_id))
+                break
+        if not found:
+            raise ModelError("The model does not say with which token its answers start.")
+    return tuple(found)

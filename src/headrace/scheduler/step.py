@@ -1,0 +1,132 @@
+"""A step while it is filled, launched and committed; decides nothing."""
+
+from dataclasses import dataclass, field
+
+from headrace.core.ids import SequenceId, SlotId
+from headrace.core.plan import Begin, BlockCopy, Chunk, EncodeChunk, SlotCopy, StepPlan
+from headrace.scheduler.cost import StepShape
+from headrace.scheduler.sequence import Sequence
+
+
+@dataclass(slots=True)
+class PlannedStep:
+    """A step from its first chunk to its commit; each sequence has at most one chunk in it."""
+
+    planned_at: float
+    seats: int  # sequences that may still start in it
+    forward_per_chunk: bool
+    first_due: float | None = None  # only sequences due before it may start
+    num_passed_over: int = 0  # waiting sequences that lacked blocks
+    is_alone: bool = False  # whether a suspect has it to itself
+    is_exclusive: bool = False  # whether an encoder that cannot be cut has it to itself
+    is_awaited: bool = False  # whether a stream waits for it
+    room: float | None = None  # seconds for prompt chunks; None: no target, or none measured
+    predicted: float = 0.0  # seconds in the runner; 0 while unmeasured
+    allowed: float = 0.0  # the same for who looks out for hangs: a guess is better than nothing
+    cause: str = ""  # why it is expected to miss its target
+    num_decoding: int = 0
+    shape: StepShape = field(default_factory=StepShape)
+    saves: list[tuple[Sequence, SlotId, int]] = field(default_factory=list)  # slot, end
+    plan: StepPlan = field(init=False)  # from its launch
+    chunks: list[Chunk] = field(default_factory=list)
+    encoded: list[EncodeChunk] = field(default_factory=list)
+    _begun: list[Begin] = field(default_factory=list)
+    _restores: list[SlotCopy] = field(default_factory=list)
+    _block_copies: list[BlockCopy] = field(default_factory=list)
+    _slot_copies: list[SlotCopy] = field(default_factory=list)
+
+    @property
+    def has_prompt_work(self) -> bool:
+        return self.shape.num_prompt_tokens > 0 or bool(self.encoded)
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.chunks or self.encoded)
+
+    def begin(self, sequence: Sequence, restore: SlotCopy | None = None) -> None:
+        """Introduce a sequence that starts in this step."""
+        self.seats -= 1
+        token_ids, sampling = sequence.token_ids[:], sequence.sampling
+        self._begun.append(
+            Begin(
+                sequence.id,
+                token_ids,
+                sequence.num_prompt,
+                sequence.choice,
+                sampling,
+                sequence.inputs,
+            )
+        )
+        if restore is not None:
+            self._restores.append(restore)
+
+    def copy(self, block_copy: BlockCopy | None, slot_copy: SlotCopy | None) -> None:
+        """Copy a leader's memory to its sibling's after the forward."""
+        if block_copy is not None:
+            self._block_copies.append(block_copy)
+        if slot_copy is not None:
+            self._slot_copies.append(slot_copy)
+
+    def save(self, sequence: Sequence, copy: SlotCopy) -> None:
+        """Keep the sequence's state after its chunk."""
+        self._slot_copies.append(copy)
+        self.saves.append((sequence, copy.target, sequence.num_planned))
+
+    def add_decode_chunk(self, sequence: Sequence) -> None:
+        self.num_decoding += 1
+        self._add(sequence, 1, [sequence])
+        self.shape.add(sequence.num_planned - 1, 1, False, self.forward_per_chunk)
+
+    def add_prompt_chunk(self, sequence: Sequence, length: int, siblings: list[Sequence]) -> None:
+        """Advance a prompt; `siblings` draw from its last row too."""
+        context = sequence.num_planned
+        self._add(sequence, length, [sequence, *siblings])
+        self.shape.add(context, length, True, self.forward_per_chunk)
+
+    def add_encode_chunk(self, sequence: Sequence, number: int, start: int, num_units: int) -> None:
+        """Advance work `number` of a sequence from unit `start` on."""
+        sequence.num_units_planned += num_units
+        sequence.num_in_flight += 1
+        slot_id, end = sequence.held.slot_id, start + num_units
+        self.encoded.append(EncodeChunk(sequence.id, number, start, end, slot_id))
+        self.shape.encode(sequence.inputs.works[number].size, num_units)
+
+    def _add(self, sequence: Sequence, length: int, drawing: list[Sequence]) -> None:
+        """The chunk that ends at the last known token draws, if there is anything to draw."""
+        start, lease = sequence.num_planned, sequence.held
+        end = start + length
+        draws = end == sequence.num_known and end < sequence.max_total
+        num_rows = int(draws)
+        if sequence.num_reported <= start < sequence.num_prompt - 1 and sequence.wants_prompt_rows:
+            num_rows = length
+        pooling = sequence.sampling.pooling
+        if pooling is not None:
+            num_rows = pooling.num_rows(start, end, sequence.max_total)
+        for named in drawing if draws else (sequence,):
+            named.advance(end, draws)
+        ids = tuple([drawn.id for drawn in drawing]) if draws else ()
+        self.chunks.append(
+            Chunk(
+                sequence.id,
+                start,
+                length,
+                num_rows,
+                ids,
+                lease.block_ids,
+                lease.slot_id,
+                pooling.num_first if pooling else 0,
+            )
+        )
+
+    def launch(self, ended: tuple[SequenceId, ...]) -> StepPlan:
+        """What the runner is to do; it may forget the sequences in `ended` first."""
+        self.plan = StepPlan(
+            begun=tuple(self._begun),
+            chunks=tuple(self.chunks),
+            ended=ended,
+            block_copies=tuple(self._block_copies),
+            slot_copies=tuple(self._slot_copies),
+            restores=tuple(self._restores),
+            encoded=tuple(self.encoded),
+        )
+        return self.plan

@@ -1,0 +1,43 @@
+// Pictures for a message: read, made smaller where they are large, and kept as data URIs.
+
+import { button, el } from "./dom.js";
+
+const MAX_BYTES = 1_000_000; // of a file that is sent as it is
+const MAX_SIDE = 1600; // pixels, of one that is not
+const URI = /^data:image\/(png|jpeg|webp|gif);base64,[A-Za-z0-9+/]+=*$/;
+
+export const imagesIn = (files) => [...files].filter((file) => file.type.startsWith("image/"));
+
+export const isImage = (uri) => typeof uri === "string" && URI.test(uri);
+
+export async function readImage(file) {
+  const isPlain = /^image\/(png|jpeg|webp|gif)$/.test(file.type);
+  const uri = isPlain && file.size <= MAX_BYTES ? await asUri(file) : await smaller(file);
+  if (!isImage(uri)) throw new Error();
+  return uri;
+}
+
+function asUri(file) {
+  return new Promise((resolve, reject) => {
+    const reader = new FileReader();
+    reader.onload = () => resolve(reader.result);
+    reader.onerror = () => reject(reader.error);
+    reader.readAsDataURL(file);
+  });
+}
+
+async function smaller(file) {
+  const bitmap = await createImageBitmap(file);
+  const scale = Math.min(1, MAX_SIDE / Math.max(bitmap.width, bitmap.height));
+  const canvas = el("canvas", { width: Math.round(bitmap.width * scale), height: Math.round(bitmap.height * scale) });
+  canvas.getContext("2d").drawImage(bitmap, 0, 0, canvas.width, canvas.height);
+  return canvas.toDataURL("image/jpeg", 0.9);
+}
+
+// Thumbnails; with `remove`, each has a button for it.
+export function thumbnails(uris, remove) {
+  return uris.map((uri, k) => {
+    const image = el("img", { src: uri, alt: `Attached image ${k + 1}` });
+    return el("span", { class: "thumb" }, image, remove && button("×", () => remove(k), { "aria-label": `Remove image ${k + 1}` }));
+  });
+}

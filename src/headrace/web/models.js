@@ -1,0 +1,46 @@
+// The models that the server offers, as a list to choose from in the head of the chat.
+
+import { ask, errorOf } from "./api.js";
+import { el } from "./dom.js";
+
+let models = []; // {id, state, share, takesImages}
+const STATES = { loaded: "", unloaded: " (not loaded)", loading: " (loading)", failed: " (failed)" };
+
+// Asks the server anew. Returns its error, if it had one.
+export async function loadModels() {
+  const response = await ask("/v1/models");
+  if (!response.ok) return { status: response.status, ...(await errorOf(response)) };
+  const { data } = await response.json();
+  models = data.map(({ id, status, architecture }) => ({
+    id,
+    state: status?.failed ? "failed" : status?.value ?? "loaded",
+    share: status?.bytes_total ? status.bytes_done / status.bytes_total : null,
+    // of a model that has not been read yet nobody knows: the server will say
+    takesImages: architecture?.input_modalities?.includes("image") ?? true,
+  }));
+  return null;
+}
+
+// The model that a conversation speaks to: the one it remembers, else the server's first.
+export const modelOf = (choices) => choices.model || models[0]?.id || "";
+
+export const isOneOfSeveral = () => models.length > 1;
+
+// What to say while a model is being loaded, or nothing.
+export function loadingOf(id) {
+  const { state, share } = models.find((one) => one.id === id) ?? {};
+  if (state !== "loading") return "";
+  return `Loading the model ${id}${share === null ? "" : `: ${Math.round(100 * share)} %`}`;
+}
+
+export const takesImages = (id) => Boolean(models.find((one) => one.id === id)?.takesImages);
+
+export function showModels(select, chosen) {
+  const shown = models.map(({ id, state }) => [id, `${id}${STATES[state] ?? ` (${state})`}`]);
+  if (chosen && models.length && !models.some(({ id }) => id === chosen)) shown.push([chosen, `${chosen} (not served)`]);
+  const text = JSON.stringify(shown);
+  if (select.dataset.shown !== text) select.replaceChildren(...shown.map(([value, label]) => el("option", { value }, label)));
+  select.dataset.shown = text;
+  select.value = chosen;
+  select.hidden = !shown.length;
+}

@@ -1,0 +1,273 @@
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from headrace.checkpoints.find import find_model
+from headrace.checkpoints.gguf_folder import _llama3, gguf_folder, quantization_of
+from headrace.checkpoints.gguf_groups import FORMS, GroupForm
+from headrace.checkpoints.gguf_header import TYPES, read_gguf
+from headrace.checkpoints.spec import read_spec
+from headrace.core.config import ModelConfig
+from headrace.core.errors import ModelError
+from headrace.models.rope import frequencies
+from headrace.models.text_config import Rope
+from headrace.runner.footprint import footprint
+from headrace.runner.lanes.native_text import NativeText
+from headrace.runner.load import load_runner
+from headrace.runner.runner import Runner
+from tests.builders import CHAT_TEMPLATE, END, make_tiny_model
+from tests.drive import assert_close, random_prompt, row_logits, tiny_runner
+from tests.gguf_files import to_gguf
+from tests.runner.kernels.own_forms import needs_own_forms
+
+KINDS = [entry[0] for entry in TYPES.values()]
+FAMILIES = ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]
+CASES = [
+    *((family, "Q8_0") for family in FAMILIES),
+    *(("LlamaForCausalLM", kind) for kind in KINDS),
+]
+PROMPT = random_prompt(40)
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def make(
+    tmp_path: Path,
+    family: str = "Qwen3ForCausalLM",
+    kind: str = "Q8_0",
+    mixed: Mapping[str, str] = MappingProxyType({}),
+    is_tied: bool = False,
+    **more: object,
+):
+    """A folder and a file that hold the same model; `mixed`: other types, by llama.cpp's names."""
+    shape = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 64}
+    shape |= {"tie_word_embeddings": is_tied}
+    folder = make_tiny_model(tmp_path / "model", family, **shape, initializer_range=0.05)
+    fields = {"chat_template": CHAT_TEMPLATE, "eos_token_id": END} | more
+    return folder, to_gguf(folder, tmp_path / f"tiny-{kind}.gguf", kind, mixed, **fields)
+
+
+@pytest.mark.parametrize("family, kind", CASES)
+def test_a_file_says_what_its_values_say_as_safetensors(
+    tmp_path: Path, family: str, kind: str
+) -> None:
+    folder, file = make(tmp_path, family, kind)
+    expected = row_logits(tiny_runner(folder, dtype="float32"), PROMPT)
+    found = row_logits(tiny_runner(find_model(str(file)), dtype="float32"), PROMPT)
+    assert_close(found, expected, tolerance=1e-4)
+    assert float(expected.std()) > 0.01
+
+
+@needs_own_forms
+@pytest.mark.parametrize("family, kind", [(f, k) for f, k in CASES if k in FORMS])
+def test_a_file_keeps_its_bits_and_computes_as_plain_bfloat16_or_better(
+    tmp_path: Path, family: str, kind: str
+) -> None:
+    """Whole and in chunks to the bit, in the memory that was worked out."""
+    file = find_model(str(make(tmp_path, family, kind)[1]))
+    runner, unpacked = tiny_runner(file), footprint(read_spec(file), BF16, "avx512", "none")
+    exact, plain = (
+        row_logits(tiny_runner(file, **settings), PROMPT)
+        for settings in ({"dtype": "float32"}, {"kernels": "plain"})
+    )
+    found = row_logits(runner, PROMPT)
+    assert float((found - exact).norm()) < 1.2 * float((plain - exact).norm())
+    for chunk in (1, 7, 30):
+        assert torch.equal(row_logits(runner, PROMPT, chunk), found)
+    needed = footprint(read_spec(file), BF16, "avx512", "own")
+    assert runner.lane.weight_bytes == needed.held <= needed.peak
+    assert needed.held < (0.45 if FORMS[kind].bits == 4 else 0.7) * unpacked.held
+
+
+@needs_own_forms
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_stacks_of_several_types_and_heads_of_their_own_keep_their_values(
+    tmp_path: Path, is_tied: bool
+) -> None:
+    """As the mixes named K_M have them: some of q, k and v in more bits than the others."""
+    mixed = {"attn_v": "Q6_K", "ffn_down": "Q6_K", "token_embd": "Q6_K", "output": "Q8_0"}
+    file = find_model(
+        str(make(tmp_path, "Qwen2ForCausalLM", "Q4_K", mixed=mixed, is_tied=is_tied)[1])
+    )
+    runner = tiny_runner(file)
+    forms = {path: m.form for path, m in modules_of(runner).items() if hasattr(m, "form")}
+    assert forms["layers.0.attention.qkv"] == GroupForm(8, 16, True)
+    assert forms["layers.0.attention.out"] == GroupForm(4, 32, True)
+    assert forms["layers.0.mlp.down"] == GroupForm(8, 16, False)
+    assert forms["head"] == GroupForm(8, 16 if is_tied else 32, False)
+    exact, plain = (
+        row_logits(tiny_runner(file, **settings), PROMPT)
+        for settings in ({"dtype": "float32"}, {"kernels": "plain"})
+    )
+    error = float((row_logits(runner, PROMPT) - exact).norm())
+    assert error < 1.2 * float((plain - exact).norm())
+    needed = footprint(read_spec(file), BF16, "avx512", "own")
+    assert runner.lane.weight_bytes == needed.held
+
+
+@needs_own_forms
+def test_a_file_is_unpacked_on_request_and_by_plain_and_its_answers_are_named_apart(
+    tmp_path: Path,
+) -> None:
+    file = find_model(str(make(tmp_path)[1]))
+    ready = {
+        settings: load_runner(
+            ModelConfig(device="cpu", threads=1, max_model_len=64, **dict([settings])), file
+        )[1]
+        for settings in (("quantize", "auto"), ("quantize", "none"), ("kernels", "plain"))
+    }
+    assert [r.quantize for r in ready.values()] == ["own", "none", "none"]
+    assert len({r.fingerprint for r in ready.values()}) == 3
+    held = [r.weight_bytes for r in ready.values()]
+    assert held[0] < 0.7 * held[1]
+
+
+def modules_of(runner: Runner) -> dict[str, torch.nn.Module]:
+    return dict(runner.lane._model.named_modules())
+
+
+def test_the_folder_that_is_made_holds_what_the_file_says(tmp_path: Path) -> None:
+    original, file = make(tmp_path)
+    spec, before = read_spec(find_model(str(file))), read_spec(original)
+    assert spec.name == "tiny-Q8_0" and spec.dtype == "bfloat16"
+    assert spec.architecture == "Qwen3ForCausalLM"
+    assert spec.vocab_size == before.vocab_size and spec.max_positions == before.max_positions
+    assert spec.end_token_ids[0] == END
+    described = json.loads((spec.folder / "tokenizer_config.json").read_text())
+    assert described["chat_template"] == CHAT_TEMPLATE and described["eos_token"] == "<|im_end|>"
+    assert gguf_folder(file) == spec.folder  # made once
+
+
+def test_a_file_that_changes_is_read_anew(tmp_path: Path) -> None:
+    file = make(tmp_path)[1]
+    first = gguf_folder(file)
+    file.write_bytes(file.read_bytes() + b"\0")
+    assert gguf_folder(file) != first
+
+
+def test_one_of_several_quantizations_is_named(tmp_path: Path) -> None:
+    file = make(tmp_path)[1]
+    folder = tmp_path / "both"
+    folder.mkdir()
+    for kind in ("Q8_0", "Q4_K_M"):
+        (folder / f"tiny-{kind}.gguf").write_bytes(file.read_bytes())
+    assert find_model(f"{folder}:q4_k_m").name == "tiny-Q4_K_M"
+    with pytest.raises(ModelError, match=r"2 GGUF files \(Q4_K_M, Q8_0\).*both:Q4_K_M"):
+        find_model(str(folder))
+    with pytest.raises(ModelError, match="name one"):
+        find_model(f"{folder}:Q5_0")
+    (folder / "tiny-Q4_K_M.gguf").unlink()
+    assert find_model(str(folder)).name == "tiny-Q8_0"
+
+
+@pytest.mark.parametrize(
+    "name, kind",
+    [
+        ("Qwen3-0.6B-Q8_0.gguf", "Q8_0"),
+        ("llama.q4_k_m.gguf", "Q4_K_M"),
+        ("x-IQ4_XS-00001-of-00002.gguf", "IQ4_XS"),
+        ("model-bf16.gguf", "BF16"),
+        ("model.gguf", None),
+    ],
+)
+def test_a_quantization_is_read_from_a_name(name: str, kind: str | None) -> None:
+    assert quantization_of(name) == kind
+
+
+def test_a_model_in_parts_is_one_model_and_a_missing_part_is_named(tmp_path: Path) -> None:
+    folder, file = make(tmp_path)
+    reader = gguf.GGUFReader(file)
+    names = [tmp_path / f"cut-0000{n}-of-00002.gguf" for n in (1, 2)]
+    header = read_gguf(file)
+    for number, (path, tensors) in enumerate(
+        zip(names, (reader.tensors[:9], reader.tensors[9:]), strict=True)
+    ):
+        writer = gguf.GGUFWriter(path, "qwen3")
+        if number == 0:
+            for key, value in header.fields.items():
+                field = reader.fields[key]
+                if not key.startswith("GGUF.") and key != "general.architecture":
+                    sub = field.types[1] if len(field.types) > 1 else None
+                    writer.add_key_value(key, value, field.types[0], sub)
+        for tensor in tensors:
+            writer.add_tensor(tensor.name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    whole = row_logits(tiny_runner(folder, dtype="float32"), PROMPT)
+    found = find_model(str(names[0]))
+    assert found.name == "cut"
+    assert_close(row_logits(tiny_runner(found, dtype="float32"), PROMPT), whole, tolerance=1e-4)
+    names[1].unlink()
+    with pytest.raises(ModelError, match=r"cut-00002-of-00002.gguf is missing"):
+        find_model(str(names[0]))
+
+
+def test_an_architecture_and_a_type_that_are_not_read_are_named(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "mamba")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(["a", "b"])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(ModelError, match=r"architecture mamba are not read; llama, qwen2, qwen3"):
+        find_model(str(tmp_path / "x.gguf"))
+    writer = gguf.GGUFWriter(tmp_path / "y.gguf", "llama")
+    raw = np.zeros((2, 54), np.uint8)
+    writer.add_tensor("token_embd.weight", raw, raw_dtype=gguf.GGMLQuantizationType.TQ1_0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ModelError, match=r"token_embd.weight of y.gguf has GGML's type 34"):
+        find_model(str(tmp_path / "y.gguf"))
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    return make(tmp_path_factory.mktemp("sound"))[1].read_bytes()
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_a_damaged_head_is_one_line_and_no_crash(
+    tmp_path: Path, sound: bytes, data: st.DataObject
+) -> None:
+    changed = bytearray(sound)
+    head = 12_000  # fields, tokens and the table of tensors lie in it
+    for _ in range(data.draw(st.integers(1, 4))):
+        place = data.draw(st.integers(0, min(head, len(changed)) - 9))
+        size = data.draw(st.sampled_from([1, 4, 8]))
+        changed[place : place + size] = data.draw(st.binary(min_size=size, max_size=size))
+    if data.draw(st.booleans()):
+        del changed[data.draw(st.integers(0, len(changed))) :]
+    path = tmp_path / "changed.gguf"
+    path.write_bytes(changed)
+    try:
+        NativeText(
+            read_spec(find_model(str(path))), torch.float32, torch.device("cpu"), form="plain"
+        )
+    except ModelError as error:
+        assert "\n" not in str(error)
+
+
+def test_llama3s_stretching_is_recognized() -> None:
+    rope = Rope(500_000.0, 8192, "llama3", 32.0, 1.0, 4.0)
+    divisors = frequencies(Rope(500_000.0, 8192), 64)[0] / frequencies(rope, 64)[0]
+    config = {"head_dim": 64, "rope_theta": 500_000.0}
+    assert _llama3(config, tuple(divisors.tolist()))["factor"] == pytest.approx(32.0)
+    with pytest.raises(ModelError, match="rope_freqs"):
+        _llama3(config, tuple((divisors * torch.linspace(1, 2, 32)).tolist()))

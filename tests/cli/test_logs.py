@@ -1,0 +1,96 @@
+"""Lines of the log, and that nobody who does not read them can stop the server."""
+
+import io
+import json
+import logging
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from headrace.cli import logs
+from headrace.core.config import ServerConfig
+from headrace.core.log_context import KEY_NAME, REQUEST_ID, log_request
+
+
+@pytest.fixture(autouse=True)
+def put_back() -> Iterator[None]:
+    """The handlers and the level of the tests' own log."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+def written(form: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What three lines look like: one of a request, one of a failure, and one that is said."""
+    stderr = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stderr)
+    logs.set_up(ServerConfig(log_format=form))  # type: ignore[arg-type]
+    tokens = REQUEST_ID.set("mine"), KEY_NAME.set("ann")
+    log_request("/v1/completions", "finished", ttft_ms=None, readers=2)
+    REQUEST_ID.reset(tokens[0])
+    KEY_NAME.reset(tokens[1])
+    try:
+        raise ValueError("two\nlines")
+    except ValueError:
+        logging.getLogger("headrace.x").exception("It failed")
+    logs.say("ready")
+    logging.getLogger().handlers[0].close()
+    return stderr.getvalue().splitlines()
+
+
+def test_json_lines_have_the_request_and_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[dict[str, Any]] = [json.loads(line) for line in written("json", monkeypatch)]
+    request, failure, said = lines
+    assert request.pop("time").endswith("+00:00")
+    assert request == {
+        "level": "info",
+        "logger": "headrace.requests",
+        "message": "request",
+        "route": "/v1/completions",
+        "outcome": "finished",
+        "ttft_ms": None,
+        "readers": 2,
+        "request_id": "mine",
+        "key": "ann",
+    }
+    assert failure["level"] == "error" and "ValueError: two\nlines" in failure["exception"]
+    assert "request_id" not in failure
+    assert said["message"] == "ready"
+
+
+def test_text_lines_have_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = written("text", monkeypatch)
+    assert lines[0].endswith(
+        " INFO headrace.requests: request route=/v1/completions outcome=finished readers=2 "
+        "request_id=mine key=ann"
+    )
+    assert "ERROR headrace.x: It failed" in lines[1]
+    assert lines[-1] == "ready"
+
+
+def test_a_log_that_nobody_reads_stops_nothing_and_says_what_was_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Stuck(io.StringIO):
+        can_write = threading.Event()
+
+        def write(self, text: str) -> int:
+            self.can_write.wait(60)
+            return super().write(text)
+
+    stderr = Stuck()
+    monkeypatch.setattr(sys, "stderr", stderr)
+    monkeypatch.setattr(logs, "_MAX_WAITING", 10)
+    logs.set_up(ServerConfig())
+    for number in range(100):
+        logging.getLogger("headrace.x").warning("line %s", number)
+    stderr.can_write.set()
+    logging.getLogger().handlers[0].close()
+    shown = stderr.getvalue()
+    assert "line 0" in shown and "line 99" not in shown
+    assert "lines of the log are lost" in shown

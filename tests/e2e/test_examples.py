@@ -1,0 +1,37 @@
+"""The Python examples, as a reader would run them; those in JavaScript run in make test-clients."""
+
+import asyncio
+import sys
+from pathlib import Path
+
+from chaos.witness import Fates, Proxy
+from tests.servers import ServerProcess
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+async def run(name: str, url: str, *prompts: str) -> str:
+    pipe = asyncio.subprocess.PIPE
+    command = (sys.executable, str(EXAMPLES / name), url, *prompts)
+    process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe)
+    out, trouble = await asyncio.wait_for(process.communicate(), 120)
+    assert process.returncode == 0, trouble.decode()
+    return out.decode()
+
+
+def test_a_stream_is_resumed_however_often_it_is_cut(server: ServerProcess) -> None:
+    async def through_cuts() -> tuple[str, int]:
+        proxy = Proxy(int(server.url.rpartition(":")[2]), Fates("example", 0.8))
+        await proxy.open()
+        said = await run("resume.py", f"http://127.0.0.1:{proxy.port}", "Count from 1 to 100.")
+        proxy.close()
+        return said, proxy.num_cuts
+
+    said, num_cuts = asyncio.run(through_cuts())
+    assert said.count("97, 98, 99, 100") == said.count(" 50,") == 1 and num_cuts > 0
+
+
+def test_several_questions_share_a_socket(server: ServerProcess) -> None:
+    prompts = ("Count from 1 to 12.", "Spell the word banana.")
+    said = asyncio.run(run("realtime.py", server.url, *prompts))
+    assert "10, 11, 12" in said and "b-a-n-a-n-a" in said

@@ -1,0 +1,80 @@
+"""A hybrid over real HTTP: batched, with saved states, through an engine kill."""
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from headrace.runner.kernels.forms import forms_here
+from tests.builders import make_tiny_model
+from tests.servers import ServerProcess, running_server
+
+PROMPT = "Once upon a time there was a river that drove a mill, and the mill had a headrace. "
+BODY = {"prompt": PROMPT, "max_tokens": 30, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """In bfloat16 where our own products compute it: no cut and no neighbour changes a bit."""
+    folder: Path = tmp_path_factory.mktemp("hybrid") / "tiny"
+    dtype = torch.float32 if forms_here()[0] == "plain" else torch.bfloat16
+    make_tiny_model(folder, "Qwen3_5ForConditionalGeneration", dtype=dtype, head_dim=32)
+    with running_server(str(folder), "--threads", "1") as running:
+        yield running
+
+
+def post(server: ServerProcess, **body: Any) -> dict[str, Any]:
+    answer = httpx.post(f"{server.url}/v1/completions", json=BODY | body, timeout=60)
+    result: dict[str, Any] = answer.raise_for_status().json()
+    return result
+
+
+def test_a_prompt_that_was_seen_goes_on_from_a_saved_state_with_the_same_text(
+    server: ServerProcess,
+) -> None:
+    first, second = post(server, prompt=PROMPT * 2), post(server, prompt=PROMPT * 2)
+    cached = [each["usage"]["prompt_tokens_details"]["cached_tokens"] for each in (first, second)]
+    assert cached == [0, (2 * len(PROMPT) - 1) // 32 * 32]
+    assert first["choices"][0]["text"] == second["choices"][0]["text"]
+
+
+def test_many_at_once_get_the_texts_that_they_get_alone(server: ServerProcess) -> None:
+    prompts = [PROMPT[number:] for number in range(6)]
+    alone = [post(server, prompt=prompt)["choices"][0]["text"] for prompt in prompts]
+    with ThreadPoolExecutor(6) as pool:
+        together = list(pool.map(lambda prompt: post(server, prompt=prompt), prompts))
+    assert [each["choices"][0]["text"] for each in together] == alone
+
+
+def test_a_chat_streams_its_progress_and_its_choices(server: ServerProcess) -> None:
+    messages = [{"role": "user", "content": PROMPT * 8}]
+    body = {"messages": messages, "max_tokens": 5, "n": 2, "stream": True, "return_progress": True}
+    with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body, timeout=60) as answer:
+        lines = [line[6:] for line in answer.iter_lines() if line.startswith("data: {")]
+    frames = [json.loads(line) for line in lines]
+    progress = [frame["prompt_progress"] for frame in frames if "prompt_progress" in frame]
+    assert len(progress) > 2 and progress[-1]["processed"] == progress[-1]["total"]
+    ends = {c["index"] for frame in frames for c in frame["choices"] if c["finish_reason"]}
+    assert ends == {0, 1}
+
+
+def test_a_killed_engine_costs_no_token(server: ServerProcess) -> None:
+    body = BODY | {"max_tokens": 120}
+    undisturbed = post(server, max_tokens=120)["choices"][0]["text"]
+    engine = httpx.get(f"{server.url}/manage/state").json()["engine"]["pid"]
+    texts: list[str] = []
+    url = f"{server.url}/v1/completions"
+    with httpx.stream("POST", url, json=body | {"stream": True}, timeout=120) as answer:
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                texts += [choice["text"] for choice in json.loads(line[6:])["choices"]]
+                if len(texts) == 20:
+                    os.kill(engine, signal.SIGKILL)
+    assert "".join(texts) == undisturbed

@@ -1,0 +1,203 @@
+"""Chats with images over HTTP: what is seen, what is refused, and what survives a kill."""
+
+import base64
+import io
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.builders import IMAGE, make_tiny_image_model
+from tests.servers import ServerProcess, running_server
+
+
+def picture(seed: int, form: str = "PNG", size: tuple[int, int] = (40, 30)) -> bytes:
+    width, height = size
+    pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, form)
+    return file.getvalue()
+
+
+def url(data: bytes, kind: str = "image/png") -> str:
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def chat(*images: str, text: str = "What is this?", **fields: Any) -> dict[str, Any]:
+    parts = [{"type": "image_url", "image_url": {"url": image}} for image in images]
+    content = [*parts, {"type": "text", "text": text}]
+    settings = {"max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    return {"messages": [{"role": "user", "content": content}], **settings, **fields}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_image_model(tmp_path_factory.mktemp("llava"), "LLaVA")
+
+
+@pytest.fixture(scope="module")
+def state(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("state")
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path, state: Path) -> Iterator[ServerProcess]:
+    with running_server(str(folder), "--threads", "1", "--state-dir", str(state)) as running:
+        yield running
+
+
+def post(server: ServerProcess, body: dict[str, Any], **headers: str) -> httpx.Response:
+    path = f"{server.url}/v1/chat/completions"
+    return httpx.post(path, json=body, headers=headers, timeout=120)
+
+
+def said(answer: httpx.Response) -> str:
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["message"]["content"]
+
+
+def test_an_answer_depends_on_the_image_and_on_nothing_else(server):
+    one, other = url(picture(1)), url(picture(2))
+    answers = [said(post(server, chat(image))) for image in (one, other, one)]
+    assert answers[0] == answers[2] != answers[1]
+    assert said(post(server, chat(one, other))) != said(post(server, chat(other, one)))
+
+
+def test_clients_can_learn_that_it_sees_images(server):
+    (model,) = httpx.get(f"{server.url}/v1/models").json()["data"]
+    assert model["architecture"]["input_modalities"] == ["text", "image"]
+    assert httpx.get(f"{server.url}/props").json()["modalities"]["vision"] is True
+
+
+def test_usage_counts_the_placeholders(server):
+    plain = post(server, chat()).json()["usage"]["prompt_tokens"]
+    seen = post(server, chat(url(picture(1)))).json()["usage"]["prompt_tokens"]
+    assert seen == plain + 16  # patches of 8 pixels in an image of 32
+
+
+@pytest.mark.parametrize("form", ["JPEG", "WEBP", "GIF", "BMP"])
+def test_other_formats_are_taken(server, form):
+    said(post(server, chat(url(picture(3, form), f"image/{form.lower()}"), max_tokens=1)))
+
+
+def test_images_are_prepared_at_the_lowest_priority(server):
+    said(post(server, chat(url(picture(1)), max_tokens=1)))
+    pid = server.process.pid
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    commands = {int(c): Path(f"/proc/{c}/cmdline").read_bytes().split(b"\0") for c in children}
+    (worker,) = [child for child, command in commands.items() if b"images" in command]
+    assert os.getpriority(os.PRIO_PROCESS, worker) == 19
+
+
+def test_choices_share_the_image(server):
+    body = chat(url(picture(4)), temperature=1, seed=5, n=3)
+    several = [c["message"]["content"] for c in post(server, body).json()["choices"]]
+    assert len(set(several)) == 3
+    assert several[0] == said(post(server, body | {"n": 1}))
+
+
+_NO_PIXELS = b"BM" + (54).to_bytes(4, "little") + bytes(4) + (54).to_bytes(4, "little")
+_NO_PIXELS += (40).to_bytes(4, "little") + bytes(8) + b"\1\0\x18\0" + bytes(24)
+
+
+def huge() -> bytes:
+    """A header of 10,000 × 10,000 pixels, and few bytes behind it."""
+    file = io.BytesIO()
+    Image.new("1", (10_000, 10_000)).save(file, "PNG")
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("image", "code"),
+    [
+        (lambda: url(picture(1)[:300]), "invalid_image"),
+        (lambda: url(b"no image at all"), "invalid_image"),
+        (lambda: url(b""), "invalid_image"),
+        (lambda: url(_NO_PIXELS), "invalid_image"),
+        (lambda: "data:image/png;base64,!!!", "invalid_image"),
+        (lambda: url(huge()), "image_too_large"),
+        (lambda: url(bytes((20 << 20) + 1)), "image_too_large"),
+        (lambda: "https://example.com/a.png", "image_url_refused"),
+        (lambda: "http://127.0.0.1/a.png", "image_url_refused"),
+        (lambda: "file:///etc/passwd", "image_url_refused"),
+    ],
+)
+def test_a_bad_image_is_refused_by_its_place_and_the_server_goes_on(server, image, code):
+    good = url(picture(1))
+    refused = post(server, chat(good, image()))
+    error = refused.json()["error"]
+    assert (refused.status_code, error["code"]) == (400, code), error
+    assert error["param"] == "messages[0].content[1]"
+    said(post(server, chat(good, max_tokens=1)))
+
+
+def test_too_many_images_and_placeholders_in_the_text_are_refused(server):
+    codes = [
+        post(server, body).json()["error"]["code"]
+        for body in (
+            chat(*[url(picture(1))] * 17),
+            chat(url(picture(1)), text=f"and {IMAGE}?"),
+            chat(text=f"only {IMAGE}"),
+        )
+    ]
+    assert codes == ["image_too_large", "invalid_value", "invalid_value"]
+
+
+def test_other_kinds_of_parts_are_refused(server):
+    body = chat()
+    body["messages"][0]["content"].append({"type": "input_audio", "input_audio": {}})
+    assert post(server, body).json()["error"]["code"] == "unsupported_content"
+
+
+def test_a_killed_engine_costs_nothing_of_an_image_chat(server):
+    body = chat(url(picture(6)), url(picture(7)), max_tokens=80)
+    expected = said(post(server, body))
+    text, killed = "", False
+    with httpx.stream(
+        "POST", f"{server.url}/v1/chat/completions", json=body | {"stream": True}, timeout=120
+    ) as answer:
+        for line in answer.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            frame = json.loads(line[6:])
+            text += "".join(c["delta"].get("content") or "" for c in frame["choices"])
+            if text and not killed:
+                killed = True
+                figures = httpx.get(f"{server.url}/manage/state", timeout=60).json()
+                os.kill(figures["engine"]["pid"], signal.SIGKILL)
+    assert killed and text == expected
+
+
+@pytest.mark.slow
+def test_a_durable_image_chat_survives_a_kill_of_the_server(folder, state, server):
+    body = chat(url(picture(8)), max_tokens=150, stream=True)
+    expected = said(post(server, body | {"stream": False}))
+    names = {"X-Conversation-Id": "seen"}
+    with httpx.stream(
+        "POST", f"{server.url}/v1/chat/completions", json=body, headers=names, timeout=120
+    ) as answer:
+        for line in answer.iter_lines():
+            if '"content":"' in line and '"content":""' not in line:
+                break
+        os.kill(server.process.pid, signal.SIGKILL)
+    server.process.wait(timeout=60)
+    again = ["--threads", "1", "--state-dir", str(state)]
+    with (
+        running_server(str(folder), *again) as second,
+        httpx.stream(
+            "POST", f"{second.url}/v1/chat/completions", json=body, headers=names, timeout=120
+        ) as rest,
+    ):
+        text = ""
+        for line in rest.iter_lines():
+            if line.startswith("data: {"):
+                frame = json.loads(line[6:])
+                text += "".join(c["delta"].get("content") or "" for c in frame["choices"])
+    assert text == expected

@@ -1,0 +1,266 @@
+"""Several models on one real server: loaded when asked for, one at a time or side by side.
+
+`make test-models` runs all of it; the suite leaves out what loads many models.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.builders import make_tiny_model
+from tests.eventually import eventually
+from tests.servers import ServerProcess, running_server
+
+ASKED = {"prompt": "one two", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+FLAGS = (
+    *("--threads", "1", "--max-model-len", "512", "--kv-cache-memory-bytes", str(16 << 20)),
+    *("--heartbeat-s", "1"),
+)
+LIMIT_S = 60
+many_loads = pytest.mark.skipif("MANY_LOADS" not in os.environ, reason="make test-models")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    found = {name: make_tiny_model(root / name) for name in ("a", "b")}
+    (root / "bad").mkdir()
+    (root / "bad" / "config.json").write_text('{"architectures": ["NoSuchModel"]}')
+    return found | {"bad": root / "bad"}
+
+
+@pytest.fixture(scope="module")
+def server(folders: dict[str, Path]) -> Iterator[ServerProcess]:
+    given = [f"--model={name}={folder}" for name, folder in folders.items()]
+    with running_server(*given, "--max-models", "1", *FLAGS) as running:
+        yield running
+
+
+def status_of(url: str, name: str) -> dict[str, Any]:
+    entries = httpx.get(f"{url}/models", timeout=LIMIT_S).json()["data"]
+    found: dict[str, Any] = next(entry["status"] for entry in entries if entry["id"] == name)
+    return found
+
+
+def ask(url: str, model: str, **fields: Any) -> httpx.Response:
+    body = {**ASKED, "model": model, **fields}
+    return httpx.post(f"{url}/v1/completions", json=body, timeout=LIMIT_S)
+
+
+def pids(url: str, *names: str) -> list[int]:
+    """The engines' processes."""
+    state = httpx.get(f"{url}/manage/state", timeout=LIMIT_S).json()
+    found = {model["model"]: model["engine"]["pid"] for model in state["models"]}
+    return [found[name] for name in names]
+
+
+def starts(url: str) -> dict[str, int]:
+    state = httpx.get(f"{url}/manage/state", timeout=LIMIT_S).json()
+    return {model["model"]: model["engine"]["starts"] for model in state["models"]}
+
+
+def test_sixteen_at_once_share_one_load_and_another_model_takes_its_place(
+    server: ServerProcess,
+) -> None:
+    url = server.url
+    assert httpx.get(f"{url}/health").json() == {"status": "ok"}
+    before = starts(url)["a"]
+
+    async def burst(model: str) -> list[httpx.Response]:
+        async with httpx.AsyncClient(timeout=LIMIT_S) as client:
+            body = {**ASKED, "model": model}
+            posts = (client.post(f"{url}/v1/completions", json=body) for _ in range(16))
+            return await asyncio.gather(*posts)
+
+    answers = asyncio.run(burst("a"))
+    assert {answer.status_code for answer in answers} == {200}
+    assert len({answer.json()["choices"][0]["text"] for answer in answers}) == 1
+    assert {answer.json()["model"] for answer in answers} == {"a"}
+    assert starts(url)["a"] == before + 1
+    assert status_of(url, "a")["value"] == "loaded"
+    assert ask(url, "b").json()["model"] == "b"
+    assert status_of(url, "a")["value"] == "unloaded"
+    assert status_of(url, "b")["value"] == "loaded"
+
+
+def test_a_model_that_nobody_has_is_404_and_names_those_there_are(server: ServerProcess) -> None:
+    answer = ask(server.url, "c")
+    assert answer.status_code == 404
+    assert answer.json()["error"]["code"] == "model_not_found"
+    assert "a, b, bad" in answer.json()["error"]["message"]
+
+
+def test_a_failed_load_is_told_at_once_and_disturbs_no_other(server: ServerProcess) -> None:
+    answer = ask(server.url, "bad")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "load_failed")
+    assert status_of(server.url, "bad")["failed"] is True
+    assert ask(server.url, "a").status_code == 200
+
+
+@many_loads
+def test_models_are_loaded_and_unloaded_on_demand(server: ServerProcess) -> None:
+    url = server.url
+    assert httpx.post(f"{url}/models/load", json={"model": "b"}).json() == {"success": True}
+    eventually(lambda: status_of(url, "b")["value"] == "loaded", LIMIT_S)
+    assert httpx.post(f"{url}/models/unload", json={"model": "b"}).json() == {"success": True}
+    eventually(lambda: status_of(url, "b")["value"] == "unloaded", LIMIT_S)
+    assert httpx.post(f"{url}/models/load", json={"model": "c"}).status_code == 404
+
+
+def test_routes_of_text_pick_the_model_of_the_body(server: ServerProcess) -> None:
+    body = {"content": "hello", "model": "b"}
+    answer = httpx.post(f"{server.url}/tokenize", json=body, timeout=LIMIT_S)
+    assert answer.status_code == 200 and answer.json()["count"] > 0
+    shown = httpx.get(f"{server.url}/props", params={"model": "b"}, timeout=LIMIT_S).json()
+    assert shown["model_alias"] == "b"
+
+
+@contextlib.contextmanager
+def at_work(url: str, client: httpx.Client) -> Iterator[None]:
+    """While a stream of `a` lives and cannot end, because its engine is stopped."""
+    ask(url, "a")
+    (pid,) = pids(url, "a")
+    body = {**ASKED, "stream": True, "model": "a"}
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with client.stream("POST", f"{url}/v1/completions", json=body) as busy:
+            assert busy.status_code == 200
+            yield
+            os.kill(pid, signal.SIGCONT)
+            assert "[DONE]" in "".join(busy.iter_lines())
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+
+@many_loads
+def test_a_stream_hears_heartbeats_while_its_model_waits_for_another_to_end(
+    server: ServerProcess,
+) -> None:
+    url, body = f"{server.url}/v1/completions", {**ASKED, "stream": True}
+    with contextlib.ExitStack() as undo:
+        client = undo.enter_context(httpx.Client(timeout=LIMIT_S))
+        with at_work(server.url, client):
+            waiting = undo.enter_context(client.stream("POST", url, json={**body, "model": "b"}))
+            lines = waiting.iter_lines()
+            assert next(line for line in lines if line) == ": loading the model"
+            assert status_of(server.url, "b")["value"] == "unloaded"
+            # a third one, for a model that is there, waits behind it
+            late = undo.enter_context(client.stream("POST", url, json={**body, "model": "a"}))
+            assert next(late.iter_lines()) == ": loading the model"
+        data = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        assert {chunk["id"] for chunk in data} == {waiting.headers["x-stream-id"]}
+
+
+def test_a_request_that_waits_is_found_and_stopped_by_its_conversation(
+    server: ServerProcess,
+) -> None:
+    at, headers = {"conv_id": "chat 1"}, {"X-Conversation-Id": "chat 1"}
+    body = {**ASKED, "model": "b"}
+    url = f"{server.url}/v1/stream"
+    with (
+        ThreadPoolExecutor() as pool,
+        httpx.Client(timeout=LIMIT_S) as client,
+        at_work(server.url, client),
+    ):
+        post = pool.submit(
+            httpx.post, f"{server.url}/v1/completions", json=body, headers=headers, timeout=LIMIT_S
+        )
+        eventually(lambda: client.get(url, params=at).status_code == 503, LIMIT_S)
+        assert "Stream owner model is loading" in client.get(url, params=at).text
+        client.delete(url, params=at)
+        stopped = post.result()
+    assert (stopped.status_code, stopped.json()["error"]["code"]) == (400, "cancelled")
+
+
+def opened(url: str, model: str) -> str:
+    """A durable stream that has begun, and that nobody reads any more."""
+    headers = {"Idempotency-Key": f"key {model}"}
+    asked = {**ASKED, "stream": True, "max_tokens": 300, "model": model}
+    with httpx.stream(
+        "POST", f"{url}/v1/completions", json=asked, headers=headers, timeout=LIMIT_S
+    ) as answer:
+        first = next(line for line in answer.iter_lines() if line.startswith("id: "))
+    return first.removeprefix("id: ").split(":")[0]
+
+
+@many_loads
+def test_durable_streams_of_two_models_finish_after_the_server_was_killed(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    given = [f"--model={name}={folders[name]}" for name in "ab"]
+    flags = [*given, "--state-dir", str(tmp_path / "state"), *FLAGS]
+    server = ServerProcess(*flags).wait_until_ready()
+    try:
+        ask(server.url, "a"), ask(server.url, "b")
+        engines = pids(server.url, "a", "b")
+        ids = [opened(server.url, name) for name in "ab"]
+        for pid in engines:
+            os.kill(pid, signal.SIGSTOP)
+        server.stop(signal.SIGKILL)
+    finally:
+        for pid in (*engines, server.process.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    # one place for both: the second is taken up once the first has ended
+    with running_server(*flags, "--max-models", "1") as again:
+
+        def has_finished(id: str) -> bool:
+            state = httpx.get(f"{again.url}/v1/streams/{id}", timeout=LIMIT_S).json()
+            return bool(state["state"] == "finished")
+
+        for id in ids:
+            eventually(lambda id=id: has_finished(id), LIMIT_S)
+
+
+def test_a_signal_during_a_load_ends_the_server_cleanly(folders: dict[str, Path]) -> None:
+    given = [f"--model={name}={folders[name]}" for name in "ab"]
+    server = ServerProcess(*given, *FLAGS).wait_until_ready()
+    httpx.post(f"{server.url}/models/load", json={"model": "a"})
+    assert server.stop(signal.SIGTERM) == 0
+    listed = subprocess.run(["pgrep", "-P", str(server.process.pid)], capture_output=True)
+    assert not listed.stdout
+
+
+@many_loads
+def test_an_idle_model_leaves_and_a_budget_of_memory_lets_the_next_one_in(
+    folders: dict[str, Path],
+) -> None:
+    given = [f"--model={name}={folders[name]}" for name in "ab"]
+    budget = str(20 << 20)  # one cache of 16 MiB, and a tiny model's weights
+    with running_server(*given, *FLAGS, "--models-memory-bytes", budget) as server:
+        assert ask(server.url, "a").status_code == 200
+        assert ask(server.url, "b").status_code == 200
+        assert status_of(server.url, "a")["value"] == "unloaded"
+        page = httpx.get(f"{server.url}/metrics").text
+        assert 'headrace_requests_total{model="b",outcome="finished"' in page
+        assert 'headrace_engine_up{model="a"} 0.0' in page
+    with running_server(*given, *FLAGS, "--idle-unload-s", "0.5") as server:
+        assert ask(server.url, "a").status_code == 200
+        eventually(lambda: status_of(server.url, "a")["value"] == "unloaded", LIMIT_S)
+        assert ask(server.url, "a").status_code == 200
+
+
+@many_loads
+def test_an_engine_that_is_killed_takes_no_stream_of_either_model(
+    folders: dict[str, Path],
+) -> None:
+    given = [f"--model={name}={folders[name]}" for name in "ab"]
+    with running_server(*given, *FLAGS) as server:
+        alone = {name: ask(server.url, name, max_tokens=200).json() for name in "ab"}
+        with ThreadPoolExecutor() as pool:
+            asked = [pool.submit(ask, server.url, name, max_tokens=200) for name in "ab"]
+            os.kill(pids(server.url, "a")[0], signal.SIGKILL)
+            for name, answer in zip("ab", asked, strict=True):
+                text = answer.result().json()["choices"][0]["text"]
+                assert text == alone[name]["choices"][0]["text"]

@@ -1,0 +1,162 @@
+"""One server as an operator runs it: HTTPS, keys with names, an admin key, a JSON log, a drain."""
+
+import json
+import signal
+import socket
+import ssl
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.eventually import eventually
+from tests.servers import ServerProcess
+
+CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
+ADMIN = {"x-api-key": "the-admin"}
+
+
+class Operated(ServerProcess):
+    """With the files that it was started with, and its log as objects."""
+
+    folder: Path
+    tls: ssl.SSLContext
+
+    @property
+    def log(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.lines]
+
+    def client(self, key: str = "") -> httpx.Client:
+        headers = {"x-api-key": key} if key else {}
+        return httpx.Client(base_url=self.url, verify=self.tls, headers=headers, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Operated]:
+    folder = tmp_path_factory.mktemp("operated")
+    certificate, key, keys = folder / "cert.pem", folder / "key.pem", folder / "keys"
+    make_certificate(certificate, key)
+    keys.touch(0o600)
+    keys.write_text("ann:first\n")
+    running = Operated(
+        *("--ssl-certfile", str(certificate), "--ssl-keyfile", str(key)),
+        *("--api-key-file", str(keys), "--log-format", "json", "--state-dir", "none"),
+        environment={"HEADRACE_ADMIN_KEY": "the-admin"},
+    )
+    running.folder = folder
+    running.tls = ssl.create_default_context(cafile=certificate)
+    try:
+        # in JSON the line that says ready is one of the log
+        eventually(lambda: "Headrace is ready at https://" in "".join(running.lines), within_s=120)
+        running.url = running.log[-1]["message"].split()[4].rstrip(":")
+        yield running
+    finally:
+        running.stop()
+
+
+def make_certificate(certificate: Path, key: Path) -> None:
+    names = "subjectAltName=DNS:localhost,IP:127.0.0.1"
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
+    files = ["-out", str(certificate), "-keyout", str(key)]
+    subprocess.run(
+        [*command, *files, "-subj", "/CN=localhost", "-addext", names],
+        check=True,
+        capture_output=True,
+    )
+
+
+def test_a_request_is_one_line_of_the_log_with_its_id_and_the_name_of_its_key(
+    server: Operated,
+) -> None:
+    with server.client("first") as client:
+        answer = client.post("/v1/chat/completions", json=CHAT, headers={"x-request-id": "mine"})
+        assert answer.status_code == 200 and answer.headers["x-request-id"] == "mine"
+
+    def lines() -> list[dict[str, Any]]:
+        return [line for line in server.log if line.get("request_id") == "mine"]
+
+    eventually(lambda: len(lines()) == 1, within_s=60)
+    line = lines()[0]
+    assert (line["level"], line["logger"], line["key"]) == ("info", "headrace.requests", "ann")
+    assert (line["route"], line["outcome"]) == ("/v1/chat/completions", "finished")
+    usage = answer.json()["usage"]
+    assert line["prompt_tokens"] == usage["prompt_tokens"]
+    assert line["completion_tokens"] == usage["completion_tokens"] == 4
+    assert line["readers"] == 1
+    whole_log = "".join(server.lines)
+    assert "first" not in whole_log and answer.json()["id"] not in whole_log
+
+
+def test_what_is_the_operators_takes_the_operators_key(server: Operated) -> None:
+    with server.client() as client:
+        for path in ("/metrics", "/manage/state"):
+            assert client.get(path).status_code == 401
+            assert client.get(path, headers={"x-api-key": "first"}).status_code == 403
+            assert client.get(path, headers=ADMIN).status_code == 200
+        shown = client.get("/metrics", headers=ADMIN).text
+        assert 'headrace_rejections_total{reason="forbidden"} 2.0' in shown
+
+
+def test_keys_are_read_again_on_a_hangup_and_a_bad_file_changes_nothing(server: Operated) -> None:
+    def status(key: str) -> int:
+        with server.client(key) as client:
+            return client.get("/v1/models").status_code
+
+    def hang_up(keys: str, said: str) -> None:
+        (server.folder / "keys").write_text(keys)
+        server.process.send_signal(signal.SIGHUP)
+        eventually(lambda: any(said in line for line in server.lines), within_s=60)
+
+    hang_up("# none\n", "What was read before still counts.")
+    assert (status("first"), status("second")) == (200, 401)
+    hang_up("ann:first\nbob:second\n", "keys and certificate are read again")
+    assert (status("first"), status("second")) == (200, 200)
+
+
+def test_a_stalled_subscriber_of_the_state_harms_no_other(server: Operated) -> None:
+    host, port = server.url.removeprefix("https://").split(":")
+    request = f"GET /manage/stream HTTP/1.1\r\nHost: {host}\r\nX-Api-Key: the-admin\r\n\r\n"
+    stalled = []
+    for _ in range(3):
+        connection = socket.create_connection((host, int(port)))
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+        stalled.append(server.tls.wrap_socket(connection, server_hostname=host))
+        stalled[-1].sendall(request.encode())  # and nothing is ever read
+    with server.client("the-admin") as client:
+        for _ in range(2):
+            with client.stream("GET", "/manage/stream") as events:
+                lines = events.iter_lines()
+                assert next(lines) == "event: state"
+                assert json.loads(next(lines).removeprefix("data: "))["state"] == "ok"
+                # a change is shown while others take nothing
+                answer = client.post("/v1/chat/completions", json=CHAT)
+                assert answer.status_code == 200
+                assert next(line for line in lines if line == "event: state")
+    for connection in stalled:
+        connection.close()
+
+
+def test_a_drained_server_lets_what_runs_end_and_takes_nothing_more(server: Operated) -> None:
+    """The last test of this server."""
+    with server.client("second") as client, server.client("the-admin") as admin:
+        body = CHAT | {"max_tokens": 300, "ignore_eos": True, "stream": True}
+        with client.stream("POST", "/v1/chat/completions", json=body) as answer:
+            frames = answer.iter_lines()
+            next(frames)
+            busy = [slot for slot in admin.get("/slots").json() if slot["is_processing"]]
+            assert len(busy) <= 1
+            assert admin.post("/manage/drain").json()["status"] == "draining"
+            refused = client.post("/v1/chat/completions", json=CHAT)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (
+                503,
+                "server_shutdown",
+            )
+            assert int(refused.headers["retry-after"]) >= 1
+            assert client.get("/health").json()["status"] == "draining"
+            assert client.get("/props").json()["state"] == "draining"
+            assert [line for line in frames if line][-1] == "data: [DONE]"
+        assert server.process.poll() is None
+        assert server.stop() == 0

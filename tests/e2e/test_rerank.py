@@ -1,0 +1,110 @@
+"""Rankings by a tiny cross-encoder, and vectors of a tiny encoder whose engine is killed."""
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+import transformers
+
+from tests.builders import make_tiny_encoder, make_tiny_model
+from tests.eventually import eventually
+from tests.servers import ServerProcess, running_server
+
+QUERY = "which wheel turns"
+DOCUMENTS = ["the mill race", "a wheel that turns, and turns again", "x", "the river is deep"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_encoder(tmp_path_factory.mktemp("cross"), "BertForSequenceClassification")
+
+
+@pytest.fixture(scope="module")
+def ranker(folder: Path) -> Iterator[ServerProcess]:
+    with running_server(str(folder), "--max-num-seqs", "2", "--threads", "1") as server:
+        yield server
+
+
+def post(server: ServerProcess, path: str, **body: Any) -> Any:
+    return httpx.post(f"{server.url}{path}", json=body, timeout=60).json()
+
+
+def relevance(folder: Path) -> tuple[list[float], int]:
+    """By transformers, one pair at a time."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    load = transformers.AutoModelForSequenceClassification.from_pretrained
+    model = load(folder, dtype=torch.float32).eval()
+    scores, num_tokens = [], 0
+    for document in DOCUMENTS:
+        fed = tokenizer(QUERY, document, return_tensors="pt", truncation=False, padding=False)
+        assert fed["token_type_ids"].sum() > 0
+        num_tokens += fed["input_ids"].shape[1]
+        with torch.inference_mode():
+            scores.append(float(model(**fed).logits[0, 0].sigmoid()))
+    return scores, num_tokens
+
+
+@pytest.mark.parametrize("path", ["/v1/rerank", "/rerank"])
+def test_scores_are_those_of_transformers(ranker: ServerProcess, folder: Path, path: str) -> None:
+    expected, num_tokens = relevance(folder)
+    answer = post(ranker, path, query=QUERY, documents=DOCUMENTS)
+    results = answer["results"]
+    assert all(abs(r["relevance_score"] - expected[r["index"]]) < 1e-5 for r in results)
+    assert [r["index"] for r in results] == sorted(range(4), key=lambda i: -expected[i])
+    assert [r["document"]["text"] for r in results] == [DOCUMENTS[r["index"]] for r in results]
+    assert answer["usage"]["total_tokens"] == num_tokens
+
+
+def test_only_the_best_are_told_if_asked(ranker: ServerProcess) -> None:
+    whole = post(ranker, "/rerank", query=QUERY, documents=DOCUMENTS)["results"]
+    documents = [{"text": text} for text in DOCUMENTS]
+    body = {"query": QUERY, "documents": documents, "top_n": 2, "return_documents": False}
+    best = post(ranker, "/rerank", **body)["results"]
+    assert [r["index"] for r in best] == [r["index"] for r in whole[:2]]
+    assert all(r.keys() == {"index", "relevance_score"} for r in best)
+
+
+def test_what_a_ranker_cannot_do_is_named(ranker: ServerProcess) -> None:
+    long = post(ranker, "/rerank", query=QUERY, documents=["a", "a " * 200])["error"]
+    assert (long["code"], long["param"]) == ("context_length_exceeded", "documents[1]")
+    wrong = post(ranker, "/rerank", query=QUERY, documents=["a", {"title": "a"}])["error"]
+    assert (wrong["code"], wrong["param"]) == ("invalid_type", "documents[1]")
+    embeds = post(ranker, "/v1/embeddings", input="a")["error"]
+    assert embeds["code"] == "unsupported_operation" and "/v1/rerank" in embeds["message"]
+    chats = post(ranker, "/v1/completions", prompt="a")["error"]
+    assert chats["code"] == "unsupported_operation"
+
+
+@pytest.mark.slow
+def test_a_killed_engine_costs_nobody_a_vector(tmp_path: Path) -> None:
+    """More inputs than places; the engine dies while it is at work."""
+    make_tiny_model(tmp_path, "Qwen3Model")
+    inputs = [[number % 250 + 1] * (300 + number % 40) for number in range(600)]
+    with running_server(str(tmp_path), "--max-num-seqs", "4", "--threads", "1") as server:
+        whole = post(server, "/v1/embeddings", input=inputs[:40])["data"]
+        got: list[Any] = []
+        asking = threading.Thread(
+            target=lambda: got.append(post(server, "/v1/embeddings", input=inputs))
+        )
+        asking.start()
+
+        def killed_at_work() -> bool:
+            state = httpx.get(f"{server.url}/manage/state").json()
+            if state["running"] > 0:
+                os.kill(state["engine"]["pid"], signal.SIGKILL)
+            return bool(state["running"] > 0)
+
+        eventually(killed_at_work, within_s=60)
+        asking.join(timeout=120)
+        (answer,) = got
+    assert [entry["index"] for entry in answer["data"]] == list(range(600))
+    assert answer["usage"]["prompt_tokens"] == sum(map(len, inputs))
+    for entry, alone in zip(answer["data"], whole, strict=False):
+        pairs = zip(entry["embedding"], alone["embedding"], strict=True)
+        assert max(abs(a - b) for a, b in pairs) < 1e-5

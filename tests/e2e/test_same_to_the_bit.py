@@ -1,0 +1,81 @@
+"""In bfloat16, over HTTP: no neighbour, cut of a prompt or kill changes a digit of an answer."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.test_resume import engine_of
+from tests.runner.kernels.own_forms import needs_own_forms
+from tests.servers import ServerProcess, running_server
+
+# temperature 1 and a seed: the smallest difference of a logit would sooner or later show
+BODIES: list[dict[str, Any]] = [
+    {
+        "prompt": f"{number}: " + "water over the wheel " * (1 + 7 * (number % 5)),
+        "max_tokens": 24,
+        "ignore_eos": True,
+        "temperature": 1,
+        "seed": number,
+        "logprobs": 2,
+    }
+    for number in range(12)
+]
+
+pytestmark = needs_own_forms  # torch's own products depend on the number of rows
+
+
+@pytest.fixture(scope="module")
+def short_steps() -> Iterator[ServerProcess]:
+    with running_server("--dtype", "bfloat16", "--max-step-tokens", "24") as running:
+        yield running
+
+
+def form_of(server: ServerProcess) -> str:
+    line = next(line for line in server.lines if "kernels " in line)
+    return line.split("kernels ")[1].split(" ")[0]
+
+
+def ask(server: ServerProcess, at_once: int, kill: bool = False) -> list[Any]:
+    """The choices of all bodies, log probabilities to the last digit."""
+
+    async def run() -> list[Any]:
+        places = asyncio.Semaphore(at_once)
+
+        async def one(client: httpx.AsyncClient, body: dict[str, Any]) -> Any:
+            async with places:
+                answer = await client.post(f"{server.url}/v1/completions", json=body)
+            return answer.raise_for_status().json()["choices"]
+
+        async with httpx.AsyncClient(timeout=120) as client:
+            asking = asyncio.gather(*(one(client, body) for body in BODIES))
+            if kill:
+                await asyncio.sleep(0.3)
+                os.kill(engine_of(server), signal.SIGKILL)
+            return await asking
+
+    return asyncio.run(run())
+
+
+def agree(found: list[Any], expected: list[Any]) -> None:
+    """The assertion's own message would be pages long."""
+    for body, (ours, theirs) in zip(BODIES, zip(found, expected, strict=True), strict=True):
+        for key in ("tokens", "token_logprobs", "top_logprobs"):
+            pairs = zip(ours[0]["logprobs"][key], theirs[0]["logprobs"][key], strict=True)
+            for place, (one, other) in enumerate(pairs):
+                assert one == other, f"{body['prompt'][:3]} {key} {place}"
+    assert found == expected
+
+
+def test_neighbours_cuts_and_a_kill_change_no_digit(
+    server: ServerProcess, short_steps: ServerProcess
+) -> None:
+    assert form_of(server) == form_of(short_steps), server.lines + short_steps.lines
+    alone = ask(server, 1)
+    agree(ask(server, len(BODIES)), alone)
+    agree(ask(short_steps, len(BODIES)), alone)
+    agree(ask(short_steps, len(BODIES), kill=True), alone)

@@ -1,0 +1,128 @@
+"""An encoder-decoder over HTTP: its source is the prompt in usage, progress and limits."""
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer
+
+from tests.builders import make_tiny_seq2seq
+from tests.servers import ServerProcess, running_server
+
+TEXT = "The mill wheel turns while the water runs."
+BODY = {"prompt": TEXT, "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_seq2seq(tmp_path_factory.mktemp("seq2seq") / "t5", "GatedT5")
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[ServerProcess]:
+    with running_server(str(folder), "--threads", "1") as running:
+        yield running
+
+
+def post(server: ServerProcess, body: dict[str, Any], route: str = "completions") -> httpx.Response:
+    return httpx.post(f"{server.url}/v1/{route}", json=body, timeout=60)
+
+
+def stream(server: ServerProcess, body: dict[str, Any], on_text: Any = None) -> list[dict]:
+    frames = []
+    with httpx.stream(
+        "POST", f"{server.url}/v1/completions", json=body | {"stream": True}, timeout=60
+    ) as answer:
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                frames.append(json.loads(line[6:]))
+                if on_text and any(choice["text"] for choice in frames[-1]["choices"]):
+                    on_text()
+    return frames
+
+
+def text_of(frames: list[dict]) -> str:
+    return "".join(choice["text"] for frame in frames for choice in frame["choices"])
+
+
+@torch.inference_mode()
+def expected(folder: Path, num: int) -> str:
+    """Greedy, token by token, by transformers alone."""
+    model = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    source = torch.tensor([tokenizer.encode(TEXT).ids])
+    tokens = [257]
+    for _ in range(num):
+        logits = model(input_ids=source, decoder_input_ids=torch.tensor([tokens])).logits
+        tokens.append(int(logits[0, -1].argmax()))
+    return tokenizer.decode(tokens[1:], skip_special_tokens=True)
+
+
+def test_the_answer_is_that_of_transformers_and_usage_counts_the_source(server, folder):
+    answer = post(server, BODY).json()
+    assert len(set(answer["choices"][0]["text"])) > 10
+    assert answer["choices"][0]["text"] == expected(folder, 40)
+    assert answer["usage"]["prompt_tokens"] == len(TEXT) + 1  # and the source's ending
+    assert answer["usage"]["completion_tokens"] == 40
+
+
+def test_progress_counts_the_source_up_to_its_end(server):
+    frames = stream(server, BODY | {"return_progress": True})
+    told = [frame["prompt_progress"] for frame in frames if frame.get("prompt_progress")]
+    assert {each["total"] for each in told} == {len(TEXT) + 1}
+    assert told[-1]["processed"] == len(TEXT) + 1
+
+
+def test_choices_of_one_source_are_those_of_single_requests(server):
+    body = BODY | {"temperature": 1, "seed": 3, "n": 3}
+    several = [choice["text"] for choice in post(server, body).json()["choices"]]
+    assert len(set(several)) == 3
+    assert several[0] == post(server, body | {"n": 1}).json()["choices"][0]["text"]
+    again = [choice["text"] for choice in post(server, body).json()["choices"]]
+    assert again == several
+
+
+@pytest.mark.slow
+def test_a_killed_engine_costs_nothing_of_an_answer(server, folder):
+    killed = []
+
+    def kill() -> None:
+        if not killed:
+            state = httpx.get(f"{server.url}/manage/state", timeout=60).json()
+            killed.append(state["engine"]["pid"])
+            os.kill(killed[0], signal.SIGKILL)
+
+    # source and answer together are longer than the context of each
+    frames = stream(server, BODY | {"max_tokens": 240}, on_text=kill)
+    assert killed and text_of(frames) == expected(folder, 240)
+
+
+@pytest.mark.parametrize(
+    ("body", "route", "code"),
+    [
+        ({"prompt": "x" * 300}, "completions", "context_length_exceeded"),
+        ({"prompt": "", "add_special_tokens": False}, "completions", "empty_prompt"),
+        ({"prompt": TEXT, "echo": True}, "completions", "unsupported_parameter"),
+        ({"messages": [{"role": "user", "content": TEXT}]}, "chat/completions",
+         "unsupported_operation"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_served_is_refused(server, body, route, code):
+    refused = post(server, body, route)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, code)
+
+
+def test_a_source_may_fill_the_context(server):
+    answer = post(server, {"prompt": "x" * 255, "max_tokens": 4, "ignore_eos": True}).json()
+    assert answer["usage"] == {"prompt_tokens": 256, "completion_tokens": 4} | {
+        key: value
+        for key, value in answer["usage"].items()
+        if key not in ("prompt_tokens", "completion_tokens")
+    }

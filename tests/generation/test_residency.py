@@ -1,0 +1,201 @@
+"""The rules by which models come and go, in made-up histories.
+
+`HEADRACE_SCHEDULES=10000` runs as many of them (`make test-models`).
+"""
+
+import os
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from headrace.generation.residency import Move, Residency, Stage
+
+SIZES = {"a": 3, "b": 4, "c": 5, "d": 20}
+MAX_MODELS, MAX_BYTES = 2, 9
+NAMES = st.sampled_from(sorted(SIZES))
+
+
+class Histories(RuleBasedStateMachine):
+    """Clients ask, leave and finish; loads end or fail; what the policy says is done in time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.policy = Residency(MAX_MODELS, MAX_BYTES)
+        for name, size in SIZES.items():
+            self.policy.add(name, size)
+        self.waiting: dict[int, str] = {}
+        self.held: list[str] = []
+        self.loading: list[str] = []
+        self.leaving: list[str] = []
+        self.there: set[str] = set()
+
+    def act(self) -> None:
+        for _ in range(100):
+            if (move := self.policy.next_move()) is None:
+                return
+            self.obey(move)
+        raise AssertionError("there is always another move")
+
+    def obey(self, move: Move) -> None:
+        match move.kind:
+            case "load":
+                assert move.model not in self.there | {*self.loading, *self.leaving}
+                self.loading.append(move.model)
+            case "unload":
+                assert move.model in self.there and move.model not in self.held
+                self.there.remove(move.model)
+                self.leaving.append(move.model)
+            case "enter":
+                assert move.model in self.there
+                # nobody overtakes one who waits for a model that is neither there nor on its way
+                on_its_way = {*self.there, *self.loading, *self.leaving}
+                before = [name for t, name in self.waiting.items() if t < move.ticket]
+                assert all(name in on_its_way for name in before)
+                assert self.waiting.pop(move.ticket) == move.model
+                self.held.append(move.model)
+            case "refuse":
+                assert SIZES[move.model] > MAX_BYTES
+                assert self.waiting.pop(move.ticket) == move.model
+
+    @rule(name=NAMES)
+    def ask(self, name: str) -> None:
+        self.waiting[self.policy.ask(name)] = name
+        self.act()
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        ticket = data.draw(st.sampled_from(sorted(self.waiting)))
+        del self.waiting[ticket]
+        self.policy.leave(ticket)
+        self.act()
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.held)))
+        self.held.remove(name)
+        self.policy.release(name)
+        self.act()
+
+    @precondition(lambda self: self.loading)
+    @rule(data=st.data(), fails=st.booleans())
+    def end_load(self, data: st.DataObject, fails: bool) -> None:
+        name = data.draw(st.sampled_from(sorted(self.loading)))
+        self.loading.remove(name)
+        if fails:
+            for ticket in self.policy.lost(name):
+                assert self.waiting.pop(ticket) == name
+            assert name not in self.waiting.values()
+        else:
+            self.policy.loaded(name)
+            self.there.add(name)
+        self.act()
+
+    @precondition(lambda self: self.leaving)
+    @rule(data=st.data())
+    def end_unload(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.leaving)))
+        self.leaving.remove(name)
+        self.policy.unloaded(name)
+        self.act()
+
+    @rule(name=NAMES)
+    def send_out(self, name: str) -> None:
+        self.policy.send_out(name)
+        self.act()
+
+    @precondition(lambda self: self.there)
+    @rule(data=st.data())
+    def die(self, data: st.DataObject) -> None:
+        """An engine is given up with its streams."""
+        name = data.draw(st.sampled_from(sorted(self.there)))
+        self.there.remove(name)
+        for ticket in self.policy.lost(name):
+            assert self.waiting.pop(ticket) == name
+        self.act()
+
+    @invariant()
+    def the_budget_is_never_exceeded(self) -> None:
+        in_memory = [*self.there, *self.loading, *self.leaving]
+        assert len(in_memory) <= MAX_MODELS and sum(map(SIZES.__getitem__, in_memory)) <= MAX_BYTES
+
+    @invariant()
+    def the_books_are_right(self) -> None:
+        for name in SIZES:
+            stage = self.policy.stage(name)
+            assert (stage is Stage.IN) == (name in self.there)
+            assert (stage is Stage.LOADING) == (name in self.loading)
+
+    def teardown(self) -> None:
+        """Nobody starves: once loads end and streams finish, all who wait get in, in order."""
+        for _ in range(1000):
+            if not self.waiting:
+                return
+            for name in list(self.loading):
+                self.loading.remove(name)
+                self.policy.loaded(name)
+                self.there.add(name)
+            for name in list(self.leaving):
+                self.leaving.remove(name)
+                self.policy.unloaded(name)
+            self.act()
+            if self.held:
+                self.policy.release(self.held.pop())
+                self.act()
+        raise AssertionError(f"somebody waits for ever: {self.waiting}")
+
+
+TestHistories = Histories.TestCase
+TestHistories.settings = settings(
+    max_examples=int(os.environ.get("HEADRACE_SCHEDULES", "100")),
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+def moves(policy: Residency) -> list[Move]:
+    found = []
+    while (move := policy.next_move()) is not None:
+        found.append(move)
+    return found
+
+
+def test_later_requests_for_a_model_that_is_there_wait_behind_one_for_another() -> None:
+    policy = Residency(max_models=1)
+    policy.add("a", 1)
+    policy.add("b", 1)
+    first = policy.ask("a")
+    assert moves(policy) == [Move("load", "a")]
+    policy.loaded("a")
+    assert moves(policy) == [Move("enter", "a", first)]
+    second, third = policy.ask("b"), policy.ask("a")
+    assert moves(policy) == []
+    policy.release("a")
+    assert moves(policy) == [Move("unload", "a")]
+    policy.unloaded("a")
+    assert moves(policy) == [Move("load", "b")]
+    policy.loaded("b")
+    assert moves(policy) == [Move("enter", "b", second)]
+    policy.release("b")
+    assert moves(policy) == [Move("unload", "b")]
+    policy.unloaded("b")
+    policy.leave(third)
+    assert moves(policy) == [] and policy.idle() == []
+
+
+def test_the_least_recently_used_idle_model_makes_room() -> None:
+    policy = Residency(max_models=2)
+    for name in "abc":
+        policy.add(name, 1)
+    for name in "abab":
+        policy.ask(name)
+        if moves(policy)[:1] == [Move("load", name)]:
+            policy.loaded(name)
+            moves(policy)
+        policy.release(name)
+    policy.hold("a")  # a stream lives
+    policy.ask("c")
+    assert moves(policy) == [Move("unload", "b")]

@@ -1,0 +1,169 @@
+"""Batches of inputs over an engine that a test speaks for: windows, deaths, ends."""
+
+import asyncio
+from array import array
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from headrace.core.errors import RequestError
+from headrace.core.ids import SequenceId
+from headrace.core.messages import Finished, FinishReason, Outputs
+from headrace.core.request import Ids
+from headrace.engine.client import EngineUp
+from headrace.generation.generation import Generation
+from headrace.generation.vectors import VectorRequest, Vectors
+from tests.gateway.builders import in_loop
+from tests.generation.fakes import DOWN, READY, FakeEngine, running, settle
+
+EMBEDS = msgspec.structs.replace(READY, tasks=("generate", "embed"), vector_size=1)
+WINDOW = 2 * READY.max_num_seqs
+
+
+def wanted(num_inputs: int, task: str = "embed") -> VectorRequest:
+    prompts = [Ids((5,) * (number + 1)) for number in range(num_inputs)]
+    packed = msgspec.msgpack.encode(prompts)
+    return VectorRequest("/v1/embeddings", task, "prompts", packed, "input")
+
+
+async def asked(
+    generation: Generation, engine: FakeEngine, num_inputs: int
+) -> "asyncio.Task[Vectors]":
+    """A batch whose first window the engine has."""
+    await engine.say(EngineUp(EMBEDS))
+    task = asyncio.create_task(generation.vectors.make(wanted(num_inputs)))
+    for _ in range(1000):  # a thread reads the inputs
+        await asyncio.sleep(0.01)
+        if engine.submits or task.done():
+            break
+    return task
+
+
+def given(engine: FakeEngine) -> dict[SequenceId, int]:
+    """Every sequence that the engine was ever given, and the length of its input."""
+    return {
+        new.sequence_id: len(submit.prompts[new.prompt]) // 4
+        for submit in engine.submits
+        for new in submit.sequences
+    }
+
+
+async def answer(engine: FakeEngine, *sequence_ids: SequenceId) -> None:
+    """Each with its input's length for a vector."""
+    lengths = given(engine)
+    ends = [
+        Finished(id, FinishReason.LENGTH, vector=array("f", [lengths[id]]).tobytes())
+        for id in sequence_ids
+    ]
+    await engine.say(Outputs(finished=tuple(ends)))
+
+
+@in_loop
+async def test_a_batch_fills_no_queue_and_keeps_its_order(folder: Path) -> None:
+    async with running(folder) as (generation, engine):
+        task = await asked(generation, engine, 11)
+        done: set[SequenceId] = set()
+        while not task.done():
+            open_ids = [id for id in given(engine) if id not in done]
+            assert 0 < len(open_ids) <= WINDOW
+            await answer(engine, open_ids[-1])  # the last first
+            done.add(open_ids[-1])
+        made = await task
+        assert [array("f", vector)[0] for vector in made.vectors] == list(range(1, 12))
+        assert made.num_tokens == sum(range(1, 12))
+        assert not engine.cancels and not generation.streams.batches
+
+
+@in_loop
+async def test_after_a_death_only_what_is_missing_is_asked_for(folder: Path) -> None:
+    async with running(folder) as (generation, engine):
+        task = await asked(generation, engine, 6)
+        first, second, *_ = given(engine)
+        await answer(engine, first)
+        await engine.say(msgspec.structs.replace(DOWN, suspects=(second,)))
+        engine.submits.clear()
+        await engine.say(EngineUp(EMBEDS))
+        suspects = [s.suspect for s in engine.submits for _ in s.sequences]
+        assert sorted(given(engine).values()) == [2, 3, 4, 5] and suspects == [True] + [False] * 3
+        while not task.done():
+            await answer(engine, *given(engine))
+        assert [array("f", vector)[0] for vector in (await task).vectors] == [1, 2, 3, 4, 5, 6]
+
+
+@in_loop
+async def test_an_input_that_kills_two_engines_ends_its_request(folder: Path) -> None:
+    async with running(folder) as (generation, engine):
+        task = await asked(generation, engine, 3)
+        await engine.say(msgspec.structs.replace(DOWN, suspects=tuple(given(engine))[:2]))
+        engine.submits.clear()
+        await engine.say(EngineUp(EMBEDS))
+        (suspect, *_) = [s for s in engine.submits if s.suspect]
+        await engine.say(
+            msgspec.structs.replace(DOWN, suspects=(suspect.sequences[0].sequence_id,))
+        )
+        with pytest.raises(RequestError) as refused:
+            await task
+        assert refused.value.code == "poison_request"
+
+
+@in_loop
+async def test_whoever_leaves_takes_the_work_along(folder: Path) -> None:
+    async with running(folder) as (generation, engine):
+        task = await asked(generation, engine, 9)
+        task.cancel()
+        await settle()
+        (cancel,) = engine.cancels
+        assert set(cancel.sequence_ids) == set(given(engine))
+        assert not generation.streams.batches
+
+
+@in_loop
+async def test_an_input_that_fails_ends_its_request_with_the_reason(folder: Path) -> None:
+    async with running(folder) as (generation, engine):
+        task = await asked(generation, engine, 3)
+        first, *others = given(engine)
+        end = Finished(first, FinishReason.ERROR, "internal_error", "Not a number.")
+        await engine.say(Outputs(finished=(end,)))
+        with pytest.raises(RequestError, match="Not a number"):
+            await task
+        assert set(engine.cancels[0].sequence_ids) == set(others)
+
+
+@in_loop
+async def test_a_full_queue_takes_no_batch_and_a_batch_counts_in_it(folder: Path) -> None:
+    async with running(folder, max_num_queued_reqs=WINDOW) as (generation, engine):
+        task = await asked(generation, engine, 9)
+        with pytest.raises(RequestError) as refused:
+            await generation.vectors.make(wanted(1))
+        assert refused.value.code == "server_overloaded"
+        await engine.start(*given(engine))
+        task.cancel()
+
+
+@in_loop
+async def test_a_drain_waits_for_a_batch_and_ends_what_remains(folder: Path) -> None:
+    async with running(folder) as (generation, engine):
+        task = await asked(generation, engine, 3)
+        draining = asyncio.create_task(generation.drain(60))
+        await settle()
+        assert not draining.done()
+        await answer(engine, *given(engine))
+        await draining
+        assert len((await task).vectors) == 3
+    async with running(folder) as (generation, engine):
+        task = await asked(generation, engine, 3)
+        await generation.drain(0)
+        with pytest.raises(RequestError) as refused:
+            await task
+        assert refused.value.code == "server_shutdown"
+
+
+@in_loop
+async def test_a_model_that_cannot_says_what_would(folder: Path) -> None:
+    async with running(folder) as (generation, engine):
+        for task, remedy in (("embed", "native-text"), ("score", "cross-encoder")):
+            with pytest.raises(RequestError, match=remedy) as refused:
+                await generation.vectors.make(wanted(1, task))
+            assert refused.value.code == "unsupported_operation"
+        assert not engine.submits

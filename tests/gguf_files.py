@@ -1,0 +1,110 @@
+"""GGUF files of tiny models, written by the gguf package in the names of llama.cpp."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType as Kind
+from gguf.quants import dequantize, quantize
+from safetensors.torch import load_file, save_file
+
+from headrace.checkpoints.gguf_header import TYPES
+from headrace.checkpoints.gguf_names import NAMES
+
+NONE: Mapping[str, str] = MappingProxyType({})
+BACK = {theirs: ours for ours, theirs in NAMES.items()}
+_SIZES = {name: (values, size) for name, values, size in TYPES.values()}
+
+
+def gguf_name(name: str) -> str:
+    stem, _, kind = name.rpartition(".")
+    if stem.startswith("model.layers."):
+        _, _, number, rest = stem.split(".", 3)
+        return f"blk.{number}.{BACK[rest]}.{kind}"
+    return f"{BACK[stem]}.{kind}"
+
+
+def to_gguf(
+    folder: Path, target: Path, kind: str, mixed: Mapping[str, str] = NONE, **fields: Any
+) -> Path:
+    """Writes a model folder of make_tiny_model as one file, and rounds the folder's own weights
+    to what the file holds, so that folder and file are the same model.
+
+    `mixed`: another type for tensors of these names of llama.cpp's, without layer and kind.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    name = config["model_type"].replace("mistral", "llama")
+    writer = gguf.GGUFWriter(target, name)
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads["q_proj"])
+    writer.add_head_count_kv(heads["k_proj"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_rope_freq_base((config.get("rope_parameters") or config)["rope_theta"])
+    add_tokenizer(writer, json.loads((folder / "tokenizer.json").read_text()), fields)
+    weights = load_file(folder / "model.safetensors")
+    for key, tensor in weights.items():
+        stored = mixed.get(gguf_name(key).split(".")[-2], kind) if tensor.ndim > 1 else "F32"
+        raw = encoded(tensor.float().numpy(), stored, key)
+        values = dequantize(raw, Kind[stored]).reshape(tensor.shape)
+        weights[key] = torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32))
+        if name == "llama" and (number := heads.get(key.split(".")[-2])):
+            raw = raw.reshape(number, 2, -1, *raw.shape[1:]).swapaxes(1, 2).reshape(raw.shape)
+        writer.add_tensor(gguf_name(key), np.ascontiguousarray(raw), raw_dtype=Kind[stored])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return target
+
+
+def encoded(values: np.ndarray, kind: str, key: str) -> np.ndarray:
+    """The K types cannot be written by the package: any bytes are a matrix, under small scales."""
+    if not kind.endswith("_K"):
+        return quantize(values, Kind[kind])
+    generator = np.random.default_rng(sum(key.encode()))
+    group, size = _SIZES[kind]
+    rows, groups = len(values), values.shape[1] // group
+    raw = generator.integers(0, 256, (rows, groups, size), dtype=np.uint8)
+    scales = generator.uniform(0.5, 1.0, (rows, groups, 2)).astype(np.float16)
+    if kind == "Q6_K":
+        raw[..., -2:] = (scales[..., :1] * np.float16(2e-4)).view(np.uint8)
+    else:
+        raw[..., :4] = (scales * np.float16(1e-3)).view(np.uint8)
+    return raw.reshape(rows, -1)
+
+
+def add_tokenizer(
+    writer: gguf.GGUFWriter, described: dict[str, Any], fields: dict[str, Any]
+) -> None:
+    """A byte-level tokenizer.json; `fields` override or add to what is written."""
+    model, added = described["model"], described["added_tokens"]
+    tokens = model["vocab"] | {token["content"]: token["id"] for token in added}
+    ordered = sorted(tokens, key=tokens.__getitem__)
+    special = {token["content"] for token in added if token["special"]}
+    own = {token["content"] for token in added if not token["special"]}
+    kinds = [3 if token in special else 4 if token in own else 1 for token in ordered]
+    given = {"pre": "gpt-2", "model": "gpt2"} | fields
+    writer.add_tokenizer_model(given["model"])
+    writer.add_tokenizer_pre(given["pre"])
+    writer.add_token_list(ordered)
+    writer.add_token_types(kinds)
+    merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
+    writer.add_token_merges(merges)
+    if "chat_template" in given:
+        writer.add_chat_template(given["chat_template"])
+    for key in ("eos_token_id", "bos_token_id"):
+        if key in given:
+            getattr(writer, f"add_{key}")(given[key])
+    if "add_bos_token" in given:
+        writer.add_add_bos_token(given["add_bos_token"])

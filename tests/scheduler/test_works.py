@@ -1,0 +1,148 @@
+"""Work that is due before tokens: pieces, spans, and encoders that have a step to themselves."""
+
+from headrace.core.plan import EncodeWork, PromptInputs
+from tests.scheduler.builders import Engine, lengths, make_family, make_scheduler, make_submit
+
+SOURCE = EncodeWork(0, 1 << 40, 300, 6, is_source=True)
+
+
+def with_works(*works: EncodeWork, spans: tuple[tuple[int, int], ...] = ()) -> dict[str, object]:
+    return {"inputs": (PromptInputs(works, spans),)}
+
+
+def pieces(plan):
+    return [(c.sequence_id, c.work, c.start, c.end) for c in plan.encoded]
+
+
+def test_a_source_is_encoded_before_the_first_token_and_counts_as_the_prompt():
+    engine = Engine(make_scheduler(0, num_slots=4))
+    engine.add(make_submit(1, 1, max_tokens=2, **with_works(SOURCE)))
+    plans = engine.run()
+    assert [pieces(plan) for plan in plans] == [[(1, 0, 0, 6)], [], []]
+    assert engine.progress[1] == [0, 300]
+    assert engine.outputs[0].started[0].total == 300
+
+
+def test_pieces_start_small_and_double_while_nothing_is_measured():
+    engine = Engine(make_scheduler(max_step_s=1.0))
+    engine.add(make_submit(1, 1, max_tokens=1, **with_works(SOURCE)))
+    plans = engine.run()
+    assert [pieces(plan) for plan in plans[:3]] == [[(1, 0, 0, 1)], [(1, 0, 1, 3)], [(1, 0, 3, 6)]]
+    assert engine.progress[1] == [0, 50, 150, 300]
+
+
+def test_pieces_of_a_known_encoder_fit_the_room():
+    scheduler = make_scheduler(max_step_s=0.5)
+    for num_units in (1, 2, 4, 8) * 4:
+        scheduler.observe_encoding(100, num_units, 0.1 * num_units)
+    engine = Engine(scheduler)
+    engine.add(make_submit(1, 1, max_tokens=1, **with_works(EncodeWork(0, 1, 100, 12))))
+    for _ in range(8):
+        scheduler.observe([(0, 64)], 0.01)
+        scheduler.observe([(0, 8)], 0.01)
+        scheduler.observe([(0, 512)], 0.01)
+    plans = engine.run()
+    assert [pieces(plan)[0][3] - pieces(plan)[0][2] for plan in plans[:2]] == [4, 4]
+
+
+def test_an_image_in_the_middle_of_a_prompt_is_encoded_when_it_is_reached():
+    engine = Engine(make_scheduler())
+    engine.add(make_submit(1, 40, max_tokens=1, **with_works(EncodeWork(10, 30, 64))))
+    plans = engine.run()
+    assert [(lengths(plan), pieces(plan)) for plan in plans] == [
+        ([10], []),
+        ([], [(1, 0, 0, 1)]),
+        ([30], []),
+    ]
+
+
+def test_one_piece_a_step_and_another_prompt_takes_what_is_left():
+    engine = Engine(make_scheduler(max_step_tokens=64))
+    engine.add(make_submit(3, 200, max_tokens=1))
+    engine.step()
+    engine.add(make_submit(1, 4, max_tokens=1, **with_works(EncodeWork(0, 4, 64))))
+    engine.add(make_submit(2, 4, max_tokens=1, **with_works(EncodeWork(0, 4, 64))))
+    plan = engine.step()
+    assert pieces(plan) == [(1, 0, 0, 1)] and [c.sequence_id for c in plan.chunks] == [3]
+
+
+def test_an_encoder_that_cannot_be_cut_has_every_other_step_to_itself():
+    engine = Engine(make_scheduler(max_stall_s=0.1))
+    engine.add(make_submit(1, 4, max_tokens=20))
+    engine.step()
+    whole = [EncodeWork(i, i + 1, 64, 2, is_whole=True) for i in range(2)]
+    engine.add(make_submit(2, 2, max_tokens=1, **with_works(*whole)))
+    plans = [engine.step() for _ in range(6)]
+    assert [(lengths(plan), pieces(plan)) for plan in plans] == [
+        ([1], []),
+        ([], [(2, 0, 0, 2)]),
+        ([1, 1], []),
+        ([1], []),
+        ([], [(2, 1, 0, 2)]),
+        ([1, 1], []),
+    ]
+    assert engine.scheduler.missed["whole"] == 2
+
+
+def test_an_encoder_that_cannot_be_cut_may_take_long_before_it_counts_as_hung():
+    scheduler = make_scheduler()
+    engine = Engine(scheduler)
+    work = EncodeWork(0, 1, 100_000, 1, is_whole=True)
+    engine.add(make_submit(1, 1, max_tokens=1, **with_works(work)))
+    scheduler.plan(0.0)
+    assert scheduler.predicted_s >= 60
+
+
+def test_a_chunk_ends_before_a_span_or_holds_it_whole():
+    engine = Engine(make_scheduler(max_step_tokens=16))
+    engine.add(make_submit(1, 40, max_tokens=1, **with_works(spans=((10, 20), (20, 34)))))
+    assert [lengths(plan) for plan in engine.run()] == [[10], [10], [16], [4]]
+
+
+def test_a_span_over_the_room_goes_whole_and_says_why():
+    scheduler = make_scheduler(max_stall_s=0.1, prompt_share=0.25)
+    for context, new in [(0, 8), (0, 64), (0, 256), (64, 1), (128, 1)] * 4:
+        scheduler.observe([(context, new)], 0.01 + 0.001 * new)
+    engine = Engine(scheduler)
+    engine.add(make_submit(1, 4, max_tokens=60))
+    engine.step()
+    engine.add(make_submit(2, 300, max_tokens=1, **with_works(spans=((0, 200),))))
+    plan = engine.step(0.25)
+    assert sorted(lengths(plan)) == [1, 200]
+    assert scheduler.missed["span"] == 1
+
+
+def test_a_span_over_the_cap_is_refused():
+    engine = Engine(make_scheduler(max_step_tokens=16))
+    engine.add(make_submit(1, 40, **with_works(spans=((0, 17),))))
+    engine.take()
+    assert engine.finished[1] == ("error", "image_too_large")
+
+
+def test_siblings_share_the_source_that_their_leader_encoded():
+    engine = Engine(make_scheduler(0, num_slots=4))
+    engine.add(make_family(3, 1, max_tokens=2, **with_works(SOURCE)))
+    plans = engine.run()
+    assert [pieces(plan) for plan in plans] == [[(0, 0, 0, 6)], [], []]
+    assert plans[1].chunks[0].draws == (0, 1, 2)
+
+
+def test_a_cached_prefix_saves_what_it_alone_needed():
+    engine = Engine(make_scheduler())
+    works = with_works(EncodeWork(0, 32, 64, mark=b"a"), EncodeWork(40, 50, 64, mark=b"b"))
+    engine.add(make_submit(1, 60, max_tokens=1, **works))
+    engine.run()
+    engine.finished.clear()
+    engine.add(make_submit(1, 60, max_tokens=1, **works))
+    assert pieces(engine.step()) == [(1, 1, 0, 1)]  # the credit ends within the second image
+    assert [c.start for c in engine.step().chunks] == [48]
+
+
+def test_swapped_images_share_no_prefix():
+    engine = Engine(make_scheduler())
+    a, b = (EncodeWork(0, 32, 64, mark=mark) for mark in (b"a", b"b"))
+    engine.add(make_submit(1, 60, max_tokens=1, **with_works(a)))
+    engine.run()
+    engine.finished.clear()
+    engine.add(make_submit(1, 60, max_tokens=1, **with_works(b)))
+    assert pieces(engine.step()) == [(1, 0, 0, 1)]

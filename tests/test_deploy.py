@@ -1,0 +1,42 @@
+"""The files that others start a server with, as far as they can be checked without starting it."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from headrace.core.config_sources import settings
+from headrace.generation.metrics import Metrics
+from tools.make_grafana_dashboard import OUT, dashboard
+
+DEPLOY = Path(__file__).parent.parent / "deploy"
+
+
+def test_the_dashboard_is_what_its_tool_writes_and_asks_for_figures_that_exist() -> None:
+    assert json.loads(OUT.read_text()) == dashboard(), "run python -m tools.make_grafana_dashboard"
+    shown = Metrics().text("ok", ()).decode()
+    families = set(re.findall(r"# TYPE (\w+) ", shown))
+    asked = set(re.findall(r"headrace_\w+", OUT.read_text()))
+    assert asked and {re.sub("_bucket$", "", name) for name in asked} <= families
+
+
+def test_compose_and_dockerfile_set_settings_that_exist() -> None:
+    compose: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+    dockerfile = (DEPLOY / "Dockerfile").read_text()
+    known = {setting.variable for setting in settings()}
+    named = set(re.findall(r"HEADRACE_[A-Z_]+", dockerfile + str(compose)))
+    assert named and named <= known
+    assert "HEALTHCHECK" in dockerfile and "/health" in dockerfile
+    assert set(compose["services"]) == {"headrace", "prometheus", "grafana"}
+    for file in DEPLOY.rglob("*.y*ml"):
+        assert yaml.safe_load(file.read_text())
+
+
+def test_the_unit_gives_flags_that_exist() -> None:
+    unit = (DEPLOY / "headrace.service").read_text()
+    flags = {flag for setting in settings() for flag in setting.flags}
+    (command,) = re.findall("^ExecStart=(.*)$", unit, re.M)
+    assert set(re.findall(r"--[a-z-]+", command)) <= flags
+    assert "Restart=on-failure" in unit
