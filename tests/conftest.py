@@ -3,8 +3,12 @@
 import os
 
 import pytest
+from hypothesis import settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# the same examples in every run; `make test ARGS=--hypothesis-profile=default` looks for new ones
+settings.register_profile("suite", derandomize=True)
+settings.load_profile("suite")
 collect_ignore = ["clients"]  # `make test-clients` runs them, in environments of their own
 
 

@@ -29,7 +29,7 @@ class JsonSchema(msgspec.Struct, frozen=True):
 
     def check(self, value: Any, path: str) -> dict[str, Any]:
         if type(value) is not str or not value:
-            return Object().check(value or {}, path)
+            return Object().check({} if value == "" else value, path)
         try:
             decoded = msgspec.json.decode(value)
         except (ValueError, RecursionError):
