@@ -11,8 +11,9 @@ INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints
 serve: $(READY)
 	@exec $(BIN)/headrace serve $(ARGS)
 
+# two at a time, each file by one worker: tests wait for processes more than they compute
 test: $(READY_TEST)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 SCHEMAS ?= 500
 KILL_AFTER ?= [$(shell seq -s, 60)]

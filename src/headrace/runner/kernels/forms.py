@@ -22,7 +22,7 @@ def forms_here() -> tuple[Form, ...]:
     has = _features()
     has_512 = {"avx512f", "avx512bw"} <= has
     can_run: dict[Form, bool] = {
-        "amx": has_amx(),
+        "amx": has_512 and has_amx(),
         "bf16dot": has_512 and "avx512bf16" in has,
         "avx512": has_512,
         # the same kernels, in shorter registers
