@@ -15,11 +15,20 @@ serve: $(READY)
 test: $(READY_TEST)
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
+# the JSON Schema test suite, which lies in the sources of jsonschema
+JSONSCHEMA := jsonschema-$(shell sed -n 's/^jsonschema==//p' constraints.txt)
+SUITE := build/$(JSONSCHEMA)/json/tests/draft2020-12
+$(SUITE): $(READY_TEST)
+	$(BIN)/pip download --quiet --no-deps --no-binary jsonschema -d build $(subst jsonschema-,jsonschema==,$(JSONSCHEMA))
+	tar -xzf build/$(JSONSCHEMA).tar.gz -C build
+	touch $@
+
 SCHEMAS ?= 500
 KILL_AFTER ?= [$(shell seq -s, 60)]
-test-structure: $(READY_TEST)
-	SCHEMAS=$(SCHEMAS) KILL_AFTER="$(KILL_AFTER)" $(BIN)/python -m pytest -s --timeout 1800 \
-		tests/test_structure.py tests/e2e/test_structure.py $(ARGS)
+test-structure: $(READY_TEST) $(SUITE)
+	SCHEMAS=$(SCHEMAS) KILL_AFTER="$(KILL_AFTER)" SCHEMA_SUITE=$(SUITE) \
+		$(BIN)/python -m pytest -s --timeout 3000 \
+		tests/test_structure.py tests/test_schema_suite.py tests/e2e/test_structure.py $(ARGS)
 
 # all of the tests of several models, and 10,000 made-up histories of who comes in and who leaves
 test-models: $(READY_TEST)

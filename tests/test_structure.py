@@ -160,3 +160,17 @@ def test_a_strict_tools_fault_is_named(llm: LLM) -> None:
     tools = [{"type": "function", "function": bad}]
     answer = llm.chat("Hi", tools=tools, tool_choice=forced, temperature=0, max_tokens=9)
     assert answer.finish_reason in ("tool_calls", "length")
+
+
+@pytest.mark.parametrize(
+    "idle",
+    [
+        {"uniqueItems": False},
+        {"unevaluatedProperties": True},
+        {"items": {"propertyNames": {}}},
+        {"not": False, "properties": {"not": {"type": "null"}}},
+    ],
+)
+def test_a_keyword_that_asks_for_nothing_is_no_fault(llm: LLM, idle: Schema) -> None:
+    schema = {"const": [1], **idle}
+    assert json.loads(llm.chat("Hi", **by_schema(schema)).text) == [1]

@@ -23,6 +23,8 @@ def disturb(page: Page, what: str, dice: random.Random) -> None:
             page.offline(False)
         case "engine":
             page.server.kill_engine()
+        case "server":
+            page.server.restart()
 
 
 @pytest.mark.parametrize("run", range(RUNS))
@@ -32,7 +34,7 @@ def test_an_answer_survives_all_of_it(page: Page, run: int) -> None:
     page.send("Count from 1 to 150.")
     if run:
         page.wait_for_text()
-    kinds = ["reload", "offline", "engine", "reload"]
+    kinds = ["reload", "offline", "engine", "server"]
     dice.shuffle(kinds)
     for what in kinds:
         time.sleep(dice.uniform(0, 0.5))

@@ -26,6 +26,16 @@ _UNIMPLEMENTED = re.compile(r'Unimplemented keys: \["([^"]+)"')
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 _DEFINITIONS = ("$defs", "definitions")
+_VALUES = ("const", "default", "x-guidance")  # no schemas, though they look like some
+_ASKS_NOTHING: dict[str, tuple[Any, ...]] = {
+    "uniqueItems": (False,),
+    "unevaluatedItems": (True, {}),
+    "unevaluatedProperties": (True, {}),
+    "propertyNames": (True, {}),
+    "dependentSchemas": ({},),
+    "not": (False,),
+}
+"""What cannot be enforced otherwise."""
 
 Grammars = list[dict[str, Any]]
 """In llguidance's form; the first one is where an answer begins."""
@@ -187,7 +197,26 @@ def _body(wanted: Wanted, parts: list[_Part]) -> dict[str, Any]:
 def _json(name: str, schema: dict[str, Any], lenient: bool = False) -> dict[str, Any]:
     """A grammar for one schema; options that the schema names itself are not taken."""
     options = {"whitespace_pattern": SPACE, "lenient": lenient}
-    return {"name": name, "json_schema": {**schema, "x-guidance": options}}
+    return {"name": name, "json_schema": {**_asking(schema), "x-guidance": options}}
+
+
+def _asking(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema without keywords that ask for nothing."""
+
+    def inner(value: Any) -> Any:
+        return _asking(value) if isinstance(value, dict) else value
+
+    found: dict[str, Any] = {}
+    for name, value in schema.items():
+        if name in _MAPS and isinstance(value, dict):
+            found[name] = {key: inner(item) for key, item in value.items()}
+        elif name in _LISTS and isinstance(value, list):
+            found[name] = [inner(item) for item in value]
+        else:
+            found[name] = value if name in _VALUES else inner(value)
+    return {
+        name: value for name, value in found.items() if value not in _ASKS_NOTHING.get(name, ())
+    }
 
 
 def _regex(pattern: str) -> str:
@@ -225,7 +254,7 @@ def _children(part: _Part) -> Iterator[_Part]:
         else:
             found = [(path, value)]
         for place, item in found:
-            if isinstance(item, dict) and name not in ("const", "default", "x-guidance"):
+            if isinstance(item, dict) and name not in _VALUES:
                 yield _Part(item, place)
 
 
