@@ -5,6 +5,8 @@ import contextlib
 import json
 import re
 import socket
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +17,7 @@ from headrace.core.config import HttpConfig, ServerConfig
 from headrace.gateway import http_server
 from headrace.gateway.app import create_app
 from headrace.gateway.delivery import while_connected
-from headrace.gateway.http_server import HttpServer
+from headrace.gateway.http_server import MAX_DESCRIPTORS, HttpServer
 from tests.gateway.builders import FakeGeneration, FakeStream, in_loop, tokens
 
 POST = b"POST /wait HTTP/1.1\r\nHost: h\r\nContent-Length: 2\r\n\r\n{}"
@@ -249,3 +251,13 @@ def test_a_client_that_takes_a_little_is_not_cut() -> None:
     while due:
         due.pop()()
     assert cuts == [0]  # at the third look, by which nothing more was taken
+
+
+def test_a_server_takes_the_descriptors_that_it_may_have() -> None:
+    said = "print(resource.getrlimit(resource.RLIMIT_NOFILE))"
+    for hard, taken in ((500, 500), (10_000, MAX_DESCRIPTORS)):
+        lower = f"resource.setrlimit(resource.RLIMIT_NOFILE, (300, {hard}))"
+        code = f"import resource; {lower}; "
+        code += f"from headrace.gateway import http_server; http_server.raise_descriptors(); {said}"
+        run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert run.stdout.strip() == str((taken, hard)), run.stderr

@@ -26,6 +26,7 @@ from headrace.core.layout import MemoryLayout
 from headrace.core.messages import Ready
 from headrace.core.request import Chat
 from headrace.gateway.auth import Auth
+from headrace.gateway.http_server import MAX_DESCRIPTORS
 from headrace.generation.served import names_of
 from headrace.runner.lanes.lane import Lane
 from headrace.text.encoder import Encoder
@@ -45,7 +46,6 @@ _SETS = {
     "sve": "SVE",
 }
 _MIN_FREE_BYTES = 1 << 30
-_MIN_DESCRIPTORS = 4096 + 256  # connections, and what the server itself opens
 _SLOW_SYNC_MS = 50.0
 _HEALTH_TIMEOUT_S = 2.0
 _GREETING = "Good morning"
@@ -205,11 +205,11 @@ def _keys(http: HttpConfig) -> Finding:
 
 
 def _descriptors() -> Finding:
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if 0 <= soft < _MIN_DESCRIPTORS:
-        remedy = f"Raise it for many connections: ulimit -n {_MIN_DESCRIPTORS}"
-        return Finding("descriptors", "warn", f"{soft} files at once", remedy)
-    return Finding("descriptors", "ok", f"{soft} files at once")
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # the server raises its own to it
+    if 0 <= hard < MAX_DESCRIPTORS:
+        remedy = f"Raise it for many connections: ulimit -Hn {MAX_DESCRIPTORS}"
+        return Finding("descriptors", "warn", f"{hard} files at once", remedy)
+    return Finding("descriptors", "ok", "enough for all connections")
 
 
 def _state_dir(config: ServerConfig) -> Finding:

@@ -25,7 +25,7 @@ from headrace.engine.supervisor import Supervisor
 from headrace.engine.turns import SharedTurns
 from headrace.gateway.app import create_app
 from headrace.gateway.auth import Auth
-from headrace.gateway.http_server import HttpServer, LoadingServer
+from headrace.gateway.http_server import HttpServer, LoadingServer, raise_descriptors
 from headrace.gateway.realtime import ENVELOPE_BYTES
 from headrace.generation.fleet import is_sole
 from headrace.generation.generation import Generation
@@ -48,6 +48,7 @@ _LAST_S = 25.0  # for all that follows the drain; farewell, engine and store tak
 def serve(config: ServerConfig) -> int:
     """Serves until a signal; returns the exit code."""
     set_up(config)
+    raise_descriptors()
     tls = _tls(config.http)
     try:
         listener = _listen(config.http.host, config.http.port)

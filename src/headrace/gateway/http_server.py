@@ -33,6 +33,7 @@ MAX_AHEAD, _MAX_AHEAD_BYTES = 16, 64 << 10  # requests sent before the answer to
 PING_S, PONG_S = 15.0, 45.0  # of a WebSocket
 _KEPT_BACK = 64  # descriptors for all else: engine, store, worker processes, files
 MAX_CONNECTIONS = 4096
+MAX_DESCRIPTORS = MAX_CONNECTIONS + 256
 MAX_HEAD = 64 << 10  # bytes of a request line with its headers
 HEAD_S = 10.0  # for all of them to come
 TAKES_NOTHING_S = 60.0  # after this long without a byte taken, a client is gone
@@ -272,6 +273,14 @@ class _Socket(WebSocketsSansIOProtocol):
     def keepalive_timeout(self) -> None:
         super().keepalive_timeout()
         self.transport.abort()
+
+
+def raise_descriptors() -> None:
+    """Takes as many descriptors as connections want, if the system lets this process have them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(MAX_DESCRIPTORS, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _max_connections() -> int:
