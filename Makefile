@@ -6,7 +6,7 @@ READY_TEST := .venv/ready-test
 READY_BENCH := .venv/ready-bench
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: serve test test-clients test-embed test-kernels test-models test-slow test-structure test-web test-ops check simulate chaos attack soak corrupt demo roofline clean
+.PHONY: serve test test-clients test-embed test-kernels test-models test-slow test-structure test-web test-ops check simulate simulate-placements chaos attack soak corrupt demo roofline clean
 
 serve: $(READY)
 	@exec $(BIN)/headrace serve $(ARGS)
@@ -88,6 +88,10 @@ check: $(READY_TEST)
 N ?= 10000
 simulate: $(READY)
 	$(BIN)/python -m simulator -n $(N) $(ARGS)
+
+# requests dealt out over replicas: places, order, prefixes
+simulate-placements: $(READY)
+	$(BIN)/python -m simulator.placements -n $(N) $(ARGS)
 
 KILLS ?= 50
 SEED ?= 0
