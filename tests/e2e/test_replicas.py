@@ -1,21 +1,17 @@
 """Two engines of one model behind a real server: deaths and replacements cost a stream a gap."""
 
-import json
 import os
 import signal
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import httpx
 import pytest
 
 from tests.builders import make_tiny_model
 from tests.eventually import eventually
+from tests.replicas import LIMIT_S, at_once, up
 from tests.servers import ServerProcess, running_server
 
-ASKED = {"temperature": 0, "ignore_eos": True, "stream": True, "return_progress": True}
-LIMIT_S = 240
 pytestmark = pytest.mark.slow
 
 
@@ -26,49 +22,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     with running_server(str(folder), "--replicas", "2", *flags) as running:
         eventually(lambda: len(up(running.url)) == 2, LIMIT_S)
         yield running
-
-
-def up(url: str) -> list[dict[str, Any]]:
-    """The replicas that are up."""
-    state = httpx.get(f"{url}/manage/state", timeout=LIMIT_S).json()
-    return [it for it in state["replicas"] if it["state"] == "up"]
-
-
-class Following:
-    """A stream as its client sees it."""
-
-    def __init__(self, url: str, prompt: str, max_tokens: int) -> None:
-        self._url = url
-        self._body = {**ASKED, "prompt": prompt, "max_tokens": max_tokens}
-        self.text, self.num_gaps, self.is_done = "", 0, False
-
-    def follow(self) -> "Following":
-        url = f"{self._url}/v1/completions"
-        with httpx.stream("POST", url, json=self._body, timeout=LIMIT_S) as answer:
-            assert answer.status_code == 200
-            for line in answer.iter_lines():
-                self._take(line)
-        assert self.is_done
-        return self
-
-    def _take(self, line: str) -> None:
-        if line == "data: [DONE]":
-            self.is_done = True
-        elif line.startswith("data: "):
-            frame = json.loads(line.removeprefix("data: "))
-            assert "error" not in frame, frame
-            self.text += "".join(choice["text"] for choice in frame.get("choices", ()))
-            self.num_gaps += "recovering" in frame
-
-
-def at_once(url: str, number: int, max_tokens: int, act: Any) -> list[Following]:
-    """Streams side by side; `act` is called once each of them has text."""
-    streams = [Following(url, f"stream {n % 4}", max_tokens) for n in range(number)]
-    with ThreadPoolExecutor(number) as pool:
-        running = [pool.submit(stream.follow) for stream in streams]
-        eventually(lambda: all(it.text for it in streams), LIMIT_S)
-        act()
-        return [it.result(timeout=LIMIT_S) for it in running]
 
 
 def test_a_killed_engines_streams_go_on_at_the_other_to_the_same_text(

@@ -7,9 +7,9 @@ engine that nobody hears would only hold memory.
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import os
+import secrets
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -29,10 +29,10 @@ _SILENT_S = 15.0  # without an answer, an actor that has answered before counts 
 _BACKOFF_S = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 _CALM_S = 60.0
 _CLOSE_S = 5.0
-_HINT_S = 5.0  # until an actor that has no node yet is told to the autoscaler
+_HINT_S = 15.0  # until what an actor needs that has no node yet is told to the autoscaler
 _GONE = "The engine's actor is gone, or its node."
 
-_numbers = itertools.count()
+_homeless: dict["RayEngine", dict[str, float]] = {}  # what engines without a node need
 
 
 def connect(address: str) -> None:
@@ -120,8 +120,10 @@ class RayEngine:
         """One life of an actor, and how it ended."""
         from ray.exceptions import RayError
 
-        needs = _needs(self._config)
-        self._actor = _make_actor(self._config, self._load_timeout_s, needs)
+        needs = await asyncio.to_thread(_needs, self._config)
+        self._actor = await asyncio.to_thread(
+            _make_actor, self._config, self._load_timeout_s, needs
+        )
         sending = asyncio.create_task(self._pump(self._actor), name="to actor")
         try:
             node = await self._settled(needs)
@@ -139,9 +141,16 @@ class RayEngine:
         """Until the actor runs on some node; the autoscaler is told if it has to wait."""
         beginning = asyncio.ensure_future(self._actor.begin.remote())
         done, _ = await asyncio.wait((beginning,), timeout=_HINT_S)
-        if not done:
-            await asyncio.to_thread(_ask_for, needs)
-        return str(await beginning)
+        if done:
+            return str(await beginning)
+        logger.warning("The engine waits for a node of the cluster with %s free.", needs)
+        _homeless[self] = needs
+        await asyncio.to_thread(_ask_for_nodes)
+        try:
+            return str(await beginning)
+        finally:
+            del _homeless[self]
+            await asyncio.to_thread(_ask_for_nodes)
 
     async def _hear(self, actor: Any, node: str) -> EngineDown:
         """Passes on what the actor says, until it says that it gave up, or says nothing."""
@@ -207,7 +216,7 @@ def _make_actor(config: ModelConfig, load_timeout_s: float, needs: dict[str, flo
     actor: Any = ray.remote(EngineActor)
     name = (config.served_model_name or (os.path.basename(config.model),))[0]
     return actor.options(
-        name=f"{name}-{os.getpid()}-{next(_numbers)}",
+        name=f"{name}-{secrets.token_hex(4)}",
         num_cpus=needs["CPU"],
         num_gpus=needs.get("GPU", 0),
         scheduling_strategy="SPREAD",
@@ -216,9 +225,9 @@ def _make_actor(config: ModelConfig, load_timeout_s: float, needs: dict[str, flo
     ).remote(encode(config), load_timeout_s)
 
 
-def _ask_for(needs: dict[str, float]) -> None:
-    """Tells an autoscaler, if there is one, that a replica waits for a node."""
+def _ask_for_nodes() -> None:
+    """Tells an autoscaler what waits for a node; each call replaces what was asked for before."""
     from ray.autoscaler.sdk import request_resources
 
     with contextlib.suppress(Exception):  # without an autoscaler there is nobody to ask
-        request_resources(bundles=[needs])
+        request_resources(bundles=list(_homeless.values()))
