@@ -6,7 +6,7 @@ READY_TEST := .venv/ready-test
 READY_BENCH := .venv/ready-bench
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: serve test test-clients test-embed test-kernels test-models test-slow test-structure test-web test-ops check simulate chaos attack soak corrupt demo roofline clean
+.PHONY: serve test test-clients test-cluster kill-replicas test-embed test-kernels test-models test-slow test-structure test-web test-ops check simulate simulate-placements chaos attack soak corrupt demo roofline clean
 
 serve: $(READY)
 	@exec $(BIN)/headrace serve $(ARGS)
@@ -66,6 +66,23 @@ $(EMBED)/ready: constraints.txt
 		sentence-transformers==6.2.0
 	touch $@
 
+# Ray in an environment of its own, which finds our packages beside it; two nodes on this machine
+CLUSTER := build/cluster-venv
+test-cluster: $(READY_TEST) $(CLUSTER)/ready
+	PYTHONPATH=src:. timeout 1200 $(CLUSTER)/bin/python -m pytest -p no:cacheprovider \
+		--timeout 600 cluster_tests $(ARGS)
+
+# KILLS of engines, agents and a node, under load
+kill-replicas: $(READY_TEST) $(CLUSTER)/ready
+	PYTHONPATH=src:. $(CLUSTER)/bin/python -m cluster_tests.kills --kills $(KILLS) \
+		--seed $(SEED) $(ARGS)
+
+$(CLUSTER)/ready: constraints.txt
+	test -x $(CLUSTER)/bin/python || $(PYTHON) -m venv $(CLUSTER)
+	$(abspath $(BIN))/python $(SITE) > "$$($(CLUSTER)/bin/python $(SITE))/headrace.pth"
+	$(CLUSTER)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt ray
+	touch $@
+
 WEB := build/web-venv
 AXE := $(WEB)/node_modules/axe-core/axe.min.js
 test-web: $(READY) $(WEB)/ready $(AXE)
@@ -98,6 +115,10 @@ check: $(READY_TEST)
 N ?= 10000
 simulate: $(READY)
 	$(BIN)/python -m simulator -n $(N) $(ARGS)
+
+# requests dealt out over replicas: places, order, prefixes
+simulate-placements: $(READY)
+	$(BIN)/python -m simulator.placements -n $(N) $(ARGS)
 
 KILLS ?= 50
 SEED ?= 0

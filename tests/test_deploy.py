@@ -34,6 +34,15 @@ def test_compose_and_dockerfile_set_settings_that_exist() -> None:
         assert yaml.safe_load(file.read_text())
 
 
+def test_the_example_for_kuberay_gives_flags_that_exist() -> None:
+    manifest = (DEPLOY / "kuberay.yaml").read_text()
+    head = yaml.safe_load(manifest)["spec"]["headGroupSpec"]["template"]["spec"]
+    (command,) = next(it["args"] for it in head["containers"] if it["name"] == "gateway")
+    flags = {flag for setting in settings() for flag in setting.flags}
+    given = set(re.findall(r"--[a-z-]+", command.partition("headrace serve")[2]))
+    assert "--cluster" in given and given <= flags
+
+
 def test_the_unit_gives_flags_that_exist() -> None:
     unit = (DEPLOY / "headrace.service").read_text()
     flags = {flag for setting in settings() for flag in setting.flags}

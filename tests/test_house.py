@@ -84,7 +84,7 @@ def test_modules_open_with_a_line_that_says_what_they_own() -> None:
 
 @pytest.mark.parametrize("module", ["headrace.gateway.app", "headrace.cli.main"])
 def test_importing_the_gateways_side_loads_no_tensors(module: str) -> None:
-    heavy = "torch transformers numba"
+    heavy = "torch transformers numba ray"
     code = f"import {module}, sys; print([m for m in {heavy.split()} if m in sys.modules])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"

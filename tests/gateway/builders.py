@@ -230,6 +230,7 @@ class FakeHost:
         self.status: Status | None = None
         self.steps: list[StepTrace] = []
         self.streams: list[Any] = []
+        self.replicas: list[Any] = []
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.streams)

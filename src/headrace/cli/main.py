@@ -15,7 +15,7 @@ from headrace.cli import exits
 from headrace.cli.bench import bench
 from headrace.cli.models import models, pull
 from headrace.core.config import ServerConfig
-from headrace.core.config_sources import Setting, load, nearest, settings
+from headrace.core.config_sources import WITHOUT_VALUE, Setting, load, nearest, settings
 from headrace.core.errors import ConfigError, HeadraceError, ModelError, RequestFailed
 
 _FIELD = click.Option(["-o", "pairs"], multiple=True, metavar="FIELD=VALUE", help="Request field")
@@ -24,11 +24,14 @@ _WRONG_FIELD = ("invalid_type", "invalid_value", "unsupported_parameter")
 
 def _option(setting: Setting) -> click.Option:
     kind: Any = click.Choice(setting.choices) if setting.choices else str
+    alone = WITHOUT_VALUE.get(setting.name)
+    more: dict[str, Any] = {} if alone is None else {"flag_value": alone}
     shown = setting.default if setting.default not in (None, (), False) else None
     return click.Option(
         [*setting.flags, setting.name],
         type=bool if setting.type is bool else kind,
         is_flag=setting.type is bool,
+        **more,
         multiple=setting.is_list,
         default=None,
         help=setting.description + (f"  [default: {shown}]" if shown is not None else ""),

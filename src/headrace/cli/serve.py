@@ -21,6 +21,7 @@ from headrace.cli.state import streams_folder
 from headrace.core.config import HttpConfig, ModelConfig, ServerConfig
 from headrace.core.errors import ConfigError, HeadraceError
 from headrace.core.messages import Ready
+from headrace.engine.client import EngineClient
 from headrace.engine.supervisor import Supervisor
 from headrace.engine.turns import SharedTurns
 from headrace.gateway.app import create_app
@@ -29,8 +30,9 @@ from headrace.gateway.http_server import HttpServer, LoadingServer, raise_descri
 from headrace.gateway.realtime import ENVELOPE_BYTES
 from headrace.generation.fleet import is_sole
 from headrace.generation.generation import Generation
-from headrace.generation.host import CACHE_BYTES, Host
+from headrace.generation.host import CACHE_BYTES, Host, Start
 from headrace.generation.metrics import Metrics
+from headrace.generation.replicas import Replicas
 from headrace.generation.served import ServedModel, may_see_images
 from headrace.generation.work import WorkerPool
 from headrace.streams.memory_store import MemoryStore
@@ -50,6 +52,10 @@ def serve(config: ServerConfig) -> int:
     set_up(config)
     raise_descriptors()
     tls = _tls(config.http)
+    if config.cluster is not None:
+        from headrace.engine.ray_engine import connect
+
+        connect(config.cluster)
     try:
         listener = _listen(config.http.host, config.http.port)
     except OSError as error:
@@ -174,23 +180,37 @@ class _Serving:
 
     def _hosts(self, metrics: Metrics) -> tuple[Host, ...]:
         config = self._config
-
-        def start(model: ModelConfig) -> Supervisor:
-            return Supervisor(model, config.streams.load_timeout_s)
-
+        start = self._starter()
         if self._model is not None:
             local = msgspec.structs.replace(config.models[0], model=str(self._model.folder))
             return (Host(local, start, metrics, self._model),)
         cache_bytes = None if config.loading.models_memory_bytes is None else CACHE_BYTES
-        turns, numbers = SharedTurns(), itertools.count()
-
-        def start_beside(model: ModelConfig) -> Supervisor:
-            timeout_s = config.streams.load_timeout_s
-            return Supervisor(model, timeout_s, next(numbers), turns.fds)
-
         return tuple(
-            Host(model, start_beside, Metrics(), cache_bytes=cache_bytes) for model in config.models
+            Host(model, start, Metrics(), cache_bytes=cache_bytes) for model in config.models
         )
+
+    def _starter(self) -> Start:
+        """Makes the engine of a model, or several; those of one machine take turns."""
+        config = self._config
+        timeout_s, idle_s = config.streams.load_timeout_s, config.loading.idle_unload_s
+        numbers = itertools.count()
+        is_alone = is_sole(config) and config.models[0].replicas == 1
+        turns = () if is_alone else SharedTurns().fds
+
+        def start(model: ModelConfig) -> EngineClient:
+            def start_one() -> EngineClient:
+                if config.cluster is not None:
+                    from headrace.engine.ray_engine import RayEngine
+
+                    return RayEngine(model, timeout_s)
+                return Supervisor(model, timeout_s, next(numbers), turns)
+
+            if model.replicas == 1:
+                return start_one()
+            fewest = model.replicas if model.min_replicas is None else model.min_replicas
+            return Replicas(start_one, fewest, model.replicas, idle_s)
+
+        return start
 
     async def _serve(self, generation: Generation) -> int:
         """Until a signal or the engine's end; an ExceptionGroup if anything else ends first."""

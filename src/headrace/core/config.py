@@ -133,6 +133,17 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         Literal["auto", "any"],
         Meta(description="Lengths that embeddings may be cut to; auto: those the model names"),
     ] = "auto"
+    replicas: Annotated[
+        Annotated[int, Meta(ge=1, le=64)],
+        Meta(description="Engines that run this model side by side"),
+    ] = 1
+    min_replicas: Annotated[
+        Annotated[int, Meta(ge=0, le=64)] | None,
+        Meta(
+            description="Engines that stay while there is nothing to do, the others leave after "
+            "--idle-unload-s; with 0 the model is loaded when it is asked for. All if not given"
+        ),
+    ] = None
     scheduler: SchedulerConfig = SchedulerConfig()
 
 
@@ -261,7 +272,10 @@ class LoadingConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     idle_unload_s: Annotated[
         Annotated[float, Meta(gt=0)] | None,
-        Meta(description="Seconds without use after which one of several models is unloaded"),
+        Meta(
+            description="Seconds without use after which one of several models is unloaded, or an "
+            "engine beyond --min-replicas leaves"
+        ),
     ] = None
 
 
@@ -272,6 +286,13 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     loading: LoadingConfig = LoadingConfig()
     http: HttpConfig = HttpConfig()
     streams: StreamConfig = StreamConfig()
+    cluster: Annotated[
+        str | None,
+        Meta(
+            description="Address of a Ray cluster whose nodes run the engines; without an address "
+            "the cluster that this machine is part of"
+        ),
+    ] = None
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="What the log shows")
     ] = "info"

@@ -22,6 +22,9 @@ ALIASES = {
     "max_step_tokens": ("--max-num-batched-tokens",),
     "threads": ("-t",),
 }
+WITHOUT_VALUE = {"cluster": "auto"}
+"""What settings are whose flag may stand alone."""
+
 _ENVIRONMENT_NAMES = {"api_key": "HEADRACE_API_KEYS"}
 _NOT_SETTINGS = {"HEADRACE_URL", "HEADRACE_CONFIG"}
 SECRETS = ("HEADRACE_API_KEY", "HEADRACE_API_KEYS", "HEADRACE_ADMIN_KEY")

@@ -15,6 +15,13 @@ class EngineUp(msgspec.Struct, frozen=True):
 
     ready: Ready
     pid: int | None = None  # if it runs in a process of its own
+    node: str = ""  # the machine it runs on, if that may be another
+
+
+class EngineResized(msgspec.Struct, frozen=True):
+    """An engine that is several has become larger or smaller; nothing else has changed."""
+
+    ready: Ready
 
 
 class EngineDown(msgspec.Struct, frozen=True):
@@ -22,7 +29,8 @@ class EngineDown(msgspec.Struct, frozen=True):
 
     `message` has the reason and its last words. `suspects` were in the step that it died in.
     `from_outside`: somebody killed it, or the system could not start a process, so neither the
-    suspects nor the model are to blame.
+    suspects nor the model are to blame. `lost` has the sequences that are gone, where another
+    engine runs on and takes them again at once; None: all of them.
     """
 
     code: str
@@ -30,9 +38,10 @@ class EngineDown(msgspec.Struct, frozen=True):
     given_up: bool
     suspects: tuple[SequenceId, ...] = ()
     from_outside: bool = False
+    lost: tuple[SequenceId, ...] | None = None
 
 
-EngineNews = Outputs | Status | EngineUp | EngineDown
+EngineNews = Outputs | Status | EngineUp | EngineResized | EngineDown
 
 
 class EngineClient(Protocol):

@@ -112,6 +112,10 @@ def _of_operators(generation: Generation, config: ServerConfig, door: Auth) -> l
         "/manage/state": manages.state,
         "/manage/stream": manages.stream,
     }
-    drain = Route("/manage/drain", door.guard_admin(manages.drain), methods=["POST"])
-    gets = (Route(path, door.guard_admin(it), methods=["GET"]) for path, it in reads.items())
-    return [*gets, drain]
+    acts: dict[str, Endpoint] = {
+        "/manage/drain": manages.drain,
+        "/manage/replicas/replace": manages.replace,
+    }
+    gets = [Route(path, door.guard_admin(it), methods=["GET"]) for path, it in reads.items()]
+    posts = [Route(path, door.guard_admin(it), methods=["POST"]) for path, it in acts.items()]
+    return [*gets, *posts]

@@ -122,6 +122,12 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("get", "/manage/state"): Operation("How the server is doing", ("state", "engine", "steps")),
     ("get", "/manage/stream"): Operation("The same, again after each change", media=(_EVENTS,)),
     ("post", "/manage/drain"): Operation("Admit nothing more", ("status", "streams")),
+    ("post", "/manage/replicas/replace"): Operation(
+        "Put a fresh engine in the place of one of several",
+        ("status",),
+        query=("model", "replica"),
+        errors=(400, 404),
+    ),
     **{("post", route): generates(dialect_of(route)) for route in DIALECTS},
     ("post", embeddings.ROUTE): Operation(
         "One vector for each input",

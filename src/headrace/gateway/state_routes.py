@@ -245,6 +245,16 @@ class ManageRoutes:
         self._generation.stop_admitting()
         return answer({"status": self._generation.state, "streams": len(self._generation.streams)})
 
+    async def replace(self, request: Request) -> ASGIApp:
+        """Answers at once; the state shows the fresh engine, under the next number."""
+        host = self._generation.hosts.get(request.query_params.get("model"))
+        number = request.query_params.get("replica", "")
+        if number not in (str(it.number) for it in host.replicas):
+            message = "replica must be the number of one that /manage/state shows."
+            raise RequestError("invalid_value", message, "replica")
+        self._generation.fleet.replace(host, int(number))
+        return answer({"status": "replacing"})
+
     def _with_uptime(self, shown: Snapshot) -> Snapshot:
         return {"uptime_s": round(time.monotonic() - self._began, 1)} | shown
 
@@ -313,8 +323,27 @@ def _snapshot(host: Host) -> Snapshot:
         "missed": status.missed if status else {},
         "num_steps": status.num_steps if status else 0,
         "steps": [_step(step) for step in host.steps],
+        "replicas": _replicas(host),
         **_memory(host.ready, status),
     }
+
+
+def _replicas(host: Host) -> list[Snapshot]:
+    """The engines of a model that has several."""
+    return [
+        {
+            "number": it.number,
+            "state": "up" if it.up else "down",
+            "node": it.up.node if it.up else "",
+            "pid": it.up.pid if it.up else None,
+            "starts": it.num_starts,
+            "places": it.up.ready.max_num_seqs if it.up else 0,
+            "taken": it.num_taken,
+            "running": it.status.num_running if it.status else 0,
+            "blocks_free": it.status.blocks_free if it.status else None,
+        }
+        for it in host.replicas
+    ]
 
 
 def _engine(host: Host) -> Snapshot:

@@ -36,7 +36,7 @@ class Fleet:
         self.hosts = Models(hosts)
         self.is_sole = is_sole(config)
         self.ended = asyncio.Event()  # no engine runs, and none will
-        self._config = config.loading
+        self._config, self._drain_s = config.loading, config.streams.drain_s
         self._max_waiting = max(1, config.streams.max_num_queued_reqs)
         self._on_loaded, self._on_lost = on_loaded, on_lost
         loading = LoadingConfig() if self.is_sole else config.loading
@@ -122,6 +122,10 @@ class Fleet:
             self._spawn(host.close())
         self._residency.send_out(host.name)
         self._act()
+
+    def replace(self, host: Host, replica: int) -> None:
+        """Puts a fresh engine in the place of one of several; its streams have time to end."""
+        self._spawn(host.replace(replica, self._drain_s))
 
     def refuse(self, error: RequestError) -> None:
         """Sends all away who wait, and all who come."""
@@ -268,7 +272,8 @@ class Fleet:
 
 def is_sole(config: ServerConfig) -> bool:
     """Whether it has one model, which is loaded at the start, and stays."""
-    return len(config.models) == 1 and config.loading.models_dir is None
+    is_one = len(config.models) == 1 and config.loading.models_dir is None
+    return is_one and config.models[0].min_replicas != 0
 
 
 async def _or_stopped(work: Awaitable[None], waited: "asyncio.Future[None]") -> None:

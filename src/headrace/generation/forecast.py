@@ -134,6 +134,12 @@ class Forecast:
         self._num_tokens.clear()
         self._looked_at = None
 
+    def forget(self, sequence_ids: Iterable[SequenceId]) -> None:
+        """These run no more, without an end; the averages stay."""
+        for sequence_id in sequence_ids:
+            self._prompts.pop(sequence_id, None)
+            self._num_tokens.pop(sequence_id, None)
+
     def starts(
         self, status: Status, num_places: int, asked: Callable[[SequenceId], TokensAsked]
     ) -> Iterator[NextStart]:

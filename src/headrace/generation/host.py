@@ -24,10 +24,12 @@ from headrace.core.messages import (
     StepTrace,
     Submit,
 )
-from headrace.engine.client import EngineClient, EngineDown, EngineUp
+from headrace.engine.client import EngineClient, EngineDown, EngineResized, EngineUp
 from headrace.generation.event_builder import EventBuilder, InQueue
 from headrace.generation.forecast import Forecast, Schedule, TokensAsked
 from headrace.generation.metrics import Metrics
+from headrace.generation.replica import Replica
+from headrace.generation.replicas import Replicas
 from headrace.generation.sequences import Item, SequenceOwner, Sequences
 from headrace.generation.served import ServedModel, check_can_go_on, names_of, root_of
 from headrace.generation.stream import LiveStream
@@ -126,11 +128,11 @@ class Host:
         """Memory that it takes, weights and cache; an estimate until it has been loaded."""
         cache = self.config.kv_cache_memory_bytes or 0
         if self._model is not None and self._model.ready is not None:
-            return self._model.ready.weight_bytes + cache
+            return (self._model.ready.weight_bytes + cache) * self.config.replicas
         path = self._model.folder if self._model is not None else self._path
         files = [path] if path.is_file() else path.glob("*.safetensors")
         files = list(files) or list(path.glob("*.gguf"))
-        return sum(file.stat().st_size for file in files) + cache
+        return (sum(file.stat().st_size for file in files) + cache) * self.config.replicas
 
     @property
     def _path(self) -> Path:
@@ -145,6 +147,16 @@ class Host:
     def engine_pid(self) -> int | None:
         """The process of an engine that is up, if it has one of its own."""
         return self._up.pid if self._up else None
+
+    @property
+    def replicas(self) -> list[Replica]:
+        """The engines, where there are several."""
+        return self._engine.all() if isinstance(self._engine, Replicas) else []
+
+    async def replace(self, replica: int, within_s: float) -> None:
+        """Puts a fresh engine in this one's place (see Replicas)."""
+        if isinstance(self._engine, Replicas):
+            await self._engine.replace(replica, within_s)
 
     async def read(self) -> None:
         """Reads all but the weights, which may be a download; ModelError if it cannot be served."""
@@ -190,6 +202,10 @@ class Host:
                 self._show_queue(news)
             elif isinstance(news, EngineUp):
                 self._engine_is_up(news)
+            elif isinstance(news, EngineResized):
+                self._resize(news.ready)
+            elif news.lost is not None:
+                self._move(news, news.lost)
             else:
                 self._engine_is_down(news)
                 if news.given_up:
@@ -281,6 +297,21 @@ class Host:
             self._submit(stream, news)
         for batch in self._batches:
             batch.tell(news)
+
+    def _resize(self, ready: Ready) -> None:
+        assert self._up is not None
+        self.model.ready = ready
+        self._up = msgspec.structs.replace(self._up, ready=ready)
+
+    def _move(self, news: EngineDown, lost: tuple[SequenceId, ...]) -> None:
+        """One of several engines is gone; another takes what it had."""
+        assert self._up is not None
+        self.metrics.replica_is_down(news)
+        self._forecast.forget(lost)
+        for owner in dict.fromkeys(map(self._sequences.owner, lost)):
+            if owner is not None:
+                owner.tell(news)
+                owner.tell(self._up)
 
     def _submit(self, stream: LiveStream, up: EngineUp) -> None:
         try:

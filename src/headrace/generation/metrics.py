@@ -169,6 +169,10 @@ class Metrics:
         self._target.set(ready.max_stall_s or 0)
         self._show_memory(ready, ready.layout.num_blocks, ready.layout.num_slots)
 
+    def replica_is_down(self, news: EngineDown) -> None:
+        """One of several engines; the others run on."""
+        self._restarts.labels("killed" if news.from_outside else "died").inc()
+
     def engine_is_down(self, news: EngineDown) -> None:
         if not news.given_up:
             self._restarts.labels("killed" if news.from_outside else "died").inc()

@@ -1,0 +1,60 @@
+"""Two engines of one model behind a real server: deaths and replacements cost a stream a gap."""
+
+import os
+import signal
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from tests.builders import make_tiny_model
+from tests.eventually import eventually
+from tests.replicas import LIMIT_S, at_once, up
+from tests.servers import ServerProcess, running_server
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    folder = make_tiny_model(tmp_path_factory.mktemp("tiny"))
+    flags = ("--threads", "1", "--max-model-len", "4096", "--max-num-seqs", "4")
+    with running_server(str(folder), "--replicas", "2", *flags) as running:
+        eventually(lambda: len(up(running.url)) == 2, LIMIT_S)
+        yield running
+
+
+def test_a_killed_engines_streams_go_on_at_the_other_to_the_same_text(
+    server: ServerProcess,
+) -> None:
+    url = server.url
+    whole = at_once(url, 4, 1500, lambda: None)
+    assert not any(it.num_gaps for it in whole)
+
+    def kill() -> None:
+        taken = {it["number"]: it["taken"] for it in up(url)}
+        assert set(taken.values()) == {2}
+        os.kill(up(url)[0]["pid"], signal.SIGKILL)
+
+    cut = at_once(url, 4, 1500, kill)
+    assert [it.text for it in cut] == [it.text for it in whole]
+    assert sum(it.num_gaps > 0 for it in cut) == 2
+    eventually(lambda: len(up(url)) == 2, LIMIT_S)
+    assert [it["starts"] for it in up(url)] == [2, 1]
+
+
+def test_a_replaced_engine_ends_what_it_runs(server: ServerProcess) -> None:
+    url = server.url
+    eventually(lambda: len(up(url)) == 2, LIMIT_S)
+    first, second = (it["number"] for it in up(url))
+
+    def replace() -> None:
+        path = f"{url}/manage/replicas/replace"
+        assert httpx.post(path, params={"replica": second}, timeout=LIMIT_S).status_code == 200
+
+    streams = at_once(url, 4, 1500, replace)
+    assert not any(it.num_gaps for it in streams)
+    eventually(lambda: len(up(url)) == 2 and up(url)[1]["number"] > second, LIMIT_S)
+    assert up(url)[0]["number"] == first
+    answer = httpx.post(f"{url}/manage/replicas/replace", params={"replica": 99}, timeout=LIMIT_S)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "replica")

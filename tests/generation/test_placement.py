@@ -1,0 +1,150 @@
+"""Placement over replicas, alone: places, order, prefixes, and a simulation of all of it."""
+
+from array import array
+
+from headrace.generation.placement import Placed, Placement, PrefixRecord, Want, prefix_names
+from simulator.placements import Simulation
+
+
+def placement(num_replicas: int = 2, num_places: int = 2, num_blocks: int = 100) -> Placement:
+    made = Placement()
+    for replica in range(num_replicas):
+        made.open(replica, num_places, num_blocks)
+    return made
+
+
+def want(num_places: int = 1, names: tuple[int, ...] = (), due: float = 0.0) -> Want:
+    return Want(num_places, len(names) + 1, names, due)
+
+
+def all_moves(made: Placement) -> list[tuple[int, int]]:
+    return [(placed.ticket, placed.replica) for placed in iter(made.next, None)]
+
+
+def test_places_are_claimed_once_and_the_next_in_line_waits_for_one() -> None:
+    made = placement()
+    for ticket in range(5):
+        made.ask(ticket, want())
+    assert all_moves(made) == [(0, 0), (1, 1), (2, 0), (3, 1)]
+    assert made.waiting() == [4]
+    made.release(1)
+    assert all_moves(made) == [(4, 1)]
+
+
+def test_a_place_is_free_only_once_the_engine_has_let_go_of_its_sequence() -> None:
+    made = placement(num_replicas=1)
+    made.ask(0, want(num_places=2))
+    made.ask(1, want(num_places=2))
+    assert all_moves(made) == [(0, 0)]
+    made.release(0)
+    assert made.num_taken(0) == 1 and all_moves(made) == []
+    made.release(0)
+    assert all_moves(made) == [(1, 0)]
+
+
+def test_more_choices_than_places_take_a_whole_replica() -> None:
+    made = placement(num_replicas=1)
+    made.ask(0, want(num_places=5))
+    made.ask(1, want())
+    assert all_moves(made) == [(0, 0)]
+    for _ in range(3):
+        made.release(0)
+    assert made.num_taken(0) == 2
+    made.release(0)
+    assert all_moves(made) == [(1, 0)]
+
+
+def test_who_would_fit_does_not_pass_the_first_in_line() -> None:
+    made = placement(num_replicas=1)
+    made.ask(0, want())
+    assert all_moves(made) == [(0, 0)]
+    made.ask(1, want(num_places=2, due=1))
+    made.ask(2, want(due=2))
+    assert all_moves(made) == []
+    made.release(0)
+    assert all_moves(made) == [(1, 0)]
+
+
+def test_what_a_dead_replica_had_goes_on_elsewhere_before_those_who_came_later() -> None:
+    made = placement(num_places=1)
+    for ticket in range(3):
+        made.ask(ticket, want(due=ticket))
+    assert all_moves(made) == [(0, 0), (1, 1)]
+    assert made.close(0) == [0] and made.close(0) == []
+    made.ask(0, want(due=0))
+    made.release(1)
+    assert all_moves(made) == [(0, 1)]
+    assert made.waiting() == [2]
+
+
+def test_who_gives_up_leaves_the_line_and_no_claim() -> None:
+    made = placement(num_replicas=1, num_places=1)
+    for ticket in range(3):
+        made.ask(ticket, want())
+    assert all_moves(made) == [(0, 0)]
+    assert made.leave(1) and not made.leave(0) and not made.leave(7)
+    assert made.waiting() == [2]
+
+
+def test_a_drained_replica_keeps_its_claims_and_takes_no_more() -> None:
+    made = placement()
+    made.ask(0, want())
+    assert all_moves(made) == [(0, 0)]
+    made.drain(0)
+    for ticket in range(1, 4):
+        made.ask(ticket, want())
+    assert all_moves(made) == [(1, 1), (2, 1)]
+    assert made.tickets(0) == [0] and made.replica_of(0) == 0
+
+
+def test_a_long_shared_prefix_decides_and_a_short_one_only_between_equals() -> None:
+    made = placement(num_places=4)
+    made.ask(0, want(names=(1, 2, 3, 4)))
+    assert made.next() == Placed(0, 0, 0)
+    made.ask(1, want(names=(1, 2, 3, 4, 5)))
+    assert made.next() == Placed(1, 0, 4)
+    made.ask(2, want(names=(1, 7, 8, 9)))
+    assert made.next() == Placed(2, 1, 0)
+
+
+def test_a_prefix_draws_nobody_to_a_replica_that_is_far_busier() -> None:
+    made = placement(num_places=4)
+    for ticket in range(5):
+        made.ask(ticket, want(names=(1, 2)))
+    assert [replica for _, replica in all_moves(made)] == [0, 0, 0, 1, 1]
+
+
+def test_a_replica_without_memory_for_the_prompt_is_the_last_choice() -> None:
+    made = placement()
+    made.look(0, 3)
+    made.ask(0, want(names=(1, 2, 3, 4)))
+    assert made.next() == Placed(0, 1, 0)
+
+
+def test_the_record_of_prefixes_forgets_tails_before_heads() -> None:
+    record = PrefixRecord(4)
+    record.note((1, 2, 3))
+    record.note((1, 7, 8))
+    assert record.num_shared((1, 7, 8)) == 3
+    assert record.num_shared((1, 2, 3)) == 2
+
+
+def test_names_differ_with_the_salt_and_stand_for_all_that_is_before() -> None:
+    def names(ids: list[int], salt: str = "") -> tuple[int, ...]:
+        return prefix_names(array("i", ids).tobytes(), 2, salt)
+
+    assert names([1, 2, 3, 4, 5]) == names([1, 2, 3, 4])
+    assert names([1, 2, 9, 9])[0] == names([1, 2, 3, 4])[0]
+    assert names([5, 2, 3, 4])[1] != names([1, 2, 3, 4])[1]
+    assert not set(names([1, 2, 3, 4], "other")) & set(names([1, 2, 3, 4]))
+
+
+def test_no_place_is_given_twice_and_nobody_is_passed_while_replicas_die() -> None:
+    outcome = Simulation(1000, seed=1).run()
+    assert outcome.num_placed > 1000 and outcome.num_deaths == 2
+
+
+def test_prefixes_are_found_nearly_as_often_as_by_an_oracle() -> None:
+    outcome = Simulation(3000, seed=0, with_deaths=False).run()
+    assert 0.6 < outcome.load < 0.8
+    assert outcome.num_hit >= 0.9 * outcome.num_oracle

@@ -1,0 +1,267 @@
+"""Several fake engines as one, and a generation over them: deal out, move, grow, replace."""
+
+import asyncio
+import contextlib
+from array import array
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from headrace.core.config import ModelConfig, ServerConfig
+from headrace.core.ids import SequenceId, StreamId
+from headrace.core.messages import Cancel, FinishReason, NewSequence, Outputs, Status, Submit
+from headrace.core.sampling import Sampling
+from headrace.engine.client import EngineDown, EngineNews, EngineResized, EngineUp
+from headrace.generation import replicas as module
+from headrace.generation.generation import Generation
+from headrace.generation.host import Host
+from headrace.generation.metrics import Metrics
+from headrace.generation.replicas import Replicas
+from headrace.generation.served import ServedModel
+from headrace.generation.work import ThreadWork
+from headrace.protocols.worker import Jobs
+from headrace.streams.events import Heartbeat, Tokens
+from headrace.streams.memory_store import MemoryStore
+from tests.builders import make_tiny_model
+from tests.generation.fakes import DOWN, READY, STATUS, FakeEngine, make_request, read, settle
+
+LIMIT_S = 30
+
+
+class Scene:
+    """Replicas over fake engines, in the order in which they were started, and what they say."""
+
+    def __init__(self, fewest: int = 2, most: int = 2, idle_s: float | None = None) -> None:
+        self.engines: list[FakeEngine] = []
+        self.replicas = Replicas(self._start, fewest, most, idle_s)
+        self.news: list[EngineNews] = []
+        self.reading = asyncio.create_task(self._read())
+
+    def _start(self) -> FakeEngine:
+        self.engines.append(FakeEngine())
+        return self.engines[-1]
+
+    async def _read(self) -> None:
+        async for news in self.replicas.outputs():
+            self.news.append(news)
+
+    async def up(self, *numbers: int) -> None:
+        await settle()
+        for number in numbers:
+            await self.engines[number].say(EngineUp(READY, pid=number))
+
+    def heard(self, kind: type) -> list[EngineNews]:
+        return [news for news in self.news if isinstance(news, kind)]
+
+    def ask(self, *ids: int, stream: str = "", prompts: int = 1) -> None:
+        new = (NewSequence(SequenceId(id), n % prompts, 0) for n, id in enumerate(ids))
+        prompt = array("i", [1, 2, 3]).tobytes()
+        name = StreamId(stream or f"s{ids[0]}")
+        self.replicas.submit(
+            Submit(name, (prompt,) * prompts, tuple(new), Sampling(), arrival=float(ids[0]))
+        )
+
+    def ran(self, number: int) -> list[int]:
+        return [new.sequence_id for it in self.engines[number].submits for new in it.sequences]
+
+
+def play(scene: Callable[[], Awaitable[None]]) -> None:
+    async def run() -> None:
+        async with asyncio.timeout(LIMIT_S):
+            await scene()
+
+    asyncio.run(run())
+
+
+def test_each_engine_runs_what_it_has_places_for_and_the_rest_waits_in_line() -> None:
+    async def scene() -> None:
+        made = Scene()
+        await made.up(0, 1)
+        for id in range(5):
+            made.ask(id)
+        assert (made.ran(0), made.ran(1)) == ([0, 2], [1, 3])
+        await made.engines[1].say(STATUS)
+        (status,) = made.heard(Status)
+        assert isinstance(status, Status) and status.queue == (SequenceId(4),)
+        await made.engines[1].finish(SequenceId(3), FinishReason.LENGTH)
+        assert made.ran(1) == [1, 3, 4]
+        await made.replicas.close()
+
+    play(scene)
+
+
+def test_one_engine_more_or_less_changes_the_size_alone() -> None:
+    async def scene() -> None:
+        made = Scene()
+        await made.up(0, 1)
+        (up,), (larger,) = made.heard(EngineUp), made.heard(EngineResized)
+        assert isinstance(up, EngineUp) and up.ready == READY
+        assert isinstance(larger, EngineResized) and larger.ready.max_num_seqs == 4
+        await made.engines[0].say(DOWN)
+        down, smaller = made.heard(EngineDown)[-1], made.heard(EngineResized)[-1]
+        assert isinstance(down, EngineDown) and down.lost == ()
+        assert isinstance(smaller, EngineResized) and smaller.ready.max_num_seqs == 2
+        await made.engines[1].say(DOWN)
+        assert made.heard(EngineDown)[-1] == DOWN
+        await made.up(0)
+        assert len(made.heard(EngineUp)) == 2
+        await made.replicas.close()
+
+    play(scene)
+
+
+def test_an_engines_death_is_told_with_all_that_its_streams_ran_anywhere() -> None:
+    async def scene() -> None:
+        made = Scene()
+        await made.up(0, 1)
+        made.ask(0, 1, stream="both", prompts=2)
+        made.ask(2)
+        made.ask(3)
+        made.ask(4, 5, stream="line", prompts=2)
+        assert (made.ran(0), made.ran(1)) == ([0, 2], [1, 3])
+        await made.engines[0].say(DOWN)
+        (down,) = made.heard(EngineDown)
+        assert isinstance(down, EngineDown) and set(down.lost or ()) == {0, 1, 2}
+        assert made.engines[1].cancels == [Cancel((SequenceId(1),))]
+        await made.engines[1].let_go()  # only then is its place free
+        assert made.ran(1) == [1, 3, 4]
+        await made.replicas.close()
+
+    play(scene)
+
+
+def test_who_waits_in_line_is_cancelled_at_once_and_who_runs_by_the_engine() -> None:
+    async def scene() -> None:
+        made = Scene(fewest=1)
+        await made.up(0)
+        for id in range(3):
+            made.ask(id)
+        made.replicas.cancel(Cancel((SequenceId(0), SequenceId(2), SequenceId(9))))
+        await settle()
+        (outputs,) = made.heard(Outputs)
+        assert isinstance(outputs, Outputs)
+        assert [end.sequence_id for end in outputs.finished] == [2]
+        assert made.engines[0].cancels == [Cancel((SequenceId(0),))]
+        await made.replicas.close()
+
+    play(scene)
+
+
+def test_only_the_last_engine_that_is_given_up_ends_the_model() -> None:
+    async def scene() -> None:
+        given_up = EngineDown("load_failed", "No memory.", given_up=True)
+        made = Scene()
+        await made.up(0)
+        await made.engines[1].say(given_up)
+        assert not made.heard(EngineDown)
+        await made.engines[0].say(given_up)
+        assert made.heard(EngineDown) == [given_up]
+        await made.replicas.close()
+
+    play(scene)
+
+
+def test_another_engine_starts_while_there_is_a_line_and_leaves_when_it_is_idle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "_LOOK_INTERVAL_S", 0.01)
+    monkeypatch.setattr(module, "_GROW_AFTER_S", 0.05)
+
+    async def until(condition: Callable[[], bool]) -> None:
+        while not condition():
+            await asyncio.sleep(0.01)
+
+    async def scene() -> None:
+        made = Scene(fewest=1, most=2, idle_s=0.1)
+        await made.up(0)
+        for id in range(4):
+            made.ask(id)
+        await until(lambda: len(made.engines) == 2)
+        await made.up(1)
+        assert made.ran(1) == [2, 3]
+        for id in range(4):
+            await made.engines[id // 2].finish(SequenceId(id), FinishReason.LENGTH)
+        await until(lambda: len(made.replicas.all()) == 1)
+        assert not any(it.num_taken for it in made.replicas.all())
+        assert not any(down.given_up for down in made.heard(EngineDown))  # type: ignore[union-attr]
+        await made.replicas.close()
+
+    play(scene)
+
+
+@contextlib.asynccontextmanager
+async def running(folder: Path) -> AsyncIterator[tuple[Generation, list[FakeEngine]]]:
+    """A generation over two fake engines that are up."""
+    engines: list[FakeEngine] = []
+
+    def start_one() -> FakeEngine:
+        engines.append(FakeEngine())
+        return engines[-1]
+
+    model = ModelConfig(model=str(folder), served_model_name=("tiny",))
+    served, metrics = ServedModel(model), Metrics()
+    host = Host(model, lambda _: Replicas(start_one, 2, 2), metrics, served)
+    work = ThreadWork(Jobs(served))
+    generation = Generation(ServerConfig(models=(model,)), (host,), MemoryStore(), work, metrics)
+    task = asyncio.create_task(generation.run())
+    await settle()
+    for number, engine in enumerate(engines):
+        await engine.say(EngineUp(READY, pid=number))
+    try:
+        yield generation, engines
+    finally:
+        await generation.close()
+        await asyncio.wait([task], timeout=5)
+        task.cancel()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+def test_a_stream_goes_on_at_another_engine_with_the_tokens_it_has(folder: Path) -> None:
+    async def scene() -> None:
+        async with running(folder) as (generation, (first, second)):
+            stream = await generation.open(make_request())
+            await settle()
+            await first.start(first.newest)
+            await first.token(first.newest, 65)
+            await first.say(DOWN)
+            assert generation.state == "ok"
+            (again,) = second.submits
+            assert array("i", again.sequences[0].generated).tolist() == [65]
+            await second.start(second.newest)
+            await second.token(second.newest, 66)
+            await second.finish(second.newest, FinishReason.LENGTH)
+            events = await read(stream)
+            ids = [id for it in events if isinstance(it, Tokens) for id in it.ids]
+            assert ids == [65, 66]
+            assert sum(isinstance(it, Heartbeat) for it in events) == 1
+
+    play(scene)
+
+
+def test_a_replaced_engine_ends_what_it_can_and_the_rest_moves_after_one_gap(folder: Path) -> None:
+    async def scene() -> None:
+        async with running(folder) as (generation, engines):
+            streams = [await generation.open(make_request()) for _ in range(3)]
+            await settle()
+            first, second = engines[:2]
+            await second.finish(second.newest, FinishReason.LENGTH)
+            ended, moved = (it.sequences[0].sequence_id for it in first.submits)
+            replacing = asyncio.create_task(generation.hosts.first.replace(0, 0.2))
+            await settle()
+            await first.finish(ended, FinishReason.LENGTH)
+            await replacing
+            await settle()
+            assert moved not in (it.sequences[0].sequence_id for it in second.submits)
+            assert second.submits[-1].stream_id == first.submits[-1].stream_id
+            await second.finish(second.newest, FinishReason.LENGTH)
+            found = [await read(stream) for stream in streams]
+            gaps = [sum(isinstance(it, Heartbeat) for it in events) for events in found]
+            assert sorted(gaps) == [0, 0, 1]
+            assert [it.number for it in generation.hosts.first.replicas] == [1, 2]
+
+    play(scene)
