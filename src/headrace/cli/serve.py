@@ -62,7 +62,8 @@ def serve(config: ServerConfig) -> int:
     with listener:
         model = None
         if is_sole(config):
-            with LoadingServer(listener, DownloadLine(config.models[0].model), tls) as room:
+            line = DownloadLine(config.models[0].model)
+            with LoadingServer(listener, line, tls, config.http.api_prefix) as room:
                 model = ServedModel(config.models[0], room)
         with asyncio.Runner(loop_factory=_new_loop) as runner:
             return runner.run(_run(config, model, listener, tls))
@@ -273,7 +274,8 @@ class _Serving:
                 "with HEADRACE_API_KEYS or --api-key-file."
             )
         address, port = self._listener.getsockname()[:2]
-        url = f"{'http' if self._tls is None else 'https'}://{address}:{port}"
+        scheme = "http" if self._tls is None else "https"
+        url = f"{scheme}://{address}:{port}{http.api_prefix}"
         if generation.fleet.is_sole:
             ready = await generation.hosts.first.wait_until_ready()
             say(_ready_line(url, generation.hosts.first.name, ready))

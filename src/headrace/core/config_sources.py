@@ -103,6 +103,8 @@ def _allowed(hint: Any) -> str:
     base, *metas = typing.get_args(hint) or (hint,)
     if base not in _WORDS:
         return _allowed(base)
+    if samples := [one for meta in metas for one in meta.examples or ()]:
+        return f"{_WORDS[base]} such as {samples[0]}"
     limits = " and ".join(words for meta in metas for words in _range(meta))
     return f"{_WORDS[base]} {limits}".rstrip()
 

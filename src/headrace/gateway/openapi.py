@@ -115,7 +115,7 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         errors=(404, 500),
     ),
     ("get", "/slots"): Operation(
-        "What runs, as llama.cpp shows it", query=("fail_on_no_slot",), errors=(503,)
+        "What runs, as llama.cpp shows it", query=("fail_on_no_slot", "model"), errors=(404, 503)
     ),
     ("get", "/metrics"): Operation("Figures for Prometheus", media=("text/plain",)),
     ("get", "/openapi.json"): Operation("This document", ("openapi", "paths")),
@@ -198,13 +198,15 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
 }
 
 
-def document() -> dict[str, Any]:
+def document(prefix: str = "") -> dict[str, Any]:
+    """Of a server whose routes lie below `prefix`."""
     paths: dict[str, dict[str, Any]] = {}
     for (method, path), operation in OPERATIONS.items():
         paths.setdefault(path, {})[method] = _described(path, operation)
     return {
         "openapi": "3.1.0",
         "info": {"title": "Headrace", "version": __version__},
+        **({"servers": [{"url": prefix}]} if prefix else {}),
         "paths": paths,
         "components": {
             "schemas": _ERRORS | {"ByteError": _BYTE_ERROR},
