@@ -7,7 +7,7 @@ from typing import Protocol
 import msgspec
 
 from headrace.core.ids import SequenceId
-from headrace.core.messages import Cancel, Outputs, Ready, Status, Submit
+from headrace.core.messages import Cancel, Loading, Outputs, Ready, Status, Submit
 
 
 class EngineUp(msgspec.Struct, frozen=True):
@@ -32,7 +32,7 @@ class EngineDown(msgspec.Struct, frozen=True):
     from_outside: bool = False
 
 
-EngineNews = Outputs | Status | EngineUp | EngineDown
+EngineNews = Outputs | Status | Loading | EngineUp | EngineDown
 
 
 class EngineClient(Protocol):

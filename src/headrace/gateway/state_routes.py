@@ -109,6 +109,8 @@ def _status(host: Host) -> dict[str, Any]:
     if host.state == "loading" and host.progress is not None:
         done, total = host.progress
         return {"value": value, "bytes_done": done, "bytes_total": total}
+    if host.share is not None:
+        return {"value": value, "progress": host.share}
     return {"value": value}
 
 

@@ -18,6 +18,7 @@ from headrace.core.ids import SequenceId
 from headrace.core.messages import (
     NUM_TRACED_STEPS,
     Cancel,
+    Loading,
     Outputs,
     Ready,
     Status,
@@ -71,6 +72,7 @@ class Host:
         self.names = model.names if model else names_of(config)
         self.state = "unloaded"  # loading, ok, recovering; dead once a load or engine has failed
         self.progress: tuple[int, int] | None = None  # bytes of a download, done and in all
+        self.share: float | None = None  # of the weights, while they are loaded
         self.status: Status | None = None  # the engine's latest numbers
         self.steps: deque[StepTrace] = deque(maxlen=NUM_TRACED_STEPS)  # and its last steps
         self.num_engine_starts = 0
@@ -173,7 +175,7 @@ class Host:
         """Until the engine is closed or given up."""
         assert self._engine is not None
         await self._hear(self._engine)
-        self._engine = self._up = self.status = None
+        self._engine = self._up = self.status = self.share = None
         self.metrics.unloaded()
         self._forecast.forget_running()
         if self.state != "dead":
@@ -190,6 +192,8 @@ class Host:
                 self._show_queue(news)
             elif isinstance(news, EngineUp):
                 self._engine_is_up(news)
+            elif isinstance(news, Loading):
+                self.share = news.share
             else:
                 self._engine_is_down(news)
                 if news.given_up:
@@ -269,7 +273,7 @@ class Host:
 
     def _engine_is_up(self, news: EngineUp) -> None:
         self.model.ready = news.ready
-        self._up = news
+        self._up, self.share = news, None
         self.num_engine_starts += 1
         self.metrics.engine_is_up(news.ready)
         self.steps.clear()
@@ -291,7 +295,7 @@ class Host:
         stream.tell(up)
 
     def _engine_is_down(self, news: EngineDown) -> None:
-        self._up = self.status = None
+        self._up = self.status = self.share = None
         self.metrics.engine_is_down(news)
         self._forecast.forget_running()
         if news.given_up:
