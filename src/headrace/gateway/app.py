@@ -116,6 +116,10 @@ def _of_operators(generation: Generation, config: ServerConfig, door: Auth) -> l
         "/manage/state": manages.state,
         "/manage/stream": manages.stream,
     }
+    bodies = Bodies(config.http.max_body_bytes)
+    models = ModelRoutes(generation, bodies)
+    reads["/manage/desired"] = models.desired
+    put = Route("/manage/desired", door.guard_admin(models.put_desired), methods=["PUT"])
     drain = Route("/manage/drain", door.guard_admin(manages.drain), methods=["POST"])
     gets = (Route(path, door.guard_admin(it), methods=["GET"]) for path, it in reads.items())
-    return [*gets, drain]
+    return [*gets, put, drain]

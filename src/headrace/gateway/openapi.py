@@ -97,6 +97,8 @@ _BRING = Operation(
 _MESSAGES_ERROR: str = anthropic_messages.ERRORS.SCHEMA["title"]
 _LOOKUP: Mapping[str, Kind] = {"conversation_ids": _Lenient("Up to 1,000 strings")}
 
+_DOCUMENT = ("models",)
+
 OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("get", "/health"): _HEALTH,
     ("get", "/v1/health"): _HEALTH,
@@ -121,6 +123,14 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("get", "/openapi.json"): Operation("This document", ("openapi", "paths")),
     ("get", "/manage/state"): Operation("How the server is doing", ("state", "engine", "steps")),
     ("get", "/manage/stream"): Operation("The same, again after each change", media=(_EVENTS,)),
+    ("get", "/manage/desired"): Operation("Models that there shall be", _DOCUMENT, errors=(400,)),
+    ("put", "/manage/desired"): Operation(
+        "Replace the models that there shall be",
+        _DOCUMENT,
+        {name: _Lenient("Objects with the settings of [[models]]") for name in _DOCUMENT},
+        _DOCUMENT,
+        errors=(400, 408, 413, 415, 500),
+    ),
     ("post", "/manage/drain"): Operation("Admit nothing more", ("status", "streams")),
     **{("post", route): generates(dialect_of(route)) for route in DIALECTS},
     ("post", embeddings.ROUTE): Operation(
