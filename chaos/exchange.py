@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import re
 import time
 from collections.abc import Callable
 
@@ -11,6 +12,7 @@ import msgspec
 from chaos.witness import Passage, Proxy
 
 SILENCE_S = 60.0
+_ID = re.compile(rb"^id: ([^:\n]+):", re.MULTILINE)
 WHOLE_S = 600.0  # an answer in one piece says nothing before, through several ends of the engine
 
 
@@ -61,7 +63,11 @@ class Reply:
 
     @property
     def stream_id(self) -> str | None:
-        return self.headers.get("x-stream-id")
+        """Of the head; where its model had to be loaded first, of the first frame with an id."""
+        if named := self.headers.get("x-stream-id"):
+            return named
+        found = _ID.search(self.body)
+        return found[1].decode() if found else None
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self.headers[name.decode().lower()] = value.decode("latin-1")

@@ -21,6 +21,7 @@ from chaos.witness import Fates, Proxy
 from headrace.streams.sqlite_store import SqliteStore
 
 _CUT_SHARE = 0.35
+_LOADING = b"Stream owner model is loading"  # of several, when it is loaded on demand
 _LAG_PROBE_S = 0.05
 
 
@@ -134,6 +135,7 @@ class Run:
             for made in story.exchanges
             if not (made.got.is_whole and made.got.status not in (429, 503))
             and not (made.passage and made.passage.was_cut)
+            and not (made.got.status == 503 and _LOADING in made.got.body)
             and not self.site.was_out(made.began, made.ended)
         ]
 

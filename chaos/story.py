@@ -74,6 +74,7 @@ class Story:
         """One exchange; pauses after one that brought nothing."""
         made = await exchange(proxy, call, self._follow)
         self.exchanges.append(made)
+        self._follow(made.got)
         if made.got.body and made.got.status not in RETRYABLE:
             self._pause_s = _FIRST_PAUSE_S
         else:

@@ -55,7 +55,9 @@ def main(url: str, prompt: str) -> None:
                             time.sleep(int(response.headers["retry-after-ms"]) / 1000)
                             continue
                         response.raise_for_status()
-                        stream = response.headers["X-Stream-Id"]
+                        stream = response.headers.get("X-Stream-Id", "")
+                        if not stream:  # while a model is loaded; then frames have ids
+                            stream = next(id for _, id, _ in events(response) if id).split(":")[0]
                 path = f"/v1/streams/{stream}/events"
                 behind = {"Last-Event-ID": cursor} if cursor else {}
                 with client.stream("GET", path, headers=behind) as response:

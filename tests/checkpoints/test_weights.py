@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from headrace.checkpoints.spec import read_spec
-from headrace.checkpoints.weights import load_weights
+from headrace.checkpoints.weights import ON_SHARE, load_weights
 from headrace.core.errors import ModelError
 from headrace.models.registry import family
 from tests.builders import make_tiny_model
@@ -159,3 +159,14 @@ def test_a_config_of_another_size_than_the_weights_is_refused(tmp_path: Path) ->
     assert "model.layers.3" in str(refusal(folder))
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
     assert "model.layers.2" in str(refusal(folder))
+
+
+def test_a_load_tells_how_much_of_the_weights_there_is(tmp_path: Path) -> None:
+    shares: list[float] = []
+    token = ON_SHARE.set(shares.append)
+    try:
+        load(make_tiny_model(tmp_path / "tiny"))
+    finally:
+        ON_SHARE.reset(token)
+    assert len(shares) > 5 and shares == sorted(shares)
+    assert 0 < shares[0] < 1 and shares[-1] == 1

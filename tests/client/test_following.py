@@ -227,3 +227,33 @@ def test_an_address_needs_no_scheme_and_may_end_as_others_want_it(given: str, me
 def test_what_cannot_be_an_address_is_said_to_be_none(url: str) -> None:
     with pytest.raises(ConfigError, match=r"is not a server's address.*http://127"):
         to_address(url)
+
+
+def loading_stream() -> StreamFollower:
+    following = StreamFollower(new_request({"messages": CHAT}), "", -1, 60)
+    following.request()
+    assert following.answered(200, {"x-headrace-loading": "true"}) is NextAction.READ
+    return following
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_a_stream_whose_model_is_loaded_is_named_by_its_first_frame_with_an_id(size: int) -> None:
+    following = loading_stream()
+    sent = b': loading the model\ndata: {"choices":[]}\n\n'
+    assert list(following.feed(sent)) == [Heartbeat("loading")] and not following.can_leave
+    named = f'id: {STREAM}:0\ndata: {{"choices":[]}}\n\n'.encode()
+    for start in range(0, len(named), size):
+        assert not list(following.feed(named[start : start + size]))
+    assert following.can_leave
+    assert following.request().path == f"/v1/streams/{STREAM}/events"
+    assert not following.can_leave
+
+
+def test_a_load_that_fails_is_told_and_one_that_was_cut_is_asked_for_again() -> None:
+    error = b'data: {"error":{"code":"%s","message":"no"}}\n\n'
+    with pytest.raises(Refused) as refused:
+        list(loading_stream().feed(error % b"load_failed"))
+    assert refused.value.code == "load_failed"
+    following = loading_stream()
+    assert not list(following.feed(error % b"server_shutdown"))
+    assert following.pause_s == 0.25 and following.request().method == "POST"

@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
+from headrace import Client
 from tests.builders import make_tiny_model
 from tests.eventually import eventually
 from tests.servers import ServerProcess, running_server
@@ -136,7 +137,8 @@ def at_work(url: str, client: httpx.Client) -> Iterator[None]:
         with client.stream("POST", f"{url}/v1/completions", json=body) as busy:
             assert busy.status_code == 200
             yield
-            os.kill(pid, signal.SIGCONT)
+            with contextlib.suppress(ProcessLookupError):  # it was killed, since it hung for long
+                os.kill(pid, signal.SIGCONT)
             assert "[DONE]" in "".join(busy.iter_lines())
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -160,6 +162,25 @@ def test_a_stream_hears_heartbeats_while_its_model_waits_for_another_to_end(
             assert next(late.iter_lines()) == ": loading the model"
         data = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
         assert {chunk["id"] for chunk in data} == {waiting.headers["x-stream-id"]}
+
+
+def test_a_client_hears_that_its_model_is_loaded_and_then_the_answer(
+    server: ServerProcess,
+) -> None:
+    heard: list[str] = []
+
+    def follow() -> str:
+        with Client(server.url) as client, client.stream(prompt="a", model="b", max_tokens=4) as it:
+            for update in it.updates():
+                heard.append(getattr(update, "state", type(update).__name__))
+            return it.id
+
+    with ThreadPoolExecutor() as pool, httpx.Client(timeout=LIMIT_S) as client:
+        with at_work(server.url, client):
+            following = pool.submit(follow)
+            eventually(lambda: "loading" in heard, LIMIT_S)
+        assert following.result().startswith("cmpl-")
+    assert heard[-1] == "Finish" and "Tokens" in heard
 
 
 def test_a_request_that_waits_is_found_and_stopped_by_its_conversation(

@@ -13,7 +13,7 @@ import pytest
 
 from headrace.core.config import ModelConfig
 from headrace.core.ids import SequenceId, StreamId
-from headrace.core.messages import FinishReason, Message, NewSequence, Outputs, Submit
+from headrace.core.messages import FinishReason, Loading, Message, NewSequence, Outputs, Submit
 from headrace.core.sampling import Sampling
 from headrace.engine import child as child_module
 from headrace.engine import supervisor as module
@@ -48,6 +48,19 @@ def play(folder: Path, scene: Scene) -> None:
 
 async def of_kind(news: AsyncIterator[EngineNews], kind: type[EngineNews]) -> EngineNews:
     return await anext(item async for item in news if isinstance(item, kind))
+
+
+def test_an_engine_tells_how_far_its_load_has_come(folder: Path) -> None:
+    async def scene(engine: Supervisor, news: AsyncIterator[EngineNews]) -> None:
+        shares = []
+        async for one in news:
+            if not isinstance(one, Loading):
+                break
+            shares.append(one.share)
+        assert isinstance(one, EngineUp)
+        assert shares == sorted(set(shares)) and shares[-1] == 1
+
+    play(folder, scene)
 
 
 async def child_of(supervisor: Supervisor) -> Child:

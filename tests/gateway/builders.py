@@ -227,6 +227,7 @@ class FakeHost:
         self.name, self.ready = model.names[0], model.ready
         self.state, self.last_words = "ok", ""
         self.is_engine_up, self.num_engine_starts, self.engine_pid = True, 1, 4711
+        self.share: float | None = None
         self.status: Status | None = None
         self.steps: list[StepTrace] = []
         self.streams: list[Any] = []
@@ -260,6 +261,10 @@ class FakeFleet:
 
     def __init__(self, host: FakeHost) -> None:
         self.hosts = Models((host,))
+        self.leaving: dict[str, FakeHost] = {}
+
+    def is_changing(self, host: FakeHost) -> bool:
+        return False
 
     @contextlib.asynccontextmanager
     async def using(self, name: str | None, *_: Any) -> AsyncIterator[FakeHost]:
@@ -282,6 +287,7 @@ class FakeGeneration:
         self.fleet = FakeFleet(FakeHost(model or FakeModel()))
         self.hosts = self.fleet.hosts
         self.state = "ok"
+        self.desired = None
         self.metrics = Metrics()
         self.script = script
         self.refusal: RequestError | None = None

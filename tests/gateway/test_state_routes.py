@@ -91,6 +91,12 @@ def test_a_drain_is_visible_and_can_be_asked_for_again() -> None:
     assert client.get("/health/live").status_code == 200
 
 
+def test_models_are_put_with_the_admin_key_alone() -> None:
+    client = client_of(busy(), api_key=("k",), admin_key="a")
+    sent = [client.put("/manage/desired", json={}, headers={"x-api-key": key}) for key in "ka"]
+    assert [one.json()["error"]["code"] for one in sent] == ["forbidden", "unsupported_operation"]
+
+
 def test_a_foreign_page_cannot_drain_a_server_without_keys() -> None:
     generation = busy()
     foreign = {"origin": "https://evil.example"}

@@ -1,5 +1,6 @@
 import re
 from typing import Any
+from urllib.parse import urljoin
 
 import pytest
 
@@ -58,8 +59,9 @@ def test_no_file_of_the_page_makes_html_of_strings() -> None:
 def test_what_a_page_refers_to_is_there() -> None:
     for path in FILES:
         text = path.read_text()
-        for name in re.findall(r"""(?:src|href)="(/[^"#]*)["#]|from "\./([^"]+)\"""", text):
-            wanted = name[0] or f"/web/{name[1]}"
+        for name in re.findall(r"""(?:src|href)="([^"#]+)["#]|from "\./([^"]+)\"""", text):
+            wanted = f"/web/{name[1]}" if name[1] else urljoin("/", name[0])
+            assert not name[0].startswith("/"), "the server may lie below a path"
             assert wanted in PATHS, (path.name, wanted)
 
 

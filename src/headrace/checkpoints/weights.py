@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,14 @@ Table = Mapping[str, tuple[str, ...]]
 
 _LEVEL, _HEAD = "model.", "lm_head."
 _DERIVED = re.compile(r"rotary_emb\.inv_freq$")  # written by old exporters, computed here
+
+
+def _ignore(share: float) -> None:
+    pass
+
+
+ON_SHARE: ContextVar[Callable[[float], None]] = ContextVar("on_share", default=_ignore)
+"""Told how much of the weights is loaded, from 0 to 1, by whichever model this thread loads."""
 
 
 class Settling(NamedTuple):
@@ -45,13 +54,15 @@ def load_weights(
         sources = _find_sources(model, table, checkpoint.headers)
         checkpoint.refuse_unknown({source for group in sources.values() for source in group})
         held: dict[str, Groups] = {}
+        sizes = [model.get_parameter(names[0]).numel() for names in loading_order(model)]
+        num_done = 0
 
         def make(name: str) -> nn.Parameter:
             shape = model.get_parameter(name).shape
             values = checkpoint.stack(sources[name], shape, dtype, device)
             return nn.Parameter(values, requires_grad=False)
 
-        for names in loading_order(model):
+        for names, size in zip(loading_order(model), sizes, strict=True):
             made: nn.Parameter | None = None
             for name in names:
                 path = name.rpartition(".")[0]
@@ -70,6 +81,8 @@ def load_weights(
             for path in [name.rpartition(".")[0] for name in names]:
                 if not any(p.is_meta for p in model.get_submodule(path).parameters(recurse=False)):
                     settle(path, held.pop(path, None))
+            num_done += size
+            ON_SHARE.get()(num_done / sum(sizes))
     model.to(device)  # buffers
 
 

@@ -51,6 +51,10 @@ def _row(entry: dict[str, Any]) -> tuple[str, ...]:
     state = "failed" if status.get("failed") else status["value"]
     if total := status.get("bytes_total"):
         state += f" {100 * status['bytes_done'] // total} %"
+    elif (progress := status.get("progress")) is not None:
+        state += f" {100 * progress:.0f} %"
+    if pending := entry.get("pending"):
+        state += f", {pending} pending"
     size = meta.get("size")
     shown = f"{size / (1 << 20):.0f} MiB" if size else "-"
     return (entry["id"], state, shown, entry.get("kind") or "-", entry.get("lane") or "-")

@@ -11,6 +11,8 @@ import socket
 import ssl
 import sys
 import threading
+from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 
@@ -19,6 +21,7 @@ from headrace.cli.download import DownloadLine
 from headrace.cli.logs import say, set_up
 from headrace.cli.state import streams_folder
 from headrace.core.config import HttpConfig, ModelConfig, ServerConfig
+from headrace.core.desired import look_again
 from headrace.core.errors import ConfigError, HeadraceError
 from headrace.core.messages import Ready
 from headrace.engine.client import EngineClient
@@ -28,6 +31,7 @@ from headrace.gateway.app import create_app
 from headrace.gateway.auth import Auth
 from headrace.gateway.http_server import HttpServer, LoadingServer, raise_descriptors
 from headrace.gateway.realtime import ENVELOPE_BYTES
+from headrace.generation.desired import Desired, kept
 from headrace.generation.fleet import is_sole
 from headrace.generation.generation import Generation
 from headrace.generation.host import CACHE_BYTES, Host, Start
@@ -69,7 +73,8 @@ def serve(config: ServerConfig) -> int:
     with listener:
         model = None
         if is_sole(config):
-            with LoadingServer(listener, DownloadLine(config.models[0].model), tls) as room:
+            line = DownloadLine(config.models[0].model)
+            with LoadingServer(listener, line, tls, config.http.api_prefix) as room:
                 model = ServedModel(config.models[0], room)
         with asyncio.Runner(loop_factory=_new_loop) as runner:
             return runner.run(_run(config, model, listener, tls))
@@ -161,13 +166,25 @@ class _Serving:
         self._watch_signals()
         self._watch_threads()
         metrics = Metrics()
-        hosts = self._hosts(metrics)
-        read = [(host.config, host.names) for host in hosts]
-        named = [msgspec.structs.replace(it, served_model_name=names) for it, names in read]
-        has_images = any(map(may_see_images, named))
-        start = msgspec.msgpack.encode(named)
-        work = WorkerPool("headrace.protocols.worker", start, has_images)
+        make = self._maker(metrics)
+        kept_at = self._kept_at
+        configs = self._config.models
+        if kept_at is not None and (put_before := kept(kept_at)) is not None:
+            say(f"headrace: the models are those that were put: {kept_at}")
+            configs = put_before
+        hosts = tuple(map(make, configs))
+        work = WorkerPool("headrace.protocols.worker", *_known_to_workers(hosts))
         generation = Generation(self._config, hosts, self._store, work, metrics)
+        if not generation.fleet.is_sole:
+            desired = Desired(
+                configs,
+                make,
+                lambda hosts: work.renew(*_known_to_workers(hosts)),
+                lambda: look_again(self._config),
+                kept_at,
+            )
+            generation.desired = desired
+            generation.fleet.on_unknown = lambda: desired.look(generation.fleet)
         try:
             return await self._serve(generation)
         except ExceptionGroup as broken:
@@ -178,16 +195,24 @@ class _Serving:
         finally:
             await generation.close()
 
-    def _hosts(self, metrics: Metrics) -> tuple[Host, ...]:
+    @property
+    def _kept_at(self) -> Path | None:
+        """The document of models that outlives the server, if there are several and it has one."""
+        if is_sole(self._config):
+            return None
+        port: int = self._listener.getsockname()[1]
+        folder = streams_folder(self._config.streams.state_dir, port)
+        return None if folder is None else folder / "desired.json"
+
+    def _maker(self, metrics: Metrics) -> Callable[[ModelConfig], Host]:
+        """What makes the host of a model, by its settings."""
         config = self._config
         start = self._starter()
-        if self._model is not None:
-            local = msgspec.structs.replace(config.models[0], model=str(self._model.folder))
-            return (Host(local, start, metrics, self._model),)
+        if (model := self._model) is not None:
+            folder = str(model.folder)
+            return lambda it: Host(msgspec.structs.replace(it, model=folder), start, metrics, model)
         cache_bytes = None if config.loading.models_memory_bytes is None else CACHE_BYTES
-        return tuple(
-            Host(model, start, Metrics(), cache_bytes=cache_bytes) for model in config.models
-        )
+        return lambda it: Host(it, start, Metrics(), cache_bytes=cache_bytes)
 
     def _starter(self) -> Start:
         """Makes the engine of a model, or several; those of one machine take turns."""
@@ -294,7 +319,8 @@ class _Serving:
                 "with HEADRACE_API_KEYS or --api-key-file."
             )
         address, port = self._listener.getsockname()[:2]
-        url = f"{'http' if self._tls is None else 'https'}://{address}:{port}"
+        scheme = "http" if self._tls is None else "https"
+        url = f"{scheme}://{address}:{port}{http.api_prefix}"
         if generation.fleet.is_sole:
             ready = await generation.hosts.first.wait_until_ready()
             say(_ready_line(url, generation.hosts.first.name, ready))
@@ -307,6 +333,13 @@ class _Serving:
             return exits.DONE
         say(f"headrace: {generation.last_words}")
         return exits.ENGINE if self._model and self._model.ready else exits.MODEL
+
+
+def _known_to_workers(hosts: tuple[Host, ...]) -> tuple[bytes, bool]:
+    """What workers begin with, and whether one of them shall be for images."""
+    read = [(host.config, host.names) for host in hosts]
+    named = [msgspec.structs.replace(it, served_model_name=names) for it, names in read]
+    return msgspec.msgpack.encode(named), any(map(may_see_images, named))
 
 
 def _ready_line(url: str, name: str, ready: Ready) -> str:

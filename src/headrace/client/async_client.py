@@ -230,6 +230,8 @@ class AsyncStream:
                     for event in following.feed(data):
                         yield event
                         following.applied(event)
+                    if following.can_leave:
+                        return
         except LOST as error:
             was_connected = not isinstance(error, NOT_MADE)
             reason = reason_of(error)

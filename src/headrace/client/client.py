@@ -214,6 +214,8 @@ class Stream:
                     for event in following.feed(data):
                         yield event
                         following.applied(event)
+                    if following.can_leave:
+                        return
         except LOST as error:
             was_connected = not isinstance(error, NOT_MADE)
             reason = reason_of(error)

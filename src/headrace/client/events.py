@@ -90,8 +90,10 @@ _decode = msgspec.json.Decoder(AnyEvent).decode
 _decode_beat = msgspec.json.Decoder(Heartbeat).decode
 
 
-class _Frame(NamedTuple):
-    has_id: bool
+class SseFrame(NamedTuple):
+    """A server-sent event as it came."""
+
+    id: str
     kind: str
     data: bytes
 
@@ -106,18 +108,22 @@ class EventReader:
     def __init__(self) -> None:
         self._rest = b""
 
-    def feed(self, data: bytes) -> Iterator[Update]:
+    def frames(self, data: bytes) -> Iterator[SseFrame]:
         *frames, self._rest = (self._rest + data).split(b"\n\n")
-        for frame in map(_parse, frames):
-            if frame.has_id and frame.kind in _KINDS:
+        return map(_parse, frames)
+
+    def feed(self, data: bytes) -> Iterator[Update]:
+        for frame in self.frames(data):
+            if frame.id and frame.kind in _KINDS:
                 yield _decode(frame.data)
             elif frame.kind == "heartbeat":
                 yield _decode_beat(frame.data)
 
 
-def _parse(block: bytes) -> _Frame:
+def _parse(block: bytes) -> SseFrame:
     fields: dict[bytes, bytes] = {}
     for line in block.split(b"\n"):
         name, _, value = line.partition(b":")
         fields[name] = value.removeprefix(b" ")
-    return _Frame(b"id" in fields, fields.get(b"event", b"").decode(), fields.get(b"data", b""))
+    kind, id = (fields.get(name, b"").decode() for name in (b"event", b"id"))
+    return SseFrame(id, kind, fields.get(b"data", b""))

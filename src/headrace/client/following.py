@@ -15,11 +15,15 @@ from urllib.parse import quote
 import msgspec
 
 from headrace.client.errors import Refused
-from headrace.client.events import Accepted, Error, EventReader, Finish, Update
-from headrace.client.pacing import Pacing
+from headrace.client.events import Accepted, Error, EventReader, Finish, Heartbeat, Update
+from headrace.client.pacing import Pacing, refusal
 from headrace.errors import RequestFailed, StreamFailed
 
 ROUTES = {"messages": "/v1/chat/completions", "prompt": "/v1/completions"}
+
+
+_MENDS = ("server_shutdown", "server_overloaded", "model_loading", "engine_failed")
+"""Errors, told in an answer that had begun before there was a stream, after which to ask again."""
 
 
 class HttpRequest(NamedTuple):
@@ -53,6 +57,7 @@ class StreamFollower:
         self.is_ours = post is not None  # leaving it early stops it
         self._post = post
         self._was_sent = False
+        self._awaits_name = False  # the request was taken, and its stream has no id yet
         self._has_asked_to_stop = False
         self._patience_s = patience_s
         self._pacing = Pacing(patience_s)
@@ -71,6 +76,7 @@ class StreamFollower:
     def request(self) -> HttpRequest:
         """What to send now."""
         self._reader = EventReader()
+        self._awaits_name = False
         if not self.stream_id:
             assert self._post, "a stream is followed by its id or by its request"
             self._was_sent = True
@@ -89,21 +95,43 @@ class StreamFollower:
         if self.stream_id:
             return NextAction.READ
         self.stream_id = headers.get("x-stream-id", "")
-        if not self.stream_id:
+        if not self.stream_id and "x-headrace-loading" not in headers:
             raise Refused(status, "The answer names no stream; it is not Headrace.", "unknown")
         self._pacing.arrived()
         if ignored := headers.get("x-headrace-ignored"):
             raise _unknown_fields(ignored)
-        return NextAction.LEAVE
+        # while a model is loaded there is no stream, and the first frame with an id will name it
+        self._awaits_name = not self.stream_id
+        return NextAction.READ if self._awaits_name else NextAction.LEAVE
+
+    @property
+    def can_leave(self) -> bool:
+        """Whether what is being read has said all that was asked."""
+        return self._awaits_name and bool(self.stream_id)
 
     def feed(self, data: bytes) -> Iterator[Update]:
         """What is new, each to be followed by `applied`."""
+        if self._awaits_name:
+            yield from self._name(data)
+            return
         for event in self._reader.feed(data):
             if event.seq is None:
                 yield event
             elif event.seq > self.cursor:
                 self._pacing.arrived()
                 yield event
+
+    def _name(self, data: bytes) -> Iterator[Update]:
+        for frame in self._reader.frames(data):
+            self._pacing.arrived()
+            if frame.id:
+                self.stream_id = frame.id.partition(":")[0]
+                return
+            if frame.data.startswith(b'{"error"'):
+                status = 503 if refusal(0, frame.data).code in _MENDS else 500
+                self._pacing.refused(status, {}, frame.data)
+                return
+            yield Heartbeat("loading")
 
     def applied(self, event: Update) -> None:
         """Moves the cursor; StreamFailed if this was the end of a stream that others cut."""

@@ -43,7 +43,7 @@ class Pacing:
     def refused(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
         """Waits for what mends itself; Refused for everything else."""
         self._has_contact = True
-        error = _read_error(status, body)
+        error = refusal(status, body)
         if status not in _MEND_THEMSELVES:
             raise error
         self._wait(_retry_after_s(headers), f"the server says: {error.message}")
@@ -65,7 +65,8 @@ def _retry_after_s(headers: Mapping[str, str]) -> float:
         return 0.0
 
 
-def _read_error(status: int, body: bytes) -> Refused:
+def refusal(status: int, body: bytes) -> Refused:
+    """What the body of an error says."""
     try:
         error = msgspec.json.decode(body)["error"]
         return Refused(status, error["message"], error["code"], error.get("param"))

@@ -177,6 +177,10 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
         str | None, Meta(description="File with more of them, as of --api-key-file")
     ] = None
     max_body_bytes: Annotated[int, Meta(ge=1, description="Largest request body")] = 32 << 20
+    api_prefix: Annotated[
+        Annotated[str, Meta(pattern=r"^((/[A-Za-z0-9._~-]+)+)?$", examples=["/llm"])],
+        Meta(description="Path below which all routes lie, the page too, such as /llm"),
+    ] = ""
     allowed_host: Annotated[
         tuple[str, ...], Meta(description="Host names served beside loopback without a key")
     ] = ()

@@ -106,6 +106,8 @@ def _allowed(hint: Any) -> str:
     base, *metas = typing.get_args(hint) or (hint,)
     if base not in _WORDS:
         return _allowed(base)
+    if samples := [one for meta in metas for one in meta.examples or ()]:
+        return f"{_WORDS[base]} such as {samples[0]}"
     limits = " and ".join(words for meta in metas for words in _range(meta))
     return f"{_WORDS[base]} {limits}".rstrip()
 
@@ -145,7 +147,7 @@ def load(
     from_environment = _from_environment(environment, known, warn)
     from_file, tables = _from_file(file, known, warn)
     for number, table in enumerate(tables, 1):
-        _check_own(known, table, f"in [[models]] {number} of {file}")
+        _checkown_settings(known, table, f"in [[models]] {number} of {file}")
     tables += _named(flags.get("models_at", ()))
     flags = {name: value for name, value in flags.items() if name != "models_at"}
     values = {**from_file, **from_environment, **flags}
@@ -163,8 +165,8 @@ def load(
             branch = branch.setdefault(parent, {})
         branch[leaf] = value
     if (folder := values.get("models_dir")) is not None:
-        tables += _in_folder(Path(folder), given_as["models_dir"])
-    several = [_own(known, table) for table in tables]
+        tables += folder_models(Path(folder), given_as["models_dir"])
+    several = [own_settings(known, table) for table in tables]
     if several or "models" in tree:
         tree["models"] = _models(tree.get("models", {}), several)
     try:
@@ -235,9 +237,9 @@ def _items(text: str) -> list[str]:
     return [item for part in text.split(",") if (item := part.strip())]
 
 
-def _check_own(known: Mapping[str, Setting], table: Mapping[str, Any], place: str) -> None:
+def _checkown_settings(known: Mapping[str, Setting], table: Mapping[str, Any], place: str) -> None:
     try:
-        msgspec.convert(_own(known, table), ModelConfig, strict=False)
+        msgspec.convert(own_settings(known, table), ModelConfig, strict=False)
     except msgspec.ValidationError as error:
         given_as = {name: f"{name} {place}" for name in table}
         raise ConfigError(_explain(str(error), known, table, given_as)) from None
@@ -251,7 +253,7 @@ def _check_names(config: ServerConfig) -> None:
             raise ConfigError(f"{number} models are named {name!r}; give each a name of its own.")
 
 
-def _own(known: Mapping[str, Setting], table: Mapping[str, Any]) -> dict[str, Any]:
+def own_settings(known: Mapping[str, Setting], table: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of one model, as a branch of the tree."""
     branch: dict[str, Any] = {}
     for name, value in table.items():
@@ -277,7 +279,7 @@ def _models(shared: dict[str, Any], several: list[dict[str, Any]]) -> list[dict[
     return [shared, *both] if "model" in shared else both
 
 
-def _in_folder(folder: Path, given_as: str) -> list[dict[str, Any]]:
+def folder_models(folder: Path, given_as: str) -> list[dict[str, Any]]:
     """The models in the subfolders of a folder, by name."""
     folders = sorted(file.parent for file in folder.expanduser().glob("*/config.json"))
     files = sorted(folder.expanduser().glob("*.gguf"))

@@ -205,6 +205,22 @@ class Status(Message, frozen=True):
     num_preemptions: int = 0
 
 
+class Loading(Message, frozen=True):
+    """How much of the weights there is; before Ready, and only from lanes of ours."""
+
+    share: float
+
+
 AnyMessage = (
-    Submit | Cancel | Shutdown | Ping | Pong | Start | Ready | LoadFailed | Outputs | Status
+    Submit
+    | Cancel
+    | Shutdown
+    | Ping
+    | Pong
+    | Start
+    | Loading
+    | Ready
+    | LoadFailed
+    | Outputs
+    | Status
 )

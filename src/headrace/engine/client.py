@@ -7,7 +7,7 @@ from typing import Protocol
 import msgspec
 
 from headrace.core.ids import SequenceId
-from headrace.core.messages import Cancel, Outputs, Ready, Status, Submit
+from headrace.core.messages import Cancel, Loading, Outputs, Ready, Status, Submit
 
 
 class EngineUp(msgspec.Struct, frozen=True):
@@ -41,7 +41,7 @@ class EngineDown(msgspec.Struct, frozen=True):
     lost: tuple[SequenceId, ...] | None = None
 
 
-EngineNews = Outputs | Status | EngineUp | EngineResized | EngineDown
+EngineNews = Outputs | Status | Loading | EngineUp | EngineResized | EngineDown
 
 
 class EngineClient(Protocol):

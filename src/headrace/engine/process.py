@@ -15,7 +15,7 @@ import sys
 import threading
 
 from headrace.core.errors import ModelError
-from headrace.core.messages import LoadFailed, Message, Ping, Pong, Start
+from headrace.core.messages import LoadFailed, Loading, Message, Ping, Pong, Start
 from headrace.engine import wire
 from headrace.engine.engine import Engine, Inbox
 from headrace.engine.note import StepNote
@@ -50,6 +50,19 @@ class _Sender:
                 return
 
 
+class _Shares:
+    """Says how far the load has come, in whole percents."""
+
+    def __init__(self, outbox: _Sender) -> None:
+        self._outbox = outbox
+        self._told = -1
+
+    def __call__(self, share: float) -> None:
+        if (percent := int(100 * share)) > self._told:
+            self._told = percent
+            self._outbox.put(Loading(percent / 100))
+
+
 def _receive(connection: socket.socket, inbox: Inbox, outbox: _Sender) -> None:
     while (message := wire.receive(connection)) is not None:
         if isinstance(message, Ping):
@@ -79,10 +92,12 @@ def main() -> None:
     assert isinstance(start, Start)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     try:
+        from headrace.checkpoints.weights import ON_SHARE
         from headrace.engine.load import (
             load,  # imports torch, which takes seconds; pings are answered
         )
 
+        ON_SHARE.set(_Shares(outbox))
         loaded = load(start.config)
     except ModelError as error:
         outbox.put(LoadFailed(error.code, str(error)))

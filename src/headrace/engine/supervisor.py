@@ -14,6 +14,7 @@ from headrace.core.messages import (
     AnyMessage,
     Cancel,
     LoadFailed,
+    Loading,
     Message,
     Outputs,
     Ping,
@@ -146,7 +147,10 @@ class Supervisor:
         """Ready or LoadFailed; None if the process ended or took too long."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._load_timeout_s):
-                return await anext(messages, None)
+                async for message in messages:
+                    if not isinstance(message, Loading):
+                        return message
+                    self._news.put(message)
         return None
 
     async def _follow(self, child: Child, messages: AsyncIterator[AnyMessage]) -> None:

@@ -12,9 +12,11 @@ from headrace.gateway.bodies import Bodies
 from headrace.gateway.byte_routes import ByteRoutes
 from headrace.gateway.cross_origin import cross_origin
 from headrace.gateway.generation_routes import GenerationRoutes, TextRoutes
+from headrace.gateway.llama_routes import LlamaRoutes
 from headrace.gateway.long_logs import BodyIndex
 from headrace.gateway.model_routes import ModelRoutes
 from headrace.gateway.native_routes import NativeRoutes
+from headrace.gateway.prefix import Below
 from headrace.gateway.realtime import RealtimeSockets
 from headrace.gateway.responses_routes import ResponsesRoutes
 from headrace.gateway.state_routes import ManageRoutes, StateRoutes
@@ -35,6 +37,7 @@ def create_app(generation: Generation, config: ServerConfig, door: Auth | None =
             WebSocketRoute("/{path:path}", no_socket),
         ],
         middleware=[
+            Middleware(Below, prefix=config.http.api_prefix),
             *cross_origin(config.http.allowed_origins),
             Middleware(ErrorBoundary, metrics=generation.metrics),
         ],
@@ -56,12 +59,13 @@ def _of_clients(generation: Generation, config: ServerConfig, door: Auth) -> lis
     by_byte = ByteRoutes(generation, config, door, bodies, index)
     sockets = RealtimeSockets(generation, config, door, bodies, generates)
     models = ModelRoutes(generation, bodies)
+    llama = LlamaRoutes(generation)
     reads: dict[str, Endpoint] = {
         "/models": models.models,
         "/v1/models": states.models,
         "/v1/models/{id:path}": states.model,
-        "/props": states.props,
-        "/slots": states.slots,
+        "/props": llama.props,
+        "/slots": llama.slots,
         "/v1/responses/{id}": responses.read,
         "/v1/responses/{id}/input_items": responses.input_items,
         "/v1/streams/{id}": native.state,
@@ -116,6 +120,10 @@ def _of_operators(generation: Generation, config: ServerConfig, door: Auth) -> l
         "/manage/drain": manages.drain,
         "/manage/replicas/replace": manages.replace,
     }
+    bodies = Bodies(config.http.max_body_bytes)
+    models = ModelRoutes(generation, bodies)
+    reads["/manage/desired"] = models.desired
+    put = Route("/manage/desired", door.guard_admin(models.put_desired), methods=["PUT"])
     gets = [Route(path, door.guard_admin(it), methods=["GET"]) for path, it in reads.items()]
     posts = [Route(path, door.guard_admin(it), methods=["POST"]) for path, it in acts.items()]
-    return [*gets, *posts]
+    return [*gets, put, *posts]

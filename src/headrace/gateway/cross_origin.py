@@ -36,7 +36,7 @@ def cross_origin(origins: tuple[str, ...]) -> list[Middleware]:
         Middleware(
             CrossOrigin,
             allow_origins=origins,
-            allow_methods=("GET", "POST", "DELETE"),
+            allow_methods=("GET", "POST", "PUT", "DELETE"),
             allow_headers=("*",),
             expose_headers=_READABLE,
         )

@@ -20,6 +20,7 @@ from headrace.gateway.delivery import deliver, unless_left
 from headrace.gateway.responses_routes import EarlierResponses
 from headrace.gateway.waiting import WaitingAnswer, wait_of
 from headrace.generation.generation import Generation
+from headrace.generation.host import Host
 from headrace.generation.registry import Found
 from headrace.protocols.dialect import Dialect, dialect_of
 from headrace.protocols.requests import CheckedBody, to_request
@@ -52,7 +53,7 @@ class GenerationRoutes:
         interval_s = self._config.streams.heartbeat_s
         if (
             self._generation.fleet.is_sole
-            or (wait := wait_of(route, checked, names, id, interval_s)) is None
+            or (wait := wait_of(route, checked, names, id, self._host(checked))) is None
         ):
             return await admitting
         coming = asyncio.create_task(admitting)
@@ -61,7 +62,10 @@ class GenerationRoutes:
         except BaseException:
             coming.cancel()
             raise
-        return coming.result() if done else WaitingAnswer(coming, wait)
+        return coming.result() if done else WaitingAnswer(coming, wait, interval_s)
+
+    def _host(self, checked: CheckedBody) -> Host | None:
+        return self._generation.hosts.find(checked.fields.get("model", ""))
 
     async def _finish(
         self, request: Request, work: Coroutine[Any, Any, T], is_opted_in: bool = False

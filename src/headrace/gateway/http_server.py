@@ -26,6 +26,7 @@ from uvicorn.server import ServerState
 
 from headrace.core.errors import RequestError
 from headrace.gateway.answers import answer, new_request_id, refuse
+from headrace.gateway.prefix import Below
 from headrace.gateway.realtime import GOING_AWAY
 from headrace.gateway.state_routes import UNABLE, unhealthy
 
@@ -302,6 +303,7 @@ class LoadingServer:
         listener: socket.socket,
         on_progress: Callable[[int, int], None],
         tls: ssl.SSLContext | None = None,
+        prefix: str = "",
     ) -> None:
         self._listener, self._on_progress = listener, on_progress
         self._download = {"bytes_done": 0, "bytes_total": 0}
@@ -313,7 +315,7 @@ class LoadingServer:
             ],
             exception_handlers={404: self._refuse, 405: self._refuse},
         )
-        self._server = HttpServer(app, tls=tls)
+        self._server = HttpServer(Below(app, prefix), tls=tls)
         self._thread = threading.Thread(target=self._run, name="waiting room", daemon=True)
 
     def __enter__(self) -> "LoadingServer":

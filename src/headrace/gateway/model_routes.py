@@ -9,8 +9,12 @@ from headrace.gateway.answers import answer
 from headrace.gateway.bodies import Bodies
 from headrace.gateway.delivery import unless_left
 from headrace.gateway.state_routes import entry_of
+from headrace.generation.desired import ONE_MODEL, Desired
 from headrace.generation.generation import Generation
+from headrace.generation.host import Host
+from headrace.protocols.requests import decode
 
+_MAX_DOCUMENT = 1 << 20
 _names_of = msgspec.msgpack.Decoder(list[str]).decode
 
 
@@ -21,9 +25,42 @@ class ModelRoutes:
 
     async def models(self, request: Request) -> ASGIApp:
         """Also of a server with one model, with the state of each."""
-        hosts = self._generation.hosts.all()
-        entries = [entry_of(host, name, True) for host in hosts for name in host.names]
+        fleet = self._generation.fleet
+        if self._generation.desired is not None:
+            await self._generation.desired.look(fleet)
+        hosts = (*fleet.hosts.all(), *fleet.leaving.values())
+        entries = [
+            entry_of(host, name, True) | self._pending(host)
+            for host in hosts
+            for name in host.names
+        ]
         return answer({"object": "list", "data": entries})
+
+    def _pending(self, host: Host) -> dict[str, str]:
+        """What will become of it once nobody uses it."""
+        fleet = self._generation.fleet
+        if host.name in fleet.leaving:
+            return {"pending": "removal"}
+        return {"pending": "reload"} if fleet.is_changing(host) else {}
+
+    async def desired(self, request: Request) -> ASGIApp:
+        """The models that there shall be, as they can be put."""
+        return answer(self._desired().document())
+
+    async def put_desired(self, request: Request) -> ASGIApp:
+        """Takes the whole document, or nothing of it; what it changes comes to pass by and by."""
+        async with self._bodies.read(request) as body:
+            whole = b"".join(body)
+            if len(whole) > _MAX_DOCUMENT:
+                message = f"The document has {len(whole)} bytes; {_MAX_DOCUMENT} are taken."
+                raise RequestError("request_too_large", message)
+            await self._desired().put(decode(whole), self._generation.fleet)
+        return answer(self._desired().document())
+
+    def _desired(self) -> Desired:
+        if (desired := self._generation.desired) is None:
+            raise RequestError("unsupported_operation", ONE_MODEL)
+        return desired
 
     async def load(self, request: Request) -> ASGIApp:
         """Answers at once; the list of models shows what becomes of it."""

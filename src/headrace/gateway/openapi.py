@@ -97,6 +97,8 @@ _BRING = Operation(
 _MESSAGES_ERROR: str = anthropic_messages.ERRORS.SCHEMA["title"]
 _LOOKUP: Mapping[str, Kind] = {"conversation_ids": _Lenient("Up to 1,000 strings")}
 
+_DOCUMENT = ("models",)
+
 OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("get", "/health"): _HEALTH,
     ("get", "/v1/health"): _HEALTH,
@@ -115,12 +117,20 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         errors=(404, 500),
     ),
     ("get", "/slots"): Operation(
-        "What runs, as llama.cpp shows it", query=("fail_on_no_slot",), errors=(503,)
+        "What runs, as llama.cpp shows it", query=("fail_on_no_slot", "model"), errors=(404, 503)
     ),
     ("get", "/metrics"): Operation("Figures for Prometheus", media=("text/plain",)),
     ("get", "/openapi.json"): Operation("This document", ("openapi", "paths")),
     ("get", "/manage/state"): Operation("How the server is doing", ("state", "engine", "steps")),
     ("get", "/manage/stream"): Operation("The same, again after each change", media=(_EVENTS,)),
+    ("get", "/manage/desired"): Operation("Models that there shall be", _DOCUMENT, errors=(400,)),
+    ("put", "/manage/desired"): Operation(
+        "Replace the models that there shall be",
+        _DOCUMENT,
+        {name: _Lenient("Objects with the settings of [[models]]") for name in _DOCUMENT},
+        _DOCUMENT,
+        errors=(400, 408, 413, 415, 500),
+    ),
     ("post", "/manage/drain"): Operation("Admit nothing more", ("status", "streams")),
     ("post", "/manage/replicas/replace"): Operation(
         "Put a fresh engine in the place of one of several",
@@ -204,13 +214,15 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
 }
 
 
-def document() -> dict[str, Any]:
+def document(prefix: str = "") -> dict[str, Any]:
+    """Of a server whose routes lie below `prefix`."""
     paths: dict[str, dict[str, Any]] = {}
     for (method, path), operation in OPERATIONS.items():
         paths.setdefault(path, {})[method] = _described(path, operation)
     return {
         "openapi": "3.1.0",
         "info": {"title": "Headrace", "version": __version__},
+        **({"servers": [{"url": prefix}]} if prefix else {}),
         "paths": paths,
         "components": {
             "schemas": _ERRORS | {"ByteError": _BYTE_ERROR},

@@ -1,9 +1,8 @@
 """The routes that say how the server is and what it serves: no prompt, text, id or key, no wait."""
 
 import asyncio
-import itertools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -13,12 +12,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from headrace import __version__
 from headrace.core.config import HttpConfig
-from headrace.core.errors import ModelError, RequestError
+from headrace.core.errors import RequestError
 from headrace.core.messages import Ready, Status, StepTrace
 from headrace.gateway.answers import answer, refuse
-from headrace.gateway.delivery import unless_left, while_connected
+from headrace.gateway.delivery import while_connected
 from headrace.gateway.openapi import document
-from headrace.generation.event_builder import Standing
 from headrace.generation.generation import Generation
 from headrace.generation.host import Host
 from headrace.generation.metrics import kind_of
@@ -62,7 +60,7 @@ class StateRoutes:
         return answer(entry_of(self._generation.hosts.get(name), name, has_states))
 
     async def openapi(self, request: Request) -> ASGIApp:
-        return answer(document())
+        return answer(document(self._config.api_prefix))
 
     async def metrics(self, request: Request) -> ASGIApp:
         generation = self._generation
@@ -72,29 +70,6 @@ class StateRoutes:
         vllm_model = generation.hosts.first.names[0] if self._config.vllm_metrics else ""
         text = generation.metrics.text(generation.state, generation.streams, vllm_model, models)
         return Response(text, media_type=CONTENT_TYPE_LATEST)
-
-    async def props(self, request: Request) -> ASGIApp:
-        host = self._generation.hosts.get(request.query_params.get("model"))
-        if host.known is None:
-            await unless_left(request.receive, self._read(host))
-        is_sleeping = not self._generation.fleet.is_sole and host.ready is None
-        return answer(_props(host.model, is_sleeping) | {"state": self._generation.state})
-
-    async def slots(self, request: Request) -> ASGIApp:
-        shown = slots_of(self._generation.hosts.all())
-        is_full = all(slot["is_processing"] for slot in shown)
-        if is_full and request.query_params.get("fail_on_no_slot"):
-            raise RequestError("no_idle_slot", "Every slot is busy; try again later.")
-        return Response(encode(shown), media_type="application/json")
-
-    async def _read(self, host: Host) -> None:
-        """What needs no weights."""
-        try:
-            await host.read()
-        except ModelError as error:
-            message = f"The model {host.name!r} could not be read ({error.code})"
-            message += "; the server's log says why."
-            raise RequestError("load_failed", message, "model") from error
 
 
 def unhealthy(state: str, **more: Any) -> Response:
@@ -134,6 +109,8 @@ def _status(host: Host) -> dict[str, Any]:
     if host.state == "loading" and host.progress is not None:
         done, total = host.progress
         return {"value": value, "bytes_done": done, "bytes_total": total}
+    if host.share is not None:
+        return {"value": value, "progress": host.share}
     return {"value": value}
 
 
@@ -161,71 +138,7 @@ def _entry(model: ServedModel, name: str) -> dict[str, Any]:
     }
 
 
-def _props(model: ServedModel, is_sleeping: bool) -> dict[str, Any]:
-    ready, defaults = model.ready, model.defaults
-    params = {
-        "temperature": 1.0,
-        "top_p": 1.0,
-        "top_k": 0,
-        "min_p": 0.0,
-        "repetition_penalty": 1.0,
-        "frequency_penalty": 0.0,
-        "presence_penalty": 0.0,
-        "n": 1,
-        "seed": -1,
-    }
-    own = {name: getattr(defaults, name, None) for name in params}
-    params |= {name: value for name, value in own.items() if value is not None}
-    return {
-        "default_generation_settings": {"params": params, "n_ctx": model.max_model_len},
-        "total_slots": ready.max_num_seqs if ready else None,
-        "model_alias": model.names[0],
-        "model_path": model.root,
-        "chat_template": model.template.source if model.template else None,
-        "bos_token": model.tokenizer.bos_token,
-        "eos_token": model.tokenizer.eos_token,
-        "modalities": {"vision": model.has_vision, "audio": False},
-        "build_info": f"headrace {__version__}",
-        "is_sleeping": is_sleeping,
-        "lane": ready.lane if ready else None,
-        "device": ready.device if ready else None,
-        "dtype": ready.dtype if ready else None,
-        "max_stall_ms": _stall_target_ms(ready),
-    }
-
-
-def slots_of(hosts: Iterable[Host]) -> list[Snapshot]:
-    """As llama.cpp's server shows them: a place for each sequence that can run at once.
-
-    One that has lost its memory to others for a while still counts as running.
-    """
-    shown: list[Snapshot] = []
-    for host in hosts:
-        running = (each for stream in host for each in stream.standings().items())
-        is_there = host.ready is not None and host.state != "unloaded"
-        num_places = host.ready.max_num_seqs if host.ready and is_there else 0
-        last = len(shown) + num_places
-        for number, standing in itertools.islice(running, num_places):
-            shown.append(_slot(len(shown), number, standing, host.model))
-        shown += [{"id": id, "is_processing": False} for id in range(len(shown), last)]
-    return shown
-
-
-def _slot(id: int, number: int, standing: Standing, model: ServedModel) -> Snapshot:
-    left = -1 if standing.num_left is None else standing.num_left
-    return {
-        "id": id,
-        "is_processing": True,
-        "id_task": number,
-        "n_ctx": model.max_model_len,
-        "n_prompt_tokens": standing.num_prompt,
-        "n_prompt_tokens_processed": standing.num_processed,
-        "n_prompt_tokens_cache": standing.num_cached,
-        "next_token": [{"n_decoded": standing.num_decoded, "n_remain": left}],
-    }
-
-
-def _stall_target_ms(ready: Ready | None) -> float | None:
+def stall_target_ms(ready: Ready | None) -> float | None:
     return round(1000 * ready.max_stall_s, 3) if ready and ready.max_stall_s is not None else None
 
 
@@ -364,7 +277,7 @@ def _engine(host: Host) -> Snapshot:
         "max_model_len": ready.max_model_len,
         "max_num_seqs": ready.max_num_seqs,
         "max_step_tokens": ready.max_step_tokens,
-        "stall_target_ms": _stall_target_ms(ready),
+        "stall_target_ms": stall_target_ms(ready),
     }
 
 

@@ -12,30 +12,40 @@ from headrace.core.ids import StreamId
 from headrace.core.request import Request, Route
 from headrace.core.sampling import Sampling
 from headrace.gateway.answers import notice_of
-from headrace.protocols.dialect import WireFrames, dialect_of
+from headrace.generation.host import Host
+from headrace.protocols.dialect import WireFrames, dialect_of, encode
 from headrace.protocols.requests import CheckedBody
 from headrace.streams.record import Names, Record
+
+_OBJECT = b'data: {"'  # of the dialects whose chunks have no kind
 
 
 class Wait(NamedTuple):
     """How a wire hears of a wait."""
 
     headers: dict[str, str]
-    sign: bytes  # that the server lives
+    sign: Callable[[], bytes]  # that the server lives
     failure: Callable[[RequestError], bytes]  # the end, if there will be no stream
-    interval_s: float
 
 
 def wait_of(
-    route: Route, checked: CheckedBody, names: Names, stream_id: StreamId, interval_s: float
+    route: Route,
+    checked: CheckedBody,
+    names: Names,
+    stream_id: StreamId,
+    host: Host | None,
 ) -> Wait | None:
-    """None where the answer is one body, which nothing precedes."""
+    """None where the answer is one body, which nothing precedes.
+
+    `host` is that of the model that is waited for, if it is known.
+    """
     if not checked.fields.get("stream"):
         return None
     headers = {
         "content-type": "text/event-stream",
         "cache-control": "no-cache",
         "x-accel-buffering": "no",
+        "x-headrace-loading": "true",
     }
     if checked.ignored:
         headers["x-headrace-ignored"] = ", ".join(checked.ignored)
@@ -46,17 +56,32 @@ def wait_of(
     record = Record(stream_id, int(time.time()), request, (), "")
     frames = WireFrames(record)
     # where readers count bytes, those that no log has would shift the others
-    sign = b"" if names.conversation is not None else b": loading the model\n" + frames.idle()
-    if checked.fields.get("heartbeat") is False:
-        sign = b""
-    return Wait(headers, sign, dialect_of(request.route).ERRORS.frame, interval_s)
+    is_silent = names.conversation is not None or checked.fields.get("heartbeat") is False
+    asks_for_progress = bool(checked.fields.get("return_progress"))
+
+    def sign() -> bytes:
+        share = None if host is None else host.share
+        return b"" if is_silent else _sign(frames.idle(), share, asks_for_progress)
+
+    return Wait(headers, sign, dialect_of(request.route).ERRORS.frame)
+
+
+def _sign(idle: bytes, share: float | None, asks_for_progress: bool) -> bytes:
+    """A comment and a heartbeat, which tells the share of the weights to who asks for progress."""
+    if share is None:
+        return b": loading the model\n" + idle
+    if asks_for_progress and idle.startswith(_OBJECT) and idle.endswith(b"}\n\n"):
+        told = encode({"loading": {"progress": share}})
+        idle = idle.removesuffix(b"}\n\n") + b"," + told[1:] + b"\n\n"
+    return f": loading the model, {100 * share:.0f} %\n".encode() + idle
 
 
 class WaitingAnswer:
     """Headers at once, signs of life until there is an answer, and then that one."""
 
-    def __init__(self, coming: "asyncio.Task[ASGIApp]", wait: Wait) -> None:
+    def __init__(self, coming: "asyncio.Task[ASGIApp]", wait: Wait, interval_s: float) -> None:
         self._coming = coming
+        self._interval_s = interval_s
         self._wait = wait
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -64,8 +89,8 @@ class WaitingAnswer:
         await send({"type": "http.response.start", "status": 200, "headers": raw})
         try:
             while not self._coming.done():
-                await _body(send, self._wait.sign, True)
-                await asyncio.wait((self._coming,), timeout=self._wait.interval_s)
+                await _body(send, self._wait.sign(), True)
+                await asyncio.wait((self._coming,), timeout=self._interval_s)
             answer = self._coming.result()
         except RequestError as error:
             await _body(send, self._wait.failure(notice_of(error)), False)

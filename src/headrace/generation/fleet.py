@@ -39,6 +39,8 @@ class Fleet:
         self._config, self._drain_s = config.loading, config.streams.drain_s
         self._max_waiting = max(1, config.streams.max_num_queued_reqs)
         self._on_loaded, self._on_lost = on_loaded, on_lost
+        self.on_unknown: Callable[[], Awaitable[None]] = _nothing  # a name nobody has
+        self.on_gone: Callable[[Host], object] = lambda host: None  # it was removed, or replaced
         loading = LoadingConfig() if self.is_sole else config.loading
         self._residency = Residency(loading.max_models, loading.models_memory_bytes)
         self._group: asyncio.TaskGroup
@@ -47,6 +49,9 @@ class Fleet:
         self._by_conversation: dict[tuple[str, str], list[asyncio.Future[None]]] = {}
         self._refusal: RequestError | None = None  # of all who come
         self._rested_at: dict[str, float] = {}
+        # no longer desired, or to be replaced, once nobody uses them; by name
+        self.leaving: dict[str, Host] = {}
+        self._successors: dict[str, Host] = {}
         for host in hosts:
             self._residency.add(host.name, host.num_bytes)
 
@@ -67,6 +72,8 @@ class Fleet:
         Waits for it; RequestError if it cannot be loaded, if there is no such model, or if
         somebody stopped the request by its conversation.
         """
+        if name is not None and self.hosts.find(name) is None:
+            await self.on_unknown()
         host = self.hosts.get(name)
         if self.is_sole:  # who comes before it has loaded is sent away
             yield host
@@ -80,6 +87,7 @@ class Fleet:
             self._by_conversation[who].remove(waited)
             if not self._by_conversation[who]:
                 del self._by_conversation[who]
+        host = self._host(host.name)  # others may have come in its place meanwhile
         try:
             yield host
         finally:
@@ -103,7 +111,59 @@ class Fleet:
         """A use ends."""
         self._residency.release(host.name)
         self._rested_at[host.name] = time.monotonic()
+        self._settle(host.name)
         self._act()
+
+    def become(self, hosts: tuple[Host, ...]) -> None:
+        """From now on there are these. What runs goes on; who asks for what has left is refused.
+
+        A host whose settings are those of one that there is stays unused.
+        """
+        there = {host.name: host for host in (*self.hosts.all(), *self.leaving.values())}
+        wanted = {host.name: host for host in hosts}
+        self.leaving = {name: host for name, host in there.items() if name not in wanted}
+        self._successors = {
+            name: host
+            for name, host in wanted.items()
+            if name in there and there[name].config != host.config
+        }
+        self.hosts = Models(tuple(there.get(name, host) for name, host in wanted.items()))
+        for name in wanted.keys() - there.keys():
+            self._residency.add(name, wanted[name].num_bytes)
+        for name in self.leaving:
+            for ticket in self._residency.send_away(name):
+                self._tell(ticket, self.hosts.unknown(name))
+        for name in (*self.leaving, *self._successors):
+            if name in self.leaving:
+                self.unload(there[name])
+            else:  # one that is being loaded leaves once it is there
+                self._residency.send_out(name)
+            self._settle(name)
+        self._act()
+
+    def is_changing(self, host: Host) -> bool:
+        """Whether it will be loaded anew, with other settings."""
+        return host.name in self._successors
+
+    def _settle(self, name: str) -> None:
+        """Removes or replaces a model that shall be, as soon as nothing is left of it."""
+        if name not in self.leaving and name not in self._successors:
+            return
+        if not self._residency.is_gone(name):
+            return
+        if (dropped := self.leaving.pop(name, None)) is not None:
+            self._residency.remove(name)
+            self.on_gone(dropped)
+            return
+        old, new = self._host(name), self._successors.pop(name)
+        self.hosts = Models(tuple(new if host is old else host for host in self.hosts.all()))
+        self._residency.add(name, new.num_bytes)
+        self.on_gone(old)
+        if old.num_engine_starts:
+            self.need(new)
+
+    def _host(self, name: str) -> Host:
+        return self.leaving.get(name) or self.hosts.get(name)
 
     def need(self, host: Host) -> None:
         """Brings it in when its turn comes; nobody waits, and a failure is told by `on_lost`."""
@@ -137,7 +197,8 @@ class Fleet:
     async def close(self) -> None:
         """Ends all engines."""
         self.refuse(RequestError("server_shutdown", "The server is shutting down."))
-        await asyncio.gather(*(host.close() for host in self.hosts.all()))
+        every = (*self.hosts.all(), *self.leaving.values())
+        await asyncio.gather(*(host.close() for host in every))
         self.ended.set()
 
     def cancel(self) -> None:
@@ -159,6 +220,7 @@ class Fleet:
             await _or_stopped(self._read(host), waited)
         if self._refusal is not None:
             raise self._refusal.with_traceback(None)
+        host = self._host(host.name)  # RequestError if it was dropped meanwhile
         if len(self._waiting) >= self._max_waiting:
             message = f"{len(self._waiting)} requests wait for models, and --max-num-queued-reqs "
             message += f"is {self._max_waiting}; try again later."
@@ -190,7 +252,7 @@ class Fleet:
         if self._refusal is not None:
             return
         while (move := self._residency.next_move()) is not None:
-            host = self.hosts.get(move.model)
+            host = self._host(move.model)
             if move.kind == "load":
                 self._spawn(self._load(host))
             elif move.kind == "unload":
@@ -226,6 +288,8 @@ class Fleet:
         self._residency.add(host.name, host.num_bytes)  # now it is known
         self._on_loaded(host)
         self._rested_at[host.name] = time.monotonic()
+        if host.name in self.leaving or host.name in self._successors:
+            self._residency.send_out(host.name)  # loaded for streams that it had left
         self._act()
 
     async def _hear(self, host: Host) -> None:
@@ -244,6 +308,7 @@ class Fleet:
             self._tell(ticket, _failed(host, code))
         if self.is_sole:
             self.ended.set()
+        self._settle(host.name)
         self._act()
 
     def _tell(self, ticket: int, error: RequestError) -> None:
@@ -260,6 +325,7 @@ class Fleet:
         self._say("Unloading %s", host.name)
         await host.close()
         self._residency.unloaded(host.name)
+        self._settle(host.name)
         self._act()
 
     async def _unload_idle(self, after_s: float) -> None:
@@ -267,13 +333,17 @@ class Fleet:
             await asyncio.sleep(min(_LOOK_INTERVAL_S, after_s))
             for name in self._residency.idle():
                 if time.monotonic() >= self._rested_at.get(name, 0) + after_s:
-                    self.unload(self.hosts.get(name))
+                    self.unload(self._host(name))
 
 
 def is_sole(config: ServerConfig) -> bool:
     """Whether it has one model, which is loaded at the start, and stays."""
     is_one = len(config.models) == 1 and config.loading.models_dir is None
     return is_one and config.models[0].min_replicas != 0
+
+
+async def _nothing() -> None:
+    """The set of models does not change by itself."""
 
 
 async def _or_stopped(work: Awaitable[None], waited: "asyncio.Future[None]") -> None:

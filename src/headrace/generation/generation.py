@@ -15,6 +15,7 @@ from headrace.core.ids import StreamId
 from headrace.core.request import Request
 from headrace.generation.admission import Admission, Asked, Capacity, KeyLimits, Place
 from headrace.generation.choice import begins_in_reasoning
+from headrace.generation.desired import Desired
 from headrace.generation.event_builder import EventBuilder
 from headrace.generation.fleet import Fleet
 from headrace.generation.host import Host
@@ -63,6 +64,8 @@ class Generation:
         self._limits = KeyLimits(config.streams)
         self.admissions: dict[Host, Admission] = {}
         self.vectors = VectorMaker(self._find, self.fleet, self._limits, work, self.streams)
+        self.fleet.on_gone = lambda host: self.admissions.pop(host, None)
+        self.desired: Desired | None = None  # where its models can be changed
         self._store = store
         store.on_commit = metrics.committed
         self._is_draining = False

@@ -18,6 +18,7 @@ from headrace.core.ids import SequenceId
 from headrace.core.messages import (
     NUM_TRACED_STEPS,
     Cancel,
+    Loading,
     Outputs,
     Ready,
     Status,
@@ -73,6 +74,7 @@ class Host:
         self.names = model.names if model else names_of(config)
         self.state = "unloaded"  # loading, ok, recovering; dead once a load or engine has failed
         self.progress: tuple[int, int] | None = None  # bytes of a download, done and in all
+        self.share: float | None = None  # of the weights, while they are loaded
         self.status: Status | None = None  # the engine's latest numbers
         self.steps: deque[StepTrace] = deque(maxlen=NUM_TRACED_STEPS)  # and its last steps
         self.num_engine_starts = 0
@@ -185,7 +187,7 @@ class Host:
         """Until the engine is closed or given up."""
         assert self._engine is not None
         await self._hear(self._engine)
-        self._engine = self._up = self.status = None
+        self._engine = self._up = self.status = self.share = None
         self.metrics.unloaded()
         self._forecast.forget_running()
         if self.state != "dead":
@@ -204,6 +206,8 @@ class Host:
                 self._engine_is_up(news)
             elif isinstance(news, EngineResized):
                 self._resize(news.ready)
+            elif isinstance(news, Loading):
+                self.share = news.share
             elif news.lost is not None:
                 self._move(news, news.lost)
             else:
@@ -285,7 +289,7 @@ class Host:
 
     def _engine_is_up(self, news: EngineUp) -> None:
         self.model.ready = news.ready
-        self._up = news
+        self._up, self.share = news, None
         self.num_engine_starts += 1
         self.metrics.engine_is_up(news.ready)
         self.steps.clear()
@@ -322,7 +326,7 @@ class Host:
         stream.tell(up)
 
     def _engine_is_down(self, news: EngineDown) -> None:
-        self._up = self.status = None
+        self._up = self.status = self.share = None
         self.metrics.engine_is_down(news)
         self._forecast.forget_running()
         if news.given_up:

@@ -100,10 +100,19 @@ class Residency:
         """The load failed, or the engine is gone for good; the tickets that waited for it."""
         place = self._places[model]
         place.stage, place.must_leave = Stage.OUT, False
+        return self.send_away(model)
+
+    def send_away(self, model: str) -> list[int]:
+        """The tickets that wait for it, which wait no longer."""
         tickets = [ticket for ticket, wanted in self._line.items() if wanted == model]
         for ticket in tickets:
             del self._line[ticket]
         return tickets
+
+    def is_gone(self, model: str) -> bool:
+        """Whether it is out, and nobody holds it."""
+        place = self._places[model]
+        return place.stage is Stage.OUT and place.num_uses == 0
 
     def unloaded(self, model: str) -> None:
         """The move `unload` is done."""

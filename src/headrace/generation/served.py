@@ -151,8 +151,12 @@ class Models(Generic[ByName]):
             return self.first
         if (model := self.find(name)) is not None:
             return model
+        raise self.unknown(name)
+
+    def unknown(self, name: str) -> RequestError:
+        """What who asks for a name that nobody has is told."""
         served = ", ".join(name for model in self._models for name in model.names)
-        raise RequestError(
+        return RequestError(
             "model_not_found",
             f"No model {name[:_SHOWN]!r} is served here; there is: {served}.",
             "model",

@@ -160,6 +160,8 @@ class WorkerPool:
     """Jobs in processes of their own: `python -m MODULE SOCKET`; each is sent `start` first."""
 
     def __init__(self, module: str, start: bytes, has_images: bool = False) -> None:
+        self._module = module
+        self._tasks: asyncio.TaskGroup | None = None  # while it runs
         self._workers = [_Worker(module, start) for _ in range(_NUM_WORKERS)]
         self._apart = _Worker(module, start, IMAGES) if has_images else None
 
@@ -175,8 +177,22 @@ class WorkerPool:
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
-            for worker in (*self._workers, *([self._apart] if self._apart else ())):
+            self._tasks = tasks
+            for worker in self._all:
                 tasks.create_task(worker.run(), name="worker")
+
+    @property
+    def _all(self) -> tuple["_Worker", ...]:
+        return (*self._workers, *([self._apart] if self._apart else ()))
+
+    def renew(self, start: bytes, has_images: bool) -> None:
+        """Each worker is sent this before its next job, and so ends the process that it had."""
+        for worker in self._all:
+            worker.start = start
+        if has_images and self._apart is None:
+            self._apart = _Worker(self._module, start, IMAGES)
+            if self._tasks is not None:
+                self._tasks.create_task(self._apart.run(), name="worker")
 
 
 class _Worker:
@@ -186,7 +202,8 @@ class _Worker:
         self._options = options
         self.load = 0  # of the jobs that it has not done
         self._module = module
-        self._start = start
+        self.start = start
+        self._began_with = b""  # of the process that lives
         self._jobs: asyncio.PriorityQueue[_Job] = asyncio.PriorityQueue()
         self._has_ended = False
         self._process: asyncio.subprocess.Process | None = None
@@ -254,7 +271,8 @@ class _Worker:
 
     async def _living(self) -> None:
         """Starts a process unless one lives; OSError if the system gives none now."""
-        if self._process is not None and not self._reader.at_eof():
+        is_current = self._began_with == self.start
+        if self._process is not None and is_current and not self._reader.at_eof():
             return
         await self._bury()
         ours, theirs = socket.socketpair()
@@ -277,7 +295,8 @@ class _Worker:
                 ours.close()
                 raise
         self._reader, self._writer = await asyncio.open_connection(sock=ours)
-        self._writer.writelines([_REQUEST.pack(0, len(self._start)), self._start])
+        self._began_with = self.start
+        self._writer.writelines([_REQUEST.pack(0, len(self.start)), self.start])
         await self._reply()
 
     async def _reply(self) -> tuple[bool, bytes]:

@@ -20,7 +20,10 @@ from headrace.streams.record import Record
 
 DIALECTS: Mapping[Route, str] = {
     "/v1/chat/completions": "headrace.protocols.openai_chat",
+    "/chat/completions": "headrace.protocols.openai_chat",
     "/v1/completions": "headrace.protocols.openai_completions",
+    "/completion": "headrace.protocols.llama_completion",
+    "/completions": "headrace.protocols.llama_completion",
     "/infill": "headrace.protocols.llama_infill",
     "/v1/messages": "headrace.protocols.anthropic_messages",
     "/v1/responses": "headrace.protocols.openai_responses",
@@ -49,7 +52,7 @@ class ResponseBody(Protocol):
     def feed(self, event: AnyEvent) -> None:
         """Takes every event from seq 0, in order."""
 
-    def whole(self) -> dict[str, Any]:
+    def whole(self) -> Any:
         """The answer as JSON will show it, once the last event has come; it did not fail."""
 
 

@@ -7,9 +7,12 @@ export function headers(more = {}) {
   return key ? { Authorization: `Bearer ${key}`, ...more } : more;
 }
 
+// The server may lie below a path, and this file lies in a folder of it.
+const root = new URL("..", import.meta.url);
+
 // fetch, since an EventSource cannot send a key.
 export function ask(path, options = {}) {
-  return fetch(path, { cache: "no-store", ...options, headers: headers(options.headers) });
+  return fetch(new URL(path.slice(1), root), { cache: "no-store", ...options, headers: headers(options.headers) });
 }
 
 export async function errorOf(response) {

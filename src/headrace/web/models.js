@@ -14,7 +14,7 @@ export async function loadModels() {
   models = data.map(({ id, status, architecture }) => ({
     id,
     state: status?.failed ? "failed" : status?.value ?? "loaded",
-    share: status?.bytes_total ? status.bytes_done / status.bytes_total : null,
+    share: status?.progress ?? (status?.bytes_total ? status.bytes_done / status.bytes_total : null),
     // of a model that has not been read yet nobody knows: the server will say
     takesImages: architecture?.input_modalities?.includes("image") ?? true,
   }));

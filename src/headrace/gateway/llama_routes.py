@@ -1,0 +1,122 @@
+"""What llama.cpp's server tells its own clients: a model's settings, and what runs."""
+
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from headrace import __version__
+from headrace.core.errors import ModelError, RequestError
+from headrace.core.sampling import Sampling
+from headrace.gateway.answers import answer
+from headrace.gateway.delivery import unless_left
+from headrace.gateway.state_routes import Snapshot, stall_target_ms
+from headrace.generation.event_builder import Standing
+from headrace.generation.generation import Generation
+from headrace.generation.host import Host
+from headrace.generation.served import ServedModel
+from headrace.protocols.dialect import encode
+from headrace.protocols.llama import settings_of
+
+
+class LlamaRoutes:
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
+
+    async def props(self, request: Request) -> ASGIApp:
+        host = self._generation.hosts.get(request.query_params.get("model"))
+        if host.known is None:
+            await unless_left(request.receive, _read(host))
+        is_sleeping = not self._generation.fleet.is_sole and host.ready is None
+        role = "model" if self._generation.fleet.is_sole else "router"
+        shown = {"role": role, "state": self._generation.state}
+        return answer(_props(host.model, is_sleeping) | shown)
+
+    async def slots(self, request: Request) -> ASGIApp:
+        """Of all models, or of the one that is named."""
+        hosts = self._generation.hosts
+        name = request.query_params.get("model")
+        shown = slots_of(hosts.all() if name is None else (hosts.get(name),))
+        is_full = all(slot["is_processing"] for slot in shown)
+        if is_full and request.query_params.get("fail_on_no_slot"):
+            raise RequestError("no_idle_slot", "Every slot is busy; try again later.")
+        return Response(encode(shown), media_type="application/json")
+
+
+async def _read(host: Host) -> None:
+    """What needs no weights."""
+    try:
+        await host.read()
+    except ModelError as error:
+        message = f"The model {host.name!r} could not be read ({error.code})"
+        message += "; the server's log says why."
+        raise RequestError("load_failed", message, "model") from error
+
+
+def _props(model: ServedModel, is_sleeping: bool) -> dict[str, Any]:
+    ready = model.ready
+    settings = {"params": _defaults(model), "n_ctx": model.max_model_len}
+    return {
+        "default_generation_settings": settings,
+        "total_slots": ready.max_num_seqs if ready else None,
+        "model_alias": model.names[0],
+        "model_path": model.root,
+        "chat_template": model.template.source if model.template else None,
+        "bos_token": model.tokenizer.bos_token,
+        "eos_token": model.tokenizer.eos_token,
+        "modalities": {"vision": model.has_vision, "audio": False},
+        "build_info": f"headrace {__version__}",
+        "is_sleeping": is_sleeping,
+        "lane": ready.lane if ready else None,
+        "device": ready.device if ready else None,
+        "dtype": ready.dtype if ready else None,
+        "max_stall_ms": stall_target_ms(ready),
+    }
+
+
+def _defaults(model: ServedModel) -> dict[str, Any]:
+    """What a request gets that sets nothing, by llama.cpp's names and by ours."""
+    plain = Sampling(seed=-1)
+    given = {
+        name: value
+        for name in plain.__struct_fields__
+        if (value := getattr(model.defaults, name, None)) is not None
+    }
+    sampling = msgspec.structs.replace(plain, **given)
+    ours = {"repetition_penalty": sampling.repetition_penalty, "n": 1, "stop": ()}
+    return settings_of(sampling) | ours
+
+
+def slots_of(hosts: Iterable[Host]) -> list[Snapshot]:
+    """As llama.cpp's server shows them: a place for each sequence that can run at once.
+
+    One that has lost its memory to others for a while still counts as running.
+    """
+    shown: list[Snapshot] = []
+    for host in hosts:
+        running = (each for stream in host for each in stream.standings().items())
+        is_there = host.ready is not None and host.state != "unloaded"
+        num_places = host.ready.max_num_seqs if host.ready and is_there else 0
+        last = len(shown) + num_places
+        for number, standing in itertools.islice(running, num_places):
+            shown.append(_slot(len(shown), number, standing, host.model))
+        shown += [{"id": id, "is_processing": False} for id in range(len(shown), last)]
+    return shown
+
+
+def _slot(id: int, number: int, standing: Standing, model: ServedModel) -> Snapshot:
+    left = -1 if standing.num_left is None else standing.num_left
+    return {
+        "id": id,
+        "is_processing": True,
+        "id_task": number,
+        "n_ctx": model.max_model_len,
+        "n_prompt_tokens": standing.num_prompt,
+        "n_prompt_tokens_processed": standing.num_processed,
+        "n_prompt_tokens_cache": standing.num_cached,
+        "next_token": [{"n_decoded": standing.num_decoded, "n_remain": left}],
+    }

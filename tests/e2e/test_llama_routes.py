@@ -1,0 +1,137 @@
+"""llama.cpp's own routes over real HTTP, below a path as llama-server has it."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from headrace import Client
+from tests.builders import make_tiny_model
+from tests.servers import ServerProcess, running_server
+
+GREEDY = {"temperature": 0, "n_predict": 6, "ignore_eos": True}
+FLAGS = ("--threads", "1", "--max-model-len", "256", "--alias", "tiny", "--api-prefix", "/llm")
+LIMIT_S = 60
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    folder = make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+    with running_server(str(folder), *FLAGS) as running:
+        yield running
+
+
+def post(server: ServerProcess, path: str, body: dict[str, Any]) -> Any:
+    answer = httpx.post(f"{server.url}{path}", json=body, timeout=LIMIT_S)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def streamed(server: ServerProcess, body: dict[str, Any]) -> list[dict[str, Any]]:
+    sent = {**body, "stream": True, "heartbeat": False}
+    answer = httpx.post(f"{server.url}/completion", json=sent, timeout=LIMIT_S)
+    lines = [line for line in answer.text.split("\n\n") if line]
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+def test_a_completion_has_llama_cpps_shape_and_the_text_of_openais_route(
+    server: ServerProcess,
+) -> None:
+    whole = post(server, "/completion", {"prompt": "a b c", "seed": 7, **GREEDY})
+    asked = {"prompt": "a b c", "max_tokens": 6, "temperature": 0, "ignore_eos": True}
+    theirs = post(server, "/v1/completions", asked | {"return_token_ids": True})
+    (choice,) = theirs["choices"]
+    assert (whole["content"], whole["tokens"]) == (choice["text"], choice["token_ids"])
+    assert (whole["index"], whole["stop"], whole["stop_type"]) == (0, True, "limit")
+    assert (whole["model"], whole["truncated"], whole["stopping_word"]) == ("tiny", False, "")
+    assert whole["tokens_evaluated"] == theirs["usage"]["prompt_tokens"]
+    assert whole["tokens_predicted"] == whole["timings"]["predicted_n"] == 6
+    settings = whole["generation_settings"]
+    assert (settings["n_predict"], settings["seed"], settings["temperature"]) == (6, 7, 0)
+    assert (settings["stop"], settings["stream"], settings["n_probs"]) == ([], False, 0)
+    assert post(server, "/completions", {"prompt": "a b c", **GREEDY})["tokens"] == whole["tokens"]
+
+
+def test_chunks_join_to_the_whole_and_the_last_one_has_the_figures(server: ServerProcess) -> None:
+    asked = {"prompt": "a b c", "return_progress": True, "cache_prompt": False, **GREEDY}
+    *chunks, last = streamed(server, asked)
+    whole = post(server, "/completion", {"prompt": "a b c", **GREEDY})
+    assert "".join(chunk["content"] for chunk in chunks) == whole["content"]
+    assert [id for chunk in chunks for id in chunk["tokens"]] == whole["tokens"]
+    assert not any(chunk["stop"] for chunk in chunks) and last["stop"]
+    progress = [chunk["prompt_progress"] for chunk in chunks if "prompt_progress" in chunk]
+    assert progress[-1]["processed"] == progress[-1]["total"] == last["tokens_evaluated"]
+    assert (last["content"], last["tokens_predicted"], last["stop_type"]) == ("", 6, "limit")
+    assert last["timings"]["predicted_n"] == 6
+
+
+def test_several_prompts_are_answered_by_an_array_each_as_alone(server: ServerProcess) -> None:
+    prompts = ["a b c", "a longer prompt"]
+    several = post(server, "/completion", {"prompt": prompts, **GREEDY})
+    alone = [post(server, "/completion", {"prompt": one, **GREEDY}) for one in prompts]
+    shown = ("content", "tokens", "tokens_evaluated", "tokens_predicted")
+    assert [[one[key] for key in shown] for one in several] == [
+        [one[key] for key in shown] for one in alone
+    ]
+    assert [one["index"] for one in several] == [0, 1]
+    last = [chunk for chunk in streamed(server, {"prompt": prompts, **GREEDY}) if chunk["stop"]]
+    assert sorted(chunk["index"] for chunk in last) == [0, 1]
+    ids = post(server, "/tokenize", {"content": "a b c", "add_special": True})["tokens"]
+    assert post(server, "/completion", {"prompt": ids, **GREEDY})["tokens"] == alone[0]["tokens"]
+
+
+def test_probabilities_stand_beside_each_token(server: ServerProcess) -> None:
+    asked = {"prompt": "a b c", "n_probs": 3, **GREEDY}
+    whole = post(server, "/completion", asked)
+    entries = whole["completion_probabilities"]
+    told = [entry["id"] for entry in entries]
+    drawn = iter(whole["tokens"])
+    assert told and all(id in drawn for id in told)  # in order; what has no text has no entry
+    for entry in entries:
+        assert len(entry["top_logprobs"]) == 3
+        assert entry["top_logprobs"][0]["logprob"] >= entry["logprob"]
+        assert bytes(entry["bytes"]).decode(errors="replace") == entry["token"]
+    chunks = streamed(server, asked)
+    found = [one for chunk in chunks for one in chunk.get("completion_probabilities", ())]
+    assert [entry["id"] for entry in found] == told
+
+
+def test_a_stop_word_is_named_and_a_wrong_field_too(server: ServerProcess) -> None:
+    whole = post(server, "/completion", {"prompt": "a b c", **GREEDY})["content"]
+    word = whole[2]
+    cut = post(server, "/completion", {"prompt": "a b c", "stop": [word], **GREEDY})
+    assert (cut["stop_type"], cut["stopping_word"]) == ("word", word)
+    assert cut["content"] == whole.partition(word)[0]
+    url = f"{server.url}/completion"
+    wrong = httpx.post(url, json={"prompt": "a", "repeat_penalty": -1}, timeout=LIMIT_S)
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "repeat_penalty")
+    other = {"prompt": "a", "samplers": ["top_k"], "n_predict": 1}
+    assert httpx.post(url, json=other, timeout=LIMIT_S).headers["x-headrace-ignored"] == "samplers"
+
+
+def test_settings_and_places_are_as_llama_cpps_page_reads_them(server: ServerProcess) -> None:
+    shown = httpx.get(f"{server.url}/props", timeout=LIMIT_S).json()
+    params = shown["default_generation_settings"]["params"]
+    assert (shown["role"], shown["total_slots"]) == ("model", 64)
+    assert (params["n_predict"], params["repeat_penalty"], params["top_k"]) == (-1, 1, 0)
+    assert params["samplers"][0] == "penalties"
+    assert len(httpx.get(f"{server.url}/slots?model=tiny", timeout=LIMIT_S).json()) == 64
+    assert httpx.get(f"{server.url}/slots?model=none", timeout=LIMIT_S).status_code == 404
+
+
+def test_every_route_lies_below_the_prefix_and_nothing_beside_it(server: ServerProcess) -> None:
+    root = server.url.removesuffix("/llm")
+    assert root != server.url
+    for path in ("/", "/dashboard", "/web/api.js", "/health", "/v1/models", "/metrics"):
+        assert httpx.get(f"{server.url}{path}", timeout=LIMIT_S).status_code == 200, path
+        refused = httpx.get(f"{root}{path}", timeout=LIMIT_S)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (404, "route_not_found")
+        assert refused.headers["x-request-id"]
+    assert httpx.get(server.url).headers["location"] == "/llm/"
+    assert httpx.get(f"{root}/llmore/health", timeout=LIMIT_S).status_code == 404
+    document = httpx.get(f"{server.url}/openapi.json", timeout=LIMIT_S).json()
+    assert document["servers"] == [{"url": "/llm"}]
+    with Client(server.url) as client:
+        assert client.chat([{"role": "user", "content": "hi"}], max_tokens=2).text is not None
