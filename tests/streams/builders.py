@@ -1,6 +1,9 @@
-"""Small records and events, and both stores behind one call."""
+"""Small records and events, and each store behind one call."""
 
 import asyncio
+import atexit
+import functools
+import tempfile
 from array import array
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -21,8 +24,10 @@ from headrace.streams.events import (
 from headrace.streams.log import Log, follow
 from headrace.streams.memory_store import MemoryStore
 from headrace.streams.record import Names, Record
+from headrace.streams.redis_store import RedisStore
 from headrace.streams.sqlite_store import SqliteStore
 from headrace.streams.store import Store
+from tests.redis_servers import RedisServer
 
 A, B, C = StreamId("a"), StreamId("b"), StreamId("c")
 
@@ -77,6 +82,32 @@ def in_sqlite(test: Callable[[SqliteStore], Awaitable[None]], directory: Path) -
 
     async def main() -> None:
         store = SqliteStore.open(directory)
+        try:
+            await test(store)
+        finally:
+            await store.close()
+
+    asyncio.run(main())
+
+
+@functools.cache
+def shared_redis() -> RedisServer:
+    """One server for all tests of the process that share it by prefixes."""
+    folder = tempfile.TemporaryDirectory(prefix="redis-")
+    server = RedisServer(Path(folder.name))
+    atexit.register(folder.cleanup)
+    atexit.register(server.close)
+    return server
+
+
+def redis_url(directory: Path) -> str:
+    """Where a test has a Redis to itself, as far as it can see."""
+    return f"{shared_redis().url}?prefix={directory}:"
+
+
+def in_redis(test: Callable[[RedisStore], Awaitable[None]], directory: Path) -> None:
+    async def main() -> None:
+        store = await RedisStore.open(redis_url(directory))
         try:
             await test(store)
         finally:

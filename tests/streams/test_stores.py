@@ -10,6 +10,7 @@ import pytest
 
 from headrace.streams.log import Log, LogConflict, LogGone
 from headrace.streams.store import ByConversation, ById, ByKey, Name, Retention, Store, Totals
+from tests.redis_servers import needs_redis
 from tests.streams.builders import (
     A,
     B,
@@ -18,6 +19,7 @@ from tests.streams.builders import (
     everything,
     finish,
     in_memory,
+    in_redis,
     in_sqlite,
     make_record,
     some,
@@ -30,12 +32,14 @@ Test = Callable[[Store], Awaitable[None]]
 def store_test(test: Test) -> Callable[..., None]:
     """Runs an async test once in each store."""
 
-    @pytest.mark.parametrize("run", [in_memory, in_sqlite])
-    def both(run: Callable[[Test, Path], None], tmp_path: Path) -> None:
+    @pytest.mark.parametrize(
+        "run", [in_memory, in_sqlite, pytest.param(in_redis, marks=needs_redis)]
+    )
+    def each(run: Callable[[Test, Path], None], tmp_path: Path) -> None:
         run(test, tmp_path)
 
-    both.__name__ = test.__name__
-    return both
+    each.__name__ = test.__name__
+    return each
 
 
 async def holder(store: Store, name: Name) -> str | None:

@@ -1,5 +1,6 @@
 """`headrace doctor`: what it looks at, and what it says; it changes nothing."""
 
+import asyncio
 import errno
 import os
 import platform
@@ -19,7 +20,7 @@ from headrace.checkpoints.find import find_here, find_model, is_hub_id
 from headrace.checkpoints.headers import read_headers, text_side
 from headrace.checkpoints.spec import read_spec
 from headrace.cli import exits
-from headrace.cli.state import streams_folder
+from headrace.cli.state import is_redis, streams_folder
 from headrace.core.config import HttpConfig, ModelConfig, ServerConfig
 from headrace.core.errors import HeadraceError, ModelError
 from headrace.core.layout import MemoryLayout
@@ -29,6 +30,7 @@ from headrace.gateway.auth import Auth
 from headrace.gateway.http_server import MAX_DESCRIPTORS
 from headrace.generation.served import names_of
 from headrace.runner.lanes.lane import Lane
+from headrace.streams.state_dir import StateError
 from headrace.text.encoder import Encoder
 from headrace.text.template import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
@@ -213,6 +215,8 @@ def _descriptors() -> Finding:
 
 
 def _state_dir(config: ServerConfig) -> Finding:
+    if (url := config.streams.state_dir) is not None and is_redis(url):
+        return _redis(url)
     wanted = streams_folder(config.streams.state_dir, config.http.port)
     if wanted is None:
         return Finding("state", "ok", "none: streams are kept in memory")
@@ -226,6 +230,20 @@ def _state_dir(config: ServerConfig) -> Finding:
         remedy = "Streams that opted in wait for each sync; a faster disk would help them."
         return Finding("state", "warn", detail, remedy)
     return Finding("state", "ok", detail)
+
+
+def _redis(url: str) -> Finding:
+    try:
+        from headrace.streams.redis_link import risks_at
+    except ModuleNotFoundError:
+        return Finding("state", "fail", "no redis package", "pip install 'headrace[redis]'")
+    try:
+        risks = asyncio.run(risks_at(url))
+    except StateError as error:
+        return Finding("state", "fail", "Redis cannot be used", str(error))
+    if risks:
+        return Finding("state", "warn", "Redis can lose streams", " ".join(risks))
+    return Finding("state", "ok", "Redis, which syncs every append")
 
 
 def _measure_sync(folder: Path) -> float:

@@ -19,7 +19,7 @@ import msgspec
 from headrace.cli import exits
 from headrace.cli.download import DownloadLine
 from headrace.cli.logs import say, set_up
-from headrace.cli.state import streams_folder
+from headrace.cli.state import is_redis, streams_folder
 from headrace.core.config import HttpConfig, ModelConfig, ServerConfig
 from headrace.core.desired import look_again
 from headrace.core.errors import ConfigError, HeadraceError
@@ -87,7 +87,7 @@ async def _run(
     tls: ssl.SSLContext | None,
 ) -> int:
     try:
-        store = _open_store(config.streams.state_dir, listener.getsockname()[1])
+        store = await _open_store(config.streams.state_dir, listener.getsockname()[1])
     except StateError as error:
         print(f"headrace: {error}", file=sys.stderr)
         return exits.IN_USE if isinstance(error, StateInUse) else exits.FAILED
@@ -97,9 +97,21 @@ async def _run(
         await store.close()
 
 
-def _open_store(state_dir: str | None, port: int) -> Store:
+async def _open_store(state_dir: str | None, port: int) -> Store:
+    if state_dir is not None and is_redis(state_dir):
+        return await _open_redis(state_dir)
     folder = streams_folder(state_dir, port)
     return MemoryStore() if folder is None else SqliteStore.open(folder)
+
+
+async def _open_redis(url: str) -> Store:
+    try:
+        from headrace.streams.redis_store import RedisStore
+    except ModuleNotFoundError as missing:
+        raise StateError(
+            "--state-dir redis://… needs the redis package: pip install 'headrace[redis]'."
+        ) from missing
+    return await RedisStore.open(url)
 
 
 def _tls(http: HttpConfig) -> ssl.SSLContext | None:

@@ -9,6 +9,11 @@ def state_home() -> Path:
     return Path(home) / "headrace"
 
 
+def is_redis(state_dir: str) -> bool:
+    """Whether --state-dir names a Redis server rather than a folder."""
+    return state_dir.startswith(("redis://", "rediss://", "unix://"))
+
+
 def streams_folder(state_dir: str | None, port: int) -> Path | None:
     """Where a server keeps its streams, as --state-dir says; None: in memory."""
     if state_dir is None:

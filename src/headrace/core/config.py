@@ -249,8 +249,9 @@ class StreamConfig(msgspec.Struct, frozen=True, kw_only=True):
     state_dir: Annotated[
         str | None,
         Meta(
-            description="Folder for streams that survive the server, or none to keep them in "
-            "memory; $XDG_STATE_HOME/headrace/PORT if not given"
+            description="Folder for streams that survive the server, redis://HOST:PORT/DB to share "
+            "them between servers, or none to keep them in memory; $XDG_STATE_HOME/headrace/PORT "
+            "if not given"
         ),
     ] = None
     load_timeout_s: Annotated[

@@ -21,14 +21,14 @@ from headrace.generation.fleet import Fleet
 from headrace.generation.host import Host
 from headrace.generation.metrics import Metrics
 from headrace.generation.pixels import Admitted
-from headrace.generation.registry import Found, Registry, give_up
+from headrace.generation.registry import Found, Registry, cut_by, give_up
 from headrace.generation.served import Models, ServedModel, admit, check_generates, see_again
 from headrace.generation.stream import LiveStream
 from headrace.generation.vectors import VectorMaker
 from headrace.generation.work import Work
-from headrace.streams.log import Log
+from headrace.streams.log import Log, LogTaken
 from headrace.streams.record import Names, Record
-from headrace.streams.store import Retention, Store, Stored, StoreStalled
+from headrace.streams.store import Ask, Retention, Store, Stored, StoreStalled
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,7 @@ _SHUTS_DOWN = RequestError(
     "server_shutdown", "The server is shutting down; send the request again."
 )
 _RESTARTS = RequestError("server_restarting", "The server is restarting; read on once it is back.")
+_TAKEN = RequestError("server_restarting", "Another server goes on with this stream; read on.")
 _CANNOT_WRITE = "The server cannot write to its disk now; read on later."
 _PAGE = 256
 _SWEEP_INTERVAL_S = 60.0
@@ -96,6 +97,8 @@ class Generation:
                 self._tasks.create_task(self._resume_all(), name="resume"),
                 self._tasks.create_task(self._sweep(), name="sweep"),
                 self._tasks.create_task(self._watch_store(), name="watch store"),
+                self._tasks.create_task(self._adopt(), name="adopt"),
+                self._tasks.create_task(self._obey(), name="obey"),
                 self._tasks.create_task(self.work.run(), name="work"),
             ]
             self.fleet.start(self._tasks)
@@ -183,6 +186,7 @@ class Generation:
         if ends := [*self._writers.values(), *self.vectors.ends()]:
             await asyncio.wait(ends, timeout=seconds)
         self.vectors.stop(_SHUTS_DOWN)
+        self.streams.elsewhere.set(_RESTARTS)
         for stream in self.streams:
             if stream.record.is_durable:
                 stream.interruption.set(_RESTARTS)
@@ -194,10 +198,13 @@ class Generation:
         """Sends the readers of durable streams away while the store cannot write."""
         while True:
             await self._store.stalled.wait()
+            stalled = RequestError("storage_stalled", _CANNOT_WRITE)
+            self.streams.elsewhere.set(stalled)
             for stream in self.streams:
                 if stream.record.is_durable:
-                    stream.interruption.set(RequestError("storage_stalled", _CANNOT_WRITE))
+                    stream.interruption.set(stalled)
             await self._store.writable.wait()
+            self.streams.elsewhere.clear()
             for stream in self.streams:
                 stream.interruption.clear()
 
@@ -208,13 +215,39 @@ class Generation:
                 unfinished = await self._store.unfinished()
                 break
             await self._store.writable.wait()
+        await self._go_on_with(unfinished)
+
+    async def _go_on_with(self, left: list[Stored]) -> None:
         # those with images take long, and the others need not wait for them
-        for stored in sorted(unfinished, key=lambda it: len(it.record.images)):
+        for stored in sorted(left, key=lambda it: len(it.record.images)):
             self.metrics.recovered()
+            cut = cut_by(stored.stop_code) if stored.stop_code else None
             if self.fleet.is_sole:
-                await self._resume(stored)
+                await self._resume(stored, cut)
             else:  # one model's download keeps no other's streams
-                self._tasks.create_task(self._resume(stored), name="resume one")
+                self._tasks.create_task(self._resume(stored, cut), name="resume one")
+
+    async def _adopt(self) -> None:
+        """Goes on with what servers of the same store left that have gone."""
+        while True:
+            await self._go_on_with(await self._store.orphans())
+
+    async def _obey(self) -> None:
+        """Does what other servers of the same store ask of the streams that are written here."""
+        while True:
+            ask = await self._store.asked()
+            self._tasks.create_task(self._do(ask), name="ask")
+
+    async def _do(self, ask: Ask) -> None:
+        stream = await self.streams.written_here(ask.stream_id, waits=ask.what == "stop")
+        if stream is None:
+            return
+        if ask.what == "stop":
+            stream.stop(cut_by(ask.detail))
+        elif ask.what == "beat":
+            stream.beat(ask.detail, ask.interval_s)
+        else:
+            stream.check_log()
 
     async def _sweep(self) -> None:
         """Once a minute, forgets what retention does not keep."""
@@ -326,6 +359,10 @@ class Generation:
             await self._run(host, stream)
             if not stream.record.names.is_opted_in:
                 await stream.wait_until_abandoned()
+        except LogTaken:
+            logger.warning("Another server has taken a stream over")
+            stream.interruption.set(_TAKEN)
+            stream.ended.set()
         except Exception:  # one stream, and not the server
             logger.exception("The log of a stream cannot be written")
             failure = RequestError("internal_error", "The log of this stream cannot be written.")

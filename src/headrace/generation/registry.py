@@ -13,6 +13,7 @@ from headrace.generation.admission import Place
 from headrace.generation.event_builder import to_event
 from headrace.generation.metrics import Metrics
 from headrace.generation.readers import Audience, Reader, ReaderPause, racing
+from headrace.generation.remote import RemoteStream
 from headrace.generation.stream import LiveStream
 from headrace.generation.vector_batch import VectorBatch
 from headrace.streams.log import Log, LogConflict, LogGone, LogUnsound, MemoryLog
@@ -31,7 +32,10 @@ from headrace.streams.store import (
 
 _IN_MEMORY = Retention(keep_s=3600.0, max_bytes=256 << 20)
 _MAX_UNSWEPT = 64 << 20
-_REPLACED = "A newer request of this conversation replaced it."
+_CUTS = {
+    "cancelled": "The stream was stopped.",
+    "replaced": "A newer request of this conversation replaced it.",
+}
 
 Result = TypeVar("Result")
 
@@ -56,7 +60,7 @@ class FinishedStream:
         return Audience(None, on_abandoned=lambda: None).reader(self.log, after)
 
 
-Found = LiveStream | FinishedStream
+Found = LiveStream | FinishedStream | RemoteStream
 
 
 class Registry:
@@ -70,6 +74,7 @@ class Registry:
         self._live: dict[StreamId, LiveStream] = {}
         self.batches: set[VectorBatch] = set()  # inputs that become vectors
         self._added = asyncio.Event()  # set, and replaced, as each stream is added
+        self.elsewhere = ReaderPause()  # of those who read what other servers write
         self._closed: RequestError | None = None  # why no writer will come any more
         self._closed_ones: dict[StreamId, RequestError] = {}  # or none for these
 
@@ -184,7 +189,7 @@ class Registry:
             stored = await self._store.create(record, replaced)
             if stored.record.id == record.id:
                 if replaced is not None and (old := self._live.get(replaced)) is not None:
-                    old.stop(RequestError("replaced", _REPLACED))
+                    old.stop(cut_by("replaced"))
                 return stored
             if record.names.key is not None and stored.record.names.key == record.names.key:
                 _check_same(stored.record, record.names)
@@ -222,7 +227,10 @@ class Registry:
         StoreStalled if its end cannot be stored now; the stop counts, and the end is written later.
         """
         state, asked_at = found.state, time.monotonic()
-        found.stop(RequestError("cancelled", "The stream was stopped."))
+        if isinstance(found, RemoteStream):
+            await self.unless_stalled(found.record, found.stop("cancelled"))
+        else:
+            found.stop(cut_by("cancelled"))
         if isinstance(found, LiveStream):
             await self.unless_stalled(found.record, found.ended.wait())
         self._metrics.stopped(state, time.monotonic() - asked_at)
@@ -237,8 +245,18 @@ class Registry:
             result: Result = await working
             return result
 
+    async def written_here(self, stream_id: StreamId, waits: bool) -> LiveStream | None:
+        """With `waits`, also one that is just being opened, or resumed."""
+        if (live := self._live.get(stream_id)) is not None or not waits:
+            return live
+        with contextlib.suppress(RequestError):
+            stored = await self._store.find(ById(stream_id))
+            found = await self.wrap(stored) if stored else None
+            return found if isinstance(found, LiveStream) else None
+        return None
+
     async def wrap(self, stored: Stored) -> Found:
-        """The live stream with its writer, or the finished one.
+        """The live stream with its writer, which may be in another server, or the finished one.
 
         Waits for the writer of a stream that is just being opened, or resumed after a restart:
         taken for a finished one, it could not be stopped and would have no heartbeat.
@@ -248,12 +266,19 @@ class Registry:
             added = self._added
             if await _has_ended(stored.log):
                 return FinishedStream(stored.record, stored.log)
+            if stored.elsewhere is not None:
+                return RemoteStream(stored, stored.elsewhere, self.elsewhere)
             closed = self._closed or self._closed_ones.get(stored.record.id)
             if closed is not None:
                 raise closed.with_traceback(None)
             changed = _first(added.wait(), stored.log.wait(stored.log.next_seq - 1))
             await self.unless_stalled(stored.record, changed)
         return live
+
+
+def cut_by(code: str) -> RequestError:
+    """What a stream ends with that somebody asked to end."""
+    return RequestError(code, _CUTS.get(code, "The stream was ended."))
 
 
 def _check_same(record: Record, names: Names) -> None:

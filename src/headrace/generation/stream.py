@@ -27,7 +27,7 @@ from headrace.generation.readers import Audience, Reader, ReaderPause
 from headrace.generation.sequences import Item, Sequences, StreamNews, Submits
 from headrace.generation.suspicion import CrashSuspicion
 from headrace.streams.events import AnyEvent
-from headrace.streams.log import Log
+from headrace.streams.log import Log, LogTaken
 from headrace.streams.record import Record
 from headrace.streams.store import StoreStalled
 
@@ -171,6 +171,10 @@ class LiveStream:
             self._beat_at[form] = math.inf  # at most one is on its way
             self.tell(Beat(self.state, form))
 
+    def check_log(self) -> None:
+        """Writes a heartbeat, which fails if another server writes the log now."""
+        self.tell(Beat(self.state, "comment"))
+
     # its readers
 
     def reader(self, after: int = -1) -> AbstractAsyncContextManager[Reader]:
@@ -207,7 +211,7 @@ class LiveStream:
                 self._take(news, at_ms)
                 self._keep_place()
                 await self._append_new(at_ms)
-        except StoreStalled:
+        except (StoreStalled, LogTaken):
             self._leave_engine()
             raise
         except Exception:

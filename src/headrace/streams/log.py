@@ -39,6 +39,10 @@ class LogConflict(Exception):
     """An append that does not continue the log; a bug of its writer."""
 
 
+class LogTaken(LogConflict):
+    """An append by a writer whose log another server has claimed since."""
+
+
 class LogGone(Exception):
     """The stream was forgotten while somebody still read or wrote its log."""
 
@@ -110,6 +114,10 @@ class Tail:
             raise self._gone.with_traceback(None)  # raised often: it would grow
         start = after + 1 - (self.next_seq - len(self._events))
         return self._events[start : start + limit] if start >= 0 else None
+
+    def recent(self) -> list[AnyEvent]:
+        """What is in memory of it, oldest first."""
+        return list(self._events)
 
     def ends_with(self, seq: int) -> bool:
         """Whether no event follows number `seq`, now or later."""

@@ -19,6 +19,7 @@ from headrace.streams.store import (
     Retention,
     Stored,
     Totals,
+    Unshared,
     nobody_hears,
 )
 from headrace.streams.sweep import Kept, choose
@@ -29,7 +30,7 @@ _BYTES_PER_ENCODED = 6  # an event as objects, against the same event as msgpack
 _encode = msgspec.msgpack.Encoder().encode
 
 
-class MemoryStore:
+class MemoryStore(Unshared):
     """The naive store: specification and fake of the others. It never stalls."""
 
     is_durable = False

@@ -32,6 +32,7 @@ from headrace.streams.store import (
     Stored,
     StoreStalled,
     Totals,
+    Unshared,
 )
 from headrace.streams.sweep import choose
 
@@ -43,7 +44,7 @@ _EVICTED_AT_ONCE = 100  # appends pass between two transactions of a sweep
 Result = TypeVar("Result")
 
 
-class SqliteStore:
+class SqliteStore(Unshared):
     """Opened by `open`; `close` it before the event loop ends."""
 
     is_durable = True

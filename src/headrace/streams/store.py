@@ -8,6 +8,7 @@ import msgspec
 
 from headrace.core.errors import RequestError
 from headrace.core.ids import StreamId
+from headrace.streams.events import AnyEvent
 from headrace.streams.log import Log
 from headrace.streams.record import Record
 
@@ -31,6 +32,19 @@ class ByKey(msgspec.Struct, frozen=True):
 Name = ById | ByConversation | ByKey
 
 
+class RemoteWriter(Protocol):
+    """The writer of a live stream in another server of the same store."""
+
+    async def stop(self, code: str) -> None:
+        """Asks it to end the stream with this code; it counts even if that server has gone."""
+
+    def beat(self, form: str, interval_s: float) -> None:
+        """Asks it for a heartbeat in the log, which may come or not."""
+
+    def recent(self) -> list[AnyEvent]:
+        """The newest events of the log, as far as they are in memory."""
+
+
 class Stored(msgspec.Struct, frozen=True):
     """A stream as its store has it.
 
@@ -40,6 +54,21 @@ class Stored(msgspec.Struct, frozen=True):
 
     record: Record
     log: Log
+    elsewhere: RemoteWriter | None = None  # set while another server writes it
+    stop_code: str = ""  # somebody asked to end it with this code while it had no writer
+
+
+class Ask(msgspec.Struct, frozen=True):
+    """What another server asks of a stream that is written here.
+
+    `what`: stop, `detail` being the code; beat, with the form; look, for somebody else may write
+    it now.
+    """
+
+    stream_id: StreamId
+    what: str
+    detail: str = ""
+    interval_s: float = 0.0
 
 
 class Retention(msgspec.Struct, frozen=True):
@@ -117,8 +146,26 @@ class Store(Protocol):
         Unsound ones are set aside instead: they end here, and finding them raises LogUnsound.
         """
 
+    async def orphans(self) -> list[Stored]:
+        """Streams whose server has gone, claimed for the caller to write; waits until there are."""
+
+    async def asked(self) -> Ask:
+        """What another server asks next; waits until one does."""
+
     async def sweep(self, retention: Retention, now: float) -> Totals:
         """Removes ended streams that are too old, then the least recently read beyond the caps.
 
         `now` is unix seconds. Returns what is left: beyond a cap only if live streams fill it.
         """
+
+
+class Unshared:
+    """Part of a store that one server has to itself: no other has streams in it."""
+
+    async def orphans(self) -> list[Stored]:
+        await asyncio.Event().wait()
+        return []
+
+    async def asked(self) -> Ask:
+        await asyncio.Event().wait()
+        raise AssertionError("nobody asks")
