@@ -6,7 +6,7 @@ READY_TEST := .venv/ready-test
 READY_BENCH := .venv/ready-bench
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: serve test test-clients test-cluster kill-replicas test-embed test-kernels test-models test-slow test-structure test-web test-ops check simulate simulate-placements chaos attack soak corrupt demo roofline clean
+.PHONY: serve test test-clients test-cluster kill-replicas test-embed test-kernels test-models test-slow test-structure test-web test-ops check simulate simulate-placements chaos attack soak corrupt demo roofline peers clean
 
 serve: $(READY)
 	@exec $(BIN)/headrace serve $(ARGS)
@@ -145,6 +145,10 @@ demo: $(READY)
 ROOFLINE_MODEL ?= build/qwen3-0.6b
 roofline: $(READY_BENCH) $(ROOFLINE_MODEL)
 	$(BIN)/python benchmarks/roofline.py --model $(ROOFLINE_MODEL) $(ARGS)
+
+# beside OpenVINO GenAI and llama.cpp, in environments of their own
+peers: $(READY_BENCH)
+	PYTHONPATH=src:. $(BIN)/python -m benchmarks.peers $(ARGS)
 
 build/qwen3-0.6b: $(READY)
 	$(BIN)/python tools/make_random_model.py --shape qwen3-0.6b --out $@

@@ -66,6 +66,18 @@ SHAPES = {
         "max_position_embeddings": 8192,
         "tie_word_embeddings": False,
     },
+    "small": _DENSE  # to try a benchmark itself
+    | {
+        "num_hidden_layers": 2,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "vocab_size": 2048,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": False,
+    },
     "tiny": _DENSE
     | {
         "num_hidden_layers": 2,

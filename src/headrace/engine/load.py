@@ -7,7 +7,7 @@ from typing import NamedTuple
 import msgspec
 
 from headrace.checkpoints.spec import read_spec
-from headrace.core.config import ModelConfig
+from headrace.core.config import ModelConfig, SchedulerConfig
 from headrace.core.errors import ModelError
 from headrace.core.messages import Ready
 from headrace.engine.grammars import Grammars
@@ -36,22 +36,26 @@ def load(config: ModelConfig) -> Loaded:
     runner, ready = load_runner(config, folder)
     grammars = Grammars(_compiler(folder))
     runner.constrain = grammars.constrain
+    scheduler, ready = schedule(config.scheduler, runner, ready)
+    return Loaded(runner, scheduler, ready, grammars)
+
+
+def schedule(config: SchedulerConfig, runner: Runner, ready: Ready) -> tuple[Scheduler, Ready]:
+    """A scheduler for a loaded model, with some steps timed; Ready says its limits."""
     layout = ready.layout
-    limits = resolve(
-        config.scheduler, layout, ready.device, ready.max_num_seqs, ready.max_model_len
-    )
+    limits = resolve(config, layout, ready.device, ready.max_num_seqs, ready.max_model_len)
     if ready.is_whole:
         limits = msgspec.structs.replace(limits, is_whole=True, forward_per_chunk=False)
     limits = msgspec.structs.replace(limits, source=ready.source)
     ready = msgspec.structs.replace(
         ready, max_step_tokens=limits.max_step_tokens, max_stall_s=limits.max_stall_s
     )
-    scheduler = Scheduler(config.scheduler, layout, limits)
+    scheduler = Scheduler(config, layout, limits)
     for chunk, seconds in timed_steps(runner, layout):
         scheduler.observe((chunk,), seconds)
     for size, num_units, seconds in timed_encoding(runner, layout):
         scheduler.observe_encoding(size, num_units, seconds)
-    return Loaded(runner, scheduler, ready, grammars)
+    return scheduler, ready
 
 
 def _compiler(folder: Path) -> GrammarCompiler | None:

@@ -25,12 +25,15 @@ _BYTE, _I64 = ir.IntType(8), ir.IntType(64)
 _POINTER = _BYTE.as_pointer()
 
 
-@cache
 def has_amx() -> bool:
     """Whether there is one, the system lets this process use it, and compiled code may name it."""
-    features = llvm.get_host_cpu_features()
     is_host = not (config.CPU_NAME or config.CPU_FEATURES)  # type: ignore[attr-defined]
-    return is_host and bool(features.get("amx-bf16")) and allow_amx()
+    return is_host and _is_there()
+
+
+@cache
+def _is_there() -> bool:
+    return bool(llvm.get_host_cpu_features().get("amx-bf16")) and allow_amx()
 
 
 def _call(builder: Any, name: str, *args: Any) -> None:

@@ -1,0 +1,181 @@
+"""What peers.py has found: as JSON, as a picture, and as the section of docs/benchmarks.md.
+
+python -m benchmarks.peer_report FOLDER/peers.json [--publish]
+"""
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+NAMES = {"headrace": "Headrace", "openvino": "OpenVINO GenAI", "llama.cpp": "llama.cpp"}
+BEGIN, END = "<!-- peers: written by benchmarks/peers.py -->", "<!-- peers: end -->"
+PICTURE = "benchmarks/peers/peers.png"
+_COLORS = {"headrace": "#0b6fa4", "openvino": "#d9822b", "llama.cpp": "#6b7785"}
+_MIXED = {
+    "equal": "target: the 99 % of OpenVINO's gaps",
+    "default": "default target",
+    "off": "target off",
+    "": "",
+}
+_MUST = {"equal": 1.15, "default": 2.0}  # of OpenVINO's first token, and of that with target off
+
+
+def p99(gaps: list[float]) -> float:
+    ordered = sorted(gaps)
+    return ordered[min(int(0.99 * len(ordered)), len(ordered) - 1)]
+
+
+def mixed_row(peer: str, setting: str, answers: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of all rounds; gaps are of all streams while the prompt is computed."""
+    gaps = [gap for answer in answers for gap in answer["gaps_ms"]]
+    firsts = [round(answer["first_s"], 2) for answer in answers]
+    alone = [gap for answer in answers for gap in answer["alone_ms"]]
+    return {
+        "peer": peer,
+        "setting": setting,
+        "targets": [answer["target"] for answer in answers],
+        "p99_ms": round(p99(gaps)),
+        "worst_ms": round(max(gaps)),
+        "alone_ms": round(statistics.median(alone), 1),
+        "first_s": firsts,
+    }
+
+
+def write(report: dict[str, Any], folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "peers.json").write_text(json.dumps(report, indent=1) + "\n")
+    (folder / "peers.md").write_text(markdown(report) + "\n")
+    draw(report, folder / "peers.png")
+
+
+def publish(report: dict[str, Any], docs: Path) -> None:
+    """Replaces what lies between the two markers of docs/benchmarks.md."""
+    write(report, (docs / PICTURE).parent)
+    page = docs / "benchmarks.md"
+    before, _, rest = page.read_text().partition(BEGIN)
+    after = rest.partition(END)[2]
+    section = f"{BEGIN}\n\n{markdown(report)}\n\n![Times by row, beside Headrace's]({PICTURE})\n\n"
+    page.write_text(f"{before}{section}{END}{after}")
+
+
+def markdown(report: dict[str, Any]) -> str:
+    parts = [_about(report)]
+    if report["rows"]:
+        parts.append(_rows(report["rows"]))
+    if report.get("mixed"):
+        parts.append(_mixed(report["mixed"]))
+    return "\n\n".join(parts)
+
+
+def _about(report: dict[str, Any]) -> str:
+    packages = " and ".join(package.replace("==", " ") for package in report["packages"])
+    return (
+        f"{report['date']}, revision {report['revision']}, {report['processor']}, "
+        f"{report['threads']} threads, kernels `{report['kernels']}`, shape `{report['shape']}`, "
+        f"{packages}. Medians of {report['rounds']} rounds; a ratio is the median of the rounds' "
+        f"ratios."
+    )
+
+
+def _rows(rows: dict[str, Any]) -> str:
+    peers = [peer for peer in NAMES if any(peer in row["ms"] for row in rows.values())]
+    lines = [
+        f"| row, ms | {' | '.join(NAMES[peer] for peer in peers)} | Headrace / other | must hold |",
+        "|---" * (len(peers) + 3) + "|",
+    ]
+    for name, row in rows.items():
+        times = [_ms(row["ms"].get(peer)) for peer in peers]
+        ratio = row.get("ratio")
+        own = f"{ratio['is']:.2f} ({_other(ratio['against'])})" if ratio else ""
+        lines.append(f"| {name} | {' | '.join(times)} | {own} | {_verdict(ratio)} |")
+    return "\n".join(lines)
+
+
+def _ms(times: list[float] | None) -> str:
+    if not times:
+        return "–"
+    middle = statistics.median(times)
+    return f"{middle:,.0f}" if middle >= 100 else f"{middle:.1f}"
+
+
+def _other(against: str) -> str:
+    return NAMES.get(against, "quickest peer" if against == "quickest" else f"its own {against}")
+
+
+def _verdict(ratio: dict[str, Any] | None) -> str:
+    if not ratio or not ratio["must"]:
+        return ""
+    return f"{ratio['must']:.2f}: {'held' if ratio['is'] <= ratio['must'] else 'missed'}"
+
+
+def _mixed(runs: list[dict[str, Any]]) -> str:
+    lines = [
+        "Four streams at 128 tokens, and a cold prompt of 2,048:",
+        "",
+        "| server | 99 % of gaps, ms | worst gap, ms | a step of the streams alone, ms "
+        "| first token, s | ratio | must hold |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    first = {(run["peer"], run["setting"]): statistics.median(run["first_s"]) for run in runs}
+    for run in runs:
+        own, ratio = first[run["peer"], run["setting"]], ""
+        other = {"equal": ("openvino", ""), "default": ("headrace", "off")}.get(run["setting"])
+        said = _MIXED[run["setting"]]
+        if run["setting"] == "equal":
+            said += f" ({', '.join(sorted(set(run['targets'])))} ms)"
+        verdict = ""
+        if other in first:
+            is_, must = own / first[other], _MUST[run["setting"]]
+            ratio = f"{is_:.2f} ({'OpenVINO' if run['setting'] == 'equal' else 'off'})"
+            verdict = f"{must:.2f}: {'held' if is_ <= must else 'missed'}"
+        name = NAMES[run["peer"]] + (f", {said}" if said else "")
+        figures = f"{run['p99_ms']:,} | {run['worst_ms']:,} | {run['alone_ms']} | {own:.1f}"
+        lines.append(f"| {name} | {figures} | {ratio} | {verdict} |")
+    return "\n".join(lines)
+
+
+def draw(report: dict[str, Any], path: Path) -> None:
+    """Each server's time as a multiple of Headrace's, row by row; nothing without matplotlib."""
+    rows = {name: row["ms"] for name, row in report["rows"].items() if "headrace" in row["ms"]}
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return
+    if not rows:
+        return
+    figure = Figure(figsize=(9, 0.42 * len(rows) + 1.4), layout="constrained")
+    axes = figure.subplots()
+    for peer, color in _COLORS.items():
+        heights = [y for y, times in enumerate(rows.values()) if peer in times]
+        values = [
+            statistics.median(times[peer]) / statistics.median(times["headrace"])
+            for times in rows.values()
+            if peer in times
+        ]
+        axes.scatter(values, heights, s=60, color=color, label=NAMES[peer], zorder=3)
+    axes.axvline(1, color=_COLORS["headrace"], linewidth=1)
+    axes.set_yticks(range(len(rows)), list(rows))
+    axes.invert_yaxis()
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set_xlabel("time / Headrace's time (more is slower)")
+    axes.grid(axis="x", alpha=0.3)
+    axes.legend(loc="best")
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("report", type=Path)
+    parser.add_argument("--publish", action="store_true")
+    given = parser.parse_args()
+    report = json.loads(given.report.read_text())
+    if given.publish:
+        publish(report, Path(__file__).resolve().parent.parent / "docs")
+    print(markdown(report))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""What peers.py needs before it measures: environments of the peers, and their models' files.
+
+All of it lies in one folder and is made once. Every model comes from the same random weights.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import gguf
+import numpy as np
+from gguf import GGMLQuantizationType as Kind
+from gguf.quants import quantize
+from safetensors.torch import load_file
+
+from tests.gguf_files import add_tokenizer, gguf_name
+from tools.make_random_model import make_random_model
+
+# torch is what the exporter needs; the version is the one of constraints.txt
+OPENVINO = ("openvino-genai==2026.4.1.0", "optimum-intel==2.2.0", "torch==2.13.0")
+LLAMA = ("llama-cpp-python==0.3.36",)
+_NATIVE = {"CMAKE_ARGS": "-DGGML_NATIVE=ON"}  # for this machine's own instructions
+_FORMATS = {"bf16": (), "int8": ("--weight-format", "int8"), "int4": ("--weight-format", "int4")}
+_FILE_TYPES = {"Q8_0": "LLAMA_FTYPE_MOSTLY_Q8_0", "Q4_K_M": "LLAMA_FTYPE_MOSTLY_Q4_K_M"}
+_QUANTIZE = """
+import sys, llama_cpp
+source, target, kind = sys.argv[1:]
+params = llama_cpp.llama_model_quantize_default_params()
+params.ftype = getattr(llama_cpp, kind)
+sys.exit(llama_cpp.llama_model_quantize(source.encode(), target.encode(), params))
+"""
+
+
+class Setup:
+    """`folder` holds the environments, and a folder of models for each shape."""
+
+    def __init__(self, folder: Path, shape: str) -> None:
+        self._environments, self._shape = folder, shape
+        self.models = folder / shape
+        self.models.mkdir(parents=True, exist_ok=True)
+
+    def python(self, peer: str) -> Path:
+        """The interpreter of a peer's environment, which is made if there is none."""
+        if peer == "headrace":
+            return Path(sys.executable)
+        packages, environment = (OPENVINO, {}) if peer == "openvino" else (LLAMA, _NATIVE)
+        folder = (self._environments / peer.replace(".", "-")).absolute()
+        python, ready = folder / "bin" / "python", folder / "ready"
+        if not ready.exists():
+            _run(sys.executable, "-m", "venv", str(folder))
+            if peer == "openvino":
+                _refuse_cuda(python, packages)
+            pip = (str(python), "-m", "pip")
+            _run(*pip, "install", "--quiet", *packages, environment=environment)
+            if peer == "openvino":
+                # the exporter works without it, and fails with one that was built for another torch
+                _run(*pip, "uninstall", "--quiet", "--yes", "torchvision")
+            ready.touch()
+        return python
+
+    def folder(self) -> Path:
+        """The checkpoint that all others are made of."""
+        return self._made("hf", lambda path: make_random_model(path, self._shape))
+
+    def openvino(self, form: str) -> Path:
+        def export(path: Path) -> None:
+            tool = self.python("openvino").parent / "optimum-cli"
+            command = (str(tool), "export", "openvino", "--model", str(self.folder()))
+            _run(*command, "--task", "text-generation-with-past", *_FORMATS[form], str(path))
+
+        return self._made(f"openvino-{form}", export)
+
+    def gguf(self, kind: str) -> Path:
+        """bf16 holds the very weights; the others are rounded by llama.cpp."""
+        if kind == "BF16":
+            return self._made("BF16.gguf", lambda path: write_gguf(self.folder(), path))
+
+        def rounded(path: Path) -> None:
+            source, python = str(self.gguf("BF16")), str(self.python("llama.cpp"))
+            _run(python, "-c", _QUANTIZE, source, str(path), _FILE_TYPES[kind])
+
+        return self._made(f"{kind}.gguf", rounded)
+
+    def _made(self, name: str, make) -> Path:  # type: ignore[no-untyped-def]
+        """What is half made has another name, so that a run that was cut short begins again."""
+        path, half = self.models / name, self.models / f"half-{name}"
+        if not path.exists():
+            print(f"Making {path}", file=sys.stderr, flush=True)
+            make(half)
+            half.rename(path)
+        return path
+
+
+def write_gguf(folder: Path, target: Path) -> None:
+    """A model folder of make_random_model as one file, its matrices in bfloat16."""
+    config = json.loads((folder / "config.json").read_text())
+    writer = gguf.GGUFWriter(target, config["model_type"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_vocab_size(config["vocab_size"])
+    described = json.loads((folder / "tokenizer.json").read_text())
+    add_tokenizer(writer, described, {"eos_token_id": config["eos_token_id"]})
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        kind = Kind.BF16 if tensor.ndim > 1 else Kind.F32
+        raw = np.ascontiguousarray(quantize(tensor.float().numpy(), kind))
+        writer.add_tensor(gguf_name(name), raw, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _refuse_cuda(python: Path, packages: tuple[str, ...]) -> None:
+    """What some indexes call torch brings gigabytes of libraries for GPUs."""
+    command = (str(python), "-m", "pip", "install", "--dry-run", "--quiet", "--report", "-")
+    report = subprocess.run([*command, *packages], stdout=subprocess.PIPE, check=True).stdout
+    planned = json.loads(report)["install"]
+    if any(package["metadata"]["name"].startswith("nvidia-") for package in planned):
+        raise SystemExit(
+            "pip would install torch with CUDA; let it find a build for CPUs first, "
+            "such as by PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS."
+        )
+
+
+def _run(*command: str, environment: dict[str, str] | None = None) -> None:
+    """Its output goes to stderr; SystemExit if it fails."""
+    try:
+        subprocess.run(
+            command, check=True, env=os.environ | (environment or {}), stdout=sys.stderr.fileno()
+        )
+    except subprocess.CalledProcessError as error:
+        raise SystemExit(f"{' '.join(command[:6])} ... failed with {error.returncode}.") from None
