@@ -180,6 +180,7 @@ IMAGE_MARKS = {
     "LLaVA": IMAGE,
     "Gemma3": "<start_of_image>",
     "Qwen2-VL": "<|vision_start|><|image_pad|><|vision_end|>",
+    "Qwen3.5": "<|vision_start|><|image_pad|><|vision_end|>",
 }
 """What a chat template writes where an image stands."""
 IMAGE_TEMPLATE = (
@@ -201,14 +202,14 @@ _TEXT = {key: value for key, value in _SHAPE.items() if value is not None}
 
 
 def make_tiny_image_model(folder: Path, kind: str) -> Path:
-    """An image-text model with its processor: kind LLaVA, Qwen2-VL or Gemma3."""
-    make = {"LLaVA": _llava, "Qwen2-VL": _qwen2_vl, "Gemma3": _gemma3}[kind]
+    """An image-text model with its processor: kind LLaVA, Qwen2-VL, Gemma3 or Qwen3.5."""
+    kinds = {"LLaVA": _llava, "Qwen2-VL": _qwen2_vl, "Gemma3": _gemma3, "Qwen3.5": _qwen3_5}
+    make = kinds[kind]
     _write_tokenizer(folder)
     names = {
         "LLaVA": (IMAGE,),
-        "Qwen2-VL": ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
         "Gemma3": ("<start_of_image>", "<end_of_image>", "<image_soft_token>"),
-    }[kind]
+    }.get(kind, ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"))
     inner = Tokenizer.from_file(str(folder / "tokenizer.json"))
     inner.add_special_tokens(list(names))
     inner.save(str(folder / "tokenizer.json"))
@@ -253,11 +254,33 @@ def _qwen2_vl(tokenizer: Any, ids: dict[str, int], template: str, folder: Path) 
             "patch_size": 8, "spatial_merge_size": 2, "temporal_patch_size": 2,
         },
         text_config=_TEXT | {"rope_parameters": rope},
-        image_token_id=ids["<|image_pad|>"],
-        video_token_id=ids["<|video_pad|>"],
-        vision_start_token_id=ids["<|vision_start|>"],
-        vision_end_token_id=ids["<|vision_end|>"],
+        **_qwen_ids(ids),
     )  # fmt: skip
+    return transformers.Qwen2VLForConditionalGeneration(config), _grid(tokenizer, template, folder)
+
+
+def _qwen3_5(tokenizer: Any, ids: dict[str, int], template: str, folder: Path) -> tuple[Any, Any]:
+    rope = {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    text = _TEXT | _HYBRID | {"rope_parameters": _HYBRID["rope_parameters"] | rope}
+    config = transformers.Qwen3_5Config(
+        vision_config=_EYES | {"depth": 3, "patch_size": 8, "num_position_embeddings": 9},
+        text_config=text,
+        **_qwen_ids(ids),
+    )
+    return transformers.Qwen3_5ForConditionalGeneration(config), _grid(tokenizer, template, folder)
+
+
+def _qwen_ids(ids: dict[str, int]) -> dict[str, int]:
+    return {
+        "image_token_id": ids["<|image_pad|>"],
+        "video_token_id": ids["<|video_pad|>"],
+        "vision_start_token_id": ids["<|vision_start|>"],
+        "vision_end_token_id": ids["<|vision_end|>"],
+    }
+
+
+def _grid(tokenizer: Any, template: str, folder: Path) -> Any:
+    """The part of Qwen's processor that needs no package for videos."""
     sizes = {"shortest_edge": 16 * 16 * 2, "longest_edge": 64 * 64}
     images = transformers.Qwen2VLImageProcessorPil(
         patch_size=8, merge_size=2, temporal_patch_size=2, size=sizes
@@ -265,7 +288,7 @@ def _qwen2_vl(tokenizer: Any, ids: dict[str, int], template: str, folder: Path) 
     (folder / "chat_template.jinja").write_text(template)
     images.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    return transformers.Qwen2VLForConditionalGeneration(config), images
+    return images
 
 
 def _gemma3(tokenizer: Any, ids: dict[str, int], template: str, _: Path) -> tuple[Any, Any]:

@@ -177,6 +177,7 @@ class _Host:
         _refuse_unknown(fields, known_fields(dialect.TABLE))
         checked = dialect.read(_as_json(fields))
         self._jobs.constrain(checked)
+        self._jobs.refuse_unseen(checked)
         return checked
 
     def inputs(self, fields: dict[str, Any]) -> CheckedBody:

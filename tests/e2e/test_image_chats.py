@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from headrace import LLM, Client
 from tests.builders import IMAGE, make_tiny_image_model
 from tests.servers import ServerProcess, running_server
 
@@ -101,6 +102,38 @@ def test_choices_share_the_image(server):
     several = [c["message"]["content"] for c in post(server, body).json()["choices"]]
     assert len(set(several)) == 3
     assert several[0] == said(post(server, body | {"n": 1}))
+
+
+def test_all_routes_see_the_same_image(server):
+    image, more = url(picture(5)), {"max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    expected = said(post(server, chat(image)))
+    text = {"type": "text", "text": "What is this?"}
+    source = {"type": "base64", "media_type": "image/png", "data": image.partition(",")[2]}
+    turn = {"role": "user", "content": [{"type": "image", "source": source}, text]}
+    name = httpx.get(f"{server.url}/v1/models").json()["data"][0]["id"]
+    body = {"model": name, "messages": [turn], **more}
+    answer = httpx.post(f"{server.url}/v1/messages", json=body, timeout=60).json()
+    assert answer["content"][0]["text"] == expected
+    parts = [{"type": "input_image", "image_url": image}, text | {"type": "input_text"}]
+    body = {"input": [{"role": "user", "content": parts}], "max_output_tokens": 12, **more}
+    del body["max_tokens"]
+    answer = httpx.post(f"{server.url}/v1/responses", json=body, timeout=60).json()
+    assert answer["output"][0]["content"][0]["text"] == expected
+    counted = httpx.post(f"{server.url}/v1/responses/input_tokens", json=body, timeout=60).json()
+    assert counted["input_tokens"] == answer["usage"]["input_tokens"]
+    again = {"input": "And now?", "previous_response_id": answer["id"], "max_output_tokens": 2}
+    second = httpx.post(f"{server.url}/v1/responses", json=again, timeout=60).json()
+    assert second["usage"]["input_tokens"] > answer["usage"]["input_tokens"] + 12
+
+
+def test_python_callers_send_images_as_clients_do(server, folder):
+    messages = chat(url(picture(5)))["messages"]
+    more = {"max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    expected = said(post(server, chat(url(picture(5)))))
+    with Client(server.url) as client:
+        assert client.chat(messages, **more).text == expected
+    with LLM.load(str(folder), threads=1) as model:
+        assert model.chat(messages, **more).text == expected
 
 
 _NO_PIXELS = b"BM" + (54).to_bytes(4, "little") + bytes(4) + (54).to_bytes(4, "little")

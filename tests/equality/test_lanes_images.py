@@ -12,7 +12,7 @@ import transformers
 from PIL import Image
 
 from headrace.core.ids import SequenceId, SlotId
-from headrace.core.plan import Begin, Chunk, EncodeChunk, SlotCopy, StepPlan
+from headrace.core.plan import Begin, BlockCopy, Chunk, EncodeChunk, SlotCopy, StepPlan
 from headrace.runner.images import ImageProcessor, Prepared
 from headrace.runner.runner import Runner
 from tests.builders import IMAGE_MARKS, make_tiny_image_model
@@ -27,6 +27,8 @@ def picture(seed: int, width: int = 40, height: int = 30) -> bytes:
 
 
 RED, BLUE = picture(1), picture(2)
+NATIVE = "Qwen3.5"
+BLOCKS_EACH = 32  # of 8 positions each, in its memory
 
 
 @pytest.fixture(scope="module", params=IMAGE_MARKS)
@@ -41,12 +43,12 @@ def folder(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def runner(folder: Path) -> Runner:
-    return tiny_runner(folder, max_model_len=256)
+    return tiny_runner(folder, max_model_len=256, block_size=8)
 
 
 @pytest.fixture(scope="module")
-def processor(folder: Path) -> ImageProcessor:
-    return ImageProcessor(folder)
+def processor(kind: str, folder: Path) -> ImageProcessor:
+    return ImageProcessor(folder, in_pieces=kind == NATIVE)
 
 
 @pytest.fixture
@@ -93,6 +95,8 @@ class Talk:
         self.runner, self.number, self.slot = runner, number, SlotId(number % 8)
         self.tokens, self.inputs = prepared.token_ids.tolist(), prepared.inputs
         self.num_encoded = 0
+        first = self.slot * BLOCKS_EACH
+        self.blocks = array("i", range(first, first + BLOCKS_EACH))
         self.begin()
 
     def begin(self, generated: int = 0) -> None:
@@ -105,13 +109,18 @@ class Talk:
             self.num_encoded < len(self.inputs.works)
             and self.inputs.works[self.num_encoded].start < end
         ):
-            encoded = EncodeChunk(SequenceId(self.number), self.num_encoded, 0, 1, self.slot)
-            self.runner.launch(StepPlan(encoded=(encoded,))).result()
+            num_units = self.inputs.works[self.num_encoded].num_units
+            for start_unit, end_unit in ((0, num_units // 2), (num_units // 2, num_units)):
+                if start_unit < end_unit:
+                    encoded = EncodeChunk(
+                        SequenceId(self.number), self.num_encoded, start_unit, end_unit, self.slot
+                    )
+                    self.runner.launch(StepPlan(encoded=(encoded,))).result()
             self.num_encoded += 1
         drawing = (SequenceId(self.number),) if draws else ()
         chunk = Chunk(
             SequenceId(self.number), start, end - start, rows or int(draws), drawing,
-            array("i"), self.slot,
+            self.blocks, self.slot,
         )  # fmt: skip
         if not draws:
             ids = array("i", self.tokens[start:end])
@@ -145,7 +154,7 @@ def test_chunks_about_an_image_give_the_logits_of_transformers(
         for end in ends:
             rows.append(talk.chunk(start, end, rows=end - start))
             start = end
-        assert_close(torch.cat(rows), expected)
+        assert_close(torch.cat(rows), expected, 5e-4 if kind == NATIVE else 1e-4)
 
 
 def test_each_distinct_image_is_seen_once(kind, runner, processor, tmp_path):
@@ -189,12 +198,14 @@ def test_a_sequence_without_images_in_a_used_slot_sees_none(runner, prepared):
     assert Talk(runner, plain, 18).answer(5) == fresh  # in the slot of number 10
 
 
-def test_a_sibling_goes_on_from_a_copied_slot(runner, prepared):
+def test_a_sibling_goes_on_from_a_copied_slot(kind, runner, prepared):
     leader = Talk(runner, prepared, 3)
     leader.answer(1)
     sibling = Talk(runner, Prepared(array("i", leader.tokens), prepared.inputs), 4)
     sibling.num_encoded = len(prepared.inputs.works)
-    runner.launch(StepPlan(slot_copies=(SlotCopy(SlotId(3), SlotId(4)),))).result()
+    copies = tuple(map(BlockCopy, leader.blocks, sibling.blocks)) if kind == NATIVE else ()
+    slots = (SlotCopy(SlotId(3), SlotId(4)),)
+    runner.launch(StepPlan(block_copies=copies, slot_copies=slots)).result()
     for talk in (leader, sibling):
         for _ in range(5):
             talk.chunk(len(talk.tokens) - 1, len(talk.tokens), draws=True)

@@ -191,7 +191,7 @@ WRONG = [
     ({"messages": [{"role": "tool", "content": ""}]}, "invalid_value", "messages[0].role"),
     ({"messages": [{"role": "user"}]}, "missing_required_parameter", "messages[0].content"),
     (
-        {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+        {"messages": [{"role": "user", "content": [{"type": "document"}]}]},
         "unsupported_content",
         "messages[0].content[0].type",
     ),
@@ -201,7 +201,7 @@ WRONG = [
         "messages[0].content[0].type",
     ),
     (
-        {"messages": [{"role": "user", "content": [RESULT | {"content": [{"type": "image"}]}]}]},
+        {"messages": [{"role": "user", "content": [RESULT | {"content": [{"type": "document"}]}]}]},
         "unsupported_content",
         "messages[0].content[0].content[0].type",
     ),

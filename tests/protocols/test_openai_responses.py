@@ -102,7 +102,7 @@ def test_an_effort_switches_thought_on_or_off() -> None:
         ({"input": [{"role": "user"}]}, "missing_required_parameter", "input[0].content"),
         ({"input": [{"role": "tool", "content": ""}]}, "invalid_value", "input[0].role"),
         (
-            {"input": [{"role": "user", "content": [{"type": "input_image", "text": ""}]}]},
+            {"input": [{"role": "user", "content": [{"type": "input_file", "text": ""}]}]},
             "unsupported_content",
             "input[0].content[0].type",
         ),

@@ -107,7 +107,9 @@ class Engine:
         self, plan: StepPlan, seconds: float = 0.01, errors: dict[int, str] | None = None
     ) -> None:
         self.now += seconds
-        result = StepResult(tuple(self._draw(c, errors or {}) for c in plan.chunks), seconds)
+        encode_seconds = 1e-9 if plan.encoded else 0.0
+        drawn = tuple(self._draw(c, errors or {}) for c in plan.chunks)
+        result = StepResult(drawn, seconds, encode_seconds)
         self.scheduler.commit(plan, result, self.now)
         self.take()
 

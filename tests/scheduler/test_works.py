@@ -1,7 +1,16 @@
 """Work that is due before tokens: pieces, spans, and encoders that have a step to themselves."""
 
 from headrace.core.plan import EncodeWork, PromptInputs
-from tests.scheduler.builders import Engine, lengths, make_family, make_scheduler, make_submit
+from headrace.scheduler.budget import StepTimes, TimeBudget
+from headrace.scheduler.cost import StepShape
+from tests.scheduler.builders import (
+    Engine,
+    lengths,
+    make_family,
+    make_limits,
+    make_scheduler,
+    make_submit,
+)
 
 SOURCE = EncodeWork(0, 1 << 40, 300, 6, is_source=True)
 
@@ -146,3 +155,12 @@ def test_swapped_images_share_no_prefix():
     engine.finished.clear()
     engine.add(make_submit(1, 60, max_tokens=1, **with_works(b)))
     assert pieces(engine.step()) == [(1, 0, 0, 1)]
+
+
+def test_what_was_at_hand_says_nothing_of_the_cost_of_encoding():
+    budget = TimeBudget(make_limits())
+    shape = StepShape()
+    shape.encode(100, 4)
+    for _ in range(50):
+        budget.took(shape, StepTimes(0.0, 0.0, 0.01), False, "")
+    assert not budget.encoding.is_measured

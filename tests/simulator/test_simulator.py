@@ -26,3 +26,8 @@ def test_no_schedule_breaks_an_invariant(capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize("seed", range(20))
 def test_equal_inputs_give_equal_plans(seed: int) -> None:
     assert run_seed(seed) == run_seed(seed)
+
+
+def test_a_suspect_goes_on_once_the_stream_beside_it_lost_its_memory() -> None:
+    """Both had the same step in view: it gave neither a chunk, and no other was planned."""
+    run_seed(21148)

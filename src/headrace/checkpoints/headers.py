@@ -13,7 +13,8 @@ from headrace.core.errors import ModelError
 
 _KNOWN_TYPES = ("F32", "F16", "BF16")
 _NESTED = "model.language_model."  # where a model that also sees keeps its text side
-_BESIDE = ("model.visual.", "mtp.")  # its eyes, and layers that guess several tokens ahead
+VISION = "model.visual."
+_BESIDE = (VISION, "mtp.")  # its vision side, and layers that guess several tokens ahead
 
 
 class TensorHeader(msgspec.Struct, frozen=True):

@@ -91,7 +91,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = "auto"
     lane: Annotated[
         Literal[
-            "auto", "native-text", "generic-text", "generic-multimodal", "generic-seq2seq-source"
+            "auto",
+            "native-text",
+            "native-multimodal",
+            "generic-text",
+            "generic-multimodal",
+            "generic-seq2seq-source",
         ],
         Meta(description="How the model is run; auto: chosen by its architecture"),
     ] = "auto"

@@ -9,6 +9,7 @@ from starlette.types import ASGIApp
 from headrace.core.config import ServerConfig
 from headrace.core.errors import RequestError
 from headrace.core.ids import StreamId
+from headrace.core.request import Chat
 from headrace.gateway.answers import answer
 from headrace.gateway.auth import Auth
 from headrace.gateway.bodies import Bodies, HeldAnswer
@@ -21,6 +22,7 @@ from headrace.gateway.delivery import (
 )
 from headrace.gateway.long_logs import slice_of_loop
 from headrace.generation.generation import Generation
+from headrace.generation.pixels import see_images
 from headrace.generation.registry import Found, Registry
 from headrace.generation.served import encoded_of
 from headrace.protocols.dialect import encode
@@ -119,6 +121,10 @@ class ResponsesRoutes:
     async def _count(self, checked: CheckedBody, owner: str) -> int:
         name = self._generation.hosts.get(checked.fields.get("model")).name
         checked = await self._earlier.put_before(checked, owner)
+        if any(isinstance(prompt, Chat) and prompt.num_images for prompt in checked.stubs):
+            seen = await see_images(self._generation.work, checked.packed, _MAX_TOKENS, name)
+            seen.close()
+            return sum(len(token_ids) // 4 for token_ids in seen.prompts)
         encoding = self._generation.work.do("prompts", [checked.packed], _MAX_TOKENS, name)
         return sum(len(prompt.token_ids) // 4 for prompt in encoded_of(await encoding))
 

@@ -17,7 +17,7 @@ from headrace.core.messages import Ready
 from headrace.core.request import Chat, Ids, Request
 from headrace.generation.pixels import Admitted, see_images
 from headrace.generation.work import Work
-from headrace.models.registry import FAMILIES
+from headrace.models.registry import SEEING
 from headrace.streams.record import Record, ServedForm
 from headrace.text.channels import reasoning_format
 from headrace.text.encoder import Encoder
@@ -56,6 +56,7 @@ class ServedModel:
         self.tool_format = _given(config.tool_format, tool_format(source))
         self.reasoning_format = _given(config.reasoning_format, reasoning_format(source))
         self.sentences = read_sentences(self.spec)
+        self._lane = config.lane
         self.pooling = config.pooling
         self.cuts_any = config.embedding_dimensions == "any"  # vectors, to any length
         self.defaults = self.spec.defaults if config.generation_config == "auto" else None
@@ -63,8 +64,13 @@ class ServedModel:
 
     @property
     def has_vision(self) -> bool:
-        """Whether it sees images; our own implementations do not yet."""
-        return _has_vision(self.spec)
+        """Whether it sees images."""
+        return _has_vision(self.spec, self._lane)
+
+    @property
+    def has_native_vision(self) -> bool:
+        """Whether it sees them in pieces, beside our own implementation of its text side."""
+        return self.spec.architecture in SEEING and self._lane in ("auto", "native-multimodal")
 
     @property
     def has_source(self) -> bool:
@@ -175,14 +181,14 @@ def may_see_images(config: ModelConfig) -> bool:
     """Whether the model does, or is not here yet and so may."""
     try:
         folder = find_here(config.model, config.revision)
-        return folder is None or _has_vision(read_spec(folder))
+        return folder is None or _has_vision(read_spec(folder), config.lane)
     except ModelError:  # whoever loads it will say so
         return False
 
 
-def _has_vision(spec: ModelSpec) -> bool:
-    has_side = "vision_config" in spec.config and spec.has_processor
-    return has_side and spec.architecture not in FAMILIES
+def _has_vision(spec: ModelSpec, lane: str) -> bool:
+    """A lane of text alone leaves the vision side out."""
+    return "vision_config" in spec.config and spec.has_processor and not lane.endswith("-text")
 
 
 async def admit(work: Work, model: ServedModel, request: Request, packed: bytes | None) -> Admitted:

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headrace.models.rope import frequencies
+from headrace.models.rope import frequencies, interleaved_axes
 from headrace.models.step import Step
 from headrace.models.text_config import TextConfig
 
@@ -85,9 +85,15 @@ class Rotary(nn.Module):
         super().__init__()
         table, self.amplitude = frequencies(config.rope, config.rotary_dim)
         self.frequencies = nn.Buffer(table, persistent=False)  # [turned/2]
+        self.axes = nn.Buffer(interleaved_axes(config.rope, config.rotary_dim), persistent=False)
+
+    def angles(self, positions: Tensor) -> Tensor:
+        """float32 [tokens, turned/2] of positions [tokens], or of those on three axes."""
+        each = positions.T[:, self.axes] if positions.ndim == 2 else positions[:, None]
+        return (each.float() * self.frequencies).contiguous()
 
     def forward(self, positions: Tensor) -> Rotation:
-        angles = positions[:, None].float() * self.frequencies  # [tokens, turned/2]
+        angles = self.angles(positions)
         angles = torch.cat((angles, angles), dim=-1)[:, None]  # [tokens, 1, turned]
         return Rotation(angles.cos() * self.amplitude, angles.sin() * self.amplitude)
 

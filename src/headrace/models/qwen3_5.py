@@ -194,7 +194,10 @@ class Qwen35(nn.Module):
 
     def forward(self, token_ids: Tensor, step: Step) -> Tensor:
         """Hidden states [tokens, hidden], ready for `head`, of token_ids [tokens]."""
-        x = self.embed(token_ids)
+        return self.forward_embedded(self.embed(token_ids), step)
+
+    def forward_embedded(self, x: Tensor, step: Step) -> Tensor:
+        """The same of tokens' embeddings [tokens, hidden], or of what stands in their place."""
         turn = self.rotary(step.positions)
         for layer in self.layers:
             x = layer(x, turn, step)

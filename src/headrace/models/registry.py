@@ -13,6 +13,9 @@ FAMILIES = {
     "Qwen3_5ForConditionalGeneration": "headrace.models.qwen3_5:Qwen35",
 }
 
+SEEING = ("Qwen3_5ForConditionalGeneration",)
+"""Those whose vision side is run beside the implementation of their text side."""
+
 
 def has_head(architecture: str) -> bool:
     """Whether its checkpoints can draw tokens: `Qwen3Model` is `Qwen3ForCausalLM` without head."""

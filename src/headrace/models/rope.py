@@ -25,6 +25,15 @@ def frequencies(rope: Rope, dim: int) -> tuple[Tensor, float]:
     return plain, 1.0
 
 
+def interleaved_axes(rope: Rope, dim: int) -> Tensor:
+    """Which axis of time, row and column turns each pair, int64 [dim/2]; pairs take turns."""
+    axes = torch.zeros(dim // 2, dtype=torch.int64, device="cpu")
+    for axis, num in enumerate(rope.mrope_section):
+        if axis:
+            axes[axis : 3 * num : 3] = axis
+    return axes
+
+
 def _llama3(rope: Rope, plain: Tensor) -> Tensor:
     """Slow pairs are slowed by the factor, fast ones kept, those between blended (Llama 3.1)."""
     turns = rope.original_positions * plain / (2 * math.pi)  # within the original context

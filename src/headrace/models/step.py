@@ -9,7 +9,7 @@ from torch import Tensor
 class Step(Protocol):
     """One step's packed tokens, as the layers see them."""
 
-    positions: Tensor  # int64 [tokens]
+    positions: Tensor  # int64 [tokens]; [3, tokens]: time, row and column of each
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Writes k and v into block memory, then attends from q to all positions up to its own.

@@ -34,6 +34,7 @@ class Rope(msgspec.Struct, frozen=True):
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    mrope_section: tuple[int, ...] = (11, 11, 10)  # pairs per axis, where positions have three
 
 
 class TextConfig(msgspec.Struct, frozen=True, kw_only=True):

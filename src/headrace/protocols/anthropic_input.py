@@ -20,16 +20,18 @@ from headrace.protocols.fields import (
     wrong_type,
     wrong_value,
 )
-from headrace.protocols.messages import MAX_MESSAGES
+from headrace.protocols.messages import MAX_MESSAGES, PlacedImage
 from headrace.protocols.tools import MAX_TOOLS
 
 _MAX_CALLS = 128  # in one message
 _TAKEN = {
     "system": ("text",),
-    "user": ("text", "tool_result"),
+    "user": ("text", "image", "tool_result"),
     "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
 }
 """Types of blocks, by role."""
+_IN_RESULTS = ("text", "image")
+_IMAGE_TYPES = tuple(f"image/{kind}" for kind in ("png", "jpeg", "webp", "gif", "bmp"))
 
 _BILLING = re.compile(r"x-anthropic-billing-header:[^\n]*\n?")
 """Claude Code begins its system prompt with this line, which is another in each request: kept, it
@@ -83,22 +85,22 @@ class _Written:
         role = _given(turn, "role", path, String())
         if role not in _TAKEN:
             raise wrong_value(role, f"{path}.role", f"one of {', '.join(_TAKEN)}")
-        blocks = _blocks(turn.get("content"), f"{path}.content", role)
+        blocks = _blocks(turn.get("content"), f"{path}.content", _TAKEN[role])
         if role == "assistant":
             self._put(self._assistant(blocks))
             return
-        text = ""
+        parts: list[_Part] = []
         for number, (block, block_path) in enumerate(blocks):
-            if block["type"] == "text":
-                text += _text(block, block_path)
-            if block["type"] == "tool_result":
-                if text:
-                    self._put({"role": role, "content": text})
-                self._put(self._result(block, block_path))
-                text = ""
-                if number == len(blocks) - 1:
-                    return
-        self._put({"role": role, "content": text})
+            if block["type"] != "tool_result":
+                parts.append(_part(block, block_path))
+                continue
+            if content := _content(parts):
+                self._put({"role": role, "content": content})
+            self._put(self._result(block, block_path))
+            parts = []
+            if number == len(blocks) - 1:
+                return
+        self._put({"role": role, "content": _content(parts)})
 
     def _put(self, message: dict[str, Any]) -> None:
         last = self.messages[-1] if self.messages else {}
@@ -106,8 +108,8 @@ class _Written:
             self.messages.append(message)
             return
         for key in ("content", "reasoning_content"):
-            if texts := [it[key] for it in (last, message) if it.get(key)]:
-                last[key] = "\n".join(texts)
+            if contents := [it[key] for it in (last, message) if it.get(key)]:
+                last[key] = _joined(*contents)
         if "tool_calls" in message:
             last["tool_calls"] = last.get("tool_calls", []) + message["tool_calls"]
 
@@ -137,12 +139,14 @@ class _Written:
     def _result(self, block: dict[str, Any], path: str) -> dict[str, Any]:
         call_id = _given(block, "tool_use_id", path, _NAME)
         content = block.get("content")
-        text = "" if content is None else "".join(_texts(content, f"{path}.content"))
+        blocks = [] if content is None else _blocks(content, f"{path}.content", _IN_RESULTS)
+        result = _content([_part(*each) for each in blocks])
         is_error = block.get("is_error")
         if is_error is not None and Flag().check(is_error, f"{path}.is_error"):
             # templates have no other place to say so
-            text = text if text.lower().startswith("error") else f"Error: {text}"
-        message = {"role": "tool", "tool_call_id": call_id, "content": text}
+            text = result if isinstance(result, str) else ""
+            result = result if text.lower().startswith("error") else _prefixed("Error: ", result)
+        message = {"role": "tool", "tool_call_id": call_id, "content": result}
         name = self._names.get(call_id)
         return message | {"name": name} if name else message
 
@@ -270,7 +274,55 @@ class NotServed(msgspec.Struct, frozen=True):
         return {"enum": ["", [], {}]}
 
 
-def _blocks(value: Any, path: str, role: str) -> list[tuple[dict[str, Any], str]]:
+_Part = str | PlacedImage
+_Content = str | list[dict[str, Any] | PlacedImage]
+"""Of a message: a text, or parts if there is an image among them."""
+
+
+def _part(block: dict[str, Any], path: str) -> _Part:
+    if block["type"] == "text":
+        return _text(block, path)
+    source = _given(block, "source", path, Object())
+    kind = _given(source, "type", f"{path}.source", String())
+    if kind == "url":
+        return PlacedImage(_given(source, "url", f"{path}.source", String()), path)
+    if kind != "base64":
+        message = f"{path}.source is of type {shown(kind)}; it must be base64."
+        raise RequestError("unsupported_content", message, f"{path}.source.type")
+    media_type = _given(source, "media_type", f"{path}.source", String())
+    if media_type not in _IMAGE_TYPES:
+        place = f"{path}.source.media_type"
+        raise wrong_value(media_type, place, f"one of {', '.join(_IMAGE_TYPES)}")
+    data = _given(source, "data", f"{path}.source", String())
+    return PlacedImage(f"data:{media_type};base64,{data}", path)
+
+
+def _content(parts: list[_Part]) -> _Content:
+    texts = [part for part in parts if isinstance(part, str)]
+    if len(texts) == len(parts):
+        return "".join(texts)
+    return [_text_part(part) if isinstance(part, str) else part for part in parts]
+
+
+def _joined(*contents: _Content) -> _Content:
+    """The contents of turns that follow each other, each on a line of its own."""
+    if all(isinstance(content, str) for content in contents):
+        return "\n".join(map(str, contents))
+    first, *others = ([_text_part(c)] if isinstance(c, str) else c for c in contents)
+    return [*first, *(part for other in others for part in (_text_part("\n"), *other))]
+
+
+def _prefixed(prefix: str, content: _Content) -> _Content:
+    if isinstance(content, str):
+        return prefix + content
+    return [_text_part(prefix), *content]
+
+
+def _text_part(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+def _blocks(value: Any, path: str, types: tuple[str, ...]) -> list[tuple[dict[str, Any], str]]:
     """The blocks of a content and where each stands; a string is one block of text."""
     if value is None:
         raise missing(path)
@@ -283,8 +335,8 @@ def _blocks(value: Any, path: str, role: str) -> list[tuple[dict[str, Any], str]
         if type(block) is not dict:
             raise wrong_type(block, block_path, "an object")
         kind = _given(block, "type", block_path, String())
-        if kind not in _TAKEN[role]:
-            taken = f"one of {', '.join(_TAKEN[role])}" if len(_TAKEN[role]) > 1 else "text"
+        if kind not in types:
+            taken = f"one of {', '.join(types)}" if len(types) > 1 else types[0]
             message = f"{block_path} is of type {shown(kind)}; it must be {taken}."
             raise RequestError("unsupported_content", message, f"{block_path}.type")
     return found
@@ -292,7 +344,7 @@ def _blocks(value: Any, path: str, role: str) -> list[tuple[dict[str, Any], str]
 
 def _texts(value: Any, path: str) -> list[str]:
     """Of a content that can be nothing but text."""
-    return [_text(block, block_path) for block, block_path in _blocks(value, path, "system")]
+    return [_text(block, place) for block, place in _blocks(value, path, _TAKEN["system"])]
 
 
 def _text(block: dict[str, Any], path: str) -> str:

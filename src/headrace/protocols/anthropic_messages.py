@@ -26,6 +26,7 @@ from headrace.protocols.anthropic_input import (
 from headrace.protocols.common_fields import COMMON, UNSUPPORTED, Stops, check_required
 from headrace.protocols.dialect import PING, ErrorForm, encode, named
 from headrace.protocols.fields import Integer, Kind, Object, String, read_fields
+from headrace.protocols.messages import refuse_images
 from headrace.protocols.openai import ingestion_of, progress_of, queue_of
 from headrace.streams.events import (
     Accepted,
@@ -92,7 +93,9 @@ def read(body: dict[str, Any]) -> dict[str, Any]:
 def read_counted(body: dict[str, Any]) -> dict[str, Any]:
     """The fields that make the prompt; a limit and what else an answer needs may be missing."""
     check_required(COUNTED_REQUIRED, body)
-    return openai_chat.read(_to_chat(body))
+    fields = openai_chat.read(_to_chat(body))
+    refuse_images(fields["messages"], "this route counts text only")
+    return fields
 
 
 def to_request(fields: dict[str, Any], prompts: tuple[Prompt, ...], model: ServedModel) -> Request:

@@ -1,6 +1,7 @@
 """Messages of a chat: checked, and written as chat templates expect them."""
 
 import base64
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -33,6 +34,13 @@ _AS_THEY_ARE: dict[str, Kind] = {
     "reasoning_content": String(),
     "reasoning": String(),
 }
+
+
+class PlacedImage(msgspec.Struct, frozen=True):
+    """An image's address, and where in its request it stands: a part from another route's body."""
+
+    url: str
+    path: str
 
 
 class Messages(msgspec.Struct, frozen=True):
@@ -93,17 +101,28 @@ def _content(value: Any, role: str, path: str) -> str | list[dict[str, Any]]:
         return value
     if type(value) is not list:
         raise wrong_type(value, path, "a string or an array of parts")
-    if any(type(part) is dict and part.get("type") == IMAGE_PART for part in value):
+    if any(_is_image(part) for part in value):
         return [_part(part, f"{path}[{i}]") for i, part in enumerate(value)]
     return "".join(part_text(part, f"{path}[{i}]") for i, part in enumerate(value))
 
 
+def _is_image(part: Any) -> bool:
+    return type(part) is PlacedImage or (type(part) is dict and part.get("type") == IMAGE_PART)
+
+
 def _part(value: Any, path: str) -> dict[str, Any]:
     """A text, or an image's address and path: whether it is sound is asked once it is wanted."""
-    if type(value) is not dict or value.get("type") != IMAGE_PART:
+    if not _is_image(value):
         return {"type": "text", "text": part_text(value, path)}
+    if type(value) is PlacedImage:
+        return image_part(value.url, value.path)
     image = Object().check(value.get(IMAGE_PART), f"{path}.{IMAGE_PART}")
     url = String().check(image.get("url"), f"{path}.{IMAGE_PART}.url")
+    return image_part(url, path)
+
+
+def image_part(url: str, path: str) -> dict[str, Any]:
+    """An image as `take_images` finds it in a message's content."""
     return {"type": "image", "url": url, "path": path}
 
 
@@ -163,13 +182,19 @@ def texts_of(content: Any) -> str:
     return "\n".join(part.get("text", "") for part in content)
 
 
-def refuse_images(fields: dict[str, Any], why: str) -> None:
+def refuse_images(messages: Iterable[dict[str, Any]], why: str) -> None:
     """RequestError with the path of the first image, if there is one."""
-    contents = [message.get("content") for message in fields.get("messages", ())]
+    contents = [message.get("content") for message in messages]
     parts = [part for content in contents if type(content) is list for part in content]
-    for path in (part["path"] for part in parts if part.get("type") == "image" and "path" in part):
-        message = f"{path} is an image; {why}."
-        raise RequestError("unsupported_content", message, f"{path}.type")
+    for part in parts:
+        if part.get("type") == "image" and "path" in part:
+            raise unseen(part["path"], why)
+
+
+def unseen(path: str, why: str) -> RequestError:
+    """The image at `path` is not looked at."""
+    message = f"{path} is an image; {why}."
+    return RequestError("unsupported_content", message, f"{path}.type")
 
 
 def placeholder_in_text(param: str) -> RequestError:

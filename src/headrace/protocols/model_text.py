@@ -42,7 +42,7 @@ class ModelText:
         with self._bound():
             module = importlib.import_module("headrace.runner.images")
             try:
-                return module.ImageProcessor(model.folder)
+                return module.ImageProcessor(model.folder, model.has_native_vision)
             except ModelError as error:
                 raise RequestError("unsupported_content", str(error)) from error
 

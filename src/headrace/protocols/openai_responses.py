@@ -12,7 +12,8 @@ from headrace.protocols import openai, openai_chat
 from headrace.protocols.common_fields import COMMON, read_common
 from headrace.protocols.dialect import encode, named
 from headrace.protocols.fields import Array, Flag, Integer, Kind, Object, String
-from headrace.protocols.requests import CheckedBody
+from headrace.protocols.messages import take_images
+from headrace.protocols.requests import CheckedBody, stub_of
 from headrace.protocols.response_events import GrowingResponse, KeptBody, open_kept
 from headrace.protocols.response_fields import (
     FlatChoice,
@@ -158,11 +159,15 @@ def go_on(earlier: bytes, output: bytes, checked: CheckedBody) -> CheckedBody:
     past_items = _decode_items(open_kept(earlier).items) + _decode_items(output)
     past = Items().check(past_items, "input")
     num_head = len(chat.messages) - len(messages_of(new))
-    messages = chat.messages[:num_head] + messages_of([*past, *new])
-    chat = msgspec.structs.replace(chat, messages=messages)
+    whole = chat.messages[:num_head] + messages_of([*past, *new], len(past))
+    messages, images, paths = take_images(whole)
+    chat = msgspec.structs.replace(chat, messages=messages, images=images, image_params=paths)
     kept = msgspec.structs.replace(own, items=encode([*past, *new]))
     return msgspec.structs.replace(
-        checked, packed=msgspec.msgpack.encode((chat,)), kept=msgspec.msgpack.encode(kept)
+        checked,
+        stubs=(stub_of(chat),),
+        packed=msgspec.msgpack.encode((chat,)),
+        kept=msgspec.msgpack.encode(kept),
     )
 
 

@@ -159,7 +159,7 @@ def pack(dialect: PromptReader, fields: dict[str, Any]) -> CheckedBody:
     largest_id, largest_path = _largest(prompts, dialect.REQUIRED[0], fields)
     return CheckedBody(
         {name: value for name, value in fields.items() if name not in dialect.IN_PROMPTS},
-        tuple(_stub(prompt) for prompt in prompts),
+        tuple(stub_of(prompt) for prompt in prompts),
         msgspec.msgpack.encode(prompts),
         largest_id,
         largest_path,
@@ -193,7 +193,8 @@ def _largest(prompts: tuple[Prompt, ...], name: str, fields: dict[str, Any]) -> 
     return largest_id, path
 
 
-def _stub(prompt: Prompt) -> Prompt:
+def stub_of(prompt: Prompt) -> Prompt:
+    """The prompt without its content."""
     match prompt:
         case Chat():
             num_images = len(prompt.images)

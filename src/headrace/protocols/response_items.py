@@ -16,10 +16,13 @@ from headrace.protocols.fields import (
     wrong_type,
     wrong_value,
 )
-from headrace.protocols.messages import part_text
+from headrace.protocols.messages import image_part, part_text
 
 MAX_ITEMS = 10_000
 _ROLES = ("user", "assistant", "system", "developer")
+_IMAGE = "input_image"
+PAST = "previous_response_id"
+"""The field that stands for all items of an earlier response."""
 
 Item = dict[str, Any]
 
@@ -41,14 +44,16 @@ class Items(msgspec.Struct, frozen=True):
         return {"anyOf": [{"type": "string"}, items]}
 
 
-def messages_of(items: Iterable[Item]) -> tuple[dict[str, Any], ...]:
-    """What a chat template will see.
+def messages_of(items: Iterable[Item], num_past: int = 0) -> tuple[dict[str, Any], ...]:
+    """What a chat template will see; images with the paths that they have in the request.
 
     Reasoning, text and calls of the assistant that follow each other in this order are one message.
+    The first `num_past` items are an earlier response's.
     """
     messages: list[dict[str, Any]] = []
-    for item in items:
-        _ADDERS[item["type"]](messages, item)
+    for number, item in enumerate(items):
+        path = f"input[{number - num_past}]" if number >= num_past else PAST
+        _ADDERS[item["type"]](messages, item, path)
     return tuple(messages)
 
 
@@ -104,7 +109,8 @@ def _output(value: Item, path: str) -> Item:
     if value.get("output") is None:
         raise missing(f"{path}.output")
     parts = _content(value["output"], "user", f"{path}.output")
-    return {"call_id": call_id, "output": "".join(part["text"] for part in parts)}
+    has_image = any(part["type"] == _IMAGE for part in parts)
+    return {"call_id": call_id, "output": parts if has_image else _text_of(parts)}
 
 
 def _reasoning(value: Item, path: str) -> Item:
@@ -131,8 +137,22 @@ def _content(value: Any, role: str, path: str) -> list[Item]:
         return _parts(value, role)
     if type(value) is not list:
         raise wrong_type(value, path, "a string or an array of parts")
-    texts = [part_text(part, f"{path}[{i}]") for i, part in enumerate(value)]
-    return [part for text in texts for part in _parts(text, role)]
+    parts: list[Item] = []
+    for i, part in enumerate(value):
+        place = f"{path}[{i}]"
+        if role != "assistant" and type(part) is dict and part.get("type") == _IMAGE:
+            parts.append(_image(part, place))
+        else:
+            parts += _parts(part_text(part, place), role)
+    return parts
+
+
+def _image(part: Item, path: str) -> Item:
+    """By its address. Files are stored by a provider; there are none here."""
+    if part.get("image_url") is None and part.get("file_id") is not None:
+        message = f"{path} names a file; send the image as a data URI in image_url."
+        raise RequestError("unsupported_content", message, f"{path}.file_id")
+    return {"type": _IMAGE, "image_url": _string(part, "image_url", path), "detail": "auto"}
 
 
 def _parts(text: str, role: str) -> list[Item]:
@@ -155,35 +175,55 @@ _READERS: dict[str, Callable[[Item, str], Item]] = {
 }
 
 
-def _add_message(messages: list[dict[str, Any]], item: Item) -> None:
-    text = "".join(part["text"] for part in item["content"])
+def _text_of(parts: list[Item]) -> str:
+    return "".join(part["text"] for part in parts)
+
+
+def _shown_parts(parts: list[Item], path: str) -> str | list[dict[str, Any]]:
+    """A message's content: a text, or parts if there is an image among them."""
+    if all(part["type"] != _IMAGE for part in parts):
+        return _text_of(parts)
+    return [
+        image_part(part["image_url"], f"{path}[{i}]" if path != PAST else PAST)
+        if part["type"] == _IMAGE
+        else {"type": "text", "text": part["text"]}
+        for i, part in enumerate(parts)
+    ]
+
+
+def _add_message(messages: list[dict[str, Any]], item: Item, path: str) -> None:
     if item["role"] != "assistant":
-        messages.append({"role": item["role"], "content": text})
+        content = _shown_parts(item["content"], path if path == PAST else f"{path}.content")
+        messages.append({"role": item["role"], "content": content})
         return
+    text = _text_of(item["content"])
     message = _open_assistant(messages)
     if message["content"] or "tool_calls" in message:
         message = _new_assistant(messages)
     message["content"] = text
 
 
-def _add_call(messages: list[dict[str, Any]], item: Item) -> None:
+def _add_call(messages: list[dict[str, Any]], item: Item, path: str) -> None:
     function = {"name": item["name"], "arguments": item["arguments"]}
     call = {"id": item["call_id"], "type": "function", "function": function}
     _open_assistant(messages).setdefault("tool_calls", []).append(call)
 
 
-def _add_output(messages: list[dict[str, Any]], item: Item) -> None:
-    messages.append({"role": "tool", "content": item["output"], "tool_call_id": item["call_id"]})
+def _add_output(messages: list[dict[str, Any]], item: Item, path: str) -> None:
+    content = item["output"]
+    if not isinstance(content, str):
+        content = _shown_parts(content, path if path == PAST else f"{path}.output")
+    messages.append({"role": "tool", "content": content, "tool_call_id": item["call_id"]})
 
 
-def _add_reasoning(messages: list[dict[str, Any]], item: Item) -> None:
+def _add_reasoning(messages: list[dict[str, Any]], item: Item, path: str) -> None:
     text = "".join(part["text"] for part in item["content"] or item["summary"])
     if text:
         message = _new_assistant(messages)
         message["reasoning_content"] = message["reasoning"] = text
 
 
-_ADDERS: dict[str, Callable[[list[dict[str, Any]], Item], None]] = {
+_ADDERS: dict[str, Callable[[list[dict[str, Any]], Item, str], None]] = {
     "message": _add_message,
     "function_call": _add_call,
     "function_call_output": _add_output,

@@ -44,14 +44,17 @@ from headrace.protocols import (
 from headrace.protocols.common_fields import TokenIds, ignored
 from headrace.protocols.dialect import dialect_of, encode
 from headrace.protocols.fields import Flag, Kind, String, missing, read_fields
-from headrace.protocols.messages import placeholder_in_text, refuse_images, texts_of
+from headrace.protocols.messages import placeholder_in_text, refuse_images, texts_of, unseen
 from headrace.protocols.model_text import Bound, MemoryBound, ModelText, text_of
+from headrace.protocols.prompt_ids import gap_ids, text_ids
 from headrace.protocols.requests import CheckedBody, check_token_ids, decode, pack
+from headrace.protocols.response_items import PAST, messages_of
 
 logger = logging.getLogger(__name__)
 
 MODEL: Mapping[str, Kind] = {"model": String(least=1)}
 _SOURCES = ("content", "prompt", "messages")
+_TEXT_ONLY = "this model takes text only"
 
 APPLY_TEMPLATE: Mapping[str, Kind] = {**openai_chat.TEMPLATE, **MODEL}
 DETOKENIZE: Mapping[str, Kind] = {"tokens": TokenIds(), **MODEL}
@@ -91,7 +94,7 @@ class Jobs:
         given = decode(body)
         fields = dialect.read(given)
         self.constrain(fields)
-        self._refuse_unseen(fields)
+        self.refuse_unseen(fields)
         checked = pack(dialect, fields)
         names = ignored(dialect.TABLE, given) + checked.ignored
         return _encode(msgspec.structs.replace(checked, digest=digest, ignored=names))
@@ -100,22 +103,30 @@ class Jobs:
         """Makes one grammar of the fields that ask for a form; RequestError names a fault."""
         wanted = structure.take(fields)
         if wanted is not None:
-            # a name that nobody has is refused later, behind an attach
-            text = self._texts.find(fields.get("model", "")) or self._texts.first
-            fields["constraint"] = text.grammars.make(wanted)
+            fields["constraint"] = self._asked(fields).grammars.make(wanted)
 
-    def _refuse_unseen(self, fields: dict[str, Any]) -> None:
+    def refuse_unseen(self, fields: dict[str, Any]) -> None:
         """RequestError for images that the model cannot see."""
+        items = fields.get("input")
+        messages = fields.get("messages", ()) if items is None else messages_of(items)
         try:
-            refuse_images(fields, "this model takes text only")
+            refuse_images(messages, _TEXT_ONLY)
         except RequestError:
-            text = self._texts.find(fields.get("model", "")) or self._texts.first
-            if not text.model.has_vision:
+            if not self._asked(fields).model.has_vision:
                 raise
+
+    def _asked(self, fields: dict[str, Any]) -> ModelText:
+        """The first model for a name that nobody has: it is refused later, behind an attach."""
+        return self._texts.find(fields.get("model", "")) or self._texts.first
 
     def go_on(self, packed: bytes) -> bytes:
         """A CheckedBody of /v1/responses with the conversation that it goes on from."""
-        return _encode(openai_responses.go_on(*_earlier_of(packed)))
+        checked = openai_responses.go_on(*_earlier_of(packed))
+        (chat,) = checked.stubs
+        assert isinstance(chat, Chat)
+        if chat.num_images and not self._asked(checked.fields).model.has_vision:
+            raise unseen(PAST, _TEXT_ONLY)
+        return _encode(checked)
 
     def input_items(self, kept: bytes, *arguments: Any) -> bytes:
         """A page of what led to a response, as JSON."""
@@ -139,9 +150,9 @@ class Jobs:
         (chat,) = _prompts_of(packed)
         assert isinstance(chat, Chat)
         placeholder = text.image_processor.placeholder
-        for number, message in enumerate(chat.messages):
+        for message in chat.messages:
             if placeholder and placeholder in texts_of(message["content"]):
-                raise placeholder_in_text(f"messages[{number}].content")
+                raise placeholder_in_text(chat.image_params[0].partition("[")[0])
         rendered = self._render(text.model, chat)
         prepared = text.image_processor.prepare(rendered, chat.images, chat.image_params, path)
         return _encode((prepared.token_ids.tobytes(), prepared.inputs))
@@ -249,7 +260,7 @@ class Jobs:
         if required and given.get(required) is None:
             raise missing(required)
         fields = read_fields(table, given)
-        refuse_images(fields, "this route takes text only")
+        refuse_images(fields.get("messages", ()), "this route takes text only")
         return self._texts.get(fields.get("model")).model, fields
 
     def _encode(self, model: ServedModel, prompt: Prompt) -> "array[int]":
@@ -266,11 +277,11 @@ class Jobs:
             case Ids(token_ids):
                 return array("i", token_ids), "given"
             case Text(text, adds_special_tokens):
-                return _encode_text(model, text, adds_special_tokens, longest)
+                return text_ids(model, text, adds_special_tokens, longest)
             case Infill():
-                return _encode_gap(model, prompt, longest)
+                return gap_ids(model, prompt, longest)
             case Chat():
-                return _encode_text(model, self._render(model, prompt), False, longest)
+                return text_ids(model, self._render(model, prompt), False, longest)
 
     def _render(self, model: ServedModel, chat: Chat) -> str:
         if model.template is None:
@@ -291,34 +302,6 @@ def _listed(model: ServedModel, token_ids: list[int], fields: dict[str, Any]) ->
     if fields.get("return_token_strs"):
         listed["token_strs"] = [tokenizer.token_text(token_id) for token_id in token_ids]
     return listed
-
-
-def _encode_text(
-    model: ServedModel, text: str, adds_special_tokens: bool, longest: int | None
-) -> tuple["array[int]", str]:
-    encoding = model.encoder.begin(text, adds_special_tokens, longest)
-    num_windows = 1
-    while encoding.advance():
-        num_windows += 1
-    return encoding.token_ids, "streamed" if num_windows > 1 else "one-shot"
-
-
-def _encode_gap(model: ServedModel, gap: Infill, longest: int | None) -> tuple["array[int]", str]:
-    tokenizer, ways = model.tokenizer, []
-
-    def ids_of(text: str) -> "array[int]":
-        token_ids, way = _encode_text(model, text, False, longest)
-        ways.append(way)
-        return token_ids
-
-    marks = tokenizer.infill_marks
-    assert marks, "such a prompt is taken only where there are marks"
-    before, behind = ids_of(gap.before), ids_of(gap.behind)
-    ids = tokenizer.outer_ids[0][:] if gap.add_special_tokens else array("i")
-    for mark, text in marks.files(gap.files):
-        ids.extend([] if mark is None else [mark])
-        ids += ids_of(text)
-    return ids + marks.joined(before, behind), max(ways)
 
 
 def _to_prompt(fields: dict[str, Any]) -> Prompt:

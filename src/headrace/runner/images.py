@@ -30,11 +30,12 @@ from transformers import (
 from headrace.core.errors import ModelError, RequestError
 from headrace.core.plan import EncodeWork, PromptInputs
 from headrace.runner.lanes.foreign import Signature
-from headrace.runner.lanes.multimodal import Pixels
+from headrace.runner.lanes.pixels import Pixels
 
 MAX_PIXELS = 40_000_000
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 _NO_PIXELS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "num_crops")
+_GRID_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 _BOTH_WAYS = "token_type_ids"  # a processor that makes them has images that attend both ways
 
 
@@ -101,16 +102,19 @@ class _GridProcessor:
 
 
 def _load_processor(folder: Path, config: Any) -> Any:
-    is_grid = config.model_type in ("qwen2_vl", "qwen2_5_vl")
+    is_grid = config.model_type in _GRID_TYPES
     if is_grid and importlib.util.find_spec("torchvision") is None:
         return _GridProcessor(folder, config)
     return AutoProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
 class ImageProcessor:
-    """A model's own processor; ModelError if the folder has none that can be used."""
+    """A model's own processor; ModelError if the folder has none that can be used.
 
-    def __init__(self, folder: Path) -> None:
+    `in_pieces`: the lane sees an image block by block.
+    """
+
+    def __init__(self, folder: Path, in_pieces: bool = False) -> None:
         try:
             self._config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
             self._processor: Any = _load_processor(folder, self._config)
@@ -119,6 +123,7 @@ class ImageProcessor:
                 f"The processor of {folder.name} cannot be loaded: {error}."
             ) from error
         self._signature = Signature.of(type(self._processor).__call__)
+        self._num_units = self._config.vision_config.depth + 1 if in_pieces else 1
         self._settings = repr(self._processor).encode()
         self.placeholder: str = getattr(self._processor, "image_token", "")
 
@@ -157,7 +162,8 @@ class ImageProcessor:
         for data in images:
             mark.update(blake2b(data).digest())
         data = msgspec.msgpack.encode(pixels)
-        return EncodeWork(start, end, end - start, is_whole=True, data=data, mark=mark.digest())
+        num, is_whole = self._num_units, self._num_units == 1
+        return EncodeWork(start, end, end - start, num, is_whole, data=data, mark=mark.digest())
 
     def _process(self, text: str, images: list[Image.Image]) -> dict[str, Any]:
         offered = {

@@ -19,7 +19,7 @@ class Batch:
     """Tensors lie on the model's device; the arrays describe the chunks and lie on the host."""
 
     token_ids: Tensor  # int64 [tokens]
-    positions: Tensor  # int64 [tokens]
+    positions: Tensor  # int64 [tokens], or [3, tokens] where there are images
     write_index: Tensor  # int64 [tokens]: block * block_size + offset
     rows: Tensor  # int64 [rows asked]: which tokens' hidden states are wanted
     starts: Ints  # [chunks]: position of each chunk's first token

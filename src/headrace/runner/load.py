@@ -25,6 +25,7 @@ _MAX_NUM_SEQS = {"cpu": 64, "cuda": 256}
 _CACHE_SHARE = {"cpu": 0.25, "cuda": 0.9}  # of the memory that is free after loading
 _MIN_POSITIONS = 1024  # a model that cannot hold one sequence of that length is not served
 _MAX_POSITIONS = 4096  # of a model that states no limit
+_NATIVE = ("native-text", "native-multimodal")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float32}
 
 
@@ -38,7 +39,7 @@ def load_runner(config: ModelConfig, folder: Path) -> tuple[Runner, Ready]:
     quantize, kernels = _kernels(config, spec, make, device, dtype)
     _check_weights_fit(config, spec, dtype, quantize, kernels.form)
     further: tuple[Any, ...] = (config.kernels,)
-    if make.id == "native-text":
+    if make.id in _NATIVE:
         further = quantize, kernels.form
     lane: Lane = make(spec, dtype, device, *further)
     max_num_seqs = config.scheduler.max_num_seqs or _MAX_NUM_SEQS[device.type]
@@ -74,7 +75,7 @@ def _kernels(
     config: ModelConfig, spec: ModelSpec, lane: Any, device: torch.device, dtype: torch.dtype
 ) -> tuple[Quantize, KernelChoice]:
     """ModelError if what is asked for is computed by our kernels alone, and they cannot be used."""
-    if lane.id == "native-text" and device.type == "cpu":
+    if lane.id in _NATIVE and device.type == "cpu":
         has_states = lane.has_states(spec)
         if config.quantize != "auto":
             form = choose_form(config.kernels, dtype, config.quantize, has_states=has_states)
@@ -85,7 +86,7 @@ def _kernels(
         return "own" if groups and choice.form != "plain" else "none", choice
     for flag, value in (("quantize", config.quantize), ("kernels", config.kernels)):
         if value not in ("none", "auto", "plain"):
-            raise ModelError(f"--{flag} {value} needs lane native-text on a CPU, not {lane.id}.")
+            raise ModelError(f"--{flag} {value} needs a native lane on a CPU, not {lane.id}.")
     reason = f"the products of lane {lane.id} on {device.type} are torch's"
     return "none", KernelChoice("plain", reason)
 

@@ -46,29 +46,35 @@ class Runner:
         began = time.perf_counter()
         for sequence_id in plan.ended:
             self._known.pop(sequence_id, None)
-            self._inputs.pop(sequence_id, None)
+            if self._inputs.pop(sequence_id, None) is not None:
+                self._encoding.end(sequence_id)
         for begin in plan.begun:
             self._known[begin.sequence_id] = SequenceState.from_begin(
                 begin, self.constrain(begin.sampling)
             )
             if begin.inputs.works:
                 self._inputs[begin.sequence_id] = begin.inputs
+                self._encoding.begin(begin.sequence_id, begin.inputs)
         encode_s = 0.0
         rows = torch.empty(0)
         with _memory_errors():
             self.lane.copy((), plan.restores)
             for encoded in plan.encoded:
-                self._encode(encoded)
-                encode_s += time.perf_counter() - began
+                if self._encode(encoded):
+                    encode_s += time.perf_counter() - began
             if plan.chunks:
                 tokens = [self._tokens(chunk) for chunk in plan.chunks]
                 rows = self.lane.forward(plan.chunks, tokens)
             self.lane.copy(plan.block_copies, plan.slot_copies)
         return PendingStep(self, plan, rows, began, encode_s)
 
-    def _encode(self, chunk: EncodeChunk) -> None:
+    @property
+    def _encoding(self) -> EncodingLane:
+        return cast(EncodingLane, self.lane)  # no other lane has sequences with works
+
+    def _encode(self, chunk: EncodeChunk) -> bool:
         work = self._inputs[chunk.sequence_id].works[chunk.work]
-        cast(EncodingLane, self.lane).encode(chunk, work)  # no other lane has such sequences
+        return self._encoding.encode(chunk, work)
 
     def _tokens(self, chunk: Chunk) -> "array[int]":
         token_ids = self._known[chunk.sequence_id].token_ids[chunk.start :][: chunk.length]

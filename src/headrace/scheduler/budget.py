@@ -342,7 +342,7 @@ class TimeBudget:
             self._prompt_steps.append((shape.num_prompt_tokens, elapsed))
             is_starved = cause in ("decode", "token") and self._limits.prompt_share < 1
             self.starved_s = self.starved_s + elapsed if is_starved else 0.0
-        if shape.num_encoded:
+        if shape.num_encoded and encoding:
             self.learn_encoding(shape, encoding, is_awaited)
         if shape.num_new:
             self.learn(shape, computing, is_awaited)

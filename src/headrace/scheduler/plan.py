@@ -43,6 +43,14 @@ class Planner:
 
         `can_preempt`: nothing is in flight, so sequences may lose their memory.
         """
+        while True:
+            num_preemptions = self.num_preemptions
+            step = self._first_step(now, can_preempt)
+            # who waited for memory, or for the streams, may go on once one has lost its own
+            if step is not None or self.num_preemptions == num_preemptions:
+                return step
+
+    def _first_step(self, now: float, can_preempt: bool) -> PlannedStep | None:
         ways = [self._plan_together, self._plan_alone]
         if self._quarantine.is_turn:
             ways.reverse()

@@ -1,6 +1,7 @@
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from transformers.models.auto import modeling_auto as tables
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -106,3 +107,19 @@ def test_no_two_lanes_are_for_one_model_and_each_text_model_has_one() -> None:
             is_text = kinds[0].get(kind) == name and not sides
             assert len(found) == 1 if is_text else len(found) <= 1, (kind, name, sides, found)
             assert not (name.endswith("ForCausalLM") and sides and found)
+
+
+def test_a_model_of_ours_that_sees_has_a_lane_of_its_own_where_images_can_be_prepared(
+    tmp_path: Path,
+) -> None:
+    hybrid = {"linear_num_key_heads": 1, "linear_num_value_heads": 1, "num_hidden_layers": 4}
+    text = DENSE | hybrid
+    seeing = msgspec.structs.replace(
+        spec("Qwen3_5ForConditionalGeneration", "qwen3_5", text_config=text, vision_config={}),
+        folder=tmp_path,
+    )
+    assert matches(seeing) == ["native-text"]
+    (tmp_path / "preprocessor_config.json").write_text("{}")
+    assert matches(seeing) == ["native-multimodal"]
+    assert choose_lane(seeing, "native-text").id == "native-text"
+    assert "no vision side" in refusal(spec("LlamaForCausalLM", "llama"), "native-multimodal")

@@ -30,10 +30,10 @@ class CpuRotation(Rotation):
 class CpuRotary(nn.Module):
     def __init__(self, plain: Rotary) -> None:
         super().__init__()
-        self.frequencies, self.amplitude = plain.frequencies, plain.amplitude
+        self.angles, self.amplitude = plain.angles, plain.amplitude
 
     def forward(self, positions: Tensor) -> Rotation:
-        angles = positions[:, None].float() * self.frequencies  # [tokens, dim/2]
+        angles = self.angles(positions)  # [tokens, dim/2]
         return CpuRotation(angles.cos().mul_(self.amplitude), angles.sin().mul_(self.amplitude))
 
 

@@ -5,10 +5,11 @@ from typing import Any
 
 from headrace.checkpoints.spec import ModelSpec
 from headrace.core.errors import ModelError
-from headrace.models.registry import family, is_native
+from headrace.models.registry import SEEING, family, is_native
 
 LANES = {
     "native-text": "headrace.runner.lanes.native_text:NativeText",
+    "native-multimodal": "headrace.runner.lanes.native_multimodal:NativeMultimodal",
     "generic-text": "headrace.runner.lanes.generic_text:GenericText",
     "generic-multimodal": "headrace.runner.lanes.multimodal:GenericMultimodal",
     "generic-seq2seq-source": "headrace.runner.lanes.seq2seq:Seq2SeqSource",
@@ -52,6 +53,18 @@ def _native_objection(spec: ModelSpec) -> str | None:
             raise
         return str(error)
     return None
+
+
+def _seeing_objection(spec: ModelSpec) -> str | None:
+    if spec.architecture not in SEEING or "vision_config" not in spec.config:
+        return f"{spec.architecture} has no vision side beside an implementation of ours."
+    return _native_objection(spec) or _processor_objection(spec)
+
+
+def _processor_objection(spec: ModelSpec) -> str | None:
+    if spec.has_processor:
+        return None
+    return "the folder has no preprocessor_config.json or processor_config.json."
 
 
 def _has_other_sides(spec: ModelSpec) -> bool:
@@ -99,13 +112,20 @@ def _image_objection(spec: ModelSpec) -> str | None:
     is_known = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(kind) == spec.architecture
     if not is_known or "vision_config" not in spec.config:
         return f"{spec.architecture} is no image-text model that transformers knows."
-    if not spec.has_processor:
-        return "the folder has no preprocessor_config.json or processor_config.json."
-    return None
+    return _processor_objection(spec)
 
 
 def _is_native(spec: ModelSpec) -> bool:
     return _native_objection(spec) is None
+
+
+def _is_native_text(spec: ModelSpec) -> bool:
+    """It runs the text side of models that also see, and does if it is asked to."""
+    return _is_native(spec) and not _sees_natively(spec)
+
+
+def _sees_natively(spec: ModelSpec) -> bool:
+    return _seeing_objection(spec) is None
 
 
 def _is_generic(spec: ModelSpec) -> bool:
@@ -123,13 +143,15 @@ def _has_source(spec: ModelSpec) -> bool:
 
 _JUDGES = {
     "native-text": _native_objection,
+    "native-multimodal": _seeing_objection,
     "generic-text": _generic_objection,
     "generic-multimodal": _image_objection,
     "generic-seq2seq-source": _source_objection,
 }
 """What keeps a lane from running a model, or None."""
 _MATCHERS = {
-    "native-text": _is_native,
+    "native-text": _is_native_text,
+    "native-multimodal": _sees_natively,
     "generic-text": _is_generic,
     "generic-multimodal": _is_multimodal,
     "generic-seq2seq-source": _has_source,

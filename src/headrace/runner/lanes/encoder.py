@@ -13,7 +13,7 @@ from headrace.core.errors import ModelError
 from headrace.core.layout import MemoryLayout
 from headrace.core.messages import LaneFacts
 from headrace.core.plan import BlockCopy, Chunk, SlotCopy
-from headrace.runner.lanes.foreign import Signature
+from headrace.runner.lanes.foreign import Signature, Weights
 
 _MAX_PADDING = 1.5  # a forward takes prompts whose longest has so many tokens per token of another
 _SMALL = 16  # tokens; prompts up to this length share a forward whatever their lengths
@@ -57,9 +57,7 @@ class GenericEncoder:
         padding = getattr(config, "pad_token_id", None)
         self._padding = padding if isinstance(padding, int) and padding >= 0 else 0
         self.vector_size = config.hidden_size if "embed" in self.tasks else 0
-        parameters = list(self._model.parameters())
-        self.num_parameters = sum(p.numel() for p in parameters)
-        self.weight_bytes = sum(p.nbytes for p in parameters)
+        self.num_parameters, self.weight_bytes = Weights.of(self._model)
 
     def layout(
         self, free_bytes: int, max_num_seqs: int, max_positions: int, block_size: int

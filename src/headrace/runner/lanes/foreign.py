@@ -1,15 +1,17 @@
 """Loads models that are not ours, and asks what their functions take and their objects hold."""
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from headrace.checkpoints.headers import read_headers
 from headrace.checkpoints.spec import ModelSpec
 from headrace.core.errors import ModelError
+from headrace.core.layout import MemoryLayout
 
 FOREIGN_ERRORS = (AttributeError, LookupError, NotImplementedError, TypeError, ValueError)
 """What code that is not ours raises where it is not made for what we give it."""
@@ -57,6 +59,56 @@ def tensor_bytes(value: Any, seen: set[int] | None = None) -> int:
     if isinstance(value, list | tuple):
         return sum(tensor_bytes(part, seen) for part in value)
     return tensor_bytes(vars(value), seen) if hasattr(value, "__dict__") else 0
+
+
+class _Reached(Exception):
+    """The layer was called; what with is noted."""
+
+
+def until_called(layer: nn.Module, run: Callable[[], Any]) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments and keywords with which `run` first calls the layer; it goes no further."""
+    called: list[Any] = []
+
+    def note(_: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        called.extend((list(arguments), keywords))
+        raise _Reached
+
+    hook = layer.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        run()
+    except _Reached:
+        pass
+    finally:
+        hook.remove()
+    return called[0], called[1]
+
+
+class Weights(NamedTuple):
+    """How many parameters a model has, and their bytes."""
+
+    num: int
+    num_bytes: int
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "Weights":
+        parameters = list(model.parameters())
+        return cls(sum(p.numel() for p in parameters), sum(p.nbytes for p in parameters))
+
+
+class SlotRoom(NamedTuple):
+    """What a layout is asked for: bytes at most, sequences and their positions at most."""
+
+    free_bytes: int
+    max_num_seqs: int
+    max_positions: int
+    block_size: int
+
+    def slots(self, per_position: int) -> MemoryLayout:
+        """Slots that each hold a sequence of the greatest length, as many as fit."""
+        each = per_position * self.max_positions
+        num_slots = max(1, min(self.max_num_seqs, self.free_bytes // each))
+        longest = min(self.max_positions, self.free_bytes // num_slots // per_position)
+        return MemoryLayout(block_size=self.block_size, num_slots=num_slots, max_positions=longest)
 
 
 def load_pretrained(auto: Any, spec: ModelSpec, dtype: torch.dtype) -> Any:

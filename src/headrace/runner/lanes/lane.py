@@ -7,9 +7,18 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from headrace.core.ids import SequenceId
 from headrace.core.layout import MemoryLayout
 from headrace.core.messages import LaneFacts
-from headrace.core.plan import BlockCopy, Chunk, EncodeChunk, EncodeWork, SlotCopy, SourceForm
+from headrace.core.plan import (
+    BlockCopy,
+    Chunk,
+    EncodeChunk,
+    EncodeWork,
+    PromptInputs,
+    SlotCopy,
+    SourceForm,
+)
 
 
 class Lane(Protocol):
@@ -53,6 +62,14 @@ class Lane(Protocol):
 class EncodingLane(Lane, Protocol):
     """A lane whose sequences may have works."""
 
-    def encode(self, chunk: EncodeChunk, work: EncodeWork) -> None:
-        """Computes some units of a work; what comes of them is kept with the sequence's slot."""
+    def begin(self, sequence_id: SequenceId, inputs: PromptInputs) -> None:
+        """A sequence with works is about to run, perhaps from a cached prefix on."""
+        ...
+
+    def end(self, sequence_id: SequenceId) -> None:
+        """It may be forgotten."""
+        ...
+
+    def encode(self, chunk: EncodeChunk, work: EncodeWork) -> bool:
+        """Computes some units of a work; False if what comes of them was at hand."""
         ...

@@ -6,10 +6,8 @@ anywhere, within the image too.
 
 import copy as copies
 from array import array
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -22,38 +20,18 @@ from headrace.core.errors import ModelError
 from headrace.core.ids import SequenceId, SlotId
 from headrace.core.layout import MemoryLayout
 from headrace.core.messages import LaneFacts
-from headrace.core.plan import BlockCopy, Chunk, EncodeChunk, EncodeWork, SlotCopy
-from headrace.runner.lanes.foreign import Signature, load_pretrained, tensor_bytes
+from headrace.core.plan import BlockCopy, Chunk, EncodeChunk, EncodeWork, PromptInputs, SlotCopy
+from headrace.runner.lanes.foreign import (
+    Signature,
+    SlotRoom,
+    Weights,
+    load_pretrained,
+    tensor_bytes,
+)
+from headrace.runner.lanes.pixels import FeatureCache, Pixels
 
 _PROBE = 40  # tokens whose cache is measured
-_FEATURE_BYTES = 256 << 20  # of images that were seen lately
 _IDS = ("image_token_id", "image_token_index")  # what configs call a placeholder's id
-
-
-class Pixels(msgspec.Struct, frozen=True):
-    """Where the tensors of one image lie, as the processor made them: name, dtype, shape, offset.
-
-    `positions` are those of the whole prompt, on three axes, if the model has them.
-    """
-
-    path: str
-    num_rows: int  # placeholders that it stands for
-    tensors: tuple[tuple[str, str, tuple[int, ...], int], ...]
-    positions: tuple[str, str, tuple[int, ...], int] | None = None
-
-    def read(self) -> dict[str, Tensor]:
-        return {name: self._tensor(dtype, shape, at) for name, dtype, shape, at in self.tensors}
-
-    def read_positions(self) -> Tensor | None:
-        return None if self.positions is None else self._tensor(*self.positions[1:])
-
-    def _tensor(self, dtype: str, shape: tuple[int, ...], offset: int) -> Tensor:
-        kind = getattr(torch, dtype)
-        size = int(torch.tensor(shape).prod()) if shape else 1
-        with Path(self.path).open("rb") as file:
-            file.seek(offset)
-            data = bytearray(file.read(size * kind.itemsize))
-        return torch.frombuffer(data, dtype=kind).reshape(shape)
 
 
 @dataclass(slots=True)
@@ -92,38 +70,43 @@ class GenericMultimodal:
         if self._image_id < 0:
             raise ModelError(f"{spec.architecture} does not say which token stands for an image.")
         self._places: dict[SlotId, _ImagePlace] = {}
-        self._seen: OrderedDict[bytes, Tensor] = OrderedDict()
-        parameters = list(self._model.parameters())
-        self.num_parameters = sum(p.numel() for p in parameters)
-        self.weight_bytes = sum(p.nbytes for p in parameters)
+        self._seen = FeatureCache()
+        self.num_parameters, self.weight_bytes = Weights.of(self._model)
 
     def layout(
         self, free_bytes: int, max_num_seqs: int, max_positions: int, block_size: int
     ) -> MemoryLayout:
-        per_position = self._measure()
-        num_slots = max(1, min(max_num_seqs, free_bytes // (per_position * max_positions)))
-        max_positions = min(max_positions, free_bytes // num_slots // per_position)
-        return MemoryLayout(block_size=block_size, num_slots=num_slots, max_positions=max_positions)
+        room = SlotRoom(free_bytes, max_num_seqs, max_positions, block_size)
+        return room.slots(self._measure())
 
     def open(self, layout: MemoryLayout) -> None:
         self._places.clear()
 
-    def encode(self, chunk: EncodeChunk, work: EncodeWork) -> None:
+    def begin(self, sequence_id: SequenceId, inputs: PromptInputs) -> None:
+        """Its images come with its works."""
+
+    def end(self, sequence_id: SequenceId) -> None:
+        """Its slot is given to another."""
+
+    def encode(self, chunk: EncodeChunk, work: EncodeWork) -> bool:
         place = self._place(chunk.slot_id, chunk.sequence_id, chunk.work == 0)
         pixels = msgspec.msgpack.decode(work.data, type=Pixels)
         if chunk.work == 0:
             place.features, place.num_used = [], 0
             place.positions = pixels.read_positions()
-        rows = self._features(work.mark, pixels)
+        rows, is_new = self._features(work.mark, pixels)
         if len(rows) != pixels.num_rows:
             raise ValueError(f"{pixels.num_rows} placeholders, and features for {len(rows)}")
         place.features.append(rows)
+        return is_new
 
-    def _features(self, mark: bytes, pixels: Pixels) -> Tensor:
-        """Rows [placeholders, hidden] of an image; the encoder sees an image once while it can."""
-        if (known := self._seen.get(mark)) is not None:
-            self._seen.move_to_end(mark)
-            return known
+    def _features(self, mark: bytes, pixels: Pixels) -> tuple[Tensor, bool]:
+        """Rows [placeholders, hidden] of an image, and whether they were computed.
+
+        The encoder sees an image once while it can.
+        """
+        if (known := self._seen.find(mark)) is not None:
+            return known, False
         tensors = {name: t.to(self.device) for name, t in pixels.read().items()}
         if "pixel_values" in tensors:
             tensors["pixel_values"] = tensors["pixel_values"].to(self.dtype)
@@ -133,10 +116,8 @@ class GenericMultimodal:
         parts = list(found) if isinstance(found, list | tuple) else [found]
         rows = torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
         self.num_encoded += 1
-        self._seen[mark] = rows
-        while len(self._seen) > 1 and sum(t.nbytes for t in self._seen.values()) > _FEATURE_BYTES:
-            self._seen.popitem(last=False)
-        return rows
+        self._seen.keep(mark, rows)
+        return rows, True
 
     def _place(self, slot: SlotId, owner: SequenceId, begins: bool) -> _ImagePlace:
         """The slot's, or a new one if it was somebody else's."""

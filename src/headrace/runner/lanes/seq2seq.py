@@ -17,19 +17,30 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from headrace.checkpoints.spec import ModelSpec
 from headrace.core.errors import ModelError
-from headrace.core.ids import SlotId
+from headrace.core.ids import SequenceId, SlotId
 from headrace.core.layout import MemoryLayout
 from headrace.core.messages import LaneFacts
-from headrace.core.plan import BlockCopy, Chunk, EncodeChunk, EncodeWork, SlotCopy, SourceForm
-from headrace.runner.lanes.foreign import Signature, load_pretrained, tensor_bytes
+from headrace.core.plan import (
+    BlockCopy,
+    Chunk,
+    EncodeChunk,
+    EncodeWork,
+    PromptInputs,
+    SlotCopy,
+    SourceForm,
+)
+from headrace.runner.lanes.foreign import (
+    Signature,
+    SlotRoom,
+    Weights,
+    load_pretrained,
+    tensor_bytes,
+    until_called,
+)
 
 _PROBE = 48  # tokens of a source, of which the walk and the cuts are proved
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 _NORMS = ("final_layer_norm", "layer_norm")
-
-
-class _Reached(Exception):
-    """The first layer was called; what with is noted."""
 
 
 @dataclass(slots=True)
@@ -56,20 +67,7 @@ class _Encoder:
 
     def begin(self, ids: Tensor) -> _Walk:
         """Everything before the first layer, by the encoder's own forward."""
-        called: list[Any] = []
-
-        def note(_: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-            called.extend((arguments, keywords))
-            raise _Reached
-
-        hook = self.layers[0].register_forward_pre_hook(note, with_kwargs=True)
-        try:
-            self.whole(ids)
-        except _Reached:
-            pass
-        finally:
-            hook.remove()
-        (hidden, *arguments), keywords = called
+        (hidden, *arguments), keywords = until_called(self.layers[0], lambda: self.whole(ids))
         return _Walk(hidden, arguments, keywords)
 
     def advance(self, walk: _Walk, start: int, end: int) -> None:
@@ -117,9 +115,7 @@ class Seq2SeqSource:
         self._signature = Signature.of(model.forward)
         self._encoder = _Encoder(model.get_encoder())
         self._slots: dict[SlotId, _Slot] = {}
-        parameters = list(model.parameters())
-        self.num_parameters = sum(p.numel() for p in parameters)
-        self.weight_bytes = sum(p.nbytes for p in parameters)
+        self.num_parameters, self.weight_bytes = Weights.of(model)
         self._start_ids = _start_ids(model)
         can_be_cut = self._can_be_walked()
         num_units = len(self._encoder.layers) + 1 if can_be_cut else 1
@@ -128,15 +124,19 @@ class Seq2SeqSource:
     def layout(
         self, free_bytes: int, max_num_seqs: int, max_positions: int, block_size: int
     ) -> MemoryLayout:
-        per_position = self._measure()
-        num_slots = max(1, min(max_num_seqs, free_bytes // (per_position * max_positions)))
-        max_positions = min(max_positions, free_bytes // num_slots // per_position)
-        return MemoryLayout(block_size=block_size, num_slots=num_slots, max_positions=max_positions)
+        room = SlotRoom(free_bytes, max_num_seqs, max_positions, block_size)
+        return room.slots(self._measure())
 
     def open(self, layout: MemoryLayout) -> None:
         self._slots.clear()
 
-    def encode(self, chunk: EncodeChunk, work: EncodeWork) -> None:
+    def begin(self, sequence_id: SequenceId, inputs: PromptInputs) -> None:
+        """Its source comes with its works."""
+
+    def end(self, sequence_id: SequenceId) -> None:
+        """Its slot is given to another."""
+
+    def encode(self, chunk: EncodeChunk, work: EncodeWork) -> bool:
         """The last unit makes the keys and values of cross-attention, and ends the encoder."""
         source = array("i", work.data)
         if chunk.start == 0:
@@ -148,10 +148,11 @@ class Seq2SeqSource:
             slot.walk = slot.walk or self._encoder.begin(self._ids(source))
             self._encoder.advance(slot.walk, chunk.start, min(chunk.end, num_layers))
             if chunk.end <= num_layers:
-                return
+                return True
             hidden = self._encoder.end(slot.walk)
         slot.walk = None
         slot.cache = self._cross_attention(hidden)
+        return True
 
     def _cross_attention(self, hidden: Tensor) -> Any:
         """A cache with the source's part alone: the token that was needed for it is dropped."""

@@ -1,0 +1,69 @@
+"""A model whose vision side runs beside our own text side, over real HTTP."""
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.builders import make_tiny_image_model
+from tests.e2e.test_image_chats import chat, picture, post, said, url
+from tests.servers import ServerProcess, running_server
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_image_model(tmp_path_factory.mktemp("seeing"), "Qwen3.5")
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[ServerProcess]:
+    with running_server(str(folder), "--threads", "1", "--block-size", "8") as running:
+        yield running
+
+
+def test_an_answer_depends_on_the_images_and_their_order(server):
+    one, other = (url(picture(seed, size=(64, 48))) for seed in (1, 2))
+    bodies = [chat(*images, max_tokens=60) for images in ([one, other], [other, one])]
+    answers = [said(post(server, body)) for body in bodies]
+    assert answers[0] != answers[1]
+    assert said(post(server, bodies[0])) == answers[0]
+
+
+def test_the_same_image_is_credited_and_the_record_says_who_computed_it(server):
+    body = chat(url(picture(3)), text="What is this? " * 4, return_ingestion=True)
+    first, second = (post(server, body).json() for _ in range(2))
+    cached = [a["usage"]["prompt_tokens_details"]["cached_tokens"] for a in (first, second)]
+    assert cached[0] == 0 and cached[1] > 16
+    assert first["choices"][0]["message"] == second["choices"][0]["message"]
+    record = second["headrace"]["ingestion"]
+    assert (record["strategy"], record["memory"]) == ("native-multimodal", "blocks")
+
+
+def test_a_killed_engine_costs_nothing_of_an_image_chat(server):
+    body = chat(url(picture(6)), url(picture(7)), max_tokens=80)
+    expected = said(post(server, body))
+    text, killed = "", False
+    with httpx.stream(
+        "POST", f"{server.url}/v1/chat/completions", json=body | {"stream": True}, timeout=120
+    ) as answer:
+        for line in answer.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            frame = json.loads(line[6:])
+            text += "".join(c["delta"].get("content") or "" for c in frame["choices"])
+            if text and not killed:
+                killed = True
+                figures = httpx.get(f"{server.url}/manage/state", timeout=60).json()
+                os.kill(figures["engine"]["pid"], signal.SIGKILL)
+    assert killed and text == expected
+
+
+def test_its_text_side_alone_takes_no_images(folder):
+    with running_server(str(folder), "--threads", "1", "--lane", "native-text") as running:
+        said(post(running, chat(text="Hello")))
+        refused = post(running, chat(url(picture(1)))).json()["error"]
+        assert refused["code"] == "unsupported_content"
