@@ -45,7 +45,8 @@ def _load(lane: str, spec: ModelSpec) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def _native_objection(spec: ModelSpec) -> str | None:
+def why_not_native(spec: ModelSpec) -> str | None:
+    """What keeps a model from running with our own code, as a sentence."""
     if reason := spec.config.get("only_llama_cpp"):
         return str(reason)
     if spec.architecture.endswith("ForCausalLM") and _has_other_sides(spec):
@@ -111,10 +112,15 @@ def _image_objection(spec: ModelSpec) -> str | None:
     return None
 
 
+def has_llama_cpp() -> bool:
+    """Whether the extra is installed; it is not imported."""
+    return importlib.util.find_spec("llama_cpp") is not None
+
+
 def _llama_objection(spec: ModelSpec) -> str | None:
     if not spec.is_gguf:
         return f"{spec.name} has no GGUF file."
-    if importlib.util.find_spec("llama_cpp") is None:  # looked for, never imported here
+    if not has_llama_cpp():
         return (
             "llama-cpp-python is not installed; pip install 'headrace[llama-cpp]' (it is built "
             "from source), or use the model's safetensors files."
@@ -123,7 +129,7 @@ def _llama_objection(spec: ModelSpec) -> str | None:
 
 
 def _is_native(spec: ModelSpec) -> bool:
-    return _native_objection(spec) is None
+    return why_not_native(spec) is None
 
 
 def _is_generic(spec: ModelSpec) -> bool:
@@ -144,7 +150,7 @@ def _is_for_llama(spec: ModelSpec) -> bool:
 
 
 _JUDGES = {
-    "native-text": _native_objection,
+    "native-text": why_not_native,
     "generic-text": _generic_objection,
     "generic-multimodal": _image_objection,
     "generic-seq2seq-source": _source_objection,
