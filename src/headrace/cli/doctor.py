@@ -3,16 +3,12 @@
 import asyncio
 import errno
 import os
-import platform
-import re
 import resource
 import socket
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from importlib.metadata import version
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
@@ -20,6 +16,9 @@ from headrace.checkpoints.find import find_here, find_model, is_hub_id
 from headrace.checkpoints.headers import read_headers, text_side
 from headrace.checkpoints.spec import read_spec
 from headrace.cli import exits
+from headrace.cli.doctor_files import advice, choices, several
+from headrace.cli.doctor_loss import loss
+from headrace.cli.doctor_machine import Finding, machine
 from headrace.cli.state import is_redis, streams_folder
 from headrace.core.config import HttpConfig, ModelConfig, ServerConfig
 from headrace.core.errors import HeadraceError, ModelError
@@ -36,38 +35,18 @@ from headrace.text.template import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
 
 _WIDTH = 12
-_LIBRARIES = ("headrace", "torch", "transformers", "tokenizers", "numba")
-_SETS = {
-    "avx2": "AVX2",
-    "avx512f": "AVX-512",
-    "avx512_vnni": "AVX-512 VNNI",
-    "avx512_bf16": "AVX-512 bf16",
-    "amx_bf16": "AMX bf16",
-    "asimd": "NEON",
-    "bf16": "bf16",
-    "sve": "SVE",
-}
-_MIN_FREE_BYTES = 1 << 30
 _SLOW_SYNC_MS = 50.0
 _HEALTH_TIMEOUT_S = 2.0
 _GREETING = "Good morning"
 
-Verdict = Literal["ok", "warn", "fail"]
 
+def doctor(config: ServerConfig, model: str | None, as_json: bool, text: Path | None = None) -> int:
+    """Prints each finding as it is made; the exit code says whether one is a fault.
 
-class Finding(msgspec.Struct, frozen=True):
-    """`remedy` is empty where nothing needs one."""
-
-    subject: str
-    verdict: Verdict
-    detail: str
-    remedy: str = ""
-
-
-def doctor(config: ServerConfig, model: str | None, as_json: bool) -> int:
-    """Prints each finding as it is made; the exit code says whether one is a fault."""
+    `text`: what to measure the loss of fewer bits on.
+    """
     found = []
-    for finding in _examine(config, model):
+    for finding in _examine(config, model, text):
         found.append(finding)
         if not as_json:
             _print(finding)
@@ -77,13 +56,13 @@ def doctor(config: ServerConfig, model: str | None, as_json: bool) -> int:
     return exits.FAILED if has_fault else exits.DONE
 
 
-def _examine(config: ServerConfig, model: str | None) -> Iterable[Finding]:
-    yield from _machine(config)
+def _examine(config: ServerConfig, model: str | None, text: Path | None) -> Iterable[Finding]:
+    yield from machine(config)
     yield from _server(config)
     if model is None and len(config.models) == 1:
         return
     for one in config.models:
-        for finding in _model(one):
+        for finding in _model(one, text):
             if len(config.models) > 1:
                 subject = f"{names_of(one)[0]}: {finding.subject}"
                 finding = msgspec.structs.replace(finding, subject=subject)
@@ -94,65 +73,6 @@ def _print(finding: Finding) -> None:
     print(f"{finding.verdict:<4}  {finding.subject:<{_WIDTH}}  {finding.detail}", flush=True)
     if finding.remedy:
         print(f"{'':<{_WIDTH + 8}}{finding.remedy}", flush=True)
-
-
-# the machine: libraries, cores, memory, device
-
-
-def _machine(config: ServerConfig) -> Iterator[Finding]:
-    versions = ", ".join(f"{name} {version(name)}" for name in _LIBRARIES)
-    yield Finding("libraries", "ok", f"Python {platform.python_version()}, {versions}")
-    yield _processor()
-    yield _threads(config.models[0].threads)
-    yield from _device(config.models[0].device)
-
-
-def _processor() -> Finding:
-    sets = _instruction_sets()
-    detail = f"{platform.machine()}, {_num_cores()} usable cores of {os.cpu_count()}"
-    if sets:
-        detail += f", {', '.join(sets)}"
-    if platform.machine() == "x86_64" and "AVX2" not in sets:
-        return Finding("processor", "warn", detail, "Without AVX2 it computes very slowly.")
-    return Finding("processor", "ok", detail)
-
-
-def _threads(wanted: int | None) -> Finding:
-    cores = _num_cores()
-    if wanted is not None and wanted > cores:
-        remedy = f"Use {cores} or fewer: threads that share a core wait for each other."
-        return Finding("threads", "warn", f"{wanted} threads on {cores} cores", remedy)
-    return Finding("threads", "ok", f"{wanted or cores}")
-
-
-def _device(wanted: str) -> Iterator[Finding]:
-    import torch
-
-    from headrace.runner.probe import free_bytes
-
-    has_cuda = torch.cuda.is_available()
-    if wanted == "cuda" and not has_cuda:
-        yield Finding("device", "fail", "PyTorch finds no CUDA device", "Use --device cpu.")
-        return
-    device = torch.device("cuda" if has_cuda and wanted != "cpu" else "cpu")
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    yield Finding("device", "ok", name)
-    free = free_bytes(device)
-    verdict, remedy = ("ok", "") if free >= _MIN_FREE_BYTES else ("warn", "Only small models fit.")
-    yield Finding("memory", verdict, f"{free >> 20} MiB free", remedy)  # type: ignore[arg-type]
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _instruction_sets() -> list[str]:
-    """Those that matter here, read from Linux; none elsewhere."""
-    file = Path("/proc/cpuinfo")
-    text = file.read_text() if file.is_file() else ""
-    line = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
-    flags = set(line[1].split()) if line else set()
-    return [name for flag, name in _SETS.items() if flag in flags]
 
 
 # the server: port, keys, descriptors, state directory
@@ -262,8 +182,15 @@ def _measure_sync(folder: Path) -> float:
 # one model: its files, its text, its lane, and what fits
 
 
-def _model(config: ModelConfig) -> Iterator[Finding]:
+def _model(config: ModelConfig, text: Path | None) -> Iterator[Finding]:
     """Stops at the first fault, since what follows builds on it."""
+    if files := several(config.model):
+        found = []
+        for one in choices(files, config):
+            found.append(one)
+            yield Finding(one.name, "ok" if one.fits else "warn", one.detail)
+        yield Finding("model", "ok", advice(found, config.model))
+        return
     try:
         folder = find_here(config.model, config.revision)
         if folder is None and is_hub_id(config.model):
@@ -274,6 +201,8 @@ def _model(config: ModelConfig) -> Iterator[Finding]:
         yield _files(folder)
         yield from _text(folder, config)
         yield from _computing(folder, config)
+        if text is not None:
+            yield Finding("loss", "ok", loss(folder, config, text))
     except HeadraceError as error:
         yield Finding("model", "fail", str(error))
 

@@ -97,9 +97,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             "generic-text",
             "generic-multimodal",
             "generic-seq2seq-source",
+            "llama-cpp",
         ],
         Meta(description="How the model is run; auto: chosen by its architecture"),
-    ] = "auto"
+    ] = "auto"  # fmt: skip
     threads: Annotated[
         Count | None, Meta(description="Compute threads; all cores if not given")
     ] = None

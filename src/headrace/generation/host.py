@@ -312,15 +312,13 @@ class Host:
         assert self._up is not None
         self.metrics.replica_is_down(news)
         self._forecast.forget(lost)
-        for owner in dict.fromkeys(map(self._sequences.owner, lost)):
-            if owner is not None:
-                owner.tell(news)
-                owner.tell(self._up)
+        for owner in filter(None, dict.fromkeys(map(self._sequences.owner, lost))):
+            owner.tell(news)
+            owner.tell(self._up)
 
     def _submit(self, stream: LiveStream, up: EngineUp) -> None:
         try:
-            num_tokens = stream.num_tokens
-            stream.smaller_context = check_can_go_on(stream.record, num_tokens, self.model)
+            stream.smaller_context = check_can_go_on(stream.record, stream.num_tokens, self.model)
         except RequestError as change:
             stream.end_now(change)
         stream.tell(up)

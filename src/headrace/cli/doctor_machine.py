@@ -1,0 +1,94 @@
+"""What `headrace doctor` says of the machine."""
+
+import os
+import platform
+import re
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from headrace.core.config import ServerConfig
+
+_LIBRARIES = ("headrace", "torch", "transformers", "tokenizers", "numba")
+_SETS = {
+    "avx2": "AVX2",
+    "avx512f": "AVX-512",
+    "avx512_vnni": "AVX-512 VNNI",
+    "avx512_bf16": "AVX-512 bf16",
+    "amx_bf16": "AMX bf16",
+    "asimd": "NEON",
+    "bf16": "bf16",
+    "sve": "SVE",
+}
+_MIN_FREE_BYTES = 1 << 30
+
+Verdict = Literal["ok", "warn", "fail"]
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """`remedy` is empty where nothing needs one."""
+
+    subject: str
+    verdict: Verdict
+    detail: str
+    remedy: str = ""
+
+
+def machine(config: ServerConfig) -> Iterator[Finding]:
+    """Libraries, cores, memory, device."""
+    versions = ", ".join(f"{name} {version(name)}" for name in _LIBRARIES)
+    yield Finding("libraries", "ok", f"Python {platform.python_version()}, {versions}")
+    yield _processor()
+    yield _threads(config.models[0].threads)
+    yield from _device(config.models[0].device)
+
+
+def _processor() -> Finding:
+    sets = _instruction_sets()
+    detail = f"{platform.machine()}, {_num_cores()} usable cores of {os.cpu_count()}"
+    if sets:
+        detail += f", {', '.join(sets)}"
+    if platform.machine() == "x86_64" and "AVX2" not in sets:
+        return Finding("processor", "warn", detail, "Without AVX2 it computes very slowly.")
+    return Finding("processor", "ok", detail)
+
+
+def _threads(wanted: int | None) -> Finding:
+    cores = _num_cores()
+    if wanted is not None and wanted > cores:
+        remedy = f"Use {cores} or fewer: threads that share a core wait for each other."
+        return Finding("threads", "warn", f"{wanted} threads on {cores} cores", remedy)
+    return Finding("threads", "ok", f"{wanted or cores}")
+
+
+def _device(wanted: str) -> Iterator[Finding]:
+    import torch
+
+    from headrace.runner.probe import free_bytes
+
+    has_cuda = torch.cuda.is_available()
+    if wanted == "cuda" and not has_cuda:
+        yield Finding("device", "fail", "PyTorch finds no CUDA device", "Use --device cpu.")
+        return
+    device = torch.device("cuda" if has_cuda and wanted != "cpu" else "cpu")
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    yield Finding("device", "ok", name)
+    free = free_bytes(device)
+    verdict, remedy = ("ok", "") if free >= _MIN_FREE_BYTES else ("warn", "Only small models fit.")
+    yield Finding("memory", verdict, f"{free >> 20} MiB free", remedy)  # type: ignore[arg-type]
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _instruction_sets() -> list[str]:
+    """Those that matter here, read from Linux; none elsewhere."""
+    file = Path("/proc/cpuinfo")
+    text = file.read_text() if file.is_file() else ""
+    line = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
+    flags = set(line[1].split()) if line else set()
+    return [name for flag, name in _SETS.items() if flag in flags]
