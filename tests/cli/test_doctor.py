@@ -11,12 +11,18 @@ import pytest
 import torch
 import transformers
 
-from headrace.cli.doctor import cache_bytes, doctor
+from headrace.cli.capacity import cache_bytes
+from headrace.cli.doctor import doctor
 from headrace.core.config_sources import load
 from headrace.core.layout import MemoryLayout
 from headrace.runner.kernels.forms import forms_here
 from headrace.text.tokenizer import Tokenizer
-from tests.builders import make_tiny_model
+from tests.builders import (
+    make_tiny_encoder,
+    make_tiny_image_model,
+    make_tiny_model,
+    make_tiny_seq2seq,
+)
 from tests.gguf_files import to_gguf
 
 
@@ -227,3 +233,21 @@ def reference_perplexity(folder: Path, text: str) -> float:
     ids = torch.tensor([list(Tokenizer.load(folder).encode(text, True))])
     with torch.inference_mode():
         return float(model(ids, labels=ids).loss.exp())
+
+
+def test_models_that_are_no_plain_generators_are_told_in_their_own_words(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for name in ("bert", "t5", "seeing"):
+        (tmp_path / name).mkdir()
+    encoder = examine(capsys, str(make_tiny_encoder(tmp_path / "bert")))[1]
+    assert "template" not in encoder and "streams" not in encoder
+    assert encoder["tasks"]["detail"].startswith("embed;")
+    assert encoder["cache"]["detail"].startswith("none")
+    assert encoder["inputs"]["detail"].endswith("of 128 tokens in a step")
+    assert {finding["verdict"] for finding in encoder.values()} <= {"ok", "warn"}
+    source = examine(capsys, str(make_tiny_seq2seq(tmp_path / "t5")))[1]
+    assert source["prompts"]["detail"].startswith("a source encoded in up to 4 pieces")
+    seeing = examine(capsys, str(make_tiny_image_model(tmp_path / "seeing", "Qwen3.5")))[1]
+    assert seeing["lane"]["detail"].startswith("native-multimodal on cpu")
+    assert "images seen in pieces" in seeing["prompts"]["detail"]

@@ -11,6 +11,7 @@ import torch
 import transformers
 from PIL import Image
 
+from headrace.core.errors import ModelError
 from headrace.core.ids import SequenceId, SlotId
 from headrace.core.plan import Begin, BlockCopy, Chunk, EncodeChunk, SlotCopy, StepPlan
 from headrace.runner.images import ImageProcessor, Prepared
@@ -28,6 +29,13 @@ def picture(seed: int, width: int = 40, height: int = 30) -> bytes:
 
 RED, BLUE = picture(1), picture(2)
 NATIVE = "Qwen3.5"
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "initializer_range": 0.5,
+}
 BLOCKS_EACH = 32  # of 8 positions each, in its memory
 
 
@@ -210,3 +218,20 @@ def test_a_sibling_goes_on_from_a_copied_slot(kind, runner, prepared):
         for _ in range(5):
             talk.chunk(len(talk.tokens) - 1, len(talk.tokens), draws=True)
     assert leader.tokens == sibling.tokens
+
+
+def test_a_model_whose_text_attends_both_ways_is_refused(tmp_path):
+    text = {"vocab_size": 64, "num_key_value_heads": 2, "pad_token_id": 0} | SMALL
+    config = transformers.PaliGemmaConfig(
+        text_config={"model_type": "gemma", "head_dim": 16, **text},
+        vision_config={"model_type": "siglip_vision_model", "image_size": 16, "patch_size": 8}
+        | SMALL,
+        image_token_index=63,
+        projection_dim=32,
+        hidden_size=32,
+    )
+    torch.manual_seed(0)
+    transformers.PaliGemmaForConditionalGeneration(config).save_pretrained(tmp_path)
+    (tmp_path / "preprocessor_config.json").write_text("{}")
+    with pytest.raises(ModelError, match="attends to what comes later"):
+        tiny_runner(tmp_path, max_model_len=64)

@@ -16,19 +16,18 @@ from headrace.checkpoints.find import find_here, find_model, is_hub_id
 from headrace.checkpoints.headers import read_headers, text_side
 from headrace.checkpoints.spec import read_spec
 from headrace.cli import exits
+from headrace.cli.capacity import cache_bytes, fit, slots
 from headrace.cli.doctor_files import advice, choices, several
 from headrace.cli.doctor_loss import loss
-from headrace.cli.doctor_machine import Finding, machine
+from headrace.cli.doctor_machine import Finding, Verdict, machine
 from headrace.cli.state import is_redis, streams_folder
 from headrace.core.config import HttpConfig, ModelConfig, ServerConfig
 from headrace.core.errors import HeadraceError, ModelError
-from headrace.core.layout import MemoryLayout
 from headrace.core.messages import Ready
 from headrace.core.request import Chat
 from headrace.gateway.auth import Auth
 from headrace.gateway.http_server import MAX_DESCRIPTORS
 from headrace.generation.served import names_of
-from headrace.runner.lanes.lane import Lane
 from headrace.streams.state_dir import StateError
 from headrace.text.encoder import Encoder
 from headrace.text.template import ChatTemplate
@@ -199,7 +198,7 @@ def _model(config: ModelConfig, text: Path | None) -> Iterator[Finding]:
             return
         folder = folder or find_model(config.model)
         yield _files(folder)
-        yield from _text(folder, config)
+        yield _tokenizer(folder)
         yield from _computing(folder, config)
         if text is not None:
             yield Finding("loss", "ok", loss(folder, config, text))
@@ -213,27 +212,31 @@ def _files(folder: Path) -> Finding:
     size = sum((folder / name).stat().st_size for name in spec.weight_files)
     detail = f"{spec.architecture}, {len(headers)} tensors in {len(spec.weight_files)} files"
     if beside := len(headers) - len(text_side(headers)):
-        detail += f" ({beside} for other things than text, which are not read)"
+        detail += f" ({beside} for other things than text)"
     return Finding("model", "ok", f"{detail}, {size >> 20} MiB of {spec.dtype}")
 
 
-def _text(folder: Path, config: ModelConfig) -> Iterator[Finding]:
+def _tokenizer(folder: Path) -> Finding:
     tokenizer = Tokenizer.load(folder)
     token_ids = list(tokenizer.encode(_GREETING, False))
     back = tokenizer.decode(token_ids, False)
     detail = f"{tokenizer.vocab_size} tokens; {_GREETING!r} is {len(token_ids)} of them"
     if back == _GREETING:
-        yield Finding("tokenizer", "ok", detail)
-    else:
-        yield Finding("tokenizer", "warn", f"{detail}, which decode to {back!r}")
+        return Finding("tokenizer", "ok", detail)
+    # encoders often see small letters only
+    verdict: Verdict = "ok" if back == _GREETING.lower() else "warn"
+    return Finding("tokenizer", verdict, f"{detail}, which decode to {back!r}")
+
+
+def _template(folder: Path, config: ModelConfig) -> Finding:
+    tokenizer = Tokenizer.load(folder)
     file = Path(config.chat_template) if config.chat_template else None
     template = ChatTemplate.load(folder, tokenizer.special_tokens, file)
     if template is None:
         remedy = "Only /v1/completions will work; give one with --chat-template."
-        yield Finding("template", "warn", "none", remedy)
-        return
+        return Finding("template", "warn", "none", remedy)
     rendered = template.render(Chat(({"role": "user", "content": _GREETING},)))
-    yield Finding("template", "ok", f"renders a greeting as {len(rendered)} characters")
+    return Finding("template", "ok", f"renders a greeting as {len(rendered)} characters")
 
 
 def _computing(folder: Path, config: ModelConfig) -> Iterator[Finding]:
@@ -246,6 +249,10 @@ def _computing(folder: Path, config: ModelConfig) -> Iterator[Finding]:
     except ModelError as error:
         reason = str(error)
     runner, ready = load_runner(msgspec.structs.replace(config, model=str(folder)), folder)
+    if "generate" in ready.tasks:
+        yield _template(folder, config)
+    else:
+        yield Finding("tasks", "ok", f"{' and '.join(ready.tasks)}; it generates no text")
     if config.lane != "auto":
         reason = "as asked"
     yield Finding("lane", "ok", f"{ready.lane} on {ready.device} in {ready.dtype}: {reason}")
@@ -253,10 +260,16 @@ def _computing(folder: Path, config: ModelConfig) -> Iterator[Finding]:
     yield Finding("weights", "ok", _weights(folder, ready))
     if others := list(_smaller(folder, ready)):
         yield Finding("smaller", "ok", ", ".join(others))
+    if ready.is_whole:
+        yield Finding("cache", "ok", "none: nothing is kept from one step to the next")
+        yield _ingestion(folder, ready)
+        longest = ready.layout.max_positions
+        yield Finding("inputs", "ok", f"{ready.max_num_seqs} of {longest} tokens in a step")
+        return
     per_token, per_sequence = cache_bytes(runner.lane, ready.layout.block_size)
     yield Finding("cache", "ok", f"{per_token} bytes a token, {per_sequence} more a sequence")
     yield _ingestion(folder, ready)
-    yield Finding("streams", "ok", _fit(ready) + _slots(ready.layout, per_sequence))
+    yield Finding("streams", "ok", fit(ready) + slots(ready.layout, per_sequence))
 
 
 def _ingestion(folder: Path, ready: Ready) -> Finding:
@@ -264,8 +277,24 @@ def _ingestion(folder: Path, ready: Ready) -> Finding:
     memory = f"{facts.memory}: {facts.why}" if facts.why else facts.memory
     mask = "no mask" if facts.mask == "none" else "a mask for each chunk"
     text = "streamed" if Encoder(Tokenizer.load(folder)).can_stream else "in one call"
-    detail = f"in chunks, {mask}, long texts tokenized {text}; memory: {memory}"
+    if ready.is_whole:
+        detail = f"each whole, attending both ways, long texts tokenized {text}"
+        return Finding("prompts", "ok", detail)
+    if ready.source is not None:
+        num = ready.source.num_units
+        pieces = f"in up to {num} pieces" if ready.source.can_be_cut else "in a step of its own"
+        detail = f"a source encoded {pieces}, long ones tokenized {text}; memory: {memory}"
+        return Finding("prompts", "ok", detail)
+    detail = f"in chunks, {mask}, long texts tokenized {text}{_images(ready)}; memory: {memory}"
     return Finding("prompts", "ok", detail)
+
+
+def _images(ready: Ready) -> str:
+    how = {
+        "native-multimodal": ", images seen in pieces of a few blocks",
+        "generic-multimodal": ", each image seen in a step of its own",
+    }
+    return how.get(ready.lane, "")
 
 
 def _weights(folder: Path, ready: Ready) -> str:
@@ -295,33 +324,3 @@ def _smaller(folder: Path, ready: Ready) -> Iterator[str]:
         needed = footprint(spec, dtype, ready.kernels, kind)
         if needed.held < held:
             yield f"{needed.held >> 20} MiB with --quantize {kind}"
-
-
-def cache_bytes(lane: Lane, block_size: int) -> tuple[int, int]:
-    """Bytes per token and further bytes per sequence, from the lane's layouts of two budgets."""
-    small, large = 1 << 40, 1 << 41
-    lengths = [lane.layout(b, 1, 1 << 60, block_size).max_positions for b in (small, large)]
-    per_token = round((large - small) / max(1, lengths[1] - lengths[0]))
-    fixed = small - lengths[0] * per_token
-    if fixed <= block_size * per_token:
-        return per_token, 0  # it is rounding, not a cost
-    layout = lane.layout(small, 1, 1 << 60, block_size)
-    return per_token, fixed // max(1, layout.num_slots + layout.num_snapshots)
-
-
-def _slots(layout: MemoryLayout, per_sequence: int) -> str:
-    """What bounds the streams of a model with states."""
-    if not layout.num_blocks or not layout.num_slots:
-        return ""
-    size = f"{per_sequence / (1 << 20):.1f} MiB"
-    kept = f"{layout.num_snapshots} more keep states that prompts with the same begin go on from"
-    return f"; there are {layout.num_slots} slots of {size} for their states, and {kept}"
-
-
-def _fit(ready: Ready) -> str:
-    layout = ready.layout
-    whole = layout.max_positions
-    num = layout.num_slots
-    if layout.num_blocks:
-        num = layout.num_blocks // max(1, layout.blocks_for(whole))
-    return f"{min(num, ready.max_num_seqs)} of {whole} tokens, or {ready.max_num_seqs} shorter ones"

@@ -22,6 +22,7 @@ from headrace.core.layout import MemoryLayout
 from headrace.core.messages import LaneFacts
 from headrace.core.plan import BlockCopy, Chunk, EncodeChunk, EncodeWork, PromptInputs, SlotCopy
 from headrace.runner.lanes.foreign import (
+    TOLERANCE,
     Signature,
     SlotRoom,
     Weights,
@@ -31,6 +32,7 @@ from headrace.runner.lanes.foreign import (
 from headrace.runner.lanes.pixels import FeatureCache, Pixels
 
 _PROBE = 40  # tokens whose cache is measured
+_PROBE_ROWS = 4  # of an image, of which cuts are proved
 _IDS = ("image_token_id", "image_token_index")  # what configs call a placeholder's id
 
 
@@ -72,6 +74,7 @@ class GenericMultimodal:
         self._places: dict[SlotId, _ImagePlace] = {}
         self._seen = FeatureCache()
         self.num_parameters, self.weight_bytes = Weights.of(self._model)
+        self._check_cuts(spec)
 
     def layout(
         self, free_bytes: int, max_num_seqs: int, max_positions: int, block_size: int
@@ -195,6 +198,29 @@ class GenericMultimodal:
             target = copies.copy(source)
             target.cache, target.owner = copies.deepcopy(source.cache), None
             self._places[copy.target] = target
+
+    @torch.inference_mode()
+    def _check_cuts(self, spec: ModelSpec) -> None:
+        """ModelError if a cut behind an image changes what follows: then text attends both ways."""
+        ids = array("i", [0, 1, *[self._image_id] * _PROBE_ROWS, *range(2, 10)])
+        whole, cut = self._probe(ids, len(ids)), self._probe(ids, _PROBE_ROWS + 5)
+        self._places.clear()
+        if (cut - whole).abs().max() > TOLERANCE.get(self.dtype, 5e-2) * whole.abs().max():
+            raise ModelError(
+                f"{spec.architecture} reads a prompt in parts in another way than whole, since its "
+                "text attends to what comes later; such models are not supported."
+            )
+
+    def _probe(self, ids: "array[int]", cut: int) -> Tensor:
+        """Logits of the last token, [1, vocab]; other tokens' embeddings stand for an image."""
+        rows = self._model.get_input_embeddings()(torch.arange(_PROBE_ROWS, device=self.device))
+        owner, slot = SequenceId(-1), SlotId(0)
+        self._places[slot] = _ImagePlace(owner, self._new_cache(), [rows])
+        for start, end in ((0, cut), (cut, len(ids))):
+            if start < end:
+                chunk = Chunk(owner, start, end - start, 1, (), array("i"), slot)
+                logits = self._run(chunk, ids[start:end])
+        return logits
 
     @torch.inference_mode()
     def _measure(self) -> int:
