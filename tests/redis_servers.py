@@ -17,7 +17,7 @@ from tests.eventually import eventually
 
 needs_redis = pytest.mark.skipif(
     shutil.which("redis-server") is None and not os.environ.get("NEEDS_REDIS"),
-    reason="redis-server is not installed; make test-cluster installs it",
+    reason="redis-server is not installed; make test-gateways installs it",
 )
 
 

@@ -1,6 +1,8 @@
-"""After any moves a SQLite store, restarted and killed at will, equals the naive one."""
+"""After any moves a store that survives, restarted and killed at will, equals the naive one."""
 
 import asyncio
+import itertools
+import os
 import shutil
 import tempfile
 import time
@@ -19,10 +21,12 @@ from headrace.streams import sqlite_writer
 from headrace.streams.events import AnyEvent
 from headrace.streams.log import LogConflict, LogGone
 from headrace.streams.memory_store import MemoryStore
+from headrace.streams.redis_store import RedisStore
 from headrace.streams.sqlite_schema import NAME
 from headrace.streams.sqlite_store import SqliteStore
 from headrace.streams.store import ByConversation, ById, ByKey, Name, Retention, Store, Stored
-from tests.streams.builders import error, finish, make_record, some
+from tests.redis_servers import needs_redis
+from tests.streams.builders import error, finish, make_record, redis_url, some
 
 IDS = st.sampled_from([StreamId(name) for name in "abcdef"])
 CHATS = st.sampled_from([None, "x", "y"])
@@ -49,21 +53,24 @@ class Stores(RuleBasedStateMachine):
         self.folder = Path(tempfile.mkdtemp())
         self.num_starts = 0
         self.naive = MemoryStore()
-        self.sqlite = SqliteStore.open(self.folder / "0")
+        self.kept = self.open(self.folder / "0")
         self.handles: list[tuple[Stored, Stored]] = []  # whatever was handed out, old and new
 
     def teardown(self) -> None:
         try:
             self.check()
         finally:
-            self.loop.run_until_complete(self.sqlite.close())
+            self.loop.run_until_complete(self.kept.close())
             self.loop.close()
             self.patch.stop()
             shutil.rmtree(self.folder)
 
+    def open(self, directory: Path) -> Store:
+        return SqliteStore.open(directory)
+
     def both(self, move: Callable[[Store], Awaitable[Any]]) -> tuple[Any, Any]:
         async def run() -> tuple[Any, Any]:
-            return await move(self.naive), await move(self.sqlite)
+            return await move(self.naive), await move(self.kept)
 
         return self.loop.run_until_complete(run())
 
@@ -139,7 +146,7 @@ class Stores(RuleBasedStateMachine):
     @rule()
     def restart(self) -> None:
         self._settle()
-        self.loop.run_until_complete(self.sqlite.close())
+        self.loop.run_until_complete(self.kept.close())
         self._start(self.folder / str(self.num_starts))
 
     @rule(noise=st.binary(max_size=64))
@@ -150,7 +157,7 @@ class Stores(RuleBasedStateMachine):
         self.num_starts += 1
         new = self.folder / str(self.num_starts)
         shutil.copytree(old, new, ignore=shutil.ignore_patterns("*-shm"))
-        self.loop.run_until_complete(self.sqlite.close())
+        self.loop.run_until_complete(self.kept.close())
         wal = new / (NAME + "-wal")
         if wal.exists():
             wal.write_bytes(wal.read_bytes() + noise)
@@ -164,7 +171,7 @@ class Stores(RuleBasedStateMachine):
     def _start(self, directory: Path) -> None:
         """Handles of the old server mean nothing to the new one."""
         self.handles = []
-        self.sqlite = SqliteStore.open(directory)
+        self.kept = self.open(directory)
         self.claim()
 
     def check(self) -> None:
@@ -200,5 +207,34 @@ async def contents(store: Store, name: Name) -> object:
     return found and (found.record, await found.log.read(-1, 1000))
 
 
+class RedisStores(Stores):
+    """The same with Redis. A kill is one of the gateway: Redis keeps what it was given."""
+
+    prefixes = itertools.count()
+
+    def __init__(self) -> None:
+        self.url = redis_url(Path(f"machine {next(self.prefixes)}"))
+        super().__init__()
+
+    def open(self, directory: Path) -> Store:
+        return self.loop.run_until_complete(RedisStore.open(self.url))
+
+    @rule()
+    def kill(self) -> None:
+        self._settle()
+        killed = self.kept
+        assert isinstance(killed, RedisStore)
+        lease = killed.link.key(f"g:{killed.gateway}")
+        for part in killed._parts:
+            part.cancel()
+        self.loop.run_until_complete(killed.link.command("DEL", lease))
+        self._start(self.folder)
+        self.loop.run_until_complete(killed.close())
+
+
 TestStores = Stores.TestCase
 TestStores.settings = settings(max_examples=20, stateful_step_count=30, deadline=None)
+TestRedisStores = needs_redis(RedisStores.TestCase)
+TestRedisStores.settings = settings(
+    max_examples=20 if os.environ.get("NEEDS_REDIS") else 6, stateful_step_count=30, deadline=None
+)

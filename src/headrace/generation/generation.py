@@ -38,7 +38,7 @@ _SHUTS_DOWN = RequestError(
 )
 _RESTARTS = RequestError("server_restarting", "The server is restarting; read on once it is back.")
 _TAKEN = RequestError("server_restarting", "Another server goes on with this stream; read on.")
-_CANNOT_WRITE = "The server cannot write to its disk now; read on later."
+_CANNOT_WRITE = "The server cannot store streams now; read on later."
 _PAGE = 256
 _SWEEP_INTERVAL_S = 60.0
 _RESUME_AGAIN_S = 1.0  # when the store could not be read

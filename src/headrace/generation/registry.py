@@ -241,7 +241,7 @@ class Registry:
             return await work
         async with racing(work, self._store.stalled.wait()) as (working, _):
             if not working.done():
-                raise StoreStalled("The server cannot write to its disk now; try again later.")
+                raise StoreStalled("The server cannot store streams now; try again later.")
             result: Result = await working
             return result
 
