@@ -117,7 +117,10 @@ def test_requests_at_a_fleet_of_no_engine_all_finish_and_it_leaves_again(
         assert {answer.status_code for answer in answers} == {200}
         assert {answer.json()["usage"]["completion_tokens"] for answer in answers} == {20}
         eventually(lambda: not up(running.url), LIMIT_S)
-        assert ask(0).status_code == 200
+        streamed = httpx.post(
+            f"{running.url}/v1/completions", json=body | {"stream": True}, timeout=LIMIT_S
+        )
+        assert ": loading the model" in streamed.text and "data: [DONE]" in streamed.text
 
 
 def test_streams_of_a_lost_node_go_on_at_the_other(

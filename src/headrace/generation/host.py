@@ -205,7 +205,7 @@ class Host:
             elif isinstance(news, EngineUp):
                 self._engine_is_up(news)
             elif isinstance(news, EngineResized):
-                self._resize(news.ready)
+                self._resize(news)
             elif isinstance(news, Loading):
                 self.share = news.share
             elif news.lost is not None:
@@ -302,10 +302,10 @@ class Host:
         for batch in self._batches:
             batch.tell(news)
 
-    def _resize(self, ready: Ready) -> None:
+    def _resize(self, news: EngineResized) -> None:
         assert self._up is not None
-        self.model.ready = ready
-        self._up = msgspec.structs.replace(self._up, ready=ready)
+        self.model.ready = news.ready
+        self._up = msgspec.structs.replace(self._up, ready=news.ready, pid=news.pid)
 
     def _move(self, news: EngineDown, lost: tuple[SequenceId, ...]) -> None:
         """One of several engines is gone; another takes what it had."""

@@ -140,7 +140,7 @@ class Replicas:
         self._lose(old, EngineDown("engine_replaced", _MOVED, given_up=False, from_outside=True))
         self._replicas.pop(number, None)
         await old.client.close()
-        if len(self._replicas) < self._fewest:
+        if len(self._replicas) < self._fewest and not self._is_closing:
             self._add()
 
     # what engines say
@@ -279,7 +279,8 @@ class Replicas:
         return ready_of(it.up.ready for it in self._replicas.values() if it.up)
 
     def _tell_size(self) -> None:
-        self._news.put(EngineResized(self._ready()))
+        first = next(it.up for it in self._replicas.values() if it.up)
+        self._news.put(EngineResized(self._ready(), first.pid))
 
     def _show(self, replica: Replica, status: Status) -> None:
         replica.status = status
@@ -298,6 +299,8 @@ class Replicas:
             await self._look(clock())
 
     async def _look(self, now: float) -> None:
+        if self._is_closing:
+            return
         are_up = all(it.up for it in self._replicas.values())
         if not (self._placement.waiting() and are_up):
             self._wanted_since = None
