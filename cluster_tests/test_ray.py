@@ -1,5 +1,6 @@
 """Engines on two Ray nodes of one machine: what dies costs a stream a gap, and no token."""
 
+import contextlib
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -84,6 +85,26 @@ def test_streams_of_a_killed_actor_go_on_at_the_other(
     server: ServerProcess, undisturbed: list[str]
 ) -> None:
     disturb(server, undisturbed, lambda: os.kill(parent(up(server.url)[1]["pid"]), signal.SIGKILL))
+
+
+def test_streams_of_an_actor_that_hangs_go_on_at_the_other(
+    server: ServerProcess, undisturbed: list[str]
+) -> None:
+    eventually(lambda: len(up(server.url)) == 2, LIMIT_S)
+    agent = parent(up(server.url)[0]["pid"])
+    try:
+        disturb(server, undisturbed, lambda: os.kill(agent, signal.SIGSTOP))
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(agent, signal.SIGCONT)
+
+
+def test_a_killed_gateway_leaves_no_engine(cluster: tuple[str, RayNode, RayNode]) -> None:
+    with running_server("headrace-mini", "--cluster", cluster[0], *FLAGS) as running:
+        (engine,) = up(running.url)
+        assert Path(f"/proc/{engine['pid']}").exists()
+        running.process.kill()
+        eventually(lambda: not Path(f"/proc/{engine['pid']}").exists(), LIMIT_S)
 
 
 def test_a_replaced_engine_ends_what_it_runs(server: ServerProcess, undisturbed: list[str]) -> None:

@@ -99,10 +99,12 @@ def test_one_engine_more_or_less_changes_the_size_alone() -> None:
         (up,), (larger,) = made.heard(EngineUp), made.heard(EngineResized)
         assert isinstance(up, EngineUp) and up.ready == READY
         assert isinstance(larger, EngineResized) and larger.ready.max_num_seqs == 4
+        assert larger.has_started and larger.pid == 0
         await made.engines[0].say(DOWN)
         down, smaller = made.heard(EngineDown)[-1], made.heard(EngineResized)[-1]
         assert isinstance(down, EngineDown) and down.lost == ()
         assert isinstance(smaller, EngineResized) and smaller.ready.max_num_seqs == 2
+        assert not smaller.has_started and smaller.pid == 1
         await made.engines[1].say(DOWN)
         assert made.heard(EngineDown)[-1] == DOWN
         await made.up(0)

@@ -23,6 +23,7 @@ class EngineResized(msgspec.Struct, frozen=True):
 
     ready: Ready
     pid: int | None = None  # of the first one
+    has_started: bool = False  # one more has come up
 
 
 class EngineDown(msgspec.Struct, frozen=True):

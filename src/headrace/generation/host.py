@@ -306,16 +306,18 @@ class Host:
         assert self._up is not None
         self.model.ready = news.ready
         self._up = msgspec.structs.replace(self._up, ready=news.ready, pid=news.pid)
+        if news.has_started:
+            self.num_engine_starts += 1
+            self.metrics.engine_is_up(news.ready)
 
     def _move(self, news: EngineDown, lost: tuple[SequenceId, ...]) -> None:
         """One of several engines is gone; another takes what it had."""
         assert self._up is not None
         self.metrics.replica_is_down(news)
         self._forecast.forget(lost)
-        for owner in dict.fromkeys(map(self._sequences.owner, lost)):
-            if owner is not None:
-                owner.tell(news)
-                owner.tell(self._up)
+        for owner in filter(None, dict.fromkeys(map(self._sequences.owner, lost))):
+            owner.tell(news)
+            owner.tell(self._up)
 
     def _submit(self, stream: LiveStream, up: EngineUp) -> None:
         try:

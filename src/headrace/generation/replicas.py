@@ -177,7 +177,7 @@ class Replicas:
         layout = news.ready.layout
         self._placement.open(replica.number, news.ready.max_num_seqs, layout.num_blocks)
         if was_up:
-            self._tell_size()
+            self._tell_size(has_started=True)
             self._place()
         else:
             self._news.put(msgspec.structs.replace(news, ready=self._ready()))
@@ -278,9 +278,9 @@ class Replicas:
     def _ready(self) -> Ready:
         return ready_of(it.up.ready for it in self._replicas.values() if it.up)
 
-    def _tell_size(self) -> None:
+    def _tell_size(self, has_started: bool = False) -> None:
         first = next(it.up for it in self._replicas.values() if it.up)
-        self._news.put(EngineResized(self._ready(), first.pid))
+        self._news.put(EngineResized(self._ready(), first.pid, has_started))
 
     def _show(self, replica: Replica, status: Status) -> None:
         replica.status = status
