@@ -17,7 +17,7 @@ import msgspec
 
 from headrace import __version__
 from headrace.core.config import ModelConfig
-from headrace.core.messages import Cancel, Outputs, Status, Submit
+from headrace.core.messages import Cancel, Loading, Outputs, Status, Submit
 from headrace.engine.client import EngineDown, EngineUp
 from headrace.engine.supervisor import Supervisor
 
@@ -50,7 +50,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-AnyNews = Outputs | Status | Up | Down | Failed
+AnyNews = Outputs | Status | Loading | Up | Down | Failed
 
 encode = msgspec.msgpack.Encoder().encode
 news_of = msgspec.msgpack.Decoder(tuple[AnyNews, ...]).decode
@@ -111,7 +111,7 @@ class EngineActor:
                     self._say(Up(news))
                 elif isinstance(news, EngineDown):
                     self._say(Down(news))
-                elif isinstance(news, Outputs | Status):
+                elif isinstance(news, Outputs | Status | Loading):
                     self._say(news)
         except RuntimeError as error:
             self._say(Failed(f"{error}: {error.__cause__}"))

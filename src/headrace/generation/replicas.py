@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from headrace.core.ids import SequenceId
-from headrace.core.messages import Cancel, Finished, Outputs, Ready, Status, Submit
+from headrace.core.messages import Cancel, Finished, Loading, Outputs, Ready, Status, Submit
 from headrace.engine.client import (
     EngineClient,
     EngineDown,
@@ -160,6 +160,8 @@ class Replicas:
                 self._release(news.finished)
             elif isinstance(news, Status):
                 self._show(replica, news)
+            elif isinstance(news, Loading) and not self._has_engine:
+                self._news.put(news)
             elif isinstance(news, EngineUp):
                 self._is_up(replica, news)
             elif isinstance(news, EngineDown):
