@@ -1,5 +1,6 @@
 """Engines on two Ray nodes of one machine: what dies costs a stream a gap, and no token."""
 
+import contextlib
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -86,6 +87,26 @@ def test_streams_of_a_killed_actor_go_on_at_the_other(
     disturb(server, undisturbed, lambda: os.kill(parent(up(server.url)[1]["pid"]), signal.SIGKILL))
 
 
+def test_streams_of_an_actor_that_hangs_go_on_at_the_other(
+    server: ServerProcess, undisturbed: list[str]
+) -> None:
+    eventually(lambda: len(up(server.url)) == 2, LIMIT_S)
+    agent = parent(up(server.url)[0]["pid"])
+    try:
+        disturb(server, undisturbed, lambda: os.kill(agent, signal.SIGSTOP))
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(agent, signal.SIGCONT)
+
+
+def test_a_killed_gateway_leaves_no_engine(cluster: tuple[str, RayNode, RayNode]) -> None:
+    with running_server("headrace-mini", "--cluster", cluster[0], *FLAGS) as running:
+        (engine,) = up(running.url)
+        assert Path(f"/proc/{engine['pid']}").exists()
+        running.process.kill()
+        eventually(lambda: not Path(f"/proc/{engine['pid']}").exists(), LIMIT_S)
+
+
 def test_a_replaced_engine_ends_what_it_runs(server: ServerProcess, undisturbed: list[str]) -> None:
     first, second = (it["number"] for it in up(server.url))
 
@@ -117,7 +138,10 @@ def test_requests_at_a_fleet_of_no_engine_all_finish_and_it_leaves_again(
         assert {answer.status_code for answer in answers} == {200}
         assert {answer.json()["usage"]["completion_tokens"] for answer in answers} == {20}
         eventually(lambda: not up(running.url), LIMIT_S)
-        assert ask(0).status_code == 200
+        streamed = httpx.post(
+            f"{running.url}/v1/completions", json=body | {"stream": True}, timeout=LIMIT_S
+        )
+        assert ": loading the model" in streamed.text and "data: [DONE]" in streamed.text
 
 
 def test_streams_of_a_lost_node_go_on_at_the_other(

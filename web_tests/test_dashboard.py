@@ -1,8 +1,10 @@
 """The dashboard beside a running server."""
 
+from selenium import webdriver
 from selenium.webdriver.common.by import By
 
 from web_tests.page import Page, eventually
+from web_tests.server import Server
 
 INK = """
 const canvas = document.getElementById(arguments[0]);
@@ -25,3 +27,16 @@ def test_a_long_prompt_beside_four_streams(page: Page) -> None:
     eventually(lambda: "prompt tokens" in page.find("#steps-text").text)
     assert "99 %" in page.find("#gaps-text").text
     assert page.driver.execute_script(INK, "steps") and page.driver.execute_script(INK, "gaps")
+
+
+def test_each_of_several_engines_is_shown(driver: webdriver.Chrome) -> None:
+    server = Server("--replicas", "2")
+    try:
+        page = Page(driver, server)
+        page.open("/dashboard")
+        eventually(lambda: len(page.texts("#replicas tbody tr")) == 2)
+        eventually(lambda: page.texts("#replicas td:nth-child(3)") == ["up", "up"], 60)
+        assert page.texts("#replicas td:nth-child(5)") == ["0 of 64"] * 2
+        assert not page.complaints()
+    finally:
+        server.stop()

@@ -184,6 +184,11 @@ def test_two_models_of_one_name_are_refused() -> None:
         load({"models_at": ("a",)}, {}, None)
 
 
+def test_more_engines_that_stay_than_there_may_be_are_refused() -> None:
+    with pytest.raises(ConfigError, match="--min-replicas is 3 and --replicas 2"):
+        load({"replicas": 2, "min_replicas": 3}, {}, None)
+
+
 def test_a_folder_of_models_offers_what_lies_in_it(tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
     (tmp_path / "one" / "config.json").touch()

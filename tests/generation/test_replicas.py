@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from headrace.core.config import ModelConfig, ServerConfig
 from headrace.core.ids import SequenceId, StreamId
@@ -21,7 +22,7 @@ from headrace.generation.replicas import Replicas
 from headrace.generation.served import ServedModel
 from headrace.generation.work import ThreadWork
 from headrace.protocols.worker import Jobs
-from headrace.streams.events import Heartbeat, Tokens
+from headrace.streams.events import Error, Heartbeat, Tokens
 from headrace.streams.memory_store import MemoryStore
 from tests.builders import make_tiny_model
 from tests.generation.fakes import DOWN, READY, STATUS, FakeEngine, make_request, read, settle
@@ -98,10 +99,12 @@ def test_one_engine_more_or_less_changes_the_size_alone() -> None:
         (up,), (larger,) = made.heard(EngineUp), made.heard(EngineResized)
         assert isinstance(up, EngineUp) and up.ready == READY
         assert isinstance(larger, EngineResized) and larger.ready.max_num_seqs == 4
+        assert larger.has_started and larger.pid == 0
         await made.engines[0].say(DOWN)
         down, smaller = made.heard(EngineDown)[-1], made.heard(EngineResized)[-1]
         assert isinstance(down, EngineDown) and down.lost == ()
         assert isinstance(smaller, EngineResized) and smaller.ready.max_num_seqs == 2
+        assert not smaller.has_started and smaller.pid == 1
         await made.engines[1].say(DOWN)
         assert made.heard(EngineDown)[-1] == DOWN
         await made.up(0)
@@ -263,5 +266,22 @@ def test_a_replaced_engine_ends_what_it_can_and_the_rest_moves_after_one_gap(fol
             gaps = [sum(isinstance(it, Heartbeat) for it in events) for events in found]
             assert sorted(gaps) == [0, 0, 1]
             assert [it.number for it in generation.hosts.first.replicas] == [1, 2]
+
+    play(scene)
+
+
+def test_a_request_on_which_two_engines_die_is_refused_and_no_third_is_tried(folder: Path) -> None:
+    async def scene() -> None:
+        async with running(folder) as (generation, (first, second)):
+            stream = await generation.open(make_request())
+            await settle()
+            for engine in (first, second):
+                await engine.start(engine.newest)
+                fatal = replace(DOWN, suspects=(engine.newest,))
+                await engine.say(fatal)
+                await engine.say(EngineUp(READY))
+            assert len(first.submits) == len(second.submits) == 1
+            (error,) = (it for it in await read(stream) if isinstance(it, Error))
+            assert error.code == "poison_request"
 
     play(scene)

@@ -242,7 +242,7 @@ class _Serving:
                     return RayEngine(model, timeout_s)
                 return Supervisor(model, timeout_s, next(numbers), turns)
 
-            if model.replicas == 1:
+            if model.replicas == 1 and config.cluster is None:
                 return start_one()
             fewest = model.replicas if model.min_replicas is None else model.min_replicas
             return Replicas(start_one, fewest, model.replicas, idle_s)

@@ -174,6 +174,7 @@ def load(
     except msgspec.ValidationError as error:
         raise ConfigError(_explain(str(error), known, values, given_as)) from None
     _check_names(config)
+    _check_replicas(config)
     return config
 
 
@@ -251,6 +252,15 @@ def _check_names(config: ServerConfig) -> None:
     for name, number in names.items():
         if number > 1:
             raise ConfigError(f"{number} models are named {name!r}; give each a name of its own.")
+
+
+def _check_replicas(config: ServerConfig) -> None:
+    for model in config.models:
+        if model.min_replicas is not None and model.min_replicas > model.replicas:
+            raise ConfigError(
+                f"--min-replicas is {model.min_replicas} and --replicas {model.replicas}; "
+                "at least as many replicas are needed."
+            )
 
 
 def own_settings(known: Mapping[str, Setting], table: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,9 +19,11 @@ class EngineUp(msgspec.Struct, frozen=True):
 
 
 class EngineResized(msgspec.Struct, frozen=True):
-    """An engine that is several has become larger or smaller; nothing else has changed."""
+    """An engine that is several has become larger or smaller; what runs is not concerned."""
 
     ready: Ready
+    pid: int | None = None  # of the first one
+    has_started: bool = False  # one more has come up
 
 
 class EngineDown(msgspec.Struct, frozen=True):

@@ -8,14 +8,16 @@ engine's socket closes, and the engine with it.
 
 import asyncio
 import contextlib
+import logging
 import os
 import socket
 import time
 
 import msgspec
 
+from headrace import __version__
 from headrace.core.config import ModelConfig
-from headrace.core.messages import Cancel, Outputs, Status, Submit
+from headrace.core.messages import Cancel, Loading, Outputs, Status, Submit
 from headrace.engine.client import EngineDown, EngineUp
 from headrace.engine.supervisor import Supervisor
 
@@ -48,7 +50,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-AnyNews = Outputs | Status | Up | Down | Failed
+AnyNews = Outputs | Status | Loading | Up | Down | Failed
 
 encode = msgspec.msgpack.Encoder().encode
 news_of = msgspec.msgpack.Decoder(tuple[AnyNews, ...]).decode
@@ -66,14 +68,15 @@ class EngineActor:
         self._has_news = asyncio.Event()
         self._hearing: asyncio.Task[None] | None = None
 
-    async def begin(self) -> str:
-        """Starts the engine; returns the node's name."""
+    async def begin(self) -> tuple[str, str]:
+        """Starts the engine; returns the node's name and Headrace's version there."""
+        logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
         # Ray sets it for its own sake; the engine's threads are set by the configuration
         os.environ.pop("OMP_NUM_THREADS", None)
         if self._supervisor is None:
             self._supervisor = Supervisor(self._config, self._load_timeout_s)
             self._hearing = asyncio.create_task(self._hear(self._supervisor))
-        return socket.gethostname()
+        return socket.gethostname(), __version__
 
     async def put(self, sent: bytes) -> None:
         """Messages for the engine, a Sent."""
@@ -108,7 +111,7 @@ class EngineActor:
                     self._say(Up(news))
                 elif isinstance(news, EngineDown):
                     self._say(Down(news))
-                elif isinstance(news, Outputs | Status):
+                elif isinstance(news, Outputs | Status | Loading):
                     self._say(news)
         except RuntimeError as error:
             self._say(Failed(f"{error}: {error.__cause__}"))

@@ -16,11 +16,13 @@ from typing import Any
 
 import msgspec
 
+from headrace import __version__
 from headrace.core.config import ModelConfig
 from headrace.core.errors import ConfigError
 from headrace.core.messages import Cancel, Submit
 from headrace.engine.client import EngineDown, EngineNews, NewsQueue
 from headrace.engine.ray_actor import Down, EngineActor, Failed, Sent, Up, encode, news_of
+from headrace.engine.supervisor import MAX_FAILED_STARTS
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +66,7 @@ class RayEngine:
         self._news = NewsQueue()
         self._actor: Any = None
         self._is_ready = False
+        self._num_failed = 0  # actors in a row that could not be made
         self._unsent: list[Submit | Cancel] = []
         self._has_unsent = asyncio.Event()
         self._closing = asyncio.Event()
@@ -126,28 +129,36 @@ class RayEngine:
         )
         sending = asyncio.create_task(self._pump(self._actor), name="to actor")
         try:
-            node = await self._settled(needs)
+            node, version = await self._settled(needs)
+            if version != __version__:
+                words = f"{node} has Headrace {version}, not {__version__}; install the same."
+                return EngineDown("engine_failed", words, given_up=True)
+            self._num_failed = 0
             return await self._hear(self._actor, node)
         except RayError as error:
             words = f"{_GONE} {str(error).strip().splitlines()[0]}"
-            return EngineDown("engine_failed", words, given_up=False, from_outside=True)
+            if getattr(error, "actor_init_failed", False):  # as without Headrace on the node
+                words = str(error).strip()
+                self._num_failed += 1
+            is_hopeless = self._num_failed >= MAX_FAILED_STARTS
+            return EngineDown("engine_failed", words, given_up=is_hopeless, from_outside=True)
         finally:
             self._is_ready = False
             self._unsent.clear()
             sending.cancel()
             self._kill()
 
-    async def _settled(self, needs: dict[str, float]) -> str:
+    async def _settled(self, needs: dict[str, float]) -> tuple[str, str]:
         """Until the actor runs on some node; the autoscaler is told if it has to wait."""
         beginning = asyncio.ensure_future(self._actor.begin.remote())
         done, _ = await asyncio.wait((beginning,), timeout=_HINT_S)
         if done:
-            return str(await beginning)
+            return _place_of(await beginning)
         logger.warning("The engine waits for a node of the cluster with %s free.", needs)
         _homeless[self] = needs
         await asyncio.to_thread(_ask_for_nodes)
         try:
-            return str(await beginning)
+            return _place_of(await beginning)
         finally:
             del _homeless[self]
             await asyncio.to_thread(_ask_for_nodes)
@@ -194,6 +205,11 @@ class RayEngine:
         if actor is not None:
             with contextlib.suppress(Exception):  # it may be dead, or the cluster gone
                 ray.kill(actor)
+
+
+def _place_of(answer: Any) -> tuple[str, str]:
+    node, version = answer
+    return str(node), str(version)
 
 
 def _needs(config: ModelConfig) -> dict[str, float]:

@@ -2,12 +2,10 @@
 
 import asyncio
 import contextlib
-import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 
@@ -29,6 +27,7 @@ from headrace.engine.client import EngineClient, EngineDown, EngineResized, Engi
 from headrace.generation.event_builder import EventBuilder, InQueue
 from headrace.generation.forecast import Forecast, Schedule, TokensAsked
 from headrace.generation.metrics import Metrics
+from headrace.generation.own_thread import in_own_thread
 from headrace.generation.replica import Replica
 from headrace.generation.replicas import Replicas
 from headrace.generation.sequences import Item, SequenceOwner, Sequences
@@ -40,8 +39,6 @@ from headrace.streams.record import Record
 
 _GONE = RequestError("engine_failed", "The engine stopped and could not be restarted.")
 _NO_ENGINE = EngineDown("engine_failed", "", given_up=False)
-
-T = TypeVar("T")
 
 CACHE_BYTES = 1 << 30
 """Of each model for keys and values, where memory is budgeted and its settings say nothing."""
@@ -164,7 +161,7 @@ class Host:
         """Reads all but the weights, which may be a download; ModelError if it cannot be served."""
         async with self._reading:
             if self._model is None:
-                self._model = await _in_thread(lambda: ServedModel(self.config, self._download))
+                self._model = await in_own_thread(lambda: ServedModel(self.config, self._download))
                 self.progress = None
 
     def begin(self) -> None:
@@ -205,7 +202,7 @@ class Host:
             elif isinstance(news, EngineUp):
                 self._engine_is_up(news)
             elif isinstance(news, EngineResized):
-                self._resize(news.ready)
+                self._resize(news)
             elif isinstance(news, Loading):
                 self.share = news.share
             elif news.lost is not None:
@@ -302,10 +299,13 @@ class Host:
         for batch in self._batches:
             batch.tell(news)
 
-    def _resize(self, ready: Ready) -> None:
+    def _resize(self, news: EngineResized) -> None:
         assert self._up is not None
-        self.model.ready = ready
-        self._up = msgspec.structs.replace(self._up, ready=ready)
+        self.model.ready = news.ready
+        self._up = msgspec.structs.replace(self._up, ready=news.ready, pid=news.pid)
+        if news.has_started:
+            self.num_engine_starts += 1
+            self.metrics.engine_is_up(news.ready)
 
     def _move(self, news: EngineDown, lost: tuple[SequenceId, ...]) -> None:
         """One of several engines is gone; another takes what it had."""
@@ -372,29 +372,3 @@ class Host:
 
     def _download(self, done: int, total: int) -> None:
         self.progress = (done, total)
-
-
-async def _in_thread(work: Callable[[], T]) -> T:
-    """In a thread that does not keep the process from ending, as one of an executor would."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[T] = loop.create_future()
-
-    def tell(result: T | None, error: BaseException | None) -> None:
-        if done.done():
-            return
-        if error is not None:
-            done.set_exception(error)
-        else:
-            done.set_result(result)  # type: ignore[arg-type]
-
-    def run() -> None:
-        result, error = None, None
-        try:
-            result = work()
-        except Exception as failure:
-            error = failure
-        with contextlib.suppress(RuntimeError):  # the loop has ended before
-            loop.call_soon_threadsafe(tell, result, error)
-
-    threading.Thread(target=run, name="read model", daemon=True).start()
-    return await done

@@ -140,7 +140,7 @@ class Replicas:
         self._lose(old, EngineDown("engine_replaced", _MOVED, given_up=False, from_outside=True))
         self._replicas.pop(number, None)
         await old.client.close()
-        if len(self._replicas) < self._fewest:
+        if len(self._replicas) < self._fewest and not self._is_closing:
             self._add()
 
     # what engines say
@@ -160,9 +160,8 @@ class Replicas:
                 self._release(news.finished)
             elif isinstance(news, Status):
                 self._show(replica, news)
-            elif isinstance(news, Loading):
-                if not self._has_engine:
-                    self._news.put(news)
+            elif isinstance(news, Loading) and not self._has_engine:
+                self._news.put(news)
             elif isinstance(news, EngineUp):
                 self._is_up(replica, news)
             elif isinstance(news, EngineDown):
@@ -180,7 +179,7 @@ class Replicas:
         layout = news.ready.layout
         self._placement.open(replica.number, news.ready.max_num_seqs, layout.num_blocks)
         if was_up:
-            self._tell_size()
+            self._tell_size(has_started=True)
             self._place()
         else:
             self._news.put(msgspec.structs.replace(news, ready=self._ready()))
@@ -281,8 +280,9 @@ class Replicas:
     def _ready(self) -> Ready:
         return ready_of(it.up.ready for it in self._replicas.values() if it.up)
 
-    def _tell_size(self) -> None:
-        self._news.put(EngineResized(self._ready()))
+    def _tell_size(self, has_started: bool = False) -> None:
+        first = next(it.up for it in self._replicas.values() if it.up)
+        self._news.put(EngineResized(self._ready(), first.pid, has_started))
 
     def _show(self, replica: Replica, status: Status) -> None:
         replica.status = status
@@ -301,6 +301,8 @@ class Replicas:
             await self._look(clock())
 
     async def _look(self, now: float) -> None:
+        if self._is_closing:
+            return
         are_up = all(it.up for it in self._replicas.values())
         if not (self._placement.waiting() and are_up):
             self._wanted_since = None

@@ -40,6 +40,7 @@ function take(snapshot) {
   state = snapshot;
   show();
   showModels();
+  showReplicas();
   showRequests();
 }
 
@@ -51,6 +52,14 @@ function showModels() {
   const { models = [] } = state;
   $("models").hidden = !models.length;
   fill($("models").querySelector("table"), models.map((one) => [one.model, one.status.failed ? "failed" : one.status.value, String(one.running), String(one.waiting.requests), String(one.num_steps)]));
+}
+
+// The engines of each model that has several, or whose engines may be on other machines.
+function showReplicas() {
+  const { models = [state] } = state;
+  const rows = models.flatMap(({ model, replicas = [] }) => replicas.map((one) => [model, String(one.number), one.state, one.node || "this one", `${one.taken} of ${one.places}`, String(one.starts)]));
+  $("replicas").hidden = !rows.length;
+  fill($("replicas").querySelector("table"), rows);
 }
 
 let isAsking = false;
