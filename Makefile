@@ -6,7 +6,7 @@ READY_TEST := .venv/ready-test
 READY_BENCH := .venv/ready-bench
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: serve test test-clients test-cluster kill-replicas test-embed test-kernels test-models test-slow test-structure test-web test-ops check simulate simulate-placements chaos attack soak corrupt demo roofline peers clean
+.PHONY: serve test test-clients test-cluster kill-replicas test-embed test-gguf test-kernels test-llama-cpp test-models test-slow test-structure test-web test-ops check simulate simulate-placements chaos attack soak corrupt demo roofline peers clean
 
 serve: $(READY)
 	@exec $(BIN)/headrace serve $(ARGS)
@@ -82,6 +82,25 @@ $(CLUSTER)/ready: constraints.txt
 	$(abspath $(BIN))/python $(SITE) > "$$($(CLUSTER)/bin/python $(SITE))/headrace.pth"
 	$(CLUSTER)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt ray
 	touch $@
+
+# llama.cpp, built here for this processor (minutes), in an environment of its own
+LLAMA := build/llama-venv
+test-llama-cpp: $(READY_TEST) $(LLAMA)/ready
+	PYTHONPATH=src:. timeout 1200 $(LLAMA)/bin/python -m pytest -p no:cacheprovider \
+		llama_tests $(ARGS)
+
+$(LLAMA)/ready: constraints.txt
+	test -x $(LLAMA)/bin/python || $(PYTHON) -m venv $(LLAMA)
+	$(abspath $(BIN))/python $(SITE) > "$$($(LLAMA)/bin/python $(SITE))/headrace.pth"
+	$(LLAMA)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt \
+		llama-cpp-python==0.3.36
+	touch $@
+
+# damaged GGUF files in larger numbers than the suite has
+MUTATIONS ?= 1000
+test-gguf: $(READY_TEST)
+	MUTATIONS=$(MUTATIONS) $(BIN)/python -m pytest --timeout 1800 -k damaged \
+		tests/checkpoints/test_gguf.py $(ARGS)
 
 WEB := build/web-venv
 AXE := $(WEB)/node_modules/axe-core/axe.min.js

@@ -29,6 +29,18 @@ def gguf_name(name: str) -> str:
     return f"{BACK[stem]}.{kind}"
 
 
+def add_merge(folder: Path) -> int:
+    """Gives the tokenizer of make_tiny_model a merged token, without which llama.cpp loads no
+    byte-level one; the number of its tokens, which the model's `vocab_size` must be."""
+    path = folder / "tokenizer.json"
+    described = json.loads(path.read_text())
+    number = 1 + max(token["id"] for token in described["added_tokens"])
+    described["model"]["vocab"]["\u0120t"] = number
+    described["model"]["merges"] = [["\u0120", "t"]]
+    path.write_text(json.dumps(described))
+    return number + 1
+
+
 def to_gguf(
     folder: Path, target: Path, kind: str, mixed: Mapping[str, str] = NONE, **fields: Any
 ) -> Path:

@@ -1,4 +1,5 @@
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -20,6 +21,7 @@ from headrace.core.errors import ModelError
 from headrace.models.rope import frequencies
 from headrace.models.text_config import Rope
 from headrace.runner.footprint import footprint
+from headrace.runner.lanes import choose
 from headrace.runner.lanes.native_text import NativeText
 from headrace.runner.load import load_runner
 from headrace.runner.runner import Runner
@@ -216,24 +218,59 @@ def test_a_model_in_parts_is_one_model_and_a_missing_part_is_named(tmp_path: Pat
         find_model(str(names[0]))
 
 
-def test_an_architecture_and_a_type_that_are_not_read_are_named(tmp_path: Path) -> None:
-    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "mamba")
+def write(path: Path, architecture: str, kind: gguf.GGMLQuantizationType) -> Path:
+    """Two tokens and one tensor."""
+    writer = gguf.GGUFWriter(path, architecture)
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(["a", "b"])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    with pytest.raises(ModelError, match=r"architecture mamba are not read; llama, qwen2, qwen3"):
-        find_model(str(tmp_path / "x.gguf"))
-    writer = gguf.GGUFWriter(tmp_path / "y.gguf", "llama")
     raw = np.zeros((2, 54), np.uint8)
-    writer.add_tensor("token_embd.weight", raw, raw_dtype=gguf.GGMLQuantizationType.TQ1_0)
+    writer.add_tensor("token_embd.weight", raw, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(ModelError, match=r"token_embd.weight of y.gguf has GGML's type 34"):
-        find_model(str(tmp_path / "y.gguf"))
+    return path
+
+
+@pytest.mark.parametrize(
+    "architecture, reason",
+    [("mamba", "of the architecture mamba have"), ("llama", "tensors of the type TQ1_0")],
+)
+def test_what_ours_do_not_compute_is_llama_cpps_and_without_it_the_remedy_is_told(
+    tmp_path: Path, architecture: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "x.gguf", architecture, gguf.GGMLQuantizationType.TQ1_0)
+    spec = read_spec(find_model(str(path)))
+    monkeypatch.setattr(choose.importlib.util, "find_spec", lambda name: None)
+    for wanted in ("auto", "llama-cpp"):
+        with pytest.raises(ModelError, match=r"pip install 'headrace\[llama-cpp\]'"):
+            choose.choose_lane(spec, wanted)
+    with pytest.raises(ModelError, match=reason):
+        choose.choose_lane(spec, "auto")
+    monkeypatch.setattr(choose.importlib.util, "find_spec", lambda name: object())
+    assert choose.choose_lane(spec, "auto").id == "llama-cpp"
+    assert footprint(spec, BF16, "plain", "own").held == 108  # as it is stored
+
+
+def test_a_file_of_ours_may_be_forced_to_llama_cpp_and_no_other_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choose.importlib.util, "find_spec", lambda name: object())
+    folder, file = make(tmp_path)
+    assert choose.choose_lane(read_spec(find_model(str(file))), "auto").id == "native-text"
+    assert choose.choose_lane(read_spec(find_model(str(file))), "llama-cpp").id == "llama-cpp"
+    with pytest.raises(ModelError, match="model has no GGUF file"):
+        choose.choose_lane(read_spec(folder), "llama-cpp")
+
+
+def test_a_type_that_nobody_knows_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.gguf", "llama", gguf.GGMLQuantizationType.TQ1_0)
+    raw = path.read_bytes()
+    name = b"token_embd.weight"
+    place = raw.index(name) + len(name) + 4 + 2 * 8  # behind the rank and two sizes
+    path.write_bytes(raw[:place] + (99).to_bytes(4, "little") + raw[place + 4 :])
+    with pytest.raises(ModelError, match=r"token_embd.weight of x.gguf has GGML's type 99"):
+        find_model(str(path))
 
 
 @pytest.fixture(scope="module")
@@ -241,7 +278,11 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return make(tmp_path_factory.mktemp("sound"))[1].read_bytes()
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=int(os.environ.get("MUTATIONS", "60")),
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
 @given(data=st.data())
 def test_a_damaged_head_is_one_line_and_no_crash(
     tmp_path: Path, sound: bytes, data: st.DataObject
@@ -257,9 +298,9 @@ def test_a_damaged_head_is_one_line_and_no_crash(
     path = tmp_path / "changed.gguf"
     path.write_bytes(changed)
     try:
-        NativeText(
-            read_spec(find_model(str(path))), torch.float32, torch.device("cpu"), form="plain"
-        )
+        spec = read_spec(find_model(str(path)))
+        choose.choose_lane(spec, "native-text")
+        NativeText(spec, torch.float32, torch.device("cpu"), form="plain")
     except ModelError as error:
         assert "\n" not in str(error)
 

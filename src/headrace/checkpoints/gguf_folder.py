@@ -15,7 +15,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from headrace.checkpoints.gguf_header import GgufHeader, GgufTensor, is_later_part, parts, read_gguf
+from headrace.checkpoints.gguf_header import (
+    OTHER_TYPES,
+    GgufHeader,
+    GgufTensor,
+    is_later_part,
+    parts,
+    read_gguf,
+)
 from headrace.checkpoints.gguf_tokenizer import build_tokenizer
 from headrace.core.errors import ModelError
 
@@ -37,7 +44,10 @@ _SIZES = {
 }
 _NEEDED = tuple(_SIZES)[:4]
 _WIDE = {"F32": "float32", "F16": "float16"}  # the rest is computed in bfloat16
-_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "</s>")
+_ENDS = (
+    *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "</s>"),
+    "<end_of_turn>",
+)
 """Control tokens that end an answer whatever the fields say: files often name but one of them."""
 _CONTROL = 3
 _LLAMA3: dict[str, Any] = {
@@ -119,12 +129,46 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 
 
 def _config(header: GgufHeader, folder: Path) -> dict[str, Any]:
+    """As transformers has it; of a file that only llama.cpp runs, why that is so."""
+    if reason := _objection(header):
+        return _bare(header, reason)
+    try:
+        return _native_config(header, folder)
+    except ModelError as error:
+        if error.code != "model_unsupported":
+            raise
+        return _bare(header, str(error))
+
+
+def _objection(header: GgufHeader) -> str | None:
+    """What of the architecture or the types has no implementation of ours."""
     name = header.architecture
     if name not in _FAMILIES:
-        raise ModelError(
-            f"GGUF files of the architecture {name} are not read; {', '.join(_FAMILIES)} are. "
-            "Use the model's safetensors files."
-        )
+        known = ", ".join(_FAMILIES)
+        return f"GGUF files of the architecture {name} have no implementation of ours; {known} do."
+    if header.own("expert_count", 0):
+        return f"GGUF files of {name} with experts have no implementation of ours."
+    others = {label for label, *_ in OTHER_TYPES.values()}
+    if found := sorted({tensor.kind for tensor in header.tensors.values()} & others):
+        return f"It has tensors of the type {', '.join(found)}, which ours do not compute."
+    return None
+
+
+def _bare(header: GgufHeader, reason: str) -> dict[str, Any]:
+    """What is not about the arithmetic: that is llama.cpp's to read from the file."""
+    config: dict[str, Any] = {
+        "architectures": [header.architecture],
+        "vocab_size": len(header.fields["tokenizer.ggml.tokens"]),
+        "dtype": "float16",
+        "only_llama_cpp": reason,
+    }
+    if isinstance(length := header.own("context_length"), int):
+        config["max_position_embeddings"] = length
+    return config
+
+
+def _native_config(header: GgufHeader, folder: Path) -> dict[str, Any]:
+    name = header.architecture
     for key in _NEEDED:
         if not isinstance(header.own(key), int):
             raise ModelError(
@@ -173,8 +217,8 @@ def _llama3(config: dict[str, Any], divisors: tuple[float, ...]) -> dict[str, An
     )
     if not is_same:
         raise ModelError(
-            "The GGUF file stretches its rotary positions in a way that is not known "
-            "(rope_freqs.weight); use the model's safetensors files."
+            "The GGUF file stretches its rotary positions in a way that ours do not know "
+            "(rope_freqs.weight)."
         )
     return _LLAMA3 | {"factor": factor}
 
@@ -184,7 +228,9 @@ def _rope(header: GgufHeader) -> dict[str, Any]:
     if kind == "none":
         return {}
     if kind not in ("linear", "yarn"):
-        raise ModelError(f"Rotary positions of kind {kind} in GGUF files are not read.")
+        raise ModelError(
+            f"Rotary positions of kind {kind} in GGUF files have no implementation of ours."
+        )
     scaling = {"rope_type": kind, "factor": header.own("rope.scaling.factor", 1.0)}
     if original := header.own("rope.scaling.original_context_length"):
         scaling["original_max_position_embeddings"] = original

@@ -28,6 +28,33 @@ TYPES: dict[int, tuple[str, int, int]] = {
     30: ("BF16", 1, 2),
 }
 """Tensor types that are read: name, values in a group, bytes of a group."""
+OTHER_TYPES: dict[int, tuple[str, int, int]] = {
+    9: ("Q8_1", 32, 40),
+    10: ("Q2_K", 256, 84),
+    11: ("Q3_K", 256, 110),
+    15: ("Q8_K", 256, 292),
+    16: ("IQ2_XXS", 256, 66),
+    17: ("IQ2_XS", 256, 74),
+    18: ("IQ3_XXS", 256, 98),
+    19: ("IQ1_S", 256, 50),
+    20: ("IQ4_NL", 32, 18),
+    21: ("IQ3_S", 256, 110),
+    22: ("IQ2_S", 256, 82),
+    23: ("IQ4_XS", 256, 136),
+    24: ("I8", 1, 1),
+    25: ("I16", 1, 2),
+    26: ("I32", 1, 4),
+    27: ("I64", 1, 8),
+    28: ("F64", 1, 8),
+    29: ("IQ1_M", 256, 56),
+    34: ("TQ1_0", 256, 54),
+    35: ("TQ2_0", 256, 66),
+    39: ("MXFP4", 32, 17),
+    40: ("NVFP4", 64, 36),
+    41: ("Q1_0", 128, 18),
+}
+"""Those whose sizes are known, and whose values llama.cpp alone reads."""
+_ALL_TYPES = TYPES | OTHER_TYPES
 
 _SCALARS = {
     0: "B",
@@ -153,12 +180,12 @@ class _HeadReader:
         return name, sizes, kind, offset
 
     def _placed(self, name: str, sizes: list[int], kind: int, offset: int) -> GgufTensor:
-        if kind not in TYPES:
+        if kind not in _ALL_TYPES:
             raise ModelError(
-                f"Tensor {name} of {self._name} has GGML's type {kind}; those read are "
-                f"{', '.join(entry[0] for entry in TYPES.values())}."
+                f"Tensor {name} of {self._name} has GGML's type {kind}, which is not known; "
+                f"use a file of a known one, such as {', '.join(e[0] for e in TYPES.values())}."
             )
-        label, group, group_bytes = TYPES[kind]
+        label, group, group_bytes = _ALL_TYPES[kind]
         count = 1
         for size in sizes:
             count *= size

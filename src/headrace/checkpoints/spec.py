@@ -72,6 +72,10 @@ class ModelSpec(msgspec.Struct, frozen=True):
         return self.folder.name
 
     @property
+    def is_gguf(self) -> bool:
+        return any(name.endswith(".gguf") for name in self.weight_files)
+
+    @property
     def has_processor(self) -> bool:
         """Whether the folder says how images are to be prepared."""
         names = ("preprocessor_config.json", "processor_config.json")

@@ -97,6 +97,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             "generic-text",
             "generic-multimodal",
             "generic-seq2seq-source",
+            "llama-cpp",
         ],
         Meta(description="How the model is run; auto: chosen by its architecture"),
     ] = "auto"

@@ -29,6 +29,9 @@ def footprint(spec: ModelSpec, dtype: torch.dtype, form: str, quantize: Quantize
     """`form` is that of the kernels; plain is every model that is not computed by ours."""
     if form == "plain":  # each tensor once, as it is
         headers = text_side(read_headers(spec)).values()
+        if quantize == "own":  # or as its file has it
+            stored = sum(end - start for start, end in (each.data_offsets for each in headers))
+            return Footprint(stored, stored)
         needed = sum(header.num_values for header in headers) * dtype.itemsize
         return Footprint(needed, needed)
     model, forms = _model(spec)

@@ -41,6 +41,8 @@ def load_runner(config: ModelConfig, folder: Path) -> tuple[Runner, Ready]:
     further: tuple[Any, ...] = (config.kernels,)
     if make.id in _NATIVE:
         further = quantize, kernels.form
+    elif make.id == "llama-cpp":
+        further = (config.device != "cpu",)
     lane: Lane = make(spec, dtype, device, *further)
     max_num_seqs = config.scheduler.max_num_seqs or _MAX_NUM_SEQS[device.type]
     layout = _layout(config, spec, lane, max_num_seqs)
@@ -48,7 +50,7 @@ def load_runner(config: ModelConfig, folder: Path) -> tuple[Runner, Ready]:
     runner = Runner(lane)
     for _ in one_round(runner, layout):
         pass  # the first request finds every kernel compiled
-    name = _name(dtype)
+    name = _name(lane.dtype)
     return runner, Ready(
         lane=lane.id,
         device=device.type,
@@ -84,9 +86,15 @@ def _kernels(
         groups = kept_groups(spec) if dtype == torch.bfloat16 else frozenset()
         choice = choose_form(config.kernels, dtype, groups=groups, has_states=has_states)
         return "own" if groups and choice.form != "plain" else "none", choice
+    is_llama = lane.id == "llama-cpp"  # its files stay as they are
+    plain = ("auto",) if is_llama else ("none", "auto", "plain")
     for flag, value in (("quantize", config.quantize), ("kernels", config.kernels)):
         if value not in ("none", "auto", "plain"):
             raise ModelError(f"--{flag} {value} needs a native lane on a CPU, not {lane.id}.")
+        if value not in plain:
+            raise ModelError(f"--{flag} {value} needs lane native-text on a CPU, not {lane.id}.")
+    if is_llama:
+        return "own", KernelChoice("plain", "the products are llama.cpp's, as it was built")
     reason = f"the products of lane {lane.id} on {device.type} are torch's"
     return "none", KernelChoice("plain", reason)
 

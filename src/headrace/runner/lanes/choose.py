@@ -1,6 +1,7 @@
 """Which lane runs a model: decided from facts that need no weights."""
 
 import importlib
+import importlib.util
 from typing import Any
 
 from headrace.checkpoints.spec import ModelSpec
@@ -13,6 +14,7 @@ LANES = {
     "generic-text": "headrace.runner.lanes.generic_text:GenericText",
     "generic-multimodal": "headrace.runner.lanes.multimodal:GenericMultimodal",
     "generic-seq2seq-source": "headrace.runner.lanes.seq2seq:Seq2SeqSource",
+    "llama-cpp": "headrace.runner.lanes.llama_cpp:LlamaCpp",
 }
 _ENCODER = "headrace.runner.lanes.encoder:GenericEncoder"
 """Lane generic-text for a model that draws nothing."""
@@ -26,7 +28,10 @@ def choose_lane(spec: ModelSpec, wanted: str) -> Any:
         return _load(wanted, spec)
     if matching := matches(spec):
         return _load(matching[0], spec)
-    objections = " ".join(f"{lane}: {judge(spec)}" for lane, judge in _JUDGES.items())
+    judges = _JUDGES
+    if spec.is_gguf:  # transformers' lanes read none
+        judges = {lane: _JUDGES[lane] for lane in ("native-text", "llama-cpp")}
+    objections = " ".join(f"{lane}: {judge(spec)}" for lane, judge in judges.items())
     raise ModelError(f"No lane can run {spec.name}. {objections}")
 
 
@@ -42,6 +47,8 @@ def _load(lane: str, spec: ModelSpec) -> Any:
 
 
 def _native_objection(spec: ModelSpec) -> str | None:
+    if reason := spec.config.get("only_llama_cpp"):
+        return str(reason)
     if spec.architecture.endswith("ForCausalLM") and _has_other_sides(spec):
         return f"{spec.architecture} has more than a text side."
     if not is_native(spec.architecture):
@@ -115,6 +122,17 @@ def _image_objection(spec: ModelSpec) -> str | None:
     return _processor_objection(spec)
 
 
+def _llama_objection(spec: ModelSpec) -> str | None:
+    if not spec.is_gguf:
+        return f"{spec.name} has no GGUF file."
+    if importlib.util.find_spec("llama_cpp") is None:  # looked for, never imported here
+        return (
+            "llama-cpp-python is not installed; pip install 'headrace[llama-cpp]' (it is built "
+            "from source), or use the model's safetensors files."
+        )
+    return None
+
+
 def _is_native(spec: ModelSpec) -> bool:
     return _native_objection(spec) is None
 
@@ -141,12 +159,17 @@ def _has_source(spec: ModelSpec) -> bool:
     return _source_objection(spec) is None
 
 
+def _is_for_llama(spec: ModelSpec) -> bool:
+    return "only_llama_cpp" in spec.config and _llama_objection(spec) is None
+
+
 _JUDGES = {
     "native-text": _native_objection,
     "native-multimodal": _seeing_objection,
     "generic-text": _generic_objection,
     "generic-multimodal": _image_objection,
     "generic-seq2seq-source": _source_objection,
+    "llama-cpp": _llama_objection,
 }
 """What keeps a lane from running a model, or None."""
 _MATCHERS = {
@@ -155,4 +178,5 @@ _MATCHERS = {
     "generic-text": _is_generic,
     "generic-multimodal": _is_multimodal,
     "generic-seq2seq-source": _has_source,
+    "llama-cpp": _is_for_llama,
 }
