@@ -241,13 +241,13 @@ def test_what_ours_do_not_compute_is_llama_cpps_and_without_it_the_remedy_is_tol
 ) -> None:
     path = write(tmp_path / "x.gguf", architecture, gguf.GGMLQuantizationType.TQ1_0)
     spec = read_spec(find_model(str(path)))
-    monkeypatch.setattr(choose.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(choose, "has_llama_cpp", lambda: False)
     for wanted in ("auto", "llama-cpp"):
         with pytest.raises(ModelError, match=r"pip install 'headrace\[llama-cpp\]'"):
             choose.choose_lane(spec, wanted)
     with pytest.raises(ModelError, match=reason):
         choose.choose_lane(spec, "auto")
-    monkeypatch.setattr(choose.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(choose, "has_llama_cpp", lambda: True)
     assert choose.choose_lane(spec, "auto").id == "llama-cpp"
     assert footprint(spec, BF16, "plain", "own").held == 108  # as it is stored
 
@@ -255,7 +255,7 @@ def test_what_ours_do_not_compute_is_llama_cpps_and_without_it_the_remedy_is_tol
 def test_a_file_of_ours_may_be_forced_to_llama_cpp_and_no_other_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(choose.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(choose, "has_llama_cpp", lambda: True)
     folder, file = make(tmp_path)
     assert choose.choose_lane(read_spec(find_model(str(file))), "auto").id == "native-text"
     assert choose.choose_lane(read_spec(find_model(str(file))), "llama-cpp").id == "llama-cpp"

@@ -8,12 +8,16 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
 
 from headrace.cli.doctor import cache_bytes, doctor
 from headrace.core.config_sources import load
 from headrace.core.layout import MemoryLayout
 from headrace.runner.kernels.forms import forms_here
+from headrace.text.tokenizer import Tokenizer
 from tests.builders import make_tiny_model
+from tests.gguf_files import to_gguf
 
 
 def examine(
@@ -160,3 +164,66 @@ def test_a_model_that_would_be_downloaded_is_no_fault(
     code, found = examine(capsys, "someone/model-that-nobody-has")
     assert code == 0
     assert found["model"]["verdict"] == "warn"
+
+
+def gguf_files(tmp_path: Path, *kinds: str) -> Path:
+    """One model in several files."""
+    (tmp_path / "files").mkdir()
+    for kind in kinds:
+        shape = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8}
+        folder = make_tiny_model(tmp_path / kind, "LlamaForCausalLM", **shape)
+        to_gguf(folder, tmp_path / "files" / f"tiny-{kind}.gguf", kind, eos_token_id=258)
+    return tmp_path / "files"
+
+
+def test_of_several_gguf_files_each_is_told_its_lane_and_the_largest_that_fits_is_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = gguf_files(tmp_path, "Q4_0", "Q8_0")
+    (folder / "tiny-F16.gguf").write_bytes(b"GGUF")
+    flags = {"max_model_len": 64, "kv_cache_memory_bytes": 1 << 20, "kernels": "plain"}
+    code, found = examine(capsys, str(folder), **flags)
+    assert code == 0
+    each = 2 * 8 * 2 * 16 * 2 * 64  # keys and values, layers, heads, size, bytes, tokens
+    told = f"MiB of weights, {(1 << 20) // each} streams of 64 tokens"
+    for kind in ("Q4_0", "Q8_0"):
+        assert found[kind]["detail"].startswith("native-text: it has its own implementation; ")
+        assert found[kind]["detail"].endswith(told) and found[kind]["verdict"] == "ok"
+    assert found["F16"]["verdict"] == "warn" and "truncated" in found["F16"]["detail"]
+    assert found["model"]["detail"].startswith(f"{folder}:Q4_0 is the largest that fits")
+    monkeypatch.setattr("headrace.runner.probe.free_bytes", lambda device: 1 << 20)
+    assert "none of them fits" in examine(capsys, str(folder), **flags)[1]["model"]["detail"]
+
+
+def test_what_fewer_bits_lose_is_measured_on_a_text(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    folder = make_tiny_model(tmp_path / "tiny", hidden_size=64)
+    text = tmp_path / "text.txt"
+    text.write_text("The mill race runs beside the wheel. " * 4)
+    settings = load({"model": str(folder), "threads": 1, "port": 0}, {}, None)
+    if forms_here()[0] == "plain":
+        pytest.skip("int8 and int4 need kernels of ours")
+    assert doctor(settings, str(folder), True, text) == 0
+    found = json.loads(capsys.readouterr().out)
+    detail = next(each["detail"] for each in found if each["subject"] == "loss")
+    number, signed = r"([\d.]+)", r"([+-][\d.]+)"
+    form = (
+        rf"148 tokens of text.txt; none: perplexity {number}; "
+        rf"int8: {number} \({signed} %, {signed} a token\); "
+        rf"int4: {number} \({signed} %, {signed} a token\)"
+    )
+    told = re.fullmatch(form, detail)
+    assert told, detail
+    plain, int8, int4 = (float(told[group]) for group in (1, 2, 5))
+    assert plain == pytest.approx(reference_perplexity(folder, text.read_text()), rel=1e-3)
+    assert 0 < abs(int8 / plain - 1) < 0.1 and abs(int4 / plain - 1) > abs(int8 / plain - 1)
+
+
+def reference_perplexity(folder: Path, text: str) -> float:
+    """By transformers."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    ids = torch.tensor([list(Tokenizer.load(folder).encode(text, True))])
+    with torch.inference_mode():
+        return float(model(ids, labels=ids).loss.exp())

@@ -20,6 +20,8 @@ from headrace.checkpoints.find import find_here, find_model, is_hub_id
 from headrace.checkpoints.headers import read_headers, text_side
 from headrace.checkpoints.spec import read_spec
 from headrace.cli import exits
+from headrace.cli.doctor_files import advice, choices, several
+from headrace.cli.doctor_loss import loss
 from headrace.cli.state import is_redis, streams_folder
 from headrace.core.config import HttpConfig, ModelConfig, ServerConfig
 from headrace.core.errors import HeadraceError, ModelError
@@ -64,10 +66,13 @@ class Finding(msgspec.Struct, frozen=True):
     remedy: str = ""
 
 
-def doctor(config: ServerConfig, model: str | None, as_json: bool) -> int:
-    """Prints each finding as it is made; the exit code says whether one is a fault."""
+def doctor(config: ServerConfig, model: str | None, as_json: bool, text: Path | None = None) -> int:
+    """Prints each finding as it is made; the exit code says whether one is a fault.
+
+    `text`: what to measure the loss of fewer bits on.
+    """
     found = []
-    for finding in _examine(config, model):
+    for finding in _examine(config, model, text):
         found.append(finding)
         if not as_json:
             _print(finding)
@@ -77,13 +82,13 @@ def doctor(config: ServerConfig, model: str | None, as_json: bool) -> int:
     return exits.FAILED if has_fault else exits.DONE
 
 
-def _examine(config: ServerConfig, model: str | None) -> Iterable[Finding]:
+def _examine(config: ServerConfig, model: str | None, text: Path | None) -> Iterable[Finding]:
     yield from _machine(config)
     yield from _server(config)
     if model is None and len(config.models) == 1:
         return
     for one in config.models:
-        for finding in _model(one):
+        for finding in _model(one, text):
             if len(config.models) > 1:
                 subject = f"{names_of(one)[0]}: {finding.subject}"
                 finding = msgspec.structs.replace(finding, subject=subject)
@@ -262,8 +267,15 @@ def _measure_sync(folder: Path) -> float:
 # one model: its files, its text, its lane, and what fits
 
 
-def _model(config: ModelConfig) -> Iterator[Finding]:
+def _model(config: ModelConfig, text: Path | None) -> Iterator[Finding]:
     """Stops at the first fault, since what follows builds on it."""
+    if files := several(config.model):
+        found = []
+        for one in choices(files, config):
+            found.append(one)
+            yield Finding(one.name, "ok" if one.fits else "warn", one.detail)
+        yield Finding("model", "ok", advice(found, config.model))
+        return
     try:
         folder = find_here(config.model, config.revision)
         if folder is None and is_hub_id(config.model):
@@ -274,6 +286,8 @@ def _model(config: ModelConfig) -> Iterator[Finding]:
         yield _files(folder)
         yield from _text(folder, config)
         yield from _computing(folder, config)
+        if text is not None:
+            yield Finding("loss", "ok", loss(folder, config, text))
     except HeadraceError as error:
         yield Finding("model", "fail", str(error))
 

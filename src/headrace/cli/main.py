@@ -214,21 +214,32 @@ def _chat_command() -> click.Command:
 
 
 def _doctor_command() -> click.Command:
-    def run(model: str | None, as_json: bool, config_file: Path | None, **flags: Any) -> None:
+    def run(
+        model: str | None, as_json: bool, loss: Path | None, config_file: Path | None, **flags: Any
+    ) -> None:
         """Look for what would keep this machine from serving, and with MODEL how it would be run.
         Changes nothing. Exit code 1 if something is broken.
 
         \b
         headrace doctor
         headrace doctor ./my-model --json
+        headrace doctor ./my-model --loss text.txt
         """
         from headrace.cli.doctor import doctor
 
-        sys.exit(doctor(_config(model, flags, config_file), model, as_json))
+        if loss is not None and model is None and config_file is None:
+            raise click.UsageError("--loss needs a model to measure.")
+        sys.exit(doctor(_config(model, flags, config_file), model, as_json, loss))
 
     params: list[click.Parameter] = [
         click.Argument(["model"], required=False),
         click.Option(["--json", "as_json"], is_flag=True, help="Print the findings as JSON"),
+        click.Option(
+            ["--loss"],
+            type=click.Path(exists=True, dir_okay=False, path_type=Path),
+            metavar="FILE",
+            help="Measure on this text what fewer bits of the model lose",
+        ),
         *_several(),
         *_options(),
     ]

@@ -69,6 +69,7 @@ def pull(model: str, revision: str | None) -> None:
 
     \b
     headrace pull Qwen/Qwen3-0.6B
+    headrace pull Qwen/Qwen3-0.6B-GGUF:Q8_0
     """
     from headrace.checkpoints.find import find_model
 

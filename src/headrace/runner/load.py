@@ -34,7 +34,7 @@ def load_runner(config: ModelConfig, folder: Path) -> tuple[Runner, Ready]:
     torch.set_num_threads(config.threads or num_cores())
     device = _device(config)
     spec = read_spec(folder)
-    dtype = _dtype(config, spec)
+    dtype = dtype_of(config, spec)
     make = choose_lane(spec, config.lane)
     quantize, kernels = _kernels(config, spec, make, device, dtype)
     _check_weights_fit(config, spec, dtype, quantize, kernels.form)
@@ -110,7 +110,7 @@ def _device(config: ModelConfig) -> torch.device:
     return torch.device("cuda" if has_cuda and config.device != "cpu" else "cpu")
 
 
-def _dtype(config: ModelConfig, spec: ModelSpec) -> torch.dtype:
+def dtype_of(config: ModelConfig, spec: ModelSpec) -> torch.dtype:
     """The checkpoint's own by default; float16 is computed in float32, which holds it exactly."""
     name = spec.dtype if config.dtype == "auto" else config.dtype
     if name not in _DTYPES:

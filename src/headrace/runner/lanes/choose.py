@@ -46,7 +46,8 @@ def _load(lane: str, spec: ModelSpec) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def _native_objection(spec: ModelSpec) -> str | None:
+def why_not_native(spec: ModelSpec) -> str | None:
+    """What keeps a model from running with our own code, as a sentence."""
     if reason := spec.config.get("only_llama_cpp"):
         return str(reason)
     if spec.architecture.endswith("ForCausalLM") and _has_other_sides(spec):
@@ -65,7 +66,7 @@ def _native_objection(spec: ModelSpec) -> str | None:
 def _seeing_objection(spec: ModelSpec) -> str | None:
     if spec.architecture not in SEEING or "vision_config" not in spec.config:
         return f"{spec.architecture} has no vision side beside an implementation of ours."
-    return _native_objection(spec) or _processor_objection(spec)
+    return why_not_native(spec) or _processor_objection(spec)
 
 
 def _processor_objection(spec: ModelSpec) -> str | None:
@@ -122,10 +123,15 @@ def _image_objection(spec: ModelSpec) -> str | None:
     return _processor_objection(spec)
 
 
+def has_llama_cpp() -> bool:
+    """Whether the extra is installed; it is not imported."""
+    return importlib.util.find_spec("llama_cpp") is not None
+
+
 def _llama_objection(spec: ModelSpec) -> str | None:
     if not spec.is_gguf:
         return f"{spec.name} has no GGUF file."
-    if importlib.util.find_spec("llama_cpp") is None:  # looked for, never imported here
+    if not has_llama_cpp():
         return (
             "llama-cpp-python is not installed; pip install 'headrace[llama-cpp]' (it is built "
             "from source), or use the model's safetensors files."
@@ -134,7 +140,7 @@ def _llama_objection(spec: ModelSpec) -> str | None:
 
 
 def _is_native(spec: ModelSpec) -> bool:
-    return _native_objection(spec) is None
+    return why_not_native(spec) is None
 
 
 def _is_native_text(spec: ModelSpec) -> bool:
@@ -164,7 +170,7 @@ def _is_for_llama(spec: ModelSpec) -> bool:
 
 
 _JUDGES = {
-    "native-text": _native_objection,
+    "native-text": why_not_native,
     "native-multimodal": _seeing_objection,
     "generic-text": _generic_objection,
     "generic-multimodal": _image_objection,

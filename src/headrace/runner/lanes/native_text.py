@@ -65,6 +65,11 @@ class NativeText:
     def has_states(spec: ModelSpec) -> bool:
         return _without_weights(spec).cache_shape.state is not None
 
+    @staticmethod
+    def position_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
+        """What the cache takes for each token of a sequence, whose states are apart."""
+        return bytes_per_position(_without_weights(spec).cache_shape, dtype)
+
     def _pack(self, quantize: Quantize) -> Callable[[str, Groups | None], None]:
         def pack(path: str, groups: Groups | None) -> None:
             pack_linear(self._model, path, groups, quantize, self._form)

@@ -1,0 +1,83 @@
+"""The GGUF files of one folder: which lane takes each and why, its memory, and which one fits."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from headrace.checkpoints.find import find_model
+from headrace.checkpoints.gguf_folder import quantization_of
+from headrace.checkpoints.gguf_header import is_later_part
+from headrace.checkpoints.spec import ModelSpec, read_spec
+from headrace.core.config import ModelConfig
+from headrace.core.errors import ModelError
+
+_CACHE_SHARE = 0.25  # of what the weights leave: the same as when it is served
+
+
+class GgufChoice(NamedTuple):
+    """One of several files; `held` is 0 where it cannot be run."""
+
+    name: str
+    detail: str
+    held: int = 0
+    fits: bool = False
+
+
+def several(model: str) -> list[Path]:
+    """The GGUF files of a folder that has more than one, and nothing else to serve."""
+    folder = Path(model).expanduser()
+    if not folder.is_dir() or any(folder.glob("*.safetensors")):
+        return []
+    files = [path for path in sorted(folder.glob("*.gguf")) if not is_later_part(path)]
+    return files if len(files) > 1 else []
+
+
+def choices(files: list[Path], config: ModelConfig) -> Iterator[GgufChoice]:
+    """One after another; nothing is loaded."""
+    for file in files:
+        name = quantization_of(file.name) or file.name
+        try:
+            yield _choice(name, read_spec(find_model(str(file))), config)
+        except ModelError as error:
+            yield GgufChoice(name, str(error))
+
+
+def advice(found: list[GgufChoice], folder: str) -> str:
+    """The largest that fits, as larger files have lost less."""
+    fitting = [one for one in found if one.fits]
+    if not fitting:
+        return "none of them fits in the memory that is free; use a smaller model or fewer bits"
+    best = max(fitting, key=lambda one: one.held)
+    return f"{folder}:{best.name} is the largest that fits, with {best.held >> 20} MiB of weights"
+
+
+def _choice(name: str, spec: ModelSpec, config: ModelConfig) -> GgufChoice:
+    import torch
+
+    from headrace.runner.footprint import footprint, kept_groups
+    from headrace.runner.kernels.choose import choose_form
+    from headrace.runner.lanes.choose import choose_lane, why_not_native
+    from headrace.runner.load import dtype_of
+    from headrace.runner.probe import free_bytes
+
+    lane = choose_lane(spec, config.lane)
+    free = free_bytes(torch.device("cpu"))
+    if lane.id != "native-text":
+        needed = footprint(spec, torch.float16, "plain", "own")
+        why = why_not_native(spec) or "as asked"
+        return GgufChoice(
+            name, f"{lane.id}: {why} {needed} of weights", needed.held, needed.peak <= free
+        )
+    dtype = dtype_of(config, spec)
+    groups = kept_groups(spec) if dtype == torch.bfloat16 else frozenset()
+    form = choose_form(config.kernels, dtype, groups=groups).form
+    kind = "own" if groups and form != "plain" else "none"
+    needed = footprint(spec, dtype, form, kind)  # type: ignore[arg-type]
+    longest = min(n for n in (spec.max_positions, config.max_model_len, 1 << 20) if n)
+    each = lane.position_bytes(spec, dtype) * longest
+    room = config.kv_cache_memory_bytes or int(_CACHE_SHARE * max(0, free - needed.held))
+    detail = (
+        f"{lane.id}: it has its own implementation; {needed} of weights, "
+        f"{room // max(1, each)} streams of {longest} tokens"
+    )
+    return GgufChoice(name, detail, needed.held, needed.peak <= free)

@@ -1,0 +1,70 @@
+"""What fewer bits cost: the log probability of a text in each form of the weights."""
+
+import math
+from array import array
+from pathlib import Path
+
+import msgspec
+
+from headrace.checkpoints.spec import read_spec
+from headrace.core.config import ModelConfig
+from headrace.core.errors import ModelError
+from headrace.core.ids import SequenceId, SlotId
+from headrace.core.plan import NO_SLOT, Begin, Chunk, StepPlan
+from headrace.core.sampling import Sampling
+from headrace.text.tokenizer import Tokenizer
+
+MAX_TOKENS = 1024
+_CHUNK = 256
+_MIN_TOKENS = 16
+
+
+def loss(folder: Path, config: ModelConfig, text: Path) -> str:
+    """A line: the perplexity of the text as the weights are, and in each of the smaller forms.
+
+    Loads the model once for each. ModelError if the text is too short, or the lane has one form.
+    """
+    spec = read_spec(folder)
+    words = text.read_text(errors="replace")
+    limits = [n for n in (MAX_TOKENS, spec.max_positions, config.max_model_len) if n]
+    ids = Tokenizer.load(folder).encode(words, True)[: min(limits)]
+    if len(ids) < _MIN_TOKENS:
+        raise ModelError(
+            f"{text.name} has {len(ids)} tokens; give a text of {_MIN_TOKENS} or more."
+        )
+    kinds = ("int8", "int4") if config.quantize in ("auto", "none") else (config.quantize,)
+    if spec.is_gguf and config.quantize == "auto":
+        kinds = ("auto", *kinds)  # its own bits: the same values, computed by other products
+    plain = _mean_logprob(folder, config, "none", ids)
+    parts = [f"none: perplexity {math.exp(-plain):.3f}"]
+    for kind in kinds:
+        mean = _mean_logprob(folder, config, kind, ids)
+        name = "the file's own bits" if kind == "auto" else kind
+        parts.append(
+            f"{name}: {math.exp(-mean):.3f} ({100 * math.expm1(plain - mean):+.2f} %, "
+            f"{plain - mean:+.4f} a token)"
+        )
+    return f"{len(ids)} tokens of {text.name}; " + "; ".join(parts)
+
+
+def _mean_logprob(folder: Path, config: ModelConfig, kind: str, ids: "array[int]") -> float:
+    """Of every token but the first."""
+    from headrace.runner.load import load_runner
+
+    wanted = msgspec.structs.replace(
+        config, quantize=kind, model=str(folder), max_model_len=len(ids)
+    )
+    runner, ready = load_runner(wanted, folder)
+    number = SequenceId(0)
+    begin = Begin(number, ids, len(ids), 0, Sampling(num_prompt_logprobs=0))
+    blocks = array("i", range(ready.layout.blocks_for(len(ids))))
+    slot = SlotId(0) if ready.layout.num_slots else NO_SLOT
+    runner.launch(StepPlan(begun=(begin,))).result()
+    found: list[float] = []
+    for start in range(0, len(ids), _CHUNK):
+        length = min(_CHUNK, len(ids) - start)
+        chunk = Chunk(number, start, length, length, (), blocks, slot)
+        result = runner.launch(StepPlan(chunks=(chunk,))).result()
+        if rows := result.chunks[0].prompt_logprobs:
+            found += array("f", rows.values)
+    return sum(found) / len(found)

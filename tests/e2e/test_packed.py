@@ -1,0 +1,39 @@
+"""Answers over HTTP from weights in a few bits: a GGUF file's own, and int4."""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.builders import make_tiny_model
+from tests.servers import ServerProcess, running_server
+
+FILE = Path(__file__).parent.parent / "checkpoints" / "data" / "llama-Q4_K_M.gguf"
+SHAPE = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "initializer_range": 0.05}
+PROMPTS = ["Once upon a time", "the wheel turns " * 20, "x", "A river is"]
+
+
+def answer(server: ServerProcess, prompt: str) -> tuple[str, str, int]:
+    body = {"prompt": prompt, "max_tokens": 30, "temperature": 0, "ignore_eos": True}
+    response = httpx.post(f"{server.url}/v1/completions", json=body, timeout=120)
+    assert response.status_code == 200, response.text
+    choice, usage = response.json()["choices"][0], response.json()["usage"]
+    return choice["text"], choice["finish_reason"], usage["completion_tokens"]
+
+
+@pytest.mark.parametrize("kind", ["gguf", pytest.param("int4", marks=pytest.mark.slow)])
+def test_answers_are_the_same_alone_and_beside_others(tmp_path: Path, kind: str) -> None:
+    flags = ["--threads", "1", "--max-model-len", "512"]
+    if kind == "gguf":
+        model = str(FILE)
+    else:
+        model = str(make_tiny_model(tmp_path / "tiny", **SHAPE))
+        flags += ["--quantize", "int4"]
+    with running_server(model, *flags, environment={"XDG_CACHE_HOME": str(tmp_path)}) as server:
+        alone = [answer(server, prompt) for prompt in PROMPTS]
+        with ThreadPoolExecutor(4) as pool:
+            together = list(pool.map(lambda prompt: answer(server, prompt), PROMPTS))
+    assert alone == together
+    assert len({text for text, *_ in alone}) > 1
+    assert all(rest == ("length", 30) for _, *pair in alone for rest in [tuple(pair)])
