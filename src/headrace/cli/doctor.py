@@ -386,6 +386,8 @@ def cache_bytes(lane: Lane, block_size: int) -> tuple[int, int]:
     """Bytes per token and further bytes per sequence, from the lane's layouts of two budgets."""
     small, large = 1 << 40, 1 << 41
     lengths = [lane.layout(b, 1, 1 << 60, block_size).max_positions for b in (small, large)]
+    if lengths[0] == lengths[1]:  # no token takes any: all of it is states
+        return 0, small // max(1, lane.layout(small, 1 << 40, 1 << 60, block_size).num_slots)
     per_token = round((large - small) / max(1, lengths[1] - lengths[0]))
     fixed = small - lengths[0] * per_token
     if fixed <= block_size * per_token:
