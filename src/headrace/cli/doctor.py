@@ -22,6 +22,7 @@ from headrace.checkpoints.spec import read_spec
 from headrace.cli import exits
 from headrace.cli.doctor_files import advice, choices, several
 from headrace.cli.doctor_loss import loss
+from headrace.cli.doctor_weights import smaller, weights
 from headrace.cli.state import is_redis, streams_folder
 from headrace.core.config import HttpConfig, ModelConfig, ServerConfig
 from headrace.core.errors import HeadraceError, ModelError
@@ -335,8 +336,8 @@ def _computing(folder: Path, config: ModelConfig) -> Iterator[Finding]:
         reason = "as asked"
     yield Finding("lane", "ok", f"{ready.lane} on {ready.device} in {ready.dtype}: {reason}")
     yield Finding("kernels", "ok", f"{ready.kernels}: {ready.kernels_reason}")
-    yield Finding("weights", "ok", _weights(folder, ready))
-    if others := list(_smaller(folder, ready)):
+    yield Finding("weights", "ok", weights(folder, ready))
+    if others := list(smaller(folder, ready)):
         yield Finding("smaller", "ok", ", ".join(others))
     per_token, per_sequence = cache_bytes(runner.lane, ready.layout.block_size)
     yield Finding("cache", "ok", f"{per_token} bytes a token, {per_sequence} more a sequence")
@@ -351,35 +352,6 @@ def _ingestion(folder: Path, ready: Ready) -> Finding:
     text = "streamed" if Encoder(Tokenizer.load(folder)).can_stream else "in one call"
     detail = f"in chunks, {mask}, long texts tokenized {text}; memory: {memory}"
     return Finding("prompts", "ok", detail)
-
-
-def _weights(folder: Path, ready: Ready) -> str:
-    import torch
-
-    from headrace.runner.footprint import footprint
-
-    dtype = getattr(torch, ready.dtype)
-    needed = footprint(read_spec(folder), dtype, ready.kernels, ready.quantize)
-    kept = {"none": "", "own": "the file's own bits and "}.get(
-        ready.quantize, f"{ready.quantize} and "
-    )
-    return f"{needed}, in {kept}{ready.dtype}"
-
-
-def _smaller(folder: Path, ready: Ready) -> Iterator[str]:
-    """What the weights would take in forms of fewer bits."""
-    import torch
-
-    from headrace.runner.footprint import footprint
-
-    if ready.kernels == "plain":
-        return
-    spec, dtype = read_spec(folder), getattr(torch, ready.dtype)
-    held = footprint(spec, dtype, ready.kernels, ready.quantize).held
-    for kind in ("int8", "int4"):
-        needed = footprint(spec, dtype, ready.kernels, kind)
-        if needed.held < held:
-            yield f"{needed.held >> 20} MiB with --quantize {kind}"
 
 
 def cache_bytes(lane: Lane, block_size: int) -> tuple[int, int]:

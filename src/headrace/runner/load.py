@@ -90,10 +90,8 @@ def _kernels(
     is_llama = lane.id == "llama-cpp"  # its files stay as they are
     plain = ("auto",) if is_llama else ("none", "auto", "plain")
     for flag, value in (("quantize", config.quantize), ("kernels", config.kernels)):
-        if value not in ("none", "auto", "plain"):
-            raise ModelError(f"--{flag} {value} needs a native lane on a CPU, not {lane.id}.")
         if value not in plain:
-            raise ModelError(f"--{flag} {value} needs lane native-text on a CPU, not {lane.id}.")
+            raise ModelError(f"--{flag} {value} needs a native lane on a CPU, not {lane.id}.")
     if is_llama:
         return "own", KernelChoice("plain", "the products are llama.cpp's, as it was built")
     reason = f"the products of lane {lane.id} on {device.type} are torch's"
