@@ -2,9 +2,12 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from headrace.checkpoints.find import find_model
+from headrace.cli.capacity import cache_bytes
+from headrace.core.config import SchedulerConfig
 from headrace.core.errors import ModelError
 from headrace.core.ids import BlockId, SlotId
 from headrace.core.plan import BlockCopy, SlotCopy, StepPlan
@@ -91,8 +94,6 @@ def test_a_sibling_goes_on_from_copied_memory(runner, alone) -> None:
         shared = {0: list(range(8)), 1: [0, 1, 2, *range(11, 16)]}
 
         def chunk(number: int, *rest: int, rows: int | None = None):
-            import msgspec
-
             made = sharing(number, *rest, rows=rows)
             ids = type(made.block_ids)("i", shared[number])
             return msgspec.structs.replace(made, block_ids=ids)
@@ -140,6 +141,17 @@ def test_what_llama_cpp_does_not_know_is_one_line(tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_no_more_sequences_than_it_can_tell_apart(runner) -> None:
+def test_no_more_sequences_than_it_can_tell_apart(file: Path) -> None:
     with pytest.raises(ModelError, match="up to 128 sequences at once"):
-        runner.lane.layout(1 << 30, 200, 256, 16)
+        tiny_runner(find_model(str(file)), scheduler=SchedulerConfig(max_num_seqs=200))
+
+
+def test_memory_is_counted_as_the_cache_has_it(file: Path, runner) -> None:
+    """Keys and values of 3 layers, 2 heads, 16 dimensions, in float32; of Mamba's states in 3."""
+    per_token, per_sequence = cache_bytes(runner.lane, 16)
+    if is_recurrent(runner):
+        states = 3 * 4 * 128 * (8 + 4 - 1)
+        assert per_token == 0 and states <= per_sequence < 1.05 * states
+    else:
+        cells = 3 * 2 * 2 * 16 * 4
+        assert cells <= per_token < 1.1 * cells and per_sequence == 0

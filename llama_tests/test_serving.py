@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from headrace.checkpoints.find import find_model
 from headrace.core.config import ModelConfig, SchedulerConfig
 from headrace.core.ids import SequenceId, StreamId
 from headrace.core.messages import NewSequence, Submit
@@ -32,8 +33,6 @@ def file(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def engine(file: Path, cache_bytes: int, num_seqs: int = 12) -> RealEngine:
-    from headrace.checkpoints.find import find_model
-
     config = ModelConfig(
         model=str(find_model(str(file))),
         device="cpu",

@@ -164,6 +164,20 @@ def test_bytes_of_token_and_sequence_come_from_the_lanes_own_layout() -> None:
     assert 1000 <= per_sequence < 1010
 
 
+class StateLane:
+    """A sequence takes 1,000 bytes, however long it is."""
+
+    def layout(
+        self, free_bytes: int, max_num_seqs: int, max_positions: int, block_size: int
+    ) -> MemoryLayout:
+        num_slots = min(max_num_seqs, free_bytes // 1000)
+        return MemoryLayout(block_size, num_slots=num_slots, max_positions=max_positions)
+
+
+def test_a_model_of_states_alone_takes_nothing_for_a_token() -> None:
+    assert cache_bytes(StateLane(), 16) == (0, 1000)  # type: ignore[arg-type]
+
+
 def test_a_model_that_would_be_downloaded_is_no_fault(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -159,7 +159,7 @@ def _bare(header: GgufHeader, reason: str) -> dict[str, Any]:
     config: dict[str, Any] = {
         "architectures": [header.architecture],
         "vocab_size": len(header.fields["tokenizer.ggml.tokens"]),
-        "dtype": "float16",
+        "dtype": "bfloat16",
         "only_llama_cpp": reason,
     }
     if isinstance(length := header.own("context_length"), int):

@@ -1,5 +1,9 @@
-"""What the memory of a loaded model holds, in words."""
+"""What a loaded model takes and holds, in words."""
 
+from collections.abc import Iterator
+from pathlib import Path
+
+from headrace.checkpoints.spec import read_spec
 from headrace.core.layout import MemoryLayout
 from headrace.core.messages import Ready
 from headrace.runner.lanes.lane import Lane
@@ -9,6 +13,8 @@ def cache_bytes(lane: Lane, block_size: int) -> tuple[int, int]:
     """Bytes per token and further bytes per sequence, from the lane's layouts of two budgets."""
     small, large = 1 << 40, 1 << 41
     lengths = [lane.layout(b, 1, 1 << 60, block_size).max_positions for b in (small, large)]
+    if lengths[0] == lengths[1]:  # no token takes any: all of it is states
+        return 0, small // max(1, lane.layout(small, 1 << 40, 1 << 60, block_size).num_slots)
     per_token = round((large - small) / max(1, lengths[1] - lengths[0]))
     fixed = small - lengths[0] * per_token
     if fixed <= block_size * per_token:
@@ -34,3 +40,33 @@ def fit(ready: Ready) -> str:
     if layout.num_blocks:
         num = layout.num_blocks // max(1, layout.blocks_for(whole))
     return f"{min(num, ready.max_num_seqs)} of {whole} tokens, or {ready.max_num_seqs} shorter ones"
+
+
+def weights(folder: Path, ready: Ready) -> str:
+    """What they take, and in which form."""
+    import torch
+
+    from headrace.runner.footprint import footprint
+
+    dtype = getattr(torch, ready.dtype)
+    needed = footprint(read_spec(folder), dtype, ready.kernels, ready.quantize)
+    kept = {"none": "", "own": "the file's own bits and "}.get(
+        ready.quantize, f"{ready.quantize} and "
+    )
+    return f"{needed}, in {kept}{ready.dtype}"
+
+
+def smaller(folder: Path, ready: Ready) -> Iterator[str]:
+    """What the weights would take in forms of fewer bits."""
+    import torch
+
+    from headrace.runner.footprint import footprint
+
+    if ready.kernels == "plain":
+        return
+    spec, dtype = read_spec(folder), getattr(torch, ready.dtype)
+    held = footprint(spec, dtype, ready.kernels, ready.quantize).held
+    for kind in ("int8", "int4"):
+        needed = footprint(spec, dtype, ready.kernels, kind)
+        if needed.held < held:
+            yield f"{needed.held >> 20} MiB with --quantize {kind}"

@@ -16,7 +16,7 @@ from headrace.checkpoints.find import find_here, find_model, is_hub_id
 from headrace.checkpoints.headers import read_headers, text_side
 from headrace.checkpoints.spec import read_spec
 from headrace.cli import exits
-from headrace.cli.capacity import cache_bytes, fit, slots
+from headrace.cli.capacity import cache_bytes, fit, slots, smaller, weights
 from headrace.cli.doctor_files import advice, choices, several
 from headrace.cli.doctor_loss import loss
 from headrace.cli.doctor_machine import Finding, Verdict, machine
@@ -257,8 +257,8 @@ def _computing(folder: Path, config: ModelConfig) -> Iterator[Finding]:
         reason = "as asked"
     yield Finding("lane", "ok", f"{ready.lane} on {ready.device} in {ready.dtype}: {reason}")
     yield Finding("kernels", "ok", f"{ready.kernels}: {ready.kernels_reason}")
-    yield Finding("weights", "ok", _weights(folder, ready))
-    if others := list(_smaller(folder, ready)):
+    yield Finding("weights", "ok", weights(folder, ready))
+    if others := list(smaller(folder, ready)):
         yield Finding("smaller", "ok", ", ".join(others))
     if ready.is_whole:
         yield Finding("cache", "ok", "none: nothing is kept from one step to the next")
@@ -297,30 +297,3 @@ def _images(ready: Ready) -> str:
     return how.get(ready.lane, "")
 
 
-def _weights(folder: Path, ready: Ready) -> str:
-    import torch
-
-    from headrace.runner.footprint import footprint
-
-    dtype = getattr(torch, ready.dtype)
-    needed = footprint(read_spec(folder), dtype, ready.kernels, ready.quantize)
-    kept = {"none": "", "own": "the file's own bits and "}.get(
-        ready.quantize, f"{ready.quantize} and "
-    )
-    return f"{needed}, in {kept}{ready.dtype}"
-
-
-def _smaller(folder: Path, ready: Ready) -> Iterator[str]:
-    """What the weights would take in forms of fewer bits."""
-    import torch
-
-    from headrace.runner.footprint import footprint
-
-    if ready.kernels == "plain":
-        return
-    spec, dtype = read_spec(folder), getattr(torch, ready.dtype)
-    held = footprint(spec, dtype, ready.kernels, ready.quantize).held
-    for kind in ("int8", "int4"):
-        needed = footprint(spec, dtype, ready.kernels, kind)
-        if needed.held < held:
-            yield f"{needed.held >> 20} MiB with --quantize {kind}"

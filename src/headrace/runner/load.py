@@ -44,6 +44,7 @@ def load_runner(config: ModelConfig, folder: Path) -> tuple[Runner, Ready]:
     elif make.id == "llama-cpp":
         further = (config.device != "cpu",)
     lane: Lane = make(spec, dtype, device, *further)
+    device = lane.device  # where its sequences lie
     max_num_seqs = config.scheduler.max_num_seqs or _MAX_NUM_SEQS[device.type]
     layout = _layout(config, spec, lane, max_num_seqs)
     lane.open(layout)

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 _BATCH = 512  # tokens of one call
 _OUTPUTS = 64  # rows of logits of one call, at least: each is as long as the vocabulary
-_PROBE = 16  # tokens of which a sequence's memory is measured
+_PROBE = 8  # tokens of which a sequence's memory is measured: twice as many are in any window
 _LEVELS = {3: logging.INFO, 4: logging.WARNING}  # of its warnings and errors
 _ERROR = 4
 _WORDS: list[str] = []  # the errors that llama.cpp has written since they were last cleared
@@ -85,12 +85,6 @@ class LlamaCpp:
     ) -> MemoryLayout:
         """Blocks where all memory is cells; else a slot for each sequence, as states can be
         neither cut nor found by their tokens."""
-        most = self._api.llama_max_parallel_sequences() // 2
-        if max_num_seqs > most:
-            raise ModelError(
-                f"Lane {self.id} runs up to {most} sequences at once, and --max-num-seqs asks "
-                f"for {max_num_seqs}."
-            )
         fixed, per_position = self._measured()
         self._num_seqs = max_num_seqs
         if not self._has_states:
@@ -106,6 +100,12 @@ class LlamaCpp:
         return MemoryLayout(block_size, num_slots=num_slots, max_positions=max_positions)
 
     def open(self, layout: MemoryLayout) -> None:
+        num_all = self._api.llama_max_parallel_sequences()
+        if max(self._num_seqs, layout.num_slots) > num_all // 2:  # half of them for kept prefixes
+            raise ModelError(
+                f"Lane {self.id} runs up to {num_all // 2} sequences at once, and --max-num-seqs "
+                f"asks for {self._num_seqs}."
+            )
         if self._context is not None:
             self._context.close()
         if layout.num_blocks:
@@ -118,8 +118,7 @@ class LlamaCpp:
         self._context = context = self._open(num_cells, num_seqs)
         self._held: HeldBlocks | None = None
         if layout.num_blocks:
-            most = self._api.llama_max_parallel_sequences()
-            self._held = HeldBlocks(context, layout.num_blocks, layout.block_size, most)
+            self._held = HeldBlocks(context, layout.num_blocks, layout.block_size, num_all)
 
     def forward(self, chunks: Sequence[Chunk], token_ids: Sequence["array[int]"]) -> Tensor:
         assert self._context is not None
