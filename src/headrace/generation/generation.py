@@ -70,6 +70,7 @@ class Generation:
         self._store = store
         store.on_commit = metrics.committed
         self._is_draining = False
+        self._is_ending = False  # and will not admit again
         self._writers: dict[LiveStream, asyncio.Task[None]] = {}
         self._left_behind: dict[str, list[Stored]] = {}  # by the model that was lost
         self._tasks = asyncio.TaskGroup()
@@ -179,9 +180,13 @@ class Generation:
         """Refuses new requests from now on; what is admitted goes on."""
         self._is_draining = True
 
+    def admit_again(self) -> None:
+        """Takes `stop_admitting` back; nothing once the server ends."""
+        self._is_draining = self._is_ending
+
     async def drain(self, seconds: float) -> None:
         """Refuses new requests, and gives the running ones `seconds` to end."""
-        self._is_draining = True
+        self._is_draining = self._is_ending = True
         self.fleet.refuse(_SHUTS_DOWN)
         if ends := [*self._writers.values(), *self.vectors.ends()]:
             await asyncio.wait(ends, timeout=seconds)
