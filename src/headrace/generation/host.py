@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
@@ -28,6 +27,7 @@ from headrace.core.messages import (
 from headrace.engine.client import EngineClient, EngineDown, EngineResized, EngineUp
 from headrace.generation.event_builder import EventBuilder, InQueue
 from headrace.generation.forecast import Forecast, Schedule, TokensAsked
+from headrace.generation.in_thread import in_thread
 from headrace.generation.metrics import Metrics
 from headrace.generation.replica import Replica
 from headrace.generation.replicas import Replicas
@@ -164,7 +164,7 @@ class Host:
         """Reads all but the weights, which may be a download; ModelError if it cannot be served."""
         async with self._reading:
             if self._model is None:
-                self._model = await _in_thread(lambda: ServedModel(self.config, self._download))
+                self._model = await in_thread(lambda: ServedModel(self.config, self._download))
                 self.progress = None
 
     def begin(self) -> None:
@@ -374,29 +374,3 @@ class Host:
 
     def _download(self, done: int, total: int) -> None:
         self.progress = (done, total)
-
-
-async def _in_thread(work: Callable[[], T]) -> T:
-    """In a thread that does not keep the process from ending, as one of an executor would."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[T] = loop.create_future()
-
-    def tell(result: T | None, error: BaseException | None) -> None:
-        if done.done():
-            return
-        if error is not None:
-            done.set_exception(error)
-        else:
-            done.set_result(result)  # type: ignore[arg-type]
-
-    def run() -> None:
-        result, error = None, None
-        try:
-            result = work()
-        except Exception as failure:
-            error = failure
-        with contextlib.suppress(RuntimeError):  # the loop has ended before
-            loop.call_soon_threadsafe(tell, result, error)
-
-    threading.Thread(target=run, name="read model", daemon=True).start()
-    return await done
