@@ -85,7 +85,7 @@ def test_a_request_is_one_line_of_the_log_with_its_id_and_the_name_of_its_key(
     usage = answer.json()["usage"]
     assert line["prompt_tokens"] == usage["prompt_tokens"]
     assert line["completion_tokens"] == usage["completion_tokens"] == 4
-    assert line["readers"] == 1
+    assert (line["readers"], line["resumes"]) == (1, 0)
     whole_log = "".join(server.lines)
     assert "first" not in whole_log and answer.json()["id"] not in whole_log
 
@@ -114,6 +114,48 @@ def test_keys_are_read_again_on_a_hangup_and_a_bad_file_changes_nothing(server: 
     assert (status("first"), status("second")) == (200, 401)
     hang_up("ann:first\nbob:second\n", "keys and certificate are read again")
     assert (status("first"), status("second")) == (200, 200)
+
+
+def test_the_certificate_is_read_again_on_a_hangup(server: Operated) -> None:
+    host, port = server.url.removeprefix("https://").split(":")
+    before = ssl.get_server_certificate((host, int(port)))
+    certificate, key = server.folder / "cert.pem", server.folder / "key.pem"
+    with server.client("first") as kept:
+        assert kept.get("/v1/models").status_code == 200
+        make_certificate(certificate, key)
+        assert certificate.read_text().strip() != before.strip()
+        server.process.send_signal(signal.SIGHUP)
+
+        def shown() -> str:
+            return ssl.get_server_certificate((host, int(port))).strip()
+
+        eventually(lambda: shown() == certificate.read_text().strip(), within_s=60)
+        assert kept.get("/v1/models").status_code == 200  # its connection is the old one
+    server.tls = ssl.create_default_context(cafile=certificate)
+    with server.client("first") as client:
+        assert client.get("/v1/models").status_code == 200
+
+
+def test_a_drain_can_be_taken_back(server: Operated) -> None:
+    with server.client("the-admin") as client:
+        assert client.post("/manage/drain").json()["status"] == "draining"
+        refused = client.post("/v1/chat/completions", json=CHAT)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "server_shutdown")
+        assert client.delete("/manage/drain").json()["status"] == "ok"
+        assert client.post("/v1/chat/completions", json=CHAT).status_code == 200
+
+
+def test_requests_that_run_are_rows_without_their_text_and_names(server: Operated) -> None:
+    with server.client("the-admin") as client:
+        asked = {**CHAT, "max_tokens": 400, "ignore_eos": True, "stream": True}
+        with client.stream("POST", "/v1/chat/completions", json=asked) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            shown = server.client("the-admin").get("/manage/state").json()["requests"]
+        (row,) = shown
+        assert row["model"] == "headrace-mini" and row["state"] in ("queued", "prompt", "decode")
+        assert row["prompt_tokens"] > 0 and row["readers"] == row["choices"] == 1
+        assert answer.headers["x-stream-id"] not in json.dumps(shown)
 
 
 def test_a_stalled_subscriber_of_the_state_harms_no_other(server: Operated) -> None:

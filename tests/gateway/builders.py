@@ -299,6 +299,9 @@ class FakeGeneration:
     def stop_admitting(self) -> None:
         self.state = "draining"
 
+    def admit_again(self) -> None:
+        self.state = "ok"
+
     async def attach(self, names: Names, may_take_over: bool) -> None:
         return None
 

@@ -9,9 +9,10 @@ from headrace.core.errors import RequestError
 from headrace.gateway import bodies
 
 
-async def whole(headers: dict[str, str], receive: Receive) -> bytes:
+async def whole(headers: dict[str, str], receive: Receive, pause_s: float = 20) -> bytes:
     raw = [(name.encode(), value.encode()) for name, value in headers.items()]
-    async with bodies.Bodies(20).read(Request({"type": "http", "headers": raw}, receive)) as body:
+    request = Request({"type": "http", "headers": raw}, receive)
+    async with bodies.Bodies(20, pause_s).read(request) as body:
         return b"".join(body)
 
 
@@ -61,14 +62,12 @@ def test_a_client_that_leaves_in_mid_body_gets_nothing() -> None:
         read()
 
 
-def test_a_body_that_stops_coming_is_a_408(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "PAUSE_S", 0.01)
-
+def test_a_body_that_stops_coming_is_a_408() -> None:
     async def never() -> None:
         await asyncio.Event().wait()
 
     with pytest.raises(RequestError) as caught:
-        asyncio.run(whole({"content-type": "application/json"}, never))
+        asyncio.run(whole({"content-type": "application/json"}, never, 0.01))
     assert caught.value.kind.status == 408
 
 

@@ -17,7 +17,7 @@ from headrace.core.config import HttpConfig, ServerConfig
 from headrace.gateway import http_server
 from headrace.gateway.app import create_app
 from headrace.gateway.delivery import while_connected
-from headrace.gateway.http_server import MAX_DESCRIPTORS, HttpServer
+from headrace.gateway.http_server import DESCRIPTORS_BESIDE, Bounds, HttpServer
 from tests.gateway.builders import FakeGeneration, FakeStream, in_loop, tokens
 
 POST = b"POST /wait HTTP/1.1\r\nHost: h\r\nContent-Length: 2\r\n\r\n{}"
@@ -57,9 +57,9 @@ class Paths:
 
 
 @contextlib.asynccontextmanager
-async def served(app: Any) -> AsyncIterator[Connection]:
+async def served(app: Any, **bounds: Any) -> AsyncIterator[Connection]:
     """The application, and a connection to it."""
-    server = HttpServer(app, farewell_s=1)
+    server = HttpServer(app, farewell_s=1, bounds=Bounds(**bounds))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         serving = asyncio.create_task(server.serve([listener]))
         reader, writer = await asyncio.open_connection(*listener.getsockname())
@@ -184,11 +184,8 @@ async def test_a_body_that_is_no_http_any_more_ends_its_request() -> None:
 
 @pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nX-Slow: a", GET + b"GET / HTTP/1.1\r\n"])
 @in_loop
-async def test_whoever_does_not_finish_headers_is_cut(
-    sent: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(http_server, "HEAD_S", 0.2)
-    async with served(Paths()) as (_, reader, writer):
+async def test_whoever_does_not_finish_headers_is_cut(sent: bytes) -> None:
+    async with served(Paths(), head_s=0.2) as (_, reader, writer):
         writer.write(sent)
         answer = await reader.read()
         assert (b" 408 " in answer) == bool(sent)
@@ -196,16 +193,24 @@ async def test_whoever_does_not_finish_headers_is_cut(
 
 
 @in_loop
-async def test_headers_that_are_never_finished_do_not_cut_the_answer_before_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(http_server, "HEAD_S", 0.2)
-    async with served(Paths()) as (app, reader, writer):
+async def test_headers_that_are_never_finished_do_not_cut_the_answer_before_them() -> None:
+    async with served(Paths(), head_s=0.2) as (app, reader, writer):
         writer.write(POST + b"GET / HTTP/1.1\r\nX-Slow: a")
         await asyncio.sleep(0.5)
         app.released.set()
         answer = await reader.read()
         assert answer.endswith(b"0\r\n\r\n") and b" 408 " not in answer
+
+
+@in_loop
+async def test_beyond_the_bound_the_connection_that_asks_for_nothing_is_cut() -> None:
+    async with served(Paths(), connections=1) as (_, idle, writer):
+        port = writer.get_extra_info("peername")[1]
+        reader, newest = await asyncio.open_connection("127.0.0.1", port)
+        assert await idle.read() == b""
+        newest.write(GET)
+        assert b"200 OK" in await reader.readline()
+        newest.close()
 
 
 @in_loop
@@ -255,9 +260,10 @@ def test_a_client_that_takes_a_little_is_not_cut() -> None:
 
 def test_a_server_takes_the_descriptors_that_it_may_have() -> None:
     said = "print(resource.getrlimit(resource.RLIMIT_NOFILE))"
-    for hard, taken in ((500, 500), (10_000, MAX_DESCRIPTORS)):
+    for hard, taken in ((500, 500), (10_000, 1000 + DESCRIPTORS_BESIDE)):
         lower = f"resource.setrlimit(resource.RLIMIT_NOFILE, (300, {hard}))"
         code = f"import resource; {lower}; "
-        code += f"from headrace.gateway import http_server; http_server.raise_descriptors(); {said}"
+        code += "from headrace.gateway import http_server; "
+        code += f"http_server.raise_descriptors(1000); {said}"
         run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
         assert run.stdout.strip() == str((taken, hard)), run.stderr

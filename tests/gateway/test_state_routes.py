@@ -89,6 +89,8 @@ def test_a_drain_is_visible_and_can_be_asked_for_again() -> None:
     assert int(health.headers["Retry-After"]) >= 1
     assert client.get("/props").json()["state"] == "draining"
     assert client.get("/health/live").status_code == 200
+    assert client.delete("/manage/drain").json() == {"status": "ok", "streams": 0}
+    assert client.get("/health").status_code == 200
 
 
 def test_models_are_put_with_the_admin_key_alone() -> None:
@@ -113,6 +115,7 @@ def test_slots_are_places_of_what_runs() -> None:
         "id": 0,
         "is_processing": True,
         "id_task": 7,
+        "model": "headrace-mini",
         "n_ctx": 128,
         "n_prompt_tokens": 20,
         "n_prompt_tokens_processed": 12,

@@ -36,10 +36,10 @@ def test_who_does_not_ask_for_progress_gets_the_frame_that_every_client_knows() 
     assert "loading" not in json.loads(data.removeprefix("data: "))
 
 
-@pytest.mark.parametrize("names", [Names(), Names(key="k")])
-def test_a_stream_is_named_at_once_where_nobody_else_can_have_its_name(names: Names) -> None:
+@pytest.mark.parametrize("names", [Names(), Names(key="k"), Names(conversation="c")])
+def test_a_stream_that_may_survive_the_server_is_named_once_there_is_one(names: Names) -> None:
     headers = wait_for(None, names).headers
-    assert ("x-stream-id" in headers) == (names.key is None)
+    assert ("x-stream-id" in headers) == (names == Names())
     assert headers["x-headrace-loading"] == "true"
 
 

@@ -199,3 +199,22 @@ def test_the_least_recently_used_idle_model_makes_room() -> None:
     policy.hold("a")  # a stream lives
     policy.ask("c")
     assert moves(policy) == [Move("unload", "b")]
+
+
+def test_a_model_that_is_to_go_is_gone_once_it_is_out_and_nobody_holds_it() -> None:
+    books = Residency()
+    books.add("a", 1)
+    ticket = books.ask("a")
+    assert books.next_move() == ("load", "a", -1)
+    books.loaded("a")
+    assert books.next_move() == ("enter", "a", ticket)
+    books.send_out("a")
+    late = books.ask("a")
+    assert books.next_move() is None and not books.is_gone("a")
+    assert books.send_away("a") == [late]
+    books.release("a")
+    assert books.next_move() == ("unload", "a", -1)
+    books.unloaded("a")
+    assert books.is_gone("a") and books.next_move() is None
+    books.hold("a")  # as by a stream that waits for it
+    assert not books.is_gone("a")

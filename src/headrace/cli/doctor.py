@@ -26,7 +26,7 @@ from headrace.core.errors import HeadraceError, ModelError
 from headrace.core.messages import Ready
 from headrace.core.request import Chat
 from headrace.gateway.auth import Auth
-from headrace.gateway.http_server import MAX_DESCRIPTORS
+from headrace.gateway.http_server import DESCRIPTORS_BESIDE
 from headrace.generation.served import names_of
 from headrace.streams.state_dir import StateError
 from headrace.text.encoder import Encoder
@@ -80,7 +80,7 @@ def _print(finding: Finding) -> None:
 def _server(config: ServerConfig) -> Iterator[Finding]:
     yield _port(config.http)
     yield _keys(config.http)
-    yield _descriptors()
+    yield _descriptors(config)
     yield _state_dir(config)
 
 
@@ -125,10 +125,11 @@ def _keys(http: HttpConfig) -> Finding:
     return Finding("keys", "warn", f"none, and {http.host} serves other machines", remedy)
 
 
-def _descriptors() -> Finding:
+def _descriptors(config: ServerConfig) -> Finding:
+    wanted = config.http.max_connections + DESCRIPTORS_BESIDE
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # the server raises its own to it
-    if 0 <= hard < MAX_DESCRIPTORS:
-        remedy = f"Raise it for many connections: ulimit -Hn {MAX_DESCRIPTORS}"
+    if 0 <= hard < wanted:
+        remedy = f"Raise it for many connections: ulimit -Hn {wanted}"
         return Finding("descriptors", "warn", f"{hard} files at once", remedy)
     return Finding("descriptors", "ok", "enough for all connections")
 
@@ -295,5 +296,3 @@ def _images(ready: Ready) -> str:
         "generic-multimodal": ", each image seen in a step of its own",
     }
     return how.get(ready.lane, "")
-
-

@@ -29,7 +29,12 @@ from headrace.engine.supervisor import Supervisor
 from headrace.engine.turns import SharedTurns
 from headrace.gateway.app import create_app
 from headrace.gateway.auth import Auth
-from headrace.gateway.http_server import HttpServer, LoadingServer, raise_descriptors
+from headrace.gateway.http_server import (
+    Bounds,
+    HttpServer,
+    LoadingServer,
+    raise_descriptors,
+)
 from headrace.gateway.realtime import ENVELOPE_BYTES
 from headrace.generation.desired import Desired, kept
 from headrace.generation.fleet import is_sole
@@ -54,7 +59,7 @@ _LAST_S = 25.0  # for all that follows the drain; farewell, engine and store tak
 def serve(config: ServerConfig) -> int:
     """Serves until a signal; returns the exit code."""
     set_up(config)
-    raise_descriptors()
+    raise_descriptors(config.http.max_connections)
     tls = _tls(config.http)
     if config.cluster is not None:
         from headrace.engine.ray_engine import connect
@@ -213,7 +218,9 @@ class _Serving:
         if is_sole(self._config):
             return None
         port: int = self._listener.getsockname()[1]
-        folder = streams_folder(self._config.streams.state_dir, port)
+        given = self._config.streams.state_dir
+        shared = given is not None and is_redis(given)  # streams are, and each has its own models
+        folder = streams_folder(None if shared else given, port)
         return None if folder is None else folder / "desired.json"
 
     def _maker(self, metrics: Metrics) -> Callable[[ModelConfig], Host]:
@@ -253,12 +260,14 @@ class _Serving:
         """Until a signal or the engine's end; an ExceptionGroup if anything else ends first."""
         app = create_app(generation, self._config, self._door)
         most = self._config.http.max_body_bytes + ENVELOPE_BYTES
-        server = HttpServer(app, _KEEP_ALIVE_S, _FAREWELL_S, self._tls, most)
+        http = self._config.http
+        bounds = Bounds(http.max_connections, http.headers_timeout_s)
+        server = HttpServer(app, _KEEP_ALIVE_S, _FAREWELL_S, self._tls, most, bounds)
         async with asyncio.TaskGroup() as tasks:
             generating = tasks.create_task(generation.run(), name="generation")
-            http = tasks.create_task(server.serve(sockets=[self._listener]), name="http")
+            serving = tasks.create_task(server.serve(sockets=[self._listener]), name="http")
             announcing = tasks.create_task(self._announce(generation), name="announce")
-            await _first(self._stop, self._lost_thread, generation.died, generating, http)
+            await _first(self._stop, self._lost_thread, generation.died, generating, serving)
             if self._stop.is_set():
                 draining = tasks.create_task(self._drain(generation), name="drain")
                 await _first(self._hurry, draining)

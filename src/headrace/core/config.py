@@ -183,6 +183,15 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
         str | None, Meta(description="File with more of them, as of --api-key-file")
     ] = None
     max_body_bytes: Annotated[int, Meta(ge=1, description="Largest request body")] = 32 << 20
+    max_connections: Annotated[
+        Count, Meta(description="Connections at once, if the limit on descriptors allows as many")
+    ] = 4096
+    headers_timeout_s: Annotated[
+        float, Meta(gt=0, description="Seconds in which the headers of a request must be whole")
+    ] = 10.0
+    body_timeout_s: Annotated[
+        float, Meta(gt=0, description="Seconds that a request's body may pause")
+    ] = 20.0
     api_prefix: Annotated[
         Annotated[str, Meta(pattern=r"^((/[A-Za-z0-9._~-]+)+)?$", examples=["/llm"])],
         Meta(description="Path below which all routes lie, the page too, such as /llm"),

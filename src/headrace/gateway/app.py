@@ -49,7 +49,7 @@ def create_app(generation: Generation, config: ServerConfig, door: Auth | None =
 
 def _of_clients(generation: Generation, config: ServerConfig, door: Auth) -> list[BaseRoute]:
     """What is behind the clients' keys."""
-    bodies = Bodies(config.http.max_body_bytes)
+    bodies = Bodies(config.http.max_body_bytes, config.http.body_timeout_s)
     generates = GenerationRoutes(generation, config, door, bodies)
     states = StateRoutes(generation, config.http)
     texts = TextRoutes(generation, bodies)
@@ -120,10 +120,11 @@ def _of_operators(generation: Generation, config: ServerConfig, door: Auth) -> l
         "/manage/drain": manages.drain,
         "/manage/replicas/replace": manages.replace,
     }
-    bodies = Bodies(config.http.max_body_bytes)
+    bodies = Bodies(config.http.max_body_bytes, config.http.body_timeout_s)
     models = ModelRoutes(generation, bodies)
     reads["/manage/desired"] = models.desired
     put = Route("/manage/desired", door.guard_admin(models.put_desired), methods=["PUT"])
     gets = [Route(path, door.guard_admin(it), methods=["GET"]) for path, it in reads.items()]
     posts = [Route(path, door.guard_admin(it), methods=["POST"]) for path, it in acts.items()]
-    return [*gets, put, *posts]
+    again = Route("/manage/drain", door.guard_admin(manages.admit_again), methods=["DELETE"])
+    return [*gets, put, *posts, again]

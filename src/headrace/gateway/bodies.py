@@ -43,8 +43,10 @@ class Bodies:
     Where that is too much, whoever has been sending for the longest time makes room.
     """
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, pause_s: float = PAUSE_S) -> None:
+        """`pause_s`: how long a body may pause."""
         self._max_bytes = max_bytes
+        self._pause_s = pause_s
         self._held: dict[_Held, None] = {}  # oldest first
 
     @contextlib.asynccontextmanager
@@ -60,7 +62,7 @@ class Bodies:
         with self._holding() as held:
             is_whole = False
             while not is_whole:
-                message = await _next(request.receive, held)
+                message = await _next(request.receive, held, self._pause_s)
                 if message["type"] == "http.disconnect":
                     raise ClientDisconnect
                 held.add(message.get("body", b""))
@@ -133,15 +135,15 @@ class HeldAnswer:
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _next(receive: Receive, held: _Held) -> Message:
+async def _next(receive: Receive, held: _Held, pause_s: float) -> Message:
     try:
-        async with asyncio.timeout(PAUSE_S) as held.wait:
+        async with asyncio.timeout(pause_s) as held.wait:
             return await receive()
     except TimeoutError:
         if held.is_cut:
             raise _overloaded() from None
         raise RequestError(
-            "body_timeout", f"Nothing of the body came for {PAUSE_S:g} s; send it again."
+            "body_timeout", f"Nothing of the body came for {pause_s:g} s; send it again."
         ) from None
     finally:
         held.wait = None

@@ -12,6 +12,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import uvicorn
 from starlette.applications import Starlette
@@ -33,11 +34,16 @@ from headrace.gateway.state_routes import UNABLE, unhealthy
 MAX_AHEAD, _MAX_AHEAD_BYTES = 16, 64 << 10  # requests sent before the answer to an earlier one
 PING_S, PONG_S = 15.0, 45.0  # of a WebSocket
 _KEPT_BACK = 64  # descriptors for all else: engine, store, worker processes, files
-MAX_CONNECTIONS = 4096
-MAX_DESCRIPTORS = MAX_CONNECTIONS + 256
+DESCRIPTORS_BESIDE = 256  # connections
 MAX_HEAD = 64 << 10  # bytes of a request line with its headers
-HEAD_S = 10.0  # for all of them to come
 TAKES_NOTHING_S = 60.0  # after this long without a byte taken, a client is gone
+
+
+class Bounds(NamedTuple):
+    """What people may set."""
+
+    connections: int = 4096
+    head_s: float = 10.0  # for a request line and all headers to come
 
 
 class HttpServer(uvicorn.Server):
@@ -50,6 +56,7 @@ class HttpServer(uvicorn.Server):
         farewell_s: int | None = None,
         tls: ssl.SSLContext | None = None,
         max_message_bytes: int = 1 << 20,
+        bounds: Bounds = Bounds(),  # noqa: B008, for it is a constant
     ) -> None:
         config = uvicorn.Config(
             app,
@@ -70,7 +77,7 @@ class HttpServer(uvicorn.Server):
         config.load()
         config.ssl = tls
         super().__init__(config)
-        self.server_state = _Clients()
+        self.server_state = _Clients(bounds)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -80,13 +87,14 @@ class HttpServer(uvicorn.Server):
 class _Clients(ServerState):
     """All connections, and those among them that ask for nothing, the longest idle first."""
 
-    def __init__(self) -> None:
+    def __init__(self, bounds: Bounds) -> None:
         super().__init__()
+        self.bounds = bounds
         self.idle: dict[HttpToolsProtocol, None] = {}
 
     def make_room(self, newest: HttpToolsProtocol) -> None:
         """Where descriptors run out the longest idle one is cut, or the newest if all are busy."""
-        if len(self.connections) > _max_connections():
+        if len(self.connections) > _max_connections(self.bounds.connections):
             victim = next(iter(self.idle), newest)
             self.idle.pop(victim, None)
             victim.transport.abort()
@@ -200,7 +208,7 @@ class _Connection(HttpToolsProtocol):
 
     def _time_head(self) -> None:
         self._stop_timing_head()
-        self._head_timer = self.loop.call_later(HEAD_S, self._head_is_late)
+        self._head_timer = self.loop.call_later(self.server_state.bounds.head_s, self._head_is_late)
 
     def _stop_timing_head(self) -> None:
         if self._head_timer is not None:
@@ -209,7 +217,7 @@ class _Connection(HttpToolsProtocol):
 
     def _head_is_late(self) -> None:
         if self._head_bytes:
-            self._refuse_head(_TOO_SLOW)
+            self._refuse_head(_too_slow(self.server_state.bounds.head_s))
         else:
             self.transport.close()  # it asked for nothing
 
@@ -256,9 +264,11 @@ _TOO_LONG = RequestError(
     "headers_too_large",
     f"The request line and headers are longer than {MAX_HEAD} bytes; send less.",
 )
-_TOO_SLOW = RequestError(
-    "headers_timeout", f"The headers were not whole within {HEAD_S:g} s; send the request again."
-)
+
+
+def _too_slow(head_s: float) -> RequestError:
+    message = f"The headers were not whole within {head_s:g} s; send the request again."
+    return RequestError("headers_timeout", message)
 
 
 class _Socket(WebSocketsSansIOProtocol):
@@ -276,20 +286,21 @@ class _Socket(WebSocketsSansIOProtocol):
         self.transport.abort()
 
 
-def raise_descriptors() -> None:
+def raise_descriptors(connections: int) -> None:
     """Takes as many descriptors as connections want, if the system lets this process have them."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(MAX_DESCRIPTORS, hard)
+    most = connections + DESCRIPTORS_BESIDE
+    wanted = most if hard == resource.RLIM_INFINITY else min(most, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def _max_connections() -> int:
+def _max_connections(most: int) -> int:
     """What the limit on descriptors leaves; it may change while we run."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
-        return MAX_CONNECTIONS
-    return min(max(limit - _KEPT_BACK, limit // 2), MAX_CONNECTIONS)
+        return most
+    return min(max(limit - _KEPT_BACK, limit // 2), most)
 
 
 class LoadingServer:

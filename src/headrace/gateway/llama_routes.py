@@ -103,18 +103,19 @@ def slots_of(hosts: Iterable[Host]) -> list[Snapshot]:
         num_places = host.ready.max_num_seqs if host.ready and is_there else 0
         last = len(shown) + num_places
         for number, standing in itertools.islice(running, num_places):
-            shown.append(_slot(len(shown), number, standing, host.model))
+            shown.append(_slot(len(shown), number, standing, host))
         shown += [{"id": id, "is_processing": False} for id in range(len(shown), last)]
     return shown
 
 
-def _slot(id: int, number: int, standing: Standing, model: ServedModel) -> Snapshot:
+def _slot(id: int, number: int, standing: Standing, host: Host) -> Snapshot:
     left = -1 if standing.num_left is None else standing.num_left
     return {
         "id": id,
         "is_processing": True,
         "id_task": number,
-        "n_ctx": model.max_model_len,
+        "model": host.name,
+        "n_ctx": host.model.max_model_len,
         "n_prompt_tokens": standing.num_prompt,
         "n_prompt_tokens_processed": standing.num_processed,
         "n_prompt_tokens_cache": standing.num_cached,

@@ -138,6 +138,7 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         query=("model", "replica"),
         errors=(400, 404),
     ),
+    ("delete", "/manage/drain"): Operation("Admit requests again", ("status", "streams")),
     **{("post", route): generates(dialect_of(route)) for route in DIALECTS},
     ("post", embeddings.ROUTE): Operation(
         "One vector for each input",

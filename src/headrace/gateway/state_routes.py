@@ -1,6 +1,7 @@
 """The routes that say how the server is and what it serves: no prompt, text, id or key, no wait."""
 
 import asyncio
+import itertools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -21,10 +22,12 @@ from headrace.generation.generation import Generation
 from headrace.generation.host import Host
 from headrace.generation.metrics import kind_of
 from headrace.generation.served import ServedModel
+from headrace.generation.stream import LiveStream
 from headrace.protocols.dialect import encode
 
 _INTERVAL_S = 0.25
 _HEARTBEAT_S = 10.0
+_MAX_ROWS = 256
 _HEARTBEAT = b"event: heartbeat\ndata: {}\n\n"
 
 Snapshot = dict[str, Any]
@@ -168,6 +171,11 @@ class ManageRoutes:
         self._generation.fleet.replace(host, int(number))
         return answer({"status": "replacing"})
 
+    async def admit_again(self, request: Request) -> ASGIApp:
+        """Takes a drain back, but for that of a server that is ending."""
+        self._generation.admit_again()
+        return answer({"status": self._generation.state, "streams": len(self._generation.streams)})
+
     def _with_uptime(self, shown: Snapshot) -> Snapshot:
         return {"uptime_s": round(time.monotonic() - self._began, 1)} | shown
 
@@ -219,7 +227,26 @@ def snapshot(generation: Generation) -> Snapshot:
     shown = {"state": generation.state, "version": __version__, **_snapshot(hosts[0])}
     if not generation.fleet.is_sole:
         shown["models"] = [{"status": _status(host), **_snapshot(host)} for host in hosts]
+    rows = (_row(host, stream) for host in hosts for stream in host)
+    shown["requests"] = list(itertools.islice(rows, _MAX_ROWS))
     return shown
+
+
+def _row(host: Host, stream: LiveStream) -> Snapshot:
+    """A request that waits or runs; its number names it to nobody but who looks on."""
+    standings = stream.standings().values()
+    return {
+        "number": stream.number,
+        "model": host.name,
+        "state": stream.state,
+        "created": stream.record.created,
+        "prompt_tokens": stream.record.num_prompt_tokens,
+        "prompt_processed": sum(one.num_processed for one in standings),
+        "tokens": stream.num_generated,
+        "choices": stream.record.request.num_choices,
+        "max_gap_ms": stream.max_gap_ms,
+        "readers": stream.num_readers,
+    }
 
 
 def _snapshot(host: Host) -> Snapshot:

@@ -49,7 +49,7 @@ def wait_of(
     }
     if checked.ignored:
         headers["x-headrace-ignored"] = ", ".join(checked.ignored)
-    if names.key is None:  # else it may become another request's stream
+    if not names.is_opted_in:  # else who knows the name would look for what there may never be
         headers |= {"x-stream-id": stream_id, "x-stream-mode": "fresh"}
     model = checked.fields.get("model", "")
     request = Request(route, model, checked.stubs, Sampling())

@@ -94,6 +94,7 @@ def kept(file: Path) -> Configs | None:
 
 def _keep(file: Path, document: dict[str, Any]) -> None:
     """Whole or not at all, whatever ends the server meanwhile."""
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # where streams lie elsewhere
     beside = file.with_suffix(".new")
     descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with open(descriptor, "wb") as out:

@@ -14,15 +14,14 @@ from headrace.core.errors import ModelError, RequestError
 from headrace.core.ids import StreamId
 from headrace.core.request import Request
 from headrace.generation.admission import Admission, Asked, Capacity, KeyLimits, Place
-from headrace.generation.choice import begins_in_reasoning
 from headrace.generation.desired import Desired
 from headrace.generation.event_builder import EventBuilder
 from headrace.generation.fleet import Fleet
 from headrace.generation.host import Host
 from headrace.generation.metrics import Metrics
-from headrace.generation.pixels import Admitted
+from headrace.generation.new_record import new_record
 from headrace.generation.registry import Found, Registry, cut_by, give_up
-from headrace.generation.served import Models, ServedModel, admit, check_generates, see_again
+from headrace.generation.served import Models, admit, check_generates, see_again
 from headrace.generation.stream import LiveStream
 from headrace.generation.vectors import VectorMaker
 from headrace.generation.work import Work
@@ -70,6 +69,7 @@ class Generation:
         self._store = store
         store.on_commit = metrics.committed
         self._is_draining = False
+        self._is_ending = False  # and will not admit again
         self._writers: dict[LiveStream, asyncio.Task[None]] = {}
         self._left_behind: dict[str, list[Stored]] = {}  # by the model that was lost
         self._tasks = asyncio.TaskGroup()
@@ -154,7 +154,9 @@ class Generation:
         self._admission(host).check(asked, Capacity.of(model.ready), time.monotonic())
         admitted = await admit(self.work, model, request, packed)
         stream_id = stream_id or StreamId("cmpl-" + secrets.token_hex(16))
-        record = self._record(stream_id, model, request, admitted, names)
+        is_durable = names.is_opted_in and self._store.is_durable
+        record = new_record(stream_id, model, request, admitted, names)
+        record = msgspec.structs.replace(record, is_durable=is_durable)
         asked = asked._replace(num_tokens=record.num_prompt_tokens)
         # from here on it counts, whatever its names have to wait for
         place = self._admission(host).enter(asked, Capacity.of(model.ready), time.monotonic())
@@ -179,9 +181,13 @@ class Generation:
         """Refuses new requests from now on; what is admitted goes on."""
         self._is_draining = True
 
+    def admit_again(self) -> None:
+        """Takes `stop_admitting` back; nothing once the server ends."""
+        self._is_draining = self._is_ending
+
     async def drain(self, seconds: float) -> None:
         """Refuses new requests, and gives the running ones `seconds` to end."""
-        self._is_draining = True
+        self._is_draining = self._is_ending = True
         self.fleet.refuse(_SHUTS_DOWN)
         if ends := [*self._writers.values(), *self.vectors.ends()]:
             await asyncio.wait(ends, timeout=seconds)
@@ -313,34 +319,6 @@ class Generation:
 
     def _queue(self, host: Host) -> Admission:
         return self.admissions.setdefault(host, Admission(self._config, self._limits))
-
-    def _record(
-        self,
-        stream_id: StreamId,
-        model: ServedModel,
-        request: Request,
-        admitted: Admitted,
-        names: Names,
-    ) -> Record:
-        sampling = msgspec.structs.replace(request.sampling, end_token_ids=model.spec.end_token_ids)
-        record = Record(
-            id=stream_id,
-            created=int(time.time()),
-            request=msgspec.structs.replace(request, sampling=sampling),
-            prompts=admitted.prompts,
-            images=admitted.images,
-            system_fingerprint=model.system_fingerprint,
-            names=names,
-            is_durable=names.is_opted_in and self._store.is_durable,
-            served=model.form,
-            tokenization=admitted.tokenization,
-        )
-        if not (sampling.grammar_tags and begins_in_reasoning(record, 0, model.tokenizer)):
-            return record
-        sampling = msgspec.structs.replace(sampling, grammar_waits=True)
-        return msgspec.structs.replace(
-            record, request=msgspec.structs.replace(request, sampling=sampling)
-        )
 
     def _stream(self, host: Host, record: Record, builder: EventBuilder, log: Log) -> LiveStream:
         host.metrics.follow(builder.tally)

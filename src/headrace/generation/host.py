@@ -26,8 +26,8 @@ from headrace.core.messages import (
 from headrace.engine.client import EngineClient, EngineDown, EngineResized, EngineUp
 from headrace.generation.event_builder import EventBuilder, InQueue
 from headrace.generation.forecast import Forecast, Schedule, TokensAsked
+from headrace.generation.in_thread import in_thread
 from headrace.generation.metrics import Metrics
-from headrace.generation.own_thread import in_own_thread
 from headrace.generation.replica import Replica
 from headrace.generation.replicas import Replicas
 from headrace.generation.sequences import Item, SequenceOwner, Sequences
@@ -161,7 +161,7 @@ class Host:
         """Reads all but the weights, which may be a download; ModelError if it cannot be served."""
         async with self._reading:
             if self._model is None:
-                self._model = await in_own_thread(lambda: ServedModel(self.config, self._download))
+                self._model = await in_thread(lambda: ServedModel(self.config, self._download))
                 self.progress = None
 
     def begin(self) -> None:

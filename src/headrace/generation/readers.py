@@ -45,6 +45,7 @@ class Audience:
         self.abandoned = asyncio.Event()
         self.num_readers = 0  # now
         self.num_joined = 0  # so far
+        self.num_resumed = 0  # of those, who came when all others had left
         self._linger_s = linger_s
         self._on_abandoned = on_abandoned
         self._linger: asyncio.TimerHandle | None = None
@@ -57,6 +58,7 @@ class Audience:
     @contextlib.asynccontextmanager
     async def reader(self, log: Log, after: int) -> AsyncIterator[Reader]:
         """A reader's stay."""
+        self.num_resumed += bool(self.num_joined and not self.num_readers)
         self.num_readers += 1
         self.num_joined += 1
         self._stop_lingering()

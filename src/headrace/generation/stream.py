@@ -1,6 +1,7 @@
 """One generation request while it lives: the only writer of its log."""
 
 import asyncio
+import itertools
 import logging
 import math
 import time
@@ -33,6 +34,8 @@ from headrace.streams.store import StoreStalled
 
 logger = logging.getLogger(__name__)
 
+_numbers = itertools.count(1)
+
 
 class LiveStream:
     """Made on admission, or from its log after a restart. `run` writes the log to its end."""
@@ -58,6 +61,7 @@ class LiveStream:
         self._audience = Audience(
             None if record.names.is_opted_in else linger_s, on_abandoned=self._abandon
         )
+        self.number = next(_numbers)  # counts the streams of this process
         self._builder = builder
         self._engine = engine
         self._sequences = sequences
@@ -93,6 +97,11 @@ class LiveStream:
     def num_readers(self) -> int:
         """Of this moment."""
         return self._audience.num_readers
+
+    @property
+    def max_gap_ms(self) -> float:
+        """The longest time between two tokens of a choice so far."""
+        return self._builder.tally.timings.max_gap_ms
 
     def standings(self) -> dict[SequenceId, Standing]:
         """Of its choices that this engine has begun, by the numbers that it knows them by."""
@@ -260,6 +269,7 @@ class LiveStream:
             max_gap_ms=timings.max_gap_ms,
             total_ms=self._at_ms(),
             readers=self._audience.num_joined,
+            resumes=self._audience.num_resumed,
             recoveries=self._builder.num_recoveries,
         )
 

@@ -90,7 +90,7 @@ function asRow(place) {
   const name = `Prompt of place ${place.id}`;
   const bar = el("progress", { max: Math.max(total, 1), value: done, "aria-label": name });
   const prompt = el("span", { class: "progress" }, bar, `${done} of ${total} tokens`);
-  return [String(place.id), prompt, String(cached), left < 0 ? `${decoded} tokens` : `${decoded} tokens, at most ${left} more`];
+  return [String(place.id), place.model, prompt, String(cached), left < 0 ? `${decoded} tokens` : `${decoded} tokens, at most ${left} more`];
 }
 
 function show() {

@@ -1,4 +1,4 @@
-"""Work beside the event loop, in a thread that the process's end does not wait for."""
+"""Work in a thread that nobody need wait for at the end."""
 
 import asyncio
 import contextlib
@@ -9,7 +9,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-async def in_own_thread(work: Callable[[], T]) -> T:
+async def in_thread(work: Callable[[], T]) -> T:
     """In a thread that does not keep the process from ending, as one of an executor would."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
