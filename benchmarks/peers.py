@@ -4,12 +4,12 @@
     python -m benchmarks.peers --shape small --rounds 1    # tries the script itself
     python -m benchmarks.peers --prepare                   # environments and models only
 
-The first run makes an environment for each peer and builds llama.cpp natively, which takes twenty
-minutes on two cores. Then all servers are loaded side by side, each with the same number of
-threads. Each round measures a row on one after another, and those that are not measured are
-stopped. No server is measured through HTTP; each one's own scheduler decides what a step computes.
-Keys and values have two bytes in all of them. `--publish` writes JSON, a picture and the section of
-docs/benchmarks.md.
+The first run makes an environment for each peer, builds llama.cpp natively and writes all models,
+which takes half an hour on two cores. Then all servers are loaded side by side, each with the same
+number of threads. Each round measures a row on one after another, and those that are not measured
+are stopped. No server is measured through HTTP; each one's own scheduler decides what a step
+computes. Keys and values have two bytes in all of them. `--publish` writes JSON, a picture and the
+section of docs/benchmarks.md.
 """
 
 import argparse

@@ -15,7 +15,7 @@ from numba.core import cgutils, config
 from numba.extending import intrinsic
 
 from headrace.runner.kernels.private import allow_amx
-from headrace.runner.kernels.tiles import CACHE_LINE, Matrix, fetch, loop
+from headrace.runner.kernels.tiles import CACHE_LINE, Matrix, fetch, load, loop
 
 TILE = 16  # rows, and outputs
 DEEP = 32  # numbers of a row that meet in one step: inputs, or positions
@@ -150,3 +150,25 @@ def _emit_fetch(typing_context: Any, address: Any, count: Any) -> Any:
 
 fetch_lines: Any = intrinsic(_emit_fetch)
 """fetch_lines(address, count): asks for `count` cache lines, at least 1."""
+
+
+def _emit_to_bf16(typing_context: Any, source: Any, target: Any, count: Any) -> Any:
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        b, wide = builder, ir.VectorType(ir.IntType(32), DEEP)
+        bytes_, words = (ir.VectorType(ir.IntType(bits), DEEP) for bits in (8, 16))
+
+        def body(at: Any, places: list[Any]) -> list[Any]:
+            stored = load(b, places[0], bytes_, 1)
+            bits = b.bitcast(b.sitofp(stored, ir.VectorType(ir.FloatType(), DEEP)), wide)
+            halves = b.trunc(b.lshr(bits, wide([16] * DEEP)), words)
+            b.store(halves, b.inttoptr(places[1], words.as_pointer()), align=CACHE_LINE)
+            return [b.add(places[0], _I64(DEEP)), b.add(places[1], _I64(2 * DEEP))]
+
+        loop(b, args[2], [args[0], args[1]], body)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), emit
+
+
+int8_to_bf16: Any = intrinsic(_emit_to_bf16)
+"""int8_to_bf16(source, target, count): of DEEP numbers, `count` times; exact. Target: aligned."""

@@ -24,6 +24,7 @@ from headrace.runner.kernels.amx import (
     TILE,
     amx_tile,
     configure,
+    int8_to_bf16,
     release,
 )
 from headrace.runner.kernels.arguments import arguments_of, reader
@@ -214,7 +215,7 @@ def _as_it_lies(panel: Any, room: Any) -> Any:
 
 @njit
 def _as_bf16(panel: Any, room: Any) -> Any:
-    _to_bf16(panel, room, None)
+    int8_to_bf16(panel.ctypes.data, room.ctypes.data, panel.size // DEEP)
     return room
 
 
