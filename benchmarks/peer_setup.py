@@ -21,8 +21,8 @@ from tools.make_random_model import make_random_model
 # torch is what the exporter needs; the version is the one of constraints.txt
 OPENVINO = ("openvino-genai==2026.4.1.0", "optimum-intel==2.2.0", "torch==2.13.0")
 LLAMA = ("llama-cpp-python==0.3.36",)
-# GCC 12 takes the table of a matrix unit's tiles for 8 bytes long, leaves out what is written behind
-# them, and llama.cpp is killed at its first quantized prompt: _tile_loadconfig reads all 64 here
+# GCC 12 takes a matrix unit's table of tiles for 8 bytes and drops what is written behind them, so
+# llama.cpp is killed at its first quantized prompt; here _tile_loadconfig reads all 64
 _TILE_TABLE = """\
 #if defined(__AMX_TILE__) && defined(__GNUC__) && !defined(__clang__)
 #include <immintrin.h>

@@ -15,7 +15,7 @@ from numba.core import cgutils, config
 from numba.extending import intrinsic
 
 from headrace.runner.kernels.private import allow_amx
-from headrace.runner.kernels.tiles import CACHE_LINE, Matrix, fetch, load, loop
+from headrace.runner.kernels.tiles import CACHE_LINE, Matrix, fetch, loop
 
 TILE = 16  # rows, and outputs
 DEEP = 32  # numbers of a row that meet in one step: inputs, or positions
@@ -31,24 +31,28 @@ def has_amx() -> bool:
     return is_host and _is_there()
 
 
+def _features() -> set[str]:
+    return {name for name, has in llvm.get_host_cpu_features().items() if has}
+
+
 @cache
 def _is_there() -> bool:
-    return bool(llvm.get_host_cpu_features().get("amx-bf16")) and allow_amx()
+    return {"amx-bf16", "amx-int8"} <= _features() and allow_amx()
 
 
-def _call(builder: Any, name: str, *args: Any) -> None:
+def call(builder: Any, name: str, *args: Any) -> None:
     kind = ir.FunctionType(ir.VoidType(), [arg.type for arg in args])
     builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.x86.{name}"), args)
 
 
-def _move(builder: Any, name: str, register: int, address: Any, stride: Any) -> None:
-    _call(builder, name, _BYTE(register), builder.inttoptr(address, _POINTER), stride)
+def move(builder: Any, name: str, register: int, address: Any, stride: Any) -> None:
+    call(builder, name, _BYTE(register), builder.inttoptr(address, _POINTER), stride)
 
 
 def _emit_configure(typing_context: Any, table: Any) -> Any:
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         array = context.make_array(signature.args[0])(context, builder, args[0])
-        _call(builder, "ldtilecfg", builder.bitcast(array.data, _POINTER))
+        call(builder, "ldtilecfg", builder.bitcast(array.data, _POINTER))
         return context.get_dummy_value()
 
     return types.void(table), emit
@@ -56,13 +60,13 @@ def _emit_configure(typing_context: Any, table: Any) -> Any:
 
 def _emit_release(typing_context: Any) -> Any:
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _call(builder, "tilerelease")
+        call(builder, "tilerelease")
         return context.get_dummy_value()
 
     return types.void(), emit
 
 
-_load_table: Any = intrinsic(_emit_configure)
+load_table: Any = intrinsic(_emit_configure)
 release: Any = intrinsic(_emit_release)
 """To be called when a kernel is done: the system saves the tiles of each thread that holds any."""
 
@@ -78,7 +82,7 @@ def configure(table: Any, upper: int, lower: int) -> None:
         rows = TILE if register >= _RIGHT else upper if register in (0, 1, _LEFT) else lower
         table[48 + register] = rows
         table[16 + 2 * register] = _ROW_BYTES if rows else 0
-    _load_table(table)
+    load_table(table)
 
 
 def amx_tile(num_tiles: int, adds: bool) -> Any:
@@ -102,28 +106,28 @@ def amx_tile(num_tiles: int, adds: bool) -> Any:
             places += [out.at(number, b.add(column, _I64(TILE * n))) for n in range(2)]
         for i, place in enumerate(places):
             if adds:
-                _move(b, "tileloadd64", _SUMS + i, place, out.row_bytes)
+                move(b, "tileloadd64", _SUMS + i, place, out.row_bytes)
             else:
-                _call(b, "tilezero", _BYTE(_SUMS + i))
+                call(b, "tilezero", _BYTE(_SUMS + i))
         begin, rows = b.add(memory.base, first), [x.row(row, TILE * m) for m in range(num_tiles)]
 
         def body(at: Any, values: list[Any]) -> list[Any]:
             line = b.add(begin, steps.item(at))
             for n in range(2):
                 right = b.add(line, _I64(_ROW_BYTES * n))
-                _move(b, "tileloadd64", _RIGHT + n, right, stride)
+                move(b, "tileloadd64", _RIGHT + n, right, stride)
             for m, start in enumerate(rows):
                 left = b.add(start, b.mul(at, _I64(_ROW_BYTES)))
-                _move(b, "tileloadd64", _LEFT + m, left, x.row_bytes)
+                move(b, "tileloadd64", _LEFT + m, left, x.row_bytes)
                 for n in range(2):
                     registers = _SUMS + 2 * m + n, _LEFT + m, _RIGHT + n
-                    _call(b, "tdpbf16ps", *[_BYTE(number) for number in registers])
+                    call(b, "tdpbf16ps", *[_BYTE(number) for number in registers])
             loop(b, num_lines, values, _fetch_next(b))
             return [b.add(values[0], b.mul(num_lines, _I64(CACHE_LINE)))]
 
         loop(b, steps.shape[0], [there], body)
         for i, place in enumerate(places):
-            _move(b, "tilestored64", _SUMS + i, place, out.row_bytes)
+            move(b, "tilestored64", _SUMS + i, place, out.row_bytes)
         return context.get_dummy_value()
 
     def typed(typing: Any, x: Any, memory: Any, steps: Any, out: Any, at: Any) -> Any:
@@ -150,25 +154,3 @@ def _emit_fetch(typing_context: Any, address: Any, count: Any) -> Any:
 
 fetch_lines: Any = intrinsic(_emit_fetch)
 """fetch_lines(address, count): asks for `count` cache lines, at least 1."""
-
-
-def _emit_to_bf16(typing_context: Any, source: Any, target: Any, count: Any) -> Any:
-    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        b, wide = builder, ir.VectorType(ir.IntType(32), DEEP)
-        bytes_, words = (ir.VectorType(ir.IntType(bits), DEEP) for bits in (8, 16))
-
-        def body(at: Any, places: list[Any]) -> list[Any]:
-            stored = load(b, places[0], bytes_, 1)
-            bits = b.bitcast(b.sitofp(stored, ir.VectorType(ir.FloatType(), DEEP)), wide)
-            halves = b.trunc(b.lshr(bits, wide([16] * DEEP)), words)
-            b.store(halves, b.inttoptr(places[1], words.as_pointer()), align=CACHE_LINE)
-            return [b.add(places[0], _I64(DEEP)), b.add(places[1], _I64(2 * DEEP))]
-
-        loop(b, args[2], [args[0], args[1]], body)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), emit
-
-
-int8_to_bf16: Any = intrinsic(_emit_to_bf16)
-"""int8_to_bf16(source, target, count): of DEEP numbers, `count` times; exact. Target: aligned."""
