@@ -71,11 +71,14 @@ def markdown(report: dict[str, Any]) -> str:
 
 def _about(report: dict[str, Any]) -> str:
     packages = " and ".join(package.replace("==", " ") for package in report["packages"])
+    plain = (
+        " llama.cpp without its own layouts of weights." if report["llama_plain_buffers"] else ""
+    )
     return (
         f"{report['date']}, revision {report['revision']}, {report['processor']}, "
         f"{report['threads']} threads, kernels `{report['kernels']}`, shape `{report['shape']}`, "
         f"{packages}. Medians of {report['rounds']} rounds; a ratio is the median of the rounds' "
-        f"ratios."
+        f"ratios.{plain}"
     )
 
 

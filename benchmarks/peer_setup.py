@@ -21,7 +21,18 @@ from tools.make_random_model import make_random_model
 # torch is what the exporter needs; the version is the one of constraints.txt
 OPENVINO = ("openvino-genai==2026.4.1.0", "optimum-intel==2.2.0", "torch==2.13.0")
 LLAMA = ("llama-cpp-python==0.3.36",)
-_NATIVE = {"CMAKE_ARGS": "-DGGML_NATIVE=ON"}  # for this machine's own instructions
+# GCC 12 takes a matrix unit's table of tiles for 8 bytes and drops what is written behind them, so
+# llama.cpp is killed at its first quantized prompt; here _tile_loadconfig reads all 64
+_TILE_TABLE = """\
+#if defined(__AMX_TILE__) && defined(__GNUC__) && !defined(__clang__)
+#include <immintrin.h>
+static inline void load_whole_table(const void * table) {
+    __asm__ volatile("ldtilecfg\\t%X0" ::"m"(*(const char (*)[64]) table));
+}
+#undef _tile_loadconfig
+#define _tile_loadconfig load_whole_table
+#endif
+"""
 _FORMATS = {"bf16": (), "int8": ("--weight-format", "int8"), "int4": ("--weight-format", "int4")}
 _FILE_TYPES = {"Q8_0": "LLAMA_FTYPE_MOSTLY_Q8_0", "Q4_K_M": "LLAMA_FTYPE_MOSTLY_Q4_K_M"}
 _QUANTIZE = """
@@ -45,7 +56,7 @@ class Setup:
         """The interpreter of a peer's environment, which is made if there is none."""
         if peer == "headrace":
             return Path(sys.executable)
-        packages, environment = (OPENVINO, {}) if peer == "openvino" else (LLAMA, _NATIVE)
+        packages = OPENVINO if peer == "openvino" else LLAMA
         folder = (self._environments / peer.replace(".", "-")).absolute()
         python, ready = folder / "bin" / "python", folder / "ready"
         if not ready.exists():
@@ -53,12 +64,19 @@ class Setup:
             if peer == "openvino":
                 _refuse_cuda(python, packages)
             pip = (str(python), "-m", "pip")
-            _run(*pip, "install", "--quiet", *packages, environment=environment)
+            native = {} if peer == "openvino" else {"CMAKE_ARGS": self._native()}
+            _run(*pip, "install", "--quiet", *packages, environment=native)
             if peer == "openvino":
                 # the exporter works without it, and fails with one that was built for another torch
                 _run(*pip, "uninstall", "--quiet", "--yes", "torchvision")
             ready.touch()
         return python
+
+    def _native(self) -> str:
+        """Flags of llama.cpp's build: this machine's own instructions."""
+        header = (self._environments / "tile_table.h").absolute()
+        header.write_text(_TILE_TABLE)
+        return f"-DGGML_NATIVE=ON -DMTMD_BUILD=OFF '-DCMAKE_CXX_FLAGS=-include {header}'"
 
     def folder(self) -> Path:
         """The checkpoint that all others are made of."""

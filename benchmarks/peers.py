@@ -4,12 +4,12 @@
     python -m benchmarks.peers --shape small --rounds 1    # tries the script itself
     python -m benchmarks.peers --prepare                   # environments and models only
 
-The first run makes an environment for each peer and builds llama.cpp natively, which takes twenty
-minutes on two cores. Then all servers are loaded side by side, each with the same number of
-threads. Each round measures a row on one after another, and those that are not measured are
-stopped. No server is measured through HTTP; each one's own scheduler decides what a step computes.
-Keys and values have two bytes in all of them. `--publish` writes JSON, a picture and the section of
-docs/benchmarks.md.
+The first run makes an environment for each peer, builds llama.cpp natively and writes all models,
+which takes half an hour on two cores. Then all servers are loaded side by side, each with the same
+number of threads. Each round measures a row on one after another, and those that are not measured
+are stopped. No server is measured through HTTP; each one's own scheduler decides what a step
+computes. Keys and values have two bytes in all of them. `--publish` writes JSON, a picture and the
+section of docs/benchmarks.md.
 """
 
 import argparse
@@ -76,6 +76,9 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2, help="of every server")
+    parser.add_argument(
+        "--llama-plain-buffers", action="store_true", help="where its own layouts crash; slower"
+    )
     parser.add_argument("--build", type=Path, default=Path("build/peers"))
     parser.add_argument("--out", type=Path, default=Path("build/peers/report"))
     parser.add_argument("--publish", action="store_true", help="as the section of the docs")
@@ -123,7 +126,8 @@ def _commands(setup: Setup, kind: str, given: argparse.Namespace) -> dict[str, l
         found["openvino"] = [python, "-m", "benchmarks.side_openvino", model, threads, *flags]
     if "llama.cpp" in given.peers:
         python, model = str(setup.python("llama.cpp")), str(setup.gguf(file))
-        found["llama.cpp"] = [python, "-m", "benchmarks.side_llama", model, threads]
+        flags = ("--plain-buffers",) if given.llama_plain_buffers else ()
+        found["llama.cpp"] = [python, "-m", "benchmarks.side_llama", model, threads, *flags]
     return found
 
 
@@ -242,6 +246,7 @@ def _about(given: argparse.Namespace) -> dict[str, Any]:
         "threads": given.threads,
         "shape": given.shape,
         "rounds": given.rounds,
+        "llama_plain_buffers": given.llama_plain_buffers,
         "packages": [*OPENVINO[:1], *LLAMA],
         "rows": {},
     }

@@ -1,6 +1,6 @@
 """llama.cpp as one side of peers.py: batches filled as llama-server fills them.
 
-    python -m benchmarks.side_llama FILE.gguf THREADS
+    python -m benchmarks.side_llama FILE.gguf THREADS [--plain-buffers]
 
 A step is one batch: a token of each running stream first, then prompts, up to 2,048 tokens.
 """
@@ -25,15 +25,15 @@ class LlamaSide:
     Of a stream that runs, the last one or more of its tokens are not computed yet.
     """
 
-    def __init__(self, file: str, threads: int) -> None:
+    def __init__(self, file: str, threads: int, extra_buffers: bool) -> None:
         import llama_cpp
 
         self._cpp: Any = llama_cpp
         llama_cpp.llama_log_set(_SILENT, None)
         llama_cpp.llama_backend_init()
-        model = llama_cpp.llama_model_load_from_file(
-            file.encode(), llama_cpp.llama_model_default_params()
-        )
+        loading = llama_cpp.llama_model_default_params()
+        loading.use_extra_bufts = extra_buffers
+        model = llama_cpp.llama_model_load_from_file(file.encode(), loading)
         params = llama_cpp.llama_context_default_params()
         params.n_ctx, params.n_seq_max = _STREAMS * _POSITIONS, _STREAMS
         params.n_batch = _BATCH_TOKENS
@@ -109,8 +109,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("file")
     parser.add_argument("threads", type=int)
+    parser.add_argument("--plain-buffers", action="store_true", help="no weights in other layouts")
     given = parser.parse_args()
-    serve(lambda: LlamaSide(given.file, given.threads))
+    serve(lambda: LlamaSide(given.file, given.threads, not given.plain_buffers))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from headrace.checkpoints.gguf_groups import FORMS, GroupForm, Groups, common_fo
 from headrace.runner.kernels.groups import pack_groups, packed_bytes, quantize_groups
 from headrace.runner.kernels.linear import GroupedLinear
 from tests.gguf_files import encoded
-from tests.runner.kernels.own_forms import needs_own_forms
+from tests.runner.kernels.own_forms import OWN_FORMS, needs_own_forms
 
 ALL = [
     GroupForm(4, 32, True),
@@ -68,6 +68,16 @@ def test_a_row_is_the_same_whatever_rows_are_with_it(form: GroupForm, dtype: tor
     parts = [*((row, row + 1) for row in range(14)), (1, 3), (3, 7), (10, 27), (30, 43), (180, 213)]
     for first, stop in parts:
         assert torch.equal(layer(x[first:stop]), whole[first:stop])
+
+
+@needs_own_forms
+@pytest.mark.parametrize("groups", ALL)
+def test_a_form_computes_what_plain_vectors_do(groups: GroupForm) -> None:
+    torch.manual_seed(0)
+    made, bias = make(groups, 70, 1024), torch.randn(70)
+    x = (torch.randn(50, 1024) * torch.logspace(-3, 1, 1024)).bfloat16()
+    best, vectors = (GroupedLinear(made, bias, OWN_FORMS[n])(x) for n in (0, -1))
+    assert torch.equal(best, vectors)
 
 
 @needs_own_forms

@@ -49,7 +49,8 @@ def test_packed_bfloat16_is_exact_but_for_one_rounding(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "inputs"), [(torch.bfloat16, 3100), (torch.bfloat16, 3104), (torch.int8, 3100)]
+    ("dtype", "inputs"),
+    [(torch.bfloat16, 3100), (torch.bfloat16, 3104), (torch.int8, 3100), (torch.int8, 3200)],
 )
 def test_a_row_is_the_same_whatever_rows_are_with_it(
     form: Form, dtype: torch.dtype, inputs: int
@@ -88,6 +89,16 @@ def test_inputs_of_int8_are_as_fine_as_their_groups_allow(inputs: int) -> None:
     bound = largest @ weights / (2 * 32767)  # half a step of each group's scale
     error = (found - x.double() @ weight.double().T).abs()
     assert (error <= 1.01 * bound).all() and (error > 0.001 * bound).any()
+
+
+@pytest.mark.parametrize("inputs", [128, 3200])
+def test_int8_of_a_form_is_what_plain_vectors_make_of_it(form: Form, inputs: int) -> None:
+    torch.manual_seed(0)
+    weight = torch.randint(-128, 128, (100, inputs), dtype=torch.int8)
+    scale, bias = torch.rand(100), torch.randn(100)
+    x = (torch.randn(120, inputs) * torch.logspace(-3, 1, inputs)).bfloat16()
+    found = PackedLinear(weight, scale, bias, form)(x)
+    assert torch.equal(found, PackedLinear(weight, scale, bias, OWN_FORMS[-1])(x))
 
 
 def test_int8_takes_zeros_and_the_largest_sums() -> None:

@@ -31,24 +31,28 @@ def has_amx() -> bool:
     return is_host and _is_there()
 
 
+def _features() -> set[str]:
+    return {name for name, has in llvm.get_host_cpu_features().items() if has}
+
+
 @cache
 def _is_there() -> bool:
-    return bool(llvm.get_host_cpu_features().get("amx-bf16")) and allow_amx()
+    return {"amx-bf16", "amx-int8"} <= _features() and allow_amx()
 
 
-def _call(builder: Any, name: str, *args: Any) -> None:
+def call(builder: Any, name: str, *args: Any) -> None:
     kind = ir.FunctionType(ir.VoidType(), [arg.type for arg in args])
     builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.x86.{name}"), args)
 
 
-def _move(builder: Any, name: str, register: int, address: Any, stride: Any) -> None:
-    _call(builder, name, _BYTE(register), builder.inttoptr(address, _POINTER), stride)
+def move(builder: Any, name: str, register: int, address: Any, stride: Any) -> None:
+    call(builder, name, _BYTE(register), builder.inttoptr(address, _POINTER), stride)
 
 
 def _emit_configure(typing_context: Any, table: Any) -> Any:
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         array = context.make_array(signature.args[0])(context, builder, args[0])
-        _call(builder, "ldtilecfg", builder.bitcast(array.data, _POINTER))
+        call(builder, "ldtilecfg", builder.bitcast(array.data, _POINTER))
         return context.get_dummy_value()
 
     return types.void(table), emit
@@ -56,13 +60,13 @@ def _emit_configure(typing_context: Any, table: Any) -> Any:
 
 def _emit_release(typing_context: Any) -> Any:
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _call(builder, "tilerelease")
+        call(builder, "tilerelease")
         return context.get_dummy_value()
 
     return types.void(), emit
 
 
-_load_table: Any = intrinsic(_emit_configure)
+load_table: Any = intrinsic(_emit_configure)
 release: Any = intrinsic(_emit_release)
 """To be called when a kernel is done: the system saves the tiles of each thread that holds any."""
 
@@ -78,7 +82,7 @@ def configure(table: Any, upper: int, lower: int) -> None:
         rows = TILE if register >= _RIGHT else upper if register in (0, 1, _LEFT) else lower
         table[48 + register] = rows
         table[16 + 2 * register] = _ROW_BYTES if rows else 0
-    _load_table(table)
+    load_table(table)
 
 
 def amx_tile(num_tiles: int, adds: bool) -> Any:
@@ -102,28 +106,28 @@ def amx_tile(num_tiles: int, adds: bool) -> Any:
             places += [out.at(number, b.add(column, _I64(TILE * n))) for n in range(2)]
         for i, place in enumerate(places):
             if adds:
-                _move(b, "tileloadd64", _SUMS + i, place, out.row_bytes)
+                move(b, "tileloadd64", _SUMS + i, place, out.row_bytes)
             else:
-                _call(b, "tilezero", _BYTE(_SUMS + i))
+                call(b, "tilezero", _BYTE(_SUMS + i))
         begin, rows = b.add(memory.base, first), [x.row(row, TILE * m) for m in range(num_tiles)]
 
         def body(at: Any, values: list[Any]) -> list[Any]:
             line = b.add(begin, steps.item(at))
             for n in range(2):
                 right = b.add(line, _I64(_ROW_BYTES * n))
-                _move(b, "tileloadd64", _RIGHT + n, right, stride)
+                move(b, "tileloadd64", _RIGHT + n, right, stride)
             for m, start in enumerate(rows):
                 left = b.add(start, b.mul(at, _I64(_ROW_BYTES)))
-                _move(b, "tileloadd64", _LEFT + m, left, x.row_bytes)
+                move(b, "tileloadd64", _LEFT + m, left, x.row_bytes)
                 for n in range(2):
                     registers = _SUMS + 2 * m + n, _LEFT + m, _RIGHT + n
-                    _call(b, "tdpbf16ps", *[_BYTE(number) for number in registers])
+                    call(b, "tdpbf16ps", *[_BYTE(number) for number in registers])
             loop(b, num_lines, values, _fetch_next(b))
             return [b.add(values[0], b.mul(num_lines, _I64(CACHE_LINE)))]
 
         loop(b, steps.shape[0], [there], body)
         for i, place in enumerate(places):
-            _move(b, "tilestored64", _SUMS + i, place, out.row_bytes)
+            move(b, "tilestored64", _SUMS + i, place, out.row_bytes)
         return context.get_dummy_value()
 
     def typed(typing: Any, x: Any, memory: Any, steps: Any, out: Any, at: Any) -> Any:

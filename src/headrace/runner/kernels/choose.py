@@ -96,7 +96,7 @@ def _fault(
     try:
         samples = itertools.chain(
             _samples(form, dtype, to_int8, generator),
-            *(_grouped_samples(kept, dtype, generator) for kept in sorted(groups)),
+            *(_grouped_samples(form, kept, dtype, generator) for kept in sorted(groups)),
             _samples_of_states(form, dtype, generator) if has_states else (),
         )
         for what, found, expected in samples:
@@ -109,16 +109,16 @@ def _fault(
 
 
 def _grouped_samples(
-    form: GroupForm, dtype: torch.dtype, generator: torch.Generator
+    form: Form, groups: GroupForm, dtype: torch.dtype, generator: torch.Generator
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
-    low, high = (0, 16) if form.bits == 4 else (-127, 128)
+    low, high = (0, 16) if groups.bits == 4 else (-127, 128)
     q = torch.randint(low, high, (_OUTPUTS, _INPUTS), generator=generator)
-    size = _OUTPUTS, _INPUTS // form.size
+    size = _OUTPUTS, _INPUTS // groups.size
     scale = torch.rand(size, generator=generator).half()
-    minimum = (-8 * scale * torch.rand(size, generator=generator)).half() * form.has_minimum
-    wide = (part.float().repeat_interleave(form.size, dim=1) for part in (scale, minimum))
+    minimum = (-8 * scale * torch.rand(size, generator=generator)).half() * groups.has_minimum
+    wide = (part.float().repeat_interleave(groups.size, dim=1) for part in (scale, minimum))
     exact = q * next(wide) + next(wide)
-    layer = GroupedLinear(Groups(form, q.to(torch.int8), scale, minimum), None)
+    layer = GroupedLinear(Groups(groups, q.to(torch.int8), scale, minimum), None, form)
     for num_rows in _ROWS:
         x = torch.randn(num_rows, _INPUTS, generator=generator).to(dtype)
         yield f"product of {num_rows} rows in groups", layer(x), F.linear(x.float(), exact)

@@ -19,6 +19,9 @@ from numba.np.numpy_support import carray
 from torch import Tensor
 
 from headrace.checkpoints.gguf_groups import GroupForm, Groups
+from headrace.runner.kernels.amx_groups import multiply_groups
+from headrace.runner.kernels.amx_int8 import split
+from headrace.runner.kernels.forms import Form, forms_here
 from headrace.runner.kernels.launch import Kernel
 from headrace.runner.kernels.numeric import compiled_as, f32_at, i8_at, largest_size, u16_at
 from headrace.runner.kernels.product import product_by, read_product, scale_and_bias, to_int16
@@ -32,6 +35,7 @@ _ROWS_AT_ONCE = 256  # of float32, while quantizing
 _SMALLEST = 2**-24  # above 0 of float16
 _INT16_MAX = np.float32(32767)
 _ROWS = 12  # at once, at most
+_FEW_ROWS = 16  # up to which groups are not worth laying out for AMX
 
 
 def group_bytes(form: GroupForm) -> int:
@@ -110,6 +114,19 @@ def _quantize(x: Any, wide: Any, scales: Any) -> None:
             scales[m, 2 * group + 1] = scale * np.float32(whole)
 
 
+@njit
+def _quantize_bytes(x: Any, wide: Any, scales: Any) -> None:
+    _quantize(x, wide, scales)
+    for m in range(x.shape[0]):
+        split(wide[m], x.shape[1])
+
+
+def _product_amx(bits: int, has_minimum: bool) -> Any:
+    name = f"amx_groups_{bits}{'_and_minimum' if has_minimum else ''}"
+    multiply = multiply_groups(name, bits, has_minimum)
+    return product_by(name, _quantize_bytes, multiply, np.int16, _scale_and_sum)
+
+
 def _product_of(bits: int, has_minimum: bool) -> Any:
     tile_12, tile_8, tile_4, tile_2, tile_1 = (
         group_tile(num_rows, bits, has_minimum) for num_rows in (12, 8, 4, 2, 1)
@@ -143,6 +160,8 @@ def _product_of(bits: int, has_minimum: bool) -> Any:
 
 
 _by_4, _by_8, _by_8_and_minimum = _product_of(4, True), _product_of(8, False), _product_of(8, True)
+_by_4_amx, _by_8_amx = _product_amx(4, True), _product_amx(8, False)
+_by_8_and_minimum_amx = _product_amx(8, True)
 
 
 @njit
@@ -184,6 +203,39 @@ def _float_by_4(a: Any) -> None:
     _by_4(a, _panels(g), x, (y, *scale_and_bias(g)))
 
 
+@Kernel
+def _bf16_by_4_or_amx(a: Any) -> None:
+    g = read_product(a)
+    x, y = _of_bf16(g)
+    target = (y, *scale_and_bias(g))
+    if g.rows > _FEW_ROWS:
+        _by_4_amx(a, _panels(g), x, target)
+    else:
+        _by_4(a, _panels(g), x, target)
+
+
+@Kernel
+def _bf16_by_8_or_amx(a: Any) -> None:
+    g = read_product(a)
+    x, y = _of_bf16(g)
+    target = (y, *scale_and_bias(g))
+    if g.rows > _FEW_ROWS:
+        _by_8_amx(a, _panels(g), x, target)
+    else:
+        _by_8(a, _panels(g), x, target)
+
+
+@Kernel
+def _bf16_by_8_and_minimum_or_amx(a: Any) -> None:
+    g = read_product(a)
+    x, y = _of_bf16(g)
+    target = (y, *scale_and_bias(g))
+    if g.rows > _FEW_ROWS:
+        _by_8_and_minimum_amx(a, _panels(g), x, target)
+    else:
+        _by_8_and_minimum(a, _panels(g), x, target)
+
+
 # rows of float32 meet none but weights that `--quantize int4` has rounded
 _KERNELS = {
     (4, True): {torch.bfloat16: _bf16_by_4, torch.float32: _float_by_4},
@@ -192,6 +244,18 @@ _KERNELS = {
 }
 
 
-def kernels_of(form: GroupForm) -> dict[torch.dtype, Kernel]:
-    """By the type of the rows; every form of the kernels but plain takes the same."""
-    return _KERNELS[form.bits, form.has_minimum]
+_KERNELS_AMX = {
+    (4, True): _bf16_by_4_or_amx,
+    (8, False): _bf16_by_8_or_amx,
+    (8, True): _bf16_by_8_and_minimum_or_amx,
+}
+
+
+def kernels_of(
+    groups: GroupForm, num_inputs: int, form: Form | None = None
+) -> dict[torch.dtype, Kernel]:
+    """By the type of the rows. Without `form` it is the processor's best."""
+    kernels, kind = _KERNELS[groups.bits, groups.has_minimum], (groups.bits, groups.has_minimum)
+    if (form or forms_here()[0]) == "amx" and num_inputs % groups.size == 0:
+        return kernels | {torch.bfloat16: _KERNELS_AMX[kind]}
+    return kernels

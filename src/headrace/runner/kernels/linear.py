@@ -62,13 +62,13 @@ def quantize_outputs(weight: Tensor) -> tuple[Tensor, Tensor]:
 class GroupedLinear(nn.Module):
     """Weights [outputs, inputs] in groups, as they are in a GGUF file or rounded to 4 bits."""
 
-    def __init__(self, groups: Groups, bias: Tensor | None) -> None:
+    def __init__(self, groups: Groups, bias: Tensor | None, form: Form | None = None) -> None:
         super().__init__()
         size, num_inputs = groups.q.shape
         self.form = groups.form
         self.weight, self.scale = nn.Buffer(pack_groups(groups)), nn.Buffer(torch.ones(size))
         self.bias = nn.Buffer(torch.zeros(size) if bias is None else bias.detach().float())
-        kernels = kernels_of(groups.form)
+        kernels = kernels_of(groups.form, num_inputs, form)
         self._operand = Operand(self.weight, num_inputs, self.scale, self.bias, kernels)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ def _packed(
     if quantize == "int4":
         groups = quantize_groups(linear.weight)
     if groups is not None:
-        return GroupedLinear(groups, linear.bias)
+        return GroupedLinear(groups, linear.bias, form)
     if quantize == "int8":
         return PackedLinear(*quantize_outputs(linear.weight), linear.bias, form)
     if linear.weight.dtype != torch.bfloat16:

@@ -26,6 +26,7 @@ from headrace.runner.kernels.amx import (
     configure,
     release,
 )
+from headrace.runner.kernels.amx_int8 import GROUP, multiply_bytes, split
 from headrace.runner.kernels.arguments import arguments_of, reader
 from headrace.runner.kernels.forms import Form, forms_here
 from headrace.runner.kernels.launch import Kernel, parallel
@@ -44,7 +45,6 @@ from headrace.runner.kernels.tiles import CACHE_LINE, PANEL, empty_rows, panel_t
 _TILE = 12  # rows, at most
 _BLOCK_BYTES = 600 << 10  # of widened rows: they stay in the second cache
 Kernels = Mapping[torch.dtype, Kernel]
-_GROUP = 128  # inputs; sums of int8 times int16 stay below 2^31 for 512
 _INT16_MAX = np.float32(32767)
 _tile_12, _tile_8, _tile_4 = panel_tile(12), panel_tile(8), panel_tile(4)
 _tile_2, _tile_1 = panel_tile(2), panel_tile(1)
@@ -52,7 +52,7 @@ _amx_2, _amx_1 = amx_tile(2, False), amx_tile(1, False)
 _LINE_BYTES = 4 * PANEL  # of a panel's line, two bfloat16 numbers for each output
 _STEP_BYTES = TILE * _LINE_BYTES
 _AMX_ROWS = 2 * TILE  # at once
-_FEW_ROWS = 40  # up to which int8 is not worth making bfloat16 for AMX
+_FEW_ROWS = 16  # up to which int8 is not worth laying out for AMX
 
 
 @njit
@@ -63,7 +63,7 @@ def multiply(w: Any, x: Any, scales: Any, num_rows: int, out: Any, after: Any) -
     """
     num_tiles, num_lines = (num_rows + _TILE - 1) // _TILE, w.shape[0]
     apart = after.size * after.itemsize // (num_tiles * num_lines)
-    in_group = num_lines if scales.shape[1] == 1 else _GROUP // 2
+    in_group = num_lines if scales.shape[1] == 1 else GROUP // 2
     base = np.int64(after.ctypes.data)
     for first in range(0, num_lines, in_group):
         count = min(in_group, num_lines - first)
@@ -111,11 +111,18 @@ def _quantize(x: Any, wide: Any, scales: Any) -> None:
     """Rows as int16 and a scale for each of their groups."""
     for m in range(x.shape[0]):
         for group in range(scales.shape[1]):
-            span = slice(group * _GROUP, (group + 1) * _GROUP)
+            span = slice(group * GROUP, (group + 1) * GROUP)
             largest = largest_size(x[m, span])
             scales[m, group] = largest / _INT16_MAX
             by = _INT16_MAX / largest if largest > 0 else np.float32(0)
             to_int16(x[m, span], by, wide[m, span])
+
+
+@njit
+def _quantize_bytes(x: Any, wide: Any, scales: Any) -> None:
+    _quantize(x, wide, scales)
+    for m in range(x.shape[0]):
+        split(wide[m], x.shape[1])
 
 
 @njit
@@ -140,7 +147,7 @@ def _no_scales(panel: Any, num_inputs: int) -> Any:
 
 @njit
 def _one_by_group(panel: Any, num_inputs: int) -> Any:
-    return (num_inputs + _GROUP - 1) // _GROUP
+    return (num_inputs + GROUP - 1) // GROUP
 
 
 def product_by(name: str, take_in: Any, multiply: Any, dtype: Any, num_scales: Any) -> Any:
@@ -186,6 +193,7 @@ def product_by(name: str, take_in: Any, multiply: Any, dtype: Any, num_scales: A
 _by_bf16 = product_by("bf16", _widen, multiply, np.float32, _no_scales)
 _by_bf16_dot = product_by("bf16_dot", _to_bf16, multiply, np.uint16, _no_scales)
 _by_int8 = product_by("int8", _quantize, multiply, np.int16, _one_by_group)
+_by_int8_amx = product_by("int8_amx", _quantize_bytes, multiply_bytes, np.int16, _one_by_group)
 
 
 @njit
@@ -208,53 +216,35 @@ def _multiply_amx(panel: Any, x: Any, state: Any, fetching: Any, target: Any) ->
 
 
 @njit
-def _as_it_lies(panel: Any, room: Any) -> Any:
-    return panel
+def _rows_by_bf16_amx(counter: Any, w: Any, x: Any, target: Any) -> None:
+    """The same as without AMX; rows are multiplied as they are, only further apart.
 
-
-@njit
-def _as_bf16(panel: Any, room: Any) -> Any:
-    _to_bf16(panel, room, None)
-    return room
-
-
-def _product_amx(name: str, lay_out: Any) -> Any:
-    """`lay_out` makes a panel bfloat16; the number of inputs must be a multiple of DEEP."""
-
-    @compiled_as(name)
-    def product_rows(counter: Any, w: Any, x: Any, target: Any) -> None:
-        """The same as without AMX; rows are multiplied as they are, only further apart."""
-        num_panels, (num_rows, num_inputs) = w.shape[0], x.shape
-        size = max(_BLOCK_BYTES // (2 * num_inputs) // _AMX_ROWS, 1) * _AMX_ROWS
-        size = min(size, num_rows)
-        num_pieces = (num_rows + size - 1) // size * num_panels
-        steps = np.arange(num_inputs // DEEP) * _STEP_BYTES
-        state = np.zeros(64, np.uint8), steps, empty_rows(_AMX_ROWS, PANEL, np.float32)
-        room = empty_rows(w.shape[1], w.shape[2], np.uint16)
-        apart = empty_rows(size, num_inputs + DEEP, np.uint16)
-        num_tiles = (size + _AMX_ROWS - 1) // _AMX_ROWS
-        share = max(w[0].size * w.itemsize // (steps.size * num_tiles * CACHE_LINE), 1)
-        held = -1
-        piece: int = take_next(counter)
-        while piece < num_pieces:
-            following: int = take_next(counter)
-            panel, block = piece % num_panels, piece // num_panels
-            rows = slice(block * size, min(block * size + size, num_rows))
-            if held != block:
-                held = block
-                _to_bf16(x[rows], apart, None)
-            fetching = np.int64(w[following % num_panels].ctypes.data), share
-            own = target, rows.start, panel * PANEL
-            by, used = lay_out(w[panel], room), apart[: rows.stop - rows.start]
-            _multiply_amx(by, used, state, fetching, own)
-            piece = following
-        release()
-
-    return product_rows
-
-
-_rows_by_bf16_amx = _product_amx("bf16_amx", _as_it_lies)
-_rows_by_int8_amx = _product_amx("int8_amx", _as_bf16)
+    The number of inputs must be a multiple of DEEP.
+    """
+    num_panels, (num_rows, num_inputs) = w.shape[0], x.shape
+    size = max(_BLOCK_BYTES // (2 * num_inputs) // _AMX_ROWS, 1) * _AMX_ROWS
+    size = min(size, num_rows)
+    num_pieces = (num_rows + size - 1) // size * num_panels
+    steps = np.arange(num_inputs // DEEP) * _STEP_BYTES
+    state = np.zeros(64, np.uint8), steps, empty_rows(_AMX_ROWS, PANEL, np.float32)
+    apart = empty_rows(size, num_inputs + DEEP, np.uint16)
+    num_tiles = (size + _AMX_ROWS - 1) // _AMX_ROWS
+    share = max(w[0].size * w.itemsize // (steps.size * num_tiles * CACHE_LINE), 1)
+    held = -1
+    piece: int = take_next(counter)
+    while piece < num_pieces:
+        following: int = take_next(counter)
+        panel, block = piece % num_panels, piece // num_panels
+        rows = slice(block * size, min(block * size + size, num_rows))
+        if held != block:
+            held = block
+            _to_bf16(x[rows], apart, None)
+        fetching = np.int64(w[following % num_panels].ctypes.data), share
+        own = target, rows.start, panel * PANEL
+        used = apart[: rows.stop - rows.start]
+        _multiply_amx(w[panel], used, state, fetching, own)
+        piece = following
+    release()
 
 
 class _Product(NamedTuple):
@@ -317,7 +307,7 @@ def _bf16_by_int8_or_amx(a: Any) -> None:
     w, y = _panels(i8_at(g.weight), g.outputs, g.inputs), carray(u16_at(g.y), (g.rows, g.outputs))
     x, target = carray(u16_at(g.x), (g.rows, g.inputs)), (y, *scale_and_bias(g))
     if g.rows > _FEW_ROWS:
-        _rows_by_int8_amx(a, w, x, target)
+        _by_int8_amx(a, w, x, target)
     else:
         _by_int8(a, w, x, target)
 
@@ -344,7 +334,7 @@ _BODIES_AMX = _BODIES | {
 def kernels_for(form: Form | None, num_inputs: int, weight: torch.dtype) -> Kernels:
     """By the type of the rows. Without `form` it is the processor's best."""
     form, bodies = form or forms_here()[0], _BODIES
-    if form == "amx" and num_inputs % DEEP == 0:
+    if form == "amx" and num_inputs % (GROUP if weight == torch.int8 else DEEP) == 0:
         bodies = _BODIES_AMX
     elif form == "bf16dot":
         bodies = _BODIES_DOT

@@ -298,8 +298,8 @@ def group_tile(num_rows: int, bits: int, has_minimum: bool) -> Any:
                 return following
 
             sums = loop(b, num_lines, [ir.Constant(INTS, [0] * LANES)] * (2 * num_rows), line)
-            scales = _halves(b, start)
-            minima = _halves(b, b.add(start, _I64(2 * PANEL))) if has_minimum else []
+            scales = halves(b, start)
+            minima = halves(b, b.add(start, _I64(2 * PANEL))) if has_minimum else []
             places = [b.add(row, b.mul(number, _I64(8))) for row in factors]
             return _with_group(b, places, sums, (scales, minima), totals)
 
@@ -316,7 +316,7 @@ def group_tile(num_rows: int, bits: int, has_minimum: bool) -> Any:
     return intrinsic(typed)
 
 
-def _fused(builder: Any, a: Any, b: Any, total: Any) -> Any:
+def fused(builder: Any, a: Any, b: Any, total: Any) -> Any:
     """total + a b, rounded once whatever stands around it."""
     kind = ir.FunctionType(FLOATS, [FLOATS] * 3)
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.fma.v16f32")
@@ -333,8 +333,8 @@ def _with_group(
         scale, whole = (spread_over(b, factor) for factor in both)
         for v in range(2):
             part = b.fmul(b.sitofp(sums[2 * m + v], FLOATS), scale)
-            total = _fused(b, part, scales[v], totals[2 * m + v])
-            following.append(_fused(b, whole, minima[v], total) if minima else total)
+            total = fused(b, part, scales[v], totals[2 * m + v])
+            following.append(fused(b, whole, minima[v], total) if minima else total)
     return following
 
 
@@ -345,7 +345,7 @@ def _apart(builder: Any, share: Any, num_lines: Any) -> Any:
     return builder.select(is_more, _I64(CACHE_LINE), bytes_each)
 
 
-def _halves(builder: Any, address: Any) -> list[Any]:
+def halves(builder: Any, address: Any) -> list[Any]:
     """PANEL float16 numbers as two vectors of floats."""
     kind = ir.VectorType(ir.HalfType(), LANES)
     parts = [load(builder, builder.add(address, _I64(2 * LANES * v)), kind, 2) for v in range(2)]
