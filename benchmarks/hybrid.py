@@ -32,7 +32,7 @@ from headrace.core.sampling import Sampling
 from headrace.runner.load import load_runner
 
 _GREEDY = Sampling(temperature=0.0, ignore_eos=True)
-_STREAMS, _CONTEXT, _PROMPT = 4, 128, 512
+_CONTEXT, _PROMPT = 128, 512
 _ROOM = 1024  # positions of a sequence
 _DECODES = 20  # pairs of steps a round
 Times = tuple[float, float]
@@ -42,14 +42,18 @@ Times = tuple[float, float]
 class Side:
     """One model, and how long its steps take."""
 
-    def __init__(self, folder: Path, threads: int | None) -> None:
+    def __init__(
+        self, folder: Path, threads: int | None, lane: str = "auto", num_streams: int = 4
+    ) -> None:
         config = ModelConfig(
             model=str(folder),
             device="cpu",
+            lane=lane,  # type: ignore[arg-type]
             threads=threads,
             max_model_len=_ROOM,
-            scheduler=SchedulerConfig(max_num_seqs=_STREAMS),
+            scheduler=SchedulerConfig(max_num_seqs=num_streams),
         )
+        self._num_streams = num_streams
         self._runner, ready = load_runner(config, folder)
         self._layout = ready.layout
         self.name = f"{folder.name}, {ready.num_parameters / 1e6:.0f} M, kernels {ready.kernels}"
@@ -62,16 +66,17 @@ class Side:
 
     def decode(self) -> Iterator[Times]:
         """Steps of all streams, as many as a sequence has room for."""
-        self._begin(_STREAMS, _CONTEXT)
-        self._step([(n, 0, _CONTEXT) for n in range(_STREAMS)])
+        streams = range(self._num_streams)
+        self._begin(self._num_streams, _CONTEXT)
+        self._step([(n, 0, _CONTEXT) for n in streams])
         for at in range(_CONTEXT, _ROOM):
-            yield self._step([(n, at, 1) for n in range(_STREAMS)])
+            yield self._step([(n, at, 1) for n in streams])
 
     def _begin(self, count: int, length: int) -> None:
         ids = array("i", torch.randint(0, 1000, (length,)).tolist())
         self._num_known = length
         begun = tuple(Begin(SequenceId(n), ids, length, 0, _GREEDY) for n in range(count))
-        ended = tuple(SequenceId(n) for n in range(_STREAMS))
+        ended = tuple(SequenceId(n) for n in range(self._num_streams))
         self._runner.launch(StepPlan(begun=begun, ended=ended)).result()
 
     def _step(self, shares: list[tuple[int, int, int]]) -> Times:
