@@ -100,7 +100,7 @@ def test_int8_has_a_fingerprint_of_its_own_and_is_refused_where_it_is_not_built(
         for kind in ("none", "int8")
     )
     assert plain.fingerprint != packed.fingerprint
-    with pytest.raises(ModelError, match="native-text"):
+    with pytest.raises(ModelError, match="a native lane"):
         load_runner(ModelConfig(quantize="int8", lane="generic-text", device="cpu"), folder)
 
 

@@ -28,11 +28,16 @@ def choose_lane(spec: ModelSpec, wanted: str) -> Any:
         return _load(wanted, spec)
     if matching := matches(spec):
         return _load(matching[0], spec)
-    judges = _JUDGES
-    if spec.is_gguf:  # transformers' lanes read none
-        judges = {lane: _JUDGES[lane] for lane in ("native-text", "llama-cpp")}
-    objections = " ".join(f"{lane}: {judge(spec)}" for lane, judge in judges.items())
+    objections = " ".join(f"{lane}: {_JUDGES[lane](spec)}" for lane in _in_question(spec))
     raise ModelError(f"No lane can run {spec.name}. {objections}")
+
+
+def _in_question(spec: ModelSpec) -> tuple[str, ...]:
+    """The lanes whose objections to this model are worth a reader's time."""
+    if spec.is_gguf:
+        return ("native-text", "llama-cpp")
+    seeing = ("native-multimodal", "generic-multimodal") if _has_other_sides(spec) else ()
+    return ("native-text", "generic-text", *seeing, "generic-seq2seq-source")
 
 
 def matches(spec: ModelSpec) -> list[str]:
