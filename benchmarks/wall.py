@@ -14,6 +14,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -86,6 +87,8 @@ def serving(model: Path | str, flags: tuple[str, ...]) -> Iterator[str]:
         for line in server.stderr:
             _say(line.rstrip())
             if found := re.match(r"Headrace is ready at (http://[^\s]+?):? ", line):
+                # a pipe that is full would stop whoever writes to it
+                threading.Thread(target=server.stderr.read, daemon=True).start()
                 yield found[1]
                 break
         else:
@@ -93,7 +96,7 @@ def serving(model: Path | str, flags: tuple[str, ...]) -> Iterator[str]:
     finally:
         server.send_signal(signal.SIGTERM)
         try:
-            server.communicate(timeout=_STOP_WITHIN_S)
+            server.wait(timeout=_STOP_WITHIN_S)
         except subprocess.TimeoutExpired:
             server.kill()
             server.wait()

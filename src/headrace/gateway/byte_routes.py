@@ -1,5 +1,6 @@
 """Streams by byte, as llama.cpp's server offers them: the body of a POST from any offset."""
 
+import asyncio
 import contextlib
 import re
 from typing import Any
@@ -100,7 +101,11 @@ class ByteRoutes:
 
     async def _entries(self, owner: str, names: list[str]) -> list[dict[str, Any]]:
         found = await self._streams.find_conversations(owner, names)
-        return [entry for stream in found if (entry := await _entry(stream, self._index))]
+        entries = []
+        for stream in found:
+            await asyncio.sleep(0)  # logs in memory are read without a wait
+            entries.append(await _entry(stream, self._index))
+        return [entry for entry in entries if entry]
 
 
 class ByteView(LiveFrames):

@@ -136,6 +136,7 @@ class Registry:
         """The newest stream of each of these conversations, and of all named `<name>::…`."""
         found: dict[StreamId, Found] = {}
         for name in names:
+            await asyncio.sleep(0)  # a store in memory waits for nothing, and others wait for it
             for stored in await self._store.find_family(ByConversation(owner, name)):
                 found[stored.record.id] = await self.wrap(stored)
         return list(found.values())
