@@ -41,7 +41,7 @@ test-slow: $(READY_TEST)
 
 # the suite as on a processor that runs none of our kernels
 test-kernels: $(READY_TEST)
-	NUMBA_CPU_NAME=generic NUMBA_CPU_FEATURES=+sse2 $(BIN)/python -m pytest $(ARGS)
+	NUMBA_CPU_NAME=generic NUMBA_CPU_FEATURES=+sse2 $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 test-clients: $(READY)
 	$(BIN)/python -m tests.clients.run $(ARGS)

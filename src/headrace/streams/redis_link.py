@@ -116,7 +116,7 @@ class Link:
                 await self.command("PING")
                 return await self._risks()
         except LOST as error:
-            why = str(error) or "no answer"
+            why = str(error).rstrip(".") or "no answer"
             raise StateError(
                 f"--state-dir: the Redis server cannot be used: {why}. Start it, or correct the "
                 "address."
