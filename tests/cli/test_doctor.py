@@ -24,6 +24,7 @@ from tests.builders import (
     make_tiny_seq2seq,
 )
 from tests.gguf_files import to_gguf
+from tests.runner.kernels.own_forms import needs_own_forms
 
 
 def examine(
@@ -90,6 +91,7 @@ def test_a_model_with_states_is_told_how_slots_bound_its_streams(
     assert "and 5 more keep states" in found["streams"]["detail"]
 
 
+@needs_own_forms
 def test_weights_are_told_as_they_are_held(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
