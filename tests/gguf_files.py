@@ -1,6 +1,7 @@
 """GGUF files of tiny models, written by the gguf package in the names of llama.cpp."""
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -14,10 +15,11 @@ from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file, save_file
 
 from headrace.checkpoints.gguf_header import TYPES
-from headrace.checkpoints.gguf_names import NAMES
+from headrace.checkpoints.gguf_names import EXPERTS, NAMES
 
 NONE: Mapping[str, str] = MappingProxyType({})
-BACK = {theirs: ours for ours, theirs in NAMES.items()}
+BACK = {theirs: ours for ours, theirs in (NAMES | EXPERTS).items()}
+ROUTER = "mlp.gate.weight"
 _SIZES = {name: (values, size) for name, values, size in TYPES.values()}
 
 
@@ -25,6 +27,7 @@ def gguf_name(name: str) -> str:
     stem, _, kind = name.rpartition(".")
     if stem.startswith("model.layers."):
         _, _, number, rest = stem.split(".", 3)
+        rest = re.sub(r"mlp\.experts\.\d+\.", "", rest)  # all experts are one stack
         return f"blk.{number}.{BACK[rest]}.{kind}"
     return f"{BACK[stem]}.{kind}"
 
@@ -50,7 +53,7 @@ def to_gguf(
     `mixed`: another type for tensors of these names of llama.cpp's, without layer and kind.
     """
     config = json.loads((folder / "config.json").read_text())
-    name = config["model_type"].replace("mistral", "llama")
+    name = config["model_type"].replace("mistral", "llama").replace("_", "")
     writer = gguf.GGUFWriter(target, name)
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     writer.add_block_count(config["num_hidden_layers"])
@@ -64,14 +67,25 @@ def to_gguf(
     writer.add_rope_freq_base((config.get("rope_parameters") or config)["rope_theta"])
     add_tokenizer(writer, json.loads((folder / "tokenizer.json").read_text()), fields)
     weights = load_file(folder / "model.safetensors")
+    if count := config.get("num_experts") or config.get("num_local_experts"):
+        writer.add_expert_count(count)
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    stacks: dict[str, list[Any]] = {}
     for key, tensor in weights.items():
-        stored = mixed.get(gguf_name(key).split(".")[-2], kind) if tensor.ndim > 1 else "F32"
+        stored = mixed.get(gguf_name(key).split(".")[-2], kind)
+        if tensor.ndim == 1 or key.endswith(ROUTER):
+            stored = "F32"
         raw = encoded(tensor.float().numpy(), stored, key)
         values = dequantize(raw, Kind[stored]).reshape(tensor.shape)
         weights[key] = torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32))
         if name == "llama" and (number := heads.get(key.split(".")[-2])):
             raw = raw.reshape(number, 2, -1, *raw.shape[1:]).swapaxes(1, 2).reshape(raw.shape)
-        writer.add_tensor(gguf_name(key), np.ascontiguousarray(raw), raw_dtype=Kind[stored])
+        stacks.setdefault(gguf_name(key), []).append((key, raw, stored))
+    for name, parts in stacks.items():
+        parts.sort(key=lambda part: [int(n) for n in re.findall(r"\d+", part[0])])
+        raw = np.stack([raw for _, raw, _ in parts]) if "_exps." in name else parts[0][1]
+        writer.add_tensor(name, np.ascontiguousarray(raw), raw_dtype=Kind[parts[0][2]])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -34,6 +34,7 @@ KINDS = [entry[0] for entry in TYPES.values()]
 FAMILIES = ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]
 CASES = [
     *((family, "Q8_0") for family in FAMILIES),
+    *(("Qwen3MoeForCausalLM", kind) for kind in ("Q8_0", "Q4_K")),
     *(("LlamaForCausalLM", kind) for kind in KINDS),
 ]
 PROMPT = random_prompt(40)
@@ -56,6 +57,8 @@ def make(
     """A folder and a file that hold the same model; `mixed`: other types, by llama.cpp's names."""
     shape = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 64}
     shape |= {"tie_word_embeddings": is_tied}
+    if family == "Qwen3MoeForCausalLM":
+        shape |= {"num_experts": 11, "moe_intermediate_size": 256, "norm_topk_prob": True}
     folder = make_tiny_model(tmp_path / "model", family, **shape, initializer_range=0.05)
     fields = {"chat_template": CHAT_TEMPLATE, "eos_token_id": END} | more
     return folder, to_gguf(folder, tmp_path / f"tiny-{kind}.gguf", kind, mixed, **fields)
@@ -70,6 +73,18 @@ def test_a_file_says_what_its_values_say_as_safetensors(
     found = row_logits(tiny_runner(find_model(str(file)), dtype="float32"), PROMPT)
     assert_close(found, expected, tolerance=1e-4)
     assert float(expected.std()) > 0.01
+
+
+@pytest.mark.parametrize("stated, complaint", [(7, "experts.10"), (12, "experts.11")])
+def test_experts_that_do_not_fit_their_number_are_named(
+    tmp_path: Path, stated: int, complaint: str
+) -> None:
+    folder = find_model(str(make(tmp_path, "Qwen3MoeForCausalLM")[1]))
+    config = folder / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_experts": stated}))
+    with pytest.raises(ModelError, match=complaint) as error:
+        tiny_runner(folder)
+    assert error.value.code == "model_corrupt"
 
 
 @needs_own_forms

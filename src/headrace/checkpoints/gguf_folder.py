@@ -30,6 +30,7 @@ _FAMILIES = {
     "llama": "LlamaForCausalLM",  # llama.cpp calls Mistral so too
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
 }
 _SIZES = {
     "embedding_length": "hidden_size",
@@ -43,6 +44,11 @@ _SIZES = {
     "attention.key_length": "head_dim",
 }
 _NEEDED = tuple(_SIZES)[:4]
+_EXPERTS = {
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
 _WIDE = {"F32": "float32", "F16": "float16"}  # the rest is computed in bfloat16
 _ENDS = (
     *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "</s>"),
@@ -146,7 +152,7 @@ def _objection(header: GgufHeader) -> str | None:
     if name not in _FAMILIES:
         known = ", ".join(_FAMILIES)
         return f"GGUF files of the architecture {name} have no implementation of ours; {known} do."
-    if header.own("expert_count", 0):
+    if header.own("expert_count", 0) and name != "qwen3moe":
         return f"GGUF files of {name} with experts have no implementation of ours."
     others = {label for label, *_ in OTHER_TYPES.values()}
     if found := sorted({tensor.kind for tensor in header.tensors.values()} & others):
@@ -174,7 +180,7 @@ def _native_config(header: GgufHeader, folder: Path) -> dict[str, Any]:
             raise ModelError(
                 f"The GGUF file has no valid {name}.{key}; download it again.", "model_corrupt"
             )
-    given = {ours: header.own(theirs) for theirs, ours in _SIZES.items()}
+    given = {ours: header.own(theirs) for theirs, ours in (_SIZES | _EXPERTS).items()}
     kinds = {tensor.kind for tensor in header.tensors.values() if len(tensor.shape) > 1}
     (kind,) = kinds if len(kinds) == 1 else ("BF16",)
     config = {key: value for key, value in given.items() if value is not None} | {
@@ -184,6 +190,7 @@ def _native_config(header: GgufHeader, folder: Path) -> dict[str, Any]:
         if "token_embd.weight" in header.tensors
         else 0,
         "tie_word_embeddings": "output.weight" not in header.tensors,
+        "norm_topk_prob": True,  # of experts; files do not say, and llama.cpp takes it so
         "attention_bias": name == "llama" and "blk.0.attn_q.bias" in header.tensors,
     }
     if tensor := header.tensors.get("rope_freqs.weight"):

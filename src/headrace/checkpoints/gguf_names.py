@@ -17,7 +17,10 @@ NAMES = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
 }
+EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
+"""Stacks: the same tensor of all experts of a layer."""
 _LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _OTHER = re.compile(r"(\w+)\.(weight|bias)")
 
@@ -29,3 +32,12 @@ def original_name(name: str) -> str:
     if (found := _OTHER.fullmatch(name)) and found[1] in NAMES:
         return f"{NAMES[found[1]]}.{found[2]}"
     return name
+
+
+def expert_names(name: str, count: int) -> list[str]:
+    """What transformers calls each tensor of a stack of experts; none if it is no such stack."""
+    found = _LAYER.fullmatch(name)
+    if not found or found[2] not in EXPERTS:
+        return []
+    own = f"{EXPERTS[found[2]]}.{found[3]}"
+    return [f"model.layers.{found[1]}.mlp.experts.{n}.{own}" for n in range(count)]

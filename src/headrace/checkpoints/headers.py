@@ -7,12 +7,13 @@ from typing import Any
 import msgspec
 
 from headrace.checkpoints.gguf_header import read_gguf
-from headrace.checkpoints.gguf_names import original_name
+from headrace.checkpoints.gguf_names import expert_names, original_name
 from headrace.checkpoints.spec import ModelSpec
 from headrace.core.errors import ModelError
 
 _KNOWN_TYPES = ("F32", "F16", "BF16")
 _NESTED = "model.language_model."  # where a model that also sees keeps its text side
+_MAX_EXPERTS = 4096  # of a layer; a stack of more is not taken apart, so nobody knows it
 VISION = "model.visual."
 _BESIDE = (VISION, "mtp.")  # its vision side, and layers that guess several tokens ahead
 
@@ -50,14 +51,19 @@ def read_headers(spec: ModelSpec) -> dict[str, TensorHeader]:
 
 
 def _of_gguf(path: Path) -> dict[str, TensorHeader]:
-    """Under the original names; rope_freqs went into the config."""
-    return {
-        original_name(name): TensorHeader(
-            tensor.kind, tensor.shape, (tensor.offset, tensor.offset + tensor.num_bytes), path.name
-        )
-        for name, tensor in read_gguf(path).tensors.items()
-        if name != "rope_freqs.weight"
-    }
+    """Under the original names, each expert of a stack apart; rope_freqs went into the config."""
+    headers = {}
+    for name, tensor in read_gguf(path).tensors.items():
+        if name == "rope_freqs.weight":
+            continue
+        names, shape = [original_name(name)], tensor.shape
+        if len(shape) == 3 and shape[0] <= _MAX_EXPERTS:
+            names, shape = expert_names(name, shape[0]) or names, shape[1:]
+        size = tensor.num_bytes // len(names)
+        for number, own in enumerate(names):
+            first = tensor.offset + number * size
+            headers[own] = TensorHeader(tensor.kind, shape, (first, first + size), path.name)
+    return headers
 
 
 def text_side(headers: dict[str, TensorHeader]) -> dict[str, TensorHeader]:
