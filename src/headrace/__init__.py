@@ -4,7 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from headrace.answer import Answer, Choice, Piece
+    from headrace.answer import Answer, Choice, Piece, Ranked
     from headrace.client.async_client import AsyncClient, AsyncStream
     from headrace.client.client import Client, Stream
     from headrace.client.errors import Refused, Unreachable
@@ -24,6 +24,7 @@ __all__ = [
     "HeadraceError",
     "ModelError",
     "Piece",
+    "Ranked",
     "Refused",
     "RequestFailed",
     "Stream",
@@ -32,7 +33,7 @@ __all__ = [
 ]
 
 _PLACES = {
-    "headrace.answer": ("Answer", "Choice", "Piece"),
+    "headrace.answer": ("Answer", "Choice", "Piece", "Ranked"),
     "headrace.client.async_client": ("AsyncClient", "AsyncStream"),
     "headrace.client.client": ("Client", "Stream"),
     "headrace.client.errors": ("Refused", "Unreachable"),

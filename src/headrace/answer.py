@@ -55,6 +55,13 @@ class Piece(msgspec.Struct, frozen=True):
         return cls(place[1], text, list(ids), reason, reasoning, calls)
 
 
+class Ranked(msgspec.Struct, frozen=True):
+    """A document's place among those given, and how relevant it is."""
+
+    index: int
+    score: float = msgspec.field(name="relevance_score")
+
+
 class Choice(msgspec.Struct, frozen=True):
     """One of the answers to a prompt; `logprobs` in the form of its route."""
 

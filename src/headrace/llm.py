@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar, overload
 
 import msgspec
 
-from headrace.answer import Answer, Messages, Piece, asked_for
+from headrace.answer import Answer, Messages, Piece, Ranked, asked_for
 from headrace.checkpoints.hub import OnProgress
 from headrace.core import config_sources
 from headrace.core.config import ServerConfig
@@ -27,7 +27,7 @@ from headrace.generation.metrics import Metrics
 from headrace.generation.registry import Found
 from headrace.generation.served import ServedModel
 from headrace.generation.work import ThreadWork
-from headrace.protocols import embeddings, openai_chat, openai_completions
+from headrace.protocols import embeddings, openai_chat, openai_completions, rerank
 from headrace.protocols.common_fields import known_fields
 from headrace.protocols.dialect import Dialect, dialect_of
 from headrace.protocols.openai_completions import PromptList
@@ -121,6 +121,11 @@ class LLM:
         vectors = self._host.call(self._host.vectors(checked))
         return vectors if checked.fields["is_list"] else vectors[0]
 
+    def rerank(self, query: str, documents: list[Any], **fields: Any) -> list[Ranked]:
+        """The documents, texts or objects with a text, by relevance, the most relevant first."""
+        checked = self._host.pairs({**fields, "query": query, "documents": documents})
+        return self._host.call(self._host.ranking(checked))
+
     def close(self) -> None:
         """Ends what runs and frees the model. Idempotent."""
         self._host.close()
@@ -185,6 +190,11 @@ class _Host:
         _refuse_unknown(fields, known_fields(embeddings.TABLE))
         return self._jobs.inputs(_as_json(fields))
 
+    def pairs(self, fields: dict[str, Any]) -> CheckedBody:
+        """What is to be ranked, as the route checks it."""
+        _refuse_unknown(fields, known_fields(rerank.TABLE))
+        return self._jobs.query(_as_json(fields))
+
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work`, done on the loop; an interrupted call ends its work."""
         running = self._start(work)
@@ -236,6 +246,12 @@ class _Host:
         made = await self.generation.vectors.make(embeddings.to_request(checked, model, ""))
         dimensions = checked.fields.get("dimensions")
         return [embeddings.cut(vector, dimensions).tolist() for vector in made.vectors]
+
+    async def ranking(self, checked: CheckedBody) -> list[Ranked]:
+        made = await self.generation.vectors.make(rerank.to_request(checked, rerank.ROUTES[0], ""))
+        scores, top_n = b"".join(made.vectors), checked.fields.get("top_n")
+        found = self._jobs.ranking(checked.packed, scores, made.model.names[0], top_n, False)
+        return msgspec.json.decode(found, type=list[Ranked])
 
     async def _open(self, call: _Call) -> Found:
         id = StreamId(call.id_prefix + secrets.token_hex(16))

@@ -1,5 +1,6 @@
 """Rankings by a tiny cross-encoder, and vectors of a tiny encoder whose engine is killed."""
 
+import asyncio
 import os
 import signal
 import threading
@@ -12,6 +13,7 @@ import pytest
 import torch
 import transformers
 
+from headrace import LLM, AsyncClient, Client, Ranked, RequestFailed
 from tests.builders import make_tiny_encoder, make_tiny_model
 from tests.eventually import eventually
 from tests.servers import ServerProcess, running_server
@@ -68,6 +70,26 @@ def test_only_the_best_are_told_if_asked(ranker: ServerProcess) -> None:
     best = post(ranker, "/rerank", **body)["results"]
     assert [r["index"] for r in best] == [r["index"] for r in whole[:2]]
     assert all(r.keys() == {"index", "relevance_score"} for r in best)
+
+
+def test_python_callers_get_the_same_ranking(ranker: ServerProcess, folder: Path) -> None:
+    expected = post(ranker, "/rerank", query=QUERY, documents=DOCUMENTS)["results"]
+
+    async def ask() -> list[Ranked]:
+        async with AsyncClient(ranker.url) as client:
+            return await client.rerank(QUERY, DOCUMENTS, top_n=3)
+
+    with Client(ranker.url) as client, LLM.load(str(folder), threads=1) as llm:
+        documents = [{"text": text} for text in DOCUMENTS]
+        for found in (client.rerank(QUERY, documents), llm.rerank(QUERY, DOCUMENTS)):
+            assert [ranked.index for ranked in found] == [entry["index"] for entry in expected]
+            for ranked, entry in zip(found, expected, strict=True):
+                assert abs(ranked.score - entry["relevance_score"]) < 1e-5
+        assert asyncio.run(ask()) == client.rerank(QUERY, DOCUMENTS)[:3]
+        for ask_for in (client.rerank, llm.rerank):
+            with pytest.raises(RequestFailed) as refused:
+                ask_for(QUERY, ["a", ""])
+            assert refused.value.param == "documents[1]"
 
 
 def test_what_a_ranker_cannot_do_is_named(ranker: ServerProcess) -> None:

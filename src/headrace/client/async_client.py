@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from headrace.answer import Answer, Messages, Piece, asked_for
+from headrace.answer import Answer, Messages, Piece, Ranked, asked_for
 from headrace.client.events import Tokens, Update
 from headrace.client.following import (
     HttpRequest,
@@ -38,7 +38,7 @@ from headrace.client.http import (
     to_send,
 )
 from headrace.client.pacing import Pacing
-from headrace.client.vectors import embedding_request, to_vectors
+from headrace.client.vectors import embedding_request, ranking_request, to_ranking, to_vectors
 
 
 class AsyncClient:
@@ -87,6 +87,10 @@ class AsyncClient:
     async def embed(self, input: str | list[Any], **fields: Any) -> Any:
         """The vector of a text or of token ids, or one for each of several; of length 1."""
         return to_vectors(await self._do(embedding_request(input, fields)), input)
+
+    async def rerank(self, query: str, documents: list[Any], **fields: Any) -> list[Ranked]:
+        """The documents, texts or objects with a text, by relevance, the most relevant first."""
+        return to_ranking(await self._do(ranking_request(query, documents, fields)))
 
     async def stop(self, stream_id: str) -> None:
         """Ends a stream wherever it is; its events so far stay readable. Refused for no stream."""

@@ -1,4 +1,4 @@
-"""Embeddings as the clients ask for them, packed; no I/O."""
+"""Embeddings, packed, and rankings as the clients ask for them; no I/O."""
 
 import base64
 import binascii
@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from headrace.answer import Ranked
 from headrace.client.errors import Refused
 from headrace.client.following import HttpRequest, to_body
 
@@ -14,9 +15,17 @@ _WORK_TIMEOUT_S = 3600.0  # a batch says nothing until all of it is done
 
 
 def embedding_request(input: Any, fields: dict[str, Any]) -> HttpRequest:
-    body = to_body({**fields, "input": input, "encoding_format": "base64"})
+    return _request("/v1/embeddings", {**fields, "input": input, "encoding_format": "base64"})
+
+
+def ranking_request(query: str, documents: Any, fields: dict[str, Any]) -> HttpRequest:
+    given = {"query": query, "documents": documents, "return_documents": False}
+    return _request("/v1/rerank", fields | given)
+
+
+def _request(path: str, fields: dict[str, Any]) -> HttpRequest:
     headers = {"Content-Type": "application/json"}
-    return HttpRequest("POST", "/v1/embeddings", headers, body, _WORK_TIMEOUT_S)
+    return HttpRequest("POST", path, headers, to_body(fields), _WORK_TIMEOUT_S)
 
 
 def to_vectors(answer: dict[str, Any], input: Any) -> Any:
@@ -31,4 +40,13 @@ def to_vectors(answer: dict[str, Any], input: Any) -> Any:
         return vectors if are_several else vectors[0]
     except (LookupError, TypeError, ValueError, binascii.Error):
         message = "The answer holds no embeddings; this server is not Headrace."
+        raise Refused(200, message, "unknown") from None
+
+
+def to_ranking(answer: dict[str, Any]) -> list[Ranked]:
+    """The most relevant first; Refused if the answer holds none."""
+    try:
+        return msgspec.convert(answer["results"], list[Ranked])
+    except (LookupError, TypeError, msgspec.ValidationError):
+        message = "The answer holds no ranking; this server is not Headrace."
         raise Refused(200, message, "unknown") from None

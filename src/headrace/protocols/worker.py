@@ -172,11 +172,14 @@ class Jobs:
 
     def read_pairs(self, body: bytes) -> bytes:
         """The body of /v1/rerank as a CheckedBody, whose `packed` is for the job `pairs`."""
-        given = decode(body)
+        return _encode(self.query(decode(body)))
+
+    def query(self, given: dict[str, Any]) -> CheckedBody:
+        """The same of a body that is decoded."""
         fields = rerank.read(given)
         packed = _encode((fields.pop("query"), fields.pop("documents")))
         names = ignored(rerank.TABLE, given)
-        return _encode(CheckedBody(fields, (), packed, ignored=names))
+        return CheckedBody(fields, (), packed, ignored=names)
 
     def pairs(self, packed: bytes, longest: int, name: str | None = None) -> bytes:
         """How many tokens of a pair are the query's, and the ids of each pair, packed as int32.
