@@ -14,17 +14,11 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.builders import make_tiny_model
 from tests.eventually import eventually
 from tests.servers import ServerProcess, running_server
 
 BODY = {"prompt": "Once upon a time", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
 LONG = BODY | {"max_tokens": 1500, "stream": True}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module")
