@@ -1,6 +1,7 @@
-"""One compute thread for every test: results do not move, and tests may run side by side."""
+"""What every test has: one compute thread, so that results do not move, and a tiny model."""
 
 import os
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -10,6 +11,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("suite", derandomize=True)
 settings.load_profile("suite")
 collect_ignore = ["clients"]  # `make test-clients` runs them, in environments of their own
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model, for all who only read it."""
+    from tests.builders import make_tiny_model  # it imports torch
+
+    return make_tiny_model(tmp_path_factory.mktemp("shared") / "tiny")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

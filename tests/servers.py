@@ -9,6 +9,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 LOAD_TIMEOUT_S = 120
 
@@ -46,6 +47,19 @@ class ServerProcess:
     def wait_until_ready(self) -> "ServerProcess":
         assert self._ready.wait(LOAD_TIMEOUT_S) and self.url, "\n".join(self.lines)
         return self
+
+    @property
+    def engine_pid(self) -> int:
+        """The process of its engine; of several, of one."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
+        return next(
+            int(pid)
+            for pid in children.split()
+            if b"headrace.engine.process" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        )
+
+    def kill_engine(self) -> None:
+        os.kill(self.engine_pid, signal.SIGKILL)
 
     def stop(self, number: int = signal.SIGTERM, within_s: float = 60) -> int:
         """Sends the signal and returns the exit code."""

@@ -10,7 +10,6 @@ import httpx
 import pytest
 
 from headrace import LLM, ConfigError, ModelError, RequestFailed
-from tests.builders import make_tiny_model
 from tests.eventually import eventually
 from tests.servers import running_server
 
@@ -18,11 +17,6 @@ CHAT = [{"role": "user", "content": "hi"}]
 ENDLESS = {"ignore_eos": True, "max_tokens": 800}
 WHOLE = {"threads": 1, "max_model_len": 1024, "max_stall_ms": "off", "max_step_ms": "off"}
 """Prompts are computed in one chunk, however slow the machine is just now."""
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,6 @@ import json
 import re
 from pathlib import Path
 
-import pytest
-
 from headrace.checkpoints.fingerprint import fingerprint
 from headrace.checkpoints.spec import read_spec
 from tests.builders import make_tiny_model
@@ -11,11 +9,6 @@ from tests.builders import make_tiny_model
 
 def of(folder: Path, dtype: str = "float32", device: str = "cpu") -> str:
     return fingerprint(read_spec(folder), dtype, device)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("fingerprint") / "tiny")
 
 
 def test_it_is_twelve_hex_digits_and_the_same_each_time(folder: Path) -> None:

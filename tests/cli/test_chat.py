@@ -16,7 +16,6 @@ from headrace.cli.chat import Conversation, Transcript
 from headrace.cli.chat_screen import place, recovery, told
 from headrace.client.events import Heartbeat, Progress, Queued
 from headrace.core.errors import ConfigError
-from tests.builders import make_tiny_model
 from tests.cli.terminal import terminal
 from tests.client.builders import cutting_proxy
 from tests.eventually import eventually
@@ -25,11 +24,6 @@ from tests.servers import ServerProcess, running_server
 GREEDY = ("-o", "temperature=0", "-o", "max_tokens=40", "-o", "ignore_eos=true")
 NOISE = "\N{REPLACEMENT CHARACTER}"  # what a random model says much of, and nobody else
 ENDLESS = ("-o", "max_tokens=4000", "-o", "ignore_eos=true")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture(scope="module")

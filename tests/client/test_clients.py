@@ -2,8 +2,6 @@
 
 import asyncio
 import contextlib
-import os
-import signal
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -242,10 +240,9 @@ def test_a_stream_goes_on_over_a_restart_of_the_server(tmp_path: Path) -> None:
 
 
 def test_a_killed_engine_is_told_of_before_any_heartbeat_is_due(server: ServerProcess) -> None:
-    engine = httpx.get(f"{server.url}/manage/state").json()["engine"]["pid"]
     with Client(server.url) as client, client.stream(CHAT, n=8, **ENDLESS) as stream:
         updates = stream.updates()
         assert any(isinstance(update, Tokens) for update in updates)
-        os.kill(engine, signal.SIGKILL)
+        server.kill_engine()
         beat = next(update for update in updates if isinstance(update, Heartbeat))
         assert (beat.state, beat.attempt) == ("recovering", 1)

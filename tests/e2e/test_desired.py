@@ -10,15 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.builders import make_tiny_model
 from tests.e2e.test_models import FLAGS, LIMIT_S, ask, at_work
 from tests.eventually import eventually
 from tests.servers import ServerProcess, running_server
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("models") / "a")
 
 
 @pytest.fixture

@@ -1,8 +1,6 @@
 """A hybrid over real HTTP: batched, with saved states, through an engine kill."""
 
 import json
-import os
-import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -68,7 +66,6 @@ def test_a_chat_streams_its_progress_and_its_choices(server: ServerProcess) -> N
 def test_a_killed_engine_costs_no_token(server: ServerProcess) -> None:
     body = BODY | {"max_tokens": 120}
     undisturbed = post(server, max_tokens=120)["choices"][0]["text"]
-    engine = httpx.get(f"{server.url}/manage/state").json()["engine"]["pid"]
     texts: list[str] = []
     url = f"{server.url}/v1/completions"
     with httpx.stream("POST", url, json=body | {"stream": True}, timeout=120) as answer:
@@ -76,5 +73,5 @@ def test_a_killed_engine_costs_no_token(server: ServerProcess) -> None:
             if line.startswith("data: {"):
                 texts += [choice["text"] for choice in json.loads(line[6:])["choices"]]
                 if len(texts) == 20:
-                    os.kill(engine, signal.SIGKILL)
+                    server.kill_engine()
     assert "".join(texts) == undisturbed

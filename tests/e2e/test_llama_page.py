@@ -4,9 +4,7 @@ import json
 from pathlib import Path
 
 import httpx
-import pytest
 
-from tests.builders import make_tiny_model
 from tests.eventually import eventually
 from tests.servers import running_server
 
@@ -25,11 +23,6 @@ def lookup(url: str) -> list[dict[str, object]]:
     found = httpx.post(f"{url}/v1/streams/lookup", json={"conversation_ids": ["c1f3"]})
     entries: list[dict[str, object]] = found.json()
     return entries
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
 def test_start_lose_the_line_find_resume_at_a_line_end_and_forget(folder: Path) -> None:

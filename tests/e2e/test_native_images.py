@@ -1,16 +1,12 @@
 """A model whose vision side runs beside our own text side, over real HTTP."""
 
-import json
-import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 
 from tests.builders import make_tiny_image_model
-from tests.e2e.test_image_chats import chat, picture, post, said, url
+from tests.e2e.test_image_chats import chat, picture, post, said, text_despite_a_kill, url
 from tests.servers import ServerProcess, running_server
 
 
@@ -46,20 +42,7 @@ def test_the_same_image_is_credited_and_the_record_says_who_computed_it(server):
 def test_a_killed_engine_costs_nothing_of_an_image_chat(server):
     body = chat(url(picture(6)), url(picture(7)), max_tokens=80)
     expected = said(post(server, body))
-    text, killed = "", False
-    with httpx.stream(
-        "POST", f"{server.url}/v1/chat/completions", json=body | {"stream": True}, timeout=120
-    ) as answer:
-        for line in answer.iter_lines():
-            if not line.startswith("data: {"):
-                continue
-            frame = json.loads(line[6:])
-            text += "".join(c["delta"].get("content") or "" for c in frame["choices"])
-            if text and not killed:
-                killed = True
-                figures = httpx.get(f"{server.url}/manage/state", timeout=60).json()
-                os.kill(figures["engine"]["pid"], signal.SIGKILL)
-    assert killed and text == expected
+    assert expected and text_despite_a_kill(server, body) == expected
 
 
 def test_its_text_side_alone_takes_no_images(folder):

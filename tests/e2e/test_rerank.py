@@ -1,8 +1,6 @@
 """Rankings by a tiny cross-encoder, and vectors of a tiny encoder whose engine is killed."""
 
 import asyncio
-import os
-import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -119,7 +117,7 @@ def test_a_killed_engine_costs_nobody_a_vector(tmp_path: Path) -> None:
         def killed_at_work() -> bool:
             state = httpx.get(f"{server.url}/manage/state").json()
             if state["running"] > 0:
-                os.kill(state["engine"]["pid"], signal.SIGKILL)
+                server.kill_engine()
             return bool(state["running"] > 0)
 
         eventually(killed_at_work, within_s=60)

@@ -115,15 +115,6 @@ def test_a_websocket_handshake_is_a_plain_405(server: ServerProcess) -> None:
         assert connection.recv(4096).startswith(b"HTTP/1.1 405 ")
 
 
-def engine_of(server: ServerProcess) -> int:
-    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text()
-    return next(
-        int(pid)
-        for pid in children.split()
-        if b"headrace.engine.process" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    )
-
-
 def test_a_background_response_survives_a_kill_and_belongs_to_its_key(tmp_path: Path) -> None:
     keys = ("--api-key", "mine", "--api-key", "other")
     flags = ("--threads", "1", "--state-dir", str(tmp_path / "state"), *keys)
@@ -135,7 +126,7 @@ def test_a_background_response_survives_a_kill_and_belongs_to_its_key(tmp_path: 
         id = mine.post(url, json=LONG | {"background": True}).json()["id"]
         eventually(lambda: bool(mine.get(f"{url}/{id}").json()["output"]))
         assert mine.get(f"{url}/{id}").json()["status"] == "in_progress"
-        engine = engine_of(server)
+        engine = server.engine_pid
         server.stop(signal.SIGKILL)
         eventually(lambda: not Path(f"/proc/{engine}").exists())
     with running_server(*flags) as server:

@@ -14,17 +14,11 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.builders import make_tiny_model
 from tests.eventually import eventually
 from tests.servers import ServerProcess, running_server
 
 BODY = {"prompt": "Once upon a time", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
 LONG = BODY | {"max_tokens": 1500, "stream": True}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module")
@@ -188,15 +182,6 @@ def test_unknown_streams_are_not_found_on_either_face(url: str) -> None:
     assert httpx.delete(f"{url}/v1/stream").status_code == 400
 
 
-def engine_of(server: ServerProcess) -> int:
-    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text()
-    return next(
-        int(pid)
-        for pid in children.split()
-        if b"headrace.engine.process" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    )
-
-
 def test_idle_sockets_take_no_descriptor_from_an_engine_or_a_stream(server: ServerProcess) -> None:
     resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (128, 128))
     address = ("127.0.0.1", httpx.URL(server.url).port)
@@ -205,7 +190,7 @@ def test_idle_sockets_take_no_descriptor_from_an_engine_or_a_stream(server: Serv
     with contextlib.ExitStack() as flood, line as answer:
         for _ in range(200):
             flood.enter_context(socket.create_connection(address))
-        os.kill(engine_of(server), signal.SIGKILL)
+        server.kill_engine()
         for _ in range(100):
             flood.enter_context(socket.create_connection(address))
         assert httpx.get(f"{server.url}/health/live").status_code == 200
@@ -227,7 +212,7 @@ def test_a_killed_engine_costs_no_token_and_is_told_of(folder: Path) -> None:
                         attempts += [frame["recovering"]] if "recovering" in frame else []
                         texts += [choice["text"] for choice in frame["choices"]]
                         if len(texts) == 30:
-                            os.kill(engine_of(server), signal.SIGKILL)
+                            server.kill_engine()
             assert "".join(texts) == undisturbed
             if attempts:
                 break
@@ -260,7 +245,7 @@ def test_a_killed_server_goes_on_with_its_durable_streams(folder: Path, tmp_path
         undisturbed = post(server.url, body | {"stream": False}).json()["choices"][0]["text"]
         said, _ = message(server.url, "undisturbed", {})
         got = cut(server.url, 30_000, body, names("kept"))
-        engine = engine_of(server)
+        engine = server.engine_pid
         kills = {
             20: lambda: os.kill(engine, signal.SIGKILL),  # the stream goes on by itself
             200: lambda: server.process.send_signal(signal.SIGKILL),

@@ -1,15 +1,12 @@
 """In bfloat16, over HTTP: no neighbour, cut of a prompt or kill changes a digit of an answer."""
 
 import asyncio
-import os
-import signal
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.e2e.test_resume import engine_of
 from tests.runner.kernels.own_forms import needs_own_forms
 from tests.servers import ServerProcess, running_server
 
@@ -55,7 +52,7 @@ def ask(server: ServerProcess, at_once: int, kill: bool = False) -> list[Any]:
             asking = asyncio.gather(*(one(client, body) for body in BODIES))
             if kill:
                 await asyncio.sleep(0.3)
-                os.kill(engine_of(server), signal.SIGKILL)
+                server.kill_engine()
             return await asking
 
     return asyncio.run(run())

@@ -1,8 +1,6 @@
 """An encoder-decoder over HTTP: its source is the prompt in usage, progress and limits."""
 
 import json
-import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -95,9 +93,8 @@ def test_a_killed_engine_costs_nothing_of_an_answer(server, folder):
 
     def kill() -> None:
         if not killed:
-            state = httpx.get(f"{server.url}/manage/state", timeout=60).json()
-            killed.append(state["engine"]["pid"])
-            os.kill(killed[0], signal.SIGKILL)
+            killed.append(True)
+            server.kill_engine()
 
     # source and answer together are longer than the context of each
     frames = stream(server, BODY | {"max_tokens": 240}, on_text=kill)

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -23,9 +22,7 @@ def test_a_frozen_engine_keeps_no_client_from_the_reason(tmp_path: Path) -> None
         asked = pool.submit(httpx.post, f"{server.url}/v1/completions", json=body, timeout=60)
         state = f"{server.url}/manage/state"
         eventually(lambda: int(httpx.get(state).json()["running"]) == 1)
-        search = ["pgrep", "-P", str(server.process.pid), "-f", "headrace.engine.process"]
-        found = subprocess.run(search, stdout=subprocess.PIPE)
-        os.kill(int(found.stdout), signal.SIGSTOP)
+        os.kill(server.engine_pid, signal.SIGSTOP)
         assert server.stop() == 0
         answer = asked.result()
         assert answer.status_code == 503, answer.text

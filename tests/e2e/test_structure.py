@@ -2,14 +2,12 @@
 
 import json
 import os
-import signal
 from typing import Any
 
 import httpx
 import openai
 import pydantic
 
-from tests.e2e.test_resume import engine_of
 from tests.servers import ServerProcess
 
 SCHEMA: dict[str, Any] = {
@@ -59,7 +57,7 @@ def heard(server: ServerProcess, after: int) -> tuple[list[int], int]:
             before = len(told)
             told += frame["choices"][0].get("token_ids", [])
             if before < after <= len(told):
-                os.kill(engine_of(server), signal.SIGKILL)
+                server.kill_engine()
     return told, died_after
 
 

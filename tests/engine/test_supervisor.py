@@ -21,16 +21,10 @@ from headrace.engine.child import Child
 from headrace.engine.client import EngineDown, EngineNews, EngineUp
 from headrace.engine.note import StepNote
 from headrace.engine.supervisor import MAX_FAILED_STARTS, MAX_SILENT_PINGS, Pulse, Supervisor
-from tests.builders import make_tiny_model
 from tests.eventually import eventually
 
 Scene = Callable[[Supervisor, AsyncIterator[EngineNews]], Awaitable[None]]
 LIMIT_S = 240
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
 def play(folder: Path, scene: Scene) -> None:

@@ -7,7 +7,6 @@ import torch
 import transformers
 
 from headrace.core.sampling import Sampling
-from tests.builders import make_tiny_model
 from tests.drive import (
     Drive,
     assert_close,
@@ -20,11 +19,6 @@ from tests.drive import (
 
 PROMPT = random_prompt(100)
 LANES = ("native-text", "generic-text")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("qwen3") / "tiny")
 
 
 @pytest.fixture(scope="module", params=LANES)

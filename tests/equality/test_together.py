@@ -19,7 +19,6 @@ from headrace.generation.work import ThreadWork
 from headrace.protocols.worker import Jobs
 from headrace.streams.events import Finish, Progress, Tokens
 from headrace.streams.memory_store import MemoryStore
-from tests.builders import make_tiny_model
 
 PROMPTS = [f"{number}: " + "water over the wheel " * (number % 7) for number in range(64)]
 GREEDY = Sampling(temperature=0, max_tokens=24, ignore_eos=True)
@@ -64,11 +63,6 @@ async def asking(folder: Path, **scheduler: int) -> AsyncIterator[tuple[Generati
     finally:
         await engine.close()
         await running
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])

@@ -69,28 +69,28 @@ def test_with_a_key_or_a_public_address_names_do_not_matter() -> None:
 def test_keys_of_a_file_count_as_it_is_read_again_and_their_names_are_known(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("ann:one\n")
-    door = Auth(HttpConfig(api_key=("two",), api_key_file=str(file)))
+    auth = Auth(HttpConfig(api_key=("two",), api_key_file=str(file)))
     for key, name in (("one", "ann"), ("two", "")):
-        door.check(Headers({"x-api-key": key}))
+        auth.check(Headers({"x-api-key": key}))
         assert KEY_NAME.get() == name
     file.write_text("bob:three\n")
-    door.check(Headers({"x-api-key": "one"}))
-    door.reload()
+    auth.check(Headers({"x-api-key": "one"}))
+    auth.reload()
     with pytest.raises(RequestError):
-        door.check(Headers({"x-api-key": "one"}))
-    door.check(Headers({"x-api-key": "three"}))
+        auth.check(Headers({"x-api-key": "one"}))
+    auth.check(Headers({"x-api-key": "three"}))
     assert KEY_NAME.get() == "bob"
 
 
 def test_a_bad_file_of_keys_changes_nothing(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("one\n")
-    door = Auth(HttpConfig(api_key_file=str(file), admin_key_file=str(file)))
+    auth = Auth(HttpConfig(api_key_file=str(file), admin_key_file=str(file)))
     file.write_text("# none\n")
     with pytest.raises(ConfigError):
-        door.reload()
-    door.check(Headers({"x-api-key": "one"}))
-    door.check_admin(Headers({"x-api-key": "one"}))
+        auth.reload()
+    auth.check(Headers({"x-api-key": "one"}))
+    auth.check_admin(Headers({"x-api-key": "one"}))
 
 
 @pytest.mark.parametrize("allowed", ["https://a.example", "*"])

@@ -9,7 +9,7 @@ import pytest
 
 from headrace.core.config import StreamConfig
 from headrace.core.errors import RequestError
-from headrace.gateway.delivery import deliver, while_connected
+from headrace.gateway.delivery import LiveAnswer, deliver, while_connected
 from headrace.protocols.openai import ChunkBody
 from headrace.streams.events import Finish, Heartbeat, Timings, Usage
 from headrace.streams.log import MemoryLog
@@ -142,6 +142,15 @@ async def test_heartbeats_show_life_in_silence() -> None:
     client = Connection(await open_stream(wire=STREAMED), FAST)
     await client.until(lambda body: body.count(IDLE) >= 3)
     await client.leave()
+
+
+@in_loop
+async def test_streams_that_wait_together_do_not_beat_together() -> None:
+    stream = await open_stream(wire=STREAMED)
+    answers = [deliver(stream, QUIET) for _ in range(50)]  # type: ignore[arg-type]
+    paces = [answer.pace.heartbeat_s for answer in answers if isinstance(answer, LiveAnswer)]
+    assert len(set(paces)) == 50
+    assert 8 <= min(paces) <= max(paces) <= QUIET.heartbeat_s
 
 
 @in_loop

@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import httpx
-import pytest
 from starlette.datastructures import Headers
 
 from headrace.core.config import HttpConfig, ModelConfig, ServerConfig
@@ -20,16 +19,10 @@ from headrace.generation.served import ServedModel
 from headrace.generation.work import ThreadWork
 from headrace.protocols.worker import Jobs
 from headrace.streams.memory_store import MemoryStore
-from tests.builders import make_tiny_model
 from tests.gateway.builders import in_loop
 
 PROMPT = "The figures of the third quarter are not to be known before Monday. " * 4
 Cached = Callable[..., Awaitable[int]]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("tenants") / "tiny")
 
 
 @contextlib.asynccontextmanager

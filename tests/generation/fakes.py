@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 from headrace.core.config import ModelConfig, ServerConfig, StreamConfig
@@ -112,6 +112,9 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
+Scene = Callable[[Generation, FakeEngine], Awaitable[None]]
+
+
 @contextlib.asynccontextmanager
 async def running(
     folder: Path, store: Store | None = None, **options: float
@@ -134,6 +137,16 @@ async def running(
         await engine.close()
         await asyncio.wait([task], timeout=5)
         task.cancel()
+
+
+def play(folder: Path, scene: Scene, **options: float) -> None:
+    """Runs a scene with a generation and its fake engine."""
+
+    async def run() -> None:
+        async with asyncio.timeout(60), running(folder, None, **options) as parts:
+            await scene(*parts)
+
+    asyncio.run(run())
 
 
 def make_request(text: str = "hello", **fields: object) -> Request:

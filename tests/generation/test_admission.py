@@ -4,7 +4,6 @@ import asyncio
 import heapq
 import itertools
 import random
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import msgspec
@@ -29,6 +28,7 @@ from tests.generation.fakes import (
     FakeEngine,
     make_request,
     opened,
+    play,
     read,
     running,
     settle,
@@ -40,16 +40,6 @@ ONE_AT_A_TIME = Capacity(1, 100)
 def make_admission(**options: int) -> Admission:
     config = StreamConfig(**options)
     return Admission(config, KeyLimits(config))
-
-
-def play(
-    folder: Path, scene: Callable[[Generation, FakeEngine], Awaitable[None]], **options: float
-) -> None:
-    async def run() -> None:
-        async with asyncio.timeout(60), running(folder, None, **options) as parts:
-            await scene(*parts)
-
-    asyncio.run(run())
 
 
 def asked(number: int, owner: str = "", num_choices: int = 1, num_tokens: int = 5) -> Asked:

@@ -2,7 +2,6 @@
 
 import asyncio
 from array import array
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import msgspec
@@ -27,23 +26,14 @@ from tests.generation.fakes import (
     FakeEngine,
     make_request,
     opened,
+    play,
     read,
     running,
     settle,
     text_of,
 )
 
-Scene = Callable[[Generation, FakeEngine], Awaitable[None]]
 OPTED_IN = Names(conversation="c", digest=b"1")
-
-
-def play(folder: Path, scene: Scene, **options: float) -> None:
-    async def run() -> None:
-        async with asyncio.timeout(20):
-            async with running(folder, None, **options) as (generation, engine):
-                await scene(generation, engine)
-
-    asyncio.run(run())
 
 
 def ids(generation: Generation, text: str) -> list[int]:

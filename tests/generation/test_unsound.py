@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import logging
 import sqlite3
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -18,11 +17,10 @@ from headrace.streams.record import Names
 from headrace.streams.sqlite_schema import NAME
 from headrace.streams.sqlite_store import SqliteStore
 from headrace.streams.store import ByConversation, ById
-from tests.generation.fakes import FakeEngine, make_request, opened, read, running
+from tests.generation.fakes import FakeEngine, Scene, make_request, opened, read, running
 
 LIVE = Names(conversation="live", digest=b"1")
 ENDED = Names(owner="me", conversation="ended", key="key", digest=b"2")
-Scene = Callable[[Generation, FakeEngine], Awaitable[None]]
 
 
 def play(folder: Path, directory: Path, scene: Scene) -> None:

@@ -22,11 +22,6 @@ KERNEL_FILES = (fuse, paged_attention, pointwise, product)
 POSITION = 3 * 2 * 16 * 2 * 4  # bytes: layers, kv heads, head size, keys and values, float32
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("load") / "tiny")
-
-
 def ready(folder: Path, **config: Any) -> Ready:
     return load_runner(ModelConfig(**({"device": "cpu", "threads": 1} | config)), folder)[1]
 

@@ -116,10 +116,10 @@ def _neighbour(http: HttpConfig, address: str) -> Finding:
 
 
 def _keys(http: HttpConfig) -> Finding:
-    door = Auth(http)
-    if door.num_keys:
-        return Finding("keys", "ok", f"{door.num_keys} configured")
-    if not door.is_open_to_all:
+    auth = Auth(http)
+    if auth.num_keys:
+        return Finding("keys", "ok", f"{auth.num_keys} configured")
+    if not auth.is_open_to_all:
         return Finding("keys", "ok", "none, and only this machine is served")
     remedy = "Give it a key with HEADRACE_API_KEYS or --api-key-file."
     return Finding("keys", "warn", f"none, and {http.host} serves other machines", remedy)

@@ -11,8 +11,6 @@ from headrace.checkpoints.spec import ModelSpec, read_spec
 from headrace.core.config import ModelConfig
 from headrace.core.errors import ModelError
 
-_CACHE_SHARE = 0.25  # of what the weights leave: the same as when it is served
-
 
 class GgufChoice(NamedTuple):
     """One of several files; `held` is 0 where it cannot be run."""
@@ -57,14 +55,14 @@ def _choice(name: str, spec: ModelSpec, config: ModelConfig) -> GgufChoice:
     from headrace.runner.footprint import footprint, kept_groups
     from headrace.runner.kernels.choose import choose_form
     from headrace.runner.lanes.choose import choose_lane, why_not_native
-    from headrace.runner.load import dtype_of
+    from headrace.runner.load import CACHE_SHARE, dtype_of
     from headrace.runner.probe import free_bytes
 
     lane = choose_lane(spec, config.lane)
     free = free_bytes(torch.device("cpu"))
     if lane.id != "native-text":
         needed = footprint(spec, torch.float16, "plain", "own")
-        why = why_not_native(spec) or "as asked"
+        why = why_not_native(spec) or "as asked,"
         return GgufChoice(
             name, f"{lane.id}: {why} {needed} of weights", needed.held, needed.peak <= free
         )
@@ -75,7 +73,7 @@ def _choice(name: str, spec: ModelSpec, config: ModelConfig) -> GgufChoice:
     needed = footprint(spec, dtype, form, kind)  # type: ignore[arg-type]
     longest = min(n for n in (spec.max_positions, config.max_model_len, 1 << 20) if n)
     each = lane.position_bytes(spec, dtype) * longest
-    room = config.kv_cache_memory_bytes or int(_CACHE_SHARE * max(0, free - needed.held))
+    room = config.kv_cache_memory_bytes or int(CACHE_SHARE["cpu"] * max(0, free - needed.held))
     detail = (
         f"{lane.id}: it has its own implementation; {needed} of weights, "
         f"{room // max(1, each)} streams of {longest} tokens"

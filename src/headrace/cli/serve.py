@@ -171,7 +171,7 @@ class _Serving:
         """`model` is the only one, read already; None where there may be several."""
         self._config = config
         self._tls = tls
-        self._door = Auth(config.http)
+        self._auth = Auth(config.http)
         self._store = store
         self._model = model
         self._listener = listener
@@ -258,7 +258,7 @@ class _Serving:
 
     async def _serve(self, generation: Generation) -> int:
         """Until a signal or the engine's end; an ExceptionGroup if anything else ends first."""
-        app = create_app(generation, self._config, self._door)
+        app = create_app(generation, self._config, self._auth)
         most = self._config.http.max_body_bytes + ENVELOPE_BYTES
         http = self._config.http
         bounds = Bounds(http.max_connections, http.headers_timeout_s)
@@ -307,7 +307,7 @@ class _Serving:
     def _reload(self) -> None:
         """Takes keys and certificate as their files are now; connections that there are stay."""
         try:
-            self._door.reload()
+            self._auth.reload()
             if self._tls is not None:
                 _load_certificate(self._tls, self._config.http)
         except ConfigError as error:
@@ -334,7 +334,7 @@ class _Serving:
     async def _announce(self, generation: Generation) -> None:
         """One line once the model answers; before that, a warning if anybody may ask."""
         http = self._config.http
-        if self._door.is_open_to_all:
+        if self._auth.is_open_to_all:
             say(
                 f"headrace: {http.host} serves other machines, and no key is asked for; give one "
                 "with HEADRACE_API_KEYS or --api-key-file."

@@ -63,9 +63,9 @@ class Setting(NamedTuple):
         return typing.get_args(self.type) if typing.get_origin(self.type) is typing.Literal else ()
 
 
-def settings(struct: type[msgspec.Struct] = ServerConfig) -> tuple[Setting, ...]:
+def settings() -> tuple[Setting, ...]:
     """Every setting of a server, in the order of the fields."""
-    return tuple(_walk(struct, ()))
+    return tuple(_walk(ServerConfig, ()))
 
 
 def _walk(struct: type[msgspec.Struct], path: tuple[str, ...]) -> Iterator[Setting]:

@@ -183,7 +183,7 @@ class ErrorBoundary:
             return
         request_id = new_request_id(Headers(scope=scope))
         REQUEST_ID.set(request_id)
-        KEY_NAME.set("")  # until the door knows it
+        KEY_NAME.set("")  # until the key is known
         path = scope["path"]
         names = {"X-Request-Id", _errors_at(path).REQUEST_ID}
         scope = {**scope, _ID_KEY: request_id}

@@ -1,4 +1,6 @@
-"""The gateway as one ASGI application: which path leads where, and through which door."""
+"""The gateway as one ASGI application: which path leads where, and for whom."""
+
+from collections.abc import Callable
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -26,14 +28,14 @@ from headrace.generation.generation import Generation
 from headrace.protocols.dialect import DIALECTS
 
 
-def create_app(generation: Generation, config: ServerConfig, door: Auth | None = None) -> Starlette:
-    """All routes over one generation, whose life is the caller's; a `door` may be reloaded."""
-    door = door or Auth(config.http)
+def create_app(generation: Generation, config: ServerConfig, auth: Auth | None = None) -> Starlette:
+    """All routes over one generation, whose life is the caller's; `auth` may be reloaded."""
+    auth = auth or Auth(config.http)
     app = Starlette(
         routes=[
             *_of_everybody(StateRoutes(generation, config.http)),
-            *_of_operators(generation, config, door),
-            *_of_clients(generation, config, door),
+            *_of_operators(generation, config, auth),
+            *_of_clients(generation, config, auth),
             WebSocketRoute("/{path:path}", no_socket),
         ],
         middleware=[
@@ -47,17 +49,17 @@ def create_app(generation: Generation, config: ServerConfig, door: Auth | None =
     return app
 
 
-def _of_clients(generation: Generation, config: ServerConfig, door: Auth) -> list[BaseRoute]:
+def _of_clients(generation: Generation, config: ServerConfig, auth: Auth) -> list[BaseRoute]:
     """What is behind the clients' keys."""
     bodies = Bodies(config.http.max_body_bytes, config.http.body_timeout_s)
-    generates = GenerationRoutes(generation, config, door, bodies)
+    generates = GenerationRoutes(generation, config, auth, bodies)
     states = StateRoutes(generation, config.http)
     texts = TextRoutes(generation, bodies)
     index = BodyIndex()
-    responses = ResponsesRoutes(generation, config, door, bodies)
-    native = NativeRoutes(generation, config, door, index)
-    by_byte = ByteRoutes(generation, config, door, bodies, index)
-    sockets = RealtimeSockets(generation, config, door, bodies, generates)
+    responses = ResponsesRoutes(generation, config, auth, bodies)
+    native = NativeRoutes(generation, config, auth, index)
+    by_byte = ByteRoutes(generation, config, auth, bodies, index)
+    sockets = RealtimeSockets(generation, config, auth, bodies, generates)
     models = ModelRoutes(generation, bodies)
     llama = LlamaRoutes(generation)
     reads: dict[str, Endpoint] = {
@@ -78,7 +80,7 @@ def _of_clients(generation: Generation, config: ServerConfig, door: Auth) -> lis
         "/models/load": models.load,
         "/models/unload": models.unload,
         **dict.fromkeys(DIALECTS, generates.generate),
-        **VectorRoutes(generation, door, bodies).endpoints(),
+        **VectorRoutes(generation, auth, bodies).endpoints(),
         "/v1/messages/count_tokens": texts.count_tokens,
         "/tokenize": texts.tokenize,
         "/detokenize": texts.detokenize,
@@ -94,12 +96,8 @@ def _of_clients(generation: Generation, config: ServerConfig, door: Auth) -> lis
         "/v1/stream": by_byte.delete,
         "/v1/stream/{id:path}": by_byte.delete,
     }
-    return [
-        WebSocketRoute("/v1/realtime-text", sockets.serve),
-        *(Route(path, door.guard(it), methods=["GET"]) for path, it in reads.items()),
-        *(Route(path, door.guard(it), methods=["POST"]) for path, it in writes.items()),
-        *(Route(path, door.guard(it), methods=["DELETE"]) for path, it in deletes.items()),
-    ]
+    socket = WebSocketRoute("/v1/realtime-text", sockets.serve)
+    return [socket, *_routes(auth.guard, GET=reads, POST=writes, DELETE=deletes)]
 
 
 def _of_everybody(states: StateRoutes) -> list[Route]:
@@ -108,23 +106,29 @@ def _of_everybody(states: StateRoutes) -> list[Route]:
     return [*health, Route("/health/live", states.live), *web_routes()]
 
 
-def _of_operators(generation: Generation, config: ServerConfig, door: Auth) -> list[Route]:
+def _of_operators(generation: Generation, config: ServerConfig, auth: Auth) -> list[Route]:
     """What is behind the admin key."""
     manages = ManageRoutes(generation)
+    bodies = Bodies(config.http.max_body_bytes, config.http.body_timeout_s)
+    models = ModelRoutes(generation, bodies)
     reads: dict[str, Endpoint] = {
         "/metrics": StateRoutes(generation, config.http).metrics,
         "/manage/state": manages.state,
         "/manage/stream": manages.stream,
+        "/manage/desired": models.desired,
     }
     acts: dict[str, Endpoint] = {
         "/manage/drain": manages.drain,
         "/manage/replicas/replace": manages.replace,
     }
-    bodies = Bodies(config.http.max_body_bytes, config.http.body_timeout_s)
-    models = ModelRoutes(generation, bodies)
-    reads["/manage/desired"] = models.desired
-    put = Route("/manage/desired", door.guard_admin(models.put_desired), methods=["PUT"])
-    gets = [Route(path, door.guard_admin(it), methods=["GET"]) for path, it in reads.items()]
-    posts = [Route(path, door.guard_admin(it), methods=["POST"]) for path, it in acts.items()]
-    again = Route("/manage/drain", door.guard_admin(manages.admit_again), methods=["DELETE"])
-    return [*gets, put, *posts, again]
+    puts: dict[str, Endpoint] = {"/manage/desired": models.put_desired}
+    deletes: dict[str, Endpoint] = {"/manage/drain": manages.admit_again}
+    return _routes(auth.guard_admin, GET=reads, PUT=puts, POST=acts, DELETE=deletes)
+
+
+def _routes(guard: Callable[[Endpoint], Endpoint], **by_method: dict[str, Endpoint]) -> list[Route]:
+    return [
+        Route(path, guard(endpoint), methods=[method])
+        for method, endpoints in by_method.items()
+        for path, endpoint in endpoints.items()
+    ]

@@ -89,11 +89,11 @@ class Auth:
         return digest.hex()[:16] if digest else ""
 
     def guard(self, endpoint: Endpoint) -> Endpoint:
-        """The endpoint behind this door."""
+        """The endpoint, for who has a key."""
         return _behind(self.check, endpoint)
 
     def guard_admin(self, endpoint: Endpoint) -> Endpoint:
-        """The endpoint behind the door of those who run the server."""
+        """The endpoint, for those who run the server."""
         return _behind(self.check_admin, endpoint)
 
     def _check_names(self, headers: Headers) -> None:

@@ -34,7 +34,7 @@ class ByteRoutes:
         self,
         generation: Generation,
         config: ServerConfig,
-        door: Auth,
+        auth: Auth,
         bodies: Bodies,
         index: BodyIndex,
     ) -> None:
@@ -44,7 +44,7 @@ class ByteRoutes:
         self._streams = generation.streams
         self._fleet = generation.fleet
         self._config = config
-        self._door = door
+        self._auth = auth
 
     async def read(self, request: Request) -> ASGIApp:
         """The bytes from `from` on, then those to come."""
@@ -57,7 +57,7 @@ class ByteRoutes:
             return _refuse(unsound.kind.status, unsound.message, unsound.code)
 
     async def _read(self, request: Request, conversation: str) -> ASGIApp:
-        owner = self._door.owner(request.headers)
+        owner = self._auth.owner(request.headers)
         found = await self._streams.find(owner, ByConversation(owner, conversation))
         pinned = request.query_params.get("stream_id")
         if found is None and self._fleet.is_waiting(owner, conversation):
@@ -81,14 +81,14 @@ class ByteRoutes:
         conversation = _conversation(request)
         if not conversation:
             return _refuse(400, "Missing conversation id in path")
-        owner = self._door.owner(request.headers)
+        owner = self._auth.owner(request.headers)
         self._fleet.stop_waiting(owner, conversation)
         await self._streams.discard(owner, ByConversation(owner, conversation))
         return Response(status_code=204)
 
     async def lookup(self, request: Request) -> ASGIApp:
         """Which of these conversations have a stream, and how it stands."""
-        owner = self._door.owner(request.headers)
+        owner = self._auth.owner(request.headers)
         try:
             async with self._bodies.read(request) as body:
                 work = self._work.do("names", body)

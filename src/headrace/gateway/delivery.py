@@ -5,6 +5,7 @@ A client that left is a reader that left; what becomes of the stream is decided 
 
 import asyncio
 import math
+import random
 from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -227,6 +228,11 @@ class Pace(NamedTuple):
     ping_s: float = math.inf
     is_logged: bool = False
 
+    def own(self) -> "Pace":
+        """The same, up to a fifth faster: wires that began together must not all write at once."""
+        share = random.uniform(0.8, 1.0)
+        return self._replace(heartbeat_s=share * self.heartbeat_s, ping_s=share * self.ping_s)
+
 
 class LiveAnswer:
     """Status and headers at once, then data as it comes, and signs of life in between."""
@@ -234,7 +240,7 @@ class LiveAnswer:
     def __init__(self, stream: Found, rendering: Rendering, pace: Pace, after: int = -1) -> None:
         self._stream = stream
         self._rendering = rendering
-        self._pace = pace
+        self.pace = pace.own()
         self._after = after
         self._data_at = self._byte_at = 0.0  # when the last of each was written
         self._writing = asyncio.Lock()
@@ -259,7 +265,7 @@ class LiveAnswer:
             await self._stream.interruption.unless(self._follow(send))
         except Exception as error:
             notice = notice_of(error)
-            if not self._pace.is_logged:  # there, bytes that are no event would shift the others
+            if not self.pace.is_logged:  # there, bytes that are no event would shift the others
                 await self._write(send, self._rendering.failure(notice))
         finally:
             beating.cancel()
@@ -285,19 +291,19 @@ class LiveAnswer:
         clock = asyncio.get_running_loop().time
         while (due := self._due()) < math.inf:
             await asyncio.sleep(due - clock())
-            if clock() >= self._data_at + self._pace.heartbeat_s:
+            if clock() >= self._data_at + self.pace.heartbeat_s:
                 await self._sign(send, "data", self._rendering.idle())
-            elif clock() >= self._byte_at + self._pace.ping_s:
+            elif clock() >= self._byte_at + self.pace.ping_s:
                 await self._sign(send, "comment", PING)
 
     def _due(self) -> float:
-        return min(self._data_at + self._pace.heartbeat_s, self._byte_at + self._pace.ping_s)
+        return min(self._data_at + self.pace.heartbeat_s, self._byte_at + self.pace.ping_s)
 
     async def _sign(self, send: Send, form: str, frame: bytes) -> None:
         is_data = form == "data"
-        if self._pace.is_logged:
+        if self.pace.is_logged:
             if not self._writing.locked():  # else the client has yet to take what there is
-                interval_s = self._pace.heartbeat_s if is_data else self._pace.ping_s
+                interval_s = self.pace.heartbeat_s if is_data else self.pace.ping_s
                 self._stream.beat(form, interval_s)  # it comes back as an event
             self._note(is_data)
         else:

@@ -33,12 +33,12 @@ decode_checked = msgspec.msgpack.Decoder(CheckedBody).decode
 
 class GenerationRoutes:
     def __init__(
-        self, generation: Generation, config: ServerConfig, door: Auth, bodies: Bodies
+        self, generation: Generation, config: ServerConfig, auth: Auth, bodies: Bodies
     ) -> None:
         self._generation = generation
         self._earlier = EarlierResponses(generation, config.http.max_body_bytes)
         self._bodies = bodies
-        self._door = door
+        self._auth = auth
         self._config = config
 
     async def generate(self, request: Request) -> ASGIApp:
@@ -47,7 +47,7 @@ class GenerationRoutes:
         async with self._bodies.read(request) as body:
             reading = self._generation.work.do("read", body, route)
             checked = decode_checked(await self._finish(request, reading))
-        names = names_of(self._door.owner(request.headers), request.headers, checked)
+        names = names_of(self._auth.owner(request.headers), request.headers, checked)
         id = new_id(dialect_of(route))
         admitting = self._finish(request, self._admit(route, checked, names, id), names.is_opted_in)
         interval_s = self._config.streams.heartbeat_s

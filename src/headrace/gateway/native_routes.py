@@ -91,12 +91,12 @@ def _invalid(message: str) -> RequestError:
 
 class NativeRoutes:
     def __init__(
-        self, generation: Generation, config: ServerConfig, door: Auth, index: BodyIndex
+        self, generation: Generation, config: ServerConfig, auth: Auth, index: BodyIndex
     ) -> None:
         self._streams = generation.streams
         self._index = index
         self._config = config.streams
-        self._door = door
+        self._auth = auth
 
     async def state(self, request: Request) -> ASGIApp:
         return answer(await self._shown(request, await self._find(request)))
@@ -107,7 +107,7 @@ class NativeRoutes:
         return answer(await self._shown(request, found))
 
     async def delete(self, request: Request) -> ASGIApp:
-        owner = self._door.owner(request.headers)
+        owner = self._auth.owner(request.headers)
         await self._streams.discard(owner, ById(StreamId(request.path_params["id"])))
         return Response(status_code=204)
 
@@ -132,7 +132,7 @@ class NativeRoutes:
         return await unless_left(request.receive, _state(found, self._index))
 
     async def _find(self, request: Request) -> Found:
-        owner = self._door.owner(request.headers)
+        owner = self._auth.owner(request.headers)
         found = await self._streams.find(owner, ById(StreamId(request.path_params["id"])))
         if found is None:
             raise RequestError("stream_not_found", "There is no such stream, or it has expired.")

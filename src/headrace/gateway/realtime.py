@@ -52,7 +52,7 @@ class RealtimeSockets:
         self,
         generation: Generation,
         config: ServerConfig,
-        door: Auth,
+        auth: Auth,
         bodies: Bodies,
         routes: GenerationRoutes,
     ) -> None:
@@ -60,7 +60,7 @@ class RealtimeSockets:
         self.config = config.streams
         self.bodies = bodies
         self.routes = routes
-        self._door = door
+        self._auth = auth
 
     async def serve(self, socket: WebSocket) -> None:
         """Until the client leaves, sends a bad key, or the server goes."""
@@ -72,17 +72,17 @@ class RealtimeSockets:
         headers = socket.headers
         try:
             try:
-                self._door.check(headers)
+                self._auth.check(headers)
             except RequestError as refused:
                 if refused.code != "invalid_api_key":
                     raise
                 headers = await _hello(socket)
-                self._door.check(headers)
+                self._auth.check(headers)
         except RequestError as refused:
             await _send(socket, _refusal(None, refused))
             await socket.close(_BAD_KEY, refused.code)
             return
-        await RealtimeSocket(self, socket, self._door.owner(headers)).run()
+        await RealtimeSocket(self, socket, self._auth.owner(headers)).run()
 
 
 async def _hello(socket: WebSocket) -> Headers:

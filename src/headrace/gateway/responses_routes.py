@@ -66,12 +66,12 @@ class EarlierResponses:
 
 class ResponsesRoutes:
     def __init__(
-        self, generation: Generation, config: ServerConfig, door: Auth, bodies: Bodies
+        self, generation: Generation, config: ServerConfig, auth: Auth, bodies: Bodies
     ) -> None:
         self._generation = generation
         self._earlier = EarlierResponses(generation, config.http.max_body_bytes)
         self._config = config.streams
-        self._door = door
+        self._auth = auth
         self._bodies = bodies
 
     async def read(self, request: Request) -> ASGIApp:
@@ -92,7 +92,7 @@ class ResponsesRoutes:
 
     async def delete(self, request: Request) -> ASGIApp:
         id = (await self._find(request)).record.id
-        await self._generation.streams.discard(self._door.owner(request.headers), ById(id))
+        await self._generation.streams.discard(self._auth.owner(request.headers), ById(id))
         return answer({"id": id, "object": "response", "deleted": True})
 
     async def input_items(self, request: Request) -> ASGIApp:
@@ -114,7 +114,7 @@ class ResponsesRoutes:
         async with self._bodies.read(request) as body:
             reading = self._generation.work.do("read", body, ROUTE)
             checked = _decode(await unless_left(request.receive, reading))
-        counting = self._count(checked, self._door.owner(request.headers))
+        counting = self._count(checked, self._auth.owner(request.headers))
         num_tokens = await unless_left(request.receive, counting)
         return answer({"object": "response.input_tokens", "input_tokens": num_tokens})
 
@@ -129,7 +129,7 @@ class ResponsesRoutes:
         return sum(len(prompt.token_ids) // 4 for prompt in encoded_of(await encoding))
 
     async def _find(self, request: Request) -> Found:
-        owner = self._door.owner(request.headers)
+        owner = self._auth.owner(request.headers)
         return await find(self._generation.streams, owner, request.path_params["id"])
 
 

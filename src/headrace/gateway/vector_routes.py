@@ -4,14 +4,13 @@ import secrets
 from collections.abc import Coroutine, Mapping
 from typing import Any
 
-import msgspec
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from headrace.gateway.auth import Auth, Endpoint
 from headrace.gateway.bodies import Bodies, HeldAnswer
 from headrace.gateway.delivery import unless_left
-from headrace.gateway.generation_routes import Marked
+from headrace.gateway.generation_routes import Marked, decode_checked
 from headrace.generation.generation import Generation
 from headrace.generation.vectors import Vectors
 from headrace.protocols import embeddings, rerank
@@ -20,14 +19,12 @@ from headrace.protocols.requests import CheckedBody
 
 _SLICE_BYTES = 256 << 10  # of vectors that one job writes
 
-_decode = msgspec.msgpack.Decoder(CheckedBody).decode
-
 
 class VectorRoutes:
-    def __init__(self, generation: Generation, door: Auth, bodies: Bodies) -> None:
+    def __init__(self, generation: Generation, auth: Auth, bodies: Bodies) -> None:
         self._generation = generation
         self._work = generation.work
-        self._door = door
+        self._auth = auth
         self._bodies = bodies
 
     def endpoints(self) -> dict[str, Endpoint]:
@@ -43,7 +40,7 @@ class VectorRoutes:
         """The work ends with its client."""
         async with self._bodies.read(request) as body:
             reading = self._work.do(job, body)
-            checked = _decode(await unless_left(request.receive, reading))
+            checked = decode_checked(await unless_left(request.receive, reading))
         making: Coroutine[Any, Any, bytes] = make(request, checked)
         whole = await unless_left(request.receive, making)
         return Marked(HeldAnswer(whole, self._bodies), checked.ignored, False)
@@ -51,7 +48,7 @@ class VectorRoutes:
     async def _embed(self, request: Request, checked: CheckedBody) -> bytes:
         fields = checked.fields
         model = self._generation.hosts.get(fields.get("model")).model
-        asked = embeddings.to_request(checked, model, self._door.owner(request.headers))
+        asked = embeddings.to_request(checked, model, self._auth.owner(request.headers))
         made = await self._generation.vectors.make(asked)
         wanted, as_base64 = fields.get("dimensions"), fields.get("encoding_format") == "base64"
         size = len(made.vectors[0])
@@ -66,7 +63,7 @@ class VectorRoutes:
 
     async def _rerank(self, request: Request, checked: CheckedBody) -> bytes:
         fields = checked.fields
-        owner = self._door.owner(request.headers)
+        owner = self._auth.owner(request.headers)
         made = await self._generation.vectors.make(
             rerank.to_request(checked, request.url.path, owner)
         )

@@ -267,12 +267,7 @@ class MessageBody:
         return block | {_DELTAS[piece.channel][1]: piece.text}
 
 
-def frames(record: Record) -> MessageFrames:
-    return MessageFrames(record)
-
-
-def response_body(record: Record) -> MessageBody:
-    return MessageBody(record)
+frames, response_body = MessageFrames, MessageBody
 
 
 def _event(kind: str, **more: Any) -> bytes:

@@ -190,13 +190,21 @@ def check_required(names: Iterable[str], body: Mapping[str, Any]) -> None:
             raise missing(name)
 
 
+def read_known(
+    table: Mapping[str, Kind], required: Iterable[str], body: dict[str, Any]
+) -> dict[str, Any]:
+    """The given fields of any route, each checked by itself."""
+    check_required(required, body)
+    fields = read_fields(table, body)
+    _refuse_unsupported(table, body)
+    return fields
+
+
 def read_common(
     table: Mapping[str, Kind], required: Iterable[str], body: dict[str, Any]
 ) -> dict[str, Any]:
     """The given fields of a generation route, checked as far as they need no model."""
-    check_required(required, body)
-    fields = read_fields(table, body)
-    refuse_unsupported(table, body)
+    fields = read_known(table, required, body)
     if fields.get("best_of", fields.get("n", 1)) != fields.get("n", 1):
         raise _unsupported("best_of", "the value of n")
     if fields.get("stream_options", {}).get(_BY_CHUNK) and not fields.get("stream"):
@@ -229,7 +237,7 @@ def max_tokens(fields: dict[str, Any]) -> int | None:
     return min((limit for limit in limits if limit != -1), default=None)
 
 
-def refuse_unsupported(table: Mapping[str, Kind], body: dict[str, Any]) -> None:
+def _refuse_unsupported(table: Mapping[str, Kind], body: dict[str, Any]) -> None:
     """RequestError for a known field that asks for what is not there."""
     for name, neutral in UNSUPPORTED.items():
         value = body.get(name)

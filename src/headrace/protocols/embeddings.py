@@ -13,7 +13,7 @@ from headrace.core.errors import RequestError
 from headrace.core.request import Ids, Prompt, Route, Text
 from headrace.generation.served import ServedModel
 from headrace.generation.vectors import VectorRequest
-from headrace.protocols.common_fields import TokenIds, check_required, refuse_unsupported
+from headrace.protocols.common_fields import TokenIds, read_known
 from headrace.protocols.dialect import encode
 from headrace.protocols.fields import (
     Array,
@@ -22,7 +22,6 @@ from headrace.protocols.fields import (
     Kind,
     String,
     check_count,
-    read_fields,
     wrong_type,
     wrong_value,
 )
@@ -82,10 +81,7 @@ TABLE: Mapping[str, Kind] = {
 
 def read(body: dict[str, Any]) -> dict[str, Any]:
     """The given fields, checked as far as they need no model."""
-    check_required(REQUIRED, body)
-    fields = read_fields(TABLE, body)
-    refuse_unsupported(TABLE, body)
-    return fields
+    return read_known(TABLE, REQUIRED, body)
 
 
 def add_prompt(fields: dict[str, Any], sentences: SentenceSpec) -> None:

@@ -11,7 +11,6 @@ from headrace.protocols import llama, openai, requests
 from headrace.protocols.fields import Array, Kind, Object, String
 from headrace.protocols.llama import LlamaBody, LlamaFrames
 from headrace.protocols.openai_completions import ends_of_gap
-from headrace.streams.record import Record
 
 ROUTE: Route = "/infill"
 SUMMARY = "Fill in a text's middle"
@@ -54,9 +53,4 @@ def to_request(fields: dict[str, Any], prompts: tuple[Prompt, ...], model: Serve
     return msgspec.structs.replace(request, sampling=sampling)
 
 
-def frames(record: Record) -> LlamaFrames:
-    return LlamaFrames(record)
-
-
-def response_body(record: Record) -> LlamaBody:
-    return LlamaBody(record)
+frames, response_body = LlamaFrames, LlamaBody

@@ -10,9 +10,9 @@ import msgspec
 from headrace.core.errors import RequestError
 from headrace.core.request import Route
 from headrace.generation.vectors import VectorRequest
-from headrace.protocols.common_fields import check_required, refuse_unsupported
+from headrace.protocols.common_fields import read_known
 from headrace.protocols.dialect import encode
-from headrace.protocols.fields import Array, Flag, Integer, Kind, String, read_fields, wrong_type
+from headrace.protocols.fields import Array, Flag, Integer, Kind, String, wrong_type
 from headrace.protocols.requests import CheckedBody
 
 ROUTES: tuple[Route, ...] = ("/v1/rerank", "/rerank")
@@ -51,10 +51,7 @@ pairs_of = msgspec.msgpack.Decoder(tuple[str, tuple[str, ...]]).decode
 
 def read(body: dict[str, Any]) -> dict[str, Any]:
     """The given fields, checked as far as they need no model."""
-    check_required(REQUIRED, body)
-    fields = read_fields(TABLE, body)
-    refuse_unsupported(TABLE, body)
-    return fields
+    return read_known(TABLE, REQUIRED, body)
 
 
 def to_request(checked: CheckedBody, route: Route, owner: str) -> VectorRequest:

@@ -235,7 +235,7 @@ class Jobs:
         if not fields.get("parse_special", True):
             message = "parse_special: false is not supported here; leave it out."
             raise RequestError("unsupported_parameter", message, "parse_special")
-        token_ids = self._encode(model, _to_prompt(fields)).tolist()
+        token_ids = self._ids(model, _to_prompt(fields)).tolist()
         longest = max_model_len.get(model.names[0], model.max_model_len)
         return encode(_listed(model, token_ids, fields) | {"max_model_len": longest})
 
@@ -243,7 +243,7 @@ class Jobs:
         fields = anthropic_messages.read_counted(decode(body))
         model = self._texts.get(fields["model"]).model
         (prompt,) = anthropic_messages.to_prompts(fields)
-        return encode({"input_tokens": len(self._encode(model, prompt))})
+        return encode({"input_tokens": len(self._ids(model, prompt))})
 
     def detokenize(self, body: bytes) -> bytes:
         model, fields = self._read(body, DETOKENIZE, "tokens")
@@ -266,7 +266,7 @@ class Jobs:
         refuse_images(fields.get("messages", ()), "this route takes text only")
         return self._texts.get(fields.get("model")).model, fields
 
-    def _encode(self, model: ServedModel, prompt: Prompt) -> "array[int]":
+    def _ids(self, model: ServedModel, prompt: Prompt) -> "array[int]":
         return self._tokenize(model, prompt)[0]
 
     def _tokenize(

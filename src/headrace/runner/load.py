@@ -22,7 +22,7 @@ from headrace.runner.runner import Runner
 from headrace.runner.trial import one_round
 
 _MAX_NUM_SEQS = {"cpu": 64, "cuda": 256}
-_CACHE_SHARE = {"cpu": 0.25, "cuda": 0.9}  # of the memory that is free after loading
+CACHE_SHARE = {"cpu": 0.25, "cuda": 0.9}  # of the memory that is free after loading
 _MIN_POSITIONS = 1024  # a model that cannot hold one sequence of that length is not served
 _MAX_POSITIONS = 4096  # of a model that states no limit
 _NATIVE = ("native-text", "native-multimodal")
@@ -157,7 +157,7 @@ def _layout(config: ModelConfig, spec: ModelSpec, lane: Lane, max_num_seqs: int)
     max_positions = min(limits, default=_MAX_POSITIONS)
     room, free = config.kv_cache_memory_bytes, free_bytes(lane.device)
     if room is None:
-        room = int(_CACHE_SHARE[lane.device.type] * free)
+        room = int(CACHE_SHARE[lane.device.type] * free)
     elif room > free:  # the system would promise it, and end the engine when it is written
         raise ModelError(
             f"--kv-cache-memory-bytes asks for {room >> 20} MiB and {free >> 20} MiB are free; "

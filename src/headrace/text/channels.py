@@ -284,7 +284,6 @@ REASONING_TAGS: Mapping[str, tuple[str, str]] = {
     "mistral": ("[THINK]", "[/THINK]"),
 }
 HARMONY = "harmony"
-REASONING_FORMATS = (*REASONING_TAGS, HARMONY)
 
 
 def reasoning_format(template: str) -> str:

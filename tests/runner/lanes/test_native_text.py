@@ -20,11 +20,6 @@ POSITION = 3 * 2 * 16 * 2 * 4  # bytes: layers, kv heads, head size, keys and va
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("native") / "tiny")
-
-
-@pytest.fixture(scope="module")
 def runner(folder: Path) -> Runner:
     return tiny_runner(folder)
 

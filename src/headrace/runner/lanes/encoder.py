@@ -7,13 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.checkpoints.headers import read_headers
 from headrace.checkpoints.spec import ModelSpec
-from headrace.core.errors import ModelError
 from headrace.core.layout import MemoryLayout
 from headrace.core.messages import LaneFacts
 from headrace.core.plan import BlockCopy, Chunk, SlotCopy
-from headrace.runner.lanes.foreign import Signature, Weights
+from headrace.runner.lanes.foreign import Signature, Weights, load_pretrained
 
 _MAX_PADDING = 1.5  # a forward takes prompts whose longest has so many tokens per token of another
 _SMALL = 16  # tokens; prompts up to this length share a forward whatever their lengths
@@ -48,8 +46,11 @@ class GenericEncoder:
         self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, kernels: str = "auto"
     ) -> None:
         """`kernels` chooses nothing here: torch computes all of it."""
+        from transformers import AutoModel, AutoModelForSequenceClassification
+
         self.tasks = (task_of(spec),)
-        self._model = _load(spec, dtype, self.tasks[0]).to(device).eval()
+        auto: Any = AutoModelForSequenceClassification if self.tasks == ("score",) else AutoModel
+        self._model = load_pretrained(auto, spec, dtype, _UNUSED).to(device).eval()
         self.device, self.dtype = device, dtype
         config = self._model.config
         self._signature = Signature.of(self._model.forward)
@@ -126,28 +127,3 @@ def _num_positions(model: Any, otherwise: int) -> int:
             padding = module.padding_idx
             return module.num_embeddings - (0 if padding is None else padding + 1)
     return otherwise
-
-
-def _load(spec: ModelSpec, dtype: torch.dtype, task: str) -> Any:
-    from transformers import AutoModel, AutoModelForSequenceClassification
-
-    read_headers(spec)  # a damaged file is named before transformers meets it
-    make: Any = AutoModelForSequenceClassification if task == "score" else AutoModel
-    model, report = make.from_pretrained(
-        spec.folder,
-        dtype=dtype,
-        local_files_only=True,
-        trust_remote_code=False,
-        use_safetensors=True,
-        ignore_mismatched_sizes=True,  # they are in the report
-        output_loading_info=True,
-    )
-    missing = [key for key in report["missing_keys"] if not key.startswith(_UNUSED)]
-    mismatched = [key if isinstance(key, str) else key[0] for key in report["mismatched_keys"]]
-    for keys, fault in ((missing, "is missing"), (mismatched, "has another shape")):
-        for key in keys:
-            raise ModelError(
-                f"Tensor {key} of {spec.name} {fault}; check config.json against the weights.",
-                "model_corrupt",
-            )
-    return model

@@ -1,7 +1,8 @@
 """Loads models that are not ours, and asks what their functions take and their objects hold."""
 
 import inspect
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,7 +12,10 @@ from torch import Tensor, nn
 from headrace.checkpoints.headers import read_headers
 from headrace.checkpoints.spec import ModelSpec
 from headrace.core.errors import ModelError
+from headrace.core.ids import SequenceId
 from headrace.core.layout import MemoryLayout
+from headrace.core.messages import LaneFacts
+from headrace.core.plan import Chunk, PromptInputs
 
 FOREIGN_ERRORS = (AttributeError, LookupError, NotImplementedError, TypeError, ValueError)
 """What code that is not ours raises where it is not made for what we give it."""
@@ -95,24 +99,51 @@ class Weights(NamedTuple):
         return cls(sum(p.numel() for p in parameters), sum(p.nbytes for p in parameters))
 
 
-class SlotRoom(NamedTuple):
-    """What a layout is asked for: bytes at most, sequences and their positions at most."""
+class SlotLane:
+    """What lanes share whose sequences have a dense cache in a slot, each run by itself."""
 
-    free_bytes: int
-    max_num_seqs: int
-    max_positions: int
-    block_size: int
+    tasks: tuple[str, ...] = ("generate",)
+    is_whole = False
+    vector_size = 0
+    facts = LaneFacts(memory="slot", mask="lazy-prefix")
 
-    def slots(self, per_position: int) -> MemoryLayout:
+    def layout(
+        self, free_bytes: int, max_num_seqs: int, max_positions: int, block_size: int
+    ) -> MemoryLayout:
         """Slots that each hold a sequence of the greatest length, as many as fit."""
-        each = per_position * self.max_positions
-        num_slots = max(1, min(self.max_num_seqs, self.free_bytes // each))
-        longest = min(self.max_positions, self.free_bytes // num_slots // per_position)
-        return MemoryLayout(block_size=self.block_size, num_slots=num_slots, max_positions=longest)
+        per_position = self._measure()
+        num_slots = max(1, min(max_num_seqs, free_bytes // (per_position * max_positions)))
+        longest = min(max_positions, free_bytes // num_slots // per_position)
+        return MemoryLayout(block_size=block_size, num_slots=num_slots, max_positions=longest)
+
+    def begin(self, sequence_id: SequenceId, inputs: PromptInputs) -> None:
+        """Its works bring all that it shows."""
+
+    def end(self, sequence_id: SequenceId) -> None:
+        """Its slot is given to another."""
+
+    def forward(self, chunks: Sequence[Chunk], token_ids: Sequence["array[int]"]) -> Tensor:
+        return torch.cat([self._run(*each) for each in zip(chunks, token_ids, strict=True)])
+
+    def logits(self, rows: Tensor) -> Tensor:
+        return rows.float()
+
+    def _run(self, chunk: Chunk, token_ids: "array[int]") -> Tensor:
+        """Logits [num_rows, vocab] of the chunk's last tokens; the slot's cache grows by all."""
+        raise NotImplementedError
+
+    def _measure(self) -> int:
+        """Bytes per position of a cache."""
+        raise NotImplementedError
 
 
-def load_pretrained(auto: Any, spec: ModelSpec, dtype: torch.dtype) -> Any:
-    """The model by one of transformers' Auto classes; ModelError names a tensor that is wrong."""
+def load_pretrained(
+    auto: Any, spec: ModelSpec, dtype: torch.dtype, unused: str | None = None
+) -> Any:
+    """The model by one of transformers' Auto classes; ModelError names a tensor that is wrong.
+
+    Where only a part of the model runs, files may have more than it, and lack what begins `unused`.
+    """
     read_headers(spec)  # a damaged file is named before transformers meets it
     model, report = auto.from_pretrained(
         spec.folder,
@@ -123,9 +154,12 @@ def load_pretrained(auto: Any, spec: ModelSpec, dtype: torch.dtype) -> Any:
         ignore_mismatched_sizes=True,  # they are in the report
         output_loading_info=True,
     )
+    spared = {} if unused is None else {"unexpected_keys": "", "missing_keys": unused}
     for kind, fault in _FAULTS.items():
         for key in report[kind]:
             tensor = key if isinstance(key, str) else key[0]  # mismatched ones with their shapes
+            if kind in spared and tensor.startswith(spared[kind]):
+                continue
             raise ModelError(
                 f"Tensor {tensor} of {spec.name} {fault}; check config.json against the weights.",
                 "model_corrupt",

@@ -22,6 +22,7 @@ from headrace.runner.lanes.foreign import (
     FOREIGN_ERRORS,
     TOLERANCE,
     Signature,
+    Weights,
     load_pretrained,
     tensor_bytes,
 )
@@ -62,9 +63,7 @@ class GenericText:
         except NotOnBlocks as reason:
             self._slots.why = f"{name} {reason}"
             logger.info("One forward per sequence: %s %s.", name, reason)
-        parameters = list(self._model.parameters())
-        self.num_parameters = sum(p.numel() for p in parameters)
-        self.weight_bytes = sum(p.nbytes for p in parameters)
+        self.num_parameters, self.weight_bytes = Weights.of(self._model)
 
     def layout(
         self, free_bytes: int, max_num_seqs: int, max_positions: int, block_size: int

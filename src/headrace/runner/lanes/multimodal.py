@@ -19,12 +19,11 @@ from headrace.checkpoints.spec import ModelSpec
 from headrace.core.errors import ModelError
 from headrace.core.ids import SequenceId, SlotId
 from headrace.core.layout import MemoryLayout
-from headrace.core.messages import LaneFacts
-from headrace.core.plan import BlockCopy, Chunk, EncodeChunk, EncodeWork, PromptInputs, SlotCopy
+from headrace.core.plan import BlockCopy, Chunk, EncodeChunk, EncodeWork, SlotCopy
 from headrace.runner.lanes.foreign import (
     TOLERANCE,
     Signature,
-    SlotRoom,
+    SlotLane,
     Weights,
     load_pretrained,
     tensor_bytes,
@@ -48,12 +47,8 @@ class _ImagePlace:
     positions: Tensor | None = None  # [axes, 1, tokens] of the prompt
 
 
-class GenericMultimodal:
+class GenericMultimodal(SlotLane):
     id = "generic-multimodal"
-    tasks = ("generate",)
-    is_whole = False
-    vector_size = 0
-    facts = LaneFacts(memory="slot", mask="lazy-prefix")
     source = None
 
     def __init__(
@@ -76,20 +71,8 @@ class GenericMultimodal:
         self.num_parameters, self.weight_bytes = Weights.of(self._model)
         self._check_cuts(spec)
 
-    def layout(
-        self, free_bytes: int, max_num_seqs: int, max_positions: int, block_size: int
-    ) -> MemoryLayout:
-        room = SlotRoom(free_bytes, max_num_seqs, max_positions, block_size)
-        return room.slots(self._measure())
-
     def open(self, layout: MemoryLayout) -> None:
         self._places.clear()
-
-    def begin(self, sequence_id: SequenceId, inputs: PromptInputs) -> None:
-        """Its images come with its works."""
-
-    def end(self, sequence_id: SequenceId) -> None:
-        """Its slot is given to another."""
 
     def encode(self, chunk: EncodeChunk, work: EncodeWork) -> bool:
         place = self._place(chunk.slot_id, chunk.sequence_id, chunk.work == 0)
@@ -134,12 +117,7 @@ class GenericMultimodal:
     def _new_cache(self) -> Any:
         return DynamicCache(config=self._text_config)
 
-    def forward(self, chunks: Sequence[Chunk], token_ids: Sequence["array[int]"]) -> Tensor:
-        rows = [self._run(chunk, ids) for chunk, ids in zip(chunks, token_ids, strict=True)]
-        return torch.cat(rows)
-
     def _run(self, chunk: Chunk, token_ids: "array[int]") -> Tensor:
-        """Logits [num_rows, vocab] of the chunk's last tokens; the slot's cache grows by all."""
         place = self._place(chunk.slot_id, chunk.sequence_id, chunk.start == 0)
         if chunk.start == 0:
             place.cache, place.num_used, place.shown = self._new_cache(), 0, None
@@ -189,9 +167,6 @@ class GenericMultimodal:
         inside = known[:, :, start : start + length]
         return torch.cat([inside, after[max(0, num - start) :].expand(3, 1, -1)], dim=-1)
 
-    def logits(self, rows: Tensor) -> Tensor:
-        return rows.float()
-
     def copy(self, blocks: Sequence[BlockCopy], slots: Sequence[SlotCopy]) -> None:
         for copy in slots:
             source = self._places[copy.source]
@@ -224,7 +199,6 @@ class GenericMultimodal:
 
     @torch.inference_mode()
     def _measure(self) -> int:
-        """Bytes per position of a cache."""
         chunk = Chunk(SequenceId(-1), 0, _PROBE, 1, (), array("i"), SlotId(0))
         self._run(chunk, array("i", [0] * _PROBE))
         return max(1, -(-tensor_bytes(self._places[SlotId(0)].cache) // _PROBE))

@@ -39,8 +39,7 @@ class Pixels(msgspec.Struct, frozen=True):
 class FeatureCache:
     """Rows of images that were seen, by mark; the one that was not asked for longest goes first."""
 
-    def __init__(self, max_bytes: int = _FEATURE_BYTES) -> None:
-        self._max_bytes = max_bytes
+    def __init__(self) -> None:
         self._rows: OrderedDict[bytes, Tensor] = OrderedDict()
         self._num_bytes = 0
 
@@ -55,5 +54,5 @@ class FeatureCache:
             self._num_bytes -= known.nbytes
         self._rows[mark] = rows
         self._num_bytes += rows.nbytes
-        while len(self._rows) > 1 and self._num_bytes > self._max_bytes:
+        while len(self._rows) > 1 and self._num_bytes > _FEATURE_BYTES:
             self._num_bytes -= self._rows.popitem(last=False)[1].nbytes

@@ -17,21 +17,20 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from headrace.checkpoints.spec import ModelSpec
 from headrace.core.errors import ModelError
-from headrace.core.ids import SequenceId, SlotId
+from headrace.core.ids import SlotId
 from headrace.core.layout import MemoryLayout
-from headrace.core.messages import LaneFacts
 from headrace.core.plan import (
     BlockCopy,
     Chunk,
     EncodeChunk,
     EncodeWork,
-    PromptInputs,
     SlotCopy,
     SourceForm,
 )
 from headrace.runner.lanes.foreign import (
+    TOLERANCE,
     Signature,
-    SlotRoom,
+    SlotLane,
     Weights,
     load_pretrained,
     tensor_bytes,
@@ -39,7 +38,6 @@ from headrace.runner.lanes.foreign import (
 )
 
 _PROBE = 48  # tokens of a source, of which the walk and the cuts are proved
-_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 _NORMS = ("final_layer_norm", "layer_norm")
 
 
@@ -97,12 +95,8 @@ class _Slot:
     cache: Any = field(default=None)
 
 
-class Seq2SeqSource:
+class Seq2SeqSource(SlotLane):
     id = "generic-seq2seq-source"
-    tasks = ("generate",)
-    is_whole = False
-    vector_size = 0
-    facts = LaneFacts(memory="slot", mask="lazy-prefix")
 
     def __init__(
         self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, kernels: str = "auto"
@@ -121,20 +115,8 @@ class Seq2SeqSource:
         num_units = len(self._encoder.layers) + 1 if can_be_cut else 1
         self.source = SourceForm(self._start_ids, num_units, can_be_cut)
 
-    def layout(
-        self, free_bytes: int, max_num_seqs: int, max_positions: int, block_size: int
-    ) -> MemoryLayout:
-        room = SlotRoom(free_bytes, max_num_seqs, max_positions, block_size)
-        return room.slots(self._measure())
-
     def open(self, layout: MemoryLayout) -> None:
         self._slots.clear()
-
-    def begin(self, sequence_id: SequenceId, inputs: PromptInputs) -> None:
-        """Its source comes with its works."""
-
-    def end(self, sequence_id: SequenceId) -> None:
-        """Its slot is given to another."""
 
     def encode(self, chunk: EncodeChunk, work: EncodeWork) -> bool:
         """The last unit makes the keys and values of cross-attention, and ends the encoder."""
@@ -163,21 +145,14 @@ class Seq2SeqSource:
     def _new_cache(self, cross: Any) -> Any:
         return EncoderDecoderCache(DynamicCache(config=self._model.config.get_text_config()), cross)
 
-    def forward(self, chunks: Sequence[Chunk], token_ids: Sequence["array[int]"]) -> Tensor:
-        rows = [
-            self._run(chunk, ids, chunk.num_rows)
-            for chunk, ids in zip(chunks, token_ids, strict=True)
-        ]
-        return torch.cat(rows)
-
-    def _run(self, chunk: Chunk, ids: "array[int]", num_rows: int) -> Tensor:
+    def _run(self, chunk: Chunk, token_ids: "array[int]") -> Tensor:
         slot = self._slots[chunk.slot_id]
         width = self._model.config.get_text_config().hidden_size
         # the source is in the cache: only its length is read of these
         stand_in = torch.zeros(1, dtype=self.dtype, device=self.device).expand(
             1, slot.num_source, width
         )
-        return self._decode(slot.cache, ids, num_rows, BaseModelOutput(stand_in))
+        return self._decode(slot.cache, token_ids, chunk.num_rows, BaseModelOutput(stand_in))
 
     def _decode(
         self, cache: Any, ids: "array[int]", num_rows: int, encoded: BaseModelOutput
@@ -192,9 +167,6 @@ class Seq2SeqSource:
         }
         logits: Tensor = self._model(**self._signature.accepted(offered)).logits
         return logits[0, logits.shape[1] - num_rows :]
-
-    def logits(self, rows: Tensor) -> Tensor:
-        return rows.float()
 
     def copy(self, blocks: Sequence[BlockCopy], slots: Sequence[SlotCopy]) -> None:
         """The source's part is never written again, and shared."""
@@ -222,7 +194,7 @@ class Seq2SeqSource:
         except (AttributeError, IndexError, TypeError, ValueError, RuntimeError):
             return False
         error = (got - expected).abs().max()
-        return bool(error <= _TOLERANCE[self.dtype] * expected.abs().max())
+        return bool(error <= TOLERANCE[self.dtype] * expected.abs().max())
 
     @torch.inference_mode()
     def _measure(self) -> int:
