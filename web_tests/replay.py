@@ -19,6 +19,7 @@ class Replay:
         """`pieces`: the deltas of each answer; `modalities`: what the model `replayed` takes."""
         self.asked: list[dict[str, Any]] = []
         self.pieces = pieces
+        self.pause_s = PAUSE_S
         self.modalities = modalities or ("text",)
         self.real_url = real_url
         replay = self
@@ -51,7 +52,7 @@ class Replay:
                 for number, frame in enumerate(replay.frames()):
                     self.wfile.write(frame)
                     if number % BURST == BURST - 1:
-                        time.sleep(PAUSE_S)
+                        time.sleep(replay.pause_s)
                 self.close_connection = True
 
             def _answer(self, names: dict[str, str], body: bytes) -> None:

@@ -30,7 +30,7 @@ def main() -> None:
         set_scheme(page, "dark", 390, 800)
         time.sleep(0.5)
         driver.save_screenshot(str(IMAGES / "chat-phone.png"))
-        set_scheme(page, "light", 1100, 1200)
+        set_scheme(page, "light", 1100, 1500)
         page.open("/dashboard")
         eventually(lambda: page.find("#try").is_enabled() and page.texts("dd"))
         page.find("#try").click()

@@ -1,6 +1,7 @@
 """The chat as a person uses it."""
 
 import json
+import random
 
 import pytest
 from selenium.common.exceptions import JavascriptException
@@ -104,27 +105,67 @@ def test_hostile_text_does_nothing(page: Page, tmp_path: object) -> None:
     page.driver.get_log("browser")  # which names what the policy forbade
 
 
+GROW = """
+const done = arguments[arguments.length - 1];
+import("/web/markdown.js").then(({MarkdownView}) => {
+  const [text, sizes] = arguments;
+  const [root, whole] = [document.createElement("div"), document.createElement("div")];
+  const view = new MarkdownView(root);
+  const differ = [];
+  for (let n = 0, k = 0; n < text.length; k++) {
+    n = Math.min(n + sizes[k % sizes.length], text.length);
+    while (!view.update(text.slice(0, n), k % 2 ? Infinity : 0));
+    if (k % 10 && n < text.length) continue;
+    const now = document.createElement("div");
+    new MarkdownView(now).update(text.slice(0, n));
+    if (!root.isEqualNode(now)) differ.push(text.slice(0, n));
+  }
+  new MarkdownView(whole).update(text);
+  done([differ, [...whole.querySelectorAll("*")].map(n => n.localName)]);
+});
+"""
+"""A text that grows by pieces of `sizes`, half of the time with no time to show it at once."""
+
+
 def test_markdown_is_shown(page: Page) -> None:
-    script = """
-    const done = arguments[arguments.length - 1];
-    import("/web/markdown.js").then(({MarkdownView}) => {
-      const root = document.createElement("div");
-      const view = new MarkdownView(root);
-      const text = arguments[0];
-      for (let n = 1; n <= text.length; n++) view.update(text.slice(0, n));
-      const whole = document.createElement("div");
-      new MarkdownView(whole).update(text);
-      done([root.isEqualNode(whole), [...whole.querySelectorAll("*")].map(n => n.localName)]);
-    });
-    """
     text = (
         "# Title\n\nSome *text* and **more** `code`, 2 * 3 * 4, snake_case_name.\n\n"
         "- one\n- two\n  1. nested\n\n> said\n\n```py\nx = 'a' # b\n```\n\n---\nhttps://e.example."
         "\n\na line\n| a | b \\| c |\n|---|:-:|\n| *1* | 2 | 3 |\n| 4\n\nafter"
     )
-    is_equal, tags = page.driver.execute_async_script(script, text)
-    assert is_equal  # shown piece by piece as at once
+    differ, tags = page.driver.execute_async_script(GROW, text, [1])
+    assert differ == []  # shown piece by piece as at once
     for tag in ("h3", "em", "strong", "code", "ul", "ol", "blockquote", "pre", "span", "hr", "a"):
         assert tag in tags
     assert tags.count("em") == 2
     assert [tags.count(tag) for tag in ("table", "tr", "th", "td")] == [1, 3, 2, 4]
+
+
+def test_markdown_that_grows_is_shown_as_at_once(page: Page) -> None:
+    lines = ["", "", "a line", "*more*", "- one", "  two", "- [ ] three", "    - deep", "1. first"]
+    lines += ["> said", "> - one", ">   two", "> ```", "```js", "let x; /* open", "end */ y", "```"]
+    lines += ["| a | b |", "|---|---|", "| 1 | 2 |", "---", "## Part", "- > a", "  > b", "-", "   "]
+    for seed in range(40):
+        dice = random.Random(seed)
+        text = "\n".join(dice.choices(lines, k=dice.choice((8, 30, 90))))
+        sizes = dice.choices((1, 3, 9, 40), k=20)
+        differ, _ = page.driver.execute_async_script(GROW, text, sizes)
+        assert differ == [], seed
+
+
+def test_long_code_is_coloured_and_whole(page: Page) -> None:
+    lines = [f"let x{number} = 1;" for number in range(100)]
+    lines[5], lines[70] = "/* from here", "to here */ let y;"
+    script = """
+    const done = arguments[arguments.length - 1];
+    import("/web/markdown.js").then(({MarkdownView}) => {
+      const root = document.createElement("div");
+      new MarkdownView(root).update(arguments[0]);
+      const comments = [...root.querySelectorAll(".hl-comment")].map(n => n.textContent);
+      done([root.querySelector("code").textContent, comments.join("")]);
+    });
+    """
+    fenced = "\n".join(["```js", *lines, "```", ""])
+    code, comment = page.driver.execute_async_script(script, fenced)
+    assert code == "\n".join(lines)
+    assert comment == "\n".join([*lines[5:70], "to here */"])

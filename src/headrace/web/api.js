@@ -1,5 +1,6 @@
 // Requests to the server, with the key that the person gave, and server-sent events.
 
+import { breathe } from "./dom.js";
 import { settings } from "./settings.js";
 
 export function headers(more = {}) {
@@ -15,6 +16,8 @@ export function ask(path, options = {}) {
   return fetch(new URL(path.slice(1), root), { cache: "no-store", ...options, headers: headers(options.headers) });
 }
 
+const SLICE_MS = 10; // of the events that have come at once
+
 export async function errorOf(response) {
   try {
     const { error } = await response.json();
@@ -29,6 +32,7 @@ export async function* events(response, alive = () => {}) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   let frame = { id: "", event: "", data: "" };
+  let since = performance.now();
   try {
     for (;;) {
       const { value, done } = await reader.read();
@@ -37,6 +41,10 @@ export async function* events(response, alive = () => {}) {
       const lines = (rest + value).split("\n");
       rest = lines.pop();
       for (const line of lines) {
+        if (performance.now() - since > SLICE_MS) {
+          await breathe();
+          since = performance.now();
+        }
         if (line === "") {
           if (frame.data) yield frame;
           frame = { id: "", event: "", data: "" };

@@ -70,9 +70,9 @@ export function drawGaps(canvas, gaps, target) {
   });
   line(pen, 0, base, width, base, "line");
   text(pen, "0 ms", 0, height - 6);
-  text(pen, `${most.toFixed(0)} ms`, width, height - 6, "right");
+  const x = ((target ?? 0) / most) * width;
+  if (width - x > 90) text(pen, `${most.toFixed(0)} ms`, width, height - 6, "right"); // beside the target's
   if (target == null) return;
-  const x = (target / most) * width;
   line(pen, x, 8, x, base, "bad");
   text(pen, `${target} ms`, x, height - 6, "center");
 }

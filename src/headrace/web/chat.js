@@ -1,9 +1,10 @@
 // The chat: which conversation is in view, what is sent, and a follower for each answer due.
 
 import { ask } from "./api.js";
-import { button, el, newId } from "./dom.js";
+import { el, newId } from "./dom.js";
 import { Follower } from "./follow.js";
 import { imagesIn, readImage, thumbnails } from "./images.js";
+import { ConversationList } from "./list.js";
 import { MessageView } from "./message.js";
 import { isOneOfSeveral, loadModels, modelOf, showModels, takesImages } from "./models.js";
 import { choicesOf, defaults, faultOf, NUMBERS, sampling, saveSettings, settings } from "./settings.js";
@@ -11,13 +12,16 @@ import * as store from "./store.js";
 import { exportAll, importAll } from "./transfer.js";
 
 const $ = (id) => document.getElementById(id);
+const SLICE_MS = 4; // of building in a frame; style and layout take several times as long
 const followers = new Map(); // by message id
 let current = null; // the conversation in view
 let messages = new Map(); // its messages
 let views = new Map();
-let found = null; // ids that match the search; null: all
 let draft = defaults(); // the choices of a conversation that has not begun
 let attached = []; // pictures of the message being written
+const due = new Set(); // ids of messages that are to be shown anew
+let isPainting = false; // soon
+let isAtEnd = true; // of the thread: a window that changes its size leaves it so
 
 // what is in view
 
@@ -64,21 +68,17 @@ const acts = {
 
 function showThread() {
   const thread = $("thread");
-  views = new Map();
-  thread.replaceChildren(...path().map((message) => {
-    const view = new MessageView(message, acts);
-    views.set(message.id, view);
-    view.show(followers.get(message.id));
-    return view.node;
-  }));
+  views = new Map(path().map((message) => [message.id, new MessageView(message, acts)]));
+  thread.replaceChildren(...[...views.values()].map(({ node }) => node));
   if (!views.size) thread.append(el("p", { class: "hint" }, "Ask something. You may close this page at any time: the answer goes on, and you find it here. Enter sends, Shift+Enter breaks the line."));
   $("title").textContent = current?.title ?? "New conversation";
   document.title = current ? `${current.title} · Headrace` : "Headrace";
   $("rename").hidden = $("delete").hidden = !current;
   showChoices();
-  thread.scrollTop = thread.scrollHeight;
   isAtEnd = true;
-  showButtons();
+  due.clear();
+  for (const id of [...views.keys()].reverse()) due.add(id); // what is in view comes first
+  paint();
 }
 
 const choices = () => (current ? current.choices ?? defaults() : draft);
@@ -95,16 +95,9 @@ function showButtons() {
   $("send").hidden = isLive;
 }
 
-async function showList() {
-  const all = (await store.conversations()).sort((a, b) => b.updated - a.updated);
-  const live = new Set([...followers.values()].map((one) => one.answer.conversation));
-  $("list").replaceChildren(...all.filter((one) => !found || found.has(one.id)).map((one) => {
-    const mark = live.has(one.id) ? el("span", { class: "mark", role: "img", "aria-label": "answer is coming" }) : null;
-    const open = button("", () => show(one.id), { "aria-current": one.id === current?.id ? "true" : null });
-    open.append(one.title, ...(mark ? [mark] : []));
-    return el("li", {}, open);
-  }));
-}
+const list = new ConversationList($("list"), (id) => show(id));
+const isLive = (id) => [...followers.values()].some(({ answer }) => answer.conversation === id);
+const showList = () => list.show(current?.id, isLive);
 
 async function show(id) {
   current = id ? (await store.conversation(id)) ?? null : null;
@@ -119,7 +112,6 @@ async function show(id) {
 
 // answers
 
-let isAtEnd = true; // of the thread: a window that changes its size leaves it so
 $("thread").addEventListener("scroll", ({ target }) => (isAtEnd = target.scrollHeight - target.scrollTop - target.clientHeight < 80));
 new ResizeObserver(() => isAtEnd && ($("thread").scrollTop = $("thread").scrollHeight)).observe($("thread"));
 
@@ -145,19 +137,29 @@ async function followLive() {
   }
 }
 
-const due = new Set();
-
-// At most once a frame; seldom while the page is hidden, when there are none.
-function changed(follower) {
-  if (!due.size) (document.hidden ? (act) => setTimeout(act, 200) : requestAnimationFrame)(paint);
-  due.add(follower);
+function changed({ answer }) {
+  if (!inView(answer)) return;
+  due.add(answer.id);
+  paintSoon();
 }
 
+// At most once a frame; seldom while the page is hidden, when there are none.
+function paintSoon() {
+  if (!isPainting) (document.hidden ? (act) => setTimeout(act, 200) : requestAnimationFrame)(paint);
+  isPainting = true;
+}
+
+// What one frame has no time for, the next ones show.
 function paint() {
+  isPainting = false;
   const thread = $("thread");
   const wasAtEnd = isAtEnd;
-  for (const follower of due) if (inView(follower.answer)) views.get(follower.answer.id)?.show(follower);
-  due.clear();
+  const deadline = performance.now() + SLICE_MS;
+  for (const id of due) {
+    if (views.get(id)?.show(followers.get(id), deadline) ?? true) due.delete(id);
+    if (performance.now() > deadline) break;
+  }
+  if (due.size) paintSoon();
   if (wasAtEnd) thread.scrollTop = thread.scrollHeight;
   showButtons();
 }
@@ -302,17 +304,6 @@ function showAttached() {
 
 // the page
 
-async function search() {
-  const wanted = $("search").value.trim().toLowerCase();
-  found = null;
-  if (wanted) {
-    const inTitles = (await store.conversations()).filter((one) => one.title.toLowerCase().includes(wanted)).map((one) => one.id);
-    const inTexts = (await store.allMessages()).filter((one) => one.text.toLowerCase().includes(wanted)).map((one) => one.conversation);
-    found = new Set([...inTitles, ...inTexts]);
-  }
-  await showList();
-}
-
 async function rename() {
   const title = await question("Rename the conversation", current.title);
   if (!title) return;
@@ -348,7 +339,7 @@ $("rename").addEventListener("click", rename);
 $("delete").addEventListener("click", remove);
 $("settings").addEventListener("click", () => openChoices(false));
 $("options").addEventListener("click", () => openChoices(true));
-$("search").addEventListener("input", search);
+$("search").addEventListener("input", async ({ target }) => (await list.search(target.value)) && showList());
 $("export").addEventListener("click", exportAll);
 $("import").addEventListener("click", () => $("file").click());
 $("file").addEventListener("change", async ({ target }) => {

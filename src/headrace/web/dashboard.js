@@ -97,7 +97,7 @@ function show() {
   const { engine, waiting, blocks, slots } = state;
   const used = (memory) => (memory?.total ? `${memory.total - memory.free} of ${memory.total}` : "none");
   const figures = {
-    State: state.state, Model: state.model, Lane: `${engine.lane ?? "–"} on ${engine.device ?? "–"}`,
+    State: state.state, Model: state.model, Lane: engine.lane ?? "–", Device: engine.device ?? "–",
     Running: state.running, Waiting: `${waiting.requests} (${waiting.tokens} tokens)`,
     "Blocks used": used(blocks), "Slots used": used(slots), "Engine restarts": Math.max(engine.starts - 1, 0),
     Steps: state.num_steps, "Stall target": engine.stall_target_ms == null ? "none" : `${engine.stall_target_ms} ms`,

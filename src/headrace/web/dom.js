@@ -43,6 +43,15 @@ export function copyButton(label, text) {
   return made;
 }
 
+// Lets the page act on what has happened meanwhile. A timer would wait while the page is hidden.
+export function breathe() {
+  return new Promise((resolve) => {
+    const { port1, port2 } = new MessageChannel();
+    port1.onmessage = () => resolve(port1.close());
+    port2.postMessage(null);
+  });
+}
+
 export function duration(seconds) {
   if (seconds < 10) return `${seconds.toFixed(1)} s`;
   if (seconds < 100) return `${Math.round(seconds)} s`;

@@ -1,11 +1,17 @@
-// Shows Markdown that grows. Builds nodes, never HTML. Blocks that are complete stay as they are.
+// Shows Markdown that grows. Builds nodes, never HTML.
+//
+// A block is begun once and grows: what has been shown of a long table, list, quote or piece of
+// code is not built again. Only the last lines are in doubt, since what follows may change what
+// they are. `show` and `grow` stop at their deadline (as of performance.now()) and go on when they
+// are called again.
 
 import { copyButton, el } from "./dom.js";
 import { highlight } from "./highlight.js";
+import { extend, Pieces } from "./text.js";
 
 const MAX_DEPTH = 6;
 const MAX_LINK = 2000;
-const MAX_ITEMS = 50; // of a node: a longer list is several, so that what is complete need not be built again
+const NUM_IN_DOUBT = 2; // lines at the end of a text; each depth has one more
 const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([\w+#.-]*)/;
 const ITEM = /^( {0,3})([-*+]|\d{1,9}[.)])( +|$)/;
 const QUOTE = /^ {0,3}> ?/;
@@ -16,62 +22,131 @@ const RULE = /^ {0,3}([-*_])( *\1){2,} *$/;
 export class MarkdownView {
   constructor(root) {
     this.root = root;
+    this.begin();
+  }
+
+  begin() {
+    this.root.replaceChildren();
+    this.blocks = new Blocks(this.root, 0);
     this.text = "";
-    this.stable = 0; // text before it is shown by nodes that stay
-    this.num = 0; // those nodes
+    this.lines = [""];
+    this.isShown = true;
   }
 
-  update(text) {
-    if (!text.startsWith(this.text)) this.stable = this.num = 0;
-    if (text === this.text && this.num) return;
+  // Shows as much as it can by the deadline, and says whether that is all.
+  update(text, deadline = Infinity) {
+    if (!text.startsWith(this.text)) this.begin();
+    if (text === this.text && this.isShown) return true;
+    extend(this.lines, text.slice(this.text.length));
     this.text = text;
-    while (this.root.childNodes.length > this.num) this.root.lastChild.remove();
-    const lines = text.slice(this.stable).split("\n");
-    let offset = this.stable;
-    let at = 0;
-    while (at < lines.length) {
-      const [node, next] = block(lines, at, 0);
-      const size = lines.slice(at, next).reduce((sum, line) => sum + line.length + 1, 0);
-      if (node) this.root.append(node);
-      at = next;
-      offset += size;
-      if (at < lines.length - 1) {
-        this.stable = offset;
-        this.num = this.root.childNodes.length;
-      }
+    this.isShown = this.blocks.show(this.lines, deadline);
+    return this.isShown;
+  }
+}
+
+// The blocks of a text, one node each. The last lines of the text may change until the next call.
+class Blocks {
+  constructor(root, depth) {
+    this.root = root;
+    this.depth = depth;
+    this.at = 0; // the line where the last block that is kept begins
+    this.last = null;
+    this.rest = []; // nodes behind that block
+  }
+
+  show(lines, deadline) {
+    const numFinal = lines.length - NUM_IN_DOUBT - this.depth;
+    removeAll(this.rest);
+    if (!this.isSettled) this.drop();
+    while (this.at < lines.length) {
+      if (!this.last) this.begin(lines, numFinal);
+      const next = this.last.grow(lines, numFinal, deadline);
+      if (next === null) return false;
+      if (next + 1 >= numFinal) return this.showRest(lines, next);
+      this.at = next;
+      this.last = null;
+      if (performance.now() > deadline) return false;
     }
+    return true;
+  }
+
+  begin(lines, numFinal) {
+    this.last = blockAt(lines, this.at, this.depth);
+    this.isSettled = this.at + 1 < numFinal; // two lines say what a block is
+    if (this.last.node) this.root.append(this.last.node);
+  }
+
+  drop() {
+    this.last?.node?.remove();
+    this.last = null;
+  }
+
+  showRest(lines, next) {
+    for (let at = next; at < lines.length; ) {
+      const block = blockAt(lines, at, this.depth);
+      at = block.grow(lines, 0, Infinity);
+      if (block.node) this.rest.push(block.node);
+    }
+    this.root.append(...this.rest);
+    return true;
   }
 }
 
-function blocks(lines, depth) {
-  const nodes = [];
-  for (let at = 0; at < lines.length; ) {
-    const [node, next] = block(lines, at, depth);
-    if (node) nodes.push(node);
-    at = next;
-  }
-  return nodes;
+function removeAll(nodes) {
+  for (const node of nodes.splice(0)) node.remove();
 }
 
-// The block that begins at a line, and the line behind it.
-function block(lines, at, depth) {
+// A block has a node and a method grow: the line behind the block, or null where time was short.
+function blockAt(lines, at, depth) {
   const line = lines[at];
-  if (!line.trim()) return [null, at + 1];
   let found;
-  if ((found = FENCE.exec(line))) return fence(lines, at, found);
-  if ((found = HEADING.exec(line))) return [el(`h${Math.min(found[1].length + 2, 6)}`, {}, ...inline(found[2])), at + 1];
-  if (RULE.test(line)) return [el("hr"), at + 1];
-  if (beginsTable(lines, at)) return table(lines, at);
-  if (depth < MAX_DEPTH && QUOTE.test(line)) {
-    let next = at;
-    while (next < lines.length && QUOTE.test(lines[next])) next++;
-    const inner = lines.slice(at, next).map((quoted) => quoted.replace(QUOTE, ""));
-    return [el("blockquote", {}, ...blocks(inner, depth + 1)), next];
+  if (!line.trim()) return { node: null, grow: () => at + 1 };
+  if ((found = FENCE.exec(line))) return new Fence(at, found);
+  if ((found = HEADING.exec(line))) return whole(el(`h${Math.min(found[1].length + 2, 6)}`, {}, ...inline(found[2])), at);
+  if (RULE.test(line)) return whole(el("hr"), at);
+  if (beginsTable(lines, at)) return new Table(lines, at);
+  if (depth < MAX_DEPTH && QUOTE.test(line)) return new Quote(at, depth);
+  if (depth < MAX_DEPTH && (found = ITEM.exec(line))) return new List(at, found, depth);
+  return new Paragraph(at, depth);
+}
+
+const whole = (node, at) => ({ node, grow: () => at + 1 });
+
+class Paragraph {
+  constructor(at, depth) {
+    this.at = at;
+    this.depth = depth;
+    this.node = el("p");
   }
-  if (depth < MAX_DEPTH && (found = ITEM.exec(line))) return list(lines, at, found, depth);
-  let next = at + 1;
-  while (next < lines.length && lines[next].trim() && !startsBlock(lines[next], depth) && !beginsTable(lines, next)) next++;
-  return [el("p", {}, ...inline(lines.slice(at, next).join("\n"))), next];
+
+  grow(lines) {
+    let next = this.at + 1;
+    while (next < lines.length && lines[next].trim() && !startsBlock(lines[next], this.depth) && !beginsTable(lines, next)) next++;
+    const text = lines.slice(this.at, next).join("\n");
+    if (text !== this.text) this.node.replaceChildren(...inline(text));
+    this.text = text;
+    return next;
+  }
+}
+
+class Quote {
+  constructor(at, depth) {
+    this.next = at;
+    this.lines = []; // of what is quoted
+    this.numFinal = 0;
+    this.node = el("blockquote");
+    this.blocks = new Blocks(this.node, depth + 1);
+  }
+
+  grow(lines, numFinal, deadline) {
+    this.lines.length = this.numFinal;
+    let next = this.next;
+    for (; next < lines.length && QUOTE.test(lines[next]); next++) {
+      this.lines.push(lines[next].replace(QUOTE, ""));
+      if (next < numFinal) [this.next, this.numFinal] = [next + 1, this.lines.length];
+    }
+    return this.blocks.show(this.lines, deadline) ? next : null;
+  }
 }
 
 function startsBlock(line, depth) {
@@ -89,51 +164,113 @@ function beginsTable(lines, at) {
   return lines[at].includes("|") && DASHES.test(lines[at + 1] ?? "") && cells(lines[at]).length === cells(lines[at + 1]).length;
 }
 
-function table(lines, at) {
-  const sides = cells(lines[at + 1]).map((dashes) => (dashes.endsWith(":") ? (dashes.startsWith(":") ? "middle" : "right") : null));
-  const row = (line, tag) => {
-    const given = cells(line);
-    return el("tr", {}, ...sides.map((side, k) => el(tag, { class: side }, ...inline(given[k] ?? ""))));
-  };
-  let next = at + 2;
-  while (next < lines.length && lines[next].trim() && !startsBlock(lines[next], 0)) next++;
-  const body = lines.slice(at + 2, next).map((line) => row(line, "td"));
-  const made = el("table", {}, el("thead", {}, row(lines[at], "th")), body.length ? el("tbody", {}, ...body) : null);
-  return [el("div", { class: "table", tabindex: "0" }, made), next];
-}
-
-function fence(lines, at, [, mark, language]) {
-  let next = at + 1;
-  const closes = (line) => line.trim().startsWith(mark) && !line.trim().replaceAll(mark[0], "");
-  while (next < lines.length && !closes(lines[next])) next++;
-  const isClosed = next < lines.length;
-  const text = lines.slice(at + 1, next).join("\n");
-  const code = el("code", {}, ...(isClosed ? highlight(text, language) : [text]));
-  const head = el("div", { class: "code-head" }, el("span", {}, language || "text"), copyButton("Copy code", () => text));
-  return [el("div", { class: "code" }, head, el("pre", { tabindex: "0" }, code)), isClosed ? next + 1 : next];
-}
-
-function list(lines, at, first, depth) {
-  const isOrdered = /\d/.test(first[2]);
-  const items = [];
-  let next = at;
-  while (next < lines.length && items.length < MAX_ITEMS) {
-    const found = ITEM.exec(lines[next]);
-    if (!found || /\d/.test(found[2]) !== isOrdered) break;
-    const indent = found[0].length;
-    const inner = [lines[next].slice(indent)];
-    next++;
-    while (next < lines.length) {
-      const isInside = /^\s*/.exec(lines[next])[0].length >= Math.min(indent, 2);
-      const isBlank = !lines[next].trim();
-      if (isBlank ? !/^ {2,}\S/.test(lines[next + 1] ?? "") : !isInside) break;
-      inner.push(lines[next].replace(new RegExp(`^ {0,${indent}}`), ""));
-      next++;
-    }
-    items.push(el("li", {}, ...blocks(inner, depth + 1)));
+class Table {
+  constructor(lines, at) {
+    this.sides = cells(lines[at + 1]).map((dashes) => (dashes.endsWith(":") ? (dashes.startsWith(":") ? "middle" : "right") : null));
+    this.next = at + 2;
+    this.body = el("tbody");
+    this.rest = []; // rows that may change
+    this.node = el("div", { class: "table", tabindex: "0" }, el("table", {}, el("thead", {}, this.row(lines[at], "th")), this.body));
   }
-  const start = isOrdered ? { start: parseInt(first[2], 10) } : {};
-  return [el(isOrdered ? "ol" : "ul", start, ...items), next];
+
+  row(line, tag) {
+    const given = cells(line);
+    return el("tr", {}, ...this.sides.map((side, k) => el(tag, { class: side }, ...inline(given[k] ?? ""))));
+  }
+
+  grow(lines, numFinal, deadline) {
+    removeAll(this.rest);
+    let next = this.next;
+    for (; next < lines.length && lines[next].trim() && !startsBlock(lines[next], 0); next++) {
+      const row = this.row(lines[next], "td");
+      this.body.append(row);
+      if (next < numFinal) {
+        this.next = next + 1;
+        if (performance.now() > deadline) return null;
+      } else this.rest.push(row);
+    }
+    return next;
+  }
+}
+
+class Fence {
+  constructor(at, [, mark, language]) {
+    this.from = this.next = at + 1;
+    this.mark = mark;
+    const code = el("code");
+    this.pieces = new Pieces(code, (text, isInComment) => highlight(text, language, isInComment));
+    const head = el("div", { class: "code-head" }, el("span", {}, language || "text"), copyButton("Copy code", () => this.lines.slice(this.from, this.to).join("\n")));
+    this.node = el("div", { class: "code" }, head, el("pre", { tabindex: "0" }, code));
+  }
+
+  closes(line) {
+    return line.trim().startsWith(this.mark) && !line.trim().replaceAll(this.mark[0], "");
+  }
+
+  grow(lines, numFinal, deadline) {
+    let to = this.next; // lines before it do not close the block
+    while (to < lines.length && !this.closes(lines[to])) to++;
+    this.next = Math.max(this.from, Math.min(to, numFinal));
+    [this.lines, this.to] = [lines, to];
+    if (!this.pieces.show(lines.slice(this.from, to), numFinal - this.from, deadline)) return null;
+    return to < lines.length ? to + 1 : to;
+  }
+}
+
+class List {
+  constructor(at, [, , mark], depth) {
+    this.isOrdered = /\d/.test(mark);
+    this.depth = depth;
+    this.next = at;
+    this.item = null; // the last one that is kept
+    this.rest = []; // items that may change
+    this.node = el(this.isOrdered ? "ol" : "ul", this.isOrdered ? { start: parseInt(mark, 10) } : {});
+  }
+
+  grow(lines, numFinal, deadline) {
+    removeAll(this.rest);
+    let item = this.item;
+    if (item) item.lines.length = item.numFinal;
+    let next = this.next;
+    for (; next < lines.length; next++) {
+      const isFinal = next + 1 < numFinal; // a line and the one behind it
+      if (item?.takes(lines, next)) item.add(lines[next]);
+      else {
+        const found = ITEM.exec(lines[next]);
+        if (!found || /\d/.test(found[2]) !== this.isOrdered) break;
+        if (item && !item.blocks.show(item.lines, deadline)) return null;
+        item = new Item(lines[next], found[0].length, this.depth);
+        this.node.append(item.node);
+        if (!isFinal) this.rest.push(item.node);
+      }
+      if (isFinal) {
+        [this.item, this.next, item.numFinal] = [item, next + 1, item.lines.length];
+        if (performance.now() > deadline) return null;
+      }
+    }
+    return !item || item.blocks.show(item.lines, deadline) ? next : null;
+  }
+}
+
+class Item {
+  constructor(line, indent, depth) {
+    this.indent = indent;
+    this.margin = new RegExp(`^ {0,${indent}}`);
+    this.lines = [line.slice(indent)];
+    this.numFinal = 0;
+    this.node = el("li");
+    this.blocks = new Blocks(this.node, depth + 1);
+  }
+
+  // A line that is blank belongs to the item if an indented one follows.
+  takes(lines, at) {
+    if (!lines[at].trim()) return /^ {2,}\S/.test(lines[at + 1] ?? "");
+    return /^\s*/.exec(lines[at])[0].length >= Math.min(this.indent, 2);
+  }
+
+  add(line) {
+    this.lines.push(line.replace(this.margin, ""));
+  }
 }
 
 const LINK = /!?\[([^\[\]\n]{0,500})\]\(\s*<?([^\s()<>]{1,1500}(?:\([^\s()]{0,200}\))?)>?(?:\s+"[^"\n]{0,300}")?\s*\)/y;

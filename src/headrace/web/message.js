@@ -4,9 +4,24 @@ import { button, copyButton, duration, el } from "./dom.js";
 import { thumbnails } from "./images.js";
 import { MarkdownView } from "./markdown.js";
 import { loadingOf } from "./models.js";
+import { TextView } from "./text.js";
 
 const NAMES = { user: "You", assistant: "Answer", tool: "Results of tools" };
-const folded = (title, text) => el("details", { open: true }, el("summary", {}, title), el("pre", { tabindex: "0" }, text));
+
+// A text below its title, which folds it away.
+class Folded {
+  constructor() {
+    this.title = el("summary");
+    this.pre = el("pre", { tabindex: "0" });
+    this.node = el("details", { open: true }, this.title, this.pre);
+    this.text = new TextView(this.pre);
+  }
+
+  show(title, text, deadline) {
+    if (this.title.textContent !== title) this.title.textContent = title;
+    return this.text.update(text, deadline);
+  }
+}
 
 export class MessageView {
   constructor(message, acts) {
@@ -20,22 +35,25 @@ export class MessageView {
     this.body = el("div", { class: "body" });
     this.status = el("div", { class: "status" });
     this.foot = el("div", { class: "foot" });
-    this.markdown = new MarkdownView(this.body);
+    const View = message.role === "assistant" ? MarkdownView : TextView;
+    this.text = new View(this.body);
+    this.thought = new TextView(this.reasoning);
+    this.folded = []; // calls and results
     this.node = el(
       "article",
       { class: `message ${message.role}`, "data-id": message.id },
       el("h2", { class: "unseen" }, NAMES[message.role]), this.thinking, this.images, this.body, this.calls, this.answering, this.status, this.foot,
     );
-    this.show();
   }
 
-  show(follower) {
+  // Shows as much of the message as it can by the deadline, and says whether that is all.
+  show(follower, deadline) {
     const message = this.message;
-    if (message.role === "user") this.body.textContent = message.text;
-    if (message.role === "assistant") this.markdown.update(message.text);
     this.thinking.hidden = !message.reasoning;
-    if (this.reasoning.textContent !== message.reasoning) this.reasoning.textContent = message.reasoning;
-    this.showCalls();
+    const isShown =
+      this.thought.update(message.reasoning, deadline) &&
+      (message.role === "tool" || this.text.update(message.text, deadline)) &&
+      this.showCalls(deadline);
     this.showStatus(follower);
     const state = message.live ? "live" : "done";
     if (this.state !== state) {
@@ -44,16 +62,17 @@ export class MessageView {
       this.foot.replaceChildren(...this.buttons());
       if (state === "done" && message.calls.length && this.acts.isLeaf(message)) this.askForResults(message, []);
     }
+    return isShown;
   }
 
-  showCalls() {
-    const text = JSON.stringify(this.message.calls);
-    if (text === this.callsText) return;
-    this.callsText = text;
-    this.calls.replaceChildren(
-      ...this.message.calls.map((call) => folded(`Tool call: ${call.name}`, call.arguments)),
-      ...(this.message.results ?? []).map((result) => folded(`Result of ${result.name}`, result.text)),
-    );
+  showCalls(deadline) {
+    const calls = this.message.calls.map((call) => [`Tool call: ${call.name}`, call.arguments]);
+    const results = (this.message.results ?? []).map((result) => [`Result of ${result.name}`, result.text]);
+    return [...calls, ...results].every(([title, text], k) => {
+      const folded = (this.folded[k] ??= new Folded());
+      if (!folded.node.parentNode) this.calls.append(folded.node);
+      return folded.show(title, text, deadline);
+    });
   }
 
   // A field per call, for the results that a person gives by hand.

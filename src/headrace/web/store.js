@@ -1,6 +1,8 @@
 // Conversations and messages in IndexedDB. An answer's text and its cursor are one record, so they
 // are written by one transaction and cannot disagree.
 
+const NUM_AT_ONCE = 20; // messages; each may hold pictures
+
 const opened = new Promise((resolve, reject) => {
   const asked = indexedDB.open("headrace", 1);
   asked.onupgradeneeded = () => {
@@ -35,8 +37,19 @@ async function transact(mode, work) {
 export const conversations = () => transact("readonly", (all) => all.getAll());
 export const conversation = (id) => transact("readonly", (all) => all.get(id));
 export const messagesOf = (id) => transact("readonly", (_, all) => all.index("conversation").getAll(id));
-export const allMessages = () => transact("readonly", (_, all) => all.getAll());
 export const liveMessages = () => transact("readonly", (_, all) => all.index("live").getAll(1));
+
+// All messages, some at a time, so that the page stays quick; until `take` returns false.
+export function readMessages(take) {
+  return transact("readonly", (_, all) => {
+    const read = (range) => {
+      all.getAll(range, NUM_AT_ONCE).onsuccess = ({ target: { result } }) => {
+        if (result.length && take(result) !== false) read(IDBKeyRange.lowerBound(result.at(-1).id, true));
+      };
+    };
+    read(null);
+  });
+}
 
 export async function saveConversation(conversation) {
   await transact("readwrite", (all) => all.put(conversation));

@@ -7,8 +7,11 @@ import * as store from "./store.js";
 
 export async function exportAll() {
   const kept = ({ body, key, live, stream, cursor, ...rest }) => rest;
-  const whole = { format: "headrace-conversations-1", conversations: await store.conversations(), messages: (await store.allMessages()).map(kept) };
-  const link = el("a", { href: URL.createObjectURL(new Blob([JSON.stringify(whole)], { type: "application/json" })), download: "conversations.json" });
+  const messages = [];
+  await store.readMessages((some) => void messages.push(...some.map((one) => JSON.stringify(kept(one)))));
+  const head = JSON.stringify({ format: "headrace-conversations-1", conversations: await store.conversations() });
+  const whole = new Blob([`${head.slice(0, -1)},"messages":[`, messages.join(), "]}"], { type: "application/json" });
+  const link = el("a", { href: URL.createObjectURL(whole), download: "conversations.json" });
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 10000);
 }
