@@ -49,9 +49,11 @@ class RoutedMLP(nn.Module):
         counts = chosen.flatten().bincount(minlength=len(self.experts)).tolist()
         weights = weights.to(x.dtype).flatten()
         out = torch.zeros_like(x)
-        for expert, mine in zip(self.experts, places.split(counts), strict=True):
-            if len(mine):
-                tokens = mine // self.num_chosen
+        first = 0
+        for expert, count in zip(self.experts, counts, strict=True):
+            if count:
+                mine = places[first : first + count]
+                tokens, first = mine // self.num_chosen, first + count
                 out.index_add_(0, tokens, expert(x[tokens]) * weights[mine, None])
         return out
 
