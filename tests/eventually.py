@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 
 
-def eventually(condition: Callable[[], bool], within_s: float = 10.0) -> None:
+def eventually(condition: Callable[[], bool], within_s: float = 60.0) -> None:
     """Returns as soon as the condition holds; fails after a generous limit."""
     deadline = time.monotonic() + within_s
     while not condition():

@@ -5,7 +5,9 @@ import io
 import json
 import os
 import signal
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from headrace import LLM, Client
+from headrace import LLM, Client, RequestFailed
+from headrace.generation.addresses import ImageFetcher
 from tests.builders import IMAGE, make_tiny_image_model
 from tests.servers import ServerProcess, running_server
 
@@ -134,6 +137,30 @@ def test_python_callers_send_images_as_clients_do(server, folder):
         assert client.chat(messages, **more).text == expected
     with LLM.load(str(folder), threads=1) as model:
         assert model.chat(messages, **more).text == expected
+
+
+class OnePicture(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(picture(5))
+
+
+def test_an_address_is_followed_where_the_server_may(server, folder):
+    expected = said(post(server, chat(url(picture(5)))))
+    more = {"max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    with (
+        ThreadingHTTPServer(("127.0.0.1", 0), OnePicture) as site,
+        LLM.load(str(folder), threads=1, allow_image_urls=True) as model,
+    ):
+        threading.Thread(target=site.serve_forever).start()
+        messages = chat(f"http://127.0.0.1:{site.server_port}/a.png")["messages"]
+        with pytest.raises(RequestFailed) as refused:
+            model.chat(messages, **more)  # this machine is not the public internet
+        assert refused.value.code == "image_url_refused"
+        model._host.generation.pictures = ImageFetcher(lambda address: True, 1 << 20)
+        assert model.chat(messages, **more).text == expected
+        site.shutdown()
 
 
 _NO_PIXELS = b"BM" + (54).to_bytes(4, "little") + bytes(4) + (54).to_bytes(4, "little")

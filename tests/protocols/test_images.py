@@ -46,7 +46,8 @@ def test_routes_that_need_the_text_alone_refuse_images(route: str):
 @pytest.mark.parametrize(
     ("url", "code"),
     [
-        ("https://example.com/a.png", "image_url_refused"),
+        ("ftp://example.com/a.png", "image_url_refused"),
+        ("https://example.com/" + "a" * 9000, "image_url_refused"),
         ("data:", "invalid_image"),
         ("data:image/png,abc", "invalid_image"),
         ("data:image/png;base64,A", "invalid_image"),
@@ -55,6 +56,18 @@ def test_routes_that_need_the_text_alone_refuse_images(route: str):
 def test_an_address_or_a_broken_uri_is_refused_with_its_place(url: str, code: str):
     good = "data:image/png;base64,AAAA"
     assert refusal(True, good, url) == (code, "messages[0].content[2]")
+
+
+def test_an_address_stands_for_its_image_until_that_is_put_there():
+    jobs = Jobs(FakeModel(has_vision=True))  # type: ignore[arg-type]
+    packed = jobs.read(body("https://example.com/a.png", "data:image/png;base64,AQID"), ROUTE)
+    checked = msgspec.msgpack.decode(packed, type=CheckedBody)
+    (stub,) = checked.stubs
+    assert isinstance(stub, Chat) and stub.addresses == ("https://example.com/a.png", "")
+    assert stub.image_params == ("messages[0].content[1]", "messages[0].content[2]")
+    found = jobs.put_images(checked.packed + b"pixels", [6, 0])
+    (chat,) = msgspec.msgpack.decode(found, type=tuple[Chat, ...])
+    assert chat.images == (b"pixels", bytes([1, 2, 3])) and not chat.addresses
 
 
 def test_images_travel_beside_the_messages_and_only_their_number_stays():
@@ -91,7 +104,7 @@ def chat_of(route: Route, sent: dict[str, Any]) -> tuple[Chat, CheckedBody]:
     return msgspec.msgpack.decode(checked.packed, type=tuple[Chat, ...])[0], checked
 
 
-URL_SOURCE = {"type": "image", "source": {"type": "url", "url": "https://example.com/a.png"}}
+URL_SOURCE = {"type": "image", "source": {"type": "url", "url": "ftp://example.com/a.png"}}
 FILE_SOURCE = {"type": "image", "source": {"type": "file", "file_id": "f"}}
 HELLO = {"type": "text", "text": "Hello"}
 OTHER_ROUTES: list[tuple[Route, dict[str, Any], bool, str, str]] = [
@@ -108,7 +121,7 @@ OTHER_ROUTES: list[tuple[Route, dict[str, Any], bool, str, str]] = [
      "messages[0].content[16]"),
     ("/v1/responses", response(HELLO, part()), False, "unsupported_content",
      "input[0].content[1].type"),
-    ("/v1/responses", response(part("https://example.com/a.png")), True, "image_url_refused",
+    ("/v1/responses", response(part("ftp://example.com/a.png")), True, "image_url_refused",
      "input[0].content[0]"),
     ("/v1/responses", response(part(), part("data:image/png;base64,A"), instructions="Be brief."),
      True, "invalid_image", "input[0].content[1]"),
@@ -154,7 +167,7 @@ def test_tools_may_give_images():
     ]  # fmt: skip
     items = [
         {"type": "function_call", "call_id": "a", "name": "look", "arguments": "{}"},
-        {"type": "function_call_output", "call_id": "a", "output": [part("https://a")]},
+        {"type": "function_call_output", "call_id": "a", "output": [part("ftp://a")]},
     ]
     with pytest.raises(RequestError) as refused:
         chat_of("/v1/responses", {"input": items})

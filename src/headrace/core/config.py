@@ -183,6 +183,13 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
         str | None, Meta(description="File with more of them, as of --api-key-file")
     ] = None
     max_body_bytes: Annotated[int, Meta(ge=1, description="Largest request body")] = 32 << 20
+    allow_image_urls: Annotated[
+        bool,
+        Meta(
+            description="Fetch images that requests name by http or https addresses, from public "
+            "hosts alone, within 10 s and 20 MiB"
+        ),
+    ] = False
     max_connections: Annotated[
         Count, Meta(description="Connections at once, if the limit on descriptors allows as many")
     ] = 4096

@@ -44,6 +44,7 @@ KINDS = {
     "invalid_image": _INVALID,
     "image_too_large": _INVALID,
     "image_url_refused": _INVALID,
+    "image_fetch_failed": _INVALID,
     "template_failed": _INVALID,
     "empty_prompt": _INVALID,
     "duplicate_id": _INVALID,

@@ -10,6 +10,9 @@ Route = str
 """The path that a request came by, which names its dialect."""
 
 
+MAX_IMAGE_BYTES = 20 << 20
+
+
 class Chat(msgspec.Struct, frozen=True, tag=True):
     """Messages for the chat template, as the template will see them."""
 
@@ -20,6 +23,7 @@ class Chat(msgspec.Struct, frozen=True, tag=True):
     continue_final_message: bool = False
     images: tuple[bytes, ...] = ()  # as they were sent, in the order of their parts
     image_params: tuple[str, ...] = ()  # the paths of those
+    addresses: tuple[str, ...] = ()  # of each, or "" if it came along; none if all did
     num_images: int = 0  # that a stub stands for
 
 

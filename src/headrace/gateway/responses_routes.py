@@ -122,7 +122,9 @@ class ResponsesRoutes:
         name = self._generation.hosts.get(checked.fields.get("model")).name
         checked = await self._earlier.put_before(checked, owner)
         if any(isinstance(prompt, Chat) and prompt.num_images for prompt in checked.stubs):
-            seen = await see_images(self._generation.work, checked.packed, _MAX_TOKENS, name)
+            work = self._generation.work
+            packed = await self._generation.pictures.put(work, checked.stubs, checked.packed)
+            seen = await see_images(work, packed, _MAX_TOKENS, name)
             seen.close()
             return sum(len(token_ids) // 4 for token_ids in seen.prompts)
         encoding = self._generation.work.do("prompts", [checked.packed], _MAX_TOKENS, name)

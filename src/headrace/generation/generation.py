@@ -13,6 +13,7 @@ from headrace.core.config import ServerConfig
 from headrace.core.errors import ModelError, RequestError
 from headrace.core.ids import StreamId
 from headrace.core.request import Request
+from headrace.generation.addresses import ImageFetcher, is_public
 from headrace.generation.admission import Admission, Asked, Capacity, KeyLimits, Place
 from headrace.generation.desired import Desired
 from headrace.generation.event_builder import EventBuilder
@@ -58,6 +59,8 @@ class Generation:
         self.fleet = Fleet(hosts, config, self._host_loaded, self._host_lost)
         self.work = work
         self.metrics = metrics
+        allows = is_public if config.http.allow_image_urls else None
+        self.pictures = ImageFetcher(allows, config.http.max_body_bytes)
         self.streams = Registry(store, metrics)
         self.died = asyncio.Event()  # set once the only engine was given up
         self._config = config.streams
@@ -152,6 +155,8 @@ class Generation:
         check_generates(model)
         asked = Asked(names.owner, names.digest, request.num_choices)
         self._admission(host).check(asked, Capacity.of(model.ready), time.monotonic())
+        if packed is not None:
+            packed = await self.pictures.put(self.work, request.prompts, packed)
         admitted = await admit(self.work, model, request, packed)
         stream_id = stream_id or StreamId("cmpl-" + secrets.token_hex(16))
         is_durable = names.is_opted_in and self._store.is_durable

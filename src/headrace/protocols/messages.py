@@ -2,11 +2,12 @@
 
 import base64
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from headrace.core.errors import RequestError
+from headrace.core.request import MAX_IMAGE_BYTES
 from headrace.protocols.fields import (
     Array,
     Kind,
@@ -21,8 +22,10 @@ from headrace.protocols.fields import (
 )
 
 MAX_MESSAGES = 10_000
-MAX_IMAGES, MAX_IMAGE_BYTES = 16, 20 << 20
+MAX_IMAGES = 16
+_MAX_ADDRESS = 8192  # characters
 IMAGE_PART = "image_url"
+_SCHEMES = ("http://", "https://")
 TEXT_PARTS = ("text", "input_text", "output_text")
 """Text in a chat's words, and in those of clients that speak of responses."""
 
@@ -127,13 +130,12 @@ def image_part(url: str, path: str) -> dict[str, Any]:
 
 
 def _image(url: str, path: str) -> bytes:
-    """The bytes in a data URI; no address is followed."""
+    """The bytes in a data URI; none yet of what stands at an address."""
+    if _address(url):
+        return b""
     if url[:5].lower() != "data:":
-        raise RequestError(
-            "image_url_refused",
-            "Images are taken as data URIs only; send data:image/png;base64,… instead.",
-            path,
-        )
+        message = "This is no image's address; send data:image/png;base64,… instead."
+        raise RequestError("image_url_refused", message, path)
     head, comma, data = url.partition(",")
     if not comma or not head.endswith(";base64"):
         raise RequestError("invalid_image", "The image's data URI is not base64.", path)
@@ -151,10 +153,20 @@ def _image(url: str, path: str) -> bytes:
         raise RequestError("invalid_image", "The image is not valid base64.", path) from None
 
 
-def take_images(
-    messages: tuple[dict[str, Any], ...],
-) -> tuple[tuple[dict[str, Any], ...], tuple[bytes, ...], tuple[str, ...]]:
-    """Messages as templates see them, their images, and the paths of those."""
+def _address(url: str) -> str:
+    return url if len(url) <= _MAX_ADDRESS and url[:8].lower().startswith(_SCHEMES) else ""
+
+
+class TakenImages(NamedTuple):
+    """Messages as templates see them, and their images, as Chat has them."""
+
+    messages: tuple[dict[str, Any], ...]
+    images: tuple[bytes, ...]
+    image_params: tuple[str, ...]
+    addresses: tuple[str, ...]
+
+
+def take_images(messages: tuple[dict[str, Any], ...]) -> TakenImages:
     images: list[tuple[str, str]] = []
     seen = []
     for message in messages:
@@ -172,7 +184,9 @@ def take_images(
             images[MAX_IMAGES][1],
         )
     decoded = tuple(_image(url, path) for url, path in images)
-    return tuple(seen), decoded, tuple(path for _, path in images)
+    addresses = tuple(_address(url) for url, _ in images)
+    paths = tuple(path for _, path in images)
+    return TakenImages(tuple(seen), decoded, paths, addresses if any(addresses) else ())
 
 
 def texts_of(content: Any) -> str:

@@ -86,15 +86,12 @@ def to_chat(fields: dict[str, Any]) -> Chat:
         effort["enable_thinking"] = False
     is_called = fields.get("tool_choice") != "none"
     continues = fields.get("continue_final_message", False)
-    messages, images, paths = take_images(fields["messages"])
     return Chat(
-        messages=messages,
         tools=fields.get("tools", ()) if is_called else (),
         template_kwargs=effort | fields.get("chat_template_kwargs", {}),
         add_generation_prompt=fields.get("add_generation_prompt", not continues),
         continue_final_message=continues,
-        images=images,
-        image_params=paths,
+        **take_images(fields["messages"])._asdict(),
     )
 
 

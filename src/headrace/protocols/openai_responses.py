@@ -160,8 +160,7 @@ def go_on(earlier: bytes, output: bytes, checked: CheckedBody) -> CheckedBody:
     past = Items().check(past_items, "input")
     num_head = len(chat.messages) - len(messages_of(new))
     whole = chat.messages[:num_head] + messages_of([*past, *new], len(past))
-    messages, images, paths = take_images(whole)
-    chat = msgspec.structs.replace(chat, messages=messages, images=images, image_params=paths)
+    chat = msgspec.structs.replace(chat, **take_images(whole)._asdict())
     kept = msgspec.structs.replace(own, items=encode([*past, *new]))
     return msgspec.structs.replace(
         checked,

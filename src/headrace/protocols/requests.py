@@ -197,9 +197,12 @@ def stub_of(prompt: Prompt) -> Prompt:
     """The prompt without its content."""
     match prompt:
         case Chat():
-            num_images = len(prompt.images)
             return Chat(
-                (), continue_final_message=prompt.continue_final_message, num_images=num_images
+                (),
+                continue_final_message=prompt.continue_final_message,
+                num_images=len(prompt.images),
+                image_params=prompt.image_params if prompt.addresses else (),
+                addresses=prompt.addresses,
             )
         case Text():
             return Text("")

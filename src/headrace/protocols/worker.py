@@ -144,6 +144,17 @@ class Jobs:
                 break
         return _encode(found)
 
+    def put_images(self, packed: bytes, sizes: list[int]) -> bytes:
+        """The chat in front of its fetched images, of these sizes, with them; 0: it came along."""
+        first = len(packed) - sum(sizes)
+        (chat,) = _prompts_of(packed[:first])
+        assert isinstance(chat, Chat)
+        images = []
+        for given, size in zip(chat.images, sizes, strict=True):
+            images.append(packed[first : first + size] if size else given)
+            first += size
+        return _encode((msgspec.structs.replace(chat, images=tuple(images), addresses=()),))
+
     def images(self, packed: bytes, path: str, longest: int, name: str | None = None) -> bytes:
         """Token ids and inputs of a chat with images, whose tensors are written to `path`."""
         text = self._texts.get(name)

@@ -1,0 +1,161 @@
+"""Images by address: what is fetched, what is refused, and that nothing private is asked."""
+
+import asyncio
+import ipaddress
+import socket
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import msgspec
+import pytest
+
+from headrace.core.errors import RequestError
+from headrace.core.request import Chat
+from headrace.generation import addresses
+from headrace.generation.addresses import ImageFetcher, is_public
+from headrace.generation.work import ThreadWork
+from headrace.protocols.worker import Jobs
+
+LOOPBACK = ipaddress.ip_address("127.0.0.1")
+PUBLIC = ["1.1.1.1", "93.184.216.34", "2606:4700::1111", "64:ff9b::1.1.1.1"]
+NOT_PUBLIC = [
+    *("127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.0.1", "169.254.169.254", "0.0.0.0"),
+    *("100.64.0.1", "224.0.0.1", "255.255.255.255", "::1", "::", "fe80::1", "fc00::1", "ff02::1"),
+    *("::ffff:127.0.0.1", "64:ff9b::10.0.0.1", "2002:7f00:1::", "2001:db8::1"),
+]
+
+
+class Site(BaseHTTPRequestHandler):
+    """What a path says: /moved/N goes on N times, /to/HOST elsewhere, /large never ends."""
+
+    asked: list[str] = []
+
+    def do_GET(self) -> None:
+        self.asked.append(self.path)
+        _, kind, *rest = self.path.split("/")
+        if kind == "moved" and int(rest[0]):
+            self._answer(302, Location=f"/moved/{int(rest[0]) - 1}")
+        elif kind == "to":
+            self._answer(307, Location=f"http://{rest[0]}:{self.server.server_port}/")  # type: ignore[attr-defined]
+        elif kind == "file":
+            self._answer(301, Location="file:///etc/passwd")
+        elif kind == "status":
+            self._answer(int(rest[0]))
+        elif kind == "slow":
+            self.server.released.wait(60)  # type: ignore[attr-defined]
+        else:
+            self._answer(200)
+            size = 64 << 10 if kind == "large" else 1
+            self.wfile.write(b"image" * size)
+
+    def _answer(self, status: int, **headers: str) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def site(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setattr(Site, "asked", [])
+    with ThreadingHTTPServer(("127.0.0.1", 0), Site) as server:
+        server.released = threading.Event()  # type: ignore[attr-defined]
+        threading.Thread(target=server.serve_forever).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.released.set()  # type: ignore[attr-defined]
+        server.shutdown()
+
+
+def fetch(*urls: str, most_bytes: int = 1000, allows: Any = LOOPBACK.__eq__) -> list[bytes]:
+    """By the road of a request: its packed chat comes back with the images."""
+    given = tuple(b"" if url else b"came along" for url in urls)
+    paths = tuple(f"messages[0].content[{i}]" for i in range(len(urls)))
+    chat = Chat((), images=given, image_params=paths, addresses=urls)
+
+    async def ask() -> bytes:
+        work = ThreadWork(Jobs.__new__(Jobs))
+        packed = msgspec.msgpack.encode((chat,))
+        return await ImageFetcher(allows, most_bytes).put(work, (chat,), packed)
+
+    (found,) = msgspec.msgpack.decode(asyncio.run(ask()), type=tuple[Chat, ...])
+    assert found.addresses == () and found.image_params == paths
+    return list(found.images)
+
+
+@pytest.mark.parametrize("text", PUBLIC)
+def test_public_addresses_are_asked(text: str) -> None:
+    assert is_public(ipaddress.ip_address(text))
+
+
+@pytest.mark.parametrize("text", NOT_PUBLIC)
+def test_no_other_address_is_public_however_it_is_written(text: str) -> None:
+    assert not is_public(ipaddress.ip_address(text))
+
+
+def test_images_come_in_their_places_and_a_move_is_followed_three_times(site: str) -> None:
+    assert fetch(f"{site}/a", "", f"{site}/moved/3") == [b"image", b"came along", b"image"]
+
+
+@pytest.mark.parametrize(
+    "path, code, says",
+    [
+        ("/moved/4", "image_fetch_failed", "moved more than 3 times"),
+        ("/status/404", "image_fetch_failed", "answered 404"),
+        ("/large", "image_too_large", "1000 bytes"),
+        ("/to/127.0.0.2", "image_url_refused", "public internet"),
+        ("/file", "image_url_refused", "public internet"),
+    ],
+)
+def test_what_cannot_be_fetched_is_told_with_its_place(
+    site: str, path: str, code: str, says: str
+) -> None:
+    with pytest.raises(RequestError, match=says) as error:
+        fetch("", site + path)
+    assert (error.value.code, error.value.param) == (code, "messages[0].content[1]")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "2130706433", "0x7f.1", "[::1]"])
+def test_this_machine_is_never_asked(site: str, host: str) -> None:
+    with pytest.raises(RequestError) as error:
+        fetch(site.replace("127.0.0.1", host), allows=is_public)
+    assert error.value.code in ("image_url_refused", "image_fetch_failed")
+    assert Site.asked == []
+
+
+@pytest.mark.parametrize("url", ["http://", "http://a b/", "http://[::1", "https://a:99999/"])
+def test_an_address_that_is_none_is_refused(url: str) -> None:
+    with pytest.raises(RequestError) as error:
+        fetch(url, allows=is_public)
+    assert error.value.code == "image_fetch_failed"
+
+
+def test_a_host_that_takes_no_connection_is_told(site: str) -> None:
+    with socket.socket() as taken, pytest.raises(RequestError, match="did not answer"):
+        taken.bind(("127.0.0.1", 0))  # and never listens
+        fetch(f"http://127.0.0.1:{taken.getsockname()[1]}/")
+
+
+def test_a_slow_host_is_given_up(site: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(addresses, "_TIMEOUT_S", 0.2)
+    with pytest.raises(RequestError, match="not within") as error:
+        fetch(f"{site}/slow")
+    assert error.value.code == "image_fetch_failed"
+
+
+def test_images_of_one_request_share_its_room(site: str) -> None:
+    assert fetch(f"{site}/a", f"{site}/b", most_bytes=10) == [b"image"] * 2
+    with pytest.raises(RequestError) as error:
+        fetch(f"{site}/a", f"{site}/b", most_bytes=9)
+    assert (error.value.code, error.value.param) == ("image_too_large", "messages[0].content[1]")
+
+
+def test_without_leave_none_is_asked_and_the_flag_is_named(site: str) -> None:
+    with pytest.raises(RequestError, match="--allow-image-urls") as error:
+        fetch("", f"{site}/a", allows=None)
+    assert (error.value.code, error.value.param) == ("image_url_refused", "messages[0].content[1]")
+    assert Site.asked == []
