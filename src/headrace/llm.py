@@ -7,7 +7,6 @@ import secrets
 import sys
 import threading
 from collections.abc import Coroutine, Iterator
-from types import TracebackType
 from typing import Any, NamedTuple, TypeVar, overload
 
 import msgspec
@@ -133,12 +132,7 @@ class LLM:
     def __enter__(self) -> "LLM":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *failure: object) -> None:
         self.close()
 
     def _call(self, dialect: Dialect, fields: dict[str, Any]) -> "_Call":

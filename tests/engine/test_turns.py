@@ -1,5 +1,6 @@
 """Engines on the same cores: one step at a time, in turns, whoever dies."""
 
+import os
 import subprocess
 import sys
 import threading
@@ -7,7 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from headrace.engine.turns import CoreTurns, Needs, SharedTurns
+from headrace.engine.turns import CoreTurns, open_turns
+from headrace.scheduler.budget import Elsewhere
 
 HOLDER = """
 import sys, time
@@ -20,19 +22,20 @@ with turns.mine():
 
 
 @pytest.fixture
-def shared() -> Iterator[SharedTurns]:
-    made = SharedTurns()
+def fds() -> Iterator[tuple[int, int]]:
+    made = open_turns()
     yield made
-    made.close()
+    for fd in made:
+        os.close(fd)
 
 
-def test_steps_of_two_engines_never_overlap(shared: SharedTurns) -> None:
+def test_steps_of_two_engines_never_overlap(fds: tuple[int, int]) -> None:
     taken: list[int] = []
     at_work: list[int] = []
     waits = [threading.Event(), threading.Event()]
 
     def run(number: int) -> None:
-        turns = CoreTurns(shared.fds, number)
+        turns = CoreTurns(fds, number)
         waits[number].set()
         waits[1 - number].wait(60)
         for _ in range(50):
@@ -41,7 +44,6 @@ def test_steps_of_two_engines_never_overlap(shared: SharedTurns) -> None:
                 assert at_work == [number]
                 taken.append(number)
                 at_work.pop()
-        turns.close()
 
     threads = [threading.Thread(target=run, args=(number,)) for number in (0, 1)]
     for thread in threads:
@@ -51,13 +53,12 @@ def test_steps_of_two_engines_never_overlap(shared: SharedTurns) -> None:
     assert sorted(taken) == [0] * 50 + [1] * 50
 
 
-def test_the_turn_of_a_process_that_was_killed_is_free(shared: SharedTurns) -> None:
-    fds = [str(fd) for fd in shared.fds]
+def test_the_turn_of_a_process_that_was_killed_is_free(fds: tuple[int, int]) -> None:
     holder = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, *fds], pass_fds=shared.fds, stdout=subprocess.PIPE
+        [sys.executable, "-c", HOLDER, *map(str, fds)], pass_fds=fds, stdout=subprocess.PIPE
     )
     assert holder.stdout is not None and holder.stdout.readline() == b"mine\n"
-    turns = CoreTurns(shared.fds, 0)
+    turns = CoreTurns(fds, 0)
     has_turn = threading.Event()
 
     def take() -> None:
@@ -72,17 +73,14 @@ def test_the_turn_of_a_process_that_was_killed_is_free(shared: SharedTurns) -> N
     assert has_turn.wait(60)
     waiting.join(60)
     holder.stdout.close()
-    turns.close()
 
 
-def test_each_knows_what_the_others_need_and_not_its_own(shared: SharedTurns) -> None:
-    one, two, three = (CoreTurns(shared.fds, number) for number in range(3))
-    assert one.others() == Needs()
+def test_each_knows_what_the_others_need_and_not_its_own(fds: tuple[int, int]) -> None:
+    one, two, three = (CoreTurns(fds, number) for number in range(3))
+    assert one.others() == Elsewhere()
     two.note(0.03, True, True)
     three.note(0.02, False, True)
-    assert one.others() == Needs(0.03, 1, 2)
-    assert two.others() == Needs(0.0, 0, 1)
+    assert one.others() == Elsewhere(0.03, True, 2)
+    assert two.others() == Elsewhere(0.0, False, 1)
     two.note(0.03, False, False)
-    assert one.others() == Needs(0.0, 0, 1)
-    for turns in (one, two, three):
-        turns.close()
+    assert one.others() == Elsewhere(0.0, False, 1)

@@ -200,7 +200,9 @@ def _native_config(header: GgufHeader, folder: Path) -> dict[str, Any]:
 
 def _values(path: Path, tensor: GgufTensor) -> tuple[float, ...]:
     if tensor.kind != "F32":
-        raise ModelError("rope_freqs.weight of the GGUF file is not F32.", "model_corrupt")
+        raise ModelError(
+            "rope_freqs.weight of the GGUF file is not F32; download it again.", "model_corrupt"
+        )
     with path.open("rb") as file:
         file.seek(tensor.offset)
         raw = file.read(tensor.num_bytes)

@@ -42,7 +42,10 @@ def download(
             "model_not_found",
         ) from None
     except errors.RevisionNotFoundError:
-        raise ModelError(f"{repo} has no revision {revision}.", "model_not_found") from None
+        raise ModelError(
+            f"{repo} has no revision {revision}; the hub lists its branches and tags.",
+            "model_not_found",
+        ) from None
     except Exception as error:  # offline, unreachable, failing: its transport raises many kinds
         if (folder := cached(repo, revision, quantization)) is None:
             raise _unreachable(repo, type(error).__name__) from None

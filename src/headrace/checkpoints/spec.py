@@ -168,7 +168,10 @@ def _architecture(folder: Path, config: dict[str, Any]) -> str:
 def _vocab_size(folder: Path, text: dict[str, Any]) -> int:
     size = text.get("vocab_size")
     if not isinstance(size, int) or size < 1:
-        raise ModelError(f"config.json of {folder.name} has no valid vocab_size.", "model_corrupt")
+        raise ModelError(
+            f"config.json of {folder.name} has no valid vocab_size; download it again.",
+            "model_corrupt",
+        )
     return size
 
 

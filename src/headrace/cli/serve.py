@@ -26,7 +26,7 @@ from headrace.core.errors import ConfigError, HeadraceError
 from headrace.core.messages import Ready
 from headrace.engine.client import EngineClient
 from headrace.engine.supervisor import Supervisor
-from headrace.engine.turns import SharedTurns
+from headrace.engine.turns import open_turns
 from headrace.gateway.app import create_app
 from headrace.gateway.auth import Auth
 from headrace.gateway.http_server import (
@@ -239,7 +239,7 @@ class _Serving:
         timeout_s, idle_s = config.streams.load_timeout_s, config.loading.idle_unload_s
         numbers = itertools.count()
         is_alone = is_sole(config) and config.models[0].replicas == 1
-        turns = () if is_alone else SharedTurns().fds
+        turns = () if is_alone else open_turns()
 
         def start(model: ModelConfig) -> EngineClient:
             def start_one() -> EngineClient:

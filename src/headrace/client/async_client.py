@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import weakref
 from collections.abc import AsyncGenerator
-from types import TracebackType
 from typing import Any
 
 import httpx
@@ -109,12 +108,7 @@ class AsyncClient:
     async def __aenter__(self) -> "AsyncClient":
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *failure: object) -> None:
         await self.close()
 
     def _stream(self, following: StreamFollower) -> "AsyncStream":
@@ -204,12 +198,7 @@ class AsyncStream:
     async def __aenter__(self) -> "AsyncStream":
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *failure: object) -> None:
         await self.leave()
 
     async def leave(self) -> None:

@@ -4,7 +4,6 @@ import contextlib
 import time
 import weakref
 from collections.abc import Generator, Iterator
-from types import TracebackType
 from typing import Any
 
 import httpx
@@ -105,12 +104,7 @@ class Client:
     def __enter__(self) -> "Client":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *failure: object) -> None:
         self.close()
 
     def _stream(self, following: StreamFollower) -> "Stream":
@@ -192,12 +186,7 @@ class Stream:
     def __enter__(self) -> "Stream":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *failure: object) -> None:
         updates = self._updates() if self._updates else None
         if updates is not None:
             updates.close()  # which stops a stream of ours

@@ -24,7 +24,6 @@ from headrace.core.messages import (
 from headrace.core.plan import StepPlan, StepResult
 from headrace.engine.grammars import Compiled, Grammars, failures
 from headrace.engine.turns import CoreTurns
-from headrace.scheduler.budget import Elsewhere
 from headrace.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -119,10 +118,7 @@ class Engine:
             return
         scheduler = self._scheduler
         with self._turns.mine():
-            others = self._turns.others()
-            scheduler.leave_room(
-                Elsewhere(others.decode_s, others.num_with_streams > 0, others.num_with_prompts)
-            )
+            scheduler.leave_room(self._turns.others())
             self.step()
             self._turns.note(scheduler.decode_s, scheduler.has_streams, scheduler.has_prompts)
 

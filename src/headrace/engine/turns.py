@@ -1,4 +1,4 @@
-"""CoreTurns of the engines that share one machine's cores: each step is one engine's alone.
+"""Turns of the engines that share one machine's cores: each step is one engine's alone.
 
 Two lock files in memory: who waits longest holds `next`, who computes holds `turn`. So the one that
 just had its turn stands behind those that wait. The system frees the locks of a process that dies.
@@ -12,7 +12,8 @@ import os
 import struct
 import time
 from collections.abc import Iterator
-from typing import NamedTuple
+
+from headrace.scheduler.budget import Elsewhere
 
 _NEED = struct.Struct("=ddq")  # when it was noted, seconds, and the kind
 _MAX_ENGINES = 64
@@ -22,24 +23,11 @@ _FRESH_S = 1.0
 _STREAMS, _PROMPTS = 1, 2
 
 
-class Needs(NamedTuple):
-    """What other engines need: seconds of their streams' next tokens, and how many read prompts."""
-
-    decode_s: float = 0.0
-    num_with_streams: int = 0
-    num_with_prompts: int = 0
-
-
-class SharedTurns:
-    """Made by the parent, which only keeps it; `fds` are passed on to the engines."""
-
-    def __init__(self) -> None:
-        self.fds = tuple(os.memfd_create(f"headrace-{name}") for name in ("turn", "next"))
-        os.ftruncate(self.fds[0], _NEED.size * _MAX_ENGINES)
-
-    def close(self) -> None:
-        for fd in self.fds:
-            os.close(fd)
+def open_turns() -> tuple[int, int]:
+    """The files of the turns, for a parent to pass on to its engines."""
+    turn, following = (os.memfd_create(f"headrace-{name}") for name in ("turn", "next"))
+    os.ftruncate(turn, _NEED.size * _MAX_ENGINES)
+    return turn, following
 
 
 class CoreTurns:
@@ -71,23 +59,18 @@ class CoreTurns:
         need = _NEED.pack(time.monotonic(), decode_s, kind)
         self._map[self._number * _NEED.size : (self._number + 1) * _NEED.size] = need
 
-    def others(self) -> Needs:
-        """Of engines that are at work."""
-        now, found = time.monotonic(), Needs()
+    def others(self) -> Elsewhere:
+        """What engines need that are at work."""
+        now, found = time.monotonic(), Elsewhere()
         for number, (noted, decode_s, kind) in enumerate(_NEED.iter_unpack(self._map[:])):
             if number == self._number or not kind or now - noted > _FRESH_S + decode_s:
                 continue
-            found = Needs(
+            found = Elsewhere(
                 found.decode_s + (decode_s if kind & _STREAMS else 0.0),
-                found.num_with_streams + bool(kind & _STREAMS),
+                found.is_awaited or bool(kind & _STREAMS),
                 found.num_with_prompts + bool(kind & _PROMPTS),
             )
         return found
-
-    def close(self) -> None:
-        self._map.close()
-        os.close(self._turn)
-        os.close(self._next)
 
 
 def _lock(fd: int, deadline: float) -> bool:

@@ -12,13 +12,12 @@ from headrace.gateway.answers import ErrorBoundary, no_socket, no_such_route
 from headrace.gateway.auth import Auth, Endpoint
 from headrace.gateway.bodies import Bodies
 from headrace.gateway.byte_routes import ByteRoutes
-from headrace.gateway.cross_origin import cross_origin
 from headrace.gateway.generation_routes import GenerationRoutes, TextRoutes
 from headrace.gateway.llama_routes import LlamaRoutes
 from headrace.gateway.long_logs import BodyIndex
+from headrace.gateway.middleware import Below, cross_origin
 from headrace.gateway.model_routes import ModelRoutes
 from headrace.gateway.native_routes import NativeRoutes
-from headrace.gateway.prefix import Below
 from headrace.gateway.realtime import RealtimeSockets
 from headrace.gateway.responses_routes import ResponsesRoutes
 from headrace.gateway.state_routes import ManageRoutes, StateRoutes

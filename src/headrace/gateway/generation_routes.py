@@ -5,7 +5,6 @@ import secrets
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-import msgspec
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -23,12 +22,10 @@ from headrace.generation.generation import Generation
 from headrace.generation.host import Host
 from headrace.generation.registry import Found
 from headrace.protocols.dialect import Dialect, dialect_of
-from headrace.protocols.requests import CheckedBody, to_request
+from headrace.protocols.requests import CheckedBody, decode_checked, to_request
 from headrace.streams.record import Names
 
 T = TypeVar("T")
-
-decode_checked = msgspec.msgpack.Decoder(CheckedBody).decode
 
 
 class GenerationRoutes:

@@ -27,7 +27,7 @@ from uvicorn.server import ServerState
 
 from headrace.core.errors import RequestError
 from headrace.gateway.answers import answer, new_request_id, refuse
-from headrace.gateway.prefix import Below
+from headrace.gateway.middleware import Below
 from headrace.gateway.realtime import GOING_AWAY
 from headrace.gateway.state_routes import UNABLE, unhealthy
 

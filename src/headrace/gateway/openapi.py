@@ -13,7 +13,7 @@ from headrace.protocols.dialect import DIALECTS, Dialect, dialect_of
 from headrace.protocols.fields import Kind, nullable
 
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
-_DOOR_ERRORS = (401, 403)
+_AUTH_ERRORS = (401, 403)
 _BODY_ERRORS = (400, 404, 408, 413, 415)
 _ENGINE_ERRORS = (409, 500, 503)
 _PUT_OFF = ("server_overloaded", "rate_limit_exceeded", "request_timeout")
@@ -41,7 +41,7 @@ class Operation(NamedTuple):
     media: tuple[str, ...] = (_JSON,)
     errors: tuple[int, ...] = ()
     error: str = "Error"
-    door_error: str = "Error"
+    auth_error: str = "Error"
 
 
 def generates(dialect: Dialect) -> Operation:
@@ -56,7 +56,7 @@ def generates(dialect: Dialect) -> Operation:
         media=(_JSON, _EVENTS),
         errors=(*_BODY_ERRORS, *_ENGINE_ERRORS, *sorted(put_off)),
         error=form.SCHEMA["title"],
-        door_error=form.SCHEMA["title"],
+        auth_error=form.SCHEMA["title"],
     )
 
 
@@ -162,7 +162,7 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         ("input_tokens",),
         anthropic_messages.COUNTED,
         *anthropic_messages.COUNTED_REQUIRED,
-    )._replace(error=_MESSAGES_ERROR, door_error=_MESSAGES_ERROR),
+    )._replace(error=_MESSAGES_ERROR, auth_error=_MESSAGES_ERROR),
     ("post", "/tokenize"): _works_on_text(
         "Text to token ids", ("tokens", "count", "max_model_len"), worker.TOKENIZE
     ),
@@ -285,8 +285,8 @@ def _responses(path: str, operation: Operation) -> dict[str, Any]:
         return responses | {str(status): done for status in operation.errors}
     if "{id}" in path:  # an id that no stream or model could have leads to no route
         responses["404"] = _refused("Error")
-    for status in (*_DOOR_ERRORS, *operation.errors):
-        own = operation.door_error if status in _DOOR_ERRORS else operation.error
+    for status in (*_AUTH_ERRORS, *operation.errors):
+        own = operation.auth_error if status in _AUTH_ERRORS else operation.error
         responses[str(status)] = _refused(own)
     return responses
 

@@ -24,13 +24,13 @@ from headrace.gateway.generation_routes import (
     CONVERSATION,
     KEY,
     GenerationRoutes,
-    decode_checked,
     names_of,
 )
 from headrace.gateway.native_routes import parse
 from headrace.generation.generation import Generation
 from headrace.generation.registry import Found
 from headrace.protocols.dialect import DIALECTS, encode
+from headrace.protocols.requests import decode_checked
 from headrace.streams.events import AnyEvent, is_terminal
 from headrace.streams.store import ById, StoreStalled
 

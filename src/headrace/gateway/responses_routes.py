@@ -27,14 +27,13 @@ from headrace.generation.registry import Found, Registry
 from headrace.generation.served import encoded_of
 from headrace.protocols.dialect import encode
 from headrace.protocols.openai_responses import ROUTE, ResponseFrames
-from headrace.protocols.requests import CheckedBody
+from headrace.protocols.requests import CheckedBody, decode_checked
 from headrace.protocols.response_events import GrowingResponse
 from headrace.streams.events import AnyEvent, Finish
 from headrace.streams.log import follow
 from headrace.streams.record import Record
 from headrace.streams.store import ById
 
-_decode = msgspec.msgpack.Decoder(CheckedBody).decode
 _NUMBER = re.compile(r"[0-9]{1,15}")
 _MAX_LIMIT, _LIMIT = 100, 20
 _MAX_TOKENS = 1 << 30  # a prompt is counted to its end
@@ -61,7 +60,7 @@ class EarlierResponses:
             message += "begin a new one, or raise --max-body-bytes."
             raise RequestError("request_too_large", message, "previous_response_id")
         packed = msgspec.msgpack.encode((kept, output, checked))
-        return _decode(await self._generation.work.do("go_on", [packed]))
+        return decode_checked(await self._generation.work.do("go_on", [packed]))
 
 
 class ResponsesRoutes:
@@ -113,7 +112,7 @@ class ResponsesRoutes:
         """The length of the prompt that a body would make."""
         async with self._bodies.read(request) as body:
             reading = self._generation.work.do("read", body, ROUTE)
-            checked = _decode(await unless_left(request.receive, reading))
+            checked = decode_checked(await unless_left(request.receive, reading))
         counting = self._count(checked, self._auth.owner(request.headers))
         num_tokens = await unless_left(request.receive, counting)
         return answer({"object": "response.input_tokens", "input_tokens": num_tokens})

@@ -10,12 +10,12 @@ from starlette.types import ASGIApp
 from headrace.gateway.auth import Auth, Endpoint
 from headrace.gateway.bodies import Bodies, HeldAnswer
 from headrace.gateway.delivery import unless_left
-from headrace.gateway.generation_routes import Marked, decode_checked
+from headrace.gateway.generation_routes import Marked
 from headrace.generation.generation import Generation
 from headrace.generation.vectors import Vectors
 from headrace.protocols import embeddings, rerank
 from headrace.protocols.dialect import encode
-from headrace.protocols.requests import CheckedBody
+from headrace.protocols.requests import CheckedBody, decode_checked
 
 _SLICE_BYTES = 256 << 10  # of vectors that one job writes
 

@@ -39,7 +39,7 @@ def describe(
         boundary=("whole" if ready.is_whole else "step") if ready else "",
         mask=ready.facts.mask if ready else "",
         memory=ready.facts.memory if ready else None,
-        encoder=None,  # no lane has one
+        encoder=None,  # not told yet, also where one ran
         tokenization=record.tokenization,
         prompt_tokens=usage.prompt_tokens,
         cached_tokens=usage.cached_tokens,

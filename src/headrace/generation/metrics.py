@@ -16,8 +16,7 @@ from prometheus_client.core import CounterMetricFamily
 from headrace.core.errors import OVERRAN, RequestError
 from headrace.core.messages import Ready, Status, StepTrace
 from headrace.engine.client import EngineDown
-from headrace.generation.model_metrics import merged
-from headrace.generation.vllm_names import as_vllm
+from headrace.generation.exposition import as_vllm, merged
 from headrace.streams.tally import Tally
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -175,7 +174,7 @@ class Metrics:
 
     def engine_is_down(self, news: EngineDown) -> None:
         if not news.given_up:
-            self._restarts.labels("killed" if news.from_outside else "died").inc()
+            self.replica_is_down(news)
         self._up.set(0)
         self._num_preempted_before += self._num_preempted
         self._num_preempted = 0

@@ -20,36 +20,28 @@ class Embedding(nn.Module):
         return F.embedding(ids, self.weight)
 
 
-class RMSNorm(nn.Module):
+class _WeightedNorm(nn.Module):
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size))
         self.eps = eps
 
+
+class RMSNorm(_WeightedNorm):
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
-class ShiftedNorm(nn.Module):
+class ShiftedNorm(_WeightedNorm):
     """RMSNorm whose weights are kept less 1."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(size))
-        self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
         weight = 1 + self.weight.float()
         return F.rms_norm(x.float(), weight.shape, weight, self.eps).to(x.dtype)
 
 
-class GatedNorm(nn.Module):
+class GatedNorm(_WeightedNorm):
     """RMSNorm of float32 x [tokens, heads, size], times silu of a gate of that shape."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(size))
-        self.eps = eps
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         normed = F.rms_norm(x, self.weight.shape, self.weight.float(), self.eps)

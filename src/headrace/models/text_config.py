@@ -133,7 +133,9 @@ def _rope(config: dict[str, Any]) -> tuple[Rope, float]:
         )
     for key in _ROPE_KINDS[kind]:
         if key not in given:
-            raise ModelError(f"config.json gives {kind} rope no {key}.", "model_corrupt")
+            raise ModelError(
+                f"config.json gives {kind} rope no {key}; download it again.", "model_corrupt"
+            )
     given["theta"] = given.get("rope_theta") or config.get("rope_theta") or 10_000.0
     given["original_positions"] = (
         config.get("original_max_position_embeddings")

@@ -10,12 +10,14 @@ from headrace.core.errors import RequestError
 from headrace.protocols.fields import (
     Flag,
     Integer,
-    Kind,
     Object,
     String,
     check_count,
+    check_object,
+    items_of,
     missing,
     nullable,
+    required,
     shown,
     wrong_type,
     wrong_value,
@@ -55,12 +57,9 @@ class Turns(msgspec.Struct, frozen=True):
     """The field `messages`, read as what the chat template will see."""
 
     def check(self, value: Any, path: str) -> list[dict[str, Any]]:
-        if type(value) is not list:
-            raise wrong_type(value, path, "an array")
-        check_count(len(value), path, 1, MAX_MESSAGES)
         written = _Written()
-        for i, item in enumerate(value):
-            written.add(item, f"{path}[{i}]")
+        for each in items_of(value, path, 1, MAX_MESSAGES):
+            written.add(*each)
         return written.messages
 
     def schema(self) -> dict[str, Any]:
@@ -80,9 +79,8 @@ class _Written:
         self._names: dict[str, str] = {}  # of the tools that were called, by the call's id
 
     def add(self, turn: Any, path: str) -> None:
-        if type(turn) is not dict:
-            raise wrong_type(turn, path, "an object")
-        role = _given(turn, "role", path, String())
+        check_object(turn, path)
+        role = required(turn, "role", path, String())
         if role not in _TAKEN:
             raise wrong_value(role, f"{path}.role", f"one of {', '.join(_TAKEN)}")
         blocks = _blocks(turn.get("content"), f"{path}.content", _TAKEN[role])
@@ -120,7 +118,7 @@ class _Written:
                 case "text":
                     text += _text(block, path)
                 case "thinking":
-                    thoughts += _given(block, "thinking", path, String())
+                    thoughts += required(block, "thinking", path, String())
                 case "tool_use":
                     calls.append(self._call(block, path))
         message: dict[str, Any] = {"role": "assistant", "content": text}
@@ -131,13 +129,13 @@ class _Written:
         return message | {"tool_calls": calls} if calls else message
 
     def _call(self, block: dict[str, Any], path: str) -> dict[str, Any]:
-        call_id, name = _given(block, "id", path, _NAME), _given(block, "name", path, _NAME)
+        call_id, name = required(block, "id", path, _NAME), required(block, "name", path, _NAME)
         self._names[call_id] = name
-        function = {"name": name, "arguments": _given(block, "input", path, Object())}
+        function = {"name": name, "arguments": required(block, "input", path, Object())}
         return {"id": call_id, "type": "function", "function": function}
 
     def _result(self, block: dict[str, Any], path: str) -> dict[str, Any]:
-        call_id = _given(block, "tool_use_id", path, _NAME)
+        call_id = required(block, "tool_use_id", path, _NAME)
         content = block.get("content")
         blocks = [] if content is None else _blocks(content, f"{path}.content", _IN_RESULTS)
         result = _content([_part(*each) for each in blocks])
@@ -155,10 +153,7 @@ class ClientTools(msgspec.Struct, frozen=True):
     """The field `tools`, as chat takes it; those that Anthropic's servers run are refused."""
 
     def check(self, value: Any, path: str) -> list[dict[str, Any]]:
-        if type(value) is not list:
-            raise wrong_type(value, path, "an array")
-        check_count(len(value), path, 0, MAX_TOOLS)
-        return [_tool(item, f"{path}[{i}]") for i, item in enumerate(value)]
+        return [_tool(*each) for each in items_of(value, path, 0, MAX_TOOLS)]
 
     def schema(self) -> dict[str, Any]:
         tool = {
@@ -175,17 +170,16 @@ class ClientTools(msgspec.Struct, frozen=True):
 
 
 def _tool(value: Any, path: str) -> dict[str, Any]:
-    if type(value) is not dict:
-        raise wrong_type(value, path, "an object")
+    check_object(value, path)
     if value.get("type") not in (None, "custom"):
         message = f"{path} is of type {shown(value['type'])}; this server takes custom tools only."
         raise RequestError("unsupported_parameter", message, f"{path}.type")
-    function = {"name": _given(value, "name", path, _NAME)}
+    function = {"name": required(value, "name", path, _NAME)}
     if value.get("description") is not None:
-        function["description"] = _given(value, "description", path, String())
-    function["parameters"] = _given(value, "input_schema", path, Object())
+        function["description"] = required(value, "description", path, String())
+    function["parameters"] = required(value, "input_schema", path, Object())
     if value.get("strict") is not None:
-        function["strict"] = _given(value, "strict", path, Flag())
+        function["strict"] = required(value, "strict", path, Flag())
     return {"type": "function", "function": function}
 
 
@@ -203,14 +197,13 @@ class ToolUseChoice(msgspec.Struct, frozen=True):
     """auto, any, none or one tool by name."""
 
     def check(self, value: Any, path: str) -> ToolUse:
-        if type(value) is not dict:
-            raise wrong_type(value, path, "an object")
-        kind = _given(value, "type", path, String())
+        check_object(value, path)
+        kind = required(value, "type", path, String())
         only_one = value.get("disable_parallel_tool_use")
         if only_one is not None:
             Flag().check(only_one, f"{path}.disable_parallel_tool_use")
         if kind == "tool":
-            name = _given(value, "name", path, _NAME)
+            name = required(value, "name", path, _NAME)
             return ToolUse({"type": "function", "function": {"name": name}}, not only_one)
         if kind not in _CHOICES:
             raise wrong_value(kind, f"{path}.type", f"tool or one of {', '.join(_CHOICES)}")
@@ -231,9 +224,8 @@ class Thinking(msgspec.Struct, frozen=True):
     """Whether the model should think first. How long is its own choice: no budget is enforced."""
 
     def check(self, value: Any, path: str) -> bool:
-        if type(value) is not dict:
-            raise wrong_type(value, path, "an object")
-        kind = _given(value, "type", path, String())
+        check_object(value, path)
+        kind = required(value, "type", path, String())
         if kind not in _THINKS:
             raise wrong_value(kind, f"{path}.type", f"one of {', '.join(_THINKS)}")
         if value.get("budget_tokens") is not None:
@@ -249,12 +241,11 @@ class OutputFormat(msgspec.Struct, frozen=True):
     """A JSON schema for the answer, as chat's response_format."""
 
     def check(self, value: Any, path: str) -> dict[str, Any]:
-        if type(value) is not dict:
-            raise wrong_type(value, path, "an object")
-        kind = _given(value, "type", path, String())
+        check_object(value, path)
+        kind = required(value, "type", path, String())
         if kind != "json_schema":
             raise wrong_value(kind, f"{path}.type", "json_schema")
-        schema = _given(value, "schema", path, Object())
+        schema = required(value, "schema", path, Object())
         return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
 
     def schema(self) -> dict[str, Any]:
@@ -282,18 +273,18 @@ _Content = str | list[dict[str, Any] | PlacedImage]
 def _part(block: dict[str, Any], path: str) -> _Part:
     if block["type"] == "text":
         return _text(block, path)
-    source = _given(block, "source", path, Object())
-    kind = _given(source, "type", f"{path}.source", String())
+    source = required(block, "source", path, Object())
+    kind = required(source, "type", f"{path}.source", String())
     if kind == "url":
-        return PlacedImage(_given(source, "url", f"{path}.source", String()), path)
+        return PlacedImage(required(source, "url", f"{path}.source", String()), path)
     if kind != "base64":
         message = f"{path}.source is of type {shown(kind)}; it must be base64."
         raise RequestError("unsupported_content", message, f"{path}.source.type")
-    media_type = _given(source, "media_type", f"{path}.source", String())
+    media_type = required(source, "media_type", f"{path}.source", String())
     if media_type not in _IMAGE_TYPES:
         place = f"{path}.source.media_type"
         raise wrong_value(media_type, place, f"one of {', '.join(_IMAGE_TYPES)}")
-    data = _given(source, "data", f"{path}.source", String())
+    data = required(source, "data", f"{path}.source", String())
     return PlacedImage(f"data:{media_type};base64,{data}", path)
 
 
@@ -332,9 +323,8 @@ def _blocks(value: Any, path: str, types: tuple[str, ...]) -> list[tuple[dict[st
         raise wrong_type(value, path, "a string or an array of blocks")
     found = [(block, f"{path}[{i}]") for i, block in enumerate(value)]
     for block, block_path in found:
-        if type(block) is not dict:
-            raise wrong_type(block, block_path, "an object")
-        kind = _given(block, "type", block_path, String())
+        check_object(block, block_path)
+        kind = required(block, "type", block_path, String())
         if kind not in types:
             taken = f"one of {', '.join(types)}" if len(types) > 1 else types[0]
             message = f"{block_path} is of type {shown(kind)}; it must be {taken}."
@@ -348,10 +338,4 @@ def _texts(value: Any, path: str) -> list[str]:
 
 
 def _text(block: dict[str, Any], path: str) -> str:
-    return str(_given(block, "text", path, String()))
-
-
-def _given(container: dict[str, Any], name: str, path: str, kind: Kind) -> Any:
-    if container.get(name) is None:
-        raise missing(f"{path}.{name}")
-    return kind.check(container[name], f"{path}.{name}")
+    return str(required(block, "text", path, String()))

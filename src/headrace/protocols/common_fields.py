@@ -17,6 +17,7 @@ from headrace.protocols.fields import (
     Object,
     String,
     check_count,
+    check_object,
     missing,
     nullable,
     read_fields,
@@ -35,8 +36,7 @@ class LogitBias(msgspec.Struct, frozen=True):
     """{"token id": bias}, read as a dict of integers."""
 
     def check(self, value: Any, path: str) -> dict[int, float]:
-        if type(value) is not dict:
-            raise wrong_type(value, path, "an object")
+        check_object(value, path)
         if len(value) > _MAX_BIASES:
             message = f"{path} has {len(value)} entries; it may have {_MAX_BIASES}."
             raise RequestError("invalid_value", message, path)

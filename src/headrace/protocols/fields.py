@@ -110,10 +110,8 @@ class Array(msgspec.Struct, frozen=True):
     least: int = 0
 
     def check(self, value: Any, path: str) -> tuple[Any, ...]:
-        if type(value) is not list:
-            raise wrong_type(value, path, "an array")
-        check_count(len(value), path, self.least, self.most)
-        return tuple(self.item.check(item, f"{path}[{i}]") for i, item in enumerate(value))
+        found = items_of(value, path, self.least, self.most)
+        return tuple(self.item.check(*each) for each in found)
 
     def schema(self) -> dict[str, Any]:
         bounds = {"minItems": self.least, "maxItems": self.most}
@@ -159,6 +157,29 @@ def read_fields(
 def nullable(kind: Kind) -> dict[str, Any]:
     """null equals absent, for every field."""
     return {"anyOf": [kind.schema(), {"type": "null"}]}
+
+
+def check_object(value: Any, path: str) -> None:
+    """RequestError if it is none; what is in it is not looked at."""
+    if type(value) is not dict:
+        raise wrong_type(value, path, "an object")
+
+
+def items_of(
+    value: Any, path: str, least: int, most: int, wanted: str = "an array"
+) -> list[tuple[Any, str]]:
+    """Each item of an array, and its path."""
+    if type(value) is not list:
+        raise wrong_type(value, path, wanted)
+    check_count(len(value), path, least, most)
+    return [(item, f"{path}[{i}]") for i, item in enumerate(value)]
+
+
+def required(container: Mapping[str, Any], name: str, path: str, kind: Kind) -> Any:
+    """A field of the object at `path` that has to be there."""
+    if container.get(name) is None:
+        raise missing(f"{path}.{name}")
+    return kind.check(container[name], f"{path}.{name}")
 
 
 def check_count(count: int, path: str, least: int, most: int) -> None:

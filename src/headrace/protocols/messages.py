@@ -13,9 +13,11 @@ from headrace.protocols.fields import (
     Kind,
     Object,
     String,
-    check_count,
+    check_object,
+    items_of,
     missing,
     nullable,
+    required,
     shown,
     wrong_type,
     wrong_value,
@@ -50,10 +52,7 @@ class Messages(msgspec.Struct, frozen=True):
     """The field `messages`, read as a tuple of what the template will see."""
 
     def check(self, value: Any, path: str) -> tuple[dict[str, Any], ...]:
-        if type(value) is not list:
-            raise wrong_type(value, path, "an array")
-        check_count(len(value), path, 1, MAX_MESSAGES)
-        return tuple(_message(item, f"{path}[{i}]") for i, item in enumerate(value))
+        return tuple(_message(*each) for each in items_of(value, path, 1, MAX_MESSAGES))
 
     def schema(self) -> dict[str, Any]:
         part = {
@@ -80,11 +79,8 @@ class Messages(msgspec.Struct, frozen=True):
 
 
 def _message(value: Any, path: str) -> dict[str, Any]:
-    if type(value) is not dict:
-        raise wrong_type(value, path, "an object")
-    if value.get("role") is None:
-        raise missing(f"{path}.role")
-    role = String().check(value["role"], f"{path}.role")
+    check_object(value, path)
+    role = required(value, "role", path, String())
     if role not in ROLES:
         raise wrong_value(role, f"{path}.role", f"one of {', '.join(ROLES)}")
     message = {"role": role, "content": _content(value.get("content"), role, f"{path}.content")}
@@ -219,8 +215,7 @@ def placeholder_in_text(param: str) -> RequestError:
 
 def part_text(value: Any, path: str) -> str:
     """The text of one part; RequestError if it is of another kind."""
-    if type(value) is not dict:
-        raise wrong_type(value, path, "an object")
+    check_object(value, path)
     for name in ("type", "text"):
         given = value.get(name)
         if given is None:

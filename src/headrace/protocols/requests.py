@@ -153,6 +153,9 @@ class CheckedBody(msgspec.Struct, frozen=True):
     kept: bytes = b""  # stored with the stream
 
 
+decode_checked = msgspec.msgpack.Decoder(CheckedBody).decode
+
+
 def pack(dialect: PromptReader, fields: dict[str, Any]) -> CheckedBody:
     kept, skipped = fields.pop("kept", b""), fields.pop("skipped", ())
     prompts = dialect.to_prompts(fields)

@@ -5,7 +5,15 @@ from typing import Any
 import msgspec
 
 from headrace.core.errors import RequestError
-from headrace.protocols.fields import Object, String, missing, wrong_type, wrong_value
+from headrace.protocols.fields import (
+    Object,
+    String,
+    check_object,
+    missing,
+    required,
+    wrong_type,
+    wrong_value,
+)
 from headrace.protocols.structure import Wanted
 from headrace.protocols.tools import ToolChoice, Tools
 
@@ -22,8 +30,7 @@ class FlatTools(msgspec.Struct, frozen=True):
             raise wrong_type(value, path, "an array")
         found: list[dict[str, Any]] = []
         for i, tool in enumerate(value):
-            if type(tool) is not dict:
-                raise wrong_type(tool, f"{path}[{i}]", "an object")
+            check_object(tool, f"{path}[{i}]")
             if tool.get("type") is None:
                 raise missing(f"{path}[{i}].type")
             if is_function(tool):
@@ -50,9 +57,7 @@ class FlatChoice(msgspec.Struct, frozen=True):
             return ToolChoice().check(value, path)
         if value.get("type") != "function":
             raise wrong_value(value, path, 'like {"type": "function", "name": "…"}')
-        if value.get("name") is None:
-            raise missing(f"{path}.name")
-        return (String(1).check(value["name"], f"{path}.name"),)
+        return (required(value, "name", path, String(1)),)
 
     def schema(self) -> dict[str, Any]:
         return ToolChoice().schema()

@@ -10,8 +10,10 @@ from headrace.core.errors import RequestError
 from headrace.protocols.fields import (
     Object,
     String,
-    check_count,
+    check_object,
+    items_of,
     missing,
+    required,
     shown,
     wrong_type,
     wrong_value,
@@ -33,10 +35,8 @@ class Items(msgspec.Struct, frozen=True):
     def check(self, value: Any, path: str) -> tuple[Item, ...]:
         if type(value) is str:
             return ({"type": "message", "role": "user", "content": _parts(value, "user")},)
-        if type(value) is not list:
-            raise wrong_type(value, path, "a string or an array of items")
-        check_count(len(value), path, 1, MAX_ITEMS)
-        return tuple(_item(item, f"{path}[{i}]") for i, item in enumerate(value))
+        found = items_of(value, path, 1, MAX_ITEMS, "a string or an array of items")
+        return tuple(_item(*each) for each in found)
 
     def schema(self) -> dict[str, Any]:
         item = {"type": "object", "properties": {"type": {"enum": [*_READERS, None]}}}
@@ -77,8 +77,7 @@ def item_id(stream_id: str, kind: str, place: str) -> str:
 
 
 def _item(value: Any, path: str) -> Item:
-    if type(value) is not dict:
-        raise wrong_type(value, path, "an object")
+    check_object(value, path)
     kind = value.get("type") or "message"
     read = _READERS.get(kind) if type(kind) is str else None
     if read is None:
@@ -162,9 +161,7 @@ def _parts(text: str, role: str) -> list[Item]:
 
 
 def _string(value: Item, name: str, path: str) -> str:
-    if value.get(name) is None:
-        raise missing(f"{path}.{name}")
-    return String().check(value[name], f"{path}.{name}")
+    return str(required(value, name, path, String()))
 
 
 _READERS: dict[str, Callable[[Item, str], Item]] = {

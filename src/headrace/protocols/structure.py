@@ -13,9 +13,9 @@ from headrace.protocols.fields import (
     Kind,
     Object,
     String,
-    check_count,
+    check_object,
+    items_of,
     missing,
-    wrong_type,
     wrong_value,
 )
 
@@ -47,10 +47,8 @@ class AnswerChoices(msgspec.Struct, frozen=True):
     """The only answers there are."""
 
     def check(self, value: Any, path: str) -> tuple[str, ...]:
-        if type(value) is not list:
-            raise wrong_type(value, path, "an array of strings")
-        check_count(len(value), path, 0, MAX_CHOICES)
-        return tuple(String(1).check(item, f"{path}[{i}]") for i, item in enumerate(value))
+        found = items_of(value, path, 0, MAX_CHOICES, "an array of strings")
+        return tuple(String(1).check(*each) for each in found)
 
     def schema(self) -> dict[str, Any]:
         return {"type": "array", "items": {"type": "string", "minLength": 1}}
@@ -60,8 +58,7 @@ class ResponseFormat(msgspec.Struct, frozen=True):
     """Text, any JSON object, or JSON by a schema; read as a Wanted, or None for text."""
 
     def check(self, value: Any, path: str) -> "Wanted | None":
-        if type(value) is not dict:
-            raise wrong_type(value, path, "an object")
+        check_object(value, path)
         if not value or value.get("type") == "text":
             return None
         if value.get("type") is None:
@@ -114,8 +111,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True):
     """vLLM's object with one of json, regex, choice, grammar, json_object; read as Wanteds."""
 
     def check(self, value: Any, path: str) -> "tuple[Wanted, ...]":
-        if type(value) is not dict:
-            raise wrong_type(value, path, "an object")
+        check_object(value, path)
         found = []
         for name, item in value.items():
             if name == "json_object" and item is True:

@@ -10,8 +10,9 @@ from headrace.core.errors import RequestError
 from headrace.protocols.fields import (
     Object,
     String,
-    check_count,
+    items_of,
     missing,
+    required,
     shown,
     wrong_type,
     wrong_value,
@@ -25,10 +26,7 @@ class Tools(msgspec.Struct, frozen=True):
     """The field `tools`, as the template will see them."""
 
     def check(self, value: Any, path: str) -> tuple[dict[str, Any], ...]:
-        if type(value) is not list:
-            raise wrong_type(value, path, "an array")
-        check_count(len(value), path, 0, MAX_TOOLS)
-        return tuple(_tool(item, f"{path}[{i}]") for i, item in enumerate(value))
+        return tuple(_tool(*each) for each in items_of(value, path, 0, MAX_TOOLS))
 
     def schema(self) -> dict[str, Any]:
         function = {
@@ -62,9 +60,7 @@ class ToolChoice(msgspec.Struct, frozen=True):
         function = value.get("function") or {}
         if value.get("type") != "function" or type(function) is not dict:
             raise wrong_value(value, path, 'like {"type": "function", "function": {"name": "…"}}')
-        if function.get("name") is None:
-            raise missing(f"{path}.function.name")
-        return (String(1).check(function["name"], f"{path}.function.name"),)
+        return (required(function, "name", f"{path}.function", String(1)),)
 
     def schema(self) -> dict[str, Any]:
         return {"anyOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}]}
@@ -108,9 +104,7 @@ def _tool(value: Any, path: str) -> dict[str, Any]:
         message = f"{path} is of type {shown(value['type'])}; this server takes functions only."
         raise RequestError("unsupported_parameter", message, f"{path}.type")
     function = Object().check(value["function"], f"{path}.function")
-    if function.get("name") is None:
-        raise missing(f"{path}.function.name")
-    name = String().check(function["name"], f"{path}.function.name")
+    name = required(function, "name", f"{path}.function", String())
     if not _NAME.fullmatch(name):
         wanted = "1 to 64 letters, digits, dashes or underscores"
         raise wrong_value(name, f"{path}.function.name", wanted)

@@ -113,7 +113,9 @@ def dtype_of(config: ModelConfig, spec: ModelSpec) -> torch.dtype:
     """The checkpoint's own by default; float16 is computed in float32, which holds it exactly."""
     name = spec.dtype if config.dtype == "auto" else config.dtype
     if name not in _DTYPES:
-        raise ModelError(f"{spec.name} has {name} weights, which are not supported.")
+        raise ModelError(
+            f"{spec.name} has {name} weights, which are not supported; give --dtype bfloat16."
+        )
     return _DTYPES[name]
 
 

@@ -57,7 +57,8 @@ class Tokenizer:
             raise
         except Exception as error:  # the library raises bare Exception for all it cannot read
             raise ModelError(
-                "The model's tokenizer.json cannot be read.", "tokenizer_invalid"
+                "The model's tokenizer.json cannot be read; download it again.",
+                "tokenizer_invalid",
             ) from error
 
     def encode(self, text: str, add_special_tokens: bool) -> "array[int]":

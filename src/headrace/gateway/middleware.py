@@ -1,12 +1,25 @@
-"""A server below a path, as behind a proxy that passes paths on: no route knows of it."""
+"""What stands before all routes: a path that the server lies below, and pages of other origins."""
 
 from starlette.datastructures import Headers
-from starlette.responses import RedirectResponse
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
 from headrace.core.errors import RequestError
 from headrace.gateway.answers import new_request_id, refuse
+
+_READABLE = (
+    "X-Request-Id",
+    "X-Stream-Id",
+    "X-Stream-Mode",
+    "X-Stream-Attached",
+    "X-Headrace-Ignored",
+    "X-Should-Retry",
+    "Retry-After",
+    "Retry-After-Ms",
+)
 
 
 class Below:
@@ -40,3 +53,27 @@ class Below:
             await WebSocket(scope, receive, send).send_denial_response(response)
         else:
             await response(scope, receive, send)
+
+
+class CrossOrigin(CORSMiddleware):
+    """Answers preflights before any key is asked for: a browser sends none with them."""
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        response = super().preflight_response(request_headers)
+        response.headers["X-Request-Id"] = new_request_id(request_headers)
+        return response
+
+
+def cross_origin(origins: tuple[str, ...]) -> list[Middleware]:
+    """Nothing unless some are allowed. Cookies are never sent or taken."""
+    if not origins:
+        return []
+    return [
+        Middleware(
+            CrossOrigin,
+            allow_origins=origins,
+            allow_methods=("GET", "POST", "PUT", "DELETE"),
+            allow_headers=("*",),
+            expose_headers=_READABLE,
+        )
+    ]

@@ -1,10 +1,50 @@
-"""The same figures by vLLM's names, for dashboards that know those."""
+"""Figures as Prometheus reads them: several models on one page, or by the names of vLLM."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
+
+
+def merged(common: CollectorRegistry, models: Mapping[str, CollectorRegistry]) -> bytes:
+    """One page, on which each model's samples carry its name."""
+    return _page(_Merged(common, models))
+
+
+def as_vllm(ours: CollectorRegistry, model: str) -> bytes:
+    """The same figures for dashboards that know vLLM's names."""
+    return _page(_Renamed(ours, model))
+
+
+def _page(collector: Collector) -> bytes:
+    registry = CollectorRegistry()
+    registry.register(collector)
+    return generate_latest(registry)
+
+
+class _Merged(Collector):
+    """The families of several registries, each family once."""
+
+    def __init__(self, common: CollectorRegistry, models: Mapping[str, CollectorRegistry]) -> None:
+        self._common, self._models = common, models
+
+    def collect(self) -> Iterator[Metric]:
+        found: dict[str, Metric] = {}
+        for family in self._common.collect():
+            found[family.name] = family
+        for name, registry in self._models.items():
+            for family in registry.collect():
+                if family.name not in found:
+                    found[family.name] = Metric(family.name, family.documentation, family.type)
+                found[family.name].samples += [_of(sample, name) for sample in family.samples]
+        yield from found.values()
+
+
+def _of(sample: Sample, model: str) -> Sample:
+    return sample._replace(labels={**sample.labels, "model": model})
+
 
 _SAME = {
     "headrace_running": "vllm:num_requests_running",
@@ -73,10 +113,3 @@ class _Renamed(Collector):
 
 def _total(family: Metric) -> float:
     return sum(sample.value for sample in family.samples if sample.name.endswith("_total"))
-
-
-def as_vllm(ours: CollectorRegistry, model: str) -> bytes:
-    """The figures of this registry in Prometheus' text format, by vLLM's names."""
-    registry = CollectorRegistry()
-    registry.register(_Renamed(ours, model))
-    return generate_latest(registry)
