@@ -112,7 +112,7 @@ test-gguf: $(READY_TEST)
 WEB := build/web-venv
 AXE := $(WEB)/node_modules/axe-core/axe.min.js
 test-web: $(READY) $(WEB)/ready $(AXE)
-	timeout 300 $(WEB)/bin/python -m pytest -p no:cacheprovider --timeout 150 web_tests $(ARGS)
+	timeout 600 $(WEB)/bin/python -m pytest -p no:cacheprovider --timeout 150 web_tests $(ARGS)
 
 screenshots: $(READY) $(WEB)/ready
 	$(WEB)/bin/python -m web_tests.screenshots
