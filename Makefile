@@ -111,8 +111,8 @@ test-gguf: $(READY_TEST)
 
 WEB := build/web-venv
 AXE := $(WEB)/node_modules/axe-core/axe.min.js
-test-web: $(READY) $(WEB)/ready $(AXE)
-	timeout 300 $(WEB)/bin/python -m pytest -p no:cacheprovider --timeout 150 web_tests $(ARGS)
+test-web: $(READY_TEST) $(WEB)/ready $(AXE)
+	timeout 900 $(WEB)/bin/python -m pytest -p no:cacheprovider --timeout 150 web_tests $(ARGS)
 
 screenshots: $(READY) $(WEB)/ready
 	$(WEB)/bin/python -m web_tests.screenshots

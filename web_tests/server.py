@@ -14,7 +14,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 PYTHON = os.environ.get("HEADRACE_PYTHON", str(ROOT / ".venv/bin/python"))
-LOAD_TIMEOUT_S = 90
+LOAD_TIMEOUT_S = 180
 
 
 def free_port() -> int:

@@ -57,12 +57,19 @@ def test_a_tool_call_is_answered_by_hand(page: Page) -> None:
     assert [call["name"] for call in first["calls"]] == ["get_weather"]
     eventually(lambda: page.texts(".results button") == ["Send result"])
     page.find(".results textarea").send_keys("rain, 7 degrees")
+    typed = "return document.querySelector('.results textarea')?.value"
+    page.find("#new").click()
+    eventually(lambda: not page.texts(".message"))
+    page.find("#list button").click()
+    eventually(lambda: page.driver.execute_script(typed) == "rain, 7 degrees")
     page.find(".results button").click()
     eventually(lambda: len(page.answers()) == 2)
     last = page.wait_for_end()
     assert last["outcome"] == "done" and last["text"] == page.log_text(last)
     eventually(lambda: page.texts(".message.assistant .body")[-1:] == [last["text"]])
     assert not page.texts(".results")
+    kept = "return Object.keys(localStorage).filter(name => name.startsWith('headrace-typed'))"
+    assert page.driver.execute_script(kept) == []
     assert page.texts(".message.tool .calls pre") == ["rain, 7 degrees"]
     _, turn, call, result = [("", ""), *((m["role"], m) for m in sent(page)[-1]["messages"])]
     assert (turn[0], call[0], result[0]) == ("user", "assistant", "tool")

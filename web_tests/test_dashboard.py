@@ -20,7 +20,8 @@ def test_a_long_prompt_beside_four_streams(page: Page) -> None:
     eventually(lambda: int(page.texts('[data-name="Running"]')[0]) >= 4)
     eventually(lambda: len(page.texts("#rows strong")) == 5)
     eventually(lambda: len(page.texts("#requests tbody tr")) >= 4)
-    eventually(lambda: any(" more" in text for text in page.texts("#requests td:last-child")))
+    eventually(lambda: any(" more" in text for text in page.texts("#requests td:nth-child(6)")))
+    assert "answers" in page.texts("#requests td:nth-child(3)")
     assert "places are taken" in page.find("#requests-text").text
     eventually(lambda: page.find("#try").is_enabled(), 120)
     assert all("tokens, longest gap" in text for text in page.texts("#rows span"))
@@ -39,4 +40,19 @@ def test_each_of_several_engines_is_shown(driver: webdriver.Chrome) -> None:
         assert page.texts("#replicas td:nth-child(5)") == ["0 of 64"] * 2
         assert not page.complaints()
     finally:
+        server.stop()
+
+
+def test_requests_that_wait_are_shown(driver: webdriver.Chrome) -> None:
+    server = Server("--max-num-seqs", "1")
+    try:
+        page = Page(driver, server)
+        page.open("/dashboard")
+        eventually(lambda: page.find("#try").is_enabled() and page.texts("dd"))
+        page.find("#try").click()
+        eventually(lambda: page.texts("#requests td:nth-child(3)").count("waits") >= 3)
+        eventually(lambda: "1 of 1 places are taken; " in page.find("#requests-text").text)
+        assert not page.complaints()
+    finally:
+        driver.get("about:blank")
         server.stop()

@@ -1,6 +1,8 @@
 """Pictures in messages, where the model says that it takes them."""
 
 import base64
+import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,8 +11,9 @@ from selenium import webdriver
 
 from web_tests.page import Page, eventually
 from web_tests.replay import Replay
-from web_tests.server import Server
+from web_tests.server import PYTHON, ROOT, Server
 from web_tests.test_chat import click
+from web_tests.test_choices import choose
 from web_tests.test_everybody import fill
 
 DOT = base64.b64decode(
@@ -40,6 +43,21 @@ canvas.toBlob(async (blob) => {
   await image.decode();
   done([blob.size, image.src.length, image.naturalWidth, image.naturalHeight]);
 });
+"""
+
+GRADIENT = """
+const canvas = Object.assign(document.createElement("canvas"), { width: 64, height: 48 });
+const pen = canvas.getContext("2d");
+const shade = pen.createLinearGradient(0, 0, 64, 48);
+arguments[0].forEach((color, k) => shade.addColorStop(k, color));
+pen.fillStyle = shade;
+pen.fillRect(0, 0, 64, 48);
+return canvas.toDataURL().split(",")[1];
+"""
+MAKE = """
+import pathlib, sys
+from tests.builders import make_tiny_image_model
+make_tiny_image_model(pathlib.Path(sys.argv[1]), "Qwen3.5")
 """
 
 
@@ -106,3 +124,33 @@ def test_the_server_says_that_it_takes_no_pictures(page: Page, tmp_path: Path) -
     refused = page.wait_for_end()
     assert refused["outcome"] == "failed" and "image" in refused["error"]
     eventually(lambda: refused["error"] in page.texts(".message.assistant .status")[-1])
+
+
+@pytest.mark.timeout(500)  # on a busy machine the worker for images starts slowly
+def test_a_model_that_sees_is_sent_pictures(driver: webdriver.Chrome, tmp_path: Path) -> None:
+    """Its weights are random: other pictures, other words, is all that it can show."""
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}/src:{ROOT}"}
+    subprocess.run([PYTHON, "-c", MAKE, str(tmp_path)], cwd=ROOT, env=environment, check=True)
+    server = Server(str(tmp_path), "--block-size", "8")
+    try:
+        page = Page(driver, server)
+        page.open()
+        eventually(lambda: page.find("#attach").is_displayed())
+        choose(page, "#settings", temperature="0", max_tokens="40")
+        answers = []
+        for colors in (["red", "white"], ["white", "red"], ["red", "white"]):
+            page.find("#new").click()
+            eventually(lambda: not page.texts(".message"))
+            picture = page.driver.execute_script(GRADIENT, colors)
+            page.driver.execute_script(PASTE, picture, "paste")
+            eventually(lambda: num_shown(page, "#attached img") == 1)
+            page.send("What is it?")
+            eventually(lambda: len(page.answers()) == len(answers) + 1)
+            answers.append(page.wait_for_end(240))
+            assert answers[-1]["text"] == page.log_text(answers[-1])
+        first, other, again = [answer["text"] for answer in answers]
+        assert first == again != other
+        assert not page.complaints()
+    finally:
+        driver.get("about:blank")
+        server.stop()

@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -242,11 +242,20 @@ def _row(host: Host, stream: LiveStream) -> Snapshot:
         "created": stream.record.created,
         "prompt_tokens": stream.record.num_prompt_tokens,
         "prompt_processed": sum(one.num_processed for one in standings),
+        "prompt_cached": sum(one.num_cached for one in standings),
         "tokens": stream.num_generated,
+        "tokens_left": _sum(one.num_left for one in standings),
         "choices": stream.record.request.num_choices,
         "max_gap_ms": stream.max_gap_ms,
         "readers": stream.num_readers,
     }
+
+
+def _sum(numbers: Iterable[int | None]) -> int | None:
+    """None: there is none, or one of them has no limit."""
+    found = list(numbers)
+    known = [number for number in found if number is not None]
+    return sum(known) if known and len(known) == len(found) else None
 
 
 def _snapshot(host: Host) -> Snapshot:

@@ -10,6 +10,7 @@ import { isOneOfSeveral, loadModels, modelOf, showModels, takesImages } from "./
 import { choicesOf, defaults, faultOf, NUMBERS, sampling, saveSettings, settings } from "./settings.js";
 import * as store from "./store.js";
 import { exportAll, importAll } from "./transfer.js";
+import { forgetTyped } from "./typed.js";
 
 const $ = (id) => document.getElementById(id);
 const SLICE_MS = 4; // of building in a frame; style and layout take several times as long
@@ -62,6 +63,7 @@ const acts = {
     const given = { ...newMessage("tool", texts.join("\n"), message.id), results };
     messages.set(given.id, given);
     await answer([given], given.id);
+    forgetTyped(message.id);
   },
   regenerate: (message) => answer([], message.parent),
 };
@@ -211,6 +213,7 @@ async function remove() {
   const id = current.id;
   for (const { stream, id: message } of messages.values()) {
     followers.get(message)?.close();
+    forgetTyped(message);
     if (stream) ask(`/v1/streams/${encodeURIComponent(stream)}`, { method: "DELETE" }).catch(() => {});
   }
   await store.removeConversation(id);

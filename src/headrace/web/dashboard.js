@@ -7,6 +7,7 @@ import { runTrial } from "./trial.js";
 
 const $ = (id) => document.getElementById(id);
 const MAX_STEPS = 300;
+const MAX_ROWS = 50;
 let steps = []; // [number, step], oldest first
 let state = null;
 
@@ -62,35 +63,28 @@ function showReplicas() {
   fill($("replicas").querySelector("table"), rows);
 }
 
-let isAsking = false;
-
-// Those that run, one by one; of those that wait, how many.
-async function showRequests() {
-  if (isAsking) return;
-  isAsking = true;
-  try {
-    const response = await ask("/slots");
-    const places = response.ok ? await response.json() : [];
-    const { requests, tokens } = state.waiting;
-    const running = places.filter((one) => one.is_processing);
-    const waiting = requests ? `; ${requests} with ${tokens} prompt tokens wait` : "";
-    $("requests-text").textContent = response.ok ? `${running.length} of ${places.length} places are taken${waiting}.` : (await errorOf(response)).message;
-    $("requests").hidden = !running.length;
-    fill($("requests"), running.map(asRow));
-  } catch {
-    $("requests-text").textContent = ""; // the news above says that the server is away
-  } finally {
-    isAsking = false;
-  }
+// Those that wait, too, in the order in which they came.
+function showRequests() {
+  const { models = [state], requests } = state;
+  const sum = (value) => models.reduce((sofar, one) => sofar + (value(one) ?? 0), 0);
+  const waiting = sum((one) => one.waiting.requests);
+  const tokens = sum((one) => one.waiting.tokens);
+  const places = `${sum((one) => one.running)} of ${sum((one) => one.engine.max_num_seqs)} places are taken`;
+  const more = requests.length > MAX_ROWS ? ` The first ${MAX_ROWS} are shown.` : "";
+  $("requests-text").textContent = `${places}${waiting ? `; ${waiting} with ${tokens} prompt tokens wait` : ""}.${more}`;
+  $("requests").hidden = !requests.length;
+  fill($("requests"), requests.slice(0, MAX_ROWS).map(asRow));
 }
 
-function asRow(place) {
-  const { n_prompt_tokens: total, n_prompt_tokens_processed: done, n_prompt_tokens_cache: cached } = place;
-  const [{ n_decoded: decoded, n_remain: left }] = place.next_token;
-  const name = `Prompt of place ${place.id}`;
-  const bar = el("progress", { max: Math.max(total, 1), value: done, "aria-label": name });
+const STATES = { queued: "waits", prompt: "reads its prompt", decode: "answers", recovering: "is recovered" };
+
+function asRow(request) {
+  const { number, model, prompt_tokens: total, prompt_processed: done, tokens, tokens_left: left } = request;
+  const bar = el("progress", { max: Math.max(total, 1), value: done, "aria-label": `Prompt of request ${number}` });
   const prompt = el("span", { class: "progress" }, bar, `${done} of ${total} tokens`);
-  return [String(place.id), place.model, prompt, String(cached), left < 0 ? `${decoded} tokens` : `${decoded} tokens, at most ${left} more`];
+  const answer = `${tokens} tokens${left === null ? "" : `, at most ${left} more`}`;
+  const is = request.state === "queued" && done ? "prompt" : request.state; // its log may not tell
+  return [String(number), model, STATES[is] ?? is, prompt, String(request.prompt_cached), answer, `${Math.round(request.max_gap_ms)} ms`];
 }
 
 function show() {

@@ -5,6 +5,7 @@ import { thumbnails } from "./images.js";
 import { MarkdownView } from "./markdown.js";
 import { loadingOf } from "./models.js";
 import { TextView } from "./text.js";
+import { keepTyped, typed } from "./typed.js";
 
 const NAMES = { user: "You", assistant: "Answer", tool: "Results of tools" };
 
@@ -77,17 +78,20 @@ export class MessageView {
 
   // A field per call, for the results that a person gives by hand.
   askForResults(message, texts) {
+    texts = typed(message.id) ?? texts;
     const fields = message.calls.map((call, k) => {
       const field = el("textarea", { rows: 2, "aria-label": `Result of ${call.name}`, placeholder: `Result of ${call.name}` });
       field.value = texts[k] ?? "";
       return field;
     });
-    const act = (event) => {
+    const values = () => fields.map((field) => field.value);
+    const input = () => keepTyped(message.id, values());
+    const submit = (event) => {
       event.preventDefault();
-      this.acts.giveResults(message, fields.map((field) => field.value));
+      this.acts.giveResults(message, values());
     };
     const send = el("button", { class: "primary" }, fields.length > 1 ? "Send results" : "Send result");
-    this.answering.replaceChildren(el("form", { class: "results", on: { submit: act } }, ...fields, send));
+    this.answering.replaceChildren(el("form", { class: "results", on: { input, submit } }, ...fields, send));
     return fields[0];
   }
 
