@@ -41,7 +41,7 @@ _HYBRID = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 16,
-    "linear_value_head_dim": 32,
+    "linear_value_head_dim": 64,  # as wide as a kernel's tile
     "rope_parameters": {"rope_theta": 10_000.0, "partial_rotary_factor": 0.5},
 }
 _EYES = {

@@ -80,7 +80,7 @@ def test_a_model_with_states_is_told_how_slots_bound_its_streams(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     folder = make_tiny_model(tmp_path / "tiny", "Qwen3_5ForConditionalGeneration")
-    slot_bytes = 2 * 4 * (4 * 16 * 32 + 3 * (2 * 2 * 16 + 4 * 32))  # layers, float32
+    slot_bytes = 2 * 4 * (4 * 16 * 64 + 3 * (2 * 2 * 16 + 4 * 64))  # layers, float32
     flags = {"kv_cache_memory_bytes": 21 * slot_bytes, "max_model_len": 100}
     code, found = examine(capsys, str(folder), **flags)
     assert code == 0

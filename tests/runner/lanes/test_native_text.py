@@ -42,7 +42,7 @@ def test_slots_snapshots_and_blocks_together_fit_the_memory(
 ) -> None:
     layout = hybrid.lane.layout(free_bytes, 64, 500, 48)
     num_states = layout.num_slots + layout.num_snapshots
-    slot_bytes = 2 * 4 * (4 * 16 * 32 + 3 * (2 * 2 * 16 + 4 * 32))  # layers, float32
+    slot_bytes = 2 * 4 * (4 * 16 * 64 + 3 * (2 * 2 * 16 + 4 * 64))  # layers, float32
     block_bytes = 48 * 2 * 2 * 16 * 4  # keys and values, kv heads, head size, float32
     if layout.num_blocks:  # else the model is refused
         assert num_states * slot_bytes + layout.num_blocks * block_bytes <= free_bytes

@@ -32,9 +32,9 @@ _INPUTS, _OUTPUTS, _ROWS = 96, 70, (1, 2, 3, 7, 45)  # every tile of a product, 
 _HEADS, _KV_HEADS, _DIM, _BLOCK = 4, 2, 32, 32
 _CHUNKS = ((0, 70), (70, 1))
 _STATE = StateShape(
-    num_layers=1, num_heads=4, key_dim=16, value_dim=32, num_channels=192, num_inputs=3
+    num_layers=1, num_heads=4, key_dim=16, value_dim=64, num_channels=320, num_inputs=3
 )
-_KEYS, _VALUES = 32, 128  # channels of two key heads, and of all value heads
+_KEYS, _VALUES = 32, 256  # channels of two key heads, and of all value heads
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 2e-2}  # of the largest number
 
 

@@ -1,10 +1,9 @@
-"""Owns what a gated delta net computes between its matrix products: convolution, gates, rule, norm.
+"""Owns what a gated delta net computes of its past: the convolution and the rule.
 
 The rule goes token by token, so that no cut of a prompt changes a bit. A head's state is taken in
-tiles of 32 columns, which do not need each other and stay in the first cache for a whole chunk.
+tiles of 64 columns, which do not need each other and stay in the first cache for a whole chunk.
 """
 
-import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,20 +15,21 @@ from torch import Tensor
 from headrace.models.delta_rule import EPS
 from headrace.runner.inputs import Batch
 from headrace.runner.kernels.arguments import arguments_of, reader
-from headrace.runner.kernels.delta_tile import COLUMNS, ROWS, delta_tile
+from headrace.runner.kernels.delta_tile import COLUMNS, delta_tile
 from headrace.runner.kernels.launch import Kernel, parallel
 from headrace.runner.kernels.numeric import (
     FAST,
     f32_at,
     fast_exp,
     i32_at,
-    narrow,
     take_next,
     u16_at,
     widen,
 )
+from headrace.runner.kernels.silu import convolve_row, whole
+from headrace.runner.kernels.tiles import LANES
 
-_SPAN = 128  # channels that one thread convolves at a time
+_SPAN = 256  # channels that one thread convolves at a time
 _EPS = np.float32(EPS)
 
 
@@ -44,6 +44,7 @@ class _Convolve(NamedTuple):
     width: int
     channels: int
     stride: int
+    out_stride: int  # whole vectors
     inputs: int
     x: int
     weight: int
@@ -72,32 +73,7 @@ class _Delta(NamedTuple):
     out: int
 
 
-class _Gates(NamedTuple):
-    tokens: int
-    heads: int
-    stride: int
-    a: int
-    b: int
-    table: int
-    decay: int
-    beta: int
-
-
-class _GateNorm(NamedTuple):
-    tokens: int
-    heads: int
-    dim: int
-    stride: int
-    eps: int  # in 1e-12
-    x: int
-    gate: int
-    weight: int
-    out: int
-
-
-_read_convolve, _read_delta, _read_gates, _read_norm = map(
-    reader, (_Convolve, _Delta, _Gates, _GateNorm)
-)
+_read_convolve, _read_delta = reader(_Convolve), reader(_Delta)
 
 
 class _Chunks(NamedTuple):
@@ -122,58 +98,56 @@ def _chunks_of(g: Any) -> Any:
     )
 
 
-@njit(fastmath=FAST)
-def _add_weighed(weight: Any, x: Any, total: Any) -> None:
-    for c in range(total.size):
-        total[c] += widen(weight[c]) * widen(x[c])
-
-
-@njit(fastmath=FAST, error_model="numpy")
-def _silu(x: Any, wide: Any) -> None:
-    """In two loops, in each of which the compiler finds vectors."""
+@njit
+def _widen_row(x: Any, wide: Any) -> None:
     for c in range(x.size):
-        wide[c] = fast_exp(-abs(x[c]))
-    for c in range(x.size):
-        top = max(wide[c], np.float32(x[c] >= 0))
-        x[c] = x[c] * top / (np.float32(1) + wide[c])
+        wide[c] = widen(x[c])
 
 
 @njit
-def _convolve_span(x: Any, before: Any, weight: Any, out: Any) -> None:
-    """Some channels of a chunk: x and out [tokens, channels], before [width - 1, channels]."""
-    num_before, wide = len(before), np.empty(x.shape[1], np.float32)
+def _clear(x: Any) -> None:
+    for c in range(x.size):
+        x[c] = 0
+
+
+@njit
+def _convolve_span(x: Any, before: Any, weight: Any, span: slice, out: Any) -> None:
+    """Some channels of a chunk: x and out [tokens, channels], before [width - 1, channels].
+
+    weight: float32 [width, whole vectors]; out has room for as many. All are known to be
+    contiguous: of parts of several rows the compiler would not know, and find no vectors.
+    """
+    width, first = len(weight), span.start
+    inputs = np.zeros(weight.shape, np.float32)  # the newest takes the place of the oldest
+    for j in range(width - 1):
+        _widen_row(before[j, span], inputs[j])
     for t in range(len(x)):
-        total = out[t]
-        total[:] = 0
-        for j in range(num_before + 1):
-            i = t + j - num_before
-            if i < 0:
-                _add_weighed(weight[j], before[t + j], total)
-            else:
-                _add_weighed(weight[j], x[i], total)
-        _silu(total, wide)
-    for j in range(num_before):  # a row is written after it was last read
-        i = len(x) - num_before + j
-        for c in range(x.shape[1]):
+        _widen_row(x[t, span], inputs[(t + width - 1) % width])
+        convolve_row(weight, inputs, t % width, out, (t, first))
+    for j in range(width - 1):  # a row is written after it was last read
+        i = len(x) - (width - 1) + j
+        for c in range(first, span.stop):
             before[j, c] = before[len(x) + j, c] if i < 0 else x[i, c]
 
 
 @njit
 def _convolve(g: Any, a: Any, x: Any, inputs: Any, weight: Any) -> None:
     chunks, num_spans = _chunks_of(g), (g.channels + _SPAN - 1) // _SPAN
-    out = carray(f32_at(g.out), (g.tokens, g.channels))
+    out = carray(f32_at(g.out), (g.tokens, g.out_stride))
     while True:
         piece = take_next(a)
         if piece >= chunks.num * num_spans:
             break
         n, begin = piece // num_spans, piece % num_spans * _SPAN
-        end, first = min(begin + _SPAN, g.channels), chunks.first_rows[n]
-        stop = first + chunks.lengths[n]
-        before = inputs[chunks.slots[n], :, begin:end]
+        span, first = slice(begin, min(begin + _SPAN, g.channels)), chunks.first_rows[n]
+        own = np.zeros((g.width, whole(span.stop - begin)), np.float32)
+        for j in range(g.width):
+            _widen_row(weight[j, span], own[j])
+        before, stop = inputs[chunks.slots[n]], first + chunks.lengths[n]
         if not chunks.starts[n]:
-            before[:] = 0
-        part = out[first:stop, begin:end]
-        _convolve_span(x[first:stop, begin:end], before, weight[:, begin:end], part)
+            for j in range(g.width - 1):
+                _clear(before[j, span])
+        _convolve_span(x[first:stop], before, own, span, out[first:stop])
 
 
 @Kernel
@@ -217,20 +191,24 @@ def _delta_any(state: Any, q: Any, k: Any, v: Any, out: Any, factors: Any) -> No
 
 
 @njit
-def _delta_head(q: Any, k: Any, v: Any, out: Any, state: Any, factors: Any) -> None:
-    """A chunk of a head; state: float32 [key_dim * value_dim]; factors: float32 [tokens, 4]."""
-    key_dim, value_dim = q.shape[1], v.shape[1]
-    if value_dim % COLUMNS or key_dim % ROWS:
-        for t in range(len(q)):
-            by = factors[t, 0], factors[t, 1], factors[t, 2], factors[t, 3]
-            _delta_any(state.reshape((key_dim, value_dim)), q[t], k[t], v[t], out[t], by)
+def _delta_head(qkv: Any, out: Any, state: Any, at: Any, factors: Any) -> None:
+    """A chunk of a head: some rows of q, k, v and out, and the numbers of a head in them.
+
+    state: float32 [key_dim * value_dim]; factors: float32 [tokens of the chunk, 4].
+    """
+    (q, k, v), (first, key, value, kd, vd) = qkv, at
+    keys = slice(key, key + kd)
+    if vd % COLUMNS:
+        for t in range(len(factors)):
+            by, row = (factors[t, 0], factors[t, 1], factors[t, 2], factors[t, 3]), first + t
+            own, target = v[row, value : value + vd], out[row, value : value + vd]
+            _delta_any(state.reshape((kd, vd)), q[row, keys], k[row, keys], own, target, by)
         return
-    tiles = state.reshape((value_dim // COLUMNS, key_dim, COLUMNS))
+    tiles = state.reshape((vd // COLUMNS, kd, COLUMNS))
+    parts = q[:, keys], k[:, keys], v
     for number in range(len(tiles)):
-        tile, first = tiles[number], number * COLUMNS
-        for t in range(len(q)):
-            by = factors[t, 0], factors[t, 1], factors[t, 2], factors[t, 3]
-            delta_tile(tile, (q, k, v), out, (t, first), by)
+        column = value + number * COLUMNS
+        delta_tile(tiles[number], parts, out, (first, len(factors), column), factors)
 
 
 @Kernel
@@ -241,7 +219,7 @@ def _delta(a: Any) -> None:
     v = carray(f32_at(g.v), (g.tokens, g.stride))
     decay = carray(f32_at(g.decay), (g.tokens, g.heads))
     beta = carray(f32_at(g.beta), (g.tokens, g.heads))
-    out = carray(f32_at(g.out), (g.tokens, g.heads, vd))
+    out = carray(f32_at(g.out), (g.tokens, g.heads * vd))
     states = carray(f32_at(g.state), (g.num_slots, g.heads, kd * vd))
     root = np.float32(1) / np.sqrt(np.float32(kd))
     while True:
@@ -249,100 +227,21 @@ def _delta(a: Any) -> None:
         if piece >= chunks.num * g.heads:
             break
         n, h = piece // g.heads, piece % g.heads
-        first, state = chunks.first_rows[n], states[chunks.slots[n], h]
-        rows = slice(first, first + chunks.lengths[n])
-        keys, values = slice(h // g.share * kd, (h // g.share + 1) * kd), slice(h * vd, h * vd + vd)
+        first, state = np.int64(chunks.first_rows[n]), states[chunks.slots[n], h]
         if not chunks.starts[n]:
             state[:] = 0
-        queries, own = q[rows, keys], k[rows, keys]
-        factors = np.empty((len(own), 4), np.float32)
-        for t in range(len(own)):
-            factors[t, 0] = fast_exp(decay[first + t, h])
-            factors[t, 1] = _inverse_length(own[t])
-            factors[t, 2] = beta[first + t, h]
-            factors[t, 3] = _inverse_length(queries[t]) * root
-        _delta_head(queries, own, v[rows, values], out[rows, h], state, factors)
-
-
-@njit
-def _gates(g: Any, a: Any, left: Any, right: Any) -> None:
-    """decay = rate softplus(left + shift), beta = sigmoid(right)."""
-    table = carray(f32_at(g.table), (2, g.heads))
-    decay = carray(f32_at(g.decay), (g.tokens, g.heads))
-    beta = carray(f32_at(g.beta), (g.tokens, g.heads))
-    while True:
-        token = take_next(a)
-        if token >= g.tokens:
-            break
-        for h in range(g.heads):
-            x = np.float64(widen(left[token, h]) + table[1, h])
-            rate = max(x, 0.0) + math.log1p(math.exp(-abs(x)))
-            decay[token, h] = np.float32(table[0, h] * rate)
-            beta[token, h] = np.float32(1.0 / (1.0 + math.exp(-np.float64(widen(right[token, h])))))
-
-
-@Kernel
-def _gates_bf16(a: Any) -> None:
-    g = _read_gates(a)
-    shape = (g.tokens, g.stride)
-    _gates(g, a, carray(u16_at(g.a), shape), carray(u16_at(g.b), shape))
-
-
-@Kernel
-def _gates_float(a: Any) -> None:
-    g = _read_gates(a)
-    shape = (g.tokens, g.stride)
-    _gates(g, a, carray(f32_at(g.a), shape), carray(f32_at(g.b), shape))
-
-
-@njit(fastmath=FAST, error_model="numpy")
-def _norm_head(x: Any, gate: Any, weight: Any, eps: Any, wide: Any, out: Any) -> None:
-    total = np.float32(0)
-    for i in range(x.size):
-        total += x[i] * x[i]
-    scale = np.float32(1) / np.sqrt(total / np.float32(x.size) + eps)
-    for i in range(x.size):
-        wide[i] = widen(gate[i])
-    _silu(wide, out[1])
-    for i in range(x.size):
-        out[0][i] = narrow(x[i] * scale * widen(weight[i]) * wide[i], out[0][0])
-
-
-@njit
-def _norm(g: Any, a: Any, gate: Any, weight: Any, out: Any) -> None:
-    """Each head by itself; gate: [tokens, row stride], out: [tokens, heads * dim]."""
-    dim, eps = g.dim, np.float32(np.float64(g.eps) * 1e-12)
-    x = carray(f32_at(g.x), (g.tokens, g.heads * dim))
-    wide, room = np.empty(dim, np.float32), np.empty(dim, np.float32)
-    while True:
-        token = take_next(a)
-        if token >= g.tokens:
-            break
-        for h in range(g.heads):
-            span = slice(h * dim, (h + 1) * dim)
-            into = out[token, span], room
-            _norm_head(x[token, span], gate[token, span], weight, eps, wide, into)
-
-
-@Kernel
-def _norm_bf16(a: Any) -> None:
-    g = _read_norm(a)
-    gate = carray(u16_at(g.gate), (g.tokens, g.stride))
-    out = carray(u16_at(g.out), (g.tokens, g.heads * g.dim))
-    _norm(g, a, gate, carray(u16_at(g.weight), g.dim), out)
-
-
-@Kernel
-def _norm_float(a: Any) -> None:
-    g = _read_norm(a)
-    gate = carray(f32_at(g.gate), (g.tokens, g.stride))
-    out = carray(f32_at(g.out), (g.tokens, g.heads * g.dim))
-    _norm(g, a, gate, carray(f32_at(g.weight), g.dim), out)
+        key = h // g.share * kd
+        factors = np.empty((chunks.lengths[n], 4), np.float32)
+        for t in range(len(factors)):
+            row = first + t
+            factors[t, 0] = fast_exp(decay[row, h])
+            factors[t, 1] = _inverse_length(k[row, key : key + kd])
+            factors[t, 2] = beta[row, h]
+            factors[t, 3] = _inverse_length(q[row, key : key + kd]) * root
+        _delta_head((q, k, v), out, state, (first, key, h * vd, kd, vd), factors)
 
 
 _CONVOLVE = {torch.bfloat16: _convolve_bf16, torch.float32: _convolve_float}
-_GATES = {torch.bfloat16: _gates_bf16, torch.float32: _gates_float}
-_NORM = {torch.bfloat16: _norm_bf16, torch.float32: _norm_float}
 
 
 def _where(batch: Batch) -> tuple[int, ...]:
@@ -353,12 +252,13 @@ def _where(batch: Batch) -> tuple[int, ...]:
 
 def convolve(batch: Batch, inputs: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     """Step.convolve; inputs: [slots, width - 1, channels], the last ones, which are moved on."""
-    out = torch.empty(x.shape, dtype=torch.float32)
-    sizes = len(inputs), *weight.shape, x.stride(0)
+    channels = x.shape[1]
+    out = torch.empty((len(x), channels + -channels % LANES), dtype=torch.float32)
+    sizes = len(inputs), *weight.shape, x.stride(0), out.shape[1]
     pointers = inputs.data_ptr(), x.data_ptr(), weight.data_ptr(), out.data_ptr()
     words = _Convolve._make((len(x), *_where(batch), *sizes, *pointers))
     parallel(_CONVOLVE[x.dtype], arguments_of(*words))
-    return out
+    return out[:, :channels]
 
 
 def delta_rule(
@@ -366,7 +266,7 @@ def delta_rule(
 ) -> Tensor:
     """Step.delta_rule; states: float32 [slots, heads, key_dim, value_dim], which are moved on.
 
-    The numbers of a head's state lie in tiles [key_dim, 32] where its sizes allow. q, k and v are
+    The numbers of a head's state lie in tiles [key_dim, 64] where its sizes allow. q, k and v are
     parts of the same rows; decay and beta are contiguous.
     """
     q, k, v = qkv
@@ -378,21 +278,4 @@ def delta_rule(
         (len(q), *_where(batch), *sizes, *(tensor.data_ptr() for tensor in tensors))
     )
     parallel(_delta, arguments_of(*words))
-    return out
-
-
-def delta_gates(a: Tensor, b: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-    """Of a and b, parts of the same rows, and the table of CpuDeltaGates: decay and beta."""
-    decay, beta = (torch.empty(a.shape, dtype=torch.float32) for _ in range(2))
-    pointers = [tensor.data_ptr() for tensor in (a, b, table, decay, beta)]
-    parallel(_GATES[a.dtype], arguments_of(*a.shape, a.stride(0), *pointers))
-    return decay, beta
-
-
-def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """GatedNorm of contiguous x [tokens, heads, dim]; a token's gates lie in a row."""
-    out = torch.empty(x.shape, dtype=gate.dtype)
-    pointers = [tensor.data_ptr() for tensor in (x, gate, weight, out)]
-    words = _GateNorm._make((*x.shape, gate.stride(0), round(eps * 1e12), *pointers))
-    parallel(_NORM[gate.dtype], arguments_of(*words))
     return out

@@ -1,4 +1,4 @@
-"""Owns the inner loops of the delta rule, which need explicit vectors: one token, 32 columns."""
+"""Owns the inner loops of the delta rule, which need explicit vectors: some tokens, 64 columns."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,111 +12,140 @@ from headrace.runner.kernels.tiles import (
     FLOATS,
     LANES,
     Matrix,
-    add_product,
+    fetch,
+    fused,
     load,
     loop,
     spread_over,
 )
 
-COLUMNS = 2 * LANES  # of a tile
-ROWS = 4  # that are summed side by side, so that sums do not wait for each other
+_VECTORS = 4  # of a tile's row: as many sums side by side do not wait for each other
+COLUMNS = _VECTORS * LANES  # of a tile
+_AHEAD = 3  # tokens
 _F32, _I64 = ir.FloatType(), ir.IntType(64)
-_FAST = ("nsz", "arcp", "contract", "afn", "reassoc")
+Vectors = list[Any]
+"""Of a token's columns."""
 
 
-class _Token:
-    """One token's numbers, and what loops over the rows of the tile make of them."""
+class _Tile:
+    """The rows of a tile, and what loops over them make of tokens' numbers."""
 
-    def __init__(self, builder: Any, state: Matrix, qkv: list[Matrix], at: Any) -> None:
+    def __init__(self, builder: Any, state: Matrix, qkv: list[Matrix], column: Any) -> None:
         self._builder, self._state = builder, state
         self._q, self._k, self._v = qkv
-        self._token, column = cgutils.unpack_tuple(builder, at)
-        self.columns = [builder.add(column, _I64(LANES * half)) for half in range(2)]
+        self._columns = [builder.add(column, _I64(LANES * n)) for n in range(_VECTORS)]
 
-    def sum_rows(self, body: Callable[[Any, list[Any], list[Any]], list[Any]]) -> list[Any]:
-        """The columns' sums of what `body` adds, of a row's number, its two places and two sums."""
+    def find(self, token: Any) -> Vectors:
+        """What the token's key finds."""
+
+        def body(row: Any, places: list[Any]) -> list[list[tuple[Any, Any]]]:
+            key = self._number(self._k, token, row)
+            return [[(load(self._builder, place, FLOATS, 4), key) for place in places]]
+
+        return self._pass(1, body)[0]
+
+    def move(self, token: Any, following: Any, kept: Any, moves: Vectors) -> list[Vectors]:
+        """Moves all rows on; what the token's query and the following token's key then find."""
         b = self._builder
-        none = ir.Constant(FLOATS, [0.0] * LANES)
 
-        def step(at: Any, sums: list[Any]) -> list[Any]:
-            following, first = [], b.mul(at, _I64(ROWS))
-            for n in range(ROWS):
-                row = b.add(first, _I64(n))
-                begin = self._state.at(row, _I64(0))
-                places = [b.add(begin, _I64(4 * LANES * half)) for half in range(2)]
-                following += body(row, places, sums[2 * n : 2 * n + 2])
-            return following
+        def body(row: Any, places: list[Any]) -> list[list[tuple[Any, Any]]]:
+            key, query = self._number(self._k, token, row), self._number(self._q, token, row)
+            later, vectors = self._number(self._k, following, row), []
+            for place, by in zip(places, moves, strict=True):
+                vector = fused(b, by, key, self.times(load(b, place, FLOATS, 4), kept))
+                b.store(vector, b.inttoptr(place, FLOATS.as_pointer()), align=4)
+                vectors.append(vector)
+            return [[(vector, by) for vector in vectors] for by in (query, later)]
 
-        sums = loop(b, b.udiv(self._state.shape[0], _I64(ROWS)), [none] * (2 * ROWS), step)
-        while len(sums) > 2:
-            pairs = zip(sums[: len(sums) // 2], sums[len(sums) // 2 :], strict=True)
-            sums = [b.fadd(x, y, flags=_FAST) for x, y in pairs]
-        return sums
+        return self._pass(2, body)
 
-    def find(self, row: Any, places: list[Any], sums: list[Any]) -> list[Any]:
-        """Adds the row, times its number of the key."""
-        key = self._number(self._k, row)
-        vectors = [load(self._builder, place, FLOATS, 4) for place in places]
-        pairs = zip(sums, vectors, strict=True)
-        return [add_product(self._builder, total, vector, key) for total, vector in pairs]
-
-    def moves(self, found: list[Any], by: list[Any]) -> list[Any]:
+    def moves(self, token: Any, found: Vectors, by: list[Any]) -> Vectors:
         """By how much each column is corrected, for a number of the key that is 1."""
         kept, k_scale, beta, _ = by
         known, result = self.times(kept, k_scale), []
-        for column, part in zip(self.columns, found, strict=True):
-            wanted = load(self._builder, self._v.at(self._token, column), FLOATS, 4)
-            missing = self._builder.fsub(wanted, self.times(part, known), flags=_FAST)
+        for column, part in zip(self._columns, found, strict=True):
+            wanted = load(self._builder, self._v.at(token, column), FLOATS, 4)
+            missing = self._builder.fsub(wanted, self.times(part, known))
             result.append(self.times(self.times(missing, beta), k_scale))
         return result
 
-    def move(self, kept: Any, moves: list[Any]) -> Callable[[Any, list[Any], list[Any]], list[Any]]:
-        """What moves a row on, and adds it, times its number of the query."""
+    def times(self, x: Any, y: Any) -> Any:
+        return self._builder.fmul(x, y)
+
+    def ask_for(self, token: Any, out: Matrix) -> None:
+        """Fetches what the token reads and writes: rows lie pages apart, so nothing else does."""
         b = self._builder
 
-        def body(row: Any, places: list[Any], sums: list[Any]) -> list[Any]:
-            key, query = self._number(self._k, row), self._number(self._q, row)
-            following = []
-            for place, total, by in zip(places, sums, moves, strict=True):
-                vector = add_product(b, self.times(load(b, place, FLOATS, 4), kept), by, key)
-                b.store(vector, b.inttoptr(place, FLOATS.as_pointer()), align=4)
-                following.append(add_product(b, total, vector, query))
-            return following
+        def body(at: Any, values: list[Any]) -> list[Any]:
+            for x in (self._q, self._k):
+                fetch(b, x.at(token, b.mul(at, _I64(LANES))))
+            return []
 
-        return body
+        loop(b, b.udiv(b.add(self._state.shape[0], _I64(LANES - 1)), _I64(LANES)), [], body)
+        for column in self._columns:
+            fetch(b, self._v.at(token, column))
+            fetch(b, out.at(token, column))
 
-    def times(self, x: Any, y: Any) -> Any:
-        return self._builder.fmul(x, y, flags=_FAST)
-
-    def store(self, out: Matrix, vectors: list[Any]) -> None:
-        for column, vector in zip(self.columns, vectors, strict=True):
-            place = self._builder.inttoptr(out.at(self._token, column), FLOATS.as_pointer())
+    def store(self, out: Matrix, token: Any, vectors: Vectors) -> None:
+        for column, vector in zip(self._columns, vectors, strict=True):
+            place = self._builder.inttoptr(out.at(token, column), FLOATS.as_pointer())
             self._builder.store(vector, place, align=4)
 
-    def _number(self, x: Matrix, row: Any) -> Any:
-        return spread_over(self._builder, load(self._builder, x.at(self._token, row), _F32, 4))
+    def _pass(self, count: int, body: Callable[[Any, list[Any]], Any]) -> list[Vectors]:
+        """`count` sums over the rows, of the products that `body` gives for a row's places.
+
+        What is added to what, and in which order, depends on nothing: a sum is the same in a pass
+        with others as alone.
+        """
+        b = self._builder
+
+        def step(row: Any, sums: list[Any]) -> list[Any]:
+            begin = self._state.at(row, _I64(0))
+            places = [b.add(begin, _I64(4 * LANES * n)) for n in range(_VECTORS)]
+            products = [pair for pairs in body(row, places) for pair in pairs]
+            return [fused(b, x, y, z) for (x, y), z in zip(products, sums, strict=True)]
+
+        none = ir.Constant(FLOATS, [0.0] * LANES)
+        sums = loop(b, self._state.shape[0], [none] * (_VECTORS * count), step)
+        return [sums[i * _VECTORS : (i + 1) * _VECTORS] for i in range(count)]
+
+    def _number(self, x: Matrix, token: Any, row: Any) -> Any:
+        return spread_over(self._builder, load(self._builder, x.at(token, row), _F32, 4))
 
 
 def _emit_delta_tile(typing_context: Any, state: Any, qkv: Any, out: Any, at: Any, by: Any) -> Any:
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kinds, parts = signature.args[1], cgutils.unpack_tuple(builder, args[1])
-        inputs = [Matrix(context, builder, *pair) for pair in zip(kinds, parts, strict=True)]
-        tile, results = (Matrix(context, builder, signature.args[i], args[i]) for i in (0, 2))
-        factors = [spread_over(builder, x) for x in cgutils.unpack_tuple(builder, args[4])]
-        token = _Token(builder, tile, inputs, args[3])
-        moves = token.moves(token.sum_rows(token.find), factors)
-        read = token.sum_rows(token.move(factors[0], moves))
-        token.store(results, [token.times(part, factors[3]) for part in read])
+        b, kinds = builder, signature.args[1]
+        parts = cgutils.unpack_tuple(b, args[1])
+        inputs = [Matrix(context, b, *pair) for pair in zip(kinds, parts, strict=True)]
+        state, out, by = (Matrix(context, b, signature.args[i], args[i]) for i in (0, 2, 4))
+        first, count, column = cgutils.unpack_tuple(b, args[3])
+        tile, last = _Tile(b, state, inputs, column), b.sub(count, _I64(1))
+
+        def body(at: Any, found: Vectors) -> Vectors:
+            token, is_last = b.add(first, at), b.icmp_signed("==", at, last)
+            following = b.select(is_last, token, b.add(token, _I64(1)))
+            is_near = b.icmp_signed("<", b.add(at, _I64(_AHEAD)), count)
+            tile.ask_for(b.add(token, b.select(is_near, _I64(_AHEAD), _I64(0))), out)
+            places = [by.at(at, _I64(n)) for n in range(4)]
+            factors = [spread_over(b, load(b, place, _F32, 4)) for place in places]
+            moves = tile.moves(token, found, factors)
+            read, found = tile.move(token, following, factors[0], moves)
+            tile.store(out, token, [tile.times(part, factors[3]) for part in read])
+            return found
+
+        loop(b, count, tile.find(first), body)
         return context.get_dummy_value()
 
     return types.void(state, qkv, out, at, by), emit
 
 
 delta_tile: Any = intrinsic(_emit_delta_tile)
-"""delta_tile(state, (q, k, v), out, (token, column), (kept, k_scale, beta, q_scale)).
+"""delta_tile(state, (q, k, v), out, (first, count, column), factors).
 
-The formulas of models/delta_rule.py for one token and 32 columns of a head: state [key_dim, 32] is
-moved on, and out [tokens, value_dim] gets what the query then finds. q, k and v are not scaled;
-their scales, the factor that the state keeps and beta are. All are float32 with contiguous rows,
-key_dim a multiple of 4.
+The formulas of models/delta_rule.py for `count` tokens, at least 1, from `first` on and 64 columns
+of a head: state [key_dim, 64] is moved on by one token after another, and out [tokens, value_dim]
+gets what each token's query then finds. q, k and v [tokens, dim] are not scaled; factors [count, 4]
+are what the state keeps, the key's scale, beta and the query's scale. All are float32 with
+contiguous rows. A token's bits do not depend on how tokens are shared among calls.
 """

@@ -23,6 +23,7 @@ from headrace.runner.kernels.numeric import (
     u16_at,
     widen,
 )
+from headrace.runner.kernels.silu import row_for, silu_row
 
 _ALONE = 1 << 13  # values up to which waking another thread costs more than it saves
 
@@ -164,26 +165,20 @@ def _rotate_float(a: Any) -> None:
     _rotate(g, a, x, out)
 
 
-@njit(fastmath=FAST, error_model="numpy")
+@njit(fastmath=FAST)
 def _gate_row(gate: Any, up: Any, wide: Any, out: Any) -> None:
-    """silu(gate) * up; the exponential is taken of the negative side, where it cannot overflow.
-
-    Three loops over float32 `wide`: the compiler finds vectors in each, in none that does it all,
-    nor where a division is watched for zeros as in Python.
-    """
+    """silu(gate) * up."""
     for i in range(gate.size):
-        wide[i] = fast_exp(-abs(widen(gate[i])))
+        wide[i] = widen(gate[i])
+    silu_row(wide)
     for i in range(gate.size):
-        x, e = widen(gate[i]), wide[i]
-        wide[i] = x * widen(up[i]) * max(e, np.float32(x >= 0)) / (np.float32(1) + e)
-    for i in range(gate.size):
-        out[i] = narrow(wide[i], out[0])
+        out[i] = narrow(wide[i] * widen(up[i]), out[0])
 
 
 @njit
 def _gate(g: Any, a: Any, x: Any, out: Any) -> None:
     tokens, size = g.tokens, g.size
-    wide = np.empty(size, np.float32)
+    wide = row_for(size)
     while True:
         token = take_next(a)
         if token >= tokens:
@@ -207,7 +202,11 @@ def _gate_float(a: Any) -> None:
 
 @njit(fastmath=FAST, error_model="numpy")
 def _gate_head(x: Any, gate: Any, wide: Any, out: Any) -> None:
-    """x * sigmoid(gate), in loops as those of _gate_row."""
+    """x * sigmoid(gate); the exponential is taken of the negative side, where it cannot overflow.
+
+    Three loops over float32 `wide`: the compiler finds vectors in each, in none that does it all,
+    nor where a division is watched for zeros as in Python.
+    """
     for i in range(x.size):
         wide[i] = fast_exp(-abs(widen(gate[i])))
     for i in range(x.size):

@@ -15,7 +15,7 @@ from headrace.models.layers import (
     SigmoidGate,
 )
 from headrace.models.step import Step
-from headrace.runner.kernels.delta_net import delta_gates, gated_norm
+from headrace.runner.kernels.delta_gates import delta_gates, gated_norm
 from headrace.runner.kernels.linear import GroupedLinear, PackedLinear
 from headrace.runner.kernels.pointwise import gated, gated_by, norm, rotate
 

@@ -61,7 +61,7 @@ def _call(builder: Any, name: str, kind: Any, *args: Any) -> Any:
     return builder.call(cgutils.get_or_insert_function(builder.module, function, name), args)
 
 
-def _power_of_two(builder: Any, x: Any) -> Any:
+def power_of_two(builder: Any, x: Any) -> Any:
     """Two to the x for x <= 0 with a relative error under 2e-7; 0 where that is below 2^-125.
 
     2^(n + f) with |f| <= 1/2: 2^f by its Taylor series, n added to the bits of its exponent.
@@ -134,7 +134,7 @@ def _emit_weigh(
         def body(at: Any, values: list[Any]) -> list[Any]:
             vector, first = row.vector(at)
             scaled = builder.fsub(builder.fmul(vector, scale), top, flags=("contract",))
-            weight = _power_of_two(builder, scaled)
+            weight = power_of_two(builder, scaled)
             place = builder.add(begin, builder.mul(first, _I64(size)))
             result = weight if is_float else _narrowed(builder, weight)
             builder.store(result, builder.inttoptr(place, stored.as_pointer()), align=size)
