@@ -193,6 +193,47 @@ def test_another_engine_starts_while_there_is_a_line_and_leaves_when_it_is_idle(
     play(scene)
 
 
+def test_other_numbers_are_taken_at_once_and_who_leaves_ends_its_streams_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "_LOOK_INTERVAL_S", 0.01)
+
+    async def until(condition: Callable[[], bool]) -> None:
+        while not condition():
+            await asyncio.sleep(0.01)
+
+    def numbers(made: Scene) -> list[int]:
+        return [it.number for it in made.replicas.all()]
+
+    async def scene() -> None:
+        made = Scene(fewest=1, most=1)
+        await made.up(0)
+        made.replicas.resize(3, 3, LIMIT_S)
+        await until(lambda: numbers(made) == [0, 1, 2])
+        await made.up(1, 2)
+        for id in range(6):  # two places each
+            made.ask(id)
+        assert sorted(len(made.ran(number)) for number in range(3)) == [2, 2, 2]
+        least = next(number for number in range(3) if 0 in made.ran(number))
+        others = [number for number in range(3) if number != least]
+        await made.engines[least].finish(SequenceId(0), FinishReason.LENGTH)
+        made.replicas.resize(2, 2, LIMIT_S)
+        await until(lambda: bool(made.replicas._leaving))
+        await settle()
+        made.ask(6)
+        assert 6 not in made.ran(least) and numbers(made) == [0, 1, 2]  # it still has a stream
+        last = next(id for id in made.ran(least) if id)
+        await made.engines[least].finish(SequenceId(last), FinishReason.LENGTH)
+        await until(lambda: numbers(made) == others)
+        made.replicas.resize(1, 1, 0.0)
+        await until(lambda: len(made.replicas.all()) == 1)
+        lost = [len(down.lost or ()) for down in made.heard(EngineDown)]  # type: ignore[attr-defined]
+        assert lost == [0, 2]  # the streams of the second go on at the last one
+        await made.replicas.close()
+
+    play(scene)
+
+
 @contextlib.asynccontextmanager
 async def running(folder: Path) -> AsyncIterator[tuple[Generation, list[FakeEngine]]]:
     """A generation over two fake engines that are up."""

@@ -41,7 +41,7 @@ from headrace.generation.fleet import is_sole
 from headrace.generation.generation import Generation
 from headrace.generation.host import CACHE_BYTES, Host, Start
 from headrace.generation.metrics import Metrics
-from headrace.generation.replicas import Replicas
+from headrace.generation.replicas import Replicas, between
 from headrace.generation.served import ServedModel, may_see_images
 from headrace.generation.work import WorkerPool
 from headrace.streams.memory_store import MemoryStore
@@ -251,8 +251,7 @@ class _Serving:
 
             if model.replicas == 1 and config.cluster is None:
                 return start_one()
-            fewest = model.replicas if model.min_replicas is None else model.min_replicas
-            return Replicas(start_one, fewest, model.replicas, idle_s)
+            return Replicas(start_one, *between(model), idle_s)
 
         return start
 

@@ -31,10 +31,8 @@ _SILENT_S = 15.0  # without an answer, an actor that has answered before counts 
 _BACKOFF_S = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 _CALM_S = 60.0
 _CLOSE_S = 5.0
-_HINT_S = 15.0  # until what an actor needs that has no node yet is told to the autoscaler
+_WAIT_TOLD_S = 15.0  # without a node, until that is said
 _GONE = "The engine's actor is gone, or its node."
-
-_homeless: dict["RayEngine", dict[str, float]] = {}  # what engines without a node need
 
 
 def connect(address: str) -> None:
@@ -149,19 +147,17 @@ class RayEngine:
             self._kill()
 
     async def _settled(self, needs: dict[str, float]) -> tuple[str, str]:
-        """Until the actor runs on some node; the autoscaler is told if it has to wait."""
+        """Until the actor runs on some node.
+
+        An autoscaler counts an actor that waits as demand. It must not be asked for nodes besides:
+        its `request_resources` has one value for the whole cluster, which gateways would take
+        from each other, and which stands when the one that set it is killed.
+        """
         beginning = asyncio.ensure_future(self._actor.begin.remote())
-        done, _ = await asyncio.wait((beginning,), timeout=_HINT_S)
-        if done:
-            return _place_of(await beginning)
-        logger.warning("The engine waits for a node of the cluster with %s free.", needs)
-        _homeless[self] = needs
-        await asyncio.to_thread(_ask_for_nodes)
-        try:
-            return _place_of(await beginning)
-        finally:
-            del _homeless[self]
-            await asyncio.to_thread(_ask_for_nodes)
+        done, _ = await asyncio.wait((beginning,), timeout=_WAIT_TOLD_S)
+        if not done:
+            logger.warning("The engine waits for a node of the cluster with %s free.", needs)
+        return _place_of(await beginning)
 
     async def _hear(self, actor: Any, node: str) -> EngineDown:
         """Passes on what the actor says, until it says that it gave up, or says nothing."""
@@ -239,11 +235,3 @@ def _make_actor(config: ModelConfig, load_timeout_s: float, needs: dict[str, flo
         max_restarts=0,  # another one takes its place, with another's sequences
         max_concurrency=16,
     ).remote(encode(config), load_timeout_s)
-
-
-def _ask_for_nodes() -> None:
-    """Tells an autoscaler what waits for a node; each call replaces what was asked for before."""
-    from ray.autoscaler.sdk import request_resources
-
-    with contextlib.suppress(Exception):  # without an autoscaler there is nobody to ask
-        request_resources(bundles=list(_homeless.values()))

@@ -122,6 +122,9 @@ class Fleet:
         there = {host.name: host for host in (*self.hosts.all(), *self.leaving.values())}
         wanted = {host.name: host for host in hosts}
         self.leaving = {name: host for name, host in there.items() if name not in wanted}
+        for name in wanted.keys() & there.keys():
+            if there[name].resize(wanted[name].config, self._drain_s):
+                self._residency.add(name, there[name].num_bytes)
         self._successors = {
             name: host
             for name, host in wanted.items()

@@ -29,7 +29,7 @@ from headrace.generation.forecast import Forecast, Schedule, TokensAsked
 from headrace.generation.in_thread import in_thread
 from headrace.generation.metrics import Metrics
 from headrace.generation.replica import Replica
-from headrace.generation.replicas import Replicas
+from headrace.generation.replicas import Replicas, between
 from headrace.generation.sequences import Item, SequenceOwner, Sequences
 from headrace.generation.served import ServedModel, check_can_go_on, names_of, root_of
 from headrace.generation.stream import LiveStream
@@ -156,6 +156,21 @@ class Host:
         """Puts a fresh engine in this one's place (see Replicas)."""
         if isinstance(self._engine, Replicas):
             await self._engine.replace(replica, within_s)
+
+    def resize(self, config: ModelConfig, within_s: float) -> bool:
+        """Takes another number of engines at once; False if it cannot, or if more has changed.
+
+        Streams of engines that leave have `within_s` to end.
+        """
+        numbers = {"replicas": config.replicas, "min_replicas": config.min_replicas}
+        if config != msgspec.structs.replace(self.config, **numbers):
+            return False
+        if isinstance(self._engine, Replicas):
+            self._engine.resize(*between(config), within_s)
+        elif self._engine is not None and config.replicas > 1:
+            return False  # one that was started alone stays alone
+        self.config = config
+        return True
 
     async def read(self) -> None:
         """Reads all but the weights, which may be a download; ModelError if it cannot be served."""

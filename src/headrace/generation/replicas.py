@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from headrace.core.config import ModelConfig
 from headrace.core.ids import SequenceId
 from headrace.core.messages import Cancel, Finished, Loading, Outputs, Ready, Status, Submit
 from headrace.engine.client import (
@@ -58,6 +59,8 @@ class Replicas:
         self._parts: dict[Ticket, Submit] = {}  # with the sequences that have not ended
         self._retired = Retired()
         self._moved: set[int] = set()  # replicas that must not be started again
+        self._leaving: set[int] = set()  # those that are too many
+        self._leave_s = 0.0  # what their streams have to end
         self._wanted_since: float | None = None
         self._again_at = 0.0
         self._is_closing = False
@@ -115,6 +118,14 @@ class Replicas:
         for number, it in self._replicas.items():
             it.num_taken = self._placement.num_taken(number)
         return list(self._replicas.values())
+
+    def resize(self, fewest: int, most: int, within_s: float) -> None:
+        """From now on there are between so many.
+
+        Of those that are too many, one after the other takes no more requests, and leaves once
+        its streams have ended; those that have not after `within_s` go on at another engine.
+        """
+        self._fewest, self._most, self._leave_s = max(1, fewest), most, within_s
 
     async def replace(self, number: int, within_s: float) -> None:
         """Puts a fresh engine in the place of this one, if there is one of that number.
@@ -314,6 +325,7 @@ class Replicas:
             self._wanted_since = None
             self._add()
             return
+        self._shrink()
         for it in self.all():
             if it.num_taken:
                 it.rested_at = now
@@ -325,6 +337,19 @@ class Replicas:
                 await self.replace(it.number, 0)
                 return
 
+    def _shrink(self) -> None:
+        """One at a time: first of those that are not up, else what has the least to do."""
+        if self._leaving or len(self._replicas) <= self._most or not self._has_engine:
+            return
+        every = self.all()
+        least = min(reversed(every), key=lambda it: (it.up is not None, it.num_taken))
+        self._leaving.add(least.number)
+        self._spawn(self._leave(least.number))
+
+    async def _leave(self, number: int) -> None:
+        await self.replace(number, self._leave_s)
+        self._leaving.discard(number)
+
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work, name="replicas")
         self._tasks.add(task)
@@ -334,6 +359,12 @@ class Replicas:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             self._news.end(task.exception())
+
+
+def between(config: ModelConfig) -> tuple[int, int]:
+    """The fewest and the most engines that a model shall have."""
+    fewest = config.replicas if config.min_replicas is None else config.min_replicas
+    return fewest, config.replicas
 
 
 def _by_prompt(submit: Submit) -> Iterator[Submit]:
