@@ -70,7 +70,7 @@ def test_a_tool_call_is_answered_by_hand(page: Page) -> None:
     assert not page.texts(".results")
     kept = "return Object.keys(localStorage).filter(name => name.startsWith('headrace-typed'))"
     assert page.driver.execute_script(kept) == []
-    assert page.texts(".message.tool .calls pre") == ["rain, 7 degrees"]
+    eventually(lambda: page.texts(".message.tool .calls pre") == ["rain, 7 degrees"])
     _, turn, call, result = [("", ""), *((m["role"], m) for m in sent(page)[-1]["messages"])]
     assert (turn[0], call[0], result[0]) == ("user", "assistant", "tool")
     assert result[1]["content"] == "rain, 7 degrees"

@@ -13,7 +13,7 @@ import { exportAll, importAll } from "./transfer.js";
 import { forgetTyped } from "./typed.js";
 
 const $ = (id) => document.getElementById(id);
-const SLICE_MS = 4; // of building in a frame; style and layout take several times as long
+const SLICE_MS = 2; // of building in a frame; style and layout take many times as long
 const followers = new Map(); // by message id
 let current = null; // the conversation in view
 let messages = new Map(); // its messages
