@@ -49,7 +49,7 @@ class LLM:
     """
 
     def __init__(self, config: ServerConfig, on_progress: OnProgress | None = None) -> None:
-        """`on_progress` hears of bytes that a download has brought, and of those it shall."""
+        """`on_progress` gets the bytes that a download has brought, and those in all."""
         if not isinstance(config, ServerConfig):
             raise ConfigError(f"LLM takes a ServerConfig; use LLM.load({config!r}).")
         self._host = _Host(config, on_progress)

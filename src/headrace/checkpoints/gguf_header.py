@@ -221,7 +221,7 @@ class _HeadReader:
         return found
 
     def _expect(self, count: int, size: int) -> None:
-        """So many things of at least that size must still come."""
+        """Damage if fewer bytes are left than `count` things of at least this size take."""
         if count * size > len(self._content) - self._place:
             raise _DamageError
 

@@ -356,7 +356,7 @@ class _Serving:
 
 
 def _known_to_workers(hosts: tuple[Host, ...]) -> tuple[bytes, bool]:
-    """What workers begin with, and whether one of them shall be for images."""
+    """What workers begin with, and whether images need one of their own."""
     read = [(host.config, host.names) for host in hosts]
     named = [msgspec.structs.replace(it, served_model_name=names) for it, names in read]
     return msgspec.msgpack.encode(named), any(map(may_see_images, named))

@@ -1,4 +1,4 @@
-"""Which models a server shall have, as one document: from JSON to settings and back."""
+"""The models a server should have, as one document: from JSON to settings and back."""
 
 from collections import Counter
 from collections.abc import Callable

@@ -30,59 +30,36 @@ class ErrorKind(msgspec.Struct, frozen=True):
     retry: bool = False
 
 
-_INVALID = ErrorKind(400, "invalid_request_error")
-
-KINDS = {
-    "invalid_http": _INVALID,
-    "invalid_json": _INVALID,
-    "invalid_type": _INVALID,
-    "invalid_value": _INVALID,
-    "missing_required_parameter": _INVALID,
-    "unsupported_parameter": _INVALID,
-    "unsupported_content": _INVALID,
-    "unsupported_operation": _INVALID,
-    "invalid_image": _INVALID,
-    "image_too_large": _INVALID,
-    "image_url_refused": _INVALID,
-    "image_fetch_failed": _INVALID,
-    "template_failed": _INVALID,
-    "empty_prompt": _INVALID,
-    "duplicate_id": _INVALID,
-    "context_length_exceeded": _INVALID,
-    "cancelled": ErrorKind(400, "cancelled_error"),
-    "client_gone": ErrorKind(400, "cancelled_error"),
-    "invalid_api_key": ErrorKind(401, "authentication_error"),
-    "forbidden": ErrorKind(403, "permission_error"),
-    "route_not_found": ErrorKind(404, "not_found_error"),
-    "model_not_found": ErrorKind(404, "not_found_error"),
-    "stream_not_found": ErrorKind(404, "not_found_error"),
-    "method_not_allowed": ErrorKind(405, "invalid_request_error"),
-    "headers_timeout": ErrorKind(408, "timeout_error", retry=True),
-    "body_timeout": ErrorKind(408, "timeout_error", retry=True),
-    "request_too_large": ErrorKind(413, "invalid_request_error"),
-    "headers_too_large": ErrorKind(431, "invalid_request_error"),
-    "unsupported_media_type": ErrorKind(415, "invalid_request_error"),
-    "server_overloaded": ErrorKind(429, "rate_limit_error", retry=True),
-    "queue_timeout": ErrorKind(429, "rate_limit_error", retry=True),
-    "rate_limit_exceeded": ErrorKind(429, "rate_limit_error", retry=True),
-    "request_timeout": ErrorKind(504, "timeout_error"),
-    "idempotency_key_reused": ErrorKind(409, "conflict_error"),
-    "invalid_cursor": _INVALID,
-    "replaced": ErrorKind(400, "cancelled_error"),
-    "poison_request": ErrorKind(500, "server_error"),
-    "model_changed": ErrorKind(500, "server_error"),
-    "resume_mismatch": ErrorKind(500, "server_error"),
-    "stream_unsound": ErrorKind(500, "server_error"),
-    "load_failed": ErrorKind(500, "server_error"),
-    "internal_error": ErrorKind(500, "server_error"),
-    "model_loading": ErrorKind(503, "unavailable_error", retry=True),
-    "engine_failed": ErrorKind(503, "unavailable_error", retry=True),
-    "storage_stalled": ErrorKind(503, "unavailable_error", retry=True),
-    "server_restarting": ErrorKind(503, "unavailable_error", retry=True),
-    "storage_unavailable": ErrorKind(503, "unavailable_error", retry=True),
-    "no_idle_slot": ErrorKind(503, "unavailable_error", retry=True),
-    "server_shutdown": ErrorKind(503, "unavailable_error", retry=True),
+_CODES = {
+    ErrorKind(400, "invalid_request_error"): (
+        "invalid_http invalid_json invalid_type invalid_value missing_required_parameter "
+        "unsupported_parameter unsupported_content unsupported_operation invalid_image "
+        "image_too_large image_url_refused image_fetch_failed template_failed empty_prompt "
+        "duplicate_id context_length_exceeded invalid_cursor"
+    ),
+    ErrorKind(400, "cancelled_error"): "cancelled client_gone replaced",
+    ErrorKind(401, "authentication_error"): "invalid_api_key",
+    ErrorKind(403, "permission_error"): "forbidden",
+    ErrorKind(404, "not_found_error"): "route_not_found model_not_found stream_not_found",
+    ErrorKind(405, "invalid_request_error"): "method_not_allowed",
+    ErrorKind(408, "timeout_error", retry=True): "headers_timeout body_timeout",
+    ErrorKind(409, "conflict_error"): "idempotency_key_reused",
+    ErrorKind(413, "invalid_request_error"): "request_too_large",
+    ErrorKind(415, "invalid_request_error"): "unsupported_media_type",
+    ErrorKind(429, "rate_limit_error", retry=True): (
+        "server_overloaded queue_timeout rate_limit_exceeded"
+    ),
+    ErrorKind(431, "invalid_request_error"): "headers_too_large",
+    ErrorKind(500, "server_error"): (
+        "poison_request model_changed resume_mismatch stream_unsound load_failed internal_error"
+    ),
+    ErrorKind(503, "unavailable_error", retry=True): (
+        "model_loading engine_failed storage_stalled server_restarting storage_unavailable "
+        "no_idle_slot server_shutdown"
+    ),
+    ErrorKind(504, "timeout_error"): "request_timeout",
 }
+KINDS = {code: kind for kind, codes in _CODES.items() for code in codes.split()}
 """Every code that a request can end with."""
 
 

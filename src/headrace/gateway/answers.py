@@ -116,7 +116,7 @@ def _headers(status: int, retry: bool, pause_s: float) -> dict[str, str]:
 
 
 def notice_of(error: Exception) -> RequestError:
-    """What a reader is told of an error that ends its answer before the stream has ended."""
+    """The error a reader gets where its answer ends before its stream does."""
     match error:
         case StoreStalled():
             return RequestError("storage_stalled", "The stream cannot be read now; read on later.")

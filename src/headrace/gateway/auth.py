@@ -50,7 +50,7 @@ class Auth:
         self._keys, self._admins = keys, admins
 
     def check(self, headers: Headers) -> None:
-        """RequestError `forbidden` or `invalid_api_key` for who may not enter."""
+        """RequestError `forbidden` or `invalid_api_key` if this client may not enter."""
         if self._checks_names:
             self._check_names(headers)
         if not self._keys:
@@ -89,11 +89,11 @@ class Auth:
         return digest.hex()[:16] if digest else ""
 
     def guard(self, endpoint: Endpoint) -> Endpoint:
-        """The endpoint, for who has a key."""
+        """The endpoint, for clients with a key."""
         return _behind(self.check, endpoint)
 
     def guard_admin(self, endpoint: Endpoint) -> Endpoint:
-        """The endpoint, for those who run the server."""
+        """The endpoint, for the admin key."""
         return _behind(self.check_admin, endpoint)
 
     def _check_names(self, headers: Headers) -> None:

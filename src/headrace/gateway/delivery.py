@@ -50,7 +50,7 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T |
 async def unless_left(
     receive: Receive, work: Coroutine[Any, Any, T], patience_s: float | None = 0.0
 ) -> T:
-    """The result of `work`; ClientDisconnect if it is not done so long after the client has left.
+    """The result of `work`; ClientDisconnect if it is not done `patience_s` after the client left.
 
     With None it is waited for, however long it takes.
     """

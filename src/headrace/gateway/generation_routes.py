@@ -126,7 +126,7 @@ _MAX_CONVERSATION, _MAX_KEY = 512, 255
 
 
 def names_of(owner: str, headers: Headers, checked: CheckedBody) -> Names:
-    """RequestError `invalid_value` for a name that is none."""
+    """RequestError `invalid_value` for a name that is not valid."""
     fields = checked.fields
     return Names(
         owner=owner,

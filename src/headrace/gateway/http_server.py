@@ -338,7 +338,7 @@ class LoadingServer:
             self._thread.join()
 
     def __call__(self, done: int, total: int) -> None:
-        """Bytes that have come, and that shall."""
+        """Bytes that have come, and how many there will be."""
         self._download = {"bytes_done": done, "bytes_total": total}
         self._on_progress(done, total)
         if done < total and not self._thread.is_alive():

@@ -44,11 +44,11 @@ class ModelRoutes:
         return {"pending": "reload"} if fleet.is_changing(host) else {}
 
     async def desired(self, request: Request) -> ASGIApp:
-        """The models that there shall be, as they can be put."""
+        """The models the server should have, in the form that a PUT takes."""
         return answer(self._desired().document())
 
     async def put_desired(self, request: Request) -> ASGIApp:
-        """Takes the whole document, or nothing of it; what it changes comes to pass by and by."""
+        """Takes the whole document, or nothing of it. Changes follow when streams have ended."""
         async with self._bodies.read(request) as body:
             whole = b"".join(body)
             if len(whole) > _MAX_DOCUMENT:

@@ -172,7 +172,7 @@ class ManageRoutes:
         return answer({"status": "replacing"})
 
     async def admit_again(self, request: Request) -> ASGIApp:
-        """Takes a drain back, but for that of a server that is ending."""
+        """Takes a drain back, unless the server is ending."""
         self._generation.admit_again()
         return answer({"status": self._generation.state, "streams": len(self._generation.streams)})
 

@@ -67,7 +67,7 @@ def wait_of(
 
 
 def _sign(idle: bytes, share: float | None, asks_for_progress: bool) -> bytes:
-    """A comment and a heartbeat, which tells the share of the weights to who asks for progress."""
+    """A comment and a heartbeat; with progress asked for, the heartbeat has the share loaded."""
     if share is None:
         return b": loading the model\n" + idle
     if asks_for_progress and idle.startswith(_OBJECT) and idle.endswith(b"}\n\n"):

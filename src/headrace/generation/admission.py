@@ -66,7 +66,7 @@ class _Allowance:
         self._at = now
 
     def seconds_until(self, amount: float, now: float) -> float:
-        """Until there is so much of it, or all there can be; 0 if there is."""
+        """Until that much is left, or all there can be; 0 if it is there."""
         self._left = min(self._most, self._left + (now - self._at) * self._rate)
         self._at = now
         return max(0.0, (min(amount, self._most) - self._left) / self._rate)
@@ -127,7 +127,7 @@ class KeyLimits:
 
 
 class Promise(NamedTuple):
-    """Somebody was told to come back by then, and will need so much."""
+    """A client was told to come back by then, and what it will need."""
 
     by: float
     num_choices: int
@@ -212,7 +212,7 @@ class Admission:
         return RequestError("server_overloaded", message, retry_after_s=wait_s)
 
     def _seconds_until_it_fits(self, asked: Asked, capacity: Capacity, now: float) -> float:
-        """Until enough of those before it have started: who waits, and who was told to return."""
+        """Until enough of those before it have started: waiting ones, and those told to return."""
         promises = self._outstanding(asked, now)
         num_before = self.num_waiting + len(promises)
         num_starts = num_before - self._config.max_num_queued_reqs + 1

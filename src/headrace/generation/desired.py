@@ -1,4 +1,4 @@
-"""The models that a server shall have: kept over restarts, and carried out by its fleet."""
+"""The models a server should have: kept over restarts, and carried out by its fleet."""
 
 import asyncio
 import logging

@@ -75,7 +75,7 @@ class Fleet:
         if name is not None and self.hosts.find(name) is None:
             await self.on_unknown()
         host = self.hosts.get(name)
-        if self.is_sole:  # who comes before it has loaded is sent away
+        if self.is_sole:  # requests that come before it has loaded are refused
             yield host
             return
         waited = asyncio.get_running_loop().create_future()
@@ -115,7 +115,7 @@ class Fleet:
         self._act()
 
     def become(self, hosts: tuple[Host, ...]) -> None:
-        """From now on there are these. What runs goes on; who asks for what has left is refused.
+        """From now on there are these. What runs goes on; requests for what has left are refused.
 
         A host whose settings are those of one that there is stays unused.
         """
@@ -149,7 +149,7 @@ class Fleet:
         return host.name in self._successors
 
     def _settle(self, name: str) -> None:
-        """Removes or replaces a model that shall be, as soon as nothing is left of it."""
+        """Removes or replaces a model that is to leave, once nothing of it runs."""
         if name not in self.leaving and name not in self._successors:
             return
         if not self._residency.is_gone(name):
@@ -215,7 +215,7 @@ class Fleet:
         task.add_done_callback(self._tasks.discard)
 
     async def _bring(self, host: Host) -> None:
-        with contextlib.suppress(RequestError):  # those who are concerned are told
+        with contextlib.suppress(RequestError):  # waiting requests got the error
             await self.load(host)
 
     async def _enter(self, host: Host, waited: "asyncio.Future[None]") -> None:

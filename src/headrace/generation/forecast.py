@@ -63,12 +63,12 @@ class Schedule:
         return self._known[number - 1]
 
     def seconds_until(self, num_starts: int, now: float) -> float | None:
-        """Until so many have started from now on; None while nothing is measured."""
+        """Until `number` have started from now on; None while nothing is measured."""
         in_s = self.start(self._num_over(now) + num_starts).in_s
         return None if in_s is None else max(0.0, in_s - (now - self._at))
 
     def num_starts_for(self, num_tokens: int, most: int, now: float) -> int:
-        """How many have to start from now on to take so many prompt tokens, `most` at most."""
+        """How many have to start from now on to take that many prompt tokens, `most` at most."""
         number, first = 0, self._num_over(now)
         while number < most and num_tokens > 0:
             number += 1

@@ -373,7 +373,7 @@ class Generation:
     def _let_go(
         self, streams: Iterable[LiveStream], plain: RequestError, durable: RequestError
     ) -> None:
-        """Ends these streams but for the durable ones: a later engine goes on with those."""
+        """Ends these streams, except durable ones: a later engine goes on with those."""
         for stream in list(streams):
             if stream.record.is_durable:
                 stream.interruption.set(durable)

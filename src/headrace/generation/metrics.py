@@ -116,7 +116,7 @@ class Metrics:
         self._attaches.inc()
 
     def resumed(self, face: str, seconds: float) -> None:
-        """A reader's first byte has left, so long after it had asked."""
+        """A reader's first byte has left, `seconds` after it had asked."""
         self._resumes.labels(face).inc()
         self._resume.observe(seconds)
 

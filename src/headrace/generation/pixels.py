@@ -28,7 +28,7 @@ class PixelFile:
 
 
 class Admitted(NamedTuple):
-    """Packed int32 ids of each prompt, and what belongs to them beside."""
+    """Packed int32 ids of each prompt, and what goes with them."""
 
     prompts: tuple[bytes, ...]
     tokenization: str | None = None  # as in the record

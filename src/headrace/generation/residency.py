@@ -87,7 +87,7 @@ class Residency:
         place.used = next(self._uses)
 
     def send_out(self, model: str) -> None:
-        """It leaves once it is idle; who asks meanwhile waits, and brings it back."""
+        """It leaves once it is idle. Tickets asked for meanwhile wait, and bring it back."""
         if self._places[model].stage is Stage.IN:
             self._places[model].must_leave = True
 

@@ -160,7 +160,7 @@ class Models(Generic[ByName]):
         raise self.unknown(name)
 
     def unknown(self, name: str) -> RequestError:
-        """What who asks for a name that nobody has is told."""
+        """The error for a name that no model has."""
         served = ", ".join(name for model in self._models for name in model.names)
         return RequestError(
             "model_not_found",
@@ -182,7 +182,7 @@ def may_see_images(config: ModelConfig) -> bool:
     try:
         folder = find_here(config.model, config.revision)
         return folder is None or _has_vision(read_spec(folder), config.lane)
-    except ModelError:  # whoever loads it will say so
+    except ModelError:  # loading it will say so
         return False
 
 

@@ -150,7 +150,7 @@ class LiveStream:
             self.tell(place)
 
     def end_within(self, queue_s: float, request_s: float) -> None:
-        """Cuts the stream if it has not begun, or not ended, so long after its admission.
+        """Cuts the stream if it has not begun or ended within these seconds of its admission.
 
         0: no limit. What waits for an engine to come back has no limit any more for beginning.
         """

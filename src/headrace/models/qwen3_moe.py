@@ -1,4 +1,4 @@
-"""Qwen3-MoE: Qwen3 whose MLPs are many experts, of which each token takes a few."""
+"""Qwen3-MoE: Qwen3 whose MLPs are many experts; each token takes a few of them."""
 
 from typing import Any
 

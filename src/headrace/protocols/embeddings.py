@@ -134,7 +134,7 @@ def to_request(checked: CheckedBody, model: ServedModel, owner: str) -> VectorRe
 
 
 def _check_dimensions(wanted: int | None, model: ServedModel) -> None:
-    """RequestError unless the model's vectors may be cut to so many numbers."""
+    """RequestError unless the model's vectors may be cut to that many numbers."""
     size = model.ready.vector_size if model.ready is not None else 0
     if wanted is None or not size or wanted == size:
         return

@@ -160,7 +160,7 @@ def nullable(kind: Kind) -> dict[str, Any]:
 
 
 def check_object(value: Any, path: str) -> None:
-    """RequestError if it is none; what is in it is not looked at."""
+    """RequestError if the value is no object; what is in it is not looked at."""
     if type(value) is not dict:
         raise wrong_type(value, path, "an object")
 

@@ -18,7 +18,7 @@ def text_ids(
 
 
 def gap_ids(model: ServedModel, gap: Infill, longest: int | None) -> tuple["array[int]", str]:
-    """The same of what stands about a gap, with the model's marks between."""
+    """The same for the two sides of a gap, with the model's marks between them."""
     tokenizer, ways = model.tokenizer, []
 
     def ids_of(text: str) -> "array[int]":

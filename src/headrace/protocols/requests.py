@@ -179,7 +179,7 @@ def to_request(dialect: Dialect, checked: CheckedBody, model: ServedModel) -> Re
 
 
 def check_ids(checked: CheckedBody, model: ServedModel) -> None:
-    """RequestError if a token id of the prompts is none of the model's."""
+    """RequestError if a token id of the prompts is not in the model's vocabulary."""
     if checked.largest_id >= model.vocab_size:
         raise not_in_vocabulary(checked.largest_id, checked.largest_path, model.vocab_size)
 

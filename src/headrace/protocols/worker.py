@@ -173,7 +173,7 @@ class Jobs:
         return _encode(self.inputs(decode(body)))
 
     def inputs(self, given: dict[str, Any]) -> CheckedBody:
-        """The same of a body that is decoded."""
+        """The same, from a body that is decoded."""
         fields = embeddings.read(given)
         model = self._texts.get(fields.get("model")).model
         fields["is_list"] = fields["input"].is_list
@@ -186,7 +186,7 @@ class Jobs:
         return _encode(self.query(decode(body)))
 
     def query(self, given: dict[str, Any]) -> CheckedBody:
-        """The same of a body that is decoded."""
+        """The same, from a body that is decoded."""
         fields = rerank.read(given)
         packed = _encode((fields.pop("query"), fields.pop("documents")))
         names = ignored(rerank.TABLE, given)

@@ -22,7 +22,7 @@ class PlannedStep:
     is_awaited: bool = False  # whether a stream waits for it
     room: float | None = None  # seconds for prompt chunks; None: no target, or none measured
     predicted: float = 0.0  # seconds in the runner; 0 while unmeasured
-    allowed: float = 0.0  # the same for who looks out for hangs: a guess is better than nothing
+    allowed: float = 0.0  # the same for the watch on hangs: a guess is better than nothing
     cause: str = ""  # why it is expected to miss its target
     num_decoding: int = 0
     shape: StepShape = field(default_factory=StepShape)

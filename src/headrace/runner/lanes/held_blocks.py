@@ -117,7 +117,7 @@ class HeldBlocks:
         return number
 
     def _cut(self, number: int, num_blocks: int) -> None:
-        """Only so many blocks are left of it; without any it is free."""
+        """Cuts it to its first `num_blocks` blocks; without any it is free."""
         held, end = self._held[number], num_blocks * self._size
         if held.num_tokens > end or not num_blocks:
             self._cells.remove(number, end)

@@ -31,7 +31,7 @@ from headrace.runner.lanes.foreign import (
 from headrace.runner.lanes.pixels import FeatureCache, Pixels
 
 _PROBE = 40  # tokens whose cache is measured
-_PROBE_ROWS = 4  # of an image, of which cuts are proved
+_PROBE_ROWS = 4  # of an image, on which cuts are tried
 _IDS = ("image_token_id", "image_token_index")  # what configs call a placeholder's id
 
 

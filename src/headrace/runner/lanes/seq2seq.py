@@ -37,7 +37,7 @@ from headrace.runner.lanes.foreign import (
     until_called,
 )
 
-_PROBE = 48  # tokens of a source, of which the walk and the cuts are proved
+_PROBE = 48  # tokens of a source, on which the walk and the cuts are tried
 _NORMS = ("final_layer_norm", "layer_norm")
 
 
