@@ -13,9 +13,7 @@ from headrace.core.messages import LaneFacts
 from headrace.core.plan import BlockCopy, Chunk, SlotCopy
 from headrace.runner.lanes.foreign import Signature, Weights, load_pretrained
 
-_MAX_PADDING = (
-    1.5  # the longest prompt of a forward is at most this many times the shortest
-)
+_MAX_PADDING = 1.5  # the longest prompt of a forward is at most this many times the shortest
 _SMALL = 16  # tokens; prompts up to this length share a forward whatever their lengths
 _UNUSED = "pooler."  # weights that checkpoints may lack, as vectors are pooled here
 
