@@ -57,8 +57,9 @@ def _of_gguf(path: Path) -> dict[str, TensorHeader]:
         if name == "rope_freqs.weight":
             continue
         names, shape = [original_name(name)], tensor.shape
-        if len(shape) == 3 and shape[0] <= _MAX_EXPERTS:
-            names, shape = expert_names(name, shape[0]) or names, shape[1:]
+        is_stack = len(shape) == 3 and shape[0] <= _MAX_EXPERTS
+        if is_stack and (experts := expert_names(name, shape[0])):
+            names, shape = experts, shape[1:]
         size = tensor.num_bytes // len(names)
         for number, own in enumerate(names):
             first = tensor.offset + number * size
