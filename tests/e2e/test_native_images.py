@@ -37,6 +37,9 @@ def test_the_same_image_is_credited_and_the_record_says_who_computed_it(server):
     assert first["choices"][0]["message"] == second["choices"][0]["message"]
     record = second["headrace"]["ingestion"]
     assert (record["strategy"], record["memory"]) == ("native-multimodal", "blocks")
+    assert record["encoder"] == "pieces"
+    text = post(server, chat(text="Hello", return_ingestion=True)).json()
+    assert text["headrace"]["ingestion"]["encoder"] is None
 
 
 def test_a_killed_engine_costs_nothing_of_an_image_chat(server):

@@ -123,3 +123,14 @@ def test_a_source_may_fill_the_context(server):
         for key, value in answer["usage"].items()
         if key not in ("prompt_tokens", "completion_tokens")
     }
+
+
+def test_the_record_says_how_the_source_was_encoded(server):
+    told = post(server, BODY | {"return_ingestion": True}).json()["headrace"]["ingestion"]
+    assert (told["strategy"], told["encoder"]) == ("generic-seq2seq-source", "pieces")
+    assert (told["boundary"], told["mask"], told["memory"]) == (
+        "encoder-piece", "bidirectional", "slot",
+    )  # fmt: skip
+    num = told["chunks"]
+    assert told["eligible"] and told["applied"] == (num > 1)
+    assert told["reason"] == f"Source encoded in {f'{num} pieces' if num > 1 else 'one piece'}."

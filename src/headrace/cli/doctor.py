@@ -292,7 +292,7 @@ def _ingestion(folder: Path, ready: Ready) -> Finding:
 
 def _images(ready: Ready) -> str:
     how = {
-        "native-multimodal": ", images seen in pieces of a few blocks",
-        "generic-multimodal": ", each image seen in a step of its own",
+        "pieces": ", images seen in pieces of a few blocks",
+        "whole": ", each image seen in a step of its own",
     }
-    return how.get(ready.lane, "")
+    return how.get(ready.facts.encoder or "", "")

@@ -85,8 +85,9 @@ class LaneFacts(msgspec.Struct, frozen=True):
 
     memory: str = "blocks"  # or slot
     mask: str = "none"  # the kernel knows lengths; or lazy-prefix: one is made for each chunk;
-    # or full: an encoder's, over whole inputs
+    # or bidirectional: an encoder's, over whole inputs
     why: str = ""  # what decided on the memory, where something did
+    encoder: str | None = None  # of sources or images: pieces or whole
 
 
 class Ready(Message, frozen=True):

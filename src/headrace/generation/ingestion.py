@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from headrace.core.messages import Ready
+from headrace.core.messages import LaneFacts, Ready
 from headrace.streams.events import Ingestion, Usage
 from headrace.streams.record import Record
 
@@ -30,16 +30,19 @@ def describe(
     computed = [chunks for chunks in prompts if chunks.number]
     number = sum(chunks.number for chunks in computed)
     is_applied = any(chunks.number > 1 for chunks in computed)
-    reason = f"Prompt computed in {number} chunks." if is_applied else "Prompt fits in one chunk."
+    facts = ready.facts if ready else LaneFacts(mask="")
+    is_source = ready is not None and ready.source is not None
+    is_cut = is_source and facts.encoder == "pieces"
+    boundary = "encoder-piece" if is_cut else "whole" if is_source else "step"
     return Ingestion(
         strategy=ready.lane if ready else None,
-        eligible=ready is not None,
+        eligible=ready is not None and (is_cut or not is_source),
         applied=is_applied,
-        reason=reason if ready else "No ingestion lane matched.",
-        boundary=("whole" if ready.is_whole else "step") if ready else "",
-        mask=ready.facts.mask if ready else "",
-        memory=ready.facts.memory if ready else None,
-        encoder=None,  # not told yet, also where one ran
+        reason=_reason(boundary, number, is_applied) if ready else "No ingestion lane matched.",
+        boundary=boundary if ready else "",
+        mask=facts.mask,
+        memory=facts.memory if ready else None,
+        encoder=facts.encoder if is_source or record.images else None,
         tokenization=record.tokenization,
         prompt_tokens=usage.prompt_tokens,
         cached_tokens=usage.cached_tokens,
@@ -48,3 +51,11 @@ def describe(
         if computed
         else None,
     )
+
+
+def _reason(boundary: str, number: int, is_applied: bool) -> str:
+    if boundary == "whole":
+        return "This encoder cannot be cut; it ran as one step."
+    if boundary == "encoder-piece":
+        return f"Source encoded in {f'{number} pieces' if is_applied else 'one piece'}."
+    return f"Prompt computed in {number} chunks." if is_applied else "Prompt fits in one chunk."

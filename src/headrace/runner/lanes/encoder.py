@@ -40,7 +40,7 @@ class GenericEncoder:
     id = "generic-text"
     is_whole = True
     source = None
-    facts = LaneFacts(memory="slot", mask="full")
+    facts = LaneFacts(memory="slot", mask="bidirectional")
 
     def __init__(
         self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, kernels: str = "auto"

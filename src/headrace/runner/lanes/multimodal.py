@@ -19,6 +19,7 @@ from headrace.checkpoints.spec import ModelSpec
 from headrace.core.errors import ModelError
 from headrace.core.ids import SequenceId, SlotId
 from headrace.core.layout import MemoryLayout
+from headrace.core.messages import LaneFacts
 from headrace.core.plan import BlockCopy, Chunk, EncodeChunk, EncodeWork, SlotCopy
 from headrace.runner.lanes.foreign import (
     TOLERANCE,
@@ -50,6 +51,7 @@ class _ImagePlace:
 class GenericMultimodal(SlotLane):
     id = "generic-multimodal"
     source = None
+    facts = LaneFacts(memory="slot", mask="lazy-prefix", encoder="whole")
 
     def __init__(
         self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, kernels: str = "auto"

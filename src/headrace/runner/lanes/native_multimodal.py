@@ -41,6 +41,7 @@ class _Shown:
 
 class NativeMultimodal(NativeText):
     id = "native-multimodal"
+    encoder = "pieces"
 
     def __init__(
         self,

@@ -30,6 +30,7 @@ _SNAPSHOT_EVERY = 1024  # positions, or the next border of a block
 
 class NativeText:
     id = "native-text"
+    encoder: str | None = None  # how it encodes images, if it sees any
     is_whole = False
     source = None
 
@@ -109,10 +110,10 @@ class NativeText:
             num_slots=layout.num_slots + layout.num_snapshots,
         )
         self._attention: Attention
-        self.facts = LaneFacts()
+        self.facts = LaneFacts(encoder=self.encoder)
         if self._form == "plain":
             self._attention, self._hidden = NaiveAttention(self._storage), self._forward
-            self.facts = LaneFacts(mask="lazy-prefix")
+            self.facts = LaneFacts(mask="lazy-prefix", encoder=self.encoder)
             return
         self._attention = CpuAttention(self._storage, form=self._form)
         width = -(-layout.max_positions // layout.block_size)

@@ -19,6 +19,7 @@ from headrace.checkpoints.spec import ModelSpec
 from headrace.core.errors import ModelError
 from headrace.core.ids import SlotId
 from headrace.core.layout import MemoryLayout
+from headrace.core.messages import LaneFacts
 from headrace.core.plan import (
     BlockCopy,
     Chunk,
@@ -114,6 +115,8 @@ class Seq2SeqSource(SlotLane):
         can_be_cut = self._can_be_walked()
         num_units = len(self._encoder.layers) + 1 if can_be_cut else 1
         self.source = SourceForm(self._start_ids, num_units, can_be_cut)
+        encoder = "pieces" if can_be_cut else "whole"
+        self.facts = LaneFacts("slot", "bidirectional", encoder=encoder)
 
     def open(self, layout: MemoryLayout) -> None:
         self._slots.clear()
