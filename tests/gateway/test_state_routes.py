@@ -3,15 +3,17 @@ import json
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from starlette.testclient import TestClient
 
 from headrace.core.config import HttpConfig, ServerConfig
-from headrace.core.messages import Status, StepTrace
+from headrace.core.messages import LaneFacts, Status, StepTrace
+from headrace.core.plan import SourceForm
 from headrace.gateway.app import create_app
-from headrace.gateway.state_routes import Snapshot, Watch
+from headrace.gateway.state_routes import Snapshot, Watch, _kind
 from headrace.generation.event_builder import Standing
-from tests.gateway.builders import FakeGeneration, in_loop
+from tests.gateway.builders import READY, FakeGeneration, in_loop
 
 STEPS = [StepTrace(4, 35, 0.1, 0.11, 0.12, 0.07, ""), StepTrace(4, 0, 0, 0.03, 0.03, None, "")]
 
@@ -179,3 +181,17 @@ async def test_a_stream_shows_the_state_at_once_and_after_each_change() -> None:
 async def test_a_stream_without_changes_shows_signs_of_life() -> None:
     frames = await watch([{"n": 1}], 3, heartbeat_s=0)
     assert frames[1] == frames[2] == "event: heartbeat\ndata: {}\n\n"
+
+
+@pytest.mark.parametrize(
+    "kind, facts",
+    [
+        ("text", {}),
+        ("image-text", {"facts": LaneFacts(encoder="whole")}),
+        ("seq2seq", {"facts": LaneFacts(encoder="whole"), "source": SourceForm((1,), 1, False)}),
+        ("embedding", {"tasks": ("embed",)}),
+        ("ranking", {"tasks": ("score",)}),
+    ],
+)
+def test_a_model_is_listed_by_what_it_takes_and_gives(kind: str, facts: dict[str, Any]) -> None:
+    assert _kind(msgspec.structs.replace(READY, **facts)) == kind

@@ -101,7 +101,16 @@ def entry_of(host: Host, name: str, has_states: bool) -> dict[str, Any]:
     if not has_states:
         return entry
     lane = host.ready.lane if host.ready else None
-    return entry | {"status": _status(host), "kind": "text", "lane": lane}
+    kind = _kind(host.ready) if host.ready else None
+    return entry | {"status": _status(host), "kind": kind, "lane": lane}
+
+
+def _kind(ready: Ready) -> str:
+    if "generate" not in ready.tasks:
+        return "ranking" if "score" in ready.tasks else "embedding"
+    if ready.source is not None:
+        return "seq2seq"
+    return "image-text" if ready.facts.encoder else "text"
 
 
 def _status(host: Host) -> dict[str, Any]:
