@@ -22,7 +22,6 @@ from llama_tests.llama_server import greedy, llama_server
 from llama_tests.models import ARCHITECTURES, VOCAB, Alone, write_model
 from tests.builders import make_tiny_model
 from tests.drive import random_prompt
-from tests.e2e.test_resume import engine_of
 from tests.equality.test_pressure import RealEngine
 from tests.servers import running_server
 
@@ -122,7 +121,7 @@ def test_a_killed_engine_costs_no_token(tmp_path: Path, architecture: str, margi
     with running_server(str(file), *flags, environment={"XDG_CACHE_HOME": str(tmp_path)}) as server:
         undisturbed, _ = completed(server.url, body | {"stream": True})
         text, others = completed(
-            server.url, body | {"stream": True, "return_progress": True}, engine_of(server)
+            server.url, body | {"stream": True, "return_progress": True}, server.engine_pid
         )
         assert text == undisturbed
         assert any("recovering" in other for other in others)
