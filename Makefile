@@ -1,12 +1,13 @@
 # Every target installs what it needs, and no more; a second run starts at once.
 PYTHON ?= python3
 BIN := .venv/bin
+ROOFLINE_MODEL ?= build/qwen3-0.6b
 READY := .venv/ready
 READY_TEST := .venv/ready-test
 READY_BENCH := .venv/ready-bench
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: serve test test-clients test-cluster test-gateways kill-replicas test-embed test-gguf test-kernels test-llama-cpp test-models test-slow test-structure test-web test-ops check simulate simulate-placements chaos attack soak corrupt demo roofline peers clean
+.PHONY: serve test test-clients test-cluster test-gateways kill-replicas test-embed test-gguf test-kernels test-llama-cpp test-models test-slow test-structure test-web test-ops check simulate simulate-placements chaos attack soak corrupt demo roofline peers llama-gap clean
 
 serve: $(READY)
 	@exec $(BIN)/headrace serve $(ARGS)
@@ -91,7 +92,8 @@ $(CLUSTER)/ready: constraints.txt
 	$(CLUSTER)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt ray
 	touch $@
 
-# llama.cpp, built here for this processor (minutes), in an environment of its own
+# llama.cpp, built here for this processor (minutes), in an environment of its own; and its server,
+# from a wheel that is built for any processor
 LLAMA := build/llama-venv
 test-llama-cpp: $(READY_TEST) $(LLAMA)/ready
 	PYTHONPATH=src:. timeout 1200 $(LLAMA)/bin/python -m pytest -p no:cacheprovider \
@@ -101,7 +103,12 @@ $(LLAMA)/ready: constraints.txt
 	test -x $(LLAMA)/bin/python || $(PYTHON) -m venv $(LLAMA)
 	$(abspath $(BIN))/python $(SITE) > "$$($(LLAMA)/bin/python $(SITE))/headrace.pth"
 	$(LLAMA)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt llama-cpp-python
+	$(LLAMA)/bin/pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt xllamacpp
 	touch $@
+
+# the same file by llama-server and by lane llama-cpp, in turn
+llama-gap: $(LLAMA)/ready $(ROOFLINE_MODEL)
+	PYTHONPATH=src:. $(LLAMA)/bin/python -m benchmarks.llama_gap $(ROOFLINE_MODEL) $(ARGS)
 
 # damaged GGUF files in larger numbers than the suite has
 MUTATIONS ?= 1000
@@ -168,7 +175,6 @@ corrupt: $(READY_TEST)
 demo: $(READY)
 	@$(BIN)/python tools/demo.py
 
-ROOFLINE_MODEL ?= build/qwen3-0.6b
 roofline: $(READY_BENCH) $(ROOFLINE_MODEL)
 	$(BIN)/python benchmarks/roofline.py --model $(ROOFLINE_MODEL) $(ARGS)
 

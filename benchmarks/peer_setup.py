@@ -65,7 +65,9 @@ class Setup:
                 _refuse_cuda(python, packages)
             pip = (str(python), "-m", "pip")
             native = {} if peer == "openvino" else {"CMAKE_ARGS": self._native()}
-            _run(*pip, "install", "--quiet", *packages, environment=native)
+            # pip would take a wheel that it built once before, with whatever flags
+            anew = ("--no-cache-dir",) if native else ()
+            _run(*pip, "install", "--quiet", *anew, *packages, environment=native)
             if peer == "openvino":
                 # the exporter works without it, and fails with one that was built for another torch
                 _run(*pip, "uninstall", "--quiet", "--yes", "torchvision")
@@ -111,8 +113,8 @@ class Setup:
         return path
 
 
-def write_gguf(folder: Path, target: Path) -> None:
-    """A model folder of make_random_model as one file, its matrices in bfloat16."""
+def write_gguf(folder: Path, target: Path, matrices: Kind = Kind.BF16) -> None:
+    """A model folder of make_random_model as one file."""
     config = json.loads((folder / "config.json").read_text())
     writer = gguf.GGUFWriter(target, config["model_type"])
     writer.add_block_count(config["num_hidden_layers"])
@@ -129,7 +131,7 @@ def write_gguf(folder: Path, target: Path) -> None:
     described = json.loads((folder / "tokenizer.json").read_text())
     add_tokenizer(writer, described, {"eos_token_id": config["eos_token_id"]})
     for name, tensor in load_file(folder / "model.safetensors").items():
-        kind = Kind.BF16 if tensor.ndim > 1 else Kind.F32
+        kind = matrices if tensor.ndim > 1 else Kind.F32
         raw = np.ascontiguousarray(quantize(tensor.float().numpy(), kind))
         writer.add_tensor(gguf_name(name), raw, raw_dtype=kind)
     writer.write_header_to_file()

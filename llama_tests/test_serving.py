@@ -9,6 +9,7 @@ from array import array
 from pathlib import Path
 
 import httpx
+import msgspec
 import pytest
 
 from headrace.checkpoints.find import find_model
@@ -17,10 +18,10 @@ from headrace.core.ids import SequenceId, StreamId
 from headrace.core.messages import NewSequence, Submit
 from headrace.core.sampling import Sampling
 from headrace.engine.load import load
+from llama_tests.llama_server import greedy, llama_server
 from llama_tests.models import ARCHITECTURES, VOCAB, Alone, write_model
 from tests.builders import make_tiny_model
 from tests.drive import random_prompt
-from tests.e2e.test_resume import engine_of
 from tests.equality.test_pressure import RealEngine
 from tests.servers import running_server
 
@@ -47,10 +48,10 @@ def engine(file: Path, cache_bytes: int, num_seqs: int = 12) -> RealEngine:
     return RealEngine(scheduler, runner, seconds=0.01)
 
 
-def submit(number: int, prompt: list[int], *sequences: int) -> Submit:
+def submit(number: int, prompt: list[int], *sequences: int, sampling: Sampling = GREEDY) -> Submit:
     new = tuple(NewSequence(SequenceId(n), 0, choice) for choice, n in enumerate(sequences))
     packed = array("i", prompt).tobytes()
-    return Submit(StreamId(str(number)), (packed,), new, GREEDY, arrival=0.0)
+    return Submit(StreamId(str(number)), (packed,), new, sampling, arrival=0.0)
 
 
 def test_streams_that_get_in_each_others_way_say_what_they_say_alone(file: Path) -> None:
@@ -82,6 +83,19 @@ def test_choices_and_later_turns_share_what_is_computed(file: Path) -> None:
     assert cached == (64 if made.scheduler.memory.layout.num_blocks else 0)
 
 
+def test_more_prompts_are_kept_than_llama_cpp_tells_apart(tmp_path: Path) -> None:
+    """A sequence for each, beyond those that run; those used least recently make way."""
+    file = write_model(tmp_path / "tiny-F32.gguf", "gemma2")
+    made, alone = engine(file, 1 << 24), Alone(file)
+    few = msgspec.structs.replace(GREEDY, max_tokens=3)
+    prompts = [random_prompt(12, VOCAB, seed=n) for n in range(70)]
+    made.add(*(submit(n, prompt, n, sampling=few) for n, prompt in enumerate(prompts)))
+    made.run()
+    for number, prompt in enumerate(prompts):
+        assert len(made.tokens[number]) == 3
+        alone.assert_greedy(prompt, made.tokens[number])
+
+
 def completed(url: str, body: dict[str, object], kill: int | None = None) -> tuple[str, list]:
     """The text and the other fields of a stream's frames; the engine dies after some of them."""
     texts, others = [], []
@@ -107,7 +121,7 @@ def test_a_killed_engine_costs_no_token(tmp_path: Path, architecture: str, margi
     with running_server(str(file), *flags, environment={"XDG_CACHE_HOME": str(tmp_path)}) as server:
         undisturbed, _ = completed(server.url, body | {"stream": True})
         text, others = completed(
-            server.url, body | {"stream": True, "return_progress": True}, engine_of(server)
+            server.url, body | {"stream": True, "return_progress": True}, server.engine_pid
         )
         assert text == undisturbed
         assert any("recovering" in other for other in others)
@@ -122,3 +136,18 @@ def test_a_model_of_ours_never_imports_it(tmp_path: Path) -> None:
         "assert 'llama_cpp' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_greedy_answers_are_llama_servers_own(tmp_path: Path, architecture: str) -> None:
+    """Over HTTP, each with its defaults; a prompt without close calls, as their builds differ."""
+    file = write_model(tmp_path / "tiny-F32.gguf", architecture)
+    prompt, expected = Alone(file).clear_prompt(48, 5e-3)
+    with llama_server(file) as url:
+        assert greedy(url, prompt, 48) == expected
+    flags = ("--lane", "llama-cpp", "--threads", "1", "--max-model-len", "512")
+    body = {"prompt": prompt, "max_tokens": 48, "temperature": 0, "ignore_eos": True}
+    with running_server(str(file), *flags, environment={"XDG_CACHE_HOME": str(tmp_path)}) as server:
+        asked = body | {"return_token_ids": True}
+        answer = httpx.post(f"{server.url}/v1/completions", json=asked, timeout=120)
+    assert answer.json()["choices"][0]["token_ids"] == expected

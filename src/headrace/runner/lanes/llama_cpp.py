@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 _BATCH = 512  # tokens of one call
 _OUTPUTS = 64  # rows of logits of one call, at least: each is as long as the vocabulary
+_SEQUENCES = _OUTPUTS  # of a context, at least: it has a row for each
 _PROBE = 8  # tokens of which a sequence's memory is measured: twice as many are in any window
 _LEVELS = {3: logging.INFO, 4: logging.WARNING}  # of its warnings and errors
 _ERROR = 4
@@ -109,7 +110,8 @@ class LlamaCpp:
         if self._context is not None:
             self._context.close()
         if layout.num_blocks:
-            num_cells, num_seqs = layout.num_blocks * layout.block_size, self._num_seqs
+            num_cells = layout.num_blocks * layout.block_size
+            num_seqs = min(num_all, max(_SEQUENCES, 2 * self._num_seqs))
             self.facts = LaneFacts("blocks", "lazy-prefix", "cells of llama.cpp's own cache")
         else:
             num_seqs = layout.num_slots
@@ -118,7 +120,7 @@ class LlamaCpp:
         self._context = context = self._open(num_cells, num_seqs)
         self._held: HeldBlocks | None = None
         if layout.num_blocks:
-            self._held = HeldBlocks(context, layout.num_blocks, layout.block_size, num_all)
+            self._held = HeldBlocks(context, layout.num_blocks, layout.block_size, num_seqs)
 
     def forward(self, chunks: Sequence[Chunk], token_ids: Sequence["array[int]"]) -> Tensor:
         assert self._context is not None

@@ -1,0 +1,96 @@
+"""llama-server itself over HTTP: the server of the wheel xllamacpp, or a program of one's own."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+_LOAD_TIMEOUT_S = 300
+# llama.cpp's own server in a process of its own: its symbols are those of llama-cpp-python's
+_SERVE = """
+import json, signal, sys, xllamacpp
+given = json.loads(sys.argv[1])
+params = xllamacpp.CommonParams()
+params.model.path = given["model"]
+params.hostnames, params.port = ["127.0.0.1"], given["port"]
+params.n_parallel, params.n_ctx = given["streams"], given["positions"] * given["streams"]
+params.n_batch = given["batch"]
+params.n_ubatch = min(params.n_ubatch, given["batch"])
+params.cpuparams.n_threads = params.cpuparams_batch.n_threads = given["threads"]
+params.warmup = True
+server = xllamacpp.Server(params)
+print(xllamacpp.get_system_info(), server.listening_address, flush=True)
+signal.pause()
+"""
+
+
+@contextlib.contextmanager
+def llama_server(
+    model: Path, threads: int = 1, streams: int = 1, positions: int = 1024, batch: int = 2048
+) -> Iterator[str]:
+    """The URL of a server with that many places for streams, of so many positions each.
+
+    `batch`: the most tokens of a step; llama-server's own default is 2,048.
+    """
+    url = f"http://127.0.0.1:{(port := _free_port())}"
+    program = os.environ.get("LLAMA_SERVER")
+    if program:
+        sizes = {"-m": model, "--host": "127.0.0.1", "--port": port, "-t": threads, "-np": streams}
+        sizes |= {"-c": positions * streams, "-b": batch, "-ub": min(512, batch)}
+        command = [program, *(str(part) for pair in sizes.items() for part in pair)]
+    else:
+        given = {"model": str(model), "port": port, "threads": threads, "streams": streams}
+        given |= {"positions": positions, "batch": batch}
+        command = [sys.executable, "-c", _SERVE, json.dumps(given)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    lines: list[str] = []
+    assert process.stdout
+    # a pipe that is full would stop whoever writes to it
+    reader = threading.Thread(target=lines.extend, args=(process.stdout,), daemon=True)
+    reader.start()
+    try:
+        _wait_until_ready(url, process, lines)
+        yield url
+    finally:
+        process.send_signal(signal.SIGKILL)  # it keeps nothing
+        process.wait()
+        reader.join(timeout=5)
+
+
+def greedy(url: str, prompt: list[int], num: int) -> list[int]:
+    """The tokens of llama-server's own route, without what its cache may hold."""
+    body: dict[str, Any] = {"prompt": prompt, "n_predict": num, "temperature": 0}
+    body |= {"cache_prompt": False, "ignore_eos": True, "return_tokens": True}
+    answer = httpx.post(f"{url}/completion", json=body, timeout=300)
+    answer.raise_for_status()
+    tokens: list[int] = answer.json()["tokens"]
+    return tokens
+
+
+def _wait_until_ready(url: str, process: "subprocess.Popen[str]", lines: list[str]) -> None:
+    deadline = time.monotonic() + _LOAD_TIMEOUT_S
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            break
+        with contextlib.suppress(httpx.HTTPError):
+            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
+                return
+        time.sleep(0.1)
+    raise RuntimeError(f"llama-server is not ready:\n{''.join(lines[-20:])}")
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
