@@ -7,7 +7,7 @@ READY_TEST := .venv/ready-test
 READY_BENCH := .venv/ready-bench
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: serve test test-clients test-cluster test-gateways kill-replicas test-embed test-gguf test-kernels test-llama-cpp test-models test-slow test-structure test-web test-ops check simulate simulate-placements chaos attack soak corrupt demo roofline peers llama-gap clean
+.PHONY: serve test test-clients test-cluster test-gateways kill-replicas test-embed test-gguf test-kernels test-llama-cpp test-models test-slow test-structure test-web test-ops check simulate simulate-placements chaos chaos-cluster attack soak corrupt demo roofline peers llama-gap clean
 
 serve: $(READY)
 	@exec $(BIN)/headrace serve $(ARGS)
@@ -70,21 +70,28 @@ $(EMBED)/ready: constraints.txt
 # Ray in an environment of its own, which finds our packages beside it; two nodes on this machine
 CLUSTER := build/cluster-venv
 test-cluster: $(READY_TEST) $(CLUSTER)/ready test-gateways
-	PYTHONPATH=src:. timeout 1200 $(CLUSTER)/bin/python -m pytest -p no:cacheprovider \
+	PYTHONPATH=$(abspath src):$(CURDIR) timeout 1800 $(CLUSTER)/bin/python -m pytest -p no:cacheprovider \
 		--timeout 600 --ignore cluster_tests/test_gateways.py cluster_tests $(ARGS)
 
 # servers on Debian's Redis, behind Debian's HAProxy; where they cannot be had, this fails
+HAVE_GATEWAYS = (command -v redis-server && command -v haproxy) || \
+	(apt-get update -q && apt-get install -y -q --no-install-recommends redis-server haproxy)
 test-gateways: $(READY_TEST)
-	(command -v redis-server && command -v haproxy) || \
-		(apt-get update -q && apt-get install -y -q --no-install-recommends redis-server haproxy)
+	$(HAVE_GATEWAYS)
 	NEEDS_REDIS=1 timeout 900 $(BIN)/python -m pytest -p no:cacheprovider --timeout 300 \
 		tests/streams/test_stores.py tests/streams/test_store_machine.py \
 		tests/streams/test_redis_store.py cluster_tests/test_gateways.py $(ARGS)
 
-# KILLS of engines, agents and a node, under load
+# a cluster of two nodes, Redis and two gateways, and KILLS of all of these in runs of 50
+CLUSTER_KILLS := PYTHONPATH=$(abspath src):$(CURDIR) $(CLUSTER)/bin/python -m cluster_tests.kills
+chaos-cluster: $(READY_TEST) $(CLUSTER)/ready
+	$(HAVE_GATEWAYS)
+	$(CLUSTER_KILLS) --kills $(KILLS) --seed $(SEED) $(ARGS)
+
+# engines, agents and nodes only
 kill-replicas: $(READY_TEST) $(CLUSTER)/ready
-	PYTHONPATH=src:. $(CLUSTER)/bin/python -m cluster_tests.kills --kills $(KILLS) \
-		--seed $(SEED) $(ARGS)
+	$(HAVE_GATEWAYS)
+	$(CLUSTER_KILLS) --kills $(KILLS) --seed $(SEED) --kinds engine,actor,node $(ARGS)
 
 $(CLUSTER)/ready: constraints.txt
 	test -x $(CLUSTER)/bin/python || $(PYTHON) -m venv $(CLUSTER)

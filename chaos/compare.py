@@ -33,7 +33,8 @@ def compare(got: Sequence[int], truth: Sequence[int], where: str) -> list[Violat
             sums["lost"] += to - from_
         elif tag == "replace":
             sums["changed"] += max(to - from_, got_to - got_from)
-    shown = f"{where}: {len(got)} tokens for {len(truth)}"
+    same = next((i for i, (a, b) in enumerate(zip(got, truth, strict=False)) if a != b), len(got))
+    shown = f"{where}: {len(got)} tokens for {len(truth)}, the same up to {same}"
     return [Violation(kind, number, shown) for kind, number in sums.items()]
 
 

@@ -83,7 +83,8 @@ class Report:
     def _resume_lines(self) -> list[str]:
         return [
             f"{what} ended to next token of a stream: p50 {statistics.median(times):.2f} s, "
-            f"p99 {sorted(times)[int(len(times) * 0.99)]:.2f} s, {len(times)} times"
+            f"p99 {sorted(times)[int(len(times) * 0.99)]:.2f} s, longest {max(times):.2f} s, "
+            f"{len(times)} times"
             for what, times in sorted(self._resumes.items())
         ]
 

@@ -5,20 +5,20 @@ import random
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
 from chaos.catalog import SECOND, Question, make_catalog
 from chaos.clients import draw_way, live
 from chaos.compare import Violation
-from chaos.faults import Faults
+from chaos.faults import Blows, Faults, ServerBlows
 from chaos.oracle import judge, judge_plain
 from chaos.report import Report
-from chaos.site import FLAGS, HEARTBEAT_S, Site
-from chaos.story import Story
+from chaos.site import FLAGS, HEARTBEAT_S, Death, Site
+from chaos.story import RETRYABLE, Story
 from chaos.truth import NoTruth, read_truth
 from chaos.witness import Fates, Proxy
-from headrace.streams.sqlite_store import SqliteStore
 
 _CUT_SHARE = 0.35
 _LOADING = b"Stream owner model is loading"  # of several, when it is loaded on demand
@@ -38,18 +38,78 @@ class Plan(msgspec.Struct, frozen=True):
     models: int = 1  # with 2 the same model is served a second time, under another name
 
 
+class Target(Protocol):
+    """What a run disturbs: a server, or several and all that they stand on, behind one port.
+
+    `deaths` are what was ended from outside; `complaints` what it should not have logged.
+    """
+
+    port: int
+    deaths: list[Death]
+
+    @property
+    def complaints(self) -> list[str]:
+        """Lines that its log should not have."""
+
+    @property
+    def has_ended(self) -> bool:
+        """By itself, when nobody told it to."""
+
+    @property
+    def last_lines(self) -> list[str]:
+        """Of its log."""
+
+    def start(self) -> None:
+        """The first time."""
+
+    async def ready(self) -> bool:
+        """Until it answers; False if it has ended or took too long."""
+
+    async def is_well(self, within_s: float) -> bool:
+        """Waits so long until it is as it was at the start."""
+
+    async def is_engine_at_rest(self) -> bool:
+        """Whether its engines do nothing any more."""
+
+    def was_out(self, began: float, ended: float) -> bool:
+        """Whether what was ended explains that a connection of that time broke or was refused."""
+
+    async def stop(self) -> int:
+        """Ends it in peace; 0 if it went so."""
+
+    async def num_unfinished(self) -> int:
+        """Streams in its store that never ended; called after `stop`."""
+
+    def close(self) -> None:
+        """Leaves no process behind."""
+
+
+def site_of(plan: Plan) -> Site:
+    """One server on this machine."""
+    second = ("--model", f"{SECOND}={plan.model}") if plan.models == 2 else ()
+    return Site(plan.model, plan.folder / "state", (*second, *FLAGS))
+
+
 def _mute(line: str) -> None:
     pass
+
+
+def _with_blows(site: Site) -> tuple[Target, Blows]:
+    return site, ServerBlows(site)
 
 
 class Run:
     """`say` is told what happens while it happens."""
 
-    def __init__(self, plan: Plan, say: Callable[[str], None] = _mute) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        say: Callable[[str], None] = _mute,
+        target: tuple[Target, Blows] | None = None,
+    ) -> None:
         self._say = say
         self.report = Report(plan.seed, HEARTBEAT_S + 0.25, say)
-        second = ("--model", f"{SECOND}={plan.model}") if plan.models == 2 else ()
-        self.site = Site(plan.model, plan.folder / "state", (*second, *FLAGS))
+        self.site, self._blows = target or _with_blows(site_of(plan))
         self._plan = plan
         self._proxy = Proxy(self.site.port, Fates(f"{plan.seed}/fates", _CUT_SHARE))
         self._calm = Proxy(self.site.port, Fates("", 0.0))
@@ -73,7 +133,7 @@ class Run:
         self._say(f"{len(catalog)} questions; the first blow falls")
         await self._proxy.open()
         await self._calm.open()
-        faults = Faults(self.site, self._proxy, self._plan.seed)
+        faults = Faults(self.site, self._blows, self._proxy, self._plan.seed)
         async with asyncio.TaskGroup() as tasks:
             lag = tasks.create_task(self._probe_lag())
             clients = [
@@ -133,7 +193,7 @@ class Run:
         return [
             Violation("wrong failure", 1, f"unexplained: {made.line()}")
             for made in story.exchanges
-            if not (made.got.is_whole and made.got.status not in (429, 503))
+            if not (made.got.is_whole and made.got.status not in RETRYABLE)
             and not (made.passage and made.passage.was_cut)
             and not (made.got.status == 503 and _LOADING in made.got.body)
             and not self.site.was_out(made.began, made.ended)
@@ -152,11 +212,8 @@ class Run:
             self.report.fail("wrong failure", "the server is not well after the run")
         if code := await self.site.stop():
             self.report.fail("wrong failure", f"the server ended with {code} after SIGTERM")
-        store = SqliteStore.open(self.site.state_dir)
-        unfinished = await store.unfinished()
-        await store.close()
-        if unfinished:
-            self.report.fail("lost", f"{len(unfinished)} streams never ended")
+        if number := await self.site.num_unfinished():
+            self.report.fail("lost", f"{number} streams never ended")
 
     def _count(self, faults: Faults) -> None:
         for problem in faults.problems:
@@ -165,7 +222,7 @@ class Run:
             self.report.fail("wrong failure", f"in the server's log: {complaint}")
         self.report.facts = {
             "kills": faults.num_kills,
-            "of them kills of the server": faults.num_server_kills,
+            **{f"of them {kind}": number for kind, number in sorted(faults.kills.items())},
             "cuts": self._proxy.num_cuts,
             "requests": self._num_begun,
         }

@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx
 import msgspec
 
+from headrace.streams.sqlite_store import SqliteStore
 from tests.servers import ServerProcess
 
 HEARTBEAT_S = 2.0
@@ -39,7 +40,7 @@ class Site:
     def __init__(
         self,
         model: Path | str,
-        state_dir: Path,
+        state_dir: Path | str,
         flags: tuple[str, ...] = FLAGS,
         prefix: tuple[str, ...] = (),
     ) -> None:
@@ -131,6 +132,13 @@ class Site:
         """Leaves no process behind, however the run ended."""
         if not self.has_ended:
             self._server.stop(signal.SIGKILL)
+
+    async def num_unfinished(self) -> int:
+        """Streams in its folder that never ended; the server must have been stopped."""
+        store = SqliteStore.open(Path(self.state_dir))
+        unfinished = await store.unfinished()
+        await store.close()
+        return len(unfinished)
 
     async def freeze_engine(self, seconds: float) -> None:
         """SIGSTOP for a while; longer than ten seconds is as good as a death."""

@@ -11,7 +11,7 @@ from chaos.exchange import SILENCE_S, WHOLE_S, Call, Exchange, Reply, exchange
 from chaos.frames import Frame, error_in, frames_of
 from chaos.witness import Proxy
 
-RETRYABLE = (0, 429, 503)
+RETRYABLE = (0, 429, 502, 503, 504)  # 502 and 504 are a balancer's words
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 
 

@@ -9,6 +9,7 @@ import msgspec
 
 from chaos.exchange import Call, Exchange, exchange
 from chaos.frames import Frame, frames_of, own_dropped
+from chaos.story import RETRYABLE
 from chaos.witness import Proxy
 
 _PATIENCE_S = 300.0
@@ -69,7 +70,7 @@ async def _get(proxy: Proxy, path: str, headers: tuple[tuple[str, str], ...] = (
         made = await exchange(proxy, Call("GET", path, headers=headers))
         if made.got.is_whole and made.got.status == 200:
             return made
-        if made.got.status not in (0, 200, 503):
+        if made.got.status not in (200, *RETRYABLE):
             raise NoTruth(f"{path}: {made.got.status} {bytes(made.got.body[:200])!r}")
         await asyncio.sleep(0.2)
     raise NoTruth(f"{path}: no answer in {_PATIENCE_S:g} s")

@@ -1,88 +1,58 @@
-"""Kills engines, actors and a worker node under load: `python -m cluster_tests.kills --kills 50`.
+"""Kills parts of a whole cluster under load, and says what clients lost.
 
-Eight streams run at a time over two replicas. After each kill every one of them must end with the
-text that it has undisturbed. Then the fleet has to be whole again before the next kill.
+Two Ray nodes, Redis, two gateways and HAProxy, on one machine. Clients, proxy, oracle and report
+are those of `chaos`: here are only other things to kill.
 """
 
 import argparse
-import os
-import random
+import asyncio
 import signal
 import sys
+import tempfile
 import time
-from collections import Counter
+from pathlib import Path
 
-from cluster_tests.nodes import RayNode, parent, two_nodes
-from tests.eventually import eventually
-from tests.replicas import LIMIT_S, at_once, up
-from tests.servers import running_server
+from chaos.run import Plan, Run
+from cluster_tests.nodes import two_nodes
+from cluster_tests.site import ClusterBlows, ClusterSite
+from tests.builders import make_tiny_model
 
-NUM_STREAMS, NUM_TOKENS = 8, 600
-FLAGS = ("--threads", "1", "--max-model-len", "2048", "--max-num-seqs", "8")
-VICTIMS = ("engine", "actor", "node")
-
-
-class KillRun:
-    """One server on two nodes, and what became of it."""
-
-    def __init__(self, url: str, address: str, worker: RayNode, seed: int) -> None:
-        self.worker = worker
-        self._url, self._address = url, address
-        self._random = random.Random(seed)
-        self.num_changed = self.num_moved = 0
-        self.longest_silence_s = 0.0
-        self.kills = Counter[str]()
-
-    def run(self, num_kills: int) -> None:
-        whole = [it.text for it in at_once(self._url, NUM_STREAMS, NUM_TOKENS, lambda: None)]
-        for number in range(num_kills):
-            victim = self._random.choice(VICTIMS)
-            streams = at_once(self._url, NUM_STREAMS, NUM_TOKENS, lambda it=victim: self._kill(it))
-            changed = sum(it.text != text for it, text in zip(streams, whole, strict=True))
-            self.num_changed += changed
-            self.num_moved += sum(it.num_gaps for it in streams)
-            silence_s = max(it.longest_silence_s for it in streams)
-            self.longest_silence_s = max(self.longest_silence_s, silence_s)
-            print(
-                f"{number + 1}: {victim}, {changed} changed, longest silence {silence_s:.1f} s",
-                flush=True,
-            )
-            if victim == "node":
-                self.worker.stop()
-                self.worker = RayNode.join(self._address)
-            eventually(lambda: len(up(self._url)) == 2, LIMIT_S)
-
-    def _kill(self, victim: str) -> None:
-        time.sleep(self._random.random())
-        pid = self._random.choice(up(self._url))["pid"]
-        if victim == "actor":
-            pid = parent(pid)
-        elif victim == "node":
-            assert self.worker.raylet is not None
-            pid = self.worker.raylet
-        self.kills[victim] += 1
-        os.kill(pid, signal.SIGKILL)
+NUM_CLIENTS = 8
+RUN = 50
+"""The most kills of one cluster; each run has a cluster and a seed of its own."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="cluster_tests.kills", description=__doc__)
-    parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kills", type=int, default=50, help=f"in runs of {RUN} at most")
+    parser.add_argument("--seed", type=int, default=0, help="of the first run")
+    parser.add_argument("--kinds", default=",".join(ClusterBlows.WEIGHTS), help="to draw from")
+    parser.add_argument("--model", help="a tiny one if not given")
     options = parser.parse_args()
-    with two_nodes() as (address, _, worker):
-        replicas = ("--cluster", address, "--replicas", "2")
-        with running_server("headrace-mini", *replicas, *FLAGS) as server:
-            eventually(lambda: len(up(server.url)) == 2, LIMIT_S)
-            run = KillRun(server.url, address, worker, options.seed)
-            try:
-                run.run(options.kills)
-            finally:
-                run.worker.stop()
-    print(
-        f"{sum(run.kills.values())} kills ({dict(run.kills)}), {run.num_moved} streams went on "
-        f"elsewhere, {run.num_changed} changed, longest silence {run.longest_silence_s:.1f} s"
-    )
-    return 1 if run.num_changed else 0
+    kinds = tuple(options.kinds.split(","))
+    if unknown := set(kinds) - set(ClusterBlows.WEIGHTS):
+        parser.error(f"--kinds: {unknown} are none of {[*ClusterBlows.WEIGHTS]}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # its own processes end then, too
+    num_violations = 0
+    for number, first in enumerate(range(0, options.kills, RUN)):
+        with tempfile.TemporaryDirectory(prefix="headrace-cluster-") as name:
+            folder, kills = Path(name), min(RUN, options.kills - first)
+            model = Path(options.model) if options.model else make_tiny_model(folder / "model")
+            plan = Plan(model, folder, kills, options.seed + number, num_clients=NUM_CLIENTS)
+            num_violations += _run(plan, kinds)
+    return 1 if num_violations else 0
+
+
+def _run(plan: Plan, kinds: tuple[str, ...]) -> int:
+    with two_nodes() as nodes:
+        site = ClusterSite(plan.model, plan.folder, *nodes)
+        run = Run(
+            plan,
+            lambda line: print(f"{time.strftime('%X')} {line}", flush=True),
+            (site, ClusterBlows(site, kinds)),
+        )
+        print(asyncio.run(run.run()), flush=True)
+        return len(run.report.violations)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tests.eventually import eventually
 
-LIMIT_S = 120
+LIMIT_S = 240
 _FLAGS = ("--num-cpus=2", "--num-gpus=0", "--object-store-memory=80000000", "--block")
 _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -38,7 +38,11 @@ class RayNode:
     def join(cls, address: str) -> "RayNode":
         """A worker, once it is there."""
         node = cls(f"--address={address}")
-        eventually(lambda: node.raylet is not None, LIMIT_S)
+        try:
+            eventually(lambda: node.raylet is not None, LIMIT_S)
+        except BaseException:
+            node.stop()
+            raise
         return node
 
     @property
@@ -51,6 +55,10 @@ class RayNode:
         """Whether one of its actors started that process."""
         raylet = self.raylet
         return raylet is not None and pid in _descendants(raylet)
+
+    def processes(self) -> list[int]:
+        """All that run on it."""
+        return _descendants(self._process.pid)
 
     def stop(self) -> None:
         for pid in [*_descendants(self._process.pid), self._process.pid]:
@@ -79,6 +87,11 @@ def two_nodes() -> Iterator[tuple[str, RayNode, RayNode]]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def engines(*nodes: RayNode) -> list[int]:
+    """The engine processes on these nodes."""
+    return [pid for node in nodes for pid in node.processes() if _is_engine(pid)]
+
+
 def parent(pid: int) -> int:
     """That of a process; 0 if there is none."""
     try:
@@ -99,6 +112,12 @@ def _program(pid: int) -> str:
         return Path(Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].decode()).name
     except OSError:
         return ""
+
+
+def _is_engine(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return b"headrace.engine.process" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
 
 
 def _descendants(pid: int) -> list[int]:

@@ -3,21 +3,19 @@
 import contextlib
 import json
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
 import pytest
 
+from cluster_tests.balancer import balanced
 from tests.eventually import eventually
 from tests.redis_servers import DURABLE, RedisServer, free_port, redis_server
 from tests.servers import ServerProcess, running_server
 
-CONFIG = Path(__file__).parent / "haproxy.cfg"
 BODY = {"prompt": "Once upon a time", "max_tokens": 400, "temperature": 0, "ignore_eos": True}
 STREAM = BODY | {"stream": True}
 FLAGS = ("--threads", "1", "--dtype", "float32", "--heartbeat-s", "1", "--drain-s", "0")
@@ -64,7 +62,8 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         try:
             for gateway in gateways:
                 gateway.server.wait_until_ready()
-            with balanced(gateways[0].url, gateways[1].url, folder) as url:
+            ports = (gateways[0].port, gateways[1].port)
+            with balanced(ports, folder) as url:
                 yield Cluster(*gateways, redis, url)
         finally:
             for gateway in gateways:
@@ -77,27 +76,6 @@ def cluster(running: Cluster) -> Cluster:
     for gateway in running[:2]:
         gateway.ready()
     return running
-
-
-@contextlib.contextmanager
-def balanced(one: str, two: str, folder: Path) -> Iterator[str]:
-    address, path = f"127.0.0.1:{free_port()}", folder / "haproxy.cfg"
-    text = CONFIG.read_text().replace("127.0.0.1:8080", address)
-    text = text.replace("127.0.0.1:8001", one.removeprefix("http://"))
-    path.write_text(text.replace("127.0.0.1:8002", two.removeprefix("http://")))
-    process = subprocess.Popen(["haproxy", "-db", "-f", str(path)])
-    try:
-        eventually(lambda: answers(f"http://{address}/health"))
-        yield f"http://{address}"
-    finally:
-        process.kill()
-        process.wait()
-
-
-def answers(url: str) -> bool:
-    with contextlib.suppress(httpx.TransportError):
-        return httpx.get(url).status_code == 200
-    return False
 
 
 @pytest.fixture(scope="module")
