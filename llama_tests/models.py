@@ -16,15 +16,16 @@ from tests.gguf_files import add_merge, add_tokenizer
 
 VOCAB = 260
 _HIDDEN, _HEADS, _KV, _DIM, _FF, _LAYERS = 64, 4, 2, 16, 96, 3
-_EXPERTS, _EXPERT_FF = 4, 32
+_EXPERTS = 4
 _INNER, _STATE, _RANK, _CONV = 128, 8, 4, 4
 
-ARCHITECTURES = ("gemma2", "qwen3moe", "mamba")
+ARCHITECTURES = ("gemma2", "mixtral", "mamba")
+"""That have no implementation of ours. llama.cpp calls Mixtral llama, with experts."""
 
 
 def write_model(path: Path, architecture: str, **fields: Any) -> Path:
     """`fields` are added to those of the tokenizer."""
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(path, architecture.replace("mixtral", "llama"))
     writer.add_context_length(2048)
     writer.add_embedding_length(_HIDDEN)
     writer.add_block_count(_LAYERS)
@@ -72,18 +73,21 @@ def _attending(writer: gguf.GGUFWriter, architecture: str) -> dict[str, tuple[in
         "attn_output.weight": (_HIDDEN, _HEADS * _DIM),
         "ffn_norm.weight": (_HIDDEN,),
     }
-    if architecture == "qwen3moe":
+    if architecture in ("mixtral", "qwen3moe"):
         writer.add_expert_count(_EXPERTS)
         writer.add_expert_used_count(2)
-        writer.add_expert_feed_forward_length(_EXPERT_FF)
-        return shapes | {
-            "attn_q_norm.weight": (_DIM,),
-            "attn_k_norm.weight": (_DIM,),
-            "ffn_gate_inp.weight": (_EXPERTS, _HIDDEN),
-            "ffn_gate_exps.weight": (_EXPERTS, _EXPERT_FF, _HIDDEN),
-            "ffn_up_exps.weight": (_EXPERTS, _EXPERT_FF, _HIDDEN),
-            "ffn_down_exps.weight": (_EXPERTS, _HIDDEN, _EXPERT_FF),
-        }
+        writer.add_expert_feed_forward_length(_FF)
+        norms = {f"attn_{name}_norm.weight": (_DIM,) for name in "qk"}
+        return (
+            (norms if architecture == "qwen3moe" else {})
+            | shapes
+            | {
+                "ffn_gate_inp.weight": (_EXPERTS, _HIDDEN),
+                "ffn_gate_exps.weight": (_EXPERTS, _FF, _HIDDEN),
+                "ffn_up_exps.weight": (_EXPERTS, _FF, _HIDDEN),
+                "ffn_down_exps.weight": (_EXPERTS, _HIDDEN, _FF),
+            }
+        )
     writer.add_sliding_window(24)
     writer.add_attn_logit_softcapping(50.0)
     writer.add_final_logit_softcapping(30.0)

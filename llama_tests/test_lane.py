@@ -54,7 +54,7 @@ def test_greedy_tokens_are_those_of_llama_cpp(runner, alone) -> None:
 
 @pytest.mark.parametrize("chunk", [1, 7, 16])
 def test_a_cut_prompt_gives_the_logits_of_the_whole(runner, alone, chunk: int) -> None:
-    assert_close(row_logits(runner, PROMPT, chunk), row_logits(runner, PROMPT), 1e-3)
+    assert_close(row_logits(runner, PROMPT, chunk), row_logits(runner, PROMPT), 3e-3)
     alone.assert_greedy(PROMPT, generate(runner, PROMPT, 64, chunk=chunk))
 
 
@@ -132,6 +132,17 @@ def test_a_file_of_ours_gives_the_text_of_llama_cpp(path: Path) -> None:
     is_clear = best.values[:, 0] - best.values[:, 1] > 5e-2 * ours.abs().amax(-1)
     assert is_clear.sum() >= 16
     assert (rows.argmax(-1) == best.indices[:, 0])[is_clear].all()
+
+
+def test_experts_of_ours_give_the_logits_of_llama_cpp(tmp_path: Path) -> None:
+    """Both in float32; where two experts are nearly as good, rounding may choose another."""
+    folder = find_model(str(write_model(tmp_path / "moe-F32.gguf", "qwen3moe")))
+    native = tiny_runner(folder, dtype="float32")
+    theirs = tiny_runner(folder, "llama-cpp", dtype="float32")
+    assert (native.lane.id, theirs.lane.id) == ("native-text", "llama-cpp")
+    ours, rows = (row_logits(one, PROMPT) for one in (native, theirs))
+    error = (rows - ours).abs().amax(-1) / ours.abs().amax(-1)
+    assert error.median() < 1e-2
 
 
 def test_what_llama_cpp_does_not_know_is_one_line(tmp_path: Path) -> None:
