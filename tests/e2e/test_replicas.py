@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -58,3 +59,24 @@ def test_a_replaced_engine_ends_what_it_runs(server: ServerProcess) -> None:
     assert up(url)[0]["number"] == first
     answer = httpx.post(f"{url}/manage/replicas/replace", params={"replica": 99}, timeout=LIMIT_S)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "replica")
+
+
+def test_the_desired_state_adds_and_takes_engines_while_streams_run(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "tiny")
+    flags = ("--threads", "1", "--max-model-len", "4096", "--max-num-seqs", "4")
+    several = ("--replicas", "2", "--min-replicas", "0", "--state-dir", str(tmp_path / "state"))
+    with running_server(str(folder), *several, *flags) as server:
+        url = f"{server.url}/manage/desired"
+        (model,) = httpx.get(url, timeout=LIMIT_S).json()["models"]
+        whole = at_once(server.url, 4, 1500, lambda: None)
+
+        def put(replicas: int) -> None:
+            document = {"models": [model | {"replicas": replicas, "min_replicas": replicas}]}
+            httpx.put(url, json=document, timeout=LIMIT_S).raise_for_status()
+            eventually(lambda: len(up(server.url)) == replicas, LIMIT_S)
+
+        put(3)
+        grown = {it["pid"] for it in up(server.url)}
+        shrunk = at_once(server.url, 4, 1500, lambda: put(1))
+        assert [it.text for it in shrunk] == [it.text for it in whole]
+        assert {it["pid"] for it in up(server.url)} < grown
