@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from chaos.site import FLAGS, START_S, Death, Site
-from cluster_tests.balancer import Balancer
+from cluster_tests.balancer import Balancer, answers
 from cluster_tests.nodes import RayNode, engines, parent
 from tests.eventually import eventually
 from tests.redis_servers import RedisServer, free_port
@@ -49,7 +49,10 @@ class ClusterSite:
             it.start()
 
     async def ready(self) -> bool:
-        return all([await it.ready() for it in self.gateways]) and await self.is_well(START_S)
+        if not all([await it.ready() for it in self.gateways]):
+            return False
+        await asyncio.to_thread(eventually, lambda: answers(f"{self.balancer.url}/health"))
+        return await self.is_well(START_S)
 
     @property
     def complaints(self) -> list[str]:
