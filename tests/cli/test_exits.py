@@ -170,6 +170,14 @@ def test_a_port_in_use_is_5() -> None:
     assert "is in use" in ended.stderr
 
 
+@pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid"])
+def test_an_address_of_another_machine_is_2(host: str) -> None:
+    ended = headrace("serve", "--host", host, "--port", "0")
+    assert ended.returncode == 2
+    assert ended.stderr.startswith(f"headrace: --host: {host} cannot be listened on (")
+    assert "127.0.0.1" in ended.stderr and ended.stderr.count("\n") == 1
+
+
 def test_ctrl_c_is_130(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "tiny")
     command = [sys.executable, "-m", "headrace", "generate", str(folder), "hi", "--threads", "1"]

@@ -199,3 +199,5 @@ def test_a_folder_of_models_offers_what_lies_in_it(tmp_path: Path) -> None:
     assert {model.threads for model in config.models} == {2}
     with pytest.raises(ConfigError, match=r"--models-dir: .*notes has no subfolder"):
         load({"models_dir": str(tmp_path / "notes")}, {}, None)
+    with pytest.raises(ConfigError, match=r"--models-dir: .*nowhere is no folder"):
+        load({"models_dir": str(tmp_path / "nowhere")}, {}, None)

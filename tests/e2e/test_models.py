@@ -105,6 +105,12 @@ def test_a_failed_load_is_told_at_once_and_disturbs_no_other(server: ServerProce
     answer = ask(server.url, "bad")
     assert (answer.status_code, answer.json()["error"]["code"]) == (500, "load_failed")
     assert status_of(server.url, "bad")["failed"] is True
+    body = {"content": "hello", "model": "bad"}
+    told = httpx.post(f"{server.url}/tokenize", json=body, timeout=LIMIT_S)
+    assert (told.status_code, told.json()["error"]["code"]) == (500, "load_failed")
+    said = "".join(server.lines)
+    assert "ERROR headrace.generation.fleet: bad is not served now (" in said
+    assert "bad could not be read. " in said
     assert ask(server.url, "a").status_code == 200
 
 

@@ -85,7 +85,11 @@ async def tokens(news: AsyncIterator[EngineNews]) -> list[int]:
     return found
 
 
-def test_a_killed_engine_is_started_again_and_names_who_was_at_work(folder: Path) -> None:
+def test_a_killed_engine_is_started_again_and_names_who_was_at_work(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "headrace.engine.supervisor")
+
     async def scene(supervisor: Supervisor, news: AsyncIterator[EngineNews]) -> None:
         await of_kind(news, EngineUp)
         supervisor.submit(submit(1, 8))
@@ -99,6 +103,8 @@ def test_a_killed_engine_is_started_again_and_names_who_was_at_work(folder: Path
         assert await tokens(news) == first and len(first) == 8
 
     play(folder, scene)
+    died, is_back = (record.message for record in caplog.records)
+    assert "SIGKILL" in died and is_back.startswith("The engine is up again after ")
 
 
 @pytest.mark.parametrize("is_held", [True, False])

@@ -169,6 +169,25 @@ def test_a_job_that_nobody_waits_for_is_not_done(config: ModelConfig) -> None:
     asyncio.run(run())
 
 
+def test_a_model_that_cannot_be_read_is_told_and_ends_no_worker(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    missing = str(tmp_path / "nowhere")
+
+    async def run() -> None:
+        async with pool_of(ModelConfig(model=missing, served_model_name=("lost",))) as pool:
+            refused = await render(pool, "hello")
+            assert refused.startswith("load_failed: The model 'lost' could not be read (")
+            assert tmp_path.name not in refused
+            before = workers()
+            assert await render(pool, "hello") == refused and set(before) <= set(workers())
+
+    asyncio.run(run())
+    told = capfd.readouterr().err
+    assert f"lost could not be read. No model folder {missing!r}" in told
+    assert "Traceback" not in told
+
+
 def test_a_worker_whose_server_has_gone_ends_without_a_word(folder: Path) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:

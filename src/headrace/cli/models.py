@@ -1,5 +1,6 @@
 """`headrace models` and `headrace pull`: what a server has, and what the hub brings."""
 
+import json
 import os
 from typing import Any
 
@@ -14,36 +15,57 @@ _COLUMNS = ("name", "state", "size", "kind", "lane")
 
 @click.command("models")
 @click.option("--url", envvar="HEADRACE_URL", default="http://127.0.0.1:8000", show_default=True)
+@click.option(
+    "--api-key",
+    envvar="HEADRACE_API_KEY",
+    help="Key of that server; others here can see it in the list of processes, so rather set "
+    "HEADRACE_API_KEY  [default: first of HEADRACE_API_KEYS]",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the server's answer as it is")
-def models(url: str, as_json: bool) -> None:
+def models(url: str, api_key: str | None, as_json: bool) -> None:
     """List the models of a running server: state, size, kind and lane.
 
     \b
     headrace models
     headrace models --url http://127.0.0.1:9000 --json
     """
-    import httpx
-
-    key = os.environ.get("HEADRACE_API_KEY")
-    try:
-        answer = httpx.get(
-            f"{url.rstrip('/')}/models",
-            headers={"X-Api-Key": key} if key else {},
-            timeout=_TIMEOUT_S,
-        )
-        answer.raise_for_status()
-        entries = answer.json()["data"]
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError) as error:
-        message = f"No list of models from {url}: {error}"
-        raise HeadraceError(f"{message}; start one with headrace serve, or give --url.") from None
+    body = _asked(url, api_key or os.environ.get("HEADRACE_API_KEYS", "").split(",")[0])
+    entries = json.loads(body)["data"]
     if as_json:
-        click.echo(answer.text)
+        click.echo(body.decode())
         return
     rows = [_COLUMNS, *(_row(entry) for entry in entries)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
     for row in rows:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         click.echo("  ".join(cells).rstrip())
+
+
+def _asked(url: str, key: str) -> bytes:
+    """The server's list as it is; its refusal in its own words."""
+    import httpx
+
+    from headrace.client.errors import Unreachable
+    from headrace.client.http import key_header, reason_of, to_address, to_object
+
+    address = to_address(url)
+    try:
+        answer = httpx.get(f"{address}/models", headers=key_header(key), timeout=_TIMEOUT_S)
+    except httpx.TransportError as error:
+        raise Unreachable(
+            f"No server answers ({reason_of(error)}); start one with `headrace serve`, or give "
+            "its address with --url."
+        ) from None
+    if answer.is_success and "data" in to_object(answer.content):
+        return answer.content
+    if answer.status_code == httpx.codes.UNAUTHORIZED:
+        raise HeadraceError(
+            "The server does not accept this API key; give the right one as "
+            "HEADRACE_API_KEY or --api-key."
+        )
+    told = to_object(answer.content).get("error")
+    message = told.get("message") if isinstance(told, dict) else None
+    raise HeadraceError(message or f"{address} answered {answer.status_code} and not with a list.")
 
 
 def _row(entry: dict[str, Any]) -> tuple[str, ...]:

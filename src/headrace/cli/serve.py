@@ -18,6 +18,7 @@ import msgspec
 
 from headrace.cli import exits
 from headrace.cli.download import DownloadLine
+from headrace.cli.listener import listen, no_listener
 from headrace.cli.logs import say, set_up
 from headrace.cli.state import is_redis, streams_folder
 from headrace.core.config import HttpConfig, ModelConfig, ServerConfig
@@ -66,10 +67,10 @@ def serve(config: ServerConfig) -> int:
 
         connect(config.cluster)
     try:
-        listener = _listen(config.http.host, config.http.port)
+        listener = listen(config.http)
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
-            raise
+            raise no_listener(config.http, error) from None
         print(
             f"headrace: port {config.http.port} is in use; stop what uses it, or give --port.",
             file=sys.stderr,
@@ -142,11 +143,6 @@ def _load_certificate(context: ssl.SSLContext, http: HttpConfig) -> None:
             f"--ssl-certfile: {files} cannot be used ({why or error}); give a PEM certificate "
             "chain and its key, without a passphrase."
         ) from None
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family, backlog=2048)
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:

@@ -294,9 +294,12 @@ def folder_models(folder: Path, given_as: str) -> list[dict[str, Any]]:
     folders = sorted(file.parent for file in folder.expanduser().glob("*/config.json"))
     files = sorted(folder.expanduser().glob("*.gguf"))
     found = {one.name: one for one in folders} | {one.stem: one for one in files}
+    if not folder.expanduser().is_dir():
+        raise ConfigError(f"{given_as}: {folder} is no folder; give one with models in it.")
     if not found:
         raise ConfigError(
-            f"{given_as}: {folder} has no subfolder with a config.json, and no GGUF file."
+            f"{given_as}: {folder} has no subfolder with a config.json, and no GGUF file; put a "
+            "model there first."
         )
     return [{"model": str(one), "served_model_name": [name]} for name, one in found.items()]
 

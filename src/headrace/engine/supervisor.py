@@ -58,6 +58,7 @@ class Supervisor:
         self._child: Child | None = None
         self._is_ready = False
         self._closing = asyncio.Event()
+        self._died_at: float | None = None  # until there is one again
         self._task = asyncio.create_task(self._run(), name="supervisor")
         self._task.add_done_callback(self._has_ended)
 
@@ -114,8 +115,17 @@ class Supervisor:
                 self._news.put(msgspec.structs.replace(down, given_up=True))
                 break
             logger.warning("%s Restarting it.", down.message)
+            if self._died_at is None:
+                self._died_at = clock()
             self._news.put(down)
             await self._pause(_BACKOFF_S[min(num_deaths, len(_BACKOFF_S)) - 1])
+
+    def _tell_if_back(self) -> None:
+        """Whoever read in the log that an engine died shall read there that there is one again."""
+        if self._died_at is not None:
+            seconds = asyncio.get_running_loop().time() - self._died_at
+            logger.info("The engine is up again after %.1f s.", seconds)
+            self._died_at = None
 
     async def _live_once(self) -> tuple[bool, EngineDown | None]:
         """One life of an engine: whether it became ready, and how it died (None: closed)."""
@@ -132,6 +142,7 @@ class Supervisor:
             first = await self._first(messages)
             if isinstance(first, Ready):
                 self._is_ready = True
+                self._tell_if_back()
                 self._news.put(EngineUp(first, child.pid))
                 await self._follow(child, messages)
         finally:

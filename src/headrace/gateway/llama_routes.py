@@ -1,6 +1,7 @@
 """What llama.cpp's server tells its own clients: a model's settings, and what runs."""
 
 import itertools
+import logging
 from collections.abc import Iterable
 from typing import Any
 
@@ -21,6 +22,8 @@ from headrace.generation.host import Host
 from headrace.generation.served import ServedModel
 from headrace.protocols.dialect import encode
 from headrace.protocols.llama import settings_of
+
+logger = logging.getLogger(__name__)
 
 
 class LlamaRoutes:
@@ -54,6 +57,7 @@ async def _read(host: Host) -> None:
     except ModelError as error:
         message = f"The model {host.name!r} could not be read ({error.code})"
         message += "; the server's log says why."
+        logger.error("%s could not be read. %s", host.name, error)
         raise RequestError("load_failed", message, "model") from error
 
 

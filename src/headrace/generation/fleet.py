@@ -248,6 +248,7 @@ class Fleet:
             await host.read()
         except ModelError as error:
             host.fail(str(error))
+            self._say_lost(host, error.code)
             raise _failed(host, error.code) from error
         self._residency.add(host.name, host.num_bytes)
 
@@ -262,6 +263,7 @@ class Fleet:
                 self._spawn(self._unload(host))
             elif move.kind == "refuse":
                 host.fail(_too_large(host, self._config.models_memory_bytes or 0))
+                self._say_lost(host, "model_too_large")
                 self._tell(move.ticket, _failed(host, "model_too_large"))
             elif (waited := self._waiting.get(move.ticket)) and not waited.done():
                 waited.set_result(None)
@@ -303,7 +305,7 @@ class Fleet:
             self.ended.set()
 
     def _lose(self, host: Host, code: str) -> None:
-        self._say("%s is not served now (%s). %s", host.name, code, host.last_words)
+        self._say_lost(host, code)
         tickets = self._residency.lost(host.name)
         if host.state == "dead":
             self._on_lost(host)
@@ -323,6 +325,13 @@ class Fleet:
         """To the log; what becomes of a server's only model, the server itself says."""
         if not self.is_sole:
             logger.info(line, *arguments)
+
+    def _say_lost(self, host: Host, code: str) -> None:
+        """Why; clients hear the code alone, and that the log has the rest."""
+        if not self.is_sole:
+            level = logging.ERROR if host.state == "dead" else logging.INFO
+            words = (host.name, code, host.last_words)
+            logger.log(level, "%s is not served now (%s). %s", *words)
 
     async def _unload(self, host: Host) -> None:
         self._say("Unloading %s", host.name)

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import logging
 import os
 import resource
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +15,8 @@ from headrace.generation.served import ServedModel
 from headrace.generation.work import MEMORY_BYTES
 from headrace.protocols.grammars import GrammarMaker
 from headrace.protocols.messages import placeholder_in_text
+
+logger = logging.getLogger(__name__)
 
 _KEPT_BYTES = MEMORY_BYTES // 4  # beyond what was loaded, between two jobs
 
@@ -33,7 +36,16 @@ class ModelText:
     @cached_property
     def model(self) -> ServedModel:
         with self._bound():
-            return self._load()
+            try:
+                return self._load()
+            except ModelError as error:
+                raise self._unread(error) from error
+
+    def _unread(self, error: ModelError) -> RequestError:
+        """Clients hear the code alone: the words may have a path."""
+        logger.error("%s could not be read. %s", self.names[0], error)
+        message = f"The model {self.names[0]!r} could not be read ({error.code})"
+        return RequestError("load_failed", f"{message}; the server's log says why.", "model")
 
     @cached_property
     def image_processor(self) -> Any:

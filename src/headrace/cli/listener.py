@@ -1,0 +1,28 @@
+"""The socket that a server listens on, and why there is none."""
+
+import errno
+import os
+import socket
+
+from headrace.core.config import HttpConfig
+from headrace.core.errors import ConfigError
+
+
+def listen(http: HttpConfig) -> socket.socket:
+    """OSError if the address is in use, is none of this machine, or may not be used."""
+    family = socket.AF_INET6 if ":" in http.host else socket.AF_INET
+    return socket.create_server((http.host, http.port), family=family, backlog=2048)
+
+
+def no_listener(http: HttpConfig, error: OSError) -> ConfigError:
+    """Why an address cannot be listened on, and which flag mends it."""
+    is_known = error.errno in errno.errorcode  # the numbers of name lookups are others
+    why = os.strerror(error.errno or 0) if is_known else error.strerror
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return ConfigError(
+            f"--port: {http.port} may not be listened on ({why}); give one above 1023."
+        )
+    return ConfigError(
+        f"--host: {http.host} cannot be listened on ({why}); give an address of this machine, such "
+        "as 127.0.0.1, or 0.0.0.0 for all of them."
+    )

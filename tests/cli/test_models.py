@@ -1,0 +1,45 @@
+"""`headrace models`: what it says of servers that answer, refuse, or are not there."""
+
+import socket
+
+import pytest
+from click.testing import CliRunner, Result
+
+from headrace.cli.models import models
+from headrace.core.errors import HeadraceError
+from tests.servers import running_server
+
+
+def list_of(*words: str, key: str | None = None) -> Result:
+    return CliRunner().invoke(models, words, env={"HEADRACE_API_KEY": key})
+
+
+def fault_of(*words: str, key: str | None = None) -> str:
+    fault = list_of(*words, key=key).exception
+    assert isinstance(fault, HeadraceError), fault
+    return str(fault)
+
+
+def test_a_key_is_needed_and_an_address_may_be_short() -> None:
+    with running_server("headrace-mini", "--threads", "1", "--api-key", "sesame") as server:
+        short = server.url.removeprefix("http://")
+        for given in ((), ("--api-key", "wrong")):
+            assert "does not accept this API key" in fault_of("--url", short, *given)
+        for shown in (
+            list_of("--url", short, "--api-key", "sesame"),
+            list_of("--url", f"{server.url}/v1", key="sesame"),
+        ):
+            assert shown.exit_code == 0, shown.exception
+            assert shown.output.splitlines()[1].split()[:2] == ["headrace-mini", "loaded"]
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:{}", "http://127.0.0.1:{}/"])
+def test_a_server_that_is_not_there(address: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    fault = fault_of("--url", address.format(port))
+    assert fault.startswith(f"No server answers (127.0.0.1:{port}: ") and "--url" in fault
+
+
+def test_an_address_that_is_none() -> None:
+    assert "is not a server's address" in fault_of("--url", "http://")
