@@ -1,10 +1,15 @@
 import inspect
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
-from headrace.runner.lanes.foreign import Signature, tensor_bytes
+from headrace.checkpoints.spec import read_spec
+from headrace.runner.lanes.foreign import Signature, load_pretrained, tensor_bytes
+from tests.builders import make_tiny_model
 
 OFFERED = {"input_ids": 1, "position_ids": 2}
 
@@ -34,3 +39,12 @@ def test_tensors_are_counted_once_wherever_they_hang() -> None:
     cache = SimpleNamespace(layers=[SimpleNamespace(keys=x, values=x[:2]), {"state": (x,)}])
     cache.itself = cache
     assert tensor_bytes(cache) == 40 + 8
+
+
+def test_a_load_draws_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = make_tiny_model(tmp_path / "tiny", "GemmaForCausalLM")
+    capfd.readouterr()
+    load_pretrained(AutoModelForCausalLM, read_spec(folder), torch.float32)
+    assert capfd.readouterr().err == ""
+    AutoModelForCausalLM.from_pretrained(folder)  # whoever wants the bar keeps it
+    assert "Loading weights" in capfd.readouterr().err

@@ -1,8 +1,9 @@
 """Loads models that are not ours, and asks what their functions take and their objects hold."""
 
+import contextlib
 import inspect
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -145,15 +146,16 @@ def load_pretrained(
     Where only a part of the model runs, files may have more than it, and lack what begins `unused`.
     """
     read_headers(spec)  # a damaged file is named before transformers meets it
-    model, report = auto.from_pretrained(
-        spec.folder,
-        dtype=dtype,
-        local_files_only=True,
-        trust_remote_code=False,
-        use_safetensors=True,
-        ignore_mismatched_sizes=True,  # they are in the report
-        output_loading_info=True,
-    )
+    with _without_bars():
+        model, report = auto.from_pretrained(
+            spec.folder,
+            dtype=dtype,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,  # they are in the report
+            output_loading_info=True,
+        )
     spared = {} if unused is None else {"unexpected_keys": "", "missing_keys": unused}
     for kind, fault in _FAULTS.items():
         for key in report[kind]:
@@ -165,3 +167,17 @@ def load_pretrained(
                 "model_corrupt",
             )
     return model
+
+
+@contextlib.contextmanager
+def _without_bars() -> Iterator[None]:
+    """A bar that transformers draws would be a line of the server's log, with its control codes."""
+    from transformers.utils import logging
+
+    was_on = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_on:
+            logging.enable_progress_bar()
