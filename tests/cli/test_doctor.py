@@ -215,7 +215,12 @@ def test_of_several_gguf_files_each_is_told_its_lane_and_the_largest_that_fits_i
     assert found["F16"]["verdict"] == "warn" and "truncated" in found["F16"]["detail"]
     assert found["model"]["detail"].startswith(f"{folder}:Q4_0 is the largest that fits")
     monkeypatch.setattr("headrace.runner.probe.free_bytes", lambda device: 1 << 20)
-    assert "none of them fits" in examine(capsys, str(folder), **flags)[1]["model"]["detail"]
+    code, found = examine(capsys, str(folder), **flags)
+    assert code == 1 and "none of them fits" in found["model"]["detail"]
+    for file in folder.iterdir():
+        file.write_bytes(b"GGUF")
+    code, found = examine(capsys, str(folder), **flags)
+    assert code == 1 and "none of them can be run" in found["model"]["detail"]
 
 
 def test_what_fewer_bits_lose_is_measured_on_a_text(

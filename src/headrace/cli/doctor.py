@@ -189,7 +189,8 @@ def _model(config: ModelConfig, text: Path | None) -> Iterator[Finding]:
         for one in choices(files, config):
             found.append(one)
             yield Finding(one.name, "ok" if one.fits else "warn", one.detail)
-        yield Finding("model", "ok", advice(found, config.model))
+        is_one = any(one.fits for one in found)
+        yield Finding("model", "ok" if is_one else "fail", advice(found, config.model))
         return
     try:
         folder = find_here(config.model, config.revision)

@@ -42,6 +42,8 @@ def choices(files: list[Path], config: ModelConfig) -> Iterator[GgufChoice]:
 
 def advice(found: list[GgufChoice], folder: str) -> str:
     """The largest that fits, as larger files have lost less."""
+    if not any(one.held for one in found):
+        return "none of them can be run; download one again, or another"
     fitting = [one for one in found if one.fits]
     if not fitting:
         return "none of them fits in the memory that is free; use a smaller model or fewer bits"
