@@ -29,12 +29,12 @@ class StateDir:
             self._lock = _lock(path)
         except BlockingIOError as error:
             raise StateInUse(
-                "Another server uses this state directory; stop it, or give this one a directory "
-                "of its own with --state-dir."
+                f"Another server uses the state directory {path}; stop it, or give this one a "
+                "directory of its own with --state-dir."
             ) from error
         except OSError as error:
             raise StateError(
-                f"The state directory cannot be used: {error.strerror}. Choose another with "
+                f"The state directory {path} cannot be used: {error.strerror}. Choose another with "
                 "--state-dir, or keep streams in memory with --state-dir none."
             ) from error
 

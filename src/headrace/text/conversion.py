@@ -35,7 +35,8 @@ def tokenizer_file(folder: Path) -> Path:
     if not found:
         raise ModelError(
             "The model has no tokenizer: tokenizer.json is missing, and so are "
-            f"{', '.join(VOCABULARIES)}.",
+            f"{', '.join(VOCABULARIES)}; download the model again, or put one of them beside its "
+            "config.json.",
             "tokenizer_invalid",
         )
     converted = _cache() / f"{_digest(folder)}.json"
