@@ -9,7 +9,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
-from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client import Counter as Total
 from prometheus_client.core import CounterMetricFamily
 
@@ -18,6 +24,8 @@ from headrace.core.messages import Ready, Status, StepTrace
 from headrace.engine.client import EngineDown
 from headrace.generation.exposition import as_vllm, merged
 from headrace.streams.tally import Tally
+
+disable_created_metrics()  # a gauge beside each counter, which nobody reads
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _STATES = ("loading", "ok", "recovering", "draining", "dead")

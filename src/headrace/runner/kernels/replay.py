@@ -45,9 +45,7 @@ class CapturedForward:
         try:
             steady, graph, result = self._captured or self._capture(batch)
         except CannotCapture as error:
-            logger.warning(
-                "Small steps take longer: what they compute cannot be captured, %s", error
-            )
+            logger.info("Small steps are not replayed, since this cannot be captured: %s", error)
             self._is_off = True
             return self._forward(batch)
         fill(steady, batch)
