@@ -25,7 +25,7 @@ from headrace.engine.client import EngineDown
 from headrace.generation.exposition import as_vllm, merged
 from headrace.streams.tally import Tally
 
-disable_created_metrics()  # a gauge beside each counter, which nobody reads
+disable_created_metrics()  # type: ignore[no-untyped-call]  # a gauge beside each counter, which nobody reads
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _STATES = ("loading", "ok", "recovering", "draining", "dead")
