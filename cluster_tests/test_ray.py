@@ -141,7 +141,7 @@ def test_requests_at_a_fleet_of_no_engine_all_finish_and_it_leaves_again(
         streamed = httpx.post(
             f"{running.url}/v1/completions", json=body | {"stream": True}, timeout=LIMIT_S
         )
-        assert ": loading the model" in streamed.text and "data: [DONE]" in streamed.text
+        assert "data: [DONE]" in streamed.text
 
 
 def test_streams_of_a_lost_node_go_on_at_the_other(
