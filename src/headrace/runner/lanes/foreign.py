@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -100,7 +101,7 @@ class Weights(NamedTuple):
         return cls(sum(p.numel() for p in parameters), sum(p.nbytes for p in parameters))
 
 
-class SlotLane:
+class SlotLane(ABC):
     """What lanes share whose sequences have a dense cache in a slot, each run by itself."""
 
     tasks: tuple[str, ...] = ("generate",)
@@ -117,10 +118,10 @@ class SlotLane:
         longest = min(max_positions, free_bytes // num_slots // per_position)
         return MemoryLayout(block_size=block_size, num_slots=num_slots, max_positions=longest)
 
-    def begin(self, sequence_id: SequenceId, inputs: PromptInputs) -> None:
+    def begin(self, sequence_id: SequenceId, inputs: PromptInputs) -> None:  # noqa: B027
         """Its works bring all that it shows."""
 
-    def end(self, sequence_id: SequenceId) -> None:
+    def end(self, sequence_id: SequenceId) -> None:  # noqa: B027
         """Its slot is given to another."""
 
     def forward(self, chunks: Sequence[Chunk], token_ids: Sequence["array[int]"]) -> Tensor:
@@ -129,13 +130,13 @@ class SlotLane:
     def logits(self, rows: Tensor) -> Tensor:
         return rows.float()
 
+    @abstractmethod
     def _run(self, chunk: Chunk, token_ids: "array[int]") -> Tensor:
         """Logits [num_rows, vocab] of the chunk's last tokens; the slot's cache grows by all."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _measure(self) -> int:
         """Bytes per position of a cache."""
-        raise NotImplementedError
 
 
 def load_pretrained(
