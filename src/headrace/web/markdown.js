@@ -7,7 +7,7 @@
 
 import { copyButton, el } from "./dom.js";
 import { highlight } from "./highlight.js";
-import { extend, Pieces } from "./text.js";
+import { Pieces, TextView } from "./text.js";
 
 const MAX_DEPTH = 6;
 const MAX_LINK = 2000;
@@ -19,28 +19,10 @@ const HEADING = /^ {0,3}(#{1,6})\s+(.*?)\s*#*$/;
 const DASHES = /^ {0,3}(?=.*\|)\|? *:?-+:? *(\| *:?-+:? *)*\|? *$/;
 const RULE = /^ {0,3}([-*_])( *\1){2,} *$/;
 
-export class MarkdownView {
-  constructor(root) {
-    this.root = root;
-    this.begin();
-  }
-
-  begin() {
-    this.root.replaceChildren();
-    this.blocks = new Blocks(this.root, 0);
-    this.text = "";
-    this.lines = [""];
-    this.isShown = true;
-  }
-
-  // Shows as much as it can by the deadline, and says whether that is all.
-  update(text, deadline = Infinity) {
-    if (!text.startsWith(this.text)) this.begin();
-    if (text === this.text && this.isShown) return true;
-    extend(this.lines, text.slice(this.text.length));
-    this.text = text;
-    this.isShown = this.blocks.show(this.lines, deadline);
-    return this.isShown;
+export class MarkdownView extends TextView {
+  shower() {
+    const blocks = new Blocks(this.root, 0);
+    return (lines, deadline) => blocks.show(lines, deadline);
   }
 }
 

@@ -6,7 +6,7 @@ import { el } from "./dom.js";
 const NUM_LINES = 30; // of a piece
 
 // Adds text to lines.
-export function extend(lines, text) {
+function extend(lines, text) {
   const [first, ...others] = text.split("\n");
   lines[lines.length - 1] += first;
   for (const line of others) lines.push(line);
@@ -50,10 +50,16 @@ export class TextView {
 
   begin() {
     this.root.replaceChildren();
-    this.pieces = new Pieces(this.root);
+    this.show = this.shower();
     this.text = "";
     this.lines = [""];
     this.isShown = true;
+  }
+
+  // A function of lines and a deadline, which says whether all are shown.
+  shower() {
+    const pieces = new Pieces(this.root);
+    return (lines, deadline) => pieces.show(lines, lines.length - 1, deadline);
   }
 
   // Shows as much as it can by the deadline, and says whether that is all.
@@ -62,7 +68,7 @@ export class TextView {
     if (text === this.text && this.isShown) return true;
     extend(this.lines, text.slice(this.text.length));
     this.text = text;
-    this.isShown = this.pieces.show(this.lines, this.lines.length - 1, deadline);
+    this.isShown = this.show(this.lines, deadline);
     return this.isShown;
   }
 }
