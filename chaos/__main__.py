@@ -18,12 +18,19 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="or after this time")
     parser.add_argument("--model", type=Path, help="folder of a model; a tiny one if not given")
     parser.add_argument("--models", type=int, default=1, choices=(1, 2), help="served at once")
+    parser.add_argument("--max-models", type=int, help="in memory at a time; with 1 they swap")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="headrace-chaos-") as name:
         folder = Path(name)
         model = options.model or make_tiny_model(folder / "model")
         plan = Plan(
-            model, folder, options.kills, options.seed, options.seconds, models=options.models
+            model,
+            folder,
+            options.kills,
+            options.seed,
+            options.seconds,
+            models=options.models,
+            max_models=options.max_models,
         )
         run = Run(plan, lambda line: print(f"{time.strftime('%X')} {line}", flush=True))
         print(asyncio.run(run.run()))

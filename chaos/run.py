@@ -21,7 +21,6 @@ from chaos.truth import NoTruth, read_truth
 from chaos.witness import Fates, Proxy
 
 _CUT_SHARE = 0.35
-_LOADING = b"Stream owner model is loading"  # of several, when it is loaded on demand
 _LAG_PROBE_S = 0.05
 
 
@@ -36,6 +35,7 @@ class Plan(msgspec.Struct, frozen=True):
     patience_s: float = 600.0
     num_clients: int = 10
     models: int = 1  # with 2 the same model is served a second time, under another name
+    max_models: int | None = None  # in memory at a time
 
 
 class Target(Protocol):
@@ -87,7 +87,8 @@ class Target(Protocol):
 def site_of(plan: Plan) -> Site:
     """One server on this machine."""
     second = ("--model", f"{SECOND}={plan.model}") if plan.models == 2 else ()
-    return Site(plan.model, plan.folder / "state", (*second, *FLAGS))
+    bound = ("--max-models", str(plan.max_models)) if plan.max_models else ()
+    return Site(plan.model, plan.folder / "state", (*second, *bound, *FLAGS))
 
 
 def _mute(line: str) -> None:
@@ -195,7 +196,6 @@ class Run:
             for made in story.exchanges
             if not (made.got.is_whole and made.got.status not in RETRYABLE)
             and not (made.passage and made.passage.was_cut)
-            and not (made.got.status == 503 and _LOADING in made.got.body)
             and not self.site.was_out(made.began, made.ended)
         ]
 

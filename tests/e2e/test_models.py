@@ -152,7 +152,7 @@ def at_work(url: str, client: httpx.Client) -> Iterator[None]:
 
 
 @many_loads
-def test_a_stream_hears_heartbeats_while_its_model_waits_for_another_to_end(
+def test_a_stream_begins_at_once_and_hears_heartbeats_while_its_model_waits_for_another_to_end(
     server: ServerProcess,
 ) -> None:
     url, body = f"{server.url}/v1/completions", {**ASKED, "stream": True}
@@ -161,13 +161,21 @@ def test_a_stream_hears_heartbeats_while_its_model_waits_for_another_to_end(
         with at_work(server.url, client):
             waiting = undo.enter_context(client.stream("POST", url, json={**body, "model": "b"}))
             lines = waiting.iter_lines()
-            assert next(line for line in lines if line) == ": loading the model"
+            first = [next(line for line in lines if line) for _ in range(3)]
             assert status_of(server.url, "b")["value"] == "unloaded"
             # a third one, for a model that is there, waits behind it
             late = undo.enter_context(client.stream("POST", url, json={**body, "model": "a"}))
-            assert next(late.iter_lines()) == ": loading the model"
-        data = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+            late_id = late.headers["x-stream-id"]
+            eventually(lambda: state_of(server.url, late_id) == "loading", LIMIT_S)
+        data = [json.loads(line[6:]) for line in (*first, *lines) if line.startswith("data: {")]
         assert {chunk["id"] for chunk in data} == {waiting.headers["x-stream-id"]}
+        # it began before anybody knew how the model would be served
+        named = [chunk["system_fingerprint"] for chunk in data]
+        assert named[0] is None and named[-1].startswith("fp_")
+
+
+def state_of(url: str, stream_id: str) -> str:
+    return str(httpx.get(f"{url}/v1/streams/{stream_id}", timeout=LIMIT_S).json()["state"])
 
 
 def test_a_client_hears_that_its_model_is_loaded_and_then_the_answer(
@@ -189,25 +197,76 @@ def test_a_client_hears_that_its_model_is_loaded_and_then_the_answer(
     assert heard[-1] == "Finish" and "Tokens" in heard
 
 
-def test_a_request_that_waits_is_found_and_stopped_by_its_conversation(
+CHAT = {"conv_id": "chat 1"}
+
+
+@contextlib.contextmanager
+def waiting_chat(url: str, client: httpx.Client) -> Iterator[Iterator[bytes]]:
+    """The bytes of a conversation that waits for `b`, whose place is taken."""
+    headers = {"X-Conversation-Id": CHAT["conv_id"]}
+    body = {**ASKED, "model": "b", "stream": True, "return_progress": True}
+    with client.stream("POST", f"{url}/v1/completions", json=body, headers=headers) as post:
+        assert post.status_code == 200 and post.headers["x-stream-id"]
+        yield post.iter_raw()
+
+
+def test_a_conversation_that_waits_for_its_model_is_heard_found_and_stopped(
     server: ServerProcess,
 ) -> None:
-    at, headers = {"conv_id": "chat 1"}, {"X-Conversation-Id": "chat 1"}
-    body = {**ASKED, "model": "b"}
     url = f"{server.url}/v1/stream"
-    with (
-        ThreadPoolExecutor() as pool,
-        httpx.Client(timeout=LIMIT_S) as client,
-        at_work(server.url, client),
-    ):
-        post = pool.submit(
-            httpx.post, f"{server.url}/v1/completions", json=body, headers=headers, timeout=LIMIT_S
-        )
-        eventually(lambda: client.get(url, params=at).status_code == 503, LIMIT_S)
-        assert "Stream owner model is loading" in client.get(url, params=at).text
-        client.delete(url, params=at)
-        stopped = post.result()
-    assert (stopped.status_code, stopped.json()["error"]["code"]) == (400, "cancelled")
+    with httpx.Client(timeout=LIMIT_S) as client, at_work(server.url, client):
+        with waiting_chat(server.url, client) as parts:
+            heard = b""
+            while heard.count(b"data: {") < 4:  # the first frame, and then heartbeats
+                heard += next(parts)
+            with client.stream("GET", url, params=CHAT) as again:
+                replayed = again.iter_raw()
+                read = b""
+                while len(read) < len(heard):
+                    read += next(replayed)
+                assert read[: len(heard)] == heard
+            assert client.delete(url, params=CHAT).status_code == 204
+            heard += b"".join(parts)
+        assert b'"code":"cancelled"' in heard and b"[DONE]" not in heard
+        assert client.get(url, params=CHAT).status_code == 404
+
+
+def test_a_conversation_that_waits_for_its_model_survives_the_server(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    given = [f"--model={name}={folders[name]}" for name in "ab"]
+    flags = [*given, "--state-dir", str(tmp_path / "state"), "--max-models", "1", *FLAGS]
+    server = ServerProcess(*flags).wait_until_ready()
+    heard = b""
+    with contextlib.ExitStack() as undo:
+        client = undo.enter_context(httpx.Client(timeout=LIMIT_S))
+        ask(server.url, "a")
+        engines = pids(server.url, "a")
+        busy = {**ASKED, "stream": True, "model": "a"}
+        os.kill(engines[0], signal.SIGSTOP)
+        try:
+            undo.enter_context(client.stream("POST", f"{server.url}/v1/completions", json=busy))
+            parts = undo.enter_context(waiting_chat(server.url, client))
+            while heard.count(b"data: {") < 3:
+                heard += next(parts)
+        finally:
+            server.stop(signal.SIGKILL)
+            for pid in (*engines, server.process.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+    with running_server(*flags) as again:
+        url = f"{again.url}/v1/stream"
+        told = httpx.get(url, params={**CHAT, "from": len(heard)}, timeout=LIMIT_S)
+        assert told.content.endswith(b"data: [DONE]\n\n")
+        whole = httpx.get(url, params=CHAT, timeout=LIMIT_S).content
+        assert whole == heard + told.content
+        lines = whole.decode().split("\n")
+        chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        # it began before anybody knew how the model would be served
+        assert chunks[0]["system_fingerprint"] is None
+        assert chunks[-1]["system_fingerprint"].startswith("fp_")
+        text = "".join(c["choices"][0].get("text", "") for c in chunks if c["choices"])
+        assert text == ask(again.url, "b").json()["choices"][0]["text"]
 
 
 def opened(url: str, model: str) -> str:

@@ -226,6 +226,7 @@ class FakeHost:
         self.model, self.known, self.names = model, model, model.names
         self.name, self.ready = model.names[0], model.ready
         self.state, self.last_words = "ok", ""
+        self.is_here = True
         self.is_engine_up, self.num_engine_starts, self.engine_pid = True, 1, 4711
         self.share: float | None = None
         self.status: Status | None = None
@@ -267,17 +268,11 @@ class FakeFleet:
         return False
 
     @contextlib.asynccontextmanager
-    async def using(self, name: str | None, *_: Any) -> AsyncIterator[FakeHost]:
+    async def using(self, name: str | None) -> AsyncIterator[FakeHost]:
         yield self.hosts.get(name)
 
     def need(self, host: FakeHost) -> None:
         """It is there."""
-
-    def is_waiting(self, *_: Any) -> bool:
-        return False
-
-    def stop_waiting(self, *_: Any) -> None:
-        """Nobody waits."""
 
 
 class FakeGeneration:
@@ -304,6 +299,9 @@ class FakeGeneration:
 
     async def attach(self, names: Names, may_take_over: bool) -> None:
         return None
+
+    async def host_for(self, name: str | None, waits: bool) -> FakeHost:
+        return self.hosts.get(name)
 
     async def open(
         self, request: Request, names: Names, packed: bytes, stream_id: StreamId

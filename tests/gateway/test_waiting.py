@@ -1,6 +1,4 @@
 import json
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -11,37 +9,25 @@ from headrace.protocols.requests import CheckedBody
 from headrace.streams.record import Names
 
 
-def wait_for(host: Any, names: Names | None = None, **fields: Any) -> Wait:
+def wait_for(names: Names | None = None, **fields: object) -> Wait:
     checked = CheckedBody({"stream": True, "model": "m"} | fields, (Text(""),), b"")
-    id = StreamId("cmpl-1")
-    found = wait_of("/v1/completions", checked, names or Names(), id, host)
+    found = wait_of("/v1/completions", checked, names or Names(), StreamId("cmpl-1"))
     assert found is not None
     return found
 
 
-def test_a_sign_tells_the_share_of_the_weights_as_it_grows() -> None:
-    host = SimpleNamespace(share=None)
-    wait = wait_for(host, return_progress=True)
-    assert wait.sign().startswith(b": loading the model\ndata: {")
-    for share in (0.25, 1.0):
-        host.share = share
-        comment, data, *_ = wait.sign().decode().split("\n")
-        assert comment == f": loading the model, {100 * share:.0f} %"
-        told = json.loads(data.removeprefix("data: "))
-        assert told["loading"] == {"progress": share} and told["choices"][0]["text"] == ""
+def test_a_sign_is_a_frame_that_every_client_knows() -> None:
+    comment, data, *_ = wait_for().sign.decode().split("\n")
+    assert comment == ": loading the model"
+    assert json.loads(data.removeprefix("data: "))["choices"][0]["text"] == ""
 
 
-def test_who_does_not_ask_for_progress_gets_the_frame_that_every_client_knows() -> None:
-    data = wait_for(SimpleNamespace(share=0.5)).sign().decode().split("\n")[1]
-    assert "loading" not in json.loads(data.removeprefix("data: "))
+def test_who_wants_no_heartbeat_hears_nothing() -> None:
+    assert wait_for(heartbeat=False).sign == b""
 
 
-@pytest.mark.parametrize("names", [Names(), Names(key="k"), Names(conversation="c")])
+@pytest.mark.parametrize("names", [Names(), Names(key="k")])
 def test_a_stream_that_may_survive_the_server_is_named_once_there_is_one(names: Names) -> None:
-    headers = wait_for(None, names).headers
+    headers = wait_for(names).headers
     assert ("x-stream-id" in headers) == (names == Names())
     assert headers["x-headrace-loading"] == "true"
-
-
-def test_where_bytes_are_counted_nothing_is_said() -> None:
-    assert wait_for(SimpleNamespace(share=0.5), Names(conversation="c")).sign() == b""

@@ -1,13 +1,14 @@
 import json
 from typing import Any
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.protocols import openai_chat
 from headrace.protocols.dialect import encode
-from headrace.streams.events import AnyEvent, Heartbeat, Queued
-from headrace.streams.record import Record
+from headrace.streams.events import AnyEvent, Heartbeat, Queued, Served
+from headrace.streams.record import Record, ServedForm
 from tests.gateway.builders import (
     ended,
     error,
@@ -109,6 +110,26 @@ def test_a_recovery_has_these_bytes_and_names_itself_only_if_asked_to() -> None:
     assert frames_of(record_of(), event)[1] == chunk(idle)
     silent = {"heartbeat": False, "return_progress": True}
     assert frames_of(record_of(wire=silent), event) == [b"data: [DONE]\n\n"]
+
+
+def test_a_load_has_these_bytes_and_tells_its_share_only_if_asked_to() -> None:
+    event = Heartbeat(seq=0, at_ms=0, state="loading", form="data", progress=0.25)
+    idle = b'{"index":0,"delta":{},"finish_reason":null}'
+    named = record_of(wire={"return_progress": True})
+    assert frames_of(named, event)[1] == chunk(idle, b',"loading":{"progress":0.25}')
+    assert frames_of(record_of(), event)[1] == chunk(idle)
+
+
+def test_chunks_name_the_fingerprint_from_when_it_is_known() -> None:
+    record = msgspec.structs.replace(record_of(), system_fingerprint="")
+    served = Served(seq=0, at_ms=0, system_fingerprint="fp_1", served=ServedForm())
+    frames = frames_of(record, served, tokens("hi"), ended())
+    named = [json.loads(frame[6:])["system_fingerprint"] for frame in frames[:-1]]
+    assert named == [None, "fp_1", "fp_1"]
+    body = openai_chat.response_body(record)
+    for event in log_of(record, served, tokens("hi"), ended()):
+        body.feed(event)
+    assert body.whole()["system_fingerprint"] == "fp_1"
 
 
 def test_progress_has_these_bytes_and_comes_only_if_asked_for() -> None:

@@ -170,6 +170,7 @@ def test_queue_progress_and_recovery_ride_on_pings_if_asked_for() -> None:
         Queued(seq=0, at_ms=0, position=3, waiting=7, eta_ms=1200),
         progress(1024, time_ms=900),
         Heartbeat(seq=0, at_ms=0, state="recovering", form="data", attempt=2),
+        Heartbeat(seq=0, at_ms=0, state="loading", form="data", progress=0.25),
     )
     pings = [
         frame("ping", ',"queue":{"position":3,"waiting":7,"eta_ms":1200}'),
@@ -178,8 +179,9 @@ def test_queue_progress_and_recovery_ride_on_pings_if_asked_for() -> None:
             ',"prompt_progress":{"total":2048,"cache":512,"processed":1024,"time_ms":900}',
         ),
         frame("ping", ',"recovering":{"attempt":2}'),
+        frame("ping", ',"loading":{"progress":0.25}'),
     ]
-    assert frames_of(record_of(wire={"return_progress": True}), *events, ended())[1:4] == pings
+    assert frames_of(record_of(wire={"return_progress": True}), *events, ended())[1:5] == pings
     assert frames_of(record_of(), *events, ended())[1] == frame("ping")
     early = frames_of(
         record_of(wire={"return_progress": True, "heartbeat": False}), events[0], ended()

@@ -232,10 +232,16 @@ def test_queue_progress_and_recovery_ride_on_keepalives_if_asked_for() -> None:
     queued = Queued(seq=0, at_ms=0, position=3, waiting=7, eta_ms=None)
     recovery = Heartbeat(seq=0, at_ms=0, state="recovering", form="data", attempt=2)
     record = record_of(wire={"return_progress": True})
-    beats = told(frames_of(record, queued, progress(1024), recovery))[2:5]
+    load = Heartbeat(seq=0, at_ms=0, state="loading", form="data", progress=0.25)
+    beats = told(frames_of(record, queued, progress(1024), recovery, load))[2:6]
     assert {beat["type"] for beat in beats} == {"keepalive"}
     assert {beat["sequence_number"] for beat in beats} == {1}
-    assert [list(beat)[2] for beat in beats] == ["queue", "prompt_progress", "recovering"]
+    assert [list(beat)[2] for beat in beats] == [
+        "queue",
+        "prompt_progress",
+        "recovering",
+        "loading",
+    ]
     assert len(told(frames_of(record_of(), queued, progress(1024)))) == 3
 
 

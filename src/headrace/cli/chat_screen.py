@@ -62,6 +62,12 @@ def recovery(event: events.Heartbeat) -> str:
     return f"the engine is starting again{again}; the answer goes on when it is back"
 
 
+def load(event: events.Heartbeat) -> str:
+    """A model that is being loaded, in words."""
+    share = "" if event.progress is None else f": {100 * event.progress:.0f} %"
+    return f"loading the model{share}"
+
+
 def _line_editor() -> Callable[[], str]:
     """Gives input() history and editing if there is readline; returns what reads its line."""
     try:
@@ -110,6 +116,8 @@ class Screen:
                 self._wait("reading the prompt", done, total, told(event))
             case events.Heartbeat(state="recovering"):
                 self._wait(recovery(event))
+            case events.Heartbeat(state="loading"):
+                self._wait(load(event))
             case events.Tokens(choice=0):
                 for piece in event.pieces:
                     self._say(piece)

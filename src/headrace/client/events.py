@@ -75,11 +75,16 @@ class Error(Event, frozen=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True):
-    """The server lives, and the stream waits. While the engine is started again, `state` is
-    recovering and `attempt` counts the starts. `seq` is set if the log has it as an event."""
+    """The server lives, and the stream waits.
+
+    While the engine is started again, `state` is recovering and `attempt` counts the starts. While
+    the model is loaded, `state` is loading and `progress` the share of its weights in memory.
+    `seq` is set if the log has it as an event.
+    """
 
     state: str
     attempt: int | None = None
+    progress: float | None = None
     seq: int | None = None
 
 

@@ -42,7 +42,6 @@ class ByteRoutes:
         self._bodies = bodies
         self._index = index
         self._streams = generation.streams
-        self._fleet = generation.fleet
         self._config = config
         self._auth = auth
 
@@ -60,9 +59,6 @@ class ByteRoutes:
         owner = self._auth.owner(request.headers)
         found = await self._streams.find(owner, ByConversation(owner, conversation))
         pinned = request.query_params.get("stream_id")
-        if found is None and self._fleet.is_waiting(owner, conversation):
-            message = "Stream owner model is loading, retry later"
-            return _refuse(503, message, "unavailable_error")
         if found is None or pinned not in (None, found.record.id):
             return _refuse(404, "Stream not found or expired", "not_found_error")
         offsets = [v for k, v in parse_qsl(request.url.query, True) if k == "from"] or ["0"]
@@ -82,7 +78,6 @@ class ByteRoutes:
         if not conversation:
             return _refuse(400, "Missing conversation id in path")
         owner = self._auth.owner(request.headers)
-        self._fleet.stop_waiting(owner, conversation)
         await self._streams.discard(owner, ByConversation(owner, conversation))
         return Response(status_code=204)
 

@@ -17,15 +17,16 @@ from headrace.gateway.auth import Auth
 from headrace.gateway.bodies import Bodies, HeldAnswer
 from headrace.gateway.delivery import deliver, unless_left
 from headrace.gateway.responses_routes import EarlierResponses
-from headrace.gateway.waiting import WaitingAnswer, wait_of
+from headrace.gateway.waiting import Wait, WaitingAnswer, wait_of
 from headrace.generation.generation import Generation
-from headrace.generation.host import Host
 from headrace.generation.registry import Found
 from headrace.protocols.dialect import Dialect, dialect_of
 from headrace.protocols.requests import CheckedBody, decode_checked, to_request
 from headrace.streams.record import Names
 
 T = TypeVar("T")
+
+_SOON_S = 0.25  # a request that is refused, or attaches, is answered by then
 
 
 class GenerationRoutes:
@@ -46,23 +47,26 @@ class GenerationRoutes:
             checked = decode_checked(await self._finish(request, reading))
         names = names_of(self._auth.owner(request.headers), request.headers, checked)
         id = new_id(dialect_of(route))
+        wait = self._wait(route, checked, names, id)
         admitting = self._finish(request, self._admit(route, checked, names, id), names.is_opted_in)
-        interval_s = self._config.streams.heartbeat_s
-        if (
-            self._generation.fleet.is_sole
-            or (wait := wait_of(route, checked, names, id, self._host(checked))) is None
-        ):
+        if wait is None:
             return await admitting
         coming = asyncio.create_task(admitting)
         try:
-            done, _ = await asyncio.wait((coming,), timeout=interval_s)
+            done, _ = await asyncio.wait((coming,), timeout=_SOON_S)
         except BaseException:
             coming.cancel()
             raise
-        return coming.result() if done else WaitingAnswer(coming, wait, interval_s)
+        if done:
+            return coming.result()
+        return WaitingAnswer(coming, wait, self._config.streams.heartbeat_s)
 
-    def _host(self, checked: CheckedBody) -> Host | None:
-        return self._generation.hosts.find(checked.fields.get("model", ""))
+    def _wait(self, route: Route, checked: CheckedBody, names: Names, id: StreamId) -> Wait | None:
+        """How its wire hears of a download, before which there can be no stream."""
+        host = self._generation.hosts.find(checked.fields.get("model", ""))
+        if host is None or host.is_here or names.conversation is not None:
+            return None
+        return wait_of(route, checked, names, id)
 
     async def _finish(
         self, request: Request, work: Coroutine[Any, Any, T], is_opted_in: bool = False
@@ -89,10 +93,10 @@ class GenerationRoutes:
         dialect = dialect_of(route)
         id = id or new_id(dialect)
         name = checked.fields.get("model")
-        async with self._generation.fleet.using(name, names.owner, names.conversation) as host:
-            checked = await self._earlier.put_before(checked, names.owner)
-            wanted = to_request(dialect, checked, host.model)
-            stream = await self._generation.open(wanted, names, checked.packed, id)
+        host = await self._generation.host_for(name, waits=names.conversation is None)
+        checked = await self._earlier.put_before(checked, names.owner)
+        wanted = to_request(dialect, checked, host.model)
+        stream = await self._generation.open(wanted, names, checked.packed, id)
         return stream, stream.record.request.wire is not wanted.wire
 
 

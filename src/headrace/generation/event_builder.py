@@ -1,6 +1,7 @@
 """The next events of one stream: what its choices said, numbered and tallied; does no I/O."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -19,7 +20,7 @@ from headrace.generation.ingestion import NO_CHUNKS, ChunkCount, describe
 from headrace.generation.served import ServedModel
 from headrace.streams import events
 from headrace.streams.events import AnyEvent, Ingestion
-from headrace.streams.record import Record
+from headrace.streams.record import Record, ServedForm
 from headrace.streams.tally import Tally
 
 _NUM_UNTHROTTLED = 16
@@ -34,6 +35,7 @@ class Beat(msgspec.Struct, frozen=True):
     state: str
     form: str
     attempt: int | None = None
+    progress: float | None = None  # of the model's load
 
 
 class InQueue(msgspec.Struct, frozen=True):
@@ -55,6 +57,13 @@ class Standing(msgspec.Struct, frozen=True):
     num_left: int | None
 
 
+class ServedAs(NamedTuple):
+    """The model that a stream began on: weights and settings, and how they are run."""
+
+    fingerprint: str
+    form: ServedForm
+
+
 class EventBuilder:
     """Takes what the engine says, in order; gives events with gapless numbers."""
 
@@ -70,6 +79,10 @@ class EventBuilder:
         ]
         self._queue = QueueProgress()
         self._beats: list[Beat] = []
+        # None until the model is in memory, where that was not so when the record was made
+        known = ServedAs(record.system_fingerprint, record.served)
+        self.served = known if record.system_fingerprint else None
+        self._is_served_untold = False
         self.num_recoveries = 0
         self.tally = Tally()
         self._next_seq = 0
@@ -134,6 +147,11 @@ class EventBuilder:
 
     def beat(self, beat: Beat) -> None:
         self._beats.append(beat)
+
+    def serve(self) -> None:
+        """Notes how the model is served, which was not known before it was loaded."""
+        self.served = ServedAs(self._model.system_fingerprint, self._model.form)
+        self._is_served_untold = True
 
     def recover(self) -> None:
         """Says that there is no engine now; the next one's queue is reported from the start."""
@@ -205,6 +223,15 @@ class EventBuilder:
             fields = msgspec.structs.asdict(beat)
             self._add(made, events.Heartbeat(seq=self._next_seq, at_ms=at_ms, **fields))
         self._beats.clear()
+        if self.served and self._is_served_untold:
+            self._is_served_untold = False
+            now = events.Served(
+                seq=self._next_seq,
+                at_ms=at_ms,
+                system_fingerprint=self.served.fingerprint,
+                served=self.served.form,
+            )
+            self._add(made, now)
         self._add(made, self._queue.take(self._next_seq, at_ms))
         for prompt in sorted(self._advanced):
             progress = self._progress[prompt]
@@ -244,6 +271,8 @@ class EventBuilder:
             self._count(event)  # to the last one, for a terminal event has to follow them
             if isinstance(event, events.Heartbeat):
                 self.num_recoveries = event.attempt or self.num_recoveries
+            elif isinstance(event, events.Served):
+                self.served = ServedAs(event.system_fingerprint, event.served)
             elif isinstance(event, events.Progress):
                 self._note_begun(event.choice)
                 self._progress[event.choice // self._record.request.n].resume(event)

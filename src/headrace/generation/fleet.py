@@ -17,7 +17,6 @@ logger = logging.getLogger(__name__)
 
 _LOOK_INTERVAL_S = 1.0
 _OVERLOADED_RETRY_S = 5.0
-_CANCELLED = RequestError("cancelled", "The stream was stopped.")
 
 
 class Fleet:
@@ -46,7 +45,6 @@ class Fleet:
         self._group: asyncio.TaskGroup
         self._tasks: set[asyncio.Task[None]] = set()
         self._waiting: dict[int, asyncio.Future[None]] = {}  # by ticket
-        self._by_conversation: dict[tuple[str, str], list[asyncio.Future[None]]] = {}
         self._refusal: RequestError | None = None  # of all who come
         self._rested_at: dict[str, float] = {}
         # no longer desired, or to be replaced, once nobody uses them; by name
@@ -63,45 +61,38 @@ class Fleet:
         elif self._config.idle_unload_s is not None:
             self._spawn(self._unload_idle(self._config.idle_unload_s))
 
-    @contextlib.asynccontextmanager
-    async def using(
-        self, name: str | None, owner: str = "", conversation: str | None = None
-    ) -> AsyncIterator[Host]:
-        """The model of that name, in memory as long as the context lasts.
-
-        Waits for it; RequestError if it cannot be loaded, if there is no such model, or if
-        somebody stopped the request by its conversation.
-        """
+    async def find(self, name: str | None) -> Host:
+        """The host of that name; RequestError if there is no such model."""
         if name is not None and self.hosts.find(name) is None:
             await self.on_unknown()
-        host = self.hosts.get(name)
-        if self.is_sole:  # requests that come before it has loaded are refused
-            yield host
-            return
-        waited = asyncio.get_running_loop().create_future()
-        who = (owner, conversation or "")
-        self._by_conversation.setdefault(who, []).append(waited)
-        try:
-            await self._enter(host, waited)
-        finally:
-            self._by_conversation[who].remove(waited)
-            if not self._by_conversation[who]:
-                del self._by_conversation[who]
-        host = self._host(host.name)  # others may have come in its place meanwhile
+        return self.hosts.get(name)
+
+    def fetch(self, host: Host) -> "asyncio.Task[None]":
+        """Reads a model, which may be a download, whether anybody waits or not."""
+        return self._spawn(_unless_refused(self.read(host)))
+
+    @contextlib.asynccontextmanager
+    async def using(self, name: str | None) -> AsyncIterator[Host]:
+        """The model of that name, in memory as long as the context lasts.
+
+        Waits for it; RequestError if it cannot be loaded, or if there is no such model.
+        """
+        host = await self.enter(await self.find(name))
         try:
             yield host
         finally:
             self.release(host)
 
-    def is_waiting(self, owner: str, conversation: str) -> bool:
-        """Whether a request of that conversation waits for its model."""
-        return (owner, conversation) in self._by_conversation
+    async def enter(self, host: Host) -> Host:
+        """A use begins once the model is in memory; `release` ends it.
 
-    def stop_waiting(self, owner: str, conversation: str) -> None:
-        """Refuses the requests of that conversation that wait."""
-        for waited in self._by_conversation.get((owner, conversation), ()):
-            if not waited.done():
-                waited.set_exception(_CANCELLED.with_traceback(None))
+        Others may have come in the host's place meanwhile. RequestError if it cannot be loaded.
+        """
+        if self.is_sole:  # requests that come before it has loaded are refused
+            self.hold(host)
+            return host
+        await self._enter(host)
+        return self._host(host.name)
 
     def hold(self, host: Host) -> None:
         """A use begins, such as a stream's."""
@@ -175,8 +166,7 @@ class Fleet:
 
     async def load(self, host: Host) -> None:
         """Brings it in; RequestError if that fails."""
-        waited = asyncio.get_running_loop().create_future()
-        await self._enter(host, waited)
+        await self._enter(host)
         self.release(host)
 
     def unload(self, host: Host) -> None:
@@ -209,27 +199,30 @@ class Fleet:
         for task in self._tasks:
             task.cancel()
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         task = self._group.create_task(work, name="fleet")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _bring(self, host: Host) -> None:
-        with contextlib.suppress(RequestError):  # waiting requests got the error
-            await self.load(host)
+        await _unless_refused(self.load(host))  # waiting requests get the error
 
-    async def _enter(self, host: Host, waited: "asyncio.Future[None]") -> None:
-        if not host.is_here:
-            await _or_stopped(self._read(host), waited)
-        if self._refusal is not None:
-            raise self._refusal.with_traceback(None)
-        host = self._host(host.name)  # RequestError if it was dropped meanwhile
+    def check_line(self) -> None:
+        """RequestError if as many wait for models as may."""
         if len(self._waiting) >= self._max_waiting:
             message = f"{len(self._waiting)} requests wait for models, and --max-num-queued-reqs "
             message += f"is {self._max_waiting}; try again later."
             raise RequestError("server_overloaded", message, retry_after_s=_OVERLOADED_RETRY_S)
+
+    async def _enter(self, host: Host) -> None:
+        if not host.is_here:
+            await self.read(host)
+        if self._refusal is not None:
+            raise self._refusal.with_traceback(None)
+        host = self._host(host.name)  # RequestError if it was dropped meanwhile
         ticket = self._residency.ask(host.name)
-        self._waiting[ticket] = waited
+        waited = self._waiting[ticket] = asyncio.get_running_loop().create_future()
         self._act()
         try:
             await waited
@@ -242,8 +235,8 @@ class Fleet:
             self._residency.leave(ticket)
             self._act()
 
-    async def _read(self, host: Host) -> None:
-        """What must be known of a model before it has a place: its size, after a download."""
+    async def read(self, host: Host) -> None:
+        """Reads all of a model but its weights, after a download; RequestError if that fails."""
         try:
             await host.read()
         except ModelError as error:
@@ -358,16 +351,10 @@ async def _nothing() -> None:
     """The set of models does not change by itself."""
 
 
-async def _or_stopped(work: Awaitable[None], waited: "asyncio.Future[None]") -> None:
-    """Does the work, unless `waited` gets an error before."""
-    working = asyncio.ensure_future(work)
-    try:
-        await asyncio.wait((working, waited), return_when=asyncio.FIRST_COMPLETED)
-        if waited.done():
-            waited.result()
-        await working
-    finally:
-        working.cancel()
+async def _unless_refused(work: Awaitable[None]) -> None:
+    """Does what nobody waits for; the log says why it failed."""
+    with contextlib.suppress(RequestError):
+        await work
 
 
 def _failed(host: Host, code: str) -> RequestError:

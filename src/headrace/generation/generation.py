@@ -41,6 +41,7 @@ _TAKEN = RequestError("server_restarting", "Another server goes on with this str
 _CANNOT_WRITE = "The server cannot store streams now; read on later."
 _PAGE = 256
 _SWEEP_INTERVAL_S = 60.0
+_CACHED_S = 2.0  # for a model of the hub that is in its cache
 _RESUME_AGAIN_S = 1.0  # when the store could not be read
 _GONE = RequestError("engine_failed", "The engine stopped and could not be restarted.")
 
@@ -138,6 +139,21 @@ class Generation:
         """The stream that the request would only repeat, whatever else would refuse it."""
         return await self.streams.find_equal(names, may_take_over)
 
+    async def host_for(self, name: str | None, waits: bool) -> Host:
+        """The host of that name, whose text side is known; RequestError says why there is none.
+
+        `waits`: also for a download.
+        """
+        host = await self.fleet.find(name)
+        self._admission(host)
+        if host.known is None:
+            if not (waits or host.is_here):
+                reading, _ = await asyncio.wait([self.fleet.fetch(host)], timeout=_CACHED_S)
+                if not reading:
+                    raise _is_downloaded(host)
+            await self.fleet.read(host)
+        return host
+
     async def open(
         self,
         request: Request,
@@ -153,6 +169,7 @@ class Generation:
         host = self.hosts.get(request.model)
         model = host.model
         check_generates(model)
+        self.fleet.check_line()
         asked = Asked(names.owner, names.digest, request.num_choices)
         self._admission(host).check(asked, Capacity.of(model.ready), time.monotonic())
         if packed is not None:
@@ -299,6 +316,8 @@ class Generation:
         if cut:
             stream.end_now(cut)
         self._start(host, stream, self._queue(host).resume())
+        self.fleet.hold(host)
+        host.add(stream)
         self.fleet.need(host)
 
     async def _resume_later(self, stored: Stored, cut: RequestError | None) -> None:
@@ -311,12 +330,16 @@ class Generation:
         return host, self._admission(host)
 
     def _admission(self, host: Host) -> Admission:
-        """That of a host whose engine is up, or about to be again; else RequestError."""
-        if host.state != "dead" and self._is_draining:
+        """The queue before a host; RequestError if that takes no requests.
+
+        One of several models is loaded when it is asked for. The only one must have been.
+        """
+        is_sole = self.fleet.is_sole
+        if self._is_draining and not (is_sole and host.state == "dead"):
             raise RequestError("server_shutdown", "The server is shutting down.", retry_after_s=5)
-        if host.state in ("unloaded", "loading"):
+        if is_sole and host.state in ("unloaded", "loading"):
             raise RequestError("model_loading", "Loading model", retry_after_s=2)
-        if host.state == "dead":
+        if is_sole and host.state == "dead":
             raise RequestError("engine_failed", "The engine stopped for good.", retry_after_s=30)
         queue = self._queue(host)
         queue.look(host.schedule, host.tokens_per_s)
@@ -334,10 +357,26 @@ class Generation:
         stream.end_within(0, self._config.request_timeout_s)
         self.streams.add(stream)
         self._writers[stream] = self._tasks.create_task(self._write(host, stream), name="stream")
-        self.fleet.hold(host)
-        host.add(stream)
+
+    async def _enter(self, host: Host, stream: LiveStream) -> None:
+        """Has the stream computed once its model is in memory."""
+        try:
+            with host.telling(stream):
+                entered = await self.fleet.enter(host)
+        except RequestError as error:
+            if not (stream.record.is_durable and self._is_ending):
+                stream.stop(error)
+            return
+        if entered is host:
+            host.add(stream)
+            return
+        self.fleet.release(entered)
+        message = "The model's settings changed while the request waited; send it again."
+        stream.stop(RequestError("model_changed", message))
 
     async def _write(self, host: Host, stream: LiveStream) -> None:
+        is_new = stream not in host
+        entering = self._tasks.create_task(self._enter(host, stream)) if is_new else None
         try:
             await self._run(host, stream)
             if not stream.record.names.is_opted_in:
@@ -353,10 +392,12 @@ class Generation:
             stream.ended.set()
         finally:
             stream.leave()
-            host.remove(stream)
+            if entering is not None:
+                entering.cancel()
             self.streams.remove(stream)
             del self._writers[stream]
-            self.fleet.release(host)
+            if host.remove(stream):
+                self.fleet.release(host)
 
     async def _run(self, host: Host, stream: LiveStream) -> None:
         try:
@@ -381,3 +422,11 @@ class Generation:
             else:
                 stream.end_now(plain)
                 stream.close_to_readers()
+
+
+def _is_downloaded(host: Host) -> RequestError:
+    """For a request whose bytes are counted: no log can be opened before the tokenizer is here."""
+    done, total = host.progress or (0, 0)
+    share = f" ({100 * done // total} %)" if total else ""
+    message = f"The model {host.name!r} is being downloaded{share}; send the request again."
+    return RequestError("model_loading", message, "model", retry_after_s=5)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
@@ -31,7 +32,13 @@ from headrace.generation.metrics import Metrics
 from headrace.generation.replica import Replica
 from headrace.generation.replicas import Replicas, between
 from headrace.generation.sequences import Item, SequenceOwner, Sequences
-from headrace.generation.served import ServedModel, check_can_go_on, names_of, root_of
+from headrace.generation.served import (
+    ServedModel,
+    check_can_begin,
+    check_can_go_on,
+    names_of,
+    root_of,
+)
 from headrace.generation.stream import LiveStream
 from headrace.generation.vector_batch import VectorBatch, VectorWork
 from headrace.streams.log import Log
@@ -39,6 +46,7 @@ from headrace.streams.record import Record
 
 _GONE = RequestError("engine_failed", "The engine stopped and could not be restarted.")
 _NO_ENGINE = EngineDown("engine_failed", "", given_up=False)
+_TELL_LOAD_S = 1.0  # at most as often do streams hear of the load they wait for
 
 CACHE_BYTES = 1 << 30
 """Of each model for keys and values, where memory is budgeted and its settings say nothing."""
@@ -89,6 +97,8 @@ class Host:
         self._sequences = Sequences()
         self._forecast = Forecast()
         self._streams: dict[LiveStream, None] = {}  # in the order in which they came
+        self._waiting: dict[LiveStream, None] = {}  # those that hear of the load
+        self._told_load_at = -math.inf
         self._batches: set[VectorBatch] = set()
 
     @property
@@ -219,7 +229,7 @@ class Host:
             elif isinstance(news, EngineResized):
                 self._resize(news)
             elif isinstance(news, Loading):
-                self.share = news.share
+                self._show_load(news)
             elif news.lost is not None:
                 self._move(news, news.lost)
             else:
@@ -264,8 +274,20 @@ class Host:
         else:
             self._submit(stream, self._up)
 
-    def remove(self, stream: LiveStream) -> None:
-        self._streams.pop(stream, None)
+    def remove(self, stream: LiveStream) -> bool:
+        """Whether it had been added."""
+        return stream in self._streams and self._streams.pop(stream) is None
+
+    @contextlib.contextmanager
+    def telling(self, stream: LiveStream) -> Iterator[None]:
+        """Tells a stream of the load that it waits for, until the context is left."""
+        self._waiting[stream] = None
+        if self.state not in ("ok", "recovering"):
+            stream.tell_load(self.share)
+        try:
+            yield
+        finally:
+            del self._waiting[stream]
 
     @contextlib.contextmanager
     def batch(self, work: VectorWork) -> Iterator[VectorBatch]:
@@ -278,6 +300,9 @@ class Host:
             yield batch
         finally:
             self._batches.remove(batch)
+
+    def __contains__(self, stream: LiveStream) -> bool:
+        return stream in self._streams
 
     def __iter__(self) -> Iterator[LiveStream]:
         """The streams that were added, in order."""
@@ -298,6 +323,14 @@ class Host:
                     by_stream[stream].append(item)
         for stream, mine in by_stream.items():
             stream.tell(mine)
+
+    def _show_load(self, news: Loading) -> None:
+        self.share = news.share
+        now = time.monotonic()
+        if now >= self._told_load_at + _TELL_LOAD_S:
+            self._told_load_at = now
+            for stream in list(self._waiting):
+                stream.tell_load(self.share)
 
     def _engine_is_up(self, news: EngineUp) -> None:
         self.model.ready = news.ready
@@ -333,7 +366,11 @@ class Host:
 
     def _submit(self, stream: LiveStream, up: EngineUp) -> None:
         try:
-            stream.smaller_context = check_can_go_on(stream.record, stream.num_tokens, self.model)
+            if stream.served is None:
+                check_can_begin(stream.record, self.model)
+            else:
+                began, num_tokens = stream.served, stream.num_tokens
+                stream.smaller_context = check_can_go_on(*began, num_tokens, self.model)
         except RequestError as change:
             stream.end_now(change)
         stream.tell(up)

@@ -27,6 +27,7 @@ from headrace.text.tool_formats import tool_format
 
 _PROMPT_FIELDS = {"/v1/responses": "input"}  # where it has another name than usual
 _SHOWN = 100  # characters of an unknown name
+_UNKNOWN = 1 << 30  # tokens; where no limit is known, none is checked
 
 
 class EncodedPrompt(msgspec.Struct, frozen=True, array_like=True):
@@ -57,6 +58,7 @@ class ServedModel:
         self.reasoning_format = _given(config.reasoning_format, reasoning_format(source))
         self.sentences = read_sentences(self.spec)
         self._lane = config.lane
+        self._max_model_len = config.max_model_len
         self.pooling = config.pooling
         self.cuts_any = config.embedding_dimensions == "any"  # vectors, to any length
         self.defaults = self.spec.defaults if config.generation_config == "auto" else None
@@ -83,8 +85,13 @@ class ServedModel:
 
     @property
     def max_model_len(self) -> int:
-        """Longest prompt and answer together, in tokens; the model's own until the engine says."""
-        return self.ready.max_model_len if self.ready else self.spec.max_positions or 0
+        """Longest prompt and answer together, in tokens; until the engine says, what is asked for.
+
+        0: neither the settings nor the model say.
+        """
+        if self.ready:
+            return self.ready.max_model_len
+        return min(filter(None, (self._max_model_len, self.spec.max_positions)), default=0)
 
     @property
     def system_fingerprint(self) -> str:
@@ -197,12 +204,10 @@ async def admit(work: Work, model: ServedModel, request: Request, packed: bytes 
     `packed` are the prompts, if the request has only stubs of them.
     """
     packed = msgspec.msgpack.encode(request.prompts) if packed is None else packed
-    longest = model.max_model_len - (request.sampling.max_tokens != 0)
-    if model.has_source:
-        longest = model.max_model_len  # the answer has a context of its own
-        if request.echo:
-            message = "This model reads a source and does not go on with it; leave echo out."
-            raise RequestError("unsupported_parameter", message, "echo")
+    longest = _longest_prompt(model, request)
+    if model.has_source and request.echo:
+        message = "This model reads a source and does not go on with it; leave echo out."
+        raise RequestError("unsupported_parameter", message, "echo")
     chats = [prompt for prompt in request.prompts if isinstance(prompt, Chat)]
     if any(chat.num_images or chat.images for chat in chats):
         admitted = await see_images(work, packed, longest, model.names[0])
@@ -213,6 +218,23 @@ async def admit(work: Work, model: ServedModel, request: Request, packed: bytes 
     for number, token_ids in enumerate(admitted.prompts):
         _check_length(model, request, number, len(token_ids) // 4, longest)
     return admitted
+
+
+def _longest_prompt(model: ServedModel, request: Request) -> int:
+    """Tokens of the longest prompt that the model can answer."""
+    if not model.max_model_len:
+        return _UNKNOWN  # the engine will say
+    if model.has_source:
+        return model.max_model_len  # the answer has a context of its own
+    return model.max_model_len - (request.sampling.max_tokens != 0)
+
+
+def check_can_begin(record: Record, model: ServedModel) -> None:
+    """RequestError if the model, now that it is loaded, does not do what was admitted before."""
+    check_generates(model)
+    longest = _longest_prompt(model, record.request)
+    for number, token_ids in enumerate(record.prompts):
+        _check_length(model, record.request, number, len(token_ids) // 4, longest)
 
 
 async def see_again(
@@ -261,14 +283,17 @@ def too_long(limit: int, longest: int, param: str, count: str, num_tokens: int) 
     )
 
 
-def check_can_go_on(record: Record, num_tokens: int, model: ServedModel) -> int | None:
+def check_can_go_on(
+    fingerprint: str, then: ServedForm, num_tokens: int, model: ServedModel
+) -> int | None:
     """The context if it is smaller than the one that the stream began with, else None.
 
-    RequestError `model_changed` if this model cannot go on with the stream. `num_tokens` are those
-    of its longest unfinished choice, prompt and answer so far.
+    RequestError `model_changed` if this model cannot go on with a stream that began on the one of
+    that fingerprint and form. `num_tokens` are those of its longest unfinished choice, prompt and
+    answer so far.
     """
-    then, now = record.served, model.form
-    if record.system_fingerprint != model.system_fingerprint:
+    now = model.form
+    if fingerprint != model.system_fingerprint:
         raise RequestError(
             "model_changed", f"{_what_changed(then, now)} Send the request again to run it anew."
         )

@@ -20,7 +20,7 @@ from headrace.core.messages import (
 )
 from headrace.engine.client import EngineDown, EngineUp
 from headrace.generation.admission import Place
-from headrace.generation.event_builder import Beat, EventBuilder, InQueue, Standing
+from headrace.generation.event_builder import Beat, EventBuilder, InQueue, ServedAs, Standing
 from headrace.generation.forecast import TokensAsked
 from headrace.generation.metrics import Metrics
 from headrace.generation.pixels import Admitted
@@ -68,6 +68,7 @@ class LiveStream:
         self._inbox: asyncio.Queue[StreamNews | None] = asyncio.Queue()  # None: end without engine
         self._engine_knows: dict[SequenceId, int] = {}  # and the choice that each is
         self._suspicion = CrashSuspicion()
+        self._is_loading = not builder.has_begun  # until its model is in memory
         self._is_recovering = builder.has_begun  # until the engine is where a dead one was
         self._beat_at: dict[str, float] = {}  # when the last of each form was taken up
         self._admitted_at = time.monotonic() - builder.last_ms / 1000
@@ -80,15 +81,22 @@ class LiveStream:
         return self._builder.num_live
 
     @property
+    def served(self) -> ServedAs | None:
+        """The model that it began on; None while it has not."""
+        return self._builder.served
+
+    @property
     def num_tokens(self) -> int:
         """Prompt and answer so far of the longest choice that has not ended."""
         return self._builder.num_tokens
 
     @property
     def state(self) -> str:
-        """queued, prompt, decode or recovering, until the log has ended."""
+        """loading, queued, prompt, decode or recovering, until the log has ended."""
         if self._is_recovering:
             return "recovering"
+        if self._is_loading:
+            return "loading"
         if not self._builder.has_begun:
             return "queued"
         return "decode" if self._builder.has_tokens else "prompt"
@@ -179,6 +187,10 @@ class LiveStream:
         if time.monotonic() - self._beat_at.get(form, -math.inf) >= interval_s / 2:
             self._beat_at[form] = math.inf  # at most one is on its way
             self.tell(Beat(self.state, form))
+
+    def tell_load(self, progress: float | None) -> None:
+        """Says how far the load of its model is; None: not known yet."""
+        self.tell(Beat("loading", "data", progress=progress))
 
     def check_log(self) -> None:
         """Writes a heartbeat, which fails if another server writes the log now."""
@@ -284,7 +296,10 @@ class LiveStream:
             return
         match news:
             case EngineUp():
+                self._is_loading = False
                 self._is_recovering = self._builder.has_begun
+                if self._builder.served is None:
+                    self._builder.serve()
                 self._submit()
             case EngineDown():
                 self._forget_engine(news)

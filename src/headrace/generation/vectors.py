@@ -73,7 +73,8 @@ class VectorMaker:
 
         Being cancelled ends the work.
         """
-        async with self._fleet.using(request.model, request.owner):
+        self._fleet.check_line()
+        async with self._fleet.using(request.model):
             return await self._make(request)
 
     async def _make(self, request: VectorRequest) -> Vectors:

@@ -27,7 +27,7 @@ from headrace.protocols.common_fields import COMMON, UNSUPPORTED, Stops, check_r
 from headrace.protocols.dialect import PING, ErrorForm, encode, named
 from headrace.protocols.fields import Integer, Kind, Object, String, read_fields
 from headrace.protocols.messages import refuse_images
-from headrace.protocols.openai import ingestion_of, progress_of, queue_of
+from headrace.protocols.openai import ingestion_of, progress_of, queue_of, wait_of
 from headrace.streams.events import (
     Accepted,
     AnyEvent,
@@ -179,6 +179,7 @@ class MessageFrames:
                 return self._open() + self._finish(event)
             case Error():
                 return [ERRORS.frame(event)]
+        return []
 
     def idle(self) -> bytes:
         """A heartbeat. Before its first event a stream has no place for one."""
@@ -197,9 +198,8 @@ class MessageFrames:
     def _heartbeat(self, event: Heartbeat) -> list[bytes]:
         if not self._wire.heartbeat:
             return []
-        if event.attempt is None or not self._wire.return_progress:
-            return [self.idle()]
-        return self._report(recovering={"attempt": event.attempt})
+        told = wait_of(event) if self._wire.return_progress else {}
+        return self._report(**told) if told else [self.idle()]
 
     def _tokens(self, event: Tokens) -> list[bytes]:
         frames = [frame for piece in _joined(event.pieces) for frame in self._piece(piece)]

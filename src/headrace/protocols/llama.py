@@ -138,8 +138,11 @@ class LlamaFrames:
                 return self._tokens(event)
             case Error():
                 return [openai.ERRORS.frame(event)]
-            case Accepted() | Heartbeat():
+            case Accepted():
                 return [self.idle()] if self._wire.heartbeat else []
+            case Heartbeat():
+                told = openai.wait_of(event) if self._wire.return_progress else {}
+                return [self._answers[0].chunk(**told)] if self._wire.heartbeat else []
             case Queued() if self._wire.return_progress:
                 return [self._answers[0].chunk(queue=openai.queue_of(event))]
             case Progress():

@@ -20,6 +20,7 @@ from headrace.streams.events import (
     Heartbeat,
     Progress,
     Queued,
+    Served,
     Timings,
     TokenLogprob,
     Tokens,
@@ -107,13 +108,13 @@ class OpenaiErrors:
 ERRORS: ErrorForm = OpenaiErrors()
 
 
-def _head(record: Record, kind: str) -> dict[str, Any]:
+def _head(record: Record, kind: str, fingerprint: str) -> dict[str, Any]:
     return {
         "id": record.id,
         "object": kind,
         "created": record.created,
         "model": record.request.model,
-        "system_fingerprint": record.system_fingerprint,
+        "system_fingerprint": fingerprint or None,
     }
 
 
@@ -133,7 +134,7 @@ class ChunkFrames:
         self._record = record
         self._wire = record.request.wire
         self._shape = shape
-        self._head = encode(_head(record, self._shape.chunk_object))[:-1]
+        self._serve(record.system_fingerprint)
         self._tally = Tally()
         self._is_open = False
         self._num_running = record.request.num_choices
@@ -151,6 +152,9 @@ class ChunkFrames:
                 return [self._queued(event)] if self._wire.return_progress else []
             case Heartbeat():
                 return [self._heartbeat(event)] if self._wire.heartbeat else []
+            case Served():
+                self._serve(event.system_fingerprint)
+                return []
             case Progress():
                 return [self._progress(event)] if self._wire.return_progress else []
             case Tokens():
@@ -164,6 +168,10 @@ class ChunkFrames:
         """A heartbeat: parses as data, adds nothing."""
         return self._chunk([self._shape.idle(0)])
 
+    def _serve(self, fingerprint: str) -> None:
+        head = _head(self._record, self._shape.chunk_object, fingerprint)
+        self._head = encode(head)[:-1]
+
     def _open(self) -> list[bytes]:
         if self._is_open:
             return []
@@ -174,9 +182,8 @@ class ChunkFrames:
         return self._chunk([self._shape.idle(0)], queue=queue_of(event))
 
     def _heartbeat(self, event: Heartbeat) -> bytes:
-        if event.attempt is None or not self._wire.return_progress:
-            return self.idle()
-        return self._chunk([self._shape.idle(0)], recovering={"attempt": event.attempt})
+        told = wait_of(event) if self._wire.return_progress else {}
+        return self._chunk([self._shape.idle(0)], **told)
 
     def _progress(self, event: Progress) -> bytes:
         idle = self._shape.idle(event.choice)
@@ -234,6 +241,7 @@ class ChunkBody:
     def __init__(self, record: Record, shape: Shape) -> None:
         self._record = record
         self._shape = shape
+        self._fingerprint = record.system_fingerprint
         self._finish: Finish | None = None
         num_choices = record.request.num_choices
         self._parts: list[list[Part]] = [[] for _ in range(num_choices)]
@@ -244,13 +252,15 @@ class ChunkBody:
             case Tokens():
                 self._parts[event.choice].append(_part_of(event))
                 self._ids[event.choice] += event.ids
+            case Served():
+                self._fingerprint = event.system_fingerprint
             case Finish():
                 self._finish = event
 
     def whole(self) -> dict[str, Any]:
         assert self._finish, "an answer is asked for before its end"
         shape = self._shape
-        body = _head(self._record, shape.whole_object)
+        body = _head(self._record, shape.whole_object, self._fingerprint)
         body["choices"] = [self._choice(shape, i, end) for i, end in enumerate(self._finish.ends)]
         body["usage"] = usage_of(self._finish.usage)
         body["timings"] = timings_of(self._finish.timings)
@@ -266,6 +276,16 @@ class ChunkBody:
                 choice["prompt_token_ids"] = self._record.prompt_ids(prompt)
             choice["token_ids"] = self._ids[index]
         return choice
+
+
+def wait_of(event: Heartbeat) -> dict[str, Any]:
+    """Beside a heartbeat: which start of the engine is waited for, or how far the model's load is.
+
+    Empty for one that only shows that the server lives.
+    """
+    if event.attempt is not None:
+        return {"recovering": {"attempt": event.attempt}}
+    return {"loading": {"progress": event.progress}} if event.progress is not None else {}
 
 
 def queue_of(event: Queued) -> dict[str, Any]:

@@ -215,8 +215,7 @@ class ResponseFrames:
         """What a keepalive says of an event that adds nothing to the response."""
         wire = self._wire
         if isinstance(event, Heartbeat) and wire.heartbeat:
-            is_told = event.attempt is not None and wire.return_progress
-            return {"recovering": {"attempt": event.attempt}} if is_told else {}
+            return openai.wait_of(event) if wire.return_progress else {}
         if not wire.return_progress:
             return None
         if isinstance(event, Queued):

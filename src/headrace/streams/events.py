@@ -9,6 +9,7 @@ from msgspec import UNSET, UnsetType
 
 from headrace.core.ids import StreamId
 from headrace.core.pieces import ChannelPiece
+from headrace.streams.record import ServedForm
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -106,13 +107,22 @@ class Queued(Event, frozen=True):
 class Heartbeat(Event, frozen=True, omit_defaults=True):
     """A sign of life on a byte-addressed stream; on any stream, that its engine has died.
 
-    `state`: queued, prompt, decode, recovering. `form` says how it is sent: data or comment.
-    `attempt` counts the recoveries of the stream from 1, and is set where one begins.
+    `state`: loading, queued, prompt, decode, recovering. `form` says how it is sent: data or
+    comment. `attempt` counts the recoveries of the stream from 1, and is set where one begins.
+    `progress` is the share of the model's weights in memory, while the stream waits for them.
     """
 
     state: str
     form: str
     attempt: int | None = None
+    progress: float | None = None
+
+
+class Served(Event, frozen=True):
+    """The model has come into memory after the request was admitted; from now on it is known."""
+
+    system_fingerprint: str
+    served: ServedForm
 
 
 class Progress(Event, frozen=True):
@@ -165,7 +175,7 @@ class Error(Event, frozen=True):
 
 
 Terminal = Finish | Error
-AnyEvent = Accepted | Queued | Heartbeat | Progress | Tokens | Terminal
+AnyEvent = Accepted | Queued | Heartbeat | Served | Progress | Tokens | Terminal
 
 
 _ANOTHER_MODEL = ("model_changed", "resume_mismatch")
