@@ -364,7 +364,9 @@ class Generation:
             with host.telling(stream):
                 entered = await self.fleet.enter(host)
         except RequestError as error:
-            if not (stream.record.is_durable and self._is_ending):
+            if self._is_ending:
+                self._let_go([stream], error, _RESTARTS)
+            else:
                 stream.stop(error)
             return
         if entered is host:

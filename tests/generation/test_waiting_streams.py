@@ -1,0 +1,165 @@
+"""Streams of two models of which one is in memory at a time, over fake engines."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import msgspec
+
+from headrace.core.config import LoadingConfig, ModelConfig, ServerConfig, StreamConfig
+from headrace.core.errors import RequestError
+from headrace.core.messages import FinishReason, Loading
+from headrace.engine.client import EngineDown, EngineUp
+from headrace.generation.generation import Generation
+from headrace.generation.host import Host
+from headrace.generation.metrics import Metrics
+from headrace.generation.served import ServedModel
+from headrace.generation.stream import LiveStream
+from headrace.generation.work import ThreadWork
+from headrace.protocols.worker import Jobs
+from headrace.streams.events import Error, Heartbeat, Served
+from headrace.streams.memory_store import MemoryStore
+from tests.generation.fakes import READY, FakeEngine, make_request, read, settle
+
+Engines = dict[str, list[FakeEngine]]
+Scene = Callable[[Generation, Engines], Awaitable[None]]
+
+
+@contextlib.asynccontextmanager
+async def two_models(folder: Path) -> AsyncIterator[tuple[Generation, Engines]]:
+    """`a` and `b`, neither of them loaded; their engines as they are started."""
+    configs = [ModelConfig(model=str(folder), served_model_name=(name,)) for name in "ab"]
+    config = ServerConfig(
+        models=tuple(configs), streams=StreamConfig(), loading=LoadingConfig(max_models=1)
+    )
+    served = [ServedModel(one) for one in configs]
+    engines: Engines = {"a": [], "b": []}
+
+    def start(config: ModelConfig) -> FakeEngine:
+        engines[config.served_model_name[0]].append(engine := FakeEngine())
+        return engine
+
+    metrics = Metrics()
+    hosts = tuple(
+        Host(one, start, metrics, model) for one, model in zip(configs, served, strict=True)
+    )
+    generation = Generation(config, hosts, MemoryStore(), ThreadWork(Jobs(*served)), metrics)
+    task = asyncio.create_task(generation.run())
+    await settle()
+    try:
+        yield generation, engines
+    finally:
+        await generation.close()
+        await asyncio.wait([task], timeout=5)
+        task.cancel()
+
+
+def play(folder: Path, scene: Scene) -> None:
+    async def run() -> None:
+        async with asyncio.timeout(60), two_models(folder) as parts:
+            await scene(*parts)
+
+    asyncio.run(run())
+
+
+async def ask(generation: Generation, model: str) -> LiveStream:
+    request = msgspec.structs.replace(make_request(), model=model)
+    stream = await generation.open(request)
+    await settle()
+    assert isinstance(stream, LiveStream)
+    return stream
+
+
+async def finish(engine: FakeEngine) -> None:
+    """The answer that it was asked for last."""
+    await engine.start(engine.newest)
+    await engine.finish(engine.newest, FinishReason.LENGTH)
+
+
+async def failure_of(stream: LiveStream) -> str:
+    last = (await read(stream))[-1]
+    assert isinstance(last, Error)
+    return last.code
+
+
+def test_a_stream_hears_of_the_load_and_then_how_its_model_is_served(folder: Path) -> None:
+    async def scene(generation: Generation, engines: Engines) -> None:
+        stream = await ask(generation, "a")
+        (engine,) = engines["a"]
+        assert stream.state == "loading" and not engine.submits
+        await engine.say(Loading(0.5))
+        await engine.say(EngineUp(READY))
+        assert stream.state == "queued" and len(engine.submits) == 1
+        await finish(engine)
+        events = await read(stream)
+        beats = [event.progress for event in events if isinstance(event, Heartbeat)]
+        assert beats == [None, 0.5]
+        (served,) = (event for event in events if isinstance(event, Served))
+        assert served.system_fingerprint == "fp_0123456789ab"
+
+    play(folder, scene)
+
+
+def test_a_model_makes_room_once_its_streams_have_ended(folder: Path) -> None:
+    async def scene(generation: Generation, engines: Engines) -> None:
+        first = await ask(generation, "a")
+        await engines["a"][0].say(EngineUp(READY))
+        second, third = await ask(generation, "b"), await ask(generation, "a")
+        # what comes behind a stream that waits for room waits too
+        assert third.state == "loading" and not engines["b"]
+        await finish(engines["a"][0])
+        await read(first)
+        await engines["b"][0].say(EngineUp(READY))
+        assert (second.state, third.state) == ("queued", "loading")
+        second.stop(RequestError("cancelled", ""))
+        await engines["b"][0].let_go()
+        await read(second)
+        await engines["a"][1].say(EngineUp(READY))
+        assert third.state == "queued"
+
+    play(folder, scene)
+
+
+def test_a_load_that_fails_ends_those_who_wait_for_it(folder: Path) -> None:
+    async def scene(generation: Generation, engines: Engines) -> None:
+        streams = [await ask(generation, "a") for _ in range(2)]
+        await engines["a"][0].say(EngineDown("load_failed", "No memory.", given_up=True))
+        assert [await failure_of(stream) for stream in streams] == ["load_failed"] * 2
+        again = await ask(generation, "a")  # the next one tries again
+        assert again.state == "loading" and len(engines["a"]) == 2
+
+    play(folder, scene)
+
+
+def test_a_prompt_that_the_loaded_model_cannot_take_ends_with_the_limit(folder: Path) -> None:
+    async def scene(generation: Generation, engines: Engines) -> None:
+        stream = await ask(generation, "a")
+        small = msgspec.structs.replace(READY, max_model_len=4)
+        await engines["a"][0].say(EngineUp(small))
+        assert await failure_of(stream) == "context_length_exceeded"
+        assert not engines["a"][0].submits
+
+    play(folder, scene)
+
+
+def test_a_stream_that_is_stopped_while_it_waits_gives_up_its_place(folder: Path) -> None:
+    async def scene(generation: Generation, engines: Engines) -> None:
+        await ask(generation, "a")
+        await engines["a"][0].say(EngineUp(READY))
+        waiting, behind = await ask(generation, "b"), await ask(generation, "a")
+        await generation.streams.stop(waiting)
+        assert await failure_of(waiting) == "cancelled"
+        assert behind.state == "queued" and not engines["b"]
+
+    play(folder, scene)
+
+
+def test_a_drain_waits_for_no_load(folder: Path) -> None:
+    async def scene(generation: Generation, engines: Engines) -> None:
+        stream = await ask(generation, "a")
+        draining = asyncio.create_task(generation.drain(60))
+        assert await failure_of(stream) == "server_shutdown"
+        await asyncio.wait_for(draining, 10)
+
+    play(folder, scene)
