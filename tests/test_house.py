@@ -9,8 +9,10 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted((ROOT / "src" / "headrace").rglob("*.py"))
-MAX_FILE, MAX_FUNCTION, P90_FUNCTION, MAX_PARAMETERS = 400, 60, 25, 6
-LITERAL_TABLES = set[str]()
+MAX_FILE, MAX_FUNCTION, P90_FUNCTION, MAX_PARAMETERS = 600, 60, 25, 6
+LONG_FILE = 450
+LONG: dict[str, str] = {}
+"""Files beyond LONG_FILE, and the one reason why each is one file."""
 
 WRITTEN_AND_READ = {
     *("Accepted", "Error", "Event", "Finish", "Heartbeat", "Progress", "Queued", "Tokens"),
@@ -29,12 +31,10 @@ def length(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 def test_no_file_is_longer_than_a_reader_bears() -> None:
-    long = {
-        str(path.relative_to(ROOT)): lines
-        for path in SOURCES
-        if (lines := len(path.read_text().splitlines())) > MAX_FILE
-    }
-    assert long.keys() <= LITERAL_TABLES, long
+    lines = {str(p.relative_to(ROOT)): len(p.read_text().splitlines()) for p in SOURCES}
+    long = {name: number for name, number in lines.items() if number > LONG_FILE}
+    assert long.keys() == LONG.keys(), long
+    assert max(lines.values()) <= MAX_FILE
 
 
 def test_no_function_needs_scrolling() -> None:
