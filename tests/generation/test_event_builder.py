@@ -2,6 +2,7 @@
 
 from array import array
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec import structs
@@ -17,17 +18,18 @@ from headrace.generation.event_builder import EventBuilder, PromptProgress
 from headrace.generation.served import ServedModel
 from headrace.streams.events import Served, Tokens
 from headrace.streams.record import Record
+from tests.generation.fakes import READY
 
 ID = SequenceId(0)
 
 
 def make_builder(
-    folder: Path, num_prompts: int = 1, n: int = 1, fingerprint: str = "fp_0"
+    folder: Path, num_prompts: int = 1, n: int = 1, fingerprint: str = "fp_0", **more: Any
 ) -> EventBuilder:
     prompts = (Text("hello"),) * num_prompts
     request = Request("/v1/completions", "tiny", prompts, Sampling(temperature=0), n)
     packed = (array("i", list(b"hello")).tobytes(),) * num_prompts
-    record = Record(StreamId("cmpl-1"), 0, request, packed, fingerprint)
+    record = Record(StreamId("cmpl-1"), 0, request, packed, fingerprint, **more)
     builder = EventBuilder(record, ServedModel(ModelConfig(model=str(folder))))
     builder.accepted()
     return builder
@@ -86,20 +88,26 @@ def test_what_follows_a_log_whose_text_has_changed_continues_its_numbers(folder:
     assert second.terminal(0, mismatch).seq == tokens.seq + 1
 
 
+def loaded(folder: Path) -> ServedModel:
+    model = ServedModel(ModelConfig(model=str(folder)))
+    model.ready = READY
+    return model
+
+
 def test_a_stream_that_was_admitted_before_its_load_says_once_how_it_is_served(
     folder: Path,
 ) -> None:
     first, second = make_builder(folder, fingerprint=""), make_builder(folder, fingerprint="")
     assert first.served is None
-    first.serve()
+    first.serve(loaded(folder))
     events = first.new_events(0, is_cut=False)
     assert [type(event) for event in events] == [Served] and not first.new_events(0, is_cut=False)
     assert second.replay(events) is None
     assert first.served == second.served is not None
 
 
-def test_the_model_of_a_stream_that_was_admitted_after_its_load_is_that_of_its_record(
-    folder: Path,
-) -> None:
-    served = make_builder(folder).served
-    assert served is not None and served.fingerprint == "fp_0"
+def test_a_stream_that_was_admitted_after_its_load_says_nothing_of_it(folder: Path) -> None:
+    model = loaded(folder)
+    builder = make_builder(folder, fingerprint=model.system_fingerprint, served=model.form)
+    builder.serve(model)
+    assert not builder.new_events(0, is_cut=False)

@@ -148,10 +148,12 @@ class EventBuilder:
     def beat(self, beat: Beat) -> None:
         self._beats.append(beat)
 
-    def serve(self) -> None:
-        """Notes how the model is served, which was not known before it was loaded."""
-        self.served = ServedAs(self._model.system_fingerprint, self._model.form)
-        self._is_served_untold = True
+    def serve(self, model: ServedModel) -> None:
+        """Begins on this model, now that it is in memory; told if it is not that of the record."""
+        self._model = model
+        before = self.served
+        self.served = ServedAs(model.system_fingerprint, model.form)
+        self._is_served_untold = self.served != before
 
     def recover(self) -> None:
         """Says that there is no engine now; the next one's queue is reported from the start."""

@@ -75,6 +75,7 @@ class Generation:
         self._is_draining = False
         self._is_ending = False  # and will not admit again
         self._writers: dict[LiveStream, asyncio.Task[None]] = {}
+        self._uses: dict[LiveStream, Host] = {}  # that compute them
         self._left_behind: dict[str, list[Stored]] = {}  # by the model that was lost
         self._tasks = asyncio.TaskGroup()
 
@@ -317,7 +318,7 @@ class Generation:
             stream.end_now(cut)
         self._start(host, stream, self._queue(host).resume())
         self.fleet.hold(host)
-        host.add(stream)
+        self._compute(host, stream)
         self.fleet.need(host)
 
     async def _resume_later(self, stored: Stored, cut: RequestError | None) -> None:
@@ -369,15 +370,20 @@ class Generation:
             else:
                 stream.stop(error)
             return
-        if entered is host:
-            host.add(stream)
+        if entered.reads_like(host):
+            self._compute(entered, stream)
             return
         self.fleet.release(entered)
-        message = "The model's settings changed while the request waited; send it again."
+        message = "The model was replaced while the request waited; send it again."
         stream.stop(RequestError("model_changed", message))
 
+    def _compute(self, host: Host, stream: LiveStream) -> None:
+        """Has it computed there until its log has ended; its use of the model is counted."""
+        self._uses[stream] = host
+        host.add(stream)
+
     async def _write(self, host: Host, stream: LiveStream) -> None:
-        is_new = stream not in host
+        is_new = stream not in self._uses
         entering = self._tasks.create_task(self._enter(host, stream)) if is_new else None
         try:
             await self._run(host, stream)
@@ -398,8 +404,9 @@ class Generation:
                 entering.cancel()
             self.streams.remove(stream)
             del self._writers[stream]
-            if host.remove(stream):
-                self.fleet.release(host)
+            if (used := self._uses.pop(stream, None)) is not None:
+                used.remove(stream)
+                self.fleet.release(used)
 
     async def _run(self, host: Host, stream: LiveStream) -> None:
         try:

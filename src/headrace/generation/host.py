@@ -122,6 +122,11 @@ class Host:
         assert self._model is not None
         return self._model
 
+    def reads_like(self, other: "Host") -> bool:
+        """Whether both make the same prompt of a request, and the same answer of its tokens."""
+        fields = ("model", "revision", "chat_template", "tool_format", "reasoning_format")
+        return all(getattr(self.config, it) == getattr(other.config, it) for it in fields)
+
     @property
     def root(self) -> str:
         """The hub's id, or the folder's name."""
@@ -274,9 +279,8 @@ class Host:
         else:
             self._submit(stream, self._up)
 
-    def remove(self, stream: LiveStream) -> bool:
-        """Whether it had been added."""
-        return stream in self._streams and self._streams.pop(stream) is None
+    def remove(self, stream: LiveStream) -> None:
+        self._streams.pop(stream, None)
 
     @contextlib.contextmanager
     def telling(self, stream: LiveStream) -> Iterator[None]:
@@ -300,9 +304,6 @@ class Host:
             yield batch
         finally:
             self._batches.remove(batch)
-
-    def __contains__(self, stream: LiveStream) -> bool:
-        return stream in self._streams
 
     def __iter__(self) -> Iterator[LiveStream]:
         """The streams that were added, in order."""
@@ -368,6 +369,7 @@ class Host:
         try:
             if stream.served is None:
                 check_can_begin(stream.record, self.model)
+                stream.serve(self.model, self, self._sequences)
             else:
                 began, num_tokens = stream.served, stream.num_tokens
                 stream.smaller_context = check_can_go_on(*began, num_tokens, self.model)

@@ -26,6 +26,7 @@ from headrace.generation.metrics import Metrics
 from headrace.generation.pixels import Admitted
 from headrace.generation.readers import Audience, Reader, ReaderPause
 from headrace.generation.sequences import Item, Sequences, StreamNews, Submits
+from headrace.generation.served import ServedModel
 from headrace.generation.suspicion import CrashSuspicion
 from headrace.streams.events import AnyEvent
 from headrace.streams.log import Log, LogTaken
@@ -83,7 +84,13 @@ class LiveStream:
     @property
     def served(self) -> ServedAs | None:
         """The model that it began on; None while it has not."""
-        return self._builder.served
+        return None if self._is_loading else self._builder.served
+
+    def serve(self, model: ServedModel, engine: Submits, sequences: Sequences) -> None:
+        """Begins on this model, which may have other settings than when it was admitted."""
+        self._is_loading = False
+        self._engine, self._sequences = engine, sequences
+        self._builder.serve(model)
 
     @property
     def num_tokens(self) -> int:
@@ -296,10 +303,7 @@ class LiveStream:
             return
         match news:
             case EngineUp():
-                self._is_loading = False
                 self._is_recovering = self._builder.has_begun
-                if self._builder.served is None:
-                    self._builder.serve()
                 self._submit()
             case EngineDown():
                 self._forget_engine(news)
