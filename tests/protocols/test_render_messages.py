@@ -11,7 +11,7 @@ from headrace.core.pieces import CONTENT, REASONING, TOOL
 from headrace.protocols import anthropic_messages
 from headrace.protocols.dialect import encode
 from headrace.streams.events import AnyEvent, Heartbeat, Queued
-from headrace.streams.record import Record
+from headrace.streams.record import RENDERING, Record
 from tests.gateway.builders import (
     ended,
     error,
@@ -63,8 +63,9 @@ def last(reason: str, usage: str, sequence: str = "null") -> list[bytes]:
     return [frame("message_delta", shown), frame("message_stop")]
 
 
-def record_of(**changes: Any) -> Record:
-    return make_record(make_request(ROUTE, **changes))
+def record_of(rendering: int = RENDERING, **changes: Any) -> Record:
+    record = make_record(make_request(ROUTE, **changes))
+    return msgspec.structs.replace(record, rendering=rendering)
 
 
 def frames_of(record: Record, *events: AnyEvent) -> list[bytes]:
@@ -163,6 +164,66 @@ def test_life_is_shown_by_pings_once_the_message_has_started() -> None:
     assert frames.idle() == b": ping\n"
     frames.render(log_of(record_of())[0])
     assert frames.idle() == frame("ping")
+
+
+SIGN = Heartbeat(seq=0, at_ms=0, state="prompt", form="sign")
+
+
+def kinds_of(frames: list[bytes]) -> list[str]:
+    """The events' names, with the kind of each block and delta, and its text."""
+    found = []
+    for one in frames:
+        told = json.loads(one.split(b"data: ")[1])
+        inner = told.get("content_block") or told.get("delta") or {}
+        words = (told["type"], inner.get("type"), inner.get("text") or inner.get("thinking"))
+        found.append(" ".join(filter(None, words)))
+    return found
+
+
+def test_a_sign_before_the_first_text_opens_the_block_in_which_it_then_stands() -> None:
+    frames = frames_of(record_of(), SIGN, SIGN, tokens("Hi"), ended())
+    assert kinds_of(frames) == [
+        "message_start",
+        "content_block_start text",
+        "content_block_delta text_delta",
+        "content_block_delta text_delta",
+        "content_block_delta text_delta Hi",
+        "content_block_stop",
+        "message_delta",
+        "message_stop",
+    ]
+
+
+def test_a_sign_adds_nothing_to_the_block_that_is_open() -> None:
+    thought = piece("Hm", REASONING)
+    frames = frames_of(record_of(), thought, SIGN, tokens("Hi"), SIGN, ended())
+    assert kinds_of(frames)[1:-3] == [
+        "content_block_start thinking",
+        "content_block_delta thinking_delta Hm",
+        "content_block_delta thinking_delta",
+        "content_block_delta signature_delta",
+        "content_block_stop",
+        "content_block_start text",
+        "content_block_delta text_delta Hi",
+        "content_block_delta text_delta",
+    ]
+
+
+def test_after_the_last_block_a_sign_is_a_ping() -> None:
+    frames = frames_of(record_of(), tokens("Hi"), ended(), SIGN)
+    assert frames[-3] == frame("ping")
+
+
+def test_a_stream_of_an_earlier_version_has_the_bytes_it_began_with() -> None:
+    frames = frames_of(record_of(rendering=0), SIGN, tokens("Hi"), ended())
+    assert frames[1] == frame("ping") and kinds_of(frames)[2] == "content_block_start text"
+
+
+def test_no_sign_comes_where_heartbeats_are_off() -> None:
+    silent = record_of(wire={"heartbeat": False})
+    assert frames_of(silent, SIGN, tokens("Hi"), ended()) == frames_of(
+        silent, tokens("Hi"), ended()
+    )
 
 
 def test_queue_progress_and_recovery_ride_on_pings_if_asked_for() -> None:

@@ -22,6 +22,7 @@ from headrace.engine.note import StepNote
 
 logger = logging.getLogger(__name__)
 
+MODULE = "headrace.engine.process"
 _LAST_LINES = 200
 _LONGEST_LINE = 1 << 16
 _LAST_WORDS_S = 1.0
@@ -164,7 +165,7 @@ async def _start(
     return await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
-        "headrace.engine.process",
+        MODULE,
         str(socket_fd),
         str(note_fd),
         str(number),

@@ -19,8 +19,8 @@ from headrace.core.errors import RequestError
 from headrace.gateway.answers import cut, notice_of, request_id_of
 from headrace.gateway.long_logs import slice_of_loop
 from headrace.generation.registry import Found
-from headrace.protocols.dialect import PING, WireFrames, dialect_of, encode
-from headrace.streams.events import AnyEvent, Error, is_terminal
+from headrace.protocols.dialect import PING, SIGN_S, WireFrames, dialect_of, encode
+from headrace.streams.events import Accepted, AnyEvent, Error, Heartbeat, Tokens, is_terminal
 from headrace.streams.log import Log
 from headrace.streams.record import Record
 
@@ -221,12 +221,14 @@ class LiveBody:
 class Pace(NamedTuple):
     """How long a wire may be silent; seconds, inf for ever.
 
-    Where every byte counts, heartbeats are events: `is_logged`.
+    Where every byte counts, heartbeats are events: `is_logged`. A sign is an event on every wire,
+    because what follows it depends on it.
     """
 
     heartbeat_s: float
     ping_s: float = math.inf
     is_logged: bool = False
+    sign_s: float = math.inf
 
     def own(self) -> "Pace":
         """The same, up to a fifth faster: wires that began together must not all write at once."""
@@ -242,7 +244,7 @@ class LiveAnswer:
         self._rendering = rendering
         self.pace = pace.own()
         self._after = after
-        self._data_at = self._byte_at = 0.0  # when the last of each was written
+        self._data_at = self._byte_at = self._sign_at = 0.0  # when the last of each was written
         self._writing = asyncio.Lock()
         self._has_ended = False
 
@@ -259,7 +261,7 @@ class LiveAnswer:
         await while_connected(receive, self._deliver(send))
 
     async def _deliver(self, send: Send) -> None:
-        self._data_at = self._byte_at = asyncio.get_running_loop().time()
+        self._data_at = self._byte_at = self._sign_at = asyncio.get_running_loop().time()
         beating = asyncio.create_task(self._beat(send))
         try:
             await self._stream.interruption.unless(self._follow(send))
@@ -285,19 +287,28 @@ class LiveAnswer:
                     is_data = any(not PING.endswith(frame) for frame in frames)
                     await self._write(send, b"".join(frames), is_data)
                     events.sent(event)
+                if _is_sign(event):
+                    self._sign_at = asyncio.get_running_loop().time()
 
     async def _beat(self, send: Send) -> None:
         """By the wall clock alone: whatever else waits, this does not."""
         clock = asyncio.get_running_loop().time
         while (due := self._due()) < math.inf:
             await asyncio.sleep(due - clock())
-            if clock() >= self._data_at + self.pace.heartbeat_s:
+            if clock() >= self._sign_at + self.pace.sign_s:
+                self._stream.beat("sign", self.pace.sign_s)
+                self._sign_at = clock()
+            elif clock() >= self._data_at + self.pace.heartbeat_s:
                 await self._sign(send, "data", self._rendering.idle())
             elif clock() >= self._byte_at + self.pace.ping_s:
                 await self._sign(send, "comment", PING)
 
     def _due(self) -> float:
-        return min(self._data_at + self.pace.heartbeat_s, self._byte_at + self.pace.ping_s)
+        return min(
+            self._data_at + self.pace.heartbeat_s,
+            self._byte_at + self.pace.ping_s,
+            self._sign_at + self.pace.sign_s,
+        )
 
     async def _sign(self, send: Send, form: str, frame: bytes) -> None:
         is_data = form == "data"
@@ -334,6 +345,12 @@ def deliver(stream: Found, config: StreamConfig) -> WholeAnswer | LiveAnswer | A
     return WholeAnswer(stream)
 
 
+def _is_sign(event: AnyEvent) -> bool:
+    """Whether every client counts its frames as a sign of life."""
+    is_beat = isinstance(event, Heartbeat) and event.form == "sign"
+    return is_beat or isinstance(event, Accepted | Tokens)
+
+
 def pace_of(record: Record, config: StreamConfig) -> Pace:
     """The pace of a wire that carries the request's own frames."""
     wire = record.request.wire
@@ -342,4 +359,5 @@ def pace_of(record: Record, config: StreamConfig) -> Pace:
         config.heartbeat_s if wire.heartbeat else math.inf,
         ping_s if ping_s > 0 else math.inf,
         is_logged=record.names.conversation is not None,
+        sign_s=SIGN_S.get(record.request.route, math.inf) if wire.heartbeat else math.inf,
     )

@@ -9,7 +9,7 @@ from headrace.core.request import Request
 from headrace.generation.choice import begins_in_reasoning
 from headrace.generation.pixels import Admitted
 from headrace.generation.served import ServedModel
-from headrace.streams.record import Names, Record
+from headrace.streams.record import RENDERING, Names, Record
 
 
 def new_record(
@@ -27,6 +27,7 @@ def new_record(
         names=names,
         served=model.form,
         tokenization=admitted.tokenization,
+        rendering=RENDERING,
     )
     if not (sampling.grammar_tags and begins_in_reasoning(record, 0, model.tokenizer)):
         return record

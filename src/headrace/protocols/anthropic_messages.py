@@ -198,8 +198,21 @@ class MessageFrames:
     def _heartbeat(self, event: Heartbeat) -> list[bytes]:
         if not self._wire.heartbeat:
             return []
+        if event.form == "sign":
+            return self._sign()
         told = wait_of(event) if self._wire.return_progress else {}
         return self._report(**told) if told else [self.idle()]
+
+    def _sign(self) -> list[bytes]:
+        """What clients count that pass over pings: nothing more of the block that is open.
+
+        Before any block it opens one of text, in which the answer's text goes on.
+        """
+        if self._block is None and (self._index >= 0 or self._record.rendering == 0):
+            return [self.idle()]
+        begun = [self._begin(CONTENT, -1, "")] if self._block is None else []
+        kind, key = _DELTAS[self._block[0] if self._block else CONTENT]
+        return [*self._open(), *begun, self._delta({"type": kind, key: ""})]
 
     def _tokens(self, event: Tokens) -> list[bytes]:
         frames = [frame for piece in _joined(event.pieces) for frame in self._piece(piece)]
@@ -211,13 +224,16 @@ class MessageFrames:
         place = (piece.channel, piece.call)
         if place != self._block:
             yield from self._close()
-            self._index += 1
-            self._block = place
-            block = _block(self._record, piece.channel, piece.call, piece.name)
-            yield _event("content_block_start", index=self._index, content_block=block)
+            yield self._begin(piece.channel, piece.call, piece.name)
         if piece.text:
             kind, key = _DELTAS[piece.channel]
             yield self._delta({"type": kind, key: piece.text})
+
+    def _begin(self, channel: str, call: int, name: str) -> bytes:
+        self._index += 1
+        self._block = (channel, call)
+        block = _block(self._record, channel, call, name)
+        return _event("content_block_start", index=self._index, content_block=block)
 
     def _close(self) -> list[bytes]:
         if self._block is None:

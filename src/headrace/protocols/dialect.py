@@ -30,6 +30,9 @@ DIALECTS: Mapping[Route, str] = {
 }
 """Modules by the route that they answer; each is a Dialect."""
 
+SIGN_S: Mapping[Route, float] = {"/v1/messages": 20.0}
+"""Seconds between signs of life that the strictest client of a route counts, if no heartbeat is."""
+
 PING = b": ping\n"
 """A comment has one newline: with a blank line after it, clients parse an empty event."""
 

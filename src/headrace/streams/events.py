@@ -107,9 +107,10 @@ class Queued(Event, frozen=True):
 class Heartbeat(Event, frozen=True, omit_defaults=True):
     """A sign of life on a byte-addressed stream; on any stream, that its engine has died.
 
-    `state`: loading, queued, prompt, decode, recovering. `form` says how it is sent: data or
-    comment. `attempt` counts the recoveries of the stream from 1, and is set where one begins.
-    `progress` is the share of the model's weights in memory, while the stream waits for them.
+    `state`: loading, queued, prompt, decode, recovering. `form` says how it is sent: data, comment,
+    or sign, which every client counts as life. `attempt` counts the recoveries of the stream from
+    1, and is set where one begins. `progress` is the share of the model's weights in memory, while
+    the stream waits for them.
     """
 
     state: str

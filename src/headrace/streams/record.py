@@ -36,6 +36,10 @@ class ServedForm(msgspec.Struct, frozen=True, omit_defaults=True):
     max_model_len: int = 0
 
 
+RENDERING = 1
+"""How events become frames now. 0: signs that only some clients count as life."""
+
+
 class Record(msgspec.Struct, frozen=True):
     """Frozen at admission. `prompts` are packed int32 token ids, one entry per prompt."""
 
@@ -49,6 +53,7 @@ class Record(msgspec.Struct, frozen=True):
     served: ServedForm = ServedForm()
     tokenization: str | None = None  # one-shot, streamed or given; None: an older version
     images: bytes = b""  # the prompts as they were sent, if there are images among them
+    rendering: int = 0  # RENDERING of the version that made it: its bytes stay what they were
 
     @property
     def mode(self) -> str:

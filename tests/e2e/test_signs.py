@@ -1,0 +1,65 @@
+"""Signs of life that clients count, while a prompt takes long."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.servers import ServerProcess, running_server
+from tests.slow_engine import slow
+
+PROMPT = " ".join(str(number) for number in range(250))
+BODY = {
+    "model": "headrace-mini",
+    "max_tokens": 4,
+    "stream": True,
+    "messages": [{"role": "user", "content": PROMPT}],
+}
+LIMIT_S = 120
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    flags = ("headrace-mini", "--heartbeat-s", "1", "--threads", "1")
+    with running_server(*flags, prefix=slow(6.0, "1.5")) as running:
+        yield running
+
+
+def told(body: bytes) -> list[dict[str, Any]]:
+    lines = body.decode().split("\n")
+    return [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
+
+
+def test_a_silent_prompt_of_messages_has_signs_that_clients_count(server: ServerProcess) -> None:
+    answer = httpx.post(f"{server.url}/v1/messages", json=BODY, timeout=LIMIT_S)
+    events = told(answer.content)
+    begun = next(i for i, event in enumerate(events) if event["type"] == "content_block_start")
+    empty = [e for e in events if e.get("delta", {}).get("text") == ""]
+    assert begun and len(empty) >= 2 and any(event["type"] == "ping" for event in events)
+    starts = [event for event in events if event["type"] == "content_block_start"]
+    assert len(starts) == 1 and events[-1]["type"] == "message_stop"
+
+
+def test_a_conversation_with_signs_is_the_same_from_every_byte(server: ServerProcess) -> None:
+    name = {"X-Conversation-Id": "slow"}
+    # other words, so that nothing of it is in the cache
+    asked = {**BODY, "messages": [{"role": "user", "content": "x " + PROMPT}]}
+    whole = httpx.post(
+        f"{server.url}/v1/messages", json=asked, headers=name, timeout=LIMIT_S
+    ).content
+    assert whole.count(b'"text":""') >= 2
+    for start in range(0, len(whole), 97):
+        at = {"conv_id": "slow", "from": start}
+        assert httpx.get(f"{server.url}/v1/stream", params=at).content == whole[start:]
+
+
+def test_a_stream_that_is_found_by_its_id_has_the_blocks_it_had(server: ServerProcess) -> None:
+    key = {"Idempotency-Key": "slow"}
+    asked = {**BODY, "messages": [{"role": "user", "content": "y " + PROMPT}]}
+    url = f"{server.url}/v1/messages"
+    first = httpx.post(url, json=asked, headers=key, timeout=LIMIT_S)
+    again = httpx.post(url, json=asked, headers=key, timeout=LIMIT_S)
+    kept = [[e for e in told(one.content) if e["type"] != "ping"] for one in (first, again)]
+    assert kept[0] == kept[1]

@@ -1,0 +1,14 @@
+"""Records as they are stored, those of earlier versions included."""
+
+import msgspec
+
+from headrace.streams.record import RENDERING, Record
+from tests.gateway.builders import make_record, make_request
+
+
+def test_a_record_of_an_earlier_version_keeps_the_rendering_it_began_with() -> None:
+    now = msgspec.structs.replace(make_record(make_request()), rendering=RENDERING)
+    stored = msgspec.msgpack.decode(msgspec.msgpack.encode(now))
+    assert msgspec.convert(stored, Record).rendering == RENDERING
+    del stored["rendering"]
+    assert msgspec.convert(stored, Record).rendering == 0
