@@ -115,8 +115,8 @@ def sleep_through(seconds: float, *flags: str) -> None:
     """All that can wait for a server waits, while it is stopped and after."""
     with running_server(*FLAGS, *flags) as server:
         alone = [Following(server, body).wait().text for body in (LONG, QUEUED)]
-        with open_socket(server) as realtime:
-            kept = httpx.Client(base_url=server.url, timeout=60)
+        with open_socket(server, ping_interval=None) as realtime:
+            kept = httpx.Client(base_url=server.url, timeout=None)
             kept.get("/health/live")
             engine, before = server.engine_pid, missed(server)
             leaving = Following(server, LONG | {"max_tokens": 3000})
@@ -155,5 +155,6 @@ def test_a_stop_longer_than_the_limits_costs_nobody_anything() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_a_stop_of_ten_minutes_costs_nobody_anything() -> None:
     sleep_through(600, "--queue-timeout-s", "60")
