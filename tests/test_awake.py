@@ -10,7 +10,7 @@ import time
 import pytest
 
 from headrace import awake
-from headrace.awake import Countdown, Stops, within
+from headrace.awake import Countdown, ProcessStops, within
 
 
 class Loop:
@@ -94,8 +94,8 @@ def test_a_body_that_takes_longer_than_its_limit_is_cut() -> None:
 
 STOPPED = """
 import os, signal, time
-from headrace.awake import Stops
-with Stops() as stops:
+from headrace.awake import ProcessStops
+with ProcessStops() as stops:
     print(stops.take(), flush=True)
     os.kill(os.getpid(), signal.SIGSTOP)
     print(stops.take(), stops.take(), flush=True)
@@ -115,6 +115,6 @@ def test_a_process_knows_that_it_was_stopped_before_any_thread_has_run() -> None
 def test_a_long_wait_is_no_stop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(awake, "_TICK_S", 0.01)
     monkeypatch.setattr(awake, "STOPPED_S", 2.0)
-    with Stops() as stops:
+    with ProcessStops() as stops:
         time.sleep(2.5)  # the thread ticks meanwhile
         assert not stops.take()

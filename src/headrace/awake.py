@@ -66,7 +66,7 @@ async def is_done_within(task: "asyncio.Future[Any]", seconds: float) -> bool:
     return task.done()
 
 
-class Stops:
+class ProcessStops:
     """Whether this process was stopped. A context, in which a thread ticks."""
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class Stops:
         self._ticked_at = time.monotonic()
         self._has_left = threading.Event()
 
-    def __enter__(self) -> "Stops":
+    def __enter__(self) -> "ProcessStops":
         self._ticked_at = time.monotonic()
         threading.Thread(target=self._run, name="stops", daemon=True).start()
         return self

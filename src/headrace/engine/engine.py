@@ -9,7 +9,7 @@ from typing import Protocol
 
 import msgspec
 
-from headrace.awake import Stops
+from headrace.awake import ProcessStops
 from headrace.core.ids import SequenceId
 from headrace.core.messages import (
     NUM_TRACED_STEPS,
@@ -102,7 +102,7 @@ class Engine:
         self._last_status: Status | None = None
         self._status_due = self._starving_due = 0.0
         self._was_held = False
-        self._stops = Stops()
+        self._stops = ProcessStops()
         self._untraced_steps: deque[StepTrace] = deque(maxlen=NUM_TRACED_STEPS)
 
     def run(self, inbox: Inbox) -> None:

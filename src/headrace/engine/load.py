@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from headrace.awake import Stops
+from headrace.awake import ProcessStops
 from headrace.checkpoints.spec import read_spec
 from headrace.core.config import ModelConfig, SchedulerConfig
 from headrace.core.errors import ModelError
@@ -52,7 +52,7 @@ def schedule(config: SchedulerConfig, runner: Runner, ready: Ready) -> tuple[Sch
         ready, max_step_tokens=limits.max_step_tokens, max_stall_s=limits.max_stall_s
     )
     scheduler = Scheduler(config, layout, limits)
-    with Stops() as stops:
+    with ProcessStops() as stops:
         for chunk, seconds in timed_steps(runner, layout):
             if not stops.take():
                 scheduler.observe((chunk,), seconds)
