@@ -17,6 +17,7 @@ logger = logging.getLogger(__name__)
 GROUP_S = 0.005  # writes within it share a transaction, and so one sync of the disk
 RETRY_S = 0.25
 STALL_S = 8.0  # after this long without a commit, the store has stalled
+LAST_TRY_S = 1.0  # for a store that has stalled, when it closes
 MAX_WAITING_BYTES = 64 << 20
 
 Result = TypeVar("Result")
@@ -99,7 +100,8 @@ class Writer:
         """Tries once to commit what waits, then closes the database; the rest fails."""
         self._closing.set()
         self._writes.put(None)
-        await asyncio.to_thread(self._thread.join, STALL_S)  # a disk may never answer
+        patience_s = LAST_TRY_S if self.stalled.is_set() else STALL_S
+        await asyncio.to_thread(self._thread.join, patience_s)  # a disk may never answer
         if self._watch is not None:
             self._watch.cancel()
 
