@@ -311,8 +311,8 @@ def test_a_store_that_has_stalled_gets_no_more_time_at_the_end(
         async with asyncio.timeout(60):
             await store.close()
         held.gate.set()
-        appending.cancel()
-        await asyncio.wait([appending])
+        await appending
+        store._writer._thread.join()
 
     asyncio.run(run())
 
