@@ -64,9 +64,13 @@ class Socket:
 
 
 @contextlib.contextmanager
-def open_socket(server: ServerProcess, **headers: str) -> Iterator[Socket]:
+def open_socket(
+    server: ServerProcess, ping_interval: float | None = 20, **headers: str
+) -> Iterator[Socket]:
     url = server.url.replace("http", "ws") + "/v1/realtime-text"
-    with connect(url, additional_headers=headers, compression=None) as connection:
+    with connect(
+        url, additional_headers=headers, compression=None, ping_interval=ping_interval
+    ) as connection:
         yield Socket(connection)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from headrace import awake
 from headrace.core.config import ModelConfig
 from headrace.core.ids import SequenceId, StreamId
 from headrace.core.messages import FinishReason, Loading, Message, NewSequence, Outputs, Submit
@@ -204,6 +205,21 @@ def test_a_loop_that_was_late_itself_proves_no_silence(monkeypatch: pytest.Monke
     with pytest.raises(EOFError):
         asyncio.run(Pulse(silent).watch())
     assert not silent.was_killed
+
+
+def test_a_step_that_was_stopped_with_its_server_does_not_hang(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "PING_INTERVAL_S", 0.0)
+    monkeypatch.setattr(module, "_LATE_S", 0.001)
+    monkeypatch.setattr(awake, "STOPPED_S", 0.001)
+    stopped = Silent(lost_s=0.002)
+    stopped.note.write([SequenceId(1)], 0.1)
+    clock = time.monotonic
+    monkeypatch.setattr(module.time, "monotonic", lambda: clock() + 600 * (stopped.num_pings > 1))
+    with pytest.raises(EOFError):
+        asyncio.run(Pulse(stopped).watch())
+    assert not stopped.was_killed
 
 
 def test_an_endless_line_of_an_engine_is_cut(folder: Path) -> None:

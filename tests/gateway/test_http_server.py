@@ -245,13 +245,13 @@ async def test_a_reader_that_takes_nothing_is_a_reader_that_left(
     assert len(generation.opened.sent) < 6000
 
 
-def test_a_client_that_takes_a_little_is_not_cut() -> None:
+def test_a_client_that_takes_a_little_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes, cuts, due = [900, 400, 400], [], []
     connection = object.__new__(http_server._Connection)
     connection.transport = SimpleNamespace(  # type: ignore[assignment]
         get_write_buffer_size=lambda: sizes.pop(0), abort=lambda: cuts.append(len(sizes))
     )
-    connection.loop = SimpleNamespace(call_later=lambda _, call: due.append(call))  # type: ignore[assignment]
+    monkeypatch.setattr(http_server, "Countdown", lambda _, call: due.append(call))
     connection._watch_taking(1000)
     while due:
         due.pop()()

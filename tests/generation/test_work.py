@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import weakref
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -107,6 +108,26 @@ def test_a_job_does_not_wait_for_a_worker_that_is_held(
             for pid in workers():
                 os.kill(pid, signal.SIGSTOP)
             assert await render(pool, "fine") == "2 tokens"
+
+    asyncio.run(run())
+
+
+def test_a_stop_of_the_whole_server_is_no_hang_of_a_worker(
+    config: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> None:
+        async with pool_of(config) as pool:
+            assert await render(pool, "fine") == "2 tokens"
+            before = workers()
+            monkeypatch.setattr(work, "STILL_S", 0.5)
+            for pid in before:
+                os.kill(pid, signal.SIGSTOP)
+            rendering = asyncio.create_task(render(pool, "fine"))
+            await asyncio.sleep(0.7)  # one look at the worker has found it still
+            time.sleep(3)  # noqa: ASYNC251 - the loop is stopped with it
+            for pid in before:
+                os.kill(pid, signal.SIGCONT)
+            assert await rendering == "2 tokens" and workers() == before
 
     asyncio.run(run())
 

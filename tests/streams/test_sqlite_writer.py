@@ -296,6 +296,27 @@ def test_a_disk_that_never_answers_does_not_hold_up_the_end(
     asyncio.run(run())
 
 
+def test_a_store_that_has_stalled_gets_no_more_time_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sqlite_writer, "STALL_S", 0.05)
+
+    async def run() -> None:
+        store = SqliteStore.open(tmp_path)
+        log = (await store.create(make_record())).log
+        held = hold_commits(store)
+        appending = asyncio.create_task(log.append(0, some(1)))
+        await store.stalled.wait()
+        monkeypatch.setattr(sqlite_writer, "STALL_S", 600.0)
+        async with asyncio.timeout(60):
+            await store.close()
+        held.gate.set()
+        await appending
+        store._writer._thread.join()
+
+    asyncio.run(run())
+
+
 def test_a_full_database_takes_up_where_it_left_off(tmp_path: Path) -> None:
     async def run(store: SqliteStore) -> None:
         log = (await store.create(make_record())).log

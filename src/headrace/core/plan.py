@@ -156,3 +156,4 @@ class StepResult(msgspec.Struct, frozen=True):
     chunks: tuple[ChunkResult, ...]
     seconds: float
     encode_seconds: float = 0.0  # the part of `seconds` that encoding took; 0: all was at hand
+    is_timed: bool = True  # False: the engine was stopped meanwhile, so no time says anything

@@ -9,6 +9,7 @@ from typing import Protocol
 
 import msgspec
 
+from headrace.awake import ProcessStops
 from headrace.core.ids import SequenceId
 from headrace.core.messages import (
     NUM_TRACED_STEPS,
@@ -101,6 +102,7 @@ class Engine:
         self._last_status: Status | None = None
         self._status_due = self._starving_due = 0.0
         self._was_held = False
+        self._stops = ProcessStops()
         self._untraced_steps: deque[StepTrace] = deque(maxlen=NUM_TRACED_STEPS)
 
     def run(self, inbox: Inbox) -> None:
@@ -108,9 +110,10 @@ class Engine:
 
         Also returns when step after step fails: a fresh engine may do better.
         """
-        while self._receive(inbox) and not self._scheduler.must_exit:
-            if not self._is_held_back():
-                self._step_in_turn()
+        with self._stops:
+            while self._receive(inbox) and not self._scheduler.must_exit:
+                if not self._is_held_back():
+                    self._step_in_turn()
 
     def _step_in_turn(self) -> None:
         if self._turns is None:
@@ -145,6 +148,8 @@ class Engine:
             logger.exception("A step of %d chunks failed", len(plan.chunks))
             self._scheduler.fail(plan, f"{type(error).__name__}: {error}", self._clock())
         else:
+            if self._stops.take():  # the time that passed is not what the step took
+                result = msgspec.structs.replace(result, is_timed=False)
             self._scheduler.commit(plan, result, self._clock())
             if self._scheduler.last_step is not None:
                 self._untraced_steps.append(self._scheduler.last_step)

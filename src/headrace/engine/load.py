@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from headrace.awake import ProcessStops
 from headrace.checkpoints.spec import read_spec
 from headrace.core.config import ModelConfig, SchedulerConfig
 from headrace.core.errors import ModelError
@@ -51,10 +52,13 @@ def schedule(config: SchedulerConfig, runner: Runner, ready: Ready) -> tuple[Sch
         ready, max_step_tokens=limits.max_step_tokens, max_stall_s=limits.max_stall_s
     )
     scheduler = Scheduler(config, layout, limits)
-    for chunk, seconds in timed_steps(runner, layout):
-        scheduler.observe((chunk,), seconds)
-    for size, num_units, seconds in timed_encoding(runner, layout):
-        scheduler.observe_encoding(size, num_units, seconds)
+    with ProcessStops() as stops:
+        for chunk, seconds in timed_steps(runner, layout):
+            if not stops.take():
+                scheduler.observe((chunk,), seconds)
+        for size, num_units, seconds in timed_encoding(runner, layout):
+            if not stops.take():
+                scheduler.observe_encoding(size, num_units, seconds)
     return scheduler, ready
 
 

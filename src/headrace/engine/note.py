@@ -55,12 +55,15 @@ class StepNote:
         packed = self._map[_IDS_AT : _IDS_AT + number * _ID.size]
         return tuple(SequenceId(id) for (id,) in _ID.iter_unpack(packed))
 
-    def is_overdue(self, now: float) -> bool:
-        """Whether, at this monotonic time, that step has run for so long that it must hang."""
+    def is_overdue(self, now: float, awake_since: float) -> bool:
+        """Whether that step has run for so long that it must hang; both times are monotonic.
+
+        Before `awake_since` it may have been stopped.
+        """
         (number,) = _NUMBER.unpack_from(self._map)
         since, predicted_s = _TIMES.unpack_from(self._map, _NUMBER.size)
         limit = max(_SHORT_S, _TIMES_PREDICTED * predicted_s) if predicted_s else _UNMEASURED_S
-        return bool(number) and bool(now - since > limit)
+        return bool(number) and bool(now - max(since, awake_since) > limit)
 
     def close(self) -> None:
         self._map.close()

@@ -3,12 +3,14 @@
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import AsyncIterator
 from typing import Protocol
 
 import msgspec
 
+from headrace import awake
 from headrace.core.config import ModelConfig
 from headrace.core.messages import (
     AnyMessage,
@@ -157,7 +159,7 @@ class Supervisor:
     async def _first(self, messages: AsyncIterator[AnyMessage]) -> AnyMessage | None:
         """Ready or LoadFailed; None if the process ended or took too long."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._load_timeout_s):
+            async with awake.within(self._load_timeout_s):
                 async for message in messages:
                     if not isinstance(message, Loading):
                         return message
@@ -198,6 +200,7 @@ class Pulse:
     def __init__(self, child: Watched) -> None:
         self._child = child
         self._num_silent = 0
+        self._awake_since = -math.inf  # monotonic
 
     def beats(self) -> None:
         """It has answered."""
@@ -212,10 +215,13 @@ class Pulse:
             due = clock() + PING_INTERVAL_S
             self._child.send(Ping(number))
             await asyncio.sleep(PING_INTERVAL_S)
-            if clock() - due < _LATE_S:
+            late_s = clock() - due
+            if late_s < _LATE_S:
                 self._num_silent += 1
+            elif late_s > awake.STOPPED_S:  # and the engine was stopped with us, most likely
+                self._awake_since = time.monotonic()
         logger.error("The engine hangs and is killed")
         self._child.kill()
 
     def _is_overdue(self) -> bool:
-        return self._child.note.is_overdue(time.monotonic())
+        return self._child.note.is_overdue(time.monotonic(), self._awake_since)

@@ -8,6 +8,7 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive, Scope, Send
 
+from headrace import awake
 from headrace.core.errors import RequestError
 
 PAUSE_S = 20.0
@@ -128,7 +129,7 @@ class HeldAnswer:
             for start in range(0, len(self._body), _SMALL):
                 piece = self._body[start : start + _SMALL]
                 try:
-                    async with asyncio.timeout(PAUSE_S):
+                    async with awake.within(PAUSE_S):
                         await send({"type": "http.response.body", "body": piece, "more_body": True})
                 except TimeoutError:
                     raise ClientDisconnect from None
@@ -137,7 +138,7 @@ class HeldAnswer:
 
 async def _next(receive: Receive, held: _Held, pause_s: float) -> Message:
     try:
-        async with asyncio.timeout(pause_s) as held.wait:
+        async with awake.within(pause_s) as held.wait:
             return await receive()
     except TimeoutError:
         if held.is_cut:

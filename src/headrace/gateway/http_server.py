@@ -25,6 +25,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from uvicorn.server import ServerState
 
+from headrace.awake import Countdown
 from headrace.core.errors import RequestError
 from headrace.gateway.answers import answer, new_request_id, refuse
 from headrace.gateway.middleware import Below
@@ -108,8 +109,8 @@ class _Connection(HttpToolsProtocol):
     _is_full = False  # nothing more is taken from this client
     _head_bytes: int | None = 0  # of the request that is being read; None once its head is whole
     _refusal: RequestError | None = None
-    _head_timer: asyncio.TimerHandle | None = None
-    _taking_timer: asyncio.TimerHandle | None = None
+    _head_timer: Countdown | None = None
+    _taking_timer: Countdown | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -168,6 +169,10 @@ class _Connection(HttpToolsProtocol):
         super().on_response_complete()
         if self.cycle.response_complete and not self.transport.is_closing():
             self.server_state.idle[self] = None
+        if self.timeout_keep_alive_task is not None:
+            self.timeout_keep_alive_task.cancel()
+            patience = Countdown(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+            self.timeout_keep_alive_task = patience  # type: ignore[assignment]
 
     # requests that are none
 
@@ -208,7 +213,7 @@ class _Connection(HttpToolsProtocol):
 
     def _time_head(self) -> None:
         self._stop_timing_head()
-        self._head_timer = self.loop.call_later(self.server_state.bounds.head_s, self._head_is_late)
+        self._head_timer = Countdown(self.server_state.bounds.head_s, self._head_is_late)
 
     def _stop_timing_head(self) -> None:
         if self._head_timer is not None:
@@ -242,7 +247,7 @@ class _Connection(HttpToolsProtocol):
             else:
                 self.transport.abort()
 
-        self._taking_timer = self.loop.call_later(TAKES_NOTHING_S, look)
+        self._taking_timer = Countdown(TAKES_NOTHING_S, look)
 
     def _drop_if_it_takes_nothing(self) -> None:
         """The same by the system, for an answer that is too small to fill our buffer."""
@@ -280,6 +285,12 @@ class _Socket(WebSocketsSansIOProtocol):
             self.queue.put_nowait({"type": "websocket.disconnect", "code": GOING_AWAY})
         else:
             super().shutdown()
+
+    def send_keepalive_ping(self) -> None:
+        super().send_keepalive_ping()
+        if self.pong_timer is not None:
+            self.pong_timer.cancel()
+            self.pong_timer = Countdown(PONG_S, self.keepalive_timeout)  # type: ignore[assignment]
 
     def keepalive_timeout(self) -> None:
         super().keepalive_timeout()

@@ -13,6 +13,7 @@ from starlette.datastructures import Headers
 from starlette.types import Message, Scope, Send
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
+from headrace import awake
 from headrace.core.config import ServerConfig
 from headrace.core.errors import RequestError
 from headrace.core.ids import StreamId
@@ -93,7 +94,7 @@ async def _hello(socket: WebSocket) -> Headers:
         '{"type": "hello", "api_key": KEY} within 5 s.',
     )
     try:
-        async with asyncio.timeout(HELLO_S):
+        async with awake.within(HELLO_S):
             fields = _read(await socket.receive())
         key = _text(fields, "api_key", 4096)
     except (TimeoutError, RequestError):

@@ -17,19 +17,37 @@ _REDIRECTS, _TIMEOUT_S = 3, 10.0
 _REQUESTS_AT_ONCE = 8  # each may hold as many bytes as a body has
 _MOVED = (301, 302, 303, 307, 308)
 _HEADERS = [("Accept", "image/*"), ("User-Agent", "headrace")]
-_IPV4_INSIDE = ipaddress.ip_network("64:ff9b::/96")  # addresses of IPv4 that IPv6 leads to
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+_UNICAST = ipaddress.ip_network("2000::/3")  # all that IPv6 has given out for public hosts
+_IPV4_LAST = [
+    ipaddress.ip_network(it)  # compatible, mapped, translated, and NAT64
+    for it in ("::/96", "::ffff:0:0/96", "::ffff:0:0:0/96", "64:ff9b::/96")
+]
+_RESERVED = [
+    ipaddress.ip_network(it)  # Python's versions do not agree on these
+    for it in ("192.0.0.0/24", "192.88.99.0/24", "2001::/23", "2001:db8::/32", "3fff::/20")
+]
 
 
 def is_public(address: Address) -> bool:
-    """Whether it is neither private, loopback, link-local nor of a group."""
+    """Whether it is global unicast; one that leads to addresses of IPv4 is judged by those."""
     if isinstance(address, ipaddress.IPv6Address):
-        inside = address.ipv4_mapped or address.sixtofour
-        if address in _IPV4_INSIDE:
-            inside = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
-        if inside is not None:
-            return is_public(inside)
-    return address.is_global and not address.is_multicast
+        if inside := _inside(address):
+            return all(map(is_public, inside))
+        if address not in _UNICAST:
+            return False
+    is_reserved = any(address in network for network in _RESERVED)
+    return address.is_global and not (address.is_multicast or is_reserved)
+
+
+def _inside(address: ipaddress.IPv6Address) -> tuple[ipaddress.IPv4Address, ...]:
+    """The addresses of IPv4 that it leads to, or by way of."""
+    if any(address in network for network in _IPV4_LAST):
+        return (ipaddress.IPv4Address(int(address) & 0xFFFFFFFF),)
+    if address.sixtofour is not None:
+        return (address.sixtofour,)
+    return address.teredo or ()  # server and client
 
 
 class _Network(httpcore.AsyncNetworkBackend):

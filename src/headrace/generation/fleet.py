@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any
 
+from headrace.awake import STOPPED_S
 from headrace.core.config import LoadingConfig, ServerConfig
 from headrace.core.errors import ModelError, RequestError
 from headrace.generation.host import EngineClosed, Host
@@ -335,7 +336,10 @@ class Fleet:
 
     async def _unload_idle(self, after_s: float) -> None:
         while True:
-            await asyncio.sleep(min(_LOOK_INTERVAL_S, after_s))
+            due = time.monotonic() + min(_LOOK_INTERVAL_S, after_s)
+            await asyncio.sleep(due - time.monotonic())
+            if (late_s := time.monotonic() - due) > STOPPED_S:  # nobody could have asked
+                self._rested_at = {name: at + late_s for name, at in self._rested_at.items()}
             for name in self._residency.idle():
                 if time.monotonic() >= self._rested_at.get(name, 0) + after_s:
                     self.unload(self._host(name))

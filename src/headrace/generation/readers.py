@@ -5,6 +5,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
+from headrace.awake import Countdown
 from headrace.core.errors import RequestError
 from headrace.streams.events import AnyEvent, Tokens, is_terminal
 from headrace.streams.log import Log, follow
@@ -48,7 +49,7 @@ class Audience:
         self.num_resumed = 0  # of those, who came when all others had left
         self._linger_s = linger_s
         self._on_abandoned = on_abandoned
-        self._linger: asyncio.TimerHandle | None = None
+        self._linger: Countdown | None = None
 
     @property
     def is_lingering(self) -> bool:
@@ -83,7 +84,7 @@ class Audience:
         if self.is_served or self.has_seen_tokens or linger_s == 0:
             self._give_up()
         else:
-            self._linger = asyncio.get_running_loop().call_later(linger_s, self._give_up)
+            self._linger = Countdown(linger_s, self._give_up)
 
     def _give_up(self) -> None:
         self._linger = None

@@ -7,7 +7,9 @@ import math
 import time
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 
+from headrace.awake import Countdown
 from headrace.core.errors import RequestError
 from headrace.core.ids import SequenceId
 from headrace.core.log_context import log_request
@@ -58,7 +60,7 @@ class LiveStream:
         self.ended = asyncio.Event()
         self.interruption = ReaderPause()
         self.place: Place | None = None  # what it counts for in the queue
-        self._timers: list[asyncio.TimerHandle] = []
+        self._timers: list[Countdown] = []
         self._audience = Audience(
             None if record.names.is_opted_in else linger_s, on_abandoned=self._abandon
         )
@@ -170,9 +172,8 @@ class LiveStream:
         0: no limit. What waits for an engine to come back has no limit any more for beginning.
         """
         limits = ((queue_s, self._time_out_in_queue), (request_s, self._time_out))
-        loop = asyncio.get_running_loop()
         self._timers += [
-            loop.call_later(max(0.0, seconds - self._at_ms() / 1000), cut, seconds)
+            Countdown(max(0.0, seconds - self._at_ms() / 1000), partial(cut, seconds))
             for seconds, cut in limits
             if seconds
         ]

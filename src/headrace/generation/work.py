@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from headrace import awake
 from headrace.core.config_sources import SECRETS
 from headrace.core.errors import RequestError
 
@@ -308,7 +309,7 @@ class _Worker:
         replying = asyncio.create_task(self._reply())
         try:
             spent = -1.0
-            while not (await asyncio.wait([replying], timeout=STILL_S))[0]:
+            while not await awake.is_done_within(replying, STILL_S):
                 before, spent = spent, self._processor_s()
                 if spent == before:
                     raise TimeoutError

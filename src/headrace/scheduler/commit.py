@@ -125,9 +125,12 @@ class InFlight:
         began_at = self._ended_at if self._was_busy else max(step.planned_at, self._ended_at)
         elapsed = now - began_at
         self._step_ended(now)
+        self.num_steps += 1
+        self.last_step = None
+        if not result.is_timed:
+            return
         times = StepTimes(result.seconds - result.encode_seconds, result.encode_seconds, elapsed)
         self._budget.took(step.shape, times, step.is_awaited, step.cause)
-        self.num_steps += 1
         self.last_step = StepTrace(
             num_decoding=step.num_decoding,
             num_prompt_tokens=step.shape.num_prompt_tokens,

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
+from headrace.awake import Countdown
 from headrace.streams.store import Hear, StoreStalled, nobody_hears
 
 logger = logging.getLogger(__name__)
@@ -16,7 +17,7 @@ logger = logging.getLogger(__name__)
 GROUP_S = 0.005  # writes within it share a transaction, and so one sync of the disk
 RETRY_S = 0.25
 STALL_S = 8.0  # after this long without a commit, the store has stalled
-NUM_TICKS = 8  # that count this time
+LAST_TRY_S = 1.0  # for a store that has stalled, when it closes
 MAX_WAITING_BYTES = 64 << 20
 
 Result = TypeVar("Result")
@@ -69,7 +70,7 @@ class Writer:
         self._writes: queue.SimpleQueue[_Write[Any] | None] = queue.SimpleQueue()
         self._num_waiting = 0
         self._num_waiting_bytes = 0
-        self._watch: asyncio.TimerHandle | None = None
+        self._watch: Countdown | None = None
         self._failure = ""
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="stream-writer", daemon=True)
@@ -99,7 +100,8 @@ class Writer:
         """Tries once to commit what waits, then closes the database; the rest fails."""
         self._closing.set()
         self._writes.put(None)
-        await asyncio.to_thread(self._thread.join, STALL_S)  # a disk may never answer
+        patience_s = LAST_TRY_S if self.stalled.is_set() else STALL_S
+        await asyncio.to_thread(self._thread.join, patience_s)  # a disk may never answer
         if self._watch is not None:
             self._watch.cancel()
 
@@ -137,18 +139,9 @@ class Writer:
         if self._num_waiting:
             self._start_watch()
 
-    def _start_watch(self, num_left: int = NUM_TICKS) -> None:
-        loop, tick_s = asyncio.get_running_loop(), STALL_S / NUM_TICKS
-        self._watch = loop.call_later(tick_s, self._tick, num_left, loop.time() + 1.5 * tick_s)
-
-    def _tick(self, num_left: int, late_at: float) -> None:
-        """A late tick does not count: the loop was blocked, not the store."""
-        if asyncio.get_running_loop().time() < late_at:
-            num_left -= 1
-        if num_left:
-            self._start_watch(num_left)
-        else:
-            self._stall(f"no commit for {STALL_S:.0f} s", [])
+    def _start_watch(self) -> None:
+        """Nothing counts against the store while the loop itself is kept from running."""
+        self._watch = Countdown(STALL_S, lambda: self._stall(f"no commit for {STALL_S:.0f} s", []))
 
     def _stall(self, why: str, refused: list[_Write[Any]]) -> None:
         if not self.stalled.is_set():

@@ -1,0 +1,122 @@
+"""A disk that is full while streams run: what clients hear, and that all of it comes later."""
+
+import contextlib
+import json
+import resource
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.builders import make_tiny_model
+from tests.eventually import eventually
+from tests.servers import ServerProcess, running_server
+
+BODY = {"prompt": "hi", "max_tokens": 1500, "ignore_eos": True, "temperature": 0, "stream": True}
+DRAIN_S, BEYOND_S = 3, 6
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    with started(tmp_path_factory.mktemp("full")) as running:
+        yield running
+
+
+@contextlib.contextmanager
+def started(folder: Path) -> Iterator[ServerProcess]:
+    flags = ("--threads", "1", "--heartbeat-s", "1", "--drain-s", str(DRAIN_S))
+    with running_server(
+        str(make_tiny_model(folder / "tiny")), *flags, "--state-dir", str(folder / "state")
+    ) as running:
+        yield running
+
+
+@contextlib.contextmanager
+def full_disk(server: ServerProcess) -> Iterator[None]:
+    """No file of the server's may grow."""
+    pid = server.process.pid
+    before = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (1, before[1]))
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
+
+
+@contextlib.contextmanager
+def asked(server: ServerProcess, name: str) -> Iterator[httpx.Response]:
+    """A stream of a conversation, whose first bytes have come."""
+    url, headers = f"{server.url}/v1/completions", {"X-Conversation-Id": name}
+    with httpx.stream("POST", url, json=BODY, headers=headers, timeout=120) as answer:
+        assert answer.status_code == 200
+        yield answer
+
+
+def texts(body: bytes) -> str:
+    frames = [line[6:] for line in body.decode().splitlines() if line.startswith("data: {")]
+    choices = [choice for frame in frames for choice in json.loads(frame).get("choices", ())]
+    return "".join(choice["text"] for choice in choices)
+
+
+def shown(server: ServerProcess, answer: httpx.Response) -> Any:
+    stream_id = answer.headers["x-stream-id"]
+    return httpx.get(f"{server.url}/v1/streams/{stream_id}").json()["state"]
+
+
+def rest(server: ServerProcess, name: str, start: int) -> bytes:
+    params: dict[str, str | int] = {"conv_id": name, "from": start}
+    return httpx.get(f"{server.url}/v1/stream", params=params, timeout=120).content
+
+
+def test_what_is_read_by_byte_just_ends_and_all_the_rest_comes_once_there_is_space(
+    server: ServerProcess,
+) -> None:
+    with asked(server, "alone") as answer:
+        alone = answer.read()
+    with asked(server, "full") as answer:
+        pieces = answer.iter_raw()
+        got = next(pieces)
+        with full_disk(server):
+            got += b"".join(pieces)
+            assert b"[DONE]" not in got and b"error" not in got
+            assert not texts(rest(server, "full", len(got)))  # still so, and at once
+    eventually(lambda: shown(server, answer) == "finished")
+    whole = got + rest(server, "full", len(got))
+    assert texts(whole) == texts(alone) and whole.endswith(b"data: [DONE]\n\n")
+    assert whole == rest(server, "full", 0)
+    assert any("can write again" in line for line in server.lines)
+
+
+def test_readers_by_event_are_told_why_and_the_store_takes_new_streams_after(
+    server: ServerProcess,
+) -> None:
+    with asked(server, "events") as answer:
+        url = f"{server.url}/v1/streams/{answer.headers['x-stream-id']}/events"
+        with full_disk(server), httpx.stream("GET", url, timeout=60) as events:
+            assert "storage_stalled" in events.read().decode()
+    eventually(lambda: shown(server, answer) == "finished")
+    with asked(server, "new") as answer:
+        assert answer.read().endswith(b"data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("has_stalled", [False, True])
+def test_a_server_told_to_stop_on_a_full_disk_ends_in_time(
+    tmp_path: Path, has_stalled: bool
+) -> None:
+    with started(tmp_path) as server, asked(server, "stop") as answer:
+        pieces = answer.iter_raw()
+        got = next(pieces)
+        with full_disk(server):
+            if has_stalled:
+                got += b"".join(pieces)
+            began = time.monotonic()
+            assert server.stop(within_s=60) == 0
+            assert time.monotonic() - began < DRAIN_S + BEYOND_S
+        got += b"".join(pieces)
+    with started(tmp_path) as server:
+        eventually(lambda: shown(server, answer) == "finished")
+        assert (got + rest(server, "stop", len(got))).endswith(b"data: [DONE]\n\n")
