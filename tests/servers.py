@@ -12,6 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 LOAD_TIMEOUT_S = 120
+_LOADS = re.compile(r"headrace: .* \(\d+ s\)")
+
+
+def said(stderr: str) -> list[str]:
+    """Its lines, but those that tell what a load does."""
+    return [line for line in stderr.splitlines() if not _LOADS.fullmatch(line)]
 
 
 class ServerProcess:

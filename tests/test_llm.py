@@ -9,7 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
-from headrace import LLM, ConfigError, ModelError, RequestFailed
+from headrace import LLM, ConfigError, LoadProgress, ModelError, RequestFailed
+from headrace.core.loading import CHECKING, COMPILING, ENGINE, READING, WARMING
+from headrace.core.messages import WEIGHTS
 from tests.eventually import eventually
 from tests.servers import running_server
 
@@ -70,6 +72,20 @@ def test_a_string_is_a_message_of_the_user_and_a_prompt_is_raw(llm: LLM) -> None
     assert llm.chat("hi", **fields).text == chat != raw
     assert "".join(piece.text for piece in llm.stream("hi", **fields)) == chat
     assert "".join(piece.text for piece in llm.stream(prompt="hi", **fields)) == raw
+
+
+def test_a_chat_about_nothing_is_refused_with_the_field_that_is_missing(llm: LLM) -> None:
+    with pytest.raises(RequestFailed, match="chat needs messages") as refused:
+        llm.chat(None)
+    assert refused.value.param == "messages"
+
+
+def test_a_load_tells_its_stages(folder: Path) -> None:
+    told: list[LoadProgress] = []
+    LLM.load(str(folder), threads=1, on_progress=told.append).close()
+    assert told[0] == LoadProgress("reading the model's files", seconds=told[0].seconds)
+    known = (READING, ENGINE, CHECKING, COMPILING, WEIGHTS, WARMING)
+    assert {one.stage for one in told} <= set(known)
 
 
 def test_an_unknown_field_is_refused_with_the_nearest(llm: LLM) -> None:

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from headrace.client.client import Client, Stream
     from headrace.client.errors import Refused, Unreachable
     from headrace.core.errors import ModelError
+    from headrace.core.loading import LoadProgress
     from headrace.errors import ConfigError, HeadraceError, RequestFailed, StreamFailed
     from headrace.llm import LLM
 
@@ -22,6 +23,7 @@ __all__ = [
     "Client",
     "ConfigError",
     "HeadraceError",
+    "LoadProgress",
     "ModelError",
     "Piece",
     "Ranked",
@@ -38,6 +40,7 @@ _PLACES = {
     "headrace.client.client": ("Client", "Stream"),
     "headrace.client.errors": ("Refused", "Unreachable"),
     "headrace.core.errors": ("ModelError",),
+    "headrace.core.loading": ("LoadProgress",),
     "headrace.errors": ("ConfigError", "HeadraceError", "RequestFailed", "StreamFailed"),
     "headrace.llm": ("LLM",),
 }

@@ -2,6 +2,7 @@
 
 import asyncio
 import concurrent.futures
+import contextlib
 import queue
 import secrets
 import sys
@@ -12,16 +13,17 @@ from typing import Any, NamedTuple, TypeVar, overload
 import msgspec
 
 from headrace.answer import Answer, Messages, Piece, Ranked, asked_for
-from headrace.checkpoints.hub import OnProgress
 from headrace.core import config_sources
 from headrace.core.config import ServerConfig
 from headrace.core.errors import ConfigError, RequestError, StreamFailed
 from headrace.core.ids import StreamId
+from headrace.core.loading import ENGINE, ON_LOADING, READING
 from headrace.core.messages import Ready
 from headrace.core.request import Request, ResponseOptions
 from headrace.engine.local import LocalEngine
 from headrace.generation.generation import Generation
 from headrace.generation.host import Host
+from headrace.generation.loading import LoadTeller, LoadWatch, OnLoading
 from headrace.generation.metrics import Metrics
 from headrace.generation.registry import Found
 from headrace.generation.served import ServedModel
@@ -48,19 +50,23 @@ class LLM:
     Unlike there, an unknown field is refused too.
     """
 
-    def __init__(self, config: ServerConfig, on_progress: OnProgress | None = None) -> None:
-        """`on_progress` gets the bytes that a download has brought, and those in all."""
+    def __init__(self, config: ServerConfig, on_progress: OnLoading | None = None) -> None:
+        """`on_progress` gets a LoadProgress, as `load` says."""
         if not isinstance(config, ServerConfig):
             raise ConfigError(f"LLM takes a ServerConfig; use LLM.load({config!r}).")
         self._host = _Host(config, on_progress)
 
     @classmethod
-    def load(cls, model: str = "headrace-mini", **options: Any) -> "LLM":
+    def load(
+        cls, model: str = "headrace-mini", on_progress: OnLoading | None = None, **options: Any
+    ) -> "LLM":
         """Options are the flags of `headrace serve` with underscores.
 
-        ConfigError if one is wrong, ModelError if the model cannot be run.
+        `on_progress` is called by a thread, at each new stage of the load and every 2 s.
+        ConfigError if an option is wrong, ModelError if the model cannot be run.
         """
-        return cls(config_sources.load({"model": model, **options}, {}, None, are_options=True))
+        given = {"model": model, **options}
+        return cls(config_sources.load(given, {}, None, are_options=True), on_progress)
 
     @property
     def ready(self) -> Ready:
@@ -87,8 +93,11 @@ class LLM:
         answers = self._host.call(self._host.answers(calls))
         return answers if asked.is_list else answers[0]
 
-    def chat(self, messages: Messages | str, **fields: Any) -> Answer:
+    def chat(self, messages: Messages | str | None, **fields: Any) -> Answer:
         """Answers the last message; a string is the only one."""
+        if messages is None:
+            message = "chat needs messages: a list of them, or a text."
+            raise RequestError("missing_required_parameter", message, "messages")
         checked = self._host.check(openai_chat, {**fields, **asked_for(messages, None)})
         call = self._call(openai_chat, checked)
         return self._host.call(self._host.answers([call]))[0]
@@ -154,7 +163,7 @@ class _Call(NamedTuple):
 class _Host:
     """Generation and a local engine on an event loop in a thread of its own."""
 
-    def __init__(self, config: ServerConfig, on_progress: OnProgress | None) -> None:
+    def __init__(self, config: ServerConfig, on_progress: OnLoading | None) -> None:
         self.generation: Generation
         self.ready: Ready
         self._jobs: Jobs
@@ -273,7 +282,7 @@ class _Host:
         finally:
             pieces.put(None)
 
-    def _run(self, config: ServerConfig, on_progress: OnProgress | None) -> None:
+    def _run(self, config: ServerConfig, on_progress: OnLoading | None) -> None:
         try:
             asyncio.run(self._live(config, on_progress))
         except BaseException as error:
@@ -283,11 +292,13 @@ class _Host:
         finally:
             self._is_closed = True
 
-    async def _live(self, config: ServerConfig, on_progress: OnProgress | None) -> None:
+    async def _live(self, config: ServerConfig, on_progress: OnLoading | None) -> None:
         self._loop, self._closing = asyncio.get_running_loop(), asyncio.Event()
-        served = await asyncio.to_thread(ServedModel, config.models[0], on_progress)
-        local = msgspec.structs.replace(config.models[0], model=str(served.folder))
-        engine, self.ready = await LocalEngine.start(local)
+        with _told(on_progress) as watch:
+            served = await asyncio.to_thread(ServedModel, config.models[0], watch.download)
+            local = msgspec.structs.replace(config.models[0], model=str(served.folder))
+            watch.begin(ENGINE)
+            engine, self.ready = await LocalEngine.start(local)
         self._jobs = Jobs(served)
         work = ThreadWork(self._jobs)
         metrics = Metrics()
@@ -299,6 +310,17 @@ class _Host:
             self._has_started.set_result(None)
             await self._closing.wait()
             await engine.close()
+
+
+@contextlib.contextmanager
+def _told(on_progress: OnLoading | None) -> Iterator[LoadWatch]:
+    """What is watched of a load in the context is told."""
+    watch = LoadWatch()
+    watch.begin(READING)
+    ON_LOADING.set(watch.tell)
+    told = LoadTeller(lambda: (watch.progress,), on_progress or (lambda progress: None))
+    with told:
+        yield watch
 
 
 def _unbounded(config: ServerConfig) -> ServerConfig:

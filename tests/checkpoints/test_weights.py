@@ -9,8 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from headrace.checkpoints.spec import read_spec
-from headrace.checkpoints.weights import ON_SHARE, load_weights
+from headrace.checkpoints.weights import load_weights
 from headrace.core.errors import ModelError
+from headrace.core.loading import ON_LOADING
+from headrace.core.messages import Loading
 from headrace.models.registry import family
 from tests.builders import make_tiny_model
 
@@ -162,11 +164,12 @@ def test_a_config_of_another_size_than_the_weights_is_refused(tmp_path: Path) ->
 
 
 def test_a_load_tells_how_much_of_the_weights_there_is(tmp_path: Path) -> None:
-    shares: list[float] = []
-    token = ON_SHARE.set(shares.append)
+    told: list[Loading] = []
+    token = ON_LOADING.set(told.append)
     try:
         load(make_tiny_model(tmp_path / "tiny"))
     finally:
-        ON_SHARE.reset(token)
+        ON_LOADING.reset(token)
+    shares = [one.share for one in told]
     assert len(shares) > 5 and shares == sorted(shares)
     assert 0 < shares[0] < 1 and shares[-1] == 1

@@ -16,6 +16,7 @@ from headrace.cli.chat import Conversation, Transcript
 from headrace.cli.chat_screen import place, recovery, told
 from headrace.client.events import Heartbeat, Progress, Queued
 from headrace.core.errors import ConfigError
+from tests import servers
 from tests.cli.terminal import terminal
 from tests.client.builders import cutting_proxy
 from tests.eventually import eventually
@@ -231,7 +232,7 @@ def test_what_cannot_work_is_one_line_and_its_exit_code(
 ) -> None:
     ended = piped(words, "hi", XDG_STATE_HOME=str(tmp_path))
     assert ended.returncode == code
-    assert line in ended.stderr and len(ended.stderr.splitlines()) == 1, ended.stderr
+    assert line in ended.stderr and len(servers.said(ended.stderr)) == 1, ended.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGKILL])

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from headrace.cli import exits
 from headrace.cli.generate import (
+    check_fields,
     embed,
     generate,
     read_inputs,
@@ -19,9 +21,10 @@ from headrace.cli.generate import (
 from headrace.cli.main import read_fields
 from headrace.core.config import ServerConfig
 from headrace.core.config_sources import load
-from headrace.core.errors import ConfigError
+from headrace.core.errors import ConfigError, RequestError
 from headrace.llm import LLM
 from tests.builders import make_tiny_model
+from tests.servers import said
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +81,47 @@ def test_json_is_the_whole_answer(config: ServerConfig, capsys: pytest.CaptureFi
     answer = json.loads(capsys.readouterr().out)
     assert len(answer["choices"]) == 2
     assert answer["usage"]["completion_tokens"] == 6
+
+
+POINT = {
+    "type": "object",
+    "properties": {"x": {"type": "integer"}, "name": {"type": "string", "minLength": 20}},
+    "required": ["x", "name"],
+    "additionalProperties": False,
+}
+
+
+def test_what_follows_a_schema_goes_on_to_its_end(
+    config: ServerConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fields = check_fields({"json_schema": POINT, "temperature": 0}, "A point: ")
+    code = generate(config, "A point: ", fields, as_json=False)
+    shown = capsys.readouterr()
+    assert (code == exits.DONE) == ("was cut" not in shown.err and "reached" not in shown.err)
+    if code == exits.DONE:
+        assert len(json.loads(shown.out)["name"]) >= 20
+    else:  # of a model with random weights a string may have no end
+        assert "the end of the context of 128 tokens" in shown.err
+
+
+def test_a_text_that_was_cut_says_so_and_by_what(
+    config: ServerConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fields = check_fields({"max_tokens": 3, "ignore_eos": True}, "hi")
+    assert generate(config, "hi", fields, as_json=False) == exits.DONE
+    lines = said(capsys.readouterr().err)
+    assert lines == [
+        "headrace: The text was cut after 3 tokens; give it more with -o max_tokens=N."
+    ]
+    assert generate(config, "hi", fields | {"json_schema": POINT}, as_json=True) == exits.FAILED
+    assert "was cut after 3 tokens" in capsys.readouterr().err
+
+
+def test_a_wrong_field_is_found_before_a_model_is_loaded() -> None:
+    with pytest.raises(RequestError, match="max_tokens"):
+        check_fields({"max_tokens": "abc"}, "hi")
+    with pytest.raises(RequestError, match="dimensions"):
+        embed(load({"model": "/nowhere"}, {}, None), ["a"], {"dimensions": "abc"})
 
 
 def test_a_schema_is_read_from_its_file(tmp_path: Path) -> None:

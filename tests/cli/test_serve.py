@@ -13,7 +13,9 @@ import pytest
 
 from headrace.cli import exits
 from headrace.cli import serve as module
+from headrace.cli.load_lines import LoadLines
 from headrace.core.config import HttpConfig, ServerConfig
+from headrace.core.loading import STARTING
 from headrace.generation.served import Models
 
 
@@ -76,7 +78,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
                 serving = module._Serving(config, Model(), listener, store)  # type: ignore[arg-type]
                 asyncio.get_running_loop().call_soon(act)
                 async with asyncio.timeout(20):
-                    return await serving.run()
+                    return await serving.run(LoadLines(STARTING))
 
         return asyncio.run(scene())
 

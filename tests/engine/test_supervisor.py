@@ -14,7 +14,16 @@ import pytest
 from headrace import awake
 from headrace.core.config import ModelConfig
 from headrace.core.ids import SequenceId, StreamId
-from headrace.core.messages import FinishReason, Loading, Message, NewSequence, Outputs, Submit
+from headrace.core.loading import CHECKING, COMPILING, READING, WARMING
+from headrace.core.messages import (
+    WEIGHTS,
+    FinishReason,
+    Loading,
+    Message,
+    NewSequence,
+    Outputs,
+    Submit,
+)
 from headrace.core.sampling import Sampling
 from headrace.engine import child as child_module
 from headrace.engine import supervisor as module
@@ -47,13 +56,16 @@ async def of_kind(news: AsyncIterator[EngineNews], kind: type[EngineNews]) -> En
 
 def test_an_engine_tells_how_far_its_load_has_come(folder: Path) -> None:
     async def scene(engine: Supervisor, news: AsyncIterator[EngineNews]) -> None:
-        shares = []
+        told = []
         async for one in news:
             if not isinstance(one, Loading):
                 break
-            shares.append(one.share)
+            told.append(one)
         assert isinstance(one, EngineUp)
+        shares = [one.share for one in told if one.stage == WEIGHTS]
         assert shares == sorted(set(shares)) and shares[-1] == 1
+        stages = list(dict.fromkeys(one.stage for one in told if one.stage != COMPILING))
+        assert stages == [READING, CHECKING, WEIGHTS, WARMING]
 
     play(folder, scene)
 

@@ -23,6 +23,7 @@ from headrace.core.messages import Ready, Status, StepTrace
 from headrace.core.pieces import REASONING, ChannelPiece
 from headrace.core.request import Chat, Prompt, Request, ResponseOptions, Text
 from headrace.core.sampling import Sampling
+from headrace.generation.loading import LoadWatch
 from headrace.generation.metrics import Metrics
 from headrace.generation.readers import ReaderPause
 from headrace.generation.registry import FinishedStream
@@ -229,6 +230,7 @@ class FakeHost:
         self.is_here = True
         self.is_engine_up, self.num_engine_starts, self.engine_pid = True, 1, 4711
         self.share: float | None = None
+        self.loading = LoadWatch()
         self.status: Status | None = None
         self.steps: list[StepTrace] = []
         self.streams: list[Any] = []

@@ -7,6 +7,7 @@ from starlette.testclient import TestClient
 
 from headrace.core.config import HttpConfig, ServerConfig
 from headrace.core.errors import RequestError
+from headrace.core.messages import Loading
 from headrace.gateway.app import create_app
 from headrace.streams.events import Finish, Timings, Usage
 from headrace.streams.log import LogGone
@@ -165,9 +166,12 @@ def test_health_says_the_state(state: str, status: int) -> None:
 def test_health_while_loading_is_as_loaders_know_it() -> None:
     generation = FakeGeneration()
     generation.state = "loading"
+    generation.hosts.first.loading.tell(Loading(0.4))
     response = client_of(generation).get("/health")
     error = {"code": 503, "message": "Loading model", "type": "unavailable_error"}
     assert response.json()["error"] == error
+    now = response.json()["loading"]
+    assert (now["stage"], now["progress"], now["detail"]) == ("loading weights", 0.4, "")
     assert response.headers["retry-after"] == "1"
 
 

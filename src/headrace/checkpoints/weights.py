@@ -3,7 +3,6 @@
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -15,20 +14,13 @@ from headrace.checkpoints.gguf_weights import GgufFile
 from headrace.checkpoints.headers import TensorHeader, read_headers, text_side
 from headrace.checkpoints.spec import ModelSpec
 from headrace.core.errors import ModelError
+from headrace.core.loading import tell_weights
 
 Table = Mapping[str, tuple[str, ...]]
 """Module of ours (each `*`: a number) -> the checkpoint's modules that are stacked to make it."""
 
 _LEVEL, _HEAD = "model.", "lm_head."
 _DERIVED = re.compile(r"rotary_emb\.inv_freq$")  # written by old exporters, computed here
-
-
-def _ignore(share: float) -> None:
-    pass
-
-
-ON_SHARE: ContextVar[Callable[[float], None]] = ContextVar("on_share", default=_ignore)
-"""Told how much of the weights is loaded, from 0 to 1, by whichever model this thread loads."""
 
 
 class Settling(NamedTuple):
@@ -82,7 +74,7 @@ def load_weights(
                 if not any(p.is_meta for p in model.get_submodule(path).parameters(recurse=False)):
                     settle(path, held.pop(path, None))
             num_done += size
-            ON_SHARE.get()(num_done / sum(sizes))
+            tell_weights(num_done / sum(sizes))
     model.to(device)  # buffers
 
 

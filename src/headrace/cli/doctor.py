@@ -20,9 +20,11 @@ from headrace.cli.capacity import cache_bytes, fit, slots, smaller, weights
 from headrace.cli.doctor_files import advice, choices, several
 from headrace.cli.doctor_loss import loss
 from headrace.cli.doctor_machine import Finding, Verdict, machine
+from headrace.cli.load_lines import LoadLines
 from headrace.cli.state import is_redis, streams_folder
 from headrace.core.config import HttpConfig, ModelConfig, ServerConfig
 from headrace.core.errors import HeadraceError, ModelError
+from headrace.core.loading import READING
 from headrace.core.messages import Ready
 from headrace.core.request import Chat
 from headrace.gateway.auth import Auth
@@ -203,7 +205,9 @@ def _model(config: ModelConfig, text: Path | None) -> Iterator[Finding]:
         yield _tokenizer(folder)
         yield from _computing(folder, config)
         if text is not None:
-            yield Finding("loss", "ok", loss(folder, config, text))
+            with LoadLines(READING):
+                words = loss(folder, config, text)
+            yield Finding("loss", "ok", words)
     except HeadraceError as error:
         yield Finding("model", "fail", str(error))
 
@@ -250,7 +254,8 @@ def _computing(folder: Path, config: ModelConfig) -> Iterator[Finding]:
         choose_lane(read_spec(folder), "native-text")
     except ModelError as error:
         reason = str(error)
-    runner, ready = load_runner(msgspec.structs.replace(config, model=str(folder)), folder)
+    with LoadLines(READING):
+        runner, ready = load_runner(msgspec.structs.replace(config, model=str(folder)), folder)
     if "generate" in ready.tasks:
         yield _template(folder, config)
     else:

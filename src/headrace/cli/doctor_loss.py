@@ -10,6 +10,7 @@ from headrace.checkpoints.spec import read_spec
 from headrace.core.config import ModelConfig
 from headrace.core.errors import ModelError
 from headrace.core.ids import SequenceId, SlotId
+from headrace.core.loading import tell
 from headrace.core.plan import NO_SLOT, Begin, Chunk, StepPlan
 from headrace.core.sampling import Sampling
 from headrace.text.tokenizer import Tokenizer
@@ -55,6 +56,7 @@ def _mean_logprob(folder: Path, config: ModelConfig, kind: str, ids: "array[int]
         config, quantize=kind, model=str(folder), max_model_len=len(ids)
     )
     runner, ready = load_runner(wanted, folder)
+    tell("measuring")
     number = SequenceId(0)
     begin = Begin(number, ids, len(ids), 0, Sampling(num_prompt_logprobs=0))
     blocks = array("i", range(ready.layout.blocks_for(len(ids))))

@@ -3,7 +3,7 @@
 import sys
 import time
 
-_MIB = 1 << 20
+from headrace.core.loading import download_words
 
 
 class DownloadLine:
@@ -26,8 +26,5 @@ class DownloadLine:
         print(f"{start}{self._line(done, total)}", end=end, file=sys.stderr, flush=True)
 
     def _line(self, done: int, total: int) -> str:
-        seconds = max(1e-3, time.monotonic() - self._began)
-        rate = done / seconds
-        left = f", {(total - done) / rate:.0f} s left" if 0 < done < total else ""
-        share = f"{100 * done // total} % of {total / _MIB:.0f} MiB"
-        return f"Downloading {self._model}: {share}, {rate / _MIB:.1f} MiB/s{left}"
+        words = download_words(done, total, time.monotonic() - self._began)
+        return f"Downloading {self._model}: {100 * done // total} % {words}"

@@ -1,17 +1,24 @@
 """`headrace generate`: continues one prompt in this process; the text goes to stdout."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from headrace.checkpoints.find import MINI, is_hub_id
-from headrace.cli.download import DownloadLine
+from headrace.cli import exits
+from headrace.cli.load_lines import show
+from headrace.cli.logs import clear, say
 from headrace.core.config import ServerConfig
 from headrace.core.errors import ConfigError
 from headrace.llm import LLM
+from headrace.protocols import embeddings, openai_completions, structure
+from headrace.protocols.common_fields import max_tokens
+from headrace.protocols.openai_completions import DEFAULT_MAX_TOKENS
+
+_LIMITS = {"max_tokens", "max_completion_tokens"}
 
 
 def split_words(words: Sequence[str]) -> tuple[str | None, str | None]:
@@ -44,18 +51,69 @@ def read_schema(name: str) -> dict[str, Any]:
         raise ConfigError(f"--schema {name} has no JSON object; a schema is one.") from None
 
 
-def generate(config: ServerConfig, prompt: str, fields: dict[str, Any], as_json: bool) -> None:
-    with LLM(config, DownloadLine(config.models[0].model)) as llm:
+def check_fields(fields: dict[str, Any], prompt: str) -> dict[str, Any]:
+    """The fields to send; RequestError for one that is wrong, before a model is loaded.
+
+    What follows a schema or a grammar goes on to its end, unless it was given a limit.
+    """
+    openai_completions.read(fields | {"prompt": prompt})
+    if _is_constrained(fields) and not fields.keys() & _LIMITS:
+        return fields | {"max_tokens": -1}
+    return fields
+
+
+def generate(config: ServerConfig, prompt: str, fields: dict[str, Any], as_json: bool) -> int:
+    """Prints the text; the exit code says whether what should follow a schema was cut."""
+    with LLM(config, show) as llm:
+        clear()
+        ended = list(_printed(llm, prompt, fields, as_json))
+        num_cut = sum(reason == "length" for _, reason in ended)
+        if num_cut:
+            choices = "The text" if len(ended) == 1 else f"{num_cut} of {len(ended)} texts"
+            say(f"headrace: {choices} {_cut(fields, llm.ready.max_model_len)}")
+    is_broken = any(reason == "length" and not _is_json(text) for text, reason in ended)
+    return exits.FAILED if is_broken and _is_constrained(fields) else exits.DONE
+
+
+def _printed(
+    llm: LLM, prompt: str, fields: dict[str, Any], as_json: bool
+) -> Iterator[tuple[str, str | None]]:
+    """Prints what comes; the text of each choice, and why it ended."""
+    if as_json or fields.get("n", 1) != 1:  # choices would run into each other
+        answer = llm.generate(prompt, **fields)
         if as_json:
-            answer = msgspec.json.encode(llm.generate(prompt, **fields))
-            print(answer.decode())
-        elif fields.get("n", 1) == 1:
-            for piece in llm.stream(prompt=prompt, **fields):
-                print(piece.text, end="", flush=True)
-            print()
-        else:  # choices would run into each other
-            for choice in llm.generate(prompt, **fields).choices:
-                print(choice.text)
+            print(msgspec.json.encode(answer).decode(), flush=True)
+        for choice in answer.choices:
+            if not as_json:
+                print(choice.text, flush=True)
+            yield choice.text, choice.finish_reason
+        return
+    text, reason = "", None
+    for piece in llm.stream(prompt=prompt, **fields):
+        print(piece.text, end="", flush=True)
+        text, reason = text + piece.text, piece.finish_reason
+    print(flush=True)
+    yield text, reason
+
+
+def _cut(fields: dict[str, Any], max_model_len: int) -> str:
+    most = max_tokens(fields) if fields.keys() & _LIMITS else DEFAULT_MAX_TOKENS
+    if most is None:
+        room = "a larger --max-model-len or a shorter prompt leaves more room."
+        return f"reached the end of the context of {max_model_len} tokens; {room}"
+    return f"was cut after {most} tokens; give it more with -o max_tokens=N."
+
+
+def _is_constrained(fields: dict[str, Any]) -> bool:
+    return any(fields.get(name) is not None for name in structure.FIELDS)
+
+
+def _is_json(text: str) -> bool:
+    try:
+        msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        return False
+    return True
 
 
 def split_inputs(words: Sequence[str]) -> tuple[str | None, list[str]]:
@@ -77,7 +135,9 @@ def read_inputs(words: Sequence[str]) -> list[str]:
 
 def embed(config: ServerConfig, texts: list[str], fields: dict[str, Any]) -> None:
     """Prints a JSON array for each text, on a line of its own."""
-    with LLM(config, DownloadLine(config.models[0].model)) as llm:
+    embeddings.read(fields | {"input": texts})  # wrong fields are found before a model is loaded
+    with LLM(config, show) as llm:
+        clear()
         for vector in llm.embed(texts, **fields):
             print(msgspec.json.encode(vector).decode())
 

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import queue
+import shutil
 import sys
 import threading
 from datetime import UTC, datetime
@@ -14,6 +15,7 @@ from headrace.core.config import ServerConfig
 from headrace.core.log_context import KEY_NAME, REQUEST_ID
 
 _MAX_WAITING = 10_000  # lines; more are lost, and counted
+_ERASE = "\r\x1b[K"  # what stands on the terminal's line
 _LAST_S = 2.0  # for the last lines at the end
 
 
@@ -25,16 +27,19 @@ def set_up(config: ServerConfig) -> None:
     logging.basicConfig(level=config.log_level.upper(), handlers=[outlet], force=True)
 
 
-def say(line: str) -> None:
-    """A line to whoever started the server: between those of the log, in JSON as one of them."""
+def say(line: str, moves: bool = False) -> None:
+    """A line to whoever started the server: between those of the log, in JSON as one of them.
+
+    On a terminal the next line takes the place of one that `moves`.
+    """
     outlets = [h for h in logging.getLogger().handlers if isinstance(h, _Outlet)]
     if outlets and isinstance(outlets[0].formatter, JsonLines):
         record = logging.LogRecord("headrace", logging.INFO, "", 0, line, None, None)
         outlets[0].write(outlets[0].format(record))
     elif outlets:
-        outlets[0].write(line)
+        outlets[0].write(line, moves)
     else:
-        _print(line)
+        _print(line, moves)
 
 
 class TextLines(logging.Formatter):
@@ -76,7 +81,7 @@ class _Outlet(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__()
-        self._lines: queue.Queue[str | threading.Event] = queue.Queue(_MAX_WAITING)
+        self._lines: queue.Queue[tuple[str, bool] | threading.Event] = queue.Queue(_MAX_WAITING)
         self._num_lost = 0
         threading.Thread(target=self._run, name="log", daemon=True).start()
 
@@ -86,9 +91,9 @@ class _Outlet(logging.Handler):
         except Exception:  # a line is not worth a request
             self.handleError(record)
 
-    def write(self, line: str) -> None:
+    def write(self, line: str, moves: bool = False) -> None:
         try:
-            self._lines.put_nowait(line)
+            self._lines.put_nowait((line, moves))
         except queue.Full:
             self._num_lost += 1
 
@@ -105,7 +110,7 @@ class _Outlet(logging.Handler):
             if isinstance(line, threading.Event):
                 line.set()
             else:
-                _print(line)
+                _print(*line)
             if self._num_lost and self._lines.empty():
                 lost, self._num_lost = self._num_lost, 0
                 record = logging.LogRecord(
@@ -120,7 +125,18 @@ class _Outlet(logging.Handler):
                 _print(self.format(record))
 
 
-def _print(line: str) -> None:
+def clear() -> None:
+    """Takes a line that moves from the terminal."""
+    if sys.stderr.isatty():
+        _print("", moves=True)
+
+
+def _print(line: str, moves: bool = False) -> None:
     """To stderr, which may be closed."""
     with contextlib.suppress(OSError, ValueError):
-        print(line, file=sys.stderr, flush=True)
+        start, end = "", "\n"
+        if sys.stderr.isatty():
+            start = _ERASE
+        if start and moves:  # what goes over the edge could not be erased
+            line, end = line[: shutil.get_terminal_size().columns - 1], ""
+        print(f"{start}{line}", end=end, file=sys.stderr, flush=True)

@@ -13,10 +13,13 @@ import msgspec
 from headrace import __version__
 from headrace.cli import exits
 from headrace.cli.bench import bench
+from headrace.cli.load_lines import LoadLines
+from headrace.cli.logs import set_up
 from headrace.cli.models import models, pull
 from headrace.core.config import ServerConfig
 from headrace.core.config_sources import WITHOUT_VALUE, Setting, load, nearest, settings
 from headrace.core.errors import ConfigError, HeadraceError, ModelError, RequestFailed
+from headrace.core.loading import STARTING
 
 _FIELD = click.Option(["-o", "pairs"], multiple=True, metavar="FIELD=VALUE", help="Request field")
 _WRONG_FIELD = ("invalid_type", "invalid_value", "unsupported_parameter")
@@ -95,6 +98,11 @@ def _several() -> list[click.Parameter]:
     return [named, with_tables]
 
 
+def _starting() -> LoadLines:
+    """Shows that something happens while much is imported."""
+    return LoadLines(STARTING)
+
+
 def _serve_command() -> click.Command:
     def run(model: str | None, config_file: Path | None, **flags: Any) -> None:
         """Serve MODEL: a folder, a GGUF file, a hub id, or headrace-mini (the default).
@@ -105,9 +113,13 @@ def _serve_command() -> click.Command:
         headrace serve ./my-model --max-num-seqs 8 --port 9000
         headrace serve --model small=./one --model large=./two --max-models 1
         """
-        from headrace.cli.serve import serve
+        config = _config(model, flags, config_file)
+        set_up(config)
+        with _starting() as lines:
+            from headrace.cli.serve import serve
 
-        sys.exit(serve(_config(model, flags, config_file)))
+            code = serve(config, lines)
+        sys.exit(code)
 
     params: list[click.Parameter] = [
         click.Argument(["model"], required=False),
@@ -127,7 +139,8 @@ def _generate_command() -> click.Command:
     ) -> None:
         """Continue PROMPT in this process and print the text. Without PROMPT, or with -, the
         prompt is read from stdin. A single word is the prompt, unless it names a model:
-        headrace-mini, a folder, or a hub id.
+        headrace-mini, a folder, or a hub id. A text that is cut says so on stderr; if it should
+        have followed a schema or a grammar, the exit code is 1.
 
         \b
         headrace generate "The days of the week are Monday, Tuesday,"
@@ -135,15 +148,17 @@ def _generate_command() -> click.Command:
         cat story.txt | headrace generate -
         headrace generate "A point: " --schema point.json
         """
-        from headrace.cli.generate import generate, read_prompt, read_schema, split_words
-        from headrace.protocols.common_fields import known_fields
-        from headrace.protocols.openai_completions import TABLE
+        with _starting():
+            from headrace.cli import generate as verb
+            from headrace.protocols.common_fields import known_fields
+            from headrace.protocols.openai_completions import TABLE
 
-        model, prompt = split_words(words)
+        model, given = verb.split_words(words)
         fields = read_fields(pairs, known_fields(TABLE) - {"prompt", "stream"})
         if schema is not None:
-            fields["json_schema"] = read_schema(schema)
-        generate(_config(model, flags), read_prompt(prompt), fields, as_json)
+            fields["json_schema"] = verb.read_schema(schema)
+        config, prompt = _config(model, flags), verb.read_prompt(given)
+        sys.exit(verb.generate(config, prompt, verb.check_fields(fields, prompt), as_json))
 
     params: list[click.Parameter] = [
         click.Argument(["words"], nargs=-1, metavar="[MODEL] [PROMPT|-]"),
@@ -165,8 +180,9 @@ def _embed_command() -> click.Command:
         headrace embed ./my-model "A wheel that turns" "A river"
         cat lines.txt | headrace embed ./my-model - -o dimensions=256
         """
-        from headrace.cli.generate import embed, read_inputs, split_inputs
-        from headrace.protocols.embeddings import TABLE
+        with _starting():
+            from headrace.cli.generate import embed, read_inputs, split_inputs
+            from headrace.protocols.embeddings import TABLE
 
         model, texts = split_inputs(words)
         fields = read_fields(pairs, set(TABLE) - {"input", "encoding_format"})
@@ -192,10 +208,12 @@ def _chat_command() -> click.Command:
         """
         from headrace.cli.chat_command import run_chat
         from headrace.protocols.common_fields import known_fields
-        from headrace.protocols.openai_chat import TABLE
+        from headrace.protocols.openai_chat import TABLE, read
 
         known = known_fields(TABLE) - {"messages", "stream"}
-        sys.exit(run_chat(model, read_fields(pairs, known), **given))
+        fields = read_fields(pairs, known)
+        read(fields | {"messages": [{"role": "user", "content": ""}]})  # before a model is loaded
+        sys.exit(run_chat(model, fields, **given))
 
     params: list[click.Parameter] = [
         click.Argument(["model"], required=False),
@@ -225,7 +243,8 @@ def _doctor_command() -> click.Command:
         headrace doctor ./my-model --json
         headrace doctor ./my-model --loss text.txt
         """
-        from headrace.cli.doctor import doctor
+        with _starting():
+            from headrace.cli.doctor import doctor
 
         if loss is not None and model is None and config_file is None:
             raise click.UsageError("--loss needs a model to measure.")

@@ -9,6 +9,8 @@ import tempfile
 import threading
 from collections.abc import Iterator
 
+from headrace.cli.logs import clear, say
+
 _READY = re.compile(r"Headrace is ready at (http://\S+): ")
 _END_S = 15.0
 
@@ -57,9 +59,10 @@ def _await_ready(process: "subprocess.Popen[str]") -> str:
     for line in process.stderr:
         if found := _READY.match(line):
             threading.Thread(target=process.stderr.read, daemon=True).start()  # or it would block
+            clear()
             return found[1]
         if " INFO " not in line:
-            print(line, end="", file=sys.stderr, flush=True)
+            say(line.rstrip("\n"), moves=line.endswith(" s)\n"))
     raise ServerEnded(process.wait())
 
 

@@ -9,7 +9,6 @@ import os
 import signal
 import socket
 import ssl
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -17,13 +16,14 @@ from pathlib import Path
 import msgspec
 
 from headrace.cli import exits
-from headrace.cli.download import DownloadLine
 from headrace.cli.listener import listen, no_listener
-from headrace.cli.logs import say, set_up
+from headrace.cli.load_lines import LoadLines
+from headrace.cli.logs import say
 from headrace.cli.state import is_redis, streams_folder
 from headrace.core.config import HttpConfig, ModelConfig, ServerConfig
 from headrace.core.desired import look_again
 from headrace.core.errors import ConfigError, HeadraceError
+from headrace.core.loading import READING
 from headrace.core.messages import Ready
 from headrace.engine.client import EngineClient
 from headrace.engine.supervisor import Supervisor
@@ -57,9 +57,8 @@ _FAREWELL_S = 5  # for last words to clients that read slowly
 _LAST_S = 25.0  # for all that follows the drain; farewell, engine and store take less
 
 
-def serve(config: ServerConfig) -> int:
-    """Serves until a signal; returns the exit code."""
-    set_up(config)
+def serve(config: ServerConfig, lines: LoadLines) -> int:
+    """Serves until a signal; returns the exit code. `lines` show what loads do."""
     raise_descriptors(config.http.max_connections)
     tls = _tls(config.http)
     if config.cluster is not None:
@@ -71,19 +70,16 @@ def serve(config: ServerConfig) -> int:
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise no_listener(config.http, error) from None
-        print(
-            f"headrace: port {config.http.port} is in use; stop what uses it, or give --port.",
-            file=sys.stderr,
-        )
+        say(f"headrace: port {config.http.port} is in use; stop what uses it, or give --port.")
         return exits.IN_USE
     with listener:
         model = None
         if is_sole(config):
-            line = DownloadLine(config.models[0].model)
-            with LoadingServer(listener, line, tls, config.http.api_prefix) as room:
+            lines.watch.begin(READING)
+            with LoadingServer(listener, lines.watch, tls, config.http.api_prefix) as room:
                 model = ServedModel(config.models[0], room)
         with asyncio.Runner(loop_factory=_new_loop) as runner:
-            return runner.run(_run(config, model, listener, tls))
+            return runner.run(_run(config, model, listener, tls, lines))
 
 
 async def _run(
@@ -91,14 +87,15 @@ async def _run(
     model: ServedModel | None,
     listener: socket.socket,
     tls: ssl.SSLContext | None,
+    lines: LoadLines,
 ) -> int:
     try:
         store = await _open_store(config.streams.state_dir, listener.getsockname()[1])
     except StateError as error:
-        print(f"headrace: {error}", file=sys.stderr)
+        say(f"headrace: {error}")
         return exits.IN_USE if isinstance(error, StateInUse) else exits.FAILED
     try:
-        return await _Serving(config, model, listener, store, tls).run()
+        return await _Serving(config, model, listener, store, tls).run(lines)
     finally:
         await store.close()
 
@@ -175,7 +172,7 @@ class _Serving:
         self._hurry = asyncio.Event()
         self._lost_thread = asyncio.Event()
 
-    async def run(self) -> int:
+    async def run(self, lines: LoadLines) -> int:
         self._watch_signals()
         self._watch_threads()
         metrics = Metrics()
@@ -198,6 +195,7 @@ class _Serving:
             )
             generation.desired = desired
             generation.fleet.on_unknown = lambda: desired.look(generation.fleet)
+        lines.look = lambda: [host.loading.progress for host in generation.hosts.all()]
         try:
             return await self._serve(generation)
         except ExceptionGroup as broken:

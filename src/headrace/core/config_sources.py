@@ -352,7 +352,7 @@ def _from_file(
 def nearest(name: str, known: Iterable[str], prefix: str = "") -> str:
     """The end of a message: a suggestion if something is close. All names begin with `prefix`."""
     names = sorted(one.removeprefix(prefix) for one in known)
-    close = difflib.get_close_matches(name.removeprefix(prefix), names, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(name.removeprefix(prefix), names, n=1)
     return f"; did you mean {prefix}{close[0]}?" if close else "."
 
 

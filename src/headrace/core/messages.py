@@ -206,10 +206,15 @@ class Status(Message, frozen=True):
     num_preemptions: int = 0
 
 
+WEIGHTS = "loading weights"
+
+
 class Loading(Message, frozen=True):
-    """How much of the weights there is; before Ready, and only from lanes of ours."""
+    """What a load does, before Ready. `share` of the stage is done; 0 where nobody knows."""
 
     share: float
+    stage: str = WEIGHTS
+    detail: str = ""  # for people
 
 
 AnyMessage = (

@@ -14,7 +14,10 @@ import socket
 import sys
 import threading
 
+import msgspec
+
 from headrace.core.errors import ModelError
+from headrace.core.loading import ON_LOADING
 from headrace.core.messages import LoadFailed, Loading, Message, Ping, Pong, Start
 from headrace.engine import wire
 from headrace.engine.engine import Engine, Inbox
@@ -50,17 +53,18 @@ class _Sender:
                 return
 
 
-class _Shares:
+class _Progress:
     """Says how far the load has come, in whole percents."""
 
     def __init__(self, outbox: _Sender) -> None:
         self._outbox = outbox
-        self._told = -1
+        self._told: Loading | None = None
 
-    def __call__(self, share: float) -> None:
-        if (percent := int(100 * share)) > self._told:
-            self._told = percent
-            self._outbox.put(Loading(percent / 100))
+    def __call__(self, loading: Loading) -> None:
+        rounded = msgspec.structs.replace(loading, share=int(100 * loading.share) / 100)
+        if rounded != self._told:
+            self._told = rounded
+            self._outbox.put(rounded)
 
 
 def _receive(connection: socket.socket, inbox: Inbox, outbox: _Sender) -> None:
@@ -92,12 +96,11 @@ def main() -> None:
     assert isinstance(start, Start)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     try:
-        from headrace.checkpoints.weights import ON_SHARE
         from headrace.engine.load import (
             load,  # imports torch, which takes seconds; pings are answered
         )
 
-        ON_SHARE.set(_Shares(outbox))
+        ON_LOADING.set(_Progress(outbox))
         loaded = load(start.config)
     except ModelError as error:
         outbox.put(LoadFailed(error.code, str(error)))

@@ -11,7 +11,7 @@ import resource
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import uvicorn
@@ -30,13 +30,16 @@ from headrace.core.errors import RequestError
 from headrace.gateway.answers import answer, new_request_id, refuse
 from headrace.gateway.middleware import Below
 from headrace.gateway.realtime import GOING_AWAY
-from headrace.gateway.state_routes import UNABLE, unhealthy
+from headrace.gateway.state_routes import UNABLE, loading_of, unhealthy
+from headrace.gateway.web_routes import web_routes
+from headrace.generation.loading import LoadWatch
 
 MAX_AHEAD, _MAX_AHEAD_BYTES = 16, 64 << 10  # requests sent before the answer to an earlier one
 PING_S, PONG_S = 15.0, 45.0  # of a WebSocket
 _KEPT_BACK = 64  # descriptors for all else: engine, store, worker processes, files
 DESCRIPTORS_BESIDE = 256  # connections
 MAX_HEAD = 64 << 10  # bytes of a request line with its headers
+_SHORT_READ_S = 0.5  # a model that is read in less needs no server for that time
 TAKES_NOTHING_S = 60.0  # after this long without a byte taken, a client is gone
 
 
@@ -315,7 +318,8 @@ def _max_connections(most: int) -> int:
 
 
 class LoadingServer:
-    """Opens when it is told that a download goes on; `/health` then says how far it is.
+    """Answers while a model is read, if that takes longer than a moment: `/health` says how it
+    stands, and the page shows it.
 
     A context: once left, the listener is the server's alone.
     """
@@ -323,47 +327,50 @@ class LoadingServer:
     def __init__(
         self,
         listener: socket.socket,
-        on_progress: Callable[[int, int], None],
+        watch: LoadWatch,
         tls: ssl.SSLContext | None = None,
         prefix: str = "",
     ) -> None:
-        self._listener, self._on_progress = listener, on_progress
-        self._download = {"bytes_done": 0, "bytes_total": 0}
+        self._listener, self._watch = listener, watch
+        self._download: dict[str, int] = {}
         app = Starlette(
             routes=[
                 Route("/health/live", self._live),
                 Route("/health", self._health),
                 Route("/v1/health", self._health),
+                *web_routes(),
             ],
             exception_handlers={404: self._refuse, 405: self._refuse},
         )
-        self._server = HttpServer(Below(app, prefix), tls=tls)
+        self._server = HttpServer(Below(app, prefix), farewell_s=1, tls=tls)
+        self._has_read = threading.Event()
         self._thread = threading.Thread(target=self._run, name="waiting room", daemon=True)
 
     def __enter__(self) -> "LoadingServer":
+        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._thread.is_alive():
-            self._server.should_exit = True
-            self._thread.join()
+        self._has_read.set()
+        self._server.should_exit = True
+        self._thread.join()
 
     def __call__(self, done: int, total: int) -> None:
-        """Bytes that have come, and how many there will be."""
+        """Bytes of a download that have come, and how many there will be."""
         self._download = {"bytes_done": done, "bytes_total": total}
-        self._on_progress(done, total)
-        if done < total and not self._thread.is_alive():
-            self._thread.start()
+        self._watch.download(done, total)
 
     def _run(self) -> None:
-        with self._listener.dup() as own:
-            self._server.run(sockets=[own])
+        if not self._has_read.wait(_SHORT_READ_S):
+            with self._listener.dup() as own:
+                self._server.run(sockets=[own])
 
     async def _live(self, request: Request) -> Response:
         return answer({"status": "ok"})
 
     async def _health(self, request: Request) -> Response:
-        return unhealthy("loading", download=self._download)
+        more = {"download": self._download} if self._download else {}
+        return unhealthy("loading", **more, loading=loading_of(self._watch))
 
     async def _refuse(self, request: Request, error: Exception) -> Response:
         return refuse(UNABLE["loading"])

@@ -20,6 +20,7 @@ from headrace.gateway.delivery import while_connected
 from headrace.gateway.openapi import document
 from headrace.generation.generation import Generation
 from headrace.generation.host import Host
+from headrace.generation.loading import LoadWatch
 from headrace.generation.metrics import kind_of
 from headrace.generation.served import ServedModel
 from headrace.generation.stream import LiveStream
@@ -49,6 +50,8 @@ class StateRoutes:
 
     async def health(self, request: Request) -> ASGIApp:
         state = self._generation.state
+        if state == "loading":
+            return unhealthy(state, loading=loading_of(self._generation.hosts.first.loading))
         return unhealthy(state) if state in UNABLE else answer({"status": state})
 
     async def models(self, request: Request) -> ASGIApp:
@@ -87,6 +90,14 @@ def unhealthy(state: str, **more: Any) -> Response:
     return Response(body, 503, _without_length(refuse(error)), "application/json")
 
 
+def loading_of(watch: LoadWatch) -> dict[str, Any] | None:
+    """What a load does now, in JSON."""
+    if (now := watch.progress) is None:
+        return None
+    figures = {"progress": now.share, "detail": now.detail, "since_s": round(now.seconds, 1)}
+    return {"stage": now.stage, **figures}
+
+
 def _without_length(response: Response) -> dict[str, str]:
     return {k: v for k, v in response.headers.items() if not k.startswith("content-")}
 
@@ -118,12 +129,13 @@ def _status(host: Host) -> dict[str, Any]:
     if host.state == "dead":
         return {"value": "unloaded", "failed": True, "exit_code": 1}
     value = {"ok": "loaded", "recovering": "loaded"}.get(host.state, host.state)
+    stages = {} if host.loading.progress is None else {"stage": host.loading.progress.stage}
     if host.state == "loading" and host.progress is not None:
         done, total = host.progress
-        return {"value": value, "bytes_done": done, "bytes_total": total}
+        return {"value": value, "bytes_done": done, "bytes_total": total, **stages}
     if host.share is not None:
-        return {"value": value, "progress": host.share}
-    return {"value": value}
+        return {"value": value, "progress": host.share, **stages}
+    return {"value": value, **stages}
 
 
 def _entry(model: ServedModel, name: str) -> dict[str, Any]:

@@ -14,8 +14,10 @@ from headrace.checkpoints.find import MINI, find_model
 from headrace.core.config import ModelConfig
 from headrace.core.errors import ModelError, RequestError
 from headrace.core.ids import SequenceId
+from headrace.core.loading import ENGINE, READING
 from headrace.core.messages import (
     NUM_TRACED_STEPS,
+    WEIGHTS,
     Cancel,
     Loading,
     Outputs,
@@ -28,6 +30,7 @@ from headrace.engine.client import EngineClient, EngineDown, EngineResized, Engi
 from headrace.generation.event_builder import EventBuilder, InQueue
 from headrace.generation.forecast import Forecast, Schedule, TokensAsked
 from headrace.generation.in_thread import in_thread
+from headrace.generation.loading import LoadWatch
 from headrace.generation.metrics import Metrics
 from headrace.generation.replica import Replica
 from headrace.generation.replicas import Replicas, between
@@ -80,6 +83,7 @@ class Host:
         self.state = "unloaded"  # loading, ok, recovering; dead once a load or engine has failed
         self.progress: tuple[int, int] | None = None  # bytes of a download, done and in all
         self.share: float | None = None  # of the weights, while they are loaded
+        self.loading = LoadWatch("" if model else self.names[0])  # one that was read is alone
         self.status: Status | None = None  # the engine's latest numbers
         self.steps: deque[StepTrace] = deque(maxlen=NUM_TRACED_STEPS)  # and its last steps
         self.num_engine_starts = 0
@@ -191,7 +195,8 @@ class Host:
         """Reads all but the weights, which may be a download; ModelError if it cannot be served."""
         async with self._reading:
             if self._model is None:
-                self._model = await in_thread(lambda: ServedModel(self.config, self._download))
+                with self.loading.during(READING):
+                    self._model = await in_thread(lambda: ServedModel(self.config, self._download))
                 self.progress = None
 
     def begin(self) -> None:
@@ -199,6 +204,7 @@ class Host:
         local = msgspec.structs.replace(self.config, model=str(self.model.folder))
         self.state, self.last_words = "loading", ""
         self._settled = asyncio.get_running_loop().create_future()
+        self.loading.begin(ENGINE)
         self._engine = self._start(local)
 
     async def settled(self) -> None:
@@ -215,6 +221,7 @@ class Host:
         assert self._engine is not None
         await self._hear(self._engine)
         self._engine = self._up = self.status = self.share = None
+        self.loading.end()
         self.metrics.unloaded()
         self._forecast.forget_running()
         if self.state != "dead":
@@ -234,6 +241,7 @@ class Host:
             elif isinstance(news, EngineResized):
                 self._resize(news)
             elif isinstance(news, Loading):
+                self.loading.tell(news)
                 self._show_load(news)
             elif news.lost is not None:
                 self._move(news, news.lost)
@@ -326,7 +334,7 @@ class Host:
             stream.tell(mine)
 
     def _show_load(self, news: Loading) -> None:
-        self.share = news.share
+        self.share = news.share if news.stage == WEIGHTS else self.share
         now = time.monotonic()
         if now >= self._told_load_at + _TELL_LOAD_S:
             self._told_load_at = now
@@ -336,6 +344,7 @@ class Host:
     def _engine_is_up(self, news: EngineUp) -> None:
         self.model.ready = news.ready
         self._up, self.share = news, None
+        self.loading.end()
         self.num_engine_starts += 1
         self.metrics.engine_is_up(news.ready)
         self.steps.clear()
@@ -379,6 +388,7 @@ class Host:
 
     def _engine_is_down(self, news: EngineDown) -> None:
         self._up = self.status = self.share = None
+        self.loading.begin(ENGINE)
         self.metrics.engine_is_down(news)
         self._forecast.forget_running()
         if news.given_up:
@@ -426,3 +436,4 @@ class Host:
 
     def _download(self, done: int, total: int) -> None:
         self.progress = (done, total)
+        self.loading.download(done, total)

@@ -10,6 +10,7 @@ from headrace.checkpoints.spec import ModelSpec, read_spec
 from headrace.core.config import ModelConfig
 from headrace.core.errors import ModelError
 from headrace.core.layout import MemoryLayout
+from headrace.core.loading import CHECKING, READING, WARMING, tell, tell_weights
 from headrace.core.messages import Ready
 from headrace.runner.footprint import footprint, kept_groups
 from headrace.runner.kernels.choose import KernelChoice, choose_form
@@ -31,11 +32,13 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 def load_runner(config: ModelConfig, folder: Path) -> tuple[Runner, Ready]:
     """Loads, takes the memory and computes once; ModelError if the model cannot be served."""
+    tell(READING)
     torch.set_num_threads(config.threads or num_cores())
     device = _device(config)
     spec = read_spec(folder)
     dtype = dtype_of(config, spec)
     make = choose_lane(spec, config.lane)
+    tell(CHECKING)
     quantize, kernels = _kernels(config, spec, make, device, dtype)
     _check_weights_fit(config, spec, dtype, quantize, kernels.form)
     further: tuple[Any, ...] = (config.kernels,)
@@ -43,12 +46,14 @@ def load_runner(config: ModelConfig, folder: Path) -> tuple[Runner, Ready]:
         further = quantize, kernels.form
     elif make.id == "llama-cpp":
         further = (config.device != "cpu",)
+    tell_weights(0.0)
     lane: Lane = make(spec, dtype, device, *further)
     device = lane.device  # where its sequences lie
     max_num_seqs = config.scheduler.max_num_seqs or _MAX_NUM_SEQS[device.type]
     layout = _layout(config, spec, lane, max_num_seqs)
     lane.open(layout)
     runner = Runner(lane)
+    tell(WARMING)
     for _ in one_round(runner, layout):
         pass  # the first request finds every kernel compiled
     name = _name(lane.dtype)

@@ -5,6 +5,7 @@ import { el, newId } from "./dom.js";
 import { Follower } from "./follow.js";
 import { imagesIn, readImage, thumbnails } from "./images.js";
 import { ConversationList } from "./list.js";
+import { loadWords, lookAtLoad } from "./loading.js";
 import { MessageView } from "./message.js";
 import { isOneOfSeveral, loadModels, modelOf, showModels, takesImages } from "./models.js";
 import { choicesOf, defaults, faultOf, NUMBERS, sampling, saveSettings, settings } from "./settings.js";
@@ -272,12 +273,20 @@ async function choose(given) {
 async function refreshModels() {
   try {
     const error = await loadModels();
-    if (error) notice(error.message);
+    if (error && error.code !== "model_loading") notice(error.message);
     showChoices();
     return error;
   } catch {
     return null; // the followers say when the server is away
   }
+}
+
+// While the server loads its only model, the field says how far it is.
+async function followLoad() {
+  const before = loadWords();
+  await lookAtLoad();
+  $("input").placeholder = loadWords() || "Message";
+  if (before && !loadWords()) await refreshModels();
 }
 
 // pictures
@@ -393,6 +402,7 @@ setInterval(() => {
   followers.forEach(changed);
   const isSilent = [...followers.values()].some((one) => !Object.keys(one.status).length && !one.answer.text);
   if (isSilent && isOneOfSeveral() && !document.hidden) refreshModels(); // one may be loading
+  if (!document.hidden && (loadWords() || [...followers.values()].some((one) => one.status.trouble))) followLoad();
 }, 1000);
 
 // Another tab has changed a conversation.
@@ -402,5 +412,6 @@ store.onChange(async ({ conversation }) => {
   else await showList().then(followLive);
 });
 
+followLoad();
 refreshModels().then((error) => error?.status === 401 && openChoices(false));
 await show(location.hash.slice(1));

@@ -3,6 +3,7 @@
 import { button, copyButton, duration, el } from "./dom.js";
 import { thumbnails } from "./images.js";
 import { MarkdownView } from "./markdown.js";
+import { loadWords } from "./loading.js";
 import { loadingOf } from "./models.js";
 import { TextView } from "./text.js";
 import { keepTyped, typed } from "./typed.js";
@@ -126,6 +127,7 @@ function waiting(message, follower) {
   const silence = Math.floor((Date.now() - follower.heardAt) / 1000);
   const parts = [];
   if (message.stopping) parts.push(el("span", {}, "Stopping"));
+  else if (trouble && loadWords()) parts.push(el("span", {}, loadWords()));
   else if (trouble) parts.push(el("span", { class: "trouble" }, `${trouble.replace(/\.?$/, ".")} Trying again; what you see is kept.`));
   else if (recovering) parts.push(el("span", {}, `The engine is restarting (attempt ${recovering.attempt}); the answer goes on from here.`));
   else if (queue) parts.push(el("span", {}, `Place ${queue.position} of ${queue.waiting} in the queue${queue.eta_ms == null ? "" : `, about ${duration(queue.eta_ms / 1000)}`}`));

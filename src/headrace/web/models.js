@@ -3,7 +3,7 @@
 import { ask, errorOf } from "./api.js";
 import { el } from "./dom.js";
 
-let models = []; // {id, state, share, takesImages}
+let models = []; // {id, state, stage, share, takesImages}
 const STATES = { loaded: "", unloaded: " (not loaded)", loading: " (loading)", failed: " (failed)" };
 
 // Asks the server anew. Returns its error, if it had one.
@@ -14,6 +14,7 @@ export async function loadModels() {
   models = data.map(({ id, status, architecture }) => ({
     id,
     state: status?.failed ? "failed" : status?.value ?? "loaded",
+    stage: status?.stage,
     share: status?.progress ?? (status?.bytes_total ? status.bytes_done / status.bytes_total : null),
     // of a model that has not been read yet nobody knows: the server will say
     takesImages: architecture?.input_modalities?.includes("image") ?? true,
@@ -28,9 +29,10 @@ export const isOneOfSeveral = () => models.length > 1;
 
 // What to say while a model is being loaded, or nothing.
 export function loadingOf(id) {
-  const { state, share } = models.find((one) => one.id === id) ?? {};
+  const { state, stage, share } = models.find((one) => one.id === id) ?? {};
   if (state !== "loading") return "";
-  return `Loading the model ${id}${share === null ? "" : `: ${Math.round(100 * share)} %`}`;
+  const figures = [stage, share === null ? "" : `${Math.round(100 * share)} %`].filter(Boolean).join(", ");
+  return `Loading the model ${id}${figures && `: ${figures}`}`;
 }
 
 export const takesImages = (id) => Boolean(models.find((one) => one.id === id)?.takesImages);

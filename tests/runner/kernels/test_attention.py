@@ -55,6 +55,22 @@ def test_sinks_take_their_share_of_the_weight(window: int | None) -> None:
     assert largest_error(case) < 1e-5
 
 
+def test_what_is_not_a_number_stays_with_its_sequence_and_is_no_error(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    case = make_case([(5, 1), (8, 1), (100, 1)])
+    case.q[0] = float("nan")
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # one computes them all, in turn
+    try:
+        found = CpuAttention(case.storage).step(case.batch).attend(0, case.q, case.k, case.v)
+    finally:
+        torch.set_num_threads(before)
+    assert found[0].isnan().all()
+    assert torch.allclose(found[1:].double(), reference(case, *plain(case))[1:], atol=1e-5)
+    assert capfd.readouterr().err == ""
+
+
 @pytest.mark.parametrize("form", OWN_FORMS)
 @pytest.mark.parametrize("size", [16, 32, 48])
 @pytest.mark.parametrize("window", [None, 20, 300])

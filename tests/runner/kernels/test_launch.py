@@ -10,6 +10,8 @@ import pytest
 import torch
 from numba.core.dispatcher import Dispatcher
 
+from headrace.core.loading import COMPILING, ON_LOADING
+from headrace.core.messages import Loading
 from headrace.runner.kernels import launch
 from headrace.runner.kernels.launch import compiled, digest
 from headrace.runner.kernels.linear import PackedLinear
@@ -71,6 +73,19 @@ def test_machine_code_is_kept_until_a_file_of_the_folder_changes(
 
 def test_what_runs_is_out_of_the_cache_the_first_time_too() -> None:
     assert compiled(kernel, "d")._cache_hits == 1
+
+
+def test_who_loads_hears_of_a_kernel_that_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Loading] = []
+    monkeypatch.setattr(launch, "_compile_apart", lambda kernel: None)
+    before = ON_LOADING.set(told.append)
+    try:
+        compiled(kernel, "e")
+        assert [one.stage for one in told] == [COMPILING] and "kernel" in told[0].detail
+        compiled(kernel, "e")
+        assert len(told) == 1
+    finally:
+        ON_LOADING.reset(before)
 
 
 def test_a_digest_is_over_the_content_of_every_file_of_the_folder(tmp_path: Path) -> None:

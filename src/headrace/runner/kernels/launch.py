@@ -21,6 +21,7 @@ from numba import types
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.core.ccallback import CFunc
 
+from headrace.core.loading import COMPILING, tell
 from headrace.runner.kernels.arguments import Arguments
 from headrace.runner.kernels.capture import note
 
@@ -62,8 +63,11 @@ def compiled(function: Callable[[Any], None], stamp: str) -> Any:
     """
     kernel: Any = CFunc(function, _SIGNATURE, locals={}, options={})
     kernel._cache = KernelCache(function, stamp)
-    if not kernel._cache.has(kernel) and hasattr(os, "fork"):
-        _compile_apart(kernel)
+    if not kernel._cache.has(kernel):
+        name = function.__name__.strip("_").replace("_", " ")
+        tell(COMPILING, detail=f"{name}; once for this processor")
+        if hasattr(os, "fork"):
+            _compile_apart(kernel)
     kernel.compile()
     return kernel
 

@@ -138,7 +138,7 @@ def _attention(name: str, score: Any, mix: Any, new_rows: Any, new_weights: Any)
 
         `tops` holds the heads' sinks, scores without a value, or is empty.
         """
-        position, group, window, dim, _ = sight
+        position, group, window, dim, scale = sight
         token, num_tokens, column = where
         rows, size = new_rows(q, where, group, dim), past.keys.shape[2] // dim
         width, num_rows = _SPAN + 2 * size + DEEP, num_tokens * group
@@ -159,7 +159,10 @@ def _attention(name: str, score: Any, mix: Any, new_rows: Any, new_weights: Any)
             take(rows, past, (first, end), state, sight)
             first = end
         for g in range(num_rows):
-            inverse = np.float32(1) / running[g, 1]
+            # without a score that is a number there is no sum, and the error of a division by
+            # it would keep the rows after it from being computed
+            has_scores = running[g, 0] > np.float32(LOWEST / 2) * scale
+            inverse = np.float32(1) / running[g, 1] if has_scores else np.float32(np.nan)
             begin = column + g % group * dim
             row, total = out[token + g // group, begin : begin + dim], acc[g]
             for i in range(row.size):

@@ -1,0 +1,102 @@
+"""Says what loads are doing: by a clock of its own, however busy whoever loads may be."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+from headrace.core.loading import DOWNLOADING, LoadProgress, download_words
+from headrace.core.messages import Loading
+
+EVERY_S = 1.5
+"""A little less than the 2 s that are promised."""
+
+_LOOK_INTERVAL_S = 0.1
+
+OnLoading = Callable[[LoadProgress], None]
+Look = Callable[[], Iterable[LoadProgress | None]]
+
+
+class LoadWatch:
+    """What one load does, and since when. Told by one thread at a time, and read by any."""
+
+    def __init__(self, model: str = "") -> None:
+        self._model = model
+        self._now: tuple[Loading, float] | None = None
+
+    def tell(self, loading: Loading) -> None:
+        """It does this now."""
+        began = time.monotonic()
+        if self._now is not None and self._now[0].stage == loading.stage:
+            began = self._now[1]
+        self._now = loading, began
+
+    def begin(self, stage: str) -> None:
+        self.tell(Loading(0.0, stage))
+
+    def download(self, done: int, total: int) -> None:
+        """The bytes that have come, and how many there will be."""
+        self.begin(DOWNLOADING)
+        assert self._now is not None
+        words = download_words(done, total, time.monotonic() - self._now[1])
+        self.tell(Loading(done / total, DOWNLOADING, words))
+
+    @contextlib.contextmanager
+    def during(self, stage: str) -> Iterator[None]:
+        """It does this in the context, and nothing after."""
+        self.begin(stage)
+        try:
+            yield
+        finally:
+            self.end()
+
+    def end(self) -> None:
+        """It does nothing more."""
+        self._now = None
+
+    @property
+    def progress(self) -> LoadProgress | None:
+        """None if nothing is loaded."""
+        if (now := self._now) is None:
+            return None
+        loading, began = now
+        seconds = time.monotonic() - began
+        told = loading.stage, loading.share or None, loading.detail, seconds, self._model
+        return LoadProgress(*told)
+
+
+class LoadTeller:
+    """A thread that tells at once when a stage begins, and at least every `EVERY_S` what goes on.
+
+    A context. What is told at first is told before it is entered.
+    """
+
+    def __init__(self, look: Look, tell: OnLoading) -> None:
+        self.look = look
+        self._tell = tell
+        self._told: dict[str, tuple[str, float]] = {}  # stage and time, by model
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="loading", daemon=True)
+
+    def __enter__(self) -> "LoadTeller":
+        self._look_once()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.wait(_LOOK_INTERVAL_S):
+            self._look_once()
+
+    def _look_once(self) -> None:
+        now, told = time.monotonic(), self._told
+        self._told = {}
+        for one in filter(None, self.look()):
+            stage, at = told.get(one.model, ("", 0.0))
+            if one.stage != stage or now >= at + EVERY_S:
+                self._tell(one)
+                at = now
+            self._told[one.model] = one.stage, at
