@@ -19,6 +19,7 @@ from starlette.websockets import WebSocket
 
 from headrace.core.errors import RequestError
 from headrace.core.log_context import KEY_NAME, REQUEST_ID, log_request
+from headrace.generation.job_line import OWNER
 from headrace.generation.metrics import Metrics
 from headrace.protocols import openai
 from headrace.protocols.dialect import ErrorForm, dialect_of, encode, spoken_at
@@ -184,6 +185,7 @@ class ErrorBoundary:
         request_id = new_request_id(Headers(scope=scope))
         REQUEST_ID.set(request_id)
         KEY_NAME.set("")  # until the key is known
+        OWNER.set("")
         path = scope["path"]
         names = {"X-Request-Id", _errors_at(path).REQUEST_ID}
         scope = {**scope, _ID_KEY: request_id}

@@ -30,9 +30,8 @@ from headrace.generation.work import (
     TEMPLATE_S,
     Refusal,
     perform,
-    receive,
-    reply,
 )
+from headrace.generation.worker_process import receive, reply
 from headrace.protocols import (
     anthropic_messages,
     embeddings,
