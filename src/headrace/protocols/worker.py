@@ -264,8 +264,7 @@ class Jobs:
 
     def apply_template(self, body: bytes) -> bytes:
         model, fields = self._read(body, APPLY_TEMPLATE, "messages")
-        openai_chat.check_template_fields(fields)
-        return encode({"prompt": self._render(model, openai_chat.to_chat(fields))})
+        return encode({"prompt": self._render(model, openai_chat.read_chat(fields))})
 
     def _read(
         self, body: bytes, table: Mapping[str, Kind], required: str | None = None
@@ -323,8 +322,7 @@ def _to_prompt(fields: dict[str, Any]) -> Prompt:
         return Text(fields["content"], fields.get("add_special", False))
     if "prompt" in fields:
         return Text(fields["prompt"], fields.get("add_special_tokens", True))
-    openai_chat.check_template_fields(fields)
-    return openai_chat.to_chat(fields)
+    return openai_chat.read_chat(fields)
 
 
 def _piece(raw: bytes) -> str | list[int]:
