@@ -159,4 +159,4 @@ _TOO_MANY_OF_KEY = RequestError(
     f"{MAX_LARGE_OF_KEY} bodies of {LARGE >> 10} KiB or more that this key has sent wait to be "
     "read, and that is the limit; wait for their answers, or try again later.",
     retry_after_s=5,
-)
+).noting(limit=MAX_LARGE_OF_KEY)

@@ -68,13 +68,15 @@ class Refusal(msgspec.Struct, frozen=True):
     message: str
     param: str | None
     extra: dict[str, int]
+    noted: dict[str, int | str]
 
     @classmethod
     def of(cls, error: RequestError) -> "Refusal":
-        return cls(error.code, error.message, error.param, error.extra)
+        return cls(error.code, error.message, error.param, error.extra, error.noted)
 
     def error(self) -> RequestError:
-        return RequestError(self.code, self.message, self.param, self.extra)
+        error = RequestError(self.code, self.message, self.param, self.extra)
+        return error.noting(**self.noted)
 
 
 def perform(jobs: object, name: str, body: bytes, arguments: Sequence[Any]) -> bytes:
