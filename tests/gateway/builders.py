@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequen
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 from hypothesis import strategies as st
@@ -28,7 +28,7 @@ from headrace.generation.metrics import Metrics
 from headrace.generation.readers import ReaderPause
 from headrace.generation.registry import FinishedStream
 from headrace.generation.served import Models
-from headrace.generation.vectors import VectorRequest, Vectors
+from headrace.generation.vectors import Check, VectorRequest, Vectors
 from headrace.generation.work import ThreadWork
 from headrace.protocols import requests
 from headrace.protocols.dialect import dialect_of
@@ -81,6 +81,7 @@ class Letters:
     """Each byte is a token; enough of a tokenizer for the small routes."""
 
     bos_token, eos_token = "<s>", "</s>"
+    special_tokens: ClassVar[dict[str, str]] = {"bos_token": bos_token, "eos_token": eos_token}
     infill_marks: InfillMarks | None = None
 
     def encode(self, text: str, add_special_tokens: bool) -> "array[int]":
@@ -247,9 +248,10 @@ class FakeVectors:
         self._generation = generation
         self.asked: list[VectorRequest] = []
 
-    async def make(self, request: VectorRequest) -> Vectors:
-        self.asked.append(request)
+    async def make(self, request: VectorRequest, check: Check = lambda model: None) -> Vectors:
         model: Any = self._generation.hosts.get(request.model).model
+        check(model)
+        self.asked.append(request)
         packed = await self._generation.work.do(request.job, [request.packed], 64)
         inputs = msgspec.msgpack.decode(packed)
         if request.job == "pairs":

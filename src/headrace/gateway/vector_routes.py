@@ -2,6 +2,7 @@
 
 import secrets
 from collections.abc import Coroutine, Mapping
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -47,9 +48,8 @@ class VectorRoutes:
 
     async def _embed(self, request: Request, checked: CheckedBody) -> bytes:
         fields = checked.fields
-        model = self._generation.hosts.get(fields.get("model")).model
-        asked = embeddings.to_request(checked, model, self._auth.owner(request.headers))
-        made = await self._generation.vectors.make(asked)
+        asked = embeddings.to_request(checked, self._auth.owner(request.headers))
+        made = await self._generation.vectors.make(asked, partial(embeddings.check, checked))
         wanted, as_base64 = fields.get("dimensions"), fields.get("encoding_format") == "base64"
         size = len(made.vectors[0])
         step = max(1, _SLICE_BYTES // size)
