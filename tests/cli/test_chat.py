@@ -151,11 +151,11 @@ def test_ctrl_c_clears_a_half_typed_line(server: ServerProcess, tmp_path: Path) 
 def test_a_message_that_is_refused_does_not_end_the_chat(
     server: ServerProcess, tmp_path: Path
 ) -> None:
-    words = ("chat", "--url", server.url, "-o", "top_p=9")
+    words = ("chat", "--url", server.url, "-o", "grammar=no grammar")
     with terminal(*words, XDG_STATE_HOME=str(tmp_path)) as shown:
         shown.wait_for("> ")
         shown.type("hi")
-        shown.wait_for(r"(?s)\[top_p.*\].*> ")
+        shown.wait_for(r"(?s)\[grammar.*\].*> ")
         shown.press_ctrl_d()
         assert shown.wait_until_ended() == 0
 
