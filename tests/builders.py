@@ -150,9 +150,10 @@ _SEQ2SEQ_SHAPE = {
 }
 
 
-def make_tiny_seq2seq(folder: Path, kind: str = "T5") -> Path:
+def make_tiny_seq2seq(folder: Path, kind: str = "T5", **changes: Any) -> Path:
     """An encoder-decoder of kind T5, GatedT5 or BART; a source ends with <|im_end|>."""
     architecture, further = _SEQ2SEQ[kind]
+    further = further | changes
     model_class = getattr(transformers, architecture)
     torch.manual_seed(0)
     model = model_class(model_class.config_class(**_SEQ2SEQ_SHAPE | further))

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequen
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 from hypothesis import strategies as st
@@ -81,6 +81,7 @@ class Letters:
     """Each byte is a token; enough of a tokenizer for the small routes."""
 
     bos_token, eos_token = "<s>", "</s>"
+    special_tokens: ClassVar[dict[str, str]] = {"bos_token": bos_token, "eos_token": eos_token}
     infill_marks: InfillMarks | None = None
 
     def encode(self, text: str, add_special_tokens: bool) -> "array[int]":

@@ -210,6 +210,15 @@ def test_props_have_what_llama_clients_read() -> None:
     assert props["bos_token"] == "<s>"
 
 
+def test_what_lm_eval_asks_of_a_tokenizer_is_told_and_it_needs_the_clients_key() -> None:
+    client = client_of(api_key=("k",))
+    assert client.get("/tokenizer_info").status_code == 401
+    told = client.get("/tokenizer_info", headers={"x-api-key": "k"}).json()
+    assert (told["bos_token"], told["eos_token"]) == ("<s>", "</s>")
+    assert told["chat_template"] == "{{ role }}: {{ content }}"
+    assert told["tokenizer_class"] and told["model_max_length"] == 128
+
+
 def tokenize(**body: Any) -> Any:
     return client_of().post("/tokenize", json=body)
 

@@ -186,7 +186,8 @@ class _Serving:
             say(f"headrace: the models are those that were put: {kept_at}")
             configs = put_before
         hosts = tuple(map(make, told_apart(configs)))
-        work = WorkerPool("headrace.protocols.worker", *_known_to_workers(hosts))
+        has_keys = self._auth.num_keys > 0
+        work = WorkerPool("headrace.protocols.worker", *_known_to_workers(hosts), has_keys)
         generation = Generation(self._config, hosts, self._store, work, metrics)
         if not generation.fleet.is_sole:
             desired = Desired(

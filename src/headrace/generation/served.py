@@ -159,7 +159,7 @@ class Models(Generic[ByName]):
             "model_not_found",
             f"No model {name[:_SHOWN]!r} is served here; there is: {served}.",
             "model",
-        )
+        ).noting(asked=name[:_SHOWN], served=served)
 
 
 def check_generates(model: ServedModel) -> None:
@@ -266,7 +266,7 @@ def too_long(limit: int, longest: int, param: str, count: str, num_tokens: int) 
         f"in {count} tokens. Please reduce the length of the {name} to {longest} tokens.",
         param,
         {"n_prompt_tokens": num_tokens, "n_ctx": limit},
-    )
+    ).noting(prompt_tokens=num_tokens, limit=longest)
 
 
 def check_can_go_on(

@@ -31,9 +31,8 @@ from headrace.generation.work import (
     TEMPLATE_S,
     Refusal,
     perform,
-    receive,
-    reply,
 )
+from headrace.generation.worker_process import receive, reply
 from headrace.protocols import (
     anthropic_messages,
     embeddings,
@@ -93,9 +92,10 @@ class Jobs:
         digest = hashlib.sha256(route.encode() + b"\n" + body).digest()
         dialect = dialect_of(route)
         given = decode(body)
-        fields = dialect.read(given)
-        self.constrain(fields)
-        self.refuse_unseen(fields)
+        with self._noting(given):
+            fields = dialect.read(given)
+            self.constrain(fields)
+            self.refuse_unseen(fields)
         checked = pack(dialect, fields)
         names = ignored(dialect.TABLE, given) + checked.ignored
         return _encode(msgspec.structs.replace(checked, digest=digest, ignored=names))
@@ -115,6 +115,18 @@ class Jobs:
         except RequestError:
             if not self._asked(fields).model.has_vision:
                 raise
+
+    @contextlib.contextmanager
+    def _noting(self, given: Mapping[str, Any]) -> Iterator[None]:
+        """A refusal within notes for the log which of the models was asked."""
+        try:
+            yield
+        except RequestError as error:
+            name = given.get("model")
+            text = self._texts.find(name) if isinstance(name, str) else self._texts.first
+            if text is not None:
+                error.noting(model=text.names[0])
+            raise
 
     def _asked(self, fields: dict[str, Any]) -> ModelText:
         """The first model for a name that nobody has: it is refused later, behind an attach."""
@@ -175,7 +187,8 @@ class Jobs:
 
     def inputs(self, given: dict[str, Any]) -> CheckedBody:
         """The same, from a body that is decoded."""
-        fields = embeddings.read(given)
+        with self._noting(given):
+            fields = embeddings.read(given)
         model = self._texts.get(fields.get("model")).model
         fields["is_list"] = fields["input"].is_list
         embeddings.add_prompt(fields, model.sentences)
@@ -188,7 +201,8 @@ class Jobs:
 
     def query(self, given: dict[str, Any]) -> CheckedBody:
         """The same, from a body that is decoded."""
-        fields = rerank.read(given)
+        with self._noting(given):
+            fields = rerank.read(given)
         packed = _encode((fields.pop("query"), fields.pop("documents")))
         names = ignored(rerank.TABLE, given)
         return CheckedBody(fields, (), packed, ignored=names)
@@ -252,7 +266,9 @@ class Jobs:
         return encode(_listed(model, token_ids, fields) | {"max_model_len": longest})
 
     def count_tokens(self, body: bytes) -> bytes:
-        fields = anthropic_messages.read_counted(decode(body))
+        given = decode(body)
+        with self._noting(given):
+            fields = anthropic_messages.read_counted(given)
         model = self._texts.get(fields["model"]).model
         (prompt,) = anthropic_messages.to_prompts(fields)
         return encode({"input_tokens": len(self._ids(model, prompt))})
@@ -265,17 +281,17 @@ class Jobs:
 
     def apply_template(self, body: bytes) -> bytes:
         model, fields = self._read(body, APPLY_TEMPLATE, "messages")
-        openai_chat.check_template_fields(fields)
-        return encode({"prompt": self._render(model, openai_chat.to_chat(fields))})
+        return encode({"prompt": self._render(model, openai_chat.read_chat(fields))})
 
     def _read(
         self, body: bytes, table: Mapping[str, Kind], required: str | None = None
     ) -> tuple[ServedModel, dict[str, Any]]:
         given = decode(body)
-        if required and given.get(required) is None:
-            raise missing(required)
-        fields = read_fields(table, given)
-        refuse_images(fields.get("messages", ()), "this route takes text only")
+        with self._noting(given):
+            if required and given.get(required) is None:
+                raise missing(required)
+            fields = read_fields(table, given)
+            refuse_images(fields.get("messages", ()), "this route takes text only")
         return self._texts.get(fields.get("model")).model, fields
 
     def _ids(self, model: ServedModel, prompt: Prompt) -> "array[int]":
@@ -324,8 +340,7 @@ def _to_prompt(fields: dict[str, Any]) -> Prompt:
         return Text(fields["content"], fields.get("add_special", False))
     if "prompt" in fields:
         return Text(fields["prompt"], fields.get("add_special_tokens", True))
-    openai_chat.check_template_fields(fields)
-    return openai_chat.to_chat(fields)
+    return openai_chat.read_chat(fields)
 
 
 def _piece(raw: bytes) -> str | list[int]:
