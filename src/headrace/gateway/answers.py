@@ -19,6 +19,7 @@ from starlette.websockets import WebSocket
 
 from headrace.core.errors import RequestError
 from headrace.core.log_context import begin_request, log_request
+from headrace.generation.job_line import OWNER
 from headrace.generation.metrics import Metrics
 from headrace.protocols import openai
 from headrace.protocols.dialect import ErrorForm, dialect_of, encode, spoken_at
@@ -183,6 +184,7 @@ class ErrorBoundary:
             return
         request_id = new_request_id(Headers(scope=scope))
         begin_request(request_id)
+        OWNER.set("")  # until the key is known
         path = scope["path"]
         names = {"X-Request-Id", _errors_at(path).REQUEST_ID}
         scope = {**scope, _ID_KEY: request_id}

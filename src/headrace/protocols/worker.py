@@ -21,7 +21,8 @@ import msgspec
 from headrace.core.config import ModelConfig
 from headrace.core.errors import RequestError
 from headrace.core.request import Chat, Ids, Infill, Prompt, Route, Text
-from headrace.generation.served import EncodedPrompt, Models, ServedModel, names_of
+from headrace.generation.model_names import names_of, paths_of
+from headrace.generation.served import EncodedPrompt, Models, ServedModel
 from headrace.generation.work import (
     IMAGE_MEMORY_BYTES,
     IMAGES,
@@ -30,9 +31,8 @@ from headrace.generation.work import (
     TEMPLATE_S,
     Refusal,
     perform,
-    receive,
-    reply,
 )
+from headrace.generation.worker_process import receive, reply
 from headrace.protocols import (
     anthropic_messages,
     embeddings,
@@ -364,7 +364,12 @@ def _work(connection: socket.socket, is_for_images: bool) -> None:
         return
     bound = MemoryBound(IMAGE_MEMORY_BYTES if is_for_images else MEMORY_BYTES)
     texts = [
-        ModelText(names_of(config), functools.partial(ServedModel, config), bound.lifted)
+        ModelText(
+            names_of(config),
+            functools.partial(ServedModel, config),
+            bound.lifted,
+            paths_of(config),
+        )
         for config in msgspec.msgpack.decode(start[2], type=tuple[ModelConfig, ...])
     ]
     jobs = Jobs(*texts, rendering=_rendering)
