@@ -116,6 +116,7 @@ class Lines:
 @dataclass
 class FakeModel:
     names: tuple[str, ...] = ("headrace-mini", "org/other")
+    paths: frozenset[str] = frozenset({"/models/mini.gguf"})
     root: str = "headrace-mini"
     created: int = 1790000000
     # whose tokenizer grammars are checked with
@@ -225,7 +226,8 @@ class FakeHost:
     """An engine that is up and has said what a test says."""
 
     def __init__(self, model: FakeModel) -> None:
-        self.model, self.known, self.names = model, model, model.names
+        self.model, self.known = model, model
+        self.names, self.paths = model.names, model.paths
         self.name, self.ready = model.names[0], model.ready
         self.state, self.last_words = "ok", ""
         self.is_here = True

@@ -13,6 +13,7 @@ from headrace.gateway.bodies import Bodies, HeldAnswer
 from headrace.gateway.delivery import unless_left
 from headrace.gateway.generation_routes import Marked
 from headrace.generation.generation import Generation
+from headrace.generation.model_names import called
 from headrace.generation.vectors import Vectors
 from headrace.protocols import embeddings, rerank
 from headrace.protocols.dialect import encode
@@ -86,7 +87,7 @@ class VectorRoutes:
 
 
 def _name(fields: Mapping[str, Any], made: Vectors) -> str:
-    return str(fields.get("model", made.model.names[0]))
+    return called(made.model, fields.get("model"))
 
 
 def _usage(made: Vectors) -> dict[str, int]:

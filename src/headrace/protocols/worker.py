@@ -21,7 +21,8 @@ import msgspec
 from headrace.core.config import ModelConfig
 from headrace.core.errors import RequestError
 from headrace.core.request import Chat, Ids, Infill, Prompt, Route, Text
-from headrace.generation.served import EncodedPrompt, Models, ServedModel, names_of
+from headrace.generation.model_names import names_of, paths_of
+from headrace.generation.served import EncodedPrompt, Models, ServedModel
 from headrace.generation.work import (
     IMAGE_MEMORY_BYTES,
     IMAGES,
@@ -48,6 +49,7 @@ from headrace.protocols.model_text import Bound, MemoryBound, ModelText, text_of
 from headrace.protocols.prompt_ids import gap_ids, text_ids
 from headrace.protocols.requests import CheckedBody, check_token_ids, decode, pack
 from headrace.protocols.response_items import PAST, messages_of
+from headrace.text.generic_tools import GENERIC, in_words
 
 logger = logging.getLogger(__name__)
 
@@ -321,6 +323,8 @@ class Jobs:
                 "use /v1/completions, or serve it with --chat-template.",
             )
         with self._rendering():
+            if model.tool_format == GENERIC:
+                chat = in_words(chat, model.template.shows_system)
             return model.template.render(chat)
 
 
@@ -360,7 +364,12 @@ def _work(connection: socket.socket, is_for_images: bool) -> None:
         return
     bound = MemoryBound(IMAGE_MEMORY_BYTES if is_for_images else MEMORY_BYTES)
     texts = [
-        ModelText(names_of(config), functools.partial(ServedModel, config), bound.lifted)
+        ModelText(
+            names_of(config),
+            functools.partial(ServedModel, config),
+            bound.lifted,
+            paths_of(config),
+        )
         for config in msgspec.msgpack.decode(start[2], type=tuple[ModelConfig, ...])
     ]
     jobs = Jobs(*texts, rendering=_rendering)
