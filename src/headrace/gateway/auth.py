@@ -71,8 +71,8 @@ class Auth:
                 return
             raise RequestError(
                 "forbidden",
-                "Beyond this machine, or with keys, this is for those with the admin key, and there "
-                "is none; start the server with --admin-key or HEADRACE_ADMIN_KEY.",
+                "Beyond this machine, or with keys, this is for those with the admin key, and "
+                "there is none; start the server with --admin-key or HEADRACE_ADMIN_KEY.",
             )
         digest = _known(headers, self._admins)
         if digest is not None:
