@@ -150,9 +150,20 @@ _SEQ2SEQ_SHAPE = {
 }
 
 
-def make_tiny_seq2seq(folder: Path, kind: str = "T5") -> Path:
+TURNS_TEMPLATE = (
+    "{% for m in messages %}"
+    "{% if m.role != ('user' if loop.index0 % 2 == 0 else 'assistant') %}"
+    "{{ raise_exception('Roles must alternate, and there is no system.') }}{% endif %}"
+    "[{{ 'model' if m.role == 'assistant' else m.role }}]{{ m.content }}"
+    "{% endfor %}{% if add_generation_prompt %}[model]{% endif %}"
+)
+"""As strict as those of Gemma 2 and the first Mistral."""
+
+
+def make_tiny_seq2seq(folder: Path, kind: str = "T5", **changes: Any) -> Path:
     """An encoder-decoder of kind T5, GatedT5 or BART; a source ends with <|im_end|>."""
     architecture, further = _SEQ2SEQ[kind]
+    further = further | changes
     model_class = getattr(transformers, architecture)
     torch.manual_seed(0)
     model = model_class(model_class.config_class(**_SEQ2SEQ_SHAPE | further))

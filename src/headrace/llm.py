@@ -8,6 +8,7 @@ import secrets
 import sys
 import threading
 from collections.abc import Coroutine, Iterator
+from functools import partial
 from typing import Any, NamedTuple, TypeVar, overload
 
 import msgspec
@@ -245,8 +246,8 @@ class _Host:
                 task.cancel()
 
     async def vectors(self, checked: CheckedBody) -> list[list[float]]:
-        model = self.generation.hosts.get(checked.fields.get("model")).model
-        made = await self.generation.vectors.make(embeddings.to_request(checked, model, ""))
+        asked = embeddings.to_request(checked, "")
+        made = await self.generation.vectors.make(asked, partial(embeddings.check, checked))
         dimensions = checked.fields.get("dimensions")
         return [embeddings.cut(vector, dimensions).tolist() for vector in made.vectors]
 

@@ -8,10 +8,13 @@ import select
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Iterator
 
-_CONTROLS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
+_CONTROLS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\r\x08]")
+_TO_THE_RIGHT = re.compile(r"\x1b\[\d*C")
+_BEGUN = re.compile(r"\x1b(\[[0-9;?]*)?$")  # the rest of a sequence is still to come
 _PATIENCE_S = 120
 
 
@@ -19,7 +22,7 @@ class Terminal:
     """`text` is all that was shown so far, without control sequences; `raw` has them."""
 
     def __init__(self, *words: str, **variables: str) -> None:
-        self.text = self.raw = ""
+        self.text = self.raw = self._rest = ""
         self._seen = 0
         ours, theirs = pty.openpty()
         self._fd = ours
@@ -41,6 +44,12 @@ class Terminal:
     def type_on(self, text: str) -> None:
         os.write(self._fd, text.encode())
 
+    def paste(self, text: str) -> None:
+        """As a terminal does it: marked, if the program has asked for that."""
+        is_marked = self.raw.rfind("\x1b[?2004h") > self.raw.rfind("\x1b[?2004l")
+        pasted = text.replace("\n", "\r")
+        self.type_on(f"\x1b[200~{pasted}\x1b[201~" if is_marked else pasted)
+
     def press_ctrl_c(self) -> None:
         self.signal(signal.SIGINT)
 
@@ -51,6 +60,10 @@ class Terminal:
 
     def press_ctrl_d(self) -> None:
         os.write(self._fd, b"\x04")
+
+    def modes(self) -> list[object]:
+        """How the terminal treats keys and output."""
+        return termios.tcgetattr(self._fd)
 
     def wait_for(self, pattern: str) -> str:
         """What was shown up to the pattern and with it, from the last call on."""
@@ -83,7 +96,10 @@ class Terminal:
             return False
         shown = data.decode("utf-8", "replace")
         self.raw += shown
-        self.text += _CONTROLS.sub("", shown)
+        self._rest += shown
+        whole = self._rest[: found.start()] if (found := _BEGUN.search(self._rest)) else self._rest
+        self._rest = self._rest[len(whole) :]
+        self.text += _CONTROLS.sub("", _TO_THE_RIGHT.sub(" ", whole))
         return bool(data)
 
 
@@ -94,3 +110,26 @@ def terminal(*words: str, **variables: str) -> Iterator[Terminal]:
         yield shown
     finally:
         shown.close()
+
+
+def rows(raw: str, width: int) -> list[str]:
+    """What a terminal of this width shows; it knows the sequences that `Screen` uses."""
+    shown: list[list[str]] = [[]]
+    y = x = 0
+    for part in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|[^\x1b]", raw):
+        if part in ("\r", "\n"):
+            x = 0
+            y += part == "\n"
+        elif part[0] != "\x1b":
+            y, x = (y + 1, 0) if x == width else (y, x)
+            shown += [[] for _ in range(y + 1 - len(shown))]
+            shown[y] += [" "] * (x + 1 - len(shown[y]))
+            shown[y][x] = part
+            x += 1
+        elif part[-1] == "A":
+            y -= int(part[2:-1])
+        elif part == "\x1b[2K":
+            shown[y:] = shown[y:] and [[]]
+        else:
+            assert part[-1] in "mhl", part
+    return ["".join(row).rstrip() for row in shown]

@@ -56,6 +56,12 @@ def piped(words: tuple[str, ...], said: str, **variables: str) -> "Ended":
     return Ended(ended.returncode, ended.stdout.decode(), ended.stderr.decode())
 
 
+def asked(state: Path) -> list[str]:
+    """What the user said in the last conversation."""
+    kept = json.loads((state / "headrace" / "chat.json").read_bytes())["messages"]
+    return [message["content"] for message in kept if message["role"] == "user"]
+
+
 def num_running(server: ServerProcess) -> int:
     return int(httpx.get(f"{server.url}/manage/state").json()["running"])
 
@@ -148,14 +154,69 @@ def test_ctrl_c_clears_a_half_typed_line(server: ServerProcess, tmp_path: Path) 
         assert shown.wait_until_ended() == 130
 
 
-def test_a_message_that_is_refused_does_not_end_the_chat(
+def test_lines_that_are_pasted_or_typed_are_one_message(
     server: ServerProcess, tmp_path: Path
 ) -> None:
-    words = ("chat", "--url", server.url, "-o", "top_p=9")
+    with terminal("chat", "--url", server.url, *GREEDY, XDG_STATE_HOME=str(tmp_path)) as shown:
+        shown.wait_for("> ")
+        shown.paste("one\n  two\nthree")
+        shown.wait_for("three")
+        shown.type("")
+        shown.wait_for("> ")
+        shown.type_on("one\\\rtwo\x1b\rthree\r")
+        shown.wait_for("(?s)three.*> ")
+        shown.press_ctrl_d()
+        assert shown.wait_until_ended() == 0
+    assert asked(tmp_path) == ["one\n  two\nthree", "one\ntwo\nthree"]
+
+
+def test_a_terminal_that_is_dumb_takes_lines_too(server: ServerProcess, tmp_path: Path) -> None:
+    words = ("chat", "--url", server.url, *GREEDY)
+    with terminal(*words, XDG_STATE_HOME=str(tmp_path), TERM="dumb") as shown:
+        shown.wait_for("> ")
+        shown.type("one\\")
+        shown.type("two")
+        shown.wait_for("(?s)two.*> ")
+        shown.press_ctrl_d()
+        assert shown.wait_until_ended() == 0
+    assert asked(tmp_path) == ["one\ntwo"] and "\x1b[" not in shown.raw
+
+
+def test_keys_pressed_during_an_answer_wait_for_the_next_prompt(
+    server: ServerProcess, tmp_path: Path
+) -> None:
+    words = ("chat", "--url", server.url, "-o", "max_tokens=300", "-o", "ignore_eos=true")
     with terminal(*words, XDG_STATE_HOME=str(tmp_path)) as shown:
         shown.wait_for("> ")
         shown.type("hi")
-        shown.wait_for(r"(?s)\[top_p.*\].*> ")
+        shown.wait_for("(?s)hi.{20}")
+        shown.type_on("/typed ")
+        shown.paste("before\nits prompt")
+        answer = shown.wait_for("> ")
+        assert "typed" not in answer and "before" not in answer
+        shown.wait_for(r"(?s)/typed before.*its prompt")
+        shown.press_ctrl_c()
+        shown.wait_for("> ")
+    assert asked(tmp_path) == ["hi"]
+
+
+def test_the_terminal_is_left_as_it_was(server: ServerProcess, tmp_path: Path) -> None:
+    with terminal("chat", "--url", server.url, XDG_STATE_HOME=str(tmp_path)) as shown:
+        before = shown.modes()
+        shown.wait_for("> ")
+        shown.press_ctrl_d()
+        assert shown.wait_until_ended() == 0 and shown.modes() == before
+    assert shown.raw.rindex("\x1b[?2004l") > shown.raw.rindex("\x1b[?2004h")
+
+
+def test_a_message_that_is_refused_does_not_end_the_chat(
+    server: ServerProcess, tmp_path: Path
+) -> None:
+    words = ("chat", "--url", server.url, "-o", "model=another")
+    with terminal(*words, XDG_STATE_HOME=str(tmp_path)) as shown:
+        shown.wait_for("> ")
+        shown.type("hi")
+        shown.wait_for(r"(?s)\[.*another.*\].*> ")
         shown.press_ctrl_d()
         assert shown.wait_until_ended() == 0
 

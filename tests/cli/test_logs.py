@@ -73,6 +73,13 @@ def test_text_lines_have_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lines[-1] == "ready"
 
 
+def test_a_name_that_a_client_sent_cannot_look_like_the_rest_of_a_line() -> None:
+    record = logging.LogRecord("x", logging.INFO, "", 0, "request", None, None)
+    record.fields = {"asked": "a outcome=finished\n2026"}
+    line = logs.TextLines().format(record)
+    assert line.endswith('request asked="a outcome=finished\\n2026"')
+
+
 def test_a_log_that_nobody_reads_stops_nothing_and_says_what_was_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

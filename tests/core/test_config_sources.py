@@ -193,9 +193,11 @@ def test_a_folder_of_models_offers_what_lies_in_it(tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
     (tmp_path / "one" / "config.json").touch()
     (tmp_path / "two.gguf").touch()
+    (tmp_path / "one.gguf").touch()  # it must not hide the folder
     (tmp_path / "notes").mkdir()
     config = load({"models_dir": str(tmp_path), "threads": "2"}, {}, None)
-    assert [model.served_model_name for model in config.models] == [("one",), ("two",)]
+    named = [model.served_model_name for model in config.models]
+    assert named == [("one",), ("one.gguf",), ("two",)]
     assert {model.threads for model in config.models} == {2}
     with pytest.raises(ConfigError, match=r"--models-dir: .*notes has no subfolder"):
         load({"models_dir": str(tmp_path / "notes")}, {}, None)

@@ -94,6 +94,12 @@ def test_sixteen_at_once_share_one_load_and_another_model_takes_its_place(
     assert status_of(url, "b")["value"] == "loaded"
 
 
+def test_an_embedding_loads_its_model(server: ServerProcess) -> None:
+    body = {"input": "one two", "model": "a"}
+    answer = httpx.post(f"{server.url}/v1/embeddings", json=body, timeout=LIMIT_S)
+    assert (answer.status_code, answer.json()["model"]) == (200, "a")
+
+
 def test_a_model_that_nobody_has_is_404_and_names_those_there_are(server: ServerProcess) -> None:
     answer = ask(server.url, "c")
     assert answer.status_code == 404

@@ -90,6 +90,36 @@ def test_a_request_is_one_line_of_the_log_with_its_id_and_the_name_of_its_key(
     assert "first" not in whole_log and answer.json()["id"] not in whole_log
 
 
+def refused_line(server: Operated, body: dict[str, Any], path: str = "/v1/completions") -> Any:
+    """What the log says of a request that gets no answer."""
+    id = f"refused-{len(server.lines)}"
+    with server.client("first") as client:
+        assert client.post(path, json=body, headers={"x-request-id": id}).status_code >= 400
+    found: list[dict[str, Any]] = []
+
+    def is_told() -> bool:
+        found[:] = [line for line in server.log if line.get("request_id") == id]
+        return bool(found)
+
+    eventually(is_told, within_s=60)
+    return found[-1]
+
+
+def test_a_refused_request_is_logged_with_its_model_tokens_and_limit(server: Operated) -> None:
+    long = refused_line(server, {"prompt": "word " * 40_000})
+    assert (long["outcome"], long["model"]) == ("context_length_exceeded", "headrace-mini")
+    assert long["prompt_tokens"] > long["limit"] > 1000
+    wrong = refused_line(server, CHAT | {"temperature": "hot"}, "/v1/chat/completions")
+    assert (wrong["outcome"], wrong["model"]) == ("invalid_type", "headrace-mini")
+
+
+def test_a_name_that_is_not_served_is_logged_with_those_there_are(server: Operated) -> None:
+    for path in ("/v1/chat/completions", "/apply-template"):
+        line = refused_line(server, CHAT | {"model": "gpt-7"}, path)
+        assert (line["outcome"], line["asked"]) == ("model_not_found", "gpt-7")
+        assert line["served"] == "headrace-mini" and "model" not in line
+
+
 def test_what_is_the_operators_takes_the_operators_key(server: Operated) -> None:
     with server.client() as client:
         for path in ("/metrics", "/manage/state"):

@@ -163,3 +163,11 @@ def test_a_sibling_goes_on_from_a_copied_slot_and_writes_only_its_own(runner):
     answers.decode([1], 6)
     answers.decode([0], 6)
     assert answers.tokens[0] == answers.tokens[1]
+
+
+def test_a_model_that_knows_a_few_tokens_is_loaded_and_still_cut(tmp_path: Path):
+    ids = {"decoder_start_token_id": 3, "pad_token_id": 3, "eos_token_id": 2, "bos_token_id": 1}
+    folder = make_tiny_seq2seq(tmp_path / "few", "T5", vocab_size=16, **ids)
+    runner = tiny_runner(folder, max_model_len=64)
+    assert runner.lane.source.can_be_cut
+    assert max(answer(runner, [4, 5, 6], 8)) < 16

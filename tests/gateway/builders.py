@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequen
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 from hypothesis import strategies as st
@@ -28,7 +28,7 @@ from headrace.generation.metrics import Metrics
 from headrace.generation.readers import ReaderPause
 from headrace.generation.registry import FinishedStream
 from headrace.generation.served import Models
-from headrace.generation.vectors import VectorRequest, Vectors
+from headrace.generation.vectors import Check, VectorRequest, Vectors
 from headrace.generation.work import ThreadWork
 from headrace.protocols import requests
 from headrace.protocols.dialect import dialect_of
@@ -81,6 +81,7 @@ class Letters:
     """Each byte is a token; enough of a tokenizer for the small routes."""
 
     bos_token, eos_token = "<s>", "</s>"
+    special_tokens: ClassVar[dict[str, str]] = {"bos_token": bos_token, "eos_token": eos_token}
     infill_marks: InfillMarks | None = None
 
     def encode(self, text: str, add_special_tokens: bool) -> "array[int]":
@@ -115,6 +116,7 @@ class Lines:
 @dataclass
 class FakeModel:
     names: tuple[str, ...] = ("headrace-mini", "org/other")
+    paths: frozenset[str] = frozenset({"/models/mini.gguf"})
     root: str = "headrace-mini"
     created: int = 1790000000
     # whose tokenizer grammars are checked with
@@ -224,7 +226,8 @@ class FakeHost:
     """An engine that is up and has said what a test says."""
 
     def __init__(self, model: FakeModel) -> None:
-        self.model, self.known, self.names = model, model, model.names
+        self.model, self.known = model, model
+        self.names, self.paths = model.names, model.paths
         self.name, self.ready = model.names[0], model.ready
         self.state, self.last_words = "ok", ""
         self.is_here = True
@@ -247,9 +250,10 @@ class FakeVectors:
         self._generation = generation
         self.asked: list[VectorRequest] = []
 
-    async def make(self, request: VectorRequest) -> Vectors:
-        self.asked.append(request)
+    async def make(self, request: VectorRequest, check: Check = lambda model: None) -> Vectors:
         model: Any = self._generation.hosts.get(request.model).model
+        check(model)
+        self.asked.append(request)
         packed = await self._generation.work.do(request.job, [request.packed], 64)
         inputs = msgspec.msgpack.decode(packed)
         if request.job == "pairs":

@@ -7,6 +7,7 @@ from headrace.core.config import HttpConfig
 from headrace.core.errors import ConfigError, RequestError
 from headrace.core.log_context import KEY_NAME
 from headrace.gateway.auth import Auth
+from headrace.generation.job_line import OWNER
 
 KEYS = HttpConfig(api_key=("one", "two"))
 
@@ -73,6 +74,7 @@ def test_keys_of_a_file_count_as_it_is_read_again_and_their_names_are_known(tmp_
     for key, name in (("one", "ann"), ("two", "")):
         auth.check(Headers({"x-api-key": key}))
         assert KEY_NAME.get() == name
+        assert OWNER.get() == auth.owner(Headers({"x-api-key": key}))
     file.write_text("bob:three\n")
     auth.check(Headers({"x-api-key": "one"}))
     auth.reload()

@@ -13,7 +13,8 @@ from headrace.core.plan import SourceForm
 from headrace.gateway.app import create_app
 from headrace.gateway.state_routes import Snapshot, Watch, _kind
 from headrace.generation.event_builder import Standing
-from tests.gateway.builders import READY, FakeGeneration, in_loop
+from headrace.streams.events import Finish, Timings, Usage
+from tests.gateway.builders import READY, FakeGeneration, ended, in_loop
 
 STEPS = [StepTrace(4, 35, 0.1, 0.11, 0.12, 0.07, ""), StepTrace(4, 0, 0, 0.03, 0.03, None, "")]
 
@@ -195,3 +196,14 @@ async def test_a_stream_without_changes_shows_signs_of_life() -> None:
 )
 def test_a_model_is_listed_by_what_it_takes_and_gives(kind: str, facts: dict[str, Any]) -> None:
     assert _kind(msgspec.structs.replace(READY, **facts)) == kind
+
+
+def test_a_model_that_is_asked_for_by_its_path_answers_by_its_name() -> None:
+    finish = Finish(seq=0, at_ms=0, ends=(ended().end,), usage=Usage(2, 1), timings=Timings())
+    client = client_of(FakeGeneration(ended(), finish))
+    path = "/models/mini.gguf"  # as versions before called a model without a name
+    for route, field in (("completions", "prompt"), ("embeddings", "input")):
+        answer = client.post(f"/v1/{route}", json={"model": path, field: "a"})
+        assert answer.status_code == 200 and path not in answer.text
+    assert client.get(f"/v1/models/{path}").json()["id"] == "headrace-mini"
+    assert path not in client.get("/v1/models").text + client.get("/props").text

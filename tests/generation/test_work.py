@@ -18,7 +18,7 @@ import pytest
 from headrace.core.config import ModelConfig
 from headrace.core.errors import RequestError
 from headrace.core.request import Chat, Text
-from headrace.generation import work
+from headrace.generation import worker_process
 from headrace.generation.served import encoded_of
 from headrace.generation.work import WorkerPool
 
@@ -104,7 +104,7 @@ def test_a_job_does_not_wait_for_a_worker_that_is_held(
     async def run() -> None:
         async with pool_of(config) as pool:
             assert await render(pool, "fine") == "2 tokens"
-            monkeypatch.setattr(work, "STILL_S", 0.5)
+            monkeypatch.setattr(worker_process, "STILL_S", 0.5)
             for pid in workers():
                 os.kill(pid, signal.SIGSTOP)
             assert await render(pool, "fine") == "2 tokens"
@@ -119,7 +119,7 @@ def test_a_stop_of_the_whole_server_is_no_hang_of_a_worker(
         async with pool_of(config) as pool:
             assert await render(pool, "fine") == "2 tokens"
             before = workers()
-            monkeypatch.setattr(work, "STILL_S", 0.5)
+            monkeypatch.setattr(worker_process, "STILL_S", 0.5)
             for pid in before:
                 os.kill(pid, signal.SIGSTOP)
             rendering = asyncio.create_task(render(pool, "fine"))
@@ -164,16 +164,6 @@ def test_small_jobs_pass_a_large_one(config: ModelConfig) -> None:
     assert asyncio.run(run())[:3] == ["small"] * 3
 
 
-def test_of_waiting_jobs_the_smaller_ones_go_first_and_equals_in_their_order() -> None:
-    async def run() -> list[int]:
-        sizes = [40_000, 3_000, 20, 4_000, 60_000, 500_000]
-        jobs = [work._Job("prompts", [bytes(size)], ()) for size in sizes]
-        jobs.append(jobs.pop(0))  # the first to come stands last
-        return [job.size for job in sorted(jobs)]
-
-    assert asyncio.run(run()) == [3_000, 20, 4_000, 40_000, 60_000, 500_000]
-
-
 def test_a_job_that_nobody_waits_for_is_not_done(config: ModelConfig) -> None:
     async def run() -> None:
         async with pool_of(config) as pool:
@@ -184,8 +174,25 @@ def test_a_job_that_nobody_waits_for_is_not_done(config: ModelConfig) -> None:
                 task.cancel()
             assert await render(pool, "fine") == "2 tokens"
             async with asyncio.timeout(30):  # 50 slow ones would take minutes
-                while not all(worker._jobs.empty() for worker in pool._workers):
+                while len(pool._line):
                     await asyncio.sleep(0.01)
+
+    asyncio.run(run())
+
+
+def test_a_job_in_work_ends_with_its_client(config: ModelConfig) -> None:
+    async def run() -> None:
+        async with pool_of(config) as pool:
+            assert await render(pool, "fine") == "2 tokens"
+            packed = msgspec.msgpack.encode((Text("many words " * 3_000_000),))
+            asking = asyncio.create_task(pool.do("prompts", [packed], 1 << 30))
+            while not pool._line._in_work:
+                await asyncio.sleep(0)
+            before = workers()
+            asking.cancel()
+            packed = msgspec.msgpack.encode((Text("many words " * 10_000),))
+            await pool.do("prompts", [packed], 1 << 30)
+            assert len(set(before) - set(workers())) == 1
 
     asyncio.run(run())
 
@@ -219,11 +226,11 @@ def test_a_worker_whose_server_has_gone_ends_without_a_word(folder: Path) -> Non
         )
         theirs.close()
         start = msgspec.msgpack.encode((ModelConfig(model=str(folder)),))
-        ours.sendall(work._REQUEST.pack(0, len(start)) + start)
+        ours.sendall(worker_process._REQUEST.pack(0, len(start)) + start)
         assert ours.recv(5)
         head = msgspec.msgpack.encode(("prompts", (10,)))
         body = msgspec.msgpack.encode((Text("on and on " * 10_000),))
-        ours.sendall(work._REQUEST.pack(len(head), len(body)) + head + body)
+        ours.sendall(worker_process._REQUEST.pack(len(head), len(body)) + head + body)
     assert worker.communicate(timeout=60)[1] == b"" and worker.returncode == 0
 
 

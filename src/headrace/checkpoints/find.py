@@ -1,5 +1,7 @@
 """From a model's name to the folder that holds it; never imports torch."""
 
+import contextlib
+import os
 import re
 from pathlib import Path
 
@@ -41,6 +43,26 @@ def find_here(model: str, revision: str | None = None) -> Path | None:
     repo, quantization = _parts(model)
     found = cached(repo, revision, quantization)
     return found and _in(found, quantization)
+
+
+def place_of(model: str) -> Path | None:
+    """The file or folder that the name stands for, there or not; None for a hub id, and for ours.
+
+    A folder's links are followed. A file's are not: in the hub's cache they lead to bare digests.
+    """
+    if model == MINI:
+        return None
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path.resolve()
+    if path.is_file():
+        return Path(os.path.abspath(path))
+    before, colon, name = model.rpartition(":")
+    folder = Path(before).expanduser()
+    if colon and folder.is_dir():
+        with contextlib.suppress(ModelError):
+            return choose_file(folder.resolve(), name)
+    return None if is_hub_id(model) else Path(os.path.abspath(path))
 
 
 def is_hub_id(model: str) -> bool:

@@ -83,25 +83,28 @@ def choose_file(folder: Path, quantization: str | None) -> Path:
     )
 
 
+def stem_of(name: str) -> str:
+    """The name of a GGUF file without its ending, and without the number of a part."""
+    return re.sub(r"(-\d{5}-of-\d{5})?\.gguf$", "", name)
+
+
 def quantization_of(name: str) -> str | None:
     """Q4_K_M of model-Q4_K_M.gguf, in capitals; None if the name does not say."""
-    stem = re.sub(r"(-\d{5}-of-\d{5})?\.gguf$", "", name)
-    found = _QUANTIZATION.search(stem)
+    found = _QUANTIZATION.search(stem_of(name))
     return found[1].upper() if found else None
 
 
 def gguf_folder(path: Path) -> Path:
     """The folder for a file, made if it is not there; ModelError if the file cannot be served."""
     files = parts(path)
-    # a later part given by name is the whole model as well
-    name = re.sub(r"-\d{5}-of-\d{5}$", "", path.stem)
     digest = hashlib.sha256(version("headrace").encode())
     for module in ("gguf_folder.py", "gguf_tokenizer.py"):
         digest.update(Path(__file__).with_name(module).read_bytes())
     for file in files:
         facts = file.stat()
         digest.update(f"{file.resolve()}\0{facts.st_size}\0{facts.st_mtime_ns}\0".encode())
-    folder = _cache() / digest.hexdigest()[:12] / name
+    # a later part given by name is the whole model as well
+    folder = _cache() / digest.hexdigest()[:12] / stem_of(path.name)
     if not folder.is_dir():
         _make(folder, files)
     return folder

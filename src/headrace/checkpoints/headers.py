@@ -1,6 +1,7 @@
 """What the weight files say they hold; reads their headers and not a value, without torch."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from headrace.checkpoints.spec import ModelSpec
 from headrace.core.errors import ModelError
 
 _KNOWN_TYPES = ("F32", "F16", "BF16")
+_BUFFERS = re.compile(r"(^|\.)(position_ids|token_type_ids|num_batches_tracked|attn\.bias)$")
+"""Whole numbers that old exporters wrote, and every model makes by itself."""
 _NESTED = "model.language_model."  # where a model that also sees keeps its text side
 _MAX_EXPERTS = 4096  # of a layer; a stack of more is not taken apart, so nobody knows it
 VISION = "model.visual."
@@ -41,6 +44,8 @@ def read_headers(spec: ModelSpec) -> dict[str, TensorHeader]:
             headers |= _of_gguf(spec.folder / name)
             continue
         for tensor, header in _read_file(spec.folder / name).items():
+            if _BUFFERS.search(tensor) and header.dtype not in _KNOWN_TYPES:
+                continue
             if header.dtype not in _KNOWN_TYPES:
                 raise ModelError(
                     f"Tensor {tensor} of {spec.name} has the type {header.dtype}; "

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from headrace.answer import Piece
+from headrace.cli.chat_keyboard import Keyboard
 from headrace.cli.chat_screen import Screen
 from headrace.cli.state import state_home
 from headrace.client.client import Client, Stream
@@ -26,7 +27,9 @@ HELP = """\
 /again  asks the last question once more
 /help   shows this
 /exit   leaves, as Ctrl-D does
-Ctrl-C stops an answer, or clears a line."""
+Enter sends; Alt-Enter, or a backslash before Enter, begins another line.
+Ctrl-C stops an answer, or clears what is typed.
+What is typed during an answer waits for its end."""
 
 
 class Conversation(msgspec.Struct):
@@ -189,15 +192,15 @@ def _is_json(text: str) -> bool:
     return True
 
 
-def converse(chat: ChatLoop, screen: Screen) -> None:
-    """Until the input ends; what is piped in is one message."""
-    if not sys.stdin.isatty():
+def converse(chat: ChatLoop, screen: Screen, keyboard: Keyboard | None) -> None:
+    """Until the input ends; without a keyboard it is one message."""
+    if keyboard is None:
         if text := sys.stdin.read().strip():
             chat.ask(text)
         return
-    while (text := screen.read_line()) not in (None, "/exit", "/quit"):
+    while (text := keyboard.read()) is not None and text.strip() not in ("/exit", "/quit"):
         try:
-            _do(text or "", chat, screen)
+            _do(text, chat, screen)
         except Refused as refused:  # this message; the next one may do
             screen.note(refused.message)
         except Unreachable as error:
@@ -207,7 +210,7 @@ def converse(chat: ChatLoop, screen: Screen) -> None:
 
 
 def _do(text: str, chat: ChatLoop, screen: Screen) -> None:
-    match text:
+    match text.strip():
         case "":
             pass
         case "/help":
@@ -218,7 +221,7 @@ def _do(text: str, chat: ChatLoop, screen: Screen) -> None:
             chat.again()
         case _ if text.split()[0] in _COMMANDS:
             screen.note(f"{text.split()[0]} takes nothing after it; leave it out")
-        case _ if _COMMAND.fullmatch(text):
-            screen.note(f"{text} is not a command; /help lists them")
+        case word if _COMMAND.fullmatch(word):
+            screen.note(f"{word} is not a command; /help lists them")
         case _:
             chat.ask(text)

@@ -2,11 +2,11 @@
 
 import contextlib
 import os
-import sys
 from typing import Any
 
 from headrace.cli import exits
 from headrace.cli.chat import ChatLoop, Conversation, converse, transcript
+from headrace.cli.chat_keyboard import keyboard
 from headrace.cli.chat_screen import Screen
 from headrace.cli.private_server import ServerEnded, end_on_hangup, private_server
 from headrace.client.client import Client
@@ -30,8 +30,13 @@ def run_chat(
     end_on_hangup()
     server = private_server(model) if model else contextlib.nullcontext(url or URL)
     try:
-        with server as address, Client(address, key or None) as client:
-            _talk(client, begun, fields, is_resumed=conversation["goes_on"])
+        with keyboard() as keys, server as address, Client(address, key or None) as client:
+            chat, screen = _set_up(client, begun, fields)
+            if keys is not None:
+                _greet(client, screen, fields)
+            if conversation["goes_on"]:
+                chat.resume()
+            converse(chat, screen, keys)
     except ServerEnded as ended:
         return ended.code
     except Refused as error:
@@ -52,17 +57,12 @@ def _conversation(system: str | None, goes_on: bool) -> Conversation:
     return transcript().read()
 
 
-def _talk(
-    client: Client, conversation: Conversation, fields: dict[str, Any], is_resumed: bool
-) -> None:
+def _set_up(
+    client: Client, conversation: Conversation, fields: dict[str, Any]
+) -> tuple[ChatLoop, Screen]:
     screen = Screen()
     client.on_trouble = screen.trouble
-    chat = ChatLoop(client, screen, transcript(), conversation, fields)
-    if sys.stdin.isatty():
-        _greet(client, screen, fields)
-    if is_resumed:
-        chat.resume()
-    converse(chat, screen)
+    return ChatLoop(client, screen, transcript(), conversation, fields), screen
 
 
 def _greet(client: Client, screen: Screen, fields: dict[str, Any]) -> None:
@@ -72,5 +72,6 @@ def _greet(client: Client, screen: Screen, fields: dict[str, Any]) -> None:
     finally:
         screen.end_answer()
     screen.tell(
-        f"{name} at {client.url}. Ctrl-C stops an answer, Ctrl-D leaves, /help shows the rest."
+        f"{name} at {client.url}. Alt-Enter begins a new line, Ctrl-C stops an answer, "
+        "Ctrl-D leaves, /help shows the rest."
     )

@@ -2,10 +2,11 @@
 
 import re
 import sys
-from collections.abc import Callable
 from typing import IO
 
+from rich.cells import chop_cells
 from rich.console import Console, RenderableType
+from rich.control import Control
 from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
 from rich.text import Text
 
@@ -68,41 +69,16 @@ def load(event: events.Heartbeat) -> str:
     return f"loading the model{share}"
 
 
-def _line_editor() -> Callable[[], str]:
-    """Gives input() history and editing if there is readline; returns what reads its line."""
-    try:
-        import readline
-    except ImportError:
-        return str
-    return readline.get_line_buffer
-
-
 class Screen:
     """Without a terminal only the text of answers appears; reasoning and tool calls are dimmed."""
 
     def __init__(self) -> None:
         self._errors = Console(stderr=True, highlight=False)
         self._bar: Progress | None = None
-        self._unfinished: IO[str] | None = None  # where the last line of an answer is open
+        self._line = ""  # what the last line of an answer has so far
+        self._target: IO[str] = sys.stdout  # where it stands
         self._part = ("", 0)  # channel and tool call that it is of
         self._is_seen = sys.stdout.isatty()
-
-    def read_line(self) -> str | None:
-        """What the user says; None when they leave with Ctrl-D.
-
-        Ctrl-C clears what is typed; on an empty line it is a KeyboardInterrupt.
-        """
-        typed = _line_editor()
-        while True:
-            try:
-                return input("> ").strip()
-            except EOFError:
-                print(file=sys.stderr)
-                return None
-            except KeyboardInterrupt:
-                if not typed():
-                    raise
-                print(file=sys.stderr)
 
     def tell(self, text: str) -> None:
         """Something outside the conversation."""
@@ -148,26 +124,29 @@ class Screen:
         if self._part != (piece.channel, piece.call):
             self._end_line()
             self._part = (piece.channel, piece.call)
+        self._write(text, is_aside)
+        self._target = self._errors.file if is_aside else sys.stdout
+        self._line = (self._line + text).rpartition("\n")[2]
+
+    def _write(self, text: str, is_aside: bool) -> None:
         if is_aside:
             self._errors.print(Text(_tame(text), "dim"), end="", soft_wrap=True)
         else:
             sys.stdout.write(_tame(text) if self._is_seen else text)
             sys.stdout.flush()
-        target = self._errors.file if is_aside else sys.stdout
-        self._unfinished = None if text.endswith("\n") else target
 
     def _end_line(self) -> None:
-        if self._unfinished is not None:
-            self._unfinished.write("\n")
-            self._unfinished.flush()
-        self._unfinished = None
+        if self._line:
+            self._target.write("\n")
+            self._target.flush()
+        self._line = ""
 
     def _wait(self, text: str, done: int = 0, total: int | None = None, told: str = "") -> None:
-        """One line that updates until text comes; it never breaks into a line of text."""
+        """One line below the text that updates until more comes."""
         if not self._errors.is_terminal:
             return
         if self._bar is None:
-            self._end_line()
+            self._leave_line()
             columns = (SpinnerColumn(), TextColumn("{task.description}"), _Bar(), _Rate())
             self._bar = Progress(*columns, console=self._errors, transient=True)
             self._bar.add_task(text, total=total)
@@ -180,3 +159,16 @@ class Screen:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+            self._return_to_line()
+
+    def _leave_line(self) -> None:
+        if self._line and self._target.isatty():
+            self._target.write("\n")
+            self._target.flush()
+
+    def _return_to_line(self) -> None:
+        """Shows the line's last row where it stands, so that the cursor is behind it again."""
+        if self._line and self._target.isatty() and not self._errors.is_dumb_terminal:
+            *_, row = chop_cells(_tame(self._line).expandtabs(8), self._errors.width)
+            self._errors.control(Control.move(0, -1))
+            self._write(row, is_aside=self._target is not sys.stdout)

@@ -29,7 +29,7 @@ from headrace.core.messages import Ready
 from headrace.core.request import Chat
 from headrace.gateway.auth import Auth
 from headrace.gateway.http_server import DESCRIPTORS_BESIDE
-from headrace.generation.served import names_of
+from headrace.generation.model_names import told_apart
 from headrace.streams.state_dir import StateError
 from headrace.text.encoder import Encoder
 from headrace.text.template import ChatTemplate
@@ -62,10 +62,10 @@ def _examine(config: ServerConfig, model: str | None, text: Path | None) -> Iter
     yield from _server(config)
     if model is None and len(config.models) == 1:
         return
-    for one in config.models:
+    for one in told_apart(config.models):
         for finding in _model(one, text):
             if len(config.models) > 1:
-                subject = f"{names_of(one)[0]}: {finding.subject}"
+                subject = f"{one.served_model_name[0]}: {finding.subject}"
                 finding = msgspec.structs.replace(finding, subject=subject)
             yield finding
 

@@ -1,6 +1,7 @@
 """The log on stderr: lines for people or JSON, written by a thread, so that no reader stops us."""
 
 import contextlib
+import json
 import logging
 import queue
 import shutil
@@ -50,7 +51,9 @@ class TextLines(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         about = {name: value for name, value in _about(record).items() if value is not None}
-        return " ".join([super().formatMessage(record), *(f"{k}={v}" for k, v in about.items())])
+        return " ".join(
+            [super().formatMessage(record), *(f"{k}={_plain(v)}" for k, v in about.items())]
+        )
 
 
 class JsonLines(logging.Formatter):
@@ -65,6 +68,12 @@ class JsonLines(logging.Formatter):
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return msgspec.json.encode(line, enc_hook=str).decode()
+
+
+def _plain(value: Any) -> Any:
+    """A name that a client sent may look like the rest of a line."""
+    is_plain = not isinstance(value, str) or (value.isprintable() and not set(' "') & set(value))
+    return value if is_plain else json.dumps(value)
 
 
 def _about(record: logging.LogRecord) -> dict[str, Any]:

@@ -198,8 +198,9 @@ def _embed_command() -> click.Command:
 
 def _chat_command() -> click.Command:
     def run(model: str | None, pairs: tuple[str, ...], **given: Any) -> None:
-        """Talk to a server; with MODEL, to one of its own, which ends with the chat. Ctrl-C stops
-        an answer, once more (or Ctrl-D) leaves. What is piped in is one message.
+        """Talk to a server; with MODEL, to one of its own, which ends with the chat. Alt-Enter, or
+        a backslash before Enter, begins a new line; a pasted text is one message. Ctrl-C stops an
+        answer, once more (or Ctrl-D) leaves. What is piped in is one message.
 
         \b
         headrace chat

@@ -21,6 +21,7 @@ from headrace.cli.load_lines import LoadLines
 from headrace.cli.logs import say
 from headrace.cli.state import is_redis, streams_folder
 from headrace.core.config import HttpConfig, ModelConfig, ServerConfig
+from headrace.core.config_sources import check_names
 from headrace.core.desired import look_again
 from headrace.core.errors import ConfigError, HeadraceError
 from headrace.core.loading import READING
@@ -42,6 +43,7 @@ from headrace.generation.fleet import is_sole
 from headrace.generation.generation import Generation
 from headrace.generation.host import CACHE_BYTES, Host, Start
 from headrace.generation.metrics import Metrics
+from headrace.generation.model_names import told_apart
 from headrace.generation.replicas import Replicas, between
 from headrace.generation.served import ServedModel, may_see_images
 from headrace.generation.work import WorkerPool
@@ -59,6 +61,7 @@ _LAST_S = 25.0  # for all that follows the drain; farewell, engine and store tak
 
 def serve(config: ServerConfig, lines: LoadLines) -> int:
     """Serves until a signal; returns the exit code. `lines` show what loads do."""
+    check_names(told_apart(config.models))
     raise_descriptors(config.http.max_connections)
     tls = _tls(config.http)
     if config.cluster is not None:
@@ -182,8 +185,9 @@ class _Serving:
         if kept_at is not None and (put_before := kept(kept_at)) is not None:
             say(f"headrace: the models are those that were put: {kept_at}")
             configs = put_before
-        hosts = tuple(map(make, configs))
-        work = WorkerPool("headrace.protocols.worker", *_known_to_workers(hosts))
+        hosts = tuple(map(make, told_apart(configs)))
+        has_keys = self._auth.num_keys > 0
+        work = WorkerPool("headrace.protocols.worker", *_known_to_workers(hosts), has_keys)
         generation = Generation(self._config, hosts, self._store, work, metrics)
         if not generation.fleet.is_sole:
             desired = Desired(
@@ -222,8 +226,7 @@ class _Serving:
         config = self._config
         start = self._starter()
         if (model := self._model) is not None:
-            folder = str(model.folder)
-            return lambda it: Host(msgspec.structs.replace(it, model=folder), start, metrics, model)
+            return lambda it: Host(it, start, metrics, model)
         cache_bytes = None if config.loading.models_memory_bytes is None else CACHE_BYTES
         return lambda it: Host(it, start, Metrics(), cache_bytes=cache_bytes)
 
@@ -351,9 +354,9 @@ class _Serving:
 
 def _known_to_workers(hosts: tuple[Host, ...]) -> tuple[bytes, bool]:
     """What workers begin with, and whether images need one of their own."""
-    read = [(host.config, host.names) for host in hosts]
-    named = [msgspec.structs.replace(it, served_model_name=names) for it, names in read]
-    return msgspec.msgpack.encode(named), any(map(may_see_images, named))
+    # what came from the hub is not asked for there again; a path stays a name
+    known = [host.local if host.known and not host.paths else host.config for host in hosts]
+    return msgspec.msgpack.encode(known), any(map(may_see_images, known))
 
 
 def _ready_line(url: str, name: str, ready: Ready) -> str:

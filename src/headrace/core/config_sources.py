@@ -173,7 +173,7 @@ def load(
         config = msgspec.convert(tree, ServerConfig, strict=False)
     except msgspec.ValidationError as error:
         raise ConfigError(_explain(str(error), known, values, given_as)) from None
-    _check_names(config)
+    check_names(config.models)
     _check_replicas(config)
     return config
 
@@ -246,9 +246,9 @@ def _checkown_settings(known: Mapping[str, Setting], table: Mapping[str, Any], p
         raise ConfigError(_explain(str(error), known, table, given_as)) from None
 
 
-def _check_names(config: ServerConfig) -> None:
+def check_names(models: Iterable[ModelConfig]) -> None:
     """Nobody could ask for the second of two models with one name."""
-    names = Counter(name for model in config.models for name in model.served_model_name)
+    names = Counter(name for model in models for name in model.served_model_name)
     for name, number in names.items():
         if number > 1:
             raise ConfigError(f"{number} models are named {name!r}; give each a name of its own.")
@@ -293,7 +293,8 @@ def folder_models(folder: Path, given_as: str) -> list[dict[str, Any]]:
     """The models in the subfolders of a folder, by name."""
     folders = sorted(file.parent for file in folder.expanduser().glob("*/config.json"))
     files = sorted(folder.expanduser().glob("*.gguf"))
-    found = {one.name: one for one in folders} | {one.stem: one for one in files}
+    found = {one.name: one for one in folders}
+    found |= {one.name if one.stem in found else one.stem: one for one in files}
     if not folder.expanduser().is_dir():
         raise ConfigError(f"{given_as}: {folder} is no folder; give one with models in it.")
     if not found:

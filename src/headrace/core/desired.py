@@ -12,12 +12,13 @@ from headrace.core.config_sources import Setting, folder_models, nearest, own_se
 from headrace.core.errors import ConfigError, RequestError
 
 MAX_MODELS = 1024
-Names = Callable[[ModelConfig], tuple[str, ...]]
+Configs = tuple[ModelConfig, ...]
 
 
-def read_document(document: Any, names_of: Names) -> tuple[ModelConfig, ...]:
+def read_document(document: Any, named: Callable[[Configs], Configs]) -> Configs:
     """The models of {"models": [{"model": …, …}]}; RequestError with the path of what is wrong.
 
+    `named` gives each its names, which no two may share.
     Settings have the names and types that they have in [[models]]; what is left out has its
     default.
     """
@@ -31,9 +32,10 @@ def read_document(document: Any, names_of: Names) -> tuple[ModelConfig, ...]:
         raise _wrong("models", f"models must be an array of 1 to {MAX_MODELS} objects.")
     known = _known()
     configs = tuple(_model(table, f"models[{i}]", known) for i, table in enumerate(tables))
-    counted = Counter(name for config in configs for name in names_of(config))
-    for i, config in enumerate(configs):
-        for name in names_of(config):
+    names = [config.served_model_name for config in named(configs)]
+    counted = Counter(name for own in names for name in own)
+    for i, own in enumerate(names):
+        for name in own:
             if counted[name] > 1:
                 path = f"models[{i}].served_model_name"
                 message = f"{counted[name]} models are named {name!r}; give each its own name."

@@ -4,6 +4,8 @@ A message has the figure, the limit and the remedy. One that clients get has nev
 exception's text.
 """
 
+from typing import Self
+
 import msgspec
 
 from headrace.errors import ConfigError as ConfigError
@@ -85,6 +87,12 @@ class RequestError(RequestFailed):
         super().__init__(code, message, param)
         self.extra = extra or {}
         self.retry_after_s = retry_after_s
+        self.noted: dict[str, int | str] = {}
+
+    def noting(self, **figures: int | str) -> Self:
+        """The same, with figures for the line of the log that the request gets."""
+        self.noted |= figures
+        return self
 
     @property
     def kind(self) -> ErrorKind:

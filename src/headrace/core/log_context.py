@@ -6,13 +6,29 @@ Tasks copy their context as they are made, so what a request starts is logged un
 import logging
 from contextvars import ContextVar
 
+Figure = int | float | str | None
+
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
 KEY_NAME: ContextVar[str] = ContextVar("key_name", default="")
+
+_NOTED: ContextVar[dict[str, Figure] | None] = ContextVar("noted", default=None)
 
 _requests = logging.getLogger("headrace.requests")
 
 
-def log_request(route: str, outcome: str, **figures: int | float | str | None) -> None:
+def begin_request(request_id: str) -> None:
+    REQUEST_ID.set(request_id)
+    KEY_NAME.set("")  # until the key is known
+    _NOTED.set({})
+
+
+def note(**figures: Figure) -> None:
+    """What the line of this request shall say besides; tasks that it started note for it too."""
+    if (noted := _NOTED.get()) is not None:
+        noted |= figures
+
+
+def log_request(route: str, outcome: str, **figures: Figure) -> None:
     """No prompt, text, key, stream id or conversation id may be among the figures."""
-    fields = {"route": route, "outcome": outcome, **figures}
+    fields = {"route": route, "outcome": outcome, **(_NOTED.get() or {}), **figures}
     _requests.info("request", extra={"fields": fields})

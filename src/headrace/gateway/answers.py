@@ -18,7 +18,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
 from headrace.core.errors import RequestError
-from headrace.core.log_context import KEY_NAME, REQUEST_ID, log_request
+from headrace.core.log_context import begin_request, log_request
+from headrace.generation.job_line import OWNER
 from headrace.generation.metrics import Metrics
 from headrace.protocols import openai
 from headrace.protocols.dialect import ErrorForm, dialect_of, encode, spoken_at
@@ -182,8 +183,8 @@ class ErrorBoundary:
             await self._app(scope, receive, send)
             return
         request_id = new_request_id(Headers(scope=scope))
-        REQUEST_ID.set(request_id)
-        KEY_NAME.set("")  # until the key is known
+        begin_request(request_id)
+        OWNER.set("")  # until the key is known
         path = scope["path"]
         names = {"X-Request-Id", _errors_at(path).REQUEST_ID}
         scope = {**scope, _ID_KEY: request_id}
@@ -212,7 +213,7 @@ class ErrorBoundary:
         self._metrics.refused(error)
         # the route's path, since a client's own may be anything
         route = next((r.path for r in _routes_at(scope) if r.matches(scope)[0] is Match.FULL), "")
-        log_request(route, error.code, status=error.kind.status)
+        log_request(route, error.code, status=error.kind.status, **error.noted)
 
 
 def _once_taken(receive: Receive, send: Send) -> Send:

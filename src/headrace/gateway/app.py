@@ -67,6 +67,7 @@ def _of_clients(generation: Generation, config: ServerConfig, auth: Auth) -> lis
         "/v1/models/{id:path}": states.model,
         "/props": llama.props,
         "/slots": llama.slots,
+        "/tokenizer_info": llama.tokenizer_info,
         "/v1/responses/{id}": responses.read,
         "/v1/responses/{id}/input_items": responses.input_items,
         "/v1/streams/{id}": native.state,

@@ -15,6 +15,7 @@ from headrace.core.config import HttpConfig
 from headrace.core.config_sources import read_keys
 from headrace.core.errors import RequestError
 from headrace.core.log_context import KEY_NAME
+from headrace.generation.job_line import OWNER
 
 Endpoint = Callable[[Request], Awaitable[ASGIApp]]
 
@@ -59,7 +60,7 @@ class Auth:
         digest = _known(headers, known)
         if digest is None:
             raise _no_key("No valid key")
-        KEY_NAME.set(known[digest])
+        _let_in(digest, known)
 
     def check_admin(self, headers: Headers) -> None:
         """The same for /manage and /metrics."""
@@ -75,7 +76,7 @@ class Auth:
             )
         digest = _known(headers, self._admins)
         if digest is not None:
-            KEY_NAME.set(self._admins[digest])
+            _let_in(digest, self._admins)
         elif _known(headers, self._keys) is not None:
             raise RequestError("forbidden", "This takes the admin key, and a client's was sent.")
         else:
@@ -86,7 +87,7 @@ class Auth:
         if not self._keys:
             return ""
         digest = _known(headers, self._keys | self._admins)
-        return digest.hex()[:16] if digest else ""
+        return _owner(digest) if digest else ""
 
     def guard(self, endpoint: Endpoint) -> Endpoint:
         """The endpoint, for clients with a key."""
@@ -137,6 +138,16 @@ def _known(headers: Headers, known: dict[bytes, str]) -> bytes | None:
         if hmac.compare_digest(sent, digest)
     ]
     return found[0] if found else None
+
+
+def _let_in(digest: bytes, known: dict[bytes, str]) -> None:
+    """What this task does from now on is done for that key."""
+    KEY_NAME.set(known[digest])
+    OWNER.set(_owner(digest))
+
+
+def _owner(digest: bytes) -> str:
+    return digest.hex()[:16]
 
 
 def _no_key(what: str) -> RequestError:

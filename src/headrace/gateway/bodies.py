@@ -109,7 +109,7 @@ class Bodies:
             "request_too_large",
             f"The body is larger than the {self._max_bytes} bytes that this server takes; "
             "send less, or raise --max-body-bytes.",
-        )
+        ).noting(limit_bytes=self._max_bytes)
 
 
 class HeldAnswer:

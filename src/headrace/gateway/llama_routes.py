@@ -1,4 +1,4 @@
-"""What llama.cpp's server tells its own clients: a model's settings, and what runs."""
+"""What llama.cpp's server and vLLM tell their own clients: a model's settings, and what runs."""
 
 import itertools
 import logging
@@ -31,13 +31,22 @@ class LlamaRoutes:
         self._generation = generation
 
     async def props(self, request: Request) -> ASGIApp:
-        host = self._generation.hosts.get(request.query_params.get("model"))
-        if host.known is None:
-            await unless_left(request.receive, _read(host))
+        host = await self._known(request)
         is_sleeping = not self._generation.fleet.is_sole and host.ready is None
         role = "model" if self._generation.fleet.is_sole else "router"
         shown = {"role": role, "state": self._generation.state}
         return answer(_props(host.model, is_sleeping) | shown)
+
+    async def tokenizer_info(self, request: Request) -> ASGIApp:
+        """As vLLM tells it: lm-eval asks before it tokenizes by /tokenize."""
+        return answer(_tokenizer_info((await self._known(request)).model))
+
+    async def _known(self, request: Request) -> Host:
+        """The model that the query names, whose text side has been read."""
+        host = self._generation.hosts.get(request.query_params.get("model"))
+        if host.known is None:
+            await unless_left(request.receive, _read(host))
+        return host
 
     async def slots(self, request: Request) -> ASGIApp:
         """Of all models, or of the one that is named."""
@@ -79,6 +88,16 @@ def _props(model: ServedModel, is_sleeping: bool) -> dict[str, Any]:
         "device": ready.device if ready else None,
         "dtype": ready.dtype if ready else None,
         "max_stall_ms": stall_target_ms(ready),
+    }
+
+
+def _tokenizer_info(model: ServedModel) -> dict[str, Any]:
+    """The special tokens under their names in tokenizer_config.json, `bos_token` and its like."""
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",  # transformers' for any tokenizer.json
+        **model.tokenizer.special_tokens,
+        "model_max_length": model.max_model_len,
+        "chat_template": model.template.source if model.template else None,
     }
 
 

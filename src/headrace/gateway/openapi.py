@@ -116,6 +116,12 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         query=("model",),
         errors=(404, 500),
     ),
+    ("get", "/tokenizer_info"): Operation(
+        "A tokenizer's special tokens, as vLLM shows them",
+        ("tokenizer_class", "chat_template"),
+        query=("model",),
+        errors=(404, 500),
+    ),
     ("get", "/slots"): Operation(
         "What runs, as llama.cpp shows it", query=("fail_on_no_slot", "model"), errors=(404, 503)
     ),

@@ -22,6 +22,7 @@ from headrace.generation.generation import Generation
 from headrace.generation.host import Host
 from headrace.generation.loading import LoadWatch
 from headrace.generation.metrics import kind_of
+from headrace.generation.model_names import called
 from headrace.generation.served import ServedModel
 from headrace.generation.stream import LiveStream
 from headrace.protocols.dialect import encode
@@ -63,7 +64,8 @@ class StateRoutes:
     async def model(self, request: Request) -> ASGIApp:
         name = request.path_params["id"]
         has_states = not self._generation.fleet.is_sole
-        return answer(entry_of(self._generation.hosts.get(name), name, has_states))
+        host = self._generation.hosts.get(name)
+        return answer(entry_of(host, called(host, name), has_states))
 
     async def openapi(self, request: Request) -> ASGIApp:
         return answer(document(self._config.api_prefix))

@@ -2,6 +2,7 @@
 
 import secrets
 from collections.abc import Coroutine, Mapping
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -12,6 +13,7 @@ from headrace.gateway.bodies import Bodies, HeldAnswer
 from headrace.gateway.delivery import unless_left
 from headrace.gateway.generation_routes import Marked
 from headrace.generation.generation import Generation
+from headrace.generation.model_names import called
 from headrace.generation.vectors import Vectors
 from headrace.protocols import embeddings, rerank
 from headrace.protocols.dialect import encode
@@ -47,9 +49,8 @@ class VectorRoutes:
 
     async def _embed(self, request: Request, checked: CheckedBody) -> bytes:
         fields = checked.fields
-        model = self._generation.hosts.get(fields.get("model")).model
-        asked = embeddings.to_request(checked, model, self._auth.owner(request.headers))
-        made = await self._generation.vectors.make(asked)
+        asked = embeddings.to_request(checked, self._auth.owner(request.headers))
+        made = await self._generation.vectors.make(asked, partial(embeddings.check, checked))
         wanted, as_base64 = fields.get("dimensions"), fields.get("encoding_format") == "base64"
         size = len(made.vectors[0])
         step = max(1, _SLICE_BYTES // size)
@@ -86,7 +87,7 @@ class VectorRoutes:
 
 
 def _name(fields: Mapping[str, Any], made: Vectors) -> str:
-    return str(fields.get("model", made.model.names[0]))
+    return called(made.model, fields.get("model"))
 
 
 def _usage(made: Vectors) -> dict[str, int]:

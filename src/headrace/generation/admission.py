@@ -90,7 +90,7 @@ class KeyLimits:
             ("requests", "--key-requests-per-minute", config.key_requests_per_minute),
             ("tokens", "--key-tokens-per-minute", config.key_tokens_per_minute),
         )
-        kinds = [limit for limit in limits if limit[2]]
+        kinds = [(what, flag, limit) for what, flag, limit in limits if limit]
         for (what, flag, limit), (allowance, amount) in zip(
             kinds, self._allowances(asked, now), strict=True
         ):
@@ -101,7 +101,7 @@ class KeyLimits:
                     f"This key may use {limit} {what} a minute ({flag}), and has used them; "
                     f"try again in {wait_s:.1f} s.",
                     retry_after_s=wait_s,
-                )
+                ).noting(limit=limit)
 
     def _allowances(self, asked: Asked, now: float) -> Iterable[tuple[_Allowance, int]]:
         """Those that are limited, and what the request takes of each; owners are few."""
@@ -164,7 +164,7 @@ class Admission:
                 asked,
                 capacity,
                 now,
-            )
+            ).noting(waiting=self.num_waiting, limit=bound)
         most = self._max_tokens(capacity)
         if self.num_tokens and self.num_tokens + max(1, asked.num_tokens) > most:
             raise self._overloaded(
@@ -173,7 +173,7 @@ class Admission:
                 asked,
                 capacity,
                 now,
-            )
+            ).noting(waiting_tokens=self.num_tokens, limit=most)
 
     def enter(self, asked: Asked, capacity: Capacity, now: float) -> Place:
         """A place in the queue, taken in the same act as it is looked for."""

@@ -15,7 +15,7 @@ from headrace.core.desired import read_document, to_document
 from headrace.core.errors import RequestError
 from headrace.generation.fleet import Fleet
 from headrace.generation.host import Host
-from headrace.generation.served import names_of
+from headrace.generation.model_names import told_apart
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class Desired:
 
     async def put(self, document: Any, fleet: Fleet) -> None:
         """RequestError, and nothing is changed, if the document is not fit."""
-        configs = read_document(document, names_of)
+        configs = read_document(document, told_apart)
         if self._file is not None:
             try:
                 await asyncio.to_thread(_keep, self._file, to_document(configs))
@@ -76,7 +76,7 @@ class Desired:
 
     def _apply(self, configs: Configs, fleet: Fleet) -> None:
         self._configs = configs
-        hosts = tuple(self._make(config) for config in configs)
+        hosts = tuple(self._make(config) for config in told_apart(configs))
         self._renew(hosts)
         fleet.become(hosts)
 
@@ -84,7 +84,7 @@ class Desired:
 def kept(file: Path) -> Configs | None:
     """The document that was put before; None if there is none that can be read."""
     try:
-        return read_document(msgspec.json.decode(file.read_bytes()), names_of)
+        return read_document(msgspec.json.decode(file.read_bytes()), told_apart)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RequestError) as error:

@@ -10,6 +10,7 @@ from typing import Any
 from headrace.awake import STOPPED_S
 from headrace.core.config import LoadingConfig, ServerConfig
 from headrace.core.errors import ModelError, RequestError
+from headrace.core.log_context import note
 from headrace.generation.host import EngineClosed, Host
 from headrace.generation.residency import Residency, Stage
 from headrace.generation.served import Models
@@ -66,7 +67,9 @@ class Fleet:
         """The host of that name; RequestError if there is no such model."""
         if name is not None and self.hosts.find(name) is None:
             await self.on_unknown()
-        return self.hosts.get(name)
+        host = self.hosts.get(name)
+        note(model=host.name)
+        return host
 
     def fetch(self, host: Host) -> "asyncio.Task[None]":
         """Reads a model, which may be a download, whether anybody waits or not."""

@@ -12,6 +12,7 @@ import msgspec
 from headrace.core.config import ServerConfig
 from headrace.core.errors import ModelError, RequestError
 from headrace.core.ids import StreamId
+from headrace.core.log_context import note
 from headrace.core.request import Request
 from headrace.generation.addresses import ImageFetcher, is_public
 from headrace.generation.admission import Admission, Asked, Capacity, KeyLimits, Place
@@ -181,6 +182,7 @@ class Generation:
         record = new_record(stream_id, model, request, admitted, names)
         record = msgspec.structs.replace(record, is_durable=is_durable)
         asked = asked._replace(num_tokens=record.num_prompt_tokens)
+        note(prompt_tokens=asked.num_tokens)
         # from here on it counts, whatever its names have to wait for
         place = self._admission(host).enter(asked, Capacity.of(model.ready), time.monotonic())
         stored = await self.streams.put(record, place)

@@ -32,6 +32,7 @@ from headrace.generation.forecast import Forecast, Schedule, TokensAsked
 from headrace.generation.in_thread import in_thread
 from headrace.generation.loading import LoadWatch
 from headrace.generation.metrics import Metrics
+from headrace.generation.model_names import names_of, paths_of, root_of
 from headrace.generation.replica import Replica
 from headrace.generation.replicas import Replicas, between
 from headrace.generation.sequences import Item, SequenceOwner, Sequences
@@ -39,8 +40,6 @@ from headrace.generation.served import (
     ServedModel,
     check_can_begin,
     check_can_go_on,
-    names_of,
-    root_of,
 )
 from headrace.generation.stream import LiveStream
 from headrace.generation.vector_batch import VectorBatch, VectorWork
@@ -80,6 +79,7 @@ class Host:
             config = msgspec.structs.replace(config, kv_cache_memory_bytes=cache_bytes)
         self.config = config
         self.names = model.names if model else names_of(config)
+        self.paths = model.paths if model else paths_of(config)
         self.state = "unloaded"  # loading, ok, recovering; dead once a load or engine has failed
         self.progress: tuple[int, int] | None = None  # bytes of a download, done and in all
         self.share: float | None = None  # of the weights, while they are loaded
@@ -125,6 +125,11 @@ class Host:
         """The same, of one that was loaded."""
         assert self._model is not None
         return self._model
+
+    @property
+    def local(self) -> ModelConfig:
+        """Its settings, with the folder that it was read from."""
+        return msgspec.structs.replace(self.config, model=str(self.model.folder))
 
     def reads_like(self, other: "Host") -> bool:
         """Whether both make the same prompt of a request, and the same answer of its tokens."""
@@ -201,11 +206,10 @@ class Host:
 
     def begin(self) -> None:
         """Starts the engine; `run` hears of it."""
-        local = msgspec.structs.replace(self.config, model=str(self.model.folder))
         self.state, self.last_words = "loading", ""
         self._settled = asyncio.get_running_loop().create_future()
         self.loading.begin(ENGINE)
-        self._engine = self._start(local)
+        self._engine = self._start(self.local)
 
     async def settled(self) -> None:
         """Until the engine has loaded; ModelError if it cannot."""

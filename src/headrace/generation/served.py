@@ -2,7 +2,7 @@
 
 import time
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import msgspec
 
@@ -15,6 +15,7 @@ from headrace.core.config import ModelConfig
 from headrace.core.errors import ModelError, RequestError
 from headrace.core.messages import Ready
 from headrace.core.request import Chat, Ids, Request
+from headrace.generation.model_names import Named, names_of, paths_of, root_of
 from headrace.generation.pixels import Admitted, see_images
 from headrace.generation.work import Work
 from headrace.models.registry import SEEING
@@ -47,6 +48,7 @@ class ServedModel:
         self.folder: Path = find_model(config.model, config.revision, on_progress)
         self.root = root_of(config)
         self.names = names_of(config)
+        self.paths = paths_of(config)
         self.created = int(time.time())
         self.spec: ModelSpec = read_spec(self.folder)
         self.tokenizer = Tokenizer.load(self.folder)
@@ -54,7 +56,8 @@ class ServedModel:
         self.template = self._load_template(config.chat_template)
         source = self.template.source if self.template else ""
         # by which the model writes tool calls and sets its reasoning apart; "" if it does not
-        self.tool_format = _given(config.tool_format, tool_format(source))
+        tools_source = self.template.tools_source if self.template else ""
+        self.tool_format = _given(config.tool_format, tool_format(tools_source))
         self.reasoning_format = _given(config.reasoning_format, reasoning_format(source))
         self.sentences = read_sentences(self.spec)
         self._lane = config.lane
@@ -116,26 +119,8 @@ class ServedModel:
         return ChatTemplate.load(self.folder, self.tokenizer.special_tokens, file)
 
 
-def names_of(config: ModelConfig) -> tuple[str, ...]:
-    """What clients may call the model, without a look at its files."""
-    return config.served_model_name or (root_of(config),)
-
-
-def root_of(config: ModelConfig) -> str:
-    """The name of the model's folder, or what was given otherwise."""
-    folder = Path(config.model)
-    return folder.resolve().name if folder.is_dir() else config.model
-
-
 def _given(setting: str, found: str) -> str:
     return {"auto": found, "none": ""}.get(setting, setting)
-
-
-class Named(Protocol):
-    """What answers to names."""
-
-    @property
-    def names(self) -> tuple[str, ...]: ...
 
 
 ByName = TypeVar("ByName", bound=Named)
@@ -156,7 +141,9 @@ class Models(Generic[ByName]):
         return self._models[0]
 
     def find(self, name: str) -> ByName | None:
-        return next((model for model in self._models if name in model.names), None)
+        """By a name, or else by the path that it was given by, which names no other."""
+        named = next((model for model in self._models if name in model.names), None)
+        return named or next((model for model in self._models if name in model.paths), None)
 
     def get(self, name: str | None) -> ByName:
         """The model that answers to `name`; without a name, the first one."""
@@ -173,7 +160,7 @@ class Models(Generic[ByName]):
             "model_not_found",
             f"No model {name[:_SHOWN]!r} is served here; there is: {served}.",
             "model",
-        )
+        ).noting(asked=name[:_SHOWN], served=served)
 
 
 def check_generates(model: ServedModel) -> None:
@@ -280,7 +267,7 @@ def too_long(limit: int, longest: int, param: str, count: str, num_tokens: int) 
         f"in {count} tokens. Please reduce the length of the {name} to {longest} tokens.",
         param,
         {"n_prompt_tokens": num_tokens, "n_ctx": limit},
-    )
+    ).noting(prompt_tokens=num_tokens, limit=longest)
 
 
 def check_can_go_on(

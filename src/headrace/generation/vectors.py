@@ -20,6 +20,8 @@ from headrace.generation.work import Work
 
 _pairs_of = msgspec.msgpack.Decoder(tuple[int, tuple[bytes, ...]]).decode
 
+Check = Callable[[ServedModel], None]
+
 
 class VectorRequest(msgspec.Struct, frozen=True):
     """What is to become vectors, one per input; `packed` holds the inputs for the job `job`."""
@@ -68,13 +70,14 @@ class VectorMaker:
         for batch in self._streams.batches:
             batch.stop(error)
 
-    async def make(self, request: VectorRequest) -> Vectors:
+    async def make(self, request: VectorRequest, check: Check = lambda model: None) -> Vectors:
         """The vectors, once all are there; RequestError says why there are none.
 
-        Being cancelled ends the work.
+        `check` raises it for what this model cannot do. Being cancelled ends the work.
         """
         self._fleet.check_line()
-        async with self._fleet.using(request.model):
+        async with self._fleet.using(request.model) as host:
+            check(host.model)
             return await self._make(request)
 
     async def _make(self, request: VectorRequest) -> Vectors:

@@ -5,24 +5,17 @@ worker processes, each with limited memory and processor time, or, naively, in t
 """
 
 import asyncio
-import itertools
 import logging
-import os
 import signal
-import socket
-import struct
-import sys
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 
-from headrace import awake
-from headrace.core.config_sources import SECRETS
 from headrace.core.errors import RequestError
+from headrace.generation.job_line import Body, Job, JobLine
+from headrace.generation.worker_process import Reply, WorkerProcess
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +23,6 @@ TEMPLATE_S = 5.0
 """Processor time that a chat template may take; a worker that takes more gets SIGPROF."""
 JOB_S = 60.0
 """Processor time that a whole job may take; a worker that takes more gets SIGVTALRM."""
-STILL_S = 15.0
-"""A worker that uses no processor time for this long, with a job in hand, is stopped or hangs."""
 MEMORY_BYTES = 224 << 20
 """What a worker may hold beyond what it loaded."""
 
@@ -39,18 +30,9 @@ IMAGES = "images"
 """The job that has a worker of its own, at the lowest priority, where the model sees images."""
 IMAGE_MEMORY_BYTES = 2 << 30
 
-_TINY_BITS = 12  # jobs of up to 4 KiB are all alike
-_LARGE = 64 << 10  # bytes; jobs from this size on share one worker, and leave the other ones free
-_NUM_WORKERS = 2
-_MAX_WAITING = 1024  # jobs, for one worker
-_ENVIRONMENT = {
-    "TOKENIZERS_PARALLELISM": "false",
-    # a library that panics without memory for its traceback deadlocks
-    "RUST_BACKTRACE": "0",
-    "RUST_LIB_BACKTRACE": "0",
-}
-_REQUEST = struct.Struct("<II")  # lengths of name and arguments, and of the body
-_REPLY = struct.Struct("<?I")  # whether it is a refusal, and its length
+_NUM_WORKERS = 2  # one for small jobs alone
+_LEFT_S = 0.1  # that a job may go on after its client has left, until its worker is killed
+_IMAGES_LEFT_S = 5.0  # where another worker takes longer to start than most jobs take
 _TOO_MUCH = RequestError(
     "request_too_large",
     f"Reading and tokenizing this request takes more than {MEMORY_BYTES >> 20} MiB of memory or "
@@ -67,10 +49,6 @@ _VERDICTS = {
     -signal.SIGSEGV: _TOO_MUCH,
 }
 """What a worker's death says about its job; after any other death the job is tried again."""
-
-
-Body = Sequence[bytes | bytearray]
-"""The pieces of a body, in order."""
 
 
 class Work(Protocol):
@@ -90,13 +68,15 @@ class Refusal(msgspec.Struct, frozen=True):
     message: str
     param: str | None
     extra: dict[str, int]
+    noted: dict[str, int | str]
 
     @classmethod
     def of(cls, error: RequestError) -> "Refusal":
-        return cls(error.code, error.message, error.param, error.extra)
+        return cls(error.code, error.message, error.param, error.extra, error.noted)
 
     def error(self) -> RequestError:
-        return RequestError(self.code, self.message, self.param, self.extra)
+        error = RequestError(self.code, self.message, self.param, self.extra)
+        return error.noting(**self.noted)
 
 
 def perform(jobs: object, name: str, body: bytes, arguments: Sequence[Any]) -> bytes:
@@ -129,112 +109,126 @@ class ThreadWork:
             self._threads.shutdown(wait=False, cancel_futures=True)
 
 
-class _Job:
-    """One call of `WorkerPool.do`."""
-
-    __slots__ = ("done", "frame", "number", "size")
-
-    _numbers = itertools.count()
-
-    def __init__(self, name: str, body: Body, arguments: Sequence[Any]) -> None:
-        head = msgspec.msgpack.encode((name, arguments))
-        self.number = next(self._numbers)
-        self.size = sum(map(len, body))
-        self.frame = [_REQUEST.pack(len(head), self.size), head, *body]
-        self.done: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-
-    @property
-    def load(self) -> int:
-        return _LARGE + self.size
-
-    def __lt__(self, other: "_Job") -> bool:
-        """Whether it goes first: smaller jobs do; those of about one size keep their order."""
-        mine, theirs = self.size.bit_length(), other.size.bit_length()
-        return (max(mine, _TINY_BITS), self.number) < (max(theirs, _TINY_BITS), other.number)
-
-    def refuse(self, error: RequestError) -> None:
-        if not self.done.done():
-            self.done.set_exception(error.with_traceback(None))  # shared: it would grow
-
-
 class WorkerPool:
-    """Jobs in processes of their own: `python -m MODULE SOCKET`; each is sent `start` first."""
+    """Jobs in processes of their own: `python -m MODULE SOCKET`; each is sent `start` first.
 
-    def __init__(self, module: str, start: bytes, has_images: bool = False) -> None:
-        self._module = module
+    With `has_keys` there is one more, so that large bodies of two keys can be in work.
+    """
+
+    def __init__(
+        self, module: str, start: bytes, has_images: bool = False, has_keys: bool = False
+    ) -> None:
+        num_workers = _NUM_WORKERS + has_keys
         self._tasks: asyncio.TaskGroup | None = None  # while it runs
-        self._workers = [_Worker(module, start) for _ in range(_NUM_WORKERS)]
-        self._apart = _Worker(module, start, IMAGES) if has_images else None
+        self._line = JobLine(num_workers)
+        self._source = _Source(module, start)
+        self._workers = [
+            _Worker(self._line, self._source, takes_large=number > 0)
+            for number in range(num_workers)
+        ]
+        self._module = module
+        self._image_line = JobLine(1)
+        self._images: _Source | None = _Source(module, start, IMAGES) if has_images else None
 
     async def do(self, name: str, body: Body, *arguments: Any) -> bytes:
-        job = _Job(name, body, arguments)
-        if name == IMAGES and self._apart is not None:
-            self._apart.put(job)
+        job = Job(name, body, arguments)
+        line = self._image_line if name == IMAGES and self._images else self._line
+        line.put(job)
+        try:
             return await job.done
-        large = job.size >= _LARGE
-        worker = self._workers[-1] if large else min(self._workers, key=lambda it: it.load)
-        worker.put(job)
-        return await job.done
+        finally:
+            line.leave(job)
 
     async def run(self) -> None:
-        async with asyncio.TaskGroup() as tasks:
-            self._tasks = tasks
-            for worker in self._all:
-                tasks.create_task(worker.run(), name="worker")
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                self._tasks = tasks
+                for worker in self._workers:
+                    tasks.create_task(worker.run(), name="worker")
+                tasks.create_task(self._source.keep_spare(), name="spare worker")
+                self._run_images()
+        finally:
+            self._line.close()
+            self._image_line.close()
 
-    @property
-    def _all(self) -> tuple["_Worker", ...]:
-        return (*self._workers, *([self._apart] if self._apart else ()))
+    def _run_images(self) -> None:
+        if self._tasks is not None and self._images is not None:
+            worker = _Worker(self._image_line, self._images, left_s=_IMAGES_LEFT_S)
+            self._tasks.create_task(worker.run(), name="image worker")
 
     def renew(self, start: bytes, has_images: bool) -> None:
         """Each worker is sent this before its next job, and so ends the process that it had."""
-        for worker in self._all:
-            worker.start = start
-        if has_images and self._apart is None:
-            self._apart = _Worker(self._module, start, IMAGES)
-            if self._tasks is not None:
-                self._tasks.create_task(self._apart.run(), name="worker")
+        self._source.start = start
+        if self._images is not None:
+            self._images.start = start
+        elif has_images:
+            self._images = _Source(self._module, start, IMAGES)
+            self._run_images()
+
+
+class _Source:
+    """Processes that have begun with `start`, and a spare one, so that nobody waits for a start."""
+
+    def __init__(self, module: str, start: bytes, *options: str) -> None:
+        self.start = start
+        self._module, self._options = module, options
+        self._spare: WorkerProcess | None = None
+        self._wants_spare = asyncio.Event()
+
+    async def take(self, is_new: bool = False) -> WorkerProcess:
+        """One that is ready, or will be; OSError if the system gives none now."""
+        try:
+            while self._spare is not None and not is_new:
+                spare, self._spare = self._spare, None
+                if spare.start == self.start and not spare.has_ended:
+                    return spare
+                await spare.end()
+            return await self._begin()
+        finally:
+            self._wants_spare.set()
+
+    async def keep_spare(self) -> None:
+        """From the first one that was taken on."""
+        try:
+            while True:
+                await self._wants_spare.wait()
+                self._wants_spare.clear()
+                if self._spare is None:
+                    try:
+                        self._spare = await self._begin()
+                    except (OSError, EOFError) as error:
+                        logger.warning("A spare worker process could not be started: %s", error)
+        finally:
+            if self._spare is not None:
+                await self._spare.end()
+
+    async def _begin(self) -> WorkerProcess:
+        return await WorkerProcess.begin(self._module, self.start, self._options)
 
 
 class _Worker:
-    """One process at a time, and the jobs that wait for it."""
+    """One process at a time, for the jobs of a line."""
 
-    def __init__(self, module: str, start: bytes, *options: str) -> None:
-        self._options = options
-        self.load = 0  # of the jobs that it has not done
-        self._module = module
-        self.start = start
-        self._began_with = b""  # of the process that lives
-        self._jobs: asyncio.PriorityQueue[_Job] = asyncio.PriorityQueue()
-        self._has_ended = False
-        self._process: asyncio.subprocess.Process | None = None
-        self._reader: asyncio.StreamReader
-        self._writer: asyncio.StreamWriter
-
-    def put(self, job: _Job) -> None:
-        if self._has_ended or self._jobs.qsize() >= _MAX_WAITING:
-            job.refuse(_SHUTDOWN if self._has_ended else _TOO_MANY)
-            return
-        self.load += job.load
-        self._jobs.put_nowait(job)
+    def __init__(
+        self, line: JobLine, source: _Source, takes_large: bool = True, left_s: float = _LEFT_S
+    ) -> None:
+        self._line, self._source = line, source
+        self._takes_large = takes_large
+        self._left_s = left_s
+        self._process: WorkerProcess | None = None
 
     async def run(self) -> None:
         try:
             await self._warm_up()
             while True:
-                job = await self._jobs.get()
+                job = await self._line.next(self._takes_large)
                 try:
                     await self._do(job)
+                    if self._process is None:  # the job killed it; so its key waits for the next
+                        await self._warm_up()
                 finally:
-                    self.load -= job.load
-                    job.refuse(_SHUTDOWN)  # unless it is done
-                    job.frame.clear()  # a refusal keeps the job in a cycle, but not the body
-                if self._process is None:  # the job killed it; the next one should find another
-                    await self._warm_up()
+                    self._line.finish(job)
         finally:
-            self._has_ended = True
-            while not self._jobs.empty():
-                self._jobs.get_nowait().refuse(_SHUTDOWN)
             await self._bury()
 
     async def _warm_up(self) -> None:
@@ -243,16 +237,13 @@ class _Worker:
             await self._living()
         except (OSError, EOFError) as error:
             logger.warning("A worker process could not be started: %s", error)
-            await self._bury()
 
-    async def _do(self, job: _Job) -> None:
-        for _ in range(2):
-            if job.done.done():  # the caller has gone
+    async def _do(self, job: Job) -> None:
+        for is_again in (False, True):
+            if job.done.done():  # the client has left
                 return
             try:
-                await self._living()
-                self._writer.writelines(job.frame)
-                refused, reply = await self._reply_in_time()
+                found = await self._ask(await self._living(is_again), job)
             except (EOFError, ConnectionError, TimeoutError):
                 verdict = _VERDICTS.get(await self._bury())
                 if verdict is not None:
@@ -262,92 +253,46 @@ class _Worker:
                 job.refuse(_no_process(error))
                 return
             else:
-                if refused:
-                    job.refuse(msgspec.msgpack.decode(reply, type=Refusal).error())
-                elif not job.done.done():
-                    job.done.set_result(reply)
+                _settle(job, found)
+                if found is None:
+                    await self._bury(within_s=0)
                 return
         logger.error("One job killed two worker processes in a row")
         job.refuse(RequestError("internal_error", "The server failed on this request."))
 
-    async def _living(self) -> None:
-        """Starts a process unless one lives; OSError if the system gives none now."""
-        is_current = self._began_with == self.start
-        if self._process is not None and is_current and not self._reader.at_eof():
-            return
-        await self._bury()
-        ours, theirs = socket.socketpair()
-        inherited = {k: v for k, v in os.environ.items() if k not in SECRETS}
-        with theirs:
-            try:
-                self._process = await asyncio.create_subprocess_exec(
-                    sys.executable,
-                    "-m",
-                    self._module,
-                    str(theirs.fileno()),
-                    *self._options,
-                    pass_fds=[theirs.fileno()],
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=asyncio.subprocess.DEVNULL,
-                    start_new_session=True,
-                    env=inherited | _ENVIRONMENT,
-                )
-            except BaseException:
-                ours.close()
-                raise
-        self._reader, self._writer = await asyncio.open_connection(sock=ours)
-        self._began_with = self.start
-        self._writer.writelines([_REQUEST.pack(0, len(self.start)), self.start])
-        await self._reply()
-
-    async def _reply(self) -> tuple[bool, bytes]:
-        refused, length = _REPLY.unpack(await self._reader.readexactly(_REPLY.size))
-        return refused, await self._reader.readexactly(length)
-
-    async def _reply_in_time(self) -> tuple[bool, bytes]:
-        """TimeoutError if the worker makes no progress."""
-        replying = asyncio.create_task(self._reply())
+    async def _ask(self, process: WorkerProcess, job: Job) -> Reply | None:
+        """None if the client left, and the job did not end soon after."""
+        replying = asyncio.create_task(process.ask(job.head, job.body))
         try:
-            spent = -1.0
-            while not await awake.is_done_within(replying, STILL_S):
-                before, spent = spent, self._processor_s()
-                if spent == before:
-                    raise TimeoutError
-            return replying.result()
+            await asyncio.wait((replying, job.done), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((replying,), timeout=self._left_s)
+            return replying.result() if replying.done() else None
         finally:
             replying.cancel()
 
-    def _processor_s(self) -> float:
-        """Processor time used so far; the wall clock where the system does not say."""
+    async def _living(self, is_new: bool = False) -> WorkerProcess:
+        """OSError if there is none, and the system gives none now."""
+        process = self._process
+        if process is None or process.has_ended or process.start != self._source.start:
+            await self._bury()
+            self._process = await self._source.take(is_new)
         assert self._process is not None
-        try:
-            stat = Path(f"/proc/{self._process.pid}/stat").read_text()
-        except OSError:
-            return time.monotonic()
-        user, system = stat.rpartition(")")[2].split()[11:13]
-        return float(int(user) + int(system))
+        return self._process
 
-    async def _bury(self) -> int:
-        """Makes sure that the process is dead; returns how it ended. Our own kill is no verdict."""
-        if self._process is None:
-            return 0
+    async def _bury(self, within_s: float = 1.0) -> int:
+        """Ends the process, if there is one; returns how it ended."""
         process, self._process = self._process, None
-        self._writer.close()
-        if process.returncode is None:
-            try:
-                async with asyncio.timeout(1):  # it closed its end because it is dying
-                    await process.wait()
-            except TimeoutError:
-                process.kill()
-        return await process.wait()
+        return await process.end(within_s) if process is not None else 0
 
 
-_TOO_MANY = RequestError(
-    "server_overloaded",
-    f"{_MAX_WAITING} requests are waiting to be read, and that is the limit; try again later.",
-    retry_after_s=5,
-)
-_SHUTDOWN = RequestError("server_shutdown", "The server is shutting down.", retry_after_s=5)
+def _settle(job: Job, found: Reply | None) -> None:
+    if found is None or job.done.done():
+        return
+    refused, reply = found
+    if refused:
+        job.refuse(msgspec.msgpack.decode(reply, type=Refusal).error())
+    else:
+        job.done.set_result(reply)
 
 
 def _no_process(error: OSError) -> RequestError:
@@ -356,37 +301,3 @@ def _no_process(error: OSError) -> RequestError:
         f"The server cannot start a worker process now ({error.strerror}); try again later.",
         retry_after_s=5,
     )
-
-
-# the other end of the socket, in the worker
-
-
-def receive(connection: socket.socket) -> tuple[str, Sequence[Any], bytes] | None:
-    """The next job; None once the server has gone. The first has no name: it is `start`."""
-    lengths = _receive_exactly(connection, _REQUEST.size)
-    if lengths is None:
-        return None
-    num_head, num_body = _REQUEST.unpack(lengths)
-    head = _receive_exactly(connection, num_head)
-    body = _receive_exactly(connection, num_body)
-    if head is None or body is None:
-        return None
-    name, arguments = msgspec.msgpack.decode(head) if head else ("", ())
-    return name, arguments, body
-
-
-def reply(connection: socket.socket, result: bytes, refused: bool = False) -> None:
-    connection.sendall(_REPLY.pack(refused, len(result)))
-    connection.sendall(result)
-
-
-def _receive_exactly(connection: socket.socket, size: int) -> bytes | None:
-    """Without a copy: a body may be most of what the worker may hold."""
-    data = bytearray(size)
-    view, have = memoryview(data), 0
-    while have < size:
-        num_read = connection.recv_into(view[have:])
-        if num_read == 0:
-            return None
-        have += num_read
-    return data  # type: ignore[return-value]

@@ -117,10 +117,14 @@ def to_prompts(fields: dict[str, Any]) -> tuple[Prompt, ...]:
     return tuple(Ids(ids) for ids in asked.prompts)
 
 
-def to_request(checked: CheckedBody, model: ServedModel, owner: str) -> VectorRequest:
-    """What is to be embedded, by the model's limits; the inputs stay packed."""
+def check(checked: CheckedBody, model: ServedModel) -> None:
+    """RequestError for what passes the limits of the model, which has been loaded."""
     check_ids(checked, model)
     _check_dimensions(checked.fields.get("dimensions"), model)
+
+
+def to_request(checked: CheckedBody, owner: str) -> VectorRequest:
+    """What is to be embedded; the inputs stay packed."""
     return VectorRequest(
         route=ROUTE,
         task="embed",

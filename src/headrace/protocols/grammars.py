@@ -294,6 +294,7 @@ def _unenforced(keyword: _Keyword) -> RequestError:
 
 
 def _no_form(name: str, path: str) -> RequestError:
-    what = f"its tool format is {name}" if name else "its chat template knows no tools"
+    nowhere = "it has no chat template, or is served with --tool-format none"
+    what = f"its tool format is {name}" if name else nowhere
     message = f"{path} cannot be enforced with this model: {what}. Leave it out"
     return RequestError("unsupported_parameter", f"{message}, or send tool_choice auto.", path)

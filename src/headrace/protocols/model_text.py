@@ -27,9 +27,13 @@ class ModelText:
     """The text side of one model, read when it is first needed, within `bound`."""
 
     def __init__(
-        self, names: tuple[str, ...], load: Callable[[], ServedModel], bound: Bound
+        self,
+        names: tuple[str, ...],
+        load: Callable[[], ServedModel],
+        bound: Bound,
+        paths: frozenset[str] = frozenset(),
     ) -> None:
-        self.names = names
+        self.names, self.paths = names, paths
         self._load = load
         self._bound = bound
 
@@ -74,7 +78,7 @@ class ModelText:
 def text_of(model: ServedModel | ModelText) -> ModelText:
     if isinstance(model, ModelText):
         return model
-    return ModelText(model.names, lambda: model, contextlib.nullcontext)
+    return ModelText(model.names, lambda: model, contextlib.nullcontext, model.paths)
 
 
 class MemoryBound:

@@ -18,6 +18,7 @@ from headrace.protocols.tools import (
     ToolChoice,
     Tools,
     check_choice,
+    narrow,
     text_parameters,
 )
 from headrace.streams.events import ChoiceEnd, TokenLogprob
@@ -53,6 +54,8 @@ def read(body: dict[str, Any]) -> dict[str, Any]:
     """The given fields, checked as far as they need no model."""
     fields = read_common(TABLE, REQUIRED, body)
     check_template_fields(fields)
+    fields["tool_paths"] = [f"tools[{i}].function" for i in range(len(fields.get("tools", ())))]
+    narrow(fields)
     check_choice(fields)
     fields["one_call"] = body.get("parallel_tool_calls") is False
     fields["text_parameters"] = text_parameters(fields.get("tools", ()))
@@ -72,12 +75,24 @@ def to_request(fields: dict[str, Any], prompts: tuple[Prompt, ...], model: Serve
     num_logprobs = fields.get("top_logprobs", 0) if fields.get("logprobs") else None
     sampling = msgspec.structs.replace(request.sampling, num_logprobs=num_logprobs)
     texts = fields["text_parameters"]
-    has_tools = bool(texts) and fields.get("tool_choice") != "none"
+    has_tools = offers_tools(fields)
     channels = None
     if has_tools or model.reasoning_format:
         tools = model.tool_format if has_tools else ""
         channels = Channels(tools, model.reasoning_format, texts if tools else {})
     return msgspec.structs.replace(request, sampling=sampling, channels=channels)
+
+
+def offers_tools(fields: Mapping[str, Any]) -> bool:
+    """Whether a body that was read, of this route or one like it, lets the model call tools."""
+    return bool(fields.get("text_parameters")) and fields.get("tool_choice") != "none"
+
+
+def read_chat(fields: dict[str, Any]) -> Chat:
+    """The chat in the fields of a route that has those of TEMPLATE and no others."""
+    check_template_fields(fields)
+    narrow(fields)
+    return to_chat(fields)
 
 
 def to_chat(fields: dict[str, Any]) -> Chat:

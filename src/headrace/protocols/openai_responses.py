@@ -25,7 +25,7 @@ from headrace.protocols.response_fields import (
     wanted_of,
 )
 from headrace.protocols.response_items import Items, listed, messages_of
-from headrace.protocols.tools import check_choice, text_parameters
+from headrace.protocols.tools import check_choice, narrow, text_parameters
 from headrace.streams.events import AnyEvent, Heartbeat, Progress, Queued
 from headrace.streams.record import Record
 
@@ -110,6 +110,10 @@ def read(body: dict[str, Any]) -> dict[str, Any]:
     if fields.get("background") and fields.get("store") is False:
         message = "background needs a response that is stored; leave store out, or send true."
         raise RequestError("invalid_value", message, "store")
+    repeated = _repeated(fields)
+    tools = [(f"tools[{i}]", is_function(tool)) for i, tool in enumerate(body.get("tools") or ())]
+    fields["tool_paths"] = [path for path, is_taken in tools if is_taken]
+    narrow(fields)
     check_choice(fields, "tool_choice.name")
     openai_chat.check_template_fields(fields)
     fields["one_call"] = fields.get("parallel_tool_calls") is False
@@ -123,11 +127,9 @@ def read(body: dict[str, Any]) -> dict[str, Any]:
     if "max_output_tokens" in fields:
         fields["max_tokens"] = fields["max_output_tokens"]
     fields["text_parameters"] = text_parameters(fields.get("tools", ()))
-    tools = [(f"tools[{i}]", is_function(tool)) for i, tool in enumerate(body.get("tools") or ())]
-    fields["tool_paths"] = [path for path, is_taken in tools if is_taken]
     skipped = [path for path, is_taken in tools if not is_taken]
     fields["skipped"] = tuple(skipped[:_MAX_SKIPPED])
-    kept = KeptBody(encode(fields["input"]), encode(_repeated(fields)))
+    kept = KeptBody(encode(fields["input"]), encode(repeated))
     fields["kept"] = msgspec.msgpack.encode(kept)
     return fields
 

@@ -10,6 +10,7 @@ import msgspec
 from headrace.core.errors import RequestError
 from headrace.core.request import Chat, Ids, Infill, Prompt, Request, ResponseOptions, Route, Text
 from headrace.core.sampling import Sampling
+from headrace.generation.model_names import called
 from headrace.generation.served import ServedModel
 from headrace.protocols.common_fields import max_tokens
 from headrace.protocols.dialect import Dialect, PromptReader
@@ -54,7 +55,7 @@ def make_request(
     """
     return Request(
         route=route,
-        model=fields.get("model", model.names[0]),
+        model=called(model, fields.get("model")),
         prompts=prompts,
         sampling=_to_sampling(fields, model),
         n=_to_n(fields, len(prompts)),

@@ -15,7 +15,7 @@ from headrace.protocols.fields import (
     wrong_value,
 )
 from headrace.protocols.structure import Wanted
-from headrace.protocols.tools import ToolChoice, Tools
+from headrace.protocols.tools import AllowedTools, Choice, ToolChoice, Tools
 
 _FUNCTION = ("name", "description", "parameters", "strict")
 _FORMATS = ("text", "json_object", "json_schema")
@@ -50,11 +50,13 @@ class FlatTools(msgspec.Struct, frozen=True):
 
 
 class FlatChoice(msgspec.Struct, frozen=True):
-    """`none`, `auto`, `required`, or {"type": "function", "name": …}, read as chat's is."""
+    """`none`, `auto`, `required`, or an object without nested ones, read as chat's is."""
 
-    def check(self, value: Any, path: str) -> str | tuple[str]:
+    def check(self, value: Any, path: str) -> Choice:
         if type(value) is not dict:
             return ToolChoice().check(value, path)
+        if value.get("type") == "allowed_tools":
+            return AllowedTools.read(value, path, is_flat=True)
         if value.get("type") != "function":
             raise wrong_value(value, path, 'like {"type": "function", "name": "…"}')
         return (required(value, "name", path, String(1)),)
@@ -63,7 +65,10 @@ class FlatChoice(msgspec.Struct, frozen=True):
         return ToolChoice().schema()
 
     @staticmethod
-    def shown(choice: str | tuple[str]) -> str | dict[str, str]:
+    def shown(choice: Choice) -> str | dict[str, Any]:
+        if isinstance(choice, AllowedTools):
+            tools = [FlatChoice.shown((name,)) for name in choice.names]
+            return {"type": "allowed_tools", "mode": choice.mode, "tools": tools}
         return choice if isinstance(choice, str) else {"type": "function", "name": choice[0]}
 
 

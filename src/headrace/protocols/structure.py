@@ -175,7 +175,7 @@ def take(fields: dict[str, Any]) -> Structure | None:
 
     RequestError for two constraints, which would exclude each other.
     """
-    one_call, paths = fields.pop("one_call", False), fields.pop("tool_paths", None)
+    one_call, paths = fields.pop("one_call", False), fields.pop("tool_paths", ())
     taken = {name: fields.pop(name) for name in FIELDS if name in fields}
     found = list(_found(taken))
     if len(found) > 1:
@@ -220,12 +220,10 @@ def _found(taken: dict[str, Any]) -> Iterable[Wanted]:
 
 
 def _calls(
-    fields: dict[str, Any], wanted: Wanted | None, most: int, paths: Sequence[str] | None
+    fields: dict[str, Any], wanted: Wanted | None, most: int, paths: Sequence[str]
 ) -> CallsWanted | None:
-    """`paths` say where the functions of the tools stood, if not where they do in chat."""
+    """`paths` say where the functions of the tools stood."""
     choice, given = fields.get("tool_choice", "auto"), fields.get("tools", ())
-    if paths is None:
-        paths = [f"tools[{i}].function" for i in range(len(given))]
     tools = tuple(_tool(tool, path) for tool, path in zip(given, paths, strict=True))
     if not tools or choice == "none":
         return None

@@ -47,16 +47,52 @@ class Tools(msgspec.Struct, frozen=True):
         return {"type": "array", "items": tool, "maxItems": MAX_TOOLS}
 
 
-class ToolChoice(msgspec.Struct, frozen=True):
-    """`none`, `auto`, `required`, or one function by name, read as one string or a tuple of one."""
+class AllowedTools(msgspec.Struct, frozen=True):
+    """Those of the tools that may be called: their names, and `auto` or `required`."""
 
-    def check(self, value: Any, path: str) -> str | tuple[str]:
+    mode: str
+    names: tuple[str, ...]
+    path: str  # of the list
+
+    @classmethod
+    def read(cls, given: dict[str, Any], path: str, is_flat: bool) -> "AllowedTools":
+        """`is_flat`: a tool's name stands beside its type, not in its function."""
+        mode = required(given, "mode", path, String())
+        if mode not in ("auto", "required"):
+            raise wrong_value(mode, f"{path}.mode", "auto or required")
+        found = items_of(given.get("tools"), f"{path}.tools", 1, MAX_TOOLS)
+        names = (_allowed_name(*each, is_flat) for each in found)
+        return cls(mode, tuple(names), f"{path}.tools")
+
+
+def _allowed_name(value: Any, path: str, is_flat: bool) -> str:
+    tool = Object().check(value, path)
+    if tool.get("type") != "function":
+        raise wrong_value(tool.get("type"), f"{path}.type", "function")
+    if not is_flat:
+        path += ".function"
+        tool = Object().check(tool.get("function"), path)
+    name: str = required(tool, "name", path, String(1))
+    return name
+
+
+Choice = str | tuple[str] | AllowedTools
+"""`none`, `auto`, `required`, one function by name, or some of them."""
+
+
+class ToolChoice(msgspec.Struct, frozen=True):
+    """`none`, `auto`, `required`, one function by name, or those that are allowed."""
+
+    def check(self, value: Any, path: str) -> Choice:
         if type(value) is str:
             if value not in ("none", "auto", "required"):
                 raise wrong_value(value, path, "none, auto, required or a function")
             return value
         if type(value) is not dict:
             raise wrong_type(value, path, "a string or an object")
+        if value.get("type") == "allowed_tools":
+            given = Object().check(value.get("allowed_tools"), f"{path}.allowed_tools")
+            return AllowedTools.read(given, f"{path}.allowed_tools", is_flat=False)
         function = value.get("function") or {}
         if value.get("type") != "function" or type(function) is not dict:
             raise wrong_value(value, path, 'like {"type": "function", "function": {"name": "…"}}')
@@ -64,6 +100,23 @@ class ToolChoice(msgspec.Struct, frozen=True):
 
     def schema(self) -> dict[str, Any]:
         return {"anyOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}]}
+
+
+def narrow(fields: dict[str, Any]) -> None:
+    """Takes out of the fields the tools that `tool_choice` does not allow; its mode is left."""
+    choice, tools = fields.get("tool_choice"), fields.get("tools", ())
+    if not isinstance(choice, AllowedTools):
+        return
+    known = [tool["function"]["name"] for tool in tools]
+    for i, name in enumerate(choice.names):
+        if name not in known:
+            sent = f"one of {', '.join(known[:10])}" if known else "a tool, and none was sent"
+            raise wrong_value(name, f"{choice.path}[{i}]", sent)
+    kept = [i for i, name in enumerate(known) if name in choice.names]
+    fields["tools"] = tuple(tools[i] for i in kept)
+    fields["tool_choice"] = choice.mode
+    if paths := fields.get("tool_paths"):
+        fields["tool_paths"] = [paths[i] for i in kept]
 
 
 def check_choice(fields: dict[str, Any], path: str = "tool_choice.function.name") -> None:

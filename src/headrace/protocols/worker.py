@@ -21,7 +21,8 @@ import msgspec
 from headrace.core.config import ModelConfig
 from headrace.core.errors import RequestError
 from headrace.core.request import Chat, Ids, Infill, Prompt, Route, Text
-from headrace.generation.served import EncodedPrompt, Models, ServedModel, names_of
+from headrace.generation.model_names import names_of, paths_of
+from headrace.generation.served import EncodedPrompt, Models, ServedModel
 from headrace.generation.work import (
     IMAGE_MEMORY_BYTES,
     IMAGES,
@@ -30,9 +31,8 @@ from headrace.generation.work import (
     TEMPLATE_S,
     Refusal,
     perform,
-    receive,
-    reply,
 )
+from headrace.generation.worker_process import receive, reply
 from headrace.protocols import (
     anthropic_messages,
     embeddings,
@@ -49,6 +49,7 @@ from headrace.protocols.model_text import Bound, MemoryBound, ModelText, text_of
 from headrace.protocols.prompt_ids import gap_ids, text_ids
 from headrace.protocols.requests import CheckedBody, check_token_ids, decode, pack
 from headrace.protocols.response_items import PAST, messages_of
+from headrace.text.generic_tools import GENERIC, in_words
 
 logger = logging.getLogger(__name__)
 
@@ -92,9 +93,10 @@ class Jobs:
         digest = hashlib.sha256(route.encode() + b"\n" + body).digest()
         dialect = dialect_of(route)
         given = decode(body)
-        fields = dialect.read(given)
-        self.constrain(fields)
-        self.refuse_unseen(fields)
+        with self._noting(given):
+            fields = dialect.read(given)
+            self.constrain(fields)
+            self.refuse_unseen(fields)
         checked = pack(dialect, fields)
         names = ignored(dialect.TABLE, given) + checked.ignored
         return _encode(msgspec.structs.replace(checked, digest=digest, ignored=names))
@@ -114,6 +116,18 @@ class Jobs:
         except RequestError:
             if not self._asked(fields).model.has_vision:
                 raise
+
+    @contextlib.contextmanager
+    def _noting(self, given: Mapping[str, Any]) -> Iterator[None]:
+        """A refusal within notes for the log which of the models was asked."""
+        try:
+            yield
+        except RequestError as error:
+            name = given.get("model")
+            text = self._texts.find(name) if isinstance(name, str) else self._texts.first
+            if text is not None:
+                error.noting(model=text.names[0])
+            raise
 
     def _asked(self, fields: dict[str, Any]) -> ModelText:
         """The first model for a name that nobody has: it is refused later, behind an attach."""
@@ -174,7 +188,8 @@ class Jobs:
 
     def inputs(self, given: dict[str, Any]) -> CheckedBody:
         """The same, from a body that is decoded."""
-        fields = embeddings.read(given)
+        with self._noting(given):
+            fields = embeddings.read(given)
         model = self._texts.get(fields.get("model")).model
         fields["is_list"] = fields["input"].is_list
         embeddings.add_prompt(fields, model.sentences)
@@ -187,7 +202,8 @@ class Jobs:
 
     def query(self, given: dict[str, Any]) -> CheckedBody:
         """The same, from a body that is decoded."""
-        fields = rerank.read(given)
+        with self._noting(given):
+            fields = rerank.read(given)
         packed = _encode((fields.pop("query"), fields.pop("documents")))
         names = ignored(rerank.TABLE, given)
         return CheckedBody(fields, (), packed, ignored=names)
@@ -251,7 +267,9 @@ class Jobs:
         return encode(_listed(model, token_ids, fields) | {"max_model_len": longest})
 
     def count_tokens(self, body: bytes) -> bytes:
-        fields = anthropic_messages.read_counted(decode(body))
+        given = decode(body)
+        with self._noting(given):
+            fields = anthropic_messages.read_counted(given)
         model = self._texts.get(fields["model"]).model
         (prompt,) = anthropic_messages.to_prompts(fields)
         return encode({"input_tokens": len(self._ids(model, prompt))})
@@ -264,17 +282,17 @@ class Jobs:
 
     def apply_template(self, body: bytes) -> bytes:
         model, fields = self._read(body, APPLY_TEMPLATE, "messages")
-        openai_chat.check_template_fields(fields)
-        return encode({"prompt": self._render(model, openai_chat.to_chat(fields))})
+        return encode({"prompt": self._render(model, openai_chat.read_chat(fields))})
 
     def _read(
         self, body: bytes, table: Mapping[str, Kind], required: str | None = None
     ) -> tuple[ServedModel, dict[str, Any]]:
         given = decode(body)
-        if required and given.get(required) is None:
-            raise missing(required)
-        fields = read_fields(table, given)
-        refuse_images(fields.get("messages", ()), "this route takes text only")
+        with self._noting(given):
+            if required and given.get(required) is None:
+                raise missing(required)
+            fields = read_fields(table, given)
+            refuse_images(fields.get("messages", ()), "this route takes text only")
         return self._texts.get(fields.get("model")).model, fields
 
     def _ids(self, model: ServedModel, prompt: Prompt) -> "array[int]":
@@ -305,6 +323,8 @@ class Jobs:
                 "use /v1/completions, or serve it with --chat-template.",
             )
         with self._rendering():
+            if model.tool_format == GENERIC:
+                chat = in_words(chat, model.template.shows_system)
             return model.template.render(chat)
 
 
@@ -323,8 +343,7 @@ def _to_prompt(fields: dict[str, Any]) -> Prompt:
         return Text(fields["content"], fields.get("add_special", False))
     if "prompt" in fields:
         return Text(fields["prompt"], fields.get("add_special_tokens", True))
-    openai_chat.check_template_fields(fields)
-    return openai_chat.to_chat(fields)
+    return openai_chat.read_chat(fields)
 
 
 def _piece(raw: bytes) -> str | list[int]:
@@ -345,7 +364,12 @@ def _work(connection: socket.socket, is_for_images: bool) -> None:
         return
     bound = MemoryBound(IMAGE_MEMORY_BYTES if is_for_images else MEMORY_BYTES)
     texts = [
-        ModelText(names_of(config), functools.partial(ServedModel, config), bound.lifted)
+        ModelText(
+            names_of(config),
+            functools.partial(ServedModel, config),
+            bound.lifted,
+            paths_of(config),
+        )
         for config in msgspec.msgpack.decode(start[2], type=tuple[ModelConfig, ...])
     ]
     jobs = Jobs(*texts, rendering=_rendering)

@@ -11,7 +11,7 @@ from headrace.checkpoints.headers import read_headers, text_side
 from headrace.checkpoints.spec import ModelSpec
 from headrace.checkpoints.weights import group_forms, loading_order
 from headrace.models.registry import family, has_head
-from headrace.runner.kernels.linear import Quantize, packing_bytes
+from headrace.runner.kernels.linear import Quantize, packing_bytes, quantize_of
 
 
 class Footprint(NamedTuple):
@@ -66,7 +66,7 @@ def _packed_one_by_one(
         for path in [name.rpartition(".")[0] for name in names]:
             layer, kept = model.get_submodule(path), forms.get(f"{path}.weight")
             own = {f"{path}.{name}": p.nbytes for name, p in layer.named_parameters(recurse=False)}
-            packing = packing_bytes(layer, quantize, kept)
+            packing = packing_bytes(layer, quantize_of(path, quantize), kept)
             if not missing.isdisjoint(own) or packing is None:
                 continue
             packed, beside = packing

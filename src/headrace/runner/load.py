@@ -104,7 +104,8 @@ def _kernels(
 
 
 def _stored(quantize: str, name: str) -> str:
-    return name if quantize == "none" else f"{name} {quantize}"
+    how = {"none": "", "int4": " int4 with its head in int8"}.get(quantize, f" {quantize}")
+    return name + how
 
 
 def _device(config: ModelConfig) -> torch.device:

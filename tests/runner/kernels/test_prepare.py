@@ -10,6 +10,7 @@ from headrace.checkpoints.spec import read_spec
 from headrace.core.config import ModelConfig
 from headrace.core.errors import ModelError
 from headrace.runner.kernels.groups import quantize_groups
+from headrace.runner.kernels.linear import quantize_outputs
 from headrace.runner.lanes.native_text import NativeText
 from headrace.runner.load import load_runner
 from tests.builders import make_tiny_model
@@ -54,7 +55,7 @@ def test_int8_keeps_the_logits_and_halves_the_linear_weights(tmp_path: Path) -> 
 
 
 @needs_own_forms
-def test_int4_computes_the_model_whose_weights_are_rounded_and_takes_a_third(
+def test_int4_computes_the_model_whose_weights_are_rounded_the_head_to_8_bits(
     tmp_path: Path,
 ) -> None:
     shape = {"hidden_size": 128, "intermediate_size": 256, "initializer_range": 0.1}
@@ -68,7 +69,10 @@ def test_int4_computes_the_model_whose_weights_are_rounded_and_takes_a_third(
     assert packed.weight_bytes - embed < 0.4 * (plain.weight_bytes - embed)
     weights = load_file(folder / "model.safetensors")
     for name, weight in weights.items():
-        if weight.ndim == 2 and "embed" not in name:
+        if name == "lm_head.weight":
+            stored, scale = quantize_outputs(weight)
+            weights[name] = stored.float() * scale[:, None]
+        elif weight.ndim == 2 and "embed" not in name:
             weights[name] = values(quantize_groups(weight)).float()
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     assert_close(found, row_logits(tiny_runner(folder), prompt), tolerance=2e-3)

@@ -72,7 +72,7 @@ def choose_form(
     else:
         reason = "the processor has neither AVX2 nor AVX-512"
     form = forms[0]
-    while fault := _fault(form, dtype, quantize == "int8", kept, has_states):
+    while fault := _fault(form, dtype, quantize in ("int8", "int4"), kept, has_states):
         logger.warning("Kernels %s are not used: %s.", form, fault)
         reason = f"{form} failed its check"
         forms = forms[1:]

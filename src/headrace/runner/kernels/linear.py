@@ -20,6 +20,7 @@ Quantize = Literal["none", "int8", "int4", "own"]
 """How weights of linear layers are kept: as they are, in 8 bits with a scale per output, in 4 bits
 with scales and minima per group, or as a GGUF file has them."""
 
+HEAD = "head"  # the path of the output layer in every native family
 _OUTPUTS_AT_ONCE = 256  # of float32 while quantizing: a whole matrix may be a tenth of the model
 
 
@@ -91,7 +92,13 @@ def pack_linear(
     linear = model.get_submodule(path)
     if type(linear) is nn.Linear:
         parent, _, name = path.rpartition(".")
-        setattr(model.get_submodule(parent), name, _packed(linear, groups, quantize, form))
+        packed = _packed(linear, groups, quantize_of(path, quantize), form)
+        setattr(model.get_submodule(parent), name, packed)
+
+
+def quantize_of(path: str, quantize: Quantize) -> Quantize:
+    """The form of one linear layer. Of int4, the head is in int8: most of the loss would be its."""
+    return "int8" if quantize == "int4" and path == HEAD else quantize
 
 
 def _packed(

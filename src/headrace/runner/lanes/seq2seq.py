@@ -182,12 +182,18 @@ class Seq2SeqSource(SlotLane):
     def _ids(self, ids: "array[int]") -> Tensor:
         return torch.tensor([ids.tolist()], device=self.device)
 
+    def _probe(self) -> "array[int]":
+        """Tokens to try the model on, of however few it knows."""
+        config = self._model.config
+        known = min(config.vocab_size, getattr(config, "decoder_vocab_size", None) or 1 << 30)
+        return array("i", (number % known for number in range(_PROBE)))
+
     @torch.inference_mode()
     def _can_be_walked(self) -> bool:
         """Whether layer by layer gives what the encoder's own forward gives."""
         if not self._encoder.layers:
             return False
-        ids = self._ids(array("i", range(_PROBE)))
+        ids = self._ids(self._probe())
         expected = self._encoder.whole(ids)
         try:
             walk = self._encoder.begin(ids)
@@ -202,7 +208,7 @@ class Seq2SeqSource(SlotLane):
     @torch.inference_mode()
     def _measure(self) -> int:
         """Bytes per position of the longest source together with the longest answer."""
-        ids = array("i", range(_PROBE))
+        ids = self._probe()
         cache = self._cross_attention(self._encoder.whole(self._ids(ids)))
         stand_in = torch.zeros(1, _PROBE, self._model.config.get_text_config().hidden_size)
         stand_in = stand_in.to(self.device, self.dtype)

@@ -1,0 +1,82 @@
+"""What models are called by files and folders that are there, and what finds them."""
+
+from pathlib import Path
+
+import pytest
+
+from headrace.core.config import ModelConfig
+from headrace.core.config_sources import check_names
+from headrace.core.errors import ConfigError, RequestError
+from headrace.generation.model_names import called, names_of, paths_of, root_of, told_apart
+from headrace.generation.served import Models
+from headrace.protocols.model_text import ModelText
+
+
+def gguf(*place: str | Path) -> str:
+    file = Path(*place)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(b"GGUF")
+    return str(file)
+
+
+def names(*models: str, **given: str) -> list[tuple[str, ...]]:
+    configs = [ModelConfig(model=model) for model in models]
+    configs += [
+        ModelConfig(model=model, served_model_name=(name,)) for name, model in given.items()
+    ]
+    return [config.served_model_name for config in told_apart(tuple(configs))]
+
+
+def test_a_model_is_called_by_the_name_of_its_file_or_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "some-model"
+    file = gguf(folder, "small-Q4_1.gguf")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for model in (file, "some-model/small-Q4_1.gguf", "~/some-model/small-Q4_1.gguf"):
+        assert names_of(ModelConfig(model=model)) == ("small-Q4_1",)
+    assert root_of(ModelConfig(model=f"{folder}:Q4_1")) == "small-Q4_1"
+    assert root_of(ModelConfig(model="./some-model/")) == "some-model"
+    assert root_of(ModelConfig(model=gguf(tmp_path, "big-00002-of-00003.gguf"))) == "big"
+    for model in ("Qwen/Qwen3-0.6B", "someone/files-GGUF:Q8_0", "headrace-mini"):
+        assert root_of(ModelConfig(model=model)) == model and not paths_of(ModelConfig(model=model))
+    assert root_of(ModelConfig(model="/no/such/place/model.gguf")) == "model"
+    given = ModelConfig(model=file, served_model_name=("a", "b"))
+    assert (names_of(given), root_of(given)) == (("a", "b"), "small-Q4_1")
+
+
+def test_models_of_one_name_are_told_apart_by_the_folders_before_it(tmp_path: Path) -> None:
+    a, b = gguf(tmp_path, "a", "m.gguf"), gguf(tmp_path, "b", "m.gguf")
+    deep = gguf(tmp_path, "b", "a", "m.gguf")
+    other = gguf(tmp_path, "a", "n.gguf")
+    assert names(a, other) == [("m",), ("n",)]
+    assert names(a, b, other) == [("a/m",), ("b/m",), ("n",)]
+    assert names(deep, a) == [("b/a/m",), (f"{tmp_path.name}/a/m",)]
+    assert names(a, m=b) == [("a/m",), ("m",)]
+
+
+def test_one_path_twice_needs_names_of_its_own(tmp_path: Path) -> None:
+    config = ModelConfig(model=gguf(tmp_path, "m.gguf"))
+    with pytest.raises(ConfigError, match="2 models are named 'm'; give each a name"):
+        check_names(told_apart((config, config)))
+
+
+def test_the_path_finds_the_model_and_is_shown_to_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = gguf(tmp_path, "m.gguf")
+    monkeypatch.chdir(tmp_path)
+    config = ModelConfig(model="./m.gguf")
+
+    def never() -> None:
+        raise AssertionError("only its names are asked for")
+
+    model = ModelText(names_of(config), never, never, paths_of(config))  # type: ignore[arg-type]
+    models = Models((ModelText(("first",), never, never), model))  # type: ignore[arg-type]
+    for name in ("m", "./m.gguf", "m.gguf", file):
+        assert models.get(name) is model
+        assert called(model, name) == called(model, None) == "m"
+    with pytest.raises(RequestError) as unknown:
+        models.get("/other/m.gguf")
+    assert "there is: first, m." in str(unknown.value)
