@@ -150,6 +150,16 @@ _SEQ2SEQ_SHAPE = {
 }
 
 
+TURNS_TEMPLATE = (
+    "{% for m in messages %}"
+    "{% if m.role != ('user' if loop.index0 % 2 == 0 else 'assistant') %}"
+    "{{ raise_exception('Roles must alternate, and there is no system.') }}{% endif %}"
+    "[{{ 'model' if m.role == 'assistant' else m.role }}]{{ m.content }}"
+    "{% endfor %}{% if add_generation_prompt %}[model]{% endif %}"
+)
+"""As strict as those of Gemma 2 and the first Mistral."""
+
+
 def make_tiny_seq2seq(folder: Path, kind: str = "T5", **changes: Any) -> Path:
     """An encoder-decoder of kind T5, GatedT5 or BART; a source ends with <|im_end|>."""
     architecture, further = _SEQ2SEQ[kind]

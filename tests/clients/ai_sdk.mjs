@@ -1,7 +1,10 @@
-// The Vercel AI SDK, with its provider for servers that speak OpenAI's API.
+// The Vercel AI SDK, with its providers for servers that speak OpenAI's API and Anthropic's, and
+// Anthropic's own package.
 
 import assert from 'node:assert/strict';
 import { beforeEach, test } from 'node:test';
+import { createAnthropic } from '@ai-sdk/anthropic';
+import Anthropic from '@anthropic-ai/sdk';
 import { createOpenAICompatible } from '@ai-sdk/openai-compatible';
 import { Output, generateText, stepCountIs, streamText, tool } from 'ai';
 import { z } from 'zod';
@@ -158,4 +161,28 @@ test('a forced call is made', { skip }, async () => {
   });
   assert.equal(toolCalls.length, 1);
   assert.equal(cities.length, 1);
+});
+
+const sum = [{ role: 'user', content: 'What is 23 + 45?' }];
+
+test("signs of life disturb no stream of Anthropic's API", async () => {
+  const anthropic = createAnthropic({ baseURL: url, apiKey: 'unused' });
+  const busy = await makeBusy();
+  const { text } = streamText({ ...asked, model: anthropic('headrace-mini'), messages: sum });
+  assert.equal(await text, '23 + 45 = 68');
+  await busy.isFree;
+});
+
+test("signs of life disturb no stream of Anthropic's package, which hears them", async () => {
+  const client = new Anthropic({ baseURL: process.env.HEADRACE_TEST_URL, apiKey: 'unused', maxRetries: 0 });
+  const busy = await makeBusy();
+  // the package has no argument for a temperature any more
+  const stream = client.messages.stream(
+    { model: 'headrace-mini', max_tokens: 40, messages: sum, temperature: 0 },
+  );
+  let signs = 0;
+  stream.on('streamEvent', (event) => (signs += event.delta?.text === ''));
+  assert.equal((await stream.finalMessage()).content[0].text, '23 + 45 = 68');
+  assert.ok(signs > 0);
+  await busy.isFree;
 });

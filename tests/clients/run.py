@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.servers import running_server
+from tests.slow_engine import slow
 
 HERE = Path(__file__).parent
 BUILD = HERE.parents[1] / "build" / "clients"
@@ -75,7 +76,13 @@ CLIENTS = (
     Client(
         "ai-sdk",
         "ai_sdk.mjs",
-        ("ai@6.0.326", "@ai-sdk/openai-compatible@2.0.91", "zod@4.6.7"),
+        (
+            "ai@6.0.326",
+            "@ai-sdk/openai-compatible@2.0.91",
+            "@ai-sdk/anthropic@3.0.140",
+            "@anthropic-ai/sdk@1.12.0",
+            "zod@4.6.7",
+        ),
     ),
     Client(
         "coding-agents",
@@ -199,7 +206,8 @@ def main() -> int:
             raise Failure(trouble)
         return runner.test(client, url)
 
-    with running_server(*SERVER_FLAGS) as server:
+    # nothing is slower; signs of life that clients count come after 1 s, where it would be 20
+    with running_server(*SERVER_FLAGS, prefix=slow(0, "1")) as server:
         all_pass = [passes(it, lambda it=it: result(it, server.url)) for it in chosen]
     return 0 if all(all_pass) else 1
 

@@ -198,13 +198,21 @@ def test_an_error_is_one_of_the_packages(client: Any, fields: Any, error: Any, k
     assert caught.value.request_id == caught.value.body["request_id"]
 
 
-def test_heartbeats_disturb_no_stream(client: Any, request: pytest.FixtureRequest) -> None:
+def test_heartbeats_and_signs_of_life_disturb_no_stream(
+    client: Any, request: pytest.FixtureRequest
+) -> None:
     try:
         request.getfixturevalue("busy")
     except pytest.FixtureLookupError:
         pytest.skip("nothing keeps the server busy here")
     with client.messages.stream(**asked()) as stream:
+        signs = [event for event in stream if is_sign(event)]
         assert stream.get_final_message().content[0].text == "23 + 45 = 68"
+    assert signs  # each is an event that the package passes on
+
+
+def is_sign(event: Any) -> bool:
+    return getattr(getattr(event, "delta", None), "text", None) == ""
 
 
 def test_many_at_once_get_what_each_gets_alone(address: str) -> None:

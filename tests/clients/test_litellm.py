@@ -82,6 +82,14 @@ def test_heartbeats_disturb_no_stream(url: str, provider: str) -> None:
     assert message.tool_calls[0].function.arguments == '{"city": "Paris"}'
 
 
+@pytest.mark.usefixtures("busy")
+def test_signs_of_life_disturb_no_stream_of_anthropics_api(url: str) -> None:
+    address = url.removesuffix("/v1")
+    message, usage = streamed(url, "anthropic", "What is 23 + 45?", api_base=address)
+    assert message.content == "23 + 45 = 68"
+    assert usage.completion_tokens > 5
+
+
 @pytest.mark.usefixtures("grammars")
 def test_an_answer_has_the_shape_that_was_asked_for(url: str, provider: str) -> None:
     properties = {"name": {"type": "string"}, "age": {"type": "integer"}}

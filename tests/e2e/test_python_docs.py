@@ -17,7 +17,8 @@ EXPECTED = {
     "on_trouble": "c, b, a",
     "again = client": "tokens",
     "gather": "'a-p-p-l-e', 'green, blue, red'",
-    "import LLM": "[' Wednesday, Thursday",
+    "both = llm": "[' Wednesday, Thursday",
+    "LoadProgress": "warming up",
     "except": "temperature",
 }
 

@@ -284,3 +284,30 @@ def test_fields_without_effect_are_named_in_a_header() -> None:
         answer = client_of().post("/v1/chat/completions", json=body | more)
         assert answer.headers["x-headrace-ignored"] == "n_predict, options"
     assert "x-headrace-ignored" not in client_of().post("/v1/chat/completions", json=CHAT).headers
+
+
+TOOL = {"type": "function", "function": {"name": "now"}}
+
+
+@pytest.mark.parametrize(
+    ("form", "header", "value"),
+    [("", "x-headrace-ignored", "tools"), ("generic", "x-headrace-tools", "generic")],
+)
+def test_tools_that_a_template_does_not_know_are_told_in_a_header_and_once_in_the_log(
+    form: str, header: str, value: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = client_of(FakeGeneration(*HI, model=FakeModel(tool_format=form)))
+    for _ in range(2):
+        answer = client.post("/v1/chat/completions", json=CHAT | {"tools": [TOOL]})
+        assert (answer.status_code, answer.headers[header]) == (200, value)
+    said = [record for record in caplog.records if "headrace-mini has" in record.getMessage()]
+    assert len(said) == 1
+    plain = client.post(
+        "/v1/chat/completions", json=CHAT | {"tools": [TOOL], "tool_choice": "none"}
+    )
+    assert header not in plain.headers
+
+
+def test_tools_that_a_template_knows_are_told_in_no_header() -> None:
+    answer = client_of().post("/v1/chat/completions", json=CHAT | {"tools": [TOOL]})
+    assert not {"x-headrace-ignored", "x-headrace-tools"} & set(answer.headers)

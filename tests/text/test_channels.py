@@ -32,6 +32,19 @@ EXAMPLES: list[tuple[str, str, list[tuple[str, str, str]]]] = [
     ("llama3", '{"answer": 42} <|python_tag|>', [("content", "", '{"answer": 42} <|python_tag|>')]),
     ("llama3", '<|python_tag|>{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}', [
         ("tool", "f", "{}"), ("tool", "g", "{}")]),
+    ("generic", '{"name": "f", "arguments": {"x": "y"}}\n{"name": "g", "parameters": {}}\nDone.', [
+        ("tool", "f", '{"x": "y"}'), ("tool", "g", "{}"), ("content", "", "Done.")]),
+    ("generic", '```json\n{"name": "f", "arguments": {"x": "```"}}\n```\n', [
+        ("tool", "f", '{"x": "```"}')]),
+    ("generic", '```\n{"arguments": {"x": 1}, "name": "f"}\n``` Done', [
+        ("tool", "f", '{"x": 1}'), ("content", "", "Done")]),
+    ("generic", "```python\nx = {}\n```", [("content", "", "```python\nx = {}\n```")]),
+    ("generic", '```json\n{"answer": 42}\n```', [("content", "", '```json\n{"answer": 42}\n```')]),
+    ("generic", '{"answer": 42} ok', [("content", "", '{"answer": 42} ok')]),
+    ("generic", "`x` is it", [("content", "", "`x` is it")]),
+    ("generic", "``", [("content", "", "``")]),
+    ("generic", 'Ok: {"name": "f", "arguments": {}}', [
+        ("content", "", 'Ok: {"name": "f", "arguments": {}}')]),
     ("pythonic", '[f(a=1, b="x"), g()]', [
         ("tool", "f", '{"a": 1, "b": "x"}'), ("tool", "g", "{}")]),
     ("pythonic", " [1, 2] x", [("content", "", " [1, 2] x")]),

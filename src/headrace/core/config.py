@@ -123,9 +123,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     tool_format: Annotated[
         Literal[
             "auto", "none", "hermes", "qwen3-coder", "glm", "mistral", "deepseek", "llama3",
-            "pythonic",
+            "pythonic", "generic",
         ],
-        Meta(description="How the model writes tool calls; auto: as its chat template says"),
+        Meta(
+            description="How the model writes tool calls; auto: as its chat template says, and "
+            "generic, by a text before the conversation, if that knows no tools"
+        ),
     ] = "auto"  # fmt: skip
     reasoning_format: Annotated[
         Literal["auto", "none", "think", "mistral", "harmony"],

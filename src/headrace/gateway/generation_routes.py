@@ -1,8 +1,10 @@
 """The routes that take a body: it becomes a stream, under the names its headers give, or ids."""
 
 import asyncio
+import logging
 import secrets
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -12,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from headrace.core.config import ServerConfig
 from headrace.core.errors import RequestError
 from headrace.core.ids import StreamId
+from headrace.core.request import Request as GenerationRequest
 from headrace.core.request import Route
 from headrace.gateway.auth import Auth
 from headrace.gateway.bodies import Bodies, HeldAnswer
@@ -20,9 +23,13 @@ from headrace.gateway.responses_routes import EarlierResponses
 from headrace.gateway.waiting import Wait, WaitingAnswer, wait_of
 from headrace.generation.generation import Generation
 from headrace.generation.registry import Found
+from headrace.protocols import openai_chat
 from headrace.protocols.dialect import Dialect, dialect_of
 from headrace.protocols.requests import CheckedBody, decode_checked, to_request
 from headrace.streams.record import Names
+from headrace.text.generic_tools import GENERIC
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -38,6 +45,7 @@ class GenerationRoutes:
         self._bodies = bodies
         self._auth = auth
         self._config = config
+        self._warned: set[str] = set()  # of models
 
     async def generate(self, request: Request) -> ASGIApp:
         """A POST in the dialect of its path."""
@@ -80,7 +88,13 @@ class GenerationRoutes:
         self, route: Route, checked: CheckedBody, names: Names, id: StreamId
     ) -> ASGIApp:
         stream, is_attached = await self.open(route, checked, names, id)
-        return Marked(deliver(stream, self._config.streams), checked.ignored, is_attached)
+        delivered = deliver(stream, self._config.streams)
+        ignored, told = checked.ignored, {}
+        if openai_chat.offers_tools(checked.fields):
+            form = _tool_format(stream.record.request)
+            ignored += ("tools",) if not form else ()
+            told = {"X-Headrace-Tools": GENERIC} if form == GENERIC else {}
+        return Marked(delivered, ignored, is_attached, told)
 
     async def open(
         self, route: Route, checked: CheckedBody, names: Names, id: StreamId | None = None
@@ -96,8 +110,29 @@ class GenerationRoutes:
         host = await self._generation.host_for(name, waits=names.conversation is None)
         checked = await self._earlier.put_before(checked, names.owner)
         wanted = to_request(dialect, checked, host.model)
+        if openai_chat.offers_tools(checked.fields):
+            self._warn_of_tools(host.name, _tool_format(wanted))
         stream = await self._generation.open(wanted, names, checked.packed, id)
         return stream, stream.record.request.wire is not wanted.wire
+
+    def _warn_of_tools(self, model: str, form: str) -> None:
+        """Once for each model that was not made for what its clients ask."""
+        if form not in _TOOLS_APART or model in self._warned:
+            return
+        self._warned.add(model)
+        logger.warning("%s %s", model, _TOOLS_APART[form])
+
+
+_TOOLS_APART = {
+    "": "has no tool format (--tool-format none); tools that clients send have no effect on it, "
+    "and X-Headrace-Ignored names them.",
+    GENERIC: "has a chat template that knows no tools; a text before the conversation describes "
+    "them, in a form that it was not trained on, and X-Headrace-Tools says so.",
+}
+
+
+def _tool_format(request: GenerationRequest) -> str:
+    return request.channels.tools if request.channels else ""
 
 
 def new_id(dialect: Dialect) -> StreamId:
@@ -107,12 +142,21 @@ def new_id(dialect: Dialect) -> StreamId:
 class Marked:
     """An answer whose headers say what became of the request.
 
-    `ignored` fields of it have no effect; `is_attached`: the answer is that of an earlier one.
+    `ignored` fields of it have no effect; `is_attached`: the answer is that of an earlier one;
+    `told` are further headers.
     """
 
-    def __init__(self, answer: ASGIApp, ignored: tuple[str, ...], is_attached: bool) -> None:
+    def __init__(
+        self,
+        answer: ASGIApp,
+        ignored: tuple[str, ...],
+        is_attached: bool,
+        told: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self._answer = answer
-        self._headers = {"X-Stream-Attached": "true"} if is_attached else {}
+        self._headers = dict(told)
+        if is_attached:
+            self._headers["X-Stream-Attached"] = "true"
         if ignored:
             self._headers["X-Headrace-Ignored"] = ", ".join(ignored)
 

@@ -56,7 +56,8 @@ class ServedModel:
         self.template = self._load_template(config.chat_template)
         source = self.template.source if self.template else ""
         # by which the model writes tool calls and sets its reasoning apart; "" if it does not
-        self.tool_format = _given(config.tool_format, tool_format(source))
+        tools_source = self.template.tools_source if self.template else ""
+        self.tool_format = _given(config.tool_format, tool_format(tools_source))
         self.reasoning_format = _given(config.reasoning_format, reasoning_format(source))
         self.sentences = read_sentences(self.spec)
         self._lane = config.lane

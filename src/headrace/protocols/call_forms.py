@@ -4,6 +4,8 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from headrace.text.generic_tools import GENERIC
+
 TokenId = Callable[[str], int | None]
 
 _ANY_TEXT = "/(?s:.+)/"  # special tokens are no text, so it ends before a marker
@@ -54,10 +56,16 @@ def _llama3(names: Sequence[str], most: int, token_id: TokenId) -> CallRules:
     return CallRules(lines, "calls | TEXT?", r"/[^{\s](?s:.*)/")
 
 
+def _generic(names: Sequence[str], most: int, token_id: TokenId) -> CallRules:
+    lines = ["calls: call" + _more(r'"\n" call', most), "call: " + _objects(names, "arguments")]
+    return CallRules(lines, "calls | TEXT?", r"/[^{`\s](?s:.*)/")
+
+
 FORMS: Mapping[str, Callable[[Sequence[str], int, TokenId], CallRules]] = {
     "hermes": _hermes,
     "mistral": _mistral,
     "llama3": _llama3,
+    GENERIC: _generic,
 }
 """By the names of tool formats."""
 

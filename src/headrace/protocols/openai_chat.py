@@ -75,12 +75,17 @@ def to_request(fields: dict[str, Any], prompts: tuple[Prompt, ...], model: Serve
     num_logprobs = fields.get("top_logprobs", 0) if fields.get("logprobs") else None
     sampling = msgspec.structs.replace(request.sampling, num_logprobs=num_logprobs)
     texts = fields["text_parameters"]
-    has_tools = bool(texts) and fields.get("tool_choice") != "none"
+    has_tools = offers_tools(fields)
     channels = None
     if has_tools or model.reasoning_format:
         tools = model.tool_format if has_tools else ""
         channels = Channels(tools, model.reasoning_format, texts if tools else {})
     return msgspec.structs.replace(request, sampling=sampling, channels=channels)
+
+
+def offers_tools(fields: Mapping[str, Any]) -> bool:
+    """Whether a body that was read, of this route or one like it, lets the model call tools."""
+    return bool(fields.get("text_parameters")) and fields.get("tool_choice") != "none"
 
 
 def read_chat(fields: dict[str, Any]) -> Chat:

@@ -49,6 +49,7 @@ from headrace.protocols.model_text import Bound, MemoryBound, ModelText, text_of
 from headrace.protocols.prompt_ids import gap_ids, text_ids
 from headrace.protocols.requests import CheckedBody, check_token_ids, decode, pack
 from headrace.protocols.response_items import PAST, messages_of
+from headrace.text.generic_tools import GENERIC, in_words
 
 logger = logging.getLogger(__name__)
 
@@ -322,6 +323,8 @@ class Jobs:
                 "use /v1/completions, or serve it with --chat-template.",
             )
         with self._rendering():
+            if model.tool_format == GENERIC:
+                chat = in_words(chat, model.template.shows_system)
             return model.template.render(chat)
 
 

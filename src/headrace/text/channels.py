@@ -149,10 +149,9 @@ class TagSplitter:
         return found + (self._tools.starts if self._tools else ())
 
     def _leads(self, text: str) -> bool:
-        lead = self._tools.leads if self._tools else ""
-        if not lead or self._channel != CONTENT or self._has_content:
-            return False
-        return text.lstrip()[:1] == lead
+        leads = self._tools.leads if self._tools else ""
+        first = text.lstrip()[:1]
+        return bool(first) and first in leads and self._channel == CONTENT and not self._has_content
 
     def _take_marker(self, marker: str, pieces: list[ChannelPiece]) -> None:
         text, space = self._held.rstrip(), self._held[len(self._held.rstrip()) :]

@@ -2,6 +2,7 @@
 
 import secrets
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from headrace.core.request import Chat
 from headrace.text.sandbox import Overrun, TemplateEnvironment
 
 _MAX_WORDS = 1000
+_WORDS = "The sluice is open."  # a sign of the system's text in a prompt
 
 Message = dict[str, Any]
 
@@ -40,7 +42,8 @@ class ChatTemplate:
         self.source = sources.get("default") or next(iter(sources.values()))
         self._special_tokens = dict(special_tokens)
         self._default = self._compile(self.source)
-        self._tools = self._compile(sources.get("tool_use", self.source))
+        self.tools_source = sources.get("tool_use", self.source)
+        self._tools = self._compile(self.tools_source)
 
     @classmethod
     def load(
@@ -65,6 +68,15 @@ class ChatTemplate:
                 "messages",
             )
         return text.replace(mark, "")
+
+    @cached_property
+    def shows_system(self) -> bool:
+        """Whether what the system says, before the user, is in the prompt."""
+        system, user = {"role": "system", "content": _WORDS}, {"role": "user", "content": "Hi"}
+        try:
+            return _WORDS in self.render(Chat((system, user)))
+        except RequestError:  # a template's way to say so
+            return False
 
     def _run(self, chat: Chat, messages: list[Message]) -> str:
         template = self._tools if chat.tools else self._default

@@ -10,6 +10,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
+from headrace.text.generic_tools import GENERIC
+
 Call = tuple[str, dict[str, Any]]
 """A name and its arguments."""
 
@@ -38,7 +40,7 @@ class CallBody(Protocol):
 
 
 class ToolFormat(NamedTuple):
-    """`starts` open a body; with `leads`, so does an answer that begins with that character."""
+    """`starts` open a body; so does an answer that begins with one character of `leads`."""
 
     starts: tuple[str, ...]
     make: Callable[[IsText], CallBody]
@@ -203,6 +205,34 @@ class WholeCalls:
         ]
 
 
+class BareCalls:
+    """Calls as bare JSON, a line each, which a model that was not trained on it may fence."""
+
+    def __init__(self) -> None:
+        self._calls = JsonCalls(_OBJECT, ("}", _FENCE), "{")
+        self._head: str | None = ""  # until it is known whether there is a fence
+
+    def feed(self, text: str) -> list[CallDelta]:
+        if self._head is None:
+            return self._calls.feed(text)
+        self._head += text
+        if f"{_FENCE}json".startswith(self._head.lstrip()):
+            return []
+        return self._begin()
+
+    def flush(self) -> list[CallDelta]:
+        begun = [] if self._head is None else self._begin()
+        return begun + self._calls.flush()
+
+    def _begin(self) -> list[CallDelta]:
+        head, self._head = (self._head or "").lstrip(), None
+        return self._calls.feed(head.removeprefix(_FENCE).removeprefix("json"))
+
+    @property
+    def rest(self) -> str | None:
+        return self._calls.rest
+
+
 class _ObjectScan:
     """Finds the end of a JSON object that comes in pieces."""
 
@@ -304,6 +334,7 @@ def _value(text: str, is_text: bool) -> Any:
 _NAME = r'"name"\s*:\s*("(?:[^"\\]|\\.)*")'
 _ARGUMENTS = r'\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 _OBJECT = rf'\s*\{{\s*(?:"type"\s*:\s*"function"\s*,\s*)?{_NAME}{_ARGUMENTS}'
+_FENCE = "```"
 _CALL, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 _CALLS, _CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _SEP = "<｜tool▁sep｜>"
@@ -342,6 +373,7 @@ FORMATS: Mapping[str, ToolFormat] = {
     "llama3": ToolFormat(
         ("<|python_tag|>",), lambda _: JsonCalls(_OBJECT, ("}", ";"), "{"), leads="{"
     ),
+    GENERIC: ToolFormat((), lambda _: BareCalls(), leads="{`"),
     "pythonic": ToolFormat(("<|python_start|>",), lambda _: WholeCalls("", _pythonic), leads="["),
 }
 """By name, as --tool-format takes it. Harmony is no format of calls alone: see channels.py."""
@@ -358,7 +390,10 @@ _SIGNS = (
 
 
 def tool_format(template: str) -> str:
-    """The format that a chat template speaks of; hermes, the commonest, if it takes tools."""
+    """The format that a chat template speaks of; hermes, the commonest, if it takes tools.
+
+    "" without a template.
+    """
     if "tools" not in template:
-        return ""
+        return GENERIC if template else ""
     return next((name for sign, name in _SIGNS if sign in template), "hermes")

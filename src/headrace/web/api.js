@@ -3,8 +3,13 @@
 import { breathe } from "./dom.js";
 import { settings } from "./settings.js";
 
+let usesAdminKey = false;
+
+// From now on the admin's key is sent, if there is one. The chat has its own: streams are those of a key.
+export const useAdminKey = () => (usesAdminKey = true);
+
 export function headers(more = {}) {
-  const key = settings().key;
+  const key = (usesAdminKey && settings().adminKey) || settings().key;
   return key ? { Authorization: `Bearer ${key}`, ...more } : more;
 }
 
@@ -15,6 +20,9 @@ const root = new URL("..", import.meta.url);
 export function ask(path, options = {}) {
   return fetch(new URL(path.slice(1), root), { cache: "no-store", ...options, headers: headers(options.headers) });
 }
+
+// Whether the server has an admin key at all: one that has none forbids what another asks a key for.
+export const isAdminKeyTaken = async () => (await fetch(new URL("manage/state", root), { cache: "no-store" })).status === 401;
 
 const SLICE_MS = 10; // of the events that have come at once
 

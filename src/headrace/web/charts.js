@@ -28,15 +28,33 @@ function line(pen, x1, y1, x2, y2, name) {
   pen.stroke();
 }
 
+// Where a scale ends: with the longest, unless a few are far beyond all others, which are cut then.
+export function endOf(values) {
+  const sorted = [...values].sort((a, b) => a - b);
+  const high = sorted[Math.floor(0.95 * (sorted.length - 1))] ?? 0;
+  const longest = sorted.at(-1) ?? 0;
+  return Math.max(10, longest > 2 * high && sorted.length > 1 ? 1.3 * high : 1.1 * longest);
+}
+
+// What goes beyond the scale, at its upper end.
+function cut(pen, x, top, wide) {
+  pen.fillStyle = color("bad");
+  pen.beginPath();
+  pen.moveTo(x + wide / 2, top - 9);
+  pen.lineTo(x + wide / 2 - 5, top - 1);
+  pen.lineTo(x + wide / 2 + 5, top - 1);
+  pen.fill();
+}
+
 export function drawSteps(canvas, steps, target) {
   const [pen, width, height] = prepare(canvas);
   const left = 50;
   const base = height * 0.7;
-  const top = 16;
-  const most = 1.1 * Math.max(target ?? 0, 10, ...steps.map((step) => Math.max(step.actual_ms, step.predicted_ms)));
+  const top = 20;
+  const most = endOf(steps.map((step) => step.actual_ms));
   const mostTokens = Math.max(1, ...steps.map((step) => step.prompt_tokens));
   const wide = (width - left) / Math.max(steps.length, 60);
-  const y = (ms) => base - (ms / most) * (base - top);
+  const y = (ms) => Math.max(top, base - (ms / most) * (base - top));
   steps.forEach((step, k) => {
     const x = left + k * wide;
     const bar = Math.max(wide * 0.8, 1);
@@ -44,12 +62,16 @@ export function drawSteps(canvas, steps, target) {
     pen.fillRect(x, y(step.actual_ms), bar, base - y(step.actual_ms));
     pen.fillStyle = color("prompt");
     pen.fillRect(x, base + 2, bar, (step.prompt_tokens / mostTokens) * (height - base - 6));
+    if (step.actual_ms > most) cut(pen, x, top, bar);
     pen.fillStyle = color("text");
-    if (step.predicted_ms) pen.fillRect(x + bar / 2 - 1.5, y(step.predicted_ms) - 1.5, 3, 3);
+    if (step.predicted_ms && step.predicted_ms <= most) pen.fillRect(x + bar / 2 - 1.5, y(step.predicted_ms) - 1.5, 3, 3);
   });
   line(pen, left, base, width, base, "line");
-  if (target != null) line(pen, left, y(target), width, y(target), "bad");
-  if (target != null) text(pen, `${target} ms`, left - 6, y(target) + 4, "right");
+  const isNear = target != null && target <= most;
+  if (isNear) line(pen, left, y(target), width, y(target), "bad");
+  if (isNear) text(pen, `${target} ms`, left - 6, y(target) + 4, "right");
+  if (target != null && !isNear) text(pen, `stall target ${target} ms ↑`, width, 9, "right");
+  if (!isNear || y(target) > top + 20) text(pen, `${most.toFixed(0)} ms`, left - 6, top + 4, "right");
   text(pen, "0", left - 6, base + 4, "right");
   if (mostTokens > 1) text(pen, `${mostTokens} tok`, left - 6, height - 4, "right");
 }
@@ -58,21 +80,25 @@ export function drawGaps(canvas, gaps, target) {
   const [pen, width, height] = prepare(canvas);
   const num = 40;
   const base = height - 22;
-  const most = 1.15 * Math.max(target ?? 0, 20, gaps.at(-1) ?? 0);
+  const most = endOf(gaps);
+  const longer = gaps.filter((gap) => gap > most).length;
   const counts = new Array(num).fill(0);
-  for (const gap of gaps) counts[Math.min(num - 1, Math.floor((gap / most) * num))]++;
-  const highest = Math.max(1, ...counts);
-  const wide = width / num;
-  pen.fillStyle = color("main");
-  counts.forEach((count, k) => {
+  for (const gap of gaps) if (gap <= most) counts[Math.min(num - 1, Math.floor((gap / most) * num))]++;
+  const highest = Math.max(1, longer, ...counts);
+  const wide = width / (num + 1); // the last place is for what is cut
+  [...counts, longer].forEach((count, k) => {
     const high = count && Math.max(2, (count / highest) * (base - 16));
+    pen.fillStyle = color(k === num ? "bad" : "main");
     pen.fillRect(k * wide + 1, base - high, wide - 2, high);
   });
   line(pen, 0, base, width, base, "line");
   text(pen, "0 ms", 0, height - 6);
-  const x = ((target ?? 0) / most) * width;
-  if (width - x > 90) text(pen, `${most.toFixed(0)} ms`, width, height - 6, "right"); // beside the target's
-  if (target == null) return;
+  const isNear = target != null && target <= most;
+  const x = isNear ? (target / most) * num * wide : 0;
+  const end = longer ? `${longer} beyond ${most.toFixed(0)} ms` : `${most.toFixed(0)} ms`;
+  if (width - x > 150) text(pen, end, width, height - 6, "right"); // beside the target's
+  if (target != null && !isNear) text(pen, `stall target ${target} ms →`, width, 9, "right");
+  if (!isNear) return;
   line(pen, x, 8, x, base, "bad");
   text(pen, `${target} ms`, x, height - 6, "center");
 }

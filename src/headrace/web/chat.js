@@ -1,11 +1,13 @@
 // The chat: which conversation is in view, what is sent, and a follower for each answer due.
 
 import { ask } from "./api.js";
+import { attach, forgetDraft, showDraft, takeDraft } from "./composer.js";
+import { askForKey, question } from "./dialogs.js";
 import { el, newId } from "./dom.js";
 import { Follower } from "./follow.js";
-import { imagesIn, readImage, thumbnails } from "./images.js";
+import { imagesIn } from "./images.js";
 import { ConversationList } from "./list.js";
-import { loadWords, lookAtLoad } from "./loading.js";
+import { isLoading, lookAtLoad, showLoad } from "./loading.js";
 import { MessageView } from "./message.js";
 import { isOneOfSeveral, loadModels, modelOf, showModels, takesImages } from "./models.js";
 import { choicesOf, defaults, faultOf, NUMBERS, sampling, saveSettings, settings } from "./settings.js";
@@ -20,7 +22,8 @@ let current = null; // the conversation in view
 let messages = new Map(); // its messages
 let views = new Map();
 let draft = defaults(); // the choices of a conversation that has not begun
-let attached = []; // pictures of the message being written
+let isOfServer = false; // the notice
+const WRONG_KEY = "The server does not take this key.";
 const due = new Set(); // ids of messages that are to be shown anew
 let isPainting = false; // soon
 let isAtEnd = true; // of the thread: a window that changes its size leaves it so
@@ -54,7 +57,7 @@ const acts = {
     showThread();
   },
   async edit(message) {
-    const text = await question("Edit the message", message.text);
+    const text = await question("Edit the message", message.text, 5);
     if (text) await send(text, message.parent, message.images);
   },
   isLeaf: (message) => message.id === current?.leaf,
@@ -108,6 +111,7 @@ async function show(id) {
   messages = new Map((current ? await store.messagesOf(id) : []).map((one) => [one.id, followers.get(one.id)?.answer ?? one]));
   location.hash = current ? current.id : "";
   document.body.classList.remove("with-side");
+  showDraft(current?.id);
   showThread();
   await showList();
   await followLive();
@@ -188,6 +192,7 @@ function newMessage(role, text, parent) {
 
 async function send(text, parent, images = []) {
   if (!current) current = { id: newId(), title: text.trim().slice(0, 60), created: Date.now(), choices: draft };
+  showDraft(current.id);
   const asked = { ...newMessage("user", text, parent), images };
   messages.set(asked.id, asked);
   await answer([asked], asked.id);
@@ -217,24 +222,12 @@ async function remove() {
     forgetTyped(message);
     if (stream) ask(`/v1/streams/${encodeURIComponent(stream)}`, { method: "DELETE" }).catch(() => {});
   }
+  forgetDraft(id);
   await store.removeConversation(id);
   await show(null);
 }
 
 // dialogs
-
-function question(text, value) {
-  const dialog = $("asking");
-  $("question").textContent = text;
-  $("reply").hidden = value === undefined;
-  $("reply").value = value ?? "";
-  dialog.returnValue = "no";
-  dialog.showModal();
-  if (value) $("reply").select();
-  return new Promise((resolve) => {
-    dialog.onclose = () => resolve(dialog.returnValue === "yes" ? (value === undefined ? true : $("reply").value.trim()) : null);
-  });
-}
 
 // The settings: the key, and what new conversations begin with. The options: this conversation's own.
 function openChoices(isOwn) {
@@ -250,7 +243,6 @@ function openChoices(isOwn) {
 }
 
 async function keepChoices(event, isOwn) {
-  if (event.submitter?.value !== "yes") return;
   const given = Object.fromEntries(new FormData(event.target));
   $("fault").textContent = faultOf(given);
   if ($("fault").textContent) return void event.preventDefault();
@@ -258,8 +250,14 @@ async function keepChoices(event, isOwn) {
   saveSettings(given);
   if (!current) draft = defaults();
   showChoices();
-  for (const follower of followers.values()) follower.reconnect();
-  await refreshModels();
+  await takeKey(given.key);
+}
+
+// Tries a key, and says what is wrong with it.
+async function takeKey(key) {
+  saveSettings({ key });
+  followers.forEach((follower) => follower.reconnect());
+  return (await refreshModels())?.status === 401 ? WRONG_KEY : "";
 }
 
 // Of this conversation alone.
@@ -273,7 +271,10 @@ async function choose(given) {
 async function refreshModels() {
   try {
     const error = await loadModels();
-    if (error && error.code !== "model_loading") notice(error.message);
+    const remind = () => notice("This server asks for a key. Enter it in Settings.", true);
+    if (error?.status === 401) askForKey(settings().key ? WRONG_KEY : "", takeKey, remind);
+    else if (error && error.code !== "model_loading") notice(error.message, true);
+    else if (isOfServer) notice("");
     showChoices();
     return error;
   } catch {
@@ -281,37 +282,29 @@ async function refreshModels() {
   }
 }
 
-// While the server loads its only model, the field says how far it is.
+// While the server loads its only model, the page says how far it is.
 async function followLoad() {
-  const before = loadWords();
+  const before = isLoading();
   await lookAtLoad();
-  $("input").placeholder = loadWords() || "Message";
-  if (before && !loadWords()) await refreshModels();
+  showLoad($("loading"));
+  if (isLoading() !== before) $("news").textContent = isLoading() ? "The server is loading its model." : "The model is loaded.";
+  if (!before || isLoading()) return;
+  for (const follower of followers.values()) if (follower.status.trouble) follower.reconnect();
+  await refreshModels();
 }
 
 // pictures
 
-async function attach(files) {
+async function attachImages(files) {
   const model = modelOf(choices());
-  const images = imagesIn(files);
-  if (!images.length) return;
+  if (!imagesIn(files).length) return;
   if (!takesImages(model)) return notice(`The model ${model} takes no images.`);
   try {
-    attached.push(...(await Promise.all(images.map(readImage))));
+    await attach(files);
     notice("");
   } catch {
     notice("This file is no image that can be shown.");
   }
-  showAttached();
-}
-
-function showAttached() {
-  $("attached").hidden = !attached.length;
-  $("attached").replaceChildren(...thumbnails(attached, (k) => {
-    attached.splice(k, 1);
-    showAttached();
-    $("input").focus();
-  }));
 }
 
 // the page
@@ -319,25 +312,26 @@ function showAttached() {
 async function rename() {
   const title = await question("Rename the conversation", current.title);
   if (!title) return;
-  current.title = title.slice(0, 200);
+  current.title = title.replace(/\s+/g, " ").slice(0, 200);
   await store.saveConversation(current);
   await show(current.id);
 }
 
 function submit() {
-  const text = $("input").value;
-  if (!(text.trim() || attached.length) || $("send").hidden) return;
-  $("input").value = "";
-  send(text, current?.leaf, attached);
-  attached = [];
-  showAttached();
+  const taken = $("send").hidden ? null : takeDraft();
+  if (!taken) return;
+  send(taken.text, current?.leaf, taken.images);
   notice("");
 }
 
-function notice(text) {
+// `ofServer`: about the key or the models; it goes when they are there.
+function notice(text, ofServer = false) {
+  isOfServer = ofServer;
   $("notice").textContent = text;
   $("notice").hidden = !text;
 }
+
+const stop = () => path().forEach((message) => followers.get(message.id)?.stop());
 
 $("composer").addEventListener("submit", (event) => (event.preventDefault(), submit()));
 $("input").addEventListener("keydown", (event) => {
@@ -345,7 +339,13 @@ $("input").addEventListener("keydown", (event) => {
   event.preventDefault();
   submit();
 });
-$("stop").addEventListener("click", () => path().forEach((message) => followers.get(message.id)?.stop()));
+$("stop").addEventListener("click", stop);
+addEventListener("keydown", ({ key, target, isComposing }) => {
+  const isTaken = isComposing || target === $("search") || document.querySelector("dialog[open]"); // by what it closes
+  if (key !== "Escape" || isTaken) return;
+  if (document.body.classList.contains("with-side")) closeSide();
+  else if (!$("stop").hidden) stop();
+});
 $("new").addEventListener("click", () => show(null).then(() => $("input").focus()));
 $("rename").addEventListener("click", rename);
 $("delete").addEventListener("click", remove);
@@ -358,7 +358,7 @@ $("file").addEventListener("change", async ({ target }) => {
   const [file] = target.files;
   if (file) await importAll(file).then(() => notice(""), () => notice("This file holds no conversations."));
   target.value = "";
-  await showList();
+  await show(current?.id);
 });
 $("model").addEventListener("focus", refreshModels);
 $("model").addEventListener("change", async ({ target: { value } }) => {
@@ -367,18 +367,18 @@ $("model").addEventListener("change", async ({ target: { value } }) => {
 });
 $("attach").addEventListener("click", () => $("picture").click());
 $("picture").addEventListener("change", async ({ target }) => {
-  await attach(target.files);
+  await attachImages(target.files);
   target.value = "";
 });
 $("input").addEventListener("paste", (event) => {
   if (!imagesIn(event.clipboardData.files).length) return;
   event.preventDefault();
-  attach(event.clipboardData.files);
+  attachImages(event.clipboardData.files);
 });
 addEventListener("dragover", (event) => event.preventDefault());
 addEventListener("drop", (event) => {
   event.preventDefault();
-  attach(event.dataTransfer.files);
+  attachImages(event.dataTransfer.files);
 });
 $("open-side").addEventListener("click", () => {
   document.body.classList.add("with-side");
@@ -389,7 +389,6 @@ const closeSide = () => {
   $("open-side").focus();
 };
 $("close-side").addEventListener("click", closeSide);
-$("side").addEventListener("keydown", (event) => event.key === "Escape" && document.body.classList.contains("with-side") && closeSide());
 
 addEventListener("online", () => followers.forEach((follower) => follower.reconnect()));
 document.addEventListener("visibilitychange", () => {
@@ -402,7 +401,7 @@ setInterval(() => {
   followers.forEach(changed);
   const isSilent = [...followers.values()].some((one) => !Object.keys(one.status).length && !one.answer.text);
   if (isSilent && isOneOfSeveral() && !document.hidden) refreshModels(); // one may be loading
-  if (!document.hidden && (loadWords() || [...followers.values()].some((one) => one.status.trouble))) followLoad();
+  if (!document.hidden && (isLoading() || [...followers.values()].some((one) => one.status.trouble))) followLoad();
 }, 1000);
 
 // Another tab has changed a conversation.
@@ -413,5 +412,5 @@ store.onChange(async ({ conversation }) => {
 });
 
 followLoad();
-refreshModels().then((error) => error?.status === 401 && openChoices(false));
+refreshModels();
 await show(location.hash.slice(1));

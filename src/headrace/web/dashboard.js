@@ -1,33 +1,72 @@
 // The dashboard: the management stream as figures, a timeline of steps and a histogram of gaps.
 
-import { ask, errorOf, events } from "./api.js";
+import { ask, errorOf, events, isAdminKeyTaken, useAdminKey } from "./api.js";
 import { drawGaps, drawSteps } from "./charts.js";
 import { el } from "./dom.js";
+import { isLoading, lookAtLoad, showLoad } from "./loading.js";
+import { lookAtRates, meanWait, tokenRate } from "./rates.js";
+import { saveSettings } from "./settings.js";
 import { runTrial } from "./trial.js";
 
 const $ = (id) => document.getElementById(id);
 const MAX_STEPS = 300;
 const MAX_ROWS = 50;
+const LOOK_MS = 2000;
 let steps = []; // [number, step], oldest first
 let state = null;
+let connection = null; // that the figures come by
 
 async function watch() {
   for (let pause = 250; ; pause = Math.min(pause * 2, 5000)) {
     try {
-      const response = await ask("/manage/stream");
+      connection = new AbortController();
+      const response = await ask("/manage/stream", { signal: connection.signal });
       if (response.ok) {
         $("news").textContent = "";
+        showWhole(true);
         for await (const { event, data } of events(response, () => (pause = 250))) if (event === "state") take(JSON.parse(data));
         $("news").textContent = "The connection ended; trying again.";
+      } else if ([401, 403].includes(response.status)) {
+        await askForKey((await errorOf(response)).message);
+        pause = 250;
       } else {
-        const hint = response.status === 401 ? " Enter it in the chat's settings." : "";
-        $("news").textContent = (await errorOf(response)).message + hint;
+        $("news").textContent = (await errorOf(response)).message;
       }
     } catch {
       $("news").textContent = "The server cannot be reached; trying again.";
     }
     await new Promise((resolve) => setTimeout(resolve, pause));
   }
+}
+
+// Figures, and what can be done here: nothing of it without the key.
+function showWhole(isOpen) {
+  $("all").hidden = $("try").hidden = !isOpen;
+  $("key").hidden = isOpen;
+}
+
+// Until one was given; for good, where the server has none.
+async function askForKey(reason) {
+  showWhole(false);
+  $("news").textContent = "";
+  $("key-fault").textContent = reason;
+  $("key").querySelector(".row").hidden = !(await isAdminKeyTaken());
+  await new Promise((resolve) => {
+    $("key").onsubmit = (event) => {
+      event.preventDefault();
+      saveSettings({ adminKey: $("key").querySelector("input").value.trim() });
+      resolve();
+    };
+  });
+}
+
+// What the stream does not tell: rates, and how far a load is.
+async function look() {
+  if (document.hidden || !state || $("all").hidden) return;
+  if (state.state === "loading" || isLoading()) await lookAtLoad();
+  showLoad($("loading"));
+  await lookAtRates().catch(() => {}); // the stream says that the server is away
+  showFigures();
 }
 
 // A snapshot holds the last steps; older ones are kept here, by their numbers.
@@ -87,17 +126,37 @@ function asRow(request) {
   return [String(number), model, STATES[is] ?? is, prompt, String(request.prompt_cached), answer, `${Math.round(request.max_gap_ms)} ms`];
 }
 
-function show() {
-  const { engine, waiting, blocks, slots } = state;
-  const used = (memory) => (memory?.total ? `${memory.total - memory.free} of ${memory.total}` : "none");
+const plural = (count, word) => `${count} ${word}${count === 1 ? "" : "s"}`;
+
+// The memory of the model that has the least left: [share, figures].
+function memory(models) {
+  const shares = models.flatMap(({ blocks, slots }) => Object.entries({ blocks, slots })).filter(([, one]) => one?.total);
+  const found = shares.map(([name, { total, free }]) => [(total - free) / total, `${total - free} of ${total} ${name}`]);
+  const [share, figures] = found.sort(([one], [other]) => other - one)[0] ?? [];
+  return found.length ? [`${Math.round(100 * share)} %`, figures] : ["–", "none yet"];
+}
+
+function showFigures() {
+  const { models = [state] } = state;
+  const sum = (value) => models.reduce((sofar, one) => sofar + (value(one) ?? 0), 0);
+  const restarts = sum(({ engine }) => Math.max(engine.starts - 1, 0));
   const figures = {
-    State: state.state, Model: state.model, Lane: engine.lane ?? "–", Device: engine.device ?? "–",
-    Running: state.running, Waiting: `${waiting.requests} (${waiting.tokens} tokens)`,
-    "Blocks used": used(blocks), "Slots used": used(slots), "Engine restarts": Math.max(engine.starts - 1, 0),
-    Steps: state.num_steps, "Stall target": engine.stall_target_ms == null ? "none" : `${engine.stall_target_ms} ms`,
-    "Targets missed": Object.values(state.missed).reduce((sum, one) => sum + one, 0),
+    State: [state.state, plural(restarts, "engine restart")],
+    Running: [sum((one) => one.running), `of ${plural(sum((one) => one.engine.max_num_seqs), "place")}`],
+    Waiting: [sum((one) => one.waiting.requests), plural(sum((one) => one.waiting.tokens), "prompt token")],
+    "Tokens/s": tokenRate(), "Time to first token": meanWait("ttft"), "Time in the queue": meanWait("queue"),
+    "Memory used": memory(models),
+    "Stall targets missed": [sum(({ missed }) => Object.values(missed).reduce((a, b) => a + b, 0)), `in ${plural(sum((one) => one.num_steps), "step")}`],
   };
-  $("figures").replaceChildren(...Object.entries(figures).map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", { "data-name": name }, String(value)))));
+  $("figures").replaceChildren(...Object.entries(figures).map(([name, [value, note]]) => el("div", {}, el("dt", {}, name), el("dd", { "data-name": name }, String(value)), el("dd", { class: "soft" }, note))));
+  const { lane, device, dtype, max_model_len: context, stall_target_ms: target } = state.engine;
+  const facts = [state.model, lane && `lane ${lane}`, device, dtype, context && `context ${context}`, lane && (target === null ? "no stall target" : `stall target ${target} ms`)];
+  $("facts").textContent = state.models ? plural(models.length, "model") : facts.filter(Boolean).join(" · ");
+}
+
+function show() {
+  showFigures();
+  const { engine } = state;
   const shown = steps.map(([, step]) => step);
   const gaps = shown.filter((step) => step.decoding).map((step) => step.elapsed_ms).sort((a, b) => a - b);
   drawSteps($("steps"), shown, engine.stall_target_ms);
@@ -120,4 +179,7 @@ $("try").addEventListener("click", async () => {
   $("try").disabled = false;
 });
 addEventListener("resize", () => state && show());
+addEventListener("pagehide", () => connection.abort()); // a page that may be shown again would keep it
+useAdminKey();
+setInterval(look, LOOK_MS);
 watch();

@@ -1,27 +1,38 @@
 // What the server does while it loads its only model, as its health says.
 
 import { ask } from "./api.js";
+import { el } from "./dom.js";
 
-let words = "";
+let load = null;
 let isAsking = false;
 
-// What to say while the model is being loaded, or nothing.
-export const loadWords = () => words;
+export const isLoading = () => load !== null;
 
 // Asks the server anew, unless it is being asked.
 export async function lookAtLoad() {
   if (isAsking) return;
   isAsking = true;
   try {
-    const { loading } = await (await ask("/health")).json();
-    words = loading ? sentence(loading) : "";
+    load = (await (await ask("/health")).json()).loading ?? null;
   } catch {
-    words = ""; // others say that the server is away
+    load = null; // others say that the server is away
   }
   isAsking = false;
 }
 
-function sentence({ stage, progress, detail, since_s: seconds }) {
-  const figures = [progress === null ? "" : `${Math.round(100 * progress)} %`, detail].filter(Boolean).join(" ");
-  return `The server is ${[stage, figures].filter(Boolean).join(", ")} (${Math.round(seconds)} s)`;
+// The stage and how far it is, in a box that is there only while something is loaded.
+export function showLoad(box) {
+  box.hidden = !load;
+  if (!load) return;
+  const { stage, progress, detail, since_s: seconds } = load;
+  const share = progress === null ? "" : `${Math.round(100 * progress)} %`;
+  const figures = [share, detail].filter(Boolean).join(" ");
+  const words = `The server is ${stage}${figures && `: ${figures}`}`;
+  const bar = box.querySelector("progress") ?? el("progress", { "aria-label": "Load of the model" });
+  if (progress === null) bar.removeAttribute("value");
+  else bar.value = progress;
+  if (!bar.parentNode) box.append(el("span", { class: "what" }), el("span"), bar);
+  const [what, since] = box.querySelectorAll("span");
+  what.textContent = words;
+  since.textContent = `${Math.round(seconds)} s`;
 }

@@ -3,7 +3,7 @@
 import { button, copyButton, duration, el } from "./dom.js";
 import { thumbnails } from "./images.js";
 import { MarkdownView } from "./markdown.js";
-import { loadWords } from "./loading.js";
+import { isLoading } from "./loading.js";
 import { loadingOf } from "./models.js";
 import { TextView } from "./text.js";
 import { keepTyped, typed } from "./typed.js";
@@ -127,14 +127,14 @@ function waiting(message, follower) {
   const silence = Math.floor((Date.now() - follower.heardAt) / 1000);
   const parts = [];
   if (message.stopping) parts.push(el("span", {}, "Stopping"));
-  else if (trouble && loadWords()) parts.push(el("span", {}, loadWords()));
+  else if (trouble && isLoading()) parts.push(el("span", {}, "Waiting until the server has loaded its model"));
   else if (trouble) parts.push(el("span", { class: "trouble" }, `${trouble.replace(/\.?$/, ".")} Trying again; what you see is kept.`));
   else if (recovering) parts.push(el("span", {}, `The engine is restarting (attempt ${recovering.attempt}); the answer goes on from here.`));
   else if (queue) parts.push(el("span", {}, `Place ${queue.position} of ${queue.waiting} in the queue${queue.eta_ms == null ? "" : `, about ${duration(queue.eta_ms / 1000)}`}`));
   else if (prompt) parts.push(...promptBar(prompt));
   else if (message.timings?.predicted_per_second) parts.push(el("span", {}, rate(message)));
   else parts.push(el("span", {}, loadingOf(message.wanted) || "Waiting for the first token"));
-  if (silence > 5) parts.push(el("span", { class: "silence" }, `last sign of life ${silence} s ago`));
+  if (silence > 5 && !isLoading()) parts.push(el("span", { class: "silence" }, `last sign of life ${silence} s ago`));
   return parts;
 }
 

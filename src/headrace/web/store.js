@@ -65,12 +65,20 @@ export async function saveTurn(conversation, turn) {
   tell(conversation.id);
 }
 
-export async function saveAll(found) {
+// Adds what is not here yet. Of a conversation that is, the one that was changed last stays; of a
+// message, the one that has come further.
+export async function merge(found) {
+  const isNewer = (one, old) => one.updated > old.updated;
+  const isFurther = (one, old) => !old.live && one.conversation === old.conversation && one.text !== old.text && one.text.startsWith(old.text);
   await transact("readwrite", (all, messages) => {
-    for (const one of found.conversations) all.put(one);
-    for (const one of found.messages) messages.put(one);
+    for (const one of found.conversations) putOver(all, one, isNewer);
+    for (const one of found.messages) putOver(messages, one, isFurther);
   });
   tell(null);
+}
+
+function putOver(records, one, isBetter) {
+  records.get(one.id).onsuccess = ({ target: { result: old } }) => (!old || isBetter(one, old)) && records.put({ ...old, ...one });
 }
 
 export async function removeConversation(id) {

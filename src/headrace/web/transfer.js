@@ -21,11 +21,12 @@ const number = (value) => (Number.isFinite(value) ? value : 0);
 const list = (value) => (Array.isArray(value) ? value : []);
 const roleOf = (value) => (["user", "tool"].includes(value) ? value : "assistant");
 
-// All of it gets new ids, so that nothing that is here is overwritten. Throws where it is no such file.
+// What is here already is known by its id, and merged. Throws where it is no such file.
 export async function importAll(file) {
   const whole = JSON.parse(await file.text());
-  const ids = new Map();
-  const id = (old) => (typeof old !== "string" ? null : ids.get(old) ?? ids.set(old, newId()).get(old));
+  const ids = new Map(); // new ones, where the old ones could not stand in a header or an address
+  const fresh = (old) => ids.get(old) ?? ids.set(old, newId()).get(old);
+  const id = (old) => (typeof old !== "string" ? null : /^[\w-]{1,64}$/.test(old) ? old : fresh(old));
   const conversations = whole.conversations.map((one) => ({
     id: id(one.id), title: text(one.title).slice(0, 200) || "Imported", created: number(one.created), updated: number(one.updated), leaf: id(one.leaf),
     ...(one.choices ? { choices: choicesOf(one.choices) } : {}),
@@ -37,5 +38,5 @@ export async function importAll(file) {
     calls: list(one.calls).map((call) => ({ id: text(call.id), name: text(call.name), arguments: text(call.arguments) })),
     results: list(one.results).map((result) => ({ id: text(result.id), name: text(result.name), text: text(result.text) })),
   }));
-  await store.saveAll({ conversations, messages });
+  await store.merge({ conversations, messages });
 }

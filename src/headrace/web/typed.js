@@ -1,5 +1,5 @@
-// What a person has typed as the results of tool calls and not sent yet: texts by the message that
-// calls, in localStorage.
+// What a person has typed and not sent yet, in localStorage: the results of tool calls by the
+// message that calls, and drafts by their names.
 
 const name = (id) => `headrace-typed-${id}`;
 
