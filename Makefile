@@ -51,7 +51,7 @@ test-clients: $(READY)
 test-ops: $(READY_TEST)
 	(command -v prometheus && command -v promtool && command -v systemd-analyze) || \
 		(apt-get update -q && apt-get install -y -q --no-install-recommends prometheus systemd)
-	timeout 600 $(BIN)/python -m pytest -p no:cacheprovider --timeout 300 ops_tests $(ARGS)
+	timeout 600 $(BIN)/python -m pytest -p no:cacheprovider --timeout 300 tests/ops $(ARGS)
 
 # sentence-transformers in an environment of its own, which finds our packages beside it
 EMBED := build/embed-venv
@@ -71,7 +71,7 @@ $(EMBED)/ready: constraints.txt
 CLUSTER := build/cluster-venv
 test-cluster: $(READY_TEST) $(CLUSTER)/ready test-gateways
 	PYTHONPATH=$(abspath src):$(CURDIR) timeout 1800 $(CLUSTER)/bin/python -m pytest -p no:cacheprovider \
-		--timeout 600 --ignore cluster_tests/test_gateways.py cluster_tests $(ARGS)
+		--timeout 600 --ignore tests/cluster/test_gateways.py tests/cluster $(ARGS)
 
 # servers on Debian's Redis, behind Debian's HAProxy; where they cannot be had, this fails
 HAVE_GATEWAYS = (command -v redis-server && command -v haproxy) || \
@@ -80,10 +80,10 @@ test-gateways: $(READY_TEST)
 	$(HAVE_GATEWAYS)
 	NEEDS_REDIS=1 timeout 900 $(BIN)/python -m pytest -p no:cacheprovider --timeout 300 \
 		tests/streams/test_stores.py tests/streams/test_store_machine.py \
-		tests/streams/test_redis_store.py cluster_tests/test_gateways.py $(ARGS)
+		tests/streams/test_redis_store.py tests/cluster/test_gateways.py $(ARGS)
 
 # a cluster of two nodes, Redis and two gateways, and KILLS of all of these in runs of 50
-CLUSTER_KILLS := PYTHONPATH=$(abspath src):$(CURDIR) $(CLUSTER)/bin/python -m cluster_tests.kills
+CLUSTER_KILLS := PYTHONPATH=$(abspath src):$(CURDIR) $(CLUSTER)/bin/python -m stress.cluster.kills
 chaos-cluster: $(READY_TEST) $(CLUSTER)/ready
 	$(HAVE_GATEWAYS)
 	$(CLUSTER_KILLS) --kills $(KILLS) --seed $(SEED) $(ARGS)
@@ -104,7 +104,7 @@ $(CLUSTER)/ready: constraints.txt
 LLAMA := build/llama-venv
 test-llama-cpp: $(READY_TEST) $(LLAMA)/ready
 	PYTHONPATH=src:. timeout 1200 $(LLAMA)/bin/python -m pytest -p no:cacheprovider \
-		llama_tests $(ARGS)
+		tests/llama $(ARGS)
 
 $(LLAMA)/ready: constraints.txt
 	test -x $(LLAMA)/bin/python || $(PYTHON) -m venv $(LLAMA)
@@ -126,10 +126,10 @@ test-gguf: $(READY_TEST)
 WEB := build/web-venv
 AXE := $(WEB)/node_modules/axe-core/axe.min.js
 test-web: $(READY_TEST) $(WEB)/ready $(AXE)
-	timeout 900 $(WEB)/bin/python -m pytest -p no:cacheprovider --timeout 150 web_tests $(ARGS)
+	timeout 900 $(WEB)/bin/python -m pytest -p no:cacheprovider --confcutdir tests/web --timeout 150 tests/web $(ARGS)
 
 screenshots: $(READY) $(WEB)/ready
-	$(WEB)/bin/python -m web_tests.screenshots
+	$(WEB)/bin/python -m tests.web.screenshots
 
 # Debian's browser; where it cannot be had, this fails
 $(WEB)/ready: constraints.txt
@@ -154,29 +154,29 @@ check: $(READY_TEST)
 
 N ?= 10000
 simulate: $(READY)
-	$(BIN)/python -m simulator -n $(N) $(ARGS)
+	$(BIN)/python -m stress.simulator -n $(N) $(ARGS)
 
 # requests dealt out over replicas: places, order, prefixes
 simulate-placements: $(READY)
-	$(BIN)/python -m simulator.placements -n $(N) $(ARGS)
+	$(BIN)/python -m stress.simulator.placements -n $(N) $(ARGS)
 
 KILLS ?= 50
 SEED ?= 0
 chaos: $(READY_TEST)
-	$(BIN)/python -m chaos --kills $(KILLS) --seed $(SEED) $(ARGS)
+	$(BIN)/python -m stress.chaos --kills $(KILLS) --seed $(SEED) $(ARGS)
 
 SECONDS ?= 120
 attack: $(READY_TEST)
-	$(BIN)/python -m attack --seconds $(SECONDS) --seed $(SEED) $(ARGS)
+	$(BIN)/python -m stress.attack --seconds $(SECONDS) --seed $(SEED) $(ARGS)
 
 soak: $(READY_TEST)
-	$(BIN)/python -m attack.soak --seed $(SEED) $(ARGS) \
+	$(BIN)/python -m stress.attack.soak --seed $(SEED) $(ARGS) \
 		--seconds $(if $(filter file,$(origin SECONDS)),600,$(SECONDS))
 
 CORRUPTIONS ?= 1000
 SERVERS ?= 30
 corrupt: $(READY_TEST)
-	$(BIN)/python -m attack.corruption -n $(CORRUPTIONS) --servers $(SERVERS) \
+	$(BIN)/python -m stress.attack.corruption -n $(CORRUPTIONS) --servers $(SERVERS) \
 		--seed $(SEED) $(ARGS)
 
 demo: $(READY)

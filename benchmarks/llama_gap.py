@@ -29,7 +29,7 @@ from headrace.bench.load import Background, Injector, PromptSource
 from headrace.bench.record import Cell, CellPlan, Round
 from headrace.bench.report import commit, machine
 from headrace.bench.target import Target
-from llama_tests.llama_server import llama_server
+from tools.harness.llama_server import llama_server
 
 _STREAMS, _CONTEXT, _PROMPT = 4, 128, 2048
 _PLACES, _POSITIONS = 6, 4096

@@ -29,8 +29,8 @@ from headrace.engine import wire
 from headrace.engine.engine import Engine
 from headrace.scheduler.budget import Limits
 from headrace.scheduler.scheduler import Scheduler
-from tests.builders import make_tiny_model
-from tests.servers import running_server
+from tools.harness.servers import running_server
+from tools.harness.tiny_models import make_tiny_model
 
 NUM_STREAMS = 32
 NUM_WAITING = 1000

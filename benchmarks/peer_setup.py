@@ -15,7 +15,7 @@ from gguf import GGMLQuantizationType as Kind
 from gguf.quants import quantize
 from safetensors.torch import load_file
 
-from tests.gguf_files import add_tokenizer, gguf_name
+from tools.harness.gguf_files import add_tokenizer, gguf_name
 from tools.make_random_model import make_random_model
 
 # torch is what the exporter needs; the version is the one of constraints.txt

@@ -10,13 +10,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # the same examples in every run; `make test ARGS=--hypothesis-profile=default` looks for new ones
 settings.register_profile("suite", derandomize=True)
 settings.load_profile("suite")
-collect_ignore = ["clients"]  # `make test-clients` runs them, in environments of their own
+# make targets of their own run these, most of them in environments of their own
+collect_ignore = ["clients", "cluster", "llama", "ops", "web"]
 
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model, for all who only read it."""
-    from tests.builders import make_tiny_model  # it imports torch
+    from tools.harness.tiny_models import make_tiny_model  # it imports torch
 
     return make_tiny_model(tmp_path_factory.mktemp("shared") / "tiny")
 

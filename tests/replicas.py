@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from tests.eventually import eventually
+from tools.harness.eventually import eventually
 
 ASKED = {"temperature": 0, "ignore_eos": True, "stream": True, "return_progress": True}
 LIMIT_S = 240

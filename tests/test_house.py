@@ -96,6 +96,33 @@ def test_help_imports_no_server() -> None:
     assert found.stdout.strip() == "False False"
 
 
+BESIDE = {
+    "tests": ("stress", "benchmarks", "tools"),
+    "stress": ("tools",),
+    "benchmarks": ("tools",),
+}
+"""What lies beside the package, and what of it each may import."""
+
+
+@pytest.mark.parametrize("folder", [*BESIDE, "tools", "src"])
+def test_imports_beside_the_package_never_climb(folder: str) -> None:
+    barred = {*BESIDE, "tools"} - {folder, *BESIDE.get(folder, ())}
+    found = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in (ROOT / folder).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        for name in imported(node)
+        if name.partition(".")[0] in barred
+    ]
+    assert not found
+
+
+def imported(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.ImportFrom):
+        return [node.module or ""]
+    return [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+
+
 def test_every_program_beside_the_package_can_be_imported() -> None:
     paths = [path for name in ("benchmarks", "tools") for path in (ROOT / name).glob("*.py")]
     # screenshots drive a browser, from an environment of their own

@@ -12,8 +12,8 @@ import pytest
 from headrace import LLM, ConfigError, LoadProgress, ModelError, RequestFailed
 from headrace.core.loading import CHECKING, COMPILING, ENGINE, READING, WARMING
 from headrace.core.messages import WEIGHTS
-from tests.eventually import eventually
-from tests.servers import running_server
+from tools.harness.eventually import eventually
+from tools.harness.servers import running_server
 
 CHAT = [{"role": "user", "content": "hi"}]
 ENDLESS = {"ignore_eos": True, "max_tokens": 800}

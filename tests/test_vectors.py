@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from headrace import LLM
 from headrace.errors import RequestFailed
-from tests.builders import make_tiny_encoder, make_tiny_model, write_pooling
+from tools.harness.tiny_models import make_tiny_encoder, make_tiny_model, write_pooling
 
 TEXTS = ["a river", "the mill race is running, the wheel turns " * 2, "x", "over and over again."]
 """Of lengths that fall into several forwards."""

@@ -20,8 +20,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.builders import make_tiny_model
-from tests.servers import running_server
+from tools.harness.servers import running_server
+from tools.harness.tiny_models import make_tiny_model
 
 FLAGS = (
     *("--threads", "1", "--served-model-name", "tiny", "--max-model-len", "1024"),

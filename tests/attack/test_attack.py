@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from attack.run import Plan, Run, choose
+from stress.attack.run import Plan, Run, choose
 
 NAMES = choose(
     "worst-unknown-field,worst-prompts-n64,bodies-chat,bodies-completions,bodies-detokenize,"

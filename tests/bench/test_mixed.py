@@ -9,8 +9,8 @@ from click.testing import CliRunner
 
 from headrace.bench.report import gaps
 from headrace.cli.main import cli
-from tests.builders import make_tiny_model
-from tests.servers import running_server
+from tools.harness.servers import running_server
+from tools.harness.tiny_models import make_tiny_model
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from chaos.run import Plan, Run
-from tests.builders import make_tiny_model
+from stress.chaos.run import Plan, Run
+from tools.harness.tiny_models import make_tiny_model
 
 KILLS, SECONDS, CLIENTS = 5, 15.0, 6
 

@@ -2,13 +2,13 @@
 
 import asyncio
 
-from chaos.catalog import TEXT, Question
-from chaos.compare import compare
-from chaos.exchange import Reply
-from chaos.frames import Said, frames_of, own_dropped
-from chaos.oracle import judge_plain
-from chaos.story import Story, Way
-from chaos.witness import Fate, Fates, Passage, Proxy
+from stress.chaos.catalog import TEXT, Question
+from stress.chaos.compare import compare
+from stress.chaos.exchange import Reply
+from stress.chaos.frames import Said, frames_of, own_dropped
+from stress.chaos.oracle import judge_plain
+from stress.chaos.story import Story, Way
+from stress.chaos.witness import Fate, Fates, Passage, Proxy
 
 TRUTH = [5, 6, 7, 8, 9, 10]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import llama_cpp
 
-from tests.builders import CHAT_TEMPLATE, END, make_tiny_model
-from tests.gguf_files import add_merge, to_gguf
+from tools.harness.gguf_files import add_merge, to_gguf
+from tools.harness.tiny_models import CHAT_TEMPLATE, END, make_tiny_model
 
 DATA = Path(__file__).parent / "data"
 SHAPE = {

@@ -2,7 +2,7 @@ import json
 
 from headrace.checkpoints.convert_tokenizer import main
 from headrace.text.tokenizer import Tokenizer
-from tests.text.small_tokenizers import CORPUS, library
+from tools.harness.small_tokenizers import CORPUS, library
 
 
 def convert(folder) -> Tokenizer:

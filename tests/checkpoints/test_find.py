@@ -13,9 +13,9 @@ import pytest
 
 from headrace.checkpoints.find import find_model
 from headrace.core.errors import ModelError
-from tests.builders import make_tiny_model
 from tests.checkpoints.small_hub import COMMIT, SmallHub, small_hub
-from tests.gguf_files import to_gguf
+from tools.harness.gguf_files import to_gguf
+from tools.harness.tiny_models import make_tiny_model
 
 LOOK_UP = """
 import json, sys

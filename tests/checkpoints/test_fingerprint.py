@@ -4,7 +4,7 @@ from pathlib import Path
 
 from headrace.checkpoints.fingerprint import fingerprint
 from headrace.checkpoints.spec import read_spec
-from tests.builders import make_tiny_model
+from tools.harness.tiny_models import make_tiny_model
 
 
 def of(folder: Path, dtype: str = "float32", device: str = "cpu") -> str:

@@ -25,10 +25,10 @@ from headrace.runner.lanes import choose
 from headrace.runner.lanes.native_text import NativeText
 from headrace.runner.load import load_runner
 from headrace.runner.runner import Runner
-from tests.builders import CHAT_TEMPLATE, END, make_tiny_model
 from tests.drive import assert_close, random_prompt, row_logits, tiny_runner
-from tests.gguf_files import to_gguf
 from tests.runner.kernels.own_forms import needs_own_forms
+from tools.harness.gguf_files import to_gguf
+from tools.harness.tiny_models import CHAT_TEMPLATE, END, make_tiny_model
 
 KINDS = [entry[0] for entry in TYPES.values()]
 FAMILIES = ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]

@@ -14,8 +14,8 @@ from tokenizers import Tokenizer
 from headrace.checkpoints.gguf_header import read_gguf
 from headrace.checkpoints.gguf_tokenizer import build_tokenizer
 from headrace.core.errors import ModelError
-from tests.gguf_files import add_tokenizer
-from tests.text.small_tokenizers import CORPUS, library
+from tools.harness.gguf_files import add_tokenizer
+from tools.harness.small_tokenizers import CORPUS, library
 
 TEXTS = st.one_of(
     st.text(max_size=60),

@@ -14,7 +14,7 @@ from headrace.core.errors import ModelError
 from headrace.core.loading import ON_LOADING
 from headrace.core.messages import Loading
 from headrace.models.registry import family
-from tests.builders import make_tiny_model
+from tools.harness.tiny_models import make_tiny_model
 
 QWEN2 = {"architecture": "Qwen2ForCausalLM", "head_dim": None}
 CPU = torch.device("cpu")

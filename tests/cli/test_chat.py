@@ -16,11 +16,11 @@ from headrace.cli.chat import Conversation, Transcript
 from headrace.cli.chat_screen import place, recovery, told
 from headrace.client.events import Heartbeat, Progress, Queued
 from headrace.core.errors import ConfigError
-from tests import servers
 from tests.cli.terminal import terminal
 from tests.client.builders import cutting_proxy
-from tests.eventually import eventually
-from tests.servers import ServerProcess, running_server
+from tools.harness import servers
+from tools.harness.eventually import eventually
+from tools.harness.servers import ServerProcess, running_server
 
 GREEDY = ("-o", "temperature=0", "-o", "max_tokens=40", "-o", "ignore_eos=true")
 NOISE = "\N{REPLACEMENT CHARACTER}"  # what a random model says much of, and nobody else

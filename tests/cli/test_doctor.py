@@ -17,14 +17,14 @@ from headrace.core.config_sources import load
 from headrace.core.layout import MemoryLayout
 from headrace.runner.kernels.forms import forms_here
 from headrace.text.tokenizer import Tokenizer
-from tests.builders import (
+from tests.runner.kernels.own_forms import needs_own_forms
+from tools.harness.gguf_files import to_gguf
+from tools.harness.tiny_models import (
     make_tiny_encoder,
     make_tiny_image_model,
     make_tiny_model,
     make_tiny_seq2seq,
 )
-from tests.gguf_files import to_gguf
-from tests.runner.kernels.own_forms import needs_own_forms
 
 
 def examine(

@@ -8,10 +8,10 @@ import httpx
 import pytest
 
 from headrace.cli.download import DownloadLine
-from tests.builders import make_tiny_model
 from tests.checkpoints.small_hub import small_hub
-from tests.eventually import eventually
-from tests.servers import ServerProcess
+from tools.harness.eventually import eventually
+from tools.harness.servers import ServerProcess
+from tools.harness.tiny_models import make_tiny_model
 
 
 def test_without_a_terminal_there_is_a_line_per_tenth(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.builders import make_tiny_model
-from tests.servers import running_server, said
+from tools.harness.servers import running_server, said
+from tools.harness.tiny_models import make_tiny_model
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 

@@ -23,8 +23,8 @@ from headrace.core.config import ServerConfig
 from headrace.core.config_sources import load
 from headrace.core.errors import ConfigError, RequestError
 from headrace.llm import LLM
-from tests.builders import make_tiny_model
-from tests.servers import said
+from tools.harness.servers import said
+from tools.harness.tiny_models import make_tiny_model
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from click.testing import CliRunner, Result
 
 from headrace.cli.models import models
 from headrace.core.errors import HeadraceError
-from tests.servers import running_server
+from tools.harness.servers import running_server
 
 
 def list_of(*words: str, key: str | None = None) -> Result:

@@ -20,10 +20,10 @@ from headrace import (
     Unreachable,
 )
 from headrace.client.events import Heartbeat, Tokens, Update
-from tests.builders import make_tiny_model
 from tests.client.builders import cutting_proxy
-from tests.eventually import eventually
-from tests.servers import ServerProcess, running_server
+from tools.harness.eventually import eventually
+from tools.harness.servers import ServerProcess, running_server
+from tools.harness.tiny_models import make_tiny_model
 
 CHAT = [{"role": "user", "content": "hi"}]
 LONG = {"temperature": 0, "max_tokens": 60, "ignore_eos": True}

@@ -15,12 +15,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.servers import running_server
-from tests.slow_engine import slow
+from tools.harness.servers import running_server
+from tools.harness.slow_engine import slow
 
 HERE = Path(__file__).parent
 BUILD = HERE.parents[1] / "build" / "clients"
-EXAMPLES = HERE.parents[1] / "examples"
+EXAMPLES = HERE.parents[1] / "docs" / "examples"
 WITHIN_S = 330.0
 NODE = 20
 SERVER_FLAGS = ("--heartbeat-s", "1", "--max-num-seqs", "4")

@@ -12,8 +12,8 @@ import pytest
 from sentence_transformers import CrossEncoder, SentenceTransformer
 
 from headrace import LLM
-from tests.builders import make_tiny_encoder, make_tiny_model, write_pooling
-from tests.servers import running_server
+from tools.harness.servers import running_server
+from tools.harness.tiny_models import make_tiny_encoder, make_tiny_model, write_pooling
 
 TEXTS = ["a river", "the mill race is running, the wheel turns " * 2, "x", "Over and OVER again."]
 PROMPTS = {"query": "query: ", "document": "text: "}

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.servers import ServerProcess, running_server
+from tools.harness.servers import ServerProcess, running_server
 
 
 @pytest.fixture(scope="session")

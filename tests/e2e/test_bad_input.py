@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from tests.servers import ServerProcess
+from tools.harness.servers import ServerProcess
 
 CHAT = "/v1/chat/completions"
 USER = {"role": "user", "content": "hi"}

@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from tests.e2e.test_models import FLAGS, LIMIT_S, ask, at_work
-from tests.eventually import eventually
-from tests.servers import ServerProcess, running_server
+from tools.harness.eventually import eventually
+from tools.harness.servers import ServerProcess, running_server
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ import pytest
 
 from headrace import AsyncClient, Client
 from headrace.errors import RequestFailed
-from tests.eventually import eventually
-from tests.servers import ServerProcess
+from tools.harness.eventually import eventually
+from tools.harness.servers import ServerProcess
 
 TEXTS = ["Hello there", "The quick brown fox jumps over the lazy dog. " * 40, "x"]
 

@@ -4,10 +4,10 @@ import asyncio
 import sys
 from pathlib import Path
 
-from chaos.witness import Fates, Proxy
-from tests.servers import ServerProcess
+from stress.chaos.witness import Fates, Proxy
+from tools.harness.servers import ServerProcess
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 
 
 async def run(name: str, url: str, *prompts: str) -> str:

@@ -19,7 +19,7 @@ from headrace.core.errors import RequestError
 from headrace.protocols import openai_chat, openai_completions
 from headrace.protocols.fields import Flag, Integer, Kind, Number, Object, String
 from headrace.protocols.requests import decode
-from tests.builders import END, VOCAB_SIZE, make_tiny_model
+from tools.harness.tiny_models import END, VOCAB_SIZE, make_tiny_model
 
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ message.role }}{{ message.content }}"

@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.builders import make_tiny_model
-from tests.eventually import eventually
-from tests.servers import ServerProcess, running_server
+from tools.harness.eventually import eventually
+from tools.harness.servers import ServerProcess, running_server
+from tools.harness.tiny_models import make_tiny_model
 
 BODY = {"prompt": "hi", "max_tokens": 1500, "ignore_eos": True, "temperature": 0, "stream": True}
 DRAIN_S, BEYOND_S = 3, 6

@@ -7,9 +7,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.builders import TURNS_TEMPLATE
 from tests.e2e.test_tools import ASKED, chunks_of, message_of
-from tests.servers import ServerProcess, running_server
+from tools.harness.servers import ServerProcess, running_server
+from tools.harness.tiny_models import TURNS_TEMPLATE
 
 CITIES = {
     "type": "object",

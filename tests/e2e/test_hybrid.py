@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from headrace.runner.kernels.forms import forms_here
-from tests.builders import make_tiny_model
-from tests.servers import ServerProcess, running_server
+from tools.harness.servers import ServerProcess, running_server
+from tools.harness.tiny_models import make_tiny_model
 
 PROMPT = "Once upon a time there was a river that drove a mill, and the mill had a headrace. "
 BODY = {"prompt": PROMPT, "max_tokens": 30, "temperature": 0, "ignore_eos": True}

@@ -18,8 +18,8 @@ from PIL import Image
 
 from headrace import LLM, Client, RequestFailed
 from headrace.generation.addresses import ImageFetcher
-from tests.builders import IMAGE, make_tiny_image_model
-from tests.servers import ServerProcess, running_server
+from tools.harness.servers import ServerProcess, running_server
+from tools.harness.tiny_models import IMAGE, make_tiny_image_model
 
 LIMIT_S = 280  # the worker for images has the lowest priority, and waits on a busy machine
 

@@ -8,8 +8,8 @@ import httpx
 import pytest
 from tokenizers import Tokenizer
 
-from tests.builders import make_tiny_model
-from tests.servers import ServerProcess, running_server
+from tools.harness.servers import ServerProcess, running_server
+from tools.harness.tiny_models import make_tiny_model
 
 MARKS = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|repo_name|>", "<|file_sep|>")
 PREFIX, SUFFIX, MIDDLE, PROJECT, FILE = range(259, 264)

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import httpx
 
-from tests.eventually import eventually
-from tests.servers import running_server
+from tools.harness.eventually import eventually
+from tools.harness.servers import running_server
 
 ID = "c1f3::headrace/tiny"
 BODY = {

@@ -8,8 +8,8 @@ import httpx
 import pytest
 
 from headrace import Client
-from tests.builders import make_tiny_model
-from tests.servers import ServerProcess, running_server
+from tools.harness.servers import ServerProcess, running_server
+from tools.harness.tiny_models import make_tiny_model
 
 GREEDY = {"temperature": 0, "n_predict": 6, "ignore_eos": True}
 FLAGS = ("--threads", "1", "--max-model-len", "256", "--alias", "tiny", "--api-prefix", "/llm")

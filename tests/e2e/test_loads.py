@@ -9,9 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.builders import make_tiny_model
-from tests.eventually import eventually
-from tests.servers import ServerProcess
+from tools.harness.eventually import eventually
+from tools.harness.servers import ServerProcess
+from tools.harness.tiny_models import make_tiny_model
 
 STAGE = re.compile(r"headrace: (.+?)(?:, .*)? \(\d+ s\)")
 

@@ -18,9 +18,9 @@ import httpx
 import pytest
 
 from headrace import Client
-from tests.builders import make_tiny_model
-from tests.eventually import eventually
-from tests.servers import ServerProcess, running_server
+from tools.harness.eventually import eventually
+from tools.harness.servers import ServerProcess, running_server
+from tools.harness.tiny_models import make_tiny_model
 
 ASKED = {"prompt": "one two", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
 FLAGS = (

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.builders import make_tiny_image_model
 from tests.e2e.test_image_chats import chat, picture, post, said, text_despite_a_kill, url
-from tests.servers import ServerProcess, running_server
+from tools.harness.servers import ServerProcess, running_server
+from tools.harness.tiny_models import make_tiny_image_model
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.servers import ServerProcess
+from tools.harness.servers import ServerProcess
 
 MODEL = "headrace-mini"
 USER = [{"role": "user", "content": "Tell me about a river."}]

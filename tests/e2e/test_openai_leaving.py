@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 import openai
 import pytest
 
-from tests.eventually import eventually
-from tests.servers import ServerProcess, running_server
+from tools.harness.eventually import eventually
+from tools.harness.servers import ServerProcess, running_server
 
 # one after another, minutes in all: nobody waits for these to end by themselves
 ENDLESS = {"prompt": ["Once"] * 64, "max_tokens": -1, "ignore_eos": True}

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.servers import ServerProcess
+from tools.harness.servers import ServerProcess
 
 USER = {"role": "user", "content": "Tell me about a river."}
 

@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.eventually import eventually
-from tests.servers import ServerProcess
+from tools.harness.eventually import eventually
+from tools.harness.servers import ServerProcess
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
 ADMIN = {"x-api-key": "the-admin"}

@@ -6,8 +6,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.builders import make_tiny_model
-from tests.servers import ServerProcess, running_server
+from tools.harness.servers import ServerProcess, running_server
+from tools.harness.tiny_models import make_tiny_model
 
 FILE = Path(__file__).parent.parent / "checkpoints" / "data" / "llama-Q4_K_M.gguf"
 SHAPE = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "initializer_range": 0.05}

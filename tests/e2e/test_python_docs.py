@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.servers import ServerProcess
+from tools.harness.servers import ServerProcess
 
 PAGE = (Path(__file__).parents[2] / "docs" / "python.md").read_text()
 PROGRAMS = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.servers import ServerProcess, running_server
+from tools.harness.servers import ServerProcess, running_server
 
 _BLOCK = re.compile(r"^```(sh|python)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 # what every checkout of these tests has been through

@@ -12,8 +12,8 @@ import pytest
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
-from tests.eventually import eventually
-from tests.servers import ServerProcess, running_server
+from tools.harness.eventually import eventually
+from tools.harness.servers import ServerProcess, running_server
 
 LONG = {"prompt": "Count from 1 to 400: 1, 2, 3,", "max_tokens": 2000, "ignore_eos": True}
 SHORT = {"prompt": "one two", "max_tokens": 4, "temperature": 0}

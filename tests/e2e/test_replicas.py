@@ -8,10 +8,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.builders import make_tiny_model
-from tests.eventually import eventually
 from tests.replicas import LIMIT_S, at_once, up
-from tests.servers import ServerProcess, running_server
+from tools.harness.eventually import eventually
+from tools.harness.servers import ServerProcess, running_server
+from tools.harness.tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.slow
 

@@ -12,9 +12,9 @@ import torch
 import transformers
 
 from headrace import LLM, AsyncClient, Client, Ranked, RequestFailed
-from tests.builders import make_tiny_encoder, make_tiny_model
-from tests.eventually import eventually
-from tests.servers import ServerProcess, running_server
+from tools.harness.eventually import eventually
+from tools.harness.servers import ServerProcess, running_server
+from tools.harness.tiny_models import make_tiny_encoder, make_tiny_model
 
 QUERY = "which wheel turns"
 DOCUMENTS = ["the mill race", "a wheel that turns, and turns again", "x", "the river is deep"]

@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.eventually import eventually
-from tests.servers import ServerProcess, running_server
+from tools.harness.eventually import eventually
+from tools.harness.servers import ServerProcess, running_server
 
 COUNT = {"input": "Count from 1 to 5.", "temperature": 0}
 LONG = {"input": "Tell a story.", "temperature": 0, "ignore_eos": True, "max_output_tokens": 400}

@@ -14,8 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.eventually import eventually
-from tests.servers import ServerProcess, running_server
+from tools.harness.eventually import eventually
+from tools.harness.servers import ServerProcess, running_server
 
 BODY = {"prompt": "Once upon a time", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
 LONG = BODY | {"max_tokens": 1500, "stream": True}

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from tests.runner.kernels.own_forms import needs_own_forms
-from tests.servers import ServerProcess, running_server
+from tools.harness.servers import ServerProcess, running_server
 
 # temperature 1 and a seed: the smallest difference of a logit would sooner or later show
 BODIES: list[dict[str, Any]] = [

@@ -11,8 +11,8 @@ import torch
 import transformers
 from tokenizers import Tokenizer
 
-from tests.builders import make_tiny_seq2seq
-from tests.servers import ServerProcess, running_server
+from tools.harness.servers import ServerProcess, running_server
+from tools.harness.tiny_models import make_tiny_seq2seq
 
 TEXT = "The mill wheel turns while the water runs."
 BODY = {"prompt": TEXT, "max_tokens": 40, "temperature": 0, "ignore_eos": True}

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import httpx
 
-from tests.builders import make_tiny_model
-from tests.eventually import eventually
-from tests.servers import running_server
+from tools.harness.eventually import eventually
+from tools.harness.servers import running_server
+from tools.harness.tiny_models import make_tiny_model
 
 
 def test_a_frozen_engine_keeps_no_client_from_the_reason(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.servers import ServerProcess, running_server
-from tests.slow_engine import slow
+from tools.harness.servers import ServerProcess, running_server
+from tools.harness.slow_engine import slow
 
 PROMPT = " ".join(str(number) for number in range(250))
 BODY = {

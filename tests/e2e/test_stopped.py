@@ -15,8 +15,8 @@ import httpx
 import pytest
 
 from tests.e2e.test_realtime import open_socket
-from tests.eventually import eventually
-from tests.servers import ServerProcess, running_server
+from tools.harness.eventually import eventually
+from tools.harness.servers import ServerProcess, running_server
 
 FLAGS = ("--max-num-seqs", "2", "--heartbeat-s", "1", "--max-stall-ms", "10000")
 LONG = {"prompt": "Count from 1 to 400: 1, 2, 3,", "max_tokens": 1500, "ignore_eos": True}

@@ -8,7 +8,7 @@ import httpx
 import openai
 import pydantic
 
-from tests.servers import ServerProcess
+from tools.harness.servers import ServerProcess
 
 SCHEMA: dict[str, Any] = {
     "type": "object",

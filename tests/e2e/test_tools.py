@@ -11,7 +11,7 @@ from headrace import LLM, AsyncClient, Client
 from headrace.answer import Answer, Piece
 from tests.cli.terminal import terminal
 from tests.cli.test_chat import piped
-from tests.servers import ServerProcess
+from tools.harness.servers import ServerProcess
 
 WEATHER = {
     "type": "function",

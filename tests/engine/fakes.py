@@ -5,7 +5,7 @@ from collections.abc import Callable
 from headrace.core.layout import MemoryLayout
 from headrace.core.messages import FinishReason, Message, Outputs, Status
 from headrace.core.plan import StepPlan, StepResult
-from simulator.fake_runner import FakeRunner
+from stress.simulator.fake_runner import FakeRunner
 
 
 class Runner:

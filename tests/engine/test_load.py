@@ -4,7 +4,7 @@ import pytest
 
 from headrace.core.config import ModelConfig
 from headrace.engine.load import load
-from tests.builders import make_tiny_model
+from tools.harness.tiny_models import make_tiny_model
 
 
 @pytest.mark.parametrize("lane", ["native-text", "generic-text"])

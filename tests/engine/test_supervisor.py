@@ -31,7 +31,7 @@ from headrace.engine.child import Child
 from headrace.engine.client import EngineDown, EngineNews, EngineUp
 from headrace.engine.note import StepNote
 from headrace.engine.supervisor import MAX_FAILED_STARTS, MAX_SILENT_PINGS, Pulse, Supervisor
-from tests.eventually import eventually
+from tools.harness.eventually import eventually
 
 Scene = Callable[[Supervisor, AsyncIterator[EngineNews]], Awaitable[None]]
 LIMIT_S = 240

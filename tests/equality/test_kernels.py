@@ -8,9 +8,9 @@ import torch
 
 from headrace.runner.kernels.forms import Form, forms_here
 from headrace.runner.runner import Runner
-from tests.builders import make_tiny_model
 from tests.drive import Drive, assert_close, random_prompt, row_logits, tiny_runner
 from tests.runner.kernels.own_forms import OWN_FORMS, needs_own_forms
+from tools.harness.tiny_models import make_tiny_model
 
 PROMPTS = [random_prompt(length) for length in (300, 7, 41, 130)]
 

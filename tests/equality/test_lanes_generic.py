@@ -14,7 +14,6 @@ import transformers
 
 from headrace.core.ids import BlockId, SlotId
 from headrace.core.plan import BlockCopy, SlotCopy, StepPlan
-from tests.builders import make_tiny_model
 from tests.drive import (
     Drive,
     assert_close,
@@ -24,6 +23,7 @@ from tests.drive import (
     row_logits,
     tiny_runner,
 )
+from tools.harness.tiny_models import make_tiny_model
 
 PROMPT = random_prompt(60)
 GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512, "head_dim": None}

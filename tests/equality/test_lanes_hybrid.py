@@ -9,7 +9,6 @@ import transformers
 
 from headrace.core.ids import SlotId
 from headrace.core.plan import SlotCopy, StepPlan
-from tests.builders import make_tiny_model
 from tests.drive import (
     Drive,
     assert_close,
@@ -21,6 +20,7 @@ from tests.drive import (
     tiny_runner,
 )
 from tests.runner.kernels.own_forms import needs_own_forms
+from tools.harness.tiny_models import make_tiny_model
 
 PROMPT = random_prompt(150)
 TEXT, SEES = "Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"

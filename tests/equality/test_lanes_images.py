@@ -16,8 +16,8 @@ from headrace.core.ids import SequenceId, SlotId
 from headrace.core.plan import Begin, BlockCopy, Chunk, EncodeChunk, SlotCopy, StepPlan
 from headrace.runner.images import ImageProcessor, Prepared
 from headrace.runner.runner import Runner
-from tests.builders import IMAGE_MARKS, make_tiny_image_model
 from tests.drive import GREEDY, assert_close, tiny_runner
+from tools.harness.tiny_models import IMAGE_MARKS, make_tiny_image_model
 
 
 def picture(seed: int, width: int = 40, height: int = 30) -> bytes:

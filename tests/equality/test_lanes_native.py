@@ -7,7 +7,6 @@ import pytest
 import torch
 import transformers
 
-from tests.builders import make_tiny_model
 from tests.drive import (
     Drive,
     assert_close,
@@ -18,6 +17,7 @@ from tests.drive import (
     row_logits,
     tiny_runner,
 )
+from tools.harness.tiny_models import make_tiny_model
 
 PROMPT = random_prompt(150)
 LLAMA, MISTRAL, QWEN2, QWEN3, MOE = (

@@ -19,8 +19,8 @@ from headrace.core.plan import (
     StepPlan,
 )
 from headrace.runner.runner import Runner
-from tests.builders import make_tiny_seq2seq
 from tests.drive import GREEDY, assert_close, random_prompt, tiny_runner
+from tools.harness.tiny_models import make_tiny_seq2seq
 
 SOURCE = random_prompt(60)
 

@@ -16,9 +16,9 @@ from headrace.core.sampling import Sampling
 from headrace.engine.load import load
 from headrace.runner.runner import Runner
 from headrace.scheduler.scheduler import Scheduler
-from tests.builders import make_tiny_model
 from tests.runner.kernels.own_forms import needs_own_forms
 from tests.scheduler.builders import Engine
+from tools.harness.tiny_models import make_tiny_model
 
 GREEDY = Sampling(temperature=0, max_tokens=60, ignore_eos=True)
 NUM_STREAMS = 32

@@ -13,10 +13,10 @@ from headrace.core.sampling import Sampling
 from headrace.runner.runner import Runner
 from headrace.scheduler.budget import resolve
 from headrace.scheduler.scheduler import Scheduler
-from tests.builders import make_tiny_model
 from tests.drive import random_prompt, tiny_runner
 from tests.equality.test_pressure import RealEngine
 from tests.scheduler.builders import cancel
+from tools.harness.tiny_models import make_tiny_model
 
 GREEDY = Sampling(temperature=0, max_tokens=60, ignore_eos=True)
 DICE = Sampling(temperature=0.9, seed=7, max_tokens=40, ignore_eos=True)

@@ -12,11 +12,11 @@ from headrace.core.messages import NewSequence, Submit
 from headrace.core.sampling import Sampling
 from headrace.runner.images import ImageProcessor, Prepared
 from headrace.runner.runner import Runner
-from tests.builders import IMAGE_MARKS, make_tiny_image_model
 from tests.drive import random_prompt, tiny_runner
 from tests.equality.test_lanes_images import picture
 from tests.equality.test_pressure import RealEngine
 from tests.equality.test_pressure_hybrid import engine_with
+from tools.harness.tiny_models import IMAGE_MARKS, make_tiny_image_model
 
 GREEDY = Sampling(temperature=0, max_tokens=40, ignore_eos=True)
 DICE = Sampling(temperature=0.9, seed=7, max_tokens=40, ignore_eos=True)

@@ -13,9 +13,9 @@ from headrace.core.sampling import Sampling
 from headrace.generation.ingestion import NO_CHUNKS, describe
 from headrace.runner.kernels.forms import forms_here
 from headrace.streams.events import AnyEvent, Finish, Ingestion, Progress, Usage
-from tests.builders import make_tiny_model
 from tests.equality.test_together import asking
 from tests.gateway.builders import make_record, make_request
+from tools.harness.tiny_models import make_tiny_model
 
 SHORT = Sampling(temperature=0, max_tokens=3, ignore_eos=True)
 ON_SLOTS = {"layer_types": ["conv", "full_attention", "conv"]}

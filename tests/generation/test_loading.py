@@ -6,7 +6,7 @@ from headrace.core.loading import COMPILING, READING, LoadProgress
 from headrace.core.messages import Loading
 from headrace.generation import loading
 from headrace.generation.loading import LoadTeller, LoadWatch
-from tests.eventually import eventually
+from tools.harness.eventually import eventually
 
 
 class ManualClock:

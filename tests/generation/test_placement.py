@@ -3,7 +3,7 @@
 from array import array
 
 from headrace.generation.placement import Placed, Placement, PrefixRecord, Want, prefix_names
-from simulator.placements import Simulation
+from stress.simulator.placements import Simulation
 
 
 def placement(num_replicas: int = 2, num_places: int = 2, num_blocks: int = 100) -> Placement:

@@ -24,8 +24,8 @@ from headrace.generation.work import ThreadWork
 from headrace.protocols.worker import Jobs
 from headrace.streams.events import Error, Heartbeat, Tokens
 from headrace.streams.memory_store import MemoryStore
-from tests.builders import make_tiny_model
 from tests.generation.fakes import DOWN, READY, STATUS, FakeEngine, make_request, read, settle
+from tools.harness.tiny_models import make_tiny_model
 
 LIMIT_S = 30
 

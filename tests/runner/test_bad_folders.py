@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from headrace.core.config import ModelConfig
 from headrace.core.errors import ModelError
 from headrace.runner.load import load_runner
-from tests.builders import make_tiny_model
+from tools.harness.tiny_models import make_tiny_model
 
 NORM = "model.norm.weight"
 

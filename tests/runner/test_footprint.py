@@ -8,8 +8,8 @@ from headrace.models.registry import FAMILIES
 from headrace.runner.footprint import Footprint, footprint
 from headrace.runner.kernels.linear import Quantize
 from headrace.runner.lanes.native_text import NativeText
-from tests.builders import make_tiny_model
 from tests.runner.kernels.own_forms import needs_own_forms
+from tools.harness.tiny_models import make_tiny_model
 
 CPU = torch.device("cpu")
 

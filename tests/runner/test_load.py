@@ -14,9 +14,9 @@ from headrace.runner.footprint import footprint
 from headrace.runner.kernels import fuse, paged_attention, pointwise, product
 from headrace.runner.kernels.launch import Kernel
 from headrace.runner.load import load_runner
-from tests.builders import make_tiny_model
 from tests.drive import generate
 from tests.runner.kernels.own_forms import needs_own_forms
+from tools.harness.tiny_models import make_tiny_model
 
 KERNEL_FILES = (fuse, paged_attention, pointwise, product)
 POSITION = 3 * 2 * 16 * 2 * 4  # bytes: layers, kv heads, head size, keys and values, float32

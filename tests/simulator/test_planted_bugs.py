@@ -13,7 +13,7 @@ from headrace.scheduler.plan import Planner
 from headrace.scheduler.sequence import Sequence, by_key
 from headrace.scheduler.step import PlannedStep
 from headrace.scheduler.table import Quarantine, SequenceTable, WaitingLines
-from simulator.simulation import Violation, run_seed
+from stress.simulator.simulation import Violation, run_seed
 
 MAX_SEEDS = 400
 Plant = Callable[[pytest.MonkeyPatch], None]

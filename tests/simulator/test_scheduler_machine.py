@@ -16,10 +16,10 @@ from headrace.core.plan import StepPlan
 from headrace.core.sampling import Sampling
 from headrace.scheduler.budget import Limits
 from headrace.scheduler.scheduler import Scheduler
-from simulator.clients import Clients
-from simulator.fake_runner import FakeRunner
-from simulator.invariants import Invariants
-from simulator.scenario import END_TOKEN, Faults, Scenario
+from stress.simulator.clients import Clients
+from stress.simulator.fake_runner import FakeRunner
+from stress.simulator.invariants import Invariants
+from stress.simulator.scenario import END_TOKEN, Faults, Scenario
 
 DEPTH = 2
 LAYOUTS = [

@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from simulator.campaign import campaign
-from simulator.simulation import run_seed
+from stress.simulator.campaign import campaign
+from stress.simulator.simulation import run_seed
 
 NUM_SCHEDULES = 2000
 

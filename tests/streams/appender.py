@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from headrace.streams.sqlite_store import SqliteStore
-from tests.streams.builders import make_record, some
+from tools.harness.stream_events import make_record, some
 
 
 async def main(directory: Path) -> None:

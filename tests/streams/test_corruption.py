@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from attack.corruption import run
+from stress.attack.corruption import run
 
 
 def test_forty_corruptions_harm_no_stream_but_their_own(tmp_path: Path) -> None:

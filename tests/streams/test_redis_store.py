@@ -15,8 +15,8 @@ from headrace.streams.redis_link import risks_of
 from headrace.streams.redis_store import RedisStore
 from headrace.streams.state_dir import StateError
 from headrace.streams.store import ByConversation, ById, Stored, StoreStalled
-from tests.redis_servers import DURABLE, RedisServer, needs_redis, redis_server
-from tests.streams.builders import A, B, everything, finish, make_record, redis_url, some
+from tools.harness.redis_servers import DURABLE, RedisServer, needs_redis, redis_server
+from tools.harness.stream_events import A, B, everything, finish, make_record, redis_url, some
 
 pytestmark = needs_redis
 

@@ -16,7 +16,7 @@ from headrace.streams.sqlite_schema import NAME
 from headrace.streams.sqlite_store import SqliteStore
 from headrace.streams.state_dir import StateInUse
 from headrace.streams.store import ByConversation, ById, Retention, StoreStalled
-from tests.streams.builders import (
+from tools.harness.stream_events import (
     A,
     B,
     everything,

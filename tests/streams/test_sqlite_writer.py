@@ -18,8 +18,8 @@ from headrace.streams.log import LogConflict
 from headrace.streams.sqlite_schema import NAME
 from headrace.streams.sqlite_store import SqliteStore
 from headrace.streams.store import ById, StoreStalled
-from tests.eventually import eventually
-from tests.streams.builders import A, B, everything, finish, in_sqlite, make_record, some
+from tools.harness.eventually import eventually
+from tools.harness.stream_events import A, B, everything, finish, in_sqlite, make_record, some
 
 
 class HeldConnection:

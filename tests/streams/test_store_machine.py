@@ -25,8 +25,8 @@ from headrace.streams.redis_store import RedisStore
 from headrace.streams.sqlite_schema import NAME
 from headrace.streams.sqlite_store import SqliteStore
 from headrace.streams.store import ByConversation, ById, ByKey, Name, Retention, Store, Stored
-from tests.redis_servers import needs_redis
-from tests.streams.builders import error, finish, make_record, redis_url, some
+from tools.harness.redis_servers import needs_redis
+from tools.harness.stream_events import error, finish, make_record, redis_url, some
 
 IDS = st.sampled_from([StreamId(name) for name in "abcdef"])
 CHATS = st.sampled_from([None, "x", "y"])

@@ -10,8 +10,8 @@ import pytest
 
 from headrace.streams.log import Log, LogConflict, LogGone
 from headrace.streams.store import ByConversation, ById, ByKey, Name, Retention, Store, Totals
-from tests.redis_servers import needs_redis
-from tests.streams.builders import (
+from tools.harness.redis_servers import needs_redis
+from tools.harness.stream_events import (
     A,
     B,
     C,

@@ -8,7 +8,7 @@ from headrace.core.sampling import Sampling
 from headrace.text.assembler import TextAssembler
 from headrace.text.detokenizer import Detokenizer
 from headrace.text.stops import StopMatcher
-from tests.text.small_tokenizers import library, ours
+from tools.harness.small_tokenizers import library, ours
 
 END = library("gpt2").token_to_id("</s>")
 

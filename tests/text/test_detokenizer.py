@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.text.detokenizer import Detokenizer
-from tests.text.small_tokenizers import CORPUS, KINDS, library, ours
+from tools.harness.small_tokenizers import CORPUS, KINDS, library, ours
 
 BYTELESS = ["gpt2", "llama3", "qwen", "prefix_space", "added_qwen", "unigram", "wordpiece"]
 

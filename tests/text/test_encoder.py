@@ -5,13 +5,13 @@ import pytest
 
 from headrace.text.encoder import Encoder
 from headrace.text.windows import Sizes
-from tests.text.small_tokenizers import KINDS, library, ours
+from tools.harness.small_tokenizers import KINDS, library, ours
 
 LONG = "The quick brown fox jumps over the lazy dog, isn't it? " * 40
 MEASURE = """
 import resource, sys
 from headrace.text.encoder import Encoder
-from tests.text.small_tokenizers import CORPUS, ours
+from tools.harness.small_tokenizers import CORPUS, ours
 
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

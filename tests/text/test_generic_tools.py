@@ -10,7 +10,7 @@ from headrace.core.request import Chat
 from headrace.text.generic_tools import in_words
 from headrace.text.template import ChatTemplate
 from headrace.text.tool_formats import tool_format
-from tests.builders import TURNS_TEMPLATE
+from tools.harness.tiny_models import TURNS_TEMPLATE
 
 SYSTEMLESS = ChatTemplate({"default": TURNS_TEMPLATE}, {})
 WITH_SYSTEM = ChatTemplate(

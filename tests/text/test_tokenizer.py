@@ -3,7 +3,7 @@ from tokenizers import decoders
 
 from headrace.core.errors import ModelError
 from headrace.text.tokenizer import Tokenizer
-from tests.text.small_tokenizers import CORPUS, KINDS, library, ours
+from tools.harness.small_tokenizers import CORPUS, KINDS, library, ours
 
 
 def save(folder, kind: str = "llama3", config: str = '{"bos_token": {"content": "<s>"}}') -> None:

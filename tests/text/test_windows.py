@@ -6,7 +6,7 @@ import pytest
 from headrace.text import windows
 from headrace.text.probes import hard_texts
 from headrace.text.windows import Sizes, WindowedText
-from tests.text.small_tokenizers import KINDS, library, ours
+from tools.harness.small_tokenizers import KINDS, library, ours
 
 NUM_TEXTS = 2_000
 SMALL = Sizes(window=200, overlap=100)

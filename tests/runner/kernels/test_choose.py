@@ -13,9 +13,9 @@ from headrace.runner.kernels.forms import FORMS, forms_here
 from headrace.runner.kernels.launch import Kernel
 from headrace.runner.kernels.linear import Quantize
 from headrace.runner.load import load_runner
-from tests.builders import make_tiny_model
 from tests.drive import generate, random_prompt
 from tests.runner.kernels.own_forms import OWN_FORMS, needs_own_forms
+from tools.harness.tiny_models import make_tiny_model
 
 
 @pytest.fixture(autouse=True)

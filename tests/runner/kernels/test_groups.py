@@ -10,8 +10,8 @@ from torch import Tensor
 from headrace.checkpoints.gguf_groups import FORMS, GroupForm, Groups, common_form, read_groups
 from headrace.runner.kernels.groups import pack_groups, packed_bytes, quantize_groups
 from headrace.runner.kernels.linear import GroupedLinear
-from tests.gguf_files import encoded
 from tests.runner.kernels.own_forms import OWN_FORMS, needs_own_forms
+from tools.harness.gguf_files import encoded
 
 ALL = [
     GroupForm(4, 32, True),

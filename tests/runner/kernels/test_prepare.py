@@ -13,10 +13,10 @@ from headrace.runner.kernels.groups import quantize_groups
 from headrace.runner.kernels.linear import quantize_outputs
 from headrace.runner.lanes.native_text import NativeText
 from headrace.runner.load import load_runner
-from tests.builders import make_tiny_model
 from tests.drive import assert_close, generate, random_prompt, row_logits, tiny_runner
 from tests.runner.kernels.own_forms import needs_own_forms
 from tests.runner.kernels.test_groups import values
+from tools.harness.tiny_models import make_tiny_model
 
 TEXT = "The water runs over the wheel, and the wheel turns the stone. What is two plus three? " * 4
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from headrace.checkpoints.spec import read_spec
 from headrace.runner.lanes.foreign import Signature, load_pretrained, tensor_bytes
-from tests.builders import make_tiny_model
+from tools.harness.tiny_models import make_tiny_model
 
 OFFERED = {"input_ids": 1, "position_ids": 2}
 

@@ -12,8 +12,8 @@ from headrace.core.ids import SequenceId, SlotId
 from headrace.core.plan import Chunk
 from headrace.runner.lanes import generic_blocks, generic_text
 from headrace.runner.lanes.foreign import Signature
-from tests.builders import make_tiny_model
 from tests.drive import Drive, assert_close, generate, random_prompt, row_logits, tiny_runner
+from tools.harness.tiny_models import make_tiny_model
 
 
 @pytest.fixture(scope="module")

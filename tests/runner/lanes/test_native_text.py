@@ -11,9 +11,9 @@ from headrace.core.plan import Begin, BlockCopy, Chunk, StepPlan
 from headrace.runner.kernels import launch
 from headrace.runner.load import load_runner
 from headrace.runner.runner import Runner
-from tests.builders import make_tiny_model
 from tests.drive import GREEDY, Drive, generate, random_prompt, tiny_runner
 from tests.runner.kernels.own_forms import needs_own_forms
+from tools.harness.tiny_models import make_tiny_model
 
 A, B = SequenceId(0), SequenceId(1)
 POSITION = 3 * 2 * 16 * 2 * 4  # bytes: layers, kv heads, head size, keys and values, float32

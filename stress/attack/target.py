@@ -1,0 +1,249 @@
+"""What an attack aims at: a server's port, with a judge of every answer that comes from it."""
+
+import asyncio
+import contextlib
+import random
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import httptools
+import msgspec
+
+from headrace.core.errors import KINDS
+from stress.chaos.exchange import Call
+from stress.chaos.site import Site
+
+MAX_BODY = 32 << 20
+_OWN_WORDS = {code for code, kind in KINDS.items() if kind.status == 500} - {"internal_error"}
+"""Failures of the server that it gives a reason for: poison, a stream whose record is damaged."""
+
+_KEPT = 1 << 20  # of a longer body only the length is kept
+_CHUNK = 1 << 16
+
+
+class Answer:
+    """One answer, as far as it came."""
+
+    def __init__(self) -> None:
+        self.status = 0  # until the head is complete
+        self.headers: dict[str, str] = {}
+        self.body = bytearray()
+        self.num_bytes = 0
+        self.is_whole = False
+
+    @property
+    def json(self) -> Any:
+        return msgspec.json.decode(self.body)
+
+    @property
+    def code(self) -> str:
+        """Of its error; empty if it has none."""
+        with contextlib.suppress(msgspec.DecodeError, TypeError, KeyError, AttributeError):
+            return str(self.json["error"]["code"])
+        return ""
+
+
+class Talk:
+    """What came over one connection: any number of answers, and how it ended."""
+
+    def __init__(self, has_bodies: bool = True) -> None:
+        self.answers: list[Answer] = []
+        self.num_bytes = 0
+        self.end = "waiting"  # closed, reset, refused, cut (by us), silent (we gave up)
+        self.problem = ""  # why what came is no HTTP
+        self._has_bodies = has_bodies
+        self._parser = httptools.HttpResponseParser(self)
+
+    def feed(self, piece: bytes) -> None:
+        self.num_bytes += len(piece)
+        try:
+            self._parser.feed_data(piece)
+        except httptools.HttpParserUpgrade:
+            pass
+        except httptools.HttpParserError as error:
+            if self._has_bodies:  # the answer to HEAD tells the length of a body that never comes
+                self.problem = f"{error}: {piece[:80]!r}"
+
+    def has(self, number: int) -> bool:
+        whole = [a for a in self.answers if a.is_whole or (a.status and not self._has_bodies)]
+        return len(whole) >= number
+
+    def on_message_begin(self) -> None:
+        self.answers.append(Answer())
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.answers[-1].headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+
+    def on_headers_complete(self) -> None:
+        self.answers[-1].status = self._parser.get_status_code()
+
+    def on_body(self, piece: bytes) -> None:
+        answer = self.answers[-1]
+        answer.num_bytes += len(piece)
+        if len(answer.body) < _KEPT:
+            answer.body += piece
+
+    def on_message_complete(self) -> None:
+        self.answers[-1].is_whole = True
+
+
+class Manner(msgspec.Struct, frozen=True):
+    """How a client sends and listens. `expects`: any, refusal (4xx), good (200), or rude.
+
+    After something rude that is no HTTP the server may say what it likes, or hang up.
+    """
+
+    expects: str = "any"
+    num_answers: int = 1
+    pause_s: float = 0.0  # between pieces
+    within_s: float = 10.0
+    cut_after: int | None = None  # bytes of the answer; then the connection is reset
+    half_closes: bool = False
+    has_bodies: bool = True
+
+
+PLAIN = Manner()
+
+
+class Target:
+    """`fail` is told what is wrong; `num_each` says how much one client does in one bout."""
+
+    def __init__(
+        self,
+        site: Site,
+        label: str,
+        folder: Path,
+        num_each: int,
+        fail: Callable[[str], None],
+    ) -> None:
+        self.site = site
+        self.folder = folder
+        self.num_each = num_each
+        self.fail = fail
+        self.statuses: Counter[str] = Counter()
+        self._label = label
+
+    def rng(self, client: int = 0) -> random.Random:
+        return random.Random(f"{self._label}/{client}")
+
+    async def side_by_side(
+        self, num_clients: int, live: Callable[["Target", random.Random], Awaitable[None]]
+    ) -> None:
+        """Several clients at once, each with dice of its own."""
+        await asyncio.gather(*(live(self, self.rng(n)) for n in range(num_clients)))
+
+    async def ask(self, call: Call, manner: Manner = PLAIN) -> Answer:
+        """An ordinary request; an empty answer if none came."""
+        talk = await self.talk([call.raw()], manner)
+        return talk.answers[0] if talk.answers else Answer()
+
+    async def talk(self, pieces: Iterable[bytes], manner: Manner = PLAIN) -> Talk:
+        """Sends the pieces over one connection and judges what comes back; never raises."""
+        talk = Talk(manner.has_bodies)
+        sent = bytearray()
+        try:
+            async with asyncio.timeout(manner.within_s):
+                await self._converse(talk, pieces, manner, sent)
+        except TimeoutError:
+            talk.end = "silent"
+        except ConnectionRefusedError:
+            talk.end = "refused"
+        except OSError:
+            talk.end = "reset"
+        self._judge(talk, manner, bytes(sent))
+        return talk
+
+    async def _converse(
+        self, talk: Talk, pieces: Iterable[bytes], manner: Manner, sent: bytearray
+    ) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.site.port)
+        sending = asyncio.create_task(_send(writer, pieces, manner, sent))
+        try:
+            while not talk.has(manner.num_answers) and not talk.problem:
+                if manner.cut_after is not None and talk.num_bytes >= manner.cut_after:
+                    talk.end = "cut"
+                    return
+                piece = await reader.read(_CHUNK)
+                if not piece:
+                    talk.end = "closed"
+                    return
+                talk.feed(piece)
+        finally:
+            sending.cancel()
+            await asyncio.gather(sending, return_exceptions=True)
+            writer.transport.abort()
+
+    def _judge(self, talk: Talk, manner: Manner, sent: bytes) -> None:
+        for answer in talk.answers:
+            self.statuses[f"{answer.status} {answer.code}".strip()] += 1
+            if problem := _problem(answer, manner):
+                self.fail(f"{_shown(sent)}: {problem}")
+        if talk.problem and manner.expects != "rude":
+            self.fail(f"{_shown(sent)}: no HTTP, {talk.problem}")
+        if not talk.answers:
+            self.statuses[talk.end] += 1
+            is_owed = manner.expects != "rude" and not manner.half_closes
+            if is_owed and talk.end in ("closed", "reset", "refused"):
+                self.fail(f"{_shown(sent)}: {talk.end} without an answer")
+
+
+def _shown(sent: bytes) -> str:
+    """The request line, and how the body begins."""
+    head, _, body = sent.partition(b"\r\n\r\n")
+    return f"{head.partition(b' HTTP/')[0][:160].decode('latin-1')} {body[:240]!r}"
+
+
+async def _send(
+    writer: asyncio.StreamWriter, pieces: Iterable[bytes], manner: Manner, sent: bytearray
+) -> None:
+    for piece in pieces:
+        sent += piece[: 400 - len(sent)] if len(sent) < 400 else b""
+        with contextlib.suppress(OSError):  # a refusal may come before the body has gone
+            writer.write(piece)
+            await writer.drain()
+        if manner.pause_s:
+            await asyncio.sleep(manner.pause_s)
+    if manner.half_closes:
+        with contextlib.suppress(OSError):
+            writer.write_eof()
+
+
+def _problem(answer: Answer, manner: Manner) -> str:
+    """What is wrong with an answer; empty if nothing is."""
+    status, shown = answer.status, f"{answer.status} {bytes(answer.body[:200])!r}"
+    if manner.expects == "rude" and answer.headers.get("content-type", "").startswith("text/plain"):
+        return "" if status == 400 else shown  # the HTTP parser's own words
+    if status and "x-request-id" not in answer.headers:
+        return f"no X-Request-Id on {shown}"
+    if status >= 500 and status != 503 and answer.code not in _OWN_WORDS:
+        return shown
+    if b'"code":"internal_error"' in answer.body:
+        return f"an internal error in {shown}"
+    if manner.expects == "refusal" and status and not 400 <= status < 500 and status != 503:
+        return f"not refused: {shown}"
+    if manner.expects == "good" and status not in (0, 200):
+        return f"refused: {shown}"
+    is_json = answer.headers.get("content-type") == "application/json"
+    if is_json and answer.is_whole and 0 < answer.num_bytes < _KEPT:
+        try:
+            msgspec.json.decode(answer.body)
+        except msgspec.DecodeError as error:
+            return f"not JSON, {error}: {shown}"
+    return ""
+
+
+def post(route: str, body: bytes, *headers: tuple[str, str]) -> Call:
+    return Call("POST", route, body, headers)
+
+
+async def until(condition: Callable[[], bool], within_s: float) -> bool:
+    """Waits; False if it has not come true."""
+    deadline = time.monotonic() + within_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        await asyncio.sleep(0.02)
+    return True

@@ -1,0 +1,85 @@
+"""What clients ask in a run, and what an undisturbed server says to it."""
+
+import random
+from typing import Any
+
+import httpx
+import msgspec
+
+from stress.chaos.frames import Said, said_in_body
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+SECOND = "second"
+GREEDY: dict[str, Any] = {"temperature": 0}
+
+
+class Question(msgspec.Struct, frozen=True):
+    route: str
+    body: dict[str, Any]
+    said: Said
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.said.tokens.values()))
+
+
+def make_catalog(url: str, seed: int, models: int = 1) -> list[Question]:
+    """Asked one after the other of a server that nobody disturbs; every second one of `models`."""
+    rng = random.Random(f"{seed}/catalog")
+    with httpx.Client(base_url=url, timeout=300) as client:
+        questions = [
+            ask_undisturbed(client, route, body | ({"model": SECOND} if i % models else {}))
+            for i, (route, body) in enumerate(_bodies(rng))
+        ]
+        stopped = [q for q in (questions[0], questions[3]) if _middle(q)]
+        questions += [
+            ask_undisturbed(client, q.route, q.body | {"stop": _middle(q), "ignore_eos": True})
+            for q in stopped
+        ]
+    return questions
+
+
+def _bodies(rng: random.Random) -> list[tuple[str, dict[str, Any]]]:
+    def text(length: int, num_tokens: int, **more: Any) -> tuple[str, dict[str, Any]]:
+        return TEXT, {"prompt": _letters(rng, length), "max_tokens": num_tokens} | more
+
+    def chat(length: int, num_tokens: int, **more: Any) -> tuple[str, dict[str, Any]]:
+        messages = [{"role": "user", "content": _letters(rng, length)}]
+        return CHAT, {"messages": messages, "max_tokens": num_tokens} | more
+
+    def dice(**more: Any) -> dict[str, Any]:
+        return {"temperature": 0.9, "seed": rng.randrange(1 << 30)} | more
+
+    penalties = {"presence_penalty": 0.5, "frequency_penalty": 0.3, "repetition_penalty": 1.1}
+    return [
+        text(20, 120, **GREEDY),
+        text(1500, 40, return_progress=True, **GREEDY),
+        text(40, 50, n=3, **dice()),
+        chat(30, 80, **GREEDY),
+        chat(700, 40, return_progress=True, **dice(n=2)),
+        text(8, 4, **GREEDY),
+        text(60, 80, **dice(**penalties)),
+        text(10, 250, **GREEDY),
+        chat(300, 60, **dice(ignore_eos=False)),
+        text(100, 30, logprobs=2, **GREEDY),
+    ]
+
+
+def ask_undisturbed(client: httpx.Client, route: str, body: dict[str, Any]) -> Question:
+    """The question, with what a server in peace answers to it."""
+    body = {"ignore_eos": True, "return_token_ids": True} | body
+    answer = client.post(route, json=body)
+    assert answer.status_code == 200, answer.text
+    return Question(route, body, said_in_body(answer.json()))
+
+
+def _middle(question: Question) -> str:
+    """Some letters that the answer says late; none if it has no plain ones there."""
+    said = question.said.texts[0]
+    plain = [i for i in range(len(said) // 2, len(said) - 2) if said[i : i + 2].isprintable()]
+    plain = [i for i in plain if "\ufffd" not in said[i : i + 2] and said[i : i + 2].strip()]
+    return said[plain[0] : plain[0] + 2] if plain else ""
+
+
+def _letters(rng: random.Random, length: int) -> str:
+    return "".join(rng.choice("abcdefghijklmnopqrstuvwxyz     ,.") for _ in range(length))

@@ -1,0 +1,194 @@
+"""The server under attack and its engine: started, ended by force, started again."""
+
+import asyncio
+import contextlib
+import os
+import random
+import re
+import signal
+import socket
+import time
+from pathlib import Path
+
+import httpx
+import msgspec
+
+from headrace.streams.sqlite_store import SqliteStore
+from tools.harness.servers import ServerProcess
+
+HEARTBEAT_S = 2.0
+FLAGS = (
+    *("--dtype", "float32", "--threads", "1", "--max-num-seqs", "6"),
+    *("--heartbeat-s", str(HEARTBEAT_S), "--linger-s", "2", "--drain-s", "1"),
+)
+START_S = 300.0
+_COMPLAINT = re.compile(r"Traceback|^\S+ \S+ ERROR|^ERROR")
+_SHOWN_LINES = 30  # of a traceback
+_EXPECTED = "The engine hangs and is killed"  # after a long freeze
+
+
+class Death(msgspec.Struct, frozen=True):
+    """Something was ended from outside: engine, server or both."""
+
+    at: float
+    what: str
+
+
+class Site:
+    """`deaths` and `outages` are what explains a failure; everything else is one."""
+
+    def __init__(
+        self,
+        model: Path | str,
+        state_dir: Path | str,
+        flags: tuple[str, ...] = FLAGS,
+        prefix: tuple[str, ...] = (),
+    ) -> None:
+        self.port = _free_port()
+        self.state_dir = state_dir
+        self.deaths: list[Death] = []
+        self.outages = [[time.monotonic(), float("inf")]]  # from, until the server was ready again
+        self.complaints: list[str] = []
+        self._flags = (str(model), *flags, "--port", str(self.port), "--state-dir", str(state_dir))
+        self._prefix = prefix
+        self._server: ServerProcess
+        self._starting: asyncio.Task[bool]
+
+    def start(self) -> None:
+        self._server = ServerProcess(*self._flags, prefix=self._prefix)
+        self._starting = asyncio.create_task(self._watch_start(self._server), name="start")
+
+    async def ready(self) -> bool:
+        """Until the server answers with a model; False if it ended or took too long."""
+        return await self._starting
+
+    async def _watch_start(self, server: ServerProcess) -> bool:
+        deadline = time.monotonic() + START_S
+        while not server.url:
+            if server.process.poll() is not None or time.monotonic() > deadline:
+                return False
+            await asyncio.sleep(0.02)
+        self.outages[-1][1] = time.monotonic()
+        return True
+
+    @property
+    def has_ended(self) -> bool:
+        """By itself, when nobody told it to."""
+        return self._server.process.poll() is not None
+
+    @property
+    def lines(self) -> list[str]:
+        """What the server that runs now, or ran last, wrote to its log."""
+        return self._server.lines
+
+    @property
+    def last_lines(self) -> list[str]:
+        return self.lines[-15:]
+
+    @property
+    def pid(self) -> int:
+        return self._server.process.pid
+
+    def was_out(self, began: float, ended: float) -> bool:
+        """Whether the server was away, or not ready, at some moment in between."""
+        return any(began < until + 1.0 and ended > since - 0.1 for since, until in self.outages)
+
+    def kill_engine(self) -> bool:
+        """SIGKILL; False if there is none just now."""
+        if (pid := self.engine_pid()) is None:
+            return False
+        self._note("engine")
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        return True
+
+    async def kill_server(self, number: int = signal.SIGKILL, with_engine: bool = False) -> None:
+        """Ends the server, waits until it has gone, and starts it again."""
+        await self.bring_down(number, with_engine)
+        self.start()
+
+    async def bring_down(self, number: int, with_engine: bool = False, within_s: float = 60) -> int:
+        """Ends the server and returns its exit code; the outage lasts until it is started."""
+        engine = self.engine_pid()
+        name = {signal.SIGKILL: "server", signal.SIGTERM: "server by SIGTERM"}[number]  # type: ignore[index]
+        self._note("both" if with_engine else name)
+        self.outages.append([time.monotonic(), float("inf")])
+        self._starting.cancel()
+        if with_engine and engine is not None:
+            os.kill(engine, signal.SIGKILL)
+        return await self.stop(number, within_s)
+
+    async def stop(self, number: int = signal.SIGTERM, within_s: float = 60) -> int:
+        """Returns the exit code."""
+        code = await asyncio.to_thread(self._server.stop, number, within_s)
+        self.complaints += [
+            "\n".join(self._server.lines[i : i + _SHOWN_LINES])
+            for i, line in enumerate(self._server.lines)
+            if _COMPLAINT.search(line) and _EXPECTED not in line
+        ]
+        return code
+
+    def close(self) -> None:
+        """Leaves no process behind, however the run ended."""
+        if not self.has_ended:
+            self._server.stop(signal.SIGKILL)
+
+    async def num_unfinished(self) -> int:
+        """Streams in its folder that never ended; the server must have been stopped."""
+        store = SqliteStore.open(Path(self.state_dir))
+        unfinished = await store.unfinished()
+        await store.close()
+        return len(unfinished)
+
+    async def freeze_engine(self, seconds: float) -> None:
+        """SIGSTOP for a while; longer than ten seconds is as good as a death."""
+        if (pid := self.engine_pid()) is None:
+            return
+        self._note(f"engine frozen for {seconds:.1f} s")
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGSTOP)
+            await asyncio.sleep(seconds)
+            os.kill(pid, signal.SIGCONT)
+
+    def engine_pid(self) -> int | None:
+        """Of an engine that lives now, loaded or not; of several any one."""
+        found: list[int] = []
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            pid = self._server.process.pid
+            children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+            for child in children:
+                if b"headrace.engine.process" in Path(f"/proc/{child}/cmdline").read_bytes():
+                    found.append(int(child))
+        return random.choice(found) if found else None
+
+    async def is_well(self, within_s: float) -> bool:
+        """Waits until its engine is up; False if it takes too long, or the server has ended."""
+        deadline = time.monotonic() + within_s
+        async with httpx.AsyncClient(verify=False) as client:
+            while time.monotonic() < deadline and not self.has_ended:
+                with contextlib.suppress(httpx.TransportError):
+                    health = await client.get(f"http://127.0.0.1:{self.port}/health")
+                    if health.json() == {"status": "ok"}:
+                        return True
+                await asyncio.sleep(0.1)
+        return False
+
+    async def is_engine_at_rest(self) -> bool:
+        """Whether it does nothing any more: its processor time stands still for a second."""
+        before = self._engine_ticks()
+        await asyncio.sleep(1.0)
+        return self._engine_ticks() - before <= 5
+
+    def _engine_ticks(self) -> int:
+        stat = Path(f"/proc/{self.engine_pid()}/stat").read_text().rpartition(")")[2].split()
+        return int(stat[11]) + int(stat[12])
+
+    def _note(self, what: str) -> None:
+        self.deaths.append(Death(time.monotonic(), what))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,76 @@
+"""What the server itself says of a stream afterwards, on every face."""
+
+import asyncio
+import time
+from typing import Any
+from urllib.parse import quote
+
+import msgspec
+
+from stress.chaos.exchange import Call, Exchange, exchange
+from stress.chaos.frames import Frame, frames_of, own_dropped
+from stress.chaos.story import RETRYABLE
+from stress.chaos.witness import Proxy
+
+_PATIENCE_S = 300.0
+
+
+class Truth(msgspec.Struct, frozen=True):
+    """A stream from its first event on. `body` is None where it has no conversation."""
+
+    stream_id: str
+    state: dict[str, Any]
+    events: list[dict[str, Any]]
+    wire: list[Frame]
+    body: bytes | None
+
+    @property
+    def code(self) -> str:
+        """Of the error that ended it."""
+        last = self.events[-1]
+        return str(last["code"]) if last["kind"] == "error" else ""
+
+
+class NoTruth(Exception):
+    """The server does not know the stream, or will not say."""
+
+
+async def read_truth(proxy: Proxy, stream_id: str, conversation: str | None) -> Truth:
+    """Asks again as long as the server is away; NoTruth for any other failure."""
+    base = f"/v1/streams/{stream_id}"
+    state = msgspec.json.decode((await _get(proxy, base)).got.body)
+    events: list[dict[str, Any]] = []
+    is_done = False
+    while not is_done:
+        page = await _page(proxy, f"{base}/events?wait=30&after=", events)
+        events += page["events"]
+        is_done = page["done"]
+    wire = await _get(proxy, f"{base}/events?view=wire")
+    body = None
+    if conversation is not None:
+        path = f"/v1/stream?from=0&conv_id={quote(conversation, safe='')}"
+        newest = await _get(proxy, path)
+        body = bytes(newest.got.body) if newest.got.stream_id == stream_id else None
+    if state["state"] not in ("finished", "failed", "cancelled"):
+        state = msgspec.json.decode((await _get(proxy, base)).got.body)
+    frames = own_dropped(frames_of(bytes(wire.got.body)))
+    return Truth(stream_id, state, events, frames, body)
+
+
+async def _page(proxy: Proxy, path: str, events: list[dict[str, Any]]) -> dict[str, Any]:
+    after = str(events[-1]["seq"]) if events else ""
+    made = await _get(proxy, path + after, (("Accept", "application/json"),))
+    page: dict[str, Any] = msgspec.json.decode(made.got.body)
+    return page
+
+
+async def _get(proxy: Proxy, path: str, headers: tuple[tuple[str, str], ...] = ()) -> Exchange:
+    deadline = time.monotonic() + _PATIENCE_S
+    while time.monotonic() < deadline:
+        made = await exchange(proxy, Call("GET", path, headers=headers))
+        if made.got.is_whole and made.got.status == 200:
+            return made
+        if made.got.status not in (200, *RETRYABLE):
+            raise NoTruth(f"{path}: {made.got.status} {bytes(made.got.body[:200])!r}")
+        await asyncio.sleep(0.2)
+    raise NoTruth(f"{path}: no answer in {_PATIENCE_S:g} s")

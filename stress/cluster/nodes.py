@@ -1,0 +1,132 @@
+"""Nodes of a Ray cluster on this machine: real raylets, one port, a folder of their own."""
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from tools.harness.eventually import eventually
+
+LIMIT_S = 240
+_FLAGS = ("--num-cpus=2", "--num-gpus=0", "--object-store-memory=80000000", "--block")
+_QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",  # as for any server whose engines Ray runs
+}
+
+
+class RayNode:
+    """A `ray start` and all that it started."""
+
+    def __init__(self, *flags: str) -> None:
+        ray = Path(sys.executable).with_name("ray")
+        self._process = subprocess.Popen(
+            [str(ray), "start", *_FLAGS, *flags],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, **_QUIET},
+            start_new_session=True,
+        )
+
+    @classmethod
+    def join(cls, address: str) -> "RayNode":
+        """A worker, once it is there."""
+        node = cls(f"--address={address}")
+        try:
+            eventually(lambda: node.raylet is not None, LIMIT_S)
+        except BaseException:
+            node.stop()
+            raise
+        return node
+
+    @property
+    def raylet(self) -> int | None:
+        """The process that the node stands and falls with."""
+        found = [pid for pid in _descendants(self._process.pid) if _program(pid) == "raylet"]
+        return found[0] if found else None
+
+    def runs(self, pid: int) -> bool:
+        """Whether one of its actors started that process."""
+        raylet = self.raylet
+        return raylet is not None and pid in _descendants(raylet)
+
+    def processes(self) -> list[int]:
+        """All that run on it."""
+        return _descendants(self._process.pid)
+
+    def stop(self) -> None:
+        for pid in [*_descendants(self._process.pid), self._process.pid]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._process.wait()
+
+
+@contextlib.contextmanager
+def two_nodes() -> Iterator[tuple[str, RayNode, RayNode]]:
+    """The address of a cluster, its head and its worker."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    folder = tempfile.mkdtemp(prefix="hr-ray-", dir="/tmp")  # paths of sockets must be short
+    nodes = []
+    try:
+        head = ("--head", f"--port={address.split(':')[1]}", f"--temp-dir={folder}")
+        nodes.append(RayNode(*head, "--include-dashboard=false"))
+        eventually(lambda: _answers(address), LIMIT_S)
+        eventually(lambda: nodes[0].raylet is not None, LIMIT_S)
+        nodes.append(RayNode.join(address))
+        yield address, nodes[0], nodes[1]
+    finally:
+        for node in nodes:
+            node.stop()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def engines(*nodes: RayNode) -> list[int]:
+    """The engine processes on these nodes."""
+    return [pid for node in nodes for pid in node.processes() if _is_engine(pid)]
+
+
+def parent(pid: int) -> int:
+    """That of a process; 0 if there is none."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return 0
+    return int(stat.rpartition(")")[2].split()[1])
+
+
+def _answers(address: str) -> bool:
+    host, port = address.split(":")
+    with socket.socket() as attempt:
+        return attempt.connect_ex((host, int(port))) == 0
+
+
+def _program(pid: int) -> str:
+    try:
+        return Path(Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].decode()).name
+    except OSError:
+        return ""
+
+
+def _is_engine(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return b"headrace.engine.process" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
+
+
+def _descendants(pid: int) -> list[int]:
+    children: dict[int, list[int]] = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            children.setdefault(parent(int(name)), []).append(int(name))
+    found, new = list[int](), [pid]
+    while new:
+        new = [child for one in new for child in children.get(one, ())]
+        found += new
+    return found

@@ -1,0 +1,238 @@
+"""What must be true of a scheduler after every call, whatever the schedule; looks inside it."""
+
+from dataclasses import dataclass
+
+from headrace.core.ids import SequenceId
+from headrace.core.plan import Chunk, StepPlan
+from headrace.scheduler.cost import StepShape
+from headrace.scheduler.scheduler import Scheduler
+from headrace.scheduler.sequence import Sequence, SequenceStatus, by_key
+from headrace.scheduler.table import turn
+from stress.simulator.scenario import Scenario
+
+
+@dataclass
+class Before:
+    """The state before a plan."""
+
+    running: list[Sequence]
+    waiting: list[Sequence]
+    decoding: list[Sequence]
+    opened: list[Sequence]
+    suspects: set[Sequence]
+    kept: float
+    available: int
+    turns: dict[SequenceId, float]
+
+
+class Invariants:
+    """Watches one scheduler from its first call to its last."""
+
+    def __init__(self, scheduler: Scheduler, scenario: Scenario) -> None:
+        self._scheduler = scheduler
+        self._table = scheduler._table
+        self._quarantine = scheduler._quarantine
+        self._scenario = scenario
+        self._planned: dict[SequenceId, int] = {}
+        self._capacity = scheduler.memory.num_available
+        self._cap = scenario.limits.max_step_tokens
+        self._was_exclusive = False
+
+    def after_any_call(self) -> None:
+        """S1, S4, S12: the books are right, and an idle scheduler holds nothing."""
+        memory, table = self._scheduler.memory, self._table
+        memory.check()
+        assert len(memory._leases) == len(table.running)
+        assert {s.lease for s in table.running} == memory._leases
+        assert len(table.running) <= self._scenario.limits.max_num_seqs
+        for sequence in table._sequences.values():
+            assert (sequence.status is SequenceStatus.RUNNING) == (sequence.lease is not None)
+            assert sequence.remaining >= 0
+            assert 0 <= sequence.num_computed <= sequence.num_planned <= sequence.num_known
+        for suspect in self._quarantine._suspects:
+            assert suspect.clears_at is not None
+            assert suspect.num_computed < suspect.clears_at or suspect.num_in_flight
+        if self._scheduler.is_idle:
+            assert memory.num_available == self._capacity
+            assert not table.running and not len(table.waiting) and not self._quarantine
+
+    def before_plan(self, cancelled: set[int]) -> Before:
+        table = self._table
+        running = [s for s in table.running if s.id not in cancelled and s.outcome is None]
+        return Before(
+            running=running,
+            waiting=[s for s in table.waiting if s.id not in cancelled],
+            decoding=[s for s in running if _needs_one(s)],
+            opened=[s for s in running if _is_open(s)],
+            suspects=set(self._quarantine._suspects),
+            kept=self._scheduler._budget.kept,
+            available=self._scheduler.memory.num_available,
+            turns={s.id: turn(s, table.waiting._had) for s in table.waiting},
+        )
+
+    def after_plan(self, plan: StepPlan | None, before: Before, now: float) -> None:
+        preempted = [s for s in before.running if s.lease is None]
+        self._only_the_newest_gave_way(preempted, before)
+        if plan is None:
+            return
+        assert plan.chunks or plan.encoded
+        for sequence_id in plan.ended:
+            self._planned.pop(sequence_id, None)
+        named = plan.named
+        assert len(set(named)) == len(named)
+        is_alone = any(self._table[i] in before.suspects for i in named)
+        assert not is_alone or len(named) == 1, "a suspect must run alone"
+        self._chunks_are_contiguous(plan, named)
+        self._nobody_writes_what_another_reads(plan)
+        self._step_is_within_its_bounds(plan, before)
+        self._no_span_is_broken(plan)
+        is_exclusive = self._encoders_are_bounded(plan, before)
+        if is_alone or is_exclusive:
+            return
+        for sequence in before.decoding:
+            is_free = sequence not in preempted and sequence not in before.suspects
+            assert not is_free or sequence.id in named, f"S6: {sequence.id} sat a step out"
+        self._prompts_get_on(plan, before)
+        self._nobody_is_passed_by(plan, before, now)
+        self._clients_take_turns(plan, before)
+        assert not preempted or not plan.begun, "a start in the plan of a preemption"
+
+    def _only_the_newest_gave_way(self, preempted: list[Sequence], before: Before) -> None:
+        """S11."""
+        kept = [s for s in before.running if s.lease is not None]
+        assert not preempted or kept, "the first must never be preempted"
+        for sequence in preempted:
+            assert all(sequence.rank > other.rank for other in kept)
+            assert sequence.num_planned == sequence.num_computed == sequence.num_pending == 0
+
+    def _chunks_are_contiguous(self, plan: StepPlan, named: list[SequenceId]) -> None:
+        """S3, S14: each begins where the one before it ended, or where the credit ends."""
+        begun = {begin.sequence_id: begin for begin in plan.begun}
+        for encoded in plan.encoded:
+            if encoded.sequence_id in begun:
+                self._planned[encoded.sequence_id] = self._table[encoded.sequence_id].num_planned
+        for chunk in plan.chunks:
+            sequence_id = chunk.sequence_id
+            if sequence_id in begun:
+                assert chunk.start <= len(begun[sequence_id].token_ids) - 1
+            else:
+                assert chunk.start == self._planned[sequence_id], "a gap between chunks"
+            for named_id in chunk.draws or (sequence_id,):
+                self._planned[named_id] = chunk.start + chunk.length
+        assert begun.keys() <= set(named), "a start comes with a chunk"
+        assert begun.keys() <= {s.id for s in self._table.running}
+
+    def _nobody_writes_what_another_reads(self, plan: StepPlan) -> None:
+        """S2: a written block is not public, and only starting siblings share it."""
+        pool, size = self._scheduler.memory._blocks, self._scenario.layout.block_size
+        if not pool.num_blocks:
+            return
+        written: set[int] = set()
+        for chunk in plan.chunks:
+            blocks = chunk.block_ids[chunk.start // size : -(-(chunk.start + chunk.length) // size)]
+            assert len(blocks) == -(-(chunk.start + chunk.length) // size) - chunk.start // size
+            assert not written & set(blocks)
+            written |= set(blocks)
+            for block_id in blocks:
+                assert block_id not in pool.index, "a public block is written"
+                num_holders = pool._num_holders[block_id]
+                assert num_holders <= max(1, len(chunk.draws)), "a shared block is written"
+
+    def _step_is_within_its_bounds(self, plan: StepPlan, before: Before) -> None:
+        """S5."""
+        num_decoding = sum(_is_decode(chunk, before) for chunk in plan.chunks)
+        num_tokens = sum(chunk.length for chunk in plan.chunks)
+        prompts = [chunk for chunk in plan.chunks if not _is_decode(chunk, before)]
+        is_span = len(prompts) == 1 and self._is_a_span(prompts[0])
+        assert num_tokens <= max(self._cap, 1 + num_decoding, is_span * (self._cap + num_decoding))
+        step = self._scheduler._in_flight._steps[-1]
+        limits, budget = self._scenario.limits, self._scheduler._budget
+        target = limits.max_stall_s if step.is_awaited else limits.max_step_s
+        if target is None or not budget.model.is_measured:
+            return
+        if step.cause == "decode":
+            decoding = StepShape()
+            for chunk in plan.chunks:
+                if _is_decode(chunk, before):
+                    decoding.add(chunk.start, 1, False, False)
+            alone = max(budget._decode_seconds(decoding), budget.model.predict(decoding))
+            assert step.predicted <= max(target, (1 + limits.prompt_share) * alone) * 1.000001
+        elif not step.cause and (step.is_awaited or step.shape.num_prompt_tokens > 1):
+            assert step.predicted <= target * 1.000001, "a miss without a cause"
+
+    def _is_a_span(self, chunk: Chunk) -> bool:
+        spans = self._table[chunk.sequence_id].inputs.spans
+        return any(s <= chunk.start and e == chunk.start + chunk.length for s, e in spans)
+
+    def _no_span_is_broken(self, plan: StepPlan) -> None:
+        """S20."""
+        for chunk in plan.chunks:
+            end = chunk.start + chunk.length
+            for span in self._table[chunk.sequence_id].inputs.spans:
+                assert not span[0] < end < span[1], "a chunk ends within a span"
+
+    def _encoders_are_bounded(self, plan: StepPlan, before: Before) -> bool:
+        """S19: one piece a step; one that cannot be cut alone, and never two of those in a row."""
+        assert len(plan.encoded) <= 1
+        works = [self._table[c.sequence_id].inputs.works[c.work] for c in plan.encoded]
+        was_exclusive = self._was_exclusive
+        self._was_exclusive = any(work.is_whole for work in works)
+        if not self._was_exclusive:
+            return False
+        assert not plan.chunks, "something beside an encoder that cannot be cut"
+        streams = [s for s in before.decoding if s not in before.suspects]
+        assert not (was_exclusive and streams), "streams sat out two steps in a row"
+        return True
+
+    def _prompts_get_on(self, plan: StepPlan, before: Before) -> None:
+        """S7."""
+        opened = [s for s in before.opened if s.lease is not None and s not in before.suspects]
+        has_prompt_work = any(not _is_decode(chunk, before) for chunk in plan.chunks)
+        is_coming = self._scheduler._planner._declared is not None
+        is_saving = self._scheduler._budget.kept > before.kept
+        assert not opened or has_prompt_work or plan.encoded or is_saving or is_coming
+
+    def _nobody_is_passed_by(self, plan: StepPlan, before: Before, now: float) -> None:
+        """S10: past its due, nobody of its client with a later due starts before it."""
+        begun = {begin.sequence_id for begin in plan.begun}
+        dues: dict[str, float] = {}
+        for sequence in before.waiting:
+            if sequence.id in begun:
+                dues[sequence.client] = max(sequence.due, dues.get(sequence.client, sequence.due))
+        for sequence in before.waiting:
+            if sequence.id in begun or sequence in before.suspects or sequence.due > now:
+                continue
+            latest = dues.get(sequence.client, sequence.due)
+            assert latest <= sequence.due, f"S10: {sequence.id} was passed by"
+
+    def _clients_take_turns(self, plan: StepPlan, before: Before) -> None:
+        """S18: nobody starts before the head of a client that has had less, and could start."""
+        begun = {begin.sequence_id for begin in plan.begun}
+        waiting = [s for s in before.waiting if s not in before.suspects]
+        heads = {s.client: s for s in sorted(waiting, key=by_key, reverse=True)}
+        table, memory = self._table, self._scheduler.memory
+        for head in heads.values():
+            if head.id in begun or not memory.has_slot:
+                continue
+            if not memory.can_reserve(table.match(head), head.num_tokens, len(table.running)):
+                continue
+            for sequence in waiting:
+                passes = sequence.id in begun and sequence.client != head.client
+                is_later = before.turns[sequence.id] > before.turns[head.id]
+                assert not (passes and is_later), f"S18: {head.id} was passed by {sequence.id}"
+
+
+def _needs_one(sequence: Sequence) -> bool:
+    if sequence.num_pending and sequence.num_known >= sequence.max_total:
+        return False
+    return sequence.num_known - sequence.num_planned == 1 and not _is_open(sequence)
+
+
+def _is_open(sequence: Sequence) -> bool:
+    left = sequence.num_known - sequence.num_planned
+    has_works = len(sequence.inputs.works) > 0 and sequence.num_planned < sequence.num_prompt
+    return left > 1 or (left == 1 and has_works)
+
+
+def _is_decode(chunk: Chunk, before: Before) -> bool:
+    return any(s.id == chunk.sequence_id for s in before.decoding)

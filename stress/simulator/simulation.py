@@ -1,0 +1,249 @@
+"""Runs one schedule from its seed: the real scheduler, a fake runner, faults, a virtual clock."""
+
+from array import array
+from collections import deque
+from dataclasses import dataclass
+from random import Random
+from typing import NamedTuple
+
+import msgspec
+
+from headrace.core.messages import Cancel, FinishReason, Submit
+from headrace.core.plan import StepPlan
+from headrace.scheduler.scheduler import Scheduler
+from stress.simulator.clients import Clients, Heard
+from stress.simulator.fake_runner import FakeRunner
+from stress.simulator.invariants import Invariants
+from stress.simulator.scenario import Scenario, make_scenario
+
+# Every step has the same chance of a death, and each death restarts the prompts. In steps of one
+# token, two long prompts would hardly ever finish between deaths. So deaths stop at this step: a
+# schedule that still does not end is the scheduler's fault.
+LAST_DEATH = 1000
+
+
+class Violation(AssertionError):
+    """An invariant did not hold; the message has the seed that shows it."""
+
+
+@dataclass
+class Run:
+    """What a schedule did, to count and to compare."""
+
+    num_steps: int
+    num_preempted: int
+    digest: int
+
+
+class Engine(NamedTuple):
+    """One life of an engine: what is lost when it dies."""
+
+    scheduler: Scheduler
+    runner: FakeRunner
+    invariants: Invariants
+    in_flight: deque[StepPlan]
+
+
+def run_seed(seed: int) -> Run:
+    """Run the schedule of a seed; Violation if an invariant breaks."""
+    simulation = None
+    try:
+        simulation = Simulation(make_scenario(seed))
+        return simulation.run()
+    except Exception as error:
+        steps = simulation.num_steps if simulation else 0
+        raise Violation(f"seed {seed}, step {steps}: {type(error).__name__}: {error}") from error
+
+
+class Simulation:
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        self.num_steps = 0
+        self._rng = Random(scenario.seed + 1)
+        self._now = 0.0
+        self._submits = deque(scenario.submits)
+        self._cancels = deque(scenario.cancels)
+        self._cancelled: set[int] = set()  # asked for; the next plan acts on it
+        self._may_fail: set[int] = set()  # failed alone in a step
+        self._ever_cancelled: set[int] = set()
+        self._digest = 0
+        self._num_preempted = 0
+        self._salts: dict[int, str] = {}
+        self._engine = self._new_engine()
+        self._clients = Clients(self._engine.scheduler.max_model_len)
+
+    def _new_engine(self) -> Engine:
+        scenario = self.scenario
+        scheduler = Scheduler(scenario.config, scenario.layout, scenario.limits)
+        runner = FakeRunner(scenario.layout, self._salts)
+        return Engine(scheduler, runner, Invariants(scheduler, scenario), deque())
+
+    def run(self) -> Run:
+        bound = self._step_bound()
+        while self._submits or not self._engine.scheduler.is_idle:
+            self._deliver()
+            is_planned = len(self._engine.in_flight) < self.scenario.depth and self._plan()
+            if not is_planned and not self._finish_oldest():
+                self._wait()
+            assert self.num_steps <= bound, "S17: too many steps"
+        self._check_ends()
+        return Run(self.num_steps, self._num_preempted, self._digest)
+
+    def _step_bound(self) -> int:
+        """S17: generous, but a livelock soon exceeds it."""
+        tokens = 0
+        for submit in self.scenario.submits:
+            most = submit.sampling.max_tokens
+            answer = 200 if most is None else most
+            prompts = sum(len(p) // 4 for p in submit.prompts)
+            units = sum(work.num_units for each in submit.inputs for work in each.works)
+            tokens += len(submit.sequences) * (min(prompts, 2000) + answer + 10 + units)
+        return 500 + 20 * tokens
+
+    def _deliver(self) -> None:
+        """Messages whose time has come, in the order of their time."""
+        engine = self._engine
+        while self._submits and self._submits[0].arrival <= self._now:
+            submit = self._submits.popleft()
+            self._salts.update((new.sequence_id, submit.salt) for new in submit.sequences)
+            self._clients.submit(submit)
+            engine.scheduler.add(submit, self._now)
+            engine.invariants.after_any_call()
+        while self._cancels and self._cancels[0][0] <= self._now:
+            cancel = self._cancels.popleft()[1]
+            engine.scheduler.cancel(cancel)
+            known = [i for i in cancel.sequence_ids if i in self._clients.heard]
+            self._cancelled.update(known)
+            self._ever_cancelled.update(known)
+            engine.invariants.after_any_call()
+
+    def _plan(self) -> bool:
+        engine = self._engine
+        before = engine.invariants.before_plan(self._cancelled)
+        plan = engine.scheduler.plan(self._now)
+        self._cancelled.clear()
+        engine.invariants.after_any_call()
+        engine.invariants.after_plan(plan, before, self._now)
+        self._clients.take(engine.scheduler.take_outputs())
+        self._num_preempted += sum(s.lease is None and s.outcome is None for s in before.running)
+        if plan is None:
+            stuck = not engine.in_flight and not engine.scheduler.is_idle
+            assert not stuck, "S17: work, but no plan"
+            return False
+        engine.in_flight.append(plan)
+        chunks = [(c.sequence_id, c.start, c.length, c.draws) for c in plan.chunks]
+        pieces = [(c.sequence_id, c.work, c.start, c.end) for c in plan.encoded]
+        blocks = [tuple(c.block_ids) for c in plan.chunks[:1]]
+        self._digest = hash((self._digest, *chunks, *pieces, *blocks))
+        return True
+
+    def _wait(self) -> None:
+        """Nothing to do: on to the next message."""
+        times = [self._submits[0].arrival] if self._submits else []
+        self._now = max(self._now, *times) if times else self._now
+
+    def _finish_oldest(self) -> bool:
+        """The oldest plan in flight ends, one way or another."""
+        engine = self._engine
+        if not engine.in_flight:
+            return False
+        self.num_steps += 1
+        plan = engine.in_flight[0]
+        faults = self.scenario.faults
+        seconds = self._seconds(plan)
+        if self._rng.random() < faults.death and self.num_steps < LAST_DEATH:
+            self._die(plan)
+            return True
+        self._now += sum(seconds)
+        if self._rng.random() < faults.out_of_memory:
+            self._note_alone(plan)
+            engine.scheduler.out_of_memory(plan, "out of memory", self._now)
+            engine.in_flight.clear()
+        elif self._fails(plan):
+            self._note_alone(plan)
+            engine.scheduler.fail(plan, "it broke", self._now)
+            engine.in_flight.clear()
+        else:
+            result = engine.runner.execute(plan, seconds, faults.row_error_at)
+            engine.in_flight.popleft()
+            engine.scheduler.commit(plan, result, self._now)
+        self._clients.take(engine.scheduler.take_outputs())
+        engine.invariants.after_any_call()
+        if engine.scheduler.must_exit:
+            self._die(None)
+        return True
+
+    def _fails(self, plan: StepPlan) -> bool:
+        if self._rng.random() < self.scenario.faults.step_error:
+            return True
+        return not self.scenario.faults.poisoned.isdisjoint(plan.named)
+
+    def _note_alone(self, plan: StepPlan) -> None:
+        if len(plan.named) == 1:
+            self._may_fail.update(plan.named)
+
+    def _seconds(self, plan: StepPlan) -> tuple[float, float]:
+        """Of computing and of encoding."""
+        computing = 0.01 + sum(
+            1e-6 * c.start + 5e-4 * c.length + 1e-8 * c.length * (2 * c.start + c.length)
+            for c in plan.chunks
+        )
+        encoding = 0.0
+        for chunk in plan.encoded:
+            size = self._engine.scheduler._table[chunk.sequence_id].inputs.works[chunk.work].size
+            encoding += 2e-3 + (chunk.end - chunk.start) * (1e-4 * size + 1e-7 * size * size)
+        factor = self._rng.uniform(0.95, 1.05)
+        factor *= 20 if self._rng.random() < self.scenario.faults.slow_step else 1
+        return computing * factor, encoding * factor
+
+    def _die(self, plan: StepPlan | None) -> None:
+        """The engine is gone; the next one gets what was unfinished, with its tokens."""
+        suspects = set(plan.named) if plan is not None else set()
+        self._now += 0.5
+        self._engine = self._new_engine()
+        self._clients.engine_died()
+        self._cancelled.clear()
+        for heard in self._clients.unfinished():
+            self._engine.scheduler.add(self._again(heard, suspects), self._now)
+            if heard.new.sequence_id in self._ever_cancelled:
+                self._cancels.appendleft((self._now, self._cancel_again(heard)))
+        self._clients.take(self._engine.scheduler.take_outputs())
+        self._engine.invariants.after_any_call()
+
+    def _cancel_again(self, heard: Heard) -> Cancel:
+        for _, cancel in self.scenario.cancels:
+            if heard.new.sequence_id in cancel.sequence_ids:
+                return cancel
+        raise AssertionError("cancelled by nobody")
+
+    def _again(self, heard: Heard, suspects: set[int]) -> Submit:
+        tokens = msgspec.structs.replace(heard.new, generated=array("i", heard.tokens).tobytes())
+        is_suspect = heard.new.sequence_id in suspects
+        return msgspec.structs.replace(heard.submit, sequences=(tokens,), suspect=is_suspect)
+
+    def _check_ends(self) -> None:
+        """S8, S13, S16: each ended once, and as if it had run alone unless a fault hit it."""
+        faults = self.scenario.faults
+        for sequence_id, heard in self._clients.heard.items():
+            assert heard.end is not None, f"{sequence_id} never ended"
+            refusals = ("empty_prompt", "context_length_exceeded", "image_too_large")
+            is_impossible = heard.end.code in refusals
+            assert is_impossible == self._is_impossible(heard)
+            tokens, finish = heard.expected()
+            assert heard.tokens == tokens[: len(heard.tokens)], f"S16: {sequence_id} drew others"
+            if is_impossible:
+                continue
+            if heard.end.finish is FinishReason.ERROR:
+                row = faults.row_error_at.get(sequence_id)
+                is_row_error = row is not None and len(heard.tokens) == row
+                assert is_row_error or sequence_id in self._may_fail, "S13: an innocent failed"
+            elif heard.tokens != tokens or heard.end.finish is not finish:
+                assert sequence_id in self._ever_cancelled, f"S13: {sequence_id} was cut"
+
+    def _is_impossible(self, heard: Heard) -> bool:
+        length = len(heard.prompt)
+        longest = heard.max_total - (heard.submit.sampling.max_tokens != 0)
+        inputs = heard.submit.inputs
+        spans = inputs[heard.new.prompt].spans if inputs else ()
+        cap = self.scenario.limits.max_step_tokens
+        return length == 0 or length > longest or any(e - s > cap for s, e in spans)

@@ -1,0 +1,179 @@
+"""GGUF files of tiny models with random weights that only llama.cpp runs, and its own answers."""
+
+import ctypes
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import gguf
+import llama_cpp
+import numpy as np
+
+from tests.drive import random_prompt
+from tools.harness.gguf_files import add_merge, add_tokenizer
+from tools.harness.tiny_models import CHAT_TEMPLATE, END, make_tiny_model
+
+VOCAB = 260
+_HIDDEN, _HEADS, _KV, _DIM, _FF, _LAYERS = 64, 4, 2, 16, 96, 3
+_EXPERTS = 4
+_INNER, _STATE, _RANK, _CONV = 128, 8, 4, 4
+
+ARCHITECTURES = ("gemma2", "mixtral", "mamba")
+"""That have no implementation of ours. llama.cpp calls Mixtral llama, with experts."""
+
+
+def write_model(path: Path, architecture: str, **fields: Any) -> Path:
+    """`fields` are added to those of the tokenizer."""
+    writer = gguf.GGUFWriter(path, architecture.replace("mixtral", "llama"))
+    writer.add_context_length(2048)
+    writer.add_embedding_length(_HIDDEN)
+    writer.add_block_count(_LAYERS)
+    writer.add_layer_norm_rms_eps(1e-6)
+    _tokenizer(writer, fields)
+    generator = np.random.default_rng(0)
+    shapes = {"token_embd.weight": (VOCAB, _HIDDEN), "output_norm.weight": (_HIDDEN,)}
+    own = _mamba(writer) if architecture == "mamba" else _attending(writer, architecture)
+    for layer in range(_LAYERS):
+        shapes |= {f"blk.{layer}.{name}": shape for name, shape in own.items()}
+    for name, shape in shapes.items():
+        values = generator.normal(0, 0.2, shape)
+        if "norm" in name:
+            values += 1
+        elif name.endswith("ssm_a"):
+            values = -np.exp(values)
+        writer.add_tensor(name, values.astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _tokenizer(writer: gguf.GGUFWriter, fields: dict[str, Any]) -> None:
+    given = {"chat_template": CHAT_TEMPLATE, "eos_token_id": END} | fields
+    with tempfile.TemporaryDirectory() as name:
+        folder = make_tiny_model(Path(name), num_hidden_layers=1)
+        assert add_merge(folder) == VOCAB
+        add_tokenizer(writer, json.loads((folder / "tokenizer.json").read_text()), given)
+
+
+def _attending(writer: gguf.GGUFWriter, architecture: str) -> dict[str, tuple[int, ...]]:
+    writer.add_head_count(_HEADS)
+    writer.add_head_count_kv(_KV)
+    writer.add_key_length(_DIM)
+    writer.add_value_length(_DIM)
+    writer.add_rope_freq_base(10_000.0)
+    writer.add_feed_forward_length(_FF)
+    shapes: dict[str, tuple[int, ...]] = {
+        "attn_norm.weight": (_HIDDEN,),
+        "attn_q.weight": (_HEADS * _DIM, _HIDDEN),
+        "attn_k.weight": (_KV * _DIM, _HIDDEN),
+        "attn_v.weight": (_KV * _DIM, _HIDDEN),
+        "attn_output.weight": (_HIDDEN, _HEADS * _DIM),
+        "ffn_norm.weight": (_HIDDEN,),
+    }
+    if architecture in ("mixtral", "qwen3moe"):
+        writer.add_expert_count(_EXPERTS)
+        writer.add_expert_used_count(2)
+        writer.add_expert_feed_forward_length(_FF)
+        norms = {f"attn_{name}_norm.weight": (_DIM,) for name in "qk"}
+        return (
+            (norms if architecture == "qwen3moe" else {})
+            | shapes
+            | {
+                "ffn_gate_inp.weight": (_EXPERTS, _HIDDEN),
+                "ffn_gate_exps.weight": (_EXPERTS, _FF, _HIDDEN),
+                "ffn_up_exps.weight": (_EXPERTS, _FF, _HIDDEN),
+                "ffn_down_exps.weight": (_EXPERTS, _HIDDEN, _FF),
+            }
+        )
+    writer.add_sliding_window(24)
+    writer.add_attn_logit_softcapping(50.0)
+    writer.add_final_logit_softcapping(30.0)
+    return shapes | {
+        "post_attention_norm.weight": (_HIDDEN,),
+        "ffn_gate.weight": (_FF, _HIDDEN),
+        "ffn_up.weight": (_FF, _HIDDEN),
+        "ffn_down.weight": (_HIDDEN, _FF),
+        "post_ffw_norm.weight": (_HIDDEN,),
+    }
+
+
+def _mamba(writer: gguf.GGUFWriter) -> dict[str, tuple[int, ...]]:
+    writer.add_head_count(0)
+    writer.add_feed_forward_length(0)
+    writer.add_ssm_conv_kernel(_CONV)
+    writer.add_ssm_inner_size(_INNER)
+    writer.add_ssm_state_size(_STATE)
+    writer.add_ssm_time_step_rank(_RANK)
+    return {
+        "attn_norm.weight": (_HIDDEN,),
+        "ssm_in.weight": (2 * _INNER, _HIDDEN),
+        "ssm_conv1d.weight": (_INNER, _CONV),
+        "ssm_conv1d.bias": (_INNER,),
+        "ssm_x.weight": (_RANK + 2 * _STATE, _INNER),
+        "ssm_dt.weight": (_INNER, _RANK),
+        "ssm_dt.bias": (_INNER,),
+        "ssm_a": (_INNER, _STATE),
+        "ssm_d": (_INNER,),
+        "ssm_out.weight": (_HIDDEN, _INNER),
+    }
+
+
+class Alone:
+    """llama.cpp by itself, with one sequence and its simplest batches: what the lane must equal."""
+
+    def __init__(self, path: Path) -> None:
+        parameters = llama_cpp.llama_model_default_params()
+        parameters.n_gpu_layers, parameters.use_extra_bufts = 0, False
+        self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), parameters)
+        given = llama_cpp.llama_context_default_params()
+        given.n_ctx, given.n_threads, given.n_threads_batch = 1024, 1, 1
+        given.type_k = given.type_v = llama_cpp.GGML_TYPE_F32
+        self._context = llama_cpp.llama_init_from_model(self._model, given)
+
+    def generate(self, prompt: list[int], num: int) -> list[int]:
+        """Greedy tokens."""
+        tokens = [int(self._next(prompt, is_first=True).argmax())]
+        while len(tokens) < num:
+            tokens.append(int(self._next(tokens[-1:]).argmax()))
+        return tokens
+
+    def clear_prompt(self, num: int, margin: float) -> tuple[list[int], list[int]]:
+        """A prompt whose greedy answer of so many tokens has no close call, and that answer.
+
+        `margin`: between the best two, of the largest logit.
+        """
+        for seed in range(100):
+            prompt, tokens, margins = random_prompt(24, VOCAB, seed), [], []
+            row = self._next(prompt, is_first=True)
+            for _ in range(num):
+                second, best = np.sort(row)[-2:]
+                margins.append((best - second) / np.abs(row).max())
+                tokens.append(int(row.argmax()))
+                row = self._next(tokens[-1:])
+            if min(margins) > margin:
+                return prompt, tokens
+        raise AssertionError("every answer has a close call")
+
+    def assert_greedy(self, prompt: list[int], tokens: list[int]) -> None:
+        """Each token is its best, given those before it, but for calls too close to tell."""
+        row, num_close = self._next(prompt, is_first=True), 0
+        for token in tokens:
+            if token != row.argmax():
+                assert row.max() - row[token] < 2e-3 * np.abs(row).max()
+                num_close += 1
+            row = self._next([token])
+        assert num_close <= max(1, len(tokens) / 50)
+
+    def _next(self, token_ids: list[int], is_first: bool = False) -> np.ndarray:
+        """Logits after further tokens."""
+        if is_first:
+            memory = llama_cpp.llama_get_memory(self._context)
+            llama_cpp.llama_memory_clear(memory, True)
+        ids = (ctypes.c_int32 * len(token_ids))(*token_ids)
+        batch = llama_cpp.llama_batch_get_one(ids, len(token_ids))
+        assert llama_cpp.llama_decode(self._context, batch) == 0
+        found = llama_cpp.llama_get_logits_ith(self._context, -1)
+        return np.ctypeslib.as_array(found, (VOCAB,)).copy()

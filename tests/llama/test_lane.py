@@ -1,0 +1,168 @@
+"""Lane llama-cpp answers as llama.cpp by itself, however prompts are cut and whoever is near."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from headrace.checkpoints.find import find_model
+from headrace.cli.capacity import cache_bytes
+from headrace.core.config import SchedulerConfig
+from headrace.core.errors import ModelError
+from headrace.core.ids import BlockId, SlotId
+from headrace.core.plan import BlockCopy, SlotCopy, StepPlan
+from headrace.core.sampling import Sampling
+from headrace.runner.runner import Runner
+from tests.drive import Drive, assert_close, generate, random_prompt, row_logits, tiny_runner
+from tests.llama.models import ARCHITECTURES, VOCAB, Alone, write_model
+
+PROMPT = random_prompt(60, VOCAB)
+K_FILES = sorted(Path("tests/checkpoints/data").glob("*.gguf"))
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def file(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("tiny") / "tiny-F32.gguf", request.param)
+
+
+@pytest.fixture(scope="module")
+def runner(file: Path) -> Runner:
+    return tiny_runner(find_model(str(file)), dtype="float32", max_model_len=256, block_size=16)
+
+
+@pytest.fixture(scope="module")
+def alone(file: Path) -> Alone:
+    return Alone(file)
+
+
+def is_recurrent(runner: Runner) -> bool:
+    return runner.lane.facts.memory == "slot"
+
+
+def test_the_lane_is_chosen_with_blocks_where_all_memory_is_cells(file, runner) -> None:
+    assert runner.lane.id == "llama-cpp"
+    config = (find_model(str(file)) / "config.json").read_text()
+    assert is_recurrent(runner) == ("mamba" in config)
+    layout = runner.lane.layout(1 << 24, 4, 100, 16)
+    assert bool(layout.num_slots) == is_recurrent(runner) != bool(layout.num_blocks)
+
+
+def test_greedy_tokens_are_those_of_llama_cpp(runner, alone) -> None:
+    found = generate(runner, PROMPT, 64)
+    assert found == alone.generate(PROMPT, 64)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16])
+def test_a_cut_prompt_gives_the_logits_of_the_whole(runner, alone, chunk: int) -> None:
+    assert_close(row_logits(runner, PROMPT, chunk), row_logits(runner, PROMPT), 3e-3)
+    alone.assert_greedy(PROMPT, generate(runner, PROMPT, 64, chunk=chunk))
+
+
+def test_sequences_in_one_step_get_the_tokens_that_they_get_alone(runner, alone) -> None:
+    prompts = [random_prompt(length, VOCAB, seed=length) for length in (1, 30, 17)]
+    drive = Drive(runner, room=128)
+    for number, prompt in enumerate(prompts):
+        drive.begin(number, prompt)
+    drive.step((0, 0, 1), (1, 0, 9))
+    drive.step((0, 1, 1), (1, 9, 21), (2, 0, 17))
+    drive.decode(range(3), 30)
+    for number, prompt in enumerate(prompts):
+        alone.assert_greedy(prompt, drive.tokens[number][len(prompt) :])
+
+
+def test_a_sequence_begun_again_goes_on_as_if_undisturbed(runner, alone) -> None:
+    whole = generate(runner, PROMPT, 40)
+    drive = Drive(runner, room=128)
+    drive.begin(3, PROMPT + whole[:15], generated=15)
+    drive.prefill(3, chunk=32)
+    drive.decode([3], 24)
+    alone.assert_greedy(PROMPT, drive.tokens[3][len(PROMPT) :])
+
+
+def test_a_sibling_goes_on_from_copied_memory(runner, alone) -> None:
+    drive = Drive(runner, room=128)
+    drive.begin(0, PROMPT)
+    drive.prefill(0)
+    drive.begin(1, drive.tokens[0], generated=1)
+    if is_recurrent(runner):
+        plan = StepPlan(slot_copies=(SlotCopy(SlotId(0), SlotId(1)),))
+        runner.launch(plan).result()
+        drive.decode([0, 1], 10)
+    else:  # the first three blocks are shared, the fourth is copied
+        runner.launch(StepPlan(block_copies=(BlockCopy(BlockId(3), BlockId(11)),))).result()
+        sharing = drive.chunk
+        shared = {0: list(range(8)), 1: [0, 1, 2, *range(11, 16)]}
+
+        def chunk(number: int, *rest: int, rows: int | None = None):
+            made = sharing(number, *rest, rows=rows)
+            ids = type(made.block_ids)("i", shared[number])
+            return msgspec.structs.replace(made, block_ids=ids)
+
+        drive.chunk = chunk  # type: ignore[method-assign]
+        drive.decode([0, 1], 10)
+    assert drive.tokens[0] == drive.tokens[1]
+    alone.assert_greedy(PROMPT, drive.tokens[1][len(PROMPT) :])
+
+
+def test_seeded_draws_are_the_same_again(runner) -> None:
+    dice = Sampling(temperature=0.9, top_p=0.95, seed=1)
+    first = generate(runner, PROMPT, 40, sampling=dice)
+    assert generate(runner, PROMPT, 40, sampling=dice) == first
+    assert first != generate(runner, PROMPT, 40)
+
+
+def test_rows_of_prompts_may_be_more_than_one_call_gives(runner) -> None:
+    prompt = random_prompt(200, VOCAB)  # 64 rows at a time
+    whole, cut = row_logits(runner, prompt), row_logits(runner, prompt, 40)
+    error = (whole - cut).abs().amax(-1) / cut.abs().amax(-1)
+    # rounding sends some tokens to another expert, and all after them attend to what comes of it
+    assert error.median() < 1e-2 and (error[:60] < 1e-2).all()
+
+
+@pytest.mark.parametrize("path", K_FILES, ids=lambda path: path.stem)
+def test_a_file_of_ours_gives_the_text_of_llama_cpp(path: Path) -> None:
+    """llama.cpp rounds the rows that it multiplies to 8 bits: only clear calls can be equal."""
+    native = tiny_runner(find_model(str(path)), dtype="float32")
+    theirs = tiny_runner(find_model(str(path)), "llama-cpp", dtype="float32")
+    assert (native.lane.id, theirs.lane.id) == ("native-text", "llama-cpp")
+    tokens = PROMPT + generate(native, PROMPT, 64)
+    ours, rows = (row_logits(one, tokens)[len(PROMPT) - 1 : -1] for one in (native, theirs))
+    assert_close(rows, ours, 5e-2)
+    best = ours.topk(2, dim=-1)
+    is_clear = best.values[:, 0] - best.values[:, 1] > 5e-2 * ours.abs().amax(-1)
+    assert is_clear.sum() >= 16
+    assert (rows.argmax(-1) == best.indices[:, 0])[is_clear].all()
+
+
+def test_experts_of_ours_give_the_logits_of_llama_cpp(tmp_path: Path) -> None:
+    """Both in float32; where two experts are nearly as good, rounding may choose another."""
+    folder = find_model(str(write_model(tmp_path / "moe-F32.gguf", "qwen3moe")))
+    native = tiny_runner(folder, dtype="float32")
+    theirs = tiny_runner(folder, "llama-cpp", dtype="float32")
+    assert (native.lane.id, theirs.lane.id) == ("native-text", "llama-cpp")
+    ours, rows = (row_logits(one, PROMPT) for one in (native, theirs))
+    error = (rows - ours).abs().amax(-1) / ours.abs().amax(-1)
+    assert error.median() < 1e-2
+
+
+def test_what_llama_cpp_does_not_know_is_one_line(tmp_path: Path) -> None:
+    file = write_model(tmp_path / "x.gguf", "nothing")
+    with pytest.raises(ModelError, match="unknown model architecture: 'nothing'") as caught:
+        tiny_runner(find_model(str(file)))
+    assert "\n" not in str(caught.value)
+
+
+def test_no_more_sequences_than_it_can_tell_apart(file: Path) -> None:
+    with pytest.raises(ModelError, match="up to 128 sequences at once"):
+        tiny_runner(find_model(str(file)), scheduler=SchedulerConfig(max_num_seqs=200))
+
+
+def test_memory_is_counted_as_the_cache_has_it(file: Path, runner) -> None:
+    """Keys and values of 3 layers, 2 heads, 16 dimensions, in float32; of Mamba's states in 3."""
+    per_token, per_sequence = cache_bytes(runner.lane, 16)
+    if is_recurrent(runner):
+        states = 3 * 4 * 128 * (8 + 4 - 1)
+        assert per_token == 0 and states <= per_sequence < 1.05 * states
+    else:
+        cells = 3 * 2 * 2 * 16 * 4
+        assert cells <= per_token < 1.1 * cells and per_sequence == 0

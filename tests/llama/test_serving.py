@@ -1,0 +1,153 @@
+"""Lane llama-cpp under the scheduler and behind HTTP: preemption, choices, kills, progress."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from array import array
+from pathlib import Path
+
+import httpx
+import msgspec
+import pytest
+
+from headrace.checkpoints.find import find_model
+from headrace.core.config import ModelConfig, SchedulerConfig
+from headrace.core.ids import SequenceId, StreamId
+from headrace.core.messages import NewSequence, Submit
+from headrace.core.sampling import Sampling
+from headrace.engine.load import load
+from tests.drive import random_prompt
+from tests.equality.test_pressure import RealEngine
+from tests.llama.models import ARCHITECTURES, VOCAB, Alone, write_model
+from tools.harness.llama_server import greedy, llama_server
+from tools.harness.servers import running_server
+from tools.harness.tiny_models import make_tiny_model
+
+GREEDY = Sampling(temperature=0, max_tokens=40, ignore_eos=True)
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def file(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("tiny") / "tiny-F32.gguf", request.param)
+
+
+def engine(file: Path, cache_bytes: int, num_seqs: int = 12) -> RealEngine:
+    config = ModelConfig(
+        model=str(find_model(str(file))),
+        device="cpu",
+        dtype="float32",
+        threads=1,
+        max_model_len=128,
+        block_size=16,
+        kv_cache_memory_bytes=cache_bytes,
+        scheduler=SchedulerConfig(max_num_seqs=num_seqs, max_step_tokens=40),
+    )
+    runner, scheduler, *_ = load(config)
+    return RealEngine(scheduler, runner, seconds=0.01)
+
+
+def submit(number: int, prompt: list[int], *sequences: int, sampling: Sampling = GREEDY) -> Submit:
+    new = tuple(NewSequence(SequenceId(n), 0, choice) for choice, n in enumerate(sequences))
+    packed = array("i", prompt).tobytes()
+    return Submit(StreamId(str(number)), (packed,), new, sampling, arrival=0.0)
+
+
+def test_streams_that_get_in_each_others_way_say_what_they_say_alone(file: Path) -> None:
+    per_position = 1600  # bytes, about: 3 layers of keys and values, float32
+    pressed = engine(file, 220 * per_position)
+    prompts = [random_prompt(12 + 9 * (n % 5), VOCAB, seed=n) for n in range(12)]
+    pressed.add(*(submit(n, prompt, n) for n, prompt in enumerate(prompts)))
+    pressed.run()
+    alone = Alone(file)
+    for number, prompt in enumerate(prompts):
+        assert len(pressed.tokens[number]) == 40
+        alone.assert_greedy(prompt, pressed.tokens[number])
+    if pressed.scheduler.memory.layout.num_blocks:
+        assert sum(pressed.num_begun.values()) > 12  # some began again
+
+
+def test_choices_and_later_turns_share_what_is_computed(file: Path) -> None:
+    made, alone = engine(file, 1 << 24), Alone(file)
+    prompt = random_prompt(50, VOCAB)
+    made.add(submit(0, prompt, 0, 1))
+    made.run()
+    for number in (0, 1):
+        alone.assert_greedy(prompt, made.tokens[number])
+    turn = [*prompt, *made.tokens[0], *random_prompt(20, VOCAB, seed=1)][:80]
+    made.add(submit(1, turn, 2))
+    made.run()
+    alone.assert_greedy(turn, made.tokens[2])
+    cached = made.progress[2][0]
+    assert cached == (64 if made.scheduler.memory.layout.num_blocks else 0)
+
+
+def test_more_prompts_are_kept_than_llama_cpp_tells_apart(tmp_path: Path) -> None:
+    """A sequence for each, beyond those that run; those used least recently make way."""
+    file = write_model(tmp_path / "tiny-F32.gguf", "gemma2")
+    made, alone = engine(file, 1 << 24), Alone(file)
+    few = msgspec.structs.replace(GREEDY, max_tokens=3)
+    prompts = [random_prompt(12, VOCAB, seed=n) for n in range(70)]
+    made.add(*(submit(n, prompt, n, sampling=few) for n, prompt in enumerate(prompts)))
+    made.run()
+    for number, prompt in enumerate(prompts):
+        assert len(made.tokens[number]) == 3
+        alone.assert_greedy(prompt, made.tokens[number])
+
+
+def completed(url: str, body: dict[str, object], kill: int | None = None) -> tuple[str, list]:
+    """The text and the other fields of a stream's frames; the engine dies after some of them."""
+    texts, others = [], []
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120) as answer:
+        for line in answer.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            frame = json.loads(line[6:])
+            others.append({k: frame[k] for k in frame.keys() & {"recovering", "prompt_progress"}})
+            texts += [choice["text"] for choice in frame["choices"]]
+            if kill is not None and len(texts) == 10:
+                os.kill(kill, signal.SIGKILL)
+                kill = None
+    return "".join(texts), [other for other in others if other]
+
+
+@pytest.mark.parametrize("architecture, margin", [("gemma2", 1e-2), ("mamba", 1e-3)])
+def test_a_killed_engine_costs_no_token(tmp_path: Path, architecture: str, margin: float) -> None:
+    file = write_model(tmp_path / "tiny-F32.gguf", architecture)
+    prompt, _ = Alone(file).clear_prompt(400, margin)
+    flags = ("--threads", "1", "--max-model-len", "512", "--dtype", "float32")
+    body = {"prompt": prompt, "max_tokens": 400, "temperature": 0, "ignore_eos": True}
+    with running_server(str(file), *flags, environment={"XDG_CACHE_HOME": str(tmp_path)}) as server:
+        undisturbed, _ = completed(server.url, body | {"stream": True})
+        text, others = completed(
+            server.url, body | {"stream": True, "return_progress": True}, server.engine_pid
+        )
+        assert text == undisturbed
+        assert any("recovering" in other for other in others)
+        assert any("prompt_progress" in other for other in others)
+
+
+def test_a_model_of_ours_never_imports_it(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path)
+    program = (
+        "import sys; from headrace import LLM\n"
+        f"with LLM.load({str(folder)!r}, threads=1) as llm: llm.generate('x', max_tokens=2)\n"
+        "assert 'llama_cpp' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_greedy_answers_are_llama_servers_own(tmp_path: Path, architecture: str) -> None:
+    """Over HTTP, each with its defaults; a prompt without close calls, as their builds differ."""
+    file = write_model(tmp_path / "tiny-F32.gguf", architecture)
+    prompt, expected = Alone(file).clear_prompt(48, 5e-3)
+    with llama_server(file) as url:
+        assert greedy(url, prompt, 48) == expected
+    flags = ("--lane", "llama-cpp", "--threads", "1", "--max-model-len", "512")
+    body = {"prompt": prompt, "max_tokens": 48, "temperature": 0, "ignore_eos": True}
+    with running_server(str(file), *flags, environment={"XDG_CACHE_HOME": str(tmp_path)}) as server:
+        asked = body | {"return_token_ids": True}
+        answer = httpx.post(f"{server.url}/v1/completions", json=asked, timeout=120)
+    assert answer.json()["choices"][0]["token_ids"] == expected

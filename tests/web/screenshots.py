@@ -1,0 +1,54 @@
+"""Takes the pictures of the page in docs/images, from a real server with headrace-mini."""
+
+import re
+import time
+from pathlib import Path
+
+from tests.web.page import Page, eventually, new_driver
+from tests.web.server import Server
+
+MANY = re.compile(r"had \d{3,} prompt tokens")
+IMAGES = Path(__file__).parents[2] / "docs" / "images"
+
+
+def main() -> None:
+    IMAGES.mkdir(exist_ok=True)
+    server = Server()
+    driver = new_driver(1100, 850)
+    page = Page(driver, server)
+    try:
+        page.open()
+        page.send("Spell the word banana.")
+        page.wait_for_end()
+        page.send("Count from 1 to 150.")
+        eventually(lambda: "40," in page.texts(".message.assistant .body")[-1])
+        server.kill_engine()
+        driver.refresh()
+        eventually(lambda: "100," in "".join(page.texts(".message.assistant .body")[-1:]))
+        driver.save_screenshot(str(IMAGES / "chat.png"))
+        page.wait_for_end()
+        set_scheme(page, "dark", 390, 800)
+        time.sleep(0.5)
+        driver.save_screenshot(str(IMAGES / "chat-phone.png"))
+        set_scheme(page, "light", 1100, 1500)
+        page.open("/dashboard")
+        eventually(lambda: page.find("#try").is_enabled() and page.texts("dd"))
+        page.find("#try").click()
+        eventually(lambda: len(page.texts("#rows strong")) == 5)
+        eventually(lambda: MANY.search(page.find("#steps-text").text))
+        time.sleep(0.5)
+        driver.save_screenshot(str(IMAGES / "dashboard.png"))
+    finally:
+        driver.quit()
+        server.stop()
+
+
+def set_scheme(page: Page, scheme: str, width: int, height: int) -> None:
+    feature = {"name": "prefers-color-scheme", "value": scheme}
+    page.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
+    size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+    page.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+
+
+if __name__ == "__main__":
+    main()

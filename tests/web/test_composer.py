@@ -1,0 +1,99 @@
+"""The message that is being written, and the keys that a person expects to work."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+
+from tests.web.page import Page, eventually
+from tests.web.test_everybody import press
+
+
+def field(page: Page, name: str = "value") -> Any:
+    return page.driver.execute_script(f"return document.getElementById('input').{name}")
+
+
+def load(page: Page, tmp_path: Path, *conversations: dict[str, Any], **message: Any) -> None:
+    """Imports conversations `c0`, `c1` and so on, of one message each."""
+    every = {"created": 1, "updated": 1, "title": "Fruit"}
+    whole = {"conversations": [], "messages": []}
+    for number, one in enumerate(conversations):
+        names = {"id": f"c{number}", "leaf": f"m{number}"}
+        whole["conversations"].append(every | names | one)
+        said = {"id": f"m{number}", "conversation": f"c{number}", "parent": None}
+        whole["messages"].append(said | {"role": "assistant", "text": "", "created": 1} | message)
+    file = tmp_path / "conversations.json"
+    file.write_text(json.dumps(whole))
+    page.find("#file").send_keys(str(file))
+    eventually(lambda: page.find("#file").get_attribute("value") == "")
+
+
+def test_each_conversation_keeps_its_draft(page: Page, tmp_path: Path) -> None:
+    page.find("#input").send_keys("a new one")
+    load(page, tmp_path, {"title": "Fruit"})
+    eventually(lambda: page.texts("#list li") == ["Fruit"])
+    page.find("#list button").click()
+    eventually(lambda: page.texts("#title") == ["Fruit"] and field(page) == "")
+    page.find("#input").send_keys("more fruit")
+    page.driver.refresh()
+    eventually(lambda: field(page) == "more fruit")
+    page.find("#new").click()
+    eventually(lambda: field(page) == "a new one")
+    page.find("#input").send_keys(Keys.ENTER)
+    page.wait_for_end()
+    page.find("#input").send_keys("and then")
+    page.find("#new").click()
+    eventually(lambda: page.texts("#title") == ["New conversation"])
+    assert field(page) == ""
+    page.find("#list button").click()
+    eventually(lambda: field(page) == "and then")
+
+
+def test_the_field_grows_with_its_text_up_to_a_limit(page: Page) -> None:
+    heights = [field(page, "offsetHeight")]
+    line = Keys.SHIFT + Keys.ENTER + Keys.SHIFT
+    for num_lines in (4, 40):
+        page.find("#input").send_keys(line * num_lines)
+        heights.append(field(page, "offsetHeight"))
+    assert heights[0] + 60 < heights[1] < heights[2] < 400
+    assert field(page, "scrollHeight") > 900
+    page.find("#input").send_keys("Spell the word banana.", Keys.ENTER)
+    eventually(lambda: field(page, "offsetHeight") == heights[0])
+    page.wait_for_end()
+
+
+def test_escape_stops_the_answer(page: Page) -> None:
+    page.send("Count from 1 to 150.")
+    page.wait_for_text()
+    page.find("#options").click()
+    press(page, Keys.ESCAPE)  # closes the dialog alone
+    eventually(lambda: not page.driver.find_elements(By.CSS_SELECTOR, "dialog[open]"))
+    assert page.answers()[-1].get("live") and not page.answers()[-1].get("stopping")
+    page.find("#input").send_keys(Keys.ESCAPE)
+    assert page.wait_for_end()["outcome"] == "stopped"
+
+
+def test_enter_renames(page: Page, tmp_path: Path) -> None:
+    load(page, tmp_path, {"title": "Fruit"})
+    eventually(lambda: page.texts("#list li"))
+    page.find("#list button").click()
+    eventually(lambda: page.texts("#title") == ["Fruit"])
+    page.find("#rename").click()
+    page.find("#reply").send_keys("Bananas", Keys.ENTER)
+    eventually(lambda: page.texts("#list li") == ["Bananas"])
+
+
+def test_a_file_that_comes_again_is_merged(page: Page, tmp_path: Path) -> None:
+    load(page, tmp_path, {"title": "Fruit"}, {"title": "Mills"}, text="a ban")
+    eventually(lambda: len(page.texts("#list li")) == 2)
+    page.find("#list button").click()
+    eventually(lambda: page.texts(".message .body") == ["a ban"])
+    load(page, tmp_path, {"title": "Old", "updated": 0}, {"title": "New", "updated": 2}, text="a")
+    eventually(lambda: page.texts("#list li") == ["New", "Fruit"])
+    load(page, tmp_path, {"title": "Fruit"}, text="a banana")
+    eventually(lambda: "a banana" in [one["text"] for one in page.stored()])
+    assert sorted(one["text"] for one in page.stored()) == ["a ban", "a banana"]
+    eventually(lambda: page.texts(".message .body") == ["a banana"])
+    assert page.texts("#list li") == ["New", "Fruit"]

@@ -1,0 +1,99 @@
+"""The page comes back to its answers, whatever happens to it, the network and the engine."""
+
+import os
+import random
+import time
+
+import pytest
+
+from tests.web.page import SAID, Page, eventually
+
+SEED = int(os.environ.get("SEED", "0")) or random.randrange(1 << 30)
+RUNS = int(os.environ.get("RUNS", "3"))
+
+
+def disturb(page: Page, what: str, dice: random.Random) -> None:
+    match what:
+        case "reload":
+            page.open(page.driver.execute_script("return '/' + location.hash"))
+            page.driver.refresh()
+        case "offline":
+            page.offline(True)
+            time.sleep(dice.uniform(0.2, 1.5))
+            page.offline(False)
+        case "engine":
+            page.server.kill_engine()
+        case "server":
+            page.server.restart()
+
+
+@pytest.mark.parametrize("run", range(RUNS))
+def test_an_answer_survives_all_of_it(page: Page, run: int) -> None:
+    dice = random.Random(SEED + run)
+    print("seed", SEED + run)
+    page.send("Count from 1 to 150.")
+    if run:
+        page.wait_for_text()
+    kinds = ["reload", "offline", "engine", "server"]
+    dice.shuffle(kinds)
+    for what in kinds:
+        time.sleep(dice.uniform(0, 0.5))
+        disturb(page, what, dice)
+    answer = page.wait_for_end(120)
+    assert answer["outcome"] == "done"
+    assert answer["text"] == page.log_text(answer)
+    assert len(page.answers()) == 1
+    eventually(lambda: page.texts(".message.assistant .body") == [answer["text"]])
+
+
+def test_the_page_says_that_the_engine_restarts(page: Page) -> None:
+    page.driver.execute_script(SAID)
+    page.send("Count from 1 to 150.")
+    page.wait_for_text()
+    page.server.kill_engine()
+    answer = page.wait_for_end(120)
+    assert answer["outcome"] == "done" and answer["text"] == page.log_text(answer)
+    said = page.driver.execute_script("return [...window.said]")
+    assert any(text.startswith("The engine is restarting (attempt 1)") for text in said), said
+
+
+def test_an_answer_survives_the_server(page: Page) -> None:
+    page.send("Count from 1 to 150.")
+    page.wait_for_text()
+    page.server.restart()
+    answer = page.wait_for_end(120)
+    assert answer["text"] == page.log_text(answer)
+
+
+def test_two_tabs_show_the_same(page: Page) -> None:
+    driver = page.driver
+    page.send("Count from 1 to 150.")
+    page.wait_for_text()
+    first, url = driver.current_window_handle, driver.current_url
+    driver.switch_to.new_window("tab")
+    driver.get(url)
+    page.wait_for_text()
+    answer = page.wait_for_end(120)
+    assert answer["text"] == page.log_text(answer)
+    eventually(lambda: page.texts(".message.assistant .body") == [answer["text"]])
+    driver.close()
+    driver.switch_to.window(first)
+    eventually(lambda: page.texts(".message.assistant .body") == [answer["text"]])
+
+
+def test_conversations_run_at_once_and_are_never_mixed(page: Page) -> None:
+    asked = ["Count from 1 to 100.", "Spell the word banana.", "Count from 1 to 60."]
+    for text in asked:
+        page.find("#new").click()
+        eventually(lambda: not page.texts(".message"))
+        page.send(text)
+        eventually(lambda: page.texts(".message"))
+    assert page.driver.execute_script("return document.querySelectorAll('.mark').length") >= 1
+    page.driver.refresh()
+    page.wait_for_end(120)
+    by_id = {one["id"]: one for one in page.stored()}
+    answers = page.answers()
+    assert [by_id[one["parent"]]["text"] for one in answers] == asked
+    for answer in answers:
+        assert answer["text"] == page.log_text(answer)
+    eventually(lambda: not page.texts(".mark"))

@@ -1,0 +1,53 @@
+"""A server on a slow machine: prompts take as long as is asked for, and nothing computes for it.
+
+`python -m tools.harness.slow_engine SECONDS SIGN_S COMMAND serve ...` runs the server of COMMAND
+with engines whose steps sleep SECONDS for each 1,000 tokens of a prompt. Signs of life that
+clients count come each SIGN_S, where the route has them. As a prefix of ServerProcess:
+`prefix=slow(10)`.
+"""
+
+import os
+import runpy
+import sys
+import time
+from typing import Any
+
+_VARIABLE = "SLOW_ENGINE_S"
+
+
+def slow(seconds: float, sign_s: str = "20") -> tuple[str, ...]:
+    """The prefix for a server whose prompts take so long for each 1,000 tokens."""
+    return (sys.executable, "-m", "tools.harness.slow_engine", str(seconds), sign_s)
+
+
+def _serve() -> None:
+    from headrace.engine import child
+    from headrace.protocols import dialect
+
+    os.environ[_VARIABLE] = sys.argv[1]
+    child.MODULE = "tools.harness.slow_engine"
+    signs: Any = dialect.SIGN_S
+    for route in signs:
+        signs[route] = float(sys.argv[2])
+    # what follows COMMAND, which is `python -m headrace`
+    sys.argv = ["headrace", *sys.argv[6:]]
+    runpy.run_module("headrace", run_name="__main__")
+
+
+def _compute() -> None:
+    from headrace.engine import process
+    from headrace.runner.runner import Runner
+
+    per_token_s = float(os.environ[_VARIABLE]) / 1000
+    launch: Any = Runner.launch
+
+    def launch_late(runner: Runner, plan: Any) -> Any:
+        time.sleep(per_token_s * sum(chunk.length - 1 for chunk in plan.chunks))
+        return launch(runner, plan)
+
+    Runner.launch = launch_late  # type: ignore[method-assign]
+    process.main()
+
+
+if __name__ == "__main__":
+    _compute() if _VARIABLE in os.environ else _serve()

@@ -1,0 +1,116 @@
+"""Small records and events, and each store behind one call."""
+
+import asyncio
+import atexit
+import functools
+import tempfile
+from array import array
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from headrace.core.ids import StreamId
+from headrace.core.pieces import ChannelPiece
+from headrace.core.request import Chat, Request
+from headrace.core.sampling import Sampling
+from headrace.streams.events import (
+    AnyEvent,
+    ChoiceEnd,
+    Error,
+    Finish,
+    Timings,
+    Tokens,
+    Usage,
+)
+from headrace.streams.log import Log, follow
+from headrace.streams.memory_store import MemoryStore
+from headrace.streams.record import Names, Record
+from headrace.streams.redis_store import RedisStore
+from headrace.streams.sqlite_store import SqliteStore
+from headrace.streams.store import Store
+from tools.harness.redis_servers import RedisServer
+
+A, B, C = StreamId("a"), StreamId("b"), StreamId("c")
+
+
+def make_record(
+    stream_id: str = "a", conversation: str | None = None, key: str | None = None, owner: str = ""
+) -> Record:
+    prompt = Chat(messages=({"role": "user", "content": "hello", "image": b"\0"},))
+    return Record(
+        id=StreamId(stream_id),
+        created=1,
+        request=Request("/v1/chat/completions", "m", (prompt,), Sampling(logit_bias={3: 0.5})),
+        prompts=(array("i", [1, 2, 3]).tobytes(),),
+        system_fingerprint="f",
+        names=Names(owner, conversation, key, b"digest"),
+        is_durable=True,
+    )
+
+
+def tokens(seq: int, text: str = "é") -> Tokens:
+    return Tokens(seq=seq, at_ms=seq, choice=0, ids=(seq,), pieces=(ChannelPiece(text),))
+
+
+def some(num: int, first: int = 0) -> list[AnyEvent]:
+    return [tokens(seq) for seq in range(first, first + num)]
+
+
+def finish(seq: int) -> Finish:
+    ends = (ChoiceEnd("stop"),)
+    return Finish(seq=seq, at_ms=seq, ends=ends, usage=Usage(3, seq), timings=Timings())
+
+
+def error(seq: int, retryable: bool) -> Error:
+    text = {"code": "x", "type": "x", "message": "x"}
+    return Error(seq=seq, at_ms=seq, status=500, retryable=retryable, **text)
+
+
+async def everything(log: Log, after: int = -1) -> list[AnyEvent]:
+    """All events of a log that ends."""
+    return [event async for event in follow(log, after)]
+
+
+def in_memory(test: Callable[[Store], Awaitable[None]], directory: Path) -> None:
+    async def main() -> None:
+        await test(MemoryStore())
+
+    asyncio.run(main())
+
+
+def in_sqlite(test: Callable[[SqliteStore], Awaitable[None]], directory: Path) -> None:
+    """Opens a store in the directory, and closes it even if the test fails."""
+
+    async def main() -> None:
+        store = SqliteStore.open(directory)
+        try:
+            await test(store)
+        finally:
+            await store.close()
+
+    asyncio.run(main())
+
+
+@functools.cache
+def shared_redis() -> RedisServer:
+    """One server for all tests of the process that share it by prefixes."""
+    folder = tempfile.TemporaryDirectory(prefix="redis-")
+    server = RedisServer(Path(folder.name))
+    atexit.register(folder.cleanup)
+    atexit.register(server.close)
+    return server
+
+
+def redis_url(directory: Path) -> str:
+    """Where a test has a Redis to itself, as far as it can see."""
+    return f"{shared_redis().url}?prefix={directory}:"
+
+
+def in_redis(test: Callable[[RedisStore], Awaitable[None]], directory: Path) -> None:
+    async def main() -> None:
+        store = await RedisStore.open(redis_url(directory))
+        try:
+            await test(store)
+        finally:
+            await store.close()
+
+    asyncio.run(main())
