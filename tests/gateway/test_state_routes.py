@@ -102,6 +102,28 @@ def test_models_are_put_with_the_admin_key_alone() -> None:
     assert [one.json()["error"]["code"] for one in sent] == ["forbidden", "unsupported_operation"]
 
 
+@pytest.mark.parametrize(
+    ("http", "key", "code"),
+    [
+        ({}, "", "unsupported_operation"),  # of a server with one model; it was let in
+        ({"host": "0.0.0.0"}, "", "unsupported_operation"),
+        ({"api_key": ("k",)}, "k", "forbidden"),
+        ({"api_key": ("k",), "admin_key": "a"}, "k", "forbidden"),
+        ({"api_key": ("k",), "admin_key": "a"}, "a", "unsupported_operation"),
+        ({"admin_key": "a"}, "", "invalid_api_key"),
+    ],
+)
+def test_where_there_are_keys_a_model_is_unloaded_with_the_admin_key_alone(
+    http: Any, key: str, code: str
+) -> None:
+    client, body = client_of(busy(), **http), {"model": "headrace-mini"}
+    error = client.post("/models/unload", json=body, headers={"x-api-key": key}).json()["error"]
+    assert error["code"] == code
+    assert ("admin key" in error["message"]) == (code != "unsupported_operation")
+    if "api_key" in http:  # what every request does, a client's key may do
+        assert client.post("/models/load", json=body, headers={"x-api-key": "k"}).is_success
+
+
 def test_a_foreign_page_cannot_drain_a_server_without_keys() -> None:
     generation = busy()
     foreign = {"origin": "https://evil.example"}

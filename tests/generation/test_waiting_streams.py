@@ -121,6 +121,27 @@ def test_a_model_makes_room_once_its_streams_have_ended(folder: Path) -> None:
     play(folder, scene)
 
 
+def test_unloading_gives_up_a_load_unless_somebody_waits_for_it(folder: Path) -> None:
+    async def scene(generation: Generation, engines: Engines) -> None:
+        fleet, host = generation.fleet, generation.hosts.get("a")
+        fleet.need(host)
+        await settle()
+        fleet.unload(host)
+        await settle()
+        assert host.state == "unloaded"
+        stream = await ask(generation, "a")
+        fleet.unload(host)
+        await settle()
+        await engines["a"][1].say(EngineUp(READY))
+        assert stream.state == "queued"
+        await finish(engines["a"][1])
+        await read(stream)
+        await settle()
+        assert host.state == "unloaded"  # once its stream had ended
+
+    play(folder, scene)
+
+
 def test_a_load_that_fails_ends_those_who_wait_for_it(folder: Path) -> None:
     async def scene(generation: Generation, engines: Engines) -> None:
         streams = [await ask(generation, "a") for _ in range(2)]

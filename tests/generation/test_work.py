@@ -127,7 +127,7 @@ def test_a_stop_of_the_whole_server_is_no_hang_of_a_worker(
             time.sleep(3)  # noqa: ASYNC251 - the loop is stopped with it
             for pid in before:
                 os.kill(pid, signal.SIGCONT)
-            assert await rendering == "2 tokens" and workers() == before
+            assert await rendering == "2 tokens" and set(before) <= set(workers())
 
     asyncio.run(run())
 

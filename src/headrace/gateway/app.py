@@ -78,7 +78,6 @@ def _of_clients(generation: Generation, config: ServerConfig, auth: Auth) -> lis
     }
     writes: dict[str, Endpoint] = {
         "/models/load": models.load,
-        "/models/unload": models.unload,
         **dict.fromkeys(DIALECTS, generates.generate),
         **VectorRoutes(generation, auth, bodies).endpoints(),
         "/v1/messages/count_tokens": texts.count_tokens,
@@ -97,7 +96,8 @@ def _of_clients(generation: Generation, config: ServerConfig, auth: Auth) -> lis
         "/v1/stream/{id:path}": by_byte.delete,
     }
     socket = WebSocketRoute("/v1/realtime-text", sockets.serve)
-    return [socket, *_routes(auth.guard, GET=reads, POST=writes, DELETE=deletes)]
+    unload = _routes(auth.guard_operator, POST={"/models/unload": models.unload})
+    return [socket, *unload, *_routes(auth.guard, GET=reads, POST=writes, DELETE=deletes)]
 
 
 def _of_everybody(states: StateRoutes) -> list[Route]:

@@ -63,7 +63,7 @@ class Auth:
         _let_in(digest, known)
 
     def check_admin(self, headers: Headers) -> None:
-        """The same for /manage and /metrics."""
+        """The same for what only the operator may do, /manage and /metrics among it."""
         if self._checks_names:
             self._check_names(headers)
         if not self._admins:
@@ -71,16 +71,25 @@ class Auth:
                 return
             raise RequestError(
                 "forbidden",
-                "Beyond this machine, or with keys, /manage and /metrics are for those with the "
-                "admin key; start the server with --admin-key or HEADRACE_ADMIN_KEY.",
+                "Beyond this machine, or with keys, this is for those with the admin key, and "
+                "there is none; start the server with --admin-key or HEADRACE_ADMIN_KEY.",
             )
         digest = _known(headers, self._admins)
         if digest is not None:
             _let_in(digest, self._admins)
         elif _known(headers, self._keys) is not None:
-            raise RequestError("forbidden", "This takes the admin key, and a client's was sent.")
+            raise RequestError(
+                "forbidden", "This takes the admin key, and a client's was sent; send the former."
+            )
         else:
             raise _no_key("This takes the admin key, and no valid one was sent")
+
+    def check_operator(self, headers: Headers) -> None:
+        """The same for what disturbs others, where there is any key to tell them apart by."""
+        if self._keys or self._admins:
+            self.check_admin(headers)
+        else:
+            self.check(headers)
 
     def owner(self, headers: Headers) -> str:
         """Whose streams this client may see: those of its key; without keys, everybody's."""
@@ -96,6 +105,10 @@ class Auth:
     def guard_admin(self, endpoint: Endpoint) -> Endpoint:
         """The endpoint, for the admin key."""
         return _behind(self.check_admin, endpoint)
+
+    def guard_operator(self, endpoint: Endpoint) -> Endpoint:
+        """The endpoint, for the admin key where there are keys."""
+        return _behind(self.check_operator, endpoint)
 
     def _check_names(self, headers: Headers) -> None:
         self._check_name("Host", _hostname(f"//{headers.get('host', 'localhost')}"))

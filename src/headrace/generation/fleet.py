@@ -47,6 +47,8 @@ class Fleet:
         self._group: asyncio.TaskGroup
         self._tasks: set[asyncio.Task[None]] = set()
         self._waiting: dict[int, asyncio.Future[None]] = {}  # by ticket
+        self._unused: set[int] = set()  # tickets of loads that no request waits for
+        self._after_load: set[str] = set()  # models to send out once their waiters have entered
         self._refusal: RequestError | None = None  # of all who come
         self._rested_at: dict[str, float] = {}
         # no longer desired, or to be replaced, once nobody uses them; by name
@@ -165,20 +167,28 @@ class Fleet:
 
     def need(self, host: Host) -> None:
         """Brings it in when its turn comes; nobody waits, and a failure is told by `on_lost`."""
+        self._after_load.discard(host.name)
         if self._residency.stage(host.name) not in (Stage.IN, Stage.LOADING):
             self._spawn(self._bring(host))
 
     async def load(self, host: Host) -> None:
         """Brings it in; RequestError if that fails."""
-        await self._enter(host)
+        await self._enter(host, is_used=False)
         self.release(host)
 
     def unload(self, host: Host) -> None:
-        """Sends it out once its streams have ended; a load is given up at once."""
-        if self._residency.stage(host.name) is Stage.LOADING:
+        """Sends it out once its streams have ended; a load is given up if nobody waits for it."""
+        if self._residency.stage(host.name) is not Stage.LOADING:
+            self._residency.send_out(host.name)
+        elif self._is_wanted(host.name):
+            self._after_load.add(host.name)
+        else:
             self._spawn(host.close())
-        self._residency.send_out(host.name)
         self._act()
+
+    def _is_wanted(self, name: str) -> bool:
+        tickets = self._residency.waiting(name)
+        return self._residency.is_used(name) or any(it not in self._unused for it in tickets)
 
     def replace(self, host: Host, replica: int) -> None:
         """Puts a fresh engine in the place of one of several; its streams have time to end."""
@@ -219,7 +229,7 @@ class Fleet:
             message += f"is {self._max_waiting}; try again later."
             raise RequestError("server_overloaded", message, retry_after_s=_OVERLOADED_RETRY_S)
 
-    async def _enter(self, host: Host) -> None:
+    async def _enter(self, host: Host, is_used: bool = True) -> None:
         if not host.is_here:
             await self.read(host)
         if self._refusal is not None:
@@ -227,6 +237,8 @@ class Fleet:
         host = self._host(host.name)  # RequestError if it was dropped meanwhile
         ticket = self._residency.ask(host.name)
         waited = self._waiting[ticket] = asyncio.get_running_loop().create_future()
+        if not is_used:
+            self._unused.add(ticket)
         self._act()
         try:
             await waited
@@ -236,6 +248,7 @@ class Fleet:
             raise
         finally:
             del self._waiting[ticket]
+            self._unused.discard(ticket)
             self._residency.leave(ticket)
             self._act()
 
@@ -286,6 +299,8 @@ class Fleet:
             host.fail(str(error))
             self._lose(host, getattr(error, "code", "load_failed"))
             return
+        if host.model.sampling_words:
+            self._say("%s", host.model.sampling_words)
         self._residency.loaded(host.name)
         self._residency.add(host.name, host.num_bytes)  # now it is known
         self._on_loaded(host)
@@ -293,6 +308,9 @@ class Fleet:
         if host.name in self.leaving or host.name in self._successors:
             self._residency.send_out(host.name)  # loaded for streams that it had left
         self._act()
+        if host.name in self._after_load:
+            self._after_load.remove(host.name)
+            self.unload(host)
 
     async def _hear(self, host: Host) -> None:
         await host.run()
@@ -304,6 +322,7 @@ class Fleet:
     def _lose(self, host: Host, code: str) -> None:
         self._say_lost(host, code)
         tickets = self._residency.lost(host.name)
+        self._after_load.discard(host.name)
         if host.state == "dead":
             self._on_lost(host)
         for ticket in tickets:

@@ -104,10 +104,18 @@ class Residency:
 
     def send_away(self, model: str) -> list[int]:
         """The tickets that wait for it, which wait no longer."""
-        tickets = [ticket for ticket, wanted in self._line.items() if wanted == model]
+        tickets = self.waiting(model)
         for ticket in tickets:
             del self._line[ticket]
         return tickets
+
+    def waiting(self, model: str) -> list[int]:
+        """The tickets that wait for it."""
+        return [ticket for ticket, wanted in self._line.items() if wanted == model]
+
+    def is_used(self, model: str) -> bool:
+        """Whether somebody holds it, wherever it is."""
+        return self._places[model].num_uses > 0
 
     def is_gone(self, model: str) -> bool:
         """Whether it is out, and nobody holds it."""
