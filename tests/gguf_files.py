@@ -132,5 +132,9 @@ def add_tokenizer(
     for key in ("eos_token_id", "bos_token_id"):
         if key in given:
             getattr(writer, f"add_{key}")(given[key])
+    for key in given:
+        if key.startswith("general."):
+            add = writer.add_int32 if isinstance(given[key], int) else writer.add_float32
+            add(key, given[key])
     if "add_bos_token" in given:
         writer.add_add_bos_token(given["add_bos_token"])

@@ -103,6 +103,16 @@ def test_a_forced_tool_is_called(llm: LLM) -> None:
         assert call(choice).finish_reason == "tool_calls"
 
 
+def test_a_forced_call_has_no_arguments_that_its_tool_does_not_declare(llm: LLM) -> None:
+    declared = {k: v for k, v in ADD.items() if k not in ("additionalProperties", "required")}
+    tool = {"type": "function", "function": {"name": "add", "parameters": declared}}
+    fields = {"tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 60}
+    for seed in range(4):
+        answer = llm.chat("Hi", tools=[tool], temperature=2, seed=seed, **fields)
+        (call,) = answer.choices[0].tool_calls
+        assert json.loads(call["function"]["arguments"]).keys() <= {"a"}
+
+
 def test_a_strict_tool_leaves_the_answer_free(llm: LLM) -> None:
     answer = llm.chat("Hi", tools=TOOLS, temperature=0)
     assert answer.finish_reason == "stop" and answer.text.startswith("Hello")

@@ -15,7 +15,7 @@ from headrace.checkpoints.find import find_model
 from headrace.checkpoints.gguf_folder import _llama3, gguf_folder, quantization_of
 from headrace.checkpoints.gguf_groups import FORMS, GroupForm
 from headrace.checkpoints.gguf_header import TYPES, read_gguf
-from headrace.checkpoints.spec import read_spec
+from headrace.checkpoints.spec import Defaults, read_spec
 from headrace.core.config import ModelConfig
 from headrace.core.errors import ModelError
 from headrace.models.rope import frequencies
@@ -167,6 +167,16 @@ def test_the_folder_that_is_made_holds_what_the_file_says(tmp_path: Path) -> Non
     assert gguf_folder(file) == spec.folder  # made once
 
 
+def test_a_file_without_sampling_settings_is_drawn_from_as_llama_cpp_does(tmp_path: Path) -> None:
+    spec = read_spec(find_model(str(make(tmp_path)[1])))
+    assert spec.defaults == Defaults(0.8, 0.95, 40, 0.05, 1.0)
+    (tmp_path / "own").mkdir()
+    said = {"temp": 0.6, "top_k": 20, "min_p": -3.0, "penalty_repeat": 1.1}
+    more = {f"general.sampling.{key}": value for key, value in said.items()}
+    own = read_spec(find_model(str(make(tmp_path / "own", **more)[1])))
+    assert own.defaults == Defaults(0.6, 0.95, 20, 0.05, 1.1)
+
+
 def test_a_file_that_changes_is_read_anew(tmp_path: Path) -> None:
     file = make(tmp_path)[1]
     first = gguf_folder(file)
@@ -187,6 +197,21 @@ def test_one_of_several_quantizations_is_named(tmp_path: Path) -> None:
         find_model(f"{folder}:Q5_0")
     (folder / "tiny-Q4_K_M.gguf").unlink()
     assert find_model(str(folder)).name == "tiny-Q8_0"
+
+
+def test_two_of_one_quantization_are_told_apart_by_their_names(tmp_path: Path) -> None:
+    file = make(tmp_path)[1]
+    folder = tmp_path / "both"
+    folder.mkdir()
+    for name in ("m1", "m2", "small-Q8_0", "large-Q8_0"):
+        (folder / f"{name}.gguf").write_bytes(file.read_bytes())
+    named = "large-Q8_0.gguf, m1.gguf, m2.gguf, small-Q8_0.gguf"
+    for model in (str(folder), f"{folder}:Q8_0", f"{folder}:m3.gguf"):
+        with pytest.raises(ModelError, match=rf"4 GGUF files \({named}\)") as refused:
+            find_model(model)
+    remedy = str(refused.value).partition("as in ")[2].rstrip(".")
+    assert remedy == f"{folder}:large-Q8_0.gguf" and find_model(remedy).name == "large-Q8_0"
+    assert find_model(f"{folder}:m1.gguf").name == find_model(f"{folder}:m1").name == "m1"
 
 
 @pytest.mark.parametrize(

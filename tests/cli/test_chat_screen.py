@@ -50,10 +50,13 @@ def wrapped(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("begun", ["It was a won", "x" * WIDTH, "Two\nlines and a", "y" * 100])
-@pytest.mark.parametrize("channel", ["content", "reasoning"])
+@pytest.mark.parametrize(
+    ("channel", "term"), [("content", "xterm"), ("reasoning", "xterm"), ("content", "dumb")]
+)
 def test_a_lost_connection_leaves_no_break_in_the_text(
-    begun: str, channel: str, played: Played, monkeypatch: pytest.MonkeyPatch
+    begun: str, channel: str, term: str, played: Played, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("TERM", term)
     monkeypatch.setattr("sys.stdout", played.end)
     monkeypatch.setattr("sys.stderr", played.end)
     screen = Screen()

@@ -27,7 +27,7 @@ def find_model(
         return folder
     if is_hub_id(model):
         repo, quantization = _parts(model)
-        return _in(download(repo, revision, quantization, on_progress), quantization)
+        return _in(download(repo, revision, quantization, on_progress), quantization, repo)
     raise ModelError(
         f"No model folder {model!r} was found; give the path of a folder with "
         f"config.json and safetensors files, a GGUF file, a hub id (owner/name), or {MINI}.",
@@ -42,7 +42,7 @@ def find_here(model: str, revision: str | None = None) -> Path | None:
         return folder
     repo, quantization = _parts(model)
     found = cached(repo, revision, quantization)
-    return found and _in(found, quantization)
+    return found and _in(found, quantization, repo)
 
 
 def place_of(model: str) -> Path | None:
@@ -86,15 +86,15 @@ def _own_folder(model: str) -> Path | None:
     if path.suffix == ".gguf" and path.is_file():
         return gguf_folder(path.resolve())
     if path.is_dir():
-        return _in(path.resolve(), None)
+        return _in(path.resolve(), None, model)
     before, colon, quantization = model.rpartition(":")
     folder = Path(before).expanduser()
-    return _in(folder.resolve(), quantization) if colon and folder.is_dir() else None
+    return _in(folder.resolve(), quantization, before) if colon and folder.is_dir() else None
 
 
-def _in(folder: Path, quantization: str | None) -> Path:
+def _in(folder: Path, quantization: str | None, given: str) -> Path:
     """The folder itself, or the one that is made for a GGUF file in it."""
     if quantization is None and any(folder.glob("*.safetensors")):
         return folder
     has_files = quantization is not None or any(folder.glob("*.gguf"))
-    return gguf_folder(choose_file(folder, quantization)) if has_files else folder
+    return gguf_folder(choose_file(folder, quantization, given)) if has_files else folder

@@ -11,9 +11,13 @@ import os
 import re
 import struct
 import tempfile
+from collections import Counter
+from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from headrace.checkpoints.gguf_header import (
     OTHER_TYPES,
@@ -24,6 +28,7 @@ from headrace.checkpoints.gguf_header import (
     read_gguf,
 )
 from headrace.checkpoints.gguf_tokenizer import build_tokenizer
+from headrace.checkpoints.spec import Defaults
 from headrace.core.errors import ModelError
 
 _FAMILIES = {
@@ -56,6 +61,14 @@ _ENDS = (
 )
 """Control tokens that end an answer whatever the fields say: files often name but one of them."""
 _CONTROL = 3
+_SAMPLING: dict[str, tuple[str, float]] = {
+    "temperature": ("temp", 0.8),
+    "top_k": ("top_k", 40),
+    "top_p": ("top_p", 0.95),
+    "min_p": ("min_p", 0.05),
+    "repetition_penalty": ("penalty_repeat", 1.0),
+}
+"""Under general.sampling in newer files, and llama.cpp's own defaults."""
 _LLAMA3: dict[str, Any] = {
     "rope_type": "llama3",
     "low_freq_factor": 1.0,
@@ -66,21 +79,40 @@ _LLAMA3: dict[str, Any] = {
 _QUANTIZATION = re.compile(r"(?:^|[-_.])((?:IQ|TQ|Q)\d\w*|MXFP4\w*|BF16|F16|F32)$", re.IGNORECASE)
 
 
-def choose_file(folder: Path, quantization: str | None) -> Path:
-    """The only GGUF file, or the one of a quantization such as Q4_K_M; ModelError lists them."""
-    files = [path for path in sorted(folder.glob("*.gguf")) if not is_later_part(path)]
-    if quantization is not None:
-        wanted = [path for path in files if quantization_of(path.name) == quantization.upper()]
-        if len(wanted) == 1:
-            return wanted[0]
-    elif len(files) == 1:
-        return files[0]
-    names = [quantization_of(path.name) or path.name for path in files]
+def choose_file(folder: Path, wanted: str | None, given: str | None = None) -> Path:
+    """The only GGUF file, or the one of a name or of a quantization such as Q4_K_M.
+
+    ModelError lists them; `given` is what the folder was called.
+    """
+    files = [path.name for path in sorted(folder.glob("*.gguf")) if not is_later_part(path)]
+    chosen = files if wanted is None else matching(files, wanted)
+    if len(chosen) == 1:
+        return folder / chosen[0]
+    names = list(labels(files).values())
     raise ModelError(
-        f"{folder.name} has {len(files)} GGUF files ({', '.join(names)}); name one, as in "
-        f"{folder.name}:{names[0] if names else 'Q4_K_M'}.",
+        f"{given or folder.name} has {len(files)} GGUF files ({', '.join(names)}); name one, as in "
+        f"{given or folder.name}:{names[0] if names else 'Q4_K_M'}.",
         "model_not_found",
     )
+
+
+def matching(files: Iterable[str], wanted: str) -> list[str]:
+    """Those of that name, with or without .gguf, all parts of each; else of that quantization."""
+    files = list(files)
+    named = [name for name in files if stem_of(name) == stem_of(wanted)]
+    return named or [name for name in files if quantization_of(name) == wanted.upper()]
+
+
+def labels(files: Iterable[str]) -> dict[str, str]:
+    """What tells each model apart in a word, by its first file: the quantization, or its name."""
+    firsts: dict[str, str] = {}
+    for name in sorted(files):
+        firsts.setdefault(stem_of(name), name)
+    kinds = Counter(quantization_of(name) for name in firsts.values())
+    return {
+        name: kind if (kind := quantization_of(name)) and kinds[kind] == 1 else f"{stem}.gguf"
+        for stem, name in firsts.items()
+    }
 
 
 def stem_of(name: str) -> str:
@@ -124,7 +156,8 @@ def _make(folder: Path, files: list[Path]) -> None:
             (own / file.name).symlink_to(file.resolve())
         tokenizer.save(str(own / "tokenizer.json"))
         _write(own / "config.json", _config(header, own))
-        _write(own / "generation_config.json", {"eos_token_id": _end_tokens(header)})
+        ends = {"eos_token_id": _end_tokens(header)}
+        _write(own / "generation_config.json", ends | _sampling(header))
         _write(own / "tokenizer_config.json", _tokenizer_config(header))
         try:
             own.rename(folder)
@@ -256,6 +289,19 @@ def _end_tokens(header: GgufHeader) -> list[int]:
     stated = [fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     named = [n for n, kind in enumerate(kinds) if kind == _CONTROL and tokens[n] in _ENDS]
     return list(dict.fromkeys(n for n in [*stated, *named] if isinstance(n, int)))
+
+
+def _sampling(header: GgufHeader) -> dict[str, float]:
+    """What the file says, and llama.cpp's own default where it says nothing that can be."""
+    found: dict[str, float] = {}
+    for ours, (theirs, otherwise) in _SAMPLING.items():
+        given = header.fields.get(f"general.sampling.{theirs}", otherwise)
+        try:
+            msgspec.convert({ours: given}, Defaults)
+            found[ours] = round(given, 6)  # the file has 0.8 in four bytes
+        except (msgspec.ValidationError, TypeError):
+            found[ours] = otherwise
+    return found
 
 
 def _tokenizer_config(header: GgufHeader) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from headrace.checkpoints.gguf_folder import quantization_of
+from headrace.checkpoints.gguf_folder import labels, matching, stem_of
 from headrace.core.errors import ModelError
 
 OnProgress = Callable[[int, int], None]
@@ -76,8 +76,8 @@ def cached(repo: str, revision: str | None, quantization: str | None = None) -> 
         folder = _fetch(repo, revision, ["config.json"], local_files_only=True)
     except OSError:
         return None
-    files = {quantization_of(path.name) for path in folder.glob("*.gguf")}
-    return folder if quantization is None or quantization.upper() in files else None
+    files = [path.name for path in folder.glob("*.gguf")]
+    return folder if quantization is None or matching(files, quantization) else None
 
 
 def _unreachable(repo: str, reason: str) -> ModelError:
@@ -91,7 +91,7 @@ def _unreachable(repo: str, reason: str) -> ModelError:
 def _wanted(repo: str, names: Iterable[str], quantization: str | None) -> list[str]:
     """The files to have; ModelError if the weights are of a kind that is never read."""
     own = [name for name in names if "/" not in name]
-    files = {name: quantization_of(name) for name in own if name.endswith(".gguf")}
+    files = [name for name in own if name.endswith(".gguf")]
     if quantization is not None or (files and not any(n.endswith(".safetensors") for n in own)):
         return _wanted_gguf(repo, files, quantization)
     weights = [name for name in own if name.endswith(".safetensors")]
@@ -106,18 +106,17 @@ def _wanted(repo: str, names: Iterable[str], quantization: str | None) -> list[s
     return sorted([name for name in own if name.endswith(_TEXT_FILES)] + weights)
 
 
-def _wanted_gguf(repo: str, files: dict[str, str | None], quantization: str | None) -> list[str]:
+def _wanted_gguf(repo: str, files: list[str], quantization: str | None) -> list[str]:
     """The one file, or all parts of it."""
-    kinds = sorted({kind for kind in files.values() if kind})
-    wanted = quantization.upper() if quantization else kinds[0] if len(kinds) == 1 else None
-    chosen = sorted(name for name, kind in files.items() if kind == wanted)
-    if not chosen:
+    chosen = files if quantization is None else matching(files, quantization)
+    if len({stem_of(name) for name in chosen}) != 1:
+        kinds = sorted(labels(files).values())
         raise ModelError(
             f"{repo} has GGUF files in {', '.join(kinds) or 'no form'}; name one of them, as in "
             f"{repo}:{kinds[0] if kinds else 'Q4_K_M'}.",
             "model_not_found",
         )
-    return chosen
+    return sorted(chosen)
 
 
 def _without_weights(repo: str, names: Iterable[str]) -> str:

@@ -143,7 +143,7 @@ class Screen:
 
     def _wait(self, text: str, done: int = 0, total: int | None = None, told: str = "") -> None:
         """One line below the text that updates until more comes."""
-        if not self._errors.is_terminal:
+        if not self._errors.is_terminal or self._errors.is_dumb_terminal:
             return
         if self._bar is None:
             self._leave_line()
@@ -168,7 +168,7 @@ class Screen:
 
     def _return_to_line(self) -> None:
         """Shows the line's last row where it stands, so that the cursor is behind it again."""
-        if self._line and self._target.isatty() and not self._errors.is_dumb_terminal:
+        if self._line and self._target.isatty():
             *_, row = chop_cells(_tame(self._line).expandtabs(8), self._errors.width)
             self._errors.control(Control.move(0, -1))
             self._write(row, is_aside=self._target is not sys.stdout)

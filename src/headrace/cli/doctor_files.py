@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from headrace.checkpoints.find import find_model
-from headrace.checkpoints.gguf_folder import quantization_of
+from headrace.checkpoints.gguf_folder import labels
 from headrace.checkpoints.gguf_header import is_later_part
 from headrace.checkpoints.spec import ModelSpec, read_spec
 from headrace.core.config import ModelConfig
@@ -32,8 +32,9 @@ def several(model: str) -> list[Path]:
 
 def choices(files: list[Path], config: ModelConfig) -> Iterator[GgufChoice]:
     """One after another; nothing is loaded."""
+    names = labels(file.name for file in files)
     for file in files:
-        name = quantization_of(file.name) or file.name
+        name = names[file.name]
         try:
             yield _choice(name, read_spec(find_model(str(file))), config)
         except ModelError as error:

@@ -340,7 +340,10 @@ class _Serving:
         url = f"{scheme}://{address}:{port}{http.api_prefix}"
         if generation.fleet.is_sole:
             ready = await generation.hosts.first.wait_until_ready()
-            say(_ready_line(url, generation.hosts.first.name, ready))
+            host = generation.hosts.first
+            if host.model.sampling_words:
+                say(f"headrace: {host.model.sampling_words}.")
+            say(_ready_line(url, host.name, ready))
             return
         names = ", ".join(host.name for host in generation.hosts.all())
         say(f"Headrace is ready at {url}: models are loaded when they are asked for: {names}")

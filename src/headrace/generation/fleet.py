@@ -299,6 +299,8 @@ class Fleet:
             host.fail(str(error))
             self._lose(host, getattr(error, "code", "load_failed"))
             return
+        if host.model.sampling_words:
+            self._say("%s", host.model.sampling_words)
         self._residency.loaded(host.name)
         self._residency.add(host.name, host.num_bytes)  # now it is known
         self._on_loaded(host)

@@ -68,6 +68,16 @@ class ServedModel:
         self.ready: Ready | None = None
 
     @property
+    def sampling_words(self) -> str:
+        """How it draws for a request that says nothing; "" if that is all the same to it."""
+        shown = self.spec.is_gguf and self.defaults
+        if not shown:
+            return ""
+        of_each = [(name, getattr(shown, name)) for name in shown.__struct_fields__]
+        values = ", ".join(f"{name} {value:g}" for name, value in of_each if value is not None)
+        return f"{self.names[0]} draws by {values} unless a request says otherwise"
+
+    @property
     def has_vision(self) -> bool:
         """Whether it sees images."""
         return _has_vision(self.spec, self._lane)

@@ -26,6 +26,8 @@ _UNIMPLEMENTED = re.compile(r'Unimplemented keys: \["([^"]+)"')
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 _DEFINITIONS = ("$defs", "definitions")
+_OPEN = ("additionalProperties", "patternProperties", "unevaluatedProperties", "$ref", *_LISTS[:3])
+"""Keywords that may stand for properties which are not in the list."""
 _VALUES = ("const", "default", "x-guidance")  # no schemas, though they look like some
 _ASKS_NOTHING: dict[str, tuple[Any, ...]] = {
     "uniqueItems": (False,),
@@ -114,6 +116,8 @@ class GrammarMaker:
         schema = tool.schema
         if not any(name in schema for name in ("type", "$ref", *_LISTS[:3])):
             schema = {"type": "object", **schema}
+        if _lists_all(schema):
+            schema = {**schema, "additionalProperties": False}  # nothing reads what is undeclared
         name = f"arguments{number}"
         grammar = _json(name, schema)
         if not tool.is_strict and self._fault([grammar]) is not None:
@@ -198,6 +202,14 @@ def _json(name: str, schema: dict[str, Any], lenient: bool = False) -> dict[str,
     """A grammar for one schema; options that the schema names itself are not taken."""
     options = {"whitespace_pattern": SPACE, "lenient": lenient}
     return {"name": name, "json_schema": {**_asking(schema), "x-guidance": options}}
+
+
+def _lists_all(schema: dict[str, Any]) -> bool:
+    """Whether a tool's parameters stand all in its list, as far as its author has said."""
+    listed, needed = schema.get("properties"), schema.get("required", [])
+    if not isinstance(listed, dict) or not listed or not isinstance(needed, list):
+        return False
+    return set(map(str, needed)) <= listed.keys() and not any(name in schema for name in _OPEN)
 
 
 def _asking(schema: dict[str, Any]) -> dict[str, Any]:
