@@ -100,7 +100,7 @@ class Auth:
         if origin is None or self._origins & {origin, "*"}:
             return
         name, own = _hostname(origin), _hostname(f"//{headers.get('host', '')}")
-        if not name or name not in (own, *self._hosts) and not _is_loopback(name):
+        if not name or (name not in (own, *self._hosts) and not _is_loopback(name)):
             raise RequestError(
                 "forbidden",
                 "This socket was opened by a page of another host; allow its Origin with "
