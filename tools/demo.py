@@ -1,4 +1,4 @@
-"""Shows the promises on a real server, in under a minute: `make demo`."""
+"""Shows the promises on a real server, in a minute once its kernels are compiled: `make demo`."""
 
 import concurrent.futures
 import contextlib

@@ -12,9 +12,10 @@ import pytest
 from tests.servers import ServerProcess, running_server
 
 _BLOCK = re.compile(r"^```(sh|python)\n(.*?)^```", re.MULTILINE | re.DOTALL)
-_SET_UP = ("make serve\n", "make test\n")  # what every checkout of these tests has been through
+# what every checkout of these tests has been through
+_SET_UP = re.compile(r"(PIP_EXTRA_INDEX_URL=\S+ )?make (serve|test)\n")
 README = (Path(__file__).parents[2] / "README.md").read_text()
-BLOCKS = [(kind, text) for kind, text in _BLOCK.findall(README) if text not in _SET_UP]
+BLOCKS = [(kind, text) for kind, text in _BLOCK.findall(README) if not _SET_UP.fullmatch(text)]
 # By a word of the block, what it has to show.
 EXPECTED = {
     "headrace chat": "1, 2, 3, 4, 5",
@@ -46,6 +47,11 @@ def adapted(text: str, server: ServerProcess) -> str:
 def test_every_block_has_its_expectation() -> None:
     for _, text in BLOCKS:
         assert sum(word in text for word in EXPECTED) == 1, text
+
+
+def test_no_curl_that_writes_elsewhere_shows_its_meter() -> None:
+    kept = [one for _, text in BLOCKS for one in re.findall(r"\bcurl[^;|]*?[>|] ?\w+", text)]
+    assert len(kept) == 2 and all(re.search(r" (-s|--silent) ", one) for one in kept)
 
 
 @pytest.mark.parametrize("word", EXPECTED)
