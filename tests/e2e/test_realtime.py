@@ -196,6 +196,10 @@ def test_the_socket_is_usable_after_every_error(server: ServerProcess) -> None:
         socket.frames.clear()
         socket.ask("busy", SHORT)
         assert socket.end("busy")["kind"] == "finish"
+    said = "route=/v1/realtime-text outcome=model_not_found status=404 asked=other"
+    eventually(lambda: any(said in line for line in server.lines), within_s=60)
+    figures = httpx.get(f"{server.url}/metrics").text
+    assert 'headrace_rejections_total{reason="duplicate_id"}' in figures
 
 
 def test_a_frame_that_is_too_large_closes_the_socket(server: ServerProcess) -> None:

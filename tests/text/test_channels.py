@@ -41,6 +41,8 @@ EXAMPLES: list[tuple[str, str, list[tuple[str, str, str]]]] = [
     ("generic", "```python\nx = {}\n```", [("content", "", "```python\nx = {}\n```")]),
     ("generic", '```json\n{"answer": 42}\n```', [("content", "", '```json\n{"answer": 42}\n```')]),
     ("generic", '{"answer": 42} ok', [("content", "", '{"answer": 42} ok')]),
+    ("generic", '<think>\nhm\n</think>\n\n{"name": "f", "arguments": {}}', [
+        ("reasoning", "", "hm"), ("tool", "f", "{}")]),
     ("generic", "`x` is it", [("content", "", "`x` is it")]),
     ("generic", "``", [("content", "", "``")]),
     ("generic", 'Ok: {"name": "f", "arguments": {}}', [

@@ -19,6 +19,11 @@ _requests = logging.getLogger("headrace.requests")
 def begin_request(request_id: str) -> None:
     REQUEST_ID.set(request_id)
     KEY_NAME.set("")  # until the key is known
+    begin_notes()
+
+
+def begin_notes() -> None:
+    """For one of several requests of a connection, in a task of its own."""
     _NOTED.set({})
 
 

@@ -17,6 +17,7 @@ from headrace import awake
 from headrace.core.config import ServerConfig
 from headrace.core.errors import RequestError
 from headrace.core.ids import StreamId
+from headrace.core.log_context import begin_notes, log_request
 from headrace.gateway.answers import notice_of
 from headrace.gateway.auth import Auth
 from headrace.gateway.bodies import Bodies
@@ -72,6 +73,7 @@ class RealtimeSockets:
     async def _serve(self, socket: WebSocket) -> None:
         headers = socket.headers
         try:
+            self._auth.check_page(headers)
             try:
                 self._auth.check(headers)
             except RequestError as refused:
@@ -195,7 +197,12 @@ class RealtimeSocket:
                 known = "request, attach or notification"
                 raise RequestError("invalid_value", f"type is {known}.", "type")
         except RequestError as refused:
-            await self._send(_refusal(id, refused))
+            await self._refuse(id, refused)
+
+    async def _refuse(self, id: str | None, error: RequestError) -> None:
+        self._generation.metrics.refused(error)
+        log_request(self._socket.url.path, error.code, status=error.kind.status, **error.noted)
+        await self._send(_refusal(id, error))
 
     def _notify(self, fields: dict[str, msgspec.Raw]) -> None:
         stop, detach = (_text(fields, name, _MAX_ID) for name in ("stop", "detach"))
@@ -226,6 +233,7 @@ class RealtimeSocket:
 
     async def _serve(self, line: Line, work: Any) -> None:
         """A line from its message to its last frame."""
+        begin_notes()
         try:
             stream, after = await work
             line.stream = stream
@@ -242,7 +250,7 @@ class RealtimeSocket:
         except Exception as error:
             if not line.left.is_set():
                 with contextlib.suppress(_Left):
-                    await self._send(_refusal(line.id, notice_of(error)))
+                    await self._refuse(line.id, notice_of(error))
         finally:
             line.ended.set()
             if self._lines.get(line.id) is line:

@@ -29,11 +29,18 @@ function line(pen, x1, y1, x2, y2, name) {
 }
 
 // Where a scale ends: with the longest, unless a few are far beyond all others, which are cut then.
-export function endOf(values) {
+function endOf(values) {
   const sorted = [...values].sort((a, b) => a - b);
-  const high = sorted[Math.floor(0.95 * (sorted.length - 1))] ?? 0;
+  const high = sorted[Math.floor(0.98 * (sorted.length - 1))] ?? 0;
   const longest = sorted.at(-1) ?? 0;
   return Math.max(10, longest > 2 * high && sorted.length > 1 ? 1.3 * high : 1.1 * longest);
+}
+
+// Steps with prompts are longer than others, and no exception, unless there are hardly any.
+function endOfSteps(steps) {
+  const kinds = [true, false].map((isPrompt) => steps.filter((step) => isPrompt === step.prompt_tokens > 0));
+  const common = kinds.filter(({ length }) => length > 3);
+  return Math.max(...(common.length ? common : [steps]).map((some) => endOf(some.map((step) => step.actual_ms))));
 }
 
 // What goes beyond the scale, at its upper end.
@@ -51,7 +58,7 @@ export function drawSteps(canvas, steps, target) {
   const left = 50;
   const base = height * 0.7;
   const top = 20;
-  const most = endOf(steps.map((step) => step.actual_ms));
+  const most = endOfSteps(steps);
   const mostTokens = Math.max(1, ...steps.map((step) => step.prompt_tokens));
   const wide = (width - left) / Math.max(steps.length, 60);
   const y = (ms) => Math.max(top, base - (ms / most) * (base - top));

@@ -16,6 +16,8 @@ let steps = []; // [number, step], oldest first
 let state = null;
 let connection = null; // that the figures come by
 
+const rest = (milliseconds) => new Promise((resolve) => setTimeout(resolve, milliseconds));
+
 async function watch() {
   for (let pause = 250; ; pause = Math.min(pause * 2, 5000)) {
     try {
@@ -35,7 +37,7 @@ async function watch() {
     } catch {
       $("news").textContent = "The server cannot be reached; trying again.";
     }
-    await new Promise((resolve) => setTimeout(resolve, pause));
+    await rest(pause);
   }
 }
 
@@ -62,11 +64,13 @@ async function askForKey(reason) {
 
 // What the stream does not tell: rates, and how far a load is.
 async function look() {
-  if (document.hidden || !state || $("all").hidden) return;
-  if (state.state === "loading" || isLoading()) await lookAtLoad();
-  showLoad($("loading"));
-  await lookAtRates().catch(() => {}); // the stream says that the server is away
-  showFigures();
+  for (;; await rest(LOOK_MS)) {
+    if (document.hidden || !state || $("all").hidden) continue;
+    if (state.state === "loading" || isLoading()) await lookAtLoad();
+    showLoad($("loading"));
+    await lookAtRates().catch(() => {}); // the stream says that the server is away
+    showFigures();
+  }
 }
 
 // A snapshot holds the last steps; older ones are kept here, by their numbers.
@@ -157,6 +161,9 @@ function showFigures() {
 function show() {
   showFigures();
   const { engine } = state;
+  const ofWhich = state.models ? ` of ${state.model}` : "";
+  $("steps-title").textContent = `Steps${ofWhich}`;
+  $("gaps-title").textContent = `Gaps${ofWhich}`;
   const shown = steps.map(([, step]) => step);
   const gaps = shown.filter((step) => step.decoding).map((step) => step.elapsed_ms).sort((a, b) => a - b);
   drawSteps($("steps"), shown, engine.stall_target_ms);
@@ -181,5 +188,5 @@ $("try").addEventListener("click", async () => {
 addEventListener("resize", () => state && show());
 addEventListener("pagehide", () => connection.abort()); // a page that may be shown again would keep it
 useAdminKey();
-setInterval(look, LOOK_MS);
 watch();
+look();

@@ -28,9 +28,9 @@ function span(milliseconds) {
 
 // Tokens that left, by the second: [figure, note].
 export function tokenRate() {
-  if (samples.length < 2) return ["–", "not measured yet"];
-  const [now, before] = span(RATE_MS);
-  const seconds = (now.at - before.at) / 1000;
+  const [now, before] = samples.length ? span(RATE_MS) : [];
+  const seconds = samples.length && (now.at - before.at) / 1000;
+  if (seconds < 1) return ["–", "not measured yet"];
   const rate = (tokens(now) - tokens(before)) / seconds;
   return [rate < 10 ? String(Number(rate.toFixed(1))) : rate.toFixed(0), `in the last ${seconds.toFixed(0)} s`];
 }
