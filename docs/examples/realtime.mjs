@@ -1,6 +1,6 @@
 // Asks several questions at once over one WebSocket. Needs the package ws; a browser has its own.
 //
-//   node docs/docs/examples/realtime.mjs http://127.0.0.1:8000 "Count to 5." "Spell cat."
+//   node docs/examples/realtime.mjs http://127.0.0.1:8000 "Count to 5." "Spell cat."
 
 import WebSocket from 'ws';
 

@@ -1,6 +1,6 @@
 """Asks several questions at once over one WebSocket, and shows each answer as it ends.
 
-    python docs/docs/examples/realtime.py http://127.0.0.1:8000 "Count to 5." "Spell cat."
+    python docs/examples/realtime.py http://127.0.0.1:8000 "Count to 5." "Spell cat."
 
 Needs websockets.
 """

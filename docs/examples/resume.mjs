@@ -1,6 +1,6 @@
 // Streams an answer by bytes and survives any loss of the connection. Node 18 or later, no packages.
 //
-//   node docs/docs/examples/resume.mjs http://127.0.0.1:8000 "Count from 1 to 20."
+//   node docs/examples/resume.mjs http://127.0.0.1:8000 "Count from 1 to 20."
 //
 // The conversation id makes every byte of the body addressable: after a cut, ask from the next one.
 

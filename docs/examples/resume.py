@@ -1,6 +1,6 @@
 """Streams an answer over HTTP and survives any loss of the connection, server restarts included.
 
-    python docs/docs/examples/resume.py http://127.0.0.1:8000 "Count from 1 to 20."
+    python docs/examples/resume.py http://127.0.0.1:8000 "Count from 1 to 20."
 
 The request goes out under a key of its own, so it can be sent again. From its first answer on the
 stream is read by its id, behind the last event that was shown. Needs httpx.
