@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from headrace.core.config import ModelConfig, SchedulerConfig
+from headrace.config.settings import ModelConfig, SchedulerConfig
 from headrace.core.ids import SequenceId, SlotId
 from headrace.core.plan import NO_SLOT, Begin, Chunk, StepPlan
 from headrace.core.sampling import Sampling

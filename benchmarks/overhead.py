@@ -21,7 +21,7 @@ from pathlib import Path
 import httpx
 
 from benchmarks.plan_step import result_of, submit
-from headrace.core.config import SchedulerConfig
+from headrace.config.settings import SchedulerConfig
 from headrace.core.layout import MemoryLayout
 from headrace.core.messages import Message
 from headrace.core.plan import StepPlan, StepResult

@@ -8,7 +8,7 @@ import sys
 import time
 from statistics import median
 
-from headrace.core.config import SchedulerConfig
+from headrace.config.settings import SchedulerConfig
 from headrace.core.ids import SequenceId, StreamId
 from headrace.core.layout import MemoryLayout
 from headrace.core.messages import NewSequence, Submit

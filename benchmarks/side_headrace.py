@@ -17,7 +17,7 @@ from itertools import count
 
 from benchmarks.side import serve
 from headrace.checkpoints.find import find_model
-from headrace.core.config import ModelConfig, SchedulerConfig
+from headrace.config.settings import ModelConfig, SchedulerConfig
 from headrace.core.ids import SequenceId, StreamId
 from headrace.core.messages import Cancel, Message, NewSequence, Outputs, Submit
 from headrace.core.sampling import Sampling

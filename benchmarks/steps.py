@@ -10,7 +10,7 @@ import msgspec
 import torch
 
 from headrace.checkpoints.spec import read_spec
-from headrace.core.config import ModelConfig, SchedulerConfig
+from headrace.config.settings import ModelConfig, SchedulerConfig
 from headrace.core.ids import BlockId, SequenceId
 from headrace.core.plan import Begin, BlockCopy, Chunk, StepPlan
 from headrace.core.sampling import Sampling

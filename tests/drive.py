@@ -9,7 +9,7 @@ import torch
 
 from headrace.checkpoints.spec import read_spec
 from headrace.checkpoints.weights import load_weights
-from headrace.core.config import ModelConfig, SchedulerConfig
+from headrace.config.settings import ModelConfig, SchedulerConfig
 from headrace.core.ids import SequenceId, SlotId
 from headrace.core.plan import Begin, Chunk, Drawn, StepPlan
 from headrace.core.sampling import Sampling

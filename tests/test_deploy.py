@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from headrace.core.config_sources import settings
+from headrace.config.sources import settings
 from headrace.generation.metrics import Metrics
 from tools.make_grafana_dashboard import OUT, dashboard
 

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, TypeVar, overload
 import msgspec
 
 from headrace.answer import Answer, Messages, Piece, Ranked, asked_for
-from headrace.core import config_sources
-from headrace.core.config import ServerConfig
+from headrace.config import sources
+from headrace.config.settings import ServerConfig
 from headrace.core.errors import ConfigError, RequestError, StreamFailed
 from headrace.core.ids import StreamId
 from headrace.core.loading import ENGINE, ON_LOADING, READING
@@ -67,7 +67,7 @@ class LLM:
         ConfigError if an option is wrong, ModelError if the model cannot be run.
         """
         given = {"model": model, **options}
-        return cls(config_sources.load(given, {}, None, are_options=True), on_progress)
+        return cls(sources.load(given, {}, None, are_options=True), on_progress)
 
     @property
     def ready(self) -> Ready:
@@ -339,7 +339,7 @@ def _unbounded(config: ServerConfig) -> ServerConfig:
 def _refuse_unknown(fields: dict[str, Any], known: set[str]) -> None:
     for name in fields:
         if name not in known:
-            message = f"There is no field {name}{config_sources.nearest(name, known)}"
+            message = f"There is no field {name}{sources.nearest(name, known)}"
             raise RequestError("unsupported_parameter", message, name)
 
 

@@ -6,7 +6,7 @@ from random import Random
 
 import msgspec
 
-from headrace.core.config import SchedulerConfig
+from headrace.config.settings import SchedulerConfig
 from headrace.core.ids import SequenceId, StreamId
 from headrace.core.layout import MemoryLayout
 from headrace.core.messages import Cancel, FinishReason, NewSequence, Submit

@@ -16,7 +16,7 @@ from headrace.checkpoints.gguf_folder import _llama3, gguf_folder, quantization_
 from headrace.checkpoints.gguf_groups import FORMS, GroupForm
 from headrace.checkpoints.gguf_header import TYPES, read_gguf
 from headrace.checkpoints.spec import Defaults, read_spec
-from headrace.core.config import ModelConfig
+from headrace.config.settings import ModelConfig
 from headrace.core.errors import ModelError
 from headrace.models.rope import frequencies
 from headrace.models.text_config import Rope

@@ -13,7 +13,7 @@ import transformers
 
 from headrace.cli.capacity import cache_bytes
 from headrace.cli.doctor import doctor
-from headrace.core.config_sources import load
+from headrace.config.sources import load
 from headrace.core.layout import MemoryLayout
 from headrace.runner.kernels.forms import forms_here
 from headrace.text.tokenizer import Tokenizer

@@ -19,8 +19,8 @@ from headrace.cli.generate import (
     split_words,
 )
 from headrace.cli.main import read_fields
-from headrace.core.config import ServerConfig
-from headrace.core.config_sources import load
+from headrace.config.settings import ServerConfig
+from headrace.config.sources import load
 from headrace.core.errors import ConfigError, RequestError
 from headrace.llm import LLM
 from tools.harness.servers import said

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from headrace.cli import logs
-from headrace.core.config import ServerConfig
+from headrace.config.settings import ServerConfig
 from headrace.core.log_context import KEY_NAME, REQUEST_ID, log_request
 
 

@@ -14,7 +14,7 @@ import pytest
 from headrace.cli import exits
 from headrace.cli import serve as module
 from headrace.cli.load_lines import LoadLines
-from headrace.core.config import HttpConfig, ServerConfig
+from headrace.config.settings import HttpConfig, ServerConfig
 from headrace.core.loading import STARTING
 from headrace.generation.served import Models
 

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.core.config import ModelConfig
+from headrace.config.settings import ModelConfig
 from headrace.engine.load import load
 from tools.harness.tiny_models import make_tiny_model
 

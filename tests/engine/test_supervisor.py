@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from headrace import awake
-from headrace.core.config import ModelConfig
+from headrace.config.settings import ModelConfig
 from headrace.core.ids import SequenceId, StreamId
 from headrace.core.loading import CHECKING, COMPILING, READING, WARMING
 from headrace.core.messages import (

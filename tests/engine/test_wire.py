@@ -6,7 +6,7 @@ import struct
 
 import pytest
 
-from headrace.core.config import ModelConfig
+from headrace.config.settings import ModelConfig
 from headrace.core.ids import SequenceId, StreamId
 from headrace.core.messages import (
     Cancel,
@@ -17,11 +17,11 @@ from headrace.core.messages import (
     NewToken,
     Outputs,
     Ping,
-    Start,
     Submit,
 )
 from headrace.core.sampling import Logprobs, Sampling
 from headrace.engine import wire
+from headrace.engine.wire import Start
 
 SEQUENCE = SequenceId(7)
 MESSAGES: list[Message] = [

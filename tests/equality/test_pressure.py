@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from headrace.core.config import ModelConfig, SchedulerConfig
+from headrace.config.settings import ModelConfig, SchedulerConfig
 from headrace.core.ids import SequenceId, StreamId
 from headrace.core.messages import NewSequence, Submit
 from headrace.core.plan import Chunk, StepPlan

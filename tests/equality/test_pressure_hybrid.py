@@ -5,7 +5,7 @@ from array import array
 import msgspec
 import pytest
 
-from headrace.core.config import SchedulerConfig
+from headrace.config.settings import SchedulerConfig
 from headrace.core.ids import SequenceId, StreamId
 from headrace.core.layout import MemoryLayout
 from headrace.core.messages import NewSequence, Submit

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.core.config import ModelConfig, SchedulerConfig, ServerConfig
+from headrace.config.settings import ModelConfig, SchedulerConfig, ServerConfig
 from headrace.core.request import Request, Text
 from headrace.core.sampling import Sampling
 from headrace.engine.local import LocalEngine

@@ -5,7 +5,7 @@ import msgspec
 import pytest
 from starlette.testclient import TestClient
 
-from headrace.core.config import HttpConfig, ServerConfig
+from headrace.config.settings import HttpConfig, ServerConfig
 from headrace.core.errors import RequestError
 from headrace.core.messages import Loading
 from headrace.gateway.app import create_app

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 from starlette.datastructures import Headers
 
-from headrace.core.config import HttpConfig
+from headrace.config.settings import HttpConfig
 from headrace.core.errors import ConfigError, RequestError
 from headrace.core.log_context import KEY_NAME
 from headrace.gateway.auth import Auth

@@ -4,7 +4,7 @@ from typing import Any
 
 from starlette.testclient import TestClient
 
-from headrace.core.config import HttpConfig, ServerConfig
+from headrace.config.settings import HttpConfig, ServerConfig
 from headrace.gateway.app import create_app
 from tests.gateway.builders import FakeGeneration
 

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from headrace.core.config import StreamConfig
+from headrace.config.settings import StreamConfig
 from headrace.core.errors import RequestError
 from headrace.gateway.delivery import LiveAnswer, deliver, while_connected
 from headrace.protocols.openai import ChunkBody

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from headrace.core.config import HttpConfig, ServerConfig
+from headrace.config.settings import HttpConfig, ServerConfig
 from headrace.gateway import http_server
 from headrace.gateway.app import create_app
 from headrace.gateway.delivery import while_connected

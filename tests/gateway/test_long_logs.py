@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 from starlette.applications import Starlette
 
-from headrace.core.config import ServerConfig
+from headrace.config.settings import ServerConfig
 from headrace.gateway.app import create_app
 from headrace.gateway.long_logs import SLICE_S, slice_of_loop
 from headrace.protocols.dialect import WireFrames

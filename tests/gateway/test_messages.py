@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from starlette.testclient import TestClient
 
-from headrace.core.config import HttpConfig, ServerConfig
+from headrace.config.settings import HttpConfig, ServerConfig
 from headrace.core.errors import RequestError
 from headrace.core.pieces import REASONING, TOOL
 from headrace.gateway.app import create_app

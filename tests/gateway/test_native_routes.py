@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
-from headrace.core.config import HttpConfig, ServerConfig
+from headrace.config.settings import HttpConfig, ServerConfig
 from headrace.gateway import native_routes
 from headrace.gateway.app import create_app
 from tests.gateway.builders import (

@@ -14,7 +14,7 @@ from schemathesis.specs.openapi.checks import (
 )
 from starlette.routing import Route
 
-from headrace.core.config import HttpConfig, ServerConfig
+from headrace.config.settings import HttpConfig, ServerConfig
 from headrace.core.errors import KINDS
 from headrace.gateway.app import create_app
 from headrace.gateway.openapi import document

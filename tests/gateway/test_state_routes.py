@@ -8,7 +8,7 @@ import pytest
 from starlette.datastructures import Headers
 from starlette.testclient import TestClient
 
-from headrace.core.config import HttpConfig, ServerConfig
+from headrace.config.settings import HttpConfig, ServerConfig
 from headrace.core.messages import LaneFacts, Status, StepTrace
 from headrace.core.plan import SourceForm
 from headrace.gateway.app import create_app

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 from starlette.datastructures import Headers
 
-from headrace.core.config import HttpConfig, ModelConfig, ServerConfig
+from headrace.config.settings import HttpConfig, ModelConfig, ServerConfig
 from headrace.engine.local import LocalEngine
 from headrace.gateway.app import create_app
 from headrace.gateway.auth import Auth

@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
-from headrace.core.config import ModelConfig, ServerConfig, StreamConfig
+from headrace.config.settings import ModelConfig, ServerConfig, StreamConfig
 from headrace.core.ids import SequenceId
 from headrace.core.layout import MemoryLayout
 from headrace.core.messages import (

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from headrace.core.config import StreamConfig
+from headrace.config.settings import StreamConfig
 from headrace.core.errors import RequestError
 from headrace.core.ids import SequenceId
 from headrace.core.messages import FinishReason

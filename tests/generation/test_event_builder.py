@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from headrace.core.config import ModelConfig
+from headrace.config.settings import ModelConfig
 from headrace.core.ids import SequenceId, StreamId
 from headrace.core.messages import Finished, FinishReason, NewToken, PromptAdvance, Started
 from headrace.core.pieces import ChannelPiece

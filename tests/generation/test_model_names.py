@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.core.config import ModelConfig
-from headrace.core.config_sources import check_names
+from headrace.config.settings import ModelConfig
+from headrace.config.sources import check_names
 from headrace.core.errors import ConfigError, RequestError
 from headrace.generation.model_names import called, names_of, paths_of, root_of, told_apart
 from headrace.generation.served import Models

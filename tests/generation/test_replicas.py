@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from headrace.core.config import ModelConfig, ServerConfig
+from headrace.config.settings import ModelConfig, ServerConfig
 from headrace.core.ids import SequenceId, StreamId
 from headrace.core.messages import Cancel, FinishReason, NewSequence, Outputs, Status, Submit
 from headrace.core.sampling import Sampling

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from headrace.core.config import LoadingConfig, ModelConfig, ServerConfig, StreamConfig
+from headrace.config.settings import LoadingConfig, ModelConfig, ServerConfig, StreamConfig
 from headrace.core.errors import RequestError
 from headrace.core.messages import FinishReason, Loading
 from headrace.engine.client import EngineDown, EngineUp

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from headrace.core.config import ModelConfig
+from headrace.config.settings import ModelConfig
 from headrace.core.errors import RequestError
 from headrace.core.request import Chat, Text
 from headrace.generation import worker_process

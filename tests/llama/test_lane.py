@@ -7,7 +7,7 @@ import pytest
 
 from headrace.checkpoints.find import find_model
 from headrace.cli.capacity import cache_bytes
-from headrace.core.config import SchedulerConfig
+from headrace.config.settings import SchedulerConfig
 from headrace.core.errors import ModelError
 from headrace.core.ids import BlockId, SlotId
 from headrace.core.plan import BlockCopy, SlotCopy, StepPlan

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from headrace.checkpoints.find import find_model
-from headrace.core.config import ModelConfig, SchedulerConfig
+from headrace.config.settings import ModelConfig, SchedulerConfig
 from headrace.core.ids import SequenceId, StreamId
 from headrace.core.messages import NewSequence, Submit
 from headrace.core.sampling import Sampling

@@ -6,7 +6,7 @@ import torch
 import transformers
 
 from headrace.checkpoints.spec import read_spec
-from headrace.core.config import ModelConfig, SchedulerConfig
+from headrace.config.settings import ModelConfig, SchedulerConfig
 from headrace.core.errors import ModelError
 from headrace.core.messages import Ready
 from headrace.runner import load

@@ -4,7 +4,7 @@ from array import array
 
 import msgspec
 
-from headrace.core.config import SchedulerConfig
+from headrace.config.settings import SchedulerConfig
 from headrace.core.ids import SequenceId, StreamId
 from headrace.core.layout import MemoryLayout
 from headrace.core.messages import Cancel, FinishReason, NewSequence, Outputs, Submit

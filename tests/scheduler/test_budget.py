@@ -2,7 +2,7 @@
 
 import pytest
 
-from headrace.core.config import SchedulerConfig
+from headrace.config.settings import SchedulerConfig
 from headrace.core.layout import MemoryLayout
 from headrace.scheduler.budget import Elsewhere, Limits, StepTimes, TimeBudget, resolve
 from headrace.scheduler.cost import Coefficients, CostModel, StepShape

@@ -22,7 +22,7 @@ from headrace.cli.doctor_loss import loss
 from headrace.cli.doctor_machine import Finding, Verdict, machine
 from headrace.cli.load_lines import LoadLines
 from headrace.cli.state import is_redis, streams_folder
-from headrace.core.config import HttpConfig, ModelConfig, ServerConfig
+from headrace.config.settings import HttpConfig, ModelConfig, ServerConfig
 from headrace.core.errors import HeadraceError, ModelError
 from headrace.core.loading import READING
 from headrace.core.messages import Ready

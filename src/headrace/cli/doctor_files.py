@@ -8,7 +8,7 @@ from headrace.checkpoints.find import find_model
 from headrace.checkpoints.gguf_folder import labels
 from headrace.checkpoints.gguf_header import is_later_part
 from headrace.checkpoints.spec import ModelSpec, read_spec
-from headrace.core.config import ModelConfig
+from headrace.config.settings import ModelConfig
 from headrace.core.errors import ModelError
 
 

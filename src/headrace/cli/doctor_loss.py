@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from headrace.checkpoints.spec import read_spec
-from headrace.core.config import ModelConfig
+from headrace.config.settings import ModelConfig
 from headrace.core.errors import ModelError
 from headrace.core.ids import SequenceId, SlotId
 from headrace.core.loading import tell

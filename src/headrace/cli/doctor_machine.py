@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from headrace.core.config import ServerConfig
+from headrace.config.settings import ServerConfig
 
 _LIBRARIES = ("headrace", "torch", "transformers", "tokenizers", "numba")
 _SETS = {

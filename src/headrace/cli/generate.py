@@ -11,7 +11,7 @@ from headrace.checkpoints.find import MINI, is_hub_id
 from headrace.cli import exits
 from headrace.cli.load_lines import show
 from headrace.cli.logs import clear, say
-from headrace.core.config import ServerConfig
+from headrace.config.settings import ServerConfig
 from headrace.core.errors import ConfigError
 from headrace.llm import LLM
 from headrace.protocols import embeddings, openai_completions, structure

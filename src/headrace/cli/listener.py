@@ -4,7 +4,7 @@ import errno
 import os
 import socket
 
-from headrace.core.config import HttpConfig
+from headrace.config.settings import HttpConfig
 from headrace.core.errors import ConfigError
 
 

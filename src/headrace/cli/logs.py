@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.core.config import ServerConfig
+from headrace.config.settings import ServerConfig
 from headrace.core.log_context import KEY_NAME, REQUEST_ID
 
 _MAX_WAITING = 10_000  # lines; more are lost, and counted

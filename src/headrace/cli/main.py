@@ -16,8 +16,8 @@ from headrace.cli.bench import bench
 from headrace.cli.load_lines import LoadLines
 from headrace.cli.logs import set_up
 from headrace.cli.models import models, pull
-from headrace.core.config import ServerConfig
-from headrace.core.config_sources import WITHOUT_VALUE, Setting, load, nearest, settings
+from headrace.config.settings import ServerConfig
+from headrace.config.sources import WITHOUT_VALUE, Setting, load, nearest, settings
 from headrace.core.errors import ConfigError, HeadraceError, ModelError, RequestFailed
 from headrace.core.loading import STARTING
 

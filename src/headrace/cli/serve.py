@@ -20,9 +20,9 @@ from headrace.cli.listener import listen, no_listener
 from headrace.cli.load_lines import LoadLines
 from headrace.cli.logs import say
 from headrace.cli.state import is_redis, streams_folder
-from headrace.core.config import HttpConfig, ModelConfig, ServerConfig
-from headrace.core.config_sources import check_names
-from headrace.core.desired import look_again
+from headrace.config.document import look_again
+from headrace.config.settings import HttpConfig, ModelConfig, ServerConfig
+from headrace.config.sources import check_names
 from headrace.core.errors import ConfigError, HeadraceError
 from headrace.core.loading import READING
 from headrace.core.messages import Ready

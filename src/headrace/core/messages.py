@@ -5,7 +5,6 @@ from typing import Literal
 
 import msgspec
 
-from headrace.core.config import ModelConfig
 from headrace.core.ids import SequenceId, StreamId
 from headrace.core.layout import MemoryLayout
 from headrace.core.plan import PromptInputs, SourceForm
@@ -72,12 +71,6 @@ class Ping(Message, frozen=True):
 
 class Pong(Message, frozen=True):
     number: int
-
-
-class Start(Message, frozen=True):
-    """First message to an engine process: what to load."""
-
-    config: ModelConfig
 
 
 class LaneFacts(msgspec.Struct, frozen=True):
@@ -215,18 +208,3 @@ class Loading(Message, frozen=True):
     share: float
     stage: str = WEIGHTS
     detail: str = ""  # for people
-
-
-AnyMessage = (
-    Submit
-    | Cancel
-    | Shutdown
-    | Ping
-    | Pong
-    | Start
-    | Loading
-    | Ready
-    | LoadFailed
-    | Outputs
-    | Status
-)

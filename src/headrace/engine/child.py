@@ -13,12 +13,13 @@ from pathlib import Path
 
 import msgspec
 
-from headrace.core.config_sources import SECRETS
+from headrace.config.sources import SECRETS
 from headrace.core.ids import SequenceId
-from headrace.core.messages import AnyMessage, Message
+from headrace.core.messages import Message
 from headrace.engine import wire
 from headrace.engine.client import EngineDown
 from headrace.engine.note import StepNote
+from headrace.engine.wire import AnyMessage
 
 logger = logging.getLogger(__name__)
 

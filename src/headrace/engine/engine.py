@@ -13,7 +13,6 @@ from headrace.awake import ProcessStops
 from headrace.core.ids import SequenceId
 from headrace.core.messages import (
     NUM_TRACED_STEPS,
-    AnyMessage,
     Cancel,
     Message,
     Outputs,
@@ -25,6 +24,7 @@ from headrace.core.messages import (
 from headrace.core.plan import StepPlan, StepResult
 from headrace.engine.grammars import Compiled, Grammars, failures
 from headrace.engine.turns import CoreTurns
+from headrace.engine.wire import AnyMessage
 from headrace.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ import msgspec
 
 from headrace.awake import ProcessStops
 from headrace.checkpoints.spec import read_spec
-from headrace.core.config import ModelConfig, SchedulerConfig
+from headrace.config.settings import ModelConfig, SchedulerConfig
 from headrace.core.errors import ModelError
 from headrace.core.messages import Ready
 from headrace.engine.grammars import Grammars

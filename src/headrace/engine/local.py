@@ -6,7 +6,7 @@ import queue
 import threading
 from collections.abc import AsyncIterator
 
-from headrace.core.config import ModelConfig
+from headrace.config.settings import ModelConfig
 from headrace.core.messages import Cancel, Message, Outputs, Ready, Shutdown, Status, Submit
 from headrace.engine.client import EngineDown, EngineNews, EngineUp, NewsQueue
 from headrace.engine.engine import Engine, Inbox

@@ -18,11 +18,12 @@ import msgspec
 
 from headrace.core.errors import ModelError
 from headrace.core.loading import ON_LOADING
-from headrace.core.messages import LoadFailed, Loading, Message, Ping, Pong, Start
+from headrace.core.messages import LoadFailed, Loading, Message, Ping, Pong
 from headrace.engine import wire
 from headrace.engine.engine import Engine, Inbox
 from headrace.engine.note import StepNote
 from headrace.engine.turns import CoreTurns
+from headrace.engine.wire import Start
 
 
 class _Sender:

@@ -16,7 +16,7 @@ import time
 import msgspec
 
 from headrace import __version__
-from headrace.core.config import ModelConfig
+from headrace.config.settings import ModelConfig
 from headrace.core.messages import Cancel, Loading, Outputs, Status, Submit
 from headrace.engine.client import EngineDown, EngineUp
 from headrace.engine.supervisor import Supervisor

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from headrace import __version__
-from headrace.core.config import ModelConfig
+from headrace.config.settings import ModelConfig
 from headrace.core.errors import ConfigError
 from headrace.core.messages import Cancel, Submit
 from headrace.engine.client import EngineDown, EngineNews, NewsQueue

@@ -11,9 +11,8 @@ from typing import Protocol
 import msgspec
 
 from headrace import awake
-from headrace.core.config import ModelConfig
+from headrace.config.settings import ModelConfig
 from headrace.core.messages import (
-    AnyMessage,
     Cancel,
     LoadFailed,
     Loading,
@@ -23,13 +22,13 @@ from headrace.core.messages import (
     Pong,
     Ready,
     Shutdown,
-    Start,
     Status,
     Submit,
 )
 from headrace.engine.child import Child
 from headrace.engine.client import EngineDown, EngineNews, EngineUp, NewsQueue
 from headrace.engine.note import StepNote
+from headrace.engine.wire import AnyMessage, Start
 
 logger = logging.getLogger(__name__)
 

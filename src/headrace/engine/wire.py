@@ -6,7 +6,41 @@ from typing import Protocol
 
 import msgspec
 
-from headrace.core.messages import AnyMessage, Message
+from headrace.config.settings import ModelConfig
+from headrace.core.messages import (
+    Cancel,
+    LoadFailed,
+    Loading,
+    Message,
+    Outputs,
+    Ping,
+    Pong,
+    Ready,
+    Shutdown,
+    Status,
+    Submit,
+)
+
+
+class Start(Message, frozen=True):
+    """First message to an engine process: what to load."""
+
+    config: ModelConfig
+
+
+AnyMessage = (
+    Submit
+    | Cancel
+    | Shutdown
+    | Ping
+    | Pong
+    | Start
+    | Loading
+    | Ready
+    | LoadFailed
+    | Outputs
+    | Status
+)
 
 _LENGTH = struct.Struct("<I")
 _DECODER: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)

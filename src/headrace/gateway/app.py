@@ -7,7 +7,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.routing import BaseRoute, Route, WebSocketRoute
 
-from headrace.core.config import ServerConfig
+from headrace.config.settings import ServerConfig
 from headrace.gateway.answers import ErrorBoundary, no_socket, no_such_route
 from headrace.gateway.auth import Auth, Endpoint
 from headrace.gateway.bodies import Bodies

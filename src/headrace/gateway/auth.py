@@ -11,8 +11,8 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from headrace.core.config import HttpConfig
-from headrace.core.config_sources import read_keys
+from headrace.config.settings import HttpConfig
+from headrace.config.sources import read_keys
 from headrace.core.errors import RequestError
 from headrace.core.log_context import KEY_NAME
 from headrace.generation.job_line import OWNER

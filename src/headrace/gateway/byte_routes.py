@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from headrace.core.config import ServerConfig
+from headrace.config.settings import ServerConfig
 from headrace.core.errors import RequestError
 from headrace.gateway.auth import Auth
 from headrace.gateway.bodies import Bodies

@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from headrace.core.config import StreamConfig
+from headrace.config.settings import StreamConfig
 from headrace.core.errors import RequestError
 from headrace.gateway.answers import cut, notice_of, request_id_of
 from headrace.gateway.long_logs import slice_of_loop

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from headrace.core.config import ServerConfig
+from headrace.config.settings import ServerConfig
 from headrace.core.errors import RequestError
 from headrace.core.ids import StreamId
 from headrace.gateway.answers import answer

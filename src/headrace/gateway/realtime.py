@@ -14,7 +14,7 @@ from starlette.types import Message, Scope, Send
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from headrace import awake
-from headrace.core.config import ServerConfig
+from headrace.config.settings import ServerConfig
 from headrace.core.errors import RequestError
 from headrace.core.ids import StreamId
 from headrace.core.log_context import begin_notes, log_request

@@ -6,7 +6,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from headrace.core.config import ServerConfig
+from headrace.config.settings import ServerConfig
 from headrace.core.errors import RequestError
 from headrace.core.ids import StreamId
 from headrace.core.request import Chat

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from headrace import __version__
-from headrace.core.config import HttpConfig
+from headrace.config.settings import HttpConfig
 from headrace.core.errors import RequestError
 from headrace.core.messages import Ready, Status, StepTrace
 from headrace.gateway.answers import answer, refuse

@@ -6,7 +6,7 @@ Time is an argument, and nothing here awaits: to look and to take a place is one
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from headrace.core.config import StreamConfig
+from headrace.config.settings import StreamConfig
 from headrace.core.errors import RequestError
 from headrace.core.messages import Ready
 from headrace.generation.forecast import Schedule

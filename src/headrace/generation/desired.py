@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
-from headrace.core.config import ModelConfig
-from headrace.core.desired import read_document, to_document
+from headrace.config.document import read_document, to_document
+from headrace.config.settings import ModelConfig
 from headrace.core.errors import RequestError
 from headrace.generation.fleet import Fleet
 from headrace.generation.host import Host

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any
 
 from headrace.awake import STOPPED_S
-from headrace.core.config import LoadingConfig, ServerConfig
+from headrace.config.settings import LoadingConfig, ServerConfig
 from headrace.core.errors import ModelError, RequestError
 from headrace.core.log_context import note
 from headrace.generation.host import EngineClosed, Host

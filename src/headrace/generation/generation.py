@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from headrace.core.config import ServerConfig
+from headrace.config.settings import ServerConfig
 from headrace.core.errors import ModelError, RequestError
 from headrace.core.ids import StreamId
 from headrace.core.log_context import note

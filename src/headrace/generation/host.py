@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from headrace.checkpoints.find import MINI, find_model
-from headrace.core.config import ModelConfig
+from headrace.config.settings import ModelConfig
 from headrace.core.errors import ModelError, RequestError
 from headrace.core.ids import SequenceId
 from headrace.core.loading import ENGINE, READING

@@ -9,7 +9,7 @@ import msgspec
 
 from headrace.checkpoints.find import place_of
 from headrace.checkpoints.gguf_folder import stem_of
-from headrace.core.config import ModelConfig
+from headrace.config.settings import ModelConfig
 
 
 class Named(Protocol):

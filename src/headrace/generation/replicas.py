@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.core.config import ModelConfig
+from headrace.config.settings import ModelConfig
 from headrace.core.ids import SequenceId
 from headrace.core.messages import Cancel, Finished, Loading, Outputs, Ready, Status, Submit
 from headrace.engine.client import (

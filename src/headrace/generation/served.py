@@ -11,7 +11,7 @@ from headrace.checkpoints.find import find_here, find_model
 from headrace.checkpoints.hub import OnProgress
 from headrace.checkpoints.sentences import read_sentences
 from headrace.checkpoints.spec import ModelSpec, read_spec
-from headrace.core.config import ModelConfig
+from headrace.config.settings import ModelConfig
 from headrace.core.errors import ModelError, RequestError
 from headrace.core.messages import Ready
 from headrace.core.request import Chat, Ids, Request

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from headrace import awake
-from headrace.core.config_sources import SECRETS
+from headrace.config.sources import SECRETS
 from headrace.generation.job_line import Body
 
 STILL_S = 15.0

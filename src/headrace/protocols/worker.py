@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.core.config import ModelConfig
+from headrace.config.settings import ModelConfig
 from headrace.core.errors import RequestError
 from headrace.core.request import Chat, Ids, Infill, Prompt, Route, Text
 from headrace.generation.model_names import names_of, paths_of

@@ -7,7 +7,7 @@ import torch
 
 from headrace.checkpoints.fingerprint import fingerprint
 from headrace.checkpoints.spec import ModelSpec, read_spec
-from headrace.core.config import ModelConfig
+from headrace.config.settings import ModelConfig
 from headrace.core.errors import ModelError
 from headrace.core.layout import MemoryLayout
 from headrace.core.loading import CHECKING, READING, WARMING, tell, tell_weights

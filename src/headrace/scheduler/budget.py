@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from headrace.core.config import SchedulerConfig
+from headrace.config.settings import SchedulerConfig
 from headrace.core.layout import MemoryLayout
 from headrace.core.plan import EncodeWork, SourceForm
 from headrace.scheduler.cost import CostModel, StepShape

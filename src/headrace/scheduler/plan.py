@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 
-from headrace.core.config import SchedulerConfig
+from headrace.config.settings import SchedulerConfig
 from headrace.memory.memory import Match, Memory
 from headrace.scheduler.budget import QUARANTINE, SPAN, WHOLE, Limits, Room, TimeBudget
 from headrace.scheduler.sequence import DueWork, Sequence, SequenceStatus, by_key

@@ -7,7 +7,7 @@ from array import array
 from collections import Counter
 from collections.abc import Sequence as Chunks
 
-from headrace.core.config import SchedulerConfig
+from headrace.config.settings import SchedulerConfig
 from headrace.core.ids import SequenceId
 from headrace.core.layout import MemoryLayout
 from headrace.core.messages import (

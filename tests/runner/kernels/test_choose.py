@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.core.config import ModelConfig
+from headrace.config.settings import ModelConfig
 from headrace.core.errors import ModelError
 from headrace.runner.kernels import attention, choose, forms
 from headrace.runner.kernels.choose import choose_form

@@ -7,7 +7,7 @@ from tokenizers import Tokenizer
 
 from headrace.checkpoints.find import find_model
 from headrace.checkpoints.spec import read_spec
-from headrace.core.config import ModelConfig
+from headrace.config.settings import ModelConfig
 from headrace.core.errors import ModelError
 from headrace.runner.kernels.groups import quantize_groups
 from headrace.runner.kernels.linear import quantize_outputs

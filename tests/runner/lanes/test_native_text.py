@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.core.config import ModelConfig
+from headrace.config.settings import ModelConfig
 from headrace.core.ids import BlockId, SequenceId
 from headrace.core.plan import Begin, BlockCopy, Chunk, StepPlan
 from headrace.runner.kernels import launch

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.core.config import ServerConfig
-from headrace.core.config_sources import load, read_keys
+from headrace.config.settings import ServerConfig
+from headrace.config.sources import load, read_keys
 from headrace.core.errors import ConfigError
 
 

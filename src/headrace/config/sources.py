@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from headrace.core.config import ModelConfig, ServerConfig
+from headrace.config.settings import ModelConfig, ServerConfig
 from headrace.core.errors import ConfigError
 
 PREFIX = "HEADRACE_"
@@ -147,7 +147,7 @@ def load(
     from_environment = _from_environment(environment, known, warn)
     from_file, tables = _from_file(file, known, warn)
     for number, table in enumerate(tables, 1):
-        _checkown_settings(known, table, f"in [[models]] {number} of {file}")
+        _check_own_settings(known, table, f"in [[models]] {number} of {file}")
     tables += _named(flags.get("models_at", ()))
     flags = {name: value for name, value in flags.items() if name != "models_at"}
     values = {**from_file, **from_environment, **flags}
@@ -238,7 +238,7 @@ def _items(text: str) -> list[str]:
     return [item for part in text.split(",") if (item := part.strip())]
 
 
-def _checkown_settings(known: Mapping[str, Setting], table: Mapping[str, Any], place: str) -> None:
+def _check_own_settings(known: Mapping[str, Setting], table: Mapping[str, Any], place: str) -> None:
     try:
         msgspec.convert(own_settings(known, table), ModelConfig, strict=False)
     except msgspec.ValidationError as error:

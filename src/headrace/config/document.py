@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from headrace.core.config import ModelConfig, ServerConfig
-from headrace.core.config_sources import Setting, folder_models, nearest, own_settings, settings
+from headrace.config.settings import ModelConfig, ServerConfig
+from headrace.config.sources import Setting, folder_models, nearest, own_settings, settings
 from headrace.core.errors import ConfigError, RequestError
 
 MAX_MODELS = 1024
