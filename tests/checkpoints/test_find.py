@@ -162,6 +162,16 @@ def test_what_is_neither_folder_nor_hub_id_is_refused_as_it_was_typed(tmp_path: 
         find_model(str(tmp_path))
 
 
+def test_a_file_that_is_no_model_is_called_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "some").mkdir()
+    (tmp_path / "some" / "model.safetensors").touch()  # it has the form of a hub id, too
+    with pytest.raises(ModelError, match=r"'some/model.safetensors' is a file.*give the folder"):
+        find_model("some/model.safetensors")
+
+
 @pytest.fixture
 def files(tmp_path: Path) -> Path:
     """A repository of GGUF files, as most are: two quantizations, one of them in two parts."""

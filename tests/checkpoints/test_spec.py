@@ -1,9 +1,11 @@
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from headrace.checkpoints.find import find_model
 from headrace.checkpoints.spec import Defaults, read_spec
 from headrace.core.errors import ModelError
 
@@ -140,6 +142,28 @@ def test_a_folder_that_is_not_there_is_not_found(tmp_path: Path) -> None:
 def test_a_folder_without_a_config_is_no_model(tmp_path: Path) -> None:
     error = refusal(tmp_path)
     assert error.code == "model_corrupt" and "config.json" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        (
+            "adapter_config.json",
+            {"base_model_name_or_path": "some/base"},
+            "an adapter.*merge it into its base model some/base",
+        ),
+        ("modules.json", [{"path": "0_CLIPModel"}], r"sentence-transformers.*\(0_CLIPModel\)"),
+        ("open_clip_config.json", {}, "a CLIP model.*use a language"),
+        ("model_index.json", {}, "a pipeline of diffusers"),
+    ],
+)
+def test_a_folder_of_another_thing_is_called_what_it_is(
+    tmp_path: Path, name: str, content: Any, words: str
+) -> None:
+    (tmp_path / name).write_text(json.dumps(content))
+    assert re.search(words, str(refusal(tmp_path)))
+    with pytest.raises(ModelError, match=words):
+        find_model(str(tmp_path))
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", "\x00\xff"])

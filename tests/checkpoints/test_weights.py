@@ -173,3 +173,12 @@ def test_a_load_tells_how_much_of_the_weights_there_is(tmp_path: Path) -> None:
     shares = [one.share for one in told]
     assert len(shares) > 5 and shares == sorted(shares)
     assert 0 < shares[0] < 1 and shares[-1] == 1
+
+
+def test_weights_in_fp8_are_called_so_and_what_would_do_is_named(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "tiny")
+    norm = torch.ones(32).to(torch.float8_e4m3fn)
+    error = refusal(rewrite(folder, model__norm__weight=norm))
+    assert error.code == "model_unsupported"
+    assert "weights in fp8 (model.norm.weight is F8_E4M3)" in str(error)
+    assert "in bfloat16" in str(error)

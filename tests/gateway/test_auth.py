@@ -1,3 +1,4 @@
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -100,3 +101,34 @@ def test_a_page_that_is_allowed_may_ask_a_keyless_server(allowed: str) -> None:
     config = HttpConfig(allowed_origins=(allowed,))
     assert verdict(config, host="localhost", origin="https://a.example") == 200
     assert verdict(config, host="evil.example", origin="https://a.example") == 403
+
+
+@pytest.mark.parametrize(
+    ("origin", "is_let_in"),
+    [
+        (None, True),
+        ("https://api.example", True),  # the server's own page
+        ("http://localhost:3000", True),
+        ("https://known.example", True),
+        ("https://allowed.example", True),
+        ("https://evil.example", False),
+        ("https://evil.example:8000", False),
+        ("http://allowed.example", False),
+        ("null", False),
+        ("", False),
+    ],
+)
+@pytest.mark.parametrize("keys", [("one",), ()])
+def test_a_socket_is_for_pages_of_this_host_and_of_allowed_origins(
+    keys: tuple[str, ...], origin: str | None, is_let_in: bool
+) -> None:
+    config = HttpConfig(
+        host="0.0.0.0",
+        api_key=keys,
+        allowed_host=("known.example",),
+        allowed_origins=("https://allowed.example",),
+    )
+    headers = {"host": "api.example:8000"} | ({"origin": origin} if origin is not None else {})
+    refused = pytest.raises(RequestError, match="--allowed-origins")
+    with contextlib.nullcontext() if is_let_in else refused:
+        Auth(config).check_page(Headers(headers))

@@ -45,6 +45,14 @@ def test_a_page_can_read_answers_and_errors() -> None:
     assert "access-control-allow-origin" not in stranger.headers
 
 
+def test_no_page_of_another_host_gets_a_socket_even_with_a_key() -> None:
+    client = client_of("https://app.example", api_key=("k",))
+    headers = {"origin": "https://b.example", "x-api-key": "k"}
+    with client.websocket_connect("/v1/realtime-text", headers=headers) as socket:
+        assert socket.receive_json()["error"]["code"] == "forbidden"
+        assert socket.receive()["code"] == 1008
+
+
 def test_without_the_flag_no_page_is_let_in() -> None:
     answer = client_of().options("/v1/chat/completions", headers=PREFLIGHT)
     assert answer.status_code == 405 and "access-control-allow-origin" not in answer.headers

@@ -148,7 +148,14 @@ async def test_headers_that_are_too_large_are_refused_in_our_form(sent: bytes) -
 
 @pytest.mark.parametrize(
     "sent",
-    [b"\x16\x03\x01\x02\x00\x01\x00\x01", b"HELLO\r\n\r\n", b"GET / HTTP/1.1\r\nno colon\r\n\r\n"],
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01",
+        b"HELLO\r\n\r\n",
+        b"GET / HTTP/1.1\r\nno colon\r\n\r\n",
+        b"GET /\r\n\r\n",
+        b"GET /quick HTTP/0.9\r\n\r\n",
+        b"GET /quick HTTP/2.0\r\nHost: h\r\n\r\n",
+    ],
 )
 @in_loop
 async def test_what_is_no_http_is_refused_with_a_request_id(sent: bytes) -> None:

@@ -5,15 +5,18 @@ from typing import Any
 
 import msgspec
 import pytest
+from starlette.datastructures import Headers
 from starlette.testclient import TestClient
 
 from headrace.core.config import HttpConfig, ServerConfig
 from headrace.core.messages import LaneFacts, Status, StepTrace
 from headrace.core.plan import SourceForm
 from headrace.gateway.app import create_app
+from headrace.gateway.auth import Auth
 from headrace.gateway.state_routes import Snapshot, Watch, _kind
 from headrace.generation.event_builder import Standing
 from headrace.streams.events import Finish, Timings, Usage
+from headrace.streams.record import Names
 from tests.gateway.builders import READY, FakeGeneration, ended, in_loop
 
 STEPS = [StepTrace(4, 35, 0.1, 0.11, 0.12, 0.07, ""), StepTrace(4, 0, 0, 0.03, 0.03, None, "")]
@@ -131,10 +134,35 @@ def test_a_foreign_page_cannot_drain_a_server_without_keys() -> None:
     assert generation.state == "ok"
 
 
+def stream_of(owner: str, standings: dict[int, Standing]) -> Any:
+    record = SimpleNamespace(names=Names(owner=owner))
+    return SimpleNamespace(record=record, standings=lambda: standings)
+
+
+def test_slots_show_a_key_its_own_requests_and_the_admin_key_all() -> None:
+    generation = busy()
+    config = HttpConfig(api_key=("ann", "bob"), admin_key="boss")
+    ann = Auth(config).owner(Headers({"x-api-key": "ann"}))
+    others = {number: Standing(0, 50, 50, 0, 1, None) for number in range(7)}
+    generation.hosts.first.streams = [
+        stream_of("other", others),
+        stream_of(ann, {8: Standing(0, 20, 12, 4, 3, None)}),
+    ]
+    client = client_of(generation, api_key=("ann", "bob"), admin_key="boss")
+    route, seen = "/slots?fail_on_no_slot=1", {}
+    for key in ("ann", "bob", "boss"):
+        answer = client.get(route, headers={"x-api-key": key})
+        if answer.is_success:
+            assert len(answer.json()) == 8
+            seen[key] = [it["id_task"] for it in answer.json() if it["is_processing"]]
+    assert seen == {"ann": [8], "bob": []}  # all are busy, and the admin is told
+    assert len(client.get("/slots", headers={"x-api-key": "boss"}).json()) == 8
+
+
 def test_slots_are_places_of_what_runs() -> None:
     generation = busy()
     standings = {7: Standing(0, 20, 12, 4, 3, None), 9: Standing(1, 20, 20, 4, 5, 6)}
-    generation.hosts.first.streams = [SimpleNamespace(standings=lambda: standings)]
+    generation.hosts.first.streams = [stream_of("", standings)]
     first, second, *idle = client_of(generation).get("/slots").json()
     assert first == {
         "id": 0,
@@ -155,7 +183,7 @@ def test_slots_are_places_of_what_runs() -> None:
 def test_a_server_whose_slots_are_all_busy_says_so_if_asked() -> None:
     generation = busy()
     standings = {n: Standing(n, 2, 2, 0, 1, 1) for n in range(9)}  # one has lost its memory
-    generation.hosts.first.streams = [SimpleNamespace(standings=lambda: standings)]
+    generation.hosts.first.streams = [stream_of("", standings)]
     assert len(client_of(generation).get("/slots").json()) == 8
     refused = client_of(generation).get("/slots?fail_on_no_slot=1")
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_idle_slot")

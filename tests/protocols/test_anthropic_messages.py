@@ -213,6 +213,12 @@ def test_what_is_wrong_is_named_by_its_path(body: dict[str, Any], code: str, pat
     assert refusal(**body) == (code, path)
 
 
+def test_a_document_is_told_that_none_are_read_and_no_images_are_offered() -> None:
+    with pytest.raises(RequestError, match="is a document, and none are read") as refused:
+        parse(messages=[{"role": "user", "content": [{"type": "document"}]}])
+    assert "image" not in refused.value.message
+
+
 def test_what_clients_send_beside_it_is_tolerated() -> None:
     cached = {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}
     request = parse(

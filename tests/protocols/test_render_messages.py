@@ -271,6 +271,10 @@ def test_a_prompt_that_is_too_long_is_told_in_the_words_that_clients_know() -> N
     body = json.loads(anthropic_messages.ERRORS.body(refused, "req"))
     assert body["error"]["message"] == "prompt is too long: 5000 tokens > 4096 maximum"
     assert body["request_id"] == "req"
+    told = "However, your messages resulted in at least 5000 tokens."
+    estimated = RequestError("context_length_exceeded", told, "messages", extra)
+    words = json.loads(anthropic_messages.ERRORS.body(estimated))["error"]["message"]
+    assert words.startswith(body["error"]["message"]) and "at least" in words
 
 
 PIECES = st.builds(

@@ -159,6 +159,15 @@ def test_a_template_that_is_no_template_is_a_model_error():
         ChatTemplate({"default": "{% for %}"}, {})
 
 
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.jinja", "mine.jinja"])
+def test_the_file_with_a_broken_template_is_named(tmp_path, name):
+    broken = "line one\n{% for %}"
+    is_config = name.endswith(".json")
+    (tmp_path / name).write_text(json.dumps({"chat_template": broken}) if is_config else broken)
+    with pytest.raises(ModelError, match=rf"{name}.* is not valid: .*\(line 2\); correct it"):
+        ChatTemplate.load(tmp_path, {}, tmp_path / name if name == "mine.jinja" else None)
+
+
 def test_templates_are_found_where_models_keep_them(tmp_path):
     assert ChatTemplate.load(tmp_path, {}) is None
     config = {"chat_template": "from config"}

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from headrace.checkpoints.gguf_folder import choose_file, gguf_folder
 from headrace.checkpoints.hub import OnProgress, cached, download
+from headrace.checkpoints.spec import refuse_others
 from headrace.core.errors import ModelError
 
 MINI = "headrace-mini"
@@ -22,6 +23,7 @@ def find_model(
     """
     if (folder := _own_folder(model)) is not None:
         if not (folder / "config.json").is_file():
+            refuse_others(folder, repr(model))
             message = f"{model!r} has no config.json; give the folder of a model."
             raise ModelError(message, "model_corrupt")
         return folder
@@ -83,8 +85,14 @@ def _own_folder(model: str) -> Path | None:
     if model == MINI:
         return Path(__file__).parent / "mini"
     path = Path(model).expanduser()
-    if path.suffix == ".gguf" and path.is_file():
-        return gguf_folder(path.resolve())
+    if path.is_file():
+        if path.suffix == ".gguf":
+            return gguf_folder(path.resolve())
+        raise ModelError(
+            f"{model!r} is a file, and of single files those are served whose names end in .gguf; "
+            "give the folder with config.json and safetensors files.",
+            "model_not_found",
+        )
     if path.is_dir():
         return _in(path.resolve(), None, model)
     before, colon, quantization = model.rpartition(":")

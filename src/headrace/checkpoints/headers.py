@@ -47,12 +47,18 @@ def read_headers(spec: ModelSpec) -> dict[str, TensorHeader]:
             if _BUFFERS.search(tensor) and header.dtype not in _KNOWN_TYPES:
                 continue
             if header.dtype not in _KNOWN_TYPES:
-                raise ModelError(
-                    f"Tensor {tensor} of {spec.name} has the type {header.dtype}; "
-                    f"only {', '.join(_KNOWN_TYPES)} are supported."
-                )
+                raise _unknown_type(spec, tensor, header.dtype)
             headers[tensor] = header
     return headers
+
+
+def _unknown_type(spec: ModelSpec, tensor: str, dtype: str) -> ModelError:
+    what = "in fp8" if dtype.startswith("F8_") else "quantized or whole numbers"
+    return ModelError(
+        f"{spec.name} has weights {what} ({tensor} is {dtype}), and {', '.join(_KNOWN_TYPES)} are "
+        "computed; use the same model in bfloat16, which --quantize int8 halves, or a GGUF file of "
+        "it."
+    )
 
 
 def _of_gguf(path: Path) -> dict[str, TensorHeader]:

@@ -11,6 +11,17 @@ from headrace.core.errors import ModelError
 
 _POSITION_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length")
 _PLACEHOLDERS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
+_OTHERS = {
+    "adapter_config.json": "an adapter (LoRA), which is not served by itself: merge it into its "
+    "base model{base} by PEFT's merge_and_unload, save that, and give its folder.",
+    "modules.json": "a model of sentence-transformers whose parts lie in folders of their own "
+    "({stages}), which is not served; use one that has config.json beside modules.json.",
+    "open_clip_config.json": "a CLIP model of OpenCLIP's, which is not served: it writes no text; "
+    "use a language, embedding or image-text model.",
+    "model_index.json": "a pipeline of diffusers, which makes images and is not served; use a "
+    "language or embedding model.",
+}
+"""What a folder without config.json is, by a file in it."""
 _PICKLED = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -127,9 +138,33 @@ def read_spec(folder: Path) -> ModelSpec:
     )
 
 
+def refuse_others(folder: Path, given: str) -> None:
+    """ModelError that says what a folder is if it is another thing than a model, by its files."""
+    for name, words in _OTHERS.items():
+        if (folder / name).is_file() and not (folder / "config.json").is_file():
+            stated = _stated(folder / name)
+            base = stated.get("base_model_name_or_path") if isinstance(stated, dict) else None
+            modules = stated if isinstance(stated, list) else []
+            paths = [one.get("path") for one in modules if isinstance(one, dict)]
+            stages = ", ".join(path for path in paths if isinstance(path, str) and path)
+            shown = {
+                "base": f" {base}" if base else "",
+                "stages": stages or "modules.json has them",
+            }
+            raise ModelError(f"{given} is {words.format(**shown)}")
+
+
+def _stated(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        return None
+
+
 def _read_json(folder: Path, name: str) -> dict[str, Any]:
     path = folder / name
     if not path.is_file():
+        refuse_others(folder, folder.name)
         raise ModelError(f"{folder.name} has no {name}; it is not a model folder.", "model_corrupt")
     try:
         content = json.loads(path.read_bytes())
@@ -169,7 +204,9 @@ def _vocab_size(folder: Path, text: dict[str, Any]) -> int:
     size = text.get("vocab_size")
     if not isinstance(size, int) or size < 1:
         raise ModelError(
-            f"config.json of {folder.name} has no valid vocab_size; download it again.",
+            f"config.json of {folder.name} has no valid vocab_size: it is no model of text, "
+            "such as one of images alone, or it is damaged; use a language or embedding model, or "
+            "download it again.",
             "model_corrupt",
         )
     return size

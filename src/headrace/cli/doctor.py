@@ -32,8 +32,10 @@ from headrace.gateway.http_server import DESCRIPTORS_BESIDE
 from headrace.generation.model_names import told_apart
 from headrace.streams.state_dir import StateError
 from headrace.text.encoder import Encoder
+from headrace.text.generic_tools import GENERIC
 from headrace.text.template import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
+from headrace.text.tool_formats import tool_format
 
 _WIDTH = 12
 _SLOW_SYNC_MS = 50.0
@@ -242,7 +244,10 @@ def _template(folder: Path, config: ModelConfig) -> Finding:
         remedy = "Only /v1/completions will work; give one with --chat-template."
         return Finding("template", "warn", "none", remedy)
     rendered = template.render(Chat(({"role": "user", "content": _GREETING},)))
-    return Finding("template", "ok", f"renders a greeting as {len(rendered)} characters")
+    found = tool_format(template.tools_source)
+    form = found if config.tool_format == "auto" else config.tool_format
+    tools = f"tools: {form}" + (", since it knows none" if found == form == GENERIC else "")
+    return Finding("template", "ok", f"renders a greeting as {len(rendered)} characters; {tools}")
 
 
 def _computing(folder: Path, config: ModelConfig) -> Iterator[Finding]:

@@ -60,7 +60,7 @@ def _of_clients(generation: Generation, config: ServerConfig, auth: Auth) -> lis
     by_byte = ByteRoutes(generation, config, auth, bodies, index)
     sockets = RealtimeSockets(generation, config, auth, bodies, generates)
     models = ModelRoutes(generation, bodies)
-    llama = LlamaRoutes(generation)
+    llama = LlamaRoutes(generation, auth)
     reads: dict[str, Endpoint] = {
         "/models": models.models,
         "/v1/models": states.models,

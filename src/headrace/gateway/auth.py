@@ -91,6 +91,26 @@ class Auth:
         else:
             self.check(headers)
 
+    def check_page(self, headers: Headers) -> None:
+        """RequestError `forbidden` for a page of another host.
+
+        On a socket, for there a browser lets any page read what comes.
+        """
+        origin = headers.get("origin")
+        if origin is None or self._origins & {origin, "*"}:
+            return
+        name, own = _hostname(origin), _hostname(f"//{headers.get('host', '')}")
+        if not name or (name not in (own, *self._hosts) and not _is_loopback(name)):
+            raise RequestError(
+                "forbidden",
+                "This socket was opened by a page of another host; allow its Origin with "
+                "--allowed-origins.",
+            )
+
+    def sees_all(self, headers: Headers) -> bool:
+        """Whether this client may see what others ask: with the admin key, or without keys."""
+        return not self._keys or _known(headers, self._admins) is not None
+
     def owner(self, headers: Headers) -> str:
         """Whose streams this client may see: those of its key; without keys, everybody's."""
         if not self._keys:

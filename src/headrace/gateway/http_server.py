@@ -154,9 +154,11 @@ class _Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._stop_timing_head()
         self._head_bytes = None
+        if self.parser.get_http_version() not in ("1.1", "1.0"):
+            raise _NO_HTTP.with_traceback(None)  # the parser stops, and send_400_response is next
         if len(self.url) + sum(len(k) + len(v) + 4 for k, v in self.headers) > MAX_HEAD:
             self._refusal = _TOO_LONG
-            raise _TOO_LONG.with_traceback(None)  # the parser stops, and send_400_response is next
+            raise _TOO_LONG.with_traceback(None)
         self.server_state.idle.pop(self, None)
         super().on_headers_complete()
         if not self.pipeline:

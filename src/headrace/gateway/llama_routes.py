@@ -14,6 +14,7 @@ from headrace import __version__
 from headrace.core.errors import ModelError, RequestError
 from headrace.core.sampling import Sampling
 from headrace.gateway.answers import answer
+from headrace.gateway.auth import Auth
 from headrace.gateway.delivery import unless_left
 from headrace.gateway.state_routes import Snapshot, stall_target_ms
 from headrace.generation.event_builder import Standing
@@ -27,8 +28,9 @@ logger = logging.getLogger(__name__)
 
 
 class LlamaRoutes:
-    def __init__(self, generation: Generation) -> None:
+    def __init__(self, generation: Generation, auth: Auth) -> None:
         self._generation = generation
+        self._auth = auth
 
     async def props(self, request: Request) -> ASGIApp:
         host = await self._known(request)
@@ -49,10 +51,12 @@ class LlamaRoutes:
         return host
 
     async def slots(self, request: Request) -> ASGIApp:
-        """Of all models, or of the one that is named."""
+        """Of all models, or of the one that is named. To a key, others' places look idle."""
         hosts = self._generation.hosts
         name = request.query_params.get("model")
-        shown = slots_of(hosts.all() if name is None else (hosts.get(name),))
+        sees_all = self._auth.sees_all(request.headers)
+        owner = None if sees_all else self._auth.owner(request.headers)
+        shown = slots_of(hosts.all() if name is None else (hosts.get(name),), owner)
         is_full = all(slot["is_processing"] for slot in shown)
         if is_full and request.query_params.get("fail_on_no_slot"):
             raise RequestError("no_idle_slot", "Every slot is busy; try again later.")
@@ -114,14 +118,16 @@ def _defaults(model: ServedModel) -> dict[str, Any]:
     return settings_of(sampling) | ours
 
 
-def slots_of(hosts: Iterable[Host]) -> list[Snapshot]:
+def slots_of(hosts: Iterable[Host], owner: str | None) -> list[Snapshot]:
     """As llama.cpp's server shows them: a place for each sequence that can run at once.
 
-    One that has lost its memory to others for a while still counts as running.
+    One that has lost its memory to others for a while still counts as running. Those of one owner,
+    or of all where it is None.
     """
     shown: list[Snapshot] = []
     for host in hosts:
-        running = (each for stream in host for each in stream.standings().items())
+        streams = (it for it in host if owner in (None, it.record.names.owner))
+        running = (each for stream in streams for each in stream.standings().items())
         is_there = host.ready is not None and host.state != "unloaded"
         num_places = host.ready.max_num_seqs if host.ready and is_there else 0
         last = len(shown) + num_places

@@ -73,6 +73,7 @@ class RealtimeSockets:
     async def _serve(self, socket: WebSocket) -> None:
         headers = socket.headers
         try:
+            self._auth.check_page(headers)
             try:
                 self._auth.check(headers)
             except RequestError as refused:

@@ -93,13 +93,15 @@ def _error_of(error: RequestError | Error) -> dict[str, Any]:
             message, param = message.replace(param, renamed), renamed
             break
     if error.code == "context_length_exceeded":
-        message = _too_long(**error.extra)
+        message = _too_long(message, **error.extra)
     details = _DETAILS.get((error.code, param))
     shown |= {"message": message, "param": param, "code": error.code, **error.extra}
     return shown | {"details": details} if details else shown
 
 
-def _too_long(n_prompt_tokens: int, n_ctx: int) -> str:
+def _too_long(told: str, n_prompt_tokens: int, n_ctx: int) -> str:
     # clients know this error by these words, and shorten the conversation
     most = min(n_ctx, n_prompt_tokens - 1)
-    return f"prompt is too long: {n_prompt_tokens} tokens > {most} maximum"
+    words = f"prompt is too long: {n_prompt_tokens} tokens > {most} maximum"
+    is_estimate = f"at least {n_prompt_tokens}" in told
+    return f"{words} (at least: a long text is not counted to its end)" if is_estimate else words

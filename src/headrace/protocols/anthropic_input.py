@@ -328,6 +328,10 @@ def _blocks(value: Any, path: str, types: tuple[str, ...]) -> list[tuple[dict[st
         if kind not in types:
             taken = f"one of {', '.join(types)}" if len(types) > 1 else types[0]
             message = f"{block_path} is of type {shown(kind)}; it must be {taken}."
+            if kind == "document":
+                message = (
+                    f"{block_path} is a document, and none are read here; send its text instead."
+                )
             raise RequestError("unsupported_content", message, f"{block_path}.type")
     return found
 

@@ -37,7 +37,10 @@ class ChatTemplate:
     take seconds if the template is hostile: call it in a worker thread.
     """
 
-    def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
+    def __init__(
+        self, sources: Mapping[str, str], special_tokens: Mapping[str, str], file: str = ""
+    ) -> None:
+        self._file = file  # that the sources are from, for errors
         self._environment = TemplateEnvironment()
         self.source = sources.get("default") or next(iter(sources.values()))
         self._special_tokens = dict(special_tokens)
@@ -51,7 +54,7 @@ class ChatTemplate:
     ) -> "ChatTemplate | None":
         """From `file`, or what the model's folder holds; None if it holds no template."""
         sources = _sources(folder, file)
-        return cls(sources, special_tokens) if sources else None
+        return cls(sources, special_tokens, _file_of(folder, file)) if sources else None
 
     def render(self, chat: Chat) -> str:
         """The prompt's text; RequestError `template_failed` with the template's own words."""
@@ -108,8 +111,14 @@ class ChatTemplate:
         try:
             return self._environment.from_string(source)
         except jinja2.TemplateError as error:
+            where = f" in {self._file}" if self._file else ""
+            line = (
+                f" (line {error.lineno})" if isinstance(error, jinja2.TemplateSyntaxError) else ""
+            )
             raise ModelError(
-                f"The chat template is not valid: {error.message}.", "tokenizer_invalid"
+                f"The chat template{where} is not valid: {error.message}{line}; correct it, or "
+                "give another with --chat-template.",
+                "tokenizer_invalid",
             ) from error
 
 
@@ -163,6 +172,18 @@ def _sources(folder: Path, file: Path | None) -> dict[str, str]:
     return sources
 
 
+def _file_of(folder: Path, file: Path | None) -> str:
+    """The file that holds the template, in words."""
+    if file is not None:
+        return file.name
+    if (of_gguf := next(folder.glob("*.gguf"), None)) is not None:
+        return of_gguf.name
+    names = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
+    return (
+        f"{next((name for name in names if (folder / name).exists()), 'a file')} of {folder.name}"
+    )
+
+
 def _config_sources(folder: Path) -> dict[str, str]:
     """`chat_template` in a config: one text, or a list of {name, template}."""
     sources: dict[str, str] = {}
@@ -191,4 +212,5 @@ def _read(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ModelError("The chat template cannot be read.", "tokenizer_invalid") from error
+        message = f"The chat template in {file.name} cannot be read; it must be UTF-8."
+        raise ModelError(message, "tokenizer_invalid") from error

@@ -55,6 +55,16 @@ def test_any_model_can_be_forced_to_the_generic_lane() -> None:
     assert choose_lane(spec("Qwen3ForCausalLM", "qwen3"), "generic-text").id == "generic-text"
 
 
+def test_a_gguf_file_on_a_lane_of_transformers_is_told_its_own_lanes() -> None:
+    of_file = msgspec.structs.replace(
+        spec("LlamaForCausalLM", "llama"), weight_files=("some.gguf",)
+    )
+    for lane in ("generic-text", "generic-seq2seq-source", "generic-multimodal"):
+        assert "GGUF files are run by native-text and llama-cpp; leave --lane" in refusal(
+            of_file, lane
+        )
+
+
 def test_a_lane_that_cannot_be_forced_says_why() -> None:
     text = refusal(spec("GPT2LMHeadModel", "gpt2"), "native-text")
     assert "native-text" in text and "GPT2LMHeadModel has no implementation" in text

@@ -16,6 +16,7 @@ LANES = {
     "generic-seq2seq-source": "headrace.runner.lanes.seq2seq:Seq2SeqSource",
     "llama-cpp": "headrace.runner.lanes.llama_cpp:LlamaCpp",
 }
+_OF_GGUF = ("native-text", "llama-cpp")
 _ENCODER = "headrace.runner.lanes.encoder:GenericEncoder"
 """Lane generic-text for a model that draws nothing."""
 
@@ -23,7 +24,7 @@ _ENCODER = "headrace.runner.lanes.encoder:GenericEncoder"
 def choose_lane(spec: ModelSpec, wanted: str) -> Any:
     """The lane's class; ModelError with the reason if no lane, or not the wanted one, can."""
     if wanted != "auto":
-        if objection := _JUDGES[wanted](spec):
+        if objection := _gguf_objection(spec, wanted) or _JUDGES[wanted](spec):
             raise ModelError(f"Lane {wanted} cannot run {spec.name}: {objection}")
         return _load(wanted, spec)
     if matching := matches(spec):
@@ -32,10 +33,19 @@ def choose_lane(spec: ModelSpec, wanted: str) -> Any:
     raise ModelError(f"No lane can run {spec.name}. {objections}")
 
 
+def _gguf_objection(spec: ModelSpec, lane: str) -> str | None:
+    if not spec.is_gguf or lane in _OF_GGUF:
+        return None
+    return (
+        f"GGUF files are run by {' and '.join(_OF_GGUF)}; leave --lane out, or give the folder of "
+        "the same model with safetensors files."
+    )
+
+
 def _in_question(spec: ModelSpec) -> tuple[str, ...]:
     """The lanes whose objections to this model are worth a reader's time."""
     if spec.is_gguf:
-        return ("native-text", "llama-cpp")
+        return _OF_GGUF
     seeing = ("native-multimodal", "generic-multimodal") if _has_other_sides(spec) else ()
     return ("native-text", "generic-text", *seeing, "generic-seq2seq-source")
 
