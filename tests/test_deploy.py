@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from headrace.config.sources import settings
-from headrace.generation.metrics import Metrics
+from headrace.metrics.metrics import Metrics
 from tools.make_grafana_dashboard import OUT, dashboard
 
 DEPLOY = Path(__file__).parent.parent / "deploy"

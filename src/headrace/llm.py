@@ -25,10 +25,9 @@ from headrace.engine.local import LocalEngine
 from headrace.generation.generation import Generation
 from headrace.generation.host import Host
 from headrace.generation.loading import LoadTeller, LoadWatch, OnLoading
-from headrace.generation.metrics import Metrics
 from headrace.generation.registry import Found
 from headrace.generation.served import ServedModel
-from headrace.generation.work import ThreadWork
+from headrace.metrics.metrics import Metrics
 from headrace.protocols import embeddings, openai_chat, openai_completions, rerank
 from headrace.protocols.common_fields import known_fields
 from headrace.protocols.dialect import Dialect, dialect_of
@@ -37,6 +36,7 @@ from headrace.protocols.requests import CheckedBody, pack, to_request
 from headrace.protocols.worker import Jobs
 from headrace.streams.events import AnyEvent, Error, Tokens
 from headrace.streams.memory_store import MemoryStore
+from headrace.workers.pool import ThreadWork
 
 T = TypeVar("T")
 Prompt = str | list[int]

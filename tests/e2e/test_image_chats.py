@@ -17,7 +17,7 @@ import pytest
 from PIL import Image
 
 from headrace import LLM, Client, RequestFailed
-from headrace.generation.addresses import ImageFetcher
+from headrace.workers.image_fetch import ImageFetcher
 from tools.harness.servers import ServerProcess, running_server
 from tools.harness.tiny_models import IMAGE, make_tiny_image_model
 

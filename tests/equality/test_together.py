@@ -13,12 +13,12 @@ from headrace.core.sampling import Sampling
 from headrace.engine.local import LocalEngine
 from headrace.generation.generation import Generation
 from headrace.generation.host import Host
-from headrace.generation.metrics import Metrics
 from headrace.generation.served import ServedModel
-from headrace.generation.work import ThreadWork
+from headrace.metrics.metrics import Metrics
 from headrace.protocols.worker import Jobs
 from headrace.streams.events import Finish, Progress, Tokens
 from headrace.streams.memory_store import MemoryStore
+from headrace.workers.pool import ThreadWork
 
 PROMPTS = [f"{number}: " + "water over the wheel " * (number % 7) for number in range(64)]
 GREEDY = Sampling(temperature=0, max_tokens=24, ignore_eos=True)

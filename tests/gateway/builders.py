@@ -24,12 +24,11 @@ from headrace.core.pieces import REASONING, ChannelPiece
 from headrace.core.request import Chat, Prompt, Request, ResponseOptions, Text
 from headrace.core.sampling import Sampling
 from headrace.generation.loading import LoadWatch
-from headrace.generation.metrics import Metrics
 from headrace.generation.readers import ReaderPause
 from headrace.generation.registry import FinishedStream
 from headrace.generation.served import Models
 from headrace.generation.vectors import Check, VectorRequest, Vectors
-from headrace.generation.work import ThreadWork
+from headrace.metrics.metrics import Metrics
 from headrace.protocols import requests
 from headrace.protocols.dialect import dialect_of
 from headrace.protocols.worker import Jobs
@@ -48,6 +47,7 @@ from headrace.streams.record import Names, Record
 from headrace.streams.tally import Tally
 from headrace.text.encoder import Encoder
 from headrace.text.infill import InfillMarks
+from headrace.workers.pool import ThreadWork
 
 _NUMBERS = st.integers(-(1 << 70), 1 << 70) | st.floats(-1e308, 1e308)
 JSON = st.recursive(

@@ -8,7 +8,7 @@ from headrace.config.settings import HttpConfig
 from headrace.core.errors import ConfigError, RequestError
 from headrace.core.log_context import KEY_NAME
 from headrace.gateway.auth import Auth
-from headrace.generation.job_line import OWNER
+from headrace.workers.job_line import OWNER
 
 KEYS = HttpConfig(api_key=("one", "two"))
 

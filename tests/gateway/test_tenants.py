@@ -14,11 +14,11 @@ from headrace.gateway.app import create_app
 from headrace.gateway.auth import Auth
 from headrace.generation.generation import Generation
 from headrace.generation.host import Host
-from headrace.generation.metrics import Metrics
 from headrace.generation.served import ServedModel
-from headrace.generation.work import ThreadWork
+from headrace.metrics.metrics import Metrics
 from headrace.protocols.worker import Jobs
 from headrace.streams.memory_store import MemoryStore
+from headrace.workers.pool import ThreadWork
 from tests.gateway.builders import in_loop
 
 PROMPT = "The figures of the third quarter are not to be known before Monday. " * 4

@@ -25,15 +25,15 @@ from headrace.core.sampling import Sampling
 from headrace.engine.client import EngineDown, EngineNews, EngineUp, NewsQueue
 from headrace.generation.generation import PLAIN, Generation
 from headrace.generation.host import Host
-from headrace.generation.metrics import Metrics
 from headrace.generation.registry import Found
 from headrace.generation.served import ServedModel
-from headrace.generation.work import ThreadWork
+from headrace.metrics.metrics import Metrics
 from headrace.protocols.worker import Jobs
 from headrace.streams.events import AnyEvent, Tokens
 from headrace.streams.memory_store import MemoryStore
 from headrace.streams.record import Names
 from headrace.streams.store import Store
+from headrace.workers.pool import ThreadWork
 
 READY = Ready(
     lane="native-text",

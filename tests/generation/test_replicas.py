@@ -17,13 +17,13 @@ from headrace.engine.client import EngineDown, EngineNews, EngineResized, Engine
 from headrace.generation import replicas as module
 from headrace.generation.generation import Generation
 from headrace.generation.host import Host
-from headrace.generation.metrics import Metrics
 from headrace.generation.replicas import Replicas
 from headrace.generation.served import ServedModel
-from headrace.generation.work import ThreadWork
+from headrace.metrics.metrics import Metrics
 from headrace.protocols.worker import Jobs
 from headrace.streams.events import Error, Heartbeat, Tokens
 from headrace.streams.memory_store import MemoryStore
+from headrace.workers.pool import ThreadWork
 from tests.generation.fakes import DOWN, READY, STATUS, FakeEngine, make_request, read, settle
 from tools.harness.tiny_models import make_tiny_model
 

@@ -13,13 +13,13 @@ from headrace.core.messages import FinishReason, Loading
 from headrace.engine.client import EngineDown, EngineUp
 from headrace.generation.generation import Generation
 from headrace.generation.host import Host
-from headrace.generation.metrics import Metrics
 from headrace.generation.served import ServedModel
 from headrace.generation.stream import LiveStream
-from headrace.generation.work import ThreadWork
+from headrace.metrics.metrics import Metrics
 from headrace.protocols.worker import Jobs
 from headrace.streams.events import Error, Heartbeat, Served
 from headrace.streams.memory_store import MemoryStore
+from headrace.workers.pool import ThreadWork
 from tests.generation.fakes import READY, FakeEngine, make_request, read, settle
 
 Engines = dict[str, list[FakeEngine]]

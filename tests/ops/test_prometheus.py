@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from headrace.generation.metrics import Metrics
+from headrace.metrics.metrics import Metrics
 from tools.harness.eventually import eventually
 from tools.harness.servers import ServerProcess, running_server
 from tools.make_grafana_dashboard import PANELS

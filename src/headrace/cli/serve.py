@@ -42,15 +42,15 @@ from headrace.generation.desired import Desired, kept
 from headrace.generation.fleet import is_sole
 from headrace.generation.generation import Generation
 from headrace.generation.host import CACHE_BYTES, Host, Start
-from headrace.generation.metrics import Metrics
 from headrace.generation.model_names import told_apart
 from headrace.generation.replicas import Replicas, between
 from headrace.generation.served import ServedModel, may_see_images
-from headrace.generation.work import WorkerPool
+from headrace.metrics.metrics import Metrics
 from headrace.streams.memory_store import MemoryStore
 from headrace.streams.sqlite_store import SqliteStore
 from headrace.streams.state_dir import StateError, StateInUse
 from headrace.streams.store import Store
+from headrace.workers.pool import WorkerPool
 
 logger = logging.getLogger(__name__)
 

@@ -19,14 +19,14 @@ from starlette.websockets import WebSocket
 
 from headrace.core.errors import RequestError
 from headrace.core.log_context import begin_request, log_request
-from headrace.generation.job_line import OWNER
-from headrace.generation.metrics import Metrics
+from headrace.metrics.metrics import Metrics
 from headrace.protocols import openai
 from headrace.protocols.dialect import ErrorForm, dialect_of, encode, spoken_at
 from headrace.streams.events import Error
 from headrace.streams.log import LogGone
 from headrace.streams.record import Record
 from headrace.streams.store import StoreStalled
+from headrace.workers.job_line import OWNER
 
 logger = logging.getLogger(__name__)
 

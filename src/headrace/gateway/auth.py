@@ -15,7 +15,7 @@ from headrace.config.settings import HttpConfig
 from headrace.config.sources import read_keys
 from headrace.core.errors import RequestError
 from headrace.core.log_context import KEY_NAME
-from headrace.generation.job_line import OWNER
+from headrace.workers.job_line import OWNER
 
 Endpoint = Callable[[Request], Awaitable[ASGIApp]]
 

@@ -22,7 +22,6 @@ from headrace.gateway.delivery import (
 )
 from headrace.gateway.long_logs import slice_of_loop
 from headrace.generation.generation import Generation
-from headrace.generation.pixels import see_images
 from headrace.generation.registry import Found, Registry
 from headrace.generation.served import encoded_of
 from headrace.protocols.dialect import encode
@@ -33,6 +32,7 @@ from headrace.streams.events import AnyEvent, Finish
 from headrace.streams.log import follow
 from headrace.streams.record import Record
 from headrace.streams.store import ById
+from headrace.workers.image_file import see_images
 
 _NUMBER = re.compile(r"[0-9]{1,15}")
 _MAX_LIMIT, _LIMIT = 100, 20

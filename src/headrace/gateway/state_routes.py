@@ -21,10 +21,10 @@ from headrace.gateway.openapi import document
 from headrace.generation.generation import Generation
 from headrace.generation.host import Host
 from headrace.generation.loading import LoadWatch
-from headrace.generation.metrics import kind_of
 from headrace.generation.model_names import called
 from headrace.generation.served import ServedModel
 from headrace.generation.stream import LiveStream
+from headrace.metrics.metrics import kind_of
 from headrace.protocols.dialect import encode
 
 _INTERVAL_S = 0.25

@@ -14,22 +14,22 @@ from headrace.core.errors import ModelError, RequestError
 from headrace.core.ids import StreamId
 from headrace.core.log_context import note
 from headrace.core.request import Request
-from headrace.generation.addresses import ImageFetcher, is_public
 from headrace.generation.admission import Admission, Asked, Capacity, KeyLimits, Place
 from headrace.generation.desired import Desired
 from headrace.generation.event_builder import EventBuilder
 from headrace.generation.fleet import Fleet
 from headrace.generation.host import Host
-from headrace.generation.metrics import Metrics
 from headrace.generation.new_record import new_record
 from headrace.generation.registry import Found, Registry, cut_by, give_up
 from headrace.generation.served import Models, admit, check_generates, see_again
 from headrace.generation.stream import LiveStream
 from headrace.generation.vectors import VectorMaker
-from headrace.generation.work import Work
+from headrace.metrics.metrics import Metrics
 from headrace.streams.log import Log, LogTaken
 from headrace.streams.record import Names, Record
 from headrace.streams.store import Ask, Retention, Store, Stored, StoreStalled
+from headrace.workers.image_fetch import ImageFetcher, is_public
+from headrace.workers.pool import Work
 
 logger = logging.getLogger(__name__)
 

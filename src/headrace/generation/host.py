@@ -31,7 +31,6 @@ from headrace.generation.event_builder import EventBuilder, InQueue
 from headrace.generation.forecast import Forecast, Schedule, TokensAsked
 from headrace.generation.in_thread import in_thread
 from headrace.generation.loading import LoadWatch
-from headrace.generation.metrics import Metrics
 from headrace.generation.model_names import names_of, paths_of, root_of
 from headrace.generation.replica import Replica
 from headrace.generation.replicas import Replicas, between
@@ -43,6 +42,7 @@ from headrace.generation.served import (
 )
 from headrace.generation.stream import LiveStream
 from headrace.generation.vector_batch import VectorBatch, VectorWork
+from headrace.metrics.metrics import Metrics
 from headrace.streams.log import Log
 from headrace.streams.record import Record
 

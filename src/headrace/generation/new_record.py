@@ -7,9 +7,9 @@ import msgspec
 from headrace.core.ids import StreamId
 from headrace.core.request import Request
 from headrace.generation.choice import begins_in_reasoning
-from headrace.generation.pixels import Admitted
 from headrace.generation.served import ServedModel
 from headrace.streams.record import RENDERING, Names, Record
+from headrace.workers.image_file import Admitted
 
 
 def new_record(

@@ -11,11 +11,11 @@ from headrace.core.errors import RequestError
 from headrace.core.ids import StreamId
 from headrace.generation.admission import Place
 from headrace.generation.event_builder import to_event
-from headrace.generation.metrics import Metrics
 from headrace.generation.readers import Audience, Reader, ReaderPause, racing
 from headrace.generation.remote import RemoteStream
 from headrace.generation.stream import LiveStream
 from headrace.generation.vector_batch import VectorBatch
+from headrace.metrics.metrics import Metrics
 from headrace.streams.log import Log, LogConflict, LogGone, LogUnsound, MemoryLog
 from headrace.streams.memory_store import MemoryStore
 from headrace.streams.record import Names, Record

@@ -16,8 +16,6 @@ from headrace.core.errors import ModelError, RequestError
 from headrace.core.messages import Ready
 from headrace.core.request import Chat, Ids, Request
 from headrace.generation.model_names import Named, names_of, paths_of, root_of
-from headrace.generation.pixels import Admitted, see_images
-from headrace.generation.work import Work
 from headrace.models.registry import SEEING
 from headrace.streams.record import Record, ServedForm
 from headrace.text.channels import reasoning_format
@@ -25,6 +23,8 @@ from headrace.text.encoder import Encoder
 from headrace.text.template import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
 from headrace.text.tool_formats import tool_format
+from headrace.workers.image_file import Admitted, see_images
+from headrace.workers.pool import Work
 
 _PROMPT_FIELDS = {"/v1/responses": "input"}  # where it has another name than usual
 _SHOWN = 100  # characters of an unknown name

@@ -24,16 +24,16 @@ from headrace.engine.client import EngineDown, EngineUp
 from headrace.generation.admission import Place
 from headrace.generation.event_builder import Beat, EventBuilder, InQueue, ServedAs, Standing
 from headrace.generation.forecast import TokensAsked
-from headrace.generation.metrics import Metrics
-from headrace.generation.pixels import Admitted
 from headrace.generation.readers import Audience, Reader, ReaderPause
 from headrace.generation.sequences import Item, Sequences, StreamNews, Submits
 from headrace.generation.served import ServedModel
 from headrace.generation.suspicion import CrashSuspicion
+from headrace.metrics.metrics import Metrics
 from headrace.streams.events import AnyEvent
 from headrace.streams.log import Log, LogTaken
 from headrace.streams.record import Record
 from headrace.streams.store import StoreStalled
+from headrace.workers.image_file import Admitted
 
 logger = logging.getLogger(__name__)
 

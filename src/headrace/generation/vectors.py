@@ -16,7 +16,7 @@ from headrace.generation.host import Host
 from headrace.generation.registry import Registry
 from headrace.generation.served import ServedModel, encoded_of, too_long
 from headrace.generation.vector_batch import VectorWork
-from headrace.generation.work import Work
+from headrace.workers.pool import Work
 
 _pairs_of = msgspec.msgpack.Decoder(tuple[int, tuple[bytes, ...]]).decode
 

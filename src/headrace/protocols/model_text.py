@@ -12,9 +12,9 @@ from typing import Any
 
 from headrace.core.errors import ModelError, RequestError
 from headrace.generation.served import ServedModel
-from headrace.generation.work import MEMORY_BYTES
 from headrace.protocols.grammars import GrammarMaker
 from headrace.protocols.messages import placeholder_in_text
+from headrace.workers.pool import MEMORY_BYTES
 
 logger = logging.getLogger(__name__)
 

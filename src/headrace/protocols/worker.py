@@ -23,16 +23,6 @@ from headrace.core.errors import RequestError
 from headrace.core.request import Chat, Ids, Infill, Prompt, Route, Text
 from headrace.generation.model_names import names_of, paths_of
 from headrace.generation.served import EncodedPrompt, Models, ServedModel
-from headrace.generation.work import (
-    IMAGE_MEMORY_BYTES,
-    IMAGES,
-    JOB_S,
-    MEMORY_BYTES,
-    TEMPLATE_S,
-    Refusal,
-    perform,
-)
-from headrace.generation.worker_process import receive, reply
 from headrace.protocols import (
     anthropic_messages,
     embeddings,
@@ -50,6 +40,16 @@ from headrace.protocols.prompt_ids import gap_ids, text_ids
 from headrace.protocols.requests import CheckedBody, check_token_ids, decode, pack
 from headrace.protocols.response_items import PAST, messages_of
 from headrace.text.generic_tools import GENERIC, in_words
+from headrace.workers.pool import (
+    IMAGE_MEMORY_BYTES,
+    IMAGES,
+    JOB_S,
+    MEMORY_BYTES,
+    TEMPLATE_S,
+    Refusal,
+    perform,
+)
+from headrace.workers.process import receive, reply
 
 logger = logging.getLogger(__name__)
 

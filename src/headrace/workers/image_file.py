@@ -6,7 +6,7 @@ from typing import NamedTuple
 import msgspec
 
 from headrace.core.plan import PromptInputs
-from headrace.generation.work import Work
+from headrace.workers.pool import Work
 
 _decode = msgspec.msgpack.Decoder(tuple[bytes, PromptInputs]).decode
 

@@ -6,7 +6,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from headrace.core.errors import OVERRAN, RequestError
 from headrace.core.messages import Status, StepTrace
 from headrace.engine.client import EngineDown
-from headrace.generation.metrics import Metrics
+from headrace.metrics.metrics import Metrics
 from headrace.streams.events import AnyEvent
 from headrace.streams.tally import Tally
 from tests.gateway.builders import READY, ended, log_of, make_record, make_request, tokens

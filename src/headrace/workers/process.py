@@ -15,7 +15,7 @@ import msgspec
 
 from headrace import awake
 from headrace.config.sources import SECRETS
-from headrace.generation.job_line import Body
+from headrace.workers.job_line import Body
 
 STILL_S = 15.0
 """A worker that uses no processor time for this long, with a job in hand, is stopped or hangs."""

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import msgspec
 
 from headrace.core.errors import RequestError
-from headrace.generation.job_line import Body, Job, JobLine
-from headrace.generation.worker_process import Reply, WorkerProcess
+from headrace.workers.job_line import Body, Job, JobLine
+from headrace.workers.process import Reply, WorkerProcess
 
 logger = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@ import asyncio
 import pytest
 
 from headrace.core.errors import RequestError
-from headrace.generation.job_line import LARGE, MAX_LARGE_OF_KEY, OWNER, Job, JobLine
+from headrace.workers.job_line import LARGE, MAX_LARGE_OF_KEY, OWNER, Job, JobLine
 from tests.gateway.builders import in_loop
 
 SMALL = 100

@@ -22,7 +22,7 @@ from prometheus_client.core import CounterMetricFamily
 from headrace.core.errors import OVERRAN, RequestError
 from headrace.core.messages import Ready, Status, StepTrace
 from headrace.engine.client import EngineDown
-from headrace.generation.exposition import as_vllm, merged
+from headrace.metrics.exposition import as_vllm, merged
 from headrace.streams.tally import Tally
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a gauge beside each counter, which nobody reads

@@ -11,7 +11,7 @@ import httpx
 
 from headrace.core.errors import RequestError
 from headrace.core.request import MAX_IMAGE_BYTES, Chat, Prompt
-from headrace.generation.work import Work
+from headrace.workers.pool import Work
 
 _REDIRECTS, _TIMEOUT_S = 3, 10.0
 _REQUESTS_AT_ONCE = 8  # each may hold as many bytes as a body has

@@ -18,9 +18,9 @@ import pytest
 from headrace.config.settings import ModelConfig
 from headrace.core.errors import RequestError
 from headrace.core.request import Chat, Text
-from headrace.generation import worker_process
 from headrace.generation.served import encoded_of
-from headrace.generation.work import WorkerPool
+from headrace.workers import process
+from headrace.workers.pool import WorkerPool
 
 TEMPLATE = """
 {%- if messages[0].content == "slow" %}{{ ("ab" * 2000000)|list|map("upper")|list|length }}
@@ -104,7 +104,7 @@ def test_a_job_does_not_wait_for_a_worker_that_is_held(
     async def run() -> None:
         async with pool_of(config) as pool:
             assert await render(pool, "fine") == "2 tokens"
-            monkeypatch.setattr(worker_process, "STILL_S", 0.5)
+            monkeypatch.setattr(process, "STILL_S", 0.5)
             for pid in workers():
                 os.kill(pid, signal.SIGSTOP)
             assert await render(pool, "fine") == "2 tokens"
@@ -119,7 +119,7 @@ def test_a_stop_of_the_whole_server_is_no_hang_of_a_worker(
         async with pool_of(config) as pool:
             assert await render(pool, "fine") == "2 tokens"
             before = workers()
-            monkeypatch.setattr(worker_process, "STILL_S", 0.5)
+            monkeypatch.setattr(process, "STILL_S", 0.5)
             for pid in before:
                 os.kill(pid, signal.SIGSTOP)
             rendering = asyncio.create_task(render(pool, "fine"))
@@ -226,11 +226,11 @@ def test_a_worker_whose_server_has_gone_ends_without_a_word(folder: Path) -> Non
         )
         theirs.close()
         start = msgspec.msgpack.encode((ModelConfig(model=str(folder)),))
-        ours.sendall(worker_process._REQUEST.pack(0, len(start)) + start)
+        ours.sendall(process._REQUEST.pack(0, len(start)) + start)
         assert ours.recv(5)
         head = msgspec.msgpack.encode(("prompts", (10,)))
         body = msgspec.msgpack.encode((Text("on and on " * 10_000),))
-        ours.sendall(worker_process._REQUEST.pack(len(head), len(body)) + head + body)
+        ours.sendall(process._REQUEST.pack(len(head), len(body)) + head + body)
     assert worker.communicate(timeout=60)[1] == b"" and worker.returncode == 0
 
 

@@ -13,10 +13,10 @@ import pytest
 
 from headrace.core.errors import RequestError
 from headrace.core.request import Chat
-from headrace.generation import addresses
-from headrace.generation.addresses import ImageFetcher, is_public
-from headrace.generation.work import ThreadWork
 from headrace.protocols.worker import Jobs
+from headrace.workers import image_fetch
+from headrace.workers.image_fetch import ImageFetcher, is_public
+from headrace.workers.pool import ThreadWork
 
 LOOPBACK = ipaddress.ip_address("127.0.0.1")
 PUBLIC = [
@@ -157,7 +157,7 @@ def test_a_host_that_takes_no_connection_is_told(site: str) -> None:
 
 
 def test_a_slow_host_is_given_up(site: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(addresses, "_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(image_fetch, "_TIMEOUT_S", 0.2)
     with pytest.raises(RequestError, match="not within") as error:
         fetch(f"{site}/slow")
     assert error.value.code == "image_fetch_failed"
