@@ -17,11 +17,18 @@ from attack.accidents import ACCIDENTS, DRAIN_S, NUM_DESCRIPTORS, small_disk
 from attack.bodies import BODIES, TEMPLATE_HEAD, WORST
 from attack.honest import HEARTBEAT_S, Quantiles, Stage, as_seen, quantiles, within
 from attack.target import Target, until
+from attack.tenants import TENANTS
 from attack.wires import WIRES
 from chaos.compare import Violation
 from chaos.site import Site
 
-ATTACKS: dict[str, Callable[[Target], Awaitable[None]]] = {**WORST, **BODIES, **WIRES, **ACCIDENTS}
+ATTACKS: dict[str, Callable[[Target], Awaitable[None]]] = {
+    **WORST,
+    **BODIES,
+    **WIRES,
+    **TENANTS,
+    **ACCIDENTS,
+}
 LONG = ("accident-freeze-long",)  # drawn in runs of two minutes and more, or when named
 MAX_HEALTH_S, MAX_GAP_S, MAX_MEMORY = 0.25, 0.5, 500e6
 
@@ -202,7 +209,7 @@ class Run:
         self._measure(stage, bout, began, is_accident)
         bout.num_answers = target.statuses.total()
         shown = target.statuses.most_common(6)
-        bout.statuses = ", ".join(f"{count} × {status}" for status, count in shown)
+        bout.statuses = ", ".join([*target.notes, *(f"{n} × {status}" for status, n in shown)])
         self._tell(bout)
         return is_well and is_over
 

@@ -124,6 +124,7 @@ class Target:
         self.num_each = num_each
         self.fail = fail
         self.statuses: Counter[str] = Counter()
+        self.notes: list[str] = []  # figures to show
         self._label = label
 
     def rng(self, client: int = 0) -> random.Random:

@@ -7,6 +7,7 @@ from starlette.types import Receive
 
 from headrace.core.errors import RequestError
 from headrace.gateway import bodies
+from headrace.generation.job_line import OWNER
 
 
 async def whole(headers: dict[str, str], receive: Receive, pause_s: float = 20) -> bytes:
@@ -98,6 +99,20 @@ def test_bodies_share_a_bound_and_give_back_what_they_held() -> None:
         asyncio.run(hold(4))
     with pytest.raises(RequestError, match="try again later"):
         asyncio.run(hold(5))
+
+
+def test_a_key_holds_half_of_the_bound_and_leaves_the_rest_to_others() -> None:
+    async def run() -> None:
+        shared = bodies.Bodies(100_000)
+        async with contextlib.AsyncExitStack() as held:
+            for owner in ("ann", "bob"):
+                OWNER.set(owner)
+                for _ in range(2):
+                    await held.enter_async_context(large(shared, is_whole=True))
+                with pytest.raises(RequestError, match="try again later"):
+                    await held.enter_async_context(large(shared, is_whole=True))
+
+    asyncio.run(run())
 
 
 def test_who_does_not_finish_a_body_makes_room_for_others() -> None:

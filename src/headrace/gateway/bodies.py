@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
@@ -10,9 +10,11 @@ from starlette.types import Message, Receive, Scope, Send
 
 from headrace import awake
 from headrace.core.errors import RequestError
+from headrace.generation.job_line import OWNER
 
 PAUSE_S = 20.0
 _NUM_LARGEST = 4  # bodies of the largest size that may be held at once
+_NUM_LARGEST_OF_KEY = 2  # of them by one key
 _SMALL = 64 << 10  # bytes; smaller bodies are never refused for what others hold
 
 
@@ -20,6 +22,7 @@ class _Held:
     """What one request makes the server hold, and the wait that it may be cut off in."""
 
     def __init__(self) -> None:
+        self.owner = OWNER.get()
         self.pieces: list[bytearray] = []
         self.size = 0
         self.wait: asyncio.Timeout | None = None  # while more is to come
@@ -93,16 +96,23 @@ class Bodies:
 
     def _make_room(self, newest: _Held) -> None:
         """RequestError if there is none to be made; small ones always fit."""
-        total = sum(held.size for held in self._held if not held.is_cut)
-        if newest.size <= _SMALL or total <= _NUM_LARGEST * self._max_bytes:
+        if newest.size <= _SMALL:
             return
-        for held in self._held:
-            if held.wait is not None and held.size > _SMALL and not held.is_cut:
+        if newest.owner:
+            own = [held for held in self._held if held.owner == newest.owner]
+            self._fit(own, _NUM_LARGEST_OF_KEY)
+        self._fit(self._held, _NUM_LARGEST)
+
+    def _fit(self, bodies: Iterable[_Held], num_largest: int) -> None:
+        """Has these, oldest first, hold no more than so many of the largest size."""
+        kept = [held for held in bodies if not held.is_cut]
+        over = sum(held.size for held in kept) - num_largest * self._max_bytes
+        for held in kept:
+            if over > 0 and held.wait is not None and held.size > _SMALL:
                 held.cut()
-                total -= held.size
-                if total <= _NUM_LARGEST * self._max_bytes:
-                    return
-        raise _overloaded()
+                over -= held.size
+        if over > 0:
+            raise _overloaded()
 
     def _too_large(self) -> RequestError:
         return RequestError(

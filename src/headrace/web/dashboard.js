@@ -15,6 +15,7 @@ const LOOK_MS = 2000;
 let steps = []; // [number, step], oldest first
 let state = null;
 let connection = null; // that the figures come by
+let isTrying = false;
 
 const rest = (milliseconds) => new Promise((resolve) => setTimeout(resolve, milliseconds));
 
@@ -37,6 +38,7 @@ async function watch() {
     } catch {
       $("news").textContent = "The server cannot be reached; trying again.";
     }
+    $("try").disabled = true;
     await rest(pause);
   }
 }
@@ -64,7 +66,7 @@ async function askForKey(reason) {
 
 // What the stream does not tell: rates, and how far a load is.
 async function look() {
-  for (;; await rest(LOOK_MS)) {
+  for (;; await rest(state ? LOOK_MS : 100)) {
     if (document.hidden || !state || $("all").hidden) continue;
     if (state.state === "loading" || isLoading()) await lookAtLoad();
     showLoad($("loading"));
@@ -82,6 +84,8 @@ function take(snapshot) {
   snapshot.steps.forEach((step, k) => first + k > last && steps.push([first + k, step]));
   steps = steps.slice(-MAX_STEPS);
   state = snapshot;
+  $("try").disabled = isTrying || !["ok", "recovering"].includes(state.state);
+  if (state.state !== "loading") $("loading").hidden = true;
   show();
   showModels();
   showReplicas();
@@ -176,14 +180,14 @@ function show() {
 }
 
 $("try").addEventListener("click", async () => {
-  $("try").disabled = true;
+  $("try").disabled = isTrying = true;
   $("trial").hidden = false;
   try {
     await runTrial($("rows"), state?.engine?.max_model_len ?? 2048);
   } catch (error) {
     $("news").textContent = error.message;
   }
-  $("try").disabled = false;
+  $("try").disabled = isTrying = false;
 });
 addEventListener("resize", () => state && show());
 addEventListener("pagehide", () => connection.abort()); // a page that may be shown again would keep it
