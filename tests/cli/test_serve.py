@@ -58,7 +58,8 @@ class Host:
 
 
 class Model:
-    folder, names = Path(), ("tiny",)
+    folder, names, paths = Path(), ("tiny",), frozenset[str]()
+    sampling_words = ""
     ready = object()
 
 

@@ -76,7 +76,7 @@ function showThread() {
   const thread = $("thread");
   views = new Map(path().map((message) => [message.id, new MessageView(message, acts)]));
   thread.replaceChildren(...[...views.values()].map(({ node }) => node));
-  if (!views.size) thread.append(el("p", { class: "hint" }, "Ask something. You may close this page at any time: the answer goes on, and you find it here. Enter sends, Shift+Enter breaks the line."));
+  if (!views.size) thread.append(el("p", { class: "hint" }, "Ask something. You may close this page at any time: the answer goes on, and you find it here. Enter sends, Shift+Enter breaks the line, Escape stops the answer."));
   $("title").textContent = current?.title ?? "New conversation";
   document.title = current ? `${current.title} · Headrace` : "Headrace";
   $("rename").hidden = $("delete").hidden = !current;
