@@ -1,9 +1,9 @@
 """The far side of an engine on a Ray cluster: a supervisor and its engine process, on some node.
 
 Runs in an actor's process and knows nothing of Ray. The engine stays a process of its own here, as
-on the gateway's machine, so that its note and last words outlive it: who was in the fatal step is
-known, and most deaths are dealt with on the spot. If the actor's process or its node dies, the
-engine's socket closes, and the engine with it.
+on the gateway's machine, so that its step record and last words outlive it: who was in the fatal
+step is known, and most deaths are dealt with on the spot. If the actor's process or its node dies,
+the engine's socket closes, and the engine with it.
 """
 
 import asyncio
