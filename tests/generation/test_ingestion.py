@@ -100,7 +100,7 @@ def test_several_prompts_have_one_record(native: Path) -> None:
 
 def test_a_long_text_is_told_as_streamed(native: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from headrace.text import encoder
-    from headrace.text.windows import Sizes
+    from headrace.text.windowed_encoding import Sizes
 
     init = encoder.Encoder.__init__
     monkeypatch.setattr(

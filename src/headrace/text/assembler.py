@@ -8,8 +8,8 @@ from typing import Generic, NamedTuple, TypeVar
 
 from headrace.core.pieces import CONTENT, ChannelPiece
 from headrace.core.sampling import Sampling
-from headrace.text.channels import PLAIN, Splitting
 from headrace.text.detokenizer import Detokenizer
+from headrace.text.output_splitter import PLAIN, Splitting
 from headrace.text.stops import StopMatcher
 
 Entry = TypeVar("Entry")
