@@ -24,12 +24,12 @@ _ENCODER = "headrace.runner.lanes.encoder:GenericEncoder"
 def choose_lane(spec: ModelSpec, wanted: str) -> Any:
     """The lane's class; ModelError with the reason if no lane, or not the wanted one, can."""
     if wanted != "auto":
-        if objection := _gguf_objection(spec, wanted) or _JUDGES[wanted](spec):
+        if objection := _gguf_objection(spec, wanted) or _OBJECTIONS[wanted](spec):
             raise ModelError(f"Lane {wanted} cannot run {spec.name}: {objection}")
         return _load(wanted, spec)
     if matching := matches(spec):
         return _load(matching[0], spec)
-    objections = " ".join(f"{lane}: {_JUDGES[lane](spec)}" for lane in _in_question(spec))
+    objections = " ".join(f"{lane}: {_OBJECTIONS[lane](spec)}" for lane in _in_question(spec))
     raise ModelError(f"No lane can run {spec.name}. {objections}")
 
 
@@ -184,7 +184,7 @@ def _is_for_llama(spec: ModelSpec) -> bool:
     return "only_llama_cpp" in spec.config and _llama_objection(spec) is None
 
 
-_JUDGES = {
+_OBJECTIONS = {
     "native-text": why_not_native,
     "native-multimodal": _seeing_objection,
     "generic-text": _generic_objection,
