@@ -11,7 +11,7 @@ from starlette.applications import Starlette
 
 from headrace.config.settings import ServerConfig
 from headrace.gateway.app import create_app
-from headrace.gateway.long_logs import SLICE_S, slice_of_loop
+from headrace.gateway.loop_slices import SLICE_S, slice_of_loop
 from headrace.protocols.dialect import WireFrames
 from headrace.streams.events import AnyEvent
 from tests.gateway.builders import (

@@ -16,8 +16,8 @@ from starlette.types import Receive, Scope, Send
 
 from headrace.config.settings import StreamConfig
 from headrace.core.errors import RequestError
-from headrace.gateway.answers import cut, notice_of, request_id_of
-from headrace.gateway.long_logs import slice_of_loop
+from headrace.gateway.http_responses import cut, notice_of, request_id_of
+from headrace.gateway.loop_slices import slice_of_loop
 from headrace.generation.registry import Found
 from headrace.protocols.dialect import PING, SIGN_S, WireFrames, dialect_of, encode
 from headrace.streams.events import Accepted, AnyEvent, Error, Heartbeat, Tokens, is_terminal
