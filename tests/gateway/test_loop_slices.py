@@ -25,7 +25,7 @@ from tests.gateway.builders import (
     tokens,
 )
 
-RECORD = make_record(make_request(wire={"stream": True}))
+RECORD = make_record(make_request(response_options={"stream": True}))
 NUM_EVENTS = 1003
 EVENTS = f"/v1/streams/{RECORD.id}/events"
 ASKED = [(EVENTS, "view=wire&after=1000.0"), ("/v1/stream", "conv_id=c&from=99999999")]

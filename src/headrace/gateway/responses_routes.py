@@ -80,7 +80,7 @@ class ResponsesRoutes:
         after = _number(request, "starting_after")
         view = _Behind(found.record, -1 if after is None else after)
         pace = pace_of(found.record, self._config)
-        if not found.record.request.wire.stream:
+        if not found.record.request.response_options.stream:
             pace = pace._replace(heartbeat_s=self._config.heartbeat_s)
         return LiveAnswer(found, view, pace)
 
