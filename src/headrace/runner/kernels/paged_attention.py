@@ -47,7 +47,7 @@ from headrace.runner.kernels.blocks_amx import (
     padded_amx,
     score_amx,
 )
-from headrace.runner.kernels.forms import Form
+from headrace.runner.kernels.instruction_sets import InstructionSet
 from headrace.runner.kernels.launch import Kernel
 from headrace.runner.kernels.numeric import (
     FAST,
@@ -347,13 +347,13 @@ def _attend_float(a: Any) -> None:
     _attend_all(g, a, new_float(g), memory_float(g))
 
 
-def kernels_for(keys: Tensor, form: Form) -> tuple[Kernel, Kernel]:
+def kernels_for(keys: Tensor, instructions: InstructionSet) -> tuple[Kernel, Kernel]:
     """What writes to and what attends over a cache [blocks, kv_heads, block_size, dim]."""
     if keys.dtype == torch.float32:
         return _write_float, _attend_float
     size, dim = keys.shape[2:]
-    if form == "amx" and fits_amx(size, dim):
+    if instructions == "amx" and fits_amx(size, dim):
         return _write_bf16, _attend_bf16_amx
-    if form == "bf16dot" and fits_vectors(size, dim):
+    if instructions == "bf16dot" and fits_vectors(size, dim):
         return _write_bf16, _attend_bf16_dot
     return _write_bf16, _attend_bf16

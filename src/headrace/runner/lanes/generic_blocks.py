@@ -24,7 +24,7 @@ from headrace.models.step import CacheShape, Step
 from headrace.runner.attention import Attention, NaiveAttention
 from headrace.runner.inputs import pack
 from headrace.runner.kernels.attention import CpuAttention
-from headrace.runner.kernels.forms import Form
+from headrace.runner.kernels.instruction_sets import InstructionSet
 from headrace.runner.lanes.foreign import FOREIGN_ERRORS, TOLERANCE, Signature
 from headrace.runner.storage import BlockStorage, bytes_per_position
 
@@ -121,7 +121,7 @@ class ForeignAttention:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
-        form: Form,
+        instructions: InstructionSet,
     ) -> None:
         """Takes the memory of that many blocks in every layer."""
         self._storages, self._attentions = [], []
@@ -129,10 +129,10 @@ class ForeignAttention:
             storage = BlockStorage(_shape(group), num_blocks, block_size, dtype, device)
             sinks = [x.sinks.float().contiguous() for x in group if x.sinks is not None]
             attention: Attention
-            if form == "plain" or group[0].cap is not None:
+            if instructions == "plain" or group[0].cap is not None:
                 attention = NaiveAttention(storage, sinks, [x.cap for x in group])
             else:
-                attention = CpuAttention(storage, sinks, form)
+                attention = CpuAttention(storage, sinks, instructions)
             self._storages.append(storage)
             self._attentions.append(attention)
 
@@ -253,7 +253,7 @@ ALL_MASK_ATTENTION_FUNCTIONS.register(_LOOKING, _see)  # in a step no mask is ma
 class BlockForm:
     """A model of transformers over blocks; NotOnBlocks says why it cannot be.
 
-    `choose` gives the form of the attention's kernels, once one is needed.
+    `choose` gives the instruction set of the attention's kernels, once one is needed.
     `own`: logits of every token of a sequence, float32, by the model's own attention; it is called
     with that attention set.
     """
@@ -264,7 +264,7 @@ class BlockForm:
         signature: Signature,
         dtype: torch.dtype,
         device: torch.device,
-        choose: Callable[[], Form],
+        choose: Callable[[], InstructionSet],
         own: Callable[["array[int]"], Tensor],
     ) -> None:
         self._model, self._signature = model, signature
@@ -274,7 +274,7 @@ class BlockForm:
             _refuse_by_config(model)
             self._attention = ForeignAttention(model)
             self._look()
-            self._form = choose()
+            self._instructions = choose()
             self.error = self._check(own)
         except (*FOREIGN_ERRORS, RuntimeError) as error:
             model.set_attn_implementation(usual)
@@ -298,7 +298,7 @@ class BlockForm:
         return LaneFacts("blocks", mask, why)
 
     def _open(self, num_blocks: int, block_size: int) -> None:
-        self._attention.open(num_blocks, block_size, self._dtype, self._device, self._form)
+        self._attention.open(num_blocks, block_size, self._dtype, self._device, self._instructions)
 
     def forward(self, chunks: Sequence[Chunk], token_ids: Sequence["array[int]"]) -> Tensor:
         """Logits of the rows asked for."""

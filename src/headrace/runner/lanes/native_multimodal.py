@@ -16,7 +16,7 @@ from headrace.checkpoints.spec import ModelSpec
 from headrace.core.ids import SequenceId
 from headrace.core.plan import Chunk, EncodeChunk, EncodeWork, PromptInputs
 from headrace.runner.inputs import Batch, pack
-from headrace.runner.kernels.forms import Form
+from headrace.runner.kernels.instruction_sets import InstructionSet
 from headrace.runner.kernels.linear import Quantize
 from headrace.runner.lanes.foreign import Weights
 from headrace.runner.lanes.image_tensors import FeatureCache, ImageTensors
@@ -49,9 +49,9 @@ class NativeMultimodal(NativeText):
         dtype: torch.dtype,
         device: torch.device,
         quantize: Quantize = "none",
-        form: Form | None = None,
+        instructions: InstructionSet | None = None,
     ) -> None:
-        super().__init__(spec, dtype, device, quantize, form)
+        super().__init__(spec, dtype, device, quantize, instructions)
         self._tower = VisionTower(spec, dtype, device)
         seeing = Weights.of(self._tower.module)
         self.num_parameters += seeing.num
