@@ -1,4 +1,4 @@
-"""What a model's weights will take in memory, worked out before a value of them is read."""
+"""The memory that a model's weights will take, worked out before any value is read."""
 
 from collections.abc import Mapping
 from typing import NamedTuple

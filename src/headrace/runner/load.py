@@ -153,7 +153,7 @@ def _check_weights_fit(
 def _remedy(
     spec: ModelSpec, dtype: torch.dtype, quantize: Quantize, instructions: InstructionSet, free: int
 ) -> str:
-    """What takes less, the least loss first: what fits, or else what is smallest."""
+    """Options that take less, least loss first: one that fits, or else the smallest."""
     if dtype == torch.float32 and quantize == "none":
         return " or --dtype bfloat16"
     all_smaller: dict[Quantize, tuple[Quantize, ...]] = {

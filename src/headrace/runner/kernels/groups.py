@@ -28,7 +28,7 @@ from headrace.runner.kernels.product import product_by, read_product, scale_and_
 from headrace.runner.kernels.tiles import PANEL, group_tile
 
 INT4 = GroupForm(4, 32, True)
-"""What weights that are no groups yet are rounded to."""
+"""The form of groups that plain weights are rounded to."""
 
 _PANELS_AT_ONCE = 32  # while packing
 _ROWS_AT_ONCE = 256  # of float32, while quantizing
@@ -39,7 +39,7 @@ _FEW_ROWS = 16  # up to which groups are not worth laying out for AMX
 
 
 def group_bytes(form: GroupForm) -> int:
-    """Of a panel; scales and minima are float16."""
+    """Bytes of one group of a panel; scales and minima are float16."""
     return PANEL * (2 * (1 + form.has_minimum) + form.size * form.bits // 8)
 
 

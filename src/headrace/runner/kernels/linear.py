@@ -123,7 +123,7 @@ def _packed(
 def packing_bytes(
     layer: nn.Module, quantize: Quantize, groups: GroupForm | None = None
 ) -> tuple[int, int] | None:
-    """What `pack_linear` makes of a layer, and what it takes meanwhile; None if it leaves it."""
+    """Bytes of a layer once `pack_linear` is done, and meanwhile; None if it leaves the layer."""
     if type(layer) is not nn.Linear:
         return None
     outputs, inputs = layer.out_features, layer.in_features

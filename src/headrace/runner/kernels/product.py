@@ -93,7 +93,7 @@ def _widen(x: Any, wide: Any, scales: Any) -> None:
 
 @njit
 def _to_bf16(x: Any, target: Any, scales: Any) -> None:
-    """Of bfloat16 bits or int8, which is exact in bfloat16."""
+    """Copies bfloat16 bits, or int8 numbers, which are exact in bfloat16."""
     for m in range(x.shape[0]):
         source, row = x[m], target[m]
         for k in range(source.size):

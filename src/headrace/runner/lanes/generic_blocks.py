@@ -68,7 +68,7 @@ class _Layer(NamedTuple):
 
     @property
     def dim(self) -> int:
-        """Of what is stored: the shorter of keys and values ends in zeros."""
+        """Size of a stored key or value; the shorter of the two ends in zeros."""
         return max(self.key_dim, self.value_dim)
 
     @property
@@ -84,7 +84,7 @@ class _Outlook(NamedTuple):
 
 
 class ForeignAttention:
-    """What the layers of one model call in place of their own attention."""
+    """The attention that the layers of one model call in place of their own."""
 
     def __init__(self, model: nn.Module) -> None:
         self._layers: dict[int, _Layer] = {}  # by the identity of the module that attends
@@ -229,7 +229,7 @@ def _look(
 
 
 def _see(mask_function: Callable[..., Tensor], config: Any, **_: Any) -> _Outlook:
-    """What a mask lets positions see, tried at a few of them as far as the model goes."""
+    """Finds the window of a mask by trying a few positions, as far as the model goes."""
     length = min(getattr(config, "max_position_embeddings", None) or 4096, _FARTHEST)
     others = torch.arange(length)
     widths: set[int] = set()

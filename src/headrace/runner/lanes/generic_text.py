@@ -31,8 +31,8 @@ from headrace.runner.lanes.generic_blocks import BlockForm, NotOnBlocks
 logger = logging.getLogger(__name__)
 
 _PROBE_ENDS = (7, 37, 40)
-"""Of the chunks that prove a lane. The last is short: of a model that forgets what came before a
-chunk, little is then left to answer from, and the answer is wrong by more than rounding."""
+"""The ends of the chunks that prove a lane. The last chunk is short: a model that forgets what came
+before it has little left to answer from, and is then wrong by more than rounding."""
 
 
 class GenericText:

@@ -38,7 +38,7 @@ _IDS = ("image_token_id", "image_token_index")  # what configs call a placeholde
 
 @dataclass(slots=True)
 class _ImagePlace:
-    """What a slot holds: the cache, and the features that wait for their placeholders."""
+    """The content of a slot: the cache, and the features that wait for their placeholders."""
 
     owner: SequenceId | None  # None: a sibling's, that has not run yet
     cache: Any

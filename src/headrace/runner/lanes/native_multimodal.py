@@ -26,7 +26,7 @@ from headrace.runner.lanes.vision_tower import Look, VisionTower
 
 @dataclass(slots=True)
 class _Shown:
-    """What a sequence shows beside its text."""
+    """The images of a sequence: works, positions of its prompt, and features."""
 
     works: tuple[EncodeWork, ...]
     positions: Tensor  # int64 [3, tokens] of its prompt
@@ -35,7 +35,7 @@ class _Shown:
 
     @property
     def shift(self) -> int:
-        """What an image's rows and columns spare, for the tokens of the answer."""
+        """The positions that images save by having rows and columns; the answer's follow on."""
         return int(self.positions.max()) + 1 - self.positions.shape[1]
 
 

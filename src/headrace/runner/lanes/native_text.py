@@ -70,7 +70,7 @@ class NativeText:
 
     @staticmethod
     def position_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
-        """What the cache takes for each token of a sequence, whose states are apart."""
+        """Bytes that the cache takes for each token of a sequence; states come on top."""
         return bytes_per_position(_without_weights(spec).cache_shape, dtype)
 
     def _pack(self, quantize: Quantize) -> Callable[[str, Groups | None], None]:
