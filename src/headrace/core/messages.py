@@ -203,7 +203,7 @@ WEIGHTS = "loading weights"
 
 
 class Loading(Message, frozen=True):
-    """What a load does, before Ready. `share` of the stage is done; 0 where nobody knows."""
+    """Progress of a load, before Ready. `share` of the stage is done; 0 where nobody knows."""
 
     share: float
     stage: str = WEIGHTS

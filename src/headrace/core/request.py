@@ -1,4 +1,4 @@
-"""What was asked, after parsing and before any text is rendered; frozen."""
+"""The request, after parsing and before any text is rendered; frozen."""
 
 from typing import Any
 
