@@ -26,7 +26,7 @@ WAIT_S = 1.0
 
 
 class Sent(msgspec.Struct, frozen=True):
-    """What the gateway sends at once, in order. `now` is its monotonic time."""
+    """Messages that the gateway sends at once, in order. `now` is its monotonic time."""
 
     now: float
     messages: tuple[Submit | Cancel, ...]

@@ -122,7 +122,7 @@ class Supervisor:
             await self._pause(_BACKOFF_S[min(num_deaths, len(_BACKOFF_S)) - 1])
 
     def _tell_if_back(self) -> None:
-        """Whoever read in the log that an engine died shall read there that there is one again."""
+        """Logs that the engine is back, if its death was logged."""
         if self._died_at is not None:
             seconds = asyncio.get_running_loop().time() - self._died_at
             logger.info("The engine is up again after %.1f s.", seconds)
@@ -202,7 +202,7 @@ class Pulse:
         self._awake_since = -math.inf  # monotonic
 
     def beats(self) -> None:
-        """It has answered."""
+        """Notes that the engine has answered."""
         self._num_silent = 0
 
     async def watch(self) -> None:
