@@ -44,7 +44,7 @@ def say(line: str, moves: bool = False) -> None:
 
 
 class TextLines(logging.Formatter):
-    """What happened, then figures as name=value, then whose request it was."""
+    """Log lines as text: the message, then figures as name=value, then whose request it was."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
