@@ -19,10 +19,10 @@ from headrace.generation.event_builder import Beat, InQueue
 from headrace.generation.forecast import TokensAsked
 
 Item = Started | PromptAdvance | PromptLogprobs | NewToken | Finished
-"""What an engine says of one sequence."""
+"""News from an engine about one sequence."""
 
 StreamNews = list[Item] | EngineUp | EngineDown | InQueue | Beat
-"""What a stream acts on, in order."""
+"""News that a stream acts on, in order."""
 
 
 class Submits(Protocol):
@@ -44,7 +44,7 @@ class SequenceOwner(Protocol):
 
 
 class Sequences:
-    """Which stream or batch an engine's sequence belongs to.
+    """The stream or batch that each of an engine's sequences belongs to.
 
     Ids are never used twice, so what a dead engine said cannot reach a later submission.
     """

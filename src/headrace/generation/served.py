@@ -147,7 +147,7 @@ class Models(Generic[ByName]):
 
     @property
     def first(self) -> ByName:
-        """What answers where no name is given."""
+        """The model that answers where no name is given."""
         return self._models[0]
 
     def find(self, name: str) -> ByName | None:
@@ -237,7 +237,7 @@ def check_can_begin(record: Record, model: ServedModel) -> None:
 async def see_again(
     work: Work, model: ServedModel, record: Record
 ) -> tuple[Admitted, RequestError | None]:
-    """What a stream's images become after a restart; an error if that is no longer the same."""
+    """Prepares a stream's images again after a restart; with an error if they have changed."""
     try:
         again = await admit(work, model, record.request, record.images)
     except RequestError as error:
