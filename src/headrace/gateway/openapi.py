@@ -131,7 +131,7 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("get", "/manage/stream"): Operation("The same, again after each change", media=(_EVENTS,)),
     ("get", "/manage/desired"): Operation("The configured models", _DOCUMENT, errors=(400,)),
     ("put", "/manage/desired"): Operation(
-        "Replace the models that there shall be",
+        "Replace the configured models",
         _DOCUMENT,
         {name: _Lenient("Objects with the settings of [[models]]") for name in _DOCUMENT},
         _DOCUMENT,
