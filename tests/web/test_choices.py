@@ -95,6 +95,8 @@ def test_a_conversation_keeps_its_own_choices(page: Page) -> None:
     eventually(lambda: page.driver.find_elements("css selector", CURRENT))
     page.find("#options").click()
     assert page.driver.execute_script(VALUES) == ["Be brief.", "5"]
+    shown = "return document.querySelector('#numbers input[name=top_p]').placeholder"
+    eventually(lambda: page.driver.execute_script(shown) == "as the model: 1")
     click(page, "#choices", "Cancel")
     page.send("Count from 1 to 150.")
     eventually(lambda: len(page.answers()) == 3)

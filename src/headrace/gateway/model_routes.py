@@ -5,9 +5,9 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from headrace.core.errors import RequestError
-from headrace.gateway.answers import answer
 from headrace.gateway.bodies import Bodies
 from headrace.gateway.delivery import unless_left
+from headrace.gateway.http_responses import answer
 from headrace.gateway.state_routes import entry_of
 from headrace.generation.desired import ONE_MODEL, Desired
 from headrace.generation.generation import Generation

@@ -15,8 +15,8 @@ from headrace import __version__
 from headrace.config.settings import HttpConfig
 from headrace.core.errors import RequestError
 from headrace.core.messages import Ready, Status, StepTrace
-from headrace.gateway.answers import answer, refuse
 from headrace.gateway.delivery import while_connected
+from headrace.gateway.http_responses import answer, refuse
 from headrace.gateway.openapi import document
 from headrace.generation.generation import Generation
 from headrace.generation.host import Host

@@ -9,7 +9,7 @@ import { imagesIn } from "./images.js";
 import { ConversationList } from "./list.js";
 import { isLoading, lookAtLoad, showLoad } from "./loading.js";
 import { MessageView } from "./message.js";
-import { isOneOfSeveral, loadModels, modelOf, showModels, takesImages } from "./models.js";
+import { drawnBy, isOneOfSeveral, loadModels, modelOf, showModels, takesImages } from "./models.js";
 import { choicesOf, defaults, faultOf, NUMBERS, sampling, saveSettings, settings } from "./settings.js";
 import * as store from "./store.js";
 import { exportAll, importAll } from "./transfer.js";
@@ -240,6 +240,12 @@ function openChoices(isOwn) {
   $("fault").textContent = "";
   form.onsubmit = (event) => keepChoices(event, isOwn);
   $("choices").showModal();
+  showDrawn(modelOf(choices()));
+}
+
+async function showDrawn(model) {
+  const drawn = await drawnBy(model);
+  for (const field of $("numbers").querySelectorAll("input")) if (drawn[field.name] >= 0) field.placeholder = `as the model: ${drawn[field.name]}`;
 }
 
 async function keepChoices(event, isOwn) {

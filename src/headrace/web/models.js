@@ -25,6 +25,13 @@ export async function loadModels() {
 // The model that a conversation speaks to: the one it remembers, else the server's first.
 export const modelOf = (choices) => choices.model || models[0]?.id || "";
 
+// What a loaded model draws by where a request says nothing, by the names of the fields.
+export async function drawnBy(id) {
+  if (models.find((one) => one.id === id)?.state !== "loaded") return {};
+  const response = await ask(`/props?model=${encodeURIComponent(id)}`);
+  return response.ok ? (await response.json()).default_generation_settings.params : {};
+}
+
 export const isOneOfSeveral = () => models.length > 1;
 
 // What to say while a model is being loaded, or nothing.
