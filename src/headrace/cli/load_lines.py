@@ -6,7 +6,7 @@ from headrace.generation.loading import LoadTeller, LoadWatch
 
 
 class LoadLines(LoadTeller):
-    """A context that shows the load in it, until it is given others to `look` at."""
+    """A context that shows the load in it, until `read_progress` reads others."""
 
     def __init__(self, stage: str) -> None:
         self.watch = LoadWatch()

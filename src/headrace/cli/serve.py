@@ -20,7 +20,7 @@ from headrace.cli.listener import listen, no_listener
 from headrace.cli.load_lines import LoadLines
 from headrace.cli.logs import say
 from headrace.cli.state import is_redis, streams_folder
-from headrace.config.document import look_again
+from headrace.config.document import reread_folder
 from headrace.config.settings import HttpConfig, ModelConfig, ServerConfig
 from headrace.config.sources import check_names
 from headrace.core.errors import ConfigError, HeadraceError
@@ -194,12 +194,12 @@ class _Serving:
                 configs,
                 make,
                 lambda hosts: work.renew(*_known_to_workers(hosts)),
-                lambda: look_again(self._config),
+                lambda: reread_folder(self._config),
                 kept_at,
             )
             generation.desired = desired
-            generation.fleet.on_unknown = lambda: desired.look(generation.fleet)
-        lines.look = lambda: [host.loading.progress for host in generation.hosts.all()]
+            generation.fleet.on_unknown = lambda: desired.reread(generation.fleet)
+        lines.read_progress = lambda: [host.loading.progress for host in generation.hosts.all()]
         try:
             return await self._serve(generation)
         except ExceptionGroup as broken:

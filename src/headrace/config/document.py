@@ -48,7 +48,7 @@ def to_document(configs: tuple[ModelConfig, ...]) -> dict[str, Any]:
     return {"models": [_table(config) for config in configs]}
 
 
-def look_again(config: ServerConfig) -> tuple[ModelConfig, ...]:
+def reread_folder(config: ServerConfig) -> tuple[ModelConfig, ...]:
     """The server's models, those of its folder as it is now; the same if that has none any more."""
     folder = config.loading.models_dir
     if folder is None:

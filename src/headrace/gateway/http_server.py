@@ -246,13 +246,13 @@ class _Connection(HttpToolsProtocol):
     def _watch_taking(self, num_bytes: int) -> None:
         """Nothing is written meanwhile, so the buffer grows smaller unless nothing is taken."""
 
-        def look() -> None:
+        def check_taken() -> None:
             if (left := self.transport.get_write_buffer_size()) < num_bytes:
                 self._watch_taking(left)
             else:
                 self.transport.abort()
 
-        self._taking_timer = Countdown(TAKES_NOTHING_S, look)
+        self._taking_timer = Countdown(TAKES_NOTHING_S, check_taken)
 
     def _drop_if_it_takes_nothing(self) -> None:
         """The same by the system, for an answer that is too small to fill our buffer."""

@@ -27,7 +27,7 @@ class ModelRoutes:
         """Also of a server with one model, with the state of each."""
         fleet = self._generation.fleet
         if self._generation.desired is not None:
-            await self._generation.desired.look(fleet)
+            await self._generation.desired.reread(fleet)
         hosts = (*fleet.hosts.all(), *fleet.leaving.values())
         entries = [
             entry_of(host, name, True) | self._pending(host)

@@ -211,13 +211,13 @@ class Watch:
 
     def __init__(
         self,
-        look: Callable[[], Snapshot],
+        read: Callable[[], Snapshot],
         dress: Callable[[Snapshot], Snapshot],
         interval_s: float = _INTERVAL_S,
         heartbeat_s: float = _HEARTBEAT_S,
     ) -> None:
         """`dress` adds what changes all the time, and is no reason to show it."""
-        self._look = look
+        self._read = read
         self._dress = dress
         self._interval_s = interval_s
         self._heartbeat_s = heartbeat_s
@@ -233,7 +233,7 @@ class Watch:
         sent_at = clock()
         while True:
             frame = b""
-            if (now := self._look()) != last:
+            if (now := self._read()) != last:
                 last = now
                 frame = b"event: state\ndata: " + encode(self._dress(now)) + b"\n\n"
             elif clock() >= sent_at + self._heartbeat_s:

@@ -145,7 +145,7 @@ class Admission:
         self._tokens_per_s = _UNMEASURED
         self._promises: dict[tuple[str, bytes], Promise] = {}
 
-    def look(self, schedule: Schedule, tokens_per_s: float) -> None:
+    def set_schedule(self, schedule: Schedule, tokens_per_s: float) -> None:
         """When those that wait will start, and how fast prompts are read."""
         self._schedule = schedule
         self._tokens_per_s = tokens_per_s or self._tokens_per_s

@@ -122,7 +122,7 @@ class Forecast:
                 self._length.add(length, 1)
         self._num_new += len(outputs.tokens)
 
-    def look(self, status: Status, now: float) -> None:
+    def measure_pace(self, status: Status, now: float) -> None:
         """The pace since the last status."""
         if self._looked_at is not None and self._num_new:
             self._pace.add((now - self._looked_at) * status.num_running, self._num_new)

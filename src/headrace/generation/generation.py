@@ -345,7 +345,7 @@ class Generation:
         if is_sole and host.state == "dead":
             raise RequestError("engine_failed", "The engine stopped for good.", retry_after_s=30)
         queue = self._queue(host)
-        queue.look(host.schedule, host.tokens_per_s)
+        queue.set_schedule(host.schedule, host.tokens_per_s)
         return queue
 
     def _queue(self, host: Host) -> Admission:

@@ -408,11 +408,11 @@ class Host:
     def _show_queue(self, status: Status) -> None:
         """Tells every waiting stream its place."""
         self.status = status
-        self.metrics.look(status, self.model.ready)
+        self.metrics.show_status(status, self.model.ready)
         self.steps.extend(status.steps)
         self.tokens_per_s = status.prompt_tokens_per_s
         now = time.monotonic()
-        self._forecast.look(status, now)
+        self._forecast.measure_pace(status, now)
         if self._up is None:
             return
         starts = self._forecast.starts(status, self._num_places(status), self._asked)

@@ -14,7 +14,7 @@ EVERY_S = 1.5
 _LOOK_INTERVAL_S = 0.1
 
 OnLoading = Callable[[LoadProgress], None]
-Look = Callable[[], Iterable[LoadProgress | None]]
+ReadProgress = Callable[[], Iterable[LoadProgress | None]]
 
 
 class LoadWatch:
@@ -71,15 +71,15 @@ class LoadTeller:
     A context. What is told at first is told before it is entered.
     """
 
-    def __init__(self, look: Look, tell: OnLoading) -> None:
-        self.look = look
+    def __init__(self, read_progress: ReadProgress, tell: OnLoading) -> None:
+        self.read_progress = read_progress
         self._tell = tell
         self._told: dict[str, tuple[str, float]] = {}  # stage and time, by model
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="loading", daemon=True)
 
     def __enter__(self) -> "LoadTeller":
-        self._look_once()
+        self._tell_once()
         self._thread.start()
         return self
 
@@ -89,12 +89,12 @@ class LoadTeller:
 
     def _run(self) -> None:
         while not self._stop.wait(_LOOK_INTERVAL_S):
-            self._look_once()
+            self._tell_once()
 
-    def _look_once(self) -> None:
+    def _tell_once(self) -> None:
         now, told = time.monotonic(), self._told
         self._told = {}
-        for one in filter(None, self.look()):
+        for one in filter(None, self.read_progress()):
             stage, at = told.get(one.model, ("", 0.0))
             if one.stage != stage or now >= at + EVERY_S:
                 self._tell(one)

@@ -126,7 +126,7 @@ class Placement:
         """Lets a replica take no more requests; those that it has keep their places."""
         self._replicas[replica].takes_more = False
 
-    def look(self, replica: ReplicaId, blocks_free: int) -> None:
+    def set_free_blocks(self, replica: ReplicaId, blocks_free: int) -> None:
         """Takes the number of free blocks that a replica's engine reports."""
         self._replicas[replica].blocks_free = blocks_free
 

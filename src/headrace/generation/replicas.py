@@ -297,7 +297,7 @@ class Replicas:
 
     def _show(self, replica: Replica, status: Status) -> None:
         replica.status = status
-        self._placement.look(replica.number, status.blocks_free)
+        self._placement.set_free_blocks(replica.number, status.blocks_free)
         known = [it.status for it in self._replicas.values() if it.status]
         line = [self._parts[ticket] for ticket in self._placement.waiting()]
         whole = status_of(known, self._retired, line)
@@ -309,9 +309,9 @@ class Replicas:
         clock = asyncio.get_running_loop().time
         while True:
             await asyncio.sleep(_LOOK_INTERVAL_S)
-            await self._look(clock())
+            await self._adjust(clock())
 
-    async def _look(self, now: float) -> None:
+    async def _adjust(self, now: float) -> None:
         if self._is_closing:
             return
         are_up = all(it.up for it in self._replicas.values())

@@ -195,7 +195,7 @@ class Metrics:
         self._blocks.clear()
         self._slots.clear()
 
-    def look(self, status: Status, ready: Ready | None) -> None:
+    def show_status(self, status: Status, ready: Ready | None) -> None:
         self._running.set(status.num_running)
         self._waiting.set(status.num_waiting)
         self._waiting_tokens.set(status.num_waiting_tokens)

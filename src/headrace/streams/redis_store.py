@@ -42,7 +42,7 @@ from headrace.streams.sweep import Kept, choose
 logger = logging.getLogger(__name__)
 
 _EVICTED_AT_ONCE = 100
-_NUM_LOOKS, _LOOK_S = 20, 0.05  # while what is found here is only about to be known here
+_NUM_TRIES, _TRY_S = 20, 0.05  # while what is found here is only about to be known here
 _NO_WRITER = 0
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -59,7 +59,7 @@ class RedisStore:
         self.stalled = link.stalled
         self.writable = link.writable
         self.link = link
-        self.tails = LiveTails(link, self._take_ask, self._look_for_stops)
+        self.tails = LiveTails(link, self._take_ask, self._ask_missed_stops)
         self._num_claims = 0  # under way
         self._strays: set[StreamId] = set()  # said to be written here, and unknown here
         self._unanswered: dict[str, str] = {}  # claims, by the gateway that has gone
@@ -98,7 +98,7 @@ class RedisStore:
         while pending := [part for part in self._parts if not part.done()]:
             for part in pending:
                 part.cancel()  # a client that connects or reads just then may pass over one
-            await asyncio.wait(pending, timeout=_LOOK_S)
+            await asyncio.wait(pending, timeout=_TRY_S)
         with contextlib.suppress(*LOST):
             await self.link.attempt(scripts.RELEASE, self.gateway)
         await self.link.close()
@@ -132,13 +132,13 @@ class RedisStore:
 
     async def _known(self, name: Name) -> Stored | None:
         """Finds a stream; one written here may be known only in a moment, or just have ended."""
-        for _ in range(_NUM_LOOKS):
+        for _ in range(_NUM_TRIES):
             answer = await self.link.run(scripts.FIND, *_as_arguments(name))
             if not answer:
                 return None
             if (stored := await self._stored(row_of(answer[0]))) is not None:
                 return stored
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_TRY_S)
         raise StoreStalled("This stream is being opened; try again later.")
 
     async def find_family(self, name: ByConversation) -> list[Stored]:
@@ -224,7 +224,7 @@ class RedisStore:
             interval_s = float(details[1]) if what == "beat" else 0.0
             self._asks.put_nowait(Ask(StreamId(id), what, details[0], interval_s))
 
-    async def _look_for_stops(self) -> None:
+    async def _ask_missed_stops(self) -> None:
         """Applies the stops that were published while nothing was heard."""
         own = list(self.tails.own)
         codes = await self.link.run(scripts.STOPS, *own, is_patient=True)
