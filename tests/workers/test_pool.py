@@ -18,7 +18,7 @@ import pytest
 from headrace.config.settings import ModelConfig
 from headrace.core.errors import RequestError
 from headrace.core.request import Chat, Text
-from headrace.generation.served import encoded_of
+from headrace.generation.model_checks import encoded_of
 from headrace.workers import process
 from headrace.workers.pool import WorkerPool
 
