@@ -115,7 +115,7 @@ $(LLAMA)/ready: constraints.txt
 
 # the same file by llama-server and by lane llama-cpp, in turn
 llama-gap: $(LLAMA)/ready $(ROOFLINE_MODEL)
-	PYTHONPATH=src:. $(LLAMA)/bin/python -m benchmarks.llama_gap $(ROOFLINE_MODEL) $(ARGS)
+	PYTHONPATH=src:. $(LLAMA)/bin/python -m benchmarks.beside llama $(ROOFLINE_MODEL) $(ARGS)
 
 # damaged GGUF files in larger numbers than the suite has
 MUTATIONS ?= 1000

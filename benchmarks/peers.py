@@ -232,7 +232,7 @@ def _mixed(servers: list[Server], rounds: int) -> list[dict[str, Any]]:
 
 
 def _about(given: argparse.Namespace) -> dict[str, Any]:
-    from headrace.runner.kernels.forms import forms_here
+    from headrace.runner.kernels.instruction_sets import instruction_sets_here
 
     revision = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT
@@ -242,7 +242,7 @@ def _about(given: argparse.Namespace) -> dict[str, Any]:
         "began": time.time(),
         "revision": revision,
         "processor": _processor(),
-        "kernels": forms_here()[0],
+        "kernels": instruction_sets_here()[0],
         "threads": given.threads,
         "shape": given.shape,
         "rounds": given.rounds,

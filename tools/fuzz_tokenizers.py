@@ -10,9 +10,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from headrace.text.probes import hard_texts
 from headrace.text.tokenizer import Tokenizer
-from headrace.text.windows import Sizes, WindowedText
+from headrace.text.tokenizer_probes import hard_texts
+from headrace.text.windowed_encoding import Sizes, WindowedText
 from tools.harness.small_tokenizers import KINDS, ours
 
 SIZES = (Sizes(window=200, overlap=100), Sizes(window=400, overlap=200))

@@ -41,7 +41,7 @@ from headrace.workers.pool import ThreadWork
 T = TypeVar("T")
 Prompt = str | list[int]
 
-_WIRE = ResponseOptions(return_token_ids=True)
+_OPTIONS = ResponseOptions(return_token_ids=True)
 
 
 class LLM:
@@ -149,7 +149,7 @@ class LLM:
         model = self._host.generation.hosts.get(fields.get("model")).model
         checked = pack(dialect, fields)
         request = to_request(dialect, checked, model)
-        request = msgspec.structs.replace(request, wire=_WIRE)
+        request = msgspec.structs.replace(request, response_options=_OPTIONS)
         return _Call(request, checked.packed, dialect.ID_PREFIX)
 
 

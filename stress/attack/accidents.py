@@ -15,8 +15,8 @@ from pathlib import Path
 from headrace.streams.sqlite_schema import NAME
 from stress.attack.bodies import CHAT, TEXT, WORST, overrun
 from stress.attack.target import Manner, Target, post, until
-from stress.chaos.exchange import Call
-from stress.chaos.site import Site
+from stress.http import Call
+from stress.site import Site
 
 NUM_DESCRIPTORS = 256
 DISK_BYTES = 8 << 20

@@ -1,28 +1,24 @@
 """Two honest clients beside every attack, and scales: what the others cost them, in figures."""
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import NamedTuple
 
 import httpx
 
-from stress.attack.target import Talk
-from stress.chaos.catalog import CHAT, GREEDY, Question, ask_undisturbed
-from stress.chaos.clients import live
-from stress.chaos.compare import Violation
-from stress.chaos.exchange import Call
-from stress.chaos.oracle import judge
-from stress.chaos.site import Site
-from stress.chaos.story import Story, Way
-from stress.chaos.truth import NoTruth, read_truth
-from stress.chaos.witness import Fates, Proxy
+from stress.catalog import CHAT, GREEDY, Question, ask_undisturbed
+from stress.clients import live
+from stress.compare import Violation
+from stress.http import Call, exchange
+from stress.oracle import verdict
+from stress.site import Site
+from stress.story import Story, Way
+from stress.witness import Fates, Proxy
+from tools.harness.processes import children, is_engine, proportional_bytes
 
 HEARTBEAT_S = 1.0
 PROBE_S = 0.1
-_GIVEN_UP_S = 60.0
 _CUT_SHARE = 0.2
 _PAUSE_S = 0.5  # after a refusal
 _PATIENCE_S = 300.0
@@ -78,26 +74,11 @@ class Prober:
             asking.cancel()
 
     async def _ask(self) -> None:
-        asked = time.monotonic()
-        talk = Talk()
-        with contextlib.suppress(OSError, TimeoutError):
-            async with asyncio.timeout(_GIVEN_UP_S):
-                await _get(self._site.port, "/health", talk)
-        self.samples.append((asked, time.monotonic() - asked))
-        status = talk.answers[0].status if talk.answers else 0
-        if status != 200 or b'"ok"' not in talk.answers[0].body:
-            said = bytes(talk.answers[0].body[:100]) if talk.answers else b""
-            self.problems.append((asked, f"health: {status} {said!r} {talk.problem}"))
-
-
-async def _get(port: int, path: str, talk: Talk) -> None:
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    try:
-        writer.write(Call("GET", path).raw())
-        while not talk.has(1) and (piece := await reader.read(1 << 16)):
-            talk.feed(piece)
-    finally:
-        writer.transport.abort()
+        made = await exchange(self._site.port, Call("GET", "/health"))
+        self.samples.append((made.began, time.monotonic() - made.began))
+        if made.got.status != 200 or b'"ok"' not in made.got.body:
+            said = f"{made.got.status} {bytes(made.got.body[:100])!r} {made.talk.problem}"
+            self.problems.append((made.began, f"health: {said}"))
 
 
 class Chatter:
@@ -179,20 +160,8 @@ class Chatter:
     async def _judge(self, story: Story) -> list[Violation]:
         if self.forgiven_at > story.began:
             return []
-        found = [] if self.excused_at > story.began else self._unexplained(story)
-        try:
-            ids = sorted(story.stream_ids)
-            truths = [await read_truth(self._calm, stream_id, None) for stream_id in ids]
-        except NoTruth as error:
-            return [*found, Violation("lost", story.question.num_tokens, str(error))]
-        return found + judge(story, truths)
-
-    def _unexplained(self, story: Story) -> list[Violation]:
-        return [
-            Violation("wrong failure", 1, f"unexplained: {made.line()}")
-            for made in story.exchanges
-            if not made.got.is_whole and not (made.passage and made.passage.was_cut)
-        ]
+        is_excused = self.excused_at > story.began
+        return await verdict(story, self._calm, lambda made: is_excused or made.got.is_whole)
 
 
 def as_seen(gaps: Iterable[float]) -> list[float]:
@@ -214,30 +183,14 @@ class Scales:
             await asyncio.sleep(PROBE_S)
 
     def weigh(self) -> float:
-        return float(sum(map(_bytes_of, _family(self._site.pid))))
+        return float(sum(map(proportional_bytes, _family(self._site.pid))))
 
 
 def _family(pid: int) -> list[int]:
     """A process and those below it, without engines."""
-    with contextlib.suppress(OSError):
-        if b"headrace.engine.process" in Path(f"/proc/{pid}/cmdline").read_bytes():
-            return []
-        below = [
-            int(child)
-            for task in Path(f"/proc/{pid}/task").iterdir()
-            for child in (task / "children").read_text().split()
-        ]
-        return [pid, *(one for child in below for one in _family(child))]
-    return []
-
-
-def _bytes_of(pid: int) -> int:
-    """What is shared counts in part; 0 for a process that has gone."""
-    with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
-                return int(line.split()[1]) << 10
-    return 0
+    if is_engine(pid):
+        return []
+    return [pid, *(one for child in children(pid) for one in _family(child))]
 
 
 class Stage:

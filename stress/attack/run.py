@@ -19,8 +19,8 @@ from stress.attack.honest import HEARTBEAT_S, Quantiles, Stage, as_seen, quantil
 from stress.attack.target import Target, until
 from stress.attack.tenants import TENANTS
 from stress.attack.wires import WIRES
-from stress.chaos.compare import Violation
-from stress.chaos.site import Site
+from stress.compare import Violation
+from stress.site import Site
 
 ATTACKS: dict[str, Callable[[Target], Awaitable[None]]] = {
     **WORST,

@@ -23,7 +23,7 @@ import httpx
 from websockets.asyncio.client import connect
 
 from stress.attack.honest import Scales
-from stress.chaos.site import Site
+from stress.site import Site
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 FLAGS = ("--threads", "1", "--max-num-seqs", "6", "--max-num-queued-reqs", "16")

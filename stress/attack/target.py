@@ -7,87 +7,16 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
-from typing import Any
 
-import httptools
 import msgspec
 
 from headrace.core.errors import KINDS
-from stress.chaos.exchange import Call
-from stress.chaos.site import Site
+from stress.http import CHUNK, KEPT, Call, Reply, Talk
+from stress.site import Site
 
 MAX_BODY = 32 << 20
 _OWN_WORDS = {code for code, kind in KINDS.items() if kind.status == 500} - {"internal_error"}
 """Failures of the server that it gives a reason for: poison, a stream whose record is damaged."""
-
-_KEPT = 1 << 20  # of a longer body only the length is kept
-_CHUNK = 1 << 16
-
-
-class Answer:
-    """One answer, as far as it came."""
-
-    def __init__(self) -> None:
-        self.status = 0  # until the head is complete
-        self.headers: dict[str, str] = {}
-        self.body = bytearray()
-        self.num_bytes = 0
-        self.is_whole = False
-
-    @property
-    def json(self) -> Any:
-        return msgspec.json.decode(self.body)
-
-    @property
-    def code(self) -> str:
-        """Of its error; empty if it has none."""
-        with contextlib.suppress(msgspec.DecodeError, TypeError, KeyError, AttributeError):
-            return str(self.json["error"]["code"])
-        return ""
-
-
-class Talk:
-    """What came over one connection: any number of answers, and how it ended."""
-
-    def __init__(self, has_bodies: bool = True) -> None:
-        self.answers: list[Answer] = []
-        self.num_bytes = 0
-        self.end = "waiting"  # closed, reset, refused, cut (by us), silent (we gave up)
-        self.problem = ""  # why what came is no HTTP
-        self._has_bodies = has_bodies
-        self._parser = httptools.HttpResponseParser(self)
-
-    def feed(self, piece: bytes) -> None:
-        self.num_bytes += len(piece)
-        try:
-            self._parser.feed_data(piece)
-        except httptools.HttpParserUpgrade:
-            pass
-        except httptools.HttpParserError as error:
-            if self._has_bodies:  # the answer to HEAD tells the length of a body that never comes
-                self.problem = f"{error}: {piece[:80]!r}"
-
-    def has(self, number: int) -> bool:
-        whole = [a for a in self.answers if a.is_whole or (a.status and not self._has_bodies)]
-        return len(whole) >= number
-
-    def on_message_begin(self) -> None:
-        self.answers.append(Answer())
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self.answers[-1].headers[name.decode("latin-1").lower()] = value.decode("latin-1")
-
-    def on_headers_complete(self) -> None:
-        self.answers[-1].status = self._parser.get_status_code()
-
-    def on_body(self, piece: bytes) -> None:
-        answer = self.answers[-1]
-        answer.num_bytes += len(piece)
-        if len(answer.body) < _KEPT:
-            answer.body += piece
-
-    def on_message_complete(self) -> None:
-        self.answers[-1].is_whole = True
 
 
 class Manner(msgspec.Struct, frozen=True):
@@ -136,14 +65,14 @@ class Target:
         """Several clients at once, each with dice of its own."""
         await asyncio.gather(*(live(self, self.rng(n)) for n in range(num_clients)))
 
-    async def ask(self, call: Call, manner: Manner = PLAIN) -> Answer:
+    async def ask(self, call: Call, manner: Manner = PLAIN) -> Reply:
         """An ordinary request; an empty answer if none came."""
         talk = await self.talk([call.raw()], manner)
-        return talk.answers[0] if talk.answers else Answer()
+        return talk.first
 
     async def talk(self, pieces: Iterable[bytes], manner: Manner = PLAIN) -> Talk:
         """Sends the pieces over one connection and judges what comes back; never raises."""
-        talk = Talk(manner.has_bodies)
+        talk = Talk(manner.has_bodies, KEPT)
         sent = bytearray()
         try:
             async with asyncio.timeout(manner.within_s):
@@ -167,7 +96,7 @@ class Target:
                 if manner.cut_after is not None and talk.num_bytes >= manner.cut_after:
                     talk.end = "cut"
                     return
-                piece = await reader.read(_CHUNK)
+                piece = await reader.read(CHUNK)
                 if not piece:
                     talk.end = "closed"
                     return
@@ -212,7 +141,7 @@ async def _send(
             writer.write_eof()
 
 
-def _problem(answer: Answer, manner: Manner) -> str:
+def _problem(answer: Reply, manner: Manner) -> str:
     """What is wrong with an answer; empty if nothing is."""
     status, shown = answer.status, f"{answer.status} {bytes(answer.body[:200])!r}"
     if manner.expects == "rude" and answer.headers.get("content-type", "").startswith("text/plain"):
@@ -228,7 +157,7 @@ def _problem(answer: Answer, manner: Manner) -> str:
     if manner.expects == "good" and status not in (0, 200):
         return f"refused: {shown}"
     is_json = answer.headers.get("content-type") == "application/json"
-    if is_json and answer.is_whole and 0 < answer.num_bytes < _KEPT:
+    if is_json and answer.is_whole and 0 < answer.num_bytes < KEPT:
         try:
             msgspec.json.decode(answer.body)
         except msgspec.DecodeError as error:

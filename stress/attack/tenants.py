@@ -11,9 +11,9 @@ import msgspec
 from websockets.asyncio.client import connect
 
 from stress.attack.bodies import TEXT, TOKENIZE
-from stress.attack.target import Answer, Manner, Target, post
-from stress.chaos.exchange import Call
-from stress.chaos.site import Site
+from stress.attack.target import Manner, Target, post
+from stress.http import Call, Reply
+from stress.site import Site
 
 MAX_SLOWER = 6.0
 """Times as long as on a quiet server may a body of 1 MB take."""
@@ -143,7 +143,7 @@ async def _seconds(own: Target) -> float:
 
 
 async def _get(own: Target, path: str, key: tuple[tuple[str, str], ...]) -> Any:
-    answer: Answer = await own.ask(Call("GET", path, headers=key), _GOOD)
+    answer: Reply = await own.ask(Call("GET", path, headers=key), _GOOD)
     return answer.json
 
 

@@ -7,8 +7,8 @@ from urllib.parse import quote
 
 from headrace.gateway.http_server import MAX_AHEAD
 from stress.attack.bodies import APPLY, CHAT, DETOKENIZE, LOOKUP, TEXT, TOKENIZE
-from stress.attack.target import Answer, Manner, Target, post
-from stress.chaos.exchange import Call
+from stress.attack.target import Manner, Target, post
+from stress.http import Call, Reply
 
 _ASKED = b'{"prompt":"one two","max_tokens":40,"ignore_eos":true,"stream":true}'
 _QUICK = b'{"content":"one two three"}'
@@ -260,7 +260,7 @@ async def traversal(target: Target) -> None:
     paths += ["/" + "a" * 60_000, "/" + "a/" * 20_000, "http://evil.example/health", "*", "a", "/%"]
     paths += ["/%ff%fe", "/\u00e9", "/?" + "a=1&" * 10_000, "/health/", "//health", "/./health"]
 
-    def check(path: str, answer: Answer) -> None:
+    def check(path: str, answer: Reply) -> None:
         if b"root:" in answer.body:
             target.fail(f"a file came out of {path}")
 

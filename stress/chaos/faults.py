@@ -6,8 +6,8 @@ import signal
 from collections import Counter
 from typing import Protocol
 
-from stress.chaos.site import Site
-from stress.chaos.witness import Proxy
+from stress.site import Site
+from stress.witness import Proxy
 
 MOMENTS = {
     "accepted": b"HTTP/1.1 200",

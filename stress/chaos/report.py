@@ -5,10 +5,10 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 
-from stress.chaos.compare import KINDS, Violation
-from stress.chaos.site import Death
-from stress.chaos.story import Story
 from stress.chaos.times import Gap, longest_gap, resume_times, token_times
+from stress.compare import KINDS, Violation
+from stress.site import Death
+from stress.story import Story
 
 MAX_GAP_S = 15.0
 _MAX_SHOWN = 10

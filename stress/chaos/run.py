@@ -9,16 +9,15 @@ from typing import Protocol
 
 import msgspec
 
-from stress.chaos.catalog import SECOND, Question, make_catalog
-from stress.chaos.clients import draw_way, live
-from stress.chaos.compare import Violation
+from stress.catalog import SECOND, Question, make_catalog
 from stress.chaos.faults import Blows, Faults, ServerBlows
-from stress.chaos.oracle import judge, judge_plain
 from stress.chaos.report import Report
-from stress.chaos.site import FLAGS, HEARTBEAT_S, Death, Site
-from stress.chaos.story import RETRYABLE, Story
-from stress.chaos.truth import NoTruth, read_truth
-from stress.chaos.witness import Fates, Proxy
+from stress.clients import draw_way, live
+from stress.http import Exchange
+from stress.oracle import verdict
+from stress.site import FLAGS, HEARTBEAT_S, Death, Site
+from stress.story import RETRYABLE, Story
+from stress.witness import Fates, Proxy
 
 _CUT_SHARE = 0.35
 _LAG_PROBE_S = 0.05
@@ -172,32 +171,12 @@ class Run:
             patience_s = self._plan.patience_s
             story = Story(label, rng.choice(catalog), draw_way(rng), patience_s)
             await live(story, self._proxy)
-            found = await self._judge(story)
+            found = await verdict(story, self._calm, self._is_explained)
             self.report.add(story, found, self.site.deaths)
 
-    async def _judge(self, story: Story) -> list[Violation]:
-        found = self._unexplained(story)
-        if story.way.is_plain:
-            return found + judge_plain(story)
-        conversation = None if story.way.names == "key" else story.label
-        try:
-            truths = [
-                await read_truth(self._calm, stream_id, conversation)
-                for stream_id in sorted(story.stream_ids)
-            ]
-        except NoTruth as error:
-            return [*found, Violation("lost", story.question.num_tokens, str(error))]
-        return found + judge(story, truths)
-
-    def _unexplained(self, story: Story) -> list[Violation]:
-        """Connections that broke, or were refused, though nobody had cut or ended anything."""
-        return [
-            Violation("wrong failure", 1, f"unexplained: {made.line()}")
-            for made in story.exchanges
-            if not (made.got.is_whole and made.got.status not in RETRYABLE)
-            and not (made.passage and made.passage.was_cut)
-            and not self.site.was_out(made.began, made.ended)
-        ]
+    def _is_explained(self, made: Exchange) -> bool:
+        is_served = made.got.is_whole and made.got.status not in RETRYABLE
+        return is_served or self.site.was_out(made.began, made.ended)
 
     async def _check_rest(self) -> None:
         """Nothing runs, waits or is unfinished after the last stream."""

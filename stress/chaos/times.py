@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from stress.chaos.exchange import Exchange
-from stress.chaos.site import Death
-from stress.chaos.story import Story
+from stress.http import Exchange
+from stress.site import Death
+from stress.story import Story
 
 Lags = Sequence[tuple[float, float]]
 """When the witness was found to be late, and by how many seconds."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 
 from tools.harness.eventually import eventually
-from tools.harness.redis_servers import free_port
+from tools.harness.processes import free_port
 
 CONFIG = Path(__file__).parents[2] / "deploy" / "haproxy.cfg"
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tools.harness.eventually import eventually
+from tools.harness.processes import command, descendants, free_port, is_engine
 
 LIMIT_S = 240
 _FLAGS = ("--num-cpus=2", "--num-gpus=0", "--object-store-memory=80000000", "--block")
@@ -48,20 +49,20 @@ class RayNode:
     @property
     def raylet(self) -> int | None:
         """The process that the node stands and falls with."""
-        found = [pid for pid in _descendants(self._process.pid) if _program(pid) == "raylet"]
+        found = [pid for pid in descendants(self._process.pid) if _program(pid) == "raylet"]
         return found[0] if found else None
 
     def runs(self, pid: int) -> bool:
         """Whether one of its actors started that process."""
         raylet = self.raylet
-        return raylet is not None and pid in _descendants(raylet)
+        return raylet is not None and pid in descendants(raylet)
 
     def processes(self) -> list[int]:
         """All that run on it."""
-        return _descendants(self._process.pid)
+        return descendants(self._process.pid)
 
     def stop(self) -> None:
-        for pid in [*_descendants(self._process.pid), self._process.pid]:
+        for pid in [*descendants(self._process.pid), self._process.pid]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self._process.wait()
@@ -70,8 +71,7 @@ class RayNode:
 @contextlib.contextmanager
 def two_nodes() -> Iterator[tuple[str, RayNode, RayNode]]:
     """The address of a cluster, its head and its worker."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     folder = tempfile.mkdtemp(prefix="hr-ray-", dir="/tmp")  # paths of sockets must be short
     nodes = []
     try:
@@ -89,16 +89,7 @@ def two_nodes() -> Iterator[tuple[str, RayNode, RayNode]]:
 
 def engines(*nodes: RayNode) -> list[int]:
     """The engine processes on these nodes."""
-    return [pid for node in nodes for pid in node.processes() if _is_engine(pid)]
-
-
-def parent(pid: int) -> int:
-    """That of a process; 0 if there is none."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return 0
-    return int(stat.rpartition(")")[2].split()[1])
+    return [pid for node in nodes for pid in node.processes() if is_engine(pid)]
 
 
 def _answers(address: str) -> bool:
@@ -108,25 +99,4 @@ def _answers(address: str) -> bool:
 
 
 def _program(pid: int) -> str:
-    try:
-        return Path(Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].decode()).name
-    except OSError:
-        return ""
-
-
-def _is_engine(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        return b"headrace.engine.process" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    return False
-
-
-def _descendants(pid: int) -> list[int]:
-    children: dict[int, list[int]] = {}
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            children.setdefault(parent(int(name)), []).append(int(name))
-    found, new = list[int](), [pid]
-    while new:
-        new = [child for one in new for child in children.get(one, ())]
-        found += new
-    return found
+    return Path(command(pid).split(b"\0")[0].decode()).name

@@ -9,11 +9,12 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from stress.chaos.site import FLAGS, START_S, Death, Site
 from stress.cluster.balancer import Balancer, answers
-from stress.cluster.nodes import RayNode, engines, parent
+from stress.cluster.nodes import RayNode, engines
+from stress.site import FLAGS, START_S, Death, Site
 from tools.harness.eventually import eventually
-from tools.harness.redis_servers import RedisServer, free_port
+from tools.harness.processes import free_port, parent, ticks
+from tools.harness.redis_servers import RedisServer
 
 NUM_REPLICAS = 2  # of each gateway
 _NOTICED_S = 3.0  # by HAProxy, that a gateway has gone
@@ -86,9 +87,9 @@ class ClusterSite:
         return await self.is_well(within_s)
 
     async def is_engine_at_rest(self) -> bool:
-        before = {pid: _ticks(pid) for pid in self.engines()}
+        before = {pid: ticks(pid) for pid in self.engines()}
         await asyncio.sleep(1.0)
-        return all(_ticks(pid) - ticks <= _REST_TICKS for pid, ticks in before.items())
+        return all(ticks(pid) - was <= _REST_TICKS for pid, was in before.items())
 
     async def stop(self) -> int:
         codes = [await it.stop() for it in self.gateways]
@@ -189,12 +190,3 @@ class ClusterBlows:
         if rng.random() < 0.7 and not await gateway.ready():
             self._site.problems.append("a gateway did not start again")
         return int(fault == "gateway")
-
-
-def _ticks(pid: int) -> int:
-    """Of the processor, that the process has used; 0 if it has ended."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return 0
-    return int(stat[11]) + int(stat[12])

@@ -2,13 +2,13 @@
 
 import asyncio
 
-from stress.chaos.catalog import TEXT, Question
-from stress.chaos.compare import compare
-from stress.chaos.exchange import Reply
-from stress.chaos.frames import Said, frames_of, own_dropped
-from stress.chaos.oracle import judge_plain
-from stress.chaos.story import Story, Way
-from stress.chaos.witness import Fate, Fates, Passage, Proxy
+from stress.catalog import TEXT, Question
+from stress.compare import compare
+from stress.frames import Said, frames_of, own_dropped
+from stress.http import Reply
+from stress.oracle import judge_plain
+from stress.story import Story, Way
+from stress.witness import Fate, Fates, Passage, Proxy
 
 TRUTH = [5, 6, 7, 8, 9, 10]
 

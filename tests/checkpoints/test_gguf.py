@@ -26,7 +26,7 @@ from headrace.runner.lanes.native_text import NativeText
 from headrace.runner.load import load_runner
 from headrace.runner.runner import Runner
 from tests.drive import assert_close, random_prompt, row_logits, tiny_runner
-from tests.runner.kernels.own_forms import needs_own_forms
+from tests.runner.kernels.own_kernels import needs_own_kernels
 from tools.harness.gguf_files import to_gguf
 from tools.harness.tiny_models import CHAT_TEMPLATE, END, make_tiny_model
 
@@ -87,7 +87,7 @@ def test_experts_that_do_not_fit_their_number_are_named(
     assert error.value.code == "model_corrupt"
 
 
-@needs_own_forms
+@needs_own_kernels
 @pytest.mark.parametrize("family, kind", [(f, k) for f, k in CASES if k in FORMS])
 def test_a_file_keeps_its_bits_and_computes_as_plain_bfloat16_or_better(
     tmp_path: Path, family: str, kind: str
@@ -108,7 +108,7 @@ def test_a_file_keeps_its_bits_and_computes_as_plain_bfloat16_or_better(
     assert needed.held < (0.45 if FORMS[kind].bits == 4 else 0.7) * unpacked.held
 
 
-@needs_own_forms
+@needs_own_kernels
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_stacks_of_several_types_and_heads_of_their_own_keep_their_values(
     tmp_path: Path, is_tied: bool
@@ -134,7 +134,7 @@ def test_stacks_of_several_types_and_heads_of_their_own_keep_their_values(
     assert runner.lane.weight_bytes == needed.held
 
 
-@needs_own_forms
+@needs_own_kernels
 def test_a_file_is_unpacked_on_request_and_by_plain_and_its_answers_are_named_apart(
     tmp_path: Path,
 ) -> None:
@@ -340,7 +340,7 @@ def test_a_damaged_head_is_one_line_and_no_crash(
     try:
         spec = read_spec(find_model(str(path)))
         choose.choose_lane(spec, "native-text")
-        NativeText(spec, torch.float32, torch.device("cpu"), form="plain")
+        NativeText(spec, torch.float32, torch.device("cpu"), instructions="plain")
     except ModelError as error:
         assert "\n" not in str(error)
 

@@ -25,7 +25,7 @@ from tests.drive import (
     row_logits,
     tiny_runner,
 )
-from tests.runner.kernels.own_forms import needs_own_forms
+from tests.runner.kernels.own_kernels import needs_own_kernels
 
 FILES = sorted((Path(__file__).parent / "data").glob("*.gguf"))
 PROMPT = random_prompt(40, vocab_size=260)
@@ -86,7 +86,7 @@ def test_logits_are_those_of_transformers_with_the_dequantized_weights(file: Pat
 
 
 @pytest.mark.slow  # it compiles every kernel of packed weights, as test_gguf.py does
-@needs_own_forms
+@needs_own_kernels
 @torch.inference_mode()
 def test_in_its_own_bits_it_computes_as_well_as_unpacked_to_bfloat16(file: Path) -> None:
     folder = find_model(str(file))

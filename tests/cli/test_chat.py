@@ -18,7 +18,7 @@ from headrace.client.events import Heartbeat, Progress, Queued
 from headrace.core.errors import ConfigError
 from tests.cli.terminal import terminal
 from tests.client.builders import cutting_proxy
-from tools.harness import servers
+from tools.harness import processes, servers
 from tools.harness.eventually import eventually
 from tools.harness.servers import ServerProcess, running_server
 
@@ -246,8 +246,7 @@ def test_with_a_model_it_has_a_server_of_its_own_that_ends_with_it(
     words = ("chat", str(folder), *GREEDY)
     with terminal(*words, XDG_STATE_HOME=str(tmp_path), HEADRACE_THREADS="1") as shown:
         shown.wait_for("> ")
-        pid = shown.process.pid
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        children = processes.children(shown.process.pid)
         assert children
         shown.press_ctrl_c()
         assert shown.wait_until_ended() == 130
@@ -302,8 +301,7 @@ def test_an_end_by_signal_takes_the_private_server_with_it(
 ) -> None:
     with terminal("chat", str(folder), XDG_STATE_HOME=str(tmp_path)) as shown:
         shown.wait_for("> ")
-        pid = shown.process.pid
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        children = processes.children(shown.process.pid)
         shown.signal(number)
         assert shown.wait_until_ended() in (128 + number, -number)
     eventually(lambda: not any(Path(f"/proc/{child}").exists() for child in children))

@@ -1,6 +1,5 @@
 """How far a download is: the line on stderr, and health."""
 
-import socket
 import sys
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 from headrace.cli.download import DownloadLine
 from tests.checkpoints.small_hub import small_hub
 from tools.harness.eventually import eventually
+from tools.harness.processes import free_port
 from tools.harness.servers import ServerProcess
 from tools.harness.tiny_models import make_tiny_model
 
@@ -33,11 +33,6 @@ def test_on_a_terminal_one_line_moves(
     show(2, 2)
     shown = capsys.readouterr().err
     assert shown.count("\r") == 2 and shown.count("\n") == 1
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return int(taken.getsockname()[1])
 
 
 def test_health_says_how_far_a_download_is(tmp_path: Path) -> None:

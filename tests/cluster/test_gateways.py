@@ -13,7 +13,8 @@ import pytest
 
 from stress.cluster.balancer import balanced
 from tools.harness.eventually import eventually
-from tools.harness.redis_servers import DURABLE, RedisServer, free_port, redis_server
+from tools.harness.processes import free_port
+from tools.harness.redis_servers import DURABLE, RedisServer, redis_server
 from tools.harness.servers import ServerProcess, running_server
 
 BODY = {"prompt": "Once upon a time", "max_tokens": 400, "temperature": 0, "ignore_eos": True}

@@ -10,9 +10,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from stress.cluster.nodes import RayNode, parent, two_nodes
+from stress.cluster.nodes import RayNode, two_nodes
 from tests.replicas import LIMIT_S, at_once, up
 from tools.harness.eventually import eventually
+from tools.harness.processes import parent
 from tools.harness.servers import ServerProcess, running_server
 
 FLAGS = ("--threads", "1", "--max-model-len", "2048", "--max-num-seqs", "4")

@@ -12,7 +12,8 @@ from stress.cluster.balancer import balanced
 from stress.cluster.nodes import RayNode, engines, two_nodes
 from tests.replicas import LIMIT_S, up
 from tools.harness.eventually import eventually
-from tools.harness.redis_servers import DURABLE, free_port, redis_server
+from tools.harness.processes import free_port
+from tools.harness.redis_servers import DURABLE, redis_server
 from tools.harness.servers import ServerProcess
 
 FLAGS = ("--threads", "1", "--max-model-len", "2048", "--max-num-seqs", "4", "--heartbeat-s", "1")

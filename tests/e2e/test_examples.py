@@ -4,7 +4,7 @@ import asyncio
 import sys
 from pathlib import Path
 
-from stress.chaos.witness import Fates, Proxy
+from stress.witness import Fates, Proxy
 from tools.harness.servers import ServerProcess
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"

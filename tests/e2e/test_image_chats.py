@@ -18,6 +18,7 @@ from PIL import Image
 
 from headrace import LLM, Client, RequestFailed
 from headrace.workers.image_fetch import ImageFetcher
+from tools.harness.processes import children, command
 from tools.harness.servers import ServerProcess, running_server
 from tools.harness.tiny_models import IMAGE, make_tiny_image_model
 
@@ -95,10 +96,8 @@ def test_other_formats_are_taken(server, form):
 
 def test_images_are_prepared_at_the_lowest_priority(server):
     said(post(server, chat(url(picture(1)), max_tokens=1)))
-    pid = server.process.pid
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    commands = {int(c): Path(f"/proc/{c}/cmdline").read_bytes().split(b"\0") for c in children}
-    (worker,) = [child for child, command in commands.items() if b"images" in command]
+    commands = {it: command(it).split(b"\0") for it in children(server.process.pid)}
+    (worker,) = [it for it, said in commands.items() if b"images" in said]
     assert os.getpriority(os.PRIO_PROCESS, worker) == 19
 
 

@@ -2,7 +2,6 @@
 
 import json
 import re
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +9,11 @@ import httpx
 import pytest
 
 from tools.harness.eventually import eventually
+from tools.harness.processes import free_port
 from tools.harness.servers import ServerProcess
 from tools.harness.tiny_models import make_tiny_model
 
 STAGE = re.compile(r"headrace: (.+?)(?:, .*)? \(\d+ s\)")
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return int(taken.getsockname()[1])
 
 
 @pytest.mark.parametrize("form", ["text", "json"])

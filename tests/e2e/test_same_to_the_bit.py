@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.runner.kernels.own_forms import needs_own_forms
+from tests.runner.kernels.own_kernels import needs_own_kernels
 from tools.harness.servers import ServerProcess, running_server
 
 # temperature 1 and a seed: the smallest difference of a logit would sooner or later show
@@ -23,7 +23,7 @@ BODIES: list[dict[str, Any]] = [
     for number in range(12)
 ]
 
-pytestmark = needs_own_forms  # torch's own products depend on the number of rows
+pytestmark = needs_own_kernels  # torch's own products depend on the number of rows
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,7 @@ from headrace.engine import child as child_module
 from headrace.engine import supervisor as module
 from headrace.engine.child import Child
 from headrace.engine.client import EngineDown, EngineNews, EngineUp
-from headrace.engine.note import StepNote
+from headrace.engine.step_record import StepRecord
 from headrace.engine.supervisor import MAX_FAILED_STARTS, MAX_SILENT_PINGS, Pulse, Supervisor
 from tools.harness.eventually import eventually
 
@@ -187,7 +187,7 @@ class Silent:
     """A child that answers no ping; the loop loses `lost_s` with each."""
 
     def __init__(self, lost_s: float = 0.0) -> None:
-        self.note = StepNote()
+        self.step_record = StepRecord()
         self.num_pings = 0
         self.was_killed = False
         self._lost_s = lost_s
@@ -226,7 +226,7 @@ def test_a_step_that_was_stopped_with_its_server_does_not_hang(
     monkeypatch.setattr(module, "_LATE_S", 0.001)
     monkeypatch.setattr(awake, "STOPPED_S", 0.001)
     stopped = Silent(lost_s=0.002)
-    stopped.note.write([SequenceId(1)], 0.1)
+    stopped.step_record.write([SequenceId(1)], 0.1)
     clock = time.monotonic
     monkeypatch.setattr(module.time, "monotonic", lambda: clock() + 600 * (stopped.num_pings > 1))
     with pytest.raises(EOFError):

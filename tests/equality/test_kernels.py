@@ -1,4 +1,4 @@
-"""Every form of the kernels that this machine has: batched = alone, chunked = whole."""
+"""Every instruction set of the kernels that this machine has: batched = alone, chunked = whole."""
 
 from array import array
 from pathlib import Path
@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from headrace.runner.kernels.forms import Form, forms_here
+from headrace.runner.kernels.instruction_sets import InstructionSet, instruction_sets_here
 from headrace.runner.runner import Runner
 from tests.drive import Drive, assert_close, random_prompt, row_logits, tiny_runner
-from tests.runner.kernels.own_forms import OWN_FORMS, needs_own_forms
+from tests.runner.kernels.own_kernels import OWN_SETS, needs_own_kernels
 from tools.harness.tiny_models import make_tiny_model
 
 PROMPTS = [random_prompt(length) for length in (300, 7, 41, 130)]
@@ -21,10 +21,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(folder, head_dim=32, initializer_range=0.1)  # as AMX needs it
 
 
-@pytest.fixture(scope="module", params=[*forms_here(), "int4"])
+@pytest.fixture(scope="module", params=[*instruction_sets_here(), "int4"])
 def runner(request: pytest.FixtureRequest, folder: Path) -> Runner:
     if request.param == "int4":
-        if forms_here()[0] == "plain":
+        if instruction_sets_here()[0] == "plain":
             pytest.skip("this processor runs no kernels but torch's")
         return tiny_runner(folder, quantize="int4", dtype="bfloat16", block_size=32)
     return tiny_runner(folder, kernels=request.param, dtype="bfloat16", block_size=32)
@@ -58,11 +58,13 @@ def test_batched_is_alone(runner: Runner) -> None:
         assert agree(runner, part, runner.lane.logits(runner.lane.forward([chunk], [tokens])))
 
 
-@needs_own_forms
-@pytest.mark.parametrize("form", OWN_FORMS)
-def test_every_form_is_close_to_plain(folder: Path, form: Form) -> None:
+@needs_own_kernels
+@pytest.mark.parametrize("instructions", OWN_SETS)
+def test_every_instruction_set_is_close_to_plain(
+    folder: Path, instructions: InstructionSet
+) -> None:
     plain, own = (
         row_logits(tiny_runner(folder, kernels=kernels, dtype="bfloat16"), PROMPTS[0])
-        for kernels in ("plain", form)
+        for kernels in ("plain", instructions)
     )
     assert_close(own, plain, tolerance=0.05)

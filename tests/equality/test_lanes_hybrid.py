@@ -19,7 +19,7 @@ from tests.drive import (
     row_logits,
     tiny_runner,
 )
-from tests.runner.kernels.own_forms import needs_own_forms
+from tests.runner.kernels.own_kernels import needs_own_kernels
 from tools.harness.tiny_models import make_tiny_model
 
 PROMPT = random_prompt(150)
@@ -146,7 +146,7 @@ def test_bfloat16_errs_no_more_than_that_of_transformers(tmp_path: Path) -> None
     assert (ours - exact).abs().mean() <= 1.5 * (theirs - exact).abs().mean()
 
 
-@needs_own_forms
+@needs_own_kernels
 @pytest.mark.parametrize("quantize", ["none", "int8"])
 def test_no_cut_changes_a_bit_where_our_own_products_compute(tmp_path: Path, quantize: str) -> None:
     folder = make_tiny_model(tmp_path / "tiny", TEXT, dtype=torch.bfloat16, head_dim=32)

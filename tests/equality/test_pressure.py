@@ -16,7 +16,7 @@ from headrace.core.sampling import Sampling
 from headrace.engine.load import load
 from headrace.runner.runner import Runner
 from headrace.scheduler.scheduler import Scheduler
-from tests.runner.kernels.own_forms import needs_own_forms
+from tests.runner.kernels.own_kernels import needs_own_kernels
 from tests.scheduler.builders import Engine
 from tools.harness.tiny_models import make_tiny_model
 
@@ -36,7 +36,7 @@ class Case(NamedTuple):
 
 CASES = [
     Case(torch.float32, 16, 16, 11),
-    pytest.param(Case(torch.bfloat16, 32, 32, 6), marks=needs_own_forms),
+    pytest.param(Case(torch.bfloat16, 32, 32, 6), marks=needs_own_kernels),
 ]
 NO_TARGET = {"max_stall_ms": "off", "max_step_ms": "off"}
 

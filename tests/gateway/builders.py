@@ -332,11 +332,11 @@ def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
 
 def make_request(route: str = "/v1/chat/completions", **changes: Any) -> Request:
     sampling = Sampling(seed=7, num_logprobs=changes.pop("num_logprobs", None))
-    wire = ResponseOptions(**({"heartbeat": True} | changes.pop("wire", {})))
+    options = ResponseOptions(**({"heartbeat": True} | changes.pop("response_options", {})))
     prompt = (
         Text("hi") if route == "/v1/completions" else Chat(({"role": "user", "content": "hi"},))
     )
-    request = Request(route, "headrace-mini", (prompt,), sampling, wire=wire)  # type: ignore[arg-type]
+    request = Request(route, "headrace-mini", (prompt,), sampling, response_options=options)  # type: ignore[arg-type]
     return msgspec.structs.replace(request, **changes)
 
 

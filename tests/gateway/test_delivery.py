@@ -80,7 +80,7 @@ STREAMED = {"stream": True}
 
 @in_loop
 async def test_headers_and_the_first_frame_precede_the_first_step() -> None:
-    stream = await open_stream(wire=STREAMED)
+    stream = await open_stream(response_options=STREAMED)
     client = Connection(stream)
     await client.until(lambda body: body.count(b"\n\n") == 1)
     assert client.messages[0]["status"] == 200
@@ -97,7 +97,7 @@ async def test_headers_and_the_first_frame_precede_the_first_step() -> None:
 
 @in_loop
 async def test_a_stream_is_written_to_its_end() -> None:
-    stream = await open_stream(wire=STREAMED)
+    stream = await open_stream(response_options=STREAMED)
     client = Connection(stream)
     await stream.write(tokens("Hi", 5), ended(), FINISH)
     await asyncio.wait_for(client.task, 10)
@@ -108,7 +108,7 @@ async def test_a_stream_is_written_to_its_end() -> None:
 
 @in_loop
 async def test_a_client_that_leaves_is_a_reader_that_left() -> None:
-    stream = await open_stream(wire=STREAMED)
+    stream = await open_stream(response_options=STREAMED)
     client = Connection(stream)
     await client.until(bool)
     assert stream.num_left == 0
@@ -119,7 +119,7 @@ async def test_a_client_that_leaves_is_a_reader_that_left() -> None:
 @in_loop
 async def test_leaving_is_noticed_while_a_whole_answer_is_being_made() -> None:
     stream = await open_stream()
-    stream.record = make_record(make_request(wire={"heartbeat": False}))
+    stream.record = make_record(make_request(response_options={"heartbeat": False}))
     client = Connection(stream)
     await asyncio.sleep(0)
     await client.leave()
@@ -129,7 +129,7 @@ async def test_leaving_is_noticed_while_a_whole_answer_is_being_made() -> None:
 
 @in_loop
 async def test_only_what_was_written_counts_as_sent() -> None:
-    stream = await open_stream(wire=STREAMED)
+    stream = await open_stream(response_options=STREAMED)
     client = Connection(stream)
     await stream.write(tokens("", 4), tokens("Hi", 5))
     await client.until(lambda body: b"Hi" in body)
@@ -139,14 +139,14 @@ async def test_only_what_was_written_counts_as_sent() -> None:
 
 @in_loop
 async def test_heartbeats_show_life_in_silence() -> None:
-    client = Connection(await open_stream(wire=STREAMED), FAST)
+    client = Connection(await open_stream(response_options=STREAMED), FAST)
     await client.until(lambda body: body.count(IDLE) >= 3)
     await client.leave()
 
 
 @in_loop
 async def test_streams_that_wait_together_do_not_beat_together() -> None:
-    stream = await open_stream(wire=STREAMED)
+    stream = await open_stream(response_options=STREAMED)
     answers = [deliver(stream, QUIET) for _ in range(50)]  # type: ignore[arg-type]
     paces = [answer.pace.heartbeat_s for answer in answers if isinstance(answer, LiveAnswer)]
     assert len(set(paces)) == 50
@@ -155,7 +155,7 @@ async def test_streams_that_wait_together_do_not_beat_together() -> None:
 
 @in_loop
 async def test_data_postpones_a_heartbeat_but_unseen_progress_does_not() -> None:
-    stream = await open_stream(wire=STREAMED)
+    stream = await open_stream(response_options=STREAMED)
     client = Connection(stream, FAST)
     await stream.write(progress(1024))
     await client.until(lambda body: IDLE in body)
@@ -165,7 +165,7 @@ async def test_data_postpones_a_heartbeat_but_unseen_progress_does_not() -> None
 
 @in_loop
 async def test_where_every_byte_counts_heartbeats_go_through_the_log() -> None:
-    stream = await open_stream(wire=STREAMED)
+    stream = await open_stream(response_options=STREAMED)
     stream.record = msgspec.structs.replace(stream.record, names=Names(conversation="c"))
     client = Connection(stream, FAST)
     await client.until(bool)
@@ -178,7 +178,7 @@ async def test_where_every_byte_counts_heartbeats_go_through_the_log() -> None:
 
 @in_loop
 async def test_logged_comments_do_not_put_off_a_heartbeat() -> None:
-    stream = await open_stream(wire=STREAMED)
+    stream = await open_stream(response_options=STREAMED)
     stream.record = msgspec.structs.replace(stream.record, names=Names(conversation="c"))
     config = msgspec.structs.replace(QUIET, heartbeat_s=0.05, sse_ping_interval=0.01)
     client = Connection(stream, config)
@@ -190,7 +190,7 @@ async def test_logged_comments_do_not_put_off_a_heartbeat() -> None:
 
 @in_loop
 async def test_a_reader_that_takes_nothing_asks_for_no_heartbeat() -> None:
-    stream = await open_stream(wire=STREAMED)
+    stream = await open_stream(response_options=STREAMED)
     stream.record = msgspec.structs.replace(stream.record, names=Names(conversation="c"))
     slow = Connection(stream, FAST)
     assert await asyncio.wait_for(stream.beats.get(), 10) == "data"
@@ -205,7 +205,7 @@ async def test_a_reader_that_takes_nothing_asks_for_no_heartbeat() -> None:
 
 @in_loop
 async def test_a_heartbeat_never_follows_the_end() -> None:
-    stream = await open_stream(wire=STREAMED)
+    stream = await open_stream(response_options=STREAMED)
     client = Connection(stream, FAST)
     await client.until(lambda body: IDLE in body)
     await stream.write(ended(), FINISH)
@@ -217,27 +217,29 @@ async def test_a_heartbeat_never_follows_the_end() -> None:
 @in_loop
 async def test_comments_come_where_they_are_asked_for() -> None:
     config = msgspec.structs.replace(QUIET, sse_ping_interval=0.01)
-    client = Connection(await open_stream(wire=STREAMED), config)
+    client = Connection(await open_stream(response_options=STREAMED), config)
     await client.until(lambda body: b": ping\n: ping\n" in body)
     await client.leave()
 
 
-@pytest.mark.parametrize("wire", [{"heartbeat": False}, {"ping_interval_s": -1}])
+@pytest.mark.parametrize("options", [{"heartbeat": False}, {"ping_interval_s": -1}])
 @in_loop
-async def test_a_wire_can_do_without(wire: dict[str, Any]) -> None:
+async def test_a_wire_can_do_without(options: dict[str, Any]) -> None:
     config = msgspec.structs.replace(QUIET, sse_ping_interval=0.005)
-    config = msgspec.structs.replace(config, heartbeat_s=0.005) if "heartbeat" in wire else config
+    config = (
+        msgspec.structs.replace(config, heartbeat_s=0.005) if "heartbeat" in options else config
+    )
     quiet = {"ping_interval_s": -1}
-    client = Connection(await open_stream(wire=STREAMED | quiet | wire), config)
+    client = Connection(await open_stream(response_options=STREAMED | quiet | options), config)
     await asyncio.sleep(0.05)
-    assert client.body.count(b"data: ") == ("heartbeat" not in wire)
+    assert client.body.count(b"data: ") == ("heartbeat" not in options)
     assert b": ping" not in client.body
     await client.leave()
 
 
 @in_loop
 async def test_a_whole_answer_can_show_life_by_newlines() -> None:
-    stream = await open_stream(wire={"heartbeat": True})
+    stream = await open_stream(response_options={"heartbeat": True})
     client = Connection(stream, FAST)
     await client.until(lambda body: body.startswith(b"\n\n"))
     assert client.messages[0]["status"] == 200
@@ -246,10 +248,10 @@ async def test_a_whole_answer_can_show_life_by_newlines() -> None:
     assert json.loads(client.body)["choices"][0]["message"]["content"] == "Hi"
 
 
-@pytest.mark.parametrize("wire", [{"heartbeat": True}, {"heartbeat": False}])
+@pytest.mark.parametrize("options", [{"heartbeat": True}, {"heartbeat": False}])
 @in_loop
 async def test_no_stream_waits_while_a_whole_answer_is_put_together(
-    wire: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: list[threading.Thread] = []
     whole = ChunkBody.whole
@@ -258,7 +260,7 @@ async def test_no_stream_waits_while_a_whole_answer_is_put_together(
         "whole",
         lambda self: (threads.append(threading.current_thread()), whole(self))[1],
     )
-    stream = await open_stream(wire=wire)
+    stream = await open_stream(response_options=options)
     client = Connection(stream)
     await stream.write(tokens("Hi", 5), ended(), FINISH)
     await asyncio.wait_for(client.task, 10)
@@ -267,7 +269,7 @@ async def test_no_stream_waits_while_a_whole_answer_is_put_together(
 
 @in_loop
 async def test_a_late_error_of_a_whole_answer_has_its_status() -> None:
-    stream = await open_stream(wire={"heartbeat": False})
+    stream = await open_stream(response_options={"heartbeat": False})
     client = Connection(stream)
     await stream.write(tokens("Hi", 5), error("engine_failed"))
     await asyncio.wait_for(client.task, 10)
@@ -280,7 +282,7 @@ async def test_a_late_error_of_a_whole_answer_has_its_status() -> None:
 
 @in_loop
 async def test_an_error_in_mid_stream_has_no_done() -> None:
-    stream = await open_stream(wire=STREAMED)
+    stream = await open_stream(response_options=STREAMED)
     client = Connection(stream)
     await stream.write(tokens("Hi", 5), error())
     await asyncio.wait_for(client.task, 10)
@@ -290,7 +292,7 @@ async def test_an_error_in_mid_stream_has_no_done() -> None:
 
 @in_loop
 async def test_a_failure_to_render_is_an_error_in_mid_stream(caplog: Any) -> None:
-    stream = await open_stream(wire=STREAMED)
+    stream = await open_stream(response_options=STREAMED)
     client = Connection(stream)
     await stream.write(tokens("Hi", 5, choice=7))
     await asyncio.wait_for(client.task, 10)
@@ -301,7 +303,7 @@ async def test_a_failure_to_render_is_an_error_in_mid_stream(caplog: Any) -> Non
 
 @in_loop
 async def test_where_every_byte_counts_a_failure_adds_none() -> None:
-    stream = await open_stream(wire=STREAMED)
+    stream = await open_stream(response_options=STREAMED)
     stream.record = msgspec.structs.replace(stream.record, names=Names(conversation="c"))
     client = Connection(stream)
     await stream.write(tokens("Hi", 5, choice=7))
@@ -309,14 +311,14 @@ async def test_where_every_byte_counts_a_failure_adds_none() -> None:
     assert b"error" not in client.body and client.messages[-1]["more_body"] is False
 
 
-@pytest.mark.parametrize("wire", [STREAMED, {"heartbeat": True}, {"heartbeat": False}])
+@pytest.mark.parametrize("options", [STREAMED, {"heartbeat": True}, {"heartbeat": False}])
 @in_loop
-async def test_a_reader_of_a_deleted_stream_is_told_so(wire: dict[str, Any]) -> None:
-    stream = await open_stream(wire=wire)
+async def test_a_reader_of_a_deleted_stream_is_told_so(options: dict[str, Any]) -> None:
+    stream = await open_stream(response_options=options)
     client = Connection(stream)
     await asyncio.sleep(0)
     stream.log.tail.forget()
-    if wire == {"heartbeat": False}:
+    if options == {"heartbeat": False}:
         with pytest.raises(RequestError) as refused:
             await asyncio.wait_for(client.task, 10)
         assert refused.value.code == "stream_not_found"
@@ -332,7 +334,7 @@ async def test_a_reader_whose_store_cannot_be_read_is_told_to_come_back(
     async def read(self: MemoryLog, after: int, limit: int) -> Any:
         raise StoreStalled("The disk fails.")
 
-    stream = await open_stream(wire=STREAMED)
+    stream = await open_stream(response_options=STREAMED)
     monkeypatch.setattr(MemoryLog, "read", read)
     client = Connection(stream)
     await asyncio.wait_for(client.task, 10)

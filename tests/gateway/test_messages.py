@@ -120,8 +120,8 @@ def test_what_has_no_effect_is_named() -> None:
 
 
 def _record(conversation: str | None = None) -> Record:
-    wire = {"stream": True, "return_progress": True}
-    record = make_record(make_request(PATH, wire=wire))
+    options = {"stream": True, "return_progress": True}
+    record = make_record(make_request(PATH, response_options=options))
     if conversation is None:
         return record
     return msgspec.structs.replace(record, names=Names("", conversation))

@@ -24,7 +24,7 @@ from tests.gateway.builders import (
     tokens,
 )
 
-RECORD = make_record(make_request(wire={"stream": True, "include_usage": True}))
+RECORD = make_record(make_request(response_options={"stream": True, "include_usage": True}))
 NUM_EVENTS = 4  # accepted, a token, an end, and the finish, which is two frames: usage and [DONE]
 EVENTS = f"/v1/streams/{RECORD.id}/events"
 JSON_PAGE = {"accept": "application/json"}

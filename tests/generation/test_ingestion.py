@@ -11,7 +11,7 @@ from msgspec import UNSET
 from headrace.core.request import Ids, Prompt, Request, ResponseOptions, Text
 from headrace.core.sampling import Sampling
 from headrace.generation.ingestion import NO_CHUNKS, describe
-from headrace.runner.kernels.forms import forms_here
+from headrace.runner.kernels.instruction_sets import instruction_sets_here
 from headrace.streams.events import AnyEvent, Finish, Ingestion, Progress, Usage
 from tests.equality.test_together import asking
 from tests.gateway.builders import make_record, make_request
@@ -22,7 +22,7 @@ ON_SLOTS = {"layer_types": ["conv", "full_attention", "conv"]}
 
 
 def events_of(
-    folder: Path, *prompts: tuple[Prompt, ...], wire: ResponseOptions, cap: int = 32
+    folder: Path, *prompts: tuple[Prompt, ...], options: ResponseOptions, cap: int = 32
 ) -> list[list[AnyEvent]]:
     """The events of requests that are made one after the other, with steps of `cap` tokens."""
 
@@ -31,7 +31,7 @@ def events_of(
         no_target: Any = {"max_stall_ms": "off", "max_step_ms": "off"}
         async with asking(folder, max_step_tokens=cap, **no_target) as (generation, _):
             for each in prompts:
-                request = Request("/v1/completions", "tiny", each, SHORT, wire=wire)
+                request = Request("/v1/completions", "tiny", each, SHORT, response_options=options)
                 stream = await generation.open(request)
                 async with stream.reader() as events:
                     found.append([event async for event in events])
@@ -41,8 +41,8 @@ def events_of(
 
 
 def ingestions(folder: Path, *prompts: tuple[Prompt, ...], cap: int = 32) -> list[Ingestion]:
-    wire = ResponseOptions(return_ingestion=True)
-    ends = [events[-1] for events in events_of(folder, *prompts, wire=wire, cap=cap)]
+    options = ResponseOptions(return_ingestion=True)
+    ends = [events[-1] for events in events_of(folder, *prompts, options=options, cap=cap)]
     assert all(isinstance(end, Finish) and end.ingestion is not UNSET for end in ends)
     return [end.ingestion for end in ends]  # type: ignore[union-attr, misc]
 
@@ -72,7 +72,7 @@ def test_each_lane_tells_what_it_did(
         applied=True,
         reason="Prompt computed in 4 chunks.",
         boundary="step",
-        mask=mask if forms_here()[0] != "plain" else "lazy-prefix",
+        mask=mask if instruction_sets_here()[0] != "plain" else "lazy-prefix",
         memory=memory,
         encoder=None,
         tokenization="one-shot",
@@ -100,7 +100,7 @@ def test_several_prompts_have_one_record(native: Path) -> None:
 
 def test_a_long_text_is_told_as_streamed(native: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from headrace.text import encoder
-    from headrace.text.windows import Sizes
+    from headrace.text.windowed_encoding import Sizes
 
     init = encoder.Encoder.__init__
     monkeypatch.setattr(
@@ -112,7 +112,7 @@ def test_a_long_text_is_told_as_streamed(native: Path, monkeypatch: pytest.Monke
 
 
 def test_nothing_is_recorded_unless_it_is_asked_for(native: Path) -> None:
-    (events,) = events_of(native, (Text("x" * 100),), wire=ResponseOptions())
+    (events,) = events_of(native, (Text("x" * 100),), options=ResponseOptions())
     assert b"chunks" not in msgspec.json.encode(events)
     assert b"ingestion" not in msgspec.json.encode(events)
     assert any(isinstance(event, Progress) for event in events)

@@ -42,7 +42,7 @@ def test_a_message_is_a_chat_on_a_route_of_its_own() -> None:
     assert (request.route, request.model) == ("/v1/messages", "headrace-mini")
     assert request.stop == ("x", "y")
     assert (request.sampling.max_tokens, request.sampling.top_k) == (16, 3)
-    assert request.wire.stream and request.wire.heartbeat
+    assert request.response_options.stream and request.response_options.heartbeat
 
 
 def test_no_token_may_be_asked_for() -> None:

@@ -203,9 +203,9 @@ def test_logprobs_are_a_pair() -> None:
 
 def test_stream_options_without_a_stream_are_refused_if_they_ask_for_chunks() -> None:
     options = {"include_usage": True, "include_obfuscation": 5}
-    assert parse(stream=True, stream_options=options).wire.include_usage
+    assert parse(stream=True, stream_options=options).response_options.include_usage
     for harmless in (options, {}, {"continuous_usage_stats": False}):
-        assert parse(stream_options=harmless).wire.stream is False
+        assert parse(stream_options=harmless).response_options.stream is False
     name = "continuous_usage_stats"
     refused = ("invalid_value", f"stream_options.{name}")
     assert refusal(stream_options={name: True}) == refused
@@ -217,15 +217,15 @@ def test_stream_options_without_a_stream_are_refused_if_they_ask_for_chunks() ->
 
 
 def test_heartbeats_are_on_as_stream_is() -> None:
-    assert parse(stream=True).wire.heartbeat
-    assert not parse().wire.heartbeat
-    assert parse(heartbeat=True).wire.heartbeat
-    assert not parse(stream=True, heartbeat=False).wire.heartbeat
+    assert parse(stream=True).response_options.heartbeat
+    assert not parse().response_options.heartbeat
+    assert parse(heartbeat=True).response_options.heartbeat
+    assert not parse(stream=True, heartbeat=False).response_options.heartbeat
 
 
 def test_progress_without_a_stream_has_no_effect() -> None:
-    assert not parse(return_progress=True).wire.return_progress
-    assert parse(stream=True, return_progress=True).wire.return_progress
+    assert not parse(return_progress=True).response_options.return_progress
+    assert parse(stream=True, return_progress=True).response_options.return_progress
 
 
 def test_text_parts_are_joined_with_nothing_between() -> None:

@@ -138,7 +138,7 @@ def test_a_fault_names_its_path(body: dict[str, Any], code: str, param: str) -> 
 def test_sampling_and_limits_are_taken_over() -> None:
     request = request_of(max_output_tokens=7, temperature=0, top_logprobs=2, background=True)
     assert (request.sampling.max_tokens, request.sampling.num_logprobs) == (7, 2)
-    assert request.wire.background and request.route == "/v1/responses"
+    assert request.response_options.background and request.route == "/v1/responses"
     assert request_of(include=["message.output_text.logprobs"]).sampling.num_logprobs == 0
     assert request_of().sampling.num_logprobs is None
 

@@ -78,7 +78,7 @@ def test_a_stream_has_these_bytes() -> None:
 
 
 def test_usage_comes_last_and_takes_the_timings_along() -> None:
-    frames = frames_of(record_of(wire={"include_usage": True}), *HI)
+    frames = frames_of(record_of(response_options={"include_usage": True}), *HI)
     assert frames[-3:] == [
         chunk(STOP),
         b"data: {" + HEAD + b',"choices":[],' + USAGE + b"," + TIMINGS + b"}\n\n",
@@ -105,17 +105,17 @@ def test_a_heartbeat_has_these_bytes() -> None:
 def test_a_recovery_has_these_bytes_and_names_itself_only_if_asked_to() -> None:
     event = Heartbeat(seq=0, at_ms=0, state="recovering", form="data", attempt=2)
     idle = b'{"index":0,"delta":{},"finish_reason":null}'
-    named = record_of(wire={"return_progress": True})
+    named = record_of(response_options={"return_progress": True})
     assert frames_of(named, event)[1] == chunk(idle, b',"recovering":{"attempt":2}')
     assert frames_of(record_of(), event)[1] == chunk(idle)
     silent = {"heartbeat": False, "return_progress": True}
-    assert frames_of(record_of(wire=silent), event) == [b"data: [DONE]\n\n"]
+    assert frames_of(record_of(response_options=silent), event) == [b"data: [DONE]\n\n"]
 
 
 def test_a_load_has_these_bytes_and_tells_its_share_only_if_asked_to() -> None:
     event = Heartbeat(seq=0, at_ms=0, state="loading", form="data", progress=0.25)
     idle = b'{"index":0,"delta":{},"finish_reason":null}'
-    named = record_of(wire={"return_progress": True})
+    named = record_of(response_options={"return_progress": True})
     assert frames_of(named, event)[1] == chunk(idle, b',"loading":{"progress":0.25}')
     assert frames_of(record_of(), event)[1] == chunk(idle)
 
@@ -136,7 +136,9 @@ def test_progress_has_these_bytes_and_comes_only_if_asked_for() -> None:
     event = progress(1024, time_ms=900)
     idle = b'{"index":0,"delta":{},"finish_reason":null}'
     more = b',"prompt_progress":{"total":2048,"cache":512,"processed":1024,"time_ms":900}'
-    assert frames_of(record_of(wire={"return_progress": True}), event)[1] == chunk(idle, more)
+    assert frames_of(record_of(response_options={"return_progress": True}), event)[1] == chunk(
+        idle, more
+    )
     assert frames_of(record_of(), event)[1:] == [b"data: [DONE]\n\n"]
 
 
@@ -144,7 +146,9 @@ def test_the_place_in_the_queue_has_these_bytes_and_comes_only_if_asked_for() ->
     event = Queued(seq=0, at_ms=0, position=3, waiting=7, eta_ms=1200)
     idle = b'{"index":0,"delta":{},"finish_reason":null}'
     more = b',"queue":{"position":3,"waiting":7,"eta_ms":1200}'
-    assert frames_of(record_of(wire={"return_progress": True}), event)[1] == chunk(idle, more)
+    assert frames_of(record_of(response_options={"return_progress": True}), event)[1] == chunk(
+        idle, more
+    )
     assert frames_of(record_of(), event)[1:] == [b"data: [DONE]\n\n"]
 
 
@@ -181,7 +185,7 @@ def test_tokens_without_text_are_silent() -> None:
 
 
 def test_without_heartbeats_the_role_waits_for_the_first_text() -> None:
-    record = record_of(wire={"heartbeat": False})
+    record = record_of(response_options={"heartbeat": False})
     frames = openai_chat.frames(record)
     rendered = [frames.render(event) for event in log_of(record, tokens("", 4), *HI)]
     assert [len(each) for each in rendered] == [0, 0, 2, 1, 1, 1]
@@ -189,18 +193,18 @@ def test_without_heartbeats_the_role_waits_for_the_first_text() -> None:
 
 
 def test_continuous_usage_rides_on_text_and_finish() -> None:
-    frames = parsed(frames_of(record_of(wire={"continuous_usage": True}), *HI))
+    frames = parsed(frames_of(record_of(response_options={"continuous_usage": True}), *HI))
     assert [f["usage"]["completion_tokens"] for f in frames[1:]] == [1, 2, 2]
     assert "usage" not in frames[0]
 
 
 def test_timings_per_token_ride_on_every_text() -> None:
-    frames = parsed(frames_of(record_of(wire={"timings_per_token": True}), *HI))
+    frames = parsed(frames_of(record_of(response_options={"timings_per_token": True}), *HI))
     assert [f["timings"]["predicted_n"] for f in frames[1:]] == [1, 2, 2]
 
 
 def test_joined_token_ids_are_the_counted_tokens() -> None:
-    record = record_of(wire={"return_token_ids": True})
+    record = record_of(response_options={"return_token_ids": True})
     events = (tokens("", 1), tokens("ab", 2), tokens("", 3), ended(ids=(4,)))
     frames = parsed(frames_of(record, *events))
     assert [frame["choices"][0].get("token_ids") for frame in frames] == [None, [1, 2], [3, 4]]

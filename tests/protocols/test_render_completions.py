@@ -56,7 +56,7 @@ def test_a_heartbeat_is_the_first_frame_again() -> None:
 
 
 def test_without_heartbeats_text_is_the_first_frame() -> None:
-    frames = frames_of(record_of(wire={"heartbeat": False}), tokens("Hi", 5), ended())
+    frames = frames_of(record_of(response_options={"heartbeat": False}), tokens("Hi", 5), ended())
     assert b'"text":"Hi"' in frames[0]
 
 
@@ -81,7 +81,9 @@ def test_a_zero_token_completion_answers() -> None:
 
 
 def test_a_list_has_its_choices_by_prompt_and_then_by_number() -> None:
-    record = record_of(prompts=(Text("a"), Text("b")), n=2, wire={"return_token_ids": True})
+    record = record_of(
+        prompts=(Text("a"), Text("b")), n=2, response_options={"return_token_ids": True}
+    )
     events = [tokens("x", i, choice=i) for i in range(4)] + [ended(choice=i) for i in range(4)]
     choices = answer_of(record, *events)["choices"]
     assert [choice["index"] for choice in choices] == [0, 1, 2, 3]

@@ -220,7 +220,7 @@ def test_a_stream_of_an_earlier_version_has_the_bytes_it_began_with() -> None:
 
 
 def test_no_sign_comes_where_heartbeats_are_off() -> None:
-    silent = record_of(wire={"heartbeat": False})
+    silent = record_of(response_options={"heartbeat": False})
     assert frames_of(silent, SIGN, tokens("Hi"), ended()) == frames_of(
         silent, tokens("Hi"), ended()
     )
@@ -242,16 +242,21 @@ def test_queue_progress_and_recovery_ride_on_pings_if_asked_for() -> None:
         frame("ping", ',"recovering":{"attempt":2}'),
         frame("ping", ',"loading":{"progress":0.25}'),
     ]
-    assert frames_of(record_of(wire={"return_progress": True}), *events, ended())[1:5] == pings
+    assert (
+        frames_of(record_of(response_options={"return_progress": True}), *events, ended())[1:5]
+        == pings
+    )
     assert frames_of(record_of(), *events, ended())[1] == frame("ping")
     early = frames_of(
-        record_of(wire={"return_progress": True, "heartbeat": False}), events[0], ended()
+        record_of(response_options={"return_progress": True, "heartbeat": False}),
+        events[0],
+        ended(),
     )
     assert early[0].startswith(b"event: message_start\n") and early[1] == pings[0]
 
 
 def test_without_heartbeats_the_start_waits_for_the_first_text() -> None:
-    record = record_of(wire={"heartbeat": False})
+    record = record_of(response_options={"heartbeat": False})
     frames = anthropic_messages.frames(record)
     rendered = [frames.render(e) for e in log_of(record, tokens("", 4), tokens("H", 5), ended())]
     assert [len(each) for each in rendered] == [0, 0, 3, 1, 2]

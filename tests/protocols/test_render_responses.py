@@ -210,7 +210,7 @@ def test_a_stream_that_was_stopped_is_cancelled() -> None:
 
 
 def test_a_background_response_is_queued_until_something_is_done() -> None:
-    record = record_of(wire={"background": True})
+    record = record_of(response_options={"background": True})
     events = told(frames_of(record, progress(600), *HI))
     kinds = [event["type"] for event in events[:4]]
     assert kinds[:3] == ["response.created", "response.queued", "response.in_progress"]
@@ -223,15 +223,15 @@ def test_a_keepalive_repeats_the_last_number() -> None:
     event = Heartbeat(seq=0, at_ms=0, state="prompt", form="data")
     assert frames_of(record_of(), event)[2] == beat
     assert (
-        frames_of(record_of(wire={"heartbeat": False}), event)[2:]
-        == frames_of(record_of(wire={"heartbeat": False}))[2:]
+        frames_of(record_of(response_options={"heartbeat": False}), event)[2:]
+        == frames_of(record_of(response_options={"heartbeat": False}))[2:]
     )
 
 
 def test_queue_progress_and_recovery_ride_on_keepalives_if_asked_for() -> None:
     queued = Queued(seq=0, at_ms=0, position=3, waiting=7, eta_ms=None)
     recovery = Heartbeat(seq=0, at_ms=0, state="recovering", form="data", attempt=2)
-    record = record_of(wire={"return_progress": True})
+    record = record_of(response_options={"return_progress": True})
     load = Heartbeat(seq=0, at_ms=0, state="loading", form="data", progress=0.25)
     beats = told(frames_of(record, queued, progress(1024), recovery, load))[2:6]
     assert {beat["type"] for beat in beats} == {"keepalive"}

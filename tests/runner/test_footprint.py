@@ -8,7 +8,7 @@ from headrace.models.registry import FAMILIES
 from headrace.runner.footprint import Footprint, footprint
 from headrace.runner.kernels.linear import Quantize
 from headrace.runner.lanes.native_text import NativeText
-from tests.runner.kernels.own_forms import needs_own_forms
+from tests.runner.kernels.own_kernels import needs_own_kernels
 from tools.harness.tiny_models import make_tiny_model
 
 CPU = torch.device("cpu")
@@ -18,7 +18,7 @@ def expected(folder: Path, dtype: torch.dtype, quantize: Quantize = "none") -> F
     return footprint(read_spec(folder), dtype, "avx512", quantize)
 
 
-@needs_own_forms
+@needs_own_kernels
 @pytest.mark.parametrize("architecture", FAMILIES)
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_what_is_expected_is_what_is_held(tmp_path: Path, architecture: str, is_tied: bool) -> None:

@@ -15,7 +15,7 @@ from headrace.runner.kernels import fuse, paged_attention, pointwise, product
 from headrace.runner.kernels.launch import Kernel
 from headrace.runner.load import load_runner
 from tests.drive import generate
-from tests.runner.kernels.own_forms import needs_own_forms
+from tests.runner.kernels.own_kernels import needs_own_kernels
 from tools.harness.tiny_models import make_tiny_model
 
 KERNEL_FILES = (fuse, paged_attention, pointwise, product)
@@ -93,7 +93,7 @@ def test_weights_that_do_not_fit_are_refused_with_both_sizes(folder: Path, free)
     assert "0 MiB are free" in str(error) and "--dtype bfloat16" in str(error)
 
 
-@needs_own_forms
+@needs_own_kernels
 def test_a_model_that_fits_in_int8_alone_is_told_so_and_then_taken(tmp_path: Path, free) -> None:
     folder = make_tiny_model(tmp_path, hidden_size=128, intermediate_size=512, dtype=torch.bfloat16)
     spec = read_spec(folder)
@@ -147,7 +147,7 @@ def test_a_model_without_a_stated_limit_gets_one(tmp_path: Path) -> None:
     assert ready(folder, scheduler=SchedulerConfig(max_num_seqs=2)).max_model_len == 4096
 
 
-@needs_own_forms
+@needs_own_kernels
 def test_no_kernel_is_left_to_compile_in_a_request(tmp_path: Path) -> None:
     def compiled() -> set[tuple[str, str]]:
         found = [(m.__name__, n, k) for m in KERNEL_FILES for n, k in vars(m).items()]

@@ -4,7 +4,7 @@ import sys
 import pytest
 
 from headrace.text.encoder import Encoder
-from headrace.text.windows import Sizes
+from headrace.text.windowed_encoding import Sizes
 from tools.harness.small_tokenizers import KINDS, library, ours
 
 LONG = "The quick brown fox jumps over the lazy dog, isn't it? " * 40

@@ -21,6 +21,7 @@ from headrace.core.request import Chat, Text
 from headrace.generation.model_checks import encoded_of
 from headrace.workers import process
 from headrace.workers.pool import WorkerPool
+from tools.harness import processes
 
 TEMPLATE = """
 {%- if messages[0].content == "slow" %}{{ ("ab" * 2000000)|list|map("upper")|list|length }}
@@ -68,9 +69,8 @@ def no_descriptors() -> Iterator[None]:
 
 def workers() -> list[int]:
     """Processes that this one has started and that live."""
-    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     return [
-        int(pid) for pid in children if "quick_worker" in Path(f"/proc/{pid}/cmdline").read_text()
+        pid for pid in processes.children(os.getpid()) if b"quick_worker" in processes.command(pid)
     ]
 
 

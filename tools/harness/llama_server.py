@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -14,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+
+from tools.harness.processes import free_port
 
 _LOAD_TIMEOUT_S = 300
 # llama.cpp's own server in a process of its own: its symbols are those of llama-cpp-python's
@@ -42,7 +43,7 @@ def llama_server(
 
     `batch`: the most tokens of a step; llama-server's own default is 2,048.
     """
-    url = f"http://127.0.0.1:{(port := _free_port())}"
+    url = f"http://127.0.0.1:{(port := free_port())}"
     program = os.environ.get("LLAMA_SERVER")
     if program:
         sizes = {"-m": model, "--host": "127.0.0.1", "--port": port, "-t": threads, "-np": streams}
@@ -87,10 +88,3 @@ def _wait_until_ready(url: str, process: "subprocess.Popen[str]", lines: list[st
                 return
         time.sleep(0.1)
     raise RuntimeError(f"llama-server is not ready:\n{''.join(lines[-20:])}")
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port

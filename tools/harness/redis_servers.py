@@ -4,7 +4,6 @@ import contextlib
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -78,9 +77,3 @@ def redis_server(folder: Path, *flags: str, port: int = 0) -> Iterator[RedisServ
         yield server
     finally:
         server.close()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port

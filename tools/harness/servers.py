@@ -9,9 +9,10 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
-LOAD_TIMEOUT_S = 120
+from tools.harness import processes
+
+LOAD_TIMEOUT_S = 300
 _LOADS = re.compile(r"headrace: .* \(\d+ s\)")
 
 
@@ -57,12 +58,7 @@ class ServerProcess:
     @property
     def engine_pid(self) -> int:
         """The process of its engine; of several, of one."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
-        return next(
-            int(pid)
-            for pid in children.split()
-            if b"headrace.engine.process" in Path(f"/proc/{pid}/cmdline").read_bytes()
-        )
+        return processes.engines(self.process.pid)[0]
 
     def kill_engine(self) -> None:
         os.kill(self.engine_pid, signal.SIGKILL)

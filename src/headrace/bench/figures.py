@@ -41,7 +41,7 @@ def windows(round: Round, is_warm_up: bool = False) -> list[Window]:
 
 
 def gaps(round: Round) -> list[Gap]:
-    """Those from when all streams ran until they were ended."""
+    """Gaps between tokens, from when all streams ran until they were ended."""
     measured, warm_up = windows(round), windows(round, is_warm_up=True)
     found = []
     for stream, times in enumerate(round.streams):
@@ -58,7 +58,7 @@ def gaps(round: Round) -> list[Gap]:
 
 
 def figures(cell: Cell) -> dict[str, Any]:
-    """What is reported of one cell."""
+    """The reported figures of one cell."""
     found = [gap for round in cell.rounds for gap in gaps(round)]
     by_tag = {
         tag: spread(gap.seconds for gap in found if gap.tag == tag)

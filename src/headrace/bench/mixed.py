@@ -21,7 +21,7 @@ Say = Callable[[str], None]
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """What does not depend on the server."""
+    """Options that do not depend on the server."""
 
     profile: Profile
     seed: int = 0
@@ -168,7 +168,7 @@ async def measure(urls: list[tuple[str, str]], options: Options, say: Say) -> li
 
 
 def _exclusive(prompt_steps: list[State], tpot_s: float) -> dict[str, float] | None:
-    """What taking turns, a step of prompt and a step of streams, would cost; by steps seen."""
+    """The cost of alternating steps of prompts and of streams, by the steps that were seen."""
     if not prompt_steps:
         return None
     longest = max(step["actual_ms"] for step in prompt_steps)

@@ -56,7 +56,7 @@ PROFILES = {
 
 
 class Calibration(msgspec.Struct, frozen=True):
-    """What the machine does: time between two tokens, and prompts alone by their length."""
+    """The machine's speed: time between two tokens, and of prompts alone by their length."""
 
     tpot_s: float
     prompt_s: dict[int, float]

@@ -1,4 +1,4 @@
-"""What a measurement leaves behind: what was sent, and when every token came; computes nothing."""
+"""The record of a measurement: what was sent, and when every token came; computes nothing."""
 
 import itertools
 from typing import Any
@@ -38,7 +38,7 @@ class Round(msgspec.Struct, frozen=True):
 
 
 class Evidence(msgspec.Struct, frozen=True, kw_only=True):
-    """What the server says of its own steps during a cell."""
+    """The server's own account of its steps during a cell."""
 
     num_steps: int
     num_seen: int

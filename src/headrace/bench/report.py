@@ -1,4 +1,4 @@
-"""What comes of a run: a table for people, a file for programs."""
+"""The report of a run: a table for people, a file for programs."""
 
 import json
 import os
@@ -95,7 +95,7 @@ def machine() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """Of the checkout this runs from, if it is one."""
+    """The commit of the checkout that this runs from, if it is one."""
     try:
         found = subprocess.run(
             ["git", "rev-parse", "--short=12", "HEAD"],

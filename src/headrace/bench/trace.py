@@ -65,7 +65,7 @@ class Trace:
         return [step for step in self._steps.values() if step["kind"] == kind]
 
     def evidence(self, num_streams: int) -> Evidence | None:
-        """What was seen since `begin`."""
+        """The evidence since `begin`."""
         if self.state is None:
             return None
         mixed = [s for s in self.steps("mixed") if s["decoding"] >= num_streams]

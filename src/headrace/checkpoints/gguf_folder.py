@@ -97,14 +97,14 @@ def choose_file(folder: Path, wanted: str | None, given: str | None = None) -> P
 
 
 def matching(files: Iterable[str], wanted: str) -> list[str]:
-    """Those of that name, with or without .gguf, all parts of each; else of that quantization."""
+    """The files of that name, with or without .gguf, all parts; else of that quantization."""
     files = list(files)
     named = [name for name in files if stem_of(name) == stem_of(wanted)]
     return named or [name for name in files if quantization_of(name) == wanted.upper()]
 
 
 def labels(files: Iterable[str]) -> dict[str, str]:
-    """What tells each model apart in a word, by its first file: the quantization, or its name."""
+    """A word that tells each model apart, by its first file: the quantization, or its name."""
     firsts: dict[str, str] = {}
     for name in sorted(files):
         firsts.setdefault(stem_of(name), name)
@@ -183,7 +183,7 @@ def _config(header: GgufHeader, folder: Path) -> dict[str, Any]:
 
 
 def _objection(header: GgufHeader) -> str | None:
-    """What of the architecture or the types has no implementation of ours."""
+    """The reason why ours cannot run the architecture or types, as a sentence; None if it can."""
     name = header.architecture
     if name not in _FAMILIES:
         known = ", ".join(_FAMILIES)
@@ -197,7 +197,7 @@ def _objection(header: GgufHeader) -> str | None:
 
 
 def _bare(header: GgufHeader, reason: str) -> dict[str, Any]:
-    """What is not about the arithmetic: that is llama.cpp's to read from the file."""
+    """A config without the arithmetic, which llama.cpp itself reads from the file."""
     config: dict[str, Any] = {
         "architectures": [header.architecture],
         "vocab_size": len(header.fields["tokenizer.ggml.tokens"]),
@@ -292,7 +292,7 @@ def _end_tokens(header: GgufHeader) -> list[int]:
 
 
 def _sampling(header: GgufHeader) -> dict[str, float]:
-    """What the file says, and llama.cpp's own default where it says nothing that can be."""
+    """Sampling defaults of the file; llama.cpp's own where it has none, or none that can be."""
     found: dict[str, float] = {}
     for ours, (theirs, otherwise) in _SAMPLING.items():
         given = header.fields.get(f"general.sampling.{theirs}", otherwise)

@@ -17,7 +17,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class GroupForm(NamedTuple):
-    """What is kept of a value: 4 bits, from 0 on and with minima, or 8, signed."""
+    """The format of groups: 4 bits a value, from 0 on and with minima, or 8, signed."""
 
     bits: int
     size: int  # of a group: neighbours in a row

@@ -53,7 +53,7 @@ OTHER_TYPES: dict[int, tuple[str, int, int]] = {
     40: ("NVFP4", 64, 36),
     41: ("Q1_0", 128, 18),
 }
-"""Those whose sizes are known, and whose values llama.cpp alone reads."""
+"""Types whose sizes are known, and whose values llama.cpp alone reads."""
 _ALL_TYPES = TYPES | OTHER_TYPES
 
 _SCALARS = {
@@ -134,7 +134,7 @@ def is_later_part(path: Path) -> bool:
 
 
 class _DamageError(Exception):
-    """What is said cannot be."""
+    """The header states something that cannot be."""
 
 
 class _HeadReader:

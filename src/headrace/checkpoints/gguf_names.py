@@ -1,4 +1,4 @@
-"""What the tensors of a GGUF file are called in the original checkpoint."""
+"""Names of a GGUF file's tensors in the original checkpoint."""
 
 import re
 
@@ -35,7 +35,7 @@ def original_name(name: str) -> str:
 
 
 def expert_names(name: str, count: int) -> list[str]:
-    """What transformers calls each tensor of a stack of experts; none if it is no such stack."""
+    """Transformers' name of each tensor in a stack of experts; none if it is no such stack."""
     found = _LAYER.fullmatch(name)
     if not found or found[2] not in EXPERTS:
         return []

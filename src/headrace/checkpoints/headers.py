@@ -1,4 +1,4 @@
-"""What the weight files say they hold; reads their headers and not a value, without torch."""
+"""The headers of weight files: names, types and shapes; reads no value, without torch."""
 
 import json
 import re

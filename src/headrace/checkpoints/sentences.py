@@ -34,7 +34,7 @@ class _Settings(msgspec.Struct):
 
 
 class SentenceSpec(msgspec.Struct, frozen=True):
-    """What the files say; `objection` is why the vectors that they describe cannot be computed."""
+    """Facts of the files; `objection`: why the vectors that they describe cannot be computed."""
 
     pooling: str = ""  # mean, last or cls; "": the files do not say
     prompts: dict[str, str] = {}

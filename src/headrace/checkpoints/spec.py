@@ -1,4 +1,4 @@
-"""What a model's folder says about the model, read without touching a weight or torch."""
+"""The facts that a model's folder states, read without touching a weight or torch."""
 
 import json
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ _OTHERS = {
     "model_index.json": "a pipeline of diffusers, which makes images and is not served; use a "
     "language or embedding model.",
 }
-"""What a folder without config.json is, by a file in it."""
+"""Kinds of folders without config.json, by a file that tells them."""
 _PICKLED = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
 
 

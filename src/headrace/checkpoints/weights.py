@@ -24,8 +24,8 @@ _DERIVED = re.compile(r"rotary_emb\.inv_freq$")  # written by old exporters, com
 
 
 class Settling(NamedTuple):
-    """What becomes of a module when it has all its parameters, so that two forms of all weights
-    are never there at once. Weights named in `forms` come in groups, and must be replaced."""
+    """Settles each module once it has all its parameters, so that no model is held both packed and
+    unpacked. Weights named in `forms` come in groups, and must be replaced."""
 
     settle: Callable[[str, Groups | None], None]
     forms: Mapping[str, GroupForm]

@@ -56,7 +56,7 @@ def _choice(name: str, spec: ModelSpec, config: ModelConfig) -> GgufChoice:
     import torch
 
     from headrace.runner.footprint import footprint, kept_groups
-    from headrace.runner.kernels.choose import choose_form
+    from headrace.runner.kernels.choose import choose_instructions
     from headrace.runner.lanes.choose import choose_lane, why_not_native
     from headrace.runner.load import CACHE_SHARE, dtype_of
     from headrace.runner.probe import free_bytes
@@ -71,9 +71,9 @@ def _choice(name: str, spec: ModelSpec, config: ModelConfig) -> GgufChoice:
         )
     dtype = dtype_of(config, spec)
     groups = kept_groups(spec) if dtype == torch.bfloat16 else frozenset()
-    form = choose_form(config.kernels, dtype, groups=groups).form
-    kind = "own" if groups and form != "plain" else "none"
-    needed = footprint(spec, dtype, form, kind)  # type: ignore[arg-type]
+    kernels = choose_instructions(config.kernels, dtype, groups=groups).instructions
+    kind = "own" if groups and kernels != "plain" else "none"
+    needed = footprint(spec, dtype, kernels, kind)  # type: ignore[arg-type]
     longest = min(n for n in (spec.max_positions, config.max_model_len, 1 << 20) if n)
     each = lane.position_bytes(spec, dtype) * longest
     room = config.kv_cache_memory_bytes or int(CACHE_SHARE["cpu"] * max(0, free - needed.held))

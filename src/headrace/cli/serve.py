@@ -27,8 +27,8 @@ from headrace.core.errors import ConfigError, HeadraceError
 from headrace.core.loading import READING
 from headrace.core.messages import Ready
 from headrace.engine.client import EngineClient
+from headrace.engine.core_lock import open_core_lock
 from headrace.engine.supervisor import Supervisor
-from headrace.engine.turns import open_turns
 from headrace.fleet.fleet import is_sole
 from headrace.fleet.model_host import CACHE_BYTES, Host, Start
 from headrace.fleet.model_list import Desired, kept
@@ -236,7 +236,7 @@ class _Serving:
         timeout_s, idle_s = config.streams.load_timeout_s, config.loading.idle_unload_s
         numbers = itertools.count()
         is_alone = is_sole(config) and config.models[0].replicas == 1
-        turns = () if is_alone else open_turns()
+        lock_fds = () if is_alone else open_core_lock()
 
         def start(model: ModelConfig) -> EngineClient:
             def start_one() -> EngineClient:
@@ -244,7 +244,7 @@ class _Serving:
                     from headrace.engine.ray_engine import RayEngine
 
                     return RayEngine(model, timeout_s)
-                return Supervisor(model, timeout_s, next(numbers), turns)
+                return Supervisor(model, timeout_s, next(numbers), lock_fds)
 
             if model.replicas == 1 and config.cluster is None:
                 return start_one()

@@ -25,7 +25,7 @@ class ModelError(HeadraceError):
 
 
 class ErrorKind(msgspec.Struct, frozen=True):
-    """What a code means on HTTP."""
+    """The meaning of a code on HTTP."""
 
     status: int
     type: str

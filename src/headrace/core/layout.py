@@ -1,4 +1,4 @@
-"""What a lane's memory looks like to the books: counts only, never bytes or tensors."""
+"""A lane's memory as the books see it: counts only, never bytes or tensors."""
 
 import msgspec
 

@@ -1,4 +1,4 @@
-"""What a load is doing: its stages, who hears of them, and how people read them."""
+"""Progress of a load: its stages, who hears of them, and how people read them."""
 
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -18,7 +18,7 @@ _MIB = 1 << 20
 
 
 class LoadProgress(msgspec.Struct, frozen=True):
-    """What a load is doing, and for how many `seconds` now. `str()` of it is a line for people.
+    """The stage of a load, and for how many `seconds` so far. Its `str()` is a line for people.
 
     `share` of the stage is done, from 0 to 1; None where nobody knows. `model` is its name where
     there are several.
@@ -42,11 +42,11 @@ def _ignore(loading: Loading) -> None:
 
 
 ON_LOADING: ContextVar[Callable[[Loading], None]] = ContextVar("on_loading", default=_ignore)
-"""Told by whichever load this thread does what it does next, and how far it is with that."""
+"""Hears of each stage of the load that this thread does, and of the progress within it."""
 
 
 def tell(stage: str, share: float = 0.0, detail: str = "") -> None:
-    """What this thread's load does from now on."""
+    """Reports the stage that this thread's load begins."""
     ON_LOADING.get()(Loading(share, stage, detail))
 
 

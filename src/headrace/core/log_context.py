@@ -28,7 +28,7 @@ def begin_notes() -> None:
 
 
 def note(**figures: Figure) -> None:
-    """What the line of this request shall say besides; tasks that it started note for it too."""
+    """Adds figures to the log line of this request, also from tasks that it started."""
     if (noted := _NOTED.get()) is not None:
         noted |= figures
 

@@ -98,7 +98,7 @@ class Ready(Message, frozen=True):
     fingerprint: str  # 12 hex digits over version, weights, dtype, kind of device and kernels
     max_step_tokens: int = 0
     max_stall_s: float | None = None  # the stall target, if there is one
-    kernels: str = "plain"  # their form
+    kernels: str = "plain"  # their instruction set
     kernels_reason: str = ""  # why it is this one
     tasks: tuple[str, ...] = ("generate",)  # of generate, embed and score
     is_whole: bool = False  # prompts are never cut
@@ -203,7 +203,7 @@ WEIGHTS = "loading weights"
 
 
 class Loading(Message, frozen=True):
-    """What a load does, before Ready. `share` of the stage is done; 0 where nobody knows."""
+    """Progress of a load, before Ready. `share` of the stage is done; 0 where nobody knows."""
 
     share: float
     stage: str = WEIGHTS

@@ -15,7 +15,7 @@ NO_SLOT = SlotId(-1)
 
 
 class EncodeWork(msgspec.Struct, frozen=True):
-    """What an encoder has to do before some tokens of a prompt: a source to read, an image to see.
+    """An encoder's work that must precede some tokens of a prompt: reading a source, or an image.
 
     Tokens [start, end) need it. Its `num_units` parts (layers, as a rule) cost the same: b·size +
     a·size² seconds each, `size` in the encoder's own tokens. `is_whole`: it cannot be cut, and runs
@@ -33,7 +33,7 @@ class EncodeWork(msgspec.Struct, frozen=True):
 
 
 class PromptInputs(msgspec.Struct, frozen=True):
-    """What belongs to a prompt beside its tokens; both in the order of the tokens.
+    """Inputs of a prompt beside its tokens; both in the order of the tokens.
 
     `spans` are runs of tokens [start, end) that attend both ways: no chunk ends within one.
     """
@@ -129,7 +129,7 @@ class StepPlan(msgspec.Struct, frozen=True):
 
 
 class Drawn(msgspec.Struct, frozen=True):
-    """What one drawing sequence got from its row: tokens, or the reason why there are none."""
+    """The draw of one sequence from its row: tokens, or the reason why there are none."""
 
     token_ids: tuple[int, ...] = ()
     logprobs: Logprobs | None = None

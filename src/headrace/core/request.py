@@ -1,4 +1,4 @@
-"""What was asked, after parsing and before any text is rendered; frozen."""
+"""The request, after parsing and before any text is rendered; frozen."""
 
 from typing import Any
 
@@ -90,7 +90,8 @@ class Request(msgspec.Struct, frozen=True):
     priority: int = 0
     cache_prompt: bool = True
     cache_salt: str = ""
-    wire: ResponseOptions = ResponseOptions()
+    # named wire where requests are stored
+    response_options: ResponseOptions = msgspec.field(name="wire", default=ResponseOptions())
     channels: Channels | None = None  # None: all text is content
     kept: bytes = b""  # what its dialect needs of the body later, in the dialect's own form
 

@@ -6,7 +6,7 @@ import msgspec
 
 
 class Pooling(msgspec.Struct, frozen=True):
-    """What a sequence that draws nothing ends with: one vector of the rows of its prompt.
+    """How a sequence that draws nothing ends: in one vector made of its prompt's rows.
 
     mean: of all rows; last, cls: the last or the first one; each of length 1. score: what a
     classification head makes of the last row, as it is.

@@ -18,7 +18,7 @@ from headrace.core.ids import SequenceId
 from headrace.core.messages import Message
 from headrace.engine import wire
 from headrace.engine.client import EngineDown
-from headrace.engine.note import StepNote
+from headrace.engine.step_record import StepRecord
 from headrace.engine.wire import AnyMessage
 
 logger = logging.getLogger(__name__)
@@ -43,9 +43,9 @@ class Child:
     """A running engine process in a group of its own. Made by `spawn`."""
 
     def __init__(
-        self, process: asyncio.subprocess.Process, ours: socket.socket, note: StepNote
+        self, process: asyncio.subprocess.Process, ours: socket.socket, step_record: StepRecord
     ) -> None:
-        self.note = note
+        self.step_record = step_record
         self._process = process
         self._was_killed = False  # by us
         self._suspects: tuple[SequenceId, ...] = ()
@@ -56,8 +56,8 @@ class Child:
         self._listening = asyncio.create_task(self._listen())
 
     @classmethod
-    async def spawn(cls, number: int = 0, turns: tuple[int, ...] = ()) -> "Child":
-        """`turns` are files that engines share, and `number` is this one's.
+    async def spawn(cls, number: int = 0, lock_fds: tuple[int, ...] = ()) -> "Child":
+        """`lock_fds` are of the files that engines share, and `number` is this one's.
 
         OSError if the system is out of processes, descriptors or memory; leaves nothing
         open.
@@ -66,10 +66,10 @@ class Child:
             ours, theirs = socket.socketpair()
             undo.enter_context(ours)
             with theirs:
-                note = StepNote()
-                undo.callback(note.close)
-                process = await _start(theirs.fileno(), note.fd, number, turns)
-            child = cls(process, ours, note)
+                step_record = StepRecord()
+                undo.callback(step_record.close)
+                process = await _start(theirs.fileno(), step_record.fd, number, lock_fds)
+            child = cls(process, ours, step_record)
             child._reader, child._writer = await asyncio.open_connection(sock=ours)
             undo.pop_all()
         return child
@@ -120,8 +120,8 @@ class Child:
         with contextlib.suppress(TimeoutError):  # a process it started may still hold its stderr
             async with asyncio.timeout(_STDERR_S):
                 await self._listening
-        self._suspects = self.note.read()
-        self.note.close()
+        self._suspects = self.step_record.read()
+        self.step_record.close()
 
     async def _exit(self) -> None:
         # NOTE: Process.wait() would also wait for everyone who holds stderr.
@@ -160,7 +160,7 @@ class Child:
 
 
 async def _start(
-    socket_fd: int, note_fd: int, number: int, turns: tuple[int, ...]
+    socket_fd: int, record_fd: int, number: int, lock_fds: tuple[int, ...]
 ) -> asyncio.subprocess.Process:
     inherited = {k: v for k, v in os.environ.items() if k not in SECRETS}
     return await asyncio.create_subprocess_exec(
@@ -168,10 +168,10 @@ async def _start(
         "-m",
         MODULE,
         str(socket_fd),
-        str(note_fd),
+        str(record_fd),
         str(number),
-        *map(str, turns),
-        pass_fds=[socket_fd, note_fd, *turns],
+        *map(str, lock_fds),
+        pass_fds=[socket_fd, record_fd, *lock_fds],
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.PIPE,

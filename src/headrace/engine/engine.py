@@ -22,8 +22,8 @@ from headrace.core.messages import (
     Submit,
 )
 from headrace.core.plan import StepPlan, StepResult
+from headrace.engine.core_lock import CoreLock
 from headrace.engine.grammars import Compiled, Grammars, failures
-from headrace.engine.turns import CoreTurns
 from headrace.engine.wire import AnyMessage
 from headrace.scheduler.scheduler import Scheduler
 
@@ -57,7 +57,7 @@ class Outbox(Protocol):
     def num_unsent(self) -> int: ...
 
 
-class Note(Protocol):
+class StepWriter(Protocol):
     """Records the step at work, for the process that outlives this one."""
 
     def write(self, sequence_ids: Iterable[SequenceId], predicted_s: float) -> None: ...
@@ -69,8 +69,8 @@ Inbox = queue.SimpleQueue[AnyMessage | Compiled]
 Clock = Callable[[], float]
 
 
-class NoNote:
-    """For an engine in its client's own process: nobody would be left to read a note."""
+class NoStepRecord:
+    """For an engine in its client's own process: nobody would be left to read the record."""
 
     def write(self, sequence_ids: Iterable[SequenceId], predicted_s: float) -> None: ...
 
@@ -85,14 +85,14 @@ class Engine:
         scheduler: Scheduler,
         runner: StepRunner,
         outbox: Outbox,
-        note: Note | None = None,
+        step_record: StepWriter | None = None,
         grammars: Grammars | None = None,
-        turns: CoreTurns | None = None,
+        core_lock: CoreLock | None = None,
     ) -> None:
-        """`turns` are those of several engines on the same cores."""
-        self._turns = turns
+        """`core_lock` is shared by engines on the same cores."""
+        self._core_lock = core_lock
         self._scheduler = scheduler
-        self._note = note or NoNote()
+        self._step_record = step_record or NoStepRecord()
         self._runner = runner
         self._grammars = grammars or Grammars(None)
         self._cancels: list[Cancel] = []  # that came while a grammar was being compiled
@@ -116,14 +116,14 @@ class Engine:
                     self._step_in_turn()
 
     def _step_in_turn(self) -> None:
-        if self._turns is None:
+        if self._core_lock is None:
             self.step()
             return
         scheduler = self._scheduler
-        with self._turns.mine():
-            scheduler.leave_room(self._turns.others())
+        with self._core_lock.held():
+            scheduler.leave_room(self._core_lock.others())
             self.step()
-            self._turns.note(scheduler.decode_s, scheduler.has_streams, scheduler.has_prompts)
+            self._core_lock.note(scheduler.decode_s, scheduler.has_streams, scheduler.has_prompts)
 
     def step(self) -> bool:
         """Plan, execute, commit. False: there was nothing to do."""
@@ -132,9 +132,9 @@ class Engine:
         if plan is None:
             return False
         ids = [e.sequence_id for e in plan.encoded] + [c.sequence_id for c in plan.chunks]
-        self._note.write(ids, self._scheduler.predicted_s)
+        self._step_record.write(ids, self._scheduler.predicted_s)
         self._execute(plan)
-        self._note.clear()
+        self._step_record.clear()
         self._send_outputs()
         return True
 

@@ -1,6 +1,6 @@
-"""The engine process: `python -m headrace.engine.process SOCKET NOTE`; serves one socket.
+"""The engine process: `python -m headrace.engine.process SOCKET STEP_RECORD`; serves one socket.
 
-Engines that share cores get a number and the files of their turns, too.
+Engines that share cores get a number and the files of their lock, too.
 
 Two threads run beside the loop. The receiver answers pings and ends the process when the gateway
 is gone, for whatever reason. The sender keeps a slow gateway from stopping a step.
@@ -20,9 +20,9 @@ from headrace.core.errors import ModelError
 from headrace.core.loading import ON_LOADING
 from headrace.core.messages import LoadFailed, Loading, Message, Ping, Pong
 from headrace.engine import wire
+from headrace.engine.core_lock import CoreLock
 from headrace.engine.engine import Engine, Inbox
-from headrace.engine.note import StepNote
-from headrace.engine.turns import CoreTurns
+from headrace.engine.step_record import StepRecord
 from headrace.engine.wire import Start
 
 
@@ -107,9 +107,9 @@ def main() -> None:
         outbox.put(LoadFailed(error.code, str(error)))
     else:
         outbox.put(loaded.ready)
-        note = StepNote(int(sys.argv[2]))
-        turns = CoreTurns(tuple(map(int, sys.argv[4:])), int(sys.argv[3])) if sys.argv[4:] else None
-        engine = Engine(loaded.scheduler, loaded.runner, outbox, note, loaded.grammars, turns=turns)
+        record = StepRecord(int(sys.argv[2]))
+        lock = CoreLock(tuple(map(int, sys.argv[4:])), int(sys.argv[3])) if sys.argv[4:] else None
+        engine = Engine(loaded.scheduler, loaded.runner, outbox, record, loaded.grammars, lock)
         engine.run(inbox)
     outbox.close()
 

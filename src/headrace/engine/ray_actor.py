@@ -1,9 +1,9 @@
 """The far side of an engine on a Ray cluster: a supervisor and its engine process, on some node.
 
 Runs in an actor's process and knows nothing of Ray. The engine stays a process of its own here, as
-on the gateway's machine, so that its note and last words outlive it: who was in the fatal step is
-known, and most deaths are dealt with on the spot. If the actor's process or its node dies, the
-engine's socket closes, and the engine with it.
+on the gateway's machine, so that its step record and last words outlive it: who was in the fatal
+step is known, and most deaths are dealt with on the spot. If the actor's process or its node dies,
+the engine's socket closes, and the engine with it.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ WAIT_S = 1.0
 
 
 class Sent(msgspec.Struct, frozen=True):
-    """What the gateway sends at once, in order. `now` is its monotonic time."""
+    """Messages that the gateway sends at once, in order. `now` is its monotonic time."""
 
     now: float
     messages: tuple[Submit | Cancel, ...]

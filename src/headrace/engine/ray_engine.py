@@ -209,7 +209,7 @@ def _place_of(answer: Any) -> tuple[str, str]:
 
 
 def _needs(config: ModelConfig) -> dict[str, float]:
-    """What a replica takes of a node: its threads, and a GPU where it is computed on one."""
+    """A replica's needs of a node: its threads, and a GPU where it computes on one."""
     import ray
 
     nodes = [it["Resources"] for it in ray.nodes() if it["Alive"]]

@@ -27,7 +27,7 @@ from headrace.core.messages import (
 )
 from headrace.engine.child import Child
 from headrace.engine.client import EngineDown, EngineNews, EngineUp, NewsQueue
-from headrace.engine.note import StepNote
+from headrace.engine.step_record import StepRecord
 from headrace.engine.wire import AnyMessage, Start
 
 logger = logging.getLogger(__name__)
@@ -49,10 +49,10 @@ class Supervisor:
         config: ModelConfig,
         load_timeout_s: float,
         number: int = 0,
-        turns: tuple[int, ...] = (),
+        lock_fds: tuple[int, ...] = (),
     ) -> None:
-        """`turns` are files by which engines take turns, and `number` is this one's."""
-        self._number, self._turns = number, turns
+        """`lock_fds` are of the files by which engines take turns, and `number` is this one's."""
+        self._number, self._lock_fds = number, lock_fds
         self._config = config
         self._load_timeout_s = load_timeout_s
         self._news = NewsQueue()
@@ -122,7 +122,7 @@ class Supervisor:
             await self._pause(_BACKOFF_S[min(num_deaths, len(_BACKOFF_S)) - 1])
 
     def _tell_if_back(self) -> None:
-        """Whoever read in the log that an engine died shall read there that there is one again."""
+        """Logs that the engine is back, if its death was logged."""
         if self._died_at is not None:
             seconds = asyncio.get_running_loop().time() - self._died_at
             logger.info("The engine is up again after %.1f s.", seconds)
@@ -131,7 +131,7 @@ class Supervisor:
     async def _live_once(self) -> tuple[bool, EngineDown | None]:
         """One life of an engine: whether it became ready, and how it died (None: closed)."""
         try:
-            self._child = child = await Child.spawn(self._number, self._turns)
+            self._child = child = await Child.spawn(self._number, self._lock_fds)
         except OSError as error:  # out of descriptors, memory or processes, for now
             words = f"The system could not start an engine process: {error}."
             return False, EngineDown("engine_failed", words, given_up=False, from_outside=True)
@@ -186,7 +186,7 @@ class Supervisor:
 class Watched(Protocol):
     """The part of a child that Pulse needs."""
 
-    note: StepNote
+    step_record: StepRecord
 
     def send(self, message: Message) -> None: ...
 
@@ -202,7 +202,7 @@ class Pulse:
         self._awake_since = -math.inf  # monotonic
 
     def beats(self) -> None:
-        """It has answered."""
+        """Notes that the engine has answered."""
         self._num_silent = 0
 
     async def watch(self) -> None:
@@ -223,4 +223,4 @@ class Pulse:
         self._child.kill()
 
     def _is_overdue(self) -> bool:
-        return self._child.note.is_overdue(time.monotonic(), self._awake_since)
+        return self._child.step_record.is_overdue(time.monotonic(), self._awake_since)

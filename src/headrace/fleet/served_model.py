@@ -15,8 +15,8 @@ from headrace.core.messages import Ready
 from headrace.fleet.model_names import Named, names_of, paths_of, root_of
 from headrace.models.registry import SEEING
 from headrace.streams.record import ServedForm
-from headrace.text.channels import reasoning_format
 from headrace.text.encoder import Encoder
+from headrace.text.output_splitter import reasoning_format
 from headrace.text.template import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
 from headrace.text.tool_formats import tool_format

@@ -8,14 +8,14 @@ from starlette.middleware import Middleware
 from starlette.routing import BaseRoute, Route, WebSocketRoute
 
 from headrace.config.settings import ServerConfig
-from headrace.gateway.answers import ErrorBoundary, no_socket, no_such_route
 from headrace.gateway.auth import Auth, Endpoint
 from headrace.gateway.bodies import Bodies
 from headrace.gateway.byte_routes import ByteRoutes
 from headrace.gateway.generation_routes import GenerationRoutes, TextRoutes
+from headrace.gateway.http_responses import ErrorBoundary, no_socket, no_such_route
 from headrace.gateway.llama_routes import LlamaRoutes
-from headrace.gateway.long_logs import BodyIndex
-from headrace.gateway.middleware import Below, cross_origin
+from headrace.gateway.loop_slices import BodyIndex
+from headrace.gateway.middleware import PathPrefix, cross_origin
 from headrace.gateway.model_routes import ModelRoutes
 from headrace.gateway.native_routes import NativeRoutes
 from headrace.gateway.realtime import RealtimeSockets
@@ -38,7 +38,7 @@ def create_app(generation: Generation, config: ServerConfig, auth: Auth | None =
             WebSocketRoute("/{path:path}", no_socket),
         ],
         middleware=[
-            Middleware(Below, prefix=config.http.api_prefix),
+            Middleware(PathPrefix, prefix=config.http.api_prefix),
             *cross_origin(config.http.allowed_origins),
             Middleware(ErrorBoundary, metrics=generation.metrics),
         ],

@@ -16,7 +16,7 @@ from headrace.core.errors import RequestError
 from headrace.gateway.auth import Auth
 from headrace.gateway.bodies import Bodies
 from headrace.gateway.delivery import LiveAnswer, LiveFrames, pace_of, unless_left
-from headrace.gateway.long_logs import BodyIndex
+from headrace.gateway.loop_slices import BodyIndex
 from headrace.generation.generation import Generation
 from headrace.generation.registry import Found
 from headrace.protocols.dialect import encode

@@ -16,8 +16,8 @@ from starlette.types import Receive, Scope, Send
 
 from headrace.config.settings import StreamConfig
 from headrace.core.errors import RequestError
-from headrace.gateway.answers import cut, notice_of, request_id_of
-from headrace.gateway.long_logs import slice_of_loop
+from headrace.gateway.http_responses import cut, notice_of, request_id_of
+from headrace.gateway.loop_slices import slice_of_loop
 from headrace.generation.registry import Found
 from headrace.protocols.dialect import PING, SIGN_S, WireFrames, dialect_of, encode
 from headrace.streams.events import Accepted, AnyEvent, Error, Heartbeat, Tokens, is_terminal
@@ -335,12 +335,12 @@ class LiveAnswer:
 
 def deliver(stream: Found, config: StreamConfig) -> WholeAnswer | LiveAnswer | AnswerSoFar:
     """The stream as its request asked to be answered."""
-    wire = stream.record.request.wire
-    if wire.stream:
+    options = stream.record.request.response_options
+    if options.stream:
         return LiveAnswer(stream, LiveFrames(stream.record), pace_of(stream.record, config))
-    if wire.background:
+    if options.background:
         return AnswerSoFar(stream)
-    if wire.heartbeat:
+    if options.heartbeat:
         return LiveAnswer(stream, LiveBody(AnswerBody(stream.record)), Pace(config.heartbeat_s))
     return WholeAnswer(stream)
 
@@ -353,11 +353,11 @@ def _is_sign(event: AnyEvent) -> bool:
 
 def pace_of(record: Record, config: StreamConfig) -> Pace:
     """The pace of a wire that carries the request's own frames."""
-    wire = record.request.wire
-    ping_s = wire.ping_interval_s or config.sse_ping_interval
+    options = record.request.response_options
+    ping_s = options.ping_interval_s or config.sse_ping_interval
     return Pace(
-        config.heartbeat_s if wire.heartbeat else math.inf,
+        config.heartbeat_s if options.heartbeat else math.inf,
         ping_s if ping_s > 0 else math.inf,
         is_logged=record.names.conversation is not None,
-        sign_s=SIGN_S.get(record.request.route, math.inf) if wire.heartbeat else math.inf,
+        sign_s=SIGN_S.get(record.request.route, math.inf) if options.heartbeat else math.inf,
     )

@@ -113,7 +113,7 @@ class GenerationRoutes:
         if openai_chat.offers_tools(checked.fields):
             self._warn_of_tools(host.name, _tool_format(wanted))
         stream = await self._generation.open(wanted, names, checked.packed, id)
-        return stream, stream.record.request.wire is not wanted.wire
+        return stream, stream.record.request.response_options is not wanted.response_options
 
     def _warn_of_tools(self, model: str, form: str) -> None:
         """Once for each model that was not made for what its clients ask."""

@@ -28,8 +28,8 @@ from uvicorn.server import ServerState
 from headrace.awake import Countdown
 from headrace.core.errors import RequestError
 from headrace.fleet.load_watch import LoadWatch
-from headrace.gateway.answers import answer, new_request_id, refuse
-from headrace.gateway.middleware import Below
+from headrace.gateway.http_responses import answer, new_request_id, refuse
+from headrace.gateway.middleware import PathPrefix
 from headrace.gateway.realtime import GOING_AWAY
 from headrace.gateway.state_routes import UNABLE, loading_of, unhealthy
 from headrace.gateway.web_routes import web_routes
@@ -344,7 +344,7 @@ class LoadingServer:
             ],
             exception_handlers={404: self._refuse, 405: self._refuse},
         )
-        self._server = HttpServer(Below(app, prefix), farewell_s=1, tls=tls)
+        self._server = HttpServer(PathPrefix(app, prefix), farewell_s=1, tls=tls)
         self._has_read = threading.Event()
         self._thread = threading.Thread(target=self._run, name="waiting room", daemon=True)
 

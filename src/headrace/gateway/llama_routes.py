@@ -15,9 +15,9 @@ from headrace.core.errors import ModelError, RequestError
 from headrace.core.sampling import Sampling
 from headrace.fleet.model_host import Host
 from headrace.fleet.served_model import ServedModel
-from headrace.gateway.answers import answer
 from headrace.gateway.auth import Auth
 from headrace.gateway.delivery import unless_left
+from headrace.gateway.http_responses import answer
 from headrace.gateway.state_routes import Snapshot, stall_target_ms
 from headrace.generation.event_builder import Standing
 from headrace.generation.generation import Generation

@@ -8,7 +8,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
 from headrace.core.errors import RequestError
-from headrace.gateway.answers import new_request_id, refuse
+from headrace.gateway.http_responses import new_request_id, refuse
 
 _READABLE = (
     "X-Request-Id",
@@ -23,7 +23,7 @@ _READABLE = (
 )
 
 
-class Below:
+class PathPrefix:
     """ASGI middleware: takes the prefix off paths, and refuses those that do not begin with it."""
 
     def __init__(self, app: ASGIApp, prefix: str) -> None:

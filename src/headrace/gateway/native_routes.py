@@ -13,7 +13,6 @@ from starlette.types import ASGIApp
 from headrace.config.settings import ServerConfig
 from headrace.core.errors import RequestError
 from headrace.core.ids import StreamId
-from headrace.gateway.answers import answer
 from headrace.gateway.auth import Auth
 from headrace.gateway.delivery import (
     AnswerBody,
@@ -24,7 +23,8 @@ from headrace.gateway.delivery import (
     unless_left,
     while_connected,
 )
-from headrace.gateway.long_logs import BodyIndex, slice_of_loop
+from headrace.gateway.http_responses import answer
+from headrace.gateway.loop_slices import BodyIndex, slice_of_loop
 from headrace.generation.generation import Generation
 from headrace.generation.registry import Found
 from headrace.protocols.dialect import encode

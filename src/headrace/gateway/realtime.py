@@ -18,7 +18,6 @@ from headrace.config.settings import ServerConfig
 from headrace.core.errors import RequestError
 from headrace.core.ids import StreamId
 from headrace.core.log_context import begin_notes, log_request
-from headrace.gateway.answers import notice_of
 from headrace.gateway.auth import Auth
 from headrace.gateway.bodies import Bodies
 from headrace.gateway.delivery import LiveAnswer, Pace, unless_left
@@ -28,6 +27,7 @@ from headrace.gateway.generation_routes import (
     GenerationRoutes,
     names_of,
 )
+from headrace.gateway.http_responses import notice_of
 from headrace.gateway.native_routes import parse
 from headrace.generation.generation import Generation
 from headrace.generation.registry import Found

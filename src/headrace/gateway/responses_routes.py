@@ -10,7 +10,6 @@ from headrace.config.settings import ServerConfig
 from headrace.core.errors import RequestError
 from headrace.core.ids import StreamId
 from headrace.core.request import Chat
-from headrace.gateway.answers import answer
 from headrace.gateway.auth import Auth
 from headrace.gateway.bodies import Bodies, HeldAnswer
 from headrace.gateway.delivery import (
@@ -20,7 +19,8 @@ from headrace.gateway.delivery import (
     pace_of,
     unless_left,
 )
-from headrace.gateway.long_logs import slice_of_loop
+from headrace.gateway.http_responses import answer
+from headrace.gateway.loop_slices import slice_of_loop
 from headrace.generation.generation import Generation
 from headrace.generation.model_checks import encoded_of
 from headrace.generation.registry import Found, Registry
@@ -80,7 +80,7 @@ class ResponsesRoutes:
         after = _number(request, "starting_after")
         view = _Behind(found.record, -1 if after is None else after)
         pace = pace_of(found.record, self._config)
-        if not found.record.request.wire.stream:
+        if not found.record.request.response_options.stream:
             pace = pace._replace(heartbeat_s=self._config.heartbeat_s)
         return LiveAnswer(found, view, pace)
 

@@ -19,8 +19,8 @@ from headrace.fleet.load_watch import LoadWatch
 from headrace.fleet.model_host import Host
 from headrace.fleet.model_names import called
 from headrace.fleet.served_model import ServedModel
-from headrace.gateway.answers import answer, refuse
 from headrace.gateway.delivery import while_connected
+from headrace.gateway.http_responses import answer, refuse
 from headrace.gateway.openapi import document
 from headrace.generation.generation import Generation
 from headrace.generation.stream import LiveStream

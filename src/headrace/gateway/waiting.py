@@ -11,7 +11,7 @@ from headrace.core.errors import RequestError
 from headrace.core.ids import StreamId
 from headrace.core.request import Request, Route
 from headrace.core.sampling import Sampling
-from headrace.gateway.answers import notice_of
+from headrace.gateway.http_responses import notice_of
 from headrace.protocols.dialect import WireFrames, dialect_of
 from headrace.protocols.requests import CheckedBody
 from headrace.streams.record import Names, Record

@@ -11,8 +11,8 @@ from headrace.fleet.served_model import ServedModel
 from headrace.streams.events import ChoiceEnd, TokenLogprob, Tokens
 from headrace.streams.record import Record
 from headrace.text.assembler import TextAssembler
-from headrace.text.channels import PLAIN, Splitting, make_splitting
 from headrace.text.detokenizer import Detokenizer
+from headrace.text.output_splitter import PLAIN, Splitting, make_splitting
 from headrace.text.stops import StopMatcher
 from headrace.text.tokenizer import Tokenizer
 

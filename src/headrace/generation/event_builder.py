@@ -67,7 +67,7 @@ class EventBuilder:
         self._choices = [ChoiceWriter(i, record, model) for i in range(request.num_choices)]
         self._echo = Echo(record, model.tokenizer) if request.echo else None
         self._progress = [
-            PromptProgress(n * request.n, request.wire.return_ingestion)
+            PromptProgress(n * request.n, request.response_options.return_ingestion)
             for n in range(len(request.prompts))
         ]
         self._queue = QueueProgress()
@@ -248,7 +248,9 @@ class EventBuilder:
             ends=tuple(choice.end for choice in self._choices if choice.end),
             usage=self.tally.usage,
             timings=self.tally.timings,
-            ingestion=self._ingestion() if self._record.request.wire.return_ingestion else UNSET,
+            ingestion=self._ingestion()
+            if self._record.request.response_options.return_ingestion
+            else UNSET,
         )
 
     def _ingestion(self) -> Ingestion:

@@ -16,7 +16,7 @@ from headrace.memory.snapshots import SnapshotPool
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """What one running sequence holds. `block_ids` grows in place: plans in flight refer to it."""
+    """The memory of a running sequence. `block_ids` grows in place: plans in flight refer to it."""
 
     block_ids: "array[int]" = field(default_factory=lambda: array("i"))
     slot_id: SlotId = NO_SLOT

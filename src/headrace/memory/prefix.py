@@ -1,4 +1,4 @@
-"""Which public block contains which tokens after which prefix; never who holds a block."""
+"""Index of the public blocks by their tokens and prefix; never who holds a block."""
 
 from array import array
 from collections.abc import Iterable

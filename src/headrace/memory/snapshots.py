@@ -1,4 +1,4 @@
-"""Which snapshot slot keeps the recurrent state at which block boundary; ids only."""
+"""Maps block boundaries to the snapshot slots that keep their recurrent state; ids only."""
 
 from headrace.core.ids import SlotId
 

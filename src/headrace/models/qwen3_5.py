@@ -65,7 +65,7 @@ class Qwen35Config(msgspec.Struct, frozen=True):
 
     @property
     def channels(self) -> tuple[int, int, int]:
-        """Of q, k and v."""
+        """The number of channels of q, k and v."""
         keys = self.num_key_heads * self.key_dim
         return keys, keys, self.num_value_heads * self.value_dim
 
@@ -163,7 +163,7 @@ class Qwen35(nn.Module):
 
     @staticmethod
     def read(config: dict[str, Any]) -> Qwen35Config:
-        """Of a text model, or of the text side of one that also sees."""
+        """Reads the config of a text model, or of the text side of one that also sees."""
         tied = {"tie_word_embeddings": config.get("tie_word_embeddings", False)}
         text = {"partial_rotary_factor": 0.25} | tied | (config.get("text_config") or config)
         kinds = _kinds(text)

@@ -1,4 +1,4 @@
-"""Which architectures have a native implementation; strings, imported on demand."""
+"""The architectures with a native implementation: strings, imported on demand."""
 
 import importlib
 from typing import Any
@@ -14,7 +14,7 @@ FAMILIES = {
 }
 
 SEEING = ("Qwen3_5ForConditionalGeneration",)
-"""Those whose vision side is run beside the implementation of their text side."""
+"""Architectures whose vision side is run beside the implementation of their text side."""
 
 
 def has_head(architecture: str) -> bool:

@@ -26,7 +26,7 @@ def frequencies(rope: Rope, dim: int) -> tuple[Tensor, float]:
 
 
 def interleaved_axes(rope: Rope, dim: int) -> Tensor:
-    """Which axis of time, row and column turns each pair, int64 [dim/2]; pairs take turns."""
+    """The axis (time, row, column) that rotates each pair, int64 [dim/2]; axes alternate."""
     axes = torch.zeros(dim // 2, dtype=torch.int64, device="cpu")
     for axis, num in enumerate(rope.mrope_section):
         if axis:

@@ -1,4 +1,4 @@
-"""What a model needs of a step: positions, and what was computed of its sequences before."""
+"""The step as a model sees it: positions, and access to what was computed before."""
 
 from typing import Protocol
 
@@ -38,7 +38,7 @@ class Step(Protocol):
 
 
 class StateShape(msgspec.Struct, frozen=True):
-    """What a sequence keeps beside its positions: per layer a matrix a head, and a few inputs."""
+    """The recurrent state of a sequence: per layer a matrix for each head, and a few inputs."""
 
     num_layers: int
     num_heads: int  # of values

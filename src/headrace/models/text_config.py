@@ -66,7 +66,7 @@ def read_text_config(
     has_mlp_bias: bool = False,
     can_turn_part: bool = False,
 ) -> TextConfig:
-    """What is not in the config is the family's to say; ModelError if it cannot be computed."""
+    """Reads a config; the flags say what it leaves to the family. ModelError if unsupported."""
     heads = positive(config, "num_attention_heads")
     hidden = positive(config, "hidden_size")
     if config.get("hidden_act", "silu") != "silu":

@@ -155,7 +155,7 @@ class MessageFrames:
 
     def __init__(self, record: Record) -> None:
         self._record = record
-        self._wire = record.request.wire
+        self._options = record.request.response_options
         self._tally = Tally()
         self._is_open = False
         self._index = -1  # of the last block
@@ -166,7 +166,7 @@ class MessageFrames:
         self._tally.feed(event)
         match event:
             case Accepted():
-                return self._open() if self._wire.heartbeat else []
+                return self._open() if self._options.heartbeat else []
             case Queued():
                 return self._report(queue=queue_of(event))
             case Progress():
@@ -193,14 +193,14 @@ class MessageFrames:
         return [_event("message_start", message=message)]
 
     def _report(self, **figures: dict[str, Any]) -> list[bytes]:
-        return [*self._open(), _event("ping", **figures)] if self._wire.return_progress else []
+        return [*self._open(), _event("ping", **figures)] if self._options.return_progress else []
 
     def _heartbeat(self, event: Heartbeat) -> list[bytes]:
-        if not self._wire.heartbeat:
+        if not self._options.heartbeat:
             return []
         if event.form == "sign":
             return self._sign()
-        told = wait_of(event) if self._wire.return_progress else {}
+        told = wait_of(event) if self._options.return_progress else {}
         return self._report(**told) if told else [self.idle()]
 
     def _sign(self) -> list[bytes]:

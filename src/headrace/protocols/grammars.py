@@ -12,8 +12,8 @@ from headrace.core.errors import RequestError
 from headrace.fleet.served_model import ServedModel
 from headrace.protocols.call_forms import FORMS, call_rules
 from headrace.protocols.structure import CallsWanted, Structure, Tool, Wanted
-from headrace.text.channels import REASONING_TAGS
 from headrace.text.grammar import GrammarCompiler, GrammarError
+from headrace.text.output_splitter import REASONING_TAGS
 
 MAX_GRAMMAR = 256 << 10
 """Characters: it is stored with the stream, and sent to the engine."""

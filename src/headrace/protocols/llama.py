@@ -98,7 +98,7 @@ class _Answer:
     def ended(self, end: ChoiceEnd, text: str, ids: Any) -> dict[str, Any]:
         """The last word on it; figures that are the whole request's are missing."""
         request = self._record.request
-        settings = {"stop": request.stop, "stream": request.wire.stream}
+        settings = {"stop": request.stop, "stream": request.response_options.stream}
         return {
             "index": self._index,
             "content": text,
@@ -127,7 +127,7 @@ class LlamaFrames:
     """Chunks of text, then for each prompt one with `stop` and the figures."""
 
     def __init__(self, record: Record) -> None:
-        self._wire = record.request.wire
+        self._options = record.request.response_options
         self._answers = _answers(record)
         self._tally = Tally()
 
@@ -139,11 +139,11 @@ class LlamaFrames:
             case Error():
                 return [openai.ERRORS.frame(event)]
             case Accepted():
-                return [self.idle()] if self._wire.heartbeat else []
+                return [self.idle()] if self._options.heartbeat else []
             case Heartbeat():
-                told = openai.wait_of(event) if self._wire.return_progress else {}
-                return [self._answers[0].chunk(**told)] if self._wire.heartbeat else []
-            case Queued() if self._wire.return_progress:
+                told = openai.wait_of(event) if self._options.return_progress else {}
+                return [self._answers[0].chunk(**told)] if self._options.heartbeat else []
+            case Queued() if self._options.return_progress:
                 return [self._answers[0].chunk(queue=openai.queue_of(event))]
             case Progress():
                 return self._progress(event)
@@ -157,7 +157,7 @@ class LlamaFrames:
         answer = self._answers[event.choice]
         answer.feed(event)
         shown = openai.progress_of(event)
-        return [answer.chunk(prompt_progress=shown)] if self._wire.return_progress else []
+        return [answer.chunk(prompt_progress=shown)] if self._options.return_progress else []
 
     def _tokens(self, event: Tokens) -> list[bytes]:
         answer = self._answers[event.choice]
@@ -165,7 +165,7 @@ class LlamaFrames:
         frames = []
         if event.text or event.ids:
             more: dict[str, Any] = {}
-            if self._wire.timings_per_token:
+            if self._options.timings_per_token:
                 more["timings"] = openai.timings_of(self._tally.timings)
             if event.logprobs:
                 more["completion_probabilities"] = probabilities_of(event.logprobs)

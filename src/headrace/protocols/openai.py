@@ -132,7 +132,7 @@ class ChunkFrames:
 
     def __init__(self, record: Record, shape: Shape) -> None:
         self._record = record
-        self._wire = record.request.wire
+        self._options = record.request.response_options
         self._shape = shape
         self._serve(record.system_fingerprint)
         self._tally = Tally()
@@ -147,16 +147,16 @@ class ChunkFrames:
         match event:
             case Accepted():
                 # without heartbeats, the first frame is a client's sign of the first token
-                return self._open() or [self.idle()] if self._wire.heartbeat else []
+                return self._open() or [self.idle()] if self._options.heartbeat else []
             case Queued():
-                return [self._queued(event)] if self._wire.return_progress else []
+                return [self._queued(event)] if self._options.return_progress else []
             case Heartbeat():
-                return [self._heartbeat(event)] if self._wire.heartbeat else []
+                return [self._heartbeat(event)] if self._options.heartbeat else []
             case Served():
                 self._serve(event.system_fingerprint)
                 return []
             case Progress():
-                return [self._progress(event)] if self._wire.return_progress else []
+                return [self._progress(event)] if self._options.return_progress else []
             case Tokens():
                 return self._tokens(event)
             case Finish():
@@ -182,7 +182,7 @@ class ChunkFrames:
         return self._chunk([self._shape.idle(0)], queue=queue_of(event))
 
     def _heartbeat(self, event: Heartbeat) -> bytes:
-        told = wait_of(event) if self._wire.return_progress else {}
+        told = wait_of(event) if self._options.return_progress else {}
         return self._chunk([self._shape.idle(0)], **told)
 
     def _progress(self, event: Progress) -> bytes:
@@ -195,17 +195,17 @@ class ChunkFrames:
         frames = []
         if any(part):
             choice = self._shape.part(event.choice, part)
-            frames.append(self._told(event.choice, choice, self._wire.timings_per_token))
+            frames.append(self._told(event.choice, choice, self._options.timings_per_token))
         if event.end:
             self._num_running -= 1
             choice = self._shape.end(event.choice, event.end)
-            is_last = not self._num_running and not self._wire.include_usage
+            is_last = not self._num_running and not self._options.include_usage
             frames.append(self._told(event.choice, choice, is_last))
         return self._open() + frames if frames else []
 
     def _finish(self, event: Finish) -> list[bytes]:
         more = ingestion_of(event)
-        if not self._wire.include_usage:
+        if not self._options.include_usage:
             return [self._chunk([], **more), DONE] if more else [DONE]
         timings = timings_of(event.timings)
         return [self._chunk([], usage=usage_of(event.usage), timings=timings, **more), DONE]
@@ -213,11 +213,11 @@ class ChunkFrames:
     def _told(self, index: int, choice: Choice, has_timings: bool) -> bytes:
         """A chunk with text or an end, and the figures that go with it."""
         more: dict[str, Any] = {}
-        if self._wire.continuous_usage:
+        if self._options.continuous_usage:
             more["usage"] = usage_of(self._tally.usage)
         if has_timings:
             more["timings"] = timings_of(self._tally.timings)
-        if self._wire.return_token_ids:
+        if self._options.return_token_ids:
             place = choice if self._shape.has_prompt_in_choice else more
             self._tell_prompt(index, place)
             choice["token_ids"] = self._untold_ids[index]
@@ -264,13 +264,16 @@ class ChunkBody:
         body["choices"] = [self._choice(shape, i, end) for i, end in enumerate(self._finish.ends)]
         body["usage"] = usage_of(self._finish.usage)
         body["timings"] = timings_of(self._finish.timings)
-        if self._record.request.wire.return_token_ids and not shape.has_prompt_in_choice:
+        if (
+            self._record.request.response_options.return_token_ids
+            and not shape.has_prompt_in_choice
+        ):
             body["prompt_token_ids"] = self._record.prompt_ids(0)
         return body | ingestion_of(self._finish)
 
     def _choice(self, shape: Shape, index: int, end: ChoiceEnd) -> Choice:
         choice = shape.whole(index, self._parts[index], end)
-        if self._record.request.wire.return_token_ids:
+        if self._record.request.response_options.return_token_ids:
             if shape.has_prompt_in_choice:
                 prompt = index // self._record.request.n
                 choice["prompt_token_ids"] = self._record.prompt_ids(prompt)

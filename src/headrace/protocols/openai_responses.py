@@ -147,8 +147,10 @@ def to_request(fields: dict[str, Any], prompts: tuple[Prompt, ...], model: Serve
     has_logprobs = bool(fields.get("top_logprobs")) or _LOGPROBS in fields.get("include", ())
     shared = fields | {"logprobs": has_logprobs}
     request = openai_chat.to_request(shared, prompts, model)
-    wire = msgspec.structs.replace(request.wire, background=fields.get("background", False))
-    return msgspec.structs.replace(request, route=ROUTE, wire=wire)
+    options = msgspec.structs.replace(
+        request.response_options, background=fields.get("background", False)
+    )
+    return msgspec.structs.replace(request, route=ROUTE, response_options=options)
 
 
 def go_on(earlier: bytes, output: bytes, checked: CheckedBody) -> CheckedBody:
@@ -192,7 +194,7 @@ class ResponseFrames:
     def __init__(self, record: Record) -> None:
         self.last_number = -1
         self.places: list[float] = []  # of the last frames; a keepalive has half a number more
-        self._wire = record.request.wire
+        self._options = record.request.response_options
         self._response = GrowingResponse(record)
 
     def render(self, event: AnyEvent) -> list[bytes]:
@@ -215,10 +217,10 @@ class ResponseFrames:
 
     def _beat(self, event: AnyEvent) -> dict[str, Any] | None:
         """What a keepalive says of an event that adds nothing to the response."""
-        wire = self._wire
-        if isinstance(event, Heartbeat) and wire.heartbeat:
-            return openai.wait_of(event) if wire.return_progress else {}
-        if not wire.return_progress:
+        options = self._options
+        if isinstance(event, Heartbeat) and options.heartbeat:
+            return openai.wait_of(event) if options.return_progress else {}
+        if not options.return_progress:
             return None
         if isinstance(event, Queued):
             return {"queue": openai.queue_of(event)}

@@ -65,7 +65,7 @@ def make_request(
         priority=fields.get("priority", 0),
         cache_prompt=fields.get("cache_prompt", True),
         cache_salt=fields.get("cache_salt", ""),
-        wire=_to_wire(fields),
+        response_options=_to_response_options(fields),
     )
 
 
@@ -105,7 +105,7 @@ def _to_sampling(fields: dict[str, Any], model: ServedModel) -> Sampling:
     )
 
 
-def _to_wire(fields: dict[str, Any]) -> ResponseOptions:
+def _to_response_options(fields: dict[str, Any]) -> ResponseOptions:
     options = fields.get("stream_options", {})
     stream = fields.get("stream", False)
     return ResponseOptions(

@@ -123,7 +123,7 @@ class GrowingResponse:
         self._record = record
         request = record.request
         self._repeated = _shown(open_kept(request.kept).shown) if request.kept else {}
-        self._is_background = request.wire.background
+        self._is_background = request.response_options.background
         self._status = "queued" if self._is_background else "in_progress"
         self._error: Error | None = None
         self._usage: Usage | None = None

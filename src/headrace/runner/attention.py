@@ -1,4 +1,4 @@
-"""What a step sees of what was computed before: the seam, and its naive form."""
+"""Attention over what was computed before a step: the seam, and its naive implementation."""
 
 from collections.abc import Iterator, Sequence
 from typing import Protocol

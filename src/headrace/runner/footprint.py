@@ -1,4 +1,4 @@
-"""What a model's weights will take in memory, worked out before a value of them is read."""
+"""The memory that a model's weights will take, worked out before any value is read."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -25,9 +25,11 @@ class Footprint(NamedTuple):
         return f"{self.held >> 20} MiB{loading}"
 
 
-def footprint(spec: ModelSpec, dtype: torch.dtype, form: str, quantize: Quantize) -> Footprint:
-    """`form` is that of the kernels; plain is every model that is not computed by ours."""
-    if form == "plain":  # each tensor once, as it is
+def footprint(
+    spec: ModelSpec, dtype: torch.dtype, instructions: str, quantize: Quantize
+) -> Footprint:
+    """`instructions` are the kernels'; plain: no kernel of ours computes the model."""
+    if instructions == "plain":  # each tensor once, as it is
         headers = text_side(read_headers(spec)).values()
         if quantize == "own":  # or as its file has it
             stored = sum(end - start for start, end in (each.data_offsets for each in headers))

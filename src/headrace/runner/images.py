@@ -30,7 +30,7 @@ from transformers import (
 from headrace.core.errors import ModelError, RequestError
 from headrace.core.plan import EncodeWork, PromptInputs
 from headrace.runner.lanes.foreign import Signature
-from headrace.runner.lanes.pixels import Pixels
+from headrace.runner.lanes.image_tensors import ImageTensors
 
 MAX_PIXELS = 40_000_000
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
@@ -151,17 +151,17 @@ class ImageProcessor:
             for number, ((start, end), part) in enumerate(zip(places, parts, strict=True)):
                 written = tuple(_write(file, name, tensor) for name, tensor in part.items())
                 num_rows = sum(is_image[start:end])
-                pixels = Pixels(path, num_rows, written, at if number == 0 else None)
+                image = ImageTensors(path, num_rows, written, at if number == 0 else None)
                 one = images[number : number + 1] if len(parts) == len(images) else images
-                works.append(self._work(start, end, pixels, one))
+                works.append(self._work(start, end, image, one))
         spans = tuple(places) if _BOTH_WAYS in made else ()
         return Prepared(ids, PromptInputs(tuple(works), spans))
 
-    def _work(self, start: int, end: int, pixels: Pixels, images: Sequence[bytes]) -> EncodeWork:
+    def _work(self, start: int, end: int, image: ImageTensors, sent: Sequence[bytes]) -> EncodeWork:
         mark = blake2b(self._settings, digest_size=16)
-        for data in images:
+        for data in sent:
             mark.update(blake2b(data).digest())
-        data = msgspec.msgpack.encode(pixels)
+        data = msgspec.msgpack.encode(image)
         num, is_whole = self._num_units, self._num_units == 1
         return EncodeWork(start, end, end - start, num, is_whole, data=data, mark=mark.digest())
 

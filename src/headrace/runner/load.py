@@ -13,8 +13,8 @@ from headrace.core.layout import MemoryLayout
 from headrace.core.loading import CHECKING, READING, WARMING, tell, tell_weights
 from headrace.core.messages import Ready
 from headrace.runner.footprint import footprint, kept_groups
-from headrace.runner.kernels.choose import KernelChoice, choose_form
-from headrace.runner.kernels.forms import Form
+from headrace.runner.kernels.choose import KernelChoice, choose_instructions
+from headrace.runner.kernels.instruction_sets import InstructionSet
 from headrace.runner.kernels.linear import Quantize
 from headrace.runner.lanes.choose import choose_lane
 from headrace.runner.lanes.lane import Lane
@@ -40,10 +40,10 @@ def load_runner(config: ModelConfig, folder: Path) -> tuple[Runner, Ready]:
     make = choose_lane(spec, config.lane)
     tell(CHECKING)
     quantize, kernels = _kernels(config, spec, make, device, dtype)
-    _check_weights_fit(config, spec, dtype, quantize, kernels.form)
+    _check_weights_fit(config, spec, dtype, quantize, kernels.instructions)
     further: tuple[Any, ...] = (config.kernels,)
     if make.id in _NATIVE:
-        further = quantize, kernels.form
+        further = quantize, kernels.instructions
     elif make.id == "llama-cpp":
         further = (config.device != "cpu",)
     tell_weights(0.0)
@@ -67,8 +67,10 @@ def load_runner(config: ModelConfig, folder: Path) -> tuple[Runner, Ready]:
         num_parameters=lane.num_parameters,
         weight_bytes=lane.weight_bytes,
         layout=layout,
-        fingerprint=fingerprint(spec, _stored(quantize, name), f"{device.type} {kernels.form}"),
-        kernels=kernels.form,
+        fingerprint=fingerprint(
+            spec, _stored(quantize, name), f"{device.type} {kernels.instructions}"
+        ),
+        kernels=kernels.instructions,
         kernels_reason=kernels.reason,
         tasks=lane.tasks,
         is_whole=lane.is_whole,
@@ -86,12 +88,14 @@ def _kernels(
     if lane.id in _NATIVE and device.type == "cpu":
         has_states = lane.has_states(spec)
         if config.quantize != "auto":
-            form = choose_form(config.kernels, dtype, config.quantize, has_states=has_states)
-            return config.quantize, form
+            quantize = config.quantize
+            return quantize, choose_instructions(
+                config.kernels, dtype, quantize, has_states=has_states
+            )
         # in float32 a file's values are computed exactly, as none of them is then rounded
         groups = kept_groups(spec) if dtype == torch.bfloat16 else frozenset()
-        choice = choose_form(config.kernels, dtype, groups=groups, has_states=has_states)
-        return "own" if groups and choice.form != "plain" else "none", choice
+        choice = choose_instructions(config.kernels, dtype, groups=groups, has_states=has_states)
+        return "own" if groups and choice.instructions != "plain" else "none", choice
     is_llama = lane.id == "llama-cpp"  # its files stay as they are
     plain = ("auto",) if is_llama else ("none", "auto", "plain")
     for flag, value in (("quantize", config.quantize), ("kernels", config.kernels)):
@@ -130,20 +134,26 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _check_weights_fit(
-    config: ModelConfig, spec: ModelSpec, dtype: torch.dtype, quantize: Quantize, form: Form
+    config: ModelConfig,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    quantize: Quantize,
+    instructions: InstructionSet,
 ) -> None:
-    needed, free = footprint(spec, dtype, form, quantize), free_bytes(_device(config))
+    needed, free = footprint(spec, dtype, instructions, quantize), free_bytes(_device(config))
     if needed.peak > free:
         stored = _stored(quantize, _name(dtype))
         raise ModelError(
             f"The weights of {spec.name} take {needed} in {stored} and {free >> 20} MiB are "
-            f"free; use a smaller model{_remedy(spec, dtype, quantize, form, free)}.",
+            f"free; use a smaller model{_remedy(spec, dtype, quantize, instructions, free)}.",
             "model_too_large",
         )
 
 
-def _remedy(spec: ModelSpec, dtype: torch.dtype, quantize: Quantize, form: Form, free: int) -> str:
-    """What takes less, the least loss first: what fits, or else what is smallest."""
+def _remedy(
+    spec: ModelSpec, dtype: torch.dtype, quantize: Quantize, instructions: InstructionSet, free: int
+) -> str:
+    """Options that take less, least loss first: one that fits, or else the smallest."""
     if dtype == torch.float32 and quantize == "none":
         return " or --dtype bfloat16"
     all_smaller: dict[Quantize, tuple[Quantize, ...]] = {
@@ -153,9 +163,9 @@ def _remedy(spec: ModelSpec, dtype: torch.dtype, quantize: Quantize, form: Form,
         "int4": (),
     }
     smaller = all_smaller[quantize]
-    if form == "plain" or not smaller:
+    if instructions == "plain" or not smaller:
         return ""
-    taken = {other: footprint(spec, dtype, form, other) for other in smaller}
+    taken = {other: footprint(spec, dtype, instructions, other) for other in smaller}
     other = next((name for name, needed in taken.items() if needed.peak <= free), smaller[-1])
     return f" or --quantize {other}, which takes {taken[other]}"
 

@@ -9,7 +9,7 @@ from headrace.core.sampling import Pooling
 
 
 class PooledRows:
-    """What is kept of the chunks so far: a float32 sum, or one row."""
+    """The pooled rows of the chunks so far: a float32 sum, or one row."""
 
     def __init__(self, pooling: Pooling, num_tokens: int) -> None:
         self._kind = pooling.kind

@@ -1,4 +1,4 @@
-"""What this machine has: cores and free memory."""
+"""The cores and the free memory of this machine."""
 
 import ctypes
 import os
@@ -30,9 +30,9 @@ def give_back_freed() -> None:
 
 
 def _container_bytes(group: Path = Path("/sys/fs/cgroup")) -> int:
-    """What a control group (a container) leaves; without a limit, more than any machine has.
+    """Free bytes of the control group (container); without a limit, more than any machine has.
 
-    It counts what it keeps of files that were read, a model's among them, and gives it up first.
+    The group counts cached files, a model's among them; they are given up first, so count as free.
     """
     limit = group / "memory.max"
     if not limit.is_file() or limit.read_text().strip() == "max":

@@ -104,7 +104,7 @@ class Runner:
         return ChunkResult(vector=vector or b"", error=error)
 
     def _draw(self, chunks: Sequence[Chunk], parts: Sequence[Tensor]) -> list[Drawn]:
-        """What each drawing sequence got, chunk by chunk; siblings draw from the same row."""
+        """Draws for each sequence, chunk by chunk; siblings draw from the same row."""
         drawing = [
             (chunk, part[-1]) for chunk, part in zip(chunks, parts, strict=True) if chunk.draws
         ]

@@ -72,7 +72,7 @@ def resolve(
 
 
 class StepTimes(NamedTuple):
-    """Of a step, in seconds."""
+    """Times of a step, in seconds."""
 
     computing: float  # in the runner, but for encoding
     encoding: float
@@ -80,7 +80,7 @@ class StepTimes(NamedTuple):
 
 
 class Elsewhere(NamedTuple):
-    """What engines beside this one need of the cores."""
+    """The needs of the other engines on these cores."""
 
     decode_s: float = 0.0  # of each of their steps, for streams alone
     is_awaited: bool = False  # whether one of their streams waits for its turn
@@ -88,7 +88,7 @@ class Elsewhere(NamedTuple):
 
 
 class Room:
-    """What one step has left for prompts, in tokens and in seconds; `seconds` None: no target."""
+    """The room that one step has for prompts, in tokens and seconds; `seconds` None: no target."""
 
     def __init__(self, budget: "TimeBudget", tokens: int, seconds: float | None) -> None:
         self._budget = budget
@@ -246,7 +246,7 @@ class TimeBudget:
         return self.seconds_of_units(work.size, work.num_units)
 
     def seconds_of_units(self, size: int, num_units: int) -> float:
-        """What units of an encoder add to a step, with the margin of their model."""
+        """Seconds that an encoder's units add to a step, with the margin of their model."""
         shape = StepShape()
         shape.encode(size, num_units)
         return self.encoding.margin(True) * self.encoding.predict(shape.encoding)

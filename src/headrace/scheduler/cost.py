@@ -22,7 +22,7 @@ RIDGE = 1e-9  # lets columns that always occur together share their weight
 
 @dataclass(slots=True)
 class StepShape:
-    """What the time of a step depends on; L: tokens already computed, x: new ones, per chunk."""
+    """The figures that decide a step's time; L: tokens already computed, x: new, per chunk."""
 
     num_forwards: int = 0
     num_context: int = 0  # Σ L
@@ -75,7 +75,7 @@ class Coefficients:
         return Coefficients(*(factor * part for part in parts))
 
     def cost(self, context: int, new: int, forwards: int = 0) -> float:
-        """What one prompt chunk adds to a step, with the forwards that it adds."""
+        """Seconds that one prompt chunk adds to a step, with the forwards that it adds."""
         linear = self.g * context + self.b * new + self.c_prompt * forwards
         return linear + self.a * new * (2 * context + new)
 
@@ -135,7 +135,7 @@ class CostModel:
 
     @property
     def coefficients(self) -> Coefficients:
-        """Of a step with prompt tokens."""
+        """The coefficients of a step with prompt tokens."""
         return self._fitted.scaled(self._pace)
 
     def predict(self, shape: StepShape) -> float:

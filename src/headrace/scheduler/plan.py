@@ -255,7 +255,7 @@ class Planner:
     def _length(
         self, step: PlannedStep, room: Room, sequence: Sequence, context: int, wanted: int
     ) -> int:
-        """What the room allows, but no span is broken; one too long for it goes in whole."""
+        """The length that the room allows; no span is cut, and one that never fits goes whole."""
         is_first = not step.has_prompt_work
         span = sequence.span_around(context + 0.5)
         if span is not None and not room.fits(context, span[1] - context):
@@ -313,7 +313,7 @@ class Planner:
 
 
 def _split(running: list[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
-    """Those that decode, and those whose prompt is open; neither if their last token is drawn."""
+    """Sequences that decode, and those with open prompts; neither if the last token is drawn."""
     decoders: list[Sequence] = []
     opened: list[Sequence] = []
     for sequence in running:
@@ -328,7 +328,7 @@ def _split(running: list[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
 def _in_turn(
     step: PlannedStep, opened: list[Sequence], waiting: Iterable[Sequence]
 ) -> Iterator[Sequence]:
-    """Those that wait in turn, open prompts by key between them; without seats, only these."""
+    """Waiting sequences in turn, open prompts by key among them; without seats, only the open."""
     left = sorted(opened, key=by_key, reverse=True)
     for sequence in waiting:
         while left and left[-1].key < sequence.key:

@@ -30,7 +30,7 @@ def due_time(arrival: float, patience: float, alone: float, priority: int) -> fl
 
 
 def source_inputs(token_ids: "array[int]", form: SourceForm) -> PromptInputs:
-    """What an answer needs that is drawn from a source of these tokens."""
+    """The inputs of an answer that is drawn from a source of these tokens."""
     work = EncodeWork(
         start=0,
         end=EVERY_TOKEN,

@@ -119,7 +119,7 @@ class PlannedStep:
         )
 
     def launch(self, ended: tuple[SequenceId, ...]) -> StepPlan:
-        """What the runner is to do; it may forget the sequences in `ended` first."""
+        """Makes the plan for the runner, which may forget the sequences in `ended` first."""
         self.plan = StepPlan(
             begun=tuple(self._begun),
             chunks=tuple(self.chunks),

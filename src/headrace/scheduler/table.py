@@ -35,7 +35,7 @@ Item = TypeVar("Item")
 
 @dataclass(slots=True)
 class OutputBuffer:
-    """What has happened to sequences since the outputs were last taken."""
+    """News of sequences since the outputs were last taken."""
 
     started: list[Started] = field(default_factory=list)
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
@@ -116,7 +116,7 @@ class Quarantine:
 
 
 class WaitingLines:
-    """Those that wait: by key within a client; between clients, who has had least is next.
+    """Waiting sequences: by key within a client; between clients, the one that had least is next.
 
     A start counts for TURN_S and its prompt's own seconds. A client that was away has no more
     claim than the one whose turn it is now (start-time fair queueing). What was preempted or

@@ -12,7 +12,7 @@ _PAGE = 256
 
 
 class Log(Protocol):
-    """What a writer and its readers share; the store decides what durable means."""
+    """The log that a writer and its readers share; the store decides what durable means."""
 
     @property
     def next_seq(self) -> int:
@@ -48,7 +48,7 @@ class LogGone(Exception):
 
 
 class LogUnsound(RequestError):
-    """What is stored of a stream is not what was written, so none of it is served.
+    """A stored stream is not as it was written, so none of it is served.
 
     `row` is its number in the store. `reason` says what is damaged; it is empty if the server's
     log has said so before. `owner` and `conversation` are None where they cannot be trusted.
@@ -116,7 +116,7 @@ class Tail:
         return self._events[start : start + limit] if start >= 0 else None
 
     def recent(self) -> list[AnyEvent]:
-        """What is in memory of it, oldest first."""
+        """The events of the log that are in memory, oldest first."""
         return list(self._events)
 
     def ends_with(self, seq: int) -> bool:

@@ -1,4 +1,4 @@
-"""What is stored beside a log: with its events, all that rendering and recovery need."""
+"""The record stored beside a log: with its events, all that rendering and recovery need."""
 
 from array import array
 

@@ -1,4 +1,4 @@
-"""What other gateways publish, over one connection however many streams are followed."""
+"""The feed of other gateways' events: one connection, however many streams are followed."""
 
 import asyncio
 import contextlib
@@ -39,7 +39,7 @@ class Feed:
         await joined.wait()
 
     def leave(self, channel: str) -> None:
-        """It is left with the next message of any."""
+        """Leaves the channel, with the next message of any."""
         if self._channels.pop(channel, None) is not None:
             self._to_leave.add(channel)
 

@@ -27,7 +27,7 @@ _STALLED = "The server cannot write its streams now; try again later."
 Argument = str | bytes | int
 
 LOST = (RedisError, OSError, TimeoutError)
-"""What an attempt fails with; each may have had its effect all the same."""
+"""Errors of an attempt, which may have had its effect all the same."""
 
 
 class Link:
@@ -94,7 +94,7 @@ class Link:
         return await self.client.execute_command(*words)  # type: ignore[no-untyped-call]
 
     def heard(self) -> None:
-        """It can write."""
+        """Notes that the server can write."""
         self._silent_s = 0.0
         if self.stalled.is_set():
             logger.warning("The stream store can write again")
@@ -102,7 +102,7 @@ class Link:
             self.writable.set()
 
     def missed(self, seconds: float, error: BaseException) -> None:
-        """It could not write for so long; a moment in which our own loop was blocked is none."""
+        """Notes how long the server could not write, but for time when our own loop was blocked."""
         self._silent_s += seconds
         if self._silent_s >= STALL_S and not self.stalled.is_set():
             logger.warning("The stream store cannot write: %s", str(error) or "no answer")
@@ -110,7 +110,7 @@ class Link:
             self.writable.clear()
 
     async def check(self) -> list[str]:
-        """What its settings risk, in sentences; StateError if it cannot be used at all."""
+        """Risks of the server's settings, in sentences; StateError if it cannot be used at all."""
         try:
             async with asyncio.timeout(ANSWER_S):
                 await self.command("PING")
@@ -137,7 +137,7 @@ class Link:
 
 
 async def risks_at(url: str) -> list[str]:
-    """What the settings of the server there risk; StateError if it cannot be used."""
+    """Risks of the settings of the server there; StateError if it cannot be used."""
     link = Link(url)
     try:
         return await link.check()
@@ -146,7 +146,7 @@ async def risks_at(url: str) -> list[str]:
 
 
 def risks_of(settings: dict[str, str]) -> list[str]:
-    """What a Redis server of these settings can lose of what was said to be durable."""
+    """Ways in which a Redis server of these settings can lose data that was said to be durable."""
     found = []
     fsync = settings["appendfsync"]
     if settings["appendonly"] != "yes":

@@ -56,7 +56,7 @@ def row_of(answer: Sequence[Any]) -> RedisRow:
 
 
 def events_of(data: bytes) -> list[AnyEvent]:
-    """Of one append."""
+    """The events of one append."""
     return _decode_events(data)
 
 

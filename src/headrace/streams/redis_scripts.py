@@ -279,5 +279,5 @@ return 1
 
 
 def full(script: str) -> str:
-    """What Redis is to run."""
+    """The script as Redis runs it, with the common functions."""
     return _COMMON + script

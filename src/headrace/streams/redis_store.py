@@ -131,7 +131,7 @@ class RedisStore:
             raise
 
     async def _known(self, name: Name) -> Stored | None:
-        """What is written here may be known here a moment later, or have ended just now."""
+        """Finds a stream; one written here may be known only in a moment, or just have ended."""
         for _ in range(_NUM_LOOKS):
             answer = await self.link.run(scripts.FIND, *_as_arguments(name))
             if not answer:
@@ -225,7 +225,7 @@ class RedisStore:
             self._asks.put_nowait(Ask(StreamId(id), what, details[0], interval_s))
 
     async def _look_for_stops(self) -> None:
-        """Those that were published while nothing was heard."""
+        """Applies the stops that were published while nothing was heard."""
         own = list(self.tails.own)
         codes = await self.link.run(scripts.STOPS, *own, is_patient=True)
         for id, code in zip(own, codes, strict=True):

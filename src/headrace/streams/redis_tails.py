@@ -50,17 +50,17 @@ class LiveTails:
             task.cancel()
 
     def of(self, id: StreamId) -> Tail:
-        """That of a stream which is written here."""
+        """The tail of a stream that is written here."""
         return self._tails[id]
 
     def create(self, id: StreamId) -> Tail:
-        """That of a new one."""
+        """The tail of a new stream."""
         self.own.add(id)
         tail = self._tails[id] = Tail(keep=_TAIL)
         return tail
 
     async def adopt(self, row: RedisRow) -> Tail:
-        """That of a stream which is written here from now on; its readers go on."""
+        """The tail of a stream that is written here from now on; its readers go on."""
         id = row.stream_id
         self.own.add(id)
         tail = self._tails.setdefault(id, Tail(row.next_seq, keep=_TAIL))
@@ -70,7 +70,7 @@ class LiveTails:
         return tail
 
     async def follow(self, row: RedisRow) -> Tail:
-        """That of a stream which is written elsewhere, at least as long as `row` says.
+        """The tail of a stream that is written elsewhere, at least as long as `row` says.
 
         StoreStalled if the server cannot be heard.
         """
@@ -96,7 +96,7 @@ class LiveTails:
         return True
 
     def gone(self, id: StreamId) -> None:
-        """It was forgotten."""
+        """Forgets a stream that is gone."""
         if (tail := self._drop(id)) is not None:
             tail.forget()
 
@@ -120,7 +120,7 @@ class LiveTails:
         return self._link.key(f"t:{id}")
 
     def _hear(self, channel: str, message: bytes) -> None:
-        """What was published."""
+        """Takes a message that was published."""
         name = channel.removeprefix(self._link.prefix)
         if name == "ask":
             self._on_ask(message.decode().split(" "))
@@ -132,7 +132,7 @@ class LiveTails:
             self.spawn(self._catch_up(id))
 
     def _joined(self, channel: str) -> None:
-        """What was published before is read instead."""
+        """Catches up after joining: earlier messages were missed, so the rows are read."""
         name = channel.removeprefix(self._link.prefix)
         if name == "ask":
             self.spawn(self._on_joined())

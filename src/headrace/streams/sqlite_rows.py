@@ -49,7 +49,7 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class WriteBatch(msgspec.Struct, frozen=True):
-    """What one append adds; `frees_key`: it ends in an error after which the key may be reused."""
+    """The events of one append; `frees_key`: it ends in an error, and the key may be reused."""
 
     first_seq: int
     num_events: int

@@ -82,7 +82,7 @@ class Writer:
         publish: Callable[[Any], Result],
         num_bytes: int | None = None,
     ) -> Result:
-        """What `publish` returns, called with the result of `work` right after its commit.
+        """Commits `work`, then at once calls `publish` with its result; returns what that gives.
 
         `work` may run again after a failed commit. A write with `num_bytes` waits in the buffer
         through a stall; one without fails with StoreStalled.

@@ -59,7 +59,7 @@ class Stored(msgspec.Struct, frozen=True):
 
 
 class Ask(msgspec.Struct, frozen=True):
-    """What another server asks of a stream that is written here.
+    """A wish of another server about a stream that is written here.
 
     `what`: stop, `detail` being the code; beat, with the form; look, for somebody else may write
     it now.
@@ -97,7 +97,7 @@ Hear = Callable[[float], None]
 
 
 def nobody_hears(seconds: float) -> None:
-    """What a store tells its times to until it is given something else."""
+    """The default hearer of a store's times."""
 
 
 class Store(Protocol):
@@ -150,7 +150,7 @@ class Store(Protocol):
         """Streams whose server has gone, claimed for the caller to write; waits until there are."""
 
     async def asked(self) -> Ask:
-        """What another server asks next; waits until one does."""
+        """The next wish of another server; waits until there is one."""
 
     async def sweep(self, retention: Retention, now: float) -> Totals:
         """Removes ended streams that are too old, then the least recently read beyond the caps.

@@ -1,4 +1,4 @@
-"""Which ended streams to evict: those too old, then the least recently read beyond a cap."""
+"""Chooses ended streams to evict: those too old, then the least recently read beyond a cap."""
 
 from collections.abc import Iterable
 

@@ -8,8 +8,8 @@ from typing import Generic, NamedTuple, TypeVar
 
 from headrace.core.pieces import CONTENT, ChannelPiece
 from headrace.core.sampling import Sampling
-from headrace.text.channels import PLAIN, Splitting
 from headrace.text.detokenizer import Detokenizer
+from headrace.text.output_splitter import PLAIN, Splitting
 from headrace.text.stops import StopMatcher
 
 Entry = TypeVar("Entry")
@@ -78,7 +78,7 @@ class TextAssembler(Generic[Entry]):
         return pieces if self.has_ended else pieces + self._released()
 
     def take_entries(self) -> tuple[Entry, ...]:
-        """Those of the tokens whose last byte has been delivered since the last call."""
+        """Takes the entries of tokens whose last byte was delivered since the last call."""
         entries, self._entries = self._entries, ()
         return entries
 
@@ -100,7 +100,7 @@ class TextAssembler(Generic[Entry]):
         return pieces
 
     def _released(self) -> tuple[ChannelPiece, ...]:
-        """What waited for the rest of a stop string that does not come."""
+        """Delivers the text that waited for the rest of a stop string which does not come."""
         return self._deliver(self._stops.flush())
 
     def _stopped(self, text: str) -> tuple[ChannelPiece, ...]:

@@ -48,7 +48,7 @@ class Detokenizer:
         return text
 
     def flush(self) -> str:
-        """What is left at the end: U+FFFD for an unfinished code point."""
+        """Returns the rest at the end: U+FFFD for an unfinished code point."""
         text, self.pending = self.pending.decode(errors="replace"), b""
         self.num_chars += len(text)
         return text

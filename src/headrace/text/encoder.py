@@ -4,9 +4,9 @@ from array import array
 from functools import cached_property
 from itertools import islice
 
-from headrace.text.probes import hard_texts
 from headrace.text.tokenizer import Tokenizer
-from headrace.text.windows import NO_OUTER, Sizes, WindowedText
+from headrace.text.tokenizer_probes import hard_texts
+from headrace.text.windowed_encoding import NO_OUTER, Sizes, WindowedText
 
 NUM_PROBES = 200
 MAX_PROBE = 600  # characters

@@ -109,7 +109,7 @@ class GrammarState:
         self._ends = list(sampling.end_token_ids)
 
     def allowed(self, answer: "array[int]") -> Allowed:
-        """Which tokens may follow these, all of the answer so far, by id; GrammarError if none."""
+        """The tokens that may follow the answer so far, by id; GrammarError if none may."""
         for token_id in answer[self._num_fed :]:
             self._feed(token_id)
         if self._is_reasoning:  # whose end is the model's to choose

@@ -29,7 +29,7 @@ class InfillMarks(NamedTuple):
     ends: tuple[int, ...]  # with which a model ends what it fills in, beside its end tokens
 
     def files(self, files: Sequence[tuple[str, str]]) -> Iterator[tuple[int | None, str]]:
-        """What stands before the gap's own file: each text with the mark before it, if any."""
+        """The texts before the gap's own file, each with the mark before it, if any."""
         if not files:
             return
         if self.file is not None and self.project is not None:

@@ -36,7 +36,7 @@ class StopMatcher:
         return text[:safe], None
 
     def flush(self) -> str:
-        """What was held back: no text follows it directly."""
+        """Returns the text that was held back: none follows it directly."""
         held, self._held = self._held, ""
         self._matched = [0] * len(self._stops)
         return held

@@ -14,7 +14,7 @@ import tokenizers
 from headrace.core.errors import ModelError
 from headrace.text.conversion import tokenizer_file
 from headrace.text.infill import infill_marks
-from headrace.text.spelling import spelling_for
+from headrace.text.token_bytes import token_bytes_for
 
 _MARK = "▁"
 _MARK_INSIDE = re.compile(f"[^{_MARK}]{_MARK}")
@@ -34,7 +34,7 @@ class Tokenizer:
         self._inner.no_truncation()
         self._inner.no_padding()
         sections = msgspec.json.decode(data, type=_Sections)
-        self.spell = spelling_for(self._inner, sections.decoder).spell
+        self.spell = token_bytes_for(self._inner, sections.decoder).spell
         self.special_tokens = _special_tokens(config or {})
         added = self._inner.get_added_tokens_decoder()
         self.added_tokens = tuple(token.content for token in added.values())

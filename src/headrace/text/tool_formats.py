@@ -36,7 +36,7 @@ class CallBody(Protocol):
 
     @property
     def rest(self) -> str | None:
-        """What follows the calls, or was none; None while more may come."""
+        """The text after the calls, or all of it without a call; None while more may come."""
 
 
 class ToolFormat(NamedTuple):

@@ -2,18 +2,18 @@ import pytest
 import torch
 
 from headrace.runner.kernels.attention import CpuAttention
-from headrace.runner.kernels.forms import Form
+from headrace.runner.kernels.instruction_sets import InstructionSet
 from tests.runner.kernels.attention_case import Case, make_case, plain, reference
-from tests.runner.kernels.own_forms import OWN_FORMS
+from tests.runner.kernels.own_kernels import OWN_SETS
 
 DECODES = [(0, 1), (5, 1), (8, 1), (100, 1)]
 MIXED = [(30, 1), (0, 72), (17, 102), (63, 1), (16, 3)]
 
 
-def largest_error(case: Case, form: Form | None = None) -> float:
+def largest_error(case: Case, instructions: InstructionSet | None = None) -> float:
     sinks = () if case.sinks is None else [case.sinks]
     keys, values = plain(case)
-    attention = CpuAttention(case.storage, sinks, form)
+    attention = CpuAttention(case.storage, sinks, instructions)
     found = attention.step(case.batch).attend(0, case.q, case.k, case.v)
     expected = reference(case, keys, values)
     for mine, theirs in zip(plain(case), (keys, values), strict=True):
@@ -71,35 +71,37 @@ def test_what_is_not_a_number_stays_with_its_sequence_and_is_no_error(
     assert capfd.readouterr().err == ""
 
 
-@pytest.mark.parametrize("form", OWN_FORMS)
+@pytest.mark.parametrize("instructions", OWN_SETS)
 @pytest.mark.parametrize("size", [16, 32, 48])
 @pytest.mark.parametrize("window", [None, 20, 300])
 @pytest.mark.parametrize("heads", [(4, 2), (8, 1), (7, 7)])
 def test_many_queries_read_the_past_in_tiles(
-    heads: tuple[int, int], window: int | None, size: int, form: Form
+    heads: tuple[int, int], window: int | None, size: int, instructions: InstructionSet
 ) -> None:
     chunks = [(0, 33), (600, 5), (40, 1), (255, 17), (256, 150), (17, 41)]
     case = make_case(chunks, heads, 64, window, torch.bfloat16, size)
     case.sinks = torch.linspace(-2, 3, heads[0])
-    assert largest_error(case, form) < 0.02
+    assert largest_error(case, instructions) < 0.02
 
 
-@pytest.mark.parametrize("form", OWN_FORMS)
+@pytest.mark.parametrize("instructions", OWN_SETS)
 @pytest.mark.parametrize("dim", [24, 64])
-def test_bfloat16_stays_close_to_the_definition(dim: int, form: Form) -> None:
-    assert largest_error(make_case(MIXED, dim=dim, dtype=torch.bfloat16, size=32), form) < 0.03
+def test_bfloat16_stays_close_to_the_definition(dim: int, instructions: InstructionSet) -> None:
+    assert (
+        largest_error(make_case(MIXED, dim=dim, dtype=torch.bfloat16, size=32), instructions) < 0.03
+    )
 
 
-@pytest.mark.parametrize("form", OWN_FORMS)
+@pytest.mark.parametrize("instructions", OWN_SETS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [3, 8, 16, 32])
 def test_unwritten_positions_of_a_block_have_no_influence(
-    size: int, dtype: torch.dtype, form: Form
+    size: int, dtype: torch.dtype, instructions: InstructionSet
 ) -> None:
     case = make_case([(0, 1), (0, 5), (0, 33), (0, 6)], dim=32, dtype=dtype, size=size)
     for tensor in (case.storage.keys[0], case.storage.values[0]):
         tensor.fill_(float("nan"))
-    assert largest_error(case, form) < 0.03
+    assert largest_error(case, instructions) < 0.03
 
 
 @pytest.mark.parametrize("chunks", [DECODES, MIXED])

@@ -7,14 +7,14 @@ import torch
 
 from headrace.config.settings import ModelConfig
 from headrace.core.errors import ModelError
-from headrace.runner.kernels import attention, choose, forms
-from headrace.runner.kernels.choose import choose_form
-from headrace.runner.kernels.forms import FORMS, forms_here
+from headrace.runner.kernels import attention, choose, instruction_sets
+from headrace.runner.kernels.choose import choose_instructions
+from headrace.runner.kernels.instruction_sets import INSTRUCTION_SETS, instruction_sets_here
 from headrace.runner.kernels.launch import Kernel
 from headrace.runner.kernels.linear import Quantize
 from headrace.runner.load import load_runner
 from tests.drive import generate, random_prompt
-from tests.runner.kernels.own_forms import OWN_FORMS, needs_own_forms
+from tests.runner.kernels.own_kernels import OWN_SETS, needs_own_kernels
 from tools.harness.tiny_models import make_tiny_model
 
 
@@ -28,14 +28,14 @@ def processor(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Makes the processor have just these instructions, as LLVM calls them, and AMX or not."""
 
     def have(*names: str, has_amx: bool = False) -> tuple[str, ...]:
-        monkeypatch.setattr(forms, "_features", lambda: set(names))
-        monkeypatch.setattr(forms, "has_amx", lambda: has_amx)
-        return forms_here.__wrapped__()
+        monkeypatch.setattr(instruction_sets, "_features", lambda: set(names))
+        monkeypatch.setattr(instruction_sets, "has_amx", lambda: has_amx)
+        return instruction_sets_here.__wrapped__()
 
     return have
 
 
-def test_what_a_processor_has_decides_which_forms_it_runs(processor: Any) -> None:
+def test_what_a_processor_has_decides_which_instruction_sets_it_runs(processor: Any) -> None:
     wide = ("avx2", "fma", "avx512f", "avx512bw")
     assert processor() == ("plain",)
     assert processor("avx2") == ("plain",)
@@ -43,39 +43,46 @@ def test_what_a_processor_has_decides_which_forms_it_runs(processor: Any) -> Non
     assert processor("avx2", "fma", "f16c") == ("avx2", "plain")
     assert processor(*wide) == ("avx512", "plain")
     assert processor(*wide, "avx512bf16") == ("bf16dot", "avx512", "plain")
-    assert processor(*wide, "avx512bf16", has_amx=True) == FORMS[:3] + FORMS[4:]
+    assert (
+        processor(*wide, "avx512bf16", has_amx=True) == INSTRUCTION_SETS[:3] + INSTRUCTION_SETS[4:]
+    )
 
 
-def test_numbas_own_variable_limits_the_forms(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forms.config, "CPU_FEATURES", "+avx2,+fma,+f16c,-avx512f")
-    assert forms_here.__wrapped__() == ("avx2", "plain")
+def test_numbas_own_variable_limits_the_instruction_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(instruction_sets.config, "CPU_FEATURES", "+avx2,+fma,+f16c,-avx512f")
+    assert instruction_sets_here.__wrapped__() == ("avx2", "plain")
 
 
-@needs_own_forms
-@pytest.mark.parametrize("form", OWN_FORMS)
+@needs_own_kernels
+@pytest.mark.parametrize("instructions", OWN_SETS)
 @pytest.mark.parametrize("quantize", ["none", "int8", "int4"])
-def test_every_form_of_this_machine_proves_right(form: str, quantize: Quantize) -> None:
-    assert choose_form(form, torch.bfloat16, quantize, has_states=True) == (form, "as asked")
+def test_every_instruction_set_of_this_machine_proves_right(
+    instructions: str, quantize: Quantize
+) -> None:
+    assert choose_instructions(instructions, torch.bfloat16, quantize, has_states=True) == (
+        instructions,
+        "as asked",
+    )
 
 
-@needs_own_forms
-def test_the_best_form_is_taken_and_its_instructions_are_told() -> None:
-    found = choose_form("auto", torch.bfloat16)
-    assert found.form == forms_here()[0]
+@needs_own_kernels
+def test_the_best_instruction_set_is_taken_and_told() -> None:
+    found = choose_instructions("auto", torch.bfloat16)
+    assert found.instructions == instruction_sets_here()[0]
     assert found.reason.startswith("the processor has ")
 
 
-def test_float32_is_computed_by_a_form_that_computes_it() -> None:
-    assert choose_form("auto", torch.float32).form in ("avx512", "avx2", "plain")
+def test_float32_is_computed_by_instructions_that_compute_it() -> None:
+    assert choose_instructions("auto", torch.float32).instructions in ("avx512", "avx2", "plain")
     with pytest.raises(ModelError, match=r"--kernels bf16dot cannot compute float32.* plain\."):
-        choose_form("bf16dot", torch.float32)
+        choose_instructions("bf16dot", torch.float32)
 
 
-def break_kernels(form: str, monkeypatch: pytest.MonkeyPatch, result: Any) -> None:
+def break_kernels(instructions: str, monkeypatch: pytest.MonkeyPatch, result: Any) -> None:
     kernels_for = choose.CpuAttention.step
 
     def step(self: Any, batch: Any) -> Any:
-        if self.form != form:
+        if self.instructions != instructions:
             return kernels_for(self, batch)
         if isinstance(result, Exception):
             raise result
@@ -87,32 +94,32 @@ def break_kernels(form: str, monkeypatch: pytest.MonkeyPatch, result: Any) -> No
     monkeypatch.setattr(choose.CpuAttention, "step", step)
 
 
-@needs_own_forms
+@needs_own_kernels
 @pytest.mark.parametrize("fault", [1.1, float("nan"), RuntimeError("no such instruction")])
-def test_a_form_that_fails_its_check_is_not_used_and_one_warning_says_so(
+def test_an_instruction_set_that_fails_its_check_is_not_used_and_one_warning_says_so(
     fault: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    first, second = forms_here()[:2]
+    first, second = instruction_sets_here()[:2]
     break_kernels(first, monkeypatch, fault)
     with caplog.at_level(logging.WARNING):
-        found = choose_form("auto", torch.bfloat16)
+        found = choose_instructions("auto", torch.bfloat16)
     assert found == (second, f"{first} failed its check")
     (warning,) = caplog.records
     assert f"Kernels {first} are not used" in warning.getMessage()
 
 
-@needs_own_forms
+@needs_own_kernels
 @pytest.mark.parametrize("what", ["convolve", "delta_rule"])
 def test_states_are_checked_for_models_that_have_them(
     what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compute = getattr(attention.CpuStep, what)
     monkeypatch.setattr(attention.CpuStep, what, lambda *args: compute(*args) * 1.1)
-    assert choose_form("auto", torch.bfloat16).form == forms_here()[0]
-    assert choose_form("auto", torch.bfloat16, has_states=True).form == "plain"
+    assert choose_instructions("auto", torch.bfloat16).instructions == instruction_sets_here()[0]
+    assert choose_instructions("auto", torch.bfloat16, has_states=True).instructions == "plain"
 
 
-@needs_own_forms
+@needs_own_kernels
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_plain_compiles_no_kernel_and_says_what_the_others_say(
     dtype: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -135,7 +142,7 @@ def test_plain_compiles_no_kernel_and_says_what_the_others_say(
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
 def test_plain_refuses_to_quantize_and_says_what_would_do(quantize: Quantize) -> None:
     with pytest.raises(ModelError, match=f"{quantize} .* use --quantize none"):
-        choose_form("plain", torch.bfloat16, quantize)
+        choose_instructions("plain", torch.bfloat16, quantize)
 
 
 def test_another_lane_is_plain_and_refuses_the_rest(tmp_path: Path) -> None:

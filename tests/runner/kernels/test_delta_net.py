@@ -12,9 +12,9 @@ from headrace.core.plan import Chunk
 from headrace.models import delta_rule as exact
 from headrace.runner.inputs import Batch, pack
 from headrace.runner.kernels.delta_net import convolve, delta_rule
-from tests.runner.kernels.own_forms import needs_own_forms
+from tests.runner.kernels.own_kernels import needs_own_kernels
 
-pytestmark = needs_own_forms
+pytestmark = needs_own_kernels
 TOKENS, SLOTS = 40, 2
 CUTS = ([1] * TOKENS, [3, 30, 7], [33, 7])
 GIVEN = torch.Generator().manual_seed(0)

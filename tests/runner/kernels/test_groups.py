@@ -10,7 +10,7 @@ from torch import Tensor
 from headrace.checkpoints.gguf_groups import FORMS, GroupForm, Groups, common_form, read_groups
 from headrace.runner.kernels.groups import pack_groups, packed_bytes, quantize_groups
 from headrace.runner.kernels.linear import GroupedLinear
-from tests.runner.kernels.own_forms import OWN_FORMS, needs_own_forms
+from tests.runner.kernels.own_kernels import OWN_SETS, needs_own_kernels
 from tools.harness.gguf_files import encoded
 
 ALL = [
@@ -38,7 +38,7 @@ def values(groups: Groups) -> Tensor:
     return groups.q.double() * groups.scale.double()[:, own] + groups.minimum.double()[:, own]
 
 
-@needs_own_forms
+@needs_own_kernels
 @pytest.mark.parametrize("form", ALL)
 @pytest.mark.parametrize("outputs, inputs", [(67, 96), (130, 1024), (12, 37), (1, 7), (40, 16)])
 def test_the_product_is_that_of_the_values(form: GroupForm, outputs: int, inputs: int) -> None:
@@ -56,7 +56,7 @@ def test_the_product_is_that_of_the_values(form: GroupForm, outputs: int, inputs
             assert error < tolerance
 
 
-@needs_own_forms
+@needs_own_kernels
 @pytest.mark.parametrize(
     "form, dtype", [*((form, torch.bfloat16) for form in ALL), (ALL[0], torch.float32)]
 )
@@ -70,17 +70,17 @@ def test_a_row_is_the_same_whatever_rows_are_with_it(form: GroupForm, dtype: tor
         assert torch.equal(layer(x[first:stop]), whole[first:stop])
 
 
-@needs_own_forms
+@needs_own_kernels
 @pytest.mark.parametrize("groups", ALL)
-def test_a_form_computes_what_plain_vectors_do(groups: GroupForm) -> None:
+def test_an_instruction_set_computes_what_plain_vectors_do(groups: GroupForm) -> None:
     torch.manual_seed(0)
     made, bias = make(groups, 70, 1024), torch.randn(70)
     x = (torch.randn(50, 1024) * torch.logspace(-3, 1, 1024)).bfloat16()
-    best, vectors = (GroupedLinear(made, bias, OWN_FORMS[n])(x) for n in (0, -1))
+    best, vectors = (GroupedLinear(made, bias, OWN_SETS[n])(x) for n in (0, -1))
     assert torch.equal(best, vectors)
 
 
-@needs_own_forms
+@needs_own_kernels
 def test_rows_of_zeros_and_the_largest_sums_are_right() -> None:
     q = torch.full((32, 64), -128, dtype=torch.int8)
     scale, none = torch.ones(32, 2).half(), torch.zeros(32, 2).half()

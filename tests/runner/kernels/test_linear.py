@@ -3,16 +3,16 @@ import torch
 from torch import Tensor, nn
 
 from headrace.runner.kernels import product as module
-from headrace.runner.kernels.forms import Form
+from headrace.runner.kernels.instruction_sets import InstructionSet
 from headrace.runner.kernels.launch import Kernel
 from headrace.runner.kernels.linear import PackedLinear, pack_linear, quantize_outputs
-from tests.runner.kernels.own_forms import OWN_FORMS
+from tests.runner.kernels.own_kernels import OWN_SETS
 
 
-@pytest.fixture(params=OWN_FORMS)
-def form(request: pytest.FixtureRequest) -> Form:
-    form: Form = request.param
-    return form
+@pytest.fixture(params=OWN_SETS)
+def instructions(request: pytest.FixtureRequest) -> InstructionSet:
+    instructions: InstructionSet = request.param
+    return instructions
 
 
 def make_linear(inputs: int, outputs: int, bias: bool, dtype: torch.dtype) -> nn.Linear:
@@ -39,11 +39,11 @@ def exact(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     ],
 )
 def test_packed_bfloat16_is_exact_but_for_one_rounding(
-    form: Form, rows: int, inputs: int, outputs: int, bias: bool
+    instructions: InstructionSet, rows: int, inputs: int, outputs: int, bias: bool
 ) -> None:
     linear = make_linear(inputs, outputs, bias, torch.bfloat16)
     x = torch.randn(rows, inputs).bfloat16()
-    found = PackedLinear(linear.weight, None, linear.bias, form)(x)
+    found = PackedLinear(linear.weight, None, linear.bias, instructions)(x)
     assert found.dtype == torch.bfloat16
     torch.testing.assert_close(found.double(), exact(linear, x), rtol=2**-8, atol=1e-4)
 
@@ -53,11 +53,11 @@ def test_packed_bfloat16_is_exact_but_for_one_rounding(
     [(torch.bfloat16, 3100), (torch.bfloat16, 3104), (torch.int8, 3100), (torch.int8, 3200)],
 )
 def test_a_row_is_the_same_whatever_rows_are_with_it(
-    form: Form, dtype: torch.dtype, inputs: int
+    instructions: InstructionSet, dtype: torch.dtype, inputs: int
 ) -> None:
     torch.manual_seed(0)
     weight = torch.randn(100, inputs).mul_(30).to(dtype)
-    packed = PackedLinear(weight, None, None, form)
+    packed = PackedLinear(weight, None, None, instructions)
     x = torch.randn(220, inputs).bfloat16()
     whole = packed(x)  # more than one block of rows
     for first, stop in [(0, 1), (1, 3), (3, 7), (10, 27), (30, 43), (100, 120), (180, 213)]:
@@ -67,13 +67,13 @@ def test_a_row_is_the_same_whatever_rows_are_with_it(
 @pytest.mark.parametrize("rows", [1, 3, 8, 40, 41, 80])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_int8_is_the_product_with_the_rounded_weights(
-    form: Form, rows: int, dtype: torch.dtype
+    instructions: InstructionSet, rows: int, dtype: torch.dtype
 ) -> None:
     linear = make_linear(64, 70, True, dtype)
     x = torch.randn(rows, 64).to(dtype)
     stored, scale = quantize_outputs(linear.weight)
     expected = x.double() @ (stored.double() * scale[:, None]).T + linear.bias.double()
-    found = PackedLinear(stored, scale, linear.bias, form)(x)
+    found = PackedLinear(stored, scale, linear.bias, instructions)(x)
     tolerance = 2**-7 if dtype == torch.bfloat16 else 5e-4
     torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance / 10)
 
@@ -92,13 +92,15 @@ def test_inputs_of_int8_are_as_fine_as_their_groups_allow(inputs: int) -> None:
 
 
 @pytest.mark.parametrize("inputs", [128, 3200])
-def test_int8_of_a_form_is_what_plain_vectors_make_of_it(form: Form, inputs: int) -> None:
+def test_int8_of_an_instruction_set_is_what_plain_vectors_make_of_it(
+    instructions: InstructionSet, inputs: int
+) -> None:
     torch.manual_seed(0)
     weight = torch.randint(-128, 128, (100, inputs), dtype=torch.int8)
     scale, bias = torch.rand(100), torch.randn(100)
     x = (torch.randn(120, inputs) * torch.logspace(-3, 1, inputs)).bfloat16()
-    found = PackedLinear(weight, scale, bias, form)(x)
-    assert torch.equal(found, PackedLinear(weight, scale, bias, OWN_FORMS[-1])(x))
+    found = PackedLinear(weight, scale, bias, instructions)(x)
+    assert torch.equal(found, PackedLinear(weight, scale, bias, OWN_SETS[-1])(x))
 
 
 def test_int8_takes_zeros_and_the_largest_sums() -> None:
@@ -116,7 +118,7 @@ def test_leading_dimensions_are_kept() -> None:
 
 
 @pytest.mark.parametrize(
-    ("form", "inputs", "kernel"),
+    ("instructions", "inputs", "kernel"),
     [
         ("amx", 64, module._bf16_amx),
         ("amx", 37, module._bf16_by_bf16),
@@ -125,10 +127,10 @@ def test_leading_dimensions_are_kept() -> None:
         ("avx2", 64, module._bf16_by_bf16),
     ],
 )
-def test_the_kernel_follows_the_form_and_the_number_of_inputs(
-    form: Form, inputs: int, kernel: Kernel
+def test_the_kernel_follows_the_instruction_set_and_the_number_of_inputs(
+    instructions: InstructionSet, inputs: int, kernel: Kernel
 ) -> None:
-    kernels = module.kernels_for(form, inputs, torch.bfloat16)
+    kernels = module.kernels_for(instructions, inputs, torch.bfloat16)
     assert kernels[torch.bfloat16] is kernel
 
 

@@ -14,7 +14,7 @@ from headrace.runner.kernels.linear import quantize_outputs
 from headrace.runner.lanes.native_text import NativeText
 from headrace.runner.load import load_runner
 from tests.drive import assert_close, generate, random_prompt, row_logits, tiny_runner
-from tests.runner.kernels.own_forms import needs_own_forms
+from tests.runner.kernels.own_kernels import needs_own_kernels
 from tests.runner.kernels.test_groups import values
 from tools.harness.tiny_models import make_tiny_model
 
@@ -41,7 +41,7 @@ def test_fast_logits_in_bfloat16_are_as_near_to_float32_as_plain_ones(
     assert float((fast - exact).norm()) < 1.5 * float((plain - exact).norm()) + 1e-3
 
 
-@needs_own_forms
+@needs_own_kernels
 def test_int8_keeps_the_logits_and_halves_the_linear_weights(tmp_path: Path) -> None:
     folder, prompt = make_tiny_model(tmp_path, initializer_range=0.1), random_prompt(40)
     exact = row_logits(tiny_runner(folder), prompt)
@@ -54,7 +54,7 @@ def test_int8_keeps_the_logits_and_halves_the_linear_weights(tmp_path: Path) -> 
     assert packed.weight_bytes < 0.8 * plain.weight_bytes
 
 
-@needs_own_forms
+@needs_own_kernels
 def test_int4_computes_the_model_whose_weights_are_rounded_the_head_to_8_bits(
     tmp_path: Path,
 ) -> None:
@@ -78,7 +78,7 @@ def test_int4_computes_the_model_whose_weights_are_rounded_the_head_to_8_bits(
     assert_close(found, row_logits(tiny_runner(folder), prompt), tolerance=2e-3)
 
 
-@needs_own_forms
+@needs_own_kernels
 def test_int4_costs_a_trained_model_little_of_its_certainty() -> None:
     folder = find_model("headrace-mini")
     ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(TEXT).ids
@@ -94,7 +94,7 @@ def cross_entropy(logits: torch.Tensor, ids: list[int]) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(logits, torch.tensor(ids[1:]))
 
 
-@needs_own_forms
+@needs_own_kernels
 def test_int8_has_a_fingerprint_of_its_own_and_is_refused_where_it_is_not_built(
     tmp_path: Path,
 ) -> None:

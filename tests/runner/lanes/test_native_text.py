@@ -12,7 +12,7 @@ from headrace.runner.kernels import launch
 from headrace.runner.load import load_runner
 from headrace.runner.runner import Runner
 from tests.drive import GREEDY, Drive, generate, random_prompt, tiny_runner
-from tests.runner.kernels.own_forms import needs_own_forms
+from tests.runner.kernels.own_kernels import needs_own_kernels
 from tools.harness.tiny_models import make_tiny_model
 
 A, B = SequenceId(0), SequenceId(1)
@@ -114,7 +114,7 @@ def captured_and_not(folder: Path) -> tuple[Runner, Runner]:
     return captured, plain
 
 
-@needs_own_forms
+@needs_own_kernels
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_small_steps_are_captured_from_the_first_on(dtype: str, folder: Path) -> None:
     for function in (launch._openmp, launch._openmp_fork):

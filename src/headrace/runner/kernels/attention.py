@@ -13,7 +13,7 @@ from headrace.runner.inputs import Batch
 from headrace.runner.kernels import arguments as fields
 from headrace.runner.kernels.arguments import arguments_of
 from headrace.runner.kernels.delta_net import convolve, delta_rule
-from headrace.runner.kernels.forms import Form, forms_here
+from headrace.runner.kernels.instruction_sets import InstructionSet, instruction_sets_here
 from headrace.runner.kernels.launch import parallel
 from headrace.runner.kernels.paged_attention import kernels_for
 from headrace.runner.storage import BlockStorage, StateStorage
@@ -23,12 +23,15 @@ class CpuAttention:
     """Bound to one storage; `sinks` are per layer float32 [heads], scores that hold no value."""
 
     def __init__(
-        self, storage: BlockStorage, sinks: Sequence[Tensor] = (), form: Form | None = None
+        self,
+        storage: BlockStorage,
+        sinks: Sequence[Tensor] = (),
+        instructions: InstructionSet | None = None,
     ) -> None:
         self.storage = storage
         self.sinks = sinks
-        self.form = form or forms_here()[0]
-        self.kernels = kernels_for(storage.keys[0], self.form)
+        self.instructions = instructions or instruction_sets_here()[0]
+        self.kernels = kernels_for(storage.keys[0], self.instructions)
 
     def step(self, batch: Batch) -> Step:
         return CpuStep(self, batch)

@@ -27,7 +27,7 @@ def fits_vectors(size: int, dim: int) -> bool:
 
 
 class Past(NamedTuple):
-    """What one kv head of a sequence holds."""
+    """The keys and values of one kv head of a sequence."""
 
     keys: Any  # [blocks, kv_heads, numbers of a block]
     values: Any

@@ -55,7 +55,7 @@ class Arena:
 
 
 class _Operation(NamedTuple):
-    """What torch computes, and where to; None: it writes to an argument."""
+    """An operation of torch, and where its result goes; None: it writes to an argument."""
 
     function: Any
     args: tuple[Any, ...]
@@ -82,7 +82,7 @@ class _Launch(NamedTuple):
 
 
 class Graph:
-    """What was computed, in order, of as many rows as each of the inputs has."""
+    """The recorded operations, in order; each of the inputs has the same number of rows."""
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         self.arena = Arena()

@@ -1,4 +1,4 @@
-"""Owns the choice of a form: the best that the processor has, once it computes what plain does."""
+"""Owns the choice of an instruction set: the best one here that computes what plain does."""
 
 import itertools
 import logging
@@ -19,8 +19,8 @@ from headrace.models.step import CacheShape, StateShape, Step
 from headrace.runner.attention import Attention, NaiveAttention
 from headrace.runner.inputs import pack
 from headrace.runner.kernels.attention import CpuAttention
-from headrace.runner.kernels.forms import INSTRUCTIONS, Form, forms_here
 from headrace.runner.kernels.groups import INT4
+from headrace.runner.kernels.instruction_sets import NAMES, InstructionSet, instruction_sets_here
 from headrace.runner.kernels.linear import GroupedLinear, PackedLinear, Quantize, quantize_outputs
 from headrace.runner.storage import BlockStorage
 
@@ -39,65 +39,70 @@ _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 2e-2}  # of the largest numbe
 
 
 class KernelChoice(NamedTuple):
-    """A form, and why it is this one."""
+    """An instruction set for the kernels, and why it is this one."""
 
-    form: Form
+    instructions: InstructionSet
     reason: str
 
 
-def choose_form(
+def choose_instructions(
     wanted: str,
     dtype: torch.dtype,
     quantize: Quantize = "none",
     groups: frozenset[GroupForm] = frozenset(),
     has_states: bool = False,
 ) -> KernelChoice:
-    """The form for a model on a CPU; ModelError if the wanted one cannot be.
+    """Chooses the instruction set for a model on a CPU; ModelError if the wanted one cannot be.
 
     `groups`: of its own weights, which plain unpacks.
     """
     kept = frozenset({INT4}) if quantize == "int4" else groups
-    forms = [form for form in forms_here() if dtype == torch.bfloat16 or form not in _OF_BFLOAT16]
-    if wanted != "auto" and wanted not in forms:
+    is_bfloat16 = dtype == torch.bfloat16
+    sets = [one for one in instruction_sets_here() if is_bfloat16 or one not in _OF_BFLOAT16]
+    if wanted != "auto" and wanted not in sets:
         name = str(dtype).removeprefix("torch.")
         raise ModelError(
             f"--kernels {wanted} cannot compute {name} on this processor; use one of "
-            f"auto, {', '.join(forms)}."
+            f"auto, {', '.join(sets)}."
         )
     reason = "as asked"
     if wanted != "auto":
-        forms = forms[forms.index(wanted) :]  # type: ignore[arg-type]
-    elif len(forms) > 1:
-        reason = f"the processor has {INSTRUCTIONS[forms[0]]}"
+        sets = sets[sets.index(wanted) :]  # type: ignore[arg-type]
+    elif len(sets) > 1:
+        reason = f"the processor has {NAMES[sets[0]]}"
     else:
         reason = "the processor has neither AVX2 nor AVX-512"
-    form = forms[0]
-    while fault := _fault(form, dtype, quantize in ("int8", "int4"), kept, has_states):
-        logger.warning("Kernels %s are not used: %s.", form, fault)
-        reason = f"{form} failed its check"
-        forms = forms[1:]
-        form = forms[0]
-    if form == "plain" and quantize in ("int8", "int4"):
+    instructions = sets[0]
+    while fault := _fault(instructions, dtype, quantize in ("int8", "int4"), kept, has_states):
+        logger.warning("Kernels %s are not used: %s.", instructions, fault)
+        reason = f"{instructions} failed its check"
+        sets = sets[1:]
+        instructions = sets[0]
+    if instructions == "plain" and quantize in ("int8", "int4"):
         raise ModelError(
             f"--quantize {quantize} is not computed by kernels plain ({reason}); "
             "use --quantize none."
         )
-    return KernelChoice(form, reason)
+    return KernelChoice(instructions, reason)
 
 
 @cache
 def _fault(
-    form: Form, dtype: torch.dtype, to_int8: bool, groups: frozenset[GroupForm], has_states: bool
+    instructions: InstructionSet,
+    dtype: torch.dtype,
+    to_int8: bool,
+    groups: frozenset[GroupForm],
+    has_states: bool,
 ) -> str | None:
-    """What is wrong with a form, or None. A few rows are computed with it and without it."""
-    if form == "plain":
+    """The fault of an instruction set, or None: computes a few rows with it and without it."""
+    if instructions == "plain":
         return None
     generator = torch.Generator().manual_seed(0)
     try:
         samples = itertools.chain(
-            _samples(form, dtype, to_int8, generator),
-            *(_grouped_samples(form, kept, dtype, generator) for kept in sorted(groups)),
-            _samples_of_states(form, dtype, generator) if has_states else (),
+            _samples(instructions, dtype, to_int8, generator),
+            *(_grouped_samples(instructions, kept, dtype, generator) for kept in sorted(groups)),
+            _samples_of_states(instructions, dtype, generator) if has_states else (),
         )
         for what, found, expected in samples:
             size, error = expected.abs().max(), (found.float() - expected).abs().max()
@@ -109,7 +114,7 @@ def _fault(
 
 
 def _grouped_samples(
-    form: Form, groups: GroupForm, dtype: torch.dtype, generator: torch.Generator
+    instructions: InstructionSet, groups: GroupForm, dtype: torch.dtype, generator: torch.Generator
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
     low, high = (0, 16) if groups.bits == 4 else (-127, 128)
     q = torch.randint(low, high, (_OUTPUTS, _INPUTS), generator=generator)
@@ -118,24 +123,25 @@ def _grouped_samples(
     minimum = (-8 * scale * torch.rand(size, generator=generator)).half() * groups.has_minimum
     wide = (part.float().repeat_interleave(groups.size, dim=1) for part in (scale, minimum))
     exact = q * next(wide) + next(wide)
-    layer = GroupedLinear(Groups(groups, q.to(torch.int8), scale, minimum), None, form)
+    layer = GroupedLinear(Groups(groups, q.to(torch.int8), scale, minimum), None, instructions)
     for num_rows in _ROWS:
         x = torch.randn(num_rows, _INPUTS, generator=generator).to(dtype)
         yield f"product of {num_rows} rows in groups", layer(x), F.linear(x.float(), exact)
 
 
 def _samples(
-    form: Form, dtype: torch.dtype, to_int8: bool, generator: torch.Generator
+    instructions: InstructionSet, dtype: torch.dtype, to_int8: bool, generator: torch.Generator
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """What was computed, by the form, and in float32 by torch."""
+    """Yields a name, the result by these instructions, and torch's in float32."""
     if dtype == torch.bfloat16 or to_int8:
         weight = torch.randn(_OUTPUTS, _INPUTS, generator=generator).to(dtype)
         stored, scale = quantize_outputs(weight) if to_int8 else (weight, torch.ones(_OUTPUTS))
-        exact, layer = stored.float() * scale[:, None], PackedLinear(stored, scale, None, form)
+        exact = stored.float() * scale[:, None]
+        layer = PackedLinear(stored, scale, None, instructions)
         for num_rows in _ROWS:
             x = torch.randn(num_rows, _INPUTS, generator=generator).to(dtype)
             yield f"product of {num_rows} rows", layer(x), F.linear(x.float(), exact)
-    for length, steps in _steps(form, dtype):
+    for length, steps in _steps(instructions, dtype):
         shape = length, _HEADS + 2 * _KV_HEADS, _DIM
         qkv = torch.randn(shape, generator=generator).to(dtype)
         q, k, v = qkv.split((_HEADS, _KV_HEADS, _KV_HEADS), dim=1)
@@ -144,11 +150,11 @@ def _samples(
 
 
 def _samples_of_states(
-    form: Form, dtype: torch.dtype, generator: torch.Generator
+    instructions: InstructionSet, dtype: torch.dtype, generator: torch.Generator
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """The same of a gated delta net."""
+    """The same for a gated delta net."""
     weight = torch.randn(4, _STATE.num_channels, generator=generator).to(dtype)
-    for length, steps in _steps(form, dtype):
+    for length, steps in _steps(instructions, dtype):
         x = torch.randn(length, _STATE.num_channels, generator=generator).to(dtype)
         found, expected = (step.convolve(0, x, weight) for step in steps)
         yield f"convolution of {length} tokens", found, expected
@@ -159,11 +165,13 @@ def _samples_of_states(
         yield f"delta rule of {length} tokens", found, expected
 
 
-def _steps(form: Form, dtype: torch.dtype) -> Iterator[tuple[int, tuple[Step, Step]]]:
-    """Of one sequence, with the number of their tokens: by the form, and by torch."""
+def _steps(
+    instructions: InstructionSet, dtype: torch.dtype
+) -> Iterator[tuple[int, tuple[Step, Step]]]:
+    """Steps of one sequence, by these instructions and by torch, with their number of tokens."""
     shape = CacheShape(_KV_HEADS, _DIM, (None,), _STATE)
     storages = [BlockStorage(shape, 3, _BLOCK, dtype, _CPU, num_slots=1) for _ in range(2)]
-    ours: Attention = CpuAttention(storages[0], form=form)
+    ours: Attention = CpuAttention(storages[0], instructions=instructions)
     plain: Attention = NaiveAttention(storages[1])
     for start, length in _CHUNKS:
         chunk = Chunk(SequenceId(0), start, length, 1, (), array("i", [2, 0, 1]), SlotId(0))

@@ -121,7 +121,7 @@ _NORM = {torch.bfloat16: _norm_bf16, torch.float32: _norm_float}
 
 
 def delta_gates(a: Tensor, b: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-    """Of a and b, parts of the same rows, and the table of CpuDeltaGates: decay and beta."""
+    """Computes decay and beta from a and b, parts of the same rows, and CpuDeltaGates' table."""
     decay, beta = (torch.empty(a.shape, dtype=torch.float32) for _ in range(2))
     pointers = [tensor.data_ptr() for tensor in (a, b, table, decay, beta)]
     parallel(_GATES[a.dtype], arguments_of(*a.shape, a.stride(0), *pointers))

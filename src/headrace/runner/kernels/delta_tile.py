@@ -24,7 +24,7 @@ COLUMNS = _VECTORS * LANES  # of a tile
 _AHEAD = 3  # tokens
 _F32, _I64 = ir.FloatType(), ir.IntType(64)
 Vectors = list[Any]
-"""Of a token's columns."""
+"""A token's columns of a tile, as vectors."""
 
 
 class _Tile:
@@ -36,7 +36,7 @@ class _Tile:
         self._columns = [builder.add(column, _I64(LANES * n)) for n in range(_VECTORS)]
 
     def find(self, token: Any) -> Vectors:
-        """What the token's key finds."""
+        """Reads the state by the token's key."""
 
         def body(row: Any, places: list[Any]) -> list[list[tuple[Any, Any]]]:
             key = self._number(self._k, token, row)
@@ -45,7 +45,7 @@ class _Tile:
         return self._pass(1, body)[0]
 
     def move(self, token: Any, following: Any, kept: Any, moves: Vectors) -> list[Vectors]:
-        """Moves all rows on; what the token's query and the following token's key then find."""
+        """Moves all rows on, then reads them by the token's query and the following token's key."""
         b = self._builder
 
         def body(row: Any, places: list[Any]) -> list[list[tuple[Any, Any]]]:

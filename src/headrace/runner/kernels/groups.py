@@ -21,14 +21,14 @@ from torch import Tensor
 from headrace.checkpoints.gguf_groups import GroupForm, Groups
 from headrace.runner.kernels.amx_groups import multiply_groups
 from headrace.runner.kernels.amx_int8 import split
-from headrace.runner.kernels.forms import Form, forms_here
+from headrace.runner.kernels.instruction_sets import InstructionSet, instruction_sets_here
 from headrace.runner.kernels.launch import Kernel
 from headrace.runner.kernels.numeric import compiled_as, f32_at, i8_at, largest_size, u16_at
 from headrace.runner.kernels.product import product_by, read_product, scale_and_bias, to_int16
 from headrace.runner.kernels.tiles import PANEL, group_tile
 
 INT4 = GroupForm(4, 32, True)
-"""What weights that are no groups yet are rounded to."""
+"""The form of groups that plain weights are rounded to."""
 
 _PANELS_AT_ONCE = 32  # while packing
 _ROWS_AT_ONCE = 256  # of float32, while quantizing
@@ -39,7 +39,7 @@ _FEW_ROWS = 16  # up to which groups are not worth laying out for AMX
 
 
 def group_bytes(form: GroupForm) -> int:
-    """Of a panel; scales and minima are float16."""
+    """Bytes of one group of a panel; scales and minima are float16."""
     return PANEL * (2 * (1 + form.has_minimum) + form.size * form.bits // 8)
 
 
@@ -252,10 +252,10 @@ _KERNELS_AMX = {
 
 
 def kernels_of(
-    groups: GroupForm, num_inputs: int, form: Form | None = None
+    groups: GroupForm, num_inputs: int, instructions: InstructionSet | None = None
 ) -> dict[torch.dtype, Kernel]:
-    """By the type of the rows. Without `form` it is the processor's best."""
+    """By the type of the rows. Without `instructions` it is the processor's best."""
     kernels, kind = _KERNELS[groups.bits, groups.has_minimum], (groups.bits, groups.has_minimum)
-    if (form or forms_here()[0]) == "amx" and num_inputs % groups.size == 0:
+    if (instructions or instruction_sets_here()[0]) == "amx" and num_inputs % groups.size == 0:
         return kernels | {torch.bfloat16: _KERNELS_AMX[kind]}
     return kernels

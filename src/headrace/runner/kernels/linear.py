@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 
 from headrace.checkpoints.gguf_groups import GroupForm, Groups
-from headrace.runner.kernels.forms import Form
 from headrace.runner.kernels.groups import (
     INT4,
     kernels_of,
@@ -14,6 +13,7 @@ from headrace.runner.kernels.groups import (
     packed_bytes,
     quantize_groups,
 )
+from headrace.runner.kernels.instruction_sets import InstructionSet
 from headrace.runner.kernels.product import Operand, kernels_for, pack, product
 
 Quantize = Literal["none", "int8", "int4", "own"]
@@ -32,14 +32,14 @@ class PackedLinear(nn.Module):
         weight: Tensor,
         scale: Tensor | None,
         bias: Tensor | None,
-        form: Form | None = None,
+        instructions: InstructionSet | None = None,
     ) -> None:
         super().__init__()
         size, num_inputs = weight.shape
         self.weight = nn.Buffer(pack(weight))
         self.scale = nn.Buffer(torch.ones(size) if scale is None else scale)
         self.bias = nn.Buffer(torch.zeros(size) if bias is None else bias.detach().float())
-        kernels = kernels_for(form, num_inputs, weight.dtype)
+        kernels = kernels_for(instructions, num_inputs, weight.dtype)
         self._operand = Operand(self.weight, num_inputs, self.scale, self.bias, kernels)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -63,13 +63,15 @@ def quantize_outputs(weight: Tensor) -> tuple[Tensor, Tensor]:
 class GroupedLinear(nn.Module):
     """Weights [outputs, inputs] in groups, as they are in a GGUF file or rounded to 4 bits."""
 
-    def __init__(self, groups: Groups, bias: Tensor | None, form: Form | None = None) -> None:
+    def __init__(
+        self, groups: Groups, bias: Tensor | None, instructions: InstructionSet | None = None
+    ) -> None:
         super().__init__()
         size, num_inputs = groups.q.shape
         self.form = groups.form
         self.weight, self.scale = nn.Buffer(pack_groups(groups)), nn.Buffer(torch.ones(size))
         self.bias = nn.Buffer(torch.zeros(size) if bias is None else bias.detach().float())
-        kernels = kernels_of(groups.form, num_inputs, form)
+        kernels = kernels_of(groups.form, num_inputs, instructions)
         self._operand = Operand(self.weight, num_inputs, self.scale, self.bias, kernels)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -83,42 +85,45 @@ def pack_linear(
     path: str,
     groups: Groups | None = None,
     quantize: Quantize = "none",
-    form: Form | None = None,
+    instructions: InstructionSet | None = None,
 ) -> None:
-    """Give the module at `path` of a CPU model the fastest form here, if it is a linear layer.
+    """Give the module at `path` of a CPU model the fastest kernels here, if it is a linear layer.
 
     `groups`, if there are any, are its weights.
     """
     linear = model.get_submodule(path)
     if type(linear) is nn.Linear:
         parent, _, name = path.rpartition(".")
-        packed = _packed(linear, groups, quantize_of(path, quantize), form)
+        packed = _packed(linear, groups, quantize_of(path, quantize), instructions)
         setattr(model.get_submodule(parent), name, packed)
 
 
 def quantize_of(path: str, quantize: Quantize) -> Quantize:
-    """The form of one linear layer. Of int4, the head is in int8: most of the loss would be its."""
+    """The quantization of one linear layer; in int4 models the head is int8, as it costs most."""
     return "int8" if quantize == "int4" and path == HEAD else quantize
 
 
 def _packed(
-    linear: nn.Linear, groups: Groups | None, quantize: Quantize, form: Form | None
+    linear: nn.Linear,
+    groups: Groups | None,
+    quantize: Quantize,
+    instructions: InstructionSet | None,
 ) -> nn.Module:
     if quantize == "int4":
         groups = quantize_groups(linear.weight)
     if groups is not None:
-        return GroupedLinear(groups, linear.bias, form)
+        return GroupedLinear(groups, linear.bias, instructions)
     if quantize == "int8":
-        return PackedLinear(*quantize_outputs(linear.weight), linear.bias, form)
+        return PackedLinear(*quantize_outputs(linear.weight), linear.bias, instructions)
     if linear.weight.dtype != torch.bfloat16:
         return linear
-    return PackedLinear(linear.weight.detach(), None, linear.bias, form)
+    return PackedLinear(linear.weight.detach(), None, linear.bias, instructions)
 
 
 def packing_bytes(
     layer: nn.Module, quantize: Quantize, groups: GroupForm | None = None
 ) -> tuple[int, int] | None:
-    """What `pack_linear` makes of a layer, and what it takes meanwhile; None if it leaves it."""
+    """Bytes of a layer once `pack_linear` is done, and meanwhile; None if it leaves the layer."""
     if type(layer) is not nn.Linear:
         return None
     outputs, inputs = layer.out_features, layer.in_features

@@ -47,7 +47,7 @@ from headrace.runner.kernels.blocks_amx import (
     padded_amx,
     score_amx,
 )
-from headrace.runner.kernels.forms import Form
+from headrace.runner.kernels.instruction_sets import InstructionSet
 from headrace.runner.kernels.launch import Kernel
 from headrace.runner.kernels.numeric import (
     FAST,
@@ -74,7 +74,7 @@ class _Queries(NamedTuple):
 
 
 class _Sight(NamedTuple):
-    """What those queries see."""
+    """The positions that those queries see, and the scale of their scores."""
 
     position: int  # of the first
     group: int  # query heads per kv head
@@ -85,7 +85,7 @@ class _Sight(NamedTuple):
 
 @njit(inline="always")
 def _visible(g: int, span: Any, sight: Any) -> Any:
-    """Which columns row g sees, from and to, and how many vectors there are."""
+    """The columns that row g sees, from and to, and the number of vectors."""
     first, stop, base = span
     own = sight.position + g // sight.group
     low, high = max(first, first_visible(own, sight.window)), min(stop, own + 1)
@@ -228,7 +228,7 @@ _attend_amx = _attention("amx", score_amx, mix_amx, _rows_amx, _weights_bf16)
 
 @njit
 def _find(piece: int, at: Any, lengths: Any, places: Any) -> Any:
-    """Which chunk a piece of work belongs to: its number, its first piece, and how many tiles.
+    """The chunk that a piece of work belongs to: its number, first piece and number of tiles.
 
     `at` is the answer for an earlier piece. `places`: kv heads and tokens of a tile. A number that
     no chunk has: there is no such piece.
@@ -347,13 +347,13 @@ def _attend_float(a: Any) -> None:
     _attend_all(g, a, new_float(g), memory_float(g))
 
 
-def kernels_for(keys: Tensor, form: Form) -> tuple[Kernel, Kernel]:
-    """What writes to and what attends over a cache [blocks, kv_heads, block_size, dim]."""
+def kernels_for(keys: Tensor, instructions: InstructionSet) -> tuple[Kernel, Kernel]:
+    """The kernels that write to and attend over a cache [blocks, kv_heads, block_size, dim]."""
     if keys.dtype == torch.float32:
         return _write_float, _attend_float
     size, dim = keys.shape[2:]
-    if form == "amx" and fits_amx(size, dim):
+    if instructions == "amx" and fits_amx(size, dim):
         return _write_bf16, _attend_bf16_amx
-    if form == "bf16dot" and fits_vectors(size, dim):
+    if instructions == "bf16dot" and fits_vectors(size, dim):
         return _write_bf16, _attend_bf16_dot
     return _write_bf16, _attend_bf16

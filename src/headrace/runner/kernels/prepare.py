@@ -119,7 +119,7 @@ _FAST = {
 
 
 def prepare(model: nn.Module) -> None:
-    """Swaps layers for their fast forms; linear ones are packed while they are loaded."""
+    """Swaps layers for their fast versions; linear ones are packed while they are loaded."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if fast := _FAST.get(type(child)):
@@ -127,7 +127,7 @@ def prepare(model: nn.Module) -> None:
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """What the weights take in the form they have now, tied ones once."""
+    """Bytes of the weights as they are stored now; tied ones count once."""
     tensors: list[Tensor] = list(model.parameters())
     for module in model.modules():
         if isinstance(module, PackedLinear | GroupedLinear):

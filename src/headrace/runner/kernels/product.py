@@ -28,7 +28,7 @@ from headrace.runner.kernels.amx import (
 )
 from headrace.runner.kernels.amx_int8 import GROUP, multiply_bytes, split
 from headrace.runner.kernels.arguments import arguments_of, reader
-from headrace.runner.kernels.forms import Form, forms_here
+from headrace.runner.kernels.instruction_sets import InstructionSet, instruction_sets_here
 from headrace.runner.kernels.launch import Kernel, parallel
 from headrace.runner.kernels.numeric import (
     compiled_as,
@@ -93,7 +93,7 @@ def _widen(x: Any, wide: Any, scales: Any) -> None:
 
 @njit
 def _to_bf16(x: Any, target: Any, scales: Any) -> None:
-    """Of bfloat16 bits or int8, which is exact in bfloat16."""
+    """Copies bfloat16 bits, or int8 numbers, which are exact in bfloat16."""
     for m in range(x.shape[0]):
         source, row = x[m], target[m]
         for k in range(source.size):
@@ -331,12 +331,14 @@ _BODIES_AMX = _BODIES | {
 }
 
 
-def kernels_for(form: Form | None, num_inputs: int, weight: torch.dtype) -> Kernels:
-    """By the type of the rows. Without `form` it is the processor's best."""
-    form, bodies = form or forms_here()[0], _BODIES
-    if form == "amx" and num_inputs % (GROUP if weight == torch.int8 else DEEP) == 0:
+def kernels_for(
+    instructions: InstructionSet | None, num_inputs: int, weight: torch.dtype
+) -> Kernels:
+    """By the type of the rows. Without `instructions` it is the processor's best."""
+    instructions, bodies = instructions or instruction_sets_here()[0], _BODIES
+    if instructions == "amx" and num_inputs % (GROUP if weight == torch.int8 else DEEP) == 0:
         bodies = _BODIES_AMX
-    elif form == "bf16dot":
+    elif instructions == "bf16dot":
         bodies = _BODIES_DOT
     return {x: kernel for (x, w), kernel in bodies.items() if w == weight}
 

@@ -1,4 +1,4 @@
-"""Which lane runs a model: decided from facts that need no weights."""
+"""Chooses the lane that runs a model, from facts that need no weights."""
 
 import importlib
 import importlib.util
@@ -24,12 +24,12 @@ _ENCODER = "headrace.runner.lanes.encoder:GenericEncoder"
 def choose_lane(spec: ModelSpec, wanted: str) -> Any:
     """The lane's class; ModelError with the reason if no lane, or not the wanted one, can."""
     if wanted != "auto":
-        if objection := _gguf_objection(spec, wanted) or _JUDGES[wanted](spec):
+        if objection := _gguf_objection(spec, wanted) or _OBJECTIONS[wanted](spec):
             raise ModelError(f"Lane {wanted} cannot run {spec.name}: {objection}")
         return _load(wanted, spec)
     if matching := matches(spec):
         return _load(matching[0], spec)
-    objections = " ".join(f"{lane}: {_JUDGES[lane](spec)}" for lane in _in_question(spec))
+    objections = " ".join(f"{lane}: {_OBJECTIONS[lane](spec)}" for lane in _in_question(spec))
     raise ModelError(f"No lane can run {spec.name}. {objections}")
 
 
@@ -62,7 +62,7 @@ def _load(lane: str, spec: ModelSpec) -> Any:
 
 
 def why_not_native(spec: ModelSpec) -> str | None:
-    """What keeps a model from running with our own code, as a sentence."""
+    """The reason why our own code cannot run a model, as a sentence; None if it can."""
     if reason := spec.config.get("only_llama_cpp"):
         return str(reason)
     if spec.architecture.endswith("ForCausalLM") and _has_other_sides(spec):
@@ -159,7 +159,7 @@ def _is_native(spec: ModelSpec) -> bool:
 
 
 def _is_native_text(spec: ModelSpec) -> bool:
-    """It runs the text side of models that also see, and does if it is asked to."""
+    """Whether this lane is chosen; asked to, it also runs the text side of models that see."""
     return _is_native(spec) and not _sees_natively(spec)
 
 
@@ -168,7 +168,7 @@ def _sees_natively(spec: ModelSpec) -> bool:
 
 
 def _is_generic(spec: ModelSpec) -> bool:
-    """It can run models with an implementation of ours too, and does if it is asked to."""
+    """Whether this lane is chosen; asked to, it also runs models that we implement."""
     return not _is_native(spec) and _generic_objection(spec) is None
 
 
@@ -184,7 +184,7 @@ def _is_for_llama(spec: ModelSpec) -> bool:
     return "only_llama_cpp" in spec.config and _llama_objection(spec) is None
 
 
-_JUDGES = {
+_OBJECTIONS = {
     "native-text": why_not_native,
     "native-multimodal": _seeing_objection,
     "generic-text": _generic_objection,
@@ -192,7 +192,7 @@ _JUDGES = {
     "generic-seq2seq-source": _source_objection,
     "llama-cpp": _llama_objection,
 }
-"""What keeps a lane from running a model, or None."""
+"""By lane, the reason why it cannot run a model, or None."""
 _MATCHERS = {
     "native-text": _is_native_text,
     "native-multimodal": _sees_natively,

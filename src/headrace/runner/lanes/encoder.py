@@ -121,7 +121,7 @@ def _alike(lengths: Sequence[int]) -> Iterator[list[int]]:
 
 
 def _num_positions(model: Any, otherwise: int) -> int:
-    """Of a table of positions; RoBERTa's kind numbers them from behind its padding token's id."""
+    """Usable positions of the model's table; RoBERTa's kind begins after its padding token's id."""
     for name, module in model.named_modules():
         if name.endswith("position_embeddings") and isinstance(module, torch.nn.Embedding):
             padding = module.padding_idx

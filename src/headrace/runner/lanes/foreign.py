@@ -20,10 +20,10 @@ from headrace.core.messages import LaneFacts
 from headrace.core.plan import Chunk, PromptInputs
 
 FOREIGN_ERRORS = (AttributeError, LookupError, NotImplementedError, TypeError, ValueError)
-"""What code that is not ours raises where it is not made for what we give it."""
+"""Errors that foreign code raises when it is not made for what we give it."""
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
-"""Of the largest logit: what rounding alone may change."""
+"""The share of the largest logit that rounding alone may change."""
 
 _FAULTS = {
     "missing_keys": "is missing",
@@ -102,7 +102,7 @@ class Weights(NamedTuple):
 
 
 class SlotLane(ABC):
-    """What lanes share whose sequences have a dense cache in a slot, each run by itself."""
+    """Base of the lanes whose sequences have a dense cache in a slot, each run by itself."""
 
     tasks: tuple[str, ...] = ("generate",)
     is_whole = False
@@ -119,10 +119,10 @@ class SlotLane(ABC):
         return MemoryLayout(block_size=block_size, num_slots=num_slots, max_positions=longest)
 
     def begin(self, sequence_id: SequenceId, inputs: PromptInputs) -> None:  # noqa: B027
-        """Its works bring all that it shows."""
+        """Does nothing: the works of a sequence bring all that it shows."""
 
     def end(self, sequence_id: SequenceId) -> None:  # noqa: B027
-        """Its slot is given to another."""
+        """Does nothing: the sequence's slot goes to another."""
 
     def forward(self, chunks: Sequence[Chunk], token_ids: Sequence["array[int]"]) -> Tensor:
         return torch.cat([self._run(*each) for each in zip(chunks, token_ids, strict=True)])

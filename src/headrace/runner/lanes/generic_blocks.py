@@ -24,7 +24,7 @@ from headrace.models.step import CacheShape, Step
 from headrace.runner.attention import Attention, NaiveAttention
 from headrace.runner.inputs import pack
 from headrace.runner.kernels.attention import CpuAttention
-from headrace.runner.kernels.forms import Form
+from headrace.runner.kernels.instruction_sets import InstructionSet
 from headrace.runner.lanes.foreign import FOREIGN_ERRORS, TOLERANCE, Signature
 from headrace.runner.storage import BlockStorage, bytes_per_position
 
@@ -68,7 +68,7 @@ class _Layer(NamedTuple):
 
     @property
     def dim(self) -> int:
-        """Of what is stored: the shorter of keys and values ends in zeros."""
+        """Size of a stored key or value; the shorter of the two ends in zeros."""
         return max(self.key_dim, self.value_dim)
 
     @property
@@ -84,7 +84,7 @@ class _Outlook(NamedTuple):
 
 
 class ForeignAttention:
-    """What the layers of one model call in place of their own attention."""
+    """The attention that the layers of one model call in place of their own."""
 
     def __init__(self, model: nn.Module) -> None:
         self._layers: dict[int, _Layer] = {}  # by the identity of the module that attends
@@ -121,7 +121,7 @@ class ForeignAttention:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
-        form: Form,
+        instructions: InstructionSet,
     ) -> None:
         """Takes the memory of that many blocks in every layer."""
         self._storages, self._attentions = [], []
@@ -129,10 +129,10 @@ class ForeignAttention:
             storage = BlockStorage(_shape(group), num_blocks, block_size, dtype, device)
             sinks = [x.sinks.float().contiguous() for x in group if x.sinks is not None]
             attention: Attention
-            if form == "plain" or group[0].cap is not None:
+            if instructions == "plain" or group[0].cap is not None:
                 attention = NaiveAttention(storage, sinks, [x.cap for x in group])
             else:
-                attention = CpuAttention(storage, sinks, form)
+                attention = CpuAttention(storage, sinks, instructions)
             self._storages.append(storage)
             self._attentions.append(attention)
 
@@ -229,7 +229,7 @@ def _look(
 
 
 def _see(mask_function: Callable[..., Tensor], config: Any, **_: Any) -> _Outlook:
-    """What a mask lets positions see, tried at a few of them as far as the model goes."""
+    """Finds the window of a mask by trying a few positions, as far as the model goes."""
     length = min(getattr(config, "max_position_embeddings", None) or 4096, _FARTHEST)
     others = torch.arange(length)
     widths: set[int] = set()
@@ -253,7 +253,7 @@ ALL_MASK_ATTENTION_FUNCTIONS.register(_LOOKING, _see)  # in a step no mask is ma
 class BlockForm:
     """A model of transformers over blocks; NotOnBlocks says why it cannot be.
 
-    `choose` gives the form of the attention's kernels, once one is needed.
+    `choose` gives the instruction set of the attention's kernels, once one is needed.
     `own`: logits of every token of a sequence, float32, by the model's own attention; it is called
     with that attention set.
     """
@@ -264,7 +264,7 @@ class BlockForm:
         signature: Signature,
         dtype: torch.dtype,
         device: torch.device,
-        choose: Callable[[], Form],
+        choose: Callable[[], InstructionSet],
         own: Callable[["array[int]"], Tensor],
     ) -> None:
         self._model, self._signature = model, signature
@@ -274,7 +274,7 @@ class BlockForm:
             _refuse_by_config(model)
             self._attention = ForeignAttention(model)
             self._look()
-            self._form = choose()
+            self._instructions = choose()
             self.error = self._check(own)
         except (*FOREIGN_ERRORS, RuntimeError) as error:
             model.set_attn_implementation(usual)
@@ -298,7 +298,7 @@ class BlockForm:
         return LaneFacts("blocks", mask, why)
 
     def _open(self, num_blocks: int, block_size: int) -> None:
-        self._attention.open(num_blocks, block_size, self._dtype, self._device, self._form)
+        self._attention.open(num_blocks, block_size, self._dtype, self._device, self._instructions)
 
     def forward(self, chunks: Sequence[Chunk], token_ids: Sequence["array[int]"]) -> Tensor:
         """Logits of the rows asked for."""

@@ -16,8 +16,8 @@ from headrace.core.ids import SlotId
 from headrace.core.layout import MemoryLayout
 from headrace.core.messages import LaneFacts
 from headrace.core.plan import BlockCopy, Chunk, SlotCopy
-from headrace.runner.kernels.choose import choose_form
-from headrace.runner.kernels.forms import Form
+from headrace.runner.kernels.choose import choose_instructions
+from headrace.runner.kernels.instruction_sets import InstructionSet
 from headrace.runner.lanes.foreign import (
     FOREIGN_ERRORS,
     TOLERANCE,
@@ -31,8 +31,8 @@ from headrace.runner.lanes.generic_blocks import BlockForm, NotOnBlocks
 logger = logging.getLogger(__name__)
 
 _PROBE_ENDS = (7, 37, 40)
-"""Of the chunks that prove a lane. The last is short: of a model that forgets what came before a
-chunk, little is then left to answer from, and the answer is wrong by more than rounding."""
+"""The ends of the chunks that prove a lane. The last chunk is short: a model that forgets what came
+before it has little left to answer from, and is then wrong by more than rounding."""
 
 
 class GenericText:
@@ -53,8 +53,9 @@ class GenericText:
         self._blocks: BlockForm | None = None
         name = type(self._model).__name__
 
-        def choose() -> Form:
-            return choose_form(kernels, dtype).form if device.type == "cpu" else "plain"
+        def choose() -> InstructionSet:
+            is_cpu = device.type == "cpu"
+            return choose_instructions(kernels, dtype).instructions if is_cpu else "plain"
 
         try:
             self._blocks = BlockForm(

@@ -1,4 +1,4 @@
-"""Which of the books' blocks lie in which sequences of a cache that deals in sequences alone."""
+"""Maps our KV blocks onto the sequences of llama.cpp, whose cache knows no blocks."""
 
 from array import array
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ Ints = NDArray[np.int32]
 
 
 class CellSequences(Protocol):
-    """What is needed of llama.cpp: copies share what they have in common."""
+    """The calls that we need of llama.cpp; a copy shares the cells of its source."""
 
     def remove(self, sequence: int, start: int) -> None: ...
     def copy(self, source: int, target: int, end: int) -> None: ...
@@ -20,7 +20,7 @@ class CellSequences(Protocol):
 
 @dataclass(slots=True, eq=False)
 class HeldSequence:
-    """What lies in one of the cache's sequences: its first `num_tokens`, in these blocks."""
+    """One of the cache's sequences: its first `num_tokens` belong to these blocks."""
 
     blocks: list[int] = field(default_factory=list)
     num_tokens: int = 0

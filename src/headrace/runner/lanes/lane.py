@@ -63,11 +63,11 @@ class EncodingLane(Lane, Protocol):
     """A lane whose sequences may have works."""
 
     def begin(self, sequence_id: SequenceId, inputs: PromptInputs) -> None:
-        """A sequence with works is about to run, perhaps from a cached prefix on."""
+        """Tells that a sequence with works is about to run, perhaps from a cached prefix on."""
         ...
 
     def end(self, sequence_id: SequenceId) -> None:
-        """It may be forgotten."""
+        """Tells that the lane may forget the sequence."""
         ...
 
     def encode(self, chunk: EncodeChunk, work: EncodeWork) -> bool:

@@ -176,7 +176,7 @@ class LlamaCpp:
 
 
 class ChunkTokens(NamedTuple):
-    """Of one of llama.cpp's sequences; its last `num_rows` give a row of logits each."""
+    """Tokens of one of llama.cpp's sequences; the last `num_rows` give a row of logits each."""
 
     sequence: int
     start: int

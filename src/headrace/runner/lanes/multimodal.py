@@ -29,7 +29,7 @@ from headrace.runner.lanes.foreign import (
     load_pretrained,
     tensor_bytes,
 )
-from headrace.runner.lanes.pixels import FeatureCache, Pixels
+from headrace.runner.lanes.image_tensors import FeatureCache, ImageTensors
 
 _PROBE = 40  # tokens whose cache is measured
 _PROBE_ROWS = 4  # of an image, on which cuts are tried
@@ -38,7 +38,7 @@ _IDS = ("image_token_id", "image_token_index")  # what configs call a placeholde
 
 @dataclass(slots=True)
 class _ImagePlace:
-    """What a slot holds: the cache, and the features that wait for their placeholders."""
+    """The content of a slot: the cache, and the features that wait for their placeholders."""
 
     owner: SequenceId | None  # None: a sibling's, that has not run yet
     cache: Any
@@ -78,24 +78,24 @@ class GenericMultimodal(SlotLane):
 
     def encode(self, chunk: EncodeChunk, work: EncodeWork) -> bool:
         place = self._place(chunk.slot_id, chunk.sequence_id, chunk.work == 0)
-        pixels = msgspec.msgpack.decode(work.data, type=Pixels)
+        image = msgspec.msgpack.decode(work.data, type=ImageTensors)
         if chunk.work == 0:
             place.features, place.num_used = [], 0
-            place.positions = pixels.read_positions()
-        rows, is_new = self._features(work.mark, pixels)
-        if len(rows) != pixels.num_rows:
-            raise ValueError(f"{pixels.num_rows} placeholders, and features for {len(rows)}")
+            place.positions = image.read_positions()
+        rows, is_new = self._features(work.mark, image)
+        if len(rows) != image.num_rows:
+            raise ValueError(f"{image.num_rows} placeholders, and features for {len(rows)}")
         place.features.append(rows)
         return is_new
 
-    def _features(self, mark: bytes, pixels: Pixels) -> tuple[Tensor, bool]:
+    def _features(self, mark: bytes, image: ImageTensors) -> tuple[Tensor, bool]:
         """Rows [placeholders, hidden] of an image, and whether they were computed.
 
         The encoder sees an image once while it can.
         """
         if (known := self._seen.find(mark)) is not None:
             return known, False
-        tensors = {name: t.to(self.device) for name, t in pixels.read().items()}
+        tensors = {name: t.to(self.device) for name, t in image.read().items()}
         if "pixel_values" in tensors:
             tensors["pixel_values"] = tensors["pixel_values"].to(self.dtype)
         offered = self._encoder_signature.accepted(tensors) | {"return_dict": True}

@@ -16,17 +16,17 @@ from headrace.checkpoints.spec import ModelSpec
 from headrace.core.ids import SequenceId
 from headrace.core.plan import Chunk, EncodeChunk, EncodeWork, PromptInputs
 from headrace.runner.inputs import Batch, pack
-from headrace.runner.kernels.forms import Form
+from headrace.runner.kernels.instruction_sets import InstructionSet
 from headrace.runner.kernels.linear import Quantize
 from headrace.runner.lanes.foreign import Weights
+from headrace.runner.lanes.image_tensors import FeatureCache, ImageTensors
 from headrace.runner.lanes.native_text import NativeText
-from headrace.runner.lanes.pixels import FeatureCache, Pixels
 from headrace.runner.lanes.vision_tower import Look, VisionTower
 
 
 @dataclass(slots=True)
 class _Shown:
-    """What a sequence shows beside its text."""
+    """The images of a sequence: works, positions of its prompt, and features."""
 
     works: tuple[EncodeWork, ...]
     positions: Tensor  # int64 [3, tokens] of its prompt
@@ -35,7 +35,7 @@ class _Shown:
 
     @property
     def shift(self) -> int:
-        """What an image's rows and columns spare, for the tokens of the answer."""
+        """The positions that images save by having rows and columns; the answer's follow on."""
         return int(self.positions.max()) + 1 - self.positions.shape[1]
 
 
@@ -49,9 +49,9 @@ class NativeMultimodal(NativeText):
         dtype: torch.dtype,
         device: torch.device,
         quantize: Quantize = "none",
-        form: Form | None = None,
+        instructions: InstructionSet | None = None,
     ) -> None:
-        super().__init__(spec, dtype, device, quantize, form)
+        super().__init__(spec, dtype, device, quantize, instructions)
         self._tower = VisionTower(spec, dtype, device)
         seeing = Weights.of(self._tower.module)
         self.num_parameters += seeing.num
@@ -61,7 +61,7 @@ class NativeMultimodal(NativeText):
         self._shown: dict[SequenceId, _Shown] = {}
 
     def begin(self, sequence_id: SequenceId, inputs: PromptInputs) -> None:
-        positions = _pixels(inputs.works[0]).read_positions()
+        positions = _image_tensors(inputs.works[0]).read_positions()
         assert positions is not None, "its processor counts them"
         self._shown[sequence_id] = _Shown(inputs.works, positions[:, 0])
 
@@ -75,7 +75,7 @@ class NativeMultimodal(NativeText):
             if (known := self._seen.find(work.mark)) is not None:
                 shown.features[chunk.work] = known
             else:
-                shown.look = self._tower.begin(_pixels(work).read())
+                shown.look = self._tower.begin(_image_tensors(work).read())
         if shown.look is None:
             return False
         rows = self._tower.advance(shown.look, chunk.start, chunk.end)
@@ -139,5 +139,5 @@ class NativeMultimodal(NativeText):
                         shown.features.pop(number, None)
 
 
-def _pixels(work: EncodeWork) -> Pixels:
-    return msgspec.msgpack.decode(work.data, type=Pixels)
+def _image_tensors(work: EncodeWork) -> ImageTensors:
+    return msgspec.msgpack.decode(work.data, type=ImageTensors)

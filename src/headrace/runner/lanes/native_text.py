@@ -18,7 +18,7 @@ from headrace.models.step import CacheShape
 from headrace.runner.attention import Attention, NaiveAttention
 from headrace.runner.inputs import Batch, pack
 from headrace.runner.kernels.attention import CpuAttention
-from headrace.runner.kernels.forms import Form, forms_here
+from headrace.runner.kernels.instruction_sets import InstructionSet, instruction_sets_here
 from headrace.runner.kernels.linear import Quantize, pack_linear
 from headrace.runner.kernels.prepare import prepare, weight_bytes
 from headrace.runner.kernels.replay import CapturedForward
@@ -40,9 +40,9 @@ class NativeText:
         dtype: torch.dtype,
         device: torch.device,
         quantize: Quantize = "none",
-        form: Form | None = None,
+        instructions: InstructionSet | None = None,
     ) -> None:
-        """Without `form` it is the processor's best; elsewhere than on a CPU it is plain."""
+        """Default `instructions`: the processor's best. Elsewhere than on a CPU they are plain."""
         make = family(spec.architecture)
         self._model = _without_weights(spec)
         if not has_head(spec.architecture):
@@ -52,8 +52,10 @@ class NativeText:
         self.num_parameters = sum(p.numel() for p in self._model.parameters())
         self._hidden: Callable[[Batch], Tensor]
         self.device, self.dtype = device, dtype
-        self._form = (form or forms_here()[0]) if device.type == "cpu" else "plain"
-        if self._form != "plain":
+        self._instructions = (
+            (instructions or instruction_sets_here()[0]) if device.type == "cpu" else "plain"
+        )
+        if self._instructions != "plain":
             forms = group_forms(self._model, make.weights, spec) if quantize == "own" else {}
             settling = Settling(self._pack(quantize), forms)
             load_weights(self._model, make.weights, spec, dtype, device, settling)
@@ -68,12 +70,12 @@ class NativeText:
 
     @staticmethod
     def position_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
-        """What the cache takes for each token of a sequence, whose states are apart."""
+        """Bytes that the cache takes for each token of a sequence; states come on top."""
         return bytes_per_position(_without_weights(spec).cache_shape, dtype)
 
     def _pack(self, quantize: Quantize) -> Callable[[str, Groups | None], None]:
         def pack(path: str, groups: Groups | None) -> None:
-            pack_linear(self._model, path, groups, quantize, self._form)
+            pack_linear(self._model, path, groups, quantize, self._instructions)
             give_back_freed()
 
         return pack
@@ -111,11 +113,11 @@ class NativeText:
         )
         self._attention: Attention
         self.facts = LaneFacts(encoder=self.encoder)
-        if self._form == "plain":
+        if self._instructions == "plain":
             self._attention, self._hidden = NaiveAttention(self._storage), self._forward
             self.facts = LaneFacts(mask="lazy-prefix", encoder=self.encoder)
             return
-        self._attention = CpuAttention(self._storage, form=self._form)
+        self._attention = CpuAttention(self._storage, instructions=self._instructions)
         width = -(-layout.max_positions // layout.block_size)
         self._hidden = CapturedForward(self._forward, width)
 

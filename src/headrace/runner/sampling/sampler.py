@@ -24,10 +24,10 @@ _FIRST_HEAD = 256  # candidates that are put in order before it is known how man
 
 
 class Constraint(Protocol):
-    """Where one answer stands in its grammar."""
+    """The state of one answer in its grammar."""
 
     def allowed(self, answer: "array[int]") -> NDArray[np.bool_]:
-        """Which tokens may follow these, by id; ValueError if the grammar gave up."""
+        """The tokens that may follow these, by id; ValueError if the grammar gave up."""
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""Images as they reach a lane that sees: where their tensors lie, and what was made of them."""
+"""Images as they reach a lane that sees: where their tensors lie, and their cached features."""
 
 from collections import OrderedDict
 from pathlib import Path
@@ -10,8 +10,8 @@ from torch import Tensor
 _FEATURE_BYTES = 256 << 20  # of images that were seen lately
 
 
-class Pixels(msgspec.Struct, frozen=True):
-    """Where the tensors of one image lie, as the processor made them: name, dtype, shape, offset.
+class ImageTensors(msgspec.Struct, frozen=True):
+    """The places of one image's tensors in a file: name, dtype, shape, offset.
 
     `positions` are those of the whole prompt, on three axes, if the model has them.
     """

@@ -11,7 +11,7 @@ from starlette.applications import Starlette
 
 from headrace.config.settings import ServerConfig
 from headrace.gateway.app import create_app
-from headrace.gateway.long_logs import SLICE_S, slice_of_loop
+from headrace.gateway.loop_slices import SLICE_S, slice_of_loop
 from headrace.protocols.dialect import WireFrames
 from headrace.streams.events import AnyEvent
 from tests.gateway.builders import (
@@ -25,7 +25,7 @@ from tests.gateway.builders import (
     tokens,
 )
 
-RECORD = make_record(make_request(wire={"stream": True}))
+RECORD = make_record(make_request(response_options={"stream": True}))
 NUM_EVENTS = 1003
 EVENTS = f"/v1/streams/{RECORD.id}/events"
 ASKED = [(EVENTS, "view=wire&after=1000.0"), ("/v1/stream", "conv_id=c&from=99999999")]

@@ -1,4 +1,4 @@
-"""Turns of the engines that share one machine's cores: each step is one engine's alone.
+"""The lock of engines that share one machine's cores: each step is one engine's alone.
 
 Two lock files in memory: who waits longest holds `next`, who computes holds `turn`. So the one that
 just had its turn stands behind those that wait. The system frees the locks of a process that dies.
@@ -23,14 +23,14 @@ _FRESH_S = 1.0
 _STREAMS, _PROMPTS = 1, 2
 
 
-def open_turns() -> tuple[int, int]:
-    """The files of the turns, for a parent to pass on to its engines."""
+def open_core_lock() -> tuple[int, int]:
+    """The files of the lock, for a parent to pass on to its engines."""
     turn, following = (os.memfd_create(f"headrace-{name}") for name in ("turn", "next"))
     os.ftruncate(turn, _NEED.size * _MAX_ENGINES)
     return turn, following
 
 
-class CoreTurns:
+class CoreLock:
     """One engine's part. `number` tells the engines apart."""
 
     def __init__(self, fds: tuple[int, ...], number: int) -> None:
@@ -40,8 +40,8 @@ class CoreTurns:
         self._number = number % _MAX_ENGINES
 
     @contextlib.contextmanager
-    def mine(self) -> Iterator[None]:
-        """Waits for the turn, and has it as long as the context lasts."""
+    def held(self) -> Iterator[None]:
+        """Waits for this engine's turn, and keeps it as long as the context lasts."""
         deadline = time.monotonic() + _PATIENCE_S
         is_next = _lock(self._next, deadline)
         has_turn = is_next and _lock(self._turn, deadline)
@@ -54,13 +54,13 @@ class CoreTurns:
                 fcntl.flock(self._turn, fcntl.LOCK_UN)
 
     def note(self, decode_s: float, has_streams: bool, has_prompts: bool) -> None:
-        """What this engine needs from now on."""
+        """Tells the others what this engine needs from now on."""
         kind = _STREAMS * has_streams + _PROMPTS * has_prompts
         need = _NEED.pack(time.monotonic(), decode_s, kind)
         self._map[self._number * _NEED.size : (self._number + 1) * _NEED.size] = need
 
     def others(self) -> Elsewhere:
-        """What engines need that are at work."""
+        """The needs of the other engines at work."""
         now, found = time.monotonic(), Elsewhere()
         for number, (noted, decode_s, kind) in enumerate(_NEED.iter_unpack(self._map[:])):
             if number == self._number or not kind or now - noted > _FRESH_S + decode_s:

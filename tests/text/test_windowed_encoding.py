@@ -3,9 +3,9 @@ from itertools import islice
 
 import pytest
 
-from headrace.text import windows
-from headrace.text.probes import hard_texts
-from headrace.text.windows import Sizes, WindowedText
+from headrace.text import windowed_encoding
+from headrace.text.tokenizer_probes import hard_texts
+from headrace.text.windowed_encoding import Sizes, WindowedText
 from tools.harness.small_tokenizers import KINDS, library, ours
 
 NUM_TEXTS = 2_000
@@ -85,7 +85,7 @@ def test_blanks_wait_for_the_token_that_eats_them():
 
 
 def test_a_widened_window_that_denies_an_earlier_cut_starts_anew(monkeypatch):
-    monkeypatch.setattr(windows, "_has_two_classes", lambda text: True)
+    monkeypatch.setattr(windowed_encoding, "_has_two_classes", lambda text: True)
     text = PROSE[:160] + " " * 900 + "<mask> more"
     ids = list(in_windows("added_metaspace", text).token_ids)
     assert ids == in_one_call("added_metaspace", text)

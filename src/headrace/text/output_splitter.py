@@ -22,7 +22,7 @@ class Splitter(Protocol):
         """A marker that came as a token."""
 
     def flush(self) -> list[ChannelPiece]:
-        """What was held back, once the answer has ended."""
+        """Returns the text that was held back, once the answer has ended."""
 
     @property
     def num_held(self) -> int:
@@ -34,7 +34,7 @@ class Splitter(Protocol):
 
     @property
     def is_reasoning(self) -> bool:
-        """Whether the next text is."""
+        """Whether the next text is reasoning."""
 
 
 class Splitting(NamedTuple):
@@ -113,7 +113,7 @@ class TagSplitter:
         return pieces
 
     def _advance(self, text: str, pieces: list[ChannelPiece]) -> str:
-        """Places the beginning of the text; what is left."""
+        """Places the beginning of the text, and returns the rest."""
         if self._body is not None:
             self._raw += text
             self._give(self._body.feed(text), pieces)
@@ -139,7 +139,7 @@ class TagSplitter:
         return ""
 
     def _markers(self, text: str) -> tuple[str, ...]:
-        """Those that mean something in this text, which is not placed yet."""
+        """The markers that count in this text, which is not placed yet."""
         if self._channel == REASONING:
             return self._reasoning[1:] if self._reasoning else ()
         found: tuple[str, ...] = ()
@@ -169,7 +169,7 @@ class TagSplitter:
         self._num_calls_before = self._call
 
     def _close_body(self, pieces: list[ChannelPiece]) -> str:
-        """What the body did not take; if it found no call, its start and all else is content."""
+        """Returns the text that the body did not take; without a call, its beginning is content."""
         assert self._body
         rest, self._body = self._body.rest or "", None
         raw, self._raw = self._raw, ""

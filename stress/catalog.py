@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import msgspec
 
-from stress.chaos.frames import Said, said_in_body
+from stress.frames import Said, said_in_body
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 SECOND = "second"

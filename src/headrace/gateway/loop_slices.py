@@ -1,4 +1,4 @@
-"""What takes long over a long log: its turns on the event loop, and the count of its bytes."""
+"""Reading of long logs: slices of the event loop, and an index of the bytes of their bodies."""
 
 import asyncio
 import weakref

@@ -1,13 +1,12 @@
 """Judges a story by what its client got, what the witness saw, and what the log says."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
 
-from stress.chaos.compare import Violation, compare_choices
-from stress.chaos.exchange import Exchange
-from stress.chaos.frames import (
+from stress.compare import Violation, compare_choices
+from stress.frames import (
     Said,
     frames_of,
     own_dropped,
@@ -15,10 +14,35 @@ from stress.chaos.frames import (
     said_in_chunks,
     said_in_events,
 )
-from stress.chaos.story import Story
-from stress.chaos.truth import Truth
+from stress.http import Exchange
+from stress.story import Story
+from stress.truth import NoTruth, Truth, read_truth
+from stress.witness import Proxy
 
 _OWN_DOING = ("replaced",)  # ends that a client brings about by asking twice
+
+
+async def verdict(
+    story: Story, calm: Proxy, is_explained: Callable[[Exchange], bool]
+) -> list[Violation]:
+    """All that is wrong with a story that has ended, by what the server says of it in peace.
+
+    An exchange that nobody cut and nothing explains is wrong, too.
+    """
+    found = [
+        Violation("wrong failure", 1, f"unexplained: {made.line()}")
+        for made in story.exchanges
+        if not (made.passage and made.passage.was_cut) and not is_explained(made)
+    ]
+    if story.way.is_plain:
+        return found + judge_plain(story)
+    conversation = None if story.way.names == "key" else story.label
+    try:
+        ids = sorted(story.stream_ids)
+        truths = [await read_truth(calm, stream_id, conversation) for stream_id in ids]
+    except NoTruth as error:
+        return [*found, Violation("lost", story.question.num_tokens, str(error))]
+    return found + judge(story, truths)
 
 
 def judge(story: Story, truths: Sequence[Truth]) -> list[Violation]:

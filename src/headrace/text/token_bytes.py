@@ -1,4 +1,4 @@
-"""Which bytes a token adds to a text; learned from the tokenizer's own decoder, never encodes.
+"""The bytes that a token adds to a text; learned from the tokenizer's own decoder, never encodes.
 
 A token's bytes may depend on the token before it (word marks, joined word pieces, a space that
 is dropped at a text's start), never on anything further back, nor on what follows.
@@ -16,12 +16,12 @@ from headrace.core.errors import ModelError
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
-class Spelling(Protocol):
+class TokenBytes(Protocol):
     def spell(self, token_id: int, after: int | None) -> bytes:
         """Bytes that `token_id` adds after the token `after`; None: it begins the text."""
 
 
-class ByteLevelSpelling:
+class ByteLevelTokenBytes:
     """Vocabularies written in 256 printable characters, each standing for a byte."""
 
     def __init__(self, inner: tokenizers.Tokenizer) -> None:
@@ -40,7 +40,7 @@ class ByteLevelSpelling:
             return token.encode()
 
 
-class ProbedSpelling:
+class ProbedTokenBytes:
     """Any other vocabulary: what the decoder says of two tokens, less what it says of the first.
 
     Tokens such as `<0xE2>` are single bytes if the decoder has a byte fallback. They are never
@@ -74,17 +74,17 @@ class ProbedSpelling:
         return self._inner.decode(token_ids, skip_special_tokens=False)
 
 
-def spelling_for(inner: tokenizers.Tokenizer, decoder: dict[str, Any] | None) -> Spelling:
-    """The spelling of a tokenizer with this `decoder` section in its tokenizer.json."""
+def token_bytes_for(inner: tokenizers.Tokenizer, decoder: dict[str, Any] | None) -> TokenBytes:
+    """The token bytes of a tokenizer with this `decoder` section in its tokenizer.json."""
     kinds = set(_kinds(decoder))
     if "ByteLevel" in kinds and kinds <= {"ByteLevel", "Fuse"}:
-        return ByteLevelSpelling(inner)
+        return ByteLevelTokenBytes(inner)
     if "ByteLevel" in kinds:
         others = ", ".join(sorted(kinds - {"ByteLevel"}))
         raise ModelError(
             f"The tokenizer's decoder combines ByteLevel with {others}.", "tokenizer_invalid"
         )
-    return ProbedSpelling(inner, "ByteFallback" in kinds)
+    return ProbedTokenBytes(inner, "ByteFallback" in kinds)
 
 
 def _kinds(decoder: dict[str, Any] | None) -> Iterator[str]:

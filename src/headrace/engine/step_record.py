@@ -1,4 +1,4 @@
-"""A note that the engine leaves for its parent, readable however the engine ends.
+"""The record of the step at work, for the parent of an engine, readable however the engine ends.
 
 It says which sequences are in the current step, when the step began and how long it should take.
 Both processes map its memory, so even a fault signal in mid-step does not lose it.
@@ -23,7 +23,7 @@ _TIMES_PREDICTED = 10.0
 _UNMEASURED_S = 600.0
 
 
-class StepNote:
+class StepRecord:
     """Written by one process, read by another. `fd` is passed on to it."""
 
     def __init__(self, fd: int | None = None) -> None:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.core.pieces import CONTENT, ChannelPiece
-from headrace.text.channels import HarmonySplitter, Splitter, TagSplitter
+from headrace.text.output_splitter import HarmonySplitter, Splitter, TagSplitter
 from headrace.text.tool_formats import FORMATS
 
 TAGS = ("<think>", "</think>")

@@ -7,10 +7,10 @@ from urllib.parse import quote
 
 import msgspec
 
-from stress.chaos.exchange import Call, Exchange
-from stress.chaos.frames import Frame, error_in, frames_of, own_dropped
-from stress.chaos.story import Story, Way
-from stress.chaos.witness import Proxy
+from stress.frames import Frame, error_in, frames_of, own_dropped
+from stress.http import Call, Exchange
+from stress.story import Story, Way
+from stress.witness import Proxy
 
 WAYS = (
     Way("byte", "conversation"),

@@ -1,4 +1,4 @@
-"""Which forms of the kernels a processor can run: told from its instructions, not yet tried."""
+"""The instruction sets that kernels are made of, and those this processor has; not yet tried."""
 
 from functools import cache
 from typing import Literal, get_args
@@ -8,20 +8,19 @@ from numba.core import config
 
 from headrace.runner.kernels.amx import has_amx
 
-Form = Literal["amx", "bf16dot", "avx512", "avx2", "plain"]
-FORMS: tuple[Form, ...] = get_args(Form)
+InstructionSet = Literal["amx", "bf16dot", "avx512", "avx2", "plain"]
+INSTRUCTION_SETS: tuple[InstructionSet, ...] = get_args(InstructionSet)
 """Best first. plain: torch's own products and attention, no kernel of ours."""
 
-INSTRUCTIONS = {"amx": "AMX", "bf16dot": "AVX512-BF16", "avx512": "AVX-512", "avx2": "AVX2"}
-"""What a form is made of."""
+NAMES = {"amx": "AMX", "bf16dot": "AVX512-BF16", "avx512": "AVX-512", "avx2": "AVX2"}
 
 
 @cache
-def forms_here() -> tuple[Form, ...]:
+def instruction_sets_here() -> tuple[InstructionSet, ...]:
     """The best comes first, plain last."""
     has = _features()
     has_512 = {"avx512f", "avx512bw"} <= has
-    can_run: dict[Form, bool] = {
+    can_run: dict[InstructionSet, bool] = {
         "amx": has_512 and has_amx(),
         "bf16dot": has_512 and "avx512bf16" in has,
         "avx512": has_512,
@@ -29,7 +28,7 @@ def forms_here() -> tuple[Form, ...]:
         "avx2": not has_512 and {"avx2", "fma", "f16c"} <= has,
         "plain": True,
     }
-    return tuple(form for form in FORMS if can_run[form])
+    return tuple(one for one in INSTRUCTION_SETS if can_run[one])
 
 
 def _features() -> set[str]:

@@ -1,19 +1,22 @@
-"""One HTTP request over one connection that may break anywhere; parses heads and bodies."""
+"""HTTP over connections that may break anywhere: what is sent, what came, and how it ended."""
 
 import asyncio
 import contextlib
 import re
 import time
 from collections.abc import Callable
+from typing import Any
 
 import httptools
 import msgspec
 
-from stress.chaos.witness import Passage, Proxy
+from stress.witness import Passage, Proxy
 
 SILENCE_S = 60.0
-_ID = re.compile(rb"^id: ([^:\n]+):", re.MULTILINE)
 WHOLE_S = 600.0  # an answer in one piece says nothing before, through several ends of the engine
+KEPT = 1 << 20  # of the longer bodies of a talk only the length is kept
+CHUNK = 1 << 16
+_ID = re.compile(rb"^id: ([^:\n]+):", re.MULTILINE)
 
 
 class Call(msgspec.Struct, frozen=True):
@@ -48,18 +51,14 @@ class Reply:
         self.status = 0  # until the head is complete
         self.headers: dict[str, str] = {}
         self.body = bytearray()
+        self.num_bytes = 0
         self.is_whole = False
-        self._parser = httptools.HttpResponseParser(self)
 
     @classmethod
     def of(cls, raw: bytes) -> "Reply":
-        reply = cls()
-        reply.feed(raw)
-        return reply
-
-    def feed(self, raw: bytes) -> None:
-        with contextlib.suppress(httptools.HttpParserUpgrade):
-            self._parser.feed_data(raw)
+        talk = Talk()
+        talk.feed(raw)
+        return talk.first
 
     @property
     def stream_id(self) -> str | None:
@@ -69,17 +68,66 @@ class Reply:
         found = _ID.search(self.body)
         return found[1].decode() if found else None
 
+    @property
+    def json(self) -> Any:
+        return msgspec.json.decode(self.body)
+
+    @property
+    def code(self) -> str:
+        """Of its error; empty if it has none."""
+        with contextlib.suppress(msgspec.DecodeError, TypeError, KeyError, AttributeError):
+            return str(self.json["error"]["code"])
+        return ""
+
+
+class Talk:
+    """What came over one connection: any number of answers, and how it ended."""
+
+    def __init__(self, has_bodies: bool = True, max_kept: float = float("inf")) -> None:
+        self.answers: list[Reply] = []
+        self.num_bytes = 0
+        self.end = "waiting"  # closed, reset, refused, cut (by us), silent (we gave up)
+        self.problem = ""  # why what came is no HTTP
+        self._has_bodies = has_bodies
+        self._max_kept = max_kept
+        self._parser = httptools.HttpResponseParser(self)
+
+    @property
+    def first(self) -> Reply:
+        """An empty one if none came."""
+        return self.answers[0] if self.answers else Reply()
+
+    def feed(self, piece: bytes) -> None:
+        self.num_bytes += len(piece)
+        try:
+            self._parser.feed_data(piece)
+        except httptools.HttpParserUpgrade:
+            pass
+        except httptools.HttpParserError as error:
+            if self._has_bodies:  # the answer to HEAD tells the length of a body that never comes
+                self.problem = f"{error}: {piece[:80]!r}"
+
+    def has(self, number: int) -> bool:
+        whole = [a for a in self.answers if a.is_whole or (a.status and not self._has_bodies)]
+        return len(whole) >= number
+
+    def on_message_begin(self) -> None:
+        self.answers.append(Reply())
+
     def on_header(self, name: bytes, value: bytes) -> None:
-        self.headers[name.decode().lower()] = value.decode("latin-1")
+        self.answers[-1].headers[name.decode("latin-1").lower()] = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:
-        self.status = self._parser.get_status_code()
+        self.answers[-1].status = self._parser.get_status_code()
 
     def on_body(self, piece: bytes) -> None:
-        self.body += piece
+        answer = self.answers[-1]
+        answer.num_bytes += len(piece)
+        if len(answer.body) < self._max_kept:
+            answer.body += piece
 
     def on_message_complete(self) -> None:
-        self.is_whole = True
+        self.answers[-1].is_whole = True
 
 
 class Exchange:
@@ -89,9 +137,13 @@ class Exchange:
         self.call = call
         self.began = time.monotonic()
         self.ended = self.began
-        self.got = Reply()
+        self.talk = Talk()
         self.is_silent = False  # the client gave up waiting
         self.passage: Passage | None = None  # none if the connection was refused
+
+    @property
+    def got(self) -> Reply:
+        return self.talk.first
 
     @property
     def said(self) -> Reply:
@@ -105,17 +157,18 @@ class Exchange:
             f"{self.call.method} {self.call.path} start={self.call.start} -> {self.got.status} "
             f"{self.got.stream_id} {len(self.got.body)} bytes "
             f"{'whole' if self.got.is_whole else 'broken'} cut={cut} "
-            f"until {self.ended:.3f}{' SILENT' if self.is_silent else ''}"
+            f"until {self.ended:.3f}{' SILENT' if self.is_silent else ''}{self.talk.problem}"
         )
 
 
 async def exchange(
-    proxy: Proxy, call: Call, on_head: Callable[[Reply], None] = lambda reply: None
+    road: Proxy | int, call: Call, on_head: Callable[[Reply], None] = lambda reply: None
 ) -> Exchange:
-    """Never raises for what a network does; the exchange says how it went."""
+    """By a proxy, or to a port; never raises for what a network does, but says how it went."""
     made = Exchange(call)
+    at = road if isinstance(road, int) else road.port
     try:
-        reader, writer = await asyncio.open_connection("127.0.0.1", proxy.port)
+        reader, writer = await asyncio.open_connection("127.0.0.1", at)
     except OSError:
         made.ended = time.monotonic()
         return made
@@ -130,7 +183,7 @@ async def exchange(
     finally:
         made.ended = time.monotonic()
         writer.transport.abort()
-        made.passage = proxy.passage(port)
+        made.passage = None if isinstance(road, int) else road.passage(port)
         if made.passage is not None:
             await made.passage.done.wait()
     return made
@@ -140,12 +193,12 @@ async def _receive(
     reader: asyncio.StreamReader, made: Exchange, on_head: Callable[[Reply], None]
 ) -> None:
     was_told = False
-    while not made.got.is_whole:
+    while not made.got.is_whole and not made.talk.problem:
         async with asyncio.timeout(made.call.silence_s):
-            piece = await reader.read(1 << 16)
+            piece = await reader.read(CHUNK)
         if not piece:
             return
-        made.got.feed(piece)
+        made.talk.feed(piece)
         if made.got.status and not was_told:
             was_told = True
             on_head(made.got)

@@ -7,10 +7,10 @@ from urllib.parse import quote
 
 import msgspec
 
-from stress.chaos.exchange import Call, Exchange, exchange
-from stress.chaos.frames import Frame, frames_of, own_dropped
-from stress.chaos.story import RETRYABLE
-from stress.chaos.witness import Proxy
+from stress.frames import Frame, frames_of, own_dropped
+from stress.http import Call, Exchange, exchange
+from stress.story import RETRYABLE
+from stress.witness import Proxy
 
 _PATIENCE_S = 300.0
 

@@ -8,14 +8,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from headrace.engine.turns import CoreTurns, open_turns
+from headrace.engine.core_lock import CoreLock, open_core_lock
 from headrace.scheduler.budget import Elsewhere
 
 HOLDER = """
 import sys, time
-from headrace.engine.turns import CoreTurns
-turns = CoreTurns((int(sys.argv[1]), int(sys.argv[2])), 1)
-with turns.mine():
+from headrace.engine.core_lock import CoreLock
+core_lock = CoreLock((int(sys.argv[1]), int(sys.argv[2])), 1)
+with core_lock.held():
     print("mine", flush=True)
     time.sleep(600)
 """
@@ -23,7 +23,7 @@ with turns.mine():
 
 @pytest.fixture
 def fds() -> Iterator[tuple[int, int]]:
-    made = open_turns()
+    made = open_core_lock()
     yield made
     for fd in made:
         os.close(fd)
@@ -35,11 +35,11 @@ def test_steps_of_two_engines_never_overlap(fds: tuple[int, int]) -> None:
     waits = [threading.Event(), threading.Event()]
 
     def run(number: int) -> None:
-        turns = CoreTurns(fds, number)
+        core_lock = CoreLock(fds, number)
         waits[number].set()
         waits[1 - number].wait(60)
         for _ in range(50):
-            with turns.mine():
+            with core_lock.held():
                 at_work.append(number)
                 assert at_work == [number]
                 taken.append(number)
@@ -58,11 +58,11 @@ def test_the_turn_of_a_process_that_was_killed_is_free(fds: tuple[int, int]) -> 
         [sys.executable, "-c", HOLDER, *map(str, fds)], pass_fds=fds, stdout=subprocess.PIPE
     )
     assert holder.stdout is not None and holder.stdout.readline() == b"mine\n"
-    turns = CoreTurns(fds, 0)
+    core_lock = CoreLock(fds, 0)
     has_turn = threading.Event()
 
     def take() -> None:
-        with turns.mine():
+        with core_lock.held():
             has_turn.set()
 
     waiting = threading.Thread(target=take)
@@ -76,7 +76,7 @@ def test_the_turn_of_a_process_that_was_killed_is_free(fds: tuple[int, int]) -> 
 
 
 def test_each_knows_what_the_others_need_and_not_its_own(fds: tuple[int, int]) -> None:
-    one, two, three = (CoreTurns(fds, number) for number in range(3))
+    one, two, three = (CoreLock(fds, number) for number in range(3))
     assert one.others() == Elsewhere()
     two.note(0.03, True, True)
     three.note(0.02, False, True)

@@ -6,7 +6,6 @@ import os
 import random
 import re
 import signal
-import socket
 import time
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import httpx
 import msgspec
 
 from headrace.streams.sqlite_store import SqliteStore
+from tools.harness import processes
 from tools.harness.servers import ServerProcess
 
 HEARTBEAT_S = 2.0
@@ -44,7 +44,7 @@ class Site:
         flags: tuple[str, ...] = FLAGS,
         prefix: tuple[str, ...] = (),
     ) -> None:
-        self.port = _free_port()
+        self.port = processes.free_port()
         self.state_dir = state_dir
         self.deaths: list[Death] = []
         self.outages = [[time.monotonic(), float("inf")]]  # from, until the server was ready again
@@ -152,13 +152,7 @@ class Site:
 
     def engine_pid(self) -> int | None:
         """Of an engine that lives now, loaded or not; of several any one."""
-        found: list[int] = []
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            pid = self._server.process.pid
-            children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-            for child in children:
-                if b"headrace.engine.process" in Path(f"/proc/{child}/cmdline").read_bytes():
-                    found.append(int(child))
+        found = processes.engines(self.pid)
         return random.choice(found) if found else None
 
     async def is_well(self, within_s: float) -> bool:
@@ -175,20 +169,10 @@ class Site:
 
     async def is_engine_at_rest(self) -> bool:
         """Whether it does nothing any more: its processor time stands still for a second."""
-        before = self._engine_ticks()
+        pid = self.engine_pid() or 0
+        before = processes.ticks(pid)
         await asyncio.sleep(1.0)
-        return self._engine_ticks() - before <= 5
-
-    def _engine_ticks(self) -> int:
-        stat = Path(f"/proc/{self.engine_pid()}/stat").read_text().rpartition(")")[2].split()
-        return int(stat[11]) + int(stat[12])
+        return processes.ticks(pid) - before <= 5
 
     def _note(self, what: str) -> None:
         self.deaths.append(Death(time.monotonic(), what))
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
