@@ -71,7 +71,7 @@ class LLM:
 
     @property
     def ready(self) -> Ready:
-        """What was loaded, and its limits."""
+        """The loaded model and its limits."""
         return self._host.ready
 
     @overload
@@ -190,12 +190,12 @@ class _Host:
         return checked
 
     def inputs(self, fields: dict[str, Any]) -> CheckedBody:
-        """What is to be embedded, as the route checks it."""
+        """The inputs to embed, checked as the route does."""
         _refuse_unknown(fields, known_fields(embeddings.TABLE))
         return self._jobs.inputs(_as_json(fields))
 
     def pairs(self, fields: dict[str, Any]) -> CheckedBody:
-        """What is to be ranked, as the route checks it."""
+        """The query and documents to rank, checked as the route does."""
         _refuse_unknown(fields, known_fields(rerank.TABLE))
         return self._jobs.query(_as_json(fields))
 
@@ -315,7 +315,7 @@ class _Host:
 
 @contextlib.contextmanager
 def _told(on_progress: OnLoading | None) -> Iterator[LoadWatch]:
-    """What is watched of a load in the context is told."""
+    """Reports the progress of a load within the context."""
     watch = LoadWatch()
     watch.begin(READING)
     ON_LOADING.set(watch.tell)

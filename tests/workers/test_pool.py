@@ -156,7 +156,7 @@ def test_small_jobs_pass_a_large_one(config: ModelConfig) -> None:
                 await pool.do("prompts", [packed], 1 << 30)
                 done.append(name)
 
-            large = [do(f"large {i}", "many words " * 20_000) for i in range(2)]
+            large = [do(f"large {i}", "many words " * 200_000) for i in range(2)]
             small = [do("small", "a word") for _ in range(3)]
             await asyncio.gather(*large, *small)
         return done

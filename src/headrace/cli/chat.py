@@ -33,7 +33,7 @@ What is typed during an answer waits for its end."""
 
 
 class Conversation(msgspec.Struct):
-    """What `--continue` goes on with. `stream_id` is that of an answer that was not read whole."""
+    """The conversation that `--continue` resumes; `stream_id`: of an answer not read to its end."""
 
     messages: list[Message] = []
     stream_id: str = ""

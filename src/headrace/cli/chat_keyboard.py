@@ -1,4 +1,4 @@
-"""What is typed into `headrace chat`: messages of several lines, and keys that come early."""
+"""The keyboard of `headrace chat`: messages of several lines, and keys that come early."""
 
 import contextlib
 import os
@@ -21,7 +21,7 @@ class Keyboard:
         self._ask, self._typed = ask, typed
 
     def read(self) -> str | None:
-        """What the user says; None when they leave with Ctrl-D.
+        """Reads the user's message; None when they leave with Ctrl-D.
 
         Ctrl-C clears what is typed; where nothing is, it is a KeyboardInterrupt.
         """

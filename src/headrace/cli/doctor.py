@@ -101,7 +101,7 @@ def _port(http: HttpConfig) -> Finding:
 
 
 def _neighbour(http: HttpConfig, address: str) -> Finding:
-    """What has the port: a Headrace server and its health, or something else."""
+    """Finds who has the port: a Headrace server and its health, or something else."""
     import httpx
 
     host = "127.0.0.1" if http.host == "0.0.0.0" else http.host

@@ -121,7 +121,7 @@ async def _open_redis(url: str) -> Store:
 
 
 def _tls(http: HttpConfig) -> ssl.SSLContext | None:
-    """What HTTPS is served with, if it is; ConfigError if the files are not fit for it."""
+    """The TLS context, if HTTPS is served; ConfigError if the files are not fit for it."""
     if http.ssl_certfile is None:
         if http.ssl_keyfile is not None:
             raise ConfigError("--ssl-keyfile goes with --ssl-certfile; give both.")
@@ -222,7 +222,7 @@ class _Serving:
         return None if folder is None else folder / "desired.json"
 
     def _maker(self, metrics: Metrics) -> Callable[[ModelConfig], Host]:
-        """What makes the host of a model, by its settings."""
+        """The function that makes the host of a model, by its settings."""
         config = self._config
         start = self._starter()
         if (model := self._model) is not None:
@@ -356,7 +356,7 @@ class _Serving:
 
 
 def _known_to_workers(hosts: tuple[Host, ...]) -> tuple[bytes, bool]:
-    """What workers begin with, and whether images need one of their own."""
+    """The models that workers begin with, and whether images need a worker of their own."""
     # what came from the hub is not asked for there again; a path stays a name
     known = [host.local if host.known and not host.paths else host.config for host in hosts]
     return msgspec.msgpack.encode(known), any(map(may_see_images, known))

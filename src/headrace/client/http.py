@@ -1,4 +1,4 @@
-"""What both clients share: defaults, addresses, keys, and the answers they give."""
+"""Common parts of both clients: defaults, addresses, keys, and the answers they give."""
 
 import re
 from collections.abc import Callable
@@ -86,7 +86,7 @@ def reason_of(error: httpx.TransportError) -> str:
 
 
 def to_object(body: bytes) -> dict[str, Any]:
-    """What the server answered with; Refused if it is no JSON object."""
+    """The server's answer as an object; Refused if it is no JSON object."""
     try:
         return msgspec.json.decode(body, type=dict[str, Any])
     except msgspec.DecodeError:

@@ -112,7 +112,7 @@ class Fleet:
         self._act()
 
     def become(self, hosts: tuple[Host, ...]) -> None:
-        """From now on there are these. What runs goes on; requests for what has left are refused.
+        """Sets the models. Running work goes on; requests for removed models are refused.
 
         A host whose settings are those of one that there is stays unused.
         """

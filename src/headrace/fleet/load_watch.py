@@ -18,14 +18,14 @@ Look = Callable[[], Iterable[LoadProgress | None]]
 
 
 class LoadWatch:
-    """What one load does, and since when. Told by one thread at a time, and read by any."""
+    """The progress of one load. One thread at a time reports to it, and any may read it."""
 
     def __init__(self, model: str = "") -> None:
         self._model = model
         self._now: tuple[Loading, float] | None = None
 
     def tell(self, loading: Loading) -> None:
-        """It does this now."""
+        """Reports what the load does now."""
         began = time.monotonic()
         if self._now is not None and self._now[0].stage == loading.stage:
             began = self._now[1]
@@ -43,7 +43,7 @@ class LoadWatch:
 
     @contextlib.contextmanager
     def during(self, stage: str) -> Iterator[None]:
-        """It does this in the context, and nothing after."""
+        """Reports a stage that lasts as long as the context."""
         self.begin(stage)
         try:
             yield
@@ -51,7 +51,7 @@ class LoadWatch:
             self.end()
 
     def end(self) -> None:
-        """It does nothing more."""
+        """Reports that the load has ended."""
         self._now = None
 
     @property

@@ -42,7 +42,7 @@ _NO_ENGINE = EngineDown("engine_failed", "", given_up=False)
 _TELL_LOAD_S = 1.0  # at most as often do streams hear of the load they wait for
 
 CACHE_BYTES = 1 << 30
-"""Of each model for keys and values, where memory is budgeted and its settings say nothing."""
+"""Memory of each model for keys and values, where it is budgeted and settings say nothing."""
 
 Start = Callable[[ModelConfig], EngineClient]
 
@@ -97,17 +97,17 @@ class Host:
 
     @property
     def name(self) -> str:
-        """By which the server itself knows it."""
+        """The name by which the server itself knows the model."""
         return self.names[0]
 
     @property
     def is_here(self) -> bool:
-        """Its size is known, since nothing need be downloaded."""
+        """Whether the size is known, since nothing need be downloaded."""
         return self._model is not None or self._path.exists()
 
     @property
     def known(self) -> ServedModel | None:
-        """What was read of it, which stays when it is unloaded."""
+        """The model as it was read; it stays when the engine is unloaded."""
         return self._model
 
     @property
@@ -207,7 +207,7 @@ class Host:
         await self._settled
 
     def fail(self, last_words: str) -> None:
-        """It could not be loaded."""
+        """Notes that the model could not be loaded."""
         self.state, self.last_words = "dead", last_words
 
     async def run(self) -> None:

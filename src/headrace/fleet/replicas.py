@@ -83,7 +83,7 @@ class Replicas:
         self._place()
 
     def cancel(self, cancel: Cancel) -> None:
-        """Those in line end at once; the others when their engine has let go."""
+        """Ends sequences in line at once, and the others when their engine has let go."""
         by_replica: dict[int, list[SequenceId]] = {}
         ended = []
         for id in cancel.sequence_ids:
@@ -114,13 +114,13 @@ class Replicas:
     # to people
 
     def all(self) -> list[Replica]:
-        """Those there are, by number."""
+        """The replicas, by number."""
         for number, it in self._replicas.items():
             it.num_taken = self._placement.num_taken(number)
         return list(self._replicas.values())
 
     def resize(self, fewest: int, most: int, within_s: float) -> None:
-        """From now on there are between so many.
+        """Sets the smallest and largest number of engines.
 
         Of those that are too many, one after the other takes no more requests, and leaves once
         its streams have ended; those that have not after `within_s` go on at another engine.

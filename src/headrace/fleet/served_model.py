@@ -130,7 +130,7 @@ class Models(Generic[ByName]):
 
     @property
     def first(self) -> ByName:
-        """What answers where no name is given."""
+        """The model that answers where no name is given."""
         return self._models[0]
 
     def find(self, name: str) -> ByName | None:

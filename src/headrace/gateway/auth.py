@@ -39,7 +39,7 @@ class Auth:
 
     @property
     def num_keys(self) -> int:
-        """Of clients."""
+        """The number of clients' keys."""
         return len(self._keys)
 
     def reload(self) -> None:
@@ -174,7 +174,7 @@ def _known(headers: Headers, known: dict[bytes, str]) -> bytes | None:
 
 
 def _let_in(digest: bytes, known: dict[bytes, str]) -> None:
-    """What this task does from now on is done for that key."""
+    """Sets the key for which this task acts from now on."""
     KEY_NAME.set(known[digest])
     OWNER.set(_owner(digest))
 

@@ -142,7 +142,7 @@ class WholeAnswer:
 
 
 class AnswerSoFar:
-    """What there is of the answer, at once, in a dialect whose body can tell of an unfinished one.
+    """The answer so far, at once, in a dialect whose body can tell that it is unfinished.
 
     The client need not stay.
     """
@@ -170,7 +170,7 @@ class AnswerSoFar:
 
 
 class Rendering(Protocol):
-    """What a live answer is made of."""
+    """The rendering of a live answer."""
 
     media_type: str
 

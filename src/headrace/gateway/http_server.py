@@ -44,14 +44,14 @@ TAKES_NOTHING_S = 60.0  # after this long without a byte taken, a client is gone
 
 
 class Bounds(NamedTuple):
-    """What people may set."""
+    """The limits that people may set."""
 
     connections: int = 4096
     head_s: float = 10.0  # for a request line and all headers to come
 
 
 class HttpServer(uvicorn.Server):
-    """Whoever starts it decides when it ends."""
+    """The HTTP server; its starter decides when it ends."""
 
     def __init__(
         self,
@@ -312,7 +312,7 @@ def raise_descriptors(connections: int) -> None:
 
 
 def _max_connections(most: int) -> int:
-    """What the limit on descriptors leaves; it may change while we run."""
+    """The connections that the limit on descriptors leaves; it may change while we run."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return most

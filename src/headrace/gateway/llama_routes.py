@@ -1,4 +1,4 @@
-"""What llama.cpp's server and vLLM tell their own clients: a model's settings, and what runs."""
+"""Routes of llama.cpp's server and vLLM for their own clients: a model's settings, and slots."""
 
 import itertools
 import logging
@@ -51,7 +51,7 @@ class LlamaRoutes:
         return host
 
     async def slots(self, request: Request) -> ASGIApp:
-        """Of all models, or of the one that is named. To a key, others' places look idle."""
+        """Lists slots of all models, or of the one named. To a key, others' slots look idle."""
         hosts = self._generation.hosts
         name = request.query_params.get("model")
         sees_all = self._auth.sees_all(request.headers)
@@ -66,7 +66,7 @@ class LlamaRoutes:
 
 
 async def _read(host: Host) -> None:
-    """What needs no weights."""
+    """Reads the parts of a model that need no weights."""
     try:
         await host.read()
     except ModelError as error:
@@ -108,7 +108,7 @@ def _tokenizer_info(model: ServedModel) -> dict[str, Any]:
 
 
 def _defaults(model: ServedModel) -> dict[str, Any]:
-    """What a request gets that sets nothing, by llama.cpp's names and by ours."""
+    """The settings of a request that sets none, by llama.cpp's names and by ours."""
     plain = Sampling(seed=-1)
     given = {
         name: value

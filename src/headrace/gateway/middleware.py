@@ -1,4 +1,4 @@
-"""What stands before all routes: a path that the server lies below, and pages of other origins."""
+"""Middleware before all routes: the path that the server lies below, and cross-origin pages."""
 
 from starlette.datastructures import Headers
 from starlette.middleware import Middleware

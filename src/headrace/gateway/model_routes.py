@@ -1,4 +1,4 @@
-"""Which models there are, and in and out of memory with them, as llama.cpp's router has it."""
+"""Routes that list models, and load and unload them, as llama.cpp's router has it."""
 
 import msgspec
 from starlette.requests import Request
@@ -37,7 +37,7 @@ class ModelRoutes:
         return answer({"object": "list", "data": entries})
 
     def _pending(self, host: Host) -> dict[str, str]:
-        """What will become of it once nobody uses it."""
+        """The change that awaits the model until nobody uses it."""
         fleet = self._generation.fleet
         if host.name in fleet.leaving:
             return {"pending": "removal"}

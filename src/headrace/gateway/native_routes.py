@@ -235,7 +235,7 @@ async def _is_at_end(found: Found, cursor: Cursor) -> bool:
 
 
 async def _state(found: Found, index: BodyIndex) -> dict[str, Any]:
-    """What a client may know of a stream, with the whole answer once there is one."""
+    """The state of a stream as a client may know it, with the whole answer once there is one."""
     record, log = found.record, found.log
     shown: dict[str, Any] = {
         "id": record.id,

@@ -93,7 +93,7 @@ def unhealthy(state: str, **more: Any) -> Response:
 
 
 def loading_of(watch: LoadWatch) -> dict[str, Any] | None:
-    """What a load does now, in JSON."""
+    """The progress of a load now, in JSON."""
     if (now := watch.progress) is None:
         return None
     figures = {"progress": now.share, "detail": now.detail, "since_s": round(now.seconds, 1)}
@@ -282,7 +282,7 @@ def _sum(numbers: Iterable[int | None]) -> int | None:
 
 
 def _snapshot(host: Host) -> Snapshot:
-    """Of one model."""
+    """The snapshot of one model."""
     status = host.status
     return {
         "engine": _engine(host),

@@ -95,7 +95,7 @@ class ChoiceWriter:
         self._prompt_logprobs = logprobs
 
     def take(self, seq: int, at_ms: int) -> Tokens | None:
-        """What came since the last call, as an event; None if nothing did.
+        """The tokens since the last call, as an event; None if there are none.
 
         The event with the end is the last: nothing comes after it.
         """

@@ -115,7 +115,7 @@ class EventBuilder:
         return [choice for choice in self._choices if choice.end is None]
 
     def standings(self) -> list[Standing]:
-        """Of the choices that have begun and not ended."""
+        """The standings of the choices that have begun and not ended."""
         limit = self._record.request.sampling.max_tokens
         shown = []
         for choice in self.live() if self._begun else ():
@@ -212,7 +212,7 @@ class EventBuilder:
         return accepted
 
     def new_events(self, at_ms: int, is_cut: bool) -> Sequence[AnyEvent]:
-        """What came since the last call; after a cut no token follows."""
+        """The events since the last call; after a cut no token follows."""
         made: list[AnyEvent] = []
         for beat in self._beats:
             fields = msgspec.structs.asdict(beat)

@@ -73,7 +73,7 @@ def check_can_begin(record: Record, model: ServedModel) -> None:
 async def see_again(
     work: Work, model: ServedModel, record: Record
 ) -> tuple[Admitted, RequestError | None]:
-    """What a stream's images become after a restart; an error if that is no longer the same."""
+    """Prepares a stream's images again after a restart; with an error if they have changed."""
     try:
         again = await admit(work, model, record.request, record.images)
     except RequestError as error:

@@ -1,4 +1,4 @@
-"""What is stored of a request once it is admitted."""
+"""The record that is stored of a request once it is admitted."""
 
 import time
 

@@ -281,7 +281,7 @@ class Registry:
 
 
 def cut_by(code: str) -> RequestError:
-    """What a stream ends with that somebody asked to end."""
+    """The error with which a stream ends that somebody asked to end."""
     return RequestError(code, _CUTS.get(code, "The stream was ended."))
 
 

@@ -126,7 +126,7 @@ class LiveStream:
 
     @property
     def num_readers(self) -> int:
-        """Of this moment."""
+        """The number of readers at this moment."""
         return self._audience.num_readers
 
     @property
@@ -135,7 +135,7 @@ class LiveStream:
         return self._builder.tally.timings.max_gap_ms
 
     def standings(self) -> dict[SequenceId, Standing]:
-        """Of its choices that this engine has begun, by the numbers that it knows them by."""
+        """The standings of choices that this engine has begun, by the engine's ids."""
         by_choice = {standing.choice: standing for standing in self._builder.standings()}
         knows = self._engine_knows.items()
         return {number: by_choice[choice] for number, choice in knows if choice in by_choice}
@@ -146,7 +146,7 @@ class LiveStream:
         return self._builder.tally.usage.completion_tokens
 
     def asked(self, sequence_id: SequenceId) -> TokensAsked:
-        """What one of its sequences asks of the engine; siblings share their prompt."""
+        """The tokens that one of its sequences asks of the engine; siblings share their prompt."""
         choice = self._engine_knows.get(sequence_id)
         if choice is None:
             return TokensAsked(0, 0)
@@ -268,7 +268,7 @@ class LiveStream:
         self.ended.set()
 
     def take(self, place: Place) -> None:
-        """It counts for what it has left to do."""
+        """Takes a queue place, kept equal to the remaining work."""
         self.place = place
         self._keep_place()
 
@@ -378,7 +378,7 @@ class LiveStream:
         )
 
     def _forget_engine(self, down: EngineDown) -> None:
-        """It is dead: what it has said counts, the rest is lost."""
+        """Forgets a dead engine: its news so far counts, the rest is lost."""
         mine = self._engine_knows.keys() & set(down.suspects)
         is_alone = len(mine) == len(down.suspects)
         poison = self._suspicion.judge(bool(mine), is_alone, down.from_outside)

@@ -63,7 +63,7 @@ class VectorBatch:
         return len(self._engine_knows)
 
     def asked(self, sequence_id: SequenceId) -> TokensAsked:
-        """What one of its sequences asks of the engine."""
+        """The tokens that one of its sequences asks of the engine."""
         number = self._engine_knows.get(sequence_id)
         return TokensAsked(0 if number is None else len(self._inputs[number]) // 4, 0)
 
@@ -110,7 +110,7 @@ class VectorBatch:
         return tuple(self._vectors[number] for number in range(len(self._inputs)))
 
     def _count(self) -> None:
-        """Of a batch of thousands the engine's part takes up the queue."""
+        """Updates the queue place: of a batch of thousands, only the engine's part counts."""
         waiting = [n for id, n in self._engine_knows.items() if id not in self._begun]
         self._place.update(self.num_live, len(waiting), self.num_tokens(waiting))
 
@@ -163,7 +163,7 @@ class VectorBatch:
         self._vectors[number] = end.vector
 
     def _forget_engine(self, down: EngineDown) -> None:
-        """It is dead: the vectors that it has given count, the others are asked for again."""
+        """Forgets a dead engine: its vectors so far count, the others are asked for again."""
         lost, self._engine_knows = self._engine_knows, {}
         self._begun.clear()
         self._engine.forget(lost)

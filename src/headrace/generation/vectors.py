@@ -1,4 +1,4 @@
-"""What is to become vectors: checked, tokenized, computed by the model's host, and counted."""
+"""Requests for vectors: checked, tokenized, computed by the model's host, and counted."""
 
 import asyncio
 import hashlib
@@ -25,7 +25,7 @@ Check = Callable[[ServedModel], None]
 
 
 class VectorRequest(msgspec.Struct, frozen=True):
-    """What is to become vectors, one per input; `packed` holds the inputs for the job `job`."""
+    """A request for vectors, one per input; `packed` holds the inputs for the job `job`."""
 
     route: Route
     task: str  # embed or score
@@ -63,7 +63,7 @@ class VectorMaker:
         self._streams = streams
 
     def ends(self) -> list[asyncio.Future[None]]:
-        """Those of all batches."""
+        """The ends of all batches."""
         return [batch.ended for batch in self._streams.batches]
 
     def stop(self, error: RequestError) -> None:

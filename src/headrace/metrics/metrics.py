@@ -33,7 +33,7 @@ _STREAM_STATES = ("queued", "prompt", "decode", "recovering")
 
 
 class Shown(Protocol):
-    """What is read of a stream that has not ended."""
+    """The figures of a stream that has not ended."""
 
     @property
     def state(self) -> str: ...
@@ -137,7 +137,7 @@ class Metrics:
         self._log_commit.observe(seconds)
 
     def swept(self, store: str, num_bytes: int) -> None:
-        """What a store keeps."""
+        """Takes the number of bytes that a store keeps."""
         self._log_bytes.labels(store).set(num_bytes)
 
     def frame_left(self, connection: object) -> None:

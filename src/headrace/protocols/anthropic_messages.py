@@ -204,7 +204,7 @@ class MessageFrames:
         return self._report(**told) if told else [self.idle()]
 
     def _sign(self) -> list[bytes]:
-        """What clients count that pass over pings: nothing more of the block that is open.
+        """A sign of life for clients that pass over pings: an empty delta of the open block.
 
         Before any block it opens one of text, in which the answer's text goes on.
         """

@@ -24,7 +24,7 @@ class CallRules(NamedTuple):
 
 
 def call_rules(form: str, names: Sequence[str], most: int, token_id: TokenId) -> CallRules:
-    """Of one call or up to `most`; `form` is one of FORMS."""
+    """The rules for one call or up to `most`; `form` is one of FORMS."""
     return FORMS[form](names, most, token_id)
 
 

@@ -142,7 +142,7 @@ NO_EFFECT = (
 )
 
 _NOT_SHOWN = ("verbosity",)
-"""Of the fields without effect, those that ask for another answer. The others tell a provider whom
+"""Fields without effect that ask for another answer. The other ignored ones tell a provider whom
 to bill, what to keep and where to run: leaving them out changes no answer, so nobody is told."""
 
 _MAX_IGNORED = 16

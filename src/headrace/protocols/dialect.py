@@ -76,7 +76,7 @@ class ErrorForm(Protocol):
 
 
 class PromptReader(Protocol):
-    """What finds the prompts of a body."""
+    """The reader that finds the prompts of a body."""
 
     REQUIRED: tuple[str, ...]  # fields that must be there; a prompt of ids is the first
     IN_PROMPTS: frozenset[str]  # those that become prompts, and may be large
@@ -86,7 +86,7 @@ class PromptReader(Protocol):
 
 
 class Dialect(PromptReader, Protocol):
-    """What the module of a dialect offers."""
+    """The names that the module of a dialect offers."""
 
     ROUTE: Route
     SUMMARY: str  # for the OpenAPI document

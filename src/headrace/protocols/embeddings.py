@@ -124,7 +124,7 @@ def check(checked: CheckedBody, model: ServedModel) -> None:
 
 
 def to_request(checked: CheckedBody, owner: str) -> VectorRequest:
-    """What is to be embedded; the inputs stay packed."""
+    """The request to embed; the inputs stay packed."""
     return VectorRequest(
         route=ROUTE,
         task="embed",

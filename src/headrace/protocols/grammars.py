@@ -37,7 +37,7 @@ _ASKS_NOTHING: dict[str, tuple[Any, ...]] = {
     "dependentSchemas": ({},),
     "not": (False,),
 }
-"""What cannot be enforced otherwise."""
+"""Values that change nothing; other values of these keywords cannot be enforced."""
 
 Grammars = list[dict[str, Any]]
 """In llguidance's form; the first one is where an answer begins."""
@@ -128,7 +128,7 @@ class GrammarMaker:
         return grammar
 
     def _tags(self, structure: Structure) -> tuple[int, int] | None:
-        """Of reasoning that may come before the grammar."""
+        """The ids of the tags of reasoning that may come before the grammar."""
         name = self._model.reasoning_format
         if not name or (not structure.may_reason and name in REASONING_TAGS):
             return None

@@ -1,4 +1,4 @@
-"""What a worker keeps of each model, and how much memory jobs may take beside it."""
+"""The text side of each model in a worker, and the memory that jobs may take beside it."""
 
 import contextlib
 import importlib
@@ -82,7 +82,7 @@ def text_of(model: ServedModel | ModelText) -> ModelText:
 
 
 class MemoryBound:
-    """What jobs may hold beyond the models that were loaded."""
+    """The memory that jobs may hold beyond the models that were loaded."""
 
     def __init__(self, num_bytes: int = MEMORY_BYTES) -> None:
         self._allowed = num_bytes

@@ -49,7 +49,7 @@ def decode(body: bytes) -> dict[str, Any]:
 def make_request(
     route: Route, prompts: tuple[Prompt, ...], fields: dict[str, Any], model: ServedModel
 ) -> Request:
-    """What was asked, filled up with the model's defaults; RequestError where it has less.
+    """Makes the request, with the model's defaults; RequestError where it passes the limits.
 
     The caller adds what only its route has.
     """
@@ -142,7 +142,7 @@ def _resolve(name: str, fields: dict[str, Any], model: ServedModel, otherwise: f
 
 
 class CheckedBody(msgspec.Struct, frozen=True):
-    """What a worker found in a body. Only `packed` and `kept` grow with it; they stay unopened."""
+    """A body as a worker checked it. Only `packed` and `kept` grow with it; they stay unopened."""
 
     fields: dict[str, Any]  # but for the prompts
     stubs: tuple[Prompt, ...]  # the prompts without their content
@@ -186,7 +186,7 @@ def check_ids(checked: CheckedBody, model: ServedModel) -> None:
 
 
 def _largest(prompts: tuple[Prompt, ...], name: str, fields: dict[str, Any]) -> tuple[int, str]:
-    """Of all ids in the prompts, and its path within the field of that name."""
+    """The largest id in the prompts, and its path within the field of that name."""
     is_list = getattr(fields[name], "is_list", len(prompts) > 1)
     largest_id, path = -1, ""
     for i, prompt in enumerate(prompts):

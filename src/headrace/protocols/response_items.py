@@ -45,7 +45,7 @@ class Items(msgspec.Struct, frozen=True):
 
 
 def messages_of(items: Iterable[Item], num_past: int = 0) -> tuple[dict[str, Any], ...]:
-    """What a chat template will see; images with the paths that they have in the request.
+    """The messages for a chat template; images with the paths that they have in the request.
 
     Reasoning, text and calls of the assistant that follow each other in this order are one message.
     The first `num_past` items are an earlier response's.

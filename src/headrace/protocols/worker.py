@@ -78,7 +78,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class Jobs:
-    """What is done with bodies: each job takes one and a few small arguments, and gives bytes.
+    """The jobs for bodies: each takes one and a few small arguments, and gives bytes.
 
     `rendering` bounds the time of a chat template.
     """

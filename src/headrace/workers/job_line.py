@@ -74,7 +74,7 @@ class JobLine:
         self._is_closed = False
 
     def __len__(self) -> int:
-        """Those that wait."""
+        """The number of jobs that wait."""
         return sum(map(len, (*self._small.values(), *self._large.values())))
 
     def put(self, job: Job) -> None:
@@ -92,7 +92,7 @@ class JobLine:
         self._has_changed.set()
 
     def leave(self, job: Job) -> None:
-        """It waits no longer; nothing if it does not wait."""
+        """Takes a job out of the line, if it is there."""
         line = self._large if job.is_large else self._small
         jobs = line.get(job.owner, [])
         if job in jobs:
