@@ -85,7 +85,7 @@ class Answer(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, body: dict[str, Any]) -> "Answer":
-        """From the body that either route answers with."""
+        """Reads the answer from the body of either route."""
         choices = [_choice(choice) for choice in body["choices"]]
         return cls(body["id"], choices, body["usage"], body["timings"])
 

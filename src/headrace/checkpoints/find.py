@@ -1,4 +1,4 @@
-"""From a model's name to the folder that holds it; never imports torch."""
+"""Finds the folder that holds the model of a name; never imports torch."""
 
 import contextlib
 import os

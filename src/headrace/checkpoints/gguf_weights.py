@@ -57,7 +57,7 @@ class GgufFile:
             target[start : start + len(rows)].copy_(values)
 
     def copy_groups_to(self, target: Groups, name: str) -> None:
-        """As `copy_to`, of a matrix whose values stay in groups; those of the target may be finer,
+        """Does what `copy_to` does for a matrix that stays in groups; the target's may be finer,
         and it may have more bits than the file."""
         header = self._headers[name]
         raw, order = self._raw(name).reshape(header.shape[0], -1), self._order(name, len(target.q))

@@ -193,7 +193,7 @@ def _is_json(text: str) -> bool:
 
 
 def converse(chat: ChatLoop, screen: Screen, keyboard: Keyboard | None) -> None:
-    """Until the input ends; without a keyboard it is one message."""
+    """Converses until the input ends; without a keyboard that is one message."""
     if keyboard is None:
         if text := sys.stdin.read().strip():
             chat.ask(text)

@@ -50,7 +50,7 @@ def keyboard() -> Iterator[Keyboard | None]:
 
 
 def _plain_keyboard() -> Keyboard:
-    """For a terminal that cannot move its cursor."""
+    """The keyboard for a terminal that cannot move its cursor."""
     try:
         import readline
     except ImportError:

@@ -2,7 +2,7 @@
 
 from headrace.cli.logs import clear, say
 from headrace.core.loading import ON_LOADING, LoadProgress
-from headrace.generation.loading import LoadTeller, LoadWatch
+from headrace.fleet.load_watch import LoadTeller, LoadWatch
 
 
 class LoadLines(LoadTeller):
@@ -25,5 +25,5 @@ class LoadLines(LoadTeller):
 
 
 def show(now: LoadProgress) -> None:
-    """On a terminal the next line takes its place."""
+    """Shows a line; on a terminal the next one takes its place."""
     say(f"headrace: {now}", moves=True)

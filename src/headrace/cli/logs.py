@@ -141,7 +141,7 @@ def clear() -> None:
 
 
 def _print(line: str, moves: bool = False) -> None:
-    """To stderr, which may be closed."""
+    """Prints to stderr, which may be closed."""
     with contextlib.suppress(OSError, ValueError):
         start, end = "", "\n"
         if sys.stderr.isatty():

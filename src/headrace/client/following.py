@@ -65,7 +65,7 @@ class StreamFollower:
 
     @property
     def pause_s(self) -> float:
-        """To be waited before the next request."""
+        """Seconds to wait before the next request."""
         return self._pacing.pause_s
 
     @property
@@ -154,7 +154,7 @@ class StreamFollower:
             self._pacing.broke(was_connected, reason)
 
     def pacing(self) -> Pacing:
-        """For other requests about the stream."""
+        """The pacing of other requests about the stream."""
         return Pacing(self._patience_s, has_contact=True)
 
     def check_unread(self) -> None:

@@ -96,7 +96,7 @@ class AnswerBody:
             self._body.feed(event)
 
     async def body(self) -> bytes:
-        """In a thread: the log probabilities of long answers take seconds, and no stream may wait.
+        """The body, encoded in a thread: long log probabilities take seconds; no stream may wait.
 
         One after the other: each holds the whole answer several times over.
         """
@@ -291,7 +291,7 @@ class LiveAnswer:
                     self._sign_at = asyncio.get_running_loop().time()
 
     async def _beat(self, send: Send) -> None:
-        """By the wall clock alone: whatever else waits, this does not."""
+        """Sends heartbeats by the wall clock alone: whatever else waits, this does not."""
         clock = asyncio.get_running_loop().time
         while (due := self._due()) < math.inf:
             await asyncio.sleep(due - clock())

@@ -27,12 +27,12 @@ from uvicorn.server import ServerState
 
 from headrace.awake import Countdown
 from headrace.core.errors import RequestError
+from headrace.fleet.load_watch import LoadWatch
 from headrace.gateway.http_responses import answer, new_request_id, refuse
 from headrace.gateway.middleware import PathPrefix
 from headrace.gateway.realtime import GOING_AWAY
 from headrace.gateway.state_routes import UNABLE, loading_of, unhealthy
 from headrace.gateway.web_routes import web_routes
-from headrace.generation.loading import LoadWatch
 
 MAX_AHEAD, _MAX_AHEAD_BYTES = 16, 64 << 10  # requests sent before the answer to an earlier one
 PING_S, PONG_S = 15.0, 45.0  # of a WebSocket
@@ -182,7 +182,7 @@ class _Connection(HttpToolsProtocol):
     # requests that are none
 
     def send_400_response(self, msg: str) -> None:
-        """For what the parser refused: an error as all others, in place of the answer."""
+        """Answers a request that the parser refused with an error like all others."""
         self._refuse_head(self._refusal or _NO_HTTP)
 
     def _refuse_head(self, error: RequestError) -> None:

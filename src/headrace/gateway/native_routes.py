@@ -199,7 +199,7 @@ class _Page:
         await while_connected(receive, deliver())
 
     async def _page(self) -> dict[str, Any]:
-        """As many events as are asked for, or as fit into a page of bounded size."""
+        """A page of as many events as are asked for, or as fit into its bounded size."""
         events, is_done = await self._found.log.read(self._after, self._limit)
         shown: list[msgspec.Raw] = []
         size, last = 0, self._after

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from headrace.config.settings import StreamConfig
 from headrace.core.errors import RequestError
 from headrace.core.messages import Ready
-from headrace.generation.forecast import Schedule
+from headrace.fleet.queue_eta import Schedule
 
 _AUTO_S = 600.0  # of reading prompts that may wait, where no number of tokens is set
 _UNMEASURED = 500.0  # prompt tokens a second, until the engine has measured
@@ -66,7 +66,7 @@ class _Allowance:
         self._at = now
 
     def seconds_until(self, amount: float, now: float) -> float:
-        """Until that much is left, or all there can be; 0 if it is there."""
+        """Seconds until that much is left, or all there can be; 0 if it is there."""
         self._left = min(self._most, self._left + (now - self._at) * self._rate)
         self._at = now
         return max(0.0, (min(amount, self._most) - self._left) / self._rate)
@@ -212,7 +212,7 @@ class Admission:
         return RequestError("server_overloaded", message, retry_after_s=wait_s)
 
     def _seconds_until_it_fits(self, asked: Asked, capacity: Capacity, now: float) -> float:
-        """Until enough of those before it have started: waiting ones, and those told to return."""
+        """Seconds until enough before it have started: waiting ones, and those told to return."""
         promises = self._outstanding(asked, now)
         num_before = self.num_waiting + len(promises)
         num_starts = num_before - self._config.max_num_queued_reqs + 1

@@ -177,7 +177,7 @@ class Metrics:
         self._show_memory(ready, ready.layout.num_blocks, ready.layout.num_slots)
 
     def replica_is_down(self, news: EngineDown) -> None:
-        """One of several engines; the others run on."""
+        """Counts the death of one of several engines; the others run on."""
         self._restarts.labels("killed" if news.from_outside else "died").inc()
 
     def engine_is_down(self, news: EngineDown) -> None:

@@ -67,7 +67,7 @@ FORMS: Mapping[str, Callable[[Sequence[str], int, TokenId], CallRules]] = {
     "llama3": _llama3,
     GENERIC: _generic,
 }
-"""By the names of tool formats."""
+"""The rules by the names of tool formats."""
 
 
 def _marker(text: str, token_id: TokenId) -> str:

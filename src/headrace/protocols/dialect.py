@@ -13,7 +13,7 @@ import msgspec
 
 from headrace.core.errors import RequestError
 from headrace.core.request import Prompt, Request, Route
-from headrace.generation.served import ServedModel
+from headrace.fleet.served_model import ServedModel
 from headrace.protocols.fields import Kind
 from headrace.streams.events import AnyEvent, Error, Heartbeat
 from headrace.streams.record import Record
@@ -69,10 +69,10 @@ class ErrorForm(Protocol):
         """The HTTP status by which clients know it."""
 
     def body(self, error: RequestError | Error, request_id: str = "") -> bytes:
-        """As JSON: of a request, or the last event of a stream that was cut."""
+        """The error as JSON: of a request, or the last event of a stream that was cut."""
 
     def frame(self, error: RequestError | Error) -> bytes:
-        """As a server-sent event, the last of its stream."""
+        """The error as a server-sent event, the last of its stream."""
 
 
 class PromptReader(Protocol):

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from headrace.core.errors import RequestError
-from headrace.generation.served import ServedModel
+from headrace.fleet.served_model import ServedModel
 from headrace.protocols.call_forms import FORMS, call_rules
 from headrace.protocols.structure import CallsWanted, Structure, Tool, Wanted
 from headrace.text.grammar import GrammarCompiler, GrammarError
@@ -40,7 +40,7 @@ _ASKS_NOTHING: dict[str, tuple[Any, ...]] = {
 """Values that change nothing; other values of these keywords cannot be enforced."""
 
 Grammars = list[dict[str, Any]]
-"""In llguidance's form; the first one is where an answer begins."""
+"""Grammars as llguidance takes them; an answer begins in the first one."""
 
 Constraint = tuple[str, tuple[int, int] | None]
 """A grammar and the tokens around reasoning, as Sampling has them."""
@@ -54,7 +54,7 @@ class _Part(NamedTuple):
 
 
 class GrammarMaker:
-    """For one model; made once, since it reads the whole vocabulary."""
+    """Makes grammars for one model; made once, since it reads the whole vocabulary."""
 
     def __init__(self, model: ServedModel) -> None:
         self._model = model

@@ -32,7 +32,7 @@ FIELDS: Mapping[str, Kind] = {
     "samplers": Array(String(), 64),
 }
 SAMPLERS = ("penalties", "temperature", "top_k", "top_p", "min_p")
-"""In the order in which they are applied here, by llama.cpp's names."""
+"""The samplers in the order in which they are applied here, by llama.cpp's names."""
 
 
 def read(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.core.errors import ModelError, RequestError
-from headrace.generation.served import ServedModel
+from headrace.fleet.served_model import ServedModel
 from headrace.protocols.grammars import GrammarMaker
 from headrace.protocols.messages import placeholder_in_text
 from headrace.workers.pool import MEMORY_BYTES
@@ -100,7 +100,7 @@ class MemoryBound:
 
     @contextlib.contextmanager
     def lifted(self) -> Iterator[None]:
-        """For what is to be held besides."""
+        """Lifts the bound; memory that is taken meanwhile counts as kept."""
         before = _held_bytes()
         with contextlib.suppress(OSError, ValueError):
             _, hard = resource.getrlimit(resource.RLIMIT_DATA)

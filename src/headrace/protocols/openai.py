@@ -324,7 +324,7 @@ def usage_of(usage: Usage) -> dict[str, Any]:
 
 
 def timings_of(timings: Timings) -> dict[str, Any]:
-    """With the rates that follow from the counts; predicted ones count the steps between tokens."""
+    """Timings and the rates that follow from them; predicted ones count steps between tokens."""
     num_steps = max(timings.predicted_n - 1, 0)
     return {
         "cache_n": timings.cache_n,

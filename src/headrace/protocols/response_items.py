@@ -147,7 +147,7 @@ def _content(value: Any, role: str, path: str) -> list[Item]:
 
 
 def _image(part: Item, path: str) -> Item:
-    """By its address. Files are stored by a provider; there are none here."""
+    """An image by its address. Files are stored by a provider; there are none here."""
     if part.get("image_url") is None and part.get("file_id") is not None:
         message = f"{path} names a file; send the image as a data URI in image_url."
         raise RequestError("unsupported_content", message, f"{path}.file_id")

@@ -162,7 +162,7 @@ class _Log:
 
 
 def _names(record: Record) -> list[Name]:
-    """In the order in which they are looked up."""
+    """The names in the order in which they are looked up."""
     names = record.names
     found: list[Name] = [ById(record.id)]
     if names.key is not None:

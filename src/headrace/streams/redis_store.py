@@ -180,7 +180,7 @@ class RedisStore:
         return await self._unless_lost(self._asks.get())
 
     async def _stored(self, row: RedisRow) -> Stored | None:
-        """For a reader. None if it is written here, and not known here."""
+        """A stream for a reader. None if it is written here, and not known here."""
         record = row.record
         self._read_at[row.stream_id] = time.time()
         if row.has_ended:
@@ -195,7 +195,7 @@ class RedisStore:
         return Stored(record, _RedisLog(self, row, self.tails.of(row.stream_id), _NO_WRITER))
 
     def _claimed(self, row: RedisRow, record: Record, tail: Tail) -> Stored:
-        """For its writer."""
+        """A stream for its writer."""
         log = _RedisLog(self, row, tail, row.epoch)
         return Stored(record, log, stop_code=row.stop_code)
 

@@ -188,7 +188,7 @@ class _Source:
             self._wants_spare.set()
 
     async def keep_spare(self) -> None:
-        """From the first one that was taken on."""
+        """Keeps a spare worker, from the first one that was taken on."""
         try:
             while True:
                 await self._wants_spare.wait()

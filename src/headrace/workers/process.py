@@ -79,7 +79,7 @@ class WorkerProcess:
 
     @property
     def has_ended(self) -> bool:
-        """As far as is known."""
+        """Whether the process has ended, as far as is known."""
         return self._reader.at_eof()
 
     async def ask(self, head: bytes, body: Body) -> Reply:

@@ -118,7 +118,7 @@ class Graph:
 
 
 def note(run: Callable[..., None], body: object, arguments: Any) -> None:
-    """To be called before each run of a kernel."""
+    """Records a kernel, if a graph is captured; call it before each run."""
     if graph := getattr(_current, "graph", None):
         graph.launched(run, body, arguments)
 

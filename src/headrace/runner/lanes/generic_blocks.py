@@ -189,7 +189,7 @@ class ForeignAttention:
 
 
 _OWNERS: WeakKeyDictionary[nn.Module, ForeignAttention] = WeakKeyDictionary()
-"""By each module of a model, since transformers passes nothing else of ours to the function."""
+"""Our attention by module, since transformers passes nothing else of ours to the function."""
 
 
 def _refuse_unknown(options: dict[str, Any]) -> None:

@@ -63,7 +63,7 @@ class Schedule:
         return self._known[number - 1]
 
     def seconds_until(self, num_starts: int, now: float) -> float | None:
-        """Until `num_starts` have started from now on; None while nothing is measured."""
+        """Seconds until `num_starts` have started from now on; None while nothing is measured."""
         in_s = self.start(self._num_over(now) + num_starts).in_s
         return None if in_s is None else max(0.0, in_s - (now - self._at))
 
