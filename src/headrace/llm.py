@@ -22,11 +22,11 @@ from headrace.core.loading import ENGINE, ON_LOADING, READING
 from headrace.core.messages import Ready
 from headrace.core.request import Request, ResponseOptions
 from headrace.engine.local import LocalEngine
+from headrace.fleet.load_watch import LoadTeller, LoadWatch, OnLoading
+from headrace.fleet.model_host import Host
+from headrace.fleet.served_model import ServedModel
 from headrace.generation.generation import Generation
-from headrace.generation.host import Host
-from headrace.generation.loading import LoadTeller, LoadWatch, OnLoading
 from headrace.generation.registry import Found
-from headrace.generation.served import ServedModel
 from headrace.metrics.metrics import Metrics
 from headrace.protocols import embeddings, openai_chat, openai_completions, rerank
 from headrace.protocols.common_fields import known_fields

@@ -14,8 +14,8 @@ from headrace.core.errors import RequestError
 from headrace.core.ids import SequenceId
 from headrace.core.messages import FinishReason
 from headrace.engine.client import EngineUp
+from headrace.fleet.queue_eta import NextStart, Schedule, Waiting, starts
 from headrace.generation.admission import Admission, Asked, Capacity, KeyLimits, Place
-from headrace.generation.forecast import NextStart, Schedule, Waiting, starts
 from headrace.generation.generation import Generation
 from headrace.generation.registry import Found
 from headrace.streams.events import Error, Queued

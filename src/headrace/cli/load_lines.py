@@ -2,7 +2,7 @@
 
 from headrace.cli.logs import clear, say
 from headrace.core.loading import ON_LOADING, LoadProgress
-from headrace.generation.loading import LoadTeller, LoadWatch
+from headrace.fleet.load_watch import LoadTeller, LoadWatch
 
 
 class LoadLines(LoadTeller):

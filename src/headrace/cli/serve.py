@@ -29,6 +29,12 @@ from headrace.core.messages import Ready
 from headrace.engine.client import EngineClient
 from headrace.engine.core_lock import open_core_lock
 from headrace.engine.supervisor import Supervisor
+from headrace.fleet.fleet import is_sole
+from headrace.fleet.model_host import CACHE_BYTES, Host, Start
+from headrace.fleet.model_list import Desired, kept
+from headrace.fleet.model_names import told_apart
+from headrace.fleet.replicas import Replicas, between
+from headrace.fleet.served_model import ServedModel, may_see_images
 from headrace.gateway.app import create_app
 from headrace.gateway.auth import Auth
 from headrace.gateway.http_server import (
@@ -38,13 +44,7 @@ from headrace.gateway.http_server import (
     raise_descriptors,
 )
 from headrace.gateway.realtime import ENVELOPE_BYTES
-from headrace.generation.desired import Desired, kept
-from headrace.generation.fleet import is_sole
 from headrace.generation.generation import Generation
-from headrace.generation.host import CACHE_BYTES, Host, Start
-from headrace.generation.model_names import told_apart
-from headrace.generation.replicas import Replicas, between
-from headrace.generation.served import ServedModel, may_see_images
 from headrace.metrics.metrics import Metrics
 from headrace.streams.memory_store import MemoryStore
 from headrace.streams.sqlite_store import SqliteStore

@@ -27,12 +27,12 @@ from uvicorn.server import ServerState
 
 from headrace.awake import Countdown
 from headrace.core.errors import RequestError
+from headrace.fleet.load_watch import LoadWatch
 from headrace.gateway.http_responses import answer, new_request_id, refuse
 from headrace.gateway.middleware import PathPrefix
 from headrace.gateway.realtime import GOING_AWAY
 from headrace.gateway.state_routes import UNABLE, loading_of, unhealthy
 from headrace.gateway.web_routes import web_routes
-from headrace.generation.loading import LoadWatch
 
 MAX_AHEAD, _MAX_AHEAD_BYTES = 16, 64 << 10  # requests sent before the answer to an earlier one
 PING_S, PONG_S = 15.0, 45.0  # of a WebSocket

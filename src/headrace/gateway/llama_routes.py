@@ -13,14 +13,14 @@ from starlette.types import ASGIApp
 from headrace import __version__
 from headrace.core.errors import ModelError, RequestError
 from headrace.core.sampling import Sampling
+from headrace.fleet.model_host import Host
+from headrace.fleet.served_model import ServedModel
 from headrace.gateway.auth import Auth
 from headrace.gateway.delivery import unless_left
 from headrace.gateway.http_responses import answer
 from headrace.gateway.state_routes import Snapshot, stall_target_ms
 from headrace.generation.event_builder import Standing
 from headrace.generation.generation import Generation
-from headrace.generation.host import Host
-from headrace.generation.served import ServedModel
 from headrace.protocols.dialect import encode
 from headrace.protocols.llama import settings_of
 
@@ -56,7 +56,9 @@ class LlamaRoutes:
         name = request.query_params.get("model")
         sees_all = self._auth.sees_all(request.headers)
         owner = None if sees_all else self._auth.owner(request.headers)
-        shown = slots_of(hosts.all() if name is None else (hosts.get(name),), owner)
+        shown = slots_of(
+            self._generation, hosts.all() if name is None else (hosts.get(name),), owner
+        )
         is_full = all(slot["is_processing"] for slot in shown)
         if is_full and request.query_params.get("fail_on_no_slot"):
             raise RequestError("no_idle_slot", "Every slot is busy; try again later.")
@@ -118,7 +120,7 @@ def _defaults(model: ServedModel) -> dict[str, Any]:
     return settings_of(sampling) | ours
 
 
-def slots_of(hosts: Iterable[Host], owner: str | None) -> list[Snapshot]:
+def slots_of(generation: Generation, hosts: Iterable[Host], owner: str | None) -> list[Snapshot]:
     """As llama.cpp's server shows them: a place for each sequence that can run at once.
 
     One that has lost its memory to others for a while still counts as running. Those of one owner,
@@ -126,7 +128,8 @@ def slots_of(hosts: Iterable[Host], owner: str | None) -> list[Snapshot]:
     """
     shown: list[Snapshot] = []
     for host in hosts:
-        streams = (it for it in host if owner in (None, it.record.names.owner))
+        every = generation.streams_of(host)
+        streams = (it for it in every if owner in (None, it.record.names.owner))
         running = (each for stream in streams for each in stream.standings().items())
         is_there = host.ready is not None and host.state != "unloaded"
         num_places = host.ready.max_num_seqs if host.ready and is_there else 0

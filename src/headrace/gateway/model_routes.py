@@ -5,13 +5,13 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from headrace.core.errors import RequestError
+from headrace.fleet.model_host import Host
+from headrace.fleet.model_list import ONE_MODEL, Desired
 from headrace.gateway.bodies import Bodies
 from headrace.gateway.delivery import unless_left
 from headrace.gateway.http_responses import answer
 from headrace.gateway.state_routes import entry_of
-from headrace.generation.desired import ONE_MODEL, Desired
 from headrace.generation.generation import Generation
-from headrace.generation.host import Host
 from headrace.protocols.requests import decode
 
 _MAX_DOCUMENT = 1 << 20

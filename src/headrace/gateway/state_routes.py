@@ -15,14 +15,14 @@ from headrace import __version__
 from headrace.config.settings import HttpConfig
 from headrace.core.errors import RequestError
 from headrace.core.messages import Ready, Status, StepTrace
+from headrace.fleet.load_watch import LoadWatch
+from headrace.fleet.model_host import Host
+from headrace.fleet.model_names import called
+from headrace.fleet.served_model import ServedModel
 from headrace.gateway.delivery import while_connected
 from headrace.gateway.http_responses import answer, refuse
 from headrace.gateway.openapi import document
 from headrace.generation.generation import Generation
-from headrace.generation.host import Host
-from headrace.generation.loading import LoadWatch
-from headrace.generation.model_names import called
-from headrace.generation.served import ServedModel
 from headrace.generation.stream import LiveStream
 from headrace.metrics.metrics import kind_of
 from headrace.protocols.dialect import encode
@@ -250,7 +250,7 @@ def snapshot(generation: Generation) -> Snapshot:
     shown = {"state": generation.state, "version": __version__, **_snapshot(hosts[0])}
     if not generation.fleet.is_sole:
         shown["models"] = [{"status": _status(host), **_snapshot(host)} for host in hosts]
-    rows = (_row(host, stream) for host in hosts for stream in host)
+    rows = (_row(host, stream) for host in hosts for stream in generation.streams_of(host))
     shown["requests"] = list(itertools.islice(rows, _MAX_ROWS))
     return shown
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from headrace.config.settings import StreamConfig
 from headrace.core.errors import RequestError
 from headrace.core.messages import Ready
-from headrace.generation.forecast import Schedule
+from headrace.fleet.queue_eta import Schedule
 
 _AUTO_S = 600.0  # of reading prompts that may wait, where no number of tokens is set
 _UNMEASURED = 500.0  # prompt tokens a second, until the engine has measured

@@ -7,7 +7,7 @@ from headrace.core.messages import FinishReason, NewSequence, NewToken, PromptLo
 from headrace.core.pieces import ChannelPiece
 from headrace.core.request import Chat
 from headrace.core.sampling import Logprobs
-from headrace.generation.served import ServedModel
+from headrace.fleet.served_model import ServedModel
 from headrace.streams.events import ChoiceEnd, TokenLogprob, Tokens
 from headrace.streams.record import Record
 from headrace.text.assembler import TextAssembler

@@ -15,9 +15,10 @@ from headrace.core.messages import (
     PromptLogprobs,
     Started,
 )
+from headrace.fleet.served_model import ServedModel
+from headrace.fleet.tenants import InQueue
 from headrace.generation.choice import ChoiceWriter, Echo
 from headrace.generation.ingestion import NO_CHUNKS, ChunkCount, describe
-from headrace.generation.served import ServedModel
 from headrace.streams import events
 from headrace.streams.events import AnyEvent, Ingestion
 from headrace.streams.record import Record, ServedForm
@@ -36,14 +37,6 @@ class Beat(msgspec.Struct, frozen=True):
     form: str
     attempt: int | None = None
     progress: float | None = None  # of the model's load
-
-
-class InQueue(msgspec.Struct, frozen=True):
-    """Where the stream stands in the engine's queue; 1 is next."""
-
-    position: int
-    waiting: int
-    eta_ms: int | None
 
 
 class Standing(msgspec.Struct, frozen=True):

@@ -6,8 +6,8 @@ import msgspec
 
 from headrace.core.ids import StreamId
 from headrace.core.request import Request
+from headrace.fleet.served_model import ServedModel
 from headrace.generation.choice import begins_in_reasoning
-from headrace.generation.served import ServedModel
 from headrace.streams.record import RENDERING, Names, Record
 from headrace.workers.image_file import Admitted
 

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from headrace.core.errors import RequestError
 from headrace.core.ids import StreamId
+from headrace.fleet.model_host import Host
 from headrace.generation.admission import Place
 from headrace.generation.event_builder import to_event
 from headrace.generation.readers import Audience, Reader, ReaderPause, racing
@@ -110,12 +111,14 @@ class Registry:
         if self._live.get(stream.record.id) is stream:
             del self._live[stream.record.id]
 
-    async def run(self, batch: VectorBatch) -> tuple[bytes, ...]:
-        """Its vectors; until it ends, its inputs count as waiting or live."""
+    async def run(self, batch: VectorBatch, host: Host) -> tuple[bytes, ...]:
+        """Its vectors, computed there; until it ends, its inputs count as waiting or live."""
         self.batches.add(batch)
+        host.add(batch)
         try:
             return await batch.run()
         finally:
+            host.remove(batch)
             self.batches.remove(batch)
 
     async def find(self, owner: str, name: Name) -> Found | None:

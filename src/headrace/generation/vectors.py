@@ -10,12 +10,13 @@ import msgspec
 from headrace.core.errors import RequestError
 from headrace.core.request import Route
 from headrace.core.sampling import Pooling
+from headrace.fleet.fleet import Fleet
+from headrace.fleet.model_host import Host
+from headrace.fleet.served_model import ServedModel
 from headrace.generation.admission import Admission, Asked, Capacity, KeyLimits, Place
-from headrace.generation.fleet import Fleet
-from headrace.generation.host import Host
+from headrace.generation.model_checks import encoded_of, too_long
 from headrace.generation.registry import Registry
-from headrace.generation.served import ServedModel, encoded_of, too_long
-from headrace.generation.vector_batch import VectorWork
+from headrace.generation.vector_batch import VectorBatch, VectorWork
 from headrace.workers.pool import Work
 
 _pairs_of = msgspec.msgpack.Decoder(tuple[int, tuple[bytes, ...]]).decode
@@ -95,8 +96,7 @@ class VectorMaker:
         try:
             # an owner has no line break, so that no salt can pass for another owner's
             work = VectorWork(inputs, pooling, f"{request.owner}\n", place)
-            with host.batch(work) as batch:
-                vectors = await self._streams.run(batch)
+            vectors = await self._streams.run(VectorBatch(work, host), host)
             outcome, num_tokens = "finished", sum(map(len, inputs)) // 4
         except RequestError as error:
             outcome = error.code

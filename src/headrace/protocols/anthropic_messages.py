@@ -10,7 +10,7 @@ from headrace.answer import call_id
 from headrace.core.errors import RequestError
 from headrace.core.pieces import CONTENT, REASONING, TOOL, ChannelPiece
 from headrace.core.request import Prompt, Request, Route
-from headrace.generation.served import ServedModel
+from headrace.fleet.served_model import ServedModel
 from headrace.protocols import openai_chat
 from headrace.protocols.anthropic_errors import AnthropicErrors
 from headrace.protocols.anthropic_input import (

@@ -13,7 +13,7 @@ import msgspec
 
 from headrace.core.errors import RequestError
 from headrace.core.request import Prompt, Request, Route
-from headrace.generation.served import ServedModel
+from headrace.fleet.served_model import ServedModel
 from headrace.protocols.fields import Kind
 from headrace.streams.events import AnyEvent, Error, Heartbeat
 from headrace.streams.record import Record

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.core.errors import ModelError, RequestError
-from headrace.generation.served import ServedModel
+from headrace.fleet.served_model import ServedModel
 from headrace.protocols.grammars import GrammarMaker
 from headrace.protocols.messages import placeholder_in_text
 from headrace.workers.pool import MEMORY_BYTES

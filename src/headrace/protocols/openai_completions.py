@@ -8,7 +8,7 @@ import msgspec
 
 from headrace.core.errors import RequestError
 from headrace.core.request import Ids, Infill, Prompt, Request, Route, Text
-from headrace.generation.served import ServedModel
+from headrace.fleet.served_model import ServedModel
 from headrace.protocols import openai, requests
 from headrace.protocols.common_fields import COMMON, TokenIds, read_common
 from headrace.protocols.fields import (

@@ -7,7 +7,7 @@ import msgspec
 
 from headrace.core.errors import RequestError
 from headrace.core.request import Chat, Prompt, Request, Route
-from headrace.generation.served import ServedModel
+from headrace.fleet.served_model import ServedModel
 from headrace.protocols import openai, openai_chat
 from headrace.protocols.common_fields import COMMON, read_common
 from headrace.protocols.dialect import encode, named

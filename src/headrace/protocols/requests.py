@@ -10,8 +10,8 @@ import msgspec
 from headrace.core.errors import RequestError
 from headrace.core.request import Chat, Ids, Infill, Prompt, Request, ResponseOptions, Route, Text
 from headrace.core.sampling import Sampling
-from headrace.generation.model_names import called
-from headrace.generation.served import ServedModel
+from headrace.fleet.model_names import called
+from headrace.fleet.served_model import ServedModel
 from headrace.protocols.common_fields import max_tokens
 from headrace.protocols.dialect import Dialect, PromptReader
 from headrace.protocols.fields import wrong_value

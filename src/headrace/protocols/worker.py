@@ -21,8 +21,9 @@ import msgspec
 from headrace.config.settings import ModelConfig
 from headrace.core.errors import RequestError
 from headrace.core.request import Chat, Ids, Infill, Prompt, Route, Text
-from headrace.generation.model_names import names_of, paths_of
-from headrace.generation.served import EncodedPrompt, Models, ServedModel
+from headrace.fleet.model_names import names_of, paths_of
+from headrace.fleet.served_model import Models, ServedModel
+from headrace.generation.model_checks import EncodedPrompt
 from headrace.protocols import (
     anthropic_messages,
     embeddings,

@@ -13,9 +13,9 @@ import msgspec
 from headrace.config.document import read_document, to_document
 from headrace.config.settings import ModelConfig
 from headrace.core.errors import RequestError
-from headrace.generation.fleet import Fleet
-from headrace.generation.host import Host
-from headrace.generation.model_names import told_apart
+from headrace.fleet.fleet import Fleet
+from headrace.fleet.model_host import Host
+from headrace.fleet.model_names import told_apart
 
 logger = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ from headrace.engine.client import (
     EngineUp,
     NewsQueue,
 )
-from headrace.generation.placement import Placement, Ticket, Want, prefix_names
-from headrace.generation.replica import Replica, Retired, ready_of, status_of
+from headrace.fleet.placement import Placement, Ticket, Want, prefix_names
+from headrace.fleet.replica import Replica, Retired, ready_of, status_of
 
 logger = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ from headrace.awake import STOPPED_S
 from headrace.config.settings import LoadingConfig, ServerConfig
 from headrace.core.errors import ModelError, RequestError
 from headrace.core.log_context import note
-from headrace.generation.host import EngineClosed, Host
-from headrace.generation.residency import Residency, Stage
-from headrace.generation.served import Models
+from headrace.fleet.memory_policy import Residency, Stage
+from headrace.fleet.model_host import EngineClosed, Host
+from headrace.fleet.served_model import Models
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import pytest
 
 from headrace.core.ids import SequenceId
 from headrace.core.messages import Finished, FinishReason, NewToken, Outputs, PromptAdvance, Started
-from headrace.generation.forecast import Forecast, TokensAsked, Waiting, starts
+from headrace.fleet.queue_eta import Forecast, TokensAsked, Waiting, starts
 from tests.generation.fakes import STATUS
 
 NUM_PLACES, NUM_CLIENTS, NUM_PROMPT = 4, 10, 60

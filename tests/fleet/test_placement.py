@@ -2,7 +2,7 @@
 
 from array import array
 
-from headrace.generation.placement import Placed, Placement, PrefixRecord, Want, prefix_names
+from headrace.fleet.placement import Placed, Placement, PrefixRecord, Want, prefix_names
 from stress.simulator.placements import Simulation
 
 
