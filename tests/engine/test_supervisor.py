@@ -25,6 +25,7 @@ from headrace.core.messages import (
     Submit,
 )
 from headrace.core.sampling import Sampling
+from headrace.engine import backoff
 from headrace.engine import child as child_module
 from headrace.engine import supervisor as module
 from headrace.engine.child import Child
@@ -162,7 +163,7 @@ def test_an_engine_for_which_the_system_has_no_descriptor_is_started_later(folde
 def test_kills_from_outside_while_it_loads_never_give_an_engine_up(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_BACKOFF_S", (0.0,))
+    monkeypatch.setattr(backoff, "_PAUSES_S", (0.0,))
 
     async def scene(supervisor: Supervisor, news: AsyncIterator[EngineNews]) -> None:
         for _ in range(MAX_FAILED_STARTS + 1):

@@ -46,6 +46,7 @@ from headrace.gateway.http_server import (
 from headrace.gateway.realtime import ENVELOPE_BYTES
 from headrace.generation.generation import Generation
 from headrace.metrics.metrics import Metrics
+from headrace.race import race
 from headrace.streams.memory_store import MemoryStore
 from headrace.streams.sqlite_store import SqliteStore
 from headrace.streams.state_dir import StateError, StateInUse
@@ -381,11 +382,5 @@ def _end_within(seconds: float, code: int) -> None:
 
 async def _first(*things: "asyncio.Event | asyncio.Task[None]") -> None:
     """Waits until one of them has happened."""
-    waits = [
-        thing if isinstance(thing, asyncio.Task) else asyncio.create_task(thing.wait())
-        for thing in things
-    ]
-    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    for thing, wait in zip(things, waits, strict=True):
-        if wait is not thing:
-            wait.cancel()
+    async with race(*(it if isinstance(it, asyncio.Task) else it.wait() for it in things)):
+        pass

@@ -20,6 +20,7 @@ from headrace import __version__
 from headrace.config.settings import ModelConfig
 from headrace.core.errors import ConfigError
 from headrace.core.messages import Cancel, Submit
+from headrace.engine.backoff import Backoff
 from headrace.engine.client import EngineDown, EngineNews, NewsQueue
 from headrace.engine.ray_actor import Down, EngineActor, Failed, Sent, Up, encode, news_of
 from headrace.engine.supervisor import MAX_FAILED_STARTS
@@ -28,8 +29,6 @@ logger = logging.getLogger(__name__)
 
 NAMESPACE = "headrace"
 _SILENT_S = 15.0  # without an answer, an actor that has answered before counts as dead
-_BACKOFF_S = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
-_CALM_S = 60.0
 _CLOSE_S = 5.0
 _WAIT_TOLD_S = 15.0  # without a node, until that is said
 _GONE = "The engine's actor is gone, or its node."
@@ -101,20 +100,20 @@ class RayEngine:
         self._news.end(failed or None)
 
     async def _run(self) -> None:
-        num_deaths = 0
+        backoff = Backoff()
         clock = asyncio.get_running_loop().time
         while not self._closing.is_set():
             began = clock()
             down = await self._live_once()
             if self._closing.is_set():
                 return
-            num_deaths = 1 if clock() - began > _CALM_S else num_deaths + 1
+            pause_s = backoff.after(clock() - began)
             self._news.put(down)
             if down.given_up:
                 return
             logger.warning("%s Starting another.", down.message)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_BACKOFF_S[min(num_deaths, len(_BACKOFF_S)) - 1]):
+                async with asyncio.timeout(pause_s):
                     await self._closing.wait()
 
     async def _live_once(self) -> EngineDown:

@@ -25,6 +25,7 @@ from headrace.core.messages import (
     Status,
     Submit,
 )
+from headrace.engine.backoff import Backoff
 from headrace.engine.child import Child
 from headrace.engine.client import EngineDown, EngineNews, EngineUp, NewsQueue
 from headrace.engine.step_record import StepRecord
@@ -36,8 +37,6 @@ MAX_FAILED_STARTS = 3
 PING_INTERVAL_S = 1.0
 MAX_SILENT_PINGS = 10
 _LATE_S = 0.5  # if this loop runs later than that, silence may be its own fault
-_BACKOFF_S = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
-_CALM_S = 60.0  # after a life this long the next restart is immediate
 _STOP_S = 5.0
 
 
@@ -98,7 +97,7 @@ class Supervisor:
         self._news.end(cancelled if task.cancelled() else task.exception())
 
     async def _run(self) -> None:
-        num_failed_starts = num_deaths = 0
+        num_failed_starts, backoff = 0, Backoff()
         was_up = False
         clock = asyncio.get_running_loop().time
         while not self._closing.is_set():
@@ -111,7 +110,7 @@ class Supervisor:
                 num_failed_starts = 0
             elif not down.from_outside:
                 num_failed_starts += 1
-            num_deaths = 1 if is_up and clock() - started_at > _CALM_S else num_deaths + 1
+            pause_s = backoff.after(clock() - started_at if is_up else 0.0)
             if num_failed_starts >= (MAX_FAILED_STARTS if was_up else 1):
                 self._news.put(msgspec.structs.replace(down, given_up=True))
                 break
@@ -119,7 +118,7 @@ class Supervisor:
             if self._died_at is None:
                 self._died_at = clock()
             self._news.put(down)
-            await self._pause(_BACKOFF_S[min(num_deaths, len(_BACKOFF_S)) - 1])
+            await self._pause(pause_s)
 
     def _tell_if_back(self) -> None:
         """Logs that the engine is back, if its death was logged."""

@@ -20,6 +20,7 @@ from headrace.gateway.http_responses import cut, notice_of, request_id_of
 from headrace.gateway.loop_slices import slice_of_loop
 from headrace.generation.registry import Found
 from headrace.protocols.dialect import PING, SIGN_S, WireFrames, dialect_of, encode
+from headrace.race import race
 from headrace.streams.events import Accepted, AnyEvent, Error, Heartbeat, Tokens, is_terminal
 from headrace.streams.log import Log
 from headrace.streams.record import Record
@@ -36,15 +37,8 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T |
 
     Leaving is noticed by reading the socket: a write to a dead one can succeed for minutes.
     """
-    working = asyncio.create_task(work)
-    leaving = asyncio.create_task(_left(receive))
-    try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+    async with race(work, _left(receive)) as (working, _):
         return working.result() if working.done() else None
-    finally:
-        working.cancel()
-        leaving.cancel()
-        await asyncio.wait((working, leaving))
 
 
 async def unless_left(
@@ -54,19 +48,13 @@ async def unless_left(
 
     With None it is waited for, however long it takes.
     """
-    working = asyncio.create_task(work)
-    leaving = asyncio.create_task(_left(receive))
-    try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+    async with race(work, _left(receive)) as (working, _):
         if not working.done():
             await asyncio.wait((working,), timeout=patience_s)
         if not working.done():
             raise ClientDisconnect
-        return working.result()
-    finally:
-        working.cancel()
-        leaving.cancel()
-        await asyncio.wait((working, leaving))
+        result: T = working.result()
+        return result
 
 
 async def _left(receive: Receive) -> None:

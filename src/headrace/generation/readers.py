@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from headrace.awake import Countdown
 from headrace.core.errors import RequestError
+from headrace.race import race
 from headrace.streams.events import AnyEvent, Tokens, is_terminal
 from headrace.streams.log import Log, follow
 
@@ -109,21 +110,8 @@ class ReaderPause:
 
     async def unless(self, work: Coroutine[Any, Any, Result]) -> Result:
         """The result of `work`; raises the reason as soon as there is one."""
-        async with racing(work, self._is_set.wait()) as (working, _):
+        async with race(work, self._is_set.wait()) as (working, _):
             if not working.done() and self._reason is not None:
                 raise self._reason.with_traceback(None)  # raised often: it would grow
             result: Result = await working
             return result
-
-
-@contextlib.asynccontextmanager
-async def racing(*works: Coroutine[Any, Any, Any]) -> AsyncIterator[list[asyncio.Task[Any]]]:
-    """The tasks of all `works` once the first is done; leaving the context cancels the rest."""
-    tasks = [asyncio.create_task(work) for work in works]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        yield tasks
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)

@@ -12,11 +12,12 @@ from headrace.core.ids import StreamId
 from headrace.fleet.model_host import Host
 from headrace.generation.admission import Place
 from headrace.generation.event_builder import to_event
-from headrace.generation.readers import Audience, Reader, ReaderPause, racing
+from headrace.generation.readers import Audience, Reader, ReaderPause
 from headrace.generation.remote import RemoteStream
 from headrace.generation.stream import LiveStream
 from headrace.generation.vector_batch import VectorBatch
 from headrace.metrics.metrics import Metrics
+from headrace.race import race
 from headrace.streams.log import Log, LogConflict, LogGone, LogUnsound, MemoryLog
 from headrace.streams.memory_store import MemoryStore
 from headrace.streams.record import Names, Record
@@ -243,7 +244,7 @@ class Registry:
         """The result of `work`, which waits for the log; StoreStalled while the disk is stuck."""
         if not record.is_durable:
             return await work
-        async with racing(work, self._store.stalled.wait()) as (working, _):
+        async with race(work, self._store.stalled.wait()) as (working, _):
             if not working.done():
                 raise StoreStalled("The server cannot store streams now; try again later.")
             result: Result = await working
@@ -294,7 +295,7 @@ def _check_same(record: Record, names: Names) -> None:
 
 
 async def _first(*waits: Coroutine[Any, Any, object]) -> None:
-    async with racing(*waits):
+    async with race(*waits):
         pass
 
 

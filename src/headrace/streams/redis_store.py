@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from headrace.core.ids import StreamId
+from headrace.race import race
 from headrace.streams import redis_scripts as scripts
 from headrace.streams.events import AnyEvent
 from headrace.streams.log import LogConflict, LogUnsound, Tail
@@ -273,15 +274,12 @@ class RedisStore:
 
     async def _unless_lost(self, work: Coroutine[Any, Any, T]) -> T:
         """Its result; the failure of a part without which the store does nothing, if one fails."""
-        working = asyncio.create_task(work)
-        try:
-            await asyncio.wait((working, *self._parts), return_when=asyncio.FIRST_COMPLETED)
-            for part in self._parts:
+        async with race(work, *self._parts) as (working, *parts):
+            for part in parts:
                 if part.done() and not part.cancelled():
                     part.result()
-            return await working
-        finally:
-            working.cancel()
+            result: T = await working
+            return result
 
 
 class _RedisLog:

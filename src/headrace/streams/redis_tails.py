@@ -6,6 +6,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from headrace.core.ids import StreamId
+from headrace.race import race
 from headrace.streams import redis_scripts as scripts
 from headrace.streams.events import AnyEvent
 from headrace.streams.log import Tail
@@ -152,13 +153,7 @@ class LiveTails:
                 self.extend(id, events_of(fields[1]))
 
     async def _unless_stalled(self, work: Coroutine[Any, Any, None]) -> None:
-        working = asyncio.create_task(work)
-        stalling = asyncio.create_task(self._link.stalled.wait())
-        try:
-            await asyncio.wait((working, stalling), return_when=asyncio.FIRST_COMPLETED)
+        async with race(work, self._link.stalled.wait()) as (working, _):
             if not working.done():
                 raise StoreStalled("The server cannot follow this stream now; try again later.")
             await working
-        finally:
-            working.cancel()
-            stalling.cancel()

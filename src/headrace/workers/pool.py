@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import msgspec
 
 from headrace.core.errors import RequestError
+from headrace.race import race
 from headrace.workers.job_line import Body, Job, JobLine
 from headrace.workers.process import Reply, WorkerProcess
 
@@ -262,13 +263,9 @@ class _Worker:
 
     async def _ask(self, process: WorkerProcess, job: Job) -> Reply | None:
         """None if the client left, and the job did not end soon after."""
-        replying = asyncio.create_task(process.ask(job.head, job.body))
-        try:
-            await asyncio.wait((replying, job.done), return_when=asyncio.FIRST_COMPLETED)
+        async with race(process.ask(job.head, job.body), job.done) as (replying, _):
             await asyncio.wait((replying,), timeout=self._left_s)
             return replying.result() if replying.done() else None
-        finally:
-            replying.cancel()
 
     async def _living(self, is_new: bool = False) -> WorkerProcess:
         """OSError if there is none, and the system gives none now."""
