@@ -121,18 +121,15 @@ def test_a_killed_engine_is_started_again_and_names_who_was_at_work(
 
 
 @pytest.mark.parametrize("is_held", [True, False])
-def test_an_engine_that_somebody_holds_does_not_hang_by_its_own_doing(is_held: bool) -> None:
-    async def run() -> None:
-        child = await Child.spawn()
-        if is_held:
-            os.kill(child.pid, signal.SIGSTOP)
-            stat = Path(f"/proc/{child.pid}/stat")
-            await asyncio.to_thread(eventually, lambda: ") T" in stat.read_text())
-        child.kill()
-        await child.end()
-        assert child.obituary().from_outside == is_held
-
-    asyncio.run(run())
+async def test_an_engine_that_somebody_holds_does_not_hang_by_its_own_doing(is_held: bool) -> None:
+    child = await Child.spawn()
+    if is_held:
+        os.kill(child.pid, signal.SIGSTOP)
+        stat = Path(f"/proc/{child.pid}/stat")
+        await asyncio.to_thread(eventually, lambda: ") T" in stat.read_text())
+    child.kill()
+    await child.end()
+    assert child.obituary().from_outside == is_held
 
 
 def test_a_model_that_cannot_be_served_is_given_up_at_once(tmp_path: Path) -> None:
@@ -234,34 +231,28 @@ def test_a_step_that_was_stopped_with_its_server_does_not_hang(
     assert not stopped.was_killed
 
 
-def test_an_endless_line_of_an_engine_is_cut(folder: Path) -> None:
-    async def run() -> None:
-        child = await Child.spawn()
-        assert child._process.stderr is not None
-        child._process.stderr.feed_data(b"x" * 300_000 + b"\nlast words\n")
-        child.kill()
-        await child.end()
-        assert "last words" in child.obituary().message
-
-    asyncio.run(run())
+async def test_an_endless_line_of_an_engine_is_cut(folder: Path) -> None:
+    child = await Child.spawn()
+    assert child._process.stderr is not None
+    child._process.stderr.feed_data(b"x" * 300_000 + b"\nlast words\n")
+    child.kill()
+    await child.end()
+    assert "last words" in child.obituary().message
 
 
-def test_an_end_does_not_wait_for_others_who_hold_the_engines_stderr(
+async def test_an_end_does_not_wait_for_others_who_hold_the_engines_stderr(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(child_module, "_STDERR_S", 0.1)
 
-    async def run() -> None:
-        child = await Child.spawn()
-        held = os.open(f"/proc/{child.pid}/fd/2", os.O_WRONLY)  # as a process it started would
-        os.write(held, b"last words\n")
-        child.kill()
-        async with asyncio.timeout(LIMIT_S / 4):
-            await child.end()
-        os.close(held)
-        assert "last words" in child.obituary().message
-
-    asyncio.run(run())
+    child = await Child.spawn()
+    held = os.open(f"/proc/{child.pid}/fd/2", os.O_WRONLY)  # as a process it started would
+    os.write(held, b"last words\n")
+    child.kill()
+    async with asyncio.timeout(LIMIT_S / 4):
+        await child.end()
+    os.close(held)
+    assert "last words" in child.obituary().message
 
 
 def test_an_engine_does_not_outlive_its_parent(folder: Path) -> None:

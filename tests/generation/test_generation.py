@@ -365,48 +365,44 @@ def test_kills_from_outside_blame_nobody_before_the_third_alone(folder: Path) ->
     play(folder, scene)
 
 
-def test_a_server_that_starts_again_goes_on_with_what_its_store_holds(folder: Path) -> None:
-    async def run() -> None:
-        store = MemoryStore()
-        async with running(folder, store) as (generation, engine):
-            stream = await opened(generation, engine, OPTED_IN, stop=("three",))
-            await engine.start(engine.newest)
-            await speak(generation, engine, "one two th")
-            for task in list(generation._writers.values()):
-                task.cancel()  # as a kill would: nothing more is written
-            await settle()
-        async with running(folder, store) as (generation, engine):
-            await settle()
-            (resumed,) = generation.streams
-            assert resumed.state == "recovering" and await recoveries(resumed) == [1]
-            again = engine.submits[-1].sequences[0]
-            assert list(array("i", again.generated)) == ids(generation, "one two th")
-            await speak(generation, engine, "ree four")
-            await engine.let_go()
-            events = await read(stream)
-            assert text_of(events) == "one two "
-            assert [event.seq for event in events] == list(range(len(events)))
-
-    asyncio.run(run())
+async def test_a_server_that_starts_again_goes_on_with_what_its_store_holds(folder: Path) -> None:
+    store = MemoryStore()
+    async with running(folder, store) as (generation, engine):
+        stream = await opened(generation, engine, OPTED_IN, stop=("three",))
+        await engine.start(engine.newest)
+        await speak(generation, engine, "one two th")
+        for task in list(generation._writers.values()):
+            task.cancel()  # as a kill would: nothing more is written
+        await settle()
+    async with running(folder, store) as (generation, engine):
+        await settle()
+        (resumed,) = generation.streams
+        assert resumed.state == "recovering" and await recoveries(resumed) == [1]
+        again = engine.submits[-1].sequences[0]
+        assert list(array("i", again.generated)) == ids(generation, "one two th")
+        await speak(generation, engine, "ree four")
+        await engine.let_go()
+        events = await read(stream)
+        assert text_of(events) == "one two "
+        assert [event.seq for event in events] == list(range(len(events)))
 
 
-def test_an_end_that_a_killed_server_had_not_written_is_written_by_the_next(folder: Path) -> None:
-    async def run() -> None:
-        store = MemoryStore()
-        async with running(folder, store) as (generation, engine):
-            stream = await opened(generation, engine, OPTED_IN, stop=("three",))
-            await engine.start(engine.newest)
-            await speak(generation, engine, "one two three")  # and the engine has not let go yet
-            for task in list(generation._writers.values()):
-                task.cancel()
-            await settle()
-        async with running(folder, store):
-            events = await read(stream)
-        assert [e.end.finish_reason for e in events if isinstance(e, Tokens) and e.end] == ["stop"]
-        assert text_of(events) == "one two " and isinstance(events[-1], FinishEvent)
-        assert events[-1].usage.completion_tokens == len(ids(generation, "one two three"))
-
-    asyncio.run(run())
+async def test_an_end_that_a_killed_server_had_not_written_is_written_by_the_next(
+    folder: Path,
+) -> None:
+    store = MemoryStore()
+    async with running(folder, store) as (generation, engine):
+        stream = await opened(generation, engine, OPTED_IN, stop=("three",))
+        await engine.start(engine.newest)
+        await speak(generation, engine, "one two three")  # and the engine has not let go yet
+        for task in list(generation._writers.values()):
+            task.cancel()
+        await settle()
+    async with running(folder, store):
+        events = await read(stream)
+    assert [e.end.finish_reason for e in events if isinstance(e, Tokens) and e.end] == ["stop"]
+    assert text_of(events) == "one two " and isinstance(events[-1], FinishEvent)
+    assert events[-1].usage.completion_tokens == len(ids(generation, "one two three"))
 
 
 def test_a_choice_that_ended_says_so_once_while_its_siblings_go_on(folder: Path) -> None:
@@ -528,20 +524,17 @@ def test_each_choice_takes_a_place_in_the_queue(folder: Path) -> None:
     play(folder, scene, max_num_queued_reqs=4)
 
 
-def test_those_who_come_at_the_same_time_count_too(folder: Path) -> None:
+async def test_those_who_come_at_the_same_time_count_too(folder: Path) -> None:
     class SlowStore(MemoryStore):
         async def create(self, record: Record, replaces: StreamId | None = None) -> Stored:
             await settle()
             return await super().create(record, replaces)
 
-    async def run() -> None:
-        async with running(folder, SlowStore(), max_num_queued_reqs=4) as (generation, _):
-            names = [Names(key=str(number), digest=b"1") for number in range(3)]
-            opening = (generation.open(make_request(n=5), each) for each in names)
-            found = await asyncio.gather(*opening, return_exceptions=True)
-            assert [isinstance(each, RequestError) for each in found] == [False, True, True]
-
-    asyncio.run(run())
+    async with running(folder, SlowStore(), max_num_queued_reqs=4) as (generation, _):
+        names = [Names(key=str(number), digest=b"1") for number in range(3)]
+        opening = (generation.open(make_request(n=5), each) for each in names)
+        found = await asyncio.gather(*opening, return_exceptions=True)
+        assert [isinstance(each, RequestError) for each in found] == [False, True, True]
 
 
 def test_an_error_of_one_choice_ends_the_stream_with_it(folder: Path) -> None:

@@ -190,6 +190,7 @@ async def test_a_stream_that_nobody_here_knows_of_is_found_again(
     one.tails.own.discard(A)
     (stored,) = await one.orphans()
     await stored.log.append(0, [finish(0)])
+    assert await everything(stored.log) == [finish(0)]
 
 
 def test_a_restart_of_redis_is_waited_for(tmp_path: Path) -> None:

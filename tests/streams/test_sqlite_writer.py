@@ -276,45 +276,40 @@ def test_time_that_the_loop_itself_was_blocked_is_no_stall(
     in_sqlite(run, tmp_path)
 
 
-def test_a_disk_that_never_answers_does_not_hold_up_the_end(
+async def test_a_disk_that_never_answers_does_not_hold_up_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sqlite_writer, "STALL_S", 0.05)
 
-    async def run() -> None:
-        store = SqliteStore.open(tmp_path)
-        log = (await store.create(make_record())).log
-        held = hold_commits(store)
-        append = asyncio.create_task(log.append(0, some(1)))
-        await asyncio.to_thread(held.reached.wait)
+    store = SqliteStore.open(tmp_path)
+    log = (await store.create(make_record())).log
+    held = hold_commits(store)
+    append = asyncio.create_task(log.append(0, some(1)))
+    await asyncio.to_thread(held.reached.wait)
+    await store.close()
+    assert not append.done()
+    held.gate.set()
+    await append
+    store._writer._thread.join()
+
+
+async def test_a_store_that_has_stalled_gets_no_more_time_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sqlite_writer, "STALL_S", 0.05)
+
+    store = SqliteStore.open(tmp_path)
+    log = (await store.create(make_record())).log
+    held = hold_commits(store)
+    appending = asyncio.create_task(log.append(0, some(1)))
+    await store.stalled.wait()
+    monkeypatch.setattr(sqlite_writer, "STALL_S", 600.0)
+    async with asyncio.timeout(60):
         await store.close()
-        assert not append.done()
-        held.gate.set()
-        await append
-        store._writer._thread.join()
-
-    asyncio.run(run())
-
-
-def test_a_store_that_has_stalled_gets_no_more_time_at_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sqlite_writer, "STALL_S", 0.05)
-
-    async def run() -> None:
-        store = SqliteStore.open(tmp_path)
-        log = (await store.create(make_record())).log
-        held = hold_commits(store)
-        appending = asyncio.create_task(log.append(0, some(1)))
-        await store.stalled.wait()
-        monkeypatch.setattr(sqlite_writer, "STALL_S", 600.0)
-        async with asyncio.timeout(60):
-            await store.close()
-        held.gate.set()
-        await appending
-        store._writer._thread.join()
-
-    asyncio.run(run())
+    assert not appending.done()
+    held.gate.set()
+    await appending
+    store._writer._thread.join()
 
 
 def test_a_full_database_takes_up_where_it_left_off(tmp_path: Path) -> None:
