@@ -272,7 +272,7 @@ class RedisStore:
     # tasks
 
     async def _unless_lost(self, work: Coroutine[Any, Any, T]) -> T:
-        """Its result; the failure of a part without which the store does nothing, if one fails."""
+        """Awaits `work`; raises the failure of a task that the store needs, if one fails."""
         working = asyncio.create_task(work)
         try:
             await asyncio.wait((working, *self._parts), return_when=asyncio.FIRST_COMPLETED)
