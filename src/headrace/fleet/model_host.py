@@ -270,14 +270,14 @@ class Host:
             self._engine.cancel(cancel)
 
     def forget(self, sequence_ids: Iterable[SequenceId]) -> None:
-        """What the engine says of these from now on reaches nobody."""
+        """Forgets these sequences: news about them reaches nobody from now on."""
         self._sequences.close(sequence_ids)
 
     # what generation calls
 
     @property
     def tenants(self) -> list[Tenant]:
-        """Those that were added, in order."""
+        """The tenants, in the order in which they were added."""
         return list(self._tenants)
 
     def add(self, tenant: Tenant) -> None:
