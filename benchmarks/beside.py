@@ -175,7 +175,7 @@ KINDS = {
 async def _target(url: str, model: str = "") -> AsyncIterator[Target]:
     target = Target(url, "", secrets.token_hex(8))
     async with target.http:
-        await target.look()
+        await target.learn_model()
         target.model = model or target.model
         yield target
 

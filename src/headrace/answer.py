@@ -1,4 +1,4 @@
-"""What Python callers ask and get, in process and over HTTP alike; it knows neither."""
+"""Requests and answers of Python callers, in process and over HTTP alike; knows neither."""
 
 import hashlib
 from collections.abc import Iterable, Sequence
@@ -33,7 +33,7 @@ def asked_for(messages: Messages | str | None, prompt: Any) -> dict[str, Any]:
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """What came next of one choice. Text may lag behind its ids; the last piece has the reason."""
+    """The next piece of one choice. Text may lag behind its ids; the last piece has the reason."""
 
     index: int
     text: str
@@ -46,7 +46,7 @@ class Piece(msgspec.Struct, frozen=True):
     def of(
         cls, place: tuple[str, int], said: Sequence[Said], ids: Iterable[int], reason: str | None
     ) -> "Piece":
-        """Of a stream and one of its choices; `reason` is set where the choice ends."""
+        """The piece of a stream's choice; `reason` is set where the choice ends."""
         text, reasoning = (
             "".join(piece.text for piece in said if piece.channel == channel)
             for channel in ("content", "reasoning")
@@ -85,7 +85,7 @@ class Answer(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, body: dict[str, Any]) -> "Answer":
-        """From the body that either route answers with."""
+        """Reads the answer from the body of either route."""
         choices = [_choice(choice) for choice in body["choices"]]
         return cls(body["id"], choices, body["usage"], body["timings"])
 

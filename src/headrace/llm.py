@@ -22,11 +22,11 @@ from headrace.core.loading import ENGINE, ON_LOADING, READING
 from headrace.core.messages import Ready
 from headrace.core.request import Request, ResponseOptions
 from headrace.engine.local import LocalEngine
+from headrace.fleet.load_watch import LoadTeller, LoadWatch, OnLoading
+from headrace.fleet.model_host import Host
+from headrace.fleet.served_model import ServedModel
 from headrace.generation.generation import Generation
-from headrace.generation.host import Host
-from headrace.generation.loading import LoadTeller, LoadWatch, OnLoading
 from headrace.generation.registry import Found
-from headrace.generation.served import ServedModel
 from headrace.metrics.metrics import Metrics
 from headrace.protocols import embeddings, openai_chat, openai_completions, rerank
 from headrace.protocols.common_fields import known_fields
@@ -71,7 +71,7 @@ class LLM:
 
     @property
     def ready(self) -> Ready:
-        """What was loaded, and its limits."""
+        """The loaded model and its limits."""
         return self._host.ready
 
     @overload
@@ -190,12 +190,12 @@ class _Host:
         return checked
 
     def inputs(self, fields: dict[str, Any]) -> CheckedBody:
-        """What is to be embedded, as the route checks it."""
+        """The inputs to embed, checked as the route does."""
         _refuse_unknown(fields, known_fields(embeddings.TABLE))
         return self._jobs.inputs(_as_json(fields))
 
     def pairs(self, fields: dict[str, Any]) -> CheckedBody:
-        """What is to be ranked, as the route checks it."""
+        """The query and documents to rank, checked as the route does."""
         _refuse_unknown(fields, known_fields(rerank.TABLE))
         return self._jobs.query(_as_json(fields))
 
@@ -315,7 +315,7 @@ class _Host:
 
 @contextlib.contextmanager
 def _told(on_progress: OnLoading | None) -> Iterator[LoadWatch]:
-    """What is watched of a load in the context is told."""
+    """Reports the progress of a load within the context."""
     watch = LoadWatch()
     watch.begin(READING)
     ON_LOADING.set(watch.tell)
@@ -344,7 +344,7 @@ def _refuse_unknown(fields: dict[str, Any], known: set[str]) -> None:
 
 
 def _as_json(value: Any) -> Any:
-    """As a body would hold it: arrays and string keys, nothing shared with the caller."""
+    """The value as a body would hold it: arrays and string keys, nothing shared with the caller."""
     if isinstance(value, list | tuple):
         return [_as_json(item) for item in value]
     if isinstance(value, dict):

@@ -14,7 +14,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from headrace.generation.placement import Placement, PrefixRecord, Want
+from headrace.fleet.placement import Placement, PrefixRecord, Want
 
 NUM_REPLICAS, NUM_PLACES, LOAD = 4, 32, 0.7
 NUM_BLOCKS = 8000  # of each replica

@@ -16,7 +16,7 @@ from headrace.cli import serve as module
 from headrace.cli.load_lines import LoadLines
 from headrace.config.settings import HttpConfig, ServerConfig
 from headrace.core.loading import STARTING
-from headrace.generation.served import Models
+from headrace.fleet.served_model import Models
 
 
 class Engine:

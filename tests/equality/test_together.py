@@ -11,9 +11,9 @@ from headrace.config.settings import ModelConfig, SchedulerConfig, ServerConfig
 from headrace.core.request import Request, Text
 from headrace.core.sampling import Sampling
 from headrace.engine.local import LocalEngine
+from headrace.fleet.model_host import Host
+from headrace.fleet.served_model import ServedModel
 from headrace.generation.generation import Generation
-from headrace.generation.host import Host
-from headrace.generation.served import ServedModel
 from headrace.metrics.metrics import Metrics
 from headrace.protocols.worker import Jobs
 from headrace.streams.events import Finish, Progress, Tokens

@@ -22,10 +22,10 @@ from headrace.core.messages import Ready, Status, StepTrace
 from headrace.core.pieces import REASONING, ChannelPiece
 from headrace.core.request import Chat, Prompt, Request, ResponseOptions, Text
 from headrace.core.sampling import Sampling
-from headrace.generation.loading import LoadWatch
+from headrace.fleet.load_watch import LoadWatch
+from headrace.fleet.served_model import Models
 from headrace.generation.readers import ReaderPause
 from headrace.generation.registry import FinishedStream
-from headrace.generation.served import Models
 from headrace.generation.vectors import Check, VectorRequest, Vectors
 from headrace.metrics.metrics import Metrics
 from headrace.protocols import requests
@@ -238,9 +238,6 @@ class FakeHost:
         self.streams: list[Any] = []
         self.replicas: list[Any] = []
 
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.streams)
-
 
 class FakeVectors:
     """Gives every input the vector [0.6, 0.8], and every pair the score 0."""
@@ -304,6 +301,9 @@ class FakeGeneration:
 
     async def attach(self, names: Names, may_take_over: bool) -> None:
         return None
+
+    def streams_of(self, host: FakeHost) -> list[Any]:
+        return host.streams
 
     async def host_for(self, name: str | None, waits: bool) -> FakeHost:
         return self.hosts.get(name)

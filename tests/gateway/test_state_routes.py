@@ -210,10 +210,10 @@ async def watch(shown: list[Snapshot], num_frames: int, heartbeat_s: float = 100
         if len(frames) == num_frames:
             enough.set()
 
-    def look() -> Snapshot:
+    def read() -> Snapshot:
         return shown.pop(0) if len(shown) > 1 else shown[0]
 
-    app = Watch(look, lambda snapshot: {"uptime_s": 1} | snapshot, 0, heartbeat_s)
+    app = Watch(read, lambda snapshot: {"uptime_s": 1} | snapshot, 0, heartbeat_s)
     async with asyncio.timeout(10):
         await app({"type": "http"}, receive, send)
     return frames[:num_frames]

@@ -10,11 +10,11 @@ from starlette.datastructures import Headers
 
 from headrace.config.settings import HttpConfig, ModelConfig, ServerConfig
 from headrace.engine.local import LocalEngine
+from headrace.fleet.model_host import Host
+from headrace.fleet.served_model import ServedModel
 from headrace.gateway.app import create_app
 from headrace.gateway.auth import Auth
 from headrace.generation.generation import Generation
-from headrace.generation.host import Host
-from headrace.generation.served import ServedModel
 from headrace.metrics.metrics import Metrics
 from headrace.protocols.worker import Jobs
 from headrace.streams.memory_store import MemoryStore

@@ -23,10 +23,10 @@ from headrace.core.messages import (
 from headrace.core.request import Request, Text
 from headrace.core.sampling import Sampling
 from headrace.engine.client import EngineDown, EngineNews, EngineUp, NewsQueue
+from headrace.fleet.model_host import Host
+from headrace.fleet.served_model import ServedModel
 from headrace.generation.generation import PLAIN, Generation
-from headrace.generation.host import Host
 from headrace.generation.registry import Found
-from headrace.generation.served import ServedModel
 from headrace.metrics.metrics import Metrics
 from headrace.protocols.worker import Jobs
 from headrace.streams.events import AnyEvent, Tokens

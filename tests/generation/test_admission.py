@@ -14,8 +14,8 @@ from headrace.core.errors import RequestError
 from headrace.core.ids import SequenceId
 from headrace.core.messages import FinishReason
 from headrace.engine.client import EngineUp
+from headrace.fleet.queue_eta import NextStart, Schedule, Waiting, starts
 from headrace.generation.admission import Admission, Asked, Capacity, KeyLimits, Place
-from headrace.generation.forecast import NextStart, Schedule, Waiting, starts
 from headrace.generation.generation import Generation
 from headrace.generation.registry import Found
 from headrace.streams.events import Error, Queued
@@ -140,7 +140,7 @@ def test_who_is_refused_is_told_when_there_is_room() -> None:
     admission = make_admission(max_num_queued_reqs=2, max_num_queued_tokens=25)
     for number in range(2):
         admission.enter(asked(number, num_tokens=10), ONE_AT_A_TIME, 0.0)
-    admission.look(schedule(2, 5, 9, 14), 100.0)
+    admission.set_schedule(schedule(2, 5, 9, 14), 100.0)
     assert told(admission, asked(2)) == 2
     assert told(admission, asked(2), now=0.5) == 1.5, "the same one came back"
     assert told(admission, asked(3)) == 5, "behind the one that will return"
@@ -148,7 +148,7 @@ def test_who_is_refused_is_told_when_there_is_room() -> None:
     admission = make_admission(max_num_queued_tokens=25)
     for number in range(2):
         admission.enter(asked(number, num_tokens=10), ONE_AT_A_TIME, 0.0)
-    admission.look(schedule(2, 5, 9), 100.0)
+    admission.set_schedule(schedule(2, 5, 9), 100.0)
     assert told(admission, asked(2, num_tokens=25)) == 5
 
 
@@ -156,7 +156,7 @@ def test_nobody_overtakes_who_was_told_to_come_back() -> None:
     admission = make_admission(max_num_queued_reqs=2)
     admission.enter(asked(0), ONE_AT_A_TIME, 0.0)
     first = admission.enter(asked(1), ONE_AT_A_TIME, 0.0)
-    admission.look(schedule(2, 5, 9, 14), 100.0)
+    admission.set_schedule(schedule(2, 5, 9, 14), 100.0)
     refusal(admission, asked(2))
     first.update(1, 0, 0)
     assert "1 places are kept" in refusal(admission, asked(3), now=2.0).message
@@ -197,7 +197,7 @@ class Crowd:
         usual = itertools.repeat(Waiting(0.01, self.MEAN_S))
         left = [max(self.MEAN_S / 4, end - now) for end, _, _ in self._ends]
         foretold = starts(left, self.NUM_PLACES, 0.0, usual)
-        self._admission.look(Schedule(now, (NextStart(s, 5) for s in foretold)), 500.0)
+        self._admission.set_schedule(Schedule(now, (NextStart(s, 5) for s in foretold)), 500.0)
         try:
             place = self._admission.enter(asked(number), Capacity(self.NUM_PLACES, 100), now)
             self._waiting.append(place)

@@ -13,9 +13,9 @@ from headrace.core.messages import Finished, FinishReason, NewToken, PromptAdvan
 from headrace.core.pieces import ChannelPiece
 from headrace.core.request import Request, Text
 from headrace.core.sampling import Sampling
+from headrace.fleet.served_model import ServedModel
 from headrace.generation.choice import ChoiceWriter
 from headrace.generation.event_builder import EventBuilder, PromptProgress
-from headrace.generation.served import ServedModel
 from headrace.streams.events import Served, Tokens
 from headrace.streams.record import Record
 from tests.generation.fakes import READY

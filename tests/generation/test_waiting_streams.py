@@ -11,9 +11,9 @@ from headrace.config.settings import LoadingConfig, ModelConfig, ServerConfig, S
 from headrace.core.errors import RequestError
 from headrace.core.messages import FinishReason, Loading
 from headrace.engine.client import EngineDown, EngineUp
+from headrace.fleet.model_host import Host
+from headrace.fleet.served_model import ServedModel
 from headrace.generation.generation import Generation
-from headrace.generation.host import Host
-from headrace.generation.served import ServedModel
 from headrace.generation.stream import LiveStream
 from headrace.metrics.metrics import Metrics
 from headrace.protocols.worker import Jobs

@@ -58,10 +58,10 @@ def test_a_request_without_a_token_has_no_time_to_its_first() -> None:
 def test_what_an_engine_counted_stays_counted_after_its_end() -> None:
     metrics = Metrics()
     metrics.engine_is_up(READY)
-    metrics.look(status(2, decode=4), READY)
+    metrics.show_status(status(2, decode=4), READY)
     metrics.engine_is_down(EngineDown("engine_failed", "", False, from_outside=True))
     metrics.engine_is_up(READY)
-    metrics.look(status(1, decode=1, tail=2), READY)
+    metrics.show_status(status(1, decode=1, tail=2), READY)
     found = figures(metrics)
     assert found["headrace_stall_target_missed_total|decode"] == 5
     assert found["headrace_stall_target_missed_total|tail"] == 2
@@ -120,7 +120,7 @@ def test_the_oldest_last_frame_counts_and_ended_streams_do_not() -> None:
 def test_the_same_figures_go_by_vllms_names() -> None:
     metrics = Metrics()
     metrics.engine_is_up(READY)
-    metrics.look(status(2), READY)
+    metrics.show_status(status(2), READY)
     tally = told(metrics, tokens("Hi", 5, 6, at_ms=250), ended("length"))
     metrics.ended("/v1/chat/completions", "finished", tally, 1.5)
     assert not any(name.startswith("vllm") for name in figures(metrics))

@@ -18,7 +18,7 @@ import pytest
 from headrace.config.settings import ModelConfig
 from headrace.core.errors import RequestError
 from headrace.core.request import Chat, Text
-from headrace.generation.served import encoded_of
+from headrace.generation.model_checks import encoded_of
 from headrace.workers import process
 from headrace.workers.pool import WorkerPool
 from tools.harness import processes
@@ -145,7 +145,7 @@ async def test_small_jobs_pass_a_large_one(config: ModelConfig) -> None:
             await pool.do("prompts", [packed], 1 << 30)
             done.append(name)
 
-        large = [do(f"large {i}", "many words " * 20_000) for i in range(2)]
+        large = [do(f"large {i}", "many words " * 200_000) for i in range(2)]
         small = [do("small", "a word") for _ in range(3)]
         await asyncio.gather(*large, *small)
     assert done[:3] == ["small"] * 3

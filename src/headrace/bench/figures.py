@@ -36,7 +36,7 @@ def spread(seconds: Iterable[float]) -> dict[str, float]:
 
 
 def windows(round: Round, is_warm_up: bool = False) -> list[Window]:
-    """From sending a prompt to its first token, or to the end of the streams."""
+    """Windows from sending a prompt to its first token, or to the end of the streams."""
     return [_window(it, round) for it in round.injections if it.is_warm_up == is_warm_up]
 
 
@@ -103,7 +103,7 @@ def goodput(cell: Cell, ttft_s: float, gap_s: float) -> float:
 
 
 def cost_of_chunking(run: ServerRun, whole: ServerRun) -> dict[str, dict[str, float]]:
-    """By cell, what `run` pays against a server that computes prompts whole: on / off."""
+    """The cost by cell of `run` against a server that computes prompts whole: on / off."""
     others = {cell.plan.name: cell.figures for cell in whole.cells if cell.plan}
     costs = {}
     for cell in run.cells:

@@ -43,7 +43,7 @@ class Mixed:
     async def measure(self, given: list[CellPlan] | None) -> tuple[ServerRun, list[CellPlan]]:
         """Everything on this server, and the cells that it was given or that it chose."""
         async with self._target.http:
-            await self._target.look()
+            await self._target.learn_model()
             await self._trace.open()
             try:
                 self._run.server = self._described()

@@ -74,7 +74,7 @@ class ServerRun(msgspec.Struct, kw_only=True):
 
 
 def shown_round(round: Round) -> dict[str, Any]:
-    """For a file: each stream as its first arrival and the gaps after it, in milliseconds."""
+    """The round for a file: each stream's first arrival and the gaps after it, in milliseconds."""
     return {
         "settled_ms": _ms(round.settled),
         "ended_ms": _ms(round.ended),

@@ -32,7 +32,7 @@ class Target:
         )
         self._salt = salt
 
-    async def look(self) -> None:
+    async def learn_model(self) -> None:
         """Learns the model's name and sizes."""
         response = await self.http.get("/v1/models", timeout=_CONNECT_S)
         response.raise_for_status()

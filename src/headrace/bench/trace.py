@@ -44,7 +44,7 @@ class Trace:
                 await self._task
 
     async def idle(self) -> None:
-        """Until nothing runs any more; asks, since a stream of states may be a little late."""
+        """Waits until nothing runs; asks, since a stream of states may be a little late."""
         if self.state is None:
             await asyncio.sleep(_SETTLE_S)
             return

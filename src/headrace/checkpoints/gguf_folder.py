@@ -171,7 +171,7 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 
 
 def _config(header: GgufHeader, folder: Path) -> dict[str, Any]:
-    """As transformers has it; of a file that only llama.cpp runs, why that is so."""
+    """The config as transformers has it; for a file that only llama.cpp runs, with the reason."""
     if reason := _objection(header):
         return _bare(header, reason)
     try:

@@ -26,7 +26,7 @@ _OTHER = re.compile(r"(\w+)\.(weight|bias)")
 
 
 def original_name(name: str) -> str:
-    """As transformers calls it; a name that is not known stays as it is."""
+    """Transformers' name of a tensor; an unknown name stays as it is."""
     if (found := _LAYER.fullmatch(name)) and found[2] in NAMES:
         return f"model.layers.{found[1]}.{NAMES[found[2]]}.{found[3]}"
     if (found := _OTHER.fullmatch(name)) and found[1] in NAMES:

@@ -9,7 +9,7 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import Tensor
 
-from headrace.checkpoints.gguf_groups import FORMS, Array, Groups, read_groups
+from headrace.checkpoints.gguf_groups import GROUP_FORMS, Array, Groups, read_groups
 from headrace.checkpoints.headers import TensorHeader
 from headrace.checkpoints.spec import ModelSpec
 
@@ -57,11 +57,11 @@ class GgufFile:
             target[start : start + len(rows)].copy_(values)
 
     def copy_groups_to(self, target: Groups, name: str) -> None:
-        """As `copy_to`, of a matrix whose values stay in groups; those of the target may be finer,
+        """Does what `copy_to` does for a matrix that stays in groups; the target's may be finer,
         and it may have more bits than the file."""
         header = self._headers[name]
         raw, order = self._raw(name).reshape(header.shape[0], -1), self._order(name, len(target.q))
-        repeats = FORMS[header.dtype].size // target.form.size
+        repeats = GROUP_FORMS[header.dtype].size // target.form.size
         for start in range(0, len(raw), _ROWS_AT_ONCE):
             part = slice(start, start + _ROWS_AT_ONCE)
             q, scale, minimum = map(torch.from_numpy, read_groups(raw[order[part]], header.dtype))

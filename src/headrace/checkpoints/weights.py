@@ -1,4 +1,4 @@
-"""From safetensors or GGUF files into a model's parameters: each tensor once, in its final form."""
+"""Loads safetensors or GGUF files into a model's parameters: each tensor once, in final form."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What a loaded model takes and holds, in words."""
+"""The memory of a loaded model and its capacity, in words."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +24,7 @@ def cache_bytes(lane: Lane, block_size: int) -> tuple[int, int]:
 
 
 def slots(layout: MemoryLayout, per_sequence: int) -> str:
-    """What bounds the streams of a model with states."""
+    """The slots that bound the streams of a model with states."""
     if not layout.num_blocks or not layout.num_slots:
         return ""
     size = f"{per_sequence / (1 << 20):.1f} MiB"
@@ -43,7 +43,7 @@ def fit(ready: Ready) -> str:
 
 
 def weights(folder: Path, ready: Ready) -> str:
-    """What they take, and in which form."""
+    """The memory that the weights take, and in which format."""
     import torch
 
     from headrace.runner.footprint import footprint
@@ -57,7 +57,7 @@ def weights(folder: Path, ready: Ready) -> str:
 
 
 def smaller(folder: Path, ready: Ready) -> Iterator[str]:
-    """What the weights would take in forms of fewer bits."""
+    """The memory that the weights would take in formats of fewer bits."""
     import torch
 
     from headrace.runner.footprint import footprint

@@ -33,7 +33,7 @@ What is typed during an answer waits for its end."""
 
 
 class Conversation(msgspec.Struct):
-    """What `--continue` goes on with. `stream_id` is that of an answer that was not read whole."""
+    """The conversation that `--continue` resumes; `stream_id`: of an answer not read to its end."""
 
     messages: list[Message] = []
     stream_id: str = ""
@@ -193,7 +193,7 @@ def _is_json(text: str) -> bool:
 
 
 def converse(chat: ChatLoop, screen: Screen, keyboard: Keyboard | None) -> None:
-    """Until the input ends; without a keyboard it is one message."""
+    """Converses until the input ends; without a keyboard that is one message."""
     if keyboard is None:
         if text := sys.stdin.read().strip():
             chat.ask(text)

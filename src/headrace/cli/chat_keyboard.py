@@ -1,4 +1,4 @@
-"""What is typed into `headrace chat`: messages of several lines, and keys that come early."""
+"""The keyboard of `headrace chat`: messages of several lines, and keys that come early."""
 
 import contextlib
 import os
@@ -21,7 +21,7 @@ class Keyboard:
         self._ask, self._typed = ask, typed
 
     def read(self) -> str | None:
-        """What the user says; None when they leave with Ctrl-D.
+        """Reads the user's message; None when they leave with Ctrl-D.
 
         Ctrl-C clears what is typed; where nothing is, it is a KeyboardInterrupt.
         """
@@ -37,7 +37,7 @@ class Keyboard:
 
 @contextlib.contextmanager
 def keyboard() -> Iterator[Keyboard | None]:
-    """None if nobody types: what is piped in is one message."""
+    """Opens the keyboard; None if nobody types: what is piped in is one message."""
     # answers may go into a file
     seen = next((end for end in (sys.stdout, sys.stderr) if end.isatty()), None)
     if not sys.stdin.isatty():
@@ -50,7 +50,7 @@ def keyboard() -> Iterator[Keyboard | None]:
 
 
 def _plain_keyboard() -> Keyboard:
-    """For a terminal that cannot move its cursor."""
+    """The keyboard for a terminal that cannot move its cursor."""
     try:
         import readline
     except ImportError:

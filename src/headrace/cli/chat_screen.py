@@ -1,4 +1,4 @@
-"""What `headrace chat` shows: text on stdout, everything else on stderr, bars on terminals only."""
+"""The screen of `headrace chat`: text on stdout, all else on stderr, bars on terminals only."""
 
 import re
 import sys

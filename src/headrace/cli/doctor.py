@@ -27,9 +27,9 @@ from headrace.core.errors import HeadraceError, ModelError
 from headrace.core.loading import READING
 from headrace.core.messages import Ready
 from headrace.core.request import Chat
+from headrace.fleet.model_names import told_apart
 from headrace.gateway.auth import Auth
 from headrace.gateway.http_server import DESCRIPTORS_BESIDE
-from headrace.generation.model_names import told_apart
 from headrace.streams.state_dir import StateError
 from headrace.text.encoder import Encoder
 from headrace.text.generic_tools import GENERIC
@@ -101,7 +101,7 @@ def _port(http: HttpConfig) -> Finding:
 
 
 def _neighbour(http: HttpConfig, address: str) -> Finding:
-    """What has the port: a Headrace server and its health, or something else."""
+    """Finds who has the port: a Headrace server and its health, or something else."""
     import httpx
 
     host = "127.0.0.1" if http.host == "0.0.0.0" else http.host

@@ -1,4 +1,4 @@
-"""What fewer bits cost: the log probability of a text in each form of the weights."""
+"""The cost of fewer bits: the log probability of a text in each format of the weights."""
 
 import math
 from array import array
@@ -21,9 +21,9 @@ _MIN_TOKENS = 16
 
 
 def loss(folder: Path, config: ModelConfig, text: Path) -> str:
-    """A line: the perplexity of the text as the weights are, and in each of the smaller forms.
+    """A line: the perplexity of the text as the weights are, and in each of the smaller formats.
 
-    Loads the model once for each. ModelError if the text is too short, or the lane has one form.
+    Loads the model once for each. ModelError if the text is too short, or the lane has one format.
     """
     spec = read_spec(folder)
     words = text.read_text(errors="replace")
@@ -49,7 +49,7 @@ def loss(folder: Path, config: ModelConfig, text: Path) -> str:
 
 
 def _mean_logprob(folder: Path, config: ModelConfig, kind: str, ids: "array[int]") -> float:
-    """Of every token but the first."""
+    """The mean log probability of every token but the first."""
     from headrace.runner.load import load_runner
 
     wanted = msgspec.structs.replace(

@@ -1,4 +1,4 @@
-"""What `headrace doctor` says of the machine."""
+"""Findings of `headrace doctor` about the machine."""
 
 import os
 import platform
@@ -86,7 +86,7 @@ def _num_cores() -> int:
 
 
 def _instruction_sets() -> list[str]:
-    """Those that matter here, read from Linux; none elsewhere."""
+    """The instruction sets that matter here, read from Linux; none elsewhere."""
     file = Path("/proc/cpuinfo")
     text = file.read_text() if file.is_file() else ""
     line = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)

@@ -2,11 +2,11 @@
 
 from headrace.cli.logs import clear, say
 from headrace.core.loading import ON_LOADING, LoadProgress
-from headrace.generation.loading import LoadTeller, LoadWatch
+from headrace.fleet.load_watch import LoadTeller, LoadWatch
 
 
 class LoadLines(LoadTeller):
-    """A context that shows the load in it, until it is given others to `look` at."""
+    """A context that shows the load in it, until `read_progress` reads others."""
 
     def __init__(self, stage: str) -> None:
         self.watch = LoadWatch()
@@ -25,5 +25,5 @@ class LoadLines(LoadTeller):
 
 
 def show(now: LoadProgress) -> None:
-    """On a terminal the next line takes its place."""
+    """Shows a line; on a terminal the next one takes its place."""
     say(f"headrace: {now}", moves=True)

@@ -21,7 +21,7 @@ _LAST_S = 2.0  # for the last lines at the end
 
 
 def set_up(config: ServerConfig) -> None:
-    """From now on all logging goes to stderr in the form that was asked for."""
+    """Sends all logging to stderr from now on, in the format that was asked for."""
     form = JsonLines() if config.log_format == "json" else TextLines()
     outlet = _Outlet()
     outlet.setFormatter(form)
@@ -44,7 +44,7 @@ def say(line: str, moves: bool = False) -> None:
 
 
 class TextLines(logging.Formatter):
-    """What happened, then figures as name=value, then whose request it was."""
+    """Log lines as text: the message, then figures as name=value, then whose request it was."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -141,7 +141,7 @@ def clear() -> None:
 
 
 def _print(line: str, moves: bool = False) -> None:
-    """To stderr, which may be closed."""
+    """Prints to stderr, which may be closed."""
     with contextlib.suppress(OSError, ValueError):
         start, end = "", "\n"
         if sys.stderr.isatty():

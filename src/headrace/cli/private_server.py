@@ -16,7 +16,7 @@ _END_S = 15.0
 
 
 class ServerEnded(Exception):
-    """It ended before it was ready; `code` says why, and stderr has its words."""
+    """The server ended before it was ready; `code` says why, and stderr has its words."""
 
     def __init__(self, code: int) -> None:
         super().__init__(code)

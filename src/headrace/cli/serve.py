@@ -20,7 +20,7 @@ from headrace.cli.listener import listen, no_listener
 from headrace.cli.load_lines import LoadLines
 from headrace.cli.logs import say
 from headrace.cli.state import is_redis, streams_folder
-from headrace.config.document import look_again
+from headrace.config.document import reread_folder
 from headrace.config.settings import HttpConfig, ModelConfig, ServerConfig
 from headrace.config.sources import check_names
 from headrace.core.errors import ConfigError, HeadraceError
@@ -29,6 +29,12 @@ from headrace.core.messages import Ready
 from headrace.engine.client import EngineClient
 from headrace.engine.core_lock import open_core_lock
 from headrace.engine.supervisor import Supervisor
+from headrace.fleet.fleet import is_sole
+from headrace.fleet.model_host import CACHE_BYTES, Host, Start
+from headrace.fleet.model_list import Desired, kept
+from headrace.fleet.model_names import told_apart
+from headrace.fleet.replicas import Replicas, between
+from headrace.fleet.served_model import ServedModel, may_see_images
 from headrace.gateway.app import create_app
 from headrace.gateway.auth import Auth
 from headrace.gateway.http_server import (
@@ -38,13 +44,7 @@ from headrace.gateway.http_server import (
     raise_descriptors,
 )
 from headrace.gateway.realtime import ENVELOPE_BYTES
-from headrace.generation.desired import Desired, kept
-from headrace.generation.fleet import is_sole
 from headrace.generation.generation import Generation
-from headrace.generation.host import CACHE_BYTES, Host, Start
-from headrace.generation.model_names import told_apart
-from headrace.generation.replicas import Replicas, between
-from headrace.generation.served import ServedModel, may_see_images
 from headrace.metrics.metrics import Metrics
 from headrace.streams.memory_store import MemoryStore
 from headrace.streams.sqlite_store import SqliteStore
@@ -121,7 +121,7 @@ async def _open_redis(url: str) -> Store:
 
 
 def _tls(http: HttpConfig) -> ssl.SSLContext | None:
-    """What HTTPS is served with, if it is; ConfigError if the files are not fit for it."""
+    """The TLS context, if HTTPS is served; ConfigError if the files are not fit for it."""
     if http.ssl_certfile is None:
         if http.ssl_keyfile is not None:
             raise ConfigError("--ssl-keyfile goes with --ssl-certfile; give both.")
@@ -194,12 +194,12 @@ class _Serving:
                 configs,
                 make,
                 lambda hosts: work.renew(*_known_to_workers(hosts)),
-                lambda: look_again(self._config),
+                lambda: reread_folder(self._config),
                 kept_at,
             )
             generation.desired = desired
-            generation.fleet.on_unknown = lambda: desired.look(generation.fleet)
-        lines.look = lambda: [host.loading.progress for host in generation.hosts.all()]
+            generation.fleet.on_unknown = lambda: desired.reread(generation.fleet)
+        lines.read_progress = lambda: [host.loading.progress for host in generation.hosts.all()]
         try:
             return await self._serve(generation)
         except ExceptionGroup as broken:
@@ -222,7 +222,7 @@ class _Serving:
         return None if folder is None else folder / "desired.json"
 
     def _maker(self, metrics: Metrics) -> Callable[[ModelConfig], Host]:
-        """What makes the host of a model, by its settings."""
+        """The function that makes the host of a model, by its settings."""
         config = self._config
         start = self._starter()
         if (model := self._model) is not None:
@@ -253,7 +253,7 @@ class _Serving:
         return start
 
     async def _serve(self, generation: Generation) -> int:
-        """Until a signal or the engine's end; an ExceptionGroup if anything else ends first."""
+        """Serves until a signal or the engine's end; ExceptionGroup if anything else ends first."""
         app = create_app(generation, self._config, self._auth)
         most = self._config.http.max_body_bytes + ENVELOPE_BYTES
         http = self._config.http
@@ -356,7 +356,7 @@ class _Serving:
 
 
 def _known_to_workers(hosts: tuple[Host, ...]) -> tuple[bytes, bool]:
-    """What workers begin with, and whether images need one of their own."""
+    """The models that workers begin with, and whether images need a worker of their own."""
     # what came from the hub is not asked for there again; a path stays a name
     known = [host.local if host.known and not host.paths else host.config for host in hosts]
     return msgspec.msgpack.encode(known), any(map(may_see_images, known))

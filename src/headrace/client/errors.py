@@ -1,4 +1,4 @@
-"""What a client cannot mend by trying again, apart from a stream that failed."""
+"""Errors that a client cannot mend by trying again, apart from a stream that failed."""
 
 from headrace.errors import HeadraceError, RequestFailed
 

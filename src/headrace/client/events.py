@@ -55,7 +55,7 @@ class End(msgspec.Struct, frozen=True):
 
 
 class Tokens(Event, frozen=True):
-    """What came of one choice."""
+    """New tokens of one choice."""
 
     choice: int
     ids: list[int] = []

@@ -37,7 +37,7 @@ class HttpRequest(NamedTuple):
 
 
 class NextAction(enum.Enum):
-    """What to do with an answer whose status and headers are known."""
+    """The next action with an answer whose status and headers are known."""
 
     READ = enum.auto()  # its body holds events
     LEAVE = enum.auto()
@@ -65,7 +65,7 @@ class StreamFollower:
 
     @property
     def pause_s(self) -> float:
-        """To be waited before the next request."""
+        """Seconds to wait before the next request."""
         return self._pacing.pause_s
 
     @property
@@ -74,7 +74,7 @@ class StreamFollower:
         return self._pacing.reason
 
     def request(self) -> HttpRequest:
-        """What to send now."""
+        """The request to send now."""
         self._reader = EventReader()
         self._awaits_name = False
         if not self.stream_id:
@@ -110,7 +110,7 @@ class StreamFollower:
         return self._awaits_name and bool(self.stream_id)
 
     def feed(self, data: bytes) -> Iterator[Update]:
-        """What is new, each to be followed by `applied`."""
+        """Yields each new update, to be followed by `applied`."""
         if self._awaits_name:
             yield from self._name(data)
             return
@@ -154,7 +154,7 @@ class StreamFollower:
             self._pacing.broke(was_connected, reason)
 
     def pacing(self) -> Pacing:
-        """For other requests about the stream."""
+        """The pacing of other requests about the stream."""
         return Pacing(self._patience_s, has_contact=True)
 
     def check_unread(self) -> None:
@@ -165,7 +165,7 @@ class StreamFollower:
     # stopping
 
     def stop_request(self) -> HttpRequest | None:
-        """What is left to send so that the stream stops."""
+        """The request that is left to send so that the stream stops; None if there is none."""
         if self.has_ended or self._has_asked_to_stop:
             return None
         if self.stream_id:

@@ -1,4 +1,4 @@
-"""What both clients share: defaults, addresses, keys, and the answers they give."""
+"""Common parts of both clients: defaults, addresses, keys, and the answers they give."""
 
 import re
 from collections.abc import Callable
@@ -20,7 +20,7 @@ TIMEOUT = httpx.Timeout(30.0, connect=10.0, pool=None)  # to read: several heart
 NOT_MADE = (httpx.ConnectError, httpx.ConnectTimeout, httpx.ProxyError)
 """A connection that could not be made."""
 LOST = (*NOT_MADE, httpx.TimeoutException, httpx.NetworkError, httpx.RemoteProtocolError)
-"""The same, or one that broke."""
+"""A connection that could not be made, or that broke."""
 
 OnTrouble = Callable[[str, float], None]
 """Told why something waits, and for how many seconds."""
@@ -86,7 +86,7 @@ def reason_of(error: httpx.TransportError) -> str:
 
 
 def to_object(body: bytes) -> dict[str, Any]:
-    """What the server answered with; Refused if it is no JSON object."""
+    """The server's answer as an object; Refused if it is no JSON object."""
     try:
         return msgspec.json.decode(body, type=dict[str, Any])
     except msgspec.DecodeError:

@@ -66,7 +66,7 @@ def _retry_after_s(headers: Mapping[str, str]) -> float:
 
 
 def refusal(status: int, body: bytes) -> Refused:
-    """What the body of an error says."""
+    """The refusal that the body of an error states."""
     try:
         error = msgspec.json.decode(body)["error"]
         return Refused(status, error["message"], error["code"], error.get("param"))

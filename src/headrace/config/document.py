@@ -44,11 +44,11 @@ def read_document(document: Any, named: Callable[[Configs], Configs]) -> Configs
 
 
 def to_document(configs: tuple[ModelConfig, ...]) -> dict[str, Any]:
-    """The same back, without what has its default."""
+    """Turns settings back into a document, without those that have their defaults."""
     return {"models": [_table(config) for config in configs]}
 
 
-def look_again(config: ServerConfig) -> tuple[ModelConfig, ...]:
+def reread_folder(config: ServerConfig) -> tuple[ModelConfig, ...]:
     """The server's models, those of its folder as it is now; the same if that has none any more."""
     folder = config.loading.models_dir
     if folder is None:

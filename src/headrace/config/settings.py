@@ -288,7 +288,7 @@ class StreamConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoadingConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Which models a server of several has in memory."""
+    """The models that a server of several has in memory."""
 
     models_dir: Annotated[
         str | None, Meta(description="Folder whose subfolders are models, served by their names")

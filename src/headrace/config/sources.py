@@ -23,7 +23,7 @@ ALIASES = {
     "threads": ("-t",),
 }
 WITHOUT_VALUE = {"cluster": "auto"}
-"""What settings are whose flag may stand alone."""
+"""Values of the settings whose flag may stand alone."""
 
 _ENVIRONMENT_NAMES = {"api_key": "HEADRACE_API_KEYS"}
 _NOT_SETTINGS = {"HEADRACE_URL", "HEADRACE_CONFIG"}
@@ -93,7 +93,7 @@ def _without_none(hint: Any) -> Any:
 
 
 def _allowed(hint: Any) -> str:
-    """What a value must be: a type with its range, or choices; None is the same as nothing."""
+    """The allowed values: a type with its range, or choices; None is the same as nothing."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         parts = [part for part in typing.get_args(hint) if part is not type(None)]
         return " or ".join(_allowed(part) for part in parts)
@@ -247,7 +247,7 @@ def _check_own_settings(known: Mapping[str, Setting], table: Mapping[str, Any], 
 
 
 def check_names(models: Iterable[ModelConfig]) -> None:
-    """Nobody could ask for the second of two models with one name."""
+    """ConfigError if two models have one name: nobody could ask for the second."""
     names = Counter(name for model in models for name in model.served_model_name)
     for name, number in names.items():
         if number > 1:
@@ -319,7 +319,7 @@ def _named(pairs: Iterable[str]) -> list[dict[str, Any]]:
 def _from_file(
     file: Path | None, known: Mapping[str, Setting], warn: Warn
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """What [serve] says for all, and each [[models]] for one."""
+    """The settings of [serve], for all models, and of each of [[models]]."""
     if file is None:
         return {}, []
     try:

@@ -23,7 +23,7 @@ def begin_request(request_id: str) -> None:
 
 
 def begin_notes() -> None:
-    """For one of several requests of a connection, in a task of its own."""
+    """Begins the notes of one of several requests of a connection, in a task of its own."""
     _NOTED.set({})
 
 

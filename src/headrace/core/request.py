@@ -68,7 +68,7 @@ class ResponseOptions(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Channels(msgspec.Struct, frozen=True, omit_defaults=True):
-    """By which formats an answer is split into content, reasoning and tool calls."""
+    """The formats by which an answer is split into content, reasoning and tool calls."""
 
     tools: str = ""  # a tool format; "": there are no tools
     reasoning: str = ""  # a reasoning format; "": all text is content

@@ -84,7 +84,7 @@ class Child:
             self._writer.write(wire.encode(message))
 
     async def messages(self) -> AsyncIterator[AnyMessage]:
-        """Until the process closes its end, as it does when it dies, or sends nonsense."""
+        """Messages until the process closes its end, as it does when it dies, or sends nonsense."""
         try:
             while True:
                 yield await wire.read(self._reader)

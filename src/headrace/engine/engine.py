@@ -70,7 +70,7 @@ Clock = Callable[[], float]
 
 
 class NoStepRecord:
-    """For an engine in its client's own process: nobody would be left to read the record."""
+    """No record, for an engine in its client's process: nobody would be left to read it."""
 
     def write(self, sequence_ids: Iterable[SequenceId], predicted_s: float) -> None: ...
 

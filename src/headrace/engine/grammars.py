@@ -23,7 +23,7 @@ _NUM_THREADS = 2
 
 
 class Compiled(NamedTuple):
-    """In the engine's inbox: the grammar of this Submit is ready, or cannot be had."""
+    """News in the engine's inbox: the grammar of this Submit is ready, or cannot be had."""
 
     submit: Submit
     error: str = ""
@@ -56,7 +56,7 @@ class Grammars:
         compiling.add_done_callback(lambda done: put(Compiled(submit, _error(done))))
 
     def constrain(self, sampling: Sampling) -> GrammarState | None:
-        """For one answer; of a grammar that is prepared."""
+        """The state of one answer in a grammar that is prepared."""
         if not sampling.grammar:
             return None
         return self._compiling[sampling.grammar].result().begin(sampling)

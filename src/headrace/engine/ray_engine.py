@@ -147,7 +147,7 @@ class RayEngine:
             self._kill()
 
     async def _settled(self, needs: dict[str, float]) -> tuple[str, str]:
-        """Until the actor runs on some node.
+        """Waits until the actor runs on some node.
 
         An autoscaler counts an actor that waits as demand. It must not be asked for nodes besides:
         its `request_resources` has one value for the whole cluster, which gateways would take

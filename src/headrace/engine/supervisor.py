@@ -206,7 +206,7 @@ class Pulse:
         self._num_silent = 0
 
     async def watch(self) -> None:
-        """Until the engine hangs; then kills it."""
+        """Watches until the engine hangs; then kills it."""
         clock = asyncio.get_running_loop().time
         number = 0
         while not (self._num_silent >= MAX_SILENT_PINGS or self._is_overdue()):

@@ -49,7 +49,7 @@ def create_app(generation: Generation, config: ServerConfig, auth: Auth | None =
 
 
 def _of_clients(generation: Generation, config: ServerConfig, auth: Auth) -> list[BaseRoute]:
-    """What is behind the clients' keys."""
+    """The routes behind the clients' keys."""
     bodies = Bodies(config.http.max_body_bytes, config.http.body_timeout_s)
     generates = GenerationRoutes(generation, config, auth, bodies)
     states = StateRoutes(generation, config.http)
@@ -101,13 +101,13 @@ def _of_clients(generation: Generation, config: ServerConfig, auth: Auth) -> lis
 
 
 def _of_everybody(states: StateRoutes) -> list[Route]:
-    """What needs no key."""
+    """The routes that need no key."""
     health = [Route(path, states.health) for path in ("/health", "/v1/health")]
     return [*health, Route("/health/live", states.live), *web_routes()]
 
 
 def _of_operators(generation: Generation, config: ServerConfig, auth: Auth) -> list[Route]:
-    """What is behind the admin key."""
+    """The routes behind the admin key."""
     manages = ManageRoutes(generation)
     bodies = Bodies(config.http.max_body_bytes, config.http.body_timeout_s)
     models = ModelRoutes(generation, bodies)

@@ -39,7 +39,7 @@ class Auth:
 
     @property
     def num_keys(self) -> int:
-        """Of clients."""
+        """The number of clients' keys."""
         return len(self._keys)
 
     def reload(self) -> None:
@@ -63,7 +63,7 @@ class Auth:
         _let_in(digest, known)
 
     def check_admin(self, headers: Headers) -> None:
-        """The same for what only the operator may do, /manage and /metrics among it."""
+        """Checks a request for what only the operator may do, such as /manage and /metrics."""
         if self._checks_names:
             self._check_names(headers)
         if not self._admins:
@@ -85,7 +85,7 @@ class Auth:
             raise _no_key("This takes the admin key, and no valid one was sent")
 
     def check_operator(self, headers: Headers) -> None:
-        """The same for what disturbs others, where there is any key to tell them apart by."""
+        """Checks a request for what disturbs others: the admin key, where there are keys at all."""
         if self._keys or self._admins:
             self.check_admin(headers)
         else:
@@ -174,7 +174,7 @@ def _known(headers: Headers, known: dict[bytes, str]) -> bytes | None:
 
 
 def _let_in(digest: bytes, known: dict[bytes, str]) -> None:
-    """What this task does from now on is done for that key."""
+    """Sets the key for which this task acts from now on."""
     KEY_NAME.set(known[digest])
     OWNER.set(_owner(digest))
 

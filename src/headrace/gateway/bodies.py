@@ -19,7 +19,7 @@ _SMALL = 64 << 10  # bytes; smaller bodies are never refused for what others hol
 
 
 class _Held:
-    """What one request makes the server hold, and the wait that it may be cut off in."""
+    """The bytes that one request makes the server hold, and the wait that it may be cut off in."""
 
     def __init__(self) -> None:
         self.owner = OWNER.get()

@@ -82,7 +82,7 @@ class ByteRoutes:
         return Response(status_code=204)
 
     async def lookup(self, request: Request) -> ASGIApp:
-        """Which of these conversations have a stream, and how it stands."""
+        """Lists those of these conversations that have a stream, and how it stands."""
         owner = self._auth.owner(request.headers)
         try:
             async with self._bodies.read(request) as body:

@@ -96,7 +96,7 @@ class AnswerBody:
             self._body.feed(event)
 
     async def body(self) -> bytes:
-        """In a thread: the log probabilities of long answers take seconds, and no stream may wait.
+        """The body, encoded in a thread: long log probabilities take seconds; no stream may wait.
 
         One after the other: each holds the whole answer several times over.
         """
@@ -142,7 +142,7 @@ class WholeAnswer:
 
 
 class AnswerSoFar:
-    """What there is of the answer, at once, in a dialect whose body can tell of an unfinished one.
+    """The answer so far, at once, in a dialect whose body can tell that it is unfinished.
 
     The client need not stay.
     """
@@ -170,7 +170,7 @@ class AnswerSoFar:
 
 
 class Rendering(Protocol):
-    """What a live answer is made of."""
+    """The rendering of a live answer."""
 
     media_type: str
 
@@ -219,7 +219,7 @@ class LiveBody:
 
 
 class Pace(NamedTuple):
-    """How long a wire may be silent; seconds, inf for ever.
+    """How long a connection may be silent; seconds, inf for ever.
 
     Where every byte counts, heartbeats are events: `is_logged`. A sign is an event on every wire,
     because what follows it depends on it.
@@ -231,7 +231,7 @@ class Pace(NamedTuple):
     sign_s: float = math.inf
 
     def own(self) -> "Pace":
-        """The same, up to a fifth faster: wires that began together must not all write at once."""
+        """The pace up to a fifth faster: answers that began together must not all write at once."""
         share = random.uniform(0.8, 1.0)
         return self._replace(heartbeat_s=share * self.heartbeat_s, ping_s=share * self.ping_s)
 
@@ -291,7 +291,7 @@ class LiveAnswer:
                     self._sign_at = asyncio.get_running_loop().time()
 
     async def _beat(self, send: Send) -> None:
-        """By the wall clock alone: whatever else waits, this does not."""
+        """Sends heartbeats by the wall clock alone: whatever else waits, this does not."""
         clock = asyncio.get_running_loop().time
         while (due := self._due()) < math.inf:
             await asyncio.sleep(due - clock())
@@ -352,7 +352,7 @@ def _is_sign(event: AnyEvent) -> bool:
 
 
 def pace_of(record: Record, config: StreamConfig) -> Pace:
-    """The pace of a wire that carries the request's own frames."""
+    """The pace of a connection that carries the request's own frames."""
     options = record.request.response_options
     ping_s = options.ping_interval_s or config.sse_ping_interval
     return Pace(

@@ -147,7 +147,7 @@ class _Sending:
             self.has_begun = True
             headers = MutableHeaders(scope=message)
             headers.update(self._names)
-            self._look(headers)
+            self._note_kind(headers)
         await self._send(message)
         if self._is_stream and message.get("body"):
             self._metrics.frame_left(self)
@@ -158,7 +158,7 @@ class _Sending:
     def close(self) -> None:
         self._metrics.frames_ended(self)
 
-    def _look(self, headers: Headers) -> None:
+    def _note_kind(self, headers: Headers) -> None:
         is_events = headers.get("content-type", "").startswith("text/event-stream")
         self._is_stream = is_events and "x-stream-id" in headers
         if self._is_stream:

@@ -27,12 +27,12 @@ from uvicorn.server import ServerState
 
 from headrace.awake import Countdown
 from headrace.core.errors import RequestError
+from headrace.fleet.load_watch import LoadWatch
 from headrace.gateway.http_responses import answer, new_request_id, refuse
 from headrace.gateway.middleware import PathPrefix
 from headrace.gateway.realtime import GOING_AWAY
 from headrace.gateway.state_routes import UNABLE, loading_of, unhealthy
 from headrace.gateway.web_routes import web_routes
-from headrace.generation.loading import LoadWatch
 
 MAX_AHEAD, _MAX_AHEAD_BYTES = 16, 64 << 10  # requests sent before the answer to an earlier one
 PING_S, PONG_S = 15.0, 45.0  # of a WebSocket
@@ -44,14 +44,14 @@ TAKES_NOTHING_S = 60.0  # after this long without a byte taken, a client is gone
 
 
 class Bounds(NamedTuple):
-    """What people may set."""
+    """The limits that people may set."""
 
     connections: int = 4096
     head_s: float = 10.0  # for a request line and all headers to come
 
 
 class HttpServer(uvicorn.Server):
-    """Whoever starts it decides when it ends."""
+    """The HTTP server; its starter decides when it ends."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class _Clients(ServerState):
         self.idle: dict[HttpToolsProtocol, None] = {}
 
     def make_room(self, newest: HttpToolsProtocol) -> None:
-        """Where descriptors run out the longest idle one is cut, or the newest if all are busy."""
+        """Cuts the longest idle one where descriptors run out, or the newest if all are busy."""
         if len(self.connections) > _max_connections(self.bounds.connections):
             victim = next(iter(self.idle), newest)
             self.idle.pop(victim, None)
@@ -182,7 +182,7 @@ class _Connection(HttpToolsProtocol):
     # requests that are none
 
     def send_400_response(self, msg: str) -> None:
-        """For what the parser refused: an error as all others, in place of the answer."""
+        """Answers a request that the parser refused with an error like all others."""
         self._refuse_head(self._refusal or _NO_HTTP)
 
     def _refuse_head(self, error: RequestError) -> None:
@@ -246,13 +246,13 @@ class _Connection(HttpToolsProtocol):
     def _watch_taking(self, num_bytes: int) -> None:
         """Nothing is written meanwhile, so the buffer grows smaller unless nothing is taken."""
 
-        def look() -> None:
+        def check_taken() -> None:
             if (left := self.transport.get_write_buffer_size()) < num_bytes:
                 self._watch_taking(left)
             else:
                 self.transport.abort()
 
-        self._taking_timer = Countdown(TAKES_NOTHING_S, look)
+        self._taking_timer = Countdown(TAKES_NOTHING_S, check_taken)
 
     def _drop_if_it_takes_nothing(self) -> None:
         """The same by the system, for an answer that is too small to fill our buffer."""
@@ -312,7 +312,7 @@ def raise_descriptors(connections: int) -> None:
 
 
 def _max_connections(most: int) -> int:
-    """What the limit on descriptors leaves; it may change while we run."""
+    """The connections that the limit on descriptors leaves; it may change while we run."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return most

@@ -1,4 +1,4 @@
-"""What llama.cpp's server and vLLM tell their own clients: a model's settings, and what runs."""
+"""Routes of llama.cpp's server and vLLM for their own clients: a model's settings, and slots."""
 
 import itertools
 import logging
@@ -13,14 +13,14 @@ from starlette.types import ASGIApp
 from headrace import __version__
 from headrace.core.errors import ModelError, RequestError
 from headrace.core.sampling import Sampling
+from headrace.fleet.model_host import Host
+from headrace.fleet.served_model import ServedModel
 from headrace.gateway.auth import Auth
 from headrace.gateway.delivery import unless_left
 from headrace.gateway.http_responses import answer
 from headrace.gateway.state_routes import Snapshot, stall_target_ms
 from headrace.generation.event_builder import Standing
 from headrace.generation.generation import Generation
-from headrace.generation.host import Host
-from headrace.generation.served import ServedModel
 from headrace.protocols.dialect import encode
 from headrace.protocols.llama import settings_of
 
@@ -40,7 +40,7 @@ class LlamaRoutes:
         return answer(_props(host.model, is_sleeping) | shown)
 
     async def tokenizer_info(self, request: Request) -> ASGIApp:
-        """As vLLM tells it: lm-eval asks before it tokenizes by /tokenize."""
+        """Describes the tokenizer as vLLM does: lm-eval asks before it tokenizes by /tokenize."""
         return answer(_tokenizer_info((await self._known(request)).model))
 
     async def _known(self, request: Request) -> Host:
@@ -51,12 +51,14 @@ class LlamaRoutes:
         return host
 
     async def slots(self, request: Request) -> ASGIApp:
-        """Of all models, or of the one that is named. To a key, others' places look idle."""
+        """Lists slots of all models, or of the one named. To a key, others' slots look idle."""
         hosts = self._generation.hosts
         name = request.query_params.get("model")
         sees_all = self._auth.sees_all(request.headers)
         owner = None if sees_all else self._auth.owner(request.headers)
-        shown = slots_of(hosts.all() if name is None else (hosts.get(name),), owner)
+        shown = slots_of(
+            self._generation, hosts.all() if name is None else (hosts.get(name),), owner
+        )
         is_full = all(slot["is_processing"] for slot in shown)
         if is_full and request.query_params.get("fail_on_no_slot"):
             raise RequestError("no_idle_slot", "Every slot is busy; try again later.")
@@ -64,7 +66,7 @@ class LlamaRoutes:
 
 
 async def _read(host: Host) -> None:
-    """What needs no weights."""
+    """Reads the parts of a model that need no weights."""
     try:
         await host.read()
     except ModelError as error:
@@ -106,7 +108,7 @@ def _tokenizer_info(model: ServedModel) -> dict[str, Any]:
 
 
 def _defaults(model: ServedModel) -> dict[str, Any]:
-    """What a request gets that sets nothing, by llama.cpp's names and by ours."""
+    """The settings of a request that sets none, by llama.cpp's names and by ours."""
     plain = Sampling(seed=-1)
     given = {
         name: value
@@ -118,15 +120,16 @@ def _defaults(model: ServedModel) -> dict[str, Any]:
     return settings_of(sampling) | ours
 
 
-def slots_of(hosts: Iterable[Host], owner: str | None) -> list[Snapshot]:
-    """As llama.cpp's server shows them: a place for each sequence that can run at once.
+def slots_of(generation: Generation, hosts: Iterable[Host], owner: str | None) -> list[Snapshot]:
+    """The slots as llama.cpp's server shows them: one for each sequence that can run at once.
 
     One that has lost its memory to others for a while still counts as running. Those of one owner,
     or of all where it is None.
     """
     shown: list[Snapshot] = []
     for host in hosts:
-        streams = (it for it in host if owner in (None, it.record.names.owner))
+        every = generation.streams_of(host)
+        streams = (it for it in every if owner in (None, it.record.names.owner))
         running = (each for stream in streams for each in stream.standings().items())
         is_there = host.ready is not None and host.state != "unloaded"
         num_places = host.ready.max_num_seqs if host.ready and is_there else 0

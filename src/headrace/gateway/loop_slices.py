@@ -72,13 +72,13 @@ class BodyIndex:
         self._counts: OrderedDict[StreamId, _Counts] = OrderedDict()
 
     async def num_bytes(self, found: Found) -> int:
-        """How long the body is so far."""
+        """The length of the body so far."""
         counts = self._of(found.record)
         await counts.extend(found.log, found.log.next_seq)
         return counts.num_bytes
 
     async def num_frames(self, found: Found, seq: int) -> int:
-        """Of how many frames the body has one event, which must be in the log."""
+        """The number of frames that the body has of one event, which must be in the log."""
         counts = self._of(found.record)
         await counts.extend(found.log, seq + 1)
         return counts.num_frames[seq]
@@ -94,7 +94,7 @@ class BodyIndex:
 
 
 class _Counts:
-    """What is known of one body, and the state of its rendering until the log has ended."""
+    """The counts of one body, and the state of its rendering until the log has ended."""
 
     def __init__(self, record: Record) -> None:
         self.num_bytes = 0

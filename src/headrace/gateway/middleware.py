@@ -1,4 +1,4 @@
-"""What stands before all routes: a path that the server lies below, and pages of other origins."""
+"""Middleware before all routes: the path that the server lies below, and cross-origin pages."""
 
 from starlette.datastructures import Headers
 from starlette.middleware import Middleware
@@ -66,7 +66,7 @@ class CrossOrigin(CORSMiddleware):
 
 
 def cross_origin(origins: tuple[str, ...]) -> list[Middleware]:
-    """Nothing unless some are allowed. Cookies are never sent or taken."""
+    """Middleware for cross-origin pages; none unless some are allowed. Cookies are never taken."""
     if not origins:
         return []
     return [

@@ -1,17 +1,17 @@
-"""Which models there are, and in and out of memory with them, as llama.cpp's router has it."""
+"""Routes that list models, and load and unload them, as llama.cpp's router has it."""
 
 import msgspec
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from headrace.core.errors import RequestError
+from headrace.fleet.model_host import Host
+from headrace.fleet.model_list import ONE_MODEL, Desired
 from headrace.gateway.bodies import Bodies
 from headrace.gateway.delivery import unless_left
 from headrace.gateway.http_responses import answer
 from headrace.gateway.state_routes import entry_of
-from headrace.generation.desired import ONE_MODEL, Desired
 from headrace.generation.generation import Generation
-from headrace.generation.host import Host
 from headrace.protocols.requests import decode
 
 _MAX_DOCUMENT = 1 << 20
@@ -27,7 +27,7 @@ class ModelRoutes:
         """Also of a server with one model, with the state of each."""
         fleet = self._generation.fleet
         if self._generation.desired is not None:
-            await self._generation.desired.look(fleet)
+            await self._generation.desired.reread(fleet)
         hosts = (*fleet.hosts.all(), *fleet.leaving.values())
         entries = [
             entry_of(host, name, True) | self._pending(host)
@@ -37,7 +37,7 @@ class ModelRoutes:
         return answer({"object": "list", "data": entries})
 
     def _pending(self, host: Host) -> dict[str, str]:
-        """What will become of it once nobody uses it."""
+        """The change that awaits the model until nobody uses it."""
         fleet = self._generation.fleet
         if host.name in fleet.leaving:
             return {"pending": "removal"}

@@ -73,7 +73,7 @@ def parse(text: str | None, record: Record, next_seq: int) -> Cursor:
 
 
 def settle(cursor: Cursor, num_frames: int) -> Cursor:
-    """The same place, without a part where that is the last frame of its event.
+    """The cursor without its part, where that is the last frame of its event.
 
     RequestError `invalid_cursor` if the event has no such frame.
     """
@@ -199,7 +199,7 @@ class _Page:
         await while_connected(receive, deliver())
 
     async def _page(self) -> dict[str, Any]:
-        """As many events as are asked for, or as fit into a page of bounded size."""
+        """A page of as many events as are asked for, or as fit into its bounded size."""
         events, is_done = await self._found.log.read(self._after, self._limit)
         shown: list[msgspec.Raw] = []
         size, last = 0, self._after
@@ -235,7 +235,7 @@ async def _is_at_end(found: Found, cursor: Cursor) -> bool:
 
 
 async def _state(found: Found, index: BodyIndex) -> dict[str, Any]:
-    """What a client may know of a stream, with the whole answer once there is one."""
+    """The state of a stream as a client may know it, with the whole answer once there is one."""
     record, log = found.record, found.log
     shown: dict[str, Any] = {
         "id": record.id,

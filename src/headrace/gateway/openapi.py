@@ -17,7 +17,7 @@ _AUTH_ERRORS = (401, 403)
 _BODY_ERRORS = (400, 404, 408, 413, 415)
 _ENGINE_ERRORS = (409, 500, 503)
 _PUT_OFF = ("server_overloaded", "rate_limit_exceeded", "request_timeout")
-"""Of dialects that know them by a status of their own."""
+"""Errors to which some dialects give a status of their own."""
 _JSON, _EVENTS = "application/json", "text/event-stream"
 _FORMS = {route: dialect_of(route).ERRORS.SCHEMA for route in DIALECTS}
 _ERRORS = {schema["title"]: schema for schema in _FORMS.values()}
@@ -129,9 +129,9 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("get", "/openapi.json"): Operation("This document", ("openapi", "paths")),
     ("get", "/manage/state"): Operation("How the server is doing", ("state", "engine", "steps")),
     ("get", "/manage/stream"): Operation("The same, again after each change", media=(_EVENTS,)),
-    ("get", "/manage/desired"): Operation("Models that there shall be", _DOCUMENT, errors=(400,)),
+    ("get", "/manage/desired"): Operation("The configured models", _DOCUMENT, errors=(400,)),
     ("put", "/manage/desired"): Operation(
-        "Replace the models that there shall be",
+        "Replace the configured models",
         _DOCUMENT,
         {name: _Lenient("Objects with the settings of [[models]]") for name in _DOCUMENT},
         _DOCUMENT,
@@ -222,7 +222,7 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
 
 
 def document(prefix: str = "") -> dict[str, Any]:
-    """Of a server whose routes lie below `prefix`."""
+    """The OpenAPI document of a server whose routes lie below `prefix`."""
     paths: dict[str, dict[str, Any]] = {}
     for (method, path), operation in OPERATIONS.items():
         paths.setdefault(path, {})[method] = _described(path, operation)

@@ -65,7 +65,7 @@ class RealtimeSockets:
         self._auth = auth
 
     async def serve(self, socket: WebSocket) -> None:
-        """Until the client leaves, sends a bad key, or the server goes."""
+        """Serves until the client leaves, sends a bad key, or the server goes."""
         with contextlib.suppress(_Left):
             await socket.accept()
             await self._serve(socket)
@@ -122,7 +122,7 @@ class Line:
         self.ended = asyncio.Event()
 
     async def receive(self) -> Message:
-        """As ASGI has it: nothing comes but the end."""
+        """ASGI's receive: nothing comes but the end."""
         await self.left.wait()
         return {"type": "http.disconnect"}
 

@@ -22,8 +22,8 @@ from headrace.gateway.delivery import (
 from headrace.gateway.http_responses import answer
 from headrace.gateway.loop_slices import slice_of_loop
 from headrace.generation.generation import Generation
+from headrace.generation.model_checks import encoded_of
 from headrace.generation.registry import Found, Registry
-from headrace.generation.served import encoded_of
 from headrace.protocols.dialect import encode
 from headrace.protocols.openai_responses import ROUTE, ResponseFrames
 from headrace.protocols.requests import CheckedBody, decode_checked

@@ -15,14 +15,14 @@ from headrace import __version__
 from headrace.config.settings import HttpConfig
 from headrace.core.errors import RequestError
 from headrace.core.messages import Ready, Status, StepTrace
+from headrace.fleet.load_watch import LoadWatch
+from headrace.fleet.model_host import Host
+from headrace.fleet.model_names import called
+from headrace.fleet.served_model import ServedModel
 from headrace.gateway.delivery import while_connected
 from headrace.gateway.http_responses import answer, refuse
 from headrace.gateway.openapi import document
 from headrace.generation.generation import Generation
-from headrace.generation.host import Host
-from headrace.generation.loading import LoadWatch
-from headrace.generation.model_names import called
-from headrace.generation.served import ServedModel
 from headrace.generation.stream import LiveStream
 from headrace.metrics.metrics import kind_of
 from headrace.protocols.dialect import encode
@@ -93,7 +93,7 @@ def unhealthy(state: str, **more: Any) -> Response:
 
 
 def loading_of(watch: LoadWatch) -> dict[str, Any] | None:
-    """What a load does now, in JSON."""
+    """The progress of a load now, in JSON."""
     if (now := watch.progress) is None:
         return None
     figures = {"progress": now.share, "detail": now.detail, "since_s": round(now.seconds, 1)}
@@ -127,7 +127,7 @@ def _kind(ready: Ready) -> str:
 
 
 def _status(host: Host) -> dict[str, Any]:
-    """By llama.cpp's names."""
+    """The state of a model, by llama.cpp's names."""
     if host.state == "dead":
         return {"value": "unloaded", "failed": True, "exit_code": 1}
     value = {"ok": "loaded", "recovering": "loaded"}.get(host.state, host.state)
@@ -211,13 +211,13 @@ class Watch:
 
     def __init__(
         self,
-        look: Callable[[], Snapshot],
+        read: Callable[[], Snapshot],
         dress: Callable[[Snapshot], Snapshot],
         interval_s: float = _INTERVAL_S,
         heartbeat_s: float = _HEARTBEAT_S,
     ) -> None:
         """`dress` adds what changes all the time, and is no reason to show it."""
-        self._look = look
+        self._read = read
         self._dress = dress
         self._interval_s = interval_s
         self._heartbeat_s = heartbeat_s
@@ -233,7 +233,7 @@ class Watch:
         sent_at = clock()
         while True:
             frame = b""
-            if (now := self._look()) != last:
+            if (now := self._read()) != last:
                 last = now
                 frame = b"event: state\ndata: " + encode(self._dress(now)) + b"\n\n"
             elif clock() >= sent_at + self._heartbeat_s:
@@ -250,7 +250,7 @@ def snapshot(generation: Generation) -> Snapshot:
     shown = {"state": generation.state, "version": __version__, **_snapshot(hosts[0])}
     if not generation.fleet.is_sole:
         shown["models"] = [{"status": _status(host), **_snapshot(host)} for host in hosts]
-    rows = (_row(host, stream) for host in hosts for stream in host)
+    rows = (_row(host, stream) for host in hosts for stream in generation.streams_of(host))
     shown["requests"] = list(itertools.islice(rows, _MAX_ROWS))
     return shown
 
@@ -282,7 +282,7 @@ def _sum(numbers: Iterable[int | None]) -> int | None:
 
 
 def _snapshot(host: Host) -> Snapshot:
-    """Of one model."""
+    """The snapshot of one model."""
     status = host.status
     return {
         "engine": _engine(host),

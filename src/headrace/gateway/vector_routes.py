@@ -8,12 +8,12 @@ from typing import Any
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
+from headrace.fleet.model_names import called
 from headrace.gateway.auth import Auth, Endpoint
 from headrace.gateway.bodies import Bodies, HeldAnswer
 from headrace.gateway.delivery import unless_left
 from headrace.gateway.generation_routes import Marked
 from headrace.generation.generation import Generation
-from headrace.generation.model_names import called
 from headrace.generation.vectors import Vectors
 from headrace.protocols import embeddings, rerank
 from headrace.protocols.dialect import encode

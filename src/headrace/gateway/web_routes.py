@@ -18,7 +18,7 @@ TYPES = {
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-"""What lies in the folder under another ending is not served."""
+"""Types by ending; files with another ending are not served."""
 
 # No inline script or style, no other host, and no string that becomes HTML. Pictures that a person
 # attaches are shown from data URIs.

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from headrace.config.settings import StreamConfig
 from headrace.core.errors import RequestError
 from headrace.core.messages import Ready
-from headrace.generation.forecast import Schedule
+from headrace.fleet.queue_eta import Schedule
 
 _AUTO_S = 600.0  # of reading prompts that may wait, where no number of tokens is set
 _UNMEASURED = 500.0  # prompt tokens a second, until the engine has measured
@@ -20,7 +20,7 @@ _MINUTE_S = 60.0
 
 
 class Asked(NamedTuple):
-    """What a request asks for. Two with the same owner and digest are one that came back."""
+    """The demand of a request. Two with the same owner and digest are one that came back."""
 
     owner: str
     digest: bytes
@@ -29,7 +29,7 @@ class Asked(NamedTuple):
 
 
 class Capacity(NamedTuple):
-    """What the engine can take at once."""
+    """The most that the engine can take at once."""
 
     max_num_seqs: int
     max_model_len: int
@@ -40,7 +40,7 @@ class Capacity(NamedTuple):
 
 
 class Place:
-    """What an admitted request counts for, until it is closed; its stream keeps it up to date."""
+    """The queue place of an admitted request until it is closed; its stream keeps it current."""
 
     def __init__(self, admission: "Admission") -> None:
         self._admission = admission
@@ -58,7 +58,7 @@ class Place:
 
 
 class _Allowance:
-    """What a key may use, refilled all the time up to a minute's worth; may be overdrawn."""
+    """The allowance of a key, refilled all the time up to a minute's worth; may be overdrawn."""
 
     def __init__(self, per_minute: int, now: float) -> None:
         self._rate = per_minute / _MINUTE_S
@@ -66,7 +66,7 @@ class _Allowance:
         self._at = now
 
     def seconds_until(self, amount: float, now: float) -> float:
-        """Until that much is left, or all there can be; 0 if it is there."""
+        """Seconds until that much is left, or all there can be; 0 if it is there."""
         self._left = min(self._most, self._left + (now - self._at) * self._rate)
         self._at = now
         return max(0.0, (min(amount, self._most) - self._left) / self._rate)
@@ -76,7 +76,7 @@ class _Allowance:
 
 
 class KeyLimits:
-    """What each key may use in a minute, over all queues of a server."""
+    """The limits of each key for a minute, over all queues of a server."""
 
     def __init__(self, config: StreamConfig) -> None:
         self._config = config
@@ -104,7 +104,7 @@ class KeyLimits:
                 ).noting(limit=limit)
 
     def _allowances(self, asked: Asked, now: float) -> Iterable[tuple[_Allowance, int]]:
-        """Those that are limited, and what the request takes of each; owners are few."""
+        """The allowances that are limited, and the request's share of each; owners are few."""
         config, owner = self._config, asked.owner
         for kept, limit, amount in (
             (self._requests, config.key_requests_per_minute, 1),
@@ -145,7 +145,7 @@ class Admission:
         self._tokens_per_s = _UNMEASURED
         self._promises: dict[tuple[str, bytes], Promise] = {}
 
-    def look(self, schedule: Schedule, tokens_per_s: float) -> None:
+    def set_schedule(self, schedule: Schedule, tokens_per_s: float) -> None:
         """When those that wait will start, and how fast prompts are read."""
         self._schedule = schedule
         self._tokens_per_s = tokens_per_s or self._tokens_per_s
@@ -189,7 +189,7 @@ class Admission:
         return Place(self)
 
     def count(self, now: tuple[int, int, int], before: tuple[int, int, int]) -> None:
-        """What a place has come to stand for."""
+        """Counts the change of a place."""
         self.num_live += now[0] - before[0]
         self.num_waiting += now[1] - before[1]
         self.num_tokens += now[2] - before[2]
@@ -212,7 +212,7 @@ class Admission:
         return RequestError("server_overloaded", message, retry_after_s=wait_s)
 
     def _seconds_until_it_fits(self, asked: Asked, capacity: Capacity, now: float) -> float:
-        """Until enough of those before it have started: waiting ones, and those told to return."""
+        """Seconds until enough before it have started: waiting ones, and those told to return."""
         promises = self._outstanding(asked, now)
         num_before = self.num_waiting + len(promises)
         num_starts = num_before - self._config.max_num_queued_reqs + 1

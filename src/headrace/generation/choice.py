@@ -7,7 +7,7 @@ from headrace.core.messages import FinishReason, NewSequence, NewToken, PromptLo
 from headrace.core.pieces import ChannelPiece
 from headrace.core.request import Chat
 from headrace.core.sampling import Logprobs
-from headrace.generation.served import ServedModel
+from headrace.fleet.served_model import ServedModel
 from headrace.streams.events import ChoiceEnd, TokenLogprob, Tokens
 from headrace.streams.record import Record
 from headrace.text.assembler import TextAssembler
@@ -47,7 +47,7 @@ class ChoiceWriter:
 
     @property
     def is_stopped(self) -> bool:
-        """Its own tokens have ended it; what the engine says of later ones is void."""
+        """Whether the choice was ended by its own tokens; later ones from the engine are void."""
         return self._text.has_ended
 
     @property
@@ -95,7 +95,7 @@ class ChoiceWriter:
         self._prompt_logprobs = logprobs
 
     def take(self, seq: int, at_ms: int) -> Tokens | None:
-        """What came since the last call, as an event; None if nothing did.
+        """The tokens since the last call, as an event; None if there are none.
 
         The event with the end is the last: nothing comes after it.
         """

@@ -15,9 +15,10 @@ from headrace.core.messages import (
     PromptLogprobs,
     Started,
 )
+from headrace.fleet.served_model import ServedModel
+from headrace.fleet.tenants import InQueue
 from headrace.generation.choice import ChoiceWriter, Echo
 from headrace.generation.ingestion import NO_CHUNKS, ChunkCount, describe
-from headrace.generation.served import ServedModel
 from headrace.streams import events
 from headrace.streams.events import AnyEvent, Ingestion
 from headrace.streams.record import Record, ServedForm
@@ -36,14 +37,6 @@ class Beat(msgspec.Struct, frozen=True):
     form: str
     attempt: int | None = None
     progress: float | None = None  # of the model's load
-
-
-class InQueue(msgspec.Struct, frozen=True):
-    """Where the stream stands in the engine's queue; 1 is next."""
-
-    position: int
-    waiting: int
-    eta_ms: int | None
 
 
 class Standing(msgspec.Struct, frozen=True):
@@ -122,7 +115,7 @@ class EventBuilder:
         return [choice for choice in self._choices if choice.end is None]
 
     def standings(self) -> list[Standing]:
-        """Of the choices that have begun and not ended."""
+        """The standings of the choices that have begun and not ended."""
         limit = self._record.request.sampling.max_tokens
         shown = []
         for choice in self.live() if self._begun else ():
@@ -219,7 +212,7 @@ class EventBuilder:
         return accepted
 
     def new_events(self, at_ms: int, is_cut: bool) -> Sequence[AnyEvent]:
-        """What came since the last call; after a cut no token follows."""
+        """The events since the last call; after a cut no token follows."""
         made: list[AnyEvent] = []
         for beat in self._beats:
             fields = msgspec.structs.asdict(beat)

@@ -14,14 +14,15 @@ from headrace.core.errors import ModelError, RequestError
 from headrace.core.ids import StreamId
 from headrace.core.log_context import note
 from headrace.core.request import Request
+from headrace.fleet.fleet import Fleet
+from headrace.fleet.model_host import Host
+from headrace.fleet.model_list import Desired
+from headrace.fleet.served_model import Models
 from headrace.generation.admission import Admission, Asked, Capacity, KeyLimits, Place
-from headrace.generation.desired import Desired
 from headrace.generation.event_builder import EventBuilder
-from headrace.generation.fleet import Fleet
-from headrace.generation.host import Host
+from headrace.generation.model_checks import admit, check_generates, see_again
 from headrace.generation.new_record import new_record
 from headrace.generation.registry import Found, Registry, cut_by, give_up
-from headrace.generation.served import Models, admit, check_generates, see_again
 from headrace.generation.stream import LiveStream
 from headrace.generation.vectors import VectorMaker
 from headrace.metrics.metrics import Metrics
@@ -120,6 +121,10 @@ class Generation:
         """Ends the engines, and with them `run`."""
         await self.fleet.close()
 
+    def streams_of(self, host: Host) -> list[LiveStream]:
+        """Streams that are computed there, in the order in which they came."""
+        return [tenant for tenant in host.tenants if isinstance(tenant, LiveStream)]
+
     def _host_loaded(self, host: Host) -> None:
         """Goes on with the durable streams that an earlier engine of it left."""
         for stored in self._left_behind.pop(host.name, ()):
@@ -130,12 +135,13 @@ class Generation:
         if self.fleet.is_sole:
             self.died.set()
             self.streams.close(_GONE)
-        durable = [stream for stream in host if stream.record.is_durable]
+        streams = self.streams_of(host)
+        durable = [stream for stream in streams if stream.record.is_durable]
         for stream in durable:
             self.streams.close_one(stream.record.id, _GONE)
         left = self._left_behind.setdefault(host.name, [])
         left += [Stored(stream.record, stream.log) for stream in durable]
-        self._let_go(list(host), _GONE, _GONE)
+        self._let_go(streams, _GONE, _GONE)
 
     async def attach(self, names: Names, may_take_over: bool) -> Found | None:
         """The stream that the request would only repeat, whatever else would refuse it."""
@@ -345,7 +351,7 @@ class Generation:
         if is_sole and host.state == "dead":
             raise RequestError("engine_failed", "The engine stopped for good.", retry_after_s=30)
         queue = self._queue(host)
-        queue.look(host.schedule, host.tokens_per_s)
+        queue.set_schedule(host.schedule, host.tokens_per_s)
         return queue
 
     def _queue(self, host: Host) -> Admission:
@@ -353,7 +359,7 @@ class Generation:
 
     def _stream(self, host: Host, record: Record, builder: EventBuilder, log: Log) -> LiveStream:
         host.metrics.follow(builder.tally)
-        return host.stream(record, builder, log, self._config.linger_s)
+        return LiveStream(record, builder, log, host, self._config.linger_s)
 
     def _start(self, host: Host, stream: LiveStream, place: Place) -> None:
         stream.take(place)
@@ -436,7 +442,7 @@ class Generation:
 
 
 def _is_downloaded(host: Host) -> RequestError:
-    """For a request whose bytes are counted: no log can be opened before the tokenizer is here."""
+    """The error for a request whose bytes are counted: its log cannot open without a tokenizer."""
     done, total = host.progress or (0, 0)
     share = f" ({100 * done // total} %)" if total else ""
     message = f"The model {host.name!r} is being downloaded{share}; send the request again."

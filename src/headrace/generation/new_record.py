@@ -1,4 +1,4 @@
-"""What is stored of a request once it is admitted."""
+"""The record that is stored of a request once it is admitted."""
 
 import time
 
@@ -6,8 +6,8 @@ import msgspec
 
 from headrace.core.ids import StreamId
 from headrace.core.request import Request
+from headrace.fleet.served_model import ServedModel
 from headrace.generation.choice import begins_in_reasoning
-from headrace.generation.served import ServedModel
 from headrace.streams.record import RENDERING, Names, Record
 from headrace.workers.image_file import Admitted
 
@@ -15,7 +15,7 @@ from headrace.workers.image_file import Admitted
 def new_record(
     stream_id: StreamId, model: ServedModel, request: Request, admitted: Admitted, names: Names
 ) -> Record:
-    """With the model's end tokens, and a grammar that waits where the prompt opens reasoning."""
+    """Adds the model's end tokens, and a grammar that waits where the prompt opens reasoning."""
     sampling = msgspec.structs.replace(request.sampling, end_token_ids=model.spec.end_token_ids)
     record = Record(
         id=stream_id,

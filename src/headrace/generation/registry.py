@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from headrace.core.errors import RequestError
 from headrace.core.ids import StreamId
+from headrace.fleet.model_host import Host
 from headrace.generation.admission import Place
 from headrace.generation.event_builder import to_event
 from headrace.generation.readers import Audience, Reader, ReaderPause, racing
@@ -110,12 +111,14 @@ class Registry:
         if self._live.get(stream.record.id) is stream:
             del self._live[stream.record.id]
 
-    async def run(self, batch: VectorBatch) -> tuple[bytes, ...]:
-        """Its vectors; until it ends, its inputs count as waiting or live."""
+    async def run(self, batch: VectorBatch, host: Host) -> tuple[bytes, ...]:
+        """Computes a batch's vectors there; until it ends, its inputs count as waiting or live."""
         self.batches.add(batch)
+        host.add(batch)
         try:
             return await batch.run()
         finally:
+            host.remove(batch)
             self.batches.remove(batch)
 
     async def find(self, owner: str, name: Name) -> Found | None:
@@ -247,7 +250,7 @@ class Registry:
             return result
 
     async def written_here(self, stream_id: StreamId, waits: bool) -> LiveStream | None:
-        """With `waits`, also one that is just being opened, or resumed."""
+        """Finds a stream written here; with `waits`, also one just being opened or resumed."""
         if (live := self._live.get(stream_id)) is not None or not waits:
             return live
         with contextlib.suppress(RequestError):
@@ -278,7 +281,7 @@ class Registry:
 
 
 def cut_by(code: str) -> RequestError:
-    """What a stream ends with that somebody asked to end."""
+    """The error with which a stream ends that somebody asked to end."""
     return RequestError(code, _CUTS.get(code, "The stream was ended."))
 
 

@@ -11,7 +11,7 @@ from headrace.streams.store import RemoteWriter, Stored
 
 
 class RemoteStream:
-    """It reads like one of our own. If its server goes, another goes on with it, maybe this one."""
+    """A stream of another server, read like our own. If that server goes, another takes it over."""
 
     def __init__(self, stored: Stored, writer: RemoteWriter, pause: ReaderPause) -> None:
         self.record = stored.record

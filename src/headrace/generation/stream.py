@@ -21,12 +21,13 @@ from headrace.core.messages import (
     Submit,
 )
 from headrace.engine.client import EngineDown, EngineUp
+from headrace.fleet.queue_eta import TokensAsked
+from headrace.fleet.served_model import ServedModel
+from headrace.fleet.tenants import InQueue, Item, Seat, TenantNews
 from headrace.generation.admission import Place
-from headrace.generation.event_builder import Beat, EventBuilder, InQueue, ServedAs, Standing
-from headrace.generation.forecast import TokensAsked
+from headrace.generation.event_builder import Beat, EventBuilder, ServedAs, Standing
+from headrace.generation.model_checks import check_can_begin, check_can_go_on
 from headrace.generation.readers import Audience, Reader, ReaderPause
-from headrace.generation.sequences import Item, Sequences, StreamNews, Submits
-from headrace.generation.served import ServedModel
 from headrace.generation.suspicion import CrashSuspicion
 from headrace.metrics.metrics import Metrics
 from headrace.streams.events import AnyEvent
@@ -48,8 +49,7 @@ class LiveStream:
         record: Record,
         builder: EventBuilder,
         log: Log,
-        engine: Submits,
-        sequences: Sequences,
+        engine: Seat,
         linger_s: float,
     ) -> None:
         self.record = record
@@ -67,8 +67,8 @@ class LiveStream:
         self.number = next(_numbers)  # counts the streams of this process
         self._builder = builder
         self._engine = engine
-        self._sequences = sequences
-        self._inbox: asyncio.Queue[StreamNews | None] = asyncio.Queue()  # None: end without engine
+        # None: it ends without the engine
+        self._inbox: asyncio.Queue[TenantNews | Beat | None] = asyncio.Queue()
         self._engine_knows: dict[SequenceId, int] = {}  # and the choice that each is
         self._suspicion = CrashSuspicion()
         self._is_loading = not builder.has_begun  # until its model is in memory
@@ -88,11 +88,25 @@ class LiveStream:
         """The model that it began on; None while it has not."""
         return None if self._is_loading else self._builder.served
 
-    def serve(self, model: ServedModel, engine: Submits, sequences: Sequences) -> None:
-        """Begins on this model, which may have other settings than when it was admitted."""
-        self._is_loading = False
-        self._engine, self._sequences = engine, sequences
-        self._builder.serve(model)
+    def begin(self, model: ServedModel, seat: Seat, up: EngineUp) -> None:
+        """Submits what is left to an engine, or ends if its model cannot go on with that.
+
+        The model may have other settings than when the stream was admitted.
+        """
+        try:
+            if self.served is None:
+                check_can_begin(self.record, model)
+                self._is_loading = False
+                self._engine = seat
+                self._builder.serve(model)
+            else:
+                self.smaller_context = check_can_go_on(*self.served, self.num_tokens, model)
+        except RequestError as change:
+            self.end_now(change)
+        self.tell(up)
+
+    def lose(self, error: RequestError) -> None:
+        """Generation ends it, or keeps it for a later engine if it is durable."""
 
     @property
     def num_tokens(self) -> int:
@@ -112,7 +126,7 @@ class LiveStream:
 
     @property
     def num_readers(self) -> int:
-        """Of this moment."""
+        """The number of readers at this moment."""
         return self._audience.num_readers
 
     @property
@@ -121,7 +135,7 @@ class LiveStream:
         return self._builder.tally.timings.max_gap_ms
 
     def standings(self) -> dict[SequenceId, Standing]:
-        """Of its choices that this engine has begun, by the numbers that it knows them by."""
+        """The standings of choices that this engine has begun, by the engine's ids."""
         by_choice = {standing.choice: standing for standing in self._builder.standings()}
         knows = self._engine_knows.items()
         return {number: by_choice[choice] for number, choice in knows if choice in by_choice}
@@ -132,7 +146,7 @@ class LiveStream:
         return self._builder.tally.usage.completion_tokens
 
     def asked(self, sequence_id: SequenceId) -> TokensAsked:
-        """What one of its sequences asks of the engine; siblings share their prompt."""
+        """The tokens that one of its sequences asks of the engine; siblings share their prompt."""
         choice = self._engine_knows.get(sequence_id)
         if choice is None:
             return TokensAsked(0, 0)
@@ -142,7 +156,7 @@ class LiveStream:
         num_prompt = 0 if number else len(self.record.prompts[prompt]) // 4
         return TokensAsked(num_prompt, math.inf if limit is None else limit)
 
-    def tell(self, news: StreamNews) -> None:
+    def tell(self, news: TenantNews | Beat) -> None:
         """Hands over what the engine said, or what became of it."""
         self._inbox.put_nowait(news)
 
@@ -212,7 +226,7 @@ class LiveStream:
 
     @property
     def is_lingering(self) -> bool:
-        """Nobody reads, and a client that asks the same may still take over."""
+        """Whether nobody reads, and a client that asks the same may still take over."""
         return self._audience.is_lingering
 
     async def wait_until_abandoned(self) -> None:
@@ -248,13 +262,13 @@ class LiveStream:
             self.cut = RequestError("internal_error", "The server failed on this request.")
             self._leave_engine()
         self.admitted.close()
-        self._sequences.close(self._engine_knows)
+        self._engine.forget(self._engine_knows)
         self.leave()
         await self._append([self._builder.terminal(self._at_ms(), self.cut)])
         self.ended.set()
 
     def take(self, place: Place) -> None:
-        """It counts for what it has left to do."""
+        """Takes a queue place, kept equal to the remaining work."""
         self.place = place
         self._keep_place()
 
@@ -295,9 +309,9 @@ class LiveStream:
 
     def _leave_engine(self) -> None:
         self._engine.cancel(Cancel(tuple(self._engine_knows)))
-        self._sequences.close(self._engine_knows)
+        self._engine.forget(self._engine_knows)
 
-    def _take(self, news: StreamNews, at_ms: int) -> None:
+    def _take(self, news: TenantNews | Beat, at_ms: int) -> None:
         if isinstance(news, list):
             for item in news:
                 self._take_item(item, at_ms)
@@ -330,7 +344,7 @@ class LiveStream:
             self._engine.cancel(Cancel((item.sequence_id,), FinishReason.STOP))
 
     def _check_context(self, choice: int) -> None:
-        """Where the context has shrunk since admission, running into it is no end of the answer."""
+        """Fails a choice that runs into a context shrunk since admission: that is no end."""
         context = self.smaller_context
         if context is not None and self._builder.is_cut_short(choice, context):
             message = f"The context is now {context} tokens, too few for the rest of this answer."
@@ -341,7 +355,7 @@ class LiveStream:
         if self.cut:
             return
         live = self._builder.live()
-        self._engine_knows = {self._sequences.open(self): choice.index for choice in live}
+        self._engine_knows = {self._engine.open(self): choice.index for choice in live}
         request = self.record.request
         self._engine.submit(
             Submit(
@@ -364,11 +378,11 @@ class LiveStream:
         )
 
     def _forget_engine(self, down: EngineDown) -> None:
-        """It is dead: what it has said counts, the rest is lost."""
+        """Forgets a dead engine: its news so far counts, the rest is lost."""
         mine = self._engine_knows.keys() & set(down.suspects)
         is_alone = len(mine) == len(down.suspects)
         poison = self._suspicion.judge(bool(mine), is_alone, down.from_outside)
-        self._sequences.close(self._engine_knows)
+        self._engine.forget(self._engine_knows)
         self._engine_knows = {}
         self._builder.end_stopped()
         if poison:

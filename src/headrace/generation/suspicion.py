@@ -1,4 +1,4 @@
-"""Which stream is to blame for the deaths of engines."""
+"""Finds the stream that is to blame for the deaths of engines."""
 
 from headrace.core.errors import RequestError
 
@@ -18,7 +18,7 @@ class CrashSuspicion:
         self._num_lone_deaths = 0
 
     def clear(self) -> None:
-        """It got a token."""
+        """Clears the suspicion: the stream got a token."""
         self.is_suspect = False
         self._num_lone_deaths = 0
 

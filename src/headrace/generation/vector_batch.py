@@ -16,10 +16,10 @@ from headrace.core.ids import SequenceId, StreamId
 from headrace.core.messages import Cancel, Finished, FinishReason, NewSequence, Started, Submit
 from headrace.core.sampling import Pooling, Sampling
 from headrace.engine.client import EngineDown, EngineUp
+from headrace.fleet.queue_eta import TokensAsked
+from headrace.fleet.served_model import ServedModel
+from headrace.fleet.tenants import InQueue, Item, Seat, TenantNews
 from headrace.generation.admission import Place
-from headrace.generation.event_builder import InQueue
-from headrace.generation.forecast import TokensAsked
-from headrace.generation.sequences import Item, Sequences, StreamNews, Submits
 from headrace.generation.suspicion import CrashSuspicion
 
 _WINDOWS_PER_PLACE = 2  # while one half of a window is computed, the other half waits
@@ -40,8 +40,7 @@ class VectorBatch:
     def __init__(
         self,
         work: VectorWork,
-        engine: Submits,
-        sequences: Sequences,
+        engine: Seat,
     ) -> None:
         inputs, pooling, salt, self._place = work
         self.id = StreamId("embd-" + secrets.token_hex(16))
@@ -50,9 +49,8 @@ class VectorBatch:
         self._sampling = Sampling(max_tokens=0, pooling=pooling)
         self._use_prefix = not pooling.needs_whole
         self._engine = engine
-        self._sequences = sequences
         self._salt = salt
-        self._inbox: asyncio.Queue[StreamNews | RequestError] = asyncio.Queue()
+        self._inbox: asyncio.Queue[TenantNews | RequestError] = asyncio.Queue()
         self._vectors: dict[int, bytes] = {}
         self._left = deque(range(len(inputs)))  # that no engine has
         self._engine_knows: dict[SequenceId, int] = {}  # and the input that each is
@@ -65,16 +63,24 @@ class VectorBatch:
         return len(self._engine_knows)
 
     def asked(self, sequence_id: SequenceId) -> TokensAsked:
-        """What one of its sequences asks of the engine."""
+        """The tokens that one of its sequences asks of the engine."""
         number = self._engine_knows.get(sequence_id)
         return TokensAsked(0 if number is None else len(self._inputs[number]) // 4, 0)
 
-    def tell(self, news: StreamNews) -> None:
+    def tell(self, news: TenantNews) -> None:
         """Hands over what the engine said, or what became of it."""
         self._inbox.put_nowait(news)
 
     def tell_place(self, place: InQueue) -> None:
-        """Nobody hears where a batch stands."""
+        """Does nothing: nobody hears where a batch stands."""
+
+    def begin(self, model: ServedModel, seat: Seat, up: EngineUp) -> None:
+        """An engine is there, which is given a window of what is left."""
+        self.tell(up)
+
+    def lose(self, error: RequestError) -> None:
+        """The engine was given up."""
+        self.stop(error)
 
     def stop(self, error: RequestError) -> None:
         """Ends the request with this error."""
@@ -104,7 +110,7 @@ class VectorBatch:
         return tuple(self._vectors[number] for number in range(len(self._inputs)))
 
     def _count(self) -> None:
-        """Of a batch of thousands the engine's part takes up the queue."""
+        """Updates the queue place: of a batch of thousands, only the engine's part counts."""
         waiting = [n for id, n in self._engine_knows.items() if id not in self._begun]
         self._place.update(self.num_live, len(waiting), self.num_tokens(waiting))
 
@@ -122,7 +128,7 @@ class VectorBatch:
     def _submit(self, numbers: Sequence[int], are_suspects: bool) -> None:
         if not numbers:
             return
-        new = {self._sequences.open(self): number for number in numbers}
+        new = {self._engine.open(self): number for number in numbers}
         self._engine_knows |= new
         self._engine.submit(
             Submit(
@@ -149,7 +155,7 @@ class VectorBatch:
     def _finish(self, end: Finished) -> None:
         number = self._engine_knows.pop(end.sequence_id)
         self._begun.discard(end.sequence_id)
-        self._sequences.close((end.sequence_id,))
+        self._engine.forget((end.sequence_id,))
         self._suspicions.pop(number, None)
         if end.finish is not FinishReason.LENGTH or not end.vector:
             message = end.message or "The server failed on this request."
@@ -157,10 +163,10 @@ class VectorBatch:
         self._vectors[number] = end.vector
 
     def _forget_engine(self, down: EngineDown) -> None:
-        """It is dead: the vectors that it has given count, the others are asked for again."""
+        """Forgets a dead engine: its vectors so far count, the others are asked for again."""
         lost, self._engine_knows = self._engine_knows, {}
         self._begun.clear()
-        self._sequences.close(lost)
+        self._engine.forget(lost)
         for sequence_id in down.suspects:
             if (number := lost.get(sequence_id)) is not None:
                 suspicion = self._suspicions.setdefault(number, CrashSuspicion())
@@ -172,5 +178,5 @@ class VectorBatch:
     def _leave_engine(self) -> None:
         if self._engine_knows:
             self._engine.cancel(Cancel(tuple(self._engine_knows)))
-            self._sequences.close(self._engine_knows)
+            self._engine.forget(self._engine_knows)
             self._engine_knows = {}

@@ -1,4 +1,4 @@
-"""What is to become vectors: checked, tokenized, computed by the model's host, and counted."""
+"""Requests for vectors: checked, tokenized, computed by the model's host, and counted."""
 
 import asyncio
 import hashlib
@@ -10,12 +10,13 @@ import msgspec
 from headrace.core.errors import RequestError
 from headrace.core.request import Route
 from headrace.core.sampling import Pooling
+from headrace.fleet.fleet import Fleet
+from headrace.fleet.model_host import Host
+from headrace.fleet.served_model import ServedModel
 from headrace.generation.admission import Admission, Asked, Capacity, KeyLimits, Place
-from headrace.generation.fleet import Fleet
-from headrace.generation.host import Host
+from headrace.generation.model_checks import encoded_of, too_long
 from headrace.generation.registry import Registry
-from headrace.generation.served import ServedModel, encoded_of, too_long
-from headrace.generation.vector_batch import VectorWork
+from headrace.generation.vector_batch import VectorBatch, VectorWork
 from headrace.workers.pool import Work
 
 _pairs_of = msgspec.msgpack.Decoder(tuple[int, tuple[bytes, ...]]).decode
@@ -24,7 +25,7 @@ Check = Callable[[ServedModel], None]
 
 
 class VectorRequest(msgspec.Struct, frozen=True):
-    """What is to become vectors, one per input; `packed` holds the inputs for the job `job`."""
+    """A request for vectors, one per input; `packed` holds the inputs for the job `job`."""
 
     route: Route
     task: str  # embed or score
@@ -62,7 +63,7 @@ class VectorMaker:
         self._streams = streams
 
     def ends(self) -> list[asyncio.Future[None]]:
-        """Those of all batches."""
+        """The ends of all batches."""
         return [batch.ended for batch in self._streams.batches]
 
     def stop(self, error: RequestError) -> None:
@@ -95,8 +96,7 @@ class VectorMaker:
         try:
             # an owner has no line break, so that no salt can pass for another owner's
             work = VectorWork(inputs, pooling, f"{request.owner}\n", place)
-            with host.batch(work) as batch:
-                vectors = await self._streams.run(batch)
+            vectors = await self._streams.run(VectorBatch(work, host), host)
             outcome, num_tokens = "finished", sum(map(len, inputs)) // 4
         except RequestError as error:
             outcome = error.code

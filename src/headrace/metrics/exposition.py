@@ -14,7 +14,7 @@ def merged(common: CollectorRegistry, models: Mapping[str, CollectorRegistry]) -
 
 
 def as_vllm(ours: CollectorRegistry, model: str) -> bytes:
-    """The same figures for dashboards that know vLLM's names."""
+    """Our figures for dashboards that know vLLM's names."""
     return _page(_Renamed(ours, model))
 
 
@@ -98,7 +98,7 @@ class _Renamed(Collector):
         return family
 
     def _cache_usage(self, found: dict[str, Metric]) -> Metric:
-        """Of blocks; of slots where a model has no blocks."""
+        """The usage of blocks; of slots where a model has no blocks."""
         family = GaugeMetricFamily(
             "vllm:kv_cache_usage_perc", "Share in use, 0 to 1", labels=list(self._labels)
         )

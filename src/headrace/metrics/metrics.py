@@ -33,7 +33,7 @@ _STREAM_STATES = ("queued", "prompt", "decode", "recovering")
 
 
 class Shown(Protocol):
-    """What is read of a stream that has not ended."""
+    """The figures of a stream that has not ended."""
 
     @property
     def state(self) -> str: ...
@@ -137,7 +137,7 @@ class Metrics:
         self._log_commit.observe(seconds)
 
     def swept(self, store: str, num_bytes: int) -> None:
-        """What a store keeps."""
+        """Takes the number of bytes that a store keeps."""
         self._log_bytes.labels(store).set(num_bytes)
 
     def frame_left(self, connection: object) -> None:
@@ -177,7 +177,7 @@ class Metrics:
         self._show_memory(ready, ready.layout.num_blocks, ready.layout.num_slots)
 
     def replica_is_down(self, news: EngineDown) -> None:
-        """One of several engines; the others run on."""
+        """Counts the death of one of several engines; the others run on."""
         self._restarts.labels("killed" if news.from_outside else "died").inc()
 
     def engine_is_down(self, news: EngineDown) -> None:
@@ -195,7 +195,7 @@ class Metrics:
         self._blocks.clear()
         self._slots.clear()
 
-    def look(self, status: Status, ready: Ready | None) -> None:
+    def show_status(self, status: Status, ready: Ready | None) -> None:
         self._running.set(status.num_running)
         self._waiting.set(status.num_waiting)
         self._waiting_tokens.set(status.num_waiting_tokens)

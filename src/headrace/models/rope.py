@@ -43,7 +43,7 @@ def _llama3(rope: Rope, plain: Tensor) -> Tensor:
 
 
 def _yarn(rope: Rope, plain: Tensor, dim: int) -> Tensor:
-    """As above with a ramp over the pair's number (Peng et al., 2023, section 3.2)."""
+    """The same as above with a ramp over the pair's number (Peng et al., 2023, section 3.2)."""
 
     def pair_with(turns: float) -> float:
         """The pair, counted in halves of dim, that turns so often in the original context."""

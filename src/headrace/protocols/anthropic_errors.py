@@ -30,7 +30,7 @@ _OWN_PATHS = (
     (re.compile(r"^response_format(\.json_schema)?"), "output_config.format"),
     (re.compile(r"^stop\b"), "stop_sequences"),
 )
-"""What chat calls a field, and what it is called here."""
+"""Paths of fields in chat, and their names here."""
 
 _DETAILS: Mapping[tuple[str, str | None], dict[str, Any]] = {
     ("unsupported_parameter", "thread"): {
@@ -38,7 +38,7 @@ _DETAILS: Mapping[tuple[str, str | None], dict[str, Any]] = {
         "unsupported": ["thread"],
     },
 }
-"""What clients act on: told so, they send the whole conversation with each request."""
+"""Details that clients act on: told so, they send the whole conversation with each request."""
 
 
 class AnthropicErrors:

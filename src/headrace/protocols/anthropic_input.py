@@ -1,4 +1,4 @@
-"""What Anthropic's clients send, checked and written as chat's fields; knows no events."""
+"""Bodies of Anthropic's clients, checked and written as chat's fields; knows no events."""
 
 import re
 from collections.abc import Mapping
@@ -187,7 +187,7 @@ _CHOICES: Mapping[str, str] = {"auto": "auto", "any": "required", "none": "none"
 
 
 class ToolUse(NamedTuple):
-    """What is wanted in the words of chat's tool_choice, and whether several calls may come."""
+    """The wanted tool in the words of chat's tool_choice, and whether several calls may come."""
 
     wanted: str | dict[str, Any] = "auto"
     is_parallel: bool = True
@@ -267,7 +267,7 @@ class NotServed(msgspec.Struct, frozen=True):
 
 _Part = str | PlacedImage
 _Content = str | list[dict[str, Any] | PlacedImage]
-"""Of a message: a text, or parts if there is an image among them."""
+"""Content of a message: a text, or parts if there is an image among them."""
 
 
 def _part(block: dict[str, Any], path: str) -> _Part:
@@ -337,7 +337,7 @@ def _blocks(value: Any, path: str, types: tuple[str, ...]) -> list[tuple[dict[st
 
 
 def _texts(value: Any, path: str) -> list[str]:
-    """Of a content that can be nothing but text."""
+    """The texts of a content that can be nothing but text."""
     return [_text(block, place) for block, place in _blocks(value, path, _TAKEN["system"])]
 
 

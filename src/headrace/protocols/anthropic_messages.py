@@ -10,7 +10,7 @@ from headrace.answer import call_id
 from headrace.core.errors import RequestError
 from headrace.core.pieces import CONTENT, REASONING, TOOL, ChannelPiece
 from headrace.core.request import Prompt, Request, Route
-from headrace.generation.served import ServedModel
+from headrace.fleet.served_model import ServedModel
 from headrace.protocols import openai_chat
 from headrace.protocols.anthropic_errors import AnthropicErrors
 from headrace.protocols.anthropic_input import (
@@ -204,7 +204,7 @@ class MessageFrames:
         return self._report(**told) if told else [self.idle()]
 
     def _sign(self) -> list[bytes]:
-        """What clients count that pass over pings: nothing more of the block that is open.
+        """A sign of life for clients that pass over pings: an empty delta of the open block.
 
         Before any block it opens one of text, in which the answer's text goes on.
         """

@@ -142,8 +142,8 @@ NO_EFFECT = (
 )
 
 _NOT_SHOWN = ("verbosity",)
-"""Of the fields without effect, those that ask for another answer. The others tell a provider whom
-to bill, what to keep and where to run: leaving them out changes no answer, so nobody is told."""
+"""Fields without effect that ask for another answer. The others tell a provider whom to
+bill, what to keep and where to run: leaving them out changes no answer, so nobody is told."""
 
 _MAX_IGNORED = 16
 _SHOWN_NAME = re.compile(r"[!-+\--~]{1,64}")  # visible ASCII but the comma, which divides names

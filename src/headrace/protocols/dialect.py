@@ -13,7 +13,7 @@ import msgspec
 
 from headrace.core.errors import RequestError
 from headrace.core.request import Prompt, Request, Route
-from headrace.generation.served import ServedModel
+from headrace.fleet.served_model import ServedModel
 from headrace.protocols.fields import Kind
 from headrace.streams.events import AnyEvent, Error, Heartbeat
 from headrace.streams.record import Record
@@ -69,14 +69,14 @@ class ErrorForm(Protocol):
         """The HTTP status by which clients know it."""
 
     def body(self, error: RequestError | Error, request_id: str = "") -> bytes:
-        """As JSON: of a request, or the last event of a stream that was cut."""
+        """The error as JSON: of a request, or the last event of a stream that was cut."""
 
     def frame(self, error: RequestError | Error) -> bytes:
-        """As a server-sent event, the last of its stream."""
+        """The error as a server-sent event, the last of its stream."""
 
 
 class PromptReader(Protocol):
-    """What finds the prompts of a body."""
+    """The reader that finds the prompts of a body."""
 
     REQUIRED: tuple[str, ...]  # fields that must be there; a prompt of ids is the first
     IN_PROMPTS: frozenset[str]  # those that become prompts, and may be large
@@ -86,7 +86,7 @@ class PromptReader(Protocol):
 
 
 class Dialect(PromptReader, Protocol):
-    """What the module of a dialect offers."""
+    """The names that the module of a dialect offers."""
 
     ROUTE: Route
     SUMMARY: str  # for the OpenAPI document

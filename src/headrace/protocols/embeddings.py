@@ -11,7 +11,7 @@ import msgspec
 from headrace.checkpoints.sentences import SentenceSpec
 from headrace.core.errors import RequestError
 from headrace.core.request import Ids, Prompt, Route, Text
-from headrace.generation.served import ServedModel
+from headrace.fleet.served_model import ServedModel
 from headrace.generation.vectors import VectorRequest
 from headrace.protocols.common_fields import TokenIds, read_known
 from headrace.protocols.dialect import encode
@@ -124,7 +124,7 @@ def check(checked: CheckedBody, model: ServedModel) -> None:
 
 
 def to_request(checked: CheckedBody, owner: str) -> VectorRequest:
-    """What is to be embedded; the inputs stay packed."""
+    """The request to embed; the inputs stay packed."""
     return VectorRequest(
         route=ROUTE,
         task="embed",

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from headrace.core.errors import RequestError
-from headrace.generation.served import ServedModel
-from headrace.protocols.call_forms import FORMS, call_rules
+from headrace.fleet.served_model import ServedModel
+from headrace.protocols.call_forms import CALL_RULES, call_rules
 from headrace.protocols.structure import CallsWanted, Structure, Tool, Wanted
 from headrace.text.grammar import GrammarCompiler, GrammarError
 from headrace.text.output_splitter import REASONING_TAGS
@@ -37,10 +37,10 @@ _ASKS_NOTHING: dict[str, tuple[Any, ...]] = {
     "dependentSchemas": ({},),
     "not": (False,),
 }
-"""What cannot be enforced otherwise."""
+"""Values that change nothing; other values of these keywords cannot be enforced."""
 
 Grammars = list[dict[str, Any]]
-"""In llguidance's form; the first one is where an answer begins."""
+"""Grammars as llguidance takes them; an answer begins in the first one."""
 
 Constraint = tuple[str, tuple[int, int] | None]
 """A grammar and the tokens around reasoning, as Sampling has them."""
@@ -54,7 +54,7 @@ class _Part(NamedTuple):
 
 
 class GrammarMaker:
-    """For one model; made once, since it reads the whole vocabulary."""
+    """Makes grammars for one model; made once, since it reads the whole vocabulary."""
 
     def __init__(self, model: ServedModel) -> None:
         self._model = model
@@ -72,7 +72,7 @@ class GrammarMaker:
             raise RequestError("unsupported_operation", self._why_not, structure.path)
         tags = self._tags(structure)
         parts: list[_Part] = []
-        if structure.calls is not None and self._model.tool_format in ("", *FORMS):
+        if structure.calls is not None and self._model.tool_format in ("", *CALL_RULES):
             grammars = self._with_calls(structure.calls, structure.wanted, parts)
         elif structure.calls is not None:
             raise _no_form(self._model.tool_format, structure.calls.path)
@@ -128,7 +128,7 @@ class GrammarMaker:
         return grammar
 
     def _tags(self, structure: Structure) -> tuple[int, int] | None:
-        """Of reasoning that may come before the grammar."""
+        """The ids of the tags of reasoning that may come before the grammar."""
         name = self._model.reasoning_format
         if not name or (not structure.may_reason and name in REASONING_TAGS):
             return None

@@ -1,4 +1,4 @@
-"""What llama.cpp's own generation routes share: their fields, chunks and whole answers."""
+"""Common parts of llama.cpp's own generation routes: fields, chunks and whole answers."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -32,7 +32,7 @@ FIELDS: Mapping[str, Kind] = {
     "samplers": Array(String(), 64),
 }
 SAMPLERS = ("penalties", "temperature", "top_k", "top_p", "min_p")
-"""In the order in which they are applied here, by llama.cpp's names."""
+"""The samplers in the order in which they are applied here, by llama.cpp's names."""
 
 
 def read(
@@ -54,7 +54,7 @@ def read(
 
 
 def settings_of(sampling: Sampling) -> dict[str, Any]:
-    """Of a request or by default, by llama.cpp's names; what is not there is not named."""
+    """Settings of a request, or the defaults, by llama.cpp's names; those we lack are left out."""
     longest = -1 if sampling.max_tokens is None else sampling.max_tokens
     return {
         "n_predict": longest,
@@ -75,7 +75,7 @@ def settings_of(sampling: Sampling) -> dict[str, Any]:
 
 
 class _Answer:
-    """What has come of one choice."""
+    """One choice of an answer so far."""
 
     def __init__(self, record: Record, index: int) -> None:
         self._record = record

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from headrace.core.request import Ids, Prompt, Request, Route, Text
-from headrace.generation.served import ServedModel
+from headrace.fleet.served_model import ServedModel
 from headrace.protocols import llama, openai, requests
 from headrace.protocols.fields import Kind
 from headrace.protocols.llama import LlamaBody, LlamaFrames

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from headrace.core.request import Infill, Prompt, Request, Route
-from headrace.generation.served import ServedModel
+from headrace.fleet.served_model import ServedModel
 from headrace.protocols import llama, openai, requests
 from headrace.protocols.fields import Array, Kind, Object, String
 from headrace.protocols.llama import LlamaBody, LlamaFrames

@@ -186,7 +186,7 @@ def take_images(messages: tuple[dict[str, Any], ...]) -> TakenImages:
 
 
 def texts_of(content: Any) -> str:
-    """What is text in a message's content."""
+    """The text in a message's content."""
     if isinstance(content, str):
         return content
     return "\n".join(part.get("text", "") for part in content)

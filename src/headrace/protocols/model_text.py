@@ -1,4 +1,4 @@
-"""What a worker keeps of each model, and how much memory jobs may take beside it."""
+"""The text side of each model in a worker, and the memory that jobs may take beside it."""
 
 import contextlib
 import importlib
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.core.errors import ModelError, RequestError
-from headrace.generation.served import ServedModel
+from headrace.fleet.served_model import ServedModel
 from headrace.protocols.grammars import GrammarMaker
 from headrace.protocols.messages import placeholder_in_text
 from headrace.workers.pool import MEMORY_BYTES
@@ -82,7 +82,7 @@ def text_of(model: ServedModel | ModelText) -> ModelText:
 
 
 class MemoryBound:
-    """What jobs may hold beyond the models that were loaded."""
+    """The memory that jobs may hold beyond the models that were loaded."""
 
     def __init__(self, num_bytes: int = MEMORY_BYTES) -> None:
         self._allowed = num_bytes
@@ -100,7 +100,7 @@ class MemoryBound:
 
     @contextlib.contextmanager
     def lifted(self) -> Iterator[None]:
-        """For what is to be held besides."""
+        """Lifts the bound; memory that is taken meanwhile counts as kept."""
         before = _held_bytes()
         with contextlib.suppress(OSError, ValueError):
             _, hard = resource.getrlimit(resource.RLIMIT_DATA)

@@ -1,6 +1,6 @@
-"""What both of OpenAI's generation routes share: chunks, whole answers, errors.
+"""Common parts of OpenAI's two generation routes: chunks, whole answers, errors.
 
-What a choice looks like in them is the route's own: its Shape.
+The look of a choice in them is the route's own: its Shape.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,7 +37,7 @@ Choice = dict[str, Any]
 
 
 class Part(NamedTuple):
-    """What one event adds to the text of a choice."""
+    """The text that one event adds to a choice, with its log probabilities."""
 
     text: str
     logprobs: tuple[TokenLogprob, ...]
@@ -53,7 +53,7 @@ class Shape(Protocol):
     has_prompt_in_choice: bool  # where the prompt's token ids go, if asked for
 
     def opening(self) -> list[Choice]:
-        """What must be said before any text, a chunk each."""
+        """The chunks that must precede any text."""
 
     def idle(self, index: int) -> Choice:
         """A choice with nothing to say."""
@@ -305,7 +305,7 @@ def progress_of(event: Progress) -> dict[str, Any]:
 
 
 def ingestion_of(event: Finish) -> dict[str, Any]:
-    """What goes beside an answer whose request asked how its prompt was computed."""
+    """Fields beside an answer whose request asked how its prompt was computed."""
     if isinstance(event.ingestion, UnsetType):
         return {}
     return {"headrace": {"ingestion": event.ingestion}}
@@ -324,7 +324,7 @@ def usage_of(usage: Usage) -> dict[str, Any]:
 
 
 def timings_of(timings: Timings) -> dict[str, Any]:
-    """With the rates that follow from the counts; predicted ones count the steps between tokens."""
+    """Timings and the rates that follow from them; predicted ones count steps between tokens."""
     num_steps = max(timings.predicted_n - 1, 0)
     return {
         "cache_n": timings.cache_n,

@@ -8,7 +8,7 @@ import msgspec
 from headrace.answer import call_delta, joined_calls
 from headrace.core.errors import RequestError
 from headrace.core.request import Channels, Chat, Prompt, Request, Route
-from headrace.generation.served import ServedModel
+from headrace.fleet.served_model import ServedModel
 from headrace.protocols import openai, requests
 from headrace.protocols.common_fields import COMMON, read_common
 from headrace.protocols.fields import Flag, Integer, Kind, Object, String

@@ -8,7 +8,7 @@ import msgspec
 
 from headrace.core.errors import RequestError
 from headrace.core.request import Ids, Infill, Prompt, Request, Route, Text
-from headrace.generation.served import ServedModel
+from headrace.fleet.served_model import ServedModel
 from headrace.protocols import openai, requests
 from headrace.protocols.common_fields import COMMON, TokenIds, read_common
 from headrace.protocols.fields import (
@@ -145,7 +145,7 @@ class TextShape:
         self._offsets = [_Offsets() for _ in range(record.request.num_choices)]
 
     def opening(self) -> list[Choice]:
-        """Nothing that a heartbeat would not say."""
+        """No chunks: a heartbeat says as much."""
         return []
 
     def idle(self, index: int) -> Choice:

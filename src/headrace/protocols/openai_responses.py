@@ -7,7 +7,7 @@ import msgspec
 
 from headrace.core.errors import RequestError
 from headrace.core.request import Chat, Prompt, Request, Route
-from headrace.generation.served import ServedModel
+from headrace.fleet.served_model import ServedModel
 from headrace.protocols import openai, openai_chat
 from headrace.protocols.common_fields import COMMON, read_common
 from headrace.protocols.dialect import encode, named
@@ -216,7 +216,7 @@ class ResponseFrames:
         return self._frame({"type": "keepalive"})
 
     def _beat(self, event: AnyEvent) -> dict[str, Any] | None:
-        """What a keepalive says of an event that adds nothing to the response."""
+        """The fields of a keepalive, for an event that adds nothing to the response."""
         options = self._options
         if isinstance(event, Heartbeat) and options.heartbeat:
             return openai.wait_of(event) if options.return_progress else {}
@@ -239,7 +239,7 @@ response_body = GrowingResponse
 
 
 def _repeated(fields: dict[str, Any]) -> dict[str, Any]:
-    """What the response object says of its request."""
+    """The fields of the response object that repeat its request."""
     reasoning = fields.get("reasoning", {})
     return {
         "background": fields.get("background", False),

@@ -3,7 +3,7 @@
 from array import array
 
 from headrace.core.request import Infill
-from headrace.generation.served import ServedModel
+from headrace.fleet.served_model import ServedModel
 
 
 def text_ids(

@@ -1,4 +1,4 @@
-"""From a body's bytes to a Request: strict JSON, the model's limits, its defaults."""
+"""Reads a body's bytes into a Request: strict JSON, the model's limits, its defaults."""
 
 import re
 import secrets
@@ -10,8 +10,8 @@ import msgspec
 from headrace.core.errors import RequestError
 from headrace.core.request import Chat, Ids, Infill, Prompt, Request, ResponseOptions, Route, Text
 from headrace.core.sampling import Sampling
-from headrace.generation.model_names import called
-from headrace.generation.served import ServedModel
+from headrace.fleet.model_names import called
+from headrace.fleet.served_model import ServedModel
 from headrace.protocols.common_fields import max_tokens
 from headrace.protocols.dialect import Dialect, PromptReader
 from headrace.protocols.fields import wrong_value
@@ -49,7 +49,7 @@ def decode(body: bytes) -> dict[str, Any]:
 def make_request(
     route: Route, prompts: tuple[Prompt, ...], fields: dict[str, Any], model: ServedModel
 ) -> Request:
-    """What was asked, filled up with the model's defaults; RequestError where it has less.
+    """Makes the request, with the model's defaults; RequestError where it passes the limits.
 
     The caller adds what only its route has.
     """
@@ -142,7 +142,7 @@ def _resolve(name: str, fields: dict[str, Any], model: ServedModel, otherwise: f
 
 
 class CheckedBody(msgspec.Struct, frozen=True):
-    """What a worker found in a body. Only `packed` and `kept` grow with it; they stay unopened."""
+    """A body as a worker checked it. Only `packed` and `kept` grow with it; they stay unopened."""
 
     fields: dict[str, Any]  # but for the prompts
     stubs: tuple[Prompt, ...]  # the prompts without their content
@@ -186,7 +186,7 @@ def check_ids(checked: CheckedBody, model: ServedModel) -> None:
 
 
 def _largest(prompts: tuple[Prompt, ...], name: str, fields: dict[str, Any]) -> tuple[int, str]:
-    """Of all ids in the prompts, and its path within the field of that name."""
+    """The largest id in the prompts, and its path within the field of that name."""
     is_list = getattr(fields[name], "is_list", len(prompts) > 1)
     largest_id, path = -1, ""
     for i, prompt in enumerate(prompts):

@@ -55,7 +55,7 @@ def read(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def to_request(checked: CheckedBody, route: Route, owner: str) -> VectorRequest:
-    """What is to be scored; query and documents stay packed."""
+    """The request to score; query and documents stay packed."""
     model = checked.fields.get("model")
     return VectorRequest(route, "score", "pairs", checked.packed, "documents", True, model, owner)
 

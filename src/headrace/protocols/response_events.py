@@ -27,7 +27,7 @@ ResponseEvent = dict[str, Any]
 
 
 class KeptBody(msgspec.Struct, frozen=True):
-    """What is stored of a request's body, both as JSON.
+    """The parts of a request's body that are stored, both as JSON.
 
     `items` are all that led to the answer, those of earlier responses included; `shown` is the part
     of the response object that repeats the request.
@@ -135,7 +135,7 @@ class GrowingResponse:
         self._entries: list[TokenLogprob] = []  # of tokens whose text is still held back
 
     def take(self, event: AnyEvent) -> list[ResponseEvent]:
-        """What one event adds. Takes every event from seq 0, in order."""
+        """The response events that one event adds. Takes every event from seq 0, in order."""
         match event:
             case Accepted():
                 second = "queued" if self._is_background else "in_progress"

@@ -114,7 +114,7 @@ class Metadata(msgspec.Struct, frozen=True):
 
 
 def wanted_of(text: dict[str, Any]) -> Wanted | None:
-    """What a field `text` that was checked asks the answer to be."""
+    """The form of answer that a checked field `text` asks for."""
     format = text.get("format") or {}
     if format.get("type") == "json_object":
         return Wanted("json", {"type": "object"}, "text.format")

@@ -45,7 +45,7 @@ class Items(msgspec.Struct, frozen=True):
 
 
 def messages_of(items: Iterable[Item], num_past: int = 0) -> tuple[dict[str, Any], ...]:
-    """What a chat template will see; images with the paths that they have in the request.
+    """The messages for a chat template; images with the paths that they have in the request.
 
     Reasoning, text and calls of the assistant that follow each other in this order are one message.
     The first `num_past` items are an earlier response's.
@@ -71,7 +71,7 @@ _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 
 
 def item_id(stream_id: str, kind: str, place: str) -> str:
-    """The same for every reader of the log."""
+    """The id of an item, the same for every reader of the log."""
     digest = hashlib.sha256(f"{stream_id}:{place}".encode()).hexdigest()
     return f"{_PREFIXES.get(kind, 'fco')}_{digest[:32]}"
 
@@ -113,7 +113,7 @@ def _output(value: Item, path: str) -> Item:
 
 
 def _reasoning(value: Item, path: str) -> Item:
-    """Its text. What another provider encrypted is no text, and is left out."""
+    """The text of reasoning; parts that another provider encrypted are left out."""
     texts = []
     for name in ("summary", "content"):
         parts = value.get(name) or []
@@ -147,7 +147,7 @@ def _content(value: Any, role: str, path: str) -> list[Item]:
 
 
 def _image(part: Item, path: str) -> Item:
-    """By its address. Files are stored by a provider; there are none here."""
+    """An image by its address. Files are stored by a provider; there are none here."""
     if part.get("image_url") is None and part.get("file_id") is not None:
         message = f"{path} names a file; send the image as a data URI in image_url."
         raise RequestError("unsupported_content", message, f"{path}.file_id")

@@ -1,4 +1,4 @@
-"""What form a body asks its answer to have: one constraint, and calls of its tools.
+"""The structure that a body asks of its answer: one constraint, and calls of its tools.
 
 Knows no model: `grammars.py` makes a grammar of it.
 """

@@ -48,7 +48,7 @@ class Tools(msgspec.Struct, frozen=True):
 
 
 class AllowedTools(msgspec.Struct, frozen=True):
-    """Those of the tools that may be called: their names, and `auto` or `required`."""
+    """The tools that may be called: their names, and `auto` or `required`."""
 
     mode: str
     names: tuple[str, ...]

@@ -21,8 +21,9 @@ import msgspec
 from headrace.config.settings import ModelConfig
 from headrace.core.errors import RequestError
 from headrace.core.request import Chat, Ids, Infill, Prompt, Route, Text
-from headrace.generation.model_names import names_of, paths_of
-from headrace.generation.served import EncodedPrompt, Models, ServedModel
+from headrace.fleet.model_names import names_of, paths_of
+from headrace.fleet.served_model import Models, ServedModel
+from headrace.generation.model_checks import EncodedPrompt
 from headrace.protocols import (
     anthropic_messages,
     embeddings,
@@ -77,7 +78,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class Jobs:
-    """What is done with bodies: each job takes one and a few small arguments, and gives bytes.
+    """The jobs for bodies: each takes one and a few small arguments, and gives bytes.
 
     `rendering` bounds the time of a chat template.
     """
@@ -187,7 +188,7 @@ class Jobs:
         return _encode(self.inputs(decode(body)))
 
     def inputs(self, given: dict[str, Any]) -> CheckedBody:
-        """The same, from a body that is decoded."""
+        """Checks a decoded body of /v1/embeddings."""
         with self._noting(given):
             fields = embeddings.read(given)
         model = self._texts.get(fields.get("model")).model
@@ -201,7 +202,7 @@ class Jobs:
         return _encode(self.query(decode(body)))
 
     def query(self, given: dict[str, Any]) -> CheckedBody:
-        """The same, from a body that is decoded."""
+        """Checks a decoded body of /v1/rerank."""
         with self._noting(given):
             fields = rerank.read(given)
         packed = _encode((fields.pop("query"), fields.pop("documents")))

@@ -57,7 +57,7 @@ def _model(spec: ModelSpec) -> tuple[nn.Module, dict[str, GroupForm]]:
 def _packed_one_by_one(
     model: nn.Module, quantize: Quantize, forms: Mapping[str, GroupForm]
 ) -> Footprint:
-    """As `load_weights` goes: a linear layer is packed as soon as all of it is there."""
+    """Follows `load_weights`: a linear layer is packed as soon as all of it is there."""
     order = loading_order(model)
     shared = {name for names in order if len(names) > 1 for name in names}
     missing = {name for names in order for name in names}

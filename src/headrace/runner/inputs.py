@@ -1,4 +1,4 @@
-"""From the chunks of a plan to one packed batch: tokens of all chunks in a row, chunk by chunk."""
+"""Packs the chunks of a plan into one batch: tokens of all chunks in a row, chunk by chunk."""
 
 from array import array
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""From a model's folder to a runner that is warm, and the figures that describe it."""
+"""Loads a model's folder into a warm runner, with the figures that describe it."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""From a prompt's rows to the one vector that stands for it, however the prompt was cut."""
+"""Pools a prompt's rows into the one vector that stands for it, however the prompt was cut."""
 
 from collections.abc import Callable
 

@@ -119,7 +119,7 @@ class Scheduler:
         )
 
     def leave_room(self, elsewhere: Elsewhere) -> None:
-        """For engines beside this one, in the steps to come."""
+        """Leaves room for engines beside this one, in the steps to come."""
         self._budget.elsewhere = elsewhere
 
     def observe(self, chunks: Chunks[tuple[int, int]], seconds: float) -> None:

@@ -156,7 +156,7 @@ class WaitingLines:
             self._had[sequence.client] += _share(sequence)
 
     def in_turn(self, without: Quarantine | None = None) -> Iterator[Sequence]:
-        """As they would start if each could; they may change meanwhile."""
+        """The order in which they would start if each could; they may change meanwhile."""
         lines = {client: line[:] for client, line in self._lines.items()}
         if without:
             lines = {c: [s for s in line if s not in without] for c, line in lines.items()}

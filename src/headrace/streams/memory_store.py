@@ -44,7 +44,7 @@ class MemoryStore(Unshared):
         self._names: dict[Name, _Entry] = {}
 
     async def close(self) -> None:
-        """Nothing outlives it."""
+        """Does nothing: nothing outlives this store."""
 
     async def create(self, record: Record, replaces: StreamId | None = None) -> Stored:
         if (holder := self._holder(record, replaces)) is not None:
@@ -162,7 +162,7 @@ class _Log:
 
 
 def _names(record: Record) -> list[Name]:
-    """In the order in which they are looked up."""
+    """The names in the order in which they are looked up."""
     names = record.names
     found: list[Name] = [ById(record.id)]
     if names.key is not None:

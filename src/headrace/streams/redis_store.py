@@ -42,7 +42,7 @@ from headrace.streams.sweep import Kept, choose
 logger = logging.getLogger(__name__)
 
 _EVICTED_AT_ONCE = 100
-_NUM_LOOKS, _LOOK_S = 20, 0.05  # while what is found here is only about to be known here
+_NUM_TRIES, _TRY_S = 20, 0.05  # while what is found here is only about to be known here
 _NO_WRITER = 0
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -59,7 +59,7 @@ class RedisStore:
         self.stalled = link.stalled
         self.writable = link.writable
         self.link = link
-        self.tails = LiveTails(link, self._take_ask, self._look_for_stops)
+        self.tails = LiveTails(link, self._take_ask, self._ask_missed_stops)
         self._num_claims = 0  # under way
         self._strays: set[StreamId] = set()  # said to be written here, and unknown here
         self._unanswered: dict[str, str] = {}  # claims, by the gateway that has gone
@@ -98,7 +98,7 @@ class RedisStore:
         while pending := [part for part in self._parts if not part.done()]:
             for part in pending:
                 part.cancel()  # a client that connects or reads just then may pass over one
-            await asyncio.wait(pending, timeout=_LOOK_S)
+            await asyncio.wait(pending, timeout=_TRY_S)
         with contextlib.suppress(*LOST):
             await self.link.attempt(scripts.RELEASE, self.gateway)
         await self.link.close()
@@ -132,13 +132,13 @@ class RedisStore:
 
     async def _known(self, name: Name) -> Stored | None:
         """Finds a stream; one written here may be known only in a moment, or just have ended."""
-        for _ in range(_NUM_LOOKS):
+        for _ in range(_NUM_TRIES):
             answer = await self.link.run(scripts.FIND, *_as_arguments(name))
             if not answer:
                 return None
             if (stored := await self._stored(row_of(answer[0]))) is not None:
                 return stored
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_TRY_S)
         raise StoreStalled("This stream is being opened; try again later.")
 
     async def find_family(self, name: ByConversation) -> list[Stored]:
@@ -180,7 +180,7 @@ class RedisStore:
         return await self._unless_lost(self._asks.get())
 
     async def _stored(self, row: RedisRow) -> Stored | None:
-        """For a reader. None if it is written here, and not known here."""
+        """A stream for a reader. None if it is written here, and not known here."""
         record = row.record
         self._read_at[row.stream_id] = time.time()
         if row.has_ended:
@@ -195,7 +195,7 @@ class RedisStore:
         return Stored(record, _RedisLog(self, row, self.tails.of(row.stream_id), _NO_WRITER))
 
     def _claimed(self, row: RedisRow, record: Record, tail: Tail) -> Stored:
-        """For its writer."""
+        """A stream for its writer."""
         log = _RedisLog(self, row, tail, row.epoch)
         return Stored(record, log, stop_code=row.stop_code)
 
@@ -224,7 +224,7 @@ class RedisStore:
             interval_s = float(details[1]) if what == "beat" else 0.0
             self._asks.put_nowait(Ask(StreamId(id), what, details[0], interval_s))
 
-    async def _look_for_stops(self) -> None:
+    async def _ask_missed_stops(self) -> None:
         """Applies the stops that were published while nothing was heard."""
         own = list(self.tails.own)
         codes = await self.link.run(scripts.STOPS, *own, is_patient=True)
@@ -272,7 +272,7 @@ class RedisStore:
     # tasks
 
     async def _unless_lost(self, work: Coroutine[Any, Any, T]) -> T:
-        """Its result; the failure of a part without which the store does nothing, if one fails."""
+        """Awaits `work`; raises the failure of a task that the store needs, if one fails."""
         working = asyncio.create_task(work)
         try:
             await asyncio.wait((working, *self._parts), return_when=asyncio.FIRST_COMPLETED)

@@ -262,4 +262,4 @@ class _Reader:
 
 
 def _nothing(_: None) -> None:
-    """For writes that change nothing in memory."""
+    """The `publish` of writes that change nothing in memory."""

@@ -44,7 +44,7 @@ class _Write(Generic[Result]):
         self.error: Exception | None = None
 
     def settle(self) -> None:
-        """On the loop. The result is published even if nobody waits for it."""
+        """Runs on the loop. The result is published even if nobody waits for it."""
         if self.error is None:
             try:
                 result = self.publish(self.result)

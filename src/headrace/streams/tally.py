@@ -47,7 +47,7 @@ class Tally:
 
     @property
     def first_token_ms(self) -> int | None:
-        """From admission to the first token; None while there is none."""
+        """Milliseconds from admission to the first token; None while there is none."""
         return self._answered_at
 
     @property

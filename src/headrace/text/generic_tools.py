@@ -70,7 +70,7 @@ def _is_call(call: Any) -> bool:
 
 
 def _call(call: dict[str, Any]) -> str:
-    """To the letter as it was generated, if a client sends back what it got: so it is cached."""
+    """Writes a call to the letter as it was generated, so that a client's copy of it is cached."""
     function = call["function"]
     arguments = function.get("arguments") or {}
     if not isinstance(arguments, str):
@@ -91,7 +91,7 @@ def _alternating(messages: Iterable[_Message]) -> list[_Message]:
 
 
 def _led(messages: list[_Message], text: str, shows_system: bool) -> list[_Message]:
-    """With this text, which may be empty, after what the system says at the start."""
+    """Puts this text, which may be empty, after what the system says at the start."""
     num_heads = next(
         (i for i, it in enumerate(messages) if it["role"] not in ("system", "developer")),
         len(messages),

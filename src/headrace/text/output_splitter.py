@@ -295,7 +295,7 @@ def reasoning_format(template: str) -> str:
 def make_splitting(
     channels: Channels, tail: str, token_id: Callable[[str], int | None]
 ) -> Splitting:
-    """For an answer to a prompt that ends in `tail`: it may have opened reasoning already."""
+    """The splitting of an answer to a prompt that ends in `tail`, which may open reasoning."""
     if channels.reasoning == HARMONY:
         return Splitting(HarmonySplitter(), _ids_of(HarmonySplitter.MARKERS, token_id))
     tags = REASONING_TAGS.get(channels.reasoning)

@@ -52,7 +52,7 @@ class ChatTemplate:
     def load(
         cls, folder: Path, special_tokens: Mapping[str, str], file: Path | None = None
     ) -> "ChatTemplate | None":
-        """From `file`, or what the model's folder holds; None if it holds no template."""
+        """Loads the template of `file`, or of the model's folder; None if that has none."""
         sources = _sources(folder, file)
         return cls(sources, special_tokens, _file_of(folder, file)) if sources else None
 

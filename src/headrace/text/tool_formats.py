@@ -376,7 +376,7 @@ FORMATS: Mapping[str, ToolFormat] = {
     GENERIC: ToolFormat((), lambda _: BareCalls(), leads="{`"),
     "pythonic": ToolFormat(("<|python_start|>",), lambda _: WholeCalls("", _pythonic), leads="["),
 }
-"""By name, as --tool-format takes it. Harmony is no format of calls alone: see channels.py."""
+"""Formats by name, as --tool-format takes it. Harmony is more than one: see output_splitter.py."""
 
 _SIGNS = (
     ("<function=", "qwen3-coder"),

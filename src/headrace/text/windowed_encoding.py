@@ -23,7 +23,7 @@ NO_OUTER: Outer = (array("i"), array("i"))
 
 
 class Sizes(msgspec.Struct, frozen=True):
-    """In characters; a text of up to `window` is encoded in one call."""
+    """Sizes in characters; a text of up to `window` is encoded in one call."""
 
     window: int = 64 << 10
     overlap: int = 4 << 10

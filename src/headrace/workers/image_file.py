@@ -1,4 +1,4 @@
-"""What images become on their way to the engine: a file in memory that both sides can open."""
+"""Images on their way to the engine: a file in memory that both sides can open."""
 
 import os
 from typing import NamedTuple

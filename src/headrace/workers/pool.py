@@ -24,7 +24,7 @@ TEMPLATE_S = 5.0
 JOB_S = 60.0
 """Processor time that a whole job may take; a worker that takes more gets SIGVTALRM."""
 MEMORY_BYTES = 224 << 20
-"""What a worker may hold beyond what it loaded."""
+"""Memory that a worker may hold beyond what it loaded."""
 
 IMAGES = "images"
 """The job that has a worker of its own, at the lowest priority, where the model sees images."""
@@ -48,7 +48,7 @@ _VERDICTS = {
     -signal.SIGABRT: _TOO_MUCH,  # a library ran out of memory
     -signal.SIGSEGV: _TOO_MUCH,
 }
-"""What a worker's death says about its job; after any other death the job is tried again."""
+"""Errors that a worker's death means for its job; after any other death it is tried again."""
 
 
 class Work(Protocol):
@@ -188,7 +188,7 @@ class _Source:
             self._wants_spare.set()
 
     async def keep_spare(self) -> None:
-        """From the first one that was taken on."""
+        """Keeps a spare worker, from the first one that was taken on."""
         try:
             while True:
                 await self._wants_spare.wait()

@@ -30,7 +30,7 @@ _REQUEST = struct.Struct("<II")  # lengths of name and arguments, and of the bod
 _REPLY = struct.Struct("<?I")  # whether it is a refusal, and its length
 
 Reply = tuple[bool, bytes]
-"""Whether it is a refusal, and the result or the packed Refusal."""
+"""A flag for a refusal, and the result or the packed Refusal."""
 
 
 class WorkerProcess:
@@ -79,7 +79,7 @@ class WorkerProcess:
 
     @property
     def has_ended(self) -> bool:
-        """As far as is known."""
+        """Whether the process has ended, as far as is known."""
         return self._reader.at_eof()
 
     async def ask(self, head: bytes, body: Body) -> Reply:

@@ -68,7 +68,7 @@ def _emit_release(typing_context: Any) -> Any:
 
 load_table: Any = intrinsic(_emit_configure)
 release: Any = intrinsic(_emit_release)
-"""To be called when a kernel is done: the system saves the tiles of each thread that holds any."""
+"""Call it when a kernel is done: the system saves the tiles of each thread that holds any."""
 
 
 @njit

@@ -75,7 +75,7 @@ def _add_group(has_minimum: bool) -> Any:
 
 
 def multiply_groups(name: str, bits: int, has_minimum: bool) -> Any:
-    """As the product of groups.py, for rows that are split in bytes."""
+    """The product of groups.py, for rows that are split in bytes."""
     head, lay_out, add = PANEL * 2 * (1 + has_minimum), by_fours(bits), _add_group(has_minimum)
 
     @compiled_as(name)

@@ -118,7 +118,7 @@ class Graph:
 
 
 def note(run: Callable[..., None], body: object, arguments: Any) -> None:
-    """To be called before each run of a kernel."""
+    """Records a kernel, if a graph is captured; call it before each run."""
     if graph := getattr(_current, "graph", None):
         graph.launched(run, body, arguments)
 
@@ -174,7 +174,7 @@ class _Capturing(TorchDispatchMode):
 
 
 def _is_part(result: Any, whole: Tensor) -> bool:
-    """Whether it lies in the same memory: what may be a view, as a change of dtype, may copy."""
+    """Whether a result shares memory with `whole`: a change of dtype, say, may view or copy."""
     first = result if isinstance(result, Tensor) else result[0]
     return bool(first.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr())
 

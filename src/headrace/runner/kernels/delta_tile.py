@@ -60,7 +60,7 @@ class _Tile:
         return self._pass(2, body)
 
     def moves(self, token: Any, found: Vectors, by: list[Any]) -> Vectors:
-        """By how much each column is corrected, for a number of the key that is 1."""
+        """The correction of each column, for a number of the key that is 1."""
         kept, k_scale, beta, _ = by
         known, result = self.times(kept, k_scale), []
         for column, part in zip(self._columns, found, strict=True):

@@ -48,7 +48,7 @@ def packed_bytes(form: GroupForm, outputs: int, inputs: int) -> int:
 
 
 def pack_groups(groups: Groups) -> Tensor:
-    """As bytes [panels, groups, bytes of a group]; outputs and inputs that are not there are 0."""
+    """Packs into bytes [panels, groups, bytes of a group]; missing outputs and inputs are 0."""
     form, (outputs, inputs) = groups.form, groups.q.shape
     num_panels, num_groups = -(-outputs // PANEL), -(-inputs // form.size)
     packed = torch.empty(num_panels, num_groups, group_bytes(form), dtype=torch.int8)
@@ -73,7 +73,7 @@ def pack_groups(groups: Groups) -> Tensor:
 
 
 def quantize_groups(weight: Tensor, form: GroupForm = INT4) -> Groups:
-    """To the nearest, between each group's smallest and largest value and 0."""
+    """Rounds to the nearest step between each group's smallest and largest value and 0."""
     outputs, inputs = weight.shape
     num_groups = -(-inputs // form.size)
     q = torch.empty((outputs, inputs), dtype=torch.int8)
@@ -254,7 +254,7 @@ _KERNELS_AMX = {
 def kernels_of(
     groups: GroupForm, num_inputs: int, instructions: InstructionSet | None = None
 ) -> dict[torch.dtype, Kernel]:
-    """By the type of the rows. Without `instructions` it is the processor's best."""
+    """Kernels by the type of the rows; default `instructions`: the processor's best."""
     kernels, kind = _KERNELS[groups.bits, groups.has_minimum], (groups.bits, groups.has_minimum)
     if (instructions or instruction_sets_here()[0]) == "amx" and num_inputs % groups.size == 0:
         return kernels | {torch.bfloat16: _KERNELS_AMX[kind]}

@@ -334,7 +334,7 @@ _BODIES_AMX = _BODIES | {
 def kernels_for(
     instructions: InstructionSet | None, num_inputs: int, weight: torch.dtype
 ) -> Kernels:
-    """By the type of the rows. Without `instructions` it is the processor's best."""
+    """Kernels by the type of the rows; default `instructions`: the processor's best."""
     instructions, bodies = instructions or instruction_sets_here()[0], _BODIES
     if instructions == "amx" and num_inputs % (GROUP if weight == torch.int8 else DEEP) == 0:
         bodies = _BODIES_AMX

@@ -38,7 +38,7 @@ class CapturedForward:
         launch.barrier_address()  # looks for OpenMP, by operations that must not be captured
 
     def __call__(self, batch: Batch) -> Tensor:
-        """At least as many rows as the batch has tokens; overwritten by the next step."""
+        """Returns at least as many rows as the batch has tokens; the next step overwrites them."""
         num_tokens = len(batch.token_ids)
         if self._is_off or num_tokens > _MAX_TOKENS:
             return self._forward(batch)

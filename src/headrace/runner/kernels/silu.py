@@ -89,7 +89,7 @@ from the column on, silu of the sum over j of weight[j] times inputs[(first + j)
 
 @njit
 def whole(size: Any) -> Any:
-    """As many numbers in whole vectors."""
+    """The size, rounded up to whole vectors."""
     return (size + LANES - 1) // LANES * LANES
 
 

@@ -192,7 +192,7 @@ _OBJECTIONS = {
     "generic-seq2seq-source": _source_objection,
     "llama-cpp": _llama_objection,
 }
-"""By lane, the reason why it cannot run a model, or None."""
+"""Functions that return why a lane cannot run a model, or None."""
 _MATCHERS = {
     "native-text": _is_native_text,
     "native-multimodal": _sees_natively,

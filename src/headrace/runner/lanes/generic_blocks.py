@@ -28,8 +28,8 @@ from headrace.runner.kernels.instruction_sets import InstructionSet
 from headrace.runner.lanes.foreign import FOREIGN_ERRORS, TOLERANCE, Signature
 from headrace.runner.storage import BlockStorage, bytes_per_position
 
-_PACKED, _LOOKING = "headrace_packed", "headrace_looking"
-"""Names of our attention: in a step, and while it looks at what a model hands to it."""
+_PACKED, _NOTING = "headrace_packed", "headrace_noting"
+"""Names of our attention: in a step, and while it notes what a model hands to it."""
 
 _OFFERED = frozenset({"position_ids", "use_cache", "logits_to_keep", "return_dict"})
 """Arguments of ours that a model may hand on to its attention."""
@@ -160,7 +160,7 @@ class ForeignAttention:
         out = self._steps[group].attend(number, q, k, v)
         return out[None, ..., : layer.value_dim].to(kind)
 
-    def look(
+    def note(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, options: dict[str, Any]
     ) -> Tensor:
         """Notes how a layer attends; what it returns has the right shape only."""
@@ -189,7 +189,7 @@ class ForeignAttention:
 
 
 _OWNERS: WeakKeyDictionary[nn.Module, ForeignAttention] = WeakKeyDictionary()
-"""By each module of a model, since transformers passes nothing else of ours to the function."""
+"""Our attention by module, since transformers passes nothing else of ours to the function."""
 
 
 def _refuse_unknown(options: dict[str, Any]) -> None:
@@ -222,10 +222,10 @@ def _attend(
     return _OWNERS[module].attend(module, query, key, value), None
 
 
-def _look(
+def _note(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any
 ) -> tuple[Tensor, None]:
-    return _OWNERS[module].look(module, query, key, value, mask, options), None
+    return _OWNERS[module].note(module, query, key, value, mask, options), None
 
 
 def _see(mask_function: Callable[..., Tensor], config: Any, **_: Any) -> _Outlook:
@@ -246,8 +246,8 @@ def _see(mask_function: Callable[..., Tensor], config: Any, **_: Any) -> _Outloo
 
 
 ALL_ATTENTION_FUNCTIONS.register(_PACKED, _attend)
-ALL_ATTENTION_FUNCTIONS.register(_LOOKING, _look)
-ALL_MASK_ATTENTION_FUNCTIONS.register(_LOOKING, _see)  # in a step no mask is made
+ALL_ATTENTION_FUNCTIONS.register(_NOTING, _note)
+ALL_MASK_ATTENTION_FUNCTIONS.register(_NOTING, _see)  # in a step no mask is made
 
 
 class BlockForm:
@@ -273,7 +273,7 @@ class BlockForm:
         try:
             _refuse_by_config(model)
             self._attention = ForeignAttention(model)
-            self._look()
+            self._note_layers()
             self._instructions = choose()
             self.error = self._check(own)
         except (*FOREIGN_ERRORS, RuntimeError) as error:
@@ -324,9 +324,9 @@ class BlockForm:
         return self._model(**self._signature.accepted(offered))
 
     @torch.inference_mode()
-    def _look(self) -> None:
+    def _note_layers(self) -> None:
         """One forward shows how each layer attends."""
-        self._model.set_attn_implementation(_LOOKING)
+        self._model.set_attn_implementation(_NOTING)
         ids = torch.arange(_PROBE_LENGTHS[0], device=self._device)
         self._call(ids, ids, ids[-1:])
         config = self._model.config.get_text_config()

@@ -21,7 +21,7 @@ from headrace.runner.kernels.linear import Quantize
 from headrace.runner.lanes.foreign import Weights
 from headrace.runner.lanes.image_tensors import FeatureCache, ImageTensors
 from headrace.runner.lanes.native_text import NativeText
-from headrace.runner.lanes.vision_tower import Look, VisionTower
+from headrace.runner.lanes.vision_tower import TowerRun, VisionTower
 
 
 @dataclass(slots=True)
@@ -31,7 +31,7 @@ class _Shown:
     works: tuple[EncodeWork, ...]
     positions: Tensor  # int64 [3, tokens] of its prompt
     features: dict[int, Tensor] = field(default_factory=dict)  # by work, until they are computed
-    look: Look | None = None
+    run: TowerRun | None = None
 
     @property
     def shift(self) -> int:
@@ -71,19 +71,19 @@ class NativeMultimodal(NativeText):
     def encode(self, chunk: EncodeChunk, work: EncodeWork) -> bool:
         shown = self._shown[chunk.sequence_id]
         if chunk.start == 0:
-            shown.look = None
+            shown.run = None
             if (known := self._seen.find(work.mark)) is not None:
                 shown.features[chunk.work] = known
             else:
-                shown.look = self._tower.begin(_image_tensors(work).read())
-        if shown.look is None:
+                shown.run = self._tower.begin(_image_tensors(work).read())
+        if shown.run is None:
             return False
-        rows = self._tower.advance(shown.look, chunk.start, chunk.end)
+        rows = self._tower.advance(shown.run, chunk.start, chunk.end)
         if rows is not None:
             if len(rows) != work.end - work.start:
                 message = f"{work.end - work.start} placeholders, and features for {len(rows)}"
                 raise ValueError(message)
-            shown.features[chunk.work], shown.look = rows, None
+            shown.features[chunk.work], shown.run = rows, None
             self._seen.keep(work.mark, rows)
             self.num_encoded += 1
         return True

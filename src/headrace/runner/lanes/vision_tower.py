@@ -15,7 +15,7 @@ from headrace.runner.lanes.foreign import until_called
 
 
 @dataclass(slots=True)
-class Look:
+class TowerRun:
     """An image between two blocks."""
 
     hidden: Tensor  # [patches, hidden]
@@ -36,22 +36,22 @@ class VisionTower:
         self.num_units = len(tower.blocks) + 1
         self._device, self._dtype = device, dtype
 
-    def begin(self, tensors: dict[str, Tensor]) -> Look:
+    def begin(self, tensors: dict[str, Tensor]) -> TowerRun:
         """Patches and their places, as the processor made them."""
         pixels = tensors["pixel_values"].to(self._device, self._dtype)
         grid = tensors["image_grid_thw"].to(self._device)
         (hidden, *arguments), keywords = until_called(
             self.module.blocks[0], lambda: self.module(pixels, grid_thw=grid)
         )
-        return Look(hidden, arguments, keywords)
+        return TowerRun(hidden, arguments, keywords)
 
-    def advance(self, look: Look, start: int, end: int) -> Tensor | None:
+    def advance(self, run: TowerRun, start: int, end: int) -> Tensor | None:
         """Units [start, end); rows [placeholders, hidden] behind the last."""
         for block in self.module.blocks[start:end]:
-            look.hidden = block(look.hidden, *look.arguments, **look.keywords)
+            run.hidden = block(run.hidden, *run.arguments, **run.keywords)
         if end < self.num_units:
             return None
-        rows: Tensor = self.module.merger(look.hidden)
+        rows: Tensor = self.module.merger(run.hidden)
         return rows
 
 

@@ -1,4 +1,4 @@
-"""From a row of logits to a token; every random number is Philox's, no state is kept.
+"""Draws a token from a row of logits; every random number is Philox's, no state is kept.
 
 Order: logits + bias, repetition, frequency and presence penalty, end tokens and what the grammar
 forbids masked, then argmax if greedy, else temperature, top_k, top_p, min_p and one draw.

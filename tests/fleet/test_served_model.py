@@ -7,7 +7,7 @@ import pytest
 from headrace.core.errors import RequestError
 from headrace.core.request import Chat, Prompt, Request, Text
 from headrace.core.sampling import Sampling
-from headrace.generation.served import admit
+from headrace.generation.model_checks import admit
 from tests.gateway.builders import FakeModel
 
 

@@ -1,4 +1,4 @@
-"""Which replica a request goes to, and when: first come, first served. Knows no clock, no engine.
+"""Places requests on replicas: first come, first served. Knows no clock and no engine.
 
 A replica has places, one for each sequence that it runs at once. Who goes there claims places and
 holds them until the engine has let go. What was placed where also tells where a prompt's beginning
@@ -16,7 +16,7 @@ Ticket = int
 
 
 class Want(NamedTuple):
-    """What a request needs: places, and blocks of memory for a prompt.
+    """The needs of a request: places, and blocks of memory for a prompt.
 
     `names` are those of its prompt's full blocks (see `prefix_names`). The lowest `due` goes
     first: when it came, or later for what is less urgent.
@@ -110,12 +110,12 @@ class Placement:
         self._line: list[tuple[float, Ticket]] = []  # sorted
 
     def open(self, replica: ReplicaId, num_places: int, num_blocks: int) -> None:
-        """It takes requests from now on, and its memory is empty."""
+        """Adds a replica that takes requests from now on; its memory is empty."""
         assert replica not in self._replicas
         self._replicas[replica] = _Replica(num_places, num_blocks, PrefixRecord(num_blocks))
 
     def close(self, replica: ReplicaId) -> list[Ticket]:
-        """It is gone, and with it the claims of these; nothing if it was not open."""
+        """Removes a replica, and returns the tickets whose claims go with it; none if not open."""
         gone = self._replicas.pop(replica, None)
         lost = list(gone.claims) if gone else []
         for ticket in lost:
@@ -123,15 +123,15 @@ class Placement:
         return lost
 
     def drain(self, replica: ReplicaId) -> None:
-        """It takes no more requests; those that it has keep their places."""
+        """Lets a replica take no more requests; those that it has keep their places."""
         self._replicas[replica].takes_more = False
 
-    def look(self, replica: ReplicaId, blocks_free: int) -> None:
-        """What its engine says of its memory."""
+    def set_free_blocks(self, replica: ReplicaId, blocks_free: int) -> None:
+        """Takes the number of free blocks that a replica's engine reports."""
         self._replicas[replica].blocks_free = blocks_free
 
     def ask(self, ticket: Ticket, want: Want) -> None:
-        """It gets in line; `next` says when its turn comes."""
+        """Puts a request in line; `next` says when its turn comes."""
         assert ticket not in self._wants and ticket not in self._where
         self._wants[ticket] = want
         bisect.insort(self._line, (want.due, ticket))
@@ -187,11 +187,11 @@ class Placement:
         return [ticket for _, ticket in self._line]
 
     def num_taken(self, replica: ReplicaId) -> int:
-        """Places that are claimed; 0 if it is not open."""
+        """Places of a replica that are claimed; 0 if it is not open."""
         return self._replicas[replica].num_taken if replica in self._replicas else 0
 
     def tickets(self, replica: ReplicaId) -> list[Ticket]:
-        """Those with claims there."""
+        """The tickets with claims on a replica."""
         return list(self._replicas[replica].claims) if replica in self._replicas else []
 
     def _choose(self, want: Want) -> ReplicaId | None:

@@ -7,8 +7,8 @@ import pytest
 from headrace.config.settings import ModelConfig
 from headrace.config.sources import check_names
 from headrace.core.errors import ConfigError, RequestError
-from headrace.generation.model_names import called, names_of, paths_of, root_of, told_apart
-from headrace.generation.served import Models
+from headrace.fleet.model_names import called, names_of, paths_of, root_of, told_apart
+from headrace.fleet.served_model import Models
 from headrace.protocols.model_text import ModelText
 
 

@@ -1,11 +1,11 @@
-"""One model a server runs: its engine, what that says, and the streams it works on."""
+"""One model a server runs: its engine, what that says, and the tenants it works for."""
 
 import asyncio
 import contextlib
 import math
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -27,31 +27,22 @@ from headrace.core.messages import (
     Submit,
 )
 from headrace.engine.client import EngineClient, EngineDown, EngineResized, EngineUp
-from headrace.generation.event_builder import EventBuilder, InQueue
-from headrace.generation.forecast import Forecast, Schedule, TokensAsked
-from headrace.generation.in_thread import in_thread
-from headrace.generation.loading import LoadWatch
-from headrace.generation.model_names import names_of, paths_of, root_of
-from headrace.generation.replica import Replica
-from headrace.generation.replicas import Replicas, between
-from headrace.generation.sequences import Item, SequenceOwner, Sequences
-from headrace.generation.served import (
-    ServedModel,
-    check_can_begin,
-    check_can_go_on,
-)
-from headrace.generation.stream import LiveStream
-from headrace.generation.vector_batch import VectorBatch, VectorWork
+from headrace.fleet.in_thread import in_thread
+from headrace.fleet.load_watch import LoadWatch
+from headrace.fleet.model_names import names_of, paths_of, root_of
+from headrace.fleet.queue_eta import Forecast, Schedule, TokensAsked
+from headrace.fleet.replica import Replica
+from headrace.fleet.replicas import Replicas, between
+from headrace.fleet.served_model import ServedModel
+from headrace.fleet.tenants import InQueue, Item, Sequences, Tenant, Waiter
 from headrace.metrics.metrics import Metrics
-from headrace.streams.log import Log
-from headrace.streams.record import Record
 
 _GONE = RequestError("engine_failed", "The engine stopped and could not be restarted.")
 _NO_ENGINE = EngineDown("engine_failed", "", given_up=False)
 _TELL_LOAD_S = 1.0  # at most as often do streams hear of the load they wait for
 
 CACHE_BYTES = 1 << 30
-"""Of each model for keys and values, where memory is budgeted and its settings say nothing."""
+"""Memory of each model for keys and values, where it is budgeted and settings say nothing."""
 
 Start = Callable[[ModelConfig], EngineClient]
 
@@ -100,35 +91,34 @@ class Host:
         self._up: EngineUp | None = None  # while it is
         self._sequences = Sequences()
         self._forecast = Forecast()
-        self._streams: dict[LiveStream, None] = {}  # in the order in which they came
-        self._waiting: dict[LiveStream, None] = {}  # those that hear of the load
+        self._tenants: dict[Tenant, None] = {}  # in the order in which they came
+        self._waiting: dict[Waiter, None] = {}  # those that hear of the load
         self._told_load_at = -math.inf
-        self._batches: set[VectorBatch] = set()
 
     @property
     def name(self) -> str:
-        """By which the server itself knows it."""
+        """The name by which the server itself knows the model."""
         return self.names[0]
 
     @property
     def is_here(self) -> bool:
-        """Its size is known, since nothing need be downloaded."""
+        """Whether the size is known, since nothing need be downloaded."""
         return self._model is not None or self._path.exists()
 
     @property
     def known(self) -> ServedModel | None:
-        """What was read of it, which stays when it is unloaded."""
+        """The model as it was read; it stays when the engine is unloaded."""
         return self._model
 
     @property
     def model(self) -> ServedModel:
-        """The same, of one that was loaded."""
+        """The model, once it was read."""
         assert self._model is not None
         return self._model
 
     @property
     def local(self) -> ModelConfig:
-        """Its settings, with the folder that it was read from."""
+        """The model's settings, with the folder that it was read from."""
         return msgspec.structs.replace(self.config, model=str(self.model.folder))
 
     def reads_like(self, other: "Host") -> bool:
@@ -159,7 +149,7 @@ class Host:
 
     @property
     def _path(self) -> Path:
-        """Where it is, if it is no hub id."""
+        """The model's path, if it is no hub id."""
         return find_model(MINI) if self.config.model == MINI else Path(self.config.model)
 
     @property
@@ -212,16 +202,16 @@ class Host:
         self._engine = self._start(self.local)
 
     async def settled(self) -> None:
-        """Until the engine has loaded; ModelError if it cannot."""
+        """Waits until the engine has loaded; ModelError if it cannot."""
         assert self._settled is not None
         await self._settled
 
     def fail(self, last_words: str) -> None:
-        """It could not be loaded."""
+        """Notes that the model could not be loaded."""
         self.state, self.last_words = "dead", last_words
 
     async def run(self) -> None:
-        """Until the engine is closed or given up."""
+        """Runs until the engine is closed or given up."""
         assert self._engine is not None
         await self._hear(self._engine)
         self._engine = self._up = self.status = self.share = None
@@ -265,7 +255,11 @@ class Host:
         if self._engine is not None:
             await self._engine.close()
 
-    # what its streams call
+    # what its tenants call
+
+    def open(self, tenant: Tenant) -> SequenceId:
+        """A new sequence of this tenant."""
+        return self._sequences.open(tenant)
 
     def submit(self, submit: Submit) -> None:
         if self._engine is not None:
@@ -275,55 +269,42 @@ class Host:
         if self._engine is not None:
             self._engine.cancel(cancel)
 
+    def forget(self, sequence_ids: Iterable[SequenceId]) -> None:
+        """Forgets these sequences: news about them reaches nobody from now on."""
+        self._sequences.close(sequence_ids)
+
     # what generation calls
 
-    def stream(
-        self, record: Record, builder: EventBuilder, log: Log, linger_s: float
-    ) -> LiveStream:
-        """A stream that is computed here; it is submitted once it is added."""
-        return LiveStream(record, builder, log, self, self._sequences, linger_s)
+    @property
+    def tenants(self) -> list[Tenant]:
+        """The tenants, in the order in which they were added."""
+        return list(self._tenants)
 
-    def add(self, stream: LiveStream) -> None:
-        """Submits it now and to each later engine, until it is removed."""
-        self._streams[stream] = None
+    def add(self, tenant: Tenant) -> None:
+        """Adds a tenant, which begins now and on each later engine, until it is removed."""
+        self._tenants[tenant] = None
         if self._up is None:
-            stream.tell(_NO_ENGINE)
+            tenant.tell(_NO_ENGINE)
         else:
-            self._submit(stream, self._up)
+            tenant.begin(self.model, self, self._up)
 
-    def remove(self, stream: LiveStream) -> None:
-        self._streams.pop(stream, None)
+    def remove(self, tenant: Tenant) -> None:
+        self._tenants.pop(tenant, None)
 
     @contextlib.contextmanager
-    def telling(self, stream: LiveStream) -> Iterator[None]:
-        """Tells a stream of the load that it waits for, until the context is left."""
-        self._waiting[stream] = None
+    def telling(self, waiter: Waiter) -> Iterator[None]:
+        """Tells it of the load that it waits for, until the context is left."""
+        self._waiting[waiter] = None
         if self.state not in ("ok", "recovering"):
-            stream.tell_load(self.share)
+            waiter.tell_load(self.share)
         try:
             yield
         finally:
-            del self._waiting[stream]
-
-    @contextlib.contextmanager
-    def batch(self, work: VectorWork) -> Iterator[VectorBatch]:
-        """Inputs to turn into vectors here, until the context is left."""
-        batch = VectorBatch(work, self, self._sequences)
-        self._batches.add(batch)
-        if self._up is not None:
-            batch.tell(self._up)
-        try:
-            yield batch
-        finally:
-            self._batches.remove(batch)
-
-    def __iter__(self) -> Iterator[LiveStream]:
-        """The streams that were added, in order."""
-        return iter(list(self._streams))
+            del self._waiting[waiter]
 
     def _deliver(self, outputs: Outputs) -> None:
         self._forecast.hear(outputs)
-        by_stream: defaultdict[SequenceOwner, list[Item]] = defaultdict(list)
+        by_tenant: defaultdict[Tenant, list[Item]] = defaultdict(list)
         for items in (
             outputs.started,
             outputs.prompt_logprobs,
@@ -332,18 +313,18 @@ class Host:
             outputs.finished,
         ):
             for item in items:
-                if (stream := self._sequences.owner(item.sequence_id)) is not None:
-                    by_stream[stream].append(item)
-        for stream, mine in by_stream.items():
-            stream.tell(mine)
+                if (tenant := self._sequences.owner(item.sequence_id)) is not None:
+                    by_tenant[tenant].append(item)
+        for tenant, mine in by_tenant.items():
+            tenant.tell(mine)
 
     def _show_load(self, news: Loading) -> None:
         self.share = news.share if news.stage == WEIGHTS else self.share
         now = time.monotonic()
         if now >= self._told_load_at + _TELL_LOAD_S:
             self._told_load_at = now
-            for stream in list(self._waiting):
-                stream.tell_load(self.share)
+            for waiter in list(self._waiting):
+                waiter.tell_load(self.share)
 
     def _engine_is_up(self, news: EngineUp) -> None:
         self.model.ready = news.ready
@@ -356,10 +337,8 @@ class Host:
         self._was_up.set()
         if self._settled and not self._settled.done():
             self._settled.set_result(None)
-        for stream in self:
-            self._submit(stream, news)
-        for batch in self._batches:
-            batch.tell(news)
+        for tenant in self.tenants:
+            tenant.begin(self.model, self, news)
 
     def _resize(self, news: EngineResized) -> None:
         assert self._up is not None
@@ -370,25 +349,13 @@ class Host:
             self.metrics.engine_is_up(news.ready)
 
     def _move(self, news: EngineDown, lost: tuple[SequenceId, ...]) -> None:
-        """One of several engines is gone; another takes what it had."""
+        """Notes that one of several engines is gone; another takes what it had."""
         assert self._up is not None
         self.metrics.replica_is_down(news)
         self._forecast.forget(lost)
         for owner in filter(None, dict.fromkeys(map(self._sequences.owner, lost))):
             owner.tell(news)
             owner.tell(self._up)
-
-    def _submit(self, stream: LiveStream, up: EngineUp) -> None:
-        try:
-            if stream.served is None:
-                check_can_begin(stream.record, self.model)
-                stream.serve(self.model, self, self._sequences)
-            else:
-                began, num_tokens = stream.served, stream.num_tokens
-                stream.smaller_context = check_can_go_on(*began, num_tokens, self.model)
-        except RequestError as change:
-            stream.end_now(change)
-        stream.tell(up)
 
     def _engine_is_down(self, news: EngineDown) -> None:
         self._up = self.status = self.share = None
@@ -397,34 +364,34 @@ class Host:
         self._forecast.forget_running()
         if news.given_up:
             self.state, self.last_words = "dead", news.message
-            for batch in self._batches:
-                batch.stop(_GONE)
+            for tenant in self.tenants:
+                tenant.lose(_GONE)
             return
         if self.state == "ok":
             self.state = "recovering"
-        for owner in (*self, *self._batches):
-            owner.tell(news)
+        for tenant in self.tenants:
+            tenant.tell(news)
 
     def _show_queue(self, status: Status) -> None:
-        """Tells every waiting stream its place."""
+        """Tells every waiting tenant its place."""
         self.status = status
-        self.metrics.look(status, self.model.ready)
+        self.metrics.show_status(status, self.model.ready)
         self.steps.extend(status.steps)
         self.tokens_per_s = status.prompt_tokens_per_s
         now = time.monotonic()
-        self._forecast.look(status, now)
+        self._forecast.measure_pace(status, now)
         if self._up is None:
             return
         starts = self._forecast.starts(status, self._num_places(status), self._asked)
         self.schedule = Schedule(now, starts)
-        told: set[SequenceOwner] = set()
+        told: set[Tenant] = set()
         for position, id in enumerate(status.queue, 1):
-            stream = self._sequences.owner(id)
-            if stream is not None and stream not in told:
-                told.add(stream)
+            tenant = self._sequences.owner(id)
+            if tenant is not None and tenant not in told:
+                told.add(tenant)
                 wait_s = self.schedule.start(position).in_s
                 eta_ms = None if wait_s is None else int(wait_s * 1000)
-                stream.tell_place(InQueue(position, status.num_waiting, eta_ms))
+                tenant.tell_place(InQueue(position, status.num_waiting, eta_ms))
 
     def _num_places(self, status: Status) -> int:
         """Sequences that can run at once; while memory is short, those that do run."""
@@ -435,8 +402,8 @@ class Host:
         return ready.max_num_seqs if has_memory else max(status.num_running, 1)
 
     def _asked(self, sequence_id: SequenceId) -> TokensAsked:
-        stream = self._sequences.owner(sequence_id)
-        return stream.asked(sequence_id) if stream else TokensAsked(0, 0)
+        tenant = self._sequences.owner(sequence_id)
+        return tenant.asked(sequence_id) if tenant else TokensAsked(0, 0)
 
     def _download(self, done: int, total: int) -> None:
         self.progress = (done, total)

@@ -13,9 +13,9 @@ import msgspec
 from headrace.config.document import read_document, to_document
 from headrace.config.settings import ModelConfig
 from headrace.core.errors import RequestError
-from headrace.generation.fleet import Fleet
-from headrace.generation.host import Host
-from headrace.generation.model_names import told_apart
+from headrace.fleet.fleet import Fleet
+from headrace.fleet.model_host import Host
+from headrace.fleet.model_names import told_apart
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ Configs = tuple[ModelConfig, ...]
 class Desired:
     """One document, put as a whole. Until one was, the models are those of flags and folder.
 
-    `make` makes a host, `renew` tells those who know models by their settings, `look` reads the
+    `make` makes a host, `renew` tells those who know models by their settings, `reread` reads the
     folder again. Without a file the document is lost with the server.
     """
 
@@ -39,13 +39,13 @@ class Desired:
         configs: Configs,
         make: Callable[[ModelConfig], Host],
         renew: Callable[[tuple[Host, ...]], None],
-        look: Callable[[], Configs],
+        reread: Callable[[], Configs],
         file: Path | None,
     ) -> None:
         self._configs = configs
         self._make = make
         self._renew = renew
-        self._look = look
+        self._reread = reread
         self._file = file
         self._was_put = file is not None and file.exists()
         self._looked_at = 0.0
@@ -65,12 +65,12 @@ class Desired:
         self._was_put = True
         self._apply(configs, fleet)
 
-    async def look(self, fleet: Fleet) -> None:
+    async def reread(self, fleet: Fleet) -> None:
         """Takes up what has come into the folder of models, and drops what has left it."""
         if self._was_put or fleet.is_sole or time.monotonic() < self._looked_at + _LOOK_INTERVAL_S:
             return
         self._looked_at = time.monotonic()
-        configs = await asyncio.to_thread(self._look)
+        configs = await asyncio.to_thread(self._reread)
         if configs != self._configs and not self._was_put:
             self._apply(configs, fleet)
 

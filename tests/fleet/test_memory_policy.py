@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from headrace.generation.residency import Move, Residency, Stage
+from headrace.fleet.memory_policy import Move, Residency, Stage
 
 SIZES = {"a": 3, "b": 4, "c": 5, "d": 20}
 MAX_MODELS, MAX_BYTES = 2, 9

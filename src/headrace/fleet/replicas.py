@@ -20,8 +20,8 @@ from headrace.engine.client import (
     EngineUp,
     NewsQueue,
 )
-from headrace.generation.placement import Placement, Ticket, Want, prefix_names
-from headrace.generation.replica import Replica, Retired, ready_of, status_of
+from headrace.fleet.placement import Placement, Ticket, Want, prefix_names
+from headrace.fleet.replica import Replica, Retired, ready_of, status_of
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class Replicas:
         self._place()
 
     def cancel(self, cancel: Cancel) -> None:
-        """Those in line end at once; the others when their engine has let go."""
+        """Ends sequences in line at once, and the others when their engine has let go."""
         by_replica: dict[int, list[SequenceId]] = {}
         ended = []
         for id in cancel.sequence_ids:
@@ -114,13 +114,13 @@ class Replicas:
     # to people
 
     def all(self) -> list[Replica]:
-        """Those there are, by number."""
+        """The replicas, by number."""
         for number, it in self._replicas.items():
             it.num_taken = self._placement.num_taken(number)
         return list(self._replicas.values())
 
     def resize(self, fewest: int, most: int, within_s: float) -> None:
-        """From now on there are between so many.
+        """Sets the smallest and largest number of engines.
 
         Of those that are too many, one after the other takes no more requests, and leaves once
         its streams have ended; those that have not after `within_s` go on at another engine.
@@ -203,7 +203,7 @@ class Replicas:
         self._lose(replica, news)
 
     def _lose(self, replica: Replica, news: EngineDown) -> None:
-        """Its streams are told; so are all, if there is no other engine that is up."""
+        """Tells the streams of a lost replica; tells all, if no other engine is up."""
         was_up, replica.up = replica.up, None
         self._retired.count(replica)
         tickets = self._placement.close(replica.number)
@@ -297,7 +297,7 @@ class Replicas:
 
     def _show(self, replica: Replica, status: Status) -> None:
         replica.status = status
-        self._placement.look(replica.number, status.blocks_free)
+        self._placement.set_free_blocks(replica.number, status.blocks_free)
         known = [it.status for it in self._replicas.values() if it.status]
         line = [self._parts[ticket] for ticket in self._placement.waiting()]
         whole = status_of(known, self._retired, line)
@@ -309,9 +309,9 @@ class Replicas:
         clock = asyncio.get_running_loop().time
         while True:
             await asyncio.sleep(_LOOK_INTERVAL_S)
-            await self._look(clock())
+            await self._adjust(clock())
 
-    async def _look(self, now: float) -> None:
+    async def _adjust(self, now: float) -> None:
         if self._is_closing:
             return
         are_up = all(it.up for it in self._replicas.values())

@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 async def in_thread(work: Callable[[], T]) -> T:
-    """In a thread that does not keep the process from ending, as one of an executor would."""
+    """Runs `work` in a thread that does not keep the process alive, as an executor's would."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
 

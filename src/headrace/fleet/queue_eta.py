@@ -63,7 +63,7 @@ class Schedule:
         return self._known[number - 1]
 
     def seconds_until(self, num_starts: int, now: float) -> float | None:
-        """Until `num_starts` have started from now on; None while nothing is measured."""
+        """Seconds until `num_starts` have started from now on; None while nothing is measured."""
         in_s = self.start(self._num_over(now) + num_starts).in_s
         return None if in_s is None else max(0.0, in_s - (now - self._at))
 
@@ -76,7 +76,7 @@ class Schedule:
         return number
 
     def _num_over(self, now: float) -> int:
-        """Those that should have started since."""
+        """The number of requests that should have started since."""
         number = 0
         while (in_s := self.start(number + 1).in_s) is not None and in_s < now - self._at:
             number += 1
@@ -87,7 +87,7 @@ _UNKNOWN = NextStart(None, 1)
 
 
 class TokensAsked(NamedTuple):
-    """What a sequence asks of the engine, in tokens; `limit` is that of its answer."""
+    """The demand of a sequence on the engine, in tokens; `limit` is that of its answer."""
 
     num_prompt: int
     limit: float
@@ -122,7 +122,7 @@ class Forecast:
                 self._length.add(length, 1)
         self._num_new += len(outputs.tokens)
 
-    def look(self, status: Status, now: float) -> None:
+    def measure_pace(self, status: Status, now: float) -> None:
         """The pace since the last status."""
         if self._looked_at is not None and self._num_new:
             self._pace.add((now - self._looked_at) * status.num_running, self._num_new)
@@ -143,7 +143,7 @@ class Forecast:
     def starts(
         self, status: Status, num_places: int, asked: Callable[[SequenceId], TokensAsked]
     ) -> Iterator[NextStart]:
-        """Those of the status's queue, in order, then of usual requests without end."""
+        """Starts of the status's queue, in order, then of usual requests without end."""
         usual = TokensAsked(int(self._prompt_length.value or 1), math.inf)
         queue = map(asked, status.queue)
         coming: Iterator[TokensAsked] = itertools.chain(queue, itertools.repeat(usual))

@@ -10,7 +10,7 @@ import pytest
 
 from headrace.core.ids import SequenceId
 from headrace.core.messages import Finished, FinishReason, NewToken, Outputs, PromptAdvance, Started
-from headrace.generation.forecast import Forecast, TokensAsked, Waiting, starts
+from headrace.fleet.queue_eta import Forecast, TokensAsked, Waiting, starts
 from tests.generation.fakes import STATUS
 
 NUM_PLACES, NUM_CLIENTS, NUM_PROMPT = 4, 10, 60
@@ -30,7 +30,7 @@ def test_a_free_place_waits_for_the_prompts_before() -> None:
 def test_while_nothing_is_measured_nothing_is_foretold() -> None:
     forecast, status = Forecast(), msgspec.structs.replace(STATUS, queue=(SequenceId(1),))
     for _ in range(3):
-        forecast.look(status, 0.0)
+        forecast.measure_pace(status, 0.0)
         assert next(forecast.starts(status, 1, lambda _: TokensAsked(5, 8))).in_s is None
         forecast.hear(Outputs(started=(Started(SequenceId(0), 5, 0),)))
         forecast.hear(Outputs(tokens=(NewToken(SequenceId(0), 1),)))
@@ -96,7 +96,7 @@ class Server:
             queue=tuple(map(SequenceId, self._waiting)),
             prompt_tokens_per_s=RATE,
         )
-        self.forecast.look(status, now)
+        self.forecast.measure_pace(status, now)
         waits = self.forecast.starts(status, NUM_PLACES, self._asked)
         for number, start in zip(self._waiting, waits, strict=False):
             if start.in_s is not None:

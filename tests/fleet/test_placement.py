@@ -2,7 +2,7 @@
 
 from array import array
 
-from headrace.generation.placement import Placed, Placement, PrefixRecord, Want, prefix_names
+from headrace.fleet.placement import Placed, Placement, PrefixRecord, Want, prefix_names
 from stress.simulator.placements import Simulation
 
 
@@ -116,7 +116,7 @@ def test_a_prefix_draws_nobody_to_a_replica_that_is_far_busier() -> None:
 
 def test_a_replica_without_memory_for_the_prompt_is_the_last_choice() -> None:
     made = placement()
-    made.look(0, 3)
+    made.set_free_blocks(0, 3)
     made.ask(0, want(names=(1, 2, 3, 4)))
     assert made.next() == Placed(0, 1, 0)
 

@@ -1,4 +1,4 @@
-"""Which models are in memory, and who waits for one: first come, first served. Knows no clock."""
+"""The models in memory, and who waits for one: first come, first served. Knows no clock."""
 
 import itertools
 from collections.abc import Iterable
@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 
 class Stage(Enum):
-    """Where a model's weights are."""
+    """The place of a model's weights."""
 
     OUT = "out"
     LOADING = "loading"
@@ -17,7 +17,7 @@ class Stage(Enum):
 
 
 class Move(NamedTuple):
-    """What the owner has to do now; `ticket` is -1 but for `enter` and `refuse`."""
+    """The next action of the owner; `ticket` is -1 but for `enter` and `refuse`."""
 
     kind: Literal["load", "unload", "enter", "refuse"]
     model: str
@@ -87,7 +87,7 @@ class Residency:
         place.used = next(self._uses)
 
     def send_out(self, model: str) -> None:
-        """It leaves once it is idle. Tickets asked for meanwhile wait, and bring it back."""
+        """Lets a model leave once it is idle. Tickets taken meanwhile wait, and bring it back."""
         if self._places[model].stage is Stage.IN:
             self._places[model].must_leave = True
 
@@ -118,7 +118,7 @@ class Residency:
         return self._places[model].num_uses > 0
 
     def is_gone(self, model: str) -> bool:
-        """Whether it is out, and nobody holds it."""
+        """Whether the model is out, and nobody holds it."""
         place = self._places[model]
         return place.stage is Stage.OUT and place.num_uses == 0
 
@@ -134,7 +134,7 @@ class Residency:
         return sorted(found, key=lambda name: self._places[name].used)
 
     def next_move(self) -> Move | None:
-        """What to do now; its effect on the books is taken, so each move is said once."""
+        """The next action; its effect on the books is taken at once, so each is returned once."""
         for name, place in self._places.items():
             if place.must_leave and place.is_idle:
                 place.stage = Stage.LEAVING

@@ -1,4 +1,4 @@
-"""What clients call a model: the names its settings give it, or one made of where it lies."""
+"""Names of a model for clients: those of its settings, or one made of where it lies."""
 
 import os
 from collections import defaultdict
@@ -13,7 +13,7 @@ from headrace.config.settings import ModelConfig
 
 
 class Named(Protocol):
-    """What answers to names, and, unsaid, to the path that it was given by."""
+    """A model that answers to its names and, unlisted, to the path that it was given by."""
 
     @property
     def names(self) -> tuple[str, ...]: ...
@@ -23,7 +23,7 @@ class Named(Protocol):
 
 
 def names_of(config: ModelConfig) -> tuple[str, ...]:
-    """What clients may call the model, without a look at its files; no path is among them."""
+    """The names that clients may use, without a look at the model's files; never a path."""
     return config.served_model_name or (root_of(config),)
 
 
@@ -42,7 +42,7 @@ def paths_of(config: ModelConfig) -> frozenset[str]:
 
 
 def called(model: Named, asked: str | None) -> str:
-    """What an answer calls the model: as the request does, but never by its path."""
+    """The model's name in an answer: the one in the request, but never a path."""
     return asked if asked in model.names else model.names[0]
 
 

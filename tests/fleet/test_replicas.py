@@ -14,11 +14,11 @@ from headrace.core.ids import SequenceId, StreamId
 from headrace.core.messages import Cancel, FinishReason, NewSequence, Outputs, Status, Submit
 from headrace.core.sampling import Sampling
 from headrace.engine.client import EngineDown, EngineNews, EngineResized, EngineUp
-from headrace.generation import replicas as module
+from headrace.fleet import replicas as module
+from headrace.fleet.model_host import Host
+from headrace.fleet.replicas import Replicas
+from headrace.fleet.served_model import ServedModel
 from headrace.generation.generation import Generation
-from headrace.generation.host import Host
-from headrace.generation.replicas import Replicas
-from headrace.generation.served import ServedModel
 from headrace.metrics.metrics import Metrics
 from headrace.protocols.worker import Jobs
 from headrace.streams.events import Error, Heartbeat, Tokens

@@ -4,8 +4,8 @@ import pytest
 
 from headrace.core.loading import COMPILING, READING, LoadProgress
 from headrace.core.messages import Loading
-from headrace.generation import loading
-from headrace.generation.loading import LoadTeller, LoadWatch
+from headrace.fleet import load_watch
+from headrace.fleet.load_watch import LoadTeller, LoadWatch
 from tools.harness.eventually import eventually
 
 
@@ -14,7 +14,7 @@ class ManualClock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
-        monkeypatch.setattr(loading.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(load_watch.time, "monotonic", lambda: self.now)
 
 
 def test_a_stage_counts_its_seconds_from_its_first_word(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,7 +51,7 @@ def test_a_download_tells_its_rate(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_stage_is_told_at_once_and_again_while_nothing_is_heard(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(loading, "EVERY_S", 0.2)
+    monkeypatch.setattr(load_watch, "EVERY_S", 0.2)
     watch, told = LoadWatch(), list[LoadProgress]()
     watch.begin(READING)
     with LoadTeller(lambda: (watch.progress,), told.append):

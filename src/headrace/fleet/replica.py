@@ -11,7 +11,7 @@ from headrace.engine.client import EngineClient, EngineUp
 
 
 class Replica:
-    """What is known of one of them; `up` while it is."""
+    """The state of one replica; `up` is None while it is down."""
 
     def __init__(self, number: int, client: EngineClient) -> None:
         self.number = number
@@ -31,7 +31,7 @@ class Replica:
 
 
 class Retired:
-    """What engines had counted when they died, so that totals never go back."""
+    """Counts of engines that have died, kept so that totals never go back."""
 
     def __init__(self) -> None:
         self.num_steps = self.num_preemptions = 0

@@ -14,18 +14,18 @@ EVERY_S = 1.5
 _LOOK_INTERVAL_S = 0.1
 
 OnLoading = Callable[[LoadProgress], None]
-Look = Callable[[], Iterable[LoadProgress | None]]
+ReadProgress = Callable[[], Iterable[LoadProgress | None]]
 
 
 class LoadWatch:
-    """What one load does, and since when. Told by one thread at a time, and read by any."""
+    """The progress of one load. One thread at a time reports to it, and any may read it."""
 
     def __init__(self, model: str = "") -> None:
         self._model = model
         self._now: tuple[Loading, float] | None = None
 
     def tell(self, loading: Loading) -> None:
-        """It does this now."""
+        """Reports what the load does now."""
         began = time.monotonic()
         if self._now is not None and self._now[0].stage == loading.stage:
             began = self._now[1]
@@ -43,7 +43,7 @@ class LoadWatch:
 
     @contextlib.contextmanager
     def during(self, stage: str) -> Iterator[None]:
-        """It does this in the context, and nothing after."""
+        """Reports a stage that lasts as long as the context."""
         self.begin(stage)
         try:
             yield
@@ -51,12 +51,12 @@ class LoadWatch:
             self.end()
 
     def end(self) -> None:
-        """It does nothing more."""
+        """Reports that the load has ended."""
         self._now = None
 
     @property
     def progress(self) -> LoadProgress | None:
-        """None if nothing is loaded."""
+        """The progress of the load; None if nothing is loaded."""
         if (now := self._now) is None:
             return None
         loading, began = now
@@ -71,15 +71,15 @@ class LoadTeller:
     A context. What is told at first is told before it is entered.
     """
 
-    def __init__(self, look: Look, tell: OnLoading) -> None:
-        self.look = look
+    def __init__(self, read_progress: ReadProgress, tell: OnLoading) -> None:
+        self.read_progress = read_progress
         self._tell = tell
         self._told: dict[str, tuple[str, float]] = {}  # stage and time, by model
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="loading", daemon=True)
 
     def __enter__(self) -> "LoadTeller":
-        self._look_once()
+        self._tell_once()
         self._thread.start()
         return self
 
@@ -89,12 +89,12 @@ class LoadTeller:
 
     def _run(self) -> None:
         while not self._stop.wait(_LOOK_INTERVAL_S):
-            self._look_once()
+            self._tell_once()
 
-    def _look_once(self) -> None:
+    def _tell_once(self) -> None:
         now, told = time.monotonic(), self._told
         self._told = {}
-        for one in filter(None, self.look()):
+        for one in filter(None, self.read_progress()):
             stage, at = told.get(one.model, ("", 0.0))
             if one.stage != stage or now >= at + EVERY_S:
                 self._tell(one)

@@ -1,0 +1,170 @@
+"""The models a server serves, as the gateway's process knows them: names, text, limits."""
+
+import time
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from headrace import __version__
+from headrace.checkpoints.find import find_here, find_model
+from headrace.checkpoints.hub import OnProgress
+from headrace.checkpoints.sentences import read_sentences
+from headrace.checkpoints.spec import ModelSpec, read_spec
+from headrace.config.settings import ModelConfig
+from headrace.core.errors import ModelError, RequestError
+from headrace.core.messages import Ready
+from headrace.fleet.model_names import Named, names_of, paths_of, root_of
+from headrace.models.registry import SEEING
+from headrace.streams.record import ServedForm
+from headrace.text.encoder import Encoder
+from headrace.text.output_splitter import reasoning_format
+from headrace.text.template import ChatTemplate
+from headrace.text.tokenizer import Tokenizer
+from headrace.text.tool_formats import tool_format
+
+_SHOWN = 100  # characters of an unknown name
+
+
+class ServedModel:
+    """One model. `ready` holds the engine's limits once it has loaded."""
+
+    def __init__(self, config: ModelConfig, on_progress: OnProgress | None = None) -> None:
+        self.folder: Path = find_model(config.model, config.revision, on_progress)
+        self.root = root_of(config)
+        self.names = names_of(config)
+        self.paths = paths_of(config)
+        self.created = int(time.time())
+        self.spec: ModelSpec = read_spec(self.folder)
+        self.tokenizer = Tokenizer.load(self.folder)
+        self.encoder = Encoder(self.tokenizer)
+        self.template = self._load_template(config.chat_template)
+        source = self.template.source if self.template else ""
+        # by which the model writes tool calls and sets its reasoning apart; "" if it does not
+        tools_source = self.template.tools_source if self.template else ""
+        self.tool_format = _given(config.tool_format, tool_format(tools_source))
+        self.reasoning_format = _given(config.reasoning_format, reasoning_format(source))
+        self.sentences = read_sentences(self.spec)
+        self._lane = config.lane
+        self._max_model_len = config.max_model_len
+        self.pooling = config.pooling
+        self.cuts_any = config.embedding_dimensions == "any"  # vectors, to any length
+        self.defaults = self.spec.defaults if config.generation_config == "auto" else None
+        self.ready: Ready | None = None
+
+    @property
+    def sampling_words(self) -> str:
+        """The model's defaults of sampling, for people; "" if it has none of its own."""
+        shown = self.spec.is_gguf and self.defaults
+        if not shown:
+            return ""
+        of_each = [(name, getattr(shown, name)) for name in shown.__struct_fields__]
+        values = ", ".join(f"{name} {value:g}" for name, value in of_each if value is not None)
+        return f"{self.names[0]} draws by {values} unless a request says otherwise"
+
+    @property
+    def has_vision(self) -> bool:
+        """Whether the model sees images."""
+        return _has_vision(self.spec, self._lane)
+
+    @property
+    def has_native_vision(self) -> bool:
+        """Whether it sees images in pieces, beside our own implementation of its text side."""
+        return self.spec.architecture in SEEING and self._lane in ("auto", "native-multimodal")
+
+    @property
+    def has_source(self) -> bool:
+        """Whether prompts are sources, and answers have a context of their own."""
+        return self.spec.has_source
+
+    @property
+    def vocab_size(self) -> int:
+        return self.spec.vocab_size
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt and answer together, in tokens; until the engine says, what is asked for.
+
+        0: neither the settings nor the model say.
+        """
+        if self.ready:
+            return self.ready.max_model_len
+        return min(filter(None, (self._max_model_len, self.spec.max_positions)), default=0)
+
+    @property
+    def system_fingerprint(self) -> str:
+        return f"fp_{self.ready.fingerprint}" if self.ready else ""
+
+    @property
+    def form(self) -> ServedForm:
+        ready = self.ready
+        if ready is None:
+            return ServedForm()
+        return ServedForm(
+            __version__,
+            ready.dtype if ready.quantize == "none" else f"{ready.dtype} {ready.quantize}",
+            f"{ready.device} with kernels {ready.kernels}",
+            ready.max_model_len,
+        )
+
+    def _load_template(self, name: str | None) -> ChatTemplate | None:
+        file = Path(name) if name else None
+        if file and not file.is_file():
+            raise ModelError(f"No chat template at {name}; give the path of a file.")
+        return ChatTemplate.load(self.folder, self.tokenizer.special_tokens, file)
+
+
+def _given(setting: str, found: str) -> str:
+    return {"auto": found, "none": ""}.get(setting, setting)
+
+
+ByName = TypeVar("ByName", bound=Named)
+
+
+class Models(Generic[ByName]):
+    """All that is served, by the names that clients ask for."""
+
+    def __init__(self, models: tuple[ByName, ...]) -> None:
+        self._models = models
+
+    def all(self) -> tuple[ByName, ...]:
+        return self._models
+
+    @property
+    def first(self) -> ByName:
+        """The model that answers where no name is given."""
+        return self._models[0]
+
+    def find(self, name: str) -> ByName | None:
+        """Finds a model by a name, or else by the path it was given by, which names no other."""
+        named = next((model for model in self._models if name in model.names), None)
+        return named or next((model for model in self._models if name in model.paths), None)
+
+    def get(self, name: str | None) -> ByName:
+        """The model that answers to `name`; without a name, the first one."""
+        if name is None:
+            return self.first
+        if (model := self.find(name)) is not None:
+            return model
+        raise self.unknown(name)
+
+    def unknown(self, name: str) -> RequestError:
+        """The error for a name that no model has."""
+        served = ", ".join(name for model in self._models for name in model.names)
+        return RequestError(
+            "model_not_found",
+            f"No model {name[:_SHOWN]!r} is served here; there is: {served}.",
+            "model",
+        ).noting(asked=name[:_SHOWN], served=served)
+
+
+def may_see_images(config: ModelConfig) -> bool:
+    """Whether the model does, or is not here yet and so may."""
+    try:
+        folder = find_here(config.model, config.revision)
+        return folder is None or _has_vision(read_spec(folder), config.lane)
+    except ModelError:  # loading it will say so
+        return False
+
+
+def _has_vision(spec: ModelSpec, lane: str) -> bool:
+    """A lane of text alone leaves the vision side out."""
+    return "vision_config" in spec.config and spec.has_processor and not lane.endswith("-text")
