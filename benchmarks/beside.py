@@ -130,7 +130,6 @@ async def _lookup(client: httpx.AsyncClient, number: int) -> None:
 
 async def _kill(client: httpx.AsyncClient, number: int) -> None:
     """Until there is another engine."""
-    await _both_up(client)
     models = (await client.get("/manage/state")).json()["models"]
     (pid,) = (one["engine"]["pid"] for one in models if one["model"] == "a")
     os.kill(pid, signal.SIGKILL)
@@ -237,6 +236,8 @@ async def compare(url: str, kind: Kind, given: argparse.Namespace) -> bool:
     async with _target(url, "b" if kind.has_two_models else "") as target:
         target.http.timeout = httpx.Timeout(LIMIT_S)
         streams = [[5 + n] for n in range(num)]
+        if kind.has_two_models:
+            await _both_up(target.http)
         await kind.ask(target.http, next(numbers))  # the first has no streams beside it
         await _round(target, nothing, streams, 0.3)  # the engine learns what its steps take
         props = await target.http.get("/props", params={"model": target.model})

@@ -7,10 +7,11 @@ from urllib.parse import quote
 
 import msgspec
 
-from stress.frames import Frame, error_in, frames_of, own_dropped
+from stress.frames import error_in, own_dropped
 from stress.http import Call, Exchange
 from stress.story import Story, Way
 from stress.witness import Proxy
+from tools.harness.sse import Frame, frames_of
 
 WAYS = (
     Way("byte", "conversation"),

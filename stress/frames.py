@@ -1,51 +1,10 @@
-"""Server-sent events read back: frames, the tokens and the text in them."""
+"""Tokens and text in the frames of a stream, in a whole answer, and in the log."""
 
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-import msgspec
-
-
-class Frame(NamedTuple):
-    """One complete frame; own frames of a connection have no id."""
-
-    id: str | None
-    event: str | None
-    data: bytes
-
-    @property
-    def seq(self) -> int:
-        assert self.id is not None
-        return int(self.id.rpartition(":")[2].partition(".")[0])
-
-    @property
-    def json(self) -> dict[str, Any]:
-        found: dict[str, Any] = msgspec.json.decode(self.data)
-        return found
-
-    @property
-    def is_done(self) -> bool:
-        return self.data == b"[DONE]"
-
-
-def frames_of(body: bytes) -> list[Frame]:
-    """The complete frames; a partial last one and comments are dropped."""
-    blocks = bytes(body).split(b"\n\n")[:-1]
-    frames = [_frame(block) for block in blocks]
-    return [frame for frame in frames if frame is not None]
-
-
-def _frame(block: bytes) -> Frame | None:
-    found: dict[str, bytes] = {}
-    for line in block.split(b"\n"):
-        name, _, value = line.partition(b": ")
-        if name:
-            found[name.decode()] = value
-    if "data" not in found:
-        return None
-    id, event = found.get("id"), found.get("event")
-    return Frame(id.decode() if id else None, event.decode() if event else None, found["data"])
+from tools.harness.sse import Frame
 
 
 def own_dropped(frames: Iterable[Frame]) -> list[Frame]:

@@ -6,18 +6,12 @@ from typing import Any
 import msgspec
 
 from stress.compare import Violation, compare_choices
-from stress.frames import (
-    Said,
-    frames_of,
-    own_dropped,
-    said_in_body,
-    said_in_chunks,
-    said_in_events,
-)
+from stress.frames import Said, own_dropped, said_in_body, said_in_chunks, said_in_events
 from stress.http import Exchange
 from stress.story import Story
 from stress.truth import NoTruth, Truth, read_truth
 from stress.witness import Proxy
+from tools.harness.sse import frames_of
 
 _OWN_DOING = ("replaced",)  # ends that a client brings about by asking twice
 

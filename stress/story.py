@@ -7,9 +7,10 @@ from typing import Any
 import msgspec
 
 from stress.catalog import Question
-from stress.frames import Frame, error_in, frames_of
+from stress.frames import error_in
 from stress.http import SILENCE_S, WHOLE_S, Call, Exchange, Reply, exchange
 from stress.witness import Proxy
+from tools.harness.sse import Frame, frames_of
 
 RETRYABLE = (0, 429, 502, 503, 504)  # 502 and 504 are a balancer's words
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0

@@ -7,10 +7,11 @@ from urllib.parse import quote
 
 import msgspec
 
-from stress.frames import Frame, frames_of, own_dropped
+from stress.frames import own_dropped
 from stress.http import Call, Exchange, exchange
 from stress.story import RETRYABLE
 from stress.witness import Proxy
+from tools.harness.sse import Frame, frames_of
 
 _PATIENCE_S = 300.0
 

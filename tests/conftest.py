@@ -14,6 +14,12 @@ settings.load_profile("suite")
 collect_ignore = ["clients", "cluster", "llama", "ops", "web"]
 
 
+@pytest.fixture
+def anyio_backend() -> str:
+    """Tests that are coroutines run in an event loop of their own."""
+    return "asyncio"
+
+
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model, for all who only read it."""

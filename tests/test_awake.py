@@ -67,13 +67,10 @@ def test_a_stop_counts_for_nothing_and_what_came_meanwhile_is_heard_first(
     assert called == [600 + 80 + 10]  # the tick in which it was stopped, again
 
 
-def test_a_limit_of_nothing_is_reached_at_once() -> None:
-    async def run() -> None:
-        reached = asyncio.Event()
-        Countdown(0.0, reached.set)
-        await reached.wait()
-
-    asyncio.run(run())
+async def test_a_limit_of_nothing_is_reached_at_once() -> None:
+    reached = asyncio.Event()
+    Countdown(0.0, reached.set)
+    await reached.wait()
 
 
 def test_a_limit_that_is_cancelled_is_never_reached(loop: Loop) -> None:
@@ -81,15 +78,12 @@ def test_a_limit_that_is_cancelled_is_never_reached(loop: Loop) -> None:
     assert not loop.due
 
 
-def test_a_body_that_takes_longer_than_its_limit_is_cut() -> None:
-    async def run() -> None:
-        with pytest.raises(TimeoutError):
-            async with within(0.01):
-                await asyncio.Event().wait()
-        async with within(60):
-            pass
-
-    asyncio.run(run())
+async def test_a_body_that_takes_longer_than_its_limit_is_cut() -> None:
+    with pytest.raises(TimeoutError):
+        async with within(0.01):
+            await asyncio.Event().wait()
+    async with within(60):
+        pass
 
 
 STOPPED = """

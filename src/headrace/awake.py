@@ -59,7 +59,7 @@ async def within(seconds: float) -> AsyncIterator[asyncio.Timeout]:
 
 
 async def is_done_within(task: "asyncio.Future[Any]", seconds: float) -> bool:
-    """Whether it is, when that long has passed; it goes on either way."""
+    """Whether the task is done when that long has passed; it goes on either way."""
     with contextlib.suppress(TimeoutError):
         async with within(seconds):
             await asyncio.wait([task])
@@ -83,7 +83,7 @@ class ProcessStops:
         self._has_left.set()
 
     def take(self) -> bool:
-        """Whether it was since this was asked last."""
+        """Whether the process was stopped since this was asked last."""
         self._tick()
         was_stopped, self._was_stopped = self._was_stopped, False
         return was_stopped

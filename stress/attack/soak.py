@@ -24,6 +24,7 @@ from websockets.asyncio.client import connect
 
 from stress.attack.honest import Scales
 from stress.site import Site
+from tools.harness.sse import data_of
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 FLAGS = ("--threads", "1", "--max-num-seqs", "6", "--max-num-queued-reqs", "16")
@@ -169,8 +170,8 @@ class Soak:
             async for line in answer.aiter_lines():
                 await asyncio.sleep(self._random.choice((0, 0, 0.05)))
                 is_done |= line == "data: [DONE]"
-                if line.startswith("data: {"):
-                    usage = json.loads(line[6:]).get("usage") or usage
+                for frame in data_of([line]):
+                    usage = frame.get("usage") or usage
             if not (usage and is_done):
                 self.books.problems.append("a slow reader's answer is not whole")
                 return

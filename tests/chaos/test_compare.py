@@ -4,11 +4,12 @@ import asyncio
 
 from stress.catalog import TEXT, Question
 from stress.compare import compare
-from stress.frames import Said, frames_of, own_dropped
+from stress.frames import Said, own_dropped
 from stress.http import Reply
 from stress.oracle import judge_plain
 from stress.story import Story, Way
 from stress.witness import Fate, Fates, Passage, Proxy
+from tools.harness.sse import frames_of
 
 TRUTH = [5, 6, 7, 8, 9, 10]
 

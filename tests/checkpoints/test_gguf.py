@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from headrace.checkpoints.find import find_model
 from headrace.checkpoints.gguf_folder import _llama3, gguf_folder, quantization_of
-from headrace.checkpoints.gguf_groups import FORMS, GroupForm
+from headrace.checkpoints.gguf_groups import GROUP_FORMS, GroupForm
 from headrace.checkpoints.gguf_header import TYPES, read_gguf
 from headrace.checkpoints.spec import Defaults, read_spec
 from headrace.config.settings import ModelConfig
@@ -88,7 +88,7 @@ def test_experts_that_do_not_fit_their_number_are_named(
 
 
 @needs_own_kernels
-@pytest.mark.parametrize("family, kind", [(f, k) for f, k in CASES if k in FORMS])
+@pytest.mark.parametrize("family, kind", [(f, k) for f, k in CASES if k in GROUP_FORMS])
 def test_a_file_keeps_its_bits_and_computes_as_plain_bfloat16_or_better(
     tmp_path: Path, family: str, kind: str
 ) -> None:
@@ -105,7 +105,7 @@ def test_a_file_keeps_its_bits_and_computes_as_plain_bfloat16_or_better(
         assert torch.equal(row_logits(runner, PROMPT, chunk), found)
     needed = footprint(read_spec(file), BF16, "avx512", "own")
     assert runner.lane.weight_bytes == needed.held <= needed.peak
-    assert needed.held < (0.45 if FORMS[kind].bits == 4 else 0.7) * unpacked.held
+    assert needed.held < (0.45 if GROUP_FORMS[kind].bits == 4 else 0.7) * unpacked.held
 
 
 @needs_own_kernels

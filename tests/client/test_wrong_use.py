@@ -69,16 +69,13 @@ def test_a_closed_client_says_so() -> None:
             call()
 
 
-def test_a_closed_asynchronous_client_says_so() -> None:
-    async def use() -> None:
-        client = AsyncClient()
-        await client.close()
-        with pytest.raises(HeadraceError, match="was closed"):
-            await client.models()
-        with pytest.raises(HeadraceError, match="was closed"):
-            await client.chat("hi")
-
-    asyncio.run(use())
+async def test_a_closed_asynchronous_client_says_so() -> None:
+    client = AsyncClient()
+    await client.close()
+    with pytest.raises(HeadraceError, match="was closed"):
+        await client.models()
+    with pytest.raises(HeadraceError, match="was closed"):
+        await client.chat("hi")
 
 
 def test_a_stream_that_was_read_is_not_read_again() -> None:

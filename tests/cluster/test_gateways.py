@@ -16,6 +16,7 @@ from tools.harness.eventually import eventually
 from tools.harness.processes import free_port
 from tools.harness.redis_servers import DURABLE, RedisServer, redis_server
 from tools.harness.servers import ServerProcess, running_server
+from tools.harness.sse import data_in, data_of
 
 BODY = {"prompt": "Once upon a time", "max_tokens": 400, "temperature": 0, "ignore_eos": True}
 STREAM = BODY | {"stream": True}
@@ -89,8 +90,7 @@ def undisturbed() -> str:
 
 
 def text_of(body: bytes) -> str:
-    frames = [line[6:] for line in body.decode().splitlines() if line.startswith("data: {")]
-    return "".join(choice["text"] for frame in frames for choice in json.loads(frame)["choices"])
+    return "".join(choice["text"] for frame in data_in(body) for choice in frame["choices"])
 
 
 def post(url: str, body: dict[str, Any] = BODY, **headers: str) -> httpx.Response:
@@ -168,10 +168,10 @@ def test_events_are_followed_and_stopped_through_the_other(cluster: Cluster) -> 
                 pass
             stopped = httpx.post(f"{stream_url}/cancel", timeout=20).json()
             assert stopped["state"] == "cancelled"
-            last = [line for line in told if line.startswith("data: ")][-1]
-        frames = [line for line in lines if line.startswith("data: ")]
-    assert json.loads(last[6:])["code"] == "cancelled"
-    assert json.loads(frames[-1][6:])["error"]["code"] == "cancelled"
+            last = list(data_of(told))[-1]
+        frames = list(data_of(lines))
+    assert last["code"] == "cancelled"
+    assert frames[-1]["error"]["code"] == "cancelled"
 
 
 def test_a_conversation_is_replaced_through_the_other(cluster: Cluster) -> None:
@@ -182,8 +182,8 @@ def test_a_conversation_is_replaced_through_the_other(cluster: Cluster) -> None:
         lines = answer.iter_lines()
         next(lines)
         post(two, BODY | {"max_tokens": 2}, **headers)
-        last = [line for line in lines if line.startswith("data: ")][-1]
-    assert json.loads(last[6:])["error"]["code"] == "replaced"
+        last = list(data_of(lines))[-1]
+    assert last["error"]["code"] == "replaced"
 
 
 @pytest.mark.parametrize("number", range(3))

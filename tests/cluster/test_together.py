@@ -1,6 +1,5 @@
 """Two gateways with their engines on two Ray nodes, one Redis, HAProxy: each serves any stream."""
 
-import json
 import time
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -15,6 +14,7 @@ from tools.harness.eventually import eventually
 from tools.harness.processes import free_port
 from tools.harness.redis_servers import DURABLE, redis_server
 from tools.harness.servers import ServerProcess
+from tools.harness.sse import data_in, data_of
 
 FLAGS = ("--threads", "1", "--max-model-len", "2048", "--max-num-seqs", "4", "--heartbeat-s", "1")
 CHAT = {
@@ -53,8 +53,7 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Together]:
 
 
 def said(body: bytes) -> str:
-    lines = [line[6:] for line in body.decode().splitlines() if line.startswith("data: {")]
-    deltas = [choice["delta"] for line in lines for choice in json.loads(line)["choices"]]
+    deltas = [choice["delta"] for frame in data_in(body) for choice in frame["choices"]]
     return "".join(delta.get("content") or "" for delta in deltas)
 
 
@@ -101,12 +100,12 @@ def test_a_stream_of_one_is_stopped_through_the_other(together: Together) -> Non
     body, headers = CHAT | {"max_tokens": 1900}, {"Idempotency-Key": "stopped"}
     url = f"{together.one.url}/v1/chat/completions"
     with httpx.stream("POST", url, json=body, headers=headers, timeout=LIMIT_S) as answer:
-        lines = (line for line in answer.iter_lines() if line.startswith("data: "))
-        next(lines)
+        frames = data_of(answer.iter_lines())
+        next(frames)
         stop = f"{together.two.url}/v1/streams/{answer.headers['x-stream-id']}/cancel"
         assert httpx.post(stop, timeout=LIMIT_S).json()["state"] == "cancelled"
-        last = [*lines][-1]
-    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "cancelled"
+        last = [*frames][-1]
+    assert last["error"]["code"] == "cancelled"
     # its place is free again
     eventually(lambda: not any(it["taken"] for it in up(together.one.url)), LIMIT_S)
 
@@ -130,7 +129,7 @@ def test_a_killed_gateways_stream_goes_on_at_the_others_engines(together: Togeth
     url = f"{together.one.url}/v1/chat/completions"
     with httpx.stream("POST", url, json=body, headers=headers, timeout=LIMIT_S) as answer:
         stream_id = answer.headers["x-stream-id"]
-        next(line for line in answer.iter_lines() if line.startswith("data: "))
+        next(data_of(answer.iter_lines()))
         together.one.process.kill()
     events = f"{together.two.url}/v1/streams/{stream_id}/events"
     began = time.monotonic()

@@ -117,6 +117,9 @@ def test_a_body_that_breaks_off_is_nothing(server: ServerProcess) -> None:
         with socket.create_connection((address.hostname, address.port)) as connection:
             head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             connection.sendall(f'{head}Content-Length: 100\r\n\r\n{{"mess'.encode())
+    state = httpx.get(f"{server.url}/manage/state").json()
+    assert state["running"] == state["waiting"]["requests"] == 0
+    assert not any("Traceback" in line for line in server.lines)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """A disk that is full while streams run: what clients hear, and that all of it comes later."""
 
 import contextlib
-import json
 import resource
 import time
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ import pytest
 
 from tools.harness.eventually import eventually
 from tools.harness.servers import ServerProcess, running_server
+from tools.harness.sse import data_in
 from tools.harness.tiny_models import make_tiny_model
 
 BODY = {"prompt": "hi", "max_tokens": 1500, "ignore_eos": True, "temperature": 0, "stream": True}
@@ -57,8 +57,7 @@ def asked(server: ServerProcess, name: str) -> Iterator[httpx.Response]:
 
 
 def texts(body: bytes) -> str:
-    frames = [line[6:] for line in body.decode().splitlines() if line.startswith("data: {")]
-    choices = [choice for frame in frames for choice in json.loads(frame).get("choices", ())]
+    choices = [choice for frame in data_in(body) for choice in frame.get("choices", ())]
     return "".join(choice["text"] for choice in choices)
 
 

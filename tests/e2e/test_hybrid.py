@@ -1,6 +1,5 @@
 """A hybrid over real HTTP: batched, with saved states, through an engine kill."""
 
-import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 
 from headrace.runner.kernels.instruction_sets import instruction_sets_here
 from tools.harness.servers import ServerProcess, running_server
+from tools.harness.sse import data_of
 from tools.harness.tiny_models import make_tiny_model
 
 PROMPT = "Once upon a time there was a river that drove a mill, and the mill had a headrace. "
@@ -55,8 +55,7 @@ def test_a_chat_streams_its_progress_and_its_choices(server: ServerProcess) -> N
     messages = [{"role": "user", "content": PROMPT * 8}]
     body = {"messages": messages, "max_tokens": 5, "n": 2, "stream": True, "return_progress": True}
     with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body, timeout=60) as answer:
-        lines = [line[6:] for line in answer.iter_lines() if line.startswith("data: {")]
-    frames = [json.loads(line) for line in lines]
+        frames = list(data_of(answer.iter_lines()))
     progress = [frame["prompt_progress"] for frame in frames if "prompt_progress" in frame]
     assert len(progress) > 2 and progress[-1]["processed"] == progress[-1]["total"]
     ends = {c["index"] for frame in frames for c in frame["choices"] if c["finish_reason"]}
@@ -69,9 +68,8 @@ def test_a_killed_engine_costs_no_token(server: ServerProcess) -> None:
     texts: list[str] = []
     url = f"{server.url}/v1/completions"
     with httpx.stream("POST", url, json=body | {"stream": True}, timeout=120) as answer:
-        for line in answer.iter_lines():
-            if line.startswith("data: {"):
-                texts += [choice["text"] for choice in json.loads(line[6:])["choices"]]
-                if len(texts) == 20:
-                    server.kill_engine()
+        for frame in data_of(answer.iter_lines()):
+            texts += [choice["text"] for choice in frame["choices"]]
+            if len(texts) == 20:
+                server.kill_engine()
     assert "".join(texts) == undisturbed

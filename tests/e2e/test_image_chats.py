@@ -2,7 +2,6 @@
 
 import base64
 import io
-import json
 import os
 import signal
 import threading
@@ -20,6 +19,7 @@ from headrace import LLM, Client, RequestFailed
 from headrace.workers.image_fetch import ImageFetcher
 from tools.harness.processes import children, command
 from tools.harness.servers import ServerProcess, running_server
+from tools.harness.sse import data_of
 from tools.harness.tiny_models import IMAGE, make_tiny_image_model
 
 LIMIT_S = 280  # the worker for images has the lowest priority, and waits on a busy machine
@@ -233,9 +233,7 @@ def text_despite_a_kill(server: ServerProcess, body: dict[str, Any]) -> str:
 
 def text_in(line: str) -> str:
     """What a line of a streamed answer adds."""
-    if not line.startswith("data: {"):
-        return ""
-    choices = json.loads(line.removeprefix("data: "))["choices"]
+    choices = [choice for frame in data_of([line]) for choice in frame["choices"]]
     return "".join(choice["delta"].get("content") or "" for choice in choices)
 
 

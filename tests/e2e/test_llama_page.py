@@ -1,12 +1,12 @@
 """The calls that llama.cpp's own page makes on the stream routes, in its order."""
 
-import json
 from pathlib import Path
 
 import httpx
 
 from tools.harness.eventually import eventually
 from tools.harness.servers import running_server
+from tools.harness.sse import data_in
 
 ID = "c1f3::headrace/tiny"
 BODY = {
@@ -38,11 +38,12 @@ def test_start_lose_the_line_find_resume_at_a_line_end_and_forget(folder: Path) 
         params = {"conv_id": ID, "from": offset}
         rest = httpx.get(f"{url}/v1/stream", params=params, timeout=60).content
         eventually(lambda: lookup(url)[0]["is_done"] is True)
-        lines = (got[:offset] + rest).decode().splitlines()
-        chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        whole = got[:offset] + rest
+        chunks = data_in(whole)
         progress = [chunk["prompt_progress"] for chunk in chunks if "prompt_progress" in chunk]
         assert progress[-1]["processed"] == progress[-1]["total"]
-        assert chunks[-1]["choices"][0]["finish_reason"] == "length" and lines[-2] == "data: [DONE]"
+        assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+        assert whole.endswith(b"data: [DONE]\n\n")
         assert httpx.delete(f"{url}/v1/stream", params={"conv_id": ID}).status_code == 204
         assert lookup(url) == []
         assert httpx.get(f"{url}/v1/stream", params=params).status_code == 404

@@ -5,7 +5,6 @@
 
 import asyncio
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -20,6 +19,7 @@ import pytest
 from headrace import Client
 from tools.harness.eventually import eventually
 from tools.harness.servers import ServerProcess, running_server
+from tools.harness.sse import data_in, data_of
 from tools.harness.tiny_models import make_tiny_model
 
 ASKED = {"prompt": "one two", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
@@ -173,7 +173,7 @@ def test_a_stream_begins_at_once_and_hears_heartbeats_while_its_model_waits_for_
             late = undo.enter_context(client.stream("POST", url, json={**body, "model": "a"}))
             late_id = late.headers["x-stream-id"]
             eventually(lambda: state_of(server.url, late_id) == "loading", LIMIT_S)
-        data = [json.loads(line[6:]) for line in (*first, *lines) if line.startswith("data: {")]
+        data = list(data_of((*first, *lines)))
         assert {chunk["id"] for chunk in data} == {waiting.headers["x-stream-id"]}
         # it began before anybody knew how the model would be served
         named = [chunk["system_fingerprint"] for chunk in data]
@@ -266,8 +266,7 @@ def test_a_conversation_that_waits_for_its_model_survives_the_server(
         assert told.content.endswith(b"data: [DONE]\n\n")
         whole = httpx.get(url, params=CHAT, timeout=LIMIT_S).content
         assert whole == heard + told.content
-        lines = whole.decode().split("\n")
-        chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        chunks = data_in(whole)
         # it began before anybody knew how the model would be served
         assert chunks[0]["system_fingerprint"] is None
         assert chunks[-1]["system_fingerprint"].startswith("fp_")

@@ -1,6 +1,5 @@
 """The routes beside the openai ones, on a real server."""
 
-import json
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -8,6 +7,7 @@ import httpx
 import pytest
 
 from tools.harness.servers import ServerProcess
+from tools.harness.sse import data_in
 
 USER = {"role": "user", "content": "Tell me about a river."}
 
@@ -95,8 +95,7 @@ def last_frame(server: ServerProcess, path: str, **body: Any) -> Any:
     """The last JSON of a stream."""
     response = httpx.post(f"{server.url}{path}", json=body | {"stream": True}, timeout=60)
     assert response.status_code == 200, response.text
-    frames = [ln[6:] for ln in response.text.splitlines() if ln.startswith("data: {")]
-    return json.loads(frames[-1])
+    return data_in(response.text)[-1]
 
 
 @pytest.mark.parametrize("path", ASKED)

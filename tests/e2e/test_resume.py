@@ -1,7 +1,6 @@
 """Streams found again over real HTTP: by event, by byte, after cuts, stops and kills."""
 
 import contextlib
-import json
 import os
 import resource
 import signal
@@ -16,6 +15,7 @@ import pytest
 
 from tools.harness.eventually import eventually
 from tools.harness.servers import ServerProcess, running_server
+from tools.harness.sse import data_in, data_of
 
 BODY = {"prompt": "Once upon a time", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
 LONG = BODY | {"max_tokens": 1500, "stream": True}
@@ -140,9 +140,9 @@ def test_a_stop_ends_a_stream_for_every_reader(url: str) -> None:
         next(lines)
         stream_id = answer.headers["x-stream-id"]
         stopped = httpx.post(f"{url}/v1/streams/{stream_id}/cancel").json()
-        last = [line for line in lines if line.startswith("data: ")][-1]
+        last = list(data_of(lines))[-1]
     assert stopped["state"] == "cancelled" and stopped["error"]["code"] == "cancelled"
-    assert json.loads(last[6:])["error"]["code"] == "cancelled"
+    assert last["error"]["code"] == "cancelled"
 
 
 def test_a_stopped_request_without_stream_is_no_answer_to_repeat(url: str) -> None:
@@ -206,13 +206,11 @@ def test_a_killed_engine_costs_no_token_and_is_told_of(folder: Path) -> None:
             with httpx.stream(
                 "POST", f"{server.url}/v1/completions", json=body, timeout=120
             ) as answer:
-                for line in answer.iter_lines():
-                    if line.startswith("data: {"):
-                        frame = json.loads(line[6:])
-                        attempts += [frame["recovering"]] if "recovering" in frame else []
-                        texts += [choice["text"] for choice in frame["choices"]]
-                        if len(texts) == 30:
-                            server.kill_engine()
+                for frame in data_of(answer.iter_lines()):
+                    attempts += [frame["recovering"]] if "recovering" in frame else []
+                    texts += [choice["text"] for choice in frame["choices"]]
+                    if len(texts) == 30:
+                        server.kill_engine()
             assert "".join(texts) == undisturbed
             if attempts:
                 break
@@ -227,10 +225,9 @@ def message(url: str, key: str, kills: dict[int, Callable[[], None]]) -> tuple[s
     with httpx.stream(
         "POST", f"{url}/v1/messages", json=body, headers=headers, timeout=120
     ) as answer:
-        for line in answer.iter_lines():
-            frame = json.loads(line[6:]) if line.startswith("data: {") else {}
+        for frame in data_of(answer.iter_lines()):
             last = frame.get("type", last)
-            if last == "content_block_delta" and frame:
+            if last == "content_block_delta":
                 texts.append(frame["delta"]["text"])
                 kills.get(len(texts), int)()
         assert last == "message_stop"
@@ -259,8 +256,7 @@ def test_a_killed_server_goes_on_with_its_durable_streams(folder: Path, tmp_path
         assert message(server.url, "message", {}) == (said, True)
         params = {"conv_id": "kept", "from": len(got)}
         whole = got + httpx.get(f"{server.url}/v1/stream", params=params, timeout=120).content
-        frames = [line[6:] for line in whole.decode().splitlines() if line.startswith("data: {")]
-        texts = [choice["text"] for frame in frames for choice in json.loads(frame)["choices"]]
+        texts = [choice["text"] for frame in data_in(whole) for choice in frame["choices"]]
         assert "".join(texts) == undisturbed
         assert whole == httpx.get(f"{server.url}/v1/stream", params={"conv_id": "kept"}).content
 

@@ -1,6 +1,5 @@
 """An encoder-decoder over HTTP: its source is the prompt in usage, progress and limits."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import transformers
 from tokenizers import Tokenizer
 
 from tools.harness.servers import ServerProcess, running_server
+from tools.harness.sse import data_of
 from tools.harness.tiny_models import make_tiny_seq2seq
 
 TEXT = "The mill wheel turns while the water runs."
@@ -38,11 +38,10 @@ def stream(server: ServerProcess, body: dict[str, Any], on_text: Any = None) -> 
     with httpx.stream(
         "POST", f"{server.url}/v1/completions", json=body | {"stream": True}, timeout=60
     ) as answer:
-        for line in answer.iter_lines():
-            if line.startswith("data: {"):
-                frames.append(json.loads(line[6:]))
-                if on_text and any(choice["text"] for choice in frames[-1]["choices"]):
-                    on_text()
+        for frame in data_of(answer.iter_lines()):
+            frames.append(frame)
+            if on_text and any(choice["text"] for choice in frame["choices"]):
+                on_text()
     return frames
 
 

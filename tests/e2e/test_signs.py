@@ -1,14 +1,13 @@
 """Signs of life that clients count, while a prompt takes long."""
 
-import json
 from collections.abc import Iterator
-from typing import Any
 
 import httpx
 import pytest
 
 from tools.harness.servers import ServerProcess, running_server
 from tools.harness.slow_engine import slow
+from tools.harness.sse import data_in
 
 PROMPT = " ".join(str(number) for number in range(250))
 BODY = {
@@ -27,14 +26,9 @@ def server() -> Iterator[ServerProcess]:
         yield running
 
 
-def told(body: bytes) -> list[dict[str, Any]]:
-    lines = body.decode().split("\n")
-    return [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
-
-
 def test_a_silent_prompt_of_messages_has_signs_that_clients_count(server: ServerProcess) -> None:
     answer = httpx.post(f"{server.url}/v1/messages", json=BODY, timeout=LIMIT_S)
-    events = told(answer.content)
+    events = data_in(answer.content)
     begun = next(i for i, event in enumerate(events) if event["type"] == "content_block_start")
     empty = [e for e in events if e.get("delta", {}).get("text") == ""]
     assert begun and len(empty) >= 2 and any(event["type"] == "ping" for event in events)
@@ -61,5 +55,5 @@ def test_a_stream_that_is_found_by_its_id_has_the_blocks_it_had(server: ServerPr
     url = f"{server.url}/v1/messages"
     first = httpx.post(url, json=asked, headers=key, timeout=LIMIT_S)
     again = httpx.post(url, json=asked, headers=key, timeout=LIMIT_S)
-    kept = [[e for e in told(one.content) if e["type"] != "ping"] for one in (first, again)]
+    kept = [[e for e in data_in(one.content) if e["type"] != "ping"] for one in (first, again)]
     assert kept[0] == kept[1]

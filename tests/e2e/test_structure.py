@@ -9,6 +9,7 @@ import openai
 import pydantic
 
 from tools.harness.servers import ServerProcess
+from tools.harness.sse import data_of
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -48,10 +49,7 @@ def heard(server: ServerProcess, after: int) -> tuple[list[int], int]:
     wanted = BODY | {"stream": True, "return_token_ids": True, "return_progress": True}
     url = f"{server.url}/v1/chat/completions"
     with httpx.stream("POST", url, json=wanted, timeout=120) as answer:
-        for line in answer.iter_lines():
-            if not line.startswith("data: {"):
-                continue
-            frame = json.loads(line[6:])
+        for frame in data_of(answer.iter_lines()):
             assert "error" not in frame, frame
             died_after = len(told) if "recovering" in frame else died_after
             before = len(told)

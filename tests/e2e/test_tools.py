@@ -12,6 +12,7 @@ from headrace.answer import Answer, Piece
 from tests.cli.terminal import terminal
 from tests.cli.test_chat import piped
 from tools.harness.servers import ServerProcess
+from tools.harness.sse import data_in
 
 WEATHER = {
     "type": "function",
@@ -46,8 +47,7 @@ def message_of(answer: httpx.Response) -> dict[str, Any]:
 
 
 def chunks_of(text: str) -> list[dict[str, Any]]:
-    lines = [line.removeprefix("data: ") for line in text.splitlines() if line[:5] == "data:"]
-    return [json.loads(line)["choices"][0] for line in lines if line != "[DONE]"]
+    return [chunk["choices"][0] for chunk in data_in(text)]
 
 
 def test_a_tool_is_called_and_its_result_answered(server: ServerProcess) -> None:

@@ -1,12 +1,13 @@
 """Real engine processes: start, answer, death, restart, refusal, end."""
 
 import asyncio
+import contextlib
 import os
 import resource
 import signal
 import time
 from array import array
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -34,29 +35,27 @@ from headrace.engine.step_record import StepRecord
 from headrace.engine.supervisor import MAX_FAILED_STARTS, MAX_SILENT_PINGS, Pulse, Supervisor
 from tools.harness.eventually import eventually
 
-Scene = Callable[[Supervisor, AsyncIterator[EngineNews]], Awaitable[None]]
 LIMIT_S = 240
 
 
-def play(folder: Path, scene: Scene) -> None:
-    async def run() -> None:
+@contextlib.asynccontextmanager
+async def started(folder: Path) -> AsyncIterator[tuple[Supervisor, AsyncIterator[EngineNews]]]:
+    """The supervisor of an engine, and what comes of it."""
+    supervisor = Supervisor(ModelConfig(model=str(folder), threads=1), LIMIT_S)
+    try:
         async with asyncio.timeout(LIMIT_S):
-            supervisor = Supervisor(ModelConfig(model=str(folder), threads=1), LIMIT_S)
-            try:
-                await scene(supervisor, supervisor.outputs())
-            finally:
-                await supervisor.close()
-            assert supervisor.pid is None
-
-    asyncio.run(run())
+            yield supervisor, supervisor.outputs()
+    finally:
+        await supervisor.close()
+    assert supervisor.pid is None
 
 
 async def of_kind(news: AsyncIterator[EngineNews], kind: type[EngineNews]) -> EngineNews:
     return await anext(item async for item in news if isinstance(item, kind))
 
 
-def test_an_engine_tells_how_far_its_load_has_come(folder: Path) -> None:
-    async def scene(engine: Supervisor, news: AsyncIterator[EngineNews]) -> None:
+async def test_an_engine_tells_how_far_its_load_has_come(folder: Path) -> None:
+    async with started(folder) as (_engine, news):
         told = []
         async for one in news:
             if not isinstance(one, Loading):
@@ -67,8 +66,6 @@ def test_an_engine_tells_how_far_its_load_has_come(folder: Path) -> None:
         assert shares == sorted(set(shares)) and shares[-1] == 1
         stages = list(dict.fromkeys(one.stage for one in told if one.stage != COMPILING))
         assert stages == [READING, CHECKING, WEIGHTS, WARMING]
-
-    play(folder, scene)
 
 
 async def child_of(supervisor: Supervisor) -> Child:
@@ -99,12 +96,12 @@ async def tokens(news: AsyncIterator[EngineNews]) -> list[int]:
     return found
 
 
-def test_a_killed_engine_is_started_again_and_names_who_was_at_work(
+async def test_a_killed_engine_is_started_again_and_names_who_was_at_work(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "headrace.engine.supervisor")
 
-    async def scene(supervisor: Supervisor, news: AsyncIterator[EngineNews]) -> None:
+    async with started(folder) as (supervisor, news):
         await of_kind(news, EngineUp)
         supervisor.submit(submit(1, 8))
         first = await tokens(news)
@@ -115,40 +112,35 @@ def test_a_killed_engine_is_started_again_and_names_who_was_at_work(
         await of_kind(news, EngineUp)
         supervisor.submit(submit(1, 8))
         assert await tokens(news) == first and len(first) == 8
-
-    play(folder, scene)
     died, is_back = (record.message for record in caplog.records)
     assert "SIGKILL" in died and is_back.startswith("The engine is up again after ")
 
 
 @pytest.mark.parametrize("is_held", [True, False])
-def test_an_engine_that_somebody_holds_does_not_hang_by_its_own_doing(is_held: bool) -> None:
-    async def run() -> None:
-        child = await Child.spawn()
-        if is_held:
-            os.kill(child.pid, signal.SIGSTOP)
-            stat = Path(f"/proc/{child.pid}/stat")
-            await asyncio.to_thread(eventually, lambda: ") T" in stat.read_text())
-        child.kill()
-        await child.end()
-        assert child.obituary().from_outside == is_held
-
-    asyncio.run(run())
+async def test_an_engine_that_somebody_holds_does_not_hang_by_its_own_doing(is_held: bool) -> None:
+    child = await Child.spawn()
+    if is_held:
+        os.kill(child.pid, signal.SIGSTOP)
+        stat = Path(f"/proc/{child.pid}/stat")
+        await asyncio.to_thread(eventually, lambda: ") T" in stat.read_text())
+    child.kill()
+    await child.end()
+    assert child.obituary().from_outside == is_held
 
 
-def test_a_model_that_cannot_be_served_is_given_up_at_once(tmp_path: Path) -> None:
-    async def scene(supervisor: Supervisor, news: AsyncIterator[EngineNews]) -> None:
+async def test_a_model_that_cannot_be_served_is_given_up_at_once(tmp_path: Path) -> None:
+    async with started(tmp_path) as (_, news):
         down = await of_kind(news, EngineDown)
         assert isinstance(down, EngineDown) and down.given_up
         assert down.code == "model_corrupt" and str(tmp_path) not in down.message
 
-    play(tmp_path, scene)
 
-
-def test_an_engine_for_which_the_system_has_no_descriptor_is_started_later(folder: Path) -> None:
+async def test_an_engine_for_which_the_system_has_no_descriptor_is_started_later(
+    folder: Path,
+) -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
 
-    async def scene(supervisor: Supervisor, news: AsyncIterator[EngineNews]) -> None:
+    async with started(folder) as (supervisor, news):
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
         try:
             down = await of_kind(news, EngineDown)
@@ -157,31 +149,25 @@ def test_an_engine_for_which_the_system_has_no_descriptor_is_started_later(folde
         assert isinstance(down, EngineDown) and down.from_outside and not down.given_up
         await child_of(supervisor)
 
-    play(folder, scene)
 
-
-def test_kills_from_outside_while_it_loads_never_give_an_engine_up(
+async def test_kills_from_outside_while_it_loads_never_give_an_engine_up(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(backoff, "_PAUSES_S", (0.0,))
 
-    async def scene(supervisor: Supervisor, news: AsyncIterator[EngineNews]) -> None:
+    async with started(folder) as (supervisor, news):
         for _ in range(MAX_FAILED_STARTS + 1):
             os.kill((await child_of(supervisor)).pid, signal.SIGKILL)
             down = await of_kind(news, EngineDown)
             assert isinstance(down, EngineDown) and not down.given_up
         await child_of(supervisor)
 
-    play(folder, scene)
 
-
-def test_who_reads_the_news_hears_that_the_supervisor_failed(folder: Path) -> None:
-    async def scene(supervisor: Supervisor, news: AsyncIterator[EngineNews]) -> None:
+async def test_who_reads_the_news_hears_that_the_supervisor_failed(folder: Path) -> None:
+    async with started(folder) as (supervisor, news):
         supervisor._task.cancel()
         with pytest.raises(RuntimeError, match="supervisor failed"):
             await of_kind(news, EngineUp)
-
-    play(folder, scene)
 
 
 class Silent:
@@ -235,38 +221,32 @@ def test_a_step_that_was_stopped_with_its_server_does_not_hang(
     assert not stopped.was_killed
 
 
-def test_an_endless_line_of_an_engine_is_cut(folder: Path) -> None:
-    async def run() -> None:
-        child = await Child.spawn()
-        assert child._process.stderr is not None
-        child._process.stderr.feed_data(b"x" * 300_000 + b"\nlast words\n")
-        child.kill()
-        await child.end()
-        assert "last words" in child.obituary().message
-
-    asyncio.run(run())
+async def test_an_endless_line_of_an_engine_is_cut(folder: Path) -> None:
+    child = await Child.spawn()
+    assert child._process.stderr is not None
+    child._process.stderr.feed_data(b"x" * 300_000 + b"\nlast words\n")
+    child.kill()
+    await child.end()
+    assert "last words" in child.obituary().message
 
 
-def test_an_end_does_not_wait_for_others_who_hold_the_engines_stderr(
+async def test_an_end_does_not_wait_for_others_who_hold_the_engines_stderr(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(child_module, "_STDERR_S", 0.1)
 
-    async def run() -> None:
-        child = await Child.spawn()
-        held = os.open(f"/proc/{child.pid}/fd/2", os.O_WRONLY)  # as a process it started would
-        os.write(held, b"last words\n")
-        child.kill()
-        async with asyncio.timeout(LIMIT_S / 4):
-            await child.end()
-        os.close(held)
-        assert "last words" in child.obituary().message
-
-    asyncio.run(run())
+    child = await Child.spawn()
+    held = os.open(f"/proc/{child.pid}/fd/2", os.O_WRONLY)  # as a process it started would
+    os.write(held, b"last words\n")
+    child.kill()
+    async with asyncio.timeout(LIMIT_S / 4):
+        await child.end()
+    os.close(held)
+    assert "last words" in child.obituary().message
 
 
-def test_an_engine_does_not_outlive_its_parent(folder: Path) -> None:
-    async def scene(supervisor: Supervisor, news: AsyncIterator[EngineNews]) -> None:
+async def test_an_engine_does_not_outlive_its_parent(folder: Path) -> None:
+    async with started(folder) as (supervisor, news):
         await of_kind(news, EngineUp)
         pid = supervisor.pid
         assert pid is not None and supervisor._child is not None
@@ -274,19 +254,13 @@ def test_an_engine_does_not_outlive_its_parent(folder: Path) -> None:
         await of_kind(news, EngineDown)
         assert not os.path.exists(f"/proc/{pid}")  # noqa: ASYNC240
 
-    play(folder, scene)
 
-
-def test_closing_while_the_engine_loads_is_prompt(folder: Path) -> None:
-    async def scene(supervisor: Supervisor, news: AsyncIterator[EngineNews]) -> None:
+async def test_closing_while_the_engine_loads_is_prompt(folder: Path) -> None:
+    async with started(folder) as (supervisor, _):
         await child_of(supervisor)
 
-    play(folder, scene)
 
-
-def test_closing_while_the_engine_is_spawned_is_prompt(folder: Path) -> None:
-    async def scene(supervisor: Supervisor, news: AsyncIterator[EngineNews]) -> None:
+async def test_closing_while_the_engine_is_spawned_is_prompt(folder: Path) -> None:
+    async with started(folder) as (supervisor, _):
         await asyncio.sleep(0)  # its task has begun to spawn, and has no child yet
         assert supervisor._child is None
-
-    play(folder, scene)

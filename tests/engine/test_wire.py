@@ -50,13 +50,10 @@ def test_a_message_survives_the_socket(message: Message) -> None:
         assert wire.receive(theirs) == message
 
 
-def test_messages_in_one_packet_come_one_by_one() -> None:
-    async def run() -> list[Message]:
-        reader = asyncio.StreamReader()
-        reader.feed_data(b"".join(wire.encode(message) for message in MESSAGES))
-        return [await wire.read(reader) for _ in MESSAGES]
-
-    assert asyncio.run(run()) == MESSAGES
+async def test_messages_in_one_packet_come_one_by_one() -> None:
+    reader = asyncio.StreamReader()
+    reader.feed_data(b"".join(wire.encode(message) for message in MESSAGES))
+    assert [await wire.read(reader) for _ in MESSAGES] == MESSAGES
 
 
 @pytest.mark.parametrize("sent", [b"", b"\4\0", struct.pack("<I", 100) + b"cut"])

@@ -66,15 +66,12 @@ async def asking(folder: Path, **scheduler: int) -> AsyncIterator[tuple[Generati
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
-def test_64_at_once_say_what_each_says_alone(folder: Path, sampling: Sampling) -> None:
-    async def run() -> None:
-        async with asking(folder, max_num_seqs=16) as (generation, ask):
-            alone = [await ask(prompt, sampling) for prompt in PROMPTS]
-            together = await asyncio.gather(*(ask(prompt, sampling) for prompt in PROMPTS))
-            assert together == alone
-            await at_rest(generation)
-
-    asyncio.run(run())
+async def test_64_at_once_say_what_each_says_alone(folder: Path, sampling: Sampling) -> None:
+    async with asking(folder, max_num_seqs=16) as (generation, ask):
+        alone = [await ask(prompt, sampling) for prompt in PROMPTS]
+        together = await asyncio.gather(*(ask(prompt, sampling) for prompt in PROMPTS))
+        assert together == alone
+        await at_rest(generation)
 
 
 async def at_rest(generation: Generation) -> None:
@@ -97,20 +94,17 @@ def test_the_cap_of_a_step_changes_no_token(folder: Path, cap: int) -> None:
     assert asyncio.run(tokens(cap)) == asyncio.run(tokens(512))
 
 
-def test_a_client_that_leaves_frees_what_it_held(folder: Path) -> None:
-    async def run() -> None:
-        async with asking(folder) as (generation, _):
-            endless = Sampling(temperature=0, max_tokens=400, ignore_eos=True)
-            request = Request("/v1/completions", "tiny", (Text("on and on"),), endless)
-            stream = await generation.open(request)
-            async with stream.reader() as events:
-                async for event in events:
-                    events.sent(event)
-                    if isinstance(event, Tokens):
-                        break
-            await at_rest(generation)
-
-    asyncio.run(run())
+async def test_a_client_that_leaves_frees_what_it_held(folder: Path) -> None:
+    async with asking(folder) as (generation, _):
+        endless = Sampling(temperature=0, max_tokens=400, ignore_eos=True)
+        request = Request("/v1/completions", "tiny", (Text("on and on"),), endless)
+        stream = await generation.open(request)
+        async with stream.reader() as events:
+            async for event in events:
+                events.sent(event)
+                if isinstance(event, Tokens):
+                    break
+        await at_rest(generation)
 
 
 def test_a_prompt_that_several_steps_compute_tells_each(folder: Path) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 from array import array
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
@@ -67,16 +67,8 @@ class Scene:
         return [new.sequence_id for it in self.engines[number].submits for new in it.sequences]
 
 
-def play(scene: Callable[[], Awaitable[None]]) -> None:
-    async def run() -> None:
-        async with asyncio.timeout(LIMIT_S):
-            await scene()
-
-    asyncio.run(run())
-
-
-def test_each_engine_runs_what_it_has_places_for_and_the_rest_waits_in_line() -> None:
-    async def scene() -> None:
+async def test_each_engine_runs_what_it_has_places_for_and_the_rest_waits_in_line() -> None:
+    async with asyncio.timeout(LIMIT_S):
         made = Scene()
         await made.up(0, 1)
         for id in range(5):
@@ -89,11 +81,9 @@ def test_each_engine_runs_what_it_has_places_for_and_the_rest_waits_in_line() ->
         assert made.ran(1) == [1, 3, 4]
         await made.replicas.close()
 
-    play(scene)
 
-
-def test_one_engine_more_or_less_changes_the_size_alone() -> None:
-    async def scene() -> None:
+async def test_one_engine_more_or_less_changes_the_size_alone() -> None:
+    async with asyncio.timeout(LIMIT_S):
         made = Scene()
         await made.up(0, 1)
         (up,), (larger,) = made.heard(EngineUp), made.heard(EngineResized)
@@ -111,11 +101,9 @@ def test_one_engine_more_or_less_changes_the_size_alone() -> None:
         assert len(made.heard(EngineUp)) == 2
         await made.replicas.close()
 
-    play(scene)
 
-
-def test_an_engines_death_is_told_with_all_that_its_streams_ran_anywhere() -> None:
-    async def scene() -> None:
+async def test_an_engines_death_is_told_with_all_that_its_streams_ran_anywhere() -> None:
+    async with asyncio.timeout(LIMIT_S):
         made = Scene()
         await made.up(0, 1)
         made.ask(0, 1, stream="both", prompts=2)
@@ -131,11 +119,9 @@ def test_an_engines_death_is_told_with_all_that_its_streams_ran_anywhere() -> No
         assert made.ran(1) == [1, 3, 4]
         await made.replicas.close()
 
-    play(scene)
 
-
-def test_who_waits_in_line_is_cancelled_at_once_and_who_runs_by_the_engine() -> None:
-    async def scene() -> None:
+async def test_who_waits_in_line_is_cancelled_at_once_and_who_runs_by_the_engine() -> None:
+    async with asyncio.timeout(LIMIT_S):
         made = Scene(fewest=1)
         await made.up(0)
         for id in range(3):
@@ -148,11 +134,9 @@ def test_who_waits_in_line_is_cancelled_at_once_and_who_runs_by_the_engine() -> 
         assert made.engines[0].cancels == [Cancel((SequenceId(0),))]
         await made.replicas.close()
 
-    play(scene)
 
-
-def test_only_the_last_engine_that_is_given_up_ends_the_model() -> None:
-    async def scene() -> None:
+async def test_only_the_last_engine_that_is_given_up_ends_the_model() -> None:
+    async with asyncio.timeout(LIMIT_S):
         given_up = EngineDown("load_failed", "No memory.", given_up=True)
         made = Scene()
         await made.up(0)
@@ -162,10 +146,8 @@ def test_only_the_last_engine_that_is_given_up_ends_the_model() -> None:
         assert made.heard(EngineDown) == [given_up]
         await made.replicas.close()
 
-    play(scene)
 
-
-def test_another_engine_starts_while_there_is_a_line_and_leaves_when_it_is_idle(
+async def test_another_engine_starts_while_there_is_a_line_and_leaves_when_it_is_idle(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "_LOOK_INTERVAL_S", 0.01)
@@ -175,7 +157,7 @@ def test_another_engine_starts_while_there_is_a_line_and_leaves_when_it_is_idle(
         while not condition():
             await asyncio.sleep(0.01)
 
-    async def scene() -> None:
+    async with asyncio.timeout(LIMIT_S):
         made = Scene(fewest=1, most=2, idle_s=0.1)
         await made.up(0)
         for id in range(4):
@@ -190,10 +172,8 @@ def test_another_engine_starts_while_there_is_a_line_and_leaves_when_it_is_idle(
         assert not any(down.given_up for down in made.heard(EngineDown))  # type: ignore[union-attr]
         await made.replicas.close()
 
-    play(scene)
 
-
-def test_other_numbers_are_taken_at_once_and_who_leaves_ends_its_streams_first(
+async def test_other_numbers_are_taken_at_once_and_who_leaves_ends_its_streams_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "_LOOK_INTERVAL_S", 0.01)
@@ -205,7 +185,7 @@ def test_other_numbers_are_taken_at_once_and_who_leaves_ends_its_streams_first(
     def numbers(made: Scene) -> list[int]:
         return [it.number for it in made.replicas.all()]
 
-    async def scene() -> None:
+    async with asyncio.timeout(LIMIT_S):
         made = Scene(fewest=1, most=1)
         await made.up(0)
         made.replicas.resize(3, 3, LIMIT_S)
@@ -230,8 +210,6 @@ def test_other_numbers_are_taken_at_once_and_who_leaves_ends_its_streams_first(
         lost = [len(down.lost or ()) for down in made.heard(EngineDown)]  # type: ignore[attr-defined]
         assert lost == [0, 2]  # the streams of the second go on at the last one
         await made.replicas.close()
-
-    play(scene)
 
 
 @contextlib.asynccontextmanager
@@ -265,8 +243,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
-def test_a_stream_goes_on_at_another_engine_with_the_tokens_it_has(folder: Path) -> None:
-    async def scene() -> None:
+async def test_a_stream_goes_on_at_another_engine_with_the_tokens_it_has(folder: Path) -> None:
+    async with asyncio.timeout(LIMIT_S):
         async with running(folder) as (generation, (first, second)):
             stream = await generation.open(make_request())
             await settle()
@@ -284,11 +262,11 @@ def test_a_stream_goes_on_at_another_engine_with_the_tokens_it_has(folder: Path)
             assert ids == [65, 66]
             assert sum(isinstance(it, Heartbeat) for it in events) == 1
 
-    play(scene)
 
-
-def test_a_replaced_engine_ends_what_it_can_and_the_rest_moves_after_one_gap(folder: Path) -> None:
-    async def scene() -> None:
+async def test_a_replaced_engine_ends_what_it_can_and_the_rest_moves_after_one_gap(
+    folder: Path,
+) -> None:
+    async with asyncio.timeout(LIMIT_S):
         async with running(folder) as (generation, engines):
             streams = [await generation.open(make_request()) for _ in range(3)]
             await settle()
@@ -308,11 +286,11 @@ def test_a_replaced_engine_ends_what_it_can_and_the_rest_moves_after_one_gap(fol
             assert sorted(gaps) == [0, 0, 1]
             assert [it.number for it in generation.hosts.first.replicas] == [1, 2]
 
-    play(scene)
 
-
-def test_a_request_on_which_two_engines_die_is_refused_and_no_third_is_tried(folder: Path) -> None:
-    async def scene() -> None:
+async def test_a_request_on_which_two_engines_die_is_refused_and_no_third_is_tried(
+    folder: Path,
+) -> None:
+    async with asyncio.timeout(LIMIT_S):
         async with running(folder) as (generation, (first, second)):
             stream = await generation.open(make_request())
             await settle()
@@ -324,5 +302,3 @@ def test_a_request_on_which_two_engines_die_is_refused_and_no_third_is_tried(fol
             assert len(first.submits) == len(second.submits) == 1
             (error,) = (it for it in await read(stream) if isinstance(it, Error))
             assert error.code == "poison_request"
-
-    play(scene)

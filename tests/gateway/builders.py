@@ -2,9 +2,8 @@
 
 import asyncio
 import contextlib
-import functools
 from array import array
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -318,16 +317,6 @@ class FakeGeneration:
         stream = FakeStream(make_record(request))
         await stream.write(accepted(stream.record), *self.script)
         return stream
-
-
-def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """A test that is a coroutine, in an event loop of its own."""
-
-    @functools.wraps(test)
-    def run(*args: Any, **kwargs: Any) -> None:
-        asyncio.run(test(*args, **kwargs))
-
-    return run
 
 
 def make_request(route: str = "/v1/chat/completions", **changes: Any) -> Request:

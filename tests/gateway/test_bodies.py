@@ -101,37 +101,31 @@ def test_bodies_share_a_bound_and_give_back_what_they_held() -> None:
         asyncio.run(hold(5))
 
 
-def test_a_key_holds_half_of_the_bound_and_leaves_the_rest_to_others() -> None:
-    async def run() -> None:
-        shared = bodies.Bodies(100_000)
-        async with contextlib.AsyncExitStack() as held:
-            for owner in ("ann", "bob"):
-                OWNER.set(owner)
-                for _ in range(2):
-                    await held.enter_async_context(large(shared, is_whole=True))
-                with pytest.raises(RequestError, match="try again later"):
-                    await held.enter_async_context(large(shared, is_whole=True))
-
-    asyncio.run(run())
+async def test_a_key_holds_half_of_the_bound_and_leaves_the_rest_to_others() -> None:
+    shared = bodies.Bodies(100_000)
+    async with contextlib.AsyncExitStack() as held:
+        for owner in ("ann", "bob"):
+            OWNER.set(owner)
+            for _ in range(2):
+                await held.enter_async_context(large(shared, is_whole=True))
+            with pytest.raises(RequestError, match="try again later"):
+                await held.enter_async_context(large(shared, is_whole=True))
 
 
-def test_who_does_not_finish_a_body_makes_room_for_others() -> None:
-    async def run() -> None:
-        shared = bodies.Bodies(100_000)
+async def test_who_does_not_finish_a_body_makes_room_for_others() -> None:
+    shared = bodies.Bodies(100_000)
 
-        async def drip() -> None:
-            async with large(shared, is_whole=False):
-                pass
+    async def drip() -> None:
+        async with large(shared, is_whole=False):
+            pass
 
-        dripping = [asyncio.create_task(drip()) for _ in range(4)]
-        await asyncio.sleep(0)
-        async with large(shared, is_whole=True):
-            (cut,), _ = await asyncio.wait(dripping, return_when=asyncio.FIRST_COMPLETED)
-            assert cut is dripping[0] and "try again later" in str(cut.exception())
-        for task in dripping:
-            task.cancel()
-
-    asyncio.run(run())
+    dripping = [asyncio.create_task(drip()) for _ in range(4)]
+    await asyncio.sleep(0)
+    async with large(shared, is_whole=True):
+        (cut,), _ = await asyncio.wait(dripping, return_when=asyncio.FIRST_COMPLETED)
+        assert cut is dripping[0] and "try again later" in str(cut.exception())
+    for task in dripping:
+        task.cancel()
 
 
 def test_a_body_sent_byte_by_byte_is_held_in_large_pieces() -> None:

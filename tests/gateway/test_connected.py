@@ -23,21 +23,18 @@ def test_a_refusal_in_the_work_reaches_the_client_as_it_is() -> None:
         asyncio.run(while_connected(stays, work()))
 
 
-def test_work_that_outlives_its_client_for_too_long_is_cancelled() -> None:
-    async def run() -> None:
-        async def left() -> dict[str, object]:
-            return {"type": "http.disconnect"}
+async def test_work_that_outlives_its_client_for_too_long_is_cancelled() -> None:
+    async def left() -> dict[str, object]:
+        return {"type": "http.disconnect"}
 
-        async def soon() -> int:
-            await asyncio.sleep(0)
-            return 5
+    async def soon() -> int:
+        await asyncio.sleep(0)
+        return 5
 
-        async def never() -> None:
-            await asyncio.Event().wait()
+    async def never() -> None:
+        await asyncio.Event().wait()
 
-        assert await unless_left(left, soon(), patience_s=None) == 5
-        assert await unless_left(left, soon(), patience_s=10) == 5
-        with pytest.raises(ClientDisconnect):
-            await unless_left(left, never())
-
-    asyncio.run(run())
+    assert await unless_left(left, soon(), patience_s=None) == 5
+    assert await unless_left(left, soon(), patience_s=10) == 5
+    with pytest.raises(ClientDisconnect):
+        await unless_left(left, never())

@@ -20,7 +20,6 @@ from tests.gateway.builders import (
     accepted,
     ended,
     error,
-    in_loop,
     make_record,
     make_request,
     progress,
@@ -78,7 +77,6 @@ async def open_stream(**changes: Any) -> FakeStream:
 STREAMED = {"stream": True}
 
 
-@in_loop
 async def test_headers_and_the_first_frame_precede_the_first_step() -> None:
     stream = await open_stream(response_options=STREAMED)
     client = Connection(stream)
@@ -95,7 +93,6 @@ async def test_headers_and_the_first_frame_precede_the_first_step() -> None:
     await client.leave()
 
 
-@in_loop
 async def test_a_stream_is_written_to_its_end() -> None:
     stream = await open_stream(response_options=STREAMED)
     client = Connection(stream)
@@ -106,7 +103,6 @@ async def test_a_stream_is_written_to_its_end() -> None:
     assert stream.num_left == 1
 
 
-@in_loop
 async def test_a_client_that_leaves_is_a_reader_that_left() -> None:
     stream = await open_stream(response_options=STREAMED)
     client = Connection(stream)
@@ -116,7 +112,6 @@ async def test_a_client_that_leaves_is_a_reader_that_left() -> None:
     assert stream.num_left == 1
 
 
-@in_loop
 async def test_leaving_is_noticed_while_a_whole_answer_is_being_made() -> None:
     stream = await open_stream()
     stream.record = make_record(make_request(response_options={"heartbeat": False}))
@@ -127,7 +122,6 @@ async def test_leaving_is_noticed_while_a_whole_answer_is_being_made() -> None:
     assert client.messages == []
 
 
-@in_loop
 async def test_only_what_was_written_counts_as_sent() -> None:
     stream = await open_stream(response_options=STREAMED)
     client = Connection(stream)
@@ -137,14 +131,12 @@ async def test_only_what_was_written_counts_as_sent() -> None:
     await client.leave()
 
 
-@in_loop
 async def test_heartbeats_show_life_in_silence() -> None:
     client = Connection(await open_stream(response_options=STREAMED), FAST)
     await client.until(lambda body: body.count(IDLE) >= 3)
     await client.leave()
 
 
-@in_loop
 async def test_streams_that_wait_together_do_not_beat_together() -> None:
     stream = await open_stream(response_options=STREAMED)
     answers = [deliver(stream, QUIET) for _ in range(50)]  # type: ignore[arg-type]
@@ -153,7 +145,6 @@ async def test_streams_that_wait_together_do_not_beat_together() -> None:
     assert 8 <= min(paces) <= max(paces) <= QUIET.heartbeat_s
 
 
-@in_loop
 async def test_data_postpones_a_heartbeat_but_unseen_progress_does_not() -> None:
     stream = await open_stream(response_options=STREAMED)
     client = Connection(stream, FAST)
@@ -163,7 +154,6 @@ async def test_data_postpones_a_heartbeat_but_unseen_progress_does_not() -> None
     await client.leave()
 
 
-@in_loop
 async def test_where_every_byte_counts_heartbeats_go_through_the_log() -> None:
     stream = await open_stream(response_options=STREAMED)
     stream.record = msgspec.structs.replace(stream.record, names=Names(conversation="c"))
@@ -176,7 +166,6 @@ async def test_where_every_byte_counts_heartbeats_go_through_the_log() -> None:
     await client.leave()
 
 
-@in_loop
 async def test_logged_comments_do_not_put_off_a_heartbeat() -> None:
     stream = await open_stream(response_options=STREAMED)
     stream.record = msgspec.structs.replace(stream.record, names=Names(conversation="c"))
@@ -188,7 +177,6 @@ async def test_logged_comments_do_not_put_off_a_heartbeat() -> None:
     await client.leave()
 
 
-@in_loop
 async def test_a_reader_that_takes_nothing_asks_for_no_heartbeat() -> None:
     stream = await open_stream(response_options=STREAMED)
     stream.record = msgspec.structs.replace(stream.record, names=Names(conversation="c"))
@@ -203,7 +191,6 @@ async def test_a_reader_that_takes_nothing_asks_for_no_heartbeat() -> None:
     await slow.leave()
 
 
-@in_loop
 async def test_a_heartbeat_never_follows_the_end() -> None:
     stream = await open_stream(response_options=STREAMED)
     client = Connection(stream, FAST)
@@ -214,7 +201,6 @@ async def test_a_heartbeat_never_follows_the_end() -> None:
     assert client.body.endswith(b"data: [DONE]\n\n")
 
 
-@in_loop
 async def test_comments_come_where_they_are_asked_for() -> None:
     config = msgspec.structs.replace(QUIET, sse_ping_interval=0.01)
     client = Connection(await open_stream(response_options=STREAMED), config)
@@ -223,7 +209,6 @@ async def test_comments_come_where_they_are_asked_for() -> None:
 
 
 @pytest.mark.parametrize("options", [{"heartbeat": False}, {"ping_interval_s": -1}])
-@in_loop
 async def test_a_wire_can_do_without(options: dict[str, Any]) -> None:
     config = msgspec.structs.replace(QUIET, sse_ping_interval=0.005)
     config = (
@@ -237,7 +222,6 @@ async def test_a_wire_can_do_without(options: dict[str, Any]) -> None:
     await client.leave()
 
 
-@in_loop
 async def test_a_whole_answer_can_show_life_by_newlines() -> None:
     stream = await open_stream(response_options={"heartbeat": True})
     client = Connection(stream, FAST)
@@ -249,7 +233,6 @@ async def test_a_whole_answer_can_show_life_by_newlines() -> None:
 
 
 @pytest.mark.parametrize("options", [{"heartbeat": True}, {"heartbeat": False}])
-@in_loop
 async def test_no_stream_waits_while_a_whole_answer_is_put_together(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -267,7 +250,6 @@ async def test_no_stream_waits_while_a_whole_answer_is_put_together(
     assert len(threads) == 1 and threads[0] is not threading.main_thread()
 
 
-@in_loop
 async def test_a_late_error_of_a_whole_answer_has_its_status() -> None:
     stream = await open_stream(response_options={"heartbeat": False})
     client = Connection(stream)
@@ -280,7 +262,6 @@ async def test_a_late_error_of_a_whole_answer_has_its_status() -> None:
     assert json.loads(client.body)["error"]["code"] == "engine_failed"
 
 
-@in_loop
 async def test_an_error_in_mid_stream_has_no_done() -> None:
     stream = await open_stream(response_options=STREAMED)
     client = Connection(stream)
@@ -290,7 +271,6 @@ async def test_an_error_in_mid_stream_has_no_done() -> None:
     assert b"[DONE]" not in client.body
 
 
-@in_loop
 async def test_a_failure_to_render_is_an_error_in_mid_stream(caplog: Any) -> None:
     stream = await open_stream(response_options=STREAMED)
     client = Connection(stream)
@@ -301,7 +281,6 @@ async def test_a_failure_to_render_is_an_error_in_mid_stream(caplog: Any) -> Non
     assert "IndexError" not in client.body.decode()
 
 
-@in_loop
 async def test_where_every_byte_counts_a_failure_adds_none() -> None:
     stream = await open_stream(response_options=STREAMED)
     stream.record = msgspec.structs.replace(stream.record, names=Names(conversation="c"))
@@ -312,7 +291,6 @@ async def test_where_every_byte_counts_a_failure_adds_none() -> None:
 
 
 @pytest.mark.parametrize("options", [STREAMED, {"heartbeat": True}, {"heartbeat": False}])
-@in_loop
 async def test_a_reader_of_a_deleted_stream_is_told_so(options: dict[str, Any]) -> None:
     stream = await open_stream(response_options=options)
     client = Connection(stream)
@@ -327,7 +305,6 @@ async def test_a_reader_of_a_deleted_stream_is_told_so(options: dict[str, Any]) 
         assert b'"code":"stream_not_found"' in client.body
 
 
-@in_loop
 async def test_a_reader_whose_store_cannot_be_read_is_told_to_come_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -341,7 +318,6 @@ async def test_a_reader_whose_store_cannot_be_read_is_told_to_come_back(
     assert b'"code":"storage_stalled"' in client.body
 
 
-@in_loop
 async def test_work_ends_with_its_client() -> None:
     async def leave() -> dict[str, str]:
         return {"type": "http.disconnect"}
@@ -349,7 +325,6 @@ async def test_work_ends_with_its_client() -> None:
     assert await while_connected(leave, asyncio.sleep(60, "done")) is None
 
 
-@in_loop
 async def test_work_that_ends_first_gives_its_result() -> None:
     async def stay() -> Any:
         await asyncio.Event().wait()

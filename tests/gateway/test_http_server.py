@@ -18,7 +18,7 @@ from headrace.gateway import http_server
 from headrace.gateway.app import create_app
 from headrace.gateway.delivery import while_connected
 from headrace.gateway.http_server import DESCRIPTORS_BESIDE, Bounds, HttpServer
-from tests.gateway.builders import FakeGeneration, FakeStream, in_loop, tokens
+from tests.gateway.builders import FakeGeneration, FakeStream, tokens
 
 POST = b"POST /wait HTTP/1.1\r\nHost: h\r\nContent-Length: 2\r\n\r\n{}"
 STREAM = b"GET /stream HTTP/1.1\r\nHost: h\r\n\r\n"
@@ -73,7 +73,6 @@ async def served(app: Any, **bounds: Any) -> AsyncIterator[Connection]:
 
 
 @pytest.mark.parametrize("request_", [POST, STREAM])
-@in_loop
 async def test_requests_behind_a_running_one_do_not_hide_that_the_client_left(
     request_: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -88,7 +87,6 @@ async def test_requests_behind_a_running_one_do_not_hide_that_the_client_left(
     assert not caplog.records
 
 
-@in_loop
 async def test_requests_sent_at_once_are_answered_in_turn() -> None:
     async with served(Paths()) as (app, reader, writer):
         writer.write(POST + 2 * GET)
@@ -98,7 +96,6 @@ async def test_requests_sent_at_once_are_answered_in_turn() -> None:
 
 
 @pytest.mark.parametrize("too_much", [1000 * GET, POST.replace(b": 2", b": 99999") + 99997 * b" "])
-@in_loop
 async def test_a_client_that_sends_too_far_ahead_is_answered_and_cut(too_much: bytes) -> None:
     async with served(Paths()) as (app, reader, writer):
         writer.write(POST)
@@ -112,7 +109,6 @@ async def test_a_client_that_sends_too_far_ahead_is_answered_and_cut(too_much: b
     assert app.begun.empty()
 
 
-@in_loop
 async def test_a_client_whose_upload_is_too_large_reads_why() -> None:
     config = ServerConfig(http=HttpConfig(max_body_bytes=1000))
     async with served(create_app(FakeGeneration(), config)) as (_, reader, writer):  # type: ignore[arg-type]
@@ -133,7 +129,6 @@ async def test_a_client_whose_upload_is_too_large_reads_why() -> None:
         b"GET /" + 70_000 * b"a" + b" HTTP/1.1\r\nX-Request-Id: mine\r\n\r\n",
     ],
 )
-@in_loop
 async def test_headers_that_are_too_large_are_refused_in_our_form(sent: bytes) -> None:
     async with served(Paths()) as (app, reader, writer):
         writer.write(sent)
@@ -157,7 +152,6 @@ async def test_headers_that_are_too_large_are_refused_in_our_form(sent: bytes) -
         b"GET /quick HTTP/2.0\r\nHost: h\r\n\r\n",
     ],
 )
-@in_loop
 async def test_what_is_no_http_is_refused_with_a_request_id(sent: bytes) -> None:
     async with served(Paths()) as (_, reader, writer):
         writer.write(sent)
@@ -167,7 +161,6 @@ async def test_what_is_no_http_is_refused_with_a_request_id(sent: bytes) -> None
         assert json.loads(body)["error"]["code"] == "invalid_http"
 
 
-@in_loop
 async def test_garbage_behind_a_running_request_does_not_spoil_its_answer() -> None:
     async with served(Paths()) as (app, reader, writer):
         writer.write(POST)
@@ -180,7 +173,6 @@ async def test_garbage_behind_a_running_request_does_not_spoil_its_answer() -> N
         assert b"400" not in answer
 
 
-@in_loop
 async def test_a_body_that_is_no_http_any_more_ends_its_request() -> None:
     async with served(Paths()) as (app, reader, writer):
         writer.write(b"POST /wait HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n")
@@ -190,7 +182,6 @@ async def test_a_body_that_is_no_http_any_more_ends_its_request() -> None:
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nX-Slow: a", GET + b"GET / HTTP/1.1\r\n"])
-@in_loop
 async def test_whoever_does_not_finish_headers_is_cut(sent: bytes) -> None:
     async with served(Paths(), head_s=0.2) as (_, reader, writer):
         writer.write(sent)
@@ -199,7 +190,6 @@ async def test_whoever_does_not_finish_headers_is_cut(sent: bytes) -> None:
         assert (b"headers_timeout" in answer) == bool(sent)
 
 
-@in_loop
 async def test_headers_that_are_never_finished_do_not_cut_the_answer_before_them() -> None:
     async with served(Paths(), head_s=0.2) as (app, reader, writer):
         writer.write(POST + b"GET / HTTP/1.1\r\nX-Slow: a")
@@ -209,7 +199,6 @@ async def test_headers_that_are_never_finished_do_not_cut_the_answer_before_them
         assert answer.endswith(b"0\r\n\r\n") and b" 408 " not in answer
 
 
-@in_loop
 async def test_beyond_the_bound_the_connection_that_asks_for_nothing_is_cut() -> None:
     async with served(Paths(), connections=1) as (_, idle, writer):
         port = writer.get_extra_info("peername")[1]
@@ -220,7 +209,6 @@ async def test_beyond_the_bound_the_connection_that_asks_for_nothing_is_cut() ->
         newest.close()
 
 
-@in_loop
 async def test_a_client_that_takes_nothing_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "TAKES_NOTHING_S", 0.2)
     async with served(Paths()) as (app, _, writer):
@@ -228,7 +216,6 @@ async def test_a_client_that_takes_nothing_is_cut(monkeypatch: pytest.MonkeyPatc
         assert await app.left.get() == "/stream"  # it never read
 
 
-@in_loop
 async def test_a_reader_that_takes_nothing_is_a_reader_that_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

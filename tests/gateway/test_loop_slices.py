@@ -19,7 +19,6 @@ from tests.gateway.builders import (
     OneStream,
     ended,
     ended_stream,
-    in_loop,
     make_record,
     make_request,
     tokens,
@@ -86,7 +85,6 @@ async def until_begun(rendered: Rendered) -> None:
         await asyncio.sleep(0)
 
 
-@in_loop
 @pytest.mark.parametrize(("path", "query"), [*ASKED, (STATE, "")])
 async def test_readers_who_have_gone_cost_a_slice_at_most(
     path: str, query: str, rendered: Rendered
@@ -98,7 +96,6 @@ async def test_readers_who_have_gone_cost_a_slice_at_most(
     assert len(rendered) < 100
 
 
-@in_loop
 async def test_what_many_ask_of_a_log_is_counted_once(rendered: Rendered) -> None:
     app, stays = app_of_long_log(), asyncio.Event()
     asking = [ask(app, *ASKED[1], stays) for _ in range(20)]
@@ -107,7 +104,6 @@ async def test_what_many_ask_of_a_log_is_counted_once(rendered: Rendered) -> Non
     assert len(rendered) == NUM_EVENTS
 
 
-@in_loop
 @pytest.mark.parametrize(("path", "query"), [*ASKED, (STATE, ""), (EVENTS, "view=wire")])
 async def test_others_have_a_turn_after_each_slice(
     path: str, query: str, rendered: Rendered
@@ -124,7 +120,6 @@ async def test_others_have_a_turn_after_each_slice(
     await asyncio.gather(*asking)
 
 
-@in_loop
 @pytest.mark.parametrize(("path", "query"), [*ASKED, (STATE, ""), (EVENTS, "view=wire")])
 async def test_a_client_that_leaves_ends_its_work(
     path: str, query: str, rendered: Rendered
@@ -137,7 +132,6 @@ async def test_a_client_that_leaves_ends_its_work(
     assert len(rendered) < 200
 
 
-@in_loop
 async def test_who_leaves_hands_the_count_to_who_stays(rendered: Rendered) -> None:
     app, leaves, stays = app_of_long_log(), asyncio.Event(), asyncio.Event()
     first, second = ask(app, *ASKED[1], leaves), ask(app, *ASKED[1], stays)
@@ -148,7 +142,6 @@ async def test_who_leaves_hands_the_count_to_who_stays(rendered: Rendered) -> No
     assert list(rendered) == list(range(NUM_EVENTS))
 
 
-@in_loop
 async def test_slices_go_round() -> None:
     order: list[str] = []
 

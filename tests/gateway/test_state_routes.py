@@ -17,7 +17,7 @@ from headrace.gateway.state_routes import Snapshot, Watch, _kind
 from headrace.generation.event_builder import Standing
 from headrace.streams.events import Finish, Timings, Usage
 from headrace.streams.record import Names
-from tests.gateway.builders import READY, FakeGeneration, ended, in_loop
+from tests.gateway.builders import READY, FakeGeneration, ended
 
 STEPS = [StepTrace(4, 35, 0.1, 0.11, 0.12, 0.07, ""), StepTrace(4, 0, 0, 0.03, 0.03, None, "")]
 
@@ -219,7 +219,6 @@ async def watch(shown: list[Snapshot], num_frames: int, heartbeat_s: float = 100
     return frames[:num_frames]
 
 
-@in_loop
 async def test_a_stream_shows_the_state_at_once_and_after_each_change() -> None:
     frames = await watch([{"n": 1}, {"n": 1}, {"n": 2}], 2)
     assert [json.loads(frame.split("data: ")[1]) for frame in frames] == [
@@ -228,7 +227,6 @@ async def test_a_stream_shows_the_state_at_once_and_after_each_change() -> None:
     ]
 
 
-@in_loop
 async def test_a_stream_without_changes_shows_signs_of_life() -> None:
     frames = await watch([{"n": 1}], 3, heartbeat_s=0)
     assert frames[1] == frames[2] == "event: heartbeat\ndata: {}\n\n"

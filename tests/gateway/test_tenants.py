@@ -19,7 +19,6 @@ from headrace.metrics.metrics import Metrics
 from headrace.protocols.worker import Jobs
 from headrace.streams.memory_store import MemoryStore
 from headrace.workers.pool import ThreadWork
-from tests.gateway.builders import in_loop
 
 PROMPT = "The figures of the third quarter are not to be known before Monday. " * 4
 Cached = Callable[..., Awaitable[int]]
@@ -52,7 +51,6 @@ async def serving(folder: Path, *keys: str) -> AsyncIterator[Cached]:
         await engine.close()
 
 
-@in_loop
 async def test_cached_tokens_do_not_tell_what_another_key_has_asked(folder: Path) -> None:
     async with serving(folder, "ann", "bob") as cached:
         assert await cached("ann") == 0
@@ -60,7 +58,6 @@ async def test_cached_tokens_do_not_tell_what_another_key_has_asked(folder: Path
         assert await cached("ann") > 200
 
 
-@in_loop
 async def test_no_salt_imitates_another_key(folder: Path) -> None:
     ann = Auth(HttpConfig(api_key=("ann",))).owner(Headers({"X-Api-Key": "ann"}))
     async with serving(folder, "ann", "bob") as cached:
@@ -70,7 +67,6 @@ async def test_no_salt_imitates_another_key(folder: Path) -> None:
         assert await cached("ann", cache_salt="a") > 200
 
 
-@in_loop
 async def test_without_keys_all_share_the_cache_by_their_salts(folder: Path) -> None:
     async with serving(folder) as cached:
         assert await cached("ann") == 0

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 from headrace.config.settings import ModelConfig, ServerConfig, StreamConfig
@@ -112,14 +112,11 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-Scene = Callable[[Generation, FakeEngine], Awaitable[None]]
-
-
 @contextlib.asynccontextmanager
 async def running(
     folder: Path, store: Store | None = None, **options: float
 ) -> AsyncIterator[tuple[Generation, FakeEngine]]:
-    """A generation over a fake engine that is up."""
+    """A generation over a fake engine that is up, for a minute at most."""
     model = ModelConfig(model=str(folder), served_model_name=("tiny",))
     config = ServerConfig(models=(model,), streams=StreamConfig(**options))
     engine = FakeEngine()
@@ -132,21 +129,12 @@ async def running(
     await settle()  # what the store holds is taken up long before an engine has loaded
     await engine.say(EngineUp(READY))
     try:
-        yield generation, engine
+        async with asyncio.timeout(60):
+            yield generation, engine
     finally:
         await engine.close()
         await asyncio.wait([task], timeout=5)
         task.cancel()
-
-
-def play(folder: Path, scene: Scene, **options: float) -> None:
-    """Runs a scene with a generation and its fake engine."""
-
-    async def run() -> None:
-        async with asyncio.timeout(60), running(folder, None, **options) as parts:
-            await scene(*parts)
-
-    asyncio.run(run())
 
 
 def make_request(text: str = "hello", **fields: object) -> Request:

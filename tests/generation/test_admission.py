@@ -28,7 +28,6 @@ from tests.generation.fakes import (
     FakeEngine,
     make_request,
     opened,
-    play,
     read,
     running,
     settle,
@@ -52,32 +51,29 @@ def refusal(admission: Admission, request: Asked, now: float = 0.0) -> RequestEr
     return refused.value
 
 
-def test_of_a_thousand_durable_requests_at_once_no_more_wait_than_may(
+async def test_of_a_thousand_durable_requests_at_once_no_more_wait_than_may(
     folder: Path, tmp_path: Path
 ) -> None:
-    async def run() -> None:
-        store = SqliteStore.open(tmp_path)
-        async with running(folder, store, max_num_queued_reqs=16) as (generation, engine):
-            made = await asyncio.gather(
-                *(
-                    generation.open(make_request(), Names(key=str(i), digest=str(i).encode()))
-                    for i in range(1000)
-                ),
-                return_exceptions=True,
-            )
-            refused = [it for it in made if isinstance(it, RequestError)]
-            assert {error.code for error in refused} == {"server_overloaded"}
-            assert len(made) - len(refused) == 16
-            await settle()
-            assert len(engine.submits) == 16
-            assert {error.retry_after_s > 0 for error in refused} == {True}
-        await store.close()
-
-    asyncio.run(asyncio.wait_for(run(), 60))
+    store = SqliteStore.open(tmp_path)
+    async with running(folder, store, max_num_queued_reqs=16) as (generation, engine):
+        made = await asyncio.gather(
+            *(
+                generation.open(make_request(), Names(key=str(i), digest=str(i).encode()))
+                for i in range(1000)
+            ),
+            return_exceptions=True,
+        )
+        refused = [it for it in made if isinstance(it, RequestError)]
+        assert {error.code for error in refused} == {"server_overloaded"}
+        assert len(made) - len(refused) == 16
+        await settle()
+        assert len(engine.submits) == 16
+        assert {error.retry_after_s > 0 for error in refused} == {True}
+    await store.close()
 
 
-def test_a_place_is_free_again_however_its_stream_ends(folder: Path) -> None:
-    async def scene(generation: Generation, engine: FakeEngine) -> None:
+async def test_a_place_is_free_again_however_its_stream_ends(folder: Path) -> None:
+    async with running(folder) as (generation, engine):
         await opened(generation, engine, n=2)
         (admission,) = generation.admissions.values()
         assert (admission.num_live, admission.num_waiting, admission.num_tokens) == (2, 2, 5)
@@ -100,8 +96,6 @@ def test_a_place_is_free_again_however_its_stream_ends(folder: Path) -> None:
             await generation.open(make_request("x" * 300))
         assert (admission.num_live, admission.num_waiting, admission.num_tokens) == (0, 0, 0)
 
-    play(folder, scene)
-
 
 def test_an_empty_queue_takes_any_prompt_and_a_full_one_names_the_tokens() -> None:
     admission = make_admission(max_num_queued_tokens=50)
@@ -115,15 +109,13 @@ def test_an_empty_queue_takes_any_prompt_and_a_full_one_names_the_tokens() -> No
     refusal(admission, asked(3, num_tokens=1))
 
 
-def test_a_queue_that_is_full_of_tokens_refuses_before_it_tokenizes(folder: Path) -> None:
-    async def scene(generation: Generation, engine: FakeEngine) -> None:
+async def test_a_queue_that_is_full_of_tokens_refuses_before_it_tokenizes(folder: Path) -> None:
+    async with running(folder, max_num_queued_tokens=5) as (generation, engine):
         await opened(generation, engine)
         generation.work = None  # type: ignore[assignment]
         with pytest.raises(RequestError) as refused:
             await generation.open(make_request())
         assert refused.value.code == "server_overloaded"
-
-    play(folder, scene, max_num_queued_tokens=5)
 
 
 def test_without_a_queue_a_request_is_taken_while_a_place_is_free() -> None:
@@ -263,29 +255,25 @@ async def last_of(generation: Generation, engine: FakeEngine, stream: Found) -> 
     return last
 
 
-def test_who_waits_too_long_is_told_so(folder: Path) -> None:
-    async def scene(generation: Generation, engine: FakeEngine) -> None:
+async def test_who_waits_too_long_is_told_so(folder: Path) -> None:
+    async with running(folder, queue_timeout_s=0.05) as (generation, engine):
         begun = await opened(generation, engine)
         await engine.start(engine.newest)
         last = await last_of(generation, engine, await opened(generation, engine))
         assert (last.code, last.status, last.retryable) == ("queue_timeout", 429, True)
         assert not begun.ended.is_set()  # type: ignore[union-attr]
 
-    play(folder, scene, queue_timeout_s=0.05)
 
-
-def test_an_answer_that_takes_too_long_is_cut(folder: Path) -> None:
-    async def scene(generation: Generation, engine: FakeEngine) -> None:
+async def test_an_answer_that_takes_too_long_is_cut(folder: Path) -> None:
+    async with running(folder, request_timeout_s=0.05) as (generation, engine):
         stream = await opened(generation, engine)
         await engine.start(engine.newest)
         last = await last_of(generation, engine, stream)
         assert (last.code, last.status, last.retryable) == ("request_timeout", 504, False)
 
-    play(folder, scene, request_timeout_s=0.05)
 
-
-def test_every_stream_hears_its_place(folder: Path) -> None:
-    async def scene(generation: Generation, engine: FakeEngine) -> None:
+async def test_every_stream_hears_its_place(folder: Path) -> None:
+    async with running(folder) as (generation, engine):
         streams = [await opened(generation, engine) for _ in range(200)]
         queue = tuple(SequenceId(submit.sequences[0].sequence_id) for submit in engine.submits)
         await engine.say(msgspec.structs.replace(STATUS, num_waiting=200, queue=queue))
@@ -294,12 +282,8 @@ def test_every_stream_hears_its_place(folder: Path) -> None:
             (told,) = (event for event in events if isinstance(event, Queued))
             assert (told.position, told.waiting) == (position, 200)
 
-    play(folder, scene)
 
-
-def test_the_engine_learns_whose_a_request_is(folder: Path) -> None:
-    async def scene(generation: Generation, engine: FakeEngine) -> None:
+async def test_the_engine_learns_whose_a_request_is(folder: Path) -> None:
+    async with running(folder) as (generation, engine):
         await opened(generation, engine, Names(owner="somebody"))
         assert engine.submits[-1].client == "somebody"
-
-    play(folder, scene)

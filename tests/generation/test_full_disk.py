@@ -50,84 +50,72 @@ async def refused(work: Awaitable[Any]) -> RequestError:
     return error.value
 
 
-def test_a_stop_is_answered_at_once_and_counts_once_the_disk_takes_it(
+async def test_a_stop_is_answered_at_once_and_counts_once_the_disk_takes_it(
     folder: Path, tmp_path: Path
 ) -> None:
-    async def run() -> None:
-        async with serving(folder, tmp_path) as (generation, engine, _):
-            stream = await opened(generation, engine, OPTED_IN)
-            with full(tmp_path):
-                stopping = asyncio.create_task(generation.streams.discard("", BY_NAME))
-                while not engine.cancels:
-                    await asyncio.sleep(0)
-                await engine.let_go()
-                error = await refused(stopping)
-            assert (error.code, error.kind.status) == ("storage_unavailable", 503)
-            last = (await read(stream))[-1]
-            assert isinstance(last, Error) and last.code == "cancelled"
-            await generation.streams.discard("", BY_NAME)
-            assert await generation.streams.find("", BY_NAME) is None
-
-    asyncio.run(run())
-
-
-def test_a_stop_outlasts_a_buffer_that_is_full(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def run() -> None:
-        async with serving(folder, tmp_path) as (generation, engine, store):
-            stream = await opened(generation, engine, OPTED_IN)
-            assert isinstance(stream, LiveStream)
-            other = await opened(generation, engine, Names(conversation="d", digest=b"2"))
-            other.beat("data", 5)
-            with full(tmp_path):
-                await store.stalled.wait()
-                monkeypatch.setattr(sqlite_writer, "MAX_WAITING_BYTES", 1)
-                stream.beat("data", 5)  # finds no room, so the stream waits to be resumed
-                await settle()
-                await refused(generation.streams.stop(stream))
-            await store.writable.wait()
-            last = (await read(stream))[-1]
-            assert isinstance(last, Error) and last.code == "cancelled"
-
-    asyncio.run(run())
-
-
-def test_a_request_that_cannot_be_stored_is_refused_and_generates_nothing(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def run() -> None:
-        async with serving(folder, tmp_path) as (generation, engine, store):
-            with contextlib.ExitStack() as disk:
-                create = store.create
-
-                async def create_last(*claim: Any) -> Stored:
-                    created = await create(*claim)
-                    disk.enter_context(full(tmp_path))
-                    return created
-
-                monkeypatch.setattr(store, "create", create_last)
-                error = await refused(generation.open(make_request(), OPTED_IN))
-                assert error.code == "storage_unavailable"
-            (stream,) = generation.streams
-            await stream.ended.wait()
-            assert not engine.submits
-
-    asyncio.run(run())
-
-
-def test_a_server_that_starts_on_a_full_disk_takes_its_streams_up_later(
-    folder: Path, tmp_path: Path
-) -> None:
-    async def run() -> None:
-        async with serving(folder, tmp_path) as (generation, engine, _):
-            await opened(generation, engine, OPTED_IN)
-        store = SqliteStore.open(tmp_path)
+    async with serving(folder, tmp_path) as (generation, engine, _):
+        stream = await opened(generation, engine, OPTED_IN)
         with full(tmp_path):
-            async with asyncio.timeout(20), running(folder, store) as (generation, engine):
-                await store.stalled.wait()
-                assert isinstance(await refused(generation.streams.find("", BY_NAME)), StoreStalled)
-                await generation.open(make_request())  # a plain one needs no disk
-        await store.close()
+            stopping = asyncio.create_task(generation.streams.discard("", BY_NAME))
+            while not engine.cancels:
+                await asyncio.sleep(0)
+            await engine.let_go()
+            error = await refused(stopping)
+        assert (error.code, error.kind.status) == ("storage_unavailable", 503)
+        last = (await read(stream))[-1]
+        assert isinstance(last, Error) and last.code == "cancelled"
+        await generation.streams.discard("", BY_NAME)
+        assert await generation.streams.find("", BY_NAME) is None
 
-    asyncio.run(run())
+
+async def test_a_stop_outlasts_a_buffer_that_is_full(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(folder, tmp_path) as (generation, engine, store):
+        stream = await opened(generation, engine, OPTED_IN)
+        assert isinstance(stream, LiveStream)
+        other = await opened(generation, engine, Names(conversation="d", digest=b"2"))
+        other.beat("data", 5)
+        with full(tmp_path):
+            await store.stalled.wait()
+            monkeypatch.setattr(sqlite_writer, "MAX_WAITING_BYTES", 1)
+            stream.beat("data", 5)  # finds no room, so the stream waits to be resumed
+            await settle()
+            await refused(generation.streams.stop(stream))
+        await store.writable.wait()
+        last = (await read(stream))[-1]
+        assert isinstance(last, Error) and last.code == "cancelled"
+
+
+async def test_a_request_that_cannot_be_stored_is_refused_and_generates_nothing(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(folder, tmp_path) as (generation, engine, store):
+        with contextlib.ExitStack() as disk:
+            create = store.create
+
+            async def create_last(*claim: Any) -> Stored:
+                created = await create(*claim)
+                disk.enter_context(full(tmp_path))
+                return created
+
+            monkeypatch.setattr(store, "create", create_last)
+            error = await refused(generation.open(make_request(), OPTED_IN))
+            assert error.code == "storage_unavailable"
+        (stream,) = generation.streams
+        await stream.ended.wait()
+        assert not engine.submits
+
+
+async def test_a_server_that_starts_on_a_full_disk_takes_its_streams_up_later(
+    folder: Path, tmp_path: Path
+) -> None:
+    async with serving(folder, tmp_path) as (generation, engine, _):
+        await opened(generation, engine, OPTED_IN)
+    store = SqliteStore.open(tmp_path)
+    with full(tmp_path):
+        async with asyncio.timeout(20), running(folder, store) as (generation, engine):
+            await store.stalled.wait()
+            assert isinstance(await refused(generation.streams.find("", BY_NAME)), StoreStalled)
+            await generation.open(make_request())  # a plain one needs no disk
+    await store.close()

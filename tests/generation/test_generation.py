@@ -26,7 +26,6 @@ from tests.generation.fakes import (
     FakeEngine,
     make_request,
     opened,
-    play,
     read,
     running,
     settle,
@@ -45,8 +44,8 @@ async def speak(generation: Generation, engine: FakeEngine, text: str) -> None:
         await engine.token(engine.newest, token_id)
 
 
-def test_a_log_holds_progress_tokens_and_one_end(folder: Path) -> None:
-    async def scene(generation: Generation, engine: FakeEngine) -> None:
+async def test_a_log_holds_progress_tokens_and_one_end(folder: Path) -> None:
+    async with running(folder) as (generation, engine):
         stream = await opened(generation, engine)
         await engine.start(engine.newest)
         await speak(generation, engine, "hi")
@@ -57,11 +56,9 @@ def test_a_log_holds_progress_tokens_and_one_end(folder: Path) -> None:
         assert [e.processed for e in events if isinstance(e, Progress)] == [5]
         assert len(generation.streams) == 0
 
-    play(folder, scene)
 
-
-def test_a_stop_string_beats_what_the_engine_says_of_later_tokens(folder: Path) -> None:
-    async def scene(generation: Generation, engine: FakeEngine) -> None:
+async def test_a_stop_string_beats_what_the_engine_says_of_later_tokens(folder: Path) -> None:
+    async with running(folder) as (generation, engine):
         stream = await opened(generation, engine, stop=("END",))
         await engine.start(engine.newest)
         await speak(generation, engine, "one ENDtwo")
@@ -71,8 +68,6 @@ def test_a_stop_string_beats_what_the_engine_says_of_later_tokens(folder: Path) 
         assert text_of(events) == "one " and isinstance(events[-1], FinishEvent)
         assert [(e.finish_reason, e.stop_reason) for e in events[-1].ends] == [("stop", "END")]
         assert events[-1].usage.completion_tokens == len(ids(generation, "one END"))
-
-    play(folder, scene)
 
 
 async def leave(stream: object, num_events: int) -> list[AnyEvent]:
@@ -88,8 +83,8 @@ async def leave(stream: object, num_events: int) -> list[AnyEvent]:
     return found
 
 
-def test_a_client_that_saw_text_and_leaves_ends_its_stream(folder: Path) -> None:
-    async def scene(generation: Generation, engine: FakeEngine) -> None:
+async def test_a_client_that_saw_text_and_leaves_ends_its_stream(folder: Path) -> None:
+    async with running(folder) as (generation, engine):
         stream = await opened(generation, engine)
         await engine.start(engine.newest)
         await speak(generation, engine, "hi")
@@ -98,11 +93,9 @@ def test_a_client_that_saw_text_and_leaves_ends_its_stream(folder: Path) -> None
         await engine.let_go()
         assert len(generation.streams) == 0
 
-    play(folder, scene)
 
-
-def test_an_equal_request_finds_the_work_of_a_client_that_timed_out(folder: Path) -> None:
-    async def scene(generation: Generation, engine: FakeEngine) -> None:
+async def test_an_equal_request_finds_the_work_of_a_client_that_timed_out(folder: Path) -> None:
+    async with running(folder, linger_s=30) as (generation, engine):
         names = Names(digest=b"1")
         stream = await opened(generation, engine, names)
         await leave(stream, 1)
@@ -112,32 +105,26 @@ def test_an_equal_request_finds_the_work_of_a_client_that_timed_out(folder: Path
         assert await generation.attach(names, False) is None
         assert await generation.attach(names, True) is stream
 
-    play(folder, scene, linger_s=30)
 
-
-def test_nobody_takes_over_a_stream_that_is_read(folder: Path) -> None:
-    async def scene(generation: Generation, engine: FakeEngine) -> None:
+async def test_nobody_takes_over_a_stream_that_is_read(folder: Path) -> None:
+    async with running(folder) as (generation, engine):
         names = Names(digest=b"1")
         stream = await opened(generation, engine, names)
         async with stream.reader():
             assert await generation.attach(names, True) is None
 
-    play(folder, scene)
 
-
-def test_without_a_linger_an_unread_stream_ends_at_once(folder: Path) -> None:
-    async def scene(generation: Generation, engine: FakeEngine) -> None:
+async def test_without_a_linger_an_unread_stream_ends_at_once(folder: Path) -> None:
+    async with running(folder, linger_s=0) as (generation, engine):
         stream = await opened(generation, engine)
         await leave(stream, 1)
         assert engine.cancels
         await engine.let_go()
         assert len(generation.streams) == 0
 
-    play(folder, scene, linger_s=0)
 
-
-def test_an_opted_in_stream_outlives_its_client(folder: Path) -> None:
-    async def scene(generation: Generation, engine: FakeEngine) -> None:
+async def test_an_opted_in_stream_outlives_its_client(folder: Path) -> None:
+    async with running(folder, linger_s=0) as (generation, engine):
         stream = await opened(generation, engine, OPTED_IN)
         await engine.start(engine.newest)
         await speak(generation, engine, "hi")
@@ -146,11 +133,9 @@ def test_an_opted_in_stream_outlives_its_client(folder: Path) -> None:
         assert not engine.cancels
         assert text_of(await read(stream)) == "hi"
 
-    play(folder, scene, linger_s=0)
 
-
-def test_a_key_attaches_the_same_request_and_refuses_another(folder: Path) -> None:
-    async def scene(generation: Generation, engine: FakeEngine) -> None:
+async def test_a_key_attaches_the_same_request_and_refuses_another(folder: Path) -> None:
+    async with running(folder) as (generation, engine):
         names = Names(key="k", digest=b"1")
         stream = await opened(generation, engine, names)
         assert (await generation.attach(names, True)) is stream
@@ -159,11 +144,9 @@ def test_a_key_attaches_the_same_request_and_refuses_another(folder: Path) -> No
             await generation.attach(Names(key="k", digest=b"2"), True)
         assert refused.value.code == "idempotency_key_reused"
 
-    play(folder, scene)
 
-
-def test_a_new_request_of_a_conversation_replaces_the_running_one(folder: Path) -> None:
-    async def scene(generation: Generation, engine: FakeEngine) -> None:
+async def test_a_new_request_of_a_conversation_replaces_the_running_one(folder: Path) -> None:
+    async with running(folder) as (generation, engine):
         old = await opened(generation, engine, OPTED_IN)
         first = engine.newest
         new = await opened(generation, engine, OPTED_IN)
@@ -173,32 +156,26 @@ def test_a_new_request_of_a_conversation_replaces_the_running_one(folder: Path) 
         assert isinstance(last, Error) and last.code == "replaced"
         assert new.state == "queued"
 
-    play(folder, scene)
 
-
-def test_a_refused_request_leaves_the_running_one_alone(folder: Path) -> None:
-    async def scene(generation: Generation, engine: FakeEngine) -> None:
+async def test_a_refused_request_leaves_the_running_one_alone(folder: Path) -> None:
+    async with running(folder) as (generation, engine):
         await opened(generation, engine, OPTED_IN)
         with pytest.raises(RequestError):
             await generation.open(make_request("x" * 300), OPTED_IN)
         assert not engine.cancels
 
-    play(folder, scene)
 
-
-def test_two_that_race_for_a_conversation_leave_one_alive(folder: Path) -> None:
-    async def scene(generation: Generation, engine: FakeEngine) -> None:
+async def test_two_that_race_for_a_conversation_leave_one_alive(folder: Path) -> None:
+    async with running(folder) as (generation, engine):
         await asyncio.gather(*(generation.open(make_request(), OPTED_IN) for _ in range(5)))
         await settle()
         await engine.let_go()
         alive = [stream for stream in generation.streams if not stream.ended.is_set()]
         assert len(alive) == 1
 
-    play(folder, scene)
 
-
-def test_a_fresh_engine_goes_on_where_the_dead_one_was(folder: Path) -> None:
-    async def scene(generation: Generation, engine: FakeEngine) -> None:
+async def test_a_fresh_engine_goes_on_where_the_dead_one_was(folder: Path) -> None:
+    async with running(folder) as (generation, engine):
         stream = await opened(generation, engine, stop=("XYZ",))
         await engine.start(engine.newest)
         await speak(generation, engine, "one X")
@@ -213,43 +190,39 @@ def test_a_fresh_engine_goes_on_where_the_dead_one_was(folder: Path) -> None:
         assert text_of(events) == "one "
         assert [event.seq for event in events] == list(range(len(events)))
 
-    play(folder, scene)
-
 
 async def recoveries(stream: Found) -> list[int | None]:
     events, _ = await stream.log.read(-1, 1000)
     return [event.attempt for event in events if isinstance(event, Heartbeat)]
 
 
-def test_every_stream_says_at_once_that_it_recovers_and_how_often_it_did(folder: Path) -> None:
-    async def scene(generation: Generation, engine: FakeEngine) -> None:
-        waiting, running = await opened(generation, engine), await opened(generation, engine)
+async def test_every_stream_says_at_once_that_it_recovers_and_how_often_it_did(
+    folder: Path,
+) -> None:
+    async with running(folder) as (generation, engine):
+        waiting, busy = await opened(generation, engine), await opened(generation, engine)
         await engine.start(engine.newest)
         await speak(generation, engine, "hi")
         for number in (1, 2):
             await engine.say(DOWN)
-            for stream in (waiting, running):
+            for stream in (waiting, busy):
                 assert stream.state == "recovering"
                 assert await recoveries(stream) == list(range(1, number + 1))
             await engine.say(EngineUp(READY))
-            assert (waiting.state, running.state) == ("queued", "recovering")
+            assert (waiting.state, busy.state) == ("queued", "recovering")
         await speak(generation, engine, "!")
-        assert running.state == "decode"
-
-    play(folder, scene)
+        assert busy.state == "decode"
 
 
-def test_a_request_that_comes_while_no_engine_runs_hears_so(folder: Path) -> None:
-    async def scene(generation: Generation, engine: FakeEngine) -> None:
+async def test_a_request_that_comes_while_no_engine_runs_hears_so(folder: Path) -> None:
+    async with running(folder) as (generation, engine):
         await engine.say(DOWN)
         stream = await opened(generation, engine)
         assert stream.state == "recovering" and await recoveries(stream) == [1]
 
-    play(folder, scene)
 
-
-def test_its_place_is_told_anew_in_the_queue_of_a_fresh_engine(folder: Path) -> None:
-    async def scene(generation: Generation, engine: FakeEngine) -> None:
+async def test_its_place_is_told_anew_in_the_queue_of_a_fresh_engine(folder: Path) -> None:
+    async with running(folder) as (generation, engine):
         stream = await opened(generation, engine)
         for _ in range(2):
             await engine.say(msgspec.structs.replace(STATUS, queue=(engine.newest,)))
@@ -258,11 +231,9 @@ def test_its_place_is_told_anew_in_the_queue_of_a_fresh_engine(folder: Path) -> 
         events, _ = await stream.log.read(-1, 1000)
         assert [type(event).__name__ for event in events[1:]] == ["Queued", "Heartbeat"] * 2
 
-    play(folder, scene)
 
-
-def test_a_waiting_stream_hears_how_long_the_running_will_take(folder: Path) -> None:
-    async def scene(generation: Generation, engine: FakeEngine) -> None:
+async def test_a_waiting_stream_hears_how_long_the_running_will_take(folder: Path) -> None:
+    async with running(folder) as (generation, engine):
         engine_ready = msgspec.structs.replace(READY, max_num_seqs=1)
         await engine.say(EngineUp(engine_ready))
         status = msgspec.structs.replace(STATUS, num_running=1, prompt_tokens_per_s=1000.0)
@@ -281,11 +252,9 @@ def test_a_waiting_stream_hears_how_long_the_running_will_take(folder: Path) -> 
         (queued,) = (event for event in events if isinstance(event, Queued))
         assert queued.position == 1 and queued.eta_ms is not None
 
-    play(folder, scene)
 
-
-def test_many_readers_share_one_heartbeat(folder: Path) -> None:
-    async def scene(generation: Generation, engine: FakeEngine) -> None:
+async def test_many_readers_share_one_heartbeat(folder: Path) -> None:
+    async with running(folder) as (generation, engine):
         stream = await opened(generation, engine)
         for _ in range(5):
             stream.beat("data", 60)
@@ -298,11 +267,9 @@ def test_many_readers_share_one_heartbeat(folder: Path) -> None:
         await settle()
         assert stream.log.next_seq == len(events) + 1
 
-    play(folder, scene)
 
-
-def test_what_a_dead_engine_still_says_reaches_nobody(folder: Path) -> None:
-    async def scene(generation: Generation, engine: FakeEngine) -> None:
+async def test_what_a_dead_engine_still_says_reaches_nobody(folder: Path) -> None:
+    async with running(folder) as (generation, engine):
         stream = await opened(generation, engine)
         old = engine.newest
         await engine.start(old)
@@ -312,11 +279,9 @@ def test_what_a_dead_engine_still_says_reaches_nobody(folder: Path) -> None:
         await engine.finish(engine.newest, FinishReason.LENGTH)
         assert text_of(await read(stream)) == ""
 
-    play(folder, scene)
 
-
-def test_a_stop_while_no_engine_runs_is_final(folder: Path) -> None:
-    async def scene(generation: Generation, engine: FakeEngine) -> None:
+async def test_a_stop_while_no_engine_runs_is_final(folder: Path) -> None:
+    async with running(folder) as (generation, engine):
         stream = await opened(generation, engine)
         await engine.say(DOWN)
         stream.stop(RequestError("cancelled", "Stopped."))
@@ -327,11 +292,9 @@ def test_a_stop_while_no_engine_runs_is_final(folder: Path) -> None:
         last = (await read(stream))[-1]
         assert isinstance(last, Error) and last.code == "cancelled"
 
-    play(folder, scene)
 
-
-def test_who_kills_the_engine_twice_alone_is_ended_as_poison(folder: Path) -> None:
-    async def scene(generation: Generation, engine: FakeEngine) -> None:
+async def test_who_kills_the_engine_twice_alone_is_ended_as_poison(folder: Path) -> None:
+    async with running(folder) as (generation, engine):
         poison = await opened(generation, engine)
         first = engine.newest
         await opened(generation, engine)
@@ -345,11 +308,9 @@ def test_who_kills_the_engine_twice_alone_is_ended_as_poison(folder: Path) -> No
         await engine.say(EngineUp(READY))
         assert len(generation.streams) == 1
 
-    play(folder, scene)
 
-
-def test_kills_from_outside_blame_nobody_before_the_third_alone(folder: Path) -> None:
-    async def scene(generation: Generation, engine: FakeEngine) -> None:
+async def test_kills_from_outside_blame_nobody_before_the_third_alone(folder: Path) -> None:
+    async with running(folder) as (generation, engine):
         stream = await opened(generation, engine)
         for _ in range(3):
             assert not stream.ended.is_set()
@@ -362,55 +323,49 @@ def test_kills_from_outside_blame_nobody_before_the_third_alone(folder: Path) ->
         )
         assert stream.ended.is_set()
 
-    play(folder, scene)
+
+async def test_a_server_that_starts_again_goes_on_with_what_its_store_holds(folder: Path) -> None:
+    store = MemoryStore()
+    async with running(folder, store) as (generation, engine):
+        stream = await opened(generation, engine, OPTED_IN, stop=("three",))
+        await engine.start(engine.newest)
+        await speak(generation, engine, "one two th")
+        for task in list(generation._writers.values()):
+            task.cancel()  # as a kill would: nothing more is written
+        await settle()
+    async with running(folder, store) as (generation, engine):
+        await settle()
+        (resumed,) = generation.streams
+        assert resumed.state == "recovering" and await recoveries(resumed) == [1]
+        again = engine.submits[-1].sequences[0]
+        assert list(array("i", again.generated)) == ids(generation, "one two th")
+        await speak(generation, engine, "ree four")
+        await engine.let_go()
+        events = await read(stream)
+        assert text_of(events) == "one two "
+        assert [event.seq for event in events] == list(range(len(events)))
 
 
-def test_a_server_that_starts_again_goes_on_with_what_its_store_holds(folder: Path) -> None:
-    async def run() -> None:
-        store = MemoryStore()
-        async with running(folder, store) as (generation, engine):
-            stream = await opened(generation, engine, OPTED_IN, stop=("three",))
-            await engine.start(engine.newest)
-            await speak(generation, engine, "one two th")
-            for task in list(generation._writers.values()):
-                task.cancel()  # as a kill would: nothing more is written
-            await settle()
-        async with running(folder, store) as (generation, engine):
-            await settle()
-            (resumed,) = generation.streams
-            assert resumed.state == "recovering" and await recoveries(resumed) == [1]
-            again = engine.submits[-1].sequences[0]
-            assert list(array("i", again.generated)) == ids(generation, "one two th")
-            await speak(generation, engine, "ree four")
-            await engine.let_go()
-            events = await read(stream)
-            assert text_of(events) == "one two "
-            assert [event.seq for event in events] == list(range(len(events)))
-
-    asyncio.run(run())
+async def test_an_end_that_a_killed_server_had_not_written_is_written_by_the_next(
+    folder: Path,
+) -> None:
+    store = MemoryStore()
+    async with running(folder, store) as (generation, engine):
+        stream = await opened(generation, engine, OPTED_IN, stop=("three",))
+        await engine.start(engine.newest)
+        await speak(generation, engine, "one two three")  # and the engine has not let go yet
+        for task in list(generation._writers.values()):
+            task.cancel()
+        await settle()
+    async with running(folder, store):
+        events = await read(stream)
+    assert [e.end.finish_reason for e in events if isinstance(e, Tokens) and e.end] == ["stop"]
+    assert text_of(events) == "one two " and isinstance(events[-1], FinishEvent)
+    assert events[-1].usage.completion_tokens == len(ids(generation, "one two three"))
 
 
-def test_an_end_that_a_killed_server_had_not_written_is_written_by_the_next(folder: Path) -> None:
-    async def run() -> None:
-        store = MemoryStore()
-        async with running(folder, store) as (generation, engine):
-            stream = await opened(generation, engine, OPTED_IN, stop=("three",))
-            await engine.start(engine.newest)
-            await speak(generation, engine, "one two three")  # and the engine has not let go yet
-            for task in list(generation._writers.values()):
-                task.cancel()
-            await settle()
-        async with running(folder, store):
-            events = await read(stream)
-        assert [e.end.finish_reason for e in events if isinstance(e, Tokens) and e.end] == ["stop"]
-        assert text_of(events) == "one two " and isinstance(events[-1], FinishEvent)
-        assert events[-1].usage.completion_tokens == len(ids(generation, "one two three"))
-
-    asyncio.run(run())
-
-
-def test_a_choice_that_ended_says_so_once_while_its_siblings_go_on(folder: Path) -> None:
-    async def scene(generation: Generation, engine: FakeEngine) -> None:
+async def test_a_choice_that_ended_says_so_once_while_its_siblings_go_on(folder: Path) -> None:
+    async with running(folder) as (generation, engine):
         stream = await opened(generation, engine, n=2)
         first, second = (new.sequence_id for new in engine.submits[-1].sequences)
         await engine.start(first, second)
@@ -421,11 +376,9 @@ def test_a_choice_that_ended_says_so_once_while_its_siblings_go_on(folder: Path)
         ends = [(e.choice, e.end) for e in await read(stream) if isinstance(e, Tokens) and e.end]
         assert [choice for choice, _ in ends] == [0, 1]
 
-    play(folder, scene)
 
-
-def test_other_weights_do_not_go_on_with_a_stream(folder: Path) -> None:
-    async def scene(generation: Generation, engine: FakeEngine) -> None:
+async def test_other_weights_do_not_go_on_with_a_stream(folder: Path) -> None:
+    async with running(folder) as (generation, engine):
         stream = await opened(generation, engine, OPTED_IN)
         await engine.say(DOWN)
         await engine.say(EngineUp(msgspec.structs.replace(READY, fingerprint="other")))
@@ -433,11 +386,9 @@ def test_other_weights_do_not_go_on_with_a_stream(folder: Path) -> None:
         assert isinstance(last, Error) and last.code == "model_changed"
         assert "other weights" in last.message
 
-    play(folder, scene)
 
-
-def test_another_dtype_is_named_and_the_request_runs_anew_by_its_key(folder: Path) -> None:
-    async def scene(generation: Generation, engine: FakeEngine) -> None:
+async def test_another_dtype_is_named_and_the_request_runs_anew_by_its_key(folder: Path) -> None:
+    async with running(folder) as (generation, engine):
         names = Names(key="k", digest=b"1")
         stream = await opened(generation, engine, names)
         await engine.say(DOWN)
@@ -448,11 +399,9 @@ def test_another_dtype_is_named_and_the_request_runs_anew_by_its_key(folder: Pat
         assert await generation.attach(names, True) is None
         assert (await opened(generation, engine, names)).record.id != stream.record.id
 
-    play(folder, scene)
 
-
-def test_another_form_of_the_kernels_is_named(folder: Path) -> None:
-    async def scene(generation: Generation, engine: FakeEngine) -> None:
+async def test_another_form_of_the_kernels_is_named(folder: Path) -> None:
+    async with running(folder) as (generation, engine):
         stream = await opened(generation, engine, OPTED_IN)
         await engine.say(DOWN)
         other = msgspec.structs.replace(READY, fingerprint="other", kernels="avx512")
@@ -461,12 +410,10 @@ def test_another_form_of_the_kernels_is_named(folder: Path) -> None:
         assert isinstance(last, Error)
         assert "cpu with kernels avx512 instead of cpu with kernels plain" in last.message
 
-    play(folder, scene)
-
 
 @pytest.mark.parametrize("room", [-1, 0])
-def test_a_stream_that_a_smaller_context_cannot_hold_says_so(folder: Path, room: int) -> None:
-    async def scene(generation: Generation, engine: FakeEngine) -> None:
+async def test_a_stream_that_a_smaller_context_cannot_hold_says_so(folder: Path, room: int) -> None:
+    async with running(folder) as (generation, engine):
         stream = await opened(generation, engine, OPTED_IN)
         await engine.start(engine.newest)
         await speak(generation, engine, "hi")
@@ -478,14 +425,12 @@ def test_a_stream_that_a_smaller_context_cannot_hold_says_so(folder: Path, room:
         assert isinstance(last, Error) and last.code == "model_changed"
         assert f"now {limit} tokens, and this stream had {num}" in last.message
 
-    play(folder, scene)
-
 
 @pytest.mark.parametrize(("max_tokens", "end"), [(2, "finish"), (9, "error"), (None, "error")])
-def test_only_what_a_smaller_context_cuts_short_says_so(
+async def test_only_what_a_smaller_context_cuts_short_says_so(
     folder: Path, max_tokens: int | None, end: str
 ) -> None:
-    async def scene(generation: Generation, engine: FakeEngine) -> None:
+    async with running(folder) as (generation, engine):
         sampling = Sampling(temperature=0, max_tokens=max_tokens)
         stream = await opened(generation, engine, OPTED_IN, sampling=sampling)
         await engine.say(DOWN)
@@ -500,22 +445,18 @@ def test_only_what_a_smaller_context_cuts_short_says_so(
         assert type(last).__name__.lower() == end
         assert not isinstance(last, Error) or f"now {limit} tokens" in last.message
 
-    play(folder, scene)
 
-
-def test_one_more_than_may_wait_is_refused_while_no_place_is_free(folder: Path) -> None:
-    async def scene(generation: Generation, engine: FakeEngine) -> None:
+async def test_one_more_than_may_wait_is_refused_while_no_place_is_free(folder: Path) -> None:
+    async with running(folder, max_num_queued_reqs=3) as (generation, engine):
         for _ in range(3):
             await opened(generation, engine)
         with pytest.raises(RequestError) as refused:
             await generation.open(make_request())
         assert refused.value.code == "server_overloaded"
 
-    play(folder, scene, max_num_queued_reqs=3)
 
-
-def test_each_choice_takes_a_place_in_the_queue(folder: Path) -> None:
-    async def scene(generation: Generation, engine: FakeEngine) -> None:
+async def test_each_choice_takes_a_place_in_the_queue(folder: Path) -> None:
+    async with running(folder, max_num_queued_reqs=4) as (generation, engine):
         await opened(generation, engine)
         await opened(generation, engine, n=8)  # more than may wait, but the queue was not full
         with pytest.raises(RequestError) as refused:
@@ -525,27 +466,22 @@ def test_each_choice_takes_a_place_in_the_queue(folder: Path) -> None:
             await engine.start(sequence.sequence_id)
         await generation.open(make_request())
 
-    play(folder, scene, max_num_queued_reqs=4)
 
-
-def test_those_who_come_at_the_same_time_count_too(folder: Path) -> None:
+async def test_those_who_come_at_the_same_time_count_too(folder: Path) -> None:
     class SlowStore(MemoryStore):
         async def create(self, record: Record, replaces: StreamId | None = None) -> Stored:
             await settle()
             return await super().create(record, replaces)
 
-    async def run() -> None:
-        async with running(folder, SlowStore(), max_num_queued_reqs=4) as (generation, _):
-            names = [Names(key=str(number), digest=b"1") for number in range(3)]
-            opening = (generation.open(make_request(n=5), each) for each in names)
-            found = await asyncio.gather(*opening, return_exceptions=True)
-            assert [isinstance(each, RequestError) for each in found] == [False, True, True]
-
-    asyncio.run(run())
+    async with running(folder, SlowStore(), max_num_queued_reqs=4) as (generation, _):
+        names = [Names(key=str(number), digest=b"1") for number in range(3)]
+        opening = (generation.open(make_request(n=5), each) for each in names)
+        found = await asyncio.gather(*opening, return_exceptions=True)
+        assert [isinstance(each, RequestError) for each in found] == [False, True, True]
 
 
-def test_an_error_of_one_choice_ends_the_stream_with_it(folder: Path) -> None:
-    async def scene(generation: Generation, engine: FakeEngine) -> None:
+async def test_an_error_of_one_choice_ends_the_stream_with_it(folder: Path) -> None:
+    async with running(folder) as (generation, engine):
         stream = await opened(generation, engine, n=2)
         first, second = (new.sequence_id for new in engine.submits[-1].sequences)
         await engine.start(first, second)
@@ -553,5 +489,3 @@ def test_an_error_of_one_choice_ends_the_stream_with_it(folder: Path) -> None:
         await engine.let_go()
         events = await read(stream)
         assert isinstance(events[-1], Error) and not any(isinstance(e, Tokens) for e in events)
-
-    play(folder, scene)

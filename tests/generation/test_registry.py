@@ -21,109 +21,90 @@ OPTED_IN = Names(conversation="c", digest=b"1")
 NAME = ByConversation("", "c")
 
 
-def test_a_stream_of_an_earlier_server_is_waited_for_until_it_is_taken_up(folder: Path) -> None:
-    async def run() -> None:
-        store = MemoryStore()
-        async with running(folder, store) as (generation, engine):
-            await opened(generation, engine, OPTED_IN)
-            for task in list(generation._writers.values()):
-                task.cancel()  # as a kill would: nothing more is written
-            await settle()
-            looking = asyncio.create_task(generation.streams.find("", NAME))
-            await settle()
-            assert not looking.done()
-            looking.cancel()
-        async with running(folder, store) as (generation, _):
-            assert isinstance(await generation.streams.find("", NAME), LiveStream)
-
-    asyncio.run(run())
-
-
-def test_a_stream_is_found_live_while_it_is_being_opened(folder: Path) -> None:
-    async def run() -> None:
-        async with running(folder) as (generation, _):
-            opening = asyncio.create_task(generation.open(make_request(), OPTED_IN))
-            while (found := await generation.streams.find("", NAME)) is None:
-                await asyncio.sleep(0)
-            assert found is await opening
-
-    asyncio.run(run())
+async def test_a_stream_of_an_earlier_server_is_waited_for_until_it_is_taken_up(
+    folder: Path,
+) -> None:
+    store = MemoryStore()
+    async with running(folder, store) as (generation, engine):
+        await opened(generation, engine, OPTED_IN)
+        for task in list(generation._writers.values()):
+            task.cancel()  # as a kill would: nothing more is written
+        await settle()
+        looking = asyncio.create_task(generation.streams.find("", NAME))
+        await settle()
+        assert not looking.done()
+        looking.cancel()
+    async with running(folder, store) as (generation, _):
+        assert isinstance(await generation.streams.find("", NAME), LiveStream)
 
 
-def test_a_stream_that_has_ended_is_found_to_be_read(folder: Path) -> None:
-    async def run() -> None:
-        async with running(folder) as (generation, engine):
-            stream = await opened(generation, engine, OPTED_IN)
-            stopping = asyncio.create_task(generation.streams.stop(stream))
-            await settle()
-            await engine.let_go()
-            await stopping
-            await settle()
-            assert isinstance(await generation.streams.find("", NAME), FinishedStream)
-
-    asyncio.run(run())
+async def test_a_stream_is_found_live_while_it_is_being_opened(folder: Path) -> None:
+    async with running(folder) as (generation, _):
+        opening = asyncio.create_task(generation.open(make_request(), OPTED_IN))
+        while (found := await generation.streams.find("", NAME)) is None:
+            await asyncio.sleep(0)
+        assert found is await opening
 
 
-def test_a_writer_that_leaves_does_not_take_its_successor_along(folder: Path) -> None:
-    async def run() -> None:
-        async with running(folder) as (generation, engine):
-            old = await opened(generation, engine, OPTED_IN)
-            assert isinstance(old, LiveStream)
-            successor = generation._stream(
-                generation.hosts.first, old.record, old._builder, old.log
-            )
-            generation.streams.add(successor)
-            generation.streams.remove(old)
-            assert await generation.streams.find("", NAME) is successor
-
-    asyncio.run(run())
+async def test_a_stream_that_has_ended_is_found_to_be_read(folder: Path) -> None:
+    async with running(folder) as (generation, engine):
+        stream = await opened(generation, engine, OPTED_IN)
+        stopping = asyncio.create_task(generation.streams.stop(stream))
+        await settle()
+        await engine.let_go()
+        await stopping
+        await settle()
+        assert isinstance(await generation.streams.find("", NAME), FinishedStream)
 
 
-def test_an_engine_given_up_tells_every_reader_of_a_durable_stream_at_once(folder: Path) -> None:
-    async def run() -> None:
-        store = MemoryStore()
-        store.is_durable = True
-        async with running(folder, store) as (generation, engine):
-            stream = await opened(generation, engine, OPTED_IN)
-            reading = asyncio.create_task(stream.interruption.unless(read(stream)))
-            await settle()
-            engine._news.put(msgspec.structs.replace(DOWN, given_up=True))
-            await engine.close()  # at once, as a supervisor that gives up does
-            await settle()
-            assert code_of(reading) == "engine_failed"
-            looking = asyncio.create_task(generation.streams.find("", NAME))
-            await settle()
-            assert code_of(looking) == "engine_failed"
-
-    asyncio.run(run())
+async def test_a_writer_that_leaves_does_not_take_its_successor_along(folder: Path) -> None:
+    async with running(folder) as (generation, engine):
+        old = await opened(generation, engine, OPTED_IN)
+        assert isinstance(old, LiveStream)
+        successor = generation._stream(generation.hosts.first, old.record, old._builder, old.log)
+        generation.streams.add(successor)
+        generation.streams.remove(old)
+        assert await generation.streams.find("", NAME) is successor
 
 
-def test_what_is_kept_is_found_after_its_end_and_reaches_no_store(folder: Path) -> None:
-    async def run() -> None:
-        store = MemoryStore()
-        async with running(folder, store) as (generation, engine):
-            id = await ended_id(generation, engine, Names(is_kept=True))
-            assert isinstance(await generation.streams.find("", ById(id)), FinishedStream)
-            assert await generation.streams.find("another", ById(id)) is None
-            assert await store.find(ById(id)) is None
-            await generation.streams.discard("", ById(id))
-            assert await generation.streams.find("", ById(id)) is None
-            plain = await ended_id(generation, engine, Names())
-            assert await generation.streams.find("", ById(plain)) is None
+async def test_an_engine_given_up_tells_every_reader_of_a_durable_stream_at_once(
+    folder: Path,
+) -> None:
+    store = MemoryStore()
+    store.is_durable = True
+    async with running(folder, store) as (generation, engine):
+        stream = await opened(generation, engine, OPTED_IN)
+        reading = asyncio.create_task(stream.interruption.unless(read(stream)))
+        await settle()
+        engine._news.put(msgspec.structs.replace(DOWN, given_up=True))
+        await engine.close()  # at once, as a supervisor that gives up does
+        await settle()
+        assert code_of(reading) == "engine_failed"
+        looking = asyncio.create_task(generation.streams.find("", NAME))
+        await settle()
+        assert code_of(looking) == "engine_failed"
 
-    asyncio.run(run())
+
+async def test_what_is_kept_is_found_after_its_end_and_reaches_no_store(folder: Path) -> None:
+    store = MemoryStore()
+    async with running(folder, store) as (generation, engine):
+        id = await ended_id(generation, engine, Names(is_kept=True))
+        assert isinstance(await generation.streams.find("", ById(id)), FinishedStream)
+        assert await generation.streams.find("another", ById(id)) is None
+        assert await store.find(ById(id)) is None
+        await generation.streams.discard("", ById(id))
+        assert await generation.streams.find("", ById(id)) is None
+        plain = await ended_id(generation, engine, Names())
+        assert await generation.streams.find("", ById(plain)) is None
 
 
-def test_large_bodies_that_are_kept_go_before_the_next_minute(folder: Path) -> None:
-    async def run() -> None:
-        async with running(folder) as (generation, engine):
-            body, ids = bytes(33 << 20), []
-            for _ in range(10):
-                ids.append(await ended_id(generation, engine, Names(is_kept=True), kept=body))
-            found = [await generation.streams.find("", ById(id)) for id in ids]
-            assert found[0] is None and found[-1] is not None
-
-    asyncio.run(run())
+async def test_large_bodies_that_are_kept_go_before_the_next_minute(folder: Path) -> None:
+    async with running(folder) as (generation, engine):
+        body, ids = bytes(33 << 20), []
+        for _ in range(10):
+            ids.append(await ended_id(generation, engine, Names(is_kept=True), kept=body))
+        found = [await generation.streams.find("", ById(id)) for id in ids]
+        assert found[0] is None and found[-1] is not None
 
 
 async def ended_id(

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import sqlite3
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -15,24 +16,19 @@ from headrace.streams.events import Error
 from headrace.streams.log import LogUnsound
 from headrace.streams.record import Names
 from headrace.streams.sqlite_schema import NAME
-from headrace.streams.sqlite_store import SqliteStore
 from headrace.streams.store import ByConversation, ById
-from tests.generation.fakes import FakeEngine, Scene, make_request, opened, read, running
+from tests.generation.fakes import FakeEngine, make_request, opened, read, running
+from tools.harness.stream_events import opened_sqlite
 
 LIVE = Names(conversation="live", digest=b"1")
 ENDED = Names(owner="me", conversation="ended", key="key", digest=b"2")
 
 
-def play(folder: Path, directory: Path, scene: Scene) -> None:
-    async def run() -> None:
-        store = SqliteStore.open(directory)
-        try:
-            async with asyncio.timeout(20), running(folder, store) as (generation, engine):
-                await scene(generation, engine)
-        finally:
-            await store.close()
-
-    asyncio.run(run())
+@contextlib.asynccontextmanager
+async def kept(folder: Path, directory: Path) -> AsyncIterator[tuple[Generation, FakeEngine]]:
+    """A generation whose streams lie in that directory."""
+    async with opened_sqlite(directory) as store, running(folder, store) as parts:
+        yield parts
 
 
 async def fill(generation: Generation, engine: FakeEngine) -> None:
@@ -64,29 +60,31 @@ def alter(directory: Path, statement: str) -> None:
         "UPDATE streams SET n = 9223372036854775807 WHERE n = 2",
     ],
 )
-def test_an_unsound_stream_does_not_keep_the_server_from_serving(
+async def test_an_unsound_stream_does_not_keep_the_server_from_serving(
     folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, statement: str
 ) -> None:
-    async def scene(generation: Generation, engine: FakeEngine) -> None:
-        found = await generation.streams.find("me", ByConversation("me", "ended"))
-        assert found and len(await read(found)) > 2
-        await generation.open(make_request(), Names(conversation="new", digest=b"3"))
-        assert len(generation.streams) == 1
-
-    play(folder, tmp_path, fill)
+    async with kept(folder, tmp_path) as parts:
+        await fill(*parts)
     alter(tmp_path, statement)
     with caplog.at_level(logging.WARNING):
-        play(folder, tmp_path, scene)
+        async with kept(folder, tmp_path) as (generation, _):
+            found = await generation.streams.find("me", ByConversation("me", "ended"))
+            assert found and len(await read(found)) > 2
+            await generation.open(make_request(), Names(conversation="new", digest=b"3"))
+            assert len(generation.streams) == 1
     said = [record for record in caplog.records if "set aside" in record.message]
     assert len(said) == 1 and not any(record.exc_info for record in caplog.records)
 
 
-def test_an_unsound_stream_is_told_of_deleted_and_its_key_is_free(
+async def test_an_unsound_stream_is_told_of_deleted_and_its_key_is_free(
     folder: Path, tmp_path: Path
 ) -> None:
     name = ByConversation("me", "ended")
 
-    async def scene(generation: Generation, engine: FakeEngine) -> None:
+    async with kept(folder, tmp_path) as parts:
+        await fill(*parts)
+    alter(tmp_path, "UPDATE batches SET events = events || x'00' WHERE n = 1 AND first_seq > 0")
+    async with kept(folder, tmp_path) as (generation, _):
         streams = generation.streams
         found = await streams.find("me", name)
         assert found
@@ -101,31 +99,27 @@ def test_an_unsound_stream_is_told_of_deleted_and_its_key_is_free(
         await streams.discard("me", by_id)
         assert await streams.find("me", by_id) is None
 
-    play(folder, tmp_path, fill)
-    alter(tmp_path, "UPDATE batches SET events = events || x'00' WHERE n = 1 AND first_seq > 0")
-    play(folder, tmp_path, scene)
 
-
-def test_a_stream_given_to_another_owner_stays_its_owners(folder: Path, tmp_path: Path) -> None:
-    async def scene(generation: Generation, engine: FakeEngine) -> None:
+async def test_a_stream_given_to_another_owner_stays_its_owners(
+    folder: Path, tmp_path: Path
+) -> None:
+    async with kept(folder, tmp_path) as parts:
+        await fill(*parts)
+    alter(tmp_path, "UPDATE streams SET owner = 'you' WHERE n = 1")
+    async with kept(folder, tmp_path) as (generation, _):
         assert await generation.streams.find("you", ByConversation("you", "ended")) is None
         with pytest.raises(LogUnsound):
             await generation.streams.find("me", ByConversation("me", "ended"))
 
-    play(folder, tmp_path, fill)
-    alter(tmp_path, "UPDATE streams SET owner = 'you' WHERE n = 1")
-    play(folder, tmp_path, scene)
 
-
-def test_a_stream_that_cannot_be_taken_up_ends_and_the_server_starts(
+async def test_a_stream_that_cannot_be_taken_up_ends_and_the_server_starts(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scene(generation: Generation, engine: FakeEngine) -> None:
+    async with kept(folder, tmp_path) as parts:
+        await fill(*parts)
+    monkeypatch.setattr(EventBuilder, "replay", lambda self, page: 1 / 0)
+    async with kept(folder, tmp_path) as (generation, _):
         found = await generation.streams.find("", ByConversation("", "live"))
         assert found
         last = (await read(found))[-1]
         assert isinstance(last, Error) and last.code == "resume_mismatch"
-
-    play(folder, tmp_path, fill)
-    monkeypatch.setattr(EventBuilder, "replay", lambda self, page: 1 / 0)
-    play(folder, tmp_path, scene)

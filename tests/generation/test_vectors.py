@@ -14,7 +14,6 @@ from headrace.core.request import Ids
 from headrace.engine.client import EngineUp
 from headrace.generation.generation import Generation
 from headrace.generation.vectors import VectorRequest, Vectors
-from tests.gateway.builders import in_loop
 from tests.generation.fakes import DOWN, READY, FakeEngine, running, settle
 
 EMBEDS = msgspec.structs.replace(READY, tasks=("generate", "embed"), vector_size=1)
@@ -59,7 +58,6 @@ async def answer(engine: FakeEngine, *sequence_ids: SequenceId) -> None:
     await engine.say(Outputs(finished=tuple(ends)))
 
 
-@in_loop
 async def test_a_batch_fills_no_queue_and_keeps_its_order(folder: Path) -> None:
     async with running(folder) as (generation, engine):
         task = await asked(generation, engine, 11)
@@ -75,7 +73,6 @@ async def test_a_batch_fills_no_queue_and_keeps_its_order(folder: Path) -> None:
         assert not engine.cancels and not generation.streams.batches
 
 
-@in_loop
 async def test_after_a_death_only_what_is_missing_is_asked_for(folder: Path) -> None:
     async with running(folder) as (generation, engine):
         task = await asked(generation, engine, 6)
@@ -91,7 +88,6 @@ async def test_after_a_death_only_what_is_missing_is_asked_for(folder: Path) -> 
         assert [array("f", vector)[0] for vector in (await task).vectors] == [1, 2, 3, 4, 5, 6]
 
 
-@in_loop
 async def test_an_input_that_kills_two_engines_ends_its_request(folder: Path) -> None:
     async with running(folder) as (generation, engine):
         task = await asked(generation, engine, 3)
@@ -107,7 +103,6 @@ async def test_an_input_that_kills_two_engines_ends_its_request(folder: Path) ->
         assert refused.value.code == "poison_request"
 
 
-@in_loop
 async def test_whoever_leaves_takes_the_work_along(folder: Path) -> None:
     async with running(folder) as (generation, engine):
         task = await asked(generation, engine, 9)
@@ -118,7 +113,6 @@ async def test_whoever_leaves_takes_the_work_along(folder: Path) -> None:
         assert not generation.streams.batches
 
 
-@in_loop
 async def test_an_input_that_fails_ends_its_request_with_the_reason(folder: Path) -> None:
     async with running(folder) as (generation, engine):
         task = await asked(generation, engine, 3)
@@ -130,7 +124,6 @@ async def test_an_input_that_fails_ends_its_request_with_the_reason(folder: Path
         assert set(engine.cancels[0].sequence_ids) == set(others)
 
 
-@in_loop
 async def test_a_full_queue_takes_no_batch_and_a_batch_counts_in_it(folder: Path) -> None:
     async with running(folder, max_num_queued_reqs=WINDOW) as (generation, engine):
         task = await asked(generation, engine, 9)
@@ -141,7 +134,6 @@ async def test_a_full_queue_takes_no_batch_and_a_batch_counts_in_it(folder: Path
         task.cancel()
 
 
-@in_loop
 async def test_a_drain_waits_for_a_batch_and_ends_what_remains(folder: Path) -> None:
     async with running(folder) as (generation, engine):
         task = await asked(generation, engine, 3)
@@ -159,7 +151,6 @@ async def test_a_drain_waits_for_a_batch_and_ends_what_remains(folder: Path) -> 
         assert refused.value.code == "server_shutdown"
 
 
-@in_loop
 async def test_a_model_that_cannot_says_what_would(folder: Path) -> None:
     async with running(folder) as (generation, engine):
         for task, remedy in (("embed", "native-text"), ("score", "cross-encoder")):

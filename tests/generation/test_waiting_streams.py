@@ -48,19 +48,12 @@ async def two_models(folder: Path) -> AsyncIterator[tuple[Generation, Engines]]:
     task = asyncio.create_task(generation.run())
     await settle()
     try:
-        yield generation, engines
+        async with asyncio.timeout(60):
+            yield generation, engines
     finally:
         await generation.close()
         await asyncio.wait([task], timeout=5)
         task.cancel()
-
-
-def play(folder: Path, scene: Scene) -> None:
-    async def run() -> None:
-        async with asyncio.timeout(60), two_models(folder) as parts:
-            await scene(*parts)
-
-    asyncio.run(run())
 
 
 async def ask(generation: Generation, model: str) -> LiveStream:
@@ -83,8 +76,8 @@ async def failure_of(stream: LiveStream) -> str:
     return last.code
 
 
-def test_a_stream_hears_of_the_load_and_then_how_its_model_is_served(folder: Path) -> None:
-    async def scene(generation: Generation, engines: Engines) -> None:
+async def test_a_stream_hears_of_the_load_and_then_how_its_model_is_served(folder: Path) -> None:
+    async with two_models(folder) as (generation, engines):
         stream = await ask(generation, "a")
         (engine,) = engines["a"]
         assert stream.state == "loading" and not engine.submits
@@ -98,11 +91,9 @@ def test_a_stream_hears_of_the_load_and_then_how_its_model_is_served(folder: Pat
         (served,) = (event for event in events if isinstance(event, Served))
         assert served.system_fingerprint == "fp_0123456789ab"
 
-    play(folder, scene)
 
-
-def test_a_model_makes_room_once_its_streams_have_ended(folder: Path) -> None:
-    async def scene(generation: Generation, engines: Engines) -> None:
+async def test_a_model_makes_room_once_its_streams_have_ended(folder: Path) -> None:
+    async with two_models(folder) as (generation, engines):
         first = await ask(generation, "a")
         await engines["a"][0].say(EngineUp(READY))
         second, third = await ask(generation, "b"), await ask(generation, "a")
@@ -118,11 +109,9 @@ def test_a_model_makes_room_once_its_streams_have_ended(folder: Path) -> None:
         await engines["a"][1].say(EngineUp(READY))
         assert third.state == "queued"
 
-    play(folder, scene)
 
-
-def test_unloading_gives_up_a_load_unless_somebody_waits_for_it(folder: Path) -> None:
-    async def scene(generation: Generation, engines: Engines) -> None:
+async def test_unloading_gives_up_a_load_unless_somebody_waits_for_it(folder: Path) -> None:
+    async with two_models(folder) as (generation, engines):
         fleet, host = generation.fleet, generation.hosts.get("a")
         fleet.need(host)
         await settle()
@@ -139,33 +128,27 @@ def test_unloading_gives_up_a_load_unless_somebody_waits_for_it(folder: Path) ->
         await settle()
         assert host.state == "unloaded"  # once its stream had ended
 
-    play(folder, scene)
 
-
-def test_a_load_that_fails_ends_those_who_wait_for_it(folder: Path) -> None:
-    async def scene(generation: Generation, engines: Engines) -> None:
+async def test_a_load_that_fails_ends_those_who_wait_for_it(folder: Path) -> None:
+    async with two_models(folder) as (generation, engines):
         streams = [await ask(generation, "a") for _ in range(2)]
         await engines["a"][0].say(EngineDown("load_failed", "No memory.", given_up=True))
         assert [await failure_of(stream) for stream in streams] == ["load_failed"] * 2
         again = await ask(generation, "a")  # the next one tries again
         assert again.state == "loading" and len(engines["a"]) == 2
 
-    play(folder, scene)
 
-
-def test_a_prompt_that_the_loaded_model_cannot_take_ends_with_the_limit(folder: Path) -> None:
-    async def scene(generation: Generation, engines: Engines) -> None:
+async def test_a_prompt_that_the_loaded_model_cannot_take_ends_with_the_limit(folder: Path) -> None:
+    async with two_models(folder) as (generation, engines):
         stream = await ask(generation, "a")
         small = msgspec.structs.replace(READY, max_model_len=4)
         await engines["a"][0].say(EngineUp(small))
         assert await failure_of(stream) == "context_length_exceeded"
         assert not engines["a"][0].submits
 
-    play(folder, scene)
 
-
-def test_a_stream_that_is_stopped_while_it_waits_gives_up_its_place(folder: Path) -> None:
-    async def scene(generation: Generation, engines: Engines) -> None:
+async def test_a_stream_that_is_stopped_while_it_waits_gives_up_its_place(folder: Path) -> None:
+    async with two_models(folder) as (generation, engines):
         await ask(generation, "a")
         await engines["a"][0].say(EngineUp(READY))
         waiting, behind = await ask(generation, "b"), await ask(generation, "a")
@@ -173,14 +156,10 @@ def test_a_stream_that_is_stopped_while_it_waits_gives_up_its_place(folder: Path
         assert await failure_of(waiting) == "cancelled"
         assert behind.state == "queued" and not engines["b"]
 
-    play(folder, scene)
 
-
-def test_a_drain_waits_for_no_load(folder: Path) -> None:
-    async def scene(generation: Generation, engines: Engines) -> None:
+async def test_a_drain_waits_for_no_load(folder: Path) -> None:
+    async with two_models(folder) as (generation, _):
         stream = await ask(generation, "a")
         draining = asyncio.create_task(generation.drain(60))
         assert await failure_of(stream) == "server_shutdown"
         await asyncio.wait_for(draining, 10)
-
-    play(folder, scene)

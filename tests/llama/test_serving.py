@@ -1,6 +1,5 @@
 """Lane llama-cpp under the scheduler and behind HTTP: preemption, choices, kills, progress."""
 
-import json
 import os
 import signal
 import subprocess
@@ -23,6 +22,7 @@ from tests.equality.test_pressure import RealEngine
 from tests.llama.models import ARCHITECTURES, VOCAB, Alone, write_model
 from tools.harness.llama_server import greedy, llama_server
 from tools.harness.servers import running_server
+from tools.harness.sse import data_of
 from tools.harness.tiny_models import make_tiny_model
 
 GREEDY = Sampling(temperature=0, max_tokens=40, ignore_eos=True)
@@ -100,10 +100,7 @@ def completed(url: str, body: dict[str, object], kill: int | None = None) -> tup
     """The text and the other fields of a stream's frames; the engine dies after some of them."""
     texts, others = [], []
     with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120) as answer:
-        for line in answer.iter_lines():
-            if not line.startswith("data: {"):
-                continue
-            frame = json.loads(line[6:])
+        for frame in data_of(answer.iter_lines()):
             others.append({k: frame[k] for k in frame.keys() & {"recovering", "prompt_progress"}})
             texts += [choice["text"] for choice in frame["choices"]]
             if kill is not None and len(texts) == 10:

@@ -1,6 +1,5 @@
 """Debian's Prometheus scrapes a server, with the files of `deploy`, while its engine is killed."""
 
-import json
 import os
 import signal
 import socket
@@ -16,6 +15,7 @@ import pytest
 from headrace.metrics.metrics import Metrics
 from tools.harness.eventually import eventually
 from tools.harness.servers import ServerProcess, running_server
+from tools.harness.sse import data_of
 from tools.make_grafana_dashboard import PANELS
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -106,8 +106,7 @@ def chat(server: ServerProcess, number: int, kills: bool = False) -> dict[str, i
     url = f"{server.url}/v1/chat/completions"
     with httpx.stream("POST", url, json=body, headers=CLIENT, timeout=120) as answer:
         assert answer.status_code == 200
-        for line in answer.iter_lines():
-            chunk = json.loads(line[6:]) if line.startswith("data: {") else {}
+        for chunk in data_of(answer.iter_lines()):
             usage = chunk.get("usage") or usage
             texts = [choice["delta"].get("content") for choice in chunk.get("choices", ())]
             if kills and any(texts):

@@ -20,27 +20,21 @@ async def seqs(log: MemoryLog, after: int = -1) -> list[int]:
     return [event.seq async for event in follow(log, after)]
 
 
-def test_a_reader_sees_every_event_after_its_cursor_up_to_the_end() -> None:
-    async def run() -> list[list[int]]:
-        log = MemoryLog()
-        await log.append(0, [tokens(0), tokens(1)])
-        await log.append(2, [end(2)])
-        return [await seqs(log), await seqs(log, 0), await seqs(log, 1)]
-
-    assert asyncio.run(run()) == [[0, 1, 2], [1, 2], [2]]
+async def test_a_reader_sees_every_event_after_its_cursor_up_to_the_end() -> None:
+    log = MemoryLog()
+    await log.append(0, [tokens(0), tokens(1)])
+    await log.append(2, [end(2)])
+    assert [await seqs(log), await seqs(log, 0), await seqs(log, 1)] == [[0, 1, 2], [1, 2], [2]]
 
 
-def test_readers_that_wait_get_what_is_appended_later() -> None:
-    async def run() -> list[list[int]]:
-        log = MemoryLog()
-        readers = [asyncio.create_task(seqs(log)) for _ in range(3)]
-        for seq in range(5):
-            await asyncio.sleep(0)
-            await log.append(seq, [tokens(seq)])
-        await log.append(5, [end(5)])
-        return await asyncio.gather(*readers)
-
-    assert asyncio.run(run()) == [[0, 1, 2, 3, 4, 5]] * 3
+async def test_readers_that_wait_get_what_is_appended_later() -> None:
+    log = MemoryLog()
+    readers = [asyncio.create_task(seqs(log)) for _ in range(3)]
+    for seq in range(5):
+        await asyncio.sleep(0)
+        await log.append(seq, [tokens(seq)])
+    await log.append(5, [end(5)])
+    assert (await asyncio.gather(*readers)) == [[0, 1, 2, 3, 4, 5]] * 3
 
 
 @pytest.mark.parametrize(
@@ -58,24 +52,20 @@ def test_an_append_that_does_not_continue_the_log_is_refused(
         asyncio.run(run())
 
 
-def test_a_reader_that_stops_waiting_leaves_nothing_behind() -> None:
-    async def run() -> int:
-        log = MemoryLog()
-        reader = asyncio.create_task(seqs(log))
-        await asyncio.sleep(0)
-        reader.cancel()
-        await asyncio.wait([reader])
-        return len(log.tail._waiting)
-
-    assert asyncio.run(run()) == 0
+async def test_a_reader_that_stops_waiting_leaves_nothing_behind() -> None:
+    log = MemoryLog()
+    reader = asyncio.create_task(seqs(log))
+    await asyncio.sleep(0)
+    reader.cancel()
+    await asyncio.wait([reader])
+    assert len(log.tail._waiting) == 0
 
 
-def test_a_reader_that_left_just_before_an_append_is_in_nobodys_way() -> None:
-    async def run() -> None:
-        log = MemoryLog()
-        reader = asyncio.create_task(seqs(log))
-        await asyncio.sleep(0)
-        reader.cancel()
-        await log.append(0, [tokens(0)])
-
-    asyncio.run(run())
+async def test_a_reader_that_left_just_before_an_append_is_in_nobodys_way() -> None:
+    log = MemoryLog()
+    reader = asyncio.create_task(seqs(log))
+    await asyncio.sleep(0)
+    reader.cancel()
+    await log.append(0, [tokens(0)])
+    await asyncio.wait([reader])
+    assert reader.cancelled() and log.next_seq == 1

@@ -36,16 +36,15 @@ async def opened(url: str) -> AsyncIterator[RedisStore]:
         await store.close()
 
 
-def with_two(test: Callable[[RedisStore, RedisStore], Awaitable[None]]) -> Callable[[Path], None]:
+def with_two(
+    test: Callable[[RedisStore, RedisStore], Awaitable[None]],
+) -> Callable[[Path], Awaitable[None]]:
     """Runs an async test with two gateways of one server."""
 
-    def both(tmp_path: Path) -> None:
-        async def main() -> None:
-            url = redis_url(tmp_path)
-            async with opened(url) as one, opened(url) as other, asyncio.timeout(60):
-                await test(one, other)
-
-        asyncio.run(main())
+    async def both(tmp_path: Path) -> None:
+        url = redis_url(tmp_path)
+        async with opened(url) as one, opened(url) as other, asyncio.timeout(60):
+            await test(one, other)
 
     both.__name__ = test.__name__
     return both
@@ -190,6 +189,7 @@ async def test_a_stream_that_nobody_here_knows_of_is_found_again(
     one.tails.own.discard(A)
     (stored,) = await one.orphans()
     await stored.log.append(0, [finish(0)])
+    assert await everything(stored.log) == [finish(0)]
 
 
 def test_a_restart_of_redis_is_waited_for(tmp_path: Path) -> None:

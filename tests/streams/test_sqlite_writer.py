@@ -19,7 +19,7 @@ from headrace.streams.sqlite_schema import NAME
 from headrace.streams.sqlite_store import SqliteStore
 from headrace.streams.store import ById, StoreStalled
 from tools.harness.eventually import eventually
-from tools.harness.stream_events import A, B, everything, finish, in_sqlite, make_record, some
+from tools.harness.stream_events import A, B, everything, finish, make_record, opened_sqlite, some
 
 
 class HeldConnection:
@@ -63,8 +63,8 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sqlite_writer, "RETRY_S", 0.01)
 
 
-def test_nothing_is_seen_before_its_commit_returned(tmp_path: Path) -> None:
-    async def run(store: SqliteStore) -> None:
+async def test_nothing_is_seen_before_its_commit_returned(tmp_path: Path) -> None:
+    async with opened_sqlite(tmp_path) as store:
         log = (await store.create(make_record())).log
         waiting = asyncio.create_task(log.wait(-1))
         held = hold_commits(store)
@@ -79,24 +79,20 @@ def test_nothing_is_seen_before_its_commit_returned(tmp_path: Path) -> None:
         await waiting
         assert await found.log.read(-1, 10) == (some(1), False)
 
-    in_sqlite(run, tmp_path)
 
-
-def test_what_arrives_together_shares_a_commit(tmp_path: Path) -> None:
-    async def run(store: SqliteStore) -> None:
+async def test_what_arrives_together_shares_a_commit(tmp_path: Path) -> None:
+    async with opened_sqlite(tmp_path) as store:
         logs = [(await store.create(make_record(str(n)))).log for n in range(20)]
         held = hold_commits(store)
         held.gate.set()
         await asyncio.gather(*(log.append(0, some(1)) for log in logs))
         assert held.num_commits == 1
 
-    in_sqlite(run, tmp_path)
 
-
-def test_what_arrives_a_little_later_shares_the_commit_too(
+async def test_what_arrives_a_little_later_shares_the_commit_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def run(store: SqliteStore) -> None:
+    async with opened_sqlite(tmp_path) as store:
         log = (await store.create(make_record())).log
         held = hold_commits(store)
         held.gate.set()
@@ -107,11 +103,9 @@ def test_what_arrives_a_little_later_shares_the_commit_too(
         await log.append(1, [finish(1)])
         assert first.done() and held.num_commits == 1
 
-    in_sqlite(run, tmp_path)
 
-
-def test_a_commit_that_fails_is_made_again_as_a_whole(tmp_path: Path) -> None:
-    async def run(store: SqliteStore) -> None:
+async def test_a_commit_that_fails_is_made_again_as_a_whole(tmp_path: Path) -> None:
+    async with opened_sqlite(tmp_path) as store:
         log = (await store.create(make_record())).log
         held = hold_commits(store)
         held.num_failures = 3
@@ -120,29 +114,25 @@ def test_a_commit_that_fails_is_made_again_as_a_whole(tmp_path: Path) -> None:
         found = await store.find(ById(A))
         assert found and await everything(found.log) == [*some(2), finish(2)]
 
-    in_sqlite(run, tmp_path)
 
-
-def test_appends_wait_for_a_database_that_fails_and_none_is_lost_or_doubled(
+async def test_appends_wait_for_a_database_that_fails_and_none_is_lost_or_doubled(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def run(store: SqliteStore) -> None:
-        log = (await store.create(make_record())).log
-        with locked(tmp_path):
-            appends = [asyncio.create_task(log.append(seq, some(1, seq))) for seq in range(3)]
-            await store.stalled.wait()
-            appends.append(asyncio.create_task(log.append(3, [finish(3)])))
-            await asyncio.sleep(0)
-            assert not any(append.done() for append in appends)
-            assert not store.writable.is_set()
-        await store.writable.wait()
-        await asyncio.gather(*appends)
-        assert not store.stalled.is_set()
-        found = await store.find(ById(A))
-        assert found and await everything(found.log) == [*some(3), finish(3)]
-
     with caplog.at_level(logging.WARNING):
-        in_sqlite(run, tmp_path)
+        async with opened_sqlite(tmp_path) as store:
+            log = (await store.create(make_record())).log
+            with locked(tmp_path):
+                appends = [asyncio.create_task(log.append(seq, some(1, seq))) for seq in range(3)]
+                await store.stalled.wait()
+                appends.append(asyncio.create_task(log.append(3, [finish(3)])))
+                await asyncio.sleep(0)
+                assert not any(append.done() for append in appends)
+                assert not store.writable.is_set()
+            await store.writable.wait()
+            await asyncio.gather(*appends)
+            assert not store.stalled.is_set()
+            found = await store.find(ById(A))
+            assert found and await everything(found.log) == [*some(3), finish(3)]
     said = [record.message for record in caplog.records]
     assert said == [
         "The stream store cannot write: database is locked",
@@ -150,8 +140,8 @@ def test_appends_wait_for_a_database_that_fails_and_none_is_lost_or_doubled(
     ]
 
 
-def test_new_streams_are_refused_while_the_store_is_stalled(tmp_path: Path) -> None:
-    async def run(store: SqliteStore) -> None:
+async def test_new_streams_are_refused_while_the_store_is_stalled(tmp_path: Path) -> None:
+    async with opened_sqlite(tmp_path) as store:
         with locked(tmp_path):
             for name in "ab":
                 with pytest.raises(StoreStalled):
@@ -159,15 +149,13 @@ def test_new_streams_are_refused_while_the_store_is_stalled(tmp_path: Path) -> N
         await store.writable.wait()
         assert (await store.create(make_record("a"))).log.next_seq == 0
 
-    in_sqlite(run, tmp_path)
 
-
-def test_a_commit_that_takes_long_is_a_stall_too(
+async def test_a_commit_that_takes_long_is_a_stall_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sqlite_writer, "STALL_S", 0.05)
 
-    async def run(store: SqliteStore) -> None:
+    async with opened_sqlite(tmp_path) as store:
         log = (await store.create(make_record())).log
         held = hold_commits(store)
         append = asyncio.create_task(log.append(0, some(1)))
@@ -179,15 +167,13 @@ def test_a_commit_that_takes_long_is_a_stall_too(
         await store.writable.wait()
         await asyncio.gather(append, later)
 
-    in_sqlite(run, tmp_path)
 
-
-def test_the_buffer_of_what_waits_is_bounded(
+async def test_the_buffer_of_what_waits_is_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sqlite_writer, "MAX_WAITING_BYTES", 1000)
 
-    async def run(store: SqliteStore) -> None:
+    async with opened_sqlite(tmp_path) as store:
         log = (await store.create(make_record())).log
         with locked(tmp_path):
             append = asyncio.create_task(log.append(0, some(100)))  # alone, any size is taken
@@ -198,11 +184,9 @@ def test_the_buffer_of_what_waits_is_bounded(
         await log.append(100, [finish(100)])
         assert await everything(log) == [*some(100), finish(100)]
 
-    in_sqlite(run, tmp_path)
 
-
-def test_a_write_that_can_never_succeed_fails_alone(tmp_path: Path) -> None:
-    async def run(store: SqliteStore) -> None:
+async def test_a_write_that_can_never_succeed_fails_alone(tmp_path: Path) -> None:
+    async with opened_sqlite(tmp_path) as store:
         log = (await store.create(make_record())).log
         outcomes = await asyncio.gather(
             log.append(0, some(1)),
@@ -219,11 +203,9 @@ def test_a_write_that_can_never_succeed_fails_alone(tmp_path: Path) -> None:
         ]
         assert await everything(log) == [*some(1), finish(1)]
 
-    in_sqlite(run, tmp_path)
 
-
-def test_an_append_whose_caller_left_is_seen_all_the_same(tmp_path: Path) -> None:
-    async def run(store: SqliteStore) -> None:
+async def test_an_append_whose_caller_left_is_seen_all_the_same(tmp_path: Path) -> None:
+    async with opened_sqlite(tmp_path) as store:
         log = (await store.create(make_record())).log
         held = hold_commits(store)
         seqs = (0, 7, 1)
@@ -236,32 +218,28 @@ def test_an_append_whose_caller_left_is_seen_all_the_same(tmp_path: Path) -> Non
         await log.append(2, [finish(2)])
         assert await everything(log) == [*some(2), finish(2)]
 
-    in_sqlite(run, tmp_path)
+
+async def test_closing_a_stalled_store_fails_what_waits(tmp_path: Path) -> None:
+    store = SqliteStore.open(tmp_path)
+    log = (await store.create(make_record())).log
+    with locked(tmp_path):
+        appends = [asyncio.create_task(log.append(0, some(1)))]
+        await store.stalled.wait()
+        appends.append(asyncio.create_task(log.append(1, some(1, 1))))
+        await asyncio.sleep(0)
+        await store.close()
+        failed = await asyncio.gather(*appends, return_exceptions=True)
+    assert [type(failure) for failure in failed] == [StoreStalled] * 2
+    async with opened_sqlite(tmp_path) as store:
+        await store.forget(A)
 
 
-def test_closing_a_stalled_store_fails_what_waits(tmp_path: Path) -> None:
-    async def run() -> None:
-        store = SqliteStore.open(tmp_path)
-        log = (await store.create(make_record())).log
-        with locked(tmp_path):
-            appends = [asyncio.create_task(log.append(0, some(1)))]
-            await store.stalled.wait()
-            appends.append(asyncio.create_task(log.append(1, some(1, 1))))
-            await asyncio.sleep(0)
-            await store.close()
-            failed = await asyncio.gather(*appends, return_exceptions=True)
-        assert [type(failure) for failure in failed] == [StoreStalled] * 2
-
-    asyncio.run(run())
-    in_sqlite(lambda store: store.forget(A), tmp_path)
-
-
-def test_time_that_the_loop_itself_was_blocked_is_no_stall(
+async def test_time_that_the_loop_itself_was_blocked_is_no_stall(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sqlite_writer, "STALL_S", 0.2)
 
-    async def run(store: SqliteStore) -> None:
+    async with opened_sqlite(tmp_path) as store:
         log = (await store.create(make_record())).log
         held = hold_commits(store)
         append = asyncio.create_task(log.append(0, some(1)))
@@ -273,52 +251,45 @@ def test_time_that_the_loop_itself_was_blocked_is_no_stall(
         held.gate.set()
         await append
 
-    in_sqlite(run, tmp_path)
 
-
-def test_a_disk_that_never_answers_does_not_hold_up_the_end(
+async def test_a_disk_that_never_answers_does_not_hold_up_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sqlite_writer, "STALL_S", 0.05)
 
-    async def run() -> None:
-        store = SqliteStore.open(tmp_path)
-        log = (await store.create(make_record())).log
-        held = hold_commits(store)
-        append = asyncio.create_task(log.append(0, some(1)))
-        await asyncio.to_thread(held.reached.wait)
+    store = SqliteStore.open(tmp_path)
+    log = (await store.create(make_record())).log
+    held = hold_commits(store)
+    append = asyncio.create_task(log.append(0, some(1)))
+    await asyncio.to_thread(held.reached.wait)
+    await store.close()
+    assert not append.done()
+    held.gate.set()
+    await append
+    store._writer._thread.join()
+
+
+async def test_a_store_that_has_stalled_gets_no_more_time_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sqlite_writer, "STALL_S", 0.05)
+
+    store = SqliteStore.open(tmp_path)
+    log = (await store.create(make_record())).log
+    held = hold_commits(store)
+    appending = asyncio.create_task(log.append(0, some(1)))
+    await store.stalled.wait()
+    monkeypatch.setattr(sqlite_writer, "STALL_S", 600.0)
+    async with asyncio.timeout(60):
         await store.close()
-        assert not append.done()
-        held.gate.set()
-        await append
-        store._writer._thread.join()
-
-    asyncio.run(run())
+    assert not appending.done()
+    held.gate.set()
+    await appending
+    store._writer._thread.join()
 
 
-def test_a_store_that_has_stalled_gets_no_more_time_at_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sqlite_writer, "STALL_S", 0.05)
-
-    async def run() -> None:
-        store = SqliteStore.open(tmp_path)
-        log = (await store.create(make_record())).log
-        held = hold_commits(store)
-        appending = asyncio.create_task(log.append(0, some(1)))
-        await store.stalled.wait()
-        monkeypatch.setattr(sqlite_writer, "STALL_S", 600.0)
-        async with asyncio.timeout(60):
-            await store.close()
-        held.gate.set()
-        await appending
-        store._writer._thread.join()
-
-    asyncio.run(run())
-
-
-def test_a_full_database_takes_up_where_it_left_off(tmp_path: Path) -> None:
-    async def run(store: SqliteStore) -> None:
+async def test_a_full_database_takes_up_where_it_left_off(tmp_path: Path) -> None:
+    async with opened_sqlite(tmp_path) as store:
         log = (await store.create(make_record())).log
         connection = store._writer._connection
         used = connection.execute("PRAGMA page_count").fetchone()[0]
@@ -334,26 +305,22 @@ def test_a_full_database_takes_up_where_it_left_off(tmp_path: Path) -> None:
         assert found and await everything(found.log) == [*some(2000), finish(2000)]
         assert await store.find(ById(B)) is None
 
-    in_sqlite(run, tmp_path)
-
 
 def run_program(name: str, directory: Path) -> "subprocess.Popen[str]":
     command = [sys.executable, "-m", f"tests.streams.{name}", str(directory)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
-def test_a_file_that_may_not_grow_loses_nothing(tmp_path: Path) -> None:
+async def test_a_file_that_may_not_grow_loses_nothing(tmp_path: Path) -> None:
     assert run_program("full_disk", tmp_path).communicate()[0].split() == ["stalled", "written"]
 
-    async def verify(store: SqliteStore) -> None:
+    async with opened_sqlite(tmp_path) as store:
         found = await store.find(ById(A))
         assert found and await everything(found.log) == [*some(2000), finish(2000)]
 
-    in_sqlite(verify, tmp_path)
-
 
 @pytest.mark.parametrize("num_told", [1, 40, 200])
-def test_what_an_append_returned_for_survives_a_kill(tmp_path: Path, num_told: int) -> None:
+async def test_what_an_append_returned_for_survives_a_kill(tmp_path: Path, num_told: int) -> None:
     server = run_program("appender", tmp_path)
     assert server.stdout
     for _ in range(num_told):
@@ -361,25 +328,21 @@ def test_what_an_append_returned_for_survives_a_kill(tmp_path: Path, num_told: i
     server.kill()
     next_seq = int(([next_seq, *server.communicate()[0].split("\n")[:-1]])[-1])
 
-    async def verify(store: SqliteStore) -> None:
+    async with opened_sqlite(tmp_path) as store:
         (stored,) = await store.unfinished()
         events, _ = await stored.log.read(-1, 1 << 20)
         assert stored.log.next_seq == len(events) >= next_seq
         assert events == some(len(events))
 
-    in_sqlite(verify, tmp_path)
 
-
-def test_a_write_whose_news_fail_fails_alone(tmp_path: Path) -> None:
+async def test_a_write_whose_news_fail_fails_alone(tmp_path: Path) -> None:
     def fail(_: object) -> None:
         raise KeyError("news")
 
-    async def run(store: SqliteStore) -> None:
+    async with opened_sqlite(tmp_path) as store:
         failing, other = (
             asyncio.create_task(store._writer.write(lambda db: 1, publish))
             for publish in (fail, lambda row: row)
         )
         await asyncio.wait((failing, other), timeout=10)
         assert isinstance(failing.exception(), KeyError) and other.result() == 1
-
-    in_sqlite(run, tmp_path)

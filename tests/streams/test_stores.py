@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import msgspec
@@ -18,10 +19,10 @@ from tools.harness.stream_events import (
     error,
     everything,
     finish,
-    in_memory,
-    in_redis,
-    in_sqlite,
     make_record,
+    opened_memory,
+    opened_redis,
+    opened_sqlite,
     some,
     tokens,
 )
@@ -33,10 +34,13 @@ def store_test(test: Test) -> Callable[..., None]:
     """Runs an async test once in each store."""
 
     @pytest.mark.parametrize(
-        "run", [in_memory, in_sqlite, pytest.param(in_redis, marks=needs_redis)]
+        "opened", [opened_memory, opened_sqlite, pytest.param(opened_redis, marks=needs_redis)]
     )
-    def each(run: Callable[[Test, Path], None], tmp_path: Path) -> None:
-        run(test, tmp_path)
+    async def each(
+        opened: Callable[[Path], AbstractAsyncContextManager[Store]], tmp_path: Path
+    ) -> None:
+        async with opened(tmp_path) as store:
+            await test(store)
 
     each.__name__ = test.__name__
     return each

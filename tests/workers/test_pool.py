@@ -85,116 +85,97 @@ def test_a_template_that_overruns_ends_alone(config: ModelConfig) -> None:
     assert found[3:] == ["2 tokens", "2 tokens"]
 
 
-def test_a_job_outlives_the_worker_that_somebody_kills(config: ModelConfig) -> None:
-    async def run() -> None:
-        async with pool_of(config) as pool:
-            for _ in range(2):
-                assert await render(pool, "fine") == "2 tokens"
-                for pid in workers():
-                    os.kill(pid, signal.SIGKILL)
+async def test_a_job_outlives_the_worker_that_somebody_kills(config: ModelConfig) -> None:
+    async with pool_of(config) as pool:
+        for _ in range(2):
             assert await render(pool, "fine") == "2 tokens"
-        assert not workers()
-
-    asyncio.run(run())
-
-
-def test_a_job_does_not_wait_for_a_worker_that_is_held(
-    config: ModelConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def run() -> None:
-        async with pool_of(config) as pool:
-            assert await render(pool, "fine") == "2 tokens"
-            monkeypatch.setattr(process, "STILL_S", 0.5)
             for pid in workers():
-                os.kill(pid, signal.SIGSTOP)
-            assert await render(pool, "fine") == "2 tokens"
+                os.kill(pid, signal.SIGKILL)
+        assert await render(pool, "fine") == "2 tokens"
+    assert not workers()
 
-    asyncio.run(run())
 
-
-def test_a_stop_of_the_whole_server_is_no_hang_of_a_worker(
+async def test_a_job_does_not_wait_for_a_worker_that_is_held(
     config: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def run() -> None:
-        async with pool_of(config) as pool:
-            assert await render(pool, "fine") == "2 tokens"
-            before = workers()
-            monkeypatch.setattr(process, "STILL_S", 0.5)
-            for pid in before:
-                os.kill(pid, signal.SIGSTOP)
-            rendering = asyncio.create_task(render(pool, "fine"))
-            await asyncio.sleep(0.7)  # one look at the worker has found it still
-            time.sleep(3)  # noqa: ASYNC251 - the loop is stopped with it
-            for pid in before:
-                os.kill(pid, signal.SIGCONT)
-            assert await rendering == "2 tokens" and set(before) <= set(workers())
-
-    asyncio.run(run())
+    async with pool_of(config) as pool:
+        assert await render(pool, "fine") == "2 tokens"
+        monkeypatch.setattr(process, "STILL_S", 0.5)
+        for pid in workers():
+            os.kill(pid, signal.SIGSTOP)
+        assert await render(pool, "fine") == "2 tokens"
 
 
-def test_without_descriptors_a_job_is_refused_and_the_next_one_done(config: ModelConfig) -> None:
-    async def run() -> None:
-        async with pool_of(config) as pool:
-            assert await render(pool, "fine") == "2 tokens"
-            found = workers()
-            with no_descriptors():
-                for pid in found:
-                    os.kill(pid, signal.SIGKILL)
-                assert (await render(pool, "fine")).startswith("server_overloaded")
-            assert await render(pool, "fine") == "2 tokens"
-
-    asyncio.run(run())
-
-
-def test_small_jobs_pass_a_large_one(config: ModelConfig) -> None:
-    async def run() -> list[str]:
-        done: list[str] = []
-        async with pool_of(config) as pool:
-
-            async def do(name: str, text: str) -> None:
-                packed = msgspec.msgpack.encode((Text(text),))
-                await pool.do("prompts", [packed], 1 << 30)
-                done.append(name)
-
-            large = [do(f"large {i}", "many words " * 200_000) for i in range(2)]
-            small = [do("small", "a word") for _ in range(3)]
-            await asyncio.gather(*large, *small)
-        return done
-
-    assert asyncio.run(run())[:3] == ["small"] * 3
+async def test_a_stop_of_the_whole_server_is_no_hang_of_a_worker(
+    config: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with pool_of(config) as pool:
+        assert await render(pool, "fine") == "2 tokens"
+        before = workers()
+        monkeypatch.setattr(process, "STILL_S", 0.5)
+        for pid in before:
+            os.kill(pid, signal.SIGSTOP)
+        rendering = asyncio.create_task(render(pool, "fine"))
+        await asyncio.sleep(0.7)  # one look at the worker has found it still
+        time.sleep(3)  # noqa: ASYNC251 - the loop is stopped with it
+        for pid in before:
+            os.kill(pid, signal.SIGCONT)
+        assert await rendering == "2 tokens" and set(before) <= set(workers())
 
 
-def test_a_job_that_nobody_waits_for_is_not_done(config: ModelConfig) -> None:
-    async def run() -> None:
-        async with pool_of(config) as pool:
-            assert await render(pool, "fine") == "2 tokens"
-            slow = [asyncio.create_task(render(pool, "slow")) for _ in range(50)]
-            await asyncio.sleep(0)
-            for task in slow:
-                task.cancel()
-            assert await render(pool, "fine") == "2 tokens"
-            async with asyncio.timeout(30):  # 50 slow ones would take minutes
-                while len(pool._line):
-                    await asyncio.sleep(0.01)
-
-    asyncio.run(run())
+async def test_without_descriptors_a_job_is_refused_and_the_next_one_done(
+    config: ModelConfig,
+) -> None:
+    async with pool_of(config) as pool:
+        assert await render(pool, "fine") == "2 tokens"
+        found = workers()
+        with no_descriptors():
+            for pid in found:
+                os.kill(pid, signal.SIGKILL)
+            assert (await render(pool, "fine")).startswith("server_overloaded")
+        assert await render(pool, "fine") == "2 tokens"
 
 
-def test_a_job_in_work_ends_with_its_client(config: ModelConfig) -> None:
-    async def run() -> None:
-        async with pool_of(config) as pool:
-            assert await render(pool, "fine") == "2 tokens"
-            packed = msgspec.msgpack.encode((Text("many words " * 3_000_000),))
-            asking = asyncio.create_task(pool.do("prompts", [packed], 1 << 30))
-            while not pool._line._in_work:
-                await asyncio.sleep(0)
-            before = workers()
-            asking.cancel()
-            packed = msgspec.msgpack.encode((Text("many words " * 10_000),))
+async def test_small_jobs_pass_a_large_one(config: ModelConfig) -> None:
+    done: list[str] = []
+    async with pool_of(config) as pool:
+
+        async def do(name: str, text: str) -> None:
+            packed = msgspec.msgpack.encode((Text(text),))
             await pool.do("prompts", [packed], 1 << 30)
-            assert len(set(before) - set(workers())) == 1
+            done.append(name)
 
-    asyncio.run(run())
+        large = [do(f"large {i}", "many words " * 200_000) for i in range(2)]
+        small = [do("small", "a word") for _ in range(3)]
+        await asyncio.gather(*large, *small)
+    assert done[:3] == ["small"] * 3
+
+
+async def test_a_job_that_nobody_waits_for_is_not_done(config: ModelConfig) -> None:
+    async with pool_of(config) as pool:
+        assert await render(pool, "fine") == "2 tokens"
+        slow = [asyncio.create_task(render(pool, "slow")) for _ in range(50)]
+        await asyncio.sleep(0)
+        for task in slow:
+            task.cancel()
+        assert await render(pool, "fine") == "2 tokens"
+        async with asyncio.timeout(30):  # 50 slow ones would take minutes
+            while len(pool._line):
+                await asyncio.sleep(0.01)
+
+
+async def test_a_job_in_work_ends_with_its_client(config: ModelConfig) -> None:
+    async with pool_of(config) as pool:
+        assert await render(pool, "fine") == "2 tokens"
+        packed = msgspec.msgpack.encode((Text("many words " * 3_000_000),))
+        asking = asyncio.create_task(pool.do("prompts", [packed], 1 << 30))
+        while not pool._line._in_work:
+            await asyncio.sleep(0)
+        before = workers()
+        asking.cancel()
+        packed = msgspec.msgpack.encode((Text("many words " * 10_000),))
+        await pool.do("prompts", [packed], 1 << 30)
+        assert len(set(before) - set(workers())) == 1
 
 
 def test_a_model_that_cannot_be_read_is_told_and_ends_no_worker(

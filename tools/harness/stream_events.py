@@ -1,11 +1,11 @@
 """Small records and events, and each store behind one call."""
 
-import asyncio
 import atexit
+import contextlib
 import functools
 import tempfile
 from array import array
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 from headrace.core.ids import StreamId
@@ -26,7 +26,6 @@ from headrace.streams.memory_store import MemoryStore
 from headrace.streams.record import Names, Record
 from headrace.streams.redis_store import RedisStore
 from headrace.streams.sqlite_store import SqliteStore
-from headrace.streams.store import Store
 from tools.harness.redis_servers import RedisServer
 
 A, B, C = StreamId("a"), StreamId("b"), StreamId("c")
@@ -70,24 +69,19 @@ async def everything(log: Log, after: int = -1) -> list[AnyEvent]:
     return [event async for event in follow(log, after)]
 
 
-def in_memory(test: Callable[[Store], Awaitable[None]], directory: Path) -> None:
-    async def main() -> None:
-        await test(MemoryStore())
-
-    asyncio.run(main())
+@contextlib.asynccontextmanager
+async def opened_memory(directory: Path) -> AsyncIterator[MemoryStore]:
+    yield MemoryStore()
 
 
-def in_sqlite(test: Callable[[SqliteStore], Awaitable[None]], directory: Path) -> None:
+@contextlib.asynccontextmanager
+async def opened_sqlite(directory: Path) -> AsyncIterator[SqliteStore]:
     """Opens a store in the directory, and closes it even if the test fails."""
-
-    async def main() -> None:
-        store = SqliteStore.open(directory)
-        try:
-            await test(store)
-        finally:
-            await store.close()
-
-    asyncio.run(main())
+    store = SqliteStore.open(directory)
+    try:
+        yield store
+    finally:
+        await store.close()
 
 
 @functools.cache
@@ -105,12 +99,10 @@ def redis_url(directory: Path) -> str:
     return f"{shared_redis().url}?prefix={directory}:"
 
 
-def in_redis(test: Callable[[RedisStore], Awaitable[None]], directory: Path) -> None:
-    async def main() -> None:
-        store = await RedisStore.open(redis_url(directory))
-        try:
-            await test(store)
-        finally:
-            await store.close()
-
-    asyncio.run(main())
+@contextlib.asynccontextmanager
+async def opened_redis(directory: Path) -> AsyncIterator[RedisStore]:
+    store = await RedisStore.open(redis_url(directory))
+    try:
+        yield store
+    finally:
+        await store.close()

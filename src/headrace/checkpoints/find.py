@@ -38,7 +38,7 @@ def find_model(
 
 
 def find_here(model: str, revision: str | None = None) -> Path | None:
-    """The same without the network: None if only the hub may have it."""
+    """Finds the folder without the network: None if only the hub may have it."""
     folder = _own_folder(model)
     if folder is not None or not is_hub_id(model):
         return folder
@@ -68,7 +68,7 @@ def place_of(model: str) -> Path | None:
 
 
 def is_hub_id(model: str) -> bool:
-    """Whether it has the form of one, perhaps with a GGUF file's quantization behind a colon.
+    """Whether a name looks like a hub id, perhaps with a GGUF quantization behind a colon.
 
     A folder of that name takes precedence.
     """

@@ -34,7 +34,7 @@ class Groups(NamedTuple):
 
 
 _FOUR, _EIGHT = GroupForm(4, 32, True), GroupForm(8, 32, False)
-FORMS = {
+GROUP_FORMS = {
     "Q4_0": _FOUR,
     "Q4_1": _FOUR,
     "Q4_K": _FOUR,
@@ -64,7 +64,7 @@ _BLOCK_BYTES = {name: size for name, _, size in TYPES.values()}
 
 def common_form(kinds: Iterable[str]) -> GroupForm | None:
     """The form that holds all of these types exactly; None if one of them has no groups."""
-    forms = [FORMS.get(kind) for kind in kinds]
+    forms = [GROUP_FORMS.get(kind) for kind in kinds]
     if not forms or None in forms:
         return None
     bits, sizes, minima = zip(*forms, strict=True)
@@ -73,7 +73,7 @@ def common_form(kinds: Iterable[str]) -> GroupForm | None:
 
 def read_groups(raw: Array, kind: str) -> tuple[Array, Array, Array]:
     """q [rows, values], scale and minimum [rows, groups], float32, of the bytes [rows, bytes]."""
-    rows, form = len(raw), FORMS[kind]
+    rows, form = len(raw), GROUP_FORMS[kind]
     blocks = raw.reshape(-1, _BLOCK_BYTES[kind])
     place, ones = _PLAIN[kind]
     plain = blocks.copy()

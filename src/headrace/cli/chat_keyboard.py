@@ -37,7 +37,7 @@ class Keyboard:
 
 @contextlib.contextmanager
 def keyboard() -> Iterator[Keyboard | None]:
-    """None if nobody types: what is piped in is one message."""
+    """Opens the keyboard; None if nobody types: what is piped in is one message."""
     # answers may go into a file
     seen = next((end for end in (sys.stdout, sys.stderr) if end.isatty()), None)
     if not sys.stdin.isatty():

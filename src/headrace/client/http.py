@@ -20,7 +20,7 @@ TIMEOUT = httpx.Timeout(30.0, connect=10.0, pool=None)  # to read: several heart
 NOT_MADE = (httpx.ConnectError, httpx.ConnectTimeout, httpx.ProxyError)
 """A connection that could not be made."""
 LOST = (*NOT_MADE, httpx.TimeoutException, httpx.NetworkError, httpx.RemoteProtocolError)
-"""The same, or one that broke."""
+"""A connection that could not be made, or that broke."""
 
 OnTrouble = Callable[[str, float], None]
 """Told why something waits, and for how many seconds."""

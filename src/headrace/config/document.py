@@ -44,7 +44,7 @@ def read_document(document: Any, named: Callable[[Configs], Configs]) -> Configs
 
 
 def to_document(configs: tuple[ModelConfig, ...]) -> dict[str, Any]:
-    """The same back, without what has its default."""
+    """Turns settings back into a document, without those that have their defaults."""
     return {"models": [_table(config) for config in configs]}
 
 

@@ -247,7 +247,7 @@ def _check_own_settings(known: Mapping[str, Setting], table: Mapping[str, Any], 
 
 
 def check_names(models: Iterable[ModelConfig]) -> None:
-    """Nobody could ask for the second of two models with one name."""
+    """ConfigError if two models have one name: nobody could ask for the second."""
     names = Counter(name for model in models for name in model.served_model_name)
     for name, number in names.items():
         if number > 1:

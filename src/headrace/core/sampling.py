@@ -17,11 +17,11 @@ class Pooling(msgspec.Struct, frozen=True):
 
     @property
     def needs_whole(self) -> bool:
-        """Whether it needs rows of the whole prompt, so that none may come from a cache."""
+        """Whether pooling needs rows of the whole prompt, so that none may come from a cache."""
         return self.kind in ("mean", "cls")
 
     def num_rows(self, start: int, end: int, total: int) -> int:
-        """How many of a chunk's last rows it needs; the chunk is [start, end) of `total` tokens."""
+        """The number of a chunk's last rows needed; the chunk is [start, end) of `total` tokens."""
         match self.kind:
             case "mean":
                 return end - start

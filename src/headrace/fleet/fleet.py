@@ -22,7 +22,7 @@ _OVERLOADED_RETRY_S = 5.0
 
 
 class Fleet:
-    """Does what Residency says. A server's only model is loaded at the start, and stays.
+    """Makes Residency's moves. A server's only model is loaded at the start, and stays.
 
     `on_loaded` and `on_lost` are called with a host whose engine came up or was given up.
     """
@@ -142,7 +142,7 @@ class Fleet:
         self._act()
 
     def is_changing(self, host: Host) -> bool:
-        """Whether it will be loaded anew, with other settings."""
+        """Whether the model will be loaded anew, with other settings."""
         return host.name in self._successors
 
     def _settle(self, name: str) -> None:
@@ -368,17 +368,17 @@ class Fleet:
 
 
 def is_sole(config: ServerConfig) -> bool:
-    """Whether it has one model, which is loaded at the start, and stays."""
+    """Whether the server has one model, which is loaded at the start, and stays."""
     is_one = len(config.models) == 1 and config.loading.models_dir is None
     return is_one and config.models[0].min_replicas != 0
 
 
 async def _nothing() -> None:
-    """The set of models does not change by itself."""
+    """Does nothing: the set of models does not change by itself."""
 
 
 async def _unless_refused(work: Awaitable[None]) -> None:
-    """Does what nobody waits for; the log says why it failed."""
+    """Awaits work that nobody waits for; the log says why it failed."""
     with contextlib.suppress(RequestError):
         await work
 

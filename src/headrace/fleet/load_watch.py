@@ -56,7 +56,7 @@ class LoadWatch:
 
     @property
     def progress(self) -> LoadProgress | None:
-        """None if nothing is loaded."""
+        """The progress of the load; None if nothing is loaded."""
         if (now := self._now) is None:
             return None
         loading, began = now

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 
 class Stage(Enum):
-    """Where a model's weights are."""
+    """The place of a model's weights."""
 
     OUT = "out"
     LOADING = "loading"
@@ -118,7 +118,7 @@ class Residency:
         return self._places[model].num_uses > 0
 
     def is_gone(self, model: str) -> bool:
-        """Whether it is out, and nobody holds it."""
+        """Whether the model is out, and nobody holds it."""
         place = self._places[model]
         return place.stage is Stage.OUT and place.num_uses == 0
 

@@ -112,13 +112,13 @@ class Host:
 
     @property
     def model(self) -> ServedModel:
-        """The same, of one that was loaded."""
+        """The model, once it was read."""
         assert self._model is not None
         return self._model
 
     @property
     def local(self) -> ModelConfig:
-        """Its settings, with the folder that it was read from."""
+        """The model's settings, with the folder that it was read from."""
         return msgspec.structs.replace(self.config, model=str(self.model.folder))
 
     def reads_like(self, other: "Host") -> bool:
@@ -149,7 +149,7 @@ class Host:
 
     @property
     def _path(self) -> Path:
-        """Where it is, if it is no hub id."""
+        """The model's path, if it is no hub id."""
         return find_model(MINI) if self.config.model == MINI else Path(self.config.model)
 
     @property
@@ -270,18 +270,18 @@ class Host:
             self._engine.cancel(cancel)
 
     def forget(self, sequence_ids: Iterable[SequenceId]) -> None:
-        """What the engine says of these from now on reaches nobody."""
+        """Forgets these sequences: news about them reaches nobody from now on."""
         self._sequences.close(sequence_ids)
 
     # what generation calls
 
     @property
     def tenants(self) -> list[Tenant]:
-        """Those that were added, in order."""
+        """The tenants, in the order in which they were added."""
         return list(self._tenants)
 
     def add(self, tenant: Tenant) -> None:
-        """Has it begin now and on each later engine, until it is removed."""
+        """Adds a tenant, which begins now and on each later engine, until it is removed."""
         self._tenants[tenant] = None
         if self._up is None:
             tenant.tell(_NO_ENGINE)

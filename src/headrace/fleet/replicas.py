@@ -203,7 +203,7 @@ class Replicas:
         self._lose(replica, news)
 
     def _lose(self, replica: Replica, news: EngineDown) -> None:
-        """Its streams are told; so are all, if there is no other engine that is up."""
+        """Tells the streams of a lost replica; tells all, if no other engine is up."""
         was_up, replica.up = replica.up, None
         self._retired.count(replica)
         tickets = self._placement.close(replica.number)

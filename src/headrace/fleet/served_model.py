@@ -52,7 +52,7 @@ class ServedModel:
 
     @property
     def sampling_words(self) -> str:
-        """How it draws for a request that says nothing; "" if that is all the same to it."""
+        """The model's defaults of sampling, for people; "" if it has none of its own."""
         shown = self.spec.is_gguf and self.defaults
         if not shown:
             return ""
@@ -62,12 +62,12 @@ class ServedModel:
 
     @property
     def has_vision(self) -> bool:
-        """Whether it sees images."""
+        """Whether the model sees images."""
         return _has_vision(self.spec, self._lane)
 
     @property
     def has_native_vision(self) -> bool:
-        """Whether it sees them in pieces, beside our own implementation of its text side."""
+        """Whether it sees images in pieces, beside our own implementation of its text side."""
         return self.spec.architecture in SEEING and self._lane in ("auto", "native-multimodal")
 
     @property

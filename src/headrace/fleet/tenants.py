@@ -22,7 +22,7 @@ from headrace.fleet.queue_eta import TokensAsked
 from headrace.fleet.served_model import ServedModel
 
 Item = Started | PromptAdvance | PromptLogprobs | NewToken | Finished
-"""What an engine says of one sequence."""
+"""News from an engine about one sequence."""
 
 
 class InQueue(msgspec.Struct, frozen=True):
@@ -34,7 +34,7 @@ class InQueue(msgspec.Struct, frozen=True):
 
 
 TenantNews = list[Item] | EngineUp | EngineDown | InQueue
-"""What a tenant acts on, in order."""
+"""News that a tenant acts on, in order."""
 
 
 class Seat(Protocol):
@@ -65,7 +65,7 @@ class Tenant(Protocol):
         """The engine was given up."""
 
     def asked(self, sequence_id: SequenceId) -> TokensAsked:
-        """What one of its sequences asks of the engine."""
+        """The tokens that one of its sequences asks of the engine."""
 
 
 class Waiter(Protocol):

@@ -63,7 +63,7 @@ class Auth:
         _let_in(digest, known)
 
     def check_admin(self, headers: Headers) -> None:
-        """The same for what only the operator may do, /manage and /metrics among it."""
+        """Checks a request for what only the operator may do, such as /manage and /metrics."""
         if self._checks_names:
             self._check_names(headers)
         if not self._admins:
@@ -85,7 +85,7 @@ class Auth:
             raise _no_key("This takes the admin key, and no valid one was sent")
 
     def check_operator(self, headers: Headers) -> None:
-        """The same for what disturbs others, where there is any key to tell them apart by."""
+        """Checks a request for what disturbs others: the admin key, where there are keys at all."""
         if self._keys or self._admins:
             self.check_admin(headers)
         else:

@@ -207,7 +207,7 @@ class LiveBody:
 
 
 class Pace(NamedTuple):
-    """How long a wire may be silent; seconds, inf for ever.
+    """How long a connection may be silent; seconds, inf for ever.
 
     Where every byte counts, heartbeats are events: `is_logged`. A sign is an event on every wire,
     because what follows it depends on it.
@@ -219,7 +219,7 @@ class Pace(NamedTuple):
     sign_s: float = math.inf
 
     def own(self) -> "Pace":
-        """The same, up to a fifth faster: wires that began together must not all write at once."""
+        """The pace up to a fifth faster: answers that began together must not all write at once."""
         share = random.uniform(0.8, 1.0)
         return self._replace(heartbeat_s=share * self.heartbeat_s, ping_s=share * self.ping_s)
 
@@ -340,7 +340,7 @@ def _is_sign(event: AnyEvent) -> bool:
 
 
 def pace_of(record: Record, config: StreamConfig) -> Pace:
-    """The pace of a wire that carries the request's own frames."""
+    """The pace of a connection that carries the request's own frames."""
     options = record.request.response_options
     ping_s = options.ping_interval_s or config.sse_ping_interval
     return Pace(

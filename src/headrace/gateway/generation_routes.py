@@ -70,7 +70,7 @@ class GenerationRoutes:
         return WaitingAnswer(coming, wait, self._config.streams.heartbeat_s)
 
     def _wait(self, route: Route, checked: CheckedBody, names: Names, id: StreamId) -> Wait | None:
-        """How its wire hears of a download, before which there can be no stream."""
+        """How the client hears of a download, before which there can be no stream."""
         host = self._generation.hosts.find(checked.fields.get("model", ""))
         if host is None or host.is_here or names.conversation is not None:
             return None
@@ -210,7 +210,7 @@ class TextRoutes:
         return await self._do(request, "tokenize", longest)
 
     async def count_tokens(self, request: Request) -> ASGIApp:
-        """How many a conversation would have on /v1/messages."""
+        """Counts the tokens that a conversation would have on /v1/messages."""
         return await self._do(request, "count_tokens")
 
     async def detokenize(self, request: Request) -> ASGIApp:

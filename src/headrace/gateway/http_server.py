@@ -97,7 +97,7 @@ class _Clients(ServerState):
         self.idle: dict[HttpToolsProtocol, None] = {}
 
     def make_room(self, newest: HttpToolsProtocol) -> None:
-        """Where descriptors run out the longest idle one is cut, or the newest if all are busy."""
+        """Cuts the longest idle one where descriptors run out, or the newest if all are busy."""
         if len(self.connections) > _max_connections(self.bounds.connections):
             victim = next(iter(self.idle), newest)
             self.idle.pop(victim, None)

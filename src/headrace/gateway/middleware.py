@@ -66,7 +66,7 @@ class CrossOrigin(CORSMiddleware):
 
 
 def cross_origin(origins: tuple[str, ...]) -> list[Middleware]:
-    """Nothing unless some are allowed. Cookies are never sent or taken."""
+    """Middleware for cross-origin pages; none unless some are allowed. Cookies are never taken."""
     if not origins:
         return []
     return [

@@ -73,7 +73,7 @@ def parse(text: str | None, record: Record, next_seq: int) -> Cursor:
 
 
 def settle(cursor: Cursor, num_frames: int) -> Cursor:
-    """The same place, without a part where that is the last frame of its event.
+    """The cursor without its part, where that is the last frame of its event.
 
     RequestError `invalid_cursor` if the event has no such frame.
     """

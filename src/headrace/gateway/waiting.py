@@ -18,7 +18,7 @@ from headrace.streams.record import Names, Record
 
 
 class Wait(NamedTuple):
-    """How a wire hears of a wait."""
+    """How a client hears of a wait."""
 
     headers: dict[str, str]
     sign: bytes  # that the server lives
@@ -26,7 +26,7 @@ class Wait(NamedTuple):
 
 
 def wait_of(route: Route, checked: CheckedBody, names: Names, stream_id: StreamId) -> Wait | None:
-    """None where the answer is one body, which nothing precedes."""
+    """The wait that a client hears of; None where the answer is one body."""
     if not checked.fields.get("stream"):
         return None
     headers = {

@@ -47,7 +47,7 @@ class ChoiceWriter:
 
     @property
     def is_stopped(self) -> bool:
-        """Its own tokens have ended it; what the engine says of later ones is void."""
+        """Whether the choice was ended by its own tokens; later ones from the engine are void."""
         return self._text.has_ended
 
     @property

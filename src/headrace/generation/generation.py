@@ -122,7 +122,7 @@ class Generation:
         await self.fleet.close()
 
     def streams_of(self, host: Host) -> list[LiveStream]:
-        """Those that are computed there, in the order in which they came."""
+        """Streams that are computed there, in the order in which they came."""
         return [tenant for tenant in host.tenants if isinstance(tenant, LiveStream)]
 
     def _host_loaded(self, host: Host) -> None:

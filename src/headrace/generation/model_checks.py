@@ -1,4 +1,4 @@
-"""What a model can do for a request, before it begins and when it goes on."""
+"""Checks that a model can do what a request asks, before it begins and when it goes on."""
 
 import msgspec
 

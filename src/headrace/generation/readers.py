@@ -54,7 +54,7 @@ class Audience:
 
     @property
     def is_lingering(self) -> bool:
-        """Nobody reads, and a client that asks the same may still take over."""
+        """Whether nobody reads, and a client that asks the same may still take over."""
         return self._linger is not None
 
     @contextlib.asynccontextmanager

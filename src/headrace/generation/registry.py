@@ -113,7 +113,7 @@ class Registry:
             del self._live[stream.record.id]
 
     async def run(self, batch: VectorBatch, host: Host) -> tuple[bytes, ...]:
-        """Its vectors, computed there; until it ends, its inputs count as waiting or live."""
+        """Computes a batch's vectors there; until it ends, its inputs count as waiting or live."""
         self.batches.add(batch)
         host.add(batch)
         try:

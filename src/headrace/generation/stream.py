@@ -226,7 +226,7 @@ class LiveStream:
 
     @property
     def is_lingering(self) -> bool:
-        """Nobody reads, and a client that asks the same may still take over."""
+        """Whether nobody reads, and a client that asks the same may still take over."""
         return self._audience.is_lingering
 
     async def wait_until_abandoned(self) -> None:
@@ -344,7 +344,7 @@ class LiveStream:
             self._engine.cancel(Cancel((item.sequence_id,), FinishReason.STOP))
 
     def _check_context(self, choice: int) -> None:
-        """Where the context has shrunk since admission, running into it is no end of the answer."""
+        """Fails a choice that runs into a context shrunk since admission: that is no end."""
         context = self.smaller_context
         if context is not None and self._builder.is_cut_short(choice, context):
             message = f"The context is now {context} tokens, too few for the rest of this answer."

@@ -72,7 +72,7 @@ class VectorBatch:
         self._inbox.put_nowait(news)
 
     def tell_place(self, place: InQueue) -> None:
-        """Nobody hears where a batch stands."""
+        """Does nothing: nobody hears where a batch stands."""
 
     def begin(self, model: ServedModel, seat: Seat, up: EngineUp) -> None:
         """An engine is there, which is given a window of what is left."""

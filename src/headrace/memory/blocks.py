@@ -1,4 +1,4 @@
-"""Who holds which block of token positions: ids and counts, never what a block contains."""
+"""Books of the KV blocks and their holders: ids and counts, never what a block contains."""
 
 from collections.abc import Iterable
 

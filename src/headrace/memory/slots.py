@@ -1,4 +1,4 @@
-"""Who holds which slot: ids and counts, never the state in a slot."""
+"""Books of the slots and their holders: ids and counts, never the state in a slot."""
 
 from headrace.core.ids import SlotId
 

@@ -14,7 +14,7 @@ def merged(common: CollectorRegistry, models: Mapping[str, CollectorRegistry]) -
 
 
 def as_vllm(ours: CollectorRegistry, model: str) -> bytes:
-    """The same figures for dashboards that know vLLM's names."""
+    """Our figures for dashboards that know vLLM's names."""
     return _page(_Renamed(ours, model))
 
 

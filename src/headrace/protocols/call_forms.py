@@ -24,8 +24,8 @@ class CallRules(NamedTuple):
 
 
 def call_rules(form: str, names: Sequence[str], most: int, token_id: TokenId) -> CallRules:
-    """The rules for one call or up to `most`; `form` is one of FORMS."""
-    return FORMS[form](names, most, token_id)
+    """The rules for one call or up to `most`; `form` is one of CALL_RULES."""
+    return CALL_RULES[form](names, most, token_id)
 
 
 def _hermes(names: Sequence[str], most: int, token_id: TokenId) -> CallRules:
@@ -61,7 +61,7 @@ def _generic(names: Sequence[str], most: int, token_id: TokenId) -> CallRules:
     return CallRules(lines, "calls | TEXT?", r"/[^{`\s](?s:.*)/")
 
 
-FORMS: Mapping[str, Callable[[Sequence[str], int, TokenId], CallRules]] = {
+CALL_RULES: Mapping[str, Callable[[Sequence[str], int, TokenId], CallRules]] = {
     "hermes": _hermes,
     "mistral": _mistral,
     "llama3": _llama3,

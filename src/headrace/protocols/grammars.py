@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from headrace.core.errors import RequestError
 from headrace.fleet.served_model import ServedModel
-from headrace.protocols.call_forms import FORMS, call_rules
+from headrace.protocols.call_forms import CALL_RULES, call_rules
 from headrace.protocols.structure import CallsWanted, Structure, Tool, Wanted
 from headrace.text.grammar import GrammarCompiler, GrammarError
 from headrace.text.output_splitter import REASONING_TAGS
@@ -72,7 +72,7 @@ class GrammarMaker:
             raise RequestError("unsupported_operation", self._why_not, structure.path)
         tags = self._tags(structure)
         parts: list[_Part] = []
-        if structure.calls is not None and self._model.tool_format in ("", *FORMS):
+        if structure.calls is not None and self._model.tool_format in ("", *CALL_RULES):
             grammars = self._with_calls(structure.calls, structure.wanted, parts)
         elif structure.calls is not None:
             raise _no_form(self._model.tool_format, structure.calls.path)

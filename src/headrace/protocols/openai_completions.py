@@ -145,7 +145,7 @@ class TextShape:
         self._offsets = [_Offsets() for _ in range(record.request.num_choices)]
 
     def opening(self) -> list[Choice]:
-        """Nothing that a heartbeat would not say."""
+        """No chunks: a heartbeat says as much."""
         return []
 
     def idle(self, index: int) -> Choice:

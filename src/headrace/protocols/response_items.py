@@ -71,7 +71,7 @@ _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 
 
 def item_id(stream_id: str, kind: str, place: str) -> str:
-    """The same for every reader of the log."""
+    """The id of an item, the same for every reader of the log."""
     digest = hashlib.sha256(f"{stream_id}:{place}".encode()).hexdigest()
     return f"{_PREFIXES.get(kind, 'fco')}_{digest[:32]}"
 
@@ -113,7 +113,7 @@ def _output(value: Item, path: str) -> Item:
 
 
 def _reasoning(value: Item, path: str) -> Item:
-    """Its text. What another provider encrypted is no text, and is left out."""
+    """The text of reasoning; parts that another provider encrypted are left out."""
     texts = []
     for name in ("summary", "content"):
         parts = value.get(name) or []

@@ -188,7 +188,7 @@ class Jobs:
         return _encode(self.inputs(decode(body)))
 
     def inputs(self, given: dict[str, Any]) -> CheckedBody:
-        """The same, from a body that is decoded."""
+        """Checks a decoded body of /v1/embeddings."""
         with self._noting(given):
             fields = embeddings.read(given)
         model = self._texts.get(fields.get("model")).model
@@ -202,7 +202,7 @@ class Jobs:
         return _encode(self.query(decode(body)))
 
     def query(self, given: dict[str, Any]) -> CheckedBody:
-        """The same, from a body that is decoded."""
+        """Checks a decoded body of /v1/rerank."""
         with self._noting(given):
             fields = rerank.read(given)
         packed = _encode((fields.pop("query"), fields.pop("documents")))

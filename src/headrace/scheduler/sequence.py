@@ -116,7 +116,7 @@ class Sequence:
 
     @property
     def is_taking_in(self) -> bool:
-        """Whether it has works, and its prompt is open: its last token is no decode chunk."""
+        """Whether the prompt is open and has works: its last token is no decode chunk."""
         return self.num_planned < self.num_prompt and bool(self.inputs.works)
 
     @property
@@ -126,7 +126,7 @@ class Sequence:
 
     @property
     def has_begun(self) -> bool:
-        """Whether it ran before, here or in an engine that died."""
+        """Whether the sequence ran before, here or in an engine that died."""
         return self.num_reported >= 0 or self.num_generated > 0
 
     @property
@@ -180,7 +180,7 @@ class Sequence:
         return None
 
     def start_at(self, num_cached: int) -> None:
-        """Its first tokens are in memory already, and what they alone needed is not encoded."""
+        """Starts behind tokens in memory already; works that only they needed are not encoded."""
         self.num_planned = self.num_computed = num_cached
         self.num_units_planned = self.num_units_computed = self._units_before(num_cached)
 

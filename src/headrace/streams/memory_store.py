@@ -44,7 +44,7 @@ class MemoryStore(Unshared):
         self._names: dict[Name, _Entry] = {}
 
     async def close(self) -> None:
-        """Nothing outlives it."""
+        """Does nothing: nothing outlives this store."""
 
     async def create(self, record: Record, replaces: StreamId | None = None) -> Stored:
         if (holder := self._holder(record, replaces)) is not None:

@@ -79,7 +79,7 @@ class Link:
             await asyncio.sleep(RETRY_S)
 
     async def attempt(self, script: str, *arguments: str | bytes | int, is_again: int = 0) -> Any:
-        """The same, tried once."""
+        """Runs a script, tried once."""
         text = redis_scripts.full(script)
         digest = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
         keys_and_arguments = (1, self.prefix, is_again, *arguments)

@@ -273,7 +273,7 @@ class RedisStore:
     # tasks
 
     async def _unless_lost(self, work: Coroutine[Any, Any, T]) -> T:
-        """Its result; the failure of a part without which the store does nothing, if one fails."""
+        """Awaits `work`; raises the failure of a task that the store needs, if one fails."""
         async with race(work, *self._parts) as (working, *parts):
             for part in parts:
                 if part.done() and not part.cancelled():

@@ -102,7 +102,7 @@ class LiveTails:
             tail.forget()
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Does something that nobody waits for."""
+        """Starts work that nobody waits for."""
         task = asyncio.create_task(work, name="redis")
         self._tasks.add(task)
         task.add_done_callback(self._done)

@@ -1,4 +1,4 @@
-"""Where logs live: names claimed atomically, streams found again, old ones swept."""
+"""The store, where logs live: names claimed atomically, streams found again, old ones swept."""
 
 import asyncio
 from collections.abc import Callable

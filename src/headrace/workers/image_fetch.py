@@ -31,7 +31,7 @@ _RESERVED = [
 
 
 def is_public(address: Address) -> bool:
-    """Whether it is global unicast; one that leads to addresses of IPv4 is judged by those."""
+    """Whether an address is global unicast; one that leads to IPv4 is judged by that."""
     if isinstance(address, ipaddress.IPv6Address):
         if inside := _inside(address):
             return all(map(is_public, inside))

@@ -45,7 +45,7 @@ class Job:
         self.done: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
 
     def __lt__(self, other: "Job") -> bool:
-        """Whether it goes first: smaller jobs do; those of about one size keep their order."""
+        """Whether this job goes first: smaller ones do; those of about a size keep their order."""
         mine, theirs = self.size.bit_length(), other.size.bit_length()
         return (max(mine, _TINY_BITS), self.number) < (max(theirs, _TINY_BITS), other.number)
 
@@ -109,7 +109,7 @@ class JobLine:
         return job
 
     def finish(self, job: Job) -> None:
-        """Its worker can do another."""
+        """Notes that the job's worker can do another."""
         self._in_work.discard(job)
         job.refuse(SHUTDOWN)  # unless it is done
         job.body.clear()  # a refusal keeps the job in a cycle, but not the body
@@ -140,7 +140,7 @@ class JobLine:
 
 
 def _pop(line: dict[str, list[Job]], owner: str) -> Job:
-    """Its first job; then it is the turn of the others."""
+    """Takes an owner's first job; then it is the turn of the others."""
     jobs = line.pop(owner)
     job = jobs.pop(0)
     if jobs:

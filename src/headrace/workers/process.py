@@ -30,7 +30,7 @@ _REQUEST = struct.Struct("<II")  # lengths of name and arguments, and of the bod
 _REPLY = struct.Struct("<?I")  # whether it is a refusal, and its length
 
 Reply = tuple[bool, bytes]
-"""Whether it is a refusal, and the result or the packed Refusal."""
+"""A flag for a refusal, and the result or the packed Refusal."""
 
 
 class WorkerProcess:

@@ -7,7 +7,13 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import Tensor
 
-from headrace.checkpoints.gguf_groups import FORMS, GroupForm, Groups, common_form, read_groups
+from headrace.checkpoints.gguf_groups import (
+    GROUP_FORMS,
+    GroupForm,
+    Groups,
+    common_form,
+    read_groups,
+)
 from headrace.runner.kernels.groups import pack_groups, packed_bytes, quantize_groups
 from headrace.runner.kernels.linear import GroupedLinear
 from tests.runner.kernels.own_kernels import OWN_SETS, needs_own_kernels
@@ -91,16 +97,16 @@ def test_rows_of_zeros_and_the_largest_sums_are_right() -> None:
     )
 
 
-@pytest.mark.parametrize("kind", FORMS)
+@pytest.mark.parametrize("kind", GROUP_FORMS)
 def test_groups_of_a_file_are_its_values(kind: str) -> None:
     given = np.random.default_rng(0).normal(size=(8, 512)).astype(np.float32)
     raw = encoded(given, kind, "any")
     q, scale, minimum = read_groups(raw, kind)
-    size, bits = FORMS[kind].size, FORMS[kind].bits
+    size, bits = GROUP_FORMS[kind].size, GROUP_FORMS[kind].bits
     exact = dequantize(raw, GGMLQuantizationType[kind])
     assert (q == np.rint(q)).all() and q.min() >= (0 if bits == 4 else -128) and q.max() <= 127
     assert bits == 8 or q.max() <= 15
-    assert FORMS[kind].has_minimum or not minimum.any()
+    assert GROUP_FORMS[kind].has_minimum or not minimum.any()
     assert np.array_equal(scale.repeat(size, 1) * q + minimum.repeat(size, 1), exact)
     scale, minimum = (part.astype(np.float16).astype(np.float32) for part in (scale, minimum))
     kept = scale.repeat(size, 1) * q + minimum.repeat(size, 1)

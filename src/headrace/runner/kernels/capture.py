@@ -174,7 +174,7 @@ class _Capturing(TorchDispatchMode):
 
 
 def _is_part(result: Any, whole: Tensor) -> bool:
-    """Whether it lies in the same memory: what may be a view, as a change of dtype, may copy."""
+    """Whether a result shares memory with `whole`: a change of dtype, say, may view or copy."""
     first = result if isinstance(result, Tensor) else result[0]
     return bool(first.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr())
 

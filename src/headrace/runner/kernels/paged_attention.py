@@ -208,7 +208,7 @@ def _same(scores: Any, num_rows: int) -> Any:
 
 @njit
 def _rows_amx(q: Any, where: Any, group: int, dim: int) -> Any:
-    """The same as they are, with AMX configured for them."""
+    """The rows as they are, with AMX configured for them."""
     num_rows = padded_amx(where.num_tokens * group)
     configure(np.zeros(64, np.uint8), min(num_rows, TILE), TILE)
     return _fill_rows(q, where, group, empty_rows(num_rows, dim, np.uint16))

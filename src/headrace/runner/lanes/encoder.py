@@ -85,7 +85,7 @@ class GenericEncoder:
         return rows.float()
 
     def copy(self, blocks: Sequence[BlockCopy], slots: Sequence[SlotCopy]) -> None:
-        """Nothing is kept that could be copied."""
+        """Does nothing: nothing is kept that could be copied."""
 
     def _run(self, chunks: Sequence[Chunk], token_ids: Sequence["array[int]"]) -> Tensor:
         """Hidden states [prompts, longest, hidden], or labels [prompts, labels]."""
