@@ -66,7 +66,7 @@ def runner(request: pytest.FixtureRequest, folder: Path) -> Any:
 
 
 def is_slow(runner: Any) -> bool:
-    return bool(runner.lane._form == "plain")
+    return bool(runner.lane._instructions == "plain")
 
 
 @pytest.mark.parametrize("name", OPTIONS)
