@@ -7,7 +7,7 @@ READY_TEST := .venv/ready-test
 READY_BENCH := .venv/ready-bench
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: serve test test-clients test-cluster test-gateways kill-replicas test-embed test-gguf test-kernels test-llama-cpp test-models test-slow test-structure test-web test-ops check simulate simulate-placements chaos chaos-cluster attack soak corrupt demo roofline peers llama-gap clean
+.PHONY: serve test test-all test-clients test-cluster test-gateways kill-replicas test-embed test-gguf test-kernels test-llama-cpp test-models test-slow test-structure test-web test-ops check simulate simulate-placements chaos chaos-cluster attack soak corrupt demo roofline peers llama-gap clean
 
 serve: $(READY)
 	@exec $(BIN)/headrace serve $(ARGS)
@@ -15,6 +15,10 @@ serve: $(READY)
 # two at a time, each file by one worker: tests wait for processes more than they compute
 test: $(READY_TEST)
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+
+# the files that take long, too: what CI runs
+test-all: $(READY_TEST)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --all $(ARGS)
 
 # the JSON Schema test suite, which lies in the sources of jsonschema
 JSONSCHEMA := jsonschema-$(shell sed -n 's/^jsonschema==//p' constraints.txt)
@@ -38,11 +42,11 @@ test-models: $(READY_TEST)
 
 # what would take the suite over its ten minutes
 test-slow: $(READY_TEST)
-	$(BIN)/python -m pytest -m slow $(ARGS)
+	$(BIN)/python -m pytest --all -m slow $(ARGS)
 
 # the suite as on a processor that runs none of our kernels
 test-kernels: $(READY_TEST)
-	NUMBA_CPU_NAME=generic NUMBA_CPU_FEATURES=+sse2 $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	NUMBA_CPU_NAME=generic NUMBA_CPU_FEATURES=+sse2 $(BIN)/python -m pytest -n 2 --dist loadfile --all $(ARGS)
 
 test-clients: $(READY)
 	$(BIN)/python -m tests.clients.run $(ARGS)
