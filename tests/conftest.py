@@ -10,14 +10,31 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # the same examples in every run; `make test ARGS=--hypothesis-profile=default` looks for new ones
 settings.register_profile("suite", derandomize=True)
 settings.load_profile("suite")
-LONG = """
-    attack/test_attack chaos/test_chaos checkpoints/test_find checkpoints/test_gguf cli/test_exits
-    client/test_clients e2e/test_desired e2e/test_full_disk e2e/test_hybrid e2e/test_image_chats
-    e2e/test_loads e2e/test_models e2e/test_native_images e2e/test_operations e2e/test_readme
-    e2e/test_same_to_the_bit e2e/test_signs e2e/test_stopped runner/kernels/test_attention
-    runner/kernels/test_linear simulator/test_simulator text/test_encoder
-    text/test_windowed_encoding
-""".split()
+LONG = {
+    "attack/test_attack",
+    "chaos/test_chaos",
+    "checkpoints/test_find",
+    "checkpoints/test_gguf",
+    "cli/test_exits",
+    "client/test_clients",
+    "e2e/test_desired",
+    "e2e/test_full_disk",
+    "e2e/test_hybrid",
+    "e2e/test_image_chats",
+    "e2e/test_loads",
+    "e2e/test_models",
+    "e2e/test_native_images",
+    "e2e/test_operations",
+    "e2e/test_readme",
+    "e2e/test_same_to_the_bit",
+    "e2e/test_signs",
+    "e2e/test_stopped",
+    "runner/kernels/test_attention",
+    "runner/kernels/test_linear",
+    "simulator/test_simulator",
+    "text/test_encoder",
+    "text/test_windowed_encoding",
+}
 """Files that take more than ten seconds each: `make test-all`, and who names one, runs them."""
 # make targets of their own run these, most of them in environments of their own
 collect_ignore = ["clients", "cluster", "llama", "ops", "web"]
