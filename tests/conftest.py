@@ -15,6 +15,7 @@ LONG = {
     "chaos/test_chaos",
     "checkpoints/test_find",
     "checkpoints/test_gguf",
+    "cli/test_chat",
     "cli/test_exits",
     "client/test_clients",
     "e2e/test_desired",
@@ -24,18 +25,23 @@ LONG = {
     "e2e/test_loads",
     "e2e/test_models",
     "e2e/test_native_images",
+    "e2e/test_openai_leaving",
     "e2e/test_operations",
     "e2e/test_readme",
+    "e2e/test_responses",
     "e2e/test_same_to_the_bit",
     "e2e/test_signs",
     "e2e/test_stopped",
+    "engine/test_supervisor",
     "runner/kernels/test_attention",
     "runner/kernels/test_linear",
+    "simulator/test_planted_bugs",
     "simulator/test_simulator",
     "text/test_encoder",
     "text/test_windowed_encoding",
+    "workers/test_pool",
 }
-"""Files that take more than ten seconds each: `make test-all`, and who names one, runs them."""
+"""Files that take about ten seconds or more each: `make test-all`, and who names one, runs them."""
 # make targets of their own run these, most of them in environments of their own
 collect_ignore = ["clients", "cluster", "llama", "ops", "web"]
 
