@@ -70,6 +70,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("shared") / "tiny")
 
 
+@pytest.fixture(autouse=True)
+def no_key() -> None:
+    """Begins a test without the key that an earlier one was let in by."""
+    from headrace.workers.job_line import OWNER
+
+    OWNER.set("")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """First what all texts of headrace-mini rest on: that it says what the list says it does."""
     items.sort(key=lambda item: item.path.name != "test_mini_shipped.py")
