@@ -23,7 +23,7 @@ from headrace.core.messages import Ready
 from headrace.core.request import Request, ResponseOptions
 from headrace.engine.local import LocalEngine
 from headrace.fleet.load_watch import LoadTeller, LoadWatch, OnLoading
-from headrace.fleet.model_host import Host
+from headrace.fleet.model_host import ModelHost
 from headrace.fleet.served_model import ServedModel
 from headrace.generation.generation import Generation
 from headrace.generation.registry import Found
@@ -303,7 +303,7 @@ class _Host:
         self._jobs = Jobs(served)
         work = ThreadWork(self._jobs)
         metrics = Metrics()
-        host = Host(local, lambda _: engine, metrics, served)
+        host = ModelHost(local, lambda _: engine, metrics, served)
         self.generation = Generation(_unbounded(config), (host,), MemoryStore(), work, metrics)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.generation.run(), name="generation")

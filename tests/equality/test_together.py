@@ -11,7 +11,7 @@ from headrace.config.settings import ModelConfig, SchedulerConfig, ServerConfig
 from headrace.core.request import Request, Text
 from headrace.core.sampling import Sampling
 from headrace.engine.local import LocalEngine
-from headrace.fleet.model_host import Host
+from headrace.fleet.model_host import ModelHost
 from headrace.fleet.served_model import ServedModel
 from headrace.generation.generation import Generation
 from headrace.metrics.metrics import Metrics
@@ -41,7 +41,7 @@ async def asking(folder: Path, **scheduler: int) -> AsyncIterator[tuple[Generati
     served = ServedModel(config)
     work = ThreadWork(Jobs(served))
     metrics = Metrics()
-    host = Host(config, lambda _: engine, metrics, served)
+    host = ModelHost(config, lambda _: engine, metrics, served)
     generation = Generation(server, (host,), MemoryStore(), work, metrics)
     running = asyncio.create_task(generation.run())
     await host.wait_until_ready()

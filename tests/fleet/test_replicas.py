@@ -15,7 +15,7 @@ from headrace.core.messages import Cancel, FinishReason, NewSequence, Outputs, S
 from headrace.core.sampling import Sampling
 from headrace.engine.client import EngineDown, EngineNews, EngineResized, EngineUp
 from headrace.fleet import replicas as module
-from headrace.fleet.model_host import Host
+from headrace.fleet.model_host import ModelHost
 from headrace.fleet.replicas import Replicas
 from headrace.fleet.served_model import ServedModel
 from headrace.generation.generation import Generation
@@ -223,7 +223,7 @@ async def running(folder: Path) -> AsyncIterator[tuple[Generation, list[FakeEngi
 
     model = ModelConfig(model=str(folder), served_model_name=("tiny",))
     served, metrics = ServedModel(model), Metrics()
-    host = Host(model, lambda _: Replicas(start_one, 2, 2), metrics, served)
+    host = ModelHost(model, lambda _: Replicas(start_one, 2, 2), metrics, served)
     work = ThreadWork(Jobs(served))
     generation = Generation(ServerConfig(models=(model,)), (host,), MemoryStore(), work, metrics)
     task = asyncio.create_task(generation.run())

@@ -10,7 +10,7 @@ from starlette.datastructures import Headers
 
 from headrace.config.settings import HttpConfig, ModelConfig, ServerConfig
 from headrace.engine.local import LocalEngine
-from headrace.fleet.model_host import Host
+from headrace.fleet.model_host import ModelHost
 from headrace.fleet.served_model import ServedModel
 from headrace.gateway.app import create_app
 from headrace.gateway.auth import Auth
@@ -33,7 +33,7 @@ async def serving(folder: Path, *keys: str) -> AsyncIterator[Cached]:
     served = ServedModel(model)
     work = ThreadWork(Jobs(served))
     metrics = Metrics()
-    host = Host(model, lambda _: engine, metrics, served)
+    host = ModelHost(model, lambda _: engine, metrics, served)
     generation = Generation(config, (host,), MemoryStore(), work, metrics)
     transport = httpx.ASGITransport(create_app(generation, config))
 

@@ -23,7 +23,7 @@ from headrace.core.messages import (
 from headrace.core.request import Request, Text
 from headrace.core.sampling import Sampling
 from headrace.engine.client import EngineDown, EngineNews, EngineUp, NewsQueue
-from headrace.fleet.model_host import Host
+from headrace.fleet.model_host import ModelHost
 from headrace.fleet.served_model import ServedModel
 from headrace.generation.generation import PLAIN, Generation
 from headrace.generation.registry import Found
@@ -123,7 +123,7 @@ async def running(
     served = ServedModel(model)
     work = ThreadWork(Jobs(served))
     metrics = Metrics()
-    hosts = (Host(model, lambda _: engine, metrics, served),)
+    hosts = (ModelHost(model, lambda _: engine, metrics, served),)
     generation = Generation(config, hosts, store or MemoryStore(), work, metrics)
     task = asyncio.create_task(generation.run())
     await settle()  # what the store holds is taken up long before an engine has loaded

@@ -11,7 +11,7 @@ from headrace.config.settings import LoadingConfig, ModelConfig, ServerConfig, S
 from headrace.core.errors import RequestError
 from headrace.core.messages import FinishReason, Loading
 from headrace.engine.client import EngineDown, EngineUp
-from headrace.fleet.model_host import Host
+from headrace.fleet.model_host import ModelHost
 from headrace.fleet.served_model import ServedModel
 from headrace.generation.generation import Generation
 from headrace.generation.stream import LiveStream
@@ -42,7 +42,7 @@ async def two_models(folder: Path) -> AsyncIterator[tuple[Generation, Engines]]:
 
     metrics = Metrics()
     hosts = tuple(
-        Host(one, start, metrics, model) for one, model in zip(configs, served, strict=True)
+        ModelHost(one, start, metrics, model) for one, model in zip(configs, served, strict=True)
     )
     generation = Generation(config, hosts, MemoryStore(), ThreadWork(Jobs(*served)), metrics)
     task = asyncio.create_task(generation.run())

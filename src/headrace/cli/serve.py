@@ -30,7 +30,7 @@ from headrace.engine.client import EngineClient
 from headrace.engine.core_lock import open_core_lock
 from headrace.engine.supervisor import Supervisor
 from headrace.fleet.fleet import is_sole
-from headrace.fleet.model_host import CACHE_BYTES, Host, Start
+from headrace.fleet.model_host import CACHE_BYTES, ModelHost, Start
 from headrace.fleet.model_list import Desired, kept
 from headrace.fleet.model_names import told_apart
 from headrace.fleet.replicas import Replicas, between
@@ -222,14 +222,14 @@ class _Serving:
         folder = streams_folder(None if shared else given, port)
         return None if folder is None else folder / "desired.json"
 
-    def _maker(self, metrics: Metrics) -> Callable[[ModelConfig], Host]:
+    def _maker(self, metrics: Metrics) -> Callable[[ModelConfig], ModelHost]:
         """The function that makes the host of a model, by its settings."""
         config = self._config
         start = self._starter()
         if (model := self._model) is not None:
-            return lambda it: Host(it, start, metrics, model)
+            return lambda it: ModelHost(it, start, metrics, model)
         cache_bytes = None if config.loading.models_memory_bytes is None else CACHE_BYTES
-        return lambda it: Host(it, start, Metrics(), cache_bytes=cache_bytes)
+        return lambda it: ModelHost(it, start, Metrics(), cache_bytes=cache_bytes)
 
     def _starter(self) -> Start:
         """Makes the engine of a model, or several; those of one machine take turns."""
@@ -356,7 +356,7 @@ class _Serving:
         return exits.ENGINE if self._model and self._model.ready else exits.MODEL
 
 
-def _known_to_workers(hosts: tuple[Host, ...]) -> tuple[bytes, bool]:
+def _known_to_workers(hosts: tuple[ModelHost, ...]) -> tuple[bytes, bool]:
     """The models that workers begin with, and whether images need a worker of their own."""
     # what came from the hub is not asked for there again; a path stays a name
     known = [host.local if host.known and not host.paths else host.config for host in hosts]

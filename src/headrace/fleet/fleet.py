@@ -12,7 +12,7 @@ from headrace.config.settings import LoadingConfig, ServerConfig
 from headrace.core.errors import ModelError, RequestError
 from headrace.core.log_context import note
 from headrace.fleet.memory_policy import Residency, Stage
-from headrace.fleet.model_host import EngineClosed, Host
+from headrace.fleet.model_host import EngineClosed, ModelHost
 from headrace.fleet.served_model import Models
 
 logger = logging.getLogger(__name__)
@@ -29,10 +29,10 @@ class Fleet:
 
     def __init__(
         self,
-        hosts: tuple[Host, ...],
+        hosts: tuple[ModelHost, ...],
         config: ServerConfig,
-        on_loaded: Callable[[Host], None],
-        on_lost: Callable[[Host], None],
+        on_loaded: Callable[[ModelHost], None],
+        on_lost: Callable[[ModelHost], None],
     ) -> None:
         self.hosts = Models(hosts)
         self.is_sole = is_sole(config)
@@ -41,7 +41,9 @@ class Fleet:
         self._max_waiting = max(1, config.streams.max_num_queued_reqs)
         self._on_loaded, self._on_lost = on_loaded, on_lost
         self.on_unknown: Callable[[], Awaitable[None]] = _nothing  # a name nobody has
-        self.on_gone: Callable[[Host], object] = lambda host: None  # it was removed, or replaced
+        self.on_gone: Callable[[ModelHost], object] = lambda host: (
+            None
+        )  # it was removed, or replaced
         loading = LoadingConfig() if self.is_sole else config.loading
         self._residency = Residency(loading.max_models, loading.models_memory_bytes)
         self._group: asyncio.TaskGroup
@@ -52,8 +54,8 @@ class Fleet:
         self._refusal: RequestError | None = None  # of all who come
         self._rested_at: dict[str, float] = {}
         # no longer desired, or to be replaced, once nobody uses them; by name
-        self.leaving: dict[str, Host] = {}
-        self._successors: dict[str, Host] = {}
+        self.leaving: dict[str, ModelHost] = {}
+        self._successors: dict[str, ModelHost] = {}
         for host in hosts:
             self._residency.add(host.name, host.num_bytes)
 
@@ -65,7 +67,7 @@ class Fleet:
         elif self._config.idle_unload_s is not None:
             self._spawn(self._unload_idle(self._config.idle_unload_s))
 
-    async def find(self, name: str | None) -> Host:
+    async def find(self, name: str | None) -> ModelHost:
         """The host of that name; RequestError if there is no such model."""
         if name is not None and self.hosts.find(name) is None:
             await self.on_unknown()
@@ -73,12 +75,12 @@ class Fleet:
         note(model=host.name)
         return host
 
-    def fetch(self, host: Host) -> "asyncio.Task[None]":
+    def fetch(self, host: ModelHost) -> "asyncio.Task[None]":
         """Reads a model, which may be a download, whether anybody waits or not."""
         return self._spawn(_unless_refused(self.read(host)))
 
     @contextlib.asynccontextmanager
-    async def using(self, name: str | None) -> AsyncIterator[Host]:
+    async def using(self, name: str | None) -> AsyncIterator[ModelHost]:
         """The model of that name, in memory as long as the context lasts.
 
         Waits for it; RequestError if it cannot be loaded, or if there is no such model.
@@ -89,7 +91,7 @@ class Fleet:
         finally:
             self.release(host)
 
-    async def enter(self, host: Host) -> Host:
+    async def enter(self, host: ModelHost) -> ModelHost:
         """A use begins once the model is in memory; `release` ends it.
 
         Others may have come in the host's place meanwhile. RequestError if it cannot be loaded.
@@ -100,18 +102,18 @@ class Fleet:
         await self._enter(host)
         return self._host(host.name)
 
-    def hold(self, host: Host) -> None:
+    def hold(self, host: ModelHost) -> None:
         """A use begins, such as a stream's."""
         self._residency.hold(host.name)
 
-    def release(self, host: Host) -> None:
+    def release(self, host: ModelHost) -> None:
         """A use ends."""
         self._residency.release(host.name)
         self._rested_at[host.name] = time.monotonic()
         self._settle(host.name)
         self._act()
 
-    def become(self, hosts: tuple[Host, ...]) -> None:
+    def become(self, hosts: tuple[ModelHost, ...]) -> None:
         """Sets the models. Running work goes on; requests for removed models are refused.
 
         A host whose settings are those of one that there is stays unused.
@@ -141,7 +143,7 @@ class Fleet:
             self._settle(name)
         self._act()
 
-    def is_changing(self, host: Host) -> bool:
+    def is_changing(self, host: ModelHost) -> bool:
         """Whether the model will be loaded anew, with other settings."""
         return host.name in self._successors
 
@@ -162,21 +164,21 @@ class Fleet:
         if old.num_engine_starts:
             self.need(new)
 
-    def _host(self, name: str) -> Host:
+    def _host(self, name: str) -> ModelHost:
         return self.leaving.get(name) or self.hosts.get(name)
 
-    def need(self, host: Host) -> None:
+    def need(self, host: ModelHost) -> None:
         """Brings it in when its turn comes; nobody waits, and a failure is told by `on_lost`."""
         self._after_load.discard(host.name)
         if self._residency.stage(host.name) not in (Stage.IN, Stage.LOADING):
             self._spawn(self._bring(host))
 
-    async def load(self, host: Host) -> None:
+    async def load(self, host: ModelHost) -> None:
         """Brings it in; RequestError if that fails."""
         await self._enter(host, is_used=False)
         self.release(host)
 
-    def unload(self, host: Host) -> None:
+    def unload(self, host: ModelHost) -> None:
         """Sends it out once its streams have ended; a load is given up if nobody waits for it."""
         if self._residency.stage(host.name) is not Stage.LOADING:
             self._residency.send_out(host.name)
@@ -190,7 +192,7 @@ class Fleet:
         tickets = self._residency.waiting(name)
         return self._residency.is_used(name) or any(it not in self._unused for it in tickets)
 
-    def replace(self, host: Host, replica: int) -> None:
+    def replace(self, host: ModelHost, replica: int) -> None:
         """Puts a fresh engine in the place of one of several; its streams have time to end."""
         self._spawn(host.replace(replica, self._drain_s))
 
@@ -219,7 +221,7 @@ class Fleet:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _bring(self, host: Host) -> None:
+    async def _bring(self, host: ModelHost) -> None:
         await _unless_refused(self.load(host))  # waiting requests get the error
 
     def check_line(self) -> None:
@@ -229,7 +231,7 @@ class Fleet:
             message += f"is {self._max_waiting}; try again later."
             raise RequestError("server_overloaded", message, retry_after_s=_OVERLOADED_RETRY_S)
 
-    async def _enter(self, host: Host, is_used: bool = True) -> None:
+    async def _enter(self, host: ModelHost, is_used: bool = True) -> None:
         if not host.is_here:
             await self.read(host)
         if self._refusal is not None:
@@ -252,7 +254,7 @@ class Fleet:
             self._residency.leave(ticket)
             self._act()
 
-    async def read(self, host: Host) -> None:
+    async def read(self, host: ModelHost) -> None:
         """Reads all of a model but its weights, after a download; RequestError if that fails."""
         try:
             await host.read()
@@ -280,7 +282,7 @@ class Fleet:
             else:  # stopped, and about to leave
                 self._residency.release(host.name)
 
-    async def _load(self, host: Host) -> None:
+    async def _load(self, host: ModelHost) -> None:
         self._say("Loading %s", host.name)
         try:
             host.state = "loading"
@@ -312,14 +314,14 @@ class Fleet:
             self._after_load.remove(host.name)
             self.unload(host)
 
-    async def _hear(self, host: Host) -> None:
+    async def _hear(self, host: ModelHost) -> None:
         await host.run()
         if host.state == "dead" and self._residency.stage(host.name) is Stage.IN:
             self._lose(host, "engine_failed")
         elif host.state != "dead" and self.is_sole:
             self.ended.set()
 
-    def _lose(self, host: Host, code: str) -> None:
+    def _lose(self, host: ModelHost, code: str) -> None:
         self._say_lost(host, code)
         tickets = self._residency.lost(host.name)
         self._after_load.discard(host.name)
@@ -342,14 +344,14 @@ class Fleet:
         if not self.is_sole:
             logger.info(line, *arguments)
 
-    def _say_lost(self, host: Host, code: str) -> None:
+    def _say_lost(self, host: ModelHost, code: str) -> None:
         """Why; clients hear the code alone, and that the log has the rest."""
         if not self.is_sole:
             level = logging.ERROR if host.state == "dead" else logging.INFO
             words = (host.name, code, host.last_words)
             logger.log(level, "%s is not served now (%s). %s", *words)
 
-    async def _unload(self, host: Host) -> None:
+    async def _unload(self, host: ModelHost) -> None:
         self._say("Unloading %s", host.name)
         await host.close()
         self._residency.unloaded(host.name)
@@ -383,12 +385,12 @@ async def _unless_refused(work: Awaitable[None]) -> None:
         await work
 
 
-def _failed(host: Host, code: str) -> RequestError:
+def _failed(host: ModelHost, code: str) -> RequestError:
     message = f"The model {host.name!r} could not be loaded ({code})"
     return RequestError("load_failed", f"{message}; the server's log says why.", "model")
 
 
-def _too_large(host: Host, limit: int) -> str:
+def _too_large(host: ModelHost, limit: int) -> str:
     return (
         f"{host.name} takes about {host.num_bytes >> 20} MiB with its cache, and "
         f"--models-memory-bytes allows {limit >> 20} MiB; raise it, or lower "

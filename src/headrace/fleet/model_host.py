@@ -51,7 +51,7 @@ class EngineClosed(Exception):
     """The engine was closed before it had loaded."""
 
 
-class Host:
+class ModelHost:
     """A life of its engine: `read`, `begin`, then `run` until it has ended, or `close` ends it.
 
     `start` makes an engine; `model` may have been read before. `cache_bytes` is the memory for
@@ -121,7 +121,7 @@ class Host:
         """The model's settings, with the folder that it was read from."""
         return msgspec.structs.replace(self.config, model=str(self.model.folder))
 
-    def reads_like(self, other: "Host") -> bool:
+    def reads_like(self, other: "ModelHost") -> bool:
         """Whether both make the same prompt of a request, and the same answer of its tokens."""
         fields = ("model", "revision", "chat_template", "tool_format", "reasoning_format")
         return all(getattr(self.config, it) == getattr(other.config, it) for it in fields)

@@ -14,7 +14,7 @@ from headrace.config.document import read_document, to_document
 from headrace.config.settings import ModelConfig
 from headrace.core.errors import RequestError
 from headrace.fleet.fleet import Fleet
-from headrace.fleet.model_host import Host
+from headrace.fleet.model_host import ModelHost
 from headrace.fleet.model_names import told_apart
 
 logger = logging.getLogger(__name__)
@@ -37,8 +37,8 @@ class Desired:
     def __init__(
         self,
         configs: Configs,
-        make: Callable[[ModelConfig], Host],
-        renew: Callable[[tuple[Host, ...]], None],
+        make: Callable[[ModelConfig], ModelHost],
+        renew: Callable[[tuple[ModelHost, ...]], None],
         reread: Callable[[], Configs],
         file: Path | None,
     ) -> None:

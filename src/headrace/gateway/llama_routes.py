@@ -13,7 +13,7 @@ from starlette.types import ASGIApp
 from headrace import __version__
 from headrace.core.errors import ModelError, RequestError
 from headrace.core.sampling import Sampling
-from headrace.fleet.model_host import Host
+from headrace.fleet.model_host import ModelHost
 from headrace.fleet.served_model import ServedModel
 from headrace.gateway.auth import Auth
 from headrace.gateway.delivery import unless_left
@@ -43,7 +43,7 @@ class LlamaRoutes:
         """Describes the tokenizer as vLLM does: lm-eval asks before it tokenizes by /tokenize."""
         return answer(_tokenizer_info((await self._known(request)).model))
 
-    async def _known(self, request: Request) -> Host:
+    async def _known(self, request: Request) -> ModelHost:
         """The model that the query names, whose text side has been read."""
         host = self._generation.hosts.get(request.query_params.get("model"))
         if host.known is None:
@@ -65,7 +65,7 @@ class LlamaRoutes:
         return Response(encode(shown), media_type="application/json")
 
 
-async def _read(host: Host) -> None:
+async def _read(host: ModelHost) -> None:
     """Reads the parts of a model that need no weights."""
     try:
         await host.read()
@@ -120,7 +120,9 @@ def _defaults(model: ServedModel) -> dict[str, Any]:
     return settings_of(sampling) | ours
 
 
-def slots_of(generation: Generation, hosts: Iterable[Host], owner: str | None) -> list[Snapshot]:
+def slots_of(
+    generation: Generation, hosts: Iterable[ModelHost], owner: str | None
+) -> list[Snapshot]:
     """The slots as llama.cpp's server shows them: one for each sequence that can run at once.
 
     One that has lost its memory to others for a while still counts as running. Those of one owner,
@@ -140,7 +142,7 @@ def slots_of(generation: Generation, hosts: Iterable[Host], owner: str | None) -
     return shown
 
 
-def _slot(id: int, number: int, standing: Standing, host: Host) -> Snapshot:
+def _slot(id: int, number: int, standing: Standing, host: ModelHost) -> Snapshot:
     left = -1 if standing.num_left is None else standing.num_left
     return {
         "id": id,

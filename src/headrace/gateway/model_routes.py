@@ -5,7 +5,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from headrace.core.errors import RequestError
-from headrace.fleet.model_host import Host
+from headrace.fleet.model_host import ModelHost
 from headrace.fleet.model_list import ONE_MODEL, Desired
 from headrace.gateway.bodies import Bodies
 from headrace.gateway.delivery import unless_left
@@ -36,7 +36,7 @@ class ModelRoutes:
         ]
         return answer({"object": "list", "data": entries})
 
-    def _pending(self, host: Host) -> dict[str, str]:
+    def _pending(self, host: ModelHost) -> dict[str, str]:
         """The change that awaits the model until nobody uses it."""
         fleet = self._generation.fleet
         if host.name in fleet.leaving:

@@ -16,7 +16,7 @@ from headrace.config.settings import HttpConfig
 from headrace.core.errors import RequestError
 from headrace.core.messages import Ready, Status, StepTrace
 from headrace.fleet.load_watch import LoadWatch
-from headrace.fleet.model_host import Host
+from headrace.fleet.model_host import ModelHost
 from headrace.fleet.model_names import called
 from headrace.fleet.served_model import ServedModel
 from headrace.gateway.delivery import while_connected
@@ -104,7 +104,7 @@ def _without_length(response: Response) -> dict[str, str]:
     return {k: v for k, v in response.headers.items() if not k.startswith("content-")}
 
 
-def entry_of(host: Host, name: str, has_states: bool) -> dict[str, Any]:
+def entry_of(host: ModelHost, name: str, has_states: bool) -> dict[str, Any]:
     """A model in the list of models, with its state if there may be several."""
     if host.known is not None:
         entry = _entry(host.known, name)
@@ -126,7 +126,7 @@ def _kind(ready: Ready) -> str:
     return "image-text" if ready.facts.encoder else "text"
 
 
-def _status(host: Host) -> dict[str, Any]:
+def _status(host: ModelHost) -> dict[str, Any]:
     """The state of a model, by llama.cpp's names."""
     if host.state == "dead":
         return {"value": "unloaded", "failed": True, "exit_code": 1}
@@ -255,7 +255,7 @@ def snapshot(generation: Generation) -> Snapshot:
     return shown
 
 
-def _row(host: Host, stream: LiveStream) -> Snapshot:
+def _row(host: ModelHost, stream: LiveStream) -> Snapshot:
     """A request that waits or runs; its number names it to nobody but who looks on."""
     standings = stream.standings().values()
     return {
@@ -281,7 +281,7 @@ def _sum(numbers: Iterable[int | None]) -> int | None:
     return sum(known) if known and len(known) == len(found) else None
 
 
-def _snapshot(host: Host) -> Snapshot:
+def _snapshot(host: ModelHost) -> Snapshot:
     """The snapshot of one model."""
     status = host.status
     return {
@@ -300,7 +300,7 @@ def _snapshot(host: Host) -> Snapshot:
     }
 
 
-def _replicas(host: Host) -> list[Snapshot]:
+def _replicas(host: ModelHost) -> list[Snapshot]:
     """The engines of a model that has several."""
     return [
         {
@@ -318,7 +318,7 @@ def _replicas(host: Host) -> list[Snapshot]:
     ]
 
 
-def _engine(host: Host) -> Snapshot:
+def _engine(host: ModelHost) -> Snapshot:
     ready = host.ready
     shown: Snapshot = {
         "state": "up" if host.is_engine_up else "down",

@@ -15,7 +15,7 @@ from headrace.core.ids import StreamId
 from headrace.core.log_context import note
 from headrace.core.request import Request
 from headrace.fleet.fleet import Fleet
-from headrace.fleet.model_host import Host
+from headrace.fleet.model_host import ModelHost
 from headrace.fleet.model_list import Desired
 from headrace.fleet.served_model import Models
 from headrace.generation.admission import Admission, Asked, Capacity, KeyLimits, Place
@@ -45,6 +45,7 @@ _PAGE = 256
 _SWEEP_INTERVAL_S = 60.0
 _CACHED_S = 2.0  # for a model of the hub that is in its cache
 _RESUME_AGAIN_S = 1.0  # when the store could not be read
+_LEFT = RequestError("client_gone", "The client left before the request was taken.")
 _GONE = RequestError("engine_failed", "The engine stopped and could not be restarted.")
 
 
@@ -54,7 +55,7 @@ class Generation:
     def __init__(
         self,
         config: ServerConfig,
-        hosts: tuple[Host, ...],
+        hosts: tuple[ModelHost, ...],
         store: Store,
         work: Work,
         metrics: Metrics,
@@ -68,21 +69,20 @@ class Generation:
         self.died = asyncio.Event()  # set once the only engine was given up
         self._config = config.streams
         self._limits = KeyLimits(config.streams)
-        self.admissions: dict[Host, Admission] = {}
+        self.admissions: dict[ModelHost, Admission] = {}
         self.vectors = VectorMaker(self._find, self.fleet, self._limits, work, self.streams)
         self.fleet.on_gone = lambda host: self.admissions.pop(host, None)
         self.desired: Desired | None = None  # where its models can be changed
         self._store = store
         store.on_commit = metrics.committed
-        self._is_draining = False
-        self._is_ending = False  # and will not admit again
+        self._is_draining = self._is_ending = False  # an ending one will not admit again
         self._writers: dict[LiveStream, asyncio.Task[None]] = {}
-        self._uses: dict[LiveStream, Host] = {}  # that compute them
+        self._uses: dict[LiveStream, ModelHost] = {}  # that compute them
         self._left_behind: dict[str, list[Stored]] = {}  # by the model that was lost
         self._tasks = asyncio.TaskGroup()
 
     @property
-    def hosts(self) -> Models[Host]:
+    def hosts(self) -> Models[ModelHost]:
         return self.fleet.hosts
 
     @property
@@ -121,17 +121,17 @@ class Generation:
         """Ends the engines, and with them `run`."""
         await self.fleet.close()
 
-    def streams_of(self, host: Host) -> list[LiveStream]:
+    def streams_of(self, host: ModelHost) -> list[LiveStream]:
         """Streams that are computed there, in the order in which they came."""
         return [tenant for tenant in host.tenants if isinstance(tenant, LiveStream)]
 
-    def _host_loaded(self, host: Host) -> None:
+    def _host_loaded(self, host: ModelHost) -> None:
         """Goes on with the durable streams that an earlier engine of it left."""
         for stored in self._left_behind.pop(host.name, ()):
             self.streams.open_again(stored.record.id)
             self._tasks.create_task(self._resume(stored), name="resume one")
 
-    def _host_lost(self, host: Host) -> None:
+    def _host_lost(self, host: ModelHost) -> None:
         if self.fleet.is_sole:
             self.died.set()
             self.streams.close(_GONE)
@@ -147,7 +147,7 @@ class Generation:
         """The stream that the request would only repeat, whatever else would refuse it."""
         return await self.streams.find_equal(names, may_take_over)
 
-    async def host_for(self, name: str | None, waits: bool) -> Host:
+    async def host_for(self, name: str | None, waits: bool) -> ModelHost:
         """The host of that name, whose text side is known; RequestError says why there is none.
 
         `waits`: also for a download.
@@ -202,8 +202,7 @@ class Generation:
             accepted = stream.interruption.unless(stored.log.wait(-1))
             await self.streams.unless_stalled(record, accepted)
         except BaseException as error:
-            gone = RequestError("client_gone", "The client left before the request was taken.")
-            stream.stop(error if isinstance(error, RequestError) else gone)
+            stream.stop(error if isinstance(error, RequestError) else _LEFT)
             stream.close_to_readers()
             raise
         return stream
@@ -333,12 +332,12 @@ class Generation:
         await asyncio.sleep(_RESUME_AGAIN_S)
         await self._resume(stored, cut)
 
-    def _find(self, name: str | None) -> tuple[Host, Admission]:
+    def _find(self, name: str | None) -> tuple[ModelHost, Admission]:
         """The host of that name and its queue; RequestError if it takes no requests."""
         host = self.hosts.get(name)
         return host, self._admission(host)
 
-    def _admission(self, host: Host) -> Admission:
+    def _admission(self, host: ModelHost) -> Admission:
         """The queue before a host; RequestError if that takes no requests.
 
         One of several models is loaded when it is asked for. The only one must have been.
@@ -354,20 +353,22 @@ class Generation:
         queue.set_schedule(host.schedule, host.tokens_per_s)
         return queue
 
-    def _queue(self, host: Host) -> Admission:
+    def _queue(self, host: ModelHost) -> Admission:
         return self.admissions.setdefault(host, Admission(self._config, self._limits))
 
-    def _stream(self, host: Host, record: Record, builder: EventBuilder, log: Log) -> LiveStream:
+    def _stream(
+        self, host: ModelHost, record: Record, builder: EventBuilder, log: Log
+    ) -> LiveStream:
         host.metrics.follow(builder.tally)
         return LiveStream(record, builder, log, host, self._config.linger_s)
 
-    def _start(self, host: Host, stream: LiveStream, place: Place) -> None:
+    def _start(self, host: ModelHost, stream: LiveStream, place: Place) -> None:
         stream.take(place)
         stream.end_within(0, self._config.request_timeout_s)
         self.streams.add(stream)
         self._writers[stream] = self._tasks.create_task(self._write(host, stream), name="stream")
 
-    async def _enter(self, host: Host, stream: LiveStream) -> None:
+    async def _enter(self, host: ModelHost, stream: LiveStream) -> None:
         """Has the stream computed once its model is in memory."""
         try:
             with host.telling(stream):
@@ -385,12 +386,12 @@ class Generation:
         message = "The model was replaced while the request waited; send it again."
         stream.stop(RequestError("model_changed", message))
 
-    def _compute(self, host: Host, stream: LiveStream) -> None:
+    def _compute(self, host: ModelHost, stream: LiveStream) -> None:
         """Has it computed there until its log has ended; its use of the model is counted."""
         self._uses[stream] = host
         host.add(stream)
 
-    async def _write(self, host: Host, stream: LiveStream) -> None:
+    async def _write(self, host: ModelHost, stream: LiveStream) -> None:
         is_new = stream not in self._uses
         entering = self._tasks.create_task(self._enter(host, stream)) if is_new else None
         try:
@@ -416,7 +417,7 @@ class Generation:
                 used.remove(stream)
                 self.fleet.release(used)
 
-    async def _run(self, host: Host, stream: LiveStream) -> None:
+    async def _run(self, host: ModelHost, stream: LiveStream) -> None:
         try:
             if stream.log.next_seq == 0:
                 await stream.accept()
@@ -441,7 +442,7 @@ class Generation:
                 stream.close_to_readers()
 
 
-def _is_downloaded(host: Host) -> RequestError:
+def _is_downloaded(host: ModelHost) -> RequestError:
     """The error for a request whose bytes are counted: its log cannot open without a tokenizer."""
     done, total = host.progress or (0, 0)
     share = f" ({100 * done // total} %)" if total else ""

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from headrace.core.errors import RequestError
 from headrace.core.ids import StreamId
-from headrace.fleet.model_host import Host
+from headrace.fleet.model_host import ModelHost
 from headrace.generation.admission import Place
 from headrace.generation.event_builder import to_event
 from headrace.generation.readers import Audience, Reader, ReaderPause
@@ -112,7 +112,7 @@ class Registry:
         if self._live.get(stream.record.id) is stream:
             del self._live[stream.record.id]
 
-    async def run(self, batch: VectorBatch, host: Host) -> tuple[bytes, ...]:
+    async def run(self, batch: VectorBatch, host: ModelHost) -> tuple[bytes, ...]:
         """Computes a batch's vectors there; until it ends, its inputs count as waiting or live."""
         self.batches.add(batch)
         host.add(batch)

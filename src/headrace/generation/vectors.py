@@ -11,7 +11,7 @@ from headrace.core.errors import RequestError
 from headrace.core.request import Route
 from headrace.core.sampling import Pooling
 from headrace.fleet.fleet import Fleet
-from headrace.fleet.model_host import Host
+from headrace.fleet.model_host import ModelHost
 from headrace.fleet.served_model import ServedModel
 from headrace.generation.admission import Admission, Asked, Capacity, KeyLimits, Place
 from headrace.generation.model_checks import encoded_of, too_long
@@ -50,7 +50,7 @@ class VectorMaker:
 
     def __init__(
         self,
-        find: Callable[[str | None], tuple[Host, Admission]],
+        find: Callable[[str | None], tuple[ModelHost, Admission]],
         fleet: Fleet,
         limits: KeyLimits,
         work: Work,
