@@ -108,6 +108,6 @@ def test_a_stream_that_was_admitted_before_its_load_says_once_how_it_is_served(
 
 def test_a_stream_that_was_admitted_after_its_load_says_nothing_of_it(folder: Path) -> None:
     model = loaded(folder)
-    builder = make_builder(folder, fingerprint=model.system_fingerprint, served=model.form)
+    builder = make_builder(folder, fingerprint=model.system_fingerprint, served=model.setup)
     builder.serve(model)
     assert not builder.new_events(0, is_cut=False)
