@@ -245,10 +245,8 @@ def _template(folder: Path, config: ModelConfig) -> Finding:
         return Finding("template", "warn", "none", remedy)
     rendered = template.render(Chat(({"role": "user", "content": _GREETING},)))
     found = tool_format(template.tools_source)
-    tool_format = found if config.tool_format == "auto" else config.tool_format
-    tools = f"tools: {tool_format}" + (
-        ", since it knows none" if found == tool_format == GENERIC else ""
-    )
+    used = found if config.tool_format == "auto" else config.tool_format
+    tools = f"tools: {used}" + (", since it knows none" if found == used == GENERIC else "")
     return Finding("template", "ok", f"renders a greeting as {len(rendered)} characters; {tools}")
 
 

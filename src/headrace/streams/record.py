@@ -28,7 +28,7 @@ class Names(msgspec.Struct, frozen=True):
 
 
 class ServedSetup(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The setup that a model was served with, beside its weights; empty where an older version did not say."""
+    """The setup of a served model beside its weights; empty where an older version is silent."""
 
     version: str = ""  # of Headrace
     dtype: str = ""  # with the quantization, if there is one
