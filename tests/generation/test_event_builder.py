@@ -1,4 +1,4 @@
-"""What a stream writes next, and how little of a large request it looks at for that."""
+"""The next events of a stream, and how little of a large request they look at."""
 
 from array import array
 from pathlib import Path

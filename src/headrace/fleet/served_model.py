@@ -120,7 +120,7 @@ ByName = TypeVar("ByName", bound=Named)
 
 
 class Models(Generic[ByName]):
-    """All that is served, by the names that clients ask for."""
+    """The served models, by the names that clients ask for."""
 
     def __init__(self, models: tuple[ByName, ...]) -> None:
         self._models = models

@@ -94,7 +94,7 @@ async def no_socket(socket: WebSocket) -> None:
 
 
 def _methods_at(scope: Scope) -> list[str]:
-    """All that the routes of this path take, in alphabetic order."""
+    """The methods that the routes of this path take, in alphabetic order."""
     return sorted({method for route in _routes_at(scope) for method in route.methods or ()})
 
 

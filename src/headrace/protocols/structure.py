@@ -157,7 +157,7 @@ class CallsWanted(NamedTuple):
 
 
 class Structure(NamedTuple):
-    """All that a body asks of the form of its answer; at least one of both."""
+    """The form that a body asks its answer to have; at least one of both."""
 
     wanted: Wanted | None
     calls: CallsWanted | None
