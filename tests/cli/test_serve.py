@@ -33,8 +33,8 @@ class Generation:
     def __init__(self, *_: object) -> None:
         self.work = self.metrics = None
         self.fleet = self
-        self.is_sole = True
-        self.hosts = Models((Host(),))  # type: ignore[type-var]
+        self.pinned = Host()
+        self.hosts = Models((self.pinned,))  # type: ignore[type-var]
         self.streams = ["one", "two"]
         self.died = asyncio.Event()
         self.ended = asyncio.Event()

@@ -23,6 +23,7 @@ from headrace.core.pieces import REASONING, ChannelPiece
 from headrace.core.request import Chat, Prompt, Request, ResponseOptions, Text
 from headrace.core.sampling import Sampling
 from headrace.fleet.load_watch import LoadWatch
+from headrace.fleet.roster import Roster
 from headrace.fleet.served_model import Models
 from headrace.generation.readers import ReaderPause
 from headrace.generation.registry import FinishedStream
@@ -260,14 +261,10 @@ class FakeVectors:
 class FakeFleet:
     """One model, which is there."""
 
-    is_sole = True
-
     def __init__(self, host: FakeHost) -> None:
+        self.pinned = host
         self.hosts = Models((host,))
-        self.leaving: dict[str, FakeHost] = {}
-
-    def is_changing(self, host: FakeHost) -> bool:
-        return False
+        self.roster = Roster((host,))  # type: ignore[arg-type]
 
     @contextlib.asynccontextmanager
     async def using(self, name: str | None) -> AsyncIterator[FakeHost]:
