@@ -24,7 +24,8 @@ from headrace.protocols.worker import Jobs
 from headrace.streams.events import Error, Heartbeat, Tokens
 from headrace.streams.memory_store import MemoryStore
 from headrace.workers.pool import ThreadWork
-from tests.generation.fakes import DOWN, READY, STATUS, FakeEngine, make_request, read, settle
+from tests.generation.fakes import DOWN, READY, STATUS, FakeEngine, make_request, read
+from tools.harness.eventually import settle
 from tools.harness.tiny_models import make_tiny_model
 
 LIMIT_S = 30

@@ -34,6 +34,7 @@ from headrace.streams.memory_store import MemoryStore
 from headrace.streams.record import Names
 from headrace.streams.store import Store
 from headrace.workers.pool import ThreadWork
+from tools.harness.eventually import settle
 
 READY = Ready(
     lane="native-text",
@@ -104,12 +105,6 @@ class FakeEngine:
     @property
     def newest(self) -> SequenceId:
         return self.submits[-1].sequences[0].sequence_id
-
-
-async def settle() -> None:
-    """Lets every task run until it waits; enough turns for the longest chain of them."""
-    for _ in range(20):
-        await asyncio.sleep(0)
 
 
 @contextlib.asynccontextmanager

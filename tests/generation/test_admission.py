@@ -30,8 +30,8 @@ from tests.generation.fakes import (
     opened,
     read,
     running,
-    settle,
 )
+from tools.harness.eventually import settle
 
 ONE_AT_A_TIME = Capacity(1, 100)
 

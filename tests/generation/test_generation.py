@@ -28,9 +28,9 @@ from tests.generation.fakes import (
     opened,
     read,
     running,
-    settle,
     text_of,
 )
+from tools.harness.eventually import settle
 
 OPTED_IN = Names(conversation="c", digest=b"1")
 
