@@ -24,9 +24,9 @@ from headrace.protocols.worker import Jobs
 from headrace.streams.events import Error, Heartbeat, Tokens
 from headrace.streams.memory_store import MemoryStore
 from headrace.workers.pool import ThreadWork
-from tests.generation.fakes import DOWN, READY, STATUS, FakeEngine, make_request, read
+from tests.fleet.fakes import DOWN, READY, STATUS, FakeEngine
+from tests.generation.fakes import make_request, read
 from tools.harness.eventually import settle
-from tools.harness.tiny_models import make_tiny_model
 
 LIMIT_S = 30
 
@@ -237,11 +237,6 @@ async def running(folder: Path) -> AsyncIterator[tuple[Generation, list[FakeEngi
         await generation.close()
         await asyncio.wait([task], timeout=5)
         task.cancel()
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
 async def test_a_stream_goes_on_at_another_engine_with_the_tokens_it_has(folder: Path) -> None:

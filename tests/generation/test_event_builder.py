@@ -18,7 +18,7 @@ from headrace.generation.choice import ChoiceWriter
 from headrace.generation.event_builder import EventBuilder, PromptProgress
 from headrace.streams.events import Served, Tokens
 from headrace.streams.record import Record
-from tests.generation.fakes import READY
+from tests.fleet.fakes import READY
 
 ID = SequenceId(0)
 

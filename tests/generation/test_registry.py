@@ -15,7 +15,8 @@ from headrace.generation.stream import LiveStream
 from headrace.streams.memory_store import MemoryStore
 from headrace.streams.record import Names
 from headrace.streams.store import ByConversation, ById
-from tests.generation.fakes import DOWN, FakeEngine, make_request, opened, read, running
+from tests.fleet.fakes import DOWN, FakeEngine
+from tests.generation.fakes import make_request, opened, read, running
 from tools.harness.eventually import settle
 
 OPTED_IN = Names(conversation="c", digest=b"1")

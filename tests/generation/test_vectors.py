@@ -14,7 +14,8 @@ from headrace.core.request import Ids
 from headrace.engine.client import EngineUp
 from headrace.generation.generation import Generation
 from headrace.generation.vectors import VectorRequest, Vectors
-from tests.generation.fakes import DOWN, READY, FakeEngine, running
+from tests.fleet.fakes import DOWN, READY, FakeEngine
+from tests.generation.fakes import running
 from tools.harness.eventually import settle
 
 EMBEDS = msgspec.structs.replace(READY, tasks=("generate", "embed"), vector_size=1)
