@@ -25,7 +25,7 @@ def new_record(
         images=admitted.images,
         system_fingerprint=model.system_fingerprint,
         names=names,
-        served=model.form,
+        served=model.setup,
         tokenization=admitted.tokenization,
         rendering=RENDERING,
     )
