@@ -25,7 +25,7 @@ WINDOW = 2 * READY.max_num_seqs
 def wanted(num_inputs: int, task: str = "embed") -> VectorRequest:
     prompts = [Ids((5,) * (number + 1)) for number in range(num_inputs)]
     packed = msgspec.msgpack.encode(prompts)
-    return VectorRequest("/v1/embeddings", task, "prompts", packed, "input")
+    return VectorRequest("/v1/embeddings", task, packed, "input")
 
 
 async def asked(
