@@ -21,7 +21,6 @@ from headrace.fleet.model_names import called
 from headrace.fleet.served_model import ServedModel
 from headrace.gateway.delivery import while_connected
 from headrace.gateway.http_responses import answer, refuse
-from headrace.gateway.openapi import document
 from headrace.generation.generation import Generation
 from headrace.generation.stream import LiveStream
 from headrace.metrics.metrics import kind_of
@@ -66,9 +65,6 @@ class StateRoutes:
         has_states = not self._generation.fleet.is_sole
         host = self._generation.hosts.get(name)
         return answer(entry_of(host, called(host, name), has_states))
-
-    async def openapi(self, request: Request) -> ASGIApp:
-        return answer(document(self._config.api_prefix))
 
     async def metrics(self, request: Request) -> ASGIApp:
         generation = self._generation
