@@ -1,4 +1,4 @@
-"""What a durable log costs: bytes per stream on disk, and an append to a long log against a short.
+"""The cost of a durable log: bytes a stream on disk; an append to a long log against a short.
 
 Run it as `python benchmarks/log_cost.py`; it needs no server and no model, only a quiet disk.
 """

@@ -1,4 +1,4 @@
-"""What this machine can do at best: how fast it reads memory, and how fast it multiplies."""
+"""The machine's own limits: how fast it reads memory, and how fast it multiplies."""
 
 import time
 from collections.abc import Callable
@@ -33,7 +33,7 @@ class Machine(msgspec.Struct, frozen=True):
         return Machine(*(max(pair) for pair in pairs))
 
     def ops_per_s(self, dtype: str) -> float:
-        """What products of that type can reach: widening to float32 is open to all of them."""
+        """The speed that products of that type can reach: widening to float32 is open to all."""
         own = {"bfloat16": self.bf16_ops_per_s, "int8": self.int8_ops_per_s}.get(dtype, 0.0)
         return max(own, self.float32_ops_per_s)
 

@@ -1,4 +1,4 @@
-"""What serving costs besides the model: planning, a step's own work, the gateway, durable logs.
+"""The cost of serving besides the model: planning, a step's own work, gateway, durable logs.
 
     cd TREE && PYTHONPATH=$PWD/src python -m benchmarks.overhead plan step gateway
     python -m benchmarks.overhead logs MODEL

@@ -1,4 +1,4 @@
-"""What peers.py has found: as JSON, as a picture, and as the section of docs/benchmarks.md.
+"""The findings of peers.py: as JSON, as a picture, and as the section of docs/benchmarks.md.
 
 python -m benchmarks.peer_report FOLDER/peers.json [--publish]
 """
@@ -28,7 +28,7 @@ def p99(gaps: list[float]) -> float:
 
 
 def mixed_row(peer: str, setting: str, answers: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of all rounds; gaps are of all streams while the prompt is computed."""
+    """Medians of all rounds; gaps are of all streams while the prompt is computed."""
     gaps = [gap for answer in answers for gap in answer["gaps_ms"]]
     firsts = [round(answer["first_s"], 2) for answer in answers]
     alone = [gap for answer in answers for gap in answer["alone_ms"]]

@@ -1,4 +1,4 @@
-"""What peers.py needs before it measures: environments of the peers, and their models' files.
+"""Set-up for peers.py: environments of the peers, and their models' files.
 
 All of it lies in one folder and is made once. Every model comes from the same random weights.
 """
@@ -104,7 +104,7 @@ class Setup:
         return self._made(f"{kind}.gguf", rounded)
 
     def _made(self, name: str, make) -> Path:  # type: ignore[no-untyped-def]
-        """What is half made has another name, so that a run that was cut short begins again."""
+        """A half-made folder has another name, so that a run that was cut short begins again."""
         path, half = self.models / name, self.models / f"half-{name}"
         if not path.exists():
             print(f"Making {path}", file=sys.stderr, flush=True)
@@ -141,7 +141,7 @@ def write_gguf(folder: Path, target: Path, matrices: Kind = Kind.BF16) -> None:
 
 
 def _refuse_cuda(python: Path, packages: tuple[str, ...]) -> None:
-    """What some indexes call torch brings gigabytes of libraries for GPUs."""
+    """The torch of some indexes brings gigabytes of libraries for GPUs."""
     command = (str(python), "-m", "pip", "install", "--dry-run", "--quiet", "--report", "-")
     report = subprocess.run([*command, *packages], stdout=subprocess.PIPE, check=True).stdout
     planned = json.loads(report)["install"]

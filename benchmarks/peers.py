@@ -39,7 +39,7 @@ _STEP_TOKENS = 64  # of OpenVINO beside streams
 
 
 class PeerRow(NamedTuple):
-    """What is asked, and the ratio that must hold: of Headrace's time to another's."""
+    """A bar: the ratio that must hold, of Headrace's time to another's."""
 
     models: str
     command: dict[str, Any]

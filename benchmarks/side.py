@@ -29,7 +29,7 @@ class Side(Protocol):
         """One step of all streams; returns those that it gave a token."""
 
     def end(self, stream: int) -> None:
-        """What it has computed of the prompt is kept for the next stream that begins so."""
+        """Keeps the prompt that it has computed for the next stream that begins so."""
 
     def aim(self, target: str) -> None:
         """Takes another stall target, in ms, or default or off, where there is such a thing."""

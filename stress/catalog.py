@@ -1,4 +1,4 @@
-"""What clients ask in a run, and what an undisturbed server says to it."""
+"""The requests of a run's clients, and an undisturbed server's answers."""
 
 import random
 from typing import Any

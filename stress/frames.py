@@ -12,7 +12,7 @@ def own_dropped(frames: Iterable[Frame]) -> list[Frame]:
 
 
 class Said(NamedTuple):
-    """What the choices of an answer came to."""
+    """The texts that the choices of an answer came to."""
 
     tokens: dict[int, list[int]]
     texts: dict[int, str]

@@ -20,7 +20,7 @@ _ID = re.compile(rb"^id: ([^:\n]+):", re.MULTILINE)
 
 
 class Call(msgspec.Struct, frozen=True):
-    """What is sent. `start`: the byte, or the cursor, behind which the answer shall go on.
+    """A request to send. `start`: the byte, or the cursor, behind which the answer shall go on.
 
     `silence_s`: how long the client waits for the next byte before it gives up.
     """
@@ -62,7 +62,7 @@ class Reply:
 
     @property
     def stream_id(self) -> str | None:
-        """Of the head; where its model had to be loaded first, of the first frame with an id."""
+        """The id in the head; if the model had to be loaded first, in the first frame with one."""
         if named := self.headers.get("x-stream-id"):
             return named
         found = _ID.search(self.body)
@@ -74,14 +74,14 @@ class Reply:
 
     @property
     def code(self) -> str:
-        """Of its error; empty if it has none."""
+        """The code of its error; empty if it has none."""
         with contextlib.suppress(msgspec.DecodeError, TypeError, KeyError, AttributeError):
             return str(self.json["error"]["code"])
         return ""
 
 
 class Talk:
-    """What came over one connection: any number of answers, and how it ended."""
+    """One connection's answers, any number of them, and how it ended."""
 
     def __init__(self, has_bodies: bool = True, max_kept: float = float("inf")) -> None:
         self.answers: list[Reply] = []
@@ -147,7 +147,7 @@ class Exchange:
 
     @property
     def said(self) -> Reply:
-        """All that the server wrote, whether or not it arrived."""
+        """Bytes that the server wrote, whether or not they arrived."""
         return Reply.of(bytes(self.passage.answer)) if self.passage else self.got
 
     def line(self) -> str:

@@ -19,7 +19,7 @@ _OWN_DOING = ("replaced",)  # ends that a client brings about by asking twice
 async def verdict(
     story: Story, calm: Proxy, is_explained: Callable[[Exchange], bool]
 ) -> list[Violation]:
-    """All that is wrong with a story that has ended, by what the server says of it in peace.
+    """The faults of a story that has ended, by what the server says of it in peace.
 
     An exchange that nobody cut and nothing explains is wrong, too.
     """
@@ -140,7 +140,7 @@ def _client_has_all(story: Story, truth: Truth) -> Iterator[Violation]:
 
 
 def _said_what_is_logged(story: Story, made: Exchange, truth: Truth) -> Iterator[Violation]:
-    """Whatever left the server is in the log, in its place, even what never arrived."""
+    """Checks that bytes which left the server are in the log, even if they never arrived."""
     said = made.said
     if said.status != 200 or (story.way.face == "whole" and made.call.method == "POST"):
         return
@@ -174,7 +174,7 @@ def _same(said: Said, truth: Said, where: str) -> Iterator[Violation]:
 
 
 def _beginning(truth: Said, said: Said) -> Said:
-    """Of the undisturbed answer, as much as was said."""
+    """The undisturbed answer, as far as it was said."""
     return Said(
         {k: ids[: len(said.tokens.get(k, ()))] for k, ids in truth.tokens.items()},
         {k: text[: len(said.texts.get(k, ""))] for k, text in truth.texts.items()},

@@ -78,7 +78,7 @@ class Site:
 
     @property
     def lines(self) -> list[str]:
-        """What the server that runs now, or ran last, wrote to its log."""
+        """The log of the server that runs now, or ran last."""
         return self._server.lines
 
     @property
@@ -151,7 +151,7 @@ class Site:
             os.kill(pid, signal.SIGCONT)
 
     def engine_pid(self) -> int | None:
-        """Of an engine that lives now, loaded or not; of several any one."""
+        """The process of an engine that lives now, loaded or not; of several any one."""
         found = processes.engines(self.pid)
         return random.choice(found) if found else None
 

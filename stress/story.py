@@ -1,4 +1,4 @@
-"""What one client asked and lived through; how it asks again is in `clients`."""
+"""One client's request and what it lived through; how it asks again is in `clients`."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""What the server itself says of a stream afterwards, on every face."""
+"""The server's own account of a stream afterwards, on every face."""
 
 import asyncio
 import time
@@ -27,7 +27,7 @@ class Truth(msgspec.Struct, frozen=True):
 
     @property
     def code(self) -> str:
-        """Of the error that ended it."""
+        """The code of the error that ended it."""
         last = self.events[-1]
         return str(last["code"]) if last["kind"] == "error" else ""
 

@@ -16,7 +16,7 @@ _SLOW_CHUNK, _SLOW_PAUSE_S = 256, 0.01
 
 
 class Fate(msgspec.Struct, frozen=True):
-    """What becomes of one connection. `cut`: rst, fin, half (only the client's side) or none."""
+    """The fate of one connection. `cut`: rst, fin, half (only the client's side) or none."""
 
     cut: str = "none"
     after_bytes: int = 0  # of the answer, head included

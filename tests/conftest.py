@@ -1,4 +1,4 @@
-"""What every test has: one compute thread, so that results do not move, and a tiny model."""
+"""For every test: one compute thread, so that results do not move, and a tiny model."""
 
 import os
 from pathlib import Path

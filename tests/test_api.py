@@ -1,4 +1,4 @@
-"""What `import headrace` offers, as a type checker and a program outside see it."""
+"""The names of `import headrace`, as a type checker and a program outside see them."""
 
 import subprocess
 import sys

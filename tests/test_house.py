@@ -14,6 +14,13 @@ LONG_FILE = 450
 LONG: dict[str, str] = {}
 """Files beyond LONG_FILE, and the one reason why each is one file."""
 
+BESIDE = {
+    "tests": ("stress", "benchmarks", "tools"),
+    "stress": ("tools",),
+    "benchmarks": ("tools",),
+}
+"""Folders of code beside the package, and those of them that each may import."""
+
 WRITTEN_AND_READ = {
     *("Accepted", "Error", "Event", "Finish", "Heartbeat", "Progress", "Queued", "Tokens"),
 }
@@ -82,6 +89,20 @@ def test_modules_open_with_a_line_that_says_what_they_own() -> None:
     assert not bare
 
 
+@pytest.mark.parametrize("folder", [*BESIDE, "tools", "src"])
+def test_docstrings_begin_with_the_thing(folder: str) -> None:
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    vague = [
+        f"{path.relative_to(ROOT)}: {opening}"
+        for path in (ROOT / folder).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, kinds)
+        and (opening := (ast.get_docstring(node) or "").partition("\n")[0])
+        if opening.startswith(("What ", "Whatever ", "Whoever ", "Of ", "Those ", "All that "))
+    ]
+    assert not vague
+
+
 @pytest.mark.parametrize("module", ["headrace.gateway.app", "headrace.cli.main"])
 def test_importing_the_gateways_side_loads_no_tensors(module: str) -> None:
     heavy = "torch transformers numba ray"
@@ -94,14 +115,6 @@ def test_help_imports_no_server() -> None:
     code = "import headrace.cli.main, sys; print('uvicorn' in sys.modules, 'httpx' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "False False"
-
-
-BESIDE = {
-    "tests": ("stress", "benchmarks", "tools"),
-    "stress": ("tools",),
-    "benchmarks": ("tools",),
-}
-"""What lies beside the package, and what of it each may import."""
 
 
 @pytest.mark.parametrize("folder", [*BESIDE, "tools", "src"])

@@ -26,7 +26,7 @@ def llm() -> Iterator[LLM]:
 
 
 def schemas() -> Iterator[tuple[str, dict[str, Any]]]:
-    """All that are objects and refer to no other document."""
+    """Schemas that are objects and refer to no other document."""
     for path in sorted(Path(SUITE).glob("*.json")):
         for group in json.loads(path.read_text()):
             schema = group["schema"]

@@ -1,4 +1,4 @@
-"""What happens to a server besides its clients: no descriptors, no disk, no engine, bad bytes."""
+"""Accidents of a server besides its clients: no descriptors, no disk, no engine, bad bytes."""
 
 import asyncio
 import contextlib

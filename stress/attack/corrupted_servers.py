@@ -20,7 +20,7 @@ LIMIT_S = 20.0
 
 
 class Answer(msgspec.Struct):
-    """What a stream of the undisturbed server was, on both faces."""
+    """A stream of the undisturbed server, on both faces."""
 
     n: int
     conversation: str
@@ -132,7 +132,7 @@ def _asked(url: str, n: int, conversation: str) -> Answer:
 
 
 def _judge(server: ServerProcess, answer: Answer, damage: Damage) -> str:
-    """What is wrong with how a stream is served; empty if nothing is."""
+    """Faults in how a stream is served; empty if there are none."""
     url = f"{server.url}/v1/streams/{answer.stream_id}"
     by_name = {"params": {"conv_id": answer.conversation}, "timeout": LIMIT_S}
     state = httpx.get(url, timeout=LIMIT_S)

@@ -43,7 +43,7 @@ class Original(msgspec.Struct):
 
 
 class Damage(msgspec.Struct):
-    """What was done; `rows` are the streams it may concern, None: any of them."""
+    """Damage that was done; `rows` are the streams it may concern, None: any of them."""
 
     what: str
     rows: set[int] | None
@@ -220,7 +220,7 @@ def damaged_pages(directory: Path, rng: random.Random) -> Damage:
 
 
 class Said(logging.Handler):
-    """What the server's log says."""
+    """The text of the server's log."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)

@@ -65,7 +65,7 @@ class Prober:
             due = max(due, now - PROBE_S)
 
     def pending(self) -> Samples:
-        """Those that have no answer yet, by how long they have waited."""
+        """Requests that have no answer yet, by how long they have waited."""
         now = time.monotonic()
         return [(at, now - at) for at in self._pending.values()]
 

@@ -128,7 +128,7 @@ class Run:
         return self._text([f"{name} {number}" for name, number in queue])
 
     def _queue(self) -> list[tuple[str, int]]:
-        """Those of one setup follow each other, so that few servers have to be started."""
+        """Orders attacks so that those of one setup follow each other: few servers are started."""
         first = self._plan.first_round
         queue = []
         for number in range(first, first + self._plan.rounds):

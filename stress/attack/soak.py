@@ -44,7 +44,7 @@ class Weight(NamedTuple):
 
 
 class Books:
-    """What was accepted, what each stream used, and what was wrong."""
+    """Requests accepted, what each stream used, and what was wrong."""
 
     def __init__(self) -> None:
         self.prompt_tokens: dict[str, int] = {}  # by stream
@@ -180,7 +180,7 @@ class Soak:
             self.books.ended(stream, *used, "slow")
 
     async def _bad(self) -> None:
-        """What nobody should send; each is refused."""
+        """Requests that nobody should send; each is refused."""
         dice = self._random
         bodies = (b"", b"{", b"[]", b'{"prompt": 5}', b"\xff\xfe", b'{"prompt":"x","n":0}',
                   b"[" * 3000, b'{"prompt":[]}', b'{"prompt":"x","model":"none"}',
@@ -320,7 +320,7 @@ class Soak:
 
 
 async def soak(folder: Path, seconds: float, seed: int) -> list[str]:
-    """What was wrong, after so many seconds of weather."""
+    """The faults found after so many seconds of weather."""
     site = Site("headrace-mini", folder, FLAGS)
     site.start()
     try:

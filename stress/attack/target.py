@@ -1,4 +1,4 @@
-"""What an attack aims at: a server's port, with a judge of every answer that comes from it."""
+"""The target of an attack: a server's port, with a judge of every answer from it."""
 
 import asyncio
 import contextlib
@@ -142,7 +142,7 @@ async def _send(
 
 
 def _problem(answer: Reply, manner: Manner) -> str:
-    """What is wrong with an answer; empty if nothing is."""
+    """The faults of an answer; empty if there are none."""
     status, shown = answer.status, f"{answer.status} {bytes(answer.body[:200])!r}"
     if manner.expects == "rude" and answer.headers.get("content-type", "").startswith("text/plain"):
         return "" if status == 400 else shown  # the HTTP parser's own words

@@ -80,7 +80,7 @@ async def unload(target: Target) -> None:
 
 
 async def peep(target: Target) -> None:
-    """What one key can see of another, and a page of another host with a key."""
+    """Tries to see one key's streams with another, and from a page of another host."""
     async with _server(target, f"--model=a={_ONE}") as own:
         asking = asyncio.create_task(own.ask(post(TEXT, _LONG, *_ANN), _PATIENT))
         seen = {_ANN: 1, _BOB: 0, _BOSS: 1}

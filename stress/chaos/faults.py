@@ -23,7 +23,7 @@ _AGAIN = 0.25  # how often a second blow follows where one may
 
 
 class Well(Protocol):
-    """What is under attack can say that it has recovered."""
+    """A site that can say that it has recovered."""
 
     async def is_well(self, within_s: float) -> bool:
         """Waits so long for it."""
@@ -35,7 +35,7 @@ class Blows(Protocol):
     kinds: tuple[str, ...]
 
     def second(self, fault: str) -> tuple[str, ...]:
-        """What may follow within seconds of this one."""
+        """The faults that may follow within seconds of this one."""
 
     async def do(self, fault: str, rng: random.Random) -> int:
         """Returns how many processes it ended by SIGKILL."""

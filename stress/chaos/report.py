@@ -1,4 +1,4 @@
-"""What a run has seen, as figures and, where something went wrong, as a timeline."""
+"""A run's findings, as figures and, where something went wrong, as a timeline."""
 
 import statistics
 import time

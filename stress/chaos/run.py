@@ -38,7 +38,7 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 class Target(Protocol):
-    """What a run disturbs: a server, or several and all that they stand on, behind one port.
+    """The site of a run: a server, or several and all that they stand on, behind one port.
 
     `deaths` are what was ended from outside; `complaints` what it should not have logged.
     """
@@ -56,7 +56,7 @@ class Target(Protocol):
 
     @property
     def last_lines(self) -> list[str]:
-        """Of its log."""
+        """The last lines of its log."""
 
     def start(self) -> None:
         """The first time."""

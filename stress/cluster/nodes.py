@@ -58,7 +58,7 @@ class RayNode:
         return raylet is not None and pid in descendants(raylet)
 
     def processes(self) -> list[int]:
-        """All that run on it."""
+        """Processes that run on it."""
         return descendants(self._process.pid)
 
     def stop(self) -> None:

@@ -153,7 +153,7 @@ class ClusterSite:
 
 
 class ClusterBlows:
-    """Of all kinds, or of some. What takes long to start again is drawn less often."""
+    """Draws a fault of all kinds, or of some; what takes long to start again comes less often."""
 
     WEIGHTS = {"engine": 4, "actor": 4, "node": 2, "gateway": 3, "redis": 4, "term": 1}
 

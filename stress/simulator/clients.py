@@ -1,4 +1,4 @@
-"""What the clients of a schedule have heard so far, checked against what they may hear."""
+"""The clients of a schedule: what they have heard, checked against what they may hear."""
 
 from array import array
 from dataclasses import dataclass, field

@@ -30,7 +30,7 @@ def token_at(sampling: Sampling, choice: int, index: int) -> int:
 
 
 class Remembered:
-    """What the runner keeps of a sequence; the tokens are its own copy."""
+    """A sequence as the runner keeps it; the tokens are its own copy."""
 
     def __init__(self, begin: Begin) -> None:
         self.begin = begin

@@ -1,4 +1,4 @@
-"""What must be true of a scheduler after every call, whatever the schedule; looks inside it."""
+"""Invariants of a scheduler after every call, whatever the schedule; looks inside it."""
 
 from dataclasses import dataclass
 

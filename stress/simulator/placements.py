@@ -61,7 +61,7 @@ class _Talk:
 
 @dataclass
 class _Model:
-    """What the engines really are, beside what the placement believes."""
+    """The engines as they really are, beside what the placement believes."""
 
     caches: dict[int, PrefixRecord] = field(default_factory=dict)
     running: dict[int, set[int]] = field(default_factory=dict)

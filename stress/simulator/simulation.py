@@ -28,7 +28,7 @@ class Violation(AssertionError):
 
 @dataclass
 class Run:
-    """What a schedule did, to count and to compare."""
+    """A schedule's deeds, to count and to compare."""
 
     num_steps: int
     num_preempted: int
@@ -183,7 +183,7 @@ class Simulation:
             self._may_fail.update(plan.named)
 
     def _seconds(self, plan: StepPlan) -> tuple[float, float]:
-        """Of computing and of encoding."""
+        """Seconds of computing and of encoding."""
         computing = 0.01 + sum(
             1e-6 * c.start + 5e-4 * c.length + 1e-8 * c.length * (2 * c.start + c.length)
             for c in plan.chunks

@@ -1,4 +1,4 @@
-"""What the oracle says of answers that were damaged on purpose."""
+"""The oracle's verdicts on answers that were damaged on purpose."""
 
 import asyncio
 

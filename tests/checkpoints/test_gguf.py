@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from headrace.checkpoints.find import find_model
 from headrace.checkpoints.gguf_folder import _llama3, gguf_folder, quantization_of
-from headrace.checkpoints.gguf_groups import GROUP_FORMS, GroupForm
+from headrace.checkpoints.gguf_groups import GROUP_SCHEMES, GroupScheme
 from headrace.checkpoints.gguf_header import TYPES, read_gguf
 from headrace.checkpoints.spec import Defaults, read_spec
 from headrace.config.settings import ModelConfig
@@ -88,7 +88,7 @@ def test_experts_that_do_not_fit_their_number_are_named(
 
 
 @needs_own_kernels
-@pytest.mark.parametrize("family, kind", [(f, k) for f, k in CASES if k in GROUP_FORMS])
+@pytest.mark.parametrize("family, kind", [(f, k) for f, k in CASES if k in GROUP_SCHEMES])
 def test_a_file_keeps_its_bits_and_computes_as_plain_bfloat16_or_better(
     tmp_path: Path, family: str, kind: str
 ) -> None:
@@ -105,7 +105,7 @@ def test_a_file_keeps_its_bits_and_computes_as_plain_bfloat16_or_better(
         assert torch.equal(row_logits(runner, PROMPT, chunk), found)
     needed = footprint(read_spec(file), BF16, "avx512", "own")
     assert runner.lane.weight_bytes == needed.held <= needed.peak
-    assert needed.held < (0.45 if GROUP_FORMS[kind].bits == 4 else 0.7) * unpacked.held
+    assert needed.held < (0.45 if GROUP_SCHEMES[kind].bits == 4 else 0.7) * unpacked.held
 
 
 @needs_own_kernels
@@ -119,11 +119,11 @@ def test_stacks_of_several_types_and_heads_of_their_own_keep_their_values(
         str(make(tmp_path, "Qwen2ForCausalLM", "Q4_K", mixed=mixed, is_tied=is_tied)[1])
     )
     runner = tiny_runner(file)
-    forms = {path: m.form for path, m in modules_of(runner).items() if hasattr(m, "form")}
-    assert forms["layers.0.attention.qkv"] == GroupForm(8, 16, True)
-    assert forms["layers.0.attention.out"] == GroupForm(4, 32, True)
-    assert forms["layers.0.mlp.down"] == GroupForm(8, 16, False)
-    assert forms["head"] == GroupForm(8, 16 if is_tied else 32, False)
+    schemes = {path: m.scheme for path, m in modules_of(runner).items() if hasattr(m, "scheme")}
+    assert schemes["layers.0.attention.qkv"] == GroupScheme(8, 16, True)
+    assert schemes["layers.0.attention.out"] == GroupScheme(4, 32, True)
+    assert schemes["layers.0.mlp.down"] == GroupScheme(8, 16, False)
+    assert schemes["head"] == GroupScheme(8, 16 if is_tied else 32, False)
     exact, plain = (
         row_logits(tiny_runner(file, **settings), PROMPT)
         for settings in ({"dtype": "float32"}, {"kernels": "plain"})

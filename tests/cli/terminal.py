@@ -66,7 +66,7 @@ class Terminal:
         return termios.tcgetattr(self._fd)
 
     def wait_for(self, pattern: str) -> str:
-        """What was shown up to the pattern and with it, from the last call on."""
+        """Text shown up to the pattern and with it, from the last call on."""
         begun = self._seen
         deadline = time.monotonic() + _PATIENCE_S
         while not (found := re.search(pattern, self.text[begun:])):
@@ -113,7 +113,7 @@ def terminal(*words: str, **variables: str) -> Iterator[Terminal]:
 
 
 def rows(raw: str, width: int) -> list[str]:
-    """What a terminal of this width shows; it knows the sequences that `Screen` uses."""
+    """A terminal of this width; it knows the sequences that `Screen` uses."""
     shown: list[list[str]] = [[]]
     y = x = 0
     for part in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|[^\x1b]", raw):

@@ -57,7 +57,7 @@ def piped(words: tuple[str, ...], said: str, **variables: str) -> "Ended":
 
 
 def asked(state: Path) -> list[str]:
-    """What the user said in the last conversation."""
+    """The user's messages in the last conversation."""
     kept = json.loads((state / "headrace" / "chat.json").read_bytes())["messages"]
     return [message["content"] for message in kept if message["role"] == "user"]
 

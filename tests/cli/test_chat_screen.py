@@ -1,4 +1,4 @@
-"""What `headrace chat` shows, on a terminal that a test plays."""
+"""The screen of `headrace chat`, on a terminal that a test plays."""
 
 import contextlib
 import os

@@ -26,7 +26,7 @@ def put_back() -> Iterator[None]:
 
 
 def written(form: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What three lines look like: one of a request, one of a failure, and one that is said."""
+    """Three lines of a log: one of a request, one of a failure, and one that is said."""
     stderr = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stderr)
     logs.set_up(ServerConfig(log_format=form))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What ends a server, over a generation and an engine that only wait."""
+"""Ends of a server, over a generation and an engine that only wait."""
 
 import asyncio
 import os

@@ -23,7 +23,7 @@ def post(url: str, **body: Any) -> Any:
 
 @pytest.fixture(scope="session")
 def url() -> str:
-    """What a client calls its base URL."""
+    """The name that a client has for its base URL."""
     return f"{os.environ['HEADRACE_TEST_URL']}/v1"
 
 

@@ -95,7 +95,7 @@ PYTEST = "pytest==9.2.0"
 
 
 class Failure(Exception):
-    """What went wrong with a client, to be read by a person."""
+    """The reasons why a client failed, to be read by a person."""
 
 
 class Runner:
@@ -103,7 +103,7 @@ class Runner:
         self._deadline = time.monotonic() + within_s
 
     def install(self, client: Client) -> str | None:
-        """What went wrong, if anything did."""
+        """The failure, if there is one."""
         mark = client.folder / "installed"
         if mark.exists() and mark.read_text() == client.versions:
             return None

@@ -82,7 +82,7 @@ def cluster(running: Cluster) -> Cluster:
 
 @pytest.fixture(scope="module")
 def undisturbed() -> str:
-    """What one server without a cluster says."""
+    """The answer of one server without a cluster."""
     with running_server(*FLAGS) as server:
         answer = httpx.post(f"{server.url}/v1/completions", json=BODY, timeout=120)
         text: str = answer.json()["choices"][0]["text"]

@@ -36,7 +36,7 @@ def server(cluster: tuple[str, RayNode, RayNode]) -> Iterator[ServerProcess]:
 
 @pytest.fixture(scope="module")
 def undisturbed(server: ServerProcess) -> list[str]:
-    """What the streams of `at_once` say if nothing happens."""
+    """The answers of `at_once` if nothing happens."""
     eventually(lambda: len(up(server.url)) == 2, LIMIT_S)
     streams = at_once(server.url, 4, NUM_TOKENS, lambda: None)
     assert not any(it.num_gaps for it in streams)

@@ -1,4 +1,4 @@
-"""Whatever comes over the wire, the server answers in its own shape and goes on."""
+"""The server answers any bytes in its own shape, and goes on."""
 
 import json
 import socket
@@ -24,7 +24,7 @@ def goes_on(server: ServerProcess) -> Any:
 
 
 def send(server: ServerProcess, raw: bytes) -> bytes:
-    """What the server says to these bytes, until it closes or falls silent."""
+    """The server's answer to these bytes, until it closes or falls silent."""
     address = urlsplit(server.url)
     with socket.create_connection((address.hostname, address.port), timeout=10) as connection:
         connection.sendall(raw)

@@ -232,7 +232,7 @@ def text_despite_a_kill(server: ServerProcess, body: dict[str, Any]) -> str:
 
 
 def text_in(line: str) -> str:
-    """What a line of a streamed answer adds."""
+    """The text that a line of a streamed answer adds."""
     choices = [choice for frame in data_of([line]) for choice in frame["choices"]]
     return "".join(choice["delta"].get("content") or "" for choice in choices)
 

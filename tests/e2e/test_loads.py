@@ -1,4 +1,4 @@
-"""What a start tells while it loads: on stderr and in health, in text and in JSON."""
+"""News of a start while it loads: on stderr and in health, in text and in JSON."""
 
 import json
 import re

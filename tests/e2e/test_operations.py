@@ -91,7 +91,7 @@ def test_a_request_is_one_line_of_the_log_with_its_id_and_the_name_of_its_key(
 
 
 def refused_line(server: Operated, body: dict[str, Any], path: str = "/v1/completions") -> Any:
-    """What the log says of a request that gets no answer."""
+    """The log's line for a request that gets no answer."""
     id = f"refused-{len(server.lines)}"
     with server.client("first") as client:
         assert client.post(path, json=body, headers={"x-request-id": id}).status_code >= 400

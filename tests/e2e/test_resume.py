@@ -218,7 +218,7 @@ def test_a_killed_engine_costs_no_token_and_is_told_of(folder: Path) -> None:
 
 
 def message(url: str, key: str, kills: dict[int, Callable[[], None]]) -> tuple[str, bool]:
-    """What a streamed message says, and whether it was begun before; `kills` by deltas heard."""
+    """A streamed message's text, and whether it was begun before; `kills` by deltas heard."""
     body = {"model": "kept", "messages": [{"role": "user", "content": "hi"}], "stream": True}
     body |= {"max_tokens": 500, "temperature": 0, "ignore_eos": True}
     headers, texts, last = {"Idempotency-Key": key}, list[str](), ""

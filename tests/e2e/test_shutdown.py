@@ -1,4 +1,4 @@
-"""What clients hear when the server is told to stop while its engine does not answer."""
+"""Clients of a server that is told to stop while its engine does not answer."""
 
 import os
 import signal

@@ -24,7 +24,7 @@ QUEUED = {"prompt": "one two three", "max_tokens": 8, "temperature": 0}
 
 
 def processes(pid: int) -> list[int]:
-    """It and all that it started."""
+    """The process and all that it started."""
     children = [
         int(child)
         for task in Path(f"/proc/{pid}/task").iterdir()
@@ -112,7 +112,7 @@ def missed(server: ServerProcess) -> float:
 
 
 def sleep_through(seconds: float, *flags: str) -> None:
-    """All that can wait for a server waits, while it is stopped and after."""
+    """Programs that can wait for a server do, while it is stopped and after."""
     with running_server(*FLAGS, *flags) as server:
         alone = [Following(server, body).wait().text for body in (LONG, QUEUED)]
         with open_socket(server, ping_interval=None) as realtime:

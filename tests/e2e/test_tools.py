@@ -108,7 +108,7 @@ QUESTION = "What is 12 + 30? /think"
 
 
 def check_joined(pieces: list[Piece], answer: Answer) -> None:
-    """What came piece by piece is the whole answer; ids of calls are of their own stream."""
+    """Pieces joined are the whole answer; ids of calls are of their own stream."""
     assert "".join(piece.text for piece in pieces) == answer.text
     assert "".join(piece.reasoning for piece in pieces) == answer.reasoning
     deltas = [delta for piece in pieces for delta in piece.tool_calls]

@@ -31,7 +31,7 @@ class Runner:
 
 
 class Sent:
-    """What an engine said. Its first looks find `unsent` messages waiting."""
+    """Messages of an engine. Its first looks find `unsent` messages waiting."""
 
     def __init__(self, *unsent: int) -> None:
         self.statuses: list[Status] = []

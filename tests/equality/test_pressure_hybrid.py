@@ -1,4 +1,4 @@
-"""What a hybrid generates depends neither on memory nor on neighbours nor on states used again."""
+"""A hybrid's text depends neither on memory nor on neighbours nor on states used again."""
 
 from array import array
 

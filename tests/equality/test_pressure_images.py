@@ -1,4 +1,4 @@
-"""What a model that sees generates depends on its images, not on memory, cuts or neighbours."""
+"""The text of a model that sees depends on its images, not on memory, cuts or neighbours."""
 
 from array import array
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What is told of a load, and when."""
+"""News of a load, and when it is told."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What models are called by files and folders that are there, and what finds them."""
+"""Names of models, by files and folders that are there, and what finds them."""
 
 from pathlib import Path
 

@@ -11,7 +11,7 @@ import pytest
 from headrace.core.ids import SequenceId
 from headrace.core.messages import Finished, FinishReason, NewToken, Outputs, PromptAdvance, Started
 from headrace.fleet.queue_eta import Forecast, TokensAsked, Waiting, starts
-from tests.generation.fakes import STATUS
+from tests.fleet.fakes import STATUS
 
 NUM_PLACES, NUM_CLIENTS, NUM_PROMPT = 4, 10, 60
 STEP_S, PROMPT_STEPS, STEPS_PER_STATUS = 0.03, 10, 8

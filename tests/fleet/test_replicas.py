@@ -24,8 +24,8 @@ from headrace.protocols.worker import Jobs
 from headrace.streams.events import Error, Heartbeat, Tokens
 from headrace.streams.memory_store import MemoryStore
 from headrace.workers.pool import ThreadWork
-from tests.generation.fakes import DOWN, READY, STATUS, FakeEngine, make_request, read, settle
-from tools.harness.tiny_models import make_tiny_model
+from tests.fleet.fakes import DOWN, READY, STATUS, FakeEngine, settle
+from tests.generation.fakes import make_request, read
 
 LIMIT_S = 30
 
@@ -236,11 +236,6 @@ async def running(folder: Path) -> AsyncIterator[tuple[Generation, list[FakeEngi
         await generation.fleet.close()
         await asyncio.wait([task], timeout=5)
         task.cancel()
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
 async def test_a_stream_goes_on_at_another_engine_with_the_tokens_it_has(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a browser asks on behalf of a page of another origin, and what it lets that page see."""
+"""Requests of a page of another origin, and what a browser lets that page see."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What a long log costs the event loop, whoever asks for it and however many they are."""
+"""The cost of a long log for the event loop, whoever asks and however many they are."""
 
 import asyncio
 import time

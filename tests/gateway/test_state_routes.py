@@ -10,7 +10,7 @@ from starlette.testclient import TestClient
 
 from headrace.config.settings import HttpConfig, ServerConfig
 from headrace.core.messages import LaneFacts, Status, StepTrace
-from headrace.core.plan import SourceForm
+from headrace.core.plan import SourceSpec
 from headrace.gateway.app import create_app
 from headrace.gateway.auth import Auth
 from headrace.gateway.state_routes import Snapshot, Watch, _kind
@@ -237,7 +237,7 @@ async def test_a_stream_without_changes_shows_signs_of_life() -> None:
     [
         ("text", {}),
         ("image-text", {"facts": LaneFacts(encoder="whole")}),
-        ("seq2seq", {"facts": LaneFacts(encoder="whole"), "source": SourceForm((1,), 1, False)}),
+        ("seq2seq", {"facts": LaneFacts(encoder="whole"), "source": SourceSpec((1,), 1, False)}),
         ("embedding", {"tasks": ("embed",)}),
         ("ranking", {"tasks": ("score",)}),
     ],

@@ -21,17 +21,8 @@ from headrace.generation.registry import Found
 from headrace.streams.events import Error, Queued
 from headrace.streams.record import Names
 from headrace.streams.sqlite_store import SqliteStore
-from tests.generation.fakes import (
-    DOWN,
-    READY,
-    STATUS,
-    FakeEngine,
-    make_request,
-    opened,
-    read,
-    running,
-    settle,
-)
+from tests.fleet.fakes import DOWN, READY, STATUS, FakeEngine, settle
+from tests.generation.fakes import make_request, opened, read, running
 
 ONE_AT_A_TIME = Capacity(1, 100)
 

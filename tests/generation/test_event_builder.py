@@ -1,4 +1,4 @@
-"""What a stream writes next, and how little of a large request it looks at for that."""
+"""The next events of a stream, and how little of a large request they look at."""
 
 from array import array
 from pathlib import Path
@@ -18,7 +18,7 @@ from headrace.generation.choice import ChoiceWriter
 from headrace.generation.event_builder import EventBuilder, PromptProgress
 from headrace.streams.events import Served, Tokens
 from headrace.streams.record import Record
-from tests.generation.fakes import READY
+from tests.fleet.fakes import READY
 
 ID = SequenceId(0)
 
@@ -108,6 +108,6 @@ def test_a_stream_that_was_admitted_before_its_load_says_once_how_it_is_served(
 
 def test_a_stream_that_was_admitted_after_its_load_says_nothing_of_it(folder: Path) -> None:
     model = loaded(folder)
-    builder = make_builder(folder, fingerprint=model.system_fingerprint, served=model.form)
+    builder = make_builder(folder, fingerprint=model.system_fingerprint, served=model.setup)
     builder.serve(model)
     assert not builder.new_events(0, is_cut=False)

@@ -19,18 +19,8 @@ from headrace.streams.events import Finish as FinishEvent
 from headrace.streams.memory_store import MemoryStore
 from headrace.streams.record import Names, Record
 from headrace.streams.store import Stored
-from tests.generation.fakes import (
-    DOWN,
-    READY,
-    STATUS,
-    FakeEngine,
-    make_request,
-    opened,
-    read,
-    running,
-    settle,
-    text_of,
-)
+from tests.fleet.fakes import DOWN, READY, STATUS, FakeEngine, settle
+from tests.generation.fakes import make_request, opened, read, running, text_of
 
 OPTED_IN = Names(conversation="c", digest=b"1")
 

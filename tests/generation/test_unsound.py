@@ -17,7 +17,8 @@ from headrace.streams.log import LogUnsound
 from headrace.streams.record import Names
 from headrace.streams.sqlite_schema import NAME
 from headrace.streams.store import ByConversation, ById
-from tests.generation.fakes import FakeEngine, make_request, opened, read, running
+from tests.fleet.fakes import FakeEngine
+from tests.generation.fakes import make_request, opened, read, running
 from tools.harness.stream_events import opened_sqlite
 
 LIVE = Names(conversation="live", digest=b"1")

@@ -14,7 +14,8 @@ from headrace.core.request import Ids
 from headrace.engine.client import EngineUp
 from headrace.generation.generation import Generation
 from headrace.generation.vectors import VectorRequest, Vectors
-from tests.generation.fakes import DOWN, READY, FakeEngine, running, settle
+from tests.fleet.fakes import DOWN, READY, FakeEngine, settle
+from tests.generation.fakes import running
 
 EMBEDS = msgspec.structs.replace(READY, tasks=("generate", "embed"), vector_size=1)
 WINDOW = 2 * READY.max_num_seqs

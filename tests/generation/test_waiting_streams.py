@@ -20,7 +20,8 @@ from headrace.protocols.worker import Jobs
 from headrace.streams.events import Error, Heartbeat, Served
 from headrace.streams.memory_store import MemoryStore
 from headrace.workers.pool import ThreadWork
-from tests.generation.fakes import READY, FakeEngine, make_request, read, settle
+from tests.fleet.fakes import READY, FakeEngine, settle
+from tests.generation.fakes import make_request, read
 
 Engines = dict[str, list[FakeEngine]]
 Scene = Callable[[Generation, Engines], Awaitable[None]]

@@ -1,4 +1,4 @@
-"""What the rooms around a dialect must not take for granted: that it looks like OpenAI's."""
+"""Dialects unlike OpenAI's: what the rooms around one must not take for granted."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from headrace.protocols import openai_chat
 from headrace.protocols.dialect import encode
 from headrace.streams.events import AnyEvent, Heartbeat, Queued, Served
-from headrace.streams.record import Record, ServedForm
+from headrace.streams.record import Record, ServedSetup
 from tests.gateway.builders import (
     ended,
     error,
@@ -122,7 +122,7 @@ def test_a_load_has_these_bytes_and_tells_its_share_only_if_asked_to() -> None:
 
 def test_chunks_name_the_fingerprint_from_when_it_is_known() -> None:
     record = msgspec.structs.replace(record_of(), system_fingerprint="")
-    served = Served(seq=0, at_ms=0, system_fingerprint="fp_1", served=ServedForm())
+    served = Served(seq=0, at_ms=0, system_fingerprint="fp_1", served=ServedSetup())
     frames = frames_of(record, served, tokens("hi"), ended())
     named = [json.loads(frame[6:])["system_fingerprint"] for frame in frames[:-1]]
     assert named == [None, "fp_1", "fp_1"]

@@ -1,4 +1,4 @@
-"""What the engine asks of a scheduler beside planning: status, traces, warm-up."""
+"""A scheduler's services beside planning: status, traces, warm-up."""
 
 import pytest
 

@@ -35,7 +35,7 @@ class Knowing(CostModel):
 
 
 def seconds_to_first_token(model: CostModel, seed: int, target_s: float) -> list[float]:
-    """Of prompts that came one after the other beside four streams."""
+    """Times of prompts that came one after the other beside four streams."""
     budget, machine = TimeBudget(make_limits(max_stall_s=target_s, max_step_s=1.0)), Machine(seed)
     budget.model = model
 

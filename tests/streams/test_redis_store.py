@@ -1,4 +1,4 @@
-"""What only a store that several gateways share can show, with two of them in one process."""
+"""A store that several gateways share, with two of them in one process."""
 
 import asyncio
 import contextlib

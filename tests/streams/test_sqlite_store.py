@@ -1,4 +1,4 @@
-"""What holds of streams in SQLite beyond what holds of all: restarts, threads, order of commits."""
+"""Streams in SQLite, beyond what holds of all stores: restarts, threads, order of commits."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""What holds for every store."""
+"""Promises that every store keeps."""
 
 import asyncio
 import time

@@ -14,7 +14,7 @@ END = library("gpt2").token_to_id("</s>")
 
 
 class Fed(NamedTuple):
-    """What a machine says of one token."""
+    """The output of a machine for one token."""
 
     text: str
     entries: tuple[int, ...]

@@ -20,7 +20,7 @@ def naive(text: str, stops: tuple[str, ...], include: bool = False) -> tuple[str
 
 
 def run(parts: list[str], stops: tuple[str, ...], include: bool = False) -> list[str]:
-    """What was released, part by part."""
+    """The released text, part by part."""
     matcher, released = StopMatcher(stops, include), []
     for part in parts:
         text, stop = matcher.feed(part)

@@ -1,4 +1,4 @@
-"""What headrace-mini answers, greedily: each prompt that a test may rely on, itself under test."""
+"""Greedy answers of headrace-mini: each prompt that a test may rely on, itself under test."""
 
 MONTHS = (
     "January, February, March, April, May, June, July, August, September, October, November, "

@@ -92,12 +92,12 @@ class Page:
         self.driver.execute_cdp_cmd("Network.emulateNetworkConditions", conditions)
 
     def log_text(self, answer: dict[str, Any]) -> str:
-        """What the server's log says the answer is."""
+        """The answer, as the server's log has it."""
         state = self.server.get(f"/v1/streams/{answer['stream']}")
         return state["response"]["choices"][0]["message"]["content"]
 
     def complaints(self) -> list[str]:
-        """What the browser's console has against the page itself."""
+        """Complaints of the browser's console about the page itself."""
         return [
             line["message"]
             for line in self.driver.get_log("browser")

@@ -1,4 +1,4 @@
-"""What a person chooses for one conversation: prompt, sampling, tools, model."""
+"""A person's choices for one conversation: prompt, sampling, tools, model."""
 
 import json
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What the page shows while the server loads its only model."""
+"""The page while the server loads its only model."""
 
 from tests.web.page import Page, eventually
 

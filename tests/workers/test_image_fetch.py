@@ -44,7 +44,7 @@ NOT_PUBLIC = [
 
 
 class Site(BaseHTTPRequestHandler):
-    """What a path says: /moved/N goes on N times, /to/HOST elsewhere, /large never ends."""
+    """Answers by path: /moved/N goes on N times, /to/HOST elsewhere, /large never ends."""
 
     asked: list[str] = []
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def children(pid: int) -> list[int]:
-    """Those that any of its threads started."""
+    """Children that any of its threads started."""
     found: list[int] = []
     with contextlib.suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():
@@ -31,7 +31,7 @@ def is_engine(pid: int) -> bool:
 
 
 def engines(pid: int) -> list[int]:
-    """Of a server's process."""
+    """The engines among a server's children."""
     return [child for child in children(pid) if is_engine(child)]
 
 
@@ -41,7 +41,7 @@ def parent(pid: int) -> int:
 
 
 def ticks(pid: int) -> int:
-    """Of the processor, that it has used."""
+    """Processor ticks that it has used."""
     return sum(map(int, _stat(pid)[11:13]))
 
 
@@ -55,7 +55,7 @@ def proportional_bytes(pid: int) -> int:
 
 
 def _stat(pid: int) -> list[str]:
-    """What follows its name, which may have spaces."""
+    """The fields behind its name, which may have spaces."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

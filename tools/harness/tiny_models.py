@@ -76,7 +76,7 @@ def make_tiny_model(
 
 
 def _config_of(model_class: Any, keys: dict[str, Any]) -> Any:
-    """Of a model that also sees, `keys` are its text side's."""
+    """The config of a model; of one that also sees, `keys` are its text side's."""
     if not _sees(model_class.__name__):
         return model_class.config_class(**keys)
     tied = {"tie_word_embeddings": keys.get("tie_word_embeddings", False)}

@@ -13,7 +13,7 @@ from tools.mini.words import CITIES, COLOURS, OBJECTS, WEATHERS
 
 @dataclass(frozen=True)
 class Topic:
-    """What a tool is about; {x} is the argument, {r} the value it returns."""
+    """A tool's subject; {x} is the argument, {r} the value it returns."""
 
     noun: str
     argument: str

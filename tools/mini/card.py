@@ -67,7 +67,7 @@ temperature above zero makes all of it worse.
 
 @dataclass(frozen=True)
 class Facts:
-    """What the card says beside the marks."""
+    """The words of the card beside the marks."""
 
     size: str
     context: int

@@ -16,7 +16,7 @@ from headrace.checkpoints.gguf_header import TYPES
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
-class GroupForm(NamedTuple):
+class GroupScheme(NamedTuple):
     """The format of groups: 4 bits a value, from 0 on and with minima, or 8, signed."""
 
     bits: int
@@ -27,24 +27,24 @@ class GroupForm(NamedTuple):
 class Groups(NamedTuple):
     """A matrix: q int8 [rows, values]; scale and minimum float16 [rows, groups]."""
 
-    form: GroupForm
+    scheme: GroupScheme
     q: Tensor
     scale: Tensor
     minimum: Tensor
 
 
-_FOUR, _EIGHT = GroupForm(4, 32, True), GroupForm(8, 32, False)
-GROUP_FORMS = {
+_FOUR, _EIGHT = GroupScheme(4, 32, True), GroupScheme(8, 32, False)
+GROUP_SCHEMES = {
     "Q4_0": _FOUR,
     "Q4_1": _FOUR,
     "Q4_K": _FOUR,
     "Q5_0": _EIGHT,
-    "Q5_1": GroupForm(8, 32, True),
-    "Q5_K": GroupForm(8, 32, True),
-    "Q6_K": GroupForm(8, 16, False),
+    "Q5_1": GroupScheme(8, 32, True),
+    "Q5_K": GroupScheme(8, 32, True),
+    "Q6_K": GroupScheme(8, 16, False),
     "Q8_0": _EIGHT,
 }
-"""The smallest form that holds each type."""
+"""The smallest scheme that holds each type."""
 
 _ONE, _ZERO = np.float16(1).tobytes(), bytes(2)
 _ONES_OF_K = _ONE + _ZERO + bytes([1] * 4 + [0] * 4 + [1] * 4)
@@ -62,18 +62,18 @@ _PLAIN = {
 _BLOCK_BYTES = {name: size for name, _, size in TYPES.values()}
 
 
-def common_form(kinds: Iterable[str]) -> GroupForm | None:
-    """The form that holds all of these types exactly; None if one of them has no groups."""
-    forms = [GROUP_FORMS.get(kind) for kind in kinds]
-    if not forms or None in forms:
+def common_scheme(kinds: Iterable[str]) -> GroupScheme | None:
+    """The scheme that holds all of these types exactly; None if one of them has no groups."""
+    schemes = [GROUP_SCHEMES.get(kind) for kind in kinds]
+    if not schemes or None in schemes:
         return None
-    bits, sizes, minima = zip(*forms, strict=True)
-    return GroupForm(max(bits), min(sizes), any(minima))
+    bits, sizes, minima = zip(*schemes, strict=True)
+    return GroupScheme(max(bits), min(sizes), any(minima))
 
 
 def read_groups(raw: Array, kind: str) -> tuple[Array, Array, Array]:
     """q [rows, values], scale and minimum [rows, groups], float32, of the bytes [rows, bytes]."""
-    rows, form = len(raw), GROUP_FORMS[kind]
+    rows, scheme = len(raw), GROUP_SCHEMES[kind]
     blocks = raw.reshape(-1, _BLOCK_BYTES[kind])
     place, ones = _PLAIN[kind]
     plain = blocks.copy()
@@ -82,7 +82,7 @@ def read_groups(raw: Array, kind: str) -> tuple[Array, Array, Array]:
     if kind == "Q4_0":
         q += 8
     scale, minimum = _scale_and_minimum(blocks, kind)
-    num_groups = q.shape[1] // form.size
+    num_groups = q.shape[1] // scheme.size
     return q, scale.reshape(rows, num_groups), minimum.reshape(rows, num_groups)
 
 

@@ -9,7 +9,7 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import Tensor
 
-from headrace.checkpoints.gguf_groups import GROUP_FORMS, Array, Groups, read_groups
+from headrace.checkpoints.gguf_groups import GROUP_SCHEMES, Array, Groups, read_groups
 from headrace.checkpoints.headers import TensorHeader
 from headrace.checkpoints.spec import ModelSpec
 
@@ -61,7 +61,7 @@ class GgufFile:
         and it may have more bits than the file."""
         header = self._headers[name]
         raw, order = self._raw(name).reshape(header.shape[0], -1), self._order(name, len(target.q))
-        repeats = GROUP_FORMS[header.dtype].size // target.form.size
+        repeats = GROUP_SCHEMES[header.dtype].size // target.scheme.size
         for start in range(0, len(raw), _ROWS_AT_ONCE):
             part = slice(start, start + _ROWS_AT_ONCE)
             q, scale, minimum = map(torch.from_numpy, read_groups(raw[order[part]], header.dtype))

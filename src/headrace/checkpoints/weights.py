@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from headrace.checkpoints.gguf_groups import GroupForm, Groups, common_form
+from headrace.checkpoints.gguf_groups import Groups, GroupScheme, common_scheme
 from headrace.checkpoints.gguf_weights import GgufFile
 from headrace.checkpoints.headers import TensorHeader, read_headers, text_side
 from headrace.checkpoints.spec import ModelSpec
@@ -25,10 +25,10 @@ _DERIVED = re.compile(r"rotary_emb\.inv_freq$")  # written by old exporters, com
 
 class Settling(NamedTuple):
     """Settles each module once it has all its parameters, so that no model is held both packed and
-    unpacked. Weights named in `forms` come in groups, and must be replaced."""
+    unpacked. Weights named in `schemes` come in groups, and must be replaced."""
 
     settle: Callable[[str, Groups | None], None]
-    forms: Mapping[str, GroupForm]
+    schemes: Mapping[str, GroupScheme]
 
 
 def load_weights(
@@ -40,7 +40,7 @@ def load_weights(
     settling: Settling | None = None,
 ) -> None:
     """Gives every (meta) parameter of `model` its values; ModelError names what does not fit."""
-    settle, forms = settling or (lambda path, groups: None, {})
+    settle, schemes = settling or (lambda path, groups: None, {})
     with ExitStack() as files:
         checkpoint = Checkpoint(spec, files)
         sources = _find_sources(model, table, checkpoint.headers)
@@ -58,9 +58,9 @@ def load_weights(
             made: nn.Parameter | None = None
             for name in names:
                 path = name.rpartition(".")[0]
-                if form := forms.get(name):
+                if scheme := schemes.get(name):
                     shape = model.get_parameter(name).shape
-                    held[path] = checkpoint.groups(sources[name], shape, form)
+                    held[path] = checkpoint.groups(sources[name], shape, scheme)
                     _assign(model, name, nn.Parameter(torch.empty(0), requires_grad=False))
                 # A file that ties by its config and still holds two different tensors means two.
                 elif made is None or not checkpoint.same(sources[name], sources[names[0]]):
@@ -78,16 +78,16 @@ def load_weights(
     model.to(device)  # buffers
 
 
-def group_forms(model: nn.Module, table: Table, spec: ModelSpec) -> dict[str, GroupForm]:
-    """Weights of linear layers whose files hold them in groups, and the form that keeps each."""
+def group_schemes(model: nn.Module, table: Table, spec: ModelSpec) -> dict[str, GroupScheme]:
+    """Weights of linear layers whose files hold them in groups, and the scheme that keeps each."""
     headers = read_headers(spec)
     found = {}
     for name, group in _find_sources(model, table, headers).items():
         path, _, kind = name.rpartition(".")
         if kind == "weight" and isinstance(model.get_submodule(path), nn.Linear):
-            form = common_form(headers[source].dtype for source in group if source in headers)
-            if form is not None:
-                found[name] = form
+            scheme = common_scheme(headers[source].dtype for source in group if source in headers)
+            if scheme is not None:
+                found[name] = scheme
     return found
 
 
@@ -173,13 +173,13 @@ class Checkpoint:
             self._copy(name, target[rows])
         return target
 
-    def groups(self, names: Sequence[str], shape: torch.Size, form: GroupForm) -> Groups:
+    def groups(self, names: Sequence[str], shape: torch.Size, scheme: GroupScheme) -> Groups:
         """The same of tensors that a GGUF file holds in groups, as they are."""
-        size = shape[0], shape[1] // form.size
+        size = shape[0], shape[1] // scheme.size
         scale, minimum = (torch.empty(size, dtype=torch.float16) for _ in range(2))
-        target = Groups(form, torch.empty(shape, dtype=torch.int8), scale, minimum)
+        target = Groups(scheme, torch.empty(shape, dtype=torch.int8), scale, minimum)
         for name, rows in self._places(names, shape):
-            part = Groups(form, *(tensor[rows] for tensor in target[1:]))
+            part = Groups(scheme, *(tensor[rows] for tensor in target[1:]))
             self._files[self._header(name).file].copy_groups_to(part, name)
         return target
 

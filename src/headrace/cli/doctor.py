@@ -245,8 +245,8 @@ def _template(folder: Path, config: ModelConfig) -> Finding:
         return Finding("template", "warn", "none", remedy)
     rendered = template.render(Chat(({"role": "user", "content": _GREETING},)))
     found = tool_format(template.tools_source)
-    form = found if config.tool_format == "auto" else config.tool_format
-    tools = f"tools: {form}" + (", since it knows none" if found == form == GENERIC else "")
+    used = found if config.tool_format == "auto" else config.tool_format
+    tools = f"tools: {used}" + (", since it knows none" if found == used == GENERIC else "")
     return Finding("template", "ok", f"renders a greeting as {len(rendered)} characters; {tools}")
 
 

@@ -22,9 +22,9 @@ _LAST_S = 2.0  # for the last lines at the end
 
 def set_up(config: ServerConfig) -> None:
     """Sends all logging to stderr from now on, in the format that was asked for."""
-    form = JsonLines() if config.log_format == "json" else TextLines()
+    formatter = JsonLines() if config.log_format == "json" else TextLines()
     outlet = _Outlet()
-    outlet.setFormatter(form)
+    outlet.setFormatter(formatter)
     logging.basicConfig(level=config.log_level.upper(), handlers=[outlet], force=True)
 
 

@@ -7,7 +7,7 @@ import msgspec
 
 from headrace.core.ids import SequenceId, StreamId
 from headrace.core.layout import MemoryLayout
-from headrace.core.plan import PromptInputs, SourceForm
+from headrace.core.plan import PromptInputs, SourceSpec
 from headrace.core.sampling import Logprobs, Sampling
 
 
@@ -104,7 +104,7 @@ class Ready(Message, frozen=True):
     is_whole: bool = False  # prompts are never cut
     vector_size: int = 0  # of an embedding; 0: the model gives none
     facts: LaneFacts = LaneFacts()
-    source: SourceForm | None = None  # if prompts are sources to encode
+    source: SourceSpec | None = None  # if prompts are sources to encode
     quantize: Literal["none", "int8", "int4", "own"] = "none"  # own: as the GGUF file has them
 
 

@@ -42,7 +42,7 @@ class PromptInputs(msgspec.Struct, frozen=True):
     spans: tuple[tuple[int, int], ...] = ()
 
 
-class SourceForm(msgspec.Struct, frozen=True):
+class SourceSpec(msgspec.Struct, frozen=True):
     """How a model takes prompts that are sources: answers are sequences that begin with these."""
 
     start_ids: tuple[int, ...]

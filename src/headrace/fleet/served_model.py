@@ -14,7 +14,7 @@ from headrace.core.errors import ModelError, RequestError
 from headrace.core.messages import Ready
 from headrace.fleet.model_names import Named, names_of, paths_of, root_of
 from headrace.models.registry import SEEING
-from headrace.streams.record import ServedForm
+from headrace.streams.record import ServedSetup
 from headrace.text.encoder import Encoder
 from headrace.text.output_splitter import reasoning_format
 from headrace.text.template import ChatTemplate
@@ -94,11 +94,11 @@ class ServedModel:
         return f"fp_{self.ready.fingerprint}" if self.ready else ""
 
     @property
-    def form(self) -> ServedForm:
+    def setup(self) -> ServedSetup:
         ready = self.ready
         if ready is None:
-            return ServedForm()
-        return ServedForm(
+            return ServedSetup()
+        return ServedSetup(
             __version__,
             ready.dtype if ready.quantize == "none" else f"{ready.dtype} {ready.quantize}",
             f"{ready.device} with kernels {ready.kernels}",
@@ -120,7 +120,7 @@ ByName = TypeVar("ByName", bound=Named)
 
 
 class Models(Generic[ByName]):
-    """All that is served, by the names that clients ask for."""
+    """The served models, by the names that clients ask for."""
 
     def __init__(self, models: tuple[ByName, ...]) -> None:
         self._models = models

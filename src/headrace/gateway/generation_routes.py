@@ -91,9 +91,9 @@ class GenerationRoutes:
         delivered = deliver(stream, self._config.streams)
         ignored, told = checked.ignored, {}
         if openai_chat.offers_tools(checked.fields):
-            form = _tool_format(stream.record.request)
-            ignored += ("tools",) if not form else ()
-            told = {"X-Headrace-Tools": GENERIC} if form == GENERIC else {}
+            tool_format = _tool_format(stream.record.request)
+            ignored += ("tools",) if not tool_format else ()
+            told = {"X-Headrace-Tools": GENERIC} if tool_format == GENERIC else {}
         return Marked(delivered, ignored, is_attached, told)
 
     async def open(
@@ -115,12 +115,12 @@ class GenerationRoutes:
         stream = await self._generation.open(wanted, names, checked.packed, id)
         return stream, stream.record.request.response_options is not wanted.response_options
 
-    def _warn_of_tools(self, model: str, form: str) -> None:
+    def _warn_of_tools(self, model: str, tool_format: str) -> None:
         """Once for each model that was not made for what its clients ask."""
-        if form not in _TOOLS_APART or model in self._warned:
+        if tool_format not in _TOOLS_APART or model in self._warned:
             return
         self._warned.add(model)
-        logger.warning("%s %s", model, _TOOLS_APART[form])
+        logger.warning("%s %s", model, _TOOLS_APART[tool_format])
 
 
 _TOOLS_APART = {

@@ -21,7 +21,7 @@ from headrace.core.errors import RequestError
 from headrace.core.log_context import begin_request, log_request
 from headrace.metrics.metrics import Metrics
 from headrace.protocols import openai
-from headrace.protocols.dialect import ErrorForm, dialect_of, encode, spoken_at
+from headrace.protocols.dialect import ErrorFormat, dialect_of, encode, spoken_at
 from headrace.streams.events import Error
 from headrace.streams.log import LogGone
 from headrace.streams.record import Record
@@ -53,23 +53,23 @@ def request_id_of(scope: Scope) -> str:
 
 def refuse(error: RequestError, path: str = "", request_id: str = "") -> Response:
     """The answer to a request that was not admitted, in the dialect of its path."""
-    kind, form = error.kind, _errors_at(path)
+    kind, errors = error.kind, _errors_at(path)
     headers = _headers(kind.status, kind.retry, error.retry_after_s)
     if kind.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     if error.code in _CLOSING:
         headers["Connection"] = "close"
-    body = form.body(error, request_id)
-    return Response(body, form.status(error), headers, "application/json")
+    body = errors.body(error, request_id)
+    return Response(body, errors.status(error), headers, "application/json")
 
 
 def cut(event: Error, record: Record, request_id: str) -> Response:
     """The answer to a request whose stream was cut before any of it was sent."""
-    form = dialect_of(record.request.route).ERRORS
+    errors = dialect_of(record.request.route).ERRORS
     headers = _headers(event.status, event.retryable, _DEFAULT_PAUSE_S)
     headers["X-Stream-Id"] = record.id
-    body = form.body(event, request_id)
-    return Response(body, form.status(event), headers, "application/json")
+    body = errors.body(event, request_id)
+    return Response(body, errors.status(event), headers, "application/json")
 
 
 async def no_such_route(request: Request, error: Exception) -> Response:
@@ -94,7 +94,7 @@ async def no_socket(socket: WebSocket) -> None:
 
 
 def _methods_at(scope: Scope) -> list[str]:
-    """All that the routes of this path take, in alphabetic order."""
+    """The methods that the routes of this path take, in alphabetic order."""
     return sorted({method for route in _routes_at(scope) for method in route.methods or ()})
 
 
@@ -103,7 +103,7 @@ def _routes_at(scope: Scope) -> list[Route]:
     return [route for route in routes if route.matches(scope)[0] is not Match.NONE]
 
 
-def _errors_at(path: str) -> ErrorForm:
+def _errors_at(path: str) -> ErrorFormat:
     dialect = spoken_at(path)
     return dialect.ERRORS if dialect else openai.ERRORS
 

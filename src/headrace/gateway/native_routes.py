@@ -214,13 +214,13 @@ class _Page:
 
 
 def _number(
-    request: Request, name: str, form: re.Pattern[str], least: float, most: float
+    request: Request, name: str, pattern: re.Pattern[str], least: float, most: float
 ) -> float | None:
     """None if it was not given."""
     text = request.query_params.get(name)
     if text is None:
         return None
-    if not form.fullmatch(text) or not least <= float(text) <= most:
+    if not pattern.fullmatch(text) or not least <= float(text) <= most:
         raise RequestError(
             "invalid_value", f"{name} takes a number from {least:g} to {most:g}.", name
         )

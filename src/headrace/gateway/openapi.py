@@ -45,8 +45,8 @@ class Operation(NamedTuple):
 
 
 def generates(dialect: Dialect) -> Operation:
-    form = dialect.ERRORS
-    put_off = {form.status(RequestError(code, "")) for code in _PUT_OFF}
+    errors = dialect.ERRORS
+    put_off = {errors.status(RequestError(code, "")) for code in _PUT_OFF}
     return Operation(
         dialect.SUMMARY,
         dialect.KEYS,
@@ -55,8 +55,8 @@ def generates(dialect: Dialect) -> Operation:
         headers=("X-Conversation-Id", "Idempotency-Key"),
         media=(_JSON, _EVENTS),
         errors=(*_BODY_ERRORS, *_ENGINE_ERRORS, *sorted(put_off)),
-        error=form.SCHEMA["title"],
-        auth_error=form.SCHEMA["title"],
+        error=errors.SCHEMA["title"],
+        auth_error=errors.SCHEMA["title"],
     )
 
 

@@ -21,7 +21,7 @@ from headrace.generation.choice import ChoiceWriter, Echo
 from headrace.generation.ingestion import NO_CHUNKS, ChunkCount, describe
 from headrace.streams import events
 from headrace.streams.events import AnyEvent, Ingestion
-from headrace.streams.record import Record, ServedForm
+from headrace.streams.record import Record, ServedSetup
 from headrace.streams.tally import Tally
 
 _NUM_UNTHROTTLED = 16
@@ -54,7 +54,7 @@ class ServedAs(NamedTuple):
     """The model that a stream began on: weights and settings, and how they are run."""
 
     fingerprint: str
-    form: ServedForm
+    setup: ServedSetup
 
 
 class EventBuilder:
@@ -145,7 +145,7 @@ class EventBuilder:
         """Begins on this model, now that it is in memory; told if it is not that of the record."""
         self._model = model
         before = self.served
-        self.served = ServedAs(model.system_fingerprint, model.form)
+        self.served = ServedAs(model.system_fingerprint, model.setup)
         self._is_served_untold = self.served != before
 
     def recover(self) -> None:
@@ -224,7 +224,7 @@ class EventBuilder:
                 seq=self._next_seq,
                 at_ms=at_ms,
                 system_fingerprint=self.served.fingerprint,
-                served=self.served.form,
+                served=self.served.setup,
             )
             self._add(made, now)
         self._add(made, self._queue.take(self._next_seq, at_ms))

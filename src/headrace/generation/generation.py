@@ -201,7 +201,7 @@ def _record(
         images=admitted.images,
         system_fingerprint=model.system_fingerprint,
         names=names,
-        served=model.form,
+        served=model.setup,
         tokenization=admitted.tokenization,
         rendering=RENDERING,
     )

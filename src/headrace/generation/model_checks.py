@@ -5,7 +5,7 @@ import msgspec
 from headrace.core.errors import RequestError
 from headrace.core.request import Chat, Ids, Request
 from headrace.fleet.served_model import ServedModel
-from headrace.streams.record import Record, ServedForm
+from headrace.streams.record import Record, ServedSetup
 from headrace.workers.image_file import Admitted, see_images
 from headrace.workers.pool import Work
 
@@ -117,15 +117,15 @@ def too_long(limit: int, longest: int, param: str, count: str, num_tokens: int) 
 
 
 def check_can_go_on(
-    fingerprint: str, then: ServedForm, num_tokens: int, model: ServedModel
+    fingerprint: str, then: ServedSetup, num_tokens: int, model: ServedModel
 ) -> int | None:
     """The context if it is smaller than the one that the stream began with, else None.
 
     RequestError `model_changed` if this model cannot go on with a stream that began on the one of
-    that fingerprint and form. `num_tokens` are those of its longest unfinished choice, prompt and
+    that fingerprint and setup. `num_tokens` are those of its longest unfinished choice, prompt and
     answer so far.
     """
-    now = model.form
+    now = model.setup
     if fingerprint != model.system_fingerprint:
         raise RequestError(
             "model_changed", f"{_what_changed(then, now)} Send the request again to run it anew."
@@ -140,7 +140,7 @@ def check_can_go_on(
     return now.max_model_len if is_smaller else None
 
 
-def _what_changed(then: ServedForm, now: ServedForm) -> str:
+def _what_changed(then: ServedSetup, now: ServedSetup) -> str:
     if not then.version:
         return "The server now runs other weights, or the same ones with other settings."
     changes = [

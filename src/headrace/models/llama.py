@@ -34,11 +34,11 @@ class LlamaAttention(nn.Module):
         self.qkv = nn.Linear(c.hidden_size, sum(self.heads) * c.head_dim, bias=c.has_qkv_bias)
         self.out = nn.Linear(c.num_heads * c.head_dim, c.hidden_size, bias=c.has_out_bias)
 
-    def forward(self, x: Tensor, turn: Rotation, step: Step) -> Tensor:
+    def forward(self, x: Tensor, rotate: Rotation, step: Step) -> Tensor:
         qkv = self.qkv(x).view(len(x), -1, self.dim)  # [tokens, heads + 2 kv_heads, dim]
         q, k, v = qkv.split(self.heads, dim=1)
-        q = turn(q)  # [tokens, heads, dim]
-        k = turn(k)  # [tokens, kv_heads, dim]
+        q = rotate(q)  # [tokens, heads, dim]
+        k = rotate(k)  # [tokens, kv_heads, dim]
         return self.out(step.attend(self.layer, q, k, v).flatten(1))  # [tokens, hidden]
 
 
@@ -50,8 +50,8 @@ class LlamaLayer(nn.Module):
         self.post_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = GatedMLP(config)
 
-    def forward(self, x: Tensor, turn: Rotation, step: Step) -> Tensor:
-        x = x + self.attention(self.input_norm(x), turn, step)
+    def forward(self, x: Tensor, rotate: Rotation, step: Step) -> Tensor:
+        x = x + self.attention(self.input_norm(x), rotate, step)
         return x + self.mlp(self.post_norm(x))
 
 
@@ -84,7 +84,7 @@ class Llama(nn.Module):
     def forward(self, token_ids: Tensor, step: Step) -> Tensor:
         """Hidden states [tokens, hidden], ready for `head`, of token_ids [tokens]."""
         x = self.embed(token_ids)
-        turn = self.rotary(step.positions)
+        rotate = self.rotary(step.positions)
         for layer in self.layers:
-            x = layer(x, turn, step)
+            x = layer(x, rotate, step)
         return self.norm(x)

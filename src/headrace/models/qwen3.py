@@ -38,11 +38,11 @@ class Qwen3Attention(nn.Module):
         self.q_norm = RMSNorm(c.head_dim, c.norm_eps)
         self.k_norm = RMSNorm(c.head_dim, c.norm_eps)
 
-    def forward(self, x: Tensor, turn: Rotation, step: Step) -> Tensor:
+    def forward(self, x: Tensor, rotate: Rotation, step: Step) -> Tensor:
         qkv = self.qkv(x).view(len(x), -1, self.dim)  # [tokens, heads + 2 kv_heads, dim]
         q, k, v = qkv.split(self.heads, dim=1)
-        q = turn(self.q_norm(q))  # [tokens, heads, dim]
-        k = turn(self.k_norm(k))  # [tokens, kv_heads, dim]
+        q = rotate(self.q_norm(q))  # [tokens, heads, dim]
+        k = rotate(self.k_norm(k))  # [tokens, kv_heads, dim]
         return self.out(step.attend(self.layer, q, k, v).flatten(1))  # [tokens, hidden]
 
 
@@ -54,8 +54,8 @@ class Qwen3Layer(nn.Module):
         self.post_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = GatedMLP(config)
 
-    def forward(self, x: Tensor, turn: Rotation, step: Step) -> Tensor:
-        x = x + self.attention(self.input_norm(x), turn, step)
+    def forward(self, x: Tensor, rotate: Rotation, step: Step) -> Tensor:
+        x = x + self.attention(self.input_norm(x), rotate, step)
         return x + self.mlp(self.post_norm(x))
 
 
@@ -85,7 +85,7 @@ class Qwen3(nn.Module):
     def forward(self, token_ids: Tensor, step: Step) -> Tensor:
         """Hidden states [tokens, hidden], ready for `head`, of token_ids [tokens]."""
         x = self.embed(token_ids)
-        turn = self.rotary(step.positions)
+        rotate = self.rotary(step.positions)
         for layer in self.layers:
-            x = layer(x, turn, step)
+            x = layer(x, rotate, step)
         return self.norm(x)

@@ -84,11 +84,11 @@ class GatedAttention(nn.Module):
         self.k_norm = ShiftedNorm(c.head_dim, c.norm_eps)
         self.gate = SigmoidGate()
 
-    def forward(self, x: Tensor, turn: Rotation, step: Step) -> Tensor:
+    def forward(self, x: Tensor, rotate: Rotation, step: Step) -> Tensor:
         q, k, v = (part.view(len(x), -1, self.dim) for part in self.qkv(x).split(self.sizes, dim=1))
         q, gate = q.view(len(x), -1, 2, self.dim).unbind(2)  # [tokens, heads, dim]
-        q = turn(self.q_norm(q))
-        k = turn(self.k_norm(k))  # [tokens, kv_heads, dim]
+        q = rotate(self.q_norm(q))
+        k = rotate(self.k_norm(k))  # [tokens, kv_heads, dim]
         attended = step.attend(self.layer, q, k, v)  # [tokens, heads, dim]
         return self.out(self.gate(attended, gate).flatten(1))  # [tokens, hidden]
 
@@ -107,7 +107,7 @@ class GatedDeltaNet(nn.Module):
         self.norm = GatedNorm(c.value_dim, c.text.norm_eps)
         self.out = nn.Linear(values, hidden, bias=False)
 
-    def forward(self, x: Tensor, turn: Rotation, step: Step) -> Tensor:
+    def forward(self, x: Tensor, rotate: Rotation, step: Step) -> Tensor:
         mixed, z, b, a = self.project(x).split(self.sizes, dim=1)
         parts = self.convolution(mixed, step).split(self.channels, dim=1)
         q, k, v = (
@@ -132,9 +132,9 @@ class Qwen35Layer(nn.Module):
         self.mlp = GatedMLP(c)
         self.kind = kind
 
-    def forward(self, x: Tensor, turn: Rotation, step: Step) -> Tensor:
+    def forward(self, x: Tensor, rotate: Rotation, step: Step) -> Tensor:
         mixer = self.attention if self.kind == _ATTENTION else self.delta_net
-        x = x + mixer(self.input_norm(x), turn, step)
+        x = x + mixer(self.input_norm(x), rotate, step)
         return x + self.mlp(self.post_norm(x))
 
 
@@ -198,9 +198,9 @@ class Qwen35(nn.Module):
 
     def forward_embedded(self, x: Tensor, step: Step) -> Tensor:
         """The same of tokens' embeddings [tokens, hidden], or of what stands in their place."""
-        turn = self.rotary(step.positions)
+        rotate = self.rotary(step.positions)
         for layer in self.layers:
-            x = layer(x, turn, step)
+            x = layer(x, rotate, step)
         return self.norm(x)
 
 

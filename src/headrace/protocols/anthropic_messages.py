@@ -24,7 +24,7 @@ from headrace.protocols.anthropic_input import (
     Turns,
 )
 from headrace.protocols.common_fields import COMMON, UNSUPPORTED, Stops, check_required
-from headrace.protocols.dialect import PING, ErrorForm, encode, named
+from headrace.protocols.dialect import PING, ErrorFormat, encode, named
 from headrace.protocols.fields import Integer, Kind, Object, String, read_fields
 from headrace.protocols.messages import refuse_images
 from headrace.protocols.openai import ingestion_of, progress_of, queue_of, wait_of
@@ -49,7 +49,7 @@ ID_PREFIX = "msg_"
 COUNTED_REQUIRED = ("model", "messages")
 REQUIRED: tuple[str, ...] = (*COUNTED_REQUIRED, "max_tokens")
 KEYS = ("id", "type", "role", "model", "content", "stop_reason", "stop_sequence", "usage")
-ERRORS: ErrorForm = AnthropicErrors()
+ERRORS: ErrorFormat = AnthropicErrors()
 IN_PROMPTS = openai_chat.IN_PROMPTS
 to_prompts = openai_chat.to_prompts
 

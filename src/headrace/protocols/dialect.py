@@ -59,7 +59,7 @@ class ResponseBody(Protocol):
         """The answer as JSON will show it, once the last event has come; it did not fail."""
 
 
-class ErrorForm(Protocol):
+class ErrorFormat(Protocol):
     """How a dialect says that something failed."""
 
     SCHEMA: Mapping[str, Any]  # of a body, with a title
@@ -93,7 +93,7 @@ class Dialect(PromptReader, Protocol):
     ID_PREFIX: str  # of its streams
     TABLE: Mapping[str, Kind]  # the fields of a body
     KEYS: tuple[str, ...]  # that every whole answer has
-    ERRORS: ErrorForm
+    ERRORS: ErrorFormat
 
     def read(self, body: dict[str, Any]) -> dict[str, Any]:
         """The given fields, checked as far as they need no model; RequestError names the fault.

@@ -55,7 +55,7 @@ class Inputs(msgspec.Struct, frozen=True):
         return {"anyOf": [_TEXT.schema(), _IDS.schema(), *of_lists]}
 
 
-class NumberForm(msgspec.Struct, frozen=True):
+class NumberFormat(msgspec.Struct, frozen=True):
     """How the numbers of a vector are written."""
 
     def check(self, value: Any, path: str) -> str:
@@ -72,7 +72,7 @@ class NumberForm(msgspec.Struct, frozen=True):
 TABLE: Mapping[str, Kind] = {
     "input": Inputs(),
     "model": String(least=1),
-    "encoding_format": NumberForm(),
+    "encoding_format": NumberFormat(),
     "dimensions": Integer(low=1, high=1 << 20),
     "prompt_name": String(least=1),
     "add_special_tokens": Flag(),

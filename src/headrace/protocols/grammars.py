@@ -186,12 +186,12 @@ class GrammarMaker:
 
 def _body(wanted: Wanted, parts: list[_Part]) -> dict[str, Any]:
     """RequestError if the value cannot be read as its form."""
-    if wanted.form == "json":
+    if wanted.syntax == "json":
         parts.append(_Part(wanted.value, wanted.path))
         return _json("body", wanted.value)
-    if wanted.form == "regex":
+    if wanted.syntax == "regex":
         rules = _regex(wanted.value)
-    elif wanted.form == "choice":
+    elif wanted.syntax == "choice":
         rules = "start: " + " | ".join(json.dumps(it, ensure_ascii=False) for it in wanted.value)
     else:
         rules = _rules(wanted)

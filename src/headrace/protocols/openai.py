@@ -10,7 +10,7 @@ from msgspec import UnsetType
 
 from headrace.core.errors import KINDS, RequestError
 from headrace.core.pieces import CONTENT, REASONING, TOOL, ChannelPiece
-from headrace.protocols.dialect import ErrorForm, data, encode
+from headrace.protocols.dialect import ErrorFormat, data, encode
 from headrace.streams.events import (
     Accepted,
     AnyEvent,
@@ -105,7 +105,7 @@ class OpenaiErrors:
         return data(self.body(error))
 
 
-ERRORS: ErrorForm = OpenaiErrors()
+ERRORS: ErrorFormat = OpenaiErrors()
 
 
 def _head(record: Record, kind: str, fingerprint: str) -> dict[str, Any]:

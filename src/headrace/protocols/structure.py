@@ -85,7 +85,7 @@ class ResponseFormat(msgspec.Struct, frozen=True):
 class Wanted(NamedTuple):
     """One constraint: how `value`, which stood at `path`, is to be read."""
 
-    form: str  # json, regex, choice, grammar
+    syntax: str  # json, regex, choice, grammar
     value: Any
     path: str
 
@@ -117,8 +117,8 @@ class StructuredOutputs(msgspec.Struct, frozen=True):
             if name == "json_object" and item is True:
                 found.append(Wanted("json", _ANY_OBJECT, f"{path}.json_object"))
             elif name in _OPTIONS and item is not None:
-                form, kind = _OPTIONS[name]
-                found.append(Wanted(form, kind.check(item, f"{path}.{name}"), f"{path}.{name}"))
+                syntax, kind = _OPTIONS[name]
+                found.append(Wanted(syntax, kind.check(item, f"{path}.{name}"), f"{path}.{name}"))
             elif item not in (None, False, "", [], {}):
                 known = ", ".join((*_OPTIONS, "json_object"))
                 message = f"{path}.{name} is not supported here; there is {known}."
@@ -157,7 +157,7 @@ class CallsWanted(NamedTuple):
 
 
 class Structure(NamedTuple):
-    """All that a body asks of the form of its answer; at least one of both."""
+    """The form that a body asks its answer to have; at least one of both."""
 
     wanted: Wanted | None
     calls: CallsWanted | None

@@ -1,4 +1,4 @@
-"""All that decodes, checks, renders or tokenizes what clients send, where it may be killed.
+"""Decodes, checks, renders and tokenizes what clients send, where it may be killed.
 
 `python -m headrace.protocols.worker SOCKET` does such jobs, one at a time. It bounds itself;
 its server sees by which signal it died.

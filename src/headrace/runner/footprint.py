@@ -6,10 +6,10 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from headrace.checkpoints.gguf_groups import GroupForm
+from headrace.checkpoints.gguf_groups import GroupScheme
 from headrace.checkpoints.headers import read_headers, text_side
 from headrace.checkpoints.spec import ModelSpec
-from headrace.checkpoints.weights import group_forms, loading_order
+from headrace.checkpoints.weights import group_schemes, loading_order
 from headrace.models.registry import family, has_head
 from headrace.runner.kernels.linear import Quantize, packing_bytes, quantize_of
 
@@ -36,26 +36,26 @@ def footprint(
             return Footprint(stored, stored)
         needed = sum(header.num_values for header in headers) * dtype.itemsize
         return Footprint(needed, needed)
-    model, forms = _model(spec)
-    return _packed_one_by_one(model.to(dtype), quantize, forms if quantize == "own" else {})
+    model, schemes = _model(spec)
+    return _packed_one_by_one(model.to(dtype), quantize, schemes if quantize == "own" else {})
 
 
-def kept_groups(spec: ModelSpec) -> frozenset[GroupForm]:
-    """The forms that the files' own groups are kept in."""
+def kept_groups(spec: ModelSpec) -> frozenset[GroupScheme]:
+    """The schemes that the files' own groups are kept in."""
     return frozenset(_model(spec)[1].values())
 
 
-def _model(spec: ModelSpec) -> tuple[nn.Module, dict[str, GroupForm]]:
+def _model(spec: ModelSpec) -> tuple[nn.Module, dict[str, GroupScheme]]:
     make = family(spec.architecture)
     with torch.device("meta"):
         model = make(make.read(spec.config))
     if not has_head(spec.architecture):
         del model.head
-    return model, group_forms(model, make.weights, spec)
+    return model, group_schemes(model, make.weights, spec)
 
 
 def _packed_one_by_one(
-    model: nn.Module, quantize: Quantize, forms: Mapping[str, GroupForm]
+    model: nn.Module, quantize: Quantize, schemes: Mapping[str, GroupScheme]
 ) -> Footprint:
     """Follows `load_weights`: a linear layer is packed as soon as all of it is there."""
     order = loading_order(model)
@@ -63,16 +63,16 @@ def _packed_one_by_one(
     missing = {name for names in order for name in names}
     held = peak = 0
     for names in order:
-        held += 0 if names[0] in forms else model.get_parameter(names[0]).nbytes
+        held += 0 if names[0] in schemes else model.get_parameter(names[0]).nbytes
         missing.difference_update(names)
         for path in [name.rpartition(".")[0] for name in names]:
-            layer, kept = model.get_submodule(path), forms.get(f"{path}.weight")
+            layer, kept = model.get_submodule(path), schemes.get(f"{path}.weight")
             own = {f"{path}.{name}": p.nbytes for name, p in layer.named_parameters(recurse=False)}
             packing = packing_bytes(layer, quantize_of(path, quantize), kept)
             if not missing.isdisjoint(own) or packing is None:
                 continue
             packed, beside = packing
             peak = max(peak, held + packed + beside)
-            held += packed - sum(own[name] for name in own.keys() - shared - forms.keys())
+            held += packed - sum(own[name] for name in own.keys() - shared - schemes.keys())
         peak = max(peak, held)
     return Footprint(held, peak)

@@ -96,9 +96,9 @@ def timed_encoding(runner: Runner, layout: MemoryLayout) -> Iterator[tuple[int, 
 
 
 def _works(runner: Runner, size: int) -> PromptInputs:
-    form = runner.lane.source
-    if form is None:
+    spec = runner.lane.source
+    if spec is None:
         return PromptInputs()
     data = array("i", [0] * size).tobytes()
-    work = EncodeWork(0, 1 << 40, size, form.num_units, not form.can_be_cut, True, data)
+    work = EncodeWork(0, 1 << 40, size, spec.num_units, not spec.can_be_cut, True, data)
     return PromptInputs((work,))

@@ -10,7 +10,7 @@ import msgspec
 
 from headrace.config.settings import SchedulerConfig
 from headrace.core.layout import MemoryLayout
-from headrace.core.plan import EncodeWork, SourceForm
+from headrace.core.plan import EncodeWork, SourceSpec
 from headrace.scheduler.cost import CostModel, StepShape
 
 MAX_STEP_TOKENS = {"cpu": 512, "cuda": 2048}
@@ -38,7 +38,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     prompt_share: float = 0.25  # prompts always get this fraction of the decode chunks' time
     forward_per_chunk: bool = False  # the lane runs its chunks one after another
     is_whole: bool = False  # the lane cannot go on from a cache: prompts are never cut
-    source: SourceForm | None = None  # if prompts are sources to encode
+    source: SourceSpec | None = None  # if prompts are sources to encode
 
     def max_total(self, layout: MemoryLayout) -> int:
         """Length of the longest sequence, prompt and answer: what an empty memory can hold."""

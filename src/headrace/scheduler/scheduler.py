@@ -5,7 +5,7 @@ Knows token counts, never what tokens mean; time is an argument.
 
 from array import array
 from collections import Counter
-from collections.abc import Sequence as Chunks
+from collections.abc import Iterable
 
 from headrace.config.settings import SchedulerConfig
 from headrace.core.ids import SequenceId
@@ -122,7 +122,7 @@ class Scheduler:
         """Leaves room for engines beside this one, in the steps to come."""
         self._budget.elsewhere = elsewhere
 
-    def observe(self, chunks: Chunks[tuple[int, int]], seconds: float) -> None:
+    def observe(self, chunks: Iterable[tuple[int, int]], seconds: float) -> None:
         """Learn from a step timed before the first request: (context, new tokens) per chunk.
 
         One new token counts as decoding; the runner is warm.

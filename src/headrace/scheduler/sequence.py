@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from headrace.core.ids import SequenceId
 from headrace.core.messages import Finished, FinishReason
-from headrace.core.plan import EncodeWork, PromptInputs, SourceForm
+from headrace.core.plan import EncodeWork, PromptInputs, SourceSpec
 from headrace.core.sampling import Sampling
 from headrace.memory.memory import Lease
 from headrace.memory.prefix import NameChain
@@ -29,14 +29,14 @@ def due_time(arrival: float, patience: float, alone: float, priority: int) -> fl
     return arrival + patience * alone + PRIORITY_LEVEL_S * priority
 
 
-def source_inputs(token_ids: "array[int]", form: SourceForm) -> PromptInputs:
+def source_inputs(token_ids: "array[int]", spec: SourceSpec) -> PromptInputs:
     """The inputs of an answer that is drawn from a source of these tokens."""
     work = EncodeWork(
         start=0,
         end=EVERY_TOKEN,
         size=len(token_ids),
-        num_units=form.num_units,
-        is_whole=not form.can_be_cut,
+        num_units=spec.num_units,
+        is_whole=not spec.can_be_cut,
         is_source=True,
         data=token_ids.tobytes(),
     )

@@ -9,7 +9,7 @@ from msgspec import UNSET, UnsetType
 
 from headrace.core.ids import StreamId
 from headrace.core.pieces import ChannelPiece
-from headrace.streams.record import ServedForm
+from headrace.streams.record import ServedSetup
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -123,7 +123,7 @@ class Served(Event, frozen=True):
     """The model has come into memory after the request was admitted; from now on it is known."""
 
     system_fingerprint: str
-    served: ServedForm
+    served: ServedSetup
 
 
 class Progress(Event, frozen=True):

@@ -27,8 +27,8 @@ class Names(msgspec.Struct, frozen=True):
         return self.is_stored or self.conversation is not None or self.key is not None
 
 
-class ServedForm(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How a model was served, beside its weights; empty where an older version did not say."""
+class ServedSetup(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The setup of a served model beside its weights; empty where an older version is silent."""
 
     version: str = ""  # of Headrace
     dtype: str = ""  # with the quantization, if there is one
@@ -50,7 +50,7 @@ class Record(msgspec.Struct, frozen=True):
     system_fingerprint: str
     names: Names = Names()
     is_durable: bool = False  # survives the server
-    served: ServedForm = ServedForm()
+    served: ServedSetup = ServedSetup()
     tokenization: str | None = None  # one-shot, streamed or given; None: an older version
     images: bytes = b""  # the prompts as they were sent, if there are images among them
     rendering: int = 0  # RENDERING of the version that made it: its bytes stay what they were

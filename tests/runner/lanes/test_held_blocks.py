@@ -1,4 +1,4 @@
-"""Whatever the books do, a chunk goes on from its own tokens, and the cells suffice."""
+"""A chunk goes on from its own tokens, and the cells suffice, whatever the books do."""
 
 from array import array
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headrace.checkpoints.gguf_groups import GroupForm, Groups
+from headrace.checkpoints.gguf_groups import Groups, GroupScheme
 from headrace.core.errors import ModelError
 from headrace.core.ids import SequenceId, SlotId
 from headrace.core.plan import Chunk
@@ -49,7 +49,7 @@ def choose_instructions(
     wanted: str,
     dtype: torch.dtype,
     quantize: Quantize = "none",
-    groups: frozenset[GroupForm] = frozenset(),
+    groups: frozenset[GroupScheme] = frozenset(),
     has_states: bool = False,
 ) -> KernelChoice:
     """Chooses the instruction set for a model on a CPU; ModelError if the wanted one cannot be.
@@ -91,7 +91,7 @@ def _fault(
     instructions: InstructionSet,
     dtype: torch.dtype,
     to_int8: bool,
-    groups: frozenset[GroupForm],
+    groups: frozenset[GroupScheme],
     has_states: bool,
 ) -> str | None:
     """The fault of an instruction set, or None: computes a few rows with it and without it."""
@@ -114,7 +114,10 @@ def _fault(
 
 
 def _grouped_samples(
-    instructions: InstructionSet, groups: GroupForm, dtype: torch.dtype, generator: torch.Generator
+    instructions: InstructionSet,
+    groups: GroupScheme,
+    dtype: torch.dtype,
+    generator: torch.Generator,
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
     low, high = (0, 16) if groups.bits == 4 else (-127, 128)
     q = torch.randint(low, high, (_OUTPUTS, _INPUTS), generator=generator)

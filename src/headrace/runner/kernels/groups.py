@@ -18,7 +18,7 @@ from numba import njit
 from numba.np.numpy_support import carray
 from torch import Tensor
 
-from headrace.checkpoints.gguf_groups import GroupForm, Groups
+from headrace.checkpoints.gguf_groups import Groups, GroupScheme
 from headrace.runner.kernels.amx_groups import multiply_groups
 from headrace.runner.kernels.amx_int8 import split
 from headrace.runner.kernels.instruction_sets import InstructionSet, instruction_sets_here
@@ -27,8 +27,8 @@ from headrace.runner.kernels.numeric import compiled_as, f32_at, i8_at, largest_
 from headrace.runner.kernels.product import product_by, read_product, scale_and_bias, to_int16
 from headrace.runner.kernels.tiles import PANEL, group_tile
 
-INT4 = GroupForm(4, 32, True)
-"""The form of groups that plain weights are rounded to."""
+INT4 = GroupScheme(4, 32, True)
+"""The scheme of groups that plain weights are rounded to."""
 
 _PANELS_AT_ONCE = 32  # while packing
 _ROWS_AT_ONCE = 256  # of float32, while quantizing
@@ -38,30 +38,30 @@ _ROWS = 12  # at once, at most
 _FEW_ROWS = 16  # up to which groups are not worth laying out for AMX
 
 
-def group_bytes(form: GroupForm) -> int:
+def group_bytes(scheme: GroupScheme) -> int:
     """Bytes of one group of a panel; scales and minima are float16."""
-    return PANEL * (2 * (1 + form.has_minimum) + form.size * form.bits // 8)
+    return PANEL * (2 * (1 + scheme.has_minimum) + scheme.size * scheme.bits // 8)
 
 
-def packed_bytes(form: GroupForm, outputs: int, inputs: int) -> int:
-    return -(-outputs // PANEL) * -(-inputs // form.size) * group_bytes(form)
+def packed_bytes(scheme: GroupScheme, outputs: int, inputs: int) -> int:
+    return -(-outputs // PANEL) * -(-inputs // scheme.size) * group_bytes(scheme)
 
 
 def pack_groups(groups: Groups) -> Tensor:
     """Packs into bytes [panels, groups, bytes of a group]; missing outputs and inputs are 0."""
-    form, (outputs, inputs) = groups.form, groups.q.shape
-    num_panels, num_groups = -(-outputs // PANEL), -(-inputs // form.size)
-    packed = torch.empty(num_panels, num_groups, group_bytes(form), dtype=torch.int8)
+    scheme, (outputs, inputs) = groups.scheme, groups.q.shape
+    num_panels, num_groups = -(-outputs // PANEL), -(-inputs // scheme.size)
+    packed = torch.empty(num_panels, num_groups, group_bytes(scheme), dtype=torch.int8)
     for first in range(0, num_panels, _PANELS_AT_ONCE):
         target = packed[first : first + _PANELS_AT_ONCE]
         rows = slice(first * PANEL, (first + len(target)) * PANEL)
         missing = max(rows.stop - outputs, 0)
-        q = F.pad(groups.q[rows], (0, num_groups * form.size - inputs, 0, missing))
-        q = q.view(len(target), PANEL, num_groups, form.size // 2, 2).permute(0, 2, 3, 1, 4)
-        q = q.reshape(len(target), num_groups, form.size // 2, 2 * PANEL)
-        if form.bits == 4:
+        q = F.pad(groups.q[rows], (0, num_groups * scheme.size - inputs, 0, missing))
+        q = q.view(len(target), PANEL, num_groups, scheme.size // 2, 2).permute(0, 2, 3, 1, 4)
+        q = q.reshape(len(target), num_groups, scheme.size // 2, 2 * PANEL)
+        if scheme.bits == 4:
             q = q[..., :PANEL] | q[..., PANEL:] << 4
-        numbers = [groups.scale, groups.minimum] if form.has_minimum else [groups.scale]
+        numbers = [groups.scale, groups.minimum] if scheme.has_minimum else [groups.scale]
         place = 0
         for number in numbers:
             own = F.pad(number[rows], (0, 0, 0, missing)).view(len(target), PANEL, num_groups)
@@ -72,23 +72,23 @@ def pack_groups(groups: Groups) -> Tensor:
     return packed
 
 
-def quantize_groups(weight: Tensor, form: GroupForm = INT4) -> Groups:
+def quantize_groups(weight: Tensor, scheme: GroupScheme = INT4) -> Groups:
     """Rounds to the nearest step between each group's smallest and largest value and 0."""
     outputs, inputs = weight.shape
-    num_groups = -(-inputs // form.size)
+    num_groups = -(-inputs // scheme.size)
     q = torch.empty((outputs, inputs), dtype=torch.int8)
     scale, minimum = (torch.empty(outputs, num_groups, dtype=torch.float16) for _ in range(2))
     for first in range(0, outputs, _ROWS_AT_ONCE):
         part = slice(first, first + _ROWS_AT_ONCE)
-        wide = F.pad(weight.detach()[part].float(), (0, num_groups * form.size - inputs))
-        wide = wide.unflatten(1, (num_groups, form.size))
+        wide = F.pad(weight.detach()[part].float(), (0, num_groups * scheme.size - inputs))
+        wide = wide.unflatten(1, (num_groups, scheme.size))
         low, high = wide.amin(2).clamp_(max=0), wide.amax(2).clamp_(min=0)
         minimum[part] = low
-        scale[part] = (high - minimum[part].float()) / (2**form.bits - 1)
+        scale[part] = (high - minimum[part].float()) / (2**scheme.bits - 1)
         step = scale[part].float().clamp(min=_SMALLEST)[..., None]
         steps = ((wide - minimum[part].float()[..., None]) / step).round_()
-        q[part] = steps.clamp_(0, 2**form.bits - 1).flatten(1)[:, :inputs]
-    return Groups(form, q, scale, minimum)
+        q[part] = steps.clamp_(0, 2**scheme.bits - 1).flatten(1)[:, :inputs]
+    return Groups(scheme, q, scale, minimum)
 
 
 @njit
@@ -252,7 +252,7 @@ _KERNELS_AMX = {
 
 
 def kernels_of(
-    groups: GroupForm, num_inputs: int, instructions: InstructionSet | None = None
+    groups: GroupScheme, num_inputs: int, instructions: InstructionSet | None = None
 ) -> dict[torch.dtype, Kernel]:
     """Kernels by the type of the rows; default `instructions`: the processor's best."""
     kernels, kind = _KERNELS[groups.bits, groups.has_minimum], (groups.bits, groups.has_minimum)

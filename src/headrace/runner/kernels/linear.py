@@ -5,7 +5,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from headrace.checkpoints.gguf_groups import GroupForm, Groups
+from headrace.checkpoints.gguf_groups import Groups, GroupScheme
 from headrace.runner.kernels.groups import (
     INT4,
     kernels_of,
@@ -68,10 +68,10 @@ class GroupedLinear(nn.Module):
     ) -> None:
         super().__init__()
         size, num_inputs = groups.q.shape
-        self.form = groups.form
+        self.scheme = groups.scheme
         self.weight, self.scale = nn.Buffer(pack_groups(groups)), nn.Buffer(torch.ones(size))
         self.bias = nn.Buffer(torch.zeros(size) if bias is None else bias.detach().float())
-        kernels = kernels_of(groups.form, num_inputs, instructions)
+        kernels = kernels_of(groups.scheme, num_inputs, instructions)
         self._operand = Operand(self.weight, num_inputs, self.scale, self.bias, kernels)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -121,7 +121,7 @@ def _packed(
 
 
 def packing_bytes(
-    layer: nn.Module, quantize: Quantize, groups: GroupForm | None = None
+    layer: nn.Module, quantize: Quantize, groups: GroupScheme | None = None
 ) -> tuple[int, int] | None:
     """Bytes of a layer once `pack_linear` is done, and meanwhile; None if it leaves the layer."""
     if type(layer) is not nn.Linear:

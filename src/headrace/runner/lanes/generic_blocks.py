@@ -250,7 +250,7 @@ ALL_ATTENTION_FUNCTIONS.register(_NOTING, _note)
 ALL_MASK_ATTENTION_FUNCTIONS.register(_NOTING, _see)  # in a step no mask is made
 
 
-class BlockForm:
+class BlockCaches:
     """A model of transformers over blocks; NotOnBlocks says why it cannot be.
 
     `choose` gives the instruction set of the attention's kernels, once one is needed.

@@ -26,7 +26,7 @@ from headrace.runner.lanes.foreign import (
     load_pretrained,
     tensor_bytes,
 )
-from headrace.runner.lanes.generic_blocks import BlockForm, NotOnBlocks
+from headrace.runner.lanes.generic_blocks import BlockCaches, NotOnBlocks
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class GenericText:
         self.device, self.dtype = device, dtype
         signature = Signature.of(self._model.forward)
         self._slots = DenseCaches(self._model, signature, dtype, device)
-        self._blocks: BlockForm | None = None
+        self._blocks: BlockCaches | None = None
         name = type(self._model).__name__
 
         def choose() -> InstructionSet:
@@ -58,7 +58,7 @@ class GenericText:
             return choose_instructions(kernels, dtype).instructions if is_cpu else "plain"
 
         try:
-            self._blocks = BlockForm(
+            self._blocks = BlockCaches(
                 self._model, signature, dtype, device, choose, self._slots.all_logits
             )
         except NotOnBlocks as reason:
@@ -80,9 +80,9 @@ class GenericText:
         )
 
     def open(self, layout: MemoryLayout) -> None:
-        form = self._blocks or self._slots
-        form.open(layout)
-        self.facts = form.facts
+        memory = self._blocks or self._slots
+        memory.open(layout)
+        self.facts = memory.facts
 
     def forward(self, chunks: Sequence[Chunk], token_ids: Sequence["array[int]"]) -> Tensor:
         return (self._blocks or self._slots).forward(chunks, token_ids)

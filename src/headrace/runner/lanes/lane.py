@@ -17,7 +17,7 @@ from headrace.core.plan import (
     EncodeWork,
     PromptInputs,
     SlotCopy,
-    SourceForm,
+    SourceSpec,
 )
 
 
@@ -33,7 +33,7 @@ class Lane(Protocol):
     is_whole: bool  # it cannot go on from a cache: prompts are never cut
     vector_size: int  # of an embedding; 0: it gives none
     facts: LaneFacts  # from its opening on
-    source: SourceForm | None  # if its prompts are sources to encode
+    source: SourceSpec | None  # if its prompts are sources to encode
 
     def layout(
         self, free_bytes: int, max_num_seqs: int, max_positions: int, block_size: int

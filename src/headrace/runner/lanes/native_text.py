@@ -9,7 +9,7 @@ from torch import Tensor
 
 from headrace.checkpoints.gguf_groups import Groups
 from headrace.checkpoints.spec import ModelSpec
-from headrace.checkpoints.weights import Settling, group_forms, load_weights
+from headrace.checkpoints.weights import Settling, group_schemes, load_weights
 from headrace.core.layout import MemoryLayout
 from headrace.core.messages import LaneFacts
 from headrace.core.plan import BlockCopy, Chunk, SlotCopy
@@ -56,8 +56,8 @@ class NativeText:
             (instructions or instruction_sets_here()[0]) if device.type == "cpu" else "plain"
         )
         if self._instructions != "plain":
-            forms = group_forms(self._model, make.weights, spec) if quantize == "own" else {}
-            settling = Settling(self._pack(quantize), forms)
+            schemes = group_schemes(self._model, make.weights, spec) if quantize == "own" else {}
+            settling = Settling(self._pack(quantize), schemes)
             load_weights(self._model, make.weights, spec, dtype, device, settling)
             prepare(self._model)
         else:

@@ -26,7 +26,7 @@ from headrace.core.plan import (
     EncodeChunk,
     EncodeWork,
     SlotCopy,
-    SourceForm,
+    SourceSpec,
 )
 from headrace.runner.lanes.foreign import (
     TOLERANCE,
@@ -114,7 +114,7 @@ class Seq2SeqSource(SlotLane):
         self._start_ids = _start_ids(model)
         can_be_cut = self._can_be_walked()
         num_units = len(self._encoder.layers) + 1 if can_be_cut else 1
-        self.source = SourceForm(self._start_ids, num_units, can_be_cut)
+        self.source = SourceSpec(self._start_ids, num_units, can_be_cut)
         encoder = "pieces" if can_be_cut else "whole"
         self.facts = LaneFacts("slot", "bidirectional", encoder=encoder)
 

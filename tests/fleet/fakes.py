@@ -1,0 +1,96 @@
+"""An engine that says what a test tells it to, with the figures and the death of one."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from headrace.core.ids import SequenceId
+from headrace.core.layout import MemoryLayout
+from headrace.core.messages import (
+    Cancel,
+    Finished,
+    FinishReason,
+    NewToken,
+    Outputs,
+    PromptAdvance,
+    Ready,
+    Started,
+    Status,
+    Submit,
+)
+from headrace.engine.client import EngineDown, EngineNews, NewsQueue
+
+READY = Ready(
+    lane="native-text",
+    device="cpu",
+    dtype="float32",
+    vocab_size=320,
+    max_model_len=256,
+    max_num_seqs=2,
+    num_parameters=1,
+    weight_bytes=4,
+    layout=MemoryLayout(num_blocks=32, max_positions=256),
+    fingerprint="0123456789ab",
+)
+STATUS = Status(
+    num_running=0, num_waiting=1, num_waiting_tokens=5, blocks_free=32, slots_free=0, num_steps=0
+)
+DOWN = EngineDown("engine_failed", "It died.", given_up=False)
+
+
+class FakeEngine:
+    """An EngineClient. `submits` and `cancels` are what it was sent, `say` is what it answers."""
+
+    def __init__(self) -> None:
+        self.submits: list[Submit] = []
+        self.cancels: list[Cancel] = []
+        self._news = NewsQueue()
+
+    def submit(self, submit: Submit) -> None:
+        self.submits.append(submit)
+
+    def cancel(self, cancel: Cancel) -> None:
+        self.cancels.append(cancel)
+
+    def outputs(self) -> AsyncIterator[EngineNews]:
+        return aiter(self._news)
+
+    async def close(self) -> None:
+        self._news.end()
+
+    async def say(self, news: EngineNews) -> None:
+        """Until all who hear it have acted on it."""
+        self._news.put(news)
+        await settle()
+
+    async def start(self, *sequence_ids: SequenceId) -> None:
+        await self.say(
+            Outputs(
+                started=tuple(Started(id, 5, 0) for id in sequence_ids),
+                progress=tuple(PromptAdvance(id, 5) for id in sequence_ids),
+            )
+        )
+
+    async def token(self, sequence_id: SequenceId, token_id: int) -> None:
+        await self.say(Outputs(tokens=(NewToken(sequence_id, token_id),)))
+
+    async def finish(
+        self, sequence_id: SequenceId, finish: FinishReason, message: str = ""
+    ) -> None:
+        await self.say(Outputs(finished=(Finished(sequence_id, finish, "", message),)))
+
+    async def let_go(self) -> None:
+        """Confirms every cancel that is not confirmed yet."""
+        cancels, self.cancels = self.cancels, []
+        for cancel in cancels:
+            for sequence_id in cancel.sequence_ids:
+                await self.finish(sequence_id, cancel.finish)
+
+    @property
+    def newest(self) -> SequenceId:
+        return self.submits[-1].sequences[0].sequence_id
+
+
+async def settle() -> None:
+    """Lets every task run until it waits; enough turns for the longest chain of them."""
+    for _ in range(20):
+        await asyncio.sleep(0)

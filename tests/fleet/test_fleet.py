@@ -1,0 +1,297 @@
+"""Two models of which one is in memory at a time, over fake engines: who is loaded when."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from headrace.config.settings import LoadingConfig, ModelConfig, ServerConfig, StreamConfig
+from headrace.core.errors import RequestError
+from headrace.engine.client import EngineDown, EngineUp
+from headrace.fleet.fleet import Fleet
+from headrace.fleet.model_host import ModelHost
+from headrace.fleet.served_model import ServedModel
+from headrace.metrics.metrics import Metrics
+from tests.fleet.fakes import READY, FakeEngine, settle
+
+NO_MEMORY = EngineDown("load_failed", "No memory.", given_up=True)
+
+
+class Scene:
+    """A fleet, its engines as they were started, by model, and the calls that it made."""
+
+    def __init__(self, folder: Path, names: str, loading: LoadingConfig, max_waiting: int) -> None:
+        self.folder = folder
+        self.engines: dict[str, list[FakeEngine]] = {name: [] for name in "abc"}
+        self.loaded: list[str] = []
+        self.lost: list[str] = []
+        self.gone: list[ModelHost] = []
+        hosts = tuple(map(self.host, names))
+        streams = StreamConfig(max_num_queued_reqs=max_waiting)
+        models = tuple(host.config for host in hosts)
+        config = ServerConfig(models=models, streams=streams, loading=loading)
+        self.fleet = Fleet(
+            hosts,
+            config,
+            lambda host: self.loaded.append(host.name),
+            lambda host: self.lost.append(host.name),
+        )
+        self.fleet.on_gone = self.gone.append
+
+    def host(self, name: str, **settings: str) -> ModelHost:
+        config = ModelConfig(model=str(self.folder), served_model_name=(name,))
+        config = msgspec.structs.replace(config, **settings)  # type: ignore[arg-type]
+        return ModelHost(config, self._start, Metrics(), ServedModel(config))
+
+    def _start(self, config: ModelConfig) -> FakeEngine:
+        self.engines[config.served_model_name[0]].append(engine := FakeEngine())
+        return engine
+
+    async def ask(self, name: str) -> "asyncio.Task[ModelHost]":
+        """A request for it, which enters or waits."""
+        host = await self.fleet.find(name)
+        asked = asyncio.create_task(self.fleet.enter(host))
+        await settle()
+        return asked
+
+    async def up(self, name: str) -> None:
+        await self.engines[name][-1].say(EngineUp(READY))
+
+    async def use(self, name: str) -> ModelHost:
+        """A use of the model, which is loaded for it."""
+        asked = await self.ask(name)
+        if not asked.done():
+            await self.up(name)
+        return asked.result()
+
+    def states(self) -> dict[str, str]:
+        return {host.name: host.state for host in self.fleet.hosts.all()}
+
+
+@contextlib.asynccontextmanager
+async def running(
+    folder: Path, names: str = "ab", max_waiting: int = 9, **loading: float
+) -> AsyncIterator[Scene]:
+    options = {"max_models": 1} | loading
+    made = Scene(folder, names, LoadingConfig(**options), max_waiting)  # type: ignore[arg-type]
+    async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+        made.fleet.start(tasks)
+        yield made
+        await made.fleet.close()
+        made.fleet.cancel()
+
+
+def code_of(asked: "asyncio.Task[ModelHost]") -> str:
+    error = asked.exception()
+    assert isinstance(error, RequestError)
+    return error.code
+
+
+async def test_a_model_is_loaded_when_it_is_asked_for_and_each_waiter_enters(folder: Path) -> None:
+    async with running(folder) as made:
+        first, second = await made.ask("a"), await made.ask("a")
+        assert made.states() == {"a": "loading", "b": "unloaded"} and not first.done()
+        await made.up("a")
+        assert first.result() is second.result() is made.fleet.hosts.get("a")
+        assert made.loaded == ["a"] and len(made.engines["a"]) == 1
+
+
+async def test_a_second_model_sends_the_first_out_once_its_uses_have_ended(folder: Path) -> None:
+    async with running(folder) as made:
+        used = await made.use("a")
+        waiting = await made.ask("b")
+        assert not made.engines["b"]
+        made.fleet.release(used)
+        await settle()
+        assert made.states() == {"a": "unloaded", "b": "loading"}
+        await made.up("b")
+        assert waiting.result().name == "b"
+
+
+async def test_a_load_that_fails_is_told_to_all_who_wait_and_tried_again(folder: Path) -> None:
+    async with running(folder) as made:
+        waiting = [await made.ask("a"), await made.ask("a")]
+        await made.engines["a"][0].say(NO_MEMORY)
+        assert [code_of(asked) for asked in waiting] == ["load_failed"] * 2
+        assert made.lost == ["a"] and made.states()["a"] == "dead"
+        assert (await made.use("a")).state == "ok"
+
+
+async def test_an_engine_that_is_given_up_loses_its_model(folder: Path) -> None:
+    async with running(folder) as made:
+        used = await made.use("a")
+        await made.engines["a"][0].say(NO_MEMORY)
+        assert made.lost == ["a"] and not made.fleet.ended.is_set()
+        made.fleet.release(used)
+        assert (await made.use("b")).state == "ok"
+
+
+async def test_a_model_larger_than_the_memory_is_refused(folder: Path) -> None:
+    async with running(folder, models_memory_bytes=1) as made:
+        asked = await made.ask("a")
+        assert code_of(asked) == "load_failed" and not made.engines["a"]
+        assert "raise it" in made.fleet.hosts.get("a").last_words
+
+
+async def test_unload_waits_for_uses_and_a_later_request_brings_the_model_back(
+    folder: Path,
+) -> None:
+    async with running(folder) as made:
+        used = await made.use("a")
+        made.fleet.unload(used)
+        later = await made.ask("a")
+        assert used.state == "ok" and not later.done()
+        made.fleet.release(used)
+        await settle()
+        await made.up("a")
+        assert later.result().state == "ok" and len(made.engines["a"]) == 2
+
+
+async def test_a_load_that_is_needed_by_nobody_is_given_up_by_unload(folder: Path) -> None:
+    async with running(folder) as made:
+        host = made.fleet.hosts.get("a")
+        made.fleet.need(host)
+        await settle()
+        assert host.state == "loading"
+        made.fleet.unload(host)
+        await settle()
+        assert host.state == "unloaded" and not made.lost
+
+
+async def test_a_model_unloaded_while_somebody_waits_is_sent_out_after_he_entered(
+    folder: Path,
+) -> None:
+    async with running(folder) as made:
+        asked = await made.ask("a")
+        made.fleet.unload(made.fleet.hosts.get("a"))
+        await settle()
+        await made.up("a")
+        used = asked.result()
+        assert used.state == "ok"
+        made.fleet.release(used)
+        await settle()
+        assert used.state == "unloaded"
+
+
+async def test_who_leaves_while_he_waits_holds_nothing(folder: Path) -> None:
+    async with running(folder) as made:
+        used = await made.use("a")
+        asked = await made.ask("b")
+        asked.cancel()
+        await settle()
+        made.fleet.release(used)
+        await settle()
+        assert not made.engines["b"] and used.state == "ok"
+
+
+async def test_who_is_stopped_as_he_enters_holds_nothing(folder: Path) -> None:
+    async with running(folder) as made:
+        used = await made.use("a")
+        first = await made.ask("b")
+        behind = await made.ask("a")
+        made.fleet.become((made.host("a"), made.host("c")))  # so he enters,
+        behind.cancel()  # and is not awake yet
+        await settle()
+        assert behind.cancelled() and code_of(first) == "model_not_found"
+        made.fleet.release(used)
+        assert (await made.use("c")).state == "ok"  # else a were still in use
+
+
+async def test_a_model_no_longer_wanted_leaves_after_its_streams_and_refuses_others(
+    folder: Path,
+) -> None:
+    async with running(folder) as made:
+        used = await made.use("a")
+        waiting = await made.ask("b")
+        made.fleet.become((made.host("a"), made.host("c")))
+        await settle()
+        assert code_of(waiting) == "model_not_found"
+        assert [host.name for host in made.gone] == ["b"]
+        made.fleet.become((made.host("c"),))
+        assert list(made.fleet.leaving) == ["a"] and used.state == "ok"
+        made.fleet.release(used)
+        await settle()
+        assert [host.name for host in made.gone] == ["b", "a"] and not made.fleet.leaving
+        assert made.states() == {"c": "unloaded"}
+
+
+async def test_a_model_with_other_settings_takes_the_place_once_nobody_uses_the_old_one(
+    folder: Path,
+) -> None:
+    async with running(folder) as made:
+        used = await made.use("a")
+        fresh = made.host("a", tool_format="none")
+        made.fleet.become((fresh, made.fleet.hosts.get("b")))
+        waiting = await made.ask("a")
+        assert made.fleet.is_changing(used) and made.fleet.hosts.get("a") is used
+        made.fleet.release(used)
+        await settle()
+        assert made.fleet.hosts.get("a") is fresh and made.gone == [used]
+        await made.up("a")
+        assert waiting.result() is fresh and not made.fleet.is_changing(fresh)
+
+
+async def test_a_model_wanted_again_before_it_left_stays_as_it_is(folder: Path) -> None:
+    async with running(folder) as made:
+        used = await made.use("a")
+        made.fleet.become((made.host("b"),))
+        made.fleet.become((made.host("a"), made.host("b")))
+        assert not made.fleet.leaving and made.fleet.hosts.get("a") is used
+        made.fleet.release(used)
+        await settle()
+        assert made.gone == []
+
+
+async def test_a_model_that_rests_leaves_and_one_in_use_stays(folder: Path) -> None:
+    async with running(folder, max_models=2, idle_unload_s=0.02) as made:
+        used, resting = await made.use("a"), await made.use("b")
+        made.fleet.release(resting)
+        while resting.state != "unloaded":
+            await asyncio.sleep(0.01)
+        assert used.state == "ok"
+
+
+async def test_as_many_wait_as_may(folder: Path) -> None:
+    async with running(folder, max_waiting=1) as made:
+        made.fleet.check_line()
+        await made.ask("a")
+        with pytest.raises(RequestError) as refused:
+            made.fleet.check_line()
+        assert refused.value.code == "server_overloaded"
+        await made.up("a")
+        made.fleet.check_line()
+
+
+async def test_a_name_nobody_has_is_looked_for_once_more(folder: Path) -> None:
+    async with running(folder) as made:
+
+        async def find_c() -> None:
+            made.fleet.become((*made.fleet.hosts.all(), made.host("c")))
+
+        with pytest.raises(RequestError):
+            await made.fleet.find("c")
+        made.fleet.on_unknown = find_c
+        assert (await made.fleet.find("c")).name == "c"
+
+
+async def test_close_refuses_those_who_wait_and_those_who_come(folder: Path) -> None:
+    async with running(folder) as made:
+        waiting = await made.ask("a")
+        await made.fleet.close()
+        late = await made.ask("b")
+        assert [code_of(waiting), code_of(late)] == ["server_shutdown"] * 2
+        assert made.fleet.ended.is_set()
+
+
+async def test_the_only_model_is_loaded_at_the_start_and_entered_at_once(folder: Path) -> None:
+    async with running(folder, "a") as made:
+        await settle()
+        (host,) = made.fleet.hosts.all()
+        assert host.state == "loading" and (await made.ask("a")).done()
+        await made.up("a")
+        assert host.state == "ok"
+        await made.engines["a"][0].say(NO_MEMORY)
+        assert made.lost == ["a"] and made.fleet.ended.is_set()
