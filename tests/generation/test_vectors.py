@@ -14,8 +14,9 @@ from headrace.core.request import Ids
 from headrace.engine.client import EngineUp
 from headrace.generation.generation import Generation
 from headrace.generation.vectors import VectorRequest, Vectors
-from tests.fleet.fakes import DOWN, READY, FakeEngine, settle
+from tests.fleet.fakes import DOWN, READY, FakeEngine
 from tests.generation.fakes import running
+from tools.harness.eventually import settle
 
 EMBEDS = msgspec.structs.replace(READY, tasks=("generate", "embed"), vector_size=1)
 WINDOW = 2 * READY.max_num_seqs

@@ -4,6 +4,7 @@ import pytest
 
 from headrace.core.errors import RequestError
 from headrace.workers.job_line import LARGE, MAX_LARGE_OF_KEY, OWNER, JobLine, QueuedJob
+from tools.harness.eventually import settle
 
 SMALL = 100
 
@@ -29,7 +30,7 @@ async def taken(line: JobLine, number: int, takes_large: bool = True) -> str:
 
 async def has_none(line: JobLine) -> bool:
     waiting = asyncio.create_task(line.next(takes_large=True))
-    await asyncio.sleep(0)
+    await settle()
     waiting.cancel()
     return not waiting.done()
 

@@ -23,6 +23,7 @@ from headrace.core.request import Chat, Text
 from headrace.workers import process
 from headrace.workers.pool import WorkerPool
 from tools.harness import processes
+from tools.harness.eventually import settle
 
 TEMPLATE = """
 {%- if messages[0].content == "slow" %}{{ ("ab" * 2000000)|list|map("upper")|list|length }}
@@ -156,7 +157,7 @@ async def test_a_job_that_nobody_waits_for_is_not_done(config: ModelConfig) -> N
     async with pool_of(config) as pool:
         assert await render(pool, "fine") == "2 tokens"
         slow = [asyncio.create_task(render(pool, "slow")) for _ in range(50)]
-        await asyncio.sleep(0)
+        await settle()
         for task in slow:
             task.cancel()
         assert await render(pool, "fine") == "2 tokens"
@@ -226,7 +227,7 @@ def test_a_refused_body_is_not_kept(config: ModelConfig) -> None:
             with pytest.raises(RequestError):
                 await pool.do(ReadBody("/v1/completions"), pieces)
             pieces.clear()
-            await asyncio.sleep(0)
+            await settle()
             return seen() is None
 
     gc.disable()  # which would find it in the end, when much has come to nothing
