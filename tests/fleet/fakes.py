@@ -1,6 +1,5 @@
 """An engine that says what a test tells it to, with the figures and the death of one."""
 
-import asyncio
 from collections.abc import AsyncIterator
 
 from headrace.core.ids import SequenceId
@@ -18,6 +17,7 @@ from headrace.core.messages import (
     Submit,
 )
 from headrace.engine.client import EngineDown, EngineNews, NewsQueue
+from tools.harness.eventually import settle
 
 READY = Ready(
     lane="native-text",
@@ -88,9 +88,3 @@ class FakeEngine:
     @property
     def newest(self) -> SequenceId:
         return self.submits[-1].sequences[0].sequence_id
-
-
-async def settle() -> None:
-    """Lets every task run until it waits; enough turns for the longest chain of them."""
-    for _ in range(20):
-        await asyncio.sleep(0)

@@ -14,8 +14,9 @@ from headrace.core.request import Ids
 from headrace.engine.client import EngineUp
 from headrace.generation.generation import Generation
 from headrace.generation.vectors import VectorRequest, Vectors
-from tests.fleet.fakes import DOWN, READY, FakeEngine, settle
+from tests.fleet.fakes import DOWN, READY, FakeEngine
 from tests.generation.fakes import running
+from tools.harness.eventually import settle
 
 EMBEDS = msgspec.structs.replace(READY, tasks=("generate", "embed"), vector_size=1)
 WINDOW = 2 * READY.max_num_seqs
@@ -24,7 +25,7 @@ WINDOW = 2 * READY.max_num_seqs
 def wanted(num_inputs: int, task: str = "embed") -> VectorRequest:
     prompts = [Ids((5,) * (number + 1)) for number in range(num_inputs)]
     packed = msgspec.msgpack.encode(prompts)
-    return VectorRequest("/v1/embeddings", task, "prompts", packed, "input")
+    return VectorRequest("/v1/embeddings", task, packed, "input")
 
 
 async def asked(
@@ -71,7 +72,7 @@ async def test_a_batch_fills_no_queue_and_keeps_its_order(folder: Path) -> None:
         made = await task
         assert [array("f", vector)[0] for vector in made.vectors] == list(range(1, 12))
         assert made.num_tokens == sum(range(1, 12))
-        assert not engine.cancels and not generation.streams.batches
+        assert not engine.cancels and not generation.vectors.batches
 
 
 async def test_after_a_death_only_what_is_missing_is_asked_for(folder: Path) -> None:
@@ -111,7 +112,7 @@ async def test_whoever_leaves_takes_the_work_along(folder: Path) -> None:
         await settle()
         (cancel,) = engine.cancels
         assert set(cancel.sequence_ids) == set(given(engine))
-        assert not generation.streams.batches
+        assert not generation.vectors.batches
 
 
 async def test_an_input_that_fails_ends_its_request_with_the_reason(folder: Path) -> None:

@@ -72,10 +72,6 @@ class Fleet:
         """The models there are."""
         return self.roster.hosts
 
-    @property
-    def is_sole(self) -> bool:
-        return self.pinned is not None
-
     async def find(self, name: str | None) -> ModelHost:
         """The host of that name; RequestError if there is no such model."""
         if name is not None and self.hosts.find(name) is None and self.on_unknown is not None:
