@@ -21,7 +21,7 @@ from headrace.core.messages import (
 from headrace.engine.client import EngineDown, EngineNews, EngineUp, NewsQueue
 from headrace.fleet.queue_eta import TokensAsked
 from headrace.fleet.served_model import ServedModel
-from headrace.fleet.tenants import InQueue, Seat, TenantNews
+from headrace.fleet.tenants import InQueue, TenantNews, Tenants
 
 READY = Ready(
     lane="native-text",
@@ -104,13 +104,13 @@ class FakeTenant:
         self.lost: list[RequestError] = []
         self.loads: list[float | None] = []
         self.ids: list[SequenceId] = []
-        self.seat: Seat | None = None
+        self.engine: Tenants | None = None
         self._num_sequences = num_sequences
 
-    def begin(self, model: ServedModel, seat: Seat, up: EngineUp) -> None:
+    def begin(self, model: ServedModel, engine: Tenants, up: EngineUp) -> None:
         self.begun.append(up)
-        self.seat = seat
-        self.ids = [seat.open(self) for _ in range(self._num_sequences)]
+        self.engine = engine
+        self.ids = [engine.open(self) for _ in range(self._num_sequences)]
 
     def tell(self, news: TenantNews) -> None:
         self.told.append(news)

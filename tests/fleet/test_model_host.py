@@ -22,7 +22,8 @@ from headrace.core.messages import (
     Started,
 )
 from headrace.engine.client import EngineDown, EngineResized, EngineUp
-from headrace.fleet.model_host import EngineClosed, ModelHost
+from headrace.fleet.engine_life import EngineClosed
+from headrace.fleet.model_host import ModelHost
 from headrace.fleet.served_model import ServedModel
 from headrace.metrics.metrics import Metrics
 from tests.fleet.fakes import DOWN, READY, STATUS, FakeEngine, FakeTenant, settle
@@ -38,7 +39,7 @@ class Scene(NamedTuple):
 
     def tenant(self, num_sequences: int = 1) -> FakeTenant:
         tenant = FakeTenant(num_sequences)
-        self.host.add(tenant)
+        self.host.tenants.add(tenant)
         return tenant
 
 
@@ -49,10 +50,10 @@ async def loading(folder: Path) -> AsyncIterator[Scene]:
     config = ModelConfig(model=str(folder), served_model_name=("tiny",))
     host = ModelHost(config, lambda _: engine, Metrics(), ServedModel(config))
     host.begin()
-    life = asyncio.create_task(host.run())
+    life = asyncio.create_task(host.engine.run())
     async with asyncio.timeout(30):
         yield Scene(host, engine, life)
-        await host.close()
+        await host.engine.close()
         await life
 
 
@@ -66,13 +67,16 @@ async def up(folder: Path) -> AsyncIterator[Scene]:
 
 async def test_an_engine_loads_and_all_who_wait_for_it_hear_of_it(folder: Path) -> None:
     async with loading(folder) as (host, engine, _):
-        settled, ready = (asyncio.create_task(it) for it in (host.settled(), host.wait_until_ready()))
+        settled, ready = (
+            asyncio.create_task(it)
+            for it in (host.engine.settled(), host.engine.wait_until_ready())
+        )
         await settle()
-        assert host.state == "loading" and not settled.done() and host.ready is None
+        assert host.engine.state == "loading" and not settled.done() and host.ready is None
         await engine.say(UP)
         await settled
         assert await ready == host.ready == READY
-        assert host.state == "ok" and host.num_engine_starts == 1 and host.engine_pid == 7
+        assert host.engine.state == "ok" and host.engine.num_starts == 1 and host.engine.up == UP
 
 
 async def test_a_load_is_told_to_those_who_wait_once_a_second_at_most(folder: Path) -> None:
@@ -80,53 +84,61 @@ async def test_a_load_is_told_to_those_who_wait_once_a_second_at_most(folder: Pa
         told: list[float | None] = []
         waiter = FakeTenant(0)
         waiter.loads = told
-        with host.telling(waiter):
+        with host.tenants.telling(waiter):
             await engine.say(Loading(0.25))
             await engine.say(Loading(0.5))
             assert told == [None, 0.25]
         late = FakeTenant(0)
-        with host.telling(late):
+        with host.tenants.telling(late):
             assert late.loads == [0.5]
         await engine.say(UP)
-        with host.telling(after := FakeTenant(0)):
+        with host.tenants.telling(after := FakeTenant(0)):
             assert after.loads == []
 
 
 async def test_a_load_that_fails_says_why(folder: Path) -> None:
     async with loading(folder) as (host, engine, life):
-        settled = asyncio.create_task(host.settled())
+        settled = asyncio.create_task(host.engine.settled())
         await engine.say(GIVEN_UP)
         with pytest.raises(ModelError, match="It will not"):
             await settled
-        assert life.done() and host.state == "dead" and host.last_words == "It will not."
+        assert (
+            life.done() and host.engine.state == "dead" and host.engine.last_words == "It will not."
+        )
 
 
 async def test_a_load_that_is_closed_has_not_failed(folder: Path) -> None:
     async with loading(folder) as (host, _, life):
-        settled = asyncio.create_task(host.settled())
+        settled = asyncio.create_task(host.engine.settled())
         await settle()
-        await host.close()
+        await host.engine.close()
         with pytest.raises(EngineClosed):
             await settled
         await life
-        assert host.state == "unloaded" and not host.last_words
+        assert host.engine.state == "unloaded" and not host.engine.last_words
 
 
 async def test_a_host_has_its_engines_one_after_the_other(folder: Path) -> None:
     async with up(folder) as (host, engine, life):
         await engine.say(STATUS)
-        await host.close()
+        await host.engine.close()
         await life
-        assert host.state == "unloaded" and host.status is None and host.engine_pid is None
+        assert (
+            host.engine.state == "unloaded"
+            and host.engine.status is None
+            and host.engine.up is None
+        )
         host.begin()
-        again = asyncio.create_task(host.run())
+        again = asyncio.create_task(host.engine.run())
         await engine.say(UP)
-        assert host.state == "ok" and host.num_engine_starts == 2 and host.is_engine_up
-        await host.close()
+        assert host.engine.state == "ok" and host.engine.num_starts == 2 and host.engine.up
+        await host.engine.close()
         await again
 
 
-async def test_a_tenant_begins_when_the_engine_is_there_and_a_late_one_at_once(folder: Path) -> None:
+async def test_a_tenant_begins_when_the_engine_is_there_and_a_late_one_at_once(
+    folder: Path,
+) -> None:
     async with loading(folder) as scene:
         early = scene.tenant()
         assert early.told == [EngineDown("engine_failed", "", given_up=False)]
@@ -134,7 +146,7 @@ async def test_a_tenant_begins_when_the_engine_is_there_and_a_late_one_at_once(f
         late = scene.tenant()
         assert early.begun == late.begun == [UP]
         assert list(scene.host.tenants) == [early, late]
-        scene.host.remove(early)
+        scene.host.tenants.remove(early)
         assert list(scene.host.tenants) == [late]
 
 
@@ -159,8 +171,8 @@ async def test_news_of_forgotten_sequences_reach_nobody(folder: Path) -> None:
     async with up(folder) as scene:
         tenant = scene.tenant(2)
         gone, kept = tenant.ids
-        assert tenant.seat is not None
-        tenant.seat.forget((gone,))
+        assert tenant.engine is not None
+        tenant.engine.forget((gone,))
         await scene.engine.say(Outputs(tokens=(NewToken(gone, 65), NewToken(kept, 66))))
         await scene.engine.say(Outputs(tokens=(NewToken(gone, 65), NewToken(SequenceId(99), 66))))
         assert tenant.told == [[NewToken(kept, 66)]]
@@ -172,10 +184,10 @@ async def test_an_engine_s_death_is_told_to_all_and_the_next_one_begins_with_all
     async with up(folder) as scene:
         tenants = scene.tenant(), scene.tenant(0)
         await scene.engine.say(DOWN)
-        assert scene.host.state == "recovering" and not scene.host.is_engine_up
+        assert scene.host.engine.state == "recovering" and scene.host.engine.up is None
         assert [it.told for it in tenants] == [[DOWN]] * 2
         await scene.engine.say(UP)
-        assert scene.host.state == "ok" and [it.begun for it in tenants] == [[UP, UP]] * 2
+        assert scene.host.engine.state == "ok" and [it.begun for it in tenants] == [[UP, UP]] * 2
 
 
 async def test_a_replica_s_death_is_told_to_those_alone_that_it_had(folder: Path) -> None:
@@ -186,7 +198,7 @@ async def test_a_replica_s_death_is_told_to_those_alone_that_it_had(folder: Path
         down = replace(DOWN, lost=(*moved.ids, SequenceId(99)))
         await scene.engine.say(down)
         assert moved.told == [down, EngineUp(larger.ready, pid=8)] and not stays.told
-        assert scene.host.state == "ok" and scene.host.num_engine_starts == 2
+        assert scene.host.engine.state == "ok" and scene.host.engine.num_starts == 2
         assert scene.host.ready == larger.ready
 
 
@@ -195,7 +207,7 @@ async def test_an_engine_that_is_given_up_loses_all_tenants(folder: Path) -> Non
         tenants = scene.tenant(), scene.tenant()
         await scene.engine.say(GIVEN_UP)
         lost = [error.code for it in tenants for error in it.lost]
-        assert lost == ["engine_failed"] * 2 and scene.host.state == "dead"
+        assert lost == ["engine_failed"] * 2 and scene.host.engine.state == "dead"
         assert all(isinstance(error, RequestError) for it in tenants for error in it.lost)
         assert scene.life.done()
 

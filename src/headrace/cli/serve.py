@@ -340,7 +340,7 @@ class _Serving:
         scheme = "http" if self._tls is None else "https"
         url = f"{scheme}://{address}:{port}{http.api_prefix}"
         if generation.fleet.is_sole:
-            ready = await generation.hosts.first.wait_until_ready()
+            ready = await generation.hosts.first.engine.wait_until_ready()
             host = generation.hosts.first
             if host.model.sampling_words:
                 say(f"headrace: {host.model.sampling_words}.")

@@ -88,14 +88,16 @@ class Generation:
     @property
     def state(self) -> str:
         """loading, ok, recovering, draining or dead; of several models each has its own."""
-        sole = self.hosts.first.state if self.fleet.is_sole else "ok"
+        sole = self.hosts.first.engine.state if self.fleet.is_sole else "ok"
         state = "loading" if sole == "unloaded" else sole
         return "draining" if self._is_draining and state != "dead" else state
 
     @property
     def last_words(self) -> str:
         """Why engines were given up."""
-        return "\n".join(host.last_words for host in self.hosts.all() if host.last_words)
+        return "\n".join(
+            host.engine.last_words for host in self.hosts.all() if host.engine.last_words
+        )
 
     async def run(self) -> None:
         """Runs until it is closed, or the only engine has ended."""
@@ -300,7 +302,7 @@ class Generation:
         try:
             await host.read()
         except ModelError as error:
-            host.fail(str(error))
+            host.engine.fail(str(error))
             self.streams.close_one(stored.record.id, _GONE)
             self._left_behind.setdefault(host.name, []).append(stored)
             return
@@ -343,14 +345,14 @@ class Generation:
         One of several models is loaded when it is asked for. The only one must have been.
         """
         is_sole = self.fleet.is_sole
-        if self._is_draining and not (is_sole and host.state == "dead"):
+        if self._is_draining and not (is_sole and host.engine.state == "dead"):
             raise RequestError("server_shutdown", "The server is shutting down.", retry_after_s=5)
-        if is_sole and host.state in ("unloaded", "loading"):
+        if is_sole and host.engine.state in ("unloaded", "loading"):
             raise RequestError("model_loading", "Loading model", retry_after_s=2)
-        if is_sole and host.state == "dead":
+        if is_sole and host.engine.state == "dead":
             raise RequestError("engine_failed", "The engine stopped for good.", retry_after_s=30)
         queue = self._queue(host)
-        queue.set_schedule(host.schedule, host.tokens_per_s)
+        queue.set_schedule(host.tenants.eta.schedule, host.tenants.eta.tokens_per_s)
         return queue
 
     def _queue(self, host: ModelHost) -> Admission:
@@ -360,7 +362,7 @@ class Generation:
         self, host: ModelHost, record: Record, builder: EventBuilder, log: Log
     ) -> LiveStream:
         host.metrics.follow(builder.tally)
-        return LiveStream(record, builder, log, host, self._config.linger_s)
+        return LiveStream(record, builder, log, host.tenants, self._config.linger_s)
 
     def _start(self, host: ModelHost, stream: LiveStream, place: Place) -> None:
         stream.take(place)
@@ -371,7 +373,7 @@ class Generation:
     async def _enter(self, host: ModelHost, stream: LiveStream) -> None:
         """Has the stream computed once its model is in memory."""
         try:
-            with host.telling(stream):
+            with host.tenants.telling(stream):
                 entered = await self.fleet.enter(host)
         except RequestError as error:
             if self._is_ending:
@@ -389,7 +391,7 @@ class Generation:
     def _compute(self, host: ModelHost, stream: LiveStream) -> None:
         """Has it computed there until its log has ended; its use of the model is counted."""
         self._uses[stream] = host
-        host.add(stream)
+        host.tenants.add(stream)
 
     async def _write(self, host: ModelHost, stream: LiveStream) -> None:
         is_new = stream not in self._uses
@@ -414,7 +416,7 @@ class Generation:
             self.streams.remove(stream)
             del self._writers[stream]
             if (used := self._uses.pop(stream, None)) is not None:
-                used.remove(stream)
+                used.tenants.remove(stream)
                 self.fleet.release(used)
 
     async def _run(self, host: ModelHost, stream: LiveStream) -> None:
@@ -444,7 +446,7 @@ class Generation:
 
 def _is_downloaded(host: ModelHost) -> RequestError:
     """The error for a request whose bytes are counted: its log cannot open without a tokenizer."""
-    done, total = host.progress or (0, 0)
+    done, total = host.loading.downloaded or (0, 0)
     share = f" ({100 * done // total} %)" if total else ""
     message = f"The model {host.name!r} is being downloaded{share}; send the request again."
     return RequestError("model_loading", message, "model", retry_after_s=5)

@@ -115,11 +115,11 @@ class Registry:
     async def run(self, batch: VectorBatch, host: ModelHost) -> tuple[bytes, ...]:
         """Computes a batch's vectors there; until it ends, its inputs count as waiting or live."""
         self.batches.add(batch)
-        host.add(batch)
+        host.tenants.add(batch)
         try:
             return await batch.run()
         finally:
-            host.remove(batch)
+            host.tenants.remove(batch)
             self.batches.remove(batch)
 
     async def find(self, owner: str, name: Name) -> Found | None:

@@ -96,7 +96,7 @@ class VectorMaker:
         try:
             # an owner has no line break, so that no salt can pass for another owner's
             work = VectorWork(inputs, pooling, f"{request.owner}\n", place)
-            vectors = await self._streams.run(VectorBatch(work, host), host)
+            vectors = await self._streams.run(VectorBatch(work, host.tenants), host)
             outcome, num_tokens = "finished", sum(map(len, inputs)) // 4
         except RequestError as error:
             outcome = error.code
