@@ -18,6 +18,7 @@ from headrace.config import sources
 from headrace.config.settings import ServerConfig
 from headrace.core.errors import ConfigError, RequestError, StreamFailed
 from headrace.core.ids import StreamId
+from headrace.core.jobs import CheckedBody, RankDocuments
 from headrace.core.loading import ENGINE, ON_LOADING, READING
 from headrace.core.messages import Ready
 from headrace.core.request import Request, ResponseOptions
@@ -32,7 +33,7 @@ from headrace.protocols import embeddings, openai_chat, openai_completions, rera
 from headrace.protocols.common_fields import known_fields
 from headrace.protocols.dialect import Dialect, dialect_of
 from headrace.protocols.openai_completions import PromptList
-from headrace.protocols.requests import CheckedBody, pack, to_request
+from headrace.protocols.requests import pack, to_request
 from headrace.protocols.worker import Jobs
 from headrace.streams.events import AnyEvent, Error, Tokens
 from headrace.streams.memory_store import MemoryStore
@@ -254,7 +255,8 @@ class _Host:
     async def ranking(self, checked: CheckedBody) -> list[Ranked]:
         made = await self.generation.vectors.make(rerank.to_request(checked, rerank.ROUTES[0], ""))
         scores, top_n = b"".join(made.vectors), checked.fields.get("top_n")
-        found = self._jobs.ranking(checked.packed, scores, made.model.names[0], top_n, False)
+        job = RankDocuments(scores, made.model.names[0], top_n, False)
+        found = self._jobs.rank(job, checked.packed)
         return msgspec.json.decode(found, type=list[Ranked])
 
     async def _open(self, call: _Call) -> Found:

@@ -32,13 +32,17 @@ def short_steps() -> Iterator[ServerProcess]:
         yield running
 
 
-def form_of(server: ServerProcess) -> str:
+def instructions_of(server: ServerProcess) -> str:
     line = next(line for line in server.lines if "kernels " in line)
     return line.split("kernels ")[1].split(" ")[0]
 
 
 def ask(server: ServerProcess, at_once: int, kill: bool = False) -> list[Any]:
     """The choices of all bodies, log probabilities to the last digit."""
+
+    async def decodes(client: httpx.AsyncClient) -> bool:
+        state = (await client.get(f"{server.url}/manage/state")).json()
+        return any(stream["state"] == "decode" for stream in state["requests"])
 
     async def run() -> list[Any]:
         places = asyncio.Semaphore(at_once)
@@ -51,7 +55,8 @@ def ask(server: ServerProcess, at_once: int, kill: bool = False) -> list[Any]:
         async with httpx.AsyncClient(timeout=120) as client:
             asking = asyncio.gather(*(one(client, body) for body in BODIES))
             if kill:
-                await asyncio.sleep(0.3)
+                while not await decodes(client):
+                    await asyncio.sleep(0.01)
                 server.kill_engine()
             return await asking
 
@@ -71,7 +76,7 @@ def agree(found: list[Any], expected: list[Any]) -> None:
 def test_neighbours_cuts_and_a_kill_change_no_digit(
     server: ServerProcess, short_steps: ServerProcess
 ) -> None:
-    assert form_of(server) == form_of(short_steps), server.lines + short_steps.lines
+    assert instructions_of(server) == instructions_of(short_steps), server.lines + short_steps.lines
     alone = ask(server, 1)
     agree(ask(server, len(BODIES)), alone)
     agree(ask(short_steps, len(BODIES)), alone)

@@ -1,6 +1,5 @@
 """An engine that says what a test tells it to, its figures and death, and a tenant of it."""
 
-import asyncio
 from collections.abc import AsyncIterator
 
 from headrace.core.errors import RequestError
@@ -22,6 +21,7 @@ from headrace.engine.client import EngineDown, EngineNews, EngineUp, NewsQueue
 from headrace.fleet.queue_eta import TokensAsked
 from headrace.fleet.served_model import ServedModel
 from headrace.fleet.tenants import InQueue, TenantNews, Tenants
+from tools.harness.eventually import settle
 
 READY = Ready(
     lane="native-text",
@@ -126,9 +126,3 @@ class FakeTenant:
 
     def asked(self, sequence_id: SequenceId) -> TokensAsked:
         return TokensAsked(5, 8)
-
-
-async def settle() -> None:
-    """Lets every task run until it waits; enough turns for the longest chain of them."""
-    for _ in range(20):
-        await asyncio.sleep(0)

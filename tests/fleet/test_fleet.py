@@ -15,7 +15,8 @@ from headrace.fleet.fleet import Fleet
 from headrace.fleet.model_host import ModelHost
 from headrace.fleet.served_model import ServedModel
 from headrace.metrics.metrics import Metrics
-from tests.fleet.fakes import READY, FakeEngine, settle
+from tests.fleet.fakes import READY, FakeEngine
+from tools.harness.eventually import settle
 
 NO_MEMORY = EngineDown("load_failed", "No memory.", given_up=True)
 

@@ -26,7 +26,8 @@ from headrace.fleet.engine_life import EngineClosed
 from headrace.fleet.model_host import ModelHost
 from headrace.fleet.served_model import ServedModel
 from headrace.metrics.metrics import Metrics
-from tests.fleet.fakes import DOWN, READY, STATUS, FakeEngine, FakeTenant, settle
+from tests.fleet.fakes import DOWN, READY, STATUS, FakeEngine, FakeTenant
+from tools.harness.eventually import settle
 
 UP = EngineUp(READY, pid=7)
 GIVEN_UP = replace(DOWN, message="It will not.", given_up=True)

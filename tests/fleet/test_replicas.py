@@ -24,8 +24,9 @@ from headrace.protocols.worker import Jobs
 from headrace.streams.events import Error, Heartbeat, Tokens
 from headrace.streams.memory_store import MemoryStore
 from headrace.workers.pool import ThreadWork
-from tests.fleet.fakes import DOWN, READY, STATUS, FakeEngine, settle
+from tests.fleet.fakes import DOWN, READY, STATUS, FakeEngine
 from tests.generation.fakes import make_request, read
+from tools.harness.eventually import settle
 
 LIMIT_S = 30
 

@@ -17,6 +17,7 @@ from headrace.checkpoints.sentences import SentenceSpec
 from headrace.checkpoints.spec import Defaults
 from headrace.core.errors import RequestError
 from headrace.core.ids import StreamId
+from headrace.core.jobs import EncodePairs, EncodePrompts
 from headrace.core.layout import MemoryLayout
 from headrace.core.messages import Ready
 from headrace.core.pieces import REASONING, ChannelPiece
@@ -250,11 +251,10 @@ class FakeVectors:
         model: Any = self._generation.hosts.get(request.model).model
         check(model)
         self.asked.append(request)
-        packed = await self._generation.work.do(request.job, [request.packed], 64)
-        inputs = msgspec.msgpack.decode(packed)
-        if request.job == "pairs":
-            return Vectors(model, (array("f", [0]).tobytes(),) * len(inputs[1]), 7)
-        return Vectors(model, (array("f", [0.6, 0.8]).tobytes(),) * len(inputs), 7)
+        job = EncodePairs if request.task == "score" else EncodePrompts
+        encoded = await self._generation.work.do(job(64, model.names[0]), [request.packed])
+        vector = array("f", [0] if request.task == "score" else [0.6, 0.8]).tobytes()
+        return Vectors(model, (vector,) * len(encoded.prompts), 7)
 
 
 class FakeFleet:

@@ -8,6 +8,7 @@ from starlette.types import Receive
 from headrace.core.errors import RequestError
 from headrace.gateway import bodies
 from headrace.workers.job_line import OWNER
+from tools.harness.eventually import settle
 
 
 async def whole(headers: dict[str, str], receive: Receive, pause_s: float = 20) -> bytes:
@@ -120,7 +121,7 @@ async def test_who_does_not_finish_a_body_makes_room_for_others() -> None:
             pass
 
     dripping = [asyncio.create_task(drip()) for _ in range(4)]
-    await asyncio.sleep(0)
+    await settle()
     async with large(shared, is_whole=True):
         (cut,), _ = await asyncio.wait(dripping, return_when=asyncio.FIRST_COMPLETED)
         assert cut is dripping[0] and "try again later" in str(cut.exception())

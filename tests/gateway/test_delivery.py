@@ -25,6 +25,7 @@ from tests.gateway.builders import (
     progress,
     tokens,
 )
+from tools.harness.eventually import settle
 
 QUIET = StreamConfig(heartbeat_s=10)
 FAST = msgspec.structs.replace(QUIET, heartbeat_s=0.01)
@@ -116,7 +117,7 @@ async def test_leaving_is_noticed_while_a_whole_answer_is_being_made() -> None:
     stream = await open_stream()
     stream.record = make_record(make_request(response_options={"heartbeat": False}))
     client = Connection(stream)
-    await asyncio.sleep(0)
+    await settle()
     await client.leave()
     assert stream.num_left == 1
     assert client.messages == []
@@ -294,7 +295,7 @@ async def test_where_every_byte_counts_a_failure_adds_none() -> None:
 async def test_a_reader_of_a_deleted_stream_is_told_so(options: dict[str, Any]) -> None:
     stream = await open_stream(response_options=options)
     client = Connection(stream)
-    await asyncio.sleep(0)
+    await settle()
     stream.log.tail.forget()
     if options == {"heartbeat": False}:
         with pytest.raises(RequestError) as refused:

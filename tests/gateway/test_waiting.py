@@ -3,9 +3,9 @@ import json
 import pytest
 
 from headrace.core.ids import StreamId
+from headrace.core.jobs import CheckedBody
 from headrace.core.request import Text
 from headrace.gateway.waiting import Wait, wait_of
-from headrace.protocols.requests import CheckedBody
 from headrace.streams.record import Names
 
 

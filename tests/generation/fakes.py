@@ -20,7 +20,8 @@ from headrace.streams.memory_store import MemoryStore
 from headrace.streams.record import Names
 from headrace.streams.store import Store
 from headrace.workers.pool import ThreadWork
-from tests.fleet.fakes import READY, FakeEngine, settle
+from tests.fleet.fakes import READY, FakeEngine
+from tools.harness.eventually import settle
 
 
 @contextlib.asynccontextmanager

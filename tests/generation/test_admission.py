@@ -21,8 +21,9 @@ from headrace.generation.registry import Found
 from headrace.streams.events import Error, Queued
 from headrace.streams.record import Names
 from headrace.streams.sqlite_store import SqliteStore
-from tests.fleet.fakes import DOWN, READY, STATUS, FakeEngine, settle
+from tests.fleet.fakes import DOWN, READY, STATUS, FakeEngine
 from tests.generation.fakes import make_request, opened, read, running
+from tools.harness.eventually import settle
 
 ONE_AT_A_TIME = Capacity(1, 100)
 

@@ -18,8 +18,9 @@ from headrace.streams.record import Names
 from headrace.streams.sqlite_schema import NAME
 from headrace.streams.sqlite_store import SqliteStore
 from headrace.streams.store import ByConversation, Stored, StoreStalled
-from tests.fleet.fakes import FakeEngine, settle
+from tests.fleet.fakes import FakeEngine
 from tests.generation.fakes import make_request, opened, read, running
+from tools.harness.eventually import settle
 
 OPTED_IN = Names(conversation="c", digest=b"1")
 BY_NAME = ByConversation("", "c")

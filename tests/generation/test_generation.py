@@ -19,8 +19,9 @@ from headrace.streams.events import Finish as FinishEvent
 from headrace.streams.memory_store import MemoryStore
 from headrace.streams.record import Names, Record
 from headrace.streams.store import Stored
-from tests.fleet.fakes import DOWN, READY, STATUS, FakeEngine, settle
+from tests.fleet.fakes import DOWN, READY, STATUS, FakeEngine
 from tests.generation.fakes import make_request, opened, read, running, text_of
+from tools.harness.eventually import settle
 
 OPTED_IN = Names(conversation="c", digest=b"1")
 

@@ -15,8 +15,9 @@ from headrace.generation.stream import LiveStream
 from headrace.streams.memory_store import MemoryStore
 from headrace.streams.record import Names
 from headrace.streams.store import ByConversation, ById
-from tests.fleet.fakes import DOWN, FakeEngine, settle
+from tests.fleet.fakes import DOWN, FakeEngine
 from tests.generation.fakes import make_request, opened, read, running
+from tools.harness.eventually import settle
 
 OPTED_IN = Names(conversation="c", digest=b"1")
 NAME = ByConversation("", "c")

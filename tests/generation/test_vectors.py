@@ -14,8 +14,9 @@ from headrace.core.request import Ids
 from headrace.engine.client import EngineUp
 from headrace.generation.generation import Generation
 from headrace.generation.vectors import VectorRequest, Vectors
-from tests.fleet.fakes import DOWN, READY, FakeEngine, settle
+from tests.fleet.fakes import DOWN, READY, FakeEngine
 from tests.generation.fakes import running
+from tools.harness.eventually import settle
 
 EMBEDS = msgspec.structs.replace(READY, tasks=("generate", "embed"), vector_size=1)
 WINDOW = 2 * READY.max_num_seqs
@@ -24,7 +25,7 @@ WINDOW = 2 * READY.max_num_seqs
 def wanted(num_inputs: int, task: str = "embed") -> VectorRequest:
     prompts = [Ids((5,) * (number + 1)) for number in range(num_inputs)]
     packed = msgspec.msgpack.encode(prompts)
-    return VectorRequest("/v1/embeddings", task, "prompts", packed, "input")
+    return VectorRequest("/v1/embeddings", task, packed, "input")
 
 
 async def asked(

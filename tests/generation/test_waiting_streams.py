@@ -20,8 +20,9 @@ from headrace.protocols.worker import Jobs
 from headrace.streams.events import Error, Heartbeat, Served
 from headrace.streams.memory_store import MemoryStore
 from headrace.workers.pool import ThreadWork
-from tests.fleet.fakes import READY, FakeEngine, settle
+from tests.fleet.fakes import READY, FakeEngine
 from tests.generation.fakes import make_request, read
+from tools.harness.eventually import settle
 
 Engines = dict[str, list[FakeEngine]]
 Scene = Callable[[Generation, Engines], Awaitable[None]]

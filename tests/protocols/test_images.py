@@ -7,10 +7,10 @@ import msgspec
 import pytest
 
 from headrace.core.errors import RequestError
+from headrace.core.jobs import AnyJob, ApplyTemplate, CheckedBody, Tokenize
 from headrace.core.request import Chat, Route
 from headrace.protocols import openai_responses
-from headrace.protocols.requests import CheckedBody
-from headrace.protocols.worker import Jobs
+from headrace.protocols.worker import Jobs, put_images
 from tests.gateway.builders import FakeModel
 
 ROUTE = "/v1/chat/completions"
@@ -34,12 +34,11 @@ def test_a_model_without_vision_refuses_every_image_whatever_is_in_it():
     assert refusal(False, "data:") == ("unsupported_content", place)
 
 
-@pytest.mark.parametrize("route", ["apply_template", "tokenize"])
-def test_routes_that_need_the_text_alone_refuse_images(route: str):
-    arguments = (64,) if route == "tokenize" else ()
+@pytest.mark.parametrize("job", [ApplyTemplate(), Tokenize({})])
+def test_routes_that_need_the_text_alone_refuse_images(job: AnyJob):
     jobs = Jobs(FakeModel(has_vision=True))  # type: ignore[arg-type]
     with pytest.raises(RequestError) as refused:
-        getattr(jobs, route)(body("data:image/png;base64,AAAA"), *arguments)
+        jobs.do(job, body("data:image/png;base64,AAAA"))
     assert refused.value.code == "unsupported_content"
 
 
@@ -60,20 +59,18 @@ def test_an_address_or_a_broken_uri_is_refused_with_its_place(url: str, code: st
 
 def test_an_address_stands_for_its_image_until_that_is_put_there():
     jobs = Jobs(FakeModel(has_vision=True))  # type: ignore[arg-type]
-    packed = jobs.read(body("https://example.com/a.png", "data:image/png;base64,AQID"), ROUTE)
-    checked = msgspec.msgpack.decode(packed, type=CheckedBody)
+    checked = jobs.read(body("https://example.com/a.png", "data:image/png;base64,AQID"), ROUTE)
     (stub,) = checked.stubs
     assert isinstance(stub, Chat) and stub.addresses == ("https://example.com/a.png", "")
     assert stub.image_params == ("messages[0].content[1]", "messages[0].content[2]")
-    found = jobs.put_images(checked.packed + b"pixels", [6, 0])
+    found = put_images(checked.packed + b"pixels", [6, 0])
     (chat,) = msgspec.msgpack.decode(found, type=tuple[Chat, ...])
     assert chat.images == (b"pixels", bytes([1, 2, 3])) and not chat.addresses
 
 
 def test_images_travel_beside_the_messages_and_only_their_number_stays():
     jobs = Jobs(FakeModel(has_vision=True))  # type: ignore[arg-type]
-    packed = jobs.read(body("data:image/png;base64,AAAA", "data:image/png;base64,AQID"), ROUTE)
-    checked = msgspec.msgpack.decode(packed, type=CheckedBody)
+    checked = jobs.read(body("data:image/png;base64,AAAA", "data:image/png;base64,AQID"), ROUTE)
     (chat,) = msgspec.msgpack.decode(checked.packed, type=tuple[Chat, ...])
     assert chat.images == (bytes(3), bytes([1, 2, 3]))
     assert chat.messages[0]["content"][1:] == [{"type": "image"}] * 2
@@ -100,7 +97,7 @@ def part(url: str = "data:image/png;base64,AAAA") -> dict[str, Any]:
 
 def chat_of(route: Route, sent: dict[str, Any]) -> tuple[Chat, CheckedBody]:
     jobs = Jobs(FakeModel(has_vision=True))  # type: ignore[arg-type]
-    checked = msgspec.msgpack.decode(jobs.read(json.dumps(sent).encode(), route), type=CheckedBody)
+    checked = jobs.read(json.dumps(sent).encode(), route)
     return msgspec.msgpack.decode(checked.packed, type=tuple[Chat, ...])[0], checked
 
 
@@ -186,7 +183,7 @@ def test_a_response_goes_on_from_the_images_before_it_and_lists_them():
     new = chat_of("/v1/responses", response(HELLO, part()))[1]
     packed = msgspec.msgpack.encode((earlier.kept, b"[]", new))
     jobs = Jobs(FakeModel(has_vision=True))  # type: ignore[arg-type]
-    checked = msgspec.msgpack.decode(jobs.go_on(packed), type=CheckedBody)
+    checked = jobs.go_on(packed)
     (chat,) = msgspec.msgpack.decode(checked.packed, type=tuple[Chat, ...])
     assert chat.images == (bytes([1, 2, 3]), bytes(3))
     assert chat.image_params == ("previous_response_id", "input[0].content[1]")

@@ -7,10 +7,11 @@ import msgspec
 import pytest
 
 from headrace.core.errors import RequestError
+from headrace.core.jobs import CheckedBody
 from headrace.core.request import Chat, Request
 from headrace.protocols import openai_responses
 from headrace.protocols.dialect import encode
-from headrace.protocols.requests import CheckedBody, pack
+from headrace.protocols.requests import pack
 from headrace.protocols.response_events import open_kept
 from tests.gateway.builders import parsed
 

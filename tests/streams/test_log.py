@@ -6,6 +6,7 @@ import pytest
 
 from headrace.streams.events import AnyEvent, Error, Tokens
 from headrace.streams.log import LogConflict, MemoryLog, follow
+from tools.harness.eventually import settle
 
 
 def tokens(seq: int) -> Tokens:
@@ -31,7 +32,7 @@ async def test_readers_that_wait_get_what_is_appended_later() -> None:
     log = MemoryLog()
     readers = [asyncio.create_task(seqs(log)) for _ in range(3)]
     for seq in range(5):
-        await asyncio.sleep(0)
+        await settle()
         await log.append(seq, [tokens(seq)])
     await log.append(5, [end(5)])
     assert (await asyncio.gather(*readers)) == [[0, 1, 2, 3, 4, 5]] * 3
@@ -55,7 +56,7 @@ def test_an_append_that_does_not_continue_the_log_is_refused(
 async def test_a_reader_that_stops_waiting_leaves_nothing_behind() -> None:
     log = MemoryLog()
     reader = asyncio.create_task(seqs(log))
-    await asyncio.sleep(0)
+    await settle()
     reader.cancel()
     await asyncio.wait([reader])
     assert len(log.tail._waiting) == 0
@@ -64,7 +65,7 @@ async def test_a_reader_that_stops_waiting_leaves_nothing_behind() -> None:
 async def test_a_reader_that_left_just_before_an_append_is_in_nobodys_way() -> None:
     log = MemoryLog()
     reader = asyncio.create_task(seqs(log))
-    await asyncio.sleep(0)
+    await settle()
     reader.cancel()
     await log.append(0, [tokens(0)])
     await asyncio.wait([reader])

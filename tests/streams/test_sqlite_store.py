@@ -16,6 +16,7 @@ from headrace.streams.sqlite_schema import NAME
 from headrace.streams.sqlite_store import SqliteStore
 from headrace.streams.state_dir import StateInUse
 from headrace.streams.store import ByConversation, ById, Retention, StoreStalled
+from tools.harness.eventually import settle
 from tools.harness.stream_events import (
     A,
     B,
@@ -75,7 +76,7 @@ def test_a_closed_store_leaves_one_file_and_takes_no_more(tmp_path: Path) -> Non
     async def run(store: SqliteStore) -> None:
         log = (await store.create(make_record())).log
         appends = [asyncio.create_task(log.append(seq, some(1, seq))) for seq in range(5)]
-        await asyncio.sleep(0)
+        await settle()
         await store.close()
         await asyncio.gather(*appends)
         with pytest.raises(StoreStalled):

@@ -18,7 +18,7 @@ from headrace.streams.log import LogConflict
 from headrace.streams.sqlite_schema import NAME
 from headrace.streams.sqlite_store import SqliteStore
 from headrace.streams.store import ById, StoreStalled
-from tools.harness.eventually import eventually
+from tools.harness.eventually import eventually, settle
 from tools.harness.stream_events import A, B, everything, finish, make_record, opened_sqlite, some
 
 
@@ -98,7 +98,7 @@ async def test_what_arrives_a_little_later_shares_the_commit_too(
         held.gate.set()
         monkeypatch.setattr(sqlite_writer, "GROUP_S", 0.5)
         first = asyncio.create_task(log.append(0, some(1)))
-        await asyncio.sleep(0)
+        await settle()
         await asyncio.to_thread(eventually, store._writer._writes.empty)  # the thread has it
         await log.append(1, [finish(1)])
         assert first.done() and held.num_commits == 1
@@ -125,7 +125,7 @@ async def test_appends_wait_for_a_database_that_fails_and_none_is_lost_or_double
                 appends = [asyncio.create_task(log.append(seq, some(1, seq))) for seq in range(3)]
                 await store.stalled.wait()
                 appends.append(asyncio.create_task(log.append(3, [finish(3)])))
-                await asyncio.sleep(0)
+                await settle()
                 assert not any(append.done() for append in appends)
                 assert not store.writable.is_set()
             await store.writable.wait()
@@ -226,7 +226,7 @@ async def test_closing_a_stalled_store_fails_what_waits(tmp_path: Path) -> None:
         appends = [asyncio.create_task(log.append(0, some(1)))]
         await store.stalled.wait()
         appends.append(asyncio.create_task(log.append(1, some(1, 1))))
-        await asyncio.sleep(0)
+        await settle()
         await store.close()
         failed = await asyncio.gather(*appends, return_exceptions=True)
     assert [type(failure) for failure in failed] == [StoreStalled] * 2
@@ -245,8 +245,7 @@ async def test_time_that_the_loop_itself_was_blocked_is_no_stall(
         append = asyncio.create_task(log.append(0, some(1)))
         await asyncio.to_thread(held.reached.wait)
         time.sleep(0.3)  # noqa: ASYNC251
-        for _ in range(3):
-            await asyncio.sleep(0)
+        await settle()
         assert not store.stalled.is_set()
         held.gate.set()
         await append

@@ -11,6 +11,7 @@ import pytest
 
 from headrace.streams.log import Log, LogConflict, LogGone
 from headrace.streams.store import ByConversation, ById, ByKey, Name, Retention, Store, Totals
+from tools.harness.eventually import settle
 from tools.harness.redis_servers import needs_redis
 from tools.harness.stream_events import (
     A,
@@ -241,7 +242,7 @@ async def test_readers_and_writer_of_a_forgotten_stream_are_told(store: Store) -
     log = (await store.create(make_record())).log
     await log.append(0, some(1))
     reader = asyncio.create_task(everything(log))
-    await asyncio.sleep(0)
+    await settle()
     await store.forget(A)
     with pytest.raises(LogGone):
         await reader

@@ -3,14 +3,15 @@ import asyncio
 import pytest
 
 from headrace.core.errors import RequestError
-from headrace.workers.job_line import LARGE, MAX_LARGE_OF_KEY, OWNER, Job, JobLine
+from headrace.workers.job_line import LARGE, MAX_LARGE_OF_KEY, OWNER, JobLine, QueuedJob
+from tools.harness.eventually import settle
 
 SMALL = 100
 
 
-def put(line: JobLine, owner: str, *sizes: int) -> list[Job]:
+def put(line: JobLine, owner: str, *sizes: int) -> list[QueuedJob]:
     OWNER.set(owner)
-    jobs = [Job("prompts", [bytes(size)], ()) for size in sizes]
+    jobs = [QueuedJob(b"", [bytes(size)]) for size in sizes]
     for job in jobs:
         line.put(job)
         job.done.add_done_callback(asyncio.Future.exception)  # nobody waits for most of them
@@ -29,7 +30,7 @@ async def taken(line: JobLine, number: int, takes_large: bool = True) -> str:
 
 async def has_none(line: JobLine) -> bool:
     waiting = asyncio.create_task(line.next(takes_large=True))
-    await asyncio.sleep(0)
+    await settle()
     waiting.cancel()
     return not waiting.done()
 

@@ -17,11 +17,12 @@ import pytest
 
 from headrace.config.settings import ModelConfig
 from headrace.core.errors import RequestError
+from headrace.core.jobs import EncodePrompts, ReadBody, encode_job
 from headrace.core.request import Chat, Text
-from headrace.generation.model_checks import encoded_of
 from headrace.workers import process
 from headrace.workers.pool import WorkerPool
 from tools.harness import processes
+from tools.harness.eventually import settle
 
 TEMPLATE = """
 {%- if messages[0].content == "slow" %}{{ ("ab" * 2000000)|list|map("upper")|list|length }}
@@ -50,11 +51,11 @@ async def render(pool: WorkerPool, content: str) -> str:
     """The answer's text, or the code of the refusal."""
     packed = msgspec.msgpack.encode((Chat(({"role": "user", "content": content},)),))
     try:
-        (prompt,) = encoded_of(await pool.do("prompts", [packed], 1000))
+        encoded = await pool.do(EncodePrompts(1000), [packed])
     except RequestError as error:
         return f"{error.code}: {error.message}"
-    assert prompt.tokenization == "one-shot"
-    return f"{len(prompt.token_ids) // 4} tokens"
+    assert encoded.tokenization == "one-shot"
+    return f"{len(encoded.prompts[0]) // 4} tokens"
 
 
 @contextlib.contextmanager
@@ -142,7 +143,7 @@ async def test_small_jobs_pass_a_large_one(config: ModelConfig) -> None:
 
         async def do(name: str, text: str) -> None:
             packed = msgspec.msgpack.encode((Text(text),))
-            await pool.do("prompts", [packed], 1 << 30)
+            await pool.do(EncodePrompts(1 << 30), [packed])
             done.append(name)
 
         large = [do(f"large {i}", "many words " * 200_000) for i in range(2)]
@@ -155,7 +156,7 @@ async def test_a_job_that_nobody_waits_for_is_not_done(config: ModelConfig) -> N
     async with pool_of(config) as pool:
         assert await render(pool, "fine") == "2 tokens"
         slow = [asyncio.create_task(render(pool, "slow")) for _ in range(50)]
-        await asyncio.sleep(0)
+        await settle()
         for task in slow:
             task.cancel()
         assert await render(pool, "fine") == "2 tokens"
@@ -168,13 +169,13 @@ async def test_a_job_in_work_ends_with_its_client(config: ModelConfig) -> None:
     async with pool_of(config) as pool:
         assert await render(pool, "fine") == "2 tokens"
         packed = msgspec.msgpack.encode((Text("many words " * 3_000_000),))
-        asking = asyncio.create_task(pool.do("prompts", [packed], 1 << 30))
+        asking = asyncio.create_task(pool.do(EncodePrompts(1 << 30), [packed]))
         while not pool._line._in_work:
             await asyncio.sleep(0)
         before = workers()
         asking.cancel()
         packed = msgspec.msgpack.encode((Text("many words " * 10_000),))
-        await pool.do("prompts", [packed], 1 << 30)
+        await pool.do(EncodePrompts(1 << 30), [packed])
         assert len(set(before) - set(workers())) == 1
 
 
@@ -209,7 +210,7 @@ def test_a_worker_whose_server_has_gone_ends_without_a_word(folder: Path) -> Non
         start = msgspec.msgpack.encode((ModelConfig(model=str(folder)),))
         ours.sendall(process._REQUEST.pack(0, len(start)) + start)
         assert ours.recv(5)
-        head = msgspec.msgpack.encode(("prompts", (10,)))
+        head = encode_job(EncodePrompts(10))
         body = msgspec.msgpack.encode((Text("on and on " * 10_000),))
         ours.sendall(process._REQUEST.pack(len(head), len(body)) + head + body)
     assert worker.communicate(timeout=60)[1] == b"" and worker.returncode == 0
@@ -224,9 +225,9 @@ def test_a_refused_body_is_not_kept(config: ModelConfig) -> None:
             pieces = [Piece(b"{")]
             seen = weakref.ref(pieces[0])
             with pytest.raises(RequestError):
-                await pool.do("read", pieces, "/v1/completions")
+                await pool.do(ReadBody("/v1/completions"), pieces)
             pieces.clear()
-            await asyncio.sleep(0)
+            await settle()
             return seen() is None
 
     gc.disable()  # which would find it in the end, when much has come to nothing

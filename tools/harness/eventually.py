@@ -1,5 +1,6 @@
 """Waiting for a condition without guessing how long it takes."""
 
+import asyncio
 import time
 from collections.abc import Callable
 
@@ -10,3 +11,11 @@ def eventually(condition: Callable[[], bool], within_s: float = 60.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it did not come true in time"
         time.sleep(0.01)
+
+
+async def settle() -> None:
+    """Lets every task run until it waits for a timer, a socket or a thread."""
+    ready = asyncio.get_running_loop()._ready  # type: ignore[attr-defined]
+    await asyncio.sleep(0)
+    while ready:  # noqa: ASYNC110
+        await asyncio.sleep(0)

@@ -3,16 +3,17 @@
 import asyncio
 import contextlib
 import re
+from collections.abc import Sequence
 from typing import Any
 from urllib.parse import parse_qsl
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from headrace.config.settings import ServerConfig
 from headrace.core.errors import RequestError
+from headrace.core.jobs import ReadNames
 from headrace.gateway.auth import Auth
 from headrace.gateway.bodies import Bodies
 from headrace.gateway.delivery import LiveAnswer, LiveFrames, pace_of, unless_left
@@ -26,7 +27,6 @@ from headrace.streams.store import ByConversation
 
 _OFFSET = re.compile(r"[0-9]{1,15}")
 _MAX_LOOKUP = 1000
-_names_of = msgspec.msgpack.Decoder(list[str]).decode
 
 
 class ByteRoutes:
@@ -86,15 +86,14 @@ class ByteRoutes:
         owner = self._auth.owner(request.headers)
         try:
             async with self._bodies.read(request) as body:
-                work = self._work.do("names", body)
-                names = _names_of(await unless_left(request.receive, work))
+                names = await unless_left(request.receive, self._work.do(ReadNames(), body))
         except RequestError as error:
             return _refuse(error.kind.status, error.message)
         if len(names) > _MAX_LOOKUP:
             return _refuse(400, f"At most {_MAX_LOOKUP} conversation ids are looked up at once")
         return _json(await unless_left(request.receive, self._entries(owner, names)))
 
-    async def _entries(self, owner: str, names: list[str]) -> list[dict[str, Any]]:
+    async def _entries(self, owner: str, names: Sequence[str]) -> list[dict[str, Any]]:
         found = await self._streams.find_conversations(owner, names)
         entries = []
         for stream in found:

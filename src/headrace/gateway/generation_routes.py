@@ -14,6 +14,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from headrace.config.settings import ServerConfig
 from headrace.core.errors import RequestError
 from headrace.core.ids import StreamId
+from headrace.core.jobs import (
+    ApplyTemplate,
+    CheckedBody,
+    CountTokens,
+    Detokenize,
+    Job,
+    ReadBody,
+    Tokenize,
+)
 from headrace.core.request import Request as GenerationRequest
 from headrace.core.request import Route
 from headrace.gateway.auth import Auth
@@ -25,7 +34,7 @@ from headrace.generation.generation import Generation
 from headrace.generation.registry import Found
 from headrace.protocols import openai_chat
 from headrace.protocols.dialect import Dialect, dialect_of
-from headrace.protocols.requests import CheckedBody, decode_checked, to_request
+from headrace.protocols.requests import to_request
 from headrace.streams.record import Names
 from headrace.text.generic_tools import GENERIC
 
@@ -51,8 +60,8 @@ class GenerationRoutes:
         """A POST in the dialect of its path."""
         route = request.url.path
         async with self._bodies.read(request) as body:
-            reading = self._generation.work.do("read", body, route)
-            checked = decode_checked(await self._finish(request, reading))
+            reading = self._generation.work.do(ReadBody(route), body)
+            checked = await self._finish(request, reading)
         names = names_of(self._auth.owner(request.headers), request.headers, checked)
         id = new_id(dialect_of(route))
         wait = self._wait(route, checked, names, id)
@@ -207,20 +216,20 @@ class TextRoutes:
     async def tokenize(self, request: Request) -> ASGIApp:
         hosts = self._generation.hosts.all()
         longest = {host.name: host.known.max_model_len for host in hosts if host.known}
-        return await self._do(request, "tokenize", longest)
+        return await self._do(request, Tokenize(longest))
 
     async def count_tokens(self, request: Request) -> ASGIApp:
         """Counts the tokens that a conversation would have on /v1/messages."""
-        return await self._do(request, "count_tokens")
+        return await self._do(request, CountTokens())
 
     async def detokenize(self, request: Request) -> ASGIApp:
-        return await self._do(request, "detokenize")
+        return await self._do(request, Detokenize())
 
     async def apply_template(self, request: Request) -> ASGIApp:
-        return await self._do(request, "apply_template")
+        return await self._do(request, ApplyTemplate())
 
-    async def _do(self, request: Request, job: str, *arguments: Any) -> ASGIApp:
+    async def _do(self, request: Request, job: Job[bytes]) -> ASGIApp:
         async with self._bodies.read(request) as body:
-            work = self._generation.work.do(job, body, *arguments)
+            work = self._generation.work.do(job, body)
             result = await unless_left(request.receive, work)
         return HeldAnswer(result, self._bodies)

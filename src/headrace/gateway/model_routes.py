@@ -1,10 +1,10 @@
 """Routes that list models, and load and unload them, as llama.cpp's router has it."""
 
-import msgspec
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from headrace.core.errors import RequestError
+from headrace.core.jobs import ReadModelName
 from headrace.fleet.model_host import ModelHost
 from headrace.fleet.model_list import ONE_MODEL, Desired
 from headrace.gateway.bodies import Bodies
@@ -15,7 +15,6 @@ from headrace.generation.generation import Generation
 from headrace.protocols.requests import decode
 
 _MAX_DOCUMENT = 1 << 20
-_names_of = msgspec.msgpack.Decoder(list[str]).decode
 
 
 class ModelRoutes:
@@ -79,6 +78,5 @@ class ModelRoutes:
 
     async def _name(self, request: Request) -> str:
         async with self._bodies.read(request) as body:
-            naming = self._generation.work.do("model_name", body)
-            (name,) = _names_of(await unless_left(request.receive, naming))
-        return name
+            naming = self._generation.work.do(ReadModelName(), body)
+            return await unless_left(request.receive, naming)

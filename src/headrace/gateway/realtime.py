@@ -17,6 +17,7 @@ from headrace import awake
 from headrace.config.settings import ServerConfig
 from headrace.core.errors import RequestError
 from headrace.core.ids import StreamId
+from headrace.core.jobs import ReadBody
 from headrace.core.log_context import begin_notes, log_request
 from headrace.gateway.auth import Auth
 from headrace.gateway.bodies import Bodies
@@ -32,7 +33,6 @@ from headrace.gateway.native_routes import parse
 from headrace.generation.generation import Generation
 from headrace.generation.registry import Found
 from headrace.protocols.dialect import DIALECTS, encode
-from headrace.protocols.requests import decode_checked
 from headrace.streams.events import AnyEvent, is_terminal
 from headrace.streams.store import ById, StoreStalled
 
@@ -287,7 +287,7 @@ class RealtimeSocket:
 
     async def _open(self, line: Line, route: str, body: bytes, named: dict[str, str]) -> Found:
         with self._sockets.bodies.hold(len(body)):
-            checked = decode_checked(await self._generation.work.do("read", [body], route))
+            checked = await self._generation.work.do(ReadBody(route), [body])
         try:
             headers = Headers(named)
         except UnicodeEncodeError:

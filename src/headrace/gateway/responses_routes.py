@@ -9,6 +9,7 @@ from starlette.types import ASGIApp
 from headrace.config.settings import ServerConfig
 from headrace.core.errors import RequestError
 from headrace.core.ids import StreamId
+from headrace.core.jobs import CheckedBody, EncodePrompts, GoOn, ListInput, ReadBody
 from headrace.core.request import Chat
 from headrace.gateway.auth import Auth
 from headrace.gateway.bodies import Bodies, HeldAnswer
@@ -22,11 +23,9 @@ from headrace.gateway.delivery import (
 from headrace.gateway.http_responses import answer
 from headrace.gateway.loop_slices import slice_of_loop
 from headrace.generation.generation import Generation
-from headrace.generation.model_checks import encoded_of
 from headrace.generation.registry import Found, Registry
 from headrace.protocols.dialect import encode
 from headrace.protocols.openai_responses import ROUTE, ResponseFrames
-from headrace.protocols.requests import CheckedBody, decode_checked
 from headrace.protocols.response_events import GrowingResponse
 from headrace.streams.events import AnyEvent, Finish
 from headrace.streams.log import follow
@@ -60,7 +59,7 @@ class EarlierResponses:
             message += "begin a new one, or raise --max-body-bytes."
             raise RequestError("request_too_large", message, "previous_response_id")
         packed = msgspec.msgpack.encode((kept, output, checked))
-        return decode_checked(await self._generation.work.do("go_on", [packed]))
+        return await self._generation.work.do(GoOn(), [packed])
 
 
 class ResponsesRoutes:
@@ -104,15 +103,15 @@ class ResponsesRoutes:
             raise _out_of_range("order", "asc or desc")
         record = (await self._find(request)).record
         after = request.query_params.get("after", "")
-        page = (limit or _LIMIT, order == "asc", after)
-        listing = self._generation.work.do("input_items", [record.request.kept], record.id, *page)
+        page = ListInput(record.id, limit or _LIMIT, order == "asc", after)
+        listing = self._generation.work.do(page, [record.request.kept])
         return HeldAnswer(await unless_left(request.receive, listing), self._bodies)
 
     async def input_tokens(self, request: Request) -> ASGIApp:
         """The length of the prompt that a body would make."""
         async with self._bodies.read(request) as body:
-            reading = self._generation.work.do("read", body, ROUTE)
-            checked = decode_checked(await unless_left(request.receive, reading))
+            reading = self._generation.work.do(ReadBody(ROUTE), body)
+            checked = await unless_left(request.receive, reading)
         counting = self._count(checked, self._auth.owner(request.headers))
         num_tokens = await unless_left(request.receive, counting)
         return answer({"object": "response.input_tokens", "input_tokens": num_tokens})
@@ -123,11 +122,12 @@ class ResponsesRoutes:
         if any(isinstance(prompt, Chat) and prompt.num_images for prompt in checked.stubs):
             work = self._generation.work
             packed = await self._generation.pictures.put(work, checked.stubs, checked.packed)
-            seen = await see_images(work, packed, _MAX_TOKENS, name)
+            seen = await see_images(work, packed, name)
             seen.close()
             return sum(len(token_ids) // 4 for token_ids in seen.prompts)
-        encoding = self._generation.work.do("prompts", [checked.packed], _MAX_TOKENS, name)
-        return sum(len(prompt.token_ids) // 4 for prompt in encoded_of(await encoding))
+        job = EncodePrompts(_MAX_TOKENS, name)
+        encoded = await self._generation.work.do(job, [checked.packed])
+        return sum(len(token_ids) // 4 for token_ids in encoded.prompts)
 
     async def _find(self, request: Request) -> Found:
         owner = self._auth.owner(request.headers)

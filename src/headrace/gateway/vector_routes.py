@@ -8,6 +8,14 @@ from typing import Any
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
+from headrace.core.jobs import (
+    CheckedBody,
+    Job,
+    RankDocuments,
+    ReadInputs,
+    ReadPairs,
+    WriteVectors,
+)
 from headrace.fleet.model_names import called
 from headrace.gateway.auth import Auth, Endpoint
 from headrace.gateway.bodies import Bodies, HeldAnswer
@@ -17,7 +25,6 @@ from headrace.generation.generation import Generation
 from headrace.generation.vectors import Vectors
 from headrace.protocols import embeddings, rerank
 from headrace.protocols.dialect import encode
-from headrace.protocols.requests import CheckedBody, decode_checked
 
 _SLICE_BYTES = 256 << 10  # of vectors that one job writes
 
@@ -33,16 +40,16 @@ class VectorRoutes:
         return {embeddings.ROUTE: self.embed, **dict.fromkeys(rerank.ROUTES, self.rerank)}
 
     async def embed(self, request: Request) -> ASGIApp:
-        return await self._answer(request, "read_inputs", self._embed)
+        return await self._answer(request, ReadInputs(), self._embed)
 
     async def rerank(self, request: Request) -> ASGIApp:
-        return await self._answer(request, "read_pairs", self._rerank)
+        return await self._answer(request, ReadPairs(), self._rerank)
 
-    async def _answer(self, request: Request, job: str, make: Any) -> ASGIApp:
+    async def _answer(self, request: Request, job: Job[CheckedBody], make: Any) -> ASGIApp:
         """The work ends with its client."""
         async with self._bodies.read(request) as body:
             reading = self._work.do(job, body)
-            checked = decode_checked(await unless_left(request.receive, reading))
+            checked = await unless_left(request.receive, reading)
         making: Coroutine[Any, Any, bytes] = make(request, checked)
         whole = await unless_left(request.receive, making)
         return Marked(HeldAnswer(whole, self._bodies), checked.ignored, False)
@@ -57,8 +64,8 @@ class VectorRoutes:
         parts = []
         for first in range(0, len(made.vectors), step):
             vectors = made.vectors[first : first + step]
-            part = await self._work.do("entries", vectors, size, first, wanted, as_base64)
-            parts.append(part)
+            job = WriteVectors(size, first, wanted, as_base64)
+            parts.append(await self._work.do(job, vectors))
         rest = {"model": _name(fields, made), "usage": _usage(made)}
         return b'{"object":"list","data":[' + b",".join(parts) + b"]," + encode(rest)[1:]
 
@@ -69,14 +76,8 @@ class VectorRoutes:
             rerank.to_request(checked, request.url.path, owner)
         )
         scores, with_documents = b"".join(made.vectors), fields.get("return_documents", True)
-        results = await self._work.do(
-            "ranking",
-            [checked.packed],
-            scores,
-            made.model.names[0],
-            fields.get("top_n"),
-            with_documents,
-        )
+        job = RankDocuments(scores, made.model.names[0], fields.get("top_n"), with_documents)
+        results = await self._work.do(job, [checked.packed])
         rest = {
             "id": "rerank-" + secrets.token_hex(16),
             "object": "list",

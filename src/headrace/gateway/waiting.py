@@ -9,11 +9,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace.core.errors import RequestError
 from headrace.core.ids import StreamId
+from headrace.core.jobs import CheckedBody
 from headrace.core.request import Request, Route
 from headrace.core.sampling import Sampling
 from headrace.gateway.http_responses import notice_of
 from headrace.protocols.dialect import WireFrames, dialect_of
-from headrace.protocols.requests import CheckedBody
 from headrace.streams.record import Names, Record
 
 

@@ -3,6 +3,7 @@
 import msgspec
 
 from headrace.core.errors import RequestError
+from headrace.core.jobs import EncodePrompts
 from headrace.core.request import Chat, Ids, Request
 from headrace.fleet.served_model import ServedModel
 from headrace.streams.record import Record, ServedSetup
@@ -11,16 +12,6 @@ from headrace.workers.pool import Work
 
 _PROMPT_FIELDS = {"/v1/responses": "input"}  # where it has another name than usual
 _UNKNOWN = 1 << 30  # tokens; where no limit is known, none is checked
-
-
-class EncodedPrompt(msgspec.Struct, frozen=True, array_like=True):
-    """Packed int32 ids, and how they came about: one-shot, streamed or given."""
-
-    token_ids: bytes
-    tokenization: str
-
-
-encoded_of = msgspec.msgpack.Decoder(tuple[EncodedPrompt, ...]).decode
 
 
 def check_generates(model: ServedModel) -> None:
@@ -43,11 +34,10 @@ async def admit(work: Work, model: ServedModel, request: Request, packed: bytes 
         raise RequestError("unsupported_parameter", message, "echo")
     chats = [prompt for prompt in request.prompts if isinstance(prompt, Chat)]
     if any(chat.num_images or chat.images for chat in chats):
-        admitted = await see_images(work, packed, longest, model.names[0])
+        admitted = await see_images(work, packed, model.names[0])
     else:
-        encoded = encoded_of(await work.do("prompts", [packed], longest, model.names[0]))
-        how = max((prompt.tokenization for prompt in encoded), default=None)
-        admitted = Admitted(tuple(prompt.token_ids for prompt in encoded), how)
+        encoded = await work.do(EncodePrompts(longest, model.names[0]), [packed])
+        admitted = Admitted(encoded.prompts, encoded.tokenization)
     for number, token_ids in enumerate(admitted.prompts):
         _check_length(model, request, number, len(token_ids) // 4, longest)
     return admitted

@@ -8,28 +8,26 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from headrace.core.errors import RequestError
+from headrace.core.jobs import Encoded, EncodePairs, EncodePrompts
 from headrace.core.request import Route
 from headrace.core.sampling import Pooling
 from headrace.fleet.fleet import Fleet
 from headrace.fleet.model_host import ModelHost
 from headrace.fleet.served_model import ServedModel
 from headrace.generation.admission import Admission, Asked, Capacity, KeyLimits, Place
-from headrace.generation.model_checks import encoded_of, too_long
+from headrace.generation.model_checks import too_long
 from headrace.generation.registry import Registry
 from headrace.generation.vector_batch import VectorBatch, VectorWork
 from headrace.workers.pool import Work
-
-_pairs_of = msgspec.msgpack.Decoder(tuple[int, tuple[bytes, ...]]).decode
 
 Check = Callable[[ServedModel], None]
 
 
 class VectorRequest(msgspec.Struct, frozen=True):
-    """A request for vectors, one per input; `packed` holds the inputs for the job `job`."""
+    """A request for vectors, one per input; `packed` holds the inputs for a worker."""
 
     route: Route
     task: str  # embed or score
-    job: str  # prompts or pairs
     packed: bytes
     field: str  # that the inputs stand in
     is_list: bool = True
@@ -88,10 +86,11 @@ class VectorMaker:
         asked = Asked(request.owner, digest, 1)
         queue.check(asked, Capacity.of(model.ready), time.monotonic())
         pooling = pooling_for(model, request.task)
-        num_first, inputs = await self._tokenized(request, model)
+        encoded = await self._tokenized(request, model)
+        inputs = encoded.prompts
         host, queue = self._find(request.model)
         place = self._enter(queue, asked, model, inputs)
-        pooling = msgspec.structs.replace(pooling, num_first=num_first)
+        pooling = msgspec.structs.replace(pooling, num_first=encoded.num_first)
         began, outcome, num_tokens = time.monotonic(), "client_gone", 0
         try:
             # an owner has no line break, so that no salt can pass for another owner's
@@ -118,25 +117,18 @@ class VectorMaker:
         self._limits.used(asked.owner, sum(sizes) - sum(first))
         return place
 
-    async def _tokenized(
-        self, request: VectorRequest, model: ServedModel
-    ) -> tuple[int, tuple[bytes, ...]]:
-        """Packed int32 ids of each input; how many are a pair's first text."""
+    async def _tokenized(self, request: VectorRequest, model: ServedModel) -> Encoded:
         longest = model.max_model_len
-        result = await self._work.do(request.job, [request.packed], longest, model.names[0])
-        pairs = request.job == "pairs"
-        if pairs:
-            num_first, inputs = _pairs_of(result)
-        else:
-            num_first, inputs = 0, tuple(prompt.token_ids for prompt in encoded_of(result))
-        for number, ids in enumerate(inputs):
+        job = EncodePairs if request.task == "score" else EncodePrompts
+        encoded = await self._work.do(job(longest, model.names[0]), [request.packed])
+        for number, ids in enumerate(encoded.prompts):
             param = f"{request.field}[{number}]" if request.is_list else request.field
             if not ids:
                 message = "An input has no tokens; send at least one character."
                 raise RequestError("empty_prompt", message, param)
             if len(ids) // 4 > longest:
                 raise too_long(longest, longest, param, f"at least {len(ids) // 4}", len(ids) // 4)
-        return num_first, inputs
+        return encoded
 
 
 def pooling_for(model: ServedModel, task: str) -> Pooling:

@@ -10,6 +10,7 @@ import msgspec
 
 from headrace.checkpoints.sentences import SentenceSpec
 from headrace.core.errors import RequestError
+from headrace.core.jobs import CheckedBody
 from headrace.core.request import Ids, Prompt, Route, Text
 from headrace.fleet.served_model import ServedModel
 from headrace.generation.vectors import VectorRequest
@@ -26,7 +27,7 @@ from headrace.protocols.fields import (
     wrong_value,
 )
 from headrace.protocols.openai_completions import PromptList
-from headrace.protocols.requests import CheckedBody, check_ids
+from headrace.protocols.requests import check_ids
 
 ROUTE: Route = "/v1/embeddings"
 KEYS = ("object", "data", "model", "usage")
@@ -128,7 +129,6 @@ def to_request(checked: CheckedBody, owner: str) -> VectorRequest:
     return VectorRequest(
         route=ROUTE,
         task="embed",
-        job="prompts",
         packed=checked.packed,
         field="input",
         is_list=checked.fields["is_list"],

@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 
 from headrace.core.errors import RequestError
+from headrace.core.jobs import CheckedBody
 from headrace.core.request import Chat, Prompt, Request, Route
 from headrace.fleet.served_model import ServedModel
 from headrace.protocols import openai, openai_chat
@@ -13,7 +14,7 @@ from headrace.protocols.common_fields import COMMON, read_common
 from headrace.protocols.dialect import encode, named
 from headrace.protocols.fields import Array, Flag, Integer, Kind, Object, String
 from headrace.protocols.messages import take_images
-from headrace.protocols.requests import CheckedBody, stub_of
+from headrace.protocols.requests import stub_of
 from headrace.protocols.response_events import GrowingResponse, KeptBody, open_kept
 from headrace.protocols.response_fields import (
     FlatChoice,

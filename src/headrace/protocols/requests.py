@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from headrace.core.errors import RequestError
+from headrace.core.jobs import CheckedBody
 from headrace.core.request import Chat, Ids, Infill, Prompt, Request, ResponseOptions, Route, Text
 from headrace.core.sampling import Sampling
 from headrace.fleet.model_names import called
@@ -139,22 +140,6 @@ def _resolve(name: str, fields: dict[str, Any], model: ServedModel, otherwise: f
         return fields[name]
     own = getattr(model.defaults, name) if model.defaults else None
     return otherwise if own is None else own
-
-
-class CheckedBody(msgspec.Struct, frozen=True):
-    """A body as a worker checked it. Only `packed` and `kept` grow with it; they stay unopened."""
-
-    fields: dict[str, Any]  # but for the prompts
-    stubs: tuple[Prompt, ...]  # the prompts without their content
-    packed: bytes  # the prompts, for the job `prompts`
-    largest_id: int = -1  # of all ids in the prompts, and where it stands
-    largest_path: str = ""
-    digest: bytes = b""
-    ignored: tuple[str, ...] = ()  # names of fields that have no effect here
-    kept: bytes = b""  # stored with the stream
-
-
-decode_checked = msgspec.msgpack.Decoder(CheckedBody).decode
 
 
 def pack(dialect: PromptReader, fields: dict[str, Any]) -> CheckedBody:

@@ -8,12 +8,12 @@ from typing import Any
 import msgspec
 
 from headrace.core.errors import RequestError
+from headrace.core.jobs import CheckedBody
 from headrace.core.request import Route
 from headrace.generation.vectors import VectorRequest
 from headrace.protocols.common_fields import read_known
 from headrace.protocols.dialect import encode
 from headrace.protocols.fields import Array, Flag, Integer, Kind, String, wrong_type
-from headrace.protocols.requests import CheckedBody
 
 ROUTES: tuple[Route, ...] = ("/v1/rerank", "/rerank")
 KEYS = ("id", "object", "model", "results", "usage")
@@ -57,7 +57,7 @@ def read(body: dict[str, Any]) -> dict[str, Any]:
 def to_request(checked: CheckedBody, route: Route, owner: str) -> VectorRequest:
     """The request to score; query and documents stay packed."""
     model = checked.fields.get("model")
-    return VectorRequest(route, "score", "pairs", checked.packed, "documents", True, model, owner)
+    return VectorRequest(route, "score", checked.packed, "documents", True, model, owner)
 
 
 def ranking(

@@ -19,11 +19,12 @@ from typing import Any
 import msgspec
 
 from headrace.config.settings import ModelConfig
+from headrace.core import jobs
 from headrace.core.errors import RequestError
+from headrace.core.jobs import CheckedBody, Encoded, Refusal, SeenImages
 from headrace.core.request import Chat, Ids, Infill, Prompt, Route, Text
 from headrace.fleet.model_names import names_of, paths_of
 from headrace.fleet.served_model import Models, ServedModel
-from headrace.generation.model_checks import EncodedPrompt
 from headrace.protocols import (
     anthropic_messages,
     embeddings,
@@ -38,7 +39,7 @@ from headrace.protocols.fields import Flag, Kind, String, missing, read_fields
 from headrace.protocols.messages import placeholder_in_text, refuse_images, texts_of, unseen
 from headrace.protocols.model_text import Bound, MemoryBound, ModelText, text_of
 from headrace.protocols.prompt_ids import gap_ids, text_ids
-from headrace.protocols.requests import CheckedBody, check_token_ids, decode, pack
+from headrace.protocols.requests import check_token_ids, decode, pack
 from headrace.protocols.response_items import PAST, messages_of
 from headrace.text.generic_tools import GENERIC, in_words
 from headrace.workers.pool import (
@@ -47,7 +48,6 @@ from headrace.workers.pool import (
     JOB_S,
     MEMORY_BYTES,
     TEMPLATE_S,
-    Refusal,
     perform,
 )
 from headrace.workers.process import receive, reply
@@ -74,14 +74,10 @@ TOKENIZE: Mapping[str, Kind] = {
 
 _prompts_of = msgspec.msgpack.Decoder(tuple[Prompt, ...]).decode
 _earlier_of = msgspec.msgpack.Decoder(tuple[bytes, bytes, CheckedBody]).decode
-_encode = msgspec.msgpack.Encoder().encode
 
 
 class Jobs:
-    """The jobs for bodies: each takes one and a few small arguments, and gives bytes.
-
-    `rendering` bounds the time of a chat template.
-    """
+    """The doing of all jobs; `rendering` bounds the time of a chat template."""
 
     def __init__(
         self, *models: ServedModel | ModelText, rendering: Bound = contextlib.nullcontext
@@ -89,8 +85,48 @@ class Jobs:
         self._texts = Models(tuple(map(text_of, models)))
         self._rendering = rendering
 
-    def read(self, body: bytes, route: Route) -> bytes:
-        """A generation route's body as a CheckedBody."""
+    def do(self, job: jobs.AnyJob, body: bytes) -> object:
+        """The job's result; RequestError if it refuses `body`."""
+        match job:
+            case jobs.ReadBody(route):
+                return self.read(body, route)
+            case jobs.ReadInputs():
+                return self.inputs(decode(body))
+            case jobs.ReadPairs():
+                return self.query(decode(body))
+            case jobs.GoOn():
+                return self.go_on(body)
+            case jobs.EncodePrompts():
+                return self._encode_prompts(job, body)
+            case jobs.EncodePairs():
+                return self._encode_pairs(job, body)
+            case jobs.PutImages(sizes):
+                return put_images(body, sizes)
+            case jobs.SeeImages():
+                return self._see_images(job, body)
+            case jobs.WriteVectors():
+                shown = (job.size, job.first, job.dimensions, job.as_base64)
+                return embeddings.entries(body, *shown)
+            case jobs.RankDocuments():
+                return self.rank(job, body)
+            case jobs.ListInput():
+                page = (job.stream_id, job.limit, job.is_rising, job.after)
+                return openai_responses.input_items(body, *page)
+            case jobs.ReadModelName():
+                return _model_name(body)
+            case jobs.ReadNames():
+                return _names(body)
+            case jobs.Tokenize(max_model_len):
+                return self.tokenize(body, max_model_len)
+            case jobs.CountTokens():
+                return self.count_tokens(body)
+            case jobs.Detokenize():
+                return self._detokenize(body)
+            case jobs.ApplyTemplate():
+                return self.apply_template(body)
+
+    def read(self, body: bytes, route: Route) -> CheckedBody:
+        """Checks the body of a generation route."""
         digest = hashlib.sha256(route.encode() + b"\n" + body).digest()
         dialect = dialect_of(route)
         given = decode(body)
@@ -100,7 +136,7 @@ class Jobs:
             self.refuse_unseen(fields)
         checked = pack(dialect, fields)
         names = ignored(dialect.TABLE, given) + checked.ignored
-        return _encode(msgspec.structs.replace(checked, digest=digest, ignored=names))
+        return msgspec.structs.replace(checked, digest=digest, ignored=names)
 
     def constrain(self, fields: dict[str, Any]) -> None:
         """Makes one grammar of the fields that ask for a form; RequestError names a fault."""
@@ -134,45 +170,29 @@ class Jobs:
         """The first model for a name that nobody has: it is refused later, behind an attach."""
         return self._texts.find(fields.get("model", "")) or self._texts.first
 
-    def go_on(self, packed: bytes) -> bytes:
-        """A CheckedBody of /v1/responses with the conversation that it goes on from."""
+    def go_on(self, packed: bytes) -> CheckedBody:
+        """A body of /v1/responses with the conversation that it goes on from."""
         checked = openai_responses.go_on(*_earlier_of(packed))
         (chat,) = checked.stubs
         assert isinstance(chat, Chat)
         if chat.num_images and not self._asked(checked.fields).model.has_vision:
             raise unseen(PAST, _TEXT_ONLY)
-        return _encode(checked)
+        return checked
 
-    def input_items(self, kept: bytes, *arguments: Any) -> bytes:
-        """A page of what led to a response, as JSON."""
-        return openai_responses.input_items(kept, *arguments)
-
-    def prompts(self, packed: bytes, longest: int, name: str | None = None) -> bytes:
-        """Each prompt as an EncodedPrompt; none follow one of more than `longest` tokens."""
-        text = self._texts.get(name)
-        found: list[EncodedPrompt] = []
+    def _encode_prompts(self, job: jobs.EncodePrompts, packed: bytes) -> Encoded:
+        text = self._texts.get(job.model)
+        found, ways = list[bytes](), list[str]()
         for prompt in _prompts_of(packed):
-            token_ids, tokenization = self._tokenize(text.model, prompt, longest)
+            token_ids, tokenization = self._tokenize(text.model, prompt, job.longest)
             text.check_placeholders(token_ids)
-            found.append(EncodedPrompt(token_ids.tobytes(), tokenization))
-            if len(token_ids) > longest:
+            found.append(token_ids.tobytes())
+            ways.append(tokenization)
+            if len(token_ids) > job.longest:
                 break
-        return _encode(found)
+        return Encoded(tuple(found), max(ways, default=None))
 
-    def put_images(self, packed: bytes, sizes: list[int]) -> bytes:
-        """The chat in front of its fetched images, of these sizes, with them; 0: it came along."""
-        first = len(packed) - sum(sizes)
-        (chat,) = _prompts_of(packed[:first])
-        assert isinstance(chat, Chat)
-        images = []
-        for given, size in zip(chat.images, sizes, strict=True):
-            images.append(packed[first : first + size] if size else given)
-            first += size
-        return _encode((msgspec.structs.replace(chat, images=tuple(images), addresses=()),))
-
-    def images(self, packed: bytes, path: str, longest: int, name: str | None = None) -> bytes:
-        """Token ids and inputs of a chat with images, whose tensors are written to `path`."""
-        text = self._texts.get(name)
+    def _see_images(self, job: jobs.SeeImages, packed: bytes) -> SeenImages:
+        text = self._texts.get(job.model)
         (chat,) = _prompts_of(packed)
         assert isinstance(chat, Chat)
         placeholder = text.image_processor.placeholder
@@ -180,12 +200,8 @@ class Jobs:
             if placeholder and placeholder in texts_of(message["content"]):
                 raise placeholder_in_text(chat.image_params[0].partition("[")[0])
         rendered = self._render(text.model, chat)
-        prepared = text.image_processor.prepare(rendered, chat.images, chat.image_params, path)
-        return _encode((prepared.token_ids.tobytes(), prepared.inputs))
-
-    def read_inputs(self, body: bytes) -> bytes:
-        """The body of /v1/embeddings as a CheckedBody; `is_list` is in its fields."""
-        return _encode(self.inputs(decode(body)))
+        prepared = text.image_processor.prepare(rendered, chat.images, chat.image_params, job.path)
+        return SeenImages(prepared.token_ids.tobytes(), prepared.inputs)
 
     def inputs(self, given: dict[str, Any]) -> CheckedBody:
         """Checks a decoded body of /v1/embeddings."""
@@ -197,63 +213,34 @@ class Jobs:
         checked = pack(embeddings, fields)
         return msgspec.structs.replace(checked, ignored=ignored(embeddings.TABLE, given))
 
-    def read_pairs(self, body: bytes) -> bytes:
-        """The body of /v1/rerank as a CheckedBody, whose `packed` is for the job `pairs`."""
-        return _encode(self.query(decode(body)))
-
     def query(self, given: dict[str, Any]) -> CheckedBody:
         """Checks a decoded body of /v1/rerank."""
         with self._noting(given):
             fields = rerank.read(given)
-        packed = _encode((fields.pop("query"), fields.pop("documents")))
+        packed = msgspec.msgpack.encode((fields.pop("query"), fields.pop("documents")))
         names = ignored(rerank.TABLE, given)
         return CheckedBody(fields, (), packed, ignored=names)
 
-    def pairs(self, packed: bytes, longest: int, name: str | None = None) -> bytes:
-        """How many tokens of a pair are the query's, and the ids of each pair, packed as int32.
-
-        None follow one of more than `longest`.
-        """
-        model = self._texts.get(name).model
+    def _encode_pairs(self, job: jobs.EncodePairs, packed: bytes) -> Encoded:
+        model = self._texts.get(job.model).model
         query, documents = rerank.pairs_of(packed)
         found: list[bytes] = []
         num_first = 0
         for document in documents:
             token_ids, num_first = model.tokenizer.encode_pair(query, document)
             found.append(token_ids.tobytes())
-            if len(token_ids) > longest:
+            if len(token_ids) > job.longest:
                 break
-        return _encode((num_first, found))
+        return Encoded(tuple(found), num_first=num_first)
 
-    def entries(self, packed: bytes, *arguments: Any) -> bytes:
-        """A part of an answer with embeddings, as JSON."""
-        return embeddings.entries(packed, *arguments)
-
-    def ranking(
-        self, packed: bytes, vectors: bytes, name: str, top_n: int | None, shows_documents: bool
-    ) -> bytes:
+    def rank(self, job: jobs.RankDocuments, packed: bytes) -> bytes:
         """The results of an answer with a ranking, as JSON."""
         num = len(rerank.pairs_of(packed)[1])
-        scores = rerank.relevance(
-            vectors, num, self._texts.get(name).model.sentences.score_is_logit
-        )
-        return rerank.ranking(packed, scores, top_n, shows_documents)
-
-    def model_name(self, body: bytes) -> bytes:
-        """The required `model`, as a list of one."""
-        given = decode(body)
-        if given.get("model") is None:
-            raise missing("model")
-        return _encode([read_fields(MODEL, given)["model"]])
-
-    def names(self, body: bytes) -> bytes:
-        """The non-empty strings of `conversation_ids`."""
-        wanted = decode(body).get("conversation_ids")
-        names = wanted if isinstance(wanted, list) else []
-        return _encode([name for name in names if isinstance(name, str) and name])
+        is_logit = self._texts.get(job.model).model.sentences.score_is_logit
+        scores = rerank.relevance(job.vectors, num, is_logit)
+        return rerank.ranking(packed, scores, job.top_n, job.shows_documents)
 
     def tokenize(self, body: bytes, max_model_len: Mapping[str, int]) -> bytes:
-        """`max_model_len` is that of each loaded model, by its first name."""
         model, fields = self._read(body, TOKENIZE)
         given = [name for name in _SOURCES if name in fields]
         if len(given) != 1:
@@ -275,7 +262,7 @@ class Jobs:
         (prompt,) = anthropic_messages.to_prompts(fields)
         return encode({"input_tokens": len(self._ids(model, prompt))})
 
-    def detokenize(self, body: bytes) -> bytes:
+    def _detokenize(self, body: bytes) -> bytes:
         model, fields = self._read(body, DETOKENIZE, "tokens")
         check_token_ids(fields["tokens"], "tokens", model.vocab_size)
         text = model.tokenizer.decode(fields["tokens"], False)
@@ -329,6 +316,33 @@ class Jobs:
             return model.template.render(chat)
 
 
+def put_images(packed: bytes, sizes: Sequence[int]) -> bytes:
+    """The chat in front of its fetched images, of these sizes, with them; 0: it came along."""
+    first = len(packed) - sum(sizes)
+    (chat,) = _prompts_of(packed[:first])
+    assert isinstance(chat, Chat)
+    images = []
+    for given, size in zip(chat.images, sizes, strict=True):
+        images.append(packed[first : first + size] if size else given)
+        first += size
+    chat = msgspec.structs.replace(chat, images=tuple(images), addresses=())
+    return msgspec.msgpack.encode((chat,))
+
+
+def _model_name(body: bytes) -> str:
+    given = decode(body)
+    if given.get("model") is None:
+        raise missing("model")
+    name: str = read_fields(MODEL, given)["model"]
+    return name
+
+
+def _names(body: bytes) -> tuple[str, ...]:
+    wanted = decode(body).get("conversation_ids")
+    names = wanted if isinstance(wanted, list) else []
+    return tuple(name for name in names if isinstance(name, str) and name)
+
+
 def _listed(model: ServedModel, token_ids: list[int], fields: dict[str, Any]) -> dict[str, Any]:
     tokenizer, tokens = model.tokenizer, list[Any](token_ids)
     if fields.get("with_pieces"):
@@ -371,9 +385,9 @@ def _work(connection: socket.socket, is_for_images: bool) -> None:
             bound.lifted,
             paths_of(config),
         )
-        for config in msgspec.msgpack.decode(start[2], type=tuple[ModelConfig, ...])
+        for config in msgspec.msgpack.decode(start[1], type=tuple[ModelConfig, ...])
     ]
-    jobs = Jobs(*texts, rendering=_rendering)
+    own = Jobs(*texts, rendering=_rendering)
     if is_for_images:
         os.nice(19)  # whatever it takes, streams go first
     if len(texts) == 1:  # it will be asked for
@@ -383,18 +397,16 @@ def _work(connection: socket.socket, is_for_images: bool) -> None:
     reply(connection, b"")
     while (job := receive(connection)) is not None:
         signal.setitimer(signal.ITIMER_VIRTUAL, JOB_S)
-        _answer(connection, jobs, *job)
+        _answer(connection, own, *job)
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         del job  # before the next one comes: it may be as large
         if bound.is_near:
             return  # what cannot be given back piece by piece goes with the process
 
 
-def _answer(
-    connection: socket.socket, jobs: Jobs, name: str, arguments: Sequence[Any], body: bytes
-) -> None:
+def _answer(connection: socket.socket, own: Jobs, head: bytes, body: bytes) -> None:
     try:
-        result, refused = perform(jobs, name, body, arguments), False
+        result, refused = perform(own, head, body), False
     except RequestError as error:
         result, refused = msgspec.msgpack.encode(Refusal.of(error)), True
     except Exception:

@@ -10,6 +10,7 @@ import httpcore
 import httpx
 
 from headrace.core.errors import RequestError
+from headrace.core.jobs import PutImages
 from headrace.core.request import MAX_IMAGE_BYTES, Chat, Prompt
 from headrace.workers.pool import Work
 
@@ -87,7 +88,7 @@ class ImageFetcher:
         for prompt in prompts:
             if isinstance(prompt, Chat) and any(prompt.addresses):
                 images = await self._fetch_all(prompt)
-                return await work.do("put_images", [packed, *images], [*map(len, images)])
+                return await work.do(PutImages((*map(len, images),)), [packed, *images])
         return packed
 
     async def _fetch_all(self, chat: Chat) -> list[bytes]:

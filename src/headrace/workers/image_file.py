@@ -3,12 +3,9 @@
 import os
 from typing import NamedTuple
 
-import msgspec
-
+from headrace.core.jobs import SeeImages
 from headrace.core.plan import PromptInputs
 from headrace.workers.pool import Work
-
-_decode = msgspec.msgpack.Decoder(tuple[bytes, PromptInputs]).decode
 
 
 class PixelFile:
@@ -41,8 +38,8 @@ class Admitted(NamedTuple):
             self.pixels.close()
 
 
-async def see_images(work: Work, packed: bytes, longest: int, model: str) -> Admitted:
+async def see_images(work: Work, packed: bytes, model: str) -> Admitted:
     """The one prompt in `packed`, a chat with images; RequestError names the image at fault."""
     pixels = PixelFile()
-    token_ids, inputs = _decode(await work.do("images", [packed], pixels.path, longest, model))
-    return Admitted((token_ids,), "one-shot", (inputs,), pixels, packed)
+    seen = await work.do(SeeImages(pixels.path, model), [packed])
+    return Admitted((seen.token_ids,), "one-shot", (seen.inputs,), pixels, packed)

@@ -5,9 +5,6 @@ import itertools
 from bisect import insort
 from collections.abc import Sequence
 from contextvars import ContextVar
-from typing import Any
-
-import msgspec
 
 from headrace.core.errors import RequestError
 
@@ -26,8 +23,8 @@ Body = Sequence[bytes | bytearray]
 """The pieces of a body, in order."""
 
 
-class Job:
-    """A call by `name` with a body and small arguments; `done` is its result, or why there is none.
+class QueuedJob:
+    """A packed job with its body; `done` is its packed result, or why there is none.
 
     Who cancels `done` has left.
     """
@@ -36,15 +33,15 @@ class Job:
 
     _numbers = itertools.count()
 
-    def __init__(self, name: str, body: Body, arguments: Sequence[Any]) -> None:
-        self.head = msgspec.msgpack.encode((name, arguments))
+    def __init__(self, head: bytes, body: Body) -> None:
+        self.head = head
         self.body = list(body)
         self.number = next(self._numbers)
         self.owner = OWNER.get()
         self.size = sum(map(len, body))
         self.done: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
 
-    def __lt__(self, other: "Job") -> bool:
+    def __lt__(self, other: "QueuedJob") -> bool:
         """Whether this job goes first: smaller ones do; those of about a size keep their order."""
         mine, theirs = self.size.bit_length(), other.size.bit_length()
         return (max(mine, _TINY_BITS), self.number) < (max(theirs, _TINY_BITS), other.number)
@@ -67,9 +64,9 @@ class JobLine:
 
     def __init__(self, num_workers: int) -> None:
         self._most_of_key = max(1, num_workers - 1)
-        self._small: dict[str, list[Job]] = {}  # by owner, whose turn is next first
-        self._large: dict[str, list[Job]] = {}
-        self._in_work: set[Job] = set()
+        self._small: dict[str, list[QueuedJob]] = {}  # by owner, whose turn is next first
+        self._large: dict[str, list[QueuedJob]] = {}
+        self._in_work: set[QueuedJob] = set()
         self._has_changed = asyncio.Event()
         self._is_closed = False
 
@@ -77,7 +74,7 @@ class JobLine:
         """The number of jobs that wait."""
         return sum(map(len, (*self._small.values(), *self._large.values())))
 
-    def put(self, job: Job) -> None:
+    def put(self, job: QueuedJob) -> None:
         """RequestError if it cannot wait here."""
         if self._is_closed:
             raise SHUTDOWN.with_traceback(None)
@@ -91,7 +88,7 @@ class JobLine:
         insort(line.setdefault(job.owner, []), job)
         self._has_changed.set()
 
-    def leave(self, job: Job) -> None:
+    def leave(self, job: QueuedJob) -> None:
         """Takes a job out of the line, if it is there."""
         line = self._large if job.is_large else self._small
         jobs = line.get(job.owner, [])
@@ -100,7 +97,7 @@ class JobLine:
             if not jobs:
                 del line[job.owner]
 
-    async def next(self, takes_large: bool) -> Job:
+    async def next(self, takes_large: bool) -> QueuedJob:
         """The job whose turn it is, which is in work from now on. A large one goes first."""
         while (job := self._take(takes_large)) is None:
             self._has_changed.clear()
@@ -108,7 +105,7 @@ class JobLine:
         self._in_work.add(job)
         return job
 
-    def finish(self, job: Job) -> None:
+    def finish(self, job: QueuedJob) -> None:
         """Notes that the job's worker can do another."""
         self._in_work.discard(job)
         job.refuse(SHUTDOWN)  # unless it is done
@@ -124,7 +121,7 @@ class JobLine:
         self._small.clear()
         self._large.clear()
 
-    def _take(self, takes_large: bool) -> Job | None:
+    def _take(self, takes_large: bool) -> QueuedJob | None:
         if takes_large:
             for owner in self._large:
                 if not self._num_large_in_work(owner):
@@ -139,7 +136,7 @@ class JobLine:
         return sum(job.owner == owner and job.is_large for job in self._in_work)
 
 
-def _pop(line: dict[str, list[Job]], owner: str) -> Job:
+def _pop(line: dict[str, list[QueuedJob]], owner: str) -> QueuedJob:
     """Takes an owner's first job; then it is the turn of the others."""
     jobs = line.pop(owner)
     job = jobs.pop(0)

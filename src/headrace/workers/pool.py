@@ -1,24 +1,34 @@
 """Work that grows with what a client sent: done off the event loop, where it can be killed.
 
-A job is a pure function of bytes and a few small arguments; its result is bytes. Jobs run in
-worker processes, each with limited memory and processor time, or, naively, in threads.
+A job (core/jobs.py) is a pure function of its message and a body. Jobs run in worker processes,
+each with limited memory and processor time, or, naively, in threads.
 """
 
 import asyncio
 import logging
 import signal
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
 import msgspec
 
 from headrace.core.errors import RequestError
+from headrace.core.jobs import (
+    AnyJob,
+    Job,
+    Refusal,
+    decode_job,
+    decode_result,
+    encode_job,
+    encode_result,
+)
 from headrace.race import race
-from headrace.workers.job_line import Body, Job, JobLine
+from headrace.workers.job_line import Body, JobLine, QueuedJob
 from headrace.workers.process import Reply, WorkerProcess
 
 logger = logging.getLogger(__name__)
+
+R = TypeVar("R")
 
 TEMPLATE_S = 5.0
 """Processor time that a chat template may take; a worker that takes more gets SIGPROF."""
@@ -28,7 +38,7 @@ MEMORY_BYTES = 224 << 20
 """Memory that a worker may hold beyond what it loaded."""
 
 IMAGES = "images"
-"""The job that has a worker of its own, at the lowest priority, where the model sees images."""
+"""The option of the worker for images: of its own, at the lowest priority."""
 IMAGE_MEMORY_BYTES = 2 << 30
 
 _NUM_WORKERS = 2  # one for small jobs alone
@@ -53,55 +63,41 @@ _VERDICTS = {
 
 
 class Work(Protocol):
-    """Does jobs by name, whatever they cost."""
+    """Does jobs, whatever they cost."""
 
-    async def do(self, name: str, body: Body, *arguments: Any) -> bytes:
+    async def do(self, job: Job[R], body: Body = ()) -> R:
         """The job's result; RequestError if it refuses `body`, or overran."""
 
     async def run(self) -> None:
         """Owns what does the work, until it is cancelled."""
 
 
-class Refusal(msgspec.Struct, frozen=True):
-    """A RequestError on its way between processes."""
+class Performer(Protocol):
+    """The side of a worker that knows how jobs are done."""
 
-    code: str
-    message: str
-    param: str | None
-    extra: dict[str, int]
-    noted: dict[str, int | str]
-
-    @classmethod
-    def of(cls, error: RequestError) -> "Refusal":
-        return cls(error.code, error.message, error.param, error.extra, error.noted)
-
-    def error(self) -> RequestError:
-        error = RequestError(self.code, self.message, self.param, self.extra)
-        return error.noting(**self.noted)
+    def do(self, job: AnyJob, body: bytes) -> object:
+        """The job's result; RequestError if it refuses `body`."""
 
 
-def perform(jobs: object, name: str, body: bytes, arguments: Sequence[Any]) -> bytes:
-    """The result of one job; RequestError, also where memory ran out."""
+def perform(jobs: Performer, head: bytes, body: bytes) -> bytes:
+    """The packed result of the job in `head`; RequestError, also where memory ran out."""
     try:
-        result: bytes = getattr(jobs, name)(body, *arguments)
+        return encode_result(jobs.do(decode_job(head), body))
     except MemoryError:
         raise _TOO_MUCH from None
-    return result
 
 
 class ThreadWork:
     """Jobs in threads of this process, for callers that limit themselves: LLM, and tests."""
 
-    def __init__(self, jobs: object) -> None:
+    def __init__(self, jobs: Performer) -> None:
         self._jobs = jobs
         self._threads = ThreadPoolExecutor(_NUM_WORKERS, thread_name_prefix="work")
 
-    async def do(self, name: str, body: Body, *arguments: Any) -> bytes:
-        loop = asyncio.get_running_loop()
-        whole = b"".join(body)
-        return await loop.run_in_executor(
-            self._threads, perform, self._jobs, name, whole, arguments
-        )
+    async def do(self, job: Job[R], body: Body = ()) -> R:
+        asked = (self._jobs, encode_job(job), b"".join(body))
+        running = asyncio.get_running_loop().run_in_executor(self._threads, perform, *asked)
+        return decode_result(job, await running)
 
     async def run(self) -> None:
         try:
@@ -131,14 +127,14 @@ class WorkerPool:
         self._image_line = JobLine(1)
         self._images: _Source | None = _Source(module, start, IMAGES) if has_images else None
 
-    async def do(self, name: str, body: Body, *arguments: Any) -> bytes:
-        job = Job(name, body, arguments)
-        line = self._image_line if name == IMAGES and self._images else self._line
-        line.put(job)
+    async def do(self, job: Job[R], body: Body = ()) -> R:
+        queued = QueuedJob(encode_job(job), body)
+        line = self._image_line if job.is_for_images and self._images else self._line
+        line.put(queued)
         try:
-            return await job.done
+            return decode_result(job, await queued.done)
         finally:
-            line.leave(job)
+            line.leave(queued)
 
     async def run(self) -> None:
         try:
@@ -239,7 +235,7 @@ class _Worker:
         except (OSError, EOFError) as error:
             logger.warning("A worker process could not be started: %s", error)
 
-    async def _do(self, job: Job) -> None:
+    async def _do(self, job: QueuedJob) -> None:
         for is_again in (False, True):
             if job.done.done():  # the client has left
                 return
@@ -261,7 +257,7 @@ class _Worker:
         logger.error("One job killed two worker processes in a row")
         job.refuse(RequestError("internal_error", "The server failed on this request."))
 
-    async def _ask(self, process: WorkerProcess, job: Job) -> Reply | None:
+    async def _ask(self, process: WorkerProcess, job: QueuedJob) -> Reply | None:
         """None if the client left, and the job did not end soon after."""
         async with race(process.ask(job.head, job.body), job.done) as (replying, _):
             await asyncio.wait((replying,), timeout=self._left_s)
@@ -282,7 +278,7 @@ class _Worker:
         return await process.end(within_s) if process is not None else 0
 
 
-def _settle(job: Job, found: Reply | None) -> None:
+def _settle(job: QueuedJob, found: Reply | None) -> None:
     if found is None or job.done.done():
         return
     refused, reply = found

@@ -9,9 +9,6 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-import msgspec
 
 from headrace import awake
 from headrace.config.sources import SECRETS
@@ -26,7 +23,7 @@ _ENVIRONMENT = {
     "RUST_BACKTRACE": "0",
     "RUST_LIB_BACKTRACE": "0",
 }
-_REQUEST = struct.Struct("<II")  # lengths of name and arguments, and of the body
+_REQUEST = struct.Struct("<II")  # lengths of the job and of the body
 _REPLY = struct.Struct("<?I")  # whether it is a refusal, and its length
 
 Reply = tuple[bool, bytes]
@@ -128,18 +125,15 @@ class WorkerProcess:
 # the other end of the socket, in the worker
 
 
-def receive(connection: socket.socket) -> tuple[str, Sequence[Any], bytes] | None:
-    """The next job; None once the server has gone. The first has no name: it is `start`."""
+def receive(connection: socket.socket) -> tuple[bytes, bytes] | None:
+    """The next packed job and its body; None once the server has gone. First comes `start`."""
     lengths = _receive_exactly(connection, _REQUEST.size)
     if lengths is None:
         return None
     num_head, num_body = _REQUEST.unpack(lengths)
     head = _receive_exactly(connection, num_head)
     body = _receive_exactly(connection, num_body)
-    if head is None or body is None:
-        return None
-    name, arguments = msgspec.msgpack.decode(head) if head else ("", ())
-    return name, arguments, body
+    return None if head is None or body is None else (head, body)
 
 
 def reply(connection: socket.socket, result: bytes, refused: bool = False) -> None:

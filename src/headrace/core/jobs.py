@@ -1,0 +1,212 @@
+"""The jobs of workers: one tagged union of what they are asked, and the nouns they answer with.
+
+A body travels beside its job, in pieces, as raw bytes; a job that answers with bytes, too.
+"""
+
+from typing import Any, ClassVar, Generic, TypeVar, cast, get_args
+
+import msgspec
+
+from headrace.core.errors import RequestError
+from headrace.core.plan import PromptInputs
+from headrace.core.request import Prompt, Route
+
+R = TypeVar("R")
+
+
+class CheckedBody(msgspec.Struct, frozen=True):
+    """A body as a worker checked it. Only `packed` and `kept` grow with it; they stay unopened."""
+
+    fields: dict[str, Any]  # but for the prompts
+    stubs: tuple[Prompt, ...]  # the prompts without their content
+    packed: bytes  # the prompts, for EncodePrompts; query and documents, for EncodePairs
+    largest_id: int = -1  # of all ids in the prompts, and where it stands
+    largest_path: str = ""
+    digest: bytes = b""
+    ignored: tuple[str, ...] = ()  # names of fields that have no effect here
+    kept: bytes = b""  # stored with the stream
+
+
+class Encoded(msgspec.Struct, frozen=True):
+    """Packed int32 ids of each prompt, and how they came about: one-shot, streamed or given."""
+
+    prompts: tuple[bytes, ...]
+    tokenization: str | None = None
+    num_first: int = 0  # tokens of a pair that are its first text's
+
+
+class SeenImages(msgspec.Struct, frozen=True):
+    """Packed int32 ids of a chat with images, and the inputs that stand for those."""
+
+    token_ids: bytes
+    inputs: PromptInputs
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """A RequestError on its way between processes."""
+
+    code: str
+    message: str
+    param: str | None
+    extra: dict[str, int]
+    noted: dict[str, int | str]
+
+    @classmethod
+    def of(cls, error: RequestError) -> "Refusal":
+        return cls(error.code, error.message, error.param, error.extra, error.noted)
+
+    def error(self) -> RequestError:
+        error = RequestError(self.code, self.message, self.param, self.extra)
+        return error.noting(**self.noted)
+
+
+class Job(msgspec.Struct, Generic[R], frozen=True, tag=True):
+    """Root of the union, generic in its result; carries nothing."""
+
+    is_for_images: ClassVar[bool] = False  # done by the worker that is for them, where there is one
+
+
+class ReadBody(Job[CheckedBody], frozen=True, tag=True):
+    """Check the body of a generation route."""
+
+    route: Route
+
+
+class ReadInputs(Job[CheckedBody], frozen=True, tag=True):
+    """Check the body of /v1/embeddings; `is_list` is among its fields."""
+
+
+class ReadPairs(Job[CheckedBody], frozen=True, tag=True):
+    """Check the body of /v1/rerank."""
+
+
+class GoOn(Job[CheckedBody], frozen=True, tag=True):
+    """Put the conversation that it goes on from before a response's: kept, output and body."""
+
+
+class EncodePrompts(Job[Encoded], frozen=True, tag=True):
+    """Tokenize packed prompts; none follow one of more than `longest` tokens."""
+
+    longest: int
+    model: str | None = None
+
+
+class EncodePairs(Job[Encoded], frozen=True, tag=True):
+    """Tokenize a packed query with each document; none follow one of more than `longest` tokens."""
+
+    longest: int
+    model: str
+
+
+class PutImages(Job[bytes], frozen=True, tag=True):
+    """Put fetched images, of these sizes, into the packed chat before them; 0: it came along."""
+
+    sizes: tuple[int, ...]
+
+
+class SeeImages(Job[SeenImages], frozen=True, tag=True):
+    """Prepare a packed chat with images, whose tensors are written to `path`."""
+
+    path: str
+    model: str
+    is_for_images: ClassVar[bool] = True
+
+
+class WriteVectors(Job[bytes], frozen=True, tag=True):
+    """Write packed vectors of `size` bytes each as entries of an answer, numbered from `first`."""
+
+    size: int
+    first: int
+    dimensions: int | None
+    as_base64: bool
+
+
+class RankDocuments(Job[bytes], frozen=True, tag=True):
+    """Write the packed documents as the results of an answer, by their scores in `vectors`."""
+
+    vectors: bytes
+    model: str
+    top_n: int | None
+    shows_documents: bool
+
+
+class ListInput(Job[bytes], frozen=True, tag=True):
+    """Write a page of what led to a response, of which `kept` is the body."""
+
+    stream_id: str
+    limit: int
+    is_rising: bool
+    after: str
+
+
+class ReadModelName(Job[str], frozen=True, tag=True):
+    """Read the required `model`."""
+
+
+class ReadNames(Job[tuple[str, ...]], frozen=True, tag=True):
+    """Read the non-empty strings of `conversation_ids`."""
+
+
+class Tokenize(Job[bytes], frozen=True, tag=True):
+    """Answer /tokenize; `max_model_len` is that of each known model, by its first name."""
+
+    max_model_len: dict[str, int]
+
+
+class CountTokens(Job[bytes], frozen=True, tag=True):
+    """Answer /v1/messages/count_tokens."""
+
+
+class Detokenize(Job[bytes], frozen=True, tag=True):
+    """Answer /detokenize."""
+
+
+class ApplyTemplate(Job[bytes], frozen=True, tag=True):
+    """Answer /apply-template."""
+
+
+AnyJob = (
+    ReadBody
+    | ReadInputs
+    | ReadPairs
+    | GoOn
+    | EncodePrompts
+    | EncodePairs
+    | PutImages
+    | SeeImages
+    | WriteVectors
+    | RankDocuments
+    | ListInput
+    | ReadModelName
+    | ReadNames
+    | Tokenize
+    | CountTokens
+    | Detokenize
+    | ApplyTemplate
+)
+
+_ENCODER = msgspec.msgpack.Encoder()
+_JOBS: msgspec.msgpack.Decoder[AnyJob] = msgspec.msgpack.Decoder(AnyJob)
+_RESULTS = {
+    job: None if result is bytes else msgspec.msgpack.Decoder(result)
+    for job in get_args(AnyJob)
+    for result in get_args(job.__orig_bases__[0])
+}
+
+
+def encode_job(job: Job[Any]) -> bytes:
+    return _ENCODER.encode(job)
+
+
+def decode_job(packed: bytes) -> AnyJob:
+    return _JOBS.decode(packed)
+
+
+def encode_result(result: object) -> bytes:
+    return result if isinstance(result, bytes) else _ENCODER.encode(result)
+
+
+def decode_result(job: Job[R], packed: bytes) -> R:
+    """The result as the job states it."""
+    decoder = _RESULTS[type(job)]
+    return cast(R, packed if decoder is None else decoder.decode(packed))
