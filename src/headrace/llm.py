@@ -147,7 +147,7 @@ class LLM:
         self.close()
 
     def _call(self, dialect: Dialect, fields: dict[str, Any]) -> "_Call":
-        model = self._host.generation.hosts.get(fields.get("model")).model
+        model = self._host.generation.fleet.hosts.get(fields.get("model")).model
         checked = pack(dialect, fields)
         request = to_request(dialect, checked, model)
         request = msgspec.structs.replace(request, response_options=_OPTIONS)

@@ -77,7 +77,7 @@ async def test_64_at_once_say_what_each_says_alone(folder: Path, sampling: Sampl
 async def at_rest(generation: Generation) -> None:
     """Until the books are empty: no stream, no sequence, every block free."""
     async with asyncio.timeout(10):
-        host = generation.hosts.first
+        host = generation.fleet.hosts.first
         while (
             host.engine.status is None or host.engine.status.num_running or len(generation.streams)
         ):

@@ -197,6 +197,9 @@ class NoStreams:
     async def find(self, owner: str, by: object) -> None:
         return None
 
+    async def find_equal(self, names: Names, may_take_over: bool) -> None:
+        return None
+
     async def stop(self, found: object) -> None:
         raise AssertionError("nothing was found")
 
@@ -248,7 +251,7 @@ class FakeVectors:
         self.asked: list[VectorRequest] = []
 
     async def make(self, request: VectorRequest, check: Check = lambda model: None) -> Vectors:
-        model: Any = self._generation.hosts.get(request.model).model
+        model: Any = self._generation.fleet.hosts.get(request.model).model
         check(model)
         self.asked.append(request)
         job = EncodePairs if request.task == "score" else EncodePrompts
@@ -277,36 +280,40 @@ class FakeFleet:
         """It is there."""
 
 
+class FakeQueues:
+    """Its generation is draining while it is stopped."""
+
+    def __init__(self, generation: "FakeGeneration") -> None:
+        self._generation = generation
+
+    def stop(self) -> None:
+        self._generation.state = "draining"
+
+    def go_on(self) -> None:
+        self._generation.state = "ok"
+
+
 class FakeGeneration:
     """Opens streams that hold `script` from the start; without a script, only seq 0."""
 
     def __init__(self, *script: AnyEvent, model: FakeModel | None = None) -> None:
         self.fleet = FakeFleet(FakeHost(model or FakeModel()))
-        self.hosts = self.fleet.hosts
         self.state = "ok"
+        self.queues = FakeQueues(self)
         self.desired = None
         self.metrics = Metrics()
         self.script = script
         self.refusal: RequestError | None = None
         self.requests: list[Request] = []
-        self.work = ThreadWork(Jobs(self.hosts.first.model))  # type: ignore[arg-type]
+        self.work = ThreadWork(Jobs(self.fleet.hosts.first.model))  # type: ignore[arg-type]
         self.streams: NoStreams = NoStreams()
         self.vectors = FakeVectors(self)
-
-    def stop_admitting(self) -> None:
-        self.state = "draining"
-
-    def admit_again(self) -> None:
-        self.state = "ok"
-
-    async def attach(self, names: Names, may_take_over: bool) -> None:
-        return None
 
     def streams_of(self, host: FakeHost) -> list[Any]:
         return host.streams
 
     async def host_for(self, name: str | None, waits: bool) -> FakeHost:
-        return self.hosts.get(name)
+        return self.fleet.hosts.get(name)
 
     async def open(
         self, request: Request, names: Names, packed: bytes, stream_id: StreamId

@@ -53,7 +53,7 @@ async def two_models(folder: Path) -> AsyncIterator[tuple[Generation, Engines]]:
         async with asyncio.timeout(60):
             yield generation, engines
     finally:
-        await generation.close()
+        await generation.fleet.close()
         await asyncio.wait([task], timeout=5)
         task.cancel()
 
@@ -114,7 +114,7 @@ async def test_a_model_makes_room_once_its_streams_have_ended(folder: Path) -> N
 
 async def test_unloading_gives_up_a_load_unless_somebody_waits_for_it(folder: Path) -> None:
     async with two_models(folder) as (generation, engines):
-        fleet, host = generation.fleet, generation.hosts.get("a")
+        fleet, host = generation.fleet, generation.fleet.hosts.get("a")
         fleet.need(host)
         await settle()
         fleet.unload(host)

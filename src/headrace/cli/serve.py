@@ -200,7 +200,9 @@ class _Serving:
             )
             generation.desired = desired
             generation.fleet.on_unknown = lambda: desired.reread(generation.fleet)
-        lines.read_progress = lambda: [host.loading.progress for host in generation.hosts.all()]
+        lines.read_progress = lambda: [
+            host.loading.progress for host in generation.fleet.hosts.all()
+        ]
         try:
             return await self._serve(generation)
         except ExceptionGroup as broken:
@@ -209,7 +211,7 @@ class _Serving:
             _end_within(_LAST_S, exits.BROKEN)
             return exits.BROKEN
         finally:
-            await generation.close()
+            await generation.fleet.close()
 
     @property
     def _kept_at(self) -> Path | None:
@@ -275,7 +277,7 @@ class _Serving:
             _end_within(_LAST_S, code)
             announcing.cancel()
             server.should_exit = True
-            await generation.close()
+            await generation.fleet.close()
         return code
 
     async def _drain(self, generation: Generation) -> None:
@@ -340,13 +342,13 @@ class _Serving:
         scheme = "http" if self._tls is None else "https"
         url = f"{scheme}://{address}:{port}{http.api_prefix}"
         if generation.fleet.is_sole:
-            ready = await generation.hosts.first.engine.wait_until_ready()
-            host = generation.hosts.first
+            ready = await generation.fleet.hosts.first.engine.wait_until_ready()
+            host = generation.fleet.hosts.first
             if host.model.sampling_words:
                 say(f"headrace: {host.model.sampling_words}.")
             say(_ready_line(url, host.name, ready))
             return
-        names = ", ".join(host.name for host in generation.hosts.all())
+        names = ", ".join(host.name for host in generation.fleet.hosts.all())
         say(f"Headrace is ready at {url}: models are loaded when they are asked for: {names}")
 
     def _verdict(self, generation: Generation) -> int:

@@ -80,7 +80,7 @@ class GenerationRoutes:
 
     def _wait(self, route: Route, checked: CheckedBody, names: Names, id: StreamId) -> Wait | None:
         """How the client hears of a download, before which there can be no stream."""
-        host = self._generation.hosts.find(checked.fields.get("model", ""))
+        host = self._generation.fleet.hosts.find(checked.fields.get("model", ""))
         if host is None or host.is_here or names.conversation is not None:
             return None
         return wait_of(route, checked, names, id)
@@ -110,7 +110,7 @@ class GenerationRoutes:
     ) -> tuple[Found, bool]:
         """The stream of a request, and whether it is that of an earlier one."""
         attaches = checked.fields.get("attach") is not False
-        stream = await self._generation.attach(names, attaches)
+        stream = await self._generation.streams.find_equal(names, attaches)
         if stream is not None:
             return stream, True
         dialect = dialect_of(route)
@@ -214,7 +214,7 @@ class TextRoutes:
         self._bodies = bodies
 
     async def tokenize(self, request: Request) -> ASGIApp:
-        hosts = self._generation.hosts.all()
+        hosts = self._generation.fleet.hosts.all()
         longest = {host.name: host.known.max_model_len for host in hosts if host.known}
         return await self._do(request, Tokenize(longest))
 

@@ -45,14 +45,14 @@ class LlamaRoutes:
 
     async def _known(self, request: Request) -> ModelHost:
         """The model that the query names, whose text side has been read."""
-        host = self._generation.hosts.get(request.query_params.get("model"))
+        host = self._generation.fleet.hosts.get(request.query_params.get("model"))
         if host.known is None:
             await unless_left(request.receive, _read(host))
         return host
 
     async def slots(self, request: Request) -> ASGIApp:
         """Lists slots of all models, or of the one named. To a key, others' slots look idle."""
-        hosts = self._generation.hosts
+        hosts = self._generation.fleet.hosts
         name = request.query_params.get("model")
         sees_all = self._auth.sees_all(request.headers)
         owner = None if sees_all else self._auth.owner(request.headers)

@@ -63,13 +63,13 @@ class ModelRoutes:
 
     async def load(self, request: Request) -> ASGIApp:
         """Answers at once; the list of models shows what becomes of it."""
-        host = self._generation.hosts.get(await self._name(request))
+        host = self._generation.fleet.hosts.get(await self._name(request))
         self._generation.fleet.need(host)
         return answer({"success": True})
 
     async def unload(self, request: Request) -> ASGIApp:
         """Answers at once; streams end first."""
-        host = self._generation.hosts.get(await self._name(request))
+        host = self._generation.fleet.hosts.get(await self._name(request))
         if self._generation.fleet.is_sole:
             message = "This server has one model, which stays loaded; stop the server instead."
             raise RequestError("unsupported_operation", message, "model")

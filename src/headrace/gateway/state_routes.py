@@ -21,7 +21,6 @@ from headrace.fleet.model_names import called
 from headrace.fleet.served_model import ServedModel
 from headrace.gateway.delivery import while_connected
 from headrace.gateway.http_responses import answer, refuse
-from headrace.gateway.openapi import document
 from headrace.generation.generation import Generation
 from headrace.generation.stream import LiveStream
 from headrace.metrics.metrics import kind_of
@@ -52,11 +51,11 @@ class StateRoutes:
     async def health(self, request: Request) -> ASGIApp:
         state = self._generation.state
         if state == "loading":
-            return unhealthy(state, loading=loading_of(self._generation.hosts.first.loading))
+            return unhealthy(state, loading=loading_of(self._generation.fleet.hosts.first.loading))
         return unhealthy(state) if state in UNABLE else answer({"status": state})
 
     async def models(self, request: Request) -> ASGIApp:
-        hosts = self._generation.hosts.all()
+        hosts = self._generation.fleet.hosts.all()
         has_states = not self._generation.fleet.is_sole
         entries = [entry_of(host, name, has_states) for host in hosts for name in host.names]
         return answer({"object": "list", "data": entries})
@@ -64,18 +63,15 @@ class StateRoutes:
     async def model(self, request: Request) -> ASGIApp:
         name = request.path_params["id"]
         has_states = not self._generation.fleet.is_sole
-        host = self._generation.hosts.get(name)
+        host = self._generation.fleet.hosts.get(name)
         return answer(entry_of(host, called(host, name), has_states))
-
-    async def openapi(self, request: Request) -> ASGIApp:
-        return answer(document(self._config.api_prefix))
 
     async def metrics(self, request: Request) -> ASGIApp:
         generation = self._generation
         models = {}
         if not generation.fleet.is_sole:
-            models = {host.name: host.metrics for host in generation.hosts.all()}
-        vllm_model = generation.hosts.first.names[0] if self._config.vllm_metrics else ""
+            models = {host.name: host.metrics for host in generation.fleet.hosts.all()}
+        vllm_model = generation.fleet.hosts.first.names[0] if self._config.vllm_metrics else ""
         text = generation.metrics.text(generation.state, generation.streams, vllm_model, models)
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
@@ -181,12 +177,12 @@ class ManageRoutes:
 
     async def drain(self, request: Request) -> ASGIApp:
         """Admits nothing more; what runs goes on, and the server stays until it is stopped."""
-        self._generation.stop_admitting()
+        self._generation.queues.stop()
         return answer({"status": self._generation.state, "streams": len(self._generation.streams)})
 
     async def replace(self, request: Request) -> ASGIApp:
         """Answers at once; the state shows the fresh engine, under the next number."""
-        host = self._generation.hosts.get(request.query_params.get("model"))
+        host = self._generation.fleet.hosts.get(request.query_params.get("model"))
         number = request.query_params.get("replica", "")
         if number not in (str(it.number) for it in host.engine.replicas):
             message = "replica must be the number of one that /manage/state shows."
@@ -196,7 +192,7 @@ class ManageRoutes:
 
     async def admit_again(self, request: Request) -> ASGIApp:
         """Takes a drain back, unless the server is ending."""
-        self._generation.admit_again()
+        self._generation.queues.go_on()
         return answer({"status": self._generation.state, "streams": len(self._generation.streams)})
 
     def _with_uptime(self, shown: Snapshot) -> Snapshot:
@@ -246,7 +242,7 @@ class Watch:
 
 def snapshot(generation: Generation) -> Snapshot:
     """Everything but the time."""
-    hosts = generation.hosts.all()
+    hosts = generation.fleet.hosts.all()
     shown = {"state": generation.state, "version": __version__, **_snapshot(hosts[0])}
     if not generation.fleet.is_sole:
         shown["models"] = [{"status": _status(host), **_snapshot(host)} for host in hosts]

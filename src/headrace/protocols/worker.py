@@ -405,15 +405,16 @@ def _work(connection: socket.socket, is_for_images: bool) -> None:
 
 
 def _answer(connection: socket.socket, own: Jobs, head: bytes, body: bytes) -> None:
+    result, refusal = b"", b""
     try:
-        result, refused = perform(own, head, body), False
+        result = perform(own, head, body)
     except RequestError as error:
-        result, refused = msgspec.msgpack.encode(Refusal.of(error)), True
+        refusal = msgspec.msgpack.encode(Refusal.of(error))
     except Exception:
         logger.exception("A job failed")
         failure = RequestError("internal_error", "The server failed on this request.")
-        result, refused = msgspec.msgpack.encode(Refusal.of(failure)), True
-    reply(connection, result, refused)
+        refusal = msgspec.msgpack.encode(Refusal.of(failure))
+    reply(connection, result, refusal)
 
 
 @contextlib.contextmanager
