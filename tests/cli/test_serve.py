@@ -53,6 +53,9 @@ class Generation:
 class Host:
     """A model that never loads."""
 
+    def __init__(self) -> None:
+        self.engine = self
+
     async def wait_until_ready(self) -> None:
         await asyncio.Event().wait()
 

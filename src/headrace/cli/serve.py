@@ -342,7 +342,7 @@ class _Serving:
         scheme = "http" if self._tls is None else "https"
         url = f"{scheme}://{address}:{port}{http.api_prefix}"
         if (host := generation.fleet.pinned) is not None:
-            ready = await host.wait_until_ready()
+            ready = await host.engine.wait_until_ready()
             if host.model.sampling_words:
                 say(f"headrace: {host.model.sampling_words}.")
             say(_ready_line(url, host.name, ready))

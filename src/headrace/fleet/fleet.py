@@ -9,8 +9,9 @@ from typing import Any
 from headrace.config.settings import LoadingConfig, ModelConfig, ServerConfig
 from headrace.core.errors import ModelError, RequestError
 from headrace.core.log_context import note
+from headrace.fleet.engine_life import EngineClosed
 from headrace.fleet.memory_policy import Residency, Stage
-from headrace.fleet.model_host import EngineClosed, ModelHost
+from headrace.fleet.model_host import ModelHost
 from headrace.fleet.roster import Roster
 from headrace.fleet.served_model import Models
 
@@ -171,11 +172,11 @@ class Fleet:
         elif self._residency.is_used(host.name) or any(it.is_used for it in waiting):
             self._after_load.add(host.name)
         else:
-            self._spawn(host.close())
+            self._spawn(host.engine.close())
 
     def replace(self, host: ModelHost, replica: int) -> None:
         """Puts a fresh engine in the place of one of several; its streams have time to end."""
-        self._spawn(host.replace(replica, self._config.streams.drain_s))
+        self._spawn(host.engine.replace(replica, self._config.streams.drain_s))
 
     def refuse(self, error: RequestError) -> None:
         """Sends all away who wait, and all who come."""
@@ -193,7 +194,7 @@ class Fleet:
     async def close(self) -> None:
         """Ends all engines."""
         self.refuse(RequestError("server_shutdown", "The server is shutting down."))
-        await asyncio.gather(*(host.close() for host in self.roster.all()))
+        await asyncio.gather(*(host.engine.close() for host in self.roster.all()))
         self.ended.set()
 
     def cancel(self) -> None:
@@ -212,7 +213,7 @@ class Fleet:
         try:
             await host.read()
         except ModelError as error:
-            host.fail(str(error))
+            host.engine.fail(str(error))
             self._say_lost(host, error.code)
             raise _failed(host, error.code) from error
         self._residency.add(host.name, host.num_bytes)
@@ -228,7 +229,7 @@ class Fleet:
             elif move.kind == "unload":
                 self._spawn(self._unload(host))
             elif move.kind == "refuse" and ticket is not None:
-                host.fail(_too_large(host, self._config.loading.models_memory_bytes or 0))
+                host.engine.fail(_too_large(host, self._config.loading.models_memory_bytes or 0))
                 self._say_lost(host, "model_too_large")
                 self._tell([ticket], _failed(host, "model_too_large"))
             elif ticket is not None and not ticket.told.done():
@@ -245,7 +246,7 @@ class Fleet:
         else:
             self._residency.add(name, new.num_bytes)
         self.on_gone(old)
-        if new is not None and old.num_engine_starts:
+        if new is not None and old.engine.num_starts:
             self.need(new)
 
     def _tell(self, waiting: Iterable["_Wait"], error: RequestError) -> None:
@@ -256,20 +257,20 @@ class Fleet:
     async def _load(self, host: ModelHost) -> None:
         self._say("Loading %s", host.name)
         try:
-            host.state = "loading"
+            host.engine.state = "loading"
             await host.read()
             if self._refusal is not None:
                 return
             host.begin()
             self._spawn(self._hear(host))
-            await host.settled()
+            await host.engine.settled()
         except EngineClosed:
             self._lose(host, "unloaded")
             return
         except Exception as error:
             if not isinstance(error, ModelError):
                 logger.exception("%s could not be loaded", host.name)
-            host.fail(str(error))
+            host.engine.fail(str(error))
             self._lose(host, error.code if isinstance(error, ModelError) else "load_failed")
             return
         if host.model.sampling_words:
@@ -285,17 +286,17 @@ class Fleet:
             self.unload(host)
 
     async def _hear(self, host: ModelHost) -> None:
-        await host.run()
-        if host.state == "dead" and self._residency.stage(host.name) is Stage.IN:
+        await host.engine.run()
+        if host.engine.state == "dead" and self._residency.stage(host.name) is Stage.IN:
             self._lose(host, "engine_failed")
-        elif host.state != "dead" and self.pinned:
+        elif host.engine.state != "dead" and self.pinned:
             self.ended.set()
 
     def _lose(self, host: ModelHost, code: str) -> None:
         self._say_lost(host, code)
         tickets = self._residency.lost(host.name)
         self._after_load.discard(host.name)
-        if host.state == "dead":
+        if host.engine.state == "dead":
             self._on_lost(host)
         self._tell(tickets, _failed(host, code))
         if self.pinned:
@@ -310,13 +311,13 @@ class Fleet:
     def _say_lost(self, host: ModelHost, code: str) -> None:
         """Why; clients hear the code alone, and that the log has the rest."""
         if not self.pinned:
-            level = logging.ERROR if host.state == "dead" else logging.INFO
-            words = (host.name, code, host.last_words)
+            level = logging.ERROR if host.engine.state == "dead" else logging.INFO
+            words = (host.name, code, host.engine.last_words)
             logger.log(level, "%s is not served now (%s). %s", *words)
 
     async def _unload(self, host: ModelHost) -> None:
         self._say("Unloading %s", host.name)
-        await host.close()
+        await host.engine.close()
         self._residency.unloaded(host.name)
         self._act()
 

@@ -124,15 +124,15 @@ def _kind(ready: Ready) -> str:
 
 def _status(host: ModelHost) -> dict[str, Any]:
     """The state of a model, by llama.cpp's names."""
-    if host.state == "dead":
+    if host.engine.state == "dead":
         return {"value": "unloaded", "failed": True, "exit_code": 1}
-    value = {"ok": "loaded", "recovering": "loaded"}.get(host.state, host.state)
+    value = {"ok": "loaded", "recovering": "loaded"}.get(host.engine.state, host.engine.state)
     stages = {} if host.loading.progress is None else {"stage": host.loading.progress.stage}
-    if host.state == "loading" and host.progress is not None:
-        done, total = host.progress
+    if host.engine.state == "loading" and host.loading.downloaded is not None:
+        done, total = host.loading.downloaded
         return {"value": value, "bytes_done": done, "bytes_total": total, **stages}
-    if host.share is not None:
-        return {"value": value, "progress": host.share, **stages}
+    if host.loading.share is not None:
+        return {"value": value, "progress": host.loading.share, **stages}
     return {"value": value, **stages}
 
 
@@ -184,7 +184,7 @@ class ManageRoutes:
         """Answers at once; the state shows the fresh engine, under the next number."""
         host = self._generation.fleet.hosts.get(request.query_params.get("model"))
         number = request.query_params.get("replica", "")
-        if number not in (str(it.number) for it in host.replicas):
+        if number not in (str(it.number) for it in host.engine.replicas):
             message = "replica must be the number of one that /manage/state shows."
             raise RequestError("invalid_value", message, "replica")
         self._generation.fleet.replace(host, int(number))
@@ -279,7 +279,7 @@ def _sum(numbers: Iterable[int | None]) -> int | None:
 
 def _snapshot(host: ModelHost) -> Snapshot:
     """The snapshot of one model."""
-    status = host.status
+    status = host.engine.status
     return {
         "engine": _engine(host),
         "model": host.name,
@@ -290,7 +290,7 @@ def _snapshot(host: ModelHost) -> Snapshot:
         },
         "missed": status.missed if status else {},
         "num_steps": status.num_steps if status else 0,
-        "steps": [_step(step) for step in host.steps],
+        "steps": [_step(step) for step in host.engine.steps],
         "replicas": _replicas(host),
         **_memory(host.ready, status),
     }
@@ -310,17 +310,17 @@ def _replicas(host: ModelHost) -> list[Snapshot]:
             "running": it.status.num_running if it.status else 0,
             "blocks_free": it.status.blocks_free if it.status else None,
         }
-        for it in host.replicas
+        for it in host.engine.replicas
     ]
 
 
 def _engine(host: ModelHost) -> Snapshot:
     ready = host.ready
     shown: Snapshot = {
-        "state": "up" if host.is_engine_up else "down",
-        "pid": host.engine_pid,
-        "starts": host.num_engine_starts,
-        "last_words": host.last_words,
+        "state": "up" if host.engine.up else "down",
+        "pid": host.engine.up.pid if host.engine.up else None,
+        "starts": host.engine.num_starts,
+        "last_words": host.engine.last_words,
     }
     if ready is None:
         return shown
