@@ -47,10 +47,10 @@ from headrace.gateway.realtime import ENVELOPE_BYTES
 from headrace.generation.generation import Generation
 from headrace.metrics.metrics import Metrics
 from headrace.race import race
-from headrace.streams.memory_store import MemoryStore
-from headrace.streams.sqlite_store import SqliteStore
-from headrace.streams.state_dir import StateError, StateInUse
 from headrace.streams.store import Store
+from headrace.streams.stores.memory import MemoryStore
+from headrace.streams.stores.sqlite import SqliteStore
+from headrace.streams.stores.state_dir import StateError, StateInUse
 from headrace.workers.pool import WorkerPool
 
 logger = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ async def _open_store(state_dir: str | None, port: int) -> Store:
 
 async def _open_redis(url: str) -> Store:
     try:
-        from headrace.streams.redis_store import RedisStore
+        from headrace.streams.stores.redis import RedisStore
     except ModuleNotFoundError as missing:
         raise StateError(
             "--state-dir redis://… needs the redis package: pip install 'headrace[redis]'."
