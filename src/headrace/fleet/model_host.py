@@ -216,7 +216,7 @@ class ModelHost:
         await self._hear(self._engine)
         self._engine = self._up = self.status = self.share = None
         self.loading.end()
-        self.metrics.unloaded()
+        self.metrics.engine.unloaded()
         self._forecast.forget_running()
         if self.state != "dead":
             self.state = "unloaded"
@@ -331,7 +331,7 @@ class ModelHost:
         self._up, self.share = news, None
         self.loading.end()
         self.num_engine_starts += 1
-        self.metrics.engine_is_up(news.ready)
+        self.metrics.engine.is_up(news.ready)
         self.steps.clear()
         self.state = "ok"
         self._was_up.set()
@@ -346,12 +346,12 @@ class ModelHost:
         self._up = msgspec.structs.replace(self._up, ready=news.ready, pid=news.pid)
         if news.has_started:
             self.num_engine_starts += 1
-            self.metrics.engine_is_up(news.ready)
+            self.metrics.engine.is_up(news.ready)
 
     def _move(self, news: EngineDown, lost: tuple[SequenceId, ...]) -> None:
         """Notes that one of several engines is gone; another takes what it had."""
         assert self._up is not None
-        self.metrics.replica_is_down(news)
+        self.metrics.engine.replica_is_down(news)
         self._forecast.forget(lost)
         for owner in filter(None, dict.fromkeys(map(self._sequences.owner, lost))):
             owner.tell(news)
@@ -360,7 +360,7 @@ class ModelHost:
     def _engine_is_down(self, news: EngineDown) -> None:
         self._up = self.status = self.share = None
         self.loading.begin(ENGINE)
-        self.metrics.engine_is_down(news)
+        self.metrics.engine.is_down(news)
         self._forecast.forget_running()
         if news.given_up:
             self.state, self.last_words = "dead", news.message
@@ -375,7 +375,7 @@ class ModelHost:
     def _show_queue(self, status: Status) -> None:
         """Tells every waiting tenant its place."""
         self.status = status
-        self.metrics.show_status(status, self.model.ready)
+        self.metrics.engine.show_status(status, self.model.ready)
         self.steps.extend(status.steps)
         self.tokens_per_s = status.prompt_tokens_per_s
         now = time.monotonic()
