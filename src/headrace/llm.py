@@ -309,7 +309,7 @@ class _Host:
         self.generation = Generation(_unbounded(config), (host,), MemoryStore(), work, metrics)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.generation.run(), name="generation")
-            await host.wait_until_ready()
+            await host.engine.wait_until_ready()
             self._has_started.set_result(None)
             await self._closing.wait()
             await engine.close()

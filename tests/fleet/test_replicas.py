@@ -269,7 +269,7 @@ async def test_a_replaced_engine_ends_what_it_can_and_the_rest_moves_after_one_g
             first, second = engines[:2]
             await second.finish(second.newest, FinishReason.LENGTH)
             ended, moved = (it.sequences[0].sequence_id for it in first.submits)
-            replacing = asyncio.create_task(generation.fleet.hosts.first.replace(0, 0.2))
+            replacing = asyncio.create_task(generation.fleet.hosts.first.engine.replace(0, 0.2))
             await settle()
             await first.finish(ended, FinishReason.LENGTH)
             await replacing
@@ -280,7 +280,7 @@ async def test_a_replaced_engine_ends_what_it_can_and_the_rest_moves_after_one_g
             found = [await read(stream) for stream in streams]
             gaps = [sum(isinstance(it, Heartbeat) for it in events) for events in found]
             assert sorted(gaps) == [0, 0, 1]
-            assert [it.number for it in generation.fleet.hosts.first.replicas] == [1, 2]
+            assert [it.number for it in generation.fleet.hosts.first.engine.replicas] == [1, 2]
 
 
 async def test_a_request_on_which_two_engines_die_is_refused_and_no_third_is_tried(

@@ -19,12 +19,15 @@ from headrace.core.errors import RequestError
 from headrace.core.ids import StreamId
 from headrace.core.jobs import EncodePairs, EncodePrompts
 from headrace.core.layout import MemoryLayout
-from headrace.core.messages import Ready, Status, StepTrace
+from headrace.core.messages import Ready
 from headrace.core.pieces import REASONING, ChannelPiece
 from headrace.core.request import Chat, Prompt, Request, ResponseOptions, Text
 from headrace.core.sampling import Sampling
+from headrace.engine.client import EngineUp
+from headrace.fleet.engine_life import EngineLife
 from headrace.fleet.load_watch import LoadWatch
 from headrace.fleet.served_model import Models
+from headrace.fleet.tenants import Tenants
 from headrace.generation.readers import ReaderPause
 from headrace.generation.registry import FinishedStream
 from headrace.generation.vectors import Check, VectorRequest, Vectors
@@ -232,15 +235,12 @@ class FakeHost:
         self.model, self.known = model, model
         self.names, self.paths = model.names, model.paths
         self.name, self.ready = model.names[0], model.ready
-        self.state, self.last_words = "ok", ""
         self.is_here = True
-        self.is_engine_up, self.num_engine_starts, self.engine_pid = True, 1, 4711
-        self.share: float | None = None
         self.loading = LoadWatch()
-        self.status: Status | None = None
-        self.steps: list[StepTrace] = []
+        self.engine = EngineLife(Tenants(self.loading), self.loading, Metrics().engine)
+        self.engine.state, self.engine.num_starts = "ok", 1
+        self.engine.up = EngineUp(model.ready, pid=4711) if model.ready else None
         self.streams: list[Any] = []
-        self.replicas: list[Any] = []
 
 
 class FakeVectors:

@@ -29,8 +29,8 @@ def client_of(generation: FakeGeneration, **http: Any) -> TestClient:
 
 def busy() -> FakeGeneration:
     generation = FakeGeneration()
-    generation.fleet.hosts.first.status = Status(4, 1, 2048, 90, 0, 2, missed={"model": 3})
-    generation.fleet.hosts.first.steps = STEPS
+    generation.fleet.hosts.first.engine.status = Status(4, 1, 2048, 90, 0, 2, missed={"model": 3})
+    generation.fleet.hosts.first.engine.steps.extend(STEPS)
     return generation
 
 

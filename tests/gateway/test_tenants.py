@@ -45,7 +45,7 @@ async def serving(folder: Path, *keys: str) -> AsyncIterator[Cached]:
 
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(generation.run())
-        await host.wait_until_ready()
+        await host.engine.wait_until_ready()
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             yield cached
         await engine.close()

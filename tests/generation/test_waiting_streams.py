@@ -119,7 +119,7 @@ async def test_unloading_gives_up_a_load_unless_somebody_waits_for_it(folder: Pa
         await settle()
         fleet.unload(host)
         await settle()
-        assert host.state == "unloaded"
+        assert host.engine.state == "unloaded"
         stream = await ask(generation, "a")
         fleet.unload(host)
         await settle()
@@ -128,7 +128,7 @@ async def test_unloading_gives_up_a_load_unless_somebody_waits_for_it(folder: Pa
         await finish(engines["a"][1])
         await read(stream)
         await settle()
-        assert host.state == "unloaded"  # once its stream had ended
+        assert host.engine.state == "unloaded"  # once its stream had ended
 
 
 async def test_a_load_that_fails_ends_those_who_wait_for_it(folder: Path) -> None:

@@ -342,7 +342,7 @@ class _Serving:
         scheme = "http" if self._tls is None else "https"
         url = f"{scheme}://{address}:{port}{http.api_prefix}"
         if generation.fleet.is_sole:
-            ready = await generation.fleet.hosts.first.wait_until_ready()
+            ready = await generation.fleet.hosts.first.engine.wait_until_ready()
             host = generation.fleet.hosts.first
             if host.model.sampling_words:
                 say(f"headrace: {host.model.sampling_words}.")

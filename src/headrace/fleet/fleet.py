@@ -11,8 +11,9 @@ from headrace.awake import STOPPED_S
 from headrace.config.settings import LoadingConfig, ServerConfig
 from headrace.core.errors import ModelError, RequestError
 from headrace.core.log_context import note
+from headrace.fleet.engine_life import EngineClosed
 from headrace.fleet.memory_policy import Residency, Stage
-from headrace.fleet.model_host import EngineClosed, ModelHost
+from headrace.fleet.model_host import ModelHost
 from headrace.fleet.served_model import Models
 
 logger = logging.getLogger(__name__)
@@ -161,7 +162,7 @@ class Fleet:
         self.hosts = Models(tuple(new if host is old else host for host in self.hosts.all()))
         self._residency.add(name, new.num_bytes)
         self.on_gone(old)
-        if old.num_engine_starts:
+        if old.engine.num_starts:
             self.need(new)
 
     def _host(self, name: str) -> ModelHost:
@@ -185,7 +186,7 @@ class Fleet:
         elif self._is_wanted(host.name):
             self._after_load.add(host.name)
         else:
-            self._spawn(host.close())
+            self._spawn(host.engine.close())
         self._act()
 
     def _is_wanted(self, name: str) -> bool:
@@ -194,7 +195,7 @@ class Fleet:
 
     def replace(self, host: ModelHost, replica: int) -> None:
         """Puts a fresh engine in the place of one of several; its streams have time to end."""
-        self._spawn(host.replace(replica, self._drain_s))
+        self._spawn(host.engine.replace(replica, self._drain_s))
 
     def refuse(self, error: RequestError) -> None:
         """Sends all away who wait, and all who come."""
@@ -207,7 +208,7 @@ class Fleet:
         """Ends all engines."""
         self.refuse(RequestError("server_shutdown", "The server is shutting down."))
         every = (*self.hosts.all(), *self.leaving.values())
-        await asyncio.gather(*(host.close() for host in every))
+        await asyncio.gather(*(host.engine.close() for host in every))
         self.ended.set()
 
     def cancel(self) -> None:
@@ -259,7 +260,7 @@ class Fleet:
         try:
             await host.read()
         except ModelError as error:
-            host.fail(str(error))
+            host.engine.fail(str(error))
             self._say_lost(host, error.code)
             raise _failed(host, error.code) from error
         self._residency.add(host.name, host.num_bytes)
@@ -274,7 +275,7 @@ class Fleet:
             elif move.kind == "unload":
                 self._spawn(self._unload(host))
             elif move.kind == "refuse":
-                host.fail(_too_large(host, self._config.models_memory_bytes or 0))
+                host.engine.fail(_too_large(host, self._config.models_memory_bytes or 0))
                 self._say_lost(host, "model_too_large")
                 self._tell(move.ticket, _failed(host, "model_too_large"))
             elif (waited := self._waiting.get(move.ticket)) and not waited.done():
@@ -285,20 +286,20 @@ class Fleet:
     async def _load(self, host: ModelHost) -> None:
         self._say("Loading %s", host.name)
         try:
-            host.state = "loading"
+            host.engine.state = "loading"
             await host.read()
             if self._refusal is not None:
                 return
             host.begin()
             self._spawn(self._hear(host))
-            await host.settled()
+            await host.engine.settled()
         except EngineClosed:
             self._lose(host, "unloaded")
             return
         except Exception as error:
             if not isinstance(error, ModelError):
                 logger.exception("%s could not be loaded", host.name)
-            host.fail(str(error))
+            host.engine.fail(str(error))
             self._lose(host, getattr(error, "code", "load_failed"))
             return
         if host.model.sampling_words:
@@ -315,17 +316,17 @@ class Fleet:
             self.unload(host)
 
     async def _hear(self, host: ModelHost) -> None:
-        await host.run()
-        if host.state == "dead" and self._residency.stage(host.name) is Stage.IN:
+        await host.engine.run()
+        if host.engine.state == "dead" and self._residency.stage(host.name) is Stage.IN:
             self._lose(host, "engine_failed")
-        elif host.state != "dead" and self.is_sole:
+        elif host.engine.state != "dead" and self.is_sole:
             self.ended.set()
 
     def _lose(self, host: ModelHost, code: str) -> None:
         self._say_lost(host, code)
         tickets = self._residency.lost(host.name)
         self._after_load.discard(host.name)
-        if host.state == "dead":
+        if host.engine.state == "dead":
             self._on_lost(host)
         for ticket in tickets:
             self._tell(ticket, _failed(host, code))
@@ -347,13 +348,13 @@ class Fleet:
     def _say_lost(self, host: ModelHost, code: str) -> None:
         """Why; clients hear the code alone, and that the log has the rest."""
         if not self.is_sole:
-            level = logging.ERROR if host.state == "dead" else logging.INFO
-            words = (host.name, code, host.last_words)
+            level = logging.ERROR if host.engine.state == "dead" else logging.INFO
+            words = (host.name, code, host.engine.last_words)
             logger.log(level, "%s is not served now (%s). %s", *words)
 
     async def _unload(self, host: ModelHost) -> None:
         self._say("Unloading %s", host.name)
-        await host.close()
+        await host.engine.close()
         self._residency.unloaded(host.name)
         self._settle(host.name)
         self._act()

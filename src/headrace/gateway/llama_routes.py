@@ -133,7 +133,7 @@ def slots_of(
         every = generation.streams_of(host)
         streams = (it for it in every if owner in (None, it.record.names.owner))
         running = (each for stream in streams for each in stream.standings().items())
-        is_there = host.ready is not None and host.state != "unloaded"
+        is_there = host.ready is not None and host.engine.state != "unloaded"
         num_places = host.ready.max_num_seqs if host.ready and is_there else 0
         last = len(shown) + num_places
         for number, standing in itertools.islice(running, num_places):

@@ -21,7 +21,6 @@ from headrace.fleet.model_names import called
 from headrace.fleet.served_model import ServedModel
 from headrace.gateway.delivery import while_connected
 from headrace.gateway.http_responses import answer, refuse
-from headrace.gateway.openapi import document
 from headrace.generation.generation import Generation
 from headrace.generation.stream import LiveStream
 from headrace.metrics.metrics import kind_of
@@ -66,9 +65,6 @@ class StateRoutes:
         has_states = not self._generation.fleet.is_sole
         host = self._generation.fleet.hosts.get(name)
         return answer(entry_of(host, called(host, name), has_states))
-
-    async def openapi(self, request: Request) -> ASGIApp:
-        return answer(document(self._config.api_prefix))
 
     async def metrics(self, request: Request) -> ASGIApp:
         generation = self._generation
@@ -129,15 +125,15 @@ def _kind(ready: Ready) -> str:
 
 def _status(host: ModelHost) -> dict[str, Any]:
     """The state of a model, by llama.cpp's names."""
-    if host.state == "dead":
+    if host.engine.state == "dead":
         return {"value": "unloaded", "failed": True, "exit_code": 1}
-    value = {"ok": "loaded", "recovering": "loaded"}.get(host.state, host.state)
+    value = {"ok": "loaded", "recovering": "loaded"}.get(host.engine.state, host.engine.state)
     stages = {} if host.loading.progress is None else {"stage": host.loading.progress.stage}
-    if host.state == "loading" and host.progress is not None:
-        done, total = host.progress
+    if host.engine.state == "loading" and host.loading.downloaded is not None:
+        done, total = host.loading.downloaded
         return {"value": value, "bytes_done": done, "bytes_total": total, **stages}
-    if host.share is not None:
-        return {"value": value, "progress": host.share, **stages}
+    if host.loading.share is not None:
+        return {"value": value, "progress": host.loading.share, **stages}
     return {"value": value, **stages}
 
 
@@ -189,7 +185,7 @@ class ManageRoutes:
         """Answers at once; the state shows the fresh engine, under the next number."""
         host = self._generation.fleet.hosts.get(request.query_params.get("model"))
         number = request.query_params.get("replica", "")
-        if number not in (str(it.number) for it in host.replicas):
+        if number not in (str(it.number) for it in host.engine.replicas):
             message = "replica must be the number of one that /manage/state shows."
             raise RequestError("invalid_value", message, "replica")
         self._generation.fleet.replace(host, int(number))
@@ -284,7 +280,7 @@ def _sum(numbers: Iterable[int | None]) -> int | None:
 
 def _snapshot(host: ModelHost) -> Snapshot:
     """The snapshot of one model."""
-    status = host.status
+    status = host.engine.status
     return {
         "engine": _engine(host),
         "model": host.name,
@@ -295,7 +291,7 @@ def _snapshot(host: ModelHost) -> Snapshot:
         },
         "missed": status.missed if status else {},
         "num_steps": status.num_steps if status else 0,
-        "steps": [_step(step) for step in host.steps],
+        "steps": [_step(step) for step in host.engine.steps],
         "replicas": _replicas(host),
         **_memory(host.ready, status),
     }
@@ -315,17 +311,17 @@ def _replicas(host: ModelHost) -> list[Snapshot]:
             "running": it.status.num_running if it.status else 0,
             "blocks_free": it.status.blocks_free if it.status else None,
         }
-        for it in host.replicas
+        for it in host.engine.replicas
     ]
 
 
 def _engine(host: ModelHost) -> Snapshot:
     ready = host.ready
     shown: Snapshot = {
-        "state": "up" if host.is_engine_up else "down",
-        "pid": host.engine_pid,
-        "starts": host.num_engine_starts,
-        "last_words": host.last_words,
+        "state": "up" if host.engine.up else "down",
+        "pid": host.engine.up.pid if host.engine.up else None,
+        "starts": host.engine.num_starts,
+        "last_words": host.engine.last_words,
     }
     if ready is None:
         return shown

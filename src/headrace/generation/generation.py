@@ -72,14 +72,15 @@ class Generation:
     @property
     def state(self) -> str:
         """loading, ok, recovering, draining or dead; of several models each has its own."""
-        sole = self.fleet.hosts.first.state if self.fleet.is_sole else "ok"
+        sole = self.fleet.hosts.first.engine.state if self.fleet.is_sole else "ok"
         state = "loading" if sole == "unloaded" else sole
         return "draining" if self.queues.is_draining and state != "dead" else state
 
     @property
     def last_words(self) -> str:
         """Why engines were given up."""
-        return "\n".join(host.last_words for host in self.fleet.hosts.all() if host.last_words)
+        words = (host.engine.last_words for host in self.fleet.hosts.all())
+        return "\n".join(filter(None, words))
 
     async def run(self) -> None:
         """Runs until the fleet is closed, or the only engine has ended."""
@@ -216,7 +217,7 @@ def _record(
 
 def _is_downloaded(host: ModelHost) -> RequestError:
     """The error for a request whose bytes are counted: its log cannot open without a tokenizer."""
-    done, total = host.progress or (0, 0)
+    done, total = host.loading.downloaded or (0, 0)
     share = f" ({100 * done // total} %)" if total else ""
     message = f"The model {host.name!r} is being downloaded{share}; send the request again."
     return RequestError("model_loading", message, "model", retry_after_s=5)

@@ -41,14 +41,14 @@ class Queues:
         One of several models is loaded when it is asked for. The only one must have been.
         """
         is_sole = self._fleet.is_sole
-        if self.is_draining and not (is_sole and host.state == "dead"):
+        if self.is_draining and not (is_sole and host.engine.state == "dead"):
             raise RequestError("server_shutdown", "The server is shutting down.", retry_after_s=5)
-        if is_sole and host.state in ("unloaded", "loading"):
+        if is_sole and host.engine.state in ("unloaded", "loading"):
             raise RequestError("model_loading", "Loading model", retry_after_s=2)
-        if is_sole and host.state == "dead":
+        if is_sole and host.engine.state == "dead":
             raise RequestError("engine_failed", "The engine stopped for good.", retry_after_s=30)
         queue = self._of(host)
-        queue.set_schedule(host.schedule, host.tokens_per_s)
+        queue.set_schedule(host.tenants.eta.schedule, host.tenants.eta.tokens_per_s)
         return queue
 
     def resume(self, host: ModelHost) -> Place:

@@ -94,7 +94,7 @@ class Resumption:
         try:
             await host.read()
         except ModelError as error:
-            host.fail(str(error))
+            host.engine.fail(str(error))
             self.keep(host, [stored])
             return
         try:

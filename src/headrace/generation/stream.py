@@ -23,7 +23,7 @@ from headrace.core.messages import (
 from headrace.engine.client import EngineDown, EngineUp
 from headrace.fleet.queue_eta import TokensAsked
 from headrace.fleet.served_model import ServedModel
-from headrace.fleet.tenants import InQueue, Item, Seat, TenantNews
+from headrace.fleet.tenants import InQueue, Item, TenantNews, Tenants
 from headrace.generation.admission import Place
 from headrace.generation.event_builder import Beat, EventBuilder, ServedAs, Standing
 from headrace.generation.model_checks import check_can_begin, check_can_go_on
@@ -49,7 +49,7 @@ class LiveStream:
         record: Record,
         builder: EventBuilder,
         log: Log,
-        engine: Seat,
+        engine: Tenants,
         linger_s: float,
     ) -> None:
         self.record = record
@@ -88,7 +88,7 @@ class LiveStream:
         """The model that it began on; None while it has not."""
         return None if self._is_loading else self._builder.served
 
-    def begin(self, model: ServedModel, seat: Seat, up: EngineUp) -> None:
+    def begin(self, model: ServedModel, seat: Tenants, up: EngineUp) -> None:
         """Submits what is left to an engine, or ends if its model cannot go on with that.
 
         The model may have other settings than when the stream was admitted.

@@ -87,7 +87,7 @@ class VectorMaker:
         try:
             # an owner has no line break, so that no salt can pass for another owner's
             work = VectorWork(inputs, pooling, f"{request.owner}\n", place)
-            vectors = await self._run(VectorBatch(work, host), host)
+            vectors = await self._run(VectorBatch(work, host.tenants), host)
             outcome, num_tokens = "finished", sum(map(len, inputs)) // 4
         except RequestError as error:
             outcome = error.code
@@ -100,11 +100,11 @@ class VectorMaker:
     async def _run(self, batch: VectorBatch, host: ModelHost) -> tuple[bytes, ...]:
         """Computes a batch there; until it ends, its inputs count as waiting or live."""
         self.batches.add(batch)
-        host.add(batch)
+        host.tenants.add(batch)
         try:
             return await batch.run()
         finally:
-            host.remove(batch)
+            host.tenants.remove(batch)
             self.batches.remove(batch)
 
     def _enter(

@@ -33,7 +33,7 @@ class ModelUse:
 
     async def enter(self, host: ModelHost) -> None:
         """Begins once the model is in memory; RequestError if it cannot be brought in."""
-        with host.telling(self._stream):
+        with host.tenants.telling(self._stream):
             entered = await self._fleet.enter(host)
         if entered.reads_like(host):
             self._begin(entered)
@@ -50,11 +50,11 @@ class ModelUse:
 
     def _begin(self, host: ModelHost) -> None:
         self.host = host
-        host.add(self._stream)
+        host.tenants.add(self._stream)
 
     def end(self) -> None:
         if self.host is not None:
-            self.host.remove(self._stream)
+            self.host.tenants.remove(self._stream)
             self._fleet.release(self.host)
 
 
@@ -83,7 +83,7 @@ class Writers:
     def make(self, host: ModelHost, record: Record, builder: EventBuilder, log: Log) -> LiveStream:
         """A stream for `start` or `resume`."""
         host.metrics.requests.follow(builder.tally)
-        return LiveStream(record, builder, log, host, self._config.linger_s)
+        return LiveStream(record, builder, log, host.tenants, self._config.linger_s)
 
     def start(self, host: ModelHost, stream: LiveStream, place: Place) -> None:
         """Has a new stream computed once its model is in memory."""

@@ -7,7 +7,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 
-class _Page(Collector):
+class _Collected(Collector):
     def __init__(self, families: Iterable[Metric]) -> None:
         self._families = families
 
@@ -25,7 +25,7 @@ def merged(common: CollectorRegistry, models: Mapping[str, CollectorRegistry]) -
                 sample._replace(labels={**sample.labels, "model": name})
                 for sample in family.samples
             ]
-    return generate_latest(_Page(found.values()))
+    return generate_latest(_Collected(found.values()))
 
 
 _SAME = {
@@ -60,7 +60,7 @@ def as_vllm(ours: CollectorRegistry, model: str) -> bytes:
     ends = _renamed(found["ends"], "vllm:request_success", labels, "Requests that ended whole")
     for sample in ends.samples:
         sample.labels["finished_reason"] = sample.labels.pop("reason")
-    return generate_latest(_Page([*page, usage, ends]))
+    return generate_latest(_Collected([*page, usage, ends]))
 
 
 def _renamed(family: Metric, name: str, labels: dict[str, str], help: str = "") -> Metric:
