@@ -26,6 +26,7 @@ from headrace.core.sampling import Sampling
 from headrace.engine.client import EngineUp
 from headrace.fleet.engine_life import EngineLife
 from headrace.fleet.load_watch import LoadWatch
+from headrace.fleet.roster import Roster
 from headrace.fleet.served_model import Models
 from headrace.fleet.tenants import Tenants
 from headrace.generation.readers import ReaderPause
@@ -263,14 +264,10 @@ class FakeVectors:
 class FakeFleet:
     """One model, which is there."""
 
-    is_sole = True
-
     def __init__(self, host: FakeHost) -> None:
+        self.pinned = host
         self.hosts = Models((host,))
-        self.leaving: dict[str, FakeHost] = {}
-
-    def is_changing(self, host: FakeHost) -> bool:
-        return False
+        self.roster = Roster((host,))  # type: ignore[arg-type]
 
     @contextlib.asynccontextmanager
     async def using(self, name: str | None) -> AsyncIterator[FakeHost]:

@@ -72,8 +72,8 @@ class Generation:
     @property
     def state(self) -> str:
         """loading, ok, recovering, draining or dead; of several models each has its own."""
-        sole = self.fleet.hosts.first.engine.state if self.fleet.is_sole else "ok"
-        state = "loading" if sole == "unloaded" else sole
+        state = self.fleet.pinned.engine.state if self.fleet.pinned else "ok"
+        state = "loading" if state == "unloaded" else state
         return "draining" if self.queues.is_draining and state != "dead" else state
 
     @property
@@ -110,7 +110,7 @@ class Generation:
         self.resumption.host_loaded(host)
 
     def _host_lost(self, host: ModelHost) -> None:
-        if self.fleet.is_sole:
+        if host is self.fleet.pinned:
             self.died.set()
             self.streams.close(GONE)
         streams = self.streams_of(host)

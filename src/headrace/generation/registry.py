@@ -16,7 +16,6 @@ from headrace.generation.stream import LiveStream
 from headrace.metrics.metrics import ServerFigures
 from headrace.race import race
 from headrace.streams.log import Log, LogGone, LogUnsound, MemoryLog
-from headrace.streams.memory_store import MemoryStore
 from headrace.streams.record import Names, Record
 from headrace.streams.store import (
     ByConversation,
@@ -28,6 +27,7 @@ from headrace.streams.store import (
     Stored,
     StoreStalled,
 )
+from headrace.streams.stores.memory import MemoryStore
 
 _IN_MEMORY = Retention(keep_s=3600.0, max_bytes=256 << 20)
 _MAX_UNSWEPT = 64 << 20

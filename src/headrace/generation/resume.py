@@ -78,7 +78,7 @@ class Resumption:
         for stored in sorted(left, key=lambda it: len(it.record.images)):
             self._figures.recovered()
             cut = cut_by(stored.stop_code) if stored.stop_code else None
-            if self._fleet.is_sole:
+            if self._fleet.pinned:
                 await self._resume(stored, cut)
             else:  # one model's download keeps no other's streams
                 self._group.create_task(self._resume(stored, cut), name="resume one")
