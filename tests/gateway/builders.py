@@ -238,7 +238,7 @@ class FakeHost:
         self.name, self.ready = model.names[0], model.ready
         self.is_here = True
         self.loading = LoadWatch()
-        self.engine = EngineLife(Tenants(self.loading), self.loading, Metrics())
+        self.engine = EngineLife(Tenants(self.loading), self.loading, Metrics().engine)
         self.engine.state, self.engine.num_starts = "ok", 1
         self.engine.up = EngineUp(model.ready, pid=4711) if model.ready else None
         self.streams: list[Any] = []

@@ -72,7 +72,8 @@ class StateRoutes:
         if generation.fleet.pinned is None:
             models = {host.name: host.metrics for host in generation.fleet.hosts.all()}
         vllm_model = generation.fleet.hosts.first.names[0] if self._config.vllm_metrics else ""
-        text = generation.metrics.text(generation.state, generation.streams, vllm_model, models)
+        streams = ((stream.state, stream.num_readers) for stream in generation.streams)
+        text = generation.metrics.text(generation.state, streams, vllm_model, models)
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 

@@ -58,14 +58,16 @@ class Generation:
         self.metrics = metrics
         allows = is_public if config.http.allow_image_urls else None
         self.pictures = ImageFetcher(allows, config.http.max_body_bytes)
-        self.streams = Registry(store, metrics)
+        self.streams = Registry(store, metrics.server)
         self.queues = Queues(config.streams, self.fleet)
         self.vectors = VectorMaker(self.queues, self.fleet, work)
         self.writers = Writers(self.fleet, self.streams, self.queues, config.streams, tasks)
-        self.resumption = Resumption(self.fleet, self.streams, self.writers, work, metrics, tasks)
+        self.resumption = Resumption(
+            self.fleet, self.streams, self.writers, work, metrics.server, tasks
+        )
         self.died = asyncio.Event()  # set once the only engine was given up
         self.desired: Desired | None = None  # where its models can be changed
-        store.on_commit = metrics.committed
+        store.on_commit = metrics.server.committed
 
     @property
     def state(self) -> str:
@@ -85,7 +87,7 @@ class Generation:
         async with self._tasks:
             own = [
                 self._tasks.create_task(self.resumption.take_up(), name="resume"),
-                self._tasks.create_task(sweep(self.streams, self.metrics), name="sweep"),
+                self._tasks.create_task(sweep(self.streams), name="sweep"),
                 self._tasks.create_task(watch(self.streams), name="watch store"),
                 self._tasks.create_task(self.resumption.adopt(), name="adopt"),
                 self._tasks.create_task(obey(self.streams, self._tasks), name="obey"),

@@ -82,7 +82,7 @@ class Writers:
 
     def make(self, host: ModelHost, record: Record, builder: EventBuilder, log: Log) -> LiveStream:
         """A stream for `start` or `resume`."""
-        host.metrics.follow(builder.tally)
+        host.metrics.requests.follow(builder.tally)
         return LiveStream(record, builder, log, host.tenants, self._config.linger_s)
 
     def start(self, host: ModelHost, stream: LiveStream, place: Place) -> None:
@@ -152,7 +152,7 @@ class Writers:
             if stream.log.next_seq == 0:
                 await stream.accept()
             await stream.run()
-            stream.note_end(host.metrics)
+            stream.note_end(host.metrics.requests)
             self._queues.limits.used(stream.record.names.owner, stream.num_generated)
         except StoreStalled:
             await self.on_stalled(stream)
