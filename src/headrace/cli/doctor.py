@@ -32,10 +32,10 @@ from headrace.gateway.auth import Auth
 from headrace.gateway.http_server import DESCRIPTORS_BESIDE
 from headrace.streams.state_dir import StateError
 from headrace.text.encoder import Encoder
-from headrace.text.generic_tools import GENERIC
 from headrace.text.template import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
-from headrace.text.tool_formats import tool_format
+from headrace.text.tool_formats.generic import GENERIC
+from headrace.text.tool_formats.table import tool_format
 
 _WIDTH = 12
 _SLOW_SYNC_MS = 50.0

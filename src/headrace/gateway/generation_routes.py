@@ -36,7 +36,7 @@ from headrace.protocols import openai_chat
 from headrace.protocols.dialect import Dialect, dialect_of
 from headrace.protocols.requests import to_request
 from headrace.streams.record import Names
-from headrace.text.generic_tools import GENERIC
+from headrace.text.tool_formats.generic import GENERIC
 
 logger = logging.getLogger(__name__)
 

@@ -41,7 +41,7 @@ from headrace.protocols.model_text import Bound, MemoryBound, ModelText, text_of
 from headrace.protocols.prompt_ids import gap_ids, text_ids
 from headrace.protocols.requests import check_token_ids, decode, pack
 from headrace.protocols.response_items import PAST, messages_of
-from headrace.text.generic_tools import GENERIC, in_words
+from headrace.text.tool_formats.generic import GENERIC, in_words
 from headrace.workers.pool import (
     IMAGE_MEMORY_BYTES,
     IMAGES,

@@ -7,9 +7,9 @@ import pytest
 
 from headrace.core.errors import RequestError
 from headrace.core.request import Chat
-from headrace.text.generic_tools import in_words
 from headrace.text.template import ChatTemplate
-from headrace.text.tool_formats import tool_format
+from headrace.text.tool_formats.generic import in_words
+from headrace.text.tool_formats.table import tool_format
 from tools.harness.tiny_models import TURNS_TEMPLATE
 
 SYSTEMLESS = ChatTemplate({"default": TURNS_TEMPLATE}, {})

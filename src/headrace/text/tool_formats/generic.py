@@ -11,6 +11,15 @@ from typing import Any
 import msgspec
 
 from headrace.core.request import Chat
+from headrace.text.tool_formats.format import (
+    CallDelta,
+    CallRules,
+    TokenId,
+    ToolFormat,
+    more,
+    objects,
+)
+from headrace.text.tool_formats.json_calls import OBJECT, JsonCalls
 
 GENERIC = "generic"
 """The tool format of such models."""
@@ -22,6 +31,7 @@ When a function helps, answer with its call and nothing else: one JSON object on
 Several calls go on a line each. The results come in the next message. When no function helps, \
 answer in plain words."""
 
+_FENCE = "```"
 _Message = dict[str, Any]
 _Content = str | list[_Message]
 
@@ -118,3 +128,39 @@ def _joined(first: _Content, second: _Content, between: str = "\n\n") -> _Conten
 
 def _parts(content: _Content) -> list[_Message]:
     return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
+
+
+class BareCalls:
+    """Calls as bare JSON, a line each, which a model that was not trained on it may fence."""
+
+    def __init__(self) -> None:
+        self._calls = JsonCalls(OBJECT, ("}", _FENCE), "{")
+        self._head: str | None = ""  # until it is known whether there is a fence
+
+    def feed(self, text: str) -> list[CallDelta]:
+        if self._head is None:
+            return self._calls.feed(text)
+        self._head += text
+        if f"{_FENCE}json".startswith(self._head.lstrip()):
+            return []
+        return self._begin()
+
+    def flush(self) -> list[CallDelta]:
+        begun = [] if self._head is None else self._begin()
+        return begun + self._calls.flush()
+
+    def _begin(self) -> list[CallDelta]:
+        head, self._head = (self._head or "").lstrip(), None
+        return self._calls.feed(head.removeprefix(_FENCE).removeprefix("json"))
+
+    @property
+    def rest(self) -> str | None:
+        return self._calls.rest
+
+
+def _rules(names: Sequence[str], most: int, token_id: TokenId) -> CallRules:
+    lines = ["calls: call" + more(r'"\n" call', most), "call: " + objects(names, "arguments")]
+    return CallRules(lines, "calls | TEXT?", r"/[^{`\s](?s:.*)/")
+
+
+FORMAT = ToolFormat("", (), lambda _: BareCalls(), leads="{`", rules=_rules)
