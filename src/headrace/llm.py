@@ -36,7 +36,7 @@ from headrace.protocols.openai_completions import PromptList
 from headrace.protocols.requests import pack, to_request
 from headrace.protocols.worker import Jobs
 from headrace.streams.events import AnyEvent, Error, Tokens
-from headrace.streams.memory_store import MemoryStore
+from headrace.streams.stores.memory import MemoryStore
 from headrace.workers.pool import ThreadWork
 
 T = TypeVar("T")

@@ -17,7 +17,7 @@ from headrace.generation.generation import Generation
 from headrace.metrics.metrics import Metrics
 from headrace.protocols.worker import Jobs
 from headrace.streams.events import Finish, Progress, Tokens
-from headrace.streams.memory_store import MemoryStore
+from headrace.streams.stores.memory import MemoryStore
 from headrace.workers.pool import ThreadWork
 
 PROMPTS = [f"{number}: " + "water over the wheel " * (number % 7) for number in range(64)]

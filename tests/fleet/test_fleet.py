@@ -212,10 +212,10 @@ async def test_a_model_no_longer_wanted_leaves_after_its_streams_and_refuses_oth
         assert code_of(waiting) == "model_not_found"
         assert [host.name for host in made.gone] == ["b"]
         made.fleet.become((made.host("c"),))
-        assert list(made.fleet.leaving) == ["a"] and used.engine.state == "ok"
+        assert list(made.fleet.roster.leaving) == ["a"] and used.engine.state == "ok"
         made.fleet.release(used)
         await settle()
-        assert [host.name for host in made.gone] == ["b", "a"] and not made.fleet.leaving
+        assert [host.name for host in made.gone] == ["b", "a"] and not made.fleet.roster.leaving
         assert made.states() == {"c": "unloaded"}
 
 
@@ -227,12 +227,12 @@ async def test_a_model_with_other_settings_takes_the_place_once_nobody_uses_the_
         fresh = made.host("a", tool_format="none")
         made.fleet.become((fresh, made.fleet.hosts.get("b")))
         waiting = await made.ask("a")
-        assert made.fleet.is_changing(used) and made.fleet.hosts.get("a") is used
+        assert made.fleet.roster.changing() == ("a",) and made.fleet.hosts.get("a") is used
         made.fleet.release(used)
         await settle()
         assert made.fleet.hosts.get("a") is fresh and made.gone == [used]
         await made.up("a")
-        assert waiting.result() is fresh and not made.fleet.is_changing(fresh)
+        assert waiting.result() is fresh and not made.fleet.roster.changing()
 
 
 async def test_a_model_wanted_again_before_it_left_stays_as_it_is(folder: Path) -> None:
@@ -240,7 +240,7 @@ async def test_a_model_wanted_again_before_it_left_stays_as_it_is(folder: Path) 
         used = await made.use("a")
         made.fleet.become((made.host("b"),))
         made.fleet.become((made.host("a"), made.host("b")))
-        assert not made.fleet.leaving and made.fleet.hosts.get("a") is used
+        assert not made.fleet.roster.leaving and made.fleet.hosts.get("a") is used
         made.fleet.release(used)
         await settle()
         assert made.gone == []

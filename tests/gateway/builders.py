@@ -26,6 +26,7 @@ from headrace.core.sampling import Sampling
 from headrace.engine.client import EngineUp
 from headrace.fleet.engine_life import EngineLife
 from headrace.fleet.load_watch import LoadWatch
+from headrace.fleet.roster import Roster
 from headrace.fleet.served_model import Models
 from headrace.fleet.tenants import Tenants
 from headrace.generation.readers import ReaderPause
@@ -245,7 +246,7 @@ class FakeHost:
         self.name, self.ready = model.names[0], model.ready
         self.is_here = True
         self.loading = LoadWatch()
-        self.engine = EngineLife(Tenants(self.loading), self.loading, Metrics())
+        self.engine = EngineLife(Tenants(self.loading), self.loading, Metrics().engine)
         self.engine.state, self.engine.num_starts = "ok", 1
         self.engine.up = EngineUp(model.ready, pid=4711) if model.ready else None
         self.streams: list[Any] = []
@@ -271,14 +272,10 @@ class FakeVectors:
 class FakeFleet:
     """One model, which is there."""
 
-    is_sole = True
-
     def __init__(self, host: FakeHost) -> None:
+        self.pinned = host
         self.hosts = Models((host,))
-        self.leaving: dict[str, FakeHost] = {}
-
-    def is_changing(self, host: FakeHost) -> bool:
-        return False
+        self.roster = Roster((host,))  # type: ignore[arg-type]
 
     @contextlib.asynccontextmanager
     async def using(self, name: str | None) -> AsyncIterator[FakeHost]:

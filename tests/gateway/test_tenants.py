@@ -17,7 +17,7 @@ from headrace.gateway.auth import Auth
 from headrace.generation.generation import Generation
 from headrace.metrics.metrics import Metrics
 from headrace.protocols.worker import Jobs
-from headrace.streams.memory_store import MemoryStore
+from headrace.streams.stores.memory import MemoryStore
 from headrace.workers.pool import ThreadWork
 
 PROMPT = "The figures of the third quarter are not to be known before Monday. " * 4

@@ -20,7 +20,7 @@ from headrace.generation.generation import Generation
 from headrace.generation.registry import Found
 from headrace.streams.events import Error, Queued
 from headrace.streams.record import Names
-from headrace.streams.sqlite_store import SqliteStore
+from headrace.streams.stores.sqlite import SqliteStore
 from tests.fleet.fakes import DOWN, READY, STATUS, FakeEngine
 from tests.generation.fakes import make_request, opened, read, running
 from tools.harness.eventually import settle

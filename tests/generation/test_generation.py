@@ -16,9 +16,9 @@ from headrace.generation.generation import Generation
 from headrace.generation.registry import Found
 from headrace.streams.events import AnyEvent, Error, Heartbeat, Progress, Queued, Tokens
 from headrace.streams.events import Finish as FinishEvent
-from headrace.streams.memory_store import MemoryStore
 from headrace.streams.record import Names, Record
 from headrace.streams.store import Stored
+from headrace.streams.stores.memory import MemoryStore
 from tests.fleet.fakes import DOWN, READY, STATUS, FakeEngine
 from tests.generation.fakes import make_request, opened, read, running, text_of
 from tools.harness.eventually import settle

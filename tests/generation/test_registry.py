@@ -12,9 +12,9 @@ from headrace.core.messages import FinishReason
 from headrace.generation.generation import Generation
 from headrace.generation.registry import FinishedStream
 from headrace.generation.stream import LiveStream
-from headrace.streams.memory_store import MemoryStore
 from headrace.streams.record import Names
 from headrace.streams.store import ByConversation, ById
+from headrace.streams.stores.memory import MemoryStore
 from tests.fleet.fakes import DOWN, FakeEngine
 from tests.generation.fakes import make_request, opened, read, running
 from tools.harness.eventually import settle

@@ -15,8 +15,8 @@ from headrace.generation.generation import Generation
 from headrace.streams.events import Error
 from headrace.streams.log import LogUnsound
 from headrace.streams.record import Names
-from headrace.streams.sqlite_schema import NAME
 from headrace.streams.store import ByConversation, ById
+from headrace.streams.stores.sqlite_schema import NAME
 from tests.fleet.fakes import FakeEngine
 from tests.generation.fakes import make_request, opened, read, running
 from tools.harness.stream_events import opened_sqlite

@@ -18,7 +18,7 @@ from headrace.generation.stream import LiveStream
 from headrace.metrics.metrics import Metrics
 from headrace.protocols.worker import Jobs
 from headrace.streams.events import Error, Heartbeat, Served
-from headrace.streams.memory_store import MemoryStore
+from headrace.streams.stores.memory import MemoryStore
 from headrace.workers.pool import ThreadWork
 from tests.fleet.fakes import READY, FakeEngine
 from tests.generation.fakes import make_request, read

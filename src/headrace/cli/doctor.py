@@ -30,7 +30,7 @@ from headrace.core.request import Chat
 from headrace.fleet.model_names import told_apart
 from headrace.gateway.auth import Auth
 from headrace.gateway.http_server import DESCRIPTORS_BESIDE
-from headrace.streams.state_dir import StateError
+from headrace.streams.stores.state_dir import StateError
 from headrace.text.encoder import Encoder
 from headrace.text.template import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
@@ -158,7 +158,7 @@ def _state_dir(config: ServerConfig) -> Finding:
 
 def _redis(url: str) -> Finding:
     try:
-        from headrace.streams.redis_link import risks_at
+        from headrace.streams.stores.redis_link import risks_at
     except ModuleNotFoundError:
         return Finding("state", "fail", "no redis package", "pip install 'headrace[redis]'")
     try:

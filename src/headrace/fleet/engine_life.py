@@ -16,7 +16,7 @@ from headrace.fleet.replica import Replica
 from headrace.fleet.replicas import Replicas, between
 from headrace.fleet.served_model import ServedModel
 from headrace.fleet.tenants import Tenants
-from headrace.metrics.metrics import Metrics
+from headrace.metrics.metrics import EngineFigures
 
 
 class EngineClosed(Exception):
@@ -29,14 +29,14 @@ class EngineLife:
     What it says goes on to the tenants, to figures, and into what is seen here.
     """
 
-    def __init__(self, tenants: Tenants, loading: LoadWatch, metrics: Metrics) -> None:
+    def __init__(self, tenants: Tenants, loading: LoadWatch, figures: EngineFigures) -> None:
         self.state = "unloaded"  # loading, ok, recovering; dead once a load or engine has failed
         self.last_words = ""  # why the engine was given up
         self.num_starts = 0
         self.up: EngineUp | None = None  # while it is
         self.status: Status | None = None  # its latest numbers
         self.steps: deque[StepTrace] = deque(maxlen=NUM_TRACED_STEPS)  # and its last steps
-        self._tenants, self._loading, self._metrics = tenants, loading, metrics
+        self._tenants, self._loading, self._figures = tenants, loading, figures
         self._model: ServedModel
         self._client: EngineClient | None = None
         self._settled: asyncio.Future[None]
@@ -69,7 +69,7 @@ class EngineLife:
         await self._hear(self._client)
         self._client = self.up = self.status = None
         self._loading.end()
-        self._metrics.unloaded()
+        self._figures.unloaded()
         self._tenants.end()
         if self.state != "dead":
             self.state = "unloaded"
@@ -113,7 +113,7 @@ class EngineLife:
                 self._loading.tell(news)
                 self._tenants.tell_load(time.monotonic())
             elif news.lost is not None:
-                self._metrics.replica_is_down(news)
+                self._figures.replica_is_down(news)
                 self._tenants.move(news, news.lost)
             else:
                 self._is_down(news)
@@ -122,7 +122,7 @@ class EngineLife:
 
     def _show(self, status: Status) -> None:
         self.status = status
-        self._metrics.show_status(status, self._model.ready)
+        self._figures.show_status(status, self._model.ready)
         self.steps.extend(status.steps)
         self._tenants.tell_places(status, time.monotonic())
 
@@ -139,7 +139,7 @@ class EngineLife:
 
     def _has_started(self, ready: Ready) -> None:
         self.num_starts += 1
-        self._metrics.engine_is_up(ready)
+        self._figures.is_up(ready)
 
     def _is_resized(self, news: EngineResized) -> None:
         assert self.up is not None
@@ -152,7 +152,7 @@ class EngineLife:
     def _is_down(self, news: EngineDown) -> None:
         self.up = self.status = None
         self._loading.begin(ENGINE)
-        self._metrics.engine_is_down(news)
+        self._figures.is_down(news)
         if news.given_up:
             self.fail(news.message)
         elif self.state == "ok":

@@ -11,7 +11,7 @@ from headrace.core.messages import WEIGHTS, Loading
 EVERY_S = 1.5
 """A little less than the 2 s that are promised."""
 
-_LOOK_INTERVAL_S = 0.1
+_CHECK_INTERVAL_S = 0.1
 
 OnLoading = Callable[[LoadProgress], None]
 ReadProgress = Callable[[], Iterable[LoadProgress | None]]
@@ -94,7 +94,7 @@ class LoadTeller:
         self._thread.join()
 
     def _run(self) -> None:
-        while not self._stop.wait(_LOOK_INTERVAL_S):
+        while not self._stop.wait(_CHECK_INTERVAL_S):
             self._tell_once()
 
     def _tell_once(self) -> None:

@@ -49,7 +49,7 @@ class ModelHost:
         self.metrics = metrics
         self.loading = LoadWatch("" if known else self.name)  # one that was read is alone
         self.tenants = Tenants(self.loading)
-        self.engine = EngineLife(self.tenants, self.loading, metrics)
+        self.engine = EngineLife(self.tenants, self.loading, metrics.engine)
         self._start = start
         self._reading = asyncio.Lock()
 

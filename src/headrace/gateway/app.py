@@ -31,7 +31,7 @@ def create_app(generation: Generation, config: ServerConfig, auth: Auth | None =
         middleware=[
             Middleware(PathPrefix, prefix=config.http.api_prefix),
             *cross_origin(config.http.allowed_origins),
-            Middleware(ErrorBoundary, metrics=generation.metrics),
+            Middleware(ErrorBoundary, figures=generation.metrics.server),
         ],
         exception_handlers={HTTPException: no_such_route},
     )

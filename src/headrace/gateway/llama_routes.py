@@ -34,8 +34,9 @@ class LlamaRoutes:
 
     async def props(self, request: Request) -> ASGIApp:
         host = await self._known(request)
-        is_sleeping = not self._generation.fleet.is_sole and host.ready is None
-        role = "model" if self._generation.fleet.is_sole else "router"
+        is_pinned = self._generation.fleet.pinned is not None
+        is_sleeping = not is_pinned and host.ready is None
+        role = "model" if is_pinned else "router"
         shown = {"role": role, "state": self._generation.state}
         return answer(_props(host.model, is_sleeping) | shown)
 

@@ -56,23 +56,24 @@ class StateRoutes:
 
     async def models(self, request: Request) -> ASGIApp:
         hosts = self._generation.fleet.hosts.all()
-        has_states = not self._generation.fleet.is_sole
+        has_states = self._generation.fleet.pinned is None
         entries = [entry_of(host, name, has_states) for host in hosts for name in host.names]
         return answer({"object": "list", "data": entries})
 
     async def model(self, request: Request) -> ASGIApp:
         name = request.path_params["id"]
-        has_states = not self._generation.fleet.is_sole
+        has_states = self._generation.fleet.pinned is None
         host = self._generation.fleet.hosts.get(name)
         return answer(entry_of(host, called(host, name), has_states))
 
     async def metrics(self, request: Request) -> ASGIApp:
         generation = self._generation
         models = {}
-        if not generation.fleet.is_sole:
+        if generation.fleet.pinned is None:
             models = {host.name: host.metrics for host in generation.fleet.hosts.all()}
         vllm_model = generation.fleet.hosts.first.names[0] if self._config.vllm_metrics else ""
-        text = generation.metrics.text(generation.state, generation.streams, vllm_model, models)
+        streams = ((stream.state, stream.num_readers) for stream in generation.streams)
+        text = generation.metrics.text(generation.state, streams, vllm_model, models)
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 
@@ -244,7 +245,7 @@ def snapshot(generation: Generation) -> Snapshot:
     """Everything but the time."""
     hosts = generation.fleet.hosts.all()
     shown = {"state": generation.state, "version": __version__, **_snapshot(hosts[0])}
-    if not generation.fleet.is_sole:
+    if generation.fleet.pinned is None:
         shown["models"] = [{"status": _status(host), **_snapshot(host)} for host in hosts]
     rows = (_row(host, stream) for host in hosts for stream in generation.streams_of(host))
     shown["requests"] = list(itertools.islice(rows, _MAX_ROWS))

@@ -59,20 +59,22 @@ class Generation:
         self.metrics = metrics
         allows = is_public if config.http.allow_image_urls else None
         self.pictures = ImageFetcher(allows, config.http.max_body_bytes)
-        self.streams = Registry(store, metrics)
+        self.streams = Registry(store, metrics.server)
         self.queues = Queues(config.streams, self.fleet)
         self.vectors = VectorMaker(self.queues, self.fleet, work)
         self.writers = Writers(self.fleet, self.streams, self.queues, config.streams, tasks)
-        self.resumption = Resumption(self.fleet, self.streams, self.writers, work, metrics, tasks)
+        self.resumption = Resumption(
+            self.fleet, self.streams, self.writers, work, metrics.server, tasks
+        )
         self.died = asyncio.Event()  # set once the only engine was given up
         self.desired: Desired | None = None  # where its models can be changed
-        store.on_commit = metrics.committed
+        store.on_commit = metrics.server.committed
 
     @property
     def state(self) -> str:
         """loading, ok, recovering, draining or dead; of several models each has its own."""
-        sole = self.fleet.hosts.first.engine.state if self.fleet.is_sole else "ok"
-        state = "loading" if sole == "unloaded" else sole
+        state = self.fleet.pinned.engine.state if self.fleet.pinned else "ok"
+        state = "loading" if state == "unloaded" else state
         return "draining" if self.queues.is_draining and state != "dead" else state
 
     @property
@@ -86,7 +88,7 @@ class Generation:
         async with self._tasks:
             own = [
                 self._tasks.create_task(self.resumption.take_up(), name="resume"),
-                self._tasks.create_task(sweep(self.streams, self.metrics), name="sweep"),
+                self._tasks.create_task(sweep(self.streams), name="sweep"),
                 self._tasks.create_task(watch(self.streams), name="watch store"),
                 self._tasks.create_task(self.resumption.adopt(), name="adopt"),
                 self._tasks.create_task(obey(self.streams, self._tasks), name="obey"),
@@ -109,7 +111,7 @@ class Generation:
         self.resumption.host_loaded(host)
 
     def _host_lost(self, host: ModelHost) -> None:
-        if self.fleet.is_sole:
+        if host is self.fleet.pinned:
             self.died.set()
             self.streams.close(GONE)
         streams = self.streams_of(host)

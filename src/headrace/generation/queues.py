@@ -38,14 +38,14 @@ class Queues:
     def of(self, host: ModelHost) -> Admission:
         """The queue before a host; RequestError if that takes no requests.
 
-        One of several models is loaded when it is asked for. The only one must have been.
+        A model is loaded when it is asked for; a pinned one must have been.
         """
-        is_sole = self._fleet.is_sole
-        if self.is_draining and not (is_sole and host.engine.state == "dead"):
+        is_pinned = host is self._fleet.pinned
+        if self.is_draining and not (is_pinned and host.engine.state == "dead"):
             raise RequestError("server_shutdown", "The server is shutting down.", retry_after_s=5)
-        if is_sole and host.engine.state in ("unloaded", "loading"):
+        if is_pinned and host.engine.state in ("unloaded", "loading"):
             raise RequestError("model_loading", "Loading model", retry_after_s=2)
-        if is_sole and host.engine.state == "dead":
+        if is_pinned and host.engine.state == "dead":
             raise RequestError("engine_failed", "The engine stopped for good.", retry_after_s=30)
         queue = self._of(host)
         queue.set_schedule(host.tenants.eta.schedule, host.tenants.eta.tokens_per_s)

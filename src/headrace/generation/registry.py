@@ -12,10 +12,9 @@ from headrace.generation.admission import Place
 from headrace.generation.readers import Audience, ReaderPause
 from headrace.generation.remote import RemoteStream
 from headrace.generation.stream import LiveStream
-from headrace.metrics.metrics import Metrics
+from headrace.metrics.metrics import ServerFigures
 from headrace.race import race
 from headrace.streams.log import Log, LogGone, LogUnsound, MemoryLog
-from headrace.streams.memory_store import MemoryStore
 from headrace.streams.record import Names, Record
 from headrace.streams.store import (
     ByConversation,
@@ -27,6 +26,7 @@ from headrace.streams.store import (
     Stored,
     StoreStalled,
 )
+from headrace.streams.stores.memory import MemoryStore
 
 _IN_MEMORY = Retention(keep_s=3600.0, max_bytes=256 << 20)
 _MAX_UNSWEPT = 64 << 20
@@ -61,9 +61,9 @@ Found = LiveStream | FinishedStream | RemoteStream
 class Registry:
     """Resolves names to stream ids, once, when a request comes in."""
 
-    def __init__(self, store: Store, metrics: Metrics) -> None:
+    def __init__(self, store: Store, figures: ServerFigures) -> None:
         self.store = store
-        self._metrics = metrics
+        self.figures = figures
         self._kept = MemoryStore()  # ended streams without opt-in, for as long as they are kept
         self._num_unswept = 0  # bytes in it since it was swept
         self._live: dict[StreamId, LiveStream] = {}
@@ -206,7 +206,7 @@ class Registry:
         """Forgets what memory does not keep any longer."""
         self._num_unswept = 0
         totals = await self._kept.sweep(_IN_MEMORY, time.time())
-        self._metrics.swept("memory", totals.num_bytes)
+        self.figures.swept("memory", totals.num_bytes)
 
     async def discard(self, owner: str, name: Name) -> None:
         """Removes the stream of that name, if it is this owner's; a live one is stopped first."""
@@ -232,7 +232,7 @@ class Registry:
             found.stop(cut_by("cancelled"))
         if isinstance(found, LiveStream):
             await self.unless_stalled(found.record, found.ended.wait())
-        self._metrics.stopped(state, time.monotonic() - asked_at)
+        self.figures.stopped(state, time.monotonic() - asked_at)
 
     async def unless_stalled(self, record: Record, work: Coroutine[Any, Any, Result]) -> Result:
         """The result of `work`, which waits for the log; StoreStalled while the disk is stuck."""

@@ -13,7 +13,7 @@ from headrace.generation.model_checks import see_again
 from headrace.generation.registry import Registry, cut_by
 from headrace.generation.stream import LiveStream
 from headrace.generation.writers import Writers
-from headrace.metrics.metrics import Metrics
+from headrace.metrics.metrics import ServerFigures
 from headrace.streams.log import Log, LogConflict
 from headrace.streams.store import Stored, StoreStalled
 from headrace.workers.image_file import Admitted
@@ -35,7 +35,7 @@ class Resumption:
         streams: Registry,
         writers: Writers,
         work: Work,
-        metrics: Metrics,
+        figures: ServerFigures,
         group: asyncio.TaskGroup,
     ) -> None:
         self._fleet = fleet
@@ -43,7 +43,7 @@ class Resumption:
         self._store = streams.store
         self._writers = writers
         self._work = work
-        self._metrics = metrics
+        self._figures = figures
         self._group = group
         self._kept: dict[str, list[Stored]] = {}  # until an engine of this model comes up
         writers.on_stalled = self._outlast_stall
@@ -77,9 +77,9 @@ class Resumption:
     async def _go_on_with(self, left: list[Stored]) -> None:
         # those with images take long, and the others need not wait for them
         for stored in sorted(left, key=lambda it: len(it.record.images)):
-            self._metrics.recovered()
+            self._figures.recovered()
             cut = cut_by(stored.stop_code) if stored.stop_code else None
-            if self._fleet.is_sole:
+            if self._fleet.pinned:
                 await self._resume(stored, cut)
             else:  # one model's download keeps no other's streams
                 self._group.create_task(self._resume(stored, cut), name="resume one")

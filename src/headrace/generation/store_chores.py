@@ -6,7 +6,6 @@ import time
 
 from headrace.core.errors import RequestError
 from headrace.generation.registry import Registry, cut_by
-from headrace.metrics.metrics import Metrics
 from headrace.streams.store import Ask, Retention, StoreStalled
 
 _CANNOT_WRITE = RequestError(
@@ -42,11 +41,11 @@ async def _do(streams: Registry, ask: Ask) -> None:
         stream.check_log()
 
 
-async def sweep(streams: Registry, metrics: Metrics) -> None:
+async def sweep(streams: Registry) -> None:
     """Once a minute, forgets what retention does not keep."""
     while True:
         await streams.sweep()
         with contextlib.suppress(StoreStalled):
             totals = await streams.store.sweep(Retention(), time.time())
-            metrics.swept("durable", totals.num_bytes)
+            streams.figures.swept("durable", totals.num_bytes)
         await asyncio.sleep(_SWEEP_INTERVAL_S)

@@ -22,7 +22,7 @@ from headrace.generation.model_checks import check_can_begin, check_can_go_on
 from headrace.generation.readers import Audience
 from headrace.generation.stay import Stay
 from headrace.generation.submission import Submission
-from headrace.metrics.metrics import Metrics
+from headrace.metrics.metrics import RequestFigures
 from headrace.streams.events import AnyEvent
 from headrace.streams.log import Log, LogTaken
 from headrace.streams.record import Record
@@ -220,11 +220,11 @@ class LiveStream:
         builder = self._builder
         self.stay.place.update(builder.num_live, builder.num_waiting, builder.num_unread)
 
-    def note_end(self, metrics: Metrics) -> None:
+    def note_end(self, figures: RequestFigures) -> None:
         """Tells figures and log what became of it."""
         route, outcome = self.record.request.route, self.cut.code if self.cut else "finished"
         tally = self._builder.tally
-        metrics.ended(route, outcome, tally, self._at_ms() / 1000)
+        figures.ended(route, outcome, tally, self._at_ms() / 1000)
         usage, timings = tally.usage, tally.timings
         log_request(
             route,

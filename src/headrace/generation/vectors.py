@@ -94,7 +94,7 @@ class VectorMaker:
             raise
         finally:
             seconds = time.monotonic() - began
-            host.metrics.embedded(request.route, outcome, num_tokens, seconds)
+            host.metrics.requests.embedded(request.route, outcome, num_tokens, seconds)
         return Vectors(model, vectors, num_tokens)
 
     async def _run(self, batch: VectorBatch, host: ModelHost) -> tuple[bytes, ...]:

@@ -118,7 +118,7 @@ class Writers:
     def _start(
         self, host: ModelHost, stored: Stored, builder: EventBuilder, stay: Stay
     ) -> tuple[LiveStream, ModelUse]:
-        host.metrics.follow(builder.tally)
+        host.metrics.requests.follow(builder.tally)
         stream = LiveStream(stored.record, builder, stored.log, stay, self._config.linger_s)
         stream.end_within(0, self._config.request_timeout_s)
         self._streams.add(stream)
@@ -164,7 +164,7 @@ class Writers:
             if stream.log.next_seq == 0:
                 await stream.accept()
             await stream.run()
-            stream.note_end(host.metrics)
+            stream.note_end(host.metrics.requests)
             self._queues.limits.used(
                 stream.record.names.owner, stream.tally.usage.completion_tokens
             )

@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from headrace.core.ids import StreamId
-from headrace.streams import sqlite_writer
 from headrace.streams.events import AnyEvent
 from headrace.streams.log import LogConflict, LogGone
-from headrace.streams.memory_store import MemoryStore
-from headrace.streams.redis_store import RedisStore
-from headrace.streams.sqlite_schema import NAME
-from headrace.streams.sqlite_store import SqliteStore
 from headrace.streams.store import ByConversation, ById, ByKey, Name, Retention, Store, Stored
+from headrace.streams.stores import sqlite_writer
+from headrace.streams.stores.memory import MemoryStore
+from headrace.streams.stores.redis import RedisStore
+from headrace.streams.stores.sqlite import SqliteStore
+from headrace.streams.stores.sqlite_schema import NAME
 from tools.harness.redis_servers import needs_redis
 from tools.harness.stream_events import error, finish, make_record, redis_url, some
 

@@ -11,9 +11,9 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import NoScriptError, RedisError
 
-from headrace.streams import redis_scripts
-from headrace.streams.state_dir import StateError
 from headrace.streams.store import StoreStalled
+from headrace.streams.stores import redis_scripts
+from headrace.streams.stores.state_dir import StateError
 
 logger = logging.getLogger(__name__)
 

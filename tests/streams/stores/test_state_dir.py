@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.streams.state_dir import StateDir, StateError, StateInUse
+from headrace.streams.stores.state_dir import StateDir, StateError, StateInUse
 
 
 def mode(path: Path) -> int:

@@ -7,13 +7,13 @@ from typing import Any
 
 from headrace.core.ids import StreamId
 from headrace.race import race
-from headrace.streams import redis_scripts as scripts
 from headrace.streams.events import AnyEvent
 from headrace.streams.log import Tail
-from headrace.streams.redis_feed import Feed
-from headrace.streams.redis_link import Link
-from headrace.streams.redis_rows import RedisRow, events_of
 from headrace.streams.store import StoreStalled
+from headrace.streams.stores import redis_scripts as scripts
+from headrace.streams.stores.redis_feed import Feed
+from headrace.streams.stores.redis_link import Link
+from headrace.streams.stores.redis_rows import RedisRow, events_of
 
 logger = logging.getLogger(__name__)
 

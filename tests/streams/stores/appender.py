@@ -5,7 +5,7 @@ import itertools
 import sys
 from pathlib import Path
 
-from headrace.streams.sqlite_store import SqliteStore
+from headrace.streams.stores.sqlite import SqliteStore
 from tools.harness.stream_events import make_record, some
 
 

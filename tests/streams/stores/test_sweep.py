@@ -2,7 +2,7 @@
 
 from headrace.core.ids import StreamId
 from headrace.streams.store import Retention, Totals
-from headrace.streams.sweep import Kept, choose
+from headrace.streams.stores.sweep import Kept, choose
 
 NOW = 1000.0
 

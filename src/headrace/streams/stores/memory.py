@@ -22,7 +22,7 @@ from headrace.streams.store import (
     Unshared,
     nobody_hears,
 )
-from headrace.streams.sweep import Kept, choose
+from headrace.streams.stores.sweep import Kept, choose
 
 _NO_WRITER = 0
 _BYTES_PER_ENCODED = 6  # an event as objects, against the same event as msgpack; measured

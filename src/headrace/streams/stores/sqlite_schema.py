@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from headrace.streams.sqlite_rows import seal_all
-from headrace.streams.state_dir import StateDir, StateError
+from headrace.streams.stores.sqlite_rows import seal_all
+from headrace.streams.stores.state_dir import StateDir, StateError
 
 logger = logging.getLogger(__name__)
 

@@ -16,13 +16,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from headrace.core.ids import StreamId
-from headrace.streams import sqlite_rows as rows
 from headrace.streams.events import AnyEvent
 from headrace.streams.log import LogUnsound, Tail
 from headrace.streams.record import Record
-from headrace.streams.sqlite_schema import NAME, connect, open_database
-from headrace.streams.sqlite_writer import Writer
-from headrace.streams.state_dir import StateDir
 from headrace.streams.store import (
     ByConversation,
     ByKey,
@@ -34,7 +30,11 @@ from headrace.streams.store import (
     Totals,
     Unshared,
 )
-from headrace.streams.sweep import choose
+from headrace.streams.stores import sqlite_rows as rows
+from headrace.streams.stores.sqlite_schema import NAME, connect, open_database
+from headrace.streams.stores.sqlite_writer import Writer
+from headrace.streams.stores.state_dir import StateDir
+from headrace.streams.stores.sweep import choose
 
 logger = logging.getLogger(__name__)
 

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from headrace.streams import sqlite_writer
 from headrace.streams.log import LogConflict
-from headrace.streams.sqlite_schema import NAME
-from headrace.streams.sqlite_store import SqliteStore
 from headrace.streams.store import ById, StoreStalled
+from headrace.streams.stores import sqlite_writer
+from headrace.streams.stores.sqlite import SqliteStore
+from headrace.streams.stores.sqlite_schema import NAME
 from tools.harness.eventually import eventually, settle
 from tools.harness.stream_events import A, B, everything, finish, make_record, opened_sqlite, some
 
@@ -306,7 +306,7 @@ async def test_a_full_database_takes_up_where_it_left_off(tmp_path: Path) -> Non
 
 
 def run_program(name: str, directory: Path) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-m", f"tests.streams.{name}", str(directory)]
+    command = [sys.executable, "-m", f"tests.streams.stores.{name}", str(directory)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 

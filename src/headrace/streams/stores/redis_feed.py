@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from redis.asyncio.client import PubSub
 
-from headrace.streams.redis_link import LOST, RETRY_S, Link
+from headrace.streams.stores.redis_link import LOST, RETRY_S, Link
 
 _PING_S = 2.0
 

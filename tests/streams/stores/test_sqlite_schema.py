@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from headrace.streams import sqlite_schema
-from headrace.streams.sqlite_schema import MIGRATIONS, NAME, open_database
-from headrace.streams.state_dir import StateDir, StateError
+from headrace.streams.stores import sqlite_schema
+from headrace.streams.stores.sqlite_schema import MIGRATIONS, NAME, open_database
+from headrace.streams.stores.state_dir import StateDir, StateError
 
 
 @pytest.fixture

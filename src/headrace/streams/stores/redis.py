@@ -17,15 +17,9 @@ import msgspec
 
 from headrace.core.ids import StreamId
 from headrace.race import race
-from headrace.streams import redis_scripts as scripts
 from headrace.streams.events import AnyEvent
 from headrace.streams.log import LogConflict, LogUnsound, Tail
 from headrace.streams.record import Record
-from headrace.streams.redis_lease import GatewayLease
-from headrace.streams.redis_link import LOST, Link
-from headrace.streams.redis_rows import RedisRow, open_page, row_of
-from headrace.streams.redis_tails import LiveTails
-from headrace.streams.redis_writer import Appends
 from headrace.streams.store import (
     Ask,
     ByConversation,
@@ -38,7 +32,13 @@ from headrace.streams.store import (
     StoreStalled,
     Totals,
 )
-from headrace.streams.sweep import Kept, choose
+from headrace.streams.stores import redis_scripts as scripts
+from headrace.streams.stores.redis_lease import GatewayLease
+from headrace.streams.stores.redis_link import LOST, Link
+from headrace.streams.stores.redis_rows import RedisRow, open_page, row_of
+from headrace.streams.stores.redis_tails import LiveTails
+from headrace.streams.stores.redis_writer import Appends
+from headrace.streams.stores.sweep import Kept, choose
 
 logger = logging.getLogger(__name__)
 

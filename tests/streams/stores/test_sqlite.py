@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from headrace.streams import sqlite_store
 from headrace.streams.log import LogConflict
-from headrace.streams.sqlite_schema import NAME
-from headrace.streams.sqlite_store import SqliteStore
-from headrace.streams.state_dir import StateInUse
 from headrace.streams.store import ByConversation, ById, Retention, StoreStalled
+from headrace.streams.stores import sqlite as sqlite_store
+from headrace.streams.stores.sqlite import SqliteStore
+from headrace.streams.stores.sqlite_schema import NAME
+from headrace.streams.stores.state_dir import StateInUse
 from tools.harness.eventually import settle
 from tools.harness.stream_events import (
     A,

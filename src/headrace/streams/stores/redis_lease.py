@@ -6,8 +6,8 @@ Leases decide when streams change hands, never who may write: that is the epoch'
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from headrace.streams import redis_scripts as scripts
-from headrace.streams.redis_link import ANSWER_S, LOST, RETRY_S, Link
+from headrace.streams.stores import redis_scripts as scripts
+from headrace.streams.stores.redis_link import ANSWER_S, LOST, RETRY_S, Link
 
 LEASE_S = 6.0
 RENEW_S = 1.0
