@@ -83,8 +83,8 @@ HAVE_GATEWAYS = (command -v redis-server && command -v haproxy) || \
 test-gateways: $(READY_TEST)
 	$(HAVE_GATEWAYS)
 	NEEDS_REDIS=1 timeout 900 $(BIN)/python -m pytest -p no:cacheprovider --timeout 300 \
-		tests/streams/test_stores.py tests/streams/test_store_machine.py \
-		tests/streams/test_redis_store.py tests/cluster/test_gateways.py $(ARGS)
+		tests/streams/stores/test_stores.py tests/streams/stores/test_store_machine.py \
+		tests/streams/stores/test_redis.py tests/cluster/test_gateways.py $(ARGS)
 
 # a cluster of two nodes, Redis and two gateways, and KILLS of all of these in runs of 50
 CLUSTER_KILLS := PYTHONPATH=$(abspath src):$(CURDIR) $(CLUSTER)/bin/python -m stress.cluster.kills

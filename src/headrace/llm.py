@@ -36,7 +36,7 @@ from headrace.protocols.openai_completions import PromptList
 from headrace.protocols.requests import pack, to_request
 from headrace.protocols.worker import Jobs
 from headrace.streams.events import AnyEvent, Error, Tokens
-from headrace.streams.memory_store import MemoryStore
+from headrace.streams.stores.memory import MemoryStore
 from headrace.workers.pool import ThreadWork
 
 T = TypeVar("T")
@@ -147,7 +147,7 @@ class LLM:
         self.close()
 
     def _call(self, dialect: Dialect, fields: dict[str, Any]) -> "_Call":
-        model = self._host.generation.hosts.get(fields.get("model")).model
+        model = self._host.generation.fleet.hosts.get(fields.get("model")).model
         checked = pack(dialect, fields)
         request = to_request(dialect, checked, model)
         request = msgspec.structs.replace(request, response_options=_OPTIONS)
@@ -309,7 +309,7 @@ class _Host:
         self.generation = Generation(_unbounded(config), (host,), MemoryStore(), work, metrics)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.generation.run(), name="generation")
-            await host.wait_until_ready()
+            await host.engine.wait_until_ready()
             self._has_started.set_result(None)
             await self._closing.wait()
             await engine.close()

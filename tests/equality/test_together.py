@@ -17,7 +17,7 @@ from headrace.generation.generation import Generation
 from headrace.metrics.metrics import Metrics
 from headrace.protocols.worker import Jobs
 from headrace.streams.events import Finish, Progress, Tokens
-from headrace.streams.memory_store import MemoryStore
+from headrace.streams.stores.memory import MemoryStore
 from headrace.workers.pool import ThreadWork
 
 PROMPTS = [f"{number}: " + "water over the wheel " * (number % 7) for number in range(64)]
@@ -44,7 +44,7 @@ async def asking(folder: Path, **scheduler: int) -> AsyncIterator[tuple[Generati
     host = ModelHost(config, lambda _: engine, metrics, served)
     generation = Generation(server, (host,), MemoryStore(), work, metrics)
     running = asyncio.create_task(generation.run())
-    await host.wait_until_ready()
+    await host.engine.wait_until_ready()
 
     async def ask(prompt: str, sampling: Sampling) -> tuple[int, ...]:
         request = Request("/v1/completions", "tiny", (Text(prompt),), sampling)
@@ -77,12 +77,14 @@ async def test_64_at_once_say_what_each_says_alone(folder: Path, sampling: Sampl
 async def at_rest(generation: Generation) -> None:
     """Until the books are empty: no stream, no sequence, every block free."""
     async with asyncio.timeout(10):
-        host = generation.hosts.first
-        while host.status is None or host.status.num_running or len(generation.streams):
+        host = generation.fleet.hosts.first
+        while (
+            host.engine.status is None or host.engine.status.num_running or len(generation.streams)
+        ):
             await asyncio.sleep(0.01)
     ready = host.model.ready
-    assert ready is not None and host.status.num_waiting == 0
-    assert host.status.blocks_free == ready.layout.num_blocks
+    assert ready is not None and host.engine.status.num_waiting == 0
+    assert host.engine.status.blocks_free == ready.layout.num_blocks
 
 
 @pytest.mark.parametrize("cap", [1, 4, 16, 64])

@@ -19,12 +19,16 @@ from headrace.core.errors import RequestError
 from headrace.core.ids import StreamId
 from headrace.core.jobs import CheckedBody, EncodePairs, EncodePrompts
 from headrace.core.layout import MemoryLayout
-from headrace.core.messages import Ready, Status, StepTrace
+from headrace.core.messages import Ready
 from headrace.core.pieces import REASONING, ChannelPiece
 from headrace.core.request import Chat, Prompt, Request, ResponseOptions, Text
 from headrace.core.sampling import Sampling
+from headrace.engine.client import EngineUp
+from headrace.fleet.engine_life import EngineLife
 from headrace.fleet.load_watch import LoadWatch
+from headrace.fleet.roster import Roster
 from headrace.fleet.served_model import Models
+from headrace.fleet.tenants import Tenants
 from headrace.generation.readers import ReaderPause
 from headrace.generation.registry import FinishedStream
 from headrace.generation.vectors import Check, VectorRequest, Vectors
@@ -196,6 +200,9 @@ class NoStreams:
     async def find(self, owner: str, by: object) -> None:
         return None
 
+    async def find_equal(self, names: Names, may_take_over: bool) -> None:
+        return None
+
     async def stop(self, found: object) -> None:
         raise AssertionError("nothing was found")
 
@@ -231,15 +238,12 @@ class FakeHost:
         self.model, self.known = model, model
         self.names, self.paths = model.names, model.paths
         self.name, self.ready = model.names[0], model.ready
-        self.state, self.last_words = "ok", ""
         self.is_here = True
-        self.is_engine_up, self.num_engine_starts, self.engine_pid = True, 1, 4711
-        self.share: float | None = None
         self.loading = LoadWatch()
-        self.status: Status | None = None
-        self.steps: list[StepTrace] = []
+        self.engine = EngineLife(Tenants(self.loading), self.loading, Metrics().engine)
+        self.engine.state, self.engine.num_starts = "ok", 1
+        self.engine.up = EngineUp(model.ready, pid=4711) if model.ready else None
         self.streams: list[Any] = []
-        self.replicas: list[Any] = []
 
 
 class FakeVectors:
@@ -250,7 +254,7 @@ class FakeVectors:
         self.asked: list[VectorRequest] = []
 
     async def make(self, request: VectorRequest, check: Check = lambda model: None) -> Vectors:
-        model: Any = self._generation.hosts.get(request.model).model
+        model: Any = self._generation.fleet.hosts.get(request.model).model
         check(model)
         self.asked.append(request)
         job = EncodePairs if request.task == "score" else EncodePrompts
@@ -262,14 +266,10 @@ class FakeVectors:
 class FakeFleet:
     """One model, which is there."""
 
-    is_sole = True
-
     def __init__(self, host: FakeHost) -> None:
+        self.pinned = host
         self.hosts = Models((host,))
-        self.leaving: dict[str, FakeHost] = {}
-
-    def is_changing(self, host: FakeHost) -> bool:
-        return False
+        self.roster = Roster((host,))  # type: ignore[arg-type]
 
     @contextlib.asynccontextmanager
     async def using(self, name: str | None) -> AsyncIterator[FakeHost]:
@@ -279,36 +279,40 @@ class FakeFleet:
         """It is there."""
 
 
+class FakeQueues:
+    """Its generation is draining while it is stopped."""
+
+    def __init__(self, generation: "FakeGeneration") -> None:
+        self._generation = generation
+
+    def stop(self) -> None:
+        self._generation.state = "draining"
+
+    def go_on(self) -> None:
+        self._generation.state = "ok"
+
+
 class FakeGeneration:
     """Opens streams that hold `script` from the start; without a script, only seq 0."""
 
     def __init__(self, *script: AnyEvent, model: FakeModel | None = None) -> None:
         self.fleet = FakeFleet(FakeHost(model or FakeModel()))
-        self.hosts = self.fleet.hosts
         self.state = "ok"
+        self.queues = FakeQueues(self)
         self.desired = None
         self.metrics = Metrics()
         self.script = script
         self.refusal: RequestError | None = None
         self.requests: list[Request] = []
-        self.work = ThreadWork(Jobs(self.hosts.first.model))  # type: ignore[arg-type]
+        self.work = ThreadWork(Jobs(self.fleet.hosts.first.model))  # type: ignore[arg-type]
         self.streams: NoStreams = NoStreams()
         self.vectors = FakeVectors(self)
-
-    def stop_admitting(self) -> None:
-        self.state = "draining"
-
-    def admit_again(self) -> None:
-        self.state = "ok"
-
-    async def attach(self, names: Names, may_take_over: bool) -> None:
-        return None
 
     def streams_of(self, host: FakeHost) -> list[Any]:
         return host.streams
 
     async def host_for(self, name: str | None, waits: bool) -> FakeHost:
-        return self.hosts.get(name)
+        return self.fleet.hosts.get(name)
 
     async def open(
         self, request: Request, names: Names, checked: CheckedBody, stream_id: StreamId

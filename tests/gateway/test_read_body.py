@@ -43,7 +43,7 @@ async def test_a_request_goes_to_a_worker_once(folder: Path) -> None:
     async with running(folder) as (generation, _):
         work = Counted(generation)
         checked = await read_body(generation, ReadBody(ROUTE), body())
-        model = generation.hosts.first.model
+        model = generation.fleet.hosts.first.model
         request = to_request(openai_completions, checked, model)
         stream = await generation.open(request, checked=checked)
         assert work.asked == [ReadBody]
@@ -58,7 +58,7 @@ async def test_a_model_that_has_changed_since_is_asked_again(folder: Path, chang
     async with running(folder) as (generation, _):
         work = Counted(generation)
         checked = await read_body(generation, ReadBody(ROUTE), body())
-        model = generation.hosts.first.model
+        model = generation.fleet.hosts.first.model
         if change == "number":
             model.number += 1
         else:
@@ -74,7 +74,7 @@ async def test_a_template_that_overruns_is_no_fault_of_the_body(folder: Path) ->
         work.overruns = True
         checked = await read_body(generation, ReadBody(ROUTE), body())
         assert checked.ahead is None and checked.stubs
-        request = to_request(openai_completions, checked, generation.hosts.first.model)
+        request = to_request(openai_completions, checked, generation.fleet.hosts.first.model)
         with pytest.raises(RequestError, match="overran"):
             await generation.open(request, checked=checked)
 
@@ -88,7 +88,7 @@ async def test_a_large_body_is_read_alone(folder: Path) -> None:
 
 async def test_a_model_that_cannot_do_it_is_not_asked_for_tokens(folder: Path) -> None:
     async with running(folder) as (generation, _):
-        model = generation.hosts.first.model
+        model = generation.fleet.hosts.first.model
         assert model.ready is not None
         model.ready = msgspec.structs.replace(model.ready, tasks=("embed",))
         checked: CheckedBody = await read_body(generation, ReadBody(ROUTE), body())

@@ -16,9 +16,9 @@ from headrace.generation.registry import Found
 from headrace.metrics.metrics import Metrics
 from headrace.protocols.worker import Jobs
 from headrace.streams.events import AnyEvent, Tokens
-from headrace.streams.memory_store import MemoryStore
 from headrace.streams.record import Names
 from headrace.streams.store import Store
+from headrace.streams.stores.memory import MemoryStore
 from headrace.workers.pool import ThreadWork
 from tests.fleet.fakes import READY, FakeEngine
 from tools.harness.eventually import settle

@@ -20,7 +20,7 @@ from headrace.text.encoder import Encoder
 from headrace.text.output_splitter import reasoning_format
 from headrace.text.template import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
-from headrace.text.tool_formats import tool_format
+from headrace.text.tool_formats.table import tool_format
 
 _SHOWN = 100  # characters of an unknown name
 

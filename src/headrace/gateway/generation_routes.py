@@ -39,7 +39,7 @@ from headrace.protocols import openai_chat
 from headrace.protocols.dialect import Dialect, dialect_of
 from headrace.protocols.requests import to_request
 from headrace.streams.record import Names
-from headrace.text.generic_tools import GENERIC
+from headrace.text.tool_formats.generic import GENERIC
 from headrace.workers.job_line import LARGE, Body
 
 logger = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ class GenerationRoutes:
 
     def _wait(self, route: Route, checked: CheckedBody, names: Names, id: StreamId) -> Wait | None:
         """How the client hears of a download, before which there can be no stream."""
-        host = self._generation.hosts.find(checked.fields.get("model", ""))
+        host = self._generation.fleet.hosts.find(checked.fields.get("model", ""))
         if host is None or host.is_here or names.conversation is not None:
             return None
         return wait_of(route, checked, names, id)
@@ -114,7 +114,7 @@ class GenerationRoutes:
     ) -> tuple[Found, bool]:
         """The stream of a request, and whether it is that of an earlier one."""
         attaches = checked.fields.get("attach") is not False
-        stream = await self._generation.attach(names, attaches)
+        stream = await self._generation.streams.find_equal(names, attaches)
         if stream is not None:
             return stream, True
         dialect = dialect_of(route)
@@ -140,7 +140,7 @@ async def read_body(generation: Generation, job: ReadJob, body: Body) -> Checked
     """A body as a worker checked it, and its tokens, too, if it is small and its model known."""
     known = {
         host.name: KnownModel(host.model.number, host.model.max_model_len)
-        for host in generation.hosts.all()
+        for host in generation.fleet.hosts.all()
         if host.ready and job.task in host.ready.tasks and sum(map(len, body)) < LARGE
     }
     try:
@@ -233,7 +233,7 @@ class TextRoutes:
         self._bodies = bodies
 
     async def tokenize(self, request: Request) -> ASGIApp:
-        hosts = self._generation.hosts.all()
+        hosts = self._generation.fleet.hosts.all()
         longest = {host.name: host.known.max_model_len for host in hosts if host.known}
         return await self._do(request, Tokenize(longest))
 

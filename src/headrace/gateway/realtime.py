@@ -201,7 +201,7 @@ class RealtimeSocket:
             await self._refuse(id, refused)
 
     async def _refuse(self, id: str | None, error: RequestError) -> None:
-        self._generation.metrics.refused(error)
+        self._generation.metrics.server.refused(error)
         log_request(self._socket.url.path, error.code, status=error.kind.status, **error.noted)
         await self._send(_refusal(id, error))
 

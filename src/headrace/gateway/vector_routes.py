@@ -17,7 +17,7 @@ from headrace.core.jobs import (
     WriteVectors,
 )
 from headrace.fleet.model_names import called
-from headrace.gateway.auth import Auth, Endpoint
+from headrace.gateway.auth import Auth
 from headrace.gateway.bodies import Bodies, HeldAnswer
 from headrace.gateway.delivery import unless_left
 from headrace.gateway.generation_routes import Marked, read_body
@@ -35,9 +35,6 @@ class VectorRoutes:
         self._work = generation.work
         self._auth = auth
         self._bodies = bodies
-
-    def endpoints(self) -> dict[str, Endpoint]:
-        return {embeddings.ROUTE: self.embed, **dict.fromkeys(rerank.ROUTES, self.rerank)}
 
     async def embed(self, request: Request) -> ASGIApp:
         return await self._answer(request, ReadInputs(), self._embed)

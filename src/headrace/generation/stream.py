@@ -23,13 +23,13 @@ from headrace.core.messages import (
 from headrace.engine.client import EngineDown, EngineUp
 from headrace.fleet.queue_eta import TokensAsked
 from headrace.fleet.served_model import ServedModel
-from headrace.fleet.tenants import InQueue, Item, Seat, TenantNews
+from headrace.fleet.tenants import InQueue, Item, TenantNews, Tenants
 from headrace.generation.admission import Place
 from headrace.generation.event_builder import Beat, EventBuilder, ServedAs, Standing
 from headrace.generation.model_checks import check_can_begin, check_can_go_on
 from headrace.generation.readers import Audience, Reader, ReaderPause
 from headrace.generation.suspicion import CrashSuspicion
-from headrace.metrics.metrics import Metrics
+from headrace.metrics.metrics import RequestFigures
 from headrace.streams.events import AnyEvent
 from headrace.streams.log import Log, LogTaken
 from headrace.streams.record import Record
@@ -49,7 +49,7 @@ class LiveStream:
         record: Record,
         builder: EventBuilder,
         log: Log,
-        engine: Seat,
+        engine: Tenants,
         linger_s: float,
     ) -> None:
         self.record = record
@@ -88,7 +88,7 @@ class LiveStream:
         """The model that it began on; None while it has not."""
         return None if self._is_loading else self._builder.served
 
-    def begin(self, model: ServedModel, seat: Seat, up: EngineUp) -> None:
+    def begin(self, model: ServedModel, seat: Tenants, up: EngineUp) -> None:
         """Submits what is left to an engine, or ends if its model cannot go on with that.
 
         The model may have other settings than when the stream was admitted.
@@ -285,11 +285,11 @@ class LiveStream:
         if self.place is not None:
             self.place.update(builder.num_live, builder.num_waiting, builder.num_unread)
 
-    def note_end(self, metrics: Metrics) -> None:
+    def note_end(self, figures: RequestFigures) -> None:
         """Tells figures and log what became of it."""
         route, outcome = self.record.request.route, self.cut.code if self.cut else "finished"
         tally = self._builder.tally
-        metrics.ended(route, outcome, tally, self._at_ms() / 1000)
+        figures.ended(route, outcome, tally, self._at_ms() / 1000)
         usage, timings = tally.usage, tally.timings
         log_request(
             route,

@@ -18,7 +18,7 @@ from headrace.core.sampling import Pooling, Sampling
 from headrace.engine.client import EngineDown, EngineUp
 from headrace.fleet.queue_eta import TokensAsked
 from headrace.fleet.served_model import ServedModel
-from headrace.fleet.tenants import InQueue, Item, Seat, TenantNews
+from headrace.fleet.tenants import InQueue, Item, TenantNews, Tenants
 from headrace.generation.admission import Place
 from headrace.generation.suspicion import CrashSuspicion
 
@@ -40,7 +40,7 @@ class VectorBatch:
     def __init__(
         self,
         work: VectorWork,
-        engine: Seat,
+        engine: Tenants,
     ) -> None:
         inputs, pooling, salt, self._place = work
         self.id = StreamId("embd-" + secrets.token_hex(16))
@@ -74,7 +74,7 @@ class VectorBatch:
     def tell_place(self, place: InQueue) -> None:
         """Does nothing: nobody hears where a batch stands."""
 
-    def begin(self, model: ServedModel, seat: Seat, up: EngineUp) -> None:
+    def begin(self, model: ServedModel, seat: Tenants, up: EngineUp) -> None:
         """An engine is there, which is given a window of what is left."""
         self.tell(up)
 

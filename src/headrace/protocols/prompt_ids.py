@@ -6,7 +6,7 @@ from headrace.core.errors import RequestError
 from headrace.core.request import Chat, Ids, Infill, Prompt, Text
 from headrace.fleet.served_model import ServedModel
 from headrace.protocols.model_text import Bound
-from headrace.text.generic_tools import GENERIC, in_words
+from headrace.text.tool_formats.generic import GENERIC, in_words
 
 
 def ids_of(
