@@ -17,7 +17,7 @@ from headrace.checkpoints.sentences import SentenceSpec
 from headrace.checkpoints.spec import Defaults
 from headrace.core.errors import RequestError
 from headrace.core.ids import StreamId
-from headrace.core.jobs import EncodePairs, EncodePrompts
+from headrace.core.jobs import CheckedBody, EncodePairs, EncodePrompts
 from headrace.core.layout import MemoryLayout
 from headrace.core.messages import Ready
 from headrace.core.pieces import REASONING, ChannelPiece
@@ -112,6 +112,7 @@ class Lines:
     """A chat template: role and content, a line each."""
 
     source = "{{ role }}: {{ content }}"
+    shows_system = True
 
     def render(self, chat: Chat) -> str:
         return "".join(f"{m['role']}: {m['content']}\n" for m in chat.messages)
@@ -123,6 +124,7 @@ class FakeModel:
     paths: frozenset[str] = frozenset({"/models/mini.gguf"})
     root: str = "headrace-mini"
     created: int = 1790000000
+    number: int = 0
     # whose tokenizer grammars are checked with
     folder: Path = field(default_factory=lambda: find_model("headrace-mini"))
     defaults: Defaults | None = None
@@ -159,6 +161,21 @@ class FakeReader:
         self._stream.sent.append(event)
 
 
+class FakeAudience:
+    """Readers of the stream, of whom those are counted that left."""
+
+    def __init__(self, stream: "FakeStream") -> None:
+        self.pause = ReaderPause()
+        self._stream = stream
+
+    @contextlib.asynccontextmanager
+    async def reader(self, after: int = -1) -> AsyncIterator[FakeReader]:
+        try:
+            yield FakeReader(self._stream, after)
+        finally:
+            self._stream.num_left += 1
+
+
 class FakeStream:
     """A log that the test writes; it remembers what was sent, and counts readers that left."""
 
@@ -169,7 +186,7 @@ class FakeStream:
         self.sent: list[AnyEvent] = []
         self.beats: asyncio.Queue[str] = asyncio.Queue()
         self.num_left = 0
-        self.interruption = ReaderPause()
+        self.audience = FakeAudience(self)
 
     async def write(self, *events: AnyEvent) -> None:
         await self.log.append(len(self.events), numbered(events, len(self.events)))
@@ -177,13 +194,6 @@ class FakeStream:
 
     def beat(self, form: str, interval_s: float) -> None:
         self.beats.put_nowait(form)
-
-    @contextlib.asynccontextmanager
-    async def reader(self, after: int = -1) -> AsyncIterator[FakeReader]:
-        try:
-            yield FakeReader(self, after)
-        finally:
-            self.num_left += 1
 
 
 class NoStreams:
@@ -313,7 +323,7 @@ class FakeGeneration:
         return self.fleet.hosts.get(name)
 
     async def open(
-        self, request: Request, names: Names, packed: bytes, stream_id: StreamId
+        self, request: Request, names: Names, checked: CheckedBody, stream_id: StreamId
     ) -> FakeStream:
         self.requests.append(request)
         if self.refusal:

@@ -9,6 +9,7 @@ import msgspec
 from headrace.config.settings import ServerConfig
 from headrace.core.errors import RequestError
 from headrace.core.ids import StreamId
+from headrace.core.jobs import CheckedBody
 from headrace.core.log_context import note
 from headrace.core.request import Request
 from headrace.fleet.fleet import Fleet
@@ -22,6 +23,7 @@ from headrace.generation.model_checks import admit, check_generates
 from headrace.generation.queues import Queues
 from headrace.generation.registry import Found, Registry
 from headrace.generation.resume import GONE, Resumption
+from headrace.generation.stay import Stay
 from headrace.generation.store_chores import obey, sweep, watch
 from headrace.generation.stream import LiveStream
 from headrace.generation.vectors import VectorMaker
@@ -137,12 +139,12 @@ class Generation:
         self,
         request: Request,
         names: Names = PLAIN,
-        packed: bytes | None = None,
+        checked: CheckedBody | None = None,
         stream_id: StreamId | None = None,
     ) -> Found:
         """Admits a request; RequestError says why it is not served.
 
-        `packed` are its prompts, if the request has only stubs of them. If another request has
+        `checked` has its prompts, if the request has only stubs of them. If another request has
         just taken the idempotency key, the stream is that one's.
         """
         host = self.fleet.hosts.get(request.model)
@@ -151,9 +153,9 @@ class Generation:
         self.fleet.check_line()
         asked = Asked(names.owner, names.digest, request.num_choices)
         self.queues.of(host).check(asked, Capacity.of(model.ready), time.monotonic())
-        if packed is not None:
-            packed = await self.pictures.put(self.work, request.prompts, packed)
-        admitted = await admit(self.work, model, request, packed)
+        checked = checked or CheckedBody({}, (), msgspec.msgpack.encode(request.prompts))
+        packed = await self.pictures.put(self.work, request.prompts, checked.packed)
+        admitted = await admit(self.work, model, request, packed, checked.ahead)
         stream_id = stream_id or StreamId("cmpl-" + secrets.token_hex(16))
         is_durable = names.is_opted_in and self.streams.store.is_durable
         record = _record(stream_id, model, request, admitted, names)
@@ -165,15 +167,15 @@ class Generation:
         stored = await self.streams.put(record, place)
         if stored.record.id != record.id:
             return await self.streams.wrap(stored)
-        stream = self.writers.make(host, record, EventBuilder(record, model), stored.log)
-        stream.admitted = admitted
-        self.writers.start(host, stream, place)
+        stored = Stored(record, stored.log)
+        builder = EventBuilder(record, model)
+        stream = self.writers.start(host, stored, builder, Stay(place, admitted))
         try:
-            accepted = stream.interruption.unless(stored.log.wait(-1))
+            accepted = stream.audience.pause.unless(stored.log.wait(-1))
             await self.streams.unless_stalled(record, accepted)
         except BaseException as error:
             stream.stop(error if isinstance(error, RequestError) else _LEFT)
-            stream.close_to_readers()
+            stream.audience.close()
             raise
         return stream
 

@@ -10,7 +10,7 @@ from msgspec import UNSET
 
 from headrace.core.request import Ids, Prompt, Request, ResponseOptions, Text
 from headrace.core.sampling import Sampling
-from headrace.generation.ingestion import NO_CHUNKS, describe
+from headrace.generation.prompt_report import NO_CHUNKS, describe
 from headrace.runner.kernels.instruction_sets import instruction_sets_here
 from headrace.streams.events import AnyEvent, Finish, Ingestion, Progress, Usage
 from tests.equality.test_together import asking
@@ -33,7 +33,7 @@ def events_of(
             for each in prompts:
                 request = Request("/v1/completions", "tiny", each, SHORT, response_options=options)
                 stream = await generation.open(request)
-                async with stream.reader() as events:
+                async with stream.audience.reader() as events:
                     found.append([event async for event in events])
         return found
 
