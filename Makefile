@@ -38,7 +38,7 @@ test-structure: $(READY_TEST) $(SUITE)
 # all of the tests of several models, and 10,000 made-up histories of who comes in and who leaves
 test-models: $(READY_TEST)
 	MANY_LOADS=1 HEADRACE_SCHEDULES=10000 $(BIN)/python -m pytest --timeout 1800 \
-		tests/generation/test_residency.py tests/e2e/test_models.py $(ARGS)
+		tests/fleet/test_memory_policy.py tests/e2e/test_models.py $(ARGS)
 
 # what would take the suite over its ten minutes
 test-slow: $(READY_TEST)
@@ -83,8 +83,8 @@ HAVE_GATEWAYS = (command -v redis-server && command -v haproxy) || \
 test-gateways: $(READY_TEST)
 	$(HAVE_GATEWAYS)
 	NEEDS_REDIS=1 timeout 900 $(BIN)/python -m pytest -p no:cacheprovider --timeout 300 \
-		tests/streams/test_stores.py tests/streams/test_store_machine.py \
-		tests/streams/test_redis_store.py tests/cluster/test_gateways.py $(ARGS)
+		tests/streams/stores/test_stores.py tests/streams/stores/test_store_machine.py \
+		tests/streams/stores/test_redis.py tests/cluster/test_gateways.py $(ARGS)
 
 # a cluster of two nodes, Redis and two gateways, and KILLS of all of these in runs of 50
 CLUSTER_KILLS := PYTHONPATH=$(abspath src):$(CURDIR) $(CLUSTER)/bin/python -m stress.cluster.kills

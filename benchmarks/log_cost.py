@@ -23,8 +23,8 @@ from headrace.core.sampling import Sampling
 from headrace.streams.events import ChoiceEnd, Finish, Timings, Tokens, Usage
 from headrace.streams.log import Log
 from headrace.streams.record import Record
-from headrace.streams.sqlite_store import SqliteStore
 from headrace.streams.store import ById, Retention
+from headrace.streams.stores.sqlite import SqliteStore
 
 AT_ONCE = 500  # streams that are written side by side
 ROUND = 200  # appends per measurement

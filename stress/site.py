@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import msgspec
 
-from headrace.streams.sqlite_store import SqliteStore
+from headrace.streams.stores.sqlite import SqliteStore
 from tools.harness import processes
 from tools.harness.servers import ServerProcess
 

@@ -76,6 +76,18 @@ def test_no_two_classes_have_one_name() -> None:
     assert twice.keys() <= allowed, {name: twice[name] for name in twice.keys() - allowed}
 
 
+def test_nothing_is_called_by_a_name_that_is_looked_up() -> None:
+    """An import contract sees no such call, and a reader finds neither end of it."""
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Call)
+        if isinstance(node.func.func, ast.Name) and node.func.func.id == "getattr"
+    ]
+    assert not found
+
+
 def test_package_files_are_empty() -> None:
     full = [p for p in SOURCES if p.name == "__init__.py" and p.stat().st_size]
     assert full == [ROOT / "src" / "headrace" / "__init__.py", KERNELS / "__init__.py"]

@@ -28,7 +28,7 @@ def llm(folder: Path) -> Iterator[LLM]:
 
 
 def num_running(llm: LLM) -> int:
-    status = llm._host.generation.hosts.first.status
+    status = llm._host.generation.fleet.hosts.first.engine.status
     return status.num_running + status.num_waiting if status else 0
 
 

@@ -36,7 +36,7 @@ from headrace.protocols.openai_completions import PromptList
 from headrace.protocols.requests import pack, to_request
 from headrace.protocols.worker import Jobs
 from headrace.streams.events import AnyEvent, Error, Tokens
-from headrace.streams.memory_store import MemoryStore
+from headrace.streams.stores.memory import MemoryStore
 from headrace.workers.pool import ThreadWork
 
 T = TypeVar("T")
@@ -147,18 +147,18 @@ class LLM:
         self.close()
 
     def _call(self, dialect: Dialect, fields: dict[str, Any]) -> "_Call":
-        model = self._host.generation.hosts.get(fields.get("model")).model
+        model = self._host.generation.fleet.hosts.get(fields.get("model")).model
         checked = pack(dialect, fields)
         request = to_request(dialect, checked, model)
         request = msgspec.structs.replace(request, response_options=_OPTIONS)
-        return _Call(request, checked.packed, dialect.ID_PREFIX)
+        return _Call(request, checked, dialect.ID_PREFIX)
 
 
 class _Call(NamedTuple):
-    """A request and its packed prompts."""
+    """A request and the body that has its prompts."""
 
     request: Request
-    packed: bytes
+    checked: CheckedBody
     id_prefix: str
 
 
@@ -261,12 +261,12 @@ class _Host:
 
     async def _open(self, call: _Call) -> Found:
         id = StreamId(call.id_prefix + secrets.token_hex(16))
-        return await self.generation.open(call.request, packed=call.packed, stream_id=id)
+        return await self.generation.open(call.request, checked=call.checked, stream_id=id)
 
     async def _answer(self, call: _Call) -> Answer:
         stream = await self._open(call)
         answer = dialect_of(stream.record.request.route).response_body(stream.record)
-        async with stream.reader() as events:
+        async with stream.audience.reader() as events:
             async for event in events:
                 _raise_if_cut(event)
                 answer.feed(event)
@@ -276,7 +276,7 @@ class _Host:
     async def _feed(self, call: _Call, pieces: "queue.SimpleQueue[Piece | None]") -> None:
         try:
             stream = await self._open(call)
-            async with stream.reader() as events:
+            async with stream.audience.reader() as events:
                 async for event in events:
                     _raise_if_cut(event)
                     if isinstance(event, Tokens):
@@ -309,7 +309,7 @@ class _Host:
         self.generation = Generation(_unbounded(config), (host,), MemoryStore(), work, metrics)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.generation.run(), name="generation")
-            await host.wait_until_ready()
+            await host.engine.wait_until_ready()
             self._has_started.set_result(None)
             await self._closing.wait()
             await engine.close()

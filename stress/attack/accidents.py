@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from headrace.streams.sqlite_schema import NAME
+from headrace.streams.stores.sqlite_schema import NAME
 from stress.attack.bodies import CHAT, TEXT, WORST, overrun
 from stress.attack.target import Manner, Target, post, until
 from stress.http import Call

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import msgspec
 
-from headrace.streams.sqlite_schema import NAME
+from headrace.streams.stores.sqlite_schema import NAME
 from stress.attack.corruption import Damage, damaged_pages, wrong_rows
 from tools.harness.eventually import eventually
 from tools.harness.servers import ServerProcess

@@ -145,21 +145,21 @@ class Simulation:
             rate = LOAD * NUM_REPLICAS * NUM_PLACES * len(PLACES) / (sum(PLACES) * usual)
             self._at(now + self._random.expovariate(rate), "come", 0)
 
-    def _ask(self, ticket: int) -> None:
-        asked = self._asked[ticket]
+    def _ask(self, part: int) -> None:
+        asked = self._asked[part]
         want = Want(asked.num_places, len(asked.names) + 1, asked.names, asked.came)
-        self._placement.ask(ticket, want)
+        self._placement.ask(part, want)
 
     def _place(self, now: float) -> None:
         while True:
             line = self._placement.waiting()
             if (placed := self._placement.next()) is None:
                 return
-            ticket, replica, _ = placed
-            assert ticket == line[0], "somebody was passed"
-            asked, model = self._asked[ticket], self._model
-            assert not any(ticket in others for others in model.running.values()), "placed twice"
-            model.running[replica].add(ticket)
+            part, replica, _ = placed
+            assert part == line[0], "somebody was passed"
+            asked, model = self._asked[part], self._model
+            assert not any(part in others for others in model.running.values()), "placed twice"
+            model.running[replica].add(part)
             taken = sum(self._asked[one].num_places for one in model.running[replica])
             assert taken <= NUM_PLACES, f"{taken} of {NUM_PLACES} places"
             hit = model.caches[replica].num_shared(asked.names)
@@ -171,7 +171,7 @@ class Simulation:
             seconds = SECONDS_PER_BLOCK * (len(asked.names) - hit)
             seconds += self._random.expovariate(1 / SECONDS_PER_ANSWER)
             self._place_s += seconds * asked.num_places
-            self._at(now + seconds, "end", ticket, asked.life)
+            self._at(now + seconds, "end", part, asked.life)
             if self._with_deaths and self._num_placed % DEATH_EVERY == 0:
                 self._die(now, self._random.randrange(NUM_REPLICAS))
 
@@ -181,21 +181,21 @@ class Simulation:
         self._num_deaths += 1
         lost = self._placement.close(replica)
         assert set(lost) == self._model.running.pop(replica)
-        for ticket in lost:
-            self._asked[ticket].life += 1
-            self._ask(ticket)
+        for part in lost:
+            self._asked[part].life += 1
+            self._ask(part)
         self._at(now + DOWN_S, "up", replica)
 
-    def _end(self, now: float, ticket: int, life: int) -> None:
-        asked = self._asked.get(ticket)
+    def _end(self, now: float, part: int, life: int) -> None:
+        asked = self._asked.get(part)
         if asked is None or asked.life != life:
             return
-        replica = self._placement.replica_of(ticket)
+        replica = self._placement.replica_of(part)
         assert replica is not None
         for _ in range(asked.num_places):
-            self._placement.release(ticket)
-        self._model.running[replica].remove(ticket)
-        del self._asked[ticket]
+            self._placement.release(part)
+        self._model.running[replica].remove(part)
+        del self._asked[part]
         talk = self._talks[asked.talk]
         said = asked.names + self._new(TURN_BLOCKS)  # with the answer
         for cache in (self._model.caches[replica], self._model.oracle):

@@ -33,8 +33,8 @@ class Generation:
     def __init__(self, *_: object) -> None:
         self.work = self.metrics = None
         self.fleet = self
-        self.is_sole = True
-        self.hosts = Models((Host(),))  # type: ignore[type-var]
+        self.pinned = Host()
+        self.hosts = Models((self.pinned,))  # type: ignore[type-var]
         self.streams = ["one", "two"]
         self.died = asyncio.Event()
         self.ended = asyncio.Event()
@@ -52,6 +52,9 @@ class Generation:
 
 class Host:
     """A model that never loads."""
+
+    def __init__(self) -> None:
+        self.engine = self
 
     async def wait_until_ready(self) -> None:
         await asyncio.Event().wait()

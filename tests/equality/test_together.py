@@ -17,7 +17,7 @@ from headrace.generation.generation import Generation
 from headrace.metrics.metrics import Metrics
 from headrace.protocols.worker import Jobs
 from headrace.streams.events import Finish, Progress, Tokens
-from headrace.streams.memory_store import MemoryStore
+from headrace.streams.stores.memory import MemoryStore
 from headrace.workers.pool import ThreadWork
 
 PROMPTS = [f"{number}: " + "water over the wheel " * (number % 7) for number in range(64)]
@@ -44,13 +44,13 @@ async def asking(folder: Path, **scheduler: int) -> AsyncIterator[tuple[Generati
     host = ModelHost(config, lambda _: engine, metrics, served)
     generation = Generation(server, (host,), MemoryStore(), work, metrics)
     running = asyncio.create_task(generation.run())
-    await host.wait_until_ready()
+    await host.engine.wait_until_ready()
 
     async def ask(prompt: str, sampling: Sampling) -> tuple[int, ...]:
         request = Request("/v1/completions", "tiny", (Text(prompt),), sampling)
         stream = await generation.open(request)
         token_ids: list[int] = []
-        async with stream.reader() as events:
+        async with stream.audience.reader() as events:
             async for event in events:
                 events.sent(event)
                 if isinstance(event, Tokens):
@@ -77,12 +77,14 @@ async def test_64_at_once_say_what_each_says_alone(folder: Path, sampling: Sampl
 async def at_rest(generation: Generation) -> None:
     """Until the books are empty: no stream, no sequence, every block free."""
     async with asyncio.timeout(10):
-        host = generation.hosts.first
-        while host.status is None or host.status.num_running or len(generation.streams):
+        host = generation.fleet.hosts.first
+        while (
+            host.engine.status is None or host.engine.status.num_running or len(generation.streams)
+        ):
             await asyncio.sleep(0.01)
     ready = host.model.ready
-    assert ready is not None and host.status.num_waiting == 0
-    assert host.status.blocks_free == ready.layout.num_blocks
+    assert ready is not None and host.engine.status.num_waiting == 0
+    assert host.engine.status.blocks_free == ready.layout.num_blocks
 
 
 @pytest.mark.parametrize("cap", [1, 4, 16, 64])
@@ -99,7 +101,7 @@ async def test_a_client_that_leaves_frees_what_it_held(folder: Path) -> None:
         endless = Sampling(temperature=0, max_tokens=400, ignore_eos=True)
         request = Request("/v1/completions", "tiny", (Text("on and on"),), endless)
         stream = await generation.open(request)
-        async with stream.reader() as events:
+        async with stream.audience.reader() as events:
             async for event in events:
                 events.sent(event)
                 if isinstance(event, Tokens):
@@ -112,7 +114,7 @@ def test_a_prompt_that_several_steps_compute_tells_each(folder: Path) -> None:
         async with asking(folder, max_step_tokens=32) as (generation, _):
             request = Request("/v1/completions", "tiny", (Text("x" * 100),), GREEDY)
             stream = await generation.open(request)
-            async with stream.reader() as events:
+            async with stream.audience.reader() as events:
                 return [e.processed async for e in events if isinstance(e, Progress)]
 
     processed = asyncio.run(run())

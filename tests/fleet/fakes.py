@@ -1,7 +1,8 @@
-"""An engine that says what a test tells it to, with the figures and the death of one."""
+"""An engine that says what a test tells it to, its figures and death, and a tenant of it."""
 
 from collections.abc import AsyncIterator
 
+from headrace.core.errors import RequestError
 from headrace.core.ids import SequenceId
 from headrace.core.layout import MemoryLayout
 from headrace.core.messages import (
@@ -16,7 +17,10 @@ from headrace.core.messages import (
     Status,
     Submit,
 )
-from headrace.engine.client import EngineDown, EngineNews, NewsQueue
+from headrace.engine.client import EngineDown, EngineNews, EngineUp, NewsQueue
+from headrace.fleet.queue_eta import TokensAsked
+from headrace.fleet.served_model import ServedModel
+from headrace.fleet.tenants import InQueue, TenantNews, Tenants
 from tools.harness.eventually import settle
 
 READY = Ready(
@@ -88,3 +92,37 @@ class FakeEngine:
     @property
     def newest(self) -> SequenceId:
         return self.submits[-1].sequences[0].sequence_id
+
+
+class FakeTenant:
+    """A tenant that submits nothing, with so many sequences; it keeps all that it is told."""
+
+    def __init__(self, num_sequences: int) -> None:
+        self.begun: list[EngineUp] = []
+        self.told: list[TenantNews] = []
+        self.places: list[InQueue] = []
+        self.lost: list[RequestError] = []
+        self.loads: list[float | None] = []
+        self.ids: list[SequenceId] = []
+        self.engine: Tenants | None = None
+        self._num_sequences = num_sequences
+
+    def begin(self, model: ServedModel, engine: Tenants, up: EngineUp) -> None:
+        self.begun.append(up)
+        self.engine = engine
+        self.ids = [engine.open(self) for _ in range(self._num_sequences)]
+
+    def tell(self, news: TenantNews) -> None:
+        self.told.append(news)
+
+    def tell_place(self, place: InQueue) -> None:
+        self.places.append(place)
+
+    def tell_load(self, progress: float | None) -> None:
+        self.loads.append(progress)
+
+    def lose(self, error: RequestError) -> None:
+        self.lost.append(error)
+
+    def asked(self, sequence_id: SequenceId) -> TokensAsked:
+        return TokensAsked(5, 8)

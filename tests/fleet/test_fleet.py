@@ -69,7 +69,7 @@ class Scene:
         return asked.result()
 
     def states(self) -> dict[str, str]:
-        return {host.name: host.state for host in self.fleet.hosts.all()}
+        return {host.name: host.engine.state for host in self.fleet.hosts.all()}
 
 
 @contextlib.asynccontextmanager
@@ -118,7 +118,7 @@ async def test_a_load_that_fails_is_told_to_all_who_wait_and_tried_again(folder:
         await made.engines["a"][0].say(NO_MEMORY)
         assert [code_of(asked) for asked in waiting] == ["load_failed"] * 2
         assert made.lost == ["a"] and made.states()["a"] == "dead"
-        assert (await made.use("a")).state == "ok"
+        assert (await made.use("a")).engine.state == "ok"
 
 
 async def test_an_engine_that_is_given_up_loses_its_model(folder: Path) -> None:
@@ -127,14 +127,14 @@ async def test_an_engine_that_is_given_up_loses_its_model(folder: Path) -> None:
         await made.engines["a"][0].say(NO_MEMORY)
         assert made.lost == ["a"] and not made.fleet.ended.is_set()
         made.fleet.release(used)
-        assert (await made.use("b")).state == "ok"
+        assert (await made.use("b")).engine.state == "ok"
 
 
 async def test_a_model_larger_than_the_memory_is_refused(folder: Path) -> None:
     async with running(folder, models_memory_bytes=1) as made:
         asked = await made.ask("a")
         assert code_of(asked) == "load_failed" and not made.engines["a"]
-        assert "raise it" in made.fleet.hosts.get("a").last_words
+        assert "raise it" in made.fleet.hosts.get("a").engine.last_words
 
 
 async def test_unload_waits_for_uses_and_a_later_request_brings_the_model_back(
@@ -144,11 +144,11 @@ async def test_unload_waits_for_uses_and_a_later_request_brings_the_model_back(
         used = await made.use("a")
         made.fleet.unload(used)
         later = await made.ask("a")
-        assert used.state == "ok" and not later.done()
+        assert used.engine.state == "ok" and not later.done()
         made.fleet.release(used)
         await settle()
         await made.up("a")
-        assert later.result().state == "ok" and len(made.engines["a"]) == 2
+        assert later.result().engine.state == "ok" and len(made.engines["a"]) == 2
 
 
 async def test_a_load_that_is_needed_by_nobody_is_given_up_by_unload(folder: Path) -> None:
@@ -156,10 +156,10 @@ async def test_a_load_that_is_needed_by_nobody_is_given_up_by_unload(folder: Pat
         host = made.fleet.hosts.get("a")
         made.fleet.need(host)
         await settle()
-        assert host.state == "loading"
+        assert host.engine.state == "loading"
         made.fleet.unload(host)
         await settle()
-        assert host.state == "unloaded" and not made.lost
+        assert host.engine.state == "unloaded" and not made.lost
 
 
 async def test_a_model_unloaded_while_somebody_waits_is_sent_out_after_he_entered(
@@ -171,10 +171,10 @@ async def test_a_model_unloaded_while_somebody_waits_is_sent_out_after_he_entere
         await settle()
         await made.up("a")
         used = asked.result()
-        assert used.state == "ok"
+        assert used.engine.state == "ok"
         made.fleet.release(used)
         await settle()
-        assert used.state == "unloaded"
+        assert used.engine.state == "unloaded"
 
 
 async def test_who_leaves_while_he_waits_holds_nothing(folder: Path) -> None:
@@ -185,7 +185,7 @@ async def test_who_leaves_while_he_waits_holds_nothing(folder: Path) -> None:
         await settle()
         made.fleet.release(used)
         await settle()
-        assert not made.engines["b"] and used.state == "ok"
+        assert not made.engines["b"] and used.engine.state == "ok"
 
 
 async def test_who_is_stopped_as_he_enters_holds_nothing(folder: Path) -> None:
@@ -198,7 +198,7 @@ async def test_who_is_stopped_as_he_enters_holds_nothing(folder: Path) -> None:
         await settle()
         assert behind.cancelled() and code_of(first) == "model_not_found"
         made.fleet.release(used)
-        assert (await made.use("c")).state == "ok"  # else a were still in use
+        assert (await made.use("c")).engine.state == "ok"  # else a were still in use
 
 
 async def test_a_model_no_longer_wanted_leaves_after_its_streams_and_refuses_others(
@@ -212,10 +212,10 @@ async def test_a_model_no_longer_wanted_leaves_after_its_streams_and_refuses_oth
         assert code_of(waiting) == "model_not_found"
         assert [host.name for host in made.gone] == ["b"]
         made.fleet.become((made.host("c"),))
-        assert list(made.fleet.leaving) == ["a"] and used.state == "ok"
+        assert list(made.fleet.roster.leaving) == ["a"] and used.engine.state == "ok"
         made.fleet.release(used)
         await settle()
-        assert [host.name for host in made.gone] == ["b", "a"] and not made.fleet.leaving
+        assert [host.name for host in made.gone] == ["b", "a"] and not made.fleet.roster.leaving
         assert made.states() == {"c": "unloaded"}
 
 
@@ -227,12 +227,22 @@ async def test_a_model_with_other_settings_takes_the_place_once_nobody_uses_the_
         fresh = made.host("a", tool_format="none")
         made.fleet.become((fresh, made.fleet.hosts.get("b")))
         waiting = await made.ask("a")
-        assert made.fleet.is_changing(used) and made.fleet.hosts.get("a") is used
+        assert made.fleet.roster.changing() == ("a",) and made.fleet.hosts.get("a") is used
         made.fleet.release(used)
         await settle()
         assert made.fleet.hosts.get("a") is fresh and made.gone == [used]
         await made.up("a")
-        assert waiting.result() is fresh and not made.fleet.is_changing(fresh)
+        assert waiting.result() is fresh and not made.fleet.roster.changing()
+
+
+async def test_a_model_with_other_settings_is_loaded_anew_only_if_the_old_one_was(
+    folder: Path,
+) -> None:
+    async with running(folder) as made:
+        made.fleet.release(await made.use("a"))
+        made.fleet.become(tuple(made.host(name, tool_format="none") for name in "ab"))
+        await settle()
+        assert made.states() == {"a": "loading", "b": "unloaded"}
 
 
 async def test_a_model_wanted_again_before_it_left_stays_as_it_is(folder: Path) -> None:
@@ -240,7 +250,7 @@ async def test_a_model_wanted_again_before_it_left_stays_as_it_is(folder: Path) 
         used = await made.use("a")
         made.fleet.become((made.host("b"),))
         made.fleet.become((made.host("a"), made.host("b")))
-        assert not made.fleet.leaving and made.fleet.hosts.get("a") is used
+        assert not made.fleet.roster.leaving and made.fleet.hosts.get("a") is used
         made.fleet.release(used)
         await settle()
         assert made.gone == []
@@ -250,9 +260,9 @@ async def test_a_model_that_rests_leaves_and_one_in_use_stays(folder: Path) -> N
     async with running(folder, max_models=2, idle_unload_s=0.02) as made:
         used, resting = await made.use("a"), await made.use("b")
         made.fleet.release(resting)
-        while resting.state != "unloaded":
+        while resting.engine.state != "unloaded":
             await asyncio.sleep(0.01)
-        assert used.state == "ok"
+        assert used.engine.state == "ok"
 
 
 async def test_as_many_wait_as_may(folder: Path) -> None:
@@ -291,8 +301,8 @@ async def test_the_only_model_is_loaded_at_the_start_and_entered_at_once(folder:
     async with running(folder, "a") as made:
         await settle()
         (host,) = made.fleet.hosts.all()
-        assert host.state == "loading" and (await made.ask("a")).done()
+        assert host.engine.state == "loading" and (await made.ask("a")).done()
         await made.up("a")
-        assert host.state == "ok"
+        assert host.engine.state == "ok"
         await made.engines["a"][0].say(NO_MEMORY)
         assert made.lost == ["a"] and made.fleet.ended.is_set()

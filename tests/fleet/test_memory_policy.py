@@ -3,6 +3,7 @@
 `HEADRACE_SCHEDULES=10000` runs as many of them (`make test-models`).
 """
 
+import itertools
 import os
 
 from hypothesis import HealthCheck, settings
@@ -21,7 +22,8 @@ class Histories(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.policy = Residency(MAX_MODELS, MAX_BYTES)
+        self.policy = Residency[int](MAX_MODELS, MAX_BYTES)
+        self.tickets = itertools.count()
         for name, size in SIZES.items():
             self.policy.add(name, size)
         self.waiting: dict[int, str] = {}
@@ -37,7 +39,7 @@ class Histories(RuleBasedStateMachine):
             self.obey(move)
         raise AssertionError("there is always another move")
 
-    def obey(self, move: Move) -> None:
+    def obey(self, move: Move[int]) -> None:
         match move.kind:
             case "load":
                 assert move.model not in self.there | {*self.loading, *self.leaving}
@@ -50,17 +52,20 @@ class Histories(RuleBasedStateMachine):
                 assert move.model in self.there
                 # nobody overtakes one who waits for a model that is neither there nor on its way
                 on_its_way = {*self.there, *self.loading, *self.leaving}
+                assert move.ticket is not None
                 before = [name for t, name in self.waiting.items() if t < move.ticket]
                 assert all(name in on_its_way for name in before)
                 assert self.waiting.pop(move.ticket) == move.model
                 self.held.append(move.model)
             case "refuse":
-                assert SIZES[move.model] > MAX_BYTES
+                assert SIZES[move.model] > MAX_BYTES and move.ticket is not None
                 assert self.waiting.pop(move.ticket) == move.model
 
     @rule(name=NAMES)
     def ask(self, name: str) -> None:
-        self.waiting[self.policy.ask(name)] = name
+        ticket = next(self.tickets)
+        self.waiting[ticket] = name
+        self.policy.ask(name, ticket)
         self.act()
 
     @precondition(lambda self: self.waiting)
@@ -156,7 +161,7 @@ TestHistories.settings = settings(
 )
 
 
-def moves(policy: Residency) -> list[Move]:
+def moves(policy: Residency[int]) -> list[Move[int]]:
     found = []
     while (move := policy.next_move()) is not None:
         found.append(move)
@@ -164,14 +169,16 @@ def moves(policy: Residency) -> list[Move]:
 
 
 def test_later_requests_for_a_model_that_is_there_wait_behind_one_for_another() -> None:
-    policy = Residency(max_models=1)
+    policy = Residency[int](max_models=1)
     policy.add("a", 1)
     policy.add("b", 1)
-    first = policy.ask("a")
+    first, second, third = range(3)
+    policy.ask("a", first)
     assert moves(policy) == [Move("load", "a")]
     policy.loaded("a")
     assert moves(policy) == [Move("enter", "a", first)]
-    second, third = policy.ask("b"), policy.ask("a")
+    policy.ask("b", second)
+    policy.ask("a", third)
     assert moves(policy) == []
     policy.release("a")
     assert moves(policy) == [Move("unload", "a")]
@@ -187,33 +194,33 @@ def test_later_requests_for_a_model_that_is_there_wait_behind_one_for_another() 
 
 
 def test_the_least_recently_used_idle_model_makes_room() -> None:
-    policy = Residency(max_models=2)
+    policy = Residency[int](max_models=2)
     for name in "abc":
         policy.add(name, 1)
-    for name in "abab":
-        policy.ask(name)
+    for ticket, name in enumerate("abab"):
+        policy.ask(name, ticket)
         if moves(policy)[:1] == [Move("load", name)]:
             policy.loaded(name)
             moves(policy)
         policy.release(name)
     policy.hold("a")  # a stream lives
-    policy.ask("c")
+    policy.ask("c", 4)
     assert moves(policy) == [Move("unload", "b")]
 
 
 def test_a_model_that_is_to_go_is_gone_once_it_is_out_and_nobody_holds_it() -> None:
-    books = Residency()
+    books = Residency[str]()
     books.add("a", 1)
-    ticket = books.ask("a")
-    assert books.next_move() == ("load", "a", -1)
+    books.ask("a", "early")
+    assert books.next_move() == ("load", "a", None)
     books.loaded("a")
-    assert books.next_move() == ("enter", "a", ticket)
+    assert books.next_move() == ("enter", "a", "early")
     books.send_out("a")
-    late = books.ask("a")
+    books.ask("a", "late")
     assert books.next_move() is None and not books.is_gone("a")
-    assert books.send_away("a") == [late]
+    assert books.send_away("a") == ["late"]
     books.release("a")
-    assert books.next_move() == ("unload", "a", -1)
+    assert books.next_move() == ("unload", "a", None)
     books.unloaded("a")
     assert books.is_gone("a") and books.next_move() is None
     books.hold("a")  # as by a stream that waits for it

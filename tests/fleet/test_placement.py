@@ -18,13 +18,13 @@ def want(num_places: int = 1, names: tuple[int, ...] = (), due: float = 0.0) -> 
 
 
 def all_moves(made: Placement) -> list[tuple[int, int]]:
-    return [(placed.ticket, placed.replica) for placed in iter(made.next, None)]
+    return [(placed.part, placed.replica) for placed in iter(made.next, None)]
 
 
 def test_places_are_claimed_once_and_the_next_in_line_waits_for_one() -> None:
     made = placement()
-    for ticket in range(5):
-        made.ask(ticket, want())
+    for part in range(5):
+        made.ask(part, want())
     assert all_moves(made) == [(0, 0), (1, 1), (2, 0), (3, 1)]
     assert made.waiting() == [4]
     made.release(1)
@@ -67,8 +67,8 @@ def test_who_would_fit_does_not_pass_the_first_in_line() -> None:
 
 def test_what_a_dead_replica_had_goes_on_elsewhere_before_those_who_came_later() -> None:
     made = placement(num_places=1)
-    for ticket in range(3):
-        made.ask(ticket, want(due=ticket))
+    for part in range(3):
+        made.ask(part, want(due=part))
     assert all_moves(made) == [(0, 0), (1, 1)]
     assert made.close(0) == [0] and made.close(0) == []
     made.ask(0, want(due=0))
@@ -79,8 +79,8 @@ def test_what_a_dead_replica_had_goes_on_elsewhere_before_those_who_came_later()
 
 def test_who_gives_up_leaves_the_line_and_no_claim() -> None:
     made = placement(num_replicas=1, num_places=1)
-    for ticket in range(3):
-        made.ask(ticket, want())
+    for part in range(3):
+        made.ask(part, want())
     assert all_moves(made) == [(0, 0)]
     assert made.leave(1) and not made.leave(0) and not made.leave(7)
     assert made.waiting() == [2]
@@ -91,10 +91,10 @@ def test_a_drained_replica_keeps_its_claims_and_takes_no_more() -> None:
     made.ask(0, want())
     assert all_moves(made) == [(0, 0)]
     made.drain(0)
-    for ticket in range(1, 4):
-        made.ask(ticket, want())
+    for part in range(1, 4):
+        made.ask(part, want())
     assert all_moves(made) == [(1, 1), (2, 1)]
-    assert made.tickets(0) == [0] and made.replica_of(0) == 0
+    assert made.num_taken(0) == 1 and made.replica_of(0) == 0
 
 
 def test_a_long_shared_prefix_decides_and_a_short_one_only_between_equals() -> None:
@@ -109,8 +109,8 @@ def test_a_long_shared_prefix_decides_and_a_short_one_only_between_equals() -> N
 
 def test_a_prefix_draws_nobody_to_a_replica_that_is_far_busier() -> None:
     made = placement(num_places=4)
-    for ticket in range(5):
-        made.ask(ticket, want(names=(1, 2)))
+    for part in range(5):
+        made.ask(part, want(names=(1, 2)))
     assert [replica for _, replica in all_moves(made)] == [0, 0, 0, 1, 1]
 
 

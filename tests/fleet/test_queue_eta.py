@@ -10,7 +10,7 @@ import pytest
 
 from headrace.core.ids import SequenceId
 from headrace.core.messages import Finished, FinishReason, NewToken, Outputs, PromptAdvance, Started
-from headrace.fleet.queue_eta import Forecast, TokensAsked, Waiting, starts
+from headrace.fleet.queue_eta import QueueEta, TokensAsked, Waiting, starts
 from tests.fleet.fakes import STATUS
 
 NUM_PLACES, NUM_CLIENTS, NUM_PROMPT = 4, 10, 60
@@ -28,7 +28,7 @@ def test_a_free_place_waits_for_the_prompts_before() -> None:
 
 
 def test_while_nothing_is_measured_nothing_is_foretold() -> None:
-    forecast, status = Forecast(), msgspec.structs.replace(STATUS, queue=(SequenceId(1),))
+    forecast, status = QueueEta(), msgspec.structs.replace(STATUS, queue=(SequenceId(1),))
     for _ in range(3):
         forecast.measure_pace(status, 0.0)
         assert next(forecast.starts(status, 1, lambda _: TokensAsked(5, 8))).in_s is None
@@ -40,7 +40,7 @@ class Server:
     """Places, a queue and a clock; each client asks again once it was answered."""
 
     def __init__(self, length: Callable[[], int], limit: Callable[[int], float]) -> None:
-        self.forecast = Forecast()
+        self.forecast = QueueEta()
         self.ratios: list[float] = []
         self._length, self._limit = length, limit
         self._lengths: list[int] = []  # by sequence

@@ -14,6 +14,7 @@ from headrace.core.ids import SequenceId, StreamId
 from headrace.core.messages import Cancel, FinishReason, NewSequence, Outputs, Status, Submit
 from headrace.core.sampling import Sampling
 from headrace.engine.client import EngineDown, EngineNews, EngineResized, EngineUp
+from headrace.fleet import replica
 from headrace.fleet import replicas as module
 from headrace.fleet.model_host import ModelHost
 from headrace.fleet.replicas import Replicas
@@ -22,7 +23,7 @@ from headrace.generation.generation import Generation
 from headrace.metrics.metrics import Metrics
 from headrace.protocols.worker import Jobs
 from headrace.streams.events import Error, Heartbeat, Tokens
-from headrace.streams.memory_store import MemoryStore
+from headrace.streams.stores.memory import MemoryStore
 from headrace.workers.pool import ThreadWork
 from tests.fleet.fakes import DOWN, READY, STATUS, FakeEngine
 from tests.generation.fakes import make_request, read
@@ -151,8 +152,8 @@ async def test_only_the_last_engine_that_is_given_up_ends_the_model() -> None:
 async def test_another_engine_starts_while_there_is_a_line_and_leaves_when_it_is_idle(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "_LOOK_INTERVAL_S", 0.01)
-    monkeypatch.setattr(module, "_GROW_AFTER_S", 0.05)
+    monkeypatch.setattr(module, "_CHECK_INTERVAL_S", 0.01)
+    monkeypatch.setattr(replica, "_GROW_AFTER_S", 0.05)
 
     async def until(condition: Callable[[], bool]) -> None:
         while not condition():
@@ -177,7 +178,7 @@ async def test_another_engine_starts_while_there_is_a_line_and_leaves_when_it_is
 async def test_other_numbers_are_taken_at_once_and_who_leaves_ends_its_streams_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "_LOOK_INTERVAL_S", 0.01)
+    monkeypatch.setattr(module, "_CHECK_INTERVAL_S", 0.01)
 
     async def until(condition: Callable[[], bool]) -> None:
         while not condition():
@@ -199,7 +200,7 @@ async def test_other_numbers_are_taken_at_once_and_who_leaves_ends_its_streams_f
         others = [number for number in range(3) if number != least]
         await made.engines[least].finish(SequenceId(0), FinishReason.LENGTH)
         made.replicas.resize(2, 2, LIMIT_S)
-        await until(lambda: bool(made.replicas._leaving))
+        await until(lambda: any(it.is_leaving for it in made.replicas.all()))
         await settle()
         made.ask(6)
         assert 6 not in made.ran(least) and numbers(made) == [0, 1, 2]  # it still has a stream
@@ -234,7 +235,7 @@ async def running(folder: Path) -> AsyncIterator[tuple[Generation, list[FakeEngi
     try:
         yield generation, engines
     finally:
-        await generation.close()
+        await generation.fleet.close()
         await asyncio.wait([task], timeout=5)
         task.cancel()
 
@@ -269,7 +270,7 @@ async def test_a_replaced_engine_ends_what_it_can_and_the_rest_moves_after_one_g
             first, second = engines[:2]
             await second.finish(second.newest, FinishReason.LENGTH)
             ended, moved = (it.sequences[0].sequence_id for it in first.submits)
-            replacing = asyncio.create_task(generation.hosts.first.replace(0, 0.2))
+            replacing = asyncio.create_task(generation.fleet.hosts.first.engine.replace(0, 0.2))
             await settle()
             await first.finish(ended, FinishReason.LENGTH)
             await replacing
@@ -280,7 +281,7 @@ async def test_a_replaced_engine_ends_what_it_can_and_the_rest_moves_after_one_g
             found = [await read(stream) for stream in streams]
             gaps = [sum(isinstance(it, Heartbeat) for it in events) for events in found]
             assert sorted(gaps) == [0, 0, 1]
-            assert [it.number for it in generation.hosts.first.replicas] == [1, 2]
+            assert [it.number for it in generation.fleet.hosts.first.engine.replicas] == [1, 2]
 
 
 async def test_a_request_on_which_two_engines_die_is_refused_and_no_third_is_tried(

@@ -1,10 +1,10 @@
 import asyncio
 from typing import Any
 
-import msgspec
 import pytest
 
 from headrace.core.errors import RequestError
+from headrace.core.jobs import Encoded
 from headrace.core.request import Chat, Prompt, Request, Text
 from headrace.core.sampling import Sampling
 from headrace.generation.model_checks import admit
@@ -14,8 +14,8 @@ from tests.gateway.builders import FakeModel
 class NoTokens:
     """Workers by whom every prompt comes out empty."""
 
-    async def do(self, *job: Any) -> bytes:
-        return msgspec.msgpack.encode([(b"", "one-shot")])
+    async def do(self, *job: Any) -> Encoded:
+        return Encoded((b"",), "one-shot")
 
 
 @pytest.mark.parametrize(("prompt", "param"), [(Chat(()), "messages"), (Text(""), "prompt")])

@@ -17,14 +17,18 @@ from headrace.checkpoints.sentences import SentenceSpec
 from headrace.checkpoints.spec import Defaults
 from headrace.core.errors import RequestError
 from headrace.core.ids import StreamId
-from headrace.core.jobs import EncodePairs, EncodePrompts
+from headrace.core.jobs import CheckedBody, EncodePairs, EncodePrompts
 from headrace.core.layout import MemoryLayout
-from headrace.core.messages import Ready, Status, StepTrace
+from headrace.core.messages import Ready
 from headrace.core.pieces import REASONING, ChannelPiece
 from headrace.core.request import Chat, Prompt, Request, ResponseOptions, Text
 from headrace.core.sampling import Sampling
+from headrace.engine.client import EngineUp
+from headrace.fleet.engine_life import EngineLife
 from headrace.fleet.load_watch import LoadWatch
+from headrace.fleet.roster import Roster
 from headrace.fleet.served_model import Models
+from headrace.fleet.tenants import Tenants
 from headrace.generation.readers import ReaderPause
 from headrace.generation.registry import FinishedStream
 from headrace.generation.vectors import Check, VectorRequest, Vectors
@@ -108,6 +112,7 @@ class Lines:
     """A chat template: role and content, a line each."""
 
     source = "{{ role }}: {{ content }}"
+    shows_system = True
 
     def render(self, chat: Chat) -> str:
         return "".join(f"{m['role']}: {m['content']}\n" for m in chat.messages)
@@ -119,6 +124,7 @@ class FakeModel:
     paths: frozenset[str] = frozenset({"/models/mini.gguf"})
     root: str = "headrace-mini"
     created: int = 1790000000
+    number: int = 0
     # whose tokenizer grammars are checked with
     folder: Path = field(default_factory=lambda: find_model("headrace-mini"))
     defaults: Defaults | None = None
@@ -155,6 +161,21 @@ class FakeReader:
         self._stream.sent.append(event)
 
 
+class FakeAudience:
+    """Readers of the stream, of whom those are counted that left."""
+
+    def __init__(self, stream: "FakeStream") -> None:
+        self.pause = ReaderPause()
+        self._stream = stream
+
+    @contextlib.asynccontextmanager
+    async def reader(self, after: int = -1) -> AsyncIterator[FakeReader]:
+        try:
+            yield FakeReader(self._stream, after)
+        finally:
+            self._stream.num_left += 1
+
+
 class FakeStream:
     """A log that the test writes; it remembers what was sent, and counts readers that left."""
 
@@ -165,7 +186,7 @@ class FakeStream:
         self.sent: list[AnyEvent] = []
         self.beats: asyncio.Queue[str] = asyncio.Queue()
         self.num_left = 0
-        self.interruption = ReaderPause()
+        self.audience = FakeAudience(self)
 
     async def write(self, *events: AnyEvent) -> None:
         await self.log.append(len(self.events), numbered(events, len(self.events)))
@@ -173,13 +194,6 @@ class FakeStream:
 
     def beat(self, form: str, interval_s: float) -> None:
         self.beats.put_nowait(form)
-
-    @contextlib.asynccontextmanager
-    async def reader(self, after: int = -1) -> AsyncIterator[FakeReader]:
-        try:
-            yield FakeReader(self, after)
-        finally:
-            self.num_left += 1
 
 
 class NoStreams:
@@ -192,6 +206,9 @@ class NoStreams:
         return iter(())
 
     async def find(self, owner: str, by: object) -> None:
+        return None
+
+    async def find_equal(self, names: Names, may_take_over: bool) -> None:
         return None
 
     async def stop(self, found: object) -> None:
@@ -229,15 +246,12 @@ class FakeHost:
         self.model, self.known = model, model
         self.names, self.paths = model.names, model.paths
         self.name, self.ready = model.names[0], model.ready
-        self.state, self.last_words = "ok", ""
         self.is_here = True
-        self.is_engine_up, self.num_engine_starts, self.engine_pid = True, 1, 4711
-        self.share: float | None = None
         self.loading = LoadWatch()
-        self.status: Status | None = None
-        self.steps: list[StepTrace] = []
+        self.engine = EngineLife(Tenants(self.loading), self.loading, Metrics().engine)
+        self.engine.state, self.engine.num_starts = "ok", 1
+        self.engine.up = EngineUp(model.ready, pid=4711) if model.ready else None
         self.streams: list[Any] = []
-        self.replicas: list[Any] = []
 
 
 class FakeVectors:
@@ -248,7 +262,7 @@ class FakeVectors:
         self.asked: list[VectorRequest] = []
 
     async def make(self, request: VectorRequest, check: Check = lambda model: None) -> Vectors:
-        model: Any = self._generation.hosts.get(request.model).model
+        model: Any = self._generation.fleet.hosts.get(request.model).model
         check(model)
         self.asked.append(request)
         job = EncodePairs if request.task == "score" else EncodePrompts
@@ -260,14 +274,10 @@ class FakeVectors:
 class FakeFleet:
     """One model, which is there."""
 
-    is_sole = True
-
     def __init__(self, host: FakeHost) -> None:
+        self.pinned = host
         self.hosts = Models((host,))
-        self.leaving: dict[str, FakeHost] = {}
-
-    def is_changing(self, host: FakeHost) -> bool:
-        return False
+        self.roster = Roster((host,))  # type: ignore[arg-type]
 
     @contextlib.asynccontextmanager
     async def using(self, name: str | None) -> AsyncIterator[FakeHost]:
@@ -277,39 +287,43 @@ class FakeFleet:
         """It is there."""
 
 
+class FakeQueues:
+    """Its generation is draining while it is stopped."""
+
+    def __init__(self, generation: "FakeGeneration") -> None:
+        self._generation = generation
+
+    def stop(self) -> None:
+        self._generation.state = "draining"
+
+    def go_on(self) -> None:
+        self._generation.state = "ok"
+
+
 class FakeGeneration:
     """Opens streams that hold `script` from the start; without a script, only seq 0."""
 
     def __init__(self, *script: AnyEvent, model: FakeModel | None = None) -> None:
         self.fleet = FakeFleet(FakeHost(model or FakeModel()))
-        self.hosts = self.fleet.hosts
         self.state = "ok"
+        self.queues = FakeQueues(self)
         self.desired = None
         self.metrics = Metrics()
         self.script = script
         self.refusal: RequestError | None = None
         self.requests: list[Request] = []
-        self.work = ThreadWork(Jobs(self.hosts.first.model))  # type: ignore[arg-type]
+        self.work = ThreadWork(Jobs(self.fleet.hosts.first.model))  # type: ignore[arg-type]
         self.streams: NoStreams = NoStreams()
         self.vectors = FakeVectors(self)
-
-    def stop_admitting(self) -> None:
-        self.state = "draining"
-
-    def admit_again(self) -> None:
-        self.state = "ok"
-
-    async def attach(self, names: Names, may_take_over: bool) -> None:
-        return None
 
     def streams_of(self, host: FakeHost) -> list[Any]:
         return host.streams
 
     async def host_for(self, name: str | None, waits: bool) -> FakeHost:
-        return self.hosts.get(name)
+        return self.fleet.hosts.get(name)
 
     async def open(
-        self, request: Request, names: Names, packed: bytes, stream_id: StreamId
+        self, request: Request, names: Names, checked: CheckedBody, stream_id: StreamId
     ) -> FakeStream:
         self.requests.append(request)
         if self.refusal:

@@ -166,7 +166,7 @@ def test_health_says_the_state(state: str, status: int) -> None:
 def test_health_while_loading_is_as_loaders_know_it() -> None:
     generation = FakeGeneration()
     generation.state = "loading"
-    generation.hosts.first.loading.tell(Loading(0.4))
+    generation.fleet.hosts.first.loading.tell(Loading(0.4))
     response = client_of(generation).get("/health")
     error = {"code": 503, "message": "Loading model", "type": "unavailable_error"}
     assert response.json()["error"] == error

@@ -29,8 +29,8 @@ def client_of(generation: FakeGeneration, **http: Any) -> TestClient:
 
 def busy() -> FakeGeneration:
     generation = FakeGeneration()
-    generation.hosts.first.status = Status(4, 1, 2048, 90, 0, 2, missed={"model": 3})
-    generation.hosts.first.steps = STEPS
+    generation.fleet.hosts.first.engine.status = Status(4, 1, 2048, 90, 0, 2, missed={"model": 3})
+    generation.fleet.hosts.first.engine.steps.extend(STEPS)
     return generation
 
 
@@ -144,7 +144,7 @@ def test_slots_show_a_key_its_own_requests_and_the_admin_key_all() -> None:
     config = HttpConfig(api_key=("ann", "bob"), admin_key="boss")
     ann = Auth(config).owner(Headers({"x-api-key": "ann"}))
     others = {number: Standing(0, 50, 50, 0, 1, None) for number in range(7)}
-    generation.hosts.first.streams = [
+    generation.fleet.hosts.first.streams = [
         stream_of("other", others),
         stream_of(ann, {8: Standing(0, 20, 12, 4, 3, None)}),
     ]
@@ -162,7 +162,7 @@ def test_slots_show_a_key_its_own_requests_and_the_admin_key_all() -> None:
 def test_slots_are_places_of_what_runs() -> None:
     generation = busy()
     standings = {7: Standing(0, 20, 12, 4, 3, None), 9: Standing(1, 20, 20, 4, 5, 6)}
-    generation.hosts.first.streams = [stream_of("", standings)]
+    generation.fleet.hosts.first.streams = [stream_of("", standings)]
     first, second, *idle = client_of(generation).get("/slots").json()
     assert first == {
         "id": 0,
@@ -183,7 +183,7 @@ def test_slots_are_places_of_what_runs() -> None:
 def test_a_server_whose_slots_are_all_busy_says_so_if_asked() -> None:
     generation = busy()
     standings = {n: Standing(n, 2, 2, 0, 1, 1) for n in range(9)}  # one has lost its memory
-    generation.hosts.first.streams = [stream_of("", standings)]
+    generation.fleet.hosts.first.streams = [stream_of("", standings)]
     assert len(client_of(generation).get("/slots").json()) == 8
     refused = client_of(generation).get("/slots?fail_on_no_slot=1")
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_idle_slot")

@@ -17,7 +17,7 @@ from headrace.gateway.auth import Auth
 from headrace.generation.generation import Generation
 from headrace.metrics.metrics import Metrics
 from headrace.protocols.worker import Jobs
-from headrace.streams.memory_store import MemoryStore
+from headrace.streams.stores.memory import MemoryStore
 from headrace.workers.pool import ThreadWork
 
 PROMPT = "The figures of the third quarter are not to be known before Monday. " * 4
@@ -45,7 +45,7 @@ async def serving(folder: Path, *keys: str) -> AsyncIterator[Cached]:
 
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(generation.run())
-        await host.wait_until_ready()
+        await host.engine.wait_until_ready()
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             yield cached
         await engine.close()

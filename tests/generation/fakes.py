@@ -16,9 +16,9 @@ from headrace.generation.registry import Found
 from headrace.metrics.metrics import Metrics
 from headrace.protocols.worker import Jobs
 from headrace.streams.events import AnyEvent, Tokens
-from headrace.streams.memory_store import MemoryStore
 from headrace.streams.record import Names
 from headrace.streams.store import Store
+from headrace.streams.stores.memory import MemoryStore
 from headrace.workers.pool import ThreadWork
 from tests.fleet.fakes import READY, FakeEngine
 from tools.harness.eventually import settle
@@ -72,7 +72,7 @@ async def opened(
 async def read(stream: Found, after: int = -1) -> list[AnyEvent]:
     """All events to the end, as one client that gets them all."""
     found = []
-    async with stream.reader(after) as events:
+    async with stream.audience.reader(after) as events:
         async for event in events:
             found.append(event)
             events.sent(event)

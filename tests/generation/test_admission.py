@@ -20,7 +20,7 @@ from headrace.generation.generation import Generation
 from headrace.generation.registry import Found
 from headrace.streams.events import Error, Queued
 from headrace.streams.record import Names
-from headrace.streams.sqlite_store import SqliteStore
+from headrace.streams.stores.sqlite import SqliteStore
 from tests.fleet.fakes import DOWN, READY, STATUS, FakeEngine
 from tests.generation.fakes import make_request, opened, read, running
 from tools.harness.eventually import settle
@@ -67,7 +67,7 @@ async def test_of_a_thousand_durable_requests_at_once_no_more_wait_than_may(
 async def test_a_place_is_free_again_however_its_stream_ends(folder: Path) -> None:
     async with running(folder) as (generation, engine):
         await opened(generation, engine, n=2)
-        (admission,) = generation.admissions.values()
+        admission = generation.queues.of(generation.fleet.hosts.first)
         assert (admission.num_live, admission.num_waiting, admission.num_tokens) == (2, 2, 5)
         first, second = (it.sequence_id for it in engine.submits[-1].sequences)
         await engine.start(first)

@@ -12,12 +12,12 @@ import pytest
 from headrace.core.errors import RequestError
 from headrace.generation.generation import Generation
 from headrace.generation.stream import LiveStream
-from headrace.streams import sqlite_writer
 from headrace.streams.events import Error
 from headrace.streams.record import Names
-from headrace.streams.sqlite_schema import NAME
-from headrace.streams.sqlite_store import SqliteStore
 from headrace.streams.store import ByConversation, Stored, StoreStalled
+from headrace.streams.stores import sqlite_writer
+from headrace.streams.stores.sqlite import SqliteStore
+from headrace.streams.stores.sqlite_schema import NAME
 from tests.fleet.fakes import FakeEngine
 from tests.generation.fakes import make_request, opened, read, running
 from tools.harness.eventually import settle

@@ -16,9 +16,9 @@ from headrace.generation.generation import Generation
 from headrace.generation.registry import Found
 from headrace.streams.events import AnyEvent, Error, Heartbeat, Progress, Queued, Tokens
 from headrace.streams.events import Finish as FinishEvent
-from headrace.streams.memory_store import MemoryStore
 from headrace.streams.record import Names, Record
 from headrace.streams.store import Stored
+from headrace.streams.stores.memory import MemoryStore
 from tests.fleet.fakes import DOWN, READY, STATUS, FakeEngine
 from tests.generation.fakes import make_request, opened, read, running, text_of
 from tools.harness.eventually import settle
@@ -27,7 +27,7 @@ OPTED_IN = Names(conversation="c", digest=b"1")
 
 
 def ids(generation: Generation, text: str) -> list[int]:
-    return list(generation.hosts.first.model.tokenizer.encode(text, False))
+    return list(generation.fleet.hosts.first.model.tokenizer.encode(text, False))
 
 
 async def speak(generation: Generation, engine: FakeEngine, text: str) -> None:
@@ -64,7 +64,7 @@ async def test_a_stop_string_beats_what_the_engine_says_of_later_tokens(folder: 
 async def leave(stream: object, num_events: int) -> list[AnyEvent]:
     """A client that reads so many events, and closes its connection."""
     found: list[AnyEvent] = []
-    async with stream.reader() as events:  # type: ignore[attr-defined]
+    async with stream.audience.reader() as events:  # type: ignore[attr-defined]
         async for event in events:
             events.sent(event)
             found.append(event)
@@ -91,18 +91,18 @@ async def test_an_equal_request_finds_the_work_of_a_client_that_timed_out(folder
         stream = await opened(generation, engine, names)
         await leave(stream, 1)
         assert not engine.cancels
-        assert await generation.attach(Names(digest=b"2"), True) is None
-        assert await generation.attach(Names(owner="other", digest=b"1"), True) is None
-        assert await generation.attach(names, False) is None
-        assert await generation.attach(names, True) is stream
+        assert await generation.streams.find_equal(Names(digest=b"2"), True) is None
+        assert await generation.streams.find_equal(Names(owner="other", digest=b"1"), True) is None
+        assert await generation.streams.find_equal(names, False) is None
+        assert await generation.streams.find_equal(names, True) is stream
 
 
 async def test_nobody_takes_over_a_stream_that_is_read(folder: Path) -> None:
     async with running(folder) as (generation, engine):
         names = Names(digest=b"1")
         stream = await opened(generation, engine, names)
-        async with stream.reader():
-            assert await generation.attach(names, True) is None
+        async with stream.audience.reader():
+            assert await generation.streams.find_equal(names, True) is None
 
 
 async def test_without_a_linger_an_unread_stream_ends_at_once(folder: Path) -> None:
@@ -129,10 +129,10 @@ async def test_a_key_attaches_the_same_request_and_refuses_another(folder: Path)
     async with running(folder) as (generation, engine):
         names = Names(key="k", digest=b"1")
         stream = await opened(generation, engine, names)
-        assert (await generation.attach(names, True)) is stream
+        assert (await generation.streams.find_equal(names, True)) is stream
         assert await generation.open(make_request(), names) is stream
         with pytest.raises(RequestError) as refused:
-            await generation.attach(Names(key="k", digest=b"2"), True)
+            await generation.streams.find_equal(Names(key="k", digest=b"2"), True)
         assert refused.value.code == "idempotency_key_reused"
 
 
@@ -321,7 +321,7 @@ async def test_a_server_that_starts_again_goes_on_with_what_its_store_holds(fold
         stream = await opened(generation, engine, OPTED_IN, stop=("three",))
         await engine.start(engine.newest)
         await speak(generation, engine, "one two th")
-        for task in list(generation._writers.values()):
+        for task in list(generation.writers.tasks.values()):
             task.cancel()  # as a kill would: nothing more is written
         await settle()
     async with running(folder, store) as (generation, engine):
@@ -345,7 +345,7 @@ async def test_an_end_that_a_killed_server_had_not_written_is_written_by_the_nex
         stream = await opened(generation, engine, OPTED_IN, stop=("three",))
         await engine.start(engine.newest)
         await speak(generation, engine, "one two three")  # and the engine has not let go yet
-        for task in list(generation._writers.values()):
+        for task in list(generation.writers.tasks.values()):
             task.cancel()
         await settle()
     async with running(folder, store):
@@ -387,7 +387,7 @@ async def test_another_dtype_is_named_and_the_request_runs_anew_by_its_key(folde
         await engine.say(EngineUp(other))
         last = (await read(stream))[-1]
         assert isinstance(last, Error) and "bfloat16 instead of float32" in last.message
-        assert await generation.attach(names, True) is None
+        assert await generation.streams.find_equal(names, True) is None
         assert (await opened(generation, engine, names)).record.id != stream.record.id
 
 

@@ -12,9 +12,9 @@ from headrace.core.messages import FinishReason
 from headrace.generation.generation import Generation
 from headrace.generation.registry import FinishedStream
 from headrace.generation.stream import LiveStream
-from headrace.streams.memory_store import MemoryStore
 from headrace.streams.record import Names
 from headrace.streams.store import ByConversation, ById
+from headrace.streams.stores.memory import MemoryStore
 from tests.fleet.fakes import DOWN, FakeEngine
 from tests.generation.fakes import make_request, opened, read, running
 from tools.harness.eventually import settle
@@ -29,7 +29,7 @@ async def test_a_stream_of_an_earlier_server_is_waited_for_until_it_is_taken_up(
     store = MemoryStore()
     async with running(folder, store) as (generation, engine):
         await opened(generation, engine, OPTED_IN)
-        for task in list(generation._writers.values()):
+        for task in list(generation.writers.tasks.values()):
             task.cancel()  # as a kill would: nothing more is written
         await settle()
         looking = asyncio.create_task(generation.streams.find("", NAME))
@@ -63,7 +63,7 @@ async def test_a_writer_that_leaves_does_not_take_its_successor_along(folder: Pa
     async with running(folder) as (generation, engine):
         old = await opened(generation, engine, OPTED_IN)
         assert isinstance(old, LiveStream)
-        successor = generation._stream(generation.hosts.first, old.record, old._builder, old.log)
+        successor = LiveStream(old.record, old._builder, old.log, old.stay, 0.0)
         generation.streams.add(successor)
         generation.streams.remove(old)
         assert await generation.streams.find("", NAME) is successor
@@ -76,7 +76,7 @@ async def test_an_engine_given_up_tells_every_reader_of_a_durable_stream_at_once
     store.is_durable = True
     async with running(folder, store) as (generation, engine):
         stream = await opened(generation, engine, OPTED_IN)
-        reading = asyncio.create_task(stream.interruption.unless(read(stream)))
+        reading = asyncio.create_task(stream.audience.pause.unless(read(stream)))
         await settle()
         engine._news.put(msgspec.structs.replace(DOWN, given_up=True))
         await engine.close()  # at once, as a supervisor that gives up does

@@ -15,8 +15,8 @@ from headrace.generation.generation import Generation
 from headrace.streams.events import Error
 from headrace.streams.log import LogUnsound
 from headrace.streams.record import Names
-from headrace.streams.sqlite_schema import NAME
 from headrace.streams.store import ByConversation, ById
+from headrace.streams.stores.sqlite_schema import NAME
 from tests.fleet.fakes import FakeEngine
 from tests.generation.fakes import make_request, opened, read, running
 from tools.harness.stream_events import opened_sqlite
@@ -96,7 +96,7 @@ async def test_an_unsound_stream_is_told_of_deleted_and_its_key_is_free(
             await streams.find("me", by_id)
         assert await streams.find("you", by_id) is None
         assert await streams.find_conversations("me", ["ended"]) == []
-        assert await generation.attach(ENDED, True) is None
+        assert await generation.streams.find_equal(ENDED, True) is None
         await streams.discard("me", by_id)
         assert await streams.find("me", by_id) is None
 

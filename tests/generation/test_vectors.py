@@ -72,7 +72,7 @@ async def test_a_batch_fills_no_queue_and_keeps_its_order(folder: Path) -> None:
         made = await task
         assert [array("f", vector)[0] for vector in made.vectors] == list(range(1, 12))
         assert made.num_tokens == sum(range(1, 12))
-        assert not engine.cancels and not generation.streams.batches
+        assert not engine.cancels and not generation.vectors.batches
 
 
 async def test_after_a_death_only_what_is_missing_is_asked_for(folder: Path) -> None:
@@ -112,7 +112,7 @@ async def test_whoever_leaves_takes_the_work_along(folder: Path) -> None:
         await settle()
         (cancel,) = engine.cancels
         assert set(cancel.sequence_ids) == set(given(engine))
-        assert not generation.streams.batches
+        assert not generation.vectors.batches
 
 
 async def test_an_input_that_fails_ends_its_request_with_the_reason(folder: Path) -> None:

@@ -18,7 +18,7 @@ from headrace.generation.stream import LiveStream
 from headrace.metrics.metrics import Metrics
 from headrace.protocols.worker import Jobs
 from headrace.streams.events import Error, Heartbeat, Served
-from headrace.streams.memory_store import MemoryStore
+from headrace.streams.stores.memory import MemoryStore
 from headrace.workers.pool import ThreadWork
 from tests.fleet.fakes import READY, FakeEngine
 from tests.generation.fakes import make_request, read
@@ -53,7 +53,7 @@ async def two_models(folder: Path) -> AsyncIterator[tuple[Generation, Engines]]:
         async with asyncio.timeout(60):
             yield generation, engines
     finally:
-        await generation.close()
+        await generation.fleet.close()
         await asyncio.wait([task], timeout=5)
         task.cancel()
 
@@ -114,12 +114,12 @@ async def test_a_model_makes_room_once_its_streams_have_ended(folder: Path) -> N
 
 async def test_unloading_gives_up_a_load_unless_somebody_waits_for_it(folder: Path) -> None:
     async with two_models(folder) as (generation, engines):
-        fleet, host = generation.fleet, generation.hosts.get("a")
+        fleet, host = generation.fleet, generation.fleet.hosts.get("a")
         fleet.need(host)
         await settle()
         fleet.unload(host)
         await settle()
-        assert host.state == "unloaded"
+        assert host.engine.state == "unloaded"
         stream = await ask(generation, "a")
         fleet.unload(host)
         await settle()
@@ -128,7 +128,7 @@ async def test_unloading_gives_up_a_load_unless_somebody_waits_for_it(folder: Pa
         await finish(engines["a"][1])
         await read(stream)
         await settle()
-        assert host.state == "unloaded"  # once its stream had ended
+        assert host.engine.state == "unloaded"  # once its stream had ended
 
 
 async def test_a_load_that_fails_ends_those_who_wait_for_it(folder: Path) -> None:

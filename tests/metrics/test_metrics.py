@@ -1,6 +1,3 @@
-from types import SimpleNamespace
-from typing import Any
-
 from prometheus_client.parser import text_string_to_metric_families
 
 from headrace.core.errors import OVERRAN, RequestError
@@ -12,7 +9,7 @@ from headrace.streams.tally import Tally
 from tests.gateway.builders import READY, ended, log_of, make_record, make_request, tokens
 
 
-def figures(metrics: Metrics, *streams: Any, vllm: str = "") -> dict[str, float]:
+def figures(metrics: Metrics, *streams: tuple[str, int], vllm: str = "") -> dict[str, float]:
     families = text_string_to_metric_families(metrics.text("ok", streams, vllm).decode())
     found = {}
     for family in families:
@@ -31,7 +28,7 @@ def status(num_preemptions: int = 0, **missed: int) -> Status:
 def told(metrics: Metrics, *events: AnyEvent) -> Tally:
     """The tally of a stream whose figures were heard as it ran."""
     tally = Tally()
-    metrics.follow(tally)
+    metrics.requests.follow(tally)
     for event in log_of(make_record(make_request()), *events):
         tally.feed(event)
     return tally
@@ -40,7 +37,7 @@ def told(metrics: Metrics, *events: AnyEvent) -> Tally:
 def test_a_request_is_counted_once_with_the_usage_it_was_told() -> None:
     metrics = Metrics()
     tally = told(metrics, tokens("Hi", 5, 6, at_ms=250), ended())
-    metrics.ended("/v1/chat/completions", "finished", tally, 1.5)
+    metrics.requests.ended("/v1/chat/completions", "finished", tally, 1.5)
     found = figures(metrics)
     assert found["headrace_requests_total|finished|/v1/chat/completions"] == 1
     assert found["headrace_prompt_tokens_total"] == tally.usage.prompt_tokens == 2
@@ -51,17 +48,17 @@ def test_a_request_is_counted_once_with_the_usage_it_was_told() -> None:
 
 def test_a_request_without_a_token_has_no_time_to_its_first() -> None:
     metrics = Metrics()
-    metrics.ended("/v1/completions", "cancelled", Tally(), 0.5)
+    metrics.requests.ended("/v1/completions", "cancelled", Tally(), 0.5)
     assert figures(metrics)["headrace_ttft_seconds_count"] == 0
 
 
 def test_what_an_engine_counted_stays_counted_after_its_end() -> None:
     metrics = Metrics()
-    metrics.engine_is_up(READY)
-    metrics.show_status(status(2, decode=4), READY)
-    metrics.engine_is_down(EngineDown("engine_failed", "", False, from_outside=True))
-    metrics.engine_is_up(READY)
-    metrics.show_status(status(1, decode=1, tail=2), READY)
+    metrics.engine.is_up(READY)
+    metrics.engine.show_status(status(2, decode=4), READY)
+    metrics.engine.is_down(EngineDown("engine_failed", "", False, from_outside=True))
+    metrics.engine.is_up(READY)
+    metrics.engine.show_status(status(1, decode=1, tail=2), READY)
     found = figures(metrics)
     assert found["headrace_stall_target_missed_total|decode"] == 5
     assert found["headrace_stall_target_missed_total|tail"] == 2
@@ -93,8 +90,7 @@ def test_two_choices_have_gaps_of_their_own() -> None:
 
 
 def test_streams_are_counted_by_state_and_with_their_readers() -> None:
-    streams = [SimpleNamespace(state=state, num_readers=2) for state in ("queued", "decode")]
-    found = figures(Metrics(), *streams)
+    found = figures(Metrics(), ("queued", 2), ("decode", 2))
     assert (found["headrace_streams|queued"], found["headrace_streams|prompt"]) == (1, 0)
     assert found["headrace_readers"] == 4
 
@@ -102,7 +98,7 @@ def test_streams_are_counted_by_state_and_with_their_readers() -> None:
 def test_refusals_are_counted_by_reason_and_overruns_of_templates_apart() -> None:
     metrics = Metrics()
     for message in (f"{OVERRAN}: it took more than 5 seconds.", "Roles must alternate."):
-        metrics.refused(RequestError("template_failed", message))
+        metrics.server.refused(RequestError("template_failed", message))
     found = figures(metrics)
     assert found["headrace_rejections_total|template_failed"] == 2
     assert found["headrace_template_overruns_total"] == 1
@@ -111,18 +107,18 @@ def test_refusals_are_counted_by_reason_and_overruns_of_templates_apart() -> Non
 def test_the_oldest_last_frame_counts_and_ended_streams_do_not() -> None:
     metrics = Metrics()
     assert figures(metrics)["headrace_heartbeat_age_seconds"] == 0
-    metrics.frame_left("a stream")
+    metrics.server.frame_left("a stream")
     assert 0 < figures(metrics)["headrace_heartbeat_age_seconds"] < 60
-    metrics.frames_ended("a stream")
+    metrics.server.frames_ended("a stream")
     assert figures(metrics)["headrace_heartbeat_age_seconds"] == 0
 
 
 def test_the_same_figures_go_by_vllms_names() -> None:
     metrics = Metrics()
-    metrics.engine_is_up(READY)
-    metrics.show_status(status(2), READY)
+    metrics.engine.is_up(READY)
+    metrics.engine.show_status(status(2), READY)
     tally = told(metrics, tokens("Hi", 5, 6, at_ms=250), ended("length"))
-    metrics.ended("/v1/chat/completions", "finished", tally, 1.5)
+    metrics.requests.ended("/v1/chat/completions", "finished", tally, 1.5)
     assert not any(name.startswith("vllm") for name in figures(metrics))
     found = figures(metrics, vllm="mini")
     assert found["vllm:num_requests_running|0|mini"] == 3
@@ -133,3 +129,17 @@ def test_the_same_figures_go_by_vllms_names() -> None:
     assert found["vllm:time_to_first_token_seconds_bucket|0|0.35|mini"] == 1
     assert found["vllm:e2e_request_latency_seconds_sum|0|mini"] == 1.5
     assert found["vllm:kv_cache_usage_perc|0|mini"] == 0
+
+
+def test_several_models_share_a_page_on_which_each_family_stands_once() -> None:
+    server, models = Metrics(), {"a": Metrics(), "b": Metrics()}
+    for number, metrics in enumerate(models.values(), 1):
+        metrics.engine.is_up(READY)
+        metrics.engine.show_status(status(number, decode=number), READY)
+    server.server.refused(RequestError("server_overloaded", ""))
+    lines = server.text("ok", (), models=models).decode().splitlines()
+    assert 'headrace_rejections_total{reason="server_overloaded"} 1.0' in lines
+    assert 'headrace_preemptions_total{model="b"} 2.0' in lines
+    assert 'headrace_stall_target_missed_total{cause="decode",model="a"} 1.0' in lines
+    helps = [line for line in lines if line.startswith("# HELP")]
+    assert len(helps) == len(set(helps)) == len(Metrics().text("ok", ()).split(b"# HELP")) - 1

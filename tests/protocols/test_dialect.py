@@ -7,7 +7,7 @@ import pytest
 
 from headrace.core.errors import RequestError
 from headrace.core.request import Ids, Prompt
-from headrace.gateway import openapi
+from headrace.gateway import openapi, routes
 from headrace.protocols import openai_chat
 from headrace.protocols.common_fields import COMMON, TokenIds
 from tests.gateway.builders import parsed
@@ -35,11 +35,9 @@ def test_a_wrong_id_is_named_by_the_field_it_stands_in() -> None:
     assert refused.value.param == "text[1]"
 
 
-def test_the_document_shows_the_errors_of_each_dialect(monkeypatch: pytest.MonkeyPatch) -> None:
-    operations = dict(openapi.OPERATIONS)
-    operations["post", "/v1/toy"] = openapi.generates(Toy())  # type: ignore[arg-type]
-    monkeypatch.setattr(openapi, "OPERATIONS", operations)
-    responses = openapi.document()["paths"]["/v1/toy"]["post"]["responses"]
+def test_the_document_shows_the_errors_of_each_dialect() -> None:
+    toy = routes.generates("/v1/toy", Toy())  # type: ignore[arg-type]
+    responses = openapi.document([toy])["paths"]["/v1/toy"]["post"]["responses"]
     schemas = [
         response["content"]["application/json"]["schema"]
         for status, response in responses.items()
@@ -49,7 +47,7 @@ def test_the_document_shows_the_errors_of_each_dialect(monkeypatch: pytest.Monke
 
 
 def test_a_field_that_a_dialect_takes_is_not_shown_as_unsupported() -> None:
-    operation = openapi.document()["paths"][openai_chat.ROUTE]["post"]
+    operation = openapi.document(routes.ROUTES)["paths"][openai_chat.ROUTE]["post"]
     body = operation["requestBody"]["content"]["application/json"]["schema"]["properties"]
     assert (
         "description" not in body["tools"] and body["documents"]["description"] == "Not supported"

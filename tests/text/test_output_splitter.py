@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from headrace.core.pieces import CONTENT, ChannelPiece
 from headrace.text.output_splitter import HarmonySplitter, Splitter, TagSplitter
-from headrace.text.tool_formats import FORMATS
+from headrace.text.tool_formats.table import format_of
 
 TAGS = ("<think>", "</think>")
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": [1, {"b": "</tool_call>"}]}}\n</tool_call>'
@@ -85,7 +85,7 @@ def joined(splitter: Splitter, parts: list[str]) -> list[tuple[str, str, str]]:
 
 
 def splitter_of(name: str, **more: Any) -> TagSplitter:
-    return TagSplitter(TAGS, FORMATS[name], is_text=lambda _, key: key == "cmd", **more)
+    return TagSplitter(TAGS, format_of(name), is_text=lambda _, key: key == "cmd", **more)
 
 
 @pytest.mark.parametrize("name, text, expected", EXAMPLES)

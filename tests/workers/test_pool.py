@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from headrace import framing
 from headrace.config.settings import ModelConfig
 from headrace.core.errors import RequestError
 from headrace.core.jobs import EncodePrompts, ReadBody, encode_job
@@ -208,11 +209,10 @@ def test_a_worker_whose_server_has_gone_ends_without_a_word(folder: Path) -> Non
         )
         theirs.close()
         start = msgspec.msgpack.encode((ModelConfig(model=str(folder)),))
-        ours.sendall(process._REQUEST.pack(0, len(start)) + start)
-        assert ours.recv(5)
-        head = encode_job(EncodePrompts(10))
+        framing.send(ours, b"", start)
+        assert ours.recv(8)
         body = msgspec.msgpack.encode((Text("on and on " * 10_000),))
-        ours.sendall(process._REQUEST.pack(len(head), len(body)) + head + body)
+        framing.send(ours, encode_job(EncodePrompts(10)), body)
     assert worker.communicate(timeout=60)[1] == b"" and worker.returncode == 0
 
 

@@ -22,10 +22,10 @@ from headrace.streams.events import (
     Usage,
 )
 from headrace.streams.log import Log, follow
-from headrace.streams.memory_store import MemoryStore
 from headrace.streams.record import Names, Record
-from headrace.streams.redis_store import RedisStore
-from headrace.streams.sqlite_store import SqliteStore
+from headrace.streams.stores.memory import MemoryStore
+from headrace.streams.stores.redis import RedisStore
+from headrace.streams.stores.sqlite import SqliteStore
 from tools.harness.redis_servers import RedisServer
 
 A, B, C = StreamId("a"), StreamId("b"), StreamId("c")

@@ -20,7 +20,7 @@ _TEXT_FILES = (".json", ".jinja", ".model", ".txt", ".tiktoken")
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 _POOLING = re.compile(r"[^/]*Pooling/config\.json")
 _INDEX = "model.safetensors.index.json"
-_LOOK_INTERVAL_S = 0.25
+_CHECK_INTERVAL_S = 0.25
 
 
 def download(
@@ -169,7 +169,7 @@ class _Watch:
 
     def _run(self) -> None:
         assert self._tell is not None
-        while not self._stop.wait(_LOOK_INTERVAL_S):
+        while not self._stop.wait(_CHECK_INTERVAL_S):
             self._tell(min(self._size() - self._before, self._total), self._total)
 
     def _size(self) -> int:

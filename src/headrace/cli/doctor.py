@@ -30,12 +30,12 @@ from headrace.core.request import Chat
 from headrace.fleet.model_names import told_apart
 from headrace.gateway.auth import Auth
 from headrace.gateway.http_server import DESCRIPTORS_BESIDE
-from headrace.streams.state_dir import StateError
+from headrace.streams.stores.state_dir import StateError
 from headrace.text.encoder import Encoder
-from headrace.text.generic_tools import GENERIC
 from headrace.text.template import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
-from headrace.text.tool_formats import tool_format
+from headrace.text.tool_formats.generic import GENERIC
+from headrace.text.tool_formats.table import tool_format
 
 _WIDTH = 12
 _SLOW_SYNC_MS = 50.0
@@ -158,7 +158,7 @@ def _state_dir(config: ServerConfig) -> Finding:
 
 def _redis(url: str) -> Finding:
     try:
-        from headrace.streams.redis_link import risks_at
+        from headrace.streams.stores.redis_link import risks_at
     except ModuleNotFoundError:
         return Finding("state", "fail", "no redis package", "pip install 'headrace[redis]'")
     try:

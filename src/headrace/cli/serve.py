@@ -29,7 +29,7 @@ from headrace.core.messages import Ready
 from headrace.engine.client import EngineClient
 from headrace.engine.core_lock import open_core_lock
 from headrace.engine.supervisor import Supervisor
-from headrace.fleet.fleet import is_sole
+from headrace.fleet.fleet import pinned_model
 from headrace.fleet.model_host import CACHE_BYTES, ModelHost, Start
 from headrace.fleet.model_list import Desired, kept
 from headrace.fleet.model_names import told_apart
@@ -47,10 +47,10 @@ from headrace.gateway.realtime import ENVELOPE_BYTES
 from headrace.generation.generation import Generation
 from headrace.metrics.metrics import Metrics
 from headrace.race import race
-from headrace.streams.memory_store import MemoryStore
-from headrace.streams.sqlite_store import SqliteStore
-from headrace.streams.state_dir import StateError, StateInUse
 from headrace.streams.store import Store
+from headrace.streams.stores.memory import MemoryStore
+from headrace.streams.stores.sqlite import SqliteStore
+from headrace.streams.stores.state_dir import StateError, StateInUse
 from headrace.workers.pool import WorkerPool
 
 logger = logging.getLogger(__name__)
@@ -78,10 +78,10 @@ def serve(config: ServerConfig, lines: LoadLines) -> int:
         return exits.IN_USE
     with listener:
         model = None
-        if is_sole(config):
+        if (pinned := pinned_model(config)) is not None:
             lines.watch.begin(READING)
             with LoadingServer(listener, lines.watch, tls, config.http.api_prefix) as room:
-                model = ServedModel(config.models[0], room)
+                model = ServedModel(pinned, room)
         with asyncio.Runner(loop_factory=_new_loop) as runner:
             return runner.run(_run(config, model, listener, tls, lines))
 
@@ -113,7 +113,7 @@ async def _open_store(state_dir: str | None, port: int) -> Store:
 
 async def _open_redis(url: str) -> Store:
     try:
-        from headrace.streams.redis_store import RedisStore
+        from headrace.streams.stores.redis import RedisStore
     except ModuleNotFoundError as missing:
         raise StateError(
             "--state-dir redis://… needs the redis package: pip install 'headrace[redis]'."
@@ -190,7 +190,7 @@ class _Serving:
         has_keys = self._auth.num_keys > 0
         work = WorkerPool("headrace.protocols.worker", *_known_to_workers(hosts), has_keys)
         generation = Generation(self._config, hosts, self._store, work, metrics)
-        if not generation.fleet.is_sole:
+        if generation.fleet.pinned is None:
             desired = Desired(
                 configs,
                 make,
@@ -200,7 +200,9 @@ class _Serving:
             )
             generation.desired = desired
             generation.fleet.on_unknown = lambda: desired.reread(generation.fleet)
-        lines.read_progress = lambda: [host.loading.progress for host in generation.hosts.all()]
+        lines.read_progress = lambda: [
+            host.loading.progress for host in generation.fleet.hosts.all()
+        ]
         try:
             return await self._serve(generation)
         except ExceptionGroup as broken:
@@ -209,12 +211,12 @@ class _Serving:
             _end_within(_LAST_S, exits.BROKEN)
             return exits.BROKEN
         finally:
-            await generation.close()
+            await generation.fleet.close()
 
     @property
     def _kept_at(self) -> Path | None:
         """The document of models that outlives the server, if there are several and it has one."""
-        if is_sole(self._config):
+        if pinned_model(self._config) is not None:
             return None
         port: int = self._listener.getsockname()[1]
         given = self._config.streams.state_dir
@@ -236,8 +238,8 @@ class _Serving:
         config = self._config
         timeout_s, idle_s = config.streams.load_timeout_s, config.loading.idle_unload_s
         numbers = itertools.count()
-        is_alone = is_sole(config) and config.models[0].replicas == 1
-        lock_fds = () if is_alone else open_core_lock()
+        pinned = pinned_model(config)
+        lock_fds = () if pinned is not None and pinned.replicas == 1 else open_core_lock()
 
         def start(model: ModelConfig) -> EngineClient:
             def start_one() -> EngineClient:
@@ -275,7 +277,7 @@ class _Serving:
             _end_within(_LAST_S, code)
             announcing.cancel()
             server.should_exit = True
-            await generation.close()
+            await generation.fleet.close()
         return code
 
     async def _drain(self, generation: Generation) -> None:
@@ -339,14 +341,13 @@ class _Serving:
         address, port = self._listener.getsockname()[:2]
         scheme = "http" if self._tls is None else "https"
         url = f"{scheme}://{address}:{port}{http.api_prefix}"
-        if generation.fleet.is_sole:
-            ready = await generation.hosts.first.wait_until_ready()
-            host = generation.hosts.first
+        if (host := generation.fleet.pinned) is not None:
+            ready = await host.engine.wait_until_ready()
             if host.model.sampling_words:
                 say(f"headrace: {host.model.sampling_words}.")
             say(_ready_line(url, host.name, ready))
             return
-        names = ", ".join(host.name for host in generation.hosts.all())
+        names = ", ".join(host.name for host in generation.fleet.hosts.all())
         say(f"Headrace is ready at {url}: models are loaded when they are asked for: {names}")
 
     def _verdict(self, generation: Generation) -> int:

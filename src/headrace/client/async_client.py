@@ -237,7 +237,8 @@ class AsyncStream:
 
 
 async def _close(updates: Any) -> None:
-    """However many close it: a loop that was left is closed by the event loop, some time later."""
+    """Ends the iteration, which stops a stream of ours."""
+    # a loop that was left is closed by the event loop, some time later
     while updates.ag_running:  # noqa: ASYNC110, for there is no event of its end
         await asyncio.sleep(0.01)
     await updates.aclose()

@@ -1,9 +1,9 @@
-"""The blocking client: what `following` decides, done with httpx."""
+"""The blocking client: what `following` decides. Written by tools/make_sync_client.py."""
 
 import contextlib
 import time
 import weakref
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from typing import Any
 
 import httpx
@@ -55,6 +55,7 @@ class Client:
         headers = key_header(api_key)
         self._http = httpx.Client(base_url=self.url, headers=headers, timeout=TIMEOUT)
         self._patience_s = to_patience(patience_s)
+        self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
 
     def chat(self, messages: Messages | str, **fields: Any) -> Answer:
         """Answers the last message; a string is the only one."""
@@ -96,9 +97,12 @@ class Client:
 
     def models(self) -> list[str]:
         """The names that may be asked for; the first is served if none is."""
-        return [str(entry["id"]) for entry in self._ask("GET", "/v1/models")["data"]]
+        return [str(entry["id"]) for entry in (self._ask("GET", "/v1/models"))["data"]]
 
     def close(self) -> None:
+        """Leaves the streams that are still followed, then the server."""
+        for stream in list(self._streams):
+            stream.leave()
         self._http.close()
 
     def __enter__(self) -> "Client":
@@ -108,7 +112,9 @@ class Client:
         self.close()
 
     def _stream(self, following: StreamFollower) -> "Stream":
-        return Stream(self._http, following, self.on_trouble)
+        stream = Stream(self._http, following, self.on_trouble)
+        self._streams.add(stream)
+        return stream
 
     def _ask(self, method: str, path: str) -> dict[str, Any]:
         return self._do(HttpRequest(method, path))
@@ -143,10 +149,14 @@ class Stream:
         """fresh: the answer stands alone; continue: it is to be appended to the last message."""
         return self._following.mode
 
-    def __iter__(self) -> Iterator[Piece]:
-        for event in self.updates():
-            if isinstance(event, Tokens):
-                yield to_piece(event, self.id)
+    def __iter__(self) -> Generator[Piece, None, None]:
+        updates = self.updates()
+        try:
+            for event in updates:
+                if isinstance(event, Tokens):
+                    yield to_piece(event, self.id)
+        finally:
+            _close(updates)
 
     def updates(self) -> Generator[Update, None, None]:
         """Every event once, over as many connections as it takes, and heartbeats in between."""
@@ -162,7 +172,8 @@ class Stream:
                 if following.pause_s:
                     self._on_trouble(following.trouble, following.pause_s)
                 time.sleep(following.pause_s)
-                yield from self._connect()
+                with contextlib.closing(self._connect()) as events:
+                    yield from events
         finally:
             if following.is_ours:
                 self.stop()
@@ -187,11 +198,15 @@ class Stream:
         return self
 
     def __exit__(self, *failure: object) -> None:
+        self.leave()
+
+    def leave(self) -> None:
+        """Follows it no further, which stops a stream of ours."""
         updates = self._updates() if self._updates else None
         if updates is not None:
-            updates.close()  # which stops a stream of ours
+            _close(updates)
 
-    def _connect(self) -> Iterator[Update]:
+    def _connect(self) -> Generator[Update, None, None]:
         following = self._following
         was_connected = True
         reason = "the connection ended"
@@ -218,6 +233,11 @@ class Stream:
         if self._http.is_closed:
             raise closed()
         return self._http.stream(sent.method, sent.path, headers=sent.headers, content=sent.body)
+
+
+def _close(updates: Any) -> None:
+    """Ends the iteration, which stops a stream of ours."""
+    updates.close()
 
 
 def _ask(

@@ -10,6 +10,10 @@ import msgspec
 from msgspec import Meta
 
 Count = Annotated[int, Meta(ge=1, le=1 << 40)]
+ToolFormatName = Literal[
+    "qwen3-coder", "glm", "hermes", "mistral", "deepseek", "pythonic", "llama3", "generic"
+]
+"""Each is a module of text/tool_formats. A chat template has the first one whose sign it has."""
 Milliseconds = Annotated[float, Meta(gt=0, le=1e9)] | Literal["off"]
 
 
@@ -121,15 +125,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         str | None, Meta(description="File with a chat template to use instead of the model's")
     ] = None
     tool_format: Annotated[
-        Literal[
-            "auto", "none", "hermes", "qwen3-coder", "glm", "mistral", "deepseek", "llama3",
-            "pythonic", "generic",
-        ],
+        Literal["auto", "none", ToolFormatName],
         Meta(
             description="How the model writes tool calls; auto: as its chat template says, and "
             "generic, by a text before the conversation, if that knows no tools"
         ),
-    ] = "auto"  # fmt: skip
+    ] = "auto"
     reasoning_format: Annotated[
         Literal["auto", "none", "think", "mistral", "harmony"],
         Meta(description="How it sets its reasoning apart; auto: as its chat template says"),

@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 
 from headrace.core.loading import DOWNLOADING, LoadProgress, download_words
-from headrace.core.messages import Loading
+from headrace.core.messages import WEIGHTS, Loading
 
 EVERY_S = 1.5
 """A little less than the 2 s that are promised."""
 
-_LOOK_INTERVAL_S = 0.1
+_CHECK_INTERVAL_S = 0.1
 
 OnLoading = Callable[[LoadProgress], None]
 ReadProgress = Callable[[], Iterable[LoadProgress | None]]
@@ -21,6 +21,8 @@ class LoadWatch:
     """The progress of one load. One thread at a time reports to it, and any may read it."""
 
     def __init__(self, model: str = "") -> None:
+        self.share: float | None = None  # of the weights, while they are loaded
+        self.downloaded: tuple[int, int] | None = None  # bytes of a download, done and in all
         self._model = model
         self._now: tuple[Loading, float] | None = None
 
@@ -30,12 +32,16 @@ class LoadWatch:
         if self._now is not None and self._now[0].stage == loading.stage:
             began = self._now[1]
         self._now = loading, began
+        if loading.stage == WEIGHTS:
+            self.share = loading.share
 
     def begin(self, stage: str) -> None:
+        self.share = None
         self.tell(Loading(0.0, stage))
 
     def download(self, done: int, total: int) -> None:
         """The bytes that have come, and how many there will be."""
+        self.downloaded = done, total
         self.begin(DOWNLOADING)
         assert self._now is not None
         words = download_words(done, total, time.monotonic() - self._now[1])
@@ -52,7 +58,7 @@ class LoadWatch:
 
     def end(self) -> None:
         """Reports that the load has ended."""
-        self._now = None
+        self._now = self.share = self.downloaded = None
 
     @property
     def progress(self) -> LoadProgress | None:
@@ -88,7 +94,7 @@ class LoadTeller:
         self._thread.join()
 
     def _run(self) -> None:
-        while not self._stop.wait(_LOOK_INTERVAL_S):
+        while not self._stop.wait(_CHECK_INTERVAL_S):
             self._tell_once()
 
     def _tell_once(self) -> None:

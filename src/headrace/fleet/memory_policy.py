@@ -1,10 +1,10 @@
 """The models in memory, and who waits for one: first come, first served. Knows no clock."""
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Literal, NamedTuple
+from typing import Generic, Literal, NamedTuple, TypeVar
 
 
 class Stage(Enum):
@@ -16,12 +16,15 @@ class Stage(Enum):
     LEAVING = "leaving"
 
 
-class Move(NamedTuple):
-    """The next action of the owner; `ticket` is -1 but for `enter` and `refuse`."""
+Ticket = TypeVar("Ticket", bound=Hashable)
+
+
+class Move(NamedTuple, Generic[Ticket]):
+    """The next action of the owner; `ticket` is None but for `enter` and `refuse`."""
 
     kind: Literal["load", "unload", "enter", "refuse"]
     model: str
-    ticket: int = -1
+    ticket: Ticket | None = None
 
 
 @dataclass
@@ -37,7 +40,7 @@ class _Place:
         return self.stage is Stage.IN and self.num_uses == 0
 
 
-class Residency:
+class Residency(Generic[Ticket]):
     """Ask, leave and release as things happen, then do what `next_move` says until it is None.
 
     One line for all models keeps it fair: behind a ticket that waits for memory nobody enters, so
@@ -48,8 +51,7 @@ class Residency:
         self._max_models = max_models
         self._max_bytes = max_bytes
         self._places: dict[str, _Place] = {}
-        self._line: dict[int, str] = {}  # tickets in order, and the model that each waits for
-        self._tickets = itertools.count()
+        self._line: dict[Ticket, str] = {}  # in order, and the model that each waits for
         self._uses = itertools.count(1)
 
     def add(self, model: str, size: int) -> None:
@@ -63,13 +65,11 @@ class Residency:
     def stage(self, model: str) -> Stage:
         return self._places[model].stage
 
-    def ask(self, model: str) -> int:
-        """A ticket; `next_move` says when it enters, which counts as a use."""
-        ticket = next(self._tickets)
+    def ask(self, model: str, ticket: Ticket) -> None:
+        """Puts a ticket in line; `next_move` says when it enters, which counts as a use."""
         self._line[ticket] = model
-        return ticket
 
-    def leave(self, ticket: int) -> None:
+    def leave(self, ticket: Ticket) -> None:
         """Gives up waiting; nothing if it has entered."""
         self._line.pop(ticket, None)
 
@@ -96,22 +96,22 @@ class Residency:
         place = self._places[model]
         place.stage, place.used = Stage.IN, next(self._uses)
 
-    def lost(self, model: str) -> list[int]:
+    def lost(self, model: str) -> list[Ticket]:
         """The load failed, or the engine is gone for good; the tickets that waited for it."""
         place = self._places[model]
         place.stage, place.must_leave = Stage.OUT, False
         return self.send_away(model)
 
-    def send_away(self, model: str) -> list[int]:
+    def send_away(self, model: str) -> list[Ticket]:
         """The tickets that wait for it, which wait no longer."""
         tickets = self.waiting(model)
         for ticket in tickets:
             del self._line[ticket]
         return tickets
 
-    def waiting(self, model: str) -> list[int]:
-        """The tickets that wait for it."""
-        return [ticket for ticket, wanted in self._line.items() if wanted == model]
+    def waiting(self, model: str | None = None) -> list[Ticket]:
+        """The tickets that wait for it, or for any."""
+        return [ticket for ticket, wanted in self._line.items() if model in (wanted, None)]
 
     def is_used(self, model: str) -> bool:
         """Whether somebody holds it, wherever it is."""
@@ -127,13 +127,13 @@ class Residency:
         place = self._places[model]
         place.stage, place.must_leave = Stage.OUT, False
 
-    def idle(self) -> list[str]:
-        """Models that are in and that nobody uses or waits for, the least recently used first."""
+    def idle(self) -> list[tuple[str, int]]:
+        """Models that are in and that nobody uses or waits for, and a number for their last use."""
         wanted = set(self._line.values())
-        found = [name for name, it in self._places.items() if it.is_idle and name not in wanted]
-        return sorted(found, key=lambda name: self._places[name].used)
+        places = self._places.items()
+        return [(name, it.used) for name, it in places if it.is_idle and name not in wanted]
 
-    def next_move(self) -> Move | None:
+    def next_move(self) -> Move[Ticket] | None:
         """The next action; its effect on the books is taken at once, so each is returned once."""
         for name, place in self._places.items():
             if place.must_leave and place.is_idle:
@@ -150,7 +150,7 @@ class Residency:
             # loading or leaving, it has its place, or will: others need not wait for it
         return None
 
-    def _make_room(self, ticket: int, name: str) -> Move | None:
+    def _make_room(self, ticket: Ticket, name: str) -> Move[Ticket] | None:
         place = self._places[name]
         if not self._fits([place]):
             del self._line[ticket]

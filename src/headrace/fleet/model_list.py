@@ -19,7 +19,7 @@ from headrace.fleet.model_names import told_apart
 
 logger = logging.getLogger(__name__)
 
-_LOOK_INTERVAL_S = 1.0
+_CHECK_INTERVAL_S = 1.0
 ONE_MODEL = (
     "This server was started with one model, which stays. Start it with --models-dir, [[models]] "
     "or --model NAME=PATH to change its models."
@@ -48,7 +48,7 @@ class Desired:
         self._reread = reread
         self._file = file
         self._was_put = file is not None and file.exists()
-        self._looked_at = 0.0
+        self._checked_at = 0.0
 
     def document(self) -> dict[str, Any]:
         return to_document(self._configs)
@@ -67,9 +67,9 @@ class Desired:
 
     async def reread(self, fleet: Fleet) -> None:
         """Takes up what has come into the folder of models, and drops what has left it."""
-        if self._was_put or fleet.is_sole or time.monotonic() < self._looked_at + _LOOK_INTERVAL_S:
+        if self._was_put or time.monotonic() < self._checked_at + _CHECK_INTERVAL_S:
             return
-        self._looked_at = time.monotonic()
+        self._checked_at = time.monotonic()
         configs = await asyncio.to_thread(self._reread)
         if configs != self._configs and not self._was_put:
             self._apply(configs, fleet)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 ReplicaId = int
-Ticket = int
+PartId = int  # of a request's part: a prompt with its choices
 
 
 class Want(NamedTuple):
@@ -31,7 +31,7 @@ class Want(NamedTuple):
 class Placed(NamedTuple):
     """A claim: so many blocks of the prompt are likely to be cached there."""
 
-    ticket: Ticket
+    part: PartId
     replica: ReplicaId
     num_shared: int
 
@@ -80,7 +80,7 @@ class _Replica:
     prefixes: PrefixRecord
     takes_more: bool = True
     num_taken: int = 0
-    claims: dict[Ticket, "_Claim"] = field(default_factory=dict)
+    claims: dict[PartId, "_Claim"] = field(default_factory=dict)
 
     def has_room(self, want: Want) -> bool:
         return self.takes_more and self.num_taken + self.share(want) <= self.num_places
@@ -105,21 +105,21 @@ class Placement:
 
     def __init__(self) -> None:
         self._replicas: dict[ReplicaId, _Replica] = {}
-        self._where: dict[Ticket, ReplicaId] = {}
-        self._wants: dict[Ticket, Want] = {}  # of those that wait
-        self._line: list[tuple[float, Ticket]] = []  # sorted
+        self._where: dict[PartId, ReplicaId] = {}
+        self._wants: dict[PartId, Want] = {}  # of those that wait
+        self._line: list[tuple[float, PartId]] = []  # sorted
 
     def open(self, replica: ReplicaId, num_places: int, num_blocks: int) -> None:
         """Adds a replica that takes requests from now on; its memory is empty."""
         assert replica not in self._replicas
         self._replicas[replica] = _Replica(num_places, num_blocks, PrefixRecord(num_blocks))
 
-    def close(self, replica: ReplicaId) -> list[Ticket]:
-        """Removes a replica, and returns the tickets whose claims go with it; none if not open."""
+    def close(self, replica: ReplicaId) -> list[PartId]:
+        """Removes a replica, and returns the parts whose claims go with it; none if not open."""
         gone = self._replicas.pop(replica, None)
         lost = list(gone.claims) if gone else []
-        for ticket in lost:
-            del self._where[ticket]
+        for part in lost:
+            del self._where[part]
         return lost
 
     def drain(self, replica: ReplicaId) -> None:
@@ -130,69 +130,63 @@ class Placement:
         """Takes the number of free blocks that a replica's engine reports."""
         self._replicas[replica].blocks_free = blocks_free
 
-    def ask(self, ticket: Ticket, want: Want) -> None:
+    def ask(self, part: PartId, want: Want) -> None:
         """Puts a request in line; `next` says when its turn comes."""
-        assert ticket not in self._wants and ticket not in self._where
-        self._wants[ticket] = want
-        bisect.insort(self._line, (want.due, ticket))
+        assert part not in self._wants and part not in self._where
+        self._wants[part] = want
+        bisect.insort(self._line, (want.due, part))
 
-    def leave(self, ticket: Ticket) -> bool:
-        """Gives up waiting; False if it does not wait, since it was placed."""
-        want = self._wants.pop(ticket, None)
-        if want is None:
-            return False
-        del self._line[bisect.bisect_left(self._line, (want.due, ticket))]
-        return True
+    def leave(self, part: PartId) -> Want | None:
+        """Gives up waiting; returns the want, or None if it does not wait, since it was placed."""
+        if (want := self._wants.pop(part, None)) is not None:
+            del self._line[bisect.bisect_left(self._line, (want.due, part))]
+        return want
 
-    def release(self, ticket: Ticket) -> None:
+    def release(self, part: PartId) -> None:
         """The engine has let go of one of its sequences; nothing if all are gone already."""
-        if (place := self._where.get(ticket)) is None:
+        if (place := self._where.get(part)) is None:
             return
         replica = self._replicas[place]
-        claim = replica.claims[ticket]
+        claim = replica.claims[part]
         claim.num_left -= 1
         replica.num_taken -= claim.num_held
         claim.num_held = min(claim.num_held, claim.num_left)
         replica.num_taken += claim.num_held
         if not claim.num_left:
-            del replica.claims[ticket], self._where[ticket]
+            del replica.claims[part], self._where[part]
 
     def next(self) -> Placed | None:
         """Claims places for the first in line; None if it has to wait, or nobody does."""
         if not self._line:
             return None
-        _, ticket = self._line[0]
-        want = self._wants[ticket]
+        _, part = self._line[0]
+        want = self._wants[part]
         number = self._choose(want)
         if number is None:
             return None
-        del self._line[0], self._wants[ticket]
+        del self._line[0], self._wants[part]
         replica = self._replicas[number]
         num_shared = replica.prefixes.num_shared(want.names)
         share = replica.share(want)
         replica.num_taken += share
         assert replica.num_taken <= replica.num_places
-        replica.claims[ticket] = _Claim(want.num_places, share)
+        replica.claims[part] = _Claim(want.num_places, share)
         replica.blocks_free -= max(0, want.num_blocks - num_shared)
         replica.prefixes.note(want.names)
-        self._where[ticket] = number
-        return Placed(ticket, number, num_shared)
+        self._where[part] = number
+        return Placed(part, number, num_shared)
 
-    def replica_of(self, ticket: Ticket) -> ReplicaId | None:
+    def replica_of(self, part: PartId) -> ReplicaId | None:
         """None while it waits, and once it is gone."""
-        return self._where.get(ticket)
+        return self._where.get(part)
 
-    def waiting(self) -> list[Ticket]:
+    def waiting(self) -> list[PartId]:
         """The line, first one first."""
-        return [ticket for _, ticket in self._line]
+        return [part for _, part in self._line]
 
     def num_taken(self, replica: ReplicaId) -> int:
         """Places of a replica that are claimed; 0 if it is not open."""
         return self._replicas[replica].num_taken if replica in self._replicas else 0
-
-    def tickets(self, replica: ReplicaId) -> list[Ticket]:
-        """The tickets with claims on a replica."""
-        return list(self._replicas[replica].claims) if replica in self._replicas else []
 
     def _choose(self, want: Want) -> ReplicaId | None:
         able = {number: it for number, it in self._replicas.items() if it.has_room(want)}

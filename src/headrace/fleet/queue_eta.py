@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from headrace.core.ids import SequenceId
-from headrace.core.messages import FinishReason, Outputs, Status
+from headrace.core.messages import FinishReason, Outputs, Ready, Status
 
 _MEMORY = 0.95  # weight that a sample keeps with each new one
 _LEAST_LEFT = 0.25  # of a usual answer, for one that is already longer
@@ -93,10 +93,15 @@ class TokensAsked(NamedTuple):
     limit: float
 
 
-class Forecast:
-    """Learns from what the engine says; averages favour recent samples."""
+class QueueEta:
+    """When those that wait will start, learned from what the engine says.
+
+    Averages favour recent samples.
+    """
 
     def __init__(self) -> None:
+        self.schedule = Schedule(0.0, iter(()))
+        self.tokens_per_s = 0.0  # of prompts; 0 while unmeasured
         self._prompts: dict[SequenceId, tuple[int, int]] = {}  # total and computed
         self._num_tokens: dict[SequenceId, int] = {}  # of each sequence that has some
         self._length = _Mean()  # tokens of an answer
@@ -124,6 +129,7 @@ class Forecast:
 
     def measure_pace(self, status: Status, now: float) -> None:
         """The pace since the last status."""
+        self.tokens_per_s = status.prompt_tokens_per_s
         if self._looked_at is not None and self._num_new:
             self._pace.add((now - self._looked_at) * status.num_running, self._num_new)
         self._looked_at, self._num_new = now, 0
@@ -139,6 +145,15 @@ class Forecast:
         for sequence_id in sequence_ids:
             self._prompts.pop(sequence_id, None)
             self._num_tokens.pop(sequence_id, None)
+
+    def foresee(
+        self, status: Status, ready: Ready, asked: Callable[[SequenceId], TokensAsked], now: float
+    ) -> None:
+        """Sets the schedule. While memory is short, a place is one of those that run."""
+        first = asked(status.queue[0]).num_prompt if status.queue else 0
+        has_memory = status.blocks_free >= ready.layout.blocks_for(first)
+        num_places = ready.max_num_seqs if has_memory else max(status.num_running, 1)
+        self.schedule = Schedule(now, self.starts(status, num_places, asked))
 
     def starts(
         self, status: Status, num_places: int, asked: Callable[[SequenceId], TokensAsked]

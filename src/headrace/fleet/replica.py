@@ -1,13 +1,17 @@
-"""One engine of several that run a model, and what all of them say as one engine."""
+"""One engine of several that run a model, how many there are, and their figures as of one."""
 
 import asyncio
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
-from headrace.core.messages import Ready, Status, Submit
+from headrace.core.messages import Ready, Status
 from headrace.engine.client import EngineClient, EngineUp
+
+_GROW_AFTER_S = 1.0  # with requests in line and every engine up
+_AGAIN_S = 30.0  # after an engine was given up
 
 
 class Replica:
@@ -18,7 +22,8 @@ class Replica:
         self.client = client
         self.up: EngineUp | None = None
         self.was_up = asyncio.Event()
-        self.emptied = asyncio.Event()  # no place was claimed when it was last looked at
+        self.emptied = asyncio.Event()  # no place is claimed any more
+        self.is_leaving = False  # since it is one too many
         self.status: Status | None = None  # of its engine's present life
         self.num_starts = 0
         self.num_taken = 0  # places that are claimed
@@ -30,55 +35,88 @@ class Replica:
         self.was_up.set()
 
 
-class Retired:
-    """Counts of engines that have died, kept so that totals never go back."""
+@dataclass(slots=True)
+class ReplicaCount:
+    """Decides how many replicas there are, between `fewest` and `most`. Time is an argument.
 
-    def __init__(self) -> None:
-        self.num_steps = self.num_preemptions = 0
-        self.missed: Counter[str] = Counter()
+    One more starts while requests are in line, and one that had nothing to do for `idle_s` leaves.
+    """
 
-    def count(self, replica: Replica) -> None:
-        status, replica.status = replica.status, None
-        if status is not None:
-            self.num_steps += status.num_steps
-            self.num_preemptions += status.num_preemptions
-            self.missed += Counter(status.missed)
+    fewest: int
+    most: int
+    idle_s: float | None = None
+    _wanted_since: float | None = None
+    _again_at: float = 0.0
+
+    def give_up(self, now: float) -> None:
+        """Notes that an engine was given up, so that the next does not start at once."""
+        self._again_at = now + _AGAIN_S
+
+    def needs_more(self, now: float, replicas: Sequence[Replica], has_line: bool) -> bool:
+        """Whether one more starts now."""
+        if not (has_line and all(it.up for it in replicas)):
+            self._wanted_since = None
+        elif self._wanted_since is None:
+            self._wanted_since = now
+        is_busy = self._wanted_since is not None and now >= self._wanted_since + _GROW_AFTER_S
+        is_low = len(replicas) < self.fewest or (is_busy and len(replicas) < self.most)
+        if is_low and now >= self._again_at:
+            self._wanted_since = None
+            return True
+        return False
+
+    def spare(self, now: float, replicas: Sequence[Replica]) -> Replica | None:
+        """The replica that leaves next; None if all stay.
+
+        Of too many, one at a time: first of those that are not up, else what has the least to do.
+        """
+        for it in replicas:
+            if it.num_taken:
+                it.rested_at = now
+        up = [it for it in replicas if it.up]
+        if len(replicas) > self.most and up and not any(it.is_leaving for it in replicas):
+            return min(reversed(replicas), key=lambda it: (it.up is not None, it.num_taken))
+        if self.idle_s is None or len(up) <= self.fewest:
+            return None
+        idle = (it for it in reversed(up) if not it.num_taken and not it.is_leaving)
+        return next((it for it in idle if now >= it.rested_at + self.idle_s), None)
 
 
 def ready_of(known: Iterable[Ready]) -> Ready:
     """Limits of all of them; of a request those of the smallest, since it may move there."""
-    first, *others = known
-    whole, layout = first, first.layout
-    for it in others:
-        layout = msgspec.structs.replace(
-            layout,
-            num_blocks=layout.num_blocks + it.layout.num_blocks,
-            num_slots=layout.num_slots + it.layout.num_slots,
-            num_snapshots=layout.num_snapshots + it.layout.num_snapshots,
-        )
-        whole = msgspec.structs.replace(
-            whole,
-            max_num_seqs=whole.max_num_seqs + it.max_num_seqs,
-            max_model_len=min(whole.max_model_len, it.max_model_len),
-            layout=layout,
-        )
-    return whole
-
-
-def status_of(known: Sequence[Status], retired: Retired, line: Sequence[Submit]) -> Status:
-    """Their sum, and behind their queues the `line` before all of them."""
-    missed = sum((Counter(it.missed) for it in known), retired.missed)
-    heads = tuple(part.sequences[0].sequence_id for part in line)
-    return Status(
-        num_running=sum(it.num_running for it in known),
-        num_waiting=sum(it.num_waiting for it in known) + sum(len(it.sequences) for it in line),
-        num_waiting_tokens=sum(it.num_waiting_tokens for it in known)
-        + sum(len(part.prompts[0]) // 4 for part in line),
-        blocks_free=sum(it.blocks_free for it in known),
-        slots_free=sum(it.slots_free for it in known),
-        num_steps=sum(it.num_steps for it in known) + retired.num_steps,
-        queue=tuple(id for it in known for id in it.queue) + heads,
-        prompt_tokens_per_s=sum(it.prompt_tokens_per_s for it in known),
-        missed=dict(missed),
-        num_preemptions=sum(it.num_preemptions for it in known) + retired.num_preemptions,
+    every = tuple(known)
+    layouts = [it.layout for it in every]
+    layout = msgspec.structs.replace(
+        layouts[0],
+        num_blocks=sum(it.num_blocks for it in layouts),
+        num_slots=sum(it.num_slots for it in layouts),
+        num_snapshots=sum(it.num_snapshots for it in layouts),
     )
+    num_seqs = sum(it.max_num_seqs for it in every)
+    longest = min(it.max_model_len for it in every)
+    return msgspec.structs.replace(
+        every[0], max_num_seqs=num_seqs, max_model_len=longest, layout=layout
+    )
+
+
+def total(known: Iterable[Status]) -> Status:
+    """The sum of their figures, and their queues one behind the other."""
+    every = tuple(known)
+    return Status(
+        num_running=sum(it.num_running for it in every),
+        num_waiting=sum(it.num_waiting for it in every),
+        num_waiting_tokens=sum(it.num_waiting_tokens for it in every),
+        blocks_free=sum(it.blocks_free for it in every),
+        slots_free=sum(it.slots_free for it in every),
+        num_steps=sum(it.num_steps for it in every),
+        queue=tuple(id for it in every for id in it.queue),
+        prompt_tokens_per_s=sum(it.prompt_tokens_per_s for it in every),
+        missed=dict(sum((Counter(it.missed) for it in every), Counter())),
+        num_preemptions=sum(it.num_preemptions for it in every),
+    )
+
+
+def counts_of(life: Status) -> Status:
+    """The counts of an engine that has died, kept so that totals never go back."""
+    missed, num_preemptions = life.missed, life.num_preemptions
+    return Status(0, 0, 0, 0, 0, life.num_steps, missed=missed, num_preemptions=num_preemptions)

@@ -19,7 +19,7 @@ from starlette.websockets import WebSocket
 
 from headrace.core.errors import RequestError
 from headrace.core.log_context import begin_request, log_request
-from headrace.metrics.metrics import Metrics
+from headrace.metrics.metrics import ServerFigures
 from headrace.protocols import openai
 from headrace.protocols.dialect import ErrorFormat, dialect_of, encode, spoken_at
 from headrace.streams.events import Error
@@ -132,12 +132,14 @@ def notice_of(error: Exception) -> RequestError:
 class _Sending:
     """The way of one answer to its client: it gets its id, and the figures hear of its frames."""
 
-    def __init__(self, scope: Scope, send: Send, metrics: Metrics, names: dict[str, str]) -> None:
+    def __init__(
+        self, scope: Scope, send: Send, figures: ServerFigures, names: dict[str, str]
+    ) -> None:
         self.has_begun = False
         self._asked_at = time.monotonic()
         self._path = scope["path"] if scope["method"] == "GET" else ""
         self._send = send
-        self._metrics = metrics
+        self._figures = figures
         self._names = names
         self._is_stream = False
         self._face = ""  # by which a stream is read on, until its first byte has left
@@ -150,13 +152,13 @@ class _Sending:
             self._note_kind(headers)
         await self._send(message)
         if self._is_stream and message.get("body"):
-            self._metrics.frame_left(self)
+            self._figures.frame_left(self)
             if self._face:
-                self._metrics.resumed(self._face, time.monotonic() - self._asked_at)
+                self._figures.resumed(self._face, time.monotonic() - self._asked_at)
                 self._face = ""
 
     def close(self) -> None:
-        self._metrics.frames_ended(self)
+        self._figures.frames_ended(self)
 
     def _note_kind(self, headers: Headers) -> None:
         is_events = headers.get("content-type", "").startswith("text/event-stream")
@@ -165,7 +167,7 @@ class _Sending:
             faces = (face for start, face in _FACES.items() if self._path.startswith(start))
             self._face = next(faces, "")
         if "x-stream-attached" in headers:
-            self._metrics.attached()
+            self._figures.attached()
 
 
 _FACES = {"/v1/streams": "event", "/v1/stream": "byte", "/v1/responses": "response"}
@@ -174,9 +176,9 @@ _FACES = {"/v1/streams": "event", "/v1/stream": "byte", "/v1/responses": "respon
 class ErrorBoundary:
     """ASGI middleware; the outermost loop of a request, so nothing passes it."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, figures: ServerFigures) -> None:
         self._app = app
-        self._metrics = metrics
+        self._figures = figures
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -188,7 +190,7 @@ class ErrorBoundary:
         path = scope["path"]
         names = {"X-Request-Id", _errors_at(path).REQUEST_ID}
         scope = {**scope, _ID_KEY: request_id}
-        sending = _Sending(scope, send, self._metrics, dict.fromkeys(names, request_id))
+        sending = _Sending(scope, send, self._figures, dict.fromkeys(names, request_id))
         try:
             await self._app(scope, receive, sending)
         except ClientDisconnect:
@@ -210,7 +212,7 @@ class ErrorBoundary:
             sending.close()
 
     def _note(self, scope: Scope, error: RequestError) -> None:
-        self._metrics.refused(error)
+        self._figures.refused(error)
         # the route's path, since a client's own may be anything
         route = next((r.path for r in _routes_at(scope) if r.matches(scope)[0] is Match.FULL), "")
         log_request(route, error.code, status=error.kind.status, **error.noted)

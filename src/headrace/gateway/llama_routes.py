@@ -34,8 +34,9 @@ class LlamaRoutes:
 
     async def props(self, request: Request) -> ASGIApp:
         host = await self._known(request)
-        is_sleeping = not self._generation.fleet.is_sole and host.ready is None
-        role = "model" if self._generation.fleet.is_sole else "router"
+        is_pinned = self._generation.fleet.pinned is not None
+        is_sleeping = not is_pinned and host.ready is None
+        role = "model" if is_pinned else "router"
         shown = {"role": role, "state": self._generation.state}
         return answer(_props(host.model, is_sleeping) | shown)
 
@@ -45,14 +46,14 @@ class LlamaRoutes:
 
     async def _known(self, request: Request) -> ModelHost:
         """The model that the query names, whose text side has been read."""
-        host = self._generation.hosts.get(request.query_params.get("model"))
+        host = self._generation.fleet.hosts.get(request.query_params.get("model"))
         if host.known is None:
             await unless_left(request.receive, _read(host))
         return host
 
     async def slots(self, request: Request) -> ASGIApp:
         """Lists slots of all models, or of the one named. To a key, others' slots look idle."""
-        hosts = self._generation.hosts
+        hosts = self._generation.fleet.hosts
         name = request.query_params.get("model")
         sees_all = self._auth.sees_all(request.headers)
         owner = None if sees_all else self._auth.owner(request.headers)
@@ -133,7 +134,7 @@ def slots_of(
         every = generation.streams_of(host)
         streams = (it for it in every if owner in (None, it.record.names.owner))
         running = (each for stream in streams for each in stream.standings().items())
-        is_there = host.ready is not None and host.state != "unloaded"
+        is_there = host.ready is not None and host.engine.state != "unloaded"
         num_places = host.ready.max_num_seqs if host.ready and is_there else 0
         last = len(shown) + num_places
         for number, standing in itertools.islice(running, num_places):

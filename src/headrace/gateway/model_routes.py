@@ -27,20 +27,19 @@ class ModelRoutes:
         fleet = self._generation.fleet
         if self._generation.desired is not None:
             await self._generation.desired.reread(fleet)
-        hosts = (*fleet.hosts.all(), *fleet.leaving.values())
         entries = [
             entry_of(host, name, True) | self._pending(host)
-            for host in hosts
+            for host in fleet.roster.all()
             for name in host.names
         ]
         return answer({"object": "list", "data": entries})
 
     def _pending(self, host: ModelHost) -> dict[str, str]:
         """The change that awaits the model until nobody uses it."""
-        fleet = self._generation.fleet
-        if host.name in fleet.leaving:
+        roster = self._generation.fleet.roster
+        if host.name in roster.leaving:
             return {"pending": "removal"}
-        return {"pending": "reload"} if fleet.is_changing(host) else {}
+        return {"pending": "reload"} if host.name in roster.changing() else {}
 
     async def desired(self, request: Request) -> ASGIApp:
         """The models the server should have, in the form that a PUT takes."""
@@ -63,14 +62,14 @@ class ModelRoutes:
 
     async def load(self, request: Request) -> ASGIApp:
         """Answers at once; the list of models shows what becomes of it."""
-        host = self._generation.hosts.get(await self._name(request))
+        host = self._generation.fleet.hosts.get(await self._name(request))
         self._generation.fleet.need(host)
         return answer({"success": True})
 
     async def unload(self, request: Request) -> ASGIApp:
         """Answers at once; streams end first."""
-        host = self._generation.hosts.get(await self._name(request))
-        if self._generation.fleet.is_sole:
+        host = self._generation.fleet.hosts.get(await self._name(request))
+        if host is self._generation.fleet.pinned:
             message = "This server has one model, which stays loaded; stop the server instead."
             raise RequestError("unsupported_operation", message, "model")
         self._generation.fleet.unload(host)

@@ -27,6 +27,7 @@ from headrace.gateway.generation_routes import (
     KEY,
     GenerationRoutes,
     names_of,
+    read_body,
 )
 from headrace.gateway.http_responses import notice_of
 from headrace.gateway.native_routes import parse
@@ -200,7 +201,7 @@ class RealtimeSocket:
             await self._refuse(id, refused)
 
     async def _refuse(self, id: str | None, error: RequestError) -> None:
-        self._generation.metrics.refused(error)
+        self._generation.metrics.server.refused(error)
         log_request(self._socket.url.path, error.code, status=error.kind.status, **error.noted)
         await self._send(_refusal(id, error))
 
@@ -287,7 +288,7 @@ class RealtimeSocket:
 
     async def _open(self, line: Line, route: str, body: bytes, named: dict[str, str]) -> Found:
         with self._sockets.bodies.hold(len(body)):
-            checked = await self._generation.work.do(ReadBody(route), [body])
+            checked = await read_body(self._generation, ReadBody(route), [body])
         try:
             headers = Headers(named)
         except UnicodeEncodeError:

@@ -117,7 +117,7 @@ class ResponsesRoutes:
         return answer({"object": "response.input_tokens", "input_tokens": num_tokens})
 
     async def _count(self, checked: CheckedBody, owner: str) -> int:
-        name = self._generation.hosts.get(checked.fields.get("model")).name
+        name = self._generation.fleet.hosts.get(checked.fields.get("model")).name
         checked = await self._earlier.put_before(checked, owner)
         if any(isinstance(prompt, Chat) and prompt.num_images for prompt in checked.stubs):
             work = self._generation.work

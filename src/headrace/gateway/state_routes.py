@@ -21,7 +21,6 @@ from headrace.fleet.model_names import called
 from headrace.fleet.served_model import ServedModel
 from headrace.gateway.delivery import while_connected
 from headrace.gateway.http_responses import answer, refuse
-from headrace.gateway.openapi import document
 from headrace.generation.generation import Generation
 from headrace.generation.stream import LiveStream
 from headrace.metrics.metrics import kind_of
@@ -52,31 +51,29 @@ class StateRoutes:
     async def health(self, request: Request) -> ASGIApp:
         state = self._generation.state
         if state == "loading":
-            return unhealthy(state, loading=loading_of(self._generation.hosts.first.loading))
+            return unhealthy(state, loading=loading_of(self._generation.fleet.hosts.first.loading))
         return unhealthy(state) if state in UNABLE else answer({"status": state})
 
     async def models(self, request: Request) -> ASGIApp:
-        hosts = self._generation.hosts.all()
-        has_states = not self._generation.fleet.is_sole
+        hosts = self._generation.fleet.hosts.all()
+        has_states = self._generation.fleet.pinned is None
         entries = [entry_of(host, name, has_states) for host in hosts for name in host.names]
         return answer({"object": "list", "data": entries})
 
     async def model(self, request: Request) -> ASGIApp:
         name = request.path_params["id"]
-        has_states = not self._generation.fleet.is_sole
-        host = self._generation.hosts.get(name)
+        has_states = self._generation.fleet.pinned is None
+        host = self._generation.fleet.hosts.get(name)
         return answer(entry_of(host, called(host, name), has_states))
-
-    async def openapi(self, request: Request) -> ASGIApp:
-        return answer(document(self._config.api_prefix))
 
     async def metrics(self, request: Request) -> ASGIApp:
         generation = self._generation
         models = {}
-        if not generation.fleet.is_sole:
-            models = {host.name: host.metrics for host in generation.hosts.all()}
-        vllm_model = generation.hosts.first.names[0] if self._config.vllm_metrics else ""
-        text = generation.metrics.text(generation.state, generation.streams, vllm_model, models)
+        if generation.fleet.pinned is None:
+            models = {host.name: host.metrics for host in generation.fleet.hosts.all()}
+        vllm_model = generation.fleet.hosts.first.names[0] if self._config.vllm_metrics else ""
+        streams = ((stream.state, stream.num_readers) for stream in generation.streams)
+        text = generation.metrics.text(generation.state, streams, vllm_model, models)
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 
@@ -128,15 +125,15 @@ def _kind(ready: Ready) -> str:
 
 def _status(host: ModelHost) -> dict[str, Any]:
     """The state of a model, by llama.cpp's names."""
-    if host.state == "dead":
+    if host.engine.state == "dead":
         return {"value": "unloaded", "failed": True, "exit_code": 1}
-    value = {"ok": "loaded", "recovering": "loaded"}.get(host.state, host.state)
+    value = {"ok": "loaded", "recovering": "loaded"}.get(host.engine.state, host.engine.state)
     stages = {} if host.loading.progress is None else {"stage": host.loading.progress.stage}
-    if host.state == "loading" and host.progress is not None:
-        done, total = host.progress
+    if host.engine.state == "loading" and host.loading.downloaded is not None:
+        done, total = host.loading.downloaded
         return {"value": value, "bytes_done": done, "bytes_total": total, **stages}
-    if host.share is not None:
-        return {"value": value, "progress": host.share, **stages}
+    if host.loading.share is not None:
+        return {"value": value, "progress": host.loading.share, **stages}
     return {"value": value, **stages}
 
 
@@ -181,14 +178,14 @@ class ManageRoutes:
 
     async def drain(self, request: Request) -> ASGIApp:
         """Admits nothing more; what runs goes on, and the server stays until it is stopped."""
-        self._generation.stop_admitting()
+        self._generation.queues.stop()
         return answer({"status": self._generation.state, "streams": len(self._generation.streams)})
 
     async def replace(self, request: Request) -> ASGIApp:
         """Answers at once; the state shows the fresh engine, under the next number."""
-        host = self._generation.hosts.get(request.query_params.get("model"))
+        host = self._generation.fleet.hosts.get(request.query_params.get("model"))
         number = request.query_params.get("replica", "")
-        if number not in (str(it.number) for it in host.replicas):
+        if number not in (str(it.number) for it in host.engine.replicas):
             message = "replica must be the number of one that /manage/state shows."
             raise RequestError("invalid_value", message, "replica")
         self._generation.fleet.replace(host, int(number))
@@ -196,7 +193,7 @@ class ManageRoutes:
 
     async def admit_again(self, request: Request) -> ASGIApp:
         """Takes a drain back, unless the server is ending."""
-        self._generation.admit_again()
+        self._generation.queues.go_on()
         return answer({"status": self._generation.state, "streams": len(self._generation.streams)})
 
     def _with_uptime(self, shown: Snapshot) -> Snapshot:
@@ -246,9 +243,9 @@ class Watch:
 
 def snapshot(generation: Generation) -> Snapshot:
     """Everything but the time."""
-    hosts = generation.hosts.all()
+    hosts = generation.fleet.hosts.all()
     shown = {"state": generation.state, "version": __version__, **_snapshot(hosts[0])}
-    if not generation.fleet.is_sole:
+    if generation.fleet.pinned is None:
         shown["models"] = [{"status": _status(host), **_snapshot(host)} for host in hosts]
     rows = (_row(host, stream) for host in hosts for stream in generation.streams_of(host))
     shown["requests"] = list(itertools.islice(rows, _MAX_ROWS))
@@ -266,10 +263,10 @@ def _row(host: ModelHost, stream: LiveStream) -> Snapshot:
         "prompt_tokens": stream.record.num_prompt_tokens,
         "prompt_processed": sum(one.num_processed for one in standings),
         "prompt_cached": sum(one.num_cached for one in standings),
-        "tokens": stream.num_generated,
+        "tokens": stream.tally.usage.completion_tokens,
         "tokens_left": _sum(one.num_left for one in standings),
         "choices": stream.record.request.num_choices,
-        "max_gap_ms": stream.max_gap_ms,
+        "max_gap_ms": stream.tally.timings.max_gap_ms,
         "readers": stream.num_readers,
     }
 
@@ -283,7 +280,7 @@ def _sum(numbers: Iterable[int | None]) -> int | None:
 
 def _snapshot(host: ModelHost) -> Snapshot:
     """The snapshot of one model."""
-    status = host.status
+    status = host.engine.status
     return {
         "engine": _engine(host),
         "model": host.name,
@@ -294,7 +291,7 @@ def _snapshot(host: ModelHost) -> Snapshot:
         },
         "missed": status.missed if status else {},
         "num_steps": status.num_steps if status else 0,
-        "steps": [_step(step) for step in host.steps],
+        "steps": [_step(step) for step in host.engine.steps],
         "replicas": _replicas(host),
         **_memory(host.ready, status),
     }
@@ -314,17 +311,17 @@ def _replicas(host: ModelHost) -> list[Snapshot]:
             "running": it.status.num_running if it.status else 0,
             "blocks_free": it.status.blocks_free if it.status else None,
         }
-        for it in host.replicas
+        for it in host.engine.replicas
     ]
 
 
 def _engine(host: ModelHost) -> Snapshot:
     ready = host.ready
     shown: Snapshot = {
-        "state": "up" if host.is_engine_up else "down",
-        "pid": host.engine_pid,
-        "starts": host.num_engine_starts,
-        "last_words": host.last_words,
+        "state": "up" if host.engine.up else "down",
+        "pid": host.engine.up.pid if host.engine.up else None,
+        "starts": host.engine.num_starts,
+        "last_words": host.engine.last_words,
     }
     if ready is None:
         return shown

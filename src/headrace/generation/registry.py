@@ -4,22 +4,17 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Coroutine, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
 
 from headrace.core.errors import RequestError
 from headrace.core.ids import StreamId
-from headrace.fleet.model_host import ModelHost
 from headrace.generation.admission import Place
-from headrace.generation.event_builder import to_event
-from headrace.generation.readers import Audience, Reader, ReaderPause
+from headrace.generation.readers import Audience, ReaderPause
 from headrace.generation.remote import RemoteStream
 from headrace.generation.stream import LiveStream
-from headrace.generation.vector_batch import VectorBatch
-from headrace.metrics.metrics import Metrics
+from headrace.metrics.metrics import ServerFigures
 from headrace.race import race
-from headrace.streams.log import Log, LogConflict, LogGone, LogUnsound, MemoryLog
-from headrace.streams.memory_store import MemoryStore
+from headrace.streams.log import Log, LogGone, LogUnsound, MemoryLog
 from headrace.streams.record import Names, Record
 from headrace.streams.store import (
     ByConversation,
@@ -31,6 +26,7 @@ from headrace.streams.store import (
     Stored,
     StoreStalled,
 )
+from headrace.streams.stores.memory import MemoryStore
 
 _IN_MEMORY = Retention(keep_s=3600.0, max_bytes=256 << 20)
 _MAX_UNSWEPT = 64 << 20
@@ -50,16 +46,13 @@ class FinishedStream:
     def __init__(self, record: Record, log: Log) -> None:
         self.record = record
         self.log = log
-        self.interruption = ReaderPause()
+        self.audience = Audience(log)
 
     def beat(self, form: str, interval_s: float) -> None:
         """Has no effect: nothing follows the end."""
 
     def stop(self, error: RequestError) -> None:
         """Has no effect: the first terminal outcome wins."""
-
-    def reader(self, after: int = -1) -> AbstractAsyncContextManager[Reader]:
-        return Audience(None, on_abandoned=lambda: None).reader(self.log, after)
 
 
 Found = LiveStream | FinishedStream | RemoteStream
@@ -68,13 +61,12 @@ Found = LiveStream | FinishedStream | RemoteStream
 class Registry:
     """Resolves names to stream ids, once, when a request comes in."""
 
-    def __init__(self, store: Store, metrics: Metrics) -> None:
-        self._store = store
-        self._metrics = metrics
+    def __init__(self, store: Store, figures: ServerFigures) -> None:
+        self.store = store
+        self.figures = figures
         self._kept = MemoryStore()  # ended streams without opt-in, for as long as they are kept
         self._num_unswept = 0  # bytes in it since it was swept
         self._live: dict[StreamId, LiveStream] = {}
-        self.batches: set[VectorBatch] = set()  # inputs that become vectors
         self._added = asyncio.Event()  # set, and replaced, as each stream is added
         self.elsewhere = ReaderPause()  # of those who read what other servers write
         self._closed: RequestError | None = None  # why no writer will come any more
@@ -103,6 +95,18 @@ class Registry:
     def open_again(self, stream_id: StreamId) -> None:
         self._closed_ones.pop(stream_id, None)
 
+    def pause(self, reason: RequestError) -> None:
+        """Sends the readers of durable streams away, whoever writes those."""
+        self.elsewhere.set(reason)
+        for stream in self:
+            if stream.record.is_durable:
+                stream.audience.pause.set(reason)
+
+    def unpause(self) -> None:
+        self.elsewhere.clear()
+        for stream in self:
+            stream.audience.pause.clear()
+
     def _wake(self) -> None:
         self._added.set()
         self._added = asyncio.Event()
@@ -112,23 +116,13 @@ class Registry:
         if self._live.get(stream.record.id) is stream:
             del self._live[stream.record.id]
 
-    async def run(self, batch: VectorBatch, host: ModelHost) -> tuple[bytes, ...]:
-        """Computes a batch's vectors there; until it ends, its inputs count as waiting or live."""
-        self.batches.add(batch)
-        host.add(batch)
-        try:
-            return await batch.run()
-        finally:
-            host.remove(batch)
-            self.batches.remove(batch)
-
     async def find(self, owner: str, name: Name) -> Found | None:
         """The stream of that name, if it is this owner's; LogUnsound if it is damaged."""
         if isinstance(name, ById) and (live := self._live.get(name.stream_id)):
             found: Found | None = live
         else:
             try:
-                stored = await self._kept.find(name) or await self._store.find(name)
+                stored = await self._kept.find(name) or await self.store.find(name)
             except LogUnsound as unsound:
                 if unsound.owner not in (owner, None):
                     return None
@@ -141,7 +135,7 @@ class Registry:
         found: dict[StreamId, Found] = {}
         for name in names:
             await asyncio.sleep(0)  # a store in memory waits for nothing, and others wait for it
-            for stored in await self._store.find_family(ByConversation(owner, name)):
+            for stored in await self.store.find_family(ByConversation(owner, name)):
                 found[stored.record.id] = await self.wrap(stored)
         return list(found.values())
 
@@ -161,7 +155,7 @@ class Registry:
         for stream in self._live.values():
             theirs = stream.record.names
             is_same = (theirs.owner, theirs.digest) == (names.owner, names.digest)
-            if is_same and stream.is_lingering:
+            if is_same and stream.audience.is_lingering:
                 return stream
         return None
 
@@ -191,7 +185,7 @@ class Registry:
         """
         replaced = None
         while True:
-            stored = await self._store.create(record, replaced)
+            stored = await self.store.create(record, replaced)
             if stored.record.id == record.id:
                 if replaced is not None and (old := self._live.get(replaced)) is not None:
                     old.stop(cut_by("replaced"))
@@ -212,19 +206,19 @@ class Registry:
         """Forgets what memory does not keep any longer."""
         self._num_unswept = 0
         totals = await self._kept.sweep(_IN_MEMORY, time.time())
-        self._metrics.swept("memory", totals.num_bytes)
+        self.figures.swept("memory", totals.num_bytes)
 
     async def discard(self, owner: str, name: Name) -> None:
         """Removes the stream of that name, if it is this owner's; a live one is stopped first."""
         try:
             found = await self.find(owner, name)
         except LogUnsound as unsound:
-            await self._store.forget(unsound.stream_id)
+            await self.store.forget(unsound.stream_id)
             return
         if found is not None:
             await self.stop(found)
             await self._kept.forget(found.record.id)
-            await self._store.forget(found.record.id)
+            await self.store.forget(found.record.id)
 
     async def stop(self, found: Found) -> None:
         """Ends a stream; returns once its memory in the engine is free. Idempotent.
@@ -238,13 +232,13 @@ class Registry:
             found.stop(cut_by("cancelled"))
         if isinstance(found, LiveStream):
             await self.unless_stalled(found.record, found.ended.wait())
-        self._metrics.stopped(state, time.monotonic() - asked_at)
+        self.figures.stopped(state, time.monotonic() - asked_at)
 
     async def unless_stalled(self, record: Record, work: Coroutine[Any, Any, Result]) -> Result:
         """The result of `work`, which waits for the log; StoreStalled while the disk is stuck."""
         if not record.is_durable:
             return await work
-        async with race(work, self._store.stalled.wait()) as (working, _):
+        async with race(work, self.store.stalled.wait()) as (working, _):
             if not working.done():
                 raise StoreStalled("The server cannot store streams now; try again later.")
             result: Result = await working
@@ -255,7 +249,7 @@ class Registry:
         if (live := self._live.get(stream_id)) is not None or not waits:
             return live
         with contextlib.suppress(RequestError):
-            stored = await self._store.find(ById(stream_id))
+            stored = await self.store.find(ById(stream_id))
             found = await self.wrap(stored) if stored else None
             return found if isinstance(found, LiveStream) else None
         return None
@@ -305,11 +299,3 @@ async def _has_ended(log: Log) -> bool:
     except (LogGone, LogUnsound):
         return True
     return has_ended
-
-
-async def give_up(log: Log) -> None:
-    """Ends a stream that nobody can go on with."""
-    error = RequestError("resume_mismatch", "This server cannot go on with what was generated.")
-    with contextlib.suppress(StoreStalled, LogConflict):
-        seq = log.next_seq
-        await log.append(seq, [to_event(error, seq, at_ms=0)])

@@ -8,15 +8,15 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from headrace.core.errors import RequestError
-from headrace.core.jobs import Encoded, EncodePairs, EncodePrompts
+from headrace.core.jobs import Encoded, EncodedAhead, EncodePairs, EncodePrompts
 from headrace.core.request import Route
 from headrace.core.sampling import Pooling
 from headrace.fleet.fleet import Fleet
 from headrace.fleet.model_host import ModelHost
 from headrace.fleet.served_model import ServedModel
-from headrace.generation.admission import Admission, Asked, Capacity, KeyLimits, Place
-from headrace.generation.model_checks import too_long
-from headrace.generation.registry import Registry
+from headrace.generation.admission import Admission, Asked, Capacity, Place
+from headrace.generation.model_checks import encode, too_long
+from headrace.generation.queues import Queues
 from headrace.generation.vector_batch import VectorBatch, VectorWork
 from headrace.workers.pool import Work
 
@@ -33,6 +33,7 @@ class VectorRequest(msgspec.Struct, frozen=True):
     is_list: bool = True
     model: str | None = None
     owner: str = ""
+    ahead: EncodedAhead | None = None
 
 
 class Vectors(msgspec.Struct, frozen=True):
@@ -44,29 +45,21 @@ class Vectors(msgspec.Struct, frozen=True):
 
 
 class VectorMaker:
-    """Admits batches. `find` gives the host of a name and the queue before it."""
+    """Admits batches of inputs, and owns them until they have become vectors."""
 
-    def __init__(
-        self,
-        find: Callable[[str | None], tuple[ModelHost, Admission]],
-        fleet: Fleet,
-        limits: KeyLimits,
-        work: Work,
-        streams: Registry,
-    ) -> None:
-        self._find = find
+    def __init__(self, queues: Queues, fleet: Fleet, work: Work) -> None:
+        self.batches: set[VectorBatch] = set()
+        self._queues = queues
         self._fleet = fleet
-        self._limits = limits
         self._work = work
-        self._streams = streams
 
     def ends(self) -> list[asyncio.Future[None]]:
         """The ends of all batches."""
-        return [batch.ended for batch in self._streams.batches]
+        return [batch.ended for batch in self.batches]
 
     def stop(self, error: RequestError) -> None:
         """Ends all batches with this error."""
-        for batch in self._streams.batches:
+        for batch in self.batches:
             batch.stop(error)
 
     async def make(self, request: VectorRequest, check: Check = lambda model: None) -> Vectors:
@@ -80,7 +73,7 @@ class VectorMaker:
             return await self._make(request)
 
     async def _make(self, request: VectorRequest) -> Vectors:
-        host, queue = self._find(request.model)
+        host, queue = self._queues.find(request.model)
         model = host.model
         digest = hashlib.sha256(request.packed).digest()
         asked = Asked(request.owner, digest, 1)
@@ -88,22 +81,32 @@ class VectorMaker:
         pooling = pooling_for(model, request.task)
         encoded = await self._tokenized(request, model)
         inputs = encoded.prompts
-        host, queue = self._find(request.model)
+        host, queue = self._queues.find(request.model)
         place = self._enter(queue, asked, model, inputs)
         pooling = msgspec.structs.replace(pooling, num_first=encoded.num_first)
         began, outcome, num_tokens = time.monotonic(), "client_gone", 0
         try:
             # an owner has no line break, so that no salt can pass for another owner's
             work = VectorWork(inputs, pooling, f"{request.owner}\n", place)
-            vectors = await self._streams.run(VectorBatch(work, host), host)
+            vectors = await self._run(VectorBatch(work), host)
             outcome, num_tokens = "finished", sum(map(len, inputs)) // 4
         except RequestError as error:
             outcome = error.code
             raise
         finally:
             seconds = time.monotonic() - began
-            host.metrics.embedded(request.route, outcome, num_tokens, seconds)
+            host.metrics.requests.embedded(request.route, outcome, num_tokens, seconds)
         return Vectors(model, vectors, num_tokens)
+
+    async def _run(self, batch: VectorBatch, host: ModelHost) -> tuple[bytes, ...]:
+        """Computes a batch there; until it ends, its inputs count as waiting or live."""
+        self.batches.add(batch)
+        host.tenants.add(batch)
+        try:
+            return await batch.run()
+        finally:
+            host.tenants.remove(batch)
+            self.batches.remove(batch)
 
     def _enter(
         self, queue: Admission, asked: Asked, model: ServedModel, inputs: Sequence[bytes]
@@ -114,13 +117,14 @@ class VectorMaker:
         first = sizes[: capacity.max_num_seqs]
         asked = asked._replace(num_choices=len(first), num_tokens=sum(first))
         place = queue.enter(asked, capacity, time.monotonic())
-        self._limits.used(asked.owner, sum(sizes) - sum(first))
+        self._queues.limits.used(asked.owner, sum(sizes) - sum(first))
         return place
 
     async def _tokenized(self, request: VectorRequest, model: ServedModel) -> Encoded:
         longest = model.max_model_len
-        job = EncodePairs if request.task == "score" else EncodePrompts
-        encoded = await self._work.do(job(longest, model.names[0]), [request.packed])
+        kind = EncodePairs if request.task == "score" else EncodePrompts
+        job = kind(longest, model.names[0])
+        encoded = await encode(self._work, model, job, request.packed, request.ahead)
         for number, ids in enumerate(encoded.prompts):
             param = f"{request.field}[{number}]" if request.is_list else request.field
             if not ids:

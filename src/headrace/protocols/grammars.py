@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 from headrace.core.errors import RequestError
 from headrace.fleet.served_model import ServedModel
-from headrace.protocols.call_forms import CALL_RULES, call_rules
 from headrace.protocols.structure import CallsWanted, Structure, Tool, Wanted
 from headrace.text.grammar import GrammarCompiler, GrammarError
 from headrace.text.output_splitter import REASONING_TAGS
+from headrace.text.tool_formats.table import format_of
 
 MAX_GRAMMAR = 256 << 10
 """Characters: it is stored with the stream, and sent to the engine."""
@@ -72,10 +72,8 @@ class GrammarMaker:
             raise RequestError("unsupported_operation", self._why_not, structure.path)
         tags = self._tags(structure)
         parts: list[_Part] = []
-        if structure.calls is not None and self._model.tool_format in ("", *CALL_RULES):
+        if structure.calls is not None:
             grammars = self._with_calls(structure.calls, structure.wanted, parts)
-        elif structure.calls is not None:
-            raise _no_form(self._model.tool_format, structure.calls.path)
         else:
             assert structure.wanted
             grammars = [_body(structure.wanted, parts)]
@@ -90,20 +88,20 @@ class GrammarMaker:
     def _with_calls(
         self, calls: CallsWanted, wanted: Wanted | None, parts: list[_Part]
     ) -> Grammars:
-        if not self._model.tool_format:
-            if wanted is not None:
-                return [_body(wanted, parts)]  # the model is never shown its tools
-            raise _no_form("", calls.path)
+        name = self._model.tool_format
+        make = format_of(name).rules if name else None
+        if not name and wanted is not None:
+            return [_body(wanted, parts)]  # the model is never shown its tools
+        if make is None:
+            raise _no_format(name, calls.path)
         names = [tool.name for tool in calls.tools]
-        rules = call_rules(
-            self._model.tool_format, names, calls.most, self._model.tokenizer.token_id
-        )
+        rules = make(names, calls.most, self._model.tokenizer.token_id)
         if calls.is_forced:
             start = "start: calls"
         elif wanted is not None:
             start = "start: calls | @body"
         elif rules.text is None:
-            raise _no_form(self._model.tool_format, calls.path)
+            raise _no_format(name, calls.path)
         else:
             start = f"start: {rules.start}\nTEXT: {rules.text}"
         arguments = [self._arguments(i, tool, parts) for i, tool in enumerate(calls.tools)]
@@ -305,7 +303,7 @@ def _unenforced(keyword: _Keyword) -> RequestError:
     return RequestError("unsupported_parameter", message + "leave it out.", keyword.path)
 
 
-def _no_form(name: str, path: str) -> RequestError:
+def _no_format(name: str, path: str) -> RequestError:
     nowhere = "it has no chat template, or is served with --tool-format none"
     what = f"its tool format is {name}" if name else nowhere
     message = f"{path} cannot be enforced with this model: {what}. Leave it out"

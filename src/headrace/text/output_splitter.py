@@ -10,7 +10,8 @@ from typing import NamedTuple, Protocol
 
 from headrace.core.pieces import CONTENT, REASONING, TOOL, ChannelPiece
 from headrace.core.request import Channels
-from headrace.text.tool_formats import FORMATS, CallBody, CallDelta, IsText, ToolFormat
+from headrace.text.tool_formats.format import CallBody, CallDelta, IsText, ToolFormat
+from headrace.text.tool_formats.table import format_of
 
 
 class Splitter(Protocol):
@@ -299,7 +300,7 @@ def make_splitting(
     if channels.reasoning == HARMONY:
         return Splitting(HarmonySplitter(), _ids_of(HarmonySplitter.MARKERS, token_id))
     tags = REASONING_TAGS.get(channels.reasoning)
-    tools = FORMATS.get(channels.tools)
+    tools = format_of(channels.tools) if channels.tools else None
     if tags is None and tools is None:
         return PLAIN
     markers = _ids_of([*(tags or ()), *(tools.starts + tools.ends if tools else ())], token_id)

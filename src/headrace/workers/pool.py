@@ -281,11 +281,11 @@ class _Worker:
 def _settle(job: QueuedJob, found: Reply | None) -> None:
     if found is None or job.done.done():
         return
-    refused, reply = found
-    if refused:
-        job.refuse(msgspec.msgpack.decode(reply, type=Refusal).error())
+    refusal, result = found
+    if refusal:
+        job.refuse(msgspec.msgpack.decode(refusal, type=Refusal).error())
     else:
-        job.done.set_result(reply)
+        job.done.set_result(result)
 
 
 def _no_process(error: OSError) -> RequestError:

@@ -4,13 +4,12 @@ import asyncio
 import contextlib
 import os
 import socket
-import struct
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from headrace import awake
+from headrace import awake, framing
 from headrace.config.sources import SECRETS
 from headrace.workers.job_line import Body
 
@@ -23,11 +22,9 @@ _ENVIRONMENT = {
     "RUST_BACKTRACE": "0",
     "RUST_LIB_BACKTRACE": "0",
 }
-_REQUEST = struct.Struct("<II")  # lengths of the job and of the body
-_REPLY = struct.Struct("<?I")  # whether it is a refusal, and its length
 
-Reply = tuple[bool, bytes]
-"""A flag for a refusal, and the result or the packed Refusal."""
+Reply = tuple[bytes, bytes]
+"""A packed Refusal, or nothing, and the packed result."""
 
 
 class WorkerProcess:
@@ -67,7 +64,7 @@ class WorkerProcess:
                 raise
         begun = cls(process, *await asyncio.open_connection(sock=ours), start)
         try:
-            begun._writer.writelines([_REQUEST.pack(0, len(start)), start])
+            begun._writer.writelines([*framing.frame(), *framing.frame(start)])
             await begun._reply()
         except BaseException:
             await begun.end()
@@ -81,7 +78,7 @@ class WorkerProcess:
 
     async def ask(self, head: bytes, body: Body) -> Reply:
         """Has it do a job. TimeoutError if it makes no progress, EOFError if it ends."""
-        self._writer.writelines([_REQUEST.pack(len(head), sum(map(len, body))), head, *body])
+        self._writer.writelines([*framing.frame(head), *framing.frame(*body)])
         replying = asyncio.create_task(self._reply())
         try:
             spent = -1.0
@@ -109,8 +106,7 @@ class WorkerProcess:
         return await self._process.wait()
 
     async def _reply(self) -> Reply:
-        refused, length = _REPLY.unpack(await self._reader.readexactly(_REPLY.size))
-        return refused, await self._reader.readexactly(length)
+        return await framing.read(self._reader), await framing.read(self._reader)
 
     def _processor_s(self) -> float:
         """Processor time used so far; the wall clock where the system does not say."""
@@ -127,27 +123,10 @@ class WorkerProcess:
 
 def receive(connection: socket.socket) -> tuple[bytes, bytes] | None:
     """The next packed job and its body; None once the server has gone. First comes `start`."""
-    lengths = _receive_exactly(connection, _REQUEST.size)
-    if lengths is None:
-        return None
-    num_head, num_body = _REQUEST.unpack(lengths)
-    head = _receive_exactly(connection, num_head)
-    body = _receive_exactly(connection, num_body)
+    head = framing.receive(connection)
+    body = None if head is None else framing.receive(connection)
     return None if head is None or body is None else (head, body)
 
 
-def reply(connection: socket.socket, result: bytes, refused: bool = False) -> None:
-    connection.sendall(_REPLY.pack(refused, len(result)))
-    connection.sendall(result)
-
-
-def _receive_exactly(connection: socket.socket, size: int) -> bytes | None:
-    """Without a copy: a body may be most of what the worker may hold."""
-    data = bytearray(size)
-    view, have = memoryview(data), 0
-    while have < size:
-        num_read = connection.recv_into(view[have:])
-        if num_read == 0:
-            return None
-        have += num_read
-    return data  # type: ignore[return-value]
+def reply(connection: socket.socket, result: bytes, refusal: bytes = b"") -> None:
+    framing.send(connection, refusal, result)

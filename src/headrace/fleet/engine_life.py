@@ -1,0 +1,160 @@
+"""The life of a model's engine: its start, its deaths and returns, its end."""
+
+import asyncio
+import time
+from collections import deque
+
+from msgspec.structs import replace
+
+from headrace.config.settings import ModelConfig
+from headrace.core.errors import ModelError
+from headrace.core.loading import ENGINE
+from headrace.core.messages import NUM_TRACED_STEPS, Loading, Outputs, Ready, Status, StepTrace
+from headrace.engine.client import EngineClient, EngineDown, EngineResized, EngineUp
+from headrace.fleet.load_watch import LoadWatch
+from headrace.fleet.replica import Replica
+from headrace.fleet.replicas import Replicas, between
+from headrace.fleet.served_model import ServedModel
+from headrace.fleet.tenants import Tenants
+from headrace.metrics.metrics import EngineFigures
+
+
+class EngineClosed(Exception):
+    """The engine was closed before it had loaded."""
+
+
+class EngineLife:
+    """The life of a model's engine: `begin`, then `run` until it has ended, or `close` ends it.
+
+    What it says goes on to the tenants, to figures, and into what is seen here.
+    """
+
+    def __init__(self, tenants: Tenants, loading: LoadWatch, figures: EngineFigures) -> None:
+        self.state = "unloaded"  # loading, ok, recovering; dead once a load or engine has failed
+        self.last_words = ""  # why the engine was given up
+        self.num_starts = 0
+        self.up: EngineUp | None = None  # while it is
+        self.status: Status | None = None  # its latest numbers
+        self.steps: deque[StepTrace] = deque(maxlen=NUM_TRACED_STEPS)  # and its last steps
+        self._tenants, self._loading, self._figures = tenants, loading, figures
+        self._model: ServedModel
+        self._client: EngineClient | None = None
+        self._settled: asyncio.Future[None]
+        self._was_up = asyncio.Event()
+
+    def begin(self, model: ServedModel, client: EngineClient) -> None:
+        """Takes an engine that has just been started; `run` hears of it."""
+        self.state, self.last_words = "loading", ""
+        self._settled = asyncio.get_running_loop().create_future()
+        self._loading.begin(ENGINE)
+        self._model, self._client = model, client
+
+    async def settled(self) -> None:
+        """Waits until the engine has loaded; ModelError if it cannot."""
+        await self._settled
+
+    async def wait_until_ready(self) -> Ready:
+        """The engine's limits, once it has loaded."""
+        await self._was_up.wait()
+        assert self._model.ready is not None
+        return self._model.ready
+
+    def fail(self, last_words: str) -> None:
+        """Notes that the model could not be loaded."""
+        self.state, self.last_words = "dead", last_words
+
+    async def run(self) -> None:
+        """Runs until the engine is closed or given up."""
+        assert self._client is not None
+        await self._hear(self._client)
+        self._client = self.up = self.status = None
+        self._loading.end()
+        self._figures.unloaded()
+        self._tenants.end()
+        if self.state != "dead":
+            self.state = "unloaded"
+        if not self._settled.done():
+            lost = ModelError(self.last_words) if self.state == "dead" else EngineClosed()
+            self._settled.set_exception(lost)
+
+    async def close(self) -> None:
+        """Ends the engine, if there is one."""
+        if self._client is not None:
+            await self._client.close()
+
+    @property
+    def replicas(self) -> list[Replica]:
+        """The engines, where there are several."""
+        return self._client.all() if isinstance(self._client, Replicas) else []
+
+    async def replace(self, replica: int, within_s: float) -> None:
+        """Puts a fresh engine in this one's place (see Replicas)."""
+        if isinstance(self._client, Replicas):
+            await self._client.replace(replica, within_s)
+
+    def resize(self, config: ModelConfig, within_s: float) -> bool:
+        """Takes another number of engines; one that was started alone stays alone."""
+        if isinstance(self._client, Replicas):
+            self._client.resize(*between(config), within_s)
+            return True
+        return self._client is None or config.replicas == 1
+
+    async def _hear(self, client: EngineClient) -> None:
+        async for news in client.outputs():
+            if isinstance(news, Outputs):
+                self._tenants.deliver(news)
+            elif isinstance(news, Status):
+                self._show(news)
+            elif isinstance(news, EngineUp):
+                self._is_up(news, client)
+            elif isinstance(news, EngineResized):
+                self._is_resized(news)
+            elif isinstance(news, Loading):
+                self._loading.tell(news)
+                self._tenants.tell_load(time.monotonic())
+            elif news.lost is not None:
+                self._figures.replica_is_down(news)
+                self._tenants.move(news, news.lost)
+            else:
+                self._is_down(news)
+                if news.given_up:
+                    return
+
+    def _show(self, status: Status) -> None:
+        self.status = status
+        self._figures.show_status(status, self._model.ready)
+        self.steps.extend(status.steps)
+        self._tenants.tell_places(status, time.monotonic())
+
+    def _is_up(self, news: EngineUp, client: EngineClient) -> None:
+        self._model.ready, self.up = news.ready, news
+        self._loading.end()
+        self._has_started(news.ready)
+        self.steps.clear()
+        self.state = "ok"
+        self._was_up.set()
+        if not self._settled.done():
+            self._settled.set_result(None)
+        self._tenants.begin(self._model, client, news)
+
+    def _has_started(self, ready: Ready) -> None:
+        self.num_starts += 1
+        self._figures.is_up(ready)
+
+    def _is_resized(self, news: EngineResized) -> None:
+        assert self.up is not None
+        self._model.ready = news.ready
+        self.up = replace(self.up, ready=news.ready, pid=news.pid)
+        self._tenants.resize(self._model, self.up)
+        if news.has_started:
+            self._has_started(news.ready)
+
+    def _is_down(self, news: EngineDown) -> None:
+        self.up = self.status = None
+        self._loading.begin(ENGINE)
+        self._figures.is_down(news)
+        if news.given_up:
+            self.fail(news.message)
+        elif self.state == "ok":
+            self.state = "recovering"
+        self._tenants.pause(news)

@@ -1,0 +1,208 @@
+"""Owns the table of routes: for the application, for its guards, and for the OpenAPI document."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.types import ASGIApp
+
+from headrace.config.settings import ServerConfig
+from headrace.core.errors import RequestError
+from headrace.gateway.auth import Auth, Endpoint
+from headrace.gateway.bodies import Bodies
+from headrace.gateway.byte_routes import ByteRoutes
+from headrace.gateway.generation_routes import GenerationRoutes, TextRoutes
+from headrace.gateway.http_responses import answer
+from headrace.gateway.llama_routes import LlamaRoutes
+from headrace.gateway.loop_slices import BodyIndex
+from headrace.gateway.model_routes import ModelRoutes
+from headrace.gateway.native_routes import NativeRoutes
+from headrace.gateway.openapi import EVENTS, JSON, Operation, document
+from headrace.gateway.realtime import RealtimeSockets
+from headrace.gateway.responses_routes import ResponsesRoutes
+from headrace.gateway.state_routes import ManageRoutes, StateRoutes
+from headrace.gateway.vector_routes import VectorRoutes
+from headrace.generation.generation import Generation
+from headrace.protocols import anthropic_messages, embeddings, openai_responses, rerank, worker
+from headrace.protocols.dialect import DIALECTS, Dialect, dialect_of
+from headrace.protocols.fields import Kind
+
+_PUT_OFF = ("server_overloaded", "rate_limit_exceeded", "request_timeout")
+"""Errors to which some dialects give a status of their own."""
+
+
+class Endpoints:
+    """The objects whose methods answer, over one generation; each route is one of their methods."""
+
+    def __init__(self, generation: Generation, config: ServerConfig, auth: Auth) -> None:
+        self._prefix = config.http.api_prefix
+        bodies, of_operators = (
+            Bodies(config.http.max_body_bytes, config.http.body_timeout_s) for _ in range(2)
+        )
+        index = BodyIndex()
+        self.states = StateRoutes(generation, config.http)
+        self.manages = ManageRoutes(generation)
+        self.desired = ModelRoutes(generation, of_operators)
+        self.models = ModelRoutes(generation, bodies)
+        self.generates = GenerationRoutes(generation, config, auth, bodies)
+        self.vectors = VectorRoutes(generation, auth, bodies)
+        self.texts = TextRoutes(generation, bodies)
+        self.responses = ResponsesRoutes(generation, config, auth, bodies)
+        self.native = NativeRoutes(generation, config, auth, index)
+        self.by_byte = ByteRoutes(generation, config, auth, bodies, index)
+        self.llama = LlamaRoutes(generation, auth)
+        self.sockets = RealtimeSockets(generation, config, auth, bodies, self.generates)
+
+    async def openapi(self, request: Request) -> ASGIApp:
+        return answer(document(ROUTES, self._prefix))
+
+
+def _everybody(auth: Auth, endpoint: Endpoint) -> Endpoint:
+    return endpoint
+
+
+class _Lenient(msgspec.Struct, frozen=True):
+    """A field of a route that skips what it does not understand."""
+
+    description: str
+
+    def check(self, value: Any, path: str) -> Any:
+        return value
+
+    def schema(self) -> dict[str, Any]:
+        return {"description": self.description}
+
+
+ANY, KEY, OPERATOR, ADMIN = _everybody, Auth.guard, Auth.guard_operator, Auth.guard_admin
+_BODY_ERRORS = (400, 404, 408, 413, 415)
+_ENGINE_ERRORS = (409, 500, 503)
+_LOOKUP: Mapping[str, Kind] = {"conversation_ids": _Lenient("Up to 1,000 strings")}
+_DOCUMENT: Mapping[str, Kind] = {"models": _Lenient("Objects with the settings of [[models]]")}
+_STREAM = ("id", "object", "state", "mode", "durable", "last_seq", "total_bytes", "created")
+_SPAN = ("from", "stream_id")
+_MESSAGES_ERROR: str = anthropic_messages.ERRORS.SCHEMA["title"]
+
+
+def generates(route: str, dialect: Dialect) -> Operation:
+    """The route of a dialect."""
+    errors = dialect.ERRORS
+    put_off = {errors.status(RequestError(code, "")) for code in _PUT_OFF}
+    return Operation(
+        "post", route, KEY, lambda on: on.generates.generate,
+        dialect.SUMMARY, dialect.KEYS, dialect.TABLE, dialect.REQUIRED,
+        headers=("X-Conversation-Id", "Idempotency-Key"),
+        media=(JSON, EVENTS),
+        errors=(*_BODY_ERRORS, *_ENGINE_ERRORS, *sorted(put_off)),
+        error=errors.SCHEMA["title"],
+        auth_error=errors.SCHEMA["title"],
+    )  # fmt: skip
+
+
+# fmt: off
+ROUTES: tuple[Operation, ...] = (
+    Operation("get", "/health", ANY, lambda on: on.states.health,
+        "Whether requests are served", ("status",), errors=(503,)),
+    Operation("get", "/v1/health", ANY, lambda on: on.states.health,
+        "Whether requests are served", ("status",), errors=(503,)),
+    Operation("get", "/health/live", ANY, lambda on: on.states.live,
+        "Whether the process answers", ("status",)),
+    Operation("get", "/v1/models", KEY, lambda on: on.states.models,
+        "Every served name", ("object", "data")),
+    Operation("get", "/v1/models/{id:path}", KEY, lambda on: on.states.model,
+        "One served name", ("id", "object", "max_model_len", "meta"), errors=(404,)),
+    Operation("get", "/models", KEY, lambda on: on.models.models,
+        "Every model, with its state", ("object", "data")),
+    Operation("post", "/models/load", KEY, lambda on: on.models.load,
+        "Load a model", ("success",), worker.MODEL, ("model",), errors=(*_BODY_ERRORS, 500)),
+    Operation("post", "/models/unload", OPERATOR, lambda on: on.models.unload,
+        "Unload a model once its streams end", ("success",), worker.MODEL, ("model",),
+        errors=(*_BODY_ERRORS, 500)),
+    Operation("get", "/props", KEY, lambda on: on.llama.props,
+        "A model's settings", ("default_generation_settings",),
+        query=("model",), errors=(404, 500)),
+    Operation("get", "/tokenizer_info", KEY, lambda on: on.llama.tokenizer_info,
+        "A tokenizer's special tokens, as vLLM shows them", ("tokenizer_class", "chat_template"),
+        query=("model",), errors=(404, 500)),
+    Operation("get", "/slots", KEY, lambda on: on.llama.slots,
+        "What runs, as llama.cpp shows it", query=("fail_on_no_slot", "model"), errors=(404, 503)),
+    Operation("get", "/metrics", ADMIN, lambda on: on.states.metrics,
+        "Figures for Prometheus", media=("text/plain",)),
+    Operation("get", "/openapi.json", KEY, lambda on: on.openapi,
+        "This document", ("openapi", "paths")),
+    Operation("get", "/manage/state", ADMIN, lambda on: on.manages.state,
+        "How the server is doing", ("state", "engine", "steps")),
+    Operation("get", "/manage/stream", ADMIN, lambda on: on.manages.stream,
+        "The same, again after each change", media=(EVENTS,)),
+    Operation("get", "/manage/desired", ADMIN, lambda on: on.desired.desired,
+        "The configured models", tuple(_DOCUMENT), errors=(400,)),
+    Operation("put", "/manage/desired", ADMIN, lambda on: on.desired.put_desired,
+        "Replace the configured models", tuple(_DOCUMENT), _DOCUMENT, tuple(_DOCUMENT),
+        errors=(400, 408, 413, 415, 500)),
+    Operation("post", "/manage/drain", ADMIN, lambda on: on.manages.drain,
+        "Admit nothing more", ("status", "streams")),
+    Operation("post", "/manage/replicas/replace", ADMIN, lambda on: on.manages.replace,
+        "Put a fresh engine in the place of one of several", ("status",),
+        query=("model", "replica"), errors=(400, 404)),
+    Operation("delete", "/manage/drain", ADMIN, lambda on: on.manages.admit_again,
+        "Admit requests again", ("status", "streams")),
+    *(generates(route, dialect_of(route)) for route in DIALECTS),
+    Operation("post", embeddings.ROUTE, KEY, lambda on: on.vectors.embed,
+        "One vector for each input", embeddings.KEYS, embeddings.TABLE, embeddings.REQUIRED,
+        errors=_BODY_ERRORS + _ENGINE_ERRORS),
+    *(Operation("post", route, KEY, lambda on: on.vectors.rerank,
+        "Documents by their relevance to a query", rerank.KEYS, rerank.TABLE, rerank.REQUIRED,
+        errors=_BODY_ERRORS + _ENGINE_ERRORS) for route in rerank.ROUTES),
+    Operation("post", "/v1/messages/count_tokens", KEY, lambda on: on.texts.count_tokens,
+        "How many tokens a message would have", ("input_tokens",),
+        anthropic_messages.COUNTED, anthropic_messages.COUNTED_REQUIRED,
+        errors=_BODY_ERRORS, error=_MESSAGES_ERROR, auth_error=_MESSAGES_ERROR),
+    Operation("post", "/tokenize", KEY, lambda on: on.texts.tokenize,
+        "Text to token ids", ("tokens", "count", "max_model_len"), worker.TOKENIZE,
+        errors=_BODY_ERRORS),
+    Operation("post", "/detokenize", KEY, lambda on: on.texts.detokenize,
+        "Token ids to text", ("content", "prompt"), worker.DETOKENIZE, ("tokens",),
+        errors=_BODY_ERRORS),
+    Operation("post", "/apply-template", KEY, lambda on: on.texts.apply_template,
+        "The text of a conversation", ("prompt",), worker.APPLY_TEMPLATE, ("messages",),
+        errors=_BODY_ERRORS),
+    Operation("post", "/v1/responses/input_tokens", KEY, lambda on: on.responses.input_tokens,
+        "The length of a prompt", ("object", "input_tokens"),
+        openai_responses.TABLE, openai_responses.REQUIRED, errors=_BODY_ERRORS),
+    Operation("get", "/v1/responses/{id}", KEY, lambda on: on.responses.read,
+        "A response as it stands", openai_responses.KEYS,
+        query=("stream", "starting_after"), media=(JSON, EVENTS), errors=(400, 404)),
+    Operation("delete", "/v1/responses/{id}", KEY, lambda on: on.responses.delete,
+        "Stop and forget a response", ("id", "object", "deleted"), errors=(404,)),
+    Operation("post", "/v1/responses/{id}/cancel", KEY, lambda on: on.responses.cancel,
+        "Stop a response", openai_responses.KEYS, errors=(404,)),
+    Operation("get", "/v1/responses/{id}/input_items", KEY, lambda on: on.responses.input_items,
+        "What led to a response", ("object", "data", "has_more"),
+        query=("limit", "order", "after"), errors=(400, 404)),
+    Operation("get", "/v1/streams/{id}", KEY, lambda on: on.native.state,
+        "How a stream stands", _STREAM, errors=(404,)),
+    Operation("get", "/v1/streams/{id}/events", KEY, lambda on: on.native.events,
+        "The events of a stream from a cursor on; 204 if it has ended there",
+        query=("after", "view", "limit", "wait"), headers=("Last-Event-ID",),
+        media=(EVENTS, JSON), errors=(400, 404)),
+    Operation("post", "/v1/streams/{id}/cancel", KEY, lambda on: on.native.cancel,
+        "Stop a stream", _STREAM, errors=(404,)),
+    Operation("delete", "/v1/streams/{id}", KEY, lambda on: on.native.delete,
+        "Stop and forget", status=204, media=()),
+    Operation("get", "/v1/stream", KEY, lambda on: on.by_byte.read,
+        "The body of a POST from a byte on", query=("conv_id", *_SPAN),
+        media=(EVENTS, JSON), errors=(400, 404, 416), error="ByteError"),
+    Operation("get", "/v1/stream/{id:path}", KEY, lambda on: on.by_byte.read,
+        "The body of a POST from a byte on", query=_SPAN,
+        media=(EVENTS, JSON), errors=(400, 404, 416), error="ByteError"),
+    Operation("delete", "/v1/stream", KEY, lambda on: on.by_byte.delete,
+        "Stop and forget", query=("conv_id",), status=204, media=(), errors=(400,),
+        error="ByteError"),
+    Operation("delete", "/v1/stream/{id:path}", KEY, lambda on: on.by_byte.delete,
+        "Stop and forget", status=204, media=(), errors=(400,), error="ByteError"),
+    Operation("post", "/v1/streams/lookup", KEY, lambda on: on.by_byte.lookup,
+        "Which conversations have a stream", table=_LOOKUP,
+        errors=(400, 408, 413, 415), error="ByteError"),
+)
+# fmt: on
+"""One method of one path a row, in the order of the document; no two rows match one request."""

@@ -1,0 +1,130 @@
+"""Goes on with streams that an earlier server or engine, or a stalled store, left unfinished."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Iterable
+
+from headrace.core.errors import ModelError, RequestError
+from headrace.fleet.fleet import Fleet
+from headrace.fleet.model_host import ModelHost
+from headrace.generation.event_builder import EventBuilder, to_event
+from headrace.generation.model_checks import see_again
+from headrace.generation.registry import Registry, cut_by
+from headrace.generation.stream import LiveStream
+from headrace.generation.writers import Writers
+from headrace.metrics.metrics import ServerFigures
+from headrace.streams.log import Log, LogConflict
+from headrace.streams.store import Stored, StoreStalled
+from headrace.workers.image_file import Admitted
+from headrace.workers.pool import Work
+
+logger = logging.getLogger(__name__)
+
+GONE = RequestError("engine_failed", "The engine stopped and could not be restarted.")
+_PAGE = 256
+_AGAIN_S = 1.0  # when the store could not be read
+
+
+class Resumption:
+    """Gives streams that have no writer a new one, from their logs. Its tasks are `group`'s."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        streams: Registry,
+        writers: Writers,
+        work: Work,
+        figures: ServerFigures,
+        group: asyncio.TaskGroup,
+    ) -> None:
+        self._fleet = fleet
+        self._streams = streams
+        self._store = streams.store
+        self._writers = writers
+        self._work = work
+        self._figures = figures
+        self._group = group
+        self._kept: dict[str, list[Stored]] = {}  # until an engine of this model comes up
+        writers.on_stalled = self._outlast_stall
+
+    async def take_up(self) -> None:
+        """Goes on with what an earlier server left unfinished, as soon as the store can write."""
+        while True:
+            with contextlib.suppress(StoreStalled):
+                unfinished = await self._store.unfinished()
+                break
+            await self._store.writable.wait()
+        await self._go_on_with(unfinished)
+
+    async def adopt(self) -> None:
+        """Goes on with what servers of the same store left that have gone."""
+        while True:
+            await self._go_on_with(await self._store.orphans())
+
+    def keep(self, host: ModelHost, left: Iterable[Stored]) -> None:
+        """Keeps the durable streams of an engine that was given up."""
+        for stored in left:
+            self._streams.close_one(stored.record.id, GONE)
+            self._kept.setdefault(host.name, []).append(stored)
+
+    def host_loaded(self, host: ModelHost) -> None:
+        """Goes on with the streams that were kept for a later engine of this host."""
+        for stored in self._kept.pop(host.name, ()):
+            self._streams.open_again(stored.record.id)
+            self._group.create_task(self._resume(stored), name="resume one")
+
+    async def _go_on_with(self, left: list[Stored]) -> None:
+        # those with images take long, and the others need not wait for them
+        for stored in sorted(left, key=lambda it: len(it.record.images)):
+            self._figures.recovered()
+            cut = cut_by(stored.stop_code) if stored.stop_code else None
+            if self._fleet.pinned:
+                await self._resume(stored, cut)
+            else:  # one model's download keeps no other's streams
+                self._group.create_task(self._resume(stored, cut), name="resume one")
+
+    async def _outlast_stall(self, stream: LiveStream) -> None:
+        # what the store does not have never happened; once it can write, go on from there
+        await self._store.writable.wait()
+        await self._resume(Stored(stream.record, stream.log), stream.cut)
+
+    async def _resume(self, stored: Stored, cut: RequestError | None = None) -> None:
+        """Goes on with a stream, or ends it as `cut`."""
+        host = self._fleet.hosts.find(stored.record.request.model) or self._fleet.hosts.first
+        try:
+            await host.read()
+        except ModelError as error:
+            host.engine.fail(str(error))
+            self.keep(host, [stored])
+            return
+        try:
+            builder = EventBuilder(stored.record, host.model)
+            after = -1
+            while page := (await stored.log.read(after, _PAGE))[0]:
+                mismatch = builder.replay(page)
+                cut = cut or mismatch
+                after = page[-1].seq
+        except StoreStalled:
+            self._group.create_task(self._resume_later(stored, cut), name="resume later")
+            return
+        except Exception:  # one stream, and not the server
+            logger.exception("A stream of an earlier run cannot be resumed")
+            self._group.create_task(_give_up(stored.log), name="give up")
+            return
+        admitted = Admitted(stored.record.prompts)
+        if stored.record.images and not cut:
+            admitted, cut = await see_again(self._work, host.model, stored.record)
+        self._writers.resume(host, stored, builder, admitted, cut)
+
+    async def _resume_later(self, stored: Stored, cut: RequestError | None) -> None:
+        await asyncio.sleep(_AGAIN_S)
+        await self._resume(stored, cut)
+
+
+async def _give_up(log: Log) -> None:
+    """Ends a stream that nobody can go on with."""
+    error = RequestError("resume_mismatch", "This server cannot go on with what was generated.")
+    with contextlib.suppress(StoreStalled, LogConflict):
+        seq = log.next_seq
+        await log.append(seq, [to_event(error, seq, at_ms=0)])

@@ -1,0 +1,178 @@
+"""One Redis server: its address, its scripts, what its settings risk, whether it can write now."""
+
+import asyncio
+import hashlib
+import logging
+from typing import Any
+from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
+
+from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import NoScriptError, RedisError
+
+from headrace.streams.store import StoreStalled
+from headrace.streams.stores import redis_scripts
+from headrace.streams.stores.state_dir import StateError
+
+logger = logging.getLogger(__name__)
+
+RETRY_S = 0.25
+STALL_S = 8.0  # after this long without a write, the store has stalled
+ANSWER_S = 4.0  # after this long without an answer, a connection counts as lost
+_NUM_CONNECTIONS = 32
+_PREFIX = "headrace:"
+_STALLED = "The server cannot write its streams now; try again later."
+
+Argument = str | bytes | int
+
+LOST = (RedisError, OSError, TimeoutError)
+"""Errors of an attempt, which may have had its effect all the same."""
+
+
+class Link:
+    """Scripts wait out an outage shorter than STALL_S; beyond it they raise StoreStalled."""
+
+    def __init__(self, url: str) -> None:
+        address, self.prefix = _split(url)
+        self.stalled = asyncio.Event()
+        self.writable = asyncio.Event()
+        self.writable.set()
+        self._silent_s = 0.0  # for how long writing has failed
+        try:
+            pool = BlockingConnectionPool.from_url(
+                address,
+                max_connections=_NUM_CONNECTIONS,
+                timeout=ANSWER_S,
+                protocol=2,
+                socket_timeout=ANSWER_S,
+                socket_connect_timeout=ANSWER_S,
+                retry=Retry(NoBackoff(), 0),
+            )
+        except (ValueError, TypeError) as error:
+            raise StateError(
+                f"--state-dir: {error}. Write redis://HOST:PORT/DB, or redis://HOST/?prefix=NAME:"
+            ) from None
+        self.client = Redis.from_pool(pool)
+
+    async def close(self) -> None:
+        await self.client.aclose()
+
+    def key(self, name: str) -> str:
+        return self.prefix + name
+
+    async def run(
+        self, script: str, *arguments: str | bytes | int, is_patient: bool = False
+    ) -> Any:
+        """The script's answer; it is tried until there is one.
+
+        StoreStalled if that takes too long. With `is_patient` it never does.
+        """
+        is_again = 0
+        while True:
+            try:
+                return await self.attempt(script, *arguments, is_again=is_again)
+            except LOST as error:
+                is_again = 1
+                if self.stalled.is_set() and not is_patient:
+                    raise StoreStalled(_STALLED) from error
+            await asyncio.sleep(RETRY_S)
+
+    async def attempt(self, script: str, *arguments: str | bytes | int, is_again: int = 0) -> Any:
+        """Runs a script, tried once."""
+        text = redis_scripts.full(script)
+        digest = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
+        keys_and_arguments = (1, self.prefix, is_again, *arguments)
+        async with asyncio.timeout(ANSWER_S):
+            try:
+                return await self.command("EVALSHA", digest, *keys_and_arguments)
+            except NoScriptError:  # a server that has just started
+                return await self.command("EVAL", text, *keys_and_arguments)
+
+    async def command(self, *words: Argument) -> Any:
+        """The answer to any command."""
+        return await self.client.execute_command(*words)  # type: ignore[no-untyped-call]
+
+    def heard(self) -> None:
+        """Notes that the server can write."""
+        self._silent_s = 0.0
+        if self.stalled.is_set():
+            logger.warning("The stream store can write again")
+            self.stalled.clear()
+            self.writable.set()
+
+    def missed(self, seconds: float, error: BaseException) -> None:
+        """Notes how long the server could not write, but for time when our own loop was blocked."""
+        self._silent_s += seconds
+        if self._silent_s >= STALL_S and not self.stalled.is_set():
+            logger.warning("The stream store cannot write: %s", str(error) or "no answer")
+            self.stalled.set()
+            self.writable.clear()
+
+    async def check(self) -> list[str]:
+        """Risks of the server's settings, in sentences; StateError if it cannot be used at all."""
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                await self.command("PING")
+                return await self._risks()
+        except LOST as error:
+            why = str(error).rstrip(".") or "no answer"
+            raise StateError(
+                f"--state-dir: the Redis server cannot be used: {why}. Start it, or correct the "
+                "address."
+            ) from None
+
+    async def _risks(self) -> list[str]:
+        settings = {}
+        for name in ("appendonly", "appendfsync", "maxmemory", "maxmemory-policy"):
+            try:
+                answer = await self.command("CONFIG", "GET", name)
+            except RedisError:
+                return ["Redis does not tell its settings, so what it risks is not known."]
+            values = answer.values() if isinstance(answer, dict) else answer[1::2]
+            settings[name] = "".join(
+                value.decode() if isinstance(value, bytes) else str(value) for value in values
+            )
+        return risks_of(settings)
+
+
+async def risks_at(url: str) -> list[str]:
+    """Risks of the settings of the server there; StateError if it cannot be used."""
+    link = Link(url)
+    try:
+        return await link.check()
+    finally:
+        await link.close()
+
+
+def risks_of(settings: dict[str, str]) -> list[str]:
+    """Ways in which a Redis server of these settings can lose data that was said to be durable."""
+    found = []
+    fsync = settings["appendfsync"]
+    if settings["appendonly"] != "yes":
+        found.append(
+            "Redis keeps no log of its own (appendonly no): when it ends, streams are lost as of "
+            "its last snapshot, or all of them. Set appendonly yes and appendfsync always."
+        )
+    elif fsync != "always":
+        lost = "a second" if fsync == "everysec" else "half a minute or so"
+        found.append(
+            f"appendfsync is {fsync}: a power cut or a kill of the machine can lose {lost} of text "
+            "that clients were given, and those streams end in an error. Set appendfsync always."
+        )
+    policy = settings["maxmemory-policy"]
+    if settings["maxmemory"] not in ("", "0") and policy != "noeviction":
+        found.append(
+            f"maxmemory-policy is {policy}: when memory is short, Redis drops parts of streams. "
+            "Set noeviction."
+        )
+    return found
+
+
+def _split(url: str) -> tuple[str, str]:
+    """The address as redis-py takes it, and the prefix of all keys."""
+    parts = urlsplit(url)
+    query = parse_qsl(parts.query, keep_blank_values=True)
+    prefix = dict(query).get("prefix", _PREFIX)
+    rest = urlencode([(name, value) for name, value in query if name != "prefix"])
+    return urlunsplit(parts._replace(query=rest)), prefix

@@ -1,0 +1,159 @@
+"""The newest events of the live streams that are written here, or followed as others write them."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from headrace.core.ids import StreamId
+from headrace.race import race
+from headrace.streams.events import AnyEvent
+from headrace.streams.log import Tail
+from headrace.streams.store import StoreStalled
+from headrace.streams.stores import redis_scripts as scripts
+from headrace.streams.stores.redis_feed import Feed
+from headrace.streams.stores.redis_link import Link
+from headrace.streams.stores.redis_rows import RedisRow, events_of
+
+logger = logging.getLogger(__name__)
+
+_TAIL = 32  # events of a live stream in memory: readers that keep up ask Redis for nothing
+_PAGE = 256
+
+
+class LiveTails:
+    """`run` is its task.
+
+    `on_ask` is called with the words of what some gateway asks; `on_joined` once no more of them
+    are missed.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        on_ask: Callable[[list[str]], None],
+        on_joined: Callable[[], Coroutine[Any, Any, None]],
+    ) -> None:
+        self.own: set[StreamId] = set()  # those written here
+        self._link = link
+        self._on_ask = on_ask
+        self._on_joined = on_joined
+        self._tails: dict[StreamId, Tail] = {}
+        self._feed = Feed(link, self._hear, self._joined)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.spawn(self._feed.join(link.key("ask")))
+
+    async def run(self) -> None:
+        await self._feed.run()
+
+    def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+    def of(self, id: StreamId) -> Tail:
+        """The tail of a stream that is written here."""
+        return self._tails[id]
+
+    def create(self, id: StreamId) -> Tail:
+        """The tail of a new stream."""
+        self.own.add(id)
+        tail = self._tails[id] = Tail(keep=_TAIL)
+        return tail
+
+    async def adopt(self, row: RedisRow) -> Tail:
+        """The tail of a stream that is written here from now on; its readers go on."""
+        id = row.stream_id
+        self.own.add(id)
+        tail = self._tails.setdefault(id, Tail(row.next_seq, keep=_TAIL))
+        self._feed.leave(self._channel(id))
+        if tail.next_seq < row.next_seq:
+            await self._catch_up(id)
+        return tail
+
+    async def follow(self, row: RedisRow) -> Tail:
+        """The tail of a stream that is written elsewhere, at least as long as `row` says.
+
+        StoreStalled if the server cannot be heard.
+        """
+        id = row.stream_id
+        is_new = id not in self._tails
+        tail = self._tails.setdefault(id, Tail(row.next_seq, keep=_TAIL))
+        await self._unless_stalled(self._feed.join(self._channel(id)))
+        if is_new or tail.next_seq < row.next_seq:
+            await self._catch_up(id)
+        return tail
+
+    def extend(self, id: StreamId, events: list[AnyEvent]) -> bool:
+        """Adds what is new; False if something is missing before it."""
+        tail = self._tails.get(id)
+        if tail is None:
+            return True
+        if events[0].seq > tail.next_seq:
+            return False
+        if new := events[tail.next_seq - events[0].seq :]:
+            tail.extend(new)
+        if tail.has_ended:
+            self._drop(id)
+        return True
+
+    def gone(self, id: StreamId) -> None:
+        """Forgets a stream that is gone."""
+        if (tail := self._drop(id)) is not None:
+            tail.forget()
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Starts work that nobody waits for."""
+        task = asyncio.create_task(work, name="redis")
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("What Redis says of a stream was not understood", exc_info=error)
+
+    def _drop(self, id: StreamId) -> Tail | None:
+        self.own.discard(id)
+        self._feed.leave(self._channel(id))
+        return self._tails.pop(id, None)
+
+    def _channel(self, id: StreamId) -> str:
+        return self._link.key(f"t:{id}")
+
+    def _hear(self, channel: str, message: bytes) -> None:
+        """Takes a message that was published."""
+        name = channel.removeprefix(self._link.prefix)
+        if name == "ask":
+            self._on_ask(message.decode().split(" "))
+            return
+        id = StreamId(name.removeprefix("t:"))
+        if message == b"gone":
+            self.gone(id)
+        elif id not in self.own and not self.extend(id, events_of(message.partition(b" ")[2])):
+            self.spawn(self._catch_up(id))
+
+    def _joined(self, channel: str) -> None:
+        """Catches up after joining: earlier messages were missed, so the rows are read."""
+        name = channel.removeprefix(self._link.prefix)
+        if name == "ask":
+            self.spawn(self._on_joined())
+        else:
+            self.spawn(self._catch_up(StreamId(name.removeprefix("t:"))))
+
+    async def _catch_up(self, id: StreamId) -> None:
+        """Reads what was appended and not heard of."""
+        next_seq = -1
+        while (tail := self._tails.get(id)) is not None and tail.next_seq != next_seq:
+            next_seq = tail.next_seq
+            answer = await self._link.run(scripts.READ, id, next_seq - 1, _PAGE, is_patient=True)
+            if answer is None:
+                self.gone(id)
+                return
+            for _, fields in answer[2]:
+                self.extend(id, events_of(fields[1]))
+
+    async def _unless_stalled(self, work: Coroutine[Any, Any, None]) -> None:
+        async with race(work, self._link.stalled.wait()) as (working, _):
+            if not working.done():
+                raise StoreStalled("The server cannot follow this stream now; try again later.")
+            await working

@@ -1,0 +1,194 @@
+"""The database file: opened, checked, migrated to the current schema; moved aside if damaged."""
+
+import contextlib
+import logging
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from headrace.streams.stores.sqlite_rows import seal_all
+from headrace.streams.stores.state_dir import StateDir, StateError
+
+logger = logging.getLogger(__name__)
+
+NAME = "streams.sqlite3"
+
+Step = str | Callable[[sqlite3.Connection], None]
+
+MIGRATIONS: tuple[tuple[Step, ...], ...] = (
+    (
+        """CREATE TABLE streams (
+            n INTEGER PRIMARY KEY AUTOINCREMENT,  -- never used again: an old log reads no new one
+            id TEXT NOT NULL UNIQUE,
+            owner TEXT NOT NULL,
+            conversation TEXT,  -- null: none, or a newer stream took it over
+            key TEXT,  -- null: none, or free again
+            epoch INTEGER NOT NULL,  -- of the writer
+            next_seq INTEGER NOT NULL,
+            num_bytes INTEGER NOT NULL,
+            read_at REAL NOT NULL,  -- unix seconds
+            ended_at REAL  -- null: live
+        )""",
+        """CREATE UNIQUE INDEX conversations ON streams (owner, conversation)
+            WHERE conversation IS NOT NULL""",
+        "CREATE UNIQUE INDEX keys ON streams (owner, key) WHERE key IS NOT NULL",
+        "CREATE INDEX live ON streams (n) WHERE ended_at IS NULL",
+        # beside the stream's row, which every append rewrites
+        "CREATE TABLE records (n INTEGER PRIMARY KEY, record BLOB NOT NULL)",
+        """CREATE TABLE batches (
+            n INTEGER NOT NULL,
+            first_seq INTEGER NOT NULL,
+            events BLOB NOT NULL,
+            PRIMARY KEY (n, first_seq)
+        ) WITHOUT ROWID""",
+    ),
+    (
+        "ALTER TABLE streams ADD COLUMN checksum BLOB",
+        "ALTER TABLE records ADD COLUMN checksum BLOB",
+        "ALTER TABLE batches ADD COLUMN checksum BLOB",
+        seal_all,
+    ),
+)
+"""Steps from each version of the schema to the next; the first starts from nothing.
+
+Each changes a table: the version is known by its tables, since a stored number may be damaged.
+"""
+
+_CANNOT = {
+    sqlite3.SQLITE_BUSY,
+    sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_LOCKED,
+    sqlite3.SQLITE_NOMEM,
+    sqlite3.SQLITE_PERM,
+}
+"""Errors of the machine, with which a database may be whole; any other is damage."""
+
+_READ_ONLY = {sqlite3.SQLITE_READONLY_DIRECTORY, sqlite3.SQLITE_READONLY_CANTINIT}
+
+
+class _Damaged(Exception):
+    """The file is no longer a database of ours."""
+
+
+def open_database(state: StateDir) -> sqlite3.Connection:
+    """The writer's connection, to a sound database of the current schema."""
+    path = state.private_file(NAME)
+    try:
+        return _open_whole(path)
+    except _Damaged:
+        _move_aside(path)
+    return _open_whole(state.private_file(NAME))
+
+
+def connect(path: Path) -> sqlite3.Connection:
+    """Each connection is used by one thread at a time; statements commit when told to."""
+    connection = sqlite3.connect(path, timeout=0.25, isolation_level=None, check_same_thread=False)
+    connection.text_factory = _to_text
+    connection.execute("PRAGMA synchronous = FULL")
+    connection.execute("PRAGMA fullfsync = ON")  # where fsync alone does not reach the disk
+    return connection
+
+
+def _to_text(data: bytes) -> str:
+    return data.decode(errors="replace")  # altered text must not fail the rows beside it
+
+
+def _open_whole(path: Path) -> sqlite3.Connection:
+    try:
+        with _judged():
+            connection = connect(path)
+        try:
+            with _judged():
+                connection.execute("PRAGMA journal_mode = WAL")
+                _check(connection)
+                version = _version(connection)
+            _migrate(connection, version)
+        except BaseException:
+            connection.close()
+            raise
+    except sqlite3.Error as error:
+        raise StateError(f"The state directory cannot be used: {error}.") from error
+    return connection
+
+
+@contextlib.contextmanager
+def _judged() -> Iterator[None]:
+    """An error of SQLite means damage, unless the machine failed."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)
+        cannot = code & 0xFF in _CANNOT or code in _READ_ONLY
+        if cannot and code != sqlite3.SQLITE_IOERR_SHORT_READ:
+            raise
+        raise _Damaged from error
+    except UnicodeDecodeError as error:  # in an error message about damaged tables
+        raise _Damaged from error
+
+
+def _check(connection: sqlite3.Connection) -> None:
+    """Reads every page: damage must show now, not in the middle of a stream."""
+    if connection.execute("PRAGMA quick_check(1)").fetchone() != ("ok",):
+        raise _Damaged
+    if connection.execute("PRAGMA integrity_check(1)").fetchone() != ("ok",):
+        logger.warning("The indexes of the stream database were damaged and are rebuilt")
+        connection.execute("REINDEX")
+    connection.execute("BEGIN IMMEDIATE")
+    connection.execute("PRAGMA user_version = 0")  # fails where a damaged header forbids writing
+    connection.rollback()
+
+
+def _version(connection: sqlite3.Connection) -> int:
+    """How many migrations made these tables."""
+    tables = _tables(connection)
+    with contextlib.closing(sqlite3.connect(":memory:", isolation_level=None)) as blank:
+        for version, migration in enumerate((*MIGRATIONS, ())):
+            if _tables(blank) == tables:
+                return version
+            _apply(blank, migration)
+    number: int = connection.execute("PRAGMA user_version").fetchone()[0]
+    if number <= len(MIGRATIONS):
+        raise _Damaged
+    raise StateError(
+        f"The state directory was written by a newer Headrace (schema {number}, this one "
+        f"knows {len(MIGRATIONS)}); use that one, or another directory with --state-dir."
+    )
+
+
+def _tables(connection: sqlite3.Connection) -> list[tuple[str, ...]]:
+    return connection.execute(
+        "SELECT type, name, tbl_name, sql FROM sqlite_master "
+        "WHERE name NOT LIKE 'sqlite_%' ORDER BY name"
+    ).fetchall()
+
+
+def _migrate(connection: sqlite3.Connection, version: int) -> None:
+    number = connection.execute("PRAGMA user_version").fetchone()[0]
+    if number == version == len(MIGRATIONS):
+        return
+    connection.execute("BEGIN IMMEDIATE")
+    for migration in MIGRATIONS[version:]:
+        _apply(connection, migration)
+    connection.execute(f"PRAGMA user_version = {len(MIGRATIONS)}")
+    connection.commit()
+
+
+def _apply(connection: sqlite3.Connection, migration: tuple[Step, ...]) -> None:
+    for step in migration:
+        if isinstance(step, str):
+            connection.execute(step)
+        else:
+            step(connection)
+
+
+def _move_aside(path: Path) -> None:
+    aside = path.with_name(f"{path.name}.damaged-{time.time_ns()}")
+    logger.warning("The stream database is damaged; it is kept as %s", aside.name)
+    for suffix in ("-wal", ""):
+        part = path.with_name(path.name + suffix)
+        if part.exists():
+            part.rename(aside.with_name(aside.name + suffix))
+    path.with_name(path.name + "-shm").unlink(missing_ok=True)

@@ -1,0 +1,19 @@
+"""Tags of its own around a name and fenced JSON, as DeepSeek writes."""
+
+from headrace.text.tool_formats.format import ToolFormat
+from headrace.text.tool_formats.json_calls import JsonCalls
+
+_CALL, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+_CALLS, _CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+_SEP = "<｜tool▁sep｜>"
+_DEEPSEEK = (
+    rf"\s*{_CALL}(?:function{_SEP})?([^<\s]+)"
+    rf"(?:{_SEP})?(?:\s*```json)?\s*(?=\{{)"
+)
+
+FORMAT = ToolFormat(
+    "tool▁calls▁begin",
+    (_CALLS,),
+    lambda _: JsonCalls(_DEEPSEEK, ("```", _CALL_END, _CALLS_END), _CALL, has_header=True),
+    ends=(_CALL, _CALL_END, _CALLS_END, _SEP),
+)

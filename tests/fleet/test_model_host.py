@@ -1,0 +1,233 @@
+"""A model with its engine and tenants, where a test speaks for the engine."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from msgspec.structs import replace
+
+from headrace.config.settings import ModelConfig
+from headrace.core.errors import ModelError, RequestError
+from headrace.core.ids import SequenceId
+from headrace.core.messages import (
+    Finished,
+    FinishReason,
+    Loading,
+    NewToken,
+    Outputs,
+    PromptAdvance,
+    Started,
+)
+from headrace.engine.client import EngineDown, EngineResized, EngineUp
+from headrace.fleet.engine_life import EngineClosed
+from headrace.fleet.model_host import ModelHost
+from headrace.fleet.served_model import ServedModel
+from headrace.metrics.metrics import Metrics
+from tests.fleet.fakes import DOWN, READY, STATUS, FakeEngine, FakeTenant
+from tools.harness.eventually import settle
+
+UP = EngineUp(READY, pid=7)
+GIVEN_UP = replace(DOWN, message="It will not.", given_up=True)
+
+
+class Scene(NamedTuple):
+    host: ModelHost
+    engine: FakeEngine
+    life: "asyncio.Task[None]"
+
+    def tenant(self, num_sequences: int = 1) -> FakeTenant:
+        tenant = FakeTenant(num_sequences)
+        self.host.tenants.add(tenant)
+        return tenant
+
+
+@contextlib.asynccontextmanager
+async def loading(folder: Path) -> AsyncIterator[Scene]:
+    """A host whose engine loads."""
+    engine = FakeEngine()
+    config = ModelConfig(model=str(folder), served_model_name=("tiny",))
+    host = ModelHost(config, lambda _: engine, Metrics(), ServedModel(config))
+    host.begin()
+    life = asyncio.create_task(host.engine.run())
+    async with asyncio.timeout(30):
+        yield Scene(host, engine, life)
+        await host.engine.close()
+        await life
+
+
+@contextlib.asynccontextmanager
+async def up(folder: Path) -> AsyncIterator[Scene]:
+    """A host whose engine is up."""
+    async with loading(folder) as scene:
+        await scene.engine.say(UP)
+        yield scene
+
+
+async def test_an_engine_loads_and_all_who_wait_for_it_hear_of_it(folder: Path) -> None:
+    async with loading(folder) as (host, engine, _):
+        settled, ready = (
+            asyncio.create_task(it)
+            for it in (host.engine.settled(), host.engine.wait_until_ready())
+        )
+        await settle()
+        assert host.engine.state == "loading" and not settled.done() and host.ready is None
+        await engine.say(UP)
+        await settled
+        assert await ready == host.ready == READY
+        assert host.engine.state == "ok" and host.engine.num_starts == 1 and host.engine.up == UP
+
+
+async def test_a_load_is_told_to_those_who_wait_once_a_second_at_most(folder: Path) -> None:
+    async with loading(folder) as (host, engine, _):
+        told: list[float | None] = []
+        waiter = FakeTenant(0)
+        waiter.loads = told
+        with host.tenants.telling(waiter):
+            await engine.say(Loading(0.25))
+            await engine.say(Loading(0.5))
+            assert told == [None, 0.25]
+        late = FakeTenant(0)
+        with host.tenants.telling(late):
+            assert late.loads == [0.5]
+        await engine.say(UP)
+        with host.tenants.telling(after := FakeTenant(0)):
+            assert after.loads == []
+
+
+async def test_a_load_that_fails_says_why(folder: Path) -> None:
+    async with loading(folder) as (host, engine, life):
+        settled = asyncio.create_task(host.engine.settled())
+        await engine.say(GIVEN_UP)
+        with pytest.raises(ModelError, match="It will not"):
+            await settled
+        assert (
+            life.done() and host.engine.state == "dead" and host.engine.last_words == "It will not."
+        )
+
+
+async def test_a_load_that_is_closed_has_not_failed(folder: Path) -> None:
+    async with loading(folder) as (host, _, life):
+        settled = asyncio.create_task(host.engine.settled())
+        await settle()
+        await host.engine.close()
+        with pytest.raises(EngineClosed):
+            await settled
+        await life
+        assert host.engine.state == "unloaded" and not host.engine.last_words
+
+
+async def test_a_host_has_its_engines_one_after_the_other(folder: Path) -> None:
+    async with up(folder) as (host, engine, life):
+        await engine.say(STATUS)
+        await host.engine.close()
+        await life
+        assert (
+            host.engine.state == "unloaded"
+            and host.engine.status is None
+            and host.engine.up is None
+        )
+        host.begin()
+        again = asyncio.create_task(host.engine.run())
+        await engine.say(UP)
+        assert host.engine.state == "ok" and host.engine.num_starts == 2 and host.engine.up
+        await host.engine.close()
+        await again
+
+
+async def test_a_tenant_begins_when_the_engine_is_there_and_a_late_one_at_once(
+    folder: Path,
+) -> None:
+    async with loading(folder) as scene:
+        early = scene.tenant()
+        assert early.told == [EngineDown("engine_failed", "", given_up=False)]
+        await scene.engine.say(UP)
+        late = scene.tenant()
+        assert early.begun == late.begun == [UP]
+        assert list(scene.host.tenants) == [early, late]
+        scene.host.tenants.remove(early)
+        assert list(scene.host.tenants) == [late]
+
+
+async def test_news_are_dealt_out_to_those_whose_sequences_they_are_about(folder: Path) -> None:
+    async with up(folder) as scene:
+        one, other = scene.tenant(), scene.tenant(2)
+        (a,), (b, c) = one.ids, other.ids
+        await scene.engine.say(
+            Outputs(
+                started=(Started(c, 5, 0),),
+                progress=(PromptAdvance(a, 2), PromptAdvance(c, 5)),
+                tokens=(NewToken(b, 65), NewToken(a, 66)),
+                finished=(Finished(b, FinishReason.STOP),),
+            )
+        )
+        assert one.told == [[PromptAdvance(a, 2), NewToken(a, 66)]]
+        expected = [Started(c, 5, 0), PromptAdvance(c, 5), NewToken(b, 65)]
+        assert other.told == [[*expected, Finished(b, FinishReason.STOP)]]
+
+
+async def test_news_of_forgotten_sequences_reach_nobody(folder: Path) -> None:
+    async with up(folder) as scene:
+        tenant = scene.tenant(2)
+        gone, kept = tenant.ids
+        assert tenant.engine is not None
+        tenant.engine.forget((gone,))
+        await scene.engine.say(Outputs(tokens=(NewToken(gone, 65), NewToken(kept, 66))))
+        await scene.engine.say(Outputs(tokens=(NewToken(gone, 65), NewToken(SequenceId(99), 66))))
+        assert tenant.told == [[NewToken(kept, 66)]]
+
+
+async def test_an_engine_s_death_is_told_to_all_and_the_next_one_begins_with_all(
+    folder: Path,
+) -> None:
+    async with up(folder) as scene:
+        tenants = scene.tenant(), scene.tenant(0)
+        await scene.engine.say(DOWN)
+        assert scene.host.engine.state == "recovering" and scene.host.engine.up is None
+        assert [it.told for it in tenants] == [[DOWN]] * 2
+        await scene.engine.say(UP)
+        assert scene.host.engine.state == "ok" and [it.begun for it in tenants] == [[UP, UP]] * 2
+
+
+async def test_a_replica_s_death_is_told_to_those_alone_that_it_had(folder: Path) -> None:
+    async with up(folder) as scene:
+        moved, stays = scene.tenant(2), scene.tenant()
+        larger = EngineResized(replace(READY, max_num_seqs=4), pid=8, has_started=True)
+        await scene.engine.say(larger)
+        down = replace(DOWN, lost=(*moved.ids, SequenceId(99)))
+        await scene.engine.say(down)
+        assert moved.told == [down, EngineUp(larger.ready, pid=8)] and not stays.told
+        assert scene.host.engine.state == "ok" and scene.host.engine.num_starts == 2
+        assert scene.host.ready == larger.ready
+
+
+async def test_an_engine_that_is_given_up_loses_all_tenants(folder: Path) -> None:
+    async with up(folder) as scene:
+        tenants = scene.tenant(), scene.tenant()
+        await scene.engine.say(GIVEN_UP)
+        lost = [error.code for it in tenants for error in it.lost]
+        assert lost == ["engine_failed"] * 2 and scene.host.engine.state == "dead"
+        assert all(isinstance(error, RequestError) for it in tenants for error in it.lost)
+        assert scene.life.done()
+
+
+async def test_a_place_in_the_queue_is_told_once_to_each_tenant(folder: Path) -> None:
+    async with up(folder) as scene:
+        one, other = scene.tenant(2), scene.tenant()
+        (a, b), (c,) = one.ids, other.ids
+        queue = (a, SequenceId(99), b, c)
+        await scene.engine.say(replace(STATUS, queue=queue, num_waiting=4))
+        assert [(it.position, it.waiting) for it in one.places] == [(1, 4)]
+        assert [(it.position, it.waiting) for it in other.places] == [(4, 4)]
+
+
+async def test_another_number_of_engines_is_all_that_one_can_take_while_it_runs(
+    folder: Path,
+) -> None:
+    async with up(folder) as (host, _, _):
+        assert host.resize(host.config, 0.0)
+        assert not host.resize(replace(host.config, replicas=2), 0.0)
+        assert not host.resize(replace(host.config, max_model_len=64), 0.0)
+        assert host.config.replicas == 1

@@ -1,0 +1,79 @@
+"""Tenants without an event loop: what reaches the engine, and who hears when."""
+
+from typing import Any
+
+from msgspec.structs import replace
+
+from headrace.core.ids import SequenceId, StreamId
+from headrace.core.messages import (
+    Cancel,
+    Finished,
+    FinishReason,
+    Loading,
+    NewToken,
+    Outputs,
+    Started,
+    Submit,
+)
+from headrace.core.sampling import Sampling
+from headrace.engine.client import EngineUp
+from headrace.fleet.load_watch import LoadWatch
+from headrace.fleet.tenants import Tenants
+from tests.fleet.fakes import DOWN, READY, STATUS, FakeEngine, FakeTenant
+
+MODEL: Any = object()  # only handed on
+SUBMIT = Submit(StreamId("one"), (b"",), (), Sampling(), 0.0)
+CANCEL = Cancel((SequenceId(0),))
+
+
+def test_what_tenants_ask_reaches_an_engine_from_its_coming_to_its_end() -> None:
+    tenants, engine = Tenants(LoadWatch()), FakeEngine()
+    for _ in range(2):
+        tenants.submit(SUBMIT)
+        tenants.cancel(CANCEL)
+        assert (engine.submits, engine.cancels) == ([], [])
+        tenants.begin(MODEL, engine, EngineUp(READY))
+        tenants.submit(SUBMIT)
+        tenants.cancel(CANCEL)
+        assert (engine.submits, engine.cancels) == ([SUBMIT], [CANCEL])
+        tenants.end()
+        engine.submits.clear()
+        engine.cancels.clear()
+
+
+def test_no_two_sequences_ever_share_an_id() -> None:
+    tenants, tenant = Tenants(LoadWatch()), FakeTenant(2)
+    tenants.add(tenant)
+    tenants.begin(MODEL, FakeEngine(), EngineUp(READY))
+    before = list(tenant.ids)
+    tenants.forget(before)
+    tenants.pause(DOWN)
+    tenants.begin(MODEL, FakeEngine(), EngineUp(READY))
+    assert len({*before, *tenant.ids}) == 4
+
+
+def test_waiters_hear_of_a_load_at_once_and_then_every_second() -> None:
+    watch = LoadWatch()
+    tenants, waiter = Tenants(watch), FakeTenant(0)
+    with tenants.telling(waiter):
+        for now, share in ((10.0, 0.1), (10.9, 0.2), (11.0, 0.3)):
+            watch.tell(Loading(share))
+            tenants.tell_load(now)
+    tenants.tell_load(20.0)
+    assert waiter.loads == [None, 0.1, 0.3]
+
+
+def test_a_tenant_hears_when_its_turn_may_come_once_that_is_measured() -> None:
+    tenants, tenant = Tenants(LoadWatch()), FakeTenant(4)
+    tenants.add(tenant)
+    tenants.begin(MODEL, FakeEngine(), EngineUp(READY))
+    first, *running, waiting = tenant.ids
+    status = replace(STATUS, queue=(waiting,), num_running=1, prompt_tokens_per_s=100.0)
+    tenants.tell_places(status, 0.0)
+    tenants.deliver(Outputs(tokens=(NewToken(first, 65),) * 8))
+    tenants.deliver(Outputs(finished=(Finished(first, FinishReason.LENGTH),)))
+    tenants.deliver(Outputs(started=tuple(Started(id, 50, 0) for id in running)))
+    tenants.tell_places(status, 1.0)
+    # eight tokens took a second, and the two places are free after as many more
+    assert [it.eta_ms for it in tenant.places] == [None, 1000]
+    assert tenants.eta.tokens_per_s == 100.0

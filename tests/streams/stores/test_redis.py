@@ -1,0 +1,256 @@
+"""A store that several gateways share, with two of them in one process."""
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from headrace.core.ids import StreamId
+from headrace.streams.log import LogGone, LogTaken
+from headrace.streams.store import ByConversation, ById, Stored, StoreStalled
+from headrace.streams.stores import redis_lease, redis_link
+from headrace.streams.stores.redis import RedisStore
+from headrace.streams.stores.redis_link import risks_of
+from headrace.streams.stores.state_dir import StateError
+from tools.harness.redis_servers import DURABLE, RedisServer, needs_redis, redis_server
+from tools.harness.stream_events import A, B, everything, finish, make_record, redis_url, some
+
+pytestmark = needs_redis
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redis_lease, "RENEW_S", 0.1)
+    monkeypatch.setattr(redis_link, "RETRY_S", 0.02)
+
+
+@contextlib.asynccontextmanager
+async def opened(url: str) -> AsyncIterator[RedisStore]:
+    store = await RedisStore.open(url)
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+def with_two(
+    test: Callable[[RedisStore, RedisStore], Awaitable[None]],
+) -> Callable[[Path], Awaitable[None]]:
+    """Runs an async test with two gateways of one server."""
+
+    async def both(tmp_path: Path) -> None:
+        url = redis_url(tmp_path)
+        async with opened(url) as one, opened(url) as other, asyncio.timeout(60):
+            await test(one, other)
+
+    both.__name__ = test.__name__
+    return both
+
+
+async def found(store: RedisStore, stream_id: StreamId = A) -> Stored:
+    stored = await store.find(ById(stream_id))
+    assert stored is not None
+    return stored
+
+
+async def die(store: RedisStore) -> None:
+    """As a kill does: it says nothing any more, and its lease runs out."""
+    for part in store._parts:
+        part.cancel()
+    await store.link.command("DEL", store.link.key(f"g:{store.gateway}"))
+
+
+@with_two
+async def test_what_one_gateway_writes_the_other_reads_as_it_comes(
+    one: RedisStore, other: RedisStore
+) -> None:
+    log = (await one.create(make_record(conversation="chat"))).log
+    await log.append(0, some(3))
+    stored = await other.find(ByConversation("", "chat"))
+    assert stored and stored.elsewhere and stored.record == make_record(conversation="chat")
+    readers = [asyncio.create_task(everything(stored.log, after)) for after in (-1, 0, 2)]
+    for seq in range(3, 100):
+        await log.append(seq, some(1, seq))
+    await log.append(100, [finish(100)])
+    whole = [*some(100), finish(100)]
+    assert await asyncio.gather(*readers) == [whole, whole[1:], whole[3:]]
+    assert (await found(other)).elsewhere is None
+
+
+@with_two
+async def test_a_find_is_as_new_as_what_was_written_before_it(
+    one: RedisStore, other: RedisStore
+) -> None:
+    log = (await one.create(make_record())).log
+    for seq in range(50):
+        await log.append(seq, some(1, seq))
+        assert (await found(other)).log.next_seq == seq + 1
+
+
+@with_two
+async def test_a_stop_reaches_the_gateway_that_writes(one: RedisStore, other: RedisStore) -> None:
+    await one.create(make_record())
+    writer = (await found(other)).elsewhere
+    assert writer
+    await writer.stop("cancelled")
+    ask = await one.asked()
+    assert (ask.stream_id, ask.what, ask.detail) == (A, "stop", "cancelled")
+
+
+@with_two
+async def test_a_beat_reaches_the_gateway_that_writes(one: RedisStore, other: RedisStore) -> None:
+    await one.create(make_record())
+    writer = (await found(other)).elsewhere
+    assert writer
+    writer.beat("comment", 2.5)
+    ask = await one.asked()
+    assert (ask.what, ask.detail, ask.interval_s) == ("beat", "comment", 2.5)
+
+
+@with_two
+async def test_who_replaces_a_stream_of_another_gateway_ends_it(
+    one: RedisStore, other: RedisStore
+) -> None:
+    await one.create(make_record("a", "chat"))
+    held = await other.create(make_record("b", "chat"))
+    assert held.record.id == A and held.elsewhere
+    assert (await other.create(make_record("b", "chat"), replaces=A)).record.id == B
+    assert (await one.asked()).detail == "replaced"
+
+
+@with_two
+async def test_a_gateway_that_has_gone_leaves_its_streams_to_another(
+    one: RedisStore, other: RedisStore
+) -> None:
+    log = (await one.create(make_record())).log
+    await log.append(0, some(40))
+    following = asyncio.create_task(everything((await found(other)).log))
+    await die(one)
+    (stored,) = await other.orphans()
+    assert stored.record.id == A and stored.elsewhere is None and stored.log.next_seq == 40
+    await stored.log.append(40, [*some(2, 40), finish(42)])
+    assert await following == [*some(42), finish(42)]
+
+
+@with_two
+async def test_two_never_write_one_log(one: RedisStore, other: RedisStore) -> None:
+    log = (await one.create(make_record())).log
+    await log.append(0, some(2))
+    await one.link.command("DEL", one.link.key(f"g:{one.gateway}"))
+    (stored,) = await other.unfinished()
+    with pytest.raises(LogTaken):
+        await log.append(2, some(1, 2))
+    await stored.log.append(2, [finish(2)])
+    assert await everything((await found(one)).log) == [*some(2), finish(2)]
+
+
+@with_two
+async def test_a_gateway_is_told_to_look_after_a_stream_that_was_taken_from_it(
+    one: RedisStore, other: RedisStore
+) -> None:
+    await one.create(make_record())
+    await one.link.command("DEL", one.link.key(f"g:{one.gateway}"))
+    await other.unfinished()
+    ask = await one.asked()
+    assert (ask.stream_id, ask.what) == (A, "look")
+
+
+@with_two
+async def test_a_stop_counts_though_its_writer_has_gone(one: RedisStore, other: RedisStore) -> None:
+    await one.create(make_record())
+    stored = await found(other)
+    await die(one)
+    assert stored.elsewhere
+    await stored.elsewhere.stop("cancelled")
+    (left,) = await other.orphans()
+    assert left.stop_code == "cancelled"
+
+
+@with_two
+async def test_readers_elsewhere_of_a_forgotten_stream_are_told(
+    one: RedisStore, other: RedisStore
+) -> None:
+    await (await one.create(make_record())).log.append(0, some(1))
+    reader = asyncio.create_task(everything((await found(other)).log))
+    await one.forget(A)
+    with pytest.raises(LogGone):
+        await reader
+
+
+@with_two
+async def test_a_stream_that_nobody_here_knows_of_is_found_again(
+    one: RedisStore, other: RedisStore
+) -> None:
+    """As when the answer to its creation was lost, and its request given up."""
+    await one.create(make_record())
+    one.tails.own.discard(A)
+    (stored,) = await one.orphans()
+    await stored.log.append(0, [finish(0)])
+    assert await everything(stored.log) == [finish(0)]
+
+
+def test_a_restart_of_redis_is_waited_for(tmp_path: Path) -> None:
+    async def main(server: RedisServer) -> None:
+        async with opened(server.url) as one, opened(server.url) as other, asyncio.timeout(60):
+            log = (await one.create(make_record())).log
+            await log.append(0, some(2))
+            reader = asyncio.create_task(everything((await found(other)).log))
+            server.end(signal.SIGKILL)
+            append = asyncio.create_task(log.append(2, some(3, 2)))
+            finding = asyncio.create_task(found(other))
+            await asyncio.sleep(0.1)
+            assert not append.done() and not finding.done()
+            await asyncio.to_thread(server.start)
+            await append
+            assert (await finding).log.next_seq >= 2
+            await log.append(5, [finish(5)])
+            assert await reader == [*some(5), finish(5)]
+            assert not one.stalled.is_set()
+
+    with redis_server(tmp_path / "redis", *DURABLE) as server:
+        asyncio.run(main(server))
+
+
+def test_a_long_outage_is_told_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redis_link, "STALL_S", 0.3)
+
+    async def main(server: RedisServer) -> None:
+        async with opened(server.url) as store, asyncio.timeout(60):
+            log = (await store.create(make_record())).log
+            server.end(signal.SIGKILL)
+            append = asyncio.create_task(log.append(0, some(1)))
+            await store.stalled.wait()
+            with pytest.raises(StoreStalled):
+                await store.create(make_record("b"))
+            assert not append.done()
+            await asyncio.to_thread(server.start)
+            await store.writable.wait()
+            await append
+            await log.append(1, [finish(1)])
+
+    with redis_server(tmp_path / "redis", *DURABLE) as server:
+        asyncio.run(main(server))
+
+
+def test_a_server_that_is_not_there_is_an_error_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(StateError, match="cannot be used"):
+        asyncio.run(RedisStore.open(f"unix://{tmp_path}/none"))
+
+
+def test_what_settings_risk_is_said() -> None:
+    best = {
+        "appendonly": "yes",
+        "appendfsync": "always",
+        "maxmemory": "0",
+        "maxmemory-policy": "noeviction",
+    }
+    assert risks_of(best) == []
+    for weaker in (
+        {"appendonly": "no"},
+        {"appendfsync": "everysec"},
+        {"maxmemory": "9", "maxmemory-policy": "allkeys-lru"},
+    ):
+        assert len(risks_of(best | weaker)) == 1

@@ -1,0 +1,41 @@
+"""Frames come as they were sent, blocking and not, or not at all."""
+
+import asyncio
+import socket
+import struct
+import threading
+
+import pytest
+
+from headrace import framing
+
+LARGE = bytes(range(256)) * 40_000
+
+
+async def test_the_pieces_of_a_frame_come_as_one_and_frames_one_by_one() -> None:
+    reader = asyncio.StreamReader()
+    reader.feed_data(b"".join([*framing.frame(b"a", bytearray(b"b")), *framing.frame()]))
+    assert [await framing.read(reader), await framing.read(reader)] == [b"ab", b""]
+
+
+def test_what_is_sent_in_frames_is_received_in_them() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        sending = threading.Thread(target=framing.send, args=(ours, b"", b"head", LARGE))
+        sending.start()
+        assert [framing.receive(theirs) for _ in range(3)] == [b"", b"head", LARGE]
+        sending.join()
+
+
+def test_pieces_are_not_copied_into_their_frame() -> None:
+    piece = bytearray(LARGE)
+    assert framing.frame(b"", piece)[-1] is piece
+
+
+@pytest.mark.parametrize("sent", [b"", b"\4\0", struct.pack("<I", 100) + b"cut"])
+def test_a_side_that_left_within_a_frame_reads_as_gone(sent: bytes) -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        with ours:
+            ours.sendall(sent)
+        assert framing.receive(theirs) is None

@@ -1,0 +1,20 @@
+"""The names of tool formats and their modules."""
+
+from typing import get_args
+
+import pytest
+
+from headrace.config.settings import ToolFormatName
+from headrace.text.tool_formats.table import format_of, tool_format
+
+
+@pytest.mark.parametrize("name", get_args(ToolFormatName))
+def test_a_template_with_the_sign_of_a_format_has_that_format(name: str) -> None:
+    sign = format_of(name).sign
+    template = f"{{{{ tools }}}} {sign}" if sign else "knows none"
+    assert tool_format(template) == name
+
+
+def test_a_template_that_takes_tools_and_has_no_sign_is_of_the_commonest_format() -> None:
+    assert tool_format("{{ tools }}") == "hermes"
+    assert tool_format("") == ""
