@@ -151,14 +151,14 @@ class LLM:
         checked = pack(dialect, fields)
         request = to_request(dialect, checked, model)
         request = msgspec.structs.replace(request, response_options=_OPTIONS)
-        return _Call(request, checked.packed, dialect.ID_PREFIX)
+        return _Call(request, checked, dialect.ID_PREFIX)
 
 
 class _Call(NamedTuple):
-    """A request and its packed prompts."""
+    """A request and the body that has its prompts."""
 
     request: Request
-    packed: bytes
+    checked: CheckedBody
     id_prefix: str
 
 
@@ -261,7 +261,7 @@ class _Host:
 
     async def _open(self, call: _Call) -> Found:
         id = StreamId(call.id_prefix + secrets.token_hex(16))
-        return await self.generation.open(call.request, packed=call.packed, stream_id=id)
+        return await self.generation.open(call.request, checked=call.checked, stream_id=id)
 
     async def _answer(self, call: _Call) -> Answer:
         stream = await self._open(call)

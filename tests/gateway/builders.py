@@ -17,7 +17,7 @@ from headrace.checkpoints.sentences import SentenceSpec
 from headrace.checkpoints.spec import Defaults
 from headrace.core.errors import RequestError
 from headrace.core.ids import StreamId
-from headrace.core.jobs import EncodePairs, EncodePrompts
+from headrace.core.jobs import CheckedBody, EncodePairs, EncodePrompts
 from headrace.core.layout import MemoryLayout
 from headrace.core.messages import Ready
 from headrace.core.pieces import REASONING, ChannelPiece
@@ -112,6 +112,7 @@ class Lines:
     """A chat template: role and content, a line each."""
 
     source = "{{ role }}: {{ content }}"
+    shows_system = True
 
     def render(self, chat: Chat) -> str:
         return "".join(f"{m['role']}: {m['content']}\n" for m in chat.messages)
@@ -123,6 +124,7 @@ class FakeModel:
     paths: frozenset[str] = frozenset({"/models/mini.gguf"})
     root: str = "headrace-mini"
     created: int = 1790000000
+    number: int = 0
     # whose tokenizer grammars are checked with
     folder: Path = field(default_factory=lambda: find_model("headrace-mini"))
     defaults: Defaults | None = None
@@ -313,7 +315,7 @@ class FakeGeneration:
         return self.fleet.hosts.get(name)
 
     async def open(
-        self, request: Request, names: Names, packed: bytes, stream_id: StreamId
+        self, request: Request, names: Names, checked: CheckedBody, stream_id: StreamId
     ) -> FakeStream:
         self.requests.append(request)
         if self.refusal:

@@ -14,6 +14,29 @@ from headrace.core.request import Prompt, Route
 R = TypeVar("R")
 
 
+class KnownModel(msgspec.Struct, frozen=True):
+    """A model as the gateway knows it, by a number that no other had, and its limit in tokens."""
+
+    number: int
+    max_model_len: int
+
+
+class Encoded(msgspec.Struct, frozen=True):
+    """Packed int32 ids of each prompt, and how they came about: one-shot, streamed or given."""
+
+    prompts: tuple[bytes, ...]
+    tokenization: str | None = None
+    num_first: int = 0  # tokens of a pair that are its first text's
+
+
+class EncodedAhead(msgspec.Struct, frozen=True):
+    """The answer to EncodePrompts or EncodePairs, as the model of this number gives it."""
+
+    number: int
+    longest: int
+    encoded: Encoded
+
+
 class CheckedBody(msgspec.Struct, frozen=True):
     """A body as a worker checked it. Only `packed` and `kept` grow with it; they stay unopened."""
 
@@ -25,14 +48,7 @@ class CheckedBody(msgspec.Struct, frozen=True):
     digest: bytes = b""
     ignored: tuple[str, ...] = ()  # names of fields that have no effect here
     kept: bytes = b""  # stored with the stream
-
-
-class Encoded(msgspec.Struct, frozen=True):
-    """Packed int32 ids of each prompt, and how they came about: one-shot, streamed or given."""
-
-    prompts: tuple[bytes, ...]
-    tokenization: str | None = None
-    num_first: int = 0  # tokens of a pair that are its first text's
+    ahead: EncodedAhead | None = None  # tokens of `packed`, which may save asking for them
 
 
 class SeenImages(msgspec.Struct, frozen=True):
@@ -66,18 +82,30 @@ class Job(msgspec.Struct, Generic[R], frozen=True, tag=True):
     is_for_images: ClassVar[bool] = False  # done by the worker that is for them, where there is one
 
 
+Known = dict[str, KnownModel]
+"""Models by their first names; the text for one of them is tokenized as it is read."""
+
+
 class ReadBody(Job[CheckedBody], frozen=True, tag=True):
     """Check the body of a generation route."""
 
     route: Route
+    known: Known = {}
+    task: ClassVar[str] = "generate"
 
 
 class ReadInputs(Job[CheckedBody], frozen=True, tag=True):
     """Check the body of /v1/embeddings; `is_list` is among its fields."""
 
+    known: Known = {}
+    task: ClassVar[str] = "embed"
+
 
 class ReadPairs(Job[CheckedBody], frozen=True, tag=True):
     """Check the body of /v1/rerank."""
+
+    known: Known = {}
+    task: ClassVar[str] = "score"
 
 
 class GoOn(Job[CheckedBody], frozen=True, tag=True):
@@ -95,7 +123,7 @@ class EncodePairs(Job[Encoded], frozen=True, tag=True):
     """Tokenize a packed query with each document; none follow one of more than `longest` tokens."""
 
     longest: int
-    model: str
+    model: str | None = None
 
 
 class PutImages(Job[bytes], frozen=True, tag=True):
@@ -165,6 +193,7 @@ class ApplyTemplate(Job[bytes], frozen=True, tag=True):
     """Answer /apply-template."""
 
 
+ReadJob = ReadBody | ReadInputs | ReadPairs
 AnyJob = (
     ReadBody
     | ReadInputs

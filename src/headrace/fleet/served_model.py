@@ -1,5 +1,6 @@
 """The models a server serves, as the gateway's process knows them: names, text, limits."""
 
+import itertools
 import time
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -27,8 +28,11 @@ _SHOWN = 100  # characters of an unknown name
 class ServedModel:
     """One model. `ready` holds the engine's limits once it has loaded."""
 
+    _numbers = itertools.count()
+
     def __init__(self, config: ModelConfig, on_progress: OnProgress | None = None) -> None:
         self.folder: Path = find_model(config.model, config.revision, on_progress)
+        self.number = next(self._numbers)  # a model that is read anew is another one
         self.root = root_of(config)
         self.names = names_of(config)
         self.paths = paths_of(config)

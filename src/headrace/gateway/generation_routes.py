@@ -7,6 +7,7 @@ from collections.abc import Coroutine, Mapping
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+import msgspec
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -20,7 +21,9 @@ from headrace.core.jobs import (
     CountTokens,
     Detokenize,
     Job,
+    KnownModel,
     ReadBody,
+    ReadJob,
     Tokenize,
 )
 from headrace.core.request import Request as GenerationRequest
@@ -37,6 +40,7 @@ from headrace.protocols.dialect import Dialect, dialect_of
 from headrace.protocols.requests import to_request
 from headrace.streams.record import Names
 from headrace.text.tool_formats.generic import GENERIC
+from headrace.workers.job_line import LARGE, Body
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +64,7 @@ class GenerationRoutes:
         """A POST in the dialect of its path."""
         route = request.url.path
         async with self._bodies.read(request) as body:
-            reading = self._generation.work.do(ReadBody(route), body)
+            reading = read_body(self._generation, ReadBody(route), body)
             checked = await self._finish(request, reading)
         names = names_of(self._auth.owner(request.headers), request.headers, checked)
         id = new_id(dialect_of(route))
@@ -121,7 +125,7 @@ class GenerationRoutes:
         wanted = to_request(dialect, checked, host.model)
         if openai_chat.offers_tools(checked.fields):
             self._warn_of_tools(host.name, _tool_format(wanted))
-        stream = await self._generation.open(wanted, names, checked.packed, id)
+        stream = await self._generation.open(wanted, names, checked, id)
         return stream, stream.record.request.response_options is not wanted.response_options
 
     def _warn_of_tools(self, model: str, tool_format: str) -> None:
@@ -130,6 +134,21 @@ class GenerationRoutes:
             return
         self._warned.add(model)
         logger.warning("%s %s", model, _TOOLS_APART[tool_format])
+
+
+async def read_body(generation: Generation, job: ReadJob, body: Body) -> CheckedBody:
+    """A body as a worker checked it, and its tokens, too, if it is small and its model known."""
+    known = {
+        host.name: KnownModel(host.model.number, host.model.max_model_len)
+        for host in generation.fleet.hosts.all()
+        if host.ready and job.task in host.ready.tasks and sum(map(len, body)) < LARGE
+    }
+    try:
+        return await generation.work.do(msgspec.structs.replace(job, known=known), body)
+    except RequestError as error:
+        if error.code != "template_failed":
+            raise
+    return await generation.work.do(job, body)  # the template overruns again where it is its turn
 
 
 _TOOLS_APART = {

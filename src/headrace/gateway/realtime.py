@@ -27,6 +27,7 @@ from headrace.gateway.generation_routes import (
     KEY,
     GenerationRoutes,
     names_of,
+    read_body,
 )
 from headrace.gateway.http_responses import notice_of
 from headrace.gateway.native_routes import parse
@@ -287,7 +288,7 @@ class RealtimeSocket:
 
     async def _open(self, line: Line, route: str, body: bytes, named: dict[str, str]) -> Found:
         with self._sockets.bodies.hold(len(body)):
-            checked = await self._generation.work.do(ReadBody(route), [body])
+            checked = await read_body(self._generation, ReadBody(route), [body])
         try:
             headers = Headers(named)
         except UnicodeEncodeError:

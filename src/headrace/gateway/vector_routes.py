@@ -10,9 +10,9 @@ from starlette.types import ASGIApp
 
 from headrace.core.jobs import (
     CheckedBody,
-    Job,
     RankDocuments,
     ReadInputs,
+    ReadJob,
     ReadPairs,
     WriteVectors,
 )
@@ -20,7 +20,7 @@ from headrace.fleet.model_names import called
 from headrace.gateway.auth import Auth
 from headrace.gateway.bodies import Bodies, HeldAnswer
 from headrace.gateway.delivery import unless_left
-from headrace.gateway.generation_routes import Marked
+from headrace.gateway.generation_routes import Marked, read_body
 from headrace.generation.generation import Generation
 from headrace.generation.vectors import Vectors
 from headrace.protocols import embeddings, rerank
@@ -42,10 +42,10 @@ class VectorRoutes:
     async def rerank(self, request: Request) -> ASGIApp:
         return await self._answer(request, ReadPairs(), self._rerank)
 
-    async def _answer(self, request: Request, job: Job[CheckedBody], make: Any) -> ASGIApp:
+    async def _answer(self, request: Request, job: ReadJob, make: Any) -> ASGIApp:
         """The work ends with its client."""
         async with self._bodies.read(request) as body:
-            reading = self._work.do(job, body)
+            reading = read_body(self._generation, job, body)
             checked = await unless_left(request.receive, reading)
         making: Coroutine[Any, Any, bytes] = make(request, checked)
         whole = await unless_left(request.receive, making)

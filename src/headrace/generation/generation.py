@@ -9,6 +9,7 @@ import msgspec
 from headrace.config.settings import ServerConfig
 from headrace.core.errors import RequestError
 from headrace.core.ids import StreamId
+from headrace.core.jobs import CheckedBody
 from headrace.core.log_context import note
 from headrace.core.request import Request
 from headrace.fleet.fleet import Fleet
@@ -136,12 +137,12 @@ class Generation:
         self,
         request: Request,
         names: Names = PLAIN,
-        packed: bytes | None = None,
+        checked: CheckedBody | None = None,
         stream_id: StreamId | None = None,
     ) -> Found:
         """Admits a request; RequestError says why it is not served.
 
-        `packed` are its prompts, if the request has only stubs of them. If another request has
+        `checked` has its prompts, if the request has only stubs of them. If another request has
         just taken the idempotency key, the stream is that one's.
         """
         host = self.fleet.hosts.get(request.model)
@@ -150,9 +151,9 @@ class Generation:
         self.fleet.check_line()
         asked = Asked(names.owner, names.digest, request.num_choices)
         self.queues.of(host).check(asked, Capacity.of(model.ready), time.monotonic())
-        if packed is not None:
-            packed = await self.pictures.put(self.work, request.prompts, packed)
-        admitted = await admit(self.work, model, request, packed)
+        checked = checked or CheckedBody({}, (), msgspec.msgpack.encode(request.prompts))
+        packed = await self.pictures.put(self.work, request.prompts, checked.packed)
+        admitted = await admit(self.work, model, request, packed, checked.ahead)
         stream_id = stream_id or StreamId("cmpl-" + secrets.token_hex(16))
         is_durable = names.is_opted_in and self.streams.store.is_durable
         record = _record(stream_id, model, request, admitted, names)

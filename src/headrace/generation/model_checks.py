@@ -1,9 +1,7 @@
 """Checks that a model can do what a request asks, before it begins and when it goes on."""
 
-import msgspec
-
 from headrace.core.errors import RequestError
-from headrace.core.jobs import EncodePrompts
+from headrace.core.jobs import Encoded, EncodedAhead, EncodePairs, EncodePrompts
 from headrace.core.request import Chat, Ids, Request
 from headrace.fleet.served_model import ServedModel
 from headrace.streams.record import Record, ServedSetup
@@ -22,12 +20,30 @@ def check_generates(model: ServedModel) -> None:
         raise RequestError("unsupported_operation", message, "model")
 
 
-async def admit(work: Work, model: ServedModel, request: Request, packed: bytes | None) -> Admitted:
+async def encode(
+    work: Work,
+    model: ServedModel,
+    job: EncodePrompts | EncodePairs,
+    packed: bytes,
+    ahead: EncodedAhead | None,
+) -> Encoded:
+    """The job's result: that from ahead, unless the model or its limit has changed since."""
+    if ahead is not None and (ahead.number, ahead.longest) == (model.number, job.longest):
+        return ahead.encoded
+    return await work.do(job, [packed])
+
+
+async def admit(
+    work: Work,
+    model: ServedModel,
+    request: Request,
+    packed: bytes,
+    ahead: EncodedAhead | None = None,
+) -> Admitted:
     """The ids of each prompt; RequestError if one cannot be served.
 
-    `packed` are the prompts, if the request has only stubs of them.
+    `packed` are the prompts, of which the request may have only stubs.
     """
-    packed = msgspec.msgpack.encode(request.prompts) if packed is None else packed
     longest = _longest_prompt(model, request)
     if model.has_source and request.echo:
         message = "This model reads a source and does not go on with it; leave echo out."
@@ -36,7 +52,8 @@ async def admit(work: Work, model: ServedModel, request: Request, packed: bytes 
     if any(chat.num_images or chat.images for chat in chats):
         admitted = await see_images(work, packed, model.names[0])
     else:
-        encoded = await work.do(EncodePrompts(longest, model.names[0]), [packed])
+        job = EncodePrompts(longest, model.names[0])
+        encoded = await encode(work, model, job, packed, ahead)
         admitted = Admitted(encoded.prompts, encoded.tokenization)
     for number, token_ids in enumerate(admitted.prompts):
         _check_length(model, request, number, len(token_ids) // 4, longest)
@@ -44,12 +61,16 @@ async def admit(work: Work, model: ServedModel, request: Request, packed: bytes 
 
 
 def _longest_prompt(model: ServedModel, request: Request) -> int:
-    """Tokens of the longest prompt that the model can answer."""
-    if not model.max_model_len:
+    return longest_prompt(model, model.max_model_len, request.sampling.max_tokens)
+
+
+def longest_prompt(model: ServedModel, max_model_len: int, max_tokens: int | None) -> int:
+    """Tokens of the longest prompt that the model can answer with so many."""
+    if not max_model_len:
         return _UNKNOWN  # the engine will say
     if model.has_source:
-        return model.max_model_len  # the answer has a context of its own
-    return model.max_model_len - (request.sampling.max_tokens != 0)
+        return max_model_len  # the answer has a context of its own
+    return max_model_len - (max_tokens != 0)
 
 
 def check_can_begin(record: Record, model: ServedModel) -> None:

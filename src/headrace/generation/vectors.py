@@ -8,14 +8,14 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from headrace.core.errors import RequestError
-from headrace.core.jobs import Encoded, EncodePairs, EncodePrompts
+from headrace.core.jobs import Encoded, EncodedAhead, EncodePairs, EncodePrompts
 from headrace.core.request import Route
 from headrace.core.sampling import Pooling
 from headrace.fleet.fleet import Fleet
 from headrace.fleet.model_host import ModelHost
 from headrace.fleet.served_model import ServedModel
 from headrace.generation.admission import Admission, Asked, Capacity, Place, Queues
-from headrace.generation.model_checks import too_long
+from headrace.generation.model_checks import encode, too_long
 from headrace.generation.vector_batch import VectorBatch, VectorWork
 from headrace.workers.pool import Work
 
@@ -32,6 +32,7 @@ class VectorRequest(msgspec.Struct, frozen=True):
     is_list: bool = True
     model: str | None = None
     owner: str = ""
+    ahead: EncodedAhead | None = None
 
 
 class Vectors(msgspec.Struct, frozen=True):
@@ -120,8 +121,9 @@ class VectorMaker:
 
     async def _tokenized(self, request: VectorRequest, model: ServedModel) -> Encoded:
         longest = model.max_model_len
-        job = EncodePairs if request.task == "score" else EncodePrompts
-        encoded = await self._work.do(job(longest, model.names[0]), [request.packed])
+        kind = EncodePairs if request.task == "score" else EncodePrompts
+        job = kind(longest, model.names[0])
+        encoded = await encode(self._work, model, job, request.packed, request.ahead)
         for number, ids in enumerate(encoded.prompts):
             param = f"{request.field}[{number}]" if request.is_list else request.field
             if not ids:

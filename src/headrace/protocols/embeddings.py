@@ -134,6 +134,7 @@ def to_request(checked: CheckedBody, owner: str) -> VectorRequest:
         is_list=checked.fields["is_list"],
         model=checked.fields.get("model"),
         owner=owner,
+        ahead=checked.ahead,
     )
 
 

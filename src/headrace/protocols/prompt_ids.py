@@ -1,12 +1,47 @@
-"""The token ids of texts, read in windows where they are long."""
+"""The token ids of prompts: chats rendered, texts read in windows where they are long."""
 
 from array import array
 
-from headrace.core.request import Infill
+from headrace.core.errors import RequestError
+from headrace.core.request import Chat, Ids, Infill, Prompt, Text
 from headrace.fleet.served_model import ServedModel
+from headrace.protocols.model_text import Bound
+from headrace.text.tool_formats.generic import GENERIC, in_words
 
 
-def text_ids(
+def ids_of(
+    model: ServedModel, prompt: Prompt, rendering: Bound, longest: int | None = None
+) -> tuple["array[int]", str]:
+    """All ids of a prompt, or the first ones, more than `longest`, of one that is too long.
+
+    And how they came about. `rendering` bounds the time of a chat template.
+    """
+    match prompt:
+        case Ids(token_ids):
+            return array("i", token_ids), "given"
+        case Text(text, adds_special_tokens):
+            return _text_ids(model, text, adds_special_tokens, longest)
+        case Infill():
+            return _gap_ids(model, prompt, longest)
+        case Chat():
+            return _text_ids(model, render(model, prompt, rendering), False, longest)
+
+
+def render(model: ServedModel, chat: Chat, rendering: Bound) -> str:
+    """The chat as text; RequestError if the model has no template, or the template refuses."""
+    if model.template is None:
+        raise RequestError(
+            "unsupported_operation",
+            "This model has no chat template; "
+            "use /v1/completions, or serve it with --chat-template.",
+        )
+    with rendering():
+        if model.tool_format == GENERIC:
+            chat = in_words(chat, model.template.shows_system)
+        return model.template.render(chat)
+
+
+def _text_ids(
     model: ServedModel, text: str, adds_special_tokens: bool, longest: int | None
 ) -> tuple["array[int]", str]:
     """All ids, or the first ones, more than `longest`; one-shot or streamed."""
@@ -17,20 +52,20 @@ def text_ids(
     return encoding.token_ids, "streamed" if num_windows > 1 else "one-shot"
 
 
-def gap_ids(model: ServedModel, gap: Infill, longest: int | None) -> tuple["array[int]", str]:
+def _gap_ids(model: ServedModel, gap: Infill, longest: int | None) -> tuple["array[int]", str]:
     """The same for the two sides of a gap, with the model's marks between them."""
     tokenizer, ways = model.tokenizer, []
 
-    def ids_of(text: str) -> "array[int]":
-        token_ids, way = text_ids(model, text, False, longest)
+    def read(text: str) -> "array[int]":
+        token_ids, way = _text_ids(model, text, False, longest)
         ways.append(way)
         return token_ids
 
     marks = tokenizer.infill_marks
     assert marks, "such a prompt is taken only where there are marks"
-    before, behind = ids_of(gap.before), ids_of(gap.behind)
+    before, behind = read(gap.before), read(gap.behind)
     ids = tokenizer.outer_ids[0][:] if gap.add_special_tokens else array("i")
     for mark, text in marks.files(gap.files):
         ids.extend([] if mark is None else [mark])
-        ids += ids_of(text)
+        ids += read(text)
     return ids + marks.joined(before, behind), max(ways)

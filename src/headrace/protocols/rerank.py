@@ -57,7 +57,9 @@ def read(body: dict[str, Any]) -> dict[str, Any]:
 def to_request(checked: CheckedBody, route: Route, owner: str) -> VectorRequest:
     """The request to score; query and documents stay packed."""
     model = checked.fields.get("model")
-    return VectorRequest(route, "score", checked.packed, "documents", True, model, owner)
+    return VectorRequest(
+        route, "score", checked.packed, "documents", True, model, owner, checked.ahead
+    )
 
 
 def ranking(

@@ -12,7 +12,6 @@ import os
 import signal
 import socket
 import sys
-from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,10 +20,11 @@ import msgspec
 from headrace.config.settings import ModelConfig
 from headrace.core import jobs
 from headrace.core.errors import RequestError
-from headrace.core.jobs import CheckedBody, Encoded, Refusal, SeenImages
-from headrace.core.request import Chat, Ids, Infill, Prompt, Route, Text
+from headrace.core.jobs import CheckedBody, Encoded, EncodedAhead, Refusal, SeenImages
+from headrace.core.request import Chat, Infill, Prompt, Route, Text
 from headrace.fleet.model_names import names_of, paths_of
 from headrace.fleet.served_model import Models, ServedModel
+from headrace.generation.model_checks import longest_prompt
 from headrace.protocols import (
     anthropic_messages,
     embeddings,
@@ -33,15 +33,14 @@ from headrace.protocols import (
     rerank,
     structure,
 )
-from headrace.protocols.common_fields import TokenIds, ignored
+from headrace.protocols.common_fields import TokenIds, ignored, max_tokens
 from headrace.protocols.dialect import dialect_of, encode
 from headrace.protocols.fields import Flag, Kind, String, missing, read_fields
 from headrace.protocols.messages import placeholder_in_text, refuse_images, texts_of, unseen
 from headrace.protocols.model_text import Bound, MemoryBound, ModelText, text_of
-from headrace.protocols.prompt_ids import gap_ids, text_ids
+from headrace.protocols.prompt_ids import ids_of, render
 from headrace.protocols.requests import check_token_ids, decode, pack
 from headrace.protocols.response_items import PAST, messages_of
-from headrace.text.tool_formats.generic import GENERIC, in_words
 from headrace.workers.pool import (
     IMAGE_MEMORY_BYTES,
     IMAGES,
@@ -89,11 +88,11 @@ class Jobs:
         """The job's result; RequestError if it refuses `body`."""
         match job:
             case jobs.ReadBody(route):
-                return self.read(body, route)
+                return self._with_tokens(job, self.read(body, route))
             case jobs.ReadInputs():
-                return self.inputs(decode(body))
+                return self._with_tokens(job, self.inputs(decode(body)))
             case jobs.ReadPairs():
-                return self.query(decode(body))
+                return self._with_tokens(job, self.query(decode(body)))
             case jobs.GoOn():
                 return self.go_on(body)
             case jobs.EncodePrompts():
@@ -179,11 +178,34 @@ class Jobs:
             raise unseen(PAST, _TEXT_ONLY)
         return checked
 
+    def _with_tokens(self, job: jobs.ReadJob, checked: CheckedBody) -> CheckedBody:
+        """The body with its tokens, where its model is known and they need nothing else.
+
+        A refusal is left to the job that asks for them alone: what else is wrong comes before.
+        """
+        name = checked.fields.get("model")
+        text = self._texts.first if name is None else self._texts.find(name)
+        known = job.known.get(text.names[0]) if text else None
+        if text is None or known is None or not _is_whole(checked):
+            return checked
+        try:
+            longest = known.max_model_len
+            if isinstance(job, jobs.ReadBody):
+                longest = longest_prompt(text.model, longest, max_tokens(checked.fields))
+            if isinstance(job, jobs.ReadPairs):
+                encoded = self._encode_pairs(jobs.EncodePairs(longest, name), checked.packed)
+            else:
+                encoded = self._encode_prompts(jobs.EncodePrompts(longest, name), checked.packed)
+        except (RequestError, MemoryError):
+            return checked
+        ahead = EncodedAhead(known.number, longest, encoded)
+        return msgspec.structs.replace(checked, ahead=ahead)
+
     def _encode_prompts(self, job: jobs.EncodePrompts, packed: bytes) -> Encoded:
         text = self._texts.get(job.model)
         found, ways = list[bytes](), list[str]()
         for prompt in _prompts_of(packed):
-            token_ids, tokenization = self._tokenize(text.model, prompt, job.longest)
+            token_ids, tokenization = ids_of(text.model, prompt, self._rendering, job.longest)
             text.check_placeholders(token_ids)
             found.append(token_ids.tobytes())
             ways.append(tokenization)
@@ -199,7 +221,7 @@ class Jobs:
         for message in chat.messages:
             if placeholder and placeholder in texts_of(message["content"]):
                 raise placeholder_in_text(chat.image_params[0].partition("[")[0])
-        rendered = self._render(text.model, chat)
+        rendered = render(text.model, chat, self._rendering)
         prepared = text.image_processor.prepare(rendered, chat.images, chat.image_params, job.path)
         return SeenImages(prepared.token_ids.tobytes(), prepared.inputs)
 
@@ -250,7 +272,7 @@ class Jobs:
         if not fields.get("parse_special", True):
             message = "parse_special: false is not supported here; leave it out."
             raise RequestError("unsupported_parameter", message, "parse_special")
-        token_ids = self._ids(model, _to_prompt(fields)).tolist()
+        token_ids = ids_of(model, _to_prompt(fields), self._rendering)[0].tolist()
         longest = max_model_len.get(model.names[0], model.max_model_len)
         return encode(_listed(model, token_ids, fields) | {"max_model_len": longest})
 
@@ -260,7 +282,7 @@ class Jobs:
             fields = anthropic_messages.read_counted(given)
         model = self._texts.get(fields["model"]).model
         (prompt,) = anthropic_messages.to_prompts(fields)
-        return encode({"input_tokens": len(self._ids(model, prompt))})
+        return encode({"input_tokens": len(ids_of(model, prompt, self._rendering)[0])})
 
     def _detokenize(self, body: bytes) -> bytes:
         model, fields = self._read(body, DETOKENIZE, "tokens")
@@ -270,7 +292,7 @@ class Jobs:
 
     def apply_template(self, body: bytes) -> bytes:
         model, fields = self._read(body, APPLY_TEMPLATE, "messages")
-        return encode({"prompt": self._render(model, openai_chat.read_chat(fields))})
+        return encode({"prompt": render(model, openai_chat.read_chat(fields), self._rendering)})
 
     def _read(
         self, body: bytes, table: Mapping[str, Kind], required: str | None = None
@@ -283,37 +305,14 @@ class Jobs:
             refuse_images(fields.get("messages", ()), "this route takes text only")
         return self._texts.get(fields.get("model")).model, fields
 
-    def _ids(self, model: ServedModel, prompt: Prompt) -> "array[int]":
-        return self._tokenize(model, prompt)[0]
 
-    def _tokenize(
-        self, model: ServedModel, prompt: Prompt, longest: int | None = None
-    ) -> tuple["array[int]", str]:
-        """All ids of a prompt, or the first ones, more than `longest`, of one that is too long.
-
-        And how they came about.
-        """
-        match prompt:
-            case Ids(token_ids):
-                return array("i", token_ids), "given"
-            case Text(text, adds_special_tokens):
-                return text_ids(model, text, adds_special_tokens, longest)
-            case Infill():
-                return gap_ids(model, prompt, longest)
-            case Chat():
-                return text_ids(model, self._render(model, prompt), False, longest)
-
-    def _render(self, model: ServedModel, chat: Chat) -> str:
-        if model.template is None:
-            raise RequestError(
-                "unsupported_operation",
-                "This model has no chat template; "
-                "use /v1/completions, or serve it with --chat-template.",
-            )
-        with self._rendering():
-            if model.tool_format == GENERIC:
-                chat = in_words(chat, model.template.shows_system)
-            return model.template.render(chat)
+def _is_whole(checked: CheckedBody) -> bool:
+    """Whether its tokens need neither an image nor an earlier response nor marks for a gap."""
+    goes_on = "previous_response_id" in checked.fields
+    return not goes_on and not any(
+        isinstance(prompt, Infill) or (isinstance(prompt, Chat) and prompt.num_images)
+        for prompt in checked.stubs
+    )
 
 
 def put_images(packed: bytes, sizes: Sequence[int]) -> bytes:

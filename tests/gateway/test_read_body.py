@@ -1,0 +1,95 @@
+"""Bodies on their way to a worker and back: once for most, and in no other order of errors."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from headrace.core.errors import RequestError
+from headrace.core.jobs import CheckedBody, EncodePrompts, Job, ReadBody
+from headrace.gateway.generation_routes import read_body
+from headrace.protocols import openai_completions
+from headrace.protocols.requests import to_request
+from headrace.workers.job_line import LARGE
+from tests.generation.fakes import running
+
+ROUTE = "/v1/completions"
+
+
+def body(text: str = "hello", **fields: Any) -> list[bytes]:
+    return [json.dumps({"prompt": text, **fields}).encode()]
+
+
+class Counted:
+    """The work of a generation, and the jobs that it was asked for; some overrun."""
+
+    def __init__(self, generation: Any) -> None:
+        self._inner, generation.work = generation.work, self
+        self.asked: list[type[Job[Any]]] = []
+        self.overruns = False
+
+    async def do(self, job: Any, body: Any = ()) -> Any:
+        self.asked.append(type(job))
+        if self.overruns and getattr(job, "known", True):
+            raise RequestError("template_failed", "The chat template overran.", "messages")
+        return await self._inner.do(job, body)
+
+    run = None
+
+
+async def test_a_request_goes_to_a_worker_once(folder: Path) -> None:
+    async with running(folder) as (generation, _):
+        work = Counted(generation)
+        checked = await read_body(generation, ReadBody(ROUTE), body())
+        model = generation.fleet.hosts.first.model
+        request = to_request(openai_completions, checked, model)
+        stream = await generation.open(request, checked=checked)
+        assert work.asked == [ReadBody]
+        alone = await generation.open(request, checked=msgspec.structs.replace(checked, ahead=None))
+        assert work.asked == [ReadBody, EncodePrompts]
+        assert stream.record.prompts == alone.record.prompts
+        assert stream.record.tokenization == alone.record.tokenization == "one-shot"
+
+
+@pytest.mark.parametrize("change", ["number", "longest"])
+async def test_a_model_that_has_changed_since_is_asked_again(folder: Path, change: str) -> None:
+    async with running(folder) as (generation, _):
+        work = Counted(generation)
+        checked = await read_body(generation, ReadBody(ROUTE), body())
+        model = generation.fleet.hosts.first.model
+        if change == "number":
+            model.number += 1
+        else:
+            assert model.ready is not None
+            model.ready = msgspec.structs.replace(model.ready, max_model_len=64)
+        await generation.open(to_request(openai_completions, checked, model), checked=checked)
+        assert work.asked == [ReadBody, EncodePrompts]
+
+
+async def test_a_template_that_overruns_is_no_fault_of_the_body(folder: Path) -> None:
+    async with running(folder) as (generation, _):
+        work = Counted(generation)
+        work.overruns = True
+        checked = await read_body(generation, ReadBody(ROUTE), body())
+        assert checked.ahead is None and checked.stubs
+        request = to_request(openai_completions, checked, generation.fleet.hosts.first.model)
+        with pytest.raises(RequestError, match="overran"):
+            await generation.open(request, checked=checked)
+
+
+async def test_a_large_body_is_read_alone(folder: Path) -> None:
+    async with running(folder) as (generation, _):
+        checked = [await read_body(generation, ReadBody(ROUTE), body("x" * size))
+                   for size in (LARGE - 100, LARGE)]  # fmt: skip
+        assert [each.ahead is None for each in checked] == [False, True]
+
+
+async def test_a_model_that_cannot_do_it_is_not_asked_for_tokens(folder: Path) -> None:
+    async with running(folder) as (generation, _):
+        model = generation.fleet.hosts.first.model
+        assert model.ready is not None
+        model.ready = msgspec.structs.replace(model.ready, tasks=("embed",))
+        checked: CheckedBody = await read_body(generation, ReadBody(ROUTE), body())
+        assert checked.ahead is None
