@@ -38,7 +38,7 @@ test-structure: $(READY_TEST) $(SUITE)
 # all of the tests of several models, and 10,000 made-up histories of who comes in and who leaves
 test-models: $(READY_TEST)
 	MANY_LOADS=1 HEADRACE_SCHEDULES=10000 $(BIN)/python -m pytest --timeout 1800 \
-		tests/generation/test_residency.py tests/e2e/test_models.py $(ARGS)
+		tests/fleet/test_memory_policy.py tests/e2e/test_models.py $(ARGS)
 
 # what would take the suite over its ten minutes
 test-slow: $(READY_TEST)

@@ -266,7 +266,7 @@ class _Host:
     async def _answer(self, call: _Call) -> Answer:
         stream = await self._open(call)
         answer = dialect_of(stream.record.request.route).response_body(stream.record)
-        async with stream.reader() as events:
+        async with stream.audience.reader() as events:
             async for event in events:
                 _raise_if_cut(event)
                 answer.feed(event)
@@ -276,7 +276,7 @@ class _Host:
     async def _feed(self, call: _Call, pieces: "queue.SimpleQueue[Piece | None]") -> None:
         try:
             stream = await self._open(call)
-            async with stream.reader() as events:
+            async with stream.audience.reader() as events:
                 async for event in events:
                     _raise_if_cut(event)
                     if isinstance(event, Tokens):

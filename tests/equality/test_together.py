@@ -50,7 +50,7 @@ async def asking(folder: Path, **scheduler: int) -> AsyncIterator[tuple[Generati
         request = Request("/v1/completions", "tiny", (Text(prompt),), sampling)
         stream = await generation.open(request)
         token_ids: list[int] = []
-        async with stream.reader() as events:
+        async with stream.audience.reader() as events:
             async for event in events:
                 events.sent(event)
                 if isinstance(event, Tokens):
@@ -101,7 +101,7 @@ async def test_a_client_that_leaves_frees_what_it_held(folder: Path) -> None:
         endless = Sampling(temperature=0, max_tokens=400, ignore_eos=True)
         request = Request("/v1/completions", "tiny", (Text("on and on"),), endless)
         stream = await generation.open(request)
-        async with stream.reader() as events:
+        async with stream.audience.reader() as events:
             async for event in events:
                 events.sent(event)
                 if isinstance(event, Tokens):
@@ -114,7 +114,7 @@ def test_a_prompt_that_several_steps_compute_tells_each(folder: Path) -> None:
         async with asking(folder, max_step_tokens=32) as (generation, _):
             request = Request("/v1/completions", "tiny", (Text("x" * 100),), GREEDY)
             stream = await generation.open(request)
-            async with stream.reader() as events:
+            async with stream.audience.reader() as events:
                 return [e.processed async for e in events if isinstance(e, Progress)]
 
     processed = asyncio.run(run())

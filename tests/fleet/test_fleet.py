@@ -235,6 +235,16 @@ async def test_a_model_with_other_settings_takes_the_place_once_nobody_uses_the_
         assert waiting.result() is fresh and not made.fleet.roster.changing()
 
 
+async def test_a_model_with_other_settings_is_loaded_anew_only_if_the_old_one_was(
+    folder: Path,
+) -> None:
+    async with running(folder) as made:
+        made.fleet.release(await made.use("a"))
+        made.fleet.become(tuple(made.host(name, tool_format="none") for name in "ab"))
+        await settle()
+        assert made.states() == {"a": "loading", "b": "unloaded"}
+
+
 async def test_a_model_wanted_again_before_it_left_stays_as_it_is(folder: Path) -> None:
     async with running(folder) as made:
         used = await made.use("a")

@@ -161,6 +161,21 @@ class FakeReader:
         self._stream.sent.append(event)
 
 
+class FakeAudience:
+    """Readers of the stream, of whom those are counted that left."""
+
+    def __init__(self, stream: "FakeStream") -> None:
+        self.pause = ReaderPause()
+        self._stream = stream
+
+    @contextlib.asynccontextmanager
+    async def reader(self, after: int = -1) -> AsyncIterator[FakeReader]:
+        try:
+            yield FakeReader(self._stream, after)
+        finally:
+            self._stream.num_left += 1
+
+
 class FakeStream:
     """A log that the test writes; it remembers what was sent, and counts readers that left."""
 
@@ -171,7 +186,7 @@ class FakeStream:
         self.sent: list[AnyEvent] = []
         self.beats: asyncio.Queue[str] = asyncio.Queue()
         self.num_left = 0
-        self.interruption = ReaderPause()
+        self.audience = FakeAudience(self)
 
     async def write(self, *events: AnyEvent) -> None:
         await self.log.append(len(self.events), numbered(events, len(self.events)))
@@ -179,13 +194,6 @@ class FakeStream:
 
     def beat(self, form: str, interval_s: float) -> None:
         self.beats.put_nowait(form)
-
-    @contextlib.asynccontextmanager
-    async def reader(self, after: int = -1) -> AsyncIterator[FakeReader]:
-        try:
-            yield FakeReader(self, after)
-        finally:
-            self.num_left += 1
 
 
 class NoStreams:

@@ -72,7 +72,7 @@ async def opened(
 async def read(stream: Found, after: int = -1) -> list[AnyEvent]:
     """All events to the end, as one client that gets them all."""
     found = []
-    async with stream.reader(after) as events:
+    async with stream.audience.reader(after) as events:
         async for event in events:
             found.append(event)
             events.sent(event)

@@ -15,7 +15,7 @@ from headrace.core.request import Request, Text
 from headrace.core.sampling import Sampling
 from headrace.fleet.served_model import ServedModel
 from headrace.generation.choice import ChoiceWriter
-from headrace.generation.event_builder import EventBuilder, PromptProgress
+from headrace.generation.event_builder import Beat, EventBuilder, Heartbeats, PromptProgress
 from headrace.streams.events import Served, Tokens
 from headrace.streams.record import Record
 from tests.fleet.fakes import READY
@@ -111,3 +111,13 @@ def test_a_stream_that_was_admitted_after_its_load_says_nothing_of_it(folder: Pa
     builder = make_builder(folder, fingerprint=model.system_fingerprint, served=model.setup)
     builder.serve(model)
     assert not builder.new_events(0, is_cut=False)
+
+
+def test_readers_who_ask_within_half_an_interval_mean_the_same_heartbeat() -> None:
+    beats = Heartbeats()
+    assert beats.wants("data", 10, 0)
+    assert not beats.wants("data", 10, 60_000)  # it is still on its way
+    assert beats.wants("comment", 10, 0)
+    beats.add(Beat("queued", "data"), 70_000)
+    assert not beats.wants("data", 10, 74_999)
+    assert beats.wants("data", 10, 75_000)

@@ -64,7 +64,7 @@ async def test_a_stop_string_beats_what_the_engine_says_of_later_tokens(folder: 
 async def leave(stream: object, num_events: int) -> list[AnyEvent]:
     """A client that reads so many events, and closes its connection."""
     found: list[AnyEvent] = []
-    async with stream.reader() as events:  # type: ignore[attr-defined]
+    async with stream.audience.reader() as events:  # type: ignore[attr-defined]
         async for event in events:
             events.sent(event)
             found.append(event)
@@ -101,7 +101,7 @@ async def test_nobody_takes_over_a_stream_that_is_read(folder: Path) -> None:
     async with running(folder) as (generation, engine):
         names = Names(digest=b"1")
         stream = await opened(generation, engine, names)
-        async with stream.reader():
+        async with stream.audience.reader():
             assert await generation.streams.find_equal(names, True) is None
 
 

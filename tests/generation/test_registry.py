@@ -63,9 +63,7 @@ async def test_a_writer_that_leaves_does_not_take_its_successor_along(folder: Pa
     async with running(folder) as (generation, engine):
         old = await opened(generation, engine, OPTED_IN)
         assert isinstance(old, LiveStream)
-        successor = generation.writers.make(
-            generation.fleet.hosts.first, old.record, old._builder, old.log
-        )
+        successor = LiveStream(old.record, old._builder, old.log, old.stay, 0.0)
         generation.streams.add(successor)
         generation.streams.remove(old)
         assert await generation.streams.find("", NAME) is successor
@@ -78,7 +76,7 @@ async def test_an_engine_given_up_tells_every_reader_of_a_durable_stream_at_once
     store.is_durable = True
     async with running(folder, store) as (generation, engine):
         stream = await opened(generation, engine, OPTED_IN)
-        reading = asyncio.create_task(stream.interruption.unless(read(stream)))
+        reading = asyncio.create_task(stream.audience.pause.unless(read(stream)))
         await settle()
         engine._news.put(msgspec.structs.replace(DOWN, given_up=True))
         await engine.close()  # at once, as a supervisor that gives up does

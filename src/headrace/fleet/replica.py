@@ -22,7 +22,7 @@ class Replica:
         self.client = client
         self.up: EngineUp | None = None
         self.was_up = asyncio.Event()
-        self.emptied = asyncio.Event()  # no place was claimed when that was last checked
+        self.emptied = asyncio.Event()  # no place is claimed any more
         self.is_leaving = False  # since it is one too many
         self.status: Status | None = None  # of its engine's present life
         self.num_starts = 0

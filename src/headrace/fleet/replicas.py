@@ -125,10 +125,11 @@ class Replicas:
             return  # it has died meanwhile, and is started again
         if old.up is not None:
             self._line.placement.drain(number)
-            self._note_empty()
+            old.emptied.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(within_s):
-                    await old.emptied.wait()
+                    if self._line.placement.num_taken(number):
+                        await old.emptied.wait()
         self._lose(old, EngineDown("engine_replaced", _MOVED, given_up=False, from_outside=True))
         self._replicas.pop(number, None)
         await old.client.close()
@@ -208,14 +209,9 @@ class Replicas:
             self._line.release(end.sequence_id)
         if outputs.finished:
             self._place()
-            self._note_empty()
-
-    def _note_empty(self) -> None:
-        for it in self.all():
-            if it.num_taken:
-                it.emptied.clear()
-            else:
-                it.emptied.set()
+            for it in self.all():
+                if not it.num_taken:
+                    it.emptied.set()
 
     def _ready(self) -> Ready:
         return ready_of(it.up.ready for it in self._replicas.values() if it.up)

@@ -108,7 +108,7 @@ class WholeAnswer:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def deliver() -> None:
             answer = AnswerBody(self._stream.record)
-            async with self._stream.reader() as events:
+            async with self._stream.audience.reader() as events:
                 try:
                     async for event in events:
                         await turn_for(self._stream.log, event)
@@ -119,7 +119,7 @@ class WholeAnswer:
                 await response(scope, receive, send)
                 events.sent(event)
 
-        await while_connected(receive, self._stream.interruption.unless(deliver()))
+        await while_connected(receive, self._stream.audience.pause.unless(deliver()))
 
     async def _response(self, answer: AnswerBody, request_id: str) -> Response:
         record = self._stream.record
@@ -252,7 +252,7 @@ class LiveAnswer:
         self._data_at = self._byte_at = self._sign_at = asyncio.get_running_loop().time()
         beating = asyncio.create_task(self._beat(send))
         try:
-            await self._stream.interruption.unless(self._follow(send))
+            await self._stream.audience.pause.unless(self._follow(send))
         except Exception as error:
             notice = notice_of(error)
             if not self.pace.is_logged:  # there, bytes that are no event would shift the others
@@ -264,7 +264,7 @@ class LiveAnswer:
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _follow(self, send: Send) -> None:
-        async with self._stream.reader(self._after) as events:
+        async with self._stream.audience.reader(self._after) as events:
             async for event in events:
                 await turn_for(self._stream.log, event)
                 frames = self._rendering.render(event)

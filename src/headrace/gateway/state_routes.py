@@ -263,10 +263,10 @@ def _row(host: ModelHost, stream: LiveStream) -> Snapshot:
         "prompt_tokens": stream.record.num_prompt_tokens,
         "prompt_processed": sum(one.num_processed for one in standings),
         "prompt_cached": sum(one.num_cached for one in standings),
-        "tokens": stream.num_generated,
+        "tokens": stream.tally.usage.completion_tokens,
         "tokens_left": _sum(one.num_left for one in standings),
         "choices": stream.record.request.num_choices,
-        "max_gap_ms": stream.max_gap_ms,
+        "max_gap_ms": stream.tally.timings.max_gap_ms,
         "readers": stream.num_readers,
     }
 

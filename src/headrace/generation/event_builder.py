@@ -1,5 +1,6 @@
 """The next events of one stream: what its choices said, numbered and tallied; does no I/O."""
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -18,7 +19,7 @@ from headrace.core.messages import (
 from headrace.fleet.served_model import ServedModel
 from headrace.fleet.tenants import InQueue
 from headrace.generation.choice import ChoiceWriter, Echo
-from headrace.generation.ingestion import NO_CHUNKS, ChunkCount, describe
+from headrace.generation.prompt_report import NO_CHUNKS, ChunkCount, describe
 from headrace.streams import events
 from headrace.streams.events import AnyEvent, Ingestion
 from headrace.streams.record import Record, ServedSetup
@@ -71,7 +72,7 @@ class EventBuilder:
             for n in range(len(request.prompts))
         ]
         self._queue = QueueProgress()
-        self._beats: list[Beat] = []
+        self.beats = Heartbeats()
         # None until the model is in memory, where that was not so when the record was made
         known = ServedAs(record.system_fingerprint, record.served)
         self.served = known if record.system_fingerprint else None
@@ -138,9 +139,6 @@ class EventBuilder:
             if choice.is_stopped:
                 self._finish(choice, FinishReason.STOP)
 
-    def beat(self, beat: Beat) -> None:
-        self._beats.append(beat)
-
     def serve(self, model: ServedModel) -> None:
         """Begins on this model, now that it is in memory; told if it is not that of the record."""
         self._model = model
@@ -148,10 +146,10 @@ class EventBuilder:
         self.served = ServedAs(model.system_fingerprint, model.setup)
         self._is_served_untold = self.served != before
 
-    def recover(self) -> None:
+    def recover(self, at_ms: int) -> None:
         """Says that there is no engine now; the next one's queue is reported from the start."""
         self.num_recoveries += 1
-        self.beat(Beat("recovering", "data", self.num_recoveries))
+        self.beats.add(Beat("recovering", "data", self.num_recoveries), at_ms)
         self._queue = QueueProgress()
 
     def move_in_queue(self, place: InQueue | None) -> None:
@@ -214,10 +212,10 @@ class EventBuilder:
     def new_events(self, at_ms: int, is_cut: bool) -> Sequence[AnyEvent]:
         """The events since the last call; after a cut no token follows."""
         made: list[AnyEvent] = []
-        for beat in self._beats:
+        for beat in self.beats.new:
             fields = msgspec.structs.asdict(beat)
             self._add(made, events.Heartbeat(seq=self._next_seq, at_ms=at_ms, **fields))
-        self._beats.clear()
+        self.beats.new.clear()
         if self.served and self._is_served_untold:
             self._is_served_untold = False
             now = events.Served(
@@ -311,6 +309,28 @@ class EventBuilder:
     def _count(self, event: AnyEvent) -> None:
         self.tally.feed(event)
         self._next_seq, self.last_ms = event.seq + 1, event.at_ms
+
+
+class Heartbeats:
+    """The heartbeats of a log, one for all readers: who asks within half an interval means it.
+
+    `new` ones are those that no event has told yet.
+    """
+
+    def __init__(self) -> None:
+        self.new: list[Beat] = []
+        self._at_ms: dict[str, float] = {}  # when the last of each form was taken up
+
+    def wants(self, form: str, interval_s: float, at_ms: int) -> bool:
+        """Whether another one is to be added, which is then on its way."""
+        if at_ms - self._at_ms.get(form, -math.inf) < 500 * interval_s:
+            return False
+        self._at_ms[form] = math.inf
+        return True
+
+    def add(self, beat: Beat, at_ms: int) -> None:
+        self.new.append(beat)
+        self._at_ms[beat.form] = at_ms
 
 
 class QueueProgress:

@@ -22,6 +22,7 @@ from headrace.generation.event_builder import EventBuilder
 from headrace.generation.model_checks import admit, check_generates
 from headrace.generation.registry import Found, Registry
 from headrace.generation.resume import GONE, Resumption
+from headrace.generation.stay import Stay
 from headrace.generation.store_chores import obey, sweep, watch
 from headrace.generation.stream import LiveStream
 from headrace.generation.vectors import VectorMaker
@@ -165,15 +166,15 @@ class Generation:
         stored = await self.streams.put(record, place)
         if stored.record.id != record.id:
             return await self.streams.wrap(stored)
-        stream = self.writers.make(host, record, EventBuilder(record, model), stored.log)
-        stream.admitted = admitted
-        self.writers.start(host, stream, place)
+        stored = Stored(record, stored.log)
+        builder = EventBuilder(record, model)
+        stream = self.writers.start(host, stored, builder, Stay(place, admitted))
         try:
-            accepted = stream.interruption.unless(stored.log.wait(-1))
+            accepted = stream.audience.pause.unless(stored.log.wait(-1))
             await self.streams.unless_stalled(record, accepted)
         except BaseException as error:
             stream.stop(error if isinstance(error, RequestError) else _LEFT)
-            stream.close_to_readers()
+            stream.audience.close()
             raise
         return stream
 

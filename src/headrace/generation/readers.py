@@ -32,22 +32,54 @@ class Reader:
             self._audience.is_served = True
 
 
+class ReaderPause:
+    """Set while no reader can be served; the stream itself goes on, now or after a restart."""
+
+    def __init__(self) -> None:
+        self._is_set = asyncio.Event()
+        self._reason: RequestError | None = None
+
+    def set(self, reason: RequestError) -> None:
+        self._reason = reason
+        self._is_set.set()
+
+    def clear(self) -> None:
+        self._reason = None
+        self._is_set.clear()
+
+    async def unless(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """The result of `work`; raises the reason as soon as there is one."""
+        async with race(work, self._is_set.wait()) as (working, _):
+            if not working.done() and self._reason is not None:
+                raise self._reason.with_traceback(None)  # raised often: it would grow
+            result: Result = await working
+            return result
+
+
 class Audience:
     """The readers of one stream.
 
     When the last one leaves, the stream is abandoned at once if somebody has seen tokens of it,
     or its whole answer. Otherwise it lingers for `linger_s` first: a client that timed out and
-    asks again finds its work done. With `linger_s` None the stream opted in, and does not depend
-    on readers.
+    asks again finds its work done. With `linger_s` None the stream opted in, or has ended, and
+    does not depend on readers.
     """
 
-    def __init__(self, linger_s: float | None, on_abandoned: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        log: Log,
+        linger_s: float | None = None,
+        on_abandoned: Callable[[], None] = lambda: None,
+        pause: ReaderPause | None = None,
+    ) -> None:
+        self.pause = pause or ReaderPause()
         self.has_seen_tokens = False
         self.is_served = False
         self.abandoned = asyncio.Event()
         self.num_readers = 0  # now
         self.num_joined = 0  # so far
         self.num_resumed = 0  # of those, who came when all others had left
+        self._log = log
         self._linger_s = linger_s
         self._on_abandoned = on_abandoned
         self._linger: Countdown | None = None
@@ -58,14 +90,14 @@ class Audience:
         return self._linger is not None
 
     @contextlib.asynccontextmanager
-    async def reader(self, log: Log, after: int) -> AsyncIterator[Reader]:
-        """A reader's stay."""
+    async def reader(self, after: int = -1) -> AsyncIterator[Reader]:
+        """All events after the cursor. Leaving the context is leaving the stream."""
         self.num_resumed += bool(self.num_joined and not self.num_readers)
         self.num_readers += 1
         self.num_joined += 1
         self._stop_lingering()
         try:
-            yield Reader(self, log, after)
+            yield Reader(self, self._log, after)
         finally:
             self.num_readers -= 1
             if self.num_readers == 0 and self._linger_s is not None:
@@ -91,27 +123,3 @@ class Audience:
         self._linger = None
         self.abandoned.set()
         self._on_abandoned()
-
-
-class ReaderPause:
-    """Set while no reader can be served; the stream itself goes on, now or after a restart."""
-
-    def __init__(self) -> None:
-        self._is_set = asyncio.Event()
-        self._reason: RequestError | None = None
-
-    def set(self, reason: RequestError) -> None:
-        self._reason = reason
-        self._is_set.set()
-
-    def clear(self) -> None:
-        self._reason = None
-        self._is_set.clear()
-
-    async def unless(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """The result of `work`; raises the reason as soon as there is one."""
-        async with race(work, self._is_set.wait()) as (working, _):
-            if not working.done() and self._reason is not None:
-                raise self._reason.with_traceback(None)  # raised often: it would grow
-            result: Result = await working
-            return result

@@ -4,13 +4,12 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Coroutine, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
 
 from headrace.core.errors import RequestError
 from headrace.core.ids import StreamId
 from headrace.generation.admission import Place
-from headrace.generation.readers import Audience, Reader, ReaderPause
+from headrace.generation.readers import Audience, ReaderPause
 from headrace.generation.remote import RemoteStream
 from headrace.generation.stream import LiveStream
 from headrace.metrics.metrics import ServerFigures
@@ -47,16 +46,13 @@ class FinishedStream:
     def __init__(self, record: Record, log: Log) -> None:
         self.record = record
         self.log = log
-        self.interruption = ReaderPause()
+        self.audience = Audience(log)
 
     def beat(self, form: str, interval_s: float) -> None:
         """Has no effect: nothing follows the end."""
 
     def stop(self, error: RequestError) -> None:
         """Has no effect: the first terminal outcome wins."""
-
-    def reader(self, after: int = -1) -> AbstractAsyncContextManager[Reader]:
-        return Audience(None, on_abandoned=lambda: None).reader(self.log, after)
 
 
 Found = LiveStream | FinishedStream | RemoteStream
@@ -98,12 +94,12 @@ class Registry:
         self.elsewhere.set(reason)
         for stream in self:
             if stream.record.is_durable:
-                stream.interruption.set(reason)
+                stream.audience.pause.set(reason)
 
     def unpause(self) -> None:
         self.elsewhere.clear()
         for stream in self:
-            stream.interruption.clear()
+            stream.audience.pause.clear()
 
     def _wake(self) -> None:
         self._added.set()
@@ -153,7 +149,7 @@ class Registry:
         for stream in self._live.values():
             theirs = stream.record.names
             is_same = (theirs.owner, theirs.digest) == (names.owner, names.digest)
-            if is_same and stream.is_lingering:
+            if is_same and stream.audience.is_lingering:
                 return stream
         return None
 

@@ -2,9 +2,8 @@
 
 import contextlib
 from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager
 
-from headrace.generation.readers import Audience, Reader, ReaderPause
+from headrace.generation.readers import Audience, ReaderPause
 from headrace.streams.events import AnyEvent, Heartbeat, Progress, Tokens
 from headrace.streams.log import LogGone, LogUnsound
 from headrace.streams.store import RemoteWriter, Stored
@@ -16,7 +15,7 @@ class RemoteStream:
     def __init__(self, stored: Stored, writer: RemoteWriter, pause: ReaderPause) -> None:
         self.record = stored.record
         self.log = stored.log
-        self.interruption = pause
+        self.audience = Audience(self.log, pause=pause)
         self._writer = writer
 
     @property
@@ -27,9 +26,6 @@ class RemoteStream:
     def beat(self, form: str, interval_s: float) -> None:
         """Asks for a heartbeat in the log."""
         self._writer.beat(form, interval_s)
-
-    def reader(self, after: int = -1) -> AbstractAsyncContextManager[Reader]:
-        return Audience(None, on_abandoned=lambda: None).reader(self.log, after)
 
     async def stop(self, code: str) -> None:
         """Returns once its log has ended."""

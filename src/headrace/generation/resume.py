@@ -16,6 +16,7 @@ from headrace.generation.writers import Writers
 from headrace.metrics.metrics import ServerFigures
 from headrace.streams.log import Log, LogConflict
 from headrace.streams.store import Stored, StoreStalled
+from headrace.workers.image_file import Admitted
 from headrace.workers.pool import Work
 
 logger = logging.getLogger(__name__)
@@ -110,12 +111,10 @@ class Resumption:
             logger.exception("A stream of an earlier run cannot be resumed")
             self._group.create_task(_give_up(stored.log), name="give up")
             return
-        stream = self._writers.make(host, stored.record, builder, stored.log)
+        admitted = Admitted(stored.record.prompts)
         if stored.record.images and not cut:
-            stream.admitted, cut = await see_again(self._work, host.model, stored.record)
-        if cut:
-            stream.end_now(cut)
-        self._writers.resume(host, stream)
+            admitted, cut = await see_again(self._work, host.model, stored.record)
+        self._writers.resume(host, stored, builder, admitted, cut)
 
     async def _resume_later(self, stored: Stored, cut: RequestError | None) -> None:
         await asyncio.sleep(_AGAIN_S)

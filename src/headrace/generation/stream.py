@@ -6,35 +6,28 @@ import logging
 import math
 import time
 from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager
 from functools import partial
 
-from headrace.awake import Countdown
 from headrace.core.errors import RequestError
 from headrace.core.ids import SequenceId
 from headrace.core.log_context import log_request
-from headrace.core.messages import (
-    Cancel,
-    Finished,
-    FinishReason,
-    NewToken,
-    Submit,
-)
+from headrace.core.messages import Finished, FinishReason, NewToken, Submit
 from headrace.engine.client import EngineDown, EngineUp
 from headrace.fleet.queue_eta import TokensAsked
 from headrace.fleet.served_model import ServedModel
 from headrace.fleet.tenants import InQueue, Item, TenantNews, Tenants
-from headrace.generation.admission import Place
-from headrace.generation.event_builder import Beat, EventBuilder, ServedAs, Standing
+from headrace.generation.crash_blame import CrashBlame
+from headrace.generation.event_builder import Beat, EventBuilder, Standing
 from headrace.generation.model_checks import check_can_begin, check_can_go_on
-from headrace.generation.readers import Audience, Reader, ReaderPause
-from headrace.generation.suspicion import CrashSuspicion
+from headrace.generation.readers import Audience
+from headrace.generation.stay import Stay
+from headrace.generation.submission import Submission
 from headrace.metrics.metrics import RequestFigures
 from headrace.streams.events import AnyEvent
 from headrace.streams.log import Log, LogTaken
 from headrace.streams.record import Record
 from headrace.streams.store import StoreStalled
-from headrace.workers.image_file import Admitted
+from headrace.streams.tally import Tally
 
 logger = logging.getLogger(__name__)
 
@@ -42,65 +35,49 @@ _numbers = itertools.count(1)
 
 
 class LiveStream:
-    """Made on admission, or from its log after a restart. `run` writes the log to its end."""
+    """The writer of a log: takes news in order, and appends the events that follow from it.
+
+    Made on admission, or from its log after a restart. `run` writes the log to its end.
+    """
 
     def __init__(
-        self,
-        record: Record,
-        builder: EventBuilder,
-        log: Log,
-        engine: Tenants,
-        linger_s: float,
+        self, record: Record, builder: EventBuilder, log: Log, stay: Stay, linger_s: float
     ) -> None:
         self.record = record
         self.log = log
-        self.admitted = Admitted(record.prompts)  # with what images became, if there are any
-        self.smaller_context: int | None = None  # if it has shrunk since admission
+        self.stay = stay
+        self.number = next(_numbers)  # counts the streams of this process
         self.cut: RequestError | None = None  # why it was cut, if it was
         self.ended = asyncio.Event()
-        self.interruption = ReaderPause()
-        self.place: Place | None = None  # what it counts for in the queue
-        self._timers: list[Countdown] = []
-        self._audience = Audience(
-            None if record.names.is_opted_in else linger_s, on_abandoned=self._abandon
+        self.audience = Audience(
+            log, None if record.names.is_opted_in else linger_s, on_abandoned=self._abandon
         )
-        self.number = next(_numbers)  # counts the streams of this process
         self._builder = builder
-        self._engine = engine
         # None: it ends without the engine
         self._inbox: asyncio.Queue[TenantNews | Beat | None] = asyncio.Queue()
-        self._engine_knows: dict[SequenceId, int] = {}  # and the choice that each is
-        self._suspicion = CrashSuspicion()
-        self._is_loading = not builder.has_begun  # until its model is in memory
+        self._submission = Submission(self)
+        self._blame = CrashBlame()
+        self._smaller_context: int | None = None  # if it has shrunk since admission
         self._is_recovering = builder.has_begun  # until the engine is where a dead one was
-        self._beat_at: dict[str, float] = {}  # when the last of each form was taken up
         self._admitted_at = time.monotonic() - builder.last_ms / 1000
+        self._keep_place()
 
     # what others call
 
-    @property
-    def num_live(self) -> int:
-        """Choices that have not ended."""
-        return self._builder.num_live
-
-    @property
-    def served(self) -> ServedAs | None:
-        """The model that it began on; None while it has not."""
-        return None if self._is_loading else self._builder.served
-
-    def begin(self, model: ServedModel, seat: Tenants, up: EngineUp) -> None:
+    def begin(self, model: ServedModel, engine: Tenants, up: EngineUp) -> None:
         """Submits what is left to an engine, or ends if its model cannot go on with that.
 
         The model may have other settings than when the stream was admitted.
         """
+        builder = self._builder
         try:
-            if self.served is None:
+            if self._is_loading or builder.served is None:
                 check_can_begin(self.record, model)
-                self._is_loading = False
-                self._engine = seat
-                self._builder.serve(model)
+                builder.serve(model)
             else:
-                self.smaller_context = check_can_go_on(*self.served, self.num_tokens, model)
+                shrunk_to = check_can_go_on(*builder.served, builder.num_tokens, model)
+                self._smaller_context = shrunk_to
+            self._submission.engine = engine
         except RequestError as change:
             self.end_now(change)
         self.tell(up)
@@ -109,9 +86,9 @@ class LiveStream:
         """Generation ends it, or keeps it for a later engine if it is durable."""
 
     @property
-    def num_tokens(self) -> int:
-        """Prompt and answer so far of the longest choice that has not ended."""
-        return self._builder.num_tokens
+    def _is_loading(self) -> bool:
+        """Whether it waits for its model to be in memory, to begin."""
+        return self._submission.engine is None and not self._builder.has_begun
 
     @property
     def state(self) -> str:
@@ -127,27 +104,22 @@ class LiveStream:
     @property
     def num_readers(self) -> int:
         """The number of readers at this moment."""
-        return self._audience.num_readers
+        return self.audience.num_readers
 
     @property
-    def max_gap_ms(self) -> float:
-        """The longest time between two tokens of a choice so far."""
-        return self._builder.tally.timings.max_gap_ms
+    def tally(self) -> Tally:
+        """The figures of all that was said so far."""
+        return self._builder.tally
 
     def standings(self) -> dict[SequenceId, Standing]:
         """The standings of choices that this engine has begun, by the engine's ids."""
         by_choice = {standing.choice: standing for standing in self._builder.standings()}
-        knows = self._engine_knows.items()
-        return {number: by_choice[choice] for number, choice in knows if choice in by_choice}
-
-    @property
-    def num_generated(self) -> int:
-        """Tokens of all its choices so far."""
-        return self._builder.tally.usage.completion_tokens
+        parts = self._submission.parts.items()
+        return {number: by_choice[choice] for number, choice in parts if choice in by_choice}
 
     def asked(self, sequence_id: SequenceId) -> TokensAsked:
         """The tokens that one of its sequences asks of the engine; siblings share their prompt."""
-        choice = self._engine_knows.get(sequence_id)
+        choice = self._submission.parts.get(sequence_id)
         if choice is None:
             return TokensAsked(0, 0)
         request = self.record.request
@@ -165,8 +137,8 @@ class LiveStream:
         if self.ended.is_set() or self.cut:
             return
         self.cut = error
-        if self._engine_knows:
-            self._engine.cancel(Cancel(tuple(self._engine_knows)))
+        if self._submission.parts:
+            self._submission.cancel()
         else:
             self._inbox.put_nowait(None)
 
@@ -185,12 +157,9 @@ class LiveStream:
 
         0: no limit. What waits for an engine to come back has no limit any more for beginning.
         """
-        limits = ((queue_s, self._time_out_in_queue), (request_s, self._time_out))
-        self._timers += [
-            Countdown(max(0.0, seconds - self._at_ms() / 1000), partial(cut, seconds))
-            for seconds, cut in limits
-            if seconds
-        ]
+        for seconds, cut in ((queue_s, self._time_out_in_queue), (request_s, self._time_out)):
+            if seconds:
+                self.stay.limit(seconds - self._at_ms() / 1000, partial(cut, seconds))
 
     def _time_out_in_queue(self, seconds: float) -> None:
         if not self._builder.has_begun and not self._is_recovering:
@@ -206,8 +175,7 @@ class LiveStream:
 
         One for all readers: those who ask within half an interval of it mean the same one.
         """
-        if time.monotonic() - self._beat_at.get(form, -math.inf) >= interval_s / 2:
-            self._beat_at[form] = math.inf  # at most one is on its way
+        if self._builder.beats.wants(form, interval_s, self._at_ms()):
             self.tell(Beat(self.state, form))
 
     def tell_load(self, progress: float | None) -> None:
@@ -217,24 +185,6 @@ class LiveStream:
     def check_log(self) -> None:
         """Writes a heartbeat, which fails if another server writes the log now."""
         self.tell(Beat(self.state, "comment"))
-
-    # its readers
-
-    def reader(self, after: int = -1) -> AbstractAsyncContextManager[Reader]:
-        """All events after the cursor. Leaving the context is leaving the stream."""
-        return self._audience.reader(self.log, after)
-
-    @property
-    def is_lingering(self) -> bool:
-        """Whether nobody reads, and a client that asks the same may still take over."""
-        return self._audience.is_lingering
-
-    async def wait_until_abandoned(self) -> None:
-        await self._audience.abandoned.wait()
-
-    def close_to_readers(self) -> None:
-        """Stops waiting for readers."""
-        self._audience.close()
 
     def _abandon(self) -> None:
         self.stop(RequestError("client_gone", "The client left before the answer ended."))
@@ -249,7 +199,7 @@ class LiveStream:
         """Writes all other events, the terminal one last."""
         try:
             await self._append_new(self._at_ms())  # an end that tokens of an earlier run reached
-            while self.num_live and (news := await self._inbox.get()) is not None:
+            while self._builder.num_live and (news := await self._inbox.get()) is not None:
                 at_ms = self._at_ms()
                 self._take(news, at_ms)
                 self._keep_place()
@@ -261,29 +211,14 @@ class LiveStream:
             logger.exception("A stream failed")
             self.cut = RequestError("internal_error", "The server failed on this request.")
             self._leave_engine()
-        self.admitted.close()
-        self._engine.forget(self._engine_knows)
-        self.leave()
+        self._submission.forget()
+        self.stay.end()
         await self._append([self._builder.terminal(self._at_ms(), self.cut)])
         self.ended.set()
 
-    def take(self, place: Place) -> None:
-        """Takes a queue place, kept equal to the remaining work."""
-        self.place = place
-        self._keep_place()
-
-    def leave(self) -> None:
-        """Gives up its place, before anybody sees its end. Idempotent."""
-        for timer in self._timers:
-            timer.cancel()
-        self._timers.clear()
-        if self.place is not None:
-            self.place.close()
-
     def _keep_place(self) -> None:
         builder = self._builder
-        if self.place is not None:
-            self.place.update(builder.num_live, builder.num_waiting, builder.num_unread)
+        self.stay.place.update(builder.num_live, builder.num_waiting, builder.num_unread)
 
     def note_end(self, figures: RequestFigures) -> None:
         """Tells figures and log what became of it."""
@@ -302,14 +237,14 @@ class LiveStream:
             ttft_ms=tally.first_token_ms,
             max_gap_ms=timings.max_gap_ms,
             total_ms=self._at_ms(),
-            readers=self._audience.num_joined,
-            resumes=self._audience.num_resumed,
+            readers=self.audience.num_joined,
+            resumes=self.audience.num_resumed,
             recoveries=self._builder.num_recoveries,
         )
 
     def _leave_engine(self) -> None:
-        self._engine.cancel(Cancel(tuple(self._engine_knows)))
-        self._engine.forget(self._engine_knows)
+        self._submission.cancel()
+        self._submission.forget()
 
     def _take(self, news: TenantNews | Beat, at_ms: int) -> None:
         if isinstance(news, list):
@@ -321,31 +256,31 @@ class LiveStream:
                 self._is_recovering = self._builder.has_begun
                 self._submit()
             case EngineDown():
-                self._forget_engine(news)
+                self._forget_engine(news, at_ms)
             case InQueue():
                 self._builder.move_in_queue(None if self._builder.has_begun else news)
             case Beat():
-                self._builder.beat(news)
-                self._beat_at[news.form] = time.monotonic()
+                self._builder.beats.add(news, at_ms)
 
     def _take_item(self, item: Item, at_ms: int) -> None:
-        choice = self._engine_knows.get(item.sequence_id)
+        choice = self._submission.parts.get(item.sequence_id)
         if choice is None:
             return
-        if isinstance(item, NewToken) or not self._builder.has_tokens:
-            self._is_recovering = False
         if isinstance(item, NewToken):
-            self._suspicion.clear()
-        elif isinstance(item, Finished) and item.finish is FinishReason.ERROR:
+            self._is_recovering = False
+            self._blame.clear()
+        else:
+            self._is_recovering = self._is_recovering and self._builder.has_tokens
+        if isinstance(item, Finished) and item.finish is FinishReason.ERROR:
             self.stop(RequestError(item.code or "internal_error", item.message))
         elif isinstance(item, Finished) and item.finish is FinishReason.LENGTH:
             self._check_context(choice)
         if self._builder.take(choice, item, at_ms):
-            self._engine.cancel(Cancel((item.sequence_id,), FinishReason.STOP))
+            self._submission.stop(item.sequence_id)
 
     def _check_context(self, choice: int) -> None:
         """Fails a choice that runs into a context shrunk since admission: that is no end."""
-        context = self.smaller_context
+        context = self._smaller_context
         if context is not None and self._builder.is_cut_short(choice, context):
             message = f"The context is now {context} tokens, too few for the rest of this answer."
             self.stop(RequestError("model_changed", message))
@@ -355,16 +290,16 @@ class LiveStream:
         if self.cut:
             return
         live = self._builder.live()
-        self._engine_knows = {self._engine.open(self): choice.index for choice in live}
+        new = self._submission.open(choice.index for choice in live)
         request = self.record.request
-        self._engine.submit(
+        self._submission.submit(
             Submit(
                 stream_id=self.record.id,
                 prompts=self.record.prompts,
-                inputs=self.admitted.inputs,
+                inputs=self.stay.admitted.inputs,
                 sequences=tuple(
                     choice.as_sequence(sequence_id)
-                    for sequence_id, choice in zip(self._engine_knows, live, strict=True)
+                    for sequence_id, choice in zip(new, live, strict=True)
                 ),
                 sampling=request.sampling,
                 arrival=self._admitted_at,
@@ -372,27 +307,21 @@ class LiveStream:
                 # an owner has no line break, so that no salt can pass for another owner's
                 salt=f"{self.record.names.owner}\n{request.cache_salt}",
                 use_prefix=request.cache_prompt and not request.echo,
-                suspect=self._suspicion.is_suspect,
+                suspect=self._blame.is_suspect,
                 client=self.record.names.owner,
             )
         )
 
-    def _forget_engine(self, down: EngineDown) -> None:
+    def _forget_engine(self, down: EngineDown, at_ms: int) -> None:
         """Forgets a dead engine: its news so far counts, the rest is lost."""
-        mine = self._engine_knows.keys() & set(down.suspects)
-        is_alone = len(mine) == len(down.suspects)
-        poison = self._suspicion.judge(bool(mine), is_alone, down.from_outside)
-        self._engine.forget(self._engine_knows)
-        self._engine_knows = {}
+        poison = self._blame.judge(down, self._submission.forget())
         self._builder.end_stopped()
-        if poison:
-            self.cut = self.cut or poison
+        self.cut = self.cut or poison
         if self.cut:
             self._inbox.put_nowait(None)
-        elif self.num_live:
+        elif self._builder.num_live:
             self._is_recovering = True
-            self._builder.recover()
-            self._beat_at["data"] = time.monotonic()
+            self._builder.recover(at_ms)
 
     async def _append_new(self, at_ms: int) -> None:
         await self._append(self._builder.new_events(at_ms, is_cut=bool(self.cut)))

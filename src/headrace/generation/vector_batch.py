@@ -13,14 +13,15 @@ from typing import NamedTuple
 
 from headrace.core.errors import RequestError
 from headrace.core.ids import SequenceId, StreamId
-from headrace.core.messages import Cancel, Finished, FinishReason, NewSequence, Started, Submit
+from headrace.core.messages import Finished, FinishReason, NewSequence, Started, Submit
 from headrace.core.sampling import Pooling, Sampling
 from headrace.engine.client import EngineDown, EngineUp
 from headrace.fleet.queue_eta import TokensAsked
 from headrace.fleet.served_model import ServedModel
 from headrace.fleet.tenants import InQueue, Item, TenantNews, Tenants
 from headrace.generation.admission import Place
-from headrace.generation.suspicion import CrashSuspicion
+from headrace.generation.crash_blame import CrashBlame
+from headrace.generation.submission import Submission
 
 _WINDOWS_PER_PLACE = 2  # while one half of a window is computed, the other half waits
 
@@ -37,34 +38,24 @@ class VectorWork(NamedTuple):
 class VectorBatch:
     """The inputs of one request. It owns sequences as a stream does, and keeps no log."""
 
-    def __init__(
-        self,
-        work: VectorWork,
-        engine: Tenants,
-    ) -> None:
+    def __init__(self, work: VectorWork) -> None:
         inputs, pooling, salt, self._place = work
         self.id = StreamId("embd-" + secrets.token_hex(16))
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._inputs = inputs
         self._sampling = Sampling(max_tokens=0, pooling=pooling)
         self._use_prefix = not pooling.needs_whole
-        self._engine = engine
         self._salt = salt
         self._inbox: asyncio.Queue[TenantNews | RequestError] = asyncio.Queue()
         self._vectors: dict[int, bytes] = {}
         self._left = deque(range(len(inputs)))  # that no engine has
-        self._engine_knows: dict[SequenceId, int] = {}  # and the input that each is
+        self._submission = Submission(self)
         self._begun: set[SequenceId] = set()
-        self._suspicions: dict[int, CrashSuspicion] = {}
-
-    @property
-    def num_live(self) -> int:
-        """Inputs that take a place in the engine or its queue."""
-        return len(self._engine_knows)
+        self._suspects: dict[int, CrashBlame] = {}
 
     def asked(self, sequence_id: SequenceId) -> TokensAsked:
         """The tokens that one of its sequences asks of the engine."""
-        number = self._engine_knows.get(sequence_id)
+        number = self._submission.parts.get(sequence_id)
         return TokensAsked(0 if number is None else len(self._inputs[number]) // 4, 0)
 
     def tell(self, news: TenantNews) -> None:
@@ -74,8 +65,9 @@ class VectorBatch:
     def tell_place(self, place: InQueue) -> None:
         """Does nothing: nobody hears where a batch stands."""
 
-    def begin(self, model: ServedModel, seat: Tenants, up: EngineUp) -> None:
+    def begin(self, model: ServedModel, engine: Tenants, up: EngineUp) -> None:
         """An engine is there, which is given a window of what is left."""
+        self._submission.engine = engine
         self.tell(up)
 
     def lose(self, error: RequestError) -> None:
@@ -104,33 +96,30 @@ class VectorBatch:
                 self._top_up(window)
                 self._count()
         finally:
-            self._leave_engine()
+            self._submission.cancel()
+            self._submission.forget()
             self._place.close()
             self.ended.cancel()
         return tuple(self._vectors[number] for number in range(len(self._inputs)))
 
     def _count(self) -> None:
         """Updates the queue place: of a batch of thousands, only the engine's part counts."""
-        waiting = [n for id, n in self._engine_knows.items() if id not in self._begun]
-        self._place.update(self.num_live, len(waiting), self.num_tokens(waiting))
-
-    def num_tokens(self, numbers: Iterable[int]) -> int:
-        return sum(len(self._inputs[number]) // 4 for number in numbers)
+        parts = self._submission.parts
+        waiting = [len(self._inputs[n]) // 4 for id, n in parts.items() if id not in self._begun]
+        self._place.update(len(parts), len(waiting), sum(waiting))
 
     def _top_up(self, window: int) -> None:
         """Gives the engine inputs until it has as many as it may; suspects run alone there."""
-        room = min(len(self._left), window - self.num_live)
+        room = min(len(self._left), window - len(self._submission.parts))
         numbers = [self._left.popleft() for _ in range(room)]
-        suspects = [n for n in numbers if n in self._suspicions]
-        self._submit(suspects, True)
-        self._submit([n for n in numbers if n not in self._suspicions], False)
+        self._submit([n for n in numbers if n in self._suspects], True)
+        self._submit([n for n in numbers if n not in self._suspects], False)
 
     def _submit(self, numbers: Sequence[int], are_suspects: bool) -> None:
         if not numbers:
             return
-        new = {self._engine.open(self): number for number in numbers}
-        self._engine_knows |= new
-        self._engine.submit(
+        new = self._submission.open(numbers)
+        self._submission.submit(
             Submit(
                 stream_id=self.id,
                 prompts=tuple(self._inputs[number] for number in numbers),
@@ -145,7 +134,7 @@ class VectorBatch:
 
     def _take(self, items: Iterable[Item]) -> None:
         for item in items:
-            if item.sequence_id not in self._engine_knows:
+            if item.sequence_id not in self._submission.parts:
                 continue
             if isinstance(item, Started):
                 self._begun.add(item.sequence_id)
@@ -153,10 +142,9 @@ class VectorBatch:
                 self._finish(item)
 
     def _finish(self, end: Finished) -> None:
-        number = self._engine_knows.pop(end.sequence_id)
+        number = self._submission.close(end.sequence_id)
         self._begun.discard(end.sequence_id)
-        self._engine.forget((end.sequence_id,))
-        self._suspicions.pop(number, None)
+        self._suspects.pop(number, None)
         if end.finish is not FinishReason.LENGTH or not end.vector:
             message = end.message or "The server failed on this request."
             raise RequestError(end.code or "internal_error", message)
@@ -164,19 +152,11 @@ class VectorBatch:
 
     def _forget_engine(self, down: EngineDown) -> None:
         """Forgets a dead engine: its vectors so far count, the others are asked for again."""
-        lost, self._engine_knows = self._engine_knows, {}
+        lost = self._submission.forget()
         self._begun.clear()
-        self._engine.forget(lost)
         for sequence_id in down.suspects:
             if (number := lost.get(sequence_id)) is not None:
-                suspicion = self._suspicions.setdefault(number, CrashSuspicion())
-                alone = len(down.suspects) == 1
-                if poison := suspicion.judge(True, alone, down.from_outside):
+                blame = self._suspects.setdefault(number, CrashBlame())
+                if poison := blame.judge(down, (sequence_id,)):
                     raise poison
         self._left.extendleft(sorted(lost.values(), reverse=True))
-
-    def _leave_engine(self) -> None:
-        if self._engine_knows:
-            self._engine.cancel(Cancel(tuple(self._engine_knows)))
-            self._engine.forget(self._engine_knows)
-            self._engine_knows = {}

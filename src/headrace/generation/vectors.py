@@ -87,7 +87,7 @@ class VectorMaker:
         try:
             # an owner has no line break, so that no salt can pass for another owner's
             work = VectorWork(inputs, pooling, f"{request.owner}\n", place)
-            vectors = await self._run(VectorBatch(work, host.tenants), host)
+            vectors = await self._run(VectorBatch(work), host)
             outcome, num_tokens = "finished", sum(map(len, inputs)) // 4
         except RequestError as error:
             outcome = error.code

@@ -8,13 +8,14 @@ from headrace.config.settings import StreamConfig
 from headrace.core.errors import RequestError
 from headrace.fleet.fleet import Fleet
 from headrace.fleet.model_host import ModelHost
-from headrace.generation.admission import Place, Queues
+from headrace.generation.admission import Queues
 from headrace.generation.event_builder import EventBuilder
 from headrace.generation.registry import Registry
+from headrace.generation.stay import Stay
 from headrace.generation.stream import LiveStream
-from headrace.streams.log import Log, LogTaken
-from headrace.streams.record import Record
-from headrace.streams.store import StoreStalled
+from headrace.streams.log import LogTaken
+from headrace.streams.store import Stored, StoreStalled
+from headrace.workers.image_file import Admitted
 
 logger = logging.getLogger(__name__)
 
@@ -44,19 +45,27 @@ class Writers:
         self._config = config
         self._group = group
 
-    def make(self, host: ModelHost, record: Record, builder: EventBuilder, log: Log) -> LiveStream:
-        """A stream for `start` or `resume`."""
-        host.metrics.requests.follow(builder.tally)
-        return LiveStream(record, builder, log, host.tenants, self._config.linger_s)
-
-    def start(self, host: ModelHost, stream: LiveStream, place: Place) -> None:
+    def start(
+        self, host: ModelHost, stored: Stored, builder: EventBuilder, stay: Stay
+    ) -> LiveStream:
         """Has a new stream computed once its model is in memory."""
+        stream = self._start(host, stored, builder, stay, used=None)
         stream.end_within(self._config.queue_timeout_s, 0)
-        self._start(host, stream, place, used=None)
+        return stream
 
-    def resume(self, host: ModelHost, stream: LiveStream) -> None:
-        """Has a stream computed that was admitted before."""
-        self._start(host, stream, self._queues.resume(host), used=host)
+    def resume(
+        self,
+        host: ModelHost,
+        stored: Stored,
+        builder: EventBuilder,
+        admitted: Admitted,
+        cut: RequestError | None,
+    ) -> None:
+        """Has a stream computed that was admitted before, or ends it as `cut`."""
+        stay = Stay(self._queues.resume(host), admitted)
+        stream = self._start(host, stored, builder, stay, used=host)
+        if cut:
+            stream.end_now(cut)
         self._fleet.hold(host)
         host.tenants.add(stream)
         self._fleet.need(host)
@@ -67,20 +76,27 @@ class Writers:
         """Ends these streams, except durable ones: a later engine goes on with those."""
         for stream in list(streams):
             if stream.record.is_durable:
-                stream.interruption.set(durable)
+                stream.audience.pause.set(durable)
                 self.tasks[stream].cancel()
             else:
                 stream.end_now(plain)
-                stream.close_to_readers()
+                stream.audience.close()
 
     def _start(
-        self, host: ModelHost, stream: LiveStream, place: Place, used: ModelHost | None
-    ) -> None:
-        stream.take(place)
+        self,
+        host: ModelHost,
+        stored: Stored,
+        builder: EventBuilder,
+        stay: Stay,
+        used: ModelHost | None,
+    ) -> LiveStream:
+        host.metrics.requests.follow(builder.tally)
+        stream = LiveStream(stored.record, builder, stored.log, stay, self._config.linger_s)
         stream.end_within(0, self._config.request_timeout_s)
         self._streams.add(stream)
         writing = self._write(host, stream, used)
         self.tasks[stream] = self._group.create_task(writing, name="stream")
+        return stream
 
     async def _enter(self, host: ModelHost, stream: LiveStream) -> ModelHost | None:
         """The host that computes it, once that is in memory; None if it was cut instead."""
@@ -106,18 +122,18 @@ class Writers:
         try:
             await self._run(host, stream)
             if not stream.record.names.is_opted_in:
-                await stream.wait_until_abandoned()
+                await stream.audience.abandoned.wait()
         except LogTaken:
             logger.warning("Another server has taken a stream over")
-            stream.interruption.set(_TAKEN)
+            stream.audience.pause.set(_TAKEN)
             stream.ended.set()
         except Exception:  # one stream, and not the server
             logger.exception("The log of a stream cannot be written")
             failure = RequestError("internal_error", "The log of this stream cannot be written.")
-            stream.interruption.set(failure)
+            stream.audience.pause.set(failure)
             stream.ended.set()
         finally:
-            stream.leave()
+            stream.stay.end()
             self._streams.remove(stream)
             del self.tasks[stream]
             if entering is not None and not entering.cancel() and not entering.cancelled():
@@ -132,6 +148,8 @@ class Writers:
                 await stream.accept()
             await stream.run()
             stream.note_end(host.metrics.requests)
-            self._queues.limits.used(stream.record.names.owner, stream.num_generated)
+            self._queues.limits.used(
+                stream.record.names.owner, stream.tally.usage.completion_tokens
+            )
         except StoreStalled:
             await self.on_stalled(stream)

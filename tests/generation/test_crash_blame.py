@@ -1,0 +1,38 @@
+"""Verdicts on a stream that was there when engines died."""
+
+from msgspec.structs import replace
+
+from headrace.core.ids import SequenceId
+from headrace.generation.crash_blame import CrashBlame
+from tests.fleet.fakes import DOWN
+
+MINE, OTHER = (SequenceId(1), SequenceId(2)), SequenceId(3)
+ALONE = replace(DOWN, suspects=MINE)
+KILLED_ALONE = replace(ALONE, from_outside=True)
+
+
+def test_a_stream_that_was_not_in_the_fatal_step_is_no_suspect() -> None:
+    blame = CrashBlame()
+    assert blame.judge(replace(DOWN, suspects=(OTHER,)), MINE) is None and not blame.is_suspect
+    assert blame.judge(DOWN, MINE) is None and not blame.is_suspect
+
+
+def test_a_suspect_that_is_alone_in_the_next_fatal_step_is_guilty() -> None:
+    blame = CrashBlame()
+    assert blame.judge(replace(DOWN, suspects=(MINE[0], OTHER)), MINE) is None and blame.is_suspect
+    assert blame.judge(replace(DOWN, suspects=(*MINE, OTHER)), MINE) is None
+    poison = blame.judge(ALONE, MINE)
+    assert poison is not None and poison.code == "poison_request"
+
+
+def test_kills_from_outside_prove_nothing_until_the_third_in_a_row() -> None:
+    blame = CrashBlame()
+    verdicts = [blame.judge(KILLED_ALONE, MINE) for _ in range(4)]
+    assert [bool(poison) for poison in verdicts] == [False, False, False, True]
+
+
+def test_a_token_clears_the_suspicion() -> None:
+    blame = CrashBlame()
+    blame.judge(ALONE, MINE)
+    blame.clear()
+    assert not blame.is_suspect and blame.judge(ALONE, MINE) is None

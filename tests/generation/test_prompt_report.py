@@ -1,0 +1,126 @@
+"""The record of how a prompt was computed: exact for each lane, and only where it was asked for."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from msgspec import UNSET
+
+from headrace.core.request import Ids, Prompt, Request, ResponseOptions, Text
+from headrace.core.sampling import Sampling
+from headrace.generation.prompt_report import NO_CHUNKS, describe
+from headrace.streams.events import AnyEvent, Finish, Ingestion, Progress, Usage
+from tests.equality.test_together import asking
+from tests.gateway.builders import make_record, make_request
+from tests.kernels.own_kernels import HAS_OWN
+from tools.harness.tiny_models import make_tiny_model
+
+SHORT = Sampling(temperature=0, max_tokens=3, ignore_eos=True)
+ON_SLOTS = {"layer_types": ["conv", "full_attention", "conv"]}
+
+
+def events_of(
+    folder: Path, *prompts: tuple[Prompt, ...], options: ResponseOptions, cap: int = 32
+) -> list[list[AnyEvent]]:
+    """The events of requests that are made one after the other, with steps of `cap` tokens."""
+
+    async def run() -> list[list[AnyEvent]]:
+        found = []
+        no_target: Any = {"max_stall_ms": "off", "max_step_ms": "off"}
+        async with asking(folder, max_step_tokens=cap, **no_target) as (generation, _):
+            for each in prompts:
+                request = Request("/v1/completions", "tiny", each, SHORT, response_options=options)
+                stream = await generation.open(request)
+                async with stream.audience.reader() as events:
+                    found.append([event async for event in events])
+        return found
+
+    return asyncio.run(run())
+
+
+def ingestions(folder: Path, *prompts: tuple[Prompt, ...], cap: int = 32) -> list[Ingestion]:
+    options = ResponseOptions(return_ingestion=True)
+    ends = [events[-1] for events in events_of(folder, *prompts, options=options, cap=cap)]
+    assert all(isinstance(end, Finish) and end.ingestion is not UNSET for end in ends)
+    return [end.ingestion for end in ends]  # type: ignore[union-attr, misc]
+
+
+@pytest.fixture(scope="module")
+def native(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("native") / "tiny")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "config", "lane", "mask", "memory"),
+    [
+        ("Qwen3ForCausalLM", {}, "native-text", "none", "blocks"),
+        ("MixtralForCausalLM", {"num_local_experts": 4}, "generic-text", "none", "blocks"),
+        ("Gemma2ForCausalLM", {"pad_token_id": 0}, "generic-text", "lazy-prefix", "blocks"),
+        ("Lfm2ForCausalLM", ON_SLOTS, "generic-text", "lazy-prefix", "slot"),
+    ],
+)
+def test_each_lane_tells_what_it_did(
+    tmp_path: Path, architecture: str, config: dict[str, object], lane: str, mask: str, memory: str
+) -> None:
+    folder = make_tiny_model(tmp_path / "tiny", architecture, **config)
+    cut, whole = ingestions(folder, (Text("x" * 100),), (Ids(tuple(range(9))),))
+    assert cut == Ingestion(
+        strategy=lane,
+        eligible=True,
+        applied=True,
+        reason="Prompt computed in 4 chunks.",
+        boundary="step",
+        mask=mask if HAS_OWN else "lazy-prefix",
+        memory=memory,
+        encoder=None,
+        tokenization="one-shot",
+        prompt_tokens=100,
+        cached_tokens=0,
+        chunks=4,
+        chunk_tokens=(4, 32),
+    )
+    assert (whole.applied, whole.reason) == (False, "Prompt fits in one chunk.")
+    assert (whole.chunks, whole.chunk_tokens, whole.tokenization) == (1, (9, 9), "given")
+
+
+def test_cached_tokens_are_in_no_chunk(native: Path) -> None:
+    prompt = (Text("y" * 100),)
+    _, again = ingestions(native, prompt, prompt)
+    assert again.cached_tokens and again.chunk_tokens is not None
+    assert (again.chunks, sum(again.chunk_tokens) // 2) == (1, 100 - again.cached_tokens)
+
+
+def test_several_prompts_have_one_record(native: Path) -> None:
+    (told,) = ingestions(native, (Ids(tuple(range(1, 41))), Text("short")), cap=32)
+    assert (told.prompt_tokens, told.applied, told.tokenization) == (45, True, "one-shot")
+    assert told.chunks >= 3 and told.reason == f"Prompt computed in {told.chunks} chunks."
+
+
+def test_a_long_text_is_told_as_streamed(native: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from headrace.text import encoder
+    from headrace.text.windowed_encoding import Sizes
+
+    init = encoder.Encoder.__init__
+    monkeypatch.setattr(
+        encoder.Encoder, "__init__", lambda self, it: init(self, it, Sizes(window=64, overlap=32))
+    )
+    text = " ".join(f"word{number}" for number in range(40))
+    (told,) = ingestions(native, (Text(text),), cap=512)
+    assert told.tokenization == "streamed"
+
+
+def test_nothing_is_recorded_unless_it_is_asked_for(native: Path) -> None:
+    (events,) = events_of(native, (Text("x" * 100),), options=ResponseOptions())
+    assert b"chunks" not in msgspec.json.encode(events)
+    assert b"ingestion" not in msgspec.json.encode(events)
+    assert any(isinstance(event, Progress) for event in events)
+
+
+def test_without_a_lane_boundary_and_mask_are_blank() -> None:
+    told = describe(make_record(make_request()), None, Usage(5, 0), [NO_CHUNKS])
+    assert (told.strategy, told.eligible, told.applied) == (None, False, False)
+    assert (told.boundary, told.mask, told.memory) == ("", "", None)
+    assert told.reason == "No ingestion lane matched."
+    assert (told.chunks, told.chunk_tokens) == (0, None)
