@@ -232,7 +232,9 @@ def _mixed(servers: list[Server], rounds: int) -> list[dict[str, Any]]:
 
 
 def _about(given: argparse.Namespace) -> dict[str, Any]:
-    from headrace.runner.kernels.instruction_sets import instruction_sets_here
+    import torch
+
+    from headrace_kernels import choose_instructions
 
     revision = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT
@@ -242,7 +244,7 @@ def _about(given: argparse.Namespace) -> dict[str, Any]:
         "began": time.time(),
         "revision": revision,
         "processor": _processor(),
-        "kernels": instruction_sets_here()[0],
+        "kernels": choose_instructions("auto", torch.bfloat16).instructions,
         "threads": given.threads,
         "shape": given.shape,
         "rounds": given.rounds,

@@ -30,7 +30,7 @@ import torch
 
 from benchmarks.machine import Machine, measure
 from benchmarks.steps import Bench, Row
-from headrace.runner.kernels.amx import has_amx
+from headrace_kernels import choose_instructions
 
 GOALS = {
     "prompt-512": 0.65,
@@ -97,7 +97,7 @@ def _report(machine: Machine, rows: list[dict[str, Any]]) -> dict[str, Any]:
         "processor": platform.processor() or platform.machine(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
-        "has_matrix_unit": has_amx(),
+        "has_matrix_unit": choose_instructions("auto", torch.bfloat16).instructions == "amx",
         "read_gb_per_s": round(machine.read_bytes_per_s / 1e9, 1),
         "bf16_gop_per_s": round(machine.bf16_ops_per_s / 1e9),
         "int8_gop_per_s": round(machine.int8_ops_per_s / 1e9),

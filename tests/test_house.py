@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-SOURCES = sorted((ROOT / "src" / "headrace").rglob("*.py"))
+KERNELS = ROOT / "src" / "headrace_kernels"
+SOURCES = sorted((ROOT / "src").rglob("*.py"))
 MAX_FILE, MAX_FUNCTION, P90_FUNCTION, MAX_PARAMETERS = 600, 60, 25, 6
 LONG_FILE = 450
 LONG: dict[str, str] = {}
@@ -89,7 +90,7 @@ def test_nothing_is_called_by_a_name_that_is_looked_up() -> None:
 
 def test_package_files_are_empty() -> None:
     full = [p for p in SOURCES if p.name == "__init__.py" and p.stat().st_size]
-    assert full == [ROOT / "src" / "headrace" / "__init__.py"]
+    assert full == [ROOT / "src" / "headrace" / "__init__.py", KERNELS / "__init__.py"]
 
 
 def test_modules_open_with_a_line_that_says_what_they_own() -> None:
@@ -142,9 +143,30 @@ def test_imports_beside_the_package_never_climb(folder: str) -> None:
     assert not found
 
 
+@pytest.mark.parametrize("folder", [*BESIDE, "tools"])
+def test_the_kernels_are_known_by_the_names_of_their_package(folder: str) -> None:
+    """And their own tests know nothing else; within src, import contracts hold both."""
+    own, hidden = ROOT / "tests" / "kernels", {path.stem for path in KERNELS.glob("*.py")}
+
+    def is_barred(path: Path, name: str) -> bool:
+        package, _, rest = name.partition(".")
+        if path.is_relative_to(own):
+            return package == "headrace"
+        return package == "headrace_kernels" and rest.partition(".")[0] in hidden
+
+    found = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in (ROOT / folder).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        for name in imported(node)
+        if is_barred(path, name)
+    ]
+    assert not found
+
+
 def imported(node: ast.AST) -> list[str]:
     if isinstance(node, ast.ImportFrom):
-        return [node.module or ""]
+        return [f"{node.module}.{alias.name}" for alias in node.names]
     return [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
 
 

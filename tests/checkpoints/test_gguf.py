@@ -26,7 +26,7 @@ from headrace.runner.lanes.native_text import NativeText
 from headrace.runner.load import load_runner
 from headrace.runner.runner import Runner
 from tests.drive import assert_close, random_prompt, row_logits, tiny_runner
-from tests.runner.kernels.own_kernels import needs_own_kernels
+from tests.kernels.own_kernels import needs_own_kernels
 from tools.harness.gguf_files import to_gguf
 from tools.harness.tiny_models import CHAT_TEMPLATE, END, make_tiny_model
 

@@ -25,7 +25,7 @@ from tests.drive import (
     row_logits,
     tiny_runner,
 )
-from tests.runner.kernels.own_kernels import needs_own_kernels
+from tests.kernels.own_kernels import needs_own_kernels
 
 FILES = sorted((Path(__file__).parent / "data").glob("*.gguf"))
 PROMPT = random_prompt(40, vocab_size=260)

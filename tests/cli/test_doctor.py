@@ -15,9 +15,8 @@ from headrace.cli.capacity import cache_bytes
 from headrace.cli.doctor import doctor
 from headrace.config.sources import load
 from headrace.core.layout import MemoryLayout
-from headrace.runner.kernels.instruction_sets import instruction_sets_here
 from headrace.text.tokenizer import Tokenizer
-from tests.runner.kernels.own_kernels import needs_own_kernels
+from tests.kernels.own_kernels import HAS_OWN, needs_own_kernels
 from tools.harness.gguf_files import to_gguf
 from tools.harness.tiny_models import (
     make_tiny_encoder,
@@ -68,7 +67,7 @@ def test_how_prompts_are_computed_is_told_with_the_reason(
         code, found = examine(capsys, str(folder), max_num_seqs=4, max_model_len=64)
         assert code == 0
         told[name] = found["prompts"]["detail"]
-    mask = "no mask" if instruction_sets_here()[0] != "plain" else "a mask for each chunk"
+    mask = "no mask" if HAS_OWN else "a mask for each chunk"
     assert told["Qwen3"] == f"in chunks, {mask}, long texts tokenized streamed; memory: blocks"
     assert mask in told["Mixtral"]
     assert "memory: blocks: packed, it answers as alone, within " in told["Mixtral"]
@@ -231,7 +230,7 @@ def test_what_fewer_bits_lose_is_measured_on_a_text(
     text = tmp_path / "text.txt"
     text.write_text("The mill race runs beside the wheel. " * 4)
     settings = load({"model": str(folder), "threads": 1, "port": 0}, {}, None)
-    if instruction_sets_here()[0] == "plain":
+    if not HAS_OWN:
         pytest.skip("int8 and int4 need kernels of ours")
     assert doctor(settings, str(folder), True, text) == 0
     found = json.loads(capsys.readouterr().out)

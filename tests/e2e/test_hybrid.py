@@ -9,7 +9,7 @@ import httpx
 import pytest
 import torch
 
-from headrace.runner.kernels.instruction_sets import instruction_sets_here
+from tests.kernels.own_kernels import HAS_OWN
 from tools.harness.servers import ServerProcess, running_server
 from tools.harness.sse import data_of
 from tools.harness.tiny_models import make_tiny_model
@@ -22,7 +22,7 @@ BODY = {"prompt": PROMPT, "max_tokens": 30, "temperature": 0, "ignore_eos": True
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """In bfloat16 where our own products compute it: no cut and no neighbour changes a bit."""
     folder: Path = tmp_path_factory.mktemp("hybrid") / "tiny"
-    dtype = torch.float32 if instruction_sets_here()[0] == "plain" else torch.bfloat16
+    dtype = torch.bfloat16 if HAS_OWN else torch.float32
     make_tiny_model(folder, "Qwen3_5ForConditionalGeneration", dtype=dtype, head_dim=32)
     with running_server(str(folder), "--threads", "1") as running:
         yield running

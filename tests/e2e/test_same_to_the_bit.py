@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.runner.kernels.own_kernels import needs_own_kernels
+from tests.kernels.own_kernels import needs_own_kernels
 from tools.harness.servers import ServerProcess, running_server
 
 # temperature 1 and a seed: the smallest difference of a logit would sooner or later show

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from headrace.runner.kernels.instruction_sets import InstructionSet, instruction_sets_here
+from headrace.core.messages import InstructionSet
 from headrace.runner.runner import Runner
 from tests.drive import Drive, assert_close, random_prompt, row_logits, tiny_runner
-from tests.runner.kernels.own_kernels import OWN_SETS, needs_own_kernels
+from tests.kernels.own_kernels import ALL_SETS, HAS_OWN, OWN_SETS, needs_own_kernels
 from tools.harness.tiny_models import make_tiny_model
 
 PROMPTS = [random_prompt(length) for length in (300, 7, 41, 130)]
@@ -21,10 +21,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(folder, head_dim=32, initializer_range=0.1)  # as AMX needs it
 
 
-@pytest.fixture(scope="module", params=[*instruction_sets_here(), "int4"])
+@pytest.fixture(scope="module", params=[*ALL_SETS, "int4"])
 def runner(request: pytest.FixtureRequest, folder: Path) -> Runner:
     if request.param == "int4":
-        if instruction_sets_here()[0] == "plain":
+        if not HAS_OWN:
             pytest.skip("this processor runs no kernels but torch's")
         return tiny_runner(folder, quantize="int4", dtype="bfloat16", block_size=32)
     return tiny_runner(folder, kernels=request.param, dtype="bfloat16", block_size=32)

@@ -19,7 +19,7 @@ from tests.drive import (
     row_logits,
     tiny_runner,
 )
-from tests.runner.kernels.own_kernels import needs_own_kernels
+from tests.kernels.own_kernels import needs_own_kernels
 from tools.harness.tiny_models import make_tiny_model
 
 PROMPT = random_prompt(150)

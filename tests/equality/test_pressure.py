@@ -16,7 +16,7 @@ from headrace.core.sampling import Sampling
 from headrace.engine.load import load
 from headrace.runner.runner import Runner
 from headrace.scheduler.scheduler import Scheduler
-from tests.runner.kernels.own_kernels import needs_own_kernels
+from tests.kernels.own_kernels import needs_own_kernels
 from tests.scheduler.builders import Engine
 from tools.harness.tiny_models import make_tiny_model
 

@@ -11,10 +11,10 @@ from msgspec import UNSET
 from headrace.core.request import Ids, Prompt, Request, ResponseOptions, Text
 from headrace.core.sampling import Sampling
 from headrace.generation.prompt_report import NO_CHUNKS, describe
-from headrace.runner.kernels.instruction_sets import instruction_sets_here
 from headrace.streams.events import AnyEvent, Finish, Ingestion, Progress, Usage
 from tests.equality.test_together import asking
 from tests.gateway.builders import make_record, make_request
+from tests.kernels.own_kernels import HAS_OWN
 from tools.harness.tiny_models import make_tiny_model
 
 SHORT = Sampling(temperature=0, max_tokens=3, ignore_eos=True)
@@ -72,7 +72,7 @@ def test_each_lane_tells_what_it_did(
         applied=True,
         reason="Prompt computed in 4 chunks.",
         boundary="step",
-        mask=mask if instruction_sets_here()[0] != "plain" else "lazy-prefix",
+        mask=mask if HAS_OWN else "lazy-prefix",
         memory=memory,
         encoder=None,
         tokenization="one-shot",

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from headrace.checkpoints.spec import read_spec
+from headrace.core.messages import Quantize
 from headrace.models.registry import FAMILIES
 from headrace.runner.footprint import Footprint, footprint
-from headrace.runner.kernels.linear import Quantize
 from headrace.runner.lanes.native_text import NativeText
-from tests.runner.kernels.own_kernels import needs_own_kernels
+from tests.kernels.own_kernels import needs_own_kernels
 from tools.harness.tiny_models import make_tiny_model
 
 CPU = torch.device("cpu")

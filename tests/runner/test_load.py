@@ -8,17 +8,16 @@ import transformers
 from headrace.checkpoints.spec import read_spec
 from headrace.config.settings import ModelConfig, SchedulerConfig
 from headrace.core.errors import ModelError
-from headrace.core.messages import Ready
+from headrace.core.loading import COMPILING, ON_LOADING
+from headrace.core.messages import Loading, Ready
 from headrace.runner import load
 from headrace.runner.footprint import footprint
-from headrace.runner.kernels import fuse, paged_attention, pointwise, product
-from headrace.runner.kernels.launch import Kernel
 from headrace.runner.load import load_runner
-from tests.drive import generate
-from tests.runner.kernels.own_kernels import needs_own_kernels
+from headrace_kernels import ON_COMPILE
+from tests.drive import generate, random_prompt
+from tests.kernels.own_kernels import compiled_kernels, forbid_kernels, needs_own_kernels
 from tools.harness.tiny_models import make_tiny_model
 
-KERNEL_FILES = (fuse, paged_attention, pointwise, product)
 POSITION = 3 * 2 * 16 * 2 * 4  # bytes: layers, kv heads, head size, keys and values, float32
 
 
@@ -149,13 +148,50 @@ def test_a_model_without_a_stated_limit_gets_one(tmp_path: Path) -> None:
 
 @needs_own_kernels
 def test_no_kernel_is_left_to_compile_in_a_request(tmp_path: Path) -> None:
-    def compiled() -> set[tuple[str, str]]:
-        found = [(m.__name__, n, k) for m in KERNEL_FILES for n, k in vars(m).items()]
-        kernels = [place for place in found if isinstance(place[2], Kernel)]
-        return {(module, name) for module, name, kernel in kernels if "address" in vars(kernel)}
-
     runner, _ = load_runner(ModelConfig(model="tiny", threads=1), make_tiny_model(tmp_path))
-    at_load = compiled()
+    at_load = compiled_kernels()
     assert at_load
     generate(runner, list(range(1, 300)), 3, chunk=192)
-    assert compiled() == at_load
+    assert compiled_kernels() == at_load
+
+
+@needs_own_kernels
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_plain_compiles_no_kernel_and_says_what_the_others_say(
+    dtype: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, prompt = make_tiny_model(tmp_path, initializer_range=0.1), random_prompt(60)
+    config = {"model": "tiny", "device": "cpu", "dtype": dtype, "threads": 1, "max_model_len": 128}
+    runner, ready = load_runner(ModelConfig(**config), folder)
+    expected = generate(runner, prompt, 4)
+
+    forbid_kernels(monkeypatch)
+    runner, told = load_runner(ModelConfig(**config, kernels="plain"), folder)
+    assert (told.kernels, told.kernels_reason) == ("plain", "as asked")
+    assert told.fingerprint != ready.fingerprint
+    assert generate(runner, prompt, 4) == expected
+
+
+def test_another_lane_is_plain_and_refuses_the_rest(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path)
+    config = {"model": "tiny", "device": "cpu", "lane": "generic-text", "threads": 1}
+    assert load_runner(ModelConfig(**config), folder)[1].kernels == "plain"
+    with pytest.raises(ModelError, match="--kernels avx512 needs a native lane on a CPU"):
+        load_runner(ModelConfig(**config, kernels="avx512"), folder)
+
+
+def test_instructions_that_cannot_compute_a_type_are_refused_with_those_that_can(
+    folder: Path,
+) -> None:
+    error = refusal(folder, dtype="float32", kernels="bf16dot", max_model_len=64)
+    assert "--kernels bf16dot cannot compute float32" in str(error) and "plain." in str(error)
+
+
+@needs_own_kernels
+def test_who_loads_hears_of_a_kernel_that_is_compiled(folder: Path) -> None:
+    told: list[Loading] = []
+    token = ON_LOADING.set(told.append)
+    ready(folder, max_model_len=64)
+    ON_COMPILE.get()("norm float")
+    ON_LOADING.reset(token)
+    assert (told[-1].stage, told[-1].detail) == (COMPILING, "norm float; once for this processor")

@@ -55,14 +55,14 @@ def advice(found: list[GgufChoice], folder: str) -> str:
 def _choice(name: str, spec: ModelSpec, config: ModelConfig) -> GgufChoice:
     import torch
 
-    from headrace.runner.footprint import footprint, kept_groups
-    from headrace.runner.kernels.choose import choose_instructions
+    from headrace.runner.footprint import footprint
     from headrace.runner.lanes.choose import choose_lane, why_not_native
-    from headrace.runner.load import CACHE_SHARE, dtype_of
+    from headrace.runner.load import CACHE_SHARE, dtype_of, how_computed
     from headrace.runner.probe import free_bytes
 
     lane = choose_lane(spec, config.lane)
-    free = free_bytes(torch.device("cpu"))
+    cpu = torch.device("cpu")
+    free = free_bytes(cpu)
     if lane.id != "native-text":
         needed = footprint(spec, torch.float16, "plain", "own")
         why = why_not_native(spec) or "as asked,"
@@ -70,10 +70,8 @@ def _choice(name: str, spec: ModelSpec, config: ModelConfig) -> GgufChoice:
             name, f"{lane.id}: {why} {needed} of weights", needed.held, needed.peak <= free
         )
     dtype = dtype_of(config, spec)
-    groups = kept_groups(spec) if dtype == torch.bfloat16 else frozenset()
-    kernels = choose_instructions(config.kernels, dtype, groups=groups).instructions
-    kind = "own" if groups and kernels != "plain" else "none"
-    needed = footprint(spec, dtype, kernels, kind)  # type: ignore[arg-type]
+    quantize, instructions, _ = how_computed(config, spec, lane, cpu, dtype)
+    needed = footprint(spec, dtype, instructions, quantize)
     longest = min(n for n in (spec.max_positions, config.max_model_len, 1 << 20) if n)
     each = lane.position_bytes(spec, dtype) * longest
     room = config.kv_cache_memory_bytes or int(CACHE_SHARE["cpu"] * max(0, free - needed.held))

@@ -10,6 +10,11 @@ from headrace.core.layout import MemoryLayout
 from headrace.core.plan import PromptInputs, SourceSpec
 from headrace.core.sampling import Logprobs, Sampling
 
+Quantize = Literal["none", "int8", "int4", "own"]
+"""How linear weights are kept: as they are, in 8 bits, in 4, or as the GGUF file has them."""
+InstructionSet = Literal["amx", "bf16dot", "avx512", "avx2", "plain"]
+"""Instructions that kernels are made of; plain: torch's own products and attention."""
+
 
 class FinishReason(enum.StrEnum):
     """Why a sequence ended."""
@@ -98,14 +103,14 @@ class Ready(Message, frozen=True):
     fingerprint: str  # 12 hex digits over version, weights, dtype, kind of device and kernels
     max_step_tokens: int = 0
     max_stall_s: float | None = None  # the stall target, if there is one
-    kernels: str = "plain"  # their instruction set
+    kernels: InstructionSet = "plain"
     kernels_reason: str = ""  # why it is this one
     tasks: tuple[str, ...] = ("generate",)  # of generate, embed and score
     is_whole: bool = False  # prompts are never cut
     vector_size: int = 0  # of an embedding; 0: the model gives none
     facts: LaneFacts = LaneFacts()
     source: SourceSpec | None = None  # if prompts are sources to encode
-    quantize: Literal["none", "int8", "int4", "own"] = "none"  # own: as the GGUF file has them
+    quantize: Quantize = "none"
 
 
 class LoadFailed(Message, frozen=True):

@@ -10,8 +10,9 @@ from headrace.checkpoints.gguf_groups import GroupScheme
 from headrace.checkpoints.headers import read_headers, text_side
 from headrace.checkpoints.spec import ModelSpec
 from headrace.checkpoints.weights import group_schemes, loading_order
+from headrace.core.messages import InstructionSet, Quantize
 from headrace.models.registry import family, has_head
-from headrace.runner.kernels.linear import Quantize, packing_bytes, quantize_of
+from headrace_kernels import packing_bytes
 
 
 class Footprint(NamedTuple):
@@ -26,7 +27,7 @@ class Footprint(NamedTuple):
 
 
 def footprint(
-    spec: ModelSpec, dtype: torch.dtype, instructions: str, quantize: Quantize
+    spec: ModelSpec, dtype: torch.dtype, instructions: InstructionSet, quantize: Quantize
 ) -> Footprint:
     """`instructions` are the kernels'; plain: no kernel of ours computes the model."""
     if instructions == "plain":  # each tensor once, as it is
@@ -68,7 +69,7 @@ def _packed_one_by_one(
         for path in [name.rpartition(".")[0] for name in names]:
             layer, kept = model.get_submodule(path), schemes.get(f"{path}.weight")
             own = {f"{path}.{name}": p.nbytes for name, p in layer.named_parameters(recurse=False)}
-            packing = packing_bytes(layer, quantize_of(path, quantize), kept)
+            packing = packing_bytes(model, path, kept, quantize)
             if not missing.isdisjoint(own) or packing is None:
                 continue
             packed, beside = packing

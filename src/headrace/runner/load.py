@@ -1,7 +1,7 @@
 """Loads a model's folder into a warm runner, with the figures that describe it."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -10,17 +10,15 @@ from headrace.checkpoints.spec import ModelSpec, read_spec
 from headrace.config.settings import ModelConfig
 from headrace.core.errors import ModelError
 from headrace.core.layout import MemoryLayout
-from headrace.core.loading import CHECKING, READING, WARMING, tell, tell_weights
-from headrace.core.messages import Ready
+from headrace.core.loading import CHECKING, COMPILING, READING, WARMING, tell, tell_weights
+from headrace.core.messages import InstructionSet, Quantize, Ready
 from headrace.runner.footprint import footprint, kept_groups
-from headrace.runner.kernels.choose import KernelChoice, choose_instructions
-from headrace.runner.kernels.instruction_sets import InstructionSet
-from headrace.runner.kernels.linear import Quantize
 from headrace.runner.lanes.choose import choose_lane
 from headrace.runner.lanes.lane import Lane
 from headrace.runner.probe import free_bytes, num_cores
 from headrace.runner.runner import Runner
 from headrace.runner.trial import one_round
+from headrace_kernels import ON_COMPILE, choose_instructions
 
 _MAX_NUM_SEQS = {"cpu": 64, "cuda": 256}
 CACHE_SHARE = {"cpu": 0.25, "cuda": 0.9}  # of the memory that is free after loading
@@ -28,6 +26,14 @@ _MIN_POSITIONS = 1024  # a model that cannot hold one sequence of that length is
 _MAX_POSITIONS = 4096  # of a model that states no limit
 _NATIVE = ("native-text", "native-multimodal")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float32}
+
+
+class Computing(NamedTuple):
+    """How weights are kept, and the instructions that compute with them, with the reason."""
+
+    quantize: Quantize
+    instructions: InstructionSet
+    reason: str
 
 
 def load_runner(config: ModelConfig, folder: Path) -> tuple[Runner, Ready]:
@@ -39,11 +45,11 @@ def load_runner(config: ModelConfig, folder: Path) -> tuple[Runner, Ready]:
     dtype = dtype_of(config, spec)
     make = choose_lane(spec, config.lane)
     tell(CHECKING)
-    quantize, kernels = _kernels(config, spec, make, device, dtype)
-    _check_weights_fit(config, spec, dtype, quantize, kernels.instructions)
+    quantize, instructions, reason = how_computed(config, spec, make, device, dtype)
+    _check_weights_fit(config, spec, dtype, quantize, instructions)
     further: tuple[Any, ...] = (config.kernels,)
     if make.id in _NATIVE:
-        further = quantize, kernels.instructions
+        further = quantize, instructions
     elif make.id == "llama-cpp":
         further = (config.device != "cpu",)
     tell_weights(0.0)
@@ -67,11 +73,9 @@ def load_runner(config: ModelConfig, folder: Path) -> tuple[Runner, Ready]:
         num_parameters=lane.num_parameters,
         weight_bytes=lane.weight_bytes,
         layout=layout,
-        fingerprint=fingerprint(
-            spec, _stored(quantize, name), f"{device.type} {kernels.instructions}"
-        ),
-        kernels=kernels.instructions,
-        kernels_reason=kernels.reason,
+        fingerprint=fingerprint(spec, _stored(quantize, name), f"{device.type} {instructions}"),
+        kernels=instructions,
+        kernels_reason=reason,
         tasks=lane.tasks,
         is_whole=lane.is_whole,
         vector_size=lane.vector_size,
@@ -81,30 +85,36 @@ def load_runner(config: ModelConfig, folder: Path) -> tuple[Runner, Ready]:
     )
 
 
-def _kernels(
+def how_computed(
     config: ModelConfig, spec: ModelSpec, lane: Any, device: torch.device, dtype: torch.dtype
-) -> tuple[Quantize, KernelChoice]:
+) -> Computing:
     """ModelError if what is asked for is computed by our kernels alone, and they cannot be used."""
+    ON_COMPILE.set(_tell_compiling)
     if lane.id in _NATIVE and device.type == "cpu":
-        has_states = lane.has_states(spec)
-        if config.quantize != "auto":
-            quantize = config.quantize
-            return quantize, choose_instructions(
-                config.kernels, dtype, quantize, has_states=has_states
-            )
+        quantize = "none" if config.quantize == "auto" else config.quantize
         # in float32 a file's values are computed exactly, as none of them is then rounded
-        groups = kept_groups(spec) if dtype == torch.bfloat16 else frozenset()
-        choice = choose_instructions(config.kernels, dtype, groups=groups, has_states=has_states)
-        return "own" if groups and choice.instructions != "plain" else "none", choice
+        keeps = config.quantize == "auto" and dtype == torch.bfloat16
+        groups = kept_groups(spec) if keeps else frozenset()
+        has_states = lane.has_states(spec)
+        try:
+            choice = choose_instructions(config.kernels, dtype, quantize, groups, has_states)
+        except ValueError as error:
+            raise ModelError(str(error)) from error
+        is_own = groups and choice.instructions != "plain"
+        return Computing("own" if is_own else quantize, *choice)
     is_llama = lane.id == "llama-cpp"  # its files stay as they are
     plain = ("auto",) if is_llama else ("none", "auto", "plain")
     for flag, value in (("quantize", config.quantize), ("kernels", config.kernels)):
         if value not in plain:
             raise ModelError(f"--{flag} {value} needs a native lane on a CPU, not {lane.id}.")
     if is_llama:
-        return "own", KernelChoice("plain", "the products are llama.cpp's, as it was built")
+        return Computing("own", "plain", "the products are llama.cpp's, as it was built")
     reason = f"the products of lane {lane.id} on {device.type} are torch's"
-    return "none", KernelChoice("plain", reason)
+    return Computing("none", "plain", reason)
+
+
+def _tell_compiling(kernel: str) -> None:
+    tell(COMPILING, detail=f"{kernel}; once for this processor")
 
 
 def _stored(quantize: str, name: str) -> str:

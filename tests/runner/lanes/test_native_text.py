@@ -8,11 +8,10 @@ import torch
 from headrace.config.settings import ModelConfig
 from headrace.core.ids import BlockId, SequenceId
 from headrace.core.plan import Begin, BlockCopy, Chunk, StepPlan
-from headrace.runner.kernels import launch
 from headrace.runner.load import load_runner
 from headrace.runner.runner import Runner
 from tests.drive import GREEDY, Drive, generate, random_prompt, tiny_runner
-from tests.runner.kernels.own_kernels import needs_own_kernels
+from tests.kernels.own_kernels import forget_openmp, needs_own_kernels
 from tools.harness.tiny_models import make_tiny_model
 
 A, B = SequenceId(0), SequenceId(1)
@@ -117,8 +116,7 @@ def captured_and_not(folder: Path) -> tuple[Runner, Runner]:
 @needs_own_kernels
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_small_steps_are_captured_from_the_first_on(dtype: str, folder: Path) -> None:
-    for function in (launch._openmp, launch._openmp_fork):
-        function.cache_clear()  # as in a fresh process
+    forget_openmp()
     config = ModelConfig(model=str(folder), dtype=dtype, max_model_len=64)
     runner: Any = load_runner(config, folder)[0]
     generate(runner, list(range(1, 8)), 3, chunk=5)

@@ -18,15 +18,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from headrace.core.ids import SequenceId
 from headrace.core.layout import MemoryLayout
-from headrace.core.messages import LaneFacts
+from headrace.core.messages import InstructionSet, LaneFacts
 from headrace.core.plan import BlockCopy, Chunk
 from headrace.models.step import CacheShape, Step
 from headrace.runner.attention import Attention, NaiveAttention
 from headrace.runner.inputs import pack
-from headrace.runner.kernels.attention import CpuAttention
-from headrace.runner.kernels.instruction_sets import InstructionSet
 from headrace.runner.lanes.foreign import FOREIGN_ERRORS, TOLERANCE, Signature
 from headrace.runner.storage import BlockStorage, bytes_per_position
+from headrace_kernels import CpuAttention
 
 _PACKED, _NOTING = "headrace_packed", "headrace_noting"
 """Names of our attention: in a step, and while it notes what a model hands to it."""
@@ -132,7 +131,7 @@ class ForeignAttention:
             if instructions == "plain" or group[0].cap is not None:
                 attention = NaiveAttention(storage, sinks, [x.cap for x in group])
             else:
-                attention = CpuAttention(storage, sinks, instructions)
+                attention = CpuAttention(storage, storage.shape.windows, sinks, instructions)
             self._storages.append(storage)
             self._attentions.append(attention)
 

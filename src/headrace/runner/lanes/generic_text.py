@@ -14,10 +14,8 @@ from headrace.checkpoints.spec import ModelSpec
 from headrace.core.errors import ModelError
 from headrace.core.ids import SlotId
 from headrace.core.layout import MemoryLayout
-from headrace.core.messages import LaneFacts
+from headrace.core.messages import InstructionSet, LaneFacts
 from headrace.core.plan import BlockCopy, Chunk, SlotCopy
-from headrace.runner.kernels.choose import choose_instructions
-from headrace.runner.kernels.instruction_sets import InstructionSet
 from headrace.runner.lanes.foreign import (
     FOREIGN_ERRORS,
     TOLERANCE,
@@ -27,6 +25,7 @@ from headrace.runner.lanes.foreign import (
     tensor_bytes,
 )
 from headrace.runner.lanes.generic_blocks import BlockCaches, NotOnBlocks
+from headrace_kernels import choose_instructions
 
 logger = logging.getLogger(__name__)
 

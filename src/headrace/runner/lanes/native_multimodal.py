@@ -14,10 +14,9 @@ from torch import Tensor
 
 from headrace.checkpoints.spec import ModelSpec
 from headrace.core.ids import SequenceId
+from headrace.core.messages import InstructionSet, Quantize
 from headrace.core.plan import Chunk, EncodeChunk, EncodeWork, PromptInputs
 from headrace.runner.inputs import Batch, pack
-from headrace.runner.kernels.instruction_sets import InstructionSet
-from headrace.runner.kernels.linear import Quantize
 from headrace.runner.lanes.foreign import Weights
 from headrace.runner.lanes.image_tensors import FeatureCache, ImageTensors
 from headrace.runner.lanes.native_text import NativeText

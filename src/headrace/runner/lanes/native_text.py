@@ -5,26 +5,40 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from headrace.checkpoints.gguf_groups import Groups
 from headrace.checkpoints.spec import ModelSpec
 from headrace.checkpoints.weights import Settling, group_schemes, load_weights
 from headrace.core.layout import MemoryLayout
-from headrace.core.messages import LaneFacts
+from headrace.core.messages import InstructionSet, LaneFacts, Quantize
 from headrace.core.plan import BlockCopy, Chunk, SlotCopy
+from headrace.models import layers
 from headrace.models.registry import family, has_head
 from headrace.models.step import CacheShape
 from headrace.runner.attention import Attention, NaiveAttention
 from headrace.runner.inputs import Batch, pack
-from headrace.runner.kernels.attention import CpuAttention
-from headrace.runner.kernels.instruction_sets import InstructionSet, instruction_sets_here
-from headrace.runner.kernels.linear import Quantize, pack_linear
-from headrace.runner.kernels.prepare import prepare, weight_bytes
-from headrace.runner.kernels.replay import CapturedForward
 from headrace.runner.probe import give_back_freed
 from headrace.runner.storage import BlockStorage, bytes_per_position, bytes_per_slot
+from headrace_kernels import (
+    CapturedForward,
+    CpuAttention,
+    choose_instructions,
+    pack_linear,
+    prepare,
+)
 
+_LAYERS = {
+    layers.RMSNorm: "norm",
+    layers.ShiftedNorm: "shifted-norm",
+    layers.GatedNorm: "gated-norm",
+    layers.SigmoidGate: "sigmoid-gate",
+    layers.Rotary: "rotary",
+    layers.GatedMLP: "gated-mlp",
+    layers.Convolution: "convolution",
+    layers.DeltaGates: "delta-gates",
+}
+"""Layers that kernels compute, and their kinds in the words of `prepare`."""
 _SNAPSHOT_EVERY = 1024  # positions, or the next border of a block
 
 
@@ -53,16 +67,18 @@ class NativeText:
         self._hidden: Callable[[Batch], Tensor]
         self.device, self.dtype = device, dtype
         self._instructions = (
-            (instructions or instruction_sets_here()[0]) if device.type == "cpu" else "plain"
+            instructions or choose_instructions("auto", dtype).instructions
+            if device.type == "cpu"
+            else "plain"
         )
         if self._instructions != "plain":
             schemes = group_schemes(self._model, make.weights, spec) if quantize == "own" else {}
             settling = Settling(self._pack(quantize), schemes)
             load_weights(self._model, make.weights, spec, dtype, device, settling)
-            prepare(self._model)
+            prepare(self._model, _LAYERS)
         else:
             load_weights(self._model, make.weights, spec, dtype, device)
-        self.weight_bytes = weight_bytes(self._model)
+        self.weight_bytes = _weight_bytes(self._model)
 
     @staticmethod
     def has_states(spec: ModelSpec) -> bool:
@@ -117,7 +133,9 @@ class NativeText:
             self._attention, self._hidden = NaiveAttention(self._storage), self._forward
             self.facts = LaneFacts(mask="lazy-prefix", encoder=self.encoder)
             return
-        self._attention = CpuAttention(self._storage, instructions=self._instructions)
+        self._attention = CpuAttention(
+            self._storage, self._storage.shape.windows, instructions=self._instructions
+        )
         width = -(-layout.max_positions // layout.block_size)
         self._hidden = CapturedForward(self._forward, width)
 
@@ -144,6 +162,12 @@ def _without_weights(spec: ModelSpec) -> Any:
     make = family(spec.architecture)
     with torch.device("meta"):
         return make(make.read(spec.config))
+
+
+def _weight_bytes(model: nn.Module) -> int:
+    """Bytes of the weights as they are stored now; tied ones count once."""
+    held = {tensor.data_ptr(): tensor.nbytes for tensor in model.state_dict().values()}
+    return sum(held.values())
 
 
 def _share_slots(num_all: int, max_num_seqs: int) -> tuple[int, int]:

@@ -1,0 +1,18 @@
+"""Kernels for matrix products, attention and recurrent layers on a CPU; README.md has the tour."""
+
+from headrace_kernels.attention import CpuAttention
+from headrace_kernels.choose import choose_instructions
+from headrace_kernels.launch import ON_COMPILE
+from headrace_kernels.layers import prepare
+from headrace_kernels.linear import pack_linear, packing_bytes
+from headrace_kernels.replay import CapturedForward
+
+__all__ = [
+    "ON_COMPILE",
+    "CapturedForward",
+    "CpuAttention",
+    "choose_instructions",
+    "pack_linear",
+    "packing_bytes",
+    "prepare",
+]

@@ -1,0 +1,142 @@
+"""Owns how a kernel's arguments lie in memory: as int64 words, after the counter of its work.
+
+Most kernels name theirs in a NamedTuple. Attention has more, and fills them in piece by piece: a
+step its chunks, once, and each layer its tensors.
+"""
+
+import ctypes
+from typing import Any
+
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import njit, types
+from numba.extending import intrinsic
+from numba.np.numpy_support import carray
+from torch import Tensor
+
+from headrace_kernels.numeric import f32_at, i32_at, u16_at, u32_at
+
+Arguments = Any
+"""A C array of int64: the counter, then rows, addresses and counts.
+
+A kernel that goes by rows computes each of them by itself: what it makes of the first few is the
+same however many follow.
+"""
+
+
+def arguments_of(*words: int) -> Arguments:
+    return (ctypes.c_int64 * (len(words) + 1))(0, *words)
+
+
+def reader(record: Any) -> Any:
+    """read(a): a kernel's arguments as the NamedTuple of ints that they were made of."""
+    kind = types.NamedUniTuple(types.int64, len(record._fields), record)
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        places = [ir.Constant(ir.IntType(64), 1 + i) for i in range(kind.count)]
+        words = [builder.load(builder.gep(args[0], [place])) for place in places]
+        return context.make_tuple(builder, kind, words)
+
+    def typed(typing_context: Any, address: Any) -> Any:
+        return kind(types.CPointer(types.int64)), emit
+
+    return intrinsic(typed)
+
+
+(
+    NUM_TOKENS,
+    STARTS,
+    LENGTHS,
+    FIRST_ROWS,
+    TABLE,
+    NUM_CHUNKS,
+    TABLE_WIDTH,
+    KEYS,
+    VALUES,
+    NUM_BLOCKS,
+    KV_HEADS,
+    BLOCK_SIZE,
+    DIM,
+    GROUP,  # query heads per kv head
+    WINDOW,  # 0: none
+    SINKS,
+    NUM_SINKS,
+    Q,
+    K,
+    V,
+    OUT,
+    Q_STRIDE,
+    K_STRIDE,
+    V_STRIDE,
+    OUT_STRIDE,
+    SIZE,
+) = range(1, 27)
+
+
+def set_memory(arguments: Arguments, keys: Tensor, values: Tensor) -> None:
+    """keys, values: [num_blocks, kv_heads, block_size, dim], contiguous."""
+    arguments[KEYS], arguments[VALUES] = keys.data_ptr(), values.data_ptr()
+    arguments[NUM_BLOCKS : DIM + 1] = keys.shape
+
+
+def set_new(arguments: Arguments, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+    """All [tokens, heads, dim] with their heads side by side; rows may be further apart."""
+    arguments[NUM_TOKENS] = q.shape[0]
+    arguments[GROUP] = q.shape[1] // k.shape[1]
+    for place, tensor in enumerate((q, k, v, out)):
+        arguments[Q + place] = tensor.data_ptr()
+        arguments[Q_STRIDE + place] = tensor.stride(0)
+
+
+@njit(inline="always")
+def first_visible(position: int, window: int) -> int:
+    return max(0, position + 1 - window) if window else 0
+
+
+@njit
+def chunks_of(g: Any) -> Any:
+    return (
+        carray(i32_at(g[STARTS]), g[NUM_CHUNKS]),
+        carray(i32_at(g[LENGTHS]), g[NUM_CHUNKS]),
+        carray(i32_at(g[FIRST_ROWS]), g[NUM_CHUNKS]),
+        carray(i32_at(g[TABLE]), (g[NUM_CHUNKS], g[TABLE_WIDTH])),
+    )
+
+
+@njit
+def new_bf16(g: Any) -> Any:
+    return (
+        carray(u16_at(g[Q]), (g[NUM_TOKENS], g[Q_STRIDE])),
+        carray(u16_at(g[K]), (g[NUM_TOKENS], g[K_STRIDE])),
+        carray(u16_at(g[V]), (g[NUM_TOKENS], g[V_STRIDE])),
+        carray(u16_at(g[OUT]), (g[NUM_TOKENS], g[OUT_STRIDE])),
+    )
+
+
+@njit
+def new_float(g: Any) -> Any:
+    return (
+        carray(f32_at(g[Q]), (g[NUM_TOKENS], g[Q_STRIDE])),
+        carray(f32_at(g[K]), (g[NUM_TOKENS], g[K_STRIDE])),
+        carray(f32_at(g[V]), (g[NUM_TOKENS], g[V_STRIDE])),
+        carray(f32_at(g[OUT]), (g[NUM_TOKENS], g[OUT_STRIDE])),
+    )
+
+
+@njit
+def memory_bf16(g: Any) -> Any:
+    """Keys and values, each [blocks, kv_heads, numbers of one head's block]."""
+    shape = (g[NUM_BLOCKS], g[KV_HEADS], g[BLOCK_SIZE] * g[DIM])
+    return carray(u16_at(g[KEYS]), shape), carray(u16_at(g[VALUES]), shape)
+
+
+@njit
+def memory_float(g: Any) -> Any:
+    shape = (g[NUM_BLOCKS], g[KV_HEADS], g[BLOCK_SIZE] * g[DIM])
+    return carray(f32_at(g[KEYS]), shape), carray(f32_at(g[VALUES]), shape)
+
+
+@njit
+def memory_words(g: Any) -> Any:
+    """The same memory of bfloat16, two in a word."""
+    shape = (g[NUM_BLOCKS], g[KV_HEADS], g[BLOCK_SIZE] * g[DIM] // 2)
+    return carray(u32_at(g[KEYS]), shape), carray(u32_at(g[VALUES]), shape)

@@ -1,0 +1,93 @@
+"""Owns attention on a CPU, by kernels that read and write block memory through block tables.
+
+Which block is whose is not asked.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from headrace_kernels import arguments as fields
+from headrace_kernels.arguments import arguments_of
+from headrace_kernels.delta_net import convolve, delta_rule
+from headrace_kernels.instruction_sets import InstructionSet, instruction_sets_here
+from headrace_kernels.launch import parallel
+from headrace_kernels.paged_attention import kernels_for
+from headrace_kernels.step import BlockMemory, PackedStep, StateMemory
+
+
+class CpuAttention:
+    """Bound to one memory, which it alone writes: new keys, values and states go there.
+
+    Per layer: `windows` say how many positions are visible, the own one included (None: all);
+    `sinks` are float32 [heads], scores that hold no value.
+    """
+
+    def __init__(
+        self,
+        memory: BlockMemory,
+        windows: Sequence[int | None],
+        sinks: Sequence[Tensor] = (),
+        instructions: InstructionSet | None = None,
+    ) -> None:
+        self.memory, self.windows = memory, windows
+        self.sinks = sinks
+        self.instructions = instructions or instruction_sets_here()[0]
+        self.kernels = kernels_for(memory.keys[0], self.instructions)
+
+    def step(self, batch: PackedStep) -> "CpuStep":
+        return CpuStep(self, batch)
+
+
+class CpuStep:
+    """One step's arguments: chunks filled in once, the rest by each layer."""
+
+    def __init__(self, attention: CpuAttention, batch: PackedStep) -> None:
+        self.positions = batch.positions
+        self._attention, self._batch = attention, batch
+        self._arguments = arguments = arguments_of(*[0] * (fields.SIZE - 1))
+        arguments[fields.STARTS] = batch.starts.ctypes.data
+        arguments[fields.LENGTHS] = batch.lengths.ctypes.data
+        arguments[fields.FIRST_ROWS] = batch.first_rows.ctypes.data
+        arguments[fields.TABLE] = batch.block_table.ctypes.data
+        arguments[fields.NUM_CHUNKS : fields.TABLE_WIDTH + 1] = batch.block_table.shape
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Writes k and v into the memory, then attends from q to all positions up to its own.
+
+        q: [tokens, heads, dim], k and v: [tokens, kv_heads, dim]; returns [tokens, heads, dim].
+        Scores are scaled by dim ** -0.5.
+        """
+        attention, arguments = self._attention, self._arguments
+        memory = attention.memory
+        q, k, v = _side_by_side(q), _side_by_side(k), _side_by_side(v)
+        out = torch.empty(q.shape, dtype=q.dtype)
+        fields.set_memory(arguments, memory.keys[layer], memory.values[layer])
+        fields.set_new(arguments, q, k, v, out)
+        arguments[fields.WINDOW] = attention.windows[layer] or 0
+        sinks = attention.sinks[layer] if attention.sinks else None
+        if sinks is not None:
+            arguments[fields.SINKS], arguments[fields.NUM_SINKS] = sinks.data_ptr(), len(sinks)
+        for kernel in attention.kernels:
+            parallel(kernel, arguments)
+        return out
+
+    def convolve(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
+        return convolve(self._batch, self._states.inputs[layer], x, weight)
+
+    def delta_rule(
+        self, layer: int, qkv: tuple[Tensor, Tensor, Tensor], decay: Tensor, beta: Tensor
+    ) -> Tensor:
+        return delta_rule(self._batch, self._states.states[layer], qkv, decay, beta)
+
+    @property
+    def _states(self) -> StateMemory:
+        states = self._attention.memory.states
+        assert states is not None
+        return states
+
+
+def _side_by_side(x: Tensor) -> Tensor:
+    """x [tokens, heads, dim], copied only if a token's heads do not lie in a row."""
+    return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()

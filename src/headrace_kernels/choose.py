@@ -1,0 +1,242 @@
+"""Owns the choice of an instruction set: the best one here that computes what plain does."""
+
+import itertools
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headrace_kernels.attention import CpuAttention, CpuStep
+from headrace_kernels.groups import INT4, GroupedWeights, Scheme
+from headrace_kernels.instruction_sets import NAMES, InstructionSet, instruction_sets_here
+from headrace_kernels.linear import (
+    GroupedLinear,
+    PackedLinear,
+    PlainScheme,
+    Quantize,
+    quantize_outputs,
+)
+from headrace_kernels.step import Int32s
+
+logger = logging.getLogger(__name__)
+
+_OF_BFLOAT16 = ("amx", "bf16dot")
+_INPUTS, _OUTPUTS, _ROWS = 96, 70, (1, 2, 3, 7, 45)  # every tile of a product, and its edges
+_HEADS, _KV_HEADS, _DIM, _BLOCK = 4, 2, 32, 32
+_CHUNKS = ((0, 70), (70, 1))  # start and length
+_KEY_HEADS, _VALUE_HEADS, _KEY_DIM, _VALUE_DIM = 2, 4, 16, 64
+_KEYS, _VALUES = _KEY_HEADS * _KEY_DIM, _VALUE_HEADS * _VALUE_DIM
+_CHANNELS, _WIDTH = 2 * _KEYS + _VALUES, 4  # of a convolution
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 2e-2}  # of the largest number
+
+
+class KernelChoice(NamedTuple):
+    """An instruction set for the kernels, and why it is this one."""
+
+    instructions: InstructionSet
+    reason: str
+
+
+def choose_instructions(
+    wanted: str,
+    dtype: torch.dtype,
+    quantize: Quantize = "none",
+    groups: frozenset[PlainScheme] = frozenset(),
+    has_states: bool = False,
+) -> KernelChoice:
+    """Chooses the instruction set for a model on a CPU; ValueError if the wanted one cannot be.
+
+    `groups`: schemes of its own weights in groups. `has_states`: it has gated delta nets.
+    """
+    kept: frozenset[PlainScheme] = frozenset({INT4}) if quantize == "int4" else groups
+    is_bfloat16 = dtype == torch.bfloat16
+    sets = [one for one in instruction_sets_here() if is_bfloat16 or one not in _OF_BFLOAT16]
+    if wanted != "auto" and wanted not in sets:
+        name = str(dtype).removeprefix("torch.")
+        raise ValueError(
+            f"--kernels {wanted} cannot compute {name} on this processor; use one of "
+            f"auto, {', '.join(sets)}."
+        )
+    reason = "as asked"
+    if wanted != "auto":
+        sets = sets[sets.index(wanted) :]  # type: ignore[arg-type]
+    elif len(sets) > 1:
+        reason = f"the processor has {NAMES[sets[0]]}"
+    else:
+        reason = "the processor has neither AVX2 nor AVX-512"
+    instructions = sets[0]
+    while fault := _fault(instructions, dtype, quantize in ("int8", "int4"), kept, has_states):
+        logger.warning("Kernels %s are not used: %s.", instructions, fault)
+        reason = f"{instructions} failed its check"
+        sets = sets[1:]
+        instructions = sets[0]
+    if instructions == "plain" and quantize in ("int8", "int4"):
+        raise ValueError(
+            f"--quantize {quantize} is not computed by kernels plain ({reason}); "
+            "use --quantize none."
+        )
+    return KernelChoice(instructions, reason)
+
+
+@cache
+def _fault(
+    instructions: InstructionSet,
+    dtype: torch.dtype,
+    to_int8: bool,
+    groups: frozenset[PlainScheme],
+    has_states: bool,
+) -> str | None:
+    """The fault of an instruction set, or None: computes a few rows with it and without it."""
+    if instructions == "plain":
+        return None
+    generator = torch.Generator().manual_seed(0)
+    try:
+        samples = itertools.chain(
+            _samples(instructions, dtype, to_int8, generator),
+            *(
+                _grouped_samples(instructions, Scheme(*kept), dtype, generator)
+                for kept in sorted(groups)
+            ),
+            _samples_of_states(instructions, dtype, generator) if has_states else (),
+        )
+        for what, found, expected in samples:
+            size, error = expected.abs().max(), (found.float() - expected).abs().max()
+            if not error <= _TOLERANCE[dtype] * size:  # NaN is a fault too
+                return f"their {what} differs from torch's by {float(error / size):.2g}"
+    except Exception as error:  # whatever a compiler may raise
+        return f"they fail with {type(error).__name__}: {error}"
+    return None
+
+
+def _grouped_samples(
+    instructions: InstructionSet,
+    scheme: Scheme,
+    dtype: torch.dtype,
+    generator: torch.Generator,
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    low, high = (0, 16) if scheme.bits == 4 else (-127, 128)
+    q = torch.randint(low, high, (_OUTPUTS, _INPUTS), generator=generator)
+    size = _OUTPUTS, _INPUTS // scheme.size
+    scale = torch.rand(size, generator=generator).half()
+    minimum = (-8 * scale * torch.rand(size, generator=generator)).half() * scheme.has_minimum
+    wide = (part.float().repeat_interleave(scheme.size, dim=1) for part in (scale, minimum))
+    exact = q * next(wide) + next(wide)
+    layer = GroupedLinear(
+        GroupedWeights(scheme, q.to(torch.int8), scale, minimum), None, instructions
+    )
+    for num_rows in _ROWS:
+        x = torch.randn(num_rows, _INPUTS, generator=generator).to(dtype)
+        yield f"product of {num_rows} rows in groups", layer(x), F.linear(x.float(), exact)
+
+
+def _samples(
+    instructions: InstructionSet, dtype: torch.dtype, to_int8: bool, generator: torch.Generator
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yields a name, the result by these instructions, and torch's in float32."""
+    if dtype == torch.bfloat16 or to_int8:
+        weight = torch.randn(_OUTPUTS, _INPUTS, generator=generator).to(dtype)
+        stored, scale = quantize_outputs(weight) if to_int8 else (weight, torch.ones(_OUTPUTS))
+        exact = stored.float() * scale[:, None]
+        layer = PackedLinear(stored, scale, None, instructions)
+        for num_rows in _ROWS:
+            x = torch.randn(num_rows, _INPUTS, generator=generator).to(dtype)
+            yield f"product of {num_rows} rows", layer(x), F.linear(x.float(), exact)
+    past = torch.empty(0, _HEADS + 2 * _KV_HEADS, _DIM, dtype=dtype)
+    for (start, length), step in _steps(instructions, dtype):
+        past = torch.cat(
+            (past, torch.randn(length, *past.shape[1:], generator=generator).to(dtype))
+        )
+        q, k, v = past[start:].split((_HEADS, _KV_HEADS, _KV_HEADS), dim=1)
+        found = step.attend(0, q, k, v)
+        q, k, v = past.float().transpose(0, 1).split((_HEADS, _KV_HEADS, _KV_HEADS))
+        expected = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        yield f"attention of {length} tokens", found, expected.transpose(0, 1)[start:]
+
+
+def _samples_of_states(
+    instructions: InstructionSet, dtype: torch.dtype, generator: torch.Generator
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """The same for a gated delta net."""
+    weight = torch.randn(_WIDTH, _CHANNELS, generator=generator).to(dtype)
+    inputs = torch.zeros(_WIDTH - 1, _CHANNELS, dtype=dtype)
+    state = torch.zeros(_VALUE_HEADS, _KEY_DIM, _VALUE_DIM)
+    for (_, length), step in _steps(instructions, dtype):
+        x = torch.randn(length, _CHANNELS, generator=generator).to(dtype)
+        inputs = torch.cat((inputs[1 - _WIDTH :], x))
+        terms = [inputs[j : j + length].float() * weight[j].float() for j in range(_WIDTH)]
+        convolved = F.silu(torch.stack(terms).sum(0))
+        yield f"convolution of {length} tokens", step.convolve(0, x, weight), convolved
+        decay, beta = torch.rand(2, length, _VALUE_HEADS, generator=generator)
+        q, k, v = convolved.split((_KEYS, _KEYS, _VALUES), dim=1)
+        q, k = (part.unflatten(1, (_KEY_HEADS, -1)) for part in (q, k))
+        qkv = q, k, v.unflatten(1, (_VALUE_HEADS, -1))
+        found = step.delta_rule(0, qkv, -decay, beta)
+        yield (
+            f"delta rule of {length} tokens",
+            found,
+            delta_rule_by_formula(qkv, -decay, beta, state),
+        )
+
+
+def delta_rule_by_formula(
+    qkv: tuple[Tensor, Tensor, Tensor], decay: Tensor, beta: Tensor, state: Tensor
+) -> Tensor:
+    """The formulas of delta_net.delta_rule, token by token; moves the state on."""
+    q, k, v = qkv
+    share = v.shape[1] // k.shape[1]
+    q, k = (F.normalize(x, dim=2).repeat_interleave(share, 1)[..., None] for x in (q, k))
+    q = q * q.shape[2] ** -0.5
+    out = torch.empty_like(v)
+    for t in range(len(v)):
+        state.mul_(decay[t].exp()[:, None, None])
+        correction = beta[t][:, None] * (v[t] - (state * k[t]).sum(1))
+        state += k[t] * correction[:, None]
+        out[t] = (state * q[t]).sum(1)
+    return out
+
+
+@dataclass(frozen=True)
+class _OneChunk:
+    """A step of one sequence, whose blocks lie out of order."""
+
+    token_ids: Tensor
+    positions: Tensor
+    starts: Int32s
+    lengths: Int32s
+    first_rows: Int32s
+    slots: Int32s
+    block_table: Int32s
+
+
+class _States(NamedTuple):
+    states: list[Tensor]
+    inputs: list[Tensor]
+
+
+class _Blocks(NamedTuple):
+    keys: list[Tensor]
+    values: list[Tensor]
+    states: _States
+
+
+def _steps(
+    instructions: InstructionSet, dtype: torch.dtype
+) -> Iterator[tuple[tuple[int, int], CpuStep]]:
+    """Steps of one sequence, with their start and length; a layer of each kind remembers it."""
+    keys, values = torch.zeros(2, 3, _KV_HEADS, _BLOCK, _DIM, dtype=dtype)
+    state = torch.zeros(1, _VALUE_HEADS, _KEY_DIM, _VALUE_DIM)
+    inputs = torch.zeros(1, _WIDTH - 1, _CHANNELS, dtype=dtype)
+    memory = _Blocks([keys], [values], _States([state], [inputs]))
+    attention = CpuAttention(memory, (None,), instructions=instructions)
+    zero, table = np.zeros(1, np.int32), np.array([[2, 0, 1]], np.int32)
+    for start, length in _CHUNKS:
+        first, size = (np.full(1, number, np.int32) for number in (start, length))
+        positions = torch.arange(start, start + length)
+        step = _OneChunk(positions, positions, first, size, zero, zero, table)
+        yield (start, length), attention.step(step)

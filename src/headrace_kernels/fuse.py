@@ -1,0 +1,82 @@
+"""Owns the fusing of many kernels into one: threads start once and meet after each kernel.
+
+Calling them anew for every kernel takes longer than many a kernel of a decode step.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import torch
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import types
+from numba.extending import intrinsic
+from numba.np.numpy_support import carray
+
+from headrace_kernels import launch
+from headrace_kernels.arguments import Arguments, arguments_of
+from headrace_kernels.capture import Call
+from headrace_kernels.launch import Kernel, parallel, serial
+from headrace_kernels.numeric import i64_at
+
+_WORD = ir.IntType(64).as_pointer()
+
+
+def _emit_run(typing_context: Any, address: Any, arguments: Any) -> Any:
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [_WORD]).as_pointer()
+        builder.call(builder.inttoptr(args[0], kind), [builder.inttoptr(args[1], _WORD)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), emit
+
+
+_run: Any = intrinsic(_emit_run)
+"""Calls the function at one address with the arguments at another; it may ignore them."""
+
+
+@Kernel
+def _in_turn(a: Any) -> None:
+    """Every thread runs all kernels; a counter is set back when all threads are done with it."""
+    g = carray(a, 4)
+    kernels = carray(i64_at(g[1]), (g[2], 2))
+    for i in range(g[2]):
+        _run(kernels[i, 0], kernels[i, 1])
+        _run(g[3], 0)
+        carray(i64_at(kernels[i, 1]), 1)[0] = 0
+
+
+class _Fused:
+    """Kernels with their arguments."""
+
+    def __init__(self, parts: Sequence[tuple[Kernel, Arguments]], barrier: int) -> None:
+        self._all_arguments = [arguments for _, arguments in parts]
+        pairs = [(body.address, ctypes.addressof(arguments)) for body, arguments in parts]
+        self._table = np.array(pairs, dtype=np.int64)
+        self._arguments = arguments_of(self._table.ctypes.data, len(pairs), barrier)
+        for arguments in self._all_arguments:
+            arguments[0] = 0
+
+    def __call__(self) -> None:
+        parallel(_in_turn, self._arguments)
+
+
+def fuse(calls: Sequence[Call]) -> list[Call]:
+    """The same calls, kernels in a row as one; just the calls where threads cannot meet."""
+    barrier = launch.barrier_address()
+    if barrier is None or torch.get_num_threads() == 1:
+        return list(calls)
+    result: list[Call] = []
+    for are_kernels, row in groupby(calls, _is_kernel):
+        if are_kernels:
+            result.append(_Fused([call.args for call in row], barrier))  # type: ignore[attr-defined]
+        else:
+            result += row
+    return result
+
+
+def _is_kernel(call: Call) -> bool:
+    return isinstance(call, partial) and call.func in (parallel, serial)

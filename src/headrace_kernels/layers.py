@@ -1,0 +1,115 @@
+"""Gives a loaded CPU model its fast layers; the model's own file stays as it is written."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headrace_kernels.delta_gates import delta_gates, gated_norm
+from headrace_kernels.pointwise import gated, gated_by, norm, rotate
+
+
+class CpuRotary(nn.Module):
+    """Gives the rotation of a step's positions, a function of x [tokens, heads, dim]."""
+
+    def __init__(self, plain: Any) -> None:
+        super().__init__()
+        self.angles, self.amplitude = plain.angles, plain.amplitude
+
+    def forward(self, positions: Tensor) -> Callable[[Tensor], Tensor]:
+        angles = self.angles(positions)  # float32 [tokens, turned/2]
+        cos, sin = angles.cos().mul_(self.amplitude), angles.sin().mul_(self.amplitude)
+        return partial(rotate, cos=cos, sin=sin)
+
+
+class CpuNorm(nn.Module):
+    def __init__(self, plain: Any) -> None:
+        super().__init__()
+        self.weight, self.eps = plain.weight, plain.eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return norm(x, self.weight, self.eps)
+
+
+class CpuShiftedNorm(nn.Module):
+    def __init__(self, plain: Any) -> None:
+        super().__init__()
+        self.weight, self.eps = plain.weight, plain.eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return norm(x, self.weight, self.eps, shift=1)
+
+
+class CpuGatedNorm(nn.Module):
+    def __init__(self, plain: Any) -> None:
+        super().__init__()
+        self.weight, self.eps = plain.weight, plain.eps
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        return gated_norm(x, gate, self.weight, self.eps)
+
+
+class CpuSigmoidGate(nn.Module):
+    def __init__(self, plain: Any) -> None:
+        super().__init__()
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        return gated_by(x, gate)
+
+
+class CpuConvolution(nn.Module):
+    """Weights [width, channels]: a vector holds those of neighbours."""
+
+    def __init__(self, plain: Any) -> None:
+        super().__init__()
+        self.layer = plain.layer
+        self.weight = nn.Parameter(plain.weight[:, 0].T.contiguous(), requires_grad=False)
+
+    def forward(self, x: Tensor, step: Any) -> Tensor:
+        return step.convolve(self.layer, x, self.weight)
+
+
+class CpuDeltaGates(nn.Module):
+    """float32 [2, heads]: the rate at which a head forgets, less than 0, and what is added."""
+
+    def __init__(self, plain: Any) -> None:
+        super().__init__()
+        self.A_log, self.dt_bias = plain.A_log, plain.dt_bias
+        rates = -plain.A_log.float().exp()
+        table = torch.stack((rates, plain.dt_bias.float())).contiguous()
+        self.table = nn.Buffer(table, persistent=False)  # what it is made of is kept, too
+
+    def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        return delta_gates(a, b, self.table)
+
+
+class CpuGatedMLP(nn.Module):
+    def __init__(self, plain: Any) -> None:
+        super().__init__()
+        self.gate_up, self.down = plain.gate_up, plain.down
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(gated(self.gate_up(x)))
+
+
+_FAST: Mapping[str, Callable[[Any], nn.Module]] = {
+    "norm": CpuNorm,  # weight, eps
+    "shifted-norm": CpuShiftedNorm,  # the same; weights are kept less 1
+    "gated-norm": CpuGatedNorm,  # the same; of x and a gate
+    "sigmoid-gate": CpuSigmoidGate,
+    "rotary": CpuRotary,  # angles(positions), amplitude
+    "gated-mlp": CpuGatedMLP,  # gate_up, down
+    "convolution": CpuConvolution,  # layer, weight
+    "delta-gates": CpuDeltaGates,  # A_log, dt_bias
+}
+"""The kinds of layers that have a fast version, and the attributes that it takes over."""
+
+
+def prepare(model: nn.Module, kinds: Mapping[type, str]) -> None:
+    """Swaps layers of these classes for their fast versions; linear ones are packed at loading."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if kind := kinds.get(type(child)):
+                setattr(parent, name, _FAST[kind](child))

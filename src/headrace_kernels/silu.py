@@ -1,0 +1,99 @@
+"""Owns silu(x) = x / (1 + e^-x), and convolutions before it, by explicit vectors as in tiles.py."""
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from headrace_kernels.softmax import LOG2_E, power_of_two
+from headrace_kernels.tiles import FLOATS, LANES, Matrix, fused, load, loop
+
+_I64 = ir.IntType(64)
+
+
+def _all(number: float) -> Any:
+    return ir.Constant(FLOATS, [number] * LANES)
+
+
+def _silu(builder: Any, x: Any) -> Any:
+    """The power is taken of the negative side, where it cannot overflow."""
+    b = builder
+    is_negative = b.fcmp_ordered("<", x, _all(0.0))
+    down = b.select(is_negative, x, b.fneg(x))
+    power = power_of_two(b, b.fmul(down, _all(LOG2_E)))
+    top = b.select(is_negative, power, _all(1.0))
+    return b.fdiv(b.fmul(x, top), b.fadd(_all(1.0), power))
+
+
+def _emit_silu_row(typing_context: Any, x: Any) -> Any:
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        row = Matrix(context, builder, signature.args[0], args[0])
+
+        def body(at: Any, values: list[Any]) -> list[Any]:
+            place = builder.add(row.base, builder.mul(at, _I64(4 * LANES)))
+            vector = _silu(builder, load(builder, place, FLOATS, 4))
+            builder.store(vector, builder.inttoptr(place, FLOATS.as_pointer()), align=4)
+            return []
+
+        loop(builder, builder.udiv(row.shape[0], _I64(LANES)), [], body)
+        return context.get_dummy_value()
+
+    return types.void(x), emit
+
+
+silu_row: Any = intrinsic(_emit_silu_row)
+"""silu_row(x): in place; x is contiguous float32, of at least one vector and whole ones only."""
+
+
+def _emit_convolve_row(
+    typing_context: Any, weight: Any, inputs: Any, first: Any, out: Any, at: Any
+) -> Any:
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        b = builder
+        weights, rows, target = (Matrix(context, b, signature.args[i], args[i]) for i in (0, 1, 3))
+        row, column = cgutils.unpack_tuple(b, args[4])
+        begin, width = target.at(row, column), weights.shape[0]
+
+        def body(at: Any, values: list[Any]) -> list[Any]:
+            across = b.mul(at, _I64(LANES))
+
+            def add(number: Any, sums: list[Any]) -> list[Any]:
+                place = b.add(args[2], number)
+                is_over = b.icmp_signed(">=", place, width)
+                place = b.select(is_over, b.sub(place, width), place)
+                pair = weights.at(number, across), rows.at(place, across)
+                weight, value = (load(b, address, FLOATS, 4) for address in pair)
+                return [fused(b, weight, value, sums[0])]
+
+            (total,) = loop(b, width, [_all(0.0)], add)
+            place = b.inttoptr(b.add(begin, b.mul(across, _I64(4))), FLOATS.as_pointer())
+            b.store(_silu(b, total), place, align=4)
+            return []
+
+        loop(b, b.udiv(weights.shape[1], _I64(LANES)), [], body)
+        return context.get_dummy_value()
+
+    return types.void(weight, inputs, first, out, at), emit
+
+
+convolve_row: Any = intrinsic(_emit_convolve_row)
+"""convolve_row(weight, inputs, first, out, (row, column)).
+
+weight, inputs: float32 [width, whole vectors], contiguous. out [.., ..], float32, gets in that row,
+from the column on, silu of the sum over j of weight[j] times inputs[(first + j) % width].
+"""
+
+
+@njit
+def whole(size: Any) -> Any:
+    """The size, rounded up to whole vectors."""
+    return (size + LANES - 1) // LANES * LANES
+
+
+@njit
+def row_for(size: int) -> Any:
+    """Room for `size` numbers, zeros, that silu_row takes."""
+    return np.zeros(whole(size), np.float32)

@@ -1,0 +1,175 @@
+"""Owns the softmax of attention's scores, by explicit vectors as in tiles.py."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from headrace_kernels.tiles import (
+    FLOATS,
+    INTS,
+    LANES,
+    Matrix,
+    add_product,
+    loop,
+    picked,
+    spread_over,
+)
+
+LOWEST = -1e30  # below every score, and far from overflow
+LOG2_E = 1.4426950408889634
+_LEAST = -125.0  # two to the power of it, and of half less, is a normal number
+_POWERS = [math.log(2) ** k / math.factorial(k) for k in range(6, -1, -1)]  # Taylor's, of 2^x
+_F32, _I64 = ir.FloatType(), ir.IntType(64)
+_SHORTS = ir.VectorType(ir.IntType(16), LANES)
+
+
+def _all(number: float) -> Any:
+    return ir.Constant(FLOATS, [number] * LANES)
+
+
+def _ints(number: int) -> Any:
+    return ir.Constant(INTS, [number] * LANES)
+
+
+class _Row:
+    """Vectors of a row of scores in which only those from `low` up to `high` are visible."""
+
+    def __init__(self, builder: Any, begin: Any, low: Any, high: Any) -> None:
+        self._builder, self._begin = builder, begin
+        edges = (builder.trunc(edge, ir.IntType(32)) for edge in (low, high))
+        self._low, self._high = (spread_over(builder, edge) for edge in edges)
+
+    def vector(self, at: Any) -> tuple[Any, Any]:
+        """Scores, hidden ones LOWEST, and where they lie in the row."""
+        b = self._builder
+        first = b.mul(at, _I64(LANES))
+        place = b.inttoptr(b.add(self._begin, b.mul(first, _I64(4))), FLOATS.as_pointer())
+        numbers = spread_over(b, b.trunc(first, ir.IntType(32)))
+        numbers = b.add(numbers, ir.Constant(INTS, list(range(LANES))))
+        above = b.icmp_signed(">=", numbers, self._low)
+        is_seen = b.and_(above, b.icmp_signed("<", numbers, self._high))
+        return b.select(is_seen, b.load(place, align=4), _all(LOWEST)), first
+
+
+def _call(builder: Any, name: str, kind: Any, *args: Any) -> Any:
+    function = ir.FunctionType(kind, [arg.type for arg in args])
+    return builder.call(cgutils.get_or_insert_function(builder.module, function, name), args)
+
+
+def power_of_two(builder: Any, x: Any) -> Any:
+    """Two to the x for x <= 0 with a relative error under 2e-7; 0 where that is below 2^-125.
+
+    2^(n + f) with |f| <= 1/2: 2^f by its Taylor series, n added to the bits of its exponent.
+    """
+    b = builder
+    is_normal = b.fcmp_ordered(">", x, _all(_LEAST))
+    x = b.select(is_normal, x, _all(_LEAST))
+    whole = _call(b, "llvm.nearbyint.v16f32", FLOATS, x)
+    f = b.fsub(x, whole)
+    p = _all(_POWERS[0])
+    for power in _POWERS[1:]:
+        p = add_product(b, _all(power), p, f)
+    n = b.shl(b.fptosi(whole, INTS), _ints(23))
+    bits = b.add(b.bitcast(p, INTS), n)
+    return b.bitcast(b.select(is_normal, bits, _ints(0)), FLOATS)
+
+
+def _narrowed(builder: Any, vector: Any) -> Any:
+    """bfloat16 bits of numbers >= 0, to the nearest."""
+    b = builder
+    rounded = b.add(b.bitcast(vector, INTS), _ints(0x8000))
+    return b.trunc(b.lshr(rounded, _ints(16)), _SHORTS)
+
+
+def _folded(builder: Any, vector: Any, combine: Callable[[Any, Any], Any]) -> Any:
+    """The lanes of a vector, always in the same order: halves, then halves of these."""
+    while (size := vector.type.count) > 1:
+        halves = (range(0, size // 2), range(size // 2, size))
+        vector = combine(*(picked(builder, vector, vector, half) for half in halves))
+    return builder.extract_element(vector, ir.IntType(32)(0))
+
+
+def _largest(builder: Any) -> Callable[[Any, Any], Any]:
+    return lambda a, b: builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+
+def _emit_highest(typing_context: Any, scores: Any, number: Any, visible: Any) -> Any:
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        low, high, count = cgutils.unpack_tuple(builder, args[2])
+        source = Matrix(context, builder, signature.args[0], args[0])
+        row, larger = _Row(builder, source.at(args[1], _I64(0)), low, high), _largest(builder)
+
+        def body(at: Any, values: list[Any]) -> list[Any]:
+            return [larger(values[0], row.vector(at)[0])]
+
+        (top,) = loop(builder, count, [_all(LOWEST)], body)
+        return _folded(builder, top, larger)
+
+    return types.float32(scores, types.int64, visible), emit
+
+
+highest: Any = intrinsic(_emit_highest)
+"""highest(scores, row, (low, high, count)): the largest of its scores [low, high), or LOWEST.
+
+scores: float32 [rows, at least `count` vectors], whose rows are contiguous.
+"""
+
+
+def _emit_weigh(
+    typing_context: Any, scores: Any, number: Any, visible: Any, by: Any, weights: Any
+) -> Any:
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        low, high, count = cgutils.unpack_tuple(builder, args[2])
+        scale, top = (spread_over(builder, x) for x in cgutils.unpack_tuple(builder, args[3]))
+        source, target = (Matrix(context, builder, signature.args[i], args[i]) for i in (0, 4))
+        row = _Row(builder, source.at(args[1], _I64(0)), low, high)
+        begin, is_float = target.at(args[1], _I64(0)), target.kind == "float"
+        stored, size = (FLOATS, 4) if is_float else (_SHORTS, 2)
+
+        def body(at: Any, values: list[Any]) -> list[Any]:
+            vector, first = row.vector(at)
+            scaled = builder.fsub(builder.fmul(vector, scale), top, flags=("contract",))
+            weight = power_of_two(builder, scaled)
+            place = builder.add(begin, builder.mul(first, _I64(size)))
+            result = weight if is_float else _narrowed(builder, weight)
+            builder.store(result, builder.inttoptr(place, stored.as_pointer()), align=size)
+            return [builder.fadd(values[0], weight)]
+
+        (total,) = loop(builder, count, [_all(0.0)], body)
+        return _folded(builder, total, builder.fadd)
+
+    return types.float32(scores, types.int64, visible, by, weights), emit
+
+
+weigh: Any = intrinsic(_emit_weigh)
+"""weigh(scores, row, (low, high, count), (scale, top), weights): two to the scores * scale - top.
+
+They are stored in that row of `weights`, float32 or bfloat16 bits, hidden ones as 0; returned is
+their sum before they are rounded.
+"""
+
+
+def _emit_shrink(typing_context: Any, sums: Any, number: Any, count: Any, by: Any) -> Any:
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        begin = Matrix(context, builder, signature.args[0], args[0]).at(args[1], _I64(0))
+        factor = spread_over(builder, args[3])
+
+        def body(at: Any, values: list[Any]) -> list[Any]:
+            place = builder.add(begin, builder.mul(at, _I64(4 * LANES)))
+            pointer = builder.inttoptr(place, FLOATS.as_pointer())
+            builder.store(builder.fmul(builder.load(pointer, align=4), factor), pointer, align=4)
+            return []
+
+        loop(builder, args[2], [], body)
+        return context.get_dummy_value()
+
+    return types.void(sums, types.int64, types.int64, types.float32), emit
+
+
+shrink_row: Any = intrinsic(_emit_shrink)
+"""shrink_row(sums, row, count, by): multiplies `count` vectors of a float32 row."""

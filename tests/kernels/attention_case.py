@@ -1,0 +1,140 @@
+"""Random block memory, a batch over it, and attention as its definition, in float64."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace_kernels.step import Int32s
+
+
+@dataclass(frozen=True)
+class Step:
+    """Chunks of tokens in a row; each is a sequence's, whose blocks are in the table."""
+
+    token_ids: Tensor
+    positions: Tensor
+    starts: Int32s
+    lengths: Int32s
+    first_rows: Int32s
+    slots: Int32s
+    block_table: Int32s
+
+
+def make_step(
+    chunks: Sequence[tuple[int, int]], tables: Sequence[Sequence[int]], slots: Sequence[int] = ()
+) -> Step:
+    """`chunks` are (start, length)."""
+    starts, lengths = np.array(chunks, dtype=np.int32).T.copy()
+    widest = max(len(table) for table in tables)
+    rows = [[*table, *[0] * (widest - len(table))] for table in tables]
+    positions = [torch.arange(start, start + length) for start, length in chunks]
+    return Step(
+        token_ids=torch.zeros(int(lengths.sum()), dtype=torch.long),
+        positions=torch.cat(positions),
+        starts=starts,
+        lengths=lengths,
+        first_rows=np.cumsum(lengths, dtype=np.int32) - lengths,
+        slots=np.array(slots or [-1] * len(chunks), dtype=np.int32),
+        block_table=np.array(rows, dtype=np.int32),
+    )
+
+
+@dataclass
+class Memory:
+    """One layer's."""
+
+    keys: list[Tensor]
+    values: list[Tensor]
+    states: None = None
+
+
+@dataclass
+class Case:
+    memory: Memory
+    window: int | None
+    step: Step
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sinks: Tensor | None = None
+
+
+def make_case(
+    chunks: list[tuple[int, int]],
+    heads: tuple[int, int] = (4, 2),
+    dim: int = 16,
+    window: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    size: int = 8,
+) -> Case:
+    """`chunks` are (start, length); their blocks are scattered at random over the pool."""
+    torch.manual_seed(0)
+    needed = [-(-(start + length) // size) for start, length in chunks]
+    shape = sum(needed) + 3, heads[1], size, dim
+    memory = Memory(*([torch.zeros(shape, dtype=dtype).normal_()] for _ in range(2)))
+    free = iter(torch.randperm(sum(needed) + 3).tolist())
+    step = make_step(chunks, [[next(free) for _ in range(count)] for count in needed])
+    qkv = torch.randn(len(step.positions), heads[0] + 2 * heads[1], dim).to(dtype)
+    q, k, v = qkv.split((heads[0], heads[1], heads[1]), dim=1)
+    return Case(memory, window, step, q, k, v)
+
+
+def plain(case: Case) -> tuple[Tensor, Tensor]:
+    """Copies of the keys and values, [blocks, kv_heads, positions, dim], out of words of 4 bytes.
+
+    A word holds neighbours: numbers of a key, positions of a value.
+    """
+    keys, values = case.memory.keys[0], case.memory.values[0]
+    blocks, heads, size, dim = keys.shape
+    per = 1 if size % 2 or dim % 2 else 4 // keys.itemsize
+    by_position = keys.view(blocks, heads, dim // per, size, per).transpose(2, 3)
+    by_number = values.view(blocks, heads, size // per, dim, per).transpose(3, 4)
+    return by_position.reshape(keys.shape).clone(), by_number.reshape(keys.shape).clone()
+
+
+def tables(case: Case) -> list[list[int]]:
+    """Each token's blocks."""
+    both = zip(case.step.block_table.tolist(), case.step.lengths.tolist(), strict=True)
+    return [table for table, length in both for _ in range(length)]
+
+
+def places(case: Case) -> list[tuple[int, int]]:
+    """The block of each token, and its place there."""
+    size = case.memory.keys[0].shape[2]
+    both = zip(tables(case), case.step.positions.tolist(), strict=True)
+    return [(table[position // size], position % size) for table, position in both]
+
+
+def reference(case: Case, keys: Tensor, values: Tensor) -> Tensor:
+    """Softmax of scaled products over all visible positions, float64; keys and values are updated.
+
+    Both as `plain` gives them.
+    """
+    size, window = keys.shape[2], case.window
+    written = places(case)
+    for token, (block, offset) in enumerate(written):
+        keys[block, :, offset] = case.k[token]
+        values[block, :, offset] = case.v[token]
+    rows = []
+    for token, position in enumerate(case.step.positions.tolist()):
+        first = max(0, position + 1 - window) if window else 0
+        table = tables(case)[token]
+        seen = [(table[p // size], p % size) for p in range(first, position + 1)]
+        past_keys = torch.stack([keys[b, :, o] for b, o in seen]).double()
+        past_values = torch.stack([values[b, :, o] for b, o in seen]).double()
+        rows.append(_attend(case.q[token].double(), past_keys, past_values, case.sinks))
+    return torch.stack(rows)
+
+
+def _attend(q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None) -> Tensor:
+    group = q.shape[0] // keys.shape[1]
+    out = torch.empty_like(q)
+    for head in range(q.shape[0]):
+        scores = keys[:, head // group] @ q[head] * q.shape[1] ** -0.5
+        extra = torch.empty(0).double() if sinks is None else sinks[head : head + 1].double()
+        weights = torch.cat((scores, extra)).softmax(0)[: len(scores)]
+        out[head] = weights @ values[:, head // group]
+    return out

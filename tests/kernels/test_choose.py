@@ -1,0 +1,118 @@
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from headrace_kernels import attention, choose, instruction_sets
+from headrace_kernels.choose import choose_instructions
+from headrace_kernels.instruction_sets import INSTRUCTION_SETS, instruction_sets_here
+from headrace_kernels.linear import Quantize
+from tests.kernels.own_kernels import OWN_SETS, needs_own_kernels
+
+
+@pytest.fixture(autouse=True)
+def checked_anew() -> None:
+    choose._fault.cache_clear()
+
+
+@pytest.fixture
+def processor(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes the processor have just these instructions, as LLVM calls them, and AMX or not."""
+
+    def have(*names: str, has_amx: bool = False) -> tuple[str, ...]:
+        monkeypatch.setattr(instruction_sets, "_features", lambda: set(names))
+        monkeypatch.setattr(instruction_sets, "has_amx", lambda: has_amx)
+        return instruction_sets_here.__wrapped__()
+
+    return have
+
+
+def test_what_a_processor_has_decides_which_instruction_sets_it_runs(processor: Any) -> None:
+    wide = ("avx2", "fma", "avx512f", "avx512bw")
+    assert processor() == ("plain",)
+    assert processor("avx2") == ("plain",)
+    assert processor("avx2", "fma") == ("plain",)
+    assert processor("avx2", "fma", "f16c") == ("avx2", "plain")
+    assert processor(*wide) == ("avx512", "plain")
+    assert processor(*wide, "avx512bf16") == ("bf16dot", "avx512", "plain")
+    assert (
+        processor(*wide, "avx512bf16", has_amx=True) == INSTRUCTION_SETS[:3] + INSTRUCTION_SETS[4:]
+    )
+
+
+def test_numbas_own_variable_limits_the_instruction_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(instruction_sets.config, "CPU_FEATURES", "+avx2,+fma,+f16c,-avx512f")
+    assert instruction_sets_here.__wrapped__() == ("avx2", "plain")
+
+
+@needs_own_kernels
+@pytest.mark.parametrize("instructions", OWN_SETS)
+@pytest.mark.parametrize("quantize", ["none", "int8", "int4"])
+def test_every_instruction_set_of_this_machine_proves_right(
+    instructions: str, quantize: Quantize
+) -> None:
+    assert choose_instructions(instructions, torch.bfloat16, quantize, has_states=True) == (
+        instructions,
+        "as asked",
+    )
+
+
+@needs_own_kernels
+def test_the_best_instruction_set_is_taken_and_told() -> None:
+    found = choose_instructions("auto", torch.bfloat16)
+    assert found.instructions == instruction_sets_here()[0]
+    assert found.reason.startswith("the processor has ")
+
+
+def test_float32_is_computed_by_instructions_that_compute_it() -> None:
+    assert choose_instructions("auto", torch.float32).instructions in ("avx512", "avx2", "plain")
+    with pytest.raises(ValueError, match=r"--kernels bf16dot cannot compute float32.* plain\."):
+        choose_instructions("bf16dot", torch.float32)
+
+
+def break_kernels(instructions: str, monkeypatch: pytest.MonkeyPatch, result: Any) -> None:
+    kernels_for = choose.CpuAttention.step
+
+    def step(self: Any, batch: Any) -> Any:
+        if self.instructions != instructions:
+            return kernels_for(self, batch)
+        if isinstance(result, Exception):
+            raise result
+        made = kernels_for(self, batch)
+        attend = made.attend
+        made.attend = lambda *args: attend(*args).mul_(result)
+        return made
+
+    monkeypatch.setattr(choose.CpuAttention, "step", step)
+
+
+@needs_own_kernels
+@pytest.mark.parametrize("fault", [1.1, float("nan"), RuntimeError("no such instruction")])
+def test_an_instruction_set_that_fails_its_check_is_not_used_and_one_warning_says_so(
+    fault: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = instruction_sets_here()[:2]
+    break_kernels(first, monkeypatch, fault)
+    with caplog.at_level(logging.WARNING):
+        found = choose_instructions("auto", torch.bfloat16)
+    assert found == (second, f"{first} failed its check")
+    (warning,) = caplog.records
+    assert f"Kernels {first} are not used" in warning.getMessage()
+
+
+@needs_own_kernels
+@pytest.mark.parametrize("what", ["convolve", "delta_rule"])
+def test_states_are_checked_for_models_that_have_them(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compute = getattr(attention.CpuStep, what)
+    monkeypatch.setattr(attention.CpuStep, what, lambda *args: compute(*args) * 1.1)
+    assert choose_instructions("auto", torch.bfloat16).instructions == instruction_sets_here()[0]
+    assert choose_instructions("auto", torch.bfloat16, has_states=True).instructions == "plain"
+
+
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+def test_plain_refuses_to_quantize_and_says_what_would_do(quantize: Quantize) -> None:
+    with pytest.raises(ValueError, match=f"{quantize} .* use --quantize none"):
+        choose_instructions("plain", torch.bfloat16, quantize)

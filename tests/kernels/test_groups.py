@@ -1,0 +1,114 @@
+"""Weights in groups: their products are right, and no row changes another."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from headrace_kernels.groups import (
+    GroupedWeights,
+    Scheme,
+    pack_groups,
+    packed_bytes,
+    quantize_groups,
+)
+from headrace_kernels.linear import GroupedLinear
+from tests.kernels.own_kernels import OWN_SETS, needs_own_kernels
+
+ALL = [
+    Scheme(4, 32, True),
+    Scheme(8, 32, False),
+    Scheme(8, 32, True),
+    Scheme(8, 16, False),
+    Scheme(8, 16, True),
+]
+
+
+def make(scheme: Scheme, outputs: int, inputs: int) -> GroupedWeights:
+    generator = torch.Generator().manual_seed(0)
+    low, high = (0, 16) if scheme.bits == 4 else (-128, 128)
+    q = torch.randint(low, high, (outputs, inputs), generator=generator).to(torch.int8)
+    size = outputs, -(-inputs // scheme.size)
+    scale = torch.randn(size, generator=generator).half()
+    minimum = torch.randn(size, generator=generator).half() * (9 if scheme.has_minimum else 0)
+    return GroupedWeights(scheme, q, scale, minimum)
+
+
+def values(groups: GroupedWeights) -> Tensor:
+    """float64 [outputs, inputs]."""
+    own = torch.arange(groups.q.shape[1]) // groups.scheme.size
+    return groups.q.double() * groups.scale.double()[:, own] + groups.minimum.double()[:, own]
+
+
+@needs_own_kernels
+@pytest.mark.parametrize("scheme", ALL)
+@pytest.mark.parametrize("outputs, inputs", [(67, 96), (130, 1024), (12, 37), (1, 7), (40, 16)])
+def test_the_product_is_that_of_the_values(scheme: Scheme, outputs: int, inputs: int) -> None:
+    torch.manual_seed(0)
+    groups, bias = make(scheme, outputs, inputs), torch.randn(outputs)
+    layer = GroupedLinear(groups, bias)
+    assert layer.weight.nbytes == packed_bytes(scheme, outputs, inputs)
+    for rows in (1, 2, 3, 5, 9, 13, 30, 150):
+        x = torch.randn(rows, inputs)
+        for given, tolerance in ((x, 1e-4), (x.bfloat16(), 3e-3)):
+            if scheme.bits == 8 and given.dtype == torch.float32:
+                continue  # no model needs it
+            expected = given.double() @ values(groups).T + bias.double()
+            error = (layer(given).double() - expected).norm() / expected.norm()
+            assert error < tolerance
+
+
+@needs_own_kernels
+@pytest.mark.parametrize(
+    "scheme, dtype", [*((scheme, torch.bfloat16) for scheme in ALL), (ALL[0], torch.float32)]
+)
+def test_a_row_is_the_same_whatever_rows_are_with_it(scheme: Scheme, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    layer = GroupedLinear(make(scheme, 100, 3104), None)
+    x = torch.randn(220, 3104).to(dtype)
+    whole = layer(x)  # more than one block of rows
+    parts = [*((row, row + 1) for row in range(14)), (1, 3), (3, 7), (10, 27), (30, 43), (180, 213)]
+    for first, stop in parts:
+        assert torch.equal(layer(x[first:stop]), whole[first:stop])
+
+
+@needs_own_kernels
+@pytest.mark.parametrize("groups", ALL)
+def test_an_instruction_set_computes_what_plain_vectors_do(groups: Scheme) -> None:
+    torch.manual_seed(0)
+    made, bias = make(groups, 70, 1024), torch.randn(70)
+    x = (torch.randn(50, 1024) * torch.logspace(-3, 1, 1024)).bfloat16()
+    best, vectors = (GroupedLinear(made, bias, OWN_SETS[n])(x) for n in (0, -1))
+    assert torch.equal(best, vectors)
+
+
+@needs_own_kernels
+def test_rows_of_zeros_and_the_largest_sums_are_right() -> None:
+    q = torch.full((32, 64), -128, dtype=torch.int8)
+    scale, none = torch.ones(32, 2).half(), torch.zeros(32, 2).half()
+    layer = GroupedLinear(GroupedWeights(Scheme(8, 32, False), q, scale, none), None)
+    assert torch.equal(layer(torch.zeros(1, 64).bfloat16()), torch.zeros(1, 32).bfloat16())
+    assert torch.equal(
+        layer(torch.ones(1, 64).bfloat16()).float(), torch.full((1, 32), -128.0 * 64)
+    )
+
+
+@pytest.mark.parametrize("inputs", [32, 100, 1024])
+def test_rounding_to_4_bits_is_within_half_a_step_of_each_group(inputs: int) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(70, inputs) * torch.logspace(-3, 0, inputs)
+    groups = quantize_groups(weight)
+    assert groups.q.min() >= 0 and groups.q.max() <= 15
+    own = torch.arange(inputs) // 32
+    step = groups.scale.double()[:, own]
+    assert ((values(groups) - weight).abs() <= 0.51 * step + 1e-6).all()
+    error = (values(groups) - weight).norm() / weight.norm()
+    assert 0.01 < error < 0.15
+
+
+def test_packing_keeps_panels_apart_from_each_other() -> None:
+    scheme = Scheme(4, 32, True)
+    groups = make(scheme, 64, 64)
+    both = pack_groups(groups)
+    for panel in range(2):
+        own = GroupedWeights(scheme, *(part[32 * panel : 32 * panel + 32] for part in groups[1:]))
+        assert torch.equal(pack_groups(own)[0], both[panel])
