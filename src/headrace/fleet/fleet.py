@@ -264,7 +264,7 @@ class Fleet:
                 return
             host.begin()
             self._spawn(self._hear(host))
-            await host.engine.settled()
+            await host.engine.settled
         except EngineClosed:
             self._lose(host, "unloaded")
             return
