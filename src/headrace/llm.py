@@ -29,11 +29,13 @@ from headrace.fleet.served_model import ServedModel
 from headrace.generation.generation import Generation
 from headrace.generation.registry import Found
 from headrace.metrics.metrics import Metrics
-from headrace.protocols import embeddings, openai_chat, openai_completions, rerank
-from headrace.protocols.common_fields import known_fields
 from headrace.protocols.dialect import Dialect, dialect_of
-from headrace.protocols.openai_completions import PromptList
+from headrace.protocols.fields.common import known_fields
+from headrace.protocols.openai import chat as openai_chat
+from headrace.protocols.openai import completions as openai_completions
+from headrace.protocols.openai.completions import PromptList
 from headrace.protocols.requests import pack, to_request
+from headrace.protocols.vectors import embeddings, rerank
 from headrace.protocols.worker import Jobs
 from headrace.streams.events import AnyEvent, Error, Tokens
 from headrace.streams.stores.memory import MemoryStore

@@ -17,6 +17,7 @@ from headrace.cli.load_lines import LoadLines
 from headrace.config.settings import HttpConfig, ServerConfig
 from headrace.core.loading import STARTING
 from headrace.fleet.served_model import Models
+from headrace.metrics.metrics import Metrics
 
 
 class Engine:
@@ -31,7 +32,7 @@ class Generation:
     newest: "Generation"
 
     def __init__(self, *_: object) -> None:
-        self.work = self.metrics = None
+        self.work, self.metrics = None, Metrics()
         self.fleet = self
         self.pinned = Host()
         self.hosts = Models((self.pinned,))  # type: ignore[type-var]

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from headrace import LLM
 from headrace.core.errors import RequestError
-from headrace.protocols import openai_chat, openai_completions
-from headrace.protocols.fields import Flag, Integer, Kind, Number, Object, String
+from headrace.protocols.fields.kinds import Flag, Integer, Kind, Number, Object, String
+from headrace.protocols.openai import chat as openai_chat
+from headrace.protocols.openai import completions as openai_completions
 from headrace.protocols.requests import decode
 from tools.harness.tiny_models import END, VOCAB_SIZE, make_tiny_model
 

@@ -68,10 +68,7 @@ async def up(folder: Path) -> AsyncIterator[Scene]:
 
 async def test_an_engine_loads_and_all_who_wait_for_it_hear_of_it(folder: Path) -> None:
     async with loading(folder) as (host, engine, _):
-        settled, ready = (
-            asyncio.create_task(it)
-            for it in (host.engine.settled(), host.engine.wait_until_ready())
-        )
+        settled, ready = host.engine.settled, asyncio.create_task(host.engine.wait_until_ready())
         await settle()
         assert host.engine.state == "loading" and not settled.done() and host.ready is None
         await engine.say(UP)
@@ -99,7 +96,7 @@ async def test_a_load_is_told_to_those_who_wait_once_a_second_at_most(folder: Pa
 
 async def test_a_load_that_fails_says_why(folder: Path) -> None:
     async with loading(folder) as (host, engine, life):
-        settled = asyncio.create_task(host.engine.settled())
+        settled = host.engine.settled
         await engine.say(GIVEN_UP)
         with pytest.raises(ModelError, match="It will not"):
             await settled
@@ -110,7 +107,7 @@ async def test_a_load_that_fails_says_why(folder: Path) -> None:
 
 async def test_a_load_that_is_closed_has_not_failed(folder: Path) -> None:
     async with loading(folder) as (host, _, life):
-        settled = asyncio.create_task(host.engine.settled())
+        settled = host.engine.settled
         await settle()
         await host.engine.close()
         with pytest.raises(EngineClosed):

@@ -10,7 +10,7 @@ import pytest
 from headrace.config.settings import StreamConfig
 from headrace.core.errors import RequestError
 from headrace.gateway.delivery import LiveAnswer, deliver, while_connected
-from headrace.protocols.openai import ChunkBody
+from headrace.protocols.openai.chunks import ChunkBody
 from headrace.streams.events import Finish, Heartbeat, Timings, Usage
 from headrace.streams.log import MemoryLog
 from headrace.streams.record import Names

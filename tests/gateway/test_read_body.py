@@ -10,7 +10,7 @@ import pytest
 from headrace.core.errors import RequestError
 from headrace.core.jobs import CheckedBody, EncodePrompts, Job, ReadBody
 from headrace.gateway.generation_routes import read_body
-from headrace.protocols import openai_completions
+from headrace.protocols.openai import completions as openai_completions
 from headrace.protocols.requests import to_request
 from headrace.workers.job_line import LARGE
 from tests.generation.fakes import running

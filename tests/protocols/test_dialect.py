@@ -8,8 +8,8 @@ import pytest
 from headrace.core.errors import RequestError
 from headrace.core.request import Ids, Prompt
 from headrace.gateway import openapi, routes
-from headrace.protocols import openai_chat
-from headrace.protocols.common_fields import COMMON, TokenIds
+from headrace.protocols.fields.common import COMMON, TokenIds
+from headrace.protocols.openai import chat as openai_chat
 from tests.gateway.builders import parsed
 
 ERRORS = SimpleNamespace(SCHEMA={"title": "ToyError"}, status=lambda error: error.kind.status)

@@ -14,9 +14,11 @@ from headrace.cli.logs import clear, say
 from headrace.config.settings import ServerConfig
 from headrace.core.errors import ConfigError
 from headrace.llm import LLM
-from headrace.protocols import embeddings, openai_completions, structure
-from headrace.protocols.common_fields import max_tokens
-from headrace.protocols.openai_completions import DEFAULT_MAX_TOKENS
+from headrace.protocols.fields import structure
+from headrace.protocols.fields.common import max_tokens
+from headrace.protocols.openai import completions as openai_completions
+from headrace.protocols.openai.completions import DEFAULT_MAX_TOKENS
+from headrace.protocols.vectors import embeddings
 
 _LIMITS = {"max_tokens", "max_completion_tokens"}
 

@@ -150,8 +150,8 @@ def _generate_command() -> click.Command:
         """
         with _starting():
             from headrace.cli import generate as verb
-            from headrace.protocols.common_fields import known_fields
-            from headrace.protocols.openai_completions import TABLE
+            from headrace.protocols.fields.common import known_fields
+            from headrace.protocols.openai.completions import TABLE
 
         model, given = verb.split_words(words)
         fields = read_fields(pairs, known_fields(TABLE) - {"prompt", "stream"})
@@ -182,7 +182,7 @@ def _embed_command() -> click.Command:
         """
         with _starting():
             from headrace.cli.generate import embed, read_inputs, split_inputs
-            from headrace.protocols.embeddings import TABLE
+            from headrace.protocols.vectors.embeddings import TABLE
 
         model, texts = split_inputs(words)
         fields = read_fields(pairs, set(TABLE) - {"input", "encoding_format"})
@@ -208,8 +208,8 @@ def _chat_command() -> click.Command:
         echo "Count to 20." | headrace chat headrace-mini -o temperature=0
         """
         from headrace.cli.chat_command import run_chat
-        from headrace.protocols.common_fields import known_fields
-        from headrace.protocols.openai_chat import TABLE, read
+        from headrace.protocols.fields.common import known_fields
+        from headrace.protocols.openai.chat import TABLE, read
 
         known = known_fields(TABLE) - {"messages", "stream"}
         fields = read_fields(pairs, known)

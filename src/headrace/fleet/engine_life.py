@@ -39,19 +39,15 @@ class EngineLife:
         self._tenants, self._loading, self._figures = tenants, loading, figures
         self._model: ServedModel
         self._client: EngineClient | None = None
-        self._settled: asyncio.Future[None]
+        self.settled: asyncio.Future[None]  # it has loaded; ModelError if it cannot
         self._was_up = asyncio.Event()
 
     def begin(self, model: ServedModel, client: EngineClient) -> None:
         """Takes an engine that has just been started; `run` hears of it."""
         self.state, self.last_words = "loading", ""
-        self._settled = asyncio.get_running_loop().create_future()
+        self.settled = asyncio.get_running_loop().create_future()
         self._loading.begin(ENGINE)
         self._model, self._client = model, client
-
-    async def settled(self) -> None:
-        """Waits until the engine has loaded; ModelError if it cannot."""
-        await self._settled
 
     async def wait_until_ready(self) -> Ready:
         """The engine's limits, once it has loaded."""
@@ -73,9 +69,9 @@ class EngineLife:
         self._tenants.end()
         if self.state != "dead":
             self.state = "unloaded"
-        if not self._settled.done():
+        if not self.settled.done():
             lost = ModelError(self.last_words) if self.state == "dead" else EngineClosed()
-            self._settled.set_exception(lost)
+            self.settled.set_exception(lost)
 
     async def close(self) -> None:
         """Ends the engine, if there is one."""
@@ -133,8 +129,8 @@ class EngineLife:
         self.steps.clear()
         self.state = "ok"
         self._was_up.set()
-        if not self._settled.done():
-            self._settled.set_result(None)
+        if not self.settled.done():
+            self.settled.set_result(None)
         self._tenants.begin(self._model, client, news)
 
     def _has_started(self, ready: Ready) -> None:

@@ -31,8 +31,9 @@ class _Wait:
 
 
 class Fleet:
-    """Makes Residency's moves. A server's only model is loaded at the start, and stays.
+    """Brings models in and out of memory for those who ask, by Residency's moves.
 
+    A `pinned` model, a server's only one, is loaded at the start and stays.
     `on_loaded` and `on_lost` are called with a host whose engine came up or was given up.
     """
 
@@ -263,7 +264,7 @@ class Fleet:
                 return
             host.begin()
             self._spawn(self._hear(host))
-            await host.engine.settled()
+            await host.engine.settled
         except EngineClosed:
             self._lose(host, "unloaded")
             return

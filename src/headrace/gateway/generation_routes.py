@@ -35,8 +35,8 @@ from headrace.gateway.responses_routes import EarlierResponses
 from headrace.gateway.waiting import Wait, WaitingAnswer, wait_of
 from headrace.generation.generation import Generation
 from headrace.generation.registry import Found
-from headrace.protocols import openai_chat
 from headrace.protocols.dialect import Dialect, dialect_of
+from headrace.protocols.openai import chat as openai_chat
 from headrace.protocols.requests import to_request
 from headrace.streams.record import Names
 from headrace.text.tool_formats.generic import GENERIC

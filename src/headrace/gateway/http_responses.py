@@ -20,8 +20,8 @@ from starlette.websockets import WebSocket
 from headrace.core.errors import RequestError
 from headrace.core.log_context import begin_request, log_request
 from headrace.metrics.metrics import ServerFigures
-from headrace.protocols import openai
 from headrace.protocols.dialect import ErrorFormat, dialect_of, encode, spoken_at
+from headrace.protocols.openai import chunks as openai
 from headrace.streams.events import Error
 from headrace.streams.log import LogGone
 from headrace.streams.record import Record

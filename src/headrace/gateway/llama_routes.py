@@ -22,7 +22,7 @@ from headrace.gateway.state_routes import Snapshot, stall_target_ms
 from headrace.generation.event_builder import Standing
 from headrace.generation.generation import Generation
 from headrace.protocols.dialect import encode
-from headrace.protocols.llama import settings_of
+from headrace.protocols.llamacpp.answers import settings_of
 
 logger = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from headrace.gateway.loop_slices import BodyIndex, slice_of_loop
 from headrace.generation.generation import Generation
 from headrace.generation.registry import Found
 from headrace.protocols.dialect import encode
-from headrace.protocols.openai import error_of
+from headrace.protocols.openai.chunks import error_of
 from headrace.streams.events import AnyEvent, Error, Finish
 from headrace.streams.log import follow
 from headrace.streams.record import Record

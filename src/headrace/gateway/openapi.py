@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headrace import __version__
 from headrace.gateway.auth import Auth, Endpoint
-from headrace.protocols.common_fields import NO_EFFECT, UNSUPPORTED
 from headrace.protocols.dialect import DIALECTS, dialect_of
-from headrace.protocols.fields import Kind, nullable
+from headrace.protocols.fields.common import NO_EFFECT, UNSUPPORTED
+from headrace.protocols.fields.kinds import Kind, nullable
 
 if TYPE_CHECKING:
     from headrace.gateway.routes import Endpoints

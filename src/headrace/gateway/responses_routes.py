@@ -25,8 +25,8 @@ from headrace.gateway.loop_slices import slice_of_loop
 from headrace.generation.generation import Generation
 from headrace.generation.registry import Found, Registry
 from headrace.protocols.dialect import encode
-from headrace.protocols.openai_responses import ROUTE, ResponseFrames
-from headrace.protocols.response_events import GrowingResponse
+from headrace.protocols.openai.response_events import GrowingResponse
+from headrace.protocols.openai.responses import ROUTE, ResponseFrames
 from headrace.streams.events import AnyEvent, Finish
 from headrace.streams.log import follow
 from headrace.streams.record import Record

@@ -24,9 +24,12 @@ from headrace.gateway.responses_routes import ResponsesRoutes
 from headrace.gateway.state_routes import ManageRoutes, StateRoutes
 from headrace.gateway.vector_routes import VectorRoutes
 from headrace.generation.generation import Generation
-from headrace.protocols import anthropic_messages, embeddings, openai_responses, rerank, worker
+from headrace.protocols import worker
+from headrace.protocols.anthropic import messages as anthropic_messages
 from headrace.protocols.dialect import DIALECTS, Dialect, dialect_of
-from headrace.protocols.fields import Kind
+from headrace.protocols.fields.kinds import Kind
+from headrace.protocols.openai import responses as openai_responses
+from headrace.protocols.vectors import embeddings, rerank
 
 _PUT_OFF = ("server_overloaded", "rate_limit_exceeded", "request_timeout")
 """Errors to which some dialects give a status of their own."""

@@ -23,8 +23,8 @@ from headrace.gateway.delivery import unless_left
 from headrace.gateway.generation_routes import Marked, read_body
 from headrace.generation.generation import Generation
 from headrace.generation.vectors import Vectors
-from headrace.protocols import embeddings, rerank
 from headrace.protocols.dialect import encode
+from headrace.protocols.vectors import embeddings, rerank
 
 _SLICE_BYTES = 256 << 10  # of vectors that one job writes
 

@@ -9,6 +9,8 @@ from typing import NamedTuple
 from headrace.config.settings import StreamConfig
 from headrace.core.errors import RequestError
 from headrace.core.messages import Ready
+from headrace.fleet.fleet import Fleet
+from headrace.fleet.model_host import ModelHost
 from headrace.fleet.queue_eta import Schedule
 
 _AUTO_S = 600.0  # of reading prompts that may wait, where no number of tokens is set
@@ -85,39 +87,31 @@ class KeyLimits:
 
     def check(self, asked: Asked, now: float) -> None:
         """RequestError if the key has used what it may; says when it may go on."""
-        config = self._config
-        limits = (
-            ("requests", "--key-requests-per-minute", config.key_requests_per_minute),
-            ("tokens", "--key-tokens-per-minute", config.key_tokens_per_minute),
-        )
-        kinds = [(what, flag, limit) for what, flag, limit in limits if limit]
-        for (what, flag, limit), (allowance, amount) in zip(
-            kinds, self._allowances(asked, now), strict=True
-        ):
+        for what, limit, allowance, amount in self._allowances(asked, now):
             wait_s = allowance.seconds_until(max(1, amount), now)
             if wait_s > 0:
                 raise RequestError(
                     "rate_limit_exceeded",
-                    f"This key may use {limit} {what} a minute ({flag}), and has used them; "
-                    f"try again in {wait_s:.1f} s.",
+                    f"This key may use {limit} {what} a minute (--key-{what}-per-minute), and has "
+                    f"used them; try again in {wait_s:.1f} s.",
                     retry_after_s=wait_s,
                 ).noting(limit=limit)
 
-    def _allowances(self, asked: Asked, now: float) -> Iterable[tuple[_Allowance, int]]:
-        """The allowances that are limited, and the request's share of each; owners are few."""
+    def _allowances(self, asked: Asked, now: float) -> Iterable[tuple[str, int, _Allowance, int]]:
+        """Each limit, the key's allowance, and the request's share of that; owners are few."""
         config, owner = self._config, asked.owner
-        for kept, limit, amount in (
-            (self._requests, config.key_requests_per_minute, 1),
-            (self._tokens, config.key_tokens_per_minute, asked.num_tokens),
+        for what, kept, limit, amount in (
+            ("requests", self._requests, config.key_requests_per_minute, 1),
+            ("tokens", self._tokens, config.key_tokens_per_minute, asked.num_tokens),
         ):
             if limit:
                 if owner not in kept:
                     kept[owner] = _Allowance(limit, now)
-                yield kept[owner], amount
+                yield what, limit, kept[owner], amount
 
     def use(self, asked: Asked, now: float) -> None:
         """The request was admitted."""
-        for allowance, amount in self._allowances(asked, now):
+        for _, _, allowance, amount in self._allowances(asked, now):
             allowance.use(amount)
 
     def used(self, owner: str, num_tokens: int) -> None:
@@ -158,22 +152,15 @@ class Admission:
         num_kept = 0 if is_full else min(self._num_expected(asked, now), bound // 2)
         if self.num_waiting + num_kept >= bound and self.num_live >= capacity.max_num_seqs:
             kept = f", {num_kept} places are kept for who was told to return" if num_kept else ""
-            raise self._overloaded(
-                f"{self.num_waiting} choices are waiting{kept}, and --max-num-queued-reqs is "
-                f"{bound}",
-                asked,
-                capacity,
-                now,
-            ).noting(waiting=self.num_waiting, limit=bound)
+            reason = f"{self.num_waiting} choices are waiting{kept}, and --max-num-queued-reqs is "
+            error = self._overloaded(f"{reason}{bound}", asked, capacity, now)
+            raise error.noting(waiting=self.num_waiting, limit=bound)
         most = self._max_tokens(capacity)
         if self.num_tokens and self.num_tokens + max(1, asked.num_tokens) > most:
-            raise self._overloaded(
-                f"{self.num_tokens} prompt tokens are waiting, this request has "
-                f"{asked.num_tokens or 'more'}, and --max-num-queued-tokens is {most}",
-                asked,
-                capacity,
-                now,
-            ).noting(waiting_tokens=self.num_tokens, limit=most)
+            reason = f"{self.num_tokens} prompt tokens are waiting, this request has "
+            reason += f"{asked.num_tokens or 'more'}, and --max-num-queued-tokens is {most}"
+            error = self._overloaded(reason, asked, capacity, now)
+            raise error.noting(waiting_tokens=self.num_tokens, limit=most)
 
     def enter(self, asked: Asked, capacity: Capacity, now: float) -> Place:
         """A place in the queue, taken in the same act as it is looked for."""
@@ -238,3 +225,55 @@ class Admission:
         for who in late:
             del self._promises[who]
         return [promise for who, promise in self._promises.items() if who != asked[:2]]
+
+
+class Queues:
+    """Has one Admission before each model, and opens none while it takes no requests."""
+
+    def __init__(self, config: StreamConfig, fleet: Fleet) -> None:
+        self.limits = KeyLimits(config)
+        self.is_draining = self.is_ending = False
+        self._config = config
+        self._fleet = fleet
+        self._by_host: dict[ModelHost, Admission] = {}
+        fleet.on_gone = lambda host: self._by_host.pop(host, None)
+
+    def stop(self) -> None:
+        """Refuses new requests from now on; what is admitted goes on."""
+        self.is_draining = True
+
+    def go_on(self) -> None:
+        """Takes `stop` back; nothing once the server ends."""
+        self.is_draining = self.is_ending
+
+    def end(self) -> None:
+        """Refuses new requests for good."""
+        self.is_draining = self.is_ending = True
+
+    def find(self, name: str | None) -> tuple[ModelHost, Admission]:
+        """The host of that name and its queue; RequestError if it takes no requests."""
+        host = self._fleet.hosts.get(name)
+        return host, self.of(host)
+
+    def of(self, host: ModelHost) -> Admission:
+        """The queue before a host; RequestError if that takes no requests.
+
+        A model is loaded when it is asked for; a pinned one must have been.
+        """
+        is_pinned = host is self._fleet.pinned
+        if self.is_draining and not (is_pinned and host.engine.state == "dead"):
+            raise RequestError("server_shutdown", "The server is shutting down.", retry_after_s=5)
+        if is_pinned and host.engine.state in ("unloaded", "loading"):
+            raise RequestError("model_loading", "Loading model", retry_after_s=2)
+        if is_pinned and host.engine.state == "dead":
+            raise RequestError("engine_failed", "The engine stopped for good.", retry_after_s=30)
+        queue = self._of(host)
+        queue.set_schedule(host.tenants.eta.schedule, host.tenants.eta.tokens_per_s)
+        return queue
+
+    def resume(self, host: ModelHost) -> Place:
+        """The place of a stream that was admitted before, whatever the bounds are now."""
+        return self._of(host).resume()
+
+    def _of(self, host: ModelHost) -> Admission:
+        return self._by_host.setdefault(host, Admission(self._config, self.limits))

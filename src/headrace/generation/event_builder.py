@@ -71,7 +71,7 @@ class EventBuilder:
             PromptProgress(n * request.n, request.response_options.return_ingestion)
             for n in range(len(request.prompts))
         ]
-        self._queue = QueueProgress()
+        self.queue = QueueProgress()
         self.beats = Heartbeats()
         # None until the model is in memory, where that was not so when the record was made
         known = ServedAs(record.system_fingerprint, record.served)
@@ -150,14 +150,7 @@ class EventBuilder:
         """Says that there is no engine now; the next one's queue is reported from the start."""
         self.num_recoveries += 1
         self.beats.add(Beat("recovering", "data", self.num_recoveries), at_ms)
-        self._queue = QueueProgress()
-
-    def move_in_queue(self, place: InQueue | None) -> None:
-        self._queue.move(place)
-
-    def wants(self, place: InQueue, at_ms: int) -> bool:
-        """Whether this place in the queue would be told now."""
-        return self._queue.wants(place, at_ms)
+        self.queue = QueueProgress()
 
     def take(
         self,
@@ -175,7 +168,7 @@ class EventBuilder:
             return not choice.is_stopped and self._feed(choice, item)
         match item:
             case Started(_, total, cached):
-                self._queue.move(None)
+                self.queue.move(None)
                 self._progress[choice.prompt].start(choice, total, cached, at_ms)
                 self._advanced.add(choice.prompt)
             case PromptAdvance(_, processed):
@@ -225,7 +218,7 @@ class EventBuilder:
                 served=self.served.setup,
             )
             self._add(made, now)
-        self._add(made, self._queue.take(self._next_seq, at_ms))
+        self._add(made, self.queue.take(self._next_seq, at_ms))
         for prompt in sorted(self._advanced):
             progress = self._progress[prompt]
             self._add(made, progress.take(self._next_seq, at_ms))
@@ -346,6 +339,7 @@ class QueueProgress:
         self._place = place
 
     def wants(self, place: InQueue, at_ms: int) -> bool:
+        """Whether this place would be told now."""
         is_told = self._told is not None and self._told.position == place.position
         return not is_told and at_ms >= self._due_ms
 

@@ -16,11 +16,10 @@ from headrace.fleet.fleet import Fleet
 from headrace.fleet.model_host import ModelHost
 from headrace.fleet.model_list import Desired
 from headrace.fleet.served_model import ServedModel
-from headrace.generation.admission import Asked, Capacity
+from headrace.generation.admission import Asked, Capacity, Queues
 from headrace.generation.choice import begins_in_reasoning
 from headrace.generation.event_builder import EventBuilder
 from headrace.generation.model_checks import admit, check_generates
-from headrace.generation.queues import Queues
 from headrace.generation.registry import Found, Registry
 from headrace.generation.resume import GONE, Resumption
 from headrace.generation.stay import Stay

@@ -69,8 +69,7 @@ class Registry:
         self._live: dict[StreamId, LiveStream] = {}
         self._added = asyncio.Event()  # set, and replaced, as each stream is added
         self.elsewhere = ReaderPause()  # of those who read what other servers write
-        self._closed: RequestError | None = None  # why no writer will come any more
-        self._closed_ones: dict[StreamId, RequestError] = {}  # or none for these
+        self._closed: dict[StreamId | None, RequestError] = {}  # no writer will come; None: for any
 
     def __iter__(self) -> Iterator[LiveStream]:
         return iter(list(self._live.values()))
@@ -82,18 +81,13 @@ class Registry:
         self._live[stream.record.id] = stream
         self._wake()
 
-    def close(self, reason: RequestError) -> None:
-        """No writer will come: looking for an unfinished stream raises this reason."""
-        self._closed = reason
-        self._wake()
-
-    def close_one(self, stream_id: StreamId, reason: RequestError) -> None:
-        """No writer will come for this one, until it is opened again."""
-        self._closed_ones[stream_id] = reason
+    def close(self, reason: RequestError, stream_id: StreamId | None = None) -> None:
+        """No writer will come, for this one or any: looking for what is unfinished raises this."""
+        self._closed[stream_id] = reason
         self._wake()
 
     def open_again(self, stream_id: StreamId) -> None:
-        self._closed_ones.pop(stream_id, None)
+        self._closed.pop(stream_id, None)
 
     def pause(self, reason: RequestError) -> None:
         """Sends the readers of durable streams away, whoever writes those."""
@@ -164,7 +158,7 @@ class Registry:
 
         The place is given up unless it is this request's own stream.
         """
-        is_new = False
+        stored = None
         try:
             if record.names.is_opted_in:
                 stored = await self.claim(record)
@@ -172,10 +166,9 @@ class Registry:
                 stored = await self.keep(record)
             else:
                 stored = Stored(record, MemoryLog())
-            is_new = stored.record.id == record.id
             return stored
         finally:
-            if not is_new:
+            if stored is None or stored.record.id != record.id:
                 place.close()
 
     async def claim(self, record: Record) -> Stored:
@@ -267,7 +260,7 @@ class Registry:
                 return FinishedStream(stored.record, stored.log)
             if stored.elsewhere is not None:
                 return RemoteStream(stored, stored.elsewhere, self.elsewhere)
-            closed = self._closed or self._closed_ones.get(stored.record.id)
+            closed = self._closed.get(None) or self._closed.get(stored.record.id)
             if closed is not None:
                 raise closed.with_traceback(None)
             changed = _first(added.wait(), stored.log.wait(stored.log.next_seq - 1))

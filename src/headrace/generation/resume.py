@@ -40,7 +40,6 @@ class Resumption:
     ) -> None:
         self._fleet = fleet
         self._streams = streams
-        self._store = streams.store
         self._writers = writers
         self._work = work
         self._figures = figures
@@ -52,20 +51,20 @@ class Resumption:
         """Goes on with what an earlier server left unfinished, as soon as the store can write."""
         while True:
             with contextlib.suppress(StoreStalled):
-                unfinished = await self._store.unfinished()
+                unfinished = await self._streams.store.unfinished()
                 break
-            await self._store.writable.wait()
+            await self._streams.store.writable.wait()
         await self._go_on_with(unfinished)
 
     async def adopt(self) -> None:
         """Goes on with what servers of the same store left that have gone."""
         while True:
-            await self._go_on_with(await self._store.orphans())
+            await self._go_on_with(await self._streams.store.orphans())
 
     def keep(self, host: ModelHost, left: Iterable[Stored]) -> None:
         """Keeps the durable streams of an engine that was given up."""
         for stored in left:
-            self._streams.close_one(stored.record.id, GONE)
+            self._streams.close(GONE, stored.record.id)
             self._kept.setdefault(host.name, []).append(stored)
 
     def host_loaded(self, host: ModelHost) -> None:
@@ -86,7 +85,7 @@ class Resumption:
 
     async def _outlast_stall(self, stream: LiveStream) -> None:
         # what the store does not have never happened; once it can write, go on from there
-        await self._store.writable.wait()
+        await self._streams.store.writable.wait()
         await self._resume(Stored(stream.record, stream.log), stream.cut)
 
     async def _resume(self, stored: Stored, cut: RequestError | None = None) -> None:

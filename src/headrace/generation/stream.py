@@ -75,8 +75,8 @@ class LiveStream:
                 check_can_begin(self.record, model)
                 builder.serve(model)
             else:
-                shrunk_to = check_can_go_on(*builder.served, builder.num_tokens, model)
-                self._smaller_context = shrunk_to
+                context = check_can_go_on(*builder.served, builder.num_tokens, model)
+                self._smaller_context = context
             self._submission.engine = engine
         except RequestError as change:
             self.end_now(change)
@@ -149,7 +149,7 @@ class LiveStream:
 
     def tell_place(self, place: InQueue) -> None:
         """Hands over where it stands in the queue, if that is news; there may be thousands."""
-        if not self._builder.has_begun and self._builder.wants(place, self._at_ms()):
+        if not self._builder.has_begun and self._builder.queue.wants(place, self._at_ms()):
             self.tell(place)
 
     def end_within(self, queue_s: float, request_s: float) -> None:
@@ -205,12 +205,12 @@ class LiveStream:
                 self._keep_place()
                 await self._append_new(at_ms)
         except (StoreStalled, LogTaken):
-            self._leave_engine()
+            self._submission.leave()
             raise
         except Exception:
             logger.exception("A stream failed")
             self.cut = RequestError("internal_error", "The server failed on this request.")
-            self._leave_engine()
+            self._submission.leave()
         self._submission.forget()
         self.stay.end()
         await self._append([self._builder.terminal(self._at_ms(), self.cut)])
@@ -242,10 +242,6 @@ class LiveStream:
             recoveries=self._builder.num_recoveries,
         )
 
-    def _leave_engine(self) -> None:
-        self._submission.cancel()
-        self._submission.forget()
-
     def _take(self, news: TenantNews | Beat, at_ms: int) -> None:
         if isinstance(news, list):
             for item in news:
@@ -258,7 +254,7 @@ class LiveStream:
             case EngineDown():
                 self._forget_engine(news, at_ms)
             case InQueue():
-                self._builder.move_in_queue(None if self._builder.has_begun else news)
+                self._builder.queue.move(None if self._builder.has_begun else news)
             case Beat():
                 self._builder.beats.add(news, at_ms)
 

@@ -42,6 +42,11 @@ class Submission:
         self.engine.forget((sequence_id,))
         return self.parts.pop(sequence_id)
 
+    def leave(self) -> None:
+        """Ends all, whatever the engine may say of it."""
+        self.cancel()
+        self.forget()
+
     def forget(self) -> dict[SequenceId, int]:
         """Hears no more of it; returns what the engine had."""
         if self.engine is not None:

@@ -96,8 +96,7 @@ class VectorBatch:
                 self._top_up(window)
                 self._count()
         finally:
-            self._submission.cancel()
-            self._submission.forget()
+            self._submission.leave()
             self._place.close()
             self.ended.cancel()
         return tuple(self._vectors[number] for number in range(len(self._inputs)))

@@ -14,9 +14,8 @@ from headrace.core.sampling import Pooling
 from headrace.fleet.fleet import Fleet
 from headrace.fleet.model_host import ModelHost
 from headrace.fleet.served_model import ServedModel
-from headrace.generation.admission import Admission, Asked, Capacity, Place
+from headrace.generation.admission import Admission, Asked, Capacity, Place, Queues
 from headrace.generation.model_checks import encode, too_long
-from headrace.generation.queues import Queues
 from headrace.generation.vector_batch import VectorBatch, VectorWork
 from headrace.workers.pool import Work
 

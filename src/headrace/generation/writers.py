@@ -1,4 +1,4 @@
-"""The tasks that write live streams, and the use of a model that each stream has."""
+"""The tasks that write live streams, each with its use of a model."""
 
 import asyncio
 import logging
@@ -8,8 +8,8 @@ from headrace.config.settings import StreamConfig
 from headrace.core.errors import RequestError
 from headrace.fleet.fleet import Fleet
 from headrace.fleet.model_host import ModelHost
+from headrace.generation.admission import Queues
 from headrace.generation.event_builder import EventBuilder
-from headrace.generation.queues import Queues
 from headrace.generation.registry import Registry
 from headrace.generation.stay import Stay
 from headrace.generation.stream import LiveStream
@@ -23,45 +23,10 @@ RESTARTS = RequestError("server_restarting", "The server is restarting; read on 
 _TAKEN = RequestError("server_restarting", "Another server goes on with this stream; read on.")
 
 
-class ModelUse:
-    """A stream's use of a model, which stays in memory and computes it until the use ends."""
-
-    def __init__(self, fleet: Fleet, stream: LiveStream) -> None:
-        self.host: ModelHost | None = None  # once it has begun
-        self._fleet = fleet
-        self._stream = stream
-
-    async def enter(self, host: ModelHost) -> None:
-        """Begins once the model is in memory; RequestError if it cannot be brought in."""
-        with host.tenants.telling(self._stream):
-            entered = await self._fleet.enter(host)
-        if entered.reads_like(host):
-            self._begin(entered)
-            return
-        self._fleet.release(entered)
-        message = "The model was replaced while the request waited; send it again."
-        self._stream.stop(RequestError("model_changed", message))
-
-    def resume(self, host: ModelHost) -> None:
-        """Begins at once, whether the model is in memory yet or not."""
-        self._fleet.hold(host)
-        self._begin(host)
-        self._fleet.need(host)
-
-    def _begin(self, host: ModelHost) -> None:
-        self.host = host
-        host.tenants.add(self._stream)
-
-    def end(self) -> None:
-        if self.host is not None:
-            self.host.tenants.remove(self._stream)
-            self._fleet.release(self.host)
-
-
 class Writers:
     """Has each live stream written by a task of its own, to its end or until it is let go.
 
-    The tasks are those of `group`.
+    The tasks are those of `group`. A stream's model stays in memory until its task has ended.
     """
 
     def __init__(
@@ -84,7 +49,7 @@ class Writers:
         self, host: ModelHost, stored: Stored, builder: EventBuilder, stay: Stay
     ) -> LiveStream:
         """Has a new stream computed once its model is in memory."""
-        stream, _ = self._start(host, stored, builder, stay)
+        stream = self._start(host, stored, builder, stay, used=None)
         stream.end_within(self._config.queue_timeout_s, 0)
         return stream
 
@@ -98,10 +63,12 @@ class Writers:
     ) -> None:
         """Has a stream computed that was admitted before, or ends it as `cut`."""
         stay = Stay(self._queues.resume(host), admitted)
-        stream, use = self._start(host, stored, builder, stay)
+        stream = self._start(host, stored, builder, stay, used=host)
         if cut:
             stream.end_now(cut)
-        use.resume(host)
+        self._fleet.hold(host)
+        host.tenants.add(stream)
+        self._fleet.need(host)
 
     def let_go(
         self, streams: Iterable[LiveStream], plain: RequestError, durable: RequestError
@@ -116,28 +83,42 @@ class Writers:
                 stream.audience.close()
 
     def _start(
-        self, host: ModelHost, stored: Stored, builder: EventBuilder, stay: Stay
-    ) -> tuple[LiveStream, ModelUse]:
+        self,
+        host: ModelHost,
+        stored: Stored,
+        builder: EventBuilder,
+        stay: Stay,
+        used: ModelHost | None,
+    ) -> LiveStream:
         host.metrics.requests.follow(builder.tally)
         stream = LiveStream(stored.record, builder, stored.log, stay, self._config.linger_s)
         stream.end_within(0, self._config.request_timeout_s)
         self._streams.add(stream)
-        use = ModelUse(self._fleet, stream)
-        self.tasks[stream] = self._group.create_task(self._write(host, stream, use), name="stream")
-        return stream, use
+        writing = self._write(host, stream, used)
+        self.tasks[stream] = self._group.create_task(writing, name="stream")
+        return stream
 
-    async def _enter(self, host: ModelHost, stream: LiveStream, use: ModelUse) -> None:
+    async def _enter(self, host: ModelHost, stream: LiveStream) -> ModelHost | None:
+        """The host that computes it, once that is in memory; None if it was cut instead."""
         try:
-            await use.enter(host)
+            with host.tenants.telling(stream):
+                entered = await self._fleet.enter(host)
         except RequestError as error:
             if self._queues.is_ending:
                 self.let_go([stream], error, RESTARTS)
             else:
                 stream.stop(error)
+            return None
+        if not entered.reads_like(host):
+            self._fleet.release(entered)
+            message = "The model was replaced while the request waited; send it again."
+            stream.stop(RequestError("model_changed", message))
+            return None
+        entered.tenants.add(stream)
+        return entered
 
-    async def _write(self, host: ModelHost, stream: LiveStream, use: ModelUse) -> None:
-        is_new = use.host is None
-        entering = self._group.create_task(self._enter(host, stream, use)) if is_new else None
+    async def _write(self, host: ModelHost, stream: LiveStream, used: ModelHost | None) -> None:
+        entering = None if used else self._group.create_task(self._enter(host, stream))
         try:
             await self._run(host, stream)
             if not stream.record.names.is_opted_in:
@@ -153,11 +134,13 @@ class Writers:
             stream.ended.set()
         finally:
             stream.stay.end()
-            if entering is not None:
-                entering.cancel()
             self._streams.remove(stream)
             del self.tasks[stream]
-            use.end()
+            if entering is not None and not entering.cancel() and not entering.cancelled():
+                used = entering.result()
+            if used is not None:
+                used.tenants.remove(stream)
+                self._fleet.release(used)
 
     async def _run(self, host: ModelHost, stream: LiveStream) -> None:
         try:

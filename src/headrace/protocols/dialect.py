@@ -14,19 +14,19 @@ import msgspec
 from headrace.core.errors import RequestError
 from headrace.core.request import Prompt, Request, Route
 from headrace.fleet.served_model import ServedModel
-from headrace.protocols.fields import Kind
+from headrace.protocols.fields.kinds import Kind
 from headrace.streams.events import AnyEvent, Error, Heartbeat
 from headrace.streams.record import Record
 
 DIALECTS: Mapping[Route, str] = {
-    "/v1/chat/completions": "headrace.protocols.openai_chat",
-    "/chat/completions": "headrace.protocols.openai_chat",
-    "/v1/completions": "headrace.protocols.openai_completions",
-    "/completion": "headrace.protocols.llama_completion",
-    "/completions": "headrace.protocols.llama_completion",
-    "/infill": "headrace.protocols.llama_infill",
-    "/v1/messages": "headrace.protocols.anthropic_messages",
-    "/v1/responses": "headrace.protocols.openai_responses",
+    "/v1/chat/completions": "headrace.protocols.openai.chat",
+    "/chat/completions": "headrace.protocols.openai.chat",
+    "/v1/completions": "headrace.protocols.openai.completions",
+    "/completion": "headrace.protocols.llamacpp.completion",
+    "/completions": "headrace.protocols.llamacpp.completion",
+    "/infill": "headrace.protocols.llamacpp.infill",
+    "/v1/messages": "headrace.protocols.anthropic.messages",
+    "/v1/responses": "headrace.protocols.openai.responses",
 }
 """Modules by the route that they answer; each is a Dialect."""
 

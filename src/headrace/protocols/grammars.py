@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from headrace.core.errors import RequestError
 from headrace.fleet.served_model import ServedModel
-from headrace.protocols.structure import CallsWanted, Structure, Tool, Wanted
+from headrace.protocols.fields.structure import CallsWanted, Structure, Tool, Wanted
 from headrace.text.grammar import GrammarCompiler, GrammarError
 from headrace.text.output_splitter import REASONING_TAGS
 from headrace.text.tool_formats.table import format_of

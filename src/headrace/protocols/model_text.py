@@ -12,8 +12,8 @@ from typing import Any
 
 from headrace.core.errors import ModelError, RequestError
 from headrace.fleet.served_model import ServedModel
+from headrace.protocols.fields.messages import placeholder_in_text
 from headrace.protocols.grammars import GrammarMaker
-from headrace.protocols.messages import placeholder_in_text
 from headrace.workers.pool import MEMORY_BYTES
 
 logger = logging.getLogger(__name__)

@@ -13,9 +13,9 @@ from headrace.core.request import Chat, Ids, Infill, Prompt, Request, ResponseOp
 from headrace.core.sampling import Sampling
 from headrace.fleet.model_names import called
 from headrace.fleet.served_model import ServedModel
-from headrace.protocols.common_fields import max_tokens
 from headrace.protocols.dialect import Dialect, PromptReader
-from headrace.protocols.fields import wrong_value
+from headrace.protocols.fields.common import max_tokens
+from headrace.protocols.fields.kinds import wrong_value
 
 MAX_CHOICES_IN_ALL = 1024
 """Each choice of each prompt is a sequence to the engine, and a place in its queue."""

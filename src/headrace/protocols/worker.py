@@ -25,22 +25,19 @@ from headrace.core.request import Chat, Infill, Prompt, Route, Text
 from headrace.fleet.model_names import names_of, paths_of
 from headrace.fleet.served_model import Models, ServedModel
 from headrace.generation.model_checks import longest_prompt
-from headrace.protocols import (
-    anthropic_messages,
-    embeddings,
-    openai_chat,
-    openai_responses,
-    rerank,
-    structure,
-)
-from headrace.protocols.common_fields import TokenIds, ignored, max_tokens
+from headrace.protocols.anthropic import messages as anthropic_messages
 from headrace.protocols.dialect import dialect_of, encode
-from headrace.protocols.fields import Flag, Kind, String, missing, read_fields
-from headrace.protocols.messages import placeholder_in_text, refuse_images, texts_of, unseen
+from headrace.protocols.fields import structure
+from headrace.protocols.fields.common import TokenIds, ignored, max_tokens
+from headrace.protocols.fields.kinds import Flag, Kind, String, missing, read_fields
+from headrace.protocols.fields.messages import placeholder_in_text, refuse_images, texts_of, unseen
 from headrace.protocols.model_text import Bound, MemoryBound, ModelText, text_of
+from headrace.protocols.openai import chat as openai_chat
+from headrace.protocols.openai import responses as openai_responses
+from headrace.protocols.openai.response_items import PAST, messages_of
 from headrace.protocols.prompt_ids import ids_of, render
 from headrace.protocols.requests import check_token_ids, decode, pack
-from headrace.protocols.response_items import PAST, messages_of
+from headrace.protocols.vectors import embeddings, rerank
 from headrace.workers.pool import (
     IMAGE_MEMORY_BYTES,
     IMAGES,

@@ -1,0 +1,357 @@
+"""POST /v1/messages, as Anthropic's API: read as a chat, shown as content blocks."""
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from headrace.answer import call_id
+from headrace.core.errors import RequestError
+from headrace.core.pieces import CONTENT, REASONING, TOOL, ChannelPiece
+from headrace.core.request import Prompt, Request, Route
+from headrace.fleet.served_model import ServedModel
+from headrace.protocols.anthropic.errors import AnthropicErrors
+from headrace.protocols.anthropic.input import (
+    ClientTools,
+    NotServed,
+    OutputFormat,
+    SystemPrompt,
+    Thinking,
+    ToolUse,
+    ToolUseChoice,
+    Turns,
+)
+from headrace.protocols.dialect import PING, ErrorFormat, encode, named
+from headrace.protocols.fields.common import COMMON, UNSUPPORTED, Stops, check_required
+from headrace.protocols.fields.kinds import Integer, Kind, Object, String, read_fields
+from headrace.protocols.fields.messages import refuse_images
+from headrace.protocols.openai import chat as openai_chat
+from headrace.protocols.openai.chunks import ingestion_of, progress_of, queue_of, wait_of
+from headrace.streams.events import (
+    Accepted,
+    AnyEvent,
+    ChoiceEnd,
+    Error,
+    Finish,
+    Heartbeat,
+    Progress,
+    Queued,
+    Tokens,
+    Usage,
+)
+from headrace.streams.record import Record
+from headrace.streams.tally import Tally
+
+ROUTE: Route = "/v1/messages"
+SUMMARY = "Answer a conversation, as Anthropic's API"
+ID_PREFIX = "msg_"
+COUNTED_REQUIRED = ("model", "messages")
+REQUIRED: tuple[str, ...] = (*COUNTED_REQUIRED, "max_tokens")
+KEYS = ("id", "type", "role", "model", "content", "stop_reason", "stop_sequence", "usage")
+ERRORS: ErrorFormat = AnthropicErrors()
+IN_PROMPTS = openai_chat.IN_PROMPTS
+to_prompts = openai_chat.to_prompts
+
+_NOT_HERE = (
+    *("max_tokens", "max_completion_tokens", "min_tokens", "n", "best_of", "stop"),
+    *("include_stop_str_in_output", "stream_options", "timings_per_token", "return_token_ids"),
+    "response_format",
+)
+_AS_IN_CHAT: Mapping[str, Kind] = {
+    **{name: kind for name, kind in COMMON.items() if name not in _NOT_HERE},
+}
+_OWN: Mapping[str, Kind] = {
+    "thread": NotServed(),  # the first: then a client sends the messages that it had left out
+    "model": String(1),
+    "messages": Turns(),
+    "system": SystemPrompt(),
+    "tools": ClientTools(),
+    "tool_choice": ToolUseChoice(),
+    "thinking": Thinking(),
+    "stop_sequences": Stops(),
+    "output_config": Object({"format": OutputFormat(), "effort": String()}),
+    "output_format": OutputFormat(),
+    "mcp_servers": NotServed(),
+    "container": NotServed(),
+    "cache_control": Object(),
+    "chat_template_kwargs": Object(),
+}
+COUNTED: Mapping[str, Kind] = {k: v for k, v in _OWN.items() if k != "stop_sequences"}
+TABLE: Mapping[str, Kind] = {**_AS_IN_CHAT, **_OWN, "max_tokens": Integer(0)}
+_MOST_EFFORT = ("xhigh", "max")  # templates know high at most
+
+
+def read(body: dict[str, Any]) -> dict[str, Any]:
+    """The given fields as chat's, checked as far as they need no model."""
+    check_required(REQUIRED, body)
+    most = TABLE["max_tokens"].check(body["max_tokens"], "max_tokens")
+    passed = {name: body[name] for name in (*_AS_IN_CHAT, *UNSUPPORTED) if name in body}
+    return openai_chat.read(passed | _to_chat(body)) | {"max_tokens": most}
+
+
+def read_counted(body: dict[str, Any]) -> dict[str, Any]:
+    """The fields that make the prompt; a limit and what else an answer needs may be missing."""
+    check_required(COUNTED_REQUIRED, body)
+    fields = openai_chat.read(_to_chat(body))
+    refuse_images(fields["messages"], "this route counts text only")
+    return fields
+
+
+def to_request(fields: dict[str, Any], prompts: tuple[Prompt, ...], model: ServedModel) -> Request:
+    """The request that chat would make of the same fields."""
+    request = openai_chat.to_request(fields, prompts, model)
+    return msgspec.structs.replace(request, route=ROUTE)
+
+
+def _to_chat(body: dict[str, Any]) -> dict[str, Any]:
+    """The body as one of chat's; that checks what is the same in both."""
+    own = read_fields(_OWN, body)
+    config, choice = own.get("output_config", {}), own.get("tool_choice", ToolUse())
+    kwargs = {"enable_thinking": own["thinking"]} if "thinking" in own else {}
+    system, messages = own.get("system"), own["messages"]
+    is_begun = _is_begun(messages)
+    effort = config.get("effort")
+    if choice.wanted == "required" and not own.get("tools"):
+        message = "tool_choice is any, and there are no tools; send some, or auto."
+        raise RequestError("invalid_value", message, "tool_choice")
+    return {
+        "model": own["model"],
+        "messages": ([{"role": "system", "content": system}] if system else []) + messages,
+        "continue_final_message": is_begun,
+        "tools": own.get("tools"),
+        "tool_choice": choice.wanted,
+        "parallel_tool_calls": choice.is_parallel,
+        "stop": list(own.get("stop_sequences", ())),
+        "reasoning_effort": "high" if effort in _MOST_EFFORT else effort,
+        "response_format": own.get("output_format") or config.get("format"),
+        "chat_template_kwargs": kwargs | own.get("chat_template_kwargs", {}),
+    }
+
+
+def _is_begun(messages: list[dict[str, Any]]) -> bool:
+    """Whether the last message is the beginning of the answer. Takes an empty one away."""
+    last = messages[-1]
+    if last["role"] != "assistant":
+        return False
+    if "tool_calls" in last:
+        message = "The last message calls tools; a message with their results must follow it."
+        raise RequestError("invalid_value", message, "messages")
+    if not last["content"] and len(messages) > 1:
+        messages.pop()
+        return False
+    return True
+
+
+_DELTAS: Mapping[str, tuple[str, str]] = {
+    CONTENT: ("text_delta", "text"),
+    REASONING: ("thinking_delta", "thinking"),
+    TOOL: ("input_json_delta", "partial_json"),
+}
+
+
+class MessageFrames:
+    """The SSE frames of one stream: owns their order and the blocks' numbers."""
+
+    def __init__(self, record: Record) -> None:
+        self._record = record
+        self._options = record.request.response_options
+        self._tally = Tally()
+        self._is_open = False
+        self._index = -1  # of the last block
+        self._block: tuple[str, int] | None = None  # the one that is open
+
+    def render(self, event: AnyEvent) -> list[bytes]:
+        """The frames of one event: none, one or several."""
+        self._tally.feed(event)
+        match event:
+            case Accepted():
+                return self._open() if self._options.heartbeat else []
+            case Queued():
+                return self._report(queue=queue_of(event))
+            case Progress():
+                return self._report(prompt_progress=progress_of(event))
+            case Heartbeat():
+                return self._heartbeat(event)
+            case Tokens():
+                return self._tokens(event)
+            case Finish():
+                return self._open() + self._finish(event)
+            case Error():
+                return [ERRORS.frame(event)]
+        return []
+
+    def idle(self) -> bytes:
+        """A heartbeat. Before its first event a stream has no place for one."""
+        return _event("ping") if self._is_open else PING
+
+    def _open(self) -> list[bytes]:
+        if self._is_open:
+            return []
+        self._is_open = True
+        message = _message(self._record, [], (None, None), self._tally.usage)
+        return [_event("message_start", message=message)]
+
+    def _report(self, **figures: dict[str, Any]) -> list[bytes]:
+        return [*self._open(), _event("ping", **figures)] if self._options.return_progress else []
+
+    def _heartbeat(self, event: Heartbeat) -> list[bytes]:
+        if not self._options.heartbeat:
+            return []
+        if event.form == "sign":
+            return self._sign()
+        told = wait_of(event) if self._options.return_progress else {}
+        return self._report(**told) if told else [self.idle()]
+
+    def _sign(self) -> list[bytes]:
+        """A sign of life for clients that pass over pings: an empty delta of the open block.
+
+        Before any block it opens one of text, in which the answer's text goes on.
+        """
+        if self._block is None and (self._index >= 0 or self._record.rendering == 0):
+            return [self.idle()]
+        begun = [self._begin(CONTENT, -1, "")] if self._block is None else []
+        kind, key = _DELTAS[self._block[0] if self._block else CONTENT]
+        return [*self._open(), *begun, self._delta({"type": kind, key: ""})]
+
+    def _tokens(self, event: Tokens) -> list[bytes]:
+        frames = [frame for piece in _joined(event.pieces) for frame in self._piece(piece)]
+        if event.end:
+            frames += self._close()
+        return self._open() + frames if frames else []
+
+    def _piece(self, piece: ChannelPiece) -> Iterator[bytes]:
+        place = (piece.channel, piece.call)
+        if place != self._block:
+            yield from self._close()
+            yield self._begin(piece.channel, piece.call, piece.name)
+        if piece.text:
+            kind, key = _DELTAS[piece.channel]
+            yield self._delta({"type": kind, key: piece.text})
+
+    def _begin(self, channel: str, call: int, name: str) -> bytes:
+        self._index += 1
+        self._block = (channel, call)
+        block = _block(self._record, channel, call, name)
+        return _event("content_block_start", index=self._index, content_block=block)
+
+    def _close(self) -> list[bytes]:
+        if self._block is None:
+            return []
+        signed = self._block[0] == REASONING
+        self._block = None
+        frames = [self._delta({"type": "signature_delta", "signature": ""})] if signed else []
+        return [*frames, _event("content_block_stop", index=self._index)]
+
+    def _delta(self, delta: dict[str, str]) -> bytes:
+        return _event("content_block_delta", index=self._index, delta=delta)
+
+    def _finish(self, event: Finish) -> list[bytes]:
+        reason, sequence = _stop(event.ends[0], event.usage, self._record.request)
+        delta = {"stop_reason": reason, "stop_sequence": sequence}
+        usage = _usage(event.usage)
+        stop = _event("message_stop", **ingestion_of(event))
+        return [_event("message_delta", delta=delta, usage=usage), stop]
+
+
+class MessageBody:
+    """The whole answer of one stream."""
+
+    def __init__(self, record: Record) -> None:
+        self._record = record
+        self._pieces: list[ChannelPiece] = []
+        self._finish: Finish | None = None
+
+    def feed(self, event: AnyEvent) -> None:
+        match event:
+            case Tokens():
+                self._pieces += event.pieces
+            case Finish():
+                self._finish = event
+
+    def whole(self) -> dict[str, Any]:
+        assert self._finish, "an answer is asked for before its end"
+        usage, request = self._finish.usage, self._record.request
+        content = [self._filled(piece) for piece in _joined(self._pieces)]
+        stop = _stop(self._finish.ends[0], usage, request)
+        return _message(self._record, content, stop, usage) | ingestion_of(self._finish)
+
+    def _filled(self, piece: ChannelPiece) -> dict[str, Any]:
+        block = _block(self._record, piece.channel, piece.call, piece.name)
+        if piece.channel == TOOL:
+            return block | {"input": _input(piece.text)}
+        return block | {_DELTAS[piece.channel][1]: piece.text}
+
+
+frames, response_body = MessageFrames, MessageBody
+
+
+def _event(kind: str, **more: Any) -> bytes:
+    return named(kind, encode({"type": kind, **more}))
+
+
+def _joined(pieces: Iterable[ChannelPiece]) -> Iterator[ChannelPiece]:
+    """One piece for all that follow each other in one block."""
+    for (channel, call), group in itertools.groupby(pieces, lambda it: (it.channel, it.call)):
+        texts, names = zip(*((piece.text, piece.name) for piece in group), strict=True)
+        yield ChannelPiece("".join(texts), channel, call, "".join(names))
+
+
+def _block(record: Record, channel: str, call: int, name: str) -> dict[str, Any]:
+    """A content block as it begins."""
+    if channel == TOOL:
+        tool_id = call_id(record.id, 0, call, "toolu_")
+        return {"type": "tool_use", "id": tool_id, "name": name, "input": {}}
+    if channel == REASONING:
+        return {"type": "thinking", "thinking": "", "signature": ""}
+    return {"type": "text", "text": ""}
+
+
+def _input(arguments: str) -> dict[str, Any]:
+    """A call's arguments; empty where they were cut off, or JSON cannot hold them."""
+    try:
+        value = msgspec.json.decode(arguments)
+        encode(value)
+    except (ValueError, RecursionError, OverflowError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _message(
+    record: Record, content: list[Any], stop: tuple[str | None, str | None], usage: Usage
+) -> dict[str, Any]:
+    return {
+        "id": record.id,
+        "type": "message",
+        "role": "assistant",
+        "model": record.request.model,
+        "content": content,
+        "stop_reason": stop[0],
+        "stop_sequence": stop[1],
+        "usage": _usage(usage),
+    }
+
+
+def _stop(end: ChoiceEnd, usage: Usage, request: Request) -> tuple[str, str | None]:
+    """stop_reason and stop_sequence."""
+    if end.finish_reason == "length":
+        is_limit = usage.completion_tokens == request.sampling.max_tokens
+        return ("max_tokens" if is_limit else "model_context_window_exceeded"), None
+    if end.finish_reason == "tool_calls":
+        return "tool_use", None
+    if isinstance(end.stop_reason, str):
+        return "stop_sequence", end.stop_reason
+    return "end_turn", None
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    """Prompt tokens from the cache are counted apart; nobody pays for writing it."""
+    shown: dict[str, Any] = {
+        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+        "output_tokens": usage.completion_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.cached_tokens,
+    }
+    if usage.reasoning_tokens:
+        shown["output_tokens_details"] = {"thinking_tokens": usage.reasoning_tokens}
+    return shown

@@ -1,0 +1,270 @@
+"""The fields that chat and text completions share: names, types, ranges; knows no model."""
+
+import re
+from collections.abc import Iterable, Mapping
+from itertools import islice
+from typing import Any
+
+import msgspec
+
+from headrace.core.errors import RequestError
+from headrace.protocols.fields import structure
+from headrace.protocols.fields.kinds import (
+    Flag,
+    Integer,
+    Kind,
+    Number,
+    Object,
+    String,
+    check_count,
+    check_object,
+    missing,
+    nullable,
+    read_fields,
+    shown,
+    wrong_type,
+    wrong_value,
+)
+
+MAX_CHOICES = 128
+_MAX_BIASES = 1024
+_MAX_STOPS = 64
+_STOP = String(most=1000)
+
+
+class LogitBias(msgspec.Struct, frozen=True):
+    """{"token id": bias}, read as a dict of integers."""
+
+    def check(self, value: Any, path: str) -> dict[int, float]:
+        check_object(value, path)
+        if len(value) > _MAX_BIASES:
+            message = f"{path} has {len(value)} entries; it may have {_MAX_BIASES}."
+            raise RequestError("invalid_value", message, path)
+        return {_token_id(key, path): _bias(key, value[key], path) for key in value}
+
+    def schema(self) -> dict[str, Any]:
+        return {
+            "type": "object",
+            "maxProperties": _MAX_BIASES,
+            "propertyNames": {"pattern": "^[0-9]{1,9}$"},
+            "additionalProperties": _BIAS.schema(),
+        }
+
+
+class Stops(msgspec.Struct, frozen=True):
+    """One stop string or several; those that are empty or null stop nothing and are left out."""
+
+    def check(self, value: Any, path: str) -> tuple[str, ...]:
+        if type(value) is not list:
+            return tuple(filter(None, (_STOP.check(value, path),)))
+        check_count(len(value), path, 0, _MAX_STOPS)
+        given = [(i, stop) for i, stop in enumerate(value) if stop not in ("", None)]
+        return tuple(_STOP.check(stop, f"{path}[{i}]") for i, stop in given)
+
+    def schema(self) -> dict[str, Any]:
+        several = {"type": "array", "items": nullable(_STOP), "maxItems": _MAX_STOPS}
+        return {"anyOf": [_STOP.schema(), several]}
+
+
+class TokenIds(msgspec.Struct, frozen=True):
+    """Many token ids, checked fast; only a wrong one takes the slow way, which names it."""
+
+    least: int = 0
+    most: int = 1 << 24
+
+    def check(self, value: Any, path: str) -> tuple[int, ...]:
+        if type(value) is not list:
+            raise wrong_type(value, path, "an array of token ids")
+        check_count(len(value), path, self.least, self.most)
+        is_plain = set(map(type, value)) <= {int}
+        if is_plain and min(value, default=0) >= 0 and max(value, default=0) <= TOKEN_ID.high:
+            return tuple(value)
+        return tuple(TOKEN_ID.check(item, f"{path}[{i}]") for i, item in enumerate(value))
+
+    def schema(self) -> dict[str, Any]:
+        return {"type": "array", "items": TOKEN_ID.schema(), "minItems": self.least}
+
+
+_BIAS = Number(-100, 100)
+_BY_CHUNK = "continuous_usage_stats"
+_LIMIT = Integer(low=1, also=(-1,))
+TOKEN_ID = Integer(low=0, high=(1 << 31) - 1)
+
+COMMON: Mapping[str, Kind] = {
+    "model": String(least=1),
+    "max_completion_tokens": _LIMIT,
+    "max_tokens": _LIMIT,
+    "min_tokens": Integer(low=0),
+    "temperature": Number(0, 100),
+    "top_p": Number(0, 1),
+    "min_p": Number(0, 1),
+    "top_k": Integer(low=-1),
+    "frequency_penalty": Number(-2, 2),
+    "presence_penalty": Number(-2, 2),
+    "repetition_penalty": Number(0, 10, above=True),
+    "logit_bias": LogitBias(),
+    "seed": Integer(),
+    "n": Integer(1, MAX_CHOICES),
+    "best_of": Integer(1, MAX_CHOICES),
+    "stop": Stops(),
+    "stop_token_ids": TokenIds(most=64),
+    "include_stop_str_in_output": Flag(),
+    "ignore_eos": Flag(),
+    "stream": Flag(),
+    "stream_options": Object({"include_usage": Flag(), _BY_CHUNK: Flag()}),
+    "return_progress": Flag(),
+    "return_ingestion": Flag(),
+    "attach": Flag(),
+    "heartbeat": Flag(),
+    "sse_ping_interval": Integer(1, 60, also=(-1,)),
+    "skip_special_tokens": Flag(),
+    "timings_per_token": Flag(),
+    "return_token_ids": Flag(),
+    "cache_prompt": Flag(),
+    "cache_salt": String(1, 128),
+    "priority": Integer(-100, 100),
+    **structure.FIELDS,
+}
+
+NO_EFFECT = (
+    "user",
+    "metadata",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_options",
+    "prompt_cache_retention",
+    "service_tier",
+    "prediction",
+    "verbosity",
+    "parallel_tool_calls",
+    "id_slot",
+    "store",
+)
+
+_NOT_SHOWN = ("verbosity",)
+"""Fields without effect that ask for another answer. The others tell a provider whom to
+bill, what to keep and where to run: leaving them out changes no answer, so nobody is told."""
+
+_MAX_IGNORED = 16
+_SHOWN_NAME = re.compile(r"[!-+\--~]{1,64}")  # visible ASCII but the comma, which divides names
+
+UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    "tools": (),
+    "functions": (),
+    "tool_choice": ("none", "auto"),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "audio": (),
+    "web_search_options": (),
+    "moderation": (),
+    "documents": (),
+    "chat_template": (),
+    "prompt_logprobs": (),
+    "truncate_prompt_tokens": (),
+    "bad_words": (),
+    "allowed_token_ids": (),
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "return_tokens_as_token_ids": (False,),
+    "spaces_between_special_tokens": (True,),
+    "mirostat": (0,),
+    "typical_p": (1,),
+    "dynatemp_range": (0,),
+    "dry_multiplier": (0,),
+    "xtc_probability": (0,),
+    "top_n_sigma": (-1,),
+    "samplers": (),
+    "lora": (),
+}
+"""Known fields with their neutral values; empty strings, arrays and objects are neutral too."""
+
+
+def known_fields(table: Mapping[str, Kind]) -> set[str]:
+    """Every name that a route with this table knows, those without effect or support too."""
+    return {*table, *NO_EFFECT, *UNSUPPORTED}
+
+
+def check_required(names: Iterable[str], body: Mapping[str, Any]) -> None:
+    for name in names:
+        if body.get(name) is None:
+            raise missing(name)
+
+
+def read_known(
+    table: Mapping[str, Kind], required: Iterable[str], body: dict[str, Any]
+) -> dict[str, Any]:
+    """The given fields of any route, each checked by itself."""
+    check_required(required, body)
+    fields = read_fields(table, body)
+    _refuse_unsupported(table, body)
+    return fields
+
+
+def read_common(
+    table: Mapping[str, Kind], required: Iterable[str], body: dict[str, Any]
+) -> dict[str, Any]:
+    """The given fields of a generation route, checked as far as they need no model."""
+    fields = read_known(table, required, body)
+    if fields.get("best_of", fields.get("n", 1)) != fields.get("n", 1):
+        raise _unsupported("best_of", "the value of n")
+    if fields.get("stream_options", {}).get(_BY_CHUNK) and not fields.get("stream"):
+        # include_usage is harmless: a whole answer always has its usage
+        message = f"{_BY_CHUNK} needs stream: true; leave it out otherwise."
+        raise RequestError("invalid_value", message, f"stream_options.{_BY_CHUNK}")
+    longest = max_tokens(fields)
+    if longest is not None and fields.get("min_tokens", 0) > longest:
+        raise wrong_value(fields["min_tokens"], "min_tokens", f"at most max_tokens ({longest})")
+    return fields
+
+
+def ignored(table: Mapping[str, Kind], body: Mapping[str, Any]) -> tuple[str, ...]:
+    """Fields that a caller may believe to matter and that do not, in the body's order.
+
+    The first few, and only names that a header can hold; null counts as absent.
+    """
+    understood = (table.keys() | UNSUPPORTED.keys() | set(NO_EFFECT)) - set(_NOT_SHOWN)
+    names = (
+        name
+        for name, value in body.items()
+        if value is not None and name not in understood and _SHOWN_NAME.fullmatch(name)
+    )
+    return tuple(islice(names, _MAX_IGNORED))
+
+
+def max_tokens(fields: dict[str, Any]) -> int | None:
+    """The smaller of both limits; None if neither is set, -1 being the same as absent."""
+    limits = [fields.get("max_tokens", -1), fields.get("max_completion_tokens", -1)]
+    return min((limit for limit in limits if limit != -1), default=None)
+
+
+def _refuse_unsupported(table: Mapping[str, Kind], body: dict[str, Any]) -> None:
+    """RequestError for a known field that asks for what is not there."""
+    for name, neutral in UNSUPPORTED.items():
+        value = body.get(name)
+        if name in table or value in (None, "", [], {}):
+            continue
+        # JSON's own equality: true is not 1, but 1.0 is
+        if not any(_is_same(value, other) for other in neutral):
+            raise _unsupported(name, " or ".join(shown(other) for other in neutral))
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    return bool(value == other) and (type(value) is bool) == (type(other) is bool)
+
+
+def _unsupported(name: str, neutral: str) -> RequestError:
+    instead = f"leave it out or send {neutral}" if neutral else "leave it out"
+    return RequestError("unsupported_parameter", f"{name} is not supported here; {instead}.", name)
+
+
+def _token_id(key: str, path: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,9}", key, re.ASCII):
+        message = f"{path} has the key {shown(key)}; keys must be token ids in decimal digits."
+        raise RequestError("invalid_value", message, path)
+    return int(key)
+
+
+def _bias(key: str, value: Any, path: str) -> float:
+    if value is None:
+        raise wrong_type(value, f"{path}.{key}", "a number")
+    return _BIAS.check(value, f"{path}.{key}")

@@ -1,0 +1,175 @@
+"""Tools as OpenAI's routes take them, and their calls as they are shown."""
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from headrace.core.errors import RequestError
+from headrace.protocols.fields.kinds import (
+    Object,
+    String,
+    items_of,
+    missing,
+    required,
+    shown,
+    wrong_type,
+    wrong_value,
+)
+
+MAX_TOOLS = 128
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+class Tools(msgspec.Struct, frozen=True):
+    """The field `tools`, as the template will see them."""
+
+    def check(self, value: Any, path: str) -> tuple[dict[str, Any], ...]:
+        return tuple(_tool(*each) for each in items_of(value, path, 0, MAX_TOOLS))
+
+    def schema(self) -> dict[str, Any]:
+        function = {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string", "pattern": f"^{_NAME.pattern}$"},
+                "description": {"type": "string"},
+                "parameters": {"type": "object"},
+                "strict": {"type": ["boolean", "null"]},
+            },
+            "required": ["name"],
+        }
+        tool = {
+            "type": "object",
+            "properties": {"type": {"const": "function"}, "function": function},
+            "required": ["type", "function"],
+        }
+        return {"type": "array", "items": tool, "maxItems": MAX_TOOLS}
+
+
+class AllowedTools(msgspec.Struct, frozen=True):
+    """The tools that may be called: their names, and `auto` or `required`."""
+
+    mode: str
+    names: tuple[str, ...]
+    path: str  # of the list
+
+    @classmethod
+    def read(cls, given: dict[str, Any], path: str, is_flat: bool) -> "AllowedTools":
+        """`is_flat`: a tool's name stands beside its type, not in its function."""
+        mode = required(given, "mode", path, String())
+        if mode not in ("auto", "required"):
+            raise wrong_value(mode, f"{path}.mode", "auto or required")
+        found = items_of(given.get("tools"), f"{path}.tools", 1, MAX_TOOLS)
+        names = (_allowed_name(*each, is_flat) for each in found)
+        return cls(mode, tuple(names), f"{path}.tools")
+
+
+def _allowed_name(value: Any, path: str, is_flat: bool) -> str:
+    tool = Object().check(value, path)
+    if tool.get("type") != "function":
+        raise wrong_value(tool.get("type"), f"{path}.type", "function")
+    if not is_flat:
+        path += ".function"
+        tool = Object().check(tool.get("function"), path)
+    name: str = required(tool, "name", path, String(1))
+    return name
+
+
+Choice = str | tuple[str] | AllowedTools
+"""`none`, `auto`, `required`, one function by name, or some of them."""
+
+
+class ToolChoice(msgspec.Struct, frozen=True):
+    """`none`, `auto`, `required`, one function by name, or those that are allowed."""
+
+    def check(self, value: Any, path: str) -> Choice:
+        if type(value) is str:
+            if value not in ("none", "auto", "required"):
+                raise wrong_value(value, path, "none, auto, required or a function")
+            return value
+        if type(value) is not dict:
+            raise wrong_type(value, path, "a string or an object")
+        if value.get("type") == "allowed_tools":
+            given = Object().check(value.get("allowed_tools"), f"{path}.allowed_tools")
+            return AllowedTools.read(given, f"{path}.allowed_tools", is_flat=False)
+        function = value.get("function") or {}
+        if value.get("type") != "function" or type(function) is not dict:
+            raise wrong_value(value, path, 'like {"type": "function", "function": {"name": "…"}}')
+        return (required(function, "name", f"{path}.function", String(1)),)
+
+    def schema(self) -> dict[str, Any]:
+        return {"anyOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}]}
+
+
+def narrow(fields: dict[str, Any]) -> None:
+    """Takes out of the fields the tools that `tool_choice` does not allow; its mode is left."""
+    choice, tools = fields.get("tool_choice"), fields.get("tools", ())
+    if not isinstance(choice, AllowedTools):
+        return
+    known = [tool["function"]["name"] for tool in tools]
+    for i, name in enumerate(choice.names):
+        if name not in known:
+            sent = f"one of {', '.join(known[:10])}" if known else "a tool, and none was sent"
+            raise wrong_value(name, f"{choice.path}[{i}]", sent)
+    kept = [i for i, name in enumerate(known) if name in choice.names]
+    fields["tools"] = tuple(tools[i] for i in kept)
+    fields["tool_choice"] = choice.mode
+    if paths := fields.get("tool_paths"):
+        fields["tool_paths"] = [paths[i] for i in kept]
+
+
+def check_choice(fields: dict[str, Any], path: str = "tool_choice.function.name") -> None:
+    """RequestError if a choice is forced for which there is no tool; `path` is that of its name."""
+    choice, tools = fields.get("tool_choice", "auto"), fields.get("tools", ())
+    names = [tool["function"]["name"] for tool in tools]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        message = f"Two tools are named {twice}; names must differ."
+        raise RequestError("invalid_value", message, "tools")
+    if choice == "required" and not tools:
+        message = "tool_choice is required, and there are no tools; send some, or auto."
+        raise RequestError("invalid_value", message, "tool_choice")
+    if isinstance(choice, tuple) and choice[0] not in names:
+        known = f"one of {', '.join(names[:10])}" if names else "a tool, and none was sent"
+        raise wrong_value(choice[0], path, known)
+
+
+def text_parameters(tools: Iterable[dict[str, Any]]) -> dict[str, tuple[str, ...]]:
+    """The parameters that each tool declares as strings."""
+    found = {}
+    for tool in tools:
+        function = tool["function"]
+        properties = (function.get("parameters") or {}).get("properties")
+        properties = properties if isinstance(properties, dict) else {}
+        names = (k for k, v in properties.items() if isinstance(v, dict) and _is_text(v))
+        found[function["name"]] = tuple(names)
+    return found
+
+
+def _tool(value: Any, path: str) -> dict[str, Any]:
+    if type(value) is not dict:
+        raise wrong_type(value, path, "an object")
+    for name in ("type", "function"):
+        if value.get(name) is None:
+            raise missing(f"{path}.{name}")
+    if value["type"] != "function":
+        message = f"{path} is of type {shown(value['type'])}; this server takes functions only."
+        raise RequestError("unsupported_parameter", message, f"{path}.type")
+    function = Object().check(value["function"], f"{path}.function")
+    name = required(function, "name", f"{path}.function", String())
+    if not _NAME.fullmatch(name):
+        wanted = "1 to 64 letters, digits, dashes or underscores"
+        raise wrong_value(name, f"{path}.function.name", wanted)
+    for key, kind in (("description", String()), ("parameters", Object())):
+        if function.get(key) is not None:
+            kind.check(function[key], f"{path}.function.{key}")
+    if type(function.get("strict")) not in (bool, type(None)):
+        raise wrong_type(function["strict"], f"{path}.function.strict", "true or false")
+    return value
+
+
+def _is_text(schema: dict[str, Any]) -> bool:
+    return schema.get("type") == "string" or (
+        "type" not in schema and all(type(value) is str for value in schema.get("enum", [0]))
+    )

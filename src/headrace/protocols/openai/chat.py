@@ -1,0 +1,210 @@
+"""POST /v1/chat/completions: from a body to a Request, from events to chunks and a whole answer."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from headrace.answer import call_delta, joined_calls
+from headrace.core.errors import RequestError
+from headrace.core.request import Channels, Chat, Prompt, Request, Route
+from headrace.fleet.served_model import ServedModel
+from headrace.protocols import requests
+from headrace.protocols.fields.common import COMMON, read_common
+from headrace.protocols.fields.kinds import Flag, Integer, Kind, Object, String
+from headrace.protocols.fields.messages import Messages, take_images
+from headrace.protocols.fields.tools import (
+    ToolChoice,
+    Tools,
+    check_choice,
+    narrow,
+    text_parameters,
+)
+from headrace.protocols.openai import chunks as openai
+from headrace.protocols.openai.chunks import Choice, ChunkBody, ChunkFrames, Part
+from headrace.streams.events import ChoiceEnd, TokenLogprob
+from headrace.streams.record import Record
+
+ROUTE: Route = "/v1/chat/completions"
+SUMMARY = "Answer a conversation"
+ID_PREFIX = "chatcmpl-"
+REQUIRED: tuple[str, ...] = ("messages",)
+TEMPLATE: Mapping[str, Kind] = {
+    "messages": Messages(),
+    "add_generation_prompt": Flag(),
+    "continue_final_message": Flag(),
+    "chat_template_kwargs": Object(),
+    "reasoning_effort": String(),
+    "tools": Tools(),
+    "tool_choice": ToolChoice(),
+}
+TABLE: Mapping[str, Kind] = {
+    **TEMPLATE,
+    **COMMON,
+    "logprobs": Flag(),
+    "top_logprobs": Integer(0, 20),
+}
+IN_PROMPTS = frozenset(TEMPLATE) - {"tool_choice"}
+_NOT_REPLACEABLE = ("messages", "tools", "add_generation_prompt")
+
+KEYS = openai.KEYS
+ERRORS = openai.ERRORS
+
+
+def read(body: dict[str, Any]) -> dict[str, Any]:
+    """The given fields, checked as far as they need no model."""
+    fields = read_common(TABLE, REQUIRED, body)
+    check_template_fields(fields)
+    fields["tool_paths"] = [f"tools[{i}].function" for i in range(len(fields.get("tools", ())))]
+    narrow(fields)
+    check_choice(fields)
+    fields["one_call"] = body.get("parallel_tool_calls") is False
+    fields["text_parameters"] = text_parameters(fields.get("tools", ()))
+    if fields.get("top_logprobs") and not fields.get("logprobs"):
+        message = "top_logprobs needs logprobs: true; send both, or neither."
+        raise RequestError("invalid_value", message, "top_logprobs")
+    return fields
+
+
+def to_prompts(fields: dict[str, Any]) -> tuple[Prompt, ...]:
+    return (to_chat(fields),)
+
+
+def to_request(fields: dict[str, Any], prompts: tuple[Prompt, ...], model: ServedModel) -> Request:
+    """The request, by the model's limits and with its defaults."""
+    request = requests.make_request(ROUTE, prompts, fields, model)
+    num_logprobs = fields.get("top_logprobs", 0) if fields.get("logprobs") else None
+    sampling = msgspec.structs.replace(request.sampling, num_logprobs=num_logprobs)
+    texts = fields["text_parameters"]
+    has_tools = offers_tools(fields)
+    channels = None
+    if has_tools or model.reasoning_format:
+        tools = model.tool_format if has_tools else ""
+        channels = Channels(tools, model.reasoning_format, texts if tools else {})
+    return msgspec.structs.replace(request, sampling=sampling, channels=channels)
+
+
+def offers_tools(fields: Mapping[str, Any]) -> bool:
+    """Whether a body that was read, of this route or one like it, lets the model call tools."""
+    return bool(fields.get("text_parameters")) and fields.get("tool_choice") != "none"
+
+
+def read_chat(fields: dict[str, Any]) -> Chat:
+    """The chat in the fields of a route that has those of TEMPLATE and no others."""
+    check_template_fields(fields)
+    narrow(fields)
+    return to_chat(fields)
+
+
+def to_chat(fields: dict[str, Any]) -> Chat:
+    effort: dict[str, Any] = {k: fields[k] for k in ("reasoning_effort",) if k in fields}
+    if effort.get("reasoning_effort") == "none":
+        effort["enable_thinking"] = False
+    is_called = fields.get("tool_choice") != "none"
+    continues = fields.get("continue_final_message", False)
+    return Chat(
+        tools=fields.get("tools", ()) if is_called else (),
+        template_kwargs=effort | fields.get("chat_template_kwargs", {}),
+        add_generation_prompt=fields.get("add_generation_prompt", not continues),
+        continue_final_message=continues,
+        **take_images(fields["messages"])._asdict(),
+    )
+
+
+def check_template_fields(fields: dict[str, Any]) -> None:
+    for name in _NOT_REPLACEABLE:
+        if name in fields.get("chat_template_kwargs", {}):
+            path = f"chat_template_kwargs.{name}"
+            raise RequestError("invalid_value", f"{path} cannot be replaced; leave it out.", path)
+    if not fields.get("continue_final_message"):
+        return
+    if fields.get("add_generation_prompt"):
+        message = "continue_final_message and add_generation_prompt exclude each other; send one."
+        raise RequestError("invalid_value", message, "continue_final_message")
+    role = fields["messages"][-1]["role"]
+    if role != "assistant":
+        raise RequestError(
+            "invalid_value",
+            f"continue_final_message needs a last message by the assistant; it is by the {role}.",
+            "continue_final_message",
+        )
+
+
+class ChatShape:
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+    has_prompt_in_choice = False
+
+    def __init__(self, record: Record) -> None:
+        self._num_choices = record.request.num_choices
+        self._id = record.id
+        self._has_logprobs = record.request.sampling.num_logprobs is not None
+
+    def opening(self) -> list[Choice]:
+        """A role chunk per choice."""
+        role = {"role": "assistant", "content": ""}
+        return [
+            {"index": i, "delta": role, "finish_reason": None} for i in range(self._num_choices)
+        ]
+
+    def idle(self, index: int) -> Choice:
+        return {"index": index, "delta": {}, "finish_reason": None}
+
+    def part(self, index: int, part: Part) -> Choice:
+        delta = _reasoning(part.reasoning)
+        if part.text:
+            delta["content"] = part.text
+        if part.calls:
+            delta["tool_calls"] = [
+                call_delta((self._id, index), *call) for call in joined_calls(part.calls)
+            ]
+        shown: Choice = {"index": index, "delta": delta}
+        if self._has_logprobs:
+            shown["logprobs"] = _logprobs(part.logprobs)
+        return shown | {"finish_reason": None}
+
+    def end(self, index: int, end: ChoiceEnd) -> Choice:
+        idle = self.idle(index)
+        return idle | {"finish_reason": end.finish_reason, "stop_reason": end.stop_reason}
+
+    def whole(self, index: int, parts: Sequence[Part], end: ChoiceEnd) -> Choice:
+        text = "".join(part.text for part in parts)
+        entries = [entry for part in parts for entry in part.logprobs]
+        calls = [
+            call_delta((self._id, index), *call)
+            for call in joined_calls(piece for part in parts for piece in part.calls)
+        ]
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        message |= _reasoning("".join(part.reasoning for part in parts))
+        if calls:
+            message["content"] = text or None
+            message["tool_calls"] = [{k: v for k, v in it.items() if k != "index"} for it in calls]
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": _logprobs(entries) if self._has_logprobs else None,
+            "finish_reason": end.finish_reason,
+            "stop_reason": end.stop_reason,
+        }
+
+
+def _reasoning(text: str) -> dict[str, Any]:
+    """Under both names that clients read."""
+    return {"reasoning_content": text, "reasoning": text} if text else {}
+
+
+def _logprobs(entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+    content = [_entry(e) | {"top_logprobs": [_entry(top) for top in e.top]} for e in entries]
+    return {"content": content, "refusal": None}
+
+
+def _entry(entry: TokenLogprob) -> dict[str, Any]:
+    return {"token": entry.token, "logprob": entry.logprob, "bytes": list(entry.bytes)}
+
+
+def frames(record: Record) -> ChunkFrames:
+    return ChunkFrames(record, ChatShape(record))
+
+
+def response_body(record: Record) -> ChunkBody:
+    return ChunkBody(record, ChatShape(record))

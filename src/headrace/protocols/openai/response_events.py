@@ -1,0 +1,259 @@
+"""An answer of /v1/responses as it grows: items, the events that tell of them, and the whole."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from headrace.answer import call_id
+from headrace.core.pieces import CONTENT, REASONING, TOOL, ChannelPiece
+from headrace.protocols.openai.chunks import ingestion_of
+from headrace.protocols.openai.response_items import Item, item_id
+from headrace.streams.events import (
+    Accepted,
+    AnyEvent,
+    ChoiceEnd,
+    Error,
+    Finish,
+    Progress,
+    TokenLogprob,
+    Tokens,
+    Usage,
+)
+from headrace.streams.record import Record
+
+ResponseEvent = dict[str, Any]
+"""One event but for its sequence_number; `type` is its first key."""
+
+
+class KeptBody(msgspec.Struct, frozen=True):
+    """The parts of a request's body that are stored, both as JSON.
+
+    `items` are all that led to the answer, those of earlier responses included; `shown` is the part
+    of the response object that repeats the request.
+    """
+
+    items: bytes = b"[]"
+    shown: bytes = b"{}"
+
+
+open_kept = msgspec.msgpack.Decoder(KeptBody).decode
+_shown = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+
+
+class _OpenItem:
+    """The item that the next piece may belong to."""
+
+    def __init__(self, record: Record, index: int, first: ChannelPiece) -> None:
+        kind = _KINDS[first.channel]
+        self.channel, self.call = first.channel, first.call
+        self._index = index
+        self._id = item_id(record.id, kind, f"output {index}")
+        self._call_id = call_id(record.id, 0, first.call)
+        self._name = first.name
+        self._texts: list[str] = []
+        self._logprobs: list[Item] = []
+
+    def added(self) -> list[ResponseEvent]:
+        events = [self._event("response.output_item.added", item=self.shown("in_progress"))]
+        if self.channel != TOOL:
+            part = {"content_index": 0, "part": self._part()}
+            events.append(self._event("response.content_part.added", **part))
+        return events
+
+    def add(self, text: str, entries: Sequence[TokenLogprob]) -> ResponseEvent:
+        self._texts.append(text)
+        if self.channel == TOOL:
+            return self._event("response.function_call_arguments.delta", delta=text)
+        if self.channel == REASONING:
+            return self._event("response.reasoning_text.delta", content_index=0, delta=text)
+        logprobs = [_entry(entry) for entry in entries]
+        self._logprobs += logprobs
+        delta = {"content_index": 0, "delta": text, "logprobs": logprobs}
+        return self._event("response.output_text.delta", **delta)
+
+    def done(self, status: str) -> list[ResponseEvent]:
+        end = self._event("response.output_item.done", item=self.shown(status))
+        text = "".join(self._texts)
+        if self.channel == TOOL:
+            whole = {"name": self._name, "arguments": text}
+            return [self._event("response.function_call_arguments.done", **whole), end]
+        more: dict[str, Any] = {"content_index": 0, "text": text}
+        kind = "response.reasoning_text.done"
+        if self.channel == CONTENT:
+            kind, more = "response.output_text.done", more | {"logprobs": self._logprobs}
+        part = self._event("response.content_part.done", content_index=0, part=self._part())
+        return [self._event(kind, **more), part, end]
+
+    def shown(self, status: str) -> Item:
+        """The item as it stands; without content before there is any."""
+        head = {"id": self._id, "type": _KINDS[self.channel], "status": status}
+        if self.channel == TOOL:
+            arguments = "".join(self._texts)
+            return head | {"arguments": arguments, "call_id": self._call_id, "name": self._name}
+        has_content = self._texts or status != "in_progress"
+        content = {"content": [self._part()] if has_content else []}
+        return head | (
+            {"summary": []} | content
+            if self.channel == REASONING
+            else {"role": "assistant"} | content
+        )
+
+    def _part(self) -> Item:
+        text = "".join(self._texts)
+        if self.channel == REASONING:
+            return {"type": "reasoning_text", "text": text}
+        shown = {"type": "output_text", "annotations": [], "logprobs": list(self._logprobs)}
+        return shown | {"text": text}
+
+    def _event(self, kind: str, **more: Any) -> ResponseEvent:
+        place: ResponseEvent = {"type": kind}
+        if "item" not in more:
+            place["item_id"] = self._id
+        return place | {"output_index": self._index} | more
+
+
+_KINDS = {CONTENT: "message", REASONING: "reasoning", TOOL: "function_call"}
+
+
+class GrowingResponse:
+    """The response object of one stream, as far as its events have come; any time can be asked."""
+
+    def __init__(self, record: Record) -> None:
+        self._record = record
+        request = record.request
+        self._repeated = _shown(open_kept(request.kept).shown) if request.kept else {}
+        self._is_background = request.response_options.background
+        self._status = "queued" if self._is_background else "in_progress"
+        self._error: Error | None = None
+        self._usage: Usage | None = None
+        self._ingestion: dict[str, Any] = {}
+        self._is_cut_short = False
+        self._ended_at: int | None = None
+        self._done: list[Item] = []
+        self._open: _OpenItem | None = None
+        self._entries: list[TokenLogprob] = []  # of tokens whose text is still held back
+
+    def take(self, event: AnyEvent) -> list[ResponseEvent]:
+        """The response events that one event adds. Takes every event from seq 0, in order."""
+        match event:
+            case Accepted():
+                second = "queued" if self._is_background else "in_progress"
+                # the openai package wants `created` before anything else
+                return [self._told("response.created"), self._told(f"response.{second}")]
+            case Progress():
+                return self._begin()
+            case Tokens():
+                return self._begin() + self._tokens(event)
+            case Finish():
+                return [self._finish(event)]
+            case Error():
+                return [self._fail(event)]
+        return []
+
+    def feed(self, event: AnyEvent) -> None:
+        """Takes every event from seq 0, in order."""
+        self.take(event)
+
+    @property
+    def output(self) -> list[Item]:
+        """The items; the last one may be unfinished."""
+        if self._open is None:
+            return self._done
+        status = "incomplete" if self._error else "in_progress"
+        return [*self._done, self._open.shown(status)]
+
+    def whole(self) -> dict[str, Any]:
+        """The response object."""
+        request, error = self._record.request, self._error
+        reason = {"reason": "max_output_tokens"} if self._status == "incomplete" else None
+        return {
+            "id": self._record.id,
+            "object": "response",
+            "created_at": self._record.created,
+            "status": self._status,
+            "completed_at": self._ended_at,
+            "error": {"code": error.code, "message": error.message} if error else None,
+            "incomplete_details": reason,
+            "model": request.model,
+            "output": self.output,
+            "temperature": request.sampling.temperature,
+            "top_p": request.sampling.top_p,
+            "usage": _usage(self._usage) if self._usage else None,
+            **self._repeated,
+            **self._ingestion,
+        }
+
+    def _begin(self) -> list[ResponseEvent]:
+        if self._status != "queued":
+            return []
+        self._status = "in_progress"
+        return [self._told("response.in_progress")]
+
+    def _tokens(self, event: Tokens) -> list[ResponseEvent]:
+        self._entries += event.logprobs
+        made = [told for piece in event.pieces for told in self._piece(piece)]
+        if event.end:
+            made += self._end(event.end)
+        return made
+
+    def _piece(self, piece: ChannelPiece) -> list[ResponseEvent]:
+        made, current = [], self._open
+        if current is None or (piece.channel, piece.call) != (current.channel, current.call):
+            made = self._close("completed")
+            current = self._open = _OpenItem(self._record, len(self._done), piece)
+            made += current.added()
+        if piece.text:
+            made.append(current.add(piece.text, self._entries))
+            self._entries = []
+        return made
+
+    def _end(self, end: ChoiceEnd) -> list[ResponseEvent]:
+        made: list[ResponseEvent] = []
+        if not self.output:  # an answer of no text is a message of none
+            self._open = _OpenItem(self._record, 0, ChannelPiece(""))
+            made = self._open.added()
+        self._is_cut_short = end.finish_reason == "length"
+        return made + self._close("incomplete" if self._is_cut_short else "completed")
+
+    def _close(self, status: str) -> list[ResponseEvent]:
+        if self._open is None:
+            return []
+        made = self._open.done(status)
+        self._done.append(self._open.shown(status))
+        self._open = None
+        return made
+
+    def _finish(self, event: Finish) -> ResponseEvent:
+        self._usage, self._ingestion = event.usage, ingestion_of(event)
+        self._status = "incomplete" if self._is_cut_short else "completed"
+        if not self._is_cut_short:
+            self._ended_at = self._record.created + event.at_ms // 1000
+        return self._told(f"response.{self._status}")
+
+    def _fail(self, event: Error) -> ResponseEvent:
+        self._error = event
+        self._status = "cancelled" if event.code == "cancelled" else "failed"
+        return self._told("response.failed")  # there is none for a response that was cancelled
+
+    def _told(self, kind: str) -> ResponseEvent:
+        return {"type": kind, "response": self.whole()}
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }
+
+
+def _entry(entry: TokenLogprob) -> Item:
+    top = [_top(other) for other in entry.top]
+    return _top(entry) | {"top_logprobs": top}
+
+
+def _top(entry: TokenLogprob) -> Item:
+    return {"token": entry.token, "bytes": list(entry.bytes), "logprob": entry.logprob}

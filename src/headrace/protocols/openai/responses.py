@@ -1,0 +1,269 @@
+"""POST /v1/responses: from a body to a Request, from events to numbered events and a response."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from headrace.core.errors import RequestError
+from headrace.core.jobs import CheckedBody
+from headrace.core.request import Chat, Prompt, Request, Route
+from headrace.fleet.served_model import ServedModel
+from headrace.protocols.dialect import encode, named
+from headrace.protocols.fields.common import COMMON, read_common
+from headrace.protocols.fields.kinds import Array, Flag, Integer, Kind, Object, String
+from headrace.protocols.fields.messages import take_images
+from headrace.protocols.fields.tools import check_choice, narrow, text_parameters
+from headrace.protocols.openai import chat as openai_chat
+from headrace.protocols.openai import chunks as openai
+from headrace.protocols.openai.response_events import GrowingResponse, KeptBody, open_kept
+from headrace.protocols.openai.response_fields import (
+    FlatChoice,
+    FlatTools,
+    Metadata,
+    TextFormat,
+    flat_tool,
+    is_function,
+    wanted_of,
+)
+from headrace.protocols.openai.response_items import Items, listed, messages_of
+from headrace.protocols.requests import stub_of
+from headrace.streams.events import AnyEvent, Heartbeat, Progress, Queued
+from headrace.streams.record import Record
+
+ROUTE: Route = "/v1/responses"
+SUMMARY = "Answer a conversation, as a response that can be found again"
+ID_PREFIX = "resp_"
+REQUIRED: tuple[str, ...] = ("input",)
+_SHARED = (
+    "model",
+    "temperature",
+    "top_p",
+    "min_p",
+    "top_k",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "stream",
+    "return_progress",
+    "return_ingestion",
+    "attach",
+    "heartbeat",
+    "sse_ping_interval",
+    "skip_special_tokens",
+    "cache_prompt",
+    "cache_salt",
+    "priority",
+)
+TABLE: Mapping[str, Kind] = {
+    "input": Items(),
+    "instructions": String(),
+    "tools": FlatTools(),
+    "tool_choice": FlatChoice(),
+    "parallel_tool_calls": Flag(),
+    "text": TextFormat(),
+    "reasoning": Object({"effort": String(), "summary": String(), "generate_summary": String()}),
+    "chat_template_kwargs": openai_chat.TEMPLATE["chat_template_kwargs"],
+    "max_output_tokens": COMMON["max_tokens"],
+    "max_tool_calls": Integer(low=1),  # of tools that a server runs itself; there are none here
+    "top_logprobs": Integer(0, 20),
+    "include": Array(String(), most=32),
+    "previous_response_id": String(1, 128),
+    "store": Flag(),
+    "background": Flag(),
+    "metadata": Metadata(),
+    "truncation": String(),
+    "stream_options": Object({"include_obfuscation": Flag()}),
+    **{name: COMMON[name] for name in _SHARED},
+}
+IN_PROMPTS = frozenset(
+    (
+        "input",
+        "instructions",
+        "tools",
+        "metadata",
+        "text",
+        "reasoning_effort",
+        "chat_template_kwargs",
+    )
+)
+KEYS: tuple[str, ...] = ("id", "object", "created_at", "status", "model", "output", "usage")
+_FOR_TEMPLATE = ("tools", "tool_choice", "reasoning_effort", "chat_template_kwargs")
+_LOGPROBS = "message.output_text.logprobs"
+_ELSEWHERE = ("conversation", "prompt")  # are stored by a provider, not sent
+_MAX_SKIPPED = 16
+
+ERRORS = openai.ERRORS
+
+
+def read(body: dict[str, Any]) -> dict[str, Any]:
+    """The given fields, checked as far as they need no model."""
+    fields = read_common(TABLE, REQUIRED, body)
+    if fields.get("truncation", "disabled") != "disabled":
+        raise _unsupported("truncation", "nothing is dropped from a conversation; send disabled")
+    for name in _ELSEWHERE:
+        if body.get(name) is not None:
+            raise _unsupported(name, "send its content as input")
+    if fields.get("background") and fields.get("store") is False:
+        message = "background needs a response that is stored; leave store out, or send true."
+        raise RequestError("invalid_value", message, "store")
+    repeated = _repeated(fields)
+    tools = [(f"tools[{i}]", is_function(tool)) for i, tool in enumerate(body.get("tools") or ())]
+    fields["tool_paths"] = [path for path, is_taken in tools if is_taken]
+    narrow(fields)
+    check_choice(fields, "tool_choice.name")
+    openai_chat.check_template_fields(fields)
+    fields["one_call"] = fields.get("parallel_tool_calls") is False
+    if wanted := wanted_of(fields.get("text", {})):
+        fields["response_format"] = wanted
+    if effort := fields.get("reasoning", {}).get("effort"):
+        fields["reasoning_effort"] = effort
+        given = fields.get("chat_template_kwargs", {})
+        # who names an effort wants thought
+        fields["chat_template_kwargs"] = {"enable_thinking": effort != "none"} | given
+    if "max_output_tokens" in fields:
+        fields["max_tokens"] = fields["max_output_tokens"]
+    fields["text_parameters"] = text_parameters(fields.get("tools", ()))
+    skipped = [path for path, is_taken in tools if not is_taken]
+    fields["skipped"] = tuple(skipped[:_MAX_SKIPPED])
+    kept = KeptBody(encode(fields["input"]), encode(repeated))
+    fields["kept"] = msgspec.msgpack.encode(kept)
+    return fields
+
+
+def to_prompts(fields: dict[str, Any]) -> tuple[Prompt, ...]:
+    instructions = fields.get("instructions")
+    head = ({"role": "system", "content": instructions},) if instructions else ()
+    chat = {"messages": head + messages_of(fields["input"])}
+    chat |= {name: fields[name] for name in _FOR_TEMPLATE if name in fields}
+    return (openai_chat.to_chat(chat),)
+
+
+def to_request(fields: dict[str, Any], prompts: tuple[Prompt, ...], model: ServedModel) -> Request:
+    """The request, by the model's limits and with its defaults."""
+    has_logprobs = bool(fields.get("top_logprobs")) or _LOGPROBS in fields.get("include", ())
+    shared = fields | {"logprobs": has_logprobs}
+    request = openai_chat.to_request(shared, prompts, model)
+    options = msgspec.structs.replace(
+        request.response_options, background=fields.get("background", False)
+    )
+    return msgspec.structs.replace(request, route=ROUTE, response_options=options)
+
+
+def go_on(earlier: bytes, output: bytes, checked: CheckedBody) -> CheckedBody:
+    """The request as it would be if its conversation had been sent whole.
+
+    `earlier` is what was kept of the response before it, `output` that response's items as JSON.
+    """
+    own, (chat,) = open_kept(checked.kept), _decode_prompts(checked.packed)
+    new = _decode_items(own.items)
+    past_items = _decode_items(open_kept(earlier).items) + _decode_items(output)
+    past = Items().check(past_items, "input")
+    num_head = len(chat.messages) - len(messages_of(new))
+    whole = chat.messages[:num_head] + messages_of([*past, *new], len(past))
+    chat = msgspec.structs.replace(chat, **take_images(whole)._asdict())
+    kept = msgspec.structs.replace(own, items=encode([*past, *new]))
+    return msgspec.structs.replace(
+        checked,
+        stubs=(stub_of(chat),),
+        packed=msgspec.msgpack.encode((chat,)),
+        kept=msgspec.msgpack.encode(kept),
+    )
+
+
+def input_items(kept: bytes, stream_id: str, limit: int, is_rising: bool, after: str) -> bytes:
+    """A page of the items that led to a response, as JSON; RequestError for an unknown `after`."""
+    items = listed(_decode_items(open_kept(kept).items), stream_id)
+    items = items if is_rising else items[::-1]
+    ids = [item["id"] for item in items]
+    if after and after not in ids:
+        raise RequestError("invalid_value", "after is no item of this response.", "after")
+    start = ids.index(after) + 1 if after else 0
+    page = items[start : start + limit]
+    first_id, last_id = (page[0]["id"], page[-1]["id"]) if page else (None, None)
+    listing = {"object": "list", "data": page, "first_id": first_id, "last_id": last_id}
+    return encode(listing | {"has_more": start + limit < len(items)})
+
+
+class ResponseFrames:
+    """The SSE frames of one stream. Events are numbered from 0, a function of the log."""
+
+    def __init__(self, record: Record) -> None:
+        self.last_number = -1
+        self.places: list[float] = []  # of the last frames; a keepalive has half a number more
+        self._options = record.request.response_options
+        self._response = GrowingResponse(record)
+
+    def render(self, event: AnyEvent) -> list[bytes]:
+        """The frames of one event: none, one or several."""
+        self.places = []
+        frames = []
+        for told in self._response.take(event):
+            self.last_number += 1
+            self.places.append(self.last_number)
+            frames.append(self._frame(told))
+        beat = self._beat(event)
+        if beat is not None:
+            self.places.append(self.last_number + 0.5)
+            frames.append(self._frame({"type": "keepalive"} | beat))
+        return frames
+
+    def idle(self) -> bytes:
+        """A heartbeat: parses as data, adds nothing."""
+        return self._frame({"type": "keepalive"})
+
+    def _beat(self, event: AnyEvent) -> dict[str, Any] | None:
+        """The fields of a keepalive, for an event that adds nothing to the response."""
+        options = self._options
+        if isinstance(event, Heartbeat) and options.heartbeat:
+            return openai.wait_of(event) if options.return_progress else {}
+        if not options.return_progress:
+            return None
+        if isinstance(event, Queued):
+            return {"queue": openai.queue_of(event)}
+        if isinstance(event, Progress):
+            return {"prompt_progress": openai.progress_of(event)}
+        return None
+
+    def _frame(self, told: dict[str, Any]) -> bytes:
+        kind: str = told["type"]
+        payload = encode({"type": kind, "sequence_number": max(self.last_number, 0)} | told)
+        return named(kind, payload)
+
+
+frames = ResponseFrames
+response_body = GrowingResponse
+
+
+def _repeated(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields of the response object that repeat its request."""
+    reasoning = fields.get("reasoning", {})
+    return {
+        "background": fields.get("background", False),
+        "instructions": fields.get("instructions"),
+        "max_output_tokens": fields.get("max_output_tokens"),
+        "max_tool_calls": fields.get("max_tool_calls"),
+        "metadata": fields.get("metadata", {}),
+        "parallel_tool_calls": fields.get("parallel_tool_calls", True),
+        "previous_response_id": fields.get("previous_response_id"),
+        "reasoning": {name: reasoning.get(name) for name in ("effort", "summary")},
+        "store": fields.get("store", True),
+        "text": {"format": fields.get("text", {}).get("format") or {"type": "text"}},
+        "tool_choice": FlatChoice.shown(fields.get("tool_choice", "auto")),
+        "tools": [flat_tool(tool) for tool in fields.get("tools", ())],
+        "top_logprobs": fields.get("top_logprobs", 0),
+        "truncation": "disabled",
+    }
+
+
+def _unsupported(name: str, why: str) -> RequestError:
+    return RequestError("unsupported_parameter", f"{name} is not supported here: {why}.", name)
+
+
+_decode_prompts = msgspec.msgpack.Decoder(tuple[Chat]).decode
+_decode_items = msgspec.json.Decoder(list[dict[str, Any]]).decode

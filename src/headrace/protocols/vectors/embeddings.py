@@ -1,0 +1,174 @@
+"""POST /v1/embeddings: from a body to inputs, from vectors to parts of an answer."""
+
+import base64
+import math
+from array import array
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from headrace.checkpoints.sentences import SentenceSpec
+from headrace.core.errors import RequestError
+from headrace.core.jobs import CheckedBody
+from headrace.core.request import Ids, Prompt, Route, Text
+from headrace.fleet.served_model import ServedModel
+from headrace.generation.vectors import VectorRequest
+from headrace.protocols.dialect import encode
+from headrace.protocols.fields.common import TokenIds, read_known
+from headrace.protocols.fields.kinds import (
+    Array,
+    Flag,
+    Integer,
+    Kind,
+    String,
+    check_count,
+    wrong_type,
+    wrong_value,
+)
+from headrace.protocols.openai.completions import PromptList
+from headrace.protocols.requests import check_ids
+
+ROUTE: Route = "/v1/embeddings"
+KEYS = ("object", "data", "model", "usage")
+REQUIRED: tuple[str, ...] = ("input",)
+IN_PROMPTS = frozenset({"input", "prompt_name", "add_special_tokens"})
+MAX_INPUTS = 2048
+_TEXT, _IDS = String(least=1), TokenIds(least=1)
+
+
+class Inputs(msgspec.Struct, frozen=True):
+    """A string, strings, ids, or lists of ids; none empty."""
+
+    def check(self, value: Any, path: str) -> PromptList:
+        if type(value) is str:
+            return PromptList((_TEXT.check(value, path),), False)
+        if type(value) is not list:
+            raise wrong_type(value, path, "a string or an array")
+        if value and type(value[0]) in (int, float):
+            return PromptList((_IDS.check(value, path),), False)
+        check_count(len(value), path, 1, MAX_INPUTS)
+        kind: Kind = _TEXT if type(value[0]) is str else _IDS
+        return PromptList(tuple(kind.check(it, f"{path}[{i}]") for i, it in enumerate(value)), True)
+
+    def schema(self) -> dict[str, Any]:
+        of_lists = [Array(kind, MAX_INPUTS, 1).schema() for kind in (_TEXT, _IDS)]
+        return {"anyOf": [_TEXT.schema(), _IDS.schema(), *of_lists]}
+
+
+class NumberFormat(msgspec.Struct, frozen=True):
+    """How the numbers of a vector are written."""
+
+    def check(self, value: Any, path: str) -> str:
+        if type(value) is not str:
+            raise wrong_type(value, path, "a string")
+        if value not in ("float", "base64"):
+            raise wrong_value(value, path, '"float" or "base64"')
+        return value
+
+    def schema(self) -> dict[str, Any]:
+        return {"enum": ["float", "base64"]}
+
+
+TABLE: Mapping[str, Kind] = {
+    "input": Inputs(),
+    "model": String(least=1),
+    "encoding_format": NumberFormat(),
+    "dimensions": Integer(low=1, high=1 << 20),
+    "prompt_name": String(least=1),
+    "add_special_tokens": Flag(),
+}
+
+
+def read(body: dict[str, Any]) -> dict[str, Any]:
+    """The given fields, checked as far as they need no model."""
+    return read_known(TABLE, REQUIRED, body)
+
+
+def add_prompt(fields: dict[str, Any], sentences: SentenceSpec) -> None:
+    """Puts the prompt that is named, or the model's usual one, before each text.
+
+    Token ids are taken as they are.
+    """
+    named = fields.get("prompt_name")
+    if named is not None and named not in sentences.prompts:
+        there = ", ".join(sorted(sentences.prompts)) or "none"
+        raise wrong_value(named, "prompt_name", f"one of the model's prompts ({there})")
+    asked: PromptList = fields["input"]
+    are_texts = type(asked.prompts[0]) is str
+    if named is not None and not are_texts:
+        message = "prompt_name needs texts as input; token ids are taken as they are."
+        raise RequestError("invalid_value", message, "prompt_name")
+    name = sentences.default_prompt if named is None else named
+    prompt = "" if name is None else sentences.prompts[name]
+    if not prompt or not are_texts:
+        return
+    if not sentences.covers_prompt:
+        message = "The model's pooling leaves the prompt out, which is not supported; "
+        message += "leave prompt_name out, or put what you need into the input."
+        raise RequestError("unsupported_operation", message, "prompt_name")
+    fields["input"] = PromptList(tuple(prompt + text for text in asked.prompts), asked.is_list)
+
+
+def to_prompts(fields: dict[str, Any]) -> tuple[Prompt, ...]:
+    asked: PromptList = fields["input"]
+    if type(asked.prompts[0]) is str:
+        adds = fields.get("add_special_tokens", True)
+        return tuple(Text(text, adds) for text in asked.prompts)
+    return tuple(Ids(ids) for ids in asked.prompts)
+
+
+def check(checked: CheckedBody, model: ServedModel) -> None:
+    """RequestError for what passes the limits of the model, which has been loaded."""
+    check_ids(checked, model)
+    _check_dimensions(checked.fields.get("dimensions"), model)
+
+
+def to_request(checked: CheckedBody, owner: str) -> VectorRequest:
+    """The request to embed; the inputs stay packed."""
+    return VectorRequest(
+        route=ROUTE,
+        task="embed",
+        packed=checked.packed,
+        field="input",
+        is_list=checked.fields["is_list"],
+        model=checked.fields.get("model"),
+        owner=owner,
+        ahead=checked.ahead,
+    )
+
+
+def _check_dimensions(wanted: int | None, model: ServedModel) -> None:
+    """RequestError unless the model's vectors may be cut to that many numbers."""
+    size = model.ready.vector_size if model.ready is not None else 0
+    if wanted is None or not size or wanted == size:
+        return
+    allowed = None if model.cuts_any else model.sentences.dimensions
+    if wanted > size:
+        raise wrong_value(wanted, "dimensions", f"from 1 to {size}")
+    if allowed is not None and wanted not in allowed:
+        sizes = " or ".join(map(str, sorted({*allowed, size})))
+        words = f"{sizes}, as the model's config.json says, unless --embedding-dimensions is any"
+        raise wrong_value(wanted, "dimensions", words)
+
+
+def cut(vector: bytes, dimensions: int | None) -> "array[float]":
+    """The first numbers of a packed vector, again of length 1."""
+    values = array("f", vector)
+    if dimensions is None or dimensions == len(values):
+        return values
+    head = values[:dimensions]
+    length = math.hypot(*head) or 1.0
+    return array("f", [value / length for value in head])
+
+
+def entries(packed: bytes, size: int, first: int, dimensions: int | None, as_base64: bool) -> bytes:
+    """The entries of `data` for packed vectors of `size` bytes each, numbered from `first`."""
+    parts = []
+    for number, start in enumerate(range(0, len(packed), size), first):
+        values = cut(packed[start : start + size], dimensions)
+        shown: Any = values.tolist()
+        if as_base64:
+            shown = base64.b64encode(values.tobytes()).decode()
+        parts.append(encode({"object": "embedding", "index": number, "embedding": shown}))
+    return b",".join(parts)

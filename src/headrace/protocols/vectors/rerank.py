@@ -1,0 +1,92 @@
+"""POST /v1/rerank and /rerank, as at Jina and Cohere: documents by their relevance to a query."""
+
+import math
+from array import array
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from headrace.core.errors import RequestError
+from headrace.core.jobs import CheckedBody
+from headrace.core.request import Route
+from headrace.generation.vectors import VectorRequest
+from headrace.protocols.dialect import encode
+from headrace.protocols.fields.common import read_known
+from headrace.protocols.fields.kinds import Array, Flag, Integer, Kind, String, wrong_type
+
+ROUTES: tuple[Route, ...] = ("/v1/rerank", "/rerank")
+KEYS = ("id", "object", "model", "results", "usage")
+REQUIRED: tuple[str, ...] = ("query", "documents")
+MAX_DOCUMENTS = 2048
+_TEXT = String(least=1)
+
+
+class Document(msgspec.Struct, frozen=True):
+    """A text, or an object with one."""
+
+    def check(self, value: Any, path: str) -> str:
+        if type(value) is not dict:
+            return _TEXT.check(value, path)
+        if "text" not in value:
+            raise wrong_type(value, path, "a string or an object with a text")
+        return _TEXT.check(value["text"], f"{path}.text")
+
+    def schema(self) -> dict[str, Any]:
+        text = _TEXT.schema()
+        holder = {"type": "object", "properties": {"text": text}, "required": ["text"]}
+        return {"anyOf": [text, holder]}
+
+
+TABLE: Mapping[str, Kind] = {
+    "query": _TEXT,
+    "documents": Array(Document(), MAX_DOCUMENTS, 1),
+    "model": _TEXT,
+    "top_n": Integer(low=1),
+    "return_documents": Flag(),
+}
+
+pairs_of = msgspec.msgpack.Decoder(tuple[str, tuple[str, ...]]).decode
+
+
+def read(body: dict[str, Any]) -> dict[str, Any]:
+    """The given fields, checked as far as they need no model."""
+    return read_known(TABLE, REQUIRED, body)
+
+
+def to_request(checked: CheckedBody, route: Route, owner: str) -> VectorRequest:
+    """The request to score; query and documents stay packed."""
+    model = checked.fields.get("model")
+    return VectorRequest(
+        route, "score", checked.packed, "documents", True, model, owner, checked.ahead
+    )
+
+
+def ranking(
+    packed: bytes, scores: "array[float]", top_n: int | None, shows_documents: bool
+) -> bytes:
+    """The entries of `results`, the most relevant first, equal ones in the order they came."""
+    _, documents = pairs_of(packed)
+    order = sorted(range(len(scores)), key=lambda number: -scores[number])[:top_n]
+    results: list[dict[str, Any]] = []
+    for number in order:
+        entry: dict[str, Any] = {"index": number, "relevance_score": scores[number]}
+        if shows_documents:
+            entry["document"] = {"text": documents[number]}
+        results.append(entry)
+    return encode(results)
+
+
+def relevance(vectors: bytes, num: int, applies_sigmoid: bool) -> "array[float]":
+    """One number for each packed vector; RequestError if the model gives several."""
+    scores = array("f", vectors)
+    if len(scores) != num:
+        raise RequestError(
+            "unsupported_operation",
+            f"This model sorts texts into {len(scores) // num} classes and gives no relevance; "
+            "serve a cross-encoder with one label.",
+            "model",
+        )
+    if applies_sigmoid:
+        scores = array("f", [1 / (1 + math.exp(-max(score, -700.0))) for score in scores])
+    return scores

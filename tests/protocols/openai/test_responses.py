@@ -1,0 +1,184 @@
+"""Bodies of /v1/responses: items become messages, faults name their path, chains are the whole."""
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from headrace.core.errors import RequestError
+from headrace.core.jobs import CheckedBody
+from headrace.core.request import Chat, Request
+from headrace.protocols.dialect import encode
+from headrace.protocols.openai import responses as openai_responses
+from headrace.protocols.openai.response_events import open_kept
+from headrace.protocols.requests import pack
+from tests.gateway.builders import parsed
+
+CALL = {"type": "function_call", "call_id": "call_1", "name": "add", "arguments": '{"a":1}'}
+RESULT = {"type": "function_call_output", "call_id": "call_1", "output": "2"}
+THOUGHT = {
+    "type": "reasoning",
+    "summary": [],
+    "content": [{"type": "reasoning_text", "text": "Hm"}],
+}
+ADD = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": True}
+
+
+def request_of(input: Any = "hi", **fields: Any) -> Request:
+    return parsed(openai_responses, {"input": input} | fields)  # type: ignore[arg-type]
+
+
+def chat_of(input: Any = "hi", **fields: Any) -> Chat:
+    (chat,) = request_of(input, **fields).prompts
+    assert isinstance(chat, Chat)
+    return chat
+
+
+def said(text: str) -> dict[str, Any]:
+    part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    return {"id": "msg_1", "type": "message", "role": "assistant", "content": [part]}
+
+
+def refused(**body: Any) -> tuple[str, str | None]:
+    with pytest.raises(RequestError) as error:
+        openai_responses.read({"input": "hi"} | body)
+    return error.value.code, error.value.param
+
+
+def test_a_string_is_a_message_of_the_users_after_the_instructions() -> None:
+    assert chat_of(instructions="Be brief.").messages == (
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "hi"},
+    )
+
+
+def test_parts_are_joined_and_roles_kept() -> None:
+    parts = [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]
+    items = [{"role": "developer", "content": "x"}, {"role": "user", "content": parts}]
+    assert [m["content"] for m in chat_of(items).messages] == ["x", "ab"]
+
+
+def test_reasoning_text_and_calls_of_one_turn_are_one_message() -> None:
+    user, turn, result = chat_of([{"role": "user", "content": "x"}, THOUGHT, CALL, RESULT]).messages
+    assert user["role"] == "user"
+    function = {"name": "add", "arguments": '{"a":1}'}
+    assert turn["tool_calls"] == [{"id": "call_1", "type": "function", "function": function}]
+    assert (turn["content"], turn["reasoning_content"]) == ("", "Hm")
+    assert result == {"role": "tool", "content": "2", "tool_call_id": "call_1"}
+
+
+def test_a_message_after_a_message_is_a_turn_of_its_own() -> None:
+    assert len(chat_of([said("a"), CALL, RESULT, said("b"), said("c")]).messages) == 4
+
+
+def test_encrypted_reasoning_of_another_provider_is_left_out() -> None:
+    item = {"type": "reasoning", "summary": [], "encrypted_content": "x", "content": None}
+    assert chat_of([item, said("a")]).messages == ({"role": "assistant", "content": "a"},)
+
+
+def test_tools_are_flat_and_those_of_other_types_are_skipped() -> None:
+    body = {"input": "hi", "tools": [{"type": "web_search"}, ADD]}
+    checked = pack(openai_responses, openai_responses.read(body))  # type: ignore[arg-type]
+    assert checked.ignored == ("tools[0]",)
+    (tool,) = chat_of(tools=body["tools"]).tools
+    assert tool["function"] == {name: ADD[name] for name in ("name", "parameters", "strict")}
+    shown = json.loads(open_kept(checked.kept).shown)["tools"]
+    assert shown == [ADD | {"description": None}]
+
+
+def test_an_effort_switches_thought_on_or_off() -> None:
+    kwargs = chat_of(reasoning={"effort": "none"}).template_kwargs
+    assert kwargs == {"reasoning_effort": "none", "enable_thinking": False}
+    assert chat_of(reasoning={"effort": "low"}).template_kwargs["enable_thinking"] is True
+    assert "enable_thinking" not in chat_of(reasoning={"summary": "auto"}).template_kwargs
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "param"),
+    [
+        ({"input": []}, "invalid_value", "input"),
+        ({"input": 1}, "invalid_type", "input"),
+        ({"input": [{"type": "item_reference"}]}, "unsupported_content", "input[0].type"),
+        ({"input": [{"role": "user"}]}, "missing_required_parameter", "input[0].content"),
+        ({"input": [{"role": "tool", "content": ""}]}, "invalid_value", "input[0].role"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_file", "text": ""}]}]},
+            "unsupported_content",
+            "input[0].content[0].type",
+        ),
+        ({"input": [CALL | {"name": None}]}, "missing_required_parameter", "input[0].name"),
+        ({"input": [RESULT | {"output": 1}]}, "invalid_type", "input[0].output"),
+        ({"tools": [{"type": "function"}]}, "missing_required_parameter", "tools[0].name"),
+        ({"tools": [ADD, ADD | {"name": "?"}]}, "invalid_value", "tools[1].name"),
+        ({"tools": [ADD | {"parameters": 1}]}, "invalid_type", "tools[0].parameters"),
+        ({"tool_choice": {"type": "function"}}, "missing_required_parameter", "tool_choice.name"),
+        (
+            {"text": {"format": {"type": "json_schema"}}},
+            "missing_required_parameter",
+            "text.format.schema",
+        ),
+        ({"text": {"format": {"type": "xml"}}}, "invalid_value", "text.format.type"),
+        (
+            {"tools": [ADD], "tool_choice": {"type": "function", "name": "sub"}},
+            "invalid_value",
+            "tool_choice.name",
+        ),
+        ({"truncation": "auto"}, "unsupported_parameter", "truncation"),
+        ({"conversation": "conv_1"}, "unsupported_parameter", "conversation"),
+        ({"background": True, "store": False}, "invalid_value", "store"),
+        ({"metadata": {"a": 1}}, "invalid_type", "metadata.a"),
+        ({"max_output_tokens": 0}, "invalid_value", "max_output_tokens"),
+        ({"top_logprobs": 21}, "invalid_value", "top_logprobs"),
+    ],
+)
+def test_a_fault_names_its_path(body: dict[str, Any], code: str, param: str) -> None:
+    assert refused(**body) == (code, param)
+
+
+def test_sampling_and_limits_are_taken_over() -> None:
+    request = request_of(max_output_tokens=7, temperature=0, top_logprobs=2, background=True)
+    assert (request.sampling.max_tokens, request.sampling.num_logprobs) == (7, 2)
+    assert request.response_options.background and request.route == "/v1/responses"
+    assert request_of(include=["message.output_text.logprobs"]).sampling.num_logprobs == 0
+    assert request_of().sampling.num_logprobs is None
+
+
+def checked_of(**body: Any) -> CheckedBody:
+    return pack(openai_responses, openai_responses.read(body))  # type: ignore[arg-type]
+
+
+def test_a_chain_equals_the_same_conversation_sent_whole() -> None:
+    first = [{"role": "user", "content": "x"}]
+    output = [THOUGHT, said("a"), CALL]
+    own = {"instructions": "Be brief.", "tools": [ADD]}
+    chained = openai_responses.go_on(
+        checked_of(input=first, instructions="another").kept,
+        encode(output),
+        checked_of(input=[RESULT], **own),
+    )
+    whole = checked_of(input=[*first, *output, RESULT], **own)
+    assert chained.packed == whole.packed
+    assert open_kept(chained.kept).items == open_kept(whole.kept).items
+
+
+def items_page(*arguments: Any) -> Any:
+    kept = checked_of(input=[{"role": "user", "content": "x"}, said("a"), CALL, RESULT]).kept
+    return json.loads(openai_responses.input_items(kept, "resp_1", *arguments))
+
+
+def test_items_are_listed_in_pages_of_either_order() -> None:
+    whole = items_page(20, True, "")
+    ids = [item["id"] for item in whole["data"]]
+    assert ids[1] == "msg_1" and len(set(ids)) == 4 and not whole["has_more"]
+    assert (whole["first_id"], whole["last_id"]) == (ids[0], ids[-1])
+    page = items_page(2, False, ids[3])
+    assert [item["id"] for item in page["data"]] == [ids[2], ids[1]] and page["has_more"]
+    with pytest.raises(RequestError):
+        items_page(2, True, "msg_unknown")
+
+
+def test_an_old_record_without_what_was_kept_still_opens() -> None:
+    raw = msgspec.msgpack.decode(msgspec.msgpack.encode(request_of()))
+    del raw["kept"]
+    assert msgspec.convert(raw, Request, strict=False).kept == b""
