@@ -148,7 +148,7 @@ class Matrix:
 class Sums:
     """The sums of a tile, rows x vectors of `out`; each stays in a register for all of a loop.
 
-    Of 32 registers the largest tiles take, where a pair of bfloat16 widens to two weights by a mask:
+    Of 32 registers the largest tiles take, where bfloat16 pairs widen to two weights by a mask:
 
         12 rows x 2 vectors = 24 sums +  4 weights + 1 mask + 1 input = 30
          4 rows x 4 vectors = 16 sums +  8 weights + 1 mask + 1 input = 26
