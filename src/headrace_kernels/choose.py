@@ -3,9 +3,9 @@
 import itertools
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,7 +22,6 @@ from headrace_kernels.linear import (
     Quantize,
     quantize_outputs,
 )
-from headrace_kernels.step import Int32s
 
 logger = logging.getLogger(__name__)
 
@@ -201,30 +200,6 @@ def delta_rule_by_formula(
     return out
 
 
-@dataclass(frozen=True)
-class _OneChunk:
-    """A step of one sequence, whose blocks lie out of order."""
-
-    token_ids: Tensor
-    positions: Tensor
-    starts: Int32s
-    lengths: Int32s
-    first_rows: Int32s
-    slots: Int32s
-    block_table: Int32s
-
-
-class _States(NamedTuple):
-    states: list[Tensor]
-    inputs: list[Tensor]
-
-
-class _Blocks(NamedTuple):
-    keys: list[Tensor]
-    values: list[Tensor]
-    states: _States
-
-
 def _steps(
     instructions: InstructionSet, dtype: torch.dtype
 ) -> Iterator[tuple[tuple[int, int], CpuStep]]:
@@ -232,11 +207,16 @@ def _steps(
     keys, values = torch.zeros(2, 3, _KV_HEADS, _BLOCK, _DIM, dtype=dtype)
     state = torch.zeros(1, _VALUE_HEADS, _KEY_DIM, _VALUE_DIM)
     inputs = torch.zeros(1, _WIDTH - 1, _CHANNELS, dtype=dtype)
-    memory = _Blocks([keys], [values], _States([state], [inputs]))
+    states = SimpleNamespace(states=[state], inputs=[inputs])
+    memory: Any = SimpleNamespace(keys=[keys], values=[values], states=states)
     attention = CpuAttention(memory, (None,), instructions=instructions)
-    zero, table = np.zeros(1, np.int32), np.array([[2, 0, 1]], np.int32)
     for start, length in _CHUNKS:
-        first, size = (np.full(1, number, np.int32) for number in (start, length))
-        positions = torch.arange(start, start + length)
-        step = _OneChunk(positions, positions, first, size, zero, zero, table)
+        step: Any = SimpleNamespace(
+            positions=torch.arange(start, start + length),
+            starts=np.full(1, start, np.int32),
+            lengths=np.full(1, length, np.int32),
+            first_rows=np.zeros(1, np.int32),
+            slots=np.zeros(1, np.int32),
+            block_table=np.array([[2, 0, 1]], np.int32),  # out of order
+        )
         yield (start, length), attention.step(step)

@@ -20,11 +20,12 @@ from torch import Tensor
 
 from headrace_kernels.amx_groups import multiply_groups
 from headrace_kernels.amx_int8 import split
+from headrace_kernels.group_tile import group_tile
 from headrace_kernels.instruction_sets import InstructionSet, instruction_sets_here
 from headrace_kernels.launch import Kernel
 from headrace_kernels.numeric import compiled_as, f32_at, i8_at, largest_size, u16_at
 from headrace_kernels.product import product_by, read_product, scale_and_bias, to_int16
-from headrace_kernels.tiles import PANEL, group_tile
+from headrace_kernels.tiles import PANEL
 
 
 class Scheme(NamedTuple):

@@ -92,15 +92,26 @@ def _visible(g: int, span: Any, sight: Any) -> Any:
     return low - base, high - base, (stop - base + DEEP - 1) // DEEP * DEEP // LANES
 
 
+class _Working(NamedTuple):
+    """The arrays of a piece of work: some are filled anew for each span, some add up."""
+
+    scores: Any  # float32 [rows, positions of a span and some more]
+    weights: Any  # of those positions: the same array, or bfloat16 bits
+    values: Any  # float32 [rows, dim and a vector more]: weighed, so far
+    running: Any  # float32 [queries, 2]: the largest scaled score so far, the sum of weights
+    tops: Any  # float32 [queries]: the largest scaled score with this span
+    room: Any  # int64 arrays, as `blocks.score` takes them
+
+
 @njit(fastmath=FAST)
-def _weigh(scores: Any, sums: Any, span: Any, sight: Any, weights: Any) -> None:
+def _weigh(sums: Any, span: Any, sight: Any) -> None:
     """Weights of scores against the largest so far; weighed values and sums shrink along.
 
-    sums: weighed values, and by row the largest scaled score and the sum of weights. span: first
-    position, stop, and where column 0 lies. Powers of two instead of e, by `scale`. All largest
-    scores come first: rows of which each waits for its own take twice as long.
+    span: first position, stop, and where column 0 lies. Powers of two instead of e, by `scale`. All
+    largest scores come first: rows of which each waits for its own take twice as long.
     """
-    (acc, running, tops), scale = sums, sight.scale
+    scores, weights, values, running, tops, _ = sums
+    scale = sight.scale
     for g in range(tops.size):
         tops[g] = max(highest(scores, g, _visible(g, span, sight)) * scale, running[g, 0])
     for g in range(tops.size):
@@ -111,62 +122,74 @@ def _weigh(scores: Any, sums: Any, span: Any, sight: Any, weights: Any) -> None:
         total = weigh(scores, g, visible, (scale, top), weights)
         if top > before:
             shrink = fast_exp((before - top) * np.float32(1 / LOG2_E))
-            shrink_row(acc, g, acc.shape[1] // LANES, shrink)
+            shrink_row(values, g, values.shape[1] // LANES, shrink)
             running[g, 0] = top
             running[g, 1] *= shrink
         running[g, 1] += total
+
+
+@njit
+def _begun(num_rows: int, sinks: Any, group: int) -> Any:
+    """The largest scores and sums of queries that have seen nothing but their heads' sinks."""
+    running = np.zeros((num_rows, 2), np.float32)
+    running[:, 0] = LOWEST
+    if sinks.size:
+        for g in range(num_rows):
+            running[g, 0], running[g, 1] = sinks[g % group] * np.float32(LOG2_E), 1
+    return running
+
+
+@njit(fastmath=FAST)
+def _put(sums: Any, where: Any, sight: Any, out: Any) -> None:
+    """Weighed values by the sums of their weights, to the queries' places in `out`."""
+    group, dim, values, running = sight.group, sight.dim, sums.values, sums.running
+    for g in range(running.shape[0]):
+        # without a score that is a number there is no sum, and the error of a division by
+        # it would keep the rows after it from being computed
+        has_scores = running[g, 0] > np.float32(LOWEST / 2) * sight.scale
+        inverse = np.float32(1) / running[g, 1] if has_scores else np.float32(np.nan)
+        begin = where.column + g % group * dim
+        row, total = out[where.token + g // group, begin : begin + dim], values[g]
+        for i in range(row.size):
+            row[i] = narrow(total[i] * inverse, row[0])
 
 
 def _attention(name: str, score: Any, mix: Any, new_rows: Any, new_weights: Any) -> Any:
     """score, mix: products with keys and with values; new_rows: queries as `score` takes them."""
 
     @compiled_as(name)
-    def take(q: Any, past: Any, span: Any, state: Any, sight: Any) -> None:
+    def take(q: Any, past: Any, span: Any, sums: Any, sight: Any) -> None:
         """Adds positions [span) of one kv head's past: all their scores first, then all values."""
-        (first, stop), (scores, weights, sums, room) = span, state
-        dim = q.shape[1]
+        (first, stop), dim = span, q.shape[1]
         size = past.keys.shape[2] // dim
         blocks = range(first // size, (stop + size - 1) // size)
         base = blocks.start * size
-        score(q, past, blocks, room, scores)
-        _weigh(scores, sums, (first, stop, base), sight, weights)
-        mix(weights, past, blocks, stop - base, room, sums[0][:, :dim])
+        score(q, past, blocks, sums.room, sums.scores)
+        _weigh(sums, (first, stop, base), sight)
+        mix(sums.weights, past, blocks, stop - base, sums.room, sums.values[:, :dim])
 
-    @compiled_as(name, fastmath=FAST)
-    def attend(q: Any, out: Any, where: Any, past: Any, sight: Any, tops: Any) -> None:
+    @compiled_as(name)
+    def attend(q: Any, out: Any, where: Any, past: Any, sight: Any, sinks: Any) -> None:
         """Some queries of q [tokens, numbers] over their sequence's blocks, to the same of `out`.
 
-        `tops` holds the heads' sinks, scores without a value, or is empty.
+        `sinks` of the heads are scores without a value, or empty.
         """
-        position, group, window, dim, scale = sight
-        token, num_tokens, column = where
-        rows, size = new_rows(q, where, group, dim), past.keys.shape[2] // dim
-        width, num_rows = _SPAN + 2 * size + DEEP, num_tokens * group
-        acc = empty_rows(rows.shape[0], dim + LANES, np.float32)
-        acc[:] = 0
+        dim, num_rows = sight.dim, where.num_tokens * sight.group
+        rows, size = new_rows(q, where, sight.group, dim), past.keys.shape[2] // dim
+        width = _SPAN + 2 * size + DEEP
         scores = empty_rows(rows.shape[0], width, np.float32)
+        values = empty_rows(rows.shape[0], dim + LANES, np.float32)
+        values[:] = 0
         room = np.empty(width + dim, np.int64), np.empty(width // LANES + dim + WIDEST, np.int64)
-        running = np.zeros((num_rows, 2), np.float32)
-        running[:, 0] = LOWEST
-        if tops.size:
-            for g in range(num_rows):
-                running[g, 0], running[g, 1] = tops[g % group] * np.float32(LOG2_E), 1
-        sums = acc, running, np.empty(num_rows, np.float32)
-        state = scores, new_weights(scores, num_rows), sums, room
-        first, stop = first_visible(position, window), position + num_tokens
+        running, tops = _begun(num_rows, sinks, sight.group), np.empty(num_rows, np.float32)
+        sums = _Working(scores, new_weights(scores, num_rows), values, running, tops, room)
+        first = first_visible(sight.position, sight.window)
+        stop = sight.position + where.num_tokens
         while first < stop:
             end = min(stop, (first // _SPAN + 1) * _SPAN)
-            take(rows, past, (first, end), state, sight)
+            take(rows, past, (first, end), sums, sight)
             first = end
-        for g in range(num_rows):
-            # without a score that is a number there is no sum, and the error of a division by
-            # it would keep the rows after it from being computed
-            has_scores = running[g, 0] > np.float32(LOWEST / 2) * scale
-            inverse = np.float32(1) / running[g, 1] if has_scores else np.float32(np.nan)
-            begin = column + g % group * dim
-            row, total = out[token + g // group, begin : begin + dim], acc[g]
-            for i in range(row.size):
-                row[i] = narrow(total[i] * inverse, row[0])
+        _put(sums, where, sight, out)
 
     return attend
 

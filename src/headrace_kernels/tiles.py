@@ -16,7 +16,7 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-_SHORTS = 32  # int16 numbers of a vector
+SHORTS = 32  # int16 numbers of a vector
 PANEL = 32  # outputs whose weights lie side by side
 LANES = 16
 CACHE_LINE = 64  # bytes
@@ -46,7 +46,7 @@ class _BFloat(ir.Type):
         return hash(_BFloat)
 
 
-_PAIRS = ir.VectorType(_BFloat(), _SHORTS)
+_PAIRS = ir.VectorType(_BFloat(), SHORTS)
 
 
 @njit
@@ -145,6 +145,57 @@ class Matrix:
         return load(self._builder, address, _I64, 8)
 
 
+class Sums:
+    """The sums of a tile, rows x vectors of `out`; each stays in a register for all of a loop.
+
+    Of 32 registers the largest tiles take, where bfloat16 pairs widen to two weights by a mask:
+
+        12 rows x 2 vectors = 24 sums +  4 weights + 1 mask + 1 input = 30
+         4 rows x 4 vectors = 16 sums +  8 weights + 1 mask + 1 input = 26
+         2 rows x 8 vectors = 16 sums + 16 weights + 1 mask + 1 input = 34: a few wait in memory
+
+    and where whole numbers meet: 12 rows x 2 vectors = 24 sums + 2 weights + 1 input = 27.
+    """
+
+    def __init__(self, builder: Any, out: Matrix, rows: list[Any], columns: list[Any]) -> None:
+        self._builder = builder
+        self._places = [out.at(row, column) for row in rows for column in columns]
+        self.zeros = [ir.Constant(FLOATS, [0.0] * LANES)] * len(self._places)
+        self.int_zeros = [ir.Constant(INTS, [0] * LANES)] * len(self._places)
+
+    def load(self) -> list[Any]:
+        return [load(self._builder, place, FLOATS, 4) for place in self._places]
+
+    def store(self, totals: list[Any]) -> None:
+        for place, total in zip(self._places, totals, strict=True):
+            pointer = self._builder.inttoptr(place, FLOATS.as_pointer())
+            self._builder.store(total, pointer, align=4)
+
+
+def panel_sums(builder: Any, out: Matrix, num_rows: int) -> Sums:
+    """The first rows by the outputs of a panel."""
+    return Sums(builder, out, [_I64(m) for m in range(num_rows)], [_I64(0), _I64(LANES)])
+
+
+def add_products(
+    builder: Any, sums: list[Any], terms: Sequence[Sequence[Any]], places: list[Any], unit: Any
+) -> list[Any]:
+    """The sums of all rows, row by row, plus the products with the next numbers of each row.
+
+    terms: for each of these numbers the weights that it meets, a vector for each sum of a row.
+    places: where the numbers of each row lie, `unit` after `unit`.
+    """
+    following, width = [], len(sums) // len(places)
+    for m, place in enumerate(places):
+        own = sums[m * width : (m + 1) * width]
+        for k, weights in enumerate(terms):
+            number = load(builder, builder.add(place, _I64(4 * k)), unit, 2)
+            spread, both = spread_over(builder, number), zip(own, weights, strict=True)
+            own = [_add_term(builder, total, vector, spread) for total, vector in both]
+        following += own
+    return following
+
+
 def block_tile(num_rows: int, num_vectors: int) -> Any:
     """tile(memory, (lines, columns), x, out, (row, column, more_lines, more_columns, adds)).
 
@@ -156,45 +207,38 @@ def block_tile(num_rows: int, num_vectors: int) -> Any:
     """
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        of, kinds = cgutils.unpack_tuple(builder, args[1]), signature.args[1]
-        lines, columns = (Matrix(context, builder, *pair) for pair in zip(kinds, of, strict=True))
-        memory, x, out = (Matrix(context, builder, signature.args[i], args[i]) for i in (0, 2, 3))
-        row, column, more_lines, more_columns, adds = cgutils.unpack_tuple(builder, args[4])
+        b, of, kinds = builder, cgutils.unpack_tuple(builder, args[1]), signature.args
+        lines, columns = (Matrix(context, b, *pair) for pair in zip(kinds[1], of, strict=True))
+        memory, x, out = (Matrix(context, b, kinds[i], args[i]) for i in (0, 2, 3))
+        row, column, more_lines, more_columns, adds = cgutils.unpack_tuple(b, args[4])
         rows = [x.row(row, m) for m in range(num_rows)]
 
         def begins(first: Any) -> list[Any]:
-            places = [columns.item(builder.add(first, _I64(v))) for v in range(num_vectors)]
-            return [builder.add(memory.base, place) for place in places]
+            places = [columns.item(b.add(first, _I64(v))) for v in range(num_vectors)]
+            return [b.add(memory.base, place) for place in places]
 
-        here, there = begins(column), begins(builder.add(column, more_columns))
+        here, there = begins(column), begins(b.add(column, more_columns))
 
         def body(at: Any, totals: list[Any]) -> list[Any]:
-            line, later = lines.item(at), lines.item(builder.add(at, more_lines))
+            line, later = lines.item(at), lines.item(b.add(at, more_lines))
             for begin in there:
-                fetch(builder, builder.add(begin, later))
-            places = [builder.add(begin, line) for begin in here]
-            words = [_widened(builder, place, memory.kind, x.kind) for place in places]
-            per = len(words[0])
-            first, following = builder.mul(at, _I64(4 * per)), []
-            for m in range(num_rows):
-                sums = totals[m * num_vectors : (m + 1) * num_vectors]
-                for k in range(per):
-                    place = builder.add(rows[m], builder.add(first, _I64(4 * k)))
-                    by = spread_over(builder, load(builder, place, x.unit, 4))
-                    terms = zip(sums, words, strict=True)
-                    sums = [_add_term(builder, total, word[k], by) for total, word in terms]
-                following += sums
-            return following
+                fetch(b, b.add(begin, later))
+            words = [_widened(b, b.add(begin, line), memory.kind, x.kind) for begin in here]
+            terms = list(zip(*words, strict=True))
+            first = b.mul(at, _I64(4 * len(terms)))
+            places = [b.add(row, first) for row in rows]
+            return add_products(b, totals, terms, places, x.unit)
 
-        first = builder.mul(column, _I64(LANES))
-        starts = [builder.add(first, _I64(LANES * v)) for v in range(num_vectors)]
-        numbers = [builder.add(row, _I64(m)) for m in range(num_rows)]
-        places = [out.at(number, start) for number in numbers for start in starts]
-        begin = [load(builder, place, FLOATS, 4) for place in places]
-        none = ir.Constant(FLOATS, [0.0] * LANES)
-        begin = [builder.select(adds, vector, none) for vector in begin]
-        for place, total in zip(places, loop(builder, lines.shape[0], begin, body), strict=True):
-            builder.store(total, builder.inttoptr(place, FLOATS.as_pointer()), align=4)
+        first = b.mul(column, _I64(LANES))
+        sums = Sums(
+            b,
+            out,
+            [b.add(row, _I64(m)) for m in range(num_rows)],
+            [b.add(first, _I64(LANES * v)) for v in range(num_vectors)],
+        )
+        both = zip(sums.load(), sums.zeros, strict=True)
+        begin = [b.select(adds, vector, none) for vector, none in both]
+        sums.store(loop(b, lines.shape[0], begin, body))
         return context.get_dummy_value()
 
     def typed(typing: Any, memory: Any, where: Any, x: Any, out: Any, at: Any) -> Any:
@@ -215,103 +259,34 @@ def panel_tile(num_rows: int) -> Any:
     """
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        w, x, scales, out = (Matrix(context, builder, signature.args[i], args[i]) for i in range(4))
-        first, count, group, base, apart = cgutils.unpack_tuple(builder, args[4])
-        rows = [x.row(_I64(0), m) for m in range(num_rows)]
+        b, kinds = builder, signature.args
+        w, x, scales, out = (Matrix(context, b, kinds[i], args[i]) for i in range(4))
+        first, count, group, base, apart = cgutils.unpack_tuple(b, args[4])
+        rows, sums = [x.row(_I64(0), m) for m in range(num_rows)], panel_sums(b, out, num_rows)
+        is_int8 = w.kind == "int8"
 
         def body(at: Any, totals: list[Any]) -> list[Any]:
-            number = builder.add(first, at)
-            terms = _terms_of(builder, w.at(number, _I64(0)), w.kind, x.kind)
-            there = builder.add(base, builder.mul(at, apart))
-            for k in range(1 if w.kind == "int8" else 2):
-                fetch(builder, builder.add(there, _I64(k * CACHE_LINE)))
-            following = []
-            for m, row in enumerate(rows):
-                address = builder.add(row, builder.mul(number, _I64(4 * len(terms))))
-                sums = totals[2 * m : 2 * m + 2]
-                for k, vectors in enumerate(terms):
-                    factor = load(builder, builder.add(address, _I64(4 * k)), x.unit, 2)
-                    by, both = spread_over(builder, factor), zip(sums, vectors, strict=True)
-                    sums = [_add_term(builder, total, vector, by) for total, vector in both]
-                following += sums
-            return following
+            number = b.add(first, at)
+            terms = _terms_of(b, w.at(number, _I64(0)), w.kind, x.kind)
+            there = b.add(base, b.mul(at, apart))
+            for k in range(1 if is_int8 else 2):
+                fetch(b, b.add(there, _I64(k * CACHE_LINE)))
+            places = [b.add(row, b.mul(number, _I64(4 * len(terms)))) for row in rows]
+            return add_products(b, totals, terms, places, x.unit)
 
-        places = [out.at(_I64(m), _I64(LANES * v)) for m in range(num_rows) for v in range(2)]
-        begin = [load(builder, place, FLOATS, 4) for place in places]
-        if w.kind == "int8":
-            zeros = [ir.Constant(INTS, [0] * LANES)] * len(places)
-            totals = loop(builder, count, zeros, body)
-            factors = [load(builder, scales.at(_I64(m), group), _F32, 4) for m in range(num_rows)]
-            parts = [builder.sitofp(total, FLOATS) for total in totals]
-            by = [spread_over(builder, factor) for factor in factors for _ in range(2)]
-            totals = [add_product(builder, *term) for term in zip(begin, parts, by, strict=True)]
+        totals = begin = sums.load()
+        if is_int8:
+            exact = [b.sitofp(total, FLOATS) for total in loop(b, count, sums.int_zeros, body)]
+            factors = [load(b, scales.at(_I64(m), group), _F32, 4) for m in range(num_rows)]
+            by = [spread_over(b, factor) for factor in factors for _ in range(2)]
+            totals = [add_product(b, *term) for term in zip(begin, exact, by, strict=True)]
         else:
-            totals = loop(builder, count, begin, body)
-        for place, total in zip(places, totals, strict=True):
-            builder.store(total, builder.inttoptr(place, FLOATS.as_pointer()), align=4)
+            totals = loop(b, count, begin, body)
+        sums.store(totals)
         return context.get_dummy_value()
 
     def typed(typing: Any, w: Any, x: Any, scales: Any, out: Any, places: Any) -> Any:
         return types.void(w, x, scales, out, places), emit
-
-    return intrinsic(typed)
-
-
-def group_tile(num_rows: int, bits: int, has_minimum: bool) -> Any:
-    """tile(w, x, by, out, (num_lines, base, share)): products of whole rows with a panel in groups.
-
-    w [groups, bytes] is a panel of PANEL outputs, its groups as `kernels/groups.py` lays them out:
-    scales, minima if there are any, and `num_lines` lines of two inputs, in 4 or 8 bits. x [rows,
-    inputs or more] is int16; by [rows, 2 * groups] float32: for each group of a row the scale of
-    its inputs, and their sum. out[j, n] = the sum over groups of by's scale times w's times the
-    exact sum of products, plus by's sum times w's minimum. With each group `share` bytes, at most
-    a group's, are fetched from base + group * share on. Nothing depends on num_rows: no sum is
-    reordered.
-    """
-
-    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        b, kinds = builder, signature.args
-        w, x, by, out = (Matrix(context, b, kinds[i], args[i]) for i in range(4))
-        num_lines, base, share = cgutils.unpack_tuple(b, args[4])
-        num_heads = 2 if has_minimum else 1
-        apart = _apart(b, share, num_lines)
-        rows, factors = ([part.row(_I64(0), m) for m in range(num_rows)] for part in (x, by))
-
-        def group(number: Any, totals: list[Any]) -> list[Any]:
-            start = w.at(number, _I64(0))
-            lines = b.add(start, _I64(num_heads * 2 * PANEL))
-            first, there = b.mul(number, num_lines), b.add(base, b.mul(number, share))
-            rest = b.add(there, b.mul(num_lines, apart))
-            for head in range(num_heads if bits == 8 else 0):
-                fetch(b, b.add(rest, _I64(head * CACHE_LINE)))
-
-            def line(at: Any, sums: list[Any]) -> list[Any]:
-                overall = b.add(first, at)
-                fetch(b, b.add(there, b.mul(at, apart)))
-                vectors = _of_line(b, b.add(lines, b.mul(at, _I64(bits * PANEL // 4))), bits)
-                following = []
-                for m, row in enumerate(rows):
-                    factor = load(b, b.add(row, b.mul(overall, _I64(4))), _I32, 2)
-                    pair, both = spread_over(b, factor), sums[2 * m : 2 * m + 2]
-                    terms = zip(both, vectors, strict=True)
-                    following += [_add_term(b, total, vector, pair) for total, vector in terms]
-                return following
-
-            sums = loop(b, num_lines, [ir.Constant(INTS, [0] * LANES)] * (2 * num_rows), line)
-            scales = halves(b, start)
-            minima = halves(b, b.add(start, _I64(2 * PANEL))) if has_minimum else []
-            places = [b.add(row, b.mul(number, _I64(8))) for row in factors]
-            return _with_group(b, places, sums, (scales, minima), totals)
-
-        none = ir.Constant(FLOATS, [0.0] * LANES)
-        totals = loop(b, w.shape[0], [none] * (2 * num_rows), group)
-        places = [out.at(_I64(m), _I64(LANES * v)) for m in range(num_rows) for v in range(2)]
-        for place, total in zip(places, totals, strict=True):
-            b.store(total, b.inttoptr(place, FLOATS.as_pointer()), align=4)
-        return context.get_dummy_value()
-
-    def typed(typing: Any, w: Any, x: Any, by: Any, out: Any, places: Any) -> Any:
-        return types.void(w, x, by, out, places), emit
 
     return intrinsic(typed)
 
@@ -323,43 +298,11 @@ def fused(builder: Any, a: Any, b: Any, total: Any) -> Any:
     return builder.call(function, [a, b, total])
 
 
-def _with_group(
-    builder: Any, places: list[Any], sums: list[Any], of: tuple[Any, Any], totals: list[Any]
-) -> list[Any]:
-    """Totals with a group's sums; at a place are the two factors of a row."""
-    b, (scales, minima), following = builder, of, []
-    for m, place in enumerate(places):
-        both = [load(b, b.add(place, _I64(n)), _F32, 4) for n in (0, 4)]
-        scale, whole = (spread_over(b, factor) for factor in both)
-        for v in range(2):
-            part = b.fmul(b.sitofp(sums[2 * m + v], FLOATS), scale)
-            total = fused(b, part, scales[v], totals[2 * m + v])
-            following.append(fused(b, whole, minima[v], total) if minima else total)
-    return following
-
-
-def _apart(builder: Any, share: Any, num_lines: Any) -> Any:
-    """Bytes that a line asks for, at most 64: none of the cache's lines may be left out."""
-    bytes_each = builder.sdiv(builder.add(share, builder.sub(num_lines, _I64(1))), num_lines)
-    is_more = builder.icmp_signed(">", bytes_each, _I64(CACHE_LINE))
-    return builder.select(is_more, _I64(CACHE_LINE), bytes_each)
-
-
 def halves(builder: Any, address: Any) -> list[Any]:
     """PANEL float16 numbers as two vectors of floats."""
     kind = ir.VectorType(ir.HalfType(), LANES)
     parts = [load(builder, builder.add(address, _I64(2 * LANES * v)), kind, 2) for v in range(2)]
     return [builder.fpext(part, FLOATS) for part in parts]
-
-
-def _of_line(builder: Any, address: Any, bits: int) -> list[Any]:
-    """A line as two vectors of int16: a byte of 4 bits holds one of each, the lower one first."""
-    stored, wide = ir.VectorType(ir.IntType(8), _SHORTS), ir.VectorType(ir.IntType(16), _SHORTS)
-    if bits == 8:
-        places = [builder.add(address, _I64(_SHORTS * v)) for v in range(2)]
-        return [builder.sext(load(builder, place, stored, 1), wide) for place in places]
-    both = builder.zext(load(builder, address, stored, 1), wide)
-    return [builder.and_(both, wide([15] * _SHORTS)), builder.lshr(both, wide([4] * _SHORTS))]
 
 
 def _terms_of(builder: Any, address: Any, kind: str, by: str) -> list[Pair]:
@@ -371,8 +314,8 @@ def _terms_of(builder: Any, address: Any, kind: str, by: str) -> list[Pair]:
         second = builder.add(address, _I64(CACHE_LINE))
         halves = _widened(builder, address, kind, by), _widened(builder, second, kind, by)
         return list(zip(*halves, strict=True))
-    stored, wide = ir.VectorType(ir.IntType(8), _SHORTS), ir.VectorType(ir.IntType(16), _SHORTS)
-    parts = [load(builder, builder.add(address, _I64(size)), stored, 1) for size in (0, _SHORTS)]
+    stored, wide = ir.VectorType(ir.IntType(8), SHORTS), ir.VectorType(ir.IntType(16), SHORTS)
+    parts = [load(builder, builder.add(address, _I64(size)), stored, 1) for size in (0, SHORTS)]
     return [(builder.sext(parts[0], wide), builder.sext(parts[1], wide))]
 
 
@@ -380,10 +323,10 @@ def _add_term(builder: Any, total: Any, a: Any, b: Any) -> Any:
     """Floats: total + a b. Two numbers in each word: total + a[2i] b[2i] + a[2i + 1] b[2i + 1]."""
     if total.type == FLOATS:
         return (add_product if a.type == FLOATS else _add_pairs)(builder, total, a, b)
-    wide = ir.VectorType(_I32, _SHORTS)
+    wide = ir.VectorType(_I32, SHORTS)
     left, right = builder.sext(a, wide), builder.sext(builder.bitcast(b, a.type), wide)
     products = builder.mul(left, right)
-    even, odd = (picked(builder, products, products, range(k, _SHORTS, 2)) for k in (0, 1))
+    even, odd = (picked(builder, products, products, range(k, SHORTS, 2)) for k in (0, 1))
     return builder.add(total, builder.add(even, odd))
 
 

@@ -22,6 +22,7 @@ from headrace.models.rope import frequencies
 from headrace.models.text_config import Rope
 from headrace.runner.footprint import footprint
 from headrace.runner.lanes import choose
+from headrace.runner.lanes.lane import LaneOptions
 from headrace.runner.lanes.native_text import NativeText
 from headrace.runner.load import load_runner
 from headrace.runner.runner import Runner
@@ -288,7 +289,7 @@ def test_what_ours_do_not_compute_is_llama_cpps_and_without_it_the_remedy_is_tol
     with pytest.raises(ModelError, match=reason):
         choose.choose_lane(spec, "auto")
     monkeypatch.setattr(choose, "has_llama_cpp", lambda: True)
-    assert choose.choose_lane(spec, "auto").id == "llama-cpp"
+    assert choose.choose_lane(spec, "auto").traits.id == "llama-cpp"
     assert footprint(spec, BF16, "plain", "own").held == 108  # as it is stored
 
 
@@ -297,8 +298,9 @@ def test_a_file_of_ours_may_be_forced_to_llama_cpp_and_no_other_model(
 ) -> None:
     monkeypatch.setattr(choose, "has_llama_cpp", lambda: True)
     folder, file = make(tmp_path)
-    assert choose.choose_lane(read_spec(find_model(str(file))), "auto").id == "native-text"
-    assert choose.choose_lane(read_spec(find_model(str(file))), "llama-cpp").id == "llama-cpp"
+    spec = read_spec(find_model(str(file)))
+    assert choose.choose_lane(spec, "auto").traits.id == "native-text"
+    assert choose.choose_lane(spec, "llama-cpp").traits.id == "llama-cpp"
     with pytest.raises(ModelError, match="model has no GGUF file"):
         choose.choose_lane(read_spec(folder), "llama-cpp")
 
@@ -340,7 +342,7 @@ def test_a_damaged_head_is_one_line_and_no_crash(
     try:
         spec = read_spec(find_model(str(path)))
         choose.choose_lane(spec, "native-text")
-        NativeText(spec, torch.float32, torch.device("cpu"), instructions="plain")
+        NativeText(spec, torch.float32, torch.device("cpu"), LaneOptions())
     except ModelError as error:
         assert "\n" not in str(error)
 

@@ -85,7 +85,7 @@ def reference(folder: Path):
 
 @torch.inference_mode()
 def test_chunks_give_the_logits_of_transformers(runner, reference):
-    assert runner.lane.id == "generic-text"
+    assert runner.lane.traits.id == "generic-text"
     expected = reference(torch.tensor([PROMPT])).logits[0]
     for chunk in (60, 7, 1):
         assert_close(row_logits(runner, PROMPT, chunk), expected)
@@ -94,7 +94,11 @@ def test_chunks_give_the_logits_of_transformers(runner, reference):
 def test_blocks_are_used_wherever_all_state_is_attention(runner, reference):
     name = type(reference).__name__
     layout = runner.lane.layout(1 << 24, 4, 100, 16)
-    assert bool(layout.num_blocks) == (name in ON_BLOCKS) == (runner.lane.facts.memory == "blocks")
+    assert (
+        bool(layout.num_blocks)
+        == (name in ON_BLOCKS)
+        == (runner.lane.traits.facts.memory == "blocks")
+    )
     assert layout.forward_per_chunk == (name in ON_SLOTS)
 
 
@@ -127,7 +131,7 @@ def test_a_sibling_goes_on_from_copied_memory(runner):
     drive.begin(0, PROMPT)
     drive.prefill(0)
     drive.begin(1, drive.tokens[0], generated=1)
-    if runner.lane.facts.memory == "slot":
+    if runner.lane.traits.facts.memory == "slot":
         plan = StepPlan(slot_copies=(SlotCopy(SlotId(0), SlotId(1)),))
     else:  # 61 tokens lie in 4 blocks of the 8 that each has here
         copies = [BlockCopy(BlockId(n), BlockId(8 + n)) for n in range(4)]

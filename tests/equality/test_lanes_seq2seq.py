@@ -46,7 +46,7 @@ class Answers:
     """Answers to sources, each in a slot of its own."""
 
     def __init__(self, runner: Runner) -> None:
-        self.runner, self.form = runner, runner.lane.source
+        self.runner, self.form = runner, runner.lane.traits.source
         self.tokens: dict[int, list[int]] = {}
 
     def begin(self, number: int, source: list[int], further: tuple[int, ...] = ()) -> None:
@@ -99,7 +99,7 @@ def logits_of(reference: Any, source: list[int], tokens: list[int]) -> torch.Ten
 
 def test_an_answer_starts_with_what_the_model_forces(runner, reference):
     forced = reference.generation_config.forced_bos_token_id
-    assert runner.lane.source.start_ids == ((257,) if forced is None else (257, 256))
+    assert runner.lane.traits.source.start_ids == ((257,) if forced is None else (257, 256))
 
 
 @pytest.mark.parametrize("piece", [1, 2, 100])
@@ -119,7 +119,7 @@ def test_pieces_of_the_encoder_give_the_logits_of_transformers(runner, reference
 
 def test_greedy_tokens_equal_those_of_transformers(runner, reference):
     tokens = answer(runner, SOURCE, 64, piece=1)
-    num_start = len(runner.lane.source.start_ids)
+    num_start = len(runner.lane.traits.source.start_ids)
     logits = logits_of(reference, SOURCE, tokens[:-1])[num_start - 1 :]
     best = logits.topk(2, dim=-1)
     is_close = best.values[:, 0] - best.values[:, 1] < 1e-3 * logits.abs().amax(-1)
@@ -138,13 +138,13 @@ def test_answers_side_by_side_are_those_given_alone(runner):
     answers.decode([0, 1, 2], 5)
     for number, source in enumerate(sources):
         tokens = answers.tokens[number]
-        num = len(tokens) - len(runner.lane.source.start_ids)
+        num = len(tokens) - len(runner.lane.traits.source.start_ids)
         assert tokens == answer(runner, source, num)
 
 
 def test_a_preempted_answer_goes_on_as_if_undisturbed(runner):
     expected = answer(runner, SOURCE, 24)
-    num_start = len(runner.lane.source.start_ids)
+    num_start = len(runner.lane.traits.source.start_ids)
     answers = Answers(runner)
     answers.begin(3, SOURCE, tuple(expected[num_start : num_start + 10]))
     answers.encode(3, 2)
@@ -169,5 +169,5 @@ def test_a_model_that_knows_a_few_tokens_is_loaded_and_still_cut(tmp_path: Path)
     ids = {"decoder_start_token_id": 3, "pad_token_id": 3, "eos_token_id": 2, "bos_token_id": 1}
     folder = make_tiny_seq2seq(tmp_path / "few", "T5", vocab_size=16, **ids)
     runner = tiny_runner(folder, max_model_len=64)
-    assert runner.lane.source.can_be_cut
+    assert runner.lane.traits.source.can_be_cut
     assert max(answer(runner, [4, 5, 6], 8)) < 16

@@ -48,7 +48,7 @@ class RealEngine(Engine):
         super().__init__(scheduler)
         self.num_begun: Counter[int] = Counter()
         self.num_steps = 0
-        self.lane_id = runner.lane.id
+        self.lane_id = runner.lane.traits.id
         self.chunks: list[Chunk] = []
         self._runner, self._seconds = runner, seconds
 

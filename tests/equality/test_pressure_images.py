@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def runner(folder: Path) -> Runner:
     runner = tiny_runner(folder, max_model_len=256, block_size=8)
-    assert runner.lane.id == "native-multimodal"
+    assert runner.lane.traits.id == "native-multimodal"
     return runner
 
 

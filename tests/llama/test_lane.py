@@ -36,11 +36,11 @@ def alone(file: Path) -> Alone:
 
 
 def is_recurrent(runner: Runner) -> bool:
-    return runner.lane.facts.memory == "slot"
+    return runner.lane.traits.facts.memory == "slot"
 
 
 def test_the_lane_is_chosen_with_blocks_where_all_memory_is_cells(file, runner) -> None:
-    assert runner.lane.id == "llama-cpp"
+    assert runner.lane.traits.id == "llama-cpp"
     config = (find_model(str(file)) / "config.json").read_text()
     assert is_recurrent(runner) == ("mamba" in config)
     layout = runner.lane.layout(1 << 24, 4, 100, 16)
@@ -124,7 +124,7 @@ def test_a_file_of_ours_gives_the_text_of_llama_cpp(path: Path) -> None:
     """llama.cpp rounds the rows that it multiplies to 8 bits: only clear calls can be equal."""
     native = tiny_runner(find_model(str(path)), dtype="float32")
     theirs = tiny_runner(find_model(str(path)), "llama-cpp", dtype="float32")
-    assert (native.lane.id, theirs.lane.id) == ("native-text", "llama-cpp")
+    assert (native.lane.traits.id, theirs.lane.traits.id) == ("native-text", "llama-cpp")
     tokens = PROMPT + generate(native, PROMPT, 64)
     ours, rows = (row_logits(one, tokens)[len(PROMPT) - 1 : -1] for one in (native, theirs))
     assert_close(rows, ours, 5e-2)
@@ -139,7 +139,7 @@ def test_experts_of_ours_give_the_logits_of_llama_cpp(tmp_path: Path) -> None:
     folder = find_model(str(write_model(tmp_path / "moe-F32.gguf", "qwen3moe")))
     native = tiny_runner(folder, dtype="float32")
     theirs = tiny_runner(folder, "llama-cpp", dtype="float32")
-    assert (native.lane.id, theirs.lane.id) == ("native-text", "llama-cpp")
+    assert (native.lane.traits.id, theirs.lane.traits.id) == ("native-text", "llama-cpp")
     ours, rows = (row_logits(one, PROMPT) for one in (native, theirs))
     error = (rows - ours).abs().amax(-1) / ours.abs().amax(-1)
     assert error.median() < 1e-2

@@ -9,10 +9,11 @@ from headrace.checkpoints.find import find_model
 from headrace.checkpoints.spec import read_spec
 from headrace.config.settings import ModelConfig
 from headrace.core.errors import ModelError
+from headrace.runner.lanes.lane import LaneOptions
 from headrace.runner.lanes.native_text import NativeText
 from headrace.runner.load import load_runner
 from tests.drive import assert_close, generate, random_prompt, row_logits, tiny_runner
-from tests.kernels.own_kernels import needs_own_kernels, rounded
+from tests.kernels.own_kernels import ALL_SETS, needs_own_kernels, rounded
 from tools.harness.tiny_models import make_tiny_model
 
 TEXT = "The water runs over the wheel, and the wheel turns the stone. What is two plus three? " * 4
@@ -45,8 +46,8 @@ def test_int8_keeps_the_logits_and_halves_the_linear_weights(tmp_path: Path) -> 
     found = row_logits(tiny_runner(folder, quantize="int8"), prompt)
     assert float((found - exact).norm() / exact.norm()) < 0.05
     spec = read_spec(folder)
-    plain = NativeText(spec, torch.bfloat16, CPU)
-    packed = NativeText(spec, torch.bfloat16, CPU, quantize="int8")
+    plain = NativeText(spec, torch.bfloat16, CPU, LaneOptions("none", ALL_SETS[0]))
+    packed = NativeText(spec, torch.bfloat16, CPU, LaneOptions("int8", ALL_SETS[0]))
     assert packed.num_parameters == plain.num_parameters
     assert packed.weight_bytes < 0.8 * plain.weight_bytes
 
@@ -107,7 +108,7 @@ def test_int8_has_a_fingerprint_of_its_own_and_is_refused_where_it_is_not_built(
 def test_a_tied_head_takes_one_packed_copy(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path, tie_word_embeddings=True)
     spec = read_spec(folder)
-    lane = NativeText(spec, torch.bfloat16, CPU)
+    lane = NativeText(spec, torch.bfloat16, CPU, LaneOptions("none", ALL_SETS[0]))
     head = 2 * spec.config["vocab_size"] * spec.config["hidden_size"]
     scales_and_norms = 0.05 * lane.num_parameters
     assert lane.weight_bytes <= 2 * lane.num_parameters + head + 4 * scales_and_norms

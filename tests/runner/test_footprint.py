@@ -7,8 +7,9 @@ from headrace.checkpoints.spec import read_spec
 from headrace.core.messages import Quantize
 from headrace.models.registry import FAMILIES
 from headrace.runner.footprint import Footprint, footprint
+from headrace.runner.lanes.lane import LaneOptions
 from headrace.runner.lanes.native_text import NativeText
-from tests.kernels.own_kernels import needs_own_kernels
+from tests.kernels.own_kernels import ALL_SETS, needs_own_kernels
 from tools.harness.tiny_models import make_tiny_model
 
 CPU = torch.device("cpu")
@@ -31,7 +32,7 @@ def test_what_is_expected_is_what_is_held(tmp_path: Path, architecture: str, is_
         (torch.bfloat16, "int4"),
         (torch.float32, "int4"),
     ):
-        lane = NativeText(read_spec(folder), dtype, CPU, quantize)
+        lane = NativeText(read_spec(folder), dtype, CPU, LaneOptions(quantize, ALL_SETS[0]))
         found = expected(folder, dtype, quantize)
         assert found.held == lane.weight_bytes
         assert found.held <= found.peak <= 3 * found.held

@@ -20,6 +20,7 @@ from headrace.core.plan import (
     StepPlan,
 )
 from headrace.core.sampling import Sampling
+from headrace.runner.lanes.lane import LaneTraits
 from headrace.runner.runner import Runner
 
 VOCAB = 500
@@ -29,7 +30,7 @@ A, B, C = SequenceId(1), SequenceId(2), SequenceId(3)
 class CountingLane:
     """Token 400 gives rows that are not a number."""
 
-    id = "counting"
+    traits = LaneTraits("counting")
     device, dtype = torch.device("cpu"), torch.float32
     num_parameters = weight_bytes = 0
 

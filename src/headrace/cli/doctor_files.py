@@ -63,11 +63,11 @@ def _choice(name: str, spec: ModelSpec, config: ModelConfig) -> GgufChoice:
     lane = choose_lane(spec, config.lane)
     cpu = torch.device("cpu")
     free = free_bytes(cpu)
-    if lane.id != "native-text":
+    if not lane.traits.has_kernels:
         needed = footprint(spec, torch.float16, "plain", "own")
         why = why_not_native(spec) or "as asked,"
         return GgufChoice(
-            name, f"{lane.id}: {why} {needed} of weights", needed.held, needed.peak <= free
+            name, f"{lane.traits.id}: {why} {needed} of weights", needed.held, needed.peak <= free
         )
     dtype = dtype_of(config, spec)
     quantize, instructions, _ = how_computed(config, spec, lane, cpu, dtype)
@@ -76,7 +76,7 @@ def _choice(name: str, spec: ModelSpec, config: ModelConfig) -> GgufChoice:
     each = lane.position_bytes(spec, dtype) * longest
     room = config.kv_cache_memory_bytes or int(CACHE_SHARE["cpu"] * max(0, free - needed.held))
     detail = (
-        f"{lane.id}: it has its own implementation; {needed} of weights, "
+        f"{lane.traits.id}: it has its own implementation; {needed} of weights, "
         f"{room // max(1, each)} streams of {longest} tokens"
     )
     return GgufChoice(name, detail, needed.held, needed.peak <= free)

@@ -14,7 +14,7 @@ from headrace.core.loading import CHECKING, COMPILING, READING, WARMING, tell, t
 from headrace.core.messages import InstructionSet, Quantize, Ready
 from headrace.runner.footprint import footprint, kept_groups
 from headrace.runner.lanes.choose import choose_lane
-from headrace.runner.lanes.lane import Lane
+from headrace.runner.lanes.lane import Lane, LaneOptions, LaneTraits
 from headrace.runner.probe import free_bytes, num_cores
 from headrace.runner.runner import Runner
 from headrace.runner.trial import one_round
@@ -24,7 +24,6 @@ _MAX_NUM_SEQS = {"cpu": 64, "cuda": 256}
 CACHE_SHARE = {"cpu": 0.25, "cuda": 0.9}  # of the memory that is free after loading
 _MIN_POSITIONS = 1024  # a model that cannot hold one sequence of that length is not served
 _MAX_POSITIONS = 4096  # of a model that states no limit
-_NATIVE = ("native-text", "native-multimodal")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float32}
 
 
@@ -47,13 +46,9 @@ def load_runner(config: ModelConfig, folder: Path) -> tuple[Runner, Ready]:
     tell(CHECKING)
     quantize, instructions, reason = how_computed(config, spec, make, device, dtype)
     _check_weights_fit(config, spec, dtype, quantize, instructions)
-    further: tuple[Any, ...] = (config.kernels,)
-    if make.id in _NATIVE:
-        further = quantize, instructions
-    elif make.id == "llama-cpp":
-        further = (config.device != "cpu",)
+    options = LaneOptions(quantize, instructions, config.kernels, config.device != "cpu")
     tell_weights(0.0)
-    lane: Lane = make(spec, dtype, device, *further)
+    lane: Lane = make(spec, dtype, device, options)
     device = lane.device  # where its sequences lie
     max_num_seqs = config.scheduler.max_num_seqs or _MAX_NUM_SEQS[device.type]
     layout = _layout(config, spec, lane, max_num_seqs)
@@ -62,9 +57,9 @@ def load_runner(config: ModelConfig, folder: Path) -> tuple[Runner, Ready]:
     tell(WARMING)
     for _ in one_round(runner, layout):
         pass  # the first request finds every kernel compiled
-    name = _name(lane.dtype)
+    name, traits = _name(lane.dtype), lane.traits
     return runner, Ready(
-        lane=lane.id,
+        lane=traits.id,
         device=device.type,
         dtype=name,
         vocab_size=spec.vocab_size,
@@ -76,11 +71,11 @@ def load_runner(config: ModelConfig, folder: Path) -> tuple[Runner, Ready]:
         fingerprint=fingerprint(spec, _stored(quantize, name), f"{device.type} {instructions}"),
         kernels=instructions,
         kernels_reason=reason,
-        tasks=lane.tasks,
-        is_whole=lane.is_whole,
-        vector_size=lane.vector_size,
-        facts=lane.facts,
-        source=lane.source,
+        tasks=traits.tasks,
+        is_whole=traits.is_whole,
+        vector_size=traits.vector_size,
+        facts=traits.facts,
+        source=traits.source,
         quantize=quantize,
     )
 
@@ -90,7 +85,8 @@ def how_computed(
 ) -> Computing:
     """ModelError if what is asked for is computed by our kernels alone, and they cannot be used."""
     ON_COMPILE.set(_tell_compiling)
-    if lane.id in _NATIVE and device.type == "cpu":
+    traits: LaneTraits = lane.traits
+    if traits.has_kernels and device.type == "cpu":
         quantize = "none" if config.quantize == "auto" else config.quantize
         # in float32 a file's values are computed exactly, as none of them is then rounded
         keeps = config.quantize == "auto" and dtype == torch.bfloat16
@@ -102,14 +98,13 @@ def how_computed(
             raise ModelError(str(error)) from error
         is_own = groups and choice.instructions != "plain"
         return Computing("own" if is_own else quantize, *choice)
-    is_llama = lane.id == "llama-cpp"  # its files stay as they are
-    plain = ("auto",) if is_llama else ("none", "auto", "plain")
+    plain = ("auto",) if traits.own_products else ("none", "auto", "plain")
     for flag, value in (("quantize", config.quantize), ("kernels", config.kernels)):
         if value not in plain:
-            raise ModelError(f"--{flag} {value} needs a native lane on a CPU, not {lane.id}.")
-    if is_llama:
-        return Computing("own", "plain", "the products are llama.cpp's, as it was built")
-    reason = f"the products of lane {lane.id} on {device.type} are torch's"
+            raise ModelError(f"--{flag} {value} needs a native lane on a CPU, not {traits.id}.")
+    if traits.own_products:
+        return Computing("own", "plain", f"the products are {traits.own_products}")
+    reason = f"the products of lane {traits.id} on {device.type} are torch's"
     return Computing("none", "plain", reason)
 
 
@@ -194,7 +189,7 @@ def _layout(config: ModelConfig, spec: ModelSpec, lane: Lane, max_num_seqs: int)
         )
     layout = lane.layout(room, max_num_seqs, max_positions, config.block_size)
     needed = min(_MIN_POSITIONS, max_positions)
-    if layout.max_positions < needed and not lane.is_whole:  # that keeps nothing
+    if layout.max_positions < needed and not lane.traits.is_whole:  # that keeps nothing
         raise ModelError(
             f"{room >> 20} MiB for the cache hold {layout.max_positions} tokens of {spec.name}, "
             f"and one sequence of {needed} must fit; give it more with --kv-cache-memory-bytes.",

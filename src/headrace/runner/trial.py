@@ -33,7 +33,7 @@ Timed = tuple[tuple[int, int], float]
 def one_round(runner: Runner, layout: MemoryLayout) -> Iterator[Timed]:
     for lengths in _TRIALS:
         if sum(lengths) < layout.max_positions:
-            whole = (sum(lengths),) if runner.lane.is_whole else lengths
+            whole = (sum(lengths),) if runner.lane.traits.is_whole else lengths
             yield from _trial(runner, layout, whole)
 
 
@@ -55,7 +55,7 @@ def _trial(runner: Runner, layout: MemoryLayout, lengths: tuple[int, ...]) -> It
     blocks = array("i", range(layout.blocks_for(total)))
     slot = SlotId(0) if layout.num_slots else NO_SLOT
     ids = array("i", [0] * total)
-    draws_any = "generate" in runner.lane.tasks
+    draws_any = "generate" in runner.lane.traits.tasks
     pooling = None if draws_any else Pooling("last")
     works = _works(runner, _SOURCE)
     sampling = Sampling(temperature=0, ignore_eos=True, pooling=pooling)
@@ -96,7 +96,7 @@ def timed_encoding(runner: Runner, layout: MemoryLayout) -> Iterator[tuple[int, 
 
 
 def _works(runner: Runner, size: int) -> PromptInputs:
-    spec = runner.lane.source
+    spec = runner.lane.traits.source
     if spec is None:
         return PromptInputs()
     data = array("i", [0] * size).tobytes()

@@ -48,11 +48,13 @@ def refusal(model: ModelSpec, wanted: str = "auto") -> str:
 def test_a_registered_architecture_is_native_and_any_other_generic(
     architecture: str, model_type: str, lane: str
 ) -> None:
-    assert choose_lane(spec(architecture, model_type), "auto").id == lane
+    assert choose_lane(spec(architecture, model_type), "auto").traits.id == lane
 
 
 def test_any_model_can_be_forced_to_the_generic_lane() -> None:
-    assert choose_lane(spec("Qwen3ForCausalLM", "qwen3"), "generic-text").id == "generic-text"
+    assert (
+        choose_lane(spec("Qwen3ForCausalLM", "qwen3"), "generic-text").traits.id == "generic-text"
+    )
 
 
 def test_a_gguf_file_on_a_lane_of_transformers_is_told_its_own_lanes() -> None:
@@ -72,7 +74,7 @@ def test_a_lane_that_cannot_be_forced_says_why() -> None:
 
 def test_an_option_that_is_not_implemented_leads_to_the_generic_lane() -> None:
     scaled = spec("LlamaForCausalLM", "llama", rope_scaling={"rope_type": "longrope"})
-    assert choose_lane(scaled, "auto").id == "generic-text"
+    assert choose_lane(scaled, "auto").traits.id == "generic-text"
     assert "longrope" in refusal(scaled, "native-text")
 
 
@@ -131,5 +133,5 @@ def test_a_model_of_ours_that_sees_has_a_lane_of_its_own_where_images_can_be_pre
     assert matches(seeing) == ["native-text"]
     (tmp_path / "preprocessor_config.json").write_text("{}")
     assert matches(seeing) == ["native-multimodal"]
-    assert choose_lane(seeing, "native-text").id == "native-text"
+    assert choose_lane(seeing, "native-text").traits.id == "native-text"
     assert "no vision side" in refusal(spec("LlamaForCausalLM", "llama"), "native-multimodal")

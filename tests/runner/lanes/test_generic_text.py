@@ -148,7 +148,7 @@ def test_on_slots_each_has_a_forward_and_the_same_tokens(folder: Path, on_slots)
 def why(folder: Path, architecture: str, **config: Any) -> str:
     """Why a model lives where it does."""
     lane = tiny_runner(make_tiny_model(folder / "tiny", architecture, **config)).lane
-    return f"{lane.facts.memory}: {lane.facts.why}"
+    return f"{lane.traits.facts.memory}: {lane.traits.facts.why}"
 
 
 def test_layers_that_do_not_attend_lead_to_a_slot_whatever_the_model_declares(
@@ -171,7 +171,10 @@ def test_an_argument_that_our_attention_does_not_know_leads_to_a_slot(
     )
     lane = tiny_runner(folder, "generic-text").lane
     expected = "hands the argument slope to its attention, which ours does not know"
-    assert (lane.facts.memory, lane.facts.why) == ("slot", f"LlamaForCausalLM {expected}")
+    assert (lane.traits.facts.memory, lane.traits.facts.why) == (
+        "slot",
+        f"LlamaForCausalLM {expected}",
+    )
 
 
 def test_a_mask_by_chunks_is_no_window_however_long_the_chunks(tmp_path: Path) -> None:
@@ -201,7 +204,7 @@ def test_an_attention_that_is_wrong_is_found_at_load(
         lambda self, module, q, k, v: attend(self, module, q * 1.01, k, v),
     )
     lane = tiny_runner(folder, "generic-text").lane
-    assert "answers otherwise packed than alone" in lane.facts.why
+    assert "answers otherwise packed than alone" in lane.traits.facts.why
     assert len(generate(tiny_runner(folder, "generic-text"), random_prompt(9), 3)) == 3
 
 
@@ -210,7 +213,7 @@ def test_bfloat16_on_blocks_stays_near_the_model_itself(tmp_path: Path) -> None:
     tiny = make_tiny_model(tmp_path / "tiny", "Gemma3ForCausalLM", pad_token_id=0)
     prompt = random_prompt(50)
     exact, coarse = tiny_runner(tiny), tiny_runner(tiny, dtype="bfloat16")
-    assert coarse.lane.facts.memory == "blocks"
+    assert coarse.lane.traits.facts.memory == "blocks"
     assert_close(row_logits(coarse, prompt, 7), row_logits(exact, prompt), 0.2)
 
 

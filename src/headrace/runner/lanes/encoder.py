@@ -12,6 +12,7 @@ from headrace.core.layout import MemoryLayout
 from headrace.core.messages import LaneFacts
 from headrace.core.plan import BlockCopy, Chunk, SlotCopy
 from headrace.runner.lanes.foreign import Signature, Weights, load_pretrained
+from headrace.runner.lanes.lane import LaneOptions, LaneTraits
 
 _MAX_PADDING = 1.5  # the longest prompt of a forward is at most this many times the shortest
 _SMALL = 16  # tokens; prompts up to this length share a forward whatever their lengths
@@ -37,19 +38,17 @@ def task_of(spec: ModelSpec) -> str:
 
 
 class GenericEncoder:
-    id = "generic-text"
-    is_whole = True
-    source = None
-    facts = LaneFacts(memory="slot", mask="bidirectional")
+    traits = LaneTraits(
+        "generic-text", is_whole=True, facts=LaneFacts(memory="slot", mask="bidirectional")
+    )
 
     def __init__(
-        self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, kernels: str = "auto"
+        self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, _: LaneOptions
     ) -> None:
-        """`kernels` chooses nothing here: torch computes all of it."""
         from transformers import AutoModel, AutoModelForSequenceClassification
 
-        self.tasks = (task_of(spec),)
-        auto: Any = AutoModelForSequenceClassification if self.tasks == ("score",) else AutoModel
+        self._task = task_of(spec)
+        auto: Any = AutoModelForSequenceClassification if self._task == "score" else AutoModel
         self._model = load_pretrained(auto, spec, dtype, _UNUSED).to(device).eval()
         self.device, self.dtype = device, dtype
         config = self._model.config
@@ -57,7 +56,8 @@ class GenericEncoder:
         self._has_types = getattr(config, "type_vocab_size", 0) > 1
         padding = getattr(config, "pad_token_id", None)
         self._padding = padding if isinstance(padding, int) and padding >= 0 else 0
-        self.vector_size = config.hidden_size if "embed" in self.tasks else 0
+        size = config.hidden_size if self._task == "embed" else 0
+        self.traits = self.traits.but(tasks=(self._task,), vector_size=size)
         self.num_parameters, self.weight_bytes = Weights.of(self._model)
 
     def layout(
@@ -77,7 +77,7 @@ class GenericEncoder:
             for place, i in enumerate(group):
                 chunk = chunks[i]
                 rows[i] = output[place : place + 1]
-                if "embed" in self.tasks:
+                if self._task == "embed":
                     rows[i] = output[place, chunk.length - chunk.num_rows : chunk.length]
         return torch.cat([rows[i] for i in range(len(chunks))])
 
@@ -106,7 +106,7 @@ class GenericEncoder:
             for name, value in accepted.items()
         }
         output = self._model(**on_device)
-        return output.logits if "score" in self.tasks else output.last_hidden_state
+        return output.logits if self._task == "score" else output.last_hidden_state
 
 
 def _alike(lengths: Sequence[int]) -> Iterator[list[int]]:

@@ -16,7 +16,6 @@ from headrace.checkpoints.spec import ModelSpec
 from headrace.core.errors import ModelError
 from headrace.core.ids import SequenceId
 from headrace.core.layout import MemoryLayout
-from headrace.core.messages import LaneFacts
 from headrace.core.plan import Chunk, PromptInputs
 
 FOREIGN_ERRORS = (AttributeError, LookupError, NotImplementedError, TypeError, ValueError)
@@ -103,11 +102,6 @@ class Weights(NamedTuple):
 
 class SlotLane(ABC):
     """Base of the lanes whose sequences have a dense cache in a slot, each run by itself."""
-
-    tasks: tuple[str, ...] = ("generate",)
-    is_whole = False
-    vector_size = 0
-    facts = LaneFacts(memory="slot", mask="lazy-prefix")
 
     def layout(
         self, free_bytes: int, max_num_seqs: int, max_positions: int, block_size: int

@@ -25,6 +25,7 @@ from headrace.runner.lanes.foreign import (
     tensor_bytes,
 )
 from headrace.runner.lanes.generic_blocks import BlockCaches, NotOnBlocks
+from headrace.runner.lanes.lane import LaneOptions, LaneTraits
 from headrace_kernels import choose_instructions
 
 logger = logging.getLogger(__name__)
@@ -35,16 +36,12 @@ before it has little left to answer from, and is then wrong by more than roundin
 
 
 class GenericText:
-    id = "generic-text"
-    tasks = ("generate",)
-    is_whole = False
-    vector_size = 0
-    source = None
+    traits = LaneTraits("generic-text")
 
     def __init__(
-        self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, kernels: str = "auto"
+        self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, options: LaneOptions
     ) -> None:
-        """`kernels` are those of the attention over blocks; the rest is torch's."""
+        """The kernels are those of the attention over blocks; the rest is torch's."""
         self._model = load_pretrained(AutoModelForCausalLM, spec, dtype).to(device).eval()
         self.device, self.dtype = device, dtype
         signature = Signature.of(self._model.forward)
@@ -54,7 +51,7 @@ class GenericText:
 
         def choose() -> InstructionSet:
             is_cpu = device.type == "cpu"
-            return choose_instructions(kernels, dtype).instructions if is_cpu else "plain"
+            return choose_instructions(options.kernels, dtype).instructions if is_cpu else "plain"
 
         try:
             self._blocks = BlockCaches(
@@ -81,7 +78,7 @@ class GenericText:
     def open(self, layout: MemoryLayout) -> None:
         memory = self._blocks or self._slots
         memory.open(layout)
-        self.facts = memory.facts
+        self.traits = self.traits.but(facts=memory.facts)
 
     def forward(self, chunks: Sequence[Chunk], token_ids: Sequence["array[int]"]) -> Tensor:
         return (self._blocks or self._slots).forward(chunks, token_ids)
@@ -202,4 +199,6 @@ class DenseCaches:
 
     def _refusal(self, reason: str) -> ModelError:
         name = type(self._model).__name__
-        return ModelError(f"{name} cannot be run in chunks by lane {GenericText.id}: {reason}.")
+        return ModelError(
+            f"{name} cannot be run in chunks by lane {GenericText.traits.id}: {reason}."
+        )

@@ -2,14 +2,15 @@
 
 from array import array
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
+import msgspec
 import torch
 from torch import Tensor
 
 from headrace.core.ids import SequenceId
 from headrace.core.layout import MemoryLayout
-from headrace.core.messages import LaneFacts
+from headrace.core.messages import InstructionSet, LaneFacts, Quantize
 from headrace.core.plan import (
     BlockCopy,
     Chunk,
@@ -21,19 +22,42 @@ from headrace.core.plan import (
 )
 
 
-class Lane(Protocol):
-    """One loaded model and the memory its sequences live in."""
+class LaneTraits(msgspec.Struct, frozen=True):
+    """A lane's description of itself: its class knows some of it, a loaded model more."""
 
     id: str
+    has_kernels: bool = False  # on a CPU its products are by kernels of ours
+    own_products: str = ""  # whose they are, if it brings its own: files then stay as they are
+    tasks: tuple[str, ...] = ("generate",)  # of generate, embed and score
+    is_whole: bool = False  # it cannot go on from a cache: prompts are never cut
+    vector_size: int = 0  # of an embedding; 0: it gives none
+    source: SourceSpec | None = None  # if its prompts are sources to encode
+    facts: LaneFacts = LaneFacts()  # from its opening on
+
+    def but(self, **changed: Any) -> "LaneTraits":
+        return msgspec.structs.replace(self, **changed)
+
+
+class LaneOptions(msgspec.Struct, frozen=True):
+    """How a lane is asked to compute; each heeds what concerns it."""
+
+    quantize: Quantize = "none"
+    instructions: InstructionSet = "plain"  # of its kernels, if it has any, on this device
+    kernels: str = "auto"  # as the user asked; some lanes need any for a part only
+    may_offload: bool = False  # to whatever devices there are
+
+
+class Lane(Protocol):
+    """One loaded model and the memory its sequences live in.
+
+    Made of the model's spec, its number format, a device, and LaneOptions.
+    """
+
+    traits: LaneTraits
     device: torch.device
     dtype: torch.dtype
     num_parameters: int
     weight_bytes: int
-    tasks: tuple[str, ...]  # of generate, embed and score
-    is_whole: bool  # it cannot go on from a cache: prompts are never cut
-    vector_size: int  # of an embedding; 0: it gives none
-    facts: LaneFacts  # from its opening on
-    source: SourceSpec | None  # if its prompts are sources to encode
 
     def layout(
         self, free_bytes: int, max_num_seqs: int, max_positions: int, block_size: int

@@ -24,6 +24,7 @@ from headrace.core.layout import MemoryLayout
 from headrace.core.messages import LaneFacts
 from headrace.core.plan import BlockCopy, Chunk, SlotCopy
 from headrace.runner.lanes.held_blocks import HeldBlocks, Ints
+from headrace.runner.lanes.lane import LaneOptions, LaneTraits
 
 logger = logging.getLogger(__name__)
 
@@ -38,19 +39,15 @@ _NO_ROOM = 1  # what llama_decode answers where no cells are free
 
 
 class LlamaCpp:
-    id = "llama-cpp"
-    tasks = ("generate",)
-    is_whole = False
-    vector_size = 0
-    source = None
+    traits = LaneTraits("llama-cpp", own_products="llama.cpp's, as it was built")
 
     def __init__(
-        self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, may_offload: bool = False
+        self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, options: LaneOptions
     ) -> None:
-        """`may_offload`: to whatever devices it was built for; logits come to the CPU."""
+        """May offload to whatever devices it was built for; logits come to the CPU."""
         self._api = _library()
         parameters = self._api.llama_model_default_params()
-        parameters.n_gpu_layers = -1 if may_offload else 0
+        parameters.n_gpu_layers = -1 if options.may_offload else 0
         # read, not mapped: so the memory that is left is known, and no step waits for the disk
         parameters.load_mode = self._api.LLAMA_LOAD_MODE_NONE
         if b"AMX_INT8 = 1" in self._api.llama_print_system_info():
@@ -61,7 +58,7 @@ class LlamaCpp:
         if not self._model:
             raise ModelError(f"llama.cpp cannot load {spec.name}: {_last_words()}.")
         if objection := self._objection():
-            raise ModelError(f"Lane {self.id} cannot run {spec.name}: {objection}.")
+            raise ModelError(f"Lane {self.traits.id} cannot run {spec.name}: {objection}.")
         self.device = torch.device("cpu")
         self.dtype = torch.float32 if dtype == torch.float32 else torch.float16  # of the cache
         self.num_parameters = self._api.llama_model_n_params(self._model)
@@ -104,19 +101,20 @@ class LlamaCpp:
         num_all = self._api.llama_max_parallel_sequences()
         if max(self._num_seqs, layout.num_slots) > num_all // 2:  # half of them for kept prefixes
             raise ModelError(
-                f"Lane {self.id} runs up to {num_all // 2} sequences at once, and --max-num-seqs "
-                f"asks for {self._num_seqs}."
+                f"Lane {self.traits.id} runs up to {num_all // 2} sequences at once, and "
+                f"--max-num-seqs asks for {self._num_seqs}."
             )
         if self._context is not None:
             self._context.close()
         if layout.num_blocks:
             num_cells = layout.num_blocks * layout.block_size
             num_seqs = min(num_all, max(_SEQUENCES, 2 * self._num_seqs))
-            self.facts = LaneFacts("blocks", "lazy-prefix", "cells of llama.cpp's own cache")
+            facts = LaneFacts("blocks", "lazy-prefix", "cells of llama.cpp's own cache")
         else:
             num_seqs = layout.num_slots
             num_cells = layout.max_positions * (1 if self._is_recurrent else num_seqs)
-            self.facts = LaneFacts("slot", "lazy-prefix", "it keeps states, which cannot be cut")
+            facts = LaneFacts("slot", "lazy-prefix", "it keeps states, which cannot be cut")
+        self.traits = self.traits.but(facts=facts)
         self._context = context = self._open(num_cells, num_seqs)
         self._held: HeldBlocks | None = None
         if layout.num_blocks:

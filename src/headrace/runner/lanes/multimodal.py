@@ -30,6 +30,7 @@ from headrace.runner.lanes.foreign import (
     tensor_bytes,
 )
 from headrace.runner.lanes.image_tensors import FeatureCache, ImageTensors
+from headrace.runner.lanes.lane import LaneOptions, LaneTraits
 
 _PROBE = 40  # tokens whose cache is measured
 _PROBE_ROWS = 4  # of an image, on which cuts are tried
@@ -49,14 +50,13 @@ class _ImagePlace:
 
 
 class GenericMultimodal(SlotLane):
-    id = "generic-multimodal"
-    source = None
-    facts = LaneFacts(memory="slot", mask="lazy-prefix", encoder="whole")
+    traits = LaneTraits(
+        "generic-multimodal", facts=LaneFacts("slot", "lazy-prefix", encoder="whole")
+    )
 
     def __init__(
-        self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, kernels: str = "auto"
+        self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, _: LaneOptions
     ) -> None:
-        """`kernels` chooses nothing here: torch computes all of it."""
         self._model = load_pretrained(AutoModelForImageTextToText, spec, dtype).to(device).eval()
         self.device, self.dtype = device, dtype
         self.num_encoded = 0  # images that went through the encoder

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from headrace.checkpoints.spec import ModelSpec
 from headrace.core.ids import SequenceId
-from headrace.core.messages import InstructionSet, Quantize
+from headrace.core.messages import LaneFacts
 from headrace.core.plan import Chunk, EncodeChunk, EncodeWork, PromptInputs
 from headrace.runner.inputs import Batch, pack
 from headrace.runner.lanes.foreign import Weights
 from headrace.runner.lanes.image_tensors import FeatureCache, ImageTensors
+from headrace.runner.lanes.lane import LaneOptions
 from headrace.runner.lanes.native_text import NativeText
 from headrace.runner.lanes.vision_tower import TowerRun, VisionTower
 
@@ -39,18 +40,12 @@ class _Shown:
 
 
 class NativeMultimodal(NativeText):
-    id = "native-multimodal"
-    encoder = "pieces"
+    traits = NativeText.traits.but(id="native-multimodal", facts=LaneFacts(encoder="pieces"))
 
     def __init__(
-        self,
-        spec: ModelSpec,
-        dtype: torch.dtype,
-        device: torch.device,
-        quantize: Quantize = "none",
-        instructions: InstructionSet | None = None,
+        self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, options: LaneOptions
     ) -> None:
-        super().__init__(spec, dtype, device, quantize, instructions)
+        super().__init__(spec, dtype, device, options)
         self._tower = VisionTower(spec, dtype, device)
         seeing = Weights.of(self._tower.module)
         self.num_parameters += seeing.num

@@ -11,19 +11,19 @@ from headrace.checkpoints.gguf_groups import Groups
 from headrace.checkpoints.spec import ModelSpec
 from headrace.checkpoints.weights import Settling, group_schemes, load_weights
 from headrace.core.layout import MemoryLayout
-from headrace.core.messages import InstructionSet, LaneFacts, Quantize
+from headrace.core.messages import LaneFacts, Quantize
 from headrace.core.plan import BlockCopy, Chunk, SlotCopy
 from headrace.models import layers
 from headrace.models.registry import family, has_head
 from headrace.models.step import CacheShape
 from headrace.runner.attention import Attention, NaiveAttention
 from headrace.runner.inputs import Batch, pack
+from headrace.runner.lanes.lane import LaneOptions, LaneTraits
 from headrace.runner.probe import give_back_freed
 from headrace.runner.storage import BlockStorage, bytes_per_position, bytes_per_slot
 from headrace_kernels import (
     CapturedForward,
     CpuAttention,
-    choose_instructions,
     pack_linear,
     prepare,
 )
@@ -43,37 +43,26 @@ _SNAPSHOT_EVERY = 1024  # positions, or the next border of a block
 
 
 class NativeText:
-    id = "native-text"
-    encoder: str | None = None  # how it encodes images, if it sees any
-    is_whole = False
-    source = None
+    traits = LaneTraits("native-text", has_kernels=True)
 
     def __init__(
-        self,
-        spec: ModelSpec,
-        dtype: torch.dtype,
-        device: torch.device,
-        quantize: Quantize = "none",
-        instructions: InstructionSet | None = None,
+        self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, options: LaneOptions
     ) -> None:
-        """Default `instructions`: the processor's best. Elsewhere than on a CPU they are plain."""
         make = family(spec.architecture)
         self._model = _without_weights(spec)
         if not has_head(spec.architecture):
             del self._model.head
-        self.tasks = ("generate", "embed") if has_head(spec.architecture) else ("embed",)
-        self.vector_size = self._model.embed.weight.shape[1]
+        tasks = ("generate", "embed") if has_head(spec.architecture) else ("embed",)
+        self.traits = self.traits.but(tasks=tasks, vector_size=self._model.embed.weight.shape[1])
         self.num_parameters = sum(p.numel() for p in self._model.parameters())
         self._hidden: Callable[[Batch], Tensor]
         self.device, self.dtype = device, dtype
-        self._instructions = (
-            instructions or choose_instructions("auto", dtype).instructions
-            if device.type == "cpu"
-            else "plain"
-        )
+        self._instructions = options.instructions
         if self._instructions != "plain":
-            schemes = group_schemes(self._model, make.weights, spec) if quantize == "own" else {}
-            settling = Settling(self._pack(quantize), schemes)
+            schemes = (
+                group_schemes(self._model, make.weights, spec) if options.quantize == "own" else {}
+            )
+            settling = Settling(self._pack(options.quantize), schemes)
             load_weights(self._model, make.weights, spec, dtype, device, settling)
             prepare(self._model, _LAYERS)
         else:
@@ -128,10 +117,10 @@ class NativeText:
             num_slots=layout.num_slots + layout.num_snapshots,
         )
         self._attention: Attention
-        self.facts = LaneFacts(encoder=self.encoder)
         if self._instructions == "plain":
             self._attention, self._hidden = NaiveAttention(self._storage), self._forward
-            self.facts = LaneFacts(mask="lazy-prefix", encoder=self.encoder)
+            facts = LaneFacts(mask="lazy-prefix", encoder=self.traits.facts.encoder)
+            self.traits = self.traits.but(facts=facts)
             return
         self._attention = CpuAttention(
             self._storage, self._storage.shape.windows, instructions=self._instructions

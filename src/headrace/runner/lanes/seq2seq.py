@@ -37,6 +37,7 @@ from headrace.runner.lanes.foreign import (
     tensor_bytes,
     until_called,
 )
+from headrace.runner.lanes.lane import LaneOptions, LaneTraits
 
 _PROBE = 48  # tokens of a source, on which the walk and the cuts are tried
 _NORMS = ("final_layer_norm", "layer_norm")
@@ -97,12 +98,11 @@ class _Slot:
 
 
 class Seq2SeqSource(SlotLane):
-    id = "generic-seq2seq-source"
+    traits = LaneTraits("generic-seq2seq-source")
 
     def __init__(
-        self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, kernels: str = "auto"
+        self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, _: LaneOptions
     ) -> None:
-        """`kernels` chooses nothing here: torch computes all of it."""
         model = load_pretrained(AutoModelForSeq2SeqLM, spec, dtype).to(device).eval()
         self._model, self.device, self.dtype = model, device, dtype
         if model.main_input_name != "input_ids":
@@ -114,9 +114,10 @@ class Seq2SeqSource(SlotLane):
         self._start_ids = _start_ids(model)
         can_be_cut = self._can_be_walked()
         num_units = len(self._encoder.layers) + 1 if can_be_cut else 1
-        self.source = SourceSpec(self._start_ids, num_units, can_be_cut)
+        self._source = SourceSpec(self._start_ids, num_units, can_be_cut)
         encoder = "pieces" if can_be_cut else "whole"
-        self.facts = LaneFacts("slot", "bidirectional", encoder=encoder)
+        facts = LaneFacts("slot", "bidirectional", encoder=encoder)
+        self.traits = self.traits.but(source=self._source, facts=facts)
 
     def open(self, layout: MemoryLayout) -> None:
         self._slots.clear()
@@ -126,8 +127,8 @@ class Seq2SeqSource(SlotLane):
         source = array("i", work.data)
         if chunk.start == 0:
             self._slots[chunk.slot_id] = _Slot(len(source))
-        slot, num_layers = self._slots[chunk.slot_id], self.source.num_units - 1
-        if not self.source.can_be_cut:
+        slot, num_layers = self._slots[chunk.slot_id], self._source.num_units - 1
+        if not self._source.can_be_cut:
             hidden = self._encoder.whole(self._ids(source))
         else:
             slot.walk = slot.walk or self._encoder.begin(self._ids(source))
