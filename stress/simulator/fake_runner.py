@@ -107,7 +107,7 @@ class FakeRunner:
     def _read_back(self, chunk: Chunk, tokens: "array[int]", salt: str) -> None:
         size = self._layout.block_size
         num_blocks = -(-chunk.start // size)
-        indices = range(num_blocks)
+        indices = [*range(num_blocks)]
         if num_blocks > MAX_READ_BACK:
             indices = [0, 1, *range(num_blocks - 3, num_blocks)]
         for index in indices:

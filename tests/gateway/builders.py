@@ -339,7 +339,7 @@ def make_request(route: str = "/v1/chat/completions", **changes: Any) -> Request
     prompt = (
         Text("hi") if route == "/v1/completions" else Chat(({"role": "user", "content": "hi"},))
     )
-    request = Request(route, "headrace-mini", (prompt,), sampling, response_options=options)  # type: ignore[arg-type]
+    request = Request(route, "headrace-mini", (prompt,), sampling, response_options=options)
     return msgspec.structs.replace(request, **changes)
 
 
@@ -434,8 +434,9 @@ def log_of(record: Record, *events: AnyEvent) -> list[AnyEvent]:
         tally.feed(event)
     by_choice = {e.choice: e.end for e in made if isinstance(e, Tokens) and e.end}
     ends = tuple(by_choice[choice] for choice in sorted(by_choice))
-    figures = {"usage": tally.usage, "timings": tally.timings}
-    return [*made, Finish(seq=len(made), at_ms=made[-1].at_ms, ends=ends, **figures)]
+    usage, timings = tally.usage, tally.timings
+    seq, at_ms = len(made), made[-1].at_ms
+    return [*made, Finish(seq=seq, at_ms=at_ms, ends=ends, usage=usage, timings=timings)]
 
 
 def ended_stream(record: Record, *events: AnyEvent) -> FinishedStream:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 from headrace.config.settings import ModelConfig, ServerConfig, StreamConfig
 from headrace.core.request import Request, Text
@@ -26,7 +27,7 @@ from tools.harness.eventually import settle
 
 @contextlib.asynccontextmanager
 async def running(
-    folder: Path, store: Store | None = None, **options: float
+    folder: Path, store: Store | None = None, **options: Any
 ) -> AsyncIterator[tuple[Generation, FakeEngine]]:
     """A generation over a fake engine that is up, for a minute at most."""
     model = ModelConfig(model=str(folder), served_model_name=("tiny",))
