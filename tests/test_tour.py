@@ -42,5 +42,5 @@ def test_a_stop_quotes_the_function_that_its_link_leads_to(
     link: str, name: str, quote: str
 ) -> None:
     code = code_of((DOCS / link).resolve(), name)
-    shown, is_cut, _ = quote.partition("\n...")
+    shown, is_cut, _ = quote.partition("\n    # ...")
     assert code.startswith(shown + "\n") if is_cut else code == shown, "write the quote anew"

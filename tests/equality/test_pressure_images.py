@@ -76,7 +76,7 @@ def plain(number: int) -> Submit:
 def alone(runner: Runner, one: Submit, layout: MemoryLayout = AMPLE) -> RealEngine:
     engine = engine_with(runner, layout)
     engine.add(one)
-    engine.run()
+    engine.run(max_steps=10_000)  # a slow moment cuts chunks small
     return engine
 
 
@@ -94,7 +94,7 @@ def test_images_in_a_crowd_are_what_they_are_alone_also_after_preemptions(runner
         engine = engine_with(runner, layout, **settings)
         for number, name in zip(numbers, names, strict=True):
             engine.add(submit(number, prompts[name]), plain(number + 1))
-        engine.run()
+        engine.run(max_steps=10_000)  # a slow moment cuts chunks small
         for number, name in zip(numbers, names, strict=True):
             assert engine.tokens[number] == expected[name]
         if layout is few:
@@ -114,10 +114,10 @@ def test_a_prompt_with_the_same_images_is_credited_and_with_swapped_ones_is_not(
     cold = {name: alone(runner, submit(0, prompts[name])).tokens[0] for name in prompts}
     engine = engine_with(runner)
     engine.add(submit(0, prompts["one"]))
-    engine.run()
+    engine.run(max_steps=10_000)  # a slow moment cuts chunks small
     num_encoded = runner.lane.num_encoded
     engine.add(submit(1, prompts["swapped"]), submit(2, prompts["longer"]))
-    engine.run()
+    engine.run(max_steps=10_000)  # a slow moment cuts chunks small
     first_image = prompts["one"].inputs.works[0]
     assert engine.progress[1][0] <= first_image.start
     assert engine.progress[2][0] > first_image.end
@@ -135,8 +135,8 @@ def test_a_prompt_may_go_on_from_within_an_image(runner, prompts):
     assert work.start < cut < work.end
     head = prompts["last"].token_ids[: cut + 1]
     engine.add(submit(0, Prepared(head, prompts["last"].inputs)))
-    engine.run()
+    engine.run(max_steps=10_000)  # a slow moment cuts chunks small
     engine.add(submit(1, prompts["last"]))
-    engine.run()
+    engine.run(max_steps=10_000)  # a slow moment cuts chunks small
     assert engine.progress[1][0] == cut
     assert engine.tokens[1] == cold.tokens[1]
