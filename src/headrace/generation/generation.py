@@ -22,9 +22,8 @@ from headrace.generation.event_builder import EventBuilder
 from headrace.generation.model_checks import admit, check_generates
 from headrace.generation.registry import Found, Registry
 from headrace.generation.resume import GONE, Resumption
-from headrace.generation.stay import Stay
 from headrace.generation.store_chores import obey, sweep, watch
-from headrace.generation.stream import LiveStream
+from headrace.generation.stream import LiveStream, Stay
 from headrace.generation.vectors import VectorMaker
 from headrace.generation.writers import RESTARTS, Writers
 from headrace.metrics.metrics import Metrics

@@ -5,9 +5,10 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
+from headrace.awake import Countdown
 from headrace.core.errors import RequestError
 from headrace.core.ids import SequenceId
 from headrace.core.log_context import log_request
@@ -16,11 +17,11 @@ from headrace.engine.client import EngineDown, EngineUp
 from headrace.fleet.queue_eta import TokensAsked
 from headrace.fleet.served_model import ServedModel
 from headrace.fleet.tenants import InQueue, Item, TenantNews, Tenants
+from headrace.generation.admission import Place
 from headrace.generation.crash_blame import CrashBlame
 from headrace.generation.event_builder import Beat, EventBuilder, Standing
 from headrace.generation.model_checks import check_can_begin, check_can_go_on
 from headrace.generation.readers import Audience
-from headrace.generation.stay import Stay
 from headrace.generation.submission import Submission
 from headrace.metrics.metrics import RequestFigures
 from headrace.streams.events import AnyEvent
@@ -28,10 +29,32 @@ from headrace.streams.log import Log, LogTaken
 from headrace.streams.record import Record
 from headrace.streams.store import StoreStalled
 from headrace.streams.tally import Tally
+from headrace.workers.image_file import Admitted
 
 logger = logging.getLogger(__name__)
 
 _numbers = itertools.count(1)
+
+
+class Stay:
+    """The stay of a stream: a place in the queue, its images, and limits of its time."""
+
+    def __init__(self, place: Place, admitted: Admitted) -> None:
+        self.place = place
+        self.admitted = admitted
+        self._timers: list[Countdown] = []
+
+    def limit(self, seconds: float, on_over: Callable[[], None]) -> None:
+        """Calls `on_over` then, unless the stay has ended."""
+        self._timers.append(Countdown(max(0.0, seconds), on_over))
+
+    def end(self) -> None:
+        """Gives all up, before anybody sees the stream's end. Idempotent."""
+        for timer in self._timers:
+            timer.cancel()
+        self._timers.clear()
+        self.admitted.close()
+        self.place.close()
 
 
 class LiveStream:

@@ -11,8 +11,7 @@ from headrace.fleet.model_host import ModelHost
 from headrace.generation.admission import Queues
 from headrace.generation.event_builder import EventBuilder
 from headrace.generation.registry import Registry
-from headrace.generation.stay import Stay
-from headrace.generation.stream import LiveStream
+from headrace.generation.stream import LiveStream, Stay
 from headrace.streams.log import LogTaken
 from headrace.streams.store import Stored, StoreStalled
 from headrace.workers.image_file import Admitted
