@@ -3,6 +3,7 @@
 import ast
 import re
 import textwrap
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -44,3 +45,11 @@ def test_a_stop_quotes_the_function_that_its_link_leads_to(
     code = code_of((DOCS / link).resolve(), name)
     shown, is_cut, _ = quote.partition("\n    # ...")
     assert code.startswith(shown + "\n") if is_cut else code == shown, "write the quote anew"
+
+
+def test_the_picture_has_every_room() -> None:
+    project = tomllib.loads((DOCS.parent / "pyproject.toml").read_text())
+    layers = project["tool"]["importlinter"]["contracts"][0]["layers"]
+    rooms = {room.strip() for layer in layers for room in layer.split("|")} | {"headrace_kernels"}
+    names = re.findall(r'class="name"[^>]*>([^<]+)<', (DOCS / "rooms.svg").read_text())
+    assert rooms == {name for drawn in names for name in drawn.split(", ")} & rooms
