@@ -1,8 +1,9 @@
 """Requests and answers of Python callers, in process and over HTTP alike; knows neither."""
 
 import hashlib
-from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -51,8 +52,7 @@ class Piece(msgspec.Struct, frozen=True):
             "".join(piece.text for piece in said if piece.channel == channel)
             for channel in ("content", "reasoning")
         )
-        calls = [call_delta(place, *call) for call in joined_calls(said)]
-        return cls(place[1], text, list(ids), reason, reasoning, calls)
+        return cls(place[1], text, list(ids), reason, reasoning, call_deltas(place, said))
 
 
 class Ranked(msgspec.Struct, frozen=True):
@@ -139,18 +139,28 @@ def call_id(stream_id: str, choice: int, call: int, prefix: str = "call_") -> st
     return f"{prefix}{digest[:24]}"
 
 
-def joined_calls(pieces: Iterable[Said]) -> list[tuple[int, str, str]]:
-    """Number, name and arguments of each call in these pieces, in order; a name may be empty."""
-    calls: dict[int, list[str]] = {}
-    for piece in pieces:
-        if piece.channel == "tool":
-            known = calls.setdefault(piece.call, ["", ""])
-            known[0] += piece.name
-            known[1] += piece.text
-    return [(number, name, arguments) for number, (name, arguments) in calls.items()]
+class Run(NamedTuple):
+    """Pieces that follow each other in one channel, of one call, as one."""
+
+    channel: str
+    call: int
+    name: str
+    text: str
 
 
-def call_delta(place: tuple[str, int], call: int, name: str, arguments: str) -> dict[str, Any]:
+def runs(pieces: Iterable[Said]) -> Iterator[Run]:
+    for (channel, call), group in itertools.groupby(pieces, lambda it: (it.channel, it.call)):
+        names, texts = zip(*((piece.name, piece.text) for piece in group), strict=True)
+        yield Run(channel, call, "".join(names), "".join(texts))
+
+
+def call_deltas(place: tuple[str, int], pieces: Iterable[Said]) -> list[dict[str, Any]]:
+    """The tool calls among the pieces of a stream's choice, in OpenAI's form."""
+    found = runs(piece for piece in pieces if piece.channel == "tool")
+    return [_call_delta(place, run.call, run.name, run.text) for run in found]
+
+
+def _call_delta(place: tuple[str, int], call: int, name: str, arguments: str) -> dict[str, Any]:
     """A tool call in OpenAI's form, with its id and name where it begins."""
     if not name:
         return {"index": call, "function": {"arguments": arguments}}

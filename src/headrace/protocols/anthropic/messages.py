@@ -1,12 +1,11 @@
 """POST /v1/messages, as Anthropic's API: read as a chat, shown as content blocks."""
 
-import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
-from headrace.answer import call_id
+from headrace.answer import Run, call_id, runs
 from headrace.core.errors import RequestError
 from headrace.core.pieces import CONTENT, REASONING, TOOL, ChannelPiece
 from headrace.core.request import Prompt, Request, Route
@@ -22,6 +21,7 @@ from headrace.protocols.anthropic.input import (
     ToolUseChoice,
     Turns,
 )
+from headrace.protocols.blocks import Block, Blocks
 from headrace.protocols.dialect import PING, ErrorFormat, encode, named
 from headrace.protocols.fields.common import COMMON, UNSUPPORTED, Stops, check_required
 from headrace.protocols.fields.kinds import Integer, Kind, Object, String, read_fields
@@ -148,18 +148,18 @@ _DELTAS: Mapping[str, tuple[str, str]] = {
     REASONING: ("thinking_delta", "thinking"),
     TOOL: ("input_json_delta", "partial_json"),
 }
+_NO_TEXT = ChannelPiece("")
 
 
 class MessageFrames:
-    """The SSE frames of one stream: owns their order and the blocks' numbers."""
+    """The SSE frames of one stream: owns their order."""
 
     def __init__(self, record: Record) -> None:
         self._record = record
         self._options = record.request.response_options
         self._tally = Tally()
         self._is_open = False
-        self._index = -1  # of the last block
-        self._block: tuple[str, int] | None = None  # the one that is open
+        self._blocks: Blocks[bytes] = Blocks(self)
 
     def render(self, event: AnyEvent) -> list[bytes]:
         """The frames of one event: none, one or several."""
@@ -208,43 +208,31 @@ class MessageFrames:
 
         Before any block it opens one of text, in which the answer's text goes on.
         """
-        if self._block is None and (self._index >= 0 or self._record.rendering == 0):
+        blocks = self._blocks
+        if blocks.open is None and (blocks.num_opened or self._record.rendering == 0):
             return [self.idle()]
-        begun = [self._begin(CONTENT, -1, "")] if self._block is None else []
-        kind, key = _DELTAS[self._block[0] if self._block else CONTENT]
-        return [*self._open(), *begun, self._delta({"type": kind, key: ""})]
+        begun = [] if blocks.open else blocks.begin(_NO_TEXT)
+        assert blocks.open is not None
+        return [*self._open(), *begun, *self.grown(blocks.open, "")]
 
     def _tokens(self, event: Tokens) -> list[bytes]:
-        frames = [frame for piece in _joined(event.pieces) for frame in self._piece(piece)]
+        frames = [frame for run in runs(event.pieces) for frame in self._blocks.feed(run)]
         if event.end:
-            frames += self._close()
+            frames += self._blocks.close()
         return self._open() + frames if frames else []
 
-    def _piece(self, piece: ChannelPiece) -> Iterator[bytes]:
-        place = (piece.channel, piece.call)
-        if place != self._block:
-            yield from self._close()
-            yield self._begin(piece.channel, piece.call, piece.name)
-        if piece.text:
-            kind, key = _DELTAS[piece.channel]
-            yield self._delta({"type": kind, key: piece.text})
+    def opened(self, block: Block) -> list[bytes]:
+        shown = _block(self._record, block)
+        return [_event("content_block_start", index=block.number, content_block=shown)]
 
-    def _begin(self, channel: str, call: int, name: str) -> bytes:
-        self._index += 1
-        self._block = (channel, call)
-        block = _block(self._record, channel, call, name)
-        return _event("content_block_start", index=self._index, content_block=block)
+    def grown(self, block: Block, text: str) -> list[bytes]:
+        kind, key = _DELTAS[block.channel]
+        return [_delta(block, {"type": kind, key: text})]
 
-    def _close(self) -> list[bytes]:
-        if self._block is None:
-            return []
-        signed = self._block[0] == REASONING
-        self._block = None
-        frames = [self._delta({"type": "signature_delta", "signature": ""})] if signed else []
-        return [*frames, _event("content_block_stop", index=self._index)]
-
-    def _delta(self, delta: dict[str, str]) -> bytes:
-        return _event("content_block_delta", index=self._index, delta=delta)
+    def closed(self, block: Block) -> list[bytes]:
+        is_signed = block.channel == REASONING
+        frames = [_delta(block, {"type": "signature_delta", "signature": ""})] * is_signed
+        return [*frames, _event("content_block_stop", index=block.number)]
 
     def _finish(self, event: Finish) -> list[bytes]:
         reason, sequence = _stop(event.ends[0], event.usage, self._record.request)
@@ -272,15 +260,15 @@ class MessageBody:
     def whole(self) -> dict[str, Any]:
         assert self._finish, "an answer is asked for before its end"
         usage, request = self._finish.usage, self._record.request
-        content = [self._filled(piece) for piece in _joined(self._pieces)]
+        content = [self._filled(run) for run in runs(self._pieces)]
         stop = _stop(self._finish.ends[0], usage, request)
         return _message(self._record, content, stop, usage) | ingestion_of(self._finish)
 
-    def _filled(self, piece: ChannelPiece) -> dict[str, Any]:
-        block = _block(self._record, piece.channel, piece.call, piece.name)
-        if piece.channel == TOOL:
-            return block | {"input": _input(piece.text)}
-        return block | {_DELTAS[piece.channel][1]: piece.text}
+    def _filled(self, run: Run) -> dict[str, Any]:
+        block = _block(self._record, run)
+        if run.channel == TOOL:
+            return block | {"input": _input(run.text)}
+        return block | {_DELTAS[run.channel][1]: run.text}
 
 
 frames, response_body = MessageFrames, MessageBody
@@ -290,19 +278,16 @@ def _event(kind: str, **more: Any) -> bytes:
     return named(kind, encode({"type": kind, **more}))
 
 
-def _joined(pieces: Iterable[ChannelPiece]) -> Iterator[ChannelPiece]:
-    """One piece for all that follow each other in one block."""
-    for (channel, call), group in itertools.groupby(pieces, lambda it: (it.channel, it.call)):
-        texts, names = zip(*((piece.text, piece.name) for piece in group), strict=True)
-        yield ChannelPiece("".join(texts), channel, call, "".join(names))
+def _delta(block: Block, delta: dict[str, str]) -> bytes:
+    return _event("content_block_delta", index=block.number, delta=delta)
 
 
-def _block(record: Record, channel: str, call: int, name: str) -> dict[str, Any]:
+def _block(record: Record, block: Block | Run) -> dict[str, Any]:
     """A content block as it begins."""
-    if channel == TOOL:
-        tool_id = call_id(record.id, 0, call, "toolu_")
-        return {"type": "tool_use", "id": tool_id, "name": name, "input": {}}
-    if channel == REASONING:
+    if block.channel == TOOL:
+        tool_id = call_id(record.id, 0, block.call, "toolu_")
+        return {"type": "tool_use", "id": tool_id, "name": block.name, "input": {}}
+    if block.channel == REASONING:
         return {"type": "thinking", "thinking": "", "signature": ""}
     return {"type": "text", "text": ""}
 

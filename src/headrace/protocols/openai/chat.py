@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.answer import call_delta, joined_calls
+from headrace.answer import call_deltas
 from headrace.core.errors import RequestError
 from headrace.core.request import Channels, Chat, Prompt, Request, Route
 from headrace.fleet.served_model import ServedModel
@@ -155,9 +155,7 @@ class ChatShape:
         if part.text:
             delta["content"] = part.text
         if part.calls:
-            delta["tool_calls"] = [
-                call_delta((self._id, index), *call) for call in joined_calls(part.calls)
-            ]
+            delta["tool_calls"] = call_deltas((self._id, index), part.calls)
         shown: Choice = {"index": index, "delta": delta}
         if self._has_logprobs:
             shown["logprobs"] = _logprobs(part.logprobs)
@@ -170,10 +168,8 @@ class ChatShape:
     def whole(self, index: int, parts: Sequence[Part], end: ChoiceEnd) -> Choice:
         text = "".join(part.text for part in parts)
         entries = [entry for part in parts for entry in part.logprobs]
-        calls = [
-            call_delta((self._id, index), *call)
-            for call in joined_calls(piece for part in parts for piece in part.calls)
-        ]
+        pieces = (piece for part in parts for piece in part.calls)
+        calls = call_deltas((self._id, index), pieces)
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         message |= _reasoning("".join(part.reasoning for part in parts))
         if calls:

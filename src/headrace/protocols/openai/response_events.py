@@ -7,12 +7,12 @@ import msgspec
 
 from headrace.answer import call_id
 from headrace.core.pieces import CONTENT, REASONING, TOOL, ChannelPiece
+from headrace.protocols.blocks import Block, Blocks
 from headrace.protocols.openai.chunks import ingestion_of
 from headrace.protocols.openai.response_items import Item, item_id
 from headrace.streams.events import (
     Accepted,
     AnyEvent,
-    ChoiceEnd,
     Error,
     Finish,
     Progress,
@@ -44,13 +44,11 @@ _shown = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 class _OpenItem:
     """The item that the next piece may belong to."""
 
-    def __init__(self, record: Record, index: int, first: ChannelPiece) -> None:
-        kind = _KINDS[first.channel]
-        self.channel, self.call = first.channel, first.call
-        self._index = index
-        self._id = item_id(record.id, kind, f"output {index}")
-        self._call_id = call_id(record.id, 0, first.call)
-        self._name = first.name
+    def __init__(self, record: Record, block: Block) -> None:
+        kind = _KINDS[block.channel]
+        self.channel, self._index, self._name = block.channel, block.number, block.name
+        self._id = item_id(record.id, kind, f"output {block.number}")
+        self._call_id = call_id(record.id, 0, block.call)
         self._texts: list[str] = []
         self._logprobs: list[Item] = []
 
@@ -132,6 +130,7 @@ class GrowingResponse:
         self._ended_at: int | None = None
         self._done: list[Item] = []
         self._open: _OpenItem | None = None
+        self._blocks: Blocks[ResponseEvent] = Blocks(self)
         self._entries: list[TokenLogprob] = []  # of tokens whose text is still held back
 
     def take(self, event: AnyEvent) -> list[ResponseEvent]:
@@ -192,37 +191,29 @@ class GrowingResponse:
 
     def _tokens(self, event: Tokens) -> list[ResponseEvent]:
         self._entries += event.logprobs
-        made = [told for piece in event.pieces for told in self._piece(piece)]
-        if event.end:
-            made += self._end(event.end)
-        return made
+        made = [told for piece in event.pieces for told in self._blocks.feed(piece)]
+        if event.end is None:
+            return made
+        if not self._blocks.num_opened:  # an answer of no text is a message of none
+            made += self._blocks.begin(ChannelPiece(""))
+        self._is_cut_short = event.end.finish_reason == "length"
+        return made + self._blocks.close()
 
-    def _piece(self, piece: ChannelPiece) -> list[ResponseEvent]:
-        made, current = [], self._open
-        if current is None or (piece.channel, piece.call) != (current.channel, current.call):
-            made = self._close("completed")
-            current = self._open = _OpenItem(self._record, len(self._done), piece)
-            made += current.added()
-        if piece.text:
-            made.append(current.add(piece.text, self._entries))
-            self._entries = []
-        return made
+    def opened(self, block: Block) -> list[ResponseEvent]:
+        self._open = _OpenItem(self._record, block)
+        return self._open.added()
 
-    def _end(self, end: ChoiceEnd) -> list[ResponseEvent]:
-        made: list[ResponseEvent] = []
-        if not self.output:  # an answer of no text is a message of none
-            self._open = _OpenItem(self._record, 0, ChannelPiece(""))
-            made = self._open.added()
-        self._is_cut_short = end.finish_reason == "length"
-        return made + self._close("incomplete" if self._is_cut_short else "completed")
+    def grown(self, block: Block, text: str) -> list[ResponseEvent]:
+        assert self._open is not None
+        entries, self._entries = self._entries, []
+        return [self._open.add(text, entries)]
 
-    def _close(self, status: str) -> list[ResponseEvent]:
-        if self._open is None:
-            return []
-        made = self._open.done(status)
-        self._done.append(self._open.shown(status))
-        self._open = None
-        return made
+    def closed(self, block: Block) -> list[ResponseEvent]:
+        assert self._open is not None
+        item, self._open = self._open, None
+        status = "incomplete" if self._is_cut_short else "completed"
+        self._done.append(item.shown(status))
+        return item.done(status)
 
     def _finish(self, event: Finish) -> ResponseEvent:
         self._usage, self._ingestion = event.usage, ingestion_of(event)
