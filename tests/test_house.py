@@ -15,6 +15,15 @@ LONG_FILE = 450
 LONG: dict[str, str] = {}
 """Files beyond LONG_FILE, and the one reason why each is one file."""
 
+MAX_ATTRIBUTES = 14
+LARGE = {
+    "Sequence": "one row of the scheduler's table: every count that a plan may ask for",
+    "PlannedStep": "a step while it is put together: what each rule of planning found out",
+    "ServedModel": "all that requests must know of a loaded model, read from its files once",
+    "TimeBudget": "the coefficients of two cost models, and the few means that correct them",
+}
+"""Classes with more attributes, and the one reason why each is one class."""
+
 BESIDE = {
     "tests": ("stress", "benchmarks", "tools"),
     "stress": ("tools",),
@@ -74,6 +83,31 @@ def test_no_two_classes_have_one_name() -> None:
     allowed = {name for name in WRITTEN_AND_READ if places.get(name) == of_both}
     twice = {name: found for name, found in places.items() if len(found) > 1}
     assert twice.keys() <= allowed, {name: twice[name] for name in twice.keys() - allowed}
+
+
+def attributes(of: ast.ClassDef) -> set[str]:
+    """Names that its code or its fields give to an instance."""
+    fields = [part.target for part in of.body if isinstance(part, ast.AnnAssign)]
+    names = {field.id for field in fields if isinstance(field, ast.Name)}
+    return names | {
+        node.attr
+        for node in ast.walk(of)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+        if isinstance(node.value, ast.Name) and node.value.id == "self"
+    }
+
+
+def test_few_classes_hold_much() -> None:
+    """Messages and settings aside: they are values, a field for each thing that is said."""
+    large = {
+        node.name
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef) and len(attributes(node)) > MAX_ATTRIBUTES
+        if not any(ast.unparse(base) in ("NamedTuple", "Protocol") for base in node.bases)
+        if not any(word.arg == "frozen" for word in node.keywords)
+    }
+    assert large == LARGE.keys() and len(LARGE) <= 4
 
 
 def test_nothing_is_called_by_a_name_that_is_looked_up() -> None:

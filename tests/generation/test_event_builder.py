@@ -15,7 +15,8 @@ from headrace.core.request import Request, Text
 from headrace.core.sampling import Sampling
 from headrace.fleet.served_model import ServedModel
 from headrace.generation.choice import ChoiceWriter
-from headrace.generation.event_builder import Beat, EventBuilder, Heartbeats, PromptProgress
+from headrace.generation.event_builder import EventBuilder
+from headrace.generation.waits import Beat, Heartbeats, PromptProgress
 from headrace.streams.events import Served, Tokens
 from headrace.streams.record import Record
 from tests.fleet.fakes import READY
@@ -99,7 +100,7 @@ def test_a_stream_that_was_admitted_before_its_load_says_once_how_it_is_served(
 ) -> None:
     first, second = make_builder(folder, fingerprint=""), make_builder(folder, fingerprint="")
     assert first.served is None
-    first.serve(loaded(folder))
+    first.serving.begin(loaded(folder))
     events = first.new_events(0, is_cut=False)
     assert [type(event) for event in events] == [Served] and not first.new_events(0, is_cut=False)
     assert second.replay(events) is None
@@ -109,7 +110,7 @@ def test_a_stream_that_was_admitted_before_its_load_says_once_how_it_is_served(
 def test_a_stream_that_was_admitted_after_its_load_says_nothing_of_it(folder: Path) -> None:
     model = loaded(folder)
     builder = make_builder(folder, fingerprint=model.system_fingerprint, served=model.setup)
-    builder.serve(model)
+    builder.serving.begin(model)
     assert not builder.new_events(0, is_cut=False)
 
 

@@ -77,6 +77,31 @@ class NoStepRecord:
     def clear(self) -> None: ...
 
 
+class StatusTeller:
+    """Says when a status is due: at most four times a second, and once there is nothing to do."""
+
+    def __init__(self) -> None:
+        self._last: Status | None = None
+        self._due = 0.0
+        self._untold_steps: deque[StepTrace] = deque(maxlen=NUM_TRACED_STEPS)
+
+    def note(self, step: StepTrace | None) -> None:
+        if step is not None:
+            self._untold_steps.append(step)
+
+    def due(self, scheduler: Scheduler, now: float) -> Status | None:
+        """The status with the steps since the last one, if it is due and anything has changed."""
+        if now < self._due and scheduler.has_work:
+            return None
+        self._due = now + _STATUS_INTERVAL_S
+        status = scheduler.status()
+        if status == self._last:
+            return None
+        self._last, steps = status, tuple(self._untold_steps)
+        self._untold_steps.clear()
+        return msgspec.structs.replace(status, steps=steps)
+
+
 class Engine:
     """Owns the loop's order: take messages, plan, launch, wait, commit, send."""
 
@@ -99,11 +124,10 @@ class Engine:
         self._num_compiling = 0
         self._outbox = outbox
         self._clock: Clock = time.monotonic
-        self._last_status: Status | None = None
-        self._status_due = self._starving_due = 0.0
+        self._status = StatusTeller()
+        self._starving_due = 0.0
         self._was_held = False
         self._stops = ProcessStops()
-        self._untraced_steps: deque[StepTrace] = deque(maxlen=NUM_TRACED_STEPS)
 
     def run(self, inbox: Inbox) -> None:
         """Runs steps until Shutdown; blocks on the inbox while there is nothing to do.
@@ -128,14 +152,15 @@ class Engine:
     def step(self) -> bool:
         """Plan, execute, commit. False: there was nothing to do."""
         plan = self._scheduler.plan(self._clock())
-        self._send_outputs()  # `started` leaves before the step executes
+        if plan is None or self._scheduler.has_outputs:
+            self._send()  # who starts or was cancelled hears of it before the step executes
         if plan is None:
             return False
         ids = [e.sequence_id for e in plan.encoded] + [c.sequence_id for c in plan.chunks]
         self._step_record.write(ids, self._scheduler.predicted_s)
         self._execute(plan)
         self._step_record.clear()
-        self._send_outputs()
+        self._send()
         return True
 
     def _execute(self, plan: StepPlan) -> None:
@@ -151,8 +176,7 @@ class Engine:
             if self._stops.take():  # the time that passed is not what the step took
                 result = msgspec.structs.replace(result, is_timed=False)
             self._scheduler.commit(plan, result, self._clock())
-            if self._scheduler.last_step is not None:
-                self._untraced_steps.append(self._scheduler.last_step)
+            self._status.note(self._scheduler.last_step)
             self._tell_of_starved_prompts()
 
     def _tell_of_starved_prompts(self) -> None:
@@ -215,21 +239,13 @@ class Engine:
         if not self._num_compiling:
             self._cancels.clear()
 
-    def _send_outputs(self) -> None:
-        outputs = self._scheduler.take_outputs()
-        if outputs != _NOTHING:
+    def _send(self) -> None:
+        if self._scheduler.has_outputs:
+            outputs = self._scheduler.take_outputs()
             self._grammars.release(end.sequence_id for end in outputs.finished)
             self._outbox.put(outputs)
-        now = self._clock()
-        if now >= self._status_due or not self._scheduler.has_work:
-            self._status_due = now + _STATUS_INTERVAL_S
-            status = self._scheduler.status()
-            if status != self._last_status:
-                self._last_status = status
-                steps = tuple(self._untraced_steps)
-                self._untraced_steps.clear()
-                self._outbox.put(msgspec.structs.replace(status, steps=steps))
+        if (status := self._status.due(self._scheduler, self._clock())) is not None:
+            self._outbox.put(status)
 
 
-_NOTHING = Outputs()
 _NO_MEMORY = "The device ran out of memory on this request alone; send a shorter one."

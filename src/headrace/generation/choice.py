@@ -1,6 +1,7 @@
 """One choice on its way out: tokens in, events' worth of text out; judges ends in token order."""
 
 from array import array
+from dataclasses import dataclass
 
 from headrace.core.ids import SequenceId
 from headrace.core.messages import FinishReason, NewSequence, NewToken, PromptLogprobs
@@ -17,6 +18,16 @@ from headrace.text.stops import StopMatcher
 from headrace.text.tokenizer import Tokenizer
 
 _TAIL = 16  # tokens of a prompt in which reasoning may have been opened
+
+
+@dataclass(slots=True)
+class _Untold:
+    """News of a choice that no event has carried yet, beside the text's own entries."""
+
+    ids: tuple[int, ...] = ()
+    num_reasoning: int = 0
+    pieces: tuple[ChannelPiece, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 class ChoiceWriter:
@@ -39,11 +50,7 @@ class ChoiceWriter:
             self._splitting,
         )
         self._token_ids: array[int] = array("i")  # all so far: a new engine continues them
-        # what no event has carried yet, beside the text's own entries
-        self._new_ids: tuple[int, ...] = ()
-        self._num_reasoning = 0
-        self._pieces: tuple[ChannelPiece, ...] = ()
-        self._prompt_logprobs: tuple[TokenLogprob, ...] = ()
+        self._untold = _Untold()
 
     @property
     def is_stopped(self) -> bool:
@@ -91,30 +98,29 @@ class ChoiceWriter:
 
     def echo(self, text: str, logprobs: tuple[TokenLogprob, ...]) -> None:
         """Puts the prompt before the choice's own text."""
-        self._pieces += (ChannelPiece(text),)
-        self._prompt_logprobs = logprobs
+        self._untold.pieces += (ChannelPiece(text),)
+        self._untold.prompt_logprobs = logprobs
 
     def take(self, seq: int, at_ms: int) -> Tokens | None:
         """The tokens since the last call, as an event; None if there are none.
 
         The event with the end is the last: nothing comes after it.
         """
-        logprobs = self._prompt_logprobs + self._text.take_entries()
-        if not (self._new_ids or self._pieces or logprobs or self.end):
+        untold = self._untold
+        logprobs = untold.prompt_logprobs + self._text.take_entries()
+        if not (untold.ids or untold.pieces or logprobs or self.end):
             return None
-        event = Tokens(
+        self._untold = _Untold()
+        return Tokens(
             seq=seq,
             at_ms=at_ms,
             choice=self.index,
-            ids=self._new_ids,
-            pieces=self._pieces,
+            ids=untold.ids,
+            pieces=untold.pieces,
             logprobs=logprobs,
-            num_reasoning=self._num_reasoning,
+            num_reasoning=untold.num_reasoning,
             end=self.end,
         )
-        self._new_ids, self._pieces, self._prompt_logprobs = (), (), ()
-        self._num_reasoning = 0
-        return event
 
     def _token_before(self, record: Record) -> int | None:
         """The token that the text continues; None where an answer begins."""
@@ -125,9 +131,9 @@ class ChoiceWriter:
 
     def _advance(self, token_id: int, entry: TokenLogprob | None = None) -> None:
         self._token_ids.append(token_id)
-        self._new_ids += (token_id,)
-        self._num_reasoning += self._is_reasoning
-        self._pieces += self._text.feed(token_id, entry)
+        self._untold.ids += (token_id,)
+        self._untold.num_reasoning += self._is_reasoning
+        self._untold.pieces += self._text.feed(token_id, entry)
 
     @property
     def _is_reasoning(self) -> bool:
@@ -136,7 +142,7 @@ class ChoiceWriter:
 
     def _flush(self) -> None:
         if not self.is_stopped:
-            self._pieces += self._text.flush()
+            self._untold.pieces += self._text.flush()
 
 
 def splitting_of(record: Record, prompt: int, tokenizer: Tokenizer) -> Splitting:

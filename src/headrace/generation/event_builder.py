@@ -1,11 +1,10 @@
 """The next events of one stream: what its choices said, numbered and tallied; does no I/O."""
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET
 
 from headrace.core.errors import RequestError
 from headrace.core.messages import (
@@ -17,27 +16,15 @@ from headrace.core.messages import (
     Started,
 )
 from headrace.fleet.served_model import ServedModel
-from headrace.fleet.tenants import InQueue
 from headrace.generation.choice import ChoiceWriter, Echo
-from headrace.generation.prompt_report import NO_CHUNKS, ChunkCount, describe
+from headrace.generation.prompt_report import describe
+from headrace.generation.waits import Beat, Heartbeats, PromptProgress, QueueProgress
 from headrace.streams import events
 from headrace.streams.events import AnyEvent, Ingestion
 from headrace.streams.record import Record, ServedSetup
 from headrace.streams.tally import Tally
 
-_NUM_UNTHROTTLED = 16
-_INTERVAL_MS = 100
-_QUEUE_INTERVAL_MS = 1000
 _MISMATCH = "The logged tokens no longer give the logged text."
-
-
-class Beat(msgspec.Struct, frozen=True):
-    """Asks for a heartbeat event."""
-
-    state: str
-    form: str
-    attempt: int | None = None
-    progress: float | None = None  # of the model's load
 
 
 class Standing(msgspec.Struct, frozen=True):
@@ -58,12 +45,77 @@ class ServedAs(NamedTuple):
     setup: ServedSetup
 
 
+class Counted:
+    """The log's events so far, in numbers: the next one's, when the last one was, their figures."""
+
+    def __init__(self) -> None:
+        self.next_seq = self.last_ms = 0
+        self.tally = Tally()
+
+    def add(self, event: AnyEvent) -> None:
+        self.tally.feed(event)
+        self.next_seq, self.last_ms = event.seq + 1, event.at_ms
+
+
+class BegunChoices:
+    """The choices that the engine has begun, ended ones included."""
+
+    def __init__(self, record: Record) -> None:
+        self.num_unread = record.num_prompt_tokens  # of prompts that it has not begun
+        self._record = record
+        self._begun: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self._begun)
+
+    def __contains__(self, index: int) -> bool:
+        return index in self._begun
+
+    def add(self, index: int) -> None:
+        if index in self._begun:
+            return
+        n = self._record.request.n
+        prompt = index // n
+        if self._begun.isdisjoint(range(prompt * n, prompt * n + n)):
+            self.num_unread -= len(self._record.prompts[prompt]) // 4
+        self._begun.add(index)
+
+
+class Serving:
+    """The model that answers: the one on which the stream was admitted, or a later one.
+
+    `known` is None until the model is in memory, where that was not so on admission.
+    """
+
+    def __init__(self, record: Record, model: ServedModel) -> None:
+        self.model = model
+        as_admitted = ServedAs(record.system_fingerprint, record.served)
+        self.known = as_admitted if record.system_fingerprint else None
+        self._is_untold = False
+
+    def begin(self, model: ServedModel) -> None:
+        """Goes on with this model, now that it is in memory."""
+        before, self.model = self.known, model
+        self.known = ServedAs(model.system_fingerprint, model.setup)
+        self._is_untold = self.known != before
+
+    def take(self, seq: int, at_ms: int) -> events.Served | None:
+        """The event that tells of another model, if it is untold."""
+        if self.known is None or not self._is_untold:
+            return None
+        self._is_untold = False
+        fingerprint, served = self.known
+        return events.Served(seq=seq, at_ms=at_ms, system_fingerprint=fingerprint, served=served)
+
+
 class EventBuilder:
     """Takes what the engine says, in order; gives events with gapless numbers."""
 
     def __init__(self, record: Record, model: ServedModel) -> None:
-        self.last_ms = 0
-        self._record, self._model = record, model
+        self.counted = Counted()
+        self.begun = BegunChoices(record)
+        self.serving = Serving(record, model)
+        self._record = record
         request = record.request
         self._choices = [ChoiceWriter(i, record, model) for i in range(request.num_choices)]
         self._echo = Echo(record, model.tokenizer) if request.echo else None
@@ -73,25 +125,17 @@ class EventBuilder:
         ]
         self.queue = QueueProgress()
         self.beats = Heartbeats()
-        # None until the model is in memory, where that was not so when the record was made
-        known = ServedAs(record.system_fingerprint, record.served)
-        self.served = known if record.system_fingerprint else None
-        self._is_served_untold = False
         self.num_recoveries = 0
-        self.tally = Tally()
-        self._next_seq = 0
         # one step speaks of few choices: only those it spoke of are looked at
         self.num_live = len(self._choices)
         self.has_tokens = False
-        self._begun: set[int] = set()  # choices that the engine has begun, ended ones included
-        self.num_unread = record.num_prompt_tokens  # of prompts that it has not begun
         self._heard: set[int] = set()  # choices that may have something to tell
         self._advanced: set[int] = set()  # prompts whose progress is not told yet
 
     @property
     def num_waiting(self) -> int:
         """Choices that the engine has not begun."""
-        return len(self._choices) - len(self._begun)
+        return len(self._choices) - len(self.begun)
 
     @property
     def num_tokens(self) -> int:
@@ -101,16 +145,7 @@ class EventBuilder:
     @property
     def has_begun(self) -> bool:
         """Whether the engine has begun any of it, ended choices included."""
-        return bool(self._begun)
-
-    def _note_begun(self, index: int) -> None:
-        if index in self._begun:
-            return
-        n = self._record.request.n
-        prompt = index // n
-        if self._begun.isdisjoint(range(prompt * n, prompt * n + n)):
-            self.num_unread -= len(self._record.prompts[prompt]) // 4
-        self._begun.add(index)
+        return bool(self.begun)
 
     def live(self) -> list[ChoiceWriter]:
         return [choice for choice in self._choices if choice.end is None]
@@ -119,8 +154,8 @@ class EventBuilder:
         """The standings of the choices that have begun and not ended."""
         limit = self._record.request.sampling.max_tokens
         shown = []
-        for choice in self.live() if self._begun else ():
-            if choice.index in self._begun:
+        for choice in self.live() if self.begun else ():
+            if choice.index in self.begun:
                 progress = self._progress[choice.prompt]
                 num_decoded = choice.num_tokens - choice.num_prompt
                 num_left = None if limit is None else limit - num_decoded
@@ -139,13 +174,6 @@ class EventBuilder:
             if choice.is_stopped:
                 self._finish(choice, FinishReason.STOP)
 
-    def serve(self, model: ServedModel) -> None:
-        """Begins on this model, now that it is in memory; told if it is not that of the record."""
-        self._model = model
-        before = self.served
-        self.served = ServedAs(model.system_fingerprint, model.setup)
-        self._is_served_untold = self.served != before
-
     def recover(self, at_ms: int) -> None:
         """Says that there is no engine now; the next one's queue is reported from the start."""
         self.num_recoveries += 1
@@ -163,7 +191,7 @@ class EventBuilder:
         if choice.end is not None:
             return False
         self._heard.add(index)
-        self._note_begun(index)
+        self.begun.add(index)
         if isinstance(item, NewToken):
             return not choice.is_stopped and self._feed(choice, item)
         match item:
@@ -199,7 +227,7 @@ class EventBuilder:
             seed=request.sampling.seed,
             durable=record.is_durable,
         )
-        self._count(accepted)
+        self.counted.add(accepted)
         return accepted
 
     def new_events(self, at_ms: int, is_cut: bool) -> Sequence[AnyEvent]:
@@ -207,47 +235,38 @@ class EventBuilder:
         made: list[AnyEvent] = []
         for beat in self.beats.new:
             fields = msgspec.structs.asdict(beat)
-            self._add(made, events.Heartbeat(seq=self._next_seq, at_ms=at_ms, **fields))
+            self._add(made, events.Heartbeat(seq=self.counted.next_seq, at_ms=at_ms, **fields))
         self.beats.new.clear()
-        if self.served and self._is_served_untold:
-            self._is_served_untold = False
-            now = events.Served(
-                seq=self._next_seq,
-                at_ms=at_ms,
-                system_fingerprint=self.served.fingerprint,
-                served=self.served.setup,
-            )
-            self._add(made, now)
-        self._add(made, self.queue.take(self._next_seq, at_ms))
+        self._add(made, self.serving.take(self.counted.next_seq, at_ms))
+        self._add(made, self.queue.take(self.counted.next_seq, at_ms))
         for prompt in sorted(self._advanced):
             progress = self._progress[prompt]
-            self._add(made, progress.take(self._next_seq, at_ms))
+            self._add(made, progress.take(self.counted.next_seq, at_ms))
             if not progress.has_news:
                 self._advanced.discard(prompt)
         for index in sorted(self._heard) if not is_cut else ():
-            self._add(made, self._choices[index].take(self._next_seq, at_ms))
+            self._add(made, self._choices[index].take(self.counted.next_seq, at_ms))
         self._heard.clear()
         return made
 
     def terminal(self, at_ms: int, cut: RequestError | None) -> AnyEvent:
-        seq = self._next_seq
+        seq = self.counted.next_seq
         if cut is not None:
             return to_event(cut, seq, at_ms)
         return events.Finish(
             seq=seq,
             at_ms=at_ms,
             ends=tuple(choice.end for choice in self._choices if choice.end),
-            usage=self.tally.usage,
-            timings=self.tally.timings,
+            usage=self.counted.tally.usage,
+            timings=self.counted.tally.timings,
             ingestion=self._ingestion()
             if self._record.request.response_options.return_ingestion
             else UNSET,
         )
 
     def _ingestion(self) -> Ingestion:
-        return describe(
-            self._record, self._model.ready, self.tally.usage, [p.chunks for p in self._progress]
-        )
+        chunks, usage = [p.chunks for p in self._progress], self.counted.tally.usage
+        return describe(self._record, self.serving.model.ready, usage, chunks)
 
     def replay(self, logged: Sequence[AnyEvent]) -> RequestError | None:
         """Returns to the state in which these events had been written.
@@ -256,13 +275,13 @@ class EventBuilder:
         """
         is_same = True
         for event in logged:
-            self._count(event)  # to the last one, for a terminal event has to follow them
+            self.counted.add(event)  # to the last one, for a terminal event has to follow them
             if isinstance(event, events.Heartbeat):
                 self.num_recoveries = event.attempt or self.num_recoveries
             elif isinstance(event, events.Served):
-                self.served = ServedAs(event.system_fingerprint, event.served)
+                self.serving.known = ServedAs(event.system_fingerprint, event.served)
             elif isinstance(event, events.Progress):
-                self._note_begun(event.choice)
+                self.begun.add(event.choice)
                 self._progress[event.choice // self._record.request.n].resume(event)
             elif isinstance(event, events.Tokens):
                 is_same &= self._replay_tokens(event)
@@ -271,7 +290,7 @@ class EventBuilder:
 
     def _replay_tokens(self, event: events.Tokens) -> bool:
         choice = self._choices[event.choice]
-        self._note_begun(event.choice)
+        self.begun.add(event.choice)
         if event.pieces or event.ids:
             self._begin(choice)
             self.has_tokens = True
@@ -286,7 +305,7 @@ class EventBuilder:
 
     def _finish(self, choice: ChoiceWriter, finish: FinishReason) -> None:
         self._heard.add(choice.index)
-        self._note_begun(choice.index)
+        self.begun.add(choice.index)
         self.num_live -= 1
         choice.finish(finish)
 
@@ -296,120 +315,8 @@ class EventBuilder:
 
     def _add(self, made: list[AnyEvent], event: AnyEvent | None) -> None:
         if event is not None:
-            self._count(event)
+            self.counted.add(event)
             made.append(event)
-
-    def _count(self, event: AnyEvent) -> None:
-        self.tally.feed(event)
-        self._next_seq, self.last_ms = event.seq + 1, event.at_ms
-
-
-class Heartbeats:
-    """The heartbeats of a log, one for all readers: who asks within half an interval means it.
-
-    `new` ones are those that no event has told yet.
-    """
-
-    def __init__(self) -> None:
-        self.new: list[Beat] = []
-        self._at_ms: dict[str, float] = {}  # when the last of each form was taken up
-
-    def wants(self, form: str, interval_s: float, at_ms: int) -> bool:
-        """Whether another one is to be added, which is then on its way."""
-        if at_ms - self._at_ms.get(form, -math.inf) < 500 * interval_s:
-            return False
-        self._at_ms[form] = math.inf
-        return True
-
-    def add(self, beat: Beat, at_ms: int) -> None:
-        self.new.append(beat)
-        self._at_ms[beat.form] = at_ms
-
-
-class QueueProgress:
-    """The queued events: at once, then when the place has changed, at most once a second."""
-
-    def __init__(self) -> None:
-        self._place: InQueue | None = None
-        self._told: InQueue | None = None
-        self._due_ms = 0
-
-    def move(self, place: InQueue | None) -> None:
-        """A new place; None once the sequence has left the queue."""
-        self._place = place
-
-    def wants(self, place: InQueue, at_ms: int) -> bool:
-        """Whether this place would be told now."""
-        is_told = self._told is not None and self._told.position == place.position
-        return not is_told and at_ms >= self._due_ms
-
-    def take(self, seq: int, at_ms: int) -> events.Queued | None:
-        """The event that is due, if any."""
-        place = self._place
-        if place is None or not self.wants(place, at_ms):
-            return None
-        self._told, self._due_ms = place, at_ms + _QUEUE_INTERVAL_MS
-        return events.Queued(seq=seq, at_ms=at_ms, **msgspec.structs.asdict(place))
-
-
-class PromptProgress:
-    """The progress events of one prompt: those of its first choice, never going back."""
-
-    def __init__(self, choice: int, tells_chunks: bool = False) -> None:
-        self.chunks = NO_CHUNKS
-        self._choice, self._tells_chunks = choice, tells_chunks
-        self._total = self.num_cached = 0
-        self._processed = self._told = -1
-        self._began_ms = 0
-        self._num_told = self._due_ms = 0
-
-    @property
-    def num_processed(self) -> int:
-        return max(self._processed, 0)
-
-    @property
-    def has_news(self) -> bool:
-        """Whether something is untold, due or not."""
-        return self._processed != self._told
-
-    def start(self, choice: ChoiceWriter, total: int, cached: int, at_ms: int) -> None:
-        if choice.index == self._choice and self._processed < 0:
-            self._total, self.num_cached, self._processed = total, cached, cached
-            self._began_ms = at_ms
-
-    def advance(self, choice: ChoiceWriter, processed: int) -> None:
-        processed = min(processed, self._total)
-        if choice.index == self._choice and processed > self._processed:
-            self.chunks = self.chunks.with_one(processed - max(self._processed, 0))
-            self._processed = processed
-
-    def resume(self, told: events.Progress) -> None:
-        """Goes on behind an event that was told in an earlier life."""
-        self._total, self.num_cached = told.total, told.cache
-        self._processed = self._told = told.processed
-        self._began_ms = told.at_ms - told.time_ms
-        if not isinstance(told.chunks, UnsetType):
-            self.chunks = ChunkCount(*told.chunks)
-
-    def take(self, seq: int, at_ms: int) -> events.Progress | None:
-        """The event that is due, if any."""
-        is_last = self._processed == self._total
-        if self._processed == self._told or (at_ms < self._due_ms and not is_last):
-            return None
-        self._told = self._processed
-        self._num_told += 1
-        if self._num_told >= _NUM_UNTHROTTLED:
-            self._due_ms = at_ms + _INTERVAL_MS
-        return events.Progress(
-            seq=seq,
-            at_ms=at_ms,
-            choice=self._choice,
-            total=self._total,
-            cache=self.num_cached,
-            processed=self._processed,
-            time_ms=at_ms - self._began_ms,
-            chunks=self.chunks if self._tells_chunks else UNSET,
-        )
 
 
 def to_event(error: RequestError, seq: int, at_ms: int) -> events.Error:

@@ -19,10 +19,11 @@ from headrace.fleet.served_model import ServedModel
 from headrace.fleet.tenants import InQueue, Item, TenantNews, Tenants
 from headrace.generation.admission import Place
 from headrace.generation.crash_blame import CrashBlame
-from headrace.generation.event_builder import Beat, EventBuilder, Standing
+from headrace.generation.event_builder import EventBuilder, Standing
 from headrace.generation.model_checks import check_can_begin, check_can_go_on
 from headrace.generation.readers import Audience
 from headrace.generation.submission import Submission
+from headrace.generation.waits import Beat
 from headrace.metrics.metrics import RequestFigures
 from headrace.streams.events import AnyEvent
 from headrace.streams.log import Log, LogTaken
@@ -82,7 +83,7 @@ class LiveStream:
         self._blame = CrashBlame()
         self._smaller_context: int | None = None  # if it has shrunk since admission
         self._is_recovering = builder.has_begun  # until the engine is where a dead one was
-        self._admitted_at = time.monotonic() - builder.last_ms / 1000
+        self._admitted_at = time.monotonic() - builder.counted.last_ms / 1000
         self._keep_place()
 
     # what others call
@@ -94,11 +95,11 @@ class LiveStream:
         """
         builder = self._builder
         try:
-            if self._is_loading or builder.served is None:
+            if self._is_loading or builder.serving.known is None:
                 check_can_begin(self.record, model)
-                builder.serve(model)
+                builder.serving.begin(model)
             else:
-                context = check_can_go_on(*builder.served, builder.num_tokens, model)
+                context = check_can_go_on(*builder.serving.known, builder.num_tokens, model)
                 self._smaller_context = context
             self._submission.engine = engine
         except RequestError as change:
@@ -132,7 +133,7 @@ class LiveStream:
     @property
     def tally(self) -> Tally:
         """The figures of all that was said so far."""
-        return self._builder.tally
+        return self._builder.counted.tally
 
     def standings(self) -> dict[SequenceId, Standing]:
         """The standings of choices that this engine has begun, by the engine's ids."""
@@ -241,12 +242,12 @@ class LiveStream:
 
     def _keep_place(self) -> None:
         builder = self._builder
-        self.stay.place.update(builder.num_live, builder.num_waiting, builder.num_unread)
+        self.stay.place.update(builder.num_live, builder.num_waiting, builder.begun.num_unread)
 
     def note_end(self, figures: RequestFigures) -> None:
         """Tells figures and log what became of it."""
         route, outcome = self.record.request.route, self.cut.code if self.cut else "finished"
-        tally = self._builder.tally
+        tally = self.tally
         figures.ended(route, outcome, tally, self._at_ms() / 1000)
         usage, timings = tally.usage, tally.timings
         log_request(

@@ -56,7 +56,11 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether plan() or take_outputs() may have something."""
-        return bool(self._table) or not self._outputs.is_empty
+        return bool(self._table) or self.has_outputs
+
+    @property
+    def has_outputs(self) -> bool:
+        return not self._outputs.is_empty
 
     @property
     def must_exit(self) -> bool:

@@ -163,7 +163,8 @@ class MessageFrames:
 
     def render(self, event: AnyEvent) -> list[bytes]:
         """The frames of one event: none, one or several."""
-        self._tally.feed(event)
+        if not self._is_open:  # the first frame alone has figures
+            self._tally.feed(event)
         match event:
             case Accepted():
                 return self._open() if self._options.heartbeat else []

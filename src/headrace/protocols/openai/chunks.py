@@ -136,6 +136,11 @@ class ChunkFrames:
         self._shape = shape
         self._serve(record.system_fingerprint)
         self._tally = Tally()
+        options = self._options
+        # without usage at the end, timings ride on the last chunk
+        self._has_figures = (
+            options.continuous_usage or options.timings_per_token or not options.include_usage
+        )
         self._is_open = False
         self._num_running = record.request.num_choices
         self._untold_ids: list[list[int]] = [[] for _ in range(self._num_running)]
@@ -143,7 +148,8 @@ class ChunkFrames:
 
     def render(self, event: AnyEvent) -> list[bytes]:
         """The frames of one event: none, one or several."""
-        self._tally.feed(event)
+        if self._has_figures:
+            self._tally.feed(event)
         match event:
             case Accepted():
                 # without heartbeats, the first frame is a client's sign of the first token
