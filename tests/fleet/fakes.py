@@ -1,7 +1,5 @@
 """An engine that says what a test tells it to, its figures and death, and a tenant of it."""
 
-from collections.abc import AsyncIterator
-
 from headrace.core.errors import RequestError
 from headrace.core.ids import SequenceId
 from headrace.core.layout import MemoryLayout
@@ -55,11 +53,12 @@ class FakeEngine:
     def cancel(self, cancel: Cancel) -> None:
         self.cancels.append(cancel)
 
-    def outputs(self) -> AsyncIterator[EngineNews]:
-        return aiter(self._news)
+    def outputs(self) -> NewsQueue:
+        return self._news
 
     async def close(self) -> None:
-        self._news.end()
+        self._news.end(None)
+        self._news = NewsQueue()  # of the next one, which a host may start
 
     async def say(self, news: EngineNews) -> None:
         """Until all who hear it have acted on it."""

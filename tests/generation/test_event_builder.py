@@ -99,12 +99,12 @@ def test_a_stream_that_was_admitted_before_its_load_says_once_how_it_is_served(
     folder: Path,
 ) -> None:
     first, second = make_builder(folder, fingerprint=""), make_builder(folder, fingerprint="")
-    assert first.served is None
+    assert first.serving.known is None
     first.serving.begin(loaded(folder))
     events = first.new_events(0, is_cut=False)
     assert [type(event) for event in events] == [Served] and not first.new_events(0, is_cut=False)
     assert second.replay(events) is None
-    assert first.served == second.served is not None
+    assert first.serving.known == second.serving.known is not None
 
 
 def test_a_stream_that_was_admitted_after_its_load_says_nothing_of_it(folder: Path) -> None:

@@ -1,7 +1,7 @@
 """The engine as generation sees it: submit, cancel, outputs, status, close."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
 import msgspec
@@ -55,27 +55,51 @@ class EngineClient(Protocol):
     def cancel(self, cancel: Cancel) -> None:
         """Ends sequences; unknown ones are ignored."""
 
-    def outputs(self) -> AsyncIterator[EngineNews]:
+    def outputs(self) -> "NewsQueue":
         """News in order, until the client is closed. One reader.
 
         Raises RuntimeError if the client itself failed: nobody watches the engine any more.
         """
+        ...
 
     async def close(self) -> None:
         """Ends the engine and drops what still runs."""
 
 
 class NewsQueue:
-    """The queue behind `outputs()`; filled on the event loop's thread."""
+    """The queue behind `outputs()`; filled on the event loop's thread.
+
+    Its reader may take news by a call instead, at once: what passes them on needs no queue.
+    """
 
     def __init__(self) -> None:
         self._queue: asyncio.Queue[EngineNews | None] = asyncio.Queue()
         self._failure: BaseException | None = None
+        self.put: Callable[[EngineNews], None] = self._queue.put_nowait
+        self.end: Callable[[BaseException | None], None] = self._end
 
-    def put(self, news: EngineNews) -> None:
-        self._queue.put_nowait(news)
+    def hand_to(
+        self,
+        hear: Callable[[EngineNews], None],
+        on_end: Callable[[BaseException | None], None],
+    ) -> None:
+        """Calls `hear` with each news from the first on; at the end `on_end`, with its failure.
 
-    def end(self, failure: BaseException | None = None) -> None:
+        An error that `hear` raises is its reader's end, not the engine's.
+        """
+
+        def put(news: EngineNews) -> None:
+            try:
+                hear(news)
+            except Exception as error:
+                on_end(error)
+
+        self.put, self.end = put, on_end
+        while not self._queue.empty():
+            news = self._queue.get_nowait()
+            put(news) if news is not None else on_end(self._failure)
+
+    def _end(self, failure: BaseException | None) -> None:
         self._failure = failure
         self._queue.put_nowait(None)
 

@@ -4,11 +4,10 @@ import asyncio
 import logging
 import queue
 import threading
-from collections.abc import AsyncIterator
 
 from headrace.config.settings import ModelConfig
 from headrace.core.messages import Cancel, Message, Outputs, Ready, Shutdown, Status, Submit
-from headrace.engine.client import EngineDown, EngineNews, EngineUp, NewsQueue
+from headrace.engine.client import EngineDown, EngineUp, NewsQueue
 from headrace.engine.engine import Engine, Inbox
 
 logger = logging.getLogger(__name__)
@@ -45,15 +44,15 @@ class LocalEngine:
     def cancel(self, cancel: Cancel) -> None:
         self._inbox.put(cancel)
 
-    def outputs(self) -> AsyncIterator[EngineNews]:
-        return aiter(self._news)
+    def outputs(self) -> NewsQueue:
+        return self._news
 
     async def close(self) -> None:
         self._is_closing = True
         if self._thread is not None:
             self._inbox.put(Shutdown())
             await asyncio.to_thread(self._thread.join)
-        self._news.end()
+        self._news.end(None)
 
     # the engine's outbox, called on its thread
 

@@ -11,7 +11,6 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
@@ -21,7 +20,7 @@ from headrace.config.settings import ModelConfig
 from headrace.core.errors import ConfigError
 from headrace.core.messages import Cancel, Submit
 from headrace.engine.backoff import Backoff
-from headrace.engine.client import EngineDown, EngineNews, NewsQueue
+from headrace.engine.client import EngineDown, NewsQueue
 from headrace.engine.ray_actor import Down, EngineActor, Failed, Sent, Up, encode, news_of
 from headrace.engine.supervisor import MAX_FAILED_STARTS
 
@@ -76,8 +75,8 @@ class RayEngine:
     def cancel(self, cancel: Cancel) -> None:
         self._send(cancel)
 
-    def outputs(self) -> AsyncIterator[EngineNews]:
-        return aiter(self._news)
+    def outputs(self) -> NewsQueue:
+        return self._news
 
     async def close(self) -> None:
         self._closing.set()

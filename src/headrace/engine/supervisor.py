@@ -27,7 +27,7 @@ from headrace.core.messages import (
 )
 from headrace.engine.backoff import Backoff
 from headrace.engine.child import Child
-from headrace.engine.client import EngineDown, EngineNews, EngineUp, NewsQueue
+from headrace.engine.client import EngineDown, EngineUp, NewsQueue
 from headrace.engine.step_record import StepRecord
 from headrace.engine.wire import AnyMessage, Start
 
@@ -68,8 +68,8 @@ class Supervisor:
     def cancel(self, cancel: Cancel) -> None:
         self._send(cancel)
 
-    def outputs(self) -> AsyncIterator[EngineNews]:
-        return aiter(self._news)
+    def outputs(self) -> NewsQueue:
+        return self._news
 
     @property
     def pid(self) -> int | None:

@@ -10,7 +10,7 @@ from headrace.config.settings import ModelConfig
 from headrace.core.errors import ModelError
 from headrace.core.loading import ENGINE
 from headrace.core.messages import NUM_TRACED_STEPS, Loading, Outputs, Ready, Status, StepTrace
-from headrace.engine.client import EngineClient, EngineDown, EngineResized, EngineUp
+from headrace.engine.client import EngineClient, EngineDown, EngineNews, EngineResized, EngineUp
 from headrace.fleet.load_watch import LoadWatch
 from headrace.fleet.replica import Replica
 from headrace.fleet.replicas import Replicas, between
@@ -40,6 +40,7 @@ class EngineLife:
         self._model: ServedModel
         self._client: EngineClient | None = None
         self.settled: asyncio.Future[None]  # it has loaded; ModelError if it cannot
+        self._ended: asyncio.Future[None]  # nothing more will be heard of it
         self._was_up = asyncio.Event()
 
     def begin(self, model: ServedModel, client: EngineClient) -> None:
@@ -62,7 +63,9 @@ class EngineLife:
     async def run(self) -> None:
         """Runs until the engine is closed or given up."""
         assert self._client is not None
-        await self._hear(self._client)
+        self._ended = asyncio.get_running_loop().create_future()
+        self._client.outputs().hand_to(self._hear, self._end)
+        await self._ended
         self._client = self.up = self.status = None
         self._loading.end()
         self._figures.unloaded()
@@ -95,26 +98,35 @@ class EngineLife:
             return True
         return self._client is None or config.replicas == 1
 
-    async def _hear(self, client: EngineClient) -> None:
-        async for news in client.outputs():
-            if isinstance(news, Outputs):
-                self._tenants.deliver(news)
-            elif isinstance(news, Status):
-                self._show(news)
-            elif isinstance(news, EngineUp):
-                self._is_up(news, client)
-            elif isinstance(news, EngineResized):
-                self._is_resized(news)
-            elif isinstance(news, Loading):
-                self._loading.tell(news)
-                self._tenants.tell_load(time.monotonic())
-            elif news.lost is not None:
-                self._figures.replica_is_down(news)
-                self._tenants.move(news, news.lost)
-            else:
-                self._is_down(news)
-                if news.given_up:
-                    return
+    def _end(self, failure: BaseException | None) -> None:
+        if self._ended.done():
+            return
+        if failure is None:
+            self._ended.set_result(None)
+        else:
+            self._ended.set_exception(failure)
+
+    def _hear(self, news: EngineNews) -> None:
+        if self._ended.done():
+            return
+        if isinstance(news, Outputs):
+            self._tenants.deliver(news)
+        elif isinstance(news, Status):
+            self._show(news)
+        elif isinstance(news, EngineUp):
+            self._is_up(news)
+        elif isinstance(news, EngineResized):
+            self._is_resized(news)
+        elif isinstance(news, Loading):
+            self._loading.tell(news)
+            self._tenants.tell_load(time.monotonic())
+        elif news.lost is not None:
+            self._figures.replica_is_down(news)
+            self._tenants.move(news, news.lost)
+        else:
+            self._is_down(news)
+            if news.given_up:
+                self._end(None)
 
     def _show(self, status: Status) -> None:
         self.status = status
@@ -122,7 +134,8 @@ class EngineLife:
         self.steps.extend(status.steps)
         self._tenants.tell_places(status, time.monotonic())
 
-    def _is_up(self, news: EngineUp, client: EngineClient) -> None:
+    def _is_up(self, news: EngineUp) -> None:
+        assert self._client is not None
         self._model.ready, self.up = news.ready, news
         self._loading.end()
         self._has_started(news.ready)
@@ -131,7 +144,7 @@ class EngineLife:
         self._was_up.set()
         if not self.settled.done():
             self.settled.set_result(None)
-        self._tenants.begin(self._model, client, news)
+        self._tenants.begin(self._model, self._client, news)
 
     def _has_started(self, ready: Ready) -> None:
         self.num_starts += 1

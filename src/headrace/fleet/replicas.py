@@ -4,7 +4,8 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -85,15 +86,15 @@ class Replicas:
         for number, cancel in running.items():
             self._replicas[number].client.cancel(cancel)
 
-    def outputs(self) -> AsyncIterator[EngineNews]:
-        return aiter(self._news)
+    def outputs(self) -> NewsQueue:
+        return self._news
 
     async def close(self) -> None:
         self._is_closing = True
         await asyncio.gather(*(it.client.close() for it in self._replicas.values()))
         for task in self._tasks:
             task.cancel()
-        self._news.end()
+        self._news.end(None)
 
     def all(self) -> list[Replica]:
         """The replicas, by number."""
@@ -141,26 +142,27 @@ class Replicas:
     def _add(self) -> Replica:
         made = Replica(next(self._numbers), self._start())
         self._replicas[made.number] = made
-        self._spawn(self._hear(made))
+        made.client.outputs().hand_to(partial(self._hear, made), self._has_failed)
         return made
 
-    async def _hear(self, replica: Replica) -> None:
-        async for news in replica.client.outputs():
-            if self._is_closing or replica.number not in self._replicas:
-                continue
-            if isinstance(news, Outputs):
-                self._news.put(news)
-                self._release(news)
-            elif isinstance(news, Status):
-                self._show(replica, news)
-            elif isinstance(news, Loading) and not self._has_engine:
-                self._news.put(news)
-            elif isinstance(news, EngineUp):
-                self._is_up(replica, news)
-            elif isinstance(news, EngineDown):
-                self._is_down(replica, news)
-                if news.given_up:
-                    return
+    def _hear(self, replica: Replica, news: EngineNews) -> None:
+        if self._is_closing or replica.number not in self._replicas:
+            return
+        if isinstance(news, Outputs):
+            self._news.put(news)
+            self._release(news)
+        elif isinstance(news, Status):
+            self._show(replica, news)
+        elif isinstance(news, Loading) and not self._has_engine:
+            self._news.put(news)
+        elif isinstance(news, EngineUp):
+            self._is_up(replica, news)
+        elif isinstance(news, EngineDown):
+            self._is_down(replica, news)
+
+    def _has_failed(self, failure: BaseException | None) -> None:
+        if failure is not None:
+            self._news.end(failure)
 
     @property
     def _has_engine(self) -> bool:
@@ -245,8 +247,8 @@ class Replicas:
 
     def _has_ended(self, task: "asyncio.Task[None]") -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            self._news.end(task.exception())
+        if not task.cancelled():
+            self._has_failed(task.exception())
 
 
 def between(config: ModelConfig) -> tuple[int, int]:
