@@ -1,5 +1,6 @@
 """The page in a headless Chromium, as a person uses it."""
 
+import contextlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -28,6 +29,10 @@ new MutationObserver(note).observe(document, { subtree: true, childList: true })
 """
 
 
+# a file that the browser lost (its network changed, say) leaves a page without its script
+HAS_BEGUN = "return document.querySelector('#thread')?.childElementCount !== 0"
+
+
 def eventually(condition: Callable[[], Any], within_s: float = 30.0) -> Any:
     deadline = time.monotonic() + within_s
     while not (found := condition()):
@@ -51,8 +56,14 @@ class Page:
         self.driver = driver
         self.server = server
 
-    def open(self, path: str = "/") -> None:
-        self.driver.get(self.server.url + path)
+    def open(self, path: str = "/", url: str = "") -> None:
+        """Loads the page, up to three times until its script has begun."""
+        for _ in range(3):
+            self.driver.get((url or self.server.url) + path)
+            with contextlib.suppress(AssertionError):
+                return eventually(lambda: self.driver.execute_script(HAS_BEGUN), 10)
+            print("the page has not begun:", self.driver.get_log("browser"))
+        raise AssertionError("the page did not begin")
 
     def find(self, css: str) -> Any:
         return self.driver.find_element(By.CSS_SELECTOR, css)

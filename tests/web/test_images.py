@@ -64,8 +64,9 @@ make_tiny_image_model(pathlib.Path(sys.argv[1]), "Qwen3.5")
 @pytest.fixture
 def seeing(driver: webdriver.Chrome, server: Server) -> Iterator[tuple[Page, Replay]]:
     replay = Replay(server.url, ["A ", "dot."], "text", "image")
-    driver.get(replay.url)
-    yield Page(driver, server), replay
+    page = Page(driver, server)
+    page.open(url=replay.url)
+    yield page, replay
     driver.get("about:blank")
     replay.stop()
 

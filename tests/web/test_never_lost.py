@@ -71,7 +71,7 @@ def test_two_tabs_show_the_same(page: Page) -> None:
     page.wait_for_text()
     first, url = driver.current_window_handle, driver.current_url
     driver.switch_to.new_window("tab")
-    driver.get(url)
+    page.open(url=url, path="")
     page.wait_for_text()
     answer = page.wait_for_end(120)
     assert answer["text"] == page.log_text(answer)

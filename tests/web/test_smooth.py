@@ -104,7 +104,7 @@ def quote() -> list[str]:
 def replayed(driver: webdriver.Chrome, server: Server) -> Iterator[tuple[Page, Replay]]:
     replay = Replay(server.url, [])
     page = Page(driver, server)
-    driver.get(replay.url)
+    page.open(url=replay.url)
     driver.execute_async_script(SEED)
     yield page, replay
     driver.get("about:blank")
