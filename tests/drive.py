@@ -11,6 +11,7 @@ from headrace.checkpoints.spec import read_spec
 from headrace.checkpoints.weights import load_weights
 from headrace.config.settings import ModelConfig, SchedulerConfig
 from headrace.core.ids import SequenceId, SlotId
+from headrace.core.layout import MemoryLayout
 from headrace.core.plan import Begin, Chunk, Drawn, StepPlan
 from headrace.core.sampling import Sampling
 from headrace.models.registry import family
@@ -18,7 +19,7 @@ from headrace.runner.attention import NaiveAttention
 from headrace.runner.inputs import pack
 from headrace.runner.load import load_runner
 from headrace.runner.runner import Runner
-from headrace.runner.storage import BlockStorage
+from headrace.runner.storage import CacheStorage
 
 GREEDY = Sampling(temperature=0)
 
@@ -117,7 +118,8 @@ def naive_logits(folder: Path, prompt: Sequence[int]) -> torch.Tensor:
         model = make(make.read(spec.config))
     load_weights(model, make.weights, spec, torch.float32, cpu)
     num_blocks = -(-len(prompt) // 16)
-    storage = BlockStorage(model.cache_shape, num_blocks, 16, torch.float32, cpu, num_slots=1)
+    layout = MemoryLayout(block_size=16, num_blocks=num_blocks, num_slots=1)
+    storage = CacheStorage(model.cache, layout, torch.float32, cpu)
     blocks = array("i", range(num_blocks))
     chunk = Chunk(SequenceId(0), 0, len(prompt), len(prompt), (), blocks, SlotId(0))
     batch = pack([chunk], [array("i", prompt)], 16, cpu)

@@ -14,27 +14,31 @@ from headrace_kernels.delta_net import convolve, delta_rule
 from headrace_kernels.instruction_sets import InstructionSet, instruction_sets_here
 from headrace_kernels.launch import parallel
 from headrace_kernels.paged_attention import kernels_for
-from headrace_kernels.step import BlockMemory, PackedStep, StateMemory
+from headrace_kernels.step import CacheMemory, PackedStep
 
 
 class CpuAttention:
     """Bound to one memory, which it alone writes: new keys, values and states go there.
 
     Per layer: `windows` say how many positions are visible, the own one included (None: all);
-    `sinks` are float32 [heads], scores that hold no value.
+    `sinks` are float32 [heads], scores that hold no value, or None. ValueError if a layer's values
+    are of another size than its keys.
     """
 
     def __init__(
         self,
-        memory: BlockMemory,
+        memory: CacheMemory,
         windows: Sequence[int | None],
-        sinks: Sequence[Tensor] = (),
+        sinks: Sequence[Tensor | None] = (),
         instructions: InstructionSet | None = None,
     ) -> None:
         self.memory, self.windows = memory, windows
         self.sinks = sinks
         self.instructions = instructions or instruction_sets_here()[0]
-        self.kernels = kernels_for(memory.keys[0], self.instructions)
+        self.kernels = [
+            kernels_for(keys, values, self.instructions)
+            for keys, values in zip(memory.keys, memory.values, strict=True)
+        ]
 
     def step(self, batch: PackedStep) -> "CpuStep":
         return CpuStep(self, batch)
@@ -67,25 +71,19 @@ class CpuStep:
         fields.set_new(arguments, q, k, v, out)
         arguments[fields.WINDOW] = attention.windows[layer] or 0
         sinks = attention.sinks[layer] if attention.sinks else None
-        if sinks is not None:
-            arguments[fields.SINKS], arguments[fields.NUM_SINKS] = sinks.data_ptr(), len(sinks)
-        for kernel in attention.kernels:
+        arguments[fields.SINKS] = 0 if sinks is None else sinks.data_ptr()
+        arguments[fields.NUM_SINKS] = 0 if sinks is None else len(sinks)
+        for kernel in attention.kernels[layer]:
             parallel(kernel, arguments)
         return out
 
     def convolve(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
-        return convolve(self._batch, self._states.inputs[layer], x, weight)
+        return convolve(self._batch, self._attention.memory.inputs[layer], x, weight)
 
     def delta_rule(
         self, layer: int, qkv: tuple[Tensor, Tensor, Tensor], decay: Tensor, beta: Tensor
     ) -> Tensor:
-        return delta_rule(self._batch, self._states.states[layer], qkv, decay, beta)
-
-    @property
-    def _states(self) -> StateMemory:
-        states = self._attention.memory.states
-        assert states is not None
-        return states
+        return delta_rule(self._batch, self._attention.memory.states[layer], qkv, decay, beta)
 
 
 def _side_by_side(x: Tensor) -> Tensor:

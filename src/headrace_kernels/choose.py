@@ -207,8 +207,7 @@ def _steps(
     keys, values = torch.zeros(2, 3, _KV_HEADS, _BLOCK, _DIM, dtype=dtype)
     state = torch.zeros(1, _VALUE_HEADS, _KEY_DIM, _VALUE_DIM)
     inputs = torch.zeros(1, _WIDTH - 1, _CHANNELS, dtype=dtype)
-    states = SimpleNamespace(states=[state], inputs=[inputs])
-    memory: Any = SimpleNamespace(keys=[keys], values=[values], states=states)
+    memory: Any = SimpleNamespace(keys=[keys], values=[values], states=[state], inputs=[inputs])
     attention = CpuAttention(memory, (None,), instructions=instructions)
     for start, length in _CHUNKS:
         step: Any = SimpleNamespace(

@@ -370,8 +370,15 @@ def _attend_float(a: Any) -> None:
     _attend_all(g, a, new_float(g), memory_float(g))
 
 
-def kernels_for(keys: Tensor, instructions: InstructionSet) -> tuple[Kernel, Kernel]:
+def kernels_for(
+    keys: Tensor, values: Tensor, instructions: InstructionSet
+) -> tuple[Kernel, Kernel]:
     """The kernels that write to and attend over a cache [blocks, kv_heads, block_size, dim]."""
+    if keys.shape != values.shape:
+        raise ValueError(
+            f"The kernels take keys and values of one size, not {keys.shape[3]} and "
+            f"{values.shape[3]} numbers; fill up the shorter with zeros."
+        )
     if keys.dtype == torch.float32:
         return _write_float, _attend_float
     size, dim = keys.shape[2:]

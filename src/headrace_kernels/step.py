@@ -32,21 +32,14 @@ class PackedStep(Protocol):
     def block_table(self) -> Int32s: ...  # [chunks, blocks]: covers start + length positions
 
 
-class StateMemory(Protocol):
-    """States of recurrent layers and the last inputs of convolutions, per layer, by slot."""
-
-    @property
-    def states(self) -> Sequence[Tensor]: ...  # float32 [slots, heads, key_dim, value_dim]
-    @property
-    def inputs(self) -> Sequence[Tensor]: ...  # [slots, width - 1, channels]
-
-
-class BlockMemory(Protocol):
-    """Keys and values, per layer. Kernels let the numbers of a block lie in an order of theirs."""
+class CacheMemory(Protocol):
+    """Per layer; empty where it keeps no such thing. Kernels order the numbers of a head."""
 
     @property
     def keys(self) -> Sequence[Tensor]: ...  # [blocks, kv_heads, block_size, dim]
     @property
-    def values(self) -> Sequence[Tensor]: ...
+    def values(self) -> Sequence[Tensor]: ...  # as keys
     @property
-    def states(self) -> StateMemory | None: ...
+    def states(self) -> Sequence[Tensor]: ...  # float32 [slots, heads, key_dim, value_dim]
+    @property
+    def inputs(self) -> Sequence[Tensor]: ...  # [slots, width - 1, channels], of convolutions

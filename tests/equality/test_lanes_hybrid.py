@@ -96,7 +96,7 @@ def test_256_greedy_tokens_are_those_of_transformers_however_the_prompt_is_cut(
 def test_any_cut_of_a_prompt_ends_in_the_state_of_the_whole(runner: Any) -> None:
     def states(cut: int) -> list[torch.Tensor]:
         row_logits(runner, PROMPT, cut)
-        storage = runner.lane._storage.states
+        storage = runner.lane._storage
         return [tensor[0].clone() for tensor in (*storage.states, *storage.inputs)]
 
     whole = states(len(PROMPT))
@@ -125,7 +125,7 @@ def test_a_saved_state_goes_on_in_another_slot(runner: Any) -> None:
     drive.begin(0, PROMPT)
     drive.step((0, 0, 64))
     storage = runner.lane._storage
-    saved = SlotId(len(storage.states.states[0]) - 1)  # a snapshot's
+    saved = SlotId(len(storage.states[0]) - 1)  # a snapshot's
     runner.launch(StepPlan(slot_copies=(SlotCopy(SlotId(0), saved),))).result()
     drive.step((0, 64, len(PROMPT) - 64))  # the slot moves on
     runner.launch(StepPlan(restores=(SlotCopy(saved, SlotId(0)),))).result()

@@ -5,24 +5,29 @@ from array import array
 import pytest
 import torch
 
+from headrace.core.cache import LayerCache
 from headrace.core.ids import SequenceId
+from headrace.core.layout import MemoryLayout
 from headrace.core.plan import Chunk
-from headrace.models.step import CacheShape
 from headrace.runner.attention import NaiveAttention
 from headrace.runner.inputs import pack
-from headrace.runner.storage import BlockStorage
+from headrace.runner.storage import CacheStorage
 
 HEADS, KV_HEADS, DIM, BLOCK = 4, 2, 8, 4
 CPU = torch.device("cpu")
 
 
+def storage_of(*cache: LayerCache) -> CacheStorage:
+    return CacheStorage(cache, MemoryLayout(BLOCK, num_blocks=8), torch.float32, CPU)
+
+
 def expected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> torch.Tensor:
     """Row by row, head by head, over a whole sequence from position 0 on."""
-    out = torch.zeros_like(q)
+    out = q.new_zeros(len(q), HEADS, v.shape[2])
     for i in range(len(q)):
         for head in range(HEADS):
-            first, group = max(0, i - window + 1), head // (HEADS // KV_HEADS)
-            scores = k[first : i + 1, group] @ q[i, head] / DIM**0.5
+            first, group = max(0, i - window + 1), head // (HEADS // k.shape[1])
+            scores = k[first : i + 1, group] @ q[i, head] / q.shape[2] ** 0.5
             out[i, head] = scores.softmax(0) @ v[first : i + 1, group]
     return out
 
@@ -31,7 +36,7 @@ def expected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> 
 @pytest.mark.parametrize("cut", [1, 4, 5, 11])
 def test_any_cut_over_scattered_blocks_gives_the_definition(window: int | None, cut: int) -> None:
     torch.manual_seed(0)
-    storage = BlockStorage(CacheShape(KV_HEADS, DIM, (window,)), 8, BLOCK, torch.float32, CPU)
+    storage = storage_of(LayerCache(KV_HEADS, DIM, DIM, window))
     attention = NaiveAttention(storage)
     q, k, v = (torch.randn(11, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
     out = torch.empty_like(q)
@@ -44,8 +49,22 @@ def test_any_cut_over_scattered_blocks_gives_the_definition(window: int | None, 
     torch.testing.assert_close(out, expected(q, k, v, window or 1000))
 
 
+def test_layers_may_differ_in_heads_windows_and_the_sizes_of_keys_and_values() -> None:
+    torch.manual_seed(0)
+    cache = LayerCache(KV_HEADS, DIM, DIM), LayerCache(1, DIM, 5, window=3), LayerCache(HEADS, 6, 9)
+    attention = NaiveAttention(storage_of(*cache))
+    chunk = Chunk(SequenceId(0), 0, 11, 0, (), array("i", [6, 1, 3]))
+    step = attention.step(pack([chunk], [array("i", [0] * 11)], BLOCK, CPU))
+    for layer, each in enumerate(cache):
+        q = torch.randn(11, HEADS, each.key_dim)
+        k = torch.randn(11, each.num_kv_heads, each.key_dim)
+        v = torch.randn(11, each.num_kv_heads, each.value_dim)
+        out = step.attend(layer, q, k, v)
+        torch.testing.assert_close(out, expected(q, k, v, each.window or 1000))
+
+
 def test_unwritten_positions_of_a_block_have_no_influence() -> None:
-    storage = BlockStorage(CacheShape(KV_HEADS, DIM, (None,)), 2, BLOCK, torch.float32, CPU)
+    storage = storage_of(LayerCache(KV_HEADS, DIM, DIM))
     storage.keys[0].fill_(float("nan"))
     storage.values[0].fill_(float("nan"))
     chunk = Chunk(SequenceId(0), 0, 2, 0, (), array("i", [1]))
@@ -58,7 +77,7 @@ def test_caps_soften_scores_and_sinks_take_a_share_of_the_weights() -> None:
     torch.manual_seed(0)
     sinks = torch.randn(HEADS)
     q, k, v = (torch.randn(5, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
-    storage = BlockStorage(CacheShape(KV_HEADS, DIM, (None,)), 2, BLOCK, torch.float32, CPU)
+    storage = storage_of(LayerCache(KV_HEADS, DIM, DIM))
     batch = pack(
         [Chunk(SequenceId(0), 0, 5, 0, (), array("i", [1, 0]))], [array("i", [0] * 5)], BLOCK, CPU
     )

@@ -1,21 +1,45 @@
 import torch
 
-from headrace.models.step import CacheShape
-from headrace.runner.storage import BlockStorage, bytes_per_position
+from headrace.core.cache import LayerCache, bytes_per_position, bytes_per_slot
+from headrace.core.layout import MemoryLayout
+from headrace.runner.storage import CacheStorage
 
-SHAPE = CacheShape(num_kv_heads=2, head_dim=3, windows=(None, 8))
+# attention to all, a window over values of another size than keys, and a state instead of both
+CACHE = (
+    LayerCache(num_kv_heads=2, key_dim=3, value_dim=3),
+    LayerCache(num_kv_heads=1, key_dim=7, value_dim=5, window=8),
+    LayerCache(state=(4, 3, 2), inputs=(3, 10)),
+)
+LAYOUT = MemoryLayout(block_size=5, num_blocks=4, num_slots=2, num_snapshots=1)
+
+
+def storage(dtype: torch.dtype = torch.float32) -> CacheStorage:
+    return CacheStorage(CACHE, LAYOUT, dtype, torch.device("cpu"))
 
 
 def test_a_copied_block_is_equal_in_every_layer_and_leaves_the_others_alone() -> None:
-    storage = BlockStorage(SHAPE, 4, 5, torch.float32, torch.device("cpu"))
-    for tensor in (*storage.keys, *storage.values):
+    held = storage()
+    for tensor in (*held.keys, *held.values):
         tensor.normal_()
-    before = [tensor.clone() for tensor in storage.keys]
-    storage.copy_block(1, 3)
-    for tensor, old in zip(storage.keys, before, strict=True):
+    before = [tensor.clone() for tensor in held.keys]
+    held.copy_block(1, 3)
+    for tensor, old in zip(held.keys, before, strict=True):
         assert torch.equal(tensor[3], old[1]) and torch.equal(tensor[:3], old[:3])
-    assert all(torch.equal(tensor[3], tensor[1]) for tensor in storage.values)
+    assert all(torch.equal(tensor[3], tensor[1]) for tensor in held.values)
 
 
-def test_a_position_takes_keys_and_values_of_every_layer() -> None:
-    assert bytes_per_position(SHAPE, torch.bfloat16) == 2 * 2 * 2 * 3 * 2
+def test_a_copied_slot_is_equal_in_states_and_inputs() -> None:
+    held = storage()
+    held.states[2].normal_()
+    held.inputs[2].normal_()
+    held.copy_slot(0, 2)
+    assert torch.equal(held.states[2][2], held.states[2][0])
+    assert torch.equal(held.inputs[2][2], held.inputs[2][0])
+
+
+def test_the_cache_says_how_many_bytes_the_tensors_take() -> None:
+    held = storage(torch.bfloat16)
+    of_blocks = sum(tensor.nbytes for tensor in (*held.keys, *held.values))
+    of_slots = sum(tensor.nbytes for tensor in (*held.states, *held.inputs))
+    assert of_blocks == 4 * 5 * bytes_per_position(CACHE, 2) > 0
+    assert of_slots == 3 * bytes_per_slot(CACHE, 2) > 0

@@ -9,6 +9,7 @@ from headrace.checkpoints.gguf_folder import labels
 from headrace.checkpoints.gguf_header import is_later_part
 from headrace.checkpoints.spec import ModelSpec, read_spec
 from headrace.config.settings import ModelConfig
+from headrace.core.cache import bytes_per_position
 from headrace.core.errors import ModelError
 
 
@@ -73,7 +74,7 @@ def _choice(name: str, spec: ModelSpec, config: ModelConfig) -> GgufChoice:
     quantize, instructions, _ = how_computed(config, spec, lane, cpu, dtype)
     needed = footprint(spec, dtype, instructions, quantize)
     longest = min(n for n in (spec.max_positions, config.max_model_len, 1 << 20) if n)
-    each = lane.position_bytes(spec, dtype) * longest
+    each = bytes_per_position(lane.cache_of(spec), dtype.itemsize) * longest
     room = config.kv_cache_memory_bytes or int(CACHE_SHARE["cpu"] * max(0, free - needed.held))
     detail = (
         f"{lane.traits.id}: it has its own implementation; {needed} of weights, "

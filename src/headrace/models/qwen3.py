@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from headrace.models.layers import Embedding, GatedMLP, RMSNorm, Rotary, Rotation
-from headrace.models.step import CacheShape, Step
+from headrace.models.step import Step
 from headrace.models.text_config import TextConfig, layer_windows, read_text_config
 
 WEIGHTS = {
@@ -65,7 +65,7 @@ class Qwen3(nn.Module):
     def __init__(self, config: TextConfig) -> None:
         super().__init__()
         c = config
-        self.cache_shape = CacheShape(c.num_kv_heads, c.head_dim, c.windows)
+        self.cache = c.cache
         self.embed = Embedding(c.vocab_size, c.hidden_size)
         self.layers = nn.ModuleList(Qwen3Layer(c, layer) for layer in range(c.num_layers))
         self.norm = RMSNorm(c.hidden_size, c.norm_eps)

@@ -5,6 +5,7 @@ from typing import Any
 import msgspec
 from torch import Tensor, nn
 
+from headrace.core.cache import LayerCache, ModelCache
 from headrace.core.errors import ModelError
 from headrace.models.layers import (
     Convolution,
@@ -17,7 +18,7 @@ from headrace.models.layers import (
     ShiftedNorm,
     SigmoidGate,
 )
-from headrace.models.step import CacheShape, StateShape, Step
+from headrace.models.step import Step
 from headrace.models.text_config import TextConfig, positive, read_text_config
 
 _ATTENTION, _DELTA_NET = "full_attention", "linear_attention"
@@ -51,7 +52,7 @@ WEIGHTS = {
 
 
 class Qwen35Config(msgspec.Struct, frozen=True):
-    text: TextConfig  # its windows are those of attention layers only
+    text: TextConfig
     kinds: tuple[str, ...]  # of each layer
     num_key_heads: int  # these and the following are of delta nets
     num_value_heads: int
@@ -62,6 +63,17 @@ class Qwen35Config(msgspec.Struct, frozen=True):
     @property
     def num_layers(self) -> int:
         return len(self.kinds)
+
+    @property
+    def cache(self) -> ModelCache:
+        delta_net = LayerCache(
+            state=(self.num_value_heads, self.key_dim, self.value_dim),
+            inputs=(self.width - 1, sum(self.channels)),
+        )
+        return tuple(
+            attention if kind == _ATTENTION else delta_net
+            for kind, attention in zip(self.kinds, self.text.cache, strict=True)
+        )
 
     @property
     def channels(self) -> tuple[int, int, int]:
@@ -119,10 +131,9 @@ class GatedDeltaNet(nn.Module):
 
 
 class Qwen35Layer(nn.Module):
-    def __init__(self, config: Qwen35Config, number: int) -> None:
+    def __init__(self, config: Qwen35Config, layer: int) -> None:
         super().__init__()
-        c, kind = config.text, config.kinds[number]
-        layer = config.kinds[:number].count(kind)  # of its kind: where its past is kept
+        c, kind = config.text, config.kinds[layer]
         self.input_norm = ShiftedNorm(c.hidden_size, c.norm_eps)
         if kind == _ATTENTION:
             self.attention = GatedAttention(c, layer)
@@ -144,15 +155,7 @@ class Qwen35(nn.Module):
     def __init__(self, config: Qwen35Config) -> None:
         super().__init__()
         c = config.text
-        state = StateShape(
-            num_layers=config.kinds.count(_DELTA_NET),
-            num_heads=config.num_value_heads,
-            key_dim=config.key_dim,
-            value_dim=config.value_dim,
-            num_channels=sum(config.channels),
-            num_inputs=config.width - 1,
-        )
-        self.cache_shape = CacheShape(c.num_kv_heads, c.head_dim, c.windows, state)
+        self.cache = config.cache
         self.embed = Embedding(c.vocab_size, c.hidden_size)
         self.layers = nn.ModuleList(Qwen35Layer(config, n) for n in range(config.num_layers))
         self.norm = ShiftedNorm(c.hidden_size, c.norm_eps)
@@ -179,7 +182,7 @@ class Qwen35(nn.Module):
         return Qwen35Config(
             read_text_config(
                 text,
-                windows=(None,) * kinds.count(_ATTENTION),
+                windows=(None,) * len(kinds),
                 has_qkv_bias=has_bias,
                 has_out_bias=has_bias,
                 can_turn_part=True,

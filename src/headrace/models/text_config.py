@@ -4,6 +4,7 @@ from typing import Any
 
 import msgspec
 
+from headrace.core.cache import LayerCache, ModelCache
 from headrace.core.errors import ModelError
 
 _ROPE_KINDS: dict[str, tuple[str, ...]] = {
@@ -56,6 +57,12 @@ class TextConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_layers(self) -> int:
         return len(self.windows)
+
+    @property
+    def cache(self) -> ModelCache:
+        """The cache where every layer attends."""
+        heads, dim = self.num_kv_heads, self.head_dim
+        return tuple(LayerCache(heads, dim, dim, window) for window in self.windows)
 
 
 def read_text_config(

@@ -10,7 +10,7 @@ from torch import Tensor
 from headrace.models.delta_rule import convolve, delta_rule
 from headrace.models.step import Step
 from headrace.runner.inputs import Batch
-from headrace.runner.storage import BlockStorage, StateStorage
+from headrace.runner.storage import CacheStorage
 
 
 class Attention(Protocol):
@@ -24,8 +24,8 @@ class NaiveAttention:
 
     def __init__(
         self,
-        storage: BlockStorage,
-        sinks: Sequence[Tensor] = (),
+        storage: CacheStorage,
+        sinks: Sequence[Tensor | None] = (),
         caps: Sequence[float | None] = (),
     ) -> None:
         self.storage = storage
@@ -49,7 +49,7 @@ class _NaiveStep:
         keys, values = self._storage.keys[layer], self._storage.values[layer]
         self._write(keys, k)
         self._write(values, v)
-        out = torch.empty_like(q)
+        out = q.new_empty(*q.shape[:2], v.shape[2])
         for chunk, first in enumerate(self._batch.first_rows.tolist()):
             end = first + int(self._batch.lengths[chunk])
             past = self._gather(keys, chunk), self._gather(values, chunk)
@@ -58,7 +58,7 @@ class _NaiveStep:
 
     def convolve(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
         out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-        for rows, inputs in self._by_sequence(self._states.inputs[layer]):
+        for rows, inputs in self._by_sequence(self._storage.inputs[layer]):
             extended = torch.cat((inputs, x[rows]))
             out[rows] = convolve(x[rows], weight, inputs)
             inputs.copy_(extended[len(extended) - len(inputs) :])
@@ -69,14 +69,9 @@ class _NaiveStep:
     ) -> Tensor:
         q, k, v = qkv
         out = torch.empty_like(v)
-        for rows, state in self._by_sequence(self._states.states[layer]):
+        for rows, state in self._by_sequence(self._storage.states[layer]):
             out[rows] = delta_rule((q[rows], k[rows], v[rows]), decay[rows], beta[rows], state)
         return out
-
-    @property
-    def _states(self) -> StateStorage:
-        assert self._storage.states is not None
-        return self._storage.states
 
     def _by_sequence(self, memory: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """Each chunk's rows and its sequence's part of the memory, zeroed where it begins."""
@@ -108,7 +103,7 @@ class _NaiveStep:
         own = torch.arange(start, start + length, device=q.device)[:, None]
         other = torch.arange(keys.shape[1], device=q.device)
         visible = other <= own  # [length, positions]
-        window = self._storage.shape.windows[layer]
+        window = self._storage.cache[layer].window
         if window is not None:
             visible &= other > own - window
         q = q.float().transpose(0, 1)  # [heads, length, dim]

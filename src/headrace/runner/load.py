@@ -8,6 +8,7 @@ import torch
 from headrace.checkpoints.fingerprint import fingerprint
 from headrace.checkpoints.spec import ModelSpec, read_spec
 from headrace.config.settings import ModelConfig
+from headrace.core.cache import bytes_per_slot
 from headrace.core.errors import ModelError
 from headrace.core.layout import MemoryLayout
 from headrace.core.loading import CHECKING, COMPILING, READING, WARMING, tell, tell_weights
@@ -91,7 +92,7 @@ def how_computed(
         # in float32 a file's values are computed exactly, as none of them is then rounded
         keeps = config.quantize == "auto" and dtype == torch.bfloat16
         groups = kept_groups(spec) if keeps else frozenset()
-        has_states = lane.has_states(spec)
+        has_states = bytes_per_slot(lane.cache_of(spec), dtype.itemsize) > 0
         try:
             choice = choose_instructions(config.kernels, dtype, quantize, groups, has_states)
         except ValueError as error:

@@ -16,15 +16,16 @@ from torch import Tensor, nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from headrace.core.cache import LayerCache, ModelCache, bytes_per_position
 from headrace.core.ids import SequenceId
 from headrace.core.layout import MemoryLayout
 from headrace.core.messages import InstructionSet, LaneFacts
 from headrace.core.plan import BlockCopy, Chunk
-from headrace.models.step import CacheShape, Step
+from headrace.models.step import Step
 from headrace.runner.attention import Attention, NaiveAttention
 from headrace.runner.inputs import pack
 from headrace.runner.lanes.foreign import FOREIGN_ERRORS, TOLERANCE, Signature
-from headrace.runner.storage import BlockStorage, bytes_per_position
+from headrace.runner.storage import CacheStorage
 from headrace_kernels import CpuAttention
 
 _PACKED, _NOTING = "headrace_packed", "headrace_noting"
@@ -56,24 +57,12 @@ class NotOnBlocks(Exception):
 class _Layer(NamedTuple):
     """How one layer attends."""
 
-    num_heads: int
-    num_kv_heads: int
-    key_dim: int
-    value_dim: int
-    window: int | None  # positions visible, the own one included; None: all
+    number: int
+    cache: LayerCache  # keys and values of one size: the shorter of the two ends in zeros
+    value_dim: int  # of the layer's own values
     scale: float  # of scores
     cap: float | None  # they are capped softly at this size
     sinks: Tensor | None  # [heads]: scores that hold no value
-
-    @property
-    def dim(self) -> int:
-        """Size of a stored key or value; the shorter of the two ends in zeros."""
-        return max(self.key_dim, self.value_dim)
-
-    @property
-    def group(self) -> tuple[int, int, bool, bool]:
-        """Layers of one group share a storage and an attention."""
-        return self.num_kv_heads, self.dim, self.cap is not None, self.sinks is not None
 
 
 class _Outlook(NamedTuple):
@@ -87,76 +76,59 @@ class ForeignAttention:
 
     def __init__(self, model: nn.Module) -> None:
         self._layers: dict[int, _Layer] = {}  # by the identity of the module that attends
-        self._places: dict[int, tuple[int, int]] = {}  # group, and number within it
-        self._attentions: list[Attention] = []
-        self._storages: list[BlockStorage] = []
-        self._steps: list[Step] = []
+        self._storage: CacheStorage
+        self._attention: Attention
+        self._step: Step
         for module in model.modules():
             _OWNERS[module] = self
 
     @property
-    def num_layers(self) -> int:
-        return len(self._layers)
+    def cache(self) -> ModelCache:
+        return tuple(layer.cache for layer in self._layers.values())
 
     @property
     def makes_masks(self) -> bool:
-        """Whether a mask is made for each chunk, somewhere."""
-        return any(isinstance(attention, NaiveAttention) for attention in self._attentions)
-
-    def _groups(self) -> list[list[_Layer]]:
-        groups: dict[tuple[int, int, bool, bool], list[_Layer]] = {}
-        for module, layer in self._layers.items():
-            members = groups.setdefault(layer.group, [])
-            self._places[module] = list(groups).index(layer.group), len(members)
-            members.append(layer)
-        return list(groups.values())
-
-    def bytes_per_position(self, dtype: torch.dtype) -> int:
-        return sum(bytes_per_position(_shape(group), dtype) for group in self._groups())
+        """Whether a mask is made for each chunk."""
+        return isinstance(self._attention, NaiveAttention)
 
     def open(
         self,
-        num_blocks: int,
-        block_size: int,
+        layout: MemoryLayout,
         dtype: torch.dtype,
         device: torch.device,
         instructions: InstructionSet,
     ) -> None:
-        """Takes the memory of that many blocks in every layer."""
-        self._storages, self._attentions = [], []
-        for group in self._groups():
-            storage = BlockStorage(_shape(group), num_blocks, block_size, dtype, device)
-            sinks = [x.sinks.float().contiguous() for x in group if x.sinks is not None]
-            attention: Attention
-            if instructions == "plain" or group[0].cap is not None:
-                attention = NaiveAttention(storage, sinks, [x.cap for x in group])
-            else:
-                attention = CpuAttention(storage, storage.shape.windows, sinks, instructions)
-            self._storages.append(storage)
-            self._attentions.append(attention)
+        """Takes the memory of the layout in every layer."""
+        self._storage = CacheStorage(self.cache, layout, dtype, device)
+        layers = self._layers.values()
+        sinks = [None if x.sinks is None else x.sinks.float().contiguous() for x in layers]
+        caps = [layer.cap for layer in layers]
+        if instructions == "plain" or any(cap is not None for cap in caps):
+            self._attention = NaiveAttention(self._storage, sinks, caps)
+        else:
+            windows = [layer.cache.window for layer in layers]
+            self._attention = CpuAttention(self._storage, windows, sinks, instructions)
 
     def begin(
         self, chunks: Sequence[Chunk], token_ids: Sequence["array[int]"]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """A step: its tokens, their positions, and the rows that are asked for."""
-        storage = self._storages[0]
-        batch = pack(chunks, token_ids, storage.block_size, storage.device)
-        self._steps = [attention.step(batch) for attention in self._attentions]
+        batch = pack(chunks, token_ids, self._storage.block_size, self._storage.device)
+        self._step = self._attention.step(batch)
         return batch.token_ids, batch.positions, batch.rows
 
     def copy_block(self, source: int, target: int) -> None:
-        for storage in self._storages:
-            storage.copy_block(source, target)
+        self._storage.copy_block(source, target)
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """[1, tokens, heads, dim] of q, k and v [1, heads, tokens, dim]."""
-        layer, (group, number) = self._layers[id(module)], self._places[id(module)]
-        dtype, kind = self._storages[group].keys[number].dtype, q.dtype
-        factor = layer.scale * layer.dim**0.5  # our attention scales by dim ** -0.5
+        layer = self._layers[id(module)]
+        dim, dtype, kind = layer.cache.key_dim, self._storage.keys[layer.number].dtype, q.dtype
+        factor = layer.scale * dim**0.5  # our attention scales by dim ** -0.5
         if factor != 1:
             q = q * factor
-        q, k, v = (_rows(x, layer.dim).to(dtype) for x in (q, k, v))
-        out = self._steps[group].attend(number, q, k, v)
+        q, k, v = (_rows(x, dim).to(dtype) for x in (q, k, v))
+        out = self._step.attend(layer.number, q, k, v)
         return out[None, ..., : layer.value_dim].to(kind)
 
     def note(
@@ -174,12 +146,11 @@ class ForeignAttention:
         if told is not None and mask.window not in (0, told):
             raise NotOnBlocks(f"names a window of {told} and masks one of {mask.window}")
         scale, sinks = options.get("scaling"), options.get("s_aux")
+        dim = max(k.shape[3], v.shape[3])
         self._layers[id(module)] = _Layer(
-            num_heads=q.shape[1],
-            num_kv_heads=k.shape[1],
-            key_dim=k.shape[3],
+            number=len(self._layers),
+            cache=LayerCache(k.shape[1], dim, dim, mask.window or None),
             value_dim=v.shape[3],
-            window=mask.window or None,
             scale=k.shape[3] ** -0.5 if scale is None else float(scale),
             cap=options.get("softcap"),
             sinks=None if sinks is None else sinks.detach().reshape(-1),
@@ -199,10 +170,6 @@ def _refuse_unknown(options: dict[str, Any]) -> None:
             raise NotOnBlocks(
                 f"hands the argument {name} to its attention, which ours does not know"
             )
-
-
-def _shape(group: list[_Layer]) -> CacheShape:
-    return CacheShape(group[0].num_kv_heads, group[0].dim, tuple(layer.window for layer in group))
 
 
 def _rows(x: Tensor, dim: int) -> Tensor:
@@ -284,20 +251,17 @@ class BlockCaches:
 
     def layout(self, free_bytes: int, wanted: int, block_size: int) -> int:
         """How many of the blocks wanted fit."""
-        block_bytes = block_size * self._attention.bytes_per_position(self._dtype)
-        return min(wanted, free_bytes // block_bytes)
+        each = bytes_per_position(self._attention.cache, self._dtype.itemsize)
+        return min(wanted, free_bytes // (block_size * each))
 
     def open(self, layout: MemoryLayout) -> None:
-        self._open(layout.num_blocks, layout.block_size)
+        self._attention.open(layout, self._dtype, self._device, self._instructions)
 
     @property
     def facts(self) -> LaneFacts:
         mask = "lazy-prefix" if self._attention.makes_masks else "none"
         why = f"packed, it answers as alone, within {self.error:.1g} of its largest logit"
         return LaneFacts("blocks", mask, why)
-
-    def _open(self, num_blocks: int, block_size: int) -> None:
-        self._attention.open(num_blocks, block_size, self._dtype, self._device, self._instructions)
 
     def forward(self, chunks: Sequence[Chunk], token_ids: Sequence["array[int]"]) -> Tensor:
         """Logits of the rows asked for."""
@@ -329,7 +293,7 @@ class BlockCaches:
         ids = torch.arange(_PROBE_LENGTHS[0], device=self._device)
         self._call(ids, ids, ids[-1:])
         config = self._model.config.get_text_config()
-        num_layers, num_attend = config.num_hidden_layers, self._attention.num_layers
+        num_layers, num_attend = config.num_hidden_layers, len(self._attention.cache)
         if num_attend < num_layers:
             raise NotOnBlocks(f"has {num_layers} layers, of which {num_attend} attend over blocks")
 
@@ -341,7 +305,7 @@ class BlockCaches:
         self._model.set_attn_implementation("eager")
         expected = [own(prompt) for prompt in prompts]
         self._model.set_attn_implementation(_PACKED)
-        self._open(8, _PROBE_BLOCK)
+        self.open(MemoryLayout(block_size=_PROBE_BLOCK, num_blocks=8))
         tables = array("i", [6, 1, 4]), array("i", [3, 7, 0])
         worst = 0.0
         for step in _PROBE_STEPS:

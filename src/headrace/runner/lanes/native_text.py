@@ -10,17 +10,17 @@ from torch import Tensor, nn
 from headrace.checkpoints.gguf_groups import Groups
 from headrace.checkpoints.spec import ModelSpec
 from headrace.checkpoints.weights import Settling, group_schemes, load_weights
+from headrace.core.cache import ModelCache, bytes_per_position, bytes_per_slot
 from headrace.core.layout import MemoryLayout
 from headrace.core.messages import LaneFacts, Quantize
 from headrace.core.plan import BlockCopy, Chunk, SlotCopy
 from headrace.models import layers
 from headrace.models.registry import family, has_head
-from headrace.models.step import CacheShape
 from headrace.runner.attention import Attention, NaiveAttention
 from headrace.runner.inputs import Batch, pack
 from headrace.runner.lanes.lane import LaneOptions, LaneTraits
 from headrace.runner.probe import give_back_freed
-from headrace.runner.storage import BlockStorage, bytes_per_position, bytes_per_slot
+from headrace.runner.storage import CacheStorage
 from headrace_kernels import (
     CapturedForward,
     CpuAttention,
@@ -70,13 +70,8 @@ class NativeText:
         self.weight_bytes = _weight_bytes(self._model)
 
     @staticmethod
-    def has_states(spec: ModelSpec) -> bool:
-        return _without_weights(spec).cache_shape.state is not None
-
-    @staticmethod
-    def position_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
-        """Bytes that the cache takes for each token of a sequence; states come on top."""
-        return bytes_per_position(_without_weights(spec).cache_shape, dtype)
+    def cache_of(spec: ModelSpec) -> ModelCache:
+        return _without_weights(spec).cache
 
     def _pack(self, quantize: Quantize) -> Callable[[str, Groups | None], None]:
         def pack(path: str, groups: Groups | None) -> None:
@@ -88,11 +83,10 @@ class NativeText:
     def layout(
         self, free_bytes: int, max_num_seqs: int, max_positions: int, block_size: int
     ) -> MemoryLayout:
-        shape: CacheShape = self._model.cache_shape
-        block_bytes = block_size * bytes_per_position(shape, self.dtype)
+        cache: ModelCache = self._model.cache
+        block_bytes = block_size * bytes_per_position(cache, self.dtype.itemsize)
         num_slots = num_snapshots = 0
-        if shape.state is not None:
-            slot_bytes = bytes_per_slot(shape.state, self.dtype)
+        if slot_bytes := bytes_per_slot(cache, self.dtype.itemsize):
             num_slots, num_snapshots = _share_slots(free_bytes // 2 // slot_bytes, max_num_seqs)
             free_bytes = max(0, free_bytes - (num_slots + num_snapshots) * slot_bytes)
             max_num_seqs = num_slots
@@ -108,23 +102,15 @@ class NativeText:
         )
 
     def open(self, layout: MemoryLayout) -> None:
-        self._storage = BlockStorage(
-            self._model.cache_shape,
-            layout.num_blocks,
-            layout.block_size,
-            self.dtype,
-            self.device,
-            num_slots=layout.num_slots + layout.num_snapshots,
-        )
+        self._storage = CacheStorage(self._model.cache, layout, self.dtype, self.device)
         self._attention: Attention
         if self._instructions == "plain":
             self._attention, self._hidden = NaiveAttention(self._storage), self._forward
             facts = LaneFacts(mask="lazy-prefix", encoder=self.traits.facts.encoder)
             self.traits = self.traits.but(facts=facts)
             return
-        self._attention = CpuAttention(
-            self._storage, self._storage.shape.windows, instructions=self._instructions
-        )
+        windows = [layer.window for layer in self._storage.cache]
+        self._attention = CpuAttention(self._storage, windows, instructions=self._instructions)
         width = -(-layout.max_positions // layout.block_size)
         self._hidden = CapturedForward(self._forward, width)
 
@@ -143,8 +129,7 @@ class NativeText:
         for copy in blocks:
             self._storage.copy_block(copy.source, copy.target)
         for each in slots:
-            assert self._storage.states is not None
-            self._storage.states.copy_slot(each.source, each.target)
+            self._storage.copy_slot(each.source, each.target)
 
 
 def _without_weights(spec: ModelSpec) -> Any:
