@@ -43,10 +43,10 @@ class LlamaAttention(nn.Module):
 
 
 class LlamaLayer(nn.Module):
-    def __init__(self, config: TextConfig, layer: int) -> None:
+    def __init__(self, config: TextConfig, attention: nn.Module) -> None:
         super().__init__()
         self.input_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.attention = LlamaAttention(config, layer)
+        self.attention = attention
         self.post_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = GatedMLP(config)
 
@@ -57,13 +57,15 @@ class LlamaLayer(nn.Module):
 
 class Llama(nn.Module):
     weights = WEIGHTS
+    attention: type[nn.Module] = LlamaAttention  # of its layers
 
     def __init__(self, config: TextConfig) -> None:
         super().__init__()
         c = config
         self.cache = c.cache
         self.embed = Embedding(c.vocab_size, c.hidden_size)
-        self.layers = nn.ModuleList(LlamaLayer(c, layer) for layer in range(c.num_layers))
+        attentions = (self.attention(c, layer) for layer in range(c.num_layers))
+        self.layers = nn.ModuleList(LlamaLayer(c, attention) for attention in attentions)
         self.norm = RMSNorm(c.hidden_size, c.norm_eps)
         self.head = nn.Linear(c.hidden_size, c.vocab_size, bias=False)
         if c.is_tied:

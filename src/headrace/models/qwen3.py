@@ -1,42 +1,26 @@
-"""Qwen3, dense: grouped attention whose queries and keys are normed per head, gated MLP."""
+"""Qwen3, dense: Llama whose queries and keys are normed per head, and windows on some layers."""
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from headrace.models.layers import Embedding, GatedMLP, RMSNorm, Rotary, Rotation
+from headrace.models.layers import RMSNorm, Rotation
+from headrace.models.llama import WEIGHTS as _LLAMA
+from headrace.models.llama import Llama, LlamaAttention
 from headrace.models.step import Step
 from headrace.models.text_config import TextConfig, layer_windows, read_text_config
 
-WEIGHTS = {
-    "embed": ("model.embed_tokens",),
-    "layers.*.input_norm": ("model.layers.*.input_layernorm",),
-    "layers.*.attention.qkv": (
-        "model.layers.*.self_attn.q_proj",
-        "model.layers.*.self_attn.k_proj",
-        "model.layers.*.self_attn.v_proj",
-    ),
+WEIGHTS = _LLAMA | {
     "layers.*.attention.q_norm": ("model.layers.*.self_attn.q_norm",),
     "layers.*.attention.k_norm": ("model.layers.*.self_attn.k_norm",),
-    "layers.*.attention.out": ("model.layers.*.self_attn.o_proj",),
-    "layers.*.post_norm": ("model.layers.*.post_attention_layernorm",),
-    "layers.*.mlp.gate_up": ("model.layers.*.mlp.gate_proj", "model.layers.*.mlp.up_proj"),
-    "layers.*.mlp.down": ("model.layers.*.mlp.down_proj",),
-    "norm": ("model.norm",),
-    "head": ("lm_head",),
 }
 
 
-class Qwen3Attention(nn.Module):
+class Qwen3Attention(LlamaAttention):
     def __init__(self, config: TextConfig, layer: int) -> None:
-        super().__init__()
-        c, self.layer = config, layer
-        self.heads = (c.num_heads, c.num_kv_heads, c.num_kv_heads)
-        self.dim = c.head_dim
-        self.qkv = nn.Linear(c.hidden_size, sum(self.heads) * c.head_dim, bias=c.has_qkv_bias)
-        self.out = nn.Linear(c.num_heads * c.head_dim, c.hidden_size, bias=c.has_out_bias)
-        self.q_norm = RMSNorm(c.head_dim, c.norm_eps)
-        self.k_norm = RMSNorm(c.head_dim, c.norm_eps)
+        super().__init__(config, layer)
+        self.q_norm = RMSNorm(config.head_dim, config.norm_eps)
+        self.k_norm = RMSNorm(config.head_dim, config.norm_eps)
 
     def forward(self, x: Tensor, rotate: Rotation, step: Step) -> Tensor:
         qkv = self.qkv(x).view(len(x), -1, self.dim)  # [tokens, heads + 2 kv_heads, dim]
@@ -46,33 +30,9 @@ class Qwen3Attention(nn.Module):
         return self.out(step.attend(self.layer, q, k, v).flatten(1))  # [tokens, hidden]
 
 
-class Qwen3Layer(nn.Module):
-    def __init__(self, config: TextConfig, layer: int) -> None:
-        super().__init__()
-        self.input_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.attention = Qwen3Attention(config, layer)
-        self.post_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp = GatedMLP(config)
-
-    def forward(self, x: Tensor, rotate: Rotation, step: Step) -> Tensor:
-        x = x + self.attention(self.input_norm(x), rotate, step)
-        return x + self.mlp(self.post_norm(x))
-
-
-class Qwen3(nn.Module):
+class Qwen3(Llama):
     weights = WEIGHTS
-
-    def __init__(self, config: TextConfig) -> None:
-        super().__init__()
-        c = config
-        self.cache = c.cache
-        self.embed = Embedding(c.vocab_size, c.hidden_size)
-        self.layers = nn.ModuleList(Qwen3Layer(c, layer) for layer in range(c.num_layers))
-        self.norm = RMSNorm(c.hidden_size, c.norm_eps)
-        self.head = nn.Linear(c.hidden_size, c.vocab_size, bias=False)
-        if c.is_tied:
-            self.head.weight = self.embed.weight
-        self.rotary = Rotary(c)
+    attention = Qwen3Attention
 
     @staticmethod
     def read(config: dict[str, Any]) -> TextConfig:
@@ -81,11 +41,3 @@ class Qwen3(nn.Module):
         return read_text_config(
             config, layer_windows(config, window), has_qkv_bias=has_bias, has_out_bias=has_bias
         )
-
-    def forward(self, token_ids: Tensor, step: Step) -> Tensor:
-        """Hidden states [tokens, hidden], ready for `head`, of token_ids [tokens]."""
-        x = self.embed(token_ids)
-        rotate = self.rotary(step.positions)
-        for layer in self.layers:
-            x = layer(x, rotate, step)
-        return self.norm(x)

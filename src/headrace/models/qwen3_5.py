@@ -18,21 +18,12 @@ from headrace.models.layers import (
     ShiftedNorm,
     SigmoidGate,
 )
+from headrace.models.qwen3 import WEIGHTS as _QWEN3
 from headrace.models.step import Step
 from headrace.models.text_config import TextConfig, positive, read_text_config
 
 _ATTENTION, _DELTA_NET = "full_attention", "linear_attention"
-WEIGHTS = {
-    "embed": ("model.embed_tokens",),
-    "layers.*.input_norm": ("model.layers.*.input_layernorm",),
-    "layers.*.attention.qkv": (
-        "model.layers.*.self_attn.q_proj",
-        "model.layers.*.self_attn.k_proj",
-        "model.layers.*.self_attn.v_proj",
-    ),
-    "layers.*.attention.q_norm": ("model.layers.*.self_attn.q_norm",),
-    "layers.*.attention.k_norm": ("model.layers.*.self_attn.k_norm",),
-    "layers.*.attention.out": ("model.layers.*.self_attn.o_proj",),
+WEIGHTS = _QWEN3 | {
     "layers.*.delta_net.project": (
         "model.layers.*.linear_attn.in_proj_qkv",
         "model.layers.*.linear_attn.in_proj_z",
@@ -43,11 +34,6 @@ WEIGHTS = {
     "layers.*.delta_net.gates": ("model.layers.*.linear_attn",),
     "layers.*.delta_net.norm": ("model.layers.*.linear_attn.norm",),
     "layers.*.delta_net.out": ("model.layers.*.linear_attn.out_proj",),
-    "layers.*.post_norm": ("model.layers.*.post_attention_layernorm",),
-    "layers.*.mlp.gate_up": ("model.layers.*.mlp.gate_proj", "model.layers.*.mlp.up_proj"),
-    "layers.*.mlp.down": ("model.layers.*.mlp.down_proj",),
-    "norm": ("model.norm",),
-    "head": ("lm_head",),
 }
 
 
