@@ -11,14 +11,17 @@ import numpy as np
 from numba import njit
 
 from headrace_kernels.numeric import FAST, widen
+from headrace_kernels.registers import HAS_512, MANY, reached
 from headrace_kernels.tiles import LANES, block_tile
 
 WIDEST = 8  # vectors of a tile
-_ROWS = 12  # of a tile, at most
 _WORD = 4  # bytes
 _VECTOR = LANES * _WORD
-_tile_2x8, _tile_4x4 = block_tile(2, 8), block_tile(4, 4)
-_tile_2, _tile_4, _tile_8, _tile_12 = (block_tile(num_rows, 2) for num_rows in (2, 4, 8, 12))
+if HAS_512:
+    _tile_2x8, _tile_4x4 = block_tile(2, 8), block_tile(4, 4)
+    _tile_2, _tile_4, _tile_8, _tile_12 = (block_tile(num_rows, 2) for num_rows in (2, 4, 8, 12))
+else:
+    _tile_2x2, _tile_4x1, _tile_6x1 = block_tile(2, 2), block_tile(4, 1), block_tile(6, 1)
 
 
 @njit(inline="always")
@@ -94,11 +97,11 @@ def _clear(words: Any) -> None:
 @njit(inline="always")
 def padded(num_rows: int) -> int:
     """Rows that tiles reach, of queries, of scores and of sums."""
-    return 2 if num_rows <= 2 else (num_rows + 3) // 4 * 4
+    return 2 if num_rows <= 2 else reached(num_rows)
 
 
 @njit
-def _multiply(memory: Any, where: Any, places: Any, x: Any, out: Any) -> None:
+def _multiply_512(memory: Any, where: Any, places: Any, x: Any, out: Any) -> None:
     """out [rows, 16 * columns] (+)= x [rows, numbers of lines] times what lies in memory.
 
     where: lines and columns, in bytes, which add up. places: the number of columns, whether to add,
@@ -109,7 +112,7 @@ def _multiply(memory: Any, where: Any, places: Any, x: Any, out: Any) -> None:
     wide = WIDEST if num_rows <= 2 else 4 if num_rows <= 4 else 2
     while column < num_columns:
         wide = wide if column + wide <= num_columns else 2
-        for row in range(0, num_rows, _ROWS):
+        for row in range(0, num_rows, MANY):
             left, at = num_rows - row, (row, column, more_lines, wide * more_tiles, adds)
             if wide == WIDEST:
                 _tile_2x8(memory, where, x, out, at)
@@ -124,6 +127,27 @@ def _multiply(memory: Any, where: Any, places: Any, x: Any, out: Any) -> None:
             else:
                 _tile_2(memory, where, x, out, at)
         column += wide
+
+
+@njit
+def _multiply_256(memory: Any, where: Any, places: Any, x: Any, out: Any) -> None:
+    """The same by the tiles that 16 registers hold."""
+    num_columns, adds, more_lines, more_tiles = places
+    num_rows = x.shape[0]
+    if num_rows <= 2:
+        for column in range(0, num_columns, 2):
+            _tile_2x2(memory, where, x, out, (0, column, more_lines, 2 * more_tiles, adds))
+        return
+    for column in range(num_columns):
+        for row in range(0, num_rows, MANY):
+            at = row, column, more_lines, more_tiles, adds
+            if num_rows - row > 4:
+                _tile_6x1(memory, where, x, out, at)
+            else:
+                _tile_4x1(memory, where, x, out, at)
+
+
+_multiply = _multiply_512 if HAS_512 else _multiply_256
 
 
 @njit(inline="always")

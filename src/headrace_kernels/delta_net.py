@@ -1,7 +1,7 @@
 """Owns what a gated delta net computes of its past: the convolution and the rule.
 
 The rule goes token by token, so that no cut of a prompt changes a bit. A head's state is taken in
-tiles of 64 columns, which do not need each other and stay in the first cache for a whole chunk.
+tiles of some columns, which do not need each other and stay in the first cache for a whole chunk.
 """
 
 from typing import Any, NamedTuple
@@ -278,7 +278,7 @@ def delta_rule(
 
     q, k: [tokens, key_heads, key_dim], v: [tokens, heads, value_dim], parts of the same rows; decay
     and beta: [tokens, heads], contiguous; states: float32 [slots, heads, key_dim, value_dim]. The
-    numbers of a head's state lie in tiles [key_dim, 64] where its sizes allow.
+    numbers of a head's state lie in tiles [key_dim, COLUMNS] where its sizes allow.
     """
     q, k, v = qkv
     out = torch.empty(v.shape, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Owns the inner loops of the delta rule, which need explicit vectors: some tokens, 64 columns."""
+"""Owns the inner loops of the delta rule, which need explicit vectors."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,6 +8,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from headrace_kernels.registers import HAS_512
 from headrace_kernels.tiles import (
     FLOATS,
     LANES,
@@ -19,7 +20,8 @@ from headrace_kernels.tiles import (
     spread_over,
 )
 
-_VECTORS = 4  # of a tile's row: as many sums side by side do not wait for each other
+_VECTORS = 4 if HAS_512 else 1  # of a tile's row. 512 bits: four sums do not wait for each other.
+# 256: two sums of two registers, the move in two, what is kept, three numbers of q and k: 10 of 16
 COLUMNS = _VECTORS * LANES  # of a tile
 _AHEAD = 3  # tokens
 _F32, _I64 = ir.FloatType(), ir.IntType(64)
@@ -143,9 +145,9 @@ def _emit_delta_tile(typing_context: Any, state: Any, qkv: Any, out: Any, at: An
 delta_tile: Any = intrinsic(_emit_delta_tile)
 """delta_tile(state, (q, k, v), out, (first, count, column), factors).
 
-The formulas of models/delta_rule.py for `count` tokens, at least 1, from `first` on and 64 columns
-of a head: state [key_dim, 64] is moved on by one token after another, and out [tokens, value_dim]
-gets what each token's query then finds. q, k and v [tokens, dim] are not scaled; factors [count, 4]
-are what the state keeps, the key's scale, beta and the query's scale. All are float32 with
-contiguous rows. A token's bits do not depend on how tokens are shared among calls.
+The formulas of models/delta_rule.py for `count` tokens, at least 1, from `first` on and COLUMNS
+of a head: state [key_dim, COLUMNS] is moved on by one token after another, and out [tokens,
+value_dim] gets what each token's query then finds. q, k and v [tokens, dim] are not scaled;
+factors [count, 4] are what the state keeps, the key's scale, beta and the query's scale. All are
+float32 with contiguous rows. A token's bits do not depend on how tokens are shared among calls.
 """

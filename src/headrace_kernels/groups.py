@@ -25,7 +25,8 @@ from headrace_kernels.instruction_sets import InstructionSet, instruction_sets_h
 from headrace_kernels.launch import Kernel
 from headrace_kernels.numeric import compiled_as, f32_at, i8_at, largest_size, u16_at
 from headrace_kernels.product import product_by, read_product, scale_and_bias, to_int16
-from headrace_kernels.tiles import PANEL
+from headrace_kernels.registers import HAS_512
+from headrace_kernels.tiles import PANEL, num_tiles, over_panel
 
 
 class Scheme(NamedTuple):
@@ -52,7 +53,7 @@ _PANELS_AT_ONCE = 32  # while packing
 _ROWS_AT_ONCE = 256  # of float32, while quantizing
 _SMALLEST = 2**-24  # above 0 of float16
 _INT16_MAX = np.float32(32767)
-_ROWS = 12  # at once, at most
+_GROUPS = 8  # as product._LINES
 _FEW_ROWS = 16  # up to which groups are not worth laying out for AMX
 
 
@@ -146,33 +147,24 @@ def _product_amx(bits: int, has_minimum: bool) -> Any:
 
 
 def _product_of(bits: int, has_minimum: bool) -> Any:
-    tile_12, tile_8, tile_4, tile_2, tile_1 = (
-        group_tile(num_rows, bits, has_minimum) for num_rows in (12, 8, 4, 2, 1)
-    )
-    head, line_bytes = PANEL * 2 * (1 + has_minimum), PANEL * bits // 4
+    def tile_of(num_rows: int, num_vectors: int) -> Any:
+        return group_tile(num_rows, num_vectors, bits, has_minimum)
 
     name = f"groups_{bits}{'_and_minimum' if has_minimum else ''}"
+    take = over_panel(name, tile_of)
+    head, line_bytes = PANEL * 2 * (1 + has_minimum), PANEL * bits // 4
 
     @compiled_as(name)
     def multiply(w: Any, x: Any, scales: Any, num_rows: int, out: Any, after: Any) -> None:
-        """out = x times w [groups, bytes]; as product.multiply, which adds."""
-        num_tiles, num_lines = (num_rows + _ROWS - 1) // _ROWS, (w.shape[1] - head) // line_bytes
-        share = (after.size // w.shape[0] + num_tiles - 1) // num_tiles if after.size else 0
-        base = np.int64(after.ctypes.data)
-        for row in range(0, num_rows, _ROWS):
-            left, rows, own, sums = num_rows - row, x[row:], scales[row:], out[row:]
-            places = num_lines, base, share
-            if left > 8:
-                tile_12(w, rows, own, sums, places)
-            elif left > 4:
-                tile_8(w, rows, own, sums, places)
-            elif left > 2:
-                tile_4(w, rows, own, sums, places)
-            elif left == 2:
-                tile_2(w, rows, own, sums, places)
-            else:
-                tile_1(w, rows, own, sums, places)
-            base += w.shape[0] * share
+        """out += x times w [groups, bytes]; as product.multiply."""
+        num_groups, num_lines = w.shape[0], (w.shape[1] - head) // line_bytes
+        all_tiles = num_groups * num_tiles(num_rows)
+        share = (after.size + all_tiles - 1) // all_tiles
+        base, at_once = np.int64(after.ctypes.data), num_groups if HAS_512 else _GROUPS
+        for first in range(0, num_groups, at_once):
+            count = min(at_once, num_groups - first)
+            span = first, count, num_lines, share
+            base = take(w, (x, scales, out), num_rows, span, (base, count * share))
 
     return product_by(name, _quantize, multiply, np.int16, _scale_and_sum)
 

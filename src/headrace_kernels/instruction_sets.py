@@ -3,10 +3,8 @@
 from functools import cache
 from typing import Literal, get_args
 
-import llvmlite.binding as llvm  # type: ignore[import-untyped]
-from numba.core import config
-
 from headrace_kernels.amx import has_amx
+from headrace_kernels.registers import WIDE, features
 
 InstructionSet = Literal["amx", "bf16dot", "avx512", "avx2", "plain"]
 INSTRUCTION_SETS: tuple[InstructionSet, ...] = get_args(InstructionSet)
@@ -18,8 +16,8 @@ NAMES = {"amx": "AMX", "bf16dot": "AVX512-BF16", "avx512": "AVX-512", "avx2": "A
 @cache
 def instruction_sets_here() -> tuple[InstructionSet, ...]:
     """The best comes first, plain last."""
-    has = _features()
-    has_512 = {"avx512f", "avx512bw"} <= has
+    has = features()
+    has_512 = has >= WIDE
     can_run: dict[InstructionSet, bool] = {
         "amx": has_512 and has_amx(),
         "bf16dot": has_512 and "avx512bf16" in has,
@@ -29,11 +27,3 @@ def instruction_sets_here() -> tuple[InstructionSet, ...]:
         "plain": True,
     }
     return tuple(one for one in INSTRUCTION_SETS if can_run[one])
-
-
-def _features() -> set[str]:
-    """LLVM's names of the instructions that Numba compiles for: NUMBA_CPU_FEATURES or all."""
-    stated = config.CPU_FEATURES  # type: ignore[attr-defined]
-    if stated is not None:
-        return {name[1:] for name in stated.split(",") if name.startswith("+")}
-    return {name for name, has in llvm.get_host_cpu_features().items() if has}

@@ -40,19 +40,28 @@ from headrace_kernels.numeric import (
     u16_at,
     widen,
 )
-from headrace_kernels.tiles import CACHE_LINE, PANEL, empty_rows, panel_tile
+from headrace_kernels.registers import HAS_512, MANY, reached
+from headrace_kernels.tiles import (
+    CACHE_LINE,
+    PANEL,
+    empty_rows,
+    num_tiles,
+    over_panel,
+    panel_tile,
+)
 
-_TILE = 12  # rows, at most
-_BLOCK_BYTES = 600 << 10  # of widened rows: they stay in the second cache
+_LINES = 128  # that stay in the first cache while all rows pass, where a tile has few of these
+_BLOCK_BYTES = (600 if HAS_512 else 300) << 10  # of widened rows: they stay in the second cache
 Kernels = Mapping[torch.dtype, Kernel]
 _INT16_MAX = np.float32(32767)
-_tile_12, _tile_8, _tile_4 = panel_tile(12), panel_tile(8), panel_tile(4)
-_tile_2, _tile_1 = panel_tile(2), panel_tile(1)
 _amx_2, _amx_1 = amx_tile(2, False), amx_tile(1, False)
 _LINE_BYTES = 4 * PANEL  # of a panel's line, two bfloat16 numbers for each output
 _STEP_BYTES = TILE * _LINE_BYTES
 _AMX_ROWS = 2 * TILE  # at once
 _FEW_ROWS = 16  # up to which int8 is not worth laying out for AMX
+
+
+_take = over_panel("product", panel_tile)
 
 
 @njit
@@ -61,26 +70,14 @@ def multiply(w: Any, x: Any, scales: Any, num_rows: int, out: Any, after: Any) -
 
     Each tile asks for its share of `after`, which is as long as w, or empty.
     """
-    num_tiles, num_lines = (num_rows + _TILE - 1) // _TILE, w.shape[0]
-    apart = after.size * after.itemsize // (num_tiles * num_lines)
-    in_group = num_lines if scales.shape[1] == 1 else GROUP // 2
+    num_lines, is_grouped = w.shape[0], scales.shape[1] > 1
+    apart = after.size * after.itemsize // (num_tiles(num_rows) * num_lines)
+    at_once = GROUP // 2 if is_grouped else num_lines if HAS_512 else _LINES
     base = np.int64(after.ctypes.data)
-    for first in range(0, num_lines, in_group):
-        count = min(in_group, num_lines - first)
-        for row in range(0, num_rows, _TILE):
-            left, rows, own, sums = num_rows - row, x[row:], scales[row:], out[row:]
-            places = (first, count, first // in_group, base, apart)
-            if left > 8:
-                _tile_12(w, rows, own, sums, places)
-            elif left > 4:
-                _tile_8(w, rows, own, sums, places)
-            elif left > 2:
-                _tile_4(w, rows, own, sums, places)
-            elif left == 2:
-                _tile_2(w, rows, own, sums, places)
-            else:
-                _tile_1(w, rows, own, sums, places)
-            base += count * apart
+    for first in range(0, num_lines, at_once):
+        count = min(at_once, num_lines - first)
+        span = first, count, first // at_once if is_grouped else 0, apart
+        base = _take(w, (x, scales, out), num_rows, span, (base, count * apart))
 
 
 @njit
@@ -166,9 +163,9 @@ def product_by(name: str, take_in: Any, multiply: Any, dtype: Any, num_scales: A
         w [panels, lines, numbers]; target: y [rows, outputs], scale and bias by output.
         """
         num_panels, (num_rows, num_inputs) = w.shape[0], x.shape
-        size = min(num_rows, max(_BLOCK_BYTES // (num_bytes * num_inputs) // _TILE, 1) * _TILE)
+        size = min(num_rows, max(_BLOCK_BYTES // (num_bytes * num_inputs) // MANY, 1) * MANY)
         num_pieces = (num_rows + size - 1) // size * num_panels
-        padded = (size + 3) // 4 * 4  # as far as a tile reaches
+        padded = reached(size)
         wide = empty_rows(padded, num_inputs + apart, dtype)
         wide[size:], wide[:, num_inputs:] = 0, 0
         scales = np.ones((padded, num_scales(w[0], num_inputs)), np.float32)

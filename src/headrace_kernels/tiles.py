@@ -16,6 +16,9 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from headrace_kernels.numeric import compiled_as
+from headrace_kernels.registers import HAS_512, MANY
+
 SHORTS = 32  # int16 numbers of a vector
 PANEL = 32  # outputs whose weights lie side by side
 LANES = 16
@@ -30,7 +33,6 @@ _KINDS = {
     types.int64: "int64",
     types.float32: "float",
 }
-Pair = tuple[Any, Any]
 
 
 class _BFloat(ir.Type):
@@ -148,7 +150,8 @@ class Matrix:
 class Sums:
     """The sums of a tile, rows x vectors of `out`; each stays in a register for all of a loop.
 
-    Of 32 registers the largest tiles take, where bfloat16 pairs widen to two weights by a mask:
+    Of 32 registers (of 16 half as large: see registers.py) the largest tiles take, where bfloat16
+    pairs widen to two weights by a mask:
 
         12 rows x 2 vectors = 24 sums +  4 weights + 1 mask + 1 input = 30
          4 rows x 4 vectors = 16 sums +  8 weights + 1 mask + 1 input = 26
@@ -172,9 +175,11 @@ class Sums:
             self._builder.store(total, pointer, align=4)
 
 
-def panel_sums(builder: Any, out: Matrix, num_rows: int) -> Sums:
-    """The first rows by the outputs of a panel."""
-    return Sums(builder, out, [_I64(m) for m in range(num_rows)], [_I64(0), _I64(LANES)])
+def panel_sums(builder: Any, out: Matrix, num_rows: int, num_vectors: int, part: Any) -> Sums:
+    """The first rows by the outputs of a panel, or of one of its halves."""
+    first = builder.mul(part, _I64(LANES))
+    columns = [builder.add(first, _I64(LANES * v)) for v in range(num_vectors)]
+    return Sums(builder, out, [_I64(m) for m in range(num_rows)], columns)
 
 
 def add_products(
@@ -247,29 +252,32 @@ def block_tile(num_rows: int, num_vectors: int) -> Any:
     return intrinsic(typed)
 
 
-def panel_tile(num_rows: int) -> Any:
-    """tile(w, x, scales, out, (first, count, group, base, apart)): adds the products of some lines.
+def panel_tile(num_rows: int, num_vectors: int) -> Any:
+    """tile(w, (x, scales, out), (first, count, group, apart, part, base)): adds lines' products.
 
     w [lines, 2 * PANEL] is a panel of PANEL outputs; a line is two inputs, side by side for each
     output. x [rows, inputs or more]; out [num_rows, PANEL] is float32 and contiguous.
 
     Of bfloat16 bits and float32 or bfloat16 bits: out[j, n] += the sum over inputs k of lines
     [first, first + count) of w's [k, n] times x[j, k]. Of int8 and int16: that sum, less than 2^31,
-    times scales[j, group]. With line i as much is fetched from base + i * apart bytes on.
+    times scales[j, group]. With line i as much is fetched from base + i * apart bytes on. A tile of
+    one vector takes a half of the panel and of out, that of number `part`; else `part` is 0.
     """
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         b, kinds = builder, signature.args
-        w, x, scales, out = (Matrix(context, b, kinds[i], args[i]) for i in range(4))
-        first, count, group, base, apart = cgutils.unpack_tuple(b, args[4])
-        rows, sums = [x.row(_I64(0), m) for m in range(num_rows)], panel_sums(b, out, num_rows)
-        is_int8 = w.kind == "int8"
+        w, of = Matrix(context, b, kinds[0], args[0]), cgutils.unpack_tuple(b, args[1])
+        x, scales, out = (Matrix(context, b, *pair) for pair in zip(kinds[1], of, strict=True))
+        first, count, group, apart, part, base = cgutils.unpack_tuple(b, args[2])
+        rows = [x.row(_I64(0), m) for m in range(num_rows)]
+        sums = panel_sums(b, out, num_rows, num_vectors, part)
+        is_int8, column = w.kind == "int8", b.mul(part, _I64(PANEL))
 
         def body(at: Any, totals: list[Any]) -> list[Any]:
             number = b.add(first, at)
-            terms = _terms_of(b, w.at(number, _I64(0)), w.kind, x.kind)
+            terms = _terms_of(b, w.at(number, column), w.kind, x.kind, num_vectors)
             there = b.add(base, b.mul(at, apart))
-            for k in range(1 if is_int8 else 2):
+            for k in range(1 if is_int8 else num_vectors):
                 fetch(b, b.add(there, _I64(k * CACHE_LINE)))
             places = [b.add(row, b.mul(number, _I64(4 * len(terms)))) for row in rows]
             return add_products(b, totals, terms, places, x.unit)
@@ -278,17 +286,77 @@ def panel_tile(num_rows: int) -> Any:
         if is_int8:
             exact = [b.sitofp(total, FLOATS) for total in loop(b, count, sums.int_zeros, body)]
             factors = [load(b, scales.at(_I64(m), group), _F32, 4) for m in range(num_rows)]
-            by = [spread_over(b, factor) for factor in factors for _ in range(2)]
+            by = [spread_over(b, factor) for factor in factors for _ in range(num_vectors)]
             totals = [add_product(b, *term) for term in zip(begin, exact, by, strict=True)]
         else:
             totals = loop(b, count, begin, body)
         sums.store(totals)
         return context.get_dummy_value()
 
-    def typed(typing: Any, w: Any, x: Any, scales: Any, out: Any, places: Any) -> Any:
-        return types.void(w, x, scales, out, places), emit
+    def typed(typing: Any, w: Any, rows: Any, span: Any) -> Any:
+        return types.void(w, rows, span), emit
 
     return intrinsic(typed)
+
+
+def over_panel(name: str, tile_of: Callable[[int, int], Any]) -> Any:
+    """take(w, (x, by, out), num_rows, span, (base, share)): a panel's tiles, `share` bytes each.
+
+    Returns the base after them. `tile_of` makes tiles of rows and vectors, called as panel_tile's;
+    `span` is the first of their numbers.
+    """
+    if HAS_512:
+        tile_12, tile_8, tile_4 = tile_of(12, 2), tile_of(8, 2), tile_of(4, 2)
+    else:
+        tile_6, tile_4 = tile_of(6, 1), tile_of(4, 1)
+    tile_2, tile_1 = tile_of(2, 2), tile_of(1, 2)
+
+    @compiled_as(name, inline="always")
+    def take_512(w: Any, rows: Any, num_rows: int, span: Any, after: Any) -> Any:
+        (x, by, out), (base, share) = rows, after
+        for row in range(0, num_rows, MANY):
+            left, own, at = num_rows - row, (x[row:], by[row:], out[row:]), (*span, 0, base)
+            if left > 8:
+                tile_12(w, own, at)
+            elif left > 4:
+                tile_8(w, own, at)
+            elif left > 2:
+                tile_4(w, own, at)
+            elif left == 2:
+                tile_2(w, own, at)
+            else:
+                tile_1(w, own, at)
+            base += share
+        return base
+
+    @compiled_as(name, inline="always")
+    def take_256(w: Any, rows: Any, num_rows: int, span: Any, after: Any) -> Any:
+        (x, by, out), (base, share) = rows, after
+        if num_rows <= 2:
+            if num_rows == 2:
+                tile_2(w, rows, (*span, 0, base))
+            else:
+                tile_1(w, rows, (*span, 0, base))
+            return base + share
+        for part in range(PANEL // LANES):
+            for row in range(0, num_rows, MANY):
+                own, at = (x[row:], by[row:], out[row:]), (*span, part, base)
+                if num_rows - row > 4:
+                    tile_6(w, own, at)
+                else:
+                    tile_4(w, own, at)
+                base += share
+        return base
+
+    return take_512 if HAS_512 else take_256
+
+
+@njit(inline="always")
+def num_tiles(num_rows: int) -> int:
+    """The tiles that a panel takes by `over_panel`."""
+    if HAS_512:
+        return (num_rows + MANY - 1) // MANY
+    return 1 if num_rows <= 2 else PANEL // LANES * ((num_rows + MANY - 1) // MANY)
 
 
 def fused(builder: Any, a: Any, b: Any, total: Any) -> Any:
@@ -305,18 +373,19 @@ def halves(builder: Any, address: Any) -> list[Any]:
     return [builder.fpext(part, FLOATS) for part in parts]
 
 
-def _terms_of(builder: Any, address: Any, kind: str, by: str) -> list[Pair]:
-    """The line's weights, each pair of vectors those of all outputs for one load of x's.
+def _terms_of(
+    builder: Any, address: Any, kind: str, by: str, num_vectors: int
+) -> list[tuple[Any, ...]]:
+    """The line's weights, each tuple of vectors those of all outputs for one load of x's.
 
     bfloat16: floats, input by input, or words for pairs. int8: int16, both inputs at once.
     """
     if kind == "bf16":
-        second = builder.add(address, _I64(CACHE_LINE))
-        halves = _widened(builder, address, kind, by), _widened(builder, second, kind, by)
-        return list(zip(*halves, strict=True))
+        places = [builder.add(address, _I64(CACHE_LINE * v)) for v in range(num_vectors)]
+        return list(zip(*(_widened(builder, place, kind, by) for place in places), strict=True))
     stored, wide = ir.VectorType(ir.IntType(8), SHORTS), ir.VectorType(ir.IntType(16), SHORTS)
-    parts = [load(builder, builder.add(address, _I64(size)), stored, 1) for size in (0, SHORTS)]
-    return [(builder.sext(parts[0], wide), builder.sext(parts[1], wide))]
+    places = [builder.add(address, _I64(SHORTS * v)) for v in range(num_vectors)]
+    return [tuple(builder.sext(load(builder, place, stored, 1), wide) for place in places)]
 
 
 def _add_term(builder: Any, total: Any, a: Any, b: Any) -> Any:
@@ -330,8 +399,8 @@ def _add_term(builder: Any, total: Any, a: Any, b: Any) -> Any:
     return builder.add(total, builder.add(even, odd))
 
 
-def spread_over(builder: Any, number: Any) -> Any:
+def spread_over(builder: Any, number: Any, size: int = LANES) -> Any:
     """A vector of the same number everywhere."""
-    vector = ir.VectorType(number.type, LANES)
+    vector = ir.VectorType(number.type, size)
     first = builder.insert_element(ir.Constant(vector, ir.Undefined), number, _I32(0))
-    return picked(builder, first, first, [0] * LANES)
+    return picked(builder, first, first, [0] * size)

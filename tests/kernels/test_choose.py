@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 import torch
 
-from headrace_kernels import attention, choose, instruction_sets
+from headrace_kernels import attention, choose, instruction_sets, registers
 from headrace_kernels.choose import choose_instructions
 from headrace_kernels.instruction_sets import INSTRUCTION_SETS, instruction_sets_here
 from headrace_kernels.linear import Quantize
@@ -21,7 +21,7 @@ def processor(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Makes the processor have just these instructions, as LLVM calls them, and AMX or not."""
 
     def have(*names: str, has_amx: bool = False) -> tuple[str, ...]:
-        monkeypatch.setattr(instruction_sets, "_features", lambda: set(names))
+        monkeypatch.setattr(instruction_sets, "features", lambda: set(names))
         monkeypatch.setattr(instruction_sets, "has_amx", lambda: has_amx)
         return instruction_sets_here.__wrapped__()
 
@@ -42,7 +42,7 @@ def test_what_a_processor_has_decides_which_instruction_sets_it_runs(processor: 
 
 
 def test_numbas_own_variable_limits_the_instruction_sets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(instruction_sets.config, "CPU_FEATURES", "+avx2,+fma,+f16c,-avx512f")
+    monkeypatch.setattr(registers.config, "CPU_FEATURES", "+avx2,+fma,+f16c,-avx512f")
     assert instruction_sets_here.__wrapped__() == ("avx2", "plain")
 
 
