@@ -162,7 +162,7 @@ class Site:
             while time.monotonic() < deadline and not self.has_ended:
                 with contextlib.suppress(httpx.TransportError):
                     health = await client.get(f"http://127.0.0.1:{self.port}/health")
-                    if health.json() == {"status": "ok"}:
+                    if health.json()["status"] == "ok":
                         return True
                 await asyncio.sleep(0.1)
         return False

@@ -57,6 +57,14 @@ PANELS: list[tuple[str, str, dict[str, str]]] = [
     ),
     ("Stall target missed", "ops", {"{{cause}}": _rate("stall_target_missed", "cause")}),
     ("Oldest last frame of a stream", "s", {"age": "headrace_heartbeat_age_seconds"}),
+    (
+        "Since the last news",
+        "s",
+        {
+            "of the engine": "headrace_last_step_age_seconds",
+            "of the oldest stream": "headrace_silent_stream_age_seconds",
+        },
+    ),
     ("Until an event is safe on disk", "s", _quantiles("log_commit")),
 ]
 

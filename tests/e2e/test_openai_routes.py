@@ -45,7 +45,7 @@ def test_health_answers_during_a_step(server: ServerProcess) -> None:
         work = pool.submit(post, server, "/v1/completions", **body)
         while not work.done():
             answer = httpx.get(f"{server.url}/health", timeout=15)
-            assert answer.json() == {"status": "ok"}
+            assert answer.json()["status"] == "ok"
             num_answers += 1
     assert len(work.result()["choices"]) == 8
     assert num_answers >= 1

@@ -242,13 +242,13 @@ class OneStream(NoStreams):
 class FakeHost:
     """An engine that is up and has said what a test says."""
 
-    def __init__(self, model: FakeModel) -> None:
+    def __init__(self, model: FakeModel, metrics: Metrics) -> None:
         self.model, self.known = model, model
         self.names, self.paths = model.names, model.paths
         self.name, self.ready = model.names[0], model.ready
         self.is_here = True
         self.loading = LoadWatch()
-        self.engine = EngineLife(Tenants(self.loading), self.loading, Metrics().engine)
+        self.engine = EngineLife(Tenants(self.loading), self.loading, metrics.engine)
         self.engine.state, self.engine.num_starts = "ok", 1
         self.engine.up = EngineUp(model.ready, pid=4711) if model.ready else None
         self.streams: list[Any] = []
@@ -304,11 +304,11 @@ class FakeGeneration:
     """Opens streams that hold `script` from the start; without a script, only seq 0."""
 
     def __init__(self, *script: AnyEvent, model: FakeModel | None = None) -> None:
-        self.fleet = FakeFleet(FakeHost(model or FakeModel()))
+        self.metrics = Metrics()
+        self.fleet = FakeFleet(FakeHost(model or FakeModel(), self.metrics))
         self.state = "ok"
         self.queues = FakeQueues(self)
         self.desired = None
-        self.metrics = Metrics()
         self.script = script
         self.refusal: RequestError | None = None
         self.requests: list[Request] = []

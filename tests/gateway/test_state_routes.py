@@ -17,7 +17,7 @@ from headrace.gateway.state_routes import Snapshot, Watch, _kind
 from headrace.generation.event_builder import Standing
 from headrace.streams.events import Finish, Timings, Usage
 from headrace.streams.record import Names
-from tests.gateway.builders import READY, FakeGeneration, ended
+from tests.gateway.builders import READY, FakeGeneration, NoStreams, ended
 
 STEPS = [StepTrace(4, 35, 0.1, 0.11, 0.12, 0.07, ""), StepTrace(4, 0, 0, 0.03, 0.03, None, "")]
 
@@ -57,6 +57,20 @@ def test_the_state_shows_work_steps_and_missed_targets() -> None:
 def test_a_server_that_has_not_worked_yet_has_a_state_too() -> None:
     state = client_of(FakeGeneration()).get("/manage/state").json()
     assert (state["running"], state["steps"], state["uptime_s"] >= 0) == (0, [], True)
+
+
+def test_health_tells_the_age_of_the_last_step_and_of_the_oldest_silent_stream() -> None:
+    generation = FakeGeneration()
+    client = client_of(generation)
+    unknown = {"last_step_age_s": None, "silent_stream_age_s": None}
+    assert client.get("/health").json() == {"status": "ok"} | unknown
+    generation.metrics.engine.show_status(Status(4, 1, 2048, 90, 0, 2), READY)
+    live = [SimpleNamespace(silent_s=age, state="prompt", num_readers=1) for age in (0.5, 61.04)]
+    generation.streams = type("Live", (NoStreams,), {"__iter__": lambda self: iter(live)})()
+    shown = client.get("/health").json()
+    assert shown["silent_stream_age_s"] == 61.0 and 0 <= shown["last_step_age_s"] < 60
+    assert client.get("/manage/state").json()["silent_stream_age_s"] == 61.0
+    assert "headrace_silent_stream_age_seconds 61.04" in client.get("/metrics").text
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,18 @@
+import time
+
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from headrace.core.errors import OVERRAN, RequestError
 from headrace.core.messages import Status, StepTrace
 from headrace.engine.client import EngineDown
-from headrace.metrics.metrics import Metrics
+from headrace.metrics.metrics import LiveFigures, Metrics
 from headrace.streams.events import AnyEvent
 from headrace.streams.tally import Tally
 from tests.gateway.builders import READY, ended, log_of, make_record, make_request, tokens
 
 
-def figures(metrics: Metrics, *streams: tuple[str, int], vllm: str = "") -> dict[str, float]:
+def figures(metrics: Metrics, *streams: LiveFigures, vllm: str = "") -> dict[str, float]:
     families = text_string_to_metric_families(metrics.text("ok", streams, vllm).decode())
     found = {}
     for family in families:
@@ -70,6 +73,16 @@ def test_what_an_engine_counted_stays_counted_after_its_end() -> None:
     assert found["headrace_state|ok"] == 1 and found["headrace_state|dead"] == 0
 
 
+def test_the_last_step_has_an_age_once_there_was_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics, clock = Metrics(), [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    assert "headrace_last_step_age_seconds" not in figures(metrics)
+    metrics.engine.show_status(status(), READY)
+    clock[0] += 3
+    metrics.engine.show_status(status(), READY)  # no step since
+    assert figures(metrics)["headrace_last_step_age_seconds"] == 3
+
+
 def test_gaps_and_first_tokens_are_told_before_the_stream_ends() -> None:
     metrics = Metrics()
     told(metrics, *(tokens("a", 5, at_ms=at) for at in (200, 260, 1260)))
@@ -90,7 +103,8 @@ def test_two_choices_have_gaps_of_their_own() -> None:
 
 
 def test_streams_are_counted_by_state_and_with_their_readers() -> None:
-    found = figures(Metrics(), ("queued", 2), ("decode", 2))
+    found = figures(Metrics(), ("queued", 2, 7.5), ("decode", 2, 0.5))
+    assert found["headrace_silent_stream_age_seconds"] == 7.5
     assert (found["headrace_streams|queued"], found["headrace_streams|prompt"]) == (1, 0)
     assert found["headrace_readers"] == 4
 

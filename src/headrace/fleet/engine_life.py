@@ -82,6 +82,11 @@ class EngineLife:
             await self._client.close()
 
     @property
+    def last_step_age_s(self) -> float | None:
+        """Seconds since its last step; None before the first."""
+        return self._figures.last_step_age_s
+
+    @property
     def replicas(self) -> list[Replica]:
         """The engines, where there are several."""
         return self._client.all() if isinstance(self._client, Replicas) else []

@@ -52,7 +52,9 @@ class StateRoutes:
         state = self._generation.state
         if state == "loading":
             return unhealthy(state, loading=loading_of(self._generation.fleet.hosts.first.loading))
-        return unhealthy(state) if state in UNABLE else answer({"status": state})
+        if state in UNABLE:
+            return unhealthy(state)
+        return answer({"status": state} | ages(self._generation))
 
     async def models(self, request: Request) -> ASGIApp:
         hosts = self._generation.fleet.hosts.all()
@@ -72,9 +74,21 @@ class StateRoutes:
         if generation.fleet.pinned is None:
             models = {host.name: host.metrics for host in generation.fleet.hosts.all()}
         vllm_model = generation.fleet.hosts.first.names[0] if self._config.vllm_metrics else ""
-        streams = ((stream.state, stream.num_readers) for stream in generation.streams)
+        streams = ((it.state, it.num_readers, it.silent_s) for it in generation.streams)
         text = generation.metrics.text(generation.state, streams, vllm_model, models)
         return Response(text, media_type=CONTENT_TYPE_LATEST)
+
+
+def ages(generation: Generation) -> dict[str, float | None]:
+    """Seconds since the last step of any engine, and since the oldest last news of a live stream.
+
+    None: there was no step, or there is no stream.
+    """
+    steps = (host.engine.last_step_age_s for host in generation.fleet.hosts.all())
+    step_s = min((age for age in steps if age is not None), default=None)
+    silent_s = max((stream.silent_s for stream in generation.streams), default=None)
+    shown = {"last_step_age_s": step_s, "silent_stream_age_s": silent_s}
+    return {name: None if age is None else round(age, 1) for name, age in shown.items()}
 
 
 def unhealthy(state: str, **more: Any) -> Response:
@@ -197,7 +211,8 @@ class ManageRoutes:
         return answer({"status": self._generation.state, "streams": len(self._generation.streams)})
 
     def _with_uptime(self, shown: Snapshot) -> Snapshot:
-        return {"uptime_s": round(time.monotonic() - self._began, 1)} | shown
+        uptime_s = round(time.monotonic() - self._began, 1)
+        return {"uptime_s": uptime_s} | ages(self._generation) | shown
 
 
 class Watch:

@@ -46,15 +46,20 @@ class ServedAs(NamedTuple):
 
 
 class Counted:
-    """The log's events so far, in numbers: the next one's, when the last one was, their figures."""
+    """The log's events so far, in numbers: the next one's, when the last one was, their figures.
+
+    `news_ms` is when the last was that is more than a sign of life.
+    """
 
     def __init__(self) -> None:
-        self.next_seq = self.last_ms = 0
+        self.next_seq = self.last_ms = self.news_ms = 0
         self.tally = Tally()
 
     def add(self, event: AnyEvent) -> None:
         self.tally.feed(event)
         self.next_seq, self.last_ms = event.seq + 1, event.at_ms
+        if not isinstance(event, events.Heartbeat):
+            self.news_ms = event.at_ms
 
 
 class BegunChoices:

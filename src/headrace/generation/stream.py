@@ -131,6 +131,11 @@ class LiveStream:
         return self.audience.num_readers
 
     @property
+    def silent_s(self) -> float:
+        """Seconds since its last event but signs of life."""
+        return (self._at_ms() - self._builder.counted.news_ms) / 1000
+
+    @property
     def tally(self) -> Tally:
         """The figures of all that was said so far."""
         return self._builder.counted.tally

@@ -48,6 +48,7 @@ _GAUGES = {
     "readers": ("Readers of streams that have not ended",),
     "log_bytes": ("Logs that are kept, once a minute", "store"),
     "heartbeat_age_seconds": ("Since the last frame of the open stream with the oldest one",),
+    "silent_stream_age_seconds": ("Since the last news of the stream with the oldest ones",),
 }
 
 

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from prometheus_client import generate_latest
-from prometheus_client.core import CounterMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from headrace.core.errors import OVERRAN, RequestError
 from headrace.core.messages import Ready, Status, StepTrace
@@ -20,6 +20,9 @@ from headrace.streams.tally import Tally
 
 _STATES = ("loading", "ok", "recovering", "draining", "dead")
 _STREAM_STATES = ("queued", "prompt", "decode", "recovering")
+
+LiveFigures = tuple[str, int, float]
+"""The state of a live stream, its number of readers, and the seconds since its last news."""
 
 
 class RequestFigures:
@@ -63,9 +66,16 @@ class EngineFigures:
         self._num_preempted = self._num_preempted_before = 0
         self._missed: Counter[str] = Counter()  # stall targets missed, by cause
         self._missed_before: Counter[str] = Counter()  # by engines that have ended
+        self._num_steps = 0
+        self._stepped_at: float | None = None
         families.registry.register(self)
 
-    def collect(self) -> list[CounterMetricFamily]:
+    @property
+    def last_step_age_s(self) -> float | None:
+        """Seconds since its last step was told; None before the first."""
+        return None if self._stepped_at is None else time.monotonic() - self._stepped_at
+
+    def collect(self) -> list[Metric]:
         preempted = CounterMetricFamily(
             "headrace_preemptions",
             "Times that a sequence lost its memory to others",
@@ -76,7 +86,10 @@ class EngineFigures:
         )
         for cause, number in (self._missed + self._missed_before).items():
             family.add_metric([cause], number)
-        return [family, preempted]
+        age = GaugeMetricFamily("headrace_last_step_age_seconds", "Since the engine's last step")
+        if (age_s := self.last_step_age_s) is not None:
+            age.add_metric([], age_s)
+        return [family, preempted, age]
 
     def is_up(self, ready: Ready) -> None:
         self._families.totals["engine_starts"].inc()
@@ -111,6 +124,8 @@ class EngineFigures:
         gauges["waiting_tokens"].set(status.num_waiting_tokens)
         self._missed = Counter(status.missed)
         self._num_preempted = status.num_preemptions
+        if status.num_steps != self._num_steps:  # else the figures of a queue alone
+            self._num_steps, self._stepped_at = status.num_steps, time.monotonic()
         if ready is not None:
             self._show_memory(ready, status.blocks_free, status.slots_free)
         for step in status.steps:
@@ -164,18 +179,20 @@ class ServerFigures:
     def frames_ended(self, connection: object) -> None:
         self._frames_at.pop(connection, None)
 
-    def show(self, state: str, streams: Iterable[tuple[str, int]]) -> None:
-        """Takes how the server stands, and of each live stream its state and number of readers."""
+    def show(self, state: str, streams: Iterable[LiveFigures]) -> None:
+        """Takes how the server stands, and the figures of each live stream."""
         gauges, now = self._families.gauges, time.monotonic()
         for name in _STATES:
             gauges["state"].labels(name).set(name == state)
-        states, num_readers = Counter[str](), 0
-        for stream_state, number in streams:
+        states, num_readers, silent_s = Counter[str](), 0, 0.0
+        for stream_state, number, stream_silent_s in streams:
             states[stream_state] += 1
             num_readers += number
+            silent_s = max(silent_s, stream_silent_s)
         for name in _STREAM_STATES:
             gauges["streams"].labels(name).set(states[name])
         gauges["readers"].set(num_readers)
+        gauges["silent_stream_age_seconds"].set(silent_s)
         oldest_s = max((now - at for at in self._frames_at.values()), default=0)
         gauges["heartbeat_age_seconds"].set(oldest_s)
 
@@ -192,7 +209,7 @@ class Metrics:
     def text(
         self,
         state: str,
-        streams: Iterable[tuple[str, int]],
+        streams: Iterable[LiveFigures],
         vllm_model: str = "",
         models: "Mapping[str, Metrics] | None" = None,
     ) -> bytes:
