@@ -6,6 +6,7 @@ import pytest
 
 from headrace.core.layout import MemoryLayout
 from headrace.core.plan import BlockCopy, SlotCopy
+from headrace.memory.blocks import BlockPool
 from headrace.memory.memory import NO_MATCH, Memory
 from headrace.memory.prefix import NameChain, PrefixIndex
 
@@ -65,6 +66,37 @@ def test_a_prefix_is_found_by_later_sequences(memory):
     assert list(match.block_ids) == blocks[:2] and match.num_tokens == 8
     lease, _ = memory.reserve(match, 12)
     assert list(lease.block_ids[:2]) == blocks[:2]
+
+
+def test_one_that_is_matched_again_looks_behind_what_it_found_alone(memory, monkeypatch):
+    asked = []
+    find = PrefixIndex.find
+    monkeypatch.setattr(
+        PrefixIndex, "find", lambda self, *block: asked.append(block) or find(self, *block)
+    )
+    leave(memory, tokens(12))
+    chain = memory.chain("")
+    first = memory.match(tokens(24), chain)
+    assert first.num_tokens == 12 and len(asked) == 4
+    assert memory.match(tokens(24), chain) == first and len(asked) == 5
+    leave(memory, tokens(20))  # its last two blocks are new to the index
+    assert memory.match(tokens(24), chain).num_tokens == 20 and len(asked) == 7
+
+
+def test_a_block_that_was_evicted_is_not_found_again(memory):
+    leave(memory, tokens(16))
+    chain = memory.chain("")
+    assert memory.match(tokens(17), chain).num_tokens == 16
+    lease, _ = memory.reserve(NO_MATCH, 24)  # four free ones, and two of those
+    assert memory.match(tokens(17), chain).num_tokens == 8
+    memory.release(lease)
+
+
+def test_who_lacks_blocks_anyway_is_not_asked_how_many_of_them_are_held(memory, monkeypatch):
+    leave(memory, tokens(8))
+    match = memory.match(tokens(64), memory.chain(""))
+    monkeypatch.setattr(BlockPool, "num_unheld", lambda *_: pytest.fail("counted"))
+    assert not memory.can_reserve(match, 64, 0)
 
 
 def test_a_match_leaves_one_token_to_compute(memory):

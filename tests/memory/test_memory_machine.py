@@ -30,6 +30,7 @@ class MemoryMachine(RuleBasedStateMachine):
         super().__init__()
         self.memory = Memory(MemoryLayout(SIZE, 10))
         self.content: dict[int, list[int]] = {}
+        self.waiting = []
 
     @rule(target=leases, prompt=PROMPTS, salt=st.sampled_from(["", "other"]))
     def reserve(self, prompt, salt):
@@ -73,6 +74,16 @@ class MemoryMachine(RuleBasedStateMachine):
     def release(self, held):
         if held is not None and held.lease in self.memory._leases:
             self.memory.release(held.lease)
+
+    @rule(prompt=PROMPTS)
+    def wait(self, prompt):
+        self.waiting.append((array("i", prompt), self.memory.chain("")))
+
+    @invariant()
+    def who_waits_finds_what_a_newcomer_would(self):
+        for token_ids, chain in self.waiting:
+            newcomer = self.memory.chain("")
+            assert self.memory.match(token_ids, chain) == self.memory.match(token_ids, newcomer)
 
     @invariant()
     def books_are_right(self):

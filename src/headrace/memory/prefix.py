@@ -26,12 +26,15 @@ class NameChain:
             self._marks[index] = self._marks.get(index, b"") + fixed
         self._root = blake2b(salt.encode(), digest_size=NAME_BYTES).digest()
         self._names: list[bytes] = []
+        # the blocks that a match found last, and how many the index had forgotten by then
+        self.found = 0, array("i")
 
     def copy(self) -> "NameChain":
         """The chain of a sequence with the same tokens so far."""
         chain = NameChain.__new__(NameChain)
         chain._block_size, chain._root = self._block_size, self._root
         chain._names, chain._marks = self._names[:], self._marks
+        chain.found = 0, array("i")
         return chain
 
     def tokens(self, token_ids: "array[int]", index: int) -> bytes:
@@ -52,6 +55,7 @@ class PrefixIndex:
     """Public blocks by name. A hit also compares the tokens, so no hash has to be trusted."""
 
     def __init__(self) -> None:
+        self.num_forgotten = 0  # so far: while none are, what was found is still there
         self._blocks: dict[bytes, BlockId] = {}
         self._entries: dict[BlockId, tuple[bytes, bytes]] = {}  # name, tokens
 
@@ -71,6 +75,7 @@ class PrefixIndex:
             self._entries[block_id] = (name, tokens)
 
     def forget(self, block_id: BlockId) -> None:
+        self.num_forgotten += 1
         name, _ = self._entries.pop(block_id)
         del self._blocks[name]
 

@@ -77,7 +77,8 @@ class Runner:
         return self._encoding.encode(chunk, work)
 
     def _tokens(self, chunk: Chunk) -> "array[int]":
-        token_ids = self._known[chunk.sequence_id].token_ids[chunk.start :][: chunk.length]
+        end = chunk.start + chunk.length
+        token_ids = self._known[chunk.sequence_id].token_ids[chunk.start : end]
         assert len(token_ids) == chunk.length, "a chunk goes past the known tokens"
         return token_ids
 

@@ -6,7 +6,7 @@ forbids masked, then argmax if greedy, else temperature, top_k, top_p, min_p and
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -18,6 +18,7 @@ from headrace.core.plan import Begin, Drawn
 from headrace.core.sampling import Logprobs, Sampling
 from headrace.runner.pooling import PooledRows
 from headrace.runner.sampling.logprobs import Floats, likeliest, pack_logprobs
+from headrace.runner.sampling.occurrences import Occurrences
 from headrace.runner.sampling.philox import uniform
 
 _FIRST_HEAD = 256  # candidates that are put in order before it is known how many are needed
@@ -40,6 +41,11 @@ class SequenceState:
     sampling: Sampling
     constraint: Constraint | None = None
     pooled: PooledRows | None = None  # of one that draws nothing
+    seen: Occurrences = field(default_factory=Occurrences)  # of all tokens, if it is penalized
+    drawn: Occurrences = field(init=False)  # of those drawn
+
+    def __post_init__(self) -> None:
+        self.drawn = Occurrences(self.num_prompt)
 
     @classmethod
     def from_begin(cls, begin: Begin, constraint: Constraint | None = None) -> "SequenceState":
@@ -160,13 +166,14 @@ def _adjust(row: Floats, known: SequenceState) -> None:
     reasons = _reasons(row, known)
     for token_id, bias in s.logit_bias.items():
         row[token_id] += np.float32(bias)
-    token_ids = np.array(known.token_ids, dtype=np.int64)
     if s.repetition_penalty != 1:
-        seen = np.unique(token_ids)
+        known.seen.take(known.token_ids)
+        seen = known.seen.token_ids
         row[seen] = _scaled(row[seen], np.float32(s.repetition_penalty))
     if s.frequency_penalty or s.presence_penalty:
-        ids, counts = np.unique(token_ids[known.num_prompt :], return_counts=True)
-        row[ids] -= (s.frequency_penalty * counts + s.presence_penalty).astype(np.float32)
+        known.drawn.take(known.token_ids)
+        penalties = s.frequency_penalty * known.drawn.counts + s.presence_penalty
+        row[known.drawn.token_ids] -= penalties.astype(np.float32)
     if known.constraint is not None:
         allowed = known.constraint.allowed(known.token_ids[known.num_prompt :])
         if reasons and s.grammar_tags:
