@@ -1,6 +1,7 @@
 """Signs of life that clients count, while a prompt takes long."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
@@ -57,3 +58,19 @@ def test_a_stream_that_is_found_by_its_id_has_the_blocks_it_had(server: ServerPr
     again = httpx.post(url, json=asked, headers=key, timeout=LIMIT_S)
     kept = [[e for e in data_in(one.content) if e["type"] != "ping"] for one in (first, again)]
     assert kept[0] == kept[1]
+
+
+@pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
+def test_progress_in_words_is_the_same_from_every_byte(server: ServerProcess, route: str) -> None:
+    said = f"{route} {PROMPT}"
+    asked: dict[str, Any] = {"model": "headrace-mini", "stream": True}
+    asked |= {"return_progress": "reasoning"}
+    turns = [{"role": "user", "content": said}]
+    asked |= {"input": said} if route == "/v1/responses" else {"messages": turns, "max_tokens": 4}
+    name = {"X-Conversation-Id": route}
+    post = httpx.post(f"{server.url}{route}", json=asked, headers=name, timeout=LIMIT_S)
+    whole = post.content
+    assert "\u2063Reading the prompt: ".encode() in whole
+    for start in range(0, len(whole), 997):
+        at = {"conv_id": route, "from": start}
+        assert httpx.get(f"{server.url}/v1/stream", params=at).content == whole[start:]

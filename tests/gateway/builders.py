@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from headrace.checkpoints.find import find_model
 from headrace.checkpoints.sentences import SentenceSpec
 from headrace.checkpoints.spec import Defaults
+from headrace.config.settings import ModelConfig
 from headrace.core.errors import RequestError
 from headrace.core.ids import StreamId
 from headrace.core.jobs import CheckedBody, EncodePairs, EncodePrompts
@@ -244,6 +245,7 @@ class FakeHost:
 
     def __init__(self, model: FakeModel, metrics: Metrics) -> None:
         self.model, self.known = model, model
+        self.config = ModelConfig()
         self.names, self.paths = model.names, model.paths
         self.name, self.ready = model.names[0], model.ready
         self.is_here = True

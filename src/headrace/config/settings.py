@@ -143,6 +143,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         Literal["auto", "any"],
         Meta(description="Lengths that embeddings may be cut to; auto: those the model names"),
     ] = "auto"
+    return_progress: Annotated[
+        Literal["off", "on"],
+        Meta(description="Whether streams tell the progress of their prompt where nobody asks"),
+    ] = "off"
     replicas: Annotated[
         Annotated[int, Meta(ge=1, le=64)],
         Meta(description="Engines that run this model side by side"),
@@ -265,6 +269,23 @@ class StreamConfig(msgspec.Struct, frozen=True, kw_only=True):
         int,
         Meta(ge=-1, le=60, description="Seconds without a byte until a comment is sent; -1: never"),
     ] = -1
+    return_progress_for: Annotated[
+        tuple[
+            Annotated[
+                str,
+                Meta(
+                    pattern="^(key|agent):.+=(off|on|reasoning)$",
+                    examples=["agent:opencode/*=reasoning"],
+                ),
+            ],
+            ...,
+        ],
+        Meta(
+            description="Who is told it, before that: the key of a name (key:ann=on), or clients "
+            "by their User-Agent (agent:opencode/*=reasoning: in words, too, where reasoning "
+            "would stand); the first that fits counts"
+        ),
+    ] = ()
     linger_s: Annotated[
         float,
         Meta(

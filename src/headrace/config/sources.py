@@ -101,8 +101,10 @@ def _allowed(hint: Any) -> str:
         choices = typing.get_args(hint)
         return choices[0] if len(choices) == 1 else f"one of {', '.join(choices)}"
     if typing.get_origin(hint) is tuple:
-        item = typing.get_args(hint)[0]
-        return "a list of strings" if item is str else "a list of strings, none of them empty"
+        _, *metas = typing.get_args(typing.get_args(hint)[0]) or (str,)
+        if samples := [one for meta in metas for one in meta.examples or ()]:
+            return f"a list of strings such as {samples[0]}"
+        return "a list of strings, none of them empty" if metas else "a list of strings"
     base, *metas = typing.get_args(hint) or (hint,)
     if base not in _WORDS:
         return _allowed(base)

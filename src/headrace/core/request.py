@@ -61,6 +61,7 @@ class ResponseOptions(msgspec.Struct, frozen=True, omit_defaults=True):
     return_token_ids: bool = False
     timings_per_token: bool = False
     return_progress: bool = False
+    progress_in_words: bool = False  # where reasoning would stand, too
     return_ingestion: bool = False
     heartbeat: bool = False  # life is shown while nothing is to be said
     ping_interval_s: int | None = None  # silence until a comment; -1: never; None: as served

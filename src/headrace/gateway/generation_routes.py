@@ -31,6 +31,7 @@ from headrace.core.request import Route
 from headrace.gateway.auth import Auth
 from headrace.gateway.bodies import Bodies, HeldAnswer
 from headrace.gateway.delivery import deliver, unless_left
+from headrace.gateway.progress_policy import ProgressPolicy, with_progress
 from headrace.gateway.responses_routes import EarlierResponses
 from headrace.gateway.waiting import Wait, WaitingAnswer, wait_of
 from headrace.generation.generation import Generation
@@ -58,6 +59,7 @@ class GenerationRoutes:
         self._bodies = bodies
         self._auth = auth
         self._config = config
+        self._progress = ProgressPolicy(config.streams.return_progress_for)
         self._warned: set[str] = set()  # of models
 
     async def generate(self, request: Request) -> ASGIApp:
@@ -67,6 +69,7 @@ class GenerationRoutes:
             reading = read_body(self._generation, ReadBody(route), body)
             checked = await self._finish(request, reading)
         names = names_of(self._auth.owner(request.headers), request.headers, checked)
+        checked = self._progress.apply(request.headers, checked)
         id = new_id(dialect_of(route))
         wait = self._wait(route, checked, names, id)
         admitting = self._finish(request, self._admit(route, checked, names, id), names.is_opted_in)
@@ -122,6 +125,7 @@ class GenerationRoutes:
         name = checked.fields.get("model")
         host = await self._generation.host_for(name, waits=names.conversation is None)
         checked = await self._earlier.put_before(checked, names.owner)
+        checked = with_progress(checked, host.config.return_progress)
         wanted = to_request(dialect, checked, host.model)
         if openai_chat.offers_tools(checked.fields):
             self._warn_of_tools(host.name, _tool_format(wanted))

@@ -108,14 +108,15 @@ def _to_sampling(fields: dict[str, Any], model: ServedModel) -> Sampling:
 
 def _to_response_options(fields: dict[str, Any]) -> ResponseOptions:
     options = fields.get("stream_options", {})
-    stream = fields.get("stream", False)
+    stream, progress = fields.get("stream", False), fields.get("return_progress", False)
     return ResponseOptions(
         stream=stream,
         include_usage=options.get("include_usage", False),
         continuous_usage=options.get("continuous_usage_stats", False),
         return_token_ids=fields.get("return_token_ids", False),
         timings_per_token=fields.get("timings_per_token", False),
-        return_progress=stream and fields.get("return_progress", False),
+        return_progress=stream and bool(progress),
+        progress_in_words=stream and progress == "reasoning",
         return_ingestion=fields.get("return_ingestion", False),
         heartbeat=fields.get("heartbeat", stream),
         ping_interval_s=fields.get("sse_ping_interval"),

@@ -36,8 +36,9 @@ class ServedSetup(msgspec.Struct, frozen=True, omit_defaults=True):
     max_model_len: int = 0
 
 
-RENDERING = 1
-"""How events become frames now. 0: signs that only some clients count as life."""
+RENDERING = 2
+"""How events become frames now. 1: progress of prompts on frames that only some clients count as
+life; 0: no signs but such."""
 
 
 class Record(msgspec.Struct, frozen=True):

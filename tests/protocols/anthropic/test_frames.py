@@ -255,6 +255,36 @@ def test_queue_progress_and_recovery_ride_on_pings_if_asked_for() -> None:
     assert early[0].startswith(b"event: message_start\n") and early[1] == pings[0]
 
 
+def test_a_sign_carries_the_progress_until_the_prompt_is_read() -> None:
+    asked = {"response_options": {"return_progress": True}}
+    told = ',"prompt_progress":{"total":2048,"cache":512,"processed":1024,"time_ms":900}'
+    events = (progress(1024, time_ms=900), SIGN, tokens("Hi", 5), SIGN, ended())
+    empty = ',"index":0,"delta":{"type":"text_delta","text":""}'
+    frames = frames_of(record_of(**asked), *events)
+    assert [one for one in frames if empty.encode() in one] == [
+        frame("content_block_delta", empty + told),
+        frame("content_block_delta", empty),
+    ]
+    for other in (record_of(), record_of(rendering=1, **asked)):  # unasked, and an older stream
+        assert frame("content_block_delta", empty + told) not in frames_of(other, *events)
+
+
+def test_progress_in_words_is_a_thought_in_which_the_models_own_goes_on() -> None:
+    options = {"return_progress": True, "progress_in_words": True}
+    slow = progress(1280, time_ms=30_000)
+    thought = piece("Hm.", REASONING)
+    frames = frames_of(
+        record_of(response_options=options), slow, SIGN, thought, tokens("Hi", 5), ended()
+    )
+    assert kinds_of(frames)[2:7] == [
+        "content_block_start thinking",
+        "content_block_delta thinking_delta \u2063Reading the prompt: 62 %, 30 s left\n",
+        "content_block_delta thinking_delta",
+        "content_block_delta thinking_delta Hm.",
+        "content_block_delta signature_delta",
+    ]
+
+
 def test_without_heartbeats_the_start_waits_for_the_first_text() -> None:
     record = record_of(response_options={"heartbeat": False})
     frames = anthropic_messages.frames(record)

@@ -112,6 +112,17 @@ def test_a_recovery_has_these_bytes_and_names_itself_only_if_asked_to() -> None:
     assert frames_of(record_of(response_options=silent), event) == [b"data: [DONE]\n\n"]
 
 
+def test_progress_in_words_is_reasoning() -> None:
+    options = {"return_progress": True, "progress_in_words": True}
+    told, said = frames_of(
+        record_of(response_options=options), progress(1280, time_ms=30_000), *HI
+    )[1:3]
+    assert b'"prompt_progress":{"total":2048' in told
+    line = "\u2063Reading the prompt: 62 %, 30 s left\n"
+    delta = encode({"reasoning_content": line, "reasoning": line})
+    assert said == chunk(b'{"index":0,"delta":' + delta + b',"finish_reason":null}')
+
+
 def test_a_load_has_these_bytes_and_tells_its_share_only_if_asked_to() -> None:
     event = Heartbeat(seq=0, at_ms=0, state="loading", form="data", progress=0.25)
     idle = b'{"index":0,"delta":{},"finish_reason":null}'

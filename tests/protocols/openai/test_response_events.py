@@ -3,13 +3,15 @@
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
 from headrace.core.pieces import REASONING, TOOL, ChannelPiece
 from headrace.protocols.dialect import encode
 from headrace.protocols.openai import responses as openai_responses
+from headrace.protocols.progress_words import without_progress
 from headrace.streams.events import AnyEvent, ChoiceEnd, Heartbeat, Queued, Tokens
-from headrace.streams.record import Record
+from headrace.streams.record import RENDERING, Record
 from tests.gateway.builders import (
     ended,
     error,
@@ -243,6 +245,29 @@ def test_queue_progress_and_recovery_ride_on_keepalives_if_asked_for() -> None:
         "loading",
     ]
     assert len(told(frames_of(record_of(), queued, progress(1024)))) == 3
+
+
+def test_progress_stands_on_a_numbered_event_that_clients_count() -> None:
+    options = {"return_progress": True}
+    record = msgspec.structs.replace(record_of(response_options=options), rendering=RENDERING)
+    event = told(frames_of(record, progress(1024)))[2]
+    assert (event["type"], event["sequence_number"]) == ("response.in_progress", 2)
+    assert (event["response"]["id"], event["response"]["status"]) == (record.id, "in_progress")
+    assert event["prompt_progress"]["processed"] == 1024
+
+
+def test_progress_in_words_is_a_reasoning_item_in_which_the_models_own_goes_on() -> None:
+    options = {"return_progress": True, "progress_in_words": True}
+    record = msgspec.structs.replace(record_of(response_options=options), rendering=RENDERING)
+    slow = progress(1280, time_ms=30_000)
+    events = told(frames_of(record, slow, piece("Hm.", REASONING), tokens("Hi", 5), ended()))
+    said = [e["delta"] for e in events if e["type"] == "response.reasoning_text.delta"]
+    assert [without_progress(part) for part in said] == ["", "Hm."] and "62 %" in said[0]
+    reasoning, message = events[-1]["response"]["output"]
+    assert reasoning["content"][0]["text"] == "".join(said)
+    assert message["content"][0]["text"] == "Hi"
+    numbers = [event["sequence_number"] for event in events]
+    assert numbers == list(range(len(numbers)))
 
 
 def test_logprobs_stand_on_deltas_and_on_the_text() -> None:

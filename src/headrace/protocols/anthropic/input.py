@@ -24,6 +24,7 @@ from headrace.protocols.fields.kinds import (
 )
 from headrace.protocols.fields.messages import MAX_MESSAGES, PlacedImage
 from headrace.protocols.fields.tools import MAX_TOOLS
+from headrace.protocols.progress_words import without_progress
 
 _MAX_CALLS = 128  # in one message
 _TAKEN = {
@@ -118,7 +119,7 @@ class _Written:
                 case "text":
                     text += _text(block, path)
                 case "thinking":
-                    thoughts += required(block, "thinking", path, String())
+                    thoughts += without_progress(required(block, "thinking", path, String()))
                 case "tool_use":
                     calls.append(self._call(block, path))
         message: dict[str, Any] = {"role": "assistant", "content": text}

@@ -28,6 +28,7 @@ from headrace.protocols.fields.kinds import Integer, Kind, Object, String, read_
 from headrace.protocols.fields.messages import refuse_images
 from headrace.protocols.openai import chat as openai_chat
 from headrace.protocols.openai.chunks import ingestion_of, progress_of, queue_of, wait_of
+from headrace.protocols.progress_words import ProgressWords
 from headrace.streams.events import (
     Accepted,
     AnyEvent,
@@ -160,6 +161,8 @@ class MessageFrames:
         self._tally = Tally()
         self._is_open = False
         self._blocks: Blocks[bytes] = Blocks(self)
+        self._words = ProgressWords(record)
+        self._progress: dict[str, Any] = {}  # that signs of life carry, while the prompt is read
 
     def render(self, event: AnyEvent) -> list[bytes]:
         """The frames of one event: none, one or several."""
@@ -171,10 +174,11 @@ class MessageFrames:
             case Queued():
                 return self._report(queue=queue_of(event))
             case Progress():
-                return self._report(prompt_progress=progress_of(event))
+                return self._advance(event)
             case Heartbeat():
                 return self._heartbeat(event)
             case Tokens():
+                self._progress = {}
                 return self._tokens(event)
             case Finish():
                 return self._open() + self._finish(event)
@@ -196,6 +200,14 @@ class MessageFrames:
     def _report(self, **figures: dict[str, Any]) -> list[bytes]:
         return [*self._open(), _event("ping", **figures)] if self._options.return_progress else []
 
+    def _advance(self, event: Progress) -> list[bytes]:
+        frames = self._report(prompt_progress=progress_of(event))
+        if frames and self._record.rendering > 1:
+            self._progress = {"prompt_progress": progress_of(event)}
+        if line := self._words.take(event):
+            frames += self._blocks.feed(ChannelPiece(line, REASONING))
+        return frames
+
     def _heartbeat(self, event: Heartbeat) -> list[bytes]:
         if not self._options.heartbeat:
             return []
@@ -214,7 +226,7 @@ class MessageFrames:
             return [self.idle()]
         begun = [] if blocks.open else blocks.begin(_NO_TEXT)
         assert blocks.open is not None
-        return [*self._open(), *begun, *self.grown(blocks.open, "")]
+        return [*self._open(), *begun, _delta(blocks.open, "", **self._progress)]
 
     def _tokens(self, event: Tokens) -> list[bytes]:
         frames = [frame for run in runs(event.pieces) for frame in self._blocks.feed(run)]
@@ -227,12 +239,12 @@ class MessageFrames:
         return [_event("content_block_start", index=block.number, content_block=shown)]
 
     def grown(self, block: Block, text: str) -> list[bytes]:
-        kind, key = _DELTAS[block.channel]
-        return [_delta(block, {"type": kind, key: text})]
+        return [_delta(block, text)]
 
     def closed(self, block: Block) -> list[bytes]:
         is_signed = block.channel == REASONING
-        frames = [_delta(block, {"type": "signature_delta", "signature": ""})] * is_signed
+        signature = {"type": "signature_delta", "signature": ""}
+        frames = [_changed(block, signature)] * is_signed
         return [*frames, _event("content_block_stop", index=block.number)]
 
     def _finish(self, event: Finish) -> list[bytes]:
@@ -279,8 +291,13 @@ def _event(kind: str, **more: Any) -> bytes:
     return named(kind, encode({"type": kind, **more}))
 
 
-def _delta(block: Block, delta: dict[str, str]) -> bytes:
-    return _event("content_block_delta", index=block.number, delta=delta)
+def _delta(block: Block, text: str, **more: Any) -> bytes:
+    kind, key = _DELTAS[block.channel]
+    return _changed(block, {"type": kind, key: text}, **more)
+
+
+def _changed(block: Block, delta: dict[str, str], **more: Any) -> bytes:
+    return _event("content_block_delta", index=block.number, delta=delta, **more)
 
 
 def _block(record: Record, block: Block | Run) -> dict[str, Any]:

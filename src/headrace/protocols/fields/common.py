@@ -85,6 +85,20 @@ class TokenIds(msgspec.Struct, frozen=True):
         return {"type": "array", "items": TOKEN_ID.schema(), "minItems": self.least}
 
 
+class ProgressWish(msgspec.Struct, frozen=True):
+    """Whether progress is told; "reasoning": in words, too, where reasoning would stand."""
+
+    def check(self, value: Any, path: str) -> bool | str:
+        if type(value) is str:
+            if value != "reasoning":
+                raise wrong_value(value, path, "true, false or reasoning")
+            return value
+        return Flag().check(value, path)
+
+    def schema(self) -> dict[str, Any]:
+        return {"anyOf": [Flag().schema(), {"const": "reasoning"}]}
+
+
 _BIAS = Number(-100, 100)
 _BY_CHUNK = "continuous_usage_stats"
 _LIMIT = Integer(low=1, also=(-1,))
@@ -112,7 +126,7 @@ COMMON: Mapping[str, Kind] = {
     "ignore_eos": Flag(),
     "stream": Flag(),
     "stream_options": Object({"include_usage": Flag(), _BY_CHUNK: Flag()}),
-    "return_progress": Flag(),
+    "return_progress": ProgressWish(),
     "return_ingestion": Flag(),
     "attach": Flag(),
     "heartbeat": Flag(),

@@ -22,6 +22,7 @@ from headrace.protocols.fields.kinds import (
     wrong_type,
     wrong_value,
 )
+from headrace.protocols.progress_words import without_progress
 
 MAX_MESSAGES = 10_000
 MAX_IMAGES = 16
@@ -39,6 +40,8 @@ _AS_THEY_ARE: dict[str, Kind] = {
     "reasoning_content": String(),
     "reasoning": String(),
 }
+
+_REASONING = ("reasoning_content", "reasoning")
 
 
 class PlacedImage(msgspec.Struct, frozen=True):
@@ -88,6 +91,11 @@ def _message(value: Any, path: str) -> dict[str, Any]:
         if value.get(name) is not None:
             kind.check(value[name], f"{path}.{name}")
             message[name] = value[name]
+    for name in _REASONING:
+        if name in message and not (own := without_progress(message[name])):
+            del message[name]
+        elif name in message:
+            message[name] = own
     return message
 
 

@@ -22,6 +22,7 @@ from headrace.protocols.fields.tools import (
 )
 from headrace.protocols.openai import chunks as openai
 from headrace.protocols.openai.chunks import Choice, ChunkBody, ChunkFrames, Part
+from headrace.protocols.progress_words import ProgressWords
 from headrace.streams.events import ChoiceEnd, TokenLogprob
 from headrace.streams.record import Record
 
@@ -199,7 +200,7 @@ def _entry(entry: TokenLogprob) -> dict[str, Any]:
 
 
 def frames(record: Record) -> ChunkFrames:
-    return ChunkFrames(record, ChatShape(record))
+    return ChunkFrames(record, ChatShape(record), ProgressWords(record))
 
 
 def response_body(record: Record) -> ChunkBody:

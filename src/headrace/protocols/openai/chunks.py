@@ -11,6 +11,7 @@ from msgspec import UnsetType
 from headrace.core.errors import KINDS, RequestError
 from headrace.core.pieces import CONTENT, REASONING, TOOL, ChannelPiece
 from headrace.protocols.dialect import ErrorFormat, data, encode
+from headrace.protocols.progress_words import ProgressWords
 from headrace.streams.events import (
     Accepted,
     AnyEvent,
@@ -130,10 +131,11 @@ def _part_of(event: Tokens) -> Part:
 class ChunkFrames:
     """The SSE frames of one stream: owns their order and what rides on them."""
 
-    def __init__(self, record: Record, shape: Shape) -> None:
+    def __init__(self, record: Record, shape: Shape, words: ProgressWords | None = None) -> None:
         self._record = record
         self._options = record.request.response_options
         self._shape = shape
+        self._words = words  # of a route that has reasoning
         self._serve(record.system_fingerprint)
         self._tally = Tally()
         options = self._options
@@ -162,7 +164,7 @@ class ChunkFrames:
                 self._serve(event.system_fingerprint)
                 return []
             case Progress():
-                return [self._progress(event)] if self._options.return_progress else []
+                return self._progress(event)
             case Tokens():
                 return self._tokens(event)
             case Finish():
@@ -191,9 +193,16 @@ class ChunkFrames:
         told = wait_of(event) if self._options.return_progress else {}
         return self._chunk([self._shape.idle(0)], **told)
 
-    def _progress(self, event: Progress) -> bytes:
+    def _progress(self, event: Progress) -> list[bytes]:
+        if not self._options.return_progress:
+            return []
         idle = self._shape.idle(event.choice)
-        return self._chunk([idle], prompt_progress=progress_of(event))
+        told = self._chunk([idle], prompt_progress=progress_of(event))
+        line = self._words.take(event) if self._words else ""
+        if not line:
+            return [told]
+        said = self._shape.part(event.choice, Part("", (), reasoning=line))
+        return [told, *self._open(), self._chunk([said])]
 
     def _tokens(self, event: Tokens) -> list[bytes]:
         part = _part_of(event)

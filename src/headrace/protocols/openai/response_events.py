@@ -10,6 +10,7 @@ from headrace.core.pieces import CONTENT, REASONING, TOOL, ChannelPiece
 from headrace.protocols.blocks import Block, Blocks
 from headrace.protocols.openai.chunks import ingestion_of
 from headrace.protocols.openai.response_items import Item, item_id
+from headrace.protocols.progress_words import ProgressWords
 from headrace.streams.events import (
     Accepted,
     AnyEvent,
@@ -131,6 +132,7 @@ class GrowingResponse:
         self._done: list[Item] = []
         self._open: _OpenItem | None = None
         self._blocks: Blocks[ResponseEvent] = Blocks(self)
+        self._words = ProgressWords(record)
         self._entries: list[TokenLogprob] = []  # of tokens whose text is still held back
 
     def take(self, event: AnyEvent) -> list[ResponseEvent]:
@@ -141,7 +143,9 @@ class GrowingResponse:
                 # the openai package wants `created` before anything else
                 return [self._told("response.created"), self._told(f"response.{second}")]
             case Progress():
-                return self._begin()
+                line = self._words.take(event)
+                said = self._blocks.feed(ChannelPiece(line, REASONING)) if line else []
+                return self._begin() + said
             case Tokens():
                 return self._begin() + self._tokens(event)
             case Finish():
@@ -182,6 +186,12 @@ class GrowingResponse:
             **self._repeated,
             **self._ingestion,
         }
+
+    def at_work(self) -> ResponseEvent:
+        """An event that says no more than that it is in progress: the response without its body."""
+        head = {"id": self._record.id, "object": "response", "created_at": self._record.created}
+        shown = head | {"status": "in_progress", "model": self._record.request.model, "output": []}
+        return {"type": "response.in_progress", "response": shown}
 
     def _begin(self) -> list[ResponseEvent]:
         if self._status != "queued":

@@ -19,6 +19,7 @@ from headrace.protocols.fields.kinds import (
     wrong_value,
 )
 from headrace.protocols.fields.messages import image_part, part_text
+from headrace.protocols.progress_words import without_progress
 
 MAX_ITEMS = 10_000
 _ROLES = ("user", "assistant", "system", "developer")
@@ -123,7 +124,7 @@ def _reasoning(value: Item, path: str) -> Item:
             [
                 {
                     "type": f"{name}_text" if name == "summary" else "reasoning_text",
-                    "text": _string(Object().check(part, place), "text", place),
+                    "text": without_progress(_string(Object().check(part, place), "text", place)),
                 }
                 for part, place in ((p, f"{path}.{name}[{i}]") for i, p in enumerate(parts))
             ]

@@ -16,7 +16,12 @@ from headrace.protocols.fields.messages import take_images
 from headrace.protocols.fields.tools import check_choice, narrow, text_parameters
 from headrace.protocols.openai import chat as openai_chat
 from headrace.protocols.openai import chunks as openai
-from headrace.protocols.openai.response_events import GrowingResponse, KeptBody, open_kept
+from headrace.protocols.openai.response_events import (
+    GrowingResponse,
+    KeptBody,
+    ResponseEvent,
+    open_kept,
+)
 from headrace.protocols.openai.response_fields import (
     FlatChoice,
     FlatTools,
@@ -196,14 +201,15 @@ class ResponseFrames:
     def __init__(self, record: Record) -> None:
         self.last_number = -1
         self.places: list[float] = []  # of the last frames; a keepalive has half a number more
-        self._options = record.request.response_options
+        self._options = options = record.request.response_options
+        self._has_numbered_progress = options.return_progress and record.rendering > 1
         self._response = GrowingResponse(record)
 
     def render(self, event: AnyEvent) -> list[bytes]:
         """The frames of one event: none, one or several."""
         self.places = []
         frames = []
-        for told in self._response.take(event):
+        for told in [*self._response.take(event), *self._advanced(event)]:
             self.last_number += 1
             self.places.append(self.last_number)
             frames.append(self._frame(told))
@@ -217,6 +223,12 @@ class ResponseFrames:
         """A heartbeat: parses as data, adds nothing."""
         return self._frame({"type": "keepalive"})
 
+    def _advanced(self, event: AnyEvent) -> list[ResponseEvent]:
+        """The progress of the prompt, on an event that clients count."""
+        if not (self._has_numbered_progress and isinstance(event, Progress)):
+            return []
+        return [self._response.at_work() | {"prompt_progress": openai.progress_of(event)}]
+
     def _beat(self, event: AnyEvent) -> dict[str, Any] | None:
         """The fields of a keepalive, for an event that adds nothing to the response."""
         options = self._options
@@ -226,7 +238,7 @@ class ResponseFrames:
             return None
         if isinstance(event, Queued):
             return {"queue": openai.queue_of(event)}
-        if isinstance(event, Progress):
+        if isinstance(event, Progress) and not self._has_numbered_progress:
             return {"prompt_progress": openai.progress_of(event)}
         return None
 
