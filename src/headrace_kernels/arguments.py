@@ -60,6 +60,7 @@ def reader(record: Any) -> Any:
     WINDOW,  # 0: none
     SINKS,
     NUM_SINKS,
+    CAP,  # of scores, in 1e-6; 0: none
     Q,
     K,
     V,
@@ -69,7 +70,7 @@ def reader(record: Any) -> Any:
     V_STRIDE,
     OUT_STRIDE,
     SIZE,
-) = range(1, 27)
+) = range(1, 28)
 
 
 def set_memory(arguments: Arguments, keys: Tensor, values: Tensor) -> None:

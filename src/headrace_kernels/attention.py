@@ -57,11 +57,13 @@ class CpuStep:
         arguments[fields.TABLE] = batch.block_table.ctypes.data
         arguments[fields.NUM_CHUNKS : fields.TABLE_WIDTH + 1] = batch.block_table.shape
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, cap: float | None = None
+    ) -> Tensor:
         """Writes k and v into the memory, then attends from q to all positions up to its own.
 
         q: [tokens, heads, dim], k and v: [tokens, kv_heads, dim]; returns [tokens, heads, dim].
-        Scores are scaled by dim ** -0.5.
+        Scores are scaled by dim ** -0.5, and with a cap become cap * tanh(score / cap).
         """
         attention, arguments = self._attention, self._arguments
         memory = attention.memory
@@ -73,6 +75,7 @@ class CpuStep:
         sinks = attention.sinks[layer] if attention.sinks else None
         arguments[fields.SINKS] = 0 if sinks is None else sinks.data_ptr()
         arguments[fields.NUM_SINKS] = 0 if sinks is None else len(sinks)
+        arguments[fields.CAP] = round((cap or 0) * 1e6)
         for kernel in attention.kernels[layer]:
             parallel(kernel, arguments)
         return out

@@ -94,6 +94,11 @@ class CpuGatedMLP(nn.Module):
         return self.down(gated(self.gate_up(x)))
 
 
+class CpuGeluMLP(CpuGatedMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(gated(self.gate_up(x), by_gelu=True))
+
+
 _FAST: Mapping[str, Callable[[Any], nn.Module]] = {
     "norm": CpuNorm,  # weight, eps
     "shifted-norm": CpuShiftedNorm,  # the same; weights are kept less 1
@@ -101,6 +106,7 @@ _FAST: Mapping[str, Callable[[Any], nn.Module]] = {
     "sigmoid-gate": CpuSigmoidGate,
     "rotary": CpuRotary,  # angles(positions), amplitude
     "gated-mlp": CpuGatedMLP,  # gate_up, down
+    "gelu-mlp": CpuGeluMLP,  # the same
     "convolution": CpuConvolution,  # layer, weight
     "delta-gates": CpuDeltaGates,  # A_log, dt_bias
 }

@@ -14,6 +14,7 @@ from torch import Tensor
 from headrace_kernels.amx import DEEP, TILE, configure, release
 from headrace_kernels.arguments import (
     BLOCK_SIZE,
+    CAP,
     DIM,
     GROUP,
     KV_HEADS,
@@ -58,7 +59,7 @@ from headrace_kernels.numeric import (
     take_next,
     widen,
 )
-from headrace_kernels.softmax import LOG2_E, LOWEST, highest, shrink_row, weigh
+from headrace_kernels.softmax import LOG2_E, LOWEST, highest, shrink_row, soften_row, weigh
 from headrace_kernels.tiles import LANES, empty_rows
 
 _SPAN = 256  # positions whose scores are weighed together
@@ -81,6 +82,7 @@ class _Sight(NamedTuple):
     window: int  # how far back; 0: all
     dim: int
     scale: Any  # of scores, for powers of two
+    cap: Any  # of scores before they are scaled; 0: none
 
 
 @njit(inline="always")
@@ -112,6 +114,9 @@ def _weigh(sums: Any, span: Any, sight: Any) -> None:
     """
     scores, weights, values, running, tops, _ = sums
     scale = sight.scale
+    if sight.cap:
+        for g in range(tops.size):
+            soften_row(scores, g, _visible(g, span, sight)[2], sight.cap)
     for g in range(tops.size):
         tops[g] = max(highest(scores, g, _visible(g, span, sight)) * scale, running[g, 0])
     for g in range(tops.size):
@@ -302,7 +307,8 @@ def _attend_by(name: str, attend: Any) -> Any:
         starts, lengths, first_rows, table = chunks_of(g)
         dim, group = g[DIM], g[GROUP]
         sinks = carray(f32_at(g[SINKS]), g[NUM_SINKS])
-        scale = np.float32(LOG2_E) / np.sqrt(np.float32(dim))
+        root = np.sqrt(np.float32(dim))
+        scale, cap = np.float32(LOG2_E) / root, np.float32(g[CAP] * 1e-6) * root
         at_once = max(1, _MOST // group)
         at, places = (-1, 0, 0), (g[KV_HEADS], at_once)
         while True:
@@ -318,7 +324,7 @@ def _attend_by(name: str, attend: Any) -> Any:
                 out,
                 _Queries(row, stop - token, kv * group * dim),
                 Past(memory[0], memory[1], table[chunk], kv),
-                _Sight(starts[chunk] + token, group, g[WINDOW], dim, scale),
+                _Sight(starts[chunk] + token, group, g[WINDOW], dim, scale, cap),
                 sinks[kv * group : (kv + 1) * group] if sinks.size else sinks,
             )
 

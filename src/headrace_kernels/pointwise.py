@@ -23,7 +23,7 @@ from headrace_kernels.numeric import (
     u16_at,
     widen,
 )
-from headrace_kernels.silu import row_for, silu_row
+from headrace_kernels.silu import gelu_row, row_for, silu_row
 
 _ALONE = 1 << 13  # values up to which waking another thread costs more than it saves
 
@@ -56,6 +56,7 @@ class _Rotate(NamedTuple):
 class _Gate(NamedTuple):
     tokens: int
     size: int
+    is_gelu: int  # or silu
     x: int
     out: int
 
@@ -166,11 +167,13 @@ def _rotate_float(a: Any) -> None:
 
 
 @njit(fastmath=FAST)
-def _gate_row(gate: Any, up: Any, wide: Any, out: Any) -> None:
-    """silu(gate) * up."""
+def _gate_row(gate: Any, up: Any, is_gelu: Any, wide: Any, out: Any) -> None:
     for i in range(gate.size):
         wide[i] = widen(gate[i])
-    silu_row(wide)
+    if is_gelu:
+        gelu_row(wide)
+    else:
+        silu_row(wide)
     for i in range(gate.size):
         out[i] = narrow(wide[i] * widen(up[i]), out[0])
 
@@ -183,7 +186,7 @@ def _gate(g: Any, a: Any, x: Any, out: Any) -> None:
         token = take_next(a)
         if token >= tokens:
             break
-        _gate_row(x[token, :size], x[token, size:], wide, out[token])
+        _gate_row(x[token, :size], x[token, size:], g.is_gelu, wide, out[token])
 
 
 @Kernel
@@ -303,10 +306,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return out
 
 
-def gated(x: Tensor) -> Tensor:
-    """silu(left half) * right half of x [tokens, 2 * size], contiguous."""
+def gated(x: Tensor, by_gelu: bool = False) -> Tensor:
+    """silu(left half) * right half of x [tokens, 2 * size], contiguous; or gelu, by its tanh."""
     out = torch.empty((x.shape[0], x.shape[1] // 2), dtype=x.dtype)
-    words = _Gate(len(out), out.shape[1], x.data_ptr(), out.data_ptr())
+    words = _Gate(len(out), out.shape[1], by_gelu, x.data_ptr(), out.data_ptr())
     _launch(_GATE[x.dtype], out, words)
     return out
 

@@ -1,5 +1,10 @@
-"""Owns silu(x) = x / (1 + e^-x), and convolutions before it, by explicit vectors as in tiles.py."""
+"""Owns silu, gelu and convolutions before silu, by explicit vectors as in tiles.py.
 
+Both are x / (1 + e^-y): silu with y = x, gelu by its tanh with y = 2 sqrt(2/pi) (x + 0.044715 x^3).
+"""
+
+import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,9 +14,10 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from headrace_kernels.softmax import LOG2_E, power_of_two
-from headrace_kernels.tiles import FLOATS, LANES, Matrix, fused, load, loop
+from headrace_kernels.tiles import FLOATS, LANES, Matrix, add_product, fused, load, loop
 
 _I64 = ir.IntType(64)
+_GELU = 2 * math.sqrt(2 / math.pi)
 
 
 def _all(number: float) -> Any:
@@ -19,32 +25,45 @@ def _all(number: float) -> Any:
 
 
 def _silu(builder: Any, x: Any) -> Any:
+    return _times_sigmoid(builder, x, x)
+
+
+def _gelu(builder: Any, x: Any) -> Any:
+    b = builder
+    growth = add_product(b, _all(_GELU), b.fmul(_all(_GELU * 0.044715), x), x)
+    return _times_sigmoid(b, x, b.fmul(growth, x))
+
+
+def _times_sigmoid(builder: Any, x: Any, y: Any) -> Any:
     """The power is taken of the negative side, where it cannot overflow."""
     b = builder
-    is_negative = b.fcmp_ordered("<", x, _all(0.0))
-    down = b.select(is_negative, x, b.fneg(x))
+    is_negative = b.fcmp_ordered("<", y, _all(0.0))
+    down = b.select(is_negative, y, b.fneg(y))
     power = power_of_two(b, b.fmul(down, _all(LOG2_E)))
     top = b.select(is_negative, power, _all(1.0))
     return b.fdiv(b.fmul(x, top), b.fadd(_all(1.0), power))
 
 
-def _emit_silu_row(typing_context: Any, x: Any) -> Any:
-    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        row = Matrix(context, builder, signature.args[0], args[0])
+def _in_place(function: Callable[[Any, Any], Any]) -> Any:
+    def typed(typing_context: Any, x: Any) -> Any:
+        def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            row = Matrix(context, builder, signature.args[0], args[0])
 
-        def body(at: Any, values: list[Any]) -> list[Any]:
-            place = builder.add(row.base, builder.mul(at, _I64(4 * LANES)))
-            vector = _silu(builder, load(builder, place, FLOATS, 4))
-            builder.store(vector, builder.inttoptr(place, FLOATS.as_pointer()), align=4)
-            return []
+            def body(at: Any, values: list[Any]) -> list[Any]:
+                place = builder.add(row.base, builder.mul(at, _I64(4 * LANES)))
+                vector = function(builder, load(builder, place, FLOATS, 4))
+                builder.store(vector, builder.inttoptr(place, FLOATS.as_pointer()), align=4)
+                return []
 
-        loop(builder, builder.udiv(row.shape[0], _I64(LANES)), [], body)
-        return context.get_dummy_value()
+            loop(builder, builder.udiv(row.shape[0], _I64(LANES)), [], body)
+            return context.get_dummy_value()
 
-    return types.void(x), emit
+        return types.void(x), emit
+
+    return intrinsic(typed)
 
 
-silu_row: Any = intrinsic(_emit_silu_row)
+silu_row, gelu_row = _in_place(_silu), _in_place(_gelu)
 """silu_row(x): in place; x is contiguous float32, of at least one vector and whole ones only."""
 
 

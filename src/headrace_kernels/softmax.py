@@ -120,6 +120,39 @@ scores: float32 [rows, at least `count` vectors], whose rows are contiguous.
 """
 
 
+def _emit_soften(typing_context: Any, scores: Any, number: Any, count: Any, cap: Any) -> Any:
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        b = builder
+        begin = Matrix(context, b, signature.args[0], args[0]).at(args[1], _I64(0))
+        size = spread_over(b, args[3])
+        per_power = b.fdiv(_all(-2 * LOG2_E), size)
+
+        def body(at: Any, values: list[Any]) -> list[Any]:
+            place = b.add(begin, b.mul(at, _I64(4 * LANES)))
+            pointer = b.inttoptr(place, FLOATS.as_pointer())
+            vector = b.load(pointer, align=4)
+            is_negative = b.fcmp_ordered("<", vector, _all(0.0))
+            power = power_of_two(
+                b, b.fmul(b.select(is_negative, b.fneg(vector), vector), per_power)
+            )
+            share = b.fdiv(b.fsub(_all(1.0), power), b.fadd(_all(1.0), power))
+            softened = b.fmul(size, share)
+            b.store(b.select(is_negative, b.fneg(softened), softened), pointer, align=4)
+            return []
+
+        loop(b, args[2], [], body)
+        return context.get_dummy_value()
+
+    return types.void(scores, types.int64, types.int64, types.float32), emit
+
+
+soften_row: Any = intrinsic(_emit_soften)
+"""soften_row(scores, row, count, cap): `count` vectors x become cap * tanh(x / cap).
+
+By tanh(y) = (1 - e^-2y) / (1 + e^-2y) for y >= 0.
+"""
+
+
 def _emit_weigh(
     typing_context: Any, scores: Any, number: Any, visible: Any, by: Any, weights: Any
 ) -> Any:

@@ -75,7 +75,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def runner(folder: Path):
-    return tiny_runner(folder, max_model_len=256, block_size=16)
+    return tiny_runner(folder, "generic-text", max_model_len=256, block_size=16)
 
 
 @pytest.fixture(scope="module")

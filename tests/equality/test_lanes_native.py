@@ -20,8 +20,9 @@ from tests.drive import (
 from tools.harness.tiny_models import make_tiny_model
 
 PROMPT = random_prompt(150)
-LLAMA, MISTRAL, QWEN2, QWEN3, MOE = (
-    f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe")
+LLAMA, MISTRAL, QWEN2, QWEN3, MOE, GEMMA2, GEMMA3 = (
+    f"{name}ForCausalLM"
+    for name in ("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe", "Gemma2", "Gemma3")
 )
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 LLAMA3 = {
@@ -33,6 +34,11 @@ LLAMA3 = {
 }
 SOME_WINDOWS = {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}
 KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
+WINDOW = {"sliding_window": 24, "pad_token_id": 0}
+TWO_ROPES = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+}
 OPTIONS = {
     "llama": (LLAMA, {}),
     "llama tied": (LLAMA, {"tie_word_embeddings": True}),
@@ -55,6 +61,27 @@ OPTIONS = {
     "qwen3 with attention biases": (QWEN3, {"attention_bias": True}),
     "qwen3 with windows from a layer on": (QWEN3, SOME_WINDOWS),
     "qwen3 with windows by layer": (QWEN3, {"layer_types": KINDS, **SOME_WINDOWS}),
+    "gemma 2": (GEMMA2, WINDOW),
+    "gemma 2 with its own layers and scale": (
+        GEMMA2,
+        WINDOW | {"layer_types": KINDS[1:] + KINDS[:1], "query_pre_attn_scalar": 7},
+    ),
+    "gemma 2 with hard caps": (
+        GEMMA2,
+        WINDOW | {"attn_logit_softcapping": 0.5, "final_logit_softcapping": 2.0},
+    ),
+    "gemma 2 untied": (GEMMA2, WINDOW | {"tie_word_embeddings": False, "attention_bias": True}),
+    "gemma 3": (GEMMA3, WINDOW | {"layer_types": KINDS}),
+    "gemma 3 with one layer in six that sees all": (GEMMA3, WINDOW | {"num_hidden_layers": 7}),
+    "gemma 3 with its own scale and head size": (
+        GEMMA3,
+        WINDOW | {"layer_types": KINDS, "query_pre_attn_scalar": 24, "head_dim": 32},
+    ),
+    "gemma 3 with a stretched rope": (
+        GEMMA3,
+        WINDOW | {"layer_types": KINDS, "rope_parameters": TWO_ROPES},
+    ),
+    "gemma 3 with a cap": (GEMMA3, WINDOW | {"final_logit_softcapping": 3.0}),
     "experts": (MOE, {}),
     "experts whose weights sum to one": (MOE, {"norm_topk_prob": True, "num_experts": 9}),
     "experts on some layers": (MOE, {"decoder_sparse_step": 2, "tie_word_embeddings": True}),
@@ -127,7 +154,7 @@ def test_each_expert_is_computed_once_for_all_tokens_of_a_step(tmp_path: Path):
     assert len(sizes) <= 5 and sum(sizes) == 2 * len(PROMPT)
 
 
-@pytest.mark.parametrize("architecture", [LLAMA, MISTRAL, QWEN2, QWEN3, MOE])
+@pytest.mark.parametrize("architecture", [LLAMA, MISTRAL, QWEN2, QWEN3, MOE, GEMMA2, GEMMA3])
 @torch.inference_mode()
 def test_bfloat16_errs_no_more_than_that_of_transformers(architecture: str, tmp_path: Path):
     folder = make_tiny_model(tmp_path / "tiny", architecture, head_dim=None, dtype=torch.bfloat16)

@@ -105,7 +105,11 @@ def test_greedy_output_is_the_same_with_the_budget_on_off_and_after_ten_preempti
 
 @pytest.mark.parametrize(
     ("architecture", "lane"),
-    [("Qwen3MoeForCausalLM", "native-text"), ("Gemma3ForCausalLM", "generic-text")],
+    [
+        ("Qwen3MoeForCausalLM", "native-text"),
+        ("Gemma3ForCausalLM", "native-text"),
+        ("Olmo2ForCausalLM", "generic-text"),
+    ],
 )
 def test_other_models_on_blocks_say_the_same_in_small_steps_and_after_ten_preemptions(
     architecture: str, lane: str, tmp_path: Path

@@ -57,7 +57,6 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("Qwen3ForCausalLM", {}, "native-text", "none", "blocks"),
         ("MixtralForCausalLM", {"num_local_experts": 4}, "generic-text", "none", "blocks"),
-        ("Gemma2ForCausalLM", {"pad_token_id": 0}, "generic-text", "lazy-prefix", "blocks"),
         ("Lfm2ForCausalLM", ON_SLOTS, "generic-text", "lazy-prefix", "slot"),
     ],
 )

@@ -60,6 +60,7 @@ class Case:
     k: Tensor
     v: Tensor
     sinks: Tensor | None = None
+    cap: float | None = None
 
 
 def make_case(
@@ -125,15 +126,16 @@ def reference(case: Case, keys: Tensor, values: Tensor) -> Tensor:
         seen = [(table[p // size], p % size) for p in range(first, position + 1)]
         past_keys = torch.stack([keys[b, :, o] for b, o in seen]).double()
         past_values = torch.stack([values[b, :, o] for b, o in seen]).double()
-        rows.append(_attend(case.q[token].double(), past_keys, past_values, case.sinks))
+        rows.append(_attend(case, case.q[token].double(), past_keys, past_values))
     return torch.stack(rows)
 
 
-def _attend(q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None) -> Tensor:
-    group = q.shape[0] // keys.shape[1]
+def _attend(case: Case, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    group, sinks, cap = q.shape[0] // keys.shape[1], case.sinks, case.cap
     out = torch.empty_like(q)
     for head in range(q.shape[0]):
         scores = keys[:, head // group] @ q[head] * q.shape[1] ** -0.5
+        scores = scores if cap is None else cap * torch.tanh(scores / cap)
         extra = torch.empty(0).double() if sinks is None else sinks[head : head + 1].double()
         weights = torch.cat((scores, extra)).softmax(0)[: len(scores)]
         out[head] = weights @ values[:, head // group]

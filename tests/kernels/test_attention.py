@@ -14,7 +14,7 @@ def largest_error(case: Case, instructions: InstructionSet | None = None) -> flo
     sinks = () if case.sinks is None else [case.sinks]
     keys, values = plain(case)
     attention = CpuAttention(case.memory, (case.window,), sinks, instructions)
-    found = attention.step(case.step).attend(0, case.q, case.k, case.v)
+    found = attention.step(case.step).attend(0, case.q, case.k, case.v, case.cap)
     expected = reference(case, keys, values)
     for mine, theirs in zip(plain(case), (keys, values), strict=True):
         for block, offset in places(case):
@@ -52,6 +52,17 @@ def test_sinks_take_their_share_of_the_weight(window: int | None) -> None:
     case = make_case(MIXED, window=window)
     case.sinks = torch.tensor([3.0, -2.0, 0.5, 9.0])
     assert largest_error(case) < 1e-5
+
+
+@pytest.mark.parametrize("instructions", OWN_SETS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("cap", [0.5, 50.0])
+def test_a_cap_softens_scores(cap: float, dtype: torch.dtype, instructions: InstructionSet) -> None:
+    case = make_case(MIXED, dim=32, window=20, dtype=dtype, size=32)
+    case.q.mul_(20)
+    case.cap, case.sinks = cap, torch.tensor([0.3, -0.2, 0.5, 0.1])
+    tolerance = 2e-5 if dtype == torch.float32 else 0.06
+    assert largest_error(case, instructions if dtype == torch.bfloat16 else None) < tolerance
 
 
 def test_what_is_not_a_number_stays_with_its_sequence_and_is_no_error(

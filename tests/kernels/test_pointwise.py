@@ -45,3 +45,5 @@ def test_the_gate_is_right_far_out_on_both_sides(dtype: torch.dtype, tolerance: 
     x = torch.cat((torch.linspace(-200, 200, 101).repeat(3, 1), torch.randn(3, 101)), 1).to(dtype)
     gate, up = x.double().chunk(2, dim=-1)
     torch.testing.assert_close(gated(x).double(), F.silu(gate) * up, rtol=tolerance, atol=1e-5)
+    found, gelu = gated(x, by_gelu=True).double(), F.gelu(gate, approximate="tanh")
+    torch.testing.assert_close(found, gelu * up, rtol=tolerance, atol=1e-5)

@@ -81,7 +81,7 @@ def test_caps_soften_scores_and_sinks_take_a_share_of_the_weights() -> None:
     batch = pack(
         [Chunk(SequenceId(0), 0, 5, 0, (), array("i", [1, 0]))], [array("i", [0] * 5)], BLOCK, CPU
     )
-    out = NaiveAttention(storage, [sinks], [0.5]).step(batch).attend(0, q, k, v)
+    out = NaiveAttention(storage, [sinks]).step(batch).attend(0, q, k, v, cap=0.5)
     for i in range(5):
         for head in range(HEADS):
             group = head // (HEADS // KV_HEADS)

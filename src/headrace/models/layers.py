@@ -1,5 +1,7 @@
 """Layers that the families share: norms, rotary positions, gates, convolution, gated MLP."""
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -18,6 +20,15 @@ class Embedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         return F.embedding(ids, self.weight)
+
+
+class ScaledEmbedding(Embedding):
+    """The same times the root of a row's size, rounded as the rows are."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        root = self.weight.shape[1] ** 0.5
+        step = torch.finfo(self.weight.dtype).eps * 2 ** (math.frexp(root)[1] - 1)
+        return super().forward(ids) * (round(root / step) * step)
 
 
 class _WeightedNorm(nn.Module):
@@ -102,6 +113,14 @@ class GatedMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)
         return self.down(F.silu(gate) * up)
+
+
+class GeluMLP(GatedMLP):
+    """The same by gelu, which is computed by a tanh."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.gelu(gate, approximate="tanh") * up)
 
 
 class Convolution(nn.Module):

@@ -90,3 +90,7 @@ class Llama(nn.Module):
         for layer in self.layers:
             x = layer(x, rotate, step)
         return self.norm(x)
+
+    def logits(self, rows: Tensor) -> Tensor:
+        """float32 [rows, vocabulary] of hidden states."""
+        return self.head(rows).float()

@@ -192,6 +192,10 @@ class Qwen35(nn.Module):
             x = layer(x, rotate, step)
         return self.norm(x)
 
+    def logits(self, rows: Tensor) -> Tensor:
+        """float32 [rows, vocabulary] of hidden states."""
+        return self.head(rows).float()
+
 
 _DEFAULTS = {
     "linear_conv_kernel_dim": 4,

@@ -10,11 +10,14 @@ class Step(Protocol):
 
     positions: Tensor  # int64 [tokens]; [3, tokens]: time, row and column of each
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, cap: float | None = None
+    ) -> Tensor:
         """Writes k and v into block memory, then attends from q to all positions up to its own.
 
         q: [tokens, heads, key_dim], k: [tokens, kv_heads, key_dim], v: [tokens, kv_heads,
-        value_dim]; returns [tokens, heads, value_dim]. Scores are scaled by key_dim ** -0.5.
+        value_dim]; returns [tokens, heads, value_dim]. Scores are scaled by key_dim ** -0.5; with a
+        cap they become cap * tanh(score / cap).
         """
         ...
 

@@ -79,7 +79,7 @@ def read_text_config(
     if config.get("hidden_act", "silu") != "silu":
         raise ModelError(f"Activation {config['hidden_act']} is not supported here; silu is.")
     head_dim = config.get("head_dim") or hidden // heads
-    rope, share = _rope(config)
+    rope, share = read_rope(config)
     if share != 1 and not can_turn_part:
         raise ModelError(
             f"Rotary positions over {share:g} of a head are not supported here; "
@@ -125,7 +125,7 @@ def positive(config: dict[str, Any], key: str) -> int:
     return value
 
 
-def _rope(config: dict[str, Any]) -> tuple[Rope, float]:
+def read_rope(config: dict[str, Any]) -> tuple[Rope, float]:
     """Reads the present form (rope_parameters) and the older one (rope_theta, rope_scaling).
 
     With the share of a head that is turned.

@@ -20,16 +20,10 @@ class Attention(Protocol):
 
 
 class NaiveAttention:
-    """`sinks` are per layer float32 [heads], scores that hold no value; `caps` soften scores."""
+    """`sinks` are per layer float32 [heads], scores that hold no value."""
 
-    def __init__(
-        self,
-        storage: CacheStorage,
-        sinks: Sequence[Tensor | None] = (),
-        caps: Sequence[float | None] = (),
-    ) -> None:
-        self.storage = storage
-        self.sinks, self.caps = sinks, caps
+    def __init__(self, storage: CacheStorage, sinks: Sequence[Tensor | None] = ()) -> None:
+        self.storage, self.sinks = storage, sinks
 
     def step(self, batch: Batch) -> Step:
         return _NaiveStep(self, batch)
@@ -45,7 +39,9 @@ class _NaiveStep:
         self.positions = batch.positions
         self._tables = torch.from_numpy(batch.block_table).to(storage.device).long()
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, cap: float | None = None
+    ) -> Tensor:
         keys, values = self._storage.keys[layer], self._storage.values[layer]
         self._write(keys, k)
         self._write(values, v)
@@ -53,7 +49,7 @@ class _NaiveStep:
         for chunk, first in enumerate(self._batch.first_rows.tolist()):
             end = first + int(self._batch.lengths[chunk])
             past = self._gather(keys, chunk), self._gather(values, chunk)
-            out[first:end] = self._attend_chunk(layer, chunk, q[first:end], past)
+            out[first:end] = self._attend_chunk(layer, chunk, q[first:end], past, cap)
         return out
 
     def convolve(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
@@ -96,7 +92,7 @@ class _NaiveStep:
         return blocks.transpose(0, 1).flatten(1, 2)[:, :num_positions].float()
 
     def _attend_chunk(
-        self, layer: int, chunk: int, q: Tensor, past: tuple[Tensor, Tensor]
+        self, layer: int, chunk: int, q: Tensor, past: tuple[Tensor, Tensor], cap: float | None
     ) -> Tensor:
         keys, values = past
         start, length = int(self._batch.starts[chunk]), len(q)
@@ -107,7 +103,6 @@ class _NaiveStep:
         if window is not None:
             visible &= other > own - window
         q = q.float().transpose(0, 1)  # [heads, length, dim]
-        cap = self._attention.caps[layer] if self._attention.caps else None
         sinks = self._attention.sinks[layer] if self._attention.sinks else None
         if cap is None and sinks is None:
             out = F.scaled_dot_product_attention(

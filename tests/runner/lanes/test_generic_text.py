@@ -212,7 +212,8 @@ def test_an_attention_that_is_wrong_is_found_at_load(
 def test_bfloat16_on_blocks_stays_near_the_model_itself(tmp_path: Path) -> None:
     tiny = make_tiny_model(tmp_path / "tiny", "Gemma3ForCausalLM", pad_token_id=0)
     prompt = random_prompt(50)
-    exact, coarse = tiny_runner(tiny), tiny_runner(tiny, dtype="bfloat16")
+    exact = tiny_runner(tiny, "generic-text")
+    coarse = tiny_runner(tiny, "generic-text", dtype="bfloat16")
     assert coarse.lane.traits.facts.memory == "blocks"
     assert_close(row_logits(coarse, prompt, 7), row_logits(exact, prompt), 0.2)
 

@@ -102,9 +102,8 @@ class ForeignAttention:
         self._storage = CacheStorage(self.cache, layout, dtype, device)
         layers = self._layers.values()
         sinks = [None if x.sinks is None else x.sinks.float().contiguous() for x in layers]
-        caps = [layer.cap for layer in layers]
-        if instructions == "plain" or any(cap is not None for cap in caps):
-            self._attention = NaiveAttention(self._storage, sinks, caps)
+        if instructions == "plain":
+            self._attention = NaiveAttention(self._storage, sinks)
         else:
             windows = [layer.cache.window for layer in layers]
             self._attention = CpuAttention(self._storage, windows, sinks, instructions)
@@ -128,7 +127,7 @@ class ForeignAttention:
         if factor != 1:
             q = q * factor
         q, k, v = (_rows(x, dim).to(dtype) for x in (q, k, v))
-        out = self._step.attend(layer.number, q, k, v)
+        out = self._step.attend(layer.number, q, k, v, layer.cap)
         return out[None, ..., : layer.value_dim].to(kind)
 
     def note(

@@ -35,6 +35,7 @@ _LAYERS = {
     layers.SigmoidGate: "sigmoid-gate",
     layers.Rotary: "rotary",
     layers.GatedMLP: "gated-mlp",
+    layers.GeluMLP: "gelu-mlp",
     layers.Convolution: "convolution",
     layers.DeltaGates: "delta-gates",
 }
@@ -123,7 +124,8 @@ class NativeText:
         return self._model(batch.token_ids, self._attention.step(batch))
 
     def logits(self, rows: Tensor) -> Tensor:
-        return self._model.head(rows).float()
+        logits: Tensor = self._model.logits(rows)
+        return logits
 
     def copy(self, blocks: Sequence[BlockCopy], slots: Sequence[SlotCopy]) -> None:
         for copy in blocks:
