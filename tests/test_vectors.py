@@ -1,5 +1,6 @@
 """Vectors and scores of tiny models in process: against transformers, alone and together."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,15 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from headrace import LLM
+from headrace.core.errors import ModelError
 from headrace.errors import RequestFailed
-from tools.harness.tiny_models import make_tiny_encoder, make_tiny_model, write_pooling
+from headrace.runner.pooling import to_unit
+from tools.harness.tiny_models import (
+    POOLING_MODES,
+    make_tiny_encoder,
+    make_tiny_model,
+    write_pooling,
+)
 
 TEXTS = ["a river", "the mill race is running, the wheel turns " * 2, "x", "over and over again."]
 """Of lengths that fall into several forwards."""
@@ -109,10 +117,10 @@ def test_a_vector_is_cut_where_the_model_allows_it(tmp_path: Path) -> None:
 
 
 def test_what_its_makers_pool_otherwise_is_not_embedded(tmp_path: Path) -> None:
-    prompted(tmp_path, "max_tokens")
+    prompted(tmp_path, "max_tokens", stages=("LSTM",))
     with (
         LLM.load(str(tmp_path), threads=1) as llm,
-        pytest.raises(RequestFailed, match="asks for max_tokens"),
+        pytest.raises(RequestFailed, match="a stage LSTM"),
     ):
         llm.embed("a")
     with LLM.load(str(tmp_path), threads=1, pooling="cls") as llm:
@@ -129,3 +137,88 @@ def test_an_encoder_generates_nothing_and_takes_its_whole_length(tmp_path: Path)
         with pytest.raises(RequestFailed) as refused:
             llm.embed(["a", "a " * 126])
         assert (refused.value.code, refused.value.param) == ("context_length_exceeded", "input[1]")
+
+
+def rows_of(folder: Path, text: str, **options: Any) -> torch.Tensor:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+    fed = tokenizer(text, return_tensors="pt", padding=False, **options)
+    fed.pop("token_type_ids", None)
+    with torch.inference_mode():
+        return model(**fed).last_hidden_state[0]
+
+
+def test_every_pooling_is_computed_whole_and_in_chunks(tmp_path: Path) -> None:
+    """All of them joined, and as their makers left it: not of length 1."""
+    write_pooling(make_tiny_model(tmp_path, "Qwen3Model"), *POOLING_MODES, stages=())
+    expected = []
+    for text in TEXTS:
+        rows = rows_of(tmp_path, text)
+        num, weights = len(rows), torch.arange(1, len(rows) + 1)
+        parts = (
+            rows[0],
+            rows.amax(0),
+            rows.mean(0),
+            rows.sum(0) / num**0.5,
+            (weights[:, None] * rows).sum(0) / weights.sum(),
+            rows[-1],
+        )
+        expected.append(torch.cat(parts))
+    for room in (8, 512):
+        with LLM.load(str(tmp_path), threads=1, max_step_tokens=room) as llm:
+            assert farthest(llm.embed(TEXTS), expected) < 2e-5
+
+
+def test_a_layer_behind_the_pooling_makes_the_vector(tmp_path: Path) -> None:
+    prompted(tmp_path, "cls_token", "mean_tokens", stages=("Dense",))
+    layer = load_file(tmp_path / "2_Dense" / "model.safetensors")
+    rows = rows_of(tmp_path, TEXTS[0])
+    pooled = torch.cat((rows[0], rows.mean(0)))
+    expected = torch.tanh(layer["linear.weight"] @ pooled + layer["linear.bias"])
+    with LLM.load(str(tmp_path), threads=1, embedding_dimensions="any") as llm:
+        assert llm.ready.vector_size == 24
+        assert farthest([llm.embed(TEXTS[0])], [expected]) < 1e-5
+        assert farthest([llm.embed(TEXTS[0], dimensions=5)], [expected[:5]]) < 1e-5
+    (tmp_path / "2_Dense" / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"2_Dense/model\.safetensors"):
+        LLM.load(str(tmp_path), threads=1)
+
+
+def test_a_long_text_is_cut_where_its_makers_cut_it(tmp_path: Path) -> None:
+    """With the special tokens behind it; ids are taken as they are."""
+    prompted(tmp_path, "mean_tokens")
+    (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 20}')
+    short = rows_of(tmp_path, TEXTS[1], truncation=True, max_length=20)
+    assert len(short) == 20
+    with LLM.load(str(tmp_path), threads=1) as llm:
+        assert farthest([llm.embed(TEXTS[1])], [to_unit(short.mean(0))]) < 1e-5
+        assert farthest([llm.embed(TEXTS[1] * 500)], [to_unit(short.mean(0))]) < 1e-5
+        assert farthest([llm.embed([5] * 21)], [to_unit(short.mean(0))]) > 1e-3
+
+
+def test_texts_are_put_in_small_letters_where_the_files_say_so(tmp_path: Path) -> None:
+    prompted(tmp_path, "mean_tokens")
+    tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
+    tokenizer["normalizer"]["lowercase"] = False
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with LLM.load(str(tmp_path), threads=1) as llm:
+        small, large = llm.embed(["over and", "OVER And"])
+        assert farthest([large], [torch.tensor(small)]) > 1e-3
+    (tmp_path / "sentence_bert_config.json").write_text('{"do_lower_case": true}')
+    with LLM.load(str(tmp_path), threads=1) as llm:
+        assert llm.embed("OVER And") == llm.embed("over and") == small
+
+
+def test_weights_are_found_in_the_folder_that_older_versions_made(tmp_path: Path) -> None:
+    prompted(tmp_path, "cls_token")
+    expected = reference(tmp_path, TEXTS[0], "cls")
+    inner = tmp_path / "0_Transformer"
+    inner.mkdir()
+    for file in [one for one in tmp_path.iterdir() if one.is_file()]:
+        if file.name != "modules.json":
+            file.rename(inner / file.name)
+    modules = json.loads((tmp_path / "modules.json").read_text())
+    modules[0]["path"] = "0_Transformer"
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    with LLM.load(str(tmp_path), threads=1) as llm:
+        assert farthest([llm.embed(TEXTS[0])], [expected]) < 1e-5

@@ -252,7 +252,8 @@ class _Host:
         asked = embeddings.to_request(checked, "")
         made = await self.generation.vectors.make(asked, partial(embeddings.check, checked))
         dimensions = checked.fields.get("dimensions")
-        return [embeddings.cut(vector, dimensions).tolist() for vector in made.vectors]
+        are_units = made.model.embeds_units
+        return [embeddings.cut(one, dimensions, are_units).tolist() for one in made.vectors]
 
     async def ranking(self, checked: CheckedBody) -> list[Ranked]:
         made = await self.generation.vectors.make(rerank.to_request(checked, rerank.ROUTES[0], ""))

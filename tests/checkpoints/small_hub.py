@@ -53,7 +53,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         elif (found["revision"] or "main") not in ("main", "v1", COMMIT):
             self._send(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
         elif found["kind"] == "tree":
-            self._send(200, json.dumps([_entry(file) for file in _files(folder)]).encode())
+            self._send(200, json.dumps([_entry(file, folder) for file in _files(folder)]).encode())
         elif found["kind"] == "resolve":
             self._send_file(folder / found["file"])
         else:
@@ -86,20 +86,22 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
 
 def _files(folder: Path) -> list[Path]:
-    return sorted(folder.iterdir())
+    return sorted(file for file in folder.rglob("*") if file.is_file())
 
 
-def _entry(file: Path) -> dict[str, object]:
+def _entry(file: Path, folder: Path) -> dict[str, object]:
     return {
         "type": "file",
         "oid": _digest(file),
         "size": file.stat().st_size,
-        "path": file.name,
+        "path": str(file.relative_to(folder)),
     }
 
 
 def _info(repo: str, folder: Path) -> dict[str, object]:
-    files = [{"rfilename": f.name, "size": f.stat().st_size} for f in _files(folder)]
+    files = [
+        {"rfilename": str(f.relative_to(folder)), "size": f.stat().st_size} for f in _files(folder)
+    ]
     return {"_id": "1", "id": repo, "modelId": repo, "sha": COMMIT, "siblings": files, "tags": []}
 
 

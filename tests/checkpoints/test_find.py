@@ -80,6 +80,34 @@ def test_only_what_is_read_is_downloaded(repo: Path, tmp_path: Path) -> None:
     assert found["told"][-1] == [total, total]  # type: ignore[index]
 
 
+def test_the_parts_of_a_model_of_sentence_transformers_come_along(tmp_path: Path) -> None:
+    """Its weights in a folder of their own, as older versions put them, and a layer's."""
+    modules = [{"type": "x.Transformer", "path": "0_Transformer"}, {"type": "x.Dense"}]
+    repo = tmp_path / "repo"
+    files = {
+        "modules.json": json.dumps(modules),
+        "0_Transformer/config.json": "{}",
+        "0_Transformer/model.safetensors": "12",
+        "0_Transformer/pytorch_model.bin": "never read",
+        "1_Pooling/config.json": "{}",
+        "2_Dense/config.json": "{}",
+        "2_Dense/model.safetensors": "345",
+        "2_Dense/pytorch_model.bin": "never read",
+    }
+    for name, content in files.items():
+        (repo / name).parent.mkdir(parents=True, exist_ok=True)
+        (repo / name).write_text(content)
+    with small_hub({REPO: repo}) as hub:
+        found = look_up(tmp_path / "home", hub.url)
+    assert found.get("message") is None
+    assert (found["name"], found["files"]) == (
+        "0_Transformer",
+        ["config.json", "model.safetensors"],
+    )
+    sent = {path.partition(f"{COMMIT}/")[2] for path in hub.asked if "/resolve/" in path}
+    assert sent == {name for name in files if not name.endswith(".bin")}
+
+
 def test_what_is_in_the_cache_is_not_downloaded_again(repo: Path, tmp_path: Path) -> None:
     with small_hub({REPO: repo}) as hub:
         first = look_up(tmp_path / "home", hub.url)

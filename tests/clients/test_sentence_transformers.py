@@ -3,6 +3,7 @@
 It runs in an environment of its own, because sentence-transformers brings what nothing else needs.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,12 @@ from sentence_transformers import CrossEncoder, SentenceTransformer
 
 from headrace import LLM
 from tools.harness.servers import running_server
-from tools.harness.tiny_models import make_tiny_encoder, make_tiny_model, write_pooling
+from tools.harness.tiny_models import (
+    POOLING_MODES,
+    make_tiny_encoder,
+    make_tiny_model,
+    write_pooling,
+)
 
 TEXTS = ["a river", "the mill race is running, the wheel turns " * 2, "x", "Over and OVER again."]
 PROMPTS = {"query": "query: ", "document": "text: "}
@@ -31,7 +37,7 @@ def original(folder: Path) -> SentenceTransformer:
     return model
 
 
-@pytest.mark.parametrize("mode", ["mean_tokens", "cls_token", "lasttoken"])
+@pytest.mark.parametrize("mode", POOLING_MODES)
 @pytest.mark.parametrize("architecture", ["BertModel", "RobertaModel", "Qwen3Model", "LlamaModel"])
 def test_vectors_are_equal(tmp_path: Path, architecture: str, mode: str) -> None:
     make = make_tiny_model if "ert" not in architecture else make_tiny_encoder
@@ -52,6 +58,33 @@ def test_prompts_are_those_of_the_files(tmp_path: Path) -> None:
     assert farthest(usual, model.encode(TEXTS)) < 1e-5
     assert farthest(query, model.encode(TEXTS, prompt_name="query")) < 1e-5
     assert farthest(usual, query) > 1e-3
+
+
+@pytest.mark.parametrize("stages", [(), ("Dense",), ("Dense", "Normalize")])
+@pytest.mark.parametrize("modes", [("mean_tokens",), POOLING_MODES])
+def test_stages_behind_the_pooling_are_computed(
+    tmp_path: Path, modes: tuple[str, ...], stages: tuple[str, ...]
+) -> None:
+    folder = write_pooling(make_tiny_encoder(tmp_path), *modes, stages=stages)
+    with LLM.load(str(folder), threads=1) as llm:
+        ours = llm.embed(TEXTS)
+    assert farthest(ours, original(folder).encode(TEXTS)) < 1e-5
+
+
+@pytest.mark.parametrize("said", [{"max_seq_length": 20}, {}, {"do_lower_case": True}])
+def test_texts_are_read_as_the_files_say(tmp_path: Path, said: dict[str, Any]) -> None:
+    """Without a limit of theirs, the tokenizer's cuts (128)."""
+    folder = write_pooling(make_tiny_encoder(tmp_path), "mean_tokens")
+    if "do_lower_case" in said:
+        tokenizer = json.loads((folder / "tokenizer.json").read_text())
+        tokenizer["normalizer"]["lowercase"] = False
+        (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (folder / "sentence_bert_config.json").write_text(json.dumps(said))
+    texts = [*TEXTS, TEXTS[1] * 9, "[SEP] Over"]
+    with LLM.load(str(folder), threads=1) as llm:
+        ours = llm.embed(texts)
+    theirs = SentenceTransformer(str(folder), device="cpu")
+    assert farthest(ours, [theirs.encode(text) for text in texts]) < 1e-5
 
 
 def test_files_that_it_writes_itself_are_read(tmp_path: Path) -> None:

@@ -195,9 +195,11 @@ def test_a_folder_of_models_offers_what_lies_in_it(tmp_path: Path) -> None:
     (tmp_path / "two.gguf").touch()
     (tmp_path / "one.gguf").touch()  # it must not hide the folder
     (tmp_path / "notes").mkdir()
+    (tmp_path / "vectors").mkdir()
+    (tmp_path / "vectors" / "modules.json").touch()
     config = load({"models_dir": str(tmp_path), "threads": "2"}, {}, None)
     named = [model.served_model_name for model in config.models]
-    assert named == [("one",), ("one.gguf",), ("two",)]
+    assert named == [("one",), ("vectors",), ("one.gguf",), ("two",)]
     assert {model.threads for model in config.models} == {2}
     with pytest.raises(ConfigError, match=r"--models-dir: .*notes has no subfolder"):
         load({"models_dir": str(tmp_path / "notes")}, {}, None)

@@ -140,6 +140,7 @@ class FakeModel:
     spec: Any = field(default_factory=lambda: SPEC)
     sentences: SentenceSpec = field(default_factory=lambda: SentenceSpec(dimensions=None))
     cuts_any: bool = False
+    embeds_units: bool = True
 
     @property
     def encoder(self) -> Encoder:

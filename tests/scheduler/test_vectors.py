@@ -3,12 +3,12 @@
 import pytest
 
 from headrace.core.plan import StepPlan
-from headrace.core.sampling import Pooling, Sampling
+from headrace.core.sampling import Pooling, PoolingMode, Sampling
 from tests.scheduler.builders import Engine, lengths, make_scheduler, make_submit
 
 
-def to_embed(number: int, length: int, kind: str = "mean", **fields: object) -> object:
-    sampling = Sampling(max_tokens=0, pooling=Pooling(kind))  # type: ignore[arg-type]
+def to_embed(number: int, length: int, *modes: PoolingMode, **fields: object) -> object:
+    sampling = Sampling(max_tokens=0, pooling=Pooling(modes or ("mean",)))
     return make_submit(number, length, sampling=sampling, use_prefix=False, **fields)
 
 
@@ -17,12 +17,19 @@ def rows(plans: list[StepPlan]) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "expected"), [("mean", [8, 8, 4]), ("last", [0, 0, 1]), ("cls", [8, 0, 0])]
+    ("modes", "expected"),
+    [
+        (("mean",), [8, 8, 4]),
+        (("last",), [0, 0, 1]),
+        (("cls",), [8, 0, 0]),
+        (("cls", "last"), [8, 0, 1]),
+        (("last", "max"), [8, 8, 4]),
+    ],
 )
 def test_a_cut_input_asks_for_the_rows_that_its_vector_needs(
-    kind: str, expected: list[int]
+    modes: tuple[PoolingMode, ...], expected: list[int]
 ) -> None:
-    engine = Engine(make_scheduler(max_step_tokens=8)).add(to_embed(0, 20, kind))
+    engine = Engine(make_scheduler(max_step_tokens=8)).add(to_embed(0, 20, *modes))
     plans = engine.run()
     assert rows(plans) == expected
     assert not any(chunk.draws for plan in plans for chunk in plan.chunks)

@@ -6,11 +6,21 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 VOCAB_SIZE = 320
 END = 258  # <|im_end|>
+POOLING_MODES = (
+    "cls_token",
+    "max_tokens",
+    "mean_tokens",
+    "mean_sqrt_len_tokens",
+    "weightedmean_tokens",
+    "lasttoken",
+)
+"""By the names in the files of sentence-transformers, in the order in which they are joined."""
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -372,9 +382,14 @@ def _write_word_pieces(folder: Path) -> int:
     return len(vocab)
 
 
-def write_pooling(folder: Path, *modes: str, stages: tuple[str, ...] = (), **settings: Any) -> Path:
-    """The files by which sentence-transformers pools; `settings` are its prompts and the like."""
-    kinds = ("Transformer", "Pooling", "Normalize", *stages)
+def write_pooling(
+    folder: Path, *modes: str, stages: tuple[str, ...] = ("Normalize",), **settings: Any
+) -> Path:
+    """The files by which sentence-transformers pools; `settings` are its prompts and the like.
+
+    A stage Dense makes 24 numbers, by random weights.
+    """
+    kinds = ("Transformer", "Pooling", *stages)
     types = [f"sentence_transformers.models.{kind}" for kind in kinds]
     paths = ["", *(f"{number}_{kind}" for number, kind in enumerate(kinds[1:], 1))]
     modules = [
@@ -382,13 +397,29 @@ def write_pooling(folder: Path, *modes: str, stages: tuple[str, ...] = (), **set
         for number, (path, kind) in enumerate(zip(paths, types, strict=True))
     ]
     (folder / "modules.json").write_text(json.dumps(modules))
-    (folder / "1_Pooling").mkdir()
-    (folder / "2_Normalize").mkdir()
+    for path in paths[1:]:
+        (folder / path).mkdir()
     hidden = json.loads((folder / "config.json").read_text())["hidden_size"]
-    keys = ("cls_token", "mean_tokens", "max_tokens", "lasttoken")
-    pooling: dict[str, Any] = {f"pooling_mode_{key}": key in modes for key in keys}
+    pooling: dict[str, Any] = {f"pooling_mode_{key}": key in modes for key in POOLING_MODES}
     pooling["word_embedding_dimension"] = hidden
     (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
     if settings:
         (folder / "config_sentence_transformers.json").write_text(json.dumps(settings))
+    for path in paths[1:]:
+        if path.endswith("_Dense"):
+            _write_dense(folder / path, hidden * len(modes), 24)
     return folder
+
+
+def _write_dense(folder: Path, num_in: int, num_out: int) -> None:
+    torch.manual_seed(num_in)
+    layer = torch.nn.Linear(num_in, num_out)
+    weights = {f"linear.{name}": value for name, value in layer.state_dict().items()}
+    save_file(weights, folder / "model.safetensors")
+    described = {
+        "in_features": num_in,
+        "out_features": num_out,
+        "bias": True,
+        "activation_function": "torch.nn.modules.activation.Tanh",
+    }
+    (folder / "config.json").write_text(json.dumps(described))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from headrace.checkpoints.gguf_folder import choose_file, gguf_folder
 from headrace.checkpoints.hub import OnProgress, cached, download
+from headrace.checkpoints.sentences import transformer_folder
 from headrace.checkpoints.spec import refuse_others
 from headrace.core.errors import ModelError
 
@@ -101,8 +102,10 @@ def _own_folder(model: str) -> Path | None:
 
 
 def _in(folder: Path, quantization: str | None, given: str) -> Path:
-    """The folder itself, or the one that is made for a GGUF file in it."""
+    """The folder itself, or the one with the weights: in it, or made for a GGUF file in it."""
     if quantization is None and any(folder.glob("*.safetensors")):
         return folder
     has_files = quantization is not None or any(folder.glob("*.gguf"))
-    return gguf_folder(choose_file(folder, quantization, given)) if has_files else folder
+    if has_files:
+        return gguf_folder(choose_file(folder, quantization, given))
+    return transformer_folder(folder) or folder

@@ -6,7 +6,7 @@ Never a pickle, and never code.
 
 import re
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,9 @@ OnProgress = Callable[[int, int], None]
 
 _TEXT_FILES = (".json", ".jinja", ".model", ".txt", ".tiktoken")
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
-_POOLING = re.compile(r"[^/]*Pooling/config\.json")
+_STAGES = re.compile(r"[^/]*(Pooling/config\.json|Dense/(config\.json|model\.safetensors))")
+_NESTED = "0_Transformer/"  # where older versions of sentence-transformers put a model
+_NESTED_WEIGHTS = _NESTED + "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _CHECK_INTERVAL_S = 0.25
 
@@ -88,7 +90,7 @@ def _unreachable(repo: str, reason: str) -> ModelError:
     )
 
 
-def _wanted(repo: str, names: Iterable[str], quantization: str | None) -> list[str]:
+def _wanted(repo: str, names: Collection[str], quantization: str | None) -> list[str]:
     """The files to have; ModelError if the weights are of a kind that is never read."""
     own = [name for name in names if "/" not in name]
     files = [name for name in own if name.endswith(".gguf")]
@@ -100,9 +102,12 @@ def _wanted(repo: str, names: Iterable[str], quantization: str | None) -> list[s
         weights = sharded or weights
     elif "model.safetensors" in own:
         weights = ["model.safetensors"]
+    if not weights and _NESTED_WEIGHTS in names:
+        weights = [_NESTED_WEIGHTS]
+        own += [name for name in names if name.startswith(_NESTED)]
     if not weights:
         raise ModelError(_without_weights(repo, own))
-    own += [name for name in names if _POOLING.fullmatch(name)]
+    own += [name for name in names if _STAGES.fullmatch(name)]
     return sorted([name for name in own if name.endswith(_TEXT_FILES)] + weights)
 
 

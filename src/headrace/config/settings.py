@@ -136,8 +136,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         Meta(description="How it sets its reasoning apart; auto: as its chat template says"),
     ] = "auto"
     pooling: Annotated[
-        Literal["auto", "mean", "last", "cls"],
-        Meta(description="How an embedding is made of a text; auto: as the model's files say"),
+        Literal["auto", "cls", "max", "mean", "mean_sqrt_len", "weightedmean", "last"],
+        Meta(
+            description="How an embedding is made of a text, of length 1; auto: as the model's "
+            "files say"
+        ),
     ] = "auto"
     embedding_dimensions: Annotated[
         Literal["auto", "any"],

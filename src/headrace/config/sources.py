@@ -293,7 +293,9 @@ def _models(shared: dict[str, Any], several: list[dict[str, Any]]) -> list[dict[
 
 def folder_models(folder: Path, given_as: str) -> list[dict[str, Any]]:
     """The models in the subfolders of a folder, by name."""
-    folders = sorted(file.parent for file in folder.expanduser().glob("*/config.json"))
+    signs = ("config.json", "modules.json")  # the latter of a model of sentence-transformers
+    places = {file.parent for sign in signs for file in folder.expanduser().glob(f"*/{sign}")}
+    folders = sorted(places)
     files = sorted(folder.expanduser().glob("*.gguf"))
     found = {one.name: one for one in folders}
     found |= {one.name if one.stem in found else one.stem: one for one in files}

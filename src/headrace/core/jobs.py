@@ -117,6 +117,7 @@ class EncodePrompts(Job[Encoded], frozen=True, tag=True):
 
     longest: int
     model: str | None = None
+    to_embed: bool = False  # texts are cut where the model's makers cut them
 
 
 class EncodePairs(Job[Encoded], frozen=True, tag=True):
@@ -141,12 +142,16 @@ class SeeImages(Job[SeenImages], frozen=True, tag=True):
 
 
 class WriteVectors(Job[bytes], frozen=True, tag=True):
-    """Write packed vectors of `size` bytes each as entries of an answer, numbered from `first`."""
+    """Write packed vectors of `size` bytes each as entries of an answer, numbered from `first`.
+
+    They are cut to `dimensions` numbers, and then have length 1 again if they are `units`.
+    """
 
     size: int
     first: int
     dimensions: int | None
     as_base64: bool
+    are_units: bool = True
 
 
 class RankDocuments(Job[bytes], frozen=True, tag=True):

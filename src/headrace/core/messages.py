@@ -8,7 +8,7 @@ import msgspec
 from headrace.core.ids import SequenceId, StreamId
 from headrace.core.layout import MemoryLayout
 from headrace.core.plan import PromptInputs, SourceSpec
-from headrace.core.sampling import Logprobs, Sampling
+from headrace.core.sampling import Logprobs, PoolingMode, Sampling
 
 Quantize = Literal["none", "int8", "int4", "own"]
 """How linear weights are kept: as they are, in 8 bits, in 4, or as the GGUF file has them."""
@@ -108,6 +108,7 @@ class Ready(Message, frozen=True):
     tasks: tuple[str, ...] = ("generate",)  # of generate, embed and score
     is_whole: bool = False  # prompts are never cut
     vector_size: int = 0  # of an embedding; 0: the model gives none
+    pooling: tuple[PoolingMode, ...] = ("last",)  # by which its prompts become vectors
     facts: LaneFacts = LaneFacts()
     source: SourceSpec | None = None  # if prompts are sources to encode
     quantize: Quantize = "none"

@@ -4,30 +4,33 @@ from typing import Literal
 
 import msgspec
 
+PoolingMode = Literal["cls", "max", "mean", "mean_sqrt_len", "weightedmean", "last", "score"]
+"""How rows become one; of all rows: max, and the three kinds of mean (mean_sqrt_len: their sum by
+the root of their number; weightedmean: row i, from 1, counts i times)."""
+
 
 class Pooling(msgspec.Struct, frozen=True):
     """How a sequence that draws nothing ends: in one vector made of its prompt's rows.
 
-    mean: of all rows; last, cls: the last or the first one; each of length 1. score: what a
+    Several modes stand one after the other in the vector. score stands alone: what a
     classification head makes of the last row, as it is.
     """
 
-    kind: Literal["mean", "last", "cls", "score"]
+    modes: tuple[PoolingMode, ...]
     num_first: int = 0  # tokens of the first text where the prompt is a pair of texts
 
     @property
     def needs_whole(self) -> bool:
         """Whether pooling needs rows of the whole prompt, so that none may come from a cache."""
-        return self.kind in ("mean", "cls")
+        return not {"last", "score"}.issuperset(self.modes)
 
     def num_rows(self, start: int, end: int, total: int) -> int:
         """The number of a chunk's last rows needed; the chunk is [start, end) of `total` tokens."""
-        match self.kind:
-            case "mean":
-                return end - start
-            case "cls":
-                return 0 if start else end
-        return int(end == total)
+        if not {"last", "score", "cls"}.issuperset(self.modes):
+            return end - start
+        if "cls" in self.modes and start == 0:
+            return end
+        return int(end == total and self.modes != ("cls",))
 
 
 class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -38,7 +38,8 @@ class ServedModel:
         self.paths = paths_of(config)
         self.created = int(time.time())
         self.spec: ModelSpec = read_spec(self.folder)
-        self.tokenizer = Tokenizer.load(self.folder)
+        self.sentences = read_sentences(self.spec)
+        self.tokenizer = Tokenizer.load(self.folder, self.sentences.lowers_case)
         self.encoder = Encoder(self.tokenizer)
         self.template = self._load_template(config.chat_template)
         source = self.template.source if self.template else ""
@@ -46,7 +47,6 @@ class ServedModel:
         tools_source = self.template.tools_source if self.template else ""
         self.tool_format = _given(config.tool_format, tool_format(tools_source))
         self.reasoning_format = _given(config.reasoning_format, reasoning_format(source))
-        self.sentences = read_sentences(self.spec)
         self._lane = config.lane
         self._max_model_len = config.max_model_len
         self.pooling = config.pooling
@@ -73,6 +73,11 @@ class ServedModel:
     def has_native_vision(self) -> bool:
         """Whether it sees images in pieces, beside our own implementation of its text side."""
         return self.spec.architecture in SEEING and self._lane in ("auto", "native-multimodal")
+
+    @property
+    def embeds_units(self) -> bool:
+        """Whether vectors have length 1."""
+        return self.pooling != "auto" or self.sentences.are_units
 
     @property
     def has_source(self) -> bool:

@@ -61,7 +61,7 @@ class VectorRoutes:
         parts = []
         for first in range(0, len(made.vectors), step):
             vectors = made.vectors[first : first + step]
-            job = WriteVectors(size, first, wanted, as_base64)
+            job = WriteVectors(size, first, wanted, as_base64, made.model.embeds_units)
             parts.append(await self._work.do(job, vectors))
         rest = {"model": _name(fields, made), "usage": _usage(made)}
         return b'{"object":"list","data":[' + b",".join(parts) + b"]," + encode(rest)[1:]

@@ -121,8 +121,11 @@ class VectorMaker:
 
     async def _tokenized(self, request: VectorRequest, model: ServedModel) -> Encoded:
         longest = model.max_model_len
-        kind = EncodePairs if request.task == "score" else EncodePrompts
-        job = kind(longest, model.names[0])
+        job = (
+            EncodePairs(longest, model.names[0])
+            if request.task == "score"
+            else EncodePrompts(longest, model.names[0], to_embed=True)
+        )
         encoded = await encode(self._work, model, job, request.packed, request.ahead)
         for number, ids in enumerate(encoded.prompts):
             param = f"{request.field}[{number}]" if request.is_list else request.field
@@ -141,16 +144,14 @@ def pooling_for(model: ServedModel, task: str) -> Pooling:
     if task not in tasks:
         raise _cannot(model, task, tasks)
     if task == "score":
-        return Pooling("score")
+        return Pooling(("score",))
     if model.pooling == "auto" and model.sentences.objection:
         raise RequestError(
             "unsupported_operation",
             f"{model.names[0]} cannot embed as its makers do: {model.sentences.objection}.",
             "model",
         )
-    usual = "mean" if model.ready.is_whole else "last"
-    kind = model.sentences.pooling or usual if model.pooling == "auto" else model.pooling
-    return msgspec.convert({"kind": kind}, Pooling)
+    return Pooling(model.ready.pooling)
 
 
 def _cannot(model: ServedModel, task: str, tasks: Sequence[str]) -> RequestError:

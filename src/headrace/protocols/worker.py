@@ -101,8 +101,7 @@ class Jobs:
             case jobs.SeeImages():
                 return self._see_images(job, body)
             case jobs.WriteVectors():
-                shown = (job.size, job.first, job.dimensions, job.as_base64)
-                return embeddings.entries(body, *shown)
+                return embeddings.entries(body, job)
             case jobs.RankDocuments():
                 return self.rank(job, body)
             case jobs.ListInput():
@@ -192,7 +191,9 @@ class Jobs:
             if isinstance(job, jobs.ReadPairs):
                 encoded = self._encode_pairs(jobs.EncodePairs(longest, name), checked.packed)
             else:
-                encoded = self._encode_prompts(jobs.EncodePrompts(longest, name), checked.packed)
+                to_embed = isinstance(job, jobs.ReadInputs)
+                asked = jobs.EncodePrompts(longest, name, to_embed)
+                encoded = self._encode_prompts(asked, checked.packed)
         except (RequestError, MemoryError):
             return checked
         ahead = EncodedAhead(known.number, longest, encoded)
@@ -201,8 +202,11 @@ class Jobs:
     def _encode_prompts(self, job: jobs.EncodePrompts, packed: bytes) -> Encoded:
         text = self._texts.get(job.model)
         found, ways = list[bytes](), list[str]()
+        limit = text.model.sentences.max_tokens if job.to_embed else None
         for prompt in _prompts_of(packed):
             token_ids, tokenization = ids_of(text.model, prompt, self._rendering, job.longest)
+            if limit is not None and isinstance(prompt, Text):
+                token_ids = text.model.tokenizer.cut(token_ids, limit, prompt.add_special_tokens)
             text.check_placeholders(token_ids)
             found.append(token_ids.tobytes())
             ways.append(tokenization)

@@ -19,6 +19,7 @@ from headrace.runner.lanes.lane import Lane, LaneOptions, LaneTraits
 from headrace.runner.probe import free_bytes, num_cores
 from headrace.runner.runner import Runner
 from headrace.runner.trial import one_round
+from headrace.runner.vector_stages import vector_head
 from headrace_kernels import ON_COMPILE, choose_instructions
 
 _MAX_NUM_SEQS = {"cpu": 64, "cuda": 256}
@@ -53,8 +54,10 @@ def load_runner(config: ModelConfig, folder: Path) -> tuple[Runner, Ready]:
     device = lane.device  # where its sequences lie
     max_num_seqs = config.scheduler.max_num_seqs or _MAX_NUM_SEQS[device.type]
     layout = _layout(config, spec, lane, max_num_seqs)
+    head = vector_head(spec, lane.traits, config.pooling)
     lane.open(layout)
     runner = Runner(lane)
+    runner.head = head
     tell(WARMING)
     for _ in one_round(runner, layout):
         pass  # the first request finds every kernel compiled
@@ -74,7 +77,8 @@ def load_runner(config: ModelConfig, folder: Path) -> tuple[Runner, Ready]:
         kernels_reason=reason,
         tasks=traits.tasks,
         is_whole=traits.is_whole,
-        vector_size=traits.vector_size,
+        vector_size=head.size,
+        pooling=head.modes,
         facts=traits.facts,
         source=traits.source,
         quantize=quantize,

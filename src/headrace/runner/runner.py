@@ -21,7 +21,7 @@ from headrace.core.plan import (
 )
 from headrace.core.sampling import Logprobs, Sampling
 from headrace.runner.lanes.lane import EncodingLane, Lane
-from headrace.runner.pooling import PooledRows
+from headrace.runner.pooling import UNIT, PooledRows
 from headrace.runner.sampling.logprobs import join, pack_logprobs
 from headrace.runner.sampling.sampler import Constraint, SequenceState, draw
 
@@ -31,11 +31,12 @@ _ROWS_AT_ONCE = 64  # rows of prompt logits held at a time: 64 × 150,000 × 4 b
 class Runner:
     """Runs plans in the order in which they are launched.
 
-    `constrain` gives each answer its constraint, where it has one.
+    `constrain` gives each answer its constraint, where it has one; `head` makes vectors.
     """
 
     def __init__(self, lane: Lane) -> None:
         self.lane = lane
+        self.head = UNIT
         self.constrain: Callable[[Sampling], Constraint | None] = lambda sampling: None
         self._known: dict[SequenceId, SequenceState] = {}
         self._inputs: dict[SequenceId, PromptInputs] = {}  # of those that have works
@@ -50,7 +51,7 @@ class Runner:
                 self._encoding.end(sequence_id)
         for begin in plan.begun:
             self._known[begin.sequence_id] = SequenceState.from_begin(
-                begin, self.constrain(begin.sampling)
+                begin, self.constrain(begin.sampling), self.head
             )
             if begin.inputs.works:
                 self._inputs[begin.sequence_id] = begin.inputs

@@ -56,7 +56,7 @@ def _trial(runner: Runner, layout: MemoryLayout, lengths: tuple[int, ...]) -> It
     slot = SlotId(0) if layout.num_slots else NO_SLOT
     ids = array("i", [0] * total)
     draws_any = "generate" in runner.lane.traits.tasks
-    pooling = None if draws_any else Pooling("last")
+    pooling = None if draws_any else Pooling(runner.head.modes)
     works = _works(runner, _SOURCE)
     sampling = Sampling(temperature=0, ignore_eos=True, pooling=pooling)
     begin = Begin(_ID, ids, total, 0, sampling, works)

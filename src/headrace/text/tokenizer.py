@@ -27,12 +27,21 @@ class _Sections(msgspec.Struct):
 
 
 class Tokenizer:
-    """Thread-safe. `data` is the text of a tokenizer.json, `config` of a tokenizer_config.json."""
+    """Thread-safe. `data` is the text of a tokenizer.json, `config` of a tokenizer_config.json.
 
-    def __init__(self, data: bytes, config: dict[str, Any] | None = None) -> None:
+    `lowers_case`: text is put in small letters before anything else.
+    """
+
+    def __init__(
+        self, data: bytes, config: dict[str, Any] | None = None, lowers_case: bool = False
+    ) -> None:
         self._inner = tokenizers.Tokenizer.from_buffer(data)
         self._inner.no_truncation()
         self._inner.no_padding()
+        if lowers_case:
+            own = self._inner.normalizer
+            first = [tokenizers.normalizers.Lowercase(), *([own] if own else [])]
+            self._inner.normalizer = tokenizers.normalizers.Sequence(first)
         sections = msgspec.json.decode(data, type=_Sections)
         self.spell = token_bytes_for(self._inner, sections.decoder).spell
         self.special_tokens = _special_tokens(config or {})
@@ -44,7 +53,7 @@ class Tokenizer:
         self.infill_marks = infill_marks(self.token_id)
 
     @classmethod
-    def load(cls, folder: Path) -> "Tokenizer":
+    def load(cls, folder: Path, lowers_case: bool = False) -> "Tokenizer":
         """The tokenizer of a model's folder; ModelError `tokenizer_invalid` if there is none.
 
         Takes seconds where an older kind must be converted first, which happens once.
@@ -52,7 +61,7 @@ class Tokenizer:
         config_file = folder / "tokenizer_config.json"
         try:
             config = json.loads(config_file.read_bytes()) if config_file.exists() else {}
-            return cls(tokenizer_file(folder).read_bytes(), config)
+            return cls(tokenizer_file(folder).read_bytes(), config, lowers_case)
         except ModelError:
             raise
         except Exception as error:  # the library raises bare Exception for all it cannot read
@@ -63,6 +72,13 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool) -> "array[int]":
         return array("i", self._inner.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def cut(self, token_ids: "array[int]", limit: int, with_special_tokens: bool) -> "array[int]":
+        """The first `limit` ids of a text; the special tokens behind it stay."""
+        if len(token_ids) <= limit:
+            return token_ids
+        behind = self.outer_ids[1] if with_special_tokens else array("i")
+        return token_ids[: max(0, limit - len(behind))] + behind
 
     def encode_pair(self, first: str, second: str) -> "tuple[array[int], int]":
         """Ids of two texts as one, with outer special tokens, and where the second one begins."""

@@ -10,7 +10,7 @@ import msgspec
 
 from headrace.checkpoints.sentences import SentenceSpec
 from headrace.core.errors import RequestError
-from headrace.core.jobs import CheckedBody
+from headrace.core.jobs import CheckedBody, WriteVectors
 from headrace.core.request import Ids, Prompt, Route, Text
 from headrace.fleet.served_model import ServedModel
 from headrace.generation.vectors import VectorRequest
@@ -152,23 +152,25 @@ def _check_dimensions(wanted: int | None, model: ServedModel) -> None:
         raise wrong_value(wanted, "dimensions", words)
 
 
-def cut(vector: bytes, dimensions: int | None) -> "array[float]":
-    """The first numbers of a packed vector, again of length 1."""
+def cut(vector: bytes, dimensions: int | None, is_unit: bool) -> "array[float]":
+    """The first numbers of a packed vector, again of length 1 if that is."""
     values = array("f", vector)
     if dimensions is None or dimensions == len(values):
         return values
     head = values[:dimensions]
+    if not is_unit:
+        return head
     length = math.hypot(*head) or 1.0
     return array("f", [value / length for value in head])
 
 
-def entries(packed: bytes, size: int, first: int, dimensions: int | None, as_base64: bool) -> bytes:
-    """The entries of `data` for packed vectors of `size` bytes each, numbered from `first`."""
+def entries(packed: bytes, job: WriteVectors) -> bytes:
+    """The entries of `data` for packed vectors."""
     parts = []
-    for number, start in enumerate(range(0, len(packed), size), first):
-        values = cut(packed[start : start + size], dimensions)
+    for number, start in enumerate(range(0, len(packed), job.size), job.first):
+        values = cut(packed[start : start + job.size], job.dimensions, job.are_units)
         shown: Any = values.tolist()
-        if as_base64:
+        if job.as_base64:
             shown = base64.b64encode(values.tobytes()).decode()
         parts.append(encode({"object": "embedding", "index": number, "embedding": shown}))
     return b",".join(parts)

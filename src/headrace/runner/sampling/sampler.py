@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headrace.core.plan import Begin, Drawn
 from headrace.core.sampling import Logprobs, Sampling
-from headrace.runner.pooling import PooledRows
+from headrace.runner.pooling import UNIT, PooledRows, VectorHead
 from headrace.runner.sampling.logprobs import Floats, likeliest, pack_logprobs
 from headrace.runner.sampling.occurrences import Occurrences
 from headrace.runner.sampling.philox import uniform
@@ -48,12 +48,14 @@ class SequenceState:
         self.drawn = Occurrences(self.num_prompt)
 
     @classmethod
-    def from_begin(cls, begin: Begin, constraint: Constraint | None = None) -> "SequenceState":
+    def from_begin(
+        cls, begin: Begin, constraint: Constraint | None = None, head: VectorHead = UNIT
+    ) -> "SequenceState":
         # A copy of our own: it grows with each draw.
         token_ids = begin.token_ids[:]
         known = cls(token_ids, begin.num_prompt, begin.choice, begin.sampling, constraint)
         if begin.sampling.pooling is not None:
-            known.pooled = PooledRows(begin.sampling.pooling, begin.num_prompt)
+            known.pooled = PooledRows(begin.sampling.pooling, head)
         return known
 
     @property
