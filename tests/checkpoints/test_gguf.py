@@ -32,7 +32,9 @@ from tools.harness.gguf_files import to_gguf
 from tools.harness.tiny_models import CHAT_TEMPLATE, END, make_tiny_model
 
 KINDS = [entry[0] for entry in TYPES.values()]
-FAMILIES = ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]
+FAMILIES = [
+    f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma2", "Gemma3")
+]
 CASES = [
     *((family, "Q8_0") for family in FAMILIES),
     *(("Qwen3MoeForCausalLM", kind) for kind in ("Q8_0", "Q4_K")),
@@ -60,6 +62,9 @@ def make(
     shape |= {"tie_word_embeddings": is_tied}
     if family == "Qwen3MoeForCausalLM":
         shape |= {"num_experts": 11, "moe_intermediate_size": 256, "norm_topk_prob": True}
+    if family.startswith("Gemma"):
+        shape |= {"sliding_window": 16, "query_pre_attn_scalar": 64, "tie_word_embeddings": True}
+        shape |= {"num_hidden_layers": 7, "pad_token_id": 0}
     folder = make_tiny_model(tmp_path / "model", family, **shape, initializer_range=0.05)
     fields = {"chat_template": CHAT_TEMPLATE, "eos_token_id": END} | more
     return folder, to_gguf(folder, tmp_path / f"tiny-{kind}.gguf", kind, mixed, **fields)

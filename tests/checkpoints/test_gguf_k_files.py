@@ -47,7 +47,7 @@ def unpacked(file: Path) -> dict[str, torch.Tensor]:
             values = np.stack(
                 [part[place::2] for part in np.split(values, heads) for place in (0, 1)]
             ).reshape(values.shape)
-        found[original_name(tensor.name)] = torch.from_numpy(values.copy())
+        found[original_name(tensor.name, "")] = torch.from_numpy(values.copy())
     return found
 
 

@@ -27,7 +27,8 @@ def file(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture(scope="module")
 def runner(file: Path) -> Runner:
-    return tiny_runner(find_model(str(file)), dtype="float32", max_model_len=256, block_size=16)
+    sizes = {"max_model_len": 256, "block_size": 16}
+    return tiny_runner(find_model(str(file)), "llama-cpp", dtype="float32", **sizes)
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +40,7 @@ def is_recurrent(runner: Runner) -> bool:
     return runner.lane.traits.facts.memory == "slot"
 
 
-def test_the_lane_is_chosen_with_blocks_where_all_memory_is_cells(file, runner) -> None:
-    assert runner.lane.traits.id == "llama-cpp"
+def test_it_has_blocks_where_all_memory_is_cells(file, runner) -> None:
     config = (find_model(str(file)) / "config.json").read_text()
     assert is_recurrent(runner) == ("mamba" in config)
     layout = runner.lane.layout(1 << 24, 4, 100, 16)
@@ -134,9 +134,10 @@ def test_a_file_of_ours_gives_the_text_of_llama_cpp(path: Path) -> None:
     assert (rows.argmax(-1) == best.indices[:, 0])[is_clear].all()
 
 
-def test_experts_of_ours_give_the_logits_of_llama_cpp(tmp_path: Path) -> None:
+@pytest.mark.parametrize("architecture", ["qwen3moe", "gemma2"])
+def test_families_of_ours_give_the_logits_of_llama_cpp(tmp_path: Path, architecture: str) -> None:
     """Both in float32; where two experts are nearly as good, rounding may choose another."""
-    folder = find_model(str(write_model(tmp_path / "moe-F32.gguf", "qwen3moe")))
+    folder = find_model(str(write_model(tmp_path / "tiny-F32.gguf", architecture)))
     native = tiny_runner(folder, dtype="float32")
     theirs = tiny_runner(folder, "llama-cpp", dtype="float32")
     assert (native.lane.traits.id, theirs.lane.traits.id) == ("native-text", "llama-cpp")
@@ -154,7 +155,7 @@ def test_what_llama_cpp_does_not_know_is_one_line(tmp_path: Path) -> None:
 
 def test_no_more_sequences_than_it_can_tell_apart(file: Path) -> None:
     with pytest.raises(ModelError, match="up to 128 sequences at once"):
-        tiny_runner(find_model(str(file)), scheduler=SchedulerConfig(max_num_seqs=200))
+        tiny_runner(find_model(str(file)), "llama-cpp", scheduler=SchedulerConfig(max_num_seqs=200))
 
 
 def test_memory_is_counted_as_the_cache_has_it(file: Path, runner) -> None:

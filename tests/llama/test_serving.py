@@ -38,6 +38,7 @@ def engine(file: Path, cache_bytes: int, num_seqs: int = 12) -> RealEngine:
         model=str(find_model(str(file))),
         device="cpu",
         dtype="float32",
+        lane="llama-cpp",
         threads=1,
         max_model_len=128,
         block_size=16,
@@ -113,7 +114,8 @@ def completed(url: str, body: dict[str, object], kill: int | None = None) -> tup
 def test_a_killed_engine_costs_no_token(tmp_path: Path, architecture: str, margin: float) -> None:
     file = write_model(tmp_path / "tiny-F32.gguf", architecture)
     prompt, _ = Alone(file).clear_prompt(400, margin)
-    flags = ("--threads", "1", "--max-model-len", "512", "--dtype", "float32")
+    flags = ("--lane", "llama-cpp", "--threads", "1", "--max-model-len", "512")
+    flags += ("--dtype", "float32")
     body = {"prompt": prompt, "max_tokens": 400, "temperature": 0, "ignore_eos": True}
     with running_server(str(file), *flags, environment={"XDG_CACHE_HOME": str(tmp_path)}) as server:
         undisturbed, _ = completed(server.url, body | {"stream": True})

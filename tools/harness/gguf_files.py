@@ -15,21 +15,21 @@ from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file, save_file
 
 from headrace.checkpoints.gguf_header import TYPES
-from headrace.checkpoints.gguf_names import EXPERTS, NAMES
+from headrace.checkpoints.gguf_names import EXPERTS, NORMED_TWICE, names_of
 
 NONE: Mapping[str, str] = MappingProxyType({})
-BACK = {theirs: ours for ours, theirs in (NAMES | EXPERTS).items()}
 ROUTER = "mlp.gate.weight"
 _SIZES = {name: (values, size) for name, values, size in TYPES.values()}
 
 
-def gguf_name(name: str) -> str:
+def gguf_name(name: str, architecture: str = "") -> str:
+    back = {theirs: ours for ours, theirs in (names_of(architecture) | EXPERTS).items()}
     stem, _, kind = name.rpartition(".")
     if stem.startswith("model.layers."):
         _, _, number, rest = stem.split(".", 3)
         rest = re.sub(r"mlp\.experts\.\d+\.", "", rest)  # all experts are one stack
-        return f"blk.{number}.{BACK[rest]}.{kind}"
-    return f"{BACK[stem]}.{kind}"
+        return f"blk.{number}.{back[rest]}.{kind}"
+    return f"{back[stem]}.{kind}"
 
 
 def add_merge(folder: Path) -> int:
@@ -53,7 +53,8 @@ def to_gguf(
     `mixed`: another type for tensors of these names of llama.cpp's, without layer and kind.
     """
     config = json.loads((folder / "config.json").read_text())
-    name = config["model_type"].replace("mistral", "llama").replace("_", "")
+    name = config["model_type"].replace("mistral", "llama").replace("_text", "").replace("_", "")
+    (architecture,) = config["architectures"]
     writer = gguf.GGUFWriter(target, name)
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     writer.add_block_count(config["num_hidden_layers"])
@@ -64,7 +65,10 @@ def to_gguf(
     writer.add_key_length(config["head_dim"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_context_length(config["max_position_embeddings"])
-    writer.add_rope_freq_base((config.get("rope_parameters") or config)["rope_theta"])
+    rope = config.get("rope_parameters") or config
+    writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
+    if architecture in NORMED_TWICE:
+        _add_gemma(writer, config)
     add_tokenizer(writer, json.loads((folder / "tokenizer.json").read_text()), fields)
     weights = load_file(folder / "model.safetensors")
     if count := config.get("num_experts") or config.get("num_local_experts"):
@@ -73,15 +77,16 @@ def to_gguf(
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     stacks: dict[str, list[Any]] = {}
     for key, tensor in weights.items():
-        stored = mixed.get(gguf_name(key).split(".")[-2], kind)
+        stored = mixed.get(gguf_name(key, architecture).split(".")[-2], kind)
         if tensor.ndim == 1 or key.endswith(ROUTER):
             stored = "F32"
-        raw = encoded(tensor.float().numpy(), stored, key)
+        shift = 1 if architecture in NORMED_TWICE and key.endswith("norm.weight") else 0
+        raw = encoded((tensor.float() + shift).numpy(), stored, key)
         values = dequantize(raw, Kind[stored]).reshape(tensor.shape)
-        weights[key] = torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32))
+        weights[key] = torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32)) - shift
         if name == "llama" and (number := heads.get(key.split(".")[-2])):
             raw = raw.reshape(number, 2, -1, *raw.shape[1:]).swapaxes(1, 2).reshape(raw.shape)
-        stacks.setdefault(gguf_name(key), []).append((key, raw, stored))
+        stacks.setdefault(gguf_name(key, architecture), []).append((key, raw, stored))
     for name, parts in stacks.items():
         parts.sort(key=lambda part: [int(n) for n in re.findall(r"\d+", part[0])])
         raw = np.stack([raw for _, raw, _ in parts]) if "_exps." in name else parts[0][1]
@@ -92,6 +97,14 @@ def to_gguf(
     writer.close()
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     return target
+
+
+def _add_gemma(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_sliding_window(config["sliding_window"])
+    if cap := config.get("attn_logit_softcapping"):
+        writer.add_attn_logit_softcapping(cap)
+    if cap := config.get("final_logit_softcapping"):
+        writer.add_final_logit_softcapping(cap)
 
 
 def encoded(values: np.ndarray, kind: str, key: str) -> np.ndarray:

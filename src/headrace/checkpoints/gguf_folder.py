@@ -33,6 +33,8 @@ from headrace.core.errors import ModelError
 
 _FAMILIES = {
     "llama": "LlamaForCausalLM",  # llama.cpp calls Mistral so too
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM",
@@ -47,6 +49,11 @@ _SIZES = {
     "context_length": "max_position_embeddings",
     "rope.freq_base": "rope_theta",
     "attention.key_length": "head_dim",
+    "attention.sliding_window": "sliding_window",
+    "attention.sliding_window_pattern": "sliding_window_pattern",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "rope.freq_base_swa": "rope_local_base_freq",
 }
 _NEEDED = tuple(_SIZES)[:4]
 _EXPERTS = {
@@ -54,6 +61,8 @@ _EXPERTS = {
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
 }
+_27B = {"gemma2": 46, "gemma3": 62}
+"""Layers of the one size of a family whose scores are scaled by another size than a head's."""
 _WIDE = {"F32": "float32", "F16": "float16"}  # the rest is computed in bfloat16
 _ENDS = (
     *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "</s>"),
@@ -229,6 +238,10 @@ def _native_config(header: GgufHeader, folder: Path) -> dict[str, Any]:
         "norm_topk_prob": True,  # of experts; files do not say, and llama.cpp takes it so
         "attention_bias": name == "llama" and "blk.0.attn_q.bias" in header.tensors,
     }
+    if name in _27B:
+        is_27b = config["num_hidden_layers"] == _27B[name]
+        size = config["hidden_size"] / config["num_attention_heads"]
+        config["query_pre_attn_scalar"] = size if is_27b else config.get("head_dim", 256)
     if tensor := header.tensors.get("rope_freqs.weight"):
         return config | {"rope_scaling": _llama3(config, _values(folder / tensor.file, tensor))}
     return config | _rope(header)

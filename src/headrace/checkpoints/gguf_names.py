@@ -19,16 +19,28 @@ NAMES = {
     "ffn_down": "mlp.down_proj",
     "ffn_gate_inp": "mlp.gate",
 }
+OTHERS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+"""Those that mean something else in models with a norm after each part."""
+NORMED_TWICE = ("Gemma2ForCausalLM", "Gemma3ForCausalLM")
 EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 """Stacks: the same tensor of all experts of a layer."""
 _LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _OTHER = re.compile(r"(\w+)\.(weight|bias)")
 
 
-def original_name(name: str) -> str:
+def names_of(architecture: str) -> dict[str, str]:
+    return NAMES | OTHERS if architecture in NORMED_TWICE else NAMES
+
+
+def original_name(name: str, architecture: str) -> str:
     """Transformers' name of a tensor; an unknown name stays as it is."""
-    if (found := _LAYER.fullmatch(name)) and found[2] in NAMES:
-        return f"model.layers.{found[1]}.{NAMES[found[2]]}.{found[3]}"
+    names = names_of(architecture)
+    if (found := _LAYER.fullmatch(name)) and found[2] in names:
+        return f"model.layers.{found[1]}.{names[found[2]]}.{found[3]}"
     if (found := _OTHER.fullmatch(name)) and found[1] in NAMES:
         return f"{NAMES[found[1]]}.{found[2]}"
     return name

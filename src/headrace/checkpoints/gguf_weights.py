@@ -10,6 +10,7 @@ from gguf.quants import dequantize
 from torch import Tensor
 
 from headrace.checkpoints.gguf_groups import GROUP_SCHEMES, Array, Groups, read_groups
+from headrace.checkpoints.gguf_names import NORMED_TWICE
 from headrace.checkpoints.headers import TensorHeader
 from headrace.checkpoints.spec import ModelSpec
 
@@ -27,6 +28,8 @@ class GgufFile:
         }
         if spec.architecture != "LlamaForCausalLM":
             self._interleaved = {}
+        # for Gemma it adds the 1 that the model's own norms add
+        self._norm_shift = 1 if spec.architecture in NORMED_TWICE else 0
         with path.open("rb") as file:
             self._content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
@@ -48,7 +51,10 @@ class GgufFile:
         kind = GGMLQuantizationType[header.dtype]
         order = self._order(name, header.shape[0])
         if len(header.shape) == 1:
-            target.copy_(torch.from_numpy(dequantize(raw, kind).astype(np.float32)[order]))
+            row = dequantize(raw, kind).astype(np.float32)[order]
+            if name.endswith("norm.weight"):
+                row -= self._norm_shift
+            target.copy_(torch.from_numpy(row))
             return
         raw = raw.reshape(header.shape[0], -1)
         for start in range(0, len(raw), _ROWS_AT_ONCE):

@@ -41,7 +41,7 @@ def read_headers(spec: ModelSpec) -> dict[str, TensorHeader]:
     headers: dict[str, TensorHeader] = {}
     for name in spec.weight_files:
         if name.endswith(".gguf"):
-            headers |= _of_gguf(spec.folder / name)
+            headers |= _of_gguf(spec.folder / name, spec.architecture)
             continue
         for tensor, header in _read_file(spec.folder / name).items():
             if _BUFFERS.search(tensor) and header.dtype not in _KNOWN_TYPES:
@@ -61,13 +61,13 @@ def _unknown_type(spec: ModelSpec, tensor: str, dtype: str) -> ModelError:
     )
 
 
-def _of_gguf(path: Path) -> dict[str, TensorHeader]:
+def _of_gguf(path: Path, architecture: str) -> dict[str, TensorHeader]:
     """Under the original names, each expert of a stack apart; rope_freqs went into the config."""
     headers = {}
     for name, tensor in read_gguf(path).tensors.items():
         if name == "rope_freqs.weight":
             continue
-        names, shape = [original_name(name)], tensor.shape
+        names, shape = [original_name(name, architecture)], tensor.shape
         is_stack = len(shape) == 3 and shape[0] <= _MAX_EXPERTS
         if is_stack and (experts := expert_names(name, shape[0])):
             names, shape = experts, shape[1:]
