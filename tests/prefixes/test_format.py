@@ -15,8 +15,7 @@ SIZE = 1000
 
 
 def read(folder: PrefixFolder, run: PrefixRun, size: int = SIZE) -> bytes:
-    *_, whole = folder.read(run, size)
-    return bytes(whole)
+    return bytes(folder.read(run, size))
 
 
 def reason_of(folder: PrefixFolder, run: PrefixRun, size: int = SIZE) -> str:

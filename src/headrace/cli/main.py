@@ -13,6 +13,7 @@ import msgspec
 from headrace import __version__
 from headrace.cli import exits
 from headrace.cli.bench import bench
+from headrace.cli.cache import cache
 from headrace.cli.load_lines import LoadLines
 from headrace.cli.logs import set_up
 from headrace.cli.models import models, pull
@@ -280,6 +281,7 @@ for command in (
     _doctor_command(),
     models,
     pull,
+    cache,
     bench,
 ):
     cli.add_command(command)

@@ -60,6 +60,24 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = 4
 
 
+class PrefixCacheConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Prefixes on disk."""
+
+    prefix_cache_dir: Annotated[
+        str | None,
+        Meta(
+            description="Folder for what prompts and answers left in the cache, so that restarts "
+            "and engines find it; it holds their tokens. Not kept on disk if not given"
+        ),
+    ] = None
+    prefix_cache_disk_bytes: Annotated[
+        Count, Meta(description="Size of that folder beyond which the least recently used leaves")
+    ] = 20 << 30
+    prefix_cache_disk_days: Annotated[
+        float, Meta(gt=0, le=36500, description="Days without use after which it leaves")
+    ] = 7.0
+
+
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One model and the engine that runs it."""
 
@@ -162,6 +180,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = None
     scheduler: SchedulerConfig = SchedulerConfig()
+    prefix_cache: PrefixCacheConfig = PrefixCacheConfig()
 
 
 class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):

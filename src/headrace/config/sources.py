@@ -284,9 +284,10 @@ def _models(shared: dict[str, Any], several: list[dict[str, Any]]) -> list[dict[
     common = {
         k: v for k, v in shared.items() if k not in ("model", "revision", "served_model_name")
     }
-    steps: dict[str, Any] = common.get("scheduler", {})
+    parts = {k: v for k, v in common.items() if isinstance(v, dict)}
     both = [
-        {**common, **own, "scheduler": {**steps, **own.get("scheduler", {})}} for own in several
+        {**common, **own, **{k: {**v, **own.get(k, {})} for k, v in parts.items()}}
+        for own in several
     ]
     return [shared, *both] if "model" in shared else both
 

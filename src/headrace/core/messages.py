@@ -189,6 +189,16 @@ class StepTrace(msgspec.Struct, frozen=True, array_like=True):
     cause: str  # why it was expected to miss the stall target
 
 
+class DiskFigures(msgspec.Struct, frozen=True, array_like=True):
+    """Prefixes on disk: what came from there, what went there, and why not more."""
+
+    runs: int = 0
+    tokens: int = 0
+    read_bytes: int = 0
+    written_bytes: int = 0
+    misses: dict[str, int] = {}  # runs that had to be computed, by reason
+
+
 class Status(Message, frozen=True):
     """Figures for people and metrics, at most four times a second while something changes."""
 
@@ -203,6 +213,7 @@ class Status(Message, frozen=True):
     missed: dict[str, int] = {}  # stall targets, by cause
     steps: tuple[StepTrace, ...] = ()  # the last of those since the Status before
     num_preemptions: int = 0
+    disk: DiskFigures = DiskFigures()
 
 
 WEIGHTS = "loading weights"

@@ -89,6 +89,28 @@ class EncodeChunk(msgspec.Struct, frozen=True):
     slot_id: SlotId = NO_SLOT
 
 
+class LoadedRun(msgspec.Struct, frozen=True):
+    """Numbers of `num_blocks` blocks that were read; the first `skip` are in memory already."""
+
+    numbers: memoryview
+    num_blocks: int
+    skip: int
+    block_ids: "array[int]"  # to put the others into
+
+
+class Load(msgspec.Struct, frozen=True):
+    """Tokens [start, end) of a sequence are put into memory as they were computed earlier.
+
+    With each run comes the state after it, if the lane keeps any in slots.
+    """
+
+    sequence_id: SequenceId
+    start: int
+    end: int
+    runs: tuple[LoadedRun, ...]
+    slot_id: SlotId = NO_SLOT
+
+
 class BlockCopy(msgspec.Struct, frozen=True):
     """Copy one block after the forward of the step (a sibling's partly filled last block)."""
 
@@ -106,7 +128,7 @@ class SlotCopy(msgspec.Struct, frozen=True):
 class StepPlan(msgspec.Struct, frozen=True):
     """Everything the runner does in one step, in this order.
 
-    Ended, begun, restores, what is to be encoded (one chunk at most), chunks, then copies.
+    Ended, begun, restores, loads, what is to be encoded (one chunk at most), chunks, then copies.
 
     `ended` names sequences whose tensors and last tokens may be forgotten before the step:
     finished, cancelled and preempted ones alike. One of them may begin again in the same step.
@@ -120,11 +142,20 @@ class StepPlan(msgspec.Struct, frozen=True):
     slot_copies: tuple[SlotCopy, ...] = ()
     restores: tuple[SlotCopy, ...] = ()  # snapshots put into slots before the chunks
     encoded: tuple[EncodeChunk, ...] = ()
+    loads: tuple[Load, ...] = ()
+
+    @property
+    def worked_on(self) -> list[SequenceId]:
+        """The sequences that it loads or computes; not those that only draw."""
+        ids = [load.sequence_id for load in self.loads]
+        ids += [chunk.sequence_id for chunk in self.encoded]
+        return ids + [chunk.sequence_id for chunk in self.chunks]
 
     @property
     def named(self) -> list[SequenceId]:
-        """The sequences that it computes or draws for, each once."""
-        ids = [chunk.sequence_id for chunk in self.encoded]
+        """The sequences that it loads, computes or draws for, each once."""
+        ids = [load.sequence_id for load in self.loads]
+        ids += [chunk.sequence_id for chunk in self.encoded]
         return ids + [i for chunk in self.chunks for i in chunk.draws or (chunk.sequence_id,)]
 
 
@@ -156,4 +187,5 @@ class StepResult(msgspec.Struct, frozen=True):
     chunks: tuple[ChunkResult, ...]
     seconds: float
     encode_seconds: float = 0.0  # the part of `seconds` that encoding took; 0: all was at hand
+    load_seconds: float = 0.0  # and the part that loads took
     is_timed: bool = True  # False: the engine was stopped meanwhile, so no time says anything

@@ -19,3 +19,31 @@ class PrefixRun(msgspec.Struct, frozen=True):
     @property
     def num_blocks(self) -> int:
         return self.end - self.first
+
+
+class ReadRun(msgspec.Struct, frozen=True):
+    """A wish to have a run's numbers."""
+
+    number: int
+    run: PrefixRun
+    num_bytes: int
+
+
+class RunRead(msgspec.Struct, frozen=True):
+    """The answer: the numbers, or why there are none; `seconds` are of reading alone."""
+
+    number: int
+    numbers: memoryview | None
+    seconds: float
+    miss: str = ""
+
+
+class RunsOnDisk(msgspec.Struct, frozen=True):
+    """News of the folder: runs that were added; all that there are, if `is_all`."""
+
+    runs: tuple[tuple[bytes, int, int], ...]  # name, first block, end
+    is_all: bool = False
+    num_bytes: int = 0  # that were written for them
+
+
+DiskNews = RunRead | RunsOnDisk

@@ -1,5 +1,6 @@
 """The step loop: joins a scheduler, a runner, an inbox and an outbox; knows no HTTP."""
 
+import contextlib
 import logging
 import queue
 import time
@@ -22,9 +23,11 @@ from headrace.core.messages import (
     Submit,
 )
 from headrace.core.plan import StepPlan, StepResult
+from headrace.core.prefix import DiskNews, ReadRun
 from headrace.engine.core_lock import CoreLock
 from headrace.engine.grammars import Compiled, Grammars, failures
 from headrace.engine.wire import AnyMessage
+from headrace.memory.offers import Offer
 from headrace.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -65,7 +68,17 @@ class StepWriter(Protocol):
     def clear(self) -> None: ...
 
 
-Inbox = queue.SimpleQueue[AnyMessage | Compiled]
+class Prefixes(Protocol):
+    """The keeper of prefixes outside memory; its calls never wait."""
+
+    def start(self, tell: Callable[[DiskNews], None]) -> None: ...
+
+    def serve(self, offers: list[Offer], wishes: list[ReadRun]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+Inbox = queue.SimpleQueue[AnyMessage | Compiled | DiskNews]
 Clock = Callable[[], float]
 
 
@@ -75,6 +88,16 @@ class NoStepRecord:
     def write(self, sequence_ids: Iterable[SequenceId], predicted_s: float) -> None: ...
 
     def clear(self) -> None: ...
+
+
+class NoPrefixes:
+    """Nothing is kept outside memory."""
+
+    def start(self, tell: Callable[[DiskNews], None]) -> None: ...
+
+    def serve(self, offers: list[Offer], wishes: list[ReadRun]) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class StatusTeller:
@@ -115,6 +138,7 @@ class Engine:
         core_lock: CoreLock | None = None,
     ) -> None:
         """`core_lock` is shared by engines on the same cores."""
+        self.prefixes: Prefixes = NoPrefixes()
         self._core_lock = core_lock
         self._scheduler = scheduler
         self._step_record = step_record or NoStepRecord()
@@ -134,7 +158,8 @@ class Engine:
 
         Also returns when step after step fails: a fresh engine may do better.
         """
-        with self._stops:
+        self.prefixes.start(inbox.put)
+        with self._stops, contextlib.closing(self.prefixes):
             while self._receive(inbox) and not self._scheduler.must_exit:
                 if not self._is_held_back():
                     self._step_in_turn()
@@ -152,12 +177,12 @@ class Engine:
     def step(self) -> bool:
         """Plan, execute, commit. False: there was nothing to do."""
         plan = self._scheduler.plan(self._clock())
+        self.prefixes.serve(self._scheduler.take_offers(), self._scheduler.take_wishes())
         if plan is None or self._scheduler.has_outputs:
             self._send()  # who starts or was cancelled hears of it before the step executes
         if plan is None:
             return False
-        ids = [e.sequence_id for e in plan.encoded] + [c.sequence_id for c in plan.chunks]
-        self._step_record.write(ids, self._scheduler.predicted_s)
+        self._step_record.write(plan.worked_on, self._scheduler.predicted_s)
         self._execute(plan)
         self._step_record.clear()
         self._send()
@@ -197,10 +222,9 @@ class Engine:
 
     def _receive(self, inbox: Inbox) -> bool:
         """Hands every waiting message to the scheduler; False on Shutdown."""
-        is_resting = self._outbox.num_unsent() > MAX_UNSENT
-        timeout: float | None = _IDLE_POLL_S if is_resting else 0
-        if not self._scheduler.has_work:
-            timeout = None
+        timeout = self._scheduler.rest_s(self._clock())
+        if self._outbox.num_unsent() > MAX_UNSENT and timeout is not None:
+            timeout = max(timeout, _IDLE_POLL_S)
         try:
             while True:
                 message = inbox.get(block=timeout != 0, timeout=timeout)
@@ -211,9 +235,11 @@ class Engine:
         except queue.Empty:
             return True
 
-    def _hand_over(self, message: AnyMessage | Compiled, inbox: Inbox) -> None:
+    def _hand_over(self, message: AnyMessage | Compiled | DiskNews, inbox: Inbox) -> None:
         if isinstance(message, Compiled):
             self._compiled(message)
+        elif isinstance(message, DiskNews):
+            self._scheduler.hear(message, self._clock())
         elif isinstance(message, Submit) and message.sampling.grammar:
             self._num_compiling += 1
             self._grammars.prepare(message, inbox.put)

@@ -11,7 +11,10 @@ from headrace.checkpoints.spec import read_spec
 from headrace.config.settings import ModelConfig, SchedulerConfig
 from headrace.core.errors import ModelError
 from headrace.core.messages import Ready
+from headrace.engine.engine import NoPrefixes, Prefixes
 from headrace.engine.grammars import Grammars
+from headrace.engine.prefixes import disk_part
+from headrace.memory.disk import DiskPrefixes
 from headrace.runner.load import load_runner
 from headrace.runner.runner import Runner
 from headrace.runner.trial import timed_encoding, timed_steps
@@ -29,6 +32,7 @@ class Loaded(NamedTuple):
     scheduler: Scheduler
     ready: Ready
     grammars: Grammars
+    prefixes: Prefixes
 
 
 def load(config: ModelConfig) -> Loaded:
@@ -37,11 +41,16 @@ def load(config: ModelConfig) -> Loaded:
     runner, ready = load_runner(config, folder)
     grammars = Grammars(_compiler(folder))
     runner.constrain = grammars.constrain
-    scheduler, ready = schedule(config.scheduler, runner, ready)
-    return Loaded(runner, scheduler, ready, grammars)
+    disk = disk_part(config.prefix_cache, config.model, runner, ready)
+    known = None if disk is None else disk.known
+    scheduler, ready = schedule(config.scheduler, runner, ready, known)
+    prefixes = NoPrefixes() if disk is None else disk.keeper(scheduler.memory)
+    return Loaded(runner, scheduler, ready, grammars, prefixes)
 
 
-def schedule(config: SchedulerConfig, runner: Runner, ready: Ready) -> tuple[Scheduler, Ready]:
+def schedule(
+    config: SchedulerConfig, runner: Runner, ready: Ready, disk: DiskPrefixes | None = None
+) -> tuple[Scheduler, Ready]:
     """A scheduler for a loaded model, with some steps timed; Ready says its limits."""
     layout = ready.layout
     limits = resolve(config, layout, ready.device, ready.max_num_seqs, ready.max_model_len)
@@ -51,7 +60,7 @@ def schedule(config: SchedulerConfig, runner: Runner, ready: Ready) -> tuple[Sch
     ready = msgspec.structs.replace(
         ready, max_step_tokens=limits.max_step_tokens, max_stall_s=limits.max_stall_s
     )
-    scheduler = Scheduler(config, layout, limits)
+    scheduler = Scheduler(config, layout, limits, disk)
     with ProcessStops() as stops:
         for chunk, seconds in timed_steps(runner, layout):
             if not stops.take():

@@ -31,6 +31,7 @@ class LocalEngine:
         client = cls()
         loaded = await asyncio.to_thread(load, config)
         engine = Engine(loaded.scheduler, loaded.runner, client, grammars=loaded.grammars)
+        engine.prefixes = loaded.prefixes
         client._thread = threading.Thread(
             target=client._run, args=(engine,), name="engine", daemon=True
         )

@@ -110,6 +110,7 @@ def main() -> None:
         record = StepRecord(int(sys.argv[2]))
         lock = CoreLock(tuple(map(int, sys.argv[4:])), int(sys.argv[3])) if sys.argv[4:] else None
         engine = Engine(loaded.scheduler, loaded.runner, outbox, record, loaded.grammars, lock)
+        engine.prefixes = loaded.prefixes
         engine.run(inbox)
     outbox.close()
 

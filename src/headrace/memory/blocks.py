@@ -15,6 +15,7 @@ class BlockPool:
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
+        self.num_taken = [0] * num_blocks  # of each block, how often it was taken
         self.index = PrefixIndex()
         self._free = [BlockId(number) for number in reversed(range(num_blocks))]
         self._unheld: dict[BlockId, None] = {}  # public; the first is evicted next
@@ -37,6 +38,7 @@ class BlockPool:
             del self._unheld[block_id]
             self.index.forget(block_id)
         self._num_holders[block_id] = 1
+        self.num_taken[block_id] += 1
         return block_id
 
     def hold(self, block_ids: Iterable[int]) -> None:

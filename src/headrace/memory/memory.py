@@ -9,6 +9,7 @@ from headrace.core.ids import BlockId, SlotId
 from headrace.core.layout import MemoryLayout
 from headrace.core.plan import NO_SLOT, BlockCopy, SlotCopy
 from headrace.memory.blocks import BlockPool
+from headrace.memory.offers import FullBlocks, Offers, SavedState
 from headrace.memory.prefix import NameChain
 from headrace.memory.slots import SlotPool
 from headrace.memory.snapshots import SnapshotPool
@@ -21,6 +22,7 @@ class Lease:
     block_ids: "array[int]" = field(default_factory=lambda: array("i"))
     slot_id: SlotId = NO_SLOT
     num_published: int = 0  # leading blocks already offered to the index
+    num_offered: int = 0  # and to whoever keeps them longer
 
 
 @dataclass(slots=True, frozen=True)
@@ -44,6 +46,7 @@ class Memory:
         self._slots = SlotPool(layout.num_slots)
         self._snapshots = SnapshotPool(layout.num_slots, layout.num_snapshots)
         self._leases: set[Lease] = set()
+        self.offers = Offers()
 
     @property
     def num_available(self) -> int:
@@ -169,6 +172,22 @@ class Memory:
             name, tokens = chain.name(token_ids, index), chain.tokens(token_ids, index)
             self._blocks.index.publish(BlockId(lease.block_ids[index]), name, tokens)
             lease.num_published = index + 1
+        if self.offers.are_wanted and lease.num_published > lease.num_offered:
+            self._offer(lease, token_ids, chain)
+
+    def _offer(self, lease: Lease, token_ids: "array[int]", chain: NameChain) -> None:
+        first, lease.num_offered = lease.num_offered, lease.num_published
+        block_ids = lease.block_ids[first : lease.num_offered]
+        takings = tuple(self._blocks.num_taken[i] for i in block_ids)
+        self.offers.add(FullBlocks(chain, token_ids, first, block_ids, takings))
+
+    def still_holds(self, block_ids: Iterable[int], takings: Iterable[int]) -> bool:
+        """Whether none of these blocks was taken since; any thread may ask."""
+        return all(self._blocks.num_taken[i] == n for i, n in zip(block_ids, takings, strict=True))
+
+    def still_saved(self, slot_id: SlotId, taking: int) -> bool:
+        """The same for a saved state."""
+        return self._snapshots.num_taken[slot_id] == taking
 
     def release(self, lease: Lease) -> None:
         self._leases.remove(lease)
@@ -201,8 +220,12 @@ class Memory:
         if num_tokens > len(token_ids):
             self._snapshots.drop(slot_id)
             return
-        name = chain.name(token_ids, num_tokens // self.layout.block_size - 1)
+        num_blocks = num_tokens // self.layout.block_size
+        name = chain.name(token_ids, num_blocks - 1)
         self._snapshots.keep(slot_id, name)
+        if self.offers.are_wanted:
+            taking = self._snapshots.num_taken[slot_id]
+            self.offers.add(SavedState(name, num_blocks, slot_id, taking))
 
     def not_saved(self, slot_id: SlotId) -> None:
         self._snapshots.drop(slot_id)

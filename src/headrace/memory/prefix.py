@@ -41,6 +41,11 @@ class NameChain:
         start = index * self._block_size
         return token_ids[start : start + self._block_size].tobytes()
 
+    def origin(self, num_blocks: int) -> bytes:
+        """The salt and the marks, which tell the first blocks from others with their tokens."""
+        marks = (self._marks[index] for index in sorted(self._marks) if index < num_blocks)
+        return self._root + b"".join(marks)
+
     def name(self, token_ids: "array[int]", index: int) -> bytes:
         """Name of block number `index`, which must be full of known tokens."""
         while len(self._names) <= index:

@@ -11,6 +11,7 @@ class SnapshotPool:
 
     def __init__(self, first_id: int, num_snapshots: int) -> None:
         self.num_snapshots = num_snapshots
+        self.num_taken = dict.fromkeys(range(first_id, first_id + num_snapshots), 0)
         self._free = [SlotId(first_id + number) for number in reversed(range(num_snapshots))]
         self._slots: dict[bytes, SlotId] = {}  # the first is the least recently used
         self._pending: set[SlotId] = set()  # named as a target by a launched plan
@@ -32,6 +33,7 @@ class SnapshotPool:
         else:
             return None
         self._pending.add(slot_id)
+        self.num_taken[slot_id] += 1
         return slot_id
 
     def keep(self, slot_id: SlotId, name: bytes) -> None:

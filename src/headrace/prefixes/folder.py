@@ -11,6 +11,7 @@ import itertools
 import os
 import time
 from collections.abc import Iterable, Iterator
+from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
 
@@ -94,11 +95,11 @@ class PrefixFolder:
     def write(self, run: PrefixRun, numbers: memoryview) -> None:
         self._put(file_name(run), format.parts(self.key, run, numbers))
 
-    def read(self, run: PrefixRun, num_bytes: int) -> Iterator[memoryview]:
+    def read(self, run: PrefixRun, num_bytes: int) -> memoryview:
         """As `format.read`; FileNotFoundError if it has left."""
-        with (self.path / file_name(run)).open("rb", buffering=0) as file:
+        with FileIO(self.path / file_name(run)) as file:
             size = os.fstat(file.fileno()).st_size
-            yield from format.read(file, size, format.head(self.key, run), num_bytes)
+            return format.read(file, size, format.head(self.key, run), num_bytes)
 
     def touch(self, run: PrefixRun) -> None:
         """Notes that it is in use; FileNotFoundError if it has left."""

@@ -6,8 +6,8 @@ that it expects and compares: nothing in a file is believed, and nothing is deco
 
 import zlib
 from collections.abc import Iterator
+from io import FileIO
 from struct import Struct
-from typing import BinaryIO
 
 from headrace.core.prefix import PrefixRun
 
@@ -16,7 +16,7 @@ VERSION = 1
 CHECKSUM_BYTES = 4
 _START = Struct("<16sI")  # magic, version
 _FIELDS = Struct("<16sQQQQ")  # key, first block, end, bytes of the origin, bytes of the tokens
-_READ_BYTES = 4 << 20  # between two looks at whether anybody still waits
+_READ_BYTES = 1 << 20
 
 
 class Unusable(Exception):
@@ -42,11 +42,10 @@ def parts(key: bytes, run: PrefixRun, numbers: memoryview) -> Iterator[bytes | m
     yield zlib.crc32(numbers, zlib.crc32(begin)).to_bytes(CHECKSUM_BYTES, "little")
 
 
-def read(file: BinaryIO, size: int, expected: bytes, num_bytes: int) -> Iterator[memoryview]:
-    """Reads the numbers of a file of `size` bytes, which should begin with the head `expected`.
+def read(file: FileIO, size: int, expected: bytes, num_bytes: int) -> memoryview:
+    """The numbers of a file of `size` bytes, which should begin with the head `expected`.
 
-    Yields what has come so far, from time to time; the last time it is whole and has been checked.
-    Unusable says why it is not.
+    Unusable says why there are none.
     """
     begin = file.read(len(expected))
     if begin[: len(MAGIC)] != MAGIC or len(begin) < _START.size:
@@ -58,14 +57,13 @@ def read(file: BinaryIO, size: int, expected: bytes, num_bytes: int) -> Iterator
     numbers = memoryview(bytearray(num_bytes))
     checksum, done = zlib.crc32(begin), 0
     while done < num_bytes:
-        got = file.readinto(numbers[done : done + _READ_BYTES])  # type: ignore[attr-defined]
+        got = file.readinto(numbers[done : done + _READ_BYTES])
         if not got:
             raise Unusable("damaged")
-        checksum = zlib.crc32(numbers[done : done + got], checksum)
+        checksum = zlib.crc32(numbers[done : done + got], checksum)  # while it is in the cache
         done += got
-        yield numbers[:done]
     if file.read(CHECKSUM_BYTES) != checksum.to_bytes(CHECKSUM_BYTES, "little"):
         raise Unusable("damaged")
     if begin != expected:
         raise Unusable("foreign")
-    yield numbers
+    return numbers

@@ -1,6 +1,7 @@
 """Executes a plan: computes its chunks, draws its tokens; remembers each sequence's tokens."""
 
 import contextlib
+import functools
 import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -11,15 +12,18 @@ from torch import Tensor
 
 from headrace.core.ids import SequenceId
 from headrace.core.plan import (
+    NO_SLOT,
     Chunk,
     ChunkResult,
     Drawn,
     EncodeChunk,
+    Load,
     PromptInputs,
     StepPlan,
     StepResult,
 )
 from headrace.core.sampling import Logprobs, Sampling
+from headrace.runner.block_bytes import BlockBytes
 from headrace.runner.lanes.lane import EncodingLane, Lane
 from headrace.runner.pooling import UNIT, PooledRows
 from headrace.runner.sampling.logprobs import join, pack_logprobs
@@ -41,6 +45,12 @@ class Runner:
         self._known: dict[SequenceId, SequenceState] = {}
         self._inputs: dict[SequenceId, PromptInputs] = {}  # of those that have works
 
+    @functools.cached_property
+    def numbers(self) -> BlockBytes | None:
+        """The lane's memory as bytes, if it may be kept elsewhere."""
+        storage = self.lane.storage
+        return None if storage is None else BlockBytes(storage)
+
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> "PendingStep":
         """Computes the chunks; MemoryError, here or with the result, if the device is full."""
@@ -56,10 +66,12 @@ class Runner:
             if begin.inputs.works:
                 self._inputs[begin.sequence_id] = begin.inputs
                 self._encoding.begin(begin.sequence_id, begin.inputs)
-        encode_s = 0.0
+        encode_s = load_s = 0.0
         rows = torch.empty(0)
         with _memory_errors():
             self.lane.copy((), plan.restores)
+            if plan.loads:
+                load_s = self._load(plan.loads)
             for encoded in plan.encoded:
                 if self._encode(encoded):
                     encode_s += time.perf_counter() - began
@@ -67,7 +79,17 @@ class Runner:
                 tokens = [self._tokens(chunk) for chunk in plan.chunks]
                 rows = self.lane.forward(plan.chunks, tokens)
             self.lane.copy(plan.block_copies, plan.slot_copies)
-        return PendingStep(self, plan, rows, began, encode_s)
+        return PendingStep(self, plan, rows, began, encode_s, load_s)
+
+    def _load(self, loads: Sequence[Load]) -> float:
+        """Returns the seconds that it took."""
+        began = time.perf_counter()
+        assert self.numbers is not None, "nothing is loaded that was never kept"
+        for load in loads:
+            slot_id = None if load.slot_id == NO_SLOT else load.slot_id
+            for run in load.runs:
+                self.numbers.put(run.numbers, run.num_blocks, run.skip, run.block_ids, slot_id)
+        return time.perf_counter() - began
 
     @property
     def _encoding(self) -> EncodingLane:
@@ -141,16 +163,23 @@ class PendingStep:
     """A launched plan."""
 
     def __init__(
-        self, runner: Runner, plan: StepPlan, rows: Tensor, began: float, encode_s: float
+        self,
+        runner: Runner,
+        plan: StepPlan,
+        rows: Tensor,
+        began: float,
+        encode_s: float,
+        load_s: float,
     ) -> None:
         self._runner, self._plan, self._rows = runner, plan, rows
-        self._began, self._encode_s = began, encode_s
+        self._began, self._encode_s, self._load_s = began, encode_s, load_s
 
     @torch.inference_mode()
     def result(self) -> StepResult:
         with _memory_errors():
             chunks = self._runner.finish(self._plan, self._rows)
-        return StepResult(chunks, time.perf_counter() - self._began, self._encode_s)
+        seconds = time.perf_counter() - self._began
+        return StepResult(chunks, seconds, self._encode_s, self._load_s)
 
 
 @contextlib.contextmanager

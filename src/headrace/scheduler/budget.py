@@ -77,6 +77,7 @@ class StepTimes(NamedTuple):
     computing: float  # in the runner, but for encoding
     encoding: float
     elapsed: float  # in all
+    loading: float = 0.0
 
 
 class Elsewhere(NamedTuple):
@@ -144,6 +145,10 @@ class Room:
     def spend_on_encoding(self, size: int, num_units: int) -> None:
         if self.seconds is not None:
             self.seconds -= self._budget.seconds_of_units(size, num_units)
+
+    def spend_on_loading(self, seconds: float) -> None:
+        if self.seconds is not None:
+            self.seconds -= seconds
 
     def _fitting_chunk(self, context: int, wanted: int) -> int:
         hard = min(wanted, self.tokens)
@@ -331,8 +336,8 @@ class TimeBudget:
 
     def took(self, shape: StepShape, times: StepTimes, is_awaited: bool, cause: str) -> None:
         """Learn from a step. `cause`: why it was expected to miss the target."""
-        computing, encoding, elapsed = times
-        self._overheads.append(max(0.0, elapsed - computing - encoding))
+        computing, encoding, elapsed, loading = times
+        self._overheads.append(max(0.0, elapsed - computing - encoding - loading))
         target = self._target(is_awaited)
         is_late = is_awaited and target is not None and elapsed > target
         if is_late and not cause and not self._is_excused:

@@ -3,9 +3,10 @@
 from collections import deque
 
 from headrace.core.messages import FinishReason, NewToken, PromptAdvance, PromptLogprobs, StepTrace
-from headrace.core.plan import Chunk, ChunkResult, Drawn, EncodeChunk, StepPlan, StepResult
+from headrace.core.plan import Chunk, ChunkResult, Drawn, EncodeChunk, Load, StepPlan, StepResult
 from headrace.memory.memory import Memory
 from headrace.scheduler.budget import StepTimes, TimeBudget
+from headrace.scheduler.restores import Restores
 from headrace.scheduler.sequence import Sequence
 from headrace.scheduler.step import PlannedStep
 from headrace.scheduler.table import OutputBuffer, Quarantine, SequenceTable
@@ -20,6 +21,7 @@ class InFlight:
         quarantine: Quarantine,
         memory: Memory,
         outputs: OutputBuffer,
+        restores: Restores,
         budget: TimeBudget,
     ) -> None:
         self.num_steps = 0
@@ -28,6 +30,7 @@ class InFlight:
         self._quarantine = quarantine
         self._memory = memory
         self._outputs = outputs
+        self._restores = restores
         self._budget = budget
         self._steps: deque[PlannedStep] = deque()
         self._ended_at = 0.0  # the last step
@@ -49,6 +52,10 @@ class InFlight:
         step = self._steps.popleft()
         assert step.plan is plan
         named = [self._table[sequence_id] for sequence_id in plan.named]
+        for load in plan.loads:
+            self._commit_load(load)
+        if num_bytes := sum(len(run.numbers) for load in plan.loads for run in load.runs):
+            self._restores.copied(num_bytes, result.load_seconds, now)
         for encoded in plan.encoded:
             self._commit_encoded(encoded)
         for chunk, chunk_result in zip(plan.chunks, result.chunks, strict=True):
@@ -57,6 +64,15 @@ class InFlight:
             self._memory.saved(slot_id, sequence.token_ids, sequence.chain, end)
         self._quarantine.step_was_good(named)
         self._learn(step, result, now)
+
+    def _commit_load(self, load: Load) -> None:
+        sequence = self._table[load.sequence_id]
+        sequence.num_in_flight -= 1
+        sequence.num_computed = load.end
+        self._memory.publish(sequence.held, sequence.token_ids, sequence.chain, load.end)
+        if sequence.outcome is None and sequence.num_reported >= 0:
+            self._report(sequence, load.start, ChunkResult())
+        self._table.close_if_over(sequence)
 
     def _commit_encoded(self, chunk: EncodeChunk) -> None:
         sequence = self._table[chunk.sequence_id]
@@ -129,7 +145,8 @@ class InFlight:
         self.last_step = None
         if not result.is_timed:
             return
-        times = StepTimes(result.seconds - result.encode_seconds, result.encode_seconds, elapsed)
+        computing = result.seconds - result.encode_seconds - result.load_seconds
+        times = StepTimes(computing, result.encode_seconds, elapsed, result.load_seconds)
         self._budget.took(step.shape, times, step.is_awaited, step.cause)
         self.last_step = StepTrace(
             num_decoding=step.num_decoding,
@@ -153,6 +170,9 @@ class InFlight:
                 sequence = self._table.living(sequence_id)
                 if sequence is not None:
                     self._quarantine.suspect(sequence, chunk.start + chunk.length)
+        for load in plan.loads:
+            if (sequence := self._table.living(load.sequence_id)) is not None:
+                self._quarantine.suspect(sequence, load.end)
         for encoded in plan.encoded:
             if (sequence := self._table.living(encoded.sequence_id)) is not None:
                 self._quarantine.suspect(sequence, sequence.num_planned + 1)

@@ -5,9 +5,10 @@ from collections.abc import Iterable, Iterator
 from headrace.config.settings import SchedulerConfig
 from headrace.memory.memory import Match, Memory
 from headrace.scheduler.budget import QUARANTINE, SPAN, WHOLE, Limits, Room, TimeBudget
+from headrace.scheduler.restores import Restore, Restores
 from headrace.scheduler.sequence import DueWork, Sequence, SequenceStatus, by_key
 from headrace.scheduler.step import PlannedStep
-from headrace.scheduler.table import Quarantine, SequenceTable
+from headrace.scheduler.table import SequenceTable
 
 UNMEASURED_ENCODING_S, UNMEASURED_PER_S = 60.0, 1000.0  # what an unknown encoder may well take
 MAX_PASSED_OVER = 16  # once this many waiting sequences lacked blocks, no other starts
@@ -24,16 +25,18 @@ class Planner:
         config: SchedulerConfig,
         limits: Limits,
         table: SequenceTable,
-        quarantine: Quarantine,
         memory: Memory,
+        restores: Restores,
         budget: TimeBudget,
     ) -> None:
         self.num_preemptions = 0
+        self.is_resting = False  # the last plan had nothing to do
         self._config = config
         self._limits = limits
         self._table = table
-        self._quarantine = quarantine
+        self._quarantine = table.quarantine
         self._memory = memory
+        self._restores = restores
         self._budget = budget
         self._declared: Sequence | None = None  # has the next step to itself
         self._was_exclusive = False  # whether the step before was one of those
@@ -43,11 +46,13 @@ class Planner:
 
         `can_preempt`: nothing is in flight, so sequences may lose their memory.
         """
+        self._restores.drop_idle(now)
         while True:
             num_preemptions = self.num_preemptions
             step = self._first_step(now, can_preempt)
             # who waited for memory, or for the streams, may go on once one has lost its own
             if step is not None or self.num_preemptions == num_preemptions:
+                self.is_resting = step is None
                 return step
 
     def _first_step(self, now: float, can_preempt: bool) -> PlannedStep | None:
@@ -159,6 +164,7 @@ class Planner:
             step.seats = 0  # nobody may take the place of a sequence that was just preempted
             decoders, opened = _split(running)
         for sequence in decoders:
+            self._table.tell_start(sequence)
             step.add_decode_chunk(sequence)
             self._save(step, sequence)
         step.is_awaited = bool(decoders) or any(s.is_decoding for s in self._table.running)
@@ -211,6 +217,8 @@ class Planner:
             if not self._may_start(step, sequence, match):
                 return True
             context = match.num_tokens
+        if (restore := self._restores.at(sequence, context, step.planned_at)) is not None:
+            return self._add_load(step, room, restore, match)
         due = sequence.next_work(context)
         if due is not None and due.work.start <= context:
             return self._add_piece(step, room, sequence, due, match)
@@ -220,10 +228,31 @@ class Planner:
             return False
         if match is not None:
             step.begin(sequence, self._table.start(sequence, match))
+        self._table.tell_start(sequence)
         room.spend(context, length)
         step.add_prompt_chunk(sequence, length, self._start_siblings(step, sequence, length))
         self._save(step, sequence)
         return length == wanted
+
+    def _add_load(
+        self, step: PlannedStep, room: Room, restore: Restore, match: Match | None
+    ) -> bool:
+        """Load what was read of a prompt; True: others may follow, now or while it is read."""
+        sequence = restore.sequence
+        target_s = self._limits.max_stall_s if step.is_awaited else None
+        reads = self._restores.take(restore, step.planned_at, target_s)
+        if not reads:
+            if match is not None and step.planned_at >= sequence.due:
+                step.seats = 0  # nobody may take its place meanwhile
+            return True
+        if match is not None:
+            step.begin(sequence, self._table.start(sequence, match))
+        size = self._memory.layout.block_size
+        step.load(sequence, reads[-1].end, [read.loaded(sequence, size) for read in reads])
+        self._save(step, sequence)
+        num_bytes = sum(read.num_bytes for read in reads)
+        room.spend_on_loading(self._restores.seconds_to_copy(num_bytes))
+        return True
 
     def _add_piece(
         self, step: PlannedStep, room: Room, sequence: Sequence, due: DueWork, match: Match | None
@@ -248,6 +277,7 @@ class Planner:
             return False
         if match is not None:
             step.begin(sequence, self._table.start(sequence, match))
+        self._table.tell_start(sequence)
         room.spend_on_encoding(work.size, num_units)
         step.add_encode_chunk(sequence, due.number, due.start, num_units)
         return not step.is_exclusive

@@ -21,11 +21,15 @@ from headrace.core.messages import (
     Submit,
 )
 from headrace.core.plan import StepPlan, StepResult
+from headrace.core.prefix import DiskNews, ReadRun
+from headrace.memory.disk import DiskPrefixes
 from headrace.memory.memory import Memory
+from headrace.memory.offers import Offer
 from headrace.scheduler.budget import Elsewhere, Limits, TimeBudget
 from headrace.scheduler.commit import InFlight
 from headrace.scheduler.cost import StepShape
 from headrace.scheduler.plan import Planner
+from headrace.scheduler.restores import Restores
 from headrace.scheduler.sequence import NO_INPUTS, Family, Sequence, due_time, source_inputs
 from headrace.scheduler.table import OutputBuffer, Quarantine, SequenceTable
 
@@ -33,7 +37,13 @@ from headrace.scheduler.table import OutputBuffer, Quarantine, SequenceTable
 class Scheduler:
     """Everything between a Submit and how its sequences end, except the computing."""
 
-    def __init__(self, config: SchedulerConfig, layout: MemoryLayout, limits: Limits) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        layout: MemoryLayout,
+        limits: Limits,
+        disk: DiskPrefixes | None = None,
+    ) -> None:
         self.max_model_len = limits.max_total(layout)
         self.memory = memory = Memory(layout)
         self._patience = config.patience
@@ -45,8 +55,10 @@ class Scheduler:
         self._quarantine = quarantine = Quarantine()
         self._budget = budget = TimeBudget(limits)
         self._table = table = SequenceTable(memory, quarantine, self._outputs)
-        self._planner = Planner(config, limits, table, quarantine, memory, budget)
-        self._in_flight = InFlight(table, quarantine, memory, self._outputs, budget)
+        self._restores = restores = Restores(disk, budget)
+        memory.offers.are_wanted = disk is not None
+        self._planner = Planner(config, limits, table, memory, restores, budget)
+        self._in_flight = InFlight(table, quarantine, memory, self._outputs, restores, budget)
 
     @property
     def is_idle(self) -> bool:
@@ -57,6 +69,13 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether plan() or take_outputs() may have something."""
         return bool(self._table) or self.has_outputs
+
+    def rest_s(self, now: float) -> float | None:
+        """Seconds for which plan() has nothing to do unless a message comes; None: no end."""
+        if not self.has_work:
+            return None
+        due = self._restores.due
+        return max(0.0, due - now) if self._planner.is_resting and due is not None else 0.0
 
     @property
     def has_outputs(self) -> bool:
@@ -90,6 +109,18 @@ class Scheduler:
     def take_outputs(self) -> Outputs:
         return self._outputs.take()
 
+    def take_offers(self) -> list[Offer]:
+        """Blocks and states that may be kept on disk, since the last call."""
+        return self.memory.offers.take()
+
+    def take_wishes(self) -> list[ReadRun]:
+        """Runs that should be read from there."""
+        return self._restores.take_wishes()
+
+    def hear(self, news: DiskNews, now: float) -> None:
+        """Takes what was read, or what is new on disk."""
+        self._restores.hear(news, now)
+
     def status(self) -> Status:
         waiting, num_running = list(self._table.waiting), len(self._table.running)
         return Status(
@@ -103,6 +134,7 @@ class Scheduler:
             prompt_tokens_per_s=self._budget.prompt_tokens_per_s,
             missed=dict(self.missed),
             num_preemptions=self._planner.num_preemptions,
+            disk=self._restores.figures,
         )
 
     @property

@@ -184,6 +184,14 @@ class Sequence:
         self.num_planned = self.num_computed = num_cached
         self.num_units_planned = self.num_units_computed = self._units_before(num_cached)
 
+    def skip_to(self, end: int) -> None:
+        """Tokens up to `end` are loaded in a plan; works that only they needed are not encoded."""
+        assert self.num_computed <= self.num_planned < end < self.num_known
+        self.num_planned = end
+        self.num_units_planned = max(self.num_units_planned, self._units_before(end))
+        self.num_units_computed = max(self.num_units_computed, self._units_before(end))
+        self.num_in_flight += 1
+
     def advance(self, end: int, draws: bool) -> None:
         """A chunk that ends at token `end` is in a plan."""
         assert self.num_computed <= self.num_planned <= end <= self.num_known

@@ -3,7 +3,16 @@
 from dataclasses import dataclass, field
 
 from headrace.core.ids import SequenceId, SlotId
-from headrace.core.plan import Begin, BlockCopy, Chunk, EncodeChunk, SlotCopy, StepPlan
+from headrace.core.plan import (
+    Begin,
+    BlockCopy,
+    Chunk,
+    EncodeChunk,
+    Load,
+    LoadedRun,
+    SlotCopy,
+    StepPlan,
+)
 from headrace.scheduler.cost import StepShape
 from headrace.scheduler.sequence import Sequence
 
@@ -30,6 +39,7 @@ class PlannedStep:
     plan: StepPlan = field(init=False)  # from its launch
     chunks: list[Chunk] = field(default_factory=list)
     encoded: list[EncodeChunk] = field(default_factory=list)
+    loads: list[Load] = field(default_factory=list)
     _begun: list[Begin] = field(default_factory=list)
     _restores: list[SlotCopy] = field(default_factory=list)
     _block_copies: list[BlockCopy] = field(default_factory=list)
@@ -41,7 +51,7 @@ class PlannedStep:
 
     @property
     def is_empty(self) -> bool:
-        return not (self.chunks or self.encoded)
+        return not (self.chunks or self.encoded or self.loads)
 
     def begin(self, sequence: Sequence, restore: SlotCopy | None = None) -> None:
         """Introduce a sequence that starts in this step."""
@@ -91,6 +101,12 @@ class PlannedStep:
         self.encoded.append(EncodeChunk(sequence.id, number, start, end, slot_id))
         self.shape.encode(sequence.inputs.works[number].size, num_units)
 
+    def load(self, sequence: Sequence, end: int, runs: list[LoadedRun]) -> None:
+        """Advance a sequence to token `end`, by what was computed before."""
+        start, lease = sequence.num_planned, sequence.held
+        sequence.skip_to(end)
+        self.loads.append(Load(sequence.id, start, end, tuple(runs), lease.slot_id))
+
     def _add(self, sequence: Sequence, length: int, drawing: list[Sequence]) -> None:
         """The chunk that ends at the last known token draws, if there is anything to draw."""
         start, lease = sequence.num_planned, sequence.held
@@ -128,5 +144,6 @@ class PlannedStep:
             slot_copies=tuple(self._slot_copies),
             restores=tuple(self._restores),
             encoded=tuple(self.encoded),
+            loads=tuple(self.loads),
         )
         return self.plan

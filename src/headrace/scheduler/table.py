@@ -200,7 +200,7 @@ class SequenceTable:
         self.waiting = WaitingLines()
         self.running: list[Sequence] = []  # by rank: the last gives way first
         self._memory = memory
-        self._quarantine = quarantine
+        self.quarantine = quarantine
         self._outputs = outputs
         self._sequences: dict[SequenceId, Sequence] = {}
         self._ended: list[SequenceId] = []  # the runner may forget them
@@ -238,11 +238,14 @@ class SequenceTable:
         sequence.lease, restore = self._memory.reserve(match, sequence.num_tokens)
         sequence.start_at(match.num_tokens)
         self._run(sequence)
+        return restore
+
+    def tell_start(self, sequence: Sequence) -> None:
+        """Report, once, how much of the prompt is cached: the rest is about to be computed."""
         if sequence.num_reported < 0:
-            sequence.num_reported = cached = min(match.num_tokens, sequence.num_prompt)
+            sequence.num_reported = cached = min(sequence.num_planned, sequence.num_prompt)
             if sequence.is_reporter:
                 self._outputs.started.append(Started(sequence.id, sequence.num_shown, cached))
-        return restore
 
     def start_beside(
         self, sibling: Sequence, family: Family
@@ -290,7 +293,7 @@ class SequenceTable:
             family.waiting.remove(sequence)
         else:
             self.waiting.remove(sequence)
-        self._quarantine.discard(sequence)
+        self.quarantine.discard(sequence)
         sequence.status = SequenceStatus.FINISHED
         del self._sequences[sequence.id]
         self._outputs.finished.append(sequence.outcome)

@@ -38,6 +38,7 @@ def task_of(spec: ModelSpec) -> str:
 
 
 class GenericEncoder:
+    storage = None
     traits = LaneTraits(
         "generic-text", is_whole=True, facts=LaneFacts(memory="slot", mask="bidirectional")
     )

@@ -103,6 +103,8 @@ class Weights(NamedTuple):
 class SlotLane(ABC):
     """Base of the lanes whose sequences have a dense cache in a slot, each run by itself."""
 
+    storage = None  # a cache as the model makes it has no form that could be kept
+
     def layout(
         self, free_bytes: int, max_num_seqs: int, max_positions: int, block_size: int
     ) -> MemoryLayout:

@@ -76,7 +76,7 @@ class ForeignAttention:
 
     def __init__(self, model: nn.Module) -> None:
         self._layers: dict[int, _Layer] = {}  # by the identity of the module that attends
-        self._storage: CacheStorage
+        self.storage: CacheStorage
         self._attention: Attention
         self._step: Step
         for module in model.modules():
@@ -99,30 +99,30 @@ class ForeignAttention:
         instructions: InstructionSet,
     ) -> None:
         """Takes the memory of the layout in every layer."""
-        self._storage = CacheStorage(self.cache, layout, dtype, device)
+        self.storage = CacheStorage(self.cache, layout, dtype, device)
         layers = self._layers.values()
         sinks = [None if x.sinks is None else x.sinks.float().contiguous() for x in layers]
         if instructions == "plain":
-            self._attention = NaiveAttention(self._storage, sinks)
+            self._attention = NaiveAttention(self.storage, sinks)
         else:
             windows = [layer.cache.window for layer in layers]
-            self._attention = CpuAttention(self._storage, windows, sinks, instructions)
+            self._attention = CpuAttention(self.storage, windows, sinks, instructions)
 
     def begin(
         self, chunks: Sequence[Chunk], token_ids: Sequence["array[int]"]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """A step: its tokens, their positions, and the rows that are asked for."""
-        batch = pack(chunks, token_ids, self._storage.block_size, self._storage.device)
+        batch = pack(chunks, token_ids, self.storage.block_size, self.storage.device)
         self._step = self._attention.step(batch)
         return batch.token_ids, batch.positions, batch.rows
 
     def copy_block(self, source: int, target: int) -> None:
-        self._storage.copy_block(source, target)
+        self.storage.copy_block(source, target)
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """[1, tokens, heads, dim] of q, k and v [1, heads, tokens, dim]."""
         layer = self._layers[id(module)]
-        dim, dtype, kind = layer.cache.key_dim, self._storage.keys[layer.number].dtype, q.dtype
+        dim, dtype, kind = layer.cache.key_dim, self.storage.keys[layer.number].dtype, q.dtype
         factor = layer.scale * dim**0.5  # our attention scales by dim ** -0.5
         if factor != 1:
             q = q * factor
@@ -255,6 +255,10 @@ class BlockCaches:
 
     def open(self, layout: MemoryLayout) -> None:
         self._attention.open(layout, self._dtype, self._device, self._instructions)
+
+    @property
+    def storage(self) -> CacheStorage:
+        return self._attention.storage
 
     @property
     def facts(self) -> LaneFacts:

@@ -26,6 +26,7 @@ from headrace.runner.lanes.foreign import (
 )
 from headrace.runner.lanes.generic_blocks import BlockCaches, NotOnBlocks
 from headrace.runner.lanes.lane import LaneOptions, LaneTraits
+from headrace.runner.storage import CacheStorage
 from headrace_kernels import choose_instructions
 
 logger = logging.getLogger(__name__)
@@ -74,6 +75,12 @@ class GenericText:
             num_blocks=num_blocks,
             max_positions=min(max_positions, num_blocks * block_size),
         )
+
+    @property
+    def storage(self) -> CacheStorage | None:
+        if self._blocks is None or self.device.type != "cpu":
+            return None
+        return self._blocks.storage
 
     def open(self, layout: MemoryLayout) -> None:
         memory = self._blocks or self._slots

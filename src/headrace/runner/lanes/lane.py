@@ -20,6 +20,7 @@ from headrace.core.plan import (
     SlotCopy,
     SourceSpec,
 )
+from headrace.runner.storage import CacheStorage
 
 
 class LaneTraits(msgspec.Struct, frozen=True):
@@ -58,6 +59,11 @@ class Lane(Protocol):
     dtype: torch.dtype
     num_parameters: int
     weight_bytes: int
+
+    @property
+    def storage(self) -> CacheStorage | None:
+        """The memory, once open, if its numbers may be kept elsewhere and come back."""
+        ...
 
     def layout(
         self, free_bytes: int, max_num_seqs: int, max_positions: int, block_size: int

@@ -39,6 +39,7 @@ _NO_ROOM = 1  # what llama_decode answers where no cells are free
 
 
 class LlamaCpp:
+    storage = None
     traits = LaneTraits("llama-cpp", own_products="llama.cpp's, as it was built")
 
     def __init__(

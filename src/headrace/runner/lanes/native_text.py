@@ -102,6 +102,10 @@ class NativeText:
             max_positions=min(max_positions, num_blocks * block_size),
         )
 
+    @property
+    def storage(self) -> CacheStorage | None:
+        return self._storage if self.device.type == "cpu" else None
+
     def open(self, layout: MemoryLayout) -> None:
         self._storage = CacheStorage(self._model.cache, layout, self.dtype, self.device)
         self._attention: Attention

@@ -1,0 +1,30 @@
+"""`headrace cache`: what is on disk, and that clearing leaves the rest."""
+
+from pathlib import Path
+
+from click.testing import CliRunner, Result
+
+from headrace.cli.cache import cache
+from headrace.core.errors import ConfigError
+from tests.prefixes.builders import make_folder, make_run, numbers_of
+
+
+def said(*words: str, variable: str | None = None) -> Result:
+    return CliRunner().invoke(cache, words, env={"HEADRACE_PREFIX_CACHE_DIR": variable})
+
+
+def test_it_shows_each_model_and_clears_all(tmp_path: Path) -> None:
+    folder, run = make_folder(tmp_path), make_run()
+    folder.write(run, numbers_of(run, 3 << 20))
+    (tmp_path / "mine").touch()
+    shown = said("show", "--prefix-cache-dir", str(tmp_path)).output.splitlines()
+    assert shown[0].split()[:5] == ["model", "lane", "dtype", "kernels", "files"]
+    assert shown[1].split()[:7] == ["tiny", "native-text", "bfloat16", "avx2", "1", "3", "MiB"]
+    assert said("clear", variable=str(tmp_path)).output == "Removed 1 files, 3 MiB.\n"
+    assert said("show", variable=str(tmp_path)).output.splitlines()[1:] == []
+    assert (tmp_path / "mine").exists()
+
+
+def test_a_folder_must_be_named_and_be_there(tmp_path: Path) -> None:
+    for result in (said("show"), said("clear", variable=str(tmp_path / "none"))):
+        assert isinstance(result.exception, ConfigError)
