@@ -1,8 +1,9 @@
 """Kernels for matrix products, attention and recurrent layers on a CPU; README.md has the tour."""
 
 from headrace_kernels.attention import CpuAttention
+from headrace_kernels.cache import kept_code
 from headrace_kernels.choose import choose_instructions
-from headrace_kernels.launch import ON_COMPILE
+from headrace_kernels.compiler import ON_COMPILE
 from headrace_kernels.layers import prepare
 from headrace_kernels.linear import pack_linear, packing_bytes
 from headrace_kernels.replay import CapturedForward
@@ -12,6 +13,7 @@ __all__ = [
     "CapturedForward",
     "CpuAttention",
     "choose_instructions",
+    "kept_code",
     "pack_linear",
     "packing_bytes",
     "prepare",

@@ -1,6 +1,5 @@
 """Owns the choice of an instruction set: the best one here that computes what plain does."""
 
-import itertools
 import logging
 from collections.abc import Iterator
 from functools import cache
@@ -15,6 +14,8 @@ from torch import Tensor
 from headrace_kernels.attention import CpuAttention, CpuStep
 from headrace_kernels.groups import INT4, GroupedWeights, Scheme
 from headrace_kernels.instruction_sets import NAMES, InstructionSet, instruction_sets_here
+from headrace_kernels.launch import compile_all, listed
+from headrace_kernels.layers import kernels_of
 from headrace_kernels.linear import (
     GroupedLinear,
     PackedLinear,
@@ -32,6 +33,7 @@ _CHUNKS = ((0, 70), (70, 1))  # start and length
 _KEY_HEADS, _VALUE_HEADS, _KEY_DIM, _VALUE_DIM = 2, 4, 16, 64
 _KEYS, _VALUES = _KEY_HEADS * _KEY_DIM, _VALUE_HEADS * _VALUE_DIM
 _CHANNELS, _WIDTH = 2 * _KEYS + _VALUES, 4  # of a convolution
+_WITH_STATES = {"convolution", "delta-gates"}  # kinds of layers
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 2e-2}  # of the largest number
 
 
@@ -47,11 +49,12 @@ def choose_instructions(
     dtype: torch.dtype,
     quantize: Quantize = "none",
     groups: frozenset[PlainScheme] = frozenset(),
-    has_states: bool = False,
+    kinds: frozenset[str] = frozenset(),
 ) -> KernelChoice:
     """Chooses the instruction set for a model on a CPU; ValueError if the wanted one cannot be.
 
-    `groups`: schemes of its own weights in groups. `has_states`: it has gated delta nets.
+    `groups`: schemes of its own weights in groups. `kinds`: those of its layers, as `prepare` names
+    them. The kernels that it needs are compiled first, several at once, and then tried.
     """
     kept: frozenset[PlainScheme] = frozenset({INT4}) if quantize == "int4" else groups
     is_bfloat16 = dtype == torch.bfloat16
@@ -70,7 +73,7 @@ def choose_instructions(
     else:
         reason = "the processor has neither AVX2 nor AVX-512"
     instructions = sets[0]
-    while fault := _fault(instructions, dtype, quantize in ("int8", "int4"), kept, has_states):
+    while fault := _fault(instructions, dtype, quantize in ("int8", "int4"), kept, kinds):
         logger.warning("Kernels %s are not used: %s.", instructions, fault)
         reason = f"{instructions} failed its check"
         sets = sets[1:]
@@ -89,22 +92,26 @@ def _fault(
     dtype: torch.dtype,
     to_int8: bool,
     groups: frozenset[PlainScheme],
-    has_states: bool,
+    kinds: frozenset[str],
 ) -> str | None:
     """The fault of an instruction set, or None: computes a few rows with it and without it."""
     if instructions == "plain":
         return None
-    generator = torch.Generator().manual_seed(0)
+
+    def samples() -> Iterator[tuple[str, Tensor, Tensor]]:
+        generator = torch.Generator().manual_seed(0)
+        yield from _samples(instructions, dtype, to_int8, generator)
+        for kept in sorted(groups):
+            yield from _grouped_samples(instructions, Scheme(*kept), dtype, generator)
+        if not kinds.isdisjoint(_WITH_STATES):
+            yield from _samples_of_states(instructions, dtype, generator)
+
     try:
-        samples = itertools.chain(
-            _samples(instructions, dtype, to_int8, generator),
-            *(
-                _grouped_samples(instructions, Scheme(*kept), dtype, generator)
-                for kept in sorted(groups)
-            ),
-            _samples_of_states(instructions, dtype, generator) if has_states else (),
-        )
-        for what, found, expected in samples:
+        with listed() as needed:
+            for _ in samples():
+                pass  # nothing is computed: the results are whatever lay there
+        compile_all([*needed, *kernels_of(kinds, dtype)])
+        for what, found, expected in samples():
             size, error = expected.abs().max(), (found.float() - expected).abs().max()
             if not error <= _TOLERANCE[dtype] * size:  # NaN is a fault too
                 return f"their {what} differs from torch's by {float(error / size):.2g}"

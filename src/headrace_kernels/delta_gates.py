@@ -116,15 +116,15 @@ def _norm_float(a: Any) -> None:
     _norm(g, a, gate, carray(f32_at(g.weight), g.dim), out)
 
 
-_GATES = {torch.bfloat16: _gates_bf16, torch.float32: _gates_float}
-_NORM = {torch.bfloat16: _norm_bf16, torch.float32: _norm_float}
+GATES = {torch.bfloat16: _gates_bf16, torch.float32: _gates_float}
+GATED_NORM = {torch.bfloat16: _norm_bf16, torch.float32: _norm_float}
 
 
 def delta_gates(a: Tensor, b: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
     """Computes decay and beta from a and b, parts of the same rows, and CpuDeltaGates' table."""
     decay, beta = (torch.empty(a.shape, dtype=torch.float32) for _ in range(2))
     pointers = [tensor.data_ptr() for tensor in (a, b, table, decay, beta)]
-    parallel(_GATES[a.dtype], arguments_of(*a.shape, a.stride(0), *pointers))
+    parallel(GATES[a.dtype], arguments_of(*a.shape, a.stride(0), *pointers))
     return decay, beta
 
 
@@ -133,5 +133,5 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     out = torch.empty(x.shape, dtype=gate.dtype)
     pointers = [tensor.data_ptr() for tensor in (x, gate, weight, out)]
     words = _GateNorm._make((*x.shape, gate.stride(0), round(eps * 1e12), *pointers))
-    parallel(_NORM[gate.dtype], arguments_of(*words))
+    parallel(GATED_NORM[gate.dtype], arguments_of(*words))
     return out

@@ -49,6 +49,9 @@ def _in_turn(a: Any) -> None:
         carray(i64_at(kernels[i, 1]), 1)[0] = 0
 
 
+IN_TURN: Kernel = _in_turn
+
+
 class _Fused:
     """Kernels with their arguments."""
 
@@ -61,7 +64,7 @@ class _Fused:
             arguments[0] = 0
 
     def __call__(self) -> None:
-        parallel(_in_turn, self._arguments)
+        parallel(IN_TURN, self._arguments)
 
 
 def fuse(calls: Sequence[Call]) -> list[Call]:

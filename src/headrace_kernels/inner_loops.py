@@ -10,7 +10,7 @@ from typing import Any
 
 from numba.core.ccallback import CFunc
 
-from headrace_kernels import delta_net, groups, launch, paged_attention, product
+from headrace_kernels import compiler, delta_net, groups, lean, paged_attention, product
 
 KERNELS = {
     "bfloat16": product._bf16_by_bf16,
@@ -27,7 +27,8 @@ _LEAST = 4  # products of a loop that is worth a line
 
 
 def assembly_of(kernel: Any) -> list[str]:
-    compiled: Any = CFunc(kernel._function, launch._SIGNATURE, locals={}, options={})
+    lean.become_lean(kernel._function.__qualname__)
+    compiled: Any = CFunc(kernel._function, compiler.SIGNATURE, locals={}, options={})
     compiled.compile()
     text: str = compiled._library.get_asm_str()
     return text.splitlines()

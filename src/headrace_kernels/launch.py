@@ -5,91 +5,24 @@ calls it with the same arguments and takes pieces of work from the counter in `a
 is left, so a slow or busy core takes fewer pieces.
 """
 
+import contextlib
 import ctypes
-import hashlib
-import os
-import signal
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from functools import cache, cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
-from numba import types
-from numba.core.caching import FunctionCache, IndexDataCacheFile
-from numba.core.ccallback import CFunc
 
 from headrace_kernels.arguments import Arguments
+from headrace_kernels.cache import kernel_folder
 from headrace_kernels.capture import note
-
-ON_COMPILE: ContextVar[Callable[[str], None]] = ContextVar("on_compile", default=lambda name: None)
-"""Hears the name of each kernel that this context is about to wait for, while it is compiled."""
-
-_COMPILE_S = 300.0
-_SIGNATURE = (types.CPointer(types.int64),), types.void
-
-
-@cache
-def digest(folder: Path) -> str:
-    """Over the names and contents of its files of Python."""
-    whole = hashlib.sha256()
-    for file in sorted(folder.glob("*.py")):
-        whole.update(file.name.encode() + hashlib.sha256(file.read_bytes()).digest())
-    return whole.hexdigest()
-
-
-class KernelCache(FunctionCache):
-    """Machine code beside its source, thrown away when any file of this folder has changed.
-
-    Numba's own notices changes of the kernel's file only, and most of a kernel lies in others.
-    """
-
-    def __init__(self, function: Callable[[Any], None], stamp: str) -> None:
-        super().__init__(function)
-        self._cache_file = IndexDataCacheFile(self._cache_path, self._impl.filename_base, stamp)
-
-    def has(self, kernel: Any) -> bool:
-        """Whether the kernel would be found."""
-        codegen = kernel._targetdescr.target_context.codegen()
-        return self._index_key(kernel._sig, codegen) in self._cache_file._load_index()
-
-
-def compiled(function: Callable[[Any], None], stamp: str) -> Any:
-    """A C function of Numba's, out of the cache, where a child of this process has put it.
-
-    A process that compiles shares code among its kernels in another way than one that finds them
-    all in the cache, and the last digits differ. So none runs what it has compiled itself, unless
-    the child fails.
-    """
-    kernel: Any = CFunc(function, _SIGNATURE, locals={}, options={})
-    kernel._cache = KernelCache(function, stamp)
-    if not kernel._cache.has(kernel):
-        ON_COMPILE.get()(function.__name__.strip("_").replace("_", " "))
-        if hasattr(os, "fork"):
-            _compile_apart(kernel)
-    kernel.compile()
-    return kernel
-
-
-def _compile_apart(kernel: Any) -> None:
-    child = os.fork()
-    if child == 0:
-        try:
-            kernel.compile()
-        finally:
-            os._exit(0)  # whatever became of it, nothing else of the parent runs on here
-    deadline = time.monotonic() + _COMPILE_S
-    while os.waitpid(child, os.WNOHANG)[0] == 0:
-        if time.monotonic() > deadline:
-            os.kill(child, signal.SIGKILL)
-        time.sleep(0.005)
+from headrace_kernels.compiler import compile_missing, compiled
 
 
 class Kernel:
-    """A kernel that is compiled, or found in Numba's cache, when it is first run.
+    """A kernel that is compiled, or found in the cache, when it is first run.
 
     A model needs those of its own number formats only; loading it runs each of them once.
     """
@@ -99,12 +32,40 @@ class Kernel:
 
     @cached_property
     def address(self) -> int:
-        address: int = compiled(self._function, digest(Path(__file__).parent)).address
+        address: int = compiled(self._function, kernel_folder()).address
         return address
+
+
+_listed: ContextVar[dict[Kernel, None] | None] = ContextVar("listed", default=None)
+
+
+@contextlib.contextmanager
+def listed() -> Iterator[dict[Kernel, None]]:
+    """Kernels that would be run in this context are not run, but listed."""
+    kernels: dict[Kernel, None] = {}
+    before = _listed.set(kernels)
+    try:
+        yield kernels
+    finally:
+        _listed.reset(before)
+
+
+def _is_listed(body: Kernel) -> bool:
+    if (kernels := _listed.get()) is None:
+        return False
+    kernels[body] = None
+    return True
+
+
+def compile_all(kernels: Iterable[Kernel]) -> None:
+    """Has those that are not compiled yet compiled, several at once."""
+    compile_missing([it._function for it in kernels if "address" not in vars(it)], kernel_folder())
 
 
 def parallel(body: Kernel, arguments: Arguments) -> None:
     """Run `body` on all threads; returns when the work is done."""
+    if _is_listed(body):
+        return
     note(parallel, body, arguments)
     arguments[0] = 0
     num_threads = torch.get_num_threads()
@@ -118,6 +79,8 @@ def parallel(body: Kernel, arguments: Arguments) -> None:
 
 def serial(body: Kernel, arguments: Arguments) -> None:
     """Run `body` on the calling thread: for work that is smaller than waking another."""
+    if _is_listed(body):
+        return
     note(serial, body, arguments)
     arguments[0] = 0
     _callable(body.address)(arguments)

@@ -1,14 +1,26 @@
 """Gives a loaded CPU model its fast layers; the model's own file stays as it is written."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from headrace_kernels.delta_gates import delta_gates, gated_norm
-from headrace_kernels.pointwise import gated, gated_by, norm, rotate
+from headrace_kernels.delta_gates import GATED_NORM, GATES, delta_gates, gated_norm
+from headrace_kernels.fuse import IN_TURN
+from headrace_kernels.launch import Kernel
+from headrace_kernels.pointwise import (
+    ADD,
+    GATE,
+    GATE_BY,
+    NORM,
+    ROTATE,
+    gated,
+    gated_by,
+    norm,
+    rotate,
+)
 
 
 class CpuRotary(nn.Module):
@@ -111,6 +123,24 @@ _FAST: Mapping[str, Callable[[Any], nn.Module]] = {
     "delta-gates": CpuDeltaGates,  # A_log, dt_bias
 }
 """The kinds of layers that have a fast version, and the attributes that it takes over."""
+
+
+_KERNELS: Mapping[str, Mapping[torch.dtype, Kernel]] = {
+    "norm": NORM,
+    "shifted-norm": NORM,
+    "gated-norm": GATED_NORM,
+    "sigmoid-gate": GATE_BY,
+    "rotary": ROTATE,
+    "gated-mlp": GATE,
+    "delta-gates": GATES,
+}
+"""The kernels of these layers alone, by the type of their inputs; steps run the others."""
+
+
+def kernels_of(kinds: Iterable[str], dtype: torch.dtype) -> list[Kernel]:
+    """Kernels that layers of these kinds will run, and those of a captured step between them."""
+    tables = [_KERNELS[kind] for kind in sorted(kinds) if kind in _KERNELS]
+    return [table[dtype] for table in (*tables, ADD)] + [IN_TURN] if tables else []
 
 
 def prepare(model: nn.Module, kinds: Mapping[type, str]) -> None:

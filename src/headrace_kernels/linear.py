@@ -15,7 +15,7 @@ from headrace_kernels.groups import (
     quantize_groups,
 )
 from headrace_kernels.instruction_sets import InstructionSet
-from headrace_kernels.product import Operand, kernels_for, pack, product
+from headrace_kernels.product import Operand, kernels_for, num_packed, pack, product
 
 PlainScheme = tuple[int, int, bool]
 """How values in groups are stored: their bits, the size of a group, and whether it has minima."""
@@ -147,8 +147,8 @@ def packing_bytes(
         return packed_bytes(kept, outputs, inputs) + scale_and_bias, beside
     if quantize != "int8" and layer.weight.dtype != torch.bfloat16:
         return None
-    stored = torch.empty_like(layer.weight, dtype=torch.int8, device="meta")
     is_int8 = quantize == "int8"
-    packed = pack(stored).nbytes if is_int8 else pack(stored).nbytes * torch.bfloat16.itemsize
-    beside = stored.nbytes if is_int8 else 0
+    kind = torch.int8 if is_int8 else torch.bfloat16
+    packed = num_packed(outputs, inputs) * kind.itemsize
+    beside = outputs * inputs if is_int8 else 0
     return packed + scale_and_bias, packed + beside  # it is padded in one copy, laid in another

@@ -390,6 +390,7 @@ def kernels_for(
     size, dim = keys.shape[2:]
     if instructions == "amx" and fits_amx(size, dim):
         return _write_bf16, _attend_bf16_amx
-    if instructions == "bf16dot" and fits_vectors(size, dim):
+    # not compiled: as code for Python it would be anew in every process
+    if instructions == "bf16dot" and fits_vectors.py_func(size, dim):
         return _write_bf16, _attend_bf16_dot
     return _write_bf16, _attend_bf16

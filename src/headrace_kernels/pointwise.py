@@ -276,11 +276,11 @@ def _add_float(a: Any) -> None:
     _add(g, a, x, y, carray(f32_at(g.out), shape))
 
 
-_NORM = {torch.bfloat16: _norm_bf16, torch.float32: _norm_float}
-_ROTATE = {torch.bfloat16: _rotate_bf16, torch.float32: _rotate_float}
-_GATE = {torch.bfloat16: _gate_bf16, torch.float32: _gate_float}
-_GATE_BY = {torch.bfloat16: _gate_by_bf16, torch.float32: _gate_by_float}
-_ADD = {torch.bfloat16: _add_bf16, torch.float32: _add_float}
+NORM = {torch.bfloat16: _norm_bf16, torch.float32: _norm_float}
+ROTATE = {torch.bfloat16: _rotate_bf16, torch.float32: _rotate_float}
+GATE = {torch.bfloat16: _gate_bf16, torch.float32: _gate_float}
+GATE_BY = {torch.bfloat16: _gate_by_bf16, torch.float32: _gate_by_float}
+ADD = {torch.bfloat16: _add_bf16, torch.float32: _add_float}
 
 
 def norm(x: Tensor, weight: Tensor, eps: float, shift: int = 0) -> Tensor:
@@ -291,7 +291,7 @@ def norm(x: Tensor, weight: Tensor, eps: float, shift: int = 0) -> Tensor:
     pointers = heads.data_ptr(), weight.data_ptr(), out.data_ptr()
     strides = heads.stride()[:2]
     words = _Norm._make((*heads.shape, *strides, round(eps * 1e12), shift, *pointers))
-    _launch(_NORM[x.dtype], out, words)
+    _launch(NORM[x.dtype], out, words)
     return out
 
 
@@ -302,7 +302,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     pointers = cos.data_ptr(), sin.data_ptr(), heads.data_ptr(), out.data_ptr()
     tokens, num_heads, dim = heads.shape
     words = _Rotate(tokens, num_heads, dim, cos.shape[1], heads.stride(0), *pointers)
-    _launch(_ROTATE[x.dtype], out, words)
+    _launch(ROTATE[x.dtype], out, words)
     return out
 
 
@@ -310,7 +310,7 @@ def gated(x: Tensor, by_gelu: bool = False) -> Tensor:
     """silu(left half) * right half of x [tokens, 2 * size], contiguous; or gelu, by its tanh."""
     out = torch.empty((x.shape[0], x.shape[1] // 2), dtype=x.dtype)
     words = _Gate(len(out), out.shape[1], by_gelu, x.data_ptr(), out.data_ptr())
-    _launch(_GATE[x.dtype], out, words)
+    _launch(GATE[x.dtype], out, words)
     return out
 
 
@@ -318,14 +318,14 @@ def gated_by(x: Tensor, gate: Tensor) -> Tensor:
     """x [tokens, heads, dim], contiguous, times the sigmoid of a gate whose numbers lie in rows."""
     out = torch.empty(x.shape, dtype=x.dtype)
     pointers = x.data_ptr(), gate.data_ptr(), out.data_ptr()
-    _launch(_GATE_BY[x.dtype], out, _GateBy._make((*x.shape, *gate.stride()[:2], *pointers)))
+    _launch(GATE_BY[x.dtype], out, _GateBy._make((*x.shape, *gate.stride()[:2], *pointers)))
     return out
 
 
 def add(x: Tensor, y: Tensor, out: Tensor) -> None:
     """out = x + y; all [tokens, ...], contiguous, bfloat16 or float32."""
     pointers = x.data_ptr(), y.data_ptr(), out.data_ptr()
-    _launch(_ADD[x.dtype], out, _Add(len(out), out.numel() // len(out), *pointers))
+    _launch(ADD[x.dtype], out, _Add(len(out), out.numel() // len(out), *pointers))
 
 
 def _launch(body: Kernel, out: Tensor, words: NamedTuple) -> None:

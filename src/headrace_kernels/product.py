@@ -350,6 +350,11 @@ def pack(weight: Tensor) -> Tensor:
     return whole.view(-1, PANEL, whole.shape[1] // 2, 2).transpose(1, 2).contiguous()
 
 
+def num_packed(num_outputs: int, num_inputs: int) -> int:
+    """Numbers of a packed matrix, with the zeros."""
+    return (num_outputs + -num_outputs % PANEL) * (num_inputs + num_inputs % 2)
+
+
 class Operand:
     """A packed matrix with a float32 scale and bias per output, as addresses.
 

@@ -4,15 +4,15 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from numba.core.dispatcher import Dispatcher
 
 from headrace_kernels import launch
-from headrace_kernels.launch import ON_COMPILE, compiled, digest
+from headrace_kernels.launch import listed
 from headrace_kernels.linear import PackedLinear
+from tests.kernels.own_kernels import needs_own_kernels
 
 CODE = """
 import os, torch
@@ -57,56 +57,15 @@ def test_every_piece_is_done_exactly_once() -> None:
         assert torch.equal(found, (x.float() @ weight.float().T).bfloat16())
 
 
-def kernel(a: Any) -> None:
-    a[0] = 7
-
-
-def test_machine_code_is_kept_until_a_file_of_the_folder_changes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(launch, "_compile_apart", lambda kernel: None)
-    first, *_, again, other = (compiled(kernel, stamp) for stamp in ("a", "b", "b", "c"))
-    assert (first._cache_hits, again._cache_hits, other._cache_hits) == (0, 1, 0)
-
-
-def test_what_runs_is_out_of_the_cache_the_first_time_too() -> None:
-    assert compiled(kernel, "d")._cache_hits == 1
-
-
-def test_who_asks_hears_of_a_kernel_that_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
-    monkeypatch.setattr(launch, "_compile_apart", lambda kernel: None)
-    before = ON_COMPILE.set(told.append)
-    try:
-        compiled(kernel, "e")
-        assert told == ["kernel"]
-        compiled(kernel, "e")
-        assert told == ["kernel"]
-    finally:
-        ON_COMPILE.reset(before)
-
-
-def test_a_digest_is_over_the_content_of_every_file_of_the_folder(tmp_path: Path) -> None:
-    def written(**files: str) -> str:
-        for name, text in files.items():
-            (tmp_path / f"{name}.py").write_text(text)
-        return digest.__wrapped__(tmp_path)
-
-    first = written(kernel="import helper", helper="x = 1")
-    assert written(helper="x = 2") != first
-    assert written(helper="x = 1") == first
-    assert written(another="") != first
-
-
-def test_a_kernels_stamp_is_the_digest_of_its_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    stamps = []
-    monkeypatch.setattr(launch, "compiled", lambda _, stamp: stamps.append(stamp) or Address)
-    assert launch.Kernel(kernel).address == Address.address
-    assert stamps == [digest(Path(launch.__file__).parent)]
-
-
-class Address:
-    address = 1
+@needs_own_kernels
+def test_kernels_that_are_listed_are_not_run() -> None:
+    layer = PackedLinear(torch.ones(64, 32).bfloat16(), None, None)
+    x = torch.ones(1, 32).bfloat16()
+    with listed() as kernels:
+        layer(x)
+        layer(x)
+    assert [it._function.__module__ for it in kernels] == ["headrace_kernels.product"]
+    assert torch.equal(layer(x), torch.full((1, 64), 32).bfloat16())
 
 
 def test_no_two_functions_of_kernels_have_one_name() -> None:

@@ -8,7 +8,7 @@ import transformers
 from headrace.checkpoints.spec import read_spec
 from headrace.config.settings import ModelConfig, SchedulerConfig
 from headrace.core.errors import ModelError
-from headrace.core.loading import COMPILING, ON_LOADING
+from headrace.core.loading import CHECKING, COMPILING, ON_LOADING
 from headrace.core.messages import Loading, Ready
 from headrace.runner import load
 from headrace.runner.footprint import footprint
@@ -188,10 +188,13 @@ def test_instructions_that_cannot_compute_a_type_are_refused_with_those_that_can
 
 
 @needs_own_kernels
-def test_who_loads_hears_of_a_kernel_that_is_compiled(folder: Path) -> None:
+def test_who_loads_hears_how_many_kernels_are_compiled(folder: Path) -> None:
     told: list[Loading] = []
     token = ON_LOADING.set(told.append)
     ready(folder, max_model_len=64)
-    ON_COMPILE.get()("norm float")
+    ON_COMPILE.get()(3, 8)
+    ON_COMPILE.get()(8, 8)
     ON_LOADING.reset(token)
-    assert (told[-1].stage, told[-1].detail) == (COMPILING, "norm float; once for this processor")
+    *_, compiling, after = told
+    assert compiling == Loading(3 / 8, COMPILING, "(3 of 8), once for this processor")
+    assert after.stage == CHECKING

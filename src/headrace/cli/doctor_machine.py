@@ -43,6 +43,7 @@ def machine(config: ServerConfig) -> Iterator[Finding]:
     yield Finding("libraries", "ok", f"Python {platform.python_version()}, {versions}")
     yield _processor()
     yield _threads(config.models[0].threads)
+    yield _kernels()
     yield from _device(config.models[0].device)
 
 
@@ -62,6 +63,19 @@ def _threads(wanted: int | None) -> Finding:
         remedy = f"Use {cores} or fewer: threads that share a core wait for each other."
         return Finding("threads", "warn", f"{wanted} threads on {cores} cores", remedy)
     return Finding("threads", "ok", f"{wanted or cores}")
+
+
+def _kernels() -> Finding:
+    """The machine code of our kernels, which the first load of each kind of model compiles."""
+    from headrace_kernels import kept_code
+
+    if (found := kept_code()) is None:
+        remedy = "Set XDG_CACHE_HOME to a folder that can be written; else each start compiles."
+        return Finding("kernel code", "warn", "there is no place to keep it", remedy)
+    detail = f"{found.num_kernels} compiled, {found.num_bytes >> 10} KiB in {found.folder}"
+    if found.others_bytes:
+        detail += f"; {found.others_bytes >> 10} KiB of other versions beside it"
+    return Finding("kernel code", "ok", detail)
 
 
 def _device(wanted: str) -> Iterator[Finding]:

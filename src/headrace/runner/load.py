@@ -8,7 +8,6 @@ import torch
 from headrace.checkpoints.fingerprint import fingerprint
 from headrace.checkpoints.spec import ModelSpec, read_spec
 from headrace.config.settings import ModelConfig
-from headrace.core.cache import bytes_per_slot
 from headrace.core.errors import ModelError
 from headrace.core.layout import MemoryLayout
 from headrace.core.loading import CHECKING, COMPILING, READING, WARMING, tell, tell_weights
@@ -96,9 +95,9 @@ def how_computed(
         # in float32 a file's values are computed exactly, as none of them is then rounded
         keeps = config.quantize == "auto" and dtype == torch.bfloat16
         groups = kept_groups(spec) if keeps else frozenset()
-        has_states = bytes_per_slot(lane.cache_of(spec), dtype.itemsize) > 0
+        kinds = lane.layer_kinds(spec)
         try:
-            choice = choose_instructions(config.kernels, dtype, quantize, groups, has_states)
+            choice = choose_instructions(config.kernels, dtype, quantize, groups, kinds)
         except ValueError as error:
             raise ModelError(str(error)) from error
         is_own = groups and choice.instructions != "plain"
@@ -113,8 +112,11 @@ def how_computed(
     return Computing("none", "plain", reason)
 
 
-def _tell_compiling(kernel: str) -> None:
-    tell(COMPILING, detail=f"{kernel}; once for this processor")
+def _tell_compiling(done: int, total: int) -> None:
+    if done < total:
+        tell(COMPILING, done / total, f"({done} of {total}), once for this processor")
+    else:
+        tell(CHECKING)
 
 
 def _stored(quantize: str, name: str) -> str:

@@ -27,8 +27,9 @@ def choose_lane(spec: ModelSpec, wanted: str) -> Any:
         if objection := _gguf_objection(spec, wanted) or _OBJECTIONS[wanted](spec):
             raise ModelError(f"Lane {wanted} cannot run {spec.name}: {objection}")
         return _load(wanted, spec)
-    if matching := matches(spec):
-        return _load(matching[0], spec)
+    for lane, is_for in _MATCHERS.items():
+        if is_for(spec):  # most others would ask transformers, whose import takes a second
+            return _load(lane, spec)
     objections = " ".join(f"{lane}: {_OBJECTIONS[lane](spec)}" for lane in _in_question(spec))
     raise ModelError(f"No lane can run {spec.name}. {objections}")
 

@@ -74,6 +74,12 @@ class NativeText:
     def cache_of(spec: ModelSpec) -> ModelCache:
         return _without_weights(spec).cache
 
+    @staticmethod
+    def layer_kinds(spec: ModelSpec) -> frozenset[str]:
+        """The kinds of its layers that kernels compute, in the words of `prepare`."""
+        types = {type(layer) for layer in _without_weights(spec).modules()}
+        return frozenset(_LAYERS[it] for it in types & _LAYERS.keys())
+
     def _pack(self, quantize: Quantize) -> Callable[[str, Groups | None], None]:
         def pack(path: str, groups: Groups | None) -> None:
             pack_linear(self._model, path, groups, quantize, self._instructions)
