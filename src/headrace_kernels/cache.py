@@ -58,7 +58,7 @@ class KernelCache:
             Path(file.name).replace(self._file)
 
     def _read(self) -> bytes | None:
-        """The data that `save_overload` wrote; None if a broken disk or anybody has changed it since."""
+        """The data that `save_overload` wrote; None if it is not there, or not whole."""
         try:
             found = self._file.read_bytes() if self._file else b""
         except OSError:

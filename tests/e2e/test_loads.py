@@ -1,5 +1,6 @@
 """News of a start while it loads: on stderr and in health, in text and in JSON."""
 
+import contextlib
 import json
 import re
 from pathlib import Path
@@ -46,3 +47,51 @@ def test_a_start_tells_its_stages_on_stderr_and_in_health(form: str, tmp_path: P
     told = [found[1] for line in lines if (found := STAGE.fullmatch(line))]
     assert told[0] == "starting" and STAGE.fullmatch(lines[0])
     assert "starting the engine" in told
+
+
+def test_a_stream_that_comes_while_the_only_model_loads_waits_for_it(tmp_path: Path) -> None:
+    folder, port = make_tiny_model(tmp_path / "tiny"), free_port()
+    url = f"http://127.0.0.1:{port}"
+    server = ServerProcess(str(folder), "--port", str(port), "--threads", "1", "--heartbeat-s", "1")
+
+    def is_loading() -> bool:
+        with contextlib.suppress(httpx.TransportError):
+            loading = httpx.get(f"{url}/health").json().get("loading") or {}
+            return loading.get("stage") == "starting the engine"
+        return False
+
+    body = {"prompt": "a", "max_tokens": 3, "stream": True, "return_progress": True}
+    try:
+        eventually(is_loading, within_s=120)
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=120)
+        assert httpx.get(f"{url}/health").status_code == 200
+    finally:
+        server.stop()
+    assert answer.status_code == 200
+    lines = [line for line in answer.text.splitlines() if line.startswith("data: ")]
+    assert '"loading":{"stage":"' in lines[0] + lines[1], lines[:4]
+    assert lines[-1] == "data: [DONE]"
+
+
+def test_a_load_that_fails_ends_the_streams_that_wait_with_its_error(tmp_path: Path) -> None:
+    folder, port = make_tiny_model(tmp_path / "tiny"), free_port()
+    url = f"http://127.0.0.1:{port}"
+    server = ServerProcess(
+        str(folder), "--port", str(port), "--kv-cache-memory-bytes", str(1 << 40)
+    )
+    body = {"prompt": "a", "max_tokens": 3, "stream": True}
+    answers = []
+
+    def is_answered() -> bool:
+        with contextlib.suppress(httpx.TransportError):
+            answer = httpx.post(f"{url}/v1/completions", json=body, timeout=120)
+            answers.append(answer)
+            return answer.status_code == 200
+        return False
+
+    try:
+        eventually(is_answered, within_s=120)
+        assert server.process.wait(timeout=60) == 3
+    finally:
+        server.stop()
+    assert "load_failed" in answers[-1].text and "MiB are free" in "\n".join(server.lines)

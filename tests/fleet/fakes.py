@@ -101,7 +101,7 @@ class FakeTenant:
         self.told: list[TenantNews] = []
         self.places: list[InQueue] = []
         self.lost: list[RequestError] = []
-        self.loads: list[float | None] = []
+        self.loads: list[tuple[float | None, str]] = []
         self.ids: list[SequenceId] = []
         self.engine: Tenants | None = None
         self._num_sequences = num_sequences
@@ -117,8 +117,8 @@ class FakeTenant:
     def tell_place(self, place: InQueue) -> None:
         self.places.append(place)
 
-    def tell_load(self, progress: float | None) -> None:
-        self.loads.append(progress)
+    def tell_load(self, progress: float | None, stage: str) -> None:
+        self.loads.append((progress, stage))
 
     def lose(self, error: RequestError) -> None:
         self.lost.append(error)

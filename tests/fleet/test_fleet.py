@@ -297,12 +297,16 @@ async def test_close_refuses_those_who_wait_and_those_who_come(folder: Path) -> 
         assert made.fleet.ended.is_set()
 
 
-async def test_the_only_model_is_loaded_at_the_start_and_entered_at_once(folder: Path) -> None:
+async def test_the_only_model_is_loaded_at_the_start_and_then_entered(
+    folder: Path,
+) -> None:
     async with running(folder, "a") as made:
         await settle()
         (host,) = made.fleet.hosts.all()
-        assert host.engine.state == "loading" and (await made.ask("a")).done()
+        waiting = await made.ask("a")
+        assert host.engine.state == "loading" and not waiting.done()
         await made.up("a")
-        assert host.engine.state == "ok"
+        assert host.engine.state == "ok" and waiting.done()
+        assert (await made.ask("a")).done()
         await made.engines["a"][0].say(NO_MEMORY)
         assert made.lost == ["a"] and made.fleet.ended.is_set()

@@ -79,16 +79,16 @@ async def test_an_engine_loads_and_all_who_wait_for_it_hear_of_it(folder: Path) 
 
 async def test_a_load_is_told_to_those_who_wait_once_a_second_at_most(folder: Path) -> None:
     async with loading(folder) as (host, engine, _):
-        told: list[float | None] = []
+        told: list[tuple[float | None, str]] = []
         waiter = FakeTenant(0)
         waiter.loads = told
         with host.tenants.telling(waiter):
             await engine.say(Loading(0.25))
             await engine.say(Loading(0.5))
-            assert told == [None, 0.25]
+            assert [progress for progress, _ in told] == [None, 0.25]
         late = FakeTenant(0)
         with host.tenants.telling(late):
-            assert late.loads == [0.5]
+            assert late.loads == [(0.5, "loading weights")]
         await engine.say(UP)
         with host.tenants.telling(after := FakeTenant(0)):
             assert after.loads == []

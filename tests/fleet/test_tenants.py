@@ -59,8 +59,12 @@ def test_waiters_hear_of_a_load_at_once_and_then_every_second() -> None:
         for now, share in ((10.0, 0.1), (10.9, 0.2), (11.0, 0.3)):
             watch.tell(Loading(share))
             tenants.tell_load(now)
+        watch.begin("compiling kernels")
+        watch.tell(Loading(0.25, "compiling kernels", "(2 of 8)"))
+        tenants.tell_load(12.0)
     tenants.tell_load(20.0)
-    assert waiter.loads == [None, 0.1, 0.3]
+    weights = [(0.1, "loading weights"), (0.3, "loading weights")]
+    assert waiter.loads == [(None, ""), *weights, (None, "compiling kernels (2 of 8)")]
 
 
 def test_a_tenant_hears_when_its_turn_may_come_once_that_is_measured() -> None:

@@ -1,4 +1,6 @@
-"""Streams of two models of which one is in memory at a time, over fake engines."""
+"""Streams of two models of which one is in memory at a time, or of a server's only one, over fake
+engines.
+"""
 
 import asyncio
 import contextlib
@@ -6,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from headrace.config.settings import LoadingConfig, ModelConfig, ServerConfig, StreamConfig
 from headrace.core.errors import RequestError
@@ -28,10 +31,16 @@ Engines = dict[str, list[FakeEngine]]
 Scene = Callable[[Generation, Engines], Awaitable[None]]
 
 
-@contextlib.asynccontextmanager
-async def two_models(folder: Path) -> AsyncIterator[tuple[Generation, Engines]]:
+def two_models(
+    folder: Path,
+) -> contextlib.AbstractAsyncContextManager[tuple[Generation, Engines]]:
     """`a` and `b`, neither of them loaded; their engines as they are started."""
-    configs = [ModelConfig(model=str(folder), served_model_name=(name,)) for name in "ab"]
+    return models_of(folder, "ab")
+
+
+@contextlib.asynccontextmanager
+async def models_of(folder: Path, names: str) -> AsyncIterator[tuple[Generation, Engines]]:
+    configs = [ModelConfig(model=str(folder), served_model_name=(name,)) for name in names]
     config = ServerConfig(
         models=tuple(configs), streams=StreamConfig(), loading=LoadingConfig(max_models=1)
     )
@@ -92,6 +101,34 @@ async def test_a_stream_hears_of_the_load_and_then_how_its_model_is_served(folde
         assert beats == [None, 0.5]
         (served,) = (event for event in events if isinstance(event, Served))
         assert served.system_fingerprint == "fp_0123456789ab"
+
+
+async def test_a_stream_waits_for_a_servers_only_model_too(folder: Path) -> None:
+    async with models_of(folder, "a") as (generation, engines):
+        stream = await ask(generation, "a")
+        (engine,) = engines["a"]
+        assert (generation.state, stream.state, engine.submits) == ("loading", "loading", [])
+        await engine.say(Loading(0.25, "compiling kernels", "(2 of 8)"))
+        await engine.say(EngineUp(READY))
+        assert (generation.state, stream.state) == ("ok", "queued")
+        await finish(engine)
+        events = await read(stream)
+        stages = [event.stage for event in events if isinstance(event, Heartbeat)]
+        assert stages == ["starting the engine", "compiling kernels (2 of 8)"]
+
+
+async def test_a_load_of_the_only_model_that_fails_ends_streams_with_its_error(
+    folder: Path,
+) -> None:
+    async with models_of(folder, "a") as (generation, engines):
+        stream = await ask(generation, "a")
+        down = EngineDown("model_too_large", "It takes 9 GiB.", given_up=True)
+        await engines["a"][0].say(down)
+        await engines["a"][0].let_go()
+        assert await failure_of(stream) == "load_failed"
+        assert generation.died.is_set() and generation.last_words == "It takes 9 GiB."
+        with pytest.raises(RequestError, match="stopped for good"):
+            await generation.open(msgspec.structs.replace(make_request(), model="a"))
 
 
 async def test_a_model_makes_room_once_its_streams_have_ended(folder: Path) -> None:

@@ -66,7 +66,7 @@ def recovery(event: events.Heartbeat) -> str:
 def load(event: events.Heartbeat) -> str:
     """A model that is being loaded, in words."""
     share = "" if event.progress is None else f": {100 * event.progress:.0f} %"
-    return f"loading the model{share}"
+    return f"{event.stage or 'loading the model'}{share}"
 
 
 class Screen:

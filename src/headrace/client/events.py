@@ -78,13 +78,15 @@ class Heartbeat(msgspec.Struct, frozen=True):
     """The server lives, and the stream waits.
 
     While the engine is started again, `state` is recovering and `attempt` counts the starts. While
-    the model is loaded, `state` is loading and `progress` the share of its weights in memory.
+    the model is loaded, `state` is loading, `progress` the share of its weights in memory and
+    `stage` what the load does, in words.
     `seq` is set if the log has it as an event.
     """
 
     state: str
     attempt: int | None = None
     progress: float | None = None
+    stage: str = ""
     seq: int | None = None
 
 

@@ -107,9 +107,6 @@ class Fleet:
 
         Others may have come in the host's place meanwhile. RequestError if it cannot be loaded.
         """
-        if self.pinned and is_used:  # requests that come before it has loaded are refused
-            self.hold(host)
-            return host
         if not host.is_here:
             await self.read(host)
         if self._refusal is not None:

@@ -61,6 +61,13 @@ class LoadWatch:
         self._now = self.share = self.downloaded = None
 
     @property
+    def stage(self) -> str:
+        """The stage with its details, in words; "" if nothing is loaded."""
+        if (now := self._now) is None:
+            return ""
+        return " ".join(filter(None, (now[0].stage, now[0].detail)))
+
+    @property
     def progress(self) -> LoadProgress | None:
         """The progress of the load; None if nothing is loaded."""
         if (now := self._now) is None:

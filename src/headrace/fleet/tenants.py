@@ -69,8 +69,8 @@ class Tenant(Protocol):
 class Waiter(Protocol):
     """A tenant to be, which waits for its model."""
 
-    def tell_load(self, progress: float | None) -> None:
-        """How far the load is; None: not known yet."""
+    def tell_load(self, progress: float | None, stage: str) -> None:
+        """How far the load is; None: not known yet. And what it does, in words."""
 
 
 class Tenants:
@@ -111,7 +111,7 @@ class Tenants:
         """Tells it of the load that it waits for, until the context is left."""
         self._waiters[waiter] = None
         if self._client is None:
-            waiter.tell_load(self._loading.share)
+            waiter.tell_load(self._loading.share, self._loading.stage)
         try:
             yield
         finally:
@@ -198,7 +198,7 @@ class Tenants:
         if now >= self._told_load_at + _TELL_LOAD_S:
             self._told_load_at = now
             for waiter in list(self._waiters):
-                waiter.tell_load(self._loading.share)
+                waiter.tell_load(self._loading.share, self._loading.stage)
 
     def tell_places(self, status: Status, now: float) -> None:
         """Tells every tenant in the queue its first place there, and when its turn may come."""

@@ -256,15 +256,10 @@ class Queues:
         return host, self.of(host)
 
     def of(self, host: ModelHost) -> Admission:
-        """The queue before a host; RequestError if that takes no requests.
-
-        A model is loaded when it is asked for; a pinned one must have been.
-        """
+        """The queue before a host; RequestError if that takes no requests."""
         is_pinned = host is self._fleet.pinned
         if self.is_draining and not (is_pinned and host.engine.state == "dead"):
             raise RequestError("server_shutdown", "The server is shutting down.", retry_after_s=5)
-        if is_pinned and host.engine.state in ("unloaded", "loading"):
-            raise RequestError("model_loading", "Loading model", retry_after_s=2)
         if is_pinned and host.engine.state == "dead":
             raise RequestError("engine_failed", "The engine stopped for good.", retry_after_s=30)
         queue = self._of(host)

@@ -207,9 +207,9 @@ class LiveStream:
         if self._builder.beats.wants(form, interval_s, self._at_ms()):
             self.tell(Beat(self.state, form))
 
-    def tell_load(self, progress: float | None) -> None:
-        """Says how far the load of its model is; None: not known yet."""
-        self.tell(Beat("loading", "data", progress=progress))
+    def tell_load(self, progress: float | None, stage: str) -> None:
+        """Says what the load of its model does and how far it is; None: not known yet."""
+        self.tell(Beat("loading", "data", progress=progress, stage=stage))
 
     def check_log(self) -> None:
         """Writes a heartbeat, which fails if another server writes the log now."""

@@ -22,6 +22,7 @@ class Beat(msgspec.Struct, frozen=True):
     form: str
     attempt: int | None = None
     progress: float | None = None  # of the model's load
+    stage: str = ""  # of that load
 
 
 class Heartbeats:

@@ -110,13 +110,14 @@ class Heartbeat(Event, frozen=True, omit_defaults=True):
     `state`: loading, queued, prompt, decode, recovering. `form` says how it is sent: data, comment,
     or sign, which every client counts as life. `attempt` counts the recoveries of the stream from
     1, and is set where one begins. `progress` is the share of the model's weights in memory, while
-    the stream waits for them.
+    the stream waits for them, and `stage` what its load does, in words.
     """
 
     state: str
     form: str
     attempt: int | None = None
     progress: float | None = None
+    stage: str = ""
 
 
 class Served(Event, frozen=True):

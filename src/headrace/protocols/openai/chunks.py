@@ -297,13 +297,15 @@ class ChunkBody:
 
 
 def wait_of(event: Heartbeat) -> dict[str, Any]:
-    """Beside a heartbeat: which start of the engine is waited for, or how far the model's load is.
+    """Beside a heartbeat: which start of the engine is waited for, or what the model's load does.
 
     Empty for one that only shows that the server lives.
     """
     if event.attempt is not None:
         return {"recovering": {"attempt": event.attempt}}
-    return {"loading": {"progress": event.progress}} if event.progress is not None else {}
+    load = {"progress": event.progress, "stage": event.stage or None}
+    told = {name: value for name, value in load.items() if value is not None}
+    return {"loading": told} if told else {}
 
 
 def queue_of(event: Queued) -> dict[str, Any]:
