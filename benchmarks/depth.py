@@ -49,7 +49,7 @@ _STEPS = {"decode 1": (1, 1), "decode 4": (4, 1), "prompt 128": (1, 128), "promp
 
 
 class Cost(NamedTuple):
-    """What attention must read and compute for one step."""
+    """The bytes that attention must read for one step, and its operations."""
 
     kv_bytes: int
     operations: int
@@ -154,9 +154,7 @@ def _stretch(model: Path, folder: Path, positions: int) -> None:
         (folder / file.name).symlink_to(file.resolve())
     config = json.loads((model / "config.json").read_text())
     (folder / "config.json").unlink()
-    (folder / "config.json").write_text(
-        json.dumps(config | {"max_position_embeddings": positions})
-    )
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": positions}))
 
 
 def _lines(model: DeepModel, machine: Machine, options: argparse.Namespace) -> Iterator[str]:

@@ -25,7 +25,7 @@ class Measured(CostModel):
     def __init__(self, coefficients: Coefficients = LAPTOP) -> None:
         super().__init__()
         self._fitted = coefficients
-        self.largest_measured = 100_000
+        self.largest_measured, self.most_pairs = 100_000, 1 << 60
 
     @property
     def is_measured(self) -> bool:

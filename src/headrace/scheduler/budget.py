@@ -154,6 +154,7 @@ class Room:
         hard = min(wanted, self.tokens)
         if self.seconds is None:
             return hard
+        hard = min(hard, self._budget.model.largest_foreseen(context))
         fitting = self._coefficients.largest_chunk(context, self.seconds, self._forwards)
         if fitting is None or fitting >= hard:
             return hard
@@ -188,7 +189,8 @@ class Room:
         """The price of two tokens in steps of their own, and how many it buys in one step."""
         price = 2 * self._coefficients.cost(context, 1, self._forwards)
         several = self._coefficients.largest_chunk(context, price, self._forwards) or 1
-        return price, min(wanted, self.tokens, several)
+        foreseen = self._budget.model.largest_foreseen(context)
+        return price, min(wanted, self.tokens, several, foreseen)
 
     def spend(self, context: int, length: int) -> None:
         self.tokens -= length

@@ -2,7 +2,7 @@
 
 from collections import deque
 from dataclasses import dataclass
-from math import sqrt
+from math import isqrt, sqrt
 from statistics import median
 from typing import NamedTuple
 
@@ -116,6 +116,7 @@ class CostModel:
         self._fitted = Coefficients()
         self._pace = 1.0
         self.largest_measured = 0  # prompt tokens in one step
+        self.most_pairs = 0  # of one that had any
         self._rings: dict[tuple[int, int], deque[Sample]] = {}
         self._fit = LeastSquares(5)
         self._kinds: set[bool] = set()  # of the samples: with prompt tokens or without
@@ -142,6 +143,14 @@ class CostModel:
         with_prompt = shape.num_prompt_tokens > 0
         return self._pace * self._fitted.seconds(shape, with_prompt)
 
+    def largest_foreseen(self, context: int) -> int:
+        """The largest chunk behind `context` tokens whose pairs are not far from all measured ones.
+
+        Short contexts say nothing of long ones: behind 100,000 a token may cost a hundred times as
+        much. Four times the pairs are twice the tokens of a prompt's first chunk.
+        """
+        return max(1, isqrt(context * context + 4 * self.most_pairs) - context)
+
     def margin(self, with_prompt: bool) -> float:
         """95th percentile of actual over predicted in recent steps of the kind, from 1 to 2."""
         ratios = sorted(self._ratios[with_prompt])
@@ -158,6 +167,7 @@ class CostModel:
             self._num_prompt_steps += 1
             self._prompt_sizes.add(shape.num_prompt_tokens.bit_length())
             self.largest_measured = max(self.largest_measured, shape.num_prompt_tokens)
+            self.most_pairs = max(self.most_pairs, shape.num_pairs)
         predicted = self.predict(shape)
         ratio = seconds / predicted if predicted > 0 else 1.0
         is_plausible = 1 / OUTLIER <= ratio <= OUTLIER
