@@ -7,6 +7,7 @@ from pathlib import Path
 
 from headrace.checkpoints.gguf_folder import choose_file, gguf_folder
 from headrace.checkpoints.hub import OnProgress, cached, download
+from headrace.checkpoints.packaged import PACKAGED, fetch, packaged_file
 from headrace.checkpoints.sentences import transformer_folder
 from headrace.checkpoints.spec import refuse_others
 from headrace.core.errors import ModelError
@@ -18,9 +19,10 @@ _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::([\w.-]+))?")
 def find_model(
     model: str, revision: str | None = None, on_progress: OnProgress | None = None
 ) -> Path:
-    """The folder of the model that comes with the package, or is named by its path or hub id.
+    """The folder of the model that comes with the package, or is named by its path, hub id or a
+    name in PACKAGED.
 
-    What is on the hub and not in its cache is downloaded, which may take long.
+    What is elsewhere and not in the cache is downloaded, which may take long.
     """
     if (folder := _own_folder(model)) is not None:
         if not (folder / "config.json").is_file():
@@ -28,19 +30,25 @@ def find_model(
             message = f"{model!r} has no config.json; give the folder of a model."
             raise ModelError(message, "model_corrupt")
         return folder
+    if model in PACKAGED:
+        return gguf_folder(fetch(model, on_progress))
     if is_hub_id(model):
         repo, quantization = _parts(model)
         return _in(download(repo, revision, quantization, on_progress), quantization, repo)
     raise ModelError(
         f"No model folder {model!r} was found; give the path of a folder with "
-        f"config.json and safetensors files, a GGUF file, a hub id (owner/name), or {MINI}.",
+        f"config.json and safetensors files, a GGUF file, a hub id (owner/name), {MINI}, or "
+        f"{' or '.join(PACKAGED)}, which comes from the package index.",
         "model_not_found",
     )
 
 
 def find_here(model: str, revision: str | None = None) -> Path | None:
-    """Finds the folder without the network: None if only the hub may have it."""
+    """Finds the folder without the network: None if it is not there, or must be downloaded."""
     folder = _own_folder(model)
+    if folder is None and model in PACKAGED:
+        file = packaged_file(model)
+        return file and gguf_folder(file)
     if folder is not None or not is_hub_id(model):
         return folder
     repo, quantization = _parts(model)
@@ -49,7 +57,7 @@ def find_here(model: str, revision: str | None = None) -> Path | None:
 
 
 def place_of(model: str) -> Path | None:
-    """The file or folder that the name stands for, there or not; None for a hub id, and for ours.
+    """The file or folder that the name stands for, there or not; None for a name that is no path.
 
     A folder's links are followed. A file's are not: in the hub's cache they lead to bare digests.
     """
@@ -65,7 +73,7 @@ def place_of(model: str) -> Path | None:
     if colon and folder.is_dir():
         with contextlib.suppress(ModelError):
             return choose_file(folder.resolve(), name)
-    return None if is_hub_id(model) else Path(os.path.abspath(path))
+    return None if can_be_fetched(model) else Path(os.path.abspath(path))
 
 
 def is_hub_id(model: str) -> bool:
@@ -74,6 +82,11 @@ def is_hub_id(model: str) -> bool:
     A folder of that name takes precedence.
     """
     return bool(_HUB_ID.fullmatch(model))
+
+
+def can_be_fetched(model: str) -> bool:
+    """Whether a name is one of a hub or of PACKAGED. A folder of that name takes precedence."""
+    return model in PACKAGED or is_hub_id(model)
 
 
 def _parts(model: str) -> tuple[str, str | None]:

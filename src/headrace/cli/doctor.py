@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from headrace.checkpoints.find import find_here, find_model, is_hub_id
+from headrace.checkpoints.find import can_be_fetched, find_here, find_model
 from headrace.checkpoints.headers import read_headers, text_side
 from headrace.checkpoints.spec import read_spec
 from headrace.cli import exits
@@ -198,7 +198,7 @@ def _model(config: ModelConfig, text: Path | None) -> Iterator[Finding]:
         return
     try:
         folder = find_here(config.model, config.revision)
-        if folder is None and is_hub_id(config.model):
+        if folder is None and can_be_fetched(config.model):
             remedy = "It is downloaded when it is first served."
             yield Finding("model", "warn", f"{config.model} is not in the cache", remedy)
             return

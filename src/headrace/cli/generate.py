@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.checkpoints.find import MINI, is_hub_id
+from headrace.checkpoints.find import MINI, can_be_fetched
 from headrace.cli import exits
 from headrace.cli.load_lines import show
 from headrace.cli.logs import clear, say
@@ -145,4 +145,4 @@ def embed(config: ServerConfig, texts: list[str], fields: dict[str, Any]) -> Non
 
 
 def _names_model(word: str) -> bool:
-    return word == MINI or is_hub_id(word) or Path(word).expanduser().is_dir()
+    return word == MINI or can_be_fetched(word) or Path(word).expanduser().is_dir()

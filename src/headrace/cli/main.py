@@ -106,10 +106,11 @@ def _starting() -> LoadLines:
 
 def _serve_command() -> click.Command:
     def run(model: str | None, config_file: Path | None, **flags: Any) -> None:
-        """Serve MODEL: a folder, a GGUF file, a hub id, or headrace-mini (the default).
+        """Serve MODEL: a folder, a GGUF file, a hub id, smollm2, or headrace-mini (the default).
 
         \b
         headrace serve
+        headrace serve smollm2
         headrace serve Qwen/Qwen3-0.6B
         headrace serve ./my-model --max-num-seqs 8 --port 9000
         headrace serve --model small=./one --model large=./two --max-models 1

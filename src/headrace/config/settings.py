@@ -81,9 +81,9 @@ class PrefixCacheConfig(msgspec.Struct, frozen=True, kw_only=True):
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One model and the engine that runs it."""
 
-    model: Annotated[str, Meta(description="Folder with a model, hub id, or headrace-mini")] = (
-        "headrace-mini"
-    )
+    model: Annotated[
+        str, Meta(description="Folder with a model, hub id, smollm2, or headrace-mini")
+    ] = "headrace-mini"
     revision: Annotated[
         str | None, Meta(description="Branch, tag or commit of a model on the hub")
     ] = None
