@@ -35,6 +35,7 @@ LONG = {
     "e2e/test_stopped",
     "engine/test_supervisor",
     "equality/test_disk_prefixes",
+    "equality/test_guess",
     "kernels/test_attention",
     "kernels/test_linear",
     "simulator/test_planted_bugs",

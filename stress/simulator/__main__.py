@@ -26,7 +26,7 @@ def main() -> int:
 
 def run_many(first: int, number: int) -> int:
     began = time.monotonic()
-    num_steps = num_preempted = num_done = 0
+    num_steps = num_preempted = num_guessed = num_done = 0
     violations: list[str] = []
     for verdict in campaign(range(first, first + number), os.cpu_count() or 1):
         num_done += 1
@@ -38,11 +38,13 @@ def run_many(first: int, number: int) -> int:
         else:
             num_steps += verdict.run.num_steps
             num_preempted += verdict.run.num_preempted
+            num_guessed += verdict.run.num_guessed
         if num_done % REPORT_EVERY == 0:
             print(f"{num_done} schedules, {time.monotonic() - began:.0f} s", flush=True)
     print(
         f"{num_done} schedules from seed {first}, {num_steps} steps, {num_preempted} preemptions, "
-        f"{len(violations)} violations, {time.monotonic() - began:.0f} s"
+        f"{num_guessed} tokens guessed, {len(violations)} violations, "
+        f"{time.monotonic() - began:.0f} s"
     )
     return 1 if violations else 0
 

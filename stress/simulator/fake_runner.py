@@ -97,12 +97,18 @@ class FakeRunner:
         salt = self._salts[chunk.sequence_id]
         end = chunk.start + chunk.length
         self._check_encoded(chunk)
-        assert chunk.length > 0 and end <= len(remembered.tokens), "tokens the runner has not got"
+        tokens = remembered.tokens
+        assert chunk.num_known > 0, "nothing but guesses"
+        assert chunk.start + chunk.num_known <= len(tokens), "tokens the runner has not got"
+        if chunk.guess:
+            assert end - len(chunk.guess) == len(tokens), "a guess that is not behind the last"
+            tokens = tokens + array("i", chunk.guess)
         if self._layout.num_blocks:
-            self._read_back(chunk, remembered.tokens, salt)
-            self._write(chunk, remembered.tokens, salt)
+            self._read_back(chunk, tokens, salt)
+            self._write(chunk, tokens, salt)
         if chunk.slot_id != NO_SLOT:
-            self._advance_state(chunk, remembered.tokens, salt)
+            assert not chunk.guess, "a state cannot go back"
+            self._advance_state(chunk, tokens, salt)
 
     def _read_back(self, chunk: Chunk, tokens: "array[int]", salt: str) -> None:
         size = self._layout.block_size
@@ -141,7 +147,18 @@ class FakeRunner:
     def _result(self, chunk: Chunk, row_errors: dict[int, int]) -> ChunkResult:
         assert chunk.num_rows or not chunk.draws, "a row is needed to draw from"
         drawn = tuple(self._draw(sequence_id, row_errors) for sequence_id in chunk.draws)
+        for token_id in chunk.guess:
+            (sequence_id,), (one,) = chunk.draws, drawn
+            if one.error or one.token_ids[-1] != token_id or self._is_over(sequence_id):
+                break
+            more = self._draw(sequence_id, row_errors)
+            drawn = (Drawn(one.token_ids + more.token_ids, error=more.error),)
         return ChunkResult(drawn, self._prompt_rows(chunk))
+
+    def _is_over(self, sequence_id: int) -> bool:
+        remembered = self._sequences[sequence_id]
+        index = len(remembered.tokens) - remembered.begin.num_prompt
+        return remembered.begin.sampling.ends_with(remembered.tokens[-1], index)
 
     def _draw(self, sequence_id: int, row_errors: dict[int, int]) -> Drawn:
         remembered = self._sequences[sequence_id]

@@ -23,6 +23,7 @@ class Before:
     kept: float
     available: int
     turns: dict[SequenceId, float]
+    num_blocks: dict[SequenceId, int]  # of each lease
 
 
 class Invariants:
@@ -34,6 +35,7 @@ class Invariants:
         self._quarantine = scheduler._quarantine
         self._scenario = scenario
         self._planned: dict[SequenceId, int] = {}
+        self._guessed: dict[SequenceId, int] = {}  # by the last chunk
         self._capacity = scheduler.memory.num_available
         self._cap = scenario.limits.max_step_tokens
         self._was_exclusive = False
@@ -68,6 +70,7 @@ class Invariants:
             kept=self._scheduler._budget.kept,
             available=self._scheduler.memory.num_available,
             turns={s.id: turn(s, table.waiting._had) for s in table.waiting},
+            num_blocks={s.id: len(s.held.block_ids) for s in running},
         )
 
     def after_plan(self, plan: StepPlan | None, before: Before, now: float) -> None:
@@ -78,11 +81,13 @@ class Invariants:
         assert plan.chunks or plan.encoded
         for sequence_id in plan.ended:
             self._planned.pop(sequence_id, None)
+            self._guessed.pop(sequence_id, None)
         named = plan.named
         assert len(set(named)) == len(named)
         is_alone = any(self._table[i] in before.suspects for i in named)
         assert not is_alone or len(named) == 1, "a suspect must run alone"
         self._chunks_are_contiguous(plan, named)
+        self._guesses_are_beside_nothing(plan, before)
         self._nobody_writes_what_another_reads(plan)
         self._step_is_within_its_bounds(plan, before)
         self._no_span_is_broken(plan)
@@ -116,11 +121,33 @@ class Invariants:
             if sequence_id in begun:
                 assert chunk.start <= len(begun[sequence_id].token_ids) - 1
             else:
-                assert chunk.start == self._planned[sequence_id], "a gap between chunks"
+                most = self._planned[sequence_id]
+                least = most - self._guessed.pop(sequence_id, 0)
+                assert least <= chunk.start <= most, "a gap between chunks"
             for named_id in chunk.draws or (sequence_id,):
                 self._planned[named_id] = chunk.start + chunk.length
+            if chunk.guess:
+                self._guessed[sequence_id] = len(chunk.guess)
         assert begun.keys() <= set(named), "a start comes with a chunk"
         assert begun.keys() <= {s.id for s in self._table.running}
+
+    def _guesses_are_beside_nothing(self, plan: StepPlan, before: Before) -> None:
+        """S21: only streams guess, beside no prompt and within their length, in spare blocks."""
+        guessing = [chunk for chunk in plan.chunks if chunk.guess]
+        if not guessing:
+            return
+        assert all(_is_decode(chunk, before) for chunk in plan.chunks) and not plan.encoded
+        memory = self._scheduler.memory
+        for chunk in guessing:
+            sequence = self._table[chunk.sequence_id]
+            needed = max(before.num_blocks[sequence.id], memory.layout.blocks_for(chunk.start + 1))
+            if len(sequence.held.block_ids) > needed:
+                assert memory.num_available >= len(self._table.running), "a guess took the last"
+            assert sequence.guesser is not None and sequence not in before.suspects
+            assert chunk.num_known == 1 and chunk.num_rows == chunk.length
+            assert chunk.draws == (sequence.id,)
+            assert chunk.start + chunk.length < sequence.max_total
+            assert len(chunk.guess) <= self._scenario.limits.max_guess
 
     def _nobody_writes_what_another_reads(self, plan: StepPlan) -> None:
         """S2: a written block is not public, and only starting siblings share it."""
@@ -225,11 +252,15 @@ class Invariants:
 def _needs_one(sequence: Sequence) -> bool:
     if sequence.num_pending and sequence.num_known >= sequence.max_total:
         return False
+    if sequence.num_guessed:
+        return False
     return sequence.num_known - sequence.num_planned == 1 and not _is_open(sequence)
 
 
 def _is_open(sequence: Sequence) -> bool:
     left = sequence.num_known - sequence.num_planned
+    if sequence.num_guessed:
+        return False
     has_works = len(sequence.inputs.works) > 0 and sequence.num_planned < sequence.num_prompt
     return left > 1 or (left == 1 and has_works)
 

@@ -41,6 +41,7 @@ class Scenario:
     submits: list[Submit]
     cancels: list[tuple[float, Cancel]]
     faults: Faults
+    right_guesses: float  # the share of guessed tokens that is right
 
 
 def make_scenario(seed: int) -> Scenario:
@@ -53,6 +54,7 @@ def make_scenario(seed: int) -> Scenario:
         max_model_len=1_000_000 if is_huge else rng.choice([24, 50, 90]),
         max_stall_s=None if is_huge else rng.choice([None, 0.03, 0.1]),
         max_step_s=None if is_huge else rng.choice([None, 0.2, 1.0]),
+        max_guess=0 if layout.num_slots else Random(seed + 4).choice([0, 1, 4, 8]),
     )
     config = SchedulerConfig(
         patience=rng.choice([0.0, 4.0, 100.0]), max_open_prompts=rng.choice([1, 2, 4])
@@ -67,6 +69,7 @@ def make_scenario(seed: int) -> Scenario:
         submits=submits,
         cancels=_cancels(rng, submits),
         faults=_faults(rng, submits),
+        right_guesses=Random(seed + 3).choice([0.0, 0.5, 0.9, 1.0]),
     )
 
 

@@ -13,6 +13,7 @@ from headrace.core.plan import StepPlan
 from headrace.scheduler.scheduler import Scheduler
 from stress.simulator.clients import Clients, Heard
 from stress.simulator.fake_runner import FakeRunner
+from stress.simulator.guesser import MadeUp
 from stress.simulator.invariants import Invariants
 from stress.simulator.scenario import Scenario, make_scenario
 
@@ -32,6 +33,7 @@ class Run:
 
     num_steps: int
     num_preempted: int
+    num_guessed: int
     digest: int
 
 
@@ -67,7 +69,7 @@ class Simulation:
         self._may_fail: set[int] = set()  # failed alone in a step
         self._ever_cancelled: set[int] = set()
         self._digest = 0
-        self._num_preempted = 0
+        self._num_preempted = self._num_guessed = 0
         self._salts: dict[int, str] = {}
         self._engine = self._new_engine()
         self._clients = Clients(self._engine.scheduler.max_model_len)
@@ -75,6 +77,7 @@ class Simulation:
     def _new_engine(self) -> Engine:
         scenario = self.scenario
         scheduler = Scheduler(scenario.config, scenario.layout, scenario.limits)
+        scheduler.guess_by(lambda sequence: MadeUp(sequence, scenario))
         runner = FakeRunner(scenario.layout, self._salts)
         return Engine(scheduler, runner, Invariants(scheduler, scenario), deque())
 
@@ -87,7 +90,7 @@ class Simulation:
                 self._wait()
             assert self.num_steps <= bound, "S17: too many steps"
         self._check_ends()
-        return Run(self.num_steps, self._num_preempted, self._digest)
+        return Run(self.num_steps, self._num_preempted, self._num_guessed, self._digest)
 
     def _step_bound(self) -> int:
         """S17: generous, but a livelock soon exceeds it."""
@@ -132,6 +135,7 @@ class Simulation:
             return False
         engine.in_flight.append(plan)
         chunks = [(c.sequence_id, c.start, c.length, c.draws) for c in plan.chunks]
+        self._num_guessed += sum(len(c.guess) for c in plan.chunks)
         pieces = [(c.sequence_id, c.work, c.start, c.end) for c in plan.encoded]
         blocks = [tuple(c.block_ids) for c in plan.chunks[:1]]
         self._digest = hash((self._digest, *chunks, *pieces, *blocks))

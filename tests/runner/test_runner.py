@@ -204,3 +204,35 @@ def test_a_recovered_sequence_draws_what_it_would_have_drawn() -> None:
     start = begin(A, [7, 8, 1, drawn[0]], num_prompt=2, **dice)
     (result,) = run(resumed, chunk(A, 0, 4, 1, A), begun=(start,))
     assert tokens(result) == [drawn[1]]
+
+
+def guessing(sequence_id: SequenceId, start: int, *guess: int) -> Chunk:
+    size = 1 + len(guess)
+    return Chunk(sequence_id, start, size, size, (sequence_id,), array("i"), guess=guess)
+
+
+def test_tokens_are_drawn_for_as_long_as_they_were_guessed() -> None:
+    runner = Runner(CountingLane())
+    run(runner, begun=(begin(A, [10]), begin(B, [20], num_logprobs=1)))
+    results = run(runner, guessing(A, 0, 11, 12, 99, 13), guessing(B, 0, 21))
+    assert tokens(results[0]) == [11, 12, 13] and tokens(results[1]) == [21, 22]
+    assert runner.lane.seen[0] == [10, 11, 12, 99, 13]
+    rows = results[1].drawn[0].logprobs
+    assert array("i", rows.ids).tolist()[::2] == [21, 22]
+    assert tokens(run(runner, guessing(A, 3, 99))[0]) == [14]
+
+
+@pytest.mark.parametrize(
+    "sampling", [{"end_token_ids": (12,)}, {"stop_token_ids": (12,)}, {"max_tokens": 2}]
+)
+def test_nothing_is_drawn_behind_the_end(sampling: dict[str, Any]) -> None:
+    runner = Runner(CountingLane())
+    run(runner, begun=(begin(A, [10], **sampling),))
+    assert tokens(run(runner, guessing(A, 0, 11, 12, 13))[0]) == [11, 12]
+
+
+def test_a_row_that_is_no_number_keeps_the_tokens_before_it() -> None:
+    runner = Runner(CountingLane())
+    run(runner, begun=(begin(A, [398]),))
+    (drawn,) = run(runner, guessing(A, 0, 399, 400, 401))[0].drawn
+    assert drawn.token_ids == (399, 400) and drawn.error

@@ -47,6 +47,38 @@ def one_client_has_every_turn(patch: pytest.MonkeyPatch) -> None:
 
 
 @plant
+def wrong_guesses_count_as_computed(patch: pytest.MonkeyPatch) -> None:
+    commit = InFlight._commit_guess
+
+    def all_right(self, sequence, chunk, drawn):
+        sequence.num_planned += len(chunk.guess) - max(0, len(drawn.token_ids) - 1)
+        commit(self, sequence, chunk, drawn)
+        return len(chunk.guess)
+
+    patch.setattr(InFlight, "_commit_guess", all_right)
+
+
+@plant
+def something_is_planned_behind_a_guess(patch: pytest.MonkeyPatch) -> None:
+    def counted(self):
+        if self.num_pending and self.num_known >= self.max_total:
+            return 0
+        return self.num_known - self.num_planned
+
+    patch.setattr(Sequence, "remaining", property(counted))
+
+
+@plant
+def a_guess_takes_the_last_block(patch: pytest.MonkeyPatch) -> None:
+    stretch = Memory.stretch
+
+    def greedy(self, lease, num_positions, num_spare):
+        return stretch(self, lease, num_positions, 0)
+
+    patch.setattr(Memory, "stretch", greedy)
+
+
+@plant
 def siblings_get_no_copies(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PlannedStep, "copy", lambda self, block_copy, slot_copy: None)
 

@@ -94,3 +94,15 @@ def test_a_grammar_that_makes_no_sense_is_refused_in_the_librarys_words(
 def test_a_model_that_cannot_end_an_answer_takes_no_grammar() -> None:
     with pytest.raises(GrammarError, match="no end token"):
         GrammarCompiler.load(FOLDER, WIDTH, ())
+
+
+def test_forced_tokens_spell_what_must_follow(compiler: GrammarCompiler) -> None:
+    sampling = Sampling(grammar="g", end_token_ids=ENDS)
+    rules = lark('start: ("name is " | "none") "water"')
+
+    def forced(text: str) -> str:
+        answer = TOKENIZER.encode(text, add_special_tokens=False)
+        return TOKENIZER.decode(compiler.compile(rules).begin(sampling).forced(answer), True)
+
+    assert forced("n") == "" and "name is water".startswith("na" + forced("na"))
+    assert len(forced("na")) > 3 and forced("xyz") == ""

@@ -214,6 +214,8 @@ class Status(Message, frozen=True):
     steps: tuple[StepTrace, ...] = ()  # the last of those since the Status before
     num_preemptions: int = 0
     disk: DiskFigures = DiskFigures()
+    num_guessed: int = 0  # tokens
+    num_accepted: int = 0  # guessed tokens that were right: each saved its stream a step
 
 
 WEIGHTS = "loading weights"

@@ -67,6 +67,10 @@ class Chunk(msgspec.Struct, frozen=True):
     `num_rows` rows of logits are asked for, those of the chunk's last tokens: 0, 1 or length.
     Each sequence in `draws` draws one token from the last row (siblings of one prompt draw from
     the same row); it becomes token number start + length of that sequence.
+
+    The chunk's last tokens may be a `guess` of what follows the last known one. Its one sequence
+    then draws from the row of that one, and from the next row for as long as it drew what was
+    guessed.
     """
 
     sequence_id: SequenceId
@@ -77,6 +81,12 @@ class Chunk(msgspec.Struct, frozen=True):
     block_ids: "array[int]"
     slot_id: SlotId = NO_SLOT
     num_first: int = 0  # tokens of the first text where the prompt is a pair of texts
+    guess: tuple[int, ...] = ()
+
+    @property
+    def num_known(self) -> int:
+        """Its tokens that are no guesses."""
+        return self.length - len(self.guess)
 
 
 class EncodeChunk(msgspec.Struct, frozen=True):
@@ -160,11 +170,15 @@ class StepPlan(msgspec.Struct, frozen=True):
 
 
 class Drawn(msgspec.Struct, frozen=True):
-    """The draw of one sequence from its row: tokens, or the reason why there are none."""
+    """The draw of one sequence from its rows: tokens, or the reason why there are no more.
+
+    `forced`: the tokens that its grammar lets follow, as far as it leaves no choice.
+    """
 
     token_ids: tuple[int, ...] = ()
-    logprobs: Logprobs | None = None
+    logprobs: Logprobs | None = None  # a row per token
     error: str | None = None
+    forced: tuple[int, ...] = ()
 
 
 class ChunkResult(msgspec.Struct, frozen=True):

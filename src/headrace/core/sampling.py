@@ -61,6 +61,7 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     grammar_tags: tuple[int, int] | None = None  # an answer may begin with reasoning between these
     grammar_waits: bool = False  # the prompt has opened reasoning: the grammar begins after it
     pooling: Pooling | None = None  # nothing is drawn; max_tokens is then 0
+    guess: bool = True  # whether tokens may be guessed ahead, which changes none of them
 
     @property
     def is_greedy(self) -> bool:
@@ -93,3 +94,7 @@ class Logprobs(msgspec.Struct, frozen=True, array_like=True):
     width: int
     ids: bytes
     values: bytes
+
+    def row(self, number: int) -> "Logprobs":
+        part = slice(4 * self.width * number, 4 * self.width * (number + 1))
+        return Logprobs(self.width, self.ids[part], self.values[part])

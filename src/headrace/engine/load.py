@@ -18,7 +18,7 @@ from headrace.memory.disk import DiskPrefixes
 from headrace.runner.load import load_runner
 from headrace.runner.runner import Runner
 from headrace.runner.trial import timed_encoding, timed_steps
-from headrace.scheduler.budget import resolve
+from headrace.scheduler.budget import MAX_GUESS, resolve
 from headrace.scheduler.scheduler import Scheduler
 from headrace.text.grammar import GrammarCompiler, GrammarError
 
@@ -56,7 +56,9 @@ def schedule(
     limits = resolve(config, layout, ready.device, ready.max_num_seqs, ready.max_model_len)
     if ready.is_whole:
         limits = msgspec.structs.replace(limits, is_whole=True, forward_per_chunk=False)
-    limits = msgspec.structs.replace(limits, source=ready.source)
+    max_guess = _max_guess(config, ready)
+    runner.tells_forced = max_guess > 0
+    limits = msgspec.structs.replace(limits, source=ready.source, max_guess=max_guess)
     ready = msgspec.structs.replace(
         ready, max_step_tokens=limits.max_step_tokens, max_stall_s=limits.max_stall_s
     )
@@ -69,6 +71,23 @@ def schedule(
             if not stops.take():
                 scheduler.observe_encoding(size, num_units, seconds)
     return scheduler, ready
+
+
+def _max_guess(config: SchedulerConfig, ready: Ready) -> int:
+    """Tokens that a chunk may guess; 0 where guesses could change the text."""
+    if config.guess == "off" or "generate" not in ready.tasks:
+        return 0
+    reason = ""
+    if ready.kernels == "plain" or (ready.dtype == "float32" and ready.quantize == "none"):
+        reason = "torch's products round by how many tokens are computed together"
+    elif ready.layout.num_slots:
+        reason = "the states of this model's layers cannot go back behind a wrong guess"
+    if reason and config.guess != "auto":
+        raise ModelError(f"--guess {config.guess} cannot be: {reason}; use auto or off.")
+    if reason:
+        logger.info("Nothing is guessed ahead: %s.", reason)
+        return 0
+    return MAX_GUESS if config.guess == "auto" else config.guess
 
 
 def _compiler(folder: Path) -> GrammarCompiler | None:

@@ -162,6 +162,15 @@ class Memory:
         """Add one block; there must be an available one."""
         lease.block_ids.append(self._blocks.take())
 
+    def stretch(self, lease: Lease, num_positions: int, num_spare: int) -> int:
+        """Grow to that many positions while more than `num_spare` blocks are left.
+
+        Returns how many positions the lease then has.
+        """
+        while self.lacks_block(lease, num_positions) and self.num_available > num_spare:
+            self.grow(lease)
+        return len(lease.block_ids) * self.layout.block_size
+
     def publish(
         self, lease: Lease, token_ids: "array[int]", chain: NameChain, num_computed: int
     ) -> None:

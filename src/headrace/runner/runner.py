@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from typing import cast
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -27,7 +28,7 @@ from headrace.runner.block_bytes import BlockBytes
 from headrace.runner.lanes.lane import EncodingLane, Lane
 from headrace.runner.pooling import UNIT, PooledRows
 from headrace.runner.sampling.logprobs import join, pack_logprobs
-from headrace.runner.sampling.sampler import Constraint, SequenceState, draw
+from headrace.runner.sampling.sampler import Constraint, SequenceState, draw, draw_guessed
 
 _ROWS_AT_ONCE = 64  # rows of prompt logits held at a time: 64 × 150,000 × 4 bytes = 38 MB
 
@@ -42,6 +43,7 @@ class Runner:
         self.lane = lane
         self.head = UNIT
         self.constrain: Callable[[Sampling], Constraint | None] = lambda sampling: None
+        self.tells_forced = False  # whether draws tell what their grammar forces next
         self._known: dict[SequenceId, SequenceState] = {}
         self._inputs: dict[SequenceId, PromptInputs] = {}  # of those that have works
 
@@ -100,9 +102,10 @@ class Runner:
         return self._encoding.encode(chunk, work)
 
     def _tokens(self, chunk: Chunk) -> "array[int]":
-        end = chunk.start + chunk.length
+        end = chunk.start + chunk.num_known
         token_ids = self._known[chunk.sequence_id].token_ids[chunk.start : end]
-        assert len(token_ids) == chunk.length, "a chunk goes past the known tokens"
+        assert len(token_ids) == chunk.num_known, "a chunk goes past the known tokens"
+        token_ids.extend(chunk.guess)
         return token_ids
 
     def finish(self, plan: StepPlan, rows: Tensor) -> tuple[ChunkResult, ...]:
@@ -130,19 +133,32 @@ class Runner:
     def _draw(self, chunks: Sequence[Chunk], parts: Sequence[Tensor]) -> list[Drawn]:
         """Draws for each sequence, chunk by chunk; siblings draw from the same row."""
         drawing = [
-            (chunk, part[-1]) for chunk, part in zip(chunks, parts, strict=True) if chunk.draws
+            (chunk, part[len(part) - 1 - len(chunk.guess) :])
+            for chunk, part in zip(chunks, parts, strict=True)
+            if chunk.draws
         ]
         if not drawing:
             return []
-        logits = self.lane.logits(torch.stack([row for _, row in drawing]))  # [chunks, vocab]
-        place = [i for i, (chunk, _) in enumerate(drawing) for _ in chunk.draws]
-        sequences = [
-            self._known[sequence_id] for chunk, _ in drawing for sequence_id in chunk.draws
-        ]
-        drawn = draw(logits if len(place) == len(logits) else logits[place], sequences)
+        logits = self.lane.logits(torch.cat([rows for _, rows in drawing]))  # [rows, vocab]
+        place, sequences, first = [], [], 0
+        for chunk, rows in drawing:
+            place += [first] * len(chunk.draws)
+            sequences += [self._known[sequence_id] for sequence_id in chunk.draws]
+            first += len(rows)
+        drawn = draw(logits if place == list(range(len(logits))) else logits[place], sequences)
         for known, one in zip(sequences, drawn, strict=True):
             known.token_ids.extend(one.token_ids)
-        return drawn
+        guesses = [chunk.guess for chunk, _ in drawing for _ in chunk.draws]
+        return [
+            self._with_forced(known, draw_guessed(logits[row:], known, one, guess))
+            for row, known, one, guess in zip(place, sequences, drawn, guesses, strict=True)
+        ]
+
+    def _with_forced(self, known: SequenceState, drawn: Drawn) -> Drawn:
+        is_told = self.tells_forced and known.constraint is not None and known.sampling.guess
+        if not is_told or drawn.error is not None or known.is_over:
+            return drawn
+        return msgspec.structs.replace(drawn, forced=known.forced())
 
     def _prompt_logprobs(self, chunk: Chunk, rows: Tensor) -> Logprobs | None:
         """Rows for the prompt tokens that follow this chunk's, a bounded group at a time."""

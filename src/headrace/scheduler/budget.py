@@ -12,9 +12,11 @@ from headrace.config.settings import SchedulerConfig
 from headrace.core.layout import MemoryLayout
 from headrace.core.plan import EncodeWork, SourceSpec
 from headrace.scheduler.cost import CostModel, StepShape
+from headrace.scheduler.row_times import RowTimes
 
 MAX_STEP_TOKENS = {"cpu": 512, "cuda": 2048}
 MAX_STALL_MS = {"cpu": 200.0, "cuda": 50.0}
+MAX_GUESS = 8
 # Nobody asked for the default target, so it gives way where it would starve prompts: a cold one
 # should wait at most about twice as long for its first token as without a target.
 DEFAULT_SHARE, ASKED_SHARE = 2.0, 0.25
@@ -39,6 +41,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     forward_per_chunk: bool = False  # the lane runs its chunks one after another
     is_whole: bool = False  # the lane cannot go on from a cache: prompts are never cut
     source: SourceSpec | None = None  # if prompts are sources to encode
+    max_guess: int = 0  # tokens that one chunk may guess
 
     def max_total(self, layout: MemoryLayout) -> int:
         """Length of the longest sequence, prompt and answer: what an empty memory can hold."""
@@ -204,6 +207,7 @@ class TimeBudget:
     def __init__(self, limits: Limits) -> None:
         self.model = CostModel()
         self.encoding = CostModel()
+        self.rows = RowTimes()
         self.missed: Counter[str] = Counter()  # steps that missed the stall target, by cause
         self.kept = 0.0  # seconds saved for a chunk that fits no single step
         self.starved_s = 0.0  # how long prompts have had no more than a small share
@@ -320,13 +324,14 @@ class TimeBudget:
 
         A step that streams have no part in always counts.
         """
-        if cause not in SAT_OUT and self._is_in_time(shape):
+        if cause not in SAT_OUT and self.is_in_time(shape):
             return ""
         cause = cause or "decode"
         self.missed[cause] += 1
         return cause
 
-    def _is_in_time(self, shape: StepShape) -> bool:
+    def is_in_time(self, shape: StepShape) -> bool:
+        """Whether a step should meet the stall target."""
         target = self._limits.max_stall_s
         if target is None or not self.model.is_measured:
             return True

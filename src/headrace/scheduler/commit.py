@@ -25,6 +25,7 @@ class InFlight:
         budget: TimeBudget,
     ) -> None:
         self.num_steps = 0
+        self.num_guessed = self.num_accepted = 0
         self.last_step: StepTrace | None = None
         self._table = table
         self._quarantine = quarantine
@@ -84,18 +85,29 @@ class InFlight:
 
     def _commit_chunk(self, chunk: Chunk, result: ChunkResult) -> None:
         named = [self._table[i] for i in chunk.draws or (chunk.sequence_id,)]
-        sequence, end = named[0], chunk.start + chunk.length
+        sequence, end = named[0], chunk.start + chunk.num_known
+        if chunk.guess:
+            end += self._commit_guess(sequence, chunk, result.drawn[0])
         for computed in named:
-            computed.num_in_flight -= 1
             computed.num_computed = end
-        num_public = min(end, sequence.num_tokens)
-        self._memory.publish(sequence.held, sequence.token_ids, sequence.chain, num_public)
         if sequence.outcome is None:
             self._commit_prompt(sequence, chunk, result)
-        if not chunk.draws:
-            self._table.close_if_over(sequence)
         for drawing, drawn in zip(named if chunk.draws else (), result.drawn, strict=True):
             self._commit_draw(drawing, drawn)
+        num_public = min(end, sequence.num_tokens)
+        self._memory.publish(sequence.held, sequence.token_ids, sequence.chain, num_public)
+        for computed in named:
+            computed.num_in_flight -= 1
+            self._table.close_if_over(computed)
+
+    def _commit_guess(self, sequence: Sequence, chunk: Chunk, drawn: Drawn) -> int:
+        """How many of the guessed tokens were right; the others were never computed."""
+        num_right = max(0, len(drawn.token_ids) - 1)
+        sequence.num_guessed = 0
+        sequence.num_planned += num_right
+        self.num_guessed += len(chunk.guess)
+        self.num_accepted += num_right
+        return num_right
 
     def _commit_prompt(self, sequence: Sequence, chunk: Chunk, result: ChunkResult) -> None:
         if sequence.num_reported < sequence.num_shown:
@@ -124,17 +136,18 @@ class InFlight:
 
     def _commit_draw(self, sequence: Sequence, drawn: Drawn) -> None:
         sequence.num_pending -= 1
-        if drawn.error is not None:
-            self._table.end(sequence, FinishReason.ERROR, drawn.error)
-        for token_id in drawn.token_ids:
+        sequence.forced = drawn.forced
+        for number, token_id in enumerate(drawn.token_ids):
             if sequence.outcome is not None:
                 break
             sequence.token_ids.append(token_id)
-            self._outputs.tokens.append(NewToken(sequence.id, token_id, drawn.logprobs))
+            logprobs = drawn.logprobs and drawn.logprobs.row(number)
+            self._outputs.tokens.append(NewToken(sequence.id, token_id, logprobs))
             finish = sequence.end_reason()
             if finish is not None:
                 self._table.end(sequence, finish)
-        self._table.close_if_over(sequence)
+        if drawn.error is not None:
+            self._table.end(sequence, FinishReason.ERROR, drawn.error)
 
     def _learn(self, step: PlannedStep, result: StepResult, now: float) -> None:
         # A stream waits from the end of the step before, unless nothing was to be done then.
@@ -148,6 +161,8 @@ class InFlight:
         computing = result.seconds - result.encode_seconds - result.load_seconds
         times = StepTimes(computing, result.encode_seconds, elapsed, result.load_seconds)
         self._budget.took(step.shape, times, step.is_awaited, step.cause)
+        if step.only_decodes:
+            self._budget.rows.observe(step.num_decoding, step.shape.num_new, elapsed)
         self.last_step = StepTrace(
             num_decoding=step.num_decoding,
             num_prompt_tokens=step.shape.num_prompt_tokens,
@@ -169,7 +184,7 @@ class InFlight:
             for sequence_id in chunk.draws or (chunk.sequence_id,):
                 sequence = self._table.living(sequence_id)
                 if sequence is not None:
-                    self._quarantine.suspect(sequence, chunk.start + chunk.length)
+                    self._quarantine.suspect(sequence, chunk.start + chunk.num_known)
         for load in plan.loads:
             if (sequence := self._table.living(load.sequence_id)) is not None:
                 self._quarantine.suspect(sequence, load.end)

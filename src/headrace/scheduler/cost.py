@@ -49,6 +49,11 @@ class StepShape:
         self.num_pairs += 2 * context * new + new * new
         self.num_prompt_tokens += new if is_prompt else 0
 
+    def extend(self, context: int, new: int) -> None:
+        """One token more in a chunk of `new` tokens that is not a prompt's."""
+        self.num_new += 1
+        self.num_pairs += 2 * (context + new) + 1
+
     @property
     def ring(self) -> tuple[int, int]:
         """Steps that age together: alike in prompt tokens and context."""

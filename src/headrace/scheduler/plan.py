@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from headrace.config.settings import SchedulerConfig
 from headrace.memory.memory import Match, Memory
 from headrace.scheduler.budget import QUARANTINE, SPAN, WHOLE, Limits, Room, TimeBudget
+from headrace.scheduler.guessing import Guessing
 from headrace.scheduler.restores import Restore, Restores
 from headrace.scheduler.sequence import DueWork, Sequence, SequenceStatus, by_key
 from headrace.scheduler.step import PlannedStep
@@ -31,6 +32,7 @@ class Planner:
     ) -> None:
         self.num_preemptions = 0
         self.is_resting = False  # the last plan had nothing to do
+        self.guessing = Guessing(limits, budget, memory)
         self._config = config
         self._limits = limits
         self._table = table
@@ -169,6 +171,7 @@ class Planner:
             self._save(step, sequence)
         step.is_awaited = bool(decoders) or any(s.is_decoding for s in self._table.running)
         self._add_prompts(step, opened, waiting)
+        self.guessing.add_to(step, decoders, len(self._table.running))
         return True
 
     def _make_room(self, decoders: list[Sequence], can_preempt: bool) -> bool:

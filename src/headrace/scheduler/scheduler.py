@@ -5,7 +5,7 @@ Knows token counts, never what tokens mean; time is an argument.
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from headrace.config.settings import SchedulerConfig
 from headrace.core.ids import SequenceId
@@ -28,6 +28,7 @@ from headrace.memory.offers import Offer
 from headrace.scheduler.budget import Elsewhere, Limits, TimeBudget
 from headrace.scheduler.commit import InFlight
 from headrace.scheduler.cost import StepShape
+from headrace.scheduler.guess import Guesser
 from headrace.scheduler.plan import Planner
 from headrace.scheduler.restores import Restores
 from headrace.scheduler.sequence import NO_INPUTS, Family, Sequence, due_time, source_inputs
@@ -135,6 +136,8 @@ class Scheduler:
             missed=dict(self.missed),
             num_preemptions=self._planner.num_preemptions,
             disk=self._restores.figures,
+            num_guessed=self._in_flight.num_guessed,
+            num_accepted=self._in_flight.num_accepted,
         )
 
     @property
@@ -173,6 +176,10 @@ class Scheduler:
         shape = StepShape()
         shape.encode(size, num_units)
         self._budget.learn_encoding(shape, seconds)
+
+    def guess_by(self, make_guesser: Callable[[Sequence], Guesser]) -> None:
+        """Lets others guess than those that come with it."""
+        self._planner.guessing.make_guesser = make_guesser
 
     def count_missed(self, cause: str) -> None:
         """Count a stall that the engine causes before the next step."""

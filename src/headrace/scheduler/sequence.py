@@ -12,6 +12,7 @@ from headrace.core.plan import EncodeWork, PromptInputs, SourceSpec
 from headrace.core.sampling import Sampling
 from headrace.memory.memory import Lease
 from headrace.memory.prefix import NameChain
+from headrace.scheduler.guess import Guesser
 
 NO_INPUTS = PromptInputs()
 EVERY_TOKEN = 1 << 40
@@ -81,7 +82,8 @@ class Sequence:
     due: float = 0.0  # smaller goes first; once it is past, nobody due later may start before it
     status: SequenceStatus = SequenceStatus.WAITING
     outcome: Finished | None = None  # decided; sent once no launched plan names the sequence
-    num_pending: int = 0  # tokens that launched chunks will draw
+    num_pending: int = 0  # tokens that launched chunks will draw, but for right guesses
+    num_guessed: int = 0  # tokens that a launched chunk guesses: nothing is planned behind it
     num_planned: int = 0
     num_computed: int = 0
     num_reported: int = -1  # prompt tokens reported as done; -1: not even the start was reported
@@ -91,6 +93,8 @@ class Sequence:
     inputs: PromptInputs = NO_INPUTS
     num_units_planned: int = 0  # of all works, in order; those that credit covers count as done
     num_units_computed: int = 0
+    guesser: Guesser | None = None
+    forced: tuple[int, ...] = ()  # tokens that its grammar lets follow
 
     @property
     def num_tokens(self) -> int:
@@ -105,14 +109,17 @@ class Sequence:
     def remaining(self) -> int:
         """Known tokens not yet planned; 1 while running is a decode chunk."""
         num_known = len(self.token_ids) + self.num_pending
+        if self.num_guessed:
+            return 0  # nobody knows yet where it goes on
         if self.num_pending and num_known >= self.max_total:
             return 0  # its last token is being drawn, and need not be computed
         return num_known - self.num_planned
 
     @property
     def is_decoding(self) -> bool:
-        is_due = self.remaining == 1 and self.lease is not None and self.outcome is None
-        return is_due and not self.is_taking_in
+        is_due = self.remaining == 1 or self.num_guessed > 0
+        is_living = self.lease is not None and self.outcome is None
+        return is_due and is_living and not self.is_taking_in
 
     @property
     def is_taking_in(self) -> bool:
@@ -202,7 +209,7 @@ class Sequence:
     def rewind(self) -> None:
         """Back to waiting: keeps every token, counts none as computed."""
         self.status = SequenceStatus.WAITING
-        self.num_pending = self.num_planned = self.num_computed = 0
+        self.num_pending = self.num_guessed = self.num_planned = self.num_computed = 0
         self.num_units_planned = self.num_units_computed = 0
 
     def end_reason(self) -> FinishReason | None:

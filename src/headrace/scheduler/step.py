@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from headrace.core.ids import SequenceId, SlotId
 from headrace.core.plan import (
     Begin,
@@ -50,6 +52,10 @@ class PlannedStep:
         return self.shape.num_prompt_tokens > 0 or bool(self.encoded)
 
     @property
+    def only_decodes(self) -> bool:
+        return self.num_decoding > 0 and not (self.has_prompt_work or self.loads)
+
+    @property
     def is_empty(self) -> bool:
         return not (self.chunks or self.encoded or self.loads)
 
@@ -86,6 +92,17 @@ class PlannedStep:
         self.num_decoding += 1
         self._add(sequence, 1, [sequence])
         self.shape.add(sequence.num_planned - 1, 1, False, self.forward_per_chunk)
+
+    def guess(self, place: int, sequence: Sequence, token_ids: tuple[int, ...]) -> None:
+        """Let the sequence's decode chunk, the step's number `place`, go on with these tokens."""
+        chunk, size = self.chunks[place], 1 + len(token_ids)
+        assert chunk.sequence_id == sequence.id and chunk.length == 1
+        self.chunks[place] = msgspec.structs.replace(
+            chunk, length=size, num_rows=size, guess=token_ids
+        )
+        sequence.num_guessed = len(token_ids)
+        for length in range(1, size):
+            self.shape.extend(chunk.start, length)
 
     def add_prompt_chunk(self, sequence: Sequence, length: int, siblings: list[Sequence]) -> None:
         """Advance a prompt; `siblings` draw from its last row too."""

@@ -3,6 +3,7 @@
 The state is a function of the answer's tokens: whoever feeds them again is in the same place.
 """
 
+import contextlib
 import os
 import random
 import sys
@@ -110,8 +111,7 @@ class GrammarState:
 
     def allowed(self, answer: "array[int]") -> Allowed:
         """The tokens that may follow the answer so far, by id; GrammarError if none may."""
-        for token_id in answer[self._num_fed :]:
-            self._feed(token_id)
+        self._take(answer)
         if self._is_reasoning:  # whose end is the model's to choose
             allowed = np.ones(self._width, dtype=np.bool_)
             allowed[self._ends] = False
@@ -124,6 +124,18 @@ class GrammarState:
         allowed[: len(known)] = known
         self._allow_ends(allowed, len(answer))
         return allowed
+
+    def forced(self, answer: "array[int]") -> tuple[int, ...]:
+        """Some tokens that spell what must follow; a fault is told by `allowed`."""
+        with contextlib.suppress(GrammarError):
+            self._take(answer)
+            if not self._is_reasoning and not self._matcher.is_error():
+                return tuple(self._matcher.compute_ff_tokens())
+        return ()
+
+    def _take(self, answer: "array[int]") -> None:
+        for token_id in answer[self._num_fed :]:
+            self._feed(token_id)
 
     def _allow_ends(self, allowed: Allowed, num_generated: int) -> None:
         """Where the grammar may end; once it must, whatever else masks end tokens."""

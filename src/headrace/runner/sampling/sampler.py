@@ -17,7 +17,7 @@ from torch import Tensor
 from headrace.core.plan import Begin, Drawn
 from headrace.core.sampling import Logprobs, Sampling
 from headrace.runner.pooling import UNIT, PooledRows, VectorHead
-from headrace.runner.sampling.logprobs import Floats, likeliest, pack_logprobs
+from headrace.runner.sampling.logprobs import Floats, join, likeliest, pack_logprobs
 from headrace.runner.sampling.occurrences import Occurrences
 from headrace.runner.sampling.philox import uniform
 
@@ -29,6 +29,11 @@ class Constraint(Protocol):
 
     def allowed(self, answer: "array[int]") -> NDArray[np.bool_]:
         """The tokens that may follow these, by id; ValueError if the grammar gave up."""
+        ...
+
+    def forced(self, answer: "array[int]") -> tuple[int, ...]:
+        """Some tokens that spell what must follow these; none if there is a choice."""
+        ...
 
 
 @dataclass(slots=True)
@@ -62,6 +67,17 @@ class SequenceState:
     def num_generated(self) -> int:
         return len(self.token_ids) - self.num_prompt
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the last token, which was drawn, ends it."""
+        sampling, num_generated = self.sampling, self.num_generated
+        is_end = sampling.ends_with(self.token_ids[-1], num_generated)
+        return is_end or num_generated == sampling.max_tokens
+
+    def forced(self) -> tuple[int, ...]:
+        answer = self.token_ids[self.num_prompt :]
+        return () if self.constraint is None else self.constraint.forced(answer)
+
 
 def draw(logits: Tensor, sequences: Sequence[SequenceState]) -> list[Drawn]:
     """One token for each sequence from its row of float32 logits [sequences, vocab]."""
@@ -80,6 +96,25 @@ def draw(logits: Tensor, sequences: Sequence[SequenceState]) -> list[Drawn]:
         if not known.sampling.is_greedy:
             token_id = _dice(adjusted[row], known)
         drawn.append(Drawn((token_id,), _logprobs(logits[row : row + 1], token_id, known)))
+    return drawn
+
+
+def draw_guessed(
+    logits: Tensor, known: SequenceState, drawn: Drawn, guess: tuple[int, ...]
+) -> Drawn:
+    """Goes on after the draw from the first row, as long as tokens are the ones guessed.
+
+    The next row was computed behind the guess, so it is the sequence's own if that was right.
+    """
+    for row, token_id in enumerate(guess, 1):
+        if drawn.error is not None or drawn.token_ids[-1] != token_id or known.is_over:
+            break
+        (more,) = draw(logits[row : row + 1], [known])
+        known.token_ids.extend(more.token_ids)
+        logprobs = drawn.logprobs
+        if logprobs is not None and more.logprobs is not None:
+            logprobs = join((logprobs, more.logprobs))
+        drawn = Drawn(drawn.token_ids + more.token_ids, logprobs, more.error)
     return drawn
 
 

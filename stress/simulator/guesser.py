@@ -1,0 +1,31 @@
+"""Guesses for the simulator: each token is right with a chance, and the rest is nonsense."""
+
+from array import array
+from random import Random
+
+from headrace.scheduler.guess import Guess
+from headrace.scheduler.sequence import Sequence
+from stress.simulator.fake_runner import VOCABULARY, token_at
+from stress.simulator.scenario import Scenario
+
+
+class MadeUp:
+    """It says itself how likely its tokens are, which need not be so."""
+
+    def __init__(self, sequence: Sequence, scenario: Scenario) -> None:
+        self._sequence = sequence
+        self._rng = Random(scenario.seed + 5)
+        self._share = scenario.right_guesses
+
+    def guess(self, token_ids: "array[int]", forced: tuple[int, ...], most: int) -> Guess:
+        sequence = self._sequence
+        first = len(token_ids) - sequence.num_prompt
+        right = [
+            token_at(sequence.sampling, sequence.choice, first + number) for number in range(most)
+        ]
+        ids = tuple(self._one(token_id) for token_id in right[: self._rng.randint(1, most)])
+        return Guess(ids, tuple(0.9**number for number in range(1, len(ids) + 1)))
+
+    def _one(self, token_id: int) -> int:
+        is_right = self._rng.random() < self._share
+        return token_id if is_right else 3 + self._rng.randrange(VOCABULARY)

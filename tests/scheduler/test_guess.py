@@ -1,0 +1,209 @@
+"""Chunks that guess what follows: what counts of them, and what they may take."""
+
+from array import array
+
+import pytest
+
+from headrace.core.messages import FinishReason
+from headrace.core.plan import ChunkResult, Drawn, StepPlan, StepResult
+from headrace.core.sampling import Logprobs, Sampling
+from headrace.scheduler.guess import ForcedTokens, Guess, PastTokens
+from tests.scheduler.builders import END_TOKEN, Engine, cancel, make_scheduler, make_submit
+
+
+class Fixed:
+    """Guesses the same tokens each time."""
+
+    def __init__(self, *token_ids: int) -> None:
+        self.token_ids = token_ids
+
+    def guess(self, token_ids: "array[int]", forced: tuple[int, ...], most: int) -> Guess:
+        return Guess(self.token_ids[:most], (1.0,) * len(self.token_ids[:most]))
+
+
+def guessing(*token_ids: int, max_guess: int = 8, **fields: object) -> Engine:
+    """Every sequence guesses these, from its second decode step on: one must have been timed."""
+    engine = Engine(make_scheduler(max_guess=max_guess, **fields))
+    engine.scheduler.guess_by(lambda sequence: Fixed(*token_ids))
+    return engine
+
+
+def decoding(engine: Engine, length: int = 4, **fields: object) -> StepPlan:
+    """The first plan with a guess, which is in flight."""
+    engine.add(make_submit(1, length, **fields))
+    engine.step()
+    engine.step()
+    plan = engine.scheduler.plan(engine.now)
+    assert plan is not None
+    return plan
+
+
+def draws(engine: Engine, plan: StepPlan, *drawn: Drawn) -> None:
+    engine.now += 0.01
+    result = StepResult(tuple(ChunkResult((one,)) for one in drawn), 0.01)
+    engine.scheduler.commit(plan, result, engine.now)
+    engine.take()
+    engine.scheduler.memory.check()
+
+
+def sequence(engine: Engine, number: int = 1):
+    return engine.scheduler._table[number]
+
+
+def test_a_guess_makes_a_decode_chunk_longer_and_asks_for_all_its_rows() -> None:
+    plan = decoding(guessing(7, 8, 9), max_tokens=20)
+    (chunk,) = plan.chunks
+    assert (chunk.start, chunk.length, chunk.num_rows) == (5, 4, 4)
+    assert chunk.guess == (7, 8, 9) and chunk.draws == (1,)
+
+
+def test_tokens_that_were_drawn_count_and_the_others_are_taken_back() -> None:
+    engine = guessing(7, 8, 9)
+    draws(engine, decoding(engine, max_tokens=20), Drawn((7, 8, 50)))
+    assert engine.tokens[1][2:] == [7, 8, 50]
+    one = sequence(engine)
+    assert one.num_computed == one.num_planned == 8 and one.num_tokens == 9
+    (chunk,) = engine.scheduler.plan(engine.now).chunks
+    assert chunk.start == 8 and chunk.num_known == 1
+
+
+def test_each_token_has_its_own_row_of_log_probabilities() -> None:
+    engine = guessing(7)
+    ids, values = array("i", [7, 1, 50, 2]), array("f", [-0.5, -1, -0.25, -2])
+    logprobs = Logprobs(2, ids.tobytes(), values.tobytes())
+    draws(engine, decoding(engine, max_tokens=20), Drawn((7, 50), logprobs))
+    rows = [token.logprobs for token in engine.outputs[-1].tokens]
+    assert [array("i", row.ids).tolist() for row in rows] == [[7, 1], [50, 2]]
+    assert [array("f", row.values).tolist() for row in rows] == [[-0.5, -1], [-0.25, -2]]
+
+
+def test_an_end_within_a_guess_ends_the_sequence_there() -> None:
+    engine = guessing(7, END_TOKEN, 9)
+    draws(engine, decoding(engine, max_tokens=20), Drawn((7, END_TOKEN)))
+    assert engine.tokens[1][2:] == [7, END_TOKEN]
+    assert engine.finished[1] == (FinishReason.STOP, "")
+    assert engine.scheduler.is_idle
+
+
+def test_no_guess_goes_beyond_the_longest_answer() -> None:
+    engine = guessing(7, 8, 9)
+    plan = decoding(engine, max_tokens=4)
+    assert plan.chunks[0].guess == (7,)
+    draws(engine, plan, Drawn((7, 8)))
+    assert engine.finished[1] == (FinishReason.LENGTH, "")
+    last = guessing(7, 8, 9)
+    assert decoding(last, max_tokens=3).chunks[0].guess == ()
+
+
+def test_a_row_error_behind_right_guesses_comes_after_their_tokens() -> None:
+    engine = guessing(7, 8)
+    draws(engine, decoding(engine, max_tokens=20), Drawn((7,), error="not a number"))
+    assert engine.tokens[1][2:] == [7] and engine.finished[1][0] is FinishReason.ERROR
+
+
+def test_a_cancel_in_flight_drops_the_guess() -> None:
+    engine = guessing(7, 8)
+    plan = decoding(engine, max_tokens=20)
+    engine.scheduler.cancel(cancel(1))
+    assert engine.scheduler.plan(engine.now) is None
+    draws(engine, plan, Drawn((7, 8, 9)))
+    assert len(engine.tokens[1]) == 2 and engine.scheduler.is_idle
+
+
+def test_nothing_is_planned_behind_a_guess_until_it_is_known() -> None:
+    engine = guessing(7, 8)
+    plan = decoding(engine, max_tokens=20)
+    assert engine.scheduler.plan(engine.now) is None and engine.scheduler.has_streams
+    draws(engine, plan, Drawn((50,)))
+    assert engine.scheduler.plan(engine.now) is not None
+
+
+def test_a_failed_step_forgets_its_guess() -> None:
+    engine = guessing(7, 8)
+    plan = decoding(engine, max_tokens=20)
+    engine.scheduler.fail(plan, "it broke", engine.now)
+    engine.take()
+    assert engine.finished[1][0] is FinishReason.ERROR  # alone in it
+    engine.scheduler.memory.check()
+
+
+@pytest.mark.parametrize(("num_right", "num_public"), [(0, 0), (1, 1), (3, 1)])
+def test_a_block_is_public_once_it_is_full_of_right_tokens(num_right: int, num_public: int) -> None:
+    """The guess goes over a border of blocks: it begins at position 14 of 16."""
+    engine = guessing(7, 8, 9)
+    plan = decoding(engine, length=13, max_tokens=30)
+    assert plan.chunks[0].start == 14 and len(sequence(engine).held.block_ids) == 2
+    draws(engine, plan, Drawn((*(7, 8, 9)[:num_right], 50)))
+    assert sequence(engine).held.num_published == num_public
+
+
+def test_a_guess_takes_spare_blocks_alone() -> None:
+    """It begins at position 14 of 16; each running sequence keeps a block that it could take."""
+    free, full = guessing(7, 8, 9, num_blocks=3), guessing(7, 8, 9, num_blocks=2)
+    assert decoding(free, length=13, max_tokens=30).chunks[0].guess == (7, 8, 9)
+    assert decoding(full, length=13, max_tokens=30).chunks[0].guess == (7,)
+
+
+def test_nobody_guesses_beside_a_prompt_or_without_leave() -> None:
+    engine = guessing(7)
+    engine.add(make_submit(1, 4, max_tokens=20))
+    engine.step()
+    engine.step()
+    engine.add(make_submit(2, 900, max_tokens=20))
+    plan = engine.scheduler.plan(engine.now)
+    assert plan is not None and not any(chunk.guess for chunk in plan.chunks)
+    asked = Sampling(max_tokens=20, guess=False)
+    assert decoding(guessing(7), sampling=asked).chunks[0].guess == ()
+    assert decoding(guessing(7, max_guess=0), max_tokens=20).chunks[0].guess == ()
+    assert decoding(guessing(7, 8, max_guess=1), max_tokens=20).chunks[0].guess == (7,)
+
+
+def test_guesses_are_taken_while_they_pay() -> None:
+    """A row more takes as long as a step alone: two guesses that are right cost too much."""
+    engine = guessing(7, 8)
+    draws(engine, decoding(engine, max_tokens=50), Drawn((50,)))
+    for _ in range(20):
+        plan = engine.scheduler.plan(engine.now)
+        guess = plan.chunks[0].guess
+        engine.now += 0.02 * len(guess)
+        draws(engine, plan, Drawn((50,)))
+    assert guess == ()
+
+
+def guesses(token_ids: list[int], most: int = 4) -> tuple[int, ...]:
+    return PastTokens().guess(array("i", token_ids), (), most).token_ids
+
+
+def test_what_followed_before_is_guessed_again() -> None:
+    assert guesses([1, 2, 3, 4, 5, 6, 9, 1, 2, 3]) == (4, 5, 6, 9)
+    assert guesses([1, 2, 3, 4, 8, 2, 3, 5, 9, 1, 2, 3]) == (4, 8, 2, 3)  # the longest counts
+    assert guesses([1, 2, 7, 7, 1, 2, 8, 8, 1, 2]) == (8, 8, 1, 2)  # else the last one
+    assert guesses([4, 5, 4, 5, 4]) == (5, 4, 5, 4)  # a loop goes on
+    assert guesses([1, 2, 3, 4]) == guesses([1]) == ()
+
+
+def test_chances_follow_what_came() -> None:
+    guesser, text = PastTokens(), [*range(10, 40)]
+    token_ids = array("i", text + text[:2])
+    first = guesser.guess(token_ids, (), 4)
+    assert list(first.chances) == sorted(first.chances, reverse=True)
+    for token_id in text[2:20]:
+        token_ids.append(token_id)
+        assert guesser.guess(token_ids, (), 4).token_ids[0] == token_id + 1
+    assert guesser.guess(token_ids, (), 4).chances[0] > 0.9 > first.chances[0]
+    unlike = PastTokens()
+    token_ids = array("i", text)
+    for number in range(20):
+        token_ids.extend([10, 11, 100 + number])  # something else each time
+        chance = max(unlike.guess(token_ids[:-1], (), 1).chances, default=0.0)
+        unlike.guess(token_ids, (), 1)
+    assert chance < 0.1
+
+
+def test_forced_tokens_are_guessed_and_judged() -> None:
+    guesser, token_ids = ForcedTokens(), array("i", [1, 2])
+    assert guesser.guess(token_ids, (), 4) == Guess()
+    first = guesser.guess(token_ids, (3, 4, 5), 2)
+    assert first.token_ids == (3, 4)
+    token_ids.append(9)
+    assert guesser.guess(token_ids, (3, 4, 5), 2).chances[0] < first.chances[0]
