@@ -35,6 +35,8 @@ static inline void load_whole_table(const void * table) {
 """
 _FORMATS = {"bf16": (), "int8": ("--weight-format", "int8"), "int4": ("--weight-format", "int4")}
 _FILE_TYPES = {"Q8_0": "LLAMA_FTYPE_MOSTLY_Q8_0", "Q4_K_M": "LLAMA_FTYPE_MOSTLY_Q4_K_M"}
+# without GGML_NATIVE all that comes before AVX-512 is on
+_BUILDS = {"native": "-DGGML_NATIVE=ON", "avx2": "-DGGML_NATIVE=OFF -DGGML_AVX512=OFF"}
 _QUANTIZE = """
 import sys, llama_cpp
 source, target, kind = sys.argv[1:]
@@ -45,10 +47,13 @@ sys.exit(llama_cpp.llama_model_quantize(source.encode(), target.encode(), params
 
 
 class Setup:
-    """`folder` holds the environments, and a folder of models for each shape."""
+    """`folder` holds the environments, and a folder of models for each shape.
 
-    def __init__(self, folder: Path, shape: str) -> None:
-        self._environments, self._shape = folder, shape
+    `isa`: what llama.cpp is built for, avx2, or native for all that this machine has.
+    """
+
+    def __init__(self, folder: Path, shape: str, isa: str = "native") -> None:
+        self._environments, self._shape, self._isa = folder, shape, isa
         self.models = folder / shape
         self.models.mkdir(parents=True, exist_ok=True)
 
@@ -57,14 +62,17 @@ class Setup:
         if peer == "headrace":
             return Path(sys.executable)
         packages = OPENVINO if peer == "openvino" else LLAMA
-        folder = (self._environments / peer.replace(".", "-")).absolute()
+        name = peer.replace(".", "-")
+        if peer == "llama.cpp" and self._isa != "native":
+            name += f"-{self._isa}"
+        folder = (self._environments / name).absolute()
         python, ready = folder / "bin" / "python", folder / "ready"
         if not ready.exists():
             _run(sys.executable, "-m", "venv", str(folder))
             if peer == "openvino":
                 _refuse_cuda(python, packages)
             pip = (str(python), "-m", "pip")
-            native = {} if peer == "openvino" else {"CMAKE_ARGS": self._native()}
+            native = {} if peer == "openvino" else {"CMAKE_ARGS": self._flags()}
             # pip would take a wheel that it built once before, with whatever flags
             anew = ("--no-cache-dir",) if native else ()
             _run(*pip, "install", "--quiet", *anew, *packages, environment=native)
@@ -74,11 +82,12 @@ class Setup:
             ready.touch()
         return python
 
-    def _native(self) -> str:
-        """Flags of llama.cpp's build: this machine's own instructions."""
+    def _flags(self) -> str:
+        """Flags of llama.cpp's build: this machine's own instructions, or AVX2, FMA and F16C."""
         header = (self._environments / "tile_table.h").absolute()
         header.write_text(_TILE_TABLE)
-        return f"-DGGML_NATIVE=ON -DMTMD_BUILD=OFF '-DCMAKE_CXX_FLAGS=-include {header}'"
+        kind = _BUILDS[self._isa]
+        return f"{kind} -DMTMD_BUILD=OFF '-DCMAKE_CXX_FLAGS=-include {header}'"
 
     def folder(self) -> Path:
         """The checkpoint that all others are made of."""

@@ -28,7 +28,8 @@ from headrace_kernels.tiles import (
     spread_over,
 )
 
-_LINES = 1 if HAS_512 else 2  # at once; every group has an even number of them
+WIDE = 16
+"""Bits of weights that are laid out: no tile has to widen them."""
 _I64 = ir.IntType(64)
 _WORDS = ir.VectorType(ir.IntType(32), SHORTS // 4)  # of a line of 4 bits
 
@@ -42,18 +43,23 @@ def group_tile(num_rows: int, num_vectors: int, bits: int, has_minimum: bool) ->
     its inputs, and their sum. out[j, n] += the sum over groups [first, first + count) of by's scale
     times w's times the exact sum of products, plus by's sum times w's minimum. With group i `share`
     bytes, at most a group's, are fetched from base + i * share on. Nothing depends on
-    num_rows: no sum is reordered. A tile of one vector takes half of the panel and of out, that of
-    number `part`; else `part` is 0.
+    num_rows: no sum is reordered.
+
+    A tile of one vector takes half of the panel and of out, that of number `part`; else `part` is
+    0. With WIDE bits w is as `group_layout` leaves it, and nothing is fetched.
     """
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kinds, of = signature.args, cgutils.unpack_tuple(builder, args[1])
         w = Matrix(context, builder, kinds[0], args[0])
         x, by, out = (Matrix(context, builder, *pair) for pair in zip(kinds[1], of, strict=True))
-        first, count, *places, part, base = cgutils.unpack_tuple(builder, args[2])
+        first, count, num_lines, share, part, base = cgutils.unpack_tuple(builder, args[2])
         rows, factors = ([part.row(_I64(0), m) for m in range(num_rows)] for part in (x, by))
-        half = part if num_vectors == 1 else None
-        panel = _GroupedPanel(builder, w, (bits, has_minimum), (*places, base), half)
+        if bits == WIDE:
+            panel: _Panel = _Half(builder, w, has_minimum, num_lines, part)
+        else:
+            half = part if num_vectors == 1 else None
+            panel = _Packed(builder, w, (bits, has_minimum), (num_lines, share, base), half)
         sums = panel_sums(builder, out, num_rows, num_vectors, part)
 
         def add_group(at: Any, totals: list[Any]) -> list[Any]:
@@ -70,51 +76,87 @@ def group_tile(num_rows: int, num_vectors: int, bits: int, has_minimum: bool) ->
     return intrinsic(typed)
 
 
-class _GroupedPanel:
-    """The weights of group_tile: of each group its scales, its minima if any, and its lines.
+def group_layout(bits: int, has_minimum: bool) -> Any:
+    """layout(w, room, (group, place, num_lines, share, base)): lays a group of w out for halves.
 
-    `half`: the number of the half that is meant; None: both are.
+    room[place] gets both halves, one after the other: the scales in float32, any minima, and the
+    lines in int16, each of these a cache line. Fetches `share` bytes from base on, as group_tile.
     """
 
-    def __init__(
-        self, builder: Any, w: Matrix, kind: tuple[int, bool], places: tuple[Any, ...], half: Any
-    ) -> None:
-        self._builder, self._w, self._half = builder, w, half
-        self._bits, self._has_minimum = kind
-        self._num_lines, self._share, self._base = places
-        self._num_heads = 2 if self._has_minimum else 1
-        self._apart = _apart(builder, self._share, self._num_lines)
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        b, kinds = builder, signature.args
+        w, room = (Matrix(context, b, kinds[n], args[n]) for n in range(2))
+        group, place, num_lines, share, base = cgutils.unpack_tuple(b, args[2])
+        panel = _Packed(b, w, (bits, has_minimum), (num_lines, share, base), None)
+        own = [_Half(b, room, has_minimum, num_lines, _I64(part)) for part in range(2)]
+        for number, both in enumerate(panel.numbers(group)):
+            for half, vector in zip(own, both, strict=True):
+                _store(b, vector, half.number_at(place, number))
+
+        def put_line(at: Any, _: list[Any]) -> list[Any]:
+            panel.fetch_at(_I64(0), at)
+            for half, vector in zip(own, panel.weights(group, at), strict=True):
+                _store(b, vector, half.line_at(place, at))
+            return []
+
+        panel.fetch_heads(_I64(0))
+        loop(b, num_lines, [], put_line)
+        return context.get_dummy_value()
+
+    def typed(typing: Any, w: Any, room: Any, at: Any) -> Any:
+        return types.void(w, room, at), emit
+
+    return intrinsic(typed)
+
+
+class _Panel:
+    """Weights of group_tile: of each group its scales, its minima if any, and its lines."""
+
+    _at_once = 1  # lines; every group has an even number of them
+
+    def __init__(self, builder: Any, w: Matrix, has_minimum: bool, num_lines: Any) -> None:
+        self._builder, self._w, self._num_lines = builder, w, num_lines
+        self._num_numbers = 2 if has_minimum else 1
+
+    def numbers(self, group: Any) -> list[list[Any]]:
+        """Vectors of the scales, and of the minima if there are any."""
+        raise NotImplementedError
+
+    def weights(self, group: Any, line: Any) -> list[Any]:
+        """A line as vectors of int16."""
+        raise NotImplementedError
+
+    def fetch_at(self, at: Any, line: Any) -> None:
+        """Asks for a line's part of share number `at`."""
+
+    def fetch_heads(self, at: Any) -> None:
+        """Asks for what no line asks for."""
 
     def exact_sums(self, at: Any, group: Any, rows: list[Any], zeros: list[Any]) -> list[Any]:
         """A group's sums of products with each row, whole numbers; fetches share number `at`."""
         b, num_lines = self._builder, self._num_lines
-        lines = b.add(self._w.at(group, _I64(0)), _I64(self._num_heads * 2 * PANEL))
-        first, there = b.mul(group, num_lines), b.add(self._base, b.mul(at, self._share))
-        rest = b.add(there, b.mul(num_lines, self._apart))
-        for head in range(self._num_heads if self._bits == 8 else 0):
-            fetch(b, b.add(rest, _I64(head * CACHE_LINE)))
+        first = b.mul(group, num_lines)
+        self.fetch_heads(at)
 
-        def add_line(at: Any, sums: list[Any]) -> list[Any]:
-            fetch(b, b.add(there, b.mul(at, self._apart)))
-            line = b.add(lines, b.mul(at, _I64(self._bits * PANEL // 4)))
-            number = b.mul(b.add(first, at), _I64(4))
+        def add_line(line: Any, sums: list[Any]) -> list[Any]:
+            self.fetch_at(at, line)
+            number = b.mul(b.add(first, line), _I64(4))
             places = [b.add(row, number) for row in rows]
-            return add_products(b, sums, [self._weights(line)], places, INTS.element)
+            return add_products(b, sums, [self.weights(group, line)], places, INTS.element)
 
-        def add_lines(at: Any, sums: list[Any]) -> list[Any]:
-            for line in range(_LINES):
-                sums = add_line(b.add(b.mul(at, _I64(_LINES)), _I64(line)), sums)
+        def add_lines(step: Any, sums: list[Any]) -> list[Any]:
+            for line in range(self._at_once):
+                sums = add_line(b.add(b.mul(step, _I64(self._at_once)), _I64(line)), sums)
             return sums
 
-        return loop(b, b.udiv(num_lines, _I64(_LINES)), zeros, add_lines)
+        return loop(b, b.udiv(num_lines, _I64(self._at_once)), zeros, add_lines)
 
     def scaled(
         self, group: Any, sums: list[Any], factors: list[Any], totals: list[Any]
     ) -> list[Any]:
         """Totals with a group's sums; factors: where those of each row lie, two for each group."""
-        b, head, following = self._builder, self._w.at(group, _I64(0)), []
-        scales = self._of_outputs(head)
-        minima = self._of_outputs(b.add(head, _I64(2 * PANEL))) if self._has_minimum else []
+        b, following = self._builder, []
+        scales, *minima = self.numbers(group)
         for m, row in enumerate(factors):
             place = b.add(row, b.mul(group, _I64(8)))
             both = [load(b, b.add(place, _I64(n)), FLOATS.element, 4) for n in (0, 4)]
@@ -123,32 +165,93 @@ class _GroupedPanel:
                 n = m * len(scales) + v
                 part = b.fmul(b.sitofp(sums[n], FLOATS), scale)
                 total = fused(b, part, own, totals[n])
-                following.append(fused(b, whole, minima[v], total) if minima else total)
+                following.append(fused(b, whole, minima[0][v], total) if minima else total)
         return following
 
-    def _of_outputs(self, place: Any) -> list[Any]:
-        """A float16 number of each output, as vectors of floats."""
-        b, half = self._builder, self._half
-        if half is None:
-            return halves(b, place)
-        return halves(b, b.add(place, b.mul(half, _I64(PANEL))))[:1]
 
-    def _weights(self, line: Any) -> list[Any]:
-        """A line as vectors of int16: a byte of 4 bits holds one of each half, the first lower."""
+class _Packed(_Panel):
+    """As packed. `half`: the number of the half that is meant; None: both are."""
+
+    _at_once = 1 if HAS_512 else 2
+
+    def __init__(
+        self, builder: Any, w: Matrix, kind: tuple[int, bool], places: tuple[Any, ...], half: Any
+    ) -> None:
+        num_lines, self._share, self._base = places
+        super().__init__(builder, w, kind[1], num_lines)
+        self._bits, self._half = kind[0], half
+        self._apart = _apart(builder, self._share, num_lines)
+
+    def numbers(self, group: Any) -> list[list[Any]]:
+        b, head, half = self._builder, self._w.at(group, _I64(0)), self._half
+        places = [b.add(head, _I64(2 * PANEL * n)) for n in range(self._num_numbers)]
+        if half is None:
+            return [halves(b, place) for place in places]
+        return [halves(b, b.add(place, b.mul(half, _I64(PANEL))))[:1] for place in places]
+
+    def weights(self, group: Any, line: Any) -> list[Any]:
+        """A byte of 4 bits holds one of each half, the first lower."""
         b, half = self._builder, self._half
+        lines = b.add(self._w.at(group, _I64(0)), _I64(self._num_numbers * 2 * PANEL))
+        place = b.add(lines, b.mul(line, _I64(self._bits * PANEL // 4)))
         stored, wide = ir.VectorType(ir.IntType(8), SHORTS), ir.VectorType(ir.IntType(16), SHORTS)
         if self._bits == 8:
-            begin = line if half is None else b.add(line, b.mul(half, _I64(SHORTS)))
+            begin = place if half is None else b.add(place, b.mul(half, _I64(SHORTS)))
             places = [b.add(begin, _I64(SHORTS * v)) for v in range(2 if half is None else 1)]
-            return [b.sext(load(b, place, stored, 1), wide) for place in places]
+            return [b.sext(load(b, own, stored, 1), wide) for own in places]
         if half is None:
-            both = b.zext(load(b, line, stored, 1), wide)
+            both = b.zext(load(b, place, stored, 1), wide)
             return [b.and_(both, wide([15] * SHORTS)), b.lshr(both, wide([4] * SHORTS))]
-        words = load(b, line, _WORDS, 1)  # there is no shift of bytes
+        words = load(b, place, _WORDS, 1)  # there is no shift of bytes
         by = b.trunc(b.mul(half, _I64(4)), _WORDS.element)
         shifted = b.lshr(words, spread_over(b, by, _WORDS.count))
         lower = b.and_(shifted, _WORDS([0x0F0F0F0F] * _WORDS.count))
         return [b.zext(b.bitcast(lower, stored), wide)]
+
+    def fetch_at(self, at: Any, line: Any) -> None:
+        b = self._builder
+        fetch(b, b.add(self._begin(at), b.mul(line, self._apart)))
+
+    def fetch_heads(self, at: Any) -> None:
+        b = self._builder
+        rest = b.add(self._begin(at), b.mul(self._num_lines, self._apart))
+        for head in range(self._num_numbers if self._bits == 8 else 0):
+            fetch(b, b.add(rest, _I64(head * CACHE_LINE)))
+
+    def _begin(self, at: Any) -> Any:
+        return self._builder.add(self._base, self._builder.mul(at, self._share))
+
+
+class _Half(_Panel):
+    """Half of the outputs, as laid out."""
+
+    def __init__(
+        self, builder: Any, w: Matrix, has_minimum: bool, num_lines: Any, part: Any
+    ) -> None:
+        super().__init__(builder, w, has_minimum, num_lines)
+        own = builder.mul(num_lines, _I64(CACHE_LINE))
+        self._column = builder.mul(part, builder.add(own, _I64(self._num_numbers * CACHE_LINE)))
+
+    def numbers(self, group: Any) -> list[list[Any]]:
+        b, places = self._builder, range(self._num_numbers)
+        return [[load(b, self.number_at(group, n), FLOATS, 4)] for n in places]
+
+    def weights(self, group: Any, line: Any) -> list[Any]:
+        wide = ir.VectorType(ir.IntType(16), SHORTS)
+        return [load(self._builder, self.line_at(group, line), wide, 4)]
+
+    def number_at(self, group: Any, number: int) -> Any:
+        return self._builder.add(self._w.at(group, self._column), _I64(CACHE_LINE * number))
+
+    def line_at(self, group: Any, line: Any) -> Any:
+        b = self._builder
+        lines = self.number_at(group, self._num_numbers)
+        return b.add(lines, b.mul(line, _I64(CACHE_LINE)))
+
+
+def _store(builder: Any, vector: Any, address: Any) -> None:
+    pointer = builder.inttoptr(address, vector.type.as_pointer())
+    builder.store(vector, pointer, align=4)
 
 
 def _apart(builder: Any, share: Any, num_lines: Any) -> Any:

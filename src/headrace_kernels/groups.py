@@ -20,13 +20,21 @@ from torch import Tensor
 
 from headrace_kernels.amx_groups import multiply_groups
 from headrace_kernels.amx_int8 import split
-from headrace_kernels.group_tile import group_tile
+from headrace_kernels.group_tile import WIDE, group_layout, group_tile
 from headrace_kernels.instruction_sets import InstructionSet, instruction_sets_here
 from headrace_kernels.launch import Kernel
 from headrace_kernels.numeric import compiled_as, f32_at, i8_at, largest_size, u16_at
 from headrace_kernels.product import product_by, read_product, scale_and_bias, to_int16
-from headrace_kernels.registers import HAS_512
-from headrace_kernels.tiles import PANEL, num_tiles, over_panel
+from headrace_kernels.registers import HAS_512, MANY
+from headrace_kernels.tiles import (
+    CACHE_LINE,
+    PANEL,
+    empty_rows,
+    num_tiles,
+    over_halves,
+    over_pair,
+    over_panel,
+)
 
 
 class Scheme(NamedTuple):
@@ -53,7 +61,8 @@ _PANELS_AT_ONCE = 32  # while packing
 _ROWS_AT_ONCE = 256  # of float32, while quantizing
 _SMALLEST = 2**-24  # above 0 of float16
 _INT16_MAX = np.float32(32767)
-_GROUPS = 8  # as product._LINES
+_GROUPS = 8  # that stay in the first cache while all rows pass
+_FEW_TO_LAY_OUT = 4  # rows; so few that each panel is widened on the way
 _FEW_ROWS = 16  # up to which groups are not worth laying out for AMX
 
 
@@ -126,9 +135,9 @@ def _quantize(x: Any, wide: Any, scales: Any) -> None:
             largest = largest_size(x[m, span])
             scale = largest / _INT16_MAX
             to_int16(x[m, span], _INT16_MAX / largest if largest > 0 else scale, wide[m, span])
-            whole = 0
+            whole = np.int32(0)
             for k in range(group * size, (group + 1) * size):
-                whole += wide[m, k]
+                whole = np.int32(whole + wide[m, k])
             scales[m, 2 * group] = scale
             scales[m, 2 * group + 1] = scale * np.float32(whole)
 
@@ -147,11 +156,20 @@ def _product_amx(bits: int, has_minimum: bool) -> Any:
 
 
 def _product_of(bits: int, has_minimum: bool) -> Any:
+    name = f"groups_{bits}{'_and_minimum' if has_minimum else ''}"
+    made = _multiply if HAS_512 else _multiply_laid_out
+    return product_by(name, _quantize, made(name, bits, has_minimum), np.int16, _scale_and_sum)
+
+
+def _tiles(bits: int, has_minimum: bool) -> Any:
     def tile_of(num_rows: int, num_vectors: int) -> Any:
         return group_tile(num_rows, num_vectors, bits, has_minimum)
 
-    name = f"groups_{bits}{'_and_minimum' if has_minimum else ''}"
-    take = over_panel(name, tile_of)
+    return tile_of
+
+
+def _multiply(name: str, bits: int, has_minimum: bool) -> Any:
+    take = over_panel(name, _tiles(bits, has_minimum))
     head, line_bytes = PANEL * 2 * (1 + has_minimum), PANEL * bits // 4
 
     @compiled_as(name)
@@ -160,13 +178,43 @@ def _product_of(bits: int, has_minimum: bool) -> Any:
         num_groups, num_lines = w.shape[0], (w.shape[1] - head) // line_bytes
         all_tiles = num_groups * num_tiles(num_rows)
         share = (after.size + all_tiles - 1) // all_tiles
-        base, at_once = np.int64(after.ctypes.data), num_groups if HAS_512 else _GROUPS
-        for first in range(0, num_groups, at_once):
-            count = min(at_once, num_groups - first)
-            span = first, count, num_lines, share
-            base = take(w, (x, scales, out), num_rows, span, (base, count * share))
+        span, base = (0, num_groups, num_lines, share), np.int64(after.ctypes.data)
+        take(w, (x, scales, out), num_rows, span, (base, num_groups * share))
 
-    return product_by(name, _quantize, multiply, np.int16, _scale_and_sum)
+    return multiply
+
+
+def _multiply_laid_out(name: str, bits: int, has_minimum: bool) -> Any:
+    packed, wide = _tiles(bits, has_minimum), _tiles(WIDE, has_minimum)
+    take_pair, take_few = over_pair(name, packed), over_halves(name, packed, _FEW_TO_LAY_OUT)
+    take_many, lay_out = over_halves(name, wide, MANY), group_layout(bits, has_minimum)
+    head, line_bytes = PANEL * 2 * (1 + has_minimum), PANEL * bits // 4
+
+    @compiled_as(name)
+    def multiply(w: Any, x: Any, scales: Any, num_rows: int, out: Any, after: Any) -> None:
+        """The same; more than a few rows all meet some groups, laid out once, before the next."""
+        num_groups, num_lines = w.shape[0], (w.shape[1] - head) // line_bytes
+        size, base = 2 * num_lines, np.int64(after.ctypes.data)
+        all_tiles = num_groups * (num_tiles(num_rows) if num_rows <= _FEW_TO_LAY_OUT else 1)
+        share = (after.size + all_tiles - 1) // all_tiles
+        if num_rows <= _FEW_TO_LAY_OUT:
+            rows, span = (x, scales, out), (0, num_groups, num_lines, share)
+            if num_rows <= 2:
+                take_pair(w, rows, num_rows, span, (base, num_groups * share))
+            else:
+                take_few(w, rows, num_rows, span, (base, num_groups * share))
+            return
+        half = CACHE_LINE * (1 + has_minimum + num_lines)
+        room = empty_rows(_GROUPS, 2 * half, np.int8)
+        for first in range(0, num_groups, _GROUPS):
+            count = min(_GROUPS, num_groups - first)
+            for place in range(count):
+                group = first + place
+                lay_out(w, room, (group, place, num_lines, share, base + group * share))
+            rows = x[:, first * size :], scales[:, 2 * first :], out
+            take_many(room, rows, num_rows, (0, count, num_lines, 0), (0, 0))
+
+    return multiply
 
 
 _by_4, _by_8, _by_8_and_minimum = _product_of(4, True), _product_of(8, False), _product_of(8, True)

@@ -305,10 +305,11 @@ def over_panel(name: str, tile_of: Callable[[int, int], Any]) -> Any:
     Returns the base after them. `tile_of` makes tiles of rows and vectors, called as panel_tile's;
     `span` is the first of their numbers.
     """
-    if HAS_512:
-        tile_12, tile_8, tile_4 = tile_of(12, 2), tile_of(8, 2), tile_of(4, 2)
-    else:
-        tile_6, tile_4 = tile_of(6, 1), tile_of(4, 1)
+    return _over_panel_512(name, tile_of) if HAS_512 else _over_panel_256(name, tile_of)
+
+
+def _over_panel_512(name: str, tile_of: Callable[[int, int], Any]) -> Any:
+    tile_12, tile_8, tile_4 = tile_of(12, 2), tile_of(8, 2), tile_of(4, 2)
     tile_2, tile_1 = tile_of(2, 2), tile_of(1, 2)
 
     @compiled_as(name, inline="always")
@@ -329,26 +330,58 @@ def over_panel(name: str, tile_of: Callable[[int, int], Any]) -> Any:
             base += share
         return base
 
+    return take_512
+
+
+def _over_panel_256(name: str, tile_of: Callable[[int, int], Any]) -> Any:
+    take_pair, take_halves = over_pair(name, tile_of), over_halves(name, tile_of, MANY)
+
     @compiled_as(name, inline="always")
     def take_256(w: Any, rows: Any, num_rows: int, span: Any, after: Any) -> Any:
-        (x, by, out), (base, share) = rows, after
         if num_rows <= 2:
-            if num_rows == 2:
-                tile_2(w, rows, (*span, 0, base))
-            else:
-                tile_1(w, rows, (*span, 0, base))
-            return base + share
+            return take_pair(w, rows, num_rows, span, after)
+        return take_halves(w, rows, num_rows, span, after)
+
+    return take_256
+
+
+def over_pair(name: str, tile_of: Callable[[int, int], Any]) -> Any:
+    """As over_panel where registers are short, for one row or two."""
+    tile_2, tile_1 = tile_of(2, 2), tile_of(1, 2)
+
+    @compiled_as(name, inline="always")
+    def take_pair(w: Any, rows: Any, num_rows: int, span: Any, after: Any) -> Any:
+        base, share = after
+        if num_rows == 2:
+            tile_2(w, rows, (*span, 0, base))
+        else:
+            tile_1(w, rows, (*span, 0, base))
+        return base + share
+
+    return take_pair
+
+
+def over_halves(name: str, tile_of: Callable[[int, int], Any], most: int) -> Any:
+    """As over_panel where registers are short, for more rows: half a panel after the other.
+
+    A tile has 4 rows or `most`.
+    """
+    tile_most, tile_4 = tile_of(most, 1), tile_of(4, 1)
+
+    @compiled_as(name, inline="always")
+    def take_halves(w: Any, rows: Any, num_rows: int, span: Any, after: Any) -> Any:
+        (x, by, out), (base, share) = rows, after
         for part in range(PANEL // LANES):
-            for row in range(0, num_rows, MANY):
+            for row in range(0, num_rows, most):
                 own, at = (x[row:], by[row:], out[row:]), (*span, part, base)
-                if num_rows - row > 4:
-                    tile_6(w, own, at)
+                if most > 4 and num_rows - row > 4:
+                    tile_most(w, own, at)
                 else:
                     tile_4(w, own, at)
                 base += share
         return base
 
-    return take_512 if HAS_512 else take_256
+    return take_halves
 
 
 @njit(inline="always")
