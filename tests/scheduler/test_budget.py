@@ -311,7 +311,7 @@ def test_defaults_follow_the_device():
     config = SchedulerConfig()
     cpu, cuda = (resolve(config, BLOCKS, device, 8, 4096) for device in ("cpu", "cuda"))
     assert (cpu.max_step_tokens, cpu.max_stall_s, cpu.max_step_s) == (512, 0.2, 1.0)
-    assert cpu.prompt_share == 2.0
+    assert cpu.prompt_share == 1.4
     assert (cuda.max_step_tokens, cuda.max_stall_s) == (2048, 0.05)
 
 

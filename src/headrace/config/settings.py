@@ -33,7 +33,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         Milliseconds | None,
         Meta(
             description="Time between two tokens of a stream that prompts of others may cause, "
-            "or off; if not given 200 on a CPU and 50 on CUDA, or three times what the streams "
+            "or off; if not given 200 on a CPU and 50 on CUDA, or 2.4 times what the streams "
             "alone take if that is more"
         ),
     ] = None
@@ -45,7 +45,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         Annotated[float, Meta(gt=0, le=100)] | None,
         Meta(
             description="Time that prompts get in any case, as a share of what the running "
-            "streams alone take; 0.25 with --max-stall-ms, 2 without"
+            "streams alone take; 0.25 with --max-stall-ms, 1.4 without"
         ),
     ] = None
     patience: Annotated[
