@@ -18,8 +18,8 @@ MAX_STEP_TOKENS = {"cpu": 512, "cuda": 2048}
 MAX_STALL_MS = {"cpu": 200.0, "cuda": 50.0}
 MAX_GUESS = 8
 # Nobody asked for the default target, so it gives way where it would starve prompts: a cold one
-# should wait at most twice as long for its first token as without a target. No more than that needs:
-# prompts get 1.4 of 2.4 parts of a step then, and small chunks cost more a token than large ones.
+# should wait at most twice as long for its first token as without a target, and no less than that
+# lets: prompts get 1.4 of 2.4 parts of a step, and a token costs more in a small chunk.
 DEFAULT_SHARE, ASKED_SHARE = 1.4, 0.25
 
 COLD_TOKENS = 64  # prompt tokens of the first step, while nothing is measured
