@@ -1,12 +1,12 @@
 """Long prompts that arrive at a rate, some of them another turn of one before: waits and gaps.
 
-    python -m benchmarks.arrivals [MODEL] [--rates 1 2 4] [--lengths 4096 8192 12288] [--warm 0 .5 .9]
+    python -m benchmarks.arrivals [MODEL] [--rates 1 2 4] [--lengths 4096 8192] [--warm 0 .5 .9]
     python -m benchmarks.arrivals --url http://127.0.0.1:8000
 
 Each cell is one rate, length and warm share. Its requests leave at their times, whatever became of
-those before, and draw 32 tokens each. A warm one shares all but its last 512 tokens with one of four
-prompts that were read before the cell. Without MODEL it serves a tiny one, so that what is measured
-is the serving, not the model.
+those before, and draw 32 tokens each. A warm one shares all but its last 512 tokens with one of
+four prompts that were read before the cell. Without MODEL it serves a tiny one, so that the serving
+is measured, not the model.
 """
 
 import argparse

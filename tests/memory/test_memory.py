@@ -216,7 +216,7 @@ def run_with_snapshots(memory: Memory, token_ids: "array[int]") -> list[int]:
         memory.publish(lease, token_ids, chain, at)
         if copy is not None:
             ends.append(at)
-            memory.saved(copy.target, token_ids, chain, at)
+            memory.saved(copy.target, token_ids, chain, at, len(token_ids))
     memory.release(lease)
     return ends
 
@@ -247,12 +247,37 @@ def test_the_least_recently_used_snapshot_makes_way(hybrid):
     assert hybrid.match(tokens(9, 100), hybrid.chain("")) == NO_MATCH
 
 
+def test_states_on_the_way_of_a_long_prompt_leave_the_ends_of_others():
+    memory = Memory(MemoryLayout(SIZE, 200, 2, 8, snapshot_every=8))
+    for first in (100, 200, 300):
+        run_with_snapshots(memory, tokens(15, first))  # each on its way at 8, and at its end
+    assert run_with_snapshots(memory, tokens(63, 400)) == [*range(8, 57, 8), 60]
+    ends = [
+        memory.match(tokens(15, first), memory.chain("")).num_tokens for first in (100, 200, 300)
+    ]
+    assert ends == [12, 12, 12]
+    assert memory.match(tokens(63, 400), memory.chain("")).num_tokens == 60
+    assert memory.match(tokens(59, 400), memory.chain("")).num_tokens == 56
+    memory.check()
+
+
+def test_a_state_on_the_way_that_was_used_stays_as_an_end_does():
+    memory = Memory(MemoryLayout(SIZE, 200, 2, 8, snapshot_every=8))
+    run_with_snapshots(memory, tokens(15, 100))
+    shared = memory.match(tokens(12, 100), memory.chain(""))
+    assert shared.num_tokens == 8
+    memory.release(memory.reserve(shared, 12)[0])
+    run_with_snapshots(memory, tokens(63, 400))
+    assert memory.match(tokens(12, 100), memory.chain("")).num_tokens == 8
+    memory.check()
+
+
 def test_snapshots_keep_nobody_out(hybrid):
     lease, _ = hybrid.reserve(NO_MATCH, 32)
     saves = [hybrid.save(lease, end, 40) for end in (8, 16, 24)]
     assert [save is None for save in saves] == [False, False, True]
     hybrid.not_saved(saves[0].target)
-    hybrid.saved(saves[1].target, tokens(15), hybrid.chain(""), 16)  # a token is not known
+    hybrid.saved(saves[1].target, tokens(15), hybrid.chain(""), 16, 40)  # a token is not known
     assert hybrid.save(lease, 8, 40) is not None
     assert hybrid.save(lease, 9, 40) is None
 

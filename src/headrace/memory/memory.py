@@ -223,15 +223,20 @@ class Memory:
         return (num_prompt - 1) // self.layout.block_size * self.layout.block_size
 
     def saved(
-        self, slot_id: SlotId, token_ids: "array[int]", chain: NameChain, num_tokens: int
+        self,
+        slot_id: SlotId,
+        token_ids: "array[int]",
+        chain: NameChain,
+        num_tokens: int,
+        num_prompt: int,
     ) -> None:
-        """The state after these tokens is saved; it is dropped if some are unknown."""
+        """The state after `num_tokens` is saved; it is dropped if some of them are unknown."""
         if num_tokens > len(token_ids):
             self._snapshots.drop(slot_id)
             return
         num_blocks = num_tokens // self.layout.block_size
         name = chain.name(token_ids, num_blocks - 1)
-        self._snapshots.keep(slot_id, name)
+        self._snapshots.keep(slot_id, name, num_tokens == self._last_boundary(num_prompt))
         if self.offers.are_wanted:
             taking = self._snapshots.num_taken[slot_id]
             self.offers.add(SavedState(name, num_blocks, slot_id, taking))

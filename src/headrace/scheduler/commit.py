@@ -62,7 +62,8 @@ class InFlight:
         for chunk, chunk_result in zip(plan.chunks, result.chunks, strict=True):
             self._commit_chunk(chunk, chunk_result)
         for sequence, slot_id, end in step.saves:
-            self._memory.saved(slot_id, sequence.token_ids, sequence.chain, end)
+            num_prompt = sequence.num_prompt
+            self._memory.saved(slot_id, sequence.token_ids, sequence.chain, end, num_prompt)
         self._quarantine.step_was_good(named)
         self._learn(step, result, now)
 
