@@ -53,7 +53,7 @@ def test_a_model_is_told_its_lane_and_what_fits(
     assert found["lane"]["detail"].startswith("native-text on cpu")
     bytes_per_token = 3 * 2 * 2 * 16 * 4  # layers, keys and values, heads, size, float32
     assert found["cache"]["detail"].startswith(f"{bytes_per_token} bytes a token, 0 more")
-    assert found["streams"]["detail"].startswith("4 of 512 tokens")
+    assert found["streams"]["detail"].startswith("2048 tokens fit: 4 of 512 tokens")
     assert found["template"]["detail"].endswith("characters; tools: generic, since it knows none")
 
 

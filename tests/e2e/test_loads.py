@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -95,3 +96,18 @@ def test_a_load_that_fails_ends_the_streams_that_wait_with_its_error(tmp_path: P
     finally:
         server.stop()
     assert "load_failed" in answers[-1].text and "MiB are free" in "\n".join(server.lines)
+
+
+def test_an_engine_yields_to_other_programs_as_asked_and_says_how_much_fits(
+    tmp_path: Path,
+) -> None:
+    folder = make_tiny_model(tmp_path / "tiny")
+    server = ServerProcess(str(folder), "--nice", "7", "--kv-cache-memory-bytes", "4000000")
+    try:
+        server.wait_until_ready()
+        own = os.getpriority(os.PRIO_PROCESS, 0)
+        assert os.getpriority(os.PRIO_PROCESS, server.process.pid) == own
+        assert os.getpriority(os.PRIO_PROCESS, server.engine_pid) == min(own + 7, 19)
+        assert re.search(r"streams at once, \d+ tokens fit, ", server.lines[-1])
+    finally:
+        server.stop()

@@ -10,7 +10,7 @@ from headrace.config.settings import ModelConfig, SchedulerConfig
 from headrace.core.errors import ModelError
 from headrace.core.loading import CHECKING, COMPILING, ON_LOADING
 from headrace.core.messages import Loading, Ready
-from headrace.runner import load
+from headrace.runner import load, room
 from headrace.runner.footprint import footprint
 from headrace.runner.load import load_runner
 from headrace_kernels import ON_COMPILE
@@ -114,7 +114,30 @@ def test_a_cache_larger_than_what_is_free_is_refused_with_both_sizes(folder: Pat
     free(64 << 20)
     error = refusal(folder, kv_cache_memory_bytes=65 << 20)
     assert error.code == "model_too_large"
-    assert "65 MiB and 64 MiB are free" in str(error)
+    assert "asks for 65 MiB beside 0 MiB of weights" in str(error)
+    assert "64 MiB are free; ask for 63 MiB or less" in str(error)
+
+
+def test_a_model_that_leaves_no_room_for_one_sequence_is_refused_before_it_is_read(
+    folder: Path, free, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = footprint(read_spec(folder), torch.float32, "avx512", "none")
+    monkeypatch.setattr(load, "guarded", None)  # would be a TypeError
+    free(weights.peak + 1000)
+    error = refusal(folder)
+    assert error.code == "model_too_large"
+    assert "a cache of" in str(error) and "Close other programs" in str(error)
+
+
+def test_a_load_beside_a_program_that_takes_the_memory_is_given_up_in_time(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = iter([1 << 30, *[(1 << 30) - (it << 28) for it in range(9)]])
+    monkeypatch.setattr(room, "_CHECK_S", 0.0)
+    monkeypatch.setattr(room, "free_bytes", lambda device: next(left))
+    error = refusal(folder)
+    assert error.code == "model_too_large"
+    assert "0 MiB are left" in str(error) and "51 MiB are kept free" in str(error)
 
 
 def test_a_short_model_need_only_fit_itself(folder: Path) -> None:

@@ -33,13 +33,15 @@ def slots(layout: MemoryLayout, per_sequence: int) -> str:
 
 
 def fit(ready: Ready) -> str:
-    """Streams that fit: of the greatest length, and shorter ones."""
+    """Tokens that fit, and streams: of the greatest length, and shorter ones."""
     layout = ready.layout
     whole = layout.max_positions
     num = layout.num_slots
     if layout.num_blocks:
         num = layout.num_blocks // max(1, layout.blocks_for(whole))
-    return f"{min(num, ready.max_num_seqs)} of {whole} tokens, or {ready.max_num_seqs} shorter ones"
+    most = ready.max_num_seqs
+    streams = f"{min(num, most)} of {whole} tokens, or {most} shorter ones"
+    return f"{layout.num_positions} tokens fit: {streams}"
 
 
 def weights(folder: Path, ready: Ready) -> str:

@@ -57,12 +57,15 @@ def _processor() -> Finding:
     return Finding("processor", "ok", detail)
 
 
-def _threads(wanted: int | None) -> Finding:
+def _threads(wanted: int | Literal["auto"]) -> Finding:
+    from headrace.runner.probe import is_portable, num_threads
+
     cores = _num_cores()
-    if wanted is not None and wanted > cores:
+    if wanted != "auto" and wanted > cores:
         remedy = f"Use {cores} or fewer: threads that share a core wait for each other."
         return Finding("threads", "warn", f"{wanted} threads on {cores} cores", remedy)
-    return Finding("threads", "ok", f"{wanted or cores}")
+    why = ", one core is left to who sits at this laptop" * (wanted == "auto" and is_portable())
+    return Finding("threads", "ok", f"{num_threads(wanted)}{why}")
 
 
 def _kernels() -> Finding:

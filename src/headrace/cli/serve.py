@@ -367,6 +367,8 @@ def _known_to_workers(hosts: tuple[ModelHost, ...]) -> tuple[bytes, bool]:
 def _ready_line(url: str, name: str, ready: Ready) -> str:
     target = "off" if ready.max_stall_s is None else f"{1000 * ready.max_stall_s:g} ms"
     seqs = f"{ready.max_num_seqs} stream{'s' * (ready.max_num_seqs > 1)} at once"
+    tokens = ready.layout.num_positions
+    seqs += f", {tokens} tokens fit" * (tokens > 0)
     return (
         f"Headrace is ready at {url}: {name}, lane {ready.lane}, {ready.device} {ready.dtype}, "
         f"kernels {ready.kernels} ({ready.kernels_reason}), context {ready.max_model_len}, "

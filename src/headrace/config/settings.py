@@ -134,8 +134,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         Meta(description="How the model is run; auto: chosen by its architecture"),
     ] = "auto"  # fmt: skip
     threads: Annotated[
-        Count | None, Meta(description="Compute threads; all cores if not given")
-    ] = None
+        Count | Literal["auto"],
+        Meta(description="Compute threads; auto: all cores, on a laptop one less for its user"),
+    ] = "auto"
+    nice: Annotated[
+        int, Meta(ge=0, le=19, description="Niceness of the engine's process: 19 yields to all")
+    ] = 0
     max_model_len: Annotated[
         Count | None, Meta(description="Prompt and answer together, in tokens")
     ] = None

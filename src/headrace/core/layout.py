@@ -18,6 +18,11 @@ class MemoryLayout(msgspec.Struct, frozen=True):
     max_positions: int = 0  # the longest sequence that one slot or the whole pool can hold
     forward_per_chunk: bool = False  # a step runs its chunks one after another, not packed
 
+    @property
+    def num_positions(self) -> int:
+        """Token positions of all sequences together; 0 if none takes any memory."""
+        return self.num_blocks * self.block_size or self.num_slots * self.max_positions
+
     def blocks_for(self, num_positions: int) -> int:
         """Number of blocks that hold `num_positions` positions; 0 for a dense lane."""
         return -(-num_positions // self.block_size) if self.num_blocks else 0

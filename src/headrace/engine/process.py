@@ -95,6 +95,7 @@ def main() -> None:
     ).start()
     start = inbox.get()
     assert isinstance(start, Start)
+    os.nice(start.config.nice)  # this thread and those it starts, not who answers pings
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     try:
         from headrace.engine.load import (

@@ -213,15 +213,15 @@ def _needs(config: ModelConfig) -> dict[str, float]:
     nodes = [it["Resources"] for it in ray.nodes() if it["Alive"]]
     smallest = min((int(it["CPU"]) for it in nodes if it.get("CPU")), default=1)
     has_gpu = config.device == "auto" and any(it.get("GPU") for it in nodes)
-    if config.device == "cuda" or has_gpu:
-        return {"CPU": config.threads or 1, "GPU": 1}
-    return {"CPU": config.threads or smallest}
+    is_on_gpu = config.device == "cuda" or has_gpu
+    cores = (1 if is_on_gpu else smallest) if config.threads == "auto" else config.threads
+    return {"CPU": cores, "GPU": 1} if is_on_gpu else {"CPU": cores}
 
 
 def _make_actor(config: ModelConfig, load_timeout_s: float, needs: dict[str, float]) -> Any:
     import ray
 
-    if config.threads is None:
+    if config.threads == "auto":
         config = msgspec.structs.replace(config, threads=int(needs["CPU"]))
     actor: Any = ray.remote(EngineActor)
     name = (config.served_model_name or (os.path.basename(config.model),))[0]

@@ -8,14 +8,16 @@ import torch
 from headrace.checkpoints.fingerprint import fingerprint
 from headrace.checkpoints.spec import ModelSpec, read_spec
 from headrace.config.settings import ModelConfig
+from headrace.core.cache import bytes_per_position
 from headrace.core.errors import ModelError
 from headrace.core.layout import MemoryLayout
 from headrace.core.loading import CHECKING, COMPILING, READING, WARMING, tell, tell_weights
 from headrace.core.messages import InstructionSet, Quantize, Ready
-from headrace.runner.footprint import footprint, kept_groups
+from headrace.runner.footprint import kept_groups
 from headrace.runner.lanes.choose import choose_lane
 from headrace.runner.lanes.lane import Lane, LaneOptions, LaneTraits
-from headrace.runner.probe import free_bytes, num_cores
+from headrace.runner.probe import free_bytes, num_threads
+from headrace.runner.room import check_beside, guarded, step_bytes, stored_as, weights_that_fit
 from headrace.runner.runner import Runner
 from headrace.runner.trial import one_round
 from headrace.runner.vector_stages import vector_head
@@ -39,17 +41,18 @@ class Computing(NamedTuple):
 def load_runner(config: ModelConfig, folder: Path) -> tuple[Runner, Ready]:
     """Loads, takes the memory and computes once; ModelError if the model cannot be served."""
     tell(READING)
-    torch.set_num_threads(config.threads or num_cores())
+    torch.set_num_threads(num_threads(config.threads))
     device = _device(config)
     spec = read_spec(folder)
     dtype = dtype_of(config, spec)
     make = choose_lane(spec, config.lane)
     tell(CHECKING)
     quantize, instructions, reason = how_computed(config, spec, make, device, dtype)
-    _check_weights_fit(config, spec, dtype, quantize, instructions)
+    _check_fits(config, spec, make, dtype, (quantize, instructions))
     options = LaneOptions(quantize, instructions, config.kernels, config.device != "cpu")
     tell_weights(0.0)
-    lane: Lane = make(spec, dtype, device, options)
+    with guarded(device):
+        lane: Lane = make(spec, dtype, device, options)
     device = lane.device  # where its sequences lie
     max_num_seqs = config.scheduler.max_num_seqs or _MAX_NUM_SEQS[device.type]
     layout = _layout(config, spec, lane, max_num_seqs)
@@ -71,7 +74,7 @@ def load_runner(config: ModelConfig, folder: Path) -> tuple[Runner, Ready]:
         num_parameters=lane.num_parameters,
         weight_bytes=lane.weight_bytes,
         layout=layout,
-        fingerprint=fingerprint(spec, _stored(quantize, name), f"{device.type} {instructions}"),
+        fingerprint=fingerprint(spec, stored_as(quantize, name), f"{device.type} {instructions}"),
         kernels=instructions,
         kernels_reason=reason,
         tasks=traits.tasks,
@@ -119,11 +122,6 @@ def _tell_compiling(done: int, total: int) -> None:
         tell(CHECKING)
 
 
-def _stored(quantize: str, name: str) -> str:
-    how = {"none": "", "int4": " int4 with its head in int8"}.get(quantize, f" {quantize}")
-    return name + how
-
-
 def _device(config: ModelConfig) -> torch.device:
     has_cuda = torch.cuda.is_available()
     if config.device == "cuda" and not has_cuda:
@@ -141,50 +139,35 @@ def dtype_of(config: ModelConfig, spec: ModelSpec) -> torch.dtype:
     return _DTYPES[name]
 
 
+def _check_fits(
+    config: ModelConfig,
+    spec: ModelSpec,
+    make: Any,
+    dtype: torch.dtype,
+    stored: tuple[Quantize, InstructionSet],
+) -> None:
+    """ModelError if there is no room; before anything is read of the weights."""
+    free, asked = free_bytes(_device(config)), config.kv_cache_memory_bytes
+    weights = weights_that_fit(spec, dtype, *stored, free)
+    if not make.traits.has_kernels:
+        return  # what it keeps of a token is known once it is loaded
+    num_seqs = config.scheduler.max_num_seqs or _MAX_NUM_SEQS["cpu"]
+    each = bytes_per_position(make.cache_of(spec), dtype.itemsize)
+    least = each * min(_MIN_POSITIONS, _max_positions(config, spec))
+    check_beside(spec, weights, asked, (least, step_bytes(spec, num_seqs)), free)
+
+
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _check_weights_fit(
-    config: ModelConfig,
-    spec: ModelSpec,
-    dtype: torch.dtype,
-    quantize: Quantize,
-    instructions: InstructionSet,
-) -> None:
-    needed, free = footprint(spec, dtype, instructions, quantize), free_bytes(_device(config))
-    if needed.peak > free:
-        stored = _stored(quantize, _name(dtype))
-        raise ModelError(
-            f"The weights of {spec.name} take {needed} in {stored} and {free >> 20} MiB are "
-            f"free; use a smaller model{_remedy(spec, dtype, quantize, instructions, free)}.",
-            "model_too_large",
-        )
-
-
-def _remedy(
-    spec: ModelSpec, dtype: torch.dtype, quantize: Quantize, instructions: InstructionSet, free: int
-) -> str:
-    """Options that take less, least loss first: one that fits, or else the smallest."""
-    if dtype == torch.float32 and quantize == "none":
-        return " or --dtype bfloat16"
-    all_smaller: dict[Quantize, tuple[Quantize, ...]] = {
-        "none": ("int8", "int4"),
-        "own": ("int4",),
-        "int8": ("int4",),
-        "int4": (),
-    }
-    smaller = all_smaller[quantize]
-    if instructions == "plain" or not smaller:
-        return ""
-    taken = {other: footprint(spec, dtype, instructions, other) for other in smaller}
-    other = next((name for name, needed in taken.items() if needed.peak <= free), smaller[-1])
-    return f" or --quantize {other}, which takes {taken[other]}"
+def _max_positions(config: ModelConfig, spec: ModelSpec) -> int:
+    limits = [n for n in (spec.max_positions, config.max_model_len) if n is not None]
+    return min(limits, default=_MAX_POSITIONS)
 
 
 def _layout(config: ModelConfig, spec: ModelSpec, lane: Lane, max_num_seqs: int) -> MemoryLayout:
-    limits = [n for n in (spec.max_positions, config.max_model_len) if n is not None]
-    max_positions = min(limits, default=_MAX_POSITIONS)
+    max_positions = _max_positions(config, spec)
     room, free = config.kv_cache_memory_bytes, free_bytes(lane.device)
     if room is None:
         room = int(CACHE_SHARE[lane.device.type] * free)
