@@ -26,7 +26,11 @@ PANELS: list[tuple[str, str, dict[str, str]]] = [
     (
         "Tokens a second",
         "short",
-        {"prompt": _rate("prompt_tokens"), "generated": _rate("generated_tokens")},
+        {
+            "prompt": _rate("prompt_tokens"),
+            "generated": _rate("generated_tokens"),
+            "guessed right": _rate("accepted_tokens"),
+        },
     ),
     ("Requests ended", "reqps", {"{{route}} {{outcome}}": _rate("requests", "route", "outcome")}),
     ("Requests refused", "reqps", {"{{reason}}": _rate("rejections", "reason")}),

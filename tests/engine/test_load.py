@@ -1,9 +1,14 @@
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
-from headrace.config.settings import ModelConfig
-from headrace.engine.load import load
+from headrace.config.settings import ModelConfig, SchedulerConfig
+from headrace.core.errors import ModelError
+from headrace.core.layout import MemoryLayout
+from headrace.core.messages import Ready
+from headrace.engine.load import load, max_guess
 from tools.harness.tiny_models import make_tiny_model
 
 
@@ -21,3 +26,34 @@ def test_an_engine_knows_what_steps_cost_from_its_start(lane: str, tmp_path: Pat
 def test_a_model_of_few_positions_is_timed_as_far_as_it_goes(tmp_path: Path) -> None:
     config = ModelConfig(model=str(make_tiny_model(tmp_path)), device="cpu", max_model_len=20)
     assert load(config)[1]._budget.model.largest_measured == 16
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({}, 8),
+        ({"kernels": "plain"}, 0),
+        ({"dtype": "float32"}, 0),
+        ({"dtype": "float32", "quantize": "int8"}, 8),
+        ({"layout": MemoryLayout(num_blocks=9, num_slots=2)}, 0),
+        ({"tasks": ("embed",)}, 0),
+    ],
+)
+def test_guesses_are_made_where_they_change_no_text(
+    changed: dict[str, Any], expected: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    ready = msgspec.structs.replace(
+        Ready(
+            "native-text", "cpu", "bfloat16", 9, 99, 4, 5, 6, MemoryLayout(), "f", kernels="avx2"
+        ),
+        **changed,
+    )
+    assert max_guess(SchedulerConfig(guess="auto"), ready) == expected
+    assert max_guess(SchedulerConfig(guess="off"), ready) == 0
+    if expected:
+        assert max_guess(SchedulerConfig(guess=3), ready) == 3
+    elif "generate" in ready.tasks:
+        assert "Nothing is guessed ahead" in caplog.text
+        with pytest.raises(ModelError, match="--guess 3 cannot be: .*use auto or off"):
+            max_guess(SchedulerConfig(guess=3), ready)

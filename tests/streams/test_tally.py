@@ -69,3 +69,20 @@ def test_text_without_tokens_is_no_token() -> None:
     tally = tally_of(accepted(8), tokens(10, 1), tokens(500))
     assert tally.timings.predicted_n == 1
     assert tally.timings.max_gap_ms == 0
+
+
+def test_guessed_tokens_are_counted() -> None:
+    tally = Tally()
+    for seq, (guessed, accepted) in enumerate([(0, 0), (4, 2), (3, 0)]):
+        tally.feed(
+            Tokens(
+                seq=seq,
+                at_ms=seq,
+                choice=0,
+                ids=(7,) * (1 + accepted),
+                num_guessed=guessed,
+                num_accepted=accepted,
+            )
+        )
+    timings = tally.timings
+    assert (timings.predicted_n, timings.draft_n, timings.draft_n_accepted) == (5, 7, 2)

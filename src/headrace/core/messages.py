@@ -137,9 +137,12 @@ class PromptAdvance(msgspec.Struct, frozen=True, array_like=True):
 
 
 class NewToken(msgspec.Struct, frozen=True, array_like=True):
+    """The first token of a draw says how many tokens its step guessed, and how many were right."""
+
     sequence_id: SequenceId
     token_id: int
     logprobs: Logprobs | None = None
+    guessed: tuple[int, int] = (0, 0)
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):

@@ -56,9 +56,9 @@ def schedule(
     limits = resolve(config, layout, ready.device, ready.max_num_seqs, ready.max_model_len)
     if ready.is_whole:
         limits = msgspec.structs.replace(limits, is_whole=True, forward_per_chunk=False)
-    max_guess = _max_guess(config, ready)
-    runner.tells_forced = max_guess > 0
-    limits = msgspec.structs.replace(limits, source=ready.source, max_guess=max_guess)
+    most = max_guess(config, ready)
+    runner.tells_forced = most > 0
+    limits = msgspec.structs.replace(limits, source=ready.source, max_guess=most)
     ready = msgspec.structs.replace(
         ready, max_step_tokens=limits.max_step_tokens, max_stall_s=limits.max_stall_s
     )
@@ -73,7 +73,7 @@ def schedule(
     return scheduler, ready
 
 
-def _max_guess(config: SchedulerConfig, ready: Ready) -> int:
+def max_guess(config: SchedulerConfig, ready: Ready) -> int:
     """Tokens that a chunk may guess; 0 where guesses could change the text."""
     if config.guess == "off" or "generate" not in ready.tasks:
         return 0

@@ -113,10 +113,18 @@ def total(known: Iterable[Status]) -> Status:
         prompt_tokens_per_s=sum(it.prompt_tokens_per_s for it in every),
         missed=dict(sum((Counter(it.missed) for it in every), Counter())),
         num_preemptions=sum(it.num_preemptions for it in every),
+        num_guessed=sum(it.num_guessed for it in every),
+        num_accepted=sum(it.num_accepted for it in every),
     )
 
 
 def counts_of(life: Status) -> Status:
     """The counts of an engine that has died, kept so that totals never go back."""
-    missed, num_preemptions = life.missed, life.num_preemptions
-    return Status(0, 0, 0, 0, 0, life.num_steps, missed=missed, num_preemptions=num_preemptions)
+    return Status(
+        *[0] * 5,
+        life.num_steps,
+        missed=life.missed,
+        num_preemptions=life.num_preemptions,
+        num_guessed=life.num_guessed,
+        num_accepted=life.num_accepted,
+    )

@@ -306,6 +306,10 @@ def _snapshot(host: ModelHost) -> Snapshot:
         },
         "missed": status.missed if status else {},
         "num_steps": status.num_steps if status else 0,
+        "guessed": {
+            "tokens": status.num_guessed if status else 0,
+            "accepted": status.num_accepted if status else 0,
+        },
         "steps": [_step(step) for step in host.engine.steps],
         "replicas": _replicas(host),
         **_memory(host.ready, status),

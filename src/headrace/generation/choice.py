@@ -26,6 +26,8 @@ class _Untold:
 
     ids: tuple[int, ...] = ()
     num_reasoning: int = 0
+    num_guessed: int = 0
+    num_accepted: int = 0
     pieces: tuple[ChannelPiece, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
@@ -76,6 +78,9 @@ class ChoiceWriter:
         entry = None
         if token.logprobs is not None:
             entry = token_logprobs(token.logprobs, self._tokenizer)[0]
+        num_guessed, num_accepted = token.guessed
+        self._untold.num_guessed += num_guessed
+        self._untold.num_accepted += num_accepted
         self._advance(token.token_id, entry)
 
     def finish(self, finish: FinishReason) -> None:
@@ -119,6 +124,8 @@ class ChoiceWriter:
             pieces=untold.pieces,
             logprobs=logprobs,
             num_reasoning=untold.num_reasoning,
+            num_guessed=untold.num_guessed,
+            num_accepted=untold.num_accepted,
             end=self.end,
         )
 

@@ -11,6 +11,8 @@ _TOTALS = {  # of each the help, and its labels
     "prompt_tokens": ("Prompt tokens of ended requests",),
     "cached_tokens": ("Of these, taken from the prefix cache",),
     "generated_tokens": ("Tokens generated for ended requests",),
+    "guessed_tokens": ("Tokens guessed ahead for ended requests",),
+    "accepted_tokens": ("Of these, right: steps saved",),
     "engine_starts": ("Times that the engine came up",),
     "engine_restarts": ("Engines that died", "cause"),
     "recovered_streams": ("Streams resumed from an earlier run",),

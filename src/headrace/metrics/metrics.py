@@ -42,6 +42,8 @@ class RequestFigures:
         self.embedded(route, outcome, usage.prompt_tokens, seconds)
         self._totals["cached_tokens"].inc(usage.cached_tokens)
         self._totals["generated_tokens"].inc(usage.completion_tokens)
+        self._totals["guessed_tokens"].inc(timings.draft_n)
+        self._totals["accepted_tokens"].inc(timings.draft_n_accepted)
         times["queue"].observe(timings.queue_ms / 1000)
         if timings.prompt_n:
             times["prompt"].observe(timings.prompt_ms / 1000)

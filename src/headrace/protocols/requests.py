@@ -103,6 +103,7 @@ def _to_sampling(fields: dict[str, Any], model: ServedModel) -> Sampling:
         ignore_eos=fields.get("ignore_eos", False),
         grammar=grammar,
         grammar_tags=tuple(tags) if tags else None,
+        guess=fields.get("guess", True),
     )
 
 

@@ -94,7 +94,7 @@ class InFlight:
         if sequence.outcome is None:
             self._commit_prompt(sequence, chunk, result)
         for drawing, drawn in zip(named if chunk.draws else (), result.drawn, strict=True):
-            self._commit_draw(drawing, drawn)
+            self._commit_draw(drawing, drawn, len(chunk.guess))
         num_public = min(end, sequence.num_tokens)
         self._memory.publish(sequence.held, sequence.token_ids, sequence.chain, num_public)
         for computed in named:
@@ -135,7 +135,8 @@ class InFlight:
             rows = PromptLogprobs(sequence.id, start + 1, result.prompt_logprobs)
             self._outputs.prompt_logprobs.append(rows)
 
-    def _commit_draw(self, sequence: Sequence, drawn: Drawn) -> None:
+    def _commit_draw(self, sequence: Sequence, drawn: Drawn, num_guessed: int) -> None:
+        guessed = (num_guessed, len(drawn.token_ids) - 1)
         sequence.num_pending -= 1
         sequence.forced = drawn.forced
         for number, token_id in enumerate(drawn.token_ids):
@@ -143,7 +144,8 @@ class InFlight:
                 break
             sequence.token_ids.append(token_id)
             logprobs = drawn.logprobs and drawn.logprobs.row(number)
-            self._outputs.tokens.append(NewToken(sequence.id, token_id, logprobs))
+            self._outputs.tokens.append(NewToken(sequence.id, token_id, logprobs, guessed))
+            guessed = (0, 0)
             finish = sequence.end_reason()
             if finish is not None:
                 self._table.end(sequence, finish)

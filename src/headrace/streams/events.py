@@ -52,6 +52,8 @@ class Timings(msgspec.Struct, frozen=True):
     predicted_ms: float = 0.0  # from the first to the last token
     queue_ms: float = 0.0
     max_gap_ms: float = 0.0  # longest wait between two tokens of a choice
+    draft_n: int = 0  # tokens guessed ahead
+    draft_n_accepted: int = 0  # of these, right
 
 
 class Ingestion(msgspec.Struct, frozen=True, kw_only=True):
@@ -150,6 +152,8 @@ class Tokens(Event, frozen=True, omit_defaults=True):
     pieces: tuple[ChannelPiece, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
     num_reasoning: int = 0  # of the ids
+    num_guessed: int = 0  # tokens guessed in their steps
+    num_accepted: int = 0  # of these, right
     end: ChoiceEnd | None = None
 
     @property

@@ -21,6 +21,7 @@ class Tally:
         self._planned: set[int] = set()  # the first choice of each prompt that has begun
         self._num_predicted = 0
         self._num_reasoning = 0
+        self._num_guessed = self._num_accepted = 0
         # milliseconds of the first and the last progress, and of the first and the last token
         self._planned_at: int | None = None
         self._progress_at = 0
@@ -66,6 +67,8 @@ class Tally:
             predicted_ms=_length(answered_at, self._token_at),
             queue_ms=float(planned_at or 0),
             max_gap_ms=float(self._max_gap_ms),
+            draft_n=self._num_guessed,
+            draft_n_accepted=self._num_accepted,
         )
 
     def _feed_tokens(self, event: Tokens) -> None:
@@ -82,6 +85,8 @@ class Tally:
         self._token_at = self._token_at_of[event.choice] = at_ms
         self._num_predicted += len(event.ids)
         self._num_reasoning += event.num_reasoning
+        self._num_guessed += event.num_guessed
+        self._num_accepted += event.num_accepted
 
 
 def _length(first_ms: int | None, last_ms: int) -> float:

@@ -154,6 +154,7 @@ function showFigures() {
     Waiting: [sum((one) => one.waiting.requests), plural(sum((one) => one.waiting.tokens), "prompt token")],
     "Tokens/s": tokenRate(), "Time to first token": meanWait("ttft"), "Time in the queue": meanWait("queue"),
     "Memory used": memory(models),
+    "Guessed right": [sum(({ guessed }) => guessed?.accepted), `of ${plural(sum(({ guessed }) => guessed?.tokens), "token")} guessed`],
     "Stall targets missed": [sum(({ missed }) => Object.values(missed).reduce((a, b) => a + b, 0)), `in ${plural(sum((one) => one.num_steps), "step")}`],
   };
   $("figures").replaceChildren(...Object.entries(figures).map(([name, [value, note]]) => el("div", {}, el("dt", {}, name), el("dd", { "data-name": name }, String(value)), el("dd", { class: "soft" }, note))));

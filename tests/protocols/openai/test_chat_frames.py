@@ -214,6 +214,13 @@ def test_timings_per_token_ride_on_every_text() -> None:
     assert [f["timings"]["predicted_n"] for f in frames[1:]] == [1, 2, 2]
 
 
+def test_timings_tell_of_guesses_where_there_were_some() -> None:
+    guessed = msgspec.structs.replace(tokens("ab", 1, 2), num_guessed=4, num_accepted=1)
+    for event, expected in ((guessed, (4, 1)), (tokens("ab", 1, 2), (None, None))):
+        *_, last = parsed(frames_of(record_of(), event, ended()))
+        assert (last["timings"].get("draft_n"), last["timings"].get("draft_n_accepted")) == expected
+
+
 def test_joined_token_ids_are_the_counted_tokens() -> None:
     record = record_of(response_options={"return_token_ids": True})
     events = (tokens("", 1), tokens("ab", 2), tokens("", 3), ended(ids=(4,)))

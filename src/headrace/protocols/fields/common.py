@@ -136,6 +136,7 @@ COMMON: Mapping[str, Kind] = {
     "return_token_ids": Flag(),
     "cache_prompt": Flag(),
     "cache_salt": String(1, 128),
+    "guess": Flag(),
     "priority": Integer(-100, 100),
     **structure.FIELDS,
 }

@@ -343,7 +343,7 @@ def usage_of(usage: Usage) -> dict[str, Any]:
 def timings_of(timings: Timings) -> dict[str, Any]:
     """Timings and the rates that follow from them; predicted ones count steps between tokens."""
     num_steps = max(timings.predicted_n - 1, 0)
-    return {
+    shown = {
         "cache_n": timings.cache_n,
         "prompt_n": timings.prompt_n,
         "prompt_ms": timings.prompt_ms,
@@ -356,6 +356,9 @@ def timings_of(timings: Timings) -> dict[str, Any]:
         "queue_ms": timings.queue_ms,
         "max_gap_ms": timings.max_gap_ms,
     }
+    if timings.draft_n:
+        shown |= {"draft_n": timings.draft_n, "draft_n_accepted": timings.draft_n_accepted}
+    return shown
 
 
 def _ratio(part: float, whole: float) -> float:

@@ -63,6 +63,7 @@ _SHARED = (
     "skip_special_tokens",
     "cache_prompt",
     "cache_salt",
+    "guess",
     "priority",
 )
 TABLE: Mapping[str, Kind] = {

@@ -1,0 +1,154 @@
+"""Tokens per second with guesses and without, in pairs on one server; the texts must be equal.
+
+    python -m benchmarks.guess MODEL [--pairs 10] [--tokens 200] [FLAGS OF THE SERVER]
+
+MODEL is a folder, a GGUF file or a name; `--quantize none` reads a file in 4 bits as bfloat16. One
+stream copies a text, repeats code with another name in it, fills a JSON schema or writes prose that
+does not repeat; then eight streams do. Both of a pair are asked in turn, each first every other
+time. A ratio is with guesses over without, of rates from the first token to the last (eight: of the
+wall clock). Exits with 1 if a text differs.
+"""
+
+import argparse
+import asyncio
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import httpx
+
+from tools.harness.servers import running_server
+
+ROUTE = "/v1/completions"
+TEXT = (
+    "The mill at the lower bridge was built of oak and slate in the year of the flood. Its wheel "
+    "took the water from a channel that forty men had dug, and turned two stones of granite. "
+    "Anna kept the books, weighed every sack twice, and wrote the weather beside each sale. When "
+    "the river froze, the children skated past the sluice, and nobody ground any corn until March."
+)
+CODE = '''def read_prices(path, currency):
+    """Prices of a file, by name, in one currency."""
+    prices = {}
+    for line in open(path):
+        name, value, unit = line.strip().split(",")
+        if unit != currency:
+            raise ValueError(f"{name} is in {unit}, not in {currency}")
+        prices[name] = float(value)
+    if not prices:
+        raise ValueError(f"{path} has no prices in {currency}")
+    return prices
+'''
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "delivery_address_street": {"type": "string", "maxLength": 20},
+        "delivery_address_city": {"type": "string", "maxLength": 20},
+        "is_express_delivery": {"type": "boolean"},
+        "number_of_packages": {"type": "integer", "minimum": 0, "maximum": 99},
+        "preferred_carrier_name": {"enum": ["northern post", "harbour lines"]},
+        "customer_satisfaction_rating": {"enum": ["excellent", "acceptable", "poor"]},
+        "estimated_arrival_in_days": {"type": "integer", "minimum": 0, "maximum": 30},
+    },
+    "additionalProperties": False,
+}
+SCHEMA["required"] = list(SCHEMA["properties"])  # type: ignore[call-overload]
+GREEDY = {"temperature": 0, "ignore_eos": True}
+KINDS: dict[str, dict[str, Any]] = {
+    "copy": {"prompt": f"{TEXT}\n\nThe same again:\n\n{TEXT}\n\nThe same again:\n\n", **GREEDY},
+    "code edit": {
+        "prompt": f"{CODE}\n\n# the same with `costs` instead of `prices`\n"
+        f"{CODE.replace('prices', 'costs')}\n\n# the same with `rates` instead of `prices`\n",
+        **GREEDY,
+    },
+    "JSON": {"prompt": "An order as JSON:\n", "temperature": 0, "guided_json": SCHEMA},
+    "prose": {"prompt": "The history of the village began", "temperature": 1, "ignore_eos": True},
+}
+NUM_STREAMS = 8
+
+
+class Answer(NamedTuple):
+    text: str
+    rate: float  # tokens per second
+    num_guessed: int
+    num_accepted: int
+
+
+async def ask(client: httpx.AsyncClient, kind: str, seed: int, tokens: int, guess: bool) -> Answer:
+    body = {**KINDS[kind], "seed": seed, "max_tokens": tokens, "guess": guess}
+    answer = await client.post(ROUTE, json=body)
+    shown = answer.raise_for_status().json()
+    timings = shown["timings"]
+    guessed = timings.get("draft_n", 0), timings.get("draft_n_accepted", 0)
+    return Answer(shown["choices"][0]["text"], timings["predicted_per_second"], *guessed)
+
+
+async def ask_all(
+    client: httpx.AsyncClient, kind: str, seed: int, tokens: int, guess: bool
+) -> Answer:
+    """Eight streams at once: their texts, and the rate of all."""
+    began = time.perf_counter()
+    asked = (ask(client, kind, 8 * seed + i, tokens, guess) for i in range(NUM_STREAMS))
+    answers = await asyncio.gather(*asked)
+    rate = NUM_STREAMS * tokens / (time.perf_counter() - began)
+    sums = sum(one.num_guessed for one in answers), sum(one.num_accepted for one in answers)
+    return Answer("\n".join(one.text for one in answers), rate, *sums)
+
+
+class Pair(NamedTuple):
+    on: Answer
+    off: Answer
+
+
+async def pairs(client: httpx.AsyncClient, ask: Any, kind: str, options: Any) -> list[Pair]:
+    """The first one warms up and is left out."""
+    made = []
+    for number in range(options.pairs + 1):
+        order = (True, False) if number % 2 else (False, True)
+        found = {guess: await ask(client, kind, number, options.tokens, guess) for guess in order}
+        made.append(Pair(found[True], found[False]))
+    return made[1:]
+
+
+def show(name: str, found: list[Pair]) -> bool:
+    ratios = [pair.on.rate / pair.off.rate for pair in found]
+    guessed, right = (sum(pair.on[field] for pair in found) for field in (2, 3))
+    print(
+        f"| {name} | {median(p.off.rate for p in found):.1f} | "
+        f"{median(p.on.rate for p in found):.1f} | {median(ratios):.2f} | "
+        f"{min(ratios):.2f} to {max(ratios):.2f} | {guessed // len(found)} | "
+        f"{right / guessed if guessed else 0:.0%} |",
+        flush=True,
+    )
+    return all(pair.on.text == pair.off.text for pair in found)
+
+
+async def measure(url: str, options: argparse.Namespace) -> bool:
+    print("| | off, tokens/s | on | ratio | of the pairs | guessed | right |")
+    print("|---|---|---|---|---|---|---|")
+    is_same = True
+    async with httpx.AsyncClient(base_url=url, timeout=600) as client:
+        for kind in KINDS:
+            is_same &= show(kind, await pairs(client, ask, kind, options))
+        for kind in ("prose", "copy"):
+            name = f"{NUM_STREAMS} streams, {kind}"
+            is_same &= show(name, await pairs(client, ask_all, kind, options))
+    print("The texts are equal." if is_same else "SOME TEXTS DIFFER.")
+    return is_same
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--pairs", type=int, default=10)
+    parser.add_argument("--tokens", type=int, default=200)
+    options, flags = parser.parse_known_args()
+    flags = ["--state-dir", "none", "--guess", "auto", *flags]
+    with running_server(str(options.model), *flags) as server:
+        print(next((line for line in server.lines if "kernels " in line), ""), file=sys.stderr)
+        return 0 if asyncio.run(measure(server.url, options)) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
