@@ -9,6 +9,7 @@ import pytest
 from headrace.core.pieces import REASONING, TOOL, ChannelPiece
 from headrace.protocols.dialect import encode
 from headrace.protocols.openai import responses as openai_responses
+from headrace.protocols.openai.response_events import KeptBody
 from headrace.protocols.progress_words import without_progress
 from headrace.streams.events import AnyEvent, ChoiceEnd, Heartbeat, Queued, Tokens
 from headrace.streams.record import RENDERING, Record
@@ -245,6 +246,17 @@ def test_queue_progress_and_recovery_ride_on_keepalives_if_asked_for() -> None:
         "loading",
     ]
     assert len(told(frames_of(record_of(), queued, progress(1024)))) == 3
+
+
+def test_a_call_into_a_namespace_names_both() -> None:
+    kept = msgspec.msgpack.encode(KeptBody(namespaces={"mcp__w__get": "mcp__w"}))
+    call = (piece("", TOOL, 0, "mcp__w__get"), piece("{}", TOOL, 0), ended("tool_calls"))
+    events = told(frames_of(record_of(kept=kept), *call))
+    shown = [event["item"] for event in events if "item" in event]
+    assert {(item["name"], item["namespace"]) for item in shown} == {("get", "mcp__w")}
+    assert events[-1]["response"]["output"][0]["name"] == "get"
+    plain = told(frames_of(record_of(), *call))[-1]["response"]["output"][0]
+    assert plain["name"] == "mcp__w__get" and "namespace" not in plain
 
 
 def test_progress_stands_on_a_numbered_event_that_clients_count() -> None:

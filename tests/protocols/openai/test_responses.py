@@ -87,6 +87,37 @@ def test_tools_are_flat_and_those_of_other_types_are_skipped() -> None:
     assert shown == [ADD | {"description": None}]
 
 
+WEATHER = {"type": "function", "name": "get_weather", "parameters": {"type": "object"}}
+SPACE = {
+    "type": "namespace",
+    "name": "mcp__weather",
+    "description": "Weather",
+    "tools": [WEATHER, {"type": "custom", "name": "x"}, WEATHER | {"name": "y" * 60}],
+}
+
+
+def test_functions_of_a_namespace_reach_the_model_by_both_names() -> None:
+    body = {"input": "hi", "tools": [ADD, SPACE]}
+    checked = pack(openai_responses, openai_responses.read(body))  # type: ignore[arg-type]
+    assert checked.ignored == ("tools[1].tools[1]", "tools[1].tools[2]")
+    names = [tool["function"]["name"] for tool in chat_of(tools=body["tools"]).tools]
+    assert names == ["add", "mcp__weather__get_weather"]
+    space = json.loads(open_kept(checked.kept).shown)["tools"][1]
+    shown = WEATHER | {"description": None, "strict": None}
+    assert space == {"type": "namespace", "name": "mcp__weather", "tools": [shown]}
+    choice = {"type": "function", "name": "get_weather", "namespace": "mcp__weather"}
+    assert request_of(tools=body["tools"], tool_choice=choice).sampling.grammar is not None
+    with pytest.raises(RequestError) as refused:
+        request_of(tools=body["tools"], tool_choice=choice | {"namespace": "x"})
+    assert refused.value.param == "tool_choice.name"
+
+
+def test_a_call_into_a_namespace_comes_back_as_the_model_wrote_it() -> None:
+    call = CALL | {"name": "get_weather", "namespace": "mcp__weather"}
+    _, turn, _ = chat_of([{"role": "user", "content": "x"}, call, RESULT]).messages
+    assert turn["tool_calls"][0]["function"]["name"] == "mcp__weather__get_weather"
+
+
 def test_an_effort_switches_thought_on_or_off() -> None:
     kwargs = chat_of(reasoning={"effort": "none"}).template_kwargs
     assert kwargs == {"reasoning_effort": "none", "enable_thinking": False}

@@ -73,7 +73,7 @@ def _allowed_name(value: Any, path: str, is_flat: bool) -> str:
         path += ".function"
         tool = Object().check(tool.get("function"), path)
     name: str = required(tool, "name", path, String(1))
-    return name
+    return flat_name(tool.get("namespace"), name) if is_flat else name
 
 
 Choice = str | tuple[str] | AllowedTools
@@ -100,6 +100,16 @@ class ToolChoice(msgspec.Struct, frozen=True):
 
     def schema(self) -> dict[str, Any]:
         return {"anyOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}]}
+
+
+def is_name(name: str) -> bool:
+    """Whether a function may be called so."""
+    return bool(_NAME.fullmatch(name))
+
+
+def flat_name(namespace: str | None, name: str) -> str:
+    """The one name by which a model knows a function that stands in a namespace."""
+    return f"{namespace}__{name}" if namespace else name
 
 
 def narrow(fields: dict[str, Any]) -> None:
@@ -158,7 +168,7 @@ def _tool(value: Any, path: str) -> dict[str, Any]:
         raise RequestError("unsupported_parameter", message, f"{path}.type")
     function = Object().check(value["function"], f"{path}.function")
     name = required(function, "name", f"{path}.function", String())
-    if not _NAME.fullmatch(name):
+    if not is_name(name):
         wanted = "1 to 64 letters, digits, dashes or underscores"
         raise wrong_value(name, f"{path}.function.name", wanted)
     for key, kind in (("description", String()), ("parameters", Object())):

@@ -36,6 +36,7 @@ class KeptBody(msgspec.Struct, frozen=True):
 
     items: bytes = b"[]"
     shown: bytes = b"{}"
+    namespaces: dict[str, str] = {}  # of functions that stand in one, by the model's names for them
 
 
 open_kept = msgspec.msgpack.Decoder(KeptBody).decode
@@ -45,9 +46,11 @@ _shown = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 class _OpenItem:
     """The item that the next piece may belong to."""
 
-    def __init__(self, record: Record, block: Block) -> None:
+    def __init__(self, record: Record, block: Block, namespace: str = "") -> None:
         kind = _KINDS[block.channel]
-        self.channel, self._index, self._name = block.channel, block.number, block.name
+        self.channel, self._index = block.channel, block.number
+        self._named = {"name": block.name.removeprefix(f"{namespace}__")}
+        self._named |= {"namespace": namespace} if namespace else {}
         self._id = item_id(record.id, kind, f"output {block.number}")
         self._call_id = call_id(record.id, 0, block.call)
         self._texts: list[str] = []
@@ -75,7 +78,7 @@ class _OpenItem:
         end = self._event("response.output_item.done", item=self.shown(status))
         text = "".join(self._texts)
         if self.channel == TOOL:
-            whole = {"name": self._name, "arguments": text}
+            whole = self._named | {"arguments": text}
             return [self._event("response.function_call_arguments.done", **whole), end]
         more: dict[str, Any] = {"content_index": 0, "text": text}
         kind = "response.reasoning_text.done"
@@ -89,7 +92,7 @@ class _OpenItem:
         head = {"id": self._id, "type": _KINDS[self.channel], "status": status}
         if self.channel == TOOL:
             arguments = "".join(self._texts)
-            return head | {"arguments": arguments, "call_id": self._call_id, "name": self._name}
+            return head | {"arguments": arguments, "call_id": self._call_id} | self._named
         has_content = self._texts or status != "in_progress"
         content = {"content": [self._part()] if has_content else []}
         return head | (
@@ -121,7 +124,8 @@ class GrowingResponse:
     def __init__(self, record: Record) -> None:
         self._record = record
         request = record.request
-        self._repeated = _shown(open_kept(request.kept).shown) if request.kept else {}
+        kept = open_kept(request.kept) if request.kept else KeptBody()
+        self._repeated, self._namespaces = _shown(kept.shown), kept.namespaces
         self._is_background = request.response_options.background
         self._status = "queued" if self._is_background else "in_progress"
         self._error: Error | None = None
@@ -210,7 +214,7 @@ class GrowingResponse:
         return made + self._blocks.close()
 
     def opened(self, block: Block) -> list[ResponseEvent]:
-        self._open = _OpenItem(self._record, block)
+        self._open = _OpenItem(self._record, block, self._namespaces.get(block.name, ""))
         return self._open.added()
 
     def grown(self, block: Block, text: str) -> list[ResponseEvent]:

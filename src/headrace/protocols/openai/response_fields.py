@@ -1,6 +1,7 @@
 """Fields of /v1/responses whose shape is their own; tools are read into the shape of chat's."""
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -9,13 +10,22 @@ from headrace.protocols.fields.kinds import (
     Object,
     String,
     check_object,
+    items_of,
     missing,
     required,
     wrong_type,
     wrong_value,
 )
 from headrace.protocols.fields.structure import Wanted
-from headrace.protocols.fields.tools import AllowedTools, Choice, ToolChoice, Tools
+from headrace.protocols.fields.tools import (
+    MAX_TOOLS,
+    AllowedTools,
+    Choice,
+    ToolChoice,
+    Tools,
+    flat_name,
+    is_name,
+)
 
 _FUNCTION = ("name", "description", "parameters", "strict")
 _FORMATS = ("text", "json_object", "json_schema")
@@ -23,19 +33,20 @@ _MAX_PAIRS = 16
 
 
 class FlatTools(msgspec.Struct, frozen=True):
-    """The field `tools`. Types of tools that a provider runs itself are skipped."""
+    """The field `tools`. Types of tools that a provider runs itself are skipped.
+
+    The model knows a function in a namespace by both names.
+    """
 
     def check(self, value: Any, path: str) -> tuple[dict[str, Any], ...]:
         if type(value) is not list:
             raise wrong_type(value, path, "an array")
-        found: list[dict[str, Any]] = []
         for i, tool in enumerate(value):
             check_object(tool, f"{path}[{i}]")
             if tool.get("type") is None:
                 raise missing(f"{path}[{i}].type")
-            if is_function(tool):
-                found.append(_nested(tool, f"{path}[{i}]"))
-        return Tools().check(found, path)
+        functions, _ = sorted_tools(value, path)
+        return Tools().check([_nested(it.renamed, it.path) for it in functions], path)
 
     def schema(self) -> dict[str, Any]:
         properties = {
@@ -44,6 +55,7 @@ class FlatTools(msgspec.Struct, frozen=True):
             "description": {"type": "string"},
             "parameters": {"type": "object"},
             "strict": {"type": ["boolean", "null"]},
+            "tools": {"type": "array", "items": {"type": "object"}},
         }
         tool = {"type": "object", "properties": properties, "required": ["type"]}
         return {"type": "array", "items": tool}
@@ -59,7 +71,8 @@ class FlatChoice(msgspec.Struct, frozen=True):
             return AllowedTools.read(value, path, is_flat=True)
         if value.get("type") != "function":
             raise wrong_value(value, path, 'like {"type": "function", "name": "…"}')
-        return (required(value, "name", path, String(1)),)
+        name: str = required(value, "name", path, String(1))
+        return (flat_name(value.get("namespace"), name),)
 
     def schema(self) -> dict[str, Any]:
         return ToolChoice().schema()
@@ -123,14 +136,60 @@ def wanted_of(text: dict[str, Any]) -> Wanted | None:
     return None
 
 
-def is_function(tool: Any) -> bool:
-    return isinstance(tool, dict) and tool.get("type") == "function"
+class PlacedFunction(NamedTuple):
+    """A function among the tools of a body, and the namespace that it stands in, or ""."""
+
+    path: str
+    tool: dict[str, Any]
+    namespace: str = ""
+
+    @property
+    def renamed(self) -> dict[str, Any]:
+        """The tool by the name that the model knows it by."""
+        if not self.namespace:
+            return self.tool
+        return self.tool | {"name": flat_name(self.namespace, self.tool["name"])}
 
 
-def flat_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """A tool as this route shows it, from chat's shape."""
-    function = tool["function"]
-    return {"type": "function"} | {name: function.get(name) for name in _FUNCTION}
+def sorted_tools(
+    tools: Iterable[Any], path: str = "tools"
+) -> tuple[list[PlacedFunction], list[str]]:
+    """The functions, those in namespaces too, and the paths of all that is passed over.
+
+    A function in a namespace whose whole name is longer than a name may be is passed over.
+    """
+    functions, others = list[PlacedFunction](), list[str]()
+    for i, tool in enumerate(tools):
+        place = f"{path}[{i}]"
+        if tool["type"] == "function":
+            functions.append(PlacedFunction(place, tool))
+        elif tool["type"] != "namespace":
+            others.append(place)
+        else:
+            namespace: str = required(tool, "name", place, String(1))
+            for inner, inner_path in items_of(tool.get("tools"), f"{place}.tools", 0, MAX_TOOLS):
+                check_object(inner, inner_path)
+                found = PlacedFunction(inner_path, inner, namespace)
+                is_taken = inner.get("type") == "function" and is_name(
+                    flat_name(namespace, required(inner, "name", inner_path, String(1)))
+                )
+                functions += [found] if is_taken else []
+                others += [] if is_taken else [inner_path]
+    return functions, others
+
+
+def shown_tools(functions: list[PlacedFunction]) -> list[dict[str, Any]]:
+    """The tools as this route shows them, those in a namespace together."""
+    shown: list[dict[str, Any]] = []
+    for found in functions:
+        tool = {"type": "function"} | {name: found.tool.get(name) for name in _FUNCTION}
+        if not found.namespace:
+            shown.append(tool)
+        elif shown and shown[-1].get("name") == found.namespace and "tools" in shown[-1]:
+            shown[-1]["tools"].append(tool)
+        else:
+            shown.append({"type": "namespace", "name": found.namespace, "tools": [tool]})
+    return shown
 
 
 def _nested(tool: dict[str, Any], path: str) -> dict[str, Any]:

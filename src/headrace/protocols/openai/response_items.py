@@ -19,6 +19,7 @@ from headrace.protocols.fields.kinds import (
     wrong_value,
 )
 from headrace.protocols.fields.messages import image_part, part_text
+from headrace.protocols.fields.tools import flat_name
 from headrace.protocols.progress_words import without_progress
 
 MAX_ITEMS = 10_000
@@ -101,7 +102,9 @@ def _message(value: Item, path: str) -> Item:
 
 
 def _call(value: Item, path: str) -> Item:
-    return {name: _string(value, name, path) for name in ("call_id", "name", "arguments")}
+    names = ["call_id", "name", "arguments"]
+    names += ["namespace"] if value.get("namespace") is not None else []
+    return {name: _string(value, name, path) for name in names}
 
 
 def _output(value: Item, path: str) -> Item:
@@ -202,7 +205,8 @@ def _add_message(messages: list[dict[str, Any]], item: Item, path: str) -> None:
 
 
 def _add_call(messages: list[dict[str, Any]], item: Item, path: str) -> None:
-    function = {"name": item["name"], "arguments": item["arguments"]}
+    name = flat_name(item.get("namespace"), item["name"])
+    function = {"name": name, "arguments": item["arguments"]}
     call = {"id": item["call_id"], "type": "function", "function": function}
     _open_assistant(messages).setdefault("tool_calls", []).append(call)
 

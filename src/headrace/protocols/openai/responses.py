@@ -27,8 +27,8 @@ from headrace.protocols.openai.response_fields import (
     FlatTools,
     Metadata,
     TextFormat,
-    flat_tool,
-    is_function,
+    shown_tools,
+    sorted_tools,
     wanted_of,
 )
 from headrace.protocols.openai.response_items import Items, listed, messages_of
@@ -118,9 +118,9 @@ def read(body: dict[str, Any]) -> dict[str, Any]:
     if fields.get("background") and fields.get("store") is False:
         message = "background needs a response that is stored; leave store out, or send true."
         raise RequestError("invalid_value", message, "store")
-    repeated = _repeated(fields)
-    tools = [(f"tools[{i}]", is_function(tool)) for i, tool in enumerate(body.get("tools") or ())]
-    fields["tool_paths"] = [path for path, is_taken in tools if is_taken]
+    functions, skipped = sorted_tools(body.get("tools") or ())
+    repeated = _repeated(fields) | {"tools": shown_tools(functions)}
+    fields["tool_paths"] = [found.path for found in functions]
     narrow(fields)
     check_choice(fields, "tool_choice.name")
     openai_chat.check_template_fields(fields)
@@ -135,9 +135,9 @@ def read(body: dict[str, Any]) -> dict[str, Any]:
     if "max_output_tokens" in fields:
         fields["max_tokens"] = fields["max_output_tokens"]
     fields["text_parameters"] = text_parameters(fields.get("tools", ()))
-    skipped = [path for path, is_taken in tools if not is_taken]
     fields["skipped"] = tuple(skipped[:_MAX_SKIPPED])
-    kept = KeptBody(encode(fields["input"]), encode(repeated))
+    spaces = {it.renamed["name"]: it.namespace for it in functions if it.namespace}
+    kept = KeptBody(encode(fields["input"]), encode(repeated), spaces)
     fields["kept"] = msgspec.msgpack.encode(kept)
     return fields
 
@@ -268,7 +268,7 @@ def _repeated(fields: dict[str, Any]) -> dict[str, Any]:
         "store": fields.get("store", True),
         "text": {"format": fields.get("text", {}).get("format") or {"type": "text"}},
         "tool_choice": FlatChoice.shown(fields.get("tool_choice", "auto")),
-        "tools": [flat_tool(tool) for tool in fields.get("tools", ())],
+        "tools": [],
         "top_logprobs": fields.get("top_logprobs", 0),
         "truncation": "disabled",
     }
