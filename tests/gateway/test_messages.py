@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from starlette.testclient import TestClient
 
-from headrace.config.settings import HttpConfig, ServerConfig
+from headrace.config.settings import HttpConfig, ServerConfig, StreamConfig
 from headrace.core.errors import RequestError
 from headrace.core.pieces import REASONING, TOOL
 from headrace.gateway.app import create_app
@@ -153,3 +153,24 @@ def test_behind_every_event_the_rest_is_the_tail(kept: tuple[TestClient, bytes, 
     for found in ids[:-1]:
         rest = client.get(events, params={"view": "wire", "after": found[1].decode()})
         assert rest.content == body[found.end() :]
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_text_that_a_client_inserts_is_left_out_and_told_once(
+    caplog: pytest.LogCaptureFixture, keeps: bool
+) -> None:
+    streams = StreamConfig(inserted_texts="keep" if keeps else "leave-out")
+    generation = FakeGeneration()
+    generation.refusal = RequestError("server_overloaded", "It is full.")
+    app = create_app(generation, ServerConfig(streams=streams))  # type: ignore[arg-type]
+    client, agent = TestClient(app, base_url="http://localhost"), {"user-agent": "claude-cli/2"}
+    left = "<total_tokens>9 tokens left</total_tokens>"
+    with caplog.at_level("INFO"):
+        for _ in range(2):
+            asked = ASKED | {"system": f"Be brief.\n\n{left}"}
+            counted = client.post(f"{PATH}/count_tokens", json=asked, headers=agent).json()
+            client.post(PATH, json=asked, headers=agent)
+    plain = client.post(f"{PATH}/count_tokens", json=ASKED | {"system": "Be brief."}).json()
+    assert (counted == plain) is not keeps
+    told = [line for line in caplog.messages if "--inserted-texts keep" in line]
+    assert len(told) == (not keeps) and all(left in line for line in told)

@@ -322,6 +322,20 @@ class StreamConfig(msgspec.Struct, frozen=True, kw_only=True):
             "would stand); the first that fits counts"
         ),
     ] = ()
+    inserted_texts: Annotated[
+        Literal["leave-out", "keep"],
+        Meta(
+            description="Texts that a client is known to put into the beginning of its prompts, "
+            "another in each: left out, so that the prefix cache holds, or kept"
+        ),
+    ] = "leave-out"
+    log_prompt_excerpts: Annotated[
+        bool,
+        Meta(
+            description="Log the few words of a prompt at which it leaves the last one of its "
+            "conversation; without it only their place is logged"
+        ),
+    ] = False
     linger_s: Annotated[
         float,
         Meta(

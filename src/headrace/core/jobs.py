@@ -48,6 +48,7 @@ class CheckedBody(msgspec.Struct, frozen=True):
     digest: bytes = b""
     ignored: tuple[str, ...] = ()  # names of fields that have no effect here
     kept: bytes = b""  # stored with the stream
+    inserted: dict[str, str] = {}  # texts of its client's that were left out, by their names
     ahead: EncodedAhead | None = None  # tokens of `packed`, which may save asking for them
 
 
@@ -87,10 +88,11 @@ Known = dict[str, KnownModel]
 
 
 class ReadBody(Job[CheckedBody], frozen=True, tag=True):
-    """Check the body of a generation route."""
+    """Check the body of a generation route, sent by this client, if that is one we know."""
 
     route: Route
     known: Known = {}
+    client: str = ""
     task: ClassVar[str] = "generate"
 
 
@@ -187,7 +189,9 @@ class Tokenize(Job[bytes], frozen=True, tag=True):
 
 
 class CountTokens(Job[bytes], frozen=True, tag=True):
-    """Answer /v1/messages/count_tokens."""
+    """Answer /v1/messages/count_tokens to this client, if that is one we know."""
+
+    client: str = ""
 
 
 class Detokenize(Job[bytes], frozen=True, tag=True):

@@ -37,6 +37,7 @@ from headrace.gateway.waiting import Wait, WaitingAnswer, wait_of
 from headrace.generation.generation import Generation
 from headrace.generation.registry import Found
 from headrace.protocols.dialect import Dialect, dialect_of
+from headrace.protocols.inserted_texts import client_of
 from headrace.protocols.openai import chat as openai_chat
 from headrace.protocols.requests import to_request
 from headrace.streams.record import Names
@@ -60,16 +61,17 @@ class GenerationRoutes:
         self._auth = auth
         self._config = config
         self._progress = ProgressPolicy(config.streams.return_progress_for)
-        self._warned: set[str] = set()  # of models
+        self._warned: set[str] = set()  # of models, and of texts that clients insert
 
     async def generate(self, request: Request) -> ASGIApp:
         """A POST in the dialect of its path."""
         route = request.url.path
         async with self._bodies.read(request) as body:
-            reading = read_body(self._generation, ReadBody(route), body)
-            checked = await self._finish(request, reading)
+            job = ReadBody(route, client=_client(request.headers, self._config))
+            checked = await self._finish(request, read_body(self._generation, job, body))
         names = names_of(self._auth.owner(request.headers), request.headers, checked)
         checked = self._progress.apply(request.headers, checked)
+        self._tell_inserted(job.client, checked.inserted)
         id = new_id(dialect_of(route))
         wait = self._wait(route, checked, names, id)
         admitting = self._finish(request, self._admit(route, checked, names, id), names.is_opted_in)
@@ -132,6 +134,15 @@ class GenerationRoutes:
         stream = await self._generation.open(wanted, names, checked, id)
         return stream, stream.record.request.response_options is not wanted.response_options
 
+    def _tell_inserted(self, client: str, inserted: Mapping[str, str]) -> None:
+        """Once for each text."""
+        for name, text in inserted.items():
+            if (told := f"{client}: {name}") not in self._warned:
+                self._warned.add(told)
+                logger.info(
+                    "%s: its prompt has %s, %r: left out of it. %s", client, name, text, _WHY
+                )
+
     def _warn_of_tools(self, model: str, tool_format: str) -> None:
         """Once for each model that was not made for what its clients ask."""
         if tool_format not in _TOOLS_APART or model in self._warned:
@@ -165,6 +176,18 @@ _TOOLS_APART = {
 
 def _tool_format(request: GenerationRequest) -> str:
     return request.channels.tools if request.channels else ""
+
+
+_WHY = (
+    "It may be another in each request, and every prompt would then be read anew; "
+    "--inserted-texts keep leaves it where it is."
+)
+
+
+def _client(headers: Headers, config: ServerConfig) -> str:
+    """The client, if it is one whose inserted texts are to be left out."""
+    is_kept = config.streams.inserted_texts == "keep"
+    return "" if is_kept else client_of(headers.get("user-agent", ""))
 
 
 def new_id(dialect: Dialect) -> StreamId:
@@ -232,8 +255,9 @@ def _name(headers: Headers, header: str, longest: int) -> str | None:
 class TextRoutes:
     """Text into ids and back without generating; a worker does all of it."""
 
-    def __init__(self, generation: Generation, bodies: Bodies) -> None:
+    def __init__(self, generation: Generation, config: ServerConfig, bodies: Bodies) -> None:
         self._generation = generation
+        self._config = config
         self._bodies = bodies
 
     async def tokenize(self, request: Request) -> ASGIApp:
@@ -243,7 +267,7 @@ class TextRoutes:
 
     async def count_tokens(self, request: Request) -> ASGIApp:
         """Counts the tokens that a conversation would have on /v1/messages."""
-        return await self._do(request, CountTokens())
+        return await self._do(request, CountTokens(_client(request.headers, self._config)))
 
     async def detokenize(self, request: Request) -> ASGIApp:
         return await self._do(request, Detokenize())

@@ -50,7 +50,7 @@ class Endpoints:
         self.models = ModelRoutes(generation, bodies)
         self.generates = GenerationRoutes(generation, config, auth, bodies)
         self.vectors = VectorRoutes(generation, auth, bodies)
-        self.texts = TextRoutes(generation, bodies)
+        self.texts = TextRoutes(generation, config, bodies)
         self.responses = ResponsesRoutes(generation, config, auth, bodies)
         self.native = NativeRoutes(generation, config, auth, index)
         self.by_byte = ByteRoutes(generation, config, auth, bodies, index)

@@ -20,6 +20,7 @@ from headrace.generation.admission import Asked, Capacity, Queues
 from headrace.generation.choice import begins_in_reasoning
 from headrace.generation.event_builder import EventBuilder
 from headrace.generation.model_checks import admit, check_generates
+from headrace.generation.prompt_trail import PromptTrail
 from headrace.generation.registry import Found, Registry
 from headrace.generation.resume import GONE, Resumption
 from headrace.generation.store_chores import obey, sweep, watch
@@ -60,6 +61,7 @@ class Generation:
         self.pictures = ImageFetcher(allows, config.http.max_body_bytes)
         self.streams = Registry(store, metrics.server)
         self.queues = Queues(config.streams, self.fleet)
+        self._trail = PromptTrail(config.streams.log_prompt_excerpts)
         self.vectors = VectorMaker(self.queues, self.fleet, work)
         self.writers = Writers(self.fleet, self.streams, self.queues, config.streams, tasks)
         self.resumption = Resumption(
@@ -159,7 +161,7 @@ class Generation:
         record = _record(stream_id, model, request, admitted, names)
         record = msgspec.structs.replace(record, is_durable=is_durable)
         asked = asked._replace(num_tokens=record.num_prompt_tokens)
-        note(prompt_tokens=asked.num_tokens)
+        note(prompt_tokens=asked.num_tokens, **self._trail.follow(record, model))
         # from here on it counts, whatever its names have to wait for
         place = self.queues.of(host).enter(asked, Capacity.of(model.ready), time.monotonic())
         stored = await self.streams.put(record, place)

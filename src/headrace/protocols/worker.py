@@ -31,6 +31,7 @@ from headrace.protocols.fields import structure
 from headrace.protocols.fields.common import TokenIds, ignored, max_tokens
 from headrace.protocols.fields.kinds import Flag, Kind, String, missing, read_fields
 from headrace.protocols.fields.messages import placeholder_in_text, refuse_images, texts_of, unseen
+from headrace.protocols.inserted_texts import take_out
 from headrace.protocols.model_text import Bound, MemoryBound, ModelText, text_of
 from headrace.protocols.openai import chat as openai_chat
 from headrace.protocols.openai import responses as openai_responses
@@ -85,7 +86,7 @@ class Jobs:
         """The job's result; RequestError if it refuses `body`."""
         match job:
             case jobs.ReadBody(route):
-                return self._with_tokens(job, self.read(body, route))
+                return self._with_tokens(job, self.read(body, route, job.client))
             case jobs.ReadInputs():
                 return self._with_tokens(job, self.inputs(decode(body)))
             case jobs.ReadPairs():
@@ -113,25 +114,27 @@ class Jobs:
                 return _names(body)
             case jobs.Tokenize(max_model_len):
                 return self.tokenize(body, max_model_len)
-            case jobs.CountTokens():
-                return self.count_tokens(body)
+            case jobs.CountTokens(client):
+                return self.count_tokens(body, client)
             case jobs.Detokenize():
                 return self._detokenize(body)
             case jobs.ApplyTemplate():
                 return self.apply_template(body)
 
-    def read(self, body: bytes, route: Route) -> CheckedBody:
+    def read(self, body: bytes, route: Route, client: str = "") -> CheckedBody:
         """Checks the body of a generation route."""
         digest = hashlib.sha256(route.encode() + b"\n" + body).digest()
         dialect = dialect_of(route)
         given = decode(body)
+        inserted = take_out(given, route, client)
         with self._noting(given):
             fields = dialect.read(given)
             self.constrain(fields)
             self.refuse_unseen(fields)
         checked = pack(dialect, fields)
         names = ignored(dialect.TABLE, given) + checked.ignored
-        return msgspec.structs.replace(checked, digest=digest, ignored=names)
+        replace = msgspec.structs.replace
+        return replace(checked, digest=digest, ignored=names, inserted=inserted)
 
     def constrain(self, fields: dict[str, Any]) -> None:
         """Makes one grammar of the fields that ask for a form; RequestError names a fault."""
@@ -277,8 +280,9 @@ class Jobs:
         longest = max_model_len.get(model.names[0], model.max_model_len)
         return encode(_listed(model, token_ids, fields) | {"max_model_len": longest})
 
-    def count_tokens(self, body: bytes) -> bytes:
+    def count_tokens(self, body: bytes, client: str = "") -> bytes:
         given = decode(body)
+        take_out(given, anthropic_messages.ROUTE, client)
         with self._noting(given):
             fields = anthropic_messages.read_counted(given)
         model = self._texts.get(fields["model"]).model

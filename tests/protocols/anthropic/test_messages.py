@@ -64,13 +64,6 @@ def test_the_system_prompt_is_the_first_message() -> None:
         )
 
 
-def test_a_line_that_is_another_in_each_request_is_no_part_of_the_system_prompt() -> None:
-    line = "x-anthropic-billing-header: cc_version=2.1; cch=36ee5;"
-    blocks = [{"type": "text", "text": line}, {"type": "text", "text": "Be brief."}]
-    for system in (f"{line}\nBe brief.", blocks):
-        assert messages_of(USER, system=system)[0]["content"] == "Be brief."
-
-
 def test_a_tool_loop_becomes_calls_and_results_in_order() -> None:
     thought = {"type": "thinking", "thinking": "Hm.", "signature": ""}
     hidden = {"type": "redacted_thinking", "data": "x"}

@@ -1,6 +1,5 @@
 """Bodies of Anthropic's clients, checked and written as chat's fields; knows no events."""
 
-import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -36,10 +35,6 @@ _TAKEN = {
 _IN_RESULTS = ("text", "image")
 _IMAGE_TYPES = tuple(f"image/{kind}" for kind in ("png", "jpeg", "webp", "gif", "bmp"))
 
-_BILLING = re.compile(r"x-anthropic-billing-header:[^\n]*\n?")
-"""Claude Code begins its system prompt with this line, which is another in each request: kept, it
-would make every prompt a new one to the prefix cache."""
-
 _NAME = String(1)
 _CONTENT = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}
 
@@ -48,7 +43,7 @@ class SystemPrompt(msgspec.Struct, frozen=True):
     """A string or text blocks, read as one text."""
 
     def check(self, value: Any, path: str) -> str:
-        return "".join(_BILLING.sub("", text, 1) for text in _texts(value, path))
+        return "".join(_texts(value, path))
 
     def schema(self) -> dict[str, Any]:
         return _CONTENT
