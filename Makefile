@@ -7,7 +7,7 @@ READY_TEST := .venv/ready-test
 READY_BENCH := .venv/ready-bench
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: serve test test-all test-clients test-cluster test-gateways kill-replicas test-embed test-gguf test-kernels test-llama-cpp test-models test-slow test-structure test-web test-ops check simulate simulate-placements chaos chaos-cluster attack soak corrupt demo roofline peers llama-gap clean
+.PHONY: serve test test-all test-agents test-clients test-cluster test-gateways kill-replicas test-embed test-gguf test-kernels test-llama-cpp test-models test-slow test-structure test-web test-ops check simulate simulate-placements chaos chaos-cluster attack soak corrupt demo roofline peers llama-gap clean
 
 serve: $(READY)
 	@exec $(BIN)/headrace serve $(ARGS)
@@ -50,6 +50,11 @@ test-kernels: $(READY_TEST)
 
 test-clients: $(READY)
 	$(BIN)/python -m tests.clients.run $(ARGS)
+
+# coding agents from npm, in build/agents, against a slow server; LONG=1: a prompt of seven minutes
+test-agents: $(READY_TEST)
+	LONG=$(LONG) timeout $(if $(LONG),3600,900) $(BIN)/python -m pytest -p no:cacheprovider --timeout 1800 \
+		tests/agents $(if $(LONG),-k seven) $(ARGS)
 
 # Debian's Prometheus scrapes a server; where it cannot be had, this fails
 test-ops: $(READY_TEST)

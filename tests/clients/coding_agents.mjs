@@ -53,6 +53,9 @@ async function greedy(request, answer) {
     const asked = { ...JSON.parse(body), temperature: 0 };
     const isNew = request.url.startsWith("/v1/messages") && !body.includes("tool_result");
     if (isNew && asked.tools?.length) asked.tool_choice = { type: "any" };
+    const isFirst = request.url.startsWith("/v1/responses") && !body.includes("function_call_output");
+    const space = asked.tools?.find(({ type, name }) => type === "namespace" && name === "mcp__weather");
+    if (isFirst && space) asked.tool_choice = { type: "function", namespace: space.name, name: TOOL.name };
     sent.body = JSON.stringify(asked);
   }
   const found = await fetch(process.env.HEADRACE_TEST_URL + request.url, sent);
@@ -142,6 +145,16 @@ function tests() {
 
   test("Codex answers", async () => {
     assert.equal(answerOf(events(await codex("Hello"))), "Hello! How can I help you?");
+  });
+
+  test("Codex uses a tool of an MCP server and goes on", async () => {
+    const server = `mcp_servers.weather={command="${process.execPath}",args=["${SELF}","tools"]}`;
+    const approved = 'mcp_servers.weather.default_tools_approval_mode="approve"';
+    const said = events(await codex("What is the weather in Paris?", "-c", server, "-c", approved));
+    const call = said.findLast((event) => event.item?.type === "mcp_tool_call")?.item;
+    assert.deepEqual([call?.server, call?.tool], ["weather", TOOL.name], JSON.stringify(said));
+    assert.match(JSON.stringify(call.result), /sunny/, JSON.stringify(call));
+    assert.equal(said.at(-1).type, "turn.completed");
   });
 
   test("Codex goes on with a conversation", async () => {

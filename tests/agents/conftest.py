@@ -1,0 +1,87 @@
+"""One slow server behind a wire, and a desk for the agents."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from headrace.checkpoints.find import find_model
+from tests.agents.agents import BUILD, MODEL, Desk, install
+from tests.agents.cutter import Cutter
+from tools.harness.eventually import eventually
+from tools.harness.servers import ServerProcess
+from tools.harness.slow_engine import slow
+
+WITHIN_S = 240.0
+CONTEXT = 131072
+LONG_PROMPT = 10_000  # tokens; what each of them sends before a word of its user's is longer
+
+
+def long_mini() -> Path:
+    """headrace-mini with positions enough for what agents send; what it says there is nonsense."""
+    folder = BUILD / "mini-long"
+    shutil.copytree(find_model("headrace-mini"), folder, dirs_exist_ok=True)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": CONTEXT}))
+    return folder
+
+
+class Site:
+    """A server of slow engines, always at the end of the same wire; it may die and come back."""
+
+    def __init__(self, seconds: float) -> None:
+        self.wire = Cutter()
+        self._seconds = seconds
+        self.server: ServerProcess
+
+    def start(self, *flags: str) -> None:
+        given = (str(long_mini()), "--served-model-name", MODEL, "--threads", "1", *flags)
+        self.server = ServerProcess(*given, prefix=slow(self._seconds)).wait_until_ready()
+        self.wire.target = int(self.server.url.rpartition(":")[2])
+
+    @property
+    def state(self) -> dict[str, Any]:
+        found: dict[str, Any] = httpx.get(f"{self.server.url}/manage/state").json()
+        return found
+
+    def wait_for_prompts(self, number: int) -> None:
+        """Until this many long prompts are there, of which the first is being read."""
+
+        def are_read() -> bool:
+            rows = self.state["requests"]
+            long = [row for row in rows if row["prompt_tokens"] > LONG_PROMPT]
+            return len(long) >= number and any(row["state"] == "prompt" for row in long)
+
+        eventually(are_read, within_s=WITHIN_S)
+
+    def ended(self, route: str, longer_than: int = 0) -> list[dict[str, str]]:
+        """The log's figures of the requests of a route, in the order of their ends."""
+        lines = [line for line in self.server.lines if f"route={route} " in line]
+        rows = [dict(part.split("=", 1) for part in line.split() if "=" in part) for line in lines]
+        return [row for row in rows if int(row["prompt_tokens"]) > longer_than]
+
+    def stop(self) -> None:
+        self.wire.close()
+        self.server.stop()
+
+
+@pytest.fixture(scope="session")
+def agents() -> None:
+    install()
+
+
+@pytest.fixture
+def site(request: pytest.FixtureRequest) -> Iterator[Site]:
+    """With `site.start(flags)` the test begins it; its parameter are seconds for 1,000 tokens."""
+    made = Site(getattr(request, "param", 0.3))
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+def desk(agents: None, site: Site, tmp_path: Path) -> Desk:
+    return Desk(tmp_path, site.wire.url, WITHIN_S)
