@@ -126,8 +126,7 @@ class GrowingResponse:
         request = record.request
         kept = open_kept(request.kept) if request.kept else KeptBody()
         self._repeated, self._namespaces = _shown(kept.shown), kept.namespaces
-        self._is_background = request.response_options.background
-        self._status = "queued" if self._is_background else "in_progress"
+        self._status = "queued" if request.response_options.background else "in_progress"
         self._error: Error | None = None
         self._usage: Usage | None = None
         self._ingestion: dict[str, Any] = {}
@@ -143,9 +142,8 @@ class GrowingResponse:
         """The response events that one event adds. Takes every event from seq 0, in order."""
         match event:
             case Accepted():
-                second = "queued" if self._is_background else "in_progress"
                 # the openai package wants `created` before anything else
-                return [self._told("response.created"), self._told(f"response.{second}")]
+                return [self._told("response.created"), self._told(f"response.{self._status}")]
             case Progress():
                 line = self._words.take(event)
                 said = self._blocks.feed(ChannelPiece(line, REASONING)) if line else []
