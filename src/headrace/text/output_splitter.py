@@ -97,7 +97,8 @@ class TagSplitter:
         if self._body is not None:
             return self.feed(marker)
         if marker in self._markers(self._held + marker):
-            self._take_marker(marker, pieces)
+            own = self._take_marker(marker, pieces)
+            pieces += self.feed(own)
         else:
             pieces += self._release()
             self._put(marker, pieces)
@@ -130,8 +131,8 @@ class TagSplitter:
         place, marker = _first_of(markers, text)
         if marker:
             self._held = text[:place]
-            self._take_marker(marker, pieces)
-            return text[place + len(marker) :]
+            own = self._take_marker(marker, pieces)
+            return own + text[place + len(marker) :]
         kept = _kept(markers, text) if all_markers else 0
         if self._is_after_marker and not text.strip():
             kept = len(text)
@@ -154,15 +155,18 @@ class TagSplitter:
         first = text.lstrip()[:1]
         return bool(first) and first in leads and self._channel == CONTENT and not self._has_content
 
-    def _take_marker(self, marker: str, pieces: list[ChannelPiece]) -> None:
+    def _take_marker(self, marker: str, pieces: list[ChannelPiece]) -> str:
+        """Returns the marker if it belongs to the body that it opens."""
         text, space = self._held.rstrip(), self._held[len(self._held.rstrip()) :]
         self._put(text, pieces)
         self._held = ""
         if self._tools and marker in self._tools.starts and self._channel == CONTENT:
-            self._open_body(space + marker)
-        else:
-            self._is_after_marker = True
-            self._channel = CONTENT if self._channel == REASONING else REASONING
+            own = marker if marker in self._tools.kept else ""
+            self._open_body(space + marker.removesuffix(own))
+            return own
+        self._is_after_marker = True
+        self._channel = CONTENT if self._channel == REASONING else REASONING
+        return ""
 
     def _open_body(self, raw: str) -> None:
         assert self._tools

@@ -7,13 +7,14 @@ _CALL, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 _CALLS, _CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _SEP = "<｜tool▁sep｜>"
 _DEEPSEEK = (
-    rf"\s*{_CALL}(?:function{_SEP})?([^<\s]+)"
+    rf"\s*{_CALL}(?:function{_SEP})?([\w.-]+)"
     rf"(?:{_SEP})?(?:\s*```json)?\s*(?=\{{)"
 )
 
 FORMAT = ToolFormat(
     "tool▁calls▁begin",
-    (_CALLS,),
+    (_CALLS, _CALL),
     lambda _: JsonCalls(_DEEPSEEK, ("```", _CALL_END, _CALLS_END), _CALL, has_header=True),
-    ends=(_CALL, _CALL_END, _CALLS_END, _SEP),
+    ends=(_CALL_END, _CALLS_END, _SEP),
+    kept=(_CALL,),
 )

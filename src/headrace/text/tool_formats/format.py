@@ -55,7 +55,8 @@ MakeRules = Callable[[Sequence[str], int, TokenId], CallRules]
 class ToolFormat(NamedTuple):
     """`starts` open a body; so does an answer that begins with one character of `leads`.
 
-    `sign` is what only chat templates of this format have.
+    `sign` is what only chat templates of this format have. Those of `starts` that are in `kept` are
+    part of a call.
     """
 
     sign: str
@@ -63,6 +64,7 @@ class ToolFormat(NamedTuple):
     make: Callable[[IsText], CallBody]
     leads: str = ""
     ends: tuple[str, ...] = ()  # markers inside the body
+    kept: tuple[str, ...] = ()
     rules: MakeRules | None = None  # None: calls cannot be forced
 
 

@@ -12,7 +12,6 @@ import msgspec
 
 from headrace.core.request import Chat
 from headrace.text.tool_formats.format import (
-    CallDelta,
     CallRules,
     TokenId,
     ToolFormat,
@@ -31,7 +30,6 @@ When a function helps, answer with its call and nothing else: one JSON object on
 Several calls go on a line each. The results come in the next message. When no function helps, \
 answer in plain words."""
 
-_FENCE = "```"
 _Message = dict[str, Any]
 _Content = str | list[_Message]
 
@@ -130,37 +128,11 @@ def _parts(content: _Content) -> list[_Message]:
     return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
 
 
-class BareCalls:
-    """Calls as bare JSON, a line each, which a model that was not trained on it may fence."""
-
-    def __init__(self) -> None:
-        self._calls = JsonCalls(OBJECT, ("}", _FENCE), "{")
-        self._head: str | None = ""  # until it is known whether there is a fence
-
-    def feed(self, text: str) -> list[CallDelta]:
-        if self._head is None:
-            return self._calls.feed(text)
-        self._head += text
-        if f"{_FENCE}json".startswith(self._head.lstrip()):
-            return []
-        return self._begin()
-
-    def flush(self) -> list[CallDelta]:
-        begun = [] if self._head is None else self._begin()
-        return begun + self._calls.flush()
-
-    def _begin(self) -> list[CallDelta]:
-        head, self._head = (self._head or "").lstrip(), None
-        return self._calls.feed(head.removeprefix(_FENCE).removeprefix("json"))
-
-    @property
-    def rest(self) -> str | None:
-        return self._calls.rest
-
-
 def _rules(names: Sequence[str], most: int, token_id: TokenId) -> CallRules:
     lines = ["calls: call" + more(r'"\n" call', most), "call: " + objects(names, "arguments")]
-    return CallRules(lines, "calls | TEXT?", r"/[^{`\s](?s:.*)/")
+    return CallRules(lines, "calls | TEXT?", r"/[^{\[`\s](?s:.*)/")
 
 
-FORMAT = ToolFormat("", (), lambda _: BareCalls(), leads="{`", rules=_rules)
+FORMAT = ToolFormat(
+    "", (), lambda _: JsonCalls(OBJECT, ("}", "}", "]", "```")), leads="{[`", rules=_rules
+)

@@ -19,5 +19,7 @@ def _parse(body: str, is_text: IsText) -> list[Call] | None:
 FORMAT = ToolFormat(
     "<arg_key>",
     ("<tool_call>",),
-    lambda is_text: WholeCalls("</tool_call>", lambda body: _parse(body, is_text)),
+    lambda is_text: WholeCalls(
+        "</tool_call>", lambda body: _parse(body, is_text), ("<arg_value>", "</arg_value>")
+    ),
 )

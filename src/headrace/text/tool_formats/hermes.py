@@ -27,5 +27,9 @@ def _rules(names: Sequence[str], most: int, token_id: TokenId) -> CallRules:
 
 
 FORMAT = ToolFormat(
-    _START, (_START,), lambda _: JsonCalls(OBJECT, ("}", _END)), ends=(_END,), rules=_rules
+    _START,
+    (_START,),
+    lambda _: JsonCalls(OBJECT, ("}", "}", "]", "```", _END)),
+    ends=(_END,),
+    rules=_rules,
 )

@@ -1,26 +1,33 @@
-"""Calls whose arguments stand as JSON in the text: they go out as they come."""
+"""Calls whose arguments stand as JSON in the text: they go out as they come, slips mended."""
 
 import json
 import re
 
 from headrace.text.tool_formats.format import CallDelta
+from headrace.text.tool_formats.json_scan import ObjectScan
 
-_NAME = r'"name"\s*:\s*("(?:[^"\\]|\\.)*")'
+_NAME = r'"name"\s*:\s*("(?:[^"\\\x00-\x1f]|\\["\\/bfnrt]|\\u[0-9a-fA-F]{4})+")'
 _ARGUMENTS = r'\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
-OBJECT = rf'\s*\{{\s*(?:"type"\s*:\s*"function"\s*,\s*)?{_NAME}{_ARGUMENTS}'
-"""The opening of a call that is an object with name and arguments."""
+OBJECT = (
+    r"\s*(?:```(?:json)?)?[\s\[,;]*"
+    rf'\{{\s*(?:"type"\s*:\s*"function"\s*,\s*)?{_NAME}{_ARGUMENTS}'
+)
+"""The opening of a call that is an object with name and arguments, fenced or in an array or not."""
+_BETWEEN = " \n\r\t,;"  # calls
+_BEFORE = _BETWEEN + "["
 
 
 class JsonCalls:
     """Calls whose arguments are a JSON object in the text: opening, arguments, closing; again."""
 
     def __init__(
-        self, opening: str, closing: tuple[str, ...], again: str = "", has_header: bool = False
+        self, opening: str, closing: tuple[str, ...], again: str = "{", has_header: bool = False
     ) -> None:
         """`opening` matches up to the arguments; its one group that matches is the name.
 
         `closing`: literals that may follow the arguments, in this order, white space between them.
-        `again` begins another call. `has_header`: words may precede the first brace.
+        `again` begins another call, if the last of them has not come. `has_header`: words may
+        precede the first brace.
         """
         self._has_header = has_header
         self.rest: str | None = None
@@ -30,7 +37,7 @@ class JsonCalls:
         self._text = ""
         self._at = 0  # all before it was given out, or is of no more use
         self._has_name = False
-        self._scan: _ObjectScan | None = None  # while in arguments
+        self._scan: ObjectScan | None = None  # while in arguments
 
     def feed(self, text: str) -> list[CallDelta]:
         if self.rest is not None:
@@ -47,6 +54,8 @@ class JsonCalls:
         while self.rest is None and self._advance(deltas, is_last=True):
             pass
         if self.rest is None:
+            left = self._scan.flush() if self._scan else ""
+            deltas += [CallDelta("", left)] if left else []
             self.rest = ""
         return deltas
 
@@ -63,7 +72,7 @@ class JsonCalls:
         if found:
             name = next(filter(None, found.groups()))
             deltas.append(CallDelta(json.loads(name) if name.startswith('"') else name, ""))
-            self._at, self._has_name, self._scan = found.end(), True, _ObjectScan()
+            self._at, self._has_name, self._scan = found.end(), True, ObjectScan()
             return True
         whole = self._whole_object(is_last)
         if whole is None:
@@ -77,94 +86,82 @@ class JsonCalls:
         return True
 
     def _whole_object(self, is_last: bool) -> tuple[tuple[str, str] | None, int] | None:
-        """A call whose keys stand in another order; None while it is not whole."""
+        """A call in another form of object; None while it is not whole."""
         start = self._text.find("{", self._at)
-        header = self._text[self._at : start if start >= 0 else None].strip(" \n\r\t[,")
-        if header and (start >= 0 or not self._has_header):
+        header = self._text[self._at : start if start >= 0 else None].strip(_BEFORE)
+        is_fence = header in ("", "```", "```json") if start >= 0 else "```json".startswith(header)
+        if not is_fence and (start >= 0 or not self._has_header):
             return None, self._at
         if start < 0:
             return (None, self._at) if is_last else None
-        scan = _ObjectScan()
-        end = scan.feed(self._text, start)
+        scan = ObjectScan()
+        end, mended = scan.feed(self._text, start)
         if not scan.is_over:
             return (None, self._at) if is_last else None
-        try:
-            value = json.loads(self._text[start:end])
-        except ValueError:
-            return None, self._at
-        arguments = value.get("arguments", value.get("parameters", {}))
-        if not isinstance(arguments, str):
-            arguments = json.dumps(arguments, ensure_ascii=False)
-        name = value.get("name")
-        if not isinstance(name, str) or not arguments.startswith("{"):
-            return None, self._at
-        return (name, arguments), end - 1  # its last brace is the first literal of the closing
+        call = _call_in(mended)
+        # its last brace is the first literal of the closing
+        return (call, end - 1) if call else (None, self._at)
 
     def _take_arguments(self, deltas: list[CallDelta]) -> bool:
         assert self._scan is not None
-        end = self._scan.feed(self._text, self._at)
-        if end > self._at:
-            deltas.append(CallDelta("", self._text[self._at : end]))
-            self._at = end
+        self._at, arguments = self._scan.feed(self._text, self._at)
+        if arguments:
+            deltas.append(CallDelta("", arguments))
         if self._scan.is_over:
             self._scan = None
             return True
         return False
 
     def _take_closing(self, is_last: bool) -> bool:
-        at = self._at
+        at, has_ended = self._at, False
         for literal in self._closing:
-            at = _skip_space(self._text, at)
-            left = self._text[at : at + len(literal)]
-            if left == literal:
-                at += len(literal)
+            place = _skip(self._text, at, "," if literal == "}" else "")
+            left = self._text[place : place + len(literal)]
+            has_ended = left == literal
+            if has_ended:
+                at = place + len(literal)
             elif literal.startswith(left) and not is_last:
                 return False
-        if not self._again:
-            self.rest = self._text[at:]
-            return False
-        tail = self._text[at:].lstrip()
-        if tail.startswith(self._again):
-            self._at, self._has_name = at, False
-            return True
-        if not is_last and self._again.startswith(tail):
-            return False
-        self.rest = tail.removeprefix("]")
+        at = _skip(self._text, at)
+        tail = self._text[at:].lstrip(_BETWEEN)
+        if self._again and not has_ended:
+            if tail.startswith(self._again):
+                self._at, self._has_name = at, False
+                return True
+            if not is_last and self._again.startswith(tail):
+                return False
+        self.rest = self._text[at:]
         return False
 
 
-class _ObjectScan:
-    """Finds the end of a JSON object that comes in pieces."""
-
-    def __init__(self) -> None:
-        self.is_over = False
-        self._depth = 0
-        self._in_string = self._is_escaped = False
-
-    def feed(self, text: str, start: int) -> int:
-        """How far the object goes in `text`, counted from its beginning."""
-        for place in range(start, len(text)):
-            character = text[place]
-            if self._in_string:
-                if self._is_escaped:
-                    self._is_escaped = False
-                elif character == "\\":
-                    self._is_escaped = True
-                elif character == '"':
-                    self._in_string = False
-            elif character == '"':
-                self._in_string = True
-            elif character in "{[":
-                self._depth += 1
-            elif character in "}]":
-                self._depth -= 1
-                if self._depth == 0:
-                    self.is_over = True
-                    return place + 1
-        return len(text)
+def _call_in(text: str) -> tuple[str, str] | None:
+    """Name and arguments of an object with keys in any order; its arguments may be a string."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if isinstance(value.get("function"), dict):
+        value = value["function"]
+    name, arguments = value.get("name") or value.get("function"), value.get("arguments")
+    if arguments is None:
+        arguments = value.get("parameters")
+    if isinstance(arguments, str):
+        arguments = _mended(arguments.strip()) if arguments.strip() else "{}"
+    else:
+        arguments = json.dumps(arguments or {}, ensure_ascii=False)
+    is_name = isinstance(name, str) and name and name.isprintable()
+    return (name, arguments) if is_name and arguments.startswith("{") else None
 
 
-def _skip_space(text: str, at: int) -> int:
-    while at < len(text) and text[at].isspace():
+def _mended(text: str) -> str:
+    """An object that is the whole text; "" if it is something else."""
+    scan = ObjectScan()
+    end, mended = scan.feed(text, 0)
+    return mended if scan.is_over and end == len(text) else ""
+
+
+def _skip(text: str, at: int, also: str = "") -> int:
+    """The first place from there on that is neither white space nor one of `also`."""
+    while at < len(text) and (text[at].isspace() or text[at] in also):
         at += 1
     return at

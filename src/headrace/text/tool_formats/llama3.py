@@ -8,13 +8,13 @@ from headrace.text.tool_formats.json_calls import OBJECT, JsonCalls
 
 def _rules(names: Sequence[str], most: int, token_id: TokenId) -> CallRules:
     lines = ["calls: " + objects(names, "parameters")]
-    return CallRules(lines, "calls | TEXT?", r"/[^{\s](?s:.*)/")
+    return CallRules(lines, "calls | TEXT?", r"/[^{\[\s](?s:.*)/")
 
 
 FORMAT = ToolFormat(
     '"parameters"',
     ("<|python_tag|>",),
-    lambda _: JsonCalls(OBJECT, ("}", ";"), "{"),
-    leads="{",
+    lambda _: JsonCalls(OBJECT, ("}", "}", "]")),
+    leads="{[",
     rules=_rules,
 )

@@ -14,7 +14,7 @@ from headrace.text.tool_formats.format import (
 from headrace.text.tool_formats.json_calls import OBJECT, JsonCalls
 
 _START = "[TOOL_CALLS]"
-_OPENING = rf"\s*(?:[\[,]{OBJECT}|([\w.-]+)(?:\[CALL_ID\]\w+)?\[ARGS\]\s*(?=\{{))"
+_OPENING = rf"{OBJECT}|\s*([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{{)"
 
 
 def _rules(names: Sequence[str], most: int, token_id: TokenId) -> CallRules:
@@ -33,7 +33,7 @@ def _rules(names: Sequence[str], most: int, token_id: TokenId) -> CallRules:
 FORMAT = ToolFormat(
     _START,
     (_START,),
-    lambda _: JsonCalls(_OPENING, ("}",), ",", has_header=True),
+    lambda _: JsonCalls(_OPENING, ("}", "}", "]"), has_header=True),
     ends=("[ARGS]", "[CALL_ID]"),
     rules=_rules,
 )

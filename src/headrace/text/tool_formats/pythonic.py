@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 
 from headrace.text.tool_formats.format import Call, ToolFormat
 from headrace.text.tool_formats.whole_calls import WholeCalls
@@ -9,21 +10,33 @@ from headrace.text.tool_formats.whole_calls import WholeCalls
 
 def _parse(body: str) -> list[Call] | None:
     try:
-        tree = ast.parse(body.removesuffix("<|python_end|>").strip(), mode="eval").body
-        assert isinstance(tree, ast.List) and tree.elts
-        return [_call(call) for call in tree.elts]
-    except (SyntaxError, ValueError, AssertionError, RecursionError, MemoryError):
+        tree = ast.parse(body.strip().removesuffix("<|python_end|>").strip(), mode="eval").body
+        calls = tree.elts if isinstance(tree, ast.List) else [tree]
+        return [_call(call) for call in calls]
+    except (SyntaxError, ValueError, TypeError, AssertionError, RecursionError, MemoryError):
         return None
 
 
 def _call(call: ast.expr) -> Call:
-    assert isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and not call.args
+    assert isinstance(call, ast.Call) and not call.args
+    name = ast.unparse(call.func)
+    assert re.fullmatch(r"\w+(\.\w+)*", name)
     arguments = {}
     for keyword in call.keywords:
         assert keyword.arg
-        arguments[keyword.arg] = ast.literal_eval(keyword.value)
-    json.dumps(arguments)  # ValueError for sets and bytes would come later otherwise
-    return call.func.id, arguments
+        arguments[keyword.arg] = ast.literal_eval(_InPython().visit(keyword.value))
+    json.dumps(arguments, allow_nan=False)  # sets, bytes and tuples of them are an error now
+    return name, arguments
+
+
+class _InPython(ast.NodeTransformer):
+    """JSON's words for Python's."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(_WORDS[node.id]) if node.id in _WORDS else node
+
+
+_WORDS = {"true": True, "false": False, "null": None}
 
 
 FORMAT = ToolFormat(

@@ -5,21 +5,36 @@ import re
 from headrace.text.tool_formats.format import Call, IsText, ToolFormat
 from headrace.text.tool_formats.whole_calls import WholeCalls, value_of
 
-_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
-_FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)</function>\s*", re.DOTALL)
+_FUNCTION = re.compile(r"\s*<function=([^>\n]+)>")
+_PARAMETER = re.compile(
+    r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?(?:</parameter>|(?=\n<parameter=)|(?=</function>\s*(?:$|<function=)))",
+    re.DOTALL,
+)  # its end is forgotten at times
+_END = re.compile(r"\s*</function>\s*")
 
 
 def _parse(body: str, is_text: IsText) -> list[Call] | None:
-    found = _FUNCTION.fullmatch(body)
-    if not found:
-        return None
-    name = found[1].strip()
-    pairs = _PARAMETER.findall(found[2])
-    return [(name, {key: value_of(value, is_text(name, key)) for key, value in pairs})]
+    calls, at = [], 0
+    while at < len(body):
+        if not (function := _FUNCTION.match(body, at)):
+            return None
+        name, at = function[1].strip(), function.end()
+        arguments = {}
+        while parameter := _PARAMETER.match(body, at):
+            key, at = parameter[1].strip(), parameter.end()
+            arguments[key] = value_of(parameter[2], is_text(name, key))
+        if not (end := _END.match(body, at)):
+            return None
+        calls.append((name, arguments))
+        at = end.end()
+    return calls
 
 
 FORMAT = ToolFormat(
     "<function=",
-    ("<tool_call>",),
-    lambda is_text: WholeCalls("</tool_call>", lambda body: _parse(body, is_text)),
+    ("<tool_call>", "<function="),
+    lambda is_text: WholeCalls(
+        "</tool_call>", lambda body: _parse(body, is_text), ("<parameter=", "</parameter>")
+    ),
+    kept=("<function=",),  # without the tag before it, as it often comes
 )

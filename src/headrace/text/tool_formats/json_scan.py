@@ -1,0 +1,76 @@
+"""A JSON object out of a text that comes in pieces: as it was written, its slips mended.
+
+Valid JSON passes unchanged. Models write Python's quotes and literals, commas before a closing
+bracket, line breaks within strings, and backslashes before any letter.
+"""
+
+_LITERALS = {"True": "true", "False": "false", "None": "null"}
+_ESCAPED = frozenset('"\\/bfnrtu')
+_CONTROL = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
+
+
+class ObjectScan:
+    """Finds the end of an object, and hands out what stands up to there."""
+
+    def __init__(self) -> None:
+        self.is_over = False
+        self._depth = 0
+        self._quote = ""  # that ends the string
+        self._is_escaped = False
+        self._held = ""  # outside strings: a word, or a comma and the white space after it
+
+    def feed(self, text: str, start: int) -> tuple[int, str]:
+        """How far the object goes in `text`, counted from its beginning, and what it says."""
+        out: list[str] = []
+        for place in range(start, len(text)):
+            step = self._in_string if self._quote else self._outside
+            out.append(step(text[place]))
+            if self.is_over:
+                return place + 1, "".join(out)
+        return len(text), "".join(out)
+
+    def flush(self) -> str:
+        """The rest of an object that was cut."""
+        held, self._held = self._held, ""
+        return held + "\\" * self._is_escaped
+
+    def _in_string(self, character: str) -> str:
+        if self._is_escaped:
+            self._is_escaped = False
+            if character in _ESCAPED:
+                return "\\" + character
+            if character == "'":
+                return character
+            return _CONTROL.get(character) or "\\\\" + character
+        if character == "\\":
+            self._is_escaped = True
+            return ""
+        if character == self._quote:
+            self._quote = ""
+            return '"'
+        if character == '"':
+            return '\\"'
+        if character < " ":
+            return _CONTROL.get(character) or f"\\u{ord(character):04x}"
+        return character
+
+    def _outside(self, character: str) -> str:
+        if character.isalpha() and (not self._held or self._held.isalpha()):
+            self._held += character
+            return ""
+        if character.isspace() and self._held[:1] == ",":
+            self._held += character
+            return ""
+        before = _LITERALS.get(self._held, self._held)
+        self._held = ""
+        if character in "}]":
+            self._depth -= 1
+            self.is_over = self._depth == 0
+            before = before.removeprefix(",")
+        elif character in "{[":
+            self._depth += 1
+        elif character in "\"'":
+            self._quote, character = character, '"'
+        elif character == "," or character.isalpha():
+            self._held, character = character, ""
+        return before + character

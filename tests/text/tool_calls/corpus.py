@@ -1,0 +1,302 @@
+"""Tool calls as models write them, well and badly, by format, and what a client should get.
+
+Expected are pieces in order: a text is content, `Thought` reasoning, `Call` a call. Arguments that
+are text are those of a call that was cut, as far as they came.
+"""
+
+from typing import Any, NamedTuple
+
+
+class Thought(NamedTuple):
+    text: str
+
+
+class Call(NamedTuple):
+    name: str
+    arguments: dict[str, Any] | str
+
+
+Expected = list["str | Thought | Call"]
+Case = tuple[str, str, Expected]
+"""What the case is about, the model's text, and what comes of it."""
+
+F = Call("f", {"x": 1})
+G = Call("g", {})
+DEEP = Call("f", {"x": {"y": [{"z": "}]{["}], "w": 'a "quoted" \\ word'}})
+DEEP_JSON = r'{"x": {"y": [{"z": "}]{["}], "w": "a \"quoted\" \\ word"}}'
+
+
+def object_of(arguments: str, name: str = "f", key: str = "arguments") -> str:
+    return f'{{"name": "{name}", "{key}": {arguments}}}'
+
+
+F_JSON, G_JSON = object_of('{"x": 1}'), object_of("{}", "g")
+
+
+def of_objects(begin: str, end: str, key: str = "arguments") -> list[Case]:
+    """Cases of every format whose calls are JSON objects between `begin` and `end`."""
+
+    def one(what: str, body: str, *expected: Any) -> Case:
+        return what, begin + body + end, list(expected)
+
+    def given(arguments: str) -> str:
+        return object_of(arguments, key=key)
+
+    return [
+        one("a call", given('{"x": 1}'), F),
+        one("no arguments", given("{}"), Call("f", {})),
+        one("nested objects, with brackets and quotes in strings", given(DEEP_JSON), DEEP),
+        one("an unknown name", object_of("{}", "never-declared.tool", key), Call("never-declared.tool", {})),
+        one("no white space", '{"name":"f","%s":{"x":1}}' % key, F),
+        one("white space everywhere", '\n {\n "name" : "f" ,\n "%s" : {\n  "x" : 1\n } \n}\n' % key, F),
+        one("keys in another order", '{"%s": {"x": 1}, "name": "f"}' % key, F),
+        one("more keys", '{"id": "c1", "name": "f", "%s": {"x": 1}}' % key, F),
+        one("a type before the name", '{"type": "function", "name": "f", "%s": {"x": 1}}' % key, F),
+        one("a function within", '{"type": "function", "function": %s}' % given('{"x": 1}'), F),
+        one("the other name for arguments", object_of('{"x": 1}', key="parameters"), F),
+        one("arguments as a string", given(r'"{\"x\": 1}"'), F),
+        one("arguments as an empty string", given('""'), Call("f", {})),
+        one("arguments that are null", given("null"), Call("f", {})),
+        one("no arguments at all", '{"name": "f"}', Call("f", {})),
+        one("a comma too many in the arguments", given('{"x": 1,}'), F),
+        one("commas too many in lists", given('{"x": [1, 2, ], }'), Call("f", {"x": [1, 2]})),
+        one("a comma too many in the call", '{"name": "f", "%s": {"x": 1},}' % key, F),
+        one("single quotes", "{'name': 'f', '%s': {'x': 1}}" % key, F),
+        one("single quotes in the arguments", given("{'x': 'it is \"so\"', 'y': 'don\\'t'}"),
+            Call("f", {"x": 'it is "so"', "y": "don't"})),
+        one("Python's literals", given('{"x": [True, False, None]}'), Call("f", {"x": [True, False, None]})),
+        one("JSON's literals and numbers", given('{"x": [true, false, null, -1.5e+3]}'),
+            Call("f", {"x": [True, False, None, -1500.0]})),
+        one("line breaks in a string", given('{"x": "a\n\tb"}'), Call("f", {"x": "a\n\tb"})),
+        one("a backslash before any letter", given(r'{"x": "\d+\.\w"}'), Call("f", {"x": r"\d+\.\w"})),
+        one("escapes of every kind", given(r'{"x": "\u00e9\n\/\"\\"}'), Call("f", {"x": 'é\n/"\\'})),
+        one("words of other scripts", given('{"x": "日本 🙂 é"}'), Call("f", {"x": "日本 🙂 é"})),
+        one("a brace too many", given('{"x": 1}') + "}", F),
+        one("a name in another script", object_of("{}", "wetter_für", key), Call("wetter_für", {})),
+    ]  # fmt: skip
+
+
+def broken(begin: str, end: str) -> list[Case]:
+    """Texts that are no call: each comes back whole."""
+    bodies = {
+        "words": "not a call at all",
+        "a name that is no string": '{"name": 5, "arguments": {}}',
+        "no name": '{"arguments": {"x": 1}}',
+        "a name with a line break": '{"name": "a\nb", "arguments": {}}',
+        "a name with a bad escape": r'{"name": "a\xb", "arguments": 5}',
+        "an empty name": '{"name": "", "arguments": {"x": 1}}',
+        "arguments that are a list": '{"name": "f", "arguments": [1]}',
+        "arguments that are a text": '{"name": "f", "arguments": "x is 1"}',
+        "a key without quotes": '{name: "f", "arguments": {}}',
+        "no colon": '{"name" "f"}',
+        "another object": '{"answer": 42}',
+        "a list of numbers": "[1, 2, 3]",
+        "cut within the name": '{"name": "f',
+        "cut before the arguments": '{"name": "f", "arguments": ',
+    }
+    return [
+        (what, begin + body + ("" if what.startswith("cut") else end),
+         [begin + body + ("" if what.startswith("cut") else end)])
+        for what, body in bodies.items()
+    ]  # fmt: skip
+
+
+HERMES: list[Case] = [
+    *of_objects("<tool_call>\n", "\n</tool_call>"),
+    *broken("<tool_call>\n", "\n</tool_call>"),
+    ("reasoning, words, a call", f"<think>\nhm\n</think>\n\nOk.\n<tool_call>\n{F_JSON}\n</tool_call>",
+     [Thought("hm"), "Ok.", F]),
+    ("a call within reasoning stays reasoning",
+     f"<think>I may <tool_call>{F_JSON}</tool_call> it</think>Done",
+     [Thought(f"I may <tool_call>{F_JSON}</tool_call> it"), "Done"]),
+    ("two calls", f"<tool_call>\n{F_JSON}\n</tool_call>\n<tool_call>\n{G_JSON}\n</tool_call>", [F, G]),
+    ("two in one tag", f"<tool_call>\n{F_JSON}\n{G_JSON}\n</tool_call>", [F, G]),
+    ("two in one tag with a comma", f"<tool_call>{F_JSON}, {G_JSON}</tool_call> and", [F, G, "and"]),
+    ("an array in one tag", f"<tool_call>\n[{F_JSON}, {G_JSON}]\n</tool_call>", [F, G]),
+    ("a fence in the tag", f"<tool_call>\n```json\n{F_JSON}\n```\n</tool_call>", [F]),
+    ("the end tag forgotten", f"<tool_call>\n{F_JSON}", [F]),
+    ("the end tag forgotten between two", f"<tool_call>{F_JSON}\n<tool_call>{G_JSON}", [F, G]),
+    ("a brace forgotten", '<tool_call>{"name": "f", "arguments": {"x": 1}\n</tool_call>', [F]),
+    ("text after the call", f"<tool_call>{F_JSON}</tool_call>\n\nThat is it.", [F, "That is it."]),
+    ("an object after the call", f'<tool_call>{F_JSON}</tool_call>{{"a": 1}}', [F, '{"a": 1}']),
+    ("markers in a string", '<tool_call>{"name": "f", "arguments": {"x": "<tool_call></tool_call>"}}</tool_call>',
+     [Call("f", {"x": "<tool_call></tool_call>"})]),
+    ("cut within the arguments", '<tool_call>\n{"name": "f", "arguments": {"x": [1, "a',
+     [Call("f", '{"x": [1, "a')]),
+    ("cut at a comma", '<tool_call>{"name": "f", "arguments": {"x": 1, ', [Call("f", '{"x": 1, ')]),
+    ("a broken call and a good one", f"<tool_call>no</tool_call> <tool_call>{F_JSON}</tool_call>",
+     ["<tool_call>no</tool_call>", F]),
+    ("a good call and a broken one", f'<tool_call>{F_JSON}</tool_call><tool_call>{{"x"</tool_call>',
+     [F, '<tool_call>{"x"</tool_call>']),
+    ("the tag cut", "So: <tool_c", ["So: <tool_c"]),
+    ("a comparison", "a < b and <tool> is none", ["a < b and <tool> is none"]),
+]  # fmt: skip
+
+MISTRAL: list[Case] = [
+    *of_objects("[TOOL_CALLS][", "]"),
+    *(case for case in broken("[TOOL_CALLS] ", "") if case[0] != "words"),
+    ("words after the marker", "[TOOL_CALLS] is a marker.", ["[TOOL_CALLS] is a marker."]),
+    ("two in an array", f"[TOOL_CALLS] [{F_JSON}, {G_JSON}]", [F, G]),
+    ("one without an array", f"[TOOL_CALLS]{F_JSON}", [F]),
+    ("names and arguments", 'hi[TOOL_CALLS]f[ARGS]{"x": 1}[TOOL_CALLS]g[ARGS]{}', ["hi", F, G]),
+    ("a name with an id", '[TOOL_CALLS]f[CALL_ID]abc123[ARGS]{"x": 1}', [F]),
+    ("a name without its marker", '[TOOL_CALLS]f{"x": 1}', [F]),
+    ("the array left open", f"[TOOL_CALLS][{F_JSON}", [F]),
+    ("markers in a string", '[TOOL_CALLS]f[ARGS]{"x": "[TOOL_CALLS][ARGS]"}',
+     [Call("f", {"x": "[TOOL_CALLS][ARGS]"})]),
+    ("slips in the arguments", "[TOOL_CALLS]f[ARGS]{'x': 1,}", [F]),
+    ("cut within the arguments", '[TOOL_CALLS]f[ARGS]{"x": "a', [Call("f", '{"x": "a')]),
+    ("text after the array", f"[TOOL_CALLS][{F_JSON}] Done", [F, "Done"]),
+]  # fmt: skip
+
+LLAMA3: list[Case] = [
+    *of_objects("", "", "parameters"),
+    *(case for case in of_objects("<|python_tag|>", "", "parameters")),
+    *broken("", ""),
+    ("two with a semicolon", f"<|python_tag|>{F_JSON}; {G_JSON}", [F, G]),
+    ("two in lines", f"{F_JSON}\n{G_JSON}", [F, G]),
+    ("an array", f"[{F_JSON}, {G_JSON}]", [F, G]),
+    ("a function as a name", '{"function": "f", "parameters": {"x": 1}}', [F]),
+    ("an answer in JSON", '{"answer": 42} is it', ['{"answer": 42} is it']),
+    ("a call in the middle of words is no call", f"Use {F_JSON}.", [f"Use {F_JSON}."]),
+    ("a tag within words", '{"answer": 42} <|python_tag|>', ['{"answer": 42} <|python_tag|>']),
+    ("a call and words", f"{F_JSON}\nDone.", [F, "Done."]),
+    ("cut within the arguments", '{"name": "f", "parameters": {"x": {"y": "a', [Call("f", '{"x": {"y": "a')]),
+]  # fmt: skip
+
+GENERIC: list[Case] = [
+    *of_objects("", ""),
+    *of_objects("```json\n", "\n```"),
+    *broken("", ""),
+    *broken("```json\n", "\n```"),
+    ("two in lines, and words", f"{F_JSON}\n{G_JSON}\nDone.", [F, G, "Done."]),
+    ("two in a fence", f"```json\n{F_JSON}\n{G_JSON}\n```", [F, G]),
+    ("an array in a fence", f"```json\n[{F_JSON}, {G_JSON}]\n```", [F, G]),
+    ("a fence of another language", "```python\nx = {}\n```", ["```python\nx = {}\n```"]),
+    ("a fence in a string", '```json\n{"name": "f", "arguments": {"x": "```"}}\n```',
+     [Call("f", {"x": "```"})]),
+    ("after reasoning", f"<think>\nhm\n</think>\n\n{F_JSON}", [Thought("hm"), F]),
+    ("words first", f"Ok: {F_JSON}", [f"Ok: {F_JSON}"]),
+    ("one backtick", "`x` is it", ["`x` is it"]),
+    ("cut within the arguments", '{"name": "f", "arguments": {"x": "a', [Call("f", '{"x": "a')]),
+]  # fmt: skip
+
+_DS, _DE = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+_CS, _CE, _SEP = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
+DEEPSEEK: list[Case] = [
+    ("fenced arguments", f'x{_DS}{_CS}function{_SEP}f\n```json\n{{"x": 1}}\n```{_CE}{_DE}', ["x", F]),
+    ("bare arguments", f'{_DS}{_CS}f{_SEP}{{"x": 1}}{_CE}{_DE}', [F]),
+    ("two", f'{_DS}{_CS}f{_SEP}{{"x": 1}}{_CE}\n{_CS}g{_SEP}{{}}{_CE}{_DE}', [F, G]),
+    ("the outer tag forgotten", f'{_CS}function{_SEP}f\n```json\n{{"x": 1}}\n```{_CE}', [F]),
+    ("the end tags forgotten", f'{_DS}{_CS}f{_SEP}{{"x": 1}}', [F]),
+    ("slips in the arguments", f"{_DS}{_CS}f{_SEP}{{'x': 1,}}{_CE}{_DE}", [F]),
+    ("nested", f"{_DS}{_CS}f{_SEP}{DEEP_JSON}{_CE}{_DE}", [DEEP]),
+    ("markers in a string", f'{_DS}{_CS}f{_SEP}{{"x": "{_CE}```"}}{_CE}{_DE}', [Call("f", {"x": f"{_CE}```"})]),
+    ("text after", f"{_DS}{_CS}g{_SEP}{{}}{_CE}{_DE}\nDone", [G, "Done"]),
+    ("words instead", f"{_DS}nothing{_DE}", [f"{_DS}nothing{_DE}"]),
+    ("arguments that are no object", f"{_CS}f{_SEP}x=1{_CE}", [f"{_CS}f{_SEP}x=1{_CE}"]),
+    ("cut within the arguments", f'{_DS}{_CS}f{_SEP}{{"x": "a', [Call("f", '{"x": "a')]),
+    ("cut within the name", f"{_DS}{_CS}function{_SEP}ge", [f"{_DS}{_CS}function{_SEP}ge"]),
+    ("a call within reasoning stays reasoning", f"<think>{_DS}{_CS}g{_SEP}{{}}{_CE}{_DE}</think>Yes",
+     [Thought(f"{_DS}{_CS}g{_SEP}{{}}{_CE}{_DE}"), "Yes"]),
+]  # fmt: skip
+
+
+def function(*parameters: str, name: str = "f") -> str:
+    return f"<function={name}>\n" + "".join(f"{it}\n" for it in parameters) + "</function>"
+
+
+def parameter(key: str, value: str) -> str:
+    return f"<parameter={key}>\n{value}\n</parameter>"
+
+
+_OPEN, _CLOSE = "<tool_call>\n", "\n</tool_call>"
+_X = parameter("x", "1")
+QWEN3_CODER: list[Case] = [
+    ("a call", _OPEN + function(_X) + _CLOSE, [F]),
+    ("no parameters", _OPEN + function(name="g") + _CLOSE, [G]),
+    ("text and lines", "Hm\n" + _OPEN + function(parameter("cmd", "1\n2"), _X) + _CLOSE,
+     ["Hm", Call("f", {"cmd": "1\n2", "x": 1})]),
+    ("a text that looks like a number", _OPEN + function(parameter("cmd", "3")) + _CLOSE, [Call("f", {"cmd": "3"})]),
+    ("JSON as a value", _OPEN + function(parameter("x", '{"a": [1, "}"]}')) + _CLOSE, [Call("f", {"x": {"a": [1, "}"]}})]),
+    ("Python's literals", _OPEN + function(parameter("x", "True")) + _CLOSE, [Call("f", {"x": True})]),
+    ("on one line", "<tool_call><function=f><parameter=x>1</parameter></function></tool_call>", [F]),
+    ("two", _OPEN + function(_X) + _CLOSE + "\n" + _OPEN + function(name="g") + _CLOSE, [F, G]),
+    ("two in one tag", _OPEN + function(_X) + "\n" + function(name="g") + _CLOSE, [F, G]),
+    ("the tag before it forgotten", "Now\n" + function(_X) + _CLOSE, ["Now", F]),
+    ("both tags forgotten", function(_X), [F]),
+    ("the end tag forgotten", _OPEN + function(_X), [F]),
+    ("the end of a parameter forgotten", "<tool_call><function=f>\n<parameter=x>\n1\n<parameter=cmd>\na\n</parameter>\n</function></tool_call>",
+     [Call("f", {"x": 1, "cmd": "a"})]),
+    ("the end of the last parameter forgotten", "<tool_call><function=f>\n<parameter=x>\n1\n</function></tool_call>", [F]),
+    ("markers in a value", _OPEN + function(parameter("cmd", "echo '</tool_call></function>'")) + _CLOSE + " ok",
+     [Call("f", {"cmd": "echo '</tool_call></function>'"}), "ok"]),
+    ("angle brackets in a value", _OPEN + function(parameter("cmd", "if a<b && c>d: <p>")) + _CLOSE,
+     [Call("f", {"cmd": "if a<b && c>d: <p>"})]),
+    ("an unknown name", _OPEN + function(name="never.declared") + _CLOSE, [Call("never.declared", {})]),
+    ("words in the tag", "<tool_call>no call</tool_call> ok", ["<tool_call>no call</tool_call> ok"]),
+    ("words between parameters", _OPEN + "<function=f>\nso\n</function>" + _CLOSE, [_OPEN + "<function=f>\nso\n</function>" + _CLOSE]),
+    ("cut within a value", _OPEN + "<function=f>\n<parameter=x>\n12", [_OPEN + "<function=f>\n<parameter=x>\n12"]),
+    ("cut within the name", "<tool_call>\n<function=f", ["<tool_call>\n<function=f"]),
+    ("a function alone, cut", "<function=f>\n<parameter=x>", ["<function=f>\n<parameter=x>"]),
+    ("a call within reasoning stays reasoning", f"<think>{function(_X)}</think>Yes", [Thought(function(_X)), "Yes"]),
+]  # fmt: skip
+
+
+def glm(*pairs: tuple[str, str], name: str = "f", between: str = "\n") -> str:
+    written = [
+        f"<arg_key>{key}</arg_key>{between}<arg_value>{value}</arg_value>" for key, value in pairs
+    ]
+    return between.join([name, *written, ""])
+
+
+GLM: list[Case] = [
+    ("a call", "<tool_call>" + glm(("x", "1")) + "</tool_call>", [F]),
+    ("no line breaks", "<tool_call>" + glm(("x", "1"), between="") + "</tool_call>", [F]),
+    ("no arguments", "<tool_call>g\n</tool_call>", [G]),
+    ("a text", "<tool_call>" + glm(("cmd", "1\n2")) + "</tool_call>", [Call("f", {"cmd": "1\n2"})]),
+    ("JSON as a value", "<tool_call>" + glm(("x", '["a", {"b": null}]')) + "</tool_call>", [Call("f", {"x": ["a", {"b": None}]})]),
+    ("two", f"<tool_call>{glm(('x', '1'))}</tool_call>\n<tool_call>g</tool_call>", [F, G]),
+    ("the end tag forgotten", "<tool_call>" + glm(("x", "1")), [F]),
+    ("markers in a value", "<tool_call>" + glm(("cmd", "a</tool_call>b<tool_call>")) + "</tool_call> ok",
+     [Call("f", {"cmd": "a</tool_call>b<tool_call>"}), "ok"]),
+    ("text around it", "So.\n<tool_call>g</tool_call>\nDone.", ["So.", G, "Done."]),
+    ("words in the tag", "<tool_call>no call here</tool_call>", ["<tool_call>no call here</tool_call>"]),
+    ("a key without a value", "<tool_call>f<arg_key>x</arg_key></tool_call>", ["<tool_call>f<arg_key>x</arg_key></tool_call>"]),
+    ("cut within a value", "<tool_call>f<arg_key>x</arg_key><arg_value>1", ["<tool_call>f<arg_key>x</arg_key><arg_value>1"]),
+    ("a call within reasoning stays reasoning", "<think><tool_call>g</tool_call></think>Yes",
+     [Thought("<tool_call>g</tool_call>"), "Yes"]),
+]  # fmt: skip
+
+PYTHONIC: list[Case] = [
+    ("two calls", '[f(x=1), g()]', [F, G]),
+    ("in tags", "<|python_start|>[f(x=1)]<|python_end|>", [F]),
+    ("without brackets in tags", "<|python_start|>f(x=1)<|python_end|>", [F]),
+    ("nested values", """[f(x={"y": [{"z": "}]{["}], "w": 'a "quoted" \\\\ word'})]""", [DEEP]),
+    ("JSON's words", "[f(x=[true, false, null])]", [Call("f", {"x": [True, False, None]})]),
+    ("Python's words", "[f(x=[True, False, None])]", [Call("f", {"x": [True, False, None]})]),
+    ("a comma too many", "[f(x=1,),]", [F]),
+    ("over lines", "[\n  f(\n    x=1\n  )\n]", [F]),
+    ("a name with dots", "[server.f(x=1)]", [Call("server.f", {"x": 1})]),
+    ("brackets in strings", '[f(x="[g()]")]', [Call("f", {"x": "[g()]"})]),
+    ("a list that is no call", "[1, 2] are two", ["[1, 2] are two"]),
+    ("a link", "[here](http://x.org)", ["[here](http://x.org)"]),
+    ("no names of arguments", "[f(1)]", ["[f(1)]"]),
+    ("an expression", "[f(x=1+open('a'))]", ["[f(x=1+open('a'))]"]),
+    ("a set", "[f(x={1, 2})]", ["[f(x={1, 2})]"]),
+    ("an empty list", "[]", ["[]"]),
+    ("cut", '[f(x="a', ['[f(x="a']),
+    ("words first", "Ok: [f(x=1)]", ["Ok: [f(x=1)]"]),
+    ("after reasoning", "<think>hm</think>\n[f(x=1)]", [Thought("hm"), F]),
+]  # fmt: skip
+
+CORPUS: dict[str, list[Case]] = {
+    "hermes": HERMES,
+    "mistral": MISTRAL,
+    "llama3": LLAMA3,
+    "generic": GENERIC,
+    "deepseek": DEEPSEEK,
+    "qwen3-coder": QWEN3_CODER,
+    "glm": GLM,
+    "pythonic": PYTHONIC,
+}
