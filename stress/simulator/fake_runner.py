@@ -5,6 +5,7 @@ which finds stale blocks, missing copies and credit for tokens that were never c
 """
 
 from array import array
+from typing import cast
 
 from headrace.core.layout import MemoryLayout
 from headrace.core.plan import (
@@ -14,11 +15,15 @@ from headrace.core.plan import (
     ChunkResult,
     Drawn,
     EncodeChunk,
+    Load,
     StepPlan,
     StepResult,
 )
 from headrace.core.sampling import Logprobs, Sampling
+from headrace.prefixes.assembly import RunToKeep
+from stress.simulator.fake_disk import FakeNumbers
 
+LOAD_S = 1e-4
 VOCABULARY = 40
 MAX_READ_BACK = 40  # blocks; longer tables are read at both ends only
 
@@ -61,6 +66,8 @@ class FakeRunner:
             self._sequences[begin.sequence_id] = Remembered(begin)
         for copy in plan.restores:
             self._copy_slot(copy.source, copy.target)
+        for load in plan.loads:
+            self._load(load)
         for encoded in plan.encoded:
             self._encode(encoded)
         for chunk in plan.chunks:
@@ -71,7 +78,27 @@ class FakeRunner:
             self._blocks[block_copy.target] = (tokens[:], salt)
         for copy in plan.slot_copies:
             self._copy_slot(copy.source, copy.target)
-        return StepResult(tuple(results), sum(seconds), seconds[1])
+        load_s = LOAD_S * sum(len(load.runs) for load in plan.loads)
+        return StepResult(tuple(results), sum(seconds) + load_s, seconds[1], load_s)
+
+    def copy_out(self, kept: RunToKeep) -> FakeNumbers:
+        """The contents of a run's blocks, and of the slot with the state after them."""
+        blocks = [(self._blocks[i][0][:], self._blocks[i][1]) for i in kept.block_ids]
+        state = None
+        if kept.slot_id is not None:
+            state = self._slots[kept.slot_id][:], self._slot_salts[kept.slot_id]
+        return FakeNumbers(blocks, state)
+
+    def _load(self, load: Load) -> None:
+        for run in load.runs:
+            numbers = cast(FakeNumbers, run.numbers)
+            assert len(numbers.blocks) == run.num_blocks
+            loaded = numbers.blocks[run.skip :]
+            for block_id, (tokens, salt) in zip(run.block_ids, loaded, strict=True):
+                self._blocks[block_id] = tokens[:], salt
+            if numbers.state is not None:
+                state, salt = numbers.state
+                self._slots[load.slot_id], self._slot_salts[load.slot_id] = state[:], salt
 
     def _encode(self, chunk: EncodeChunk) -> None:
         remembered = self._sequences[chunk.sequence_id]

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from headrace.core.ids import SequenceId
 from headrace.core.plan import Chunk, StepPlan
 from headrace.scheduler.cost import StepShape
+from headrace.scheduler.restores import MAX_RESTORES
 from headrace.scheduler.scheduler import Scheduler
 from headrace.scheduler.sequence import Sequence, SequenceStatus, by_key
 from headrace.scheduler.table import turn
@@ -78,7 +79,7 @@ class Invariants:
         self._only_the_newest_gave_way(preempted, before)
         if plan is None:
             return
-        assert plan.chunks or plan.encoded
+        assert plan.chunks or plan.encoded or plan.loads
         for sequence_id in plan.ended:
             self._planned.pop(sequence_id, None)
             self._guessed.pop(sequence_id, None)
@@ -116,6 +117,11 @@ class Invariants:
         for encoded in plan.encoded:
             if encoded.sequence_id in begun:
                 self._planned[encoded.sequence_id] = self._table[encoded.sequence_id].num_planned
+        for load in plan.loads:
+            is_new = load.sequence_id in begun
+            assert is_new or load.start == self._planned[load.sequence_id], "a gap before a load"
+            assert load.start < load.end < self._table[load.sequence_id].num_tokens, "S14"
+            self._planned[load.sequence_id] = load.end
         for chunk in plan.chunks:
             sequence_id = chunk.sequence_id
             if sequence_id in begun:
@@ -155,6 +161,11 @@ class Invariants:
         if not pool.num_blocks:
             return
         written: set[int] = set()
+        for load in plan.loads:
+            for block_id in (i for run in load.runs for i in run.block_ids):
+                assert block_id not in pool.index and pool._num_holders[block_id] == 1
+                assert block_id not in written
+                written.add(block_id)
         for chunk in plan.chunks:
             blocks = chunk.block_ids[chunk.start // size : -(-(chunk.start + chunk.length) // size)]
             assert len(blocks) == -(-(chunk.start + chunk.length) // size) - chunk.start // size
@@ -214,10 +225,18 @@ class Invariants:
     def _prompts_get_on(self, plan: StepPlan, before: Before) -> None:
         """S7."""
         opened = [s for s in before.opened if s.lease is not None and s not in before.suspects]
+        opened = [s for s in opened if not self._is_reading(s)]
         has_prompt_work = any(not _is_decode(chunk, before) for chunk in plan.chunks)
         is_coming = self._scheduler._planner._declared is not None
         is_saving = self._scheduler._budget.kept > before.kept
-        assert not opened or has_prompt_work or plan.encoded or is_saving or is_coming
+        has_prompt_work = has_prompt_work or bool(plan.encoded or plan.loads)
+        assert not opened or has_prompt_work or is_saving or is_coming
+
+    def _is_reading(self, sequence: Sequence) -> bool:
+        """Whether it waits for the disk, or for its turn to."""
+        restores = self._scheduler._restores
+        is_full = len(restores._restores) >= MAX_RESTORES
+        return sequence.id in restores._restores or is_full
 
     def _nobody_is_passed_by(self, plan: StepPlan, before: Before, now: float) -> None:
         """S10: past its due, nobody of its client with a later due starts before it."""
@@ -239,7 +258,7 @@ class Invariants:
         heads = {s.client: s for s in sorted(waiting, key=by_key, reverse=True)}
         table, memory = self._table, self._scheduler.memory
         for head in heads.values():
-            if head.id in begun or not memory.has_slot:
+            if head.id in begun or not memory.has_slot or self._is_reading(head):
                 continue
             if not memory.can_reserve(table.match(head), head.num_tokens, len(table.running)):
                 continue

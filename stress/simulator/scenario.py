@@ -13,6 +13,7 @@ from headrace.core.messages import Cancel, FinishReason, NewSequence, Submit
 from headrace.core.plan import EncodeWork, PromptInputs
 from headrace.core.sampling import Sampling
 from headrace.scheduler.budget import Limits
+from stress.simulator.fake_disk import DiskFaults
 
 END_TOKEN = 2
 HUGE = 600_000
@@ -42,6 +43,7 @@ class Scenario:
     cancels: list[tuple[float, Cancel]]
     faults: Faults
     right_guesses: float  # the share of guessed tokens that is right
+    disk: DiskFaults | None = None
 
 
 def make_scenario(seed: int) -> Scenario:
@@ -69,7 +71,24 @@ def make_scenario(seed: int) -> Scenario:
         submits=submits,
         cancels=_cancels(rng, submits),
         faults=_faults(rng, submits),
+        disk=_disk(Random(seed + 5), layout),
         right_guesses=Random(seed + 3).choice([0.0, 0.5, 0.9, 1.0]),
+    )
+
+
+def _disk(rng: Random, layout: MemoryLayout) -> DiskFaults | None:
+    """In half of the schedules a disk, with few blocks to a run."""
+    if not layout.num_blocks or layout.block_size > 1000 or rng.random() < 0.5:
+        return None
+    blocks_per_run = rng.choice([1, 2, 4])
+    if layout.num_slots:
+        blocks_per_run = layout.snapshot_every // layout.block_size
+    return DiskFaults(
+        blocks_per_run,
+        rng.choice([1e-5, 1e-3, 0.02]),
+        slow_read=rng.choice([0.0, 0.0, 0.1, 1.0]),
+        lost_read=rng.choice([0.0, 0.0, 0.2]),
+        lost_write=rng.choice([0.0, 0.0, 0.3]),
     )
 
 

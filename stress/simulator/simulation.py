@@ -12,6 +12,7 @@ from headrace.core.messages import Cancel, FinishReason, Submit
 from headrace.core.plan import StepPlan
 from headrace.scheduler.scheduler import Scheduler
 from stress.simulator.clients import Clients, Heard
+from stress.simulator.fake_disk import FakeDisk
 from stress.simulator.fake_runner import FakeRunner
 from stress.simulator.guesser import MadeUp
 from stress.simulator.invariants import Invariants
@@ -34,6 +35,7 @@ class Run:
     num_steps: int
     num_preempted: int
     num_guessed: int
+    num_restored: int  # tokens, from disk
     digest: int
 
 
@@ -71,14 +73,21 @@ class Simulation:
         self._digest = 0
         self._num_preempted = self._num_guessed = 0
         self._salts: dict[int, str] = {}
+        self._num_restored = 0
+        self._disk: FakeDisk | None = None
+        if scenario.disk is not None:
+            self._disk = FakeDisk(scenario.disk, scenario.layout, scenario.seed + 4)
         self._engine = self._new_engine()
         self._clients = Clients(self._engine.scheduler.max_model_len)
 
     def _new_engine(self) -> Engine:
         scenario = self.scenario
-        scheduler = Scheduler(scenario.config, scenario.layout, scenario.limits)
+        view = None if self._disk is None else self._disk.view()
+        scheduler = Scheduler(scenario.config, scenario.layout, scenario.limits, view)
         scheduler.guess_by(lambda sequence: MadeUp(sequence, scenario))
         runner = FakeRunner(scenario.layout, self._salts)
+        if self._disk is not None:
+            self._disk.connect(scheduler.memory, runner.copy_out)
         return Engine(scheduler, runner, Invariants(scheduler, scenario), deque())
 
     def run(self) -> Run:
@@ -90,7 +99,8 @@ class Simulation:
                 self._wait()
             assert self.num_steps <= bound, "S17: too many steps"
         self._check_ends()
-        return Run(self.num_steps, self._num_preempted, self._num_guessed, self._digest)
+        counts = self._num_preempted, self._num_guessed, self._num_restored
+        return Run(self.num_steps, *counts, self._digest)
 
     def _step_bound(self) -> int:
         """S17: generous, but a livelock soon exceeds it."""
@@ -120,6 +130,12 @@ class Simulation:
             self._ever_cancelled.update(known)
             engine.invariants.after_any_call()
 
+        if self._disk is not None:
+            self._disk.take_offers(self._now)
+            for news in self._disk.news(self._now):
+                engine.scheduler.hear(news, self._now)
+                engine.invariants.after_any_call()
+
     def _plan(self) -> bool:
         engine = self._engine
         before = engine.invariants.before_plan(self._cancelled)
@@ -128,23 +144,33 @@ class Simulation:
         engine.invariants.after_any_call()
         engine.invariants.after_plan(plan, before, self._now)
         self._clients.take(engine.scheduler.take_outputs())
+        for wish in engine.scheduler.take_wishes():
+            assert self._disk is not None
+            self._disk.ask(wish, self._now)
         self._num_preempted += sum(s.lease is None and s.outcome is None for s in before.running)
         if plan is None:
             stuck = not engine.in_flight and not engine.scheduler.is_idle
-            assert not stuck, "S17: work, but no plan"
+            is_reading = bool(engine.scheduler.rest_s(self._now))
+            assert not stuck or is_reading, "S17: work, but no plan"
             return False
         engine.in_flight.append(plan)
+        self._num_restored += sum(load.end - load.start for load in plan.loads)
+        loads = [(load.sequence_id, load.start, load.end) for load in plan.loads]
         chunks = [(c.sequence_id, c.start, c.length, c.draws) for c in plan.chunks]
         self._num_guessed += sum(len(c.guess) for c in plan.chunks)
         pieces = [(c.sequence_id, c.work, c.start, c.end) for c in plan.encoded]
         blocks = [tuple(c.block_ids) for c in plan.chunks[:1]]
-        self._digest = hash((self._digest, *chunks, *pieces, *blocks))
+        self._digest = hash((self._digest, *chunks, *pieces, *blocks, *loads))
         return True
 
     def _wait(self) -> None:
-        """Nothing to do: on to the next message."""
+        """Nothing to do: on to the next message, or to when a read counts as late."""
         times = [self._submits[0].arrival] if self._submits else []
-        self._now = max(self._now, *times) if times else self._now
+        scheduler = self._engine.scheduler
+        if self._disk is not None and (rest_s := scheduler.rest_s(self._now)):
+            times.append(self._now + rest_s + 1e-9)
+            times += [] if self._disk.next_at is None else [self._disk.next_at]
+        self._now = max(self._now, min(times)) if times else self._now
 
     def _finish_oldest(self) -> bool:
         """The oldest plan in flight ends, one way or another."""

@@ -2,17 +2,21 @@
 
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
 from headrace.memory.blocks import BlockPool
+from headrace.memory.disk import DiskPrefixes
 from headrace.memory.memory import NO_MATCH, Match, Memory
 from headrace.memory.prefix import NameChain
 from headrace.memory.slots import SlotPool
 from headrace.scheduler.commit import InFlight
 from headrace.scheduler.plan import Planner
+from headrace.scheduler.restores import Read, Restores
 from headrace.scheduler.sequence import Sequence, by_key
 from headrace.scheduler.step import PlannedStep
 from headrace.scheduler.table import Quarantine, SequenceTable, WaitingLines
+from stress.simulator.fake_disk import FakeDisk
 from stress.simulator.simulation import Violation, run_seed
 
 MAX_SEEDS = 400
@@ -132,6 +136,52 @@ def credit_covers_the_whole_prompt(patch: pytest.MonkeyPatch) -> None:
         return match(self, token_ids + token_ids[-1:], chain) if token_ids else NO_MATCH
 
     patch.setattr(Memory, "match", greedy)
+
+
+@plant
+def blocks_that_others_took_are_kept_on_disk(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Memory, "still_holds", lambda self, block_ids, takings: True)
+
+
+@plant
+def a_run_is_loaded_from_its_first_block_on(patch: pytest.MonkeyPatch) -> None:
+    loaded = Read.loaded
+
+    def shifted(self, sequence, block_size):
+        run = loaded(self, sequence, block_size)
+        return msgspec.structs.replace(run, num_blocks=run.num_blocks, skip=0)
+
+    patch.setattr(Read, "loaded", shifted)
+
+
+@plant
+def a_late_run_is_loaded_where_the_prompt_stands_now(patch: pytest.MonkeyPatch) -> None:
+    at = Restores.at
+
+    def stale(self, sequence, context, now):
+        restore = self._restores.get(sequence.id)
+        if restore is not None and context % self.disk.block_size == 0:
+            for read in restore.reads:
+                read.start, read.end = context, max(context + 1, read.end)
+        return at(self, sequence, context, now)
+
+    patch.setattr(Restores, "at", stale)
+
+
+@plant
+def salts_are_ignored_on_disk(patch: pytest.MonkeyPatch) -> None:
+    find, name = DiskPrefixes.find, NameChain.name
+
+    def unsalted(self, token_ids, index):
+        return name(NameChain(self._block_size, ""), token_ids, index)
+
+    def without(self, token_ids, chain, block):
+        with pytest.MonkeyPatch.context() as within:
+            within.setattr(NameChain, "name", unsalted)
+            return find(self, token_ids, chain, block)
+
+    patch.setattr(DiskPrefixes, "find", without)
+    patch.setattr(FakeDisk, "is_wanted", lambda self, run, wish: run is not None)
 
 
 @plant

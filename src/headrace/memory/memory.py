@@ -188,6 +188,7 @@ class Memory:
         first, lease.num_offered = lease.num_offered, lease.num_published
         block_ids = lease.block_ids[first : lease.num_offered]
         takings = tuple(self._blocks.num_taken[i] for i in block_ids)
+        chain.name(token_ids, lease.num_offered - 1)  # here: other threads only read names
         self.offers.add(FullBlocks(chain, token_ids, first, block_ids, takings))
 
     def still_holds(self, block_ids: Iterable[int], takings: Iterable[int]) -> bool:

@@ -196,8 +196,6 @@ class RunWriter:
         if kept.state and not self._books.still_saved(kept.state.slot_id, kept.state.taking):
             return
         try:
-            if not self._site.folder.has_room(len(numbers)):
-                raise OSError("the disk is nearly full")
             self._write(run, numbers)
         except OSError as error:
             self._paused_until = now + _PAUSE_S
@@ -213,11 +211,12 @@ class RunWriter:
         self._tell(RunsOnDisk(((run.name, run.first, run.end),), num_bytes=len(numbers)))
 
     def _write(self, run: PrefixRun, numbers: memoryview) -> None:
-        try:
-            self._site.folder.write(run, numbers)
-        except FileNotFoundError:  # the folder was cleared
-            self._site.folder.open()
-            self._site.folder.write(run, numbers)
+        folder = self._site.folder
+        if not folder.path.exists():
+            folder.open()  # it was cleared
+        if not folder.has_room(len(numbers)):
+            raise OSError("the disk is nearly full")
+        folder.write(run, numbers)
 
     def _touch(self, run: PrefixRun) -> None:
         """Notes that a run is in use, though memory has it: it stays on disk, too."""

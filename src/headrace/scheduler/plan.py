@@ -48,10 +48,10 @@ class Planner:
 
         `can_preempt`: nothing is in flight, so sequences may lose their memory.
         """
-        self._restores.drop_idle(now)
         while True:
             num_preemptions = self.num_preemptions
             step = self._first_step(now, can_preempt)
+            self._restores.drop_idle(now)
             # who waited for memory, or for the streams, may go on once one has lost its own
             if step is not None or self.num_preemptions == num_preemptions:
                 self.is_resting = step is None

@@ -20,6 +20,7 @@ AHEAD_BYTES = 96 << 20  # asked for and not loaded yet; each restore has one run
 LOAD_BYTES = 64 << 20  # in one step, and one run at least
 COPY_SHARE = 0.25  # of the stall target that loads may take in a step which streams wait for
 SHORTEST_WAIT_S, LONGEST_WAIT_S = 0.05, 2.0  # for a run, and within these as long as computing it
+IDLE_S = 0.5  # after which a prompt that cannot go on leaves its turn to others
 PATIENCE_S = 30.0  # after which a disk that was slow is tried again
 WEIGHT = 0.3  # of the last run, in a pace
 
@@ -103,8 +104,10 @@ class Restores:
 
     @property
     def due(self) -> float | None:
-        """When the next read is late; None if none is under way."""
-        return min((each.due for each in self._restores.values()), default=None)
+        """When the next read is late, or its prompt has been idle for long; None: there is none."""
+        restores = self._restores.values()
+        late = (each.due for each in restores if each.reads[0].answer is None)
+        return min((*late, *(each.seen + IDLE_S for each in restores)), default=None)
 
     def take_wishes(self) -> list[ReadRun]:
         wishes, self._wishes = self._wishes, []
@@ -225,9 +228,9 @@ class Restores:
         return taken
 
     def drop_idle(self, now: float) -> None:
-        """Lets go of what is read for sequences that have ended, or cannot go on for now."""
+        """Lets go of what is read for sequences that have ended, or could not go on in plans."""
         for restore in list(self._restores.values()):
-            if restore.sequence.outcome is not None or now - restore.seen > LONGEST_WAIT_S:
+            if restore.sequence.outcome is not None or now >= restore.seen + IDLE_S:
                 self._end(restore)
 
     def copied(self, num_bytes: int, seconds: float, now: float) -> None:

@@ -1,0 +1,214 @@
+"""The threads beside the step: what they keep, what they let go, and that nobody waits for them."""
+
+import logging
+import threading
+import time
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from headrace.config.settings import PrefixCacheConfig
+from headrace.core.layout import MemoryLayout
+from headrace.core.prefix import DiskNews, PrefixRun, ReadRun, RunRead, RunsOnDisk
+from headrace.memory.disk import DiskPrefixes
+from headrace.memory.memory import Lease, Memory
+from headrace.memory.prefix import NameChain
+from headrace.prefixes import keeper as keepers
+from headrace.prefixes.folder import PrefixFolder, StoredRun
+from headrace.prefixes.keeper import DiskSite, PrefixKeeper
+from tests.prefixes.builders import BLOCK, make_folder
+from tools.harness.eventually import eventually
+
+PER_RUN, BLOCK_BYTES = 2, 8
+
+
+class FakeNumbers:
+    """Each block holds its id; `before` is called in the middle of a copy."""
+
+    def __init__(self) -> None:
+        self.before: Callable[[], object] = lambda: None
+
+    def get(self, block_ids: "array[int]", slot_id: int | None) -> memoryview:
+        self.before()
+        return memoryview(b"".join(bytes([i]) * BLOCK_BYTES for i in block_ids))
+
+
+class Kept:
+    """A keeper over a memory of sixteen blocks."""
+
+    def __init__(self, root: Path, **limits: object) -> None:
+        self.memory = Memory(MemoryLayout(BLOCK, num_blocks=16))
+        self.memory.offers.are_wanted = True
+        self.folder, self.numbers = make_folder(root), FakeNumbers()
+        self.disk = DiskPrefixes(BLOCK, PER_RUN, BLOCK_BYTES)
+        self.disk.know(self.folder.stored())
+        site = DiskSite(self.folder, PrefixCacheConfig(**limits), self.disk, False)
+        self.keeper = PrefixKeeper(site, self.numbers, self.memory)
+        self.news: list[DiskNews] = []
+        self.keeper.start(self.news.append)
+
+    def compute(self, num_tokens: int, token: int = 5) -> tuple[Lease, "array[int]", NameChain]:
+        """A sequence of these tokens is computed, and offered."""
+        ids, chain = array("i", [token] * num_tokens), self.memory.chain("")
+        lease, _ = self.memory.reserve(self.memory.match(ids, chain), num_tokens)
+        self.memory.publish(lease, ids, chain, num_tokens)
+        self.serve()
+        return lease, ids, chain
+
+    def serve(self) -> None:
+        began = time.monotonic()
+        self.keeper.serve(self.memory.offers.take(), [])
+        assert time.monotonic() - began < 0.5, "a step would have waited"
+
+    def stored(self) -> set[tuple[int, int]]:
+        return {(run.first, run.end) for run in self.folder.stored()}
+
+    def read(self, run: PrefixRun, number: int = 1) -> RunRead:
+        self.keeper.serve([], [ReadRun(number, run, run.num_blocks * BLOCK_BYTES)])
+        eventually(lambda: bool(self.answers(number)))
+        return self.answers(number)[0]
+
+    def answers(self, number: int) -> list[RunRead]:
+        return [n for n in self.news if isinstance(n, RunRead) and n.number == number]
+
+
+def test_full_blocks_become_runs_and_come_back(tmp_path: Path) -> None:
+    kept = Kept(tmp_path)
+    lease, ids, chain = kept.compute(5 * BLOCK + 1)
+    eventually(lambda: kept.stored() == {(0, 2), (2, 4), (4, 5)})
+    answer = kept.read(kept.disk.run(ids, chain, 2, 4))
+    assert answer.numbers is not None
+    assert bytes(answer.numbers) == b"".join(bytes([i]) * BLOCK_BYTES for i in lease.block_ids[2:4])
+    told = [run for news in kept.news if isinstance(news, RunsOnDisk) for run in news.runs]
+    assert {(first, end) for _, first, end in told} == {(0, 2), (2, 4), (4, 5)}
+    kept.keeper.close()
+
+
+def test_what_is_on_disk_is_not_written_again(tmp_path: Path) -> None:
+    kept = Kept(tmp_path)
+    kept.compute(4 * BLOCK)
+    eventually(lambda: kept.stored() == {(0, 2), (2, 4)})
+    kept.keeper.close()
+    again, writes = Kept(tmp_path), []
+    again.numbers.before = lambda: writes.append(1)
+    again.compute(6 * BLOCK)
+    eventually(lambda: again.stored() == {(0, 2), (2, 4), (4, 6)})
+    assert len(writes) == 1
+    again.keeper.close()
+
+
+def test_blocks_that_others_take_during_the_copy_are_not_kept(tmp_path: Path) -> None:
+    kept = Kept(tmp_path)
+    copied = threading.Event()
+
+    def steal() -> None:
+        kept.memory.release(leases.pop())
+        kept.memory.reserve(kept.memory.match(array("i"), kept.memory.chain("")), 16 * BLOCK)
+        kept.numbers.before = lambda: None
+        copied.set()
+
+    kept.numbers.before, leases = steal, [kept.compute(2 * BLOCK)[0]]
+    assert copied.wait(5)
+    kept.keeper.close()
+    assert kept.stored() == set()
+
+
+def test_the_end_is_written_when_the_engine_leaves(tmp_path: Path) -> None:
+    kept = Kept(tmp_path)
+    kept.compute(3 * BLOCK)
+    kept.keeper.close()
+    assert kept.stored() == {(0, 2), (2, 3)}
+
+
+def test_a_full_disk_is_told_once_and_tried_again_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept, write, tries = Kept(tmp_path), PrefixFolder.write, []
+
+    def full(self: PrefixFolder, run: PrefixRun, numbers: memoryview) -> None:
+        tries.append(run)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(PrefixFolder, "write", full)
+    with caplog.at_level(logging.WARNING):
+        kept.compute(4 * BLOCK)
+        eventually(lambda: len(tries) == 1)
+        monkeypatch.setattr(kept.keeper._writer, "_paused_until", 0.0)
+        kept.compute(6 * BLOCK, token=6)
+        eventually(lambda: len(tries) == 2)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"Prefixes cannot be kept in {tmp_path}: [Errno 28] No space left on device. "
+        "Serving goes on without. This is told once."
+    ]
+    monkeypatch.setattr(PrefixFolder, "write", write)
+    monkeypatch.setattr(kept.keeper._writer, "_paused_until", 0.0)
+    kept.compute(2 * BLOCK, token=7)
+    eventually(lambda: kept.stored() == {(0, 2)})
+    kept.keeper.close()
+
+
+def test_a_disk_that_hangs_keeps_nobody_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hangs, kept = threading.Event(), Kept(tmp_path)
+    monkeypatch.setattr(PrefixFolder, "write", lambda self, run, numbers: hangs.wait(30))
+    monkeypatch.setattr(keepers, "_CLOSE_S", 0.1)
+    for number in range(keepers.MAX_OFFERS + 50):
+        lease, *_ = kept.compute(2 * BLOCK, token=number)
+        kept.memory.release(lease)
+    assert kept.keeper._writer._offers.qsize() <= keepers.MAX_OFFERS
+    began = time.monotonic()
+    kept.keeper.close()
+    assert time.monotonic() - began < 2
+    hangs.set()
+
+
+def test_a_cleared_folder_is_filled_again(tmp_path: Path) -> None:
+    kept = Kept(tmp_path / "root")
+    kept.compute(2 * BLOCK)
+    eventually(lambda: kept.stored() == {(0, 2)})
+    for path in kept.folder.path.iterdir():
+        path.unlink()
+    kept.folder.path.rmdir()
+    kept.compute(2 * BLOCK, token=6)
+    eventually(lambda: kept.folder.path.exists() and kept.stored() == {(0, 2)})
+    kept.keeper.close()
+
+
+@pytest.mark.parametrize("damage", ["damaged", "gone"])
+def test_what_cannot_be_read_says_why_and_is_told_once(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept = Kept(tmp_path)
+    _, ids, chain = kept.compute(4 * BLOCK)
+    eventually(lambda: len(kept.stored()) == 2)
+    for path in kept.folder.path.glob("*-*-*"):
+        path.write_bytes(path.read_bytes()[:-1]) if damage == "damaged" else path.unlink()
+    for number, first in enumerate((0, 2)):
+        answer = kept.read(kept.disk.run(ids, chain, first, first + 2), number)
+        assert (answer.numbers, answer.miss) == (None, damage)
+    assert len(caplog.records) == (damage == "damaged")
+    assert kept.stored() == set(), "a damaged file leaves"
+    kept.keeper.close()
+
+
+def test_what_others_wrote_and_removed_is_heard_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keepers, "_LISTED_EVERY_S", 0.0)
+    one, other = Kept(tmp_path), Kept(tmp_path)
+    one.compute(2 * BLOCK)
+    eventually(lambda: bool(one.folder.stored()))
+    (run,) = one.folder.stored()
+
+    def known() -> list[tuple[StoredRun, ...]]:
+        return [n.runs for n in other.news if isinstance(n, RunsOnDisk) and n.is_all]
+
+    eventually(lambda: known()[-1:] == [(run,)])
+    for path in one.folder.path.glob("*-*-*"):
+        path.unlink()
+    eventually(lambda: known()[-1:] == [()])
+    one.keeper.close()
+    other.keeper.close()
