@@ -1,5 +1,6 @@
 import time
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -53,6 +54,21 @@ def test_a_request_without_a_token_has_no_time_to_its_first() -> None:
     metrics = Metrics()
     metrics.requests.ended("/v1/completions", "cancelled", Tally(), 0.5)
     assert figures(metrics)["headrace_ttft_seconds_count"] == 0
+
+
+def test_what_came_from_disk_is_counted_over_engines() -> None:
+    metrics = Metrics()
+    for tokens_now, late in ((200, 1), (50, 2)):
+        disk = {"runs": 1, "tokens": tokens_now, "written_bytes": 9}
+        figures_now = msgspec.structs.replace(status(1), disk=disk, disk_misses={"late": late})
+        metrics.engine.show_status(figures_now, READY)
+        metrics.engine.is_down(EngineDown("engine_failed", "", False))
+    found = figures(metrics)
+    assert found["headrace_disk_prefix_hits_total"] == 2
+    assert found["headrace_disk_prefix_tokens_total"] == 250
+    assert found["headrace_disk_prefix_read_bytes_total"] == 0
+    assert found["headrace_disk_prefix_written_bytes_total"] == 18
+    assert found["headrace_disk_prefix_misses_total|late"] == 3
 
 
 def test_what_an_engine_counted_stays_counted_after_its_end() -> None:

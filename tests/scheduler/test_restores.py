@@ -38,7 +38,7 @@ class OnDisk(Engine):
 
 
 def misses(engine: OnDisk) -> dict[str, int]:
-    return engine.scheduler.status().disk.misses
+    return engine.scheduler.status().disk_misses
 
 
 def test_a_prompt_on_disk_is_loaded_and_only_its_end_computed() -> None:
@@ -51,7 +51,7 @@ def test_a_prompt_on_disk_is_loaded_and_only_its_end_computed() -> None:
     assert (load.start, load.end, len(load.runs)) == (0, 192, 3)
     assert lengths(engine.step()) == [18]
     assert engine.progress[1] == [192, 210], "it starts with what was loaded"
-    assert engine.scheduler.status().disk.tokens == 192
+    assert engine.scheduler.status().disk["tokens"] == 192
 
 
 def test_at_least_one_token_is_computed() -> None:

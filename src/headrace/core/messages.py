@@ -192,16 +192,6 @@ class StepTrace(msgspec.Struct, frozen=True, array_like=True):
     cause: str  # why it was expected to miss the stall target
 
 
-class DiskFigures(msgspec.Struct, frozen=True, array_like=True):
-    """Prefixes on disk: what came from there, what went there, and why not more."""
-
-    runs: int = 0
-    tokens: int = 0
-    read_bytes: int = 0
-    written_bytes: int = 0
-    misses: dict[str, int] = {}  # runs that had to be computed, by reason
-
-
 class Status(Message, frozen=True):
     """Figures for people and metrics, at most four times a second while something changes."""
 
@@ -216,9 +206,10 @@ class Status(Message, frozen=True):
     missed: dict[str, int] = {}  # stall targets, by cause
     steps: tuple[StepTrace, ...] = ()  # the last of those since the Status before
     num_preemptions: int = 0
-    disk: DiskFigures = DiskFigures()
     num_guessed: int = 0  # tokens
     num_accepted: int = 0  # guessed tokens that were right: each saved its stream a step
+    disk: dict[str, int] = {}  # of prefixes there: runs, tokens, read_bytes, written_bytes
+    disk_misses: dict[str, int] = {}  # runs that had to be computed, by reason
 
 
 WEIGHTS = "loading weights"

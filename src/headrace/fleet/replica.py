@@ -111,11 +111,17 @@ def total(known: Iterable[Status]) -> Status:
         num_steps=sum(it.num_steps for it in every),
         queue=tuple(id for it in every for id in it.queue),
         prompt_tokens_per_s=sum(it.prompt_tokens_per_s for it in every),
-        missed=dict(sum((Counter(it.missed) for it in every), Counter())),
+        missed=_summed(it.missed for it in every),
         num_preemptions=sum(it.num_preemptions for it in every),
         num_guessed=sum(it.num_guessed for it in every),
         num_accepted=sum(it.num_accepted for it in every),
+        disk=_summed(it.disk for it in every),
+        disk_misses=_summed(it.disk_misses for it in every),
     )
+
+
+def _summed(counts: Iterable[dict[str, int]]) -> dict[str, int]:
+    return dict(sum(map(Counter, counts), Counter[str]()))
 
 
 def counts_of(life: Status) -> Status:
@@ -127,4 +133,6 @@ def counts_of(life: Status) -> Status:
         num_preemptions=life.num_preemptions,
         num_guessed=life.num_guessed,
         num_accepted=life.num_accepted,
+        disk=life.disk,
+        disk_misses=life.disk_misses,
     )

@@ -23,6 +23,17 @@ _STREAM_STATES = ("queued", "prompt", "decode", "recovering")
 
 LiveFigures = tuple[str, int, float]
 """The state of a live stream, its number of readers, and the seconds since its last news."""
+_BY_LABEL = {  # counts of an engine: title, help, label
+    "missed": ("headrace_stall_target_missed", "Steps that missed the stall target", "cause"),
+    "disk_misses": ("headrace_disk_prefix_misses", "Runs on disk that were computed", "reason"),
+}
+_OF_DISK = {
+    "runs": ("headrace_disk_prefix_hits", "Runs of blocks that were read instead of computed"),
+    "tokens": ("headrace_disk_prefix_tokens", "Their tokens"),
+    "read_bytes": ("headrace_disk_prefix_read_bytes", "Their bytes"),
+    "written_bytes": ("headrace_disk_prefix_written_bytes", "Bytes of runs that were written"),
+}
+_COUNTS = (*_BY_LABEL, "disk")
 
 
 class RequestFigures:
@@ -66,8 +77,8 @@ class EngineFigures:
     def __init__(self, families: Families) -> None:
         self._families = families
         self._num_preempted = self._num_preempted_before = 0
-        self._missed: Counter[str] = Counter()  # stall targets missed, by cause
-        self._missed_before: Counter[str] = Counter()  # by engines that have ended
+        self._counts = {name: Counter[str]() for name in _COUNTS}
+        self._counts_before = {name: Counter[str]() for name in _COUNTS}  # of engines that ended
         self._num_steps = 0
         self._stepped_at: float | None = None
         families.registry.register(self)
@@ -83,15 +94,18 @@ class EngineFigures:
             "Times that a sequence lost its memory to others",
             self._num_preempted + self._num_preempted_before,
         )
-        family = CounterMetricFamily(
-            "headrace_stall_target_missed", "Steps that missed the stall target", labels=["cause"]
-        )
-        for cause, number in (self._missed + self._missed_before).items():
-            family.add_metric([cause], number)
+        families = [preempted]
+        for name, (title, help, label) in _BY_LABEL.items():
+            families.append(CounterMetricFamily(title, help, labels=[label]))
+            for value, number in (self._counts[name] + self._counts_before[name]).items():
+                families[-1].add_metric([value], number)
+        disk = self._counts["disk"] + self._counts_before["disk"]
+        for name, (title, help) in _OF_DISK.items():
+            families.append(CounterMetricFamily(title, help, disk[name]))
         age = GaugeMetricFamily("headrace_last_step_age_seconds", "Since the engine's last step")
         if (age_s := self.last_step_age_s) is not None:
             age.add_metric([], age_s)
-        return [family, preempted, age]
+        return [*families, age]
 
     def is_up(self, ready: Ready) -> None:
         self._families.totals["engine_starts"].inc()
@@ -110,8 +124,9 @@ class EngineFigures:
         self._families.gauges["engine_up"].set(0)
         self._num_preempted_before += self._num_preempted
         self._num_preempted = 0
-        self._missed_before += self._missed
-        self._missed = Counter()
+        for name in _COUNTS:
+            self._counts_before[name] += self._counts[name]
+            self._counts[name] = Counter()
 
     def unloaded(self) -> None:
         """The engine has left, as it should."""
@@ -124,7 +139,8 @@ class EngineFigures:
         gauges["running"].set(status.num_running)
         gauges["waiting"].set(status.num_waiting)
         gauges["waiting_tokens"].set(status.num_waiting_tokens)
-        self._missed = Counter(status.missed)
+        told = {"missed": status.missed, "disk": status.disk, "disk_misses": status.disk_misses}
+        self._counts = {name: Counter(counts) for name, counts in told.items()}
         self._num_preempted = status.num_preemptions
         if status.num_steps != self._num_steps:  # else the figures of a queue alone
             self._num_steps, self._stepped_at = status.num_steps, time.monotonic()

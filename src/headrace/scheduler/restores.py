@@ -8,7 +8,6 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from headrace.core.ids import SequenceId
-from headrace.core.messages import DiskFigures
 from headrace.core.plan import LoadedRun
 from headrace.core.prefix import DiskNews, PrefixRun, ReadRun, RunRead
 from headrace.memory.disk import DiskPrefixes
@@ -95,12 +94,8 @@ class Restores:
         self._rests_until = 0.0  # the disk was late
         self._late = -1  # the read that was
         self._slow_for: SequenceId | None = None  # computed, since the disk would take longer
-        self._hits = Counter[str]()
-        self._misses = Counter[str]()
-
-    @property
-    def figures(self) -> DiskFigures:
-        return DiskFigures(**self._hits, misses=dict(self._misses))
+        self.hits = Counter[str]()  # runs and their tokens and bytes
+        self.misses = Counter[str]()  # by reason
 
     @property
     def due(self) -> float | None:
@@ -123,12 +118,12 @@ class Restores:
             self.disk.know(news.runs)
         for name, first, end in news.runs:
             self.disk.add(name, first, end)
-        self._hits["written_bytes"] += news.num_bytes
+        self.hits["written_bytes"] += news.num_bytes
 
     def _answered(self, read: Read, answer: RunRead, now: float) -> None:
         assert self.disk is not None
         if answer.numbers is None:
-            self._misses[answer.miss] += 1
+            self.misses[answer.miss] += 1
             self.disk.forget(read.run.name)
         else:
             self._reading.observe(read.num_bytes, answer.seconds, now)
@@ -172,7 +167,7 @@ class Restores:
             return answer.numbers is None
         if now < restore.due:
             return False
-        self._misses["late"] += 1
+        self.misses["late"] += 1
         self._rests_until, self._late = now + PATIENCE_S, restore.reads[0].number
         return True
 
@@ -189,7 +184,7 @@ class Restores:
             num_bytes, end = self.disk.num_bytes(run.num_blocks), run.end * size
             computing_s = self._budget.seconds_alone(position, end - position)
             if num_bytes * (self._reading.s + self._copying.s) >= computing_s:
-                self._misses["slower"] += self._slow_for != sequence.id
+                self.misses["slower"] += self._slow_for != sequence.id
                 self._slow_for = sequence.id
                 return
             self._num_asked += 1
@@ -218,9 +213,9 @@ class Restores:
             taken.append(restore.reads.popleft())
         if taken:
             self._num_bytes -= sum(read.num_bytes for read in taken)
-            self._hits["runs"] += len(taken)
-            self._hits["tokens"] += taken[-1].end - taken[0].start
-            self._hits["read_bytes"] += sum(read.num_bytes for read in taken)
+            self.hits["runs"] += len(taken)
+            self.hits["tokens"] += taken[-1].end - taken[0].start
+            self.hits["read_bytes"] += sum(read.num_bytes for read in taken)
             restore.since = now
             self._ask(restore, taken[-1].end, now)
             if not restore.reads:
@@ -230,7 +225,9 @@ class Restores:
     def drop_idle(self, now: float) -> None:
         """Lets go of what is read for sequences that have ended, or could not go on in plans."""
         for restore in list(self._restores.values()):
-            if restore.sequence.outcome is not None or now >= restore.seen + IDLE_S:
+            is_late = restore.reads[0].answer is None and now >= restore.due
+            is_idle = is_late or now >= restore.seen + IDLE_S
+            if is_idle or restore.sequence.outcome is not None:
                 self._end(restore)
 
     def copied(self, num_bytes: int, seconds: float, now: float) -> None:

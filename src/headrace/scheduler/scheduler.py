@@ -135,9 +135,10 @@ class Scheduler:
             prompt_tokens_per_s=self._budget.prompt_tokens_per_s,
             missed=dict(self.missed),
             num_preemptions=self._planner.num_preemptions,
-            disk=self._restores.figures,
             num_guessed=self._in_flight.num_guessed,
             num_accepted=self._in_flight.num_accepted,
+            disk=dict(self._restores.hits),
+            disk_misses=dict(self._restores.misses),
         )
 
     @property
