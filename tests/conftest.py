@@ -46,7 +46,7 @@ LONG = {
 }
 """Files that take about ten seconds or more each: `make test-all`, and who names one, runs them."""
 # make targets of their own run these, most of them in environments of their own
-collect_ignore = ["agents", "clients", "cluster", "llama", "ops", "web"]
+collect_ignore = ["agents", "clients", "cluster", "llama", "ops", "trained", "web"]
 
 
 @pytest.fixture

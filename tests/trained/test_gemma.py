@@ -1,0 +1,185 @@
+"""Gemma 3 270M, trained: ids, texts, certainty and arithmetic beside llama.cpp on the same file."""
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import httpx
+import numpy as np
+import pytest
+import torch
+import transformers
+from gguf.quants import dequantize
+from tokenizers import Tokenizer
+
+from headrace.checkpoints.find import find_model
+from headrace.checkpoints.gguf_names import original_name
+from headrace.runner.runner import Runner
+from tests.drive import Drive, assert_close, generate, row_logits, tiny_runner
+from tools.harness.llama_server import greedy, llama_server
+
+HARD = (
+    *("", " ", "Hello  world", "   leading", "ends with spaces   ", " " * 37 + "x", "\n" * 45),
+    *("tabs\t\tand\n\n\nnewlines\n \n  x", "mixed\r\nCRLF\r\n\r\nend", "\u0000 nul \u0001\u0007"),
+    *("<start_of_turn>user\nHi<end_of_turn>\n", "<unused5> <mask> [multimodal]<0x0A><bos>"),
+    *("<h1>T</h1><table><tr>", "<code> x </code>\t</body>", "</ html>", "<<<table>>>"),
+    *(
+        "naïve café Ünïcödé \ufb01 \ufdfa",
+        "日本語のテキスト、中文。한국어",
+        "𝔘𝔫𝔦𝔠 ½ ①",
+        "E\u0301 vs É",
+    ),
+    *(
+        "🙂👨‍👩‍👧‍👦🇩🇪",
+        "हिन्दी में العربية עברית ไทย",
+        "zero\u200bwidth\u00a0nbsp\u3000wide",
+        "\ud7ff\ue000\uffff",
+    ),
+    *("1234567890 3.14159 0x1F", "a" * 40, "\u2581under\u2581score \u2581 x", "don't I'll we've"),
+    *(
+        '{"a": [1, 2, {"b": null}]}',
+        "def f(x):\n    return x  # why\n\tpass",
+        "http://x.org/?a=b&c=%20d",
+    ),
+)
+PROMPTS = (
+    "The capital of France is",
+    "Once upon a time, in a small village,",
+    "def fibonacci(n):\n",
+    "Water boils at a temperature of",
+    "The most important thing about bread is",
+    "In 1969, astronauts",
+    "Dear Sir or Madam,\n\n",
+    "Ingredients:\n- 2 eggs\n-",
+    "Die Hauptstadt von Deutschland ist",
+    "Les enfants jouent dans",
+    "A river is a natural",
+    "SELECT name, age FROM",
+    "The quick brown fox",
+    "Photosynthesis is the process by which",
+    "My favourite book is",
+    "1, 2, 3, 4, 5,",
+    "Question: What is gravity?\nAnswer:",
+    "The museum opens at nine, and",
+    "import numpy as np\n\n",
+    "Chapter 1\n\nIt was a dark",
+)
+pytestmark = pytest.mark.timeout(1500)  # seconds, on cores that others use too
+WINDOW = 512
+_FIRST, _LAST = 470, 640  # positions whose certainty is compared: within the window and beyond it
+
+
+@pytest.fixture(scope="module")
+def runner(gemma3_file: Path) -> Runner:
+    return tiny_runner(find_model(str(gemma3_file)), threads=2)
+
+
+@pytest.fixture(scope="module")
+def exact(gemma3_file: Path) -> Runner:
+    """The same values in float32."""
+    return tiny_runner(find_model(str(gemma3_file)), dtype="float32", threads=2)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(gemma3_file: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(find_model(str(gemma3_file)) / "tokenizer.json"))
+
+
+@pytest.fixture(scope="module")
+def theirs(gemma3_file: Path) -> Iterator[str]:
+    """The URL of llama.cpp's server with the same file."""
+    with llama_server(gemma3_file, threads=2, positions=1024) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def text(tokenizer: Tokenizer) -> list[int]:
+    """Prose that this repository does not change often, as ids."""
+    ids: list[int] = tokenizer.encode(Path("docs/architecture.md").read_text()).ids
+    return ids[:_LAST]
+
+
+def drawn(url: str, prompt: list[int], **more: Any) -> dict[str, Any]:
+    """llama.cpp's next token and its best, with logarithms of their shares."""
+    body = {"prompt": prompt, "n_predict": 1, "temperature": 0, "n_probs": 2} | more
+    answer = httpx.post(f"{url}/completion", json=body, timeout=300)
+    found: dict[str, Any] = answer.raise_for_status().json()["completion_probabilities"][0]
+    return found
+
+
+def test_ids_are_llama_cpps_on_hard_texts(theirs: str, tokenizer: Tokenizer) -> None:
+    for text in HARD:
+        body = {"content": text, "add_special": True, "parse_special": True}
+        expected = httpx.post(f"{theirs}/tokenize", json=body, timeout=60).json()["tokens"]
+        assert tokenizer.encode(text).ids == expected, repr(text)
+
+
+def test_twenty_texts_part_from_llama_cpps_only_where_two_tokens_are_as_good(
+    theirs: str, runner: Runner, exact: Runner, tokenizer: Tokenizer
+) -> None:
+    """By float32, to which both are near: ours rounds to bfloat16, llama.cpp inputs to 8 bits."""
+    num_same = 0
+    for prompt in PROMPTS:
+        ids = tokenizer.encode(prompt).ids
+        ours, other = generate(runner, ids, 64), greedy(theirs, ids, 64)
+        if ours == other:
+            num_same += 1
+            continue
+        place = next(n for n in range(64) if ours[n] != other[n])
+        shares = row_logits(exact, ids + ours[:place])[-1].log_softmax(-1)
+        assert shares.max() - shares[[ours[place], other[place]]].min() < 0.1, prompt
+    print("same to the end:", num_same, "of", len(PROMPTS))
+
+
+def test_the_text_is_as_likely_as_to_llama_cpp(
+    theirs: str, runner: Runner, text: list[int]
+) -> None:
+    shares = row_logits(runner, text, chunk=256).log_softmax(-1)
+    ours = [float(shares[n - 1, text[n]]) for n in range(_FIRST, _LAST)]
+    # llama.cpp tells of the token it is made to draw what share it had before
+    forced = (drawn(theirs, text[:n], logit_bias=[[text[n], 1000]]) for n in range(_FIRST, _LAST))
+    other = [one["logprob"] for one in forced]
+    loss, their_loss = -sum(ours) / len(ours), -sum(other) / len(other)
+    print("perplexity:", math.exp(loss), "llama.cpp's:", math.exp(their_loss))
+    assert abs(math.exp(loss - their_loss) - 1) < 0.005
+
+
+def test_cuts_and_neighbours_change_no_token(runner: Runner, text: list[int]) -> None:
+    prompt = text[: WINDOW + 20]
+    whole = generate(runner, prompt, 24)
+    for cut in (1 << 20, 100, 7):
+        assert generate(runner, prompt, 24, chunk=cut) == whole
+    drive = Drive(runner)
+    for number in range(4):
+        drive.begin(number, prompt if number == 2 else text[number : number + 30])
+        drive.prefill(number, chunk=64)
+    drive.decode(range(4), 23)
+    assert drive.tokens[2][len(prompt) :] == whole
+
+
+@torch.inference_mode()
+def test_float32_gives_the_logits_of_transformers_beyond_the_window(
+    gemma3_file: Path, exact: Runner, text: list[int]
+) -> None:
+    """Of the file's values unpacked, its norms less the 1 that transformers adds."""
+    folder = find_model(str(gemma3_file))
+    config = json.loads((folder / "config.json").read_text())
+    model = transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**config)).eval()
+    model.load_state_dict(_unpacked(gemma3_file), strict=False)
+    model.tie_weights()
+    model.set_attn_implementation("eager")
+    expected = model(torch.tensor([text])).logits[0]
+    assert_close(row_logits(exact, text), expected)
+
+
+def _unpacked(file: Path) -> dict[str, torch.Tensor]:
+    found = {}
+    for tensor in gguf.GGUFReader(file).tensors:
+        values = dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        shift = 1 if "norm" in tensor.name else 0
+        name = original_name(tensor.name, "Gemma3ForCausalLM")
+        found[name] = torch.from_numpy(values - shift)
+    return found
