@@ -55,5 +55,5 @@ def test_guesses_are_made_where_they_change_no_text(
         assert max_guess(SchedulerConfig(guess=3), ready) == 3
     elif "generate" in ready.tasks:
         assert "Nothing is guessed ahead" in caplog.text
-        with pytest.raises(ModelError, match="--guess 3 cannot be: .*use auto or off"):
+        with pytest.raises(ModelError, match=r"--guess 3 cannot be: .*use auto or off"):
             max_guess(SchedulerConfig(guess=3), ready)

@@ -127,8 +127,12 @@ def _summed(counts: Iterable[dict[str, int]]) -> dict[str, int]:
 def counts_of(life: Status) -> Status:
     """The counts of an engine that has died, kept so that totals never go back."""
     return Status(
-        *[0] * 5,
-        life.num_steps,
+        num_running=0,
+        num_waiting=0,
+        num_waiting_tokens=0,
+        blocks_free=0,
+        slots_free=0,
+        num_steps=life.num_steps,
         missed=life.missed,
         num_preemptions=life.num_preemptions,
         num_guessed=life.num_guessed,
