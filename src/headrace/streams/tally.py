@@ -1,5 +1,6 @@
 """Usage and timings of a stream as a fold over its events: what was counted, and when."""
 
+from collections import Counter
 from collections.abc import Callable
 
 from headrace.streams.events import Accepted, AnyEvent, Progress, Timings, Tokens, Usage
@@ -19,9 +20,7 @@ class Tally:
         self._num_prompt = 0
         self._num_cached = 0
         self._planned: set[int] = set()  # the first choice of each prompt that has begun
-        self._num_predicted = 0
-        self._num_reasoning = 0
-        self._num_guessed = self._num_accepted = 0
+        self._tokens: Counter[str] = Counter()  # predicted, and of which kind
         # milliseconds of the first and the last progress, and of the first and the last token
         self._planned_at: int | None = None
         self._progress_at = 0
@@ -53,7 +52,9 @@ class Tally:
 
     @property
     def usage(self) -> Usage:
-        return Usage(self._num_prompt, self._num_predicted, self._num_cached, self._num_reasoning)
+        return Usage(
+            self._num_prompt, self._tokens["predicted"], self._num_cached, self._tokens["reasoning"]
+        )
 
     @property
     def timings(self) -> Timings:
@@ -63,12 +64,12 @@ class Tally:
             cache_n=self._num_cached,
             prompt_n=self._num_prompt - self._num_cached if was_planned else 0,
             prompt_ms=_length(planned_at, self._progress_at),
-            predicted_n=self._num_predicted,
+            predicted_n=self._tokens["predicted"],
             predicted_ms=_length(answered_at, self._token_at),
             queue_ms=float(planned_at or 0),
             max_gap_ms=float(self._max_gap_ms),
-            draft_n=self._num_guessed,
-            draft_n_accepted=self._num_accepted,
+            draft_n=self._tokens["guessed"],
+            draft_n_accepted=self._tokens["accepted"],
         )
 
     def _feed_tokens(self, event: Tokens) -> None:
@@ -83,10 +84,10 @@ class Tally:
             self.on_gap(gap_ms / 1000)
         self._max_gap_ms = max(self._max_gap_ms, gap_ms)
         self._token_at = self._token_at_of[event.choice] = at_ms
-        self._num_predicted += len(event.ids)
-        self._num_reasoning += event.num_reasoning
-        self._num_guessed += event.num_guessed
-        self._num_accepted += event.num_accepted
+        self._tokens["predicted"] += len(event.ids)
+        self._tokens["reasoning"] += event.num_reasoning
+        self._tokens["guessed"] += event.num_guessed
+        self._tokens["accepted"] += event.num_accepted
 
 
 def _length(first_ms: int | None, last_ms: int) -> float:
