@@ -164,7 +164,7 @@ def test_cuts_and_neighbours_change_no_token(runner: Runner, text: list[int]) ->
 def test_float32_gives_the_logits_of_transformers_beyond_the_window(
     gemma3_file: Path, exact: Runner, text: list[int]
 ) -> None:
-    """Of the file's values unpacked, its norms less the 1 that transformers adds."""
+    """The model of the file's values unpacked, its norms less the 1 that transformers adds."""
     folder = find_model(str(gemma3_file))
     config = json.loads((folder / "config.json").read_text())
     model = transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**config)).eval()
