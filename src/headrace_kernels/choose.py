@@ -71,7 +71,7 @@ def choose_instructions(
     elif len(sets) > 1:
         reason = f"the processor has {NAMES[sets[0]]}"
     else:
-        reason = "the processor has neither AVX2 nor AVX-512"
+        reason = "the processor has neither AVX2 nor NEON"
     instructions = sets[0]
     while fault := _fault(instructions, dtype, quantize in ("int8", "int4"), kept, kinds):
         logger.warning("Kernels %s are not used: %s.", instructions, fault)

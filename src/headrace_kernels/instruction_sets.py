@@ -6,11 +6,17 @@ from typing import Literal, get_args
 from headrace_kernels.amx import has_amx
 from headrace_kernels.registers import WIDE, features
 
-InstructionSet = Literal["amx", "bf16dot", "avx512", "avx2", "plain"]
+InstructionSet = Literal["amx", "bf16dot", "avx512", "avx2", "neon", "plain"]
 INSTRUCTION_SETS: tuple[InstructionSet, ...] = get_args(InstructionSet)
 """Best first. plain: torch's own products and attention, no kernel of ours."""
 
-NAMES = {"amx": "AMX", "bf16dot": "AVX512-BF16", "avx512": "AVX-512", "avx2": "AVX2"}
+NAMES = {
+    "amx": "AMX",
+    "bf16dot": "AVX512-BF16",
+    "avx512": "AVX-512",
+    "avx2": "AVX2",
+    "neon": "NEON",
+}
 
 
 @cache
@@ -24,6 +30,7 @@ def instruction_sets_here() -> tuple[InstructionSet, ...]:
         "avx512": has_512,
         # the same kernels, in shorter registers
         "avx2": not has_512 and {"avx2", "fma", "f16c"} <= has,
+        "neon": "neon" in has,
         "plain": True,
     }
     return tuple(one for one in INSTRUCTION_SETS if can_run[one])

@@ -1,4 +1,4 @@
-"""Owns how large tiles of sums are: what fits 32 registers of 16 floats, or 16 registers of 8."""
+"""Owns how large tiles of sums are: what fits the registers of a processor."""
 
 import llvmlite.binding as llvm  # type: ignore[import-untyped]
 from numba import njit
@@ -20,6 +20,7 @@ MANY = 12 if HAS_512 else 6
 
 32 registers of 16 floats: 12 rows x 2 vectors = 24 sums + 4 weights + 1 mask + 1 input = 30
 16 registers of  8 floats:  6 rows x 1 vector, two halves each, = 12 sums + 2 + 1 + 1 = 16
+32 registers of  4 floats:  6 rows x 1 vector, four quarters each, = 24 sums + 4 + 1 + 1 = 30
 """
 
 

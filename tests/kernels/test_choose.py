@@ -38,9 +38,8 @@ def test_what_a_processor_has_decides_which_instruction_sets_it_runs(processor: 
     assert processor("avx2", "fma", "f16c") == ("avx2", "plain")
     assert processor(*wide) == ("avx512", "plain")
     assert processor(*wide, "avx512bf16") == ("bf16dot", "avx512", "plain")
-    assert (
-        processor(*wide, "avx512bf16", has_amx=True) == INSTRUCTION_SETS[:3] + INSTRUCTION_SETS[4:]
-    )
+    assert processor(*wide, "avx512bf16", has_amx=True) == (*INSTRUCTION_SETS[:3], "plain")
+    assert processor("neon", "fp-armv8") == ("neon", "plain")
 
 
 def test_numbas_own_variable_limits_the_instruction_sets(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +67,7 @@ def test_the_best_instruction_set_is_taken_and_told() -> None:
 
 
 def test_float32_is_computed_by_instructions_that_compute_it() -> None:
-    assert choose_instructions("auto", torch.float32).instructions in ("avx512", "avx2", "plain")
+    assert choose_instructions("auto", torch.float32).instructions in ("avx512", "avx2", "neon", "plain")
     with pytest.raises(ValueError, match=r"--kernels bf16dot cannot compute float32.* plain\."):
         choose_instructions("bf16dot", torch.float32)
 

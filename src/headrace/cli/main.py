@@ -23,6 +23,7 @@ from headrace.core.errors import ConfigError, HeadraceError, ModelError, Request
 from headrace.core.loading import STARTING
 
 _FIELD = click.Option(["-o", "pairs"], multiple=True, metavar="FIELD=VALUE", help="Request field")
+_OF_UNIX = ("fcntl", "resource")  # modules that Python has on no other system
 _WRONG_FIELD = ("invalid_type", "invalid_value", "unsupported_parameter")
 
 
@@ -314,6 +315,8 @@ def _explain(error: Exception) -> tuple[int, str]:
             return exits.CONFIG, error.format_message()
         case ConfigError():
             return exits.CONFIG, str(error)
+        case ModuleNotFoundError() if error.name in _OF_UNIX:
+            return exits.FAILED, "This needs Linux or macOS; on Windows, run it in WSL."
         case ModelError():
             return exits.MODEL, str(error)
         case RequestFailed() if error.code in _WRONG_FIELD:

@@ -115,7 +115,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         Literal["auto", "cpu", "cuda"], Meta(description="Where the model is computed")
     ] = "auto"
     kernels: Annotated[
-        Literal["auto", "amx", "bf16dot", "avx512", "avx2", "plain"],
+        Literal["auto", "amx", "bf16dot", "avx512", "avx2", "neon", "plain"],
         Meta(
             description="Instructions that compute on a CPU; plain: torch alone; auto: the best "
             "that the processor has"

@@ -12,7 +12,7 @@ from headrace.core.sampling import Logprobs, PoolingMode, Sampling
 
 Quantize = Literal["none", "int8", "int4", "own"]
 """How linear weights are kept: as they are, in 8 bits, in 4, or as the GGUF file has them."""
-InstructionSet = Literal["amx", "bf16dot", "avx512", "avx2", "plain"]
+InstructionSet = Literal["amx", "bf16dot", "avx512", "avx2", "neon", "plain"]
 """Instructions that kernels are made of; plain: torch's own products and attention."""
 
 

@@ -7,13 +7,17 @@ Beside them, each engine notes what its running streams need, so that the others
 
 import contextlib
 import fcntl
+import logging
 import mmap
 import os
 import struct
 import time
 from collections.abc import Iterator
 
+from headrace.memory_file import can_open_anew, open_memory_file
 from headrace.scheduler.budget import Elsewhere
+
+logger = logging.getLogger(__name__)
 
 _NEED = struct.Struct("=ddq")  # when it was noted, seconds, and the kind
 _MAX_ENGINES = 64
@@ -23,9 +27,15 @@ _FRESH_S = 1.0
 _STREAMS, _PROMPTS = 1, 2
 
 
-def open_core_lock() -> tuple[int, int]:
-    """The files of the lock, for a parent to pass on to its engines."""
-    turn, following = (os.memfd_create(f"headrace-{name}") for name in ("turn", "next"))
+def open_core_lock() -> tuple[int, ...]:
+    """The files of the lock, for a parent to pass on to its engines; none where there can be none.
+
+    Its engines then share the cores as the system deals them out.
+    """
+    if not can_open_anew():
+        logger.warning("Engines do not take turns on this system: a step of one slows the others.")
+        return ()
+    turn, following = (open_memory_file(name) for name in ("turn", "next"))
     os.ftruncate(turn, _NEED.size * _MAX_ENGINES)
     return turn, following
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable
 
 from headrace.core.ids import SequenceId
+from headrace.memory_file import open_memory_file
 
 _CAPACITY = 1 << 16  # sequences
 _NUMBER = struct.Struct("=q")  # of sequences; written last, when the rest is complete
@@ -29,7 +30,7 @@ class StepRecord:
     def __init__(self, fd: int | None = None) -> None:
         size = _IDS_AT + _ID.size * _CAPACITY
         if fd is None:
-            fd = os.memfd_create("headrace-step")
+            fd = open_memory_file("step")
             os.ftruncate(fd, size)
         self.fd = fd
         try:

@@ -1,24 +1,33 @@
 """Images on their way to the engine: a file in memory that both sides can open."""
 
 import os
+import tempfile
 from typing import NamedTuple
 
 from headrace.core.jobs import SeeImages
 from headrace.core.plan import PromptInputs
+from headrace.memory_file import can_open_anew, open_memory_file
 from headrace.workers.pool import Work
 
 
 class PixelFile:
-    """No file system knows it, and it ends with its owner, however that ends."""
+    """In memory on Linux, where it ends with its owner, however that ends; else a temporary file."""
 
     def __init__(self) -> None:
-        self._fd: int | None = os.memfd_create("headrace-pixels")
-        self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
+        self._fd: int | None
+        self._is_named = not can_open_anew()
+        if self._is_named:
+            self._fd, self.path = tempfile.mkstemp(prefix="headrace-pixels-")
+        else:
+            self._fd = open_memory_file("pixels")
+            self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
 
     def close(self) -> None:
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
+            if self._is_named:
+                os.unlink(self.path)
 
     def __del__(self) -> None:
         self.close()

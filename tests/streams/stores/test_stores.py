@@ -157,6 +157,19 @@ async def test_a_conversation_is_taken_over_from_the_stream_named(store: Store) 
     assert await holder(store, ById(A)) == A
 
 
+@pytest.mark.parametrize("opened", [opened_sqlite, pytest.param(opened_redis, marks=needs_redis)])
+async def test_a_name_whose_last_holder_was_forgotten_is_free_when_a_store_is_opened_again(
+    opened: Callable[[Path], AbstractAsyncContextManager[Store]], tmp_path: Path
+) -> None:
+    async with opened(tmp_path) as store:
+        await store.create(make_record("a", conversation="chat"))
+        await store.create(make_record("b", "chat"), replaces=A)
+        await store.forget(B)
+    async with opened(tmp_path) as store:
+        assert await holder(store, ByConversation("", "chat")) is None
+        assert await holder(store, ById(A)) == A
+
+
 @store_test
 async def test_a_conversation_whose_stream_has_ended_is_found_and_free(store: Store) -> None:
     log = (await store.create(make_record("a", conversation="chat"))).log

@@ -1,0 +1,64 @@
+"""What shared files are made of, also where Linux's own ways are missing."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from headrace import memory_file
+from headrace.core.ids import SequenceId
+from headrace.engine.core_lock import open_core_lock
+from headrace.engine.step_record import StepRecord
+from headrace.memory_file import open_memory_file
+from headrace.workers import image_file
+from headrace.workers.image_file import PixelFile
+
+
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A system with neither memfd_create nor /proc."""
+    monkeypatch.delattr(os, "memfd_create", raising=False)
+    monkeypatch.setattr(image_file, "can_open_anew", lambda: False)
+    monkeypatch.setattr("headrace.engine.core_lock.can_open_anew", lambda: False)
+
+
+def test_a_file_without_a_name_keeps_what_is_written(elsewhere: None) -> None:
+    fd = open_memory_file("test")
+    os.write(fd, b"kept")
+    assert os.pread(fd, 10, 0) == b"kept"
+    assert os.fstat(fd).st_nlink == 0
+    os.close(fd)
+
+
+def test_a_step_record_is_read_by_another_owner_of_its_file(elsewhere: None) -> None:
+    written = StepRecord()
+    read = StepRecord(os.dup(written.fd))
+    written.write([SequenceId(5)], 1.0)
+    assert read.read() == (5,)
+    written.close()
+    read.close()
+
+
+def test_engines_take_no_turns_where_they_cannot_and_a_line_says_so(
+    elsewhere: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert open_core_lock() == ()
+    assert "do not take turns" in caplog.text
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_images_lie_in_a_temporary_file_that_goes_with_its_owner() -> None:
+    pixels = PixelFile()
+    path = Path(pixels.path)
+    path.write_bytes(b"pixels")
+    pixels.close()
+    assert not path.exists()
+
+
+def test_images_on_linux_have_no_file_that_another_program_could_list() -> None:
+    if not memory_file.can_open_anew():
+        pytest.skip("not Linux")
+    pixels = PixelFile()
+    Path(pixels.path).write_bytes(b"pixels")
+    assert Path(pixels.path).read_bytes() == b"pixels"
+    pixels.close()
