@@ -1,5 +1,7 @@
 """Owns how large tiles of sums are: what fits the registers of a processor."""
 
+import platform
+
 import llvmlite.binding as llvm  # type: ignore[import-untyped]
 from numba import njit
 from numba.core import config
@@ -10,7 +12,9 @@ def features() -> set[str]:
     stated = config.CPU_FEATURES  # type: ignore[attr-defined]
     if stated is not None:
         return {name[1:] for name in stated.split(",") if name.startswith("+")}
-    return {name for name, has in llvm.get_host_cpu_features().items() if has}
+    found = {name for name, has in llvm.get_host_cpu_features().items() if has}
+    is_arm = platform.machine() in ("aarch64", "arm64")
+    return found | {"neon"} if is_arm else found  # all of these have it, also where LLVM is not told
 
 
 WIDE = {"avx512f", "avx512bw"}
