@@ -7,7 +7,7 @@ READY_TEST := .venv/ready-test
 READY_BENCH := .venv/ready-bench
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: serve test test-all test-agents test-clients test-cluster test-gateways kill-replicas test-embed test-gguf test-kernels test-llama-cpp test-models test-slow test-structure test-web test-ops check simulate simulate-placements chaos chaos-cluster attack soak corrupt demo roofline peers llama-gap clean
+.PHONY: serve test test-all test-agents test-arm64 test-clients test-cluster test-gateways kill-replicas test-embed test-gguf test-kernels test-llama-cpp test-models test-slow test-structure test-web test-ops check simulate simulate-placements chaos chaos-cluster attack soak corrupt demo roofline peers llama-gap clean
 
 serve: $(READY)
 	@exec $(BIN)/headrace serve $(ARGS)
@@ -47,6 +47,13 @@ test-slow: $(READY_TEST)
 # the suite as on a processor that runs none of our kernels
 test-kernels: $(READY_TEST)
 	NUMBA_CPU_NAME=generic NUMBA_CPU_FEATURES=+sse2 $(BIN)/python -m pytest -n 2 --dist loadfile --all $(ARGS)
+
+# 64-bit ARM, emulated, in a Debian tree of its own: the check of every kernel, and a model's answers
+ARM64_TESTS ?= tests/kernels/test_choose.py tests/equality/test_kernels.py tests/test_llm.py
+test-arm64: $(READY_TEST)
+	command -v debootstrap qemu-aarch64-static update-binfmts || (apt-get update -q && \
+		apt-get install -y -q --no-install-recommends debootstrap qemu-user-static binfmt-support)
+	tools/arm64_tree.sh build/arm64 python3 -m pytest -p no:cacheprovider --timeout 3000 $(ARM64_TESTS)
 
 test-clients: $(READY)
 	$(BIN)/python -m tests.clients.run $(ARGS)
