@@ -24,7 +24,7 @@ from numba.core.compiler import CompileResult
 from numba.core.serialize import dumps
 
 _NAME = "headrace_kernels"
-_MOST = 8  # folders; those that were used last are kept
+_MOST = 16  # folders; those that were used last are kept
 _DIGEST_BYTES = 32
 _SUFFIX = ".kernel"
 

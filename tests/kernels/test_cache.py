@@ -91,15 +91,15 @@ def test_other_sources_compilers_and_processors_have_folders_of_their_own(
 
 def test_folders_that_were_not_used_for_longest_go(home: Path) -> None:
     base = home / "headrace_kernels"
-    for number in range(10):
-        folder = base / f"old-{number}"
+    for number in range(18):
+        folder = base / f"old-{number:02}"
         folder.mkdir(parents=True)
         (folder / "code.kernel").write_bytes(bytes(100))
         os.utime(folder, (number, number))
     own = fresh_folder()
     assert own is not None and own.is_dir()
     assert sorted(it.name for it in base.iterdir() if it != own) == [
-        f"old-{number}" for number in range(3, 10)
+        f"old-{number:02}" for number in range(3, 18)
     ]
 
 

@@ -1,3 +1,5 @@
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -221,3 +223,41 @@ def test_who_loads_hears_how_many_kernels_are_compiled(folder: Path) -> None:
     *_, compiling, after = told
     assert compiling == Loading(3 / 8, COMPILING, "(3 of 8), once for this processor")
     assert after.stage == CHECKING
+
+
+_LOAD = """
+import gc, sys
+from pathlib import Path
+from numba.core.dispatcher import Dispatcher
+from headrace.config.settings import ModelConfig
+from headrace.runner.load import load_runner
+config = ModelConfig(device="cpu", threads=1, max_model_len=64, dtype="bfloat16")
+load_runner(config, Path(sys.argv[1]))
+"""
+_HEAVY = (
+    _LOAD
+    + """
+print([it for it in ("transformers", "sympy", "httpx") if it in sys.modules])
+"""
+)
+_COMPILED = (
+    _LOAD
+    + """
+functions = [it for it in gc.get_objects() if issubclass(type(it), Dispatcher)]
+print([it.__qualname__ for it in functions if it.overloads], len(functions) > 20)
+"""
+)
+
+
+def printed(code: str, folder: Path) -> str:
+    command = [sys.executable, "-c", code, str(folder)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_a_native_model_is_loaded_without_what_takes_a_second_to_import(folder: Path) -> None:
+    assert printed(_HEAVY, folder) == "[]"
+
+
+@needs_own_kernels
+def test_a_process_that_loads_compiles_nothing_itself(folder: Path) -> None:
+    assert printed(_COMPILED, folder) == "[] True"
