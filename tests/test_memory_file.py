@@ -1,4 +1,4 @@
-"""What shared files are made of, also where Linux's own ways are missing."""
+"""The files that shared memory is made of, also where Linux's own ways are missing."""
 
 import os
 from pathlib import Path

@@ -14,7 +14,7 @@ def features() -> set[str]:
         return {name[1:] for name in stated.split(",") if name.startswith("+")}
     found = {name for name, has in llvm.get_host_cpu_features().items() if has}
     is_arm = platform.machine() in ("aarch64", "arm64")
-    return found | {"neon"} if is_arm else found  # all of these have it, also where LLVM is not told
+    return found | {"neon"} if is_arm else found  # all have it, also where LLVM is not told
 
 
 WIDE = {"avx512f", "avx512bw"}

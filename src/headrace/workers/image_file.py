@@ -11,7 +11,7 @@ from headrace.workers.pool import Work
 
 
 class PixelFile:
-    """In memory on Linux, where it ends with its owner, however that ends; else a temporary file."""
+    """In memory on Linux, where it ends with its owner, however that ends; else a temporary one."""
 
     def __init__(self) -> None:
         self._fd: int | None
