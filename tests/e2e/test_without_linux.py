@@ -10,7 +10,7 @@ import httpx
 from tools.harness.servers import running_server, said
 
 NO_UNIX = "import sys; sys.modules['fcntl'] = sys.modules['resource'] = None"
-TAKEN_AWAY = '''
+TAKEN_AWAY = """
 import os, pathlib, sys
 for name in ("memfd_create", "sched_getaffinity", "sched_setaffinity"):
     vars(os).pop(name, None)
@@ -27,7 +27,7 @@ def hidden(method, answer):
 
 for name, answer in (("read_text", None), ("is_file", False), ("is_dir", False), ("exists", False)):
     setattr(pathlib.Path, name, hidden(getattr(pathlib.Path, name), answer))
-'''
+"""
 ASKED = {
     "messages": [{"role": "user", "content": "Count from 1 to 20."}],
     "temperature": 0,
