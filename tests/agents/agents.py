@@ -70,6 +70,7 @@ def _codex_settings(url: str, home: Path) -> dict[str, str]:
         "analytics.enabled = false\ncheck_for_update_on_startup = false\n"
         "[model_providers.headrace]\n"
         f'name = "Headrace"\nbase_url = "{url}/v1"\nenv_key = "KEY"\nwire_api = "responses"\n'
+        "stream_max_retries = 9\n"  # five, its default, are over before a server has started again
     )
     return {"CODEX_HOME": str(folder), "KEY": "unused"}
 
