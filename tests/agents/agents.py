@@ -34,7 +34,7 @@ class Agent(NamedTuple):
     words: Callable[[str, bool], list[str]]  # of a question, and whether it goes on
     settings: Callable[[str, Path], dict[str, str]]  # its environment, by the server's URL
     has_ended: Callable[[list[Event]], bool]  # as it should
-    thoughts: Callable[[Event], str]  # text that it shows as reasoning
+    thoughts: Callable[[Event], str] | None  # text that it prints as reasoning, if it prints any
 
 
 def _claude_words(question: str, goes_on: bool) -> list[str]:
@@ -73,11 +73,6 @@ def _codex_settings(url: str, home: Path) -> dict[str, str]:
         "stream_max_retries = 9\n"  # five, its default, are over before a server has started again
     )
     return {"CODEX_HOME": str(folder), "KEY": "unused"}
-
-
-def _codex_thoughts(event: Event) -> str:
-    item = event.get("item", {})
-    return str(item.get("text", "")) if item.get("type") == "reasoning" else ""
 
 
 def _opencode_words(question: str, goes_on: bool) -> list[str]:
@@ -125,7 +120,7 @@ AGENTS = (
         _codex_words,
         _codex_settings,
         lambda events: _kinds(events)[-1] == "turn.completed",
-        _codex_thoughts,
+        None,
     ),
     Agent(
         "opencode",
