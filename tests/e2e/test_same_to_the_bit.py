@@ -32,6 +32,12 @@ def short_steps() -> Iterator[ServerProcess]:
         yield running
 
 
+@pytest.fixture(scope="module")
+def guessing() -> Iterator[ServerProcess]:
+    with running_server("--dtype", "bfloat16", "--guess", "auto") as running:
+        yield running
+
+
 def instructions_of(server: ServerProcess) -> str:
     line = next(line for line in server.lines if "kernels " in line)
     return line.split("kernels ")[1].split(" ")[0]
@@ -81,3 +87,18 @@ def test_neighbours_cuts_and_a_kill_change_no_digit(
     agree(ask(server, len(BODIES)), alone)
     agree(ask(short_steps, len(BODIES)), alone)
     agree(ask(short_steps, len(BODIES), kill=True), alone)
+
+
+def test_guesses_and_a_kill_among_them_change_no_digit(
+    server: ServerProcess, guessing: ServerProcess
+) -> None:
+    alone = ask(server, 1)
+    agree(ask(guessing, 2), alone)
+    agree(ask(guessing, 4, kill=True), alone)
+    shown = httpx.get(f"{guessing.url}/metrics").text.splitlines()
+    figures = dict(line.split(" ", 1) for line in shown if "_tokens_total" in line)
+    guessed, accepted = (
+        sum(float(value) for name, value in figures.items() if kind in name)
+        for kind in ("guessed_tokens", "accepted_tokens")
+    )
+    assert guessed >= accepted and guessed > 0

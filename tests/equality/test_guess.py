@@ -31,7 +31,6 @@ from tools.harness.tiny_models import make_tiny_model
 
 pytestmark = needs_own_kernels  # torch's own products depend on the number of rows
 
-MOE = "Qwen3MoeForCausalLM"
 FOLDER = find_model("headrace-mini")
 TOKENIZER = Tokenizer.load(FOLDER)
 ENDS = (2, 0)
@@ -199,8 +198,11 @@ def test_choices_of_one_prompt_guess_for_themselves() -> None:
     assert told.answers == plain.answers and told.status.num_accepted > 50
 
 
-def test_experts_say_the_same(tmp_path: Path) -> None:
-    folder = make_tiny_model(tmp_path / "tiny", MOE, head_dim=32, dtype=torch.bfloat16)
+@pytest.mark.parametrize("architecture", ["Qwen3MoeForCausalLM", "Gemma3ForCausalLM"])
+def test_experts_windows_and_caps_say_the_same(architecture: str, tmp_path: Path) -> None:
+    folder = make_tiny_model(
+        tmp_path / "tiny", architecture, head_dim=32, dtype=torch.bfloat16, pad_token_id=0
+    )
     asked = submits(6, kinds=KINDS[:3])
     ids = [array("i", random_prompt(40, seed=number)).tobytes() for number in range(6)]
     asked = [msgspec.structs.replace(s, prompts=(i,)) for s, i in zip(asked, ids, strict=True)]
