@@ -122,7 +122,7 @@ class PrefixFolder:
                 for data in parts:
                     _write_all(file.fileno(), data)
                 # no more than one file waits to be written, before the logs of streams
-                os.fdatasync(file.fileno())
+                os.fsync(file.fileno())
             part.rename(self.path / name)
         except OSError:
             with contextlib.suppress(OSError):
