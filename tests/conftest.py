@@ -20,6 +20,7 @@ LONG = {
     "client/test_clients",
     "e2e/test_desired",
     "e2e/test_disk_prefixes",
+    "e2e/test_every_route",
     "e2e/test_full_disk",
     "e2e/test_hybrid",
     "e2e/test_image_chats",

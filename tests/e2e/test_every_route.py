@@ -1,0 +1,120 @@
+"""Each route that names a model, on models of each kind: loaded, unloaded, not to be loaded."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tools.harness.eventually import eventually
+from tools.harness.servers import ServerProcess, running_server
+from tools.harness.tiny_models import make_tiny_encoder, make_tiny_model
+
+TALK = {"messages": [{"role": "user", "content": "one"}]}
+SHORT = {"max_tokens": 2}
+DRAWING: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": TALK | SHORT,
+    "/chat/completions": TALK | SHORT,
+    "/v1/completions": {"prompt": "one"} | SHORT,
+    "/completion": {"prompt": "one", "n_predict": 2},
+    "/completions": {"prompt": "one", "n_predict": 2},
+    "/v1/messages": TALK | SHORT,
+    "/v1/responses": {"input": "one", "max_output_tokens": 2},
+    "/infill": {"input_prefix": "one", "input_suffix": "two", "n_predict": 2},
+}
+"""Routes that draw tokens, with a body for each."""
+EMBEDDING = {"/v1/embeddings": {"input": "one"}}
+RANKING = {path: {"query": "one", "documents": ["two"]} for path in ("/v1/rerank", "/rerank")}
+READING: dict[str, dict[str, Any]] = {
+    "/tokenize": {"content": "one"},
+    "/detokenize": {"tokens": [5]},
+    "/apply-template": TALK,
+    "/v1/messages/count_tokens": TALK,
+    "/v1/responses/input_tokens": {"input": "one"},
+}
+"""Routes that need no engine, since they have to do with text alone."""
+OWN = {"chat": DRAWING, "vectors": EMBEDDING, "ranks": RANKING}
+WITHOUT_MARKS = "/infill"  # the tiny model has no tokens for a gap
+LIMIT_S = 120
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    root = tmp_path_factory.mktemp("models")
+    make_tiny_model(root / "chat")
+    make_tiny_encoder(root / "vectors")
+    make_tiny_encoder(root / "ranks", "BertForSequenceClassification")
+    make_tiny_model(root / "damaged")
+    weights = root / "damaged" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-9])
+    (root / "unread").mkdir()
+    (root / "unread" / "config.json").write_text('{"architectures": ["NoSuchModel"]}')
+    flags = ("--max-models", "1", "--threads", "1", "--kv-cache-memory-bytes", str(16 << 20))
+    with running_server("--models-dir", str(root), *flags) as running:
+        yield running
+
+
+def ask(server: ServerProcess, path: str, body: dict[str, Any], model: str) -> httpx.Response:
+    return httpx.post(f"{server.url}{path}", json=body | {"model": model}, timeout=LIMIT_S)
+
+
+def unload(server: ServerProcess, model: str) -> None:
+    assert httpx.post(f"{server.url}/models/unload", json={"model": model}).is_success
+
+    def is_gone() -> bool:
+        entries = httpx.get(f"{server.url}/models", timeout=LIMIT_S).json()["data"]
+        return any(it["id"] == model and it["status"]["value"] == "unloaded" for it in entries)
+
+    eventually(is_gone, LIMIT_S)
+
+
+@pytest.mark.parametrize(
+    ("routes", "model"), [(DRAWING, "chat"), (EMBEDDING, "vectors"), (RANKING, "ranks")]
+)
+def test_a_route_answers_alike_whether_its_model_is_loaded_or_not(
+    server: ServerProcess, routes: dict[str, dict[str, Any]], model: str
+) -> None:
+    ask(server, *next(iter(routes.items())), model)
+    for path, body in routes.items():
+        unload(server, model)
+        for state in ("unloaded", "loaded"):
+            status = ask(server, path, body, model).status_code
+            assert status == (400 if path == WITHOUT_MARKS else 200), (path, state)
+
+
+@pytest.mark.parametrize("model", ["damaged", "unread"])
+def test_a_model_that_cannot_be_loaded_is_told_on_every_route(
+    server: ServerProcess, model: str
+) -> None:
+    is_read = model == "damaged"  # its text side is sound, and only its weights are not
+    for path, body in (DRAWING | EMBEDDING | RANKING).items():
+        answer = ask(server, path, body, model)
+        code = "unsupported_parameter" if is_read and path == WITHOUT_MARKS else "load_failed"
+        assert answer.json()["error"]["code"] == code, (path, answer.text)
+        assert f"/{model}" not in answer.text, path  # no path is shown
+    for path, body in READING.items():
+        assert ask(server, path, body, model).status_code == (200 if is_read else 500), path
+    words = {"damaged": "model.safetensors of damaged is truncated", "unread": "valid vocab_size"}
+    assert words[model] in "\n".join(server.lines)
+    assert ask(server, "/v1/completions", DRAWING["/v1/completions"], "chat").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("routes", "model", "remedy"),
+    [
+        (DRAWING, "vectors", "/v1/embeddings"),
+        (DRAWING, "ranks", "/v1/rerank"),
+        (EMBEDDING, "ranks", "/v1/rerank"),
+        (RANKING, "chat", "cross-encoder"),
+        (RANKING, "vectors", "cross-encoder"),
+    ],
+)
+def test_a_route_of_another_kind_says_what_would_do(
+    server: ServerProcess, routes: dict[str, dict[str, Any]], model: str, remedy: str
+) -> None:
+    ask(server, *next(iter(OWN[model].items())), model)  # so its kind is known
+    unload(server, model)
+    for path, body in routes.items():
+        answer = ask(server, path, body, model)
+        assert answer.status_code == 400, (path, answer.text)
+        assert path == WITHOUT_MARKS or remedy in answer.text, (path, answer.text)

@@ -1,0 +1,45 @@
+"""docs/models.md says truly of each family and lane what was run on trained weights."""
+
+import re
+from pathlib import Path
+
+from headrace.models.registry import FAMILIES
+from headrace.runner.lanes.choose import LANES
+
+TESTS = Path(__file__).parent
+TEXT = (TESTS.parent / "docs" / "models.md").read_text()
+SECTION = TEXT.partition("## What was run on trained weights\n")[2].partition("\n## ")[0]
+ROWS = {
+    cells[0].strip("` "): [cell.strip() for cell in cells[1:]]
+    for cells in (line.strip("|").split("|") for line in SECTION.splitlines() if "| `" in line[:3])
+}
+
+
+def named_in(cell: str) -> list[str]:
+    return re.findall(r"`([\w/]+\.py)`", cell)
+
+
+def test_every_family_and_every_lane_has_its_row() -> None:
+    families = {place.partition(":")[0].rpartition(".")[2] for place in FAMILIES.values()}
+    assert ROWS.keys() == families | LANES.keys()
+
+
+def test_the_tests_that_it_names_are_there() -> None:
+    for name, (_, on_trained, on_random) in ROWS.items():
+        assert named_in(on_random), name
+        for file in named_in(on_trained) + named_in(on_random):
+            assert (TESTS / file).is_file(), file
+
+
+def test_trained_weights_are_claimed_where_a_test_runs_them_and_nowhere_else() -> None:
+    named = set[str]()
+    for name, (weights, on_trained, _) in ROWS.items():
+        files = named_in(on_trained)
+        assert weights.startswith("none") == (not files), name
+        named.update(files)
+        assert all(file.startswith("trained/") for file in files), name
+        if name not in LANES:  # a family's model is named as the fixtures of its file are
+            model = weights.partition("-")[0].partition(" 270M")[0].replace(" ", "").lower()
+            uses = [model in (TESTS / file).read_text() for file in files]
+            assert all(uses), name
+    assert named == {f"trained/{file.name}" for file in (TESTS / "trained").glob("test_*.py")}

@@ -1,0 +1,93 @@
+"""Greedy texts of a trained model: transformers' own, and the same however they were computed."""
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from headrace.checkpoints.find import find_model
+from headrace.config.settings import SchedulerConfig
+from headrace.runner.runner import Runner
+from headrace.text.tokenizer import Tokenizer
+from tests.drive import Drive, assert_greedy, generate, tiny_runner
+from tests.trained.conftest import TEXT
+from tools.harness.servers import running_server
+from tools.harness.sse import data_of
+
+QUESTIONS = (
+    "What is a mill race?",
+    "Write a haiku about rivers.",
+    "Explain in one sentence why the sky is blue.",
+    "List three uses of a water wheel.",
+)
+CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+LONG = 7_984
+
+
+@pytest.fixture(scope="module")
+def prompts(smollm2: Path) -> list[list[int]]:
+    tokenizer = Tokenizer.load(smollm2)
+    return [list(tokenizer.encode(CHAT.format(one), False)) for one in QUESTIONS]
+
+
+@pytest.fixture(scope="module")
+def runner(smollm2_file: Path) -> Runner:
+    """The file as it is, by our kernels."""
+    return tiny_runner(find_model(str(smollm2_file)))
+
+
+@pytest.mark.parametrize("lane", ["native-text", "generic-text"])
+def test_greedy_texts_are_transformers_own(
+    smollm2: Path, smollm2_reference: Any, prompts: list[list[int]], lane: str
+) -> None:
+    runner = tiny_runner(smollm2, lane, dtype="float32")
+    for prompt in prompts[:2]:
+        assert_greedy(prompt + generate(runner, prompt, 48), len(prompt), smollm2_reference)
+
+
+def test_the_same_tokens_follow_8000(smollm2: Path, smollm2_reference: Any) -> None:
+    """In chunks of 512; transformers reads all of it at once."""
+    words = "\n".join(file.read_text() for file in (TEXT, *sorted(TEXT.parent.glob("*.md"))))
+    ids = list(Tokenizer.load(smollm2).encode(words, False))[:LONG]
+    assert len(ids) == LONG
+    one = {"max_model_len": 8192, "scheduler": SchedulerConfig(max_num_seqs=1)}
+    runner = tiny_runner(smollm2, "native-text", dtype="float32", **one)
+    drive = Drive(runner, room=8192)
+    drive.begin(0, ids)
+    drive.prefill(0, chunk=512)
+    drive.decode([0], 15)
+    tokens = drive.tokens[0]
+    with torch.inference_mode():
+        logits = smollm2_reference(torch.tensor([tokens[:-1]]), logits_to_keep=16).logits[0]
+    assert tokens[LONG:] == logits.argmax(dim=-1).tolist()
+
+
+def test_a_text_is_the_same_alone_in_a_batch_and_in_chunks(
+    runner: Runner, prompts: list[list[int]]
+) -> None:
+    alone = [generate(runner, prompt, 40) for prompt in prompts]
+    assert [generate(runner, prompt, 40, chunk=7) for prompt in prompts] == alone
+    drive = Drive(runner, room=128)
+    for number, prompt in enumerate(prompts):
+        drive.begin(number, prompt)
+    drive.step(*((number, 0, len(prompt)) for number, prompt in enumerate(prompts)))
+    drive.decode(range(len(prompts)), 39)
+    assert [drive.tokens[n][len(prompt) :] for n, prompt in enumerate(prompts)] == alone
+
+
+def test_a_killed_engine_changes_no_word(smollm2_file: Path) -> None:
+    body = {"messages": [{"role": "user", "content": QUESTIONS[0]}], "temperature": 0}
+    body |= {"max_tokens": 120, "ignore_eos": True, "return_progress": True}
+    with running_server(str(smollm2_file), "--threads", "1") as server:
+        url = f"{server.url}/v1/chat/completions"
+        whole = httpx.post(url, json=body, timeout=300).json()["choices"][0]["message"]["content"]
+        texts, was_told = list[str](), False
+        with httpx.stream("POST", url, json=body | {"stream": True}, timeout=300) as answer:
+            for frame in data_of(answer.iter_lines()):
+                was_told = was_told or "recovering" in frame
+                texts += [one["delta"].get("content") or "" for one in frame["choices"]]
+                if len(texts) == 20:
+                    server.kill_engine()
+    assert was_told and "".join(texts) == whole
