@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 NAMES = {"headrace": "Headrace", "openvino": "OpenVINO GenAI", "llama.cpp": "llama.cpp"}
-BEGIN, END = "<!-- peers: written by benchmarks/peers.py -->", "<!-- peers: end -->"
-PICTURE = "benchmarks/peers/peers.png"
 _COLORS = {"headrace": "#0b6fa4", "openvino": "#d9822b", "llama.cpp": "#6b7785"}
 _MIXED = {
     "equal": "target: the 99 % of OpenVINO's gaps",
@@ -43,21 +41,29 @@ def mixed_row(peer: str, setting: str, answers: list[dict[str, Any]]) -> dict[st
     }
 
 
-def write(report: dict[str, Any], folder: Path) -> None:
+def keep(report: dict[str, Any], folder: Path) -> None:
+    """Writes the rows measured so far."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "peers.json").write_text(json.dumps(report, indent=1) + "\n")
+
+
+def write(report: dict[str, Any], folder: Path) -> None:
+    keep(report, folder)
     (folder / "peers.md").write_text(markdown(report) + "\n")
     draw(report, folder / "peers.png")
 
 
 def publish(report: dict[str, Any], docs: Path) -> None:
-    """Replaces what lies between the two markers of docs/benchmarks.md."""
-    write(report, (docs / PICTURE).parent)
+    """Replaces what lies between two markers of docs/benchmarks.md, those of its instructions."""
+    name = "peers" if report["isa"] == "native" else f"peers-{report['isa']}"
+    begin, end = f"<!-- {name}: written by benchmarks/peers.py -->", f"<!-- {name}: end -->"
+    picture = f"benchmarks/{name}/peers.png"
+    write(report, (docs / picture).parent)
     page = docs / "benchmarks.md"
-    before, _, rest = page.read_text().partition(BEGIN)
-    after = rest.partition(END)[2]
-    section = f"{BEGIN}\n\n{markdown(report)}\n\n![Times by row, beside Headrace's]({PICTURE})\n\n"
-    page.write_text(f"{before}{section}{END}{after}")
+    before, _, rest = page.read_text().partition(begin)
+    after = rest.partition(end)[2]
+    section = f"{begin}\n\n{markdown(report)}\n\n![Times by row, beside Headrace's]({picture})\n\n"
+    page.write_text(f"{before}{section}{end}{after}")
 
 
 def markdown(report: dict[str, Any]) -> str:
@@ -74,11 +80,16 @@ def _about(report: dict[str, Any]) -> str:
     plain = (
         " llama.cpp without its own layouts of weights." if report["llama_plain_buffers"] else ""
     )
+    uses = "; ".join(f"{NAMES[peer]} `{', '.join(all_)}`" for peer, all_ in report["uses"].items())
+    left_out = "".join(
+        f" {NAMES[peer]} is left out: it cannot be held to {report['isa']} here (`{uses}`)."
+        for peer, uses in report["left_out"].items()
+    )
     return (
         f"{report['date']}, revision {report['revision']}, {report['processor']}, "
-        f"{report['threads']} threads, kernels `{report['kernels']}`, shape `{report['shape']}`, "
+        f"{report['threads']} threads, shape `{report['shape']}`, "
         f"{packages}. Medians of {report['rounds']} rounds; a ratio is the median of the rounds' "
-        f"ratios.{plain}"
+        f"ratios.{plain} Used, as each says itself: {uses}.{left_out}"
     )
 
 

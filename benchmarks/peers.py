@@ -3,13 +3,16 @@
     python -m benchmarks.peers [--rounds 3] [--out FOLDER] [--publish]
     python -m benchmarks.peers --shape small --rounds 1    # tries the script itself
     python -m benchmarks.peers --prepare                   # environments and models only
+    python -m benchmarks.peers --isa avx2 [--resume]       # as on a machine without AVX-512
 
 The first run makes an environment for each peer, builds llama.cpp natively and writes all models,
 which takes half an hour on two cores. Then all servers are loaded side by side, each with the same
 number of threads. Each round measures a row on one after another, and those that are not measured
 are stopped. No server is measured through HTTP; each one's own scheduler decides what a step
-computes. Keys and values have two bytes in all of them. `--publish` writes JSON, a picture and the
-section of docs/benchmarks.md.
+computes. Keys and values have two bytes in all of them, but four in OpenVINO where it has no
+bfloat16. Each says what instructions it really uses, and one that `--isa` does not hold is left
+out. A row is written to the report as soon as it is measured; `--resume` goes on from there.
+`--publish` writes JSON, a picture and the section of docs/benchmarks.md.
 """
 
 import argparse
@@ -36,6 +39,9 @@ MIXED = "mixed"
 _LOAD = {"do": "mixed", "streams": 4, "context": 128, "tokens": 2048}
 _STEPS = 24  # of decoding, each time
 _STEP_TOKENS = 64  # of OpenVINO beside streams
+
+
+_KINDS = ("bf16", "8bit", "4bit")
 
 
 class PeerRow(NamedTuple):
@@ -76,6 +82,8 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2, help="of every server")
+    parser.add_argument("--isa", choices=("native", "avx2"), default="native")
+    parser.add_argument("--resume", action="store_true", help="leave out rows of the last report")
     parser.add_argument(
         "--llama-plain-buffers", action="store_true", help="where its own layouts crash; slower"
     )
@@ -84,25 +92,26 @@ def main() -> None:
     parser.add_argument("--publish", action="store_true", help="as the section of the docs")
     parser.add_argument("--prepare", action="store_true", help="environments and models only")
     given = parser.parse_args()
-    setup = Setup(given.build, given.shape)
-    kinds = {row.models for name, row in ROWS.items() if name in given.rows}
-    kinds |= {MIXED} if MIXED in given.rows else set()
-    commands = {kind: _commands(setup, kind, given) for kind in sorted(kinds)}
+    setup = Setup(given.build, given.shape, given.isa)
+    found = given.out / "peers.json"
+    report = json.loads(found.read_text()) if given.resume and found.exists() else _about(given)
+    rows = [name for name in ROWS if name in given.rows and name not in report["rows"]]
+    kinds = [kind for kind in _KINDS if any(ROWS[name].models == kind for name in rows)]
+    kinds += [MIXED] if MIXED in given.rows and "mixed" not in report else []
+    commands = {kind: _commands(setup, kind, given) for kind in kinds}
     if given.prepare:
         return
-    report = _about(given)
-    for kind in ("bf16", "8bit", "4bit"):
-        names = [name for name in ROWS if name in given.rows and ROWS[name].models == kind]
-        if names:
-            with _started(commands[kind]) as servers:
-                report["rows"] |= {name: _row(name, servers, given.rounds) for name in names}
-    if MIXED in given.rows:
-        with _started(commands[MIXED]) as servers:
-            report["mixed"] = _mixed(servers, given.rounds)
-    for name, row in ROWS.items():
-        if name in report["rows"]:
-            report["rows"][name]["ratio"] = _ratio(row, report["rows"], name)
-    report["minutes"] = round((time.time() - report.pop("began")) / 60, 1)
+    for kind in kinds:
+        with _started(commands[kind], given.isa, report) as servers:
+            if kind == MIXED:
+                report["mixed"] = _mixed(servers, given.rounds)
+                peer_report.keep(report, given.out)
+            for name in (name for name in rows if ROWS[name].models == kind):
+                report["rows"][name] = _row(name, servers, given.rounds)
+                peer_report.keep(report, given.out)
+    report["rows"] = {name: report["rows"][name] for name in ROWS if name in report["rows"]}
+    for name in report["rows"]:
+        report["rows"][name]["ratio"] = _ratio(ROWS[name], report["rows"], name)
     peer_report.write(report, given.out)
     if given.publish:
         peer_report.publish(report, ROOT / "docs")
@@ -122,6 +131,7 @@ def _commands(setup: Setup, kind: str, given: argparse.Namespace) -> dict[str, l
         found["headrace"] = [python, "-m", "benchmarks.side_headrace", model, threads, *flags]
     if "openvino" in given.peers:
         flags = ("--step-tokens", str(_STEP_TOKENS)) if kind == MIXED else ()
+        flags += () if given.isa == "native" else ("--float32",)
         python, model = str(setup.python("openvino")), str(setup.openvino(form))
         found["openvino"] = [python, "-m", "benchmarks.side_openvino", model, threads, *flags]
     if "llama.cpp" in given.peers:
@@ -134,7 +144,7 @@ def _commands(setup: Setup, kind: str, given: argparse.Namespace) -> dict[str, l
 class Server:
     """A process of side.py; it runs only while it is asked."""
 
-    def __init__(self, peer: str, command: list[str]) -> None:
+    def __init__(self, peer: str, command: list[str], environment: dict[str, str]) -> None:
         path = f"{ROOT}{os.pathsep}{ROOT / 'src'}"
         self.peer = peer
         self._process = subprocess.Popen(
@@ -142,9 +152,9 @@ class Server:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=os.environ | {"PYTHONPATH": path},
+            env=os.environ | {"PYTHONPATH": path} | environment,
         )
-        self._answer()
+        self.uses: str = self._answer()
 
     def ask(self, **command: Any) -> Any:
         assert self._process.stdin
@@ -167,13 +177,47 @@ class Server:
 
 
 @contextlib.contextmanager
-def _started(commands: dict[str, list[str]]) -> Iterator[list[Server]]:
+def _started(
+    commands: dict[str, list[str]], isa: str, report: dict[str, Any]
+) -> Iterator[list[Server]]:
+    """Servers that the instruction set holds; the report gets what each one uses."""
+    environment = {} if isa == "native" else _held_to_avx2()
     with contextlib.ExitStack() as stack:
         servers = []
         for peer, command in commands.items():
-            servers.append(Server(peer, command))
-            stack.callback(servers[-1].close)
+            server = Server(peer, command, environment)
+            stack.callback(server.close)
+            if environment and not _is_held(server.uses):
+                report["left_out"][peer] = server.uses
+                _say(f"{peer} is left out: it cannot be held to {isa}, it uses {server.uses}")
+                server.close()
+                continue
+            uses = report["uses"].setdefault(peer, [])
+            uses += [server.uses] if server.uses not in uses else []
+            servers.append(server)
         yield servers
+
+
+def _held_to_avx2() -> dict[str, str]:
+    """Variables that keep servers from AVX-512; none where the processor has none.
+
+    llama.cpp is built without it, and OpenVINO's products heed oneDNN's limit.
+    """
+    import llvmlite.binding as llvm  # type: ignore[import-untyped]
+
+    features = llvm.get_host_cpu_features()
+    wide = [name for name, has in features.items() if has and name.startswith(("avx512", "amx"))]
+    if not wide:
+        return {}
+    kept = (f"{'+' if has and name not in wide else '-'}{name}" for name, has in features.items())
+    limits = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    return limits | {"NUMBA_CPU_FEATURES": ",".join(kept)}
+
+
+def _is_held(uses: str) -> bool:
+    """One that names no instructions asks the processor, which has more."""
+    said = uses.lower()
+    return "avx2" in said and not any(wide in said for wide in ("512", "amx"))
 
 
 def _row(name: str, servers: list[Server], rounds: int) -> dict[str, Any]:
@@ -232,19 +276,16 @@ def _mixed(servers: list[Server], rounds: int) -> list[dict[str, Any]]:
 
 
 def _about(given: argparse.Namespace) -> dict[str, Any]:
-    import torch
-
-    from headrace_kernels import choose_instructions
-
     revision = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT
     ).stdout.strip()
     return {
         "date": time.strftime("%Y-%m-%d %H:%M"),
-        "began": time.time(),
         "revision": revision,
         "processor": _processor(),
-        "kernels": choose_instructions("auto", torch.bfloat16).instructions,
+        "isa": given.isa,
+        "uses": {},  # by peer, what it said of its instructions
+        "left_out": {},
         "threads": given.threads,
         "shape": given.shape,
         "rounds": given.rounds,

@@ -21,6 +21,7 @@ class Side(Protocol):
     """A server without its HTTP: the caller says when it steps."""
 
     vocab_size: int
+    uses: str  # the instructions that it really computes with, in its own words
 
     def add(self, prompt: list[int]) -> int:
         """Begins an endless, greedy stream; returns its number. Computes nothing yet."""
@@ -41,7 +42,7 @@ def serve(make: Callable[[], Side]) -> None:
     os.dup2(2, 1)
     side = make()
     kinds: dict[str, Callable[..., Any]] = {"prompt": prompt, "decode": decode, "mixed": mixed}
-    print(json.dumps("ready"), file=answers, flush=True)
+    print(json.dumps(side.uses), file=answers, flush=True)
     for line in sys.stdin:
         command = json.loads(line)
         answer = kinds[command.pop("do")](side, **command)

@@ -43,6 +43,7 @@ class HeadraceSide:
         )
         self._runner, self._ready = load_runner(config, folder)
         self.vocab_size = self._ready.vocab_size
+        self.uses = self._ready.kernels
         self._numbers = count()
         self._given: set[int] = set()
         self._target = ""

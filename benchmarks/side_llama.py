@@ -41,6 +41,7 @@ class LlamaSide:
         self._context = llama_cpp.llama_init_from_model(model, params)
         self._memory = llama_cpp.llama_get_memory(self._context)
         self._batch = llama_cpp.llama_batch_init(_BATCH_TOKENS, 0, 1)
+        self.uses = _switched_on(llama_cpp.llama_print_system_info().decode())
         self.vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
         self._computed: list[list[int]] = [[] for _ in range(_STREAMS)]
         self._waiting: dict[int, list[int]] = {}  # by the place of a stream that runs
@@ -103,6 +104,13 @@ class LlamaSide:
         logits = self._cpp.llama_get_logits_ith(self._context, row)
         kind = ctypes.POINTER(ctypes.c_float)
         return int(np.ctypeslib.as_array(ctypes.cast(logits, kind), (self.vocab_size,)).argmax())
+
+
+def _switched_on(info: str) -> str:
+    """The vector instructions that are 1 in "CPU : AVX2 = 1 | AVX512 = 0 | ..."."""
+    pairs = (part.rpartition(":")[2].split("=") for part in info.split("|") if "=" in part)
+    on = [name.strip() for name, value in pairs if value.strip() == "1"]
+    return " ".join(name for name in on if name.startswith(("AVX", "AMX", "FMA", "F16C")))
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """OpenVINO GenAI as one side of peers.py: its continuous batching, step by step.
 
-python -m benchmarks.side_openvino FOLDER THREADS [--step-tokens N]
+python -m benchmarks.side_openvino FOLDER THREADS [--step-tokens N] [--float32]
 """
 
 import argparse
@@ -15,23 +15,27 @@ _ENDLESS = 1 << 30
 
 
 class OpenVinoSide:
-    """Keys and values are bfloat16, as everybody's are; by default OpenVINO keeps 8 bits."""
+    """Keys and values are bfloat16, as everybody's are; by default OpenVINO keeps 8 bits.
 
-    def __init__(self, folder: str, threads: int, step_tokens: int) -> None:
+    They are float32 where it has no bfloat16, which is without AVX-512, or is held to `float32`.
+    """
+
+    def __init__(self, folder: str, threads: int, step_tokens: int, float32: bool) -> None:
         import openvino as ov
         import openvino_genai as genai
 
+        float32 |= "BF16" not in ov.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+        keys = ov.Type.f32 if float32 else ov.Type.bf16
+        options = {"INFERENCE_NUM_THREADS": threads, "KV_CACHE_PRECISION": keys}
+        if float32:  # else it would take bfloat16 without the instructions for it
+            options["INFERENCE_PRECISION_HINT"] = ov.Type.f32
+        self.uses = f"{_product_of(options)}, keys and values in {keys.get_type_name()}"
         scheduler = genai.SchedulerConfig()
         scheduler.cache_size = CACHE_GB
         scheduler.max_num_batched_tokens = step_tokens
         scheduler.dynamic_split_fuse = True
         scheduler.enable_prefix_caching = True
-        self._pipeline: Any = genai.ContinuousBatchingPipeline(
-            folder,
-            scheduler,
-            "CPU",
-            {"INFERENCE_NUM_THREADS": threads, "KV_CACHE_PRECISION": ov.Type.bf16},
-        )
+        self._pipeline: Any = genai.ContinuousBatchingPipeline(folder, scheduler, "CPU", options)
         self.vocab_size = len(self._pipeline.get_tokenizer().get_vocab())
         self._greedy = genai.GenerationConfig()
         self._greedy.max_new_tokens = _ENDLESS
@@ -66,13 +70,31 @@ class OpenVinoSide:
                 self._pipeline.step()
 
 
+def _product_of(options: dict[str, Any]) -> str:
+    """The primitive that it takes for the product of a small model of its own."""
+    import numpy as np
+    import openvino as ov
+    from openvino import opset13 as op
+
+    x = op.parameter([-1, 256], np.float32)
+    y = op.matmul(x, op.constant(np.ones((512, 256), np.float32)), False, True)
+    compiled = ov.Core().compile_model(ov.Model([op.result(y)], [x]), "CPU", options)
+    compiled(np.zeros((8, 256), np.float32))
+    for node in compiled.get_runtime_model().get_ordered_ops():
+        info = node.get_rt_info()
+        if info["layerType"].astype(str) == "FullyConnected":
+            return str(info["primitiveType"].astype(str))
+    return "unknown"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder")
     parser.add_argument("threads", type=int)
     parser.add_argument("--step-tokens", type=int, default=2048)
+    parser.add_argument("--float32", action="store_true", help="no bfloat16, though it has it")
     given = parser.parse_args()
-    serve(lambda: OpenVinoSide(given.folder, given.threads, given.step_tokens))
+    serve(lambda: OpenVinoSide(given.folder, given.threads, given.step_tokens, given.float32))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
 """Owns a look at the inner loops of the machine code, and at how often each uses its stack.
 
-python -m headrace_kernels.inner_loops; with NUMBA_CPU_NAME and NUMBA_CPU_FEATURES, those of another
-processor. A loop with no such access has room in registers for all that it needs.
+python -m headrace_kernels.inner_loops [KERNEL ...]; with NUMBA_CPU_NAME and
+NUMBA_CPU_FEATURES, those of another processor. A loop with no
+such access has room in registers for all that it needs.
 """
 
 import re
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -51,8 +53,8 @@ def inner_loops(lines: list[str]) -> Iterator[list[str]]:
 
 def main() -> None:
     print(f"{'kernel':18} instructions  products  on the stack")
-    for name, kernel in KERNELS.items():
-        for loop in inner_loops(assembly_of(kernel)):
+    for name in sys.argv[1:] or KERNELS:
+        for loop in inner_loops(assembly_of(KERNELS[name])):
             products, stack = (sum(map(bool, map(p.search, loop))) for p in (_PRODUCT, _STACK))
             if products >= _LEAST:
                 print(f"{name:18} {len(loop):12}  {products:8}  {stack:12}")

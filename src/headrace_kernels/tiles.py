@@ -275,12 +275,18 @@ def panel_tile(num_rows: int, num_vectors: int) -> Any:
 
         def body(at: Any, totals: list[Any]) -> list[Any]:
             number = b.add(first, at)
-            terms = _terms_of(b, w.at(number, column), w.kind, x.kind, num_vectors)
-            there = b.add(base, b.mul(at, apart))
+            there, line = b.add(base, b.mul(at, apart)), w.at(number, column)
             for k in range(1 if is_int8 else num_vectors):
                 fetch(b, b.add(there, _I64(k * CACHE_LINE)))
+            terms = _terms_of(b, line, w.kind, x.kind, num_vectors)
             places = [b.add(row, b.mul(number, _I64(4 * len(terms)))) for row in rows]
-            return add_products(b, totals, terms, places, x.unit)
+            if HAS_512 or len(terms) == 1:
+                return add_products(b, totals, terms, places, x.unit)
+            # there is no register for the second number's weights until all rows met the first's
+            totals = add_products(b, totals, terms[:1], places, x.unit)
+            terms = _terms_of(b, _anew(b, line), w.kind, x.kind, num_vectors)
+            places = [b.add(place, _I64(4)) for place in places]
+            return add_products(b, totals, terms[1:], places, x.unit)
 
         totals = begin = sums.load()
         if is_int8:
@@ -297,6 +303,11 @@ def panel_tile(num_rows: int, num_vectors: int) -> Any:
         return types.void(w, rows, span), emit
 
     return intrinsic(typed)
+
+
+def _anew(builder: Any, address: Any) -> Any:
+    """The same address; what is loaded from it is loaded again, and not kept in a register."""
+    return builder.asm(ir.FunctionType(_I64, [_I64]), "", "=r,0", [address], False)
 
 
 def over_panel(name: str, tile_of: Callable[[int, int], Any]) -> Any:

@@ -1,0 +1,30 @@
+"""With AVX2 the largest tiles keep all that they need in registers, as the script says."""
+
+import os
+import subprocess
+import sys
+
+import llvmlite.binding as llvm
+import pytest
+
+FEATURES = {str(name): bool(has) for name, has in llvm.get_host_cpu_features().items()}
+HELD = ",".join(
+    f"{'+' if has and not name.startswith(('avx512', 'amx')) else '-'}{name}"
+    for name, has in FEATURES.items()
+)
+
+
+@pytest.mark.skipif(not FEATURES.get("avx2"), reason="this processor has no AVX2")
+@pytest.mark.parametrize(
+    "name, products", [("bfloat16", 24), ("8 bits", 12), ("4 bits in groups", 12)]
+)
+def test_the_loop_of_the_largest_tile_has_nothing_on_the_stack(name: str, products: int) -> None:
+    said = subprocess.run(
+        [sys.executable, "-m", "headrace_kernels.inner_loops", name],
+        env=os.environ | {"NUMBA_CPU_FEATURES": HELD},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    loops = [line.removeprefix(name).split() for line in said.splitlines()[1:]]
+    assert min(int(stack) for _, number, stack in loops if int(number) == products) == 0
