@@ -86,18 +86,15 @@ class Assembly:
     def _add_blocks(self, offer: FullBlocks, start: int, end: int, now: float) -> None:
         if start == end:
             return
-        block_ids = offer.block_ids[start - offer.first : end - offer.first]
-        takings = offer.takings[start - offer.first : end - offer.first]
-        growing = None
+        share = slice(start - offer.first, end - offer.first)
+        block_ids, takings = offer.block_ids[share], list(offer.takings[share])
+        run = GrowingRun(offer.chain, offer.token_ids, start, block_ids, takings, now)
         if start % self._disk.blocks_per_run:
             before = offer.chain.name(offer.token_ids, start - 1)
-            growing = self._growing.pop(before, None)
-        if growing is None:
-            run = GrowingRun(offer.chain, offer.token_ids, start, block_ids, list(takings), now)
-        else:
-            run = growing
-            run.block_ids.extend(block_ids)
-            run.takings.extend(takings)
+            if (head := self._growing.pop(before, None)) is not None:
+                # the head may be another sequence's, which goes on otherwise
+                run.first, run.since = head.first, head.since
+                run.block_ids, run.takings = head.block_ids + block_ids, head.takings + takings
         if end % self._disk.blocks_per_run == 0 and not self._has_states:
             self._whole.append(self._kept(run, run.end, None))
             return

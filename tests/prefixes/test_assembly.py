@@ -1,0 +1,33 @@
+"""Runs are made of the blocks of one prefix, whoever computed them."""
+
+from array import array
+
+from headrace.core.layout import MemoryLayout
+from headrace.memory.disk import DiskPrefixes
+from headrace.memory.memory import Memory
+from headrace.prefixes.assembly import Assembly
+from tests.prefixes.builders import BLOCK
+
+
+def test_two_prompts_that_begin_alike_never_share_a_run_beyond_that() -> None:
+    memory = Memory(MemoryLayout(BLOCK, num_blocks=8))
+    memory.offers.are_wanted = True
+    assembly = Assembly(DiskPrefixes(BLOCK, 2, 8), False, lambda run: None)
+    head, tails = [1] * BLOCK, ([2] * BLOCK, [3] * BLOCK)
+    prompts = [(array("i", head + tail), memory.chain("")) for tail in tails]
+    leases = [memory.reserve(memory.match(*prompt), 2 * BLOCK)[0] for prompt in prompts]
+    for num_computed in (BLOCK, 2 * BLOCK):  # in turn, a block each
+        for lease, (token_ids, chain) in zip(leases, prompts, strict=True):
+            memory.publish(lease, token_ids, chain, num_computed)
+            for offer in memory.offers.take():
+                assembly.add(offer, 0.0)
+    holders: dict[int, tuple[int, ...]] = {}
+    for lease, (token_ids, _) in zip(leases, prompts, strict=True):
+        for number, block_id in enumerate(lease.block_ids):
+            holders[block_id] = tuple(token_ids[number * BLOCK : (number + 1) * BLOCK])
+    kept = assembly.take(1.0)
+    assert kept
+    for one in kept:
+        tokens = array("i", one.run.token_ids)
+        for number, block_id in enumerate(one.block_ids, one.run.first):
+            assert holders[block_id] == tuple(tokens[number * BLOCK : (number + 1) * BLOCK])
