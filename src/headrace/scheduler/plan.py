@@ -1,6 +1,6 @@
 """Chooses the chunks of one step: decode chunks first, then prompts in key order."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from headrace.config.settings import SchedulerConfig
 from headrace.memory.memory import Match, Memory
@@ -11,6 +11,7 @@ from headrace.scheduler.sequence import DueWork, Sequence, SequenceStatus, by_ke
 from headrace.scheduler.step import PlannedStep
 from headrace.scheduler.table import SequenceTable
 
+PlanStep = Callable[[float, bool], PlannedStep | None]
 UNMEASURED_ENCODING_S, UNMEASURED_PER_S = 60.0, 1000.0  # what an unknown encoder may well take
 MAX_PASSED_OVER = 16  # once this many waiting sequences lacked blocks, no other starts
 
@@ -58,13 +59,7 @@ class Planner:
                 return step
 
     def _first_step(self, now: float, can_preempt: bool) -> PlannedStep | None:
-        ways = [self._plan_together, self._plan_alone]
-        if self._quarantine.is_turn:
-            ways.reverse()
-        ways.insert(0, self._plan_declared)
-        if self._was_exclusive:  # streams sat it out: now they go first
-            ways = [self._plan_together, self._plan_declared, self._plan_alone]
-        for plan_step in ways:
+        for plan_step in self._kinds_in_turn():
             step = plan_step(now, can_preempt)
             if step is not None and not step.is_empty:
                 self._quarantine.took_turn(step.is_alone)
@@ -72,6 +67,15 @@ class Planner:
                 self._forecast(step)
                 return step
         return None
+
+    def _kinds_in_turn(self) -> tuple[PlanStep, ...]:
+        """The kinds of steps, in the order in which they are tried."""
+        together, declared, alone = self._plan_together, self._plan_declared, self._plan_alone
+        if self._was_exclusive:  # streams sat it out: now they go first
+            return together, declared, alone
+        if self._quarantine.is_turn:
+            return declared, alone, together
+        return declared, together, alone
 
     def _plan_together(self, now: float, can_preempt: bool) -> PlannedStep | None:
         """A step of everyone but the suspects."""
