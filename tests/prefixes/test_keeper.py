@@ -212,3 +212,20 @@ def test_what_others_wrote_and_removed_is_heard_of(
     eventually(lambda: known()[-1:] == [()])
     one.keeper.close()
     other.keeper.close()
+
+
+def test_short_memory_costs_misses_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = Kept(tmp_path)
+    _, ids, chain = kept.compute(4 * BLOCK)
+    eventually(lambda: kept.stored() == {(0, 2), (2, 4)})
+
+    def short(*arguments: object) -> memoryview:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PrefixFolder, "read", short)
+        assert kept.read(kept.disk.run(ids, chain, 0, 2)).miss == "failed"
+        patch.setattr(kept.numbers, "get", short)
+        kept.compute(4 * BLOCK, token=9)
+        kept.keeper.close()
+    assert kept.stored() == {(0, 2), (2, 4)}

@@ -131,7 +131,7 @@ class RunReader:
                 with contextlib.suppress(OSError):
                     self._folder.remove(wish.run)
             return None, error.reason
-        except OSError as error:
+        except (OSError, MemoryError) as error:
             self._warnings.say(
                 "read", "Cached prefixes cannot be read from %s: %s.", self._folder.path, error
             )
@@ -190,7 +190,10 @@ class RunWriter:
         run, now = kept.run, time.monotonic()
         if now < self._paused_until or self._site.disk.reaches(run.name, run.first):
             return
-        numbers = self._numbers.get(kept.block_ids, kept.slot_id)
+        try:
+            numbers = self._numbers.get(kept.block_ids, kept.slot_id)
+        except MemoryError:
+            return
         if not self._books.still_holds(kept.block_ids, kept.takings):
             return  # others needed the blocks
         if kept.state and not self._books.still_saved(kept.state.slot_id, kept.state.taking):
