@@ -42,7 +42,7 @@ class Scenario:
     submits: list[Submit]
     cancels: list[tuple[float, Cancel]]
     faults: Faults
-    right_guesses: float  # the share of guessed tokens that is right
+    right_guesses: float = 0.0  # the share of guessed tokens that is right
     disk: DiskFaults | None = None
 
 

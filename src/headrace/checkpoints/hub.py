@@ -107,8 +107,8 @@ def _wanted(repo: str, names: Collection[str], quantization: str | None) -> list
         own += [name for name in names if name.startswith(_NESTED)]
     if not weights:
         raise ModelError(_without_weights(repo, own))
-    own += [name for name in names if _STAGES.fullmatch(name)]
-    return sorted([name for name in own if name.endswith(_TEXT_FILES)] + weights)
+    stages = [name for name in names if _STAGES.fullmatch(name)]
+    return sorted([name for name in own if name.endswith(_TEXT_FILES)] + stages + weights)
 
 
 def _wanted_gguf(repo: str, files: list[str], quantization: str | None) -> list[str]:
