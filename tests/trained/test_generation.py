@@ -12,7 +12,7 @@ from headrace.config.settings import SchedulerConfig
 from headrace.runner.runner import Runner
 from headrace.text.tokenizer import Tokenizer
 from tests.drive import Drive, assert_greedy, generate, tiny_runner
-from tests.trained.conftest import TEXT
+from tests.trained.conftest import ROOT, TEXT
 from tools.harness.servers import running_server
 from tools.harness.sse import data_of
 
@@ -49,7 +49,7 @@ def test_greedy_texts_are_transformers_own(
 
 def test_the_same_tokens_follow_8000(smollm2: Path, smollm2_reference: Any) -> None:
     """In chunks of 512; transformers reads all of it at once."""
-    words = "\n".join(file.read_text() for file in (TEXT, *sorted(TEXT.parent.glob("*.md"))))
+    words = "\n".join(file.read_text() for file in (TEXT, *sorted((ROOT / "docs").glob("*.md"))))
     ids = list(Tokenizer.load(smollm2).encode(words, False))[:LONG]
     assert len(ids) == LONG
     one = {"max_model_len": 8192, "scheduler": SchedulerConfig(max_num_seqs=1)}
