@@ -52,9 +52,10 @@ class Planner:
         while True:
             num_preemptions = self.num_preemptions
             step = self._first_step(now, can_preempt)
-            self._restores.drop_idle(now)
-            # who waited for memory, or for the streams, may go on once one has lost its own
-            if step is not None or self.num_preemptions == num_preemptions:
+            # who waited for memory, the streams or a read may go on once one has lost its own
+            has_dropped = self._restores.drop_idle(now)
+            is_settled = self.num_preemptions == num_preemptions and not has_dropped
+            if step is not None or is_settled:
                 self.is_resting = step is None
                 return step
 

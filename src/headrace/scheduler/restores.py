@@ -222,13 +222,18 @@ class Restores:
                 del self._restores[restore.sequence.id]
         return taken
 
-    def drop_idle(self, now: float) -> None:
-        """Lets go of what is read for sequences that have ended, or could not go on in plans."""
+    def drop_idle(self, now: float) -> bool:
+        """Lets go of what is read for sequences that have ended, or could not go on in plans.
+
+        Whether there was any: others may go on then.
+        """
+        num_restores = len(self._restores)
         for restore in list(self._restores.values()):
             is_late = restore.reads[0].answer is None and now >= restore.due
             is_idle = is_late or now >= restore.seen + IDLE_S
             if is_idle or restore.sequence.outcome is not None:
                 self._end(restore)
+        return len(self._restores) < num_restores
 
     def copied(self, num_bytes: int, seconds: float, now: float) -> None:
         """Learn how long loads take."""
