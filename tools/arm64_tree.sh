@@ -25,9 +25,9 @@ if [ ! -e "$folder/ready" ]; then
     "$pip" install --quiet --target "$root/site" --no-deps .  # for its version; the sources come first
     touch "$folder/ready"
 fi
-mkdir -p "$root/work"
-for name in proc dev work; do mountpoint -q "$root/$name" && umount "$root/$name"; done
-mount --bind /proc "$root/proc" && mount --bind /dev "$root/dev" && mount --bind "$here" "$root/work"
-trap 'umount "$root/proc" "$root/dev" "$root/work"' EXIT
+mkdir -p "$root/tree"
+for name in proc dev tree; do mountpoint -q "$root/$name" && umount "$root/$name"; done
+mount --bind /proc "$root/proc" && mount --bind /dev "$root/dev" && mount --bind "$here" "$root/tree"
+trap 'umount "$root/proc" "$root/dev" "$root/tree"' EXIT
 chroot "$root" /usr/bin/env -i HOME=/root PATH=/usr/bin:/bin LANG=C.UTF-8 OMP_NUM_THREADS=1 \
-    PYTHONPATH=/work/src:/work:/site PYTHONDONTWRITEBYTECODE=1 sh -c 'cd /work && exec "$@"' sh "$@"
+    PYTHONPATH=/tree/src:/tree:/site PYTHONDONTWRITEBYTECODE=1 sh -c 'cd /tree && exec "$@"' sh "$@"
