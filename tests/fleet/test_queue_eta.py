@@ -78,7 +78,7 @@ class Server:
             self._arrive()
         progress = self._read()
         finished = tuple(Finished(SequenceId(number), FinishReason.STOP) for number in ended)
-        return Outputs(tuple(begun), (), progress, tokens, finished)
+        return Outputs(started=tuple(begun), progress=progress, tokens=tokens, finished=finished)
 
     def _read(self) -> tuple[PromptAdvance, ...]:
         if not self._prompt:

@@ -234,13 +234,10 @@ def a_sequence_past_its_due_is_passed_by(patch: pytest.MonkeyPatch) -> None:
 
 @plant
 def the_last_decoder_sits_a_step_out(patch: pytest.MonkeyPatch) -> None:
-    add = PlannedStep.add_decode_chunk
-
-    def skipping(self, sequence):
-        if self.num_decoding < 2:
-            add(self, sequence)
-
-    patch.setattr(PlannedStep, "add_decode_chunk", skipping)
+    add = PlannedStep.add_decode_chunks
+    patch.setattr(
+        PlannedStep, "add_decode_chunks", lambda self, sequences: add(self, sequences[:2])
+    )
 
 
 @plant
@@ -258,7 +255,7 @@ def all_of_a_failed_step_are_blamed(patch: pytest.MonkeyPatch) -> None:
 
 @plant
 def suspects_are_never_cleared(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Quarantine, "step_was_good", lambda self, sequences: None)
+    patch.setattr(Quarantine, "step_was_good", lambda self: None)
 
 
 @plant

@@ -137,12 +137,17 @@ class PromptAdvance(msgspec.Struct, frozen=True, array_like=True):
 
 
 class NewToken(msgspec.Struct, frozen=True, array_like=True):
-    """The first token of a draw says how many tokens its step guessed, and how many were right."""
-
     sequence_id: SequenceId
     token_id: int
     logprobs: Logprobs | None = None
-    guessed: tuple[int, int] = (0, 0)
+
+
+class Guessed(msgspec.Struct, frozen=True, array_like=True):
+    """A step guessed tokens of a sequence, and so many were right: they are among the new ones."""
+
+    sequence_id: SequenceId
+    num_tokens: int
+    num_right: int
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -166,12 +171,13 @@ class Finished(msgspec.Struct, frozen=True, array_like=True):
     vector: bytes = b""
 
 
-class Outputs(Message, frozen=True):
+class Outputs(Message, frozen=True, omit_defaults=True):
     """Everything that one plan or one commit reports, in the order of the fields."""
 
     started: tuple[Started, ...] = ()
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     progress: tuple[PromptAdvance, ...] = ()
+    guessed: tuple[Guessed, ...] = ()
     tokens: tuple[NewToken, ...] = ()
     finished: tuple[Finished, ...] = ()
 

@@ -14,6 +14,7 @@ from headrace.core.ids import SequenceId
 from headrace.core.messages import (
     Cancel,
     Finished,
+    Guessed,
     NewToken,
     Outputs,
     PromptAdvance,
@@ -31,7 +32,7 @@ _GONE = RequestError("engine_failed", "The engine stopped and could not be resta
 _NO_ENGINE = EngineDown("engine_failed", "", given_up=False)
 _TELL_LOAD_S = 1.0  # at most as often do waiters hear of the load
 
-Item = Started | PromptAdvance | PromptLogprobs | NewToken | Finished
+Item = Started | PromptAdvance | PromptLogprobs | Guessed | NewToken | Finished
 """News from an engine about one sequence."""
 
 
@@ -184,6 +185,7 @@ class Tenants:
             outputs.started,
             outputs.prompt_logprobs,
             outputs.progress,
+            outputs.guessed,
             outputs.tokens,
             outputs.finished,
         ):

@@ -4,7 +4,7 @@ from array import array
 from dataclasses import dataclass
 
 from headrace.core.ids import SequenceId
-from headrace.core.messages import FinishReason, NewSequence, NewToken, PromptLogprobs
+from headrace.core.messages import FinishReason, Guessed, NewSequence, NewToken, PromptLogprobs
 from headrace.core.pieces import ChannelPiece
 from headrace.core.request import Chat
 from headrace.core.sampling import Logprobs
@@ -78,10 +78,11 @@ class ChoiceWriter:
         entry = None
         if token.logprobs is not None:
             entry = token_logprobs(token.logprobs, self._tokenizer)[0]
-        num_guessed, num_accepted = token.guessed
-        self._untold.num_guessed += num_guessed
-        self._untold.num_accepted += num_accepted
         self._advance(token.token_id, entry)
+
+    def count_guessed(self, guessed: Guessed) -> None:
+        self._untold.num_guessed += guessed.num_tokens
+        self._untold.num_accepted += guessed.num_right
 
     def finish(self, finish: FinishReason) -> None:
         """The engine has let go of the sequence."""
@@ -138,9 +139,10 @@ class ChoiceWriter:
 
     def _advance(self, token_id: int, entry: TokenLogprob | None = None) -> None:
         self._token_ids.append(token_id)
-        self._untold.ids += (token_id,)
-        self._untold.num_reasoning += self._is_reasoning
-        self._untold.pieces += self._text.feed(token_id, entry)
+        untold = self._untold
+        untold.ids += (token_id,)
+        untold.num_reasoning += self._is_reasoning
+        untold.pieces += self._text.feed(token_id, entry)
 
     @property
     def _is_reasoning(self) -> bool:

@@ -10,12 +10,14 @@ from headrace.core.errors import RequestError
 from headrace.core.messages import (
     Finished,
     FinishReason,
+    Guessed,
     NewToken,
     PromptAdvance,
     PromptLogprobs,
     Started,
 )
 from headrace.fleet.served_model import ServedModel
+from headrace.fleet.tenants import Item
 from headrace.generation.choice import ChoiceWriter, Echo
 from headrace.generation.prompt_report import describe
 from headrace.generation.waits import Beat, Heartbeats, PromptProgress, QueueProgress
@@ -66,6 +68,7 @@ class BegunChoices:
     """The choices that the engine has begun, ended ones included."""
 
     def __init__(self, record: Record) -> None:
+        self.num_waiting = record.request.num_choices  # that it has not begun
         self.num_unread = record.num_prompt_tokens  # of prompts that it has not begun
         self._record = record
         self._begun: set[int] = set()
@@ -83,32 +86,33 @@ class BegunChoices:
         prompt = index // n
         if self._begun.isdisjoint(range(prompt * n, prompt * n + n)):
             self.num_unread -= len(self._record.prompts[prompt]) // 4
+        self.num_waiting -= 1
         self._begun.add(index)
 
 
 class Serving:
     """The model that answers: the one on which the stream was admitted, or a later one.
 
-    `known` is None until the model is in memory, where that was not so on admission.
+    `known` is None until the model is in memory, where that was not so on admission. `is_untold`:
+    it is another one than readers know of.
     """
 
     def __init__(self, record: Record, model: ServedModel) -> None:
         self.model = model
         as_admitted = ServedAs(record.system_fingerprint, record.served)
         self.known = as_admitted if record.system_fingerprint else None
-        self._is_untold = False
+        self.is_untold = False
 
     def begin(self, model: ServedModel) -> None:
         """Goes on with this model, now that it is in memory."""
         before, self.model = self.known, model
         self.known = ServedAs(model.system_fingerprint, model.setup)
-        self._is_untold = self.known != before
+        self.is_untold = self.known != before
 
-    def take(self, seq: int, at_ms: int) -> events.Served | None:
-        """The event that tells of another model, if it is untold."""
-        if self.known is None or not self._is_untold:
-            return None
-        self._is_untold = False
+    def take(self, seq: int, at_ms: int) -> events.Served:
+        """The event that tells of it."""
+        assert self.known is not None
+        self.is_untold = False
         fingerprint, served = self.known
         return events.Served(seq=seq, at_ms=at_ms, system_fingerprint=fingerprint, served=served)
 
@@ -136,11 +140,6 @@ class EventBuilder:
         self.has_tokens = False
         self._heard: set[int] = set()  # choices that may have something to tell
         self._advanced: set[int] = set()  # prompts whose progress is not told yet
-
-    @property
-    def num_waiting(self) -> int:
-        """Choices that the engine has not begun."""
-        return len(self._choices) - len(self.begun)
 
     @property
     def num_tokens(self) -> int:
@@ -185,12 +184,7 @@ class EventBuilder:
         self.beats.add(Beat("recovering", "data", self.num_recoveries), at_ms)
         self.queue = QueueProgress()
 
-    def take(
-        self,
-        index: int,
-        item: Started | PromptAdvance | PromptLogprobs | NewToken | Finished,
-        at_ms: int,
-    ) -> bool:
+    def take(self, index: int, item: Item, at_ms: int) -> bool:
         """Whether the choice has just been ended by a stop string, which the engine cannot see."""
         choice = self._choices[index]
         if choice.end is not None:
@@ -207,6 +201,8 @@ class EventBuilder:
             case PromptAdvance(_, processed):
                 self._progress[choice.prompt].advance(choice, processed)
                 self._advanced.add(choice.prompt)
+            case Guessed():
+                choice.count_guessed(item)
             case PromptLogprobs() if self._echo:
                 self._echo.add(choice.prompt, item)
             case Finished():
@@ -242,7 +238,8 @@ class EventBuilder:
             fields = msgspec.structs.asdict(beat)
             self._add(made, events.Heartbeat(seq=self.counted.next_seq, at_ms=at_ms, **fields))
         self.beats.new.clear()
-        self._add(made, self.serving.take(self.counted.next_seq, at_ms))
+        if self.serving.is_untold:
+            self._add(made, self.serving.take(self.counted.next_seq, at_ms))
         self._add(made, self.queue.take(self.counted.next_seq, at_ms))
         for prompt in sorted(self._advanced):
             progress = self._progress[prompt]

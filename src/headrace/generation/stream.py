@@ -246,8 +246,8 @@ class LiveStream:
         self.ended.set()
 
     def _keep_place(self) -> None:
-        builder = self._builder
-        self.stay.place.update(builder.num_live, builder.num_waiting, builder.begun.num_unread)
+        begun = self._builder.begun
+        self.stay.place.update(self._builder.num_live, begun.num_waiting, begun.num_unread)
 
     def note_end(self, figures: RequestFigures) -> None:
         """Tells figures and log what became of it."""

@@ -2,7 +2,14 @@
 
 from collections import deque
 
-from headrace.core.messages import FinishReason, NewToken, PromptAdvance, PromptLogprobs, StepTrace
+from headrace.core.messages import (
+    FinishReason,
+    Guessed,
+    NewToken,
+    PromptAdvance,
+    PromptLogprobs,
+    StepTrace,
+)
 from headrace.core.plan import Chunk, ChunkResult, Drawn, EncodeChunk, Load, StepPlan, StepResult
 from headrace.memory.memory import Memory
 from headrace.scheduler.budget import StepTimes, TimeBudget
@@ -52,19 +59,18 @@ class InFlight:
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> None:
         step = self._steps.popleft()
         assert step.plan is plan
-        named = [self._table[sequence_id] for sequence_id in plan.named]
         for load in plan.loads:
             self._commit_load(load)
         if num_bytes := sum(len(run.numbers) for load in plan.loads for run in load.runs):
             self._restores.copied(num_bytes, result.load_seconds, now)
         for encoded in plan.encoded:
             self._commit_encoded(encoded)
-        for chunk, chunk_result in zip(plan.chunks, result.chunks, strict=True):
-            self._commit_chunk(chunk, chunk_result)
+        for chunk, named, drawn in zip(plan.chunks, step.named, result.chunks, strict=True):
+            self._commit_chunk(chunk, named, drawn)
         for sequence, slot_id, end in step.saves:
             num_prompt = sequence.num_prompt
             self._memory.saved(slot_id, sequence.token_ids, sequence.chain, end, num_prompt)
-        self._quarantine.step_was_good(named)
+        self._quarantine.step_was_good()
         self._learn(step, result, now)
 
     def _commit_load(self, load: Load) -> None:
@@ -84,8 +90,7 @@ class InFlight:
             self._report(sequence, 0, ChunkResult())
         self._table.close_if_over(sequence)
 
-    def _commit_chunk(self, chunk: Chunk, result: ChunkResult) -> None:
-        named = [self._table[i] for i in chunk.draws or (chunk.sequence_id,)]
+    def _commit_chunk(self, chunk: Chunk, named: list[Sequence], result: ChunkResult) -> None:
         sequence, end = named[0], chunk.start + chunk.num_known
         if chunk.guess:
             end += self._commit_guess(sequence, chunk, result.drawn[0])
@@ -94,7 +99,7 @@ class InFlight:
         if sequence.outcome is None:
             self._commit_prompt(sequence, chunk, result)
         for drawing, drawn in zip(named if chunk.draws else (), result.drawn, strict=True):
-            self._commit_draw(drawing, drawn, len(chunk.guess))
+            self._commit_draw(drawing, drawn)
         num_public = min(end, sequence.num_tokens)
         self._memory.publish(sequence.held, sequence.token_ids, sequence.chain, num_public)
         for computed in named:
@@ -106,6 +111,7 @@ class InFlight:
         num_right = max(0, len(drawn.token_ids) - 1)
         sequence.num_guessed = 0
         sequence.num_planned += num_right
+        self._outputs.guessed.append(Guessed(sequence.id, len(chunk.guess), num_right))
         self.num_guessed += len(chunk.guess)
         self.num_accepted += num_right
         return num_right
@@ -135,8 +141,7 @@ class InFlight:
             rows = PromptLogprobs(sequence.id, start + 1, result.prompt_logprobs)
             self._outputs.prompt_logprobs.append(rows)
 
-    def _commit_draw(self, sequence: Sequence, drawn: Drawn, num_guessed: int) -> None:
-        guessed = (num_guessed, len(drawn.token_ids) - 1)
+    def _commit_draw(self, sequence: Sequence, drawn: Drawn) -> None:
         sequence.num_pending -= 1
         sequence.forced = drawn.forced
         for number, token_id in enumerate(drawn.token_ids):
@@ -144,8 +149,7 @@ class InFlight:
                 break
             sequence.token_ids.append(token_id)
             logprobs = drawn.logprobs and drawn.logprobs.row(number)
-            self._outputs.tokens.append(NewToken(sequence.id, token_id, logprobs, guessed))
-            guessed = (0, 0)
+            self._outputs.tokens.append(NewToken(sequence.id, token_id, logprobs))
             finish = sequence.end_reason()
             if finish is not None:
                 self._table.end(sequence, finish)

@@ -49,6 +49,13 @@ class StepShape:
         self.num_pairs += 2 * context * new + new * new
         self.num_prompt_tokens += new if is_prompt else 0
 
+    def decode(self, num_chunks: int, num_context: int, forward_per_chunk: bool) -> None:
+        """Chunks of one token, before all others; `num_context` is the sum of theirs."""
+        self.num_forwards = num_chunks if forward_per_chunk else 1
+        self.num_context = num_context
+        self.num_new = num_chunks
+        self.num_pairs = 2 * num_context + num_chunks
+
     def extend(self, context: int, new: int) -> None:
         """One token more in a chunk of `new` tokens that is not a prompt's."""
         self.num_new += 1

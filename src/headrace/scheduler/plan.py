@@ -82,11 +82,13 @@ class Planner:
         """A step of everyone but the suspects."""
         step = self._new_step(now)
         running = self._table.running[:]
-        waiting = self._table.waiting.in_turn(without=self._quarantine)
         if self._quarantine:
             running = [s for s in running if s not in self._quarantine]
             if self._is_blocked(self._quarantine.current(), now):
                 step.seats = 0
+        waiting: Iterable[Sequence] = ()
+        if step.seats > 0:
+            waiting = self._table.waiting.in_turn(without=self._quarantine)
         return step if self._fill(step, running, waiting, can_preempt) else None
 
     def _plan_alone(self, now: float, can_preempt: bool) -> PlannedStep | None:
@@ -170,10 +172,9 @@ class Planner:
         if len(self._table.running) < num_running:
             step.seats = 0  # nobody may take the place of a sequence that was just preempted
             decoders, opened = _split(running)
-        for sequence in decoders:
-            self._table.tell_start(sequence)
-            step.add_decode_chunk(sequence)
-            self._save(step, sequence)
+        self._table.tell_starts(decoders)
+        step.add_decode_chunks(decoders)
+        self._save(step, decoders)
         step.is_awaited = bool(decoders) or any(s.is_decoding for s in self._table.running)
         self._add_prompts(step, opened, waiting)
         self.guessing.add_to(step, decoders, len(self._table.running))
@@ -196,13 +197,14 @@ class Planner:
             memory.grow(sequence.held)
         return True
 
-    def _save(self, step: PlannedStep, sequence: Sequence) -> None:
-        """Keep the state after the sequence's chunk, if it ends where states are kept."""
+    def _save(self, step: PlannedStep, sequences: list[Sequence]) -> None:
+        """Keep the states after their chunks, of those that end where states are kept."""
         if not self._memory.layout.num_snapshots:
             return
-        copy = self._memory.save(sequence.held, sequence.num_planned, sequence.num_prompt)
-        if copy is not None:
-            step.save(sequence, copy)
+        for sequence in sequences:
+            copy = self._memory.save(sequence.held, sequence.num_planned, sequence.num_prompt)
+            if copy is not None:
+                step.save(sequence, copy)
 
     def _add_prompts(
         self, step: PlannedStep, opened: list[Sequence], waiting: Iterable[Sequence]
@@ -236,10 +238,10 @@ class Planner:
             return False
         if match is not None:
             step.begin(sequence, self._table.start(sequence, match))
-        self._table.tell_start(sequence)
+        self._table.tell_starts([sequence])
         room.spend(context, length)
         step.add_prompt_chunk(sequence, length, self._start_siblings(step, sequence, length))
-        self._save(step, sequence)
+        self._save(step, [sequence])
         return length == wanted
 
     def _add_load(
@@ -257,7 +259,7 @@ class Planner:
             step.begin(sequence, self._table.start(sequence, match))
         size = self._memory.layout.block_size
         step.load(sequence, reads[-1].end, [read.loaded(sequence, size) for read in reads])
-        self._save(step, sequence)
+        self._save(step, [sequence])
         num_bytes = sum(read.num_bytes for read in reads)
         room.spend_on_loading(self._restores.seconds_to_copy(num_bytes))
         return True
@@ -285,7 +287,7 @@ class Planner:
             return False
         if match is not None:
             step.begin(sequence, self._table.start(sequence, match))
-        self._table.tell_start(sequence)
+        self._table.tell_starts([sequence])
         room.spend_on_encoding(work.size, num_units)
         step.add_encode_chunk(sequence, due.number, due.start, num_units)
         return not step.is_exclusive

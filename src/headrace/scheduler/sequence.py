@@ -2,7 +2,7 @@
 
 import enum
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -95,6 +95,10 @@ class Sequence:
     num_units_computed: int = 0
     guesser: Guesser | None = None
     forced: tuple[int, ...] = ()  # tokens that its grammar lets follow
+    num_shown: int = field(init=False)  # prompt tokens that progress counts: a source's, if any
+
+    def __post_init__(self) -> None:
+        self.num_shown = sum(w.size for w in self.inputs.works if w.is_source) or self.num_prompt
 
     @property
     def num_tokens(self) -> int:
@@ -153,11 +157,6 @@ class Sequence:
     @property
     def wants_prompt_rows(self) -> bool:
         return self.is_reporter and self.sampling.num_prompt_logprobs is not None
-
-    @property
-    def num_shown(self) -> int:
-        """Prompt tokens as progress counts them: those of the source, if it has one."""
-        return sum(w.size for w in self.inputs.works if w.is_source) or self.num_prompt
 
     @property
     def num_processed(self) -> int:

@@ -40,6 +40,7 @@ class PlannedStep:
     saves: list[tuple[Sequence, SlotId, int]] = field(default_factory=list)  # slot, end
     plan: StepPlan = field(init=False)  # from its launch
     chunks: list[Chunk] = field(default_factory=list)
+    named: list[list[Sequence]] = field(default_factory=list)  # by each chunk
     encoded: list[EncodeChunk] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
     _begun: list[Begin] = field(default_factory=list)
@@ -88,10 +89,15 @@ class PlannedStep:
         self._slot_copies.append(copy)
         self.saves.append((sequence, copy.target, sequence.num_planned))
 
-    def add_decode_chunk(self, sequence: Sequence) -> None:
-        self.num_decoding += 1
-        self._add(sequence, 1, [sequence])
-        self.shape.add(sequence.num_planned - 1, 1, False, self.forward_per_chunk)
+    def add_decode_chunks(self, sequences: list[Sequence]) -> None:
+        """Advance each by one token; before any other chunk."""
+        if not sequences:
+            return
+        self.num_decoding = len(sequences)
+        num_context = sum([sequence.num_planned for sequence in sequences])
+        self.shape.decode(self.num_decoding, num_context, self.forward_per_chunk)
+        for sequence in sequences:
+            self._add(sequence, 1, [sequence])
 
     def guess(self, place: int, sequence: Sequence, token_ids: tuple[int, ...]) -> None:
         """Let the sequence's decode chunk, the step's number `place`, go on with these tokens."""
@@ -135,8 +141,10 @@ class PlannedStep:
         pooling = sequence.sampling.pooling
         if pooling is not None:
             num_rows = pooling.num_rows(start, end, sequence.max_total)
-        for named in drawing if draws else (sequence,):
-            named.advance(end, draws)
+        named = drawing if draws else [sequence]
+        for advancing in named:
+            advancing.advance(end, draws)
+        self.named.append(named)
         ids = tuple([drawn.id for drawn in drawing]) if draws else ()
         self.chunks.append(
             Chunk(

@@ -11,6 +11,7 @@ from headrace.core.ids import SequenceId
 from headrace.core.messages import (
     Finished,
     FinishReason,
+    Guessed,
     NewToken,
     Outputs,
     PromptAdvance,
@@ -40,19 +41,21 @@ class OutputBuffer:
     started: list[Started] = field(default_factory=list)
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     progress: list[PromptAdvance] = field(default_factory=list)
+    guessed: list[Guessed] = field(default_factory=list)
     tokens: list[NewToken] = field(default_factory=list)
     finished: list[Finished] = field(default_factory=list)
 
     @property
     def is_empty(self) -> bool:
         prompts = self.started or self.prompt_logprobs or self.progress
-        return not (prompts or self.tokens or self.finished)
+        return not (self.tokens or self.finished or prompts or self.guessed)
 
     def take(self) -> Outputs:
         return Outputs(
             started=_drained(self.started),
             prompt_logprobs=_drained(self.prompt_logprobs),
             progress=_drained(self.progress),
+            guessed=_drained(self.guessed),
             tokens=_drained(self.tokens),
             finished=_drained(self.finished),
         )
@@ -104,11 +107,12 @@ class Quarantine:
     def failed_alone(self) -> None:
         self._num_failed_alone += 1
 
-    def step_was_good(self, sequences: Iterable[Sequence]) -> None:
+    def step_was_good(self) -> None:
         self._num_failed_alone = 0
-        for sequence in sequences:
-            if sequence.clears_at is not None and sequence.num_computed >= sequence.clears_at:
-                self.discard(sequence)
+        for suspect in list(self._suspects):
+            assert suspect.clears_at is not None
+            if suspect.num_computed >= suspect.clears_at:
+                self.discard(suspect)
 
     def discard(self, sequence: Sequence) -> None:
         sequence.clears_at = None
@@ -240,12 +244,13 @@ class SequenceTable:
         self._run(sequence)
         return restore
 
-    def tell_start(self, sequence: Sequence) -> None:
-        """Report, once, how much of the prompt is cached: the rest is about to be computed."""
-        if sequence.num_reported < 0:
-            sequence.num_reported = cached = min(sequence.num_planned, sequence.num_prompt)
-            if sequence.is_reporter:
-                self._outputs.started.append(Started(sequence.id, sequence.num_shown, cached))
+    def tell_starts(self, sequences: Iterable[Sequence]) -> None:
+        """Report, once, how much of a prompt is cached: the rest is about to be computed."""
+        for sequence in sequences:
+            if sequence.num_reported < 0:
+                sequence.num_reported = cached = min(sequence.num_planned, sequence.num_prompt)
+                if sequence.is_reporter:
+                    self._outputs.started.append(Started(sequence.id, sequence.num_shown, cached))
 
     def start_beside(
         self, sibling: Sequence, family: Family
