@@ -62,10 +62,9 @@ async def _left(receive: Receive) -> None:
         pass
 
 
-async def turn_for(log: Log, event: AnyEvent) -> None:
-    """Waits for a slice of the loop if the event has lain in its log; a new one goes at once."""
-    if log.next_seq - event.seq > _NUM_NEW:
-        await slice_of_loop()
+def is_old(log: Log, event: AnyEvent) -> bool:
+    """Whether it has lain in its log: it waits for a slice of the loop; a new one goes at once."""
+    return log.next_seq - event.seq > _NUM_NEW
 
 
 class AnswerBody:
@@ -111,7 +110,8 @@ class WholeAnswer:
             async with self._stream.audience.reader() as events:
                 try:
                     async for event in events:
-                        await turn_for(self._stream.log, event)
+                        if is_old(self._stream.log, event):
+                            await slice_of_loop()
                         answer.feed(event)
                 except Exception as error:
                     raise notice_of(error) from None
@@ -266,7 +266,8 @@ class LiveAnswer:
     async def _follow(self, send: Send) -> None:
         async with self._stream.audience.reader(self._after) as events:
             async for event in events:
-                await turn_for(self._stream.log, event)
+                if is_old(self._stream.log, event):
+                    await slice_of_loop()
                 frames = self._rendering.render(event)
                 if is_terminal(event) and (whole := await self._rendering.whole()):
                     frames = [*frames, whole]

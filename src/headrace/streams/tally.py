@@ -1,9 +1,19 @@
 """Usage and timings of a stream as a fold over its events: what was counted, and when."""
 
-from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from headrace.streams.events import Accepted, AnyEvent, Progress, Timings, Tokens, Usage
+
+
+@dataclass(slots=True)
+class TokenCounts:
+    """Tokens of an answer, and of which kind."""
+
+    predicted: int = 0
+    reasoning: int = 0
+    guessed: int = 0
+    accepted: int = 0
 
 
 class Tally:
@@ -20,7 +30,7 @@ class Tally:
         self._num_prompt = 0
         self._num_cached = 0
         self._planned: set[int] = set()  # the first choice of each prompt that has begun
-        self._tokens: Counter[str] = Counter()  # predicted, and of which kind
+        self._tokens = TokenCounts()
         # milliseconds of the first and the last progress, and of the first and the last token
         self._planned_at: int | None = None
         self._progress_at = 0
@@ -52,9 +62,8 @@ class Tally:
 
     @property
     def usage(self) -> Usage:
-        return Usage(
-            self._num_prompt, self._tokens["predicted"], self._num_cached, self._tokens["reasoning"]
-        )
+        tokens = self._tokens
+        return Usage(self._num_prompt, tokens.predicted, self._num_cached, tokens.reasoning)
 
     @property
     def timings(self) -> Timings:
@@ -64,12 +73,12 @@ class Tally:
             cache_n=self._num_cached,
             prompt_n=self._num_prompt - self._num_cached if was_planned else 0,
             prompt_ms=_length(planned_at, self._progress_at),
-            predicted_n=self._tokens["predicted"],
+            predicted_n=self._tokens.predicted,
             predicted_ms=_length(answered_at, self._token_at),
             queue_ms=float(planned_at or 0),
             max_gap_ms=float(self._max_gap_ms),
-            draft_n=self._tokens["guessed"],
-            draft_n_accepted=self._tokens["accepted"],
+            draft_n=self._tokens.guessed,
+            draft_n_accepted=self._tokens.accepted,
         )
 
     def _feed_tokens(self, event: Tokens) -> None:
@@ -78,16 +87,17 @@ class Tally:
             self._answered_at = at_ms
             if self.on_first is not None:
                 self.on_first(at_ms / 1000)
-        is_first = event.choice not in self._token_at_of
-        gap_ms = 0 if is_first else at_ms - self._token_at_of[event.choice]
-        if self.on_gap is not None and not is_first:
-            self.on_gap(gap_ms / 1000)
-        self._max_gap_ms = max(self._max_gap_ms, gap_ms)
+        if (before := self._token_at_of.get(event.choice)) is not None:
+            gap_ms = at_ms - before
+            self._max_gap_ms = max(self._max_gap_ms, gap_ms)
+            if self.on_gap is not None:
+                self.on_gap(gap_ms / 1000)
         self._token_at = self._token_at_of[event.choice] = at_ms
-        self._tokens["predicted"] += len(event.ids)
-        self._tokens["reasoning"] += event.num_reasoning
-        self._tokens["guessed"] += event.num_guessed
-        self._tokens["accepted"] += event.num_accepted
+        tokens = self._tokens
+        tokens.predicted += len(event.ids)
+        tokens.reasoning += event.num_reasoning
+        tokens.guessed += event.num_guessed
+        tokens.accepted += event.num_accepted
 
 
 def _length(first_ms: int | None, last_ms: int) -> float:

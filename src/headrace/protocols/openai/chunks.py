@@ -120,9 +120,9 @@ def _head(record: Record, kind: str, fingerprint: str) -> dict[str, Any]:
 
 
 def _part_of(event: Tokens) -> Part:
-    text = "".join(piece.text for piece in event.pieces if piece.channel == CONTENT)
     if all(piece.channel == CONTENT for piece in event.pieces):
-        return Part(text, event.logprobs)
+        return Part(event.text, event.logprobs)
+    text = "".join(piece.text for piece in event.pieces if piece.channel == CONTENT)
     reasoning = "".join(piece.text for piece in event.pieces if piece.channel == REASONING)
     calls = tuple(piece for piece in event.pieces if piece.channel == TOOL)
     return Part(text, event.logprobs, reasoning, calls)
