@@ -44,7 +44,7 @@ async def started(folder: Path) -> AsyncIterator[tuple[Supervisor, AsyncIterator
     supervisor = Supervisor(ModelConfig(model=str(folder), threads=1), LIMIT_S)
     try:
         async with asyncio.timeout(LIMIT_S):
-            yield supervisor, aiter(supervisor.outputs())
+            yield supervisor, aiter(supervisor.news)
     finally:
         await supervisor.close()
     assert supervisor.pid is None

@@ -45,7 +45,7 @@ class FakeEngine:
     def __init__(self) -> None:
         self.submits: list[Submit] = []
         self.cancels: list[Cancel] = []
-        self._news = NewsQueue()
+        self.news = NewsQueue()
 
     def submit(self, submit: Submit) -> None:
         self.submits.append(submit)
@@ -53,16 +53,13 @@ class FakeEngine:
     def cancel(self, cancel: Cancel) -> None:
         self.cancels.append(cancel)
 
-    def outputs(self) -> NewsQueue:
-        return self._news
-
     async def close(self) -> None:
-        self._news.end(None)
-        self._news = NewsQueue()  # of the next one, which a host may start
+        self.news.end(None)
+        self.news = NewsQueue()  # of the next one, which a host may start
 
     async def say(self, news: EngineNews) -> None:
         """Until all who hear it have acted on it."""
-        self._news.put(news)
+        self.news.put(news)
         await settle()
 
     async def start(self, *sequence_ids: SequenceId) -> None:

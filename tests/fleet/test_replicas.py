@@ -46,7 +46,7 @@ class Scene:
         return self.engines[-1]
 
     async def _read(self) -> None:
-        async for news in self.replicas.outputs():
+        async for news in self.replicas.news:
             self.news.append(news)
 
     async def up(self, *numbers: int) -> None:

@@ -78,7 +78,7 @@ async def test_an_engine_given_up_tells_every_reader_of_a_durable_stream_at_once
         stream = await opened(generation, engine, OPTED_IN)
         reading = asyncio.create_task(stream.audience.pause.unless(read(stream)))
         await settle()
-        engine._news.put(msgspec.structs.replace(DOWN, given_up=True))
+        engine.news.put(msgspec.structs.replace(DOWN, given_up=True))
         await engine.close()  # at once, as a supervisor that gives up does
         await settle()
         assert code_of(reading) == "engine_failed"

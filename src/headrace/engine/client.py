@@ -47,7 +47,9 @@ EngineNews = Outputs | Status | Loading | EngineUp | EngineResized | EngineDown
 
 
 class EngineClient(Protocol):
-    """One engine, in this process or in another."""
+    """One engine, in this process or in another; `news` of it come until it is closed."""
+
+    news: "NewsQueue"
 
     def submit(self, submit: Submit) -> None:
         """Hands over a stream's sequences; their outputs come as news."""
@@ -55,21 +57,15 @@ class EngineClient(Protocol):
     def cancel(self, cancel: Cancel) -> None:
         """Ends sequences; unknown ones are ignored."""
 
-    def outputs(self) -> "NewsQueue":
-        """News in order, until the client is closed. One reader.
-
-        Raises RuntimeError if the client itself failed: nobody watches the engine any more.
-        """
-        ...
-
     async def close(self) -> None:
         """Ends the engine and drops what still runs."""
 
 
 class NewsQueue:
-    """The queue behind `outputs()`; filled on the event loop's thread.
+    """News in order, for one reader; filled on the event loop's thread.
 
-    Its reader may take news by a call instead, at once: what passes them on needs no queue.
+    The reader may take them by a call instead, at once: what passes them on needs no queue. One
+    that iterates gets RuntimeError if the client itself failed: nobody watches the engine any more.
     """
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@ class LocalEngine:
 
     def __init__(self) -> None:
         self._inbox: Inbox = queue.SimpleQueue()
-        self._news = NewsQueue()
+        self.news = NewsQueue()
         self._loop = asyncio.get_running_loop()
         self._thread: threading.Thread | None = None
         self._is_closing = False
@@ -36,7 +36,7 @@ class LocalEngine:
             target=client._run, args=(engine,), name="engine", daemon=True
         )
         client._thread.start()
-        client._news.put(EngineUp(loaded.ready))
+        client.news.put(EngineUp(loaded.ready))
         return client, loaded.ready
 
     def submit(self, submit: Submit) -> None:
@@ -45,21 +45,18 @@ class LocalEngine:
     def cancel(self, cancel: Cancel) -> None:
         self._inbox.put(cancel)
 
-    def outputs(self) -> NewsQueue:
-        return self._news
-
     async def close(self) -> None:
         self._is_closing = True
         if self._thread is not None:
             self._inbox.put(Shutdown())
             await asyncio.to_thread(self._thread.join)
-        self._news.end(None)
+        self.news.end(None)
 
     # the engine's outbox, called on its thread
 
     def put(self, message: Message) -> None:
         if isinstance(message, Outputs | Status):
-            self._loop.call_soon_threadsafe(self._news.put, message)
+            self._loop.call_soon_threadsafe(self.news.put, message)
 
     def num_unsent(self) -> int:
         return 0
@@ -73,4 +70,4 @@ class LocalEngine:
             message = f"The engine's loop failed: {error}"
         if not self._is_closing:
             down = EngineDown("engine_failed", message, given_up=True)
-            self._loop.call_soon_threadsafe(self._news.put, down)
+            self._loop.call_soon_threadsafe(self.news.put, down)

@@ -106,7 +106,7 @@ class EngineActor:
 
     async def _hear(self, supervisor: Supervisor) -> None:
         try:
-            async for news in supervisor.outputs():
+            async for news in supervisor.news:
                 if isinstance(news, EngineUp):
                     self._say(Up(news))
                 elif isinstance(news, EngineDown):

@@ -59,7 +59,7 @@ class RayEngine:
     def __init__(self, config: ModelConfig, load_timeout_s: float) -> None:
         self._config = config
         self._load_timeout_s = load_timeout_s
-        self._news = NewsQueue()
+        self.news = NewsQueue()
         self._actor: Any = None
         self._is_ready = False
         self._num_failed = 0  # actors in a row that could not be made
@@ -74,9 +74,6 @@ class RayEngine:
 
     def cancel(self, cancel: Cancel) -> None:
         self._send(cancel)
-
-    def outputs(self) -> NewsQueue:
-        return self._news
 
     async def close(self) -> None:
         self._closing.set()
@@ -96,7 +93,7 @@ class RayEngine:
 
     def _has_ended(self, task: asyncio.Task[None]) -> None:
         failed = not task.cancelled() and task.exception()
-        self._news.end(failed or None)
+        self.news.end(failed or None)
 
     async def _run(self) -> None:
         backoff = Backoff()
@@ -107,7 +104,7 @@ class RayEngine:
             if self._closing.is_set():
                 return
             pause_s = backoff.after(clock() - began)
-            self._news.put(down)
+            self.news.put(down)
             if down.given_up:
                 return
             logger.warning("%s Starting another.", down.message)
@@ -171,15 +168,15 @@ class RayEngine:
                     return EngineDown("engine_failed", item.message, given_up=False)
                 if isinstance(item, Up):
                     self._is_ready = True
-                    self._news.put(msgspec.structs.replace(item.news, node=node))
+                    self.news.put(msgspec.structs.replace(item.news, node=node))
                 elif not isinstance(item, Down):
-                    self._news.put(item)
+                    self.news.put(item)
                 elif item.news.given_up:
                     return item.news
                 else:
                     self._is_ready = False
                     self._unsent.clear()
-                    self._news.put(item.news)
+                    self.news.put(item.news)
 
     async def _pump(self, actor: Any) -> None:
         """One call at a time, so that messages keep their order."""

@@ -54,7 +54,7 @@ class Supervisor:
         self._number, self._lock_fds = number, lock_fds
         self._config = config
         self._load_timeout_s = load_timeout_s
-        self._news = NewsQueue()
+        self.news = NewsQueue()
         self._child: Child | None = None
         self._is_ready = False
         self._closing = asyncio.Event()
@@ -67,9 +67,6 @@ class Supervisor:
 
     def cancel(self, cancel: Cancel) -> None:
         self._send(cancel)
-
-    def outputs(self) -> NewsQueue:
-        return self._news
 
     @property
     def pid(self) -> int | None:
@@ -94,7 +91,7 @@ class Supervisor:
     def _has_ended(self, task: asyncio.Task[None]) -> None:
         """End the news; an end that nobody asked for is raised to their reader."""
         cancelled = asyncio.CancelledError("The supervisor was cancelled")
-        self._news.end(cancelled if task.cancelled() else task.exception())
+        self.news.end(cancelled if task.cancelled() else task.exception())
 
     async def _run(self) -> None:
         num_failed_starts, backoff = 0, Backoff()
@@ -112,12 +109,12 @@ class Supervisor:
                 num_failed_starts += 1
             pause_s = backoff.after(clock() - started_at if is_up else 0.0)
             if num_failed_starts >= (MAX_FAILED_STARTS if was_up else 1):
-                self._news.put(msgspec.structs.replace(down, given_up=True))
+                self.news.put(msgspec.structs.replace(down, given_up=True))
                 break
             logger.warning("%s Restarting it.", down.message)
             if self._died_at is None:
                 self._died_at = clock()
-            self._news.put(down)
+            self.news.put(down)
             await self._pause(pause_s)
 
     def _tell_if_back(self) -> None:
@@ -143,7 +140,7 @@ class Supervisor:
             if isinstance(first, Ready):
                 self._is_ready = True
                 self._tell_if_back()
-                self._news.put(EngineUp(first, child.pid))
+                self.news.put(EngineUp(first, child.pid))
                 await self._follow(child, messages)
         finally:
             was_ready, self._is_ready, self._child = self._is_ready, False, None
@@ -161,7 +158,7 @@ class Supervisor:
                 async for message in messages:
                     if not isinstance(message, Loading):
                         return message
-                    self._news.put(message)
+                    self.news.put(message)
         return None
 
     async def _follow(self, child: Child, messages: AsyncIterator[AnyMessage]) -> None:
@@ -171,7 +168,7 @@ class Supervisor:
             watching = tasks.create_task(pulse.watch(), name="ping")
             async for message in messages:
                 if isinstance(message, Outputs | Status):
-                    self._news.put(message)
+                    self.news.put(message)
                 elif isinstance(message, Pong):
                     pulse.beats()
             watching.cancel()

@@ -64,7 +64,7 @@ class EngineLife:
         """Runs until the engine is closed or given up."""
         assert self._client is not None
         self._ended = asyncio.get_running_loop().create_future()
-        self._client.outputs().hand_to(self._hear, self._end)
+        self._client.news.hand_to(self._hear, self._end)
         await self._ended
         self._client = self.up = self.status = None
         self._loading.end()

@@ -4,6 +4,8 @@ import asyncio
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from typing import Any
 
 import msgspec
 
@@ -101,42 +103,27 @@ def ready_of(known: Iterable[Ready]) -> Ready:
 
 def total(known: Iterable[Status]) -> Status:
     """The sum of their figures, and their queues one behind the other."""
-    every = tuple(known)
-    return Status(
-        num_running=sum(it.num_running for it in every),
-        num_waiting=sum(it.num_waiting for it in every),
-        num_waiting_tokens=sum(it.num_waiting_tokens for it in every),
-        blocks_free=sum(it.blocks_free for it in every),
-        slots_free=sum(it.slots_free for it in every),
-        num_steps=sum(it.num_steps for it in every),
-        queue=tuple(id for it in every for id in it.queue),
-        prompt_tokens_per_s=sum(it.prompt_tokens_per_s for it in every),
-        missed=_summed(it.missed for it in every),
-        num_preemptions=sum(it.num_preemptions for it in every),
-        num_guessed=sum(it.num_guessed for it in every),
-        num_accepted=sum(it.num_accepted for it in every),
-        disk=_summed(it.disk for it in every),
-        disk_misses=_summed(it.disk_misses for it in every),
-    )
+    fields = zip(*map(msgspec.structs.astuple, (_NOTHING, *known)), strict=True)
+    return Status(*(reduce(_plus, figures) for figures in fields))
 
 
-def _summed(counts: Iterable[dict[str, int]]) -> dict[str, int]:
-    return dict(sum(map(Counter, counts), Counter[str]()))
+_NOTHING = Status(
+    num_running=0, num_waiting=0, num_waiting_tokens=0, blocks_free=0, slots_free=0, num_steps=0
+)
+
+
+def _plus(one: Any, other: Any) -> Any:
+    return dict(Counter(one) + Counter(other)) if isinstance(one, dict) else one + other
 
 
 def counts_of(life: Status) -> Status:
     """The counts of an engine that has died, kept so that totals never go back."""
-    return Status(
-        num_running=0,
-        num_waiting=0,
-        num_waiting_tokens=0,
-        blocks_free=0,
-        slots_free=0,
-        num_steps=life.num_steps,
-        missed=life.missed,
-        num_preemptions=life.num_preemptions,
-        num_guessed=life.num_guessed,
-        num_accepted=life.num_accepted,
-        disk=life.disk,
-        disk_misses=life.disk_misses,
-    )
+    states = {name: getattr(_NOTHING, name) for name in _STATES}
+    return msgspec.structs.replace(life, **states)
+
+
+_STATES = (
+    *("num_running", "num_waiting", "num_waiting_tokens", "blocks_free", "slots_free"),
+    *("queue", "prompt_tokens_per_s", "steps"),
+)
+"""Figures of a status that are no counts: they are of a moment."""

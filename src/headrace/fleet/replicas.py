@@ -55,7 +55,7 @@ class Replicas:
         self._start = start
         self._count = ReplicaCount(fewest, most, idle_s)
         self._leave_s = 0.0  # what the streams of those that are too many have to end
-        self._news = NewsQueue()
+        self.news = NewsQueue()
         self._line = RequestLine()
         self._replicas: dict[int, Replica] = {}
         self._numbers = itertools.count()
@@ -79,22 +79,19 @@ class Replicas:
         ended, running = self._line.cancel(cancel)
         self._cancel(running)
         if ended:
-            self._news.put(Outputs(finished=ended))
+            self.news.put(Outputs(finished=ended))
             self._place()
 
     def _cancel(self, running: Cancels) -> None:
         for number, cancel in running.items():
             self._replicas[number].client.cancel(cancel)
 
-    def outputs(self) -> NewsQueue:
-        return self._news
-
     async def close(self) -> None:
         self._is_closing = True
         await asyncio.gather(*(it.client.close() for it in self._replicas.values()))
         for task in self._tasks:
             task.cancel()
-        self._news.end(None)
+        self.news.end(None)
 
     def all(self) -> list[Replica]:
         """The replicas, by number."""
@@ -142,19 +139,19 @@ class Replicas:
     def _add(self) -> Replica:
         made = Replica(next(self._numbers), self._start())
         self._replicas[made.number] = made
-        made.client.outputs().hand_to(partial(self._hear, made), self._has_failed)
+        made.client.news.hand_to(partial(self._hear, made), self._has_failed)
         return made
 
     def _hear(self, replica: Replica, news: EngineNews) -> None:
         if self._is_closing or replica.number not in self._replicas:
             return
         if isinstance(news, Outputs):
-            self._news.put(news)
+            self.news.put(news)
             self._release(news)
         elif isinstance(news, Status):
             self._show(replica, news)
         elif isinstance(news, Loading) and not self._has_engine:
-            self._news.put(news)
+            self.news.put(news)
         elif isinstance(news, EngineUp):
             self._is_up(replica, news)
         elif isinstance(news, EngineDown):
@@ -162,7 +159,7 @@ class Replicas:
 
     def _has_failed(self, failure: BaseException | None) -> None:
         if failure is not None:
-            self._news.end(failure)
+            self.news.end(failure)
 
     @property
     def _has_engine(self) -> bool:
@@ -177,7 +174,7 @@ class Replicas:
             self._tell_size(has_started=True)
             self._place()
         else:
-            self._news.put(msgspec.structs.replace(news, ready=self._ready()))
+            self.news.put(msgspec.structs.replace(news, ready=self._ready()))
 
     def _is_down(self, replica: Replica, news: EngineDown) -> None:
         if news.given_up:
@@ -195,12 +192,12 @@ class Replicas:
         if self._has_engine:
             if was_up:
                 self._cancel(running)
-                self._news.put(msgspec.structs.replace(news, given_up=False, lost=lost))
+                self.news.put(msgspec.structs.replace(news, given_up=False, lost=lost))
                 self._tell_size()
                 self._place()
         elif was_up or (news.given_up and not self._replicas):
             self._line, self._retired = RequestLine(), _NOTHING
-            self._news.put(msgspec.structs.replace(news, given_up=not self._replicas))
+            self.news.put(msgspec.structs.replace(news, given_up=not self._replicas))
 
     def _place(self) -> None:
         for number, part in self._line.placed():
@@ -220,14 +217,14 @@ class Replicas:
 
     def _tell_size(self, has_started: bool = False) -> None:
         first = next(it.up for it in self._replicas.values() if it.up)
-        self._news.put(EngineResized(self._ready(), first.pid, has_started))
+        self.news.put(EngineResized(self._ready(), first.pid, has_started))
 
     def _show(self, replica: Replica, status: Status) -> None:
         replica.status = status
         self._line.placement.set_free_blocks(replica.number, status.blocks_free)
         known = [it.status for it in self._replicas.values() if it.status]
         whole = total((*known, self._retired, self._line.status()))
-        self._news.put(msgspec.structs.replace(whole, steps=status.steps))
+        self.news.put(msgspec.structs.replace(whole, steps=status.steps))
 
     async def _scale(self) -> None:
         clock = asyncio.get_running_loop().time

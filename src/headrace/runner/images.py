@@ -139,7 +139,7 @@ class ImageProcessor:
         ids = array("i", made["input_ids"].reshape(-1).tolist())
         is_image = [token_id in self._placeholder_ids for token_id in ids]
         places = self._places(is_image, made, len(images))
-        tensors = {k: v for k, v in made.items() if k not in _NO_PIXELS and _is_tensor(v)}
+        tensors = {k: v for k, v in made.items() if k not in _NO_PIXELS and isinstance(v, Tensor)}
         parts = _split(tensors, len(images))
         if len(places) != len(parts):
             places, parts = [(places[0][0], places[-1][1])], [tensors]
@@ -221,10 +221,6 @@ class ImageProcessor:
         offered = {name: made[name] for name in names if name in made}
         positions: Tensor = count(**Signature.of(count).accepted(offered))[0]
         return positions
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)
 
 
 def _split(tensors: dict[str, Tensor], num_images: int) -> list[dict[str, Tensor]]:

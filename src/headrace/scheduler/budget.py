@@ -146,11 +146,8 @@ class Room:
         self.cause = "token"
         return 1
 
-    def spend_on_encoding(self, size: int, num_units: int) -> None:
-        if self.seconds is not None:
-            self.seconds -= self._budget.seconds_of_units(size, num_units)
-
-    def spend_on_loading(self, seconds: float) -> None:
+    def spend_seconds(self, seconds: float) -> None:
+        """Spends them on what is no chunk: loads, and an encoder's units."""
         if self.seconds is not None:
             self.seconds -= seconds
 

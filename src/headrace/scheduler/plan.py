@@ -260,8 +260,7 @@ class Planner:
         size = self._memory.layout.block_size
         step.load(sequence, reads[-1].end, [read.loaded(sequence, size) for read in reads])
         self._save(step, [sequence])
-        num_bytes = sum(read.num_bytes for read in reads)
-        room.spend_on_loading(self._restores.seconds_to_copy(num_bytes))
+        room.spend_seconds(self._restores.seconds_to_copy(sum(read.num_bytes for read in reads)))
         return True
 
     def _add_piece(
@@ -288,7 +287,7 @@ class Planner:
         if match is not None:
             step.begin(sequence, self._table.start(sequence, match))
         self._table.tell_starts([sequence])
-        room.spend_on_encoding(work.size, num_units)
+        room.spend_seconds(self._budget.seconds_of_units(work.size, num_units))
         step.add_encode_chunk(sequence, due.number, due.start, num_units)
         return not step.is_exclusive
 

@@ -46,7 +46,7 @@ class StopMatcher:
         return len(self._held)
 
     def _advance(self, character: str) -> str | None:
-        if not self._held_by_any and character not in self._beginnings:
+        if not any(self._matched) and character not in self._beginnings:
             return None
         completed = None
         for number, stop in enumerate(self._stops):
@@ -55,10 +55,6 @@ class StopMatcher:
             if length == len(stop) and length > len(completed or ""):
                 completed = stop
         return completed
-
-    @property
-    def _held_by_any(self) -> bool:
-        return any(self._matched)
 
 
 def _longer(stop: str, length: int, character: str) -> int:

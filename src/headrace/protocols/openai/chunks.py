@@ -157,7 +157,9 @@ class ChunkFrames:
                 # without heartbeats, the first frame is a client's sign of the first token
                 return self._open() or [self.idle()] if self._options.heartbeat else []
             case Queued():
-                return [self._queued(event)] if self._options.return_progress else []
+                if not self._options.return_progress:
+                    return []
+                return [self._chunk([self._shape.idle(0)], queue=queue_of(event))]
             case Heartbeat():
                 return [self._heartbeat(event)] if self._options.heartbeat else []
             case Served():
@@ -185,9 +187,6 @@ class ChunkFrames:
             return []
         self._is_open = True
         return [self._chunk([choice]) for choice in self._shape.opening()]
-
-    def _queued(self, event: Queued) -> bytes:
-        return self._chunk([self._shape.idle(0)], queue=queue_of(event))
 
     def _heartbeat(self, event: Heartbeat) -> bytes:
         told = wait_of(event) if self._options.return_progress else {}
