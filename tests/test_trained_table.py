@@ -31,6 +31,15 @@ def test_the_tests_that_it_names_are_there() -> None:
             assert (TESTS / file).is_file(), file
 
 
+def test_the_forms_and_lanes_that_it_names_are_run() -> None:
+    fixtures = (TESTS / "trained" / "conftest.py").read_text()  # have the types of the files
+    for name, (weights, on_trained, _) in ROWS.items():
+        texts = [(TESTS / file).read_text() for file in named_in(on_trained)]
+        forms = re.findall(r"b?float\d+|int\d|Q\d\w+", weights)
+        assert all(form in fixtures + "".join(texts) for form in forms), name
+        assert name not in LANES or not texts or any(f'"{name}"' in text for text in texts), name
+
+
 def test_trained_weights_are_claimed_where_a_test_runs_them_and_nowhere_else() -> None:
     named = set[str]()
     for name, (weights, on_trained, _) in ROWS.items():

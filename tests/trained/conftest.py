@@ -17,6 +17,28 @@ from headrace.text.tokenizer import Tokenizer
 ROOT = Path(__file__).parents[2]
 TEXT = Path(__file__).parent / "prose.md"
 """Prose of our own that never changes, so that what is measured with it stays comparable."""
+PROMPTS = (
+    "The capital of France is",
+    "Once upon a time, in a small village,",
+    "def fibonacci(n):\n",
+    "Water boils at a temperature of",
+    "The most important thing about bread is",
+    "In 1969, astronauts",
+    "Dear Sir or Madam,\n\n",
+    "Ingredients:\n- 2 eggs\n-",
+    "Die Hauptstadt von Deutschland ist",
+    "Les enfants jouent dans",
+    "A river is a natural",
+    "SELECT name, age FROM",
+    "The quick brown fox",
+    "Photosynthesis is the process by which",
+    "My favourite book is",
+    "1, 2, 3, 4, 5,",
+    "Question: What is gravity?\nAnswer:",
+    "The museum opens at nine, and",
+    "import numpy as np\n\n",
+    "Chapter 1\n\nIt was a dark",
+)
 
 
 def packaged(package: str, path: str) -> Path:

@@ -7,6 +7,7 @@ import ctypes
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +66,8 @@ def _functions() -> Any:
     return lib
 
 
-def _logits(path: str, token_ids: list[int]) -> "np.ndarray[Any, np.dtype[np.float32]]":
-    """float32 [tokens, vocab]."""
+def _logits(path: str, token_ids: list[int]) -> "Iterator[np.ndarray[Any, np.dtype[np.float32]]]":
+    """The row of each token, float32 [vocab]."""
     lib = _functions()
     lib.llama_backend_init()
     model = lib.llama_model_load_from_file(path.encode(), lib.llama_model_default_params())
@@ -81,13 +82,19 @@ def _logits(path: str, token_ids: list[int]) -> "np.ndarray[Any, np.dtype[np.flo
         batch.wants_logits[place] = 1
     assert lib.llama_decode(context, batch) == 0
     size = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model))
-    rows = (lib.llama_get_logits_ith(context, place) for place in range(len(token_ids)))
-    return np.stack([np.ctypeslib.as_array(row, (size,)).copy() for row in rows])
+    for place in range(len(token_ids)):
+        yield np.ctypeslib.as_array(lib.llama_get_logits_ith(context, place), (size,))
+
+
+def _logprob(row: "np.ndarray[Any, np.dtype[np.float32]]", token_id: int) -> float:
+    shifted = row.astype(np.float64) - row.max()
+    return float(shifted[token_id] - np.log(np.exp(shifted).sum()))
 
 
 if __name__ == "__main__":
     given = json.loads(Path(sys.argv[2]).read_text())
-    rows = _logits(sys.argv[1], given)[:-1].astype(np.float64)
-    top = rows.max(axis=1, keepdims=True)
-    total = top[:, 0] + np.log(np.exp(rows - top).sum(axis=1))
-    print((rows[np.arange(len(rows)), given[1:]] - total).mean())
+    print(
+        np.mean(
+            [_logprob(*pair) for pair in zip(_logits(sys.argv[1], given), given[1:], strict=False)]
+        )
+    )

@@ -1,10 +1,9 @@
-"""Gemma 3 270M, trained: ids, texts, certainty and arithmetic beside llama.cpp on the same file."""
+"""Gemma 3 270M, trained: ids and texts beside llama.cpp, logits beside transformers."""
 
 import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import gguf
 import httpx
@@ -19,8 +18,8 @@ from headrace.checkpoints.find import find_model
 from headrace.checkpoints.gguf_names import original_name
 from headrace.runner.runner import Runner
 from tests.drive import Drive, assert_close, generate, row_logits, tiny_runner
-from tests.trained.conftest import TEXT
-from tools.harness.llama_server import greedy, llama_server
+from tests.trained.conftest import PROMPTS, TEXT
+from tools.harness.llama_server import drawn, greedy, llama_server
 
 HARD = (
     *("", " ", "Hello  world", "   leading", "ends with spaces   ", " " * 37 + "x", "\n" * 45),
@@ -46,31 +45,8 @@ HARD = (
         "http://x.org/?a=b&c=%20d",
     ),
 )
-PROMPTS = (
-    "The capital of France is",
-    "Once upon a time, in a small village,",
-    "def fibonacci(n):\n",
-    "Water boils at a temperature of",
-    "The most important thing about bread is",
-    "In 1969, astronauts",
-    "Dear Sir or Madam,\n\n",
-    "Ingredients:\n- 2 eggs\n-",
-    "Die Hauptstadt von Deutschland ist",
-    "Les enfants jouent dans",
-    "A river is a natural",
-    "SELECT name, age FROM",
-    "The quick brown fox",
-    "Photosynthesis is the process by which",
-    "My favourite book is",
-    "1, 2, 3, 4, 5,",
-    "Question: What is gravity?\nAnswer:",
-    "The museum opens at nine, and",
-    "import numpy as np\n\n",
-    "Chapter 1\n\nIt was a dark",
-)
 pytestmark = pytest.mark.timeout(1500)  # seconds, on cores that others use too
 WINDOW = 512
-_FIRST, _LAST = 470, 640  # positions whose certainty is compared: within the window and beyond it
 
 
 @pytest.fixture(scope="module")
@@ -99,15 +75,7 @@ def theirs(gemma3_file: Path) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def text(tokenizer: Tokenizer) -> list[int]:
     ids: list[int] = tokenizer.encode(TEXT.read_text()).ids
-    return ids[:_LAST]
-
-
-def drawn(url: str, prompt: list[int], **more: Any) -> dict[str, Any]:
-    """llama.cpp's next token and its best, with logarithms of their shares."""
-    body = {"prompt": prompt, "n_predict": 1, "temperature": 0, "n_probs": 2} | more
-    answer = httpx.post(f"{url}/completion", json=body, timeout=300)
-    found: dict[str, Any] = answer.raise_for_status().json()["completion_probabilities"][0]
-    return found
+    return ids[: WINDOW + 128]
 
 
 def test_ids_are_llama_cpps_on_hard_texts(theirs: str, tokenizer: Tokenizer) -> None:
@@ -140,19 +108,6 @@ def test_twenty_texts_part_from_llama_cpps_only_where_two_tokens_are_as_good(
         num_close += min(gaps) < 0.1
     print("same to the end:", num_same, "within .1 nat:", num_close, "of", len(PROMPTS))
     assert num_same + num_close >= 16  # 18 on one processor; others round otherwise
-
-
-def test_the_text_is_as_likely_as_to_llama_cpp(
-    theirs: str, runner: Runner, text: list[int]
-) -> None:
-    shares = row_logits(runner, text, chunk=256).log_softmax(-1)
-    ours = [float(shares[n - 1, text[n]]) for n in range(_FIRST, _LAST)]
-    # llama.cpp tells of the token it is made to draw what share it had before
-    forced = (drawn(theirs, text[:n], logit_bias=[[text[n], 1000]]) for n in range(_FIRST, _LAST))
-    other = [one["logprob"] for one in forced]
-    loss, their_loss = -sum(ours) / len(ours), -sum(other) / len(other)
-    print("perplexity:", math.exp(loss), "llama.cpp's:", math.exp(their_loss))
-    assert abs(math.exp(loss - their_loss) - 1) < 0.005
 
 
 def test_cuts_and_neighbours_change_no_token(runner: Runner, text: list[int]) -> None:

@@ -78,6 +78,14 @@ def greedy(url: str, prompt: list[int], num: int) -> list[int]:
     return tokens
 
 
+def drawn(url: str, prompt: list[int], **more: Any) -> dict[str, Any]:
+    """The next token and the best, with logarithms of their shares."""
+    body = {"prompt": prompt, "n_predict": 1, "temperature": 0, "n_probs": 2} | more
+    answer = httpx.post(f"{url}/completion", json=body, timeout=300)
+    found: dict[str, Any] = answer.raise_for_status().json()["completion_probabilities"][0]
+    return found
+
+
 def _wait_until_ready(url: str, process: "subprocess.Popen[str]", lines: list[str]) -> None:
     deadline = time.monotonic() + _LOAD_TIMEOUT_S
     while time.monotonic() < deadline:
