@@ -7,7 +7,7 @@ READY_TEST := .venv/ready-test
 READY_BENCH := .venv/ready-bench
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: serve test test-all test-agents test-arm64 test-clients test-cluster test-gateways kill-replicas test-embed test-gguf test-kernels test-llama-cpp test-models test-slow test-structure test-trained test-web test-ops check simulate simulate-placements chaos chaos-cluster attack soak corrupt demo roofline peers llama-gap clean
+.PHONY: serve test test-all test-agents test-arm64 test-clients test-cluster test-durable test-gateways kill-replicas test-embed test-gguf test-kernels test-llama-cpp test-models test-slow test-structure test-trained test-web test-ops check simulate simulate-placements chaos chaos-cluster attack soak corrupt demo roofline peers llama-gap clean
 
 serve: $(READY)
 	@exec $(BIN)/headrace serve $(ARGS)
@@ -62,6 +62,19 @@ test-clients: $(READY)
 test-agents: $(READY_TEST)
 	LONG=$(LONG) timeout $(if $(LONG),3600,900) $(BIN)/python -m pytest -p no:cacheprovider --timeout 1800 \
 		tests/agents $(if $(LONG),-k seven) $(ARGS)
+
+# the tests of the protocol Durable Streams from npm, and its client over kills of engines and servers
+DURABLE := build/durable
+test-durable: $(READY_TEST) $(DURABLE)/ready
+	PYTHONPATH=src:. timeout 900 $(BIN)/python -m tests.durable.conformance
+	PYTHONPATH=src:. timeout 1800 $(BIN)/python -m tests.durable.kills --kills $(KILLS) $(ARGS)
+
+$(DURABLE)/ready: Makefile
+	command -v npm || (apt-get update -q && apt-get install -y -q --no-install-recommends npm)
+	mkdir -p $(DURABLE)
+	npm install --prefix $(DURABLE) --no-save --no-audit --no-fund \
+		@durable-streams/server-conformance-tests@0.3.6 @durable-streams/client@0.2.7 vitest@4.1.12
+	touch $@
 
 # Debian's Prometheus scrapes a server; where it cannot be had, this fails
 test-ops: $(READY_TEST)

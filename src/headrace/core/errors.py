@@ -46,6 +46,7 @@ _CODES = {
     ErrorKind(405, "invalid_request_error"): "method_not_allowed",
     ErrorKind(408, "timeout_error", retry=True): "headers_timeout body_timeout",
     ErrorKind(409, "conflict_error"): "idempotency_key_reused",
+    ErrorKind(410, "not_found_error"): "stream_gone",
     ErrorKind(413, "invalid_request_error"): "request_too_large",
     ErrorKind(415, "invalid_request_error"): "unsupported_media_type",
     ErrorKind(429, "rate_limit_error", retry=True): (

@@ -149,6 +149,7 @@ class _Sending:
             self.has_begun = True
             headers = MutableHeaders(scope=message)
             headers.update(self._names)
+            headers["X-Content-Type-Options"] = "nosniff"
             self._note_kind(headers)
         await self._send(message)
         if self._is_stream and message.get("body"):
@@ -170,7 +171,12 @@ class _Sending:
             self._figures.attached()
 
 
-_FACES = {"/v1/streams": "event", "/v1/stream": "byte", "/v1/responses": "response"}
+_FACES = {
+    "/v1/streams": "event",
+    "/v1/stream": "byte",
+    "/v1/durable": "durable",
+    "/v1/responses": "response",
+}
 
 
 class ErrorBoundary:

@@ -20,6 +20,12 @@ _READABLE = (
     "X-Should-Retry",
     "Retry-After",
     "Retry-After-Ms",
+    "Stream-Next-Offset",
+    "Stream-Up-To-Date",
+    "Stream-Closed",
+    "Stream-Cursor",
+    "Stream-SSE-Data-Encoding",
+    "ETag",
 )
 
 

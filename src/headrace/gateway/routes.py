@@ -12,6 +12,7 @@ from headrace.core.errors import RequestError
 from headrace.gateway.auth import Auth, Endpoint
 from headrace.gateway.bodies import Bodies
 from headrace.gateway.byte_routes import ByteRoutes
+from headrace.gateway.durable_routes import DurableRoutes
 from headrace.gateway.generation_routes import GenerationRoutes, TextRoutes
 from headrace.gateway.http_responses import answer
 from headrace.gateway.llama_routes import LlamaRoutes
@@ -54,6 +55,7 @@ class Endpoints:
         self.responses = ResponsesRoutes(generation, config, auth, bodies)
         self.native = NativeRoutes(generation, config, auth, index)
         self.by_byte = ByteRoutes(generation, config, auth, bodies, index)
+        self.durable = DurableRoutes(generation, auth, config.streams.heartbeat_s)
         self.llama = LlamaRoutes(generation, auth)
         self.sockets = RealtimeSockets(generation, config, auth, bodies, self.generates)
 
@@ -192,6 +194,9 @@ ROUTES: tuple[Operation, ...] = (
         "Stop a stream", _STREAM, errors=(404,)),
     Operation("delete", "/v1/streams/{id}", KEY, lambda on: on.native.delete,
         "Stop and forget", status=204, media=()),
+    Operation("get", "/v1/durable/{id}", KEY, lambda on: on.durable.read,
+        "A stream by the protocol Durable Streams 1.0", query=("offset", "live", "cursor"),
+        headers=("If-None-Match",), media=(JSON, EVENTS), errors=(400, 404, 410)),
     Operation("get", "/v1/stream", KEY, lambda on: on.by_byte.read,
         "The body of a POST from a byte on", query=("conv_id", *_SPAN),
         media=(EVENTS, JSON), errors=(400, 404, 416), error="ByteError"),
