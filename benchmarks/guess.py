@@ -6,7 +6,8 @@ MODEL is a folder, a GGUF file or a name; `--quantize none` reads a file in 4 bi
 stream copies a text, repeats code with another name in it, fills a JSON schema or writes prose that
 does not repeat; then eight streams do. Both of a pair are asked in turn, each first every other
 time. A ratio is with guesses over without, of rates from the first token to the last (eight: of the
-wall clock). Exits with 1 if a text differs.
+wall clock). Exits with 1 if a text differs. --llama-server asks the server of the wheel xllamacpp
+instead, with its n-gram look-up and without, one stream each.
 """
 
 import argparse
@@ -14,11 +15,13 @@ import asyncio
 import sys
 import time
 from pathlib import Path
-from statistics import median
+from random import Random
+from statistics import median, quantiles
 from typing import Any, NamedTuple
 
 import httpx
 
+from tools.harness.llama_server import llama_server
 from tools.harness.servers import running_server
 
 ROUTE = "/v1/completions"
@@ -65,7 +68,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "JSON": {"prompt": "An order as JSON:\n", "temperature": 0, "guided_json": SCHEMA},
     "prose": {"prompt": "The history of the village began", "temperature": 1, "ignore_eos": True},
 }
-NUM_STREAMS = 8
+NUM_STREAMS, PROMPT = 8, 600
+Clients = dict[bool, httpx.AsyncClient]
+"""Those who are asked with guesses and without."""
 
 
 class Answer(NamedTuple):
@@ -96,17 +101,74 @@ async def ask_all(
     return Answer("\n".join(one.text for one in answers), rate, *sums)
 
 
+async def beside_prompts(client: httpx.AsyncClient, guess: bool, tokens: int) -> list[float]:
+    """Seconds between the frames of two streams that copy, while prompts come one by one."""
+    gaps: list[float] = []
+
+    async def stream() -> None:
+        body = {**KINDS["copy"], "max_tokens": tokens, "guess": guess, "stream": True}
+        last = 0.0
+        async with client.stream("POST", ROUTE, json=body) as answer:
+            async for line in answer.aiter_lines():
+                if line.startswith("data: {"):
+                    now = time.perf_counter()
+                    gaps.append(now - last)
+                    last = now
+        gaps.remove(max(gaps))  # the first frame's
+
+    async def prompts() -> None:
+        rng = Random(tokens)
+        while True:
+            ids = [rng.randrange(100, 3000) for _ in range(PROMPT)]
+            (await client.post(ROUTE, json={"prompt": ids, "max_tokens": 1})).raise_for_status()
+
+    beside = asyncio.create_task(prompts())
+    await asyncio.gather(stream(), stream())
+    beside.cancel()
+    return gaps
+
+
+async def measure_gaps(url: str, options: argparse.Namespace) -> bool:
+    """True if the gaps are no longer with guesses, by their 99th percentile, than the target."""
+    found: dict[bool, list[float]] = {True: [], False: []}
+    async with httpx.AsyncClient(base_url=url, timeout=600) as client:
+        target = (await client.get("/props")).json()["max_stall_ms"]
+        for number in range(options.pairs + 1):
+            for guess in (True, False) if number % 2 else (False, True):
+                gaps = await beside_prompts(client, guess, options.tokens)
+                found[guess] += gaps if number else []
+    longest = {guess: 1000 * quantiles(gaps, n=100)[98] for guess, gaps in found.items()}
+    print(f"99 % of gaps beside prompts of {PROMPT} tokens, one after another; target {target} ms")
+    print(f"off {longest[False]:.0f} ms of {len(found[False])}, on {longest[True]:.0f} ms")
+    return longest[True] <= max(target, longest[False])
+
+
 class Pair(NamedTuple):
     on: Answer
     off: Answer
 
 
-async def pairs(client: httpx.AsyncClient, ask: Any, kind: str, options: Any) -> list[Pair]:
+async def ask_llama(
+    client: httpx.AsyncClient, kind: str, seed: int, tokens: int, guess: bool
+) -> Answer:
+    """The same of llama-server, of which one with guesses or without is asked."""
+    asked = {**KINDS[kind], "seed": seed, "n_predict": tokens}
+    asked["json_schema"] = asked.pop("guided_json", None) or {}
+    body = {key: value for key, value in asked.items() if value != {}}
+    shown = (await client.post("/completion", json=body)).raise_for_status().json()
+    timings = shown["timings"]
+    guessed = timings.get("draft_n", 0), timings.get("draft_n_accepted", 0)
+    return Answer(shown["content"], timings["predicted_per_second"], *guessed)
+
+
+async def pairs(clients: Clients, ask: Any, kind: str, options: Any) -> list[Pair]:
     """The first one warms up and is left out."""
     made = []
     for number in range(options.pairs + 1):
         order = (True, False) if number % 2 else (False, True)
-        found = {guess: await ask(client, kind, number, options.tokens, guess) for guess in order}
+        found = {
+            guess: await ask(clients[guess], kind, number, options.tokens, guess) for guess in order
+        }
         made.append(Pair(found[True], found[False]))
     return made[1:]
 
@@ -124,16 +186,20 @@ def show(name: str, found: list[Pair]) -> bool:
     return all(pair.on.text == pair.off.text for pair in found)
 
 
-async def measure(url: str, options: argparse.Namespace) -> bool:
+async def measure(on_url: str, off_url: str, options: argparse.Namespace) -> bool:
     print("| | off, tokens/s | on | ratio | of the pairs | guessed | right |")
     print("|---|---|---|---|---|---|---|")
-    is_same = True
-    async with httpx.AsyncClient(base_url=url, timeout=600) as client:
-        for kind in KINDS:
-            is_same &= show(kind, await pairs(client, ask, kind, options))
-        for kind in ("prose", "copy"):
+    is_same, one = True, ask_llama if options.llama_server else ask
+    async with (
+        httpx.AsyncClient(base_url=on_url, timeout=600) as on,
+        httpx.AsyncClient(base_url=off_url, timeout=600) as off,
+    ):
+        clients = {True: on, False: off}
+        for kind in options.kinds or KINDS:
+            is_same &= show(kind, await pairs(clients, one, kind, options))
+        for kind in () if options.kinds or options.llama_server else ("prose", "copy"):
             name = f"{NUM_STREAMS} streams, {kind}"
-            is_same &= show(name, await pairs(client, ask_all, kind, options))
+            is_same &= show(name, await pairs(clients, ask_all, kind, options))
     print("The texts are equal." if is_same else "SOME TEXTS DIFFER.")
     return is_same
 
@@ -143,11 +209,23 @@ def main() -> int:
     parser.add_argument("model", type=Path)
     parser.add_argument("--pairs", type=int, default=10)
     parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, help="only these, one stream each")
+    parser.add_argument("--gaps", action="store_true", help="of streams, while prompts are read")
+    parser.add_argument("--llama-server", action="store_true", help="the one of xllamacpp")
     options, flags = parser.parse_known_args()
+    if options.llama_server:
+        sizes = {"threads": 2, "positions": 2048}
+        with (
+            llama_server(options.model, **sizes, guesses=True) as on,
+            llama_server(options.model, **sizes) as off,
+        ):
+            return 0 if asyncio.run(measure(on, off, options)) else 1
     flags = ["--state-dir", "none", "--guess", "auto", *flags]
     with running_server(str(options.model), *flags) as server:
         print(next((line for line in server.lines if "kernels " in line), ""), file=sys.stderr)
-        return 0 if asyncio.run(measure(server.url, options)) else 1
+        if options.gaps:
+            return 0 if asyncio.run(measure_gaps(server.url, options)) else 1
+        return 0 if asyncio.run(measure(server.url, server.url, options)) else 1
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from headrace.core.ids import SequenceId
-from headrace.core.plan import Chunk, StepPlan
+from headrace.core.plan import NO_SLOT, Chunk, StepPlan
 from headrace.scheduler.cost import StepShape
 from headrace.scheduler.restores import MAX_RESTORES
 from headrace.scheduler.scheduler import Scheduler
@@ -133,7 +133,8 @@ class Invariants:
             for named_id in chunk.draws or (sequence_id,):
                 self._planned[named_id] = chunk.start + chunk.length
             if chunk.guess:
-                self._guessed[sequence_id] = len(chunk.guess)
+                goes_back = chunk.slot_id != NO_SLOT  # its state, to before the chunk
+                self._guessed[sequence_id] = chunk.length if goes_back else len(chunk.guess)
         assert begun.keys() <= set(named), "a start comes with a chunk"
         assert begun.keys() <= {s.id for s in self._table.running}
 
@@ -146,14 +147,16 @@ class Invariants:
         memory = self._scheduler.memory
         for chunk in guessing:
             sequence = self._table[chunk.sequence_id]
-            needed = max(before.num_blocks[sequence.id], memory.layout.blocks_for(chunk.start + 1))
+            known = memory.layout.blocks_for(chunk.start + chunk.num_known)
+            needed = max(before.num_blocks[sequence.id], known)
             if len(sequence.held.block_ids) > needed:
                 assert memory.num_available >= len(self._table.running), "a guess took the last"
             assert sequence.guesser is not None and sequence not in before.suspects
-            assert chunk.num_known == 1 and chunk.num_rows == chunk.length
+            assert chunk.num_known == 1 or chunk.slot_id != NO_SLOT
+            assert chunk.num_rows == 1 + len(chunk.guess)
             assert chunk.draws == (sequence.id,)
             assert chunk.start + chunk.length < sequence.max_total
-            assert len(chunk.guess) <= self._scenario.limits.max_guess
+            assert chunk.length <= 1 + self._scenario.limits.max_guess
 
     def _nobody_writes_what_another_reads(self, plan: StepPlan) -> None:
         """S2: a written block is not public, and only starting siblings share it."""
@@ -179,7 +182,8 @@ class Invariants:
     def _step_is_within_its_bounds(self, plan: StepPlan, before: Before) -> None:
         """S5."""
         num_decoding = sum(_is_decode(chunk, before) for chunk in plan.chunks)
-        num_tokens = sum(chunk.length for chunk in plan.chunks)
+        again = sum(chunk.num_known - 1 for chunk in plan.chunks if _is_decode(chunk, before))
+        num_tokens = sum(chunk.length for chunk in plan.chunks) - again
         prompts = [chunk for chunk in plan.chunks if not _is_decode(chunk, before)]
         is_span = len(prompts) == 1 and self._is_a_span(prompts[0])
         assert num_tokens <= max(self._cap, 1 + num_decoding, is_span * (self._cap + num_decoding))
@@ -192,7 +196,7 @@ class Invariants:
             decoding = StepShape()
             for chunk in plan.chunks:
                 if _is_decode(chunk, before):
-                    decoding.add(chunk.start, 1, False, False)
+                    decoding.add(chunk.start, chunk.num_known, False, False)
             alone = max(budget._decode_seconds(decoding), budget.model.predict(decoding))
             assert step.predicted <= max(target, (1 + limits.prompt_share) * alone) * 1.000001
         elif not step.cause and (step.is_awaited or step.shape.num_prompt_tokens > 1):

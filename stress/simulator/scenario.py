@@ -56,7 +56,7 @@ def make_scenario(seed: int) -> Scenario:
         max_model_len=1_000_000 if is_huge else rng.choice([24, 50, 90]),
         max_stall_s=None if is_huge else rng.choice([None, 0.03, 0.1]),
         max_step_s=None if is_huge else rng.choice([None, 0.2, 1.0]),
-        max_guess=0 if layout.num_slots else Random(seed + 4).choice([0, 1, 4, 8]),
+        max_guess=Random(seed + 4).choice([0, 1, 4, 8]),
     )
     config = SchedulerConfig(
         patience=rng.choice([0.0, 4.0, 100.0]), max_open_prompts=rng.choice([1, 2, 4])

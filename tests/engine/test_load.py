@@ -32,6 +32,7 @@ def test_a_model_of_few_positions_is_timed_as_far_as_it_goes(tmp_path: Path) -> 
     ("changed", "expected"),
     [
         ({}, 8),
+        ({"layout": MemoryLayout(num_slots=4, num_snapshots=8)}, 8),
         ({"kernels": "plain"}, 0),
         ({"dtype": "float32"}, 0),
         ({"dtype": "float32", "quantize": "int8"}, 8),

@@ -198,8 +198,10 @@ def test_choices_of_one_prompt_guess_for_themselves() -> None:
     assert told.answers == plain.answers and told.status.num_accepted > 50
 
 
-@pytest.mark.parametrize("architecture", ["Qwen3MoeForCausalLM", "Gemma3ForCausalLM"])
-def test_experts_windows_and_caps_say_the_same(architecture: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "architecture", ["Qwen3MoeForCausalLM", "Gemma3ForCausalLM", "Qwen3_5ForCausalLM"]
+)
+def test_experts_windows_caps_and_states_say_the_same(architecture: str, tmp_path: Path) -> None:
     folder = make_tiny_model(
         tmp_path / "tiny", architecture, head_dim=32, dtype=torch.bfloat16, pad_token_id=0
     )

@@ -5,7 +5,7 @@ from array import array
 import pytest
 
 from headrace.core.messages import FinishReason
-from headrace.core.plan import ChunkResult, Drawn, StepPlan, StepResult
+from headrace.core.plan import ChunkResult, Drawn, SlotCopy, StepPlan, StepResult
 from headrace.core.sampling import Logprobs, Sampling
 from headrace.scheduler.guess import ForcedTokens, Guess, PastTokens
 from tests.scheduler.builders import END_TOKEN, Engine, cancel, make_scheduler, make_submit
@@ -135,6 +135,50 @@ def test_a_block_is_public_once_it_is_full_of_right_tokens(num_right: int, num_p
     assert plan.chunks[0].start == 14 and len(sequence(engine).held.block_ids) == 2
     draws(engine, plan, Drawn((*(7, 8, 9)[:num_right], 50)))
     assert sequence(engine).held.num_published == num_public
+
+
+def test_a_state_goes_back_to_before_a_wrong_guess_and_takes_in_what_was_right() -> None:
+    engine = guessing(7, 8, 9, num_slots=1, num_snapshots=2)
+    plan = decoding(engine, max_tokens=20)
+    (keeping,) = plan.restores
+    assert keeping.source == plan.chunks[0].slot_id
+    draws(engine, plan, Drawn((7, 50)))
+    plan = engine.scheduler.plan(engine.now)
+    (chunk,) = plan.chunks
+    assert (chunk.start, chunk.num_known, chunk.num_rows) == (5, 3, 4)
+    assert chunk.guess == (7, 8, 9)
+    assert plan.restores == (SlotCopy(keeping.target, keeping.source),)
+    draws(engine, plan, Drawn((7, 8, 9, 51)))
+    plan = engine.scheduler.plan(engine.now)
+    assert plan.chunks[0].start == 11 and plan.restores == (keeping,)  # all were right
+
+
+def test_what_a_state_takes_in_again_leaves_room_for_fewer_guesses() -> None:
+    engine = guessing(*range(7, 15), num_slots=1, num_snapshots=2)
+    draws(engine, decoding(engine, max_tokens=40), Drawn((*range(7, 13), 50)))
+    plan = engine.scheduler.plan(engine.now)
+    assert plan.chunks[0].num_known == 8 and len(plan.chunks[0].guess) == 1
+    draws(engine, plan, Drawn((50,)))
+    (chunk,) = engine.scheduler.plan(engine.now).chunks
+    assert chunk.num_known == 9 and not chunk.guess
+
+
+def test_no_chunk_with_guesses_goes_over_a_border_where_a_state_is_saved() -> None:
+    engine = guessing(*range(7, 15), num_slots=1, num_snapshots=4)
+    engine.add(make_submit(1, 58, max_tokens=40))
+    for _ in range(3):  # the prompt is cut where its last state is saved
+        engine.step()
+    plan = engine.scheduler.plan(engine.now)
+    assert plan.chunks[0].start == 59 and plan.chunks[0].guess == (7, 8, 9)
+    draws(engine, plan, Drawn((7, 8, 9, 50)))
+    plan = engine.scheduler.plan(engine.now)
+    assert (plan.chunks[0].start, plan.chunks[0].guess) == (63, ())
+    assert plan.slot_copies[0].source == plan.chunks[0].slot_id
+
+
+def test_who_guesses_takes_half_of_the_places_for_states_at_most() -> None:
+    assert not decoding(guessing(7, num_slots=1, num_snapshots=1), max_tokens=20).chunks[0].guess
+    assert decoding(guessing(7, num_slots=1, num_snapshots=2), max_tokens=20).chunks[0].guess
 
 
 def test_a_guess_takes_spare_blocks_alone() -> None:

@@ -73,6 +73,18 @@ def something_is_planned_behind_a_guess(patch: pytest.MonkeyPatch) -> None:
 
 
 @plant
+def a_state_keeps_what_was_guessed_wrong(patch: pytest.MonkeyPatch) -> None:
+    commit = InFlight._commit_guess
+
+    def not_back(self, sequence, chunk, drawn):
+        num_right = commit(self, sequence, chunk, drawn)
+        sequence.num_again = 0
+        return num_right
+
+    patch.setattr(InFlight, "_commit_guess", not_back)
+
+
+@plant
 def a_guess_takes_the_last_block(patch: pytest.MonkeyPatch) -> None:
     stretch = Memory.stretch
 

@@ -58,7 +58,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = 4.0
     guess: Annotated[
-        Literal["auto", "off"] | Annotated[int, Meta(ge=1, le=64)],
+        Annotated[int, Meta(ge=1, le=64)] | Literal["auto", "off"],
         Meta(
             description="Tokens that a stream may guess in a step, where its own text repeats or "
             "a grammar leaves no choice, so that one step may give several; no token changes. "

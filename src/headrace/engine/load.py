@@ -80,8 +80,8 @@ def max_guess(config: SchedulerConfig, ready: Ready) -> int:
     reason = ""
     if ready.kernels == "plain" or (ready.dtype == "float32" and ready.quantize == "none"):
         reason = "torch's products round by how many tokens are computed together"
-    elif ready.layout.num_slots:
-        reason = "the states of this model's layers cannot go back behind a wrong guess"
+    elif ready.layout.num_slots and ready.layout.num_snapshots < 2:
+        reason = "there is no memory to keep the states that go back behind a wrong guess"
     if reason and config.guess != "auto":
         raise ModelError(f"--guess {config.guess} cannot be: {reason}; use auto or off.")
     if reason:

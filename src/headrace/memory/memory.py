@@ -23,6 +23,7 @@ class Lease:
     slot_id: SlotId = NO_SLOT
     num_published: int = 0  # leading blocks already offered to the index
     num_offered: int = 0  # and to whoever keeps them longer
+    kept_slot_id: SlotId = NO_SLOT  # has the state to go back to
 
 
 @dataclass(slots=True, frozen=True)
@@ -171,6 +172,12 @@ class Memory:
             self.grow(lease)
         return len(lease.block_ids) * self.layout.block_size
 
+    def can_go_back(self, lease: Lease) -> bool:
+        """Whether tokens can be taken back; a state needs a second slot, which is kept."""
+        if lease.slot_id != NO_SLOT and lease.kept_slot_id == NO_SLOT:
+            lease.kept_slot_id = self._snapshots.lend()
+        return lease.slot_id == NO_SLOT or lease.kept_slot_id != NO_SLOT
+
     def publish(
         self, lease: Lease, token_ids: "array[int]", chain: NameChain, num_computed: int
     ) -> None:
@@ -204,6 +211,8 @@ class Memory:
         self._blocks.release(reversed(lease.block_ids))
         if lease.slot_id != NO_SLOT:
             self._slots.release(lease.slot_id)
+        if lease.kept_slot_id != NO_SLOT:
+            self._snapshots.give_back(lease.kept_slot_id)
 
     def snapshot_stop(self, start: int, num_prompt: int) -> int | None:
         """The last position at which a recurrent sequence's chunk from `start` may end."""
@@ -249,4 +258,4 @@ class Memory:
         """Prove that every block and slot is accounted for once."""
         self._blocks.check(Counter(i for lease in self._leases for i in lease.block_ids))
         self._slots.check({s.slot_id for s in self._leases if s.slot_id != NO_SLOT})
-        self._snapshots.check()
+        self._snapshots.check({s.kept_slot_id for s in self._leases if s.kept_slot_id != NO_SLOT})

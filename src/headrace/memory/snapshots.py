@@ -1,6 +1,7 @@
 """Maps block boundaries to the snapshot slots that keep their recurrent state; ids only."""
 
 from headrace.core.ids import SlotId
+from headrace.core.plan import NO_SLOT
 
 
 class SnapshotPool:
@@ -18,6 +19,7 @@ class SnapshotPool:
         self._slots: dict[bytes, SlotId] = {}  # the first is the least recently used
         self._passing: dict[bytes, None] = {}  # of those, on the way to an end and never used
         self._pending: set[SlotId] = set()  # named as a target by a launched plan
+        self._lent: set[SlotId] = set()  # to sequences that guess
 
     def find(self, name: bytes) -> SlotId | None:
         return self._slots.get(name)
@@ -61,8 +63,22 @@ class SnapshotPool:
         self._pending.remove(slot_id)
         self._free.append(slot_id)
 
-    def check(self) -> None:
+    def lend(self) -> SlotId:
+        """A slot for a state that a sequence may go back to; NO_SLOT once half of them are lent."""
+        slot_id = self.take() if 2 * len(self._lent) + 2 <= self.num_snapshots else None
+        if slot_id is None:
+            return NO_SLOT
+        self._pending.remove(slot_id)
+        self._lent.add(slot_id)
+        return slot_id
+
+    def give_back(self, slot_id: SlotId) -> None:
+        self._lent.remove(slot_id)
+        self._free.append(slot_id)
+
+    def check(self, lent: set[SlotId]) -> None:
         """Prove that every snapshot slot is accounted for once."""
-        slots = [*self._free, *self._slots.values(), *self._pending]
+        assert lent == self._lent
+        slots = [*self._free, *self._slots.values(), *self._pending, *lent]
         assert len(set(slots)) == len(slots) == self.num_snapshots
         assert self._passing.keys() <= self._slots.keys()

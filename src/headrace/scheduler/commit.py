@@ -10,7 +10,16 @@ from headrace.core.messages import (
     PromptLogprobs,
     StepTrace,
 )
-from headrace.core.plan import Chunk, ChunkResult, Drawn, EncodeChunk, Load, StepPlan, StepResult
+from headrace.core.plan import (
+    NO_SLOT,
+    Chunk,
+    ChunkResult,
+    Drawn,
+    EncodeChunk,
+    Load,
+    StepPlan,
+    StepResult,
+)
 from headrace.memory.memory import Memory
 from headrace.scheduler.budget import StepTimes, TimeBudget
 from headrace.scheduler.restores import Restores
@@ -100,16 +109,21 @@ class InFlight:
             self._commit_prompt(sequence, chunk, result)
         for drawing, drawn in zip(named if chunk.draws else (), result.drawn, strict=True):
             self._commit_draw(drawing, drawn)
-        num_public = min(end, sequence.num_tokens)
+        num_public = min(end, sequence.num_tokens) - sequence.num_again
         self._memory.publish(sequence.held, sequence.token_ids, sequence.chain, num_public)
         for computed in named:
             computed.num_in_flight -= 1
             self._table.close_if_over(computed)
 
     def _commit_guess(self, sequence: Sequence, chunk: Chunk, drawn: Drawn) -> int:
-        """How many of the guessed tokens were right; the others were never computed."""
+        """How many of the guessed tokens were right; the others were never computed.
+
+        A state that took in a wrong one is as it was before the chunk.
+        """
         num_right = max(0, len(drawn.token_ids) - 1)
         sequence.num_guessed = 0
+        if chunk.slot_id != NO_SLOT and num_right < len(chunk.guess):
+            sequence.num_again = chunk.num_known + num_right
         sequence.num_planned += num_right
         self._outputs.guessed.append(Guessed(sequence.id, len(chunk.guess), num_right))
         self.num_guessed += len(chunk.guess)

@@ -56,6 +56,12 @@ class StepShape:
         self.num_new = num_chunks
         self.num_pairs = 2 * num_context + num_chunks
 
+    def go_back(self, start: int, num_tokens: int) -> None:
+        """A chunk of one token begins so many before it, at `start`."""
+        self.num_context -= num_tokens
+        self.num_new += num_tokens
+        self.num_pairs += 2 * start * num_tokens + num_tokens * num_tokens
+
     def extend(self, context: int, new: int) -> None:
         """One token more in a chunk of `new` tokens that is not a prompt's."""
         self.num_new += 1

@@ -37,7 +37,7 @@ class Guessing:
         candidates = [
             _Candidate(place, sequence, guess)
             for place, sequence in enumerate(decoders)
-            if (guess := self._guess(sequence)).token_ids
+            if (guess := self._guess(sequence, step.chunks[place].length - 1)).token_ids
         ]
         if not candidates:
             return
@@ -45,12 +45,19 @@ class Guessing:
             sequence = candidate.sequence
             fitting = self._memory.stretch(sequence.held, sequence.num_tokens + count, num_running)
             count = min(count, fitting - sequence.num_tokens)
-            if count > 0:
+            if count > 0 and self._memory.can_go_back(sequence.held):
                 step.guess(candidate.place, sequence, candidate.guess.token_ids[:count])
 
-    def _guess(self, sequence: Sequence) -> Guess:
-        """None for a suspect, nor behind a token that another step in flight draws."""
-        most = min(self._limits.max_guess, sequence.max_total - sequence.num_tokens - 1)
+    def _guess(self, sequence: Sequence, num_again: int) -> Guess:
+        """None for a suspect, nor behind a token that another step in flight draws.
+
+        No chunk with guesses ends where a state is saved. What its state takes in again counts.
+        """
+        most = self._limits.max_guess - num_again
+        most = min(most, sequence.max_total - sequence.num_tokens - 1)
+        stop = self._memory.snapshot_stop(sequence.num_tokens - 1, sequence.num_prompt)
+        if stop is not None:
+            most = min(most, stop - sequence.num_tokens - 1)
         is_free = sequence.num_in_flight == 1 and sequence.clears_at is None
         if most <= 0 or not is_free or not sequence.sampling.guess:
             return Guess()
@@ -64,7 +71,8 @@ class Guessing:
         The step stays within the stall target and the token cap.
         """
         num_chunks, times = step.num_decoding, self._budget.rows
-        alone = times.seconds(num_chunks, num_chunks)
+        num_rows = step.shape.num_new
+        alone = times.seconds(num_chunks, num_rows)
         if not alone:
             return [0] * len(candidates)
         order = sorted(
@@ -75,11 +83,11 @@ class Guessing:
         value, shape = float(num_chunks), replace(step.shape)
         best, best_rate, counts = 0, _GAIN * value / alone, [0] * len(candidates)
         for num_guesses, (chance, number) in enumerate(order, 1):
-            sequence = candidates[number].sequence
+            chunk = step.chunks[candidates[number].place]
+            shape.extend(chunk.start, chunk.length + counts[number])
             counts[number] += 1
             value -= chance
-            shape.extend(sequence.num_planned - 1, counts[number])
-            seconds = times.seconds(num_chunks, num_chunks + num_guesses)
+            seconds = times.seconds(num_chunks, num_rows + num_guesses)
             is_over = step.room is not None and seconds - alone > step.room
             if is_over or shape.num_new > self._limits.max_step_tokens:
                 break

@@ -84,6 +84,7 @@ class Sequence:
     outcome: Finished | None = None  # decided; sent once no launched plan names the sequence
     num_pending: int = 0  # tokens that launched chunks will draw, but for right guesses
     num_guessed: int = 0  # tokens that a launched chunk guesses: nothing is planned behind it
+    num_again: int = 0  # planned tokens that its state has not: it went back behind a wrong guess
     num_planned: int = 0
     num_computed: int = 0
     num_reported: int = -1  # prompt tokens reported as done; -1: not even the start was reported
@@ -208,7 +209,8 @@ class Sequence:
     def rewind(self) -> None:
         """Back to waiting: keeps every token, counts none as computed."""
         self.status = SequenceStatus.WAITING
-        self.num_pending = self.num_guessed = self.num_planned = self.num_computed = 0
+        self.num_pending = self.num_guessed = self.num_again = 0
+        self.num_planned = self.num_computed = 0
         self.num_units_planned = self.num_units_computed = 0
 
     def end_reason(self) -> FinishReason | None:

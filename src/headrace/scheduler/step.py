@@ -6,6 +6,7 @@ import msgspec
 
 from headrace.core.ids import SequenceId, SlotId
 from headrace.core.plan import (
+    NO_SLOT,
     Begin,
     BlockCopy,
     Chunk,
@@ -98,16 +99,29 @@ class PlannedStep:
         self.shape.decode(self.num_decoding, num_context, self.forward_per_chunk)
         for sequence in sequences:
             self._add(sequence, 1, [sequence])
+            if sequence.num_again:
+                self._take_in_again(sequence)
+
+    def _take_in_again(self, sequence: Sequence) -> None:
+        """The last chunk begins where the sequence's state went back to."""
+        num_again, sequence.num_again = sequence.num_again, 0
+        chunk, lease = self.chunks[-1], sequence.held
+        start, length = chunk.start - num_again, chunk.length + num_again
+        self.chunks[-1] = msgspec.structs.replace(chunk, start=start, length=length)
+        self._restores.append(SlotCopy(lease.kept_slot_id, lease.slot_id))
+        self.shape.go_back(start, num_again)
 
     def guess(self, place: int, sequence: Sequence, token_ids: tuple[int, ...]) -> None:
         """Let the sequence's decode chunk, the step's number `place`, go on with these tokens."""
-        chunk, size = self.chunks[place], 1 + len(token_ids)
-        assert chunk.sequence_id == sequence.id and chunk.length == 1
+        chunk, lease, size = self.chunks[place], sequence.held, len(token_ids)
+        assert chunk.sequence_id == sequence.id and not chunk.guess
+        if chunk.slot_id != NO_SLOT and chunk.length == 1:  # else it was restored from there
+            self._restores.append(SlotCopy(lease.slot_id, lease.kept_slot_id))
         self.chunks[place] = msgspec.structs.replace(
-            chunk, length=size, num_rows=size, guess=token_ids
+            chunk, length=chunk.length + size, num_rows=1 + size, guess=token_ids
         )
-        sequence.num_guessed = len(token_ids)
-        for length in range(1, size):
+        sequence.num_guessed = size
+        for length in range(chunk.length, chunk.length + size):
             self.shape.extend(chunk.start, length)
 
     def add_prompt_chunk(self, sequence: Sequence, length: int, siblings: list[Sequence]) -> None:

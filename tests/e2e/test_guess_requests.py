@@ -1,0 +1,96 @@
+"""Guesses change no bit of an answer of any kind: as few requests as time allows, or REQUESTS=1000.
+
+Those who guess have little memory, so that streams are preempted, and lose their engine again and
+again; who answers without guesses has neither.
+"""
+
+import asyncio
+import os
+from collections import Counter
+from pathlib import Path
+
+import httpx
+import pytest
+
+from headrace.checkpoints.find import find_model
+from headrace.checkpoints.spec import read_spec
+from headrace.core.cache import bytes_per_position, bytes_per_slot
+from headrace.runner.lanes.native_text import NativeText
+from tests.e2e.made_requests import answer_all, first_difference, made_requests
+from tests.kernels.own_kernels import needs_own_kernels
+from tools.harness.servers import ServerProcess, running_server
+from tools.harness.tiny_models import TURNS_TEMPLATE, make_tiny_image_model
+
+pytestmark = needs_own_kernels  # torch's own products depend on the number of rows
+
+REQUESTS = int(os.environ.get("REQUESTS", "42"))  # half of them for each model
+AT_ONCE, POSITIONS = 12, 1024
+FLAGS = (
+    *("--dtype", "bfloat16", "--threads", "1", "--block-size", "16"),
+    *("--max-model-len", "1024", "--max-num-seqs", str(AT_ONCE)),
+)
+
+
+class Asked:
+    """A model, what it is asked, and what it says without guesses."""
+
+    def __init__(self, model: str, flags: tuple[str, ...], sees: bool) -> None:
+        self.model, self.flags = model, flags
+        self.made = made_requests(REQUESTS + sees, REQUESTS // 2, sees)
+        with running_server(model, *FLAGS, *flags, "--guess", "off") as server:
+            self.expected = asyncio.run(answer_all(server.url, self.made, AT_ONCE))
+
+    @property
+    def little_memory(self) -> int:
+        """For the longest sequence and a part of another, and the states of all."""
+        cache = NativeText.cache_of(read_spec(find_model(self.model)))
+        return POSITIONS * bytes_per_position(cache, 2) + 3 * AT_ONCE * bytes_per_slot(cache, 2)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Asked:
+    template: Path = tmp_path_factory.mktemp("generic") / "turns.jinja"
+    template.write_text(TURNS_TEMPLATE)
+    return Asked("headrace-mini", ("--chat-template", str(template)), sees=False)
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Asked:
+    """A hybrid that sees: a wrong guess takes its states back."""
+    folder = make_tiny_image_model(tmp_path_factory.mktemp("seeing"), "Qwen3.5")
+    return Asked(str(folder), (), sees=True)
+
+
+@pytest.mark.parametrize("guess", ["auto", "3"])
+@pytest.mark.parametrize("which", ["text", "seeing"])
+def test_every_kind_of_request_is_answered_the_same(
+    which: str, guess: str, request: pytest.FixtureRequest
+) -> None:
+    asked: Asked = request.getfixturevalue(which)
+    memory = ("--kv-cache-memory-bytes", str(asked.little_memory))
+    with running_server(asked.model, *FLAGS, *asked.flags, *memory, "--guess", guess) as server:
+        every = max(8, min(60, len(asked.made) // 3))
+        kill = server.kill_engine
+        found = asyncio.run(answer_all(server.url, asked.made, AT_ONCE, kill, every))
+        guessed, accepted, preempted = figures(server)
+    for made, ours, theirs in zip(asked.made, found, asked.expected, strict=True):
+        assert ours.choices == theirs.choices, first_difference(made, ours.choices, theirs.choices)
+    pairs = zip(asked.made, found, strict=True)
+    kinds = Counter(made.kind for made, one in pairs if one.num_accepted)
+    print(
+        f"{which}, --guess {guess}: {len(found)} requests, {guessed} guessed, {accepted} right, "
+        f"{preempted} preemptions; requests with right guesses by kind: {dict(kinds)}"
+    )
+    assert accepted > 2 * len(found) and accepted <= guessed and preempted > 0
+    assert not any(one.num_accepted for one in asked.expected)
+
+
+def figures(server: ServerProcess) -> tuple[int, int, int]:
+    """Guessed and accepted tokens, and preemptions."""
+    shown = httpx.get(f"{server.url}/metrics").text.splitlines()
+    rows = [line.rsplit(" ", 1) for line in shown if line and line[0] != "#"]
+    names = ("guessed_tokens_total", "accepted_tokens_total", "preemptions_total")
+    return tuple(  # type: ignore[return-value]
+        int(sum(float(value) for name, value in rows if kind in name and "vllm" not in name))
+        for kind in names
+    )
