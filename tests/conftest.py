@@ -22,6 +22,7 @@ LONG = {
     "e2e/test_disk_prefixes",
     "e2e/test_every_route",
     "e2e/test_full_disk",
+    "e2e/test_guess_requests",
     "e2e/test_hybrid",
     "e2e/test_image_chats",
     "e2e/test_loads",
