@@ -81,7 +81,8 @@ def test_every_kind_of_request_is_answered_the_same(
         f"{which}, --guess {guess}: {len(found)} requests, {guessed} guessed, {accepted} right, "
         f"{preempted} preemptions; requests with right guesses by kind: {dict(kinds)}"
     )
-    assert accepted > 2 * len(found) and accepted <= guessed and preempted > 0
+    assert guessed >= accepted > 2 * len(found)
+    assert preempted or REQUESTS < 200, "too few to be sure of it"
     assert not any(one.num_accepted for one in asked.expected)
 
 
