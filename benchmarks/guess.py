@@ -69,6 +69,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "prose": {"prompt": "The history of the village began", "temperature": 1, "ignore_eos": True},
 }
 NUM_STREAMS, PROMPT = 8, 600
+NAMES = {False: "off", True: "on"}
 Clients = dict[bool, httpx.AsyncClient]
 """Those who are asked with guesses and without."""
 
@@ -119,7 +120,7 @@ async def beside_prompts(client: httpx.AsyncClient, guess: bool, tokens: int) ->
     async def prompts() -> None:
         rng = Random(tokens)
         while True:
-            ids = [rng.randrange(100, 3000) for _ in range(PROMPT)]
+            ids = [rng.randrange(100, 1000) for _ in range(PROMPT)]
             (await client.post(ROUTE, json={"prompt": ids, "max_tokens": 1})).raise_for_status()
 
     beside = asyncio.create_task(prompts())
@@ -139,7 +140,8 @@ async def measure_gaps(url: str, options: argparse.Namespace) -> bool:
                 found[guess] += gaps if number else []
     longest = {guess: 1000 * quantiles(gaps, n=100)[98] for guess, gaps in found.items()}
     print(f"99 % of gaps beside prompts of {PROMPT} tokens, one after another; target {target} ms")
-    print(f"off {longest[False]:.0f} ms of {len(found[False])}, on {longest[True]:.0f} ms")
+    told = (f"{name} {longest[key]:.0f} ms of {len(found[key])}" for key, name in NAMES.items())
+    print(", ".join(told))
     return longest[True] <= max(target, longest[False])
 
 

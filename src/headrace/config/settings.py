@@ -14,8 +14,6 @@ ToolFormatName = Literal[
     "qwen3-coder", "glm", "hermes", "mistral", "deepseek", "pythonic", "llama3", "generic"
 ]
 """Each is a module of text/tool_formats. A chat template has the first one whose sign it has."""
-GUESS: Literal["auto", "off"] = "off"
-"""Whether tokens are guessed where nobody says so."""
 Milliseconds = Annotated[float, Meta(gt=0, le=1e9)] | Literal["off"]
 
 
@@ -64,7 +62,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
             "a grammar leaves no choice, so that one step may give several; no token changes. "
             "auto: up to 8, on CPU kernels alone"
         ),
-    ] = GUESS
+    ] = "auto"
     max_open_prompts: Annotated[
         int, Meta(ge=1, le=4096, description="Prompts in work beyond which no later one starts")
     ] = 4
