@@ -21,6 +21,7 @@ import llvmlite.binding as llvm  # type: ignore[import-untyped]
 import numba
 from numba.core import config
 from numba.core.compiler import CompileResult
+from numba.core.runtime import rtsys
 from numba.core.serialize import dumps
 
 _NAME = "headrace_kernels"
@@ -44,7 +45,7 @@ class KernelCache:
     def load_overload(self, sig: Any, context: Any) -> Any:
         if (data := self._read()) is None:
             return None
-        context.refresh()
+        rtsys.initialize(context)  # all that code needs; the rest is for who compiles
         return CompileResult._rebuild(context, *pickle.loads(data))
 
     def save_overload(self, sig: Any, result: Any) -> None:

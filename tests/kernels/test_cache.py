@@ -1,4 +1,6 @@
 import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,6 +40,21 @@ def test_code_is_found_again_as_it_was_kept(tmp_path: Path) -> None:
     before = file.read_bytes()
     made(tmp_path)
     assert file.read_bytes() == before
+
+
+LOAD = """
+import sys
+from pathlib import Path
+from tests.kernels.test_cache import made
+assert made(Path(sys.argv[1])).address
+print("numba.np.arrayobj" in sys.modules)
+"""
+
+
+def test_code_that_is_kept_is_loaded_without_what_compiles(tmp_path: Path) -> None:
+    made(tmp_path)
+    command = [sys.executable, "-c", LOAD, str(tmp_path)]
+    assert subprocess.check_output(command, text=True).strip() == "False"
 
 
 @pytest.mark.parametrize("damage", ["cut", "changed", "empty", "gone"])
