@@ -187,7 +187,7 @@ def _multiply(name: str, bits: int, has_minimum: bool) -> Any:
 def _multiply_laid_out(name: str, bits: int, has_minimum: bool) -> Any:
     packed, wide = _tiles(bits, has_minimum), _tiles(WIDE, has_minimum)
     take_pair, take_few = over_pair(name, packed), over_halves(name, packed, _FEW_TO_LAY_OUT)
-    take_many, lay_out = over_halves(name, wide, MANY), group_layout(bits, has_minimum)
+    take_many, lay_out = over_halves(f"{name}_wide", wide, MANY), group_layout(bits, has_minimum)
     head, line_bytes = PANEL * 2 * (1 + has_minimum), PANEL * bits // 4
 
     @compiled_as(name)
