@@ -21,7 +21,7 @@ import llvmlite.binding as llvm  # type: ignore[import-untyped]
 import numba
 from numba.core import config
 from numba.core.compiler import CompileResult
-from numba.core.runtime import rtsys
+from numba.core.runtime.nrt import rtsys
 from numba.core.serialize import dumps
 
 _NAME = "headrace_kernels"
