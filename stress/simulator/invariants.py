@@ -25,6 +25,7 @@ class Before:
     available: int
     turns: dict[SequenceId, float]
     num_blocks: dict[SequenceId, int]  # of each lease
+    reading: set[SequenceId]  # from disk
 
 
 class Invariants:
@@ -72,6 +73,7 @@ class Invariants:
             available=self._scheduler.memory.num_available,
             turns={s.id: turn(s, table.waiting._had) for s in table.waiting},
             num_blocks={s.id: len(s.held.block_ids) for s in running},
+            reading=set(self._scheduler._restores._restores),
         )
 
     def after_plan(self, plan: StepPlan | None, before: Before, now: float) -> None:
@@ -229,18 +231,17 @@ class Invariants:
     def _prompts_get_on(self, plan: StepPlan, before: Before) -> None:
         """S7."""
         opened = [s for s in before.opened if s.lease is not None and s not in before.suspects]
-        opened = [s for s in opened if not self._is_reading(s)]
+        opened = [s for s in opened if not self._is_reading(s, before)]
         has_prompt_work = any(not _is_decode(chunk, before) for chunk in plan.chunks)
         is_coming = self._scheduler._planner._declared is not None
         is_saving = self._scheduler._budget.kept > before.kept
         has_prompt_work = has_prompt_work or bool(plan.encoded or plan.loads)
         assert not opened or has_prompt_work or is_saving or is_coming
 
-    def _is_reading(self, sequence: Sequence) -> bool:
-        """Whether it waits for the disk, or for its turn to."""
-        restores = self._scheduler._restores
-        is_full = len(restores._restores) >= MAX_RESTORES
-        return sequence.id in restores._restores or is_full
+    def _is_reading(self, sequence: Sequence, before: Before) -> bool:
+        """Whether it waits for the disk, or for its turn to; other reads may have ended since."""
+        reading = self._scheduler._restores._restores.keys()
+        return sequence.id in reading or len(before.reading | reading) >= MAX_RESTORES
 
     def _nobody_is_passed_by(self, plan: StepPlan, before: Before, now: float) -> None:
         """S10: past its due, nobody of its client with a later due starts before it."""
@@ -262,7 +263,7 @@ class Invariants:
         heads = {s.client: s for s in sorted(waiting, key=by_key, reverse=True)}
         table, memory = self._table, self._scheduler.memory
         for head in heads.values():
-            if head.id in begun or not memory.has_slot or self._is_reading(head):
+            if head.id in begun or not memory.has_slot or self._is_reading(head, before):
                 continue
             if not memory.can_reserve(table.match(head), head.num_tokens, len(table.running)):
                 continue

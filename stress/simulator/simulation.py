@@ -147,11 +147,12 @@ class Simulation:
         for wish in engine.scheduler.take_wishes():
             assert self._disk is not None
             self._disk.ask(wish, self._now)
-        self._num_preempted += sum(s.lease is None and s.outcome is None for s in before.running)
+        num_preempted = sum(s.lease is None and s.outcome is None for s in before.running)
+        self._num_preempted += num_preempted
         if plan is None:
             stuck = not engine.in_flight and not engine.scheduler.is_idle
             is_reading = bool(engine.scheduler.rest_s(self._now))
-            assert not stuck or is_reading, "S17: work, but no plan"
+            assert not stuck or is_reading or num_preempted, "S17: work, but no plan"
             return False
         engine.in_flight.append(plan)
         self._num_restored += sum(load.end - load.start for load in plan.loads)
@@ -166,8 +167,10 @@ class Simulation:
     def _wait(self) -> None:
         """Nothing to do: on to the next message, or to when a read counts as late."""
         times = [self._submits[0].arrival] if self._submits else []
-        scheduler = self._engine.scheduler
-        if self._disk is not None and (rest_s := scheduler.rest_s(self._now)):
+        rest_s = self._engine.scheduler.rest_s(self._now)
+        if rest_s == 0:
+            return  # the next plan has something to do
+        if self._disk is not None and rest_s is not None:
             times.append(self._now + rest_s + 1e-9)
             times += [] if self._disk.next_at is None else [self._disk.next_at]
         self._now = max(self._now, min(times)) if times else self._now

@@ -17,8 +17,10 @@ RUN = BLOCK * PER_RUN
 class OnDisk(Engine):
     """An engine whose prompts are on disk, those of the numbers given, up to `tokens` each."""
 
-    def __init__(self, *numbers: int, tokens: int = 200, **limits: object) -> None:
-        layout = MemoryLayout(BLOCK, num_blocks=1000)
+    def __init__(
+        self, *numbers: int, tokens: int = 200, num_blocks: int = 1000, **limits: object
+    ) -> None:
+        layout = MemoryLayout(BLOCK, num_blocks)
         self.disk = DiskPrefixes(BLOCK, PER_RUN, BLOCK_BYTES)
         scheduler = Scheduler(SchedulerConfig(), layout, make_limits(**limits), self.disk)
         super().__init__(scheduler)
@@ -187,3 +189,17 @@ def test_a_run_may_begin_before_what_memory_has() -> None:
     (run,) = plan.loads[0].runs
     assert (plan.loads[0].start, plan.loads[0].end) == (208, 256)
     assert (run.num_blocks, run.skip, len(run.block_ids)) == (4, 1, 3)
+
+
+def test_nobody_takes_a_preempted_place_while_the_rest_is_read() -> None:
+    """The plan that preempts has nothing else to do; the next one may start another."""
+    engine = OnDisk(1, num_blocks=17).add(make_submit(1, 210, suspect=True))
+    first, *_ = engine.asked()
+    engine.answer([first])
+    engine.step()
+    engine.add(make_submit(2, 20, max_tokens=50)).step(0.001)
+    engine.add(make_submit(3, 10))
+    while engine.scheduler.status().num_preemptions == 0:
+        last = engine.step(0.001)
+    assert last is None and engine.scheduler.rest_s(engine.now) == 0
+    assert sequence_ids(engine.step()) == [3]

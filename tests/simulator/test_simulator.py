@@ -31,3 +31,13 @@ def test_equal_inputs_give_equal_plans(seed: int) -> None:
 def test_a_suspect_goes_on_once_the_stream_beside_it_lost_its_memory() -> None:
     """Both had the same step in view: it gave neither a chunk, and no other was planned."""
     run_seed(21148)
+
+
+@pytest.mark.parametrize("seed", [103971, 163535])
+def test_nobody_starts_in_the_plan_of_a_preemption_while_a_suspect_is_read(seed: int) -> None:
+    run_seed(seed)
+
+
+def test_a_head_that_waits_for_its_turn_to_read_may_be_passed() -> None:
+    """The turn came free in the very plan that had passed it."""
+    run_seed(108711)

@@ -32,7 +32,7 @@ class Planner:
         budget: TimeBudget,
     ) -> None:
         self.num_preemptions = 0
-        self.is_resting = False  # the last plan had nothing to do
+        self.is_resting = False  # the last plan had nothing to do, nor has the next
         self.guessing = Guessing(limits, budget, memory)
         self._config = config
         self._limits = limits
@@ -43,12 +43,14 @@ class Planner:
         self._budget = budget
         self._declared: Sequence | None = None  # has the next step to itself
         self._was_exclusive = False  # whether the step before was one of those
+        self._num_preempted_before = 0  # this plan
 
     def plan(self, now: float, can_preempt: bool) -> PlannedStep | None:
         """The next step; None if there is nothing to do, or a commit has to come first.
 
         `can_preempt`: nothing is in flight, so sequences may lose their memory.
         """
+        self._num_preempted_before = self.num_preemptions
         while True:
             num_preemptions = self.num_preemptions
             step = self._first_step(now, can_preempt)
@@ -56,8 +58,13 @@ class Planner:
             has_dropped = self._restores.drop_idle(now)
             is_settled = self.num_preemptions == num_preemptions and not has_dropped
             if step is not None or is_settled:
-                self.is_resting = step is None
+                self.is_resting = step is None and not self._has_preempted
                 return step
+
+    @property
+    def _has_preempted(self) -> bool:
+        """Whether a sequence lost its memory in this plan: nobody may take its place in it."""
+        return self.num_preemptions > self._num_preempted_before
 
     def _first_step(self, now: float, can_preempt: bool) -> PlannedStep | None:
         for plan_step in self._kinds_in_turn():
@@ -166,11 +173,10 @@ class Planner:
     ) -> bool:
         """Give these sequences their chunks; False if a commit has to free memory first."""
         decoders, opened = _split(running)
-        num_running = len(self._table.running)
         if not self._make_room(decoders, can_preempt):
             return False
-        if len(self._table.running) < num_running:
-            step.seats = 0  # nobody may take the place of a sequence that was just preempted
+        if self._has_preempted:
+            step.seats = 0
             decoders, opened = _split(running)
         self._table.tell_starts(decoders)
         step.add_decode_chunks(decoders)
