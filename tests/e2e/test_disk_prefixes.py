@@ -2,10 +2,12 @@
 
 import json
 import os
+import random
 import resource
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -115,3 +117,95 @@ def full_disk_of_engine(server: ServerProcess) -> Iterator[None]:
     resource.prlimit(server.engine_pid, resource.RLIMIT_FSIZE, (1, limits[1]))
     with full_disk(server):
         yield
+
+
+def test_two_servers_share_a_folder_while_one_of_them_evicts(model: str, tmp_path: Path) -> None:
+    """Both write and read the same prompts; the one with little room removes what both wrote."""
+    few = ("--prefix-cache-disk-bytes", str(6 << 20))  # four prompts of twelve
+    prompts = [PROMPT[n:2000] + PROMPT[:n] for n in range(6)]
+
+    def ask(server: ServerProcess, seed: int) -> list[tuple[int, str, int]]:
+        dice, said = random.Random(seed), []
+        for _ in range(30):
+            number = dice.randrange(len(prompts))
+            salt = str(dice.randrange(2))
+            said.append((number, *answer(server, prompt=prompts[number], cache_salt=salt)))
+        return said
+
+    # memory keeps one prompt, and the disk the others
+    small = ("--dtype", "bfloat16", "--max-model-len", "2560", "--kv-cache-memory-bytes", "2200000")
+    with serving(model, tmp_path / "none", *small) as server:
+        expected = [answer(server, prompt=prompt, cache_prompt=False)[0] for prompt in prompts]
+    with (
+        serving(model, tmp_path / "disk", *small) as roomy,
+        serving(model, tmp_path / "disk", *small, *few) as narrow,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        said = list(pool.map(ask, (roomy, narrow), (1, 2)))
+        hits = [disk_figure(server, "hits") for server in (roomy, narrow)]
+        wrote = [disk_figure(server, "written_bytes") for server in (roomy, narrow)]
+        lines = roomy.lines + narrow.lines
+    for number, text, _ in said[0] + said[1]:
+        assert text == expected[number]
+    assert all(hits) and all(wrote), (hits, wrote)
+    assert not [line for line in lines if "WARNING" in line or "Traceback" in line]
+
+
+def disk_figure(server: ServerProcess, name: str) -> float:
+    lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+    found = (line for line in lines if line.startswith(f"headrace_disk_prefix_{name}"))
+    return sum(float(line.split()[1]) for line in found)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_of_20_000_tokens_a_kill_at_any_moment_loses_a_second_at_most(tmp_path: Path) -> None:
+    """What lies on disk after SIGKILL, against what the server had said that it computed."""
+    folder = tmp_path / "tiny"
+    model = str(make_tiny_model(folder, max_position_embeddings=24576, num_hidden_layers=2))
+    prompt, dice, known = PROMPT * 4, random.Random(0), 0
+    prompt = prompt[:20_000]
+    with serving(model, tmp_path / "none", *WIDE) as server:
+        expected = answer(server, prompt=prompt)[0]
+    while known < 19_900:
+        with serving(model, tmp_path / "disk", *WIDE) as server:
+            seen = read_until_killed(server, prompt, dice.uniform(0.3, 2.5))
+        at = seen[-1][0]
+        computed = max((done for when, done in seen if when < at - 1), default=0)
+        known = on_disk(tmp_path / "disk")
+        print(f"computed {seen[-1][1]}, a second before {computed}, on disk {known}")
+        assert known >= computed - 32, "all but the last second's blocks"
+    with serving(model, tmp_path / "disk", *WIDE) as server:
+        assert answer(server, prompt=prompt) == (expected, 19_968)
+
+
+WIDE = ("--max-step-tokens", "256")
+
+
+def read_until_killed(
+    server: ServerProcess, prompt: str, seconds: float
+) -> list[tuple[float, int]]:
+    """Sends the prompt, and kills the server that long after it began to compute."""
+    fields = BODY | {"prompt": prompt, "stream": True, "return_progress": True}
+    seen: list[tuple[float, int]] = []
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=fields, timeout=300) as body:
+        for line in body.iter_lines():
+            if "prompt_progress" in line:
+                progress = json.loads(line.removeprefix("data: "))["prompt_progress"]
+                seen.append((time.monotonic(), progress["processed"]))
+            if seen and time.monotonic() > seen[0][0] + seconds:
+                break
+        kill(server)
+    return seen
+
+
+def on_disk(root: Path) -> int:
+    """Tokens of the one prompt, from the first on, that lie there without a gap."""
+    ends = {}
+    for path in root.glob("*/*-*-*"):
+        first, end = map(int, path.name.split("-")[1:])
+        ends[first] = max(end, ends.get(first, 0))
+    known = 0
+    while known in ends:
+        known = ends[known]
+    return known * 32

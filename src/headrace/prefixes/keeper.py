@@ -81,7 +81,7 @@ class PrefixKeeper:
     def __init__(self, site: DiskSite, numbers: Numbers, books: Books) -> None:
         warnings = Warnings()
         self._writer = RunWriter(site, numbers, books, warnings)
-        self._reader = RunReader(site.folder, warnings)
+        self._reader = RunReader(site, warnings)
 
     def start(self, tell: Tell) -> None:
         """`tell` gets the news, from either thread."""
@@ -102,11 +102,11 @@ class PrefixKeeper:
 
 
 class RunReader:
-    """Reads one run after another."""
+    """Reads one run after another. A run that was a miss is written again once it is computed."""
 
-    def __init__(self, folder: PrefixFolder, warnings: Warnings) -> None:
+    def __init__(self, site: DiskSite, warnings: Warnings) -> None:
         self.wishes: queue.SimpleQueue[ReadRun | None] = queue.SimpleQueue()
-        self._folder, self._warnings = folder, warnings
+        self._folder, self._disk, self._warnings = site.folder, site.disk, warnings
 
     def start(self, tell: Tell) -> None:
         threading.Thread(target=self._run, args=(tell,), name="prefix-reader", daemon=True).start()
@@ -115,6 +115,8 @@ class RunReader:
         while (wish := self.wishes.get()) is not None:
             began = time.perf_counter()
             numbers, miss = self._read(wish)
+            if miss:
+                self._disk.forget(wish.run.name)
             tell(RunRead(wish.number, numbers, time.perf_counter() - began, miss))
 
     def _read(self, wish: ReadRun) -> tuple[memoryview | None, str]:

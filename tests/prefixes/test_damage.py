@@ -1,0 +1,89 @@
+"""A thousand files that are not what they should be: each is a miss, told once a kind."""
+
+import logging
+import random
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from headrace.config.settings import PrefixCacheConfig
+from headrace.core.prefix import DiskNews, PrefixRun, ReadRun, RunRead
+from headrace.memory.disk import DiskPrefixes
+from headrace.prefixes import format
+from headrace.prefixes.folder import file_name
+from headrace.prefixes.keeper import DiskSite, RunReader, Warnings
+from tests.prefixes.builders import ABOUT, BLOCK, make_folder, make_run, numbers_of
+from tools.harness.eventually import eventually
+
+NUMBER, SIZE = 1000, 2000
+
+
+def whole(run: PrefixRun, key: bytes = ABOUT.key) -> bytes:
+    return b"".join(format.parts(key, run, numbers_of(run, SIZE)))
+
+
+def numbered(number: int) -> PrefixRun:
+    run = make_run(token=number % 199)
+    return msgspec.structs.replace(run, name=number.to_bytes(16, "big"))
+
+
+def flipped(run: PrefixRun, dice: random.Random) -> bytes:
+    data = bytearray(whole(run))
+    data[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
+    return bytes(data)
+
+
+def older(run: PrefixRun, dice: random.Random) -> bytes:
+    data, at = bytearray(whole(run)), len(format.MAGIC)
+    data[at : at + 4] = (format.VERSION + dice.choice((-1, 1))).to_bytes(4, "little")
+    return bytes(data)
+
+
+ANY = {"damaged", "older", "foreign"}
+WAYS: dict[str, tuple[Callable[[PrefixRun, random.Random], bytes], set[str]]] = {
+    "a bit flipped": (flipped, ANY),
+    "cut": (lambda run, dice: whole(run)[: dice.randrange(len(whole(run)))], {"damaged"}),
+    "longer": (lambda run, dice: whole(run) + dice.randbytes(9), {"damaged"}),
+    "empty": (lambda run, dice: b"", {"damaged"}),
+    "noise": (lambda run, dice: dice.randbytes(len(whole(run))), {"damaged"}),
+    "another version": (older, {"older"}),
+    "another model": (lambda run, dice: whole(run, key=bytes(16)), {"foreign"}),
+    "another salt": (
+        lambda run, dice: whole(msgspec.structs.replace(run, origin=b"tlas")),
+        {"foreign"},
+    ),
+    "swapped": (lambda run, dice: whole(numbered(int.from_bytes(run.name) + 1)), {"foreign"}),
+}
+
+
+def test_a_thousand_damaged_files_are_misses_told_once_and_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, ways, expected = make_folder(tmp_path), list(WAYS), {}
+    news: list[DiskNews] = []
+    for number in range(NUMBER):
+        run = numbered(number)
+        make, expected[number] = WAYS[ways[number % len(ways)]]
+        (folder.path / file_name(run)).write_bytes(make(run, random.Random(number)))
+    sound = numbered(NUMBER)
+    (folder.path / file_name(sound)).write_bytes(whole(sound))
+    site = DiskSite(folder, PrefixCacheConfig(), DiskPrefixes(BLOCK, 2, SIZE // 2), False)
+    reader = RunReader(site, Warnings())
+    with caplog.at_level(logging.DEBUG):
+        reader.start(news.append)
+        for number in range(NUMBER + 1):
+            reader.wishes.put(ReadRun(number, numbered(number), SIZE))
+        eventually(lambda: len(news) == NUMBER + 1)
+        reader.wishes.put(None)
+    answers = [one for one in news if isinstance(one, RunRead)]
+    for answer in answers[:-1]:
+        assert answer.numbers is None and answer.miss in expected[answer.number], answer.number
+    assert bytes(answers[-1].numbers or b"") == bytes(numbers_of(sound, SIZE)), "all else is read"
+    reasons = Counter(answer.miss for answer in answers[:-1])
+    assert len(caplog.records) == len(reasons) == 3
+    left = {path.name for path in folder.path.glob("*-*-*")}
+    foreign = {file_name(numbered(a.number)) for a in answers if a.miss == "foreign"}
+    assert left == foreign | {file_name(sound)}, "what is damaged or older leaves"
