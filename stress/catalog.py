@@ -23,13 +23,16 @@ class Question(msgspec.Struct, frozen=True):
         return sum(map(len, self.said.tokens.values()))
 
 
-def make_catalog(url: str, seed: int, models: int = 1) -> list[Question]:
-    """Asked one after the other of a server that nobody disturbs; every second one of `models`."""
+def make_catalog(url: str, seed: int, models: int = 1, long_prompt: int = 0) -> list[Question]:
+    """Asked one after the other of a server that nobody disturbs; every second one of `models`.
+
+    With `long_prompt` four more, with prompts of so many letters.
+    """
     rng = random.Random(f"{seed}/catalog")
     with httpx.Client(base_url=url, timeout=300) as client:
         questions = [
             ask_undisturbed(client, route, body | ({"model": SECOND} if i % models else {}))
-            for i, (route, body) in enumerate(_bodies(rng))
+            for i, (route, body) in enumerate(_bodies(rng, long_prompt))
         ]
         stopped = [q for q in (questions[0], questions[3]) if _middle(q)]
         questions += [
@@ -39,7 +42,7 @@ def make_catalog(url: str, seed: int, models: int = 1) -> list[Question]:
     return questions
 
 
-def _bodies(rng: random.Random) -> list[tuple[str, dict[str, Any]]]:
+def _bodies(rng: random.Random, long_prompt: int) -> list[tuple[str, dict[str, Any]]]:
     def text(length: int, num_tokens: int, **more: Any) -> tuple[str, dict[str, Any]]:
         return TEXT, {"prompt": _letters(rng, length), "max_tokens": num_tokens} | more
 
@@ -51,7 +54,7 @@ def _bodies(rng: random.Random) -> list[tuple[str, dict[str, Any]]]:
         return {"temperature": 0.9, "seed": rng.randrange(1 << 30)} | more
 
     penalties = {"presence_penalty": 0.5, "frequency_penalty": 0.3, "repetition_penalty": 1.1}
-    return [
+    bodies = [
         text(20, 120, **GREEDY),
         text(1500, 40, return_progress=True, **GREEDY),
         text(40, 50, n=3, **dice()),
@@ -63,6 +66,14 @@ def _bodies(rng: random.Random) -> list[tuple[str, dict[str, Any]]]:
         chat(300, 60, **dice(ignore_eos=False)),
         text(100, 30, logprobs=2, **GREEDY),
     ]
+    if long_prompt:
+        bodies += [
+            text(long_prompt, 60, return_progress=True, **GREEDY),
+            chat(long_prompt, 60, return_progress=True, **dice()),
+            chat(long_prompt, 30, **GREEDY),
+            text(long_prompt, 20, **dice(n=2)),
+        ]
+    return bodies
 
 
 def ask_undisturbed(client: httpx.Client, route: str, body: dict[str, Any]) -> Question:

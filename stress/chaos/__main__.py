@@ -19,10 +19,16 @@ def main() -> int:
     parser.add_argument("--model", type=Path, help="folder of a model; a tiny one if not given")
     parser.add_argument("--models", type=int, default=1, choices=(1, 2), help="served at once")
     parser.add_argument("--max-models", type=int, help="in memory at a time; with 1 they swap")
+    parser.add_argument(
+        "--long-prompts", type=int, default=0, metavar="N", help="some of N tokens; cached on disk"
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="headrace-chaos-") as name:
         folder = Path(name)
-        model = options.model or make_tiny_model(folder / "model")
+        positions = 2048 + options.long_prompts
+        model = options.model or make_tiny_model(
+            folder / "model", max_position_embeddings=positions
+        )
         plan = Plan(
             model,
             folder,
@@ -31,6 +37,7 @@ def main() -> int:
             options.seconds,
             models=options.models,
             max_models=options.max_models,
+            long_prompt=options.long_prompts,
         )
         run = Run(plan, lambda line: print(f"{time.strftime('%X')} {line}", flush=True))
         print(asyncio.run(run.run()))

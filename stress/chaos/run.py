@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
+import httpx
 import msgspec
 
 from stress.catalog import SECOND, Question, make_catalog
@@ -35,6 +36,7 @@ class Plan(msgspec.Struct, frozen=True):
     num_clients: int = 10
     models: int = 1  # with 2 the same model is served a second time, under another name
     max_models: int | None = None  # in memory at a time
+    long_prompt: int = 0  # letters of some prompts; prefixes are then on disk, too
 
 
 class Target(Protocol):
@@ -87,7 +89,8 @@ def site_of(plan: Plan) -> Site:
     """One server on this machine."""
     second = ("--model", f"{SECOND}={plan.model}") if plan.models == 2 else ()
     bound = ("--max-models", str(plan.max_models)) if plan.max_models else ()
-    return Site(plan.model, plan.folder / "state", (*second, *bound, *FLAGS))
+    disk = ("--prefix-cache-dir", str(plan.folder / "prefixes")) if plan.long_prompt else ()
+    return Site(plan.model, plan.folder / "state", (*second, *bound, *disk, *FLAGS))
 
 
 def _mute(line: str) -> None:
@@ -114,7 +117,7 @@ class Run:
         self._proxy = Proxy(self.site.port, Fates(f"{plan.seed}/fates", _CUT_SHARE))
         self._calm = Proxy(self.site.port, Fates("", 0.0))
         self._is_over = False
-        self._num_begun = 0
+        self._num_begun = self._num_restored = 0
 
     async def run(self) -> str:
         """The report; `report.violations` is empty if all held."""
@@ -129,7 +132,9 @@ class Run:
         assert await self.site.ready(), self.site.last_lines
         url = f"http://127.0.0.1:{self.site.port}"
         self._say(f"up at {url}; the undisturbed answers first")
-        catalog = await asyncio.to_thread(make_catalog, url, self._plan.seed, self._plan.models)
+        plan = self._plan
+        asked = url, plan.seed, plan.models, plan.long_prompt
+        catalog = await asyncio.to_thread(make_catalog, *asked)
         self._say(f"{len(catalog)} questions; the first blow falls")
         await self._proxy.open()
         await self._calm.open()
@@ -189,10 +194,22 @@ class Run:
             self.report.fail("wrong failure", "the engine still computes after the last stream")
         if not await self.site.is_well(within_s=10):
             self.report.fail("wrong failure", "the server is not well after the run")
+        if self._plan.long_prompt:
+            self._num_restored = await self._tokens_from_disk()
+            if not self._num_restored:
+                self.report.fail("wrong failure", "nothing was ever read from disk")
         if code := await self.site.stop():
             self.report.fail("wrong failure", f"the server ended with {code} after SIGTERM")
         if number := await self.site.num_unfinished():
             self.report.fail("lost", f"{number} streams never ended")
+
+    async def _tokens_from_disk(self) -> int:
+        """By the server that ran last."""
+        async with httpx.AsyncClient(timeout=30) as client:
+            answer = await client.get(f"http://127.0.0.1:{self.site.port}/metrics")
+        name = "headrace_disk_prefix_tokens_total"
+        found = [line for line in answer.text.splitlines() if line.startswith(name)]
+        return int(sum(float(line.split()[1]) for line in found))
 
     def _count(self, faults: Faults) -> None:
         for problem in faults.problems:
@@ -204,6 +221,7 @@ class Run:
             **{f"of them {kind}": number for kind, number in sorted(faults.kills.items())},
             "cuts": self._proxy.num_cuts,
             "requests": self._num_begun,
+            "tokens from disk by the last server": self._num_restored,
         }
 
     async def _probe_lag(self) -> None:
