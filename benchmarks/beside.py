@@ -5,6 +5,7 @@
     python -m benchmarks.beside crowd [--streams 200] [--waiting 1000] [--seconds 30]
     python -m benchmarks.beside targets MODEL --out FOLDER [--targets 60 100 200 off] [--prompts 2]
     python -m benchmarks.beside llama MODEL [--rounds 2] [--threads 2]     # make llama-gap
+    python -m benchmarks.beside disk MODEL [--rounds 10] [--length 512] [--threads 2]
 
 MODEL is a folder or a name, headrace-mini if none is given. Rounds alone and rounds beside it
 alternate on one server, so that whatever else the machine does falls on both. Exits with 1 if the
@@ -14,7 +15,8 @@ are not known here are the server's. The client shares the cores with the server
 "crowd" says instead how late the heartbeats of those are who wait, and how long control routes
 take; "targets" measures cold prompts of 2,048 tokens, each stall target on a server of its own, and
 writes a file and two pictures; "llama" has one GGUF file served by llama-server (LLAMA_SERVER=PATH
-for your own) and by us, all loaded side by side and asked in turn.
+for your own) and by us, all loaded side by side and asked in turn; "disk" has a server that keeps
+prefixes on disk in turn with one that does not.
 """
 
 import argparse
@@ -27,7 +29,9 @@ import json
 import os
 import secrets
 import signal
+import statistics
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -40,7 +44,7 @@ import httpx
 from msgspec.structs import replace
 
 from headrace.bench import mixed
-from headrace.bench.figures import BASELINE, STALL, STEADY, figures, spread
+from headrace.bench.figures import BASELINE, STALL, STEADY, figures, gaps, spread
 from headrace.bench.load import Background, Injector, PromptSource
 from headrace.bench.profile import PROFILES
 from headrace.bench.record import Cell, CellPlan, Injection, Round, ServerRun
@@ -206,8 +210,8 @@ _PARTS = {BASELINE: "gaps alone", STEADY: "gaps before and after it", STALL: "ga
 def _show(name: str, cell: Cell) -> dict[str, Any]:
     """Prints the figures of a cell, in milliseconds."""
     seen = figures(cell)
-    for tag, gaps in seen["gaps_ms"].items():
-        print(f"{name}: {_PARTS[tag]}: {gaps}", flush=True)
+    for tag, found in seen["gaps_ms"].items():
+        print(f"{name}: {_PARTS[tag]}: {found}", flush=True)
     if seen["ttft_ms"]["n"]:
         print(f"{name}: each took {seen['ttft_ms']}")
     if any(round.lost_at is not None for round in cell.rounds):
@@ -323,17 +327,53 @@ async def llama(given: argparse.Namespace, flags: tuple[str, ...]) -> None:
         cells = {name: Cell(plan=None, num_streams=4, rounds=()) for name in urls}
         for number in range(given.rounds + 1):
             for name, url in urls.items():
-                async with _target(url) as target:
-                    prompts = PromptSource(number, target.num_vocab)
-                    act = _prompt_act(prompts, 2048 if number else 512)
-                    streams = [prompts.fresh(128) for _ in range(4)]
-                    seen = await _round(target, act, streams, LEAD_S)
+                seen = await _prompt_round(url, number, 2048 if number else 512)
                 cells[name].rounds += (seen,) if number else ()  # the first warms up
     print(f"{machine()}, {commit()}, {threads} threads, milliseconds")
     for name, cell in cells.items():
         seen = _show(name, cell)
         rate = seen["stream_tokens_per_s_in_windows"]
         print(f"{name}: {rate:.1f} tokens/s of the four meanwhile")
+
+
+async def _prompt_round(url: str, number: int, length: int) -> Round:
+    """Four streams, and a prompt that nobody has seen."""
+    async with _target(url) as target:
+        prompts = PromptSource(number, target.num_vocab)
+        act = _prompt_act(prompts, length)
+        return await _round(target, act, [prompts.fresh(128) for _ in range(4)], LEAD_S)
+
+
+async def disk(given: argparse.Namespace, flags: tuple[str, ...]) -> None:
+    """Pairs of rounds; the gaps count until a second after the prompt's first token."""
+    flags += ("--threads", str(given.threads), "--max-model-len", "4096")
+    with tempfile.TemporaryDirectory(dir=given.out) as folder, contextlib.ExitStack() as stack:
+        own = {"without": (), "with": ("--prefix-cache-dir", folder)}
+        opened = {name: serving(given.model, (*own[name], *flags)) for name in own}
+        urls = {name: stack.enter_context(context) for name, context in opened.items()}
+        cells = {name: Cell(plan=None, num_streams=4, rounds=()) for name in urls}
+        for number in range(given.rounds + 1):
+            # each goes first in every second pair
+            for name in sorted(urls, reverse=bool(number % 2)):
+                seen = await _prompt_round(urls[name], number, given.length)
+                cells[name].rounds += (seen,) if number else ()  # the first warms up
+        written = _num_bytes(Path(folder))
+    print(f"{machine()}, {commit()}, prompts of {given.length}, {written / 1e6:.0f} MB written")
+    worst = {name: [_p99(round) for round in cell.rounds] for name, cell in cells.items()}
+    for name, cell in cells.items():
+        _show(f"{name} a disk", cell)
+        print(f"{name} a disk: p99 of all gaps {_p99(*cell.rounds):.1f} ms, by round {worst[name]}")
+    ratios = sorted(a / b for a, b in zip(worst["with"], worst["without"], strict=True))
+    print("p99 with a disk over that without, by pair:", [round(ratio, 3) for ratio in ratios])
+    print(f"the median pair {statistics.median(ratios):.3f}")
+
+
+def _num_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("*/*"))
+
+
+def _p99(*rounds: Round) -> float:
+    return float(spread(gap.seconds for one in rounds for gap in gaps(one))["p99"])
 
 
 def _prompt_act(prompts: PromptSource, length: int) -> Act:
@@ -427,7 +467,7 @@ async def crowd(url: str, num_active: int, num_waiting: int, seconds: float) -> 
 def main() -> int:
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
-    parser.add_argument("kind", choices=(*KINDS, "crowd", "targets", "llama"))
+    parser.add_argument("kind", choices=(*KINDS, "crowd", "targets", "llama", "disk"))
     parser.add_argument("model", nargs="?", default="headrace-mini")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--seconds", type=float, help="of a round; 8, and 30 of a crowd")
@@ -435,7 +475,8 @@ def main() -> int:
     parser.add_argument("--waiting", type=int, default=1000, help="of a crowd")
     parser.add_argument("--targets", nargs="+", default=("60", "100", "200", "off"), metavar="MS")
     parser.add_argument("--prompts", type=int, help="per target, instead of six")
-    parser.add_argument("--threads", type=int, default=2, help="of every server; for llama")
+    parser.add_argument("--length", type=int, default=512, help="of the prompts; for disk")
+    parser.add_argument("--threads", type=int, default=2, help="of a server; for llama and disk")
     parser.add_argument("--out", type=Path, default=Path("build/llama-gap"))
     given, rest = parser.parse_known_args()
     given.seconds = given.seconds or (30.0 if given.kind == "crowd" else 8.0)
@@ -444,6 +485,9 @@ def main() -> int:
         targets(given, flags)
     elif given.kind == "llama":
         asyncio.run(llama(given, flags))
+    elif given.kind == "disk":
+        given.out.mkdir(parents=True, exist_ok=True)
+        asyncio.run(disk(given, flags))
     elif given.kind == "crowd":
         active = given.streams or 200
         flags += ("--max-num-seqs", str(active), "--heartbeat-s", "1")
