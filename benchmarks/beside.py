@@ -355,7 +355,7 @@ async def disk(given: argparse.Namespace, flags: tuple[str, ...]) -> None:
         for number in range(given.rounds + 1):
             # each goes first in every second pair
             for name in sorted(urls, reverse=bool(number % 2)):
-                seen = await _prompt_round(urls[name], number, given.length)
+                seen = _by_frame(await _prompt_round(urls[name], number, given.length))
                 cells[name].rounds += (seen,) if number else ()  # the first warms up
         written = _num_bytes(Path(folder))
     print(f"{machine()}, {commit()}, prompts of {given.length}, {written / 1e6:.0f} MB written")

@@ -1,7 +1,7 @@
 """How soon a stream goes on whose engine was killed, against the time that reading its prompt took.
 
     python tools/make_random_model.py --shape qwen3-0.6b --out MODEL
-    python -m benchmarks.recovery MODEL [--length 6000] [--check]
+    python -m benchmarks.recovery MODEL [--length 6000] [--answer 60] [--check]
 
 The prompt is kept on disk. The engine is killed once the stream has some tokens; its next one comes
 after the start of another engine, whose own time the server's log tells, and what was restored.
@@ -26,7 +26,7 @@ import httpx
 from headrace.bench.report import commit, machine
 from tools.harness.servers import ServerProcess, running_server
 
-_BEFORE, _AFTER = 40, 20  # tokens about the kill
+_BEFORE = 40  # tokens, then the kill
 _LATE_S = 0.3  # what a dead engine had said may still come so late
 _LIMIT_S = 3600.0
 
@@ -87,11 +87,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     parser.add_argument("model")
     parser.add_argument("--length", type=int, default=6000, help="of the prompt")
+    parser.add_argument("--answer", type=int, default=60, help="its tokens; more if they are fast")
     parser.add_argument("--check", action="store_true")
     given, flags = parser.parse_known_args()
     dice = random.Random(1)
     prompt = [dice.randrange(5, 250) for _ in range(given.length)]
-    body = {"prompt": prompt, "max_tokens": _BEFORE + _AFTER, "temperature": 0, "ignore_eos": True}
+    body = {"prompt": prompt, "max_tokens": given.answer, "temperature": 0, "ignore_eos": True}
     with tempfile.TemporaryDirectory() as name:
         disk, state = str(Path(name) / "disk"), str(Path(name) / "state")
         own = ("--prefix-cache-dir", disk, "--state-dir", state)

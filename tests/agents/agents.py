@@ -176,9 +176,14 @@ class Desk:
             meanwhile()
             turns = [one.result() for one in asked]
         for agent, turn in zip(AGENTS, turns, strict=True):
-            is_good = turn.code == 0 and turn.events and agent.has_ended(turn.events)
-            assert is_good, f"{agent.name} ended with {turn.code}\n{turn.said[-6000:]}"
+            check(agent, turn)
         return turns
+
+
+def check(agent: Agent, turn: Turn) -> None:
+    """It has ended as it should."""
+    is_good = turn.code == 0 and turn.events and agent.has_ended(turn.events)
+    assert is_good, f"{agent.name} ended with {turn.code}\n{turn.said[-6000:]}"
 
 
 def install(packages: Sequence[str] = PACKAGES) -> None:

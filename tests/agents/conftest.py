@@ -31,7 +31,10 @@ def long_mini() -> Path:
 
 
 class Site:
-    """A server of slow engines, always at the end of the same wire; it may die and come back."""
+    """A server of slow engines, always at the end of the same wire; it may die and come back.
+
+    `seconds`: for 1,000 tokens of a prompt.
+    """
 
     def __init__(self, seconds: float) -> None:
         self.wire = Cutter()
@@ -75,9 +78,9 @@ def agents() -> None:
 
 
 @pytest.fixture
-def site(request: pytest.FixtureRequest) -> Iterator[Site]:
-    """With `site.start(flags)` the test begins it; its parameter are seconds for 1,000 tokens."""
-    made = Site(getattr(request, "param", 0.3))
+def site() -> Iterator[Site]:
+    """With `site.start(flags)` the test begins it."""
+    made = Site(0.3)
     yield made
     made.stop()
 
