@@ -160,7 +160,7 @@ def disk_figure(server: ServerProcess, name: str) -> float:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_of_20_000_tokens_a_kill_at_any_moment_loses_a_second_at_most(tmp_path: Path) -> None:
-    """What lies on disk after SIGKILL, against what the server had said that it computed."""
+    """The tokens on disk after SIGKILL, against those that the server had said were computed."""
     folder = tmp_path / "tiny"
     model = str(make_tiny_model(folder, max_position_embeddings=24576, num_hidden_layers=2))
     prompt, dice, known = PROMPT * 4, random.Random(0), 0
