@@ -42,9 +42,9 @@ def test_regenerating_adds_a_branch(page: Page) -> None:
     click(page, ".message.assistant", "Regenerate")
     eventually(lambda: len(page.answers()) == 2)
     page.wait_for_end()
-    eventually(lambda: "2/2" in page.texts(".message.assistant .foot")[0])
+    eventually(lambda: "2 of 2" in page.texts(".message.assistant .foot")[0])
     click(page, ".message.assistant", "‹")
-    eventually(lambda: "1/2" in page.texts(".message.assistant .foot")[0])
+    eventually(lambda: "1 of 2" in page.texts(".message.assistant .foot")[0])
     assert page.find(".message.assistant").get_attribute("data-id") == first["id"]
 
 

@@ -56,9 +56,24 @@ const acts = {
     await store.saveConversation(current);
     showThread();
   },
-  async edit(message) {
-    const text = await question("Edit the message", message.text, 5);
-    if (text) await send(text, message.parent, message.images);
+  edit: (message, text) => send(text, message.parent, message.images),
+  // Another version of an answer, which can be continued.
+  async amend(message, text) {
+    const amended = { ...newMessage("assistant", text, message.parent), model: message.model, outcome: "edited" };
+    messages.set(amended.id, amended);
+    current.leaf = amended.id;
+    await store.saveTurn(current, [amended]);
+    showThread();
+  },
+  // The same answer, from where it ends.
+  async goOn(message) {
+    const earlier = [...(message.earlier ?? []), message.stream].filter(Boolean);
+    for (const name of ["outcome", "error", "finish", "stopping", "usage", "timings"]) delete message[name];
+    Object.assign(message, asked(message, message.wanted, { continue_final_message: true }), { earlier });
+    current.updated = Date.now();
+    await store.saveTurn(current, [message]);
+    showThread();
+    follow(message);
   },
   isLeaf: (message) => message.id === current?.leaf,
   before: (message) => messages.get(message.parent),
@@ -69,7 +84,7 @@ const acts = {
     await answer([given], given.id);
     forgetTyped(message.id);
   },
-  regenerate: (message) => answer([], message.parent),
+  regenerate: (message, model) => answer([], message.parent, model),
 };
 
 function showThread() {
@@ -198,13 +213,16 @@ async function send(text, parent, images = []) {
   await answer([asked], asked.id);
 }
 
-// The answer is on the disk, with the bytes and the key of its POST, before that is sent.
-async function answer(before, parent) {
-  const due = newMessage("assistant", "", parent);
+// How an answer behind `leaf` is asked for: the bytes and the key of its POST.
+function asked(leaf, model = modelOf(choices()), more = {}) {
+  const fields = { messages: history(leaf), stream: true, return_progress: true, timings_per_token: true, ...more };
+  return { wanted: model, live: 1, stream: null, cursor: "", key: newId(), body: JSON.stringify({ ...fields, ...sampling({ ...choices(), model }) }) };
+}
+
+// The answer is on the disk, and how it is asked for, before that is sent.
+async function answer(before, parent, model) {
+  const due = { ...newMessage("assistant", "", parent), ...asked(messages.get(parent), model) };
   due.created += 1;
-  const fields = { messages: history(messages.get(parent)), stream: true, return_progress: true, timings_per_token: true };
-  due.wanted = modelOf(choices());
-  Object.assign(due, { live: 1, stream: null, cursor: "", key: newId(), body: JSON.stringify({ ...fields, ...sampling({ ...choices(), model: due.wanted }) }) });
   messages.set(due.id, due);
   Object.assign(current, { leaf: due.id, updated: Date.now() });
   await store.saveTurn(current, [...before, due]);
@@ -217,10 +235,11 @@ async function answer(before, parent) {
 async function remove() {
   if (!(await question(`Delete “${current.title}”?`))) return;
   const id = current.id;
-  for (const { stream, id: message } of messages.values()) {
+  for (const { stream, earlier, id: message } of messages.values()) {
     followers.get(message)?.close();
     forgetTyped(message);
-    if (stream) ask(`/v1/streams/${encodeURIComponent(stream)}`, { method: "DELETE" }).catch(() => {});
+    forgetTyped(`edit-${message}`);
+    for (const one of [...(earlier ?? []), stream].filter(Boolean)) ask(`/v1/streams/${encodeURIComponent(one)}`, { method: "DELETE" }).catch(() => {});
   }
   forgetDraft(id);
   await store.removeConversation(id);
@@ -282,6 +301,8 @@ async function refreshModels() {
     else if (error && error.code !== "model_loading") notice(error.message, true);
     else if (isOfServer) notice("");
     showChoices();
+    for (const id of views.keys()) due.add(id); // some offer the other models
+    paintSoon();
     return error;
   } catch {
     return null; // the followers say when the server is away

@@ -1,10 +1,12 @@
 // One message on the screen, and what is known of an answer that is still coming.
 
 import { button, copyButton, duration, el } from "./dom.js";
+import { editor, grow, isBeingEdited } from "./edit.js";
+import { figures } from "./figures.js";
 import { thumbnails } from "./images.js";
 import { MarkdownView } from "./markdown.js";
 import { isLoading } from "./loading.js";
-import { loadingOf } from "./models.js";
+import { loadingOf, others } from "./models.js";
 import { TextView } from "./text.js";
 import { keepTyped, typed } from "./typed.js";
 
@@ -57,12 +59,13 @@ export class MessageView {
       (message.role === "tool" || this.text.update(message.text, deadline)) &&
       this.showCalls(deadline);
     this.showStatus(follower);
-    const state = message.live ? "live" : "done";
+    const state = `${message.live ? "live" : "done"} ${message.role === "assistant" ? others(message.model) : ""}`;
     if (this.state !== state) {
       this.state = state;
       this.node.setAttribute("aria-busy", String(Boolean(message.live)));
       this.foot.replaceChildren(...this.buttons());
-      if (state === "done" && message.calls.length && this.acts.isLeaf(message)) this.askForResults(message, []);
+      if (!message.live && message.calls.length && !this.answering.firstChild && this.acts.isLeaf(message)) this.askForResults(message, []);
+      if (!message.live && !this.form && isBeingEdited(message)) this.edit();
     }
     return isShown;
   }
@@ -100,25 +103,64 @@ export class MessageView {
     const message = this.message;
     const parts = message.live ? waiting(message, follower) : ended(message);
     this.status.replaceChildren(...parts);
-    this.status.hidden = !parts.length;
+    this.status.hidden = !parts.length || Boolean(this.form);
   }
 
   buttons() {
     const { message, acts } = this;
     if (message.live) return [];
-    const [at, siblings] = acts.place(message);
-    const branches = siblings.length < 2 ? [] : [
-      button("‹", () => acts.branch(siblings[at - 1]), { disabled: at === 0, "aria-label": "Earlier version" }),
-      el("span", {}, `${at + 1}/${siblings.length}`),
-      button("›", () => acts.branch(siblings[at + 1]), { disabled: at === siblings.length - 1, "aria-label": "Later version" }),
-    ];
-    const again = {
-      user: () => button("Edit", () => acts.edit(message)),
-      tool: () => button("Edit", () => this.askForResults(acts.before(message), message.results.map(({ text }) => text)).focus()),
-      assistant: () => button("Regenerate", () => acts.regenerate(message)),
+    const edit = () => this.edit().focus();
+    const own = {
+      user: () => [button("Edit", edit)],
+      tool: () => [button("Edit", () => this.askForResults(acts.before(message), message.results.map(({ text }) => text)).focus())],
+      assistant: () => [
+        canGoOn(message) && acts.isLeaf(message) && button("Continue", () => acts.goOn(message)),
+        button("Regenerate", () => acts.regenerate(message)),
+        regenerateBy(others(message.model), (model) => acts.regenerate(message, model)),
+        message.text && button("Edit", edit),
+      ],
     }[message.role]();
-    return [...branches, copyButton("Copy message", () => message.text), again];
+    return [...this.branches(), copyButton("Copy message", () => message.text), ...own.filter(Boolean)];
   }
+
+  branches() {
+    const [at, siblings] = this.acts.place(this.message);
+    if (siblings.length < 2) return [];
+    return [
+      button("‹", () => this.acts.branch(siblings[at - 1]), { disabled: at === 0, "aria-label": "Earlier version" }),
+      el("span", {}, `${at + 1} of ${siblings.length}`),
+      button("›", () => this.acts.branch(siblings[at + 1]), { disabled: at === siblings.length - 1, "aria-label": "Later version" }),
+    ];
+  }
+
+  // The message becomes a field in its place, which is returned.
+  edit() {
+    const { message, acts } = this;
+    const take = message.role === "user" ? acts.edit : acts.amend;
+    const [form, field] = editor(message, (text) => take(message, text), () => this.close());
+    this.form = form;
+    this.body.hidden = this.foot.hidden = this.status.hidden = true;
+    this.body.after(form);
+    grow(field);
+    return field;
+  }
+
+  close() {
+    this.form.remove();
+    this.form = null;
+    this.body.hidden = this.foot.hidden = this.status.hidden = false;
+    this.foot.querySelector("button")?.focus();
+  }
+}
+
+// Where an answer was broken off, or changed by hand.
+const canGoOn = ({ text, calls, outcome, finish }) => Boolean(text) && !calls.length && (outcome !== "done" || finish === "length");
+
+// A menu of models, where there are others.
+function regenerateBy(models, act) {
+  if (!models.length) return null;
+  const title = el("summary", { "aria-label": "Regenerate with another model", title: "Regenerate with another model" }, "▾");
+  return el("details", { class: "menu" }, title, el("div", {}, ...models.map((id) => button(id, () => act(id)))));
 }
 
 function waiting(message, follower) {
@@ -156,6 +198,6 @@ function ended(message) {
   if (message.outcome === "failed") parts.push(el("span", { class: "trouble" }, message.error));
   if (message.outcome === "stopped") parts.push(el("span", {}, "Stopped"));
   if (message.finish === "length") parts.push(el("span", {}, "Cut at the token limit"));
-  if (message.timings?.predicted_per_second) parts.push(el("span", {}, rate(message)));
-  return parts;
+  if (message.outcome === "edited") parts.push(el("span", {}, "Edited"));
+  return [...parts, ...figures(message)];
 }

@@ -32,6 +32,9 @@ export async function drawnBy(id) {
   return response.ok ? (await response.json()).default_generation_settings.params : {};
 }
 
+// The names of the others, where there are several.
+export const others = (id) => (models.length > 1 ? models.map((one) => one.id).filter((other) => other !== id) : []);
+
 export const isOneOfSeveral = () => models.length > 1;
 
 // What to say while a model is being loaded, or nothing.
