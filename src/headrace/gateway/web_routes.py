@@ -1,6 +1,8 @@
 """The page: files of the package, alike for everybody, so that they ask for no key."""
 
+import gzip
 import hashlib
+from functools import cached_property
 from pathlib import Path
 
 from starlette.requests import Request
@@ -30,30 +32,40 @@ _POLICY = (
 _HEADERS = {
     "Content-Security-Policy": _POLICY,
     "Cache-Control": "no-cache",  # kept, and asked for again by its ETag
+    "Vary": "Accept-Encoding",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
 }
 
 
 class WebFile:
-    """One file in memory, answered whole, or by 304 to a client that has it."""
+    """One file in memory, answered whole, or by 304 to a client that has it; packed if it may be."""
 
     def __init__(self, path: Path) -> None:
         self._body = path.read_bytes()
-        self._etag = f'"{hashlib.sha256(self._body).hexdigest()[:32]}"'
+        self._hash = hashlib.sha256(self._body).hexdigest()[:32]
         self._type = TYPES[path.suffix]
 
+    @cached_property
+    def _packed(self) -> bytes:
+        return gzip.compress(self._body, 6, mtime=0)
+
     async def read(self, request: Request) -> ASGIApp:
-        headers = {**_HEADERS, "ETag": self._etag}
+        is_packed = "gzip" in request.headers.get("accept-encoding", "")
+        etag = f'"{self._hash}-gzip"' if is_packed else f'"{self._hash}"'
+        headers = {**_HEADERS, "ETag": etag}
         known = request.headers.get("if-none-match", "")
-        if self._etag in [tag.strip().removeprefix("W/") for tag in known.split(",")]:
+        if etag in [tag.strip().removeprefix("W/") for tag in known.split(",")]:
             return Response(status_code=304, headers=headers)
-        return Response(self._body, 200, headers, self._type)
+        if is_packed:
+            headers["Content-Encoding"] = "gzip"
+        return Response(self._packed if is_packed else self._body, 200, headers, self._type)
 
 
 def web_routes() -> list[Route]:
     """The pages by their own paths, everything else below /web/."""
-    files = {path.name: WebFile(path) for path in FOLDER.iterdir() if path.suffix in TYPES}
+    found = [path for path in FOLDER.rglob("*") if path.suffix in TYPES]
+    files = {path.relative_to(FOLDER).as_posix(): WebFile(path) for path in found}
     paths = {**PAGES, **{f"/web/{name}": name for name in files if not name.endswith(".html")}}
     return [
         Route(path, files[name].read, methods=["GET"], include_in_schema=False)

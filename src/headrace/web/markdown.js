@@ -1,336 +1,205 @@
-// Shows Markdown that grows. Builds nodes, never HTML.
+// Shows Markdown that grows. markdown-it reads it, and its tokens become nodes, never HTML.
 //
-// A block is begun once and grows: what has been shown of a long table, list, quote or piece of
-// code is not built again. Only the last lines are in doubt, since what follows may change what
-// they are. `show` and `grow` stop at their deadline (as of performance.now()) and go on when they
-// are called again.
+// A text is read by windows of lines. Of a window that is full, all parts but the last are shown
+// for good, and the next window begins with that last one; a part that fills a window is opened, and
+// what it is made of is read the same way. So each paint costs the same, however long the answer
+// is, and its nodes do not depend on how the text came.
 
-import { copyButton, el } from "./dom.js";
-import { highlight } from "./highlight.js";
-import { Pieces, TextView } from "./text.js";
+import { Code } from "./code.js";
+import { el } from "./dom.js";
+import { blocksOf, itemsOf, linesOf, nodeOf, rowsOf } from "./tokens.js";
+import { TextView } from "./text.js";
 
-const MAX_DEPTH = 6;
-const MAX_LINK = 2000;
-const NUM_IN_DOUBT = 2; // lines at the end of a text; each depth has one more
-const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([\w+#.-]*)/;
-const ITEM = /^( {0,3})([-*+]|\d{1,9}[.)])( +|$)/;
-const QUOTE = /^ {0,3}> ?/;
-const HEADING = /^ {0,3}(#{1,6})\s+(.*?)\s*#*$/;
-const DASHES = /^ {0,3}(?=.*\|)\|? *:?-+:? *(\| *:?-+:? *)*\|? *$/;
-const RULE = /^ {0,3}([-*_])( *\1){2,} *$/;
+const MAX_DEPTH = 6; // of what is opened
+const NUM_LINES = 40; // of a window
+const NUM_CHARACTERS = 6000; // of one; it has one line at least
 
 export class MarkdownView extends TextView {
   shower() {
-    const blocks = new Blocks(this.root, 0);
-    return (lines, deadline) => blocks.show(lines, deadline);
+    const blocks = new Parts(this.root, 0, blocksOf, 0);
+    return (lines, deadline) => blocks.grow(lines, lines.length - 1, deadline) !== null;
   }
 }
 
-// The blocks of a text, one node each. The last lines of the text may change until the next call.
-class Blocks {
-  constructor(root, depth) {
-    this.root = root;
-    this.depth = depth;
-    this.at = 0; // the line where the last block that is kept begins
-    this.last = null;
-    this.rest = []; // nodes behind that block
+// The line behind a full window, or 0.
+function windowEnd(lines, at, numFinal) {
+  let size = 0;
+  for (let end = at; end < numFinal; end++) {
+    size += lines[end].length;
+    if (end + 1 - at >= NUM_LINES || size >= NUM_CHARACTERS) return end + 1;
+  }
+  return 0;
+}
+
+// What has a node and `grow`: it shows its lines, of which those from `numFinal` on may change until the
+// next call, and returns the line behind it, or null where the deadline (as of performance.now())
+// came first.
+
+// Parts in a node: the blocks of a text, the items of a list, the rows of a table.
+class Parts {
+  // `read` takes lines and returns {parts, to}: `to` is the line where another thing begins.
+  constructor(root, at, read, depth, node = root) {
+    Object.assign(this, { root, at, read, depth, node });
+    this.open = null; // the part that is longer than a window
+    this.loose = []; // views of what is read anew with each paint
   }
 
-  show(lines, deadline) {
-    const numFinal = lines.length - NUM_IN_DOUBT - this.depth;
-    removeAll(this.rest);
-    if (!this.isSettled) this.drop();
-    while (this.at < lines.length) {
-      if (!this.last) this.begin(lines, numFinal);
-      const next = this.last.grow(lines, numFinal, deadline);
-      if (next === null) return false;
-      if (next + 1 >= numFinal) return this.showRest(lines, next);
-      this.at = next;
-      this.last = null;
-      if (performance.now() > deadline) return false;
+  grow(lines, numFinal, deadline) {
+    for (;;) {
+      if (this.open) {
+        const next = this.open.grow(lines, numFinal, deadline);
+        if (next === null) return null;
+        if (next >= numFinal) return this.showLoose(lines, next);
+        this.at = next;
+        this.open = null;
+      }
+      const end = windowEnd(lines, this.at, numFinal);
+      if (!end) return this.showLoose(lines, this.at);
+      const { parts, to } = this.read(lines.slice(this.at, end));
+      if (to < end - this.at) return this.showLoose(lines.slice(0, end), this.at);
+      this.settle(parts, lines, end);
+      if (performance.now() > deadline) return null;
     }
-    return true;
   }
 
-  begin(lines, numFinal) {
-    this.last = blockAt(lines, this.at, this.depth);
-    this.isSettled = this.at + 1 < numFinal; // two lines say what a block is
-    if (this.last.node) this.root.append(this.last.node);
-  }
-
-  drop() {
-    this.last?.node?.remove();
-    this.last = null;
-  }
-
-  showRest(lines, next) {
-    for (let at = next; at < lines.length; ) {
-      const block = blockAt(lines, at, this.depth);
-      at = block.grow(lines, 0, Infinity);
-      if (block.node) this.rest.push(block.node);
+  settle(parts, lines, end) {
+    const last = parts.pop();
+    for (const part of parts) this.keep(part);
+    if (parts.length) this.at += last.from;
+    else if (!last) this.at = end;
+    else {
+      this.open = opened(last, lines, this.at + last.from, this.depth + 1);
+      if (this.open) return this.place(this.open.node);
+      this.keep(last);
+      this.at += last.to;
     }
-    this.root.append(...this.rest);
-    return true;
+  }
+
+  keep(part) {
+    if (this.loose[0]?.key === part.key) return this.loose.shift();
+    this.root.insertBefore(viewOf(part).node, this.loose[0]?.node ?? null);
+  }
+
+  place(node) {
+    for (const view of this.loose.splice(0)) view.node.remove();
+    this.root.append(node);
+  }
+
+  showLoose(lines, at) {
+    const { parts, to } = this.read(lines.slice(at));
+    const shown = this.loose;
+    this.loose = parts.map((part, k) => {
+      const old = shown[k];
+      if (old?.key === part.key || old?.takes(part)) return old;
+      const view = viewOf(part);
+      if (old) old.node.replaceWith(view.node);
+      else this.root.append(view.node);
+      return view;
+    });
+    for (const view of shown.slice(parts.length)) view.node.remove();
+    return at + to;
   }
 }
 
-function removeAll(nodes) {
-  for (const node of nodes.splice(0)) node.remove();
+function viewOf(part) {
+  if (part.type === "fence") return new CodeView(part);
+  return { key: part.key, node: nodeOf(part), takes: () => false };
 }
 
-// A block has a node and a method grow: the line behind the block, or null where time was short.
-function blockAt(lines, at, depth) {
-  const line = lines[at];
-  let found;
-  if (!line.trim()) return { node: null, grow: () => at + 1 };
-  if ((found = FENCE.exec(line))) return new Fence(at, found);
-  if ((found = HEADING.exec(line))) return whole(el(`h${Math.min(found[1].length + 2, 6)}`, {}, ...inline(found[2])), at);
-  if (RULE.test(line)) return whole(el("hr"), at);
-  if (beginsTable(lines, at)) return new Table(lines, at);
-  if (depth < MAX_DEPTH && QUOTE.test(line)) return new Quote(at, depth);
-  if (depth < MAX_DEPTH && (found = ITEM.exec(line))) return new List(at, found, depth);
-  return new Paragraph(at, depth);
-}
-
-const whole = (node, at) => ({ node, grow: () => at + 1 });
-
-class Paragraph {
-  constructor(at, depth) {
-    this.at = at;
-    this.depth = depth;
-    this.node = el("p");
+// A piece of code that may grow.
+class CodeView {
+  constructor(part) {
+    this.code = new Code(part.language);
+    this.node = this.code.node;
+    this.takes(part);
   }
 
-  grow(lines) {
-    let next = this.at + 1;
-    while (next < lines.length && lines[next].trim() && !startsBlock(lines[next], this.depth) && !beginsTable(lines, next)) next++;
-    const text = lines.slice(this.at, next).join("\n");
-    if (text !== this.text) this.node.replaceChildren(...inline(text));
-    this.text = text;
-    return next;
+  takes({ type, key, language, text }) {
+    if (type !== "fence" || language !== this.code.language) return false;
+    this.key = key;
+    const lines = text.replace(/\n$/, "").split("\n");
+    return this.code.show(lines, lines.length - 1, Infinity);
   }
 }
 
-class Quote {
-  constructor(at, depth) {
+// What goes on growing of a part that fills a window; null if it is shown as it is.
+function opened(part, lines, at, depth) {
+  const { type } = part;
+  if (type === "fence") return new Fence(part, lines, at);
+  if (type === "table_open") {
+    const node = nodeOf(part);
+    const body = node.querySelector("tbody");
+    body?.replaceChildren();
+    return body && new Parts(body, at + 2, rowsOf(lines.slice(at, at + 2)), depth, node);
+  }
+  if (type === "paragraph_open") return new Parts(el("p"), at, linesOf, depth);
+  if (depth > MAX_DEPTH) return null;
+  if (type === "blockquote_open") return new Nested(el("blockquote"), at, quoted, depth);
+  if (type === "list_item_open") return new Nested(el("li"), at, within(lines[at]), depth);
+  const tag = { bullet_list_open: "ul", ordered_list_open: "ol" }[type];
+  return tag ? new Parts(el(tag, { start: part.start }), at, itemsOf(part), depth) : null;
+}
+
+// Blocks within a quote or an item: their lines without what makes them its own.
+class Nested {
+  // `strip` returns a line without it, or null for one that is not within.
+  constructor(node, at, strip, depth) {
+    this.node = node;
     this.next = at;
-    this.lines = []; // of what is quoted
+    this.strip = strip;
+    this.lines = [];
     this.numFinal = 0;
-    this.node = el("blockquote");
-    this.blocks = new Blocks(this.node, depth + 1);
+    this.blocks = new Parts(node, 0, blocksOf, depth);
   }
 
   grow(lines, numFinal, deadline) {
     this.lines.length = this.numFinal;
     let next = this.next;
-    for (; next < lines.length && QUOTE.test(lines[next]); next++) {
-      this.lines.push(lines[next].replace(QUOTE, ""));
+    for (; next < lines.length; next++) {
+      const line = this.strip(lines[next], this.lines.length === 0);
+      if (line === null) break;
+      this.lines.push(line);
       if (next < numFinal) [this.next, this.numFinal] = [next + 1, this.lines.length];
     }
-    return this.blocks.show(this.lines, deadline) ? next : null;
+    return this.blocks.grow(this.lines, this.numFinal, deadline) === null ? null : next;
   }
 }
 
-function startsBlock(line, depth) {
-  const nests = depth < MAX_DEPTH && (QUOTE.test(line) || ITEM.test(line));
-  return nests || FENCE.test(line) || HEADING.test(line) || RULE.test(line);
-}
+const QUOTE = /^ {0,3}> ?/;
+const quoted = (line) => (QUOTE.test(line) ? line.replace(QUOTE, "") : null);
 
-function cells(line) {
-  const inner = line.trim().replace(/^\|/, "").replace(/(?<!\\)\|$/, "");
-  return inner.split(/(?<!\\)\|/).map((cell) => cell.trim().replaceAll("\\|", "|"));
-}
-
-// A row with bars above a row of dashes with as many cells.
-function beginsTable(lines, at) {
-  return lines[at].includes("|") && DASHES.test(lines[at + 1] ?? "") && cells(lines[at]).length === cells(lines[at + 1]).length;
-}
-
-class Table {
-  constructor(lines, at) {
-    this.sides = cells(lines[at + 1]).map((dashes) => (dashes.endsWith(":") ? (dashes.startsWith(":") ? "middle" : "right") : null));
-    this.next = at + 2;
-    this.body = el("tbody");
-    this.rest = []; // rows that may change
-    this.node = el("div", { class: "table", tabindex: "0" }, el("table", {}, el("thead", {}, this.row(lines[at], "th")), this.body));
-  }
-
-  row(line, tag) {
-    const given = cells(line);
-    return el("tr", {}, ...this.sides.map((side, k) => el(tag, { class: side }, ...inline(given[k] ?? ""))));
-  }
-
-  grow(lines, numFinal, deadline) {
-    removeAll(this.rest);
-    let next = this.next;
-    for (; next < lines.length && lines[next].trim() && !startsBlock(lines[next], 0); next++) {
-      const row = this.row(lines[next], "td");
-      this.body.append(row);
-      if (next < numFinal) {
-        this.next = next + 1;
-        if (performance.now() > deadline) return null;
-      } else this.rest.push(row);
-    }
-    return next;
-  }
-}
-
-class Fence {
-  constructor(at, [, mark, language]) {
-    this.from = this.next = at + 1;
-    this.mark = mark;
-    const code = el("code");
-    this.pieces = new Pieces(code, (text, isInComment) => highlight(text, language, isInComment));
-    const head = el("div", { class: "code-head" }, el("span", {}, language || "text"), copyButton("Copy code", () => this.lines.slice(this.from, this.to).join("\n")));
-    this.node = el("div", { class: "code" }, head, el("pre", { tabindex: "0" }, code));
-  }
-
-  closes(line) {
-    return line.trim().startsWith(this.mark) && !line.trim().replaceAll(this.mark[0], "");
-  }
-
-  grow(lines, numFinal, deadline) {
-    let to = this.next; // lines before it do not close the block
-    while (to < lines.length && !this.closes(lines[to])) to++;
-    this.next = Math.max(this.from, Math.min(to, numFinal));
-    [this.lines, this.to] = [lines, to];
-    if (!this.pieces.show(lines.slice(this.from, to), numFinal - this.from, deadline)) return null;
-    return to < lines.length ? to + 1 : to;
-  }
-}
-
-class List {
-  constructor(at, [, , mark], depth) {
-    this.isOrdered = /\d/.test(mark);
-    this.depth = depth;
-    this.next = at;
-    this.item = null; // the last one that is kept
-    this.rest = []; // items that may change
-    this.node = el(this.isOrdered ? "ol" : "ul", this.isOrdered ? { start: parseInt(mark, 10) } : {});
-  }
-
-  grow(lines, numFinal, deadline) {
-    removeAll(this.rest);
-    let item = this.item;
-    if (item) item.lines.length = item.numFinal;
-    let next = this.next;
-    for (; next < lines.length; next++) {
-      const isFinal = next + 1 < numFinal; // a line and the one behind it
-      if (item?.takes(lines, next)) item.add(lines[next]);
-      else {
-        const found = ITEM.exec(lines[next]);
-        if (!found || /\d/.test(found[2]) !== this.isOrdered) break;
-        if (item && !item.blocks.show(item.lines, deadline)) return null;
-        item = new Item(lines[next], found[0].length, this.depth);
-        this.node.append(item.node);
-        if (!isFinal) this.rest.push(item.node);
-      }
-      if (isFinal) {
-        [this.item, this.next, item.numFinal] = [item, next + 1, item.lines.length];
-        if (performance.now() > deadline) return null;
-      }
-    }
-    return !item || item.blocks.show(item.lines, deadline) ? next : null;
-  }
-}
-
-class Item {
-  constructor(line, indent, depth) {
-    this.indent = indent;
-    this.margin = new RegExp(`^ {0,${indent}}`);
-    this.lines = [line.slice(indent)];
-    this.numFinal = 0;
-    this.node = el("li");
-    this.blocks = new Blocks(this.node, depth + 1);
-  }
-
-  // A line that is blank belongs to the item if an indented one follows.
-  takes(lines, at) {
-    if (!lines[at].trim()) return /^ {2,}\S/.test(lines[at + 1] ?? "");
-    return /^\s*/.exec(lines[at])[0].length >= Math.min(this.indent, 2);
-  }
-
-  add(line) {
-    this.lines.push(line.replace(this.margin, ""));
-  }
-}
-
-const LINK = /!?\[([^\[\]\n]{0,500})\]\(\s*<?([^\s()<>]{1,1500}(?:\([^\s()]{0,200}\))?)>?(?:\s+"[^"\n]{0,300}")?\s*\)/y;
-const ADDRESS = /<?(https?:\/\/[^\s<>"'`]{1,1500})>?/y;
-
-// Only http and https lead anywhere; images are links, since nothing is loaded from elsewhere.
-function link(label, target) {
-  let url;
-  try {
-    url = new URL(target);
-  } catch {
-    return null;
-  }
-  if (!["http:", "https:"].includes(url.protocol)) return null;
-  return el("a", { href: url.href, rel: "noopener noreferrer nofollow ugc", target: "_blank" }, label || target);
-}
-
-function inline(text, depth = 0) {
-  const nodes = [];
-  const absent = new Set(); // marks that do not come again
-  let plain = "";
-  const add = (node) => {
-    if (plain) nodes.push(document.createTextNode(plain));
-    plain = "";
-    nodes.push(node);
+function within(first) {
+  const [mark, , spaces] = /^ {0,3}([-*+]|\d{1,9}[.)])( *)/.exec(first);
+  const isEmpty = mark.length === first.length;
+  const indent = isEmpty || spaces.length > 4 ? mark.length - spaces.length + 1 : mark.length;
+  return (line, isFirst) => {
+    if (isFirst) return line.slice(indent);
+    if (!line.trim()) return "";
+    const spaced = line.replace(/^\t+/, (tabs) => "    ".repeat(tabs.length));
+    return /^ */.exec(spaced)[0].length >= indent ? spaced.slice(indent) : null;
   };
-  for (let at = 0; at < text.length; ) {
-    const [node, next] = span(text, at, depth, absent);
-    if (node) add(node);
-    else plain += text.slice(at, next).replace(/^\\(?=[!-\/:-@[-`{-~])/, "");
-    at = next;
-  }
-  if (plain) nodes.push(document.createTextNode(plain));
-  return nodes;
 }
 
-function span(text, at, depth, absent) {
-  const char = text[at];
-  const none = [null, at + 1];
-  if (char === "\\") return [null, Math.min(at + 2, text.length)];
-  if (char === "`" || ((char === "*" || char === "_" || char === "~") && depth < MAX_DEPTH)) return marked(text, at, depth, absent);
-  if (char === "[" || (char === "!" && text[at + 1] === "[")) {
-    LINK.lastIndex = at;
-    const found = LINK.exec(text);
-    const node = found && link(found[1], found[2]);
-    return node ? [node, at + found[0].length] : none;
+// Code between marks, by its lines.
+class Fence {
+  constructor({ language, markup }, lines, at) {
+    this.code = new Code(language);
+    this.node = this.code.node;
+    this.indent = new RegExp(`^ {0,${/^ */.exec(lines[at])[0].length}}`);
+    this.end = new RegExp(`^ {0,3}${markup[0]}{${markup.length},}[ \\t]*$`);
+    this.lines = [];
+    this.next = at + 1;
+    this.numFinal = 0;
   }
-  if (char === "h" || char === "<") {
-    if (at && /\w/.test(text[at - 1])) return none;
-    ADDRESS.lastIndex = at;
-    const found = ADDRESS.exec(text);
-    if (!found) return none;
-    const target = char === "<" ? found[1] : found[1].replace(/[.,;:!?)*_]+$/, "");
-    const node = link(target, target);
-    return node ? [node, at + (char === "<" ? found[0].length : target.length)] : none;
-  }
-  return none;
-}
 
-const TAGS = { "**": "strong", __: "strong", "*": "em", _: "em", "~~": "del" };
-
-function marked(text, at, depth, absent) {
-  let end = at;
-  while (text[end] === text[at]) end++;
-  const mark = text[at] === "`" ? text.slice(at, end) : text.slice(at, Math.min(end, at + 2));
-  const from = at + mark.length;
-  const skip = [null, Math.max(end, from)];
-  if (mark[0] !== "`" && !TAGS[mark]) return skip;
-  if (mark[0] !== "`" && /\s/.test(text[from] ?? " ")) return skip;
-  if (mark[0] === "_" && at && /\w/.test(text[at - 1])) return skip;
-  if (absent.has(mark)) return skip;
-  const close = text.indexOf(mark, from + (mark[0] === "`" ? 0 : 1));
-  if (close < 0) {
-    absent.add(mark);
-    return skip;
+  grow(lines, numFinal, deadline) {
+    this.lines.length = this.numFinal;
+    let next = this.next;
+    for (; next < lines.length && !this.end.test(lines[next]); next++) {
+      this.lines.push(lines[next].replace(this.indent, ""));
+      if (next < numFinal) [this.next, this.numFinal] = [next + 1, this.lines.length];
+    }
+    if (!this.code.show(this.lines, this.numFinal, deadline)) return null;
+    return next < lines.length ? next + 1 : next;
   }
-  if (close - from > MAX_LINK && mark[0] !== "`") return skip;
-  const inner = text.slice(from, close);
-  const node = mark[0] === "`" ? el("code", {}, inner) : el(TAGS[mark], {}, ...inline(inner, depth + 1));
-  return [node, close + mark.length];
 }

@@ -4,6 +4,7 @@
 import { el } from "./dom.js";
 
 const NUM_LINES = 30; // of a piece
+const MAX_LINES = 120; // of one that had to take in more
 
 // Adds text to lines.
 function extend(lines, text) {
@@ -12,33 +13,39 @@ function extend(lines, text) {
   for (const line of others) lines.push(line);
 }
 
-// `dress`: the nodes of a piece, and what the next piece's call is given.
+// `dress`: the nodes of some lines, and whether they make a piece of their own; if not, it takes
+// in more lines, up to some limit.
 export class Pieces {
-  constructor(root, dress = (text) => [[text], null]) {
+  constructor(root, dress = (text) => [[text], true]) {
     this.root = root;
     this.dress = dress;
-    this.num = 0; // pieces that are kept
-    this.state = null; // behind them
+    this.at = 0; // the line behind what is kept
     this.rest = []; // pieces that may change
   }
 
   // Lines from `numFinal` on may change until the next call. Says whether all are shown.
   show(lines, numFinal, deadline) {
     for (const node of this.rest.splice(0)) node.remove();
-    let state = this.state;
-    for (let at = this.num * NUM_LINES; at < lines.length; at += NUM_LINES) {
-      const end = at + NUM_LINES;
-      const text = lines.slice(at, end).join("\n") + (end < lines.length ? "\n" : "");
-      const [nodes, after] = this.dress(text, state);
+    for (let at = this.at; at < lines.length; ) {
+      const [nodes, end] = this.piece(lines, at);
       const piece = el("span", { class: "piece" }, ...nodes);
       this.root.append(piece);
-      state = after;
-      if (end < Math.min(numFinal, lines.length)) {
-        [this.num, this.state] = [this.num + 1, state];
+      at = end;
+      if (!this.rest.length && end < Math.min(numFinal, lines.length)) {
+        this.at = end;
         if (performance.now() > deadline) return false;
       } else this.rest.push(piece);
     }
     return true;
+  }
+
+  piece(lines, at) {
+    for (let num = NUM_LINES; ; num *= 2) {
+      const end = Math.min(at + num, lines.length);
+      const text = lines.slice(at, end).join("\n") + (end < lines.length ? "\n" : "");
+      const [nodes, isWhole] = this.dress(text);
+      if (isWhole || end === lines.length || num >= MAX_LINES) return [nodes, end];
+    }
   }
 }
 
