@@ -15,11 +15,15 @@ BURST, PAUSE_S = 200, 0.03  # some thousands of tokens a second
 
 
 class Replay:
-    def __init__(self, real_url: str, pieces: list[str], *modalities: str) -> None:
-        """`pieces`: the deltas of each answer; `modalities`: what the model `replayed` takes."""
+    def __init__(self, real_url: str, pieces: list[Any], *modalities: str) -> None:
+        """`pieces`: the deltas of each answer; `modalities`: what its models take.
+
+        A piece is a text, or a delta with other fields.
+        """
         self.asked: list[dict[str, Any]] = []
         self.pieces = pieces
         self.pause_s = PAUSE_S
+        self.models = ["replayed"]
         self.modalities = modalities or ("text",)
         self.real_url = real_url
         replay = self
@@ -33,7 +37,8 @@ class Replay:
             def do_GET(self) -> None:
                 if self.path == "/v1/models":
                     about = {"input_modalities": replay.modalities}
-                    entries = [{"id": "replayed", "object": "model", "architecture": about}]
+                    entry = {"object": "model", "architecture": about}
+                    entries = [{"id": name, **entry} for name in replay.models]
                     body = json.dumps({"object": "list", "data": entries}).encode()
                     return self._answer({"Content-Type": "application/json"}, body)
                 with urllib.request.urlopen(replay.real_url + self.path) as found:
@@ -72,7 +77,9 @@ class Replay:
     def frames(self) -> Iterator[bytes]:
         for number, piece in enumerate(self.pieces, 1):
             timings = {"predicted_n": number, "predicted_per_second": 100.0}
-            chunk = {"choices": [{"index": 0, "delta": {"content": piece}}], "timings": timings}
+            timings |= {"predicted_ms": 1000.0 * number}
+            delta = {"content": piece} if isinstance(piece, str) else piece
+            chunk = {"choices": [{"index": 0, "delta": delta}], "timings": timings}
             yield f"id: r:{number}\ndata: {json.dumps(chunk)}\n\n".encode()
         yield f"id: r:{len(self.pieces) + 1}\ndata: [DONE]\n\n".encode()
 

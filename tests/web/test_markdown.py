@@ -51,7 +51,7 @@ def test_math_becomes_mathml(page: Page) -> None:
     assert of_shown(page, "querySelector('mfrac').namespaceURI") == MATHML
     assert page.texts("#shown .math.block math").__len__() == 2
     assert page.texts("#shown p")[0].endswith("for $5 and $6:")
-    assert of_shown(page, "querySelectorAll('[style]').length") == 0
+    assert not [line for line in page.complaints() if "style" in line]  # the policy
 
 
 def test_math_that_cannot_be_read_stays_as_it_was_written(page: Page) -> None:
@@ -65,7 +65,7 @@ LONG = 300
 ITEMS = "\n".join(f"{k}. item *{k}*\n   more" for k in range(1, LONG + 1))
 DEEP = "- one\n" + "\n".join(f"  - deep {k}" for k in range(LONG)) + "\n- two"
 ROWS = "| a | b |\n|---|---|\n" + "\n".join(f"| {k} | *x* |" for k in range(LONG))
-QUOTE = "\n".join(f"> said {k}\n>\n> - so" for k in range(LONG))
+QUOTE = "\n".join(f"> said {k}\n>\n> - so\n>" for k in range(LONG))
 LINES = "\n".join(f"line {k}" for k in range(LONG))
 
 
@@ -76,7 +76,7 @@ LINES = "\n".join(f"line {k}" for k in range(LONG))
         (DEEP, "ul > li > ul > li", LONG),
         (ROWS, "table > tbody > tr", LONG),
         (QUOTE, "blockquote > ul", LONG),
-        (LINES, "p", 1),
+        (LINES, "p", 2),
         (f"```js\n{LINES}\n```", ".code", 1),
     ],
     ids=["items", "deep", "rows", "quote", "lines", "code"],

@@ -39,7 +39,7 @@ _HEADERS = {
 
 
 class WebFile:
-    """One file in memory, answered whole, or by 304 to a client that has it; packed if it may be."""
+    """One file in memory, packed if the client takes that; 304 to one that has it."""
 
     def __init__(self, path: Path) -> None:
         self._body = path.read_bytes()

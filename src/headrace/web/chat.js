@@ -84,6 +84,12 @@ const acts = {
     await answer([given], given.id);
     forgetTyped(message.id);
   },
+  // What an answer was for, if that is text alone.
+  fieldsOf(message) {
+    const turns = history(messages.get(message.parent));
+    const { tools } = sampling(choices());
+    return turns.every(({ content }) => typeof content === "string") ? { messages: turns, tools, model: message.model ?? modelOf(choices()) } : null;
+  },
   regenerate: (message, model) => answer([], message.parent, model),
 };
 

@@ -211,6 +211,7 @@ export class Follower {
     if (choice?.finish_reason) answer.finish = choice.finish_reason;
     answer.text += delta.content ?? "";
     answer.reasoning += delta.reasoning_content ?? "";
+    if (delta.reasoning_content) answer.thoughtMs = chunk.timings?.predicted_ms;
     for (const call of delta.tool_calls ?? []) {
       const known = (answer.calls[call.index] ??= { id: "", name: "", arguments: "" });
       known.id ||= call.id ?? "";

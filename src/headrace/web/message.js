@@ -1,48 +1,36 @@
 // One message on the screen, and what is known of an answer that is still coming.
 
+import { Card } from "./cards.js";
+import { Confidence } from "./confidence.js";
 import { button, copyButton, duration, el } from "./dom.js";
 import { editor, grow, isBeingEdited } from "./edit.js";
 import { figures } from "./figures.js";
 import { thumbnails } from "./images.js";
-import { MarkdownView } from "./markdown.js";
 import { isLoading } from "./loading.js";
 import { loadingOf, others } from "./models.js";
 import { TextView } from "./text.js";
+import { AnswerView } from "./structured.js";
 import { keepTyped, typed } from "./typed.js";
 
 const NAMES = { user: "You", assistant: "Answer", tool: "Results of tools" };
-
-// A text below its title, which folds it away.
-class Folded {
-  constructor() {
-    this.title = el("summary");
-    this.pre = el("pre", { tabindex: "0" });
-    this.node = el("details", { open: true }, this.title, this.pre);
-    this.text = new TextView(this.pre);
-  }
-
-  show(title, text, deadline) {
-    if (this.title.textContent !== title) this.title.textContent = title;
-    return this.text.update(text, deadline);
-  }
-}
 
 export class MessageView {
   constructor(message, acts) {
     this.message = message;
     this.acts = acts;
     this.reasoning = el("pre");
-    this.thinking = el("details", { class: "thinking" }, el("summary", {}, "Reasoning"), this.reasoning);
+    this.thinking = el("details", { class: "thinking" }, el("summary"), this.reasoning);
     this.calls = el("div", { class: "calls" });
     this.answering = el("div");
     this.images = el("div", { class: "thumbs" }, ...thumbnails(message.images ?? []));
     this.body = el("div", { class: "body" });
     this.status = el("div", { class: "status" });
     this.foot = el("div", { class: "foot" });
-    const View = message.role === "assistant" ? MarkdownView : TextView;
+    this.confidence = new Confidence(this.body, message, () => acts.fieldsOf(message));
+    const View = message.role === "assistant" ? AnswerView : TextView;
     this.text = new View(this.body);
     this.thought = new TextView(this.reasoning);
-    this.folded = []; // calls and results
+    this.cards = []; // of calls and results
     this.node = el(
       "article",
       { class: `message ${message.role}`, "data-id": message.id },
@@ -54,12 +42,13 @@ export class MessageView {
   show(follower, deadline) {
     const message = this.message;
     this.thinking.hidden = !message.reasoning;
+    if (message.reasoning) this.thinking.firstChild.textContent = thought(message);
     const isShown =
       this.thought.update(message.reasoning, deadline) &&
-      (message.role === "tool" || this.text.update(message.text, deadline)) &&
+      (message.role === "tool" || this.text.update(message.text, deadline, message.live)) &&
       this.showCalls(deadline);
     this.showStatus(follower);
-    const state = `${message.live ? "live" : "done"} ${message.role === "assistant" ? others(message.model) : ""}`;
+    const state = `${message.live ? "live" : "done"} ${message.role === "assistant" ? others(message.model ?? message.wanted) : ""}`;
     if (this.state !== state) {
       this.state = state;
       this.node.setAttribute("aria-busy", String(Boolean(message.live)));
@@ -71,12 +60,12 @@ export class MessageView {
   }
 
   showCalls(deadline) {
-    const calls = this.message.calls.map((call) => [`Tool call: ${call.name}`, call.arguments]);
-    const results = (this.message.results ?? []).map((result) => [`Result of ${result.name}`, result.text]);
-    return [...calls, ...results].every(([title, text], k) => {
-      const folded = (this.folded[k] ??= new Folded());
-      if (!folded.node.parentNode) this.calls.append(folded.node);
-      return folded.show(title, text, deadline);
+    const { calls, results = [], live } = this.message;
+    const all = [...calls.map((one) => ["call", one.name, one.arguments]), ...results.map((one) => ["result", one.name, one.text])];
+    return all.every(([kind, name, text], k) => {
+      const card = (this.cards[k] ??= new Card(kind, name));
+      if (!card.node.parentNode) this.calls.append(card.node);
+      return card.show(name, text, !live, deadline);
     });
   }
 
@@ -116,11 +105,13 @@ export class MessageView {
       assistant: () => [
         canGoOn(message) && acts.isLeaf(message) && button("Continue", () => acts.goOn(message)),
         button("Regenerate", () => acts.regenerate(message)),
-        regenerateBy(others(message.model), (model) => acts.regenerate(message, model)),
+        regenerateBy(others(message.model ?? message.wanted), (model) => acts.regenerate(message, model)),
         message.text && button("Edit", edit),
+        this.confidence.button(),
       ],
     }[message.role]();
-    return [...this.branches(), copyButton("Copy message", () => message.text), ...own.filter(Boolean)];
+    const copy = message.text && copyButton("Copy message", () => message.text);
+    return [...this.branches(), copy, ...own].filter(Boolean);
   }
 
   branches() {
@@ -151,6 +142,11 @@ export class MessageView {
     this.body.hidden = this.foot.hidden = this.status.hidden = false;
     this.foot.querySelector("button")?.focus();
   }
+}
+
+function thought({ text, live, thoughtMs }) {
+  const time = thoughtMs ? ` for ${duration(thoughtMs / 1000)}` : "";
+  return live && !text ? `Thinking${time}…` : `Thought${time}`;
 }
 
 // Where an answer was broken off, or changed by hand.

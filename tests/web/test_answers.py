@@ -1,0 +1,102 @@
+"""More than the text of an answer: thoughts, calls, data, and how sure the model was."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from selenium.webdriver.common.keys import Keys
+
+from tests.web.page import Page, eventually
+from tests.web.replay import Replay
+from tests.web.test_chat import click
+
+DATA = {"name": "Ann", "tags": ["a", "b"], "more": {"deep": {"deeper": {"n": 1}}}, "none": None}
+CALL = {
+    "index": 0,
+    "id": "c1",
+    "function": {"name": "get_weather", "arguments": '{"city": "Oslo"}'},
+}
+
+
+@pytest.fixture
+def replayed(page: Page) -> Iterator[tuple[Page, Replay]]:
+    replay = Replay(page.server.url, [])
+    page.open(url=replay.url)
+    yield page, replay
+    page.driver.get("about:blank")
+    replay.stop()
+
+
+def answer(replayed: tuple[Page, Replay], *pieces: Any) -> Page:
+    page, replay = replayed
+    replay.pieces = list(pieces)
+    page.send("Say it.")
+    page.wait_for_end()
+    return page
+
+
+def test_thoughts_are_folded_and_have_their_time(replayed: tuple[Page, Replay]) -> None:
+    thoughts = [{"reasoning_content": "I "}, {"reasoning_content": "wonder."}]
+    page = answer(replayed, *thoughts, "It ", "is so.")
+    eventually(lambda: page.texts(".assistant .thinking summary") == ["Thought for 2.0 s"])
+    assert not page.find(".assistant .thinking pre").is_displayed()
+    page.find(".assistant .thinking summary").click()
+    assert page.find(".assistant .thinking pre").text == "I wonder."
+    page.driver.refresh()
+    eventually(lambda: page.texts(".assistant .thinking summary") == ["Thought for 2.0 s"])
+
+
+def test_a_tool_call_is_a_card(replayed: tuple[Page, Replay]) -> None:
+    page = answer(replayed, {"tool_calls": [CALL]})
+    eventually(lambda: page.texts(".card .tree .leaf") == ['city: "Oslo"'])
+    assert page.texts(".card summary strong") == ["get_weather"]
+
+
+def test_data_is_a_tree_whose_branches_open(replayed: tuple[Page, Replay]) -> None:
+    text = json.dumps(DATA)
+    page = answer(replayed, *text)
+    eventually(lambda: page.texts(".body > .tree"))
+    assert page.texts(".tree .hl-attr")[:4] == ["name", "tags", "0", "1"]
+    assert "deeper" not in page.texts(".tree .hl-attr")
+    page.driver.find_elements("css selector", ".tree details:not([open]) > summary")[0].click()
+    eventually(lambda: "deeper" in page.texts(".tree .hl-attr"))
+    assert page.answers()[-1]["text"] == text  # which is what is copied
+
+
+def test_what_only_begins_like_data_is_text(replayed: tuple[Page, Replay]) -> None:
+    page = answer(replayed, '{"a', '": 1} is *all*')
+    eventually(lambda: page.texts(".body > p em") == ["all"])
+    assert not page.texts(".tree")
+
+
+def test_an_answer_is_made_anew_by_another_model(replayed: tuple[Page, Replay]) -> None:
+    page, replay = replayed
+    assert not page.texts(".menu")
+    replay.models = ["ann", "bob"]
+    page.driver.refresh()
+    eventually(lambda: page.texts("#model option") == ["ann", "bob"])
+    answer(replayed, "It is so.")
+    eventually(lambda: page.texts(".menu button") == ["bob"])
+    page.find(".menu summary").click()
+    click(page, ".menu", "bob")
+    eventually(lambda: len(page.answers()) == 2)
+    page.wait_for_end()
+    assert [body["model"] for body in replay.asked] == ["ann", "bob"]
+    assert replay.asked[0]["messages"] == replay.asked[1]["messages"]
+    eventually(lambda: "2 of 2" in page.texts(".message.assistant .foot")[0])
+    assert page.find("#model").get_attribute("value") == "ann"
+
+
+def test_the_tokens_of_an_answer_show_how_sure_the_model_was(page: Page) -> None:
+    page.send("Spell the word banana.")
+    told = page.wait_for_end()
+    eventually(lambda: any("Confidence" in text for text in page.texts(".foot")))
+    click(page, ".message.assistant", "Confidence")
+    eventually(lambda: page.texts(".tokens"))
+    assert page.texts(".tokens") == [told["text"]]
+    assert len(page.texts(".tokens span")) == told["timings"]["predicted_n"] - 1  # but its end
+    page.find(".tokens").send_keys(Keys.ARROW_RIGHT)
+    assert " %" in page.texts(".detail")[0] and page.texts(".tokens .chosen")
+    click(page, ".message.assistant", "Confidence")
+    assert not page.texts(".tokens") and page.find(".message.assistant .body").is_displayed()
