@@ -49,6 +49,7 @@ from headrace.streams.events import (
 )
 from headrace.streams.log import MemoryLog, follow
 from headrace.streams.record import Names, Record
+from headrace.streams.stores.memory import MemoryStore
 from headrace.streams.tally import Tally
 from headrace.text.encoder import Encoder
 from headrace.text.infill import InfillMarks
@@ -201,6 +202,9 @@ class FakeStream:
 class NoStreams:
     """A registry in which nothing is ever found."""
 
+    def __init__(self) -> None:
+        self.store = MemoryStore()
+
     def __len__(self) -> int:
         return 0
 
@@ -250,6 +254,7 @@ class FakeHost:
         self.names, self.paths = model.names, model.paths
         self.name, self.ready = model.names[0], model.ready
         self.is_here = True
+        self.metrics = metrics
         self.loading = LoadWatch()
         self.engine = EngineLife(Tenants(self.loading), self.loading, metrics.engine)
         self.engine.state, self.engine.num_starts = "ok", 1

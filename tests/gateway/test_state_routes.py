@@ -87,7 +87,7 @@ def test_health_tells_the_age_of_the_last_step_and_of_the_oldest_silent_stream()
         ({"admin_key": "a"}, {"x-api-key": "b"}, 401),
     ],
 )
-@pytest.mark.parametrize("path", ["/manage/state", "/metrics"])
+@pytest.mark.parametrize("path", ["/manage/state", "/manage/live", "/manage/history", "/metrics"])
 def test_state_is_for_this_machine_or_for_the_admin_key(
     path: str, http: Any, headers: Any, status: int
 ) -> None:

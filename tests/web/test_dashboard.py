@@ -34,24 +34,36 @@ import("/web/charts.js").then(({drawSteps, drawGaps}) => {
 """
 """How much of the part of a chart that shows ordinary steps is ink."""
 
-RATES = """
+TILES = """
 const done = arguments[arguments.length - 1];
-import("/web/rates.js").then(async ({lookAtRates, meanWait, tokenRate}) => {
-  const page = (count, sum) => ["ann", "bob"].map((model) => ["ttft", "inter_token", "queue"].map(
-    (name) => `headrace_${name}_seconds_count{model="${model}"} ${count}.0\\n` +
-      `headrace_${name}_seconds_sum{model="${model}"} ${sum}`).join("\\n")).join("\\n");
-  let [now, text] = [0, ""];
-  performance.now = () => now;
-  window.fetch = async () => new Response(text);
-  const said = [];
-  for (const [at, count, sum] of arguments[0]) {
-    [now, text] = [1000 * at, page(count, sum)];
-    await lookAtRates();
-    said.push([...tokenRate(), ...meanWait("ttft")]);
-  }
-  done(said);
+const [live, points] = arguments;
+import("/web/rates.js").then(async ({inCells, lookAtRates, rateOf, seenGateways, showTiles}) => {
+  const asked = [];
+  window.fetch = async (url) => {
+    asked.push(url.pathname + url.search);
+    const now = {live, models: [{model: "a/b", ...live}], gateways: []};
+    const found = url.pathname.endsWith("live") ? now : {every_s: 10, points};
+    return new Response(JSON.stringify(found));
+  };
+  const box = document.createElement("dl");
+  box.className = "figures live";
+  document.body.append(box);
+  showTiles(box);
+  const before = box.innerText;
+  await lookAtRates("a/b");
+  await lookAtRates("a/b");
+  showTiles(box);
+  const words = (tile) => [...tile.children].slice(0, 3).map((one) => one.textContent);
+  const tiles = [...box.children].map(words);
+  const labels = [...box.querySelectorAll("canvas")].map((one) => one.getAttribute("aria-label"));
+  const {width, height} = box.querySelector("canvas");
+  const pen = box.querySelector("canvas").getContext("2d");
+  const ink = pen.getImageData(width / 2 - 20, 20, 40, height - 45).data.some((value) => value);
+  box.remove();
+  done({before, tiles, labels, asked, cells: inCells(rateOf("a/b")), ink});
 });
 """
+"""The tiles as they are before a look and after it, and whether there is ink half an hour ago."""
 
 
 def test_one_slow_step_leaves_the_others_to_be_seen(page: Page) -> None:
@@ -59,20 +71,35 @@ def test_one_slow_step_leaves_the_others_to_be_seen(page: Page) -> None:
     assert bars > 0.3 and middle > 0.01
 
 
-def test_rates_and_waits_are_those_of_the_last_moments(page: Page) -> None:
-    seen = [(0, 10, 5.0), (4, 20, 5.5), (14, 120, 15.5), (90, 120, 15.5), (92, 1, 1.0)]
-    said = page.driver.execute_async_script(RATES, seen)
-    assert said[0] == ["–", "not measured yet", "500 ms", "mean of 20 since the start"]
-    assert said[1] == ["10", "in the last 4 s", "50 ms", "mean of 20 in the last minute"]
-    assert said[2][:2] == ["40", "in the last 10 s"]
-    assert said[3] == ["0", "in the last 76 s", "129 ms", "mean of 240 since the start"]
-    assert said[4][2:] == ["1.0 s", "mean of 2 since the start"]  # another server
+def test_live_figures_and_the_last_hour_are_shown_as_the_server_counts_them(page: Page) -> None:
+    live = {"tokens_in_per_s": 1234.5, "tokens_out_per_s": 7.25, "cached_share": 0.5}
+    live |= {"ttft_p50_ms": 1250, "ttft_p99_ms": 30400, "gap_p50_ms": 7.94, "gap_p99_ms": 81.2}
+    live |= {"queue_p50_ms": None, "queue_p99_ms": None}
+    points = [live | {"ago_s": ago} for ago in (1810, 1800, 1790)]
+    found = page.driver.execute_async_script(TILES, live, points)
+    assert found["before"].count("not measured yet") == 6
+    assert found["tiles"] == [
+        ["Tokens out", "7.3/s", "answers, last 10 s"],
+        ["Tokens in", "1235/s", "prompts computed, last 10 s"],
+        ["Time to first token", "1.3 s", "99 % within 30 s"],
+        ["Gaps", "7.9 ms", "99 % within 81 ms"],
+        ["Time in the queue", "–", "none in the last minute"],
+        ["Cache hits", "50 %", "of prompt tokens, last minute"],
+    ]
+    assert found["labels"][3] == "Gaps in the last hour: at most 81 ms"
+    assert found["labels"][4] == "Time in the queue: nothing in the last hour"
+    assert found["ink"] and found["cells"] == ["7.3/s", "1235/s", "1.3 s", "81 ms"]
+    assert found["asked"] == [  # the hour once, for it changes slowly
+        "/manage/live?model=a%2Fb",
+        "/manage/history?model=a%2Fb",
+        "/manage/live?model=a%2Fb",
+    ]
 
 
 def test_a_long_prompt_beside_four_streams(page: Page) -> None:
     page.open("/dashboard")
     eventually(lambda: "headrace-mini" in page.find("#facts").text)
-    eventually(lambda: "not measured yet" not in page.texts("#figures div:nth-child(5) .soft"))
+    eventually(lambda: "not measured yet" not in page.texts("#live .soft"))
     page.driver.find_element(By.ID, "try").click()
     eventually(lambda: int(page.texts('[data-name="Running"]')[0]) >= 4)
     eventually(lambda: len(page.texts("#rows strong")) == 5)
@@ -84,8 +111,9 @@ def test_a_long_prompt_beside_four_streams(page: Page) -> None:
     assert all("tokens, longest gap" in text for text in page.texts("#rows span"))
     eventually(lambda: "prompt tokens" in page.find("#steps-text").text)
     assert "99 %" in page.find("#gaps-text").text
-    eventually(lambda: page.texts('[data-name="Tokens/s"]')[0] not in ("–", "0"))
     eventually(lambda: page.texts('[data-name="Time to first token"]')[0].endswith("s"))
+    eventually(lambda: page.texts('[data-name="Gaps"]')[0].endswith("ms"))
+    eventually(lambda: page.texts('[data-name="Tokens in"]')[0] != "–")
     assert page.driver.execute_script(INK, "steps") and page.driver.execute_script(INK, "gaps")
 
 

@@ -37,6 +37,7 @@ from headrace.fleet.replicas import Replicas, between
 from headrace.fleet.served_model import ServedModel, may_see_images
 from headrace.gateway.app import create_app
 from headrace.gateway.auth import Auth
+from headrace.gateway.figure_routes import about
 from headrace.gateway.http_server import (
     Bounds,
     HttpServer,
@@ -258,6 +259,8 @@ class _Serving:
     async def _serve(self, generation: Generation) -> int:
         """Serves until a signal or the engine's end; ExceptionGroup if anything else ends first."""
         app = create_app(generation, self._config, self._auth)
+        name = f"{socket.gethostname()}:{self._listener.getsockname()[1]}"
+        self._store.tell(lambda: about(name, generation))
         most = self._config.http.max_body_bytes + ENVELOPE_BYTES
         http = self._config.http
         bounds = Bounds(http.max_connections, http.headers_timeout_s)

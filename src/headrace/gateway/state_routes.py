@@ -20,6 +20,7 @@ from headrace.fleet.model_host import ModelHost
 from headrace.fleet.model_names import called
 from headrace.fleet.served_model import ServedModel
 from headrace.gateway.delivery import while_connected
+from headrace.gateway.figure_routes import FigureRoutes
 from headrace.gateway.http_responses import answer, refuse
 from headrace.generation.generation import Generation
 from headrace.generation.stream import LiveStream
@@ -182,6 +183,7 @@ def stall_target_ms(ready: Ready | None) -> float | None:
 class ManageRoutes:
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
+        self.figures = FigureRoutes(generation)
         self._began = time.monotonic()
 
     async def state(self, request: Request) -> ASGIApp:

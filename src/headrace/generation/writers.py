@@ -89,7 +89,7 @@ class Writers:
         stay: Stay,
         used: ModelHost | None,
     ) -> LiveStream:
-        host.metrics.requests.follow(builder.counted.tally)
+        builder.counted.tally.watch = host.metrics.requests
         stream = LiveStream(stored.record, builder, stored.log, stay, self._config.linger_s)
         stream.end_within(0, self._config.request_timeout_s)
         self._streams.add(stream)

@@ -16,6 +16,7 @@ from headrace.core.messages import Ready, Status, StepTrace
 from headrace.engine.client import EngineDown
 from headrace.metrics.exposition import as_vllm, merged
 from headrace.metrics.families import Families
+from headrace.metrics.history import History
 from headrace.streams.tally import Tally
 
 _STATES = ("loading", "ok", "recovering", "draining", "dead")
@@ -37,15 +38,28 @@ _COUNTS = (*_BY_LABEL, "disk")
 
 
 class RequestFigures:
-    """Figures of a model's requests, told by generation."""
+    """Figures of a model's requests, told by generation; watches each stream that runs."""
 
-    def __init__(self, families: Families) -> None:
+    def __init__(self, families: Families, history: History) -> None:
         self._totals, self._times = families.totals, families.times
+        self._history = history
 
-    def follow(self, tally: Tally) -> None:
-        """Hears of each token of a stream that runs."""
-        tally.on_first = self._times["ttft"].observe
-        tally.on_gap = self._times["inter_token"].observe
+    def planned(self, num_prompt: int, num_cached: int, queue_s: float) -> None:
+        point = self._history.now()
+        point.prompt += num_prompt
+        point.cached += num_cached
+        point.wait("queue", queue_s)
+
+    def answered(self, seconds: float) -> None:
+        self._times["ttft"].observe(seconds)
+        self._history.now().wait("ttft", seconds)
+
+    def tokens(self, number: int, gap_s: float | None) -> None:
+        point = self._history.now()
+        point.generated += number
+        if gap_s is not None:
+            self._times["inter_token"].observe(gap_s)
+            point.wait("gap", gap_s)
 
     def ended(self, route: str, outcome: str, tally: Tally, seconds: float) -> None:
         """A request: `outcome` is how it finished, or the code of its error."""
@@ -74,8 +88,8 @@ class RequestFigures:
 class EngineFigures:
     """Figures of a model's engine, told by its host. It collects those that the engine counts."""
 
-    def __init__(self, families: Families) -> None:
-        self._families = families
+    def __init__(self, families: Families, history: History) -> None:
+        self._families, self._history = families, history
         self._num_preempted = self._num_preempted_before = 0
         self._counts = {name: Counter[str]() for name in _COUNTS}
         self._counts_before = {name: Counter[str]() for name in _COUNTS}  # of engines that ended
@@ -146,6 +160,7 @@ class EngineFigures:
             self._num_steps, self._stepped_at = status.num_steps, time.monotonic()
         if ready is not None:
             self._show_memory(ready, status.blocks_free, status.slots_free)
+        self._history.now().computed += sum(step.num_prompt_tokens for step in status.steps)
         for step in status.steps:
             times["step"].labels(kind_of(step)).observe(step.elapsed)
             if step.predicted:
@@ -220,8 +235,9 @@ class Metrics:
 
     def __init__(self) -> None:
         self._families = Families()
-        self.requests = RequestFigures(self._families)
-        self.engine = EngineFigures(self._families)
+        self.history = History()
+        self.requests = RequestFigures(self._families, self.history)
+        self.engine = EngineFigures(self._families, self.history)
         self.server = ServerFigures(self._families)
 
     def text(

@@ -92,6 +92,14 @@ class StoreStalled(RequestError):
         super().__init__("storage_unavailable", message, retry_after_s=5)
 
 
+class SeenGateway(msgspec.Struct, frozen=True):
+    """A server of a shared store, and what it told `about` itself."""
+
+    num_streams: int  # that it writes
+    about: bytes
+    is_this: bool
+
+
 Hear = Callable[[float], None]
 """Takes how many seconds a write took to be durable."""
 
@@ -158,6 +166,12 @@ class Store(Protocol):
         `now` is unix seconds. Returns what is left: beyond a cap only if live streams fill it.
         """
 
+    def tell(self, about: Callable[[], bytes]) -> None:
+        """Has the other servers of the store told this, once a second."""
+
+    async def gateways(self) -> list[SeenGateway]:
+        """The living servers of a shared store, this one too; none if it is not shared."""
+
 
 class Unshared:
     """Part of a store that one server has to itself: no other has streams in it."""
@@ -169,3 +183,9 @@ class Unshared:
     async def asked(self) -> Ask:
         await asyncio.Event().wait()
         raise AssertionError("nobody asks")
+
+    def tell(self, about: Callable[[], bytes]) -> None:
+        """There is nobody to tell."""
+
+    async def gateways(self) -> list[SeenGateway]:
+        return []

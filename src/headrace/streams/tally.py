@@ -1,7 +1,7 @@
 """Usage and timings of a stream as a fold over its events: what was counted, and when."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from headrace.streams.events import Accepted, AnyEvent, Progress, Timings, Tokens, Usage
 
@@ -16,16 +16,24 @@ class TokenCounts:
     accepted: int = 0
 
 
-class Tally:
-    """The figures so far. Feed it every event from seq 0, in order.
+class TallyWatch(Protocol):
+    """Hears of a stream's figures as they come; seconds are counted from admission."""
 
-    `on_first` and `on_gap` are told seconds, as they come: from admission to the first token, and
-    between two tokens of a choice.
-    """
+    def planned(self, num_prompt: int, num_cached: int, queue_s: float) -> None:
+        """A prompt was begun."""
+
+    def answered(self, seconds: float) -> None:
+        """The first token of all came."""
+
+    def tokens(self, number: int, gap_s: float | None) -> None:
+        """Tokens of a choice, so long after those before; None: its first."""
+
+
+class Tally:
+    """The figures so far. Feed it every event from seq 0, in order."""
 
     def __init__(self) -> None:
-        self.on_first: Callable[[float], None] | None = None
-        self.on_gap: Callable[[float], None] | None = None
+        self.watch: TallyWatch | None = None
         self.last_end = ""  # of the choice that ended last
         self._num_prompt = 0
         self._num_cached = 0
@@ -49,6 +57,8 @@ class Tally:
             if event.choice not in self._planned:
                 self._planned.add(event.choice)
                 self._num_cached += event.cache
+                if self.watch is not None:
+                    self.watch.planned(event.total, event.cache, event.at_ms / 1000)
             if self._planned_at is None:
                 self._planned_at = event.at_ms
             self._progress_at = event.at_ms
@@ -85,13 +95,15 @@ class Tally:
         at_ms = event.at_ms
         if self._answered_at is None:
             self._answered_at = at_ms
-            if self.on_first is not None:
-                self.on_first(at_ms / 1000)
+            if self.watch is not None:
+                self.watch.answered(at_ms / 1000)
+        gap_s = None
         if (before := self._token_at_of.get(event.choice)) is not None:
             gap_ms = at_ms - before
+            gap_s = gap_ms / 1000
             self._max_gap_ms = max(self._max_gap_ms, gap_ms)
-            if self.on_gap is not None:
-                self.on_gap(gap_ms / 1000)
+        if self.watch is not None:
+            self.watch.tokens(len(event.ids), gap_s)
         self._token_at = self._token_at_of[event.choice] = at_ms
         tokens = self._tokens
         tokens.predicted += len(event.ids)

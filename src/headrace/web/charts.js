@@ -83,6 +83,33 @@ export function drawSteps(canvas, steps, target) {
   if (mostTokens > 1) text(pen, `${mostTokens} tok`, left - 6, height - 4, "right");
 }
 
+// Bars over the last hour, from points that may have holes: of one name, or from one to another on a
+// scale of powers, since waits differ by so much. Returns the highest value, if any.
+export function drawHour(canvas, { every_s: every, points }, [name, upTo], inWords) {
+  const [pen, width, height] = prepare(canvas);
+  const base = height - 17;
+  const top = 16;
+  line(pen, 0, base, width, base, "line");
+  text(pen, "1 h ago", 0, height - 4);
+  text(pen, "now", width, height - 4, "right");
+  const values = points.map((point) => point[upTo ?? name]).filter((value) => value !== null);
+  if (!values.length) return null;
+  const most = Math.max(...values);
+  const share = (value) => (upTo ? Math.log(Math.max(value, 1)) / Math.log(Math.max(most, 10)) : value / (most || 1));
+  const y = (value) => base - share(value) * (base - top);
+  const wide = Math.max(1, (width * every) / 3600);
+  for (const point of points.filter((one) => one[name] !== null)) {
+    const at = width * (1 - point.ago_s / 3600);
+    pen.fillStyle = color(upTo ? "line" : "main");
+    pen.fillRect(at, y(point[upTo ?? name]), wide, (upTo ? y(point[name]) : base) - y(point[upTo ?? name]));
+    if (!upTo) continue;
+    pen.fillStyle = color("main");
+    pen.fillRect(at, y(point[name]) - 1, wide, 2);
+  }
+  text(pen, inWords(most), 0, 11);
+  return most;
+}
+
 export function drawGaps(canvas, gaps, target) {
   const [pen, width, height] = prepare(canvas);
   const num = 40;

@@ -4,7 +4,7 @@ import { ask, errorOf, events, isAdminKeyTaken, useAdminKey } from "./api.js";
 import { drawGaps, drawSteps } from "./charts.js";
 import { el } from "./dom.js";
 import { isLoading, lookAtLoad, showLoad } from "./loading.js";
-import { lookAtRates, meanWait, tokenRate } from "./rates.js";
+import { inCells, lookAtRates, rateOf, seenGateways, showTiles } from "./rates.js";
 import { saveSettings } from "./settings.js";
 import { runTrial } from "./trial.js";
 
@@ -70,8 +70,8 @@ async function look() {
     if (document.hidden || !state || $("all").hidden) continue;
     if (state.state === "loading" || isLoading()) await lookAtLoad();
     showLoad($("loading"));
-    await lookAtRates().catch(() => {}); // the stream says that the server is away
-    showFigures();
+    await lookAtRates($("which").value).catch(() => {}); // the stream says that the server is away
+    showRates();
   }
 }
 
@@ -96,10 +96,24 @@ function fill(table, rows) {
   table.tBodies[0].replaceChildren(...rows.map((cells) => el("tr", {}, ...cells.map((cell) => el("td", {}, cell)))));
 }
 
+function showRates() {
+  showTiles($("live"));
+  showModels();
+  const gateways = seenGateways();
+  $("gateways").hidden = !gateways.length;
+  fill($("gateways").querySelector("table"), gateways.map((one) => [one.is_this ? `${one.name} (this one)` : one.name, one.state, String(one.streams), ...inCells(one.live)]));
+}
+
 function showModels() {
   const { models = [] } = state;
   $("models").hidden = !models.length;
-  fill($("models").querySelector("table"), models.map((one) => [one.model, one.status.failed ? "failed" : one.status.value, String(one.running), String(one.waiting.requests), String(one.num_steps)]));
+  fill($("models").querySelector("table"), models.map((one) => [one.model, one.status.failed ? "failed" : one.status.value, String(one.running), String(one.waiting.requests), String(one.num_steps), ...inCells(rateOf(one.model))]));
+  const known = [...$("which").options].slice(1).map(({ value }) => value);
+  $("of").hidden = models.length < 2;
+  if (known.join("\n") !== models.map(({ model }) => model).join("\n")) {
+    const chosen = $("which").value;
+    $("which").replaceChildren($("which").options[0], ...models.map(({ model }) => el("option", { value: model, selected: model === chosen }, model)));
+  }
 }
 
 // The engines of each model that has several, or whose engines may be on other machines.
@@ -152,7 +166,6 @@ function showFigures() {
     State: [state.state, plural(restarts, "engine restart")],
     Running: [sum((one) => one.running), `of ${plural(sum((one) => one.engine.max_num_seqs), "place")}`],
     Waiting: [sum((one) => one.waiting.requests), plural(sum((one) => one.waiting.tokens), "prompt token")],
-    "Tokens/s": tokenRate(), "Time to first token": meanWait("ttft"), "Time in the queue": meanWait("queue"),
     "Memory used": memory(models),
     "Guessed right": [sum(({ guessed }) => guessed?.accepted), `of ${plural(sum(({ guessed }) => guessed?.tokens), "token")} guessed`],
     "Stall targets missed": [sum(({ missed }) => Object.values(missed).reduce((a, b) => a + b, 0)), `in ${plural(sum((one) => one.num_steps), "step")}`],
@@ -190,7 +203,11 @@ $("try").addEventListener("click", async () => {
   }
   $("try").disabled = isTrying = false;
 });
-addEventListener("resize", () => state && show());
+$("which").addEventListener("change", async () => {
+  await lookAtRates($("which").value).catch(() => {});
+  showRates();
+});
+addEventListener("resize", () => state && (show(), showTiles($("live"))));
 addEventListener("pagehide", () => connection.abort()); // a page that may be shown again would keep it
 useAdminKey();
 watch();

@@ -1,48 +1,71 @@
-// Rates and waits of the last moments, from the counters of /metrics as they were a while ago.
+// The live figures as tiles, each with its last hour below it, as the server has counted them.
 
 import { ask } from "./api.js";
+import { drawHour } from "./charts.js";
+import { el } from "./dom.js";
 
-const RATE_MS = 10_000;
-const WAIT_MS = 60_000;
-const COUNTER = /^headrace_(ttft|queue|inter_token)_seconds_(sum|count)(?:\{.*\})? (\S+)$/gm;
-let samples = []; // {at, ttft_sum, ...}, oldest first; sums over the models
+const HOUR_MS = 10_000; // between two looks at it
+let live = null;
+let hour = null;
+let gateways = [];
+let hourAt = -HOUR_MS;
+let shownOf = null; // the model that the hour is of
 
-export async function lookAtRates() {
-  const response = await ask("/metrics");
+const rounded = (value) => (value < 10 ? String(Number(value.toFixed(1))) : value.toFixed(0));
+const time = (ms) => (ms < 1 ? "< 1 ms" : ms < 10 ? `${rounded(ms)} ms` : ms < 1000 ? `${ms.toFixed(0)} ms` : `${rounded(ms / 1000)} s`);
+const share = (value) => `${Math.round(100 * value)} %`;
+const ninetyNine = (name) => (it) => `99 % within ${time(it[`${name}_p99_ms`])}`;
+
+// Title, the figure that the tile shows, its words, the note, and what the hour's lines show.
+const TILES = [
+  ["Tokens out", "tokens_out_per_s", (value) => `${rounded(value)}/s`, () => "answers, last 10 s", ["tokens_out_per_s"]],
+  ["Tokens in", "tokens_in_per_s", (value) => `${rounded(value)}/s`, () => "prompts computed, last 10 s", ["tokens_in_per_s"]],
+  ["Time to first token", "ttft_p50_ms", time, ninetyNine("ttft"), ["ttft_p50_ms", "ttft_p99_ms"]],
+  ["Gaps", "gap_p50_ms", time, ninetyNine("gap"), ["gap_p50_ms", "gap_p99_ms"]],
+  ["Time in the queue", "queue_p50_ms", time, ninetyNine("queue"), ["queue_p50_ms", "queue_p99_ms"]],
+  ["Cache hits", "cached_share", share, () => "of prompt tokens, last minute", ["cached_share"]],
+];
+
+// Of one model, or of all where the name is empty.
+export async function lookAtRates(model = "") {
+  const query = model && `?model=${encodeURIComponent(model)}`;
+  const response = await ask(`/manage/live${query}`);
   if (!response.ok) return;
-  const sample = { at: performance.now() };
-  for (const [, name, part, value] of (await response.text()).matchAll(COUNTER)) {
-    sample[`${name}_${part}`] = (sample[`${name}_${part}`] ?? 0) + Number(value);
-  }
-  if (tokens(sample) < tokens(samples.at(-1))) samples = []; // another server
-  samples = [...samples.filter(({ at }) => sample.at - at < 2 * WAIT_MS), sample];
+  const found = await response.json();
+  [live, gateways] = [found.live, found.gateways];
+  for (const one of found.models) rates.set(one.model, one);
+  if (performance.now() - hourAt < HOUR_MS && shownOf === model) return;
+  const answer = await ask(`/manage/history${query}`);
+  if (!answer.ok) return;
+  hour = await answer.json();
+  [hourAt, shownOf] = [performance.now(), model];
 }
 
-const tokens = (sample) => (sample ? sample.ttft_count + sample.inter_token_count : 0);
+const rates = new Map(); // by model
 
-// The newest sample and the last one that is so old, or the oldest there is.
-function span(milliseconds) {
-  const now = samples.at(-1);
-  return [now, samples.findLast(({ at }) => now.at - at >= milliseconds) ?? samples[0]];
+export const rateOf = (model) => rates.get(model);
+export const seenGateways = () => gateways;
+
+// Out, in, first token and gaps of a row in a table; an older server tells none.
+export function inCells(of) {
+  const cell = (name, inWords) => (of?.[name] == null ? "–" : inWords(of[name]));
+  const rate = (value) => `${rounded(value)}/s`;
+  return [cell("tokens_out_per_s", rate), cell("tokens_in_per_s", rate), cell("ttft_p50_ms", time), cell("gap_p99_ms", time)];
 }
 
-// Tokens that left, by the second: [figure, note].
-export function tokenRate() {
-  const [now, before] = samples.length ? span(RATE_MS) : [];
-  const seconds = samples.length && (now.at - before.at) / 1000;
-  if (seconds < 1) return ["–", "not measured yet"];
-  const rate = (tokens(now) - tokens(before)) / seconds;
-  return [rate < 10 ? String(Number(rate.toFixed(1))) : rate.toFixed(0), `in the last ${seconds.toFixed(0)} s`];
+export function showTiles(box) {
+  if (!box.children.length) box.append(...TILES.map(makeTile));
+  TILES.forEach(([title, name, inWords, note, lines], k) => {
+    const [, value, under, canvas] = box.children[k].children;
+    const now = live?.[name] ?? null;
+    value.textContent = now === null ? "–" : inWords(now);
+    under.textContent = live === null ? "not measured yet" : now === null ? "none in the last minute" : note(live);
+    const most = hour && drawHour(canvas.firstChild, hour, lines, inWords);
+    canvas.firstChild.setAttribute("aria-label", most == null ? `${title}: nothing in the last hour` : `${title} in the last hour: at most ${inWords(most)}`);
+  });
 }
 
-// The mean of a histogram over the last minute; where nothing came then, since the start.
-export function meanWait(name) {
-  if (!samples.length) return ["–", "not measured yet"];
-  const [now, before] = span(WAIT_MS);
-  const mean = (sum, count, when) => [inUnits(sum / count), `mean of ${count} ${when}`];
-  const count = now[`${name}_count`] - before[`${name}_count`];
-  if (count) return mean(now[`${name}_sum`] - before[`${name}_sum`], count, "in the last minute");
-  return now[`${name}_count`] ? mean(now[`${name}_sum`], now[`${name}_count`], "since the start") : ["–", "no request yet"];
+function makeTile([title]) {
+  const canvas = el("canvas", { role: "img", "aria-label": `${title} in the last hour` });
+  return el("div", {}, el("dt", {}, title), el("dd", { "data-name": title }), el("dd", { class: "soft" }), el("dd", {}, canvas));
 }
-
-const inUnits = (seconds) => (seconds < 1 ? `${(1000 * seconds).toFixed(0)} ms` : `${seconds.toFixed(1)} s`);

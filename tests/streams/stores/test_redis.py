@@ -254,3 +254,19 @@ def test_what_settings_risk_is_said() -> None:
         {"maxmemory": "9", "maxmemory-policy": "allkeys-lru"},
     ):
         assert len(risks_of(best | weaker)) == 1
+
+
+@with_two
+async def test_gateways_tell_each_other_of_themselves(one: RedisStore, other: RedisStore) -> None:
+    one.tell(lambda: b"one")
+    other.tell(lambda: b"other")
+    await one.create(make_record())
+
+    async def told() -> dict[bytes, tuple[int, bool]]:
+        return {it.about: (it.num_streams, it.is_this) for it in await one.gateways()}
+
+    while await told() != {b"one": (1, True), b"other": (0, False)}:
+        await asyncio.sleep(0.05)
+    await die(other)
+    while await told() != {b"one": (1, True)}:
+        await asyncio.sleep(0.05)

@@ -9,7 +9,7 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -28,6 +28,7 @@ from headrace.streams.store import (
     Hear,
     Name,
     Retention,
+    SeenGateway,
     Stored,
     StoreStalled,
     Totals,
@@ -68,8 +69,8 @@ class RedisStore:
         self._orphans: asyncio.Queue[list[Stored]] = asyncio.Queue()
         self._asks: asyncio.Queue[Ask] = asyncio.Queue()
         self.appends = Appends(link, self.tails.own.discard)
-        lease = GatewayLease(link, self.gateway, self._count, self._take_from, self._compare)
-        works = (self.appends.run(), self.tails.run(), lease.run())
+        self._lease = GatewayLease(link, self.gateway, self._count, self._take_from, self._compare)
+        works = (self.appends.run(), self.tails.run(), self._lease.run())
         self._parts = [asyncio.create_task(work, name="redis") for work in works]
 
     @property
@@ -173,6 +174,13 @@ class RedisStore:
         for start in range(0, len(evicted), _EVICTED_AT_ONCE):
             await self._delete(evicted[start : start + _EVICTED_AT_ONCE])
         return totals
+
+    def tell(self, about: Callable[[], bytes]) -> None:
+        self._lease.about = about
+
+    async def gateways(self) -> list[SeenGateway]:
+        answer = await self.link.run(scripts.GATEWAYS)
+        return [SeenGateway(num, about, id.decode() == self.gateway) for id, about, num in answer]
 
     async def orphans(self) -> list[Stored]:
         return await self._unless_lost(self._orphans.get())

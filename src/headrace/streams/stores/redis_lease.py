@@ -36,6 +36,7 @@ class GatewayLease:
         self._count = count
         self._on_gone = on_gone
         self._on_doubt = on_doubt
+        self.about: Callable[[], bytes] = bytes  # what others are told of this gateway
         self._num_missed: dict[str, int] = {}  # checks in a row, by gateway
         self._num_odd = 0  # checks in a row in which the server counted other streams
         self._has_run = False
@@ -56,7 +57,8 @@ class GatewayLease:
     async def _renew(self) -> None:
         lease_ms = int(LEASE_S * 1000)
         before = self._count()
-        had, number, missing = await self._link.attempt(scripts.RENEW, self._gateway, lease_ms)
+        mine = (self._gateway, lease_ms, self.about())
+        had, number, missing = await self._link.attempt(scripts.RENEW, *mine)
         self._link.heard()
         is_odd = before is not None and number != before and self._count() == before
         self._num_odd = self._num_odd + 1 if is_odd else 0

@@ -6,7 +6,7 @@ PREFIXc:OWNER  sorted set of `<conversation> NUL <stream id>`, read by range
 PREFIXk:OWNER  hash: idempotency key to stream id
 PREFIXlive, PREFIXended, PREFIXread, PREFIXbytes
                sorted sets of stream ids, by age, time of the end, of the last read, and size
-PREFIXgateways set of gateways; PREFIXg:GATEWAY expires unless that gateway renews it
+PREFIXgateways set of gateways; PREFIXg:GATEWAY, what it says about itself, expires unless renewed
 PREFIXo:GATEWAY  sorted set of the live streams that it writes, by age
 
 Published: PREFIXt:ID, what was appended to a log; PREFIXask, what its writer is to do.
@@ -193,15 +193,24 @@ return found
 """
 
 RENEW = """
-local _, gateway, lease_ms = unpack(ARGV)
+local _, gateway, lease_ms, about = unpack(ARGV)
 local had = call('EXISTS', P .. 'g:' .. gateway)
-call('SET', P .. 'g:' .. gateway, 1, 'PX', lease_ms)
+call('SET', P .. 'g:' .. gateway, about, 'PX', lease_ms)
 call('SADD', P .. 'gateways', gateway)
 local missing = {}
 for _, other in ipairs(call('SMEMBERS', P .. 'gateways')) do
   if call('EXISTS', P .. 'g:' .. other) == 0 then table.insert(missing, other) end
 end
 return {had, call('ZCARD', P .. 'o:' .. gateway), missing}
+"""
+
+GATEWAYS = """
+local found = {}
+for _, gateway in ipairs(call('SMEMBERS', P .. 'gateways')) do
+  local about = call('GET', P .. 'g:' .. gateway)
+  if about then table.insert(found, {gateway, about, call('ZCARD', P .. 'o:' .. gateway)}) end
+end
+return found
 """
 
 UNFINISHED = """
