@@ -1,6 +1,7 @@
 """A program on a terminal of its own, as a person would use it."""
 
 import contextlib
+import fcntl
 import os
 import pty
 import re
@@ -16,6 +17,12 @@ _CONTROLS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\r\x08]")
 _TO_THE_RIGHT = re.compile(r"\x1b\[\d*C")
 _BEGUN = re.compile(r"\x1b(\[[0-9;?]*)?$")  # the rest of a sequence is still to come
 _PATIENCE_S = 120
+
+
+def _take_terminal() -> None:
+    """Ctrl-C is a key of the terminal that is the program's own."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
 class Terminal:
@@ -34,7 +41,7 @@ class Terminal:
             env={**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm", "COLUMNS": "100"}
             | variables,
             start_new_session=True,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            preexec_fn=_take_terminal,
         )
         os.close(theirs)
 

@@ -7,13 +7,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import httpx
 import pytest
 
-from headrace.cli.chat import Conversation, Transcript
+from headrace.cli.chat_files import message_of, read_attachment
 from headrace.cli.chat_screen import place, recovery, told
+from headrace.cli.chat_store import Conversation, Transcripts, words_of
 from headrace.client.events import Heartbeat, Progress, Queued
 from headrace.core.errors import ConfigError
 from tests.cli.terminal import terminal
@@ -56,9 +57,16 @@ def piped(words: tuple[str, ...], said: str, **variables: str) -> "Ended":
     return Ended(ended.returncode, ended.stdout.decode(), ended.stderr.decode())
 
 
+def messages(state: Path, number: int = 1) -> list[dict[str, Any]]:
+    """Messages of a conversation that is kept."""
+    path = state / "headrace" / "chats" / f"{number}.json"
+    found: list[dict[str, Any]] = json.loads(path.read_bytes())["messages"]
+    return found
+
+
 def asked(state: Path) -> list[str]:
     """The user's messages in the last conversation."""
-    kept = json.loads((state / "headrace" / "chat.json").read_bytes())["messages"]
+    kept = messages(state)
     return [message["content"] for message in kept if message["role"] == "user"]
 
 
@@ -87,13 +95,11 @@ def test_the_next_turn_knows_the_ones_before_and_a_later_chat_goes_on(
         shown.wait_for("(?s)again.*> ")
         shown.press_ctrl_d()
         assert shown.wait_until_ended() == 0
-    kept = json.loads((tmp_path / "headrace" / "chat.json").read_bytes())
-    assert [message["role"] for message in kept["messages"]] == (
-        ["system", *["user", "assistant"] * 2]
-    )
-    assert kept["messages"][4]["content"] == answer_of(server.url, kept["messages"][:4])
+    kept = messages(tmp_path)
+    assert [message["role"] for message in kept] == ["system", *["user", "assistant"] * 2]
+    assert kept[4]["content"] == answer_of(server.url, kept[:4])
     more = piped(("--url", server.url, "--continue", *GREEDY), "more", XDG_STATE_HOME=str(tmp_path))
-    expected = answer_of(server.url, [*kept["messages"], {"role": "user", "content": "more"}])
+    expected = answer_of(server.url, [*kept, {"role": "user", "content": "more"}])
     assert more.stdout.rstrip("\n") == expected.rstrip("\n")
 
 
@@ -118,7 +124,7 @@ def test_it_says_whom_one_talks_to_and_obeys_commands(
             shown.wait_for(answer)
         shown.type("/exit")
         assert shown.wait_until_ended() == 0
-    kept = json.loads((tmp_path / "headrace" / "chat.json").read_bytes())["messages"]
+    kept = messages(tmp_path, 2)
     assert [message["content"] for message in kept[:2]] == ["Be brief.", "two"]
     assert [message["role"] for message in kept] == ["system", "user", "assistant"]
 
@@ -216,7 +222,9 @@ def test_a_message_that_is_refused_does_not_end_the_chat(
     with terminal(*words, XDG_STATE_HOME=str(tmp_path)) as shown:
         shown.wait_for("> ")
         shown.type("hi")
-        shown.wait_for(r"(?s)\[.*another.*\].*> ")
+        shown.wait_for(r"(?s)\[.*another.*\].*> hi")  # to be mended
+        shown.press_ctrl_c()
+        shown.wait_for("> ")
         shown.press_ctrl_d()
         assert shown.wait_until_ended() == 0
 
@@ -268,7 +276,7 @@ def test_an_answer_goes_on_after_its_engine_was_killed(
         eventually(lambda: shown.read() and shown.text.count(NOISE) > before + 100, within_s=60)
         shown.press_ctrl_c()
         shown.wait_for(r"(?s)\[stopped\].*> ")
-    said = json.loads((tmp_path / "headrace" / "chat.json").read_bytes())["messages"][-1]["content"]
+    said = messages(tmp_path)[-1]["content"]
     body = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0, "max_tokens": 6000}
     whole = httpx.post(
         f"{server.url}/v1/chat/completions", json={**body, "ignore_eos": True}, timeout=100
@@ -283,6 +291,7 @@ def test_an_answer_goes_on_after_its_engine_was_killed(
         (("--url", "http:/oops"), 2, "is not a server's address"),
         (("tiny", "--url", "http://127.0.0.1:1"), 2, "give only one of them"),
         (("--continue",), 2, "no conversation to go on with"),
+        (("--resume", "3"), 2, "There is no conversation 3; /list or --list shows them"),
         (("-o", "temprature=1"), 2, "did you mean temperature?"),
         (("/nowhere/at/all",), 3, "No model folder '/nowhere/at/all'"),
     ],
@@ -318,18 +327,114 @@ def test_words_of_waiting() -> None:
     assert "again (attempt 2);" in recovery(Heartbeat("recovering", 2))
 
 
+def test_ctrl_c_at_an_answer_keeps_what_was_typed_during_it(
+    server: ServerProcess, tmp_path: Path
+) -> None:
+    with terminal("chat", "--url", server.url, *ENDLESS, XDG_STATE_HOME=str(tmp_path)) as shown:
+        shown.wait_for("> ")
+        shown.type("hi")
+        shown.wait_for("(?s)hi.{40}")
+        shown.type_on("/typed early")
+        shown.type_on("\x03")  # the key, which may throw away what waits
+        shown.wait_for(r"(?s)\[stopped\].*> /typed early")
+        shown.press_ctrl_c()
+        shown.wait_for("> ")
+
+
+def test_a_question_that_no_server_took_is_there_again(folder: Path, tmp_path: Path) -> None:
+    with running_server(str(folder), "--threads", "1") as server:
+        words = ("chat", "--url", server.url, *GREEDY)
+        with terminal(*words, XDG_STATE_HOME=str(tmp_path)) as shown:
+            shown.wait_for("> ")
+            server.process.kill()
+            server.process.wait()
+            shown.type("hi there")
+            shown.wait_for("trying again")
+            shown.type_on(", and more")
+            shown.press_ctrl_c()
+            shown.wait_for(r"(?s)\[not sent\].*> hi there")
+            shown.wait_for(", and more")
+    assert not (tmp_path / "headrace" / "chats").exists()
+
+
+def test_files_go_along_with_a_message(server: ServerProcess, tmp_path: Path) -> None:
+    (tmp_path / "notes.md").write_text("one\n```\ntwo\n```\n")
+    (tmp_path / "dot.png").write_bytes(b"\x89PNG\r\n and so on")
+    (tmp_path / "odd").write_bytes(b"\xff\x00")
+    with terminal("chat", "--url", server.url, *GREEDY, XDG_STATE_HOME=str(tmp_path)) as shown:
+        shown.wait_for("> ")
+        for said, answer in (
+            (f"/file {tmp_path}/none", "cannot be read: No such file"),
+            (f"/file {tmp_path}/odd", "neither text in UTF-8 nor an image"),
+            (f"/file {tmp_path}/dot.png", "is an image, and this model sees none"),
+            (f"/file {tmp_path}/notes.md", "attached to the next message: notes.md, 20 characters"),
+            ("what is it?", "(?s)it.*"),
+        ):
+            shown.type(said)
+            shown.wait_for(f"(?s){answer}.*> ")
+        shown.press_ctrl_d()
+        assert shown.wait_until_ended() == 0
+    (question,) = asked(tmp_path)
+    assert question == "notes.md:\n````md\none\n```\ntwo\n```\n````\n\nwhat is it?"
+
+
+def test_images_are_parts_of_a_message(tmp_path: Path) -> None:
+    (tmp_path / "dot.png").write_bytes(b"\x89PNG\r\n and so on")
+    attachment = read_attachment(str(tmp_path / "dot.png"), sees=True)
+    message = message_of("what is it?", [attachment])
+    picture, text = message["content"]
+    assert picture["image_url"]["url"].startswith("data:image/png;base64,iVBOR")
+    assert text == {"type": "text", "text": "what is it?"}
+    assert words_of(message) == "[image]\nwhat is it?"
+
+
+def test_conversations_are_listed_and_gone_on_with(server: ServerProcess, tmp_path: Path) -> None:
+    state = {"XDG_STATE_HOME": str(tmp_path)}
+    for text in ("first of all", "second"):
+        assert piped(("--url", server.url, *GREEDY), text, **state).returncode == 0
+    shown = piped(("--list",), "", **state)
+    assert [line.split()[0] for line in shown.stdout.splitlines()] == ["1", "2"]
+    assert "1 asked  first of all" in shown.stdout
+    words = ("--url", server.url, "--resume", "1", *GREEDY)
+    assert piped(words, "third", **state).returncode == 0
+    assert asked(tmp_path) == ["first of all", "third"]
+    with terminal("chat", "--url", server.url, *GREEDY, **state) as chat:
+        chat.wait_for("> ")
+        chat.type("/list")
+        chat.wait_for("(?s)2 asked  first of all.*> ")
+        chat.type("/open 2")
+        chat.wait_for("(?s)> second.*> ")
+        chat.type("/open two")
+        chat.wait_for("(?s)takes the number.*> ")
+        chat.type("fourth")
+        chat.wait_for("(?s)fourth.*> ")
+        chat.press_ctrl_d()
+        chat.wait_until_ended()
+    assert [m["content"] for m in messages(tmp_path, 2) if m["role"] == "user"] == [
+        "second",
+        "fourth",
+    ]
+
+
 @pytest.mark.parametrize(
     "text", ["", "[]", '{"messages": [{"role": "user"}]}', '{"messages": [1]}']
 )
 def test_a_kept_conversation_that_is_damaged_is_named(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "chat.json"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match=r"chat\.json is damaged"):
-        Transcript(path).read()
+    (tmp_path / "1.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"1\.json is damaged"):
+        Transcripts(tmp_path).read()
+    assert [it.title for it in Transcripts(tmp_path).listed()] == ["damaged"]
 
 
 def test_a_kept_conversation_is_its_users_alone(tmp_path: Path) -> None:
-    kept = Transcript(tmp_path / "chat.json")
+    kept = Transcripts(tmp_path / "chats")
     kept.write(Conversation([{"role": "user", "content": "hi"}]))
     assert kept.read().messages == [{"role": "user", "content": "hi"}]
-    assert (tmp_path / "chat.json").stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "chats" / "1.json").stat().st_mode & 0o777 == 0o600
+
+
+def test_the_conversation_of_an_older_version_is_the_first(tmp_path: Path) -> None:
+    (tmp_path / "chat.json").write_text('{"messages": [{"role": "user", "content": "hi"}]}')
+    for _ in range(2):
+        assert Transcripts(tmp_path / "chats").read(1).messages[0]["content"] == "hi"
+    assert not (tmp_path / "chat.json").exists()

@@ -153,15 +153,18 @@ def test_chat_dims_reasoning_and_shows_tool_calls(server: ServerProcess, tmp_pat
         thought = shown.wait_for(r"(?s)think\s(.+)\n12 \+ 30 = 42\s+> ")
         assert not any(word in thought for word in ("tool call", "<think>", "</think>"))
         shown.type(ASKED["content"])
-        shown.wait_for(r'tool call: get_weather \{"city": ?"Paris"\}\s+> ')
+        shown.wait_for(r'(?s)tool call: get_weather ─.*"city": ?"Paris".*result of get_weather> ')
+        shown.type("rain")
+        shown.wait_for("(?s)rain.*> ")
         shown.press_ctrl_d()
         assert shown.wait_until_ended() == 0
     dimmed = [part.partition("\x1b[0m")[0] for part in shown.raw.split("\x1b[2m")[1:]]
-    assert any(part.startswith("tool call: get_weather") for part in dimmed)
     assert "12" in "".join(dimmed) and not any(part == "12 + 30 = 42" for part in dimmed)
-    kept = json.loads((tmp_path / "headrace" / "chat.json").read_bytes())["messages"]
+    kept = json.loads((tmp_path / "headrace" / "chats" / "1.json").read_bytes())["messages"]
     assert kept[1] == {"role": "assistant", "content": "12 + 30 = 42"}
     (call,) = kept[3]["tool_calls"]
     assert json.loads(call["function"]["arguments"]) == {"city": "Paris"}
+    assert kept[4] == {"role": "tool", "tool_call_id": call["id"], "content": "rain"}
+    assert kept[5]["role"] == "assistant" and kept[5]["content"]
     alone = piped(words[1:], QUESTION, **state)  # nobody sees it: the text alone
     assert (alone.stdout, alone.stderr) == ("12 + 30 = 42\n", "")

@@ -1,97 +1,50 @@
 """`headrace chat`: a conversation in the terminal, over connections that may break."""
 
 import contextlib
-import re
 import sys
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from headrace.answer import Piece
+from headrace.cli.chat_files import Attachment, message_of
 from headrace.cli.chat_keyboard import Keyboard
 from headrace.cli.chat_screen import Screen
-from headrace.cli.state import state_home
+from headrace.cli.chat_store import Conversation, Message, Transcripts, words_of
 from headrace.client.client import Client, Stream
 from headrace.client.errors import Refused, Unreachable
 from headrace.client.events import Accepted, Tokens
 from headrace.client.http import to_piece
-from headrace.core.errors import ConfigError, StreamFailed
-
-Message = dict[str, Any]
-
-_COMMANDS = ("/new", "/again", "/help", "/exit", "/quit")
-_COMMAND = re.compile(r"/\w+")
-HELP = """\
-/new    begins a new conversation
-/again  asks the last question once more
-/help   shows this
-/exit   leaves, as Ctrl-D does
-Enter sends; Alt-Enter, or a backslash before Enter, begins another line.
-Ctrl-C stops an answer, or clears what is typed.
-What is typed during an answer waits for its end."""
-
-
-class Conversation(msgspec.Struct):
-    """The conversation that `--continue` resumes; `stream_id`: of an answer not read to its end."""
-
-    messages: list[Message] = []
-    stream_id: str = ""
-
-
-class Transcript:
-    """The last conversation, in a file that is replaced whole."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def read(self) -> Conversation:
-        damaged = f"--continue: {self._path} is damaged; remove it."
-        try:
-            kept = msgspec.json.decode(self._path.read_bytes(), type=Conversation)
-        except FileNotFoundError:
-            raise ConfigError("--continue: there is no conversation to go on with.") from None
-        except OSError as error:
-            reason = f"{self._path} cannot be read: {error.strerror}."
-            raise ConfigError(f"--continue: {reason}") from None
-        except msgspec.DecodeError:
-            raise ConfigError(damaged) from None
-        if not all(isinstance(m.get(k), str) for m in kept.messages for k in ("role", "content")):
-            raise ConfigError(damaged)
-        return kept
-
-    def write(self, conversation: Conversation) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        new = self._path.with_suffix(".new")
-        new.touch(mode=0o600)  # for its user alone
-        new.write_bytes(msgspec.json.encode(conversation))
-        new.replace(self._path)
-
-
-def transcript() -> Transcript:
-    return Transcript(state_home() / "chat.json")
+from headrace.core.errors import StreamFailed
 
 
 class ChatLoop:
-    """`fields` go into every request."""
+    """`fields` go into every request; `conversation` may be another one after each turn."""
 
     def __init__(
         self,
         client: Client,
         screen: Screen,
-        kept: Transcript,
+        kept: Transcripts,
         conversation: Conversation,
         fields: dict[str, Any],
     ) -> None:
         self._client, self._screen, self._kept = client, screen, kept
-        self._conversation = conversation
+        self.conversation = conversation
+        self.attached: list[Attachment] = []  # to the next message
         self._fields = fields
 
-    def resume(self) -> None:
+    def show_end(self) -> None:
         """Shows where the conversation stands, and reads an answer that was left unread."""
-        for message in self._conversation.messages[-2:]:
-            self._screen.recall(message["role"], message["content"])
-        if stream_id := self._conversation.stream_id:
+        for message in self.conversation.messages[-2:]:
+            if words := words_of(message):
+                self._screen.recall(message["role"], words)
+        self.read_on()
+
+    def read_on(self) -> None:
+        """Reads an answer that was not read to its end, from its begin."""
+        if stream_id := self.conversation.stream_id:
             try:
                 self._hear(self._client.attach(stream_id))
             except Refused:  # forgotten by now
@@ -102,33 +55,65 @@ class ChatLoop:
 
         Refused or Unreachable if no answer came; the question is then forgotten.
         """
-        self._conversation.messages.append({"role": "user", "content": text})
-        try:
-            self._hear(self._client.stream(self._conversation.messages, **self._fields))
-        except (Refused, Unreachable):
-            if not self.is_unread:
-                self._conversation.messages.pop()
-            raise
+        self.read_on()
+        self._say([message_of(text, self.attached)])
+        self.attached = []
+
+    def answer_calls(self, results: list[str]) -> None:
+        """Gives the results of all open calls, and hears what the model makes of them."""
+        calls = self.open_calls
+        self._say(
+            [
+                {"role": "tool", "tool_call_id": call["id"], "content": result}
+                for call, result in zip(calls, results, strict=True)
+            ]
+        )
+
+    @property
+    def open_calls(self) -> list[dict[str, Any]]:
+        """The tool calls of the last message, whose results the model waits for."""
+        last = self.conversation.messages[-1:]
+        return last[0].get("tool_calls", []) if last else []
 
     def again(self) -> None:
-        """Asks the last question again, in place of its answer."""
-        roles = [message["role"] for message in self._conversation.messages[-2:]]
-        if roles != ["user", "assistant"]:
+        """Asks the last question again, in place of all that came of it."""
+        messages = self.conversation.messages
+        asked = [k for k, message in enumerate(messages) if message["role"] == "user"]
+        if not asked:
             self._screen.note("nothing has been asked yet")
             return
-        *self._conversation.messages, question, _ = self._conversation.messages
-        self.ask(question["content"])
+        question = messages[asked[-1]]
+        before, self.conversation.messages = messages, messages[: asked[-1]]
+        try:
+            self._say([question])
+        except (Refused, Unreachable, KeyboardInterrupt):
+            if not self.is_unread:
+                self.conversation.messages = before
+            raise
 
     def start_anew(self) -> None:
-        """Forgets all but the system message."""
-        first = self._conversation.messages[:1]
-        self._conversation.messages = [m for m in first if m["role"] == "system"]
+        """A new conversation, with the system message of this one."""
+        first = self.conversation.messages[:1]
+        self.conversation = Conversation([m for m in first if m["role"] == "system"])
         self._screen.note("a new conversation")
+
+    def open(self, conversation: Conversation) -> None:
+        self.conversation = conversation
+        self.show_end()
 
     @property
     def is_unread(self) -> bool:
         """Whether an answer goes on that was not read to its end."""
-        return bool(self._conversation.stream_id)
+        return bool(self.conversation.stream_id)
+
+    def _say(self, messages: list[Message]) -> None:
+        self.conversation.messages += messages
+        try:
+            self._hear(self._client.stream(self.conversation.messages, **self._fields))
+        except (Refused, Unreachable, KeyboardInterrupt):
+            if not self.is_unread:
+                del self.conversation.messages[-len(messages) :]
+            raise
 
     def _hear(self, stream: Stream) -> None:
         said = _Reply()
@@ -141,6 +126,8 @@ class ChatLoop:
                         said.add(to_piece(event, stream.id))
                     self._screen.show(event)
         except KeyboardInterrupt:
+            if said.is_empty and not self.is_unread:  # no server has taken it yet
+                raise
             stream.stop()
             self._screen.note("stopped")
         except (StreamFailed, Refused) as error:
@@ -150,12 +137,12 @@ class ChatLoop:
                 raise
             self._screen.note(error.message)
         self._screen.end_answer()
-        self._conversation.messages.append(said.message())
+        self.conversation.messages.append(said.message())
         self._keep("")
 
     def _keep(self, stream_id: str) -> None:
-        self._conversation.stream_id = stream_id
-        self._kept.write(self._conversation)
+        self.conversation.stream_id = stream_id
+        self._kept.write(self.conversation)
 
 
 class _Reply:
@@ -192,36 +179,46 @@ def _is_json(text: str) -> bool:
     return True
 
 
-def converse(chat: ChatLoop, screen: Screen, keyboard: Keyboard | None) -> None:
-    """Converses until the input ends; without a keyboard that is one message."""
+Act = Callable[[str], None]
+
+
+def converse(chat: ChatLoop, screen: Screen, keyboard: Keyboard | None, act: Act) -> None:
+    """Converses until the input ends; without a keyboard that is one message.
+
+    `act` does what a line asks for. A message that could not be sent is there again to be sent.
+    """
     if keyboard is None:
         if text := sys.stdin.read().strip():
             chat.ask(text)
         return
-    while (text := keyboard.read()) is not None and text.strip() not in ("/exit", "/quit"):
+    draft = ""
+    while True:
+        text, draft = keyboard.read(default=draft), ""
+        if text is None or text.strip() in ("/exit", "/quit"):
+            return
+        before = len(chat.conversation.messages)
         try:
-            _do(text, chat, screen)
-        except Refused as refused:  # this message; the next one may do
-            screen.note(refused.message)
-        except Unreachable as error:
+            act(text)
+            _answer_calls(chat, screen, keyboard)
+        except (Refused, Unreachable, KeyboardInterrupt) as error:  # the next message may do
+            screen.note(str(error) or "not sent")
+            draft = text if len(chat.conversation.messages) == before else ""
             if chat.is_unread:
-                raise
-            screen.note(str(error))
+                screen.note("the answer goes on; Enter on an empty line reads it")
 
 
-def _do(text: str, chat: ChatLoop, screen: Screen) -> None:
-    match text.strip():
-        case "":
-            pass
-        case "/help":
-            screen.tell(HELP)
-        case "/new":
-            chat.start_anew()
-        case "/again":
-            chat.again()
-        case _ if text.split()[0] in _COMMANDS:
-            screen.note(f"{text.split()[0]} takes nothing after it; leave it out")
-        case word if _COMMAND.fullmatch(word):
-            screen.note(f"{word} is not a command; /help lists them")
-        case _:
-            chat.ask(text)
+def _answer_calls(chat: ChatLoop, screen: Screen, keyboard: Keyboard) -> None:
+    """Asks for the results of tool calls until the model makes none; Ctrl-C or Ctrl-D leaves it."""
+    while calls := chat.open_calls:
+        results = []
+        for call in calls:
+            name = call["function"]["name"]
+            try:
+                result = keyboard.read(f"result of {name}> ")
+            except KeyboardInterrupt:
+                result = None
+            if result is None:
+                screen.note("the calls stay without results")
+                return
+            results.append(result)
+        chat.answer_calls(results)

@@ -5,9 +5,11 @@ import os
 from typing import Any
 
 from headrace.cli import exits
-from headrace.cli.chat import ChatLoop, Conversation, converse, transcript
+from headrace.cli.chat import ChatLoop, converse
+from headrace.cli.chat_commands import Commands
 from headrace.cli.chat_keyboard import keyboard
 from headrace.cli.chat_screen import Screen
+from headrace.cli.chat_store import Conversation, table, transcripts
 from headrace.cli.private_server import ServerEnded, end_on_hangup, private_server
 from headrace.client.client import Client
 from headrace.client.errors import Refused
@@ -25,18 +27,25 @@ def run_chat(
     """Returns the exit code; that of a private server that cannot serve."""
     if model and url:
         raise ConfigError("MODEL starts a server and --url names another; give only one of them.")
+    if conversation.pop("lists"):
+        print("\n".join(table(transcripts().listed())) or "No conversation is kept yet.")
+        return exits.DONE
     begun = _conversation(**conversation)
     key = api_key or os.environ.get("HEADRACE_API_KEYS", "").split(",")[0]
     end_on_hangup()
     server = private_server(model) if model else contextlib.nullcontext(url or URL)
     try:
         with keyboard() as keys, server as address, Client(address, key or None) as client:
-            chat, screen = _set_up(client, begun, fields)
+            screen = Screen()
+            client.on_trouble = screen.trouble
+            chat = ChatLoop(client, screen, transcripts(), begun, fields)
+            commands = Commands(chat, screen, transcripts(), lambda: _sees(client, fields))
             if keys is not None:
                 _greet(client, screen, fields)
-            if conversation["goes_on"]:
-                chat.resume()
-            converse(chat, screen, keys)
+            with contextlib.closing(screen):
+                if begun.number:
+                    chat.show_end()
+                converse(chat, screen, keys, commands.do)
     except ServerEnded as ended:
         return ended.code
     except Refused as error:
@@ -49,20 +58,18 @@ def run_chat(
     return exits.DONE
 
 
-def _conversation(system: str | None, goes_on: bool) -> Conversation:
-    if not goes_on:
+def _conversation(system: str | None, goes_on: bool, number: int | None) -> Conversation:
+    if not goes_on and number is None:
         return Conversation([{"role": "system", "content": system}] if system else [])
     if system:
-        raise ConfigError("--system begins a conversation; --continue goes on with one.")
-    return transcript().read()
+        raise ConfigError("--system begins a conversation; --continue and --resume go on with one.")
+    return transcripts().read(number)
 
 
-def _set_up(
-    client: Client, conversation: Conversation, fields: dict[str, Any]
-) -> tuple[ChatLoop, Screen]:
-    screen = Screen()
-    client.on_trouble = screen.trouble
-    return ChatLoop(client, screen, transcript(), conversation, fields), screen
+def _sees(client: Client, fields: dict[str, Any]) -> bool:
+    """Whether the model takes images; asked for once a file is to go along."""
+    name = fields.get("model") or client.models()[0]
+    return "image" in client.model(name).get("architecture", {}).get("input_modalities", ())
 
 
 def _greet(client: Client, screen: Screen, fields: dict[str, Any]) -> None:

@@ -15,24 +15,28 @@ _PROMPT, _MORE = "> ", "  "
 
 
 class Keyboard:
-    """`ask` reads a message, and `typed` tells what of it was there when Ctrl-C came."""
+    """`ask` reads a message, and `typed` tells what of it was there when Ctrl-C came.
 
-    def __init__(self, ask: Callable[[], str], typed: Callable[[], str]) -> None:
+    `ask` gets the prompt, and the text that is there to begin with.
+    """
+
+    def __init__(self, ask: Callable[[str, str], str], typed: Callable[[], str]) -> None:
         self._ask, self._typed = ask, typed
 
-    def read(self) -> str | None:
+    def read(self, prompt: str = _PROMPT, default: str = "") -> str | None:
         """Reads the user's message; None when they leave with Ctrl-D.
 
         Ctrl-C clears what is typed; where nothing is, it is a KeyboardInterrupt.
         """
         while True:
             try:
-                return self._ask().lstrip("\n").rstrip()
+                return self._ask(prompt, default).lstrip("\n").rstrip()
             except EOFError:
                 return None
             except KeyboardInterrupt:
                 if not self._typed():
                     raise
+                default = ""
 
 
 @contextlib.contextmanager
@@ -58,9 +62,11 @@ def _plain_keyboard() -> Keyboard:
     else:
         typed = readline.get_line_buffer
 
-    def ask() -> str:
+    def ask(prompt: str, default: str) -> str:
+        if default:  # it cannot be typed for its user
+            print(f"not sent: {default}", file=sys.stderr)
         try:
-            text = input(_PROMPT)
+            text = input(prompt)
             while text.endswith("\\"):
                 text = f"{text[:-1]}\n{input(_MORE)}"
         except (EOFError, KeyboardInterrupt):
@@ -81,14 +87,15 @@ def _edited_keyboard(seen: TextIO) -> Iterator[Keyboard]:
         held = termios.tcgetattr(sys.stdin)
         held[0] &= ~termios.ICRNL  # Enter stays another key than a line's end that is pasted
         held[3] &= ~(termios.ECHO | termios.ICANON)
+        held[3] |= termios.NOFLSH  # Ctrl-C ends an answer, and not what was typed during it
         held[6][termios.VMIN], held[6][termios.VTIME] = 1, 0
         termios.tcsetattr(sys.stdin, termios.TCSANOW, held)
         session.output.enable_bracketed_paste()  # each prompt ends it
         session.output.flush()
 
-    def ask() -> str:
+    def ask(prompt: str, default: str) -> str:
         try:
-            return session.prompt(_PROMPT)
+            return session.prompt(prompt, default=default)
         finally:
             hold()
 

@@ -1,36 +1,18 @@
 """The screen of `headrace chat`: text on stdout, all else on stderr, bars on terminals only."""
 
+import os
 import re
 import sys
-from typing import IO
 
-from rich.cells import chop_cells
-from rich.console import Console, RenderableType
-from rich.control import Control
-from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
+from rich.console import Console
 from rich.text import Text
 
+from headrace.cli.chat_live import Aside, Call, Content, LiveArea
 from headrace.client import events
 from headrace.client.events import TextPiece, Update
 
 # A model's words must not move the cursor, or worse.
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-
-
-class _Bar(ProgressColumn):
-    """Empty while the end is unknown."""
-
-    _bar = BarColumn(24)
-
-    def render(self, task: Task) -> RenderableType:
-        return self._bar.render(task) if task.total else Text("")
-
-
-class _Rate(ProgressColumn):
-    """Tokens done, share that was cached, tokens a second, seconds left."""
-
-    def render(self, task: Task) -> Text:
-        return Text(task.fields.get("told", ""), style="dim")
 
 
 def _tame(text: str) -> str:
@@ -70,15 +52,20 @@ def load(event: events.Heartbeat) -> str:
 
 
 class Screen:
-    """Without a terminal only the text of answers appears; reasoning and tool calls are dimmed."""
+    """On a terminal the answer is Markdown that is drawn as it comes, with reasoning and calls.
+
+    Where it goes into a file, or the terminal cannot move its cursor, its text is written as it is.
+    """
 
     def __init__(self) -> None:
         self._errors = Console(stderr=True, highlight=False)
-        self._bar: Progress | None = None
-        self._line = ""  # what the last line of an answer has so far
-        self._target: IO[str] = sys.stdout  # where it stands
-        self._part = ("", 0)  # channel and tool call that it is of
+        output = Console(highlight=False)
+        self._is_drawn = _can_draw(output)
+        area = output if self._is_drawn else self._errors
+        self._area = LiveArea(area) if _can_draw(area) else None
         self._is_seen = sys.stdout.isatty()
+        self._part = ("", 0)  # channel and tool call of the last piece
+        self._has_line = False  # on stdout, without its end
 
     def tell(self, text: str) -> None:
         """Something outside the conversation."""
@@ -109,66 +96,57 @@ class Screen:
 
     def recall(self, role: str, text: str) -> None:
         """An earlier message."""
-        self._errors.print(f"> {text}" if role == "user" else text, style="dim", markup=False)
+        shown = f"> {text}" if role == "user" else text
+        self._errors.print(_tame(shown), style="dim", markup=False)
 
     def end_answer(self) -> None:
-        self._clear()
+        if self._area is not None:
+            self._area.end()
         self._end_line()
+        self._part = ("", 0)
+
+    close = end_answer
 
     def _say(self, piece: TextPiece) -> None:
-        is_aside = piece.channel != "content"
-        text = f"tool call: {piece.name} {piece.text}" if piece.name else piece.text
-        if not text or (is_aside and not self._errors.is_terminal):
+        part, is_aside = (piece.channel, piece.call), piece.channel != "content"
+        if not (piece.text or piece.name):
             return
-        self._clear()
-        if self._part != (piece.channel, piece.call):
-            self._end_line()
-            self._part = (piece.channel, piece.call)
-        self._write(text, is_aside)
-        self._target = self._errors.file if is_aside else sys.stdout
-        self._line = (self._line + text).rpartition("\n")[2]
-
-    def _write(self, text: str, is_aside: bool) -> None:
-        if is_aside:
-            self._errors.print(Text(_tame(text), "dim"), end="", soft_wrap=True)
+        is_new, self._part = part != self._part, part
+        if self._area is not None and (is_aside or self._is_drawn):
+            if is_new:
+                call = Call(_tame(piece.name)) if piece.call >= 0 else None
+                self._area.begin(call or (Aside() if is_aside else Content()))
+            self._area.add(_tame(piece.text))
+        elif is_aside:
+            self._say_aside(piece, is_new)
         else:
-            sys.stdout.write(_tame(text) if self._is_seen else text)
+            if self._area is not None:
+                self._area.end()
+            sys.stdout.write(_tame(piece.text) if self._is_seen else piece.text)
             sys.stdout.flush()
+            self._has_line = not piece.text.endswith("\n")
+
+    def _say_aside(self, piece: TextPiece, is_new: bool) -> None:
+        """On a terminal that cannot draw."""
+        if not self._errors.is_terminal:
+            return
+        if is_new:
+            self._end_line()
+        text = f"tool call: {piece.name} {piece.text}" if piece.name else piece.text
+        self._errors.print(Text(_tame(text), "dim"), end="", soft_wrap=True)
+        self._has_line = not text.endswith("\n")
 
     def _end_line(self) -> None:
-        if self._line:
-            self._target.write("\n")
-            self._target.flush()
-        self._line = ""
+        if self._has_line:
+            sys.stdout.write("\n")
+            sys.stdout.flush()
+        self._has_line = False
 
     def _wait(self, text: str, done: int = 0, total: int | None = None, told: str = "") -> None:
         """One line below the text that updates until more comes."""
-        if not self._errors.is_terminal or self._errors.is_dumb_terminal:
-            return
-        if self._bar is None:
-            self._leave_line()
-            columns = (SpinnerColumn(), TextColumn("{task.description}"), _Bar(), _Rate())
-            self._bar = Progress(*columns, console=self._errors, transient=True)
-            self._bar.add_task(text, total=total)
-            self._bar.start()
-        (task,) = self._bar.tasks
-        task.total = total  # of a task that has one, `update` would not take it away
-        self._bar.update(task.id, description=text, completed=done, told=told)
+        if self._area is not None:
+            self._area.wait(text, done, total, told)
 
-    def _clear(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
-            self._return_to_line()
 
-    def _leave_line(self) -> None:
-        if self._line and self._target.isatty():
-            self._target.write("\n")
-            self._target.flush()
-
-    def _return_to_line(self) -> None:
-        """Shows the line's last row where it stands, so that the cursor is behind it again."""
-        if self._line and self._target.isatty():
-            *_, row = chop_cells(_tame(self._line).expandtabs(8), self._errors.width)
-            self._errors.control(Control.move(0, -1))
-            self._write(row, is_aside=self._target is not sys.stdout)
+def _can_draw(console: Console) -> bool:
+    return console.is_terminal and not console.is_dumb_terminal and bool(os.environ.get("TERM"))

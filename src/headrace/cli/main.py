@@ -203,11 +203,14 @@ def _chat_command() -> click.Command:
     def run(model: str | None, pairs: tuple[str, ...], **given: Any) -> None:
         """Talk to a server; with MODEL, to one of its own, which ends with the chat. Alt-Enter, or
         a backslash before Enter, begins a new line; a pasted text is one message. Ctrl-C stops an
-        answer, once more (or Ctrl-D) leaves. What is piped in is one message.
+        answer, once more (or Ctrl-D) leaves. What is piped in is one message. /help lists what else
+        there is: files that go along, and the conversations that are kept.
 
         \b
         headrace chat
         headrace chat ./my-model --system "Answer in one sentence."
+        headrace chat --list
+        headrace chat --resume 3
         echo "Count to 20." | headrace chat headrace-mini -o temperature=0
         """
         from headrace.cli.chat_command import run_chat
@@ -230,6 +233,10 @@ def _chat_command() -> click.Command:
         ),
         click.Option(["--system"], help="System message of a new conversation"),
         click.Option(["--continue", "goes_on"], is_flag=True, help="Go on where the last one was"),
+        click.Option(["--resume", "number"], type=int, help="Go on with the one of this number"),
+        click.Option(
+            ["--list", "lists"], is_flag=True, help="List the conversations that are kept"
+        ),
         _FIELD,
     ]
     return click.Command("chat", callback=run, params=params, help=run.__doc__)

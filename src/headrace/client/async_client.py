@@ -5,6 +5,7 @@ import contextlib
 import weakref
 from collections.abc import AsyncGenerator
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 
@@ -98,6 +99,10 @@ class AsyncClient:
     async def models(self) -> list[str]:
         """The names that may be asked for; the first is served if none is."""
         return [str(entry["id"]) for entry in (await self._ask("GET", "/v1/models"))["data"]]
+
+    async def model(self, name: str) -> dict[str, Any]:
+        """One of them as the server tells of it: context, size, and what goes into it."""
+        return await self._ask("GET", f"/v1/models/{quote(name)}")
 
     async def close(self) -> None:
         """Leaves the streams that are still followed, then the server."""

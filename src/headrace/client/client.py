@@ -5,6 +5,7 @@ import time
 import weakref
 from collections.abc import Generator
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 
@@ -98,6 +99,10 @@ class Client:
     def models(self) -> list[str]:
         """The names that may be asked for; the first is served if none is."""
         return [str(entry["id"]) for entry in (self._ask("GET", "/v1/models"))["data"]]
+
+    def model(self, name: str) -> dict[str, Any]:
+        """One of them as the server tells of it: context, size, and what goes into it."""
+        return self._ask("GET", f"/v1/models/{quote(name)}")
 
     def close(self) -> None:
         """Leaves the streams that are still followed, then the server."""
