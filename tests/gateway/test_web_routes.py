@@ -14,7 +14,7 @@ VENDOR = sorted(path for path in (FOLDER / "vendor").iterdir() if path.suffix in
 NAMES = [path.relative_to(FOLDER).as_posix() for path in (*FILES, *VENDOR)]
 PATHS = [*PAGES, *(f"/web/{name}" for name in NAMES if not name.endswith(".html"))]
 MAX_BYTES = 400_000  # of a first visit, packed
-LATER = {"temml.js"}  # loaded when it is used
+LATER = {"temml.js", "pdf.js", "pdf.worker.js"}  # loaded when they are used
 
 
 def get(path: str, **headers: str) -> Any:
