@@ -89,8 +89,8 @@ def test_what_others_wrote_has_its_licence_and_is_as_they_published_it() -> None
     found = {hashlib.sha256(path.read_bytes()).hexdigest(): path.name for path in VENDOR}
     assert found == known
     for path in VENDOR:
-        licence = path.with_suffix(".LICENSE").read_text()
-        assert "Copyright (c)" in licence and '"AS IS"' in licence
+        licence = path.with_name(f"{path.name.split('.')[0]}.LICENSE").read_text()
+        assert "Copyright" in licence and '"AS IS"' in licence
 
 
 def test_other_paths_lead_nowhere() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from tests.web.page import Page, eventually, new_driver
 from tests.web.server import Server
+from tests.web.test_files import give, make_pdf
 
 MANY = re.compile(r"had \d{3,} prompt tokens")
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
@@ -18,6 +19,18 @@ def main() -> None:
     page = Page(driver, server)
     try:
         page.open()
+        eventually(lambda: page.texts(".can li"))
+        driver.save_screenshot(str(IMAGES / "chat-start.png"))
+        give(page, "paste", "mill.py", b"def turn(wheel):\n    return wheel + 1\n")
+        give(page, "paste", "paper.pdf", make_pdf("When the water comes", "the wheel turns"))
+        eventually(lambda: "left" in page.find("#room").text)
+        set_scheme(page, "dark", 390, 800)
+        page.find("#input").send_keys("What do these two say?")
+        driver.save_screenshot(str(IMAGES / "chat-files.png"))
+        page.find("#input").clear()
+        for _ in range(2):
+            page.find("#attached button").click()
+        set_scheme(page, "light", 1100, 850)
         page.send("Spell the word banana.")
         page.wait_for_end()
         page.send("Count from 1 to 150.")

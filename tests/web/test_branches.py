@@ -6,7 +6,7 @@ from pathlib import Path
 from selenium.webdriver.common.keys import Keys
 
 from tests.web.page import Page, eventually
-from tests.web.test_chat import click
+from tests.web.test_chat import choose_from, click
 from tests.web.test_choices import SENT, choose, sent
 
 EXPORTED = """
@@ -78,8 +78,8 @@ def test_a_message_is_edited_in_place_and_its_versions_stay(page: Page, tmp_path
     eventually(lambda: "1 of 2" in page.texts(".message.user .foot")[0])
     exported = json.loads(page.driver.execute_async_script(EXPORTED))
     assert len(exported["messages"]) == 4
-    click(page, "header", "Delete")
-    click(page, "#asking", "OK")
+    choose_from(page, "#menu", "Delete")
+    page.find(".toast [aria-label=Dismiss]").click()
     eventually(lambda: page.stored() == [])
     file = tmp_path / "exported.json"
     file.write_text(json.dumps(exported))

@@ -2,10 +2,12 @@
 
 import json
 import random
+from urllib.error import HTTPError
 
 import pytest
 from selenium.common.exceptions import JavascriptException
 from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
 
 from tests.web.page import Page, eventually
 
@@ -14,6 +16,13 @@ def click(page: Page, css: str, words: str) -> None:
     """The last button of these words."""
     buttons = page.driver.find_elements(By.CSS_SELECTOR, f"{css} button")
     [button for button in buttons if button.text == words][-1].click()
+
+
+def choose_from(page: Page, menu: str, words: str) -> None:
+    """An item of the menu that the button opens."""
+    page.find(menu).click()
+    items = page.driver.find_elements(By.CSS_SELECTOR, "[role=menuitem]")
+    next(item for item in items if item.text == words).click()
 
 
 def test_a_message_is_answered(page: Page) -> None:
@@ -51,20 +60,25 @@ def test_regenerating_adds_a_branch(page: Page) -> None:
 def test_a_conversation_can_be_renamed_found_and_deleted(page: Page) -> None:
     page.send("Spell the word banana.")
     stream = page.wait_for_end()["stream"]
-    page.find("#rename").click()
-    page.find("#reply").clear()
-    page.find("#reply").send_keys("Fruit")
-    click(page, "#asking", "OK")
-    eventually(lambda: page.texts("#list li") == ["Fruit"])
+    choose_from(page, "#menu", "Rename")
+    page.find(".rename").send_keys("Fruit", Keys.ENTER)
+    eventually(lambda: page.texts("#list .name") == ["Fruit"])
     page.find("#search").send_keys("nothing like it")
     eventually(lambda: page.texts("#list li") == [])
     page.find("#search").clear()
     page.find("#search").send_keys("banana")
-    eventually(lambda: page.texts("#list li") == ["Fruit"])
-    page.find("#delete").click()
-    click(page, "#asking", "OK")
+    eventually(lambda: page.texts("#list .name") == ["Fruit"])
+    assert page.texts("#list mark") == ["banana"]
+    choose_from(page, "#menu", "Delete")
+    eventually(lambda: page.texts("#list .name") == [])
+    click(page, ".toast", "Undo")
+    eventually(lambda: page.texts("#list .name") == ["Fruit"])
+    assert page.server.get(f"/v1/streams/{stream}")["state"] == "finished"
+    choose_from(page, "#menu", "Delete")
+    page.find(".toast [aria-label=Dismiss]").click()
     eventually(lambda: page.stored() == [])
-    assert stream
+    with pytest.raises(HTTPError, match="404"):
+        eventually(lambda: not page.server.get(f"/v1/streams/{stream}"))
 
 
 def test_hostile_text_does_nothing(page: Page, tmp_path: object) -> None:

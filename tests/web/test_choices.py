@@ -91,7 +91,7 @@ def test_a_conversation_keeps_its_own_choices(page: Page) -> None:
     page.driver.refresh()
     page.driver.execute_script(SENT)
     eventually(lambda: page.texts("#list li"))
-    page.driver.find_elements("css selector", "#list button")[1].click()
+    page.driver.find_elements("css selector", "#list .open")[1].click()
     eventually(lambda: page.driver.find_elements("css selector", CURRENT))
     page.find("#options").click()
     assert page.driver.execute_script(VALUES) == ["Be brief.", "5"]

@@ -75,14 +75,15 @@ def test_escape_stops_the_answer(page: Page) -> None:
     assert page.wait_for_end()["outcome"] == "stopped"
 
 
-def test_enter_renames(page: Page, tmp_path: Path) -> None:
+def test_enter_renames_where_the_name_stands(page: Page, tmp_path: Path) -> None:
     load(page, tmp_path, {"title": "Fruit"})
     eventually(lambda: page.texts("#list li"))
     page.find("#list button").click()
     eventually(lambda: page.texts("#title") == ["Fruit"])
-    page.find("#rename").click()
-    page.find("#reply").send_keys("Bananas", Keys.ENTER)
+    page.find("#title").click()
+    page.find(".rename").send_keys("Bananas", Keys.ENTER)
     eventually(lambda: page.texts("#list li") == ["Bananas"])
+    assert page.texts("#title") == ["Bananas"]
 
 
 def test_a_file_that_comes_again_is_merged(page: Page, tmp_path: Path) -> None:
@@ -91,7 +92,8 @@ def test_a_file_that_comes_again_is_merged(page: Page, tmp_path: Path) -> None:
     page.find("#list button").click()
     eventually(lambda: page.texts(".message .body") == ["a ban"])
     load(page, tmp_path, {"title": "Old", "updated": 0}, {"title": "New", "updated": 2}, text="a")
-    eventually(lambda: page.texts("#list li") == ["New", "Fruit"])
+    eventually(lambda: page.texts("#list .name") == ["New", "Fruit"])
+    assert page.texts(".toast span") == ["Imported: 1 brought up to date, 1 here already."]
     load(page, tmp_path, {"title": "Fruit"}, text="a banana")
     eventually(lambda: "a banana" in [one["text"] for one in page.stored()])
     assert sorted(one["text"] for one in page.stored()) == ["a ban", "a banana"]

@@ -69,9 +69,12 @@ def test_axe_finds_nothing_in_the_chat(page: Page, scheme: str, tmp_path: Path) 
         page.find("#options").click()
         assert violations(page) == []
         click(page, "#choices", "Cancel")
-        page.find("#rename").click()
+        page.find("#menu").click()
         assert violations(page) == []
-        click(page, "#asking", "Cancel")
+        press(page, Keys.ESCAPE)
+        page.find("#title").click()
+        assert violations(page) == []
+        press(page, Keys.ESCAPE)
     page.find("#open-side").click()
     assert violations(page) == []
     look_like(page, "light")
@@ -113,8 +116,8 @@ def test_the_keyboard_is_enough(page: Page) -> None:
     choose(page, "#settings", tools=json.dumps([WEATHER]), temperature="0")
     page.open()
     eventually(lambda: page.texts("#model option"))
-    press(page, Keys.TAB)
-    assert focus(page) == "Skip to the message field"
+    assert focus(page) == "input"
+    tab_to(page, "Skip to the message field")
     press(page, Keys.ENTER)
     tab_to(page, "input")
     press(page, "What is the weather in Oslo?", Keys.ENTER)
@@ -129,6 +132,11 @@ def test_the_keyboard_is_enough(page: Page) -> None:
     page.wait_for_end()
     page.open(page.driver.execute_script("return '/' + location.hash"))
     page.driver.refresh()
-    tab_to(page, "rename")
-    press(page, Keys.ENTER, "Rain", Keys.TAB, Keys.TAB, Keys.ENTER)
+    tab_to(page, "title")
+    press(page, Keys.ENTER, "Rain", Keys.ENTER)
     eventually(lambda: page.driver.title.startswith("Rain"))
+    tab_to(page, "menu")
+    press(page, Keys.ENTER, Keys.ARROW_UP)
+    assert focus(page) == "Delete"
+    press(page, Keys.ENTER)
+    eventually(lambda: page.texts(".toast span") == ["Deleted “Rain”."])

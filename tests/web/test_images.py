@@ -12,7 +12,6 @@ from selenium import webdriver
 from tests.web.page import Page, eventually
 from tests.web.replay import Replay
 from tests.web.server import PYTHON, ROOT, Server
-from tests.web.test_chat import click
 from tests.web.test_choices import choose
 from tests.web.test_everybody import fill
 
@@ -80,14 +79,16 @@ def test_pictures_are_attached_shown_sent_and_kept(
     seeing: tuple[Page, Replay], tmp_path: Path
 ) -> None:
     page, replay = seeing
-    eventually(lambda: page.find("#attach").is_displayed())
+    eventually(lambda: page.texts("#model option"))
     file = tmp_path / "dot.png"
     file.write_bytes(DOT)
-    page.find("#picture").send_keys(str(file))
+    page.find("#given").send_keys(str(file))
     for kind in ("paste", "drop"):
         page.driver.execute_script(PASTE, base64.b64encode(DOT).decode(), kind)
     eventually(lambda: num_shown(page, "#attached img") == 3)
-    click(page, "#attached", "×")
+    page.find("#attached [aria-label='Remove dot.png']").click()
+    eventually(lambda: num_shown(page, "#attached img") == 2)
+    page.driver.refresh()
     eventually(lambda: num_shown(page, "#attached img") == 2)
     page.send("What is it?")
     assert page.wait_for_end()["text"] == "A dot."
@@ -112,7 +113,6 @@ def test_a_large_picture_is_made_smaller(page: Page) -> None:
 
 def test_a_model_without_eyes_is_shown_nothing(page: Page) -> None:
     eventually(lambda: page.texts("#model option"))
-    assert not page.find("#attach").is_displayed()
     page.driver.execute_script(PASTE, base64.b64encode(DOT).decode(), "paste")
     notice = eventually(lambda: page.find("#notice").text)
     assert notice == "The model headrace-mini takes no images."
@@ -136,7 +136,7 @@ def test_a_model_that_sees_is_sent_pictures(driver: webdriver.Chrome, tmp_path: 
     try:
         page = Page(driver, server)
         page.open()
-        eventually(lambda: page.find("#attach").is_displayed())
+        eventually(lambda: page.texts("#model option"))
         choose(page, "#settings", temperature="0", max_tokens="40")
         answers = []
         for colors in (["red", "white"], ["white", "red"], ["red", "white"]):

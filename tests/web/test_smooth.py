@@ -44,7 +44,7 @@ const done = arguments[arguments.length - 1];
 setTimeout(() => { done(Math.max(0, ...window.tasks)); window.tasks = []; }, 200);
 """  # what is observed arrives a little later
 COUNT = "return document.querySelectorAll(arguments[0]).length"
-CLICK = "document.querySelectorAll('#list button')[arguments[0]].click()"
+CLICK = "document.querySelectorAll('#list .open')[arguments[0]].click()"
 SIZE = "return document.querySelector('.message:last-child .body')?.textContent.length ?? 0"
 END = "return document.querySelector('.message.assistant:last-child')?.ariaBusy"
 PAINTS = """

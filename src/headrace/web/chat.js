@@ -1,19 +1,30 @@
 // The chat: which conversation is in view, what is sent, and a follower for each answer due.
 
-import { ask } from "./api.js";
-import { attach, forgetDraft, showDraft, takeDraft } from "./composer.js";
-import { askForKey, question } from "./dialogs.js";
+import { areRead, attach, draft as written, isReading, onDraft, setText, showDraft, takeDraft } from "./composer.js";
+import { askForKey } from "./dialogs.js";
 import { el, newId } from "./dom.js";
+import { listenForFiles } from "./dropping.js";
+import { asText, readFile } from "./files.js";
 import { Follower } from "./follow.js";
-import { imagesIn } from "./images.js";
+import { drawIcons } from "./icons.js";
 import { ConversationList } from "./list.js";
-import { isLoading, lookAtLoad, showLoad } from "./loading.js";
+import { isLoading, showLoad } from "./loading.js";
+import { openMenu } from "./menu.js";
 import { MessageView } from "./message.js";
-import { drawnBy, isOneOfSeveral, loadModels, modelOf, showModels, takesImages } from "./models.js";
+import { drawnBy, isOneOfSeveral, knownOf, learn, loadModels, modelOf, showModels, takesImages } from "./models.js";
+import { lookAtServer } from "./presence.js";
+import { purgeDeleted, remove } from "./removal.js";
+import { renameIn } from "./rename.js";
+import { countSoon } from "./room.js";
+import { markIn, search } from "./search.js";
 import { choicesOf, defaults, faultOf, NUMBERS, sampling, saveSettings, settings } from "./settings.js";
+import { listen, showShortcuts } from "./shortcuts.js";
 import * as store from "./store.js";
-import { exportAll, importAll } from "./transfer.js";
+import { toast } from "./toast.js";
+import { exportAll, exportJson, exportMarkdown, importAll } from "./transfer.js";
 import { forgetTyped } from "./typed.js";
+import { showNotice } from "./weight.js";
+import { welcome } from "./welcome.js";
 
 const $ = (id) => document.getElementById(id);
 const SLICE_MS = 2; // of building in a frame; style and layout take many times as long
@@ -56,7 +67,7 @@ const acts = {
     await store.saveConversation(current);
     showThread();
   },
-  edit: (message, text) => send(text, message.parent, message.images),
+  edit: (message, text) => send({ ...message, text }, message.parent),
   // Another version of an answer, which can be continued.
   async amend(message, text) {
     const amended = { ...newMessage("assistant", text, message.parent), model: message.model, outcome: "edited" };
@@ -68,7 +79,7 @@ const acts = {
   // The same answer, from where it ends.
   async goOn(message) {
     const earlier = [...(message.earlier ?? []), message.stream].filter(Boolean);
-    for (const name of ["outcome", "error", "finish", "stopping", "usage", "timings"]) delete message[name];
+    for (const name of ["outcome", "code", "error", "finish", "stopping", "usage", "timings"]) delete message[name];
     Object.assign(message, asked(message, message.wanted, { continue_final_message: true }), { earlier });
     current.updated = Date.now();
     await store.saveTurn(current, [message]);
@@ -97,10 +108,9 @@ function showThread() {
   const thread = $("thread");
   views = new Map(path().map((message) => [message.id, new MessageView(message, acts)]));
   thread.replaceChildren(...[...views.values()].map(({ node }) => node));
-  if (!views.size) thread.append(el("p", { class: "hint" }, "Ask something. You may close this page at any time: the answer goes on, and you find it here. Enter sends, Shift+Enter breaks the line, Escape stops the answer."));
   $("title").textContent = current?.title ?? "New conversation";
   document.title = current ? `${current.title} · Headrace` : "Headrace";
-  $("rename").hidden = $("delete").hidden = !current;
+  $("title").disabled = $("menu").hidden = !current;
   showChoices();
   isAtEnd = true;
   due.clear();
@@ -113,7 +123,17 @@ const choices = () => (current ? current.choices ?? defaults() : draft);
 function showChoices() {
   const model = modelOf(choices());
   showModels($("model"), model);
-  $("attach").hidden = !takesImages(model);
+  showWelcome(model);
+  countSoon($("room"), next);
+}
+
+// What an empty conversation has instead of messages; what is not known yet comes later.
+async function showWelcome(id) {
+  if (views.size) return;
+  const look = () => (setText("What is in this picture?"), $("given").click());
+  const draw = (model) => views.size || $("thread").replaceChildren(welcome(model, setText, look));
+  draw(knownOf(id));
+  if (await learn(id)) draw(knownOf(id));
 }
 
 function showButtons() {
@@ -122,7 +142,7 @@ function showButtons() {
   $("send").hidden = isLive;
 }
 
-const list = new ConversationList($("list"), (id) => show(id));
+const list = new ConversationList($("list"), { open: openFound, rename, items: itemsOf });
 const isLive = (id) => [...followers.values()].some(({ answer }) => answer.conversation === id);
 const showList = () => list.show(current?.id, isLive);
 
@@ -199,9 +219,10 @@ function history(leaf) {
   return [...(system ? [{ role: "system", content: system }] : []), ...turns.flatMap(asSent)];
 }
 
-function asSent({ role, text, calls, images, results }) {
+function asSent({ role, text: typed, calls, images, files, results }) {
   if (role === "tool") return results.map(({ id, text: content }) => ({ role, tool_call_id: id, content }));
   const pictures = (images ?? []).map((url) => ({ type: "image_url", image_url: { url } }));
+  const text = [...(files ?? []).map(asText), typed].filter(Boolean).join("\n\n");
   const content = pictures.length ? [...pictures, { type: "text", text }] : text;
   const made = calls.map((call) => ({ id: call.id, type: "function", function: { name: call.name, arguments: call.arguments } }));
   return [{ role, content, ...(made.length ? { tool_calls: made } : {}) }];
@@ -211,10 +232,11 @@ function newMessage(role, text, parent) {
   return { id: newId(), conversation: current.id, parent: parent ?? null, role, text, reasoning: "", calls: [], created: Date.now() };
 }
 
-async function send(text, parent, images = []) {
-  if (!current) current = { id: newId(), title: text.trim().slice(0, 60), created: Date.now(), choices: draft };
+async function send({ text, images, files }, parent) {
+  const title = (text.trim() || files?.[0]?.name || "Images").slice(0, 60);
+  if (!current) current = { id: newId(), title, created: Date.now(), choices: draft };
   showDraft(current.id);
-  const asked = { ...newMessage("user", text, parent), images };
+  const asked = { ...newMessage("user", text, parent), images, files };
   messages.set(asked.id, asked);
   await answer([asked], asked.id);
 }
@@ -238,20 +260,6 @@ async function answer(before, parent, model) {
   $("news").textContent = "Sent.";
 }
 
-async function remove() {
-  if (!(await question(`Delete “${current.title}”?`))) return;
-  const id = current.id;
-  for (const { stream, earlier, id: message } of messages.values()) {
-    followers.get(message)?.close();
-    forgetTyped(message);
-    forgetTyped(`edit-${message}`);
-    for (const one of [...(earlier ?? []), stream].filter(Boolean)) ask(`/v1/streams/${encodeURIComponent(one)}`, { method: "DELETE" }).catch(() => {});
-  }
-  forgetDraft(id);
-  await store.removeConversation(id);
-  await show(null);
-}
-
 // dialogs
 
 // The settings: the key, and what new conversations begin with. The options: this conversation's own.
@@ -260,7 +268,7 @@ function openChoices(isOwn) {
   const chosen = isOwn ? choices() : settings();
   $("choices-title").textContent = isOwn ? "Options of this conversation" : "Settings";
   $("key-field").hidden = $("scope").hidden = isOwn;
-  $("numbers").replaceChildren(...NUMBERS.map((name) => el("label", {}, name.replaceAll("_", " "), el("input", { name, type: "number", step: "any", placeholder: "as the model" }))));
+  $("numbers").replaceChildren(...NUMBERS.map((name) => el("label", {}, name[0].toUpperCase() + name.slice(1).replaceAll("_", " "), el("input", { name, type: "number", step: "any", placeholder: "as the model" }))));
   for (const field of form.elements) if (field.name) field.value = chosen[field.name] ?? "";
   $("fault").textContent = "";
   form.onsubmit = (event) => keepChoices(event, isOwn);
@@ -302,8 +310,9 @@ async function choose(given) {
 async function refreshModels() {
   try {
     const error = await loadModels();
-    const remind = () => notice("This server asks for a key. Enter it in Settings.", true);
-    if (error?.status === 401) askForKey(settings().key ? WRONG_KEY : "", takeKey, remind);
+    const fault = settings().key ? WRONG_KEY : "";
+    const remind = () => notice("This server asks for a key.", true, ["Enter it", () => askForKey(fault, takeKey, remind, true)]);
+    if (error?.status === 401) askForKey(fault, takeKey, remind);
     else if (error && error.code !== "model_loading") notice(error.message, true);
     else if (isOfServer) notice("");
     showChoices();
@@ -315,81 +324,153 @@ async function refreshModels() {
   }
 }
 
-// While the server loads its only model, the page says how far it is.
-async function followLoad() {
+// Whether the server is there, and how far it is while it loads its only model.
+async function followServer(isUrgent) {
   const before = isLoading();
-  await lookAtLoad();
+  const isBack = await lookAtServer(isUrgent);
   showLoad($("loading"));
+  if (isBack) followers.forEach((follower) => follower.reconnect());
+  if (isBack) await refreshModels();
   if (isLoading() !== before) $("news").textContent = isLoading() ? "The server is loading its model." : "The model is loaded.";
   if (!before || isLoading()) return;
   for (const follower of followers.values()) if (follower.status.trouble) follower.reconnect();
   await refreshModels();
 }
 
-// pictures
+// files
 
-async function attachImages(files) {
+const texts = (files) => files.filter(({ kind }) => kind === "text").map(({ name, text, size, pages }) => ({ name, text, size, pages }));
+const pictures = (files) => files.filter(({ kind }) => kind === "image").map(({ url }) => url);
+
+// What would be sent now, to be counted: pictures take room, too, but only the model knows how much.
+function next() {
+  const { text, files } = written();
+  const isEmpty = !text.trim() && !files.length;
+  const said = { role: "user", text, calls: [], files: texts(files) };
+  const all = [...history(messages.get(current?.leaf)), ...(isEmpty ? [] : asSent(said))];
+  const counted = all.map((one) => (Array.isArray(one.content) ? { ...one, content: one.content.at(-1).text } : one));
   const model = modelOf(choices());
-  if (!imagesIn(files).length) return;
-  if (!takesImages(model)) return notice(`The model ${model} takes no images.`);
-  try {
-    await attach(files);
-    notice("");
-  } catch {
-    notice("This file is no image that can be shown.");
-  }
+  return { model, context: knownOf(model)?.context, messages: isEmpty && !current ? [] : counted, files };
+}
+
+async function attachAll(given) {
+  const model = modelOf(choices());
+  const all = await Promise.allSettled([...given].map((file) => attach(file.name, readFile(file, model, takesImages(model)))));
+  notice(all.flatMap(({ reason }) => (reason ? [reason.message] : [])).join(" "));
+  $("input").focus();
 }
 
 // the page
 
-async function rename() {
-  const title = await question("Rename the conversation", current.title);
-  if (!title) return;
-  current.title = title.replace(/\s+/g, " ").slice(0, 200);
-  await store.saveConversation(current);
+async function rename(conversation, title) {
+  await store.saveConversation({ ...conversation, title });
+  if (conversation.id !== current?.id) return showList();
+  current.title = title;
   await show(current.id);
 }
 
+// What one may do with a conversation, but rename it.
+function itemsOf(conversation) {
+  const letGo = (message) => followers.get(message)?.close();
+  const removed = async () => {
+    await remove(conversation, letGo, show);
+    await show(conversation.id === current?.id ? null : current?.id);
+    $("input").focus();
+  };
+  return [
+    ["save", "Export as Markdown", () => exportMarkdown(conversation)],
+    ["save", "Export as JSON", () => exportJson(conversation)],
+    ["trash", "Delete", removed, true],
+  ];
+}
+
+const renameShown = () => renameIn($("title"), current.title, (title) => rename(current, title));
+
+// Opens what the search has found, at the place.
+async function openFound(id) {
+  const message = list.found?.get(id)?.message;
+  await show(id);
+  if (!message) return;
+  if (!views.has(message)) await acts.branch(messages.get(message));
+  while (due.has(message)) await new Promise(requestAnimationFrame);
+  isAtEnd = false;
+  const place = markIn(views.get(message).node, $("search").value);
+  (place?.startContainer.parentElement ?? views.get(message).node).scrollIntoView({ block: "center" });
+}
+
+async function searchNow() {
+  const found = await search($("search").value);
+  if (found === undefined) return;
+  list.found = found;
+  if (!found) markIn($("thread"), "");
+  await showList();
+}
+
 function submit() {
+  if (isReading()) return void areRead().then((isDone) => isDone && submit());
   const taken = $("send").hidden ? null : takeDraft();
   if (!taken) return;
-  send(taken.text, current?.leaf, taken.images);
+  send({ text: taken.text, images: pictures(taken.files), files: texts(taken.files) }, current?.leaf).then(taken.settle);
   notice("");
 }
 
 // `ofServer`: about the key or the models; it goes when they are there.
-function notice(text, ofServer = false) {
+function notice(text, ofServer = false, action) {
   isOfServer = ofServer;
-  $("notice").textContent = text;
-  $("notice").hidden = !text;
+  showNotice($("notice"), "fails", text, action);
 }
 
 const stop = () => path().forEach((message) => followers.get(message.id)?.stop());
 
 $("composer").addEventListener("submit", (event) => (event.preventDefault(), submit()));
 $("input").addEventListener("keydown", (event) => {
+  if (event.key === "ArrowUp" && !event.target.value) editLast(event);
   if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
   event.preventDefault();
   submit();
 });
+
+function editLast(event) {
+  const last = path().findLast(({ role }) => role === "user");
+  if (!last) return;
+  event.preventDefault();
+  views.get(last.id).edit().focus();
+}
+
 $("stop").addEventListener("click", stop);
-addEventListener("keydown", ({ key, target, isComposing }) => {
-  const isTaken = isComposing || target === $("search") || document.querySelector("dialog[open]"); // by what it closes
+addEventListener("keydown", ({ key, target, shiftKey, isComposing }) => {
+  const isTaken = isComposing || shiftKey || target === $("search") || document.querySelector("dialog[open], :popover-open"); // by what it closes
   if (key !== "Escape" || isTaken) return;
   if (document.body.classList.contains("with-side")) closeSide();
   else if (!$("stop").hidden) stop();
 });
-$("new").addEventListener("click", () => show(null).then(() => $("input").focus()));
-$("rename").addEventListener("click", rename);
-$("delete").addEventListener("click", remove);
+const create = () => show(null).then(() => $("input").focus());
+$("new").addEventListener("click", create);
+listen({
+  create,
+  search: () => (openSide(), $("search").focus(), $("search").select()),
+  list: () => showShortcuts($("shortcuts")),
+  focus: () => $("input").focus(),
+});
+$("title").addEventListener("click", renameShown);
+$("menu").addEventListener("click", () => openMenu($("menu"), [["edit", "Rename", renameShown], ...itemsOf(current)]));
+$("others").addEventListener("click", () => openMenu($("others"), [
+  ["open", "Import conversations", () => $("file").click()],
+  ["save", "Export all", exportAll],
+  ["keyboard", "Keyboard", () => showShortcuts($("shortcuts"))],
+]));
 $("settings").addEventListener("click", () => openChoices(false));
 $("options").addEventListener("click", () => openChoices(true));
-$("search").addEventListener("input", async ({ target }) => (await list.search(target.value)) && showList());
-$("export").addEventListener("click", exportAll);
-$("import").addEventListener("click", () => $("file").click());
+$("search").addEventListener("input", searchNow);
+$("search").addEventListener("keydown", (event) => {
+  if (event.key === "ArrowDown") list.focusFirst();
+  if (event.key !== "Escape") return;
+  event.target.value = "";
+  searchNow().then(() => $("input").focus());
+});
 $("file").addEventListener("change", async ({ target }) => {
   const [file] = target.files;
-  if (file) await importAll(file).then(() => notice(""), () => notice("This file holds no conversations."));
+  if (file) await importAll(file).then((told) => (notice(""), toast(told)), () => notice("This file holds no conversations."));
   target.value = "";
   await show(current?.id);
 });
@@ -398,32 +479,21 @@ $("model").addEventListener("change", async ({ target: { value } }) => {
   saveSettings({ model: value });
   await choose({ model: value });
 });
-$("attach").addEventListener("click", () => $("picture").click());
-$("picture").addEventListener("change", async ({ target }) => {
-  await attachImages(target.files);
-  target.value = "";
-});
-$("input").addEventListener("paste", (event) => {
-  if (!imagesIn(event.clipboardData.files).length) return;
-  event.preventDefault();
-  attachImages(event.clipboardData.files);
-});
-addEventListener("dragover", (event) => event.preventDefault());
-addEventListener("drop", (event) => {
-  event.preventDefault();
-  attachImages(event.dataTransfer.files);
-});
-$("open-side").addEventListener("click", () => {
-  document.body.classList.add("with-side");
-  $("close-side").focus();
-});
+listenForFiles(attachAll);
+onDraft(() => countSoon($("room"), next));
+const openSide = () => document.body.classList.add("with-side");
+$("open-side").addEventListener("click", () => (openSide(), $("close-side").focus()));
 const closeSide = () => {
   document.body.classList.remove("with-side");
   $("open-side").focus();
 };
 $("close-side").addEventListener("click", closeSide);
 
-addEventListener("online", () => followers.forEach((follower) => follower.reconnect()));
+addEventListener("online", () => {
+  followers.forEach((follower) => follower.reconnect());
+  followServer(true);
+});
+addEventListener("offline", () => followServer(true));
 document.addEventListener("visibilitychange", () => {
   for (const follower of followers.values()) {
     if (document.hidden) store.saveAnswer(follower.answer);
@@ -434,7 +504,7 @@ setInterval(() => {
   followers.forEach(changed);
   const isSilent = [...followers.values()].some((one) => !Object.keys(one.status).length && !one.answer.text);
   if (isSilent && isOneOfSeveral() && !document.hidden) refreshModels(); // one may be loading
-  if (!document.hidden && (isLoading() || [...followers.values()].some((one) => one.status.trouble))) followLoad();
+  if (!document.hidden) followServer(isLoading() || [...followers.values()].some((one) => one.status.trouble));
 }, 1000);
 
 // Another tab has changed a conversation.
@@ -444,6 +514,8 @@ store.onChange(async ({ conversation }) => {
   else await showList().then(followLive);
 });
 
-followLoad();
+drawIcons();
+purgeDeleted((message) => followers.get(message)?.close());
+followServer(true);
 refreshModels();
 await show(location.hash.slice(1));

@@ -1,59 +1,129 @@
-// The message being written: one draft per conversation. Its text outlives the page, its pictures
-// do not.
+// The message being written: one draft per conversation. Its text and its files outlive the page.
 
-import { imagesIn, readImage, thumbnails } from "./images.js";
+import { button, el } from "./dom.js";
+import { keepFiles, keptFiles } from "./drafts.js";
+import { sizeOf } from "./files.js";
+import { icon } from "./icons.js";
 import { forgetTyped, keepTyped, typed } from "./typed.js";
 
 const field = document.getElementById("input");
 const strip = document.getElementById("attached");
-const pictures = new Map(); // by the name of the draft
+const files = new Map(); // by the name of the draft
+const reading = new Set(); // {draft, label, read}
 let shown = ""; // the name of the draft in the field
+let changed = () => {};
 
 const nameOf = (conversation) => `draft-${conversation ?? "new"}`;
-const attached = (name = shown) => pictures.get(name) ?? [];
+const attached = (name = shown) => files.get(name) ?? [];
+
+// `act` is called after each change of what is shown.
+export const onDraft = (act) => (changed = act);
 
 // Shows the draft of a conversation; of null, that of the one to come.
-export function showDraft(conversation) {
-  if (shown === nameOf(conversation)) return;
-  shown = nameOf(conversation);
-  field.value = typed(shown)?.[0] ?? "";
-  grow();
-  showPictures();
+export async function showDraft(conversation) {
+  const name = nameOf(conversation);
+  if (shown === name) return;
+  shown = name;
+  fill(typed(shown)?.[0] ?? "");
+  if (!files.has(name)) {
+    const kept = await keptFiles(name).catch(() => []);
+    files.set(name, [...kept, ...attached(name)]);
+  }
+  showFiles();
 }
 
-// The draft as {text, images}, which is forgotten; null where there is nothing to send.
+// The draft as it is: {text, files}.
+export const draft = () => ({ text: field.value, files: attached() });
+
+// The same, which leaves the field; null where there is nothing to send. `settle` is to be called
+// once it is kept elsewhere: until then a lost page still has it.
 export function takeDraft() {
-  const draft = { text: field.value, images: attached() };
-  if (!draft.text.trim() && !draft.images.length) return null;
-  field.value = "";
-  forgetTyped(shown);
-  pictures.delete(shown);
-  grow();
-  showPictures();
-  return draft;
+  const [name, taken] = [shown, draft()];
+  if (!taken.text.trim() && !taken.files.length) return null;
+  fill("");
+  files.set(name, []);
+  showFiles();
+  const settle = () => {
+    if (typed(name)?.[0] === taken.text) forgetTyped(name);
+    keepFiles(name, attached(name));
+  };
+  return { ...taken, settle };
 }
 
 export function forgetDraft(conversation) {
-  forgetTyped(nameOf(conversation));
-  pictures.delete(nameOf(conversation));
+  const name = nameOf(conversation);
+  forgetTyped(name);
+  files.delete(name);
+  keepFiles(name, []).catch(() => {});
 }
 
-// Takes the pictures among the files to the draft. Throws where one cannot be read.
-export async function attach(files) {
-  const name = shown; // another may be shown before they are read
-  const read = await Promise.all(imagesIn(files).map(readImage));
-  pictures.set(name, [...attached(name), ...read]);
-  showPictures();
+// `read`: a promise of the file of that name, which may come when another draft is shown.
+export async function attach(label, read) {
+  const one = { draft: shown, label, read };
+  reading.add(one);
+  showFiles();
+  try {
+    const file = await read;
+    setFiles(one.draft, [...attached(one.draft), file]);
+  } finally {
+    reading.delete(one);
+    showFiles();
+  }
 }
 
-function showPictures() {
-  const images = attached();
-  strip.hidden = !images.length;
-  strip.replaceChildren(...thumbnails(images, (k) => {
-    pictures.set(shown, images.filter((_, other) => other !== k));
-    showPictures();
+const readNow = () => [...reading].filter(({ draft }) => draft === shown);
+
+export const isReading = () => readNow().length > 0;
+
+// Whether all files could be read, and the same draft is still shown.
+export async function areRead() {
+  const name = shown;
+  const all = await Promise.allSettled(readNow().map(({ read }) => read));
+  return name === shown && all.every(({ status }) => status === "fulfilled");
+}
+
+function setFiles(name, all) {
+  files.set(name, all);
+  keepFiles(name, all).catch(() => {}); // no room is left: they are kept on the screen alone
+  if (name === shown) showFiles();
+}
+
+// Puts a text into the field, as if it had been typed.
+export function setText(text) {
+  keepTyped(shown, [text]);
+  fill(text);
+  field.focus();
+}
+
+function fill(text) {
+  field.value = text;
+  grow();
+  changed();
+}
+
+function showFiles() {
+  strip.hidden = !attached().length && !readNow().length;
+  strip.replaceChildren(...attached().map(chip), ...readNow().map(({ label }) => el("span", { class: "chip" }, icon("file"), about(label, "Reading"))));
+  changed();
+}
+
+const about = (name, words) => el("span", { class: "about" }, el("span", { class: "name" }, name), el("span", { class: "soft" }, words));
+
+function chip(file) {
+  const remove = () => {
+    setFiles(shown, attached().filter((other) => other !== file));
     field.focus();
-  }));
+  };
+  const face = file.kind === "image" ? el("img", { src: file.url, alt: "" }) : icon("file");
+  const figures = file.num ? `${sizeOf(file)}, ${file.num.toLocaleString("en")} tokens` : sizeOf(file);
+  return el("span", { class: `chip ${file.kind}` }, face, about(file.name, figures), button(icon("close"), remove, { class: "plain", "aria-label": `Remove ${file.name}` }));
+}
+
+// A file's tokens, once they have been counted.
+export function setTokens(file, num) {
+  if (file.num === num) return;
+  file.num = num;
+  for (const name of files.keys()) if (attached(name).includes(file)) setFiles(name, attached(name));
 }
 
 // As high as its text; the style sheet has the limit.
@@ -65,5 +135,6 @@ function grow() {
 field.addEventListener("input", () => {
   keepTyped(shown, [field.value]);
   grow();
+  changed();
 });
 addEventListener("resize", grow);

@@ -8,6 +8,7 @@ import { isBehind, saveAnswer } from "./store.js";
 
 const FIRST_PAUSE_MS = 250;
 const LONGEST_PAUSE_MS = 5000;
+const LONGEST_ASKED_MS = 60_000; // by a server that says when there will be room
 const SILENCE_MS = 15000; // three heartbeats
 const SAVE_MS = 500;
 const SLICE_MS = 1000;
@@ -100,9 +101,9 @@ export class Follower {
       this.heardAt = Date.now();
       if (this.answer.stopping && this.answer.stream) await this.sendStop();
       await this.read(response);
-      if (this.answer.live) this.trouble("The connection ended.");
+      if (this.answer.live) this.trouble({ message: "The connection ended." });
     } catch (error) {
-      if (error.name !== "AbortError") this.trouble("The server cannot be reached.");
+      if (error.name !== "AbortError") this.trouble({ code: "unreachable" });
     } finally {
       clearInterval(watch);
     }
@@ -136,15 +137,12 @@ export class Follower {
     const error = await errorOf(response);
     const mayTry = [408, 425, 429, 500, 502, 503, 504].includes(response.status);
     if (response.status === 401) {
-      this.status.needsKey = true;
-      this.trouble("The server wants a key: open Settings.", LONGEST_PAUSE_MS);
+      this.trouble({ code: "needs_key", message: "The server wants a key." }, LONGEST_PAUSE_MS);
     } else if (mayTry && error.code !== "load_failed") {
       const asked = Number(response.headers.get("Retry-After")) * 1000;
-      this.trouble(error.message, Math.min(asked || 0, LONGEST_PAUSE_MS));
-    } else if (error.code === "stream_not_found") {
-      await this.end({ outcome: "failed", error: "The server no longer has the rest of this answer." });
+      this.trouble(error, Math.min(asked || 0, response.status === 429 ? LONGEST_ASKED_MS : LONGEST_PAUSE_MS));
     } else {
-      await this.end({ outcome: "failed", error: error.message });
+      await this.end({ outcome: "failed", code: error.code, error: error.message });
     }
     return true;
   }
@@ -176,11 +174,11 @@ export class Follower {
     }
     const chunk = JSON.parse(frame.data);
     if (chunk.error) {
-      if (chunk.error.code === "load_failed") return this.end({ outcome: "failed", error: chunk.error.message });
+      if (chunk.error.code === "load_failed") return this.end({ outcome: "failed", code: chunk.error.code, error: chunk.error.message });
       if (!frame.id) return false; // about the connection, not the answer
       this.answer.cursor = frame.id;
       const isStop = ["cancelled", "replaced"].includes(chunk.error.code);
-      await this.end(isStop ? { outcome: "stopped" } : { outcome: "failed", error: chunk.error.message });
+      await this.end(isStop ? { outcome: "stopped" } : { outcome: "failed", code: chunk.error.code, error: chunk.error.message });
       return true;
     }
     if (!this.answer.stream && chunk.id) await this.name(chunk.id);
@@ -221,10 +219,11 @@ export class Follower {
     if (delta.content || delta.reasoning_content || delta.tool_calls) this.status = { isSpeaking: true };
   }
 
-  trouble(message, leastMs = 0) {
+  // Of a connection, as {code, message}: it mends itself, and is tried again.
+  trouble(what, leastMs = 0) {
     const doubled = Math.min(this.pauseMs * 2 || FIRST_PAUSE_MS, LONGEST_PAUSE_MS);
     this.pauseMs = Math.max(doubled, leastMs);
-    this.status = { ...this.status, trouble: message };
+    this.status = { ...this.status, trouble: what, nextAt: Date.now() + this.pauseMs };
     this.change();
   }
 

@@ -1,12 +1,10 @@
 // Pictures for a message: read, made smaller where they are large, and kept as data URIs.
 
-import { button, el } from "./dom.js";
+import { el } from "./dom.js";
 
 const MAX_BYTES = 1_000_000; // of a file that is sent as it is
 const MAX_SIDE = 1600; // pixels, of one that is not
 const URI = /^data:image\/(png|jpeg|webp|gif);base64,[A-Za-z0-9+/]+=*$/;
-
-export const imagesIn = (files) => [...files].filter((file) => file.type.startsWith("image/"));
 
 export const isImage = (uri) => typeof uri === "string" && URI.test(uri);
 
@@ -34,10 +32,4 @@ async function smaller(file) {
   return canvas.toDataURL("image/jpeg", 0.9);
 }
 
-// Thumbnails; with `remove`, each has a button for it.
-export function thumbnails(uris, remove) {
-  return uris.map((uri, k) => {
-    const image = el("img", { src: uri, alt: `Attached image ${k + 1}` });
-    return el("span", { class: "thumb" }, image, remove && button("×", () => remove(k), { "aria-label": `Remove image ${k + 1}` }));
-  });
-}
+export const thumbnails = (uris) => uris.map((uri, k) => el("span", { class: "thumb" }, el("img", { src: uri, alt: `Attached image ${k + 1}` })));

@@ -1,60 +1,107 @@
-// The list of conversations, and the search in it.
+// The list of conversations, grouped by the day on which each went on.
 
 import { button, el } from "./dom.js";
+import { icon } from "./icons.js";
+import { openMenu } from "./menu.js";
+import { renameIn } from "./rename.js";
+import { marked } from "./search.js";
 import * as store from "./store.js";
 
+const DAY_MS = 86_400_000;
+const MONTH = new Intl.DateTimeFormat("en", { month: "long", year: "numeric" });
+
+// The group of a time, as people speak of it.
+export function groupOf(time, now = Date.now()) {
+  const midnight = new Date(now).setHours(0, 0, 0, 0);
+  const daysAgo = Math.ceil((midnight - time) / DAY_MS);
+  if (daysAgo <= 0) return "Today";
+  if (daysAgo === 1) return "Yesterday";
+  if (daysAgo <= 7) return "Last 7 days";
+  return daysAgo <= 30 ? "Last 30 days" : MONTH.format(time);
+}
+
 export class ConversationList {
-  // `open` is called with the id of the conversation that was chosen.
-  constructor(root, open) {
+  // `acts`: open, rename, and items, the rest of a row's menu; each is given a conversation.
+  constructor(root, acts) {
     this.root = root;
-    this.open = open;
+    this.acts = acts;
     this.entries = new Map(); // by id; each stays as long as its conversation
-    this.found = null; // ids that match the search; null: all
-    this.numSearches = 0;
+    this.sections = new Map(); // by the name of the group
+    this.found = null; // what matches the search, by id; null: all
+    root.addEventListener("keydown", (event) => this.move(event));
   }
 
   // `isLive` says of an id whether an answer is coming there.
   async show(current, isLive) {
     const all = (await store.conversations()).sort((a, b) => b.updated - a.updated);
     const known = this.entries;
-    this.entries = new Map(all.map(({ id }) => [id, known.get(id) ?? this.entry(id)]));
-    for (const one of all) this.fill(this.entries.get(one.id), one.title, one.id === current, isLive(one.id));
-    const shown = all.filter(({ id }) => !this.found || this.found.has(id)).map(({ id }) => this.entries.get(id));
-    shown.forEach((entry, k) => this.root.children[k] !== entry && this.root.insertBefore(entry, this.root.children[k] ?? null));
-    while (this.root.children.length > shown.length) this.root.lastChild.remove();
-  }
-
-  entry(id) {
-    return el("li", {}, button("", () => this.open(id)));
-  }
-
-  fill(entry, title, isCurrent, isLive) {
-    const state = JSON.stringify([title, isCurrent, isLive]);
-    if (entry.dataset.state === state) return;
-    entry.dataset.state = state;
-    const mark = isLive ? [el("span", { class: "mark", role: "img", "aria-label": "answer is coming" })] : [];
-    const open = entry.firstChild;
-    open.replaceChildren(title, ...mark);
-    if (isCurrent) open.setAttribute("aria-current", "true");
-    else open.removeAttribute("aria-current");
-  }
-
-  // Finds what has the words in its title or in a message. Says whether it was not overtaken by
-  // the next search.
-  async search(words) {
-    const number = ++this.numSearches;
-    const isLast = () => number === this.numSearches;
-    const wanted = words.trim().toLowerCase();
-    const matches = (text) => text.toLowerCase().includes(wanted);
-    const found = wanted ? new Set() : null;
-    if (wanted) {
-      for (const { id, title } of await store.conversations()) if (matches(title)) found.add(id);
-      await store.readMessages((some) => {
-        for (const { conversation, text } of some) if (!found.has(conversation) && matches(text)) found.add(conversation);
-        return isLast();
-      });
+    this.entries = new Map(all.map(({ id }) => [id, known.get(id) ?? new Entry(id, this.acts)]));
+    const groups = new Map();
+    for (const one of all) {
+      const entry = this.entries.get(one.id);
+      entry.show(one, { isCurrent: one.id === current, isLive: isLive(one.id), piece: this.found?.get(one.id)?.piece });
+      if (this.found && !this.found.has(one.id)) continue;
+      const name = groupOf(one.updated);
+      groups.set(name, [...(groups.get(name) ?? []), entry.node]);
     }
-    if (isLast()) this.found = found;
-    return isLast();
+    fill(this.root, [...groups].map(([name, nodes]) => this.section(name, nodes)));
+    if (!groups.size) this.root.replaceChildren(el("p", { class: "soft" }, this.found ? "Nothing has these words." : "Your conversations will stand here. They stay in this browser."));
+  }
+
+  section(name, nodes) {
+    if (!this.sections.has(name)) this.sections.set(name, el("section", {}, el("h3", {}, name), el("ul", { "aria-label": name })));
+    const section = this.sections.get(name);
+    fill(section.lastChild, nodes);
+    return section;
+  }
+
+  rename(id) {
+    this.entries.get(id).rename();
+  }
+
+  // Up and down through the rows; up from the first into the search.
+  move(event) {
+    const by = { ArrowDown: 1, ArrowUp: -1 }[event.key];
+    if (!by || !event.target.matches("button")) return;
+    event.preventDefault();
+    const rows = [...this.root.querySelectorAll("li .open")];
+    const at = rows.indexOf(event.target.closest("li").querySelector(".open")) + by;
+    (rows[at] ?? (at < 0 ? document.getElementById("search") : null))?.focus();
+  }
+
+  focusFirst() {
+    this.root.querySelector("li .open")?.focus();
+  }
+}
+
+// The children of a node, of which those that stay in their place are left alone.
+function fill(parent, children) {
+  children.forEach((child, k) => parent.children[k] !== child && parent.insertBefore(child, parent.children[k] ?? null));
+  while (parent.children.length > children.length) parent.lastChild.remove();
+}
+
+class Entry {
+  constructor(id, acts) {
+    this.acts = acts;
+    this.open = button("", () => acts.open(id), { class: "open" });
+    this.more = button(icon("more"), () => openMenu(this.more, [["edit", "Rename", () => this.rename()], ...acts.items(this.conversation)]), { class: "more", "aria-haspopup": "menu" });
+    this.node = el("li", {}, this.open, this.more);
+  }
+
+  show(conversation, { isCurrent, isLive, piece }) {
+    this.conversation = conversation;
+    const { title } = conversation;
+    const state = JSON.stringify([title, isCurrent, isLive, piece]);
+    if (this.state === state) return;
+    this.state = state;
+    const mark = isLive ? el("span", { class: "mark", role: "img", "aria-label": "answer is coming" }) : null;
+    this.open.replaceChildren(...[el("span", { class: "name" }, title), mark, piece ? marked(piece) : null].filter(Boolean));
+    this.more.setAttribute("aria-label", `Menu of ${title}`);
+    if (isCurrent) this.open.setAttribute("aria-current", "true");
+    else this.open.removeAttribute("aria-current");
+  }
+
+  rename() {
+    renameIn(this.open, this.conversation.title, (name) => this.acts.rename(this.conversation, name));
   }
 }

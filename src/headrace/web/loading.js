@@ -3,21 +3,27 @@
 import { ask } from "./api.js";
 import { el } from "./dom.js";
 
+const LONGEST_MS = 10_000; // of waiting for an answer
 let load = null;
-let isAsking = false;
+let asked = null;
 
 export const isLoading = () => load !== null;
 
-// Asks the server anew, unless it is being asked.
-export async function lookAtLoad() {
-  if (isAsking) return;
-  isAsking = true;
+// Asks the server anew; all who ask meanwhile get the same answer. Says whether there was one.
+export function lookAtLoad() {
+  asked ??= look().finally(() => (asked = null));
+  return asked;
+}
+
+async function look() {
   try {
-    load = (await (await ask("/health")).json()).loading ?? null;
+    const response = await ask("/health", { signal: AbortSignal.timeout(LONGEST_MS) });
+    load = (await response.json().catch(() => ({}))).loading ?? null;
+    return true;
   } catch {
-    load = null; // others say that the server is away
+    load = null;
+    return false;
   }
-  isAsking = false;
 }
 
 // The stage and how far it is, in a box that is there only while something is loaded.

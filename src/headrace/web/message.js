@@ -5,12 +5,15 @@ import { Confidence } from "./confidence.js";
 import { button, copyButton, duration, el } from "./dom.js";
 import { editor, grow, isBeingEdited } from "./edit.js";
 import { figures } from "./figures.js";
+import { shownFiles } from "./files.js";
 import { thumbnails } from "./images.js";
 import { isLoading } from "./loading.js";
 import { loadingOf, others } from "./models.js";
+import { isAway } from "./presence.js";
 import { TextView } from "./text.js";
 import { AnswerView } from "./structured.js";
 import { keepTyped, typed } from "./typed.js";
+import { failing, mending } from "./weight.js";
 
 const NAMES = { user: "You", assistant: "Answer", tool: "Results of tools" };
 
@@ -22,7 +25,7 @@ export class MessageView {
     this.thinking = el("details", { class: "thinking" }, el("summary"), this.reasoning);
     this.calls = el("div", { class: "calls" });
     this.answering = el("div");
-    this.images = el("div", { class: "thumbs" }, ...thumbnails(message.images ?? []));
+    this.images = el("div", { class: "thumbs" }, ...thumbnails(message.images ?? []), ...shownFiles(message.files ?? []));
     this.body = el("div", { class: "body" });
     this.status = el("div", { class: "status" });
     this.foot = el("div", { class: "foot" });
@@ -161,18 +164,19 @@ function regenerateBy(models, act) {
 
 function waiting(message, follower) {
   if (!follower) return [el("span", {}, "Waiting for the server")];
-  const { trouble, queue, prompt, recovering } = follower.status;
+  const { trouble, nextAt, queue, prompt, recovering } = follower.status;
   const silence = Math.floor((Date.now() - follower.heardAt) / 1000);
   const parts = [];
   if (message.stopping) parts.push(el("span", {}, "Stopping"));
   else if (trouble && isLoading()) parts.push(el("span", {}, "Waiting until the server has loaded its model"));
-  else if (trouble) parts.push(el("span", { class: "trouble" }, `${trouble.replace(/\.?$/, ".")} Trying again; what you see is kept.`));
+  else if (trouble && isAway()) parts.push(el("span", {}, "The answer goes on once the server is there"));
+  else if (trouble) parts.push(mending(trouble, nextAt));
   else if (recovering) parts.push(el("span", {}, `The engine is restarting (attempt ${recovering.attempt}); the answer goes on from here.`));
   else if (queue) parts.push(el("span", {}, `Place ${queue.position} of ${queue.waiting} in the queue${queue.eta_ms == null ? "" : `, about ${duration(queue.eta_ms / 1000)}`}`));
   else if (prompt) parts.push(...promptBar(prompt));
   else if (message.timings?.predicted_per_second) parts.push(el("span", {}, rate(message)));
   else parts.push(el("span", {}, loadingOf(message.wanted) || "Waiting for the first token"));
-  if (silence > 5 && !isLoading()) parts.push(el("span", { class: "silence" }, `last sign of life ${silence} s ago`));
+  if (silence > 5 && !isLoading() && !isAway() && !trouble) parts.push(el("span", { class: "silence" }, `last sign of life ${silence} s ago`));
   return parts;
 }
 
@@ -191,7 +195,7 @@ const rate = ({ timings }) => `${timings.predicted_n} tokens · ${timings.predic
 function ended(message) {
   if (message.role !== "assistant") return [];
   const parts = [];
-  if (message.outcome === "failed") parts.push(el("span", { class: "trouble" }, message.error));
+  if (message.outcome === "failed") parts.push(...failing(message));
   if (message.outcome === "stopped") parts.push(el("span", {}, "Stopped"));
   if (message.finish === "length") parts.push(el("span", {}, "Cut at the token limit"));
   if (message.outcome === "edited") parts.push(el("span", {}, "Edited"));

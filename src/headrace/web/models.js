@@ -3,7 +3,7 @@
 import { ask, errorOf } from "./api.js";
 import { el } from "./dom.js";
 
-let models = []; // {id, state, stage, share, takesImages}
+let models = []; // {id, state, stage, share, context, takesImages}
 const STATES = { loaded: "", unloaded: " (not loaded)", loading: " (loading)", failed: " (failed)" };
 
 // Asks the server anew. Returns its error, if it had one.
@@ -11,12 +11,13 @@ export async function loadModels() {
   const response = await ask("/v1/models");
   if (!response.ok) return { status: response.status, ...(await errorOf(response)) };
   const { data } = await response.json();
-  models = data.map(({ id, status, architecture }) => ({
+  models = data.map(({ id, status, architecture, max_model_len: length }) => ({
     id,
     state: status?.failed ? "failed" : status?.value ?? "loaded",
     stage: status?.stage,
     share: status?.progress ?? (status?.bytes_total ? status.bytes_done / status.bytes_total : null),
     // of a model that has not been read yet nobody knows: the server will say
+    context: length,
     takesImages: architecture?.input_modalities?.includes("image") ?? true,
   }));
   return null;
@@ -25,11 +26,31 @@ export async function loadModels() {
 // The model that a conversation speaks to: the one it remembers, else the server's first.
 export const modelOf = (choices) => choices.model || models[0]?.id || "";
 
-// What a loaded model draws by where a request says nothing, by the names of the fields.
-export async function drawnBy(id) {
-  if (models.find((one) => one.id === id)?.state !== "loaded") return {};
+const properties = new Map(); // of loaded models, by their names
+
+async function propertiesOf(id) {
+  if (properties.has(id)) return properties.get(id);
+  if (models.find((one) => one.id === id)?.state !== "loaded") return null;
   const response = await ask(`/props?model=${encodeURIComponent(id)}`);
-  return response.ok ? (await response.json()).default_generation_settings.params : {};
+  if (response.ok) properties.set(id, await response.json());
+  return properties.get(id);
+}
+
+// What a loaded model draws by where a request says nothing, by the names of the fields.
+export const drawnBy = async (id) => (await propertiesOf(id))?.default_generation_settings.params ?? {};
+
+// What is known of a model, for people. A template that speaks of tools or of thoughts shows that
+// the model was trained for them.
+export function knownOf(id) {
+  const model = models.find((one) => one.id === id);
+  if (!model) return null;
+  const { chat_template: template = "", default_generation_settings: settings } = properties.get(id) ?? {};
+  return { id, context: settings?.n_ctx ?? model.context, sees: model.takesImages, calls: /\btools\b/.test(template), thinks: /enable_thinking|<think>/.test(template) };
+}
+
+// Asks for what is not known yet; says whether there is more now.
+export async function learn(id) {
+  return !properties.has(id) && Boolean(await propertiesOf(id).catch(() => null));
 }
 
 // The names of the others, where there are several.

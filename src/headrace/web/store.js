@@ -34,8 +34,15 @@ async function transact(mode, work) {
   });
 }
 
-export const conversations = () => transact("readonly", (all) => all.getAll());
-export const conversation = (id) => transact("readonly", (all) => all.get(id));
+const everything = () => transact("readonly", (all) => all.getAll());
+
+// What is deleted stays for a moment, marked, and is not seen.
+export const conversations = async () => (await everything()).filter(({ deleted }) => !deleted);
+export const deletedConversations = async () => (await everything()).filter(({ deleted }) => deleted);
+export async function conversation(id) {
+  const found = await transact("readonly", (all) => all.get(id));
+  return found?.deleted ? undefined : found;
+}
 export const messagesOf = (id) => transact("readonly", (_, all) => all.index("conversation").getAll(id));
 export const liveMessages = () => transact("readonly", (_, all) => all.index("live").getAll(1));
 
@@ -66,19 +73,26 @@ export async function saveTurn(conversation, turn) {
 }
 
 // Adds what is not here yet. Of a conversation that is, the one that was changed last stays; of a
-// message, the one that has come further.
+// message, the one that has come further. Returns how many conversations were new, and how many
+// gained something.
 export async function merge(found) {
-  const isNewer = (one, old) => one.updated > old.updated;
+  const isNewer = (one, old) => one.updated > old.updated || old.deleted;
+  const [added, changed] = [new Set(), new Set()];
   const isFurther = (one, old) => !old.live && one.conversation === old.conversation && one.text !== old.text && one.text.startsWith(old.text);
   await transact("readwrite", (all, messages) => {
-    for (const one of found.conversations) putOver(all, one, isNewer);
-    for (const one of found.messages) putOver(messages, one, isFurther);
+    for (const one of found.conversations) putOver(all, one, isNewer, (isNew) => (isNew ? added : changed).add(one.id));
+    for (const one of found.messages) putOver(messages, one, isFurther, () => changed.add(one.conversation));
   });
   tell(null);
+  return { numAdded: added.size, numChanged: [...changed].filter((id) => !added.has(id)).length };
 }
 
-function putOver(records, one, isBetter) {
-  records.get(one.id).onsuccess = ({ target: { result: old } }) => (!old || isBetter(one, old)) && records.put({ ...old, ...one });
+function putOver(records, one, isBetter, put) {
+  records.get(one.id).onsuccess = ({ target: { result: old } }) => {
+    if (old && !isBetter(one, old)) return;
+    records.put({ ...old, ...one, deleted: undefined });
+    put(!old);
+  };
 }
 
 export async function removeConversation(id) {

@@ -1,0 +1,28 @@
+// Files that come by paste, by drop or by the button.
+
+const $ = (id) => document.getElementById(id);
+const isOfFiles = ({ dataTransfer }) => dataTransfer?.types.includes("Files");
+
+// `take` is called with the files of each.
+export function listenForFiles(take) {
+  $("attach").addEventListener("click", () => $("given").click());
+  $("given").addEventListener("change", async ({ target }) => {
+    await take(target.files);
+    target.value = "";
+  });
+  $("input").addEventListener("paste", (event) => {
+    if (!event.clipboardData.files.length) return;
+    event.preventDefault();
+    take(event.clipboardData.files);
+  });
+  addEventListener("dragover", (event) => {
+    event.preventDefault();
+    document.body.classList.toggle("dropping", isOfFiles(event));
+  });
+  addEventListener("dragleave", ({ relatedTarget }) => relatedTarget || document.body.classList.remove("dropping"));
+  addEventListener("drop", (event) => {
+    event.preventDefault();
+    document.body.classList.remove("dropping");
+    if (event.dataTransfer.files.length) take(event.dataTransfer.files);
+  });
+}

@@ -1,0 +1,36 @@
+// Whether the server is there: asked now and then, also while nothing runs.
+
+import { el } from "./dom.js";
+import { lookAtLoad } from "./loading.js";
+import { toast } from "./toast.js";
+import { showNotice } from "./weight.js";
+
+const HERE_MS = 15_000; // between two questions
+const AWAY_MS = 4000;
+const $ = (id) => document.getElementById(id);
+let isThere = null; // null: it has not been asked yet
+let nextAt = 0;
+
+export const isAway = () => isThere === false;
+
+// Asks, where it is time or `isUrgent`; then says whether the server has come back.
+export async function lookAtServer(isUrgent = false) {
+  const isDue = isUrgent || Date.now() >= nextAt;
+  if (isDue) nextAt = Infinity; // until it has answered
+  const answered = isDue ? await lookAtLoad() : isThere;
+  const isBack = isAway() && answered;
+  if (isDue) nextAt = Date.now() + (answered ? HERE_MS : AWAY_MS);
+  if (isBack) toast("Reconnected.");
+  if (isThere && !answered) $("news").textContent = "The server cannot be reached.";
+  isThere = answered;
+  showPresence();
+  return isBack;
+}
+
+function showPresence() {
+  const words = isThere === null ? "Connecting" : isThere ? "Connected" : "No connection";
+  if ($("presence").textContent !== words) $("presence").replaceChildren(el("span", { class: `dot ${isThere ? "here" : "away"}` }), words);
+  const seconds = Math.ceil((nextAt - Date.now()) / 1000);
+  const when = seconds > 0 && seconds < 60 ? ` in ${seconds} s` : "";
+  showNotice($("away"), "mends", isAway() ? `The server cannot be reached. Trying again${when}. Nothing is lost meanwhile.` : "", ["Try now", () => dispatchEvent(new Event("online"))]);
+}

@@ -1,0 +1,36 @@
+// Shortcuts of the keyboard, and the list of them.
+
+import { el } from "./dom.js";
+
+// [keys as shown, words, whether an event is of them]; those without are told by whoever has them.
+const isCommand = ({ ctrlKey, metaKey, altKey }) => (ctrlKey || metaKey) && !altKey;
+const SHORTCUTS = {
+  create: [["Ctrl", "Shift", "O"], "New conversation", (event) => isCommand(event) && event.shiftKey && event.code === "KeyO"],
+  search: [["Ctrl", "K"], "Search", (event) => isCommand(event) && !event.shiftKey && event.code === "KeyK"],
+  list: [["Ctrl", "/"], "This list", (event) => isCommand(event) && event.key === "/"],
+  focus: [["Shift", "Escape"], "To the message field", (event) => event.shiftKey && event.key === "Escape"],
+  stop: [["Escape"], "Stop the answer"],
+  edit: [["↑"], "Edit your last message, from an empty field"],
+  send: [["Enter"], "Send"],
+  line: [["Shift", "Enter"], "New line"],
+};
+const isMac = /Mac|iPhone|iPad/.test(navigator.platform);
+const named = (key) => (isMac && key === "Ctrl" ? "⌘" : key);
+
+// `acts`: by name, what each of them does.
+export function listen(acts) {
+  addEventListener("keydown", (event) => {
+    if (event.isComposing || document.querySelector("dialog[open]")) return;
+    for (const [name, act] of Object.entries(acts)) {
+      if (!SHORTCUTS[name][2](event)) continue;
+      event.preventDefault();
+      act();
+    }
+  });
+}
+
+export function showShortcuts(dialog) {
+  const rows = Object.values(SHORTCUTS).map(([keys, words]) => el("div", {}, el("dt", {}, ...keys.map((key) => el("kbd", {}, named(key)))), el("dd", {}, words)));
+  dialog.querySelector("dl").replaceChildren(...rows);
+  dialog.showModal();
+}

@@ -1,0 +1,118 @@
+"""Files in messages: text, code and PDF, with what they cost, and that none is lost."""
+
+import base64
+from pathlib import Path
+
+from selenium.webdriver.common.keys import Keys
+
+from tests.web.page import Page, eventually
+from tests.web.test_choices import SENT, sent
+
+GIVE = """
+const [kind, name, data] = arguments;
+const bytes = Uint8Array.from(atob(data), (char) => char.charCodeAt(0));
+const given = new DataTransfer();
+given.items.add(new File([bytes], name));
+const [Kind, where] =
+  kind === "paste" ? [ClipboardEvent, "clipboardData"] : [DragEvent, "dataTransfer"];
+const event = new Kind(kind, { [where]: given, bubbles: true, cancelable: true });
+document.getElementById("input").dispatchEvent(event);
+"""
+CHIPS = "#attached .chip .name"
+
+
+def give(page: Page, kind: str, name: str, data: bytes) -> None:
+    page.driver.execute_script(GIVE, kind, name, base64.b64encode(data).decode())
+
+
+def make_pdf(*pages: str) -> bytes:
+    """A PDF of one line of text a page."""
+    kids = " ".join(f"{4 + 2 * k} 0 R" for k in range(len(pages)))
+    objects = [
+        "<< /Type /Catalog /Pages 2 0 R >>",
+        f"<< /Type /Pages /Kids [{kids}] /Count {len(pages)} >>",
+        "<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>",
+    ]
+    for k, text in enumerate(pages):
+        drawn = f"BT /F1 12 Tf 40 700 Td ({text}) Tj ET"
+        objects += [
+            "<< /Type /Page /Parent 2 0 R /MediaBox [0 0 600 800]"
+            f" /Resources << /Font << /F1 3 0 R >> >> /Contents {5 + 2 * k} 0 R >>",
+            f"<< /Length {len(drawn)} >>\nstream\n{drawn}\nendstream",
+        ]
+    out = b"%PDF-1.4\n"
+    places = []
+    for number, one in enumerate(objects, 1):
+        places.append(len(out))
+        out += f"{number} 0 obj\n{one}\nendobj\n".encode()
+    table = "".join(f"{place:010} 00000 n \n" for place in places)
+    head = f"xref\n0 {len(places) + 1}\n0000000000 65535 f \n"
+    tail = f"trailer << /Size {len(places) + 1} /Root 1 0 R >>\nstartxref\n{len(out)}\n%%EOF\n"
+    return out + (head + table + tail).encode()
+
+
+def test_files_are_attached_counted_sent_and_kept(page: Page, tmp_path: Path) -> None:
+    page.driver.execute_script(SENT)
+    eventually(lambda: page.texts("#model option"))
+    file = tmp_path / "mill.py"
+    file.write_text("def turn():\n    return '```'\n")
+    page.find("#given").send_keys(str(file))
+    give(page, "paste", "notes.txt", b"a caf\xe9")
+    eventually(lambda: page.texts(CHIPS) == ["mill.py", "notes.txt"])
+    give(page, "drop", "two.pdf", make_pdf("When the water comes", "the wheel turns"))
+    eventually(lambda: "2 pages" in "".join(page.texts("#attached .about .soft")))
+    assert page.texts(CHIPS) == ["mill.py", "notes.txt", "two.pdf"]
+    eventually(lambda: all("tokens" in text for text in page.texts("#attached .about .soft")))
+    assert "2 pages" in page.texts("#attached .about .soft")[2]
+    page.find("#attached [aria-label='Remove notes.txt']").click()
+    page.find("#input").send_keys("Which file?")
+    page.driver.refresh()  # a lost page costs nothing
+    eventually(lambda: page.texts(CHIPS) == ["mill.py", "two.pdf"])
+    eventually(lambda: "of 4,096 tokens" in page.find("#room").text)
+    page.driver.execute_script(SENT)
+    page.find("#input").send_keys(Keys.ENTER)
+    assert page.wait_for_end()["outcome"] == "done"
+    ((said,),) = [body["messages"] for body in sent(page)]
+    code = "File mill.py:\n````py\ndef turn():\n    return '```'\n````"
+    pdf = "File two.pdf (2 pages):\n```\nWhen the water comes\n\nthe wheel turns\n```"
+    assert said == {"role": "user", "content": f"{code}\n\n{pdf}\n\nWhich file?"}
+    page.driver.refresh()
+    eventually(lambda: page.texts(".file .name") == ["mill.py", "two.pdf"])
+    page.find(".file summary").click()
+    eventually(lambda: page.texts(".file pre")[0] == file.read_text())
+    assert page.texts(".message.user .body") == ["Which file?"]
+    assert page.texts(CHIPS) == []
+
+
+def test_a_message_waits_for_the_files_that_are_being_read(page: Page) -> None:
+    page.driver.execute_script(SENT)
+    eventually(lambda: page.texts("#model option"))
+    give(page, "drop", "one.pdf", make_pdf("the wheel turns"))
+    page.find("#input").send_keys("So?", Keys.ENTER)
+    page.wait_for_end()
+    assert "the wheel turns" in sent(page)[0]["messages"][0]["content"]
+    page.find("#new").click()
+    eventually(lambda: not page.texts(".message"))
+    assert page.texts(CHIPS) == []
+
+
+def test_what_is_no_text_is_refused_in_words(page: Page) -> None:
+    eventually(lambda: page.texts("#model option"))
+    give(page, "paste", "tool.exe", b"MZ\x00\x01\x02")
+    wanted = "tool.exe is neither text, PDF nor image. Save it as one of these."
+    eventually(lambda: page.texts("#notice.fails span") == [wanted])
+    give(page, "drop", "bad.pdf", b"%PDF-1.4 and no more")
+    eventually(lambda: page.texts("#notice span") == ["bad.pdf cannot be read as a PDF."])
+    assert page.texts(CHIPS) == []
+
+
+def test_too_much_for_the_context_is_said_before_it_is_sent(page: Page) -> None:
+    eventually(lambda: page.texts("#model option"))
+    give(page, "paste", "long.txt", b"water wheel mill " * 3000)
+    eventually(lambda: "of 4,096 tokens · too much" in page.find("#room").text)
+    page.find("#input").send_keys("So?", Keys.ENTER)
+    refused = page.wait_for_end()
+    assert (refused["outcome"], refused["code"]) == ("failed", "context_length_exceeded")
+    words = "This is more than the model can read at once."
+    eventually(lambda: page.texts(".status .trouble")[0].startswith(words))
+    assert refused["error"] in page.texts(".status .said")

@@ -1,0 +1,96 @@
+"""The list of conversations: its groups, the search in it, and what is taken out of it."""
+
+import json
+import time
+from pathlib import Path
+
+from selenium.webdriver.common.keys import Keys
+
+from tests.web.page import Page, eventually
+from tests.web.test_chat import choose_from
+from tests.web.test_composer import load
+
+GROUPS = """
+const done = arguments[arguments.length - 1];
+import("/web/list.js").then(({ groupOf }) => {
+  const now = new Date(2026, 2, 10, 9).getTime();
+  done(arguments[0].map(([day, hour]) => groupOf(new Date(2026, 2, day, hour).getTime(), now)));
+});
+"""
+SAVED = """
+window.saved = [];
+URL.createObjectURL = (blob) => (blob.text().then((text) => saved.push(text)), "blob:none");
+HTMLAnchorElement.prototype.click = function () { saved.name = this.download; };
+"""
+LONG_AGO = """
+const done = arguments[arguments.length - 1];
+indexedDB.open("headrace").onsuccess = ({target: {result: database}}) => {
+  const all = database.transaction("conversations", "readwrite");
+  all.oncomplete = () => { database.close(); done(); };
+  const records = all.objectStore("conversations");
+  records.openCursor().onsuccess = ({target: {result: cursor}}) =>
+    cursor.update({ ...cursor.value, deleted: 1 });
+};
+"""
+FOUND = """
+const found = [...(CSS.highlights.get("found") ?? [])];
+const { top } = found[0]?.getBoundingClientRect() ?? {};
+return [found.map(String), top > 0 && top < innerHeight];
+"""
+
+
+def test_days_are_named_as_people_name_them(page: Page) -> None:
+    days = [[10, 0], [9, 23], [9, 0], [8, 23], [3, 0], [2, 23], [-22, 12]]
+    names = ["Today", "Yesterday", "Yesterday", "Last 7 days", "Last 7 days", "Last 30 days"]
+    assert page.driver.execute_async_script(GROUPS, days) == [*names, "February 2026"]
+
+
+def test_the_list_is_grouped(page: Page, tmp_path: Path) -> None:
+    now = 1000 * int(time.time())
+    load(page, tmp_path, {"title": "Old"}, {"title": "New", "updated": now})
+    eventually(lambda: page.texts("#list .name") == ["New", "Old"])
+    assert page.texts("#list h3") == ["Today", "January 1970"]
+
+
+def test_what_is_found_is_marked_at_its_place(page: Page, tmp_path: Path) -> None:
+    text = "a mill\n\n" * 80 + "then a Banana, and\n\n" + "a mill\n\n" * 80
+    load(page, tmp_path, {"title": "Fruit"}, {"title": "Mills"}, text=text)
+    eventually(lambda: len(page.texts("#list .name")) == 2)
+    page.find("#search").send_keys("banana")
+    eventually(lambda: page.texts("#list mark") == ["Banana"] * 2)
+    assert "then a Banana, and" in page.texts("#list .piece-found")[0]
+    page.find("#search").send_keys(Keys.ARROW_DOWN)
+    page.driver.switch_to.active_element.send_keys(Keys.ENTER)
+    eventually(lambda: page.driver.execute_script(FOUND) == [["Banana"], True])
+    page.find("#search").send_keys(Keys.ESCAPE)
+    eventually(lambda: page.driver.execute_script(FOUND)[0] == [])
+    eventually(lambda: page.texts("#list mark") == [])
+
+
+def test_a_conversation_is_exported_and_known_again(page: Page, tmp_path: Path) -> None:
+    load(page, tmp_path, {"title": "On Fruit!"}, text="a **banana**")
+    eventually(lambda: page.texts("#list .name"))
+    page.driver.execute_script(SAVED)
+    choose_from(page, "#list .more", "Export as Markdown")
+    saved = "return window.saved"
+    eventually(lambda: len(page.driver.execute_script(saved)) == 1)
+    assert page.driver.execute_script("return saved.name") == "on-fruit.md"
+    choose_from(page, "#list .more", "Export as JSON")
+    eventually(lambda: len(page.driver.execute_script(saved)) == 2)
+    markdown, whole = page.driver.execute_script(saved)
+    assert markdown == "# On Fruit!\n\n## Answer\n\na **banana**\n"
+    (conversation,) = json.loads(whole)["conversations"]
+    load(page, tmp_path, conversation, text="a **banana**")
+    eventually(lambda: page.texts(".toast span") == ["Imported: 1 here already."])
+
+
+def test_what_is_deleted_goes_though_the_page_is_lost(page: Page, tmp_path: Path) -> None:
+    load(page, tmp_path, {"title": "Fruit"})
+    eventually(lambda: page.texts("#list .name"))
+    choose_from(page, "#list .more", "Delete")
+    eventually(lambda: page.texts(".toast span") == ["Deleted “Fruit”."])
+    page.open()
+    assert page.texts("#list .name") == [] and len(page.stored()) == 1
+    page.driver.execute_async_script(LONG_AGO)
+    page.driver.refresh()
+    eventually(lambda: page.stored() == [])
