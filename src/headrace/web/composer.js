@@ -119,10 +119,9 @@ function chip(file) {
   return el("span", { class: `chip ${file.kind}` }, face, about(file.name, figures), button(icon("close"), remove, { class: "plain", "aria-label": `Remove ${file.name}` }));
 }
 
-// A file's tokens, once they have been counted.
-export function setTokens(file, num) {
-  if (file.num === num) return;
-  file.num = num;
+// A file's tokens, once they have been counted for a model.
+export function setTokens(file, num, model) {
+  Object.assign(file, { num, countedBy: model });
   for (const name of files.keys()) if (attached(name).includes(file)) setFiles(name, attached(name));
 }
 

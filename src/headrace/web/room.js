@@ -26,9 +26,9 @@ async function countNow(box, { model, context, messages, files }) {
   const isShort = !files.length && JSON.stringify(messages).length < FROM * context; // a token has a character at least
   if (!messages.length || !model || isShort) return void (box.hidden = true);
   for (const file of files) {
-    if (file.kind !== "text" || file.num) continue;
+    if (file.kind !== "text" || file.countedBy === model) continue;
     const counted = await count(model, { content: asText(file) });
-    if (counted) setTokens(file, counted.count);
+    if (counted) setTokens(file, counted.count, model);
   }
   const counted = await count(model, { messages });
   if (own !== number) return;
