@@ -10,6 +10,7 @@ const field = document.getElementById("input");
 const strip = document.getElementById("attached");
 const files = new Map(); // by the name of the draft
 const reading = new Set(); // {draft, label, read}
+const shownFigures = new WeakMap(); // by file
 let shown = ""; // the name of the draft in the field
 let changed = () => {};
 
@@ -103,11 +104,12 @@ function fill(text) {
 
 function showFiles() {
   strip.hidden = !attached().length && !readNow().length;
-  strip.replaceChildren(...attached().map(chip), ...readNow().map(({ label }) => el("span", { class: "chip" }, icon("file"), about(label, "Reading"))));
+  strip.replaceChildren(...attached().map(chip), ...readNow().map(({ label }) => el("span", { class: "chip" }, icon("file"), about(label, el("span", { class: "soft" }, "Reading")))));
   changed();
 }
 
-const about = (name, words) => el("span", { class: "about" }, el("span", { class: "name" }, name), el("span", { class: "soft" }, words));
+const about = (name, figures) => el("span", { class: "about" }, el("span", { class: "name" }, name), figures);
+const figuresOf = (file) => (file.num ? `${sizeOf(file)}, ${file.num.toLocaleString("en")} tokens` : sizeOf(file));
 
 function chip(file) {
   const remove = () => {
@@ -115,14 +117,16 @@ function chip(file) {
     field.focus();
   };
   const face = file.kind === "image" ? el("img", { src: file.url, alt: "" }) : icon("file");
-  const figures = file.num ? `${sizeOf(file)}, ${file.num.toLocaleString("en")} tokens` : sizeOf(file);
+  const figures = el("span", { class: "soft" }, figuresOf(file));
+  shownFigures.set(file, figures);
   return el("span", { class: `chip ${file.kind}` }, face, about(file.name, figures), button(icon("close"), remove, { class: "plain", "aria-label": `Remove ${file.name}` }));
 }
 
 // A file's tokens, once they have been counted for a model.
 export function setTokens(file, num, model) {
   Object.assign(file, { num, countedBy: model });
-  for (const name of files.keys()) if (attached(name).includes(file)) setFiles(name, attached(name));
+  for (const name of files.keys()) if (attached(name).includes(file)) keepFiles(name, attached(name)).catch(() => {});
+  if (shownFigures.has(file)) shownFigures.get(file).textContent = figuresOf(file);
 }
 
 // As high as its text; the style sheet has the limit.
