@@ -42,7 +42,8 @@ export class ConversationList {
       entry.show(one, { isCurrent: one.id === current, isLive: isLive(one.id), piece: this.found?.get(one.id)?.piece });
       if (this.found && !this.found.has(one.id)) continue;
       const name = groupOf(one.updated);
-      groups.set(name, [...(groups.get(name) ?? []), entry.node]);
+      if (!groups.has(name)) groups.set(name, []);
+      groups.get(name).push(entry.node);
     }
     fill(this.root, [...groups].map(([name, nodes]) => this.section(name, nodes)));
     if (!groups.size) this.root.replaceChildren(el("p", { class: "soft" }, this.found ? "Nothing has these words." : "Your conversations will stand here. They stay in this browser."));
