@@ -13,7 +13,9 @@ EXPORTED = """
 const done = arguments[arguments.length - 1];
 const create = URL.createObjectURL;
 URL.createObjectURL = (blob) => (blob.text().then(done), URL.createObjectURL = create, "#");
-document.getElementById("export").click();
+document.getElementById("others").click();
+const items = [...document.querySelectorAll("[role=menuitem]")];
+items.find(({ textContent }) => textContent === "Export all").click();
 """
 
 

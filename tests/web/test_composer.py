@@ -93,7 +93,8 @@ def test_a_file_that_comes_again_is_merged(page: Page, tmp_path: Path) -> None:
     eventually(lambda: page.texts(".message .body") == ["a ban"])
     load(page, tmp_path, {"title": "Old", "updated": 0}, {"title": "New", "updated": 2}, text="a")
     eventually(lambda: page.texts("#list .name") == ["New", "Fruit"])
-    assert page.texts(".toast span") == ["Imported: 1 brought up to date, 1 here already."]
+    told = "Imported: 1 brought up to date, 1 here already."
+    eventually(lambda: page.texts(".toast span")[-1:] == [told])
     load(page, tmp_path, {"title": "Fruit"}, text="a banana")
     eventually(lambda: "a banana" in [one["text"] for one in page.stored()])
     assert sorted(one["text"] for one in page.stored()) == ["a ban", "a banana"]
