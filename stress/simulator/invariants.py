@@ -262,8 +262,11 @@ class Invariants:
         waiting = [s for s in before.waiting if s not in before.suspects]
         heads = {s.client: s for s in sorted(waiting, key=by_key, reverse=True)}
         table, memory = self._table, self._scheduler.memory
+        joined = [s for s in table.waiting if s not in before.waiting]  # their leader was cancelled
         for head in heads.values():
             if head.id in begun or not memory.has_slot or self._is_reading(head, before):
+                continue
+            if any(s.client == head.client and s.key < head.key for s in joined):
                 continue
             if not memory.can_reserve(table.match(head), head.num_tokens, len(table.running)):
                 continue

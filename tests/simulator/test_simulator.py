@@ -41,3 +41,8 @@ def test_nobody_starts_in_the_plan_of_a_preemption_while_a_suspect_is_read(seed:
 def test_a_head_that_waits_for_its_turn_to_read_may_be_passed() -> None:
     """The turn came free in the very plan that had passed it."""
     run_seed(108711)
+
+
+def test_a_sibling_whose_leader_was_cancelled_is_the_head_of_its_line() -> None:
+    """It has come into line in the very plan, before one of its client that had waited longer."""
+    run_seed(339323)
