@@ -20,6 +20,7 @@ axe.run(document).then(({violations}) => done(violations.map(({id, nodes}) =>
 EVERYTHING = (
     "# Title\n\nSome *text*, `code`, [a link](https://e.example/), ~~no~~.\n\n- one\n  1. two\n\n"
     "> said\n\n```py\nx = 'a' # why\nreturn 12\n```\n\n| a | b |\n|---|--:|\n| 1 | 2 |\n\n---\nend"
+    "[^1]\n\n- [ ] to do\n- [x] done\n\nOf $x^2$:\n\n$$\ny\n$$\n\n[^1]: a note"
 )
 
 
