@@ -18,6 +18,8 @@ CALL = {
     "function": {"name": "get_weather", "arguments": '{"city": "Oslo"}'},
 }
 
+AGAIN = "[aria-label='Regenerate with another model']"
+
 
 @pytest.fixture
 def replayed(page: Page) -> Iterator[tuple[Page, Replay]]:
@@ -72,14 +74,15 @@ def test_what_only_begins_like_data_is_text(replayed: tuple[Page, Replay]) -> No
 
 def test_an_answer_is_made_anew_by_another_model(replayed: tuple[Page, Replay]) -> None:
     page, replay = replayed
-    assert not page.texts(".menu")
+    assert not page.texts(AGAIN)
     replay.models = ["ann", "bob"]
     page.driver.refresh()
     eventually(lambda: page.texts("#model option") == ["ann", "bob"])
     answer(replayed, "It is so.")
-    eventually(lambda: page.texts(".menu button") == ["bob"])
-    page.find(".menu summary").click()
-    click(page, ".menu", "bob")
+    eventually(lambda: page.texts(AGAIN))
+    page.find(AGAIN).click()
+    assert page.texts(".popup button") == ["bob"]
+    click(page, ".popup", "bob")
     eventually(lambda: len(page.answers()) == 2)
     page.wait_for_end()
     assert [body["model"] for body in replay.asked] == ["ann", "bob"]

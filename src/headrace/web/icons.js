@@ -16,6 +16,7 @@ const PATHS = {
   send: "M12 19V5M6 11l6-6l6 6",
   stop: "M7.5 7.5h9v9h-9z",
   clip: "M20 11.5l-8 8a5 5 0 0 1-7.1-7.1l8.3-8.3a3.4 3.4 0 0 1 4.8 4.8l-8.2 8.2a1.7 1.7 0 0 1-2.4-2.4l7.4-7.4",
+  again: "M20 11a8 8 0 1 0-2.3 5.7M20 4v7h-7",
   file: "M6 3h8l5 5v13H6zM14 3v5h5",
 };
 const NAMESPACE = "http://www.w3.org/2000/svg";

@@ -8,6 +8,7 @@ import { figures } from "./figures.js";
 import { shownFiles } from "./files.js";
 import { thumbnails } from "./images.js";
 import { isLoading } from "./loading.js";
+import { openMenu } from "./menu.js";
 import { loadingOf, others } from "./models.js";
 import { isAway } from "./presence.js";
 import { TextView } from "./text.js";
@@ -129,6 +130,7 @@ export class MessageView {
 
   // The message becomes a field in its place, which is returned.
   edit() {
+    if (this.form) return this.form.querySelector("textarea");
     const { message, acts } = this;
     const take = message.role === "user" ? acts.edit : acts.amend;
     const [form, field] = editor(message, (text) => take(message, text), () => this.close());
@@ -155,11 +157,12 @@ function thought({ text, live, thoughtMs }) {
 // Where an answer was broken off, or changed by hand.
 const canGoOn = ({ text, calls, outcome, finish }) => Boolean(text) && !calls.length && (outcome !== "done" || finish === "length");
 
-// A menu of models, where there are others.
+// Opens a menu of models, where there are others.
 function regenerateBy(models, act) {
   if (!models.length) return null;
-  const title = el("summary", { "aria-label": "Regenerate with another model", title: "Regenerate with another model" }, "▾");
-  return el("details", { class: "menu" }, title, el("div", {}, ...models.map((id) => button(id, () => act(id)))));
+  const words = "Regenerate with another model";
+  const made = button("▾", () => openMenu(made, models.map((id) => ["again", id, () => act(id)])), { "aria-label": words, title: words, "aria-haspopup": "menu" });
+  return made;
 }
 
 function waiting(message, follower) {
