@@ -1,6 +1,8 @@
 """Takes the pictures of the page in docs/images, from a real server with headrace-mini."""
 
+import json
 import re
+import tempfile
 import time
 from pathlib import Path
 
@@ -10,6 +12,28 @@ from tests.web.test_files import give, make_pdf
 
 MANY = re.compile(r"had \d{3,} prompt tokens")
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
+
+TEXT = r"""A headrace carries water from the *weir* to the wheel, whose power[^1] is
+
+$$
+P = \eta \, \rho \, g \, Q \, h
+$$
+
+```python
+def power(flow: float, head: float, losses: float = 0.2) -> float:
+    return 1000 * 9.81 * flow * head * (1 - losses)  # in watts
+```
+
+| Head | Flow | Power |
+|:-----|-----:|------:|
+| 2.0 m | 0.3 m³/s | 4.7 kW |
+| 2.5 m | 0.5 m³/s | 9.8 kW |
+
+- [x] Measure the head
+- [ ] Measure the flow
+
+[^1]: Without what the gears lose.
+"""
 
 
 def main() -> None:
@@ -52,9 +76,29 @@ def main() -> None:
         eventually(lambda: MANY.search(page.find("#steps-text").text))
         time.sleep(0.5)
         driver.save_screenshot(str(IMAGES / "dashboard.png"))
+        take_answer(page)
     finally:
         driver.quit()
         server.stop()
+
+
+def take_answer(page: Page) -> None:
+    """An answer with what Markdown has, imported."""
+    asked = {"id": "a", "conversation": "c", "role": "user", "text": "How strong is a mill?"}
+    told = {"id": "b", "conversation": "c", "parent": "a", "text": TEXT, "created": 1}
+    told |= {"role": "assistant", "reasoning": "Head and flow decide."}
+    conversation = {"id": "c", "title": asked["text"], "leaf": "b", "updated": time.time() * 1000}
+    set_scheme(page, "light", 1100, 1000)
+    page.open()
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump({"conversations": [conversation], "messages": [asked, told]}, file)
+        file.flush()
+        page.find("#file").send_keys(file.name)
+        eventually(lambda: asked["text"] in page.texts("#list li button"))
+    page.find("#list button").click()
+    eventually(lambda: page.texts("math"))
+    eventually(lambda: not page.texts(".toast"))
+    page.driver.save_screenshot(str(IMAGES / "answer.png"))
 
 
 def set_scheme(page: Page, scheme: str, width: int, height: int) -> None:
