@@ -170,8 +170,12 @@ test-gguf: $(READY_TEST)
 
 WEB := build/web-venv
 AXE := $(WEB)/node_modules/axe-core/axe.min.js
-test-web: $(READY_TEST) $(WEB)/ready $(AXE)
-	timeout 900 $(WEB)/bin/python -m pytest -p no:cacheprovider --confcutdir tests/web --timeout 150 tests/web $(ARGS)
+test-web: $(READY_TEST) $(WEB)/ready $(AXE) $(if $(filter firefox,$(BROWSER)),$(WEB)/firefox)
+	BROWSER=$(BROWSER) timeout 900 $(WEB)/bin/python -m pytest -p no:cacheprovider --confcutdir tests/web --timeout 150 tests/web $(ARGS)
+
+$(WEB)/firefox: | $(WEB)/ready
+	command -v firefox-esr || (apt-get update -q && apt-get install -y -q --no-install-recommends firefox-esr)
+	touch $@
 
 screenshots: $(READY) $(WEB)/ready
 	$(WEB)/bin/python -m tests.web.screenshots

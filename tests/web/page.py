@@ -1,6 +1,7 @@
-"""The page in a headless Chromium, as a person uses it."""
+"""The page in a headless browser, as a person uses it."""
 
 import contextlib
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
+from tests.web.firefox import Firefox
 from tests.web.server import Server
 
 STORED = """
@@ -41,7 +43,10 @@ def eventually(condition: Callable[[], Any], within_s: float = 30.0) -> Any:
     return found
 
 
-def new_driver(width: int = 1200, height: int = 800) -> webdriver.Chrome:
+def new_driver(width: int = 1200, height: int = 800) -> webdriver.Remote:
+    """Chromium, or Firefox if BROWSER says so."""
+    if os.environ.get("BROWSER") == "firefox":
+        return Firefox(width, height)
     options = webdriver.ChromeOptions()
     options.binary_location = "/usr/bin/chromium"
     for flag in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"):
