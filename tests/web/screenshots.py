@@ -47,9 +47,10 @@ def main() -> None:
         driver.save_screenshot(str(IMAGES / "chat-start.png"))
         give(page, "paste", "mill.py", b"def turn(wheel):\n    return wheel + 1\n")
         give(page, "paste", "paper.pdf", make_pdf("When the water comes", "the wheel turns"))
-        eventually(lambda: "left" in page.find("#room").text)
+        eventually(lambda: "".join(page.texts("#attached .about")).count("tokens") == 2)
         set_scheme(page, "dark", 390, 800)
         page.find("#input").send_keys("What do these two say?")
+        time.sleep(2)  # of counting
         driver.save_screenshot(str(IMAGES / "chat-files.png"))
         page.find("#input").clear()
         for _ in range(2):
