@@ -24,7 +24,7 @@ export function countSoon(box, next) {
 async function countNow(box, { model, context, messages, files }) {
   const own = ++number;
   const isShort = !files.length && JSON.stringify(messages).length < FROM * context; // a token has a character at least
-  if (!messages.length || !model || isShort) return void (box.hidden = true);
+  if (!context || !messages.length || isShort) return void (box.hidden = true); // a model that is not known yet is not loaded for this
   for (const file of files) {
     if (file.kind !== "text" || file.countedBy === model) continue;
     const counted = await count(model, { content: asText(file) });
