@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,12 +14,15 @@ from gguf.quants import dequantize
 from headrace.checkpoints.find import find_model
 from headrace.runner.runner import Runner
 from headrace.text.tokenizer import Tokenizer
-from tests.drive import tiny_runner
-from tests.trained.conftest import TEXT
+from tests.drive import row_logits, tiny_runner
+from tests.trained.conftest import PROMPTS, TEXT
 from tests.trained.llama_cpp import mean_logprob
 from tests.trained.test_perplexity import of_runner
+from tools.harness.llama_server import drawn, greedy, llama_server
 
 pytestmark = pytest.mark.timeout(1500)  # seconds, on cores that others use too
+NUM_TOKENS = 64
+ENDS = ("<|im_end|>", "<|endoftext|>", "<eos>", "<end_of_turn>")
 
 
 class Case(NamedTuple):
@@ -97,3 +101,34 @@ def test_a_file_has_llama_cpps_perplexity(
     print(f"{case.name}, {quantize}: {ours:.4f} ({100 * lost:+.3f} % to float32),", end=" ")
     print(f"llama.cpp {by_file:.4f} ({100 * (by_file / exactly - 1):+.3f} %); {100 * share:+.3f} %")
     assert abs(lost) < 5e-3 and -1e-2 < share < 5e-3
+
+
+def test_in_float32_twenty_texts_part_only_where_two_tokens_are_as_good(
+    case: Case, exact: Runner
+) -> None:
+    tokenizer = Tokenizer.load(find_model(str(case.file)))
+    prompts = [list(tokenizer.encode(prompt, True)) for prompt in PROMPTS]
+    ends = [ids[0] for ids in (tokenizer.encode(end, False) for end in ENDS) if len(ids) == 1]
+    num_same = 0
+    with (
+        llama_server(case.unpacked, threads=2, streams=4, positions=256) as url,
+        ThreadPoolExecutor(4) as pool,
+    ):
+        texts = pool.map(lambda prompt: greedy(url, prompt, NUM_TOKENS), prompts)
+        for words, prompt, text in zip(PROMPTS, prompts, texts, strict=True):
+            # our text is the same up to the first place where another token is our best
+            shares = row_logits(exact, prompt + text[:-1])[len(prompt) - 1 :].log_softmax(-1)
+            shares[:, ends] = -math.inf  # a text goes on behind them
+            best = shares.argmax(-1).tolist()
+            if best == text:
+                num_same += 1
+                continue
+            place = next(n for n in range(NUM_TOKENS) if best[n] != text[n])
+            row = drawn(url, prompt + text[:place], n_probs=8)["top_logprobs"]
+            theirs = {one["id"]: one["logprob"] for one in row}
+            gap = float(shares[place, best[place]] - shares[place, text[place]])
+            their_gap = theirs[text[place]] - theirs.get(best[place], -math.inf)
+            print(f"{words!r} parts at {place}: {gap:.4f} nat, {their_gap:.4f} by llama.cpp")
+            assert max(gap, their_gap) < 0.1
+    print(case.name, "same to the end:", num_same, "of", len(PROMPTS))
+    assert num_same >= len(PROMPTS) - 4

@@ -1,5 +1,6 @@
 """Greedy texts of a trained model: transformers' own, and the same however they were computed."""
 
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +9,15 @@ import pytest
 import torch
 
 from headrace.checkpoints.find import find_model
-from headrace.config.settings import SchedulerConfig
+from headrace.config.settings import ModelConfig, SchedulerConfig
+from headrace.core.ids import SequenceId, StreamId
+from headrace.core.messages import NewSequence, Submit
+from headrace.core.sampling import Sampling
+from headrace.engine.load import load
 from headrace.runner.runner import Runner
 from headrace.text.tokenizer import Tokenizer
 from tests.drive import Drive, assert_greedy, generate, tiny_runner
+from tests.equality.test_pressure import RealEngine
 from tests.trained.conftest import ROOT, TEXT
 from tools.harness.servers import running_server
 from tools.harness.sse import data_of
@@ -75,6 +81,40 @@ def test_a_text_is_the_same_alone_in_a_batch_and_in_chunks(
     drive.step(*((number, 0, len(prompt)) for number, prompt in enumerate(prompts)))
     drive.decode(range(len(prompts)), 39)
     assert [drive.tokens[n][len(prompt) :] for n, prompt in enumerate(prompts)] == alone
+
+
+def engine_with(file: Path, prompts: list[list[int]], num_blocks: int) -> RealEngine:
+    """Greedy texts of 100 tokens, side by side in so many blocks of 32 positions."""
+    config = ModelConfig(
+        model=str(find_model(str(file))),
+        device="cpu",
+        threads=1,
+        max_model_len=160,
+        block_size=32,
+        kv_cache_memory_bytes=num_blocks * 32 * 30 * 2 * 3 * 64 * 2,  # layers, heads, bfloat16
+        scheduler=SchedulerConfig(max_num_seqs=8),
+    )
+    runner, scheduler, *_ = load(config)
+    engine = RealEngine(scheduler, runner, seconds=0.01)
+    sampling = Sampling(temperature=0, max_tokens=100, ignore_eos=True)
+    for number, prompt in enumerate(prompts):
+        packed = (array("i", prompt).tobytes(),)
+        sequence = NewSequence(SequenceId(number), 0, 0)
+        engine.add(Submit(StreamId(str(number)), packed, (sequence,), sampling, arrival=0.0))
+    engine.run()
+    return engine
+
+
+def test_a_preempted_text_is_the_undisturbed_one(
+    smollm2_file: Path, prompts: list[list[int]]
+) -> None:
+    """Eight of up to four blocks each, in six."""
+    eight = prompts + [prompt[1:] for prompt in prompts]
+    calm = engine_with(smollm2_file, eight, num_blocks=40)
+    pressed = engine_with(smollm2_file, eight, num_blocks=6)
+    print("preempted:", sum(pressed.num_begun.values()) - len(eight))
+    assert sum(pressed.num_begun.values()) > len(eight) == sum(calm.num_begun.values())
+    assert pressed.tokens == calm.tokens and set(map(len, calm.tokens.values())) == {100}
 
 
 def test_a_killed_engine_changes_no_word(smollm2_file: Path) -> None:

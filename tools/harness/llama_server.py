@@ -29,9 +29,6 @@ params.n_batch = given["batch"]
 params.n_ubatch = min(params.n_ubatch, given["batch"])
 params.cpuparams.n_threads = params.cpuparams_batch.n_threads = given["threads"]
 params.warmup = True
-if given["guesses"]:
-    by_lookup = xllamacpp.common_speculative_type.COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE
-    params.speculative.types = [by_lookup]
 server = xllamacpp.Server(params)
 print(xllamacpp.get_system_info(), server.listening_address, flush=True)
 signal.pause()
@@ -40,28 +37,21 @@ signal.pause()
 
 @contextlib.contextmanager
 def llama_server(
-    model: Path,
-    threads: int = 1,
-    streams: int = 1,
-    positions: int = 1024,
-    batch: int = 2048,
-    guesses: bool = False,
+    model: Path, threads: int = 1, streams: int = 1, positions: int = 1024, batch: int = 2048
 ) -> Iterator[str]:
     """The URL of a server with that many places for streams, of so many positions each.
 
-    `batch`: the most tokens of a step; llama-server's own default is 2,048. `guesses`: by its
-    n-gram look-up, as it is set by default.
+    `batch`: the most tokens of a step; llama-server's own default is 2,048.
     """
     url = f"http://127.0.0.1:{(port := free_port())}"
     program = os.environ.get("LLAMA_SERVER")
     if program:
         sizes = {"-m": model, "--host": "127.0.0.1", "--port": port, "-t": threads, "-np": streams}
         sizes |= {"-c": positions * streams, "-b": batch, "-ub": min(512, batch)}
-        sizes |= {"--spec-type": "ngram-simple"} if guesses else {}
         command = [program, *(str(part) for pair in sizes.items() for part in pair)]
     else:
         given = {"model": str(model), "port": port, "threads": threads, "streams": streams}
-        given |= {"positions": positions, "batch": batch, "guesses": guesses}
+        given |= {"positions": positions, "batch": batch}
         command = [sys.executable, "-c", _SERVE, json.dumps(given)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     lines: list[str] = []
