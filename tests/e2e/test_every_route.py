@@ -20,6 +20,8 @@ DRAWING: dict[str, dict[str, Any]] = {
     "/completions": {"prompt": "one", "n_predict": 2},
     "/v1/messages": TALK | SHORT,
     "/v1/responses": {"input": "one", "max_output_tokens": 2},
+    "/api/chat": TALK | {"options": {"num_predict": 2}, "stream": False},
+    "/api/generate": {"prompt": "one", "options": {"num_predict": 2}, "stream": False},
     "/infill": {"input_prefix": "one", "input_suffix": "two", "n_predict": 2},
 }
 """Routes that draw tokens, with a body for each."""

@@ -1,6 +1,7 @@
 """Streams found again over real HTTP: by event, by byte, after cuts, stops and kills."""
 
 import contextlib
+import json
 import os
 import resource
 import signal
@@ -95,6 +96,29 @@ def test_every_frame_is_a_place_to_resume_from(url: str) -> None:
     for number, cursor in enumerate(ids[:-1]):
         rest = httpx.get(events_url, headers={"Last-Event-ID": cursor})
         assert rest.text.split("\n\n")[:-1] == frames[number + 1 :]
+
+
+@pytest.mark.parametrize("route", ["/api/chat", "/api/generate"])
+def test_every_byte_and_line_of_ollamas_answers_is_a_place_to_resume_from(
+    url: str, route: str
+) -> None:
+    asked = {"messages": [{"role": "user", "content": "one"}], "prompt": "one"}
+    asked.pop("prompt" if route == "/api/chat" else "messages")
+    model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
+    body = asked | {"model": model, "options": {"num_predict": 4}}
+    answer = httpx.post(f"{url}{route}", json=body, headers=names(route), timeout=60)
+    whole = answer.content
+    for number in range(0, len(whole) + 1, 37):
+        params = {"conv_id": route, "from": number}
+        assert httpx.get(f"{url}/v1/stream", params=params).content == whole[number:]
+    lines = whole.splitlines(keepends=True)
+    events_url = f"{url}/v1/streams/{answer.headers['x-stream-id']}/events?view=wire"
+    for number, line in enumerate(lines[:-1]):
+        rest = httpx.get(f"{events_url}&after={json.loads(line)['id']}")
+        assert rest.headers["content-type"] == "application/x-ndjson"
+        assert rest.content == b"".join(lines[number + 1 :])
+    durable = httpx.get(f"{url}/v1/durable/{answer.headers['x-stream-id']}?offset=-1")
+    assert durable.json()[-1]["kind"] == "finish"
 
 
 @pytest.mark.parametrize("cursor", ["x", "-1", "99999", "cmpl-other:1", "1.x", "1e3"])

@@ -9,6 +9,7 @@ from headrace.core.errors import RequestError
 from headrace.core.request import Ids, Prompt
 from headrace.gateway import openapi, routes
 from headrace.protocols.fields.common import COMMON, TokenIds
+from headrace.protocols.framing import SSE
 from headrace.protocols.openai import chat as openai_chat
 from tests.gateway.builders import parsed
 
@@ -19,6 +20,7 @@ class Toy(SimpleNamespace):
     """As much of a dialect as is looked at before a request is made."""
 
     SUMMARY, REQUIRED, KEYS, ERRORS = "Toy", ("text",), ("text",), ERRORS
+    FRAMING = SSE
     TABLE = {"text": TokenIds(), **COMMON}
     IN_PROMPTS = frozenset({"text"})
 

@@ -160,7 +160,8 @@ class AnswerSoFar:
 class Rendering(Protocol):
     """The rendering of a live answer."""
 
-    media_type: str
+    @property
+    def media_type(self) -> str: ...
 
     def render(self, event: AnyEvent) -> list[bytes]:
         """Data that the event adds."""
@@ -168,17 +169,15 @@ class Rendering(Protocol):
     async def whole(self) -> bytes:
         """Data that follows the last event."""
 
-    def idle(self) -> bytes:
-        """A sign of life that adds nothing."""
+    def idle(self, form: str) -> bytes:
+        """A sign of life that adds nothing, as data or comment."""
 
     def failure(self, error: RequestError) -> bytes:
         """The end of an answer that cannot be rendered further."""
 
 
 class LiveFrames(WireFrames):
-    """Server-sent events of the request's own dialect."""
-
-    media_type = "text/event-stream"
+    """Frames of the request's own dialect."""
 
     async def whole(self) -> bytes:
         return b""
@@ -199,7 +198,7 @@ class LiveBody:
     async def whole(self) -> bytes:
         return await self._answer.body()
 
-    def idle(self) -> bytes:
+    def idle(self, form: str) -> bytes:
         return b"\n"
 
     def failure(self, error: RequestError) -> bytes:
@@ -288,9 +287,9 @@ class LiveAnswer:
                 self._stream.beat("sign", self.pace.sign_s)
                 self._sign_at = clock()
             elif clock() >= self._data_at + self.pace.heartbeat_s:
-                await self._sign(send, "data", self._rendering.idle())
+                await self._sign(send, "data")
             elif clock() >= self._byte_at + self.pace.ping_s:
-                await self._sign(send, "comment", PING)
+                await self._sign(send, "comment")
 
     def _due(self) -> float:
         return min(
@@ -299,7 +298,7 @@ class LiveAnswer:
             self._sign_at + self.pace.sign_s,
         )
 
-    async def _sign(self, send: Send, form: str, frame: bytes) -> None:
+    async def _sign(self, send: Send, form: str) -> None:
         is_data = form == "data"
         if self.pace.is_logged:
             if not self._writing.locked():  # else the client has yet to take what there is
@@ -307,7 +306,7 @@ class LiveAnswer:
                 self._stream.beat(form, interval_s)  # it comes back as an event
             self._note(is_data)
         else:
-            await self._write(send, frame, is_data)
+            await self._write(send, self._rendering.idle(form), is_data)
 
     async def _write(self, send: Send, frame: bytes, is_data: bool = True) -> None:
         async with self._writing:

@@ -20,7 +20,8 @@ from starlette.websockets import WebSocket
 from headrace.core.errors import RequestError
 from headrace.core.log_context import begin_request, log_request
 from headrace.metrics.metrics import ServerFigures
-from headrace.protocols.dialect import ErrorFormat, dialect_of, encode, spoken_at
+from headrace.protocols.dialect import BELOW, ErrorFormat, dialect_of, encode, spoken_at
+from headrace.protocols.framing import LINES, SSE
 from headrace.protocols.openai import chunks as openai
 from headrace.streams.events import Error
 from headrace.streams.log import LogGone
@@ -81,9 +82,18 @@ async def no_such_route(request: Request, error: Exception) -> Response:
         response = refuse(refusal, request.url.path, request_id_of(request.scope))
         response.headers["Allow"] = allowed
         return response
-    message = "There is no such route; /openapi.json lists those there are."
+    message = f"There is no such route; {_instead(request)}."
     refusal = RequestError("route_not_found", message)
     return refuse(refusal, request.url.path, request_id_of(request.scope))
+
+
+def _instead(request: Request) -> str:
+    """The routes there are, where a path shows which API its client speaks."""
+    root = "/" + request.url.path.split("/")[1]
+    if root not in BELOW:
+        return "/openapi.json lists those there are"
+    found = {route.path for route in request.app.routes if route.path.startswith(f"{root}/")}
+    return f"below {root} there is {', '.join(sorted(found))}"
 
 
 async def no_socket(socket: WebSocket) -> None:
@@ -162,8 +172,8 @@ class _Sending:
         self._figures.frames_ended(self)
 
     def _note_kind(self, headers: Headers) -> None:
-        is_events = headers.get("content-type", "").startswith("text/event-stream")
-        self._is_stream = is_events and "x-stream-id" in headers
+        is_framed = headers.get("content-type", "").startswith(_FRAMED)
+        self._is_stream = is_framed and "x-stream-id" in headers
         if self._is_stream:
             faces = (face for start, face in _FACES.items() if self._path.startswith(start))
             self._face = next(faces, "")
@@ -171,6 +181,7 @@ class _Sending:
             self._figures.attached()
 
 
+_FRAMED = (SSE.MEDIA_TYPE, LINES.MEDIA_TYPE)
 _FACES = {
     "/v1/streams": "event",
     "/v1/stream": "byte",

@@ -28,6 +28,7 @@ from headrace.gateway.loop_slices import BodyIndex, slice_of_loop
 from headrace.generation.generation import Generation
 from headrace.generation.registry import Found
 from headrace.protocols.dialect import encode
+from headrace.protocols.framing import SSE
 from headrace.protocols.openai.chunks import error_of
 from headrace.streams.events import AnyEvent, Error, Finish
 from headrace.streams.log import follow
@@ -142,7 +143,7 @@ class NativeRoutes:
 class EventView:
     """The log itself as server-sent events."""
 
-    media_type = "text/event-stream"
+    media_type = SSE.MEDIA_TYPE
 
     def __init__(self, found: Found) -> None:
         self._found = found
@@ -155,8 +156,8 @@ class EventView:
     async def whole(self) -> bytes:
         return b""
 
-    def idle(self) -> bytes:
-        beat = encode({"kind": "heartbeat", "state": self._found.state, "form": "data"})
+    def idle(self, form: str) -> bytes:
+        beat = encode({"kind": "heartbeat", "state": self._found.state, "form": form})
         return b"event: heartbeat\ndata: " + beat + b"\n\n"
 
     def failure(self, error: RequestError) -> bytes:

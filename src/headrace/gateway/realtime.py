@@ -333,8 +333,8 @@ class SocketView:
     async def whole(self) -> bytes:
         return b""
 
-    def idle(self) -> bytes:
-        beat = {"kind": "heartbeat", "state": self._stream.state, "form": "data"}
+    def idle(self, form: str) -> bytes:
+        beat = {"kind": "heartbeat", "state": self._stream.state, "form": form}
         return self._message(encode(beat))
 
     def failure(self, error: RequestError) -> bytes:

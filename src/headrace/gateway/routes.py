@@ -29,6 +29,7 @@ from headrace.protocols import worker
 from headrace.protocols.anthropic import messages as anthropic_messages
 from headrace.protocols.dialect import DIALECTS, Dialect, dialect_of
 from headrace.protocols.fields.kinds import Kind
+from headrace.protocols.framing import LINES
 from headrace.protocols.openai import responses as openai_responses
 from headrace.protocols.vectors import embeddings, rerank
 
@@ -97,7 +98,7 @@ def generates(route: str, dialect: Dialect) -> Operation:
         "post", route, KEY, lambda on: on.generates.generate,
         dialect.SUMMARY, dialect.KEYS, dialect.TABLE, dialect.REQUIRED,
         headers=("X-Conversation-Id", "Idempotency-Key"),
-        media=(JSON, EVENTS),
+        media=(JSON, dialect.FRAMING.MEDIA_TYPE),
         errors=(*_BODY_ERRORS, *_ENGINE_ERRORS, *sorted(put_off)),
         error=errors.SCHEMA["title"],
         auth_error=errors.SCHEMA["title"],
@@ -195,7 +196,7 @@ ROUTES: tuple[Operation, ...] = (
     Operation("get", "/v1/streams/{id}/events", KEY, lambda on: on.native.events,
         "The events of a stream from a cursor on; 204 if it has ended there",
         query=("after", "view", "limit", "wait"), headers=("Last-Event-ID",),
-        media=(EVENTS, JSON), errors=(400, 404)),
+        media=(EVENTS, LINES.MEDIA_TYPE, JSON), errors=(400, 404)),
     Operation("post", "/v1/streams/{id}/cancel", KEY, lambda on: on.native.cancel,
         "Stop a stream", _STREAM, errors=(404,)),
     Operation("delete", "/v1/streams/{id}", KEY, lambda on: on.native.delete,
@@ -205,10 +206,10 @@ ROUTES: tuple[Operation, ...] = (
         headers=("If-None-Match",), media=(JSON, EVENTS), errors=(400, 404, 410)),
     Operation("get", "/v1/stream", KEY, lambda on: on.by_byte.read,
         "The body of a POST from a byte on", query=("conv_id", *_SPAN),
-        media=(EVENTS, JSON), errors=(400, 404, 416), error="ByteError"),
+        media=(EVENTS, LINES.MEDIA_TYPE, JSON), errors=(400, 404, 416), error="ByteError"),
     Operation("get", "/v1/stream/{id:path}", KEY, lambda on: on.by_byte.read,
         "The body of a POST from a byte on", query=_SPAN,
-        media=(EVENTS, JSON), errors=(400, 404, 416), error="ByteError"),
+        media=(EVENTS, LINES.MEDIA_TYPE, JSON), errors=(400, 404, 416), error="ByteError"),
     Operation("delete", "/v1/stream", KEY, lambda on: on.by_byte.delete,
         "Stop and forget", query=("conv_id",), status=204, media=(), errors=(400,),
         error="ByteError"),

@@ -30,7 +30,7 @@ def wait_of(route: Route, checked: CheckedBody, names: Names, stream_id: StreamI
     if not checked.fields.get("stream"):
         return None
     headers = {
-        "content-type": "text/event-stream",
+        "content-type": dialect_of(route).FRAMING.MEDIA_TYPE,
         "cache-control": "no-cache",
         "x-accel-buffering": "no",
         "x-headrace-loading": "true",
@@ -44,8 +44,9 @@ def wait_of(route: Route, checked: CheckedBody, names: Names, stream_id: StreamI
     record = Record(stream_id, int(time.time()), request, (), "")
     frames = WireFrames(record)
     is_silent = checked.fields.get("heartbeat") is False
-    sign = b"" if is_silent else b": loading the model\n" + frames.idle()
-    return Wait(headers, sign, dialect_of(request.route).ERRORS.frame)
+    comment = dialect_of(route).FRAMING.comment("loading the model")
+    sign = b"" if is_silent else comment + frames.idle()
+    return Wait(headers, sign, dialect_of(route).ERRORS.frame)
 
 
 class WaitingAnswer:

@@ -15,6 +15,7 @@ from headrace.core.errors import RequestError
 from headrace.core.request import Prompt, Request, Route
 from headrace.fleet.served_model import ServedModel
 from headrace.protocols.fields.kinds import Kind
+from headrace.protocols.framing import SSE, Framing
 from headrace.streams.events import AnyEvent, Error, Heartbeat
 from headrace.streams.record import Record
 
@@ -27,20 +28,24 @@ DIALECTS: Mapping[Route, str] = {
     "/infill": "headrace.protocols.llamacpp.infill",
     "/v1/messages": "headrace.protocols.anthropic.messages",
     "/v1/responses": "headrace.protocols.openai.responses",
+    "/api/chat": "headrace.protocols.ollama.chat",
+    "/api/generate": "headrace.protocols.ollama.generate",
 }
 """Modules by the route that they answer; each is a Dialect."""
+
+BELOW: Mapping[str, Route] = {"/api": "/api/chat"}
+"""Paths below which every other route answers like the one named here."""
 
 SIGN_S: Mapping[Route, float] = {"/v1/messages": 20.0}
 """Seconds between signs of life that the strictest client of a route counts, if no heartbeat is."""
 
-PING = b": ping\n"
-"""A comment has one newline: with a blank line after it, clients parse an empty event."""
+PING = SSE.comment("ping")
 
 encode = msgspec.json.Encoder().encode
 
 
 class Frames(Protocol):
-    """The SSE frames of one stream, a pure function of its record and events."""
+    """The frames of one stream, a pure function of its record and events."""
 
     def render(self, event: AnyEvent) -> list[bytes]:
         """The frames of one event. Takes every event from seq 0, in order."""
@@ -72,7 +77,7 @@ class ErrorFormat(Protocol):
         """The error as JSON: of a request, or the last event of a stream that was cut."""
 
     def frame(self, error: RequestError | Error) -> bytes:
-        """The error as a server-sent event, the last of its stream."""
+        """The error as a frame, the last of its stream."""
 
 
 class PromptReader(Protocol):
@@ -94,6 +99,7 @@ class Dialect(PromptReader, Protocol):
     TABLE: Mapping[str, Kind]  # the fields of a body
     KEYS: tuple[str, ...]  # that every whole answer has
     ERRORS: ErrorFormat
+    FRAMING: Framing
 
     def read(self, body: dict[str, Any]) -> dict[str, Any]:
         """The given fields, checked as far as they need no model; RequestError names the fault.
@@ -118,9 +124,9 @@ def dialect_of(route: Route) -> Dialect:
 
 def spoken_at(path: str) -> Dialect | None:
     """The dialect of a path: its own route's, or that of the route above it."""
-    while path and path not in DIALECTS:
+    while path and path not in DIALECTS and path not in BELOW:
         path = path.rpartition("/")[0]
-    return dialect_of(path) if path else None
+    return dialect_of(BELOW.get(path, path)) if path else None
 
 
 def data(payload: bytes) -> bytes:
@@ -141,24 +147,32 @@ class WireFrames:
 
     def __init__(self, record: Record, with_ids: bool = False) -> None:
         self._dialect = dialect_of(record.request.route)
+        self._framing = self._dialect.FRAMING
         self._frames = self._dialect.frames(record)
         self._has_ids = with_ids or record.names.is_opted_in
         self._stream_id = record.id
 
     def render(self, event: AnyEvent) -> list[bytes]:
         """The frames of one event. Takes every event from seq 0, in order."""
-        if isinstance(event, Heartbeat) and event.form == "comment":
-            return [PING]
+        is_comment = isinstance(event, Heartbeat) and event.form == "comment"
+        if is_comment and (comment := self._framing.comment("ping")):
+            return [comment]
         frames = self._frames.render(event)
         if not self._has_ids:
             return frames
         return [
-            f"id: {self._stream_id}:{event.seq}{_part(k, len(frames))}\n".encode() + frame
+            self._framing.marked(frame, f"{self._stream_id}:{event.seq}{_part(k, len(frames))}")
             for k, frame in enumerate(frames)
         ]
 
-    def idle(self) -> bytes:
-        return self._frames.idle()
+    @property
+    def media_type(self) -> str:
+        return self._framing.MEDIA_TYPE
+
+    def idle(self, form: str = "data") -> bytes:
+        """A sign of life that adds nothing: a comment, if that is asked for and there are any."""
+        comment = self._framing.comment("ping") if form == "comment" else b""
+        return comment or self._frames.idle()
 
     def failure(self, error: RequestError) -> bytes:
         """The end of a body that cannot be rendered further."""

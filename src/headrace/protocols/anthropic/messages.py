@@ -26,6 +26,8 @@ from headrace.protocols.dialect import PING, ErrorFormat, encode, named
 from headrace.protocols.fields.common import COMMON, UNSUPPORTED, Stops, check_required
 from headrace.protocols.fields.kinds import Integer, Kind, Object, String, read_fields
 from headrace.protocols.fields.messages import refuse_images
+from headrace.protocols.fields.tools import arguments_of
+from headrace.protocols.framing import SSE
 from headrace.protocols.openai import chat as openai_chat
 from headrace.protocols.openai.chunks import ingestion_of, progress_of, queue_of, wait_of
 from headrace.protocols.progress_words import ProgressWords
@@ -51,6 +53,7 @@ COUNTED_REQUIRED = ("model", "messages")
 REQUIRED: tuple[str, ...] = (*COUNTED_REQUIRED, "max_tokens")
 KEYS = ("id", "type", "role", "model", "content", "stop_reason", "stop_sequence", "usage")
 ERRORS: ErrorFormat = AnthropicErrors()
+FRAMING = SSE
 IN_PROMPTS = openai_chat.IN_PROMPTS
 to_prompts = openai_chat.to_prompts
 
@@ -280,7 +283,7 @@ class MessageBody:
     def _filled(self, run: Run) -> dict[str, Any]:
         block = _block(self._record, run)
         if run.channel == TOOL:
-            return block | {"input": _input(run.text)}
+            return block | {"input": arguments_of(run.text)}
         return block | {_DELTAS[run.channel][1]: run.text}
 
 
@@ -308,16 +311,6 @@ def _block(record: Record, block: Block | Run) -> dict[str, Any]:
     if block.channel == REASONING:
         return {"type": "thinking", "thinking": "", "signature": ""}
     return {"type": "text", "text": ""}
-
-
-def _input(arguments: str) -> dict[str, Any]:
-    """A call's arguments; empty where they were cut off, or JSON cannot hold them."""
-    try:
-        value = msgspec.json.decode(arguments)
-        encode(value)
-    except (ValueError, RecursionError, OverflowError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _message(

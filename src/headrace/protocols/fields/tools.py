@@ -183,3 +183,13 @@ def _is_text(schema: dict[str, Any]) -> bool:
     return schema.get("type") == "string" or (
         "type" not in schema and all(type(value) is str for value in schema.get("enum", [0]))
     )
+
+
+def arguments_of(text: str) -> dict[str, Any]:
+    """A call's arguments; empty where they were cut off, or JSON cannot hold them."""
+    try:
+        value = msgspec.json.decode(text)
+        msgspec.json.encode(value)
+    except (ValueError, RecursionError, OverflowError):
+        return {}
+    return value if isinstance(value, dict) else {}

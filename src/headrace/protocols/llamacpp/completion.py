@@ -9,6 +9,7 @@ from headrace.core.request import Ids, Prompt, Request, Route, Text
 from headrace.fleet.served_model import ServedModel
 from headrace.protocols import requests
 from headrace.protocols.fields.kinds import Kind
+from headrace.protocols.framing import SSE
 from headrace.protocols.llamacpp import answers as llama
 from headrace.protocols.llamacpp.answers import LlamaBody, LlamaFrames
 from headrace.protocols.openai import chunks as openai
@@ -22,6 +23,7 @@ TABLE: Mapping[str, Kind] = {"prompt": Prompts(), **llama.FIELDS}
 IN_PROMPTS = frozenset({"prompt"})
 KEYS: tuple[str, ...] = ()  # several prompts are answered by an array
 ERRORS = openai.ERRORS
+FRAMING = SSE
 
 
 def read(body: dict[str, Any]) -> dict[str, Any]:

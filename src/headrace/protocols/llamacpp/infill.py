@@ -9,6 +9,7 @@ from headrace.core.request import Infill, Prompt, Request, Route
 from headrace.fleet.served_model import ServedModel
 from headrace.protocols import requests
 from headrace.protocols.fields.kinds import Array, Kind, Object, String
+from headrace.protocols.framing import SSE
 from headrace.protocols.llamacpp import answers as llama
 from headrace.protocols.llamacpp.answers import LlamaBody, LlamaFrames
 from headrace.protocols.openai import chunks as openai
@@ -29,6 +30,7 @@ TABLE: Mapping[str, Kind] = {**_SIDES, **llama.FIELDS}
 IN_PROMPTS = frozenset(_SIDES)
 KEYS: tuple[str, ...] = ("index", "content", "tokens", "stop", "model", "stop_type", "timings")
 ERRORS = openai.ERRORS
+FRAMING = SSE
 
 
 def read(body: dict[str, Any]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from headrace.protocols.fields.tools import (
     narrow,
     text_parameters,
 )
+from headrace.protocols.framing import SSE
 from headrace.protocols.openai import chunks as openai
 from headrace.protocols.openai.chunks import Choice, ChunkBody, ChunkFrames, Part
 from headrace.protocols.progress_words import ProgressWords
@@ -50,6 +51,7 @@ _NOT_REPLACEABLE = ("messages", "tools", "add_generation_prompt")
 
 KEYS = openai.KEYS
 ERRORS = openai.ERRORS
+FRAMING = SSE
 
 
 def read(body: dict[str, Any]) -> dict[str, Any]:

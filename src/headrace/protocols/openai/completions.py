@@ -20,6 +20,7 @@ from headrace.protocols.fields.kinds import (
     check_count,
     wrong_type,
 )
+from headrace.protocols.framing import SSE
 from headrace.protocols.openai import chunks as openai
 from headrace.protocols.openai.chunks import Choice, ChunkBody, ChunkFrames, Part
 from headrace.streams.events import ChoiceEnd, TokenLogprob
@@ -74,6 +75,7 @@ TABLE: Mapping[str, Kind] = {
 
 KEYS = openai.KEYS
 ERRORS = openai.ERRORS
+FRAMING = SSE
 
 
 def read(body: dict[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from headrace.protocols.fields.common import COMMON, read_common
 from headrace.protocols.fields.kinds import Array, Flag, Integer, Kind, Object, String
 from headrace.protocols.fields.messages import take_images
 from headrace.protocols.fields.tools import check_choice, narrow, text_parameters
+from headrace.protocols.framing import SSE
 from headrace.protocols.openai import chat as openai_chat
 from headrace.protocols.openai import chunks as openai
 from headrace.protocols.openai.response_events import (
@@ -105,6 +106,7 @@ _ELSEWHERE = ("conversation", "prompt")  # are stored by a provider, not sent
 _MAX_SKIPPED = 16
 
 ERRORS = openai.ERRORS
+FRAMING = SSE
 
 
 def read(body: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,110 @@
+import json
+from typing import Any
+
+import pytest
+
+from headrace.core.errors import RequestError
+from headrace.core.request import Chat, Infill, Request, Text
+from headrace.protocols import requests
+from headrace.protocols.fields import structure
+from headrace.protocols.ollama import chat, generate
+from tests.gateway.builders import parsed
+
+USER = {"role": "user", "content": "hi"}
+
+
+def parse(**body: Any) -> Request:
+    return parsed(chat, {"model": "headrace-mini", "messages": [USER]} | body)
+
+
+def parse_generate(**body: Any) -> Request:
+    return parsed(generate, {"model": "headrace-mini"} | body)
+
+
+def chat_of(request: Request) -> Chat:
+    (prompt,) = request.prompts
+    assert isinstance(prompt, Chat)
+    return prompt
+
+
+def refusal(**body: Any) -> str:
+    with pytest.raises(RequestError) as caught:
+        parse(**body)
+    shown: str = json.loads(chat.ERRORS.body(caught.value))["error"]
+    return shown
+
+
+def test_an_answer_is_streamed_unless_it_is_not_wanted() -> None:
+    assert parse().response_options.stream and parse().route == "/api/chat"
+    assert not parse(stream=False).response_options.stream
+
+
+def test_options_become_settings() -> None:
+    options = {"num_predict": 9, "temperature": 0.5, "top_k": 4, "top_p": 0.9, "min_p": 0.1}
+    options |= {"seed": 3, "repeat_penalty": 1.2, "presence_penalty": 1, "stop": ["x", "y"]}
+    request = parse(options=options)
+    drawn = request.sampling
+    assert (drawn.max_tokens, drawn.temperature, drawn.top_k, drawn.top_p) == (9, 0.5, 4, 0.9)
+    assert (drawn.min_p, drawn.seed, drawn.repetition_penalty) == (0.1, 3, 1.2)
+    assert drawn.presence_penalty == 1 and request.stop == ("x", "y")
+    assert parse(options={"num_predict": -2}).sampling.max_tokens is None
+
+
+def test_options_without_effect_are_named() -> None:
+    body = {"model": "m", "messages": [USER], "options": {"num_ctx": 4096, "mirostat": 1}}
+    checked = requests.pack(chat, chat.read(body))
+    assert checked.ignored == ("options.num_ctx", "options.mirostat")
+
+
+def test_a_format_is_any_object_or_a_schema() -> None:
+    schema = {"type": "object", "properties": {"a": {}}}
+    for given, wanted in (("json", {"type": "object"}), (schema, schema)):
+        found = structure.take(chat.read({"model": "m", "messages": [USER], "format": given}))
+        assert found and found.wanted and found.wanted.value == wanted
+    assert structure.take(chat.read({"model": "m", "messages": [USER], "format": ""})) is None
+    assert refusal(format="yaml") == 'format is "yaml"; it must be "json" or a JSON schema.'
+
+
+def test_thinking_is_a_wish_of_the_template() -> None:
+    assert chat_of(parse(think=False)).template_kwargs == {"enable_thinking": False}
+    wanted = {"reasoning_effort": "low", "enable_thinking": True}
+    assert chat_of(parse(think="low")).template_kwargs == wanted
+
+
+def test_calls_and_their_results_find_each_other() -> None:
+    calls = [{"function": {"name": name, "arguments": {"a": 1}}} for name in ("add", "sub")]
+    turns = [{"role": "assistant", "tool_calls": calls, "thinking": "hm"}]
+    turns += [{"role": "tool", "tool_name": name, "content": name} for name in ("sub", "add")]
+    _, called, *results = chat_of(parse(messages=[USER, *turns])).messages
+    ids = [call["id"] for call in called["tool_calls"]]
+    assert called["reasoning_content"] == "hm" and called["content"] == ""
+    assert [it["tool_call_id"] for it in results] == ids[::-1] and len(set(ids)) == 2
+
+
+def test_images_are_base64_in_their_message() -> None:
+    prompt = chat_of(parse(messages=[USER | {"images": ["aGk="]}]))
+    assert prompt.images == (b"hi",) and prompt.image_params == ("messages[0].images[0]",)
+    prompt = chat_of(parse_generate(prompt="see", images=["aGk="]))
+    assert prompt.images == (b"hi",) and prompt.image_params == ("images[0]",)
+    assert refusal(messages=[USER | {"images": ["?"]}]) == "The image is not valid base64."
+
+
+def test_a_last_message_of_the_assistant_goes_on() -> None:
+    begun = {"role": "assistant", "content": "The"}
+    assert chat_of(parse(messages=[USER, begun])).continue_final_message
+
+
+def test_who_asks_nothing_has_the_model_loaded() -> None:
+    assert parse(messages=[]).sampling.max_tokens == 0
+    assert parse_generate().sampling.max_tokens == 0
+
+
+def test_generate_is_a_chat_a_text_or_a_gap() -> None:
+    asked = chat_of(parse_generate(prompt="hi", system="Be brief."))
+    assert [it["role"] for it in asked.messages] == ["system", "user"]
+    raw = parse_generate(prompt="hi", raw=True)
+    assert raw.prompts == (Text("hi"),) and raw.sampling.max_tokens is None
+    body = {"model": "m", "prompt": "a", "suffix": "b"}
+    assert generate.to_prompts(generate.read(body)) == (Infill("a", "b"),)
+    with pytest.raises(RequestError, match="system belongs to a chat"):
+        parse_generate(prompt="hi", raw=True, system="Be brief.")
