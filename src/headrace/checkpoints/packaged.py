@@ -102,9 +102,10 @@ def _watch(
 
 def _size(folder: Path) -> int:
     total = 0
-    for file in folder.rglob("*"):
-        with contextlib.suppress(OSError):  # it was moved meanwhile
-            total += file.stat().st_size
+    for path, _, names in os.walk(folder):  # passes over folders that have gone meanwhile
+        for name in names:
+            with contextlib.suppress(OSError):  # it was moved meanwhile
+                total += os.stat(os.path.join(path, name)).st_size
     return total
 
 
