@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from typing import Any
 
 import click
@@ -11,9 +12,10 @@ from headrace.core.errors import HeadraceError
 
 _TIMEOUT_S = 10.0
 _COLUMNS = ("name", "state", "size", "kind", "lane")
+_DOWNLOADED = ("name", "size", "since", "folder")
 
 
-@click.command("models")
+@click.group("models", invoke_without_command=True)
 @click.option("--url", envvar="HEADRACE_URL", default="http://127.0.0.1:8000", show_default=True)
 @click.option(
     "--api-key",
@@ -22,23 +24,69 @@ _COLUMNS = ("name", "state", "size", "kind", "lane")
     "HEADRACE_API_KEY  [default: first of HEADRACE_API_KEYS]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the server's answer as it is")
-def models(url: str, api_key: str | None, as_json: bool) -> None:
-    """List the models of a running server: state, size, kind and lane.
+@click.pass_context
+def models(context: click.Context, url: str, api_key: str | None, as_json: bool) -> None:
+    """List the models of a running server: state, size, kind and lane. The commands list and
+    remove those that were downloaded.
 
     \b
     headrace models
     headrace models --url http://127.0.0.1:9000 --json
+    headrace models downloaded
     """
+    if context.invoked_subcommand is not None:
+        return
     body = _asked(url, api_key or os.environ.get("HEADRACE_API_KEYS", "").split(",")[0])
     entries = json.loads(body)["data"]
     if as_json:
         click.echo(body.decode())
         return
-    rows = [_COLUMNS, *(_row(entry) for entry in entries)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
+    _print([_COLUMNS, *(_row(entry) for entry in entries)])
+
+
+@models.command("downloaded")
+def downloaded() -> None:
+    """List the models that were downloaded, the last one first: size, since when, and folder.
+
+    \b
+    headrace models downloaded
+    """
+    from headrace.checkpoints.downloads import downloads
+
+    rows = [(it.name, _size(it.num_bytes), _day(it.came_at), str(it.folder)) for it in downloads()]
+    _print([_DOWNLOADED, *rows])
+
+
+@models.command("rm")
+@click.argument("model", metavar="NAME")
+def rm(model: str) -> None:
+    """Remove a model that was downloaded, by its name in `headrace models downloaded`, in all its
+    revisions and files. Other programs may use the hub's cache too; a server that runs it needs it
+    again once its engine is started anew.
+
+    \b
+    headrace models rm smollm2
+    headrace models rm Qwen/Qwen3-0.6B
+    """
+    from headrace.checkpoints.downloads import remove
+
+    removed = remove(model)
+    click.echo(f"Removed {removed.name}, {_size(removed.num_bytes)}.")
+
+
+def _print(rows: list[tuple[str, ...]]) -> None:
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         click.echo("  ".join(cells).rstrip())
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / (1 << 20):.0f} MiB"
+
+
+def _day(at: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(at))
 
 
 def _asked(url: str, key: str) -> bytes:
@@ -78,7 +126,7 @@ def _row(entry: dict[str, Any]) -> tuple[str, ...]:
     if pending := entry.get("pending"):
         state += f", {pending} pending"
     size = meta.get("size")
-    shown = f"{size / (1 << 20):.0f} MiB" if size else "-"
+    shown = _size(size) if size else "-"
     return (entry["id"], state, shown, entry.get("kind") or "-", entry.get("lane") or "-")
 
 

@@ -1,0 +1,55 @@
+"""Models that were downloaded, out of packages and from a hub: listed, and removed again."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from headrace.checkpoints.packaged import PACKAGED, packaged_file
+from headrace.core.errors import ModelError
+
+
+class Downloaded(NamedTuple):
+    """One of them; `name` is what serve takes, `came_at` in seconds since 1970."""
+
+    name: str
+    num_bytes: int
+    came_at: float
+    folder: Path
+
+
+def downloads() -> list[Downloaded]:
+    """All that are here, those that came last first."""
+    return sorted((*_packaged(), *_of_hub()), key=lambda it: it.came_at, reverse=True)
+
+
+def remove(name: str) -> Downloaded:
+    """The one that was removed; ModelError if none has that name."""
+    for found in downloads():
+        if found.name == name:
+            shutil.rmtree(found.folder)
+            return found
+    raise ModelError(
+        f"No model {name!r} was downloaded; `headrace models downloaded` lists those that were.",
+        "model_not_found",
+    )
+
+
+def _packaged() -> Iterator[Downloaded]:
+    for name in PACKAGED:
+        if (file := packaged_file(name)) is not None:
+            facts = file.stat()
+            yield Downloaded(name, facts.st_size, facts.st_ctime, file.parent)
+
+
+def _of_hub() -> Iterator[Downloaded]:
+    import huggingface_hub
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        repos = huggingface_hub.scan_cache_dir(huggingface_hub.constants.HF_HUB_CACHE).repos
+    except CacheNotFound:
+        return
+    for repo in repos:
+        if repo.repo_type == "model":
+            yield Downloaded(repo.repo_id, repo.size_on_disk, repo.last_modified, repo.repo_path)
