@@ -7,7 +7,7 @@ READY_TEST := .venv/ready-test
 READY_BENCH := .venv/ready-bench
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: serve test test-all test-agents test-arm64 test-clients test-cluster test-durable test-gateways kill-replicas test-embed test-gguf test-kernels test-llama-cpp test-models test-slow test-structure test-trained test-web test-ops check simulate simulate-placements chaos chaos-cluster attack soak corrupt demo roofline peers llama-gap clean
+.PHONY: serve package sbom audit test test-all test-agents test-arm64 test-clients test-cluster test-durable test-gateways kill-replicas test-embed test-gguf test-kernels test-llama-cpp test-models test-package test-slow test-structure test-trained test-upgrade test-web test-ops check simulate simulate-placements chaos chaos-cluster attack soak corrupt demo roofline peers llama-gap clean
 
 serve: $(READY)
 	@exec $(BIN)/headrace serve $(ARGS)
@@ -127,6 +127,42 @@ $(CLUSTER)/ready: constraints.txt
 	$(abspath $(BIN))/python $(SITE) > "$$($(CLUSTER)/bin/python $(SITE))/headrace.pth"
 	$(CLUSTER)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt ray
 	touch $@
+
+# a wheel and a source archive, in build/dist
+VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' src/headrace/__init__.py)
+WHEEL := build/dist/headrace-$(VERSION)-py3-none-any.whl
+package: $(WHEEL)
+$(WHEEL): build/dist-venv/ready MANIFEST.in LICENSE $(shell git ls-files pyproject.toml README.md src)
+	rm -rf build/dist
+	build/dist-venv/bin/python -m build --outdir build/dist .
+
+build/dist-venv/ready: constraints.txt
+	test -x build/dist-venv/bin/python || $(PYTHON) -m venv build/dist-venv
+	build/dist-venv/bin/pip install --quiet --disable-pip-version-check -c constraints.txt build cyclonedx-bom pip-audit
+	touch $@
+
+# the wheel, put into an empty environment by pip alone, as another user has it who may not write there.
+# Only torch is pinned: of the newest a package index may have no build for CPUs, which is gigabytes less
+test-package: $(READY_TEST) build/package-venv/ready
+	timeout 900 $(BIN)/python -m pytest -p no:cacheprovider --timeout 300 tests/package/test_package.py $(ARGS)
+
+build/package-venv/ready: $(WHEEL)
+	$(PYTHON) -m venv --clear build/package-venv
+	build/package-venv/bin/pip install --quiet --disable-pip-version-check $(shell grep ^torch== constraints.txt)
+	build/package-venv/bin/pip install --quiet --disable-pip-version-check $(WHEEL)
+	touch $@
+
+# what the wheel brings with it, in the format of CycloneDX; and whether a flaw of that is known, which asks PyPI
+sbom: build/package-venv/ready
+	build/dist-venv/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible \
+		--output-file build/sbom.json build/package-venv/bin/python
+
+audit: build/package-venv/ready
+	build/dist-venv/bin/pip-audit --path "$$(build/package-venv/bin/python $(SITE))" $(ARGS)
+
+# a server of version 0.1 and one of this, in turn, over the same folders
+test-upgrade: $(READY_TEST)
+	$(BIN)/python -m pytest -p no:cacheprovider --timeout 600 tests/package/test_upgrade.py $(ARGS)
 
 # llama.cpp, built here for this processor (minutes), in an environment of its own; and its server,
 # from a wheel that is built for any processor

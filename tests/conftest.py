@@ -49,7 +49,7 @@ LONG = {
 }
 """Files that take about ten seconds or more each: `make test-all`, and who names one, runs them."""
 # make targets of their own run these, most of them in environments of their own
-collect_ignore = ["agents", "clients", "cluster", "llama", "ops", "trained", "web"]
+collect_ignore = ["agents", "clients", "cluster", "llama", "ops", "package", "trained", "web"]
 
 
 @pytest.fixture

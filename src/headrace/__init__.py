@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from headrace.errors import ConfigError, HeadraceError, RequestFailed, StreamFailed
     from headrace.llm import LLM
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "LLM",
     "Answer",

@@ -24,7 +24,8 @@ def said(stderr: str) -> list[str]:
 class ServerProcess:
     """A running `headrace serve`. `lines` is what it wrote to stderr.
 
-    `prefix` is a command that runs the rest of its line, with a limit say, in the same process.
+    `prefix` is a command that runs the rest of its line, with a limit say, in the same process;
+    `program` is another Headrace than the one that runs this.
     """
 
     def __init__(
@@ -32,13 +33,14 @@ class ServerProcess:
         *flags: str,
         environment: dict[str, str] | None = None,
         prefix: tuple[str, ...] = (),
+        program: tuple[str, ...] = (sys.executable, "-m", "headrace"),
     ) -> None:
         self.lines: list[str] = []
         self.url = ""
         self._ready = threading.Event()
         state = tempfile.mkdtemp(prefix="headrace-test-")
         self.process = subprocess.Popen(
-            [*prefix, sys.executable, "-m", "headrace", "serve", "--port", "0", *flags],
+            [*prefix, *program, "serve", "--port", "0", *flags],
             stderr=subprocess.PIPE,
             text=True,
             env={

@@ -19,7 +19,7 @@ class Downloaded(NamedTuple):
 
 
 def downloads() -> list[Downloaded]:
-    """All that are here, those that came last first."""
+    """The models that are here, the last one that came first."""
     return sorted((*_packaged(), *_of_hub()), key=lambda it: it.came_at, reverse=True)
 
 

@@ -1,8 +1,8 @@
 """A short name for exactly these weights as they are served; reads a sample, not all of them."""
 
 import hashlib
-from importlib.metadata import version
 
+from headrace import __version__
 from headrace.checkpoints.spec import ModelSpec
 
 _SAMPLE_BYTES = 64 << 10
@@ -10,7 +10,7 @@ _SAMPLE_BYTES = 64 << 10
 
 def fingerprint(spec: ModelSpec, dtype: str, device: str) -> str:
     """12 hex digits over version, config, tensor headers, a sample of each shard, form."""
-    digest = hashlib.sha256(f"{version('headrace')} {dtype} {device}".encode())
+    digest = hashlib.sha256(f"{__version__} {dtype} {device}".encode())
     digest.update((spec.folder / "config.json").read_bytes())
     for name in spec.weight_files:
         with (spec.folder / name).open("rb") as file:

@@ -13,12 +13,12 @@ import struct
 import tempfile
 from collections import Counter
 from collections.abc import Iterable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from headrace import __version__
 from headrace.checkpoints.gguf_header import (
     OTHER_TYPES,
     GgufHeader,
@@ -138,7 +138,7 @@ def quantization_of(name: str) -> str | None:
 def gguf_folder(path: Path) -> Path:
     """The folder for a file, made if it is not there; ModelError if the file cannot be served."""
     files = parts(path)
-    digest = hashlib.sha256(version("headrace").encode())
+    digest = hashlib.sha256(__version__.encode())
     for module in ("gguf_folder.py", "gguf_tokenizer.py"):
         digest.update(Path(__file__).with_name(module).read_bytes())
     for file in files:
