@@ -44,7 +44,7 @@ def test_the_wheel_names_the_licence_of_each_part() -> None:
         (metadata,) = (name for name in names if name.endswith(".dist-info/METADATA"))
         told = Parser().parsestr(opened.read(metadata).decode()).get_all("License-File", [])
     libraries = {name for name in sources() if name.startswith(VENDOR) and name.endswith(".js")}
-    assert set(told) == {"LICENSE", *(f"{name[:-3]}.LICENSE" for name in libraries)}
+    assert set(told) == {"LICENSE", *(f"{it.partition('.')[0]}.LICENSE" for it in libraries)}
     folder = metadata.removesuffix("METADATA") + "licenses/"
     assert {f"{folder}{name}" for name in told} <= set(names)
 
