@@ -89,6 +89,8 @@ CLIENTS = (
         "coding_agents.mjs",
         ("@anthropic-ai/claude-code@2.1.197", "@openai/codex@0.169.0"),
     ),
+    Client("ollama", "test_ollama.py", ("ollama==0.6.3",)),
+    Client("ollama-node", "ollama.mjs", ("ollama@0.6.4",)),
     Client("ws", "ws.mjs", ("ws@8.18.3",)),
 )
 PYTEST = "pytest==9.2.0"

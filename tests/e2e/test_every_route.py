@@ -25,7 +25,7 @@ DRAWING: dict[str, dict[str, Any]] = {
     "/infill": {"input_prefix": "one", "input_suffix": "two", "n_predict": 2},
 }
 """Routes that draw tokens, with a body for each."""
-EMBEDDING = {"/v1/embeddings": {"input": "one"}}
+EMBEDDING = {path: {"input": "one"} for path in ("/v1/embeddings", "/api/embed")}
 RANKING = {path: {"query": "one", "documents": ["two"]} for path in ("/v1/rerank", "/rerank")}
 READING: dict[str, dict[str, Any]] = {
     "/tokenize": {"content": "one"},

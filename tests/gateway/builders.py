@@ -79,7 +79,11 @@ READY = Ready(
     vector_size=2,
 )
 SPEC = SimpleNamespace(
-    max_positions=64, config={"hidden_size": 32}, vocab_size=256, end_token_ids=(2,)
+    max_positions=64,
+    config={"hidden_size": 32},
+    vocab_size=256,
+    end_token_ids=(2,),
+    is_gguf=False,
 )
 
 
@@ -253,6 +257,7 @@ class FakeHost:
         self.config = ModelConfig()
         self.names, self.paths = model.names, model.paths
         self.name, self.ready = model.names[0], model.ready
+        self.root, self.num_bytes = model.root, 4000
         self.is_here = True
         self.metrics = metrics
         self.loading = LoadWatch()

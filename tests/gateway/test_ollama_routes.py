@@ -1,5 +1,6 @@
 from starlette.testclient import TestClient
 
+from headrace import __version__
 from headrace.config.settings import HttpConfig, ServerConfig
 from headrace.gateway.app import create_app
 from tests.gateway.builders import FakeGeneration
@@ -14,3 +15,20 @@ def test_an_unknown_route_below_api_names_what_there_is() -> None:
         assert answer.status_code == 404 and answer.json()["code"] == "route_not_found"
         assert "/api/chat, " in answer.json()["error"] and "/v1/" not in answer.json()["error"]
     assert "/openapi.json" in CLIENT.get("/nope").json()["error"]["message"]
+
+
+def test_models_are_listed_by_every_name_and_shown_by_one() -> None:
+    assert CLIENT.get("/api/version").json() == {"version": __version__}
+    entry, other = CLIENT.get("/api/tags").json()["models"]
+    assert (entry["name"], other["model"], entry["size"]) == ("headrace-mini", "org/other", 4000)
+    assert [it["name"] for it in CLIENT.get("/api/ps").json()["models"]] == [entry["name"]]
+    shown = CLIENT.post("/api/show", json={"model": entry["name"]}).json()
+    assert "completion" in shown["capabilities"]
+    refused = CLIENT.post("/api/show", json={"model": "nope"})
+    assert refused.status_code == 404 and "No model 'nope'" in refused.json()["error"]
+
+
+def test_vectors_stand_bare() -> None:
+    answer = CLIENT.post("/api/embed", json={"input": ["one", "two"]}).json()
+    assert [len(vector) for vector in answer["embeddings"]] == [2, 2]
+    assert answer["prompt_eval_count"] > 0

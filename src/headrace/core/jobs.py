@@ -3,7 +3,7 @@
 A body travels beside its job, in pieces, as raw bytes; a job that answers with bytes, too.
 """
 
-from typing import Any, ClassVar, Generic, TypeVar, cast, get_args
+from typing import Any, ClassVar, Generic, Literal, TypeVar, cast, get_args
 
 import msgspec
 
@@ -143,6 +143,10 @@ class SeeImages(Job[SeenImages], frozen=True, tag=True):
     is_for_images: ClassVar[bool] = True
 
 
+VectorForm = Literal["float", "base64", "bare"]
+"""A vector's numbers or their bytes in an object of their own, or nothing but the numbers."""
+
+
 class WriteVectors(Job[bytes], frozen=True, tag=True):
     """Write packed vectors of `size` bytes each as entries of an answer, numbered from `first`.
 
@@ -152,7 +156,7 @@ class WriteVectors(Job[bytes], frozen=True, tag=True):
     size: int
     first: int
     dimensions: int | None
-    as_base64: bool
+    form: VectorForm
     are_units: bool = True
 
 

@@ -48,7 +48,7 @@ class LlamaRoutes:
         """The model that the query names, whose text side has been read."""
         host = self._generation.fleet.hosts.get(request.query_params.get("model"))
         if host.known is None:
-            await unless_left(request.receive, _read(host))
+            await unless_left(request.receive, read_known(host))
         return host
 
     async def slots(self, request: Request) -> ASGIApp:
@@ -66,7 +66,7 @@ class LlamaRoutes:
         return Response(encode(shown), media_type="application/json")
 
 
-async def _read(host: ModelHost) -> None:
+async def read_known(host: ModelHost) -> None:
     """Reads the parts of a model that need no weights."""
     try:
         await host.read()

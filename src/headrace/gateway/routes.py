@@ -19,6 +19,7 @@ from headrace.gateway.llama_routes import LlamaRoutes
 from headrace.gateway.loop_slices import BodyIndex
 from headrace.gateway.model_routes import ModelRoutes
 from headrace.gateway.native_routes import NativeRoutes
+from headrace.gateway.ollama_routes import OllamaRoutes
 from headrace.gateway.openapi import EVENTS, JSON, Operation, document
 from headrace.gateway.realtime import RealtimeSockets
 from headrace.gateway.responses_routes import ResponsesRoutes
@@ -30,6 +31,7 @@ from headrace.protocols.anthropic import messages as anthropic_messages
 from headrace.protocols.dialect import DIALECTS, Dialect, dialect_of
 from headrace.protocols.fields.kinds import Kind
 from headrace.protocols.framing import LINES
+from headrace.protocols.ollama import errors as ollama_errors
 from headrace.protocols.openai import responses as openai_responses
 from headrace.protocols.vectors import embeddings, rerank
 
@@ -58,6 +60,7 @@ class Endpoints:
         self.by_byte = ByteRoutes(generation, config, auth, bodies, index)
         self.durable = DurableRoutes(generation, auth, config.streams.heartbeat_s)
         self.llama = LlamaRoutes(generation, auth)
+        self.ollama = OllamaRoutes(generation, bodies)
         self.sockets = RealtimeSockets(generation, config, auth, bodies, self.generates)
 
     async def openapi(self, request: Request) -> ASGIApp:
@@ -87,6 +90,7 @@ _LOOKUP: Mapping[str, Kind] = {"conversation_ids": _Lenient("Up to 1,000 strings
 _DOCUMENT: Mapping[str, Kind] = {"models": _Lenient("Objects with the settings of [[models]]")}
 _STREAM = ("id", "object", "state", "mode", "durable", "last_seq", "total_bytes", "created")
 _SPAN = ("from", "stream_id")
+_OLLAMA_ERROR: str = ollama_errors.ERRORS.SCHEMA["title"]
 _MESSAGES_ERROR: str = anthropic_messages.ERRORS.SCHEMA["title"]
 
 
@@ -159,6 +163,20 @@ ROUTES: tuple[Operation, ...] = (
     Operation("delete", "/manage/drain", ADMIN, lambda on: on.manages.admit_again,
         "Admit requests again", ("status", "streams")),
     *(generates(route, dialect_of(route)) for route in DIALECTS),
+    Operation("get", "/api/version", KEY, lambda on: on.ollama.version,
+        "The version, as Ollama's API", ("version",), auth_error=_OLLAMA_ERROR),
+    Operation("get", "/api/tags", KEY, lambda on: on.ollama.tags,
+        "Every model, as Ollama's API", ("models",), auth_error=_OLLAMA_ERROR),
+    Operation("get", "/api/ps", KEY, lambda on: on.ollama.running,
+        "Models in memory, as Ollama's API", ("models",), auth_error=_OLLAMA_ERROR),
+    Operation("post", "/api/show", KEY, lambda on: on.ollama.show,
+        "One model, as Ollama's API", ("details", "model_info", "capabilities"),
+        worker.MODEL, ("model",), errors=(*_BODY_ERRORS, 500),
+        error=_OLLAMA_ERROR, auth_error=_OLLAMA_ERROR),
+    Operation("post", "/api/embed", KEY, lambda on: on.vectors.embed_bare,
+        "One vector for each input, as Ollama's API", ("model", "embeddings"),
+        embeddings.TABLE, embeddings.REQUIRED, errors=_BODY_ERRORS + _ENGINE_ERRORS,
+        error=_OLLAMA_ERROR, auth_error=_OLLAMA_ERROR),
     Operation("post", embeddings.ROUTE, KEY, lambda on: on.vectors.embed,
         "One vector for each input", embeddings.KEYS, embeddings.TABLE, embeddings.REQUIRED,
         errors=_BODY_ERRORS + _ENGINE_ERRORS),

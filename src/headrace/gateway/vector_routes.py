@@ -1,6 +1,7 @@
 """The routes that answer with vectors or scores: no stream, and nobody to come back to one."""
 
 import secrets
+import time
 from collections.abc import Coroutine, Mapping
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ from headrace.core.jobs import (
     ReadInputs,
     ReadJob,
     ReadPairs,
+    VectorForm,
     WriteVectors,
 )
 from headrace.fleet.model_names import called
@@ -39,6 +41,10 @@ class VectorRoutes:
     async def embed(self, request: Request) -> ASGIApp:
         return await self._answer(request, ReadInputs(), self._embed)
 
+    async def embed_bare(self, request: Request) -> ASGIApp:
+        """As Ollama's API has it: vectors without an object around each."""
+        return await self._answer(request, ReadInputs(), self._embed_bare)
+
     async def rerank(self, request: Request) -> ASGIApp:
         return await self._answer(request, ReadPairs(), self._rerank)
 
@@ -52,19 +58,37 @@ class VectorRoutes:
         return Marked(HeldAnswer(whole, self._bodies), checked.ignored, False)
 
     async def _embed(self, request: Request, checked: CheckedBody) -> bytes:
+        as_base64 = checked.fields.get("encoding_format") == "base64"
+        made, data = await self._embedded(request, checked, "base64" if as_base64 else "float")
+        rest = {"model": _name(checked.fields, made), "usage": _usage(made)}
+        return b'{"object":"list","data":[' + data + b"]," + encode(rest)[1:]
+
+    async def _embed_bare(self, request: Request, checked: CheckedBody) -> bytes:
+        began = time.monotonic_ns()
+        made, data = await self._embedded(request, checked, "bare")
+        rest = {
+            "model": _name(checked.fields, made),
+            "total_duration": time.monotonic_ns() - began,
+            "prompt_eval_count": made.num_tokens,
+        }
+        return b'{"embeddings":[' + data + b"]," + encode(rest)[1:]
+
+    async def _embedded(
+        self, request: Request, checked: CheckedBody, form: VectorForm
+    ) -> tuple[Vectors, bytes]:
+        """The vectors, and how they stand in an answer."""
         fields = checked.fields
         asked = embeddings.to_request(checked, self._auth.owner(request.headers))
         made = await self._generation.vectors.make(asked, partial(embeddings.check, checked))
-        wanted, as_base64 = fields.get("dimensions"), fields.get("encoding_format") == "base64"
+        wanted = fields.get("dimensions")
         size = len(made.vectors[0])
         step = max(1, _SLICE_BYTES // size)
         parts = []
         for first in range(0, len(made.vectors), step):
             vectors = made.vectors[first : first + step]
-            job = WriteVectors(size, first, wanted, as_base64, made.model.embeds_units)
+            job = WriteVectors(size, first, wanted, form, made.model.embeds_units)
             parts.append(await self._work.do(job, vectors))
-        rest = {"model": _name(fields, made), "usage": _usage(made)}
-        return b'{"object":"list","data":[' + b",".join(parts) + b"]," + encode(rest)[1:]
+        return made, b",".join(parts)
 
     async def _rerank(self, request: Request, checked: CheckedBody) -> bytes:
         fields = checked.fields

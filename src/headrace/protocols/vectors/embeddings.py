@@ -169,8 +169,11 @@ def entries(packed: bytes, job: WriteVectors) -> bytes:
     parts = []
     for number, start in enumerate(range(0, len(packed), job.size), job.first):
         values = cut(packed[start : start + job.size], job.dimensions, job.are_units)
+        if job.form == "bare":
+            parts.append(encode(values.tolist()))
+            continue
         shown: Any = values.tolist()
-        if job.as_base64:
+        if job.form == "base64":
             shown = base64.b64encode(values.tobytes()).decode()
         parts.append(encode({"object": "embedding", "index": number, "embedding": shown}))
     return b",".join(parts)

@@ -1,0 +1,97 @@
+"""The ollama package, untouched, against a real server."""
+
+import json
+import os
+from typing import Any
+
+import pytest
+
+ollama = pytest.importorskip("ollama")
+
+MODEL = "headrace-mini"
+HELLO = [{"role": "user", "content": "Hello"}]
+GREEDY = {"temperature": 0, "num_predict": 200}
+SCHEMA = {
+    "type": "object",
+    "properties": {"size": {"enum": [1, 2]}},
+    "required": ["size"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="session")
+def client() -> Any:
+    return ollama.Client(host=os.environ["HEADRACE_TEST_URL"])
+
+
+def get_weather(city: str) -> str:
+    """Tells the weather in a city.
+
+    Args:
+        city: its name
+    """
+    return f"sunny in {city}"
+
+
+def test_a_streamed_chat_says_what_a_whole_one_does(client: Any) -> None:
+    whole = client.chat(MODEL, HELLO, options=GREEDY)
+    parts = list(client.chat(MODEL, HELLO, options=GREEDY, stream=True))
+    assert "".join(part.message.content for part in parts) == whole.message.content != ""
+    assert [part.done for part in parts] == [False] * (len(parts) - 1) + [True]
+    assert parts[-1].done_reason == whole.done_reason == "stop"
+    assert parts[-1].eval_count == whole.eval_count > 0 < whole.total_duration
+
+
+def test_generate_answers_a_question_and_goes_on_with_a_text(client: Any) -> None:
+    asked = client.generate(MODEL, "Hello", options=GREEDY)
+    assert asked.response == client.chat(MODEL, HELLO, options=GREEDY).message.content
+    raw = client.generate(MODEL, "1, 2, 3", raw=True, options=GREEDY | {"num_predict": 4})
+    assert (raw.done_reason, raw.eval_count) == ("length", 4)
+    assert client.generate(MODEL).done_reason == "load"
+
+
+def test_a_schema_is_followed(client: Any, grammars: None) -> None:
+    answer = client.chat(MODEL, HELLO, format=SCHEMA, options=GREEDY)
+    assert json.loads(answer.message.content)["size"] in (1, 2)
+
+
+def test_a_function_is_called_and_its_result_read(client: Any) -> None:
+    messages: list[Any] = [{"role": "user", "content": "What is the weather in Paris?"}]
+    called = client.chat(MODEL, messages, tools=[get_weather], options=GREEDY).message
+    (call,) = called.tool_calls
+    assert (call.function.name, call.function.arguments) == ("get_weather", {"city": "Paris"})
+    streamed = client.chat(MODEL, messages, tools=[get_weather], options=GREEDY, stream=True)
+    assert [c for part in streamed for c in part.message.tool_calls or ()] == [call]
+    result = {"role": "tool", "tool_name": "get_weather", "content": '{"weather": "sunny"}'}
+    messages += [called, result]
+    answer = client.chat(MODEL, messages, tools=[get_weather], options=GREEDY)
+    assert "sunny" in answer.message.content
+
+
+def test_thinking_stands_apart(client: Any) -> None:
+    question = [{"role": "user", "content": "What is 23 + 45?"}]
+    thought = client.chat(MODEL, question, think=True, options=GREEDY).message
+    assert thought.thinking and "68" in thought.content
+    assert not client.chat(MODEL, question, think=False, options=GREEDY).message.thinking
+
+
+def test_models_are_listed_and_shown(client: Any) -> None:
+    assert [it.model for it in client.list().models] == [MODEL]
+    assert [it.model for it in client.ps().models] == [MODEL]
+    shown = client.show(MODEL)
+    assert {"completion", "tools", "thinking"} <= set(shown.capabilities)
+    assert shown.template and shown.details.format == "safetensors"
+
+
+def test_vectors_come_in_the_order_of_their_texts(client: Any) -> None:
+    both = client.embed(MODEL, ["one", "two"]).embeddings
+    assert len(both) == 2 and list(both[0]) != list(both[1])
+    assert client.embed(MODEL, "two").embeddings[0] == pytest.approx(both[1], abs=1e-5)
+
+
+def test_errors_are_those_of_the_package(client: Any) -> None:
+    with pytest.raises(ollama.ResponseError, match="No model 'nope'") as refused:
+        client.chat("nope", HELLO, stream=False)
+    assert refused.value.status_code == 404
+    with pytest.raises(ollama.ResponseError, match="below /api there is"):
+        client.delete("nope")
