@@ -1,7 +1,7 @@
 """Owns the table of routes: for the application, for its guards, and for the OpenAPI document."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from starlette.requests import Request
@@ -39,6 +39,13 @@ _PUT_OFF = ("server_overloaded", "rate_limit_exceeded", "request_timeout")
 """Errors to which some dialects give a status of their own."""
 
 
+class ForeignRoutes(NamedTuple):
+    """Routes by which other servers' clients ask what there is."""
+
+    llama: LlamaRoutes
+    ollama: OllamaRoutes
+
+
 class Endpoints:
     """The objects whose methods answer, over one generation; each route is one of their methods."""
 
@@ -59,8 +66,9 @@ class Endpoints:
         self.native = NativeRoutes(generation, config, auth, index)
         self.by_byte = ByteRoutes(generation, config, auth, bodies, index)
         self.durable = DurableRoutes(generation, auth, config.streams.heartbeat_s)
-        self.llama = LlamaRoutes(generation, auth)
-        self.ollama = OllamaRoutes(generation, bodies)
+        self.foreign = ForeignRoutes(
+            LlamaRoutes(generation, auth), OllamaRoutes(generation, bodies)
+        )
         self.sockets = RealtimeSockets(generation, config, auth, bodies, self.generates)
 
     async def openapi(self, request: Request) -> ASGIApp:
@@ -128,13 +136,13 @@ ROUTES: tuple[Operation, ...] = (
     Operation("post", "/models/unload", OPERATOR, lambda on: on.models.unload,
         "Unload a model once its streams end", ("success",), worker.MODEL, ("model",),
         errors=(*_BODY_ERRORS, 500)),
-    Operation("get", "/props", KEY, lambda on: on.llama.props,
+    Operation("get", "/props", KEY, lambda on: on.foreign.llama.props,
         "A model's settings", ("default_generation_settings",),
         query=("model",), errors=(404, 500)),
-    Operation("get", "/tokenizer_info", KEY, lambda on: on.llama.tokenizer_info,
+    Operation("get", "/tokenizer_info", KEY, lambda on: on.foreign.llama.tokenizer_info,
         "A tokenizer's special tokens, as vLLM shows them", ("tokenizer_class", "chat_template"),
         query=("model",), errors=(404, 500)),
-    Operation("get", "/slots", KEY, lambda on: on.llama.slots,
+    Operation("get", "/slots", KEY, lambda on: on.foreign.llama.slots,
         "What runs, as llama.cpp shows it", query=("fail_on_no_slot", "model"), errors=(404, 503)),
     Operation("get", "/metrics", ADMIN, lambda on: on.states.metrics,
         "Figures for Prometheus", media=("text/plain",)),
@@ -163,13 +171,13 @@ ROUTES: tuple[Operation, ...] = (
     Operation("delete", "/manage/drain", ADMIN, lambda on: on.manages.admit_again,
         "Admit requests again", ("status", "streams")),
     *(generates(route, dialect_of(route)) for route in DIALECTS),
-    Operation("get", "/api/version", KEY, lambda on: on.ollama.version,
+    Operation("get", "/api/version", KEY, lambda on: on.foreign.ollama.version,
         "The version, as Ollama's API", ("version",), auth_error=_OLLAMA_ERROR),
-    Operation("get", "/api/tags", KEY, lambda on: on.ollama.tags,
+    Operation("get", "/api/tags", KEY, lambda on: on.foreign.ollama.tags,
         "Every model, as Ollama's API", ("models",), auth_error=_OLLAMA_ERROR),
-    Operation("get", "/api/ps", KEY, lambda on: on.ollama.running,
+    Operation("get", "/api/ps", KEY, lambda on: on.foreign.ollama.running,
         "Models in memory, as Ollama's API", ("models",), auth_error=_OLLAMA_ERROR),
-    Operation("post", "/api/show", KEY, lambda on: on.ollama.show,
+    Operation("post", "/api/show", KEY, lambda on: on.foreign.ollama.show,
         "One model, as Ollama's API", ("details", "model_info", "capabilities"),
         worker.MODEL, ("model",), errors=(*_BODY_ERRORS, 500),
         error=_OLLAMA_ERROR, auth_error=_OLLAMA_ERROR),
