@@ -81,7 +81,9 @@ def test_a_message_is_edited_in_place_and_its_versions_stay(page: Page, tmp_path
     exported = json.loads(page.driver.execute_async_script(EXPORTED))
     assert len(exported["messages"]) == 4
     choose_from(page, "#menu", "Delete")
-    page.find(".toast [aria-label=Dismiss]").click()
+    dismiss = ".toast [aria-label=Dismiss]"
+    eventually(lambda: page.texts(dismiss))
+    page.find(dismiss).click()
     eventually(lambda: page.stored() == [])
     file = tmp_path / "exported.json"
     file.write_text(json.dumps(exported))

@@ -2,6 +2,7 @@
 
 import json
 import random
+from typing import Any
 from urllib.error import HTTPError
 
 import pytest
@@ -13,9 +14,13 @@ from tests.web.page import Page, eventually
 
 
 def click(page: Page, css: str, words: str) -> None:
-    """The last button of these words."""
-    buttons = page.driver.find_elements(By.CSS_SELECTOR, f"{css} button")
-    [button for button in buttons if button.text == words][-1].click()
+    """The last button of these words, once there is one."""
+
+    def found() -> list[Any]:
+        buttons = page.driver.find_elements(By.CSS_SELECTOR, f"{css} button")
+        return [button for button in buttons if button.text == words]
+
+    eventually(found)[-1].click()
 
 
 def choose_from(page: Page, menu: str, words: str) -> None:
@@ -75,7 +80,9 @@ def test_a_conversation_can_be_renamed_found_and_deleted(page: Page) -> None:
     eventually(lambda: page.texts("#list .name") == ["Fruit"])
     assert page.server.get(f"/v1/streams/{stream}")["state"] == "finished"
     choose_from(page, "#menu", "Delete")
-    page.find(".toast [aria-label=Dismiss]").click()
+    dismiss = ".toast [aria-label=Dismiss]"
+    eventually(lambda: page.texts(dismiss))
+    page.find(dismiss).click()
     eventually(lambda: page.stored() == [])
     with pytest.raises(HTTPError, match="404"):
         eventually(lambda: not page.server.get(f"/v1/streams/{stream}"))
