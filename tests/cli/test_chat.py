@@ -368,8 +368,8 @@ def test_files_go_along_with_a_message(server: ServerProcess, tmp_path: Path) ->
             (f"/file {tmp_path}/none", "cannot be read: No such file"),
             (f"/file {tmp_path}/odd", "neither text in UTF-8 nor an image"),
             (f"/file {tmp_path}/dot.png", "is an image, and this model sees none"),
-            (f"/file {tmp_path}/notes.md", "attached to the next message: notes.md, 20 characters"),
-            ("what is it?", "(?s)it.*"),
+            (f"/file {tmp_path}/notes.md", "attached to the next message: notes.md, 16 characters"),
+            ("what is it?", "it.*"),
         ):
             shown.type(said)
             shown.wait_for(f"(?s){answer}.*> ")

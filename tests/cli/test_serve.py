@@ -18,6 +18,7 @@ from headrace.config.settings import HttpConfig, ServerConfig
 from headrace.core.loading import STARTING
 from headrace.fleet.served_model import Models
 from headrace.metrics.metrics import Metrics
+from headrace.streams.stores.memory import MemoryStore
 
 
 class Engine:
@@ -78,9 +79,8 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     def run(act: Callable[[], Any], host: str = "127.0.0.1") -> int:
         async def scene() -> int:
             with socket.create_server(("127.0.0.1", 0)) as listener:
-                store: Any = None
                 config = ServerConfig(http=HttpConfig(host=host))
-                serving = module._Serving(config, Model(), listener, store)  # type: ignore[arg-type]
+                serving = module._Serving(config, Model(), listener, MemoryStore())  # type: ignore[arg-type]
                 asyncio.get_running_loop().call_soon(act)
                 async with asyncio.timeout(20):
                     return await serving.run(LoadLines(STARTING))
