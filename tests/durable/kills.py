@@ -75,6 +75,7 @@ class Trial:
         self._flags = (
             *("--model", f"model={model}", "--port", str(port), "--state-dir", state),
             *("--max-num-seqs", str(NUM_RUNNING), "--heartbeat-s", "1"),
+            *("--dtype", "bfloat16"),  # there an answer is the same to the bit after a kill
         )
         self._server = ServerProcess(*self._flags).wait_until_ready()
         self._base = self._server.url
