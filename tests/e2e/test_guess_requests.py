@@ -82,7 +82,8 @@ def test_every_kind_of_request_is_answered_the_same(
         f"{preempted} preemptions; requests with right guesses by kind: {dict(kinds)}"
     )
     assert guessed >= accepted > 0  # how many depends on what steps take here, and how many stream
-    assert preempted or REQUESTS < 200, "too few to be sure of it"
+    # hybrids keep few positions: what is little for text is enough for all of them
+    assert preempted or which == "seeing" or REQUESTS < 200, "too few to be sure of it"
     assert not any(one.num_accepted for one in asked.expected)
 
 
