@@ -166,6 +166,16 @@ def test_a_slow_spell_is_expected_to_go_on_and_forgotten_when_it_ends(with_promp
     assert model.predict(shape) < 1.1 * usual
 
 
+def test_streams_quicker_than_foreseen_make_no_prompt_look_cheap():
+    rng, model = Random(3), CostModel()
+    feed(model, rng, 200)
+    alone, chunk = shape_of([128] * 4, []), shape_of([128] * 4, [(512, 128)])
+    for _ in range(20):
+        model.observe(alone, 0.75 * truth(alone))
+    assert model.predict(alone) == pytest.approx(0.75 * truth(alone), rel=0.1)
+    assert model.predict(chunk) == pytest.approx(truth(chunk), rel=0.1)
+
+
 def test_a_slow_spell_leaves_what_is_known_of_its_steps():
     rng, model = Random(8), CostModel()
     feed(model, rng, 200)

@@ -128,11 +128,14 @@ class CostModel:
     A shared machine is slow for seconds at a time, so the coefficients describe its usual speed.
     A step at another speed is kept with the time it would have taken at that one. The pace is how
     long the last steps took relative to the coefficients; the next step is expected to match it.
+    Steps with prompt tokens have a pace of their own, since the coefficients may be off by more
+    for one kind than for the other.
     """
 
     def __init__(self) -> None:
         self._fitted = Coefficients()
-        self._pace = 1.0
+        self._paces = {False: 1.0, True: 1.0}  # after the last step without and with prompt tokens
+        self._last_kind = True
         self.largest_measured = 0  # prompt tokens in one step
         self.most_pairs = 0  # of one that had any
         self._rings: dict[tuple[int, int], deque[Sample]] = {}
@@ -155,11 +158,11 @@ class CostModel:
     @property
     def coefficients(self) -> Coefficients:
         """The coefficients of a step with prompt tokens."""
-        return self._fitted.scaled(self._pace)
+        return self._fitted.scaled(self._pace(True))
 
     def predict(self, shape: StepShape) -> float:
         with_prompt = shape.num_prompt_tokens > 0
-        return self._pace * self._fitted.seconds(shape, with_prompt)
+        return self._pace(with_prompt) * self._fitted.seconds(shape, with_prompt)
 
     def largest_foreseen(self, context: int) -> int:
         """The largest chunk behind `context` tokens whose pairs are not far from all measured ones.
@@ -191,28 +194,40 @@ class CostModel:
         is_plausible = 1 / OUTLIER <= ratio <= OUTLIER
         if self.is_measured:
             self._ratios[with_prompt].append(ratio)
-            self._follow(ratio, is_plausible)
+            self._follow(with_prompt, ratio, is_plausible)
         ring = self._rings.setdefault(shape.ring, deque())
         is_new_region = len(ring) < MIN_RING
         if is_new_region or not self.is_measured or is_plausible:
-            is_usual = 1 / USUAL <= self._pace <= USUAL
-            self._keep(ring, Sample(shape, seconds if is_usual else seconds / self._pace))
+            pace = self._pace(with_prompt)
+            is_usual = 1 / USUAL <= pace <= USUAL
+            self._keep(ring, Sample(shape, seconds if is_usual else seconds / pace))
         if is_new_region or self._num_new >= REFIT_EVERY:
             self._refit()
 
-    def _follow(self, ratio: float, is_plausible: bool) -> None:
+    def _pace(self, with_prompt: bool) -> float:
+        """The pace to expect of a step.
+
+        Steps of the other kind tell that the machine is slower than usual, or no longer: never
+        that it is faster, which may be the coefficients' error for that kind alone.
+        """
+        own, other = self._paces[with_prompt], self._paces[not with_prompt]
+        return own if with_prompt == self._last_kind else max(other, 1.0) * min(own, 1.0)
+
+    def _follow(self, with_prompt: bool, ratio: float, is_plausible: bool) -> None:
         """Adapt the pace to a step; jump if the last ones were all off in the same direction."""
-        self._drift.append(self._pace * ratio)
+        pace = self._pace(with_prompt)
+        self._drift.append(pace * ratio)
         if is_plausible:
-            self._pace += PACE_WEIGHT * self._pace * (ratio - 1)
-        if len(self._drift) == DRIFT_STEPS and self._is_off():
-            self._pace = median(self._drift)
+            pace += PACE_WEIGHT * pace * (ratio - 1)
+        self._paces[with_prompt], self._last_kind = pace, with_prompt
+        if len(self._drift) == DRIFT_STEPS and self._is_off(pace):
+            self._paces = dict.fromkeys(self._paces, median(self._drift))
             self._drift.clear()
             for ratios in self._ratios.values():
                 ratios.clear()
 
-    def _is_off(self) -> bool:
-        return min(self._drift) > DRIFT * self._pace or max(self._drift) < self._pace / DRIFT
+    def _is_off(self, pace: float) -> bool:
+        return min(self._drift) > DRIFT * pace or max(self._drift) < pace / DRIFT
 
     def _keep(self, ring: deque[Sample], sample: Sample) -> None:
         if len(ring) == RING_SIZE:
