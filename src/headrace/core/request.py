@@ -76,6 +76,10 @@ class Channels(msgspec.Struct, frozen=True, omit_defaults=True):
     text_parameters: dict[str, tuple[str, ...]] = {}  # those declared as strings, by tool
 
 
+BACKGROUND = 1_000_000
+"""The priority of what takes only what others leave; no client may ask for it by number."""
+
+
 class Request(msgspec.Struct, frozen=True):
     """One generation request. Its prompts times n are its choices, numbered in that order."""
 
@@ -95,6 +99,11 @@ class Request(msgspec.Struct, frozen=True):
     response_options: ResponseOptions = msgspec.field(name="wire", default=ResponseOptions())
     channels: Channels | None = None  # None: all text is content
     kept: bytes = b""  # what its dialect needs of the body later, in the dialect's own form
+
+    @property
+    def is_background(self) -> bool:
+        """Whether it takes only what others leave."""
+        return self.priority >= BACKGROUND
 
     @property
     def num_choices(self) -> int:

@@ -235,8 +235,8 @@ class Queues:
         self.is_draining = self.is_ending = False
         self._config = config
         self._fleet = fleet
-        self._by_host: dict[ModelHost, Admission] = {}
-        fleet.on_gone = lambda host: self._by_host.pop(host, None)
+        self._by_host: dict[tuple[ModelHost, bool], Admission] = {}
+        fleet.on_gone = self._forget
 
     def stop(self) -> None:
         """Refuses new requests from now on; what is admitted goes on."""
@@ -250,25 +250,33 @@ class Queues:
         """Refuses new requests for good."""
         self.is_draining = self.is_ending = True
 
-    def find(self, name: str | None) -> tuple[ModelHost, Admission]:
+    def find(self, name: str | None, is_background: bool) -> tuple[ModelHost, Admission]:
         """The host of that name and its queue; RequestError if it takes no requests."""
         host = self._fleet.hosts.get(name)
-        return host, self.of(host)
+        return host, self.of(host, is_background)
 
-    def of(self, host: ModelHost) -> Admission:
-        """The queue before a host; RequestError if that takes no requests."""
+    def of(self, host: ModelHost, is_background: bool = False) -> Admission:
+        """The queue before a host; RequestError if that takes no requests.
+
+        The background has one of its own, so that it takes nobody's place.
+        """
         is_pinned = host is self._fleet.pinned
         if self.is_draining and not (is_pinned and host.engine.state == "dead"):
             raise RequestError("server_shutdown", "The server is shutting down.", retry_after_s=5)
         if is_pinned and host.engine.state == "dead":
             raise RequestError("engine_failed", "The engine stopped for good.", retry_after_s=30)
-        queue = self._of(host)
+        queue = self._of(host, is_background)
         queue.set_schedule(host.tenants.eta.schedule, host.tenants.eta.tokens_per_s)
         return queue
 
-    def resume(self, host: ModelHost) -> Place:
+    def resume(self, host: ModelHost, is_background: bool = False) -> Place:
         """The place of a stream that was admitted before, whatever the bounds are now."""
-        return self._of(host).resume()
+        return self._of(host, is_background).resume()
 
-    def _of(self, host: ModelHost) -> Admission:
-        return self._by_host.setdefault(host, Admission(self._config, self.limits))
+    def _of(self, host: ModelHost, is_background: bool) -> Admission:
+        fresh = Admission(self._config, self.limits)
+        return self._by_host.setdefault((host, is_background), fresh)
+
+    def _forget(self, host: ModelHost) -> None:
+        for is_background in (False, True):
+            self._by_host.pop((host, is_background), None)

@@ -152,7 +152,8 @@ class Generation:
         check_generates(model)
         self.fleet.check_line()
         asked = Asked(names.owner, names.digest, request.num_choices)
-        self.queues.of(host).check(asked, Capacity.of(model.ready), time.monotonic())
+        queue = self.queues.of(host, request.is_background)
+        queue.check(asked, Capacity.of(model.ready), time.monotonic())
         checked = checked or CheckedBody({}, (), msgspec.msgpack.encode(request.prompts))
         packed = await self.pictures.put(self.work, request.prompts, checked.packed)
         admitted = await admit(self.work, model, request, packed, checked.ahead)
@@ -163,7 +164,8 @@ class Generation:
         asked = asked._replace(num_tokens=record.num_prompt_tokens)
         note(prompt_tokens=asked.num_tokens, **self._trail.follow(record, model))
         # from here on it counts, whatever its names have to wait for
-        place = self.queues.of(host).enter(asked, Capacity.of(model.ready), time.monotonic())
+        queue = self.queues.of(host, request.is_background)
+        place = queue.enter(asked, Capacity.of(model.ready), time.monotonic())
         stored = await self.streams.put(record, place)
         if stored.record.id != record.id:
             return await self.streams.wrap(stored)
@@ -183,7 +185,9 @@ class Generation:
         """Refuses new requests, and gives the running ones `seconds` to end."""
         self.queues.end()
         self.fleet.refuse(_SHUTS_DOWN)
-        if ends := [*self.writers.tasks.values(), *self.vectors.ends()]:
+        tasks = self.writers.tasks.items()
+        writing = [task for it, task in tasks if not it.record.request.is_background]
+        if ends := [*writing, *self.vectors.ends()]:
             await asyncio.wait(ends, timeout=seconds)
         self.vectors.stop(_SHUTS_DOWN)
         self.streams.pause(RESTARTS)

@@ -132,7 +132,9 @@ class LiveStream:
 
     @property
     def silent_s(self) -> float:
-        """Seconds since its last event but signs of life."""
+        """Seconds since its last event but signs of life; none for the background, which waits."""
+        if self.record.request.is_background:
+            return 0.0
         return (self._at_ms() - self._builder.counted.news_ms) / 1000
 
     @property

@@ -33,13 +33,14 @@ class VectorWork(NamedTuple):
     pooling: Pooling
     salt: str
     place: Place
+    priority: int = 0
 
 
 class VectorBatch:
     """The inputs of one request. It owns sequences as a stream does, and keeps no log."""
 
     def __init__(self, work: VectorWork) -> None:
-        inputs, pooling, salt, self._place = work
+        inputs, pooling, salt, self._place, self._priority = work
         self.id = StreamId("embd-" + secrets.token_hex(16))
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._inputs = inputs
@@ -125,6 +126,7 @@ class VectorBatch:
                 sequences=tuple(NewSequence(id, place, 0) for place, id in enumerate(new)),
                 sampling=self._sampling,
                 arrival=time.monotonic(),
+                priority=self._priority,
                 salt=self._salt,
                 use_prefix=self._use_prefix,
                 suspect=are_suspects,

@@ -9,7 +9,7 @@ import msgspec
 
 from headrace.core.errors import RequestError
 from headrace.core.jobs import Encoded, EncodedAhead, EncodePairs, EncodePrompts
-from headrace.core.request import Route
+from headrace.core.request import BACKGROUND, Route
 from headrace.core.sampling import Pooling
 from headrace.fleet.fleet import Fleet
 from headrace.fleet.model_host import ModelHost
@@ -33,6 +33,7 @@ class VectorRequest(msgspec.Struct, frozen=True):
     model: str | None = None
     owner: str = ""
     ahead: EncodedAhead | None = None
+    priority: int = 0
 
 
 class Vectors(msgspec.Struct, frozen=True):
@@ -72,7 +73,7 @@ class VectorMaker:
             return await self._make(request)
 
     async def _make(self, request: VectorRequest) -> Vectors:
-        host, queue = self._queues.find(request.model)
+        host, queue = self._queues.find(request.model, request.priority >= BACKGROUND)
         model = host.model
         digest = hashlib.sha256(request.packed).digest()
         asked = Asked(request.owner, digest, 1)
@@ -80,13 +81,13 @@ class VectorMaker:
         pooling = pooling_for(model, request.task)
         encoded = await self._tokenized(request, model)
         inputs = encoded.prompts
-        host, queue = self._queues.find(request.model)
+        host, queue = self._queues.find(request.model, request.priority >= BACKGROUND)
         place = self._enter(queue, asked, model, inputs)
         pooling = msgspec.structs.replace(pooling, num_first=encoded.num_first)
         began, outcome, num_tokens = time.monotonic(), "client_gone", 0
         try:
             # an owner has no line break, so that no salt can pass for another owner's
-            work = VectorWork(inputs, pooling, f"{request.owner}\n", place)
+            work = VectorWork(inputs, pooling, f"{request.owner}\n", place, request.priority)
             vectors = await self._run(VectorBatch(work), host)
             outcome, num_tokens = "finished", sum(map(len, inputs)) // 4
         except RequestError as error:
@@ -94,7 +95,8 @@ class VectorMaker:
             raise
         finally:
             seconds = time.monotonic() - began
-            host.metrics.requests.embedded(request.route, outcome, num_tokens, seconds)
+            figures = host.metrics.of(request.priority >= BACKGROUND)
+            figures.embedded(request.route, outcome, num_tokens, seconds)
         return Vectors(model, vectors, num_tokens)
 
     async def _run(self, batch: VectorBatch, host: ModelHost) -> tuple[bytes, ...]:

@@ -61,7 +61,7 @@ class Writers:
         cut: RequestError | None,
     ) -> None:
         """Has a stream computed that was admitted before, or ends it as `cut`."""
-        stay = Stay(self._queues.resume(host), admitted)
+        stay = Stay(self._queues.resume(host, stored.record.request.is_background), admitted)
         stream = self._start(host, stored, builder, stay, used=host)
         if cut:
             stream.end_now(cut)
@@ -89,7 +89,7 @@ class Writers:
         stay: Stay,
         used: ModelHost | None,
     ) -> LiveStream:
-        builder.counted.tally.watch = host.metrics.requests
+        builder.counted.tally.watch = host.metrics.of(stored.record.request.is_background)
         stream = LiveStream(stored.record, builder, stored.log, stay, self._config.linger_s)
         stream.end_within(0, self._config.request_timeout_s)
         self._streams.add(stream)
@@ -146,7 +146,7 @@ class Writers:
             if stream.log.next_seq == 0:
                 await stream.accept()
             await stream.run()
-            stream.note_end(host.metrics.requests)
+            stream.note_end(host.metrics.of(stream.record.request.is_background))
             self._queues.limits.used(
                 stream.record.names.owner, stream.tally.usage.completion_tokens
             )

@@ -38,51 +38,63 @@ _COUNTS = (*_BY_LABEL, "disk")
 
 
 class RequestFigures:
-    """Figures of a model's requests, told by generation; watches each stream that runs."""
+    """Figures of a model's requests, told by generation; watches each stream that runs.
 
-    def __init__(self, families: Families, history: History) -> None:
+    Those of the background are counted, but not timed: they wait for all others.
+    """
+
+    def __init__(self, families: Families, history: History, is_timed: bool = True) -> None:
         self._totals, self._times = families.totals, families.times
         self._history = history
+        self._is_timed = is_timed
 
     def planned(self, num_prompt: int, num_cached: int, queue_s: float) -> None:
         point = self._history.now()
         point.prompt += num_prompt
         point.cached += num_cached
-        point.wait("queue", queue_s)
+        self._wait("queue", queue_s)
 
     def answered(self, seconds: float) -> None:
-        self._times["ttft"].observe(seconds)
-        self._history.now().wait("ttft", seconds)
+        self._time("ttft", seconds)
+        self._wait("ttft", seconds)
 
     def tokens(self, number: int, gap_s: float | None) -> None:
         point = self._history.now()
         point.generated += number
         if gap_s is not None:
-            self._times["inter_token"].observe(gap_s)
-            point.wait("gap", gap_s)
+            self._time("inter_token", gap_s)
+            self._wait("gap", gap_s)
 
     def ended(self, route: str, outcome: str, tally: Tally, seconds: float) -> None:
         """A request: `outcome` is how it finished, or the code of its error."""
-        usage, timings, times = tally.usage, tally.timings, self._times
+        usage, timings = tally.usage, tally.timings
         self.embedded(route, outcome, usage.prompt_tokens, seconds)
         self._totals["cached_tokens"].inc(usage.cached_tokens)
         self._totals["generated_tokens"].inc(usage.completion_tokens)
         self._totals["guessed_tokens"].inc(timings.draft_n)
         self._totals["accepted_tokens"].inc(timings.draft_n_accepted)
-        times["queue"].observe(timings.queue_ms / 1000)
+        self._time("queue", timings.queue_ms / 1000)
         if timings.prompt_n:
-            times["prompt"].observe(timings.prompt_ms / 1000)
+            self._time("prompt", timings.prompt_ms / 1000)
         if outcome == "finished":
             self._totals["ends"].labels(tally.last_end).inc()
         if tally.first_token_ms is not None:
-            times["decode"].observe(timings.predicted_ms / 1000)
-            times["max_gap"].observe(timings.max_gap_ms / 1000)
+            self._time("decode", timings.predicted_ms / 1000)
+            self._time("max_gap", timings.max_gap_ms / 1000)
 
     def embedded(self, route: str, outcome: str, num_tokens: int, seconds: float) -> None:
         """A request for vectors: the tokens of those that it got."""
         self._totals["requests"].labels(route, outcome).inc()
         self._totals["prompt_tokens"].inc(num_tokens)
-        self._times["request"].observe(seconds)
+        self._time("request", seconds)
+
+    def _time(self, name: str, seconds: float) -> None:
+        if self._is_timed:
+            self._times[name].observe(seconds)
+
+    def _wait(self, name: str, seconds: float) -> None:
+        if self._is_timed:
+            self._history.now().wait(name, seconds)
 
 
 class EngineFigures:
@@ -237,8 +249,13 @@ class Metrics:
         self._families = Families()
         self.history = History()
         self.requests = RequestFigures(self._families, self.history)
+        self._background = RequestFigures(self._families, self.history, is_timed=False)
         self.engine = EngineFigures(self._families, self.history)
         self.server = ServerFigures(self._families)
+
+    def of(self, is_background: bool) -> RequestFigures:
+        """The figures that a request counts among."""
+        return self._background if is_background else self.requests
 
     def text(
         self,

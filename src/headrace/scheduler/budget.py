@@ -279,11 +279,15 @@ class TimeBudget:
             return 0.0
         return computing + self.encoding.predict(shape.encoding)
 
-    def open(self, decoding: StepShape, is_awaited: bool) -> Room:
-        """The room beside these decode chunks; `is_awaited`: a stream waits for the step."""
+    def open(self, decoding: StepShape, is_awaited: bool, part: float = 1.0) -> Room:
+        """The room beside these decode chunks; `is_awaited`: a stream waits for the step.
+
+        `part` is that of the target which the step may take.
+        """
         tokens = max(1, self._max_tokens - decoding.num_new)
         elsewhere = self.elsewhere
         target = self._target(is_awaited or elsewhere.is_awaited)
+        target = None if target is None else part * target
         self.decode_s = self._decode_seconds(decoding) if self.model.is_measured else 0.0
         if target is None:
             return Room(self, tokens, None)
@@ -295,7 +299,7 @@ class TimeBudget:
         left = target / self.model.margin(True) - self.overhead - alone
         # the steps of all engines follow one another, so what one stream waits for is their sum
         left = (left - elsewhere.decode_s) / (1 + elsewhere.num_with_prompts)
-        share = self._limits.prompt_share * (alone + elsewhere.decode_s)
+        share = part * self._limits.prompt_share * (alone + elsewhere.decode_s)
         room = Room(self, min(tokens, 2 * self.model.largest_measured), max(left, share))
         room.is_awaited = is_awaited
         if is_awaited and left < share:

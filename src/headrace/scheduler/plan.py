@@ -13,6 +13,8 @@ from headrace.scheduler.table import SequenceTable
 
 PlanStep = Callable[[float, bool], PlannedStep | None]
 UNMEASURED_ENCODING_S, UNMEASURED_PER_S = 60.0, 1000.0  # what an unknown encoder may well take
+BACKGROUND_SHARE = 4  # the background holds one part in so many of places and of memory
+BACKGROUND_PART = 0.25  # of the stall target, that one of its steps takes: who comes waits for it
 MAX_PASSED_OVER = 16  # once this many waiting sequences lacked blocks, no other starts
 
 
@@ -80,23 +82,66 @@ class Planner:
         """The kinds of steps, in the order in which they are tried."""
         together, declared, alone = self._plan_together, self._plan_declared, self._plan_alone
         if self._was_exclusive:  # streams sat it out: now they go first
-            return together, declared, alone
+            return together, declared, alone, self._plan_background
         if self._quarantine.is_turn:
-            return declared, alone, together
-        return declared, together, alone
+            return declared, alone, together, self._plan_background
+        return declared, together, alone, self._plan_background
 
     def _plan_together(self, now: float, can_preempt: bool) -> PlannedStep | None:
-        """A step of everyone but the suspects."""
+        """A step of everyone but the suspects and the background."""
+        if not self._give_way(can_preempt):
+            return None
         step = self._new_step(now)
-        running = self._table.running[:]
+        if self._quarantine and self._is_blocked(self._quarantine.current(), now):
+            step.seats = 0
+        return self._plan_share(step, can_preempt)
+
+    def _plan_background(self, now: float, can_preempt: bool) -> PlannedStep | None:
+        """A step of the background, once nobody else has one in work; it holds a share of all.
+
+        Nothing is planned ahead of it, so that who comes waits for one such step at most.
+        """
+        running = self._table.running
+        is_alone = all(s.is_background for s in running)
+        if not can_preempt or self._has_preempted or not is_alone:
+            return None
+        step = self._new_step(now)
+        step.is_background = True
+        most = max(1, self._limits.max_num_seqs // BACKGROUND_SHARE)
+        step.seats = min(step.seats, most - len(running))
+        return self._plan_share(step, can_preempt)
+
+    def _plan_share(self, step: PlannedStep, can_preempt: bool) -> PlannedStep | None:
+        """The step, filled with those it is for."""
+        running = [s for s in self._table.running if step.is_for(s)]
         if self._quarantine:
             running = [s for s in running if s not in self._quarantine]
-            if self._is_blocked(self._quarantine.current(), now):
-                step.seats = 0
         waiting: Iterable[Sequence] = ()
         if step.seats > 0:
-            waiting = self._table.waiting.in_turn(without=self._quarantine)
+            in_turn = self._table.waiting.in_turn(without=self._quarantine)
+            waiting = (s for s in in_turn if step.is_for(s))
         return step if self._fill(step, running, waiting, can_preempt) else None
+
+    def _give_way(self, can_preempt: bool) -> bool:
+        """Takes from the background what the next one needs to start; False: a commit comes first.
+
+        In its turn all others come before the background, and in its rank, too.
+        """
+        running = self._table.running
+        while running and running[-1].is_background:
+            waiting = self._table.waiting.in_turn(without=self._quarantine)
+            first = next(waiting, None)
+            if first is None or first.is_background or self._has_place(first):
+                return True
+            if not can_preempt:
+                return False
+            self._table.preempt(running[-1])
+            self.num_preemptions += 1
+        return True
+
+    def _has_place(self, sequence: Sequence) -> bool:
+        has_seat = len(self._table.running) < self._limits.max_num_seqs and self._memory.has_slot
+        return has_seat and self._fits(sequence, self._table.match(sequence))
 
     def _plan_alone(self, now: float, can_preempt: bool) -> PlannedStep | None:
         """A step of the suspect under trial, if there is one."""
@@ -160,9 +205,15 @@ class Planner:
         return not self._fits(suspect, self._table.match(suspect))
 
     def _fits(self, sequence: Sequence, match: Match) -> bool:
-        """Whether there is memory for its tokens so far, and a block for each that runs."""
-        num_running = len(self._table.running)
-        return self._memory.can_reserve(match, sequence.num_tokens, num_running)
+        """Whether there is memory for its tokens so far, and a block for each that runs.
+
+        What runs in the background leaves most of it free, unless it is the only one.
+        """
+        num_kept = len(self._table.running)
+        if num_kept and sequence.is_background:
+            num_blocks = self._memory.layout.num_blocks
+            num_kept += num_blocks - num_blocks // BACKGROUND_SHARE
+        return self._memory.can_reserve(match, sequence.num_tokens, num_kept)
 
     def _fill(
         self,
@@ -181,9 +232,11 @@ class Planner:
         self._table.tell_starts(decoders)
         step.add_decode_chunks(decoders)
         self._save(step, decoders)
-        step.is_awaited = bool(decoders) or any(s.is_decoding for s in self._table.running)
+        beside = (s for s in self._table.running if step.is_for(s))
+        # a stream may come at any time, and then waits for the background's step
+        step.is_awaited = step.is_background or bool(decoders) or any(s.is_decoding for s in beside)
         self._add_prompts(step, opened, waiting)
-        self.guessing.add_to(step, decoders, len(self._table.running))
+        self.guessing.add_to(step, decoders, sum(map(step.is_for, self._table.running)))
         return True
 
     def _make_room(self, decoders: list[Sequence], can_preempt: bool) -> bool:
@@ -215,7 +268,8 @@ class Planner:
     def _add_prompts(
         self, step: PlannedStep, opened: list[Sequence], waiting: Iterable[Sequence]
     ) -> None:
-        room = self._budget.open(step.shape, step.is_awaited)
+        part = BACKGROUND_PART if step.is_background else 1.0
+        room = self._budget.open(step.shape, step.is_awaited, part)
         step.room = room.seconds
         if len(opened) >= self._config.max_open_prompts:
             step.first_due = min(s.due for s in opened)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from headrace.core.ids import SequenceId
 from headrace.core.messages import Finished, FinishReason
 from headrace.core.plan import EncodeWork, PromptInputs, SourceSpec
+from headrace.core.request import BACKGROUND
 from headrace.core.sampling import Sampling
 from headrace.memory.memory import Lease
 from headrace.memory.prefix import NameChain
@@ -144,6 +145,11 @@ class Sequence:
     @property
     def num_generated(self) -> int:
         return len(self.token_ids) - self.num_prompt
+
+    @property
+    def is_background(self) -> bool:
+        """Whether it takes only what others leave."""
+        return self.priority >= BACKGROUND
 
     @property
     def key(self) -> tuple[float, float, int]:

@@ -32,6 +32,7 @@ class PlannedStep:
     is_alone: bool = False  # whether a suspect has it to itself
     is_exclusive: bool = False  # whether an encoder that cannot be cut has it to itself
     is_awaited: bool = False  # whether a stream waits for it
+    is_background: bool = False  # whether it is for those who take what others leave
     room: float | None = None  # seconds for prompt chunks; None: no target, or none measured
     predicted: float = 0.0  # seconds in the runner; 0 while unmeasured
     allowed: float = 0.0  # the same for the watch on hangs: a guess is better than nothing
@@ -48,6 +49,10 @@ class PlannedStep:
     _restores: list[SlotCopy] = field(default_factory=list)
     _block_copies: list[BlockCopy] = field(default_factory=list)
     _slot_copies: list[SlotCopy] = field(default_factory=list)
+
+    def is_for(self, sequence: Sequence) -> bool:
+        """Whether it may work on this one, or the background keeps them apart."""
+        return sequence.is_background == self.is_background
 
     @property
     def has_prompt_work(self) -> bool:

@@ -188,7 +188,7 @@ def _by_turns(lines: dict[str, list[Sequence]], had: dict[str, float]) -> Iterat
 
 def turn(head: Sequence, had: dict[str, float]) -> float:
     """Smaller goes first among the heads of all lines."""
-    if head.has_begun:
+    if head.has_begun and not head.is_background:
         return -math.inf
     return had[head.client] + PRIORITY_LEVEL_S * head.priority
 

@@ -124,7 +124,7 @@ def check(checked: CheckedBody, model: ServedModel) -> None:
     _check_dimensions(checked.fields.get("dimensions"), model)
 
 
-def to_request(checked: CheckedBody, owner: str) -> VectorRequest:
+def to_request(checked: CheckedBody, owner: str, priority: int = 0) -> VectorRequest:
     """The request to embed; the inputs stay packed."""
     return VectorRequest(
         route=ROUTE,
@@ -135,6 +135,7 @@ def to_request(checked: CheckedBody, owner: str) -> VectorRequest:
         model=checked.fields.get("model"),
         owner=owner,
         ahead=checked.ahead,
+        priority=priority,
     )
 
 

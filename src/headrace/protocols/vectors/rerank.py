@@ -54,11 +54,11 @@ def read(body: dict[str, Any]) -> dict[str, Any]:
     return read_known(TABLE, REQUIRED, body)
 
 
-def to_request(checked: CheckedBody, route: Route, owner: str) -> VectorRequest:
+def to_request(checked: CheckedBody, route: Route, owner: str, priority: int = 0) -> VectorRequest:
     """The request to score; query and documents stay packed."""
     model = checked.fields.get("model")
     return VectorRequest(
-        route, "score", checked.packed, "documents", True, model, owner, checked.ahead
+        route, "score", checked.packed, "documents", True, model, owner, checked.ahead, priority
     )
 
 

@@ -1,0 +1,155 @@
+"""The background takes what others leave, a share of it, and gives way at the next step."""
+
+import random
+from collections import deque
+
+import pytest
+
+from headrace.core.plan import StepPlan
+from headrace.core.request import BACKGROUND
+from headrace.scheduler.plan import BACKGROUND_SHARE
+from tests.scheduler.builders import Engine, make_scheduler, make_submit
+from tests.scheduler.builders import sequence_ids as ids
+
+
+def behind(number: int, length: int, **fields: object):
+    return make_submit(number, length, priority=BACKGROUND, **fields)
+
+
+def test_alone_the_background_runs_to_its_end() -> None:
+    engine = Engine(make_scheduler()).add(behind(1, 20), behind(2, 20))
+    engine.run()
+    assert set(engine.finished) == {1, 2}
+
+
+def test_a_stream_has_its_steps_to_itself() -> None:
+    engine = Engine(make_scheduler()).add(behind(1, 20, max_tokens=50), behind(2, 20))
+    engine.step()
+    engine.add(make_submit(3, 20, max_tokens=10))
+    seen = [ids(engine.step()) for _ in range(10)]
+    assert seen == [[3]] * 10
+    engine.run()
+    assert set(engine.finished) == {1, 2, 3}
+
+
+def test_nothing_of_the_background_is_planned_ahead() -> None:
+    scheduler = make_scheduler()
+    engine = Engine(scheduler).add(behind(1, 20, max_tokens=50))
+    plan = scheduler.plan(0.0)
+    assert plan is not None
+    assert scheduler.plan(0.0) is None
+    engine.commit(plan)
+    assert scheduler.plan(engine.now) is not None
+
+
+def test_between_two_steps_of_a_stream_in_flight_the_background_waits() -> None:
+    scheduler = make_scheduler()
+    engine = Engine(scheduler).add(make_submit(1, 20, max_tokens=1), behind(2, 20))
+    plan = scheduler.plan(0.0)
+    assert ids(plan) == [1]
+    assert scheduler.plan(0.0) is None  # its only token is being drawn
+    engine.commit(plan)
+    assert ids(scheduler.plan(engine.now)) == [2]
+
+
+def test_the_background_holds_a_share_of_the_places() -> None:
+    engine = Engine(make_scheduler(max_num_seqs=8))
+    engine.add(*(behind(number, 10, max_tokens=100) for number in range(8)))
+    for _ in range(20):
+        engine.step()
+    assert len(engine.tokens) == 8 // BACKGROUND_SHARE
+
+
+def test_the_background_holds_a_share_of_the_memory_but_one_may_have_all_of_it() -> None:
+    engine = Engine(make_scheduler(num_blocks=16))
+    engine.add(*(behind(number, 32, max_tokens=100) for number in range(4)))
+    for _ in range(20):
+        engine.step()
+    assert len(engine.tokens) == 1
+    engine = Engine(make_scheduler(num_blocks=16)).add(behind(1, 15 * 16, max_tokens=3))
+    engine.run()
+    assert set(engine.finished) == {1}
+
+
+def test_who_needs_a_place_gets_that_of_the_background() -> None:
+    engine = Engine(make_scheduler(max_num_seqs=1)).add(behind(1, 20, max_tokens=30))
+    for _ in range(5):
+        engine.step()
+    engine.add(make_submit(2, 20, max_tokens=5))
+    while 2 not in engine.finished:
+        engine.step()
+    before = len(engine.tokens[1])
+    engine.run()
+    assert before < 10
+    assert len(engine.tokens[1]) == 30
+
+
+def test_who_needs_memory_gets_that_of_the_background() -> None:
+    engine = Engine(make_scheduler(num_blocks=16)).add(behind(1, 12 * 16, max_tokens=30))
+    for _ in range(5):
+        engine.step()
+    engine.add(make_submit(2, 10 * 16, max_tokens=5))
+    while 2 not in engine.finished:
+        engine.step()
+    assert 1 not in engine.finished
+    engine.run()
+    assert set(engine.finished) == {1, 2}
+
+
+def test_a_line_that_lost_its_memory_does_not_go_before_a_stream() -> None:
+    engine = Engine(make_scheduler(max_num_seqs=1)).add(behind(1, 20, client="a", max_tokens=30))
+    engine.step()
+    engine.add(make_submit(2, 20, client="b", max_tokens=3))
+    engine.step()
+    engine.add(make_submit(3, 20, client="c", max_tokens=3))
+    while len(engine.finished) < 2:
+        engine.step()
+    assert set(engine.finished) == {2, 3}
+
+
+def test_keys_take_turns_in_the_background_too() -> None:
+    engine = Engine(make_scheduler(max_num_seqs=4))
+    engine.add(*(behind(number, 10, client="a") for number in range(6)))
+    engine.add(*(behind(number, 10, client="b") for number in range(6, 9)))
+    engine.run()
+    order = list(engine.finished)
+    assert {order[1], order[3]} <= {6, 7, 8}
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_whatever_comes_all_end_and_no_step_is_shared(seed: int) -> None:
+    rng = random.Random(seed)
+    num_blocks, places = rng.choice([8, 20, 60]), rng.choice([1, 3, 8])
+    engine = Engine(make_scheduler(num_blocks=num_blocks, max_num_seqs=places))
+    scheduler, number = engine.scheduler, 0
+    ahead: deque[StepPlan] = deque()
+    first = set[int]()
+    for _ in range(4000):
+        if number < 40 and rng.random() < 0.2:
+            number += 1
+            fields = {"client": rng.choice("abc"), "arrival": engine.now}
+            if rng.random() < 0.5:
+                fields["priority"] = BACKGROUND
+            else:
+                first.add(number)
+            engine.add(make_submit(number, rng.randint(1, 100), max_tokens=20, **fields))
+        plan = scheduler.plan(engine.now) if len(ahead) < 2 else None
+        engine.take()
+        if plan is not None:
+            kinds = {i in first for i in ids(plan)}
+            assert len(kinds) == 1
+            assert kinds == {True} or not ahead
+            assert kinds == {True} or not first & running(engine)
+            ahead.append(plan)
+        if ahead and (plan is None or rng.random() < 0.5):
+            engine.commit(ahead.popleft())
+        scheduler.memory.check()
+        if number == 40 and scheduler.is_idle:
+            break
+    assert scheduler.is_idle
+    assert set(engine.finished) == set(range(1, 41))
+    assert all(len(drawn) <= 20 for drawn in engine.tokens.values())
+
+
+def running(engine: Engine) -> set[int]:
+    return {sequence.id for sequence in engine.scheduler._table.running}
