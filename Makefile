@@ -7,7 +7,7 @@ READY_TEST := .venv/ready-test
 READY_BENCH := .venv/ready-bench
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: serve package sbom audit test test-all test-agents test-arm64 test-clients test-cluster test-durable test-gateways kill-replicas test-embed test-gguf test-kernels test-llama-cpp test-models test-package test-slow test-structure test-trained test-upgrade test-web test-ops check simulate simulate-placements chaos chaos-cluster attack soak corrupt demo roofline peers llama-gap clean
+.PHONY: serve package sbom audit test test-all test-agents test-batches test-arm64 test-clients test-cluster test-durable test-gateways kill-replicas test-embed test-gguf test-kernels test-llama-cpp test-models test-package test-slow test-structure test-trained test-upgrade test-web test-ops check simulate simulate-placements chaos chaos-cluster attack soak corrupt demo roofline peers llama-gap clean
 
 serve: $(READY)
 	@exec $(BIN)/headrace serve $(ARGS)
@@ -65,6 +65,13 @@ test-agents: $(READY_TEST)
 
 # the tests of the protocol Durable Streams from npm, and its client over kills of engines and servers
 DURABLE := build/durable
+# a batch of LINES over KILLS of engine and server: each line once, each text as if it were asked alone
+test-batches: LINES ?= 10000
+test-batches: KILLS ?= 20
+test-batches: $(READY_TEST)
+	LINES=$(LINES) KILLS=$(KILLS) $(BIN)/python -m pytest -p no:cacheprovider --timeout 7200 -s \
+		tests/e2e/test_batch_kills.py $(ARGS)
+
 test-durable: $(READY_TEST) $(DURABLE)/ready
 	PYTHONPATH=src:. timeout 900 $(BIN)/python -m tests.durable.conformance
 	PYTHONPATH=src:. timeout 1800 $(BIN)/python -m tests.durable.kills --kills $(KILLS) $(ARGS)

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -228,3 +229,47 @@ def test_many_at_once_get_what_each_gets_alone(address: str) -> None:
 
     wanted = [f"{number} + 45 = {number + 45}" for number in range(20, 24)]
     assert asyncio.run(all_of_them()) == wanted
+
+
+def test_a_batch_of_messages_is_answered_later(client: Any) -> None:
+    batches = client.messages.batches
+    wishes = [
+        {"custom_id": f"sum-{n}", "params": asked(messages=SUM, max_tokens=8)} for n in range(3)
+    ]
+    for wish in wishes:
+        wish["params"] = {**wish["params"], **wish["params"].pop("extra_body", {})}
+    batch = batches.create(requests=wishes)
+    assert batch.type == "message_batch" and batch.processing_status == "in_progress"
+    deadline = time.monotonic() + 60
+    while batch.processing_status != "ended":
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+        batch = batches.retrieve(batch.id)
+    assert batch.request_counts.succeeded == 3 and batch.ended_at is not None
+    alone = client.messages.create(**asked(messages=SUM, max_tokens=8)).content[0].text
+    found = {it.custom_id: it.result for it in batches.results(batch.id)}
+    assert {it.message.content[0].text for it in found.values()} == {alone}
+    assert set(found) == {"sum-0", "sum-1", "sum-2"}
+    assert batch.id in [it.id for it in batches.list(limit=1)]
+    assert batches.delete(batch.id).type == "message_batch_deleted"
+    with pytest.raises(anthropic.NotFoundError):
+        batches.retrieve(batch.id)
+
+
+def test_a_batch_of_messages_is_cancelled_and_wrong_ones_are_refused(client: Any) -> None:
+    batches = client.messages.batches
+    long = {"model": MODEL, "max_tokens": 2000, "messages": SUM, "ignore_eos": True}
+    wishes = [{"custom_id": str(n), "params": long} for n in range(20)]
+    batch = batches.cancel(batches.create(requests=wishes).id)
+    assert batch.processing_status == "canceling"
+    with pytest.raises(anthropic.BadRequestError, match="has not ended"):
+        batches.delete(batch.id)
+    deadline = time.monotonic() + 60
+    while batch.processing_status != "ended":
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+        batch = batches.retrieve(batch.id)
+    kinds = {it.result.type for it in batches.results(batch.id)}
+    assert batch.request_counts.canceled > 0 and "canceled" in kinds
+    with pytest.raises(anthropic.BadRequestError, match=r"requests\[0\].params.max_tokens"):
+        batches.create(requests=[{"custom_id": "a", "params": {"model": MODEL, "messages": SUM}}])

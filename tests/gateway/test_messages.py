@@ -62,7 +62,7 @@ def test_every_refusal_has_anthropics_shape() -> None:
     assert [
         refused(client.post(PATH, json=ASKED)),
         refused(client.get(PATH, headers=key)),
-        refused(client.post(f"{PATH}/batches", json={}, headers=key)),
+        refused(client.post(f"{PATH}/others", json={}, headers=key)),
         refused(client.post(PATH, content=b"{", headers=json_type)),
         refused(client.post(PATH, json={}, headers=key)),
         refused(client.post(counted, json={}, headers=key)),

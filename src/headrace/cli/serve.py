@@ -15,6 +15,8 @@ from pathlib import Path
 
 import msgspec
 
+from headrace.batches.folder import folder_shelf, temporary_shelf
+from headrace.batches.shelf import Shelf
 from headrace.cli import exits
 from headrace.cli.listener import listen, no_listener
 from headrace.cli.load_lines import LoadLines
@@ -225,6 +227,16 @@ class _Serving:
         folder = streams_folder(None if shared else given, port)
         return None if folder is None else folder / "desired.json"
 
+    def _shelf(self) -> Shelf:
+        """The place of files and batches: with the streams, and as lasting as they are."""
+        given = self._config.streams.state_dir
+        if given is not None and is_redis(given):
+            from headrace.batches.redis_shelf import redis_shelf
+
+            return redis_shelf(self._store)
+        folder = streams_folder(given, self._listener.getsockname()[1])
+        return temporary_shelf() if folder is None else folder_shelf(folder / "batches")
+
     def _maker(self, metrics: Metrics) -> Callable[[ModelConfig], ModelHost]:
         """The function that makes the host of a model, by its settings."""
         config = self._config
@@ -258,7 +270,7 @@ class _Serving:
 
     async def _serve(self, generation: Generation) -> int:
         """Serves until a signal or the engine's end; ExceptionGroup if anything else ends first."""
-        app = create_app(generation, self._config, self._auth)
+        app = create_app(generation, self._config, self._auth, self._shelf())
         name = f"{socket.gethostname()}:{self._listener.getsockname()[1]}"
         self._store.tell(lambda: about(name, generation))
         most = self._config.http.max_body_bytes + ENVELOPE_BYTES
@@ -268,8 +280,10 @@ class _Serving:
         async with asyncio.TaskGroup() as tasks:
             generating = tasks.create_task(generation.run(), name="generation")
             serving = tasks.create_task(server.serve(sockets=[self._listener]), name="http")
+            batching = tasks.create_task(app.state.batches.run(), name="batches")
             announcing = tasks.create_task(self._announce(generation), name="announce")
-            await _first(self._stop, self._lost_thread, generation.died, generating, serving)
+            works = (generating, serving, batching)
+            await _first(self._stop, self._lost_thread, generation.died, *works)
             if self._stop.is_set():
                 draining = tasks.create_task(self._drain(generation), name="drain")
                 await _first(self._hurry, draining)
@@ -279,6 +293,7 @@ class _Serving:
             code = self._verdict(generation)
             _end_within(_LAST_S, code)
             announcing.cancel()
+            batching.cancel()
             server.should_exit = True
             await generation.fleet.close()
         return code

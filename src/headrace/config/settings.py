@@ -357,6 +357,19 @@ class StreamConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = 30.0
 
 
+class BatchConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Files, and batches of lines that are answered from what others leave."""
+
+    max_file_bytes: Annotated[Count, Meta(description="Largest file for a batch")] = 200 << 20
+    key_file_bytes: Annotated[
+        Count, Meta(description="Bytes of all files of one key, results of its batches included")
+    ] = 2 << 30
+    keep_files_days: Annotated[
+        float, Meta(gt=0, le=36500, description="Days after which files and ended batches leave")
+    ] = 30.0
+    max_batch_lines: Annotated[Count, Meta(description="Lines of one batch")] = 50_000
+
+
 class LoadingConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The models that a server of several has in memory."""
 
@@ -384,6 +397,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     models: tuple[ModelConfig, ...] = (ModelConfig(),)
     loading: LoadingConfig = LoadingConfig()
+    batches: BatchConfig = BatchConfig()
     http: HttpConfig = HttpConfig()
     streams: StreamConfig = StreamConfig()
     cluster: Annotated[

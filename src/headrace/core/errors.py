@@ -37,12 +37,15 @@ _CODES = {
         "invalid_http invalid_json invalid_type invalid_value missing_required_parameter "
         "unsupported_parameter unsupported_content unsupported_operation invalid_image "
         "image_too_large image_url_refused image_fetch_failed template_failed empty_prompt "
-        "duplicate_id context_length_exceeded invalid_cursor"
+        "duplicate_id context_length_exceeded invalid_cursor batch_not_ended file_in_use "
+        "quota_exceeded"
     ),
     ErrorKind(400, "cancelled_error"): "cancelled client_gone replaced",
     ErrorKind(401, "authentication_error"): "invalid_api_key",
     ErrorKind(403, "permission_error"): "forbidden",
-    ErrorKind(404, "not_found_error"): "route_not_found model_not_found stream_not_found",
+    ErrorKind(404, "not_found_error"): (
+        "route_not_found model_not_found stream_not_found file_not_found batch_not_found"
+    ),
     ErrorKind(405, "invalid_request_error"): "method_not_allowed",
     ErrorKind(408, "timeout_error", retry=True): "headers_timeout body_timeout",
     ErrorKind(409, "conflict_error"): "idempotency_key_reused",

@@ -206,6 +206,60 @@ class ApplyTemplate(Job[bytes], frozen=True, tag=True):
     """Answer /apply-template."""
 
 
+class LineFault(msgspec.Struct, frozen=True):
+    """The reason why a line of a batch cannot be answered."""
+
+    line: int
+    code: str
+    message: str
+    param: str | None = None
+
+
+class CheckedLines(msgspec.Struct, frozen=True):
+    """Lines of a batch as a worker checked them."""
+
+    num_lines: int  # that are not blank
+    digests: bytes  # of their custom_ids, 16 bytes each
+    models: dict[str, int]  # that they name, and the first line that does
+    faults: tuple[LineFault, ...]
+
+
+class CheckLines(Job[CheckedLines], frozen=True, tag=True):
+    """Check lines of a batch, numbered from `first`, for this route."""
+
+    first: int
+    route: Route
+
+
+class OpenedLine(msgspec.Struct, frozen=True):
+    custom_id: str
+    body: bytes
+
+
+class OpenLine(Job[OpenedLine], frozen=True, tag=True):
+    """Take the body out of a line that was checked."""
+
+
+class BatchAsked(msgspec.Struct, frozen=True):
+    """The body of /v1/batches."""
+
+    endpoint: str
+    input_file_id: str
+    completion_window: str
+    metadata: dict[str, str]
+
+
+class ReadBatch(Job[BatchAsked], frozen=True, tag=True):
+    """Check the body of /v1/batches."""
+
+
+class SplitRequests(Job[bytes], frozen=True, tag=True):
+    """Check the body of /v1/messages/batches, and make lines of its requests."""
+
+    most: int
+    route: Route
+
+
 ReadJob = ReadBody | ReadInputs | ReadPairs
 AnyJob = (
     ReadBody
@@ -219,6 +273,10 @@ AnyJob = (
     | WriteVectors
     | RankDocuments
     | ListInput
+    | CheckLines
+    | OpenLine
+    | ReadBatch
+    | SplitRequests
     | ReadModelName
     | ReadNames
     | Tokenize

@@ -5,6 +5,8 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.routing import Route, WebSocketRoute
 
+from headrace.batches.folder import temporary_shelf
+from headrace.batches.shelf import Shelf
 from headrace.config.settings import ServerConfig
 from headrace.gateway.auth import Auth
 from headrace.gateway.http_responses import ErrorBoundary, no_socket, no_such_route
@@ -14,10 +16,19 @@ from headrace.gateway.web_routes import web_routes
 from headrace.generation.generation import Generation
 
 
-def create_app(generation: Generation, config: ServerConfig, auth: Auth | None = None) -> Starlette:
-    """The routes over one generation, whose life is the caller's; `auth` may be reloaded."""
+def create_app(
+    generation: Generation,
+    config: ServerConfig,
+    auth: Auth | None = None,
+    shelf: Shelf | None = None,
+) -> Starlette:
+    """The routes over one generation, whose life is the caller's; `auth` may be reloaded.
+
+    `shelf` has its batches, which are worked on while `app.state.batches.run()` runs; without one
+    they do not survive the process.
+    """
     auth = auth or Auth(config.http)
-    endpoints = Endpoints(generation, config, auth)
+    endpoints = Endpoints(generation, config, auth, shelf or temporary_shelf())
     app = Starlette(
         routes=[
             *(
@@ -36,4 +47,5 @@ def create_app(generation: Generation, config: ServerConfig, auth: Auth | None =
         exception_handlers={HTTPException: no_such_route},
     )
     app.router.redirect_slashes = False
+    app.state.batches = endpoints.later.work
     return app

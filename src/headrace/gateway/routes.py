@@ -7,16 +7,22 @@ import msgspec
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
+from headrace.batches.batches import Batches
+from headrace.batches.shelf import Shelf
 from headrace.config.settings import ServerConfig
 from headrace.core.errors import RequestError
 from headrace.gateway.auth import Auth, Endpoint
+from headrace.gateway.batch_answers import BatchAnswers
+from headrace.gateway.batch_routes import BatchRoutes
 from headrace.gateway.bodies import Bodies
 from headrace.gateway.byte_routes import ByteRoutes
 from headrace.gateway.durable_routes import DurableRoutes
+from headrace.gateway.file_routes import FileRoutes
 from headrace.gateway.generation_routes import GenerationRoutes, TextRoutes
 from headrace.gateway.http_responses import answer
 from headrace.gateway.llama_routes import LlamaRoutes
 from headrace.gateway.loop_slices import BodyIndex
+from headrace.gateway.message_batch_routes import MessageBatchRoutes
 from headrace.gateway.model_routes import ModelRoutes
 from headrace.gateway.native_routes import NativeRoutes
 from headrace.gateway.ollama_routes import OllamaRoutes
@@ -26,7 +32,7 @@ from headrace.gateway.responses_routes import ResponsesRoutes
 from headrace.gateway.state_routes import ManageRoutes, StateRoutes
 from headrace.gateway.vector_routes import VectorRoutes
 from headrace.generation.generation import Generation
-from headrace.protocols import worker
+from headrace.protocols import batch_lines, worker
 from headrace.protocols.anthropic import messages as anthropic_messages
 from headrace.protocols.dialect import DIALECTS, Dialect, dialect_of
 from headrace.protocols.fields.kinds import Kind
@@ -46,10 +52,28 @@ class ForeignRoutes(NamedTuple):
     ollama: OllamaRoutes
 
 
+class RoutesOfModels(NamedTuple):
+    """The routes by which clients load models, and those by which an operator sets them."""
+
+    asked: ModelRoutes
+    desired: ModelRoutes
+
+
+class LaterRoutes(NamedTuple):
+    """Routes of what is answered later, and what answers it."""
+
+    files: FileRoutes
+    batches: BatchRoutes
+    messages: MessageBatchRoutes
+    work: Batches
+
+
 class Endpoints:
     """The objects whose methods answer, over one generation; each route is one of their methods."""
 
-    def __init__(self, generation: Generation, config: ServerConfig, auth: Auth) -> None:
+    def __init__(
+        self, generation: Generation, config: ServerConfig, auth: Auth, shelf: Shelf
+    ) -> None:
         self._prefix = config.http.api_prefix
         bodies, of_operators = (
             Bodies(config.http.max_body_bytes, config.http.body_timeout_s) for _ in range(2)
@@ -57,8 +81,9 @@ class Endpoints:
         index = BodyIndex()
         self.states = StateRoutes(generation, config.http)
         self.manages = ManageRoutes(generation)
-        self.desired = ModelRoutes(generation, of_operators)
-        self.models = ModelRoutes(generation, bodies)
+        self.models = RoutesOfModels(
+            ModelRoutes(generation, bodies), ModelRoutes(generation, of_operators)
+        )
         self.generates = GenerationRoutes(generation, config, auth, bodies)
         self.vectors = VectorRoutes(generation, auth, bodies)
         self.texts = TextRoutes(generation, config, bodies)
@@ -68,6 +93,15 @@ class Endpoints:
         self.durable = DurableRoutes(generation, auth, config.streams.heartbeat_s)
         self.foreign = ForeignRoutes(
             LlamaRoutes(generation, auth), OllamaRoutes(generation, bodies)
+        )
+        answers = BatchAnswers(generation, self.generates, self.vectors)
+        work, pause_s = generation.work, config.http.body_timeout_s
+        batches = Batches(shelf, config, work, answers)
+        self.later = LaterRoutes(
+            FileRoutes(batches, shelf.blobs, auth, pause_s),
+            BatchRoutes(batches, work, auth, bodies),
+            MessageBatchRoutes(batches, shelf, work, auth, bodies, self._prefix),
+            batches,
         )
         self.sockets = RealtimeSockets(generation, config, auth, bodies, self.generates)
 
@@ -97,6 +131,10 @@ _ENGINE_ERRORS = (409, 500, 503)
 _LOOKUP: Mapping[str, Kind] = {"conversation_ids": _Lenient("Up to 1,000 strings")}
 _DOCUMENT: Mapping[str, Kind] = {"models": _Lenient("Objects with the settings of [[models]]")}
 _STREAM = ("id", "object", "state", "mode", "durable", "last_seq", "total_bytes", "created")
+_FILE = ("id", "object", "bytes", "created_at", "filename", "purpose")
+_LIST = ("object", "data", "has_more")
+_BATCH = ("id", "object", "endpoint", "status", "input_file_id", "request_counts")
+_MESSAGE_BATCH = ("id", "type", "processing_status", "request_counts", "created_at")
 _SPAN = ("from", "stream_id")
 _OLLAMA_ERROR: str = ollama_errors.ERRORS.SCHEMA["title"]
 _MESSAGES_ERROR: str = anthropic_messages.ERRORS.SCHEMA["title"]
@@ -129,11 +167,11 @@ ROUTES: tuple[Operation, ...] = (
         "Every served name", ("object", "data")),
     Operation("get", "/v1/models/{id:path}", KEY, lambda on: on.states.model,
         "One served name", ("id", "object", "max_model_len", "meta"), errors=(404,)),
-    Operation("get", "/models", KEY, lambda on: on.models.models,
+    Operation("get", "/models", KEY, lambda on: on.models.asked.models,
         "Every model, with its state", ("object", "data")),
-    Operation("post", "/models/load", KEY, lambda on: on.models.load,
+    Operation("post", "/models/load", KEY, lambda on: on.models.asked.load,
         "Load a model", ("success",), worker.MODEL, ("model",), errors=(*_BODY_ERRORS, 500)),
-    Operation("post", "/models/unload", OPERATOR, lambda on: on.models.unload,
+    Operation("post", "/models/unload", OPERATOR, lambda on: on.models.asked.unload,
         "Unload a model once its streams end", ("success",), worker.MODEL, ("model",),
         errors=(*_BODY_ERRORS, 500)),
     Operation("get", "/props", KEY, lambda on: on.foreign.llama.props,
@@ -158,9 +196,9 @@ ROUTES: tuple[Operation, ...] = (
     Operation("get", "/manage/history", ADMIN, lambda on: on.manages.figures.history,
         "Rates and waits of the last hour", ("every_s", "points"),
         query=("model",), errors=(404,)),
-    Operation("get", "/manage/desired", ADMIN, lambda on: on.desired.desired,
+    Operation("get", "/manage/desired", ADMIN, lambda on: on.models.desired.desired,
         "The configured models", tuple(_DOCUMENT), errors=(400,)),
-    Operation("put", "/manage/desired", ADMIN, lambda on: on.desired.put_desired,
+    Operation("put", "/manage/desired", ADMIN, lambda on: on.models.desired.put_desired,
         "Replace the configured models", tuple(_DOCUMENT), _DOCUMENT, tuple(_DOCUMENT),
         errors=(400, 408, 413, 415, 500)),
     Operation("post", "/manage/drain", ADMIN, lambda on: on.manages.drain,
@@ -217,6 +255,46 @@ ROUTES: tuple[Operation, ...] = (
     Operation("get", "/v1/responses/{id}/input_items", KEY, lambda on: on.responses.input_items,
         "What led to a response", ("object", "data", "has_more"),
         query=("limit", "order", "after"), errors=(400, 404)),
+    Operation("post", "/v1/files", KEY, lambda on: on.later.files.create,
+        "Send a file of lines, as a form", _FILE, errors=(400, 408, 413, 415, 503)),
+    Operation("get", "/v1/files", KEY, lambda on: on.later.files.list,
+        "The files of a key", _LIST, query=("purpose", "limit", "order", "after"), errors=(400,)),
+    Operation("get", "/v1/files/{id}", KEY, lambda on: on.later.files.read,
+        "One file", _FILE, errors=(404,)),
+    Operation("delete", "/v1/files/{id}", KEY, lambda on: on.later.files.delete,
+        "Delete a file", ("id", "object", "deleted"), errors=(400, 404, 503)),
+    Operation("get", "/v1/files/{id}/content", KEY, lambda on: on.later.files.content,
+        "The bytes of a file", media=("application/octet-stream",), errors=(404,)),
+    Operation("post", "/v1/batches", KEY, lambda on: on.later.batches.create,
+        "Answer the lines of a file from what others leave", _BATCH,
+        batch_lines.BATCH_FIELDS, batch_lines.BATCH_REQUIRED, errors=(*_BODY_ERRORS, 500, 503)),
+    Operation("get", "/v1/batches", KEY, lambda on: on.later.batches.list,
+        "The batches of a key", _LIST, query=("limit", "after"), errors=(400,)),
+    Operation("get", "/v1/batches/{id}", KEY, lambda on: on.later.batches.read,
+        "How a batch stands", _BATCH, errors=(404,)),
+    Operation("post", "/v1/batches/{id}/cancel", KEY, lambda on: on.later.batches.cancel,
+        "Answer no further lines", _BATCH, errors=(404, 503)),
+    Operation("post", "/v1/messages/batches", KEY, lambda on: on.later.messages.create,
+        "Answer many messages from what others leave", _MESSAGE_BATCH,
+        batch_lines.REQUESTS_FIELDS, batch_lines.REQUESTS_REQUIRED,
+        errors=(*_BODY_ERRORS, 500, 503), error=_MESSAGES_ERROR, auth_error=_MESSAGES_ERROR),
+    Operation("get", "/v1/messages/batches", KEY, lambda on: on.later.messages.list,
+        "The batches of messages of a key", ("data", "has_more", "first_id", "last_id"),
+        query=("limit", "after_id", "before_id"), errors=(400,),
+        error=_MESSAGES_ERROR, auth_error=_MESSAGES_ERROR),
+    Operation("get", "/v1/messages/batches/{id}", KEY, lambda on: on.later.messages.read,
+        "How a batch of messages stands", _MESSAGE_BATCH, errors=(404,),
+        error=_MESSAGES_ERROR, auth_error=_MESSAGES_ERROR),
+    Operation("post", "/v1/messages/batches/{id}/cancel", KEY,
+        lambda on: on.later.messages.cancel, "Answer no further messages", _MESSAGE_BATCH,
+        errors=(404, 503), error=_MESSAGES_ERROR, auth_error=_MESSAGES_ERROR),
+    Operation("delete", "/v1/messages/batches/{id}", KEY, lambda on: on.later.messages.delete,
+        "Forget an ended batch of messages", ("id", "type"), errors=(400, 404, 503),
+        error=_MESSAGES_ERROR, auth_error=_MESSAGES_ERROR),
+    Operation("get", "/v1/messages/batches/{id}/results", KEY,
+        lambda on: on.later.messages.results, "The results, a line each",
+        media=("application/x-jsonl",), errors=(400, 404),
+        error=_MESSAGES_ERROR, auth_error=_MESSAGES_ERROR),
     Operation("get", "/v1/streams/{id}", KEY, lambda on: on.native.state,
         "How a stream stands", _STREAM, errors=(404,)),
     Operation("get", "/v1/streams/{id}/events", KEY, lambda on: on.native.events,

@@ -2,9 +2,9 @@
 
 import secrets
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from starlette.requests import Request
 from starlette.types import ASGIApp
@@ -18,6 +18,7 @@ from headrace.core.jobs import (
     VectorForm,
     WriteVectors,
 )
+from headrace.core.request import Route
 from headrace.fleet.model_names import called
 from headrace.gateway.auth import Auth
 from headrace.gateway.bodies import Bodies, HeldAnswer
@@ -31,6 +32,14 @@ from headrace.protocols.vectors import embeddings, rerank
 _SLICE_BYTES = 256 << 10  # of vectors that one job writes
 
 
+class Asker(NamedTuple):
+    """The route by which vectors are asked for, whose they are, and how urgently."""
+
+    route: Route
+    owner: str
+    priority: int = 0
+
+
 class VectorRoutes:
     def __init__(self, generation: Generation, auth: Auth, bodies: Bodies) -> None:
         self._generation = generation
@@ -39,33 +48,41 @@ class VectorRoutes:
         self._bodies = bodies
 
     async def embed(self, request: Request) -> ASGIApp:
-        return await self._answer(request, ReadInputs(), self._embed)
+        return await self._answer(request, ReadInputs())
 
     async def embed_bare(self, request: Request) -> ASGIApp:
         """As Ollama's API has it: vectors without an object around each."""
-        return await self._answer(request, ReadInputs(), self._embed_bare)
+        return await self._answer(request, ReadInputs())
 
     async def rerank(self, request: Request) -> ASGIApp:
-        return await self._answer(request, ReadPairs(), self._rerank)
+        return await self._answer(request, ReadPairs())
 
-    async def _answer(self, request: Request, job: ReadJob, make: Any) -> ASGIApp:
+    async def _answer(self, request: Request, job: ReadJob) -> ASGIApp:
         """The work ends with its client."""
         async with self._bodies.read(request) as body:
             reading = read_body(self._generation, job, body)
             checked = await unless_left(request.receive, reading)
-        making: Coroutine[Any, Any, bytes] = make(request, checked)
-        whole = await unless_left(request.receive, making)
+        asker = Asker(request.url.path, self._auth.owner(request.headers))
+        whole = await unless_left(request.receive, self.make(checked, asker))
         return Marked(HeldAnswer(whole, self._bodies), checked.ignored, False)
 
-    async def _embed(self, request: Request, checked: CheckedBody) -> bytes:
+    async def make(self, checked: CheckedBody, asker: "Asker") -> bytes:
+        """The whole answer of the asker's route."""
+        if asker.route == embeddings.ROUTE:
+            return await self._embed(checked, asker)
+        if asker.route in rerank.ROUTES:
+            return await self._rerank(checked, asker)
+        return await self._embed_bare(checked, asker)
+
+    async def _embed(self, checked: CheckedBody, asker: "Asker") -> bytes:
         as_base64 = checked.fields.get("encoding_format") == "base64"
-        made, data = await self._embedded(request, checked, "base64" if as_base64 else "float")
+        made, data = await self._embedded(checked, asker, "base64" if as_base64 else "float")
         rest = {"model": _name(checked.fields, made), "usage": _usage(made)}
         return b'{"object":"list","data":[' + data + b"]," + encode(rest)[1:]
 
-    async def _embed_bare(self, request: Request, checked: CheckedBody) -> bytes:
+    async def _embed_bare(self, checked: CheckedBody, asker: "Asker") -> bytes:
         began = time.monotonic_ns()
-        made, data = await self._embedded(request, checked, "bare")
+        made, data = await self._embedded(checked, asker, "bare")
         rest = {
             "model": _name(checked.fields, made),
             "total_duration": time.monotonic_ns() - began,
@@ -74,11 +91,11 @@ class VectorRoutes:
         return b'{"embeddings":[' + data + b"]," + encode(rest)[1:]
 
     async def _embedded(
-        self, request: Request, checked: CheckedBody, form: VectorForm
+        self, checked: CheckedBody, asker: "Asker", form: VectorForm
     ) -> tuple[Vectors, bytes]:
         """The vectors, and how they stand in an answer."""
         fields = checked.fields
-        asked = embeddings.to_request(checked, self._auth.owner(request.headers))
+        asked = embeddings.to_request(checked, asker.owner, asker.priority)
         made = await self._generation.vectors.make(asked, partial(embeddings.check, checked))
         wanted = fields.get("dimensions")
         size = len(made.vectors[0])
@@ -90,11 +107,10 @@ class VectorRoutes:
             parts.append(await self._work.do(job, vectors))
         return made, b",".join(parts)
 
-    async def _rerank(self, request: Request, checked: CheckedBody) -> bytes:
+    async def _rerank(self, checked: CheckedBody, asker: "Asker") -> bytes:
         fields = checked.fields
-        owner = self._auth.owner(request.headers)
         made = await self._generation.vectors.make(
-            rerank.to_request(checked, request.url.path, owner)
+            rerank.to_request(checked, asker.route, asker.owner, asker.priority)
         )
         scores, with_documents = b"".join(made.vectors), fields.get("return_documents", True)
         job = RankDocuments(scores, made.model.names[0], fields.get("top_n"), with_documents)

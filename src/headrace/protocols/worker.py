@@ -25,6 +25,7 @@ from headrace.core.request import Chat, Infill, Prompt, Route, Text
 from headrace.fleet.model_names import names_of, paths_of
 from headrace.fleet.served_model import Models, ServedModel
 from headrace.generation.model_checks import longest_prompt
+from headrace.protocols import batch_lines
 from headrace.protocols.anthropic import messages as anthropic_messages
 from headrace.protocols.dialect import dialect_of, encode
 from headrace.protocols.fields import structure
@@ -108,6 +109,8 @@ class Jobs:
             case jobs.ListInput():
                 page = (job.stream_id, job.limit, job.is_rising, job.after)
                 return openai_responses.input_items(body, *page)
+            case jobs.CheckLines() | jobs.OpenLine() | jobs.ReadBatch() | jobs.SplitRequests():
+                return batch_lines.do(job, body, self._check)
             case jobs.ReadModelName():
                 return _model_name(body)
             case jobs.ReadNames():
@@ -135,6 +138,16 @@ class Jobs:
         names = ignored(dialect.TABLE, given) + checked.ignored
         replace = msgspec.structs.replace
         return replace(checked, digest=digest, ignored=names, inserted=inserted)
+
+    def _check(self, body: bytes, route: Route) -> str | None:
+        """The model that a line's body names; RequestError if its route would refuse it."""
+        if route == embeddings.ROUTE:
+            checked = self.inputs(decode(body))
+        elif route in rerank.ROUTES:
+            checked = self.query(decode(body))
+        else:
+            checked = self.read(body, route)
+        return checked.fields.get("model")
 
     def constrain(self, fields: dict[str, Any]) -> None:
         """Makes one grammar of the fields that ask for a form; RequestError names a fault."""

@@ -1,0 +1,163 @@
+"""Batches in a folder that one server has to itself: a file a record, a file a blob."""
+
+import asyncio
+import contextlib
+import functools
+import os
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+from headrace.batches.records import BATCH, FILE, OPEN, STOP
+from headrace.batches.shelf import NOBODY, Shelf
+from headrace.streams.store import StoreStalled
+
+T = TypeVar("T")
+
+_TAIL = 1 << 16
+
+
+def folder_shelf(path: Path) -> Shelf:
+    """The shelf in this folder; blobs that no record names are what a kill left, and go."""
+    threads = ThreadPoolExecutor(2, "batches")
+    records = FolderRecords(path / "records", threads)
+    blobs = FolderBlobs(path / "blobs", threads)
+    blobs.keep_only(records.ids(FILE))
+    return Shelf(records, blobs)
+
+
+def temporary_shelf() -> Shelf:
+    """A shelf that goes with the process."""
+    return folder_shelf(Path(_temporary().name))
+
+
+@functools.cache
+def _temporary() -> "tempfile.TemporaryDirectory[str]":
+    return tempfile.TemporaryDirectory(prefix="headrace-batches-")
+
+
+class _InThread:
+    """Work on files, off the event loop; an error of the disk is one of the store."""
+
+    def __init__(self, folder: Path, threads: ThreadPoolExecutor) -> None:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._folder = folder
+        self._threads = threads
+
+    async def _do(self, work: Callable[[], T]) -> T:
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        except OSError as error:
+            why = (error.strerror or "it failed").lower()
+            message = f"The server cannot store files now ({why}); try again later."
+            raise StoreStalled(message) from error
+
+
+class FolderRecords(_InThread):
+    """Records are few, so they are all in memory, too."""
+
+    def __init__(self, folder: Path, threads: ThreadPoolExecutor) -> None:
+        super().__init__(folder, threads)
+        self._known: dict[str, dict[str, bytes]] = {}
+        for kind in (FILE, BATCH, OPEN, STOP):
+            (folder / kind).mkdir(mode=0o700, exist_ok=True)
+            paths = (it for it in (folder / kind).iterdir() if not it.name.startswith("."))
+            self._known[kind] = {path.name: path.read_bytes() for path in paths}
+
+    def ids(self, kind: str) -> set[str]:
+        return set(self._known[kind])
+
+    async def put(self, kind: str, id: str, record: bytes) -> None:
+        await self._do(lambda: _replace(self._folder / kind / id, record))
+        self._known[kind][id] = record
+
+    async def get(self, kind: str, id: str) -> bytes | None:
+        return self._known[kind].get(id)
+
+    async def all(self, kind: str) -> list[bytes]:
+        return list(self._known[kind].values())
+
+    async def remove(self, kind: str, id: str) -> None:
+        if self._known[kind].pop(id, None) is not None:
+            await self._do(lambda: (self._folder / kind / id).unlink(missing_ok=True))
+
+    async def claim(self, id: str) -> bool:
+        return True
+
+
+class FolderBlobs(_InThread):
+    def __init__(self, folder: Path, threads: ThreadPoolExecutor) -> None:
+        super().__init__(folder, threads)
+        self._whole: set[str] = set()  # known to end in a whole line
+
+    def keep_only(self, ids: set[str]) -> None:
+        for path in self._folder.iterdir():
+            if path.name not in ids:
+                path.unlink()
+
+    async def append(self, id: str, data: bytes, holder: str = NOBODY) -> None:
+        is_whole = id in self._whole
+        await self._do(lambda: _append(self._folder / id, data, is_whole))
+        self._whole.add(id)
+
+    async def read(self, id: str, start: int, most: int) -> bytes:
+        return await self._do(lambda: _read(self._folder / id, start, most))
+
+    async def remove(self, id: str) -> None:
+        self._whole.discard(id)
+        await self._do(lambda: (self._folder / id).unlink(missing_ok=True))
+
+
+def _replace(path: Path, data: bytes) -> None:
+    fresh = path.with_name(f".{path.name}")
+    _append(fresh, data, is_whole=True, is_new=True)
+    os.replace(fresh, path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _append(path: Path, data: bytes, is_whole: bool, is_new: bool = False) -> None:
+    """Adds all of it or nothing; part of a line, which a kill left there, goes first."""
+    flags = os.O_RDWR | os.O_CREAT | (os.O_TRUNC if is_new else 0)
+    descriptor = os.open(path, flags, 0o600)
+    try:
+        size = os.fstat(descriptor).st_size
+        if not is_whole:
+            size = _whole_lines(descriptor, size)
+            os.ftruncate(descriptor, size)
+        try:
+            left, at = memoryview(data), size
+            while left:
+                num = os.pwrite(descriptor, left, at)
+                left, at = left[num:], at + num
+            os.fsync(descriptor)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.ftruncate(descriptor, size)
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _whole_lines(descriptor: int, size: int) -> int:
+    """The size without what follows the last line break."""
+    end = size
+    while end > 0:
+        start = max(0, end - _TAIL)
+        if (at := os.pread(descriptor, end - start, start).rfind(b"\n")) >= 0:
+            return start + at + 1
+        end = start
+    return 0
+
+
+def _read(path: Path, start: int, most: int) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return os.pread(file.fileno(), most, start)
+    except FileNotFoundError:
+        return b""

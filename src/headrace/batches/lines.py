@@ -1,0 +1,83 @@
+"""Lines of blobs, read in pieces: those to be answered, and those that were."""
+
+import re
+from collections import Counter
+from collections.abc import AsyncIterator
+from typing import NamedTuple
+
+from headrace.batches.records import ERRORED, SUCCEEDED, BatchRecord
+from headrace.batches.shelf import Blobs
+
+PIECE = 256 << 10
+_RESULT = re.compile(
+    rb'^\{"id":"batch_req_[0-9a-f]+_(\d+)"(?:,"result":\{"type":"(\w+)")?', re.MULTILINE
+)
+
+
+class LineChunk(NamedTuple):
+    """Whole lines, and the number of the first; None: one line that is too long."""
+
+    first: int
+    lines: bytes | None
+
+
+async def chunks_of(blobs: Blobs, id: str, most: int) -> AsyncIterator[LineChunk]:
+    """All lines of a blob, numbered from 1; a line of more than `most` bytes is left out."""
+    number, at, rest = 1, 0, bytearray()
+    is_skipping = False
+    while piece := await blobs.read(id, at, PIECE):
+        at += len(piece)
+        end = piece.rfind(b"\n") + 1
+        if is_skipping:
+            start = piece.find(b"\n") + 1
+            if not start:
+                continue
+            number, is_skipping = number + 1, False
+            piece, end = piece[start:], end - start
+        if end:
+            yield LineChunk(number, bytes(rest + piece[:end]))
+            number += piece.count(b"\n", 0, end)
+            rest = bytearray(piece[end:])
+        else:
+            rest += piece
+        if len(rest) > most:
+            yield LineChunk(number, None)
+            rest, is_skipping = bytearray(), True
+    if rest:
+        yield LineChunk(number, bytes(rest))
+
+
+async def lines_of(blobs: Blobs, id: str, most: int) -> AsyncIterator[tuple[int, bytes]]:
+    """Lines that are not blank, with their numbers."""
+    async for chunk in chunks_of(blobs, id, most):
+        for number, line in enumerate((chunk.lines or b"").split(b"\n"), chunk.first):
+            if line.strip():
+                yield number, line
+
+
+class Answered(NamedTuple):
+    """Numbers of the lines that have results, how many ended how, and the sizes of the files."""
+
+    numbers: set[int]
+    counts: Counter[str]
+    sizes: Counter[str]
+
+
+async def answered(blobs: Blobs, batch: BatchRecord) -> Answered:
+    """Reads the files of results; they alone know."""
+    numbers, counts, sizes = set[int](), Counter[str](), Counter[str]()
+    for id, kind in ((batch.output_id, SUCCEEDED), (batch.error_id, ERRORED)):
+        at = 0
+        while id is not None and (piece := await blobs.read(id, at, PIECE)):
+            end = piece.rfind(b"\n") + 1
+            while not end and len(more := await blobs.read(id, at + len(piece), PIECE)):
+                piece += more
+                end = piece.rfind(b"\n") + 1
+            if not end:
+                break  # a part that a kill left
+            at += end
+            sizes[id] = at
+            for found in _RESULT.finditer(piece, 0, end):
+                numbers.add(int(found[1]))
+                counts[found[2].decode() if found[2] else kind] += 1
+    return Answered(numbers, counts, sizes)

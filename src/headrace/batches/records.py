@@ -1,0 +1,81 @@
+"""The nouns of batches: files, and batches of lines to be answered; frozen, stored as msgpack."""
+
+import secrets
+import time
+from collections.abc import Mapping
+
+import msgspec
+
+from headrace.core.jobs import LineFault
+
+FILE, BATCH, OPEN, STOP = "file", "batch", "open", "stop"
+"""Kinds of records: what there is, and by a batch's id whether it is unfinished, and to stop."""
+
+SUCCEEDED, ERRORED, CANCELED, EXPIRED = "succeeded", "errored", "canceled", "expired"
+"""Ends of a line."""
+
+
+def new_id(prefix: str) -> str:
+    return prefix + secrets.token_hex(16)
+
+
+def now_s() -> int:
+    return int(time.time())
+
+
+class FileRecord(msgspec.Struct, frozen=True):
+    """A file of a key; its bytes are a blob of the same id."""
+
+    id: str
+    owner: str
+    name: str
+    purpose: str
+    num_bytes: int
+    created_at: int  # this and the next in unix seconds
+    expires_at: int
+    is_listed: bool = True
+
+
+class BatchRecord(msgspec.Struct, frozen=True):
+    """A batch as far as it has come. `status` is a word of OpenAI's."""
+
+    id: str
+    owner: str
+    api: str  # in whose form lines are answered: openai or anthropic
+    route: str  # of every line
+    input_id: str
+    created_at: int
+    window_s: int
+    status: str = "validating"
+    at: Mapping[str, int] = {}  # when it came to each status
+    metadata: Mapping[str, str] = {}
+    num_lines: int = 0
+    counts: Mapping[str, int] = {}  # of lines, by how they ended
+    faults: tuple[LineFault, ...] = ()
+    output_id: str | None = None
+    error_id: str | None = None
+
+    @property
+    def expires_at(self) -> int:
+        return self.created_at + self.window_s
+
+    @property
+    def has_ended(self) -> bool:
+        return self.status in ("completed", "failed", "expired", "cancelled")
+
+    @property
+    def ended_at(self) -> int | None:
+        return self.at.get(self.status) if self.has_ended else None
+
+    @property
+    def num_ended(self) -> int:
+        return sum(self.counts.values())
+
+    def moved(self, status: str) -> "BatchRecord":
+        """The same, at its next status from now on."""
+        return msgspec.structs.replace(self, status=status, at={**self.at, status: now_s()})
+
+
+encode_record = msgspec.msgpack.Encoder().encode
+decode_file = msgspec.msgpack.Decoder(FileRecord).decode
+decode_batch = msgspec.msgpack.Decoder(BatchRecord).decode

@@ -1,0 +1,103 @@
+"""Batches in the Redis that several servers share: each is worked on by one at a time."""
+
+import asyncio
+import contextlib
+
+from headrace.batches.shelf import NOBODY, ClaimLost, Shelf
+from headrace.streams.store import Store, StoreStalled
+from headrace.streams.stores.redis import RedisStore
+from headrace.streams.stores.redis_link import ANSWER_S, LOST, RETRY_S, Argument, Link
+
+CLAIM_MS = 6000
+_TRIES = 4
+_CANNOT = "The server cannot store files now; try again later."
+
+_CLAIM = """
+local holder = redis.call('GET', KEYS[1])
+if holder and holder ~= ARGV[1] then return 0 end
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+return 1
+"""
+_APPEND = """
+if ARGV[1] ~= '' and redis.call('GET', KEYS[2]) ~= ARGV[1] then return -1 end
+if redis.call('GET', KEYS[3]) == ARGV[3] then return 0 end
+redis.call('APPEND', KEYS[1], ARGV[2])
+redis.call('SET', KEYS[3], ARGV[3], 'EX', 3600)
+return 1
+"""
+
+
+def redis_shelf(store: Store) -> Shelf:
+    """The shelf beside the streams of this store."""
+    assert isinstance(store, RedisStore)
+    return Shelf(RedisRecords(store), RedisBlobs(store))
+
+
+async def _ask(link: Link, *words: Argument) -> object:
+    """The answer to a command that may be repeated; StoreStalled if there is none for a while."""
+    for _ in range(_TRIES):
+        with contextlib.suppress(*LOST):
+            async with asyncio.timeout(ANSWER_S):
+                return await link.command(*words)
+        await asyncio.sleep(RETRY_S)
+    raise StoreStalled(_CANNOT)
+
+
+class RedisRecords:
+    """Records of a kind are fields of one hash."""
+
+    def __init__(self, store: RedisStore) -> None:
+        self._link = store.link
+        self._gateway = store.gateway
+
+    async def put(self, kind: str, id: str, record: bytes) -> None:
+        await _ask(self._link, "HSET", self._key(kind), id, record)
+
+    async def get(self, kind: str, id: str) -> bytes | None:
+        found = await _ask(self._link, "HGET", self._key(kind), id)
+        return found if isinstance(found, bytes) else None
+
+    async def all(self, kind: str) -> list[bytes]:
+        found = await _ask(self._link, "HVALS", self._key(kind))
+        return list(found) if isinstance(found, list) else []
+
+    async def remove(self, kind: str, id: str) -> None:
+        await _ask(self._link, "HDEL", self._key(kind), id)
+
+    async def claim(self, id: str) -> bool:
+        key = claim_key(self._link, id)
+        return await _ask(self._link, "EVAL", _CLAIM, 1, key, self._gateway, CLAIM_MS) == 1
+
+    def _key(self, kind: str) -> str:
+        return self._link.key(f"batches:{kind}")
+
+
+class RedisBlobs:
+    """A blob is a string, of up to 512 MB."""
+
+    def __init__(self, store: RedisStore) -> None:
+        self._link = store.link
+        self._gateway = store.gateway
+        self._num_appends = 0
+
+    async def append(self, id: str, data: bytes, holder: str = NOBODY) -> None:
+        self._num_appends += 1
+        token = f"{self._gateway}:{self._num_appends}"  # asked again, it adds nothing
+        keys = (self._key(id), claim_key(self._link, holder), self._key(f"{id}:last"))
+        gateway = self._gateway if holder else ""
+        if await _ask(self._link, "EVAL", _APPEND, 3, *keys, gateway, data, token) == -1:
+            raise ClaimLost
+
+    async def read(self, id: str, start: int, most: int) -> bytes:
+        found = await _ask(self._link, "GETRANGE", self._key(id), start, start + most - 1)
+        return found if isinstance(found, bytes) else b""
+
+    async def remove(self, id: str) -> None:
+        await _ask(self._link, "DEL", self._key(id), self._key(f"{id}:last"))
+
+    def _key(self, id: str) -> str:
+        return self._link.key(f"batches:blob:{id}")
+
+
+def claim_key(link: Link, id: str) -> str:
+    return link.key(f"batches:claim:{id}")

@@ -1,0 +1,161 @@
+"""/v1/files: taken in as they come, listed, read and deleted by the key that sent them."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import StreamingResponse
+from starlette.types import ASGIApp
+
+from headrace import awake
+from headrace.batches.batches import Batches
+from headrace.batches.files import LEAST_S, MOST_S, Upload
+from headrace.batches.lines import PIECE
+from headrace.batches.records import FileRecord
+from headrace.batches.shelf import Blobs
+from headrace.core.errors import RequestError
+from headrace.gateway.auth import Auth
+from headrace.gateway.http_responses import answer
+from headrace.gateway.listing import Paging, page
+from headrace.gateway.multipart import MultipartParser, PartEnd, PartHead, boundary_of
+
+_MAX_FIELD = 1024
+_PURPOSES = ("batch",)
+_ANCHOR, _SECONDS = "expires_after[anchor]", "expires_after[seconds]"
+_PAGING = Paging(most=10_000, usual=10_000)
+
+
+class FileRoutes:
+    def __init__(self, batches: Batches, blobs: Blobs, auth: Auth, pause_s: float) -> None:
+        """`pause_s`: how long an upload may pause."""
+        self._batches = batches
+        self._files = batches.files
+        self._blobs = blobs
+        self._auth = auth
+        self._pause_s = pause_s
+
+    async def create(self, request: Request) -> ASGIApp:
+        owner = self._auth.owner(request.headers)
+        parser = MultipartParser(boundary_of(request.headers.get("content-type", "")))
+        async with await self._files.begin(owner) as upload:
+            form = _Form(upload)
+            async for data in self._pieces(request):
+                for news in parser.feed(data):
+                    await form.take(news)
+            if not parser.is_done:
+                raise RequestError("invalid_value", "The form ends before its last boundary.")
+            file = await upload.finish(form.filename(), *form.settings())
+        return answer(_described(file))
+
+    async def _pieces(self, request: Request) -> AsyncIterator[bytes]:
+        has_more = True
+        while has_more:
+            try:
+                async with awake.within(self._pause_s):
+                    message = await request.receive()
+            except TimeoutError:
+                text = f"Nothing of the file came for {self._pause_s:g} s; send it again."
+                raise RequestError("body_timeout", text) from None
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnect
+            yield message.get("body", b"")
+            has_more = message.get("more_body", False)
+
+    async def list(self, request: Request) -> ASGIApp:
+        files = [it for it in await self._files.of(self._owner(request)) if it.is_listed]
+        purpose = request.query_params.get("purpose")
+        if purpose is not None:
+            files = [it for it in files if it.purpose == purpose]
+        if request.query_params.get("order") == "asc":
+            files.reverse()
+        return answer(page(request, files, _described, _PAGING))
+
+    async def read(self, request: Request) -> ASGIApp:
+        return answer(_described(await self._find(request)))
+
+    async def content(self, request: Request) -> ASGIApp:
+        file = await self._find(request)
+        return content_of(self._blobs, file.id)
+
+    async def delete(self, request: Request) -> ASGIApp:
+        id = request.path_params["id"]
+        await self._batches.remove_file(self._owner(request), id)
+        return answer({"id": id, "object": "file", "deleted": True})
+
+    async def _find(self, request: Request) -> FileRecord:
+        return await self._files.get(self._owner(request), request.path_params["id"])
+
+    def _owner(self, request: Request) -> str:
+        return self._auth.owner(request.headers)
+
+
+def content_of(blobs: Blobs, id: str, media_type: str = "application/octet-stream") -> ASGIApp:
+    """A blob's bytes as they are read; of one that grows, what there is."""
+
+    async def pieces() -> AsyncIterator[bytes]:
+        at = 0
+        while piece := await blobs.read(id, at, PIECE):
+            at += len(piece)
+            yield piece
+
+    return StreamingResponse(pieces(), media_type=media_type)
+
+
+class _Form:
+    """The fields of an upload: its file goes on at once, the others are few and short."""
+
+    def __init__(self, upload: Upload) -> None:
+        self._upload = upload
+        self._name, self._is_file = "", False
+        self._filename: str | None = None
+        self._fields: dict[str, bytearray] = {}
+
+    async def take(self, news: PartHead | bytes | PartEnd) -> None:
+        if isinstance(news, PartHead):
+            self._name, self._is_file = news.name, news.name == "file"
+            if self._is_file and self._filename is not None:
+                raise RequestError("invalid_value", "One file is taken; two were sent.", "file")
+            if self._is_file:
+                self._filename = news.filename or "file"
+            else:
+                self._fields[news.name] = bytearray()
+        elif isinstance(news, bytes) and self._is_file:
+            await self._upload.write(news)
+        elif isinstance(news, bytes):
+            self._fields[self._name] += news
+            if sum(map(len, self._fields.values())) > _MAX_FIELD:
+                text = f"Its fields have more than {_MAX_FIELD} bytes in all."
+                raise RequestError("invalid_value", text, self._name[:64])
+
+    def filename(self) -> str:
+        if self._filename is None:
+            raise RequestError("missing_required_parameter", "Send the file in file.", "file")
+        return self._filename[:255]
+
+    def settings(self) -> tuple[str, int | None]:
+        """Purpose, and how many seconds it is kept."""
+        fields = {name: value.decode(errors="replace") for name, value in self._fields.items()}
+        purpose = fields.get("purpose", "")
+        if purpose not in _PURPOSES:
+            raise RequestError("invalid_value", f"purpose is {' or '.join(_PURPOSES)}.", "purpose")
+        if _SECONDS not in fields and _ANCHOR not in fields:
+            return purpose, None
+        seconds = fields.get(_SECONDS, "")
+        is_number = seconds.isdecimal() and len(seconds) < 10
+        if not is_number or not LEAST_S <= int(seconds) <= MOST_S:
+            text = f"expires_after has anchor created_at and seconds from {LEAST_S} to {MOST_S}."
+            raise RequestError("invalid_value", text, "expires_after")
+        return purpose, int(seconds)
+
+
+def _described(file: FileRecord) -> dict[str, Any]:
+    return {
+        "id": file.id,
+        "object": "file",
+        "bytes": file.num_bytes,
+        "created_at": file.created_at,
+        "expires_at": file.expires_at,
+        "filename": file.name,
+        "purpose": file.purpose,
+        "status": "processed",
+    }

@@ -1,0 +1,109 @@
+"""/v1/messages/batches: the same batches in Anthropic's shape, made of requests in a body."""
+
+from datetime import UTC, datetime
+from typing import Any
+
+from starlette.requests import Request
+from starlette.types import ASGIApp
+
+from headrace.batches.batches import Batches, BatchWish
+from headrace.batches.records import CANCELED, ERRORED, EXPIRED, SUCCEEDED, BatchRecord
+from headrace.batches.shelf import Shelf
+from headrace.core.errors import RequestError
+from headrace.core.jobs import SplitRequests
+from headrace.gateway.auth import Auth
+from headrace.gateway.bodies import Bodies
+from headrace.gateway.delivery import unless_left
+from headrace.gateway.file_routes import content_of
+from headrace.gateway.http_responses import answer
+from headrace.gateway.listing import Paging, page
+from headrace.protocols.anthropic.messages import ROUTE
+from headrace.workers.pool import Work
+
+_WINDOW_S = 24 * 3600
+_PAGING = Paging(most=1000, after="after_id", before="before_id")
+_KINDS = (SUCCEEDED, ERRORED, CANCELED, EXPIRED)
+
+
+class MessageBatchRoutes:
+    def __init__(
+        self, batches: Batches, shelf: Shelf, work: Work, auth: Auth, bodies: Bodies, prefix: str
+    ) -> None:
+        """`prefix`: the path below which all routes lie."""
+        self._batches = batches
+        self._blobs = shelf.blobs
+        self._work = work
+        self._auth = auth
+        self._bodies = bodies
+        self._prefix = prefix
+
+    async def create(self, request: Request) -> ASGIApp:
+        owner = self._owner(request)
+        async with self._bodies.read(request) as body:
+            job = SplitRequests(self._batches.max_lines, ROUTE)
+            lines = await unless_left(request.receive, self._work.do(job, body))
+        async with await self._batches.files.begin(owner) as upload:
+            await upload.write(lines)
+            file = await upload.finish("requests.jsonl", "messages")
+        wish = BatchWish(owner, "anthropic", ROUTE, file.id, _WINDOW_S)
+        return answer(self._described(request, await self._batches.create(wish)))
+
+    async def list(self, request: Request) -> ASGIApp:
+        batches = await self._batches.of(self._owner(request), "anthropic")
+        found = page(request, batches, lambda it: self._described(request, it), _PAGING)
+        del found["object"]
+        return answer(found)
+
+    async def read(self, request: Request) -> ASGIApp:
+        return answer(self._described(request, await self._find(request)))
+
+    async def cancel(self, request: Request) -> ASGIApp:
+        batch = await self._batches.cancel(await self._find(request))
+        return answer(self._described(request, batch))
+
+    async def delete(self, request: Request) -> ASGIApp:
+        batch = await self._find(request)
+        await self._batches.remove(batch)
+        return answer({"id": batch.id, "type": "message_batch_deleted"})
+
+    async def results(self, request: Request) -> ASGIApp:
+        batch = await self._find(request)
+        if not batch.has_ended or batch.output_id is None:
+            message = f"The batch has not ended: {batch.num_ended} of {batch.num_lines} requests "
+            message += "have; ask again once its processing_status is ended."
+            raise RequestError("batch_not_ended", message, "id")
+        return content_of(self._blobs, batch.output_id, "application/x-jsonl")
+
+    async def _find(self, request: Request) -> BatchRecord:
+        id = request.path_params["id"]
+        return await self._batches.get(self._owner(request), id, "anthropic")
+
+    def _owner(self, request: Request) -> str:
+        return self._auth.owner(request.headers)
+
+    def _described(self, request: Request, batch: BatchRecord) -> dict[str, Any]:
+        """The batch as Anthropic's API shows it."""
+        status = "ended" if batch.has_ended else "in_progress"
+        if batch.status == "cancelling":
+            status = "canceling"
+        counts = {kind: batch.counts.get(kind, 0) for kind in _KINDS}
+        path = f"{self._prefix}{ROUTE}/batches/{batch.id}/results"
+        url = str(request.url.replace(path=path, query=""))
+        return {
+            "id": batch.id,
+            "type": "message_batch",
+            "processing_status": status,
+            "request_counts": {"processing": max(0, batch.num_lines - batch.num_ended), **counts},
+            "created_at": _written(batch.created_at),
+            "expires_at": _written(batch.expires_at),
+            "ended_at": _written(batch.ended_at),
+            "cancel_initiated_at": _written(batch.at.get("cancelling")),
+            "archived_at": None,
+            "results_url": url if batch.has_ended else None,
+        }
+
+
+def _written(seconds: int | None) -> str | None:
+    if seconds is None:
+        return None
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

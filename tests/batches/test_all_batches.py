@@ -1,0 +1,127 @@
+"""All batches of a server: keys share alike, each sees its own, and nothing is kept for ever."""
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from headrace.batches import batches as module
+from headrace.batches.batches import Batches, BatchWish
+from headrace.batches.folder import folder_shelf
+from headrace.batches.records import BATCH, OPEN, BatchRecord, encode_record, now_s
+from headrace.batches.shelf import Shelf
+from headrace.config.settings import BatchConfig, ServerConfig
+from headrace.core.errors import RequestError
+from tests.batches.fakes import FakeAnswers
+from tests.batches.test_run import until
+
+CONFIG = ServerConfig(batches=BatchConfig(key_file_bytes=1000, max_file_bytes=800))
+
+
+class Server:
+    def __init__(self, shelf: Shelf) -> None:
+        self.shelf = shelf
+        self.answers = FakeAnswers()
+        self.answers.gate.clear()
+        self.batches = Batches(shelf, CONFIG, None, self.answers)
+
+    async def begin(self, owner: str, number: int, num_lines: int = 20) -> BatchRecord:
+        """A batch that was checked before."""
+        id = f"batch_{number}"
+        batch = BatchRecord(id, owner, "openai", "/v1/completions", f"in{number}", now_s(), 3600)
+        batch = msgspec.structs.replace(
+            batch, status="in_progress", num_lines=num_lines, output_id=f"out{number}"
+        )
+        lines = (json.dumps({"custom_id": str(n), "body": {}}) for n in range(num_lines))
+        await self.shelf.blobs.append(batch.input_id, "\n".join(lines).encode())
+        await self.shelf.records.put(BATCH, id, encode_record(batch))
+        await self.shelf.records.put(OPEN, id, id.encode())
+        return batch
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[Server]:
+    yield Server(folder_shelf(tmp_path))
+
+
+async def test_keys_share_alike_whatever_the_number_of_their_batches(server: Server) -> None:
+    server.answers.num_at_once = 12
+    for number, owner in enumerate(("ann", "bob", "bob", "bob")):
+        await server.begin(owner, number)
+    task = asyncio.create_task(server.batches.run())
+    await until(lambda: len(server.answers.asked) >= 12)
+    for _ in range(100):
+        await asyncio.sleep(0)
+    shares = Counter(it.owner for it in server.answers.asked)
+    assert shares == {"ann": 6, "bob": 6} or shares == {"ann": 12, "bob": 6}
+    server.answers.gate.set()
+    await until(lambda: not server.batches._runs)
+    task.cancel()
+    keys = Counter(it.key for it in server.answers.asked)
+    assert len(keys) == 80 and set(keys.values()) == {1}
+
+
+async def test_a_key_sees_its_own_batches_alone(server: Server) -> None:
+    batch = await server.begin("ann", 1)
+    assert [it.id for it in await server.batches.of("ann")] == [batch.id]
+    assert await server.batches.of("bob") == []
+    with pytest.raises(RequestError) as refused:
+        await server.batches.get("bob", batch.id, "openai")
+    assert refused.value.code == "batch_not_found"
+
+
+async def test_a_file_that_a_batch_needs_is_not_deleted(server: Server) -> None:
+    async with await server.batches.files.begin("ann") as upload:
+        await upload.write(b"{}\n")
+        file = await upload.finish("a", "batch")
+    wish = BatchWish("ann", "openai", "/v1/completions", file.id, 3600)
+    batch = await server.batches.create(wish)
+    with pytest.raises(RequestError) as refused:
+        await server.batches.remove_file("ann", file.id)
+    assert refused.value.code == "file_in_use"
+    with pytest.raises(RequestError) as refused:
+        await server.batches.remove(batch)
+    assert refused.value.code == "batch_not_ended"
+    ended = batch.moved("cancelled")
+    await server.shelf.records.put(BATCH, batch.id, encode_record(ended))
+    await server.batches.remove_file("ann", file.id)
+    assert await server.batches.files.of("ann") == []
+
+
+async def test_uploads_under_way_count_for_the_quota(server: Server) -> None:
+    files = server.batches.files
+    async with await files.begin("ann") as first:
+        await first.write(b"x" * 700)
+        async with await files.begin("ann") as second:
+            with pytest.raises(RequestError) as refused:
+                await second.write(b"x" * 400)
+            assert refused.value.code == "quota_exceeded"
+        async with await files.begin("bob") as other:
+            await other.write(b"x" * 400)
+    async with await files.begin("ann") as third:  # the first was dropped
+        with pytest.raises(RequestError) as refused:
+            await third.write(b"x" * 801)
+        assert refused.value.code == "request_too_large"
+        await third.write(b"x" * 800)
+
+
+async def test_what_has_expired_is_swept(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = server.batches.files
+    async with await files.begin("ann") as upload:
+        await upload.write(b"one\n")
+        file = await upload.finish("a", "batch", keep_s=3600)
+    batch = await server.begin("ann", 1)
+    ended = batch.moved("completed")
+    await server.shelf.records.put(BATCH, batch.id, encode_record(ended))
+    await server.batches._sweep()
+    assert await files.of("ann") and await server.batches.of("ann")
+    later = now_s() + 31 * 24 * 3600
+    monkeypatch.setattr(module, "now_s", lambda: later)
+    monkeypatch.setattr("headrace.batches.files.now_s", lambda: later)
+    await server.batches._sweep()
+    assert await files.of("ann") == [] == await server.batches.of("ann")
+    assert await server.shelf.blobs.read(file.id, 0, 10) == b""

@@ -1,0 +1,156 @@
+"""A run answers each line once, whatever stops it, and whatever has to be waited for."""
+
+import asyncio
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from headrace.batches import run as running
+from headrace.batches.answers import LineCheck
+from headrace.batches.files import Files
+from headrace.batches.folder import folder_shelf
+from headrace.batches.records import (
+    BATCH,
+    CANCELED,
+    OPEN,
+    STOP,
+    BatchRecord,
+    decode_batch,
+    encode_record,
+    now_s,
+)
+from headrace.batches.run import BatchRun, Bench
+from headrace.batches.shelf import Shelf
+from headrace.config.settings import BatchConfig
+from headrace.core.errors import RequestError
+from tests.batches.fakes import FakeAnswers, FullBlobs
+
+LATER = RequestError("server_overloaded", "not now", retry_after_s=0.0)
+
+
+@pytest.fixture(autouse=True)
+def no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "_LEAST_WAIT_S", 0.0)
+    monkeypatch.setattr(running, "_MOST_WAIT_S", 0.0)
+    monkeypatch.setattr(running, "TICK_S", 0.01)
+
+
+class Night:
+    """One batch of lines, run as often as the test wants."""
+
+    def __init__(self, path: Path, num_lines: int = 20, api: str = "openai") -> None:
+        self.answers = FakeAnswers()
+        shelf = folder_shelf(path)
+        self.blobs = FullBlobs(shelf.blobs)
+        self.shelf = Shelf(shelf.records, self.blobs)
+        files = Files(self.shelf, BatchConfig())
+        check = LineCheck(self.blobs, None, self.answers, 1000)
+        self.bench = Bench(self.shelf, files, self.answers, check, 1000, 1000)
+        self.batch = BatchRecord("batch_1", "ann", api, "/v1/completions", "in", now_s(), 3600)
+        error_id = "errors" if api == "openai" else None
+        begun = {"status": "in_progress", "num_lines": num_lines}
+        files_of = {"output_id": "out", "error_id": error_id}
+        self.batch = msgspec.structs.replace(self.batch, **begun, **files_of)
+        self.ids = [f"l{number}" for number in range(num_lines)]
+
+    async def prepare(self) -> "Night":
+        lines = (json.dumps({"custom_id": id, "body": {}}).encode() + b"\n" for id in self.ids)
+        await self.blobs.append("in", b"".join(lines))
+        await self.shelf.records.put(BATCH, self.batch.id, encode_record(self.batch))
+        await self.shelf.records.put(OPEN, self.batch.id, b"")
+        return self
+
+    async def stored(self) -> BatchRecord:
+        packed = await self.shelf.records.get(BATCH, self.batch.id)
+        assert packed is not None
+        return decode_batch(packed)
+
+    async def begin(self) -> "asyncio.Task[None]":
+        run = BatchRun(self.bench, await self.stored(), lambda: 4)
+        return asyncio.create_task(run.run())
+
+    async def results(self, id: str) -> list[dict[str, Any]]:
+        return [json.loads(it) for it in (await self.blobs.read(id, 0, 1 << 20)).splitlines()]
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+async def test_every_line_is_answered_a_few_at_a_time(tmp_path: Path) -> None:
+    night = await Night(tmp_path).prepare()
+    await (await night.begin())
+    found = await night.results("out")
+    assert Counter(it["custom_id"] for it in found) == Counter(night.ids)
+    assert all(it["response"]["body"] == {"of": it["custom_id"]} for it in found)
+    assert night.answers.most_in_work == 4
+    assert Counter(night.answers.forgotten) == Counter(it.key for it in night.answers.asked)
+    batch = await night.stored()
+    assert batch.status == "completed" and batch.counts == {"succeeded": 20}
+    assert await night.shelf.records.all(OPEN) == []
+
+
+@pytest.mark.parametrize("num_asked", range(1, 20, 2))
+async def test_a_run_that_was_killed_anywhere_is_gone_on_with(
+    num_asked: int, tmp_path: Path
+) -> None:
+    night = await Night(tmp_path).prepare()
+    task = await night.begin()
+    await until(lambda: len(night.answers.asked) >= num_asked)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await asyncio.sleep(0.02)  # a thread may still write
+    await (await night.begin())
+    found = await night.results("out")
+    assert Counter(it["custom_id"] for it in found) == Counter(night.ids)
+    assert len({it["id"] for it in found}) == 20
+
+
+async def test_an_error_that_passes_is_no_answer(tmp_path: Path) -> None:
+    night = await Night(tmp_path).prepare()
+    night.answers.refusals = {id: [LATER] * 3 for id in night.ids[:5]}
+    await (await night.begin())
+    assert len(await night.results("out")) == 20
+    assert await night.results("errors") == []
+
+
+async def test_on_a_full_disk_results_wait_and_none_is_lost(tmp_path: Path) -> None:
+    night = await Night(tmp_path).prepare()
+    night.blobs.num_full = 30
+    await (await night.begin())
+    assert night.blobs.num_full == 0
+    found = await night.results("out")
+    assert Counter(it["custom_id"] for it in found) == Counter(night.ids)
+
+
+@pytest.mark.parametrize("api", ["openai", "anthropic"])
+async def test_the_rest_of_a_cancelled_batch_says_so(api: str, tmp_path: Path) -> None:
+    night = await Night(tmp_path, api=api).prepare()
+    task = await night.begin()
+    await until(lambda: len(night.answers.asked) >= 6)
+    night.answers.gate.clear()
+    await night.shelf.records.put(STOP, night.batch.id, b"")
+    await task
+    batch = await night.stored()
+    assert batch.status == "cancelled" and batch.num_ended == 20
+    files = [it for it in (batch.output_id, batch.error_id) if it]
+    found = [it for id in files for it in await night.results(id)]
+    assert Counter(it["custom_id"] for it in found) == Counter(night.ids)
+    left = [it for it in found if '"canceled"' in json.dumps(it) or it.get("error")]
+    assert len(left) == batch.counts[CANCELED] > 0
+
+
+async def test_an_expired_batch_answers_no_further_line(tmp_path: Path) -> None:
+    night = Night(tmp_path)
+    night.batch = msgspec.structs.replace(night.batch, created_at=now_s() - 3600)
+    night.answers.gate.clear()
+    await (await (await night.prepare()).begin())
+    batch = await night.stored()
+    assert batch.status == "expired" and batch.counts == {"expired": 20}
+    assert {it["error"]["code"] for it in await night.results("errors")} == {"batch_expired"}

@@ -1,0 +1,138 @@
+"""Every shelf: records that are whole, blobs of whole lines, one holder of a batch."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from headrace.batches.folder import folder_shelf
+from headrace.batches.records import BATCH, FILE, OPEN
+from headrace.batches.shelf import ClaimLost, Shelf
+from headrace.streams.store import StoreStalled
+from tools.harness.redis_servers import RedisServer, needs_redis
+
+Test = Callable[[Shelf, Shelf | None], Awaitable[None]]
+
+
+@asynccontextmanager
+async def opened_folder(path: Path) -> AsyncIterator[tuple[Shelf, Shelf | None]]:
+    yield folder_shelf(path), None
+
+
+@asynccontextmanager
+async def opened_in_redis(path: Path) -> AsyncIterator[tuple[Shelf, Shelf | None]]:
+    """The shelves of two servers."""
+    from headrace.batches.redis_shelf import redis_shelf
+    from headrace.streams.stores.redis import RedisStore
+
+    server = RedisServer(path / "redis")
+    try:
+        one, other = await RedisStore.open(server.url), await RedisStore.open(server.url)
+        yield redis_shelf(one), redis_shelf(other)
+        await one.close()
+        await other.close()
+    finally:
+        server.end()
+
+
+def shelf_test(test: Test) -> Callable[..., None]:
+    @pytest.mark.parametrize(
+        "opened", [opened_folder, pytest.param(opened_in_redis, marks=needs_redis)]
+    )
+    async def each(opened: Callable[[Path], object], tmp_path: Path) -> None:
+        async with opened(tmp_path) as shelves:
+            await test(*shelves)
+
+    each.__name__ = test.__name__
+    return each
+
+
+@shelf_test
+async def test_a_record_is_found_as_it_was_put_last(shelf: Shelf, other: Shelf | None) -> None:
+    await shelf.records.put(FILE, "a", b"1")
+    await shelf.records.put(FILE, "a", b"\x00\xff2")
+    await shelf.records.put(FILE, "b", b"3")
+    for it in filter(None, (shelf, other)):
+        assert await it.records.get(FILE, "a") == b"\x00\xff2"
+        assert await it.records.get(BATCH, "a") is None
+        assert sorted(await it.records.all(FILE)) == [b"\x00\xff2", b"3"]
+    await shelf.records.remove(FILE, "a")
+    await shelf.records.remove(FILE, "never")
+    assert await shelf.records.get(FILE, "a") is None
+
+
+@shelf_test
+async def test_a_blob_grows_and_is_read_from_anywhere(shelf: Shelf, other: Shelf | None) -> None:
+    await shelf.blobs.append("a", b"one\n")
+    await shelf.blobs.append("a", b"two\n")
+    for it in filter(None, (shelf, other)):
+        assert await it.blobs.read("a", 0, 100) == b"one\ntwo\n"
+        assert await it.blobs.read("a", 4, 3) == b"two"
+        assert await it.blobs.read("a", 8, 10) == b""
+        assert await it.blobs.read("never", 0, 10) == b""
+    await shelf.blobs.remove("a")
+    assert await shelf.blobs.read("a", 0, 100) == b""
+
+
+@shelf_test
+async def test_one_server_holds_a_batch(shelf: Shelf, other: Shelf | None) -> None:
+    assert await shelf.records.claim("batch")
+    assert await shelf.records.claim("batch")
+    if other is not None:
+        assert not await other.records.claim("batch")
+        with pytest.raises(ClaimLost):
+            await other.blobs.append("out", b"line\n", "batch")
+    await shelf.blobs.append("out", b"line\n", "batch")
+    assert await shelf.blobs.read("out", 0, 100) == b"line\n"
+
+
+async def test_a_folder_keeps_what_was_there_but_for_uploads_that_never_ended(
+    tmp_path: Path,
+) -> None:
+    before = folder_shelf(tmp_path)
+    await before.records.put(FILE, "whole", b"record")
+    await before.records.put(OPEN, "batch", b"batch")
+    await before.blobs.append("whole", b"line\n")
+    await before.blobs.append("half", b"li")
+    after = folder_shelf(tmp_path)
+    assert await after.records.all(FILE) == [b"record"]
+    assert await after.records.all(OPEN) == [b"batch"]
+    assert await after.blobs.read("whole", 0, 10) == b"line\n"
+    assert await after.blobs.read("half", 0, 10) == b""
+
+
+@pytest.mark.parametrize("left", [b"", b'{"half', b"one\n", b"one\n{" + b"x" * 200_000])
+async def test_half_a_line_that_a_kill_left_is_cut_off_by_the_next_one(
+    left: bytes, tmp_path: Path
+) -> None:
+    before = folder_shelf(tmp_path)
+    await before.records.put(FILE, "out", b"record")
+    await before.blobs.append("out", left)
+    after = folder_shelf(tmp_path)
+    await after.blobs.append("out", b"two\n")
+    whole = b"one\n" if left.startswith(b"one\n") else b""
+    assert await after.blobs.read("out", 0, 1 << 20) == whole + b"two\n"
+
+
+async def test_what_does_not_fit_on_the_disk_leaves_no_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import os
+
+    shelf = folder_shelf(tmp_path)
+    await shelf.blobs.append("out", b"one\n")
+    write = os.pwrite
+
+    def full(descriptor: int, data: bytes, at: int) -> int:
+        if at >= 8:
+            raise OSError(28, "No space left on device")
+        return write(descriptor, data[:4], at)
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(StoreStalled, match="no space left on device"):
+        await shelf.blobs.append("out", b"two and more\n")
+    monkeypatch.undo()
+    assert await shelf.blobs.read("out", 0, 100) == b"one\n"
+    await shelf.blobs.append("out", b"three\n")
+    assert await shelf.blobs.read("out", 0, 100) == b"one\nthree\n"
