@@ -12,6 +12,7 @@ import msgspec
 
 from headrace import __version__
 from headrace.cli import exits
+from headrace.cli.batch import batch
 from headrace.cli.bench import bench
 from headrace.cli.cache import cache
 from headrace.cli.load_lines import LoadLines
@@ -291,6 +292,7 @@ for command in (
     models,
     pull,
     cache,
+    batch,
     bench,
 ):
     cli.add_command(command)

@@ -1,0 +1,126 @@
+"""A file of lines, sent to a server as one batch and followed to its end, over restarts."""
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from headrace.client.errors import Refused, Unreachable
+from headrace.client.http import LOST, TIMEOUT, key_header, reason_of, to_address, to_object
+from headrace.errors import ConfigError
+
+POLL_S = 1.0
+ENDED = ("completed", "failed", "expired", "cancelled")
+_ON_ITS_WAY = ("validating", "in_progress", "finalizing", "completed")
+_SENDING_S = 600.0
+_PAGE = 100
+
+
+class BatchClient:
+    """Batches of one server. `on_trouble` is told why it waits, and for how many seconds."""
+
+    def __init__(
+        self, url: str, api_key: str | None, on_trouble: Callable[[str, float], None]
+    ) -> None:
+        self._http = httpx.Client(
+            base_url=to_address(url), headers=key_header(api_key), timeout=TIMEOUT
+        )
+        self._on_trouble = on_trouble
+
+    def __enter__(self) -> "BatchClient":
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self._http.close()
+
+    def begun(self, digest: str) -> dict[str, Any] | None:
+        """The batch of a file of this digest, unless it came to nothing."""
+        after: dict[str, str] = {}
+        while True:
+            found = self.ask("GET", "/v1/batches", params={"limit": str(_PAGE), **after})
+            for batch in found["data"]:
+                is_same = (batch["metadata"] or {}).get("sha256") == digest
+                if is_same and batch["status"] in _ON_ITS_WAY:
+                    return dict(batch)
+            if not found["has_more"]:
+                return None
+            after = {"after": found["last_id"]}
+
+    def begin(self, path: Path, digest: str, hours: int) -> dict[str, Any]:
+        """A new batch of a file's lines."""
+        with path.open("rb") as file:
+            sent = self.ask(
+                "POST", "/v1/files", data={"purpose": "batch"},
+                files={"file": (path.name, file)}, timeout=_SENDING_S,
+            )  # fmt: skip
+        wish = {
+            "input_file_id": sent["id"],
+            "endpoint": route_of(path),
+            "completion_window": f"{hours}h",
+            "metadata": {"sha256": digest, "file": path.name[:512]},
+        }
+        return self.ask("POST", "/v1/batches", json=wish)
+
+    def follow(self, batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """The batch as it comes along, until it has ended; it waits for a server that is away."""
+        while True:
+            yield batch
+            if batch["status"] in ENDED:
+                return
+            time.sleep(POLL_S)
+            try:
+                batch = self.ask("GET", f"/v1/batches/{batch['id']}")
+            except Unreachable as error:
+                self._on_trouble(str(error), POLL_S)
+
+    def cancel(self, batch: dict[str, Any]) -> dict[str, Any]:
+        return self.ask("POST", f"/v1/batches/{batch['id']}/cancel")
+
+    def results(self, file_id: str | None) -> Iterator[bytes]:
+        """The bytes of a file of results; none where there is none."""
+        if file_id is None:
+            return
+        with self._http.stream("GET", f"/v1/files/{file_id}/content") as answer:
+            if answer.status_code != 200:
+                raise _refused(answer.status_code, answer.read())
+            yield from answer.iter_bytes()
+
+    def ask(self, method: str, path: str, **sent: Any) -> dict[str, Any]:
+        """The server's answer; Refused, or Unreachable."""
+        try:
+            answer = self._http.request(method, path, **sent)
+        except LOST as error:
+            raise Unreachable(reason_of(error)) from error
+        if answer.status_code != 200:
+            raise _refused(answer.status_code, answer.content)
+        return to_object(answer.content)
+
+
+def digest_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def route_of(path: Path) -> str:
+    """The url of the first line, which is that of all."""
+    with path.open("rb") as file:
+        first = next((line for line in file if line.strip()), b"")
+    try:
+        url = json.loads(first)["url"]
+    except (ValueError, KeyError, TypeError):
+        url = None
+    if not isinstance(url, str):
+        raise ConfigError(
+            f"{path}: the first line is no request; a line is "
+            '{"custom_id": …, "method": "POST", "url": "/v1/chat/completions", "body": {…}}.'
+        )
+    return url
+
+
+def _refused(status: int, body: bytes) -> Refused:
+    error = to_object(body).get("error", {})
+    return Refused(status, error.get("message", "no reason given"), error.get("code", "unknown"))
