@@ -13,7 +13,7 @@ from starlette.types import ASGIApp
 import headrace
 
 FOLDER = Path(headrace.__file__).parent / "web"
-PAGES = {"/": "index.html", "/dashboard": "dashboard.html"}
+PAGES = {"/": "index.html", "/dashboard": "dashboard.html", "/batches": "batches.html"}
 TYPES = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",

@@ -1,0 +1,54 @@
+"""The page of batches: a file is sent, followed to its end, and its results are taken."""
+
+import json
+from pathlib import Path
+
+from selenium.webdriver.common.by import By
+
+from tests.web.page import Page, eventually
+
+
+def line(number: int, max_tokens: int) -> str:
+    body = {"messages": [{"role": "user", "content": f"{number}?"}], "max_tokens": max_tokens}
+    wish = {"custom_id": str(number), "method": "POST", "url": "/v1/chat/completions"}
+    return json.dumps({**wish, "body": {**body, "ignore_eos": True}})
+
+
+def sent(page: Page, tmp_path: Path, name: str, num_lines: int, max_tokens: int) -> None:
+    file = tmp_path / name
+    file.write_text("\n".join(line(number, max_tokens) for number in range(num_lines)))
+    page.driver.find_element(By.ID, "given").send_keys(str(file))
+
+
+def row_of(page: Page, name: str) -> str:
+    rows = [it for it in page.texts("#batches tbody tr") if it.startswith(name)]
+    return rows[0] if rows else ""
+
+
+def test_a_file_is_answered_and_its_results_are_downloaded(page: Page, tmp_path: Path) -> None:
+    page.open("/batches")
+    sent(page, tmp_path, "short.jsonl", 3, 4)
+    eventually(lambda: "completed" in row_of(page, "short.jsonl"), 60)
+    assert "3 of 3" in row_of(page, "short.jsonl")
+    saved = "window.saved = []; URL.createObjectURL = (blob) => (saved.push(blob), 'about:blank')"
+    page.driver.execute_script(saved)
+    page.find('[aria-label="Download the results of short.jsonl"]').click()
+    eventually(lambda: page.driver.execute_script("return saved.length"))
+    text = page.driver.execute_async_script("saved[0].text().then(arguments[0])")
+    assert {json.loads(it)["custom_id"] for it in text.splitlines()} == {"0", "1", "2"}
+
+
+def test_a_batch_is_stopped(page: Page, tmp_path: Path) -> None:
+    page.open("/batches")
+    sent(page, tmp_path, "long.jsonl", 200, 1000)
+    eventually(lambda: "in progress" in row_of(page, "long.jsonl"), 60)
+    page.find('[aria-label="Stop long.jsonl"]').click()
+    eventually(lambda: "cancelled" in row_of(page, "long.jsonl"), 60)
+
+
+def test_what_is_no_request_is_told(page: Page, tmp_path: Path) -> None:
+    page.open("/batches")
+    file = tmp_path / "wrong.jsonl"
+    file.write_text("not JSON\n")
+    page.driver.find_element(By.ID, "given").send_keys(str(file))
+    eventually(lambda: "no request" in page.find("#news").text)
