@@ -1,8 +1,8 @@
 """Owns the choice of an instruction set: the best one here that computes what plain does."""
 
 import logging
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headrace_kernels.attention import CpuAttention, CpuStep
+from headrace_kernels.experts import ExpertProduct, can_route
 from headrace_kernels.groups import INT4, GroupedWeights, Scheme
 from headrace_kernels.instruction_sets import NAMES, InstructionSet, instruction_sets_here
 from headrace_kernels.launch import compile_all, listed
@@ -23,6 +24,7 @@ from headrace_kernels.linear import (
     Quantize,
     quantize_outputs,
 )
+from headrace_kernels.routing import combine, route
 
 logger = logging.getLogger(__name__)
 
@@ -100,9 +102,13 @@ def _fault(
 
     def samples() -> Iterator[tuple[str, Tensor, Tensor]]:
         generator = torch.Generator().manual_seed(0)
-        yield from _samples(instructions, dtype, to_int8, generator)
-        for kept in sorted(groups):
-            yield from _grouped_samples(instructions, Scheme(*kept), dtype, generator)
+        yield from _samples_of_attention(instructions, dtype, generator)
+        has_routers = "routed-mlp" in kinds
+        forms = _forms(instructions, dtype, (to_int8, has_routers), groups)
+        for make in forms:
+            yield from _samples_of_product(make, dtype, generator)
+        for make in forms[-max(len(groups), 1) :] if has_routers else ():
+            yield from _samples_of_experts(make, dtype, generator)
         if not kinds.isdisjoint(_WITH_STATES):
             yield from _samples_of_states(instructions, dtype, generator)
 
@@ -120,12 +126,42 @@ def _fault(
     return None
 
 
-def _grouped_samples(
+_Form = Callable[[torch.Generator], tuple[PackedLinear | GroupedLinear, Tensor]]
+"""Makes a layer, and its exact weights."""
+
+
+def _forms(
     instructions: InstructionSet,
-    scheme: Scheme,
     dtype: torch.dtype,
-    generator: torch.Generator,
+    plain: tuple[bool, bool],
+    groups: Iterable[PlainScheme],
+) -> list[_Form]:
+    """The forms in which a model's weights are kept, those of most of them last.
+
+    `plain`: whether in 8 bits, and whether there are routers, which are not.
+    """
+    to_int8, has_routers = plain
+    own: list[_Form] = []
+    if dtype == torch.bfloat16 and (has_routers or not to_int8):
+        own.append(partial(_packed_layer, instructions, dtype, False))
+    if to_int8:
+        own.append(partial(_packed_layer, instructions, dtype, True))
+    return own + [partial(_grouped_layer, instructions, Scheme(*kept)) for kept in sorted(groups)]
+
+
+def _samples_of_product(
+    make: _Form, dtype: torch.dtype, generator: torch.Generator
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yields a name, the result by these instructions, and torch's in float32."""
+    layer, exact = make(generator)
+    for num_rows in _ROWS:
+        x = torch.randn(num_rows, _INPUTS, generator=generator).to(dtype)
+        yield f"product of {num_rows} rows", layer(x), F.linear(x.float(), exact)
+
+
+def _grouped_layer(
+    instructions: InstructionSet, scheme: Scheme, generator: torch.Generator
+) -> tuple[GroupedLinear, Tensor]:
     low, high = (0, 16) if scheme.bits == 4 else (-127, 128)
     q = torch.randint(low, high, (_OUTPUTS, _INPUTS), generator=generator)
     size = _OUTPUTS, _INPUTS // scheme.size
@@ -133,26 +169,41 @@ def _grouped_samples(
     minimum = (-8 * scale * torch.rand(size, generator=generator)).half() * scheme.has_minimum
     wide = (part.float().repeat_interleave(scheme.size, dim=1) for part in (scale, minimum))
     exact = q * next(wide) + next(wide)
-    layer = GroupedLinear(
-        GroupedWeights(scheme, q.to(torch.int8), scale, minimum), None, instructions
-    )
-    for num_rows in _ROWS:
-        x = torch.randn(num_rows, _INPUTS, generator=generator).to(dtype)
-        yield f"product of {num_rows} rows in groups", layer(x), F.linear(x.float(), exact)
+    made = GroupedWeights(scheme, q.to(torch.int8), scale, minimum)
+    return GroupedLinear(made, None, instructions), exact
 
 
-def _samples(
+def _packed_layer(
     instructions: InstructionSet, dtype: torch.dtype, to_int8: bool, generator: torch.Generator
+) -> tuple[PackedLinear, Tensor]:
+    weight = torch.randn(_OUTPUTS, _INPUTS, generator=generator).to(dtype)
+    stored, scale = quantize_outputs(weight) if to_int8 else (weight, torch.ones(_OUTPUTS))
+    layer = PackedLinear(stored, scale, None, instructions)
+    return layer, stored.float() * scale[:, None]
+
+
+def _samples_of_experts(
+    make: _Form, dtype: torch.dtype, generator: torch.Generator
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yields a name, the result by these instructions, and torch's in float32."""
-    if dtype == torch.bfloat16 or to_int8:
-        weight = torch.randn(_OUTPUTS, _INPUTS, generator=generator).to(dtype)
-        stored, scale = quantize_outputs(weight) if to_int8 else (weight, torch.ones(_OUTPUTS))
-        exact = stored.float() * scale[:, None]
-        layer = PackedLinear(stored, scale, None, instructions)
-        for num_rows in _ROWS:
-            x = torch.randn(num_rows, _INPUTS, generator=generator).to(dtype)
-            yield f"product of {num_rows} rows", layer(x), F.linear(x.float(), exact)
+    """The weighted sum of two of three."""
+    layers, exact = zip(*(make(generator) for _ in range(3)), strict=True)
+    if not can_route(layers[0].operand):
+        return
+    product = ExpertProduct([layer.operand for layer in layers])
+    for num_rows in (1, 3, 45):
+        x = torch.randn(num_rows, _INPUTS, generator=generator).to(dtype)
+        scores = torch.rand(num_rows, 3, generator=generator).argsort(-1).to(dtype)  # all differ
+        routing = route(scores, 2, sums_to_one=True)
+        found = combine(product(x, routing), routing, None, None)
+        weights = torch.where(scores > 0, scores.float(), -torch.inf).softmax(-1)
+        expected = torch.stack([F.linear(x.float(), weight) for weight in exact], dim=1)
+        yield f"experts of {num_rows} rows", found, (expected * weights[..., None]).sum(1)
+
+
+def _samples_of_attention(
+    instructions: InstructionSet, dtype: torch.dtype, generator: torch.Generator
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """The same of two chunks of a sequence."""
     past = torch.empty(0, _HEADS + 2 * _KV_HEADS, _DIM, dtype=dtype)
     for (start, length), step in _steps(instructions, dtype):
         past = torch.cat(

@@ -24,7 +24,7 @@ from headrace_kernels.group_tile import WIDE, group_layout, group_tile
 from headrace_kernels.instruction_sets import InstructionSet, instruction_sets_here
 from headrace_kernels.launch import Kernel
 from headrace_kernels.numeric import compiled_as, f32_at, i8_at, largest_size, u16_at
-from headrace_kernels.product import product_by, read_product, scale_and_bias, to_int16
+from headrace_kernels.product import Way, product_by, read_product, scale_and_bias, to_int16
 from headrace_kernels.registers import HAS_512, MANY
 from headrace_kernels.tiles import (
     CACHE_LINE,
@@ -152,13 +152,13 @@ def _quantize_bytes(x: Any, wide: Any, scales: Any) -> None:
 def _product_amx(bits: int, has_minimum: bool) -> Any:
     name = f"amx_groups_{bits}{'_and_minimum' if has_minimum else ''}"
     multiply = multiply_groups(name, bits, has_minimum)
-    return product_by(name, _quantize_bytes, multiply, np.int16, _scale_and_sum)
+    return product_by(Way(name, _quantize_bytes, multiply, np.int16, _scale_and_sum))
 
 
-def _product_of(bits: int, has_minimum: bool) -> Any:
+def _way_of(bits: int, has_minimum: bool) -> Way:
     name = f"groups_{bits}{'_and_minimum' if has_minimum else ''}"
     made = _multiply if HAS_512 else _multiply_laid_out
-    return product_by(name, _quantize, made(name, bits, has_minimum), np.int16, _scale_and_sum)
+    return Way(name, _quantize, made(name, bits, has_minimum), np.int16, _scale_and_sum)
 
 
 def _tiles(bits: int, has_minimum: bool) -> Any:
@@ -217,7 +217,8 @@ def _multiply_laid_out(name: str, bits: int, has_minimum: bool) -> Any:
     return multiply
 
 
-_by_4, _by_8, _by_8_and_minimum = _product_of(4, True), _product_of(8, False), _product_of(8, True)
+BY_4, BY_8, BY_8_AND_MINIMUM = _way_of(4, True), _way_of(8, False), _way_of(8, True)
+_by_4, _by_8, _by_8_and_minimum = map(product_by, (BY_4, BY_8, BY_8_AND_MINIMUM))
 _by_4_amx, _by_8_amx = _product_amx(4, True), _product_amx(8, False)
 _by_8_and_minimum_amx = _product_amx(8, True)
 
@@ -294,6 +295,8 @@ def _bf16_by_8_and_minimum_or_amx(a: Any) -> None:
         _by_8_and_minimum(a, _panels(g), x, target)
 
 
+BF16_BY_4, FLOAT_BY_4, BF16_BY_8 = _bf16_by_4, _float_by_4, _bf16_by_8
+BF16_BY_8_AND_MINIMUM = _bf16_by_8_and_minimum
 # rows of float32 meet none but weights that `--quantize int4` has rounded
 _KERNELS = {
     (4, True): {torch.bfloat16: _bf16_by_4, torch.float32: _float_by_4},

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from headrace_kernels.delta_gates import GATED_NORM, GATES, delta_gates, gated_norm
+from headrace_kernels.experts import ExpertProduct, can_route
 from headrace_kernels.fuse import IN_TURN
 from headrace_kernels.launch import Kernel
+from headrace_kernels.linear import GroupedLinear, PackedLinear
 from headrace_kernels.pointwise import (
     ADD,
     GATE,
@@ -21,6 +23,9 @@ from headrace_kernels.pointwise import (
     norm,
     rotate,
 )
+from headrace_kernels.routing import combine, route
+
+_TOKENS_AT_ONCE = 1024  # of experts
 
 
 class CpuRotary(nn.Module):
@@ -103,12 +108,48 @@ class CpuGatedMLP(nn.Module):
         self.gate_up, self.down = plain.gate_up, plain.down
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(gated(self.gate_up(x)))
+        return self.down(self.activate(self.gate_up(x)))
+
+    @staticmethod
+    def activate(x: Tensor) -> Tensor:
+        """Gate and up [..., 2 * size] as what goes into `down`."""
+        return gated(x)
 
 
 class CpuGeluMLP(CpuGatedMLP):
+    @staticmethod
+    def activate(x: Tensor) -> Tensor:
+        return gated(x, by_gelu=True)
+
+
+class CpuRoutedMLP(nn.Module):
+    """Experts that are packed, as two products for all of them."""
+
+    def __init__(self, plain: Any) -> None:
+        super().__init__()
+        self.num_chosen, self.sums_to_one = plain.num_chosen, plain.sums_to_one
+        self.router, self.experts = plain.router, plain.experts
+        self.shared, self.shared_gate = plain.shared, plain.shared_gate
+        self._activate = plain.experts[0].activate
+        self._gate_up = ExpertProduct([expert.gate_up.operand for expert in plain.experts])
+        self._down = ExpertProduct([expert.down.operand for expert in plain.experts])
+
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(gated(self.gate_up(x), by_gelu=True))
+        if len(x) > _TOKENS_AT_ONCE:  # what lies between the products is some times as large as x
+            return torch.cat([self(part) for part in x.split(_TOKENS_AT_ONCE)])
+        routing = route(self.router(x), self.num_chosen, self.sums_to_one)
+        y = self._down(self._activate(self._gate_up(x.contiguous(), routing)), routing)
+        if self.shared is None:
+            return combine(y, routing, None, None)
+        return combine(y, routing, self.shared(x), self.shared_gate(x))
+
+
+def _routed(plain: Any) -> nn.Module:
+    """As it is where no kernel is for its experts: they are computed one after another."""
+    layers = [plain.experts[0].gate_up, plain.experts[0].down]
+    if all(isinstance(it, PackedLinear | GroupedLinear) and can_route(it.operand) for it in layers):
+        return CpuRoutedMLP(plain)
+    return plain  # type: ignore[no-any-return]
 
 
 _FAST: Mapping[str, Callable[[Any], nn.Module]] = {
@@ -119,6 +160,7 @@ _FAST: Mapping[str, Callable[[Any], nn.Module]] = {
     "rotary": CpuRotary,  # angles(positions), amplitude
     "gated-mlp": CpuGatedMLP,  # gate_up, down
     "gelu-mlp": CpuGeluMLP,  # the same
+    "routed-mlp": _routed,  # router, experts, num_chosen, sums_to_one, shared, shared_gate
     "convolution": CpuConvolution,  # layer, weight
     "delta-gates": CpuDeltaGates,  # A_log, dt_bias
 }
@@ -145,7 +187,7 @@ def kernels_of(kinds: Iterable[str], dtype: torch.dtype) -> list[Kernel]:
 
 def prepare(model: nn.Module, kinds: Mapping[type, str]) -> None:
     """Swaps layers of these classes for their fast versions; linear ones are packed at loading."""
-    for parent in list(model.modules()):
+    for parent in reversed(list(model.modules())):  # the parts of a layer before it
         for name, child in list(parent.named_children()):
             if kind := kinds.get(type(child)):
                 setattr(parent, name, _FAST[kind](child))

@@ -1,5 +1,6 @@
 """Owns how weights lie in memory: packed once for our own product; models keep plain nn.Linear."""
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -27,7 +28,16 @@ Quantize = Literal["none", "int8", "int4", "own"]
 with scales and minima per group, or as a GGUF file has them."""
 
 HEAD = "head"  # the path of the output layer in every native family
+_EXACT = ("router", "shared_gate")  # layers that are never quantized: tokens would go elsewhere
 _OUTPUTS_AT_ONCE = 256  # of float32 while quantizing: a whole matrix may be a tenth of the model
+
+
+Place = Callable[[Tensor], Tensor]
+"""Puts packed weights where they are to stay, and returns them there."""
+
+
+def in_memory(packed: Tensor) -> Tensor:
+    return packed
 
 
 class PackedLinear(nn.Module):
@@ -39,19 +49,20 @@ class PackedLinear(nn.Module):
         scale: Tensor | None,
         bias: Tensor | None,
         instructions: InstructionSet | None = None,
+        place: Place = in_memory,
     ) -> None:
         super().__init__()
         size, num_inputs = weight.shape
-        self.weight = nn.Buffer(pack(weight))
-        self.scale = nn.Buffer(torch.ones(size) if scale is None else scale)
-        self.bias = nn.Buffer(torch.zeros(size) if bias is None else bias.detach().float())
+        self.weight = nn.Buffer(place(pack(weight)))
+        self.scale = nn.Buffer(place(torch.ones(size) if scale is None else scale))
+        self.bias = nn.Buffer(place(torch.zeros(size) if bias is None else bias.detach().float()))
         kernels = kernels_for(instructions, num_inputs, weight.dtype)
-        self._operand = Operand(self.weight, num_inputs, self.scale, self.bias, kernels)
+        self.operand = Operand(self.weight, num_inputs, self.scale, self.bias, kernels)
 
     def forward(self, x: Tensor) -> Tensor:
         if x.ndim != 2:
             return self(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
-        return product(x, self._operand)
+        return product(x, self.operand)
 
 
 def quantize_outputs(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -74,19 +85,21 @@ class GroupedLinear(nn.Module):
         groups: GroupedWeights,
         bias: Tensor | None,
         instructions: InstructionSet | None = None,
+        place: Place = in_memory,
     ) -> None:
         super().__init__()
         size, num_inputs = groups.q.shape
         self.scheme = groups.scheme
-        self.weight, self.scale = nn.Buffer(pack_groups(groups)), nn.Buffer(torch.ones(size))
-        self.bias = nn.Buffer(torch.zeros(size) if bias is None else bias.detach().float())
+        self.weight = nn.Buffer(place(pack_groups(groups)))
+        self.scale = nn.Buffer(place(torch.ones(size)))
+        self.bias = nn.Buffer(place(torch.zeros(size) if bias is None else bias.detach().float()))
         kernels = kernels_of(groups.scheme, num_inputs, instructions)
-        self._operand = Operand(self.weight, num_inputs, self.scale, self.bias, kernels)
+        self.operand = Operand(self.weight, num_inputs, self.scale, self.bias, kernels)
 
     def forward(self, x: Tensor) -> Tensor:
         if x.ndim != 2:
             return self(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
-        return product(x, self._operand)
+        return product(x, self.operand)
 
 
 def pack_linear(
@@ -95,20 +108,25 @@ def pack_linear(
     groups: PlainGroups | None = None,
     quantize: Quantize = "none",
     instructions: InstructionSet | None = None,
+    place: Place = in_memory,
 ) -> None:
     """Give the module at `path` of a CPU model the fastest kernels here, if it is a linear layer.
 
     `groups`, if there are any, are its weights. Float32 weights stay as they are, unless quantized.
+    `place` says where packed weights stay: in a file that is mapped, say.
     """
     linear = model.get_submodule(path)
-    if type(linear) is nn.Linear:
+    if isinstance(linear, nn.Linear):
         parent, _, name = path.rpartition(".")
-        packed = _packed(linear, groups, _quantize_of(path, quantize), instructions)
+        kind = _quantize_of(path, quantize)
+        packed = _packed(linear, groups, kind, instructions, place)
         setattr(model.get_submodule(parent), name, packed)
 
 
 def _quantize_of(path: str, quantize: Quantize) -> Quantize:
     """The quantization of one linear layer; in int4 models the head is int8, as it costs most."""
+    if path.rpartition(".")[2] in _EXACT:
+        return "none"
     return "int8" if quantize == "int4" and path == HEAD else quantize
 
 
@@ -117,17 +135,18 @@ def _packed(
     groups: PlainGroups | None,
     quantize: Quantize,
     instructions: InstructionSet | None,
+    place: Place,
 ) -> nn.Module:
+    how = linear.bias, instructions, place
     if quantize == "int4":
-        return GroupedLinear(quantize_groups(linear.weight), linear.bias, instructions)
+        return GroupedLinear(quantize_groups(linear.weight), *how)
     if groups is not None:
-        kept = GroupedWeights(Scheme(*groups[0]), *groups[1:])
-        return GroupedLinear(kept, linear.bias, instructions)
+        return GroupedLinear(GroupedWeights(Scheme(*groups[0]), *groups[1:]), *how)
     if quantize == "int8":
-        return PackedLinear(*quantize_outputs(linear.weight), linear.bias, instructions)
+        return PackedLinear(*quantize_outputs(linear.weight), *how)
     if linear.weight.dtype != torch.bfloat16:
         return linear
-    return PackedLinear(linear.weight.detach(), None, linear.bias, instructions)
+    return PackedLinear(linear.weight.detach(), None, *how)
 
 
 def packing_bytes(
@@ -138,7 +157,7 @@ def packing_bytes(
     `scheme`, if there is one, is that of its groups.
     """
     layer, quantize = model.get_submodule(path), _quantize_of(path, quantize)
-    if type(layer) is not nn.Linear:
+    if not isinstance(layer, nn.Linear):
         return None
     outputs, inputs = layer.out_features, layer.in_features
     scale_and_bias = 2 * torch.float32.itemsize * outputs

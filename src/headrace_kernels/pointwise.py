@@ -55,6 +55,7 @@ class _Rotate(NamedTuple):
 
 class _Gate(NamedTuple):
     tokens: int
+    heads: int  # or experts
     size: int
     is_gelu: int  # or silu
     x: int
@@ -180,27 +181,27 @@ def _gate_row(gate: Any, up: Any, is_gelu: Any, wide: Any, out: Any) -> None:
 
 @njit
 def _gate(g: Any, a: Any, x: Any, out: Any) -> None:
-    tokens, size = g.tokens, g.size
+    rows, size = g.tokens * g.heads, g.size
     wide = row_for(size)
     while True:
-        token = take_next(a)
-        if token >= tokens:
+        row = take_next(a)
+        if row >= rows:
             break
-        _gate_row(x[token, :size], x[token, size:], g.is_gelu, wide, out[token])
+        _gate_row(x[row, :size], x[row, size:], g.is_gelu, wide, out[row])
 
 
 @Kernel
 def _gate_bf16(a: Any) -> None:
     g = _read_gate(a)
-    x = carray(u16_at(g.x), (g.tokens, 2 * g.size))
-    _gate(g, a, x, carray(u16_at(g.out), (g.tokens, g.size)))
+    x = carray(u16_at(g.x), (g.tokens * g.heads, 2 * g.size))
+    _gate(g, a, x, carray(u16_at(g.out), (g.tokens * g.heads, g.size)))
 
 
 @Kernel
 def _gate_float(a: Any) -> None:
     g = _read_gate(a)
-    x = carray(f32_at(g.x), (g.tokens, 2 * g.size))
-    _gate(g, a, x, carray(f32_at(g.out), (g.tokens, g.size)))
+    x = carray(f32_at(g.x), (g.tokens * g.heads, 2 * g.size))
+    _gate(g, a, x, carray(f32_at(g.out), (g.tokens * g.heads, g.size)))
 
 
 @njit(fastmath=FAST, error_model="numpy")
@@ -307,9 +308,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def gated(x: Tensor, by_gelu: bool = False) -> Tensor:
-    """silu(left half) * right half of x [tokens, 2 * size], contiguous; or gelu, by its tanh."""
-    out = torch.empty((x.shape[0], x.shape[1] // 2), dtype=x.dtype)
-    words = _Gate(len(out), out.shape[1], by_gelu, x.data_ptr(), out.data_ptr())
+    """silu(left half) * right half of x [tokens, ..., 2 * size], contiguous; or gelu, by tanh."""
+    out = torch.empty((*x.shape[:-1], x.shape[-1] // 2), dtype=x.dtype)
+    heads = x.shape[1] if x.ndim == 3 else 1
+    pointers = x.data_ptr(), out.data_ptr()
+    words = _Gate(len(out), heads, out.shape[-1], by_gelu, *pointers)
     _launch(GATE[x.dtype], out, words)
     return out
 

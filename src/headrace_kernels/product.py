@@ -51,7 +51,7 @@ from headrace_kernels.tiles import (
 )
 
 _LINES = 128  # that stay in the first cache while all rows pass, where a tile has few of these
-_BLOCK_BYTES = (600 if HAS_512 else 300) << 10  # of widened rows: they stay in the second cache
+BLOCK_BYTES = (600 if HAS_512 else 300) << 10  # of widened rows: they stay in the second cache
 Kernels = Mapping[torch.dtype, Kernel]
 _INT16_MAX = np.float32(32767)
 _amx_2, _amx_1 = amx_tile(2, False), amx_tile(1, False)
@@ -123,7 +123,7 @@ def _quantize_bytes(x: Any, wide: Any, scales: Any) -> None:
 
 
 @njit
-def _put(out: Any, num_rows: int, target: Any, row: int, first: int) -> None:
+def put(out: Any, num_rows: int, target: Any, row: int, first: int) -> None:
     """Sums of a panel to y [rows, outputs] from `row` on and output `first` on, as far as it goes.
 
     Whole rows of y are known to be contiguous; of a part of it the compiler would not know.
@@ -147,12 +147,21 @@ def _one_by_group(panel: Any, num_inputs: int) -> Any:
     return (num_inputs + GROUP - 1) // GROUP
 
 
-def product_by(name: str, take_in: Any, multiply: Any, dtype: Any, num_scales: Any) -> Any:
-    """`take_in` brings rows to `dtype`, with numbers of their own, `num_scales` of them a row.
+class Way(NamedTuple):
+    """How rows meet panels: `take_in` brings them to `dtype`, with numbers of their own.
 
-    `name` is its own.
+    There are `num_scales` of these a row. `name` is its own.
     """
 
+    name: str
+    take_in: Any
+    multiply: Any
+    dtype: Any
+    num_scales: Any
+
+
+def product_by(way: Way) -> Any:
+    name, take_in, multiply, dtype, num_scales = way
     num_bytes = np.dtype(dtype).itemsize
     apart = CACHE_LINE // num_bytes  # rows a power of two apart would meet in the first cache
 
@@ -163,7 +172,7 @@ def product_by(name: str, take_in: Any, multiply: Any, dtype: Any, num_scales: A
         w [panels, lines, numbers]; target: y [rows, outputs], scale and bias by output.
         """
         num_panels, (num_rows, num_inputs) = w.shape[0], x.shape
-        size = min(num_rows, max(_BLOCK_BYTES // (num_bytes * num_inputs) // MANY, 1) * MANY)
+        size = min(num_rows, max(BLOCK_BYTES // (num_bytes * num_inputs) // MANY, 1) * MANY)
         num_pieces = (num_rows + size - 1) // size * num_panels
         padded = reached(size)
         wide = empty_rows(padded, num_inputs + apart, dtype)
@@ -181,16 +190,18 @@ def product_by(name: str, take_in: Any, multiply: Any, dtype: Any, num_scales: A
             panel, out[:] = w[piece % num_panels], 0
             after = w[following % num_panels if following < num_pieces else num_panels :][:1]
             multiply(panel, wide, scales, rows.shape[0], out, after)
-            _put(out, rows.shape[0], target, block * size, piece % num_panels * PANEL)
+            put(out, rows.shape[0], target, block * size, piece % num_panels * PANEL)
             piece = following
 
     return product_rows
 
 
-_by_bf16 = product_by("bf16", _widen, multiply, np.float32, _no_scales)
-_by_bf16_dot = product_by("bf16_dot", _to_bf16, multiply, np.uint16, _no_scales)
-_by_int8 = product_by("int8", _quantize, multiply, np.int16, _one_by_group)
-_by_int8_amx = product_by("int8_amx", _quantize_bytes, multiply_bytes, np.int16, _one_by_group)
+BF16 = Way("bf16", _widen, multiply, np.float32, _no_scales)
+BF16_DOT = Way("bf16_dot", _to_bf16, multiply, np.uint16, _no_scales)
+INT8 = Way("int8", _quantize, multiply, np.int16, _one_by_group)
+_INT8_AMX = Way("int8_amx", _quantize_bytes, multiply_bytes, np.int16, _one_by_group)
+_by_bf16, _by_bf16_dot = product_by(BF16), product_by(BF16_DOT)
+_by_int8, _by_int8_amx = product_by(INT8), product_by(_INT8_AMX)
 
 
 @njit
@@ -209,7 +220,7 @@ def _multiply_amx(panel: Any, x: Any, state: Any, fetching: Any, target: Any) ->
         else:
             _amx_1(x[row:], panel, steps, out, at)
         there += steps.size * num_lines * CACHE_LINE
-        _put(out, left, y, first_row + row, output)
+        put(out, left, y, first_row + row, output)
 
 
 @njit
@@ -219,7 +230,7 @@ def _rows_by_bf16_amx(counter: Any, w: Any, x: Any, target: Any) -> None:
     The number of inputs must be a multiple of DEEP.
     """
     num_panels, (num_rows, num_inputs) = w.shape[0], x.shape
-    size = max(_BLOCK_BYTES // (2 * num_inputs) // _AMX_ROWS, 1) * _AMX_ROWS
+    size = max(BLOCK_BYTES // (2 * num_inputs) // _AMX_ROWS, 1) * _AMX_ROWS
     size = min(size, num_rows)
     num_pieces = (num_rows + size - 1) // size * num_panels
     steps = np.arange(num_inputs // DEEP) * _STEP_BYTES
@@ -316,6 +327,8 @@ def _float_by_int8(a: Any) -> None:
     _by_int8(a, w, carray(f32_at(g.x), (g.rows, g.inputs)), (y, *scale_and_bias(g)))
 
 
+BF16_BY_BF16, BF16_DOT_KERNEL, BF16_BY_INT8 = _bf16_by_bf16, _bf16_dot, _bf16_by_int8
+FLOAT_BY_INT8 = _float_by_int8
 _BODIES = {
     (torch.bfloat16, torch.bfloat16): _bf16_by_bf16,
     (torch.bfloat16, torch.int8): _bf16_by_int8,

@@ -15,6 +15,7 @@ from headrace.core.layout import MemoryLayout
 from headrace.core.messages import LaneFacts, Quantize
 from headrace.core.plan import BlockCopy, Chunk, SlotCopy
 from headrace.models import layers
+from headrace.models.experts import RoutedMLP
 from headrace.models.registry import family, has_head
 from headrace.runner.attention import Attention, NaiveAttention
 from headrace.runner.inputs import Batch, pack
@@ -36,6 +37,7 @@ _LAYERS = {
     layers.Rotary: "rotary",
     layers.GatedMLP: "gated-mlp",
     layers.GeluMLP: "gelu-mlp",
+    RoutedMLP: "routed-mlp",
     layers.Convolution: "convolution",
     layers.DeltaGates: "delta-gates",
 }
