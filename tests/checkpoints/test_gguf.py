@@ -15,6 +15,7 @@ from headrace.checkpoints.find import find_model
 from headrace.checkpoints.gguf_folder import _llama3, gguf_folder, quantization_of
 from headrace.checkpoints.gguf_groups import GROUP_SCHEMES, GroupScheme
 from headrace.checkpoints.gguf_header import TYPES, read_gguf
+from headrace.checkpoints.gguf_names import HYBRIDS
 from headrace.checkpoints.spec import Defaults, read_spec
 from headrace.config.settings import ModelConfig
 from headrace.core.errors import ModelError
@@ -37,7 +38,8 @@ FAMILIES = [
 ]
 CASES = [
     *((family, "Q8_0") for family in FAMILIES),
-    *(("Qwen3MoeForCausalLM", kind) for kind in ("Q8_0", "Q4_K")),
+    *((f"Qwen3{name}ForCausalLM", kind) for name in ("Moe", "_5Moe") for kind in ("Q8_0", "Q4_K")),
+    *((f"Qwen3{name}ForCausalLM", "Q8_0") for name in ("_5", "Next")),
     *(("LlamaForCausalLM", kind) for kind in KINDS),
 ]
 PROMPT = random_prompt(40)
@@ -60,7 +62,10 @@ def make(
     """A folder and a file that hold the same model; `mixed`: other types, by llama.cpp's names."""
     shape = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 64}
     shape |= {"tie_word_embeddings": is_tied}
-    if family == "Qwen3MoeForCausalLM":
+    if family in HYBRIDS:
+        shape |= {"layer_types": ["linear_attention", "full_attention"]}
+        shape |= {"linear_key_head_dim": 64, "shared_expert_intermediate_size": 256}
+    if "Moe" in family or "Next" in family:
         shape |= {"num_experts": 11, "moe_intermediate_size": 256, "norm_topk_prob": True}
     if family.startswith("Gemma"):
         shape |= {"sliding_window": 16, "query_pre_attn_scalar": 64, "tie_word_embeddings": True}

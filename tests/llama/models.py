@@ -11,7 +11,7 @@ import llama_cpp
 import numpy as np
 
 from tests.drive import random_prompt
-from tools.harness.gguf_files import add_merge, add_tokenizer
+from tools.harness.gguf_files import add_merge, add_tokenizer, to_gguf
 from tools.harness.tiny_models import CHAT_TEMPLATE, END, make_tiny_model
 
 VOCAB = 260
@@ -49,6 +49,20 @@ def write_model(path: Path, architecture: str, **fields: Any) -> Path:
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def write_hybrid(folder: Path, architecture: str) -> Path:
+    """A model of transformers' own, in float32."""
+    made = make_tiny_model(
+        folder / "tiny",
+        architecture,
+        vocab_size=VOCAB,
+        linear_key_head_dim=64,  # as wide as a value's: llama.cpp knows no other
+        moe_intermediate_size=64,
+    )
+    assert add_merge(made) == VOCAB
+    fields = {"chat_template": CHAT_TEMPLATE, "eos_token_id": END}
+    return to_gguf(made, folder / "tiny-F32.gguf", "F32", **fields)
 
 
 def _tokenizer(writer: gguf.GGUFWriter, fields: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from headrace.core.plan import BlockCopy, SlotCopy, StepPlan
 from headrace.core.sampling import Sampling
 from headrace.runner.runner import Runner
 from tests.drive import Drive, assert_close, generate, random_prompt, row_logits, tiny_runner
-from tests.llama.models import ARCHITECTURES, VOCAB, Alone, write_model
+from tests.llama.models import ARCHITECTURES, VOCAB, Alone, write_hybrid, write_model
 
 PROMPT = random_prompt(60, VOCAB)
 K_FILES = sorted(Path("tests/checkpoints/data").glob("*.gguf"))
@@ -138,6 +138,20 @@ def test_a_file_of_ours_gives_the_text_of_llama_cpp(path: Path) -> None:
 def test_families_of_ours_give_the_logits_of_llama_cpp(tmp_path: Path, architecture: str) -> None:
     """Both in float32; where two experts are nearly as good, rounding may choose another."""
     folder = find_model(str(write_model(tmp_path / "tiny-F32.gguf", architecture)))
+    native = tiny_runner(folder, dtype="float32")
+    theirs = tiny_runner(folder, "llama-cpp", dtype="float32")
+    assert (native.lane.traits.id, theirs.lane.traits.id) == ("native-text", "llama-cpp")
+    ours, rows = (row_logits(one, PROMPT) for one in (native, theirs))
+    error = (rows - ours).abs().amax(-1) / ours.abs().amax(-1)
+    assert error.median() < 1e-2
+
+
+@pytest.mark.parametrize(
+    "architecture", ["Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM"]
+)
+def test_hybrids_of_ours_give_the_logits_of_llama_cpp(tmp_path: Path, architecture: str) -> None:
+    """The same; a file as its converter lays it, value heads in turn and all."""
+    folder = find_model(str(write_hybrid(tmp_path, architecture)))
     native = tiny_runner(folder, dtype="float32")
     theirs = tiny_runner(folder, "llama-cpp", dtype="float32")
     assert (native.lane.traits.id, theirs.lane.traits.id) == ("native-text", "llama-cpp")

@@ -14,7 +14,12 @@ CONFIG = {
     "vocab_size": 100,
     "max_position_embeddings": 512,
 }
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
 
 
 def read(**config: Any):

@@ -15,16 +15,19 @@ from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file, save_file
 
 from headrace.checkpoints.gguf_header import TYPES
-from headrace.checkpoints.gguf_names import EXPERTS, NORMED_TWICE, names_of
+from headrace.checkpoints.gguf_names import EXPERTS, GATES, HYBRIDS, NORMED_TWICE, names_of
+from tools.harness.gguf_hybrids import IN_FULL, add_hybrid, file_columns, file_rows
 
 NONE: Mapping[str, str] = MappingProxyType({})
-ROUTER = "mlp.gate.weight"
 _SIZES = {name: (values, size) for name, values, size in TYPES.values()}
 
 
 def gguf_name(name: str, architecture: str = "") -> str:
-    back = {theirs: ours for ours, theirs in (names_of(architecture) | EXPERTS).items()}
+    back = {theirs: ours for ours, theirs in (names_of(architecture) | EXPERTS | GATES).items()}
     stem, _, kind = name.rpartition(".")
+    if name.endswith((".A_log", ".dt_bias")):
+        _, _, number, rest = name.split(".", 3)
+        return f"blk.{number}.{back[rest]}"
     if stem.startswith("model.layers."):
         _, _, number, rest = stem.split(".", 3)
         rest = re.sub(r"mlp\.experts\.\d+\.", "", rest)  # all experts are one stack
@@ -59,7 +62,8 @@ def to_gguf(
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
+    if size := config.get("intermediate_size"):
+        writer.add_feed_forward_length(size)
     writer.add_head_count(heads["q_proj"])
     writer.add_head_count_kv(heads["k_proj"])
     writer.add_key_length(config["head_dim"])
@@ -69,6 +73,8 @@ def to_gguf(
     writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
     if architecture in NORMED_TWICE:
         _add_gemma(writer, config)
+    if architecture in HYBRIDS:
+        add_hybrid(writer, config)
     add_tokenizer(writer, json.loads((folder / "tokenizer.json").read_text()), fields)
     weights = load_file(folder / "model.safetensors")
     if count := config.get("num_experts") or config.get("num_local_experts"):
@@ -78,25 +84,63 @@ def to_gguf(
     stacks: dict[str, list[Any]] = {}
     for key, tensor in weights.items():
         stored = mixed.get(gguf_name(key, architecture).split(".")[-2], kind)
-        if tensor.ndim == 1 or key.endswith(ROUTER):
+        if tensor.ndim == 1 or key.removesuffix(".weight").endswith(IN_FULL):
             stored = "F32"
-        shift = 1 if architecture in NORMED_TWICE and key.endswith("norm.weight") else 0
-        raw = encoded((tensor.float() + shift).numpy(), stored, key)
-        values = dequantize(raw, Kind[stored]).reshape(tensor.shape)
-        weights[key] = torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32)) - shift
+        if architecture in HYBRIDS:
+            raw, weights[key] = _of_hybrid(key, tensor, stored, config)
+        else:
+            shift = 1 if architecture in NORMED_TWICE and key.endswith("norm.weight") else 0
+            raw = encoded((tensor.float() + shift).numpy(), stored, key)
+            weights[key] = decoded(raw, stored, tensor.shape) - shift
         if name == "llama" and (number := heads.get(key.split(".")[-2])):
             raw = raw.reshape(number, 2, -1, *raw.shape[1:]).swapaxes(1, 2).reshape(raw.shape)
         stacks.setdefault(gguf_name(key, architecture), []).append((key, raw, stored))
     for name, parts in stacks.items():
         parts.sort(key=lambda part: [int(n) for n in re.findall(r"\d+", part[0])])
         raw = np.stack([raw for _, raw, _ in parts]) if "_exps." in name else parts[0][1]
-        writer.add_tensor(name, np.ascontiguousarray(raw), raw_dtype=Kind[parts[0][2]])
+        for own, its in _in_parts(name, raw, config):
+            writer.add_tensor(own, np.ascontiguousarray(its), raw_dtype=Kind[parts[0][2]])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     return target
+
+
+def _of_hybrid(
+    key: str, tensor: torch.Tensor, stored: str, config: dict[str, Any]
+) -> tuple[np.ndarray, torch.Tensor]:
+    """The bytes, and the values that they stand for, in the original's order."""
+    values = tensor.float().numpy()
+    if key.endswith(".A_log"):
+        return -np.exp(values)[file_rows(key, config, len(values))], tensor
+    shift = key.endswith("norm.weight") and not key.endswith("linear_attn.norm.weight")
+    values = values.reshape(len(values), -1) + shift
+    rows = file_rows(key, config, len(values))
+    columns = file_columns(key, config, values.shape[1])
+    if values.shape[1] == 1:
+        raw = values[rows, 0]
+        return raw, tensor
+    raw = encoded(values[rows][:, columns], stored, key)
+    found = np.empty_like(values)
+    found[np.ix_(rows, columns)] = dequantize(raw, Kind[stored])
+    raw = raw[0] if key.endswith("shared_expert_gate.weight") else raw
+    return raw, torch.from_numpy(found).reshape(tensor.shape)
+
+
+def _in_parts(name: str, raw: np.ndarray, config: dict[str, Any]) -> list[tuple[str, np.ndarray]]:
+    """Queries, keys and values of Qwen3-Next apart from the gates."""
+    if not name.endswith("ssm_in.weight"):
+        return [(name, raw)]
+    first = len(raw) - config["linear_num_value_heads"] * config["linear_value_head_dim"]
+    own = [name.replace("ssm_in", part) for part in ("attn_qkv", "attn_gate")]
+    return [(own[0], raw[:first]), (own[1], raw[first:])]
+
+
+def decoded(raw: np.ndarray, stored: str, shape: tuple[int, ...]) -> torch.Tensor:
+    values = dequantize(raw, Kind[stored]).reshape(shape)
+    return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32))
 
 
 def _add_gemma(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:

@@ -39,13 +39,8 @@ _SHAPE = {
     "bos_token_id": None,
     "pad_token_id": None,
 }
-_EXPERTS = {
-    "Qwen3MoeForCausalLM": {
-        "num_experts": 5,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-    }
-}
+_EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_SHARED = {"shared_expert_intermediate_size": 48}
 _HYBRID = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     "linear_num_key_heads": 2,
@@ -53,6 +48,14 @@ _HYBRID = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 64,  # as wide as a kernel's tile
     "rope_parameters": {"rope_theta": 10_000.0, "partial_rotary_factor": 0.5},
+}
+_MORE = {
+    "Qwen3MoeForCausalLM": _EXPERTS,
+    "Qwen3_5ForCausalLM": _HYBRID,
+    "Qwen3_5ForConditionalGeneration": _HYBRID,
+    "Qwen3_5MoeForCausalLM": _HYBRID | _EXPERTS | _SHARED,
+    "Qwen3_5MoeForConditionalGeneration": _HYBRID | _EXPERTS | _SHARED,
+    "Qwen3NextForCausalLM": _HYBRID | _EXPERTS | _SHARED,
 }
 _EYES = {
     "depth": 1,
@@ -75,8 +78,8 @@ def make_tiny_model(
     dtype = config.pop("dtype", torch.float32)
     max_shard_size = config.pop("max_shard_size", "1GB")
     model_class = getattr(transformers, architecture)
-    more = _HYBRID if architecture.startswith("Qwen3_5") else _EXPERTS.get(architecture, {})
-    keys = {key: value for key, value in (_SHAPE | more | config).items() if value is not None}
+    given = _SHAPE | _MORE.get(architecture, {}) | config
+    keys = {key: value for key, value in given.items() if value is not None}
     torch.manual_seed(seed)
     model = model_class(_config_of(model_class, keys)).to(dtype)
     _unsettle(model)
@@ -202,6 +205,7 @@ IMAGE_MARKS = {
     "Gemma3": "<start_of_image>",
     "Qwen2-VL": "<|vision_start|><|image_pad|><|vision_end|>",
     "Qwen3.5": "<|vision_start|><|image_pad|><|vision_end|>",
+    "Qwen3.5-MoE": "<|vision_start|><|image_pad|><|vision_end|>",
 }
 """What a chat template writes where an image stands."""
 IMAGE_TEMPLATE = (
@@ -223,8 +227,14 @@ _TEXT = {key: value for key, value in _SHAPE.items() if value is not None}
 
 
 def make_tiny_image_model(folder: Path, kind: str) -> Path:
-    """An image-text model with its processor: kind LLaVA, Qwen2-VL, Gemma3 or Qwen3.5."""
-    kinds = {"LLaVA": _llava, "Qwen2-VL": _qwen2_vl, "Gemma3": _gemma3, "Qwen3.5": _qwen3_5}
+    """An image-text model with its processor, of a kind in IMAGE_MARKS."""
+    kinds = {
+        "LLaVA": _llava,
+        "Qwen2-VL": _qwen2_vl,
+        "Gemma3": _gemma3,
+        "Qwen3.5": _qwen3_5,
+        "Qwen3.5-MoE": _qwen3_5_moe,
+    }
     make = kinds[kind]
     _write_tokenizer(folder)
     names = {
@@ -281,14 +291,27 @@ def _qwen2_vl(tokenizer: Any, ids: dict[str, int], template: str, folder: Path) 
 
 
 def _qwen3_5(tokenizer: Any, ids: dict[str, int], template: str, folder: Path) -> tuple[Any, Any]:
-    rope = {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
-    text = _TEXT | _HYBRID | {"rope_parameters": _HYBRID["rope_parameters"] | rope}
-    config = transformers.Qwen3_5Config(
-        vision_config=_EYES | {"depth": 3, "patch_size": 8, "num_position_embeddings": 9},
-        text_config=text,
-        **_qwen_ids(ids),
-    )
+    config = transformers.Qwen3_5Config(**_seeing_hybrid(ids, _TEXT | _HYBRID))
     return transformers.Qwen3_5ForConditionalGeneration(config), _grid(tokenizer, template, folder)
+
+
+def _qwen3_5_moe(
+    tokenizer: Any, ids: dict[str, int], template: str, folder: Path
+) -> tuple[Any, Any]:
+    text = _TEXT | _HYBRID | _EXPERTS | _SHARED
+    model = transformers.Qwen3_5MoeForConditionalGeneration(
+        transformers.Qwen3_5MoeConfig(**_seeing_hybrid(ids, text))
+    )
+    return model, _grid(tokenizer, template, folder)
+
+
+def _seeing_hybrid(ids: dict[str, int], text: dict[str, Any]) -> dict[str, Any]:
+    rope = {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    return {
+        "vision_config": _EYES | {"depth": 3, "patch_size": 8, "num_position_embeddings": 9},
+        "text_config": text | {"rope_parameters": text["rope_parameters"] | rope},
+        **_qwen_ids(ids),
+    }
 
 
 def _qwen_ids(ids: dict[str, int]) -> dict[str, int]:

@@ -38,12 +38,17 @@ _FAMILIES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM",
+    "qwen35": "Qwen3_5ForCausalLM",
+    "qwen35moe": "Qwen3_5MoeForCausalLM",
+    "qwen3next": "Qwen3NextForCausalLM",
 }
+_ROUTED = ("qwen3moe", "qwen35moe", "qwen3next")
+_HYBRIDS = ("qwen35", "qwen35moe", "qwen3next")
 _SIZES = {
     "embedding_length": "hidden_size",
-    "feed_forward_length": "intermediate_size",
     "block_count": "num_hidden_layers",
     "attention.head_count": "num_attention_heads",
+    "feed_forward_length": "intermediate_size",
     "attention.head_count_kv": "num_key_value_heads",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "context_length": "max_position_embeddings",
@@ -55,12 +60,21 @@ _SIZES = {
     "final_logit_softcapping": "final_logit_softcapping",
     "rope.freq_base_swa": "rope_local_base_freq",
 }
-_NEEDED = tuple(_SIZES)[:4]
+_NEEDED = tuple(_SIZES)[:3]
 _EXPERTS = {
     "expert_count": "num_experts",
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
 }
+_STATES = {
+    "ssm.conv_kernel": "linear_conv_kernel_dim",
+    "ssm.state_size": "linear_key_head_dim",
+    "ssm.group_count": "linear_num_key_heads",
+    "ssm.time_step_rank": "linear_num_value_heads",
+    "ssm.inner_size": "linear_value_dim",
+}
+"""Of gated delta nets."""
 _27B = {"gemma2": 46, "gemma3": 62}
 """Layers of the one size of a family whose scores are scaled by another size than a head's."""
 _WIDE = {"F32": "float32", "F16": "float16"}  # the rest is computed in bfloat16
@@ -197,7 +211,7 @@ def _objection(header: GgufHeader) -> str | None:
     if name not in _FAMILIES:
         known = ", ".join(_FAMILIES)
         return f"GGUF files of the architecture {name} have no implementation of ours; {known} do."
-    if header.own("expert_count", 0) and name != "qwen3moe":
+    if header.own("expert_count", 0) and name not in _ROUTED:
         return f"GGUF files of {name} with experts have no implementation of ours."
     others = {label for label, *_ in OTHER_TYPES.values()}
     if found := sorted({tensor.kind for tensor in header.tensors.values()} & others):
@@ -220,8 +234,10 @@ def _bare(header: GgufHeader, reason: str) -> dict[str, Any]:
 
 def _native_config(header: GgufHeader, folder: Path) -> dict[str, Any]:
     name = header.architecture
-    for key in _NEEDED:
-        if not isinstance(header.own(key), int):
+    has_mlps = name != "qwen35moe"  # without experts
+    states = tuple(_STATES) if name in _HYBRIDS else ()
+    for key in (*_NEEDED, *("feed_forward_length",) * has_mlps, *states):
+        if not isinstance(size := header.own(key), int) or size < 1:
             raise ModelError(
                 f"The GGUF file has no valid {name}.{key}; download it again.", "model_corrupt"
             )
@@ -242,9 +258,31 @@ def _native_config(header: GgufHeader, folder: Path) -> dict[str, Any]:
         is_27b = config["num_hidden_layers"] == _27B[name]
         size = config["hidden_size"] / config["num_attention_heads"]
         config["query_pre_attn_scalar"] = size if is_27b else config.get("head_dim", 256)
+    if name in _HYBRIDS:
+        config |= _hybrid(header)
     if tensor := header.tensors.get("rope_freqs.weight"):
         return config | {"rope_scaling": _llama3(config, _values(folder / tensor.file, tensor))}
     return config | _rope(header)
+
+
+def _hybrid(header: GgufHeader) -> dict[str, Any]:
+    """The delta nets, which layers have them, and the share of a head that is turned."""
+    config = {ours: header.own(theirs) for theirs, ours in _STATES.items()}
+    config["linear_value_head_dim"] = (
+        config.pop("linear_value_dim") // config["linear_num_value_heads"]
+    )
+    layers = header.own("block_count") - header.own("nextn_predict_layers", 0)
+    config |= {"num_hidden_layers": layers, "num_trunk_layers": layers}
+    recurrent = header.own("attention.recurrent_layers")
+    every = header.own("full_attention_interval", 4)
+    if not isinstance(recurrent, list):
+        recurrent = [(layer + 1) % every != 0 for layer in range(layers)]
+    kinds = {True: "linear_attention", False: "full_attention"}
+    config["layer_types"] = [kinds[bool(is_recurrent)] for is_recurrent in recurrent[:layers]]
+    dim = header.own("attention.key_length")
+    if isinstance(dim, int) and isinstance(turned := header.own("rope.dimension_count"), int):
+        config["partial_rotary_factor"] = turned / dim
+    return config
 
 
 def _values(path: Path, tensor: GgufTensor) -> tuple[float, ...]:

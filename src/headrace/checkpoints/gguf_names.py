@@ -1,6 +1,9 @@
 """Names of a GGUF file's tensors in the original checkpoint."""
 
+import math
 import re
+from collections.abc import Mapping
+from typing import Any
 
 NAMES = {
     "token_embd": "model.embed_tokens",
@@ -26,19 +29,50 @@ OTHERS = {
 }
 """Those that mean something else in models with a norm after each part."""
 NORMED_TWICE = ("Gemma2ForCausalLM", "Gemma3ForCausalLM")
-EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
+OF_HYBRIDS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_in": "linear_attn.in_proj_qkvz",
+    "ssm_ba": "linear_attn.in_proj_ba",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+}
+GATES = {"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"}
+"""Whole names within a layer."""
+HYBRIDS = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM")
+EXPERTS = {
+    "ffn_gate_exps": "gate_proj",
+    "ffn_up_exps": "up_proj",
+    "ffn_down_exps": "down_proj",
+    "ffn_gate_up_exps": "gate_up_proj",
+}
 """Stacks: the same tensor of all experts of a layer."""
 _LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_GATES = re.compile(r"blk\.(\d+)\.(ssm_a|ssm_dt\.bias)")
 _OTHER = re.compile(r"(\w+)\.(weight|bias)")
 
 
 def names_of(architecture: str) -> dict[str, str]:
+    if architecture in HYBRIDS:
+        return NAMES | OF_HYBRIDS
     return NAMES | OTHERS if architecture in NORMED_TWICE else NAMES
 
 
 def original_name(name: str, architecture: str) -> str:
     """Transformers' name of a tensor; an unknown name stays as it is."""
     names = names_of(architecture)
+    if architecture in HYBRIDS and (found := _GATES.fullmatch(name)):
+        return f"model.layers.{found[1]}.{GATES[found[2]]}"
+    if (found := _LAYER.fullmatch(name)) and found[2] in EXPERTS:
+        return f"model.layers.{found[1]}.mlp.experts.{EXPERTS[found[2]]}"
     if (found := _LAYER.fullmatch(name)) and found[2] in names:
         return f"model.layers.{found[1]}.{names[found[2]]}.{found[3]}"
     if (found := _OTHER.fullmatch(name)) and found[1] in NAMES:
@@ -46,10 +80,7 @@ def original_name(name: str, architecture: str) -> str:
     return name
 
 
-def expert_names(name: str, count: int) -> list[str]:
-    """Transformers' name of each tensor in a stack of experts; none if it is no such stack."""
-    found = _LAYER.fullmatch(name)
-    if not found or found[2] not in EXPERTS:
-        return []
-    own = f"{EXPERTS[found[2]]}.{found[3]}"
-    return [f"model.layers.{found[1]}.mlp.experts.{n}.{own}" for n in range(count)]
+def is_beyond(name: str, config: Mapping[str, Any]) -> bool:
+    """Whether it belongs to a layer after the model's own, which guesses further tokens."""
+    found = re.match(r"blk\.(\d+)\.", name)
+    return found is not None and int(found[1]) >= config.get("num_trunk_layers", math.inf)

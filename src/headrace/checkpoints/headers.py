@@ -1,6 +1,7 @@
 """The headers of weight files: names, types and shapes; reads no value, without torch."""
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,8 @@ from typing import Any
 import msgspec
 
 from headrace.checkpoints.gguf_header import read_gguf
-from headrace.checkpoints.gguf_names import expert_names, original_name
+from headrace.checkpoints.gguf_names import is_beyond, original_name
+from headrace.checkpoints.parts import parts
 from headrace.checkpoints.spec import ModelSpec
 from headrace.core.errors import ModelError
 
@@ -16,7 +18,6 @@ _KNOWN_TYPES = ("F32", "F16", "BF16")
 _BUFFERS = re.compile(r"(^|\.)(position_ids|token_type_ids|num_batches_tracked|attn\.bias)$")
 """Whole numbers that old exporters wrote, and every model makes by itself."""
 _NESTED = "model.language_model."  # where a model that also sees keeps its text side
-_MAX_EXPERTS = 4096  # of a layer; a stack of more is not taken apart, so nobody knows it
 VISION = "model.visual."
 _BESIDE = (VISION, "mtp.")  # its vision side, and layers that guess several tokens ahead
 
@@ -24,9 +25,11 @@ _BESIDE = (VISION, "mtp.")  # its vision side, and layers that guess several tok
 class TensorHeader(msgspec.Struct, frozen=True):
     dtype: str
     shape: tuple[int, ...]
-    data_offsets: tuple[int, int]
+    data_offsets: tuple[int, int]  # with `rows`: from the first row of all, as many bytes as own
     file: str = ""
     stored_as: str = ""  # its name in the file, if it has another here
+    rows: tuple[int, ...] = ()  # of what is stored; none: all
+    expert: int | None = None  # the matrix of a stack
 
     @property
     def num_values(self) -> int:
@@ -41,15 +44,36 @@ def read_headers(spec: ModelSpec) -> dict[str, TensorHeader]:
     headers: dict[str, TensorHeader] = {}
     for name in spec.weight_files:
         if name.endswith(".gguf"):
-            headers |= _of_gguf(spec.folder / name, spec.architecture)
+            headers |= _of_gguf(spec.folder / name, spec)
             continue
         for tensor, header in _read_file(spec.folder / name).items():
             if _BUFFERS.search(tensor) and header.dtype not in _KNOWN_TYPES:
                 continue
             if header.dtype not in _KNOWN_TYPES:
                 raise _unknown_type(spec, tensor, header.dtype)
-            headers[tensor] = header
+            headers |= _taken_apart(tensor, header, spec.config)
     return headers
+
+
+def _taken_apart(
+    name: str, header: TensorHeader, config: dict[str, Any]
+) -> dict[str, TensorHeader]:
+    found = {}
+    for part in parts(name, header.shape, config):
+        shape = header.shape if part.expert is None else header.shape[1:]
+        shape = (len(part.rows) or shape[0], *shape[1:])
+        first, end = header.data_offsets
+        if part.expert is not None:  # rows are those of its matrix
+            first += part.expert * ((end - first) // header.shape[0])
+        size = (end - header.data_offsets[0]) * math.prod(shape) // header.num_values
+        found[part.name] = msgspec.structs.replace(
+            header,
+            shape=shape,
+            data_offsets=(first, first + size),
+            rows=part.rows,
+            expert=part.expert,
+        )
+    return found or {name: header}
 
 
 def _unknown_type(spec: ModelSpec, tensor: str, dtype: str) -> ModelError:
@@ -61,20 +85,20 @@ def _unknown_type(spec: ModelSpec, tensor: str, dtype: str) -> ModelError:
     )
 
 
-def _of_gguf(path: Path, architecture: str) -> dict[str, TensorHeader]:
-    """Under the original names, each expert of a stack apart; rope_freqs went into the config."""
+def _of_gguf(path: Path, spec: ModelSpec) -> dict[str, TensorHeader]:
+    """Under the original names and shapes; rope_freqs went into the config."""
     headers = {}
     for name, tensor in read_gguf(path).tensors.items():
-        if name == "rope_freqs.weight":
+        if name == "rope_freqs.weight" or is_beyond(name, spec.config):
             continue
-        names, shape = [original_name(name, architecture)], tensor.shape
-        is_stack = len(shape) == 3 and shape[0] <= _MAX_EXPERTS
-        if is_stack and (experts := expert_names(name, shape[0])):
-            names, shape = experts, shape[1:]
-        size = tensor.num_bytes // len(names)
-        for number, own in enumerate(names):
-            first = tensor.offset + number * size
-            headers[own] = TensorHeader(tensor.kind, shape, (first, first + size), path.name)
+        original, shape = original_name(name, spec.architecture), tensor.shape
+        if original.endswith("conv1d.weight"):
+            shape = shape[0], 1, *shape[1:]
+        elif original.endswith("shared_expert_gate.weight"):
+            shape = 1, *shape
+        place = tensor.offset, tensor.offset + tensor.num_bytes
+        header = TensorHeader(tensor.kind, shape, place, path.name)
+        headers |= _taken_apart(original, header, spec.config)
     return headers
 
 

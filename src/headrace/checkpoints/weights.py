@@ -214,7 +214,16 @@ class Checkpoint:
 
     def _tensor(self, name: str) -> Tensor:
         header = self.headers[name]
-        return self._files[header.file].get_tensor(header.stored_as or name)
+        file, stored = self._files[header.file], header.stored_as or name
+        if header.expert is None:
+            tensor: Tensor = file.get_tensor(stored)
+        else:
+            tensor = file.get_slice(stored)[header.expert]
+        if not header.rows:
+            return tensor
+        first, last = header.rows[0], header.rows[-1]
+        is_run = header.rows == tuple(range(first, last + 1))
+        return tensor[first : last + 1] if is_run else tensor[list(header.rows)]
 
     def _header(self, name: str) -> TensorHeader:
         if name not in self.headers:

@@ -13,9 +13,12 @@ FAMILIES = {
     "Qwen3MoeForCausalLM": "headrace.models.qwen3_moe:Qwen3Moe",
     "Qwen3_5ForCausalLM": "headrace.models.qwen3_5:Qwen35",
     "Qwen3_5ForConditionalGeneration": "headrace.models.qwen3_5:Qwen35",
+    "Qwen3_5MoeForCausalLM": "headrace.models.qwen3_5_moe:Qwen35Moe",
+    "Qwen3_5MoeForConditionalGeneration": "headrace.models.qwen3_5_moe:Qwen35Moe",
+    "Qwen3NextForCausalLM": "headrace.models.qwen3_next:Qwen3Next",
 }
 
-SEEING = ("Qwen3_5ForConditionalGeneration",)
+SEEING = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
 """Architectures whose vision side is run beside the implementation of their text side."""
 
 

@@ -1,0 +1,62 @@
+"""Tensors that files hold as one and models take apart: stacks of experts, and projections whose
+rows lie head by head. Each part is known by the name that it has where files hold it alone."""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+Rows = tuple[int, ...]
+
+
+class Part(NamedTuple):
+    """Rows of a tensor, or of one matrix of a stack; none: all of them."""
+
+    name: str
+    rows: Rows
+    expert: int | None = None
+
+
+_STACK = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|gate_proj|up_proj|down_proj)")
+_MAX_EXPERTS = 4096  # of a layer; a stack of more is not taken apart, so nobody knows it
+_BY_HEADS = re.compile(r"(.*\.linear_attn)\.in_proj_(qkvz|ba)\.weight")
+
+
+def parts(name: str, shape: tuple[int, ...], config: Mapping[str, Any]) -> Iterator[Part]:
+    """The parts of a tensor; none if models take it as it is."""
+    if (found := _STACK.fullmatch(name)) and len(shape) == 3 and shape[0] <= _MAX_EXPERTS:
+        yield from _of_experts(*found.groups(), shape)
+    elif found := _BY_HEADS.fullmatch(name):
+        yield from _of_heads(*found.groups(), shape[0], config)
+
+
+def _of_experts(path: str, kind: str, shape: tuple[int, ...]) -> Iterator[Part]:
+    num, rows, _ = shape
+    cuts: dict[str, Rows] = {kind: ()}
+    if kind == "gate_up_proj":
+        cuts = {"gate_proj": tuple(range(rows // 2)), "up_proj": tuple(range(rows // 2, rows))}
+    for expert in range(num):
+        for own, its_rows in cuts.items():
+            yield Part(f"{path}.{expert}.{own}.weight", its_rows, expert)
+
+
+def _of_heads(path: str, kind: str, size: int, config: Mapping[str, Any]) -> Iterator[Part]:
+    """Of each key head its query, key, values and gates; or its betas and decays."""
+    heads, key = config.get("linear_num_key_heads", 16), config.get("linear_key_head_dim", 128)
+    share = config.get("linear_num_value_heads", 32) // heads
+    values = share * config.get("linear_value_head_dim", 128)
+    sizes = (key, key, values, values) if kind == "qkvz" else (share, share)
+    each = sum(sizes)
+    if heads * each != size:
+        return  # nobody knows it then, which an error says
+
+    def rows(number: int) -> Rows:
+        first = sum(sizes[:number])
+        begins = (head * each + first for head in range(heads))
+        return tuple(row for begin in begins for row in range(begin, begin + sizes[number]))
+
+    if kind == "qkvz":
+        yield Part(f"{path}.in_proj_qkv.weight", rows(0) + rows(1) + rows(2))
+        yield Part(f"{path}.in_proj_z.weight", rows(3))
+    else:
+        yield Part(f"{path}.in_proj_b.weight", rows(0))
+        yield Part(f"{path}.in_proj_a.weight", rows(1))
