@@ -51,11 +51,25 @@ def weights(folder: Path, ready: Ready) -> str:
     from headrace.runner.footprint import footprint
 
     dtype = getattr(torch, ready.dtype)
-    needed = footprint(read_spec(folder), dtype, ready.kernels, ready.quantize)
+    spec, is_mapped = read_spec(folder), ready.mapped_bytes > 0
+    needed = footprint(spec, dtype, ready.kernels, ready.quantize, is_mapped)
     kept = {"none": "", "own": "the file's own bits and "}.get(
         ready.quantize, f"{ready.quantize} and "
     )
     return f"{needed}, in {kept}{ready.dtype}"
+
+
+def on_disk(folder: Path, ready: Ready) -> str:
+    """The experts that have no room in memory, and how much of them a token reads."""
+    config = read_spec(folder).config
+    config = config.get("text_config") or config
+    num = config.get("num_experts") or config["num_local_experts"]
+    share = config["num_experts_per_tok"] / num
+    return (
+        f"{ready.mapped_bytes >> 20} MiB lie on disk, since memory has no room for them; a token "
+        f"takes {round(share * ready.mapped_bytes) >> 20} MiB of them, and reads what memory did "
+        "not keep"
+    )
 
 
 def smaller(folder: Path, ready: Ready) -> Iterator[str]:

@@ -16,7 +16,7 @@ from headrace.checkpoints.find import can_be_fetched, find_here, find_model
 from headrace.checkpoints.headers import read_headers, text_side
 from headrace.checkpoints.spec import read_spec
 from headrace.cli import exits
-from headrace.cli.capacity import cache_bytes, fit, slots, smaller, weights
+from headrace.cli.capacity import cache_bytes, fit, on_disk, slots, smaller, weights
 from headrace.cli.doctor_files import advice, choices, several
 from headrace.cli.doctor_loss import loss
 from headrace.cli.doctor_machine import Finding, Verdict, machine
@@ -270,6 +270,9 @@ def _computing(folder: Path, config: ModelConfig) -> Iterator[Finding]:
     yield Finding("lane", "ok", f"{ready.lane} on {ready.device} in {ready.dtype}: {reason}")
     yield Finding("kernels", "ok", f"{ready.kernels}: {ready.kernels_reason}")
     yield Finding("weights", "ok", weights(folder, ready))
+    if ready.mapped_bytes:
+        remedy = "With more free memory, or fewer bits (--quantize), nothing is read from disk."
+        yield Finding("experts", "warn", on_disk(folder, ready), remedy)
     if others := list(smaller(folder, ready)):
         yield Finding("smaller", "ok", ", ".join(others))
     if ready.is_whole:

@@ -98,7 +98,7 @@ class Ready(Message, frozen=True):
     max_model_len: int
     max_num_seqs: int  # that run at once, by the setting and by the slots there are
     num_parameters: int
-    weight_bytes: int
+    weight_bytes: int  # in memory
     layout: MemoryLayout
     fingerprint: str  # 12 hex digits over version, weights, dtype, kind of device and kernels
     max_step_tokens: int = 0
@@ -112,6 +112,7 @@ class Ready(Message, frozen=True):
     facts: LaneFacts = LaneFacts()
     source: SourceSpec | None = None  # if prompts are sources to encode
     quantize: Quantize = "none"
+    mapped_bytes: int = 0  # of experts that lie in a mapped file, and are read as they are chosen
 
 
 class LoadFailed(Message, frozen=True):

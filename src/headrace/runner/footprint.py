@@ -1,5 +1,6 @@
 """The memory that a model's weights will take, worked out before any value is read."""
 
+import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -12,22 +13,39 @@ from headrace.checkpoints.spec import ModelSpec
 from headrace.checkpoints.weights import group_schemes, loading_order
 from headrace.core.messages import InstructionSet, Quantize
 from headrace.models.registry import family, has_head
+from headrace.runner.mapped_file import room_for
 from headrace_kernels import packing_bytes
+
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 class Footprint(NamedTuple):
-    """Bytes of the weights: once they are loaded, and at the worst moment until then."""
+    """Bytes of the weights: once they are loaded, and at the worst moment until then.
+
+    `mapped`: those of experts that lie in a file instead (mapped_file.py).
+    """
 
     held: int
     peak: int
+    mapped: int = 0
 
     def __str__(self) -> str:
         loading = f", {self.peak >> 20} MiB while loading" if self.peak > self.held else ""
-        return f"{self.held >> 20} MiB{loading}"
+        beside = f" and {self.mapped >> 20} MiB of experts on disk" if self.mapped else ""
+        return f"{self.held >> 20} MiB{beside}{loading}"
+
+
+def is_expert(path: str) -> bool:
+    """Whether a layer is of one of many experts, which may be read as they are chosen."""
+    return _EXPERT.search(path) is not None
 
 
 def footprint(
-    spec: ModelSpec, dtype: torch.dtype, instructions: InstructionSet, quantize: Quantize
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    instructions: InstructionSet,
+    quantize: Quantize,
+    maps_experts: bool = False,
 ) -> Footprint:
     """`instructions` are the kernels'; plain: no kernel of ours computes the model."""
     if instructions == "plain":  # each tensor once, as it is
@@ -38,7 +56,8 @@ def footprint(
         needed = sum(header.num_values for header in headers) * dtype.itemsize
         return Footprint(needed, needed)
     model, schemes = _model(spec)
-    return _packed_one_by_one(model.to(dtype), quantize, schemes if quantize == "own" else {})
+    kept = schemes if quantize == "own" else {}
+    return _packed_one_by_one(model.to(dtype), quantize, kept, maps_experts)
 
 
 def kept_groups(spec: ModelSpec) -> frozenset[GroupScheme]:
@@ -56,13 +75,16 @@ def _model(spec: ModelSpec) -> tuple[nn.Module, dict[str, GroupScheme]]:
 
 
 def _packed_one_by_one(
-    model: nn.Module, quantize: Quantize, schemes: Mapping[str, GroupScheme]
+    model: nn.Module,
+    quantize: Quantize,
+    schemes: Mapping[str, GroupScheme],
+    maps_experts: bool,
 ) -> Footprint:
     """Follows `load_weights`: a linear layer is packed as soon as all of it is there."""
     order = loading_order(model)
     shared = {name for names in order if len(names) > 1 for name in names}
     missing = {name for names in order for name in names}
-    held = peak = 0
+    held = peak = mapped = 0
     for names in order:
         held += 0 if names[0] in schemes else model.get_parameter(names[0]).nbytes
         missing.difference_update(names)
@@ -75,5 +97,7 @@ def _packed_one_by_one(
             packed, beside = packing
             peak = max(peak, held + packed + beside)
             held += packed - sum(own[name] for name in own.keys() - shared - schemes.keys())
+            if maps_experts and is_expert(path):
+                held, mapped = held - packed, mapped + room_for(packed)
         peak = max(peak, held)
-    return Footprint(held, peak)
+    return Footprint(held, peak, mapped)

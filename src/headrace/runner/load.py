@@ -1,5 +1,6 @@
 """Loads a model's folder into a warm runner, with the figures that describe it."""
 
+import logging
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from headrace.core.errors import ModelError
 from headrace.core.layout import MemoryLayout
 from headrace.core.loading import CHECKING, COMPILING, READING, WARMING, tell, tell_weights
 from headrace.core.messages import InstructionSet, Quantize, Ready
-from headrace.runner.footprint import kept_groups
+from headrace.runner.footprint import Footprint, kept_groups
 from headrace.runner.lanes.choose import choose_lane
 from headrace.runner.lanes.lane import Lane, LaneOptions, LaneTraits
 from headrace.runner.probe import free_bytes, num_threads
@@ -22,6 +23,8 @@ from headrace.runner.runner import Runner
 from headrace.runner.trial import one_round
 from headrace.runner.vector_stages import vector_head
 from headrace_kernels import ON_COMPILE, choose_instructions
+
+logger = logging.getLogger(__name__)
 
 _MAX_NUM_SEQS = {"cpu": 64, "cuda": 256}
 CACHE_SHARE = {"cpu": 0.25, "cuda": 0.9}  # of the memory that is free after loading
@@ -48,8 +51,14 @@ def load_runner(config: ModelConfig, folder: Path) -> tuple[Runner, Ready]:
     make = choose_lane(spec, config.lane)
     tell(CHECKING)
     quantize, instructions, reason = how_computed(config, spec, make, device, dtype)
-    _check_fits(config, spec, make, dtype, (quantize, instructions))
-    options = LaneOptions(quantize, instructions, config.kernels, config.device != "cpu")
+    mapped = _check_fits(config, spec, make, dtype, (quantize, instructions)).mapped
+    if mapped:
+        logger.warning(
+            "Memory has no room for %d MiB of experts: they lie on disk, and what memory does not "
+            "keep of them is read as they are chosen. `headrace doctor` says how much that is.",
+            mapped >> 20,
+        )
+    options = LaneOptions(quantize, instructions, config.kernels, config.device != "cpu", mapped)
     tell_weights(0.0)
     with guarded(device):
         lane: Lane = make(spec, dtype, device, options)
@@ -73,6 +82,7 @@ def load_runner(config: ModelConfig, folder: Path) -> tuple[Runner, Ready]:
         max_num_seqs=min(max_num_seqs, layout.num_slots or max_num_seqs),
         num_parameters=lane.num_parameters,
         weight_bytes=lane.weight_bytes,
+        mapped_bytes=mapped,
         layout=layout,
         fingerprint=fingerprint(spec, stored_as(quantize, name), f"{device.type} {instructions}"),
         kernels=instructions,
@@ -145,16 +155,17 @@ def _check_fits(
     make: Any,
     dtype: torch.dtype,
     stored: tuple[Quantize, InstructionSet],
-) -> None:
+) -> Footprint:
     """ModelError if there is no room; before anything is read of the weights."""
     free, asked = free_bytes(_device(config)), config.kv_cache_memory_bytes
     weights = weights_that_fit(spec, dtype, *stored, free)
     if not make.traits.has_kernels:
-        return  # what it keeps of a token is known once it is loaded
+        return weights  # what it keeps of a token is known once it is loaded
     num_seqs = config.scheduler.max_num_seqs or _MAX_NUM_SEQS["cpu"]
     each = bytes_per_position(make.cache_of(spec), dtype.itemsize)
     least = each * min(_MIN_POSITIONS, _max_positions(config, spec))
     check_beside(spec, weights, asked, (least, step_bytes(spec, num_seqs)), free)
+    return weights
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -15,6 +15,7 @@ from headrace.core.errors import ModelError
 from headrace.core.loading import ON_LOADING
 from headrace.core.messages import InstructionSet, Loading, Quantize
 from headrace.runner.footprint import Footprint, footprint
+from headrace.runner.mapped_file import objection
 from headrace.runner.probe import free_bytes
 
 _LOGIT_COPIES = 4  # of a step's float32 logits: as computed, adjusted, sorted, summed
@@ -32,16 +33,24 @@ def stored_as(quantize: str, name: str) -> str:
 def weights_that_fit(
     spec: ModelSpec, dtype: torch.dtype, quantize: Quantize, instructions: InstructionSet, free: int
 ) -> Footprint:
-    """Bytes of the weights; ModelError if they do not fit, with options that take less."""
+    """Bytes of the weights; ModelError if they do not fit, with options that take less.
+
+    Where all else fits, experts may lie in a mapped file.
+    """
     needed = footprint(spec, dtype, instructions, quantize)
-    if needed.peak > free:
-        stored = stored_as(quantize, str(dtype).removeprefix("torch."))
-        raise ModelError(
-            f"The weights of {spec.name} take {needed} in {stored} and {free >> 20} MiB are "
-            f"free; use a smaller model{_remedy(spec, dtype, quantize, instructions, free)}.",
-            _TOO_LARGE,
-        )
-    return needed
+    if needed.peak <= free:
+        return needed
+    mapped = footprint(spec, dtype, instructions, quantize, maps_experts=True)
+    reason = objection(mapped.mapped) if mapped.mapped else None
+    if mapped.mapped and mapped.peak <= free and reason is None:
+        return mapped
+    stored = stored_as(quantize, str(dtype).removeprefix("torch."))
+    raise ModelError(
+        f"The weights of {spec.name} take {needed} in {stored} and {free >> 20} MiB are "
+        f"free; use a smaller model{_remedy(spec, dtype, quantize, instructions, free)}."
+        + (f" Its experts cannot stay on disk: {reason}" if reason else ""),
+        _TOO_LARGE,
+    )
 
 
 def step_bytes(spec: ModelSpec, num_seqs: int) -> int:

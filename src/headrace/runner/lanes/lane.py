@@ -46,6 +46,7 @@ class LaneOptions(msgspec.Struct, frozen=True):
     instructions: InstructionSet = "plain"  # of its kernels, if it has any, on this device
     kernels: str = "auto"  # as the user asked; some lanes need any for a part only
     may_offload: bool = False  # to whatever devices there are
+    mapped_bytes: int = 0  # of experts, which then lie in a mapped file
 
 
 class Lane(Protocol):

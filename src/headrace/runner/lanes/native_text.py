@@ -18,8 +18,10 @@ from headrace.models import layers
 from headrace.models.experts import RoutedMLP
 from headrace.models.registry import family, has_head
 from headrace.runner.attention import Attention, NaiveAttention
+from headrace.runner.footprint import is_expert
 from headrace.runner.inputs import Batch, pack
 from headrace.runner.lanes.lane import LaneOptions, LaneTraits
+from headrace.runner.mapped_file import MappedFile
 from headrace.runner.probe import give_back_freed
 from headrace.runner.storage import CacheStorage
 from headrace_kernels import (
@@ -61,16 +63,17 @@ class NativeText:
         self._hidden: Callable[[Batch], Tensor]
         self.device, self.dtype = device, dtype
         self._instructions = options.instructions
+        on_disk = MappedFile(options.mapped_bytes) if options.mapped_bytes else None
         if self._instructions != "plain":
             schemes = (
                 group_schemes(self._model, make.weights, spec) if options.quantize == "own" else {}
             )
-            settling = Settling(self._pack(options.quantize), schemes)
+            settling = Settling(self._pack(options.quantize, on_disk), schemes)
             load_weights(self._model, make.weights, spec, dtype, device, settling)
             prepare(self._model, _LAYERS)
         else:
             load_weights(self._model, make.weights, spec, dtype, device)
-        self.weight_bytes = _weight_bytes(self._model)
+        self.weight_bytes = _weight_bytes(self._model) - (on_disk.num_bytes if on_disk else 0)
 
     @staticmethod
     def cache_of(spec: ModelSpec) -> ModelCache:
@@ -82,9 +85,12 @@ class NativeText:
         types = {type(layer) for layer in _without_weights(spec).modules()}
         return frozenset(_LAYERS[it] for it in types & _LAYERS.keys())
 
-    def _pack(self, quantize: Quantize) -> Callable[[str, Groups | None], None]:
+    def _pack(
+        self, quantize: Quantize, on_disk: MappedFile | None
+    ) -> Callable[[str, Groups | None], None]:
         def pack(path: str, groups: Groups | None) -> None:
-            pack_linear(self._model, path, groups, quantize, self._instructions)
+            place = {"place": on_disk.place} if on_disk is not None and is_expert(path) else {}
+            pack_linear(self._model, path, groups, quantize, self._instructions, **place)
             give_back_freed()
 
         return pack
