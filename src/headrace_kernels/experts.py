@@ -63,7 +63,7 @@ def _find(firsts: Any, size: int, num_panels: int, piece: int, found: Any) -> An
 
 
 @njit
-def _largest(firsts: Any) -> int:
+def _largest(firsts: Any) -> Any:
     most = np.int64(0)
     for expert in range(firsts.size - 1):
         most = max(most, np.int64(firsts[expert + 1] - firsts[expert]))

@@ -1,7 +1,7 @@
 """Owns how weights lie in memory: packed once for our own product; models keep plain nn.Linear."""
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -137,7 +137,7 @@ def _packed(
     instructions: InstructionSet | None,
     place: Place,
 ) -> nn.Module:
-    how = linear.bias, instructions, place
+    how: Any = linear.bias, instructions, place
     if quantize == "int4":
         return GroupedLinear(quantize_groups(linear.weight), *how)
     if groups is not None:

@@ -72,9 +72,13 @@ class _Combine(NamedTuple):
 _read_choose, _read_sort, _read_combine = reader(_Choose), reader(_Sort), reader(_Combine)
 
 
-@njit
+@njit(error_model="numpy")
 def _choose_row(scores: Any, sums_to_one: Any, left: Any, weights: Any, ids: Any) -> None:
-    """The best scores, the first of equal ones; their weights among all, or among themselves."""
+    """The best scores, the first of equal ones; their weights among all, or among themselves.
+
+    Whatever the scores are, ids are those of experts; a sum of 0, where they are no numbers, raises
+    nothing.
+    """
     for e in range(scores.size):
         left[e] = widen(scores[e])
     for j in range(ids.size):
