@@ -217,7 +217,7 @@ def combine(y: Tensor, routing: Routing, shared: Tensor | None, gate: Tensor | N
     out = torch.empty((tokens, size), dtype=y.dtype)
     pointers = (part.data_ptr() for part in (y, routing.weights, routing.places))
     beside = (0 if part is None else part.data_ptr() for part in (shared, gate))
-    words = _Combine(tokens, chosen, size, *pointers, *beside, out.data_ptr())
+    words = _Combine._make((tokens, chosen, size, *pointers, *beside, out.data_ptr()))
     run = serial if tokens <= _FEW_TOKENS else parallel
     run(_COMBINE[y.dtype], arguments_of(*words))
     return out

@@ -87,7 +87,7 @@ def _unknown_type(spec: ModelSpec, tensor: str, dtype: str) -> ModelError:
 
 def _of_gguf(path: Path, spec: ModelSpec) -> dict[str, TensorHeader]:
     """Under the original names and shapes; rope_freqs went into the config."""
-    headers = {}
+    headers: dict[str, TensorHeader] = {}
     for name, tensor in read_gguf(path).tensors.items():
         if name == "rope_freqs.weight" or is_beyond(name, spec.config):
             continue

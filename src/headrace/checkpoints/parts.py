@@ -24,9 +24,9 @@ _BY_HEADS = re.compile(r"(.*\.linear_attn)\.in_proj_(qkvz|ba)\.weight")
 def parts(name: str, shape: tuple[int, ...], config: Mapping[str, Any]) -> Iterator[Part]:
     """The parts of a tensor; none if models take it as it is."""
     if (found := _STACK.fullmatch(name)) and len(shape) == 3 and shape[0] <= _MAX_EXPERTS:
-        yield from _of_experts(*found.groups(), shape)
+        yield from _of_experts(found[1], found[2], shape)
     elif found := _BY_HEADS.fullmatch(name):
-        yield from _of_heads(*found.groups(), shape[0], config)
+        yield from _of_heads(found[1], found[2], shape[0], config)
 
 
 def _of_experts(path: str, kind: str, shape: tuple[int, ...]) -> Iterator[Part]:
