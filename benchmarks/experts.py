@@ -10,31 +10,32 @@ a small step, captured, with its router, its choice and its sum.
 """
 
 import argparse
+import ctypes
 import statistics
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
+import numba
 import numpy as np
 import torch
-from numba import njit
-from numba.np.numpy_support import carray
+from numba import njit, prange
 from torch import Tensor, nn
 
+from headrace.core.ids import SequenceId, SlotId
+from headrace.core.plan import Chunk
 from headrace.models.experts import ExpertsConfig, RoutedMLP
 from headrace.models.layers import GatedMLP
-from headrace_kernels import pack_linear, prepare
-from headrace_kernels.arguments import arguments_of, reader
-from headrace_kernels.capture import capture
-from headrace_kernels.fuse import fuse
-from headrace_kernels.launch import Kernel, parallel
-from headrace_kernels.numeric import i64_at, take_next
+from headrace.runner.inputs import Batch, pack
+from headrace_kernels import CapturedForward, pack_linear, prepare
 
 _HIDDEN, _NUM, _SIZE, _CHOSEN = 2048, 128, 768, 8
 _NUM_LAYERS, _NUM_INPUTS = 2, 12
 _PIECE = 1 << 12  # words of 8 bytes: about a panel
+_CPU = torch.device("cpu")
 
 
 class _Text(msgspec.Struct):
@@ -45,49 +46,52 @@ class _Text(msgspec.Struct):
     has_mlp_bias: bool = False
 
 
-class _Reads(NamedTuple):
-    num: int
-    table: int  # addresses and numbers of words
-    sums: int
-
-
-_read_arguments = reader(_Reads)
-
-
-@njit(fastmath=True)
-def _sum(words: Any) -> int:
+@njit(parallel=True, fastmath=True)
+def _sum(words: Any, pieces: Any) -> int:
     total = np.int64(0)
-    for i in range(words.size):
-        total += words[i]
+    for n in prange(len(pieces)):
+        first, end = pieces[n]
+        part = np.int64(0)
+        for i in range(first, end):
+            part += words[i]
+        total += part
     return total
 
 
-@Kernel
-def _read(a: Any) -> None:
-    g = _read_arguments(a)
-    table, sums = carray(i64_at(g.table), (g.num, 2)), carray(i64_at(g.sums), g.num)
-    while True:
-        piece = take_next(a)
-        if piece >= g.num:
-            break
-        sums[piece] = _sum(carray(i64_at(table[piece, 0]), table[piece, 1]))
-
-
 class _Reading:
-    """Reads all of some tensors."""
+    """Reads all of some tensors, where they lie."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.num_bytes = sum(tensor.nbytes for tensor in tensors)
+        base = min(tensor.data_ptr() for tensor in tensors)
+        end = max(tensor.data_ptr() + tensor.nbytes for tensor in tensors)
+        whole = ctypes.cast(base, ctypes.POINTER(ctypes.c_int64))
+        self._words = np.ctypeslib.as_array(whole, ((end - base) // 8,))
         pieces = []
         for tensor in tensors:
-            words = tensor.nbytes // 8
-            for first in range(0, words, _PIECE):
-                pieces.append((tensor.data_ptr() + 8 * first, min(_PIECE, words - first)))
-        self._table, self._sums = torch.tensor(pieces), torch.zeros(len(pieces), dtype=torch.int64)
+            begin = (tensor.data_ptr() - base) // 8
+            stop = begin + tensor.nbytes // 8
+            pieces += [(n, min(n + _PIECE, stop)) for n in range(begin, stop, _PIECE)]
+        self._pieces = np.array(pieces)
 
     def __call__(self) -> None:
-        pointers = self._table.data_ptr(), self._sums.data_ptr()
-        parallel(_read, arguments_of(*_Reads(len(self._table), *pointers)))
+        _sum(self._words, self._pieces)
+
+
+class _Step:
+    """A layer as small steps replay it; a token's id is the row of its input."""
+
+    def __init__(self, layer: Any, table: Tensor) -> None:
+        self._run = CapturedForward(lambda batch: layer(table[batch.token_ids]), 1)
+
+    def __call__(self, batch: Batch) -> None:
+        self._run(batch)
+
+
+def _batch(ids: range) -> Batch:
+    blocks = array("i", [0])
+    chunks = [Chunk(SequenceId(n), 0, 1, 1, (), blocks, SlotId(0)) for n in ids]
+    return pack(chunks, [array("i", [n]) for n in ids], 16, _CPU)
 
 
 def _layer(quantize: str, seed: int) -> Any:
@@ -112,20 +116,6 @@ def _reading(layer: Any, x: Tensor) -> _Reading:
     return _Reading([part.weight for each in experts for part in (each.gate_up, each.down)])
 
 
-class _Captured:
-    """A layer as small steps replay it."""
-
-    def __init__(self, layer: Any, num_tokens: int) -> None:
-        self._steady = torch.zeros(num_tokens, _HIDDEN).bfloat16()
-        graph, self.result = capture(lambda: layer(self._steady), [self._steady], {})
-        self._calls = fuse(graph.first_rows(num_tokens))
-
-    def __call__(self, x: Tensor) -> None:
-        self._steady.copy_(x)
-        for call in self._calls:
-            call()
-
-
 def _seconds(run: Callable[[], Any]) -> float:
     began = time.perf_counter()
     run()
@@ -133,13 +123,14 @@ def _seconds(run: Callable[[], Any]) -> float:
 
 
 def _measure(layers: list[Any], num_tokens: int, rounds: int) -> str:
-    inputs = [torch.randn(num_tokens, _HIDDEN).bfloat16() for _ in range(_NUM_INPUTS)]
-    pairs = [(layer, x) for x in inputs for layer in layers]
-    reads = [_reading(*pair) for pair in pairs]
-    steps = {layer: _Captured(layer, num_tokens) for layer in layers}
+    table = torch.randn(_NUM_INPUTS * num_tokens, _HIDDEN).bfloat16()
+    inputs = [range(n * num_tokens, (n + 1) * num_tokens) for n in range(_NUM_INPUTS)]
+    steps = [_Step(layer, table) for layer in layers]
+    pairs = [(step, _batch(ids)) for ids in inputs for step in steps]
+    reads = [_reading(layer, table[ids.start : ids.stop]) for ids in inputs for layer in layers]
     computing, reading = [], []
     for _ in range(1 + rounds):  # the first compiles
-        computing.append(np.array([_seconds(partial(steps[layer], x)) for layer, x in pairs]))
+        computing.append(np.array([_seconds(partial(step, batch)) for step, batch in pairs]))
         reading.append(np.array([_seconds(read) for read in reads]))
     took, floor = (1e6 * float(np.median(times[1:])) for times in (computing, reading))
     ratios = sorted(c.sum() / r.sum() for c, r in zip(computing[1:], reading[1:], strict=True))
@@ -158,6 +149,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     args = parser.parse_args()
     layers = [_layer(args.quantize, seed) for seed in range(_NUM_LAYERS)]
+    numba.set_num_threads(torch.get_num_threads())
     print(f"{args.quantize}, {torch.get_num_threads()} threads")
     with torch.inference_mode():
         for num_tokens in args.tokens:

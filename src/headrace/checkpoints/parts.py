@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 Rows = tuple[int, ...]
 
 
-class Part(NamedTuple):
+class TensorPart(NamedTuple):
     """Rows of a tensor, or of one matrix of a stack; none: all of them."""
 
     name: str
@@ -21,7 +21,7 @@ _MAX_EXPERTS = 4096  # of a layer; a stack of more is not taken apart, so nobody
 _BY_HEADS = re.compile(r"(.*\.linear_attn)\.in_proj_(qkvz|ba)\.weight")
 
 
-def parts(name: str, shape: tuple[int, ...], config: Mapping[str, Any]) -> Iterator[Part]:
+def parts(name: str, shape: tuple[int, ...], config: Mapping[str, Any]) -> Iterator[TensorPart]:
     """The parts of a tensor; none if models take it as it is."""
     if (found := _STACK.fullmatch(name)) and len(shape) == 3 and shape[0] <= _MAX_EXPERTS:
         yield from _of_experts(found[1], found[2], shape)
@@ -29,18 +29,18 @@ def parts(name: str, shape: tuple[int, ...], config: Mapping[str, Any]) -> Itera
         yield from _of_heads(found[1], found[2], shape[0], config)
 
 
-def _of_experts(path: str, kind: str, shape: tuple[int, ...]) -> Iterator[Part]:
+def _of_experts(path: str, kind: str, shape: tuple[int, ...]) -> Iterator[TensorPart]:
     num, rows, _ = shape
     cuts: dict[str, Rows] = {kind: ()}
     if kind == "gate_up_proj":
         cuts = {"gate_proj": tuple(range(rows // 2)), "up_proj": tuple(range(rows // 2, rows))}
     for expert in range(num):
         for own, its_rows in cuts.items():
-            yield Part(f"{path}.{expert}.{own}.weight", its_rows, expert)
+            yield TensorPart(f"{path}.{expert}.{own}.weight", its_rows, expert)
 
 
-def _of_heads(path: str, kind: str, size: int, config: Mapping[str, Any]) -> Iterator[Part]:
-    """Of each key head its query, key, values and gates; or its betas and decays."""
+def _of_heads(path: str, kind: str, size: int, config: Mapping[str, Any]) -> Iterator[TensorPart]:
+    """Splits what lies by key head: query, key, values and gates; or betas and decays."""
     heads, key = config.get("linear_num_key_heads", 16), config.get("linear_key_head_dim", 128)
     share = config.get("linear_num_value_heads", 32) // heads
     values = share * config.get("linear_value_head_dim", 128)
@@ -55,8 +55,8 @@ def _of_heads(path: str, kind: str, size: int, config: Mapping[str, Any]) -> Ite
         return tuple(row for begin in begins for row in range(begin, begin + sizes[number]))
 
     if kind == "qkvz":
-        yield Part(f"{path}.in_proj_qkv.weight", rows(0) + rows(1) + rows(2))
-        yield Part(f"{path}.in_proj_z.weight", rows(3))
+        yield TensorPart(f"{path}.in_proj_qkv.weight", rows(0) + rows(1) + rows(2))
+        yield TensorPart(f"{path}.in_proj_z.weight", rows(3))
     else:
-        yield Part(f"{path}.in_proj_b.weight", rows(0))
-        yield Part(f"{path}.in_proj_a.weight", rows(1))
+        yield TensorPart(f"{path}.in_proj_b.weight", rows(0))
+        yield TensorPart(f"{path}.in_proj_a.weight", rows(1))
