@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.core.pieces import CONTENT, ChannelPiece
-from headrace.text.output_splitter import HarmonySplitter, Splitter, TagSplitter
+from headrace.text.harmony import HarmonySplitter
+from headrace.text.output_splitter import Splitter, TagSplitter
 from headrace.text.tool_formats.table import format_of
 
 TAGS = ("<think>", "</think>")

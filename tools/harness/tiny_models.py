@@ -41,6 +41,12 @@ _SHAPE = {
 }
 _EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _SHARED = {"shared_expert_intermediate_size": 48}
+_GPT_OSS = {
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "sliding_window": 24,
+    "pad_token_id": 0,
+}
 _HYBRID = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     "linear_num_key_heads": 2,
@@ -51,6 +57,7 @@ _HYBRID = {
 }
 _MORE = {
     "Qwen3MoeForCausalLM": _EXPERTS,
+    "GptOssForCausalLM": _GPT_OSS,
     "Qwen3_5ForCausalLM": _HYBRID,
     "Qwen3_5ForConditionalGeneration": _HYBRID,
     "Qwen3_5MoeForCausalLM": _HYBRID | _EXPERTS | _SHARED,
@@ -103,8 +110,8 @@ def _sees(architecture: str) -> bool:
 def _unsettle(model: torch.nn.Module) -> None:
     """Gives norms and biases, which start as ones and zeros, values that a mix-up would show."""
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1 or name.endswith("_bias"):  # of a stack of experts
                 parameter.add_(torch.randn_like(parameter) * 0.2)
 
 
@@ -122,6 +129,31 @@ def _write_tokenizer(folder: Path) -> None:
         "tokenizer_class": "PreTrainedTokenizerFast",
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(described))
+
+
+HARMONY = ("start", "channel", "message", "end", "call", "return", "constrain")
+HARMONY_TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}"
+    "{% for m in messages %}<|start|>{{ m.role }}"
+    "{% if m.role == 'assistant' %}<|channel|>final{% endif %}<|message|>{{ m.content }}<|end|>"
+    "{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+
+
+def speak_harmony(folder: Path) -> dict[str, int]:
+    """Gives a model of make_tiny_model the markers and a template of harmony; ids by marker."""
+    path = folder / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(path))
+    markers = [f"<|{name}|>" for name in HARMONY]
+    tokenizer.add_special_tokens(markers)
+    tokenizer.save(str(path))
+    ids = {marker: tokenizer.token_to_id(marker) for marker in markers}
+    described = json.loads((folder / "tokenizer_config.json").read_text())
+    described |= {"chat_template": HARMONY_TEMPLATE, "eos_token": "<|return|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(described))
+    ends = {"eos_token_id": [ids["<|return|>"], ids["<|call|>"]]}
+    (folder / "generation_config.json").write_text(json.dumps(ends))
+    return ids
 
 
 _SEQ2SEQ: dict[str, tuple[str, dict[str, Any]]] = {

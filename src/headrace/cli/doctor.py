@@ -32,6 +32,7 @@ from headrace.gateway.auth import Auth
 from headrace.gateway.http_server import DESCRIPTORS_BESIDE
 from headrace.streams.stores.state_dir import StateError
 from headrace.text.encoder import Encoder
+from headrace.text.output_splitter import HARMONY, reasoning_format
 from headrace.text.template import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
 from headrace.text.tool_formats.generic import GENERIC
@@ -244,7 +245,8 @@ def _template(folder: Path, config: ModelConfig) -> Finding:
         remedy = "Only /v1/completions will work; give one with --chat-template."
         return Finding("template", "warn", "none", remedy)
     rendered = template.render(Chat(({"role": "user", "content": _GREETING},)))
-    found = tool_format(template.tools_source)
+    is_harmony = reasoning_format(template.source) == HARMONY
+    found = HARMONY if is_harmony else tool_format(template.tools_source)
     used = found if config.tool_format == "auto" else config.tool_format
     tools = f"tools: {used}" + (", since it knows none" if found == used == GENERIC else "")
     return Finding("template", "ok", f"renders a greeting as {len(rendered)} characters; {tools}")

@@ -12,7 +12,8 @@ from headrace.core.errors import RequestError
 from headrace.fleet.served_model import ServedModel
 from headrace.protocols.fields.structure import CallsWanted, Structure, Tool, Wanted
 from headrace.text.grammar import GrammarCompiler, GrammarError
-from headrace.text.output_splitter import REASONING_TAGS
+from headrace.text.harmony import answer_rules
+from headrace.text.output_splitter import HARMONY, REASONING_TAGS
 from headrace.text.tool_formats.table import format_of
 
 MAX_GRAMMAR = 256 << 10
@@ -70,9 +71,12 @@ class GrammarMaker:
         """RequestError names what cannot be enforced, and where it stands."""
         if self._compiler is None:
             raise RequestError("unsupported_operation", self._why_not, structure.path)
-        tags = self._tags(structure)
         parts: list[_Part] = []
-        if structure.calls is not None:
+        is_harmony = self._model.reasoning_format == HARMONY
+        tags = None if is_harmony else self._tags(structure)
+        if is_harmony:
+            grammars = self._in_harmony(structure, parts)
+        elif structure.calls is not None:
             grammars = self._with_calls(structure.calls, structure.wanted, parts)
         else:
             assert structure.wanted
@@ -109,6 +113,25 @@ class GrammarMaker:
         lines = "\n".join([start, *rules.lines])
         return [{"name": "calls", "lark_grammar": lines}, *arguments, *body]
 
+    def _in_harmony(self, structure: Structure, parts: list[_Part]) -> Grammars:
+        """All messages of an answer, those that reason among them."""
+        calls, wanted = structure.calls, structure.wanted
+        if not structure.is_message:  # the answer is text
+            if wanted is None:
+                raise _no_format(HARMONY, structure.path)
+            return [_body(wanted, parts)]
+        tools = calls.tools if calls else ()
+        final = None if calls and calls.is_forced else "@body" if wanted else "TEXT?"
+        names, token_id = [tool.name for tool in tools], self._model.tokenizer.token_id
+        lines = answer_rules(names, final, structure.may_reason, token_id)
+        if lines is None:
+            message = f"This model's tokenizer lacks markers of harmony, so {structure.path} "
+            message += "cannot be enforced; leave it out, or serve it with --reasoning-format none."
+            raise RequestError("unsupported_operation", message, structure.path)
+        arguments = [self._arguments(i, tool, parts) for i, tool in enumerate(tools)]
+        body = [] if wanted is None else [_body(wanted, parts)]
+        return [{"name": "answer", "lark_grammar": "\n".join(lines)}, *arguments, *body]
+
     def _arguments(self, number: int, tool: Tool, parts: list[_Part]) -> dict[str, Any]:
         """Strict tools as they are; of others, what can be enforced."""
         schema = tool.schema
@@ -128,9 +151,9 @@ class GrammarMaker:
     def _tags(self, structure: Structure) -> tuple[int, int] | None:
         """The ids of the tags of reasoning that may come before the grammar."""
         name = self._model.reasoning_format
-        if not name or (not structure.may_reason and name in REASONING_TAGS):
+        if not name or not structure.may_reason:
             return None
-        ids = [self._model.tokenizer.token_id(tag) for tag in REASONING_TAGS.get(name, ())]
+        ids = [self._model.tokenizer.token_id(tag) for tag in REASONING_TAGS[name]]
         match ids:
             case [int(opening), int(closing)]:
                 return opening, closing

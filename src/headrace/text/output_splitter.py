@@ -4,12 +4,12 @@ A marker counts by its token where the model has one for it, so that text which 
 a marker stays text; where it has none, by its text. White space beside a marker belongs to it.
 """
 
-import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple, Protocol
 
 from headrace.core.pieces import CONTENT, REASONING, TOOL, ChannelPiece
 from headrace.core.request import Channels
+from headrace.text.harmony import CHANNEL, HarmonySplitter
 from headrace.text.tool_formats.format import CallBody, CallDelta, IsText, ToolFormat
 from headrace.text.tool_formats.table import format_of
 
@@ -225,64 +225,6 @@ def _overlap(marker: str, text: str) -> int:
     )
 
 
-_CHANNEL, _MESSAGE, _START = "<|channel|>", "<|message|>", "<|start|>"
-_RECIPIENT = re.compile(r"to=(?:functions\.)?([\w.-]+)")
-
-
-class HarmonySplitter:
-    """gpt-oss: messages with headers. Analysis is reasoning, a recipient makes a tool call."""
-
-    MARKERS = (_CHANNEL, _MESSAGE, _START, "<|end|>", "<|call|>", "<|return|>", "<|constrain|>")
-
-    def __init__(self) -> None:
-        self._header: str | None = None  # while in one
-        self._channel = CONTENT
-        self._call = -1
-
-    @property
-    def num_held(self) -> int:
-        return len(self._header or "")
-
-    @property
-    def num_calls(self) -> int:
-        return self._call + 1
-
-    @property
-    def is_reasoning(self) -> bool:
-        return self._header is None and self._channel == REASONING
-
-    def feed(self, text: str) -> list[ChannelPiece]:
-        if self._header is not None:
-            self._header += text
-            return []
-        if not text:
-            return []
-        return [ChannelPiece(text, self._channel, self._call if self._channel == TOOL else -1)]
-
-    def mark(self, marker: str) -> list[ChannelPiece]:
-        if marker in (_START, _CHANNEL):
-            self._header = self._header or ""
-        elif marker == _MESSAGE:
-            header, self._header = self._header or "", None
-            return self._open(header)
-        elif marker != "<|constrain|>":
-            self._channel = CONTENT
-        return []
-
-    def flush(self) -> list[ChannelPiece]:
-        header, self._header = self._header or "", None
-        return [ChannelPiece(header)] if header.strip() else []
-
-    def _open(self, header: str) -> list[ChannelPiece]:
-        recipient = _RECIPIENT.search(header)
-        if recipient:
-            self._channel = TOOL
-            self._call += 1
-            return [ChannelPiece("", TOOL, self._call, recipient[1])]
-        self._channel = REASONING if "analysis" in header else CONTENT
-        return []
-
-
 REASONING_TAGS: Mapping[str, tuple[str, str]] = {
     "think": ("<think>", "</think>"),
     "mistral": ("[THINK]", "[/THINK]"),
@@ -292,7 +234,7 @@ HARMONY = "harmony"
 
 def reasoning_format(template: str) -> str:
     """The format that a chat template speaks of; "" if none."""
-    if _CHANNEL in template:
+    if CHANNEL in template:
         return HARMONY
     return next((name for name, tags in REASONING_TAGS.items() if tags[1] in template), "")
 

@@ -162,6 +162,7 @@ class Structure(NamedTuple):
     wanted: Wanted | None
     calls: CallsWanted | None
     may_reason: bool  # first, if the model does
+    is_message: bool  # a whole one of a chat, with what a model writes before its text
 
     @property
     def path(self) -> str:
@@ -186,13 +187,16 @@ def take(fields: dict[str, Any]) -> Structure | None:
     if wanted and calls and calls.is_forced:
         message = f"tool_choice forces a tool call, and {wanted.path} another answer; send one."
         raise RequestError("invalid_value", message, wanted.path)
-    return Structure(wanted, calls, _may_reason(fields)) if wanted or calls else None
+    if not (wanted or calls):
+        return None
+    is_chat = bool(fields.keys() & {"messages", "input"})
+    is_message = is_chat and not fields.get("continue_final_message")
+    return Structure(wanted, calls, is_chat and not _is_reasoning_off(fields), is_message)
 
 
-def _may_reason(fields: dict[str, Any]) -> bool:
+def _is_reasoning_off(fields: dict[str, Any]) -> bool:
     kwargs = fields.get("chat_template_kwargs", {})
-    is_off = fields.get("reasoning_effort") == "none" or kwargs.get("enable_thinking") is False
-    return bool(fields.keys() & {"messages", "input"}) and not is_off
+    return fields.get("reasoning_effort") == "none" or kwargs.get("enable_thinking") is False
 
 
 def _is_deep(value: Any) -> bool:
