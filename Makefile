@@ -7,7 +7,7 @@ READY_TEST := .venv/ready-test
 READY_BENCH := .venv/ready-bench
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: serve package sbom audit test test-all test-agents test-batches test-arm64 test-clients test-cluster test-durable test-gateways kill-replicas test-embed test-gguf test-kernels test-llama-cpp test-models test-package test-slow test-structure test-trained test-upgrade test-web test-ops check simulate simulate-placements chaos chaos-cluster attack soak corrupt demo roofline peers llama-gap clean
+.PHONY: serve looks package sbom audit test test-all test-agents test-batches test-arm64 test-clients test-cluster test-durable test-gateways kill-replicas test-embed test-gguf test-kernels test-llama-cpp test-models test-package test-slow test-structure test-trained test-upgrade test-web test-ops check simulate simulate-placements chaos chaos-cluster attack soak corrupt demo roofline peers llama-gap clean
 
 serve: $(READY)
 	@exec $(BIN)/headrace serve $(ARGS)
@@ -219,6 +219,11 @@ test-web: $(READY_TEST) $(WEB)/ready $(AXE) $(if $(filter firefox,$(BROWSER)),$(
 $(WEB)/firefox: | $(WEB)/ready
 	command -v firefox-esr || (apt-get update -q && apt-get install -y -q --no-install-recommends firefox-esr)
 	touch $@
+
+# every state of the page, at two widths, light and dark: pictures for a person who looks
+looks: $(READY_TEST) $(WEB)/ready $(AXE)
+	mkdir -p build/looks
+	LOOKS=build/looks $(WEB)/bin/python -m pytest -p no:cacheprovider --confcutdir tests/web --timeout 150 tests/web/test_states.py $(ARGS)
 
 screenshots: $(READY) $(WEB)/ready
 	$(WEB)/bin/python -m tests.web.screenshots

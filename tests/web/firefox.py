@@ -81,6 +81,13 @@ const {style} = gBrowser.selectedBrowser;
 [style.minWidth, style.maxWidth, style.maxHeight, style.flex] =
   [0, style.width, style.height, "none"];
 """
+# Behind the last element of a page Tab goes into the browser's own bars. The page still hears keys,
+# for they are sent to it, but without the focus they press no button.
+_FOCUS = """
+const {selectedBrowser} = gBrowser;
+if (document.activeElement !== selectedBrowser) selectedBrowser.focus();
+"""
+_KEYS = (Command.SEND_KEYS_TO_ELEMENT, Command.W3C_ACTIONS)
 _ERRORS = """
 const errors = Services.console.getMessageArray().filter((it) => it instanceof Ci.nsIScriptError &&
   !(it.flags & Ci.nsIScriptError.warningFlag) && it.sourceName.startsWith("http"));
@@ -181,6 +188,11 @@ class Firefox(webdriver.Remote):
             self._process.wait()
         self._log.close()
         shutil.rmtree(self._profile, ignore_errors=True)
+
+    def execute(self, driver_command: str, params: Any = None) -> dict[str, Any]:
+        if driver_command in _KEYS:
+            self.in_browser(_FOCUS)
+        return super().execute(driver_command, params)
 
     def in_browser(self, script: str, *arguments: Any, waits: bool = False) -> Any:
         """Runs a script in the browser's own page, which may do what pages may not."""

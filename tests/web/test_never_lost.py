@@ -1,12 +1,16 @@
 """The page comes back to its answers, whatever happens to it, the network and the engine."""
 
+import contextlib
 import os
 import random
 import time
 
 import pytest
+from selenium.common.exceptions import WebDriverException
 
 from tests.web.page import SAID, Page, eventually
+from tests.web.test_composer import field
+from tests.web.test_files import CHIPS, give
 
 SEED = int(os.environ.get("SEED", "0")) or random.randrange(1 << 30)
 RUNS = int(os.environ.get("RUNS", "3"))
@@ -63,6 +67,31 @@ def test_an_answer_survives_the_server(page: Page) -> None:
     page.server.restart()
     answer = page.wait_for_end(120)
     assert answer["text"] == page.log_text(answer)
+
+
+@pytest.mark.skipif(
+    os.environ.get("BROWSER") == "firefox", reason="its driver goes with a page that crashes"
+)
+def test_a_page_that_crashes_has_lost_nothing(page: Page) -> None:
+    """Neither what was typed, nor what was attached, nor what was running."""
+    driver = page.driver
+    page.send("Count from 1 to 150.")
+    page.wait_for_text()
+    give(page, "paste", "notes.txt", b"the wheel turns")
+    page.find("#input").send_keys("And then?")
+    eventually(lambda: page.texts(CHIPS) == ["notes.txt"])
+    first, url = driver.current_window_handle, driver.current_url
+    driver.switch_to.new_window("tab")
+    other = driver.current_window_handle
+    driver.switch_to.window(first)
+    with contextlib.suppress(WebDriverException):
+        driver.execute_cdp_cmd("Page.crash", {})
+    driver.switch_to.window(other)
+    page.open(url=url, path="")
+    assert field(page) == "And then?"
+    eventually(lambda: page.texts(CHIPS) == ["notes.txt"])
+    answer = page.wait_for_end(120)
+    assert answer["outcome"] == "done" and answer["text"] == page.log_text(answer)
 
 
 def test_two_tabs_show_the_same(page: Page) -> None:

@@ -6,6 +6,7 @@ import re
 import urllib.request
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 
 import pytest
 from selenium import webdriver
@@ -14,6 +15,7 @@ from selenium.webdriver.common.keys import Keys
 from tests.web.page import Page, eventually
 from tests.web.replay import PAUSE_S, Replay
 from tests.web.server import Server
+from tests.web.test_files import make_pdf
 
 NUM_TOKENS = int(os.environ.get("TOKENS", "20_000"))
 MOST_MS = int(os.environ.get("MOST_MS", "250"))  # where much else runs; quiet: 50
@@ -162,6 +164,22 @@ def test_opening_and_searching_many_conversations(replayed: tuple[Page, Replay])
     assert longest(page, "the end of a search") <= MOST_MS
 
 
+def test_a_pdf_is_read_a_little_at_a_time(page: Page, tmp_path: Path) -> None:
+    def give(name: str, *pages: str) -> None:
+        (tmp_path / name).write_bytes(make_pdf(*pages))
+        page.find("#given").send_keys(str(tmp_path / name))
+
+    page.driver.execute_script(WATCH)
+    give("first.pdf", "the wheel turns")
+    eventually(lambda: "1 page, " in "".join(page.texts("#attached .about .soft")))
+    longest(page, "loading pdf.js")  # which is parsed as one task
+    line = "when the water comes down it turns the wheel and the mill begins to work"
+    whole = ") Tj 0 -14 Td (".join([line] * 45)
+    give("long.pdf", *[whole] * 200)
+    eventually(lambda: "200 pages" in "".join(page.texts("#attached .about .soft")), 60)
+    assert longest(page, "a PDF of 200 pages") <= MOST_MS
+
+
 def test_the_page_is_small_and_there_at_once(page: Page) -> None:
     files = set()
     for path in ("/", "/dashboard"):
@@ -175,3 +193,4 @@ def test_the_page_is_small_and_there_at_once(page: Page) -> None:
     sizes = [len(urllib.request.urlopen(file).read()) for file in asked]
     print(f"{len(sizes)} files, {sum(sizes)} bytes")
     assert len(sizes) > 15 and sum(sizes) < MOST_BYTES
+    assert not [file for file in files if "pdf" in file or "temml" in file]  # they wait for a use

@@ -207,7 +207,9 @@ $("which").addEventListener("change", async () => {
   await lookAtRates($("which").value).catch(() => {});
   showRates();
 });
-addEventListener("resize", () => state && (show(), showTiles($("live"))));
+const redraw = () => state && (show(), showTiles($("live")));
+addEventListener("resize", redraw);
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
 addEventListener("pagehide", () => connection.abort()); // a page that may be shown again would keep it
 useAdminKey();
 watch();

@@ -22,6 +22,8 @@ export async function readFile(file, model, sees) {
   return { kind: "text", ...about, ...read };
 }
 
+const counted = (pages) => `${pages} page${pages === 1 ? "" : "s"}`;
+
 function refuse(words) {
   throw new Error(words);
 }
@@ -29,7 +31,7 @@ function refuse(words) {
 async function pdfText(file, name) {
   const { textOfPdf } = await import("./pdf.js");
   const read = await textOfPdf(await file.arrayBuffer()).catch((error) => refuse(error.name === "PasswordException" ? `${name} is locked by a password.` : `${name} cannot be read as a PDF.`));
-  if (!read.text.trim()) refuse(`${name} has no text: its ${read.pages} pages are pictures.`);
+  if (!read.text.trim()) refuse(`${name} has no text: ${read.pages === 1 ? "its page is a picture" : `its ${read.pages} pages are pictures`}.`);
   return read;
 }
 
@@ -49,7 +51,7 @@ function plainText(data, name) {
 // A file as the model reads it.
 export function asText({ name, text, pages }) {
   const language = pages ? "" : /\.(\w+)$/.exec(name)?.[1] ?? "";
-  return `File ${name}${pages ? ` (${pages} pages)` : ""}:\n${fenced(text, language)}`;
+  return `File ${name}${pages ? ` (${counted(pages)})` : ""}:\n${fenced(text, language)}`;
 }
 
 // Text in a block of code that nothing in it ends.
@@ -62,7 +64,8 @@ export function fenced(text, language = "") {
 
 export function bytes(size) {
   if (size < 1000) return `${size} B`;
-  return size < 1e6 ? `${Math.round(size / 1e3)} kB` : `${(size / 1e6).toFixed(1)} MB`;
+  if (size < 1e6) return `${Math.round(size / 1e3)} kB`;
+  return size < 1e9 ? `${(size / 1e6).toFixed(1)} MB` : `${(size / 1e9).toFixed(1)} GB`;
 }
 
 // The files of a message that was sent; each opens to its text.
@@ -72,4 +75,4 @@ export const shownFiles = (files) => files.map((file) => {
   return el("details", { class: "file", on: { toggle: open } }, el("summary", {}, icon("file"), el("span", { class: "name" }, file.name), el("span", { class: "soft" }, sizeOf(file))), pre);
 });
 
-export const sizeOf = ({ size, pages }) => [pages && `${pages} pages`, bytes(size)].filter(Boolean).join(", ");
+export const sizeOf = ({ size, pages }) => [pages && counted(pages), bytes(size)].filter(Boolean).join(", ");
