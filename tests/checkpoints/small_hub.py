@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+_WEIGHTS = (".safetensors", ".gguf")
+_RANGE = re.compile(r"bytes=(\d+)-")
 _ROUTE = re.compile(
     r"/(?:api/models/)?(?P<repo>[^/]+/[^/]+?)"
     r"(?:/(?P<kind>revision|tree|resolve)/(?P<revision>[^/]+)(?:/(?P<file>.+))?)?"
@@ -19,7 +21,8 @@ _ROUTE = re.compile(
 class SmallHub(http.server.ThreadingHTTPServer):
     """Serves folders as repositories, `repos` by id; `asked` has every path that was asked for.
 
-    Weights stop half-way while `flows` is not set.
+    Weights stop half-way while `flows` is not set. `claims` are sizes that it tells instead of the
+    true ones; `sent` counts the bytes of weights.
     """
 
     daemon_threads = True
@@ -30,6 +33,8 @@ class SmallHub(http.server.ThreadingHTTPServer):
         self.asked: list[str] = []
         self.flows = threading.Event()
         self.flows.set()
+        self.claims: dict[str, int] = {}
+        self.sent = 0
 
     @property
     def url(self) -> str:
@@ -57,7 +62,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         elif found["kind"] == "resolve":
             self._send_file(folder / found["file"])
         else:
-            self._send(200, json.dumps(_info(found["repo"], folder)).encode())
+            self._send(200, json.dumps(_info(found["repo"], folder, self.server.claims)).encode())
 
     do_HEAD = do_GET
 
@@ -66,8 +71,13 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._send(404, b"{}", {"X-Error-Code": "EntryNotFound"})
             return
         content = file.read_bytes()
-        etag = f'"{_digest(file)}"'
-        self._send(200, content, {"ETag": etag, "X-Repo-Commit": COMMIT})
+        headers = {"ETag": f'"{_digest(file)}"', "X-Repo-Commit": COMMIT}
+        if (asked := _RANGE.fullmatch(self.headers.get("range", ""))) is None:
+            self._send(200, content, headers)
+            return
+        first, size = int(asked[1]), len(content)
+        span = {"Content-Range": f"bytes {first}-{size - 1}/{size}"}
+        self._send(206, content[first:], headers | span)
 
     def _send(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
         self.send_response(status)
@@ -76,10 +86,14 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         if self.command == "GET":
-            self.wfile.write(body[: len(body) // 2])
-            if self.path.endswith(".safetensors"):
-                self.server.flows.wait()
-            self.wfile.write(body[len(body) // 2 :])
+            is_weights = self.path.endswith(_WEIGHTS)
+            half = len(body) // 2
+            with contextlib.suppress(ConnectionError):  # a client that was killed
+                for part in (body[:half], body[half:]):
+                    self.wfile.write(part)
+                    if is_weights:
+                        self.server.sent += len(part)
+                        self.server.flows.wait()
 
     def log_message(self, *_: object) -> None:
         pass
@@ -98,15 +112,16 @@ def _entry(file: Path, folder: Path) -> dict[str, object]:
     }
 
 
-def _info(repo: str, folder: Path) -> dict[str, object]:
-    files = [
-        {"rfilename": str(f.relative_to(folder)), "size": f.stat().st_size} for f in _files(folder)
-    ]
+def _info(repo: str, folder: Path, claims: dict[str, int]) -> dict[str, object]:
+    names = {str(file.relative_to(folder)): file.stat().st_size for file in _files(folder)}
+    files = [{"rfilename": name, "size": claims.get(name, size)} for name, size in names.items()]
     return {"_id": "1", "id": repo, "modelId": repo, "sha": COMMIT, "siblings": files, "tags": []}
 
 
 def _digest(file: Path) -> str:
-    return hashlib.sha1(file.read_bytes()).hexdigest()
+    """Of weights the SHA-256, as the hub names what is large, of the rest a shorter one."""
+    of = hashlib.sha256 if file.suffix in _WEIGHTS else hashlib.sha1
+    return of(file.read_bytes()).hexdigest()
 
 
 @contextlib.contextmanager

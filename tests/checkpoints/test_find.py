@@ -3,6 +3,7 @@
 Each look-up runs in a process of its own: the hub's library reads its variables when imported.
 """
 
+import hashlib
 import json
 import os
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 from headrace.checkpoints.find import find_model
 from headrace.core.errors import ModelError
 from tests.checkpoints.small_hub import COMMIT, SmallHub, small_hub
+from tools.harness.eventually import eventually
 from tools.harness.gguf_files import to_gguf
 from tools.harness.tiny_models import make_tiny_model
 
@@ -116,6 +118,49 @@ def test_what_is_in_the_cache_is_not_downloaded_again(repo: Path, tmp_path: Path
         assert num_files_sent(hub) == sent
     assert second["files"] == first["files"]
     assert second["told"] == []
+
+
+def test_a_file_that_was_cut_goes_on_where_it_stopped(repo: Path, tmp_path: Path) -> None:
+    content = os.urandom(3_000_000)
+    (repo / "model.safetensors").write_bytes(content)
+    home, model = tmp_path / "home", [REPO, ""]
+    with small_hub({REPO: repo}) as hub:
+        hub.flows.clear()
+        environment = os.environ | {"HF_HOME": str(home), "HF_ENDPOINT": hub.url}
+        with subprocess.Popen([sys.executable, "-c", LOOK_UP, *model], env=environment) as cut:
+            eventually(lambda: len(parts(home)) == 1 and parts(home)[0].stat().st_size > 10**6, 60)
+            cut.kill()
+        hub.flows.set()
+        found = look_up(home, hub.url)
+        assert found["told"][0][0] > 10**6, "what had come counts"  # type: ignore[index]
+        assert len(content) <= hub.sent < 1.1 * len(content)
+    (there,) = home.rglob("snapshots/*/model.safetensors")
+    assert there.read_bytes() == content and not parts(home)
+
+
+def parts(home: Path) -> list[Path]:
+    return list(home.rglob("*.part"))
+
+
+def test_a_file_with_another_hash_is_not_taken(repo: Path, tmp_path: Path) -> None:
+    home, weights = tmp_path / "home", repo / "model.safetensors"
+    blobs = home / "hub" / f"models--{REPO.replace('/', '--')}" / "blobs"
+    blobs.mkdir(parents=True)
+    digest = hashlib.sha256(weights.read_bytes()).hexdigest()
+    (blobs / f"{digest}.part").write_bytes(b"damaged")
+    with small_hub({REPO: repo}) as hub:
+        refused = look_up(home, hub.url)
+        assert refused["code"] == "download_failed" and "hash" in str(refused["message"])
+        assert "model.safetensors" in str(look_up(home, hub.url)["files"])
+
+
+def test_a_disk_that_is_too_small_is_told_before_a_byte_comes(repo: Path, tmp_path: Path) -> None:
+    with small_hub({REPO: repo}) as hub:
+        hub.claims["model.safetensors"] = 1 << 50
+        refused = look_up(tmp_path / "home", hub.url)
+        assert hub.sent == 0
+    assert "needs 1073741824 MiB more" in str(refused["message"])
+    assert "HF_HOME" in str(refused["message"])
 
 
 def test_without_the_hub_the_cache_serves(repo: Path, tmp_path: Path) -> None:

@@ -4,18 +4,22 @@ Only what is read comes down: configuration, tokenizer, templates, safetensors o
 Never a pickle, and never code.
 """
 
+import contextlib
 import re
+import shutil
 import threading
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
 from headrace.checkpoints.gguf_folder import labels, matching, stem_of
+from headrace.checkpoints.hub_files import fetch_file, hub_file, no_bar
 from headrace.core.errors import ModelError
 
 OnProgress = Callable[[int, int], None]
 """Called now and then, from any thread, with the bytes so far and the bytes in all."""
 
+_WEIGHTS = (".safetensors", ".gguf")
 _TEXT_FILES = (".json", ".jinja", ".model", ".txt", ".tiktoken")
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 _STAGES = re.compile(r"[^/]*(Pooling/config\.json|Dense/(config\.json|model\.safetensors))")
@@ -61,15 +65,28 @@ def download(
             huggingface_hub.try_to_load_from_cache(repo, name, revision=info.sha), str
         )
     }
-    with _Watch(repo, sum(missing.values()), on_progress):
-        try:
+    try:
+        large = huggingface_hub.constants.MAX_HTTP_DOWNLOAD_SIZE  # comes by a protocol of its own
+        weights = [
+            hub_file(repo, info.sha or revision or "main", name)
+            for name, size in missing.items()
+            if name.endswith(_WEIGHTS) and size <= large
+        ]
+        num_here = sum(file.num_here for file in weights)
+        _check_disk(repo, sum(missing.values()) - num_here)
+        with _Watch(repo, sum(missing.values()), num_here, on_progress):
+            for file in weights:
+                fetch_file(file)
             return _fetch(repo, revision, wanted)
-        except OSError as error:
-            raise ModelError(
-                f"{repo} could not be downloaded ({type(error).__name__}: {error.strerror}); what "
-                "has come is kept: try again.",
-                "download_failed",
-            ) from error
+    except ModelError:
+        raise
+    except Exception as error:  # a transport, a disk
+        reason = getattr(error, "strerror", None) or "the connection broke off"
+        raise ModelError(
+            f"{repo} could not be downloaded ({type(error).__name__}: {reason}); what has come is "
+            "kept: try again.",
+            "download_failed",
+        ) from error
 
 
 def cached(repo: str, revision: str | None, quantization: str | None = None) -> Path | None:
@@ -80,6 +97,20 @@ def cached(repo: str, revision: str | None, quantization: str | None = None) -> 
         return None
     files = [path.name for path in folder.glob("*.gguf")]
     return folder if quantization is None or matching(files, quantization) else None
+
+
+def _check_disk(repo: str, num_bytes: int) -> None:
+    from huggingface_hub import constants
+
+    folder = Path(constants.HF_HUB_CACHE)
+    while not folder.exists():
+        folder = folder.parent
+    if (free := shutil.disk_usage(folder).free) < num_bytes:
+        raise ModelError(
+            f"{repo} needs {num_bytes >> 20} MiB more, and the disk with the hub's cache has "
+            f"{free >> 20} MiB free; make room, or set HF_HOME to a folder on another disk.",
+            "download_failed",
+        )
 
 
 def _unreachable(repo: str, reason: str) -> ModelError:
@@ -136,33 +167,34 @@ def _without_weights(repo: str, names: Iterable[str]) -> str:
 
 def _fetch(repo: str, revision: str | None, names: list[str], **options: Any) -> Path:
     import huggingface_hub
-    from huggingface_hub.utils.tqdm import tqdm
-
-    class Silent(tqdm):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **{**kwargs, "disable": True})
 
     folder = huggingface_hub.snapshot_download(
-        repo, revision=revision, allow_patterns=names, tqdm_class=Silent, **options
+        repo, revision=revision, allow_patterns=names, tqdm_class=no_bar(), **options
     )
     return Path(str(folder))
 
 
 class _Watch:
-    """Tells how far a download is by what it has written; a thread of its own."""
+    """Tells how far a download is by what it has written; a thread of its own.
 
-    def __init__(self, repo: str, total: int, on_progress: OnProgress | None) -> None:
+    `num_here` of the `total` bytes came in an earlier one.
+    """
+
+    def __init__(
+        self, repo: str, total: int, num_here: int, on_progress: OnProgress | None
+    ) -> None:
         from huggingface_hub import constants
 
         self._blobs = Path(constants.HF_HUB_CACHE) / f"models--{repo.replace('/', '--')}" / "blobs"
         self._total = total
         self._tell = on_progress if total else None
-        self._before = self._size()
+        self._before = self._size() - num_here
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="download", daemon=True)
 
     def __enter__(self) -> None:
         if self._tell is not None:
+            self._tell(min(self._size() - self._before, self._total), self._total)
             self._thread.start()
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
@@ -180,4 +212,8 @@ class _Watch:
     def _size(self) -> int:
         if not self._blobs.is_dir():
             return 0
-        return sum(file.stat().st_size for file in self._blobs.iterdir() if file.is_file())
+        total = 0
+        for file in self._blobs.iterdir():
+            with contextlib.suppress(FileNotFoundError):  # it has got its final name meanwhile
+                total += file.stat().st_size
+        return total
