@@ -33,6 +33,7 @@ LONG = {
     "e2e/test_native_images",
     "e2e/test_openai_leaving",
     "e2e/test_operations",
+    "e2e/test_pulls",
     "e2e/test_readme",
     "e2e/test_responses",
     "e2e/test_same_to_the_bit",

@@ -119,7 +119,7 @@ def _info(repo: str, folder: Path, claims: dict[str, int]) -> dict[str, object]:
 
 
 def _digest(file: Path) -> str:
-    """Of weights the SHA-256, as the hub names what is large, of the rest a shorter one."""
+    """The SHA-256 of weights, as the hub names what is large; of the rest a shorter one."""
     of = hashlib.sha256 if file.suffix in _WEIGHTS else hashlib.sha1
     return of(file.read_bytes()).hexdigest()
 

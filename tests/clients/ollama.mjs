@@ -59,6 +59,22 @@ test('models are listed and shown, and an input becomes a vector', async () => {
   assert.equal(embeddings.length, 2);
 });
 
+test('a model is pulled, asked and deleted', async () => {
+  const pulled = 'someone/tiny';
+  let last;
+  let total = 0;
+  for await (const part of await client.pull({ model: pulled, stream: true })) {
+    total = part.total ?? total;
+    last = part;
+  }
+  assert.equal(last.status, 'success');
+  assert.ok(total > 0);
+  const asked = { model: pulled, prompt: 'one', raw: true, options: { num_predict: 2 } };
+  assert.equal((await client.generate(asked)).eval_count, 2);
+  assert.equal((await client.delete({ model: pulled })).status, 'success');
+  await assert.rejects(client.pull({ model: 'someone/else' }), /someone\/else is not on the hub/);
+});
+
 test('an error has its words', async () => {
   await assert.rejects(client.chat({ model: 'nope', messages }), /No model 'nope'/);
 });

@@ -5,18 +5,22 @@ cannot be installed fails like one that gets a wrong answer.
 """
 
 import argparse
+import contextlib
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.checkpoints.small_hub import small_hub
 from tools.harness.servers import running_server
 from tools.harness.slow_engine import slow
+from tools.harness.tiny_models import make_tiny_model
 
 HERE = Path(__file__).parent
 BUILD = HERE.parents[1] / "build" / "clients"
@@ -94,6 +98,7 @@ CLIENTS = (
     Client("ws", "ws.mjs", ("ws@8.18.3",)),
 )
 PYTEST = "pytest==9.2.0"
+PULLED = "someone/tiny"
 
 
 class Failure(Exception):
@@ -190,6 +195,15 @@ def passes(client: Client, what: Callable[[], str]) -> bool:
     return True
 
 
+@contextlib.contextmanager
+def pulled_from() -> Iterator[dict[str, str]]:
+    """The variables of a server whose hub has one tiny model, and that keeps what it pulls."""
+    with contextlib.ExitStack() as undo:
+        folder = undo.enter_context(tempfile.TemporaryDirectory())
+        repos = {PULLED: make_tiny_model(Path(folder) / "tiny")}
+        yield {"HF_ENDPOINT": undo.enter_context(small_hub(repos)).url, "HF_HOME": folder}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     names = [client.name for client in CLIENTS]
@@ -209,7 +223,11 @@ def main() -> int:
         return runner.test(client, url)
 
     # nothing is slower; signs of life that clients count come after 1 s, where it would be 20
-    with running_server(*SERVER_FLAGS, prefix=slow(0, "1")) as server:
+    slower = slow(0, "1")
+    with (
+        pulled_from() as hub,
+        running_server(*SERVER_FLAGS, prefix=slower, environment=hub) as server,
+    ):
         all_pass = [passes(it, lambda it=it: result(it, server.url)) for it in chosen]
     return 0 if all(all_pass) else 1
 

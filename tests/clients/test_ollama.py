@@ -9,6 +9,7 @@ import pytest
 ollama = pytest.importorskip("ollama")
 
 MODEL = "headrace-mini"
+PULLED = "someone/tiny"
 HELLO = [{"role": "user", "content": "Hello"}]
 GREEDY = {"temperature": 0, "num_predict": 200}
 SCHEMA = {
@@ -89,9 +90,27 @@ def test_vectors_come_in_the_order_of_their_texts(client: Any) -> None:
     assert client.embed(MODEL, "two").embeddings[0] == pytest.approx(both[1], abs=1e-5)
 
 
+def test_a_model_is_pulled_asked_and_deleted(client: Any) -> None:
+    parts = list(client.pull(PULLED, stream=True))
+    assert (parts[0].status, parts[-1].status) == ("pulling manifest", "success")
+    sized = [part for part in parts if part.total]
+    assert sized[-1].completed == sized[-1].total and sized[0].digest.startswith("sha256:")
+    assert client.generate(PULLED, "one", raw=True, options={"num_predict": 2}).eval_count == 2
+    assert PULLED in [it.model for it in client.list().models]
+    assert client.pull(f"hf.co/{PULLED}").status == "success"  # it is here
+    assert client.delete(PULLED).status == "success"
+    with pytest.raises(ollama.ResponseError, match="No model"):
+        client.generate(PULLED, "one", raw=True)
+    with pytest.raises(ollama.ResponseError, match="someone/else is not on the hub") as refused:
+        client.pull("someone/else")
+    assert refused.value.status_code == 404
+
+
 def test_errors_are_those_of_the_package(client: Any) -> None:
     with pytest.raises(ollama.ResponseError, match="No model 'nope'") as refused:
         client.chat("nope", HELLO, stream=False)
     assert refused.value.status_code == 404
-    with pytest.raises(ollama.ResponseError, match="below /api there is"):
+    with pytest.raises(ollama.ResponseError, match="No model 'nope'"):
         client.delete("nope")
+    with pytest.raises(ollama.ResponseError, match="below /api there is"):
+        client.copy("nope", "other")

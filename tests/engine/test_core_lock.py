@@ -84,3 +84,10 @@ def test_each_knows_what_the_others_need_and_not_its_own(fds: tuple[int, int]) -
     assert two.others() == Elsewhere(0.0, False, 1)
     two.note(0.03, False, False)
     assert one.others() == Elsewhere(0.0, False, 1)
+
+
+def test_an_engine_that_never_had_another_beside_it_need_not_wait(fds: tuple[int, int]) -> None:
+    first = CoreLock(fds, 0)
+    assert not first.is_shared
+    second = CoreLock(fds, 1)
+    assert first.is_shared and second.is_shared

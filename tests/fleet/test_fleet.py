@@ -310,3 +310,39 @@ async def test_the_only_model_is_loaded_at_the_start_and_then_entered(
         assert (await made.ask("a")).done()
         await made.engines["a"][0].say(NO_MEMORY)
         assert made.lost == ["a"] and made.fleet.ended.is_set()
+
+
+async def test_the_only_model_is_one_of_several_once_another_has_come(folder: Path) -> None:
+    async with running(folder, "a", max_models=1) as made:
+        await settle()
+        await made.up("a")
+        (first,) = made.fleet.hosts.all()
+        assert made.fleet.pinned is first
+        made.fleet.become((first, made.host("b")))
+        assert made.fleet.pinned is None and made.states() == {"a": "ok", "b": "unloaded"}
+        await made.use("b")  # which had to make room
+        assert made.states() == {"a": "unloaded", "b": "ok"}
+        made.fleet.release(made.fleet.hosts.get("b"))
+        await made.use("a")
+        await made.engines["a"][-1].say(NO_MEMORY)
+        assert made.lost == ["a"] and not made.fleet.ended.is_set()
+
+
+async def test_what_follows_a_removal_is_done_once_nothing_of_it_runs(folder: Path) -> None:
+    done: list[str] = []
+
+    async def note() -> None:
+        done.append("gone")
+
+    async with running(folder) as made:
+        host = await made.use("a")
+        made.fleet.become((made.fleet.hosts.get("b"),))
+        made.fleet.when_gone("a", note)
+        await settle()
+        assert not done
+        made.fleet.release(host)
+        await settle()
+        assert done == ["gone"]
+        made.fleet.when_gone("a", note)  # it is gone already
+        await settle()
+        assert done == ["gone", "gone"]

@@ -27,6 +27,8 @@ from headrace.core.sampling import Sampling
 from headrace.engine.client import EngineUp
 from headrace.fleet.engine_life import EngineLife
 from headrace.fleet.load_watch import LoadWatch
+from headrace.fleet.model_list import Desired, ModelSources
+from headrace.fleet.pulls import Pull, Pulls
 from headrace.fleet.roster import Roster
 from headrace.fleet.served_model import Models
 from headrace.fleet.tenants import Tenants
@@ -313,6 +315,13 @@ class FakeQueues:
         self._generation.state = "ok"
 
 
+class NoPulls(Pulls):
+    """A hub that has nothing."""
+
+    async def begin(self, model: str) -> Pull:
+        raise RequestError("model_not_found", "It is not on the hub.", "model")
+
+
 class FakeGeneration:
     """Opens streams that hold `script` from the start; without a script, only seq 0."""
 
@@ -321,7 +330,9 @@ class FakeGeneration:
         self.fleet = FakeFleet(FakeHost(model or FakeModel(), self.metrics))
         self.state = "ok"
         self.queues = FakeQueues(self)
-        self.desired = None
+        configs = (ModelConfig(),)
+        sources = ModelSources(configs, NoPulls(None), lambda: configs, None, True)
+        self.desired = Desired(sources, FakeHost, len, self.fleet)  # type: ignore[arg-type]
         self.script = script
         self.refusal: RequestError | None = None
         self.requests: list[Request] = []

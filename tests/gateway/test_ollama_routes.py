@@ -10,7 +10,7 @@ CLIENT = TestClient(create_app(FakeGeneration(), CONFIG))  # type: ignore[arg-ty
 
 
 def test_an_unknown_route_below_api_names_what_there_is() -> None:
-    for path in ("/api/delete", "/api/chat/more", "/api"):
+    for path in ("/api/copy", "/api/chat/more", "/api"):
         answer = CLIENT.get(path)
         assert answer.status_code == 404 and answer.json()["code"] == "route_not_found"
         assert "/api/chat, " in answer.json()["error"] and "/v1/" not in answer.json()["error"]

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from headrace.checkpoints.packaged import PACKAGED, packaged_file
+from headrace.checkpoints.packaged import PACKAGED, packaged_file, packaged_folder
 from headrace.core.errors import ModelError
 
 
@@ -33,6 +33,19 @@ def remove(name: str) -> Downloaded:
         f"No model {name!r} was downloaded; `headrace models downloaded` lists those that were.",
         "model_not_found",
     )
+
+
+def discard(name: str) -> None:
+    """Removes all there is of a hub id or a package's name, the begin of a download too."""
+    from huggingface_hub import constants
+
+    if name in PACKAGED:
+        folder = packaged_folder(name)
+    else:
+        folder = (
+            Path(constants.HF_HUB_CACHE) / f"models--{name.partition(':')[0].replace('/', '--')}"
+        )
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _packaged() -> Iterator[Downloaded]:

@@ -129,8 +129,12 @@ def _reason(said: str) -> str:
     return ([*lines[-1:], *faults[-1:]] or ["no reason was told"])[-1].rstrip(".")
 
 
-def _place(name: str) -> Path:
+def packaged_folder(name: str) -> Path:
+    """Where what comes of a package is kept."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     found = PACKAGED[name]
-    folder = Path(base) / "headrace" / "packages" / f"{found.package}-{found.version}"
-    return folder / Path(found.path).name
+    return Path(base) / "headrace" / "packages" / f"{found.package}-{found.version}"
+
+
+def _place(name: str) -> Path:
+    return packaged_folder(name) / Path(PACKAGED[name].path).name

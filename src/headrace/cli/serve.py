@@ -33,8 +33,9 @@ from headrace.engine.core_lock import open_core_lock
 from headrace.engine.supervisor import Supervisor
 from headrace.fleet.fleet import pinned_model
 from headrace.fleet.model_host import CACHE_BYTES, ModelHost, Start
-from headrace.fleet.model_list import Desired, kept
+from headrace.fleet.model_list import Desired, ModelSources, kept
 from headrace.fleet.model_names import told_apart
+from headrace.fleet.pulls import Pulls
 from headrace.fleet.replicas import Replicas, between
 from headrace.fleet.served_model import ServedModel, may_see_images
 from headrace.gateway.app import create_app
@@ -184,25 +185,14 @@ class _Serving:
         self._watch_threads()
         metrics = Metrics()
         make = self._maker(metrics)
-        kept_at = self._kept_at
-        configs = self._config.models
-        if kept_at is not None and (put_before := kept(kept_at)) is not None:
-            say(f"headrace: the models are those that were put: {kept_at}")
-            configs = put_before
-        hosts = tuple(map(make, told_apart(configs)))
+        sources = self._sources()
+        hosts = tuple(map(make, sources.all()))
         has_keys = self._auth.num_keys > 0
         work = WorkerPool("headrace.protocols.worker", *_known_to_workers(hosts), has_keys)
         generation = Generation(self._config, hosts, self._store, work, metrics)
-        if generation.fleet.pinned is None:
-            desired = Desired(
-                configs,
-                make,
-                lambda hosts: work.renew(*_known_to_workers(hosts)),
-                lambda: reread_folder(self._config),
-                kept_at,
-            )
-            generation.desired = desired
-            generation.fleet.on_unknown = lambda: desired.reread(generation.fleet)
+        generation.desired = Desired(
+            sources, make, lambda hosts: work.renew(*_known_to_workers(hosts)), generation.fleet
+        )
         lines.read_progress = lambda: [
             host.loading.progress for host in generation.fleet.hosts.all()
         ]
@@ -217,15 +207,12 @@ class _Serving:
             await generation.fleet.close()
 
     @property
-    def _kept_at(self) -> Path | None:
-        """The document of models that outlives the server, if there are several and it has one."""
-        if pinned_model(self._config) is not None:
-            return None
+    def _models_folder(self) -> Path | None:
+        """The place of what is known of models that outlives the server, if it has one."""
         port: int = self._listener.getsockname()[1]
         given = self._config.streams.state_dir
         shared = given is not None and is_redis(given)  # streams are, and each has its own models
-        folder = streams_folder(None if shared else given, port)
-        return None if folder is None else folder / "desired.json"
+        return streams_folder(None if shared else given, port)
 
     def _shelf(self) -> Shelf:
         """The place of files and batches: with the streams, and as lasting as they are."""
@@ -239,20 +226,22 @@ class _Serving:
 
     def _maker(self, metrics: Metrics) -> Callable[[ModelConfig], ModelHost]:
         """The function that makes the host of a model, by its settings."""
-        config = self._config
-        start = self._starter()
-        if (model := self._model) is not None:
-            return lambda it: ModelHost(it, start, metrics, model)
+        config, start, first = self._config, self._starter(), self._model
         cache_bytes = None if config.loading.models_memory_bytes is None else CACHE_BYTES
-        return lambda it: ModelHost(it, start, Metrics(), cache_bytes=cache_bytes)
+
+        def make(model: ModelConfig) -> ModelHost:
+            if first is not None and model.model == config.models[0].model:
+                return ModelHost(model, start, metrics, first)
+            return ModelHost(model, start, Metrics(), cache_bytes=cache_bytes)
+
+        return make
 
     def _starter(self) -> Start:
         """Makes the engine of a model, or several; those of one machine take turns."""
         config = self._config
         timeout_s, idle_s = config.streams.load_timeout_s, config.loading.idle_unload_s
         numbers = itertools.count()
-        pinned = pinned_model(config)
-        lock_fds = () if pinned is not None and pinned.replicas == 1 else open_core_lock()
+        lock_fds = open_core_lock()
 
         def start(model: ModelConfig) -> EngineClient:
             def start_one() -> EngineClient:

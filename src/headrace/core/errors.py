@@ -38,11 +38,11 @@ _CODES = {
         "unsupported_parameter unsupported_content unsupported_operation invalid_image "
         "image_too_large image_url_refused image_fetch_failed template_failed empty_prompt "
         "duplicate_id context_length_exceeded invalid_cursor batch_not_ended file_in_use "
-        "quota_exceeded"
+        "quota_exceeded model_unsupported"
     ),
     ErrorKind(400, "cancelled_error"): "cancelled client_gone replaced",
     ErrorKind(401, "authentication_error"): "invalid_api_key",
-    ErrorKind(403, "permission_error"): "forbidden",
+    ErrorKind(403, "permission_error"): "forbidden download_denied",
     ErrorKind(404, "not_found_error"): (
         "route_not_found model_not_found stream_not_found file_not_found batch_not_found"
     ),
@@ -57,7 +57,8 @@ _CODES = {
     ),
     ErrorKind(431, "invalid_request_error"): "headers_too_large",
     ErrorKind(500, "server_error"): (
-        "poison_request model_changed resume_mismatch stream_unsound load_failed internal_error"
+        "poison_request model_changed resume_mismatch stream_unsound load_failed download_failed "
+        "internal_error"
     ),
     ErrorKind(503, "unavailable_error", retry=True): (
         "model_loading engine_failed storage_stalled server_restarting storage_unavailable "

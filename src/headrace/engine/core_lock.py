@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 _NEED = struct.Struct("=ddq")  # when it was noted, seconds, and the kind
 _MAX_ENGINES = 64
+_SHARED_AT = _NEED.size * _MAX_ENGINES  # a byte: whether there was ever a second engine
 _PATIENCE_S = 5.0  # with a holder that hangs; its own supervisor deals with it
 _POLL_S = 0.0005
 _FRESH_S = 1.0
@@ -36,7 +37,7 @@ def open_core_lock() -> tuple[int, ...]:
         logger.warning("Engines do not take turns on this system: a step of one slows the others.")
         return ()
     turn, following = (open_memory_file(name) for name in ("turn", "next"))
-    os.ftruncate(turn, _NEED.size * _MAX_ENGINES)
+    os.ftruncate(turn, _SHARED_AT + 1)
     return turn, following
 
 
@@ -46,8 +47,15 @@ class CoreLock:
     def __init__(self, fds: tuple[int, ...], number: int) -> None:
         # opened anew: a lock belongs to an open file, and children share their parent's
         self._turn, self._next = (os.open(f"/proc/self/fd/{fd}", os.O_RDWR) for fd in fds)
-        self._map = mmap.mmap(self._turn, _NEED.size * _MAX_ENGINES)
+        self._map = mmap.mmap(self._turn, _SHARED_AT + 1)
         self._number = number % _MAX_ENGINES
+        if number > 0:
+            self._map[_SHARED_AT] = 1
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether there may be another engine; alone, it need not wait for its turn."""
+        return self._map[_SHARED_AT] != 0
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -72,7 +80,7 @@ class CoreLock:
     def others(self) -> Elsewhere:
         """The needs of the other engines at work."""
         now, found = time.monotonic(), Elsewhere()
-        for number, (noted, decode_s, kind) in enumerate(_NEED.iter_unpack(self._map[:])):
+        for number, (noted, decode_s, kind) in enumerate(_NEED.iter_unpack(self._map[:_SHARED_AT])):
             if number == self._number or not kind or now - noted > _FRESH_S + decode_s:
                 continue
             found = Elsewhere(

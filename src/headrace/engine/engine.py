@@ -165,7 +165,7 @@ class Engine:
                     self._step_in_turn()
 
     def _step_in_turn(self) -> None:
-        if self._core_lock is None:
+        if self._core_lock is None or not self._core_lock.is_shared:
             self.step()
             return
         scheduler = self._scheduler

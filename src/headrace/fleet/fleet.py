@@ -6,7 +6,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from typing import Any
 
-from headrace.config.settings import LoadingConfig, ModelConfig, ServerConfig
+from headrace.config.settings import ModelConfig, ServerConfig
 from headrace.core.errors import ModelError, RequestError
 from headrace.core.log_context import note
 from headrace.fleet.engine_life import EngineClosed
@@ -33,7 +33,8 @@ class _Wait:
 class Fleet:
     """Brings models in and out of memory for those who ask, by Residency's moves.
 
-    A `pinned` model, a server's only one, is loaded at the start and stays.
+    The model of a server that began with one is loaded at the start. While there is no other it is
+    `pinned`: it stays, and the server ends with it.
     `on_loaded` and `on_lost` are called with a host whose engine came up or was given up.
     """
 
@@ -45,28 +46,34 @@ class Fleet:
         on_lost: Callable[[ModelHost], None],
     ) -> None:
         self.roster = Roster(hosts)
-        self.pinned = hosts[0] if pinned_model(config) else None
+        self.pinned = hosts[0] if pinned_model(config) and len(hosts) == 1 else None
         self.ended = asyncio.Event()  # no engine runs, and none will
         self._config = config
         self._on_loaded, self._on_lost = on_loaded, on_lost
         self.on_unknown: Callable[[], Awaitable[None]] | None = None  # for a name nobody has
         # of one that was removed, or replaced
         self.on_gone: Callable[[ModelHost], object] = lambda host: None
-        limits = LoadingConfig() if self.pinned else config.loading
-        self._residency = Residency[_Wait](limits.max_models, limits.models_memory_bytes)
+        self._residency = Residency[_Wait]()
         self._refusal: RequestError | None = None  # of all who come
+        self._then: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {}  # once a model is gone
         self._after_load: set[str] = set()  # models to send out once their waiters have entered
         self._group: asyncio.TaskGroup
         self._tasks: set[asyncio.Task[None]] = set()
         for host in hosts:
             self._residency.add(host.name, host.num_bytes)
+        if self.pinned is None:
+            self._set_limits()
+
+    def _set_limits(self) -> None:
+        limits = self._config.loading
+        self._residency.limit(limits.max_models, limits.models_memory_bytes)
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
         """All tasks are those of this group from now on."""
         self._group = tasks
-        if self.pinned:
-            self.need(self.pinned)
-        elif (after_s := self._config.loading.idle_unload_s) is not None:
+        if pinned_model(self._config):
+            self.need(self.hosts.first)
+        if (after_s := self._config.loading.idle_unload_s) is not None:
             self._spawn(self._unload_idle(after_s))
 
     @property
@@ -138,6 +145,9 @@ class Fleet:
     def become(self, hosts: tuple[ModelHost, ...]) -> None:
         """Sets the models. Running work goes on; requests for removed models are refused."""
         self.roster.become(hosts, self._config.streams.drain_s)
+        if self.pinned and len(hosts) > 1:
+            self.pinned = None  # from now on a model may make room for another
+            self._set_limits()
         for host in self.roster.all():
             self._residency.add(host.name, host.num_bytes)
             if host.name in self.roster.leaving:
@@ -171,6 +181,13 @@ class Fleet:
             self._after_load.add(host.name)
         else:
             self._spawn(host.engine.close())
+
+    def when_gone(self, name: str, then: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Does `then` once nothing runs of a model that was removed."""
+        if name in self.roster.leaving:
+            self._then[name] = then
+        else:
+            self._spawn(then())
 
     def replace(self, host: ModelHost, replica: int) -> None:
         """Puts a fresh engine in the place of one of several; its streams have time to end."""
@@ -246,6 +263,8 @@ class Fleet:
         self.on_gone(old)
         if new is not None and old.engine.num_starts:
             self.need(new)
+        if (then := self._then.pop(name, None)) is not None:
+            self._spawn(then())
 
     def _tell(self, waiting: Iterable["_Wait"], error: RequestError) -> None:
         for it in waiting:
@@ -327,7 +346,7 @@ class Fleet:
             await asyncio.sleep(interval_s)
             ticks = {rest: ticks.get(rest, -1) + 1 for rest in self._residency.idle()}
             for (name, _), number in ticks.items():
-                if number * interval_s >= after_s:
+                if number * interval_s >= after_s and self.pinned is None:
                     self.unload(self.roster.get(name))
 
 

@@ -54,6 +54,10 @@ class Residency(Generic[Ticket]):
         self._line: dict[Ticket, str] = {}  # in order, and the model that each waits for
         self._uses = itertools.count(1)
 
+    def limit(self, max_models: int | None, max_bytes: int | None) -> None:
+        """Sets how many models, and how much of them, may be in from now on."""
+        self._max_models, self._max_bytes = max_models, max_bytes
+
     def add(self, model: str, size: int) -> None:
         """Makes a model known, or its size."""
         self._places.setdefault(model, _Place(size)).size = size

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,75 +9,155 @@ from typing import Any
 
 import msgspec
 
+from headrace.checkpoints.downloads import discard
 from headrace.config.document import read_document, to_document
 from headrace.config.settings import ModelConfig
 from headrace.core.errors import RequestError
 from headrace.fleet.fleet import Fleet
+from headrace.fleet.kept_file import keep_file
 from headrace.fleet.model_host import ModelHost
 from headrace.fleet.model_names import told_apart
+from headrace.fleet.pulls import Pull, Pulls
 
 logger = logging.getLogger(__name__)
 
 _CHECK_INTERVAL_S = 1.0
-ONE_MODEL = (
-    "This server was started with one model, which stays. Start it with --models-dir, [[models]] "
-    "or --model NAME=PATH to change its models."
+_ONE_MODEL = (
+    "This server was started with one model, which stays. POST /models takes others beside it; to "
+    "replace it, start the server with --models-dir, [[models]] or --model NAME=PATH."
+)
+_NOT_PULLED = (
+    "This model is one of the server's flags, file or folder; only what came by POST /models is "
+    "deleted by a request."
+)
+_OWN = (
+    *("model", "revision", "served_model_name", "min_replicas"),
+    *("chat_template", "tool_format", "reasoning_format"),
 )
 Configs = tuple[ModelConfig, ...]
 
 
-class Desired:
-    """One document, put as a whole. Until one was, the models are those of flags and folder.
+class ModelSources:
+    """Where a server's models come from: flags and folder, or the document that was put; and pulls.
 
-    `make` makes a host, `renew` tells those who know models by their settings, `reread` reads the
-    folder again. Without a file the document is lost with the server.
+    `reread` reads the folder again. Without `file` a document is lost with the server; `is_one`:
+    the server began with one model, and takes no document.
     """
 
     def __init__(
         self,
         configs: Configs,
-        make: Callable[[ModelConfig], ModelHost],
-        renew: Callable[[tuple[ModelHost, ...]], None],
+        pulls: Pulls,
         reread: Callable[[], Configs],
         file: Path | None,
+        is_one: bool,
     ) -> None:
-        self._configs = configs
+        self.configs = configs
+        self.pulls = pulls
+        self.reread = reread
+        self.file = file
+        self.is_one = is_one
+
+    def all(self) -> Configs:
+        """All of them, each with its names."""
+        taken = {config.model for config in self.configs}
+        names = (name for name in self.pulls.here if name not in taken)
+        return told_apart((*self.configs, *(_like_all(self.configs, it) for it in names)))
+
+
+def _like_all(configs: Configs, model: str) -> ModelConfig:
+    """A model with the settings in which the server's own are alike, such as flags for all."""
+    shared = {
+        name: getattr(configs[0], name)
+        for name in ModelConfig.__struct_fields__
+        if name not in _OWN and len({getattr(config, name) for config in configs}) == 1
+    }
+    return ModelConfig(model=model, **shared)
+
+
+class Desired:
+    """The models as they should be, put as a whole or pulled one by one.
+
+    `make` makes a host, `renew` tells those who know models by their settings.
+    """
+
+    def __init__(
+        self,
+        sources: ModelSources,
+        make: Callable[[ModelConfig], ModelHost],
+        renew: Callable[[tuple[ModelHost, ...]], None],
+        fleet: Fleet,
+    ) -> None:
+        self.pulls = sources.pulls
+        self._sources = sources
         self._make = make
         self._renew = renew
-        self._reread = reread
-        self._file = file
-        self._was_put = file is not None and file.exists()
+        self._fleet = fleet
+        self._was_put = sources.file is not None and sources.file.exists()
         self._checked_at = 0.0
+        self._deleting = asyncio.Lock()  # no download begins meanwhile
+        self.pulls.on_change = self._apply
+        fleet.on_unknown = self.reread
 
     def document(self) -> dict[str, Any]:
-        return to_document(self._configs)
+        if self._sources.is_one:
+            raise RequestError("unsupported_operation", _ONE_MODEL)
+        return to_document(self._sources.configs)
 
-    async def put(self, document: Any, fleet: Fleet) -> None:
+    async def put(self, document: Any) -> None:
         """RequestError, and nothing is changed, if the document is not fit."""
+        self.document()
         configs = read_document(document, told_apart)
-        if self._file is not None:
+        if (file := self._sources.file) is not None:
+            content = msgspec.json.format(msgspec.json.encode(to_document(configs)))
             try:
-                await asyncio.to_thread(_keep, self._file, to_document(configs))
+                await asyncio.to_thread(keep_file, file, content)
             except OSError as error:
                 message = f"The document cannot be kept ({error.strerror}); nothing is changed."
                 raise RequestError("internal_error", message) from None
         self._was_put = True
-        self._apply(configs, fleet)
+        self._sources.configs = configs
+        self._apply()
 
-    async def reread(self, fleet: Fleet) -> None:
+    async def reread(self) -> None:
         """Takes up what has come into the folder of models, and drops what has left it."""
         if self._was_put or time.monotonic() < self._checked_at + _CHECK_INTERVAL_S:
             return
         self._checked_at = time.monotonic()
-        configs = await asyncio.to_thread(self._reread)
-        if configs != self._configs and not self._was_put:
-            self._apply(configs, fleet)
+        configs = await asyncio.to_thread(self._sources.reread)
+        if configs != self._sources.configs and not self._was_put:
+            self._sources.configs = configs
+            self._apply()
 
-    def _apply(self, configs: Configs, fleet: Fleet) -> None:
-        self._configs = configs
-        hosts = tuple(self._make(config) for config in told_apart(configs))
+    async def pull(self, model: str) -> Pull | None:
+        """Begins a download, or goes on; None: the model is served already."""
+        if self._fleet.hosts.find(model) is not None:
+            return None
+        async with self._deleting:
+            pull = await self.pulls.begin(model)
+        return await pull.answered()
+
+    async def delete(self, model: str) -> None:
+        """Stops its download, serves it no more and removes its files, once its streams ended."""
+        if self.pulls.find(model) is None:
+            self._fleet.hosts.get(model)  # RequestError if nobody knows it
+            raise RequestError("unsupported_operation", _NOT_PULLED, "model")
+        await self.pulls.forget(model)
+        self._fleet.when_gone(model, lambda: self._discard(model))
+
+    async def _discard(self, model: str) -> None:
+        repo = model.partition(":")[0]
+        async with self._deleting:
+            if all(pull.model.partition(":")[0] != repo for pull in self.pulls.all()):
+                await asyncio.to_thread(discard, model)
+
+    def _apply(self) -> None:
+        hosts = tuple(self._make(config) for config in self._sources.all())
         self._renew(hosts)
-        fleet.become(hosts)
+        self._fleet.become(hosts)
+        for host in self._fleet.hosts.all():
+            if host.known is None and self.pulls.find(host.config.model) is not None:
+                self._fleet.fetch(host)
 
 
 def kept(file: Path) -> Configs | None:
@@ -90,20 +169,3 @@ def kept(file: Path) -> Configs | None:
     except (OSError, ValueError, RequestError) as error:
         logger.error("%s is passed over, since it cannot be read: %s", file, error)
         return None
-
-
-def _keep(file: Path, document: dict[str, Any]) -> None:
-    """Whole or not at all, whatever ends the server meanwhile."""
-    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # where streams lie elsewhere
-    beside = file.with_suffix(".new")
-    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with open(descriptor, "wb") as out:
-        out.write(msgspec.json.format(msgspec.json.encode(document)))
-        out.flush()
-        os.fsync(out.fileno())
-    beside.replace(file)
-    folder = os.open(file.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

@@ -1,15 +1,19 @@
 """Routes that list models, and load and unload them, as llama.cpp's router has it."""
 
+from typing import Any
+
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from headrace.core.errors import RequestError
 from headrace.core.jobs import ReadModelName
 from headrace.fleet.model_host import ModelHost
-from headrace.fleet.model_list import ONE_MODEL, Desired
+from headrace.fleet.model_list import Desired
+from headrace.fleet.pulls import Pull
 from headrace.gateway.bodies import Bodies
 from headrace.gateway.delivery import unless_left
 from headrace.gateway.http_responses import answer
+from headrace.gateway.model_events import ModelEvents
 from headrace.gateway.state_routes import entry_of
 from headrace.generation.generation import Generation
 from headrace.protocols.requests import decode
@@ -23,16 +27,23 @@ class ModelRoutes:
         self._bodies = bodies
 
     async def models(self, request: Request) -> ASGIApp:
-        """Also of a server with one model, with the state of each."""
-        fleet = self._generation.fleet
-        if self._generation.desired is not None:
-            await self._generation.desired.reread(fleet)
+        """Also of a server with one model, with the state of each, and what is downloaded."""
+        await self._desired().reread()
+        return answer({"object": "list", "data": self._entries()})
+
+    async def events(self, request: Request) -> ASGIApp:
+        """Each change of the list, as it happens."""
+        return ModelEvents(lambda: {it["id"]: it["status"] for it in self._entries()})
+
+    def _entries(self) -> list[dict[str, Any]]:
+        pulls = self._desired().pulls
         entries = [
-            entry_of(host, name, True) | self._pending(host)
-            for host in fleet.roster.all()
+            entry_of(host, name, True) | self._pending(host) | _origin(pulls.find(name))
+            for host in self._generation.fleet.roster.all()
             for name in host.names
         ]
-        return answer({"object": "list", "data": entries})
+        there = {entry["id"] for entry in entries}
+        return entries + [pull_entry(pull) for pull in pulls.all() if pull.model not in there]
 
     def _pending(self, host: ModelHost) -> dict[str, str]:
         """The change that awaits the model until nobody uses it."""
@@ -52,13 +63,25 @@ class ModelRoutes:
             if len(whole) > _MAX_DOCUMENT:
                 message = f"The document has {len(whole)} bytes; {_MAX_DOCUMENT} are taken."
                 raise RequestError("request_too_large", message)
-            await self._desired().put(decode(whole), self._generation.fleet)
+            await self._desired().put(decode(whole))
         return answer(self._desired().document())
 
     def _desired(self) -> Desired:
-        if (desired := self._generation.desired) is None:
-            raise RequestError("unsupported_operation", ONE_MODEL)
-        return desired
+        assert self._generation.desired is not None
+        return self._generation.desired
+
+    async def pull(self, request: Request) -> ASGIApp:
+        """Answers once the hub has; the list of models shows what becomes of it."""
+        name = await self._name(request)
+        await unless_left(request.receive, self._desired().pull(name))
+        return answer({"success": True})
+
+    async def delete(self, request: Request) -> ASGIApp:
+        """Answers at once; the model's streams end first."""
+        if (name := request.query_params.get("model")) is None:
+            raise RequestError("missing_required_parameter", "Say which, as ?model=ID.", "model")
+        await self._desired().delete(name)
+        return answer({"success": True})
 
     async def load(self, request: Request) -> ASGIApp:
         """Answers at once; the list of models shows what becomes of it."""
@@ -67,8 +90,13 @@ class ModelRoutes:
         return answer({"success": True})
 
     async def unload(self, request: Request) -> ASGIApp:
-        """Answers at once; streams end first."""
-        host = self._generation.fleet.hosts.get(await self._name(request))
+        """Answers at once; streams end first. A download is stopped."""
+        name = await self._name(request)
+        pull = self._desired().pulls.find(name)
+        if pull is not None and pull.state != "here":
+            await self._desired().pulls.stop(name)
+            return answer({"success": True})
+        host = self._generation.fleet.hosts.get(name)
         if host is self._generation.fleet.pinned:
             message = "This server has one model, which stays loaded; stop the server instead."
             raise RequestError("unsupported_operation", message, "model")
@@ -79,3 +107,32 @@ class ModelRoutes:
         async with self._bodies.read(request) as body:
             naming = self._generation.work.do(ReadModelName(), body)
             return await unless_left(request.receive, naming)
+
+
+def _origin(pull: Pull | None) -> dict[str, bool]:
+    return {} if pull is None else {"pulled": True}
+
+
+def pull_entry(pull: Pull) -> dict[str, Any]:
+    """A model that is not here yet, as the list shows it."""
+    entry = {"id": pull.model, "object": "model", "created": 0, "owned_by": "headrace"}
+    entry |= {"root": pull.model, "parent": None, "max_model_len": None, "meta": None}
+    return entry | {"status": _status(pull), "kind": None, "lane": None, "pulled": True}
+
+
+def _status(pull: Pull) -> dict[str, Any]:
+    known = {"bytes_done": pull.done, "bytes_total": pull.total} if pull.total else {}
+    if pull.state == "failed":
+        error = pull.error
+        told = {"code": error.code, "message": error.message} if error else {}
+        return {"value": "unloaded", "failed": True, "exit_code": 1, "error": told, **known}
+    if pull.state != "downloading" or not pull.total:
+        return {"value": "downloading" if pull.state == "here" else pull.state, **known}
+    pace, left = pull.bytes_per_s, pull.seconds_left
+    return {
+        "value": "downloading",
+        "progress": {pull.model: {"done": pull.done, "total": pull.total}},
+        **known,
+        "bytes_per_s": None if pace is None else round(pace),
+        "seconds_left": None if left is None else round(left, 1),
+    }

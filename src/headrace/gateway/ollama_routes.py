@@ -1,28 +1,47 @@
-"""Routes by which Ollama's clients learn which models there are."""
+"""Routes by which Ollama's clients learn which models there are, and take or delete some."""
 
+import asyncio
 import hashlib
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
 from starlette.requests import Request
-from starlette.types import ASGIApp
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from headrace import __version__
+from headrace.core.errors import RequestError
 from headrace.core.jobs import ReadModelName
 from headrace.fleet.model_host import ModelHost
-from headrace.fleet.served_model import ServedModel
+from headrace.fleet.model_list import Desired
+from headrace.fleet.pulls import Pull
+from headrace.fleet.served_model import Models, ServedModel
 from headrace.gateway.bodies import Bodies
-from headrace.gateway.delivery import unless_left
+from headrace.gateway.delivery import unless_left, while_connected
 from headrace.gateway.http_responses import answer
 from headrace.gateway.llama_routes import read_known
 from headrace.generation.generation import Generation
+from headrace.protocols.dialect import encode
+from headrace.protocols.fields.kinds import Flag, Kind, String, missing, read_fields
+from headrace.protocols.framing import LINES
+from headrace.protocols.ollama.errors import ERRORS
+from headrace.protocols.requests import decode
 
 _LOADED = ("ok", "recovering")
 
 
+_MAX_BODY = 1 << 16
+_INTERVAL_S = 0.25
+_HUBS = ("hf.co/", "huggingface.co/")  # before the ids of those that are not in Ollama's registry
+
+NAMED: Mapping[str, Kind] = {"model": String(least=1), "name": String(least=1)}
+PULL: Mapping[str, Kind] = {**NAMED, "stream": Flag(), "insecure": Flag()}
+
+
 class OllamaRoutes:
     def __init__(self, generation: Generation, bodies: Bodies) -> None:
-        self._hosts = generation.fleet.hosts
+        self._generation = generation
         self._work = generation.work
         self._bodies = bodies
 
@@ -46,6 +65,90 @@ class OllamaRoutes:
         if host.known is None:
             await unless_left(request.receive, read_known(host))
         return answer(_described(host.model))
+
+    async def pull(self, request: Request) -> ASGIApp:
+        """Downloads a model of the hub; it goes on when the client has left."""
+        asked = await self._read(request, PULL)
+        pulling = self._desired().pull(_model_of(asked))
+        pull = await unless_left(request.receive, pulling)
+        if asked.get("stream", True):
+            return PullLines(pull)
+        if pull is not None:
+            await unless_left(request.receive, pull.over.wait())
+            if (error := _why_not(pull)) is not None:
+                raise error
+        return answer({"status": "success"})
+
+    async def delete(self, request: Request) -> ASGIApp:
+        await self._desired().delete(_model_of(await self._read(request, NAMED)))
+        return Response()
+
+    async def _read(self, request: Request, table: Mapping[str, Kind]) -> dict[str, Any]:
+        async with self._bodies.read(request) as body:
+            whole = b"".join(body)
+        if len(whole) > _MAX_BODY:
+            message = f"The body has {len(whole)} bytes; {_MAX_BODY} are taken here."
+            raise RequestError("request_too_large", message)
+        return read_fields(table, decode(whole))
+
+    def _desired(self) -> Desired:
+        assert self._generation.desired is not None
+        return self._generation.desired
+
+    @property
+    def _hosts(self) -> Models[ModelHost]:
+        return self._generation.fleet.hosts
+
+
+def _model_of(asked: dict[str, Any]) -> str:
+    name = asked.get("model") or asked.get("name")
+    if name is None:
+        raise missing("model")
+    for prefix in _HUBS:
+        name = name.removeprefix(prefix)
+    return str(name).removesuffix(":latest")
+
+
+class PullLines:
+    """How far a download is, in lines of JSON as Ollama tells it; None: it is here already."""
+
+    def __init__(self, pull: Pull | None) -> None:
+        self._pull = pull
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [(b"content-type", LINES.MEDIA_TYPE.encode()), (b"cache-control", b"no-cache")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await while_connected(receive, self._show(send))
+
+    async def _show(self, send: Send) -> None:
+        async def tell(**line: Any) -> None:
+            body = encode(line) + b"\n"
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+
+        await tell(status="pulling manifest")
+        if (pull := self._pull) is not None:
+            digest = hashlib.sha256(pull.model.encode()).hexdigest()
+            figures = {"status": f"pulling {digest[:12]}", "digest": f"sha256:{digest}"}
+            told = 0
+            while pull.state == "downloading":
+                if pull.total and pull.done != told:
+                    told = pull.done
+                    await tell(**figures, total=pull.total, completed=told)
+                await asyncio.sleep(_INTERVAL_S)
+            if pull.total and pull.state == "here" and told < pull.total:
+                await tell(**figures, total=pull.total, completed=pull.total)
+            if (error := _why_not(pull)) is not None:
+                await send({"type": "http.response.body", "body": ERRORS.frame(error)})
+                return
+        await tell(status="success")
+        await send({"type": "http.response.body", "body": b""})
+
+
+def _why_not(pull: Pull) -> RequestError | None:
+    """The reason why a download that is over brought nothing."""
+    if pull.state == "stopped":
+        return RequestError("cancelled", "The download was stopped; what has come is kept.")
+    return pull.error
 
 
 def _entry(host: ModelHost, name: str) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from headrace.gateway.loop_slices import BodyIndex
 from headrace.gateway.message_batch_routes import MessageBatchRoutes
 from headrace.gateway.model_routes import ModelRoutes
 from headrace.gateway.native_routes import NativeRoutes
-from headrace.gateway.ollama_routes import OllamaRoutes
+from headrace.gateway.ollama_routes import NAMED, PULL, OllamaRoutes
 from headrace.gateway.openapi import EVENTS, JSON, Operation, document
 from headrace.gateway.realtime import RealtimeSockets
 from headrace.gateway.responses_routes import ResponsesRoutes
@@ -169,6 +169,14 @@ ROUTES: tuple[Operation, ...] = (
         "One served name", ("id", "object", "max_model_len", "meta"), errors=(404,)),
     Operation("get", "/models", KEY, lambda on: on.models.asked.models,
         "Every model, with its state", ("object", "data")),
+    Operation("get", "/models/sse", KEY, lambda on: on.models.asked.events,
+        "Every change of that list", media=(EVENTS,)),
+    Operation("post", "/models", OPERATOR, lambda on: on.models.asked.pull,
+        "Download a model, and serve it", ("success",), worker.MODEL, ("model",),
+        errors=(*_BODY_ERRORS, 403, 429, 500)),
+    Operation("delete", "/models", OPERATOR, lambda on: on.models.asked.delete,
+        "Stop a download, or delete a model that came by one", ("success",), query=("model",),
+        errors=(400, 404)),
     Operation("post", "/models/load", KEY, lambda on: on.models.asked.load,
         "Load a model", ("success",), worker.MODEL, ("model",), errors=(*_BODY_ERRORS, 500)),
     Operation("post", "/models/unload", OPERATOR, lambda on: on.models.asked.unload,
@@ -219,6 +227,12 @@ ROUTES: tuple[Operation, ...] = (
         "One model, as Ollama's API", ("details", "model_info", "capabilities"),
         worker.MODEL, ("model",), errors=(*_BODY_ERRORS, 500),
         error=_OLLAMA_ERROR, auth_error=_OLLAMA_ERROR),
+    Operation("post", "/api/pull", OPERATOR, lambda on: on.foreign.ollama.pull,
+        "Download a model, as Ollama's API", ("status",), PULL, media=(JSON, LINES.MEDIA_TYPE),
+        errors=(*_BODY_ERRORS, 403, 429, 500), error=_OLLAMA_ERROR, auth_error=_OLLAMA_ERROR),
+    Operation("delete", "/api/delete", OPERATOR, lambda on: on.foreign.ollama.delete,
+        "Delete a model that was downloaded, as Ollama's API", table=NAMED, media=(),
+        errors=_BODY_ERRORS, error=_OLLAMA_ERROR, auth_error=_OLLAMA_ERROR),
     Operation("post", "/api/embed", KEY, lambda on: on.vectors.embed_bare,
         "One vector for each input, as Ollama's API", ("model", "embeddings"),
         embeddings.TABLE, embeddings.REQUIRED, errors=_BODY_ERRORS + _ENGINE_ERRORS,

