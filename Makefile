@@ -7,7 +7,7 @@ READY_TEST := .venv/ready-test
 READY_BENCH := .venv/ready-bench
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: serve looks package sbom audit test test-all test-agents test-batches test-arm64 test-clients test-cluster test-durable test-gateways kill-replicas test-embed test-gguf test-kernels test-llama-cpp test-models test-package test-slow test-structure test-trained test-upgrade test-web test-ops check simulate simulate-placements chaos chaos-cluster attack soak corrupt demo roofline peers llama-gap clean
+.PHONY: serve looks package sbom audit test test-all test-agents test-batches test-arm64 test-clients test-cluster test-durable test-gateways kill-replicas test-embed test-gguf test-image test-kernels test-llama-cpp test-models test-package test-slow test-structure test-trained test-upgrade test-web test-ops check simulate simulate-placements chaos chaos-cluster attack soak corrupt demo roofline peers llama-gap clean
 
 serve: $(READY)
 	@exec $(BIN)/headrace serve $(ARGS)
@@ -155,17 +155,25 @@ test-package: $(READY_TEST) build/package-venv/ready
 
 build/package-venv/ready: $(WHEEL)
 	$(PYTHON) -m venv --clear build/package-venv
-	build/package-venv/bin/pip install --quiet --disable-pip-version-check $(shell grep ^torch== constraints.txt)
-	build/package-venv/bin/pip install --quiet --disable-pip-version-check $(WHEEL)
+	grep ^torch== constraints.txt > build/torch.txt
+	build/package-venv/bin/pip install --quiet --disable-pip-version-check -c build/torch.txt $(WHEEL)
 	touch $@
 
-# what the wheel brings with it, in the format of CycloneDX; and whether a flaw of that is known, which asks PyPI
+# what the wheel brings with it, in the format of CycloneDX; and whether a flaw of that is known, which asks
+# PyPI: exit code 1 if one is, 2 if it did not answer for all packages
 sbom: build/package-venv/ready
 	build/dist-venv/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible \
 		--output-file build/sbom.json build/package-venv/bin/python
 
 audit: build/package-venv/ready
-	build/dist-venv/bin/pip-audit --path "$$(build/package-venv/bin/python $(SITE))" $(ARGS)
+	build/dist-venv/bin/python tools/audit.py build/dist-venv/bin/pip-audit "$$(build/package-venv/bin/python $(SITE))"
+
+# each step of deploy/Dockerfile in a Debian tree, and then what the image would run; needs root
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+test-image:
+	command -v debootstrap || (apt-get update -q && apt-get install -y -q --no-install-recommends debootstrap)
+	timeout 1800 unshare --mount $(PYTHON) tools/run_dockerfile.py deploy/Dockerfile build/image \
+		TORCH_INDEX=$(TORCH_INDEX)
 
 # a server of version 0.1 and one of this, in turn, over the same folders
 test-upgrade: $(READY_TEST)

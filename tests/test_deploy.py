@@ -10,6 +10,7 @@ import yaml
 from headrace.config.sources import settings
 from headrace.metrics.metrics import Metrics
 from tools.make_grafana_dashboard import OUT, dashboard
+from tools.run_dockerfile import START, read_steps
 
 DEPLOY = Path(__file__).parent.parent / "deploy"
 
@@ -49,3 +50,11 @@ def test_the_unit_gives_flags_that_exist() -> None:
     (command,) = re.findall("^ExecStart=(.*)$", unit, re.M)
     assert set(re.findall(r"--[a-z-]+", command)) <= flags
     assert "Restart=on-failure" in unit
+
+
+def test_each_step_of_the_dockerfile_is_one_that_is_tried() -> None:
+    """By `make test-image`, which needs root."""
+    steps = list(read_steps((DEPLOY / "Dockerfile").read_text()))
+    done = {"FROM", "RUN", "COPY", "ENV", "ARG", "USER", "WORKDIR", *START}
+    assert {step.name for step in steps} <= done
+    assert not [step for step in steps if not step.words or step.words.endswith("\\")]

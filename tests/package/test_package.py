@@ -89,11 +89,15 @@ def test_it_chats_and_embeds(server: ServerProcess, user: OtherUser) -> None:
     assert int(size) == httpx.get(f"{server.url}/v1/models").json()["data"][0]["meta"]["n_embd"]
 
 
-def test_a_trained_model_is_pulled_and_answers(user: OtherUser) -> None:
-    folder = user.run("headrace", "pull", "smollm2").strip()
-    assert folder.startswith(str(user.folder.parent))
+def test_one_command_after_the_installation_is_a_chat_with_a_trained_model(
+    user: OtherUser,
+) -> None:
+    """The first one, `pip install WHEEL`, made the environment."""
     words = ("chat", "smollm2", "-o", "temperature=0", "-o", "max_tokens=30")
     assert "Paris" in user.run("headrace", *words, said="Name the capital of France.")
+    folder = user.run("headrace", "pull", "smollm2").strip()  # it is here now
+    assert folder.startswith(str(user.folder.parent))
+    assert "smollm2" in user.run("headrace", "models", "downloaded")
 
 
 def test_it_stops_and_leaves_no_process(user: OtherUser) -> None:
