@@ -39,6 +39,7 @@ LONG = {
     "e2e/test_same_to_the_bit",
     "e2e/test_signs",
     "e2e/test_stopped",
+    "e2e/test_traces",
     "e2e/test_without_linux",
     "engine/test_supervisor",
     "equality/test_disk_prefixes",

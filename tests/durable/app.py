@@ -30,6 +30,7 @@ from headrace.gateway.http_responses import ErrorBoundary
 from headrace.gateway.middleware import cross_origin
 from headrace.generation.registry import FinishedStream
 from headrace.metrics.metrics import Metrics
+from headrace.metrics.traces import NoTraces
 from headrace.streams.events import AnyEvent, Tokens
 from headrace.streams.log import Log
 from headrace.streams.stores.sqlite import SqliteStore
@@ -173,7 +174,7 @@ async def serve(port: int) -> None:
             routes=[Route("/v1/stream/{path:path}", writes.answer, methods=methods)],
             middleware=[
                 *cross_origin(("*",)),
-                Middleware(ErrorBoundary, figures=Metrics().server),
+                Middleware(ErrorBoundary, figures=Metrics().server, traces=NoTraces()),
             ],
         )
         config = uvicorn.Config(app, port=port, log_level="warning", access_log=False)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from headrace import __version__
 from headrace.batches.folder import folder_shelf, temporary_shelf
 from headrace.batches.shelf import Shelf
 from headrace.cli import exits
@@ -50,6 +51,8 @@ from headrace.gateway.http_server import (
 from headrace.gateway.realtime import ENVELOPE_BYTES
 from headrace.generation.generation import Generation
 from headrace.metrics.metrics import Metrics
+from headrace.metrics.otlp import open_traces
+from headrace.metrics.traces import Traces
 from headrace.race import race
 from headrace.streams.store import Store
 from headrace.streams.stores.memory import MemoryStore
@@ -69,6 +72,7 @@ def serve(config: ServerConfig, lines: LoadLines) -> int:
     check_names(told_apart(config.models))
     raise_descriptors(config.http.max_connections)
     tls = _tls(config.http)
+    traces = open_traces(config.otlp_endpoint, os.environ, __version__)
     if config.cluster is not None:
         from headrace.engine.ray_engine import connect
 
@@ -87,7 +91,7 @@ def serve(config: ServerConfig, lines: LoadLines) -> int:
             with LoadingServer(listener, lines.watch, tls, config.http.api_prefix) as room:
                 model = ServedModel(pinned, room)
         with asyncio.Runner(loop_factory=_new_loop) as runner:
-            return runner.run(_run(config, model, listener, tls, lines))
+            return runner.run(_run(config, model, listener, tls, lines, traces))
 
 
 async def _run(
@@ -96,6 +100,7 @@ async def _run(
     listener: socket.socket,
     tls: ssl.SSLContext | None,
     lines: LoadLines,
+    traces: Traces,
 ) -> int:
     try:
         store = await _open_store(config.streams.state_dir, listener.getsockname()[1])
@@ -103,7 +108,7 @@ async def _run(
         say(f"headrace: {error}")
         return exits.IN_USE if isinstance(error, StateInUse) else exits.FAILED
     try:
-        return await _Serving(config, model, listener, store, tls).run(lines)
+        return await _Serving(config, model, listener, store, tls).run(lines, traces)
     finally:
         await store.close()
 
@@ -180,10 +185,11 @@ class _Serving:
         self._hurry = asyncio.Event()
         self._lost_thread = asyncio.Event()
 
-    async def run(self, lines: LoadLines) -> int:
+    async def run(self, lines: LoadLines, traces: Traces) -> int:
         self._watch_signals()
         self._watch_threads()
         metrics = Metrics()
+        metrics.traces = traces
         make = self._maker(metrics)
         sources = self._sources()
         hosts = tuple(map(make, sources.all()))
@@ -205,6 +211,19 @@ class _Serving:
             return exits.BROKEN
         finally:
             await generation.fleet.close()
+            traces.close()
+
+    def _sources(self) -> ModelSources:
+        """The models, those of them that outlived an earlier server, and where they are kept."""
+        is_one, configs, file = self._model is not None, self._config.models, None
+        folder = self._models_folder
+        if folder is not None and not is_one:
+            file = folder / "desired.json"
+            if (put_before := kept(file)) is not None:
+                say(f"headrace: the models are those that were put: {file}")
+                configs = put_before
+        pulls = Pulls(None if folder is None else folder / "pulled.json")
+        return ModelSources(configs, pulls, lambda: reread_folder(self._config), file, is_one)
 
     @property
     def _models_folder(self) -> Path | None:

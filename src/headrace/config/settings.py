@@ -407,6 +407,13 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
             "the cluster that this machine is part of"
         ),
     ] = None
+    otlp_endpoint: Annotated[
+        str | None,
+        Meta(
+            description="Collector of traces, by OTLP over HTTP, such as http://127.0.0.1:4318; "
+            "else that of OTEL_EXPORTER_OTLP_ENDPOINT, or none"
+        ),
+    ] = None
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="What the log shows")
     ] = "info"

@@ -4,11 +4,16 @@ Tasks copy their context as they are made, so what a request starts is logged un
 """
 
 import logging
+from collections.abc import Mapping
 from contextvars import ContextVar
+from types import MappingProxyType
 
 Figure = int | float | str | None
 
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
+PARENT: ContextVar[Mapping[str, str]] = ContextVar("parent", default=MappingProxyType({}))
+"""The headers by which a client names the span that its request is part of."""
+
 KEY_NAME: ContextVar[str] = ContextVar("key_name", default="")
 
 _NOTED: ContextVar[dict[str, Figure] | None] = ContextVar("noted", default=None)
@@ -16,8 +21,9 @@ _NOTED: ContextVar[dict[str, Figure] | None] = ContextVar("noted", default=None)
 _requests = logging.getLogger("headrace.requests")
 
 
-def begin_request(request_id: str) -> None:
+def begin_request(request_id: str, parent: Mapping[str, str] = MappingProxyType({})) -> None:
     REQUEST_ID.set(request_id)
+    PARENT.set(parent)
     KEY_NAME.set("")  # until the key is known
     begin_notes()
 

@@ -42,7 +42,11 @@ def create_app(
         middleware=[
             Middleware(PathPrefix, prefix=config.http.api_prefix),
             *cross_origin(config.http.allowed_origins),
-            Middleware(ErrorBoundary, figures=generation.metrics.server),
+            Middleware(
+                ErrorBoundary,
+                figures=generation.metrics.server,
+                traces=generation.metrics.traces,
+            ),
         ],
         exception_handlers={HTTPException: no_such_route},
     )

@@ -18,8 +18,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
 from headrace.core.errors import RequestError
-from headrace.core.log_context import begin_request, log_request
+from headrace.core.log_context import PARENT, begin_request, log_request
+from headrace.generation.request_span import named
 from headrace.metrics.metrics import ServerFigures
+from headrace.metrics.traces import Attribute, RequestSpan, Traces
 from headrace.protocols.dialect import BELOW, ErrorFormat, dialect_of, encode, spoken_at
 from headrace.protocols.framing import LINES, SSE
 from headrace.protocols.openai import chunks as openai
@@ -193,16 +195,18 @@ _FACES = {
 class ErrorBoundary:
     """ASGI middleware; the outermost loop of a request, so nothing passes it."""
 
-    def __init__(self, app: ASGIApp, figures: ServerFigures) -> None:
+    def __init__(self, app: ASGIApp, figures: ServerFigures, traces: Traces) -> None:
         self._app = app
         self._figures = figures
+        self._traces = traces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         request_id = new_request_id(Headers(scope=scope))
-        begin_request(request_id)
+        began = time.monotonic()
+        begin_request(request_id, _parent(Headers(scope=scope)))
         OWNER.set("")  # until the key is known
         path = scope["path"]
         names = {"X-Request-Id", _errors_at(path).REQUEST_ID}
@@ -213,7 +217,7 @@ class ErrorBoundary:
         except ClientDisconnect:
             pass  # left before the body was whole: there is nobody to answer
         except RequestError as error:
-            self._note(scope, error)
+            self._note(scope, error, time.monotonic() - began)
             is_upload = error.code == "request_too_large"
             last_send = _once_taken(receive, sending) if is_upload else sending
             await refuse(error, path, request_id)(scope, receive, last_send)
@@ -228,11 +232,22 @@ class ErrorBoundary:
         finally:
             sending.close()
 
-    def _note(self, scope: Scope, error: RequestError) -> None:
+    def _note(self, scope: Scope, error: RequestError, seconds: float) -> None:
         self._figures.refused(error)
         # the route's path, since a client's own may be anything
         route = next((r.path for r in _routes_at(scope) if r.matches(scope)[0] is Match.FULL), "")
         log_request(route, error.code, status=error.kind.status, **error.noted)
+        if self._traces.is_on and route:
+            told: dict[str, Attribute] = {"error.type": error.code}
+            told["http.response.status_code"] = error.kind.status
+            name = f"{scope['method']} {route}"
+            attributes = named(route) | told
+            self._traces.ended(RequestSpan(name, PARENT.get(), seconds, error.code, attributes))
+
+
+def _parent(headers: Headers) -> dict[str, str]:
+    """The span of the client's that this request is part of, as W3C's headers name it."""
+    return {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
 
 
 def _once_taken(receive: Receive, send: Send) -> Send:

@@ -2,7 +2,7 @@
 
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from headrace.core.jobs import (
     VectorForm,
     WriteVectors,
 )
+from headrace.core.log_context import PARENT
 from headrace.core.request import Route
 from headrace.fleet.model_names import called
 from headrace.gateway.auth import Auth
@@ -25,7 +26,9 @@ from headrace.gateway.bodies import Bodies, HeldAnswer
 from headrace.gateway.delivery import unless_left
 from headrace.gateway.generation_routes import Marked, read_body
 from headrace.generation.generation import Generation
+from headrace.generation.request_span import named
 from headrace.generation.vectors import Vectors
+from headrace.metrics.traces import RequestSpan
 from headrace.protocols.dialect import encode
 from headrace.protocols.vectors import embeddings, rerank
 
@@ -96,7 +99,8 @@ class VectorRoutes:
         """The vectors, and how they stand in an answer."""
         fields = checked.fields
         asked = embeddings.to_request(checked, asker.owner, asker.priority)
-        made = await self._generation.vectors.make(asked, partial(embeddings.check, checked))
+        making = self._generation.vectors.make(asked, partial(embeddings.check, checked))
+        made = await self._traced(asker.route, "embeddings", making)
         wanted = fields.get("dimensions")
         size = len(made.vectors[0])
         step = max(1, _SLICE_BYTES // size)
@@ -107,11 +111,27 @@ class VectorRoutes:
             parts.append(await self._work.do(job, vectors))
         return made, b",".join(parts)
 
+    async def _traced(
+        self, route: Route, operation: str, making: Coroutine[Any, Any, Vectors]
+    ) -> Vectors:
+        began = time.monotonic()
+        made = await making
+        if (traces := self._generation.metrics.traces).is_on:
+            model = made.model.names[0]
+            attributes = named(route) | {
+                "gen_ai.operation.name": operation,
+                "gen_ai.provider.name": "headrace",
+                "gen_ai.request.model": model,
+                "gen_ai.usage.input_tokens": made.num_tokens,
+            }
+            seconds, name = time.monotonic() - began, f"{operation} {model}"
+            traces.ended(RequestSpan(name, PARENT.get(), seconds, "", attributes))
+        return made
+
     async def _rerank(self, checked: CheckedBody, asker: "Asker") -> bytes:
         fields = checked.fields
-        made = await self._generation.vectors.make(
-            rerank.to_request(checked, asker.route, asker.owner, asker.priority)
-        )
+        asked = rerank.to_request(checked, asker.route, asker.owner, asker.priority)
+        made = await self._traced(asker.route, "rerank", self._generation.vectors.make(asked))
         scores, with_documents = b"".join(made.vectors), fields.get("return_documents", True)
         job = RankDocuments(scores, made.model.names[0], fields.get("top_n"), with_documents)
         results = await self._work.do(job, [checked.packed])

@@ -261,12 +261,13 @@ class EventBuilder:
             ends=tuple(choice.end for choice in self._choices if choice.end),
             usage=self.counted.tally.usage,
             timings=self.counted.tally.timings,
-            ingestion=self._ingestion()
+            ingestion=self.ingestion()
             if self._record.request.response_options.return_ingestion
             else UNSET,
         )
 
-    def _ingestion(self) -> Ingestion:
+    def ingestion(self) -> Ingestion:
+        """How the prompts were computed, as far as they were."""
         chunks, usage = [p.chunks for p in self._progress], self.counted.tally.usage
         return describe(self._record, self.serving.model.ready, usage, chunks)
 

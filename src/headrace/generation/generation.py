@@ -63,7 +63,9 @@ class Generation:
         self.queues = Queues(config.streams, self.fleet)
         self._trail = PromptTrail(config.streams.log_prompt_excerpts)
         self.vectors = VectorMaker(self.queues, self.fleet, work)
-        self.writers = Writers(self.fleet, self.streams, self.queues, config.streams, tasks)
+        self.writers = Writers(
+            self.fleet, self.streams, self.queues, config.streams, tasks, metrics.traces
+        )
         self.resumption = Resumption(
             self.fleet, self.streams, self.writers, work, metrics.server, tasks
         )
@@ -95,10 +97,10 @@ class Generation:
                 self._tasks.create_task(obey(self.streams, self._tasks), name="obey"),
                 self._tasks.create_task(self.work.run(), name="work"),
             ]
-            self.fleet.start(self._tasks)
-            await self.fleet.ended.wait()
             if self.desired is not None:
                 own.append(self._tasks.create_task(self.desired.pulls.run(), name="pulls"))
+            self.fleet.start(self._tasks)
+            await self.fleet.ended.wait()
             self.fleet.cancel()
             for task in own:
                 task.cancel()

@@ -22,9 +22,11 @@ from headrace.generation.crash_blame import CrashBlame
 from headrace.generation.event_builder import EventBuilder, Standing
 from headrace.generation.model_checks import check_can_begin, check_can_go_on
 from headrace.generation.readers import Audience
+from headrace.generation.request_span import span_of
 from headrace.generation.submission import Submission
 from headrace.generation.waits import Beat
 from headrace.metrics.metrics import RequestFigures
+from headrace.metrics.traces import Traces
 from headrace.streams.events import AnyEvent
 from headrace.streams.log import Log, LogTaken
 from headrace.streams.record import Record
@@ -251,11 +253,14 @@ class LiveStream:
         begun = self._builder.begun
         self.stay.place.update(self._builder.num_live, begun.num_waiting, begun.num_unread)
 
-    def note_end(self, figures: RequestFigures) -> None:
-        """Tells figures and log what became of it."""
+    def note_end(self, figures: RequestFigures, traces: Traces) -> None:
+        """Tells figures, traces and log what became of it."""
         route, outcome = self.record.request.route, self.cut.code if self.cut else "finished"
         tally = self.tally
         figures.ended(route, outcome, tally, self._at_ms() / 1000)
+        if traces.is_on:
+            ingestion = self._builder.ingestion()
+            traces.ended(span_of(self.record, tally, ingestion, self._at_ms() / 1000, self.cut))
         usage, timings = tally.usage, tally.timings
         log_request(
             route,

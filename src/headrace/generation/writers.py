@@ -12,6 +12,7 @@ from headrace.generation.admission import Queues
 from headrace.generation.event_builder import EventBuilder
 from headrace.generation.registry import Registry
 from headrace.generation.stream import LiveStream, Stay
+from headrace.metrics.traces import Traces
 from headrace.streams.log import LogTaken
 from headrace.streams.store import Stored, StoreStalled
 from headrace.workers.image_file import Admitted
@@ -35,6 +36,7 @@ class Writers:
         queues: Queues,
         config: StreamConfig,
         group: asyncio.TaskGroup,
+        traces: Traces,
     ) -> None:
         self.tasks: dict[LiveStream, asyncio.Task[None]] = {}
         self.on_stalled: Callable[[LiveStream], Awaitable[None]]  # the store has not all of it
@@ -43,6 +45,7 @@ class Writers:
         self._queues = queues
         self._config = config
         self._group = group
+        self._traces = traces
 
     def start(
         self, host: ModelHost, stored: Stored, builder: EventBuilder, stay: Stay
@@ -146,7 +149,8 @@ class Writers:
             if stream.log.next_seq == 0:
                 await stream.accept()
             await stream.run()
-            stream.note_end(host.metrics.of(stream.record.request.is_background))
+            figures = host.metrics.of(stream.record.request.is_background)
+            stream.note_end(figures, self._traces)
             self._queues.limits.used(
                 stream.record.names.owner, stream.tally.usage.completion_tokens
             )

@@ -17,6 +17,7 @@ from headrace.engine.client import EngineDown
 from headrace.metrics.exposition import as_vllm, merged
 from headrace.metrics.families import Families
 from headrace.metrics.history import History
+from headrace.metrics.traces import NoTraces, Traces
 from headrace.streams.tally import Tally
 
 _STATES = ("loading", "ok", "recovering", "draining", "dead")
@@ -252,6 +253,7 @@ class Metrics:
         self._background = RequestFigures(self._families, self.history, is_timed=False)
         self.engine = EngineFigures(self._families, self.history)
         self.server = ServerFigures(self._families)
+        self.traces: Traces = NoTraces()
 
     def of(self, is_background: bool) -> RequestFigures:
         """The figures that a request counts among."""

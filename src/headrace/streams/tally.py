@@ -14,6 +14,7 @@ class TokenCounts:
     reasoning: int = 0
     guessed: int = 0
     accepted: int = 0
+    steps: int = 0  # that brought some, counted for each choice
 
 
 class TallyWatch(Protocol):
@@ -71,6 +72,11 @@ class Tally:
         return self._answered_at
 
     @property
+    def num_steps(self) -> int:
+        """Steps that brought tokens, counted for each choice."""
+        return self._tokens.steps
+
+    @property
     def usage(self) -> Usage:
         tokens = self._tokens
         return Usage(self._num_prompt, tokens.predicted, self._num_cached, tokens.reasoning)
@@ -106,6 +112,7 @@ class Tally:
             self.watch.tokens(len(event.ids), gap_s)
         self._token_at = self._token_at_of[event.choice] = at_ms
         tokens = self._tokens
+        tokens.steps += 1
         tokens.predicted += len(event.ids)
         tokens.reasoning += event.num_reasoning
         tokens.guessed += event.num_guessed
