@@ -6,7 +6,7 @@ Which block is whose is not asked.
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from headrace_kernels import arguments as fields
 from headrace_kernels.arguments import arguments_of
@@ -56,6 +56,9 @@ class CpuStep:
         arguments[fields.FIRST_ROWS] = batch.first_rows.ctypes.data
         arguments[fields.TABLE] = batch.block_table.ctypes.data
         arguments[fields.NUM_CHUNKS : fields.TABLE_WIDTH + 1] = batch.block_table.shape
+
+    def linear(self, layer: nn.Module, x: Tensor) -> Tensor:
+        return layer(x)
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, cap: float | None = None

@@ -107,8 +107,8 @@ class CpuGatedMLP(nn.Module):
         super().__init__()
         self.gate_up, self.down = plain.gate_up, plain.down
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.activate(self.gate_up(x)))
+    def forward(self, x: Tensor, step: Any) -> Tensor:
+        return step.linear(self.down, self.activate(step.linear(self.gate_up, x)))
 
     @staticmethod
     def activate(x: Tensor) -> Tensor:
@@ -120,6 +120,14 @@ class CpuGeluMLP(CpuGatedMLP):
     @staticmethod
     def activate(x: Tensor) -> Tensor:
         return gated(x, by_gelu=True)
+
+
+class _Bare:
+    """Linear layers as they are, in place of a step."""
+
+    @staticmethod
+    def linear(layer: nn.Module, x: Tensor) -> Tensor:
+        return layer(x)
 
 
 class CpuRoutedMLP(nn.Module):
@@ -134,14 +142,14 @@ class CpuRoutedMLP(nn.Module):
         self._gate_up = ExpertProduct([expert.gate_up.operand for expert in plain.experts])
         self._down = ExpertProduct([expert.down.operand for expert in plain.experts])
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, step: Any) -> Tensor:
         if len(x) > _TOKENS_AT_ONCE:  # what lies between the products is some times as large as x
-            return torch.cat([self(part) for part in x.split(_TOKENS_AT_ONCE)])
+            return torch.cat([self(part, step) for part in x.split(_TOKENS_AT_ONCE)])
         routing = route(self.router(x), self.num_chosen, self.sums_to_one)
         y = self._down(self._activate(self._gate_up(x.contiguous(), routing)), routing)
         if self.shared is None:
             return combine(y, routing, None, None)
-        return combine(y, routing, self.shared(x), self.shared_gate(x))
+        return combine(y, routing, self.shared(x, _Bare), self.shared_gate(x))
 
 
 def _routed(plain: Any) -> Any:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from headrace.core.errors import ModelError
 from headrace.models.layers import GatedMLP
+from headrace.models.step import BARE, Linears
 from headrace.models.text_config import TextConfig, positive
 
 WEIGHTS = {
@@ -62,7 +63,7 @@ class RoutedMLP(nn.Module):
         self.shared = mlp(e.shared_size) if e.shared_size else None
         self.shared_gate = nn.Linear(hidden, 1, bias=False) if e.shared_size else None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, step: Linears) -> Tensor:
         scores = self.router(x).float().softmax(-1)  # [tokens, experts]
         weights, chosen = scores.topk(self.num_chosen)  # [tokens, chosen]
         if self.sums_to_one:
@@ -76,10 +77,10 @@ class RoutedMLP(nn.Module):
             if count:
                 mine = places[first : first + count]
                 tokens, first = mine // self.num_chosen, first + count
-                out.index_add_(0, tokens, expert(x[tokens]) * weights[mine, None])
+                out.index_add_(0, tokens, expert(x[tokens], BARE) * weights[mine, None])
         if self.shared is None or self.shared_gate is None:
             return out
-        return out + self.shared_gate(x).sigmoid() * self.shared(x)
+        return out + self.shared_gate(x).sigmoid() * self.shared(x, BARE)
 
 
 def read_experts(config: dict[str, Any], sums_to_one: bool, shared_size: int = 0) -> ExpertsConfig:

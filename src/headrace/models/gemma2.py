@@ -44,11 +44,14 @@ class Gemma2Attention(LlamaAttention):
         self.cap = config.score_cap
 
     def forward(self, x: Tensor, rotate: Rotation, step: Step) -> Tensor:
-        qkv = self.qkv(x).view(len(x), -1, self.dim)  # [tokens, heads + 2 kv_heads, dim]
+        qkv = step.linear(self.qkv, x).view(
+            len(x), -1, self.dim
+        )  # [tokens, heads + 2 kv_heads, dim]
         q, k, v = qkv.split(self.heads, dim=1)
         q = self.scaled(rotate(q))  # [tokens, heads, dim]
         k = rotate(k)  # [tokens, kv_heads, dim]
-        return self.out(step.attend(self.layer, q, k, v, self.cap).flatten(1))  # [tokens, hidden]
+        out = step.attend(self.layer, q, k, v, self.cap).flatten(1)
+        return step.linear(self.out, out)  # [tokens, hidden]
 
     def scaled(self, q: Tensor) -> Tensor:
         return q if self.factor == 1 else q * self.factor
@@ -65,7 +68,7 @@ class Gemma2Layer(nn.Module):
 
     def forward(self, x: Tensor, rotate: Rotation, step: Step) -> Tensor:
         x = x + self.post_norm(self.attention(self.input_norm(x), rotate, step))
-        return x + self.post_mlp_norm(self.mlp(self.mlp_norm(x)))
+        return x + self.post_mlp_norm(self.mlp(self.mlp_norm(x), step))
 
 
 class Gemma2(nn.Module):

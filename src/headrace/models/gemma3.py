@@ -24,11 +24,14 @@ class Gemma3Attention(Gemma2Attention):
         self.k_norm = ShiftedNorm(self.dim, config.text.norm_eps)
 
     def forward(self, x: Tensor, rotate: Rotation, step: Step) -> Tensor:
-        qkv = self.qkv(x).view(len(x), -1, self.dim)  # [tokens, heads + 2 kv_heads, dim]
+        qkv = step.linear(self.qkv, x).view(
+            len(x), -1, self.dim
+        )  # [tokens, heads + 2 kv_heads, dim]
         q, k, v = qkv.split(self.heads, dim=1)
         q = self.scaled(rotate(self.q_norm(q)))  # [tokens, heads, dim]
         k = rotate(self.k_norm(k))  # [tokens, kv_heads, dim]
-        return self.out(step.attend(self.layer, q, k, v).flatten(1))  # [tokens, hidden]
+        out = step.attend(self.layer, q, k, v).flatten(1)
+        return step.linear(self.out, out)  # [tokens, hidden]
 
 
 class Gemma3(Gemma2):

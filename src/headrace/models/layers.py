@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headrace.models.rope import frequencies, interleaved_axes
-from headrace.models.step import Step
+from headrace.models.step import Linears, Step
 from headrace.models.text_config import TextConfig
 
 
@@ -110,17 +110,17 @@ class GatedMLP(nn.Module):
         self.gate_up = nn.Linear(config.hidden_size, 2 * config.mlp_size, bias=bias)
         self.down = nn.Linear(config.mlp_size, config.hidden_size, bias=bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)
+    def forward(self, x: Tensor, step: Linears) -> Tensor:
+        gate, up = step.linear(self.gate_up, x).chunk(2, dim=-1)
+        return step.linear(self.down, F.silu(gate) * up)
 
 
 class GeluMLP(GatedMLP):
     """The same by gelu, which is computed by a tanh."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(F.gelu(gate, approximate="tanh") * up)
+    def forward(self, x: Tensor, step: Linears) -> Tensor:
+        gate, up = step.linear(self.gate_up, x).chunk(2, dim=-1)
+        return step.linear(self.down, F.gelu(gate, approximate="tanh") * up)
 
 
 class Convolution(nn.Module):

@@ -35,11 +35,14 @@ class LlamaAttention(nn.Module):
         self.out = nn.Linear(c.num_heads * c.head_dim, c.hidden_size, bias=c.has_out_bias)
 
     def forward(self, x: Tensor, rotate: Rotation, step: Step) -> Tensor:
-        qkv = self.qkv(x).view(len(x), -1, self.dim)  # [tokens, heads + 2 kv_heads, dim]
+        qkv = step.linear(self.qkv, x).view(
+            len(x), -1, self.dim
+        )  # [tokens, heads + 2 kv_heads, dim]
         q, k, v = qkv.split(self.heads, dim=1)
         q = rotate(q)  # [tokens, heads, dim]
         k = rotate(k)  # [tokens, kv_heads, dim]
-        return self.out(step.attend(self.layer, q, k, v).flatten(1))  # [tokens, hidden]
+        out = step.attend(self.layer, q, k, v).flatten(1)
+        return step.linear(self.out, out)  # [tokens, hidden]
 
 
 class LlamaLayer(nn.Module):
@@ -52,7 +55,7 @@ class LlamaLayer(nn.Module):
 
     def forward(self, x: Tensor, rotate: Rotation, step: Step) -> Tensor:
         x = x + self.attention(self.input_norm(x), rotate, step)
-        return x + self.mlp(self.post_norm(x))
+        return x + self.mlp(self.post_norm(x), step)
 
 
 class Llama(nn.Module):

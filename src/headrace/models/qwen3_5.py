@@ -83,12 +83,13 @@ class GatedAttention(nn.Module):
         self.gate = SigmoidGate()
 
     def forward(self, x: Tensor, rotate: Rotation, step: Step) -> Tensor:
-        q, k, v = (part.view(len(x), -1, self.dim) for part in self.qkv(x).split(self.sizes, dim=1))
+        qkv = step.linear(self.qkv, x).split(self.sizes, dim=1)
+        q, k, v = (part.view(len(x), -1, self.dim) for part in qkv)
         q, gate = q.view(len(x), -1, 2, self.dim).unbind(2)  # [tokens, heads, dim]
         q = rotate(self.q_norm(q))
         k = rotate(self.k_norm(k))  # [tokens, kv_heads, dim]
         attended = step.attend(self.layer, q, k, v)  # [tokens, heads, dim]
-        return self.out(self.gate(attended, gate).flatten(1))  # [tokens, hidden]
+        return step.linear(self.out, self.gate(attended, gate).flatten(1))  # [tokens, hidden]
 
 
 class GatedDeltaNet(nn.Module):
@@ -106,14 +107,15 @@ class GatedDeltaNet(nn.Module):
         self.out = nn.Linear(values, hidden, bias=False)
 
     def forward(self, x: Tensor, rotate: Rotation, step: Step) -> Tensor:
-        mixed, z, b, a = self.project(x).split(self.sizes, dim=1)
+        mixed, z, b, a = step.linear(self.project, x).split(self.sizes, dim=1)
         parts = self.convolution(mixed, step).split(self.channels, dim=1)
         q, k, v = (
             part.view(len(x), -1, dim) for part, dim in zip(parts, self.dims, strict=True)
         )  # [tokens, key_heads, key_dim] twice, [tokens, value_heads, value_dim]
         decay, beta = self.gates(a, b)  # [tokens, value_heads]
         out = step.delta_rule(self.layer, (q, k, v), decay, beta)  # as v
-        return self.out(self.norm(out, z.view(v.shape)).flatten(1))  # [tokens, hidden]
+        out = self.norm(out, z.view(v.shape)).flatten(1)
+        return step.linear(self.out, out)  # [tokens, hidden]
 
 
 class Qwen35Layer(nn.Module):
@@ -132,7 +134,7 @@ class Qwen35Layer(nn.Module):
     def forward(self, x: Tensor, rotate: Rotation, step: Step) -> Tensor:
         mixer = self.attention if self.kind == _ATTENTION else self.delta_net
         x = x + mixer(self.input_norm(x), rotate, step)
-        return x + self.mlp(self.post_norm(x))
+        return x + self.mlp(self.post_norm(x), step)
 
 
 class Qwen35(nn.Module):

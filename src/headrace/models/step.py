@@ -2,10 +2,28 @@
 
 from typing import Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 
-class Step(Protocol):
+class Linears(Protocol):
+    """How the linear layers of a step's rows are computed."""
+
+    def linear(self, layer: nn.Module, x: Tensor) -> Tensor:
+        """The layer's own result for x [tokens, inputs], plus what adapters of its rows add."""
+        ...
+
+
+class BareLinears:
+    """Linear layers that no adapter changes, such as those of experts."""
+
+    def linear(self, layer: nn.Module, x: Tensor) -> Tensor:
+        return layer(x)
+
+
+BARE = BareLinears()
+
+
+class Step(Linears, Protocol):
     """One step's packed tokens, as the layers see them."""
 
     positions: Tensor  # int64 [tokens]; [3, tokens]: time, row and column of each

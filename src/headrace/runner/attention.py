@@ -5,7 +5,7 @@ from typing import Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from headrace.models.delta_rule import convolve, delta_rule
 from headrace.models.step import Step
@@ -38,6 +38,9 @@ class _NaiveStep:
         self._batch = batch
         self.positions = batch.positions
         self._tables = torch.from_numpy(batch.block_table).to(storage.device).long()
+
+    def linear(self, layer: nn.Module, x: Tensor) -> Tensor:
+        return layer(x)
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, cap: float | None = None
