@@ -7,7 +7,7 @@ READY_TEST := .venv/ready-test
 READY_BENCH := .venv/ready-bench
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: serve looks package sbom audit test test-all test-agents test-batches test-arm64 test-clients test-cluster test-durable test-gateways kill-replicas test-embed test-gguf test-image test-kernels test-llama-cpp test-models test-package test-slow test-structure test-trained test-upgrade test-web test-ops check simulate simulate-placements chaos chaos-cluster attack soak corrupt demo roofline peers llama-gap clean
+.PHONY: serve looks package sbom audit test test-all test-agents test-batches test-arm64 test-clients test-cluster test-durable test-gateways kill-replicas test-embed test-gguf test-image test-kernels test-llama-cpp test-models test-package test-slow test-structure test-trained test-upgrade test-web test-ops check simulate simulate-placements chaos chaos-cluster attack soak corrupt demo roofline peers llama-gap clean kill-adapters test-peft
 
 serve: $(READY)
 	@exec $(BIN)/headrace serve $(ARGS)
@@ -102,6 +102,20 @@ $(EMBED)/ready: constraints.txt
 	$(EMBED)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt \
 		sentence-transformers
 	touch $@
+
+# adapters against PEFT itself, which lies beside the environment's other packages
+PEFT := build/peft
+test-peft: $(READY_TEST) $(PEFT)/ready
+	PYTHONPATH=$(PEFT) $(BIN)/python -m pytest --timeout 900 tests/equality/test_peft.py $(ARGS)
+
+$(PEFT)/ready: Makefile
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target $(PEFT) \
+		peft==0.21.2 accelerate==1.15.0 psutil==7.2.2
+	touch $@
+
+# 50 engine kills while adapters come and go
+kill-adapters: $(READY_TEST)
+	KILLS=50 $(BIN)/python -m pytest --timeout 1800 -s tests/e2e/test_adapters.py -k kills $(ARGS)
 
 # Ray in an environment of its own, which finds our packages beside it; two nodes on this machine
 CLUSTER := build/cluster-venv

@@ -44,6 +44,7 @@ class Drive:
         self._blocks_each = -(-room // block_size)
         self.tokens: dict[int, list[int]] = {}
         self.drawn: dict[int, list[Drawn]] = {}
+        self.adapters: dict[int, str] = {}  # fingerprints, of those that have one
 
     def begin(
         self, number: int, prompt: Sequence[int], sampling: Sampling = GREEDY, generated: int = 0
@@ -68,7 +69,14 @@ class Drive:
         first = number * self._blocks_each
         blocks = array("i", range(first, first + self._blocks_each))
         num_rows = int(is_last) if rows is None else min(rows, length)
-        return Chunk(SequenceId(number), start, length, num_rows, draws, blocks, SlotId(number))
+        slot_id, adapter = SlotId(number), self.adapters.get(number, "")
+        return Chunk(
+            SequenceId(number), start, length, num_rows, draws, blocks, slot_id, adapter=adapter
+        )
+
+    def ids(self, number: int) -> "array[int]":
+        """All its tokens but the last."""
+        return array("i", self.tokens[number][:-1])
 
     def prefill(self, number: int, chunk: int = 1 << 20, start: int = 0) -> None:
         end = len(self.tokens[number])
@@ -97,15 +105,17 @@ def generate(
 
 
 @torch.inference_mode()
-def row_logits(runner: Runner, prompt: Sequence[int], chunk: int = 1 << 20) -> torch.Tensor:
+def row_logits(
+    runner: Runner, prompt: Sequence[int], chunk: int = 1 << 20, adapter: str = ""
+) -> torch.Tensor:
     """Logits of every token of a prompt, [tokens, vocab]."""
     drive = Drive(runner)
-    drive.tokens[0] = [*prompt, 0]
+    drive.tokens[0], drive.adapters[0] = [*prompt, 0], adapter
     parts = []
     for start in range(0, len(prompt), chunk):
         piece = drive.chunk(0, start, min(chunk, len(prompt) - start), rows=chunk)
         ids = array("i", prompt[start : start + piece.length])
-        parts.append(runner.lane.logits(runner.lane.forward([piece], [ids])))
+        parts.append(runner.lane.logits(runner.forward([piece], [ids])))
     return torch.cat(parts)
 
 

@@ -46,7 +46,7 @@ def read_headers(spec: ModelSpec) -> dict[str, TensorHeader]:
         if name.endswith(".gguf"):
             headers |= _of_gguf(spec.folder / name, spec)
             continue
-        for tensor, header in _read_file(spec.folder / name).items():
+        for tensor, header in read_file(spec.folder / name).items():
             if _BUFFERS.search(tensor) and header.dtype not in _KNOWN_TYPES:
                 continue
             if header.dtype not in _KNOWN_TYPES:
@@ -111,7 +111,8 @@ def text_side(headers: dict[str, TensorHeader]) -> dict[str, TensorHeader]:
     }
 
 
-def _read_file(path: Path) -> dict[str, TensorHeader]:
+def read_file(path: Path) -> dict[str, TensorHeader]:
+    """The tensors of one safetensors file; ModelError if it is damaged."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")

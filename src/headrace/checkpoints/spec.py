@@ -12,8 +12,8 @@ from headrace.core.errors import ModelError
 _POSITION_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length")
 _PLACEHOLDERS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
 _OTHERS = {
-    "adapter_config.json": "an adapter (LoRA), which is not served by itself: merge it into its "
-    "base model{base} by PEFT's merge_and_unload, save that, and give its folder.",
+    "adapter_config.json": "an adapter (LoRA), which is not served by itself: serve its base "
+    "model{base} with --adapter NAME=FOLDER.",
     "modules.json": "a model of sentence-transformers whose parts lie in folders of their own "
     "({stages}), which is not served; use one that has config.json beside modules.json.",
     "open_clip_config.json": "a CLIP model of OpenCLIP's, which is not served: it writes no text; "

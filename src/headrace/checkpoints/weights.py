@@ -97,14 +97,14 @@ def _find_sources(
     """Checkpoint tensors behind each parameter; of one that is tied and absent, the other's."""
     found = {}
     for names in loading_order(model):
-        own = {name: _sources(name, table) for name in names}
+        own = {name: sources_of(name, table) for name in names}
         present = [group for group in own.values() if all(source in headers for source in group)]
         for name, group in own.items():
             found[name] = group if group in present or not present else present[0]
     return found
 
 
-def _sources(name: str, table: Table) -> list[str]:
+def sources_of(name: str, table: Table) -> list[str]:
     """Checkpoint tensors behind our parameter `name`, in stacking order."""
     module, _, kind = name.rpartition(".")
     pattern = re.sub(r"\.\d+\.", ".*.", module)
@@ -135,18 +135,22 @@ def _assign(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
     setattr(model.get_submodule(module), kind, parameter)
 
 
+def text_headers(spec: ModelSpec) -> dict[str, TensorHeader]:
+    """The headers of a model's text side, by the names that its tables have."""
+    headers = text_side(read_headers(spec))
+    # a model saved without its head names its tensors from one level below
+    level = "" if any(name.startswith(_LEVEL) for name in headers) else _LEVEL
+    return {
+        name if name.startswith(_HEAD) else level + name: header for name, header in headers.items()
+    }
+
+
 class Checkpoint:
     """The open weight files of a model, and where each tensor lies."""
 
     def __init__(self, spec: ModelSpec, files: ExitStack) -> None:
         self._spec = spec
-        headers = text_side(read_headers(spec))
-        # a model saved without its head names its tensors from one level below
-        level = "" if any(name.startswith(_LEVEL) for name in headers) else _LEVEL
-        self.headers = {
-            name if name.startswith(_HEAD) else level + name: header
-            for name, header in headers.items()
-        }
+        self.headers = text_headers(spec)
         self._files: dict[str, Any] = {
             name: files.enter_context(self._open(name)) for name in spec.weight_files
         }

@@ -17,6 +17,7 @@ from headrace.cli.bench import bench
 from headrace.cli.cache import cache
 from headrace.cli.load_lines import LoadLines
 from headrace.cli.logs import set_up
+from headrace.cli.merge import merge
 from headrace.cli.models import models, pull
 from headrace.config.settings import ServerConfig
 from headrace.config.sources import WITHOUT_VALUE, Setting, load, nearest, settings
@@ -291,6 +292,7 @@ for command in (
     _doctor_command(),
     models,
     pull,
+    merge,
     cache,
     batch,
     bench,

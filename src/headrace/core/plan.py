@@ -82,6 +82,7 @@ class Chunk(msgspec.Struct, frozen=True):
     slot_id: SlotId = NO_SLOT
     num_first: int = 0  # tokens of the first text where the prompt is a pair of texts
     guess: tuple[int, ...] = ()
+    adapter: str = ""  # the fingerprint of what changes its rows
 
     @property
     def num_known(self) -> int:

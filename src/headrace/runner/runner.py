@@ -11,6 +11,8 @@ import msgspec
 import torch
 from torch import Tensor
 
+from headrace.core.adapter import Adapter
+from headrace.core.errors import ModelError
 from headrace.core.ids import SequenceId
 from headrace.core.plan import (
     NO_SLOT,
@@ -24,6 +26,7 @@ from headrace.core.plan import (
     StepResult,
 )
 from headrace.core.sampling import Logprobs, Sampling
+from headrace.runner.adapters import AdaptableLane, Adapters, ReadAdapter
 from headrace.runner.block_bytes import BlockBytes
 from headrace.runner.lanes.lane import EncodingLane, Lane
 from headrace.runner.pooling import UNIT, PooledRows
@@ -44,6 +47,7 @@ class Runner:
         self.head = UNIT
         self.constrain: Callable[[Sampling], Constraint | None] = lambda sampling: None
         self.tells_forced = False  # whether draws tell what their grammar forces next
+        self.forward = lane.forward  # another one while adapters are loaded
         self._known: dict[SequenceId, SequenceState] = {}
         self._inputs: dict[SequenceId, PromptInputs] = {}  # of those that have works
 
@@ -52,6 +56,33 @@ class Runner:
         """The lane's memory as bytes, if it may be kept elsewhere."""
         storage = self.lane.storage
         return None if storage is None else BlockBytes(storage)
+
+    @functools.cached_property
+    def adapters(self) -> Adapters:
+        """ModelError if the lane takes none."""
+        if not self.lane.traits.takes_adapters:
+            raise ModelError(
+                f"Lane {self.lane.traits.id} takes no adapters; the native lanes do. "
+                "`headrace merge` makes a model of base and adapter."
+            )
+        return Adapters(cast(AdaptableLane, self.lane))
+
+    @torch.inference_mode()
+    def read_adapter(self, adapter: Adapter) -> ReadAdapter:
+        """May run beside steps; ModelError if it cannot be had."""
+        return self.adapters.read(adapter)
+
+    @torch.inference_mode()
+    def put_adapter(self, read: ReadAdapter) -> None:
+        """Lets chunks name it."""
+        self.adapters.put(read)
+        self.forward = self.adapters.forward
+
+    def drop_adapter(self, fingerprint: str) -> None:
+        """No chunk names it any more."""
+        self.adapters.drop(fingerprint)
+        if not self.adapters:
+            self.forward = self.lane.forward
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> "PendingStep":
@@ -79,7 +110,7 @@ class Runner:
                     encode_s += time.perf_counter() - began
             if plan.chunks:
                 tokens = [self._tokens(chunk) for chunk in plan.chunks]
-                rows = self.lane.forward(plan.chunks, tokens)
+                rows = self.forward(plan.chunks, tokens)
             self.lane.copy(plan.block_copies, plan.slot_copies)
         return PendingStep(self, plan, rows, began, encode_s, load_s)
 

@@ -28,6 +28,7 @@ class LaneTraits(msgspec.Struct, frozen=True):
 
     id: str
     has_kernels: bool = False  # on a CPU its products are by kernels of ours
+    takes_adapters: bool = False  # and has the methods of AdaptableLane
     own_products: str = ""  # whose they are, if it brings its own: files then stay as they are
     tasks: tuple[str, ...] = ("generate",)  # of generate, embed and score
     is_whole: bool = False  # it cannot go on from a cache: prompts are never cut

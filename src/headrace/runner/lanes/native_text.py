@@ -2,6 +2,7 @@
 
 from array import array
 from collections.abc import Callable, Sequence
+from copy import copy as shallow_copy
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from headrace.core.plan import BlockCopy, Chunk, SlotCopy
 from headrace.models import layers
 from headrace.models.experts import RoutedMLP
 from headrace.models.registry import family, has_head
+from headrace.models.step import Step
+from headrace.runner.adapters import Site, sites_of
 from headrace.runner.attention import Attention, NaiveAttention
 from headrace.runner.footprint import is_expert
 from headrace.runner.inputs import Batch, pack
@@ -48,7 +51,7 @@ _SNAPSHOT_EVERY = 1024  # positions, or the next border of a block
 
 
 class NativeText:
-    traits = LaneTraits("native-text", has_kernels=True)
+    traits = LaneTraits("native-text", has_kernels=True, takes_adapters=True)
 
     def __init__(
         self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, options: LaneOptions
@@ -61,7 +64,7 @@ class NativeText:
         self.traits = self.traits.but(tasks=tasks, vector_size=self._model.embed.weight.shape[1])
         self.num_parameters = sum(p.numel() for p in self._model.parameters())
         self._hidden: Callable[[Batch], Tensor]
-        self.device, self.dtype = device, dtype
+        self.spec, self.device, self.dtype = spec, device, dtype
         self._instructions = options.instructions
         on_disk = MappedFile(options.mapped_bytes) if options.mapped_bytes else None
         if self._instructions != "plain":
@@ -123,6 +126,7 @@ class NativeText:
     def open(self, layout: MemoryLayout) -> None:
         self._storage = CacheStorage(self._model.cache, layout, self.dtype, self.device)
         self._attention: Attention
+        self._table_width = -(-layout.max_positions // layout.block_size)
         if self._instructions == "plain":
             self._attention, self._hidden = NaiveAttention(self._storage), self._forward
             facts = LaneFacts(mask="lazy-prefix", encoder=self.traits.facts.encoder)
@@ -130,12 +134,30 @@ class NativeText:
             return
         windows = [layer.window for layer in self._storage.cache]
         self._attention = CpuAttention(self._storage, windows, instructions=self._instructions)
-        width = -(-layout.max_positions // layout.block_size)
-        self._hidden = CapturedForward(self._forward, width)
+        self._hidden = self._captured(self._forward)
+
+    def _captured(self, forward: Callable[[Batch], Tensor]) -> Callable[[Batch], Tensor]:
+        if self._instructions == "plain":
+            return forward
+        return CapturedForward(forward, self._table_width)
 
     def forward(self, chunks: Sequence[Chunk], token_ids: Sequence["array[int]"]) -> Tensor:
         batch = pack(chunks, token_ids, self._storage.block_size, self.device)
         return self._hidden(batch)[batch.rows]
+
+    @property
+    def has_kernels(self) -> bool:
+        return self._instructions != "plain"
+
+    def sites(self) -> dict[str, Site]:
+        return sites_of(self._model, self._model.weights, self.spec)
+
+    def adapted(self, adapt: Callable[[Step], Step]) -> "NativeText":
+        """The same model over the same memory, its steps as `adapt` changes them."""
+        twin = shallow_copy(self)
+        twin._attention = _AdaptedAttention(self._attention, adapt)
+        twin._hidden = twin._captured(twin._forward)
+        return twin
 
     def _forward(self, batch: Batch) -> Tensor:
         """Hidden states [tokens, hidden]."""
@@ -150,6 +172,14 @@ class NativeText:
             self._storage.copy_block(copy.source, copy.target)
         for each in slots:
             self._storage.copy_slot(each.source, each.target)
+
+
+class _AdaptedAttention:
+    def __init__(self, attention: Attention, adapt: Callable[[Step], Step]) -> None:
+        self._attention, self._adapt = attention, adapt
+
+    def step(self, batch: Batch) -> Step:
+        return self._adapt(self._attention.step(batch))
 
 
 def _without_weights(spec: ModelSpec) -> Any:

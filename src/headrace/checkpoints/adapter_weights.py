@@ -1,0 +1,39 @@
+"""The values of an adapter's files."""
+
+from contextlib import ExitStack
+from typing import Any
+
+from safetensors import safe_open
+from torch import Tensor
+
+from headrace.checkpoints.adapters import AdapterFiles
+from headrace.checkpoints.gguf_weights import GgufFile
+from headrace.checkpoints.spec import ModelSpec
+
+
+class AdapterTensors:
+    """An adapter's open file; a context."""
+
+    def __init__(self, files: AdapterFiles, spec: ModelSpec) -> None:
+        self._factors = files.factors
+        self._stack = ExitStack()
+        if files.is_gguf:
+            pairs = (header for it in files.factors.values() for header in (it.down, it.up))
+            file: Any = GgufFile(files.path, spec, {it.stored_as: it for it in pairs})
+        else:
+            file = safe_open(files.path, framework="pt")
+        self._file = self._stack.enter_context(file)
+
+    def __enter__(self) -> "AdapterTensors":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def pair(self, module: str) -> tuple[Tensor, Tensor]:
+        """float32 [rank, inputs] and [outputs, rank], the latter scaled."""
+        factors = self._factors[module]
+        down, up = (
+            self._file.get_tensor(it.stored_as).float() for it in (factors.down, factors.up)
+        )
+        return down, up * factors.scale

@@ -1,0 +1,221 @@
+"""Adapters' files: what is read of them, and why others are refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from headrace.checkpoints.adapter_weights import AdapterTensors
+from headrace.checkpoints.adapters import fingerprint_of, name_adapter, read_adapter
+from headrace.checkpoints.merge import merge
+from headrace.checkpoints.spec import ModelSpec, read_spec
+from headrace.core.errors import ModelError
+from tests.drive import tiny_runner
+from tools.harness.tiny_adapters import ATTENTION, MLP, make_adapter
+from tools.harness.tiny_models import make_tiny_model
+
+LLAMA = "LlamaForCausalLM"
+Q_PROJ = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
+    return read_spec(make_tiny_model(tmp_path_factory.mktemp("models") / "base", LLAMA))
+
+
+def configure(folder: Path, **changed: Any) -> None:
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changed))
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(ModelError) as refused:
+        read_adapter(folder, LLAMA)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"use_dora": True}, "DoRA"),
+        ({"bias": "all"}, "bias: all"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"fan_in_fan_out": True}, "fan_in_fan_out"),
+        ({"trainable_token_indices": [1]}, "trainable_token_indices"),
+        ({"init_lora_weights": "pissa_niter_4"}, "pissa"),
+        ({"peft_type": "LOHA"}, "of kind LOHA"),
+        ({"r": 7}, f"rank 4 at {Q_PROJ}, and adapter_config.json says 7"),
+        ({"target_modules": ["q_proj"]}, "model.layers.0.self_attn.v_proj, which target_modules"),
+        ({"target_modules": ["q_proj", "v_proj", "gate"]}, "names gate in target_modules"),
+        ({"target_modules": r".*\.q_pro"}, "which target_modules does not name"),
+        ({"target_modules": "("}, "no regular expression"),
+    ],
+)
+def test_what_is_not_computed_is_refused_by_name(
+    changed: dict[str, Any], words: str, base: ModelSpec, tmp_path: Path
+) -> None:
+    folder = make_adapter(tmp_path / "a", base.folder, 4, ("q_proj", "v_proj"))
+    configure(folder, **changed)
+    assert words in refusal(folder)
+
+
+@pytest.mark.parametrize("targets", [r".*\.(q|v)_proj", "all-linear", None])
+def test_targets_are_endings_or_an_expression(
+    targets: Any, base: ModelSpec, tmp_path: Path
+) -> None:
+    folder = make_adapter(tmp_path / "a", base.folder, 4, ("q_proj", "v_proj"))
+    configure(folder, target_modules=targets)
+    assert len(read_adapter(folder, LLAMA).factors) == 6
+
+
+@pytest.mark.parametrize(
+    ("config", "scale"),
+    [
+        ({"lora_alpha": 8}, 2.0),
+        ({"lora_alpha": 8, "use_rslora": True}, 4.0),
+        ({"alpha_pattern": {"q_proj": 2}}, 0.5),
+        ({"alpha_pattern": {r"layers\.0\..*": 12}}, 3.0),
+        ({"alpha_pattern": {r"layers\.1\..*": 12}}, 2.0),
+    ],
+)
+def test_factors_are_scaled_as_the_config_says(
+    config: dict[str, Any], scale: float, base: ModelSpec, tmp_path: Path
+) -> None:
+    folder = make_adapter(tmp_path / "a", base.folder, 4, ("q_proj",), **config)
+    assert read_adapter(folder, LLAMA).factors[Q_PROJ].scale == scale
+
+
+@pytest.mark.parametrize("lost", ["lora_A", "lora_B"])
+def test_a_lost_factor_is_named(lost: str, base: ModelSpec, tmp_path: Path) -> None:
+    folder = make_adapter(tmp_path / "a", base.folder, 4, ("q_proj",))
+    file = folder / "adapter_model.safetensors"
+    tensors = load_file(file)
+    del tensors[f"base_model.model.{Q_PROJ}.{lost}.weight"]
+    save_file(tensors, file)
+    assert f"lacks factor {lost[-1]} of {Q_PROJ}" in refusal(folder)
+
+
+def test_other_tensors_are_refused(base: ModelSpec, tmp_path: Path) -> None:
+    folder = make_adapter(tmp_path / "a", base.folder, 4, ("q_proj",))
+    file = folder / "adapter_model.safetensors"
+    save_file(load_file(file) | {"base_model.model.lm_head.weight": torch.zeros(3)}, file)
+    assert "base_model.model.lm_head.weight" in refusal(folder)
+
+
+def test_damage_and_absence_are_told(base: ModelSpec, tmp_path: Path) -> None:
+    folder = make_adapter(tmp_path / "a", base.folder, 4, ("q_proj",))
+    assert "No adapter was found" in refusal(tmp_path / "b")
+    file = folder / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-5])
+    assert "truncated or damaged" in refusal(folder)
+    file.rename(folder / "adapter_model.bin")
+    assert "adapter_model.bin is not read" in refusal(folder)
+    (folder / "adapter_config.json").unlink()
+    assert "has no adapter_config.json" in refusal(folder)
+
+
+def test_the_fingerprint_stands_for_weights_and_scale(base: ModelSpec, tmp_path: Path) -> None:
+    def made(name: str, **config: Any) -> str:
+        folder = make_adapter(tmp_path / name, base.folder, 4, ("q_proj",), **config)
+        return fingerprint_of(read_adapter(folder, LLAMA))
+
+    first = made("a")
+    assert made("b") == first
+    assert len({first, made("c", seed=1), made("d", lora_alpha=3)}) == 3
+
+
+@pytest.mark.parametrize(
+    ("targets", "words"),
+    [(("q_proj",), "64 inputs and 64 outputs at model.layers.0.self_attn.q_proj (rank 4)")],
+)
+def test_an_adapter_of_another_model_is_refused(
+    targets: tuple[str, ...], words: str, base: ModelSpec, tmp_path: Path
+) -> None:
+    other = make_tiny_model(tmp_path / "other", LLAMA, hidden_size=128, head_dim=32)
+    adapter = name_adapter("a", make_adapter(tmp_path / "a", base.folder, 4, targets), LLAMA)
+    with pytest.raises(ModelError) as refused:
+        tiny_runner(other).read_adapter(adapter)
+    assert words in str(refused.value)
+    with pytest.raises(ModelError, match="made for another model"):
+        merge(read_spec(other), Path(adapter.path), tmp_path / "out")
+
+
+def test_layers_that_are_not_changed_here_are_named(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "experts", "Qwen3MoeForCausalLM")
+    adapter = make_adapter(tmp_path / "a", folder, 4, ("experts.0.up_proj",))
+    named = name_adapter("a", adapter, "Qwen3MoeForCausalLM")
+    with pytest.raises(ModelError, match=r"experts\.0\.up_proj, of rank 4"):
+        tiny_runner(folder).read_adapter(named)
+
+
+def test_files_that_have_changed_since_are_refused(base: ModelSpec, tmp_path: Path) -> None:
+    folder = make_adapter(tmp_path / "a", base.folder, 4, ("q_proj",))
+    adapter = name_adapter("a", folder, LLAMA)
+    configure(folder, lora_alpha=1)
+    with pytest.raises(ModelError, match="have changed since it was loaded"):
+        tiny_runner(base.folder).read_adapter(adapter)
+
+
+def test_a_gguf_adapter_has_the_factors_of_the_folder(base: ModelSpec, tmp_path: Path) -> None:
+    folder = make_adapter(tmp_path / "a", base.folder, 4, ATTENTION + MLP)
+    file = write_gguf(folder, base, tmp_path / "a.gguf")
+    ours, theirs = read_adapter(folder, LLAMA), read_adapter(file, LLAMA)
+    assert theirs.factors.keys() == ours.factors.keys()
+    with AdapterTensors(ours, base) as folders, AdapterTensors(theirs, base) as files:
+        for module in ours.factors:
+            for left, right in zip(folders.pair(module), files.pair(module), strict=True):
+                assert torch.equal(left, right), module
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [("model", "is no adapter"), ("adapter", "no adapter.lora.alpha")],
+)
+def test_a_gguf_file_of_another_kind_is_refused(kind: str, words: str, tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "llama")
+    writer.add_type(kind)
+    writer.add_string("adapter.type", "lora")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert words in refusal(tmp_path / "x.gguf")
+
+
+GGUF_NAMES = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def write_gguf(folder: Path, base: ModelSpec, file: Path) -> Path:
+    """As llama.cpp's convert_lora_to_gguf.py does it for a Llama: rows of q and k in turn."""
+    config = json.loads((folder / "adapter_config.json").read_text())
+    heads = {"q_proj": base.config["num_attention_heads"]}
+    heads["k_proj"] = base.config["num_key_value_heads"]
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_type("adapter")
+    writer.add_string("adapter.type", "lora")
+    writer.add_float32("adapter.lora.alpha", config["lora_alpha"])
+    for name, tensor in load_file(folder / "adapter_model.safetensors").items():
+        parts = name.split(".")
+        layer, module, factor = parts[4], ".".join(parts[5:7]), parts[7]
+        if factor == "lora_B" and parts[6] in heads:
+            rows = tensor.reshape(heads[parts[6]], 2, -1, tensor.shape[1])
+            tensor = rows.swapaxes(1, 2).reshape(tensor.shape)
+        own = f"blk.{layer}.{GGUF_NAMES[module]}.weight.{factor.lower()}"
+        writer.add_tensor(own, tensor.contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
