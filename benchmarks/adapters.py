@@ -86,7 +86,7 @@ def _pair(runner: Runner, adapters: list[str], number: int) -> tuple[float, floa
 
 @torch.inference_mode()
 def _median(runner: Runner, adapters: list[str]) -> float:
-    """Of forward and head of a decode step."""
+    """Seconds of forward and head of a decode step."""
     times, num_blocks = [], -(-(CONTEXT + 64) // 32)
     for step in range(STEPS):
         chunks = [

@@ -29,6 +29,7 @@ from headrace.core.ids import SequenceId, SlotId
 from headrace.core.plan import Chunk
 from headrace.models.experts import ExpertsConfig, RoutedMLP
 from headrace.models.layers import GatedMLP
+from headrace.models.step import BARE
 from headrace.runner.inputs import Batch, pack
 from headrace_kernels import CapturedForward, pack_linear, prepare
 
@@ -82,7 +83,7 @@ class _Step:
     """A layer as small steps replay it; a token's id is the row of its input."""
 
     def __init__(self, layer: Any, table: Tensor) -> None:
-        self._run = CapturedForward(lambda batch: layer(table[batch.token_ids]), 1)
+        self._run = CapturedForward(lambda batch: layer(table[batch.token_ids], BARE), 1)
 
     def __call__(self, batch: Batch) -> None:
         self._run(batch)

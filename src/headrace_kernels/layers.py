@@ -122,7 +122,7 @@ class CpuGeluMLP(CpuGatedMLP):
         return gated(x, by_gelu=True)
 
 
-class _Bare:
+class Bare:
     """Linear layers as they are, in place of a step."""
 
     @staticmethod
@@ -149,7 +149,7 @@ class CpuRoutedMLP(nn.Module):
         y = self._down(self._activate(self._gate_up(x.contiguous(), routing)), routing)
         if self.shared is None:
             return combine(y, routing, None, None)
-        return combine(y, routing, self.shared(x, _Bare), self.shared_gate(x))
+        return combine(y, routing, self.shared(x, Bare), self.shared_gate(x))
 
 
 def _routed(plain: Any) -> Any:

@@ -123,6 +123,7 @@ class FakeRunner:
         remembered = self._sequences[chunk.sequence_id]
         salt = self._salts[chunk.sequence_id]
         end = chunk.start + chunk.length
+        assert chunk.adapter == salt.partition("\n")[0], "computed with another adapter"
         self._check_encoded(chunk)
         tokens = remembered.tokens
         assert chunk.num_known > 0, "nothing but guesses"

@@ -7,16 +7,19 @@ from random import Random
 import msgspec
 
 from headrace.config.settings import SchedulerConfig
+from headrace.core.adapter import Adapter
 from headrace.core.ids import SequenceId, StreamId
 from headrace.core.layout import MemoryLayout
 from headrace.core.messages import Cancel, FinishReason, NewSequence, Submit
 from headrace.core.plan import EncodeWork, PromptInputs
 from headrace.core.sampling import Sampling
+from headrace.generation.submission import salt_of
 from headrace.scheduler.budget import Limits
 from stress.simulator.fake_disk import DiskFaults
 
 END_TOKEN = 2
 HUGE = 600_000
+ADAPTER = Adapter("adapter", "", "0123456789abcdef")
 ALL = 1 << 40  # every token needs it
 
 
@@ -138,7 +141,8 @@ def _submits(rng: Random, is_huge: bool) -> list[Submit]:
                 _sampling(rng, is_huge),
                 arrival,
                 priority=rng.choice([0, 0, 0, 0, -1, 1, 3]),
-                salt=rng.choice(["", "", "", "other"]),
+                salt=salt_of("", "", adapter := rng.choice([None, None, None, ADAPTER])),
+                adapter=adapter,
                 use_prefix=rng.random() < 0.9,
                 client=rng.choice(["", "", "a", "b"]),
             )

@@ -177,6 +177,16 @@ def test_a_fault_in_the_table_of_a_model_is_named(table: str, message: str, tmp_
         load({}, {}, file)
 
 
+def test_adapters_are_named_beside_one_model() -> None:
+    assert load({"adapter": ["sql=./a=b"]}, {}, None).models[0].adapter == ("sql=./a=b",)
+    with pytest.raises(ConfigError, match="--adapter goes with one model"):
+        load({"adapter": ["sql=./a"], "models_at": ["m=./m", "n=./n"]}, {}, None)
+    with pytest.raises(ConfigError, match="2 models are named 'm'"):
+        load({"adapter": ["m=./a"], "served_model_name": ["m"]}, {}, None)
+    with pytest.raises(ConfigError, match=r"--adapter is .* such as sql=./sql-lora"):
+        load({"adapter": ["./a"]}, {}, None)
+
+
 def test_two_models_of_one_name_are_refused() -> None:
     with pytest.raises(ConfigError, match="2 models are named 'a'"):
         load({"models_at": ("a=x", "a=y")}, {}, None)

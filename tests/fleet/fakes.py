@@ -5,8 +5,10 @@ from headrace.core.ids import SequenceId
 from headrace.core.layout import MemoryLayout
 from headrace.core.messages import (
     Cancel,
+    DropAdapter,
     Finished,
     FinishReason,
+    LoadAdapter,
     NewToken,
     Outputs,
     PromptAdvance,
@@ -45,6 +47,7 @@ class FakeEngine:
     def __init__(self) -> None:
         self.submits: list[Submit] = []
         self.cancels: list[Cancel] = []
+        self.adapted: list[LoadAdapter | DropAdapter] = []
         self.news = NewsQueue()
 
     def submit(self, submit: Submit) -> None:
@@ -52,6 +55,9 @@ class FakeEngine:
 
     def cancel(self, cancel: Cancel) -> None:
         self.cancels.append(cancel)
+
+    def adapt(self, message: LoadAdapter | DropAdapter) -> None:
+        self.adapted.append(message)
 
     async def close(self) -> None:
         self.news.end(None)

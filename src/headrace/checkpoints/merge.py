@@ -47,8 +47,10 @@ def _changed(spec: ModelSpec, adapter: str, files: AdapterFiles) -> dict[str, di
     for module, factors in files.factors.items():
         shape = factors.up.shape[0], factors.down.shape[1]
         header = headers.get(f"{module}.weight")
-        if header is None or header.shape != shape:
+        is_part = header is not None and (header.rows or header.expert is not None)
+        if header is None or header.shape != shape or is_part:
             there = "no such matrix" if header is None else f"one of {list(header.shape)}"
+            there = "it within another one" if is_part else there
             raise ModelError(
                 f"The adapter {adapter} changes a matrix of {list(shape)} at {module} (rank "
                 f"{factors.rank}), and {spec.name} has {there}; it was made for another model."

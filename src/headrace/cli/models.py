@@ -127,7 +127,8 @@ def _row(entry: dict[str, Any]) -> tuple[str, ...]:
         state += f", {pending} pending"
     size = meta.get("size")
     shown = _size(size) if size else "-"
-    return (entry["id"], state, shown, entry.get("kind") or "-", entry.get("lane") or "-")
+    name = entry["id"] if not entry.get("parent") else f"{entry['id']} (of {entry['parent']})"
+    return (name, state, shown, entry.get("kind") or "-", entry.get("lane") or "-")
 
 
 @click.command("pull")

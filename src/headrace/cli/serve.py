@@ -199,6 +199,11 @@ class _Serving:
         generation.desired = Desired(
             sources, make, lambda hosts: work.renew(*_known_to_workers(hosts)), generation.fleet
         )
+        if generation.fleet.pinned is None:
+            # of one model any name is its text's, and fresh workers would keep requests waiting
+            generation.adapters.on_names = lambda: work.renew(
+                *_known_to_workers(generation.fleet.hosts.all())
+            )
         lines.read_progress = lambda: [
             host.loading.progress for host in generation.fleet.hosts.all()
         ]
@@ -386,7 +391,12 @@ class _Serving:
 def _known_to_workers(hosts: tuple[ModelHost, ...]) -> tuple[bytes, bool]:
     """The models that workers begin with, and whether images need a worker of their own."""
     # what came from the hub is not asked for there again; a path stays a name
-    known = [host.local if host.known and not host.paths else host.config for host in hosts]
+    known = [
+        host.local
+        if host.known and not host.paths
+        else msgspec.structs.replace(host.config, adapter=host.adapters)
+        for host in hosts
+    ]
     return msgspec.msgpack.encode(known), any(map(may_see_images, known))
 
 

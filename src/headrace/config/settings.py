@@ -191,6 +191,13 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             "--idle-unload-s; with 0 the model is loaded when it is asked for. All if not given"
         ),
     ] = None
+    adapter: Annotated[
+        tuple[Annotated[str, Meta(pattern="^[^=]+=.+$", examples=["sql=./sql-lora"])], ...],
+        Meta(
+            description="Adapter (LoRA) as NAME=PATH, a folder of PEFT's or a GGUF file: asked for "
+            "as a model by its name"
+        ),
+    ] = ()
     scheduler: SchedulerConfig = SchedulerConfig()
     prefix_cache: PrefixCacheConfig = PrefixCacheConfig()
 

@@ -169,6 +169,10 @@ def load(
     if (folder := values.get("models_dir")) is not None:
         tables += folder_models(Path(folder), given_as["models_dir"])
     several = [own_settings(known, table) for table in tables]
+    if several and "adapter" in values:
+        raise ConfigError(
+            f"{given_as['adapter']} goes with one model; of several write adapter in [[models]]."
+        )
     if several or "models" in tree:
         tree["models"] = _models(tree.get("models", {}), several)
     try:
@@ -250,7 +254,11 @@ def _check_own_settings(known: Mapping[str, Setting], table: Mapping[str, Any], 
 
 def check_names(models: Iterable[ModelConfig]) -> None:
     """ConfigError if two models have one name: nobody could ask for the second."""
-    names = Counter(name for model in models for name in model.served_model_name)
+    names = Counter(
+        name
+        for model in models
+        for name in (*model.served_model_name, *(it.partition("=")[0] for it in model.adapter))
+    )
     for name, number in names.items():
         if number > 1:
             raise ConfigError(f"{number} models are named {name!r}; give each a name of its own.")
@@ -282,7 +290,9 @@ def _models(shared: dict[str, Any], several: list[dict[str, Any]]) -> list[dict[
     if not several:
         return [shared]
     common = {
-        k: v for k, v in shared.items() if k not in ("model", "revision", "served_model_name")
+        k: v
+        for k, v in shared.items()
+        if k not in ("model", "revision", "served_model_name", "adapter")
     }
     parts = {k: v for k, v in common.items() if isinstance(v, dict)}
     both = [

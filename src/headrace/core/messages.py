@@ -5,6 +5,7 @@ from typing import Literal
 
 import msgspec
 
+from headrace.core.adapter import Adapter
 from headrace.core.ids import SequenceId, StreamId
 from headrace.core.layout import MemoryLayout
 from headrace.core.plan import PromptInputs, SourceSpec
@@ -55,6 +56,7 @@ class Submit(Message, frozen=True):
     suspect: bool = False  # was in the step in which the engine died
     client: str = ""  # who asks: clients take turns
     inputs: tuple[PromptInputs, ...] = ()  # of each prompt; empty: they are tokens alone
+    adapter: Adapter | None = None  # that changes the model for it; `salt` tells it, too
 
 
 class Cancel(Message, frozen=True):
@@ -62,6 +64,26 @@ class Cancel(Message, frozen=True):
 
     sequence_ids: tuple[SequenceId, ...]
     finish: FinishReason = FinishReason.CANCELLED
+
+
+class LoadAdapter(Message, frozen=True):
+    """Read an adapter; AdapterRead answers. One that a Submit names is read without being asked."""
+
+    adapter: Adapter
+
+
+class DropAdapter(Message, frozen=True):
+    """Forget an adapter: nobody uses it any more."""
+
+    fingerprint: str
+
+
+class AdapterRead(Message, frozen=True):
+    """An adapter is in memory, or cannot be had: `code` and `message` then say why."""
+
+    fingerprint: str
+    code: str = ""
+    message: str = ""
 
 
 class Shutdown(Message, frozen=True):

@@ -7,7 +7,17 @@ from typing import Protocol
 import msgspec
 
 from headrace.core.ids import SequenceId
-from headrace.core.messages import Cancel, Loading, Outputs, Ready, Status, Submit
+from headrace.core.messages import (
+    AdapterRead,
+    Cancel,
+    DropAdapter,
+    LoadAdapter,
+    Loading,
+    Outputs,
+    Ready,
+    Status,
+    Submit,
+)
 
 
 class EngineUp(msgspec.Struct, frozen=True):
@@ -43,7 +53,7 @@ class EngineDown(msgspec.Struct, frozen=True):
     lost: tuple[SequenceId, ...] | None = None
 
 
-EngineNews = Outputs | Status | Loading | EngineUp | EngineResized | EngineDown
+EngineNews = Outputs | Status | Loading | AdapterRead | EngineUp | EngineResized | EngineDown
 
 
 class EngineClient(Protocol):
@@ -56,6 +66,9 @@ class EngineClient(Protocol):
 
     def cancel(self, cancel: Cancel) -> None:
         """Ends sequences; unknown ones are ignored."""
+
+    def adapt(self, message: LoadAdapter | DropAdapter) -> None:
+        """Loads or drops an adapter; AdapterRead comes as news of the former."""
 
     async def close(self) -> None:
         """Ends the engine and drops what still runs."""

@@ -6,6 +6,7 @@ import queue
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
@@ -14,7 +15,12 @@ from headrace.awake import ProcessStops
 from headrace.core.ids import SequenceId
 from headrace.core.messages import (
     NUM_TRACED_STEPS,
+    AdapterRead,
     Cancel,
+    DropAdapter,
+    Finished,
+    FinishReason,
+    LoadAdapter,
     Message,
     Outputs,
     Shutdown,
@@ -24,6 +30,7 @@ from headrace.core.messages import (
 )
 from headrace.core.plan import StepPlan, StepResult
 from headrace.core.prefix import DiskNews, ReadRun
+from headrace.engine.adapters import AdapterShelf, Reading
 from headrace.engine.core_lock import CoreLock
 from headrace.engine.grammars import Compiled, Grammars, failures
 from headrace.engine.wire import AnyMessage
@@ -78,7 +85,8 @@ class Prefixes(Protocol):
     def close(self) -> None: ...
 
 
-Inbox = queue.SimpleQueue[AnyMessage | Compiled | DiskNews]
+News = AnyMessage | Compiled | Reading | DiskNews
+Inbox = queue.SimpleQueue[News]
 Clock = Callable[[], float]
 
 
@@ -125,6 +133,14 @@ class StatusTeller:
         return msgspec.structs.replace(status, steps=steps)
 
 
+@dataclass
+class _Preparing:
+    """Submits whose grammar or adapter is not there yet, and the cancels that came meanwhile."""
+
+    num: int = 0
+    cancels: list[Cancel] = field(default_factory=list)
+
+
 class Engine:
     """Owns the loop's order: take messages, plan, launch, wait, commit, send."""
 
@@ -139,13 +155,13 @@ class Engine:
     ) -> None:
         """`core_lock` is shared by engines on the same cores."""
         self.prefixes: Prefixes = NoPrefixes()
+        self.adapters = AdapterShelf(None)
         self._core_lock = core_lock
         self._scheduler = scheduler
         self._step_record = step_record or NoStepRecord()
         self._runner = runner
         self._grammars = grammars or Grammars(None)
-        self._cancels: list[Cancel] = []  # that came while a grammar was being compiled
-        self._num_compiling = 0
+        self._preparing = _Preparing()
         self._outbox = outbox
         self._clock: Clock = time.monotonic
         self._status = StatusTeller()
@@ -235,35 +251,60 @@ class Engine:
         except queue.Empty:
             return True
 
-    def _hand_over(self, message: AnyMessage | Compiled | DiskNews, inbox: Inbox) -> None:
+    def _hand_over(self, message: News, inbox: Inbox) -> None:
         if isinstance(message, Compiled):
             self._compiled(message)
         elif isinstance(message, DiskNews):
             self._scheduler.hear(message, self._clock())
+        elif isinstance(message, Submit) and (missing := self.adapters.missing(message)):
+            self._preparing.num += 1
+            self.adapters.read(missing, inbox.put, message)
         elif isinstance(message, Submit) and message.sampling.grammar:
-            self._num_compiling += 1
+            self._preparing.num += 1
             self._grammars.prepare(message, inbox.put)
         elif isinstance(message, Submit):
             self._scheduler.add(message, self._clock())
         elif isinstance(message, Cancel):
             self._scheduler.cancel(message)
-            if self._num_compiling:
-                self._cancels.append(message)
+            if self._preparing.num:
+                self._preparing.cancels.append(message)
+        elif isinstance(message, Reading | LoadAdapter | DropAdapter):
+            self._hand_to_adapters(message, inbox)
         else:
             raise TypeError(f"An engine takes no {type(message).__name__}")
 
+    def _hand_to_adapters(self, message: Reading | LoadAdapter | DropAdapter, inbox: Inbox) -> None:
+        if isinstance(message, LoadAdapter):
+            self.adapters.read(message.adapter, inbox.put)
+        elif isinstance(message, DropAdapter):
+            self.adapters.drop(message.fingerprint)
+        else:
+            answer, waiting = self.adapters.take(message)
+            self._outbox.put(answer)
+            for submit in waiting:
+                self._preparing.num -= 1
+                if answer.message:
+                    self._outbox.put(Outputs(finished=_ends(submit, answer)))
+                else:
+                    self._hand_over(submit, inbox)
+            self._cancel_again()
+
     def _compiled(self, compiled: Compiled) -> None:
-        self._num_compiling -= 1
+        self._preparing.num -= 1
         if compiled.error:
             ends = failures(compiled)
             self._grammars.release(end.sequence_id for end in ends)
             self._outbox.put(Outputs(finished=ends))
         else:
             self._scheduler.add(compiled.submit, self._clock())
-        for cancel in self._cancels:
+        self._cancel_again()
+
+    def _cancel_again(self) -> None:
+        """Ends what was still being prepared when its cancel came."""
+        for cancel in self._preparing.cancels:
             self._scheduler.cancel(cancel)
-        if not self._num_compiling:
-            self._cancels.clear()
+        if not self._preparing.num:
+            self._preparing.cancels.clear()
 
     def _send(self) -> None:
         if self._scheduler.has_outputs:
@@ -272,6 +313,14 @@ class Engine:
             self._outbox.put(outputs)
         if (status := self._status.due(self._scheduler, self._clock())) is not None:
             self._outbox.put(status)
+
+
+def _ends(submit: Submit, answer: AdapterRead) -> tuple[Finished, ...]:
+    """The ends of sequences whose adapter cannot be had."""
+    return tuple(
+        Finished(it.sequence_id, FinishReason.ERROR, answer.code, answer.message)
+        for it in submit.sequences
+    )
 
 
 _NO_MEMORY = "The device ran out of memory on this request alone; send a shorter one."

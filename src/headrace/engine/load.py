@@ -7,10 +7,12 @@ from typing import NamedTuple
 import msgspec
 
 from headrace.awake import ProcessStops
+from headrace.checkpoints.adapters import name_adapter
 from headrace.checkpoints.spec import read_spec
 from headrace.config.settings import ModelConfig, SchedulerConfig
 from headrace.core.errors import ModelError
 from headrace.core.messages import Ready
+from headrace.engine.adapters import AdapterShelf
 from headrace.engine.engine import NoPrefixes, Prefixes
 from headrace.engine.grammars import Grammars
 from headrace.engine.prefixes import disk_part
@@ -33,6 +35,7 @@ class Loaded(NamedTuple):
     ready: Ready
     grammars: Grammars
     prefixes: Prefixes
+    adapters: AdapterShelf
 
 
 def load(config: ModelConfig) -> Loaded:
@@ -45,7 +48,11 @@ def load(config: ModelConfig) -> Loaded:
     known = None if disk is None else disk.known
     scheduler, ready = schedule(config.scheduler, runner, ready, known)
     prefixes = NoPrefixes() if disk is None else disk.keeper(scheduler.memory)
-    return Loaded(runner, scheduler, ready, grammars, prefixes)
+    adapters = AdapterShelf(runner)
+    for named in config.adapter:
+        name, _, path = named.partition("=")
+        adapters.load(name_adapter(name, Path(path), read_spec(folder).architecture))
+    return Loaded(runner, scheduler, ready, grammars, prefixes, adapters)
 
 
 def schedule(

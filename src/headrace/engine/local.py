@@ -6,7 +6,18 @@ import queue
 import threading
 
 from headrace.config.settings import ModelConfig
-from headrace.core.messages import Cancel, Message, Outputs, Ready, Shutdown, Status, Submit
+from headrace.core.messages import (
+    AdapterRead,
+    Cancel,
+    DropAdapter,
+    LoadAdapter,
+    Message,
+    Outputs,
+    Ready,
+    Shutdown,
+    Status,
+    Submit,
+)
 from headrace.engine.client import EngineDown, EngineUp, NewsQueue
 from headrace.engine.engine import Engine, Inbox
 
@@ -32,6 +43,7 @@ class LocalEngine:
         loaded = await asyncio.to_thread(load, config)
         engine = Engine(loaded.scheduler, loaded.runner, client, grammars=loaded.grammars)
         engine.prefixes = loaded.prefixes
+        engine.adapters = loaded.adapters
         client._thread = threading.Thread(
             target=client._run, args=(engine,), name="engine", daemon=True
         )
@@ -45,6 +57,9 @@ class LocalEngine:
     def cancel(self, cancel: Cancel) -> None:
         self._inbox.put(cancel)
 
+    def adapt(self, message: LoadAdapter | DropAdapter) -> None:
+        self._inbox.put(message)
+
     async def close(self) -> None:
         self._is_closing = True
         if self._thread is not None:
@@ -55,7 +70,7 @@ class LocalEngine:
     # the engine's outbox, called on its thread
 
     def put(self, message: Message) -> None:
-        if isinstance(message, Outputs | Status):
+        if isinstance(message, Outputs | Status | AdapterRead):
             self._loop.call_soon_threadsafe(self.news.put, message)
 
     def num_unsent(self) -> int:

@@ -112,6 +112,7 @@ def main() -> None:
         lock = CoreLock(tuple(map(int, sys.argv[4:])), int(sys.argv[3])) if sys.argv[4:] else None
         engine = Engine(loaded.scheduler, loaded.runner, outbox, record, loaded.grammars, lock)
         engine.prefixes = loaded.prefixes
+        engine.adapters = loaded.adapters
         engine.run(inbox)
     outbox.close()
 

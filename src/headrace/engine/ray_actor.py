@@ -17,7 +17,16 @@ import msgspec
 
 from headrace import __version__
 from headrace.config.settings import ModelConfig
-from headrace.core.messages import Cancel, Loading, Outputs, Status, Submit
+from headrace.core.messages import (
+    AdapterRead,
+    Cancel,
+    DropAdapter,
+    LoadAdapter,
+    Loading,
+    Outputs,
+    Status,
+    Submit,
+)
 from headrace.engine.client import EngineDown, EngineUp
 from headrace.engine.supervisor import Supervisor
 
@@ -25,11 +34,14 @@ WAIT_S = 1.0
 """The longest that `take` waits: an empty answer is a sign of life."""
 
 
+ToEngine = Submit | Cancel | LoadAdapter | DropAdapter
+
+
 class Sent(msgspec.Struct, frozen=True):
     """Messages that the gateway sends at once, in order. `now` is its monotonic time."""
 
     now: float
-    messages: tuple[Submit | Cancel, ...]
+    messages: tuple[ToEngine, ...]
 
 
 class Up(msgspec.Struct, frozen=True, tag=True):
@@ -50,7 +62,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-AnyNews = Outputs | Status | Loading | Up | Down | Failed
+AnyNews = Outputs | Status | Loading | AdapterRead | Up | Down | Failed
 
 encode = msgspec.msgpack.Encoder().encode
 news_of = msgspec.msgpack.Decoder(tuple[AnyNews, ...]).decode
@@ -86,6 +98,8 @@ class EngineActor:
         for message in batch.messages:
             if isinstance(message, Cancel):
                 self._supervisor.cancel(message)
+            elif isinstance(message, LoadAdapter | DropAdapter):
+                self._supervisor.adapt(message)
             else:
                 arrival = message.arrival + offset
                 self._supervisor.submit(msgspec.structs.replace(message, arrival=arrival))

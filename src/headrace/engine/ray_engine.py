@@ -18,10 +18,10 @@ import msgspec
 from headrace import __version__
 from headrace.config.settings import ModelConfig
 from headrace.core.errors import ConfigError
-from headrace.core.messages import Cancel, Submit
+from headrace.core.messages import Cancel, DropAdapter, LoadAdapter, Submit
 from headrace.engine.backoff import Backoff
 from headrace.engine.client import EngineDown, NewsQueue
-from headrace.engine.ray_actor import Down, EngineActor, Failed, Sent, Up, encode, news_of
+from headrace.engine.ray_actor import Down, EngineActor, Failed, Sent, ToEngine, Up, encode, news_of
 from headrace.engine.supervisor import MAX_FAILED_STARTS
 
 logger = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class RayEngine:
         self._actor: Any = None
         self._is_ready = False
         self._num_failed = 0  # actors in a row that could not be made
-        self._unsent: list[Submit | Cancel] = []
+        self._unsent: list[ToEngine] = []
         self._has_unsent = asyncio.Event()
         self._closing = asyncio.Event()
         self._task = asyncio.create_task(self._run(), name="actor")
@@ -74,6 +74,9 @@ class RayEngine:
 
     def cancel(self, cancel: Cancel) -> None:
         self._send(cancel)
+
+    def adapt(self, message: LoadAdapter | DropAdapter) -> None:
+        self._send(message)
 
     async def close(self) -> None:
         self._closing.set()
@@ -86,7 +89,7 @@ class RayEngine:
         self._task.cancel()
         await asyncio.wait([self._task])
 
-    def _send(self, message: Submit | Cancel) -> None:
+    def _send(self, message: ToEngine) -> None:
         if self._is_ready:
             self._unsent.append(message)
             self._has_unsent.set()

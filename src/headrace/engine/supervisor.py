@@ -13,7 +13,10 @@ import msgspec
 from headrace import awake
 from headrace.config.settings import ModelConfig
 from headrace.core.messages import (
+    AdapterRead,
     Cancel,
+    DropAdapter,
+    LoadAdapter,
     LoadFailed,
     Loading,
     Message,
@@ -67,6 +70,9 @@ class Supervisor:
 
     def cancel(self, cancel: Cancel) -> None:
         self._send(cancel)
+
+    def adapt(self, message: LoadAdapter | DropAdapter) -> None:
+        self._send(message)
 
     @property
     def pid(self) -> int | None:
@@ -167,7 +173,7 @@ class Supervisor:
         async with asyncio.TaskGroup() as tasks:
             watching = tasks.create_task(pulse.watch(), name="ping")
             async for message in messages:
-                if isinstance(message, Outputs | Status):
+                if isinstance(message, Outputs | Status | AdapterRead):
                     self.news.put(message)
                 elif isinstance(message, Pong):
                     pulse.beats()

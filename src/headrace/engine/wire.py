@@ -7,7 +7,10 @@ import msgspec
 from headrace import framing
 from headrace.config.settings import ModelConfig
 from headrace.core.messages import (
+    AdapterRead,
     Cancel,
+    DropAdapter,
+    LoadAdapter,
     LoadFailed,
     Loading,
     Message,
@@ -39,6 +42,9 @@ AnyMessage = (
     | LoadFailed
     | Outputs
     | Status
+    | LoadAdapter
+    | DropAdapter
+    | AdapterRead
 )
 
 _DECODER: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)

@@ -9,7 +9,15 @@ from msgspec.structs import replace
 from headrace.config.settings import ModelConfig
 from headrace.core.errors import ModelError
 from headrace.core.loading import ENGINE
-from headrace.core.messages import NUM_TRACED_STEPS, Loading, Outputs, Ready, Status, StepTrace
+from headrace.core.messages import (
+    NUM_TRACED_STEPS,
+    AdapterRead,
+    Loading,
+    Outputs,
+    Ready,
+    Status,
+    StepTrace,
+)
 from headrace.engine.client import EngineClient, EngineDown, EngineNews, EngineResized, EngineUp
 from headrace.fleet.load_watch import LoadWatch
 from headrace.fleet.replica import Replica
@@ -118,6 +126,8 @@ class EngineLife:
             self._tenants.deliver(news)
         elif isinstance(news, Status):
             self._show(news)
+        elif isinstance(news, AdapterRead):
+            self._tenants.has_read(news)
         elif isinstance(news, EngineUp):
             self._is_up(news)
         elif isinstance(news, EngineResized):

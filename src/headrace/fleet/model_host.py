@@ -7,6 +7,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from headrace.checkpoints.find import MINI, find_model
+from headrace.checkpoints.hub import OnProgress
 from headrace.config.settings import ModelConfig
 from headrace.core.loading import READING
 from headrace.core.messages import Ready
@@ -14,7 +15,7 @@ from headrace.engine.client import EngineClient
 from headrace.fleet.engine_life import EngineLife
 from headrace.fleet.in_thread import in_thread
 from headrace.fleet.load_watch import LoadWatch
-from headrace.fleet.model_names import names_of, paths_of, root_of
+from headrace.fleet.model_names import adapters_of, names_of, paths_of, root_of
 from headrace.fleet.served_model import ServedModel
 from headrace.fleet.tenants import Tenants
 from headrace.metrics.metrics import Metrics
@@ -43,7 +44,8 @@ class ModelHost:
         if config.kv_cache_memory_bytes is None and cache_bytes is not None:
             config = replace(config, kv_cache_memory_bytes=cache_bytes)
         self.config = config
-        self.names = known.names if known else names_of(config)
+        if known is not None:
+            known.read_adapters(config)
         self.paths = known.paths if known else paths_of(config)
         self.known = known  # as it was read; it stays when the engine is unloaded
         self.metrics = metrics
@@ -52,6 +54,13 @@ class ModelHost:
         self.engine = EngineLife(self.tenants, self.loading, metrics.engine)
         self._start = start
         self._reading = asyncio.Lock()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The model's, and those of its adapters."""
+        if self.known is not None:
+            return self.known.names
+        return (*names_of(self.config), *adapters_of(self.config))
 
     @property
     def name(self) -> str:
@@ -82,7 +91,14 @@ class ModelHost:
     @property
     def local(self) -> ModelConfig:
         """The model's settings, with the folder that it was read from."""
-        return replace(self.config, model=str(self.model.folder))
+        return replace(self.config, model=str(self.model.folder), adapter=self.adapters)
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The adapters that are served now, as settings name them."""
+        if self.known is None:
+            return self.config.adapter
+        return tuple(f"{name}={it.path}" for name, it in self.known.adapters.items())
 
     def reads_like(self, other: "ModelHost") -> bool:
         """Whether both make the same prompt of a request, and the same answer of its tokens."""
@@ -111,7 +127,12 @@ class ModelHost:
             if self.known is None:
                 with self.loading.during(READING):
                     on_progress = self.loading.download
-                    self.known = await in_thread(lambda: ServedModel(self.config, on_progress))
+                    self.known = await in_thread(lambda: self._read(on_progress))
+
+    def _read(self, on_progress: OnProgress) -> ServedModel:
+        model = ServedModel(self.config, on_progress)
+        model.read_adapters(self.config)
+        return model
 
     def begin(self) -> None:
         """Starts the engine."""

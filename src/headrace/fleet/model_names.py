@@ -27,6 +27,11 @@ def names_of(config: ModelConfig) -> tuple[str, ...]:
     return config.served_model_name or (root_of(config),)
 
 
+def adapters_of(config: ModelConfig) -> dict[str, str]:
+    """The paths of the adapters that the settings name, by their names."""
+    return {name: path for name, _, path in (it.partition("=") for it in config.adapter)}
+
+
 def root_of(config: ModelConfig) -> str:
     """The name of the model's folder or file, without `.gguf`; of a hub's model its id."""
     return _parts(config)[-1]

@@ -12,7 +12,10 @@ import msgspec
 
 from headrace.config.settings import ModelConfig
 from headrace.core.messages import (
+    AdapterRead,
     Cancel,
+    DropAdapter,
+    LoadAdapter,
     Loading,
     Outputs,
     Ready,
@@ -82,6 +85,11 @@ class Replicas:
             self.news.put(Outputs(finished=ended))
             self._place()
 
+    def adapt(self, message: LoadAdapter | DropAdapter) -> None:
+        """All engines hear it; the first answer counts, since all read the same files."""
+        for it in self._replicas.values():
+            it.client.adapt(message)
+
     def _cancel(self, running: Cancels) -> None:
         for number, cancel in running.items():
             self._replicas[number].client.cancel(cancel)
@@ -150,7 +158,7 @@ class Replicas:
             self._release(news)
         elif isinstance(news, Status):
             self._show(replica, news)
-        elif isinstance(news, Loading) and not self._has_engine:
+        elif isinstance(news, AdapterRead) or (isinstance(news, Loading) and not self._has_engine):
             self.news.put(news)
         elif isinstance(news, EngineUp):
             self._is_up(replica, news)

@@ -6,14 +6,16 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from headrace import __version__
+from headrace.checkpoints.adapters import name_adapter
 from headrace.checkpoints.find import find_here, find_model
 from headrace.checkpoints.hub import OnProgress
 from headrace.checkpoints.sentences import read_sentences
 from headrace.checkpoints.spec import ModelSpec, read_spec
 from headrace.config.settings import ModelConfig
+from headrace.core.adapter import Adapter
 from headrace.core.errors import ModelError, RequestError
 from headrace.core.messages import Ready
-from headrace.fleet.model_names import Named, names_of, paths_of, root_of
+from headrace.fleet.model_names import Named, adapters_of, names_of, paths_of, root_of
 from headrace.models.registry import SEEING
 from headrace.streams.record import ServedSetup
 from headrace.text.encoder import Encoder
@@ -34,7 +36,8 @@ class ServedModel:
         self.folder: Path = find_model(config.model, config.revision, on_progress)
         self.number = next(self._numbers)  # a model that is read anew is another one
         self.root = root_of(config)
-        self.names = names_of(config)
+        self.own_names = names_of(config)
+        self.adapters: dict[str, Adapter] = {}  # by name; those that are served now
         self.paths = paths_of(config)
         self.created = int(time.time())
         self.spec: ModelSpec = read_spec(self.folder)
@@ -53,6 +56,18 @@ class ServedModel:
         self.cuts_any = config.embedding_dimensions == "any"  # vectors, to any length
         self.defaults = self.spec.defaults if config.generation_config == "auto" else None
         self.ready: Ready | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Its own, the first of them the one that it goes by, and those of its adapters."""
+        return (*self.own_names, *self.adapters)
+
+    def read_adapters(self, config: ModelConfig) -> None:
+        """The adapters that its settings name; ModelError if one is not fit."""
+        for name, path in adapters_of(config).items():
+            self.adapters[name] = name_adapter(
+                name, Path(path), self.spec.architecture, self.names[0]
+            )
 
     @property
     def sampling_words(self) -> str:

@@ -1,5 +1,6 @@
 """Streams and batches of vectors as an engine's tenants: whose its sequences are, what it tells."""
 
+import asyncio
 import contextlib
 import itertools
 import math
@@ -9,12 +10,16 @@ from typing import Protocol
 
 import msgspec
 
-from headrace.core.errors import RequestError
+from headrace.core.adapter import Adapter
+from headrace.core.errors import ModelError, RequestError
 from headrace.core.ids import SequenceId
 from headrace.core.messages import (
+    AdapterRead,
     Cancel,
+    DropAdapter,
     Finished,
     Guessed,
+    LoadAdapter,
     NewToken,
     Outputs,
     PromptAdvance,
@@ -90,6 +95,7 @@ class Tenants:
         self._tenants: dict[Tenant, None] = {}  # in the order in which they came
         self._waiters: dict[Waiter, None] = {}
         self._told_load_at = -math.inf
+        self._readings: dict[str, asyncio.Future[AdapterRead]] = {}  # by fingerprint
 
     def __iter__(self) -> Iterator[Tenant]:
         """The tenants, in the order in which they were added."""
@@ -134,6 +140,36 @@ class Tenants:
         if self._client is not None:
             self._client.cancel(cancel)
 
+    async def read_adapter(self, adapter: Adapter) -> None:
+        """Has the engine read it; ModelError says why it cannot."""
+        if self._client is None or self._begun is None:
+            raise _GONE.with_traceback(None)
+        own = adapter.fingerprint
+        reading = self._readings.setdefault(own, asyncio.get_running_loop().create_future())
+        self._client.adapt(LoadAdapter(adapter))
+        try:
+            answer = await reading
+        finally:
+            self._readings.pop(own, None)
+        if answer.message:
+            raise ModelError(answer.message, answer.code)
+
+    def drop_adapter(self, adapter: Adapter) -> None:
+        """No stream uses it any more."""
+        if self._client is not None:
+            self._client.adapt(DropAdapter(adapter.fingerprint))
+
+    def has_read(self, answer: AdapterRead) -> None:
+        """The engine has read an adapter, asked to or because a request named it."""
+        reading = self._readings.get(answer.fingerprint)
+        if reading is not None and not reading.done():
+            reading.set_result(answer)
+
+    def _stop_reading(self) -> None:
+        for reading in self._readings.values():
+            if not reading.done():
+                reading.set_exception(_GONE.with_traceback(None))
+
     def forget(self, sequence_ids: Iterable[SequenceId]) -> None:
         """Forgets these sequences: news about them reaches nobody from now on."""
         for sequence_id in sequence_ids:
@@ -163,6 +199,7 @@ class Tenants:
     def pause(self, news: EngineDown) -> None:
         """The engine has died; another one comes unless it was given up."""
         self._begun = None
+        self._stop_reading()
         self.eta.forget_running()
         for tenant in self:
             if news.given_up:
@@ -173,6 +210,7 @@ class Tenants:
     def end(self) -> None:
         """The engine has ended."""
         self._client = self._begun = None
+        self._stop_reading()
         self.eta.forget_running()
 
     # what the engine says

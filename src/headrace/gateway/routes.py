@@ -11,6 +11,8 @@ from headrace.batches.batches import Batches
 from headrace.batches.shelf import Shelf
 from headrace.config.settings import ServerConfig
 from headrace.core.errors import RequestError
+from headrace.gateway import adapter_routes
+from headrace.gateway.adapter_routes import AdapterRoutes
 from headrace.gateway.auth import Auth, Endpoint
 from headrace.gateway.batch_answers import BatchAnswers
 from headrace.gateway.batch_routes import BatchRoutes
@@ -53,10 +55,11 @@ class ForeignRoutes(NamedTuple):
 
 
 class RoutesOfModels(NamedTuple):
-    """The routes by which clients load models, and those by which an operator sets them."""
+    """Routes by which clients load models, and an operator sets them and their adapters."""
 
     asked: ModelRoutes
     desired: ModelRoutes
+    adapters: AdapterRoutes
 
 
 class LaterRoutes(NamedTuple):
@@ -82,7 +85,9 @@ class Endpoints:
         self.states = StateRoutes(generation, config.http)
         self.manages = ManageRoutes(generation)
         self.models = RoutesOfModels(
-            ModelRoutes(generation, bodies), ModelRoutes(generation, of_operators)
+            ModelRoutes(generation, bodies),
+            ModelRoutes(generation, of_operators),
+            AdapterRoutes(generation, of_operators),
         )
         self.generates = GenerationRoutes(generation, config, auth, bodies)
         self.vectors = VectorRoutes(generation, auth, bodies)
@@ -182,6 +187,13 @@ ROUTES: tuple[Operation, ...] = (
     Operation("post", "/models/unload", OPERATOR, lambda on: on.models.asked.unload,
         "Unload a model once its streams end", ("success",), worker.MODEL, ("model",),
         errors=(*_BODY_ERRORS, 500)),
+    Operation("post", "/v1/load_lora_adapter", OPERATOR, lambda on: on.models.adapters.load,
+        "Load an adapter (LoRA), to be asked for as a model", table=adapter_routes.LOADED,
+        required=("lora_name", "lora_path"), media=("text/plain",),
+        errors=(*_BODY_ERRORS, *_ENGINE_ERRORS)),
+    Operation("post", "/v1/unload_lora_adapter", OPERATOR, lambda on: on.models.adapters.unload,
+        "Unload an adapter once its streams end", table=adapter_routes.NAMED,
+        required=("lora_name",), media=("text/plain",), errors=_BODY_ERRORS),
     Operation("get", "/props", KEY, lambda on: on.foreign.llama.props,
         "A model's settings", ("default_generation_settings",),
         query=("model",), errors=(404, 500)),

@@ -124,6 +124,8 @@ def entry_of(host: ModelHost, name: str, has_states: bool) -> dict[str, Any]:
     """A model in the list of models, with its state if there may be several."""
     if host.known is not None:
         entry = _entry(host.known, name)
+        if name in host.known.adapters:
+            entry |= {"root": name, "parent": host.name}
     else:
         entry = {"id": name, "object": "model", "created": 0, "owned_by": "headrace"}
         entry |= {"root": host.root, "parent": None, "max_model_len": None, "meta": None}

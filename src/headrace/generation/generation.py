@@ -16,6 +16,7 @@ from headrace.fleet.fleet import Fleet
 from headrace.fleet.model_host import ModelHost
 from headrace.fleet.model_list import Desired
 from headrace.fleet.served_model import ServedModel
+from headrace.generation.adapters import AdapterDesk
 from headrace.generation.admission import Asked, Capacity, Queues
 from headrace.generation.choice import begins_in_reasoning
 from headrace.generation.event_builder import EventBuilder
@@ -61,6 +62,7 @@ class Generation:
         self.pictures = ImageFetcher(allows, config.http.max_body_bytes)
         self.streams = Registry(store, metrics.server)
         self.queues = Queues(config.streams, self.fleet)
+        self.adapters = AdapterDesk(self.fleet, self.streams)
         self._trail = PromptTrail(config.streams.log_prompt_excerpts)
         self.vectors = VectorMaker(self.queues, self.fleet, work)
         self.writers = Writers(
@@ -153,6 +155,7 @@ class Generation:
         """
         host = self.fleet.hosts.get(request.model)
         model = host.model
+        adapter = model.adapters.get(request.model)
         check_generates(model)
         self.fleet.check_line()
         asked = Asked(names.owner, names.digest, request.num_choices)
@@ -161,6 +164,8 @@ class Generation:
         checked = checked or CheckedBody({}, (), msgspec.msgpack.encode(request.prompts))
         packed = await self.pictures.put(self.work, request.prompts, checked.packed)
         admitted = await admit(self.work, model, request, packed, checked.ahead)
+        if model.adapters.get(request.model) != adapter:
+            raise self.fleet.hosts.unknown(request.model)  # it was unloaded meanwhile
         stream_id = stream_id or StreamId("cmpl-" + secrets.token_hex(16))
         is_durable = names.is_opted_in and self.streams.store.is_durable
         record = _record(stream_id, model, request, admitted, names)
@@ -216,6 +221,7 @@ def _record(
         names=names,
         served=model.setup,
         tokenization=admitted.tokenization,
+        adapter=model.adapters.get(request.model),
         rendering=RENDERING,
     )
     if sampling.grammar_tags and begins_in_reasoning(record, 0, model.tokenizer):

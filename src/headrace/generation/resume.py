@@ -15,6 +15,7 @@ from headrace.generation.stream import LiveStream
 from headrace.generation.writers import Writers
 from headrace.metrics.metrics import ServerFigures
 from headrace.streams.log import Log, LogConflict
+from headrace.streams.record import Record
 from headrace.streams.store import Stored, StoreStalled
 from headrace.workers.image_file import Admitted
 from headrace.workers.pool import Work
@@ -90,7 +91,7 @@ class Resumption:
 
     async def _resume(self, stored: Stored, cut: RequestError | None = None) -> None:
         """Goes on with a stream, or ends it as `cut`."""
-        host = self._fleet.hosts.find(stored.record.request.model) or self._fleet.hosts.first
+        host = self._host_of(stored.record)
         try:
             await host.read()
         except ModelError as error:
@@ -115,6 +116,12 @@ class Resumption:
         if stored.record.images and not cut:
             admitted, cut = await see_again(self._work, host.model, stored.record)
         self._writers.resume(host, stored, builder, admitted, cut)
+
+    def _host_of(self, record: Record) -> ModelHost:
+        hosts = self._fleet.hosts
+        names = record.request.model, record.adapter.parent if record.adapter else ""
+        found = (host for name in names if (host := hosts.find(name)) is not None)
+        return next(found, hosts.first)
 
     async def _resume_later(self, stored: Stored, cut: RequestError | None) -> None:
         await asyncio.sleep(_AGAIN_S)

@@ -23,7 +23,7 @@ from headrace.generation.event_builder import EventBuilder, Standing
 from headrace.generation.model_checks import check_can_begin, check_can_go_on
 from headrace.generation.readers import Audience
 from headrace.generation.request_span import span_of
-from headrace.generation.submission import Submission
+from headrace.generation.submission import Submission, salt_of
 from headrace.generation.waits import Beat
 from headrace.metrics.metrics import RequestFigures
 from headrace.metrics.traces import Traces
@@ -261,6 +261,8 @@ class LiveStream:
         if traces.is_on:
             ingestion = self._builder.ingestion()
             traces.ended(span_of(self.record, tally, ingestion, self._at_ms() / 1000, self.cut))
+        if self.record.adapter is not None:
+            figures.adapted(self.record.adapter.name, outcome, tally)
         usage, timings = tally.usage, tally.timings
         log_request(
             route,
@@ -336,11 +338,11 @@ class LiveStream:
                 sampling=request.sampling,
                 arrival=self._admitted_at,
                 priority=request.priority,
-                # an owner has no line break, so that no salt can pass for another owner's
-                salt=f"{self.record.names.owner}\n{request.cache_salt}",
+                salt=salt_of(self.record.names.owner, request.cache_salt, self.record.adapter),
                 use_prefix=request.cache_prompt and not request.echo,
                 suspect=self._blame.is_suspect,
                 client=self.record.names.owner,
+                adapter=self.record.adapter,
             )
         )
 

@@ -2,9 +2,19 @@
 
 from collections.abc import Iterable
 
+from headrace.core.adapter import Adapter
 from headrace.core.ids import SequenceId
 from headrace.core.messages import Cancel, FinishReason, Submit
 from headrace.fleet.tenants import Tenant, Tenants
+
+
+def salt_of(owner: str, salt: str, adapter: Adapter | None = None) -> str:
+    """Tells whose prefixes may be shared, and what computed them.
+
+    An owner has no line break, so that no salt can pass for another owner's.
+    """
+    shared = f"{owner}\n{salt}"
+    return shared if adapter is None else f"{adapter.fingerprint}\n{shared}"
 
 
 class Submission:

@@ -75,6 +75,9 @@ class VectorMaker:
     async def _make(self, request: VectorRequest) -> Vectors:
         host, queue = self._queues.find(request.model, request.priority >= BACKGROUND)
         model = host.model
+        if request.model in model.adapters:
+            message = f"{request.model} is an adapter; vectors are made by {model.names[0]} alone."
+            raise RequestError("unsupported_operation", message, "model")
         digest = hashlib.sha256(request.packed).digest()
         asked = Asked(request.owner, digest, 1)
         queue.check(asked, Capacity.of(model.ready), time.monotonic())

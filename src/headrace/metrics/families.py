@@ -13,6 +13,8 @@ _TOTALS = {  # of each the help, and its labels
     "generated_tokens": ("Tokens generated for ended requests",),
     "guessed_tokens": ("Tokens guessed ahead for ended requests",),
     "accepted_tokens": ("Of these, right: steps saved",),
+    "adapter_requests": ("Requests that ended, by adapter", "adapter", "outcome"),
+    "adapter_tokens": ("Tokens generated for them", "adapter"),
     "engine_starts": ("Times that the engine came up",),
     "engine_restarts": ("Engines that died", "cause"),
     "recovered_streams": ("Streams resumed from an earlier run",),

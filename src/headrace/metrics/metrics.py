@@ -83,6 +83,11 @@ class RequestFigures:
             self._time("decode", timings.predicted_ms / 1000)
             self._time("max_gap", timings.max_gap_ms / 1000)
 
+    def adapted(self, adapter: str, outcome: str, tally: Tally) -> None:
+        """The same request, which named an adapter."""
+        self._totals["adapter_requests"].labels(adapter, outcome).inc()
+        self._totals["adapter_tokens"].labels(adapter).inc(tally.usage.completion_tokens)
+
     def embedded(self, route: str, outcome: str, num_tokens: int, seconds: float) -> None:
         """A request for vectors: the tokens of those that it got."""
         self._totals["requests"].labels(route, outcome).inc()

@@ -22,7 +22,7 @@ from headrace.core import jobs
 from headrace.core.errors import RequestError
 from headrace.core.jobs import CheckedBody, Encoded, EncodedAhead, Refusal, SeenImages
 from headrace.core.request import Chat, Infill, Prompt, Route, Text
-from headrace.fleet.model_names import names_of, paths_of
+from headrace.fleet.model_names import adapters_of, names_of, paths_of
 from headrace.fleet.served_model import Models, ServedModel
 from headrace.generation.model_checks import longest_prompt
 from headrace.protocols import batch_lines
@@ -397,7 +397,7 @@ def _work(connection: socket.socket, is_for_images: bool) -> None:
     bound = MemoryBound(IMAGE_MEMORY_BYTES if is_for_images else MEMORY_BYTES)
     texts = [
         ModelText(
-            names_of(config),
+            (*names_of(config), *adapters_of(config)),
             functools.partial(ServedModel, config),
             bound.lifted,
             paths_of(config),

@@ -232,6 +232,7 @@ class Scheduler:
             chain=self.memory.chain(submit.salt, ((w.start, w.mark) for w in inputs.works)),
             takes_credit=submit.use_prefix,
             inputs=inputs,
+            adapter=submit.adapter.fingerprint if submit.adapter else "",
         )
 
     def _outcome_before_any_step(self, sequence: Sequence) -> Finished | None:

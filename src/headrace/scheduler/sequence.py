@@ -93,6 +93,7 @@ class Sequence:
     clears_at: int | None = None  # suspect: computed tokens that clear it of a failed step
     lease: Lease | None = None
     inputs: PromptInputs = NO_INPUTS
+    adapter: str = ""  # the fingerprint of what changes the model for it
     num_units_planned: int = 0  # of all works, in order; those that credit covers count as done
     num_units_computed: int = 0
     guesser: Guesser | None = None

@@ -175,6 +175,7 @@ class PlannedStep:
                 lease.block_ids,
                 lease.slot_id,
                 pooling.num_first if pooling else 0,
+                adapter=sequence.adapter,
             )
         )
 

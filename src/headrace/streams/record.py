@@ -4,6 +4,7 @@ from array import array
 
 import msgspec
 
+from headrace.core.adapter import Adapter
 from headrace.core.ids import StreamId
 from headrace.core.request import Chat, Request
 
@@ -54,6 +55,7 @@ class Record(msgspec.Struct, frozen=True):
     served: ServedSetup = ServedSetup()
     tokenization: str | None = None  # one-shot, streamed or given; None: an older version
     images: bytes = b""  # the prompts as they were sent, if there are images among them
+    adapter: Adapter | None = None  # that changes the model for it
     rendering: int = 0  # RENDERING of the version that made it: its bytes stay what they were
 
     @property

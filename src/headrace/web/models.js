@@ -3,7 +3,7 @@
 import { ask, errorOf } from "./api.js";
 import { el } from "./dom.js";
 
-let models = []; // {id, state, stage, share, context, takesImages}
+let models = []; // {id, parent, state, stage, share, context, takesImages}
 const STATES = { loaded: "", unloaded: " (not loaded)", loading: " (loading)", failed: " (failed)" };
 
 // Asks the server anew. Returns its error, if it had one.
@@ -11,8 +11,9 @@ export async function loadModels() {
   const response = await ask("/v1/models");
   if (!response.ok) return { status: response.status, ...(await errorOf(response)) };
   const { data } = await response.json();
-  models = data.map(({ id, status, architecture, max_model_len: length }) => ({
+  models = data.map(({ id, parent, status, architecture, max_model_len: length }) => ({
     id,
+    parent, // the model that an adapter changes
     state: status?.failed ? "failed" : status?.value ?? "loaded",
     stage: status?.stage,
     share: status?.progress ?? (status?.bytes_total ? status.bytes_done / status.bytes_total : null),
@@ -69,7 +70,7 @@ export function loadingOf(id) {
 export const takesImages = (id) => Boolean(models.find((one) => one.id === id)?.takesImages);
 
 export function showModels(select, chosen) {
-  const shown = models.map(({ id, state }) => [id, `${id}${STATES[state] ?? ` (${state})`}`]);
+  const shown = models.map(({ id, parent, state }) => [id, `${id}${parent ? ` (adapter of ${parent})` : ""}${STATES[state] ?? ` (${state})`}`]);
   if (chosen && models.length && !models.some(({ id }) => id === chosen)) shown.push([chosen, `${chosen} (not served)`]);
   const text = JSON.stringify(shown);
   if (select.dataset.shown !== text) select.replaceChildren(...shown.map(([value, label]) => el("option", { value }, label)));

@@ -1,0 +1,55 @@
+"""Routes that load and unload adapters (LoRA) of served models, by vLLM's names."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp
+
+from headrace.core.errors import RequestError
+from headrace.gateway.bodies import Bodies
+from headrace.generation.generation import Generation
+from headrace.protocols.fields.kinds import Kind, String, missing, read_fields
+from headrace.protocols.requests import decode
+
+NAMED: Mapping[str, Kind] = {"lora_name": String(least=1)}
+LOADED: Mapping[str, Kind] = {
+    **NAMED,
+    "lora_path": String(least=1),
+    "base_model_name": String(least=1),
+}
+_MAX_BODY = 1 << 16
+
+
+class AdapterRoutes:
+    def __init__(self, generation: Generation, bodies: Bodies) -> None:
+        self._adapters = generation.adapters
+        self._bodies = bodies
+
+    async def load(self, request: Request) -> ASGIApp:
+        """Answers once requests may name it."""
+        given = await self._read(request, LOADED, ("lora_name", "lora_path"))
+        name = given["lora_name"]
+        await self._adapters.load(name, given["lora_path"], given.get("base_model_name"))
+        return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
+
+    async def unload(self, request: Request) -> ASGIApp:
+        """Answers once the last stream of it has ended."""
+        name = (await self._read(request, NAMED, ("lora_name",)))["lora_name"]
+        await self._adapters.unload(name)
+        return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
+
+    async def _read(
+        self, request: Request, table: Mapping[str, Kind], required: tuple[str, ...]
+    ) -> dict[str, Any]:
+        async with self._bodies.read(request) as body:
+            whole = b"".join(body)
+        if len(whole) > _MAX_BODY:
+            message = f"The body has {len(whole)} bytes; {_MAX_BODY} are taken."
+            raise RequestError("request_too_large", message)
+        given = decode(whole)
+        for name in required:
+            if given.get(name) is None:
+                raise missing(name)
+        return read_fields(table, given)

@@ -1,0 +1,220 @@
+"""Adapters over HTTP: asked for as models, beside their base, while they and engines come and go.
+
+`KILLS=50` kills the engine as often; the suite does it twice.
+"""
+
+import asyncio
+import itertools
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from headrace.checkpoints.find import find_model
+from tests.kernels.own_kernels import needs_own_kernels
+from tools.harness.servers import ServerProcess, running_server
+from tools.harness.tiny_adapters import ATTENTION, MLP, make_adapter
+
+pytestmark = needs_own_kernels  # torch's own products depend on the number of rows
+
+KILLS = int(os.environ.get("KILLS", "2"))
+KINDS = {"sql": (4, ATTENTION), "law": (8, MLP), "wit": (16, ATTENTION + MLP), "bag": (2, MLP)}
+GIVEN, COMING = ("sql", "law"), ("wit", "bag")
+BASE = "headrace-mini"
+PROMPT = "water over the wheel " * 12
+LIMIT_S = 120
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("adapters")
+    base = find_model(BASE)
+    return {
+        name: make_adapter(root / name, base, rank, targets, seed)
+        for seed, (name, (rank, targets)) in enumerate(KINDS.items())
+    }
+
+
+@pytest.fixture(scope="module")
+def server(folders: dict[str, Path]) -> Iterator[ServerProcess]:
+    given = [f"--adapter={name}={folders[name]}" for name in GIVEN]
+    with running_server("--dtype", "bfloat16", *given) as running:
+        yield running
+
+
+def body_of(model: str, seed: int = 0, **fields: Any) -> dict[str, Any]:
+    asked = {"model": model, "prompt": f"{seed} {PROMPT}", "max_tokens": 24, "ignore_eos": True}
+    return {**asked, "temperature": 1, "seed": seed, "logprobs": 2, **fields}
+
+
+def ask(server: ServerProcess, body: dict[str, Any]) -> Any:
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=LIMIT_S)
+    return answer.raise_for_status().json()["choices"]
+
+
+def post(server: ServerProcess, path: str, **body: Any) -> httpx.Response:
+    return httpx.post(f"{server.url}{path}", json=body, timeout=LIMIT_S)
+
+
+def load(server: ServerProcess, name: str, folder: Path) -> httpx.Response:
+    return post(server, "/v1/load_lora_adapter", lora_name=name, lora_path=str(folder))
+
+
+def unload(server: ServerProcess, name: str) -> httpx.Response:
+    return post(server, "/v1/unload_lora_adapter", lora_name=name)
+
+
+def test_adapters_are_listed_with_their_parent(server: ServerProcess) -> None:
+    entries = httpx.get(f"{server.url}/v1/models").json()["data"]
+    assert {it["id"]: it["parent"] for it in entries} == {BASE: None, "sql": BASE, "law": BASE}
+
+
+def test_an_answer_is_the_same_alone_beside_others_and_over_a_kill(server: ServerProcess) -> None:
+    bodies = [body_of(name, seed) for seed in range(3) for name in (BASE, *GIVEN)]
+    alone = [ask(server, body) for body in bodies]
+    assert len({str(choices) for choices in alone}) == len(bodies)
+
+    async def together(kill: bool) -> list[Any]:
+        async with httpx.AsyncClient(base_url=server.url, timeout=LIMIT_S) as client:
+            asking = asyncio.gather(*(client.post("/v1/completions", json=it) for it in bodies))
+            while kill and not await _decodes(client):
+                await asyncio.sleep(0.01)
+            if kill:
+                server.kill_engine()
+            return [answer.raise_for_status().json()["choices"] for answer in await asking]
+
+    assert asyncio.run(together(kill=False)) == alone
+    assert asyncio.run(together(kill=True)) == alone
+
+
+def test_a_prefix_is_shared_within_one_adapter_alone(server: ServerProcess) -> None:
+    def cached(model: str) -> int:
+        body = {"model": model, "prompt": "another " + PROMPT * 2, "max_tokens": 1}
+        usage = post(server, "/v1/completions", **body).json()["usage"]
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+    assert [cached(name) for name in (BASE, *GIVEN)] == [0, 0, 0]
+    assert all(cached(name) > 0 for name in (BASE, *GIVEN))
+
+
+def test_one_comes_while_the_server_runs_and_leaves_behind_its_streams(
+    server: ServerProcess, folders: dict[str, Path]
+) -> None:
+    assert post(server, "/v1/completions", **body_of("wit")).status_code == 404
+    assert load(server, "wit", folders["wit"]).status_code == 200
+    assert "already" in load(server, "wit", folders["wit"]).json()["error"]["message"]
+    expected = ask(server, body_of("wit", max_tokens=400))
+
+    async def leave() -> tuple[Any, int, int]:
+        async with httpx.AsyncClient(base_url=server.url, timeout=LIMIT_S) as client:
+            body = body_of("wit", max_tokens=400)
+            streaming = asyncio.create_task(client.post("/v1/completions", json=body))
+            while not await _decodes(client):
+                await asyncio.sleep(0.01)
+            going = asyncio.create_task(
+                client.post("/v1/unload_lora_adapter", json={"lora_name": "wit"})
+            )
+            while (await client.post("/v1/completions", json=body_of("wit"))).status_code != 404:
+                await asyncio.sleep(0.01)
+            assert not streaming.done() and not going.done()
+            choices = (await streaming).json()["choices"]
+            return choices, (await going).status_code, len((await client.get("/v1/models")).text)
+
+    choices, status, _ = asyncio.run(leave())
+    assert choices == expected and status == 200
+    assert unload(server, "wit").status_code == 404
+
+
+def test_an_adapter_that_does_not_fit_is_refused_with_layer_and_rank(
+    server: ServerProcess, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    from tools.harness.tiny_models import make_tiny_model
+
+    other = make_adapter(tmp_path / "x", make_tiny_model(tmp_path / "other"), 5, ("q_proj",))
+    refused = load(server, "x", other)
+    assert refused.status_code == 400
+    message = refused.json()["error"]["message"]
+    assert "q_proj (rank 5)" in message and "another" in message
+    assert load(server, "y", tmp_path / "none").status_code == 400
+    assert load(server, BASE, folders["wit"]).status_code == 400
+
+
+def test_figures_tell_adapters_apart(server: ServerProcess) -> None:
+    ask(server, body_of("law"))
+    text = httpx.get(f"{server.url}/metrics").text
+    assert 'headrace_adapter_requests_total{adapter="law",outcome="finished"}' in text
+
+
+def test_no_answer_is_lost_or_changed_over_kills_while_adapters_come_and_go(
+    server: ServerProcess, folders: dict[str, Path]
+) -> None:
+    for name in COMING:
+        assert load(server, name, folders[name]).status_code == 200
+    bodies = [body_of(name, seed, max_tokens=60) for seed in range(4) for name in (BASE, *KINDS)]
+    expected = [ask(server, body) for body in bodies]
+    changed, num_answers, num_moves = [], 0, 0
+
+    async def run() -> None:
+        nonlocal num_answers, num_moves
+        is_over = asyncio.Event()
+        numbers = itertools.cycle(range(len(bodies)))
+
+        async def reader(client: httpx.AsyncClient) -> None:
+            nonlocal num_answers
+            while not is_over.is_set():
+                number = next(numbers)
+                answer = await client.post("/v1/completions", json=bodies[number])
+                if answer.status_code == 404 and bodies[number]["model"] in COMING:
+                    await asyncio.sleep(0.05)
+                    continue
+                found = answer.json().get("choices", answer.text)
+                num_answers += 1
+                if found != expected[number]:
+                    changed.append((bodies[number]["model"], found))
+
+        async def mover(client: httpx.AsyncClient) -> None:
+            nonlocal num_moves
+            for name in itertools.cycle(COMING):
+                if is_over.is_set():
+                    return
+                gone = await client.post("/v1/unload_lora_adapter", json={"lora_name": name})
+                assert gone.status_code == 200, gone.text
+                given = {"lora_name": name, "lora_path": str(folders[name])}
+                while True:
+                    come = await client.post("/v1/load_lora_adapter", json=given)
+                    if come.status_code == 200:
+                        break
+                    assert come.status_code == 503, come.text  # its engine was killed meanwhile
+                    await asyncio.sleep(0.1)
+                num_moves += 1
+
+        async def killer(client: httpx.AsyncClient) -> None:
+            for _ in range(KILLS):
+                while not await _decodes(client, at_least=3):
+                    await asyncio.sleep(0.01)
+                server.kill_engine()
+                before = num_answers
+                while num_answers < before + 8:
+                    await asyncio.sleep(0.02)
+            is_over.set()
+
+        async with (
+            httpx.AsyncClient(base_url=server.url, timeout=LIMIT_S) as client,
+            asyncio.TaskGroup() as tasks,
+        ):
+            for _ in range(6):
+                tasks.create_task(reader(client))
+            tasks.create_task(mover(client))
+            tasks.create_task(killer(client))
+
+    asyncio.run(run())
+    print(f"{KILLS} kills, {num_answers} answers, {num_moves} adapters came back: {len(changed)}")
+    assert not changed, changed[0]
+
+
+async def _decodes(client: httpx.AsyncClient, at_least: int = 1) -> bool:
+    state = (await client.get("/manage/state")).json()
+    return sum(stream["state"] == "decode" for stream in state["requests"]) >= at_least
