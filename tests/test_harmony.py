@@ -24,21 +24,25 @@ TOOLS = [
 
 
 class Speaker:
-    """A model that often reasons, for about ten tokens: "a" and ends of messages are likely."""
+    """A model that often reasons, for about ten tokens: ends of messages are likely."""
 
     def __init__(self, llm: LLM, ids: dict[str, int]) -> None:
         self._llm = llm
         self._fields = {
-            "logit_bias": {str(ids["<|end|>"]): 5.0, str(ids["a"]): 2.0},
             "temperature": 1.0,
             "max_tokens": 600,
             "return_token_ids": True,
         }
         self.ids = ids
 
-    def answers(self, **fields: Any) -> list[Any]:
-        """Asks six times; returns the answers that came to their end."""
-        asked = [self._fields | {"seed": seed} | fields for seed in range(6)]
+    def answers(self, analysis: float = 2.0, **fields: Any) -> list[Any]:
+        """Asks six times; returns the answers that came to their end.
+
+        `analysis` is the bias of its first letter.
+        """
+        bias = {str(self.ids["<|end|>"]): 5.0, str(self.ids["a"]): analysis}
+        fields = self._fields | {"logit_bias": bias} | fields
+        asked = [fields | {"seed": seed} for seed in range(6)]
         found = [self._llm.chat("Where?", **each) for each in asked]
         ended = [answer for answer in found if answer.finish_reason != "length"]
         assert len(ended) >= 3
@@ -80,7 +84,7 @@ def test_without_reasoning_the_final_message_comes_first(speaker: Speaker) -> No
 )
 def test_a_forced_tool_is_called_after_reasoning(speaker: Speaker, choice: Any) -> None:
     reasoned, names = 0, ("go", "look-at") if choice == "required" else ("look-at",)
-    for answer in speaker.answers(tools=TOOLS, tool_choice=choice):
+    for answer in speaker.answers(3.0, tools=TOOLS, tool_choice=choice):
         (call,) = answer.tool_calls
         assert answer.finish_reason == "tool_calls" and not answer.text
         assert call["function"]["name"] in names
