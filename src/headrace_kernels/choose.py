@@ -13,6 +13,7 @@ from torch import Tensor
 
 from headrace_kernels.attention import CpuAttention, CpuStep
 from headrace_kernels.experts import ExpertProduct, can_route
+from headrace_kernels.fp4 import TWICE
 from headrace_kernels.groups import INT4, GroupedWeights, Scheme
 from headrace_kernels.instruction_sets import NAMES, InstructionSet, instruction_sets_here
 from headrace_kernels.launch import compile_all, listed
@@ -165,10 +166,15 @@ def _grouped_layer(
     low, high = (0, 16) if scheme.bits == 4 else (-127, 128)
     q = torch.randint(low, high, (_OUTPUTS, _INPUTS), generator=generator)
     size = _OUTPUTS, _INPUTS // scheme.size
+    if scheme.is_float:
+        power = torch.randint(120, 130, size, generator=generator).to(torch.uint8)
+        wide = (power - 128.0).exp2().repeat_interleave(scheme.size, dim=1)
+        made = GroupedWeights(scheme, q.to(torch.int8), power, power[:, :0])
+        return GroupedLinear(made, None, instructions), torch.tensor(TWICE)[q] * wide
     scale = torch.rand(size, generator=generator).half()
     minimum = (-8 * scale * torch.rand(size, generator=generator)).half() * scheme.has_minimum
-    wide = (part.float().repeat_interleave(scheme.size, dim=1) for part in (scale, minimum))
-    exact = q * next(wide) + next(wide)
+    scale_of, minimum_of = (x.float().repeat_interleave(scheme.size, 1) for x in (scale, minimum))
+    exact = q * scale_of + minimum_of
     made = GroupedWeights(scheme, q.to(torch.int8), scale, minimum)
     return GroupedLinear(made, None, instructions), exact
 

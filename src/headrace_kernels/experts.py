@@ -160,6 +160,7 @@ _by_int8 = _products_by(product.INT8, _panels_int8)
 _by_4 = _products_by(groups.BY_4, _panels_in_groups)
 _by_8 = _products_by(groups.BY_8, _panels_in_groups)
 _by_8_and_minimum = _products_by(groups.BY_8_AND_MINIMUM, _panels_in_groups)
+_by_mxfp4 = _products_by(groups.BY_MXFP4, _panels_in_groups)
 
 
 @Kernel
@@ -218,6 +219,13 @@ def _bf16_by_8_and_minimum(a: Any) -> None:
     _by_8_and_minimum(a, g, x, y)
 
 
+@Kernel
+def _bf16_by_mxfp4(a: Any) -> None:
+    g = _read(a)
+    x, y = _of_bf16(g)
+    _by_mxfp4(a, g, x, y)
+
+
 _OF_MANY: Mapping[Kernel, Kernel] = {
     product.BF16_BY_BF16: _bf16_by_bf16,
     product.BF16_DOT_KERNEL: _bf16_dot,
@@ -227,6 +235,7 @@ _OF_MANY: Mapping[Kernel, Kernel] = {
     groups.FLOAT_BY_4: _float_by_4,
     groups.BF16_BY_8: _bf16_by_8,
     groups.BF16_BY_8_AND_MINIMUM: _bf16_by_8_and_minimum,
+    groups.BF16_BY_MXFP4: _bf16_by_mxfp4,
 }
 """By the kernel of one matrix, that of many. AMX has none."""
 

@@ -3,13 +3,14 @@
 Within a group all is whole numbers; a group's sums are scaled and added to the totals at its end.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from headrace_kernels.fp4 import doubled, half_powers
 from headrace_kernels.registers import HAS_512
 from headrace_kernels.tiles import (
     CACHE_LINE,
@@ -30,11 +31,35 @@ from headrace_kernels.tiles import (
 
 WIDE = 16
 """Bits of weights that are laid out: no tile has to widen them."""
+
+
+class Form(NamedTuple):
+    """How a group's weights lie: their bits, whether there are minima, and whether it is MXFP4."""
+
+    bits: int
+    has_minimum: bool
+    is_float: bool = False
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of a group's scales, and its minima if there are any."""
+        return PANEL if self.is_float else PANEL * 2 * (1 + self.has_minimum)
+
+    @property
+    def line_bytes(self) -> int:
+        return PANEL * self.bits // 4
+
+    @property
+    def name(self) -> str:
+        kind = "_and_minimum" if self.has_minimum else "_float" if self.is_float else ""
+        return f"groups_{self.bits}{kind}"
+
+
 _I64 = ir.IntType(64)
 _WORDS = ir.VectorType(ir.IntType(32), SHORTS // 4)  # of a line of 4 bits
 
 
-def group_tile(num_rows: int, num_vectors: int, bits: int, has_minimum: bool) -> Any:
+def group_tile(num_rows: int, num_vectors: int, form: Form) -> Any:
     """tile(w, (x, by, out), (first, count, num_lines, share, part, base)): adds groups' products.
 
     w [groups, bytes] is a panel of PANEL outputs, its groups as `kernels/groups.py` lays them out:
@@ -55,11 +80,11 @@ def group_tile(num_rows: int, num_vectors: int, bits: int, has_minimum: bool) ->
         x, by, out = (Matrix(context, builder, *pair) for pair in zip(kinds[1], of, strict=True))
         first, count, num_lines, share, part, base = cgutils.unpack_tuple(builder, args[2])
         rows, factors = ([part.row(_I64(0), m) for m in range(num_rows)] for part in (x, by))
-        if bits == WIDE:
-            panel: _Panel = _Half(builder, w, has_minimum, num_lines, part)
+        if form.bits == WIDE:
+            panel: _Panel = _Half(builder, w, form, num_lines, part)
         else:
             half = part if num_vectors == 1 else None
-            panel = _Packed(builder, w, (bits, has_minimum), (num_lines, share, base), half)
+            panel = _Packed(builder, w, form, (num_lines, share, base), half)
         sums = panel_sums(builder, out, num_rows, num_vectors, part)
 
         def add_group(at: Any, totals: list[Any]) -> list[Any]:
@@ -76,7 +101,7 @@ def group_tile(num_rows: int, num_vectors: int, bits: int, has_minimum: bool) ->
     return intrinsic(typed)
 
 
-def group_layout(bits: int, has_minimum: bool) -> Any:
+def group_layout(form: Form) -> Any:
     """layout(w, room, (group, place, num_lines, share, base)): lays a group of w out for halves.
 
     room[place] gets both halves, one after the other: the scales in float32, any minima, and the
@@ -87,8 +112,8 @@ def group_layout(bits: int, has_minimum: bool) -> Any:
         b, kinds = builder, signature.args
         w, room = (Matrix(context, b, kinds[n], args[n]) for n in range(2))
         group, place, num_lines, share, base = cgutils.unpack_tuple(b, args[2])
-        panel = _Packed(b, w, (bits, has_minimum), (num_lines, share, base), None)
-        own = [_Half(b, room, has_minimum, num_lines, _I64(part)) for part in range(2)]
+        panel = _Packed(b, w, form, (num_lines, share, base), None)
+        own = [_Half(b, room, form, num_lines, _I64(part)) for part in range(2)]
         for number, both in enumerate(panel.numbers(group)):
             for half, vector in zip(own, both, strict=True):
                 _store(b, vector, half.number_at(place, number))
@@ -114,9 +139,9 @@ class _Panel:
 
     _at_once = 1  # lines; every group has an even number of them
 
-    def __init__(self, builder: Any, w: Matrix, has_minimum: bool, num_lines: Any) -> None:
+    def __init__(self, builder: Any, w: Matrix, form: Form, num_lines: Any) -> None:
         self._builder, self._w, self._num_lines = builder, w, num_lines
-        self._num_numbers = 2 if has_minimum else 1
+        self._form, self._num_numbers = form, 1 + form.has_minimum
 
     def numbers(self, group: Any) -> list[list[Any]]:
         """Vectors of the scales, and of the minima if there are any."""
@@ -175,15 +200,18 @@ class _Packed(_Panel):
     _at_once = 1 if HAS_512 else 2
 
     def __init__(
-        self, builder: Any, w: Matrix, kind: tuple[int, bool], places: tuple[Any, ...], half: Any
+        self, builder: Any, w: Matrix, form: Form, places: tuple[Any, ...], half: Any
     ) -> None:
         num_lines, self._share, self._base = places
-        super().__init__(builder, w, kind[1], num_lines)
-        self._bits, self._half = kind[0], half
+        super().__init__(builder, w, form, num_lines)
+        self._half = half
         self._apart = _apart(builder, self._share, num_lines)
 
     def numbers(self, group: Any) -> list[list[Any]]:
         b, head, half = self._builder, self._w.at(group, _I64(0)), self._half
+        if self._form.is_float:
+            place = head if half is None else b.add(head, b.mul(half, _I64(PANEL // 2)))
+            return [half_powers(b, place)[: 2 if half is None else 1]]
         places = [b.add(head, _I64(2 * PANEL * n)) for n in range(self._num_numbers)]
         if half is None:
             return [halves(b, place) for place in places]
@@ -192,13 +220,17 @@ class _Packed(_Panel):
     def weights(self, group: Any, line: Any) -> list[Any]:
         """A byte of 4 bits holds one of each half, the first lower."""
         b, half = self._builder, self._half
-        lines = b.add(self._w.at(group, _I64(0)), _I64(self._num_numbers * 2 * PANEL))
-        place = b.add(lines, b.mul(line, _I64(self._bits * PANEL // 4)))
+        lines = b.add(self._w.at(group, _I64(0)), _I64(self._form.head_bytes))
+        place = b.add(lines, b.mul(line, _I64(self._form.line_bytes)))
         stored, wide = ir.VectorType(ir.IntType(8), SHORTS), ir.VectorType(ir.IntType(16), SHORTS)
-        if self._bits == 8:
+        if self._form.bits == 8:
             begin = place if half is None else b.add(place, b.mul(half, _I64(SHORTS)))
             places = [b.add(begin, _I64(SHORTS * v)) for v in range(2 if half is None else 1)]
             return [b.sext(load(b, own, stored, 1), wide) for own in places]
+        if half is None and self._form.is_float:
+            both = load(b, place, stored, 1)
+            codes = b.and_(both, stored([15] * SHORTS)), b.lshr(both, stored([4] * SHORTS))
+            return [b.sext(doubled(b, each), wide) for each in codes]
         if half is None:
             both = b.zext(load(b, place, stored, 1), wide)
             return [b.and_(both, wide([15] * SHORTS)), b.lshr(both, wide([4] * SHORTS))]
@@ -206,7 +238,8 @@ class _Packed(_Panel):
         by = b.trunc(b.mul(half, _I64(4)), _WORDS.element)
         shifted = b.lshr(words, spread_over(b, by, _WORDS.count))
         lower = b.and_(shifted, _WORDS([0x0F0F0F0F] * _WORDS.count))
-        return [b.zext(b.bitcast(lower, stored), wide)]
+        codes = b.bitcast(lower, stored)
+        return [b.sext(doubled(b, codes), wide) if self._form.is_float else b.zext(codes, wide)]
 
     def fetch_at(self, at: Any, line: Any) -> None:
         b = self._builder
@@ -215,7 +248,7 @@ class _Packed(_Panel):
     def fetch_heads(self, at: Any) -> None:
         b = self._builder
         rest = b.add(self._begin(at), b.mul(self._num_lines, self._apart))
-        for head in range(self._num_numbers if self._bits == 8 else 0):
+        for head in range(self._num_numbers if self._form.bits == 8 else 0):
             fetch(b, b.add(rest, _I64(head * CACHE_LINE)))
 
     def _begin(self, at: Any) -> Any:
@@ -225,10 +258,8 @@ class _Packed(_Panel):
 class _Half(_Panel):
     """Half of the outputs, as laid out."""
 
-    def __init__(
-        self, builder: Any, w: Matrix, has_minimum: bool, num_lines: Any, part: Any
-    ) -> None:
-        super().__init__(builder, w, has_minimum, num_lines)
+    def __init__(self, builder: Any, w: Matrix, form: Form, num_lines: Any, part: Any) -> None:
+        super().__init__(builder, w, form, num_lines)
         own = builder.mul(num_lines, _I64(CACHE_LINE))
         self._column = builder.mul(part, builder.add(own, _I64(self._num_numbers * CACHE_LINE)))
 

@@ -1,8 +1,9 @@
 """Owns weights in groups of inputs, each with a scale and maybe a minimum for each output.
 
-A weight is scale * q + minimum. Panels have 32 outputs, as all packed weights have. A group is
-its scales, its minima, and then the q's as lines of two inputs: what a product needs of a group
-lies in one stretch, and a panel streams from memory in one go.
+A weight is scale * q + minimum; in MXFP4 it is a scale times a number of four bits (fp4.py).
+Panels have 32 outputs, as all packed weights have. A group is its scales, its minima, and then the
+q's as lines of two inputs: what a product needs of a group lies in one stretch, and a panel streams
+from memory in one go.
 
 Rows meet them as int16, scaled by the same groups, which is finer than bfloat16 for all that is
 within a hundredth of a group's largest. Sums within a group are exact, and groups are added in
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from headrace_kernels.amx_groups import multiply_groups
 from headrace_kernels.amx_int8 import split
-from headrace_kernels.group_tile import WIDE, group_layout, group_tile
+from headrace_kernels.group_tile import WIDE, Form, group_layout, group_tile
 from headrace_kernels.instruction_sets import InstructionSet, instruction_sets_here
 from headrace_kernels.launch import Kernel
 from headrace_kernels.numeric import compiled_as, f32_at, i8_at, largest_size, u16_at
@@ -38,15 +39,26 @@ from headrace_kernels.tiles import (
 
 
 class Scheme(NamedTuple):
-    """How groups hold values: 4 bits a value, from 0 on and with minima, or 8, signed."""
+    """How groups hold values: 4 bits a value, from 0 on and with minima, or 8, signed.
+
+    Or as MXFP4 does: codes of numbers of 4 bits, and scales in a byte.
+    """
 
     bits: int
     size: int  # of a group: neighbours in a row
     has_minimum: bool
+    is_float: bool = False
+
+    @property
+    def form(self) -> Form:
+        return Form(self.bits, self.has_minimum, self.is_float)
 
 
 class GroupedWeights(NamedTuple):
-    """A matrix: q int8 [outputs, inputs]; scale and minimum float16 [outputs, groups]."""
+    """A matrix: q int8 [outputs, inputs]; scale and minimum float16 [outputs, groups].
+
+    In MXFP4 scales are uint8, and there are no minima.
+    """
 
     scheme: Scheme
     q: Tensor
@@ -56,6 +68,7 @@ class GroupedWeights(NamedTuple):
 
 INT4 = Scheme(4, 32, True)
 """The scheme of groups that plain weights are rounded to."""
+MXFP4 = Scheme(4, 32, has_minimum=False, is_float=True)
 
 _PANELS_AT_ONCE = 32  # while packing
 _ROWS_AT_ONCE = 256  # of float32, while quantizing
@@ -67,8 +80,8 @@ _FEW_ROWS = 16  # up to which groups are not worth laying out for AMX
 
 
 def group_bytes(scheme: Scheme) -> int:
-    """Bytes of one group of a panel; scales and minima are float16."""
-    return PANEL * (2 * (1 + scheme.has_minimum) + scheme.size * scheme.bits // 8)
+    """Bytes of one group of a panel."""
+    return scheme.form.head_bytes + PANEL * scheme.size * scheme.bits // 8
 
 
 def packed_bytes(scheme: Scheme, outputs: int, inputs: int) -> int:
@@ -155,22 +168,21 @@ def _product_amx(bits: int, has_minimum: bool) -> Any:
     return product_by(Way(name, _quantize_bytes, multiply, np.int16, _scale_and_sum))
 
 
-def _way_of(bits: int, has_minimum: bool) -> Way:
-    name = f"groups_{bits}{'_and_minimum' if has_minimum else ''}"
+def _way_of(form: Form) -> Way:
     made = _multiply if HAS_512 else _multiply_laid_out
-    return Way(name, _quantize, made(name, bits, has_minimum), np.int16, _scale_and_sum)
+    return Way(form.name, _quantize, made(form.name, form), np.int16, _scale_and_sum)
 
 
-def _tiles(bits: int, has_minimum: bool) -> Any:
+def _tiles(form: Form) -> Any:
     def tile_of(num_rows: int, num_vectors: int) -> Any:
-        return group_tile(num_rows, num_vectors, bits, has_minimum)
+        return group_tile(num_rows, num_vectors, form)
 
     return tile_of
 
 
-def _multiply(name: str, bits: int, has_minimum: bool) -> Any:
-    take = over_panel(name, _tiles(bits, has_minimum))
-    head, line_bytes = PANEL * 2 * (1 + has_minimum), PANEL * bits // 4
+def _multiply(name: str, form: Form) -> Any:
+    take = over_panel(name, _tiles(form))
+    head, line_bytes = form.head_bytes, form.line_bytes
 
     @compiled_as(name)
     def multiply(w: Any, x: Any, scales: Any, num_rows: int, out: Any, after: Any) -> None:
@@ -184,11 +196,12 @@ def _multiply(name: str, bits: int, has_minimum: bool) -> Any:
     return multiply
 
 
-def _multiply_laid_out(name: str, bits: int, has_minimum: bool) -> Any:
-    packed, wide = _tiles(bits, has_minimum), _tiles(WIDE, has_minimum)
+def _multiply_laid_out(name: str, form: Form) -> Any:
+    has_minimum = form.has_minimum
+    packed, wide = _tiles(form), _tiles(Form(WIDE, has_minimum))
     take_pair, take_few = over_pair(name, packed), over_halves(name, packed, _FEW_TO_LAY_OUT)
-    take_many, lay_out = over_halves(f"{name}_wide", wide, MANY), group_layout(bits, has_minimum)
-    head, line_bytes = PANEL * 2 * (1 + has_minimum), PANEL * bits // 4
+    take_many, lay_out = over_halves(f"{name}_wide", wide, MANY), group_layout(form)
+    head, line_bytes = form.head_bytes, form.line_bytes
 
     @compiled_as(name)
     def multiply(w: Any, x: Any, scales: Any, num_rows: int, out: Any, after: Any) -> None:
@@ -217,8 +230,10 @@ def _multiply_laid_out(name: str, bits: int, has_minimum: bool) -> Any:
     return multiply
 
 
-BY_4, BY_8, BY_8_AND_MINIMUM = _way_of(4, True), _way_of(8, False), _way_of(8, True)
+BY_4, BY_8, BY_8_AND_MINIMUM = map(_way_of, (Form(4, True), Form(8, False), Form(8, True)))
+BY_MXFP4 = _way_of(MXFP4.form)
 _by_4, _by_8, _by_8_and_minimum = map(product_by, (BY_4, BY_8, BY_8_AND_MINIMUM))
+_by_mxfp4 = product_by(BY_MXFP4)
 _by_4_amx, _by_8_amx = _product_amx(4, True), _product_amx(8, False)
 _by_8_and_minimum_amx = _product_amx(8, True)
 
@@ -253,6 +268,13 @@ def _bf16_by_8_and_minimum(a: Any) -> None:
     g = read_product(a)
     x, y = _of_bf16(g)
     _by_8_and_minimum(a, _panels(g), x, (y, *scale_and_bias(g)))
+
+
+@Kernel
+def _bf16_by_mxfp4(a: Any) -> None:
+    g = read_product(a)
+    x, y = _of_bf16(g)
+    _by_mxfp4(a, _panels(g), x, (y, *scale_and_bias(g)))
 
 
 @Kernel
@@ -296,19 +318,21 @@ def _bf16_by_8_and_minimum_or_amx(a: Any) -> None:
 
 
 BF16_BY_4, FLOAT_BY_4, BF16_BY_8 = _bf16_by_4, _float_by_4, _bf16_by_8
-BF16_BY_8_AND_MINIMUM = _bf16_by_8_and_minimum
+BF16_BY_8_AND_MINIMUM, BF16_BY_MXFP4 = _bf16_by_8_and_minimum, _bf16_by_mxfp4
 # rows of float32 meet none but weights that `--quantize int4` has rounded
 _KERNELS = {
-    (4, True): {torch.bfloat16: _bf16_by_4, torch.float32: _float_by_4},
-    (8, False): {torch.bfloat16: _bf16_by_8},
-    (8, True): {torch.bfloat16: _bf16_by_8_and_minimum},
+    Form(4, True): {torch.bfloat16: _bf16_by_4, torch.float32: _float_by_4},
+    Form(8, False): {torch.bfloat16: _bf16_by_8},
+    Form(8, True): {torch.bfloat16: _bf16_by_8_and_minimum},
+    MXFP4.form: {torch.bfloat16: _bf16_by_mxfp4},
 }
 
 
+# none for MXFP4: its rows meet vectors
 _KERNELS_AMX = {
-    (4, True): _bf16_by_4_or_amx,
-    (8, False): _bf16_by_8_or_amx,
-    (8, True): _bf16_by_8_and_minimum_or_amx,
+    Form(4, True): _bf16_by_4_or_amx,
+    Form(8, False): _bf16_by_8_or_amx,
+    Form(8, True): _bf16_by_8_and_minimum_or_amx,
 }
 
 
@@ -316,7 +340,8 @@ def kernels_of(
     scheme: Scheme, num_inputs: int, instructions: InstructionSet | None = None
 ) -> dict[torch.dtype, Kernel]:
     """Kernels by the type of the rows; default `instructions`: the processor's best."""
-    kernels, kind = _KERNELS[scheme.bits, scheme.has_minimum], (scheme.bits, scheme.has_minimum)
-    if (instructions or instruction_sets_here()[0]) == "amx" and num_inputs % scheme.size == 0:
-        return kernels | {torch.bfloat16: _KERNELS_AMX[kind]}
+    kernels, by_amx = _KERNELS[scheme.form], _KERNELS_AMX.get(scheme.form)
+    is_amx = (instructions or instruction_sets_here()[0]) == "amx"
+    if by_amx and is_amx and num_inputs % scheme.size == 0:
+        return kernels | {torch.bfloat16: by_amx}
     return kernels

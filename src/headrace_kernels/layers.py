@@ -14,8 +14,10 @@ from headrace_kernels.launch import Kernel
 from headrace_kernels.linear import GroupedLinear, PackedLinear
 from headrace_kernels.pointwise import (
     ADD,
+    CLAMPED,
     GATE,
     GATE_BY,
+    GELU,
     NORM,
     ROTATE,
     gated,
@@ -119,7 +121,13 @@ class CpuGatedMLP(nn.Module):
 class CpuGeluMLP(CpuGatedMLP):
     @staticmethod
     def activate(x: Tensor) -> Tensor:
-        return gated(x, by_gelu=True)
+        return gated(x, GELU)
+
+
+class CpuClampedMLP(CpuGatedMLP):
+    @staticmethod
+    def activate(x: Tensor) -> Tensor:
+        return gated(x, CLAMPED)
 
 
 class Bare:
@@ -168,6 +176,7 @@ _FAST: Mapping[str, Callable[[Any], nn.Module]] = {
     "rotary": CpuRotary,  # angles(positions), amplitude
     "gated-mlp": CpuGatedMLP,  # gate_up, down
     "gelu-mlp": CpuGeluMLP,  # the same
+    "clamped-mlp": CpuClampedMLP,  # the same, with gpt-oss's constants
     "routed-mlp": _routed,  # router, experts, num_chosen, sums_to_one, shared, shared_gate
     "convolution": CpuConvolution,  # layer, weight
     "delta-gates": CpuDeltaGates,  # A_log, dt_bias
@@ -182,6 +191,7 @@ _KERNELS: Mapping[str, Mapping[torch.dtype, Kernel]] = {
     "sigmoid-gate": GATE_BY,
     "rotary": ROTATE,
     "gated-mlp": GATE,
+    "clamped-mlp": GATE,
     "delta-gates": GATES,
 }
 """The kernels of these layers alone, by the type of their inputs; steps run the others."""

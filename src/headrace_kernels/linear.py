@@ -18,14 +18,16 @@ from headrace_kernels.groups import (
 from headrace_kernels.instruction_sets import InstructionSet
 from headrace_kernels.product import Operand, kernels_for, num_packed, pack, product
 
-PlainScheme = tuple[int, int, bool]
-"""How values in groups are stored: their bits, the size of a group, and whether it has minima."""
+PlainScheme = tuple[int, int, bool, bool]
+"""How values in groups are stored: their bits, the size of a group, whether it has minima, and
+whether they are MXFP4."""
 PlainGroups = tuple[PlainScheme, Tensor, Tensor, Tensor]
-"""A scheme; q int8 [outputs, inputs]; scale and minimum float16 [outputs, groups]."""
+"""A scheme; q int8 [outputs, inputs]; scale and minimum float16 [outputs, groups]. MXFP4: codes,
+and scales uint8."""
 
 Quantize = Literal["none", "int8", "int4", "own"]
 """How weights of linear layers are kept: as they are, in 8 bits with a scale per output, in 4 bits
-with scales and minima per group, or as a GGUF file has them."""
+with scales and minima per group, or as the model's file has them."""
 
 HEAD = "head"  # the path of the output layer in every native family
 _EXACT = ("router", "shared_gate")  # layers that are never quantized: tokens would go elsewhere
@@ -78,7 +80,7 @@ def quantize_outputs(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class GroupedLinear(nn.Module):
-    """Weights [outputs, inputs] in groups, as they are in a GGUF file or rounded to 4 bits."""
+    """Weights [outputs, inputs] in groups, as they are in a file or rounded to 4 bits."""
 
     def __init__(
         self,

@@ -23,7 +23,10 @@ from headrace_kernels.numeric import (
     u16_at,
     widen,
 )
-from headrace_kernels.silu import gelu_row, row_for, silu_row
+from headrace_kernels.silu import LIMIT, clamped_row, gelu_row, row_for, silu_row
+
+SILU, GELU, CLAMPED = range(3)
+"""Curves of a gate. CLAMPED is gpt-oss's, which also clamps what it gates, and adds 1."""
 
 _ALONE = 1 << 13  # values up to which waking another thread costs more than it saves
 
@@ -57,7 +60,7 @@ class _Gate(NamedTuple):
     tokens: int
     heads: int  # or experts
     size: int
-    is_gelu: int  # or silu
+    curve: int  # of those below
     x: int
     out: int
 
@@ -168,10 +171,16 @@ def _rotate_float(a: Any) -> None:
 
 
 @njit(fastmath=FAST)
-def _gate_row(gate: Any, up: Any, is_gelu: Any, wide: Any, out: Any) -> None:
+def _gate_row(gate: Any, up: Any, curve: Any, wide: Any, out: Any) -> None:
     for i in range(gate.size):
         wide[i] = widen(gate[i])
-    if is_gelu:
+    if curve == CLAMPED:
+        clamped_row(wide)
+        for i in range(gate.size):
+            other = max(min(widen(up[i]), np.float32(LIMIT)), np.float32(-LIMIT))
+            out[i] = narrow(wide[i] * (other + np.float32(1)), out[0])
+        return
+    if curve == GELU:
         gelu_row(wide)
     else:
         silu_row(wide)
@@ -187,7 +196,7 @@ def _gate(g: Any, a: Any, x: Any, out: Any) -> None:
         row = take_next(a)
         if row >= rows:
             break
-        _gate_row(x[row, :size], x[row, size:], g.is_gelu, wide, out[row])
+        _gate_row(x[row, :size], x[row, size:], g.curve, wide, out[row])
 
 
 @Kernel
@@ -307,12 +316,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return out
 
 
-def gated(x: Tensor, by_gelu: bool = False) -> Tensor:
-    """silu(left half) * right half of x [tokens, ..., 2 * size], contiguous; or gelu, by tanh."""
+def gated(x: Tensor, curve: int = SILU) -> Tensor:
+    """The curve of the left half * the right half of x [tokens, ..., 2 * size], contiguous."""
     out = torch.empty((*x.shape[:-1], x.shape[-1] // 2), dtype=x.dtype)
     heads = x.shape[1] if x.ndim == 3 else 1
     pointers = x.data_ptr(), out.data_ptr()
-    words = _Gate(len(out), heads, out.shape[-1], by_gelu, *pointers)
+    words = _Gate(len(out), heads, out.shape[-1], curve, *pointers)
     _launch(GATE[x.dtype], out, words)
     return out
 

@@ -1,6 +1,7 @@
 """Owns silu, gelu and convolutions before silu, by explicit vectors as in tiles.py.
 
 Both are x / (1 + e^-y): silu with y = x, gelu by its tanh with y = 2 sqrt(2/pi) (x + 0.044715 x^3).
+So is gpt-oss's, with y = 1.702 x of x up to 7.
 """
 
 import math
@@ -18,6 +19,7 @@ from headrace_kernels.tiles import FLOATS, LANES, Matrix, add_product, fused, lo
 
 _I64 = ir.IntType(64)
 _GELU = 2 * math.sqrt(2 / math.pi)
+STEEPNESS, LIMIT = 1.702, 7.0
 
 
 def _all(number: float) -> Any:
@@ -32,6 +34,12 @@ def _gelu(builder: Any, x: Any) -> Any:
     b = builder
     growth = add_product(b, _all(_GELU), b.fmul(_all(_GELU * 0.044715), x), x)
     return _times_sigmoid(b, x, b.fmul(growth, x))
+
+
+def _clamped(builder: Any, x: Any) -> Any:
+    b = builder
+    x = b.select(b.fcmp_unordered(">", x, _all(LIMIT)), _all(LIMIT), x)
+    return _times_sigmoid(b, x, b.fmul(_all(STEEPNESS), x))
 
 
 def _times_sigmoid(builder: Any, x: Any, y: Any) -> Any:
@@ -63,7 +71,7 @@ def _in_place(function: Callable[[Any, Any], Any]) -> Any:
     return intrinsic(typed)
 
 
-silu_row, gelu_row = _in_place(_silu), _in_place(_gelu)
+silu_row, gelu_row, clamped_row = _in_place(_silu), _in_place(_gelu), _in_place(_clamped)
 """silu_row(x): in place; x is contiguous float32, of at least one vector and whole ones only."""
 
 

@@ -1,10 +1,19 @@
 """Weights in groups: their products are right, and no row changes another."""
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
 from torch import Tensor
 
+from headrace_kernels.fp4 import _HAS_TABLES, TWICE, doubled
 from headrace_kernels.groups import (
+    INT4,
+    MXFP4,
     GroupedWeights,
     Scheme,
     pack_groups,
@@ -12,6 +21,7 @@ from headrace_kernels.groups import (
     quantize_groups,
 )
 from headrace_kernels.linear import GroupedLinear
+from headrace_kernels.tiles import SHORTS, Matrix, load
 from tests.kernels.own_kernels import OWN_SETS, needs_own_kernels
 
 ALL = [
@@ -20,6 +30,7 @@ ALL = [
     Scheme(8, 32, True),
     Scheme(8, 16, False),
     Scheme(8, 16, True),
+    MXFP4,
 ]
 
 
@@ -28,6 +39,9 @@ def make(scheme: Scheme, outputs: int, inputs: int) -> GroupedWeights:
     low, high = (0, 16) if scheme.bits == 4 else (-128, 128)
     q = torch.randint(low, high, (outputs, inputs), generator=generator).to(torch.int8)
     size = outputs, -(-inputs // scheme.size)
+    if scheme.is_float:
+        powers = torch.randint(116, 132, size, generator=generator).to(torch.uint8)
+        return GroupedWeights(scheme, q, powers, powers[:, :0])
     scale = torch.randn(size, generator=generator).half()
     minimum = torch.randn(size, generator=generator).half() * (9 if scheme.has_minimum else 0)
     return GroupedWeights(scheme, q, scale, minimum)
@@ -36,7 +50,24 @@ def make(scheme: Scheme, outputs: int, inputs: int) -> GroupedWeights:
 def values(groups: GroupedWeights) -> Tensor:
     """float64 [outputs, inputs]."""
     own = torch.arange(groups.q.shape[1]) // groups.scheme.size
+    if groups.scheme.is_float:
+        doubled = torch.tensor(TWICE, dtype=torch.float64)[groups.q.long()]
+        return doubled * (groups.scale.double() - 128).exp2()[:, own]
     return groups.q.double() * groups.scale.double()[:, own] + groups.minimum.double()[:, own]
+
+
+def _spell(has_tables: bool) -> Any:
+    """A function that puts `doubled` of its first argument into its second."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        given, made = (Matrix(context, builder, signature.args[n], args[n]) for n in range(2))
+        codes = load(builder, given.base, ir.VectorType(ir.IntType(8), SHORTS), 1)
+        place = builder.inttoptr(made.base, codes.type.as_pointer())
+        builder.store(doubled(builder, codes, has_tables), place, align=1)
+        return context.get_dummy_value()
+
+    spell: Any = intrinsic(lambda typing, given, made: (types.void(given, made), emit))
+    return njit(lambda given, made: spell(given, made))
 
 
 @needs_own_kernels
@@ -50,7 +81,7 @@ def test_the_product_is_that_of_the_values(scheme: Scheme, outputs: int, inputs:
     for rows in (1, 2, 3, 5, 9, 13, 30, 150):
         x = torch.randn(rows, inputs)
         for given, tolerance in ((x, 1e-4), (x.bfloat16(), 3e-3)):
-            if scheme.bits == 8 and given.dtype == torch.float32:
+            if scheme != INT4 and given.dtype == torch.float32:
                 continue  # no model needs it
             expected = given.double() @ values(groups).T + bias.double()
             error = (layer(given).double() - expected).norm() / expected.norm()
@@ -112,3 +143,23 @@ def test_packing_keeps_panels_apart_from_each_other() -> None:
     for panel in range(2):
         own = GroupedWeights(scheme, *(part[32 * panel : 32 * panel + 32] for part in groups[1:]))
         assert torch.equal(pack_groups(own)[0], both[panel])
+
+
+@needs_own_kernels
+def test_every_code_under_every_scale_is_its_value() -> None:
+    """One input of each row is 1: what comes out is a weight, however small its scale."""
+    q = torch.arange(16, dtype=torch.int8).repeat(255, 2)
+    powers = torch.arange(255).to(torch.uint8)[:, None]
+    groups = GroupedWeights(MXFP4, q, powers, powers[:, :0])
+    layer = GroupedLinear(groups, None)
+    found = layer(torch.eye(32).bfloat16()).T.float()
+    assert torch.equal(found, values(groups).bfloat16().float())
+
+
+@pytest.mark.parametrize("has_tables", [False, True])
+def test_codes_are_spelled_alike_with_tables_and_without(has_tables: bool) -> None:
+    if has_tables and not _HAS_TABLES:
+        pytest.skip("this processor has no tables")
+    made = np.zeros(32, np.int8)
+    _spell(has_tables)(np.arange(32, dtype=np.int8) % 16, made)
+    assert made.tolist() == list(TWICE) * 2

@@ -3,7 +3,7 @@ import torch
 import torch.nn.functional as F
 
 from headrace_kernels import pointwise
-from headrace_kernels.pointwise import gated, norm, rotate
+from headrace_kernels.pointwise import CLAMPED, GELU, gated, norm, rotate
 
 DTYPES = [(torch.float32, 1e-5), (torch.bfloat16, 2**-7)]
 
@@ -45,5 +45,8 @@ def test_the_gate_is_right_far_out_on_both_sides(dtype: torch.dtype, tolerance: 
     x = torch.cat((torch.linspace(-200, 200, 101).repeat(3, 1), torch.randn(3, 101)), 1).to(dtype)
     gate, up = x.double().chunk(2, dim=-1)
     torch.testing.assert_close(gated(x).double(), F.silu(gate) * up, rtol=tolerance, atol=1e-5)
-    found, gelu = gated(x, by_gelu=True).double(), F.gelu(gate, approximate="tanh")
+    found, gelu = gated(x, GELU).double(), F.gelu(gate, approximate="tanh")
     torch.testing.assert_close(found, gelu * up, rtol=tolerance, atol=1e-5)
+    low, between = gate.clamp(max=7), up.clamp(-7, 7)
+    expected = low * (1.702 * low).sigmoid() * (between + 1)
+    torch.testing.assert_close(gated(x, CLAMPED).double(), expected, rtol=tolerance, atol=1e-5)
