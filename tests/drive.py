@@ -133,7 +133,7 @@ def naive_logits(folder: Path, prompt: Sequence[int]) -> torch.Tensor:
     blocks = array("i", range(num_blocks))
     chunk = Chunk(SequenceId(0), 0, len(prompt), len(prompt), (), blocks, SlotId(0))
     batch = pack([chunk], [array("i", prompt)], 16, cpu)
-    return model.logits(model(batch.token_ids, NaiveAttention(storage).step(batch)))
+    return model.logits(model(batch.token_ids, NaiveAttention(storage, model.sinks).step(batch)))
 
 
 def assert_close(ours: torch.Tensor, reference: torch.Tensor, tolerance: float = 1e-4) -> None:

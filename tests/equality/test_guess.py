@@ -199,7 +199,8 @@ def test_choices_of_one_prompt_guess_for_themselves() -> None:
 
 
 @pytest.mark.parametrize(
-    "architecture", ["Qwen3MoeForCausalLM", "Gemma3ForCausalLM", "Qwen3_5ForCausalLM"]
+    "architecture",
+    ["Qwen3MoeForCausalLM", "Gemma3ForCausalLM", "GptOssForCausalLM", "Qwen3_5ForCausalLM"],
 )
 def test_experts_windows_caps_and_states_say_the_same(architecture: str, tmp_path: Path) -> None:
     folder = make_tiny_model(

@@ -20,9 +20,9 @@ from tests.drive import (
 from tools.harness.tiny_models import make_tiny_model
 
 PROMPT = random_prompt(150)
-LLAMA, MISTRAL, QWEN2, QWEN3, MOE, GEMMA2, GEMMA3 = (
+LLAMA, MISTRAL, QWEN2, QWEN3, MOE, GEMMA2, GEMMA3, GPT_OSS = (
     f"{name}ForCausalLM"
-    for name in ("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe", "Gemma2", "Gemma3")
+    for name in ("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe", "Gemma2", "Gemma3", "GptOss")
 )
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 LLAMA3 = {
@@ -90,6 +90,17 @@ OPTIONS = {
         MOE,
         {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 2},
     ),
+    "gpt-oss": (GPT_OSS, {}),
+    "gpt-oss with its own layers": (GPT_OSS, {"layer_types": KINDS, "num_experts_per_tok": 1}),
+    "gpt-oss without biases of attention": (GPT_OSS, {"attention_bias": False}),
+    "gpt-oss whose gates reach their clamps": (
+        GPT_OSS,
+        {"initializer_range": 0.5, "num_hidden_layers": 1},
+    ),
+    "gpt-oss with a plain rope": (
+        GPT_OSS,
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}, "num_local_experts": 8},
+    ),
     "rope with another base": (LLAMA, {"rope_parameters": {"rope_theta": 500.0}}),
     "linear rope": (LLAMA, {"rope_parameters": {"rope_type": "linear", "factor": 4.0}}),
     "dynamic rope": (QWEN2, {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}),
@@ -130,8 +141,12 @@ def test_logits_and_greedy_tokens_equal_those_of_transformers(name: str, tmp_pat
     assert_greedy(PROMPT + generate(runner, PROMPT, 64), len(PROMPT), reference)
 
 
-def test_experts_give_the_same_tokens_at_any_cap_and_beside_any_neighbour(tmp_path: Path):
-    runner = tiny_runner(make_tiny_model(tmp_path / "tiny", MOE), "native-text", block_size=16)
+@pytest.mark.parametrize("architecture", [MOE, GPT_OSS])
+def test_experts_give_the_same_tokens_at_any_cap_and_beside_any_neighbour(
+    architecture: str, tmp_path: Path
+):
+    folder = make_tiny_model(tmp_path / "tiny", architecture)
+    runner = tiny_runner(folder, "native-text", block_size=16)
     whole = generate(runner, PROMPT, 40)
     for cap in (1, 4, 16, 63, 64, 65):
         assert generate(runner, PROMPT, 8, chunk=cap) == whole[:8]
@@ -154,7 +169,9 @@ def test_each_expert_is_computed_once_for_all_tokens_of_a_step(tmp_path: Path):
     assert len(sizes) <= 5 and sum(sizes) == 2 * len(PROMPT)
 
 
-@pytest.mark.parametrize("architecture", [LLAMA, MISTRAL, QWEN2, QWEN3, MOE, GEMMA2, GEMMA3])
+@pytest.mark.parametrize(
+    "architecture", [LLAMA, MISTRAL, QWEN2, QWEN3, MOE, GEMMA2, GEMMA3, GPT_OSS]
+)
 @torch.inference_mode()
 def test_bfloat16_errs_no_more_than_that_of_transformers(architecture: str, tmp_path: Path):
     folder = make_tiny_model(tmp_path / "tiny", architecture, head_dim=None, dtype=torch.bfloat16)

@@ -108,6 +108,7 @@ def test_greedy_output_is_the_same_with_the_budget_on_off_and_after_ten_preempti
     [
         ("Qwen3MoeForCausalLM", "native-text"),
         ("Gemma3ForCausalLM", "native-text"),
+        ("GptOssForCausalLM", "native-text"),
         ("Olmo2ForCausalLM", "generic-text"),
     ],
 )

@@ -12,6 +12,7 @@ import numpy as np
 
 from tests.drive import random_prompt
 from tools.harness.gguf_files import add_merge, add_tokenizer, to_gguf
+from tools.harness.gpt_oss_files import gpt_oss_to_gguf, to_mxfp4
 from tools.harness.tiny_models import CHAT_TEMPLATE, END, make_tiny_model
 
 VOCAB = 260
@@ -134,6 +135,17 @@ def _mamba(writer: gguf.GGUFWriter) -> dict[str, tuple[int, ...]]:
         "ssm_d": (_INNER,),
         "ssm_out.weight": (_HIDDEN, _INNER),
     }
+
+
+def write_gpt_oss(folder: Path, is_mxfp4: bool) -> Path:
+    """Experts in float32 or MXFP4; rotations unstretched, since llama.cpp rounds their ramp."""
+    rope = {"rope_type": "default", "rope_theta": 10_000.0}
+    more = {"vocab_size": VOCAB, "rope_parameters": rope, "hidden_size": 96, "head_dim": 32}
+    tiny = make_tiny_model(folder / "tiny", "GptOssForCausalLM", **more)
+    assert add_merge(tiny) == VOCAB
+    fields = {"chat_template": CHAT_TEMPLATE, "eos_token_id": END}
+    source = to_mxfp4(tiny) if is_mxfp4 else tiny
+    return gpt_oss_to_gguf(source, folder / "tiny-oss.gguf", **fields)
 
 
 class Alone:

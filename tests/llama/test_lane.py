@@ -14,7 +14,14 @@ from headrace.core.plan import BlockCopy, SlotCopy, StepPlan
 from headrace.core.sampling import Sampling
 from headrace.runner.runner import Runner
 from tests.drive import Drive, assert_close, generate, random_prompt, row_logits, tiny_runner
-from tests.llama.models import ARCHITECTURES, VOCAB, Alone, write_hybrid, write_model
+from tests.llama.models import (
+    ARCHITECTURES,
+    VOCAB,
+    Alone,
+    write_gpt_oss,
+    write_hybrid,
+    write_model,
+)
 
 PROMPT = random_prompt(60, VOCAB)
 K_FILES = sorted(Path("tests/checkpoints/data").glob("*.gguf"))
@@ -158,6 +165,19 @@ def test_hybrids_of_ours_give_the_logits_of_llama_cpp(tmp_path: Path, architectu
     ours, rows = (row_logits(one, PROMPT) for one in (native, theirs))
     error = (rows - ours).abs().amax(-1) / ours.abs().amax(-1)
     assert error.median() < 1e-2
+
+
+@pytest.mark.parametrize("is_mxfp4", [False, True])
+def test_gpt_oss_of_ours_gives_the_logits_of_llama_cpp(tmp_path: Path, is_mxfp4: bool) -> None:
+    """llama.cpp rounds the rows that meet MXFP4 to 8 bits."""
+    folder = find_model(str(write_gpt_oss(tmp_path, is_mxfp4)))
+    native = tiny_runner(folder, dtype="float32")
+    theirs = tiny_runner(folder, "llama-cpp", dtype="float32")
+    assert (native.lane.traits.id, theirs.lane.traits.id) == ("native-text", "llama-cpp")
+    ours, rows = (row_logits(one, PROMPT) for one in (native, theirs))
+    error = (rows - ours).abs().amax(-1) / ours.abs().amax(-1)
+    print(f"median {error.median():.2g}, largest {error.max():.2g}")
+    assert error.median() < (3e-2 if is_mxfp4 else 1e-3)
 
 
 def test_what_llama_cpp_does_not_know_is_one_line(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ _FAMILIES = {
     "llama": "LlamaForCausalLM",  # llama.cpp calls Mistral so too
     "gemma2": "Gemma2ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
+    "gpt-oss": "GptOssForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM",
@@ -42,7 +43,7 @@ _FAMILIES = {
     "qwen35moe": "Qwen3_5MoeForCausalLM",
     "qwen3next": "Qwen3NextForCausalLM",
 }
-_ROUTED = ("qwen3moe", "qwen35moe", "qwen3next")
+_ROUTED = ("gpt-oss", "qwen3moe", "qwen35moe", "qwen3next")
 _HYBRIDS = ("qwen35", "qwen35moe", "qwen3next")
 _SIZES = {
     "embedding_length": "hidden_size",
@@ -75,12 +76,13 @@ _STATES = {
     "ssm.inner_size": "linear_value_dim",
 }
 """Of gated delta nets."""
+_MAYBE_BIASED = ("llama", "gpt-oss")
 _27B = {"gemma2": 46, "gemma3": 62}
 """Layers of the one size of a family whose scores are scaled by another size than a head's."""
 _WIDE = {"F32": "float32", "F16": "float16"}  # the rest is computed in bfloat16
 _ENDS = (
     *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "</s>"),
-    "<end_of_turn>",
+    *("<end_of_turn>", "<|return|>", "<|call|>"),
 )
 """Control tokens that end an answer whatever the fields say: files often name but one of them."""
 _CONTROL = 3
@@ -252,7 +254,7 @@ def _native_config(header: GgufHeader, folder: Path) -> dict[str, Any]:
         else 0,
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "norm_topk_prob": True,  # of experts; files do not say, and llama.cpp takes it so
-        "attention_bias": name == "llama" and "blk.0.attn_q.bias" in header.tensors,
+        "attention_bias": name in _MAYBE_BIASED and "blk.0.attn_q.bias" in header.tensors,
     }
     if name in _27B:
         is_27b = config["num_hidden_layers"] == _27B[name]
@@ -328,6 +330,8 @@ def _rope(header: GgufHeader) -> dict[str, Any]:
             f"Rotary positions of kind {kind} in GGUF files have no implementation of ours."
         )
     scaling = {"rope_type": kind, "factor": header.own("rope.scaling.factor", 1.0)}
+    if header.architecture == "gpt-oss":
+        scaling["truncate"] = False  # no file says so
     if original := header.own("rope.scaling.original_context_length"):
         scaling["original_max_position_embeddings"] = original
     return {"rope_scaling": scaling}

@@ -1,12 +1,14 @@
 """Quantized values of a GGUF file as they are: whole numbers in groups, a scale and a minimum each.
 
-A value is scale * q + minimum. What the K types nest, scales of scales, is multiplied out.
+A value is scale * q + minimum. What the K types nest, scales of scales, is multiplied out. MXFP4
+has codes of numbers for q, and bytes for scales (mxfp4.py).
 """
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from gguf import GGMLQuantizationType
 from gguf.quants import Q4_K, dequantize
 from torch import Tensor
@@ -17,15 +19,19 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class GroupScheme(NamedTuple):
-    """The format of groups: 4 bits a value, from 0 on and with minima, or 8, signed."""
+    """The format of groups: 4 bits a value, from 0 on and with minima, or 8, signed; or MXFP4."""
 
     bits: int
     size: int  # of a group: neighbours in a row
     has_minimum: bool
+    is_float: bool = False  # MXFP4
 
 
 class Groups(NamedTuple):
-    """A matrix: q int8 [rows, values]; scale and minimum float16 [rows, groups]."""
+    """A matrix: q int8 [rows, values]; scale and minimum float16 [rows, groups].
+
+    Of MXFP4: codes; scales uint8, and no minima.
+    """
 
     scheme: GroupScheme
     q: Tensor
@@ -43,6 +49,7 @@ GROUP_SCHEMES = {
     "Q5_K": GroupScheme(8, 32, True),
     "Q6_K": GroupScheme(8, 16, False),
     "Q8_0": _EIGHT,
+    "MXFP4": GroupScheme(4, 32, has_minimum=False, is_float=True),
 }
 """The smallest scheme that holds each type."""
 
@@ -67,14 +74,32 @@ def common_scheme(kinds: Iterable[str]) -> GroupScheme | None:
     schemes = [GROUP_SCHEMES.get(kind) for kind in kinds]
     if not schemes or None in schemes:
         return None
-    bits, sizes, minima = zip(*schemes, strict=True)
+    bits, sizes, minima, are_floats = zip(*schemes, strict=True)
+    if any(are_floats):
+        return schemes[0] if all(are_floats) else None
     return GroupScheme(max(bits), min(sizes), any(minima))
 
 
+def empty_groups(scheme: GroupScheme, num_rows: int, num_values: int) -> Groups:
+    q = torch.empty((num_rows, num_values), dtype=torch.int8)
+    size = num_rows, num_values // scheme.size
+    if scheme.is_float:
+        return Groups(scheme, q, torch.empty(size, dtype=torch.uint8), torch.empty(num_rows, 0))
+    scale, minimum = (torch.empty(size, dtype=torch.float16) for _ in range(2))
+    return Groups(scheme, q, scale, minimum)
+
+
 def read_groups(raw: Array, kind: str) -> tuple[Array, Array, Array]:
-    """q [rows, values], scale and minimum [rows, groups], float32, of the bytes [rows, bytes]."""
+    """q [rows, values], scale and minimum [rows, groups], float32, of the bytes [rows, bytes].
+
+    Of MXFP4 as `Groups` has them.
+    """
     rows, scheme = len(raw), GROUP_SCHEMES[kind]
     blocks = raw.reshape(-1, _BLOCK_BYTES[kind])
+    if scheme.is_float:
+        codes = np.concatenate((blocks[:, 1:] & 15, blocks[:, 1:] >> 4), axis=1).view(np.int8)
+        scale = blocks[:, :1].reshape(rows, -1)
+        return codes.reshape(rows, -1), scale, np.empty((rows, 0), np.float32)
     place, ones = _PLAIN[kind]
     plain = blocks.copy()
     plain[:, place : place + len(ones)] = np.frombuffer(ones, np.uint8)

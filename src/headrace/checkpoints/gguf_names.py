@@ -48,6 +48,11 @@ OF_HYBRIDS = {
 GATES = {"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"}
 """Whole names within a layer."""
 HYBRIDS = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM")
+OF_GPT_OSS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_gate_inp": "mlp.router",
+}
+GPT_OSS = "GptOssForCausalLM"
 EXPERTS = {
     "ffn_gate_exps": "gate_proj",
     "ffn_up_exps": "up_proj",
@@ -57,12 +62,15 @@ EXPERTS = {
 """Stacks: the same tensor of all experts of a layer."""
 _LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _GATES = re.compile(r"blk\.(\d+)\.(ssm_a|ssm_dt\.bias)")
+_SINKS = re.compile(r"blk\.(\d+)\.attn_sinks\.weight")
 _OTHER = re.compile(r"(\w+)\.(weight|bias)")
 
 
 def names_of(architecture: str) -> dict[str, str]:
     if architecture in HYBRIDS:
         return NAMES | OF_HYBRIDS
+    if architecture == GPT_OSS:
+        return NAMES | OF_GPT_OSS
     return NAMES | OTHERS if architecture in NORMED_TWICE else NAMES
 
 
@@ -71,8 +79,13 @@ def original_name(name: str, architecture: str) -> str:
     names = names_of(architecture)
     if architecture in HYBRIDS and (found := _GATES.fullmatch(name)):
         return f"model.layers.{found[1]}.{GATES[found[2]]}"
+    if architecture == GPT_OSS and (found := _SINKS.fullmatch(name)):
+        return f"model.layers.{found[1]}.self_attn.sinks"
     if (found := _LAYER.fullmatch(name)) and found[2] in EXPERTS:
-        return f"model.layers.{found[1]}.mlp.experts.{EXPERTS[found[2]]}"
+        # gpt-oss's own matrices lie transposed, unless they are blocks
+        kinds = {"weight": "_blocks", "bias": "_bias"} if architecture == GPT_OSS else {}
+        stack = EXPERTS[found[2]] + kinds.get(found[3], "")
+        return f"model.layers.{found[1]}.mlp.experts.{stack}"
     if (found := _LAYER.fullmatch(name)) and found[2] in names:
         return f"model.layers.{found[1]}.{names[found[2]]}.{found[3]}"
     if (found := _OTHER.fullmatch(name)) and found[1] in NAMES:

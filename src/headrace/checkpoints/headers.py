@@ -14,7 +14,7 @@ from headrace.checkpoints.parts import parts
 from headrace.checkpoints.spec import ModelSpec
 from headrace.core.errors import ModelError
 
-_KNOWN_TYPES = ("F32", "F16", "BF16")
+_KNOWN_TYPES, MXFP4 = ("F32", "F16", "BF16"), "MXFP4"
 _BUFFERS = re.compile(r"(^|\.)(position_ids|token_type_ids|num_batches_tracked|attn\.bias)$")
 """Whole numbers that old exporters wrote, and every model makes by itself."""
 _NESTED = "model.language_model."  # where a model that also sees keeps its text side
@@ -30,6 +30,8 @@ class TensorHeader(msgspec.Struct, frozen=True):
     stored_as: str = ""  # its name in the file, if it has another here
     rows: tuple[int, ...] = ()  # of what is stored; none: all
     expert: int | None = None  # the matrix of a stack
+    is_transposed: bool = False  # as stored, of an expert's matrix
+    scales: tuple[str, str] = ("", "")  # of MXFP4: the file and the name of their tensor
 
     @property
     def num_values(self) -> int:
@@ -42,17 +44,33 @@ class TensorHeader(msgspec.Struct, frozen=True):
 def read_headers(spec: ModelSpec) -> dict[str, TensorHeader]:
     """Every tensor by name; ModelError if a file is damaged or holds what cannot be computed."""
     headers: dict[str, TensorHeader] = {}
+    stored: dict[str, TensorHeader] = {}
     for name in spec.weight_files:
         if name.endswith(".gguf"):
             headers |= _of_gguf(spec.folder / name, spec)
+        else:
+            stored |= read_file(spec.folder / name)
+    for tensor, header in _with_scales(stored).items():
+        if _BUFFERS.search(tensor) and header.dtype not in _KNOWN_TYPES:
             continue
-        for tensor, header in read_file(spec.folder / name).items():
-            if _BUFFERS.search(tensor) and header.dtype not in _KNOWN_TYPES:
-                continue
-            if header.dtype not in _KNOWN_TYPES:
-                raise _unknown_type(spec, tensor, header.dtype)
-            headers |= _taken_apart(tensor, header, spec.config)
+        if header.dtype not in (*_KNOWN_TYPES, MXFP4):
+            raise _unknown_type(spec, tensor, header.dtype)
+        headers |= _taken_apart(tensor, header, spec.config)
     return headers
+
+
+def _with_scales(headers: dict[str, TensorHeader]) -> dict[str, TensorHeader]:
+    """Two tensors that hold one in MXFP4, bytes of two values each and scales, as that one."""
+    found = dict(headers)
+    for name, blocks in headers.items():
+        scales = headers.get(f"{name.removesuffix('_blocks')}_scales")
+        if scales is None or blocks.shape != (*scales.shape, 16) or blocks.dtype != "U8":
+            continue
+        del found[scales.stored_as]
+        shape = (*scales.shape[:-1], 32 * scales.shape[-1])
+        place = scales.file, scales.stored_as
+        found[name] = msgspec.structs.replace(blocks, dtype=MXFP4, shape=shape, scales=place)
+    return found
 
 
 def _taken_apart(
@@ -61,6 +79,7 @@ def _taken_apart(
     found = {}
     for part in parts(name, header.shape, config):
         shape = header.shape if part.expert is None else header.shape[1:]
+        shape = shape[::-1] if part.is_transposed else shape
         shape = (len(part.rows) or shape[0], *shape[1:])
         first, end = header.data_offsets
         if part.expert is not None:  # rows are those of its matrix
@@ -72,6 +91,7 @@ def _taken_apart(
             data_offsets=(first, first + size),
             rows=part.rows,
             expert=part.expert,
+            is_transposed=part.is_transposed,
         )
     return found or {name: header}
 

@@ -14,16 +14,21 @@ class TensorPart(NamedTuple):
     name: str
     rows: Rows
     expert: int | None = None
+    is_transposed: bool = False  # rows are columns of what is stored
 
 
 _STACK = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|gate_proj|up_proj|down_proj)")
+_GPT_OSS = re.compile(_STACK.pattern + "(_bias|_blocks)?")
 _MAX_EXPERTS = 4096  # of a layer; a stack of more is not taken apart, so nobody knows it
 _BY_HEADS = re.compile(r"(.*\.linear_attn)\.in_proj_(qkvz|ba)\.weight")
 
 
 def parts(name: str, shape: tuple[int, ...], config: Mapping[str, Any]) -> Iterator[TensorPart]:
     """The parts of a tensor; none if models take it as it is."""
-    if (found := _STACK.fullmatch(name)) and len(shape) == 3 and shape[0] <= _MAX_EXPERTS:
+    is_gpt_oss = config.get("architectures") == ["GptOssForCausalLM"]
+    if is_gpt_oss and (found := _GPT_OSS.fullmatch(name)) and shape[0] <= _MAX_EXPERTS:
+        yield from _of_gpt_oss(found[1], found[2], found[3] or "", shape)
+    elif (found := _STACK.fullmatch(name)) and len(shape) == 3 and shape[0] <= _MAX_EXPERTS:
         yield from _of_experts(found[1], found[2], shape)
     elif found := _BY_HEADS.fullmatch(name):
         yield from _of_heads(found[1], found[2], shape[0], config)
@@ -37,6 +42,20 @@ def _of_experts(path: str, kind: str, shape: tuple[int, ...]) -> Iterator[Tensor
     for expert in range(num):
         for own, its_rows in cuts.items():
             yield TensorPart(f"{path}.{expert}.{own}.weight", its_rows, expert)
+
+
+def _of_gpt_oss(path: str, kind: str, suffix: str, shape: tuple[int, ...]) -> Iterator[TensorPart]:
+    """Rows of gate and up lie in turn. Without a suffix matrices lie transposed."""
+    if len(shape) != (2 if suffix == "_bias" else 3):
+        return
+    rows = shape[1] if suffix else shape[2]
+    cuts: dict[str, Rows] = {kind: ()}
+    if kind == "gate_up_proj":
+        cuts = {"gate_proj": tuple(range(0, rows, 2)), "up_proj": tuple(range(1, rows, 2))}
+    own = "bias" if suffix == "_bias" else "weight"
+    for expert in range(shape[0]):
+        for name, its_rows in cuts.items():
+            yield TensorPart(f"{path}.{expert}.{name}.{own}", its_rows, expert, not suffix)
 
 
 def _of_heads(path: str, kind: str, size: int, config: Mapping[str, Any]) -> Iterator[TensorPart]:

@@ -132,7 +132,10 @@ def read_spec(folder: Path) -> ModelSpec:
             if 0 <= token_id < _vocab_size(folder, text)
         ),
         defaults=_defaults(folder, generation),
-        dtype=config.get("dtype") or config.get("torch_dtype") or text.get("dtype") or "float32",
+        dtype=config.get("dtype")
+        or config.get("torch_dtype")
+        or text.get("dtype")
+        or ("bfloat16" if is_mxfp4(config) else "float32"),
         weight_files=_weight_files(folder),
         config=config,
     )
@@ -244,12 +247,17 @@ def _defaults(folder: Path, generation: dict[str, Any]) -> Defaults:
 
 def _refuse_quantized(folder: Path, config: dict[str, Any]) -> None:
     quantization = config.get("quantization_config")
-    if quantization:
+    if quantization and not is_mxfp4(config):
         method = quantization.get("quant_method", "unnamed")
         raise ModelError(
             f"{folder.name} is quantized ({method}), which is not supported; "
             "use the same model with float32, float16 or bfloat16 weights."
         )
+
+
+def is_mxfp4(config: dict[str, Any]) -> bool:
+    """Whether only a model's experts are quantized, in groups that are computed as they are."""
+    return bool((config.get("quantization_config") or {}).get("quant_method") == "mxfp4")
 
 
 def _weight_files(folder: Path) -> tuple[str, ...]:

@@ -9,9 +9,10 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from headrace.checkpoints.gguf_groups import Groups, GroupScheme, common_scheme
+from headrace.checkpoints.gguf_groups import Groups, GroupScheme, common_scheme, empty_groups
 from headrace.checkpoints.gguf_weights import GgufFile
-from headrace.checkpoints.headers import TensorHeader, read_headers, text_side
+from headrace.checkpoints.headers import MXFP4, TensorHeader, read_headers, text_side
+from headrace.checkpoints.mxfp4 import copy_groups, values_of
 from headrace.checkpoints.spec import ModelSpec
 from headrace.core.errors import ModelError
 from headrace.core.loading import tell_weights
@@ -178,13 +179,16 @@ class Checkpoint:
         return target
 
     def groups(self, names: Sequence[str], shape: torch.Size, scheme: GroupScheme) -> Groups:
-        """The same of tensors that a GGUF file holds in groups, as they are."""
-        size = shape[0], shape[1] // scheme.size
-        scale, minimum = (torch.empty(size, dtype=torch.float16) for _ in range(2))
-        target = Groups(scheme, torch.empty(shape, dtype=torch.int8), scale, minimum)
+        """The same of tensors that files hold in groups, as they are."""
+        target = empty_groups(scheme, *shape)
         for name, rows in self._places(names, shape):
             part = Groups(scheme, *(tensor[rows] for tensor in target[1:]))
-            self._files[self._header(name).file].copy_groups_to(part, name)
+            header = self._header(name)
+            if header.scales[0]:
+                blocks = self._part(header, header.file, header.stored_as)
+                copy_groups(blocks, self._part(header, *header.scales), part)
+            else:
+                self._files[header.file].copy_groups_to(part, name)
         return target
 
     def _places(self, names: Sequence[str], shape: torch.Size) -> Iterator[tuple[str, slice]]:
@@ -218,11 +222,18 @@ class Checkpoint:
 
     def _tensor(self, name: str) -> Tensor:
         header = self.headers[name]
-        file, stored = self._files[header.file], header.stored_as or name
+        stored = self._part(header, header.file, header.stored_as or name)
+        if header.dtype == MXFP4 and header.scales[0]:
+            return values_of(stored, self._part(header, *header.scales))
+        return stored
+
+    def _part(self, header: TensorHeader, file: str, stored: str) -> Tensor:
+        """The rows and the expert that a header means, of a tensor that is stored."""
         if header.expert is None:
-            tensor: Tensor = file.get_tensor(stored)
+            tensor: Tensor = self._files[file].get_tensor(stored)
         else:
-            tensor = file.get_slice(stored)[header.expert]
+            tensor = self._files[file].get_slice(stored)[header.expert]
+        tensor = tensor.T if header.is_transposed else tensor
         if not header.rows:
             return tensor
         first, last = header.rows[0], header.rows[-1]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from headrace.checkpoints.spec import read_spec
+from headrace.checkpoints.spec import is_mxfp4, read_spec
 from headrace.config.settings import ModelConfig
 from headrace.core.errors import ModelError
 from headrace.core.ids import SequenceId, SlotId
@@ -34,7 +34,7 @@ def loss(folder: Path, config: ModelConfig, text: Path) -> str:
             f"{text.name} has {len(ids)} tokens; give a text of {_MIN_TOKENS} or more."
         )
     kinds = ("int8", "int4") if config.quantize in ("auto", "none") else (config.quantize,)
-    if spec.is_gguf and config.quantize == "auto":
+    if (spec.is_gguf or is_mxfp4(spec.config)) and config.quantize == "auto":
         kinds = ("auto", *kinds)  # its own bits: the same values, computed by other products
     plain = _mean_logprob(folder, config, "none", ids)
     parts = [f"none: perplexity {math.exp(-plain):.3f}"]

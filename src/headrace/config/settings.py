@@ -106,7 +106,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         Literal["auto", "none", "int8", "int4"],
         Meta(
             description="Weights in 8 or 4 bits on a CPU: half or a third of the memory to read, a "
-            "loss; auto: as a GGUF file has them, none for the rest; none unpacks such a file"
+            "loss; auto: as GGUF and MXFP4 files have them, else none; none unpacks such files"
         ),
     ] = "auto"
     device: Annotated[

@@ -83,7 +83,12 @@ class RoutedMLP(nn.Module):
         return out + self.shared_gate(x).sigmoid() * self.shared(x, BARE)
 
 
-def read_experts(config: dict[str, Any], sums_to_one: bool, shared_size: int = 0) -> ExpertsConfig:
+def read_experts(
+    config: dict[str, Any],
+    sums_to_one: bool,
+    shared_size: int = 0,
+    has_router_bias: bool = False,
+) -> ExpertsConfig:
     """Reads what the families' configs have in common; ModelError if it cannot be."""
     key = "num_experts" if "num_experts" in config else "num_local_experts"
     num, num_chosen = positive(config, key), positive(config, "num_experts_per_tok")
@@ -96,6 +101,7 @@ def read_experts(config: dict[str, Any], sums_to_one: bool, shared_size: int = 0
         size=positive(config, "moe_intermediate_size"),
         sums_to_one=sums_to_one,
         shared_size=shared_size,
+        has_router_bias=has_router_bias,
     )
 
 

@@ -1,5 +1,6 @@
 """Gemma 2: Llama with a norm after each part, soft caps, and windows on every other layer."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -92,6 +93,11 @@ class Gemma2(nn.Module):
     @staticmethod
     def read(config: dict[str, Any]) -> GemmaConfig:
         return read_gemma_config(_DEFAULTS | config, full_every=2)
+
+    @property
+    def sinks(self) -> Sequence[Tensor]:
+        """Scores that hold no value, per layer float32 [heads]; none: its attention has none."""
+        return ()
 
     def forward(self, token_ids: Tensor, step: Step) -> Tensor:
         """Hidden states [tokens, hidden], ready for `logits`, of token_ids [tokens]."""

@@ -123,6 +123,17 @@ class GeluMLP(GatedMLP):
         return step.linear(self.down, F.gelu(gate, approximate="tanh") * up)
 
 
+class ClampedMLP(GatedMLP):
+    """The same by silu of a steeper gate, both halves clamped, and up raised by 1."""
+
+    alpha, limit = 1.702, 7.0
+
+    def forward(self, x: Tensor, step: Linears) -> Tensor:
+        gate, up = step.linear(self.gate_up, x).chunk(2, dim=-1)
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return step.linear(self.down, gate * (self.alpha * gate).sigmoid() * (up + 1))
+
+
 class Convolution(nn.Module):
     """Each channel by itself over its last `width` inputs (Step.convolve)."""
 

@@ -1,5 +1,6 @@
 """Llama: pre-norm layers of grouped attention with rotary positions and a gated MLP."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -85,6 +86,11 @@ class Llama(nn.Module):
             has_out_bias=has_bias,
             has_mlp_bias=config.get("mlp_bias", False),
         )
+
+    @property
+    def sinks(self) -> Sequence[Tensor]:
+        """Scores that hold no value, per layer float32 [heads]; none: its attention has none."""
+        return ()
 
     def forward(self, token_ids: Tensor, step: Step) -> Tensor:
         """Hidden states [tokens, hidden], ready for `head`, of token_ids [tokens]."""

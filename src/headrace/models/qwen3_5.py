@@ -1,5 +1,6 @@
 """Qwen3.5, its text side: most layers are gated delta nets, a few are gated attention."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -182,6 +183,11 @@ class Qwen35(nn.Module):
             positive(text, "linear_value_head_dim"),
             positive(text, "linear_conv_kernel_dim"),
         )
+
+    @property
+    def sinks(self) -> Sequence[Tensor]:
+        """Scores that hold no value, per layer float32 [heads]; none: its attention has none."""
+        return ()
 
     def forward(self, token_ids: Tensor, step: Step) -> Tensor:
         """Hidden states [tokens, hidden], ready for `head`, of token_ids [tokens]."""

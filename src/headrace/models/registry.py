@@ -7,6 +7,7 @@ FAMILIES = {
     "LlamaForCausalLM": "headrace.models.llama:Llama",
     "Gemma2ForCausalLM": "headrace.models.gemma2:Gemma2",
     "Gemma3ForCausalLM": "headrace.models.gemma3:Gemma3",
+    "GptOssForCausalLM": "headrace.models.gpt_oss:GptOss",
     "MistralForCausalLM": "headrace.models.mistral:Mistral",
     "Qwen2ForCausalLM": "headrace.models.qwen2:Qwen2",
     "Qwen3ForCausalLM": "headrace.models.qwen3:Qwen3",

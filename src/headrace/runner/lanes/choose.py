@@ -4,7 +4,7 @@ import importlib
 import importlib.util
 from typing import Any
 
-from headrace.checkpoints.spec import ModelSpec
+from headrace.checkpoints.spec import ModelSpec, is_mxfp4
 from headrace.core.errors import ModelError
 from headrace.models.registry import SEEING, family, is_native
 
@@ -98,6 +98,8 @@ def _has_other_sides(spec: ModelSpec) -> bool:
 def _generic_objection(spec: ModelSpec) -> str | None:
     if _has_other_sides(spec):
         return f"{spec.architecture} has more than a text side."
+    if is_mxfp4(spec.config):
+        return "its weights are MXFP4, which native-text alone computes."
     # Imported where it is needed: it takes longer than a small model to load.
     from headrace.runner.lanes.encoder import task_of
 

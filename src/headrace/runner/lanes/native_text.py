@@ -17,6 +17,7 @@ from headrace.core.messages import LaneFacts, Quantize
 from headrace.core.plan import BlockCopy, Chunk, SlotCopy
 from headrace.models import layers
 from headrace.models.experts import RoutedMLP
+from headrace.models.gpt_oss import GptOssExperts
 from headrace.models.registry import family, has_head
 from headrace.models.step import Step
 from headrace.runner.adapters import Site, sites_of
@@ -42,7 +43,9 @@ _LAYERS = {
     layers.Rotary: "rotary",
     layers.GatedMLP: "gated-mlp",
     layers.GeluMLP: "gelu-mlp",
+    layers.ClampedMLP: "clamped-mlp",
     RoutedMLP: "routed-mlp",
+    GptOssExperts: "routed-mlp",
     layers.Convolution: "convolution",
     layers.DeltaGates: "delta-gates",
 }
@@ -127,13 +130,14 @@ class NativeText:
         self._storage = CacheStorage(self._model.cache, layout, self.dtype, self.device)
         self._attention: Attention
         self._table_width = -(-layout.max_positions // layout.block_size)
+        sinks = self._model.sinks
         if self._instructions == "plain":
-            self._attention, self._hidden = NaiveAttention(self._storage), self._forward
+            self._attention, self._hidden = NaiveAttention(self._storage, sinks), self._forward
             facts = LaneFacts(mask="lazy-prefix", encoder=self.traits.facts.encoder)
             self.traits = self.traits.but(facts=facts)
             return
         windows = [layer.window for layer in self._storage.cache]
-        self._attention = CpuAttention(self._storage, windows, instructions=self._instructions)
+        self._attention = CpuAttention(self._storage, windows, sinks, self._instructions)
         self._hidden = self._captured(self._forward)
 
     def _captured(self, forward: Callable[[Batch], Tensor]) -> Callable[[Batch], Tensor]:
