@@ -2,7 +2,8 @@
 
     python -m benchmarks.experts [--quantize int4] [--tokens 1 4] [--rounds 15]
 
-The layer is of Qwen3-30B-A3B's shape: hidden 2048, 128 experts of 768, of which a token takes 8.
+The layer is of Qwen3-30B-A3B's shape: hidden 2048, 128 experts of 768, of which a token takes 8;
+with `--quantize mxfp4` it is gpt-oss-20b's: hidden 2880, 32 experts of 2880, of which it takes 4.
 Reading is one pass over the very bytes of the chosen experts, by as many threads, which take pieces
 as they come. A round computes many inputs, one after another, and then reads what each of them
 chose: more bytes than a cache holds lie between two uses of an expert. The layer runs as it does in
@@ -16,7 +17,7 @@ import time
 from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numba
@@ -28,23 +29,35 @@ from torch import Tensor, nn
 from headrace.core.ids import SequenceId, SlotId
 from headrace.core.plan import Chunk
 from headrace.models.experts import ExpertsConfig, RoutedMLP
-from headrace.models.layers import GatedMLP
+from headrace.models.gpt_oss import GptOssExperts
+from headrace.models.layers import ClampedMLP, GatedMLP
 from headrace.models.step import BARE
 from headrace.runner.inputs import Batch, pack
 from headrace_kernels import CapturedForward, pack_linear, prepare
 
-_HIDDEN, _NUM, _SIZE, _CHOSEN = 2048, 128, 768, 8
+_MXFP4 = 4, 32, False, True
 _NUM_LAYERS, _NUM_INPUTS = 2, 12
 _PIECE = 1 << 12  # words of 8 bytes: about a panel
 _CPU = torch.device("cpu")
 
 
+class _Shape(NamedTuple):
+    hidden: int
+    num: int
+    size: int
+    chosen: int
+    is_gpt_oss: bool = False
+
+
+_A3B, _GPT_OSS = _Shape(2048, 128, 768, 8), _Shape(2880, 32, 2880, 4, is_gpt_oss=True)
+
+
 class _Text(msgspec.Struct):
     """The part of a config that a gated MLP reads."""
 
-    hidden_size: int = _HIDDEN
-    mlp_size: int = _SIZE
-    has_mlp_bias: bool = False
+    hidden_size: int
+    mlp_size: int
+    has_mlp_bias: bool
 
 
 @njit(parallel=True, fastmath=True)
@@ -95,24 +108,42 @@ def _batch(ids: range) -> Batch:
     return pack(chunks, [array("i", [n]) for n in ids], 16, _CPU)
 
 
-def _layer(quantize: str, seed: int) -> Any:
+def _layer(quantize: str, shape: _Shape, seed: int) -> Any:
     torch.manual_seed(seed)
-    experts = ExpertsConfig(num=_NUM, num_chosen=_CHOSEN, size=_SIZE, sums_to_one=True)
+    is_gpt_oss = shape.is_gpt_oss
+    experts = ExpertsConfig(
+        num=shape.num,
+        num_chosen=shape.chosen,
+        size=shape.size,
+        sums_to_one=True,
+        has_router_bias=is_gpt_oss,
+    )
+    text: Any = _Text(shape.hidden, shape.size, is_gpt_oss)
     model = nn.Module()
     with torch.device("meta"):
-        model.mlp = RoutedMLP(_Text(), experts)  # type: ignore[arg-type]
+        model.mlp = (GptOssExperts if is_gpt_oss else RoutedMLP)(text, experts)
     for path, module in list(model.named_modules()):
-        if isinstance(module, nn.Linear):
-            weight = 0.02 * torch.randn(module.weight.shape, dtype=torch.bfloat16)
-            module.weight = nn.Parameter(weight, requires_grad=False)
-            pack_linear(model, path, quantize=quantize)  # type: ignore[arg-type]
-    prepare(model, {RoutedMLP: "routed-mlp", GatedMLP: "gated-mlp"})
+        if not isinstance(module, nn.Linear):
+            continue
+        if module.bias is not None:
+            module.bias = nn.Parameter(torch.zeros(module.out_features), requires_grad=False)
+        if is_gpt_oss and ".experts." in path:
+            size = module.out_features, module.in_features
+            codes = torch.randint(0, 16, size, dtype=torch.int8)
+            scales = torch.full((size[0], size[1] // 32), 120, dtype=torch.uint8)
+            pack_linear(model, path, (_MXFP4, codes, scales, scales[:, :0]), "own")
+            continue
+        weight = 0.02 * torch.randn(module.weight.shape, dtype=torch.bfloat16)
+        module.weight = nn.Parameter(weight, requires_grad=False)
+        pack_linear(model, path, quantize="none" if is_gpt_oss else quantize)  # type: ignore[arg-type]
+    kinds = {GatedMLP: "gated-mlp", ClampedMLP: "clamped-mlp"}
+    prepare(model, kinds | {RoutedMLP: "routed-mlp", GptOssExperts: "routed-mlp"})
     return model.mlp
 
 
 def _reading(layer: Any, x: Tensor) -> _Reading:
     scores = layer.router(x).float()
-    chosen = sorted(set(scores.topk(_CHOSEN).indices.flatten().tolist()))
+    chosen = sorted(set(scores.topk(layer.num_chosen).indices.flatten().tolist()))
     experts = [layer.experts[number] for number in chosen]
     return _Reading([part.weight for each in experts for part in (each.gate_up, each.down)])
 
@@ -123,8 +154,8 @@ def _seconds(run: Callable[[], Any]) -> float:
     return time.perf_counter() - began
 
 
-def _measure(layers: list[Any], num_tokens: int, rounds: int) -> str:
-    table = torch.randn(_NUM_INPUTS * num_tokens, _HIDDEN).bfloat16()
+def _measure(layers: list[Any], hidden: int, num_tokens: int, rounds: int) -> str:
+    table = torch.randn(_NUM_INPUTS * num_tokens, hidden).bfloat16()
     inputs = [range(n * num_tokens, (n + 1) * num_tokens) for n in range(_NUM_INPUTS)]
     steps = [_Step(layer, table) for layer in layers]
     pairs = [(step, _batch(ids)) for ids in inputs for step in steps]
@@ -145,16 +176,17 @@ def _measure(layers: list[Any], num_tokens: int, rounds: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--quantize", default="int4", choices=["none", "int8", "int4"])
+    parser.add_argument("--quantize", default="int4", choices=["none", "int8", "int4", "mxfp4"])
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--rounds", type=int, default=15)
     args = parser.parse_args()
-    layers = [_layer(args.quantize, seed) for seed in range(_NUM_LAYERS)]
+    shape = _GPT_OSS if args.quantize == "mxfp4" else _A3B
+    layers = [_layer(args.quantize, shape, seed) for seed in range(_NUM_LAYERS)]
     numba.set_num_threads(torch.get_num_threads())
     print(f"{args.quantize}, {torch.get_num_threads()} threads")
     with torch.inference_mode():
         for num_tokens in args.tokens:
-            print(_measure(layers, num_tokens, args.rounds))
+            print(_measure(layers, shape.hidden, num_tokens, args.rounds))
 
 
 if __name__ == "__main__":
