@@ -146,6 +146,20 @@ async def test_the_rest_of_a_cancelled_batch_says_so(api: str, tmp_path: Path) -
     assert len(left) == batch.counts[CANCELED] > 0
 
 
+async def test_results_that_wait_for_the_disk_are_written_once_though_it_is_cancelled(
+    tmp_path: Path,
+) -> None:
+    night = await Night(tmp_path).prepare()
+    night.blobs.num_full = 2000
+    task = await night.begin()
+    await until(lambda: night.blobs.num_full < 2000)
+    await night.shelf.records.put(STOP, night.batch.id, b"")
+    await task
+    found = [it for id in ("out", "errors") for it in await night.results(id)]
+    assert Counter(it["custom_id"] for it in found) == Counter(night.ids)
+    assert (await night.stored()).counts == {"succeeded": 4, "canceled": 16}
+
+
 async def test_an_expired_batch_answers_no_further_line(tmp_path: Path) -> None:
     night = Night(tmp_path)
     night.batch = msgspec.structs.replace(night.batch, created_at=now_s() - 3600)

@@ -97,18 +97,16 @@ class Planner:
         return self._plan_share(step, can_preempt)
 
     def _plan_background(self, now: float, can_preempt: bool) -> PlannedStep | None:
-        """A step of the background, once nobody else has one in work; it holds a share of all.
+        """A step of the background, where nobody else has one; it holds a share of all.
 
         Nothing is planned ahead of it, so that who comes waits for one such step at most.
         """
-        running = self._table.running
-        is_alone = all(s.is_background for s in running)
-        if not can_preempt or self._has_preempted or not is_alone:
+        if not can_preempt or self._has_preempted:
             return None
         step = self._new_step(now)
         step.is_background = True
         most = max(1, self._limits.max_num_seqs // BACKGROUND_SHARE)
-        step.seats = min(step.seats, most - len(running))
+        step.seats = min(step.seats, most - sum(map(step.is_for, self._table.running)))
         return self._plan_share(step, can_preempt)
 
     def _plan_share(self, step: PlannedStep, can_preempt: bool) -> PlannedStep | None:
