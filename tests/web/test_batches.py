@@ -7,6 +7,13 @@ from selenium.webdriver.common.by import By
 
 from tests.web.page import Page, eventually
 
+KEEPING = """
+const make = URL.createObjectURL.bind(URL);
+window.saved = [];
+URL.createObjectURL = (blob) => (saved.push(blob), make(blob));
+"""
+"""Keeps what is downloaded."""
+
 
 def line(number: int, max_tokens: int) -> str:
     body = {"messages": [{"role": "user", "content": f"{number}?"}], "max_tokens": max_tokens}
@@ -30,8 +37,7 @@ def test_a_file_is_answered_and_its_results_are_downloaded(page: Page, tmp_path:
     sent(page, tmp_path, "short.jsonl", 3, 4)
     eventually(lambda: "completed" in row_of(page, "short.jsonl"), 60)
     assert "3 of 3" in row_of(page, "short.jsonl")
-    saved = "window.saved = []; URL.createObjectURL = (blob) => (saved.push(blob), 'about:blank')"
-    page.driver.execute_script(saved)
+    page.driver.execute_script(KEEPING)
     page.find('[aria-label="Download the results of short.jsonl"]').click()
     eventually(lambda: page.driver.execute_script("return saved.length"))
     text = page.driver.execute_async_script("saved[0].text().then(arguments[0])")

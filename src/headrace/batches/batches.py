@@ -16,6 +16,7 @@ from headrace.batches.records import (
     BatchRecord,
     decode_batch,
     encode_record,
+    in_slices,
     new_id,
     now_s,
 )
@@ -30,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 MAX_OPEN = 100
 """Batches that one key may have unfinished."""
+MAX_ENDED = 1000
+"""Ended ones that are kept of a key; before another begins, the oldest leave with their results."""
 _LOOK_S = 1.0
 _SWEEP_EVERY = 60
 _PREFIXES = {"openai": "batch_", "anthropic": "msgbatch_"}
@@ -70,11 +73,14 @@ class Batches:
     async def create(self, wish: BatchWish) -> BatchRecord:
         """RequestError if the key has too many unfinished ones, or no such file."""
         await self.files.get(wish.owner, wish.input_id)
-        num_open = sum(not batch.has_ended for batch in await self.of(wish.owner))
+        batches = await self.of(wish.owner)
+        num_open = sum(not batch.has_ended for batch in batches)
         if num_open >= MAX_OPEN:
             message = f"This key has {num_open} unfinished batches, and {MAX_OPEN} are taken; "
             message += "wait for one to end, or cancel it."
             raise RequestError("quota_exceeded", message)
+        for oldest in [batch for batch in batches if batch.has_ended][MAX_ENDED - 1 :]:
+            await self.remove(oldest)
         now = now_s()
         batch = BatchRecord(
             new_id(_PREFIXES[wish.api]), wish.owner, wish.api, wish.route, wish.input_id, now,
@@ -87,8 +93,8 @@ class Batches:
 
     async def of(self, owner: str, api: str = "") -> list[BatchRecord]:
         """The batches of a key, newest first, of one API or of all."""
-        batches = map(decode_batch, await self._records.all(BATCH))
-        mine = (it for it in batches if it.owner == owner and api in ("", it.api))
+        batches = in_slices(await self._records.all(BATCH), decode_batch)
+        mine = [it async for it in batches if it.owner == owner and api in ("", it.api)]
         return sorted(mine, key=lambda batch: (batch.created_at, batch.id), reverse=True)
 
     async def get(self, owner: str, id: str, api: str) -> BatchRecord:
@@ -182,15 +188,15 @@ class Batches:
 
     async def _in_use(self) -> set[str]:
         """Files that unfinished batches read or write."""
-        batches = map(decode_batch, await self._records.all(BATCH))
-        unfinished = [batch for batch in batches if not batch.has_ended]
+        batches = in_slices(await self._records.all(BATCH), decode_batch)
+        unfinished = [batch async for batch in batches if not batch.has_ended]
         ids = {id for it in unfinished for id in (it.input_id, it.output_id, it.error_id)}
         return {id for id in ids if id is not None}
 
     async def _sweep(self) -> None:
         """Forgets ended batches and files that are kept no longer."""
         oldest = now_s() - self._config.keep_files_days * 24 * 3600
-        for batch in map(decode_batch, await self._records.all(BATCH)):
+        async for batch in in_slices(await self._records.all(BATCH), decode_batch):
             if batch.has_ended and (batch.ended_at or 0) < oldest:
                 await self.remove(batch)
         await self.files.sweep(await self._in_use())

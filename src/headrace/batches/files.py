@@ -4,7 +4,15 @@ from collections import Counter
 
 import msgspec
 
-from headrace.batches.records import FILE, FileRecord, decode_file, encode_record, new_id, now_s
+from headrace.batches.records import (
+    FILE,
+    FileRecord,
+    decode_file,
+    encode_record,
+    in_slices,
+    new_id,
+    now_s,
+)
 from headrace.batches.shelf import Shelf
 from headrace.config.settings import BatchConfig
 from headrace.core.errors import RequestError
@@ -24,8 +32,8 @@ class Files:
 
     async def of(self, owner: str) -> list[FileRecord]:
         """The files of a key, newest first."""
-        files = map(decode_file, await self._shelf.records.all(FILE))
-        mine = (file for file in files if file.owner == owner)
+        files = in_slices(await self._shelf.records.all(FILE), decode_file)
+        mine = [file async for file in files if file.owner == owner]
         return sorted(mine, key=lambda file: (file.created_at, file.id), reverse=True)
 
     async def get(self, owner: str, id: str) -> FileRecord:
@@ -60,7 +68,7 @@ class Files:
     async def sweep(self, in_use: set[str]) -> None:
         """Removes what has expired, but for what a batch still reads or writes."""
         now = now_s()
-        for file in map(decode_file, await self._shelf.records.all(FILE)):
+        async for file in in_slices(await self._shelf.records.all(FILE), decode_file):
             if file.expires_at <= now and file.id not in in_use:
                 await self.remove(file.id)
 

@@ -1,8 +1,10 @@
 """The nouns of batches: files, and batches of lines to be answered; frozen, stored as msgpack."""
 
+import asyncio
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from typing import TypeVar
 
 import msgspec
 
@@ -13,6 +15,10 @@ FILE, BATCH, OPEN, STOP = "file", "batch", "open", "stop"
 
 SUCCEEDED, ERRORED, CANCELED, EXPIRED = "succeeded", "errored", "canceled", "expired"
 """Ends of a line."""
+
+
+T = TypeVar("T")
+_SLICE = 200  # records, about a millisecond
 
 
 def new_id(prefix: str) -> str:
@@ -74,6 +80,14 @@ class BatchRecord(msgspec.Struct, frozen=True):
     def moved(self, status: str) -> "BatchRecord":
         """The same, at its next status from now on."""
         return msgspec.structs.replace(self, status=status, at={**self.at, status: now_s()})
+
+
+async def in_slices(packed: Iterable[bytes], decode: Callable[[bytes], T]) -> AsyncIterator[T]:
+    """Records as they are decoded; others on the loop have their turn between many."""
+    for number, record in enumerate(packed, 1):
+        if number % _SLICE == 0:
+            await asyncio.sleep(0)
+        yield decode(record)
 
 
 encode_record = msgspec.msgpack.Encoder().encode
