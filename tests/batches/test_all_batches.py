@@ -74,6 +74,20 @@ async def test_a_key_sees_its_own_batches_alone(server: Server) -> None:
     assert refused.value.code == "batch_not_found"
 
 
+async def test_a_damaged_record_is_passed_over(server: Server) -> None:
+    await server.begin("ann", 1)
+    for number in (2, 3):
+        await server.begin("ann", number)
+        await server.shelf.records.put(BATCH, f"batch_{number}", b"\x93damaged")
+    server.answers.gate.set()
+    task = asyncio.create_task(server.batches.run())
+    await until(lambda: len(server.answers.asked) == 20 and not server.batches._runs)
+    task.cancel()
+    assert [it.id for it in await server.batches.of("ann")] == ["batch_1"]
+    with pytest.raises(RequestError):
+        await server.batches.get("ann", "batch_2", "openai")
+
+
 async def test_a_file_that_a_batch_needs_is_not_deleted(server: Server) -> None:
     async with await server.batches.files.begin("ann") as upload:
         await upload.write(b"{}\n")

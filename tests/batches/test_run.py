@@ -19,9 +19,9 @@ from headrace.batches.records import (
     OPEN,
     STOP,
     BatchRecord,
-    decode_batch,
     encode_record,
     now_s,
+    read_record,
 )
 from headrace.batches.run import BatchRun, Bench
 from headrace.batches.shelf import Shelf
@@ -65,9 +65,9 @@ class Night:
         return self
 
     async def stored(self) -> BatchRecord:
-        packed = await self.shelf.records.get(BATCH, self.batch.id)
-        assert packed is not None
-        return decode_batch(packed)
+        batch = read_record(await self.shelf.records.get(BATCH, self.batch.id), BatchRecord)
+        assert batch is not None
+        return batch
 
     async def begin(self) -> "asyncio.Task[None]":
         run = BatchRun(self.bench, await self.stored(), lambda: 4)

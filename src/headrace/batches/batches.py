@@ -14,11 +14,11 @@ from headrace.batches.records import (
     OPEN,
     STOP,
     BatchRecord,
-    decode_batch,
     encode_record,
     in_slices,
     new_id,
     now_s,
+    read_record,
 )
 from headrace.batches.run import BatchRun, Bench
 from headrace.batches.shelf import ClaimLost, Shelf
@@ -93,14 +93,13 @@ class Batches:
 
     async def of(self, owner: str, api: str = "") -> list[BatchRecord]:
         """The batches of a key, newest first, of one API or of all."""
-        batches = in_slices(await self._records.all(BATCH), decode_batch)
+        batches = in_slices(await self._records.all(BATCH), BatchRecord)
         mine = [it async for it in batches if it.owner == owner and api in ("", it.api)]
         return sorted(mine, key=lambda batch: (batch.created_at, batch.id), reverse=True)
 
     async def get(self, owner: str, id: str, api: str) -> BatchRecord:
         """RequestError if this key has no such batch."""
-        packed = await self._records.get(BATCH, id)
-        batch = decode_batch(packed) if packed else None
+        batch = read_record(await self._records.get(BATCH, id), BatchRecord)
         if batch is None or (batch.owner, batch.api) != (owner, api):
             raise RequestError(
                 "batch_not_found", "There is no such batch, or it has expired.", "id"
@@ -158,14 +157,16 @@ class Batches:
             pass
 
     async def _look(self, tasks: asyncio.TaskGroup) -> None:
-        for id in sorted(packed.decode() for packed in await self._records.all(OPEN)):
+        for id in sorted(
+            packed.decode(errors="replace") for packed in await self._records.all(OPEN)
+        ):
             if id in self._runs or not await self._records.claim(id):
                 continue
-            packed = await self._records.get(BATCH, id)
-            if packed is None:
+            batch = read_record(await self._records.get(BATCH, id), BatchRecord)
+            if batch is None:
                 await self._records.remove(OPEN, id)
                 continue
-            run = BatchRun(self._bench, decode_batch(packed), partial(self._share, id))
+            run = BatchRun(self._bench, batch, partial(self._share, id))
             self._runs[id] = run
             tasks.create_task(self._run(run), name="batch")
 
@@ -188,7 +189,7 @@ class Batches:
 
     async def _in_use(self) -> set[str]:
         """Files that unfinished batches read or write."""
-        batches = in_slices(await self._records.all(BATCH), decode_batch)
+        batches = in_slices(await self._records.all(BATCH), BatchRecord)
         unfinished = [batch async for batch in batches if not batch.has_ended]
         ids = {id for it in unfinished for id in (it.input_id, it.output_id, it.error_id)}
         return {id for id in ids if id is not None}
@@ -196,7 +197,7 @@ class Batches:
     async def _sweep(self) -> None:
         """Forgets ended batches and files that are kept no longer."""
         oldest = now_s() - self._config.keep_files_days * 24 * 3600
-        async for batch in in_slices(await self._records.all(BATCH), decode_batch):
+        async for batch in in_slices(await self._records.all(BATCH), BatchRecord):
             if batch.has_ended and (batch.ended_at or 0) < oldest:
                 await self.remove(batch)
         await self.files.sweep(await self._in_use())

@@ -7,11 +7,11 @@ import msgspec
 from headrace.batches.records import (
     FILE,
     FileRecord,
-    decode_file,
     encode_record,
     in_slices,
     new_id,
     now_s,
+    read_record,
 )
 from headrace.batches.shelf import Shelf
 from headrace.config.settings import BatchConfig
@@ -32,14 +32,13 @@ class Files:
 
     async def of(self, owner: str) -> list[FileRecord]:
         """The files of a key, newest first."""
-        files = in_slices(await self._shelf.records.all(FILE), decode_file)
+        files = in_slices(await self._shelf.records.all(FILE), FileRecord)
         mine = [file async for file in files if file.owner == owner]
         return sorted(mine, key=lambda file: (file.created_at, file.id), reverse=True)
 
     async def get(self, owner: str, id: str) -> FileRecord:
         """RequestError if this key has no such file."""
-        packed = await self._shelf.records.get(FILE, id)
-        file = decode_file(packed) if packed else None
+        file = read_record(await self._shelf.records.get(FILE, id), FileRecord)
         if file is None or file.owner != owner:
             raise RequestError("file_not_found", "There is no such file, or it has expired.", "id")
         return file
@@ -58,8 +57,9 @@ class Files:
 
     async def resized(self, id: str, num_bytes: int) -> None:
         """Notes how large a file of results has become."""
-        if packed := await self._shelf.records.get(FILE, id):
-            await self.put(msgspec.structs.replace(decode_file(packed), num_bytes=num_bytes))
+        file = read_record(await self._shelf.records.get(FILE, id), FileRecord)
+        if file is not None:
+            await self.put(msgspec.structs.replace(file, num_bytes=num_bytes))
 
     async def remove(self, id: str) -> None:
         await self._shelf.records.remove(FILE, id)
@@ -68,7 +68,7 @@ class Files:
     async def sweep(self, in_use: set[str]) -> None:
         """Removes what has expired, but for what a batch still reads or writes."""
         now = now_s()
-        async for file in in_slices(await self._shelf.records.all(FILE), decode_file):
+        async for file in in_slices(await self._shelf.records.all(FILE), FileRecord):
             if file.expires_at <= now and file.id not in in_use:
                 await self.remove(file.id)
 

@@ -1,14 +1,17 @@
 """The nouns of batches: files, and batches of lines to be answered; frozen, stored as msgpack."""
 
 import asyncio
+import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import TypeVar
 
 import msgspec
 
 from headrace.core.jobs import LineFault
+
+logger = logging.getLogger(__name__)
 
 FILE, BATCH, OPEN, STOP = "file", "batch", "open", "stop"
 """Kinds of records: what there is, and by a batch's id whether it is unfinished, and to stop."""
@@ -82,14 +85,22 @@ class BatchRecord(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, status=status, at={**self.at, status: now_s()})
 
 
-async def in_slices(packed: Iterable[bytes], decode: Callable[[bytes], T]) -> AsyncIterator[T]:
-    """Records as they are decoded; others on the loop have their turn between many."""
+async def in_slices(packed: Iterable[bytes], kind: type[T]) -> AsyncIterator[T]:
+    """Records as they are read; others on the loop have their turn between many."""
     for number, record in enumerate(packed, 1):
         if number % _SLICE == 0:
             await asyncio.sleep(0)
-        yield decode(record)
+        if (found := read_record(record, kind)) is not None:
+            yield found
+
+
+def read_record(packed: bytes | None, kind: type[T]) -> T | None:
+    """None if there is none, or if it is damaged."""
+    try:
+        return None if packed is None else msgspec.msgpack.decode(packed, type=kind)
+    except msgspec.DecodeError:
+        logger.warning("The record of a file or batch is damaged, and passed over")
+        return None
 
 
 encode_record = msgspec.msgpack.Encoder().encode
-decode_file = msgspec.msgpack.Decoder(FileRecord).decode
-decode_batch = msgspec.msgpack.Decoder(BatchRecord).decode
