@@ -27,7 +27,7 @@ from tools.harness.servers import running_server
 
 BOUND = 1.1
 PAUSE_S = 0.4
-LINES, LINE_TOKENS = 400, 400
+LINES, LINE_TOKENS = 1000, 64
 
 
 class Seen(NamedTuple):
