@@ -16,6 +16,7 @@ from typing import Any
 from selenium import webdriver
 from selenium.common.exceptions import WebDriverException
 from selenium.webdriver.remote.command import Command
+from selenium.webdriver.remote.file_detector import UselessFileDetector
 
 _START_S = 60
 _PREFERENCES = {
@@ -74,6 +75,17 @@ _CLEAR = """
 const done = arguments[arguments.length - 1];
 Services.clearData.deleteDataFromHost(new URL(arguments[0]).hostname, true,
   Ci.nsIClearDataService.CLEAR_ALL, () => done());
+"""
+# the browser's own switch leaves this machine within reach
+_OFFLINE = """
+const [isOffline] = arguments;
+Services.io.offline = isOffline;
+if (window.refuses) Services.obs.removeObserver(window.refuses, "http-on-modify-request");
+const refuse = (request) => request.QueryInterface(Ci.nsIRequest).cancel(Cr.NS_ERROR_OFFLINE);
+window.refuses = isOffline ? { observe: refuse } : null;
+if (!isOffline) return;
+Services.obs.addObserver(window.refuses, "http-on-modify-request");
+Services.obs.notifyObservers(null, "net:cancel-all-connections");
 """
 _RESIZE = """
 const {style} = gBrowser.selectedBrowser;
@@ -177,6 +189,7 @@ class Firefox(webdriver.Remote):
         self._marionette = Marionette(port)
         executor: Any = self._marionette
         super().__init__(command_executor=executor, options=webdriver.FirefoxOptions())
+        self.file_detector = UselessFileDetector()  # it reads this machine's files itself
 
     def quit(self) -> None:
         self._marionette.close()
@@ -211,7 +224,7 @@ class Firefox(webdriver.Remote):
             case "Storage.clearDataForOrigin", {"origin": origin}:
                 self.in_browser(_CLEAR, origin, waits=True)
             case "Network.emulateNetworkConditions", {"offline": is_offline}:
-                self.in_browser("Services.io.offline = arguments[0]", is_offline)
+                self.in_browser(_OFFLINE, is_offline)
             case "Emulation.setEmulatedMedia", {"features": [{"value": scheme}]}:
                 name = "layout.css.prefers-color-scheme.content-override"
                 value = 0 if scheme == "dark" else 1

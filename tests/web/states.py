@@ -57,6 +57,21 @@ LOCKED = """
 window.fetch = async () => Response.json({ error: { code: "401", message: "" } }, { status: 401 });
 document.getElementById("model").dispatchEvent(new Event("focus"));
 """
+PULLS = """
+const send = window.fetch;
+window.fetch = async (url, options) => {
+  if (!/[0-9]\\/models$/.test(String(url))) return send(url, options);
+  const of = (id, status) => ({ id, status, pulled: true });
+  const half = { bytes_done: 1.23e9, bytes_total: 4.7e9 };
+  const pace = { bytes_per_s: 11.4e6, seconds_left: 304 };
+  const error = { message: "The disk has room for 1.2 GB, and the model needs 4.7 GB." };
+  const long = "unsloth/Qwen3-4B-Instruct-GGUF:Q4_K_M";
+  const data = [of(long, { value: "downloading", ...half, ...pace }),
+    of("Qwen/Qwen3-0.6B", { value: "stopped", ...half }), of("a/b", { value: "downloading" }),
+    of("someone/large", { failed: true, error }), of("someone/small", { value: "unloaded" })];
+  return Response.json({ data });
+};
+"""
 WHOLE = {
     "predicted_n": 214,
     "predicted_per_second": 31.4,
@@ -346,6 +361,19 @@ def shortcuts(page: Page) -> None:
     eventually(lambda: page.find("#shortcuts").is_displayed())
 
 
+def downloads(page: Page) -> None:
+    start(page)
+    page.driver.execute_script(PULLS)
+    open_list(page)
+    choose_from(page, "#others", "Get a model")
+    eventually(lambda: len(page.texts("#pulled li")) == 5)
+
+
+def batches(page: Page) -> None:
+    page.open("/batches")
+    eventually(lambda: page.find("#none").is_displayed())
+
+
 def dashboard(page: Page) -> None:
     page.open("/dashboard")
     eventually(lambda: "not measured yet" not in page.texts("#live .soft") and page.texts("dd"))
@@ -365,6 +393,6 @@ STATES: dict[str, Callable[[Page], None]] = {
         *(busy, queued, prompt, recovering, answering, thinking, conversation, first_messages),
         *(broken, editing, results, versions, confidence, other_models, list_of, searching),
         *(found_nothing, row_menu, renaming, deleted, list_menu, settings, options, shortcuts),
-        *(dashboard, dashboard_busy),
+        *(downloads, batches, dashboard, dashboard_busy),
     )
 }

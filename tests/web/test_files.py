@@ -13,9 +13,9 @@ const [kind, name, data] = arguments;
 const bytes = Uint8Array.from(atob(data), (char) => char.charCodeAt(0));
 const given = new DataTransfer();
 given.items.add(new File([bytes], name));
-const [Kind, where] =
-  kind === "paste" ? [ClipboardEvent, "clipboardData"] : [DragEvent, "dataTransfer"];
-const event = new Kind(kind, { [where]: given, bubbles: true, cancelable: true });
+const where = kind === "paste" ? "clipboardData" : "dataTransfer";
+const event = new Event(kind, { bubbles: true, cancelable: true });
+Object.defineProperty(event, where, { value: given });
 document.getElementById("input").dispatchEvent(event);
 """
 CHIPS = "#attached .chip .name"

@@ -22,9 +22,9 @@ PASTE = """
 const bytes = Uint8Array.from(atob(arguments[0]), (char) => char.charCodeAt(0));
 const given = new DataTransfer();
 given.items.add(new File([bytes], "dot.png", { type: "image/png" }));
-const [kind, Kind, name] = arguments[1] === "paste"
-  ? ["paste", ClipboardEvent, "clipboardData"] : ["drop", DragEvent, "dataTransfer"];
-const event = new Kind(kind, { [name]: given, bubbles: true, cancelable: true });
+const name = arguments[1] === "paste" ? "clipboardData" : "dataTransfer";
+const event = new Event(arguments[1], { bubbles: true, cancelable: true });
+Object.defineProperty(event, name, { value: given });
 document.getElementById("input").dispatchEvent(event);
 """
 LARGE = """

@@ -3,6 +3,7 @@
 import { areRead, attach, draft as written, isReading, onDraft, setText, showDraft, takeDraft } from "./composer.js";
 import { askForKey } from "./dialogs.js";
 import { el, newId } from "./dom.js";
+import { openDownloads } from "./downloads.js";
 import { listenForFiles } from "./dropping.js";
 import { asText, readFile } from "./files.js";
 import { Follower } from "./follow.js";
@@ -455,6 +456,7 @@ listen({
 $("title").addEventListener("click", renameShown);
 $("menu").addEventListener("click", () => openMenu($("menu"), [["edit", "Rename", renameShown], ...itemsOf(current)]));
 $("others").addEventListener("click", () => openMenu($("others"), [
+  ["save", "Get a model", () => openDownloads({ use: speakTo, came: refreshModels })],
   ["open", "Import conversations", () => $("file").click()],
   ["save", "Export all", exportAll],
   ["keyboard", "Keyboard", () => showShortcuts($("shortcuts"))],
@@ -475,10 +477,11 @@ $("file").addEventListener("change", async ({ target }) => {
   await show(current?.id);
 });
 $("model").addEventListener("focus", refreshModels);
-$("model").addEventListener("change", async ({ target: { value } }) => {
-  saveSettings({ model: value });
-  await choose({ model: value });
-});
+$("model").addEventListener("change", ({ target: { value } }) => speakTo(value));
+async function speakTo(model) {
+  saveSettings({ model });
+  await choose({ model });
+}
 listenForFiles(attachAll);
 onDraft(() => countSoon($("room"), next));
 const openSide = () => document.body.classList.add("with-side");
