@@ -6,6 +6,7 @@
 import asyncio
 import itertools
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,24 @@ def test_an_adapter_that_does_not_fit_is_refused_with_layer_and_rank(
     assert "q_proj (rank 5)" in message and "another" in message
     assert load(server, "y", tmp_path / "none").status_code == 400
     assert load(server, BASE, folders["wit"]).status_code == 400
+
+
+def test_other_files_at_an_adapters_path_are_told_behind_a_kill(
+    server: ServerProcess, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(folders["bag"], tmp_path / "bag"))
+    assert load(server, "moved", folder).status_code == 200
+    ask(server, body_of("moved"))
+    shutil.copy(folders["wit"] / "adapter_config.json", folder)
+    shutil.copy(folders["wit"] / "adapter_model.safetensors", folder)
+    server.kill_engine()
+    refused = post(server, "/v1/completions", **body_of("moved"))
+    assert refused.json()["error"]["code"] == "model_changed"
+    shutil.rmtree(folder)
+    refused = post(server, "/v1/completions", **body_of("moved"))
+    assert refused.json()["error"]["code"] == "load_failed"
+    assert str(tmp_path) not in refused.text
+    assert unload(server, "moved").status_code == 200
 
 
 def test_figures_tell_adapters_apart(server: ServerProcess) -> None:

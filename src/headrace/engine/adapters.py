@@ -77,7 +77,9 @@ class AdapterShelf:
                 self._runner.put_adapter(read)
                 self._here.add(own)
         except ModelError as error:
-            answer = AdapterRead(own, error.code, str(error))
+            logger.error("An adapter could not be read: %s", error)
+            code = error.code if error.code == "model_changed" else "load_failed"
+            answer = AdapterRead(own, code, str(error))
         except Exception as error:
             logger.exception("An adapter could not be read")
             words = f"The adapter could not be read: {type(error).__name__}."

@@ -316,11 +316,13 @@ class Engine:
 
 
 def _ends(submit: Submit, answer: AdapterRead) -> tuple[Finished, ...]:
-    """The ends of sequences whose adapter cannot be had."""
+    """The ends of sequences whose adapter cannot be had; clients see no path."""
+    message = answer.message if answer.code == "model_changed" else _NO_ADAPTER
     return tuple(
-        Finished(it.sequence_id, FinishReason.ERROR, answer.code, answer.message)
+        Finished(it.sequence_id, FinishReason.ERROR, answer.code, message)
         for it in submit.sequences
     )
 
 
+_NO_ADAPTER = "The request's adapter could not be read; the server's log says why."
 _NO_MEMORY = "The device ran out of memory on this request alone; send a shorter one."
