@@ -150,7 +150,7 @@ def test_a_folder_without_a_config_is_no_model(tmp_path: Path) -> None:
         (
             "adapter_config.json",
             {"base_model_name_or_path": "some/base"},
-            "an adapter.*merge it into its base model some/base",
+            "an adapter.*serve its base model some/base with --adapter",
         ),
         ("modules.json", [{"path": "0_CLIPModel"}], r"sentence-transformers.*\(0_CLIPModel\)"),
         ("open_clip_config.json", {}, "a CLIP model.*use a language"),

@@ -9,6 +9,7 @@ from torch import Tensor
 from headrace.checkpoints.adapters import AdapterFiles
 from headrace.checkpoints.gguf_weights import GgufFile
 from headrace.checkpoints.spec import ModelSpec
+from headrace.core.errors import ModelError
 
 
 class AdapterTensors:
@@ -17,6 +18,10 @@ class AdapterTensors:
     def __init__(self, files: AdapterFiles, spec: ModelSpec) -> None:
         self._factors = files.factors
         self._stack = ExitStack()
+        if files.is_gguf and "num_attention_heads" not in spec.config:
+            raise ModelError(
+                f"GGUF adapters of {spec.architecture} are not read; give PEFT's folder."
+            )
         if files.is_gguf:
             pairs = (header for it in files.factors.values() for header in (it.down, it.up))
             file: Any = GgufFile(files.path, spec, {it.stored_as: it for it in pairs})

@@ -257,8 +257,13 @@ def _of_gguf(path: Path, architecture: str) -> AdapterFiles:
         if factor not in ("a", "b"):
             raise ModelError(f"{path.name} has a tensor {name}, which is no factor of a layer.")
         module = original_name(base, architecture).removesuffix(".weight")
-        # B's rows are in the order of the base's, under the name by which they are brought back
-        stored = f"{module}.lora_{factor.upper()}" if factor == "b" else f"{module}.down.lora_A"
+        if ".linear_attn." in module:
+            raise ModelError(
+                f"{path.name} changes {module}, whose order in GGUF files is not brought back for "
+                "adapters; give the folder that PEFT saved."
+            )
+        # B's rows are in the file's order, and brought back by the name of the base's own
+        stored = f"{module}.weight" if factor == "b" else f"{module}.down"
         end = tensor.offset + tensor.num_bytes
         header = TensorHeader(tensor.kind, tensor.shape, (tensor.offset, end), path.name, stored)
         pairs.setdefault(module, {})[factor.upper()] = header

@@ -24,20 +24,20 @@ _MAX_BODY = 1 << 16
 
 class AdapterRoutes:
     def __init__(self, generation: Generation, bodies: Bodies) -> None:
-        self._adapters = generation.adapters
+        self._generation = generation
         self._bodies = bodies
 
     async def load(self, request: Request) -> ASGIApp:
         """Answers once requests may name it."""
         given = await self._read(request, LOADED, ("lora_name", "lora_path"))
         name = given["lora_name"]
-        await self._adapters.load(name, given["lora_path"], given.get("base_model_name"))
+        await self._generation.adapters.load(name, given["lora_path"], given.get("base_model_name"))
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
     async def unload(self, request: Request) -> ASGIApp:
         """Answers once the last stream of it has ended."""
         name = (await self._read(request, NAMED, ("lora_name",)))["lora_name"]
-        await self._adapters.unload(name)
+        await self._generation.adapters.unload(name)
         return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
 
     async def _read(
