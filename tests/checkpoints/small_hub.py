@@ -22,7 +22,7 @@ class SmallHub(http.server.ThreadingHTTPServer):
     """Serves folders as repositories, `repos` by id; `asked` has every path that was asked for.
 
     Weights stop half-way while `flows` is not set. `claims` are sizes that it tells instead of the
-    true ones; `sent` counts the bytes of weights.
+    true ones; `starts` has the first byte of each request for weights.
     """
 
     daemon_threads = True
@@ -34,7 +34,7 @@ class SmallHub(http.server.ThreadingHTTPServer):
         self.flows = threading.Event()
         self.flows.set()
         self.claims: dict[str, int] = {}
-        self.sent = 0
+        self.starts: list[int] = []
 
     @property
     def url(self) -> str:
@@ -72,10 +72,13 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             return
         content = file.read_bytes()
         headers = {"ETag": f'"{_digest(file)}"', "X-Repo-Commit": COMMIT}
-        if (asked := _RANGE.fullmatch(self.headers.get("range", ""))) is None:
+        asked = _RANGE.fullmatch(self.headers.get("range", ""))
+        first, size = int(asked[1]) if asked else 0, len(content)
+        if self.command == "GET" and file.suffix in _WEIGHTS:
+            self.server.starts.append(first)
+        if asked is None:
             self._send(200, content, headers)
             return
-        first, size = int(asked[1]), len(content)
         span = {"Content-Range": f"bytes {first}-{size - 1}/{size}"}
         self._send(206, content[first:], headers | span)
 
@@ -92,7 +95,6 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 for part in (body[:half], body[half:]):
                     self.wfile.write(part)
                     if is_weights:
-                        self.server.sent += len(part)
                         self.server.flows.wait()
 
     def log_message(self, *_: object) -> None:
