@@ -141,6 +141,14 @@ def test_where_there_are_keys_a_model_is_unloaded_with_the_admin_key_alone(
         assert client.post("/models/load", json=body, headers={"x-api-key": "k"}).is_success
 
 
+@pytest.mark.parametrize("path", ["/v1/load_lora_adapter", "/v1/unload_lora_adapter"])
+def test_where_there_are_keys_adapters_come_and_go_with_the_admin_key_alone(path: str) -> None:
+    client = client_of(busy(), api_key=("k",), admin_key="a")
+    sent = [client.post(path, json={}, headers={"x-api-key": key}) for key in "ka"]
+    codes = [one.json()["error"]["code"] for one in sent]
+    assert codes == ["forbidden", "missing_required_parameter"]
+
+
 def test_a_foreign_page_cannot_drain_a_server_without_keys() -> None:
     generation = busy()
     foreign = {"origin": "https://evil.example"}
