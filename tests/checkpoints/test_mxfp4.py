@@ -13,10 +13,12 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from headrace.checkpoints.find import find_model
 from headrace.checkpoints.mxfp4 import values_of
 from headrace.checkpoints.spec import read_spec
+from headrace.config.settings import SchedulerConfig
 from headrace.core.errors import ModelError
+from headrace.runner import mapped_file
 from headrace.runner.footprint import footprint
 from tests.drive import assert_close, naive_logits, random_prompt, row_logits, tiny_runner
-from tests.kernels.own_kernels import needs_own_kernels
+from tests.kernels.own_kernels import OWN_SETS, needs_own_kernels
 from tools.harness.gpt_oss_files import gpt_oss_to_gguf, to_mxfp4
 from tools.harness.tiny_models import END, make_tiny_model, speak_harmony
 
@@ -26,6 +28,11 @@ PROMPT = random_prompt(60)
 def make(tmp_path: Path, **config: object) -> Path:
     folder = make_tiny_model(tmp_path / "tiny", "GptOssForCausalLM", **config)
     return to_mxfp4(folder)
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 def values_by_transformers(folder: Path) -> dict[str, Tensor]:
@@ -85,6 +92,25 @@ def test_groups_stay_as_they_are_in_bfloat16_and_compute_as_plain_or_better(
     assert runner.lane.weight_bytes == needed.held <= needed.peak
 
 
+@needs_own_kernels
+@pytest.mark.usefixtures("own_cache")
+def test_experts_that_do_not_fit_memory_lie_in_a_mapped_file_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mapped_file, "_kind", lambda path: "ext4")  # also where it is memory
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_local_experts": 16}
+    folder = make(tmp_path, dtype=torch.bfloat16, **sizes)
+    whole, needed = (
+        tiny_runner(folder),
+        footprint(read_spec(folder), torch.bfloat16, OWN_SETS[0], "own"),
+    )
+    monkeypatch.setattr("headrace.runner.load.free_bytes", lambda device: needed.peak - 1)
+    scheduler = SchedulerConfig(max_num_seqs=1)
+    mapped = tiny_runner(folder, max_model_len=64, scheduler=scheduler)
+    assert mapped.lane.weight_bytes < needed.held // 2
+    assert torch.equal(row_logits(mapped, PROMPT), row_logits(whole, PROMPT))
+
+
 def test_scales_may_lie_in_another_file_than_their_blocks(tmp_path: Path) -> None:
     folder = make(tmp_path)
     whole = row_logits(tiny_runner(folder, dtype="float32"), PROMPT)
@@ -120,11 +146,6 @@ def test_a_config_that_names_no_type_means_bfloat16(tmp_path: Path) -> None:
 def test_the_lane_of_transformers_leaves_it_alone(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="MXFP4, which native-text alone computes"):
         tiny_runner(make(tmp_path), "generic-text")
-
-
-@pytest.fixture
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 @pytest.mark.usefixtures("own_cache")
