@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from headrace.batches import answers
 from headrace.batches import run as running
 from headrace.batches.answers import LineCheck
 from headrace.batches.files import Files
@@ -34,8 +35,8 @@ LATER = RequestError("server_overloaded", "not now", retry_after_s=0.0)
 
 @pytest.fixture(autouse=True)
 def no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(running, "_LEAST_WAIT_S", 0.0)
-    monkeypatch.setattr(running, "_MOST_WAIT_S", 0.0)
+    monkeypatch.setattr(answers, "LEAST_WAIT_S", 0.0)
+    monkeypatch.setattr(answers, "MOST_WAIT_S", 0.0)
     monkeypatch.setattr(running, "TICK_S", 0.01)
 
 

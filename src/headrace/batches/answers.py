@@ -1,7 +1,9 @@
 """The seam to what answers a line, and the check of all lines before the first one is."""
 
-from collections.abc import AsyncIterator
-from typing import NamedTuple, Protocol
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
+from typing import NamedTuple, Protocol, TypeVar
 
 from headrace.batches.lines import chunks_of
 from headrace.batches.records import BatchRecord
@@ -12,7 +14,23 @@ from headrace.core.request import Route
 from headrace.protocols.batch_lines import MAX_FAULTS
 from headrace.workers.pool import Work
 
+T = TypeVar("T")
+
+LEAST_WAIT_S, MOST_WAIT_S = 0.5, 30.0
 _DIGEST = 16
+
+
+async def patiently(work: Callable[[], Awaitable[T]]) -> T:
+    """The result of work that may have to wait: for a disk, an engine, or its turn."""
+    wait_s = LEAST_WAIT_S
+    while True:
+        try:
+            return await work()
+        except RequestError as error:
+            if not error.kind.retry:
+                raise
+            await asyncio.sleep(max(wait_s, min(error.retry_after_s, MOST_WAIT_S)))
+        wait_s = min(2 * wait_s, MOST_WAIT_S)
 
 
 class LineAsked(NamedTuple):
@@ -103,11 +121,10 @@ class LineCheck:
                 message += "have; send less, or raise --max-body-bytes."
                 yield first, nothing, [LineFault(first, "request_too_large", message)]
                 continue
+            check = partial(self._work.do, CheckLines(first, batch.route), [lines])
             try:
-                checked = await self._work.do(CheckLines(first, batch.route), [lines])
+                checked = await patiently(check)
             except RequestError as error:
-                if error.kind.retry:
-                    raise
                 yield first, nothing, [LineFault(first, error.code, f"From here on: {error}")]
             else:
                 yield first, checked, list(checked.faults)

@@ -4,13 +4,13 @@ import asyncio
 import contextlib
 import hashlib
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import msgspec
 
-from headrace.batches.answers import Answers, LineAsked, LineCheck
+from headrace.batches.answers import Answers, LineAsked, LineCheck, patiently
 from headrace.batches.files import Files
 from headrace.batches.lines import answered, lines_of
 from headrace.batches.records import (
@@ -31,10 +31,7 @@ from headrace.protocols.batch_lines import FORMS, custom_id_of
 from headrace.streams.store import StoreStalled
 from headrace.workers.job_line import LARGE, OWNER
 
-T = TypeVar("T")
-
 TICK_S = 1.0
-_LEAST_WAIT_S, _MOST_WAIT_S = 0.5, 30.0
 _MANY = 1000  # results that are written at once
 _ENDS = {"": "completed", CANCELED: "cancelled", EXPIRED: "expired"}
 
@@ -186,18 +183,11 @@ class BatchRun:
             await self._changed.wait()
 
     async def _answer(self, number: int, line: bytes) -> None:
-        asked, wait_s = self._asked(number, line), _LEAST_WAIT_S
-        while True:
-            try:
-                answer = await self._bench.answers.answer(asked)
-            except RequestError as error:  # not now
-                await asyncio.sleep(max(wait_s, min(error.retry_after_s, _MOST_WAIT_S)))
-                wait_s = min(2 * wait_s, _MOST_WAIT_S)
-            else:
-                kind = SUCCEEDED if answer.status == 200 else ERRORED
-                data = self._form.answered(self._id(number), *answer)
-                self._results.put_nowait(_Result(number, kind, data, asked))
-                return
+        asked = self._asked(number, line)
+        answer = await patiently(partial(self._bench.answers.answer, asked))
+        kind = SUCCEEDED if answer.status == 200 else ERRORED
+        data = self._form.answered(self._id(number), *answer)
+        self._results.put_nowait(_Result(number, kind, data, asked))
 
     async def _drop(self) -> None:
         """Ends the lines that are in work; a result that has come is written all the same."""
@@ -266,14 +256,3 @@ class BatchRun:
         """The id of a line's result: the same, however often it is made."""
         digest = hashlib.blake2b(self.batch.id.encode(), digest_size=8).hexdigest()
         return f"batch_req_{digest}_{number}"
-
-
-async def patiently(work: Callable[[], Awaitable[T]]) -> T:
-    """The result of work that may have to wait for a disk, or for its turn."""
-    while True:
-        try:
-            return await work()
-        except RequestError as error:
-            if not error.kind.retry:
-                raise
-            await asyncio.sleep(max(_LEAST_WAIT_S, min(error.retry_after_s, _MOST_WAIT_S)))
