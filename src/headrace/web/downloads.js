@@ -60,7 +60,7 @@ class Row {
     const state = status.failed ? "failed" : STATES.includes(status.value) ? status.value : "here";
     if (state === "here" && this.state === "downloading") acts.came(toast(`${this.id} is here.`));
     this.words.textContent = this.told(state, status);
-    this.words.classList.toggle("trouble", state === "failed");
+    this.words.className = state === "failed" ? "trouble" : "soft";
     const { bytes_done: done, bytes_total: total } = status;
     this.bar.hidden = state === "here" || (!total && state !== "downloading");
     if (total) Object.assign(this.bar, { max: total, value: done });
