@@ -76,7 +76,7 @@ def test_every_family_reads_a_plain_config(architecture: str) -> None:
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_every_family_misses_the_number_of_layers(architecture: str) -> None:
     with pytest.raises(ModelError, match="num_hidden_layers"):
-        family(architecture).read({**CONFIG, "num_hidden_layers": None})
+        family(architecture).read(CONFIG | EXPERTS | {"num_hidden_layers": None})
 
 
 def test_windows_follow_the_layer_types_before_the_first_layer_rule() -> None:
