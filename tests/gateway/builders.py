@@ -149,6 +149,8 @@ class FakeModel:
     cuts_any: bool = False
     embeds_units: bool = True
 
+    adapters: ClassVar[dict[str, Any]] = {}
+
     @property
     def encoder(self) -> Encoder:
         return Encoder(self.tokenizer)  # type: ignore[arg-type]
