@@ -5,7 +5,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from headrace.config.settings import HttpConfig, ServerConfig
 from headrace.core.loading import STARTING
 from headrace.fleet.served_model import Models
 from headrace.metrics.metrics import Metrics
+from headrace.metrics.traces import NoTraces
 from headrace.streams.stores.memory import MemoryStore
 
 
@@ -64,8 +65,11 @@ class Host:
 
 class Model:
     folder, names, paths = Path(), ("tiny",), frozenset[str]()
+    adapters: Mapping[str, Any] = {}
     sampling_words = ""
     ready = object()
+
+    def read_adapters(self, config: object) -> None: ...
 
 
 @pytest.fixture
@@ -83,7 +87,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
                 serving = module._Serving(config, Model(), listener, MemoryStore())  # type: ignore[arg-type]
                 asyncio.get_running_loop().call_soon(act)
                 async with asyncio.timeout(20):
-                    return await serving.run(LoadLines(STARTING))
+                    return await serving.run(LoadLines(STARTING), NoTraces())
 
         return asyncio.run(scene())
 

@@ -137,7 +137,9 @@ class _Form:
         fields = {name: value.decode(errors="replace") for name, value in self._fields.items()}
         purpose = fields.get("purpose", "")
         if purpose not in _PURPOSES:
-            raise RequestError("invalid_value", f"purpose is {' or '.join(_PURPOSES)}.", "purpose")
+            raise RequestError(
+                "invalid_value", f"purpose must be {' or '.join(_PURPOSES)}.", "purpose"
+            )
         if _SECONDS not in fields and _ANCHOR not in fields:
             return purpose, None
         seconds = fields.get(_SECONDS, "")
