@@ -5,6 +5,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
+from headrace.generation.submission import salt_of
 from headrace.memory.blocks import BlockPool
 from headrace.memory.disk import DiskPrefixes
 from headrace.memory.memory import NO_MATCH, Match, Memory
@@ -185,7 +186,7 @@ def salts_are_ignored_on_disk(patch: pytest.MonkeyPatch) -> None:
     find, name = DiskPrefixes.find, NameChain.name
 
     def unsalted(self, token_ids, index):
-        return name(NameChain(self._block_size, ""), token_ids, index)
+        return name(NameChain(self._block_size, salt_of("", "", None)), token_ids, index)
 
     def without(self, token_ids, chain, block):
         with pytest.MonkeyPatch.context() as within:
