@@ -151,10 +151,13 @@ async def test_results_that_wait_for_the_disk_are_written_once_though_it_is_canc
     tmp_path: Path,
 ) -> None:
     night = await Night(tmp_path).prepare()
-    night.blobs.num_full = 2000
+    night.blobs.num_full = many = 1 << 40
     task = await night.begin()
-    await until(lambda: night.blobs.num_full < 2000)
+    await until(lambda: night.blobs.num_full < many)
     await night.shelf.records.put(STOP, night.batch.id, b"")
+    while (await night.stored()).status != "cancelling":
+        await asyncio.sleep(0.01)
+    night.blobs.num_full = 0
     await task
     found = [it for id in ("out", "errors") for it in await night.results(id)]
     assert Counter(it["custom_id"] for it in found) == Counter(night.ids)
