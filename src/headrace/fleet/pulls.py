@@ -82,11 +82,13 @@ class Pull:
         """Nothing more comes, or it begins again."""
         self.state, self.error = state, error
         self._pace.clear()
-        for event in (self.began, self.over):
-            if state == "downloading":
-                event.clear()
-            else:
-                event.set()
+        if state == "downloading":
+            self.done = self.total = 0
+            self.began.clear()
+            self.over.clear()
+        else:
+            self.began.set()
+            self.over.set()
 
     @property
     def bytes_per_s(self) -> float | None:
@@ -147,8 +149,9 @@ class Pulls:
                 raise RequestError("server_overloaded", message, retry_after_s=_RETRY_S)
             self._pulls[model] = pull
             pull.settle("downloading")
-            self._start(pull)
-            await self._keep()
+            await self._keep()  # before anybody can see bytes come
+            if pull in self.all() and pull.kept.state == "downloading":  # as yet
+                self._start(pull)
         return pull
 
     async def stop(self, model: str) -> None:
