@@ -66,7 +66,7 @@ class LLM:
     ) -> "LLM":
         """Options are the flags of `headrace serve` with underscores.
 
-        `on_progress` is called by a thread, at each new stage of the load and every 2 s.
+        `on_progress` is called by a thread: at stages of the load that last, and every 2 s.
         ConfigError if an option is wrong, ModelError if the model cannot be run.
         """
         given = {"model": model, **options}

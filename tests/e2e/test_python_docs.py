@@ -18,7 +18,7 @@ EXPECTED = {
     "again = client": "tokens",
     "gather": "'a-p-p-l-e', 'green, blue, red'",
     "both = llm": "[' Wednesday, Thursday",
-    "LoadProgress": "warming up",
+    "LoadProgress": "reading the model's files None",
     "except": "temperature",
 }
 

@@ -79,9 +79,10 @@ class LoadWatch:
 
 
 class LoadTeller:
-    """A thread that tells at once when a stage begins, and at least every `EVERY_S` what goes on.
+    """A thread that tells soon when a stage begins, and at least every `EVERY_S` what goes on.
 
-    A context. What is told at first is told before it is entered.
+    A context. What is told at first is told before it is entered. A stage that is over before the
+    next look is never told.
     """
 
     def __init__(self, read_progress: ReadProgress, tell: OnLoading) -> None:
