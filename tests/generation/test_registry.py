@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 
 from headrace.core.errors import RequestError
 from headrace.core.ids import StreamId
@@ -12,8 +13,8 @@ from headrace.core.messages import FinishReason
 from headrace.generation.generation import Generation
 from headrace.generation.registry import FinishedStream
 from headrace.generation.stream import LiveStream
-from headrace.streams.record import Names
-from headrace.streams.store import ByConversation, ById
+from headrace.streams.record import Names, Record
+from headrace.streams.store import ByConversation, ById, Stored
 from headrace.streams.stores.memory import MemoryStore
 from tests.fleet.fakes import DOWN, FakeEngine
 from tests.generation.fakes import make_request, opened, read, running
@@ -46,6 +47,36 @@ async def test_a_stream_is_found_live_while_it_is_being_opened(folder: Path) -> 
         while (found := await generation.streams.find("", NAME)) is None:
             await asyncio.sleep(0)
         assert found is await opening
+
+
+class SlowStore(MemoryStore):
+    """Holds a stream before whoever made it hears of that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answers = asyncio.Event()
+
+    async def create(self, record: Record, replaces: StreamId | None = None) -> Stored:
+        stored = await super().create(record, replaces)
+        await self.answers.wait()
+        return stored
+
+
+async def test_a_stream_is_found_live_though_its_request_was_given_up_as_it_was_stored(
+    folder: Path,
+) -> None:
+    store = SlowStore()
+    async with running(folder, store) as (generation, _):
+        opening = asyncio.create_task(generation.open(make_request(), OPTED_IN))
+        while not await store.find(NAME):
+            await asyncio.sleep(0)
+        opening.cancel()
+        looking = asyncio.create_task(generation.streams.find("", NAME))
+        await settle()
+        store.answers.set()
+        assert isinstance(await looking, LiveStream)
+        with pytest.raises(asyncio.CancelledError):
+            await opening
 
 
 async def test_a_stream_that_has_ended_is_found_to_be_read(folder: Path) -> None:

@@ -175,12 +175,23 @@ class Generation:
         # from here on it counts, whatever its names have to wait for
         queue = self.queues.of(host, request.is_background)
         place = queue.enter(asked, Capacity.of(model.ready), time.monotonic())
-        stored = await self.streams.put(record, place)
+        beginning = self._begin(host, record, Stay(place, admitted))
+        if not names.is_opted_in:
+            return await beginning
+        task = asyncio.create_task(beginning)
+        try:
+            return await asyncio.shield(task)
+        finally:  # given up or not: what has a place in the store gets the writer it is found with
+            await asyncio.wait((task,))
+
+    async def _begin(self, host: ModelHost, record: Record, stay: Stay) -> Found:
+        """The new stream, once it is accepted; or another one, if that holds its names."""
+        stored = await self.streams.put(record, stay.place)
         if stored.record.id != record.id:
             return await self.streams.wrap(stored)
         stored = Stored(record, stored.log)
-        builder = EventBuilder(record, model)
-        stream = self.writers.start(host, stored, builder, Stay(place, admitted))
+        builder = EventBuilder(record, host.model)
+        stream = self.writers.start(host, stored, builder, stay)
         try:
             accepted = stream.audience.pause.unless(stored.log.wait(-1))
             await self.streams.unless_stalled(record, accepted)
