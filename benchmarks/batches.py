@@ -4,7 +4,8 @@
 
 Rounds with and without a batch alternate on one server, and every other pair begins with the other
 kind. In a round each client asks for one stream after the other, with a pause between, in which
-the batch has the server to itself. Prompts are random ids, so none is cached. Prints the 99th
+the batch has the server to itself. Prompts are random ids, the same in both rounds of a pair, and
+none is credited with what is cached: the streams of a pair have the same tokens. Prints the 99th
 percentile and the median of both, of all rounds together and as the median of the pairs' ratios,
 and how many lines were answered meanwhile. Exits with 1 if either 99th percentile is more than
 1.1 times that without. Flags that are not known here are the server's.
@@ -52,11 +53,12 @@ def main() -> int:
 async def compare(url: str, given: argparse.Namespace) -> int:
     alone, beside = list[Seen](), list[Seen]()
     async with httpx.AsyncClient(base_url=url, timeout=300) as http:
-        await one_round(http, given)  # the engine learns what its steps take
+        await one_round(http, given, 0)  # the engine learns what its steps take
         for number in range(given.pairs):
             for is_beside in (False, True) if number % 2 else (True, False):
                 batch = await begun(http) if is_beside else None
-                (beside if is_beside else alone).append(await one_round(http, given))
+                seen = await one_round(http, given, number + 1)
+                (beside if is_beside else alone).append(seen)
                 if batch is not None:
                     print(f"pair {number + 1}: {await stopped(http, batch)} lines", flush=True)
     ratios = [
@@ -66,22 +68,30 @@ async def compare(url: str, given: argparse.Namespace) -> int:
     return 0 if max(ratios) <= BOUND else 1
 
 
-async def one_round(http: httpx.AsyncClient, given: argparse.Namespace) -> Seen:
+async def one_round(http: httpx.AsyncClient, given: argparse.Namespace, seed: int) -> Seen:
     seen = Seen([], [])
     async with asyncio.TaskGroup() as tasks:
         for number in range(given.clients):
-            tasks.create_task(client(http, given, seen, PAUSE_S * number / given.clients))
+            ids = random.Random(f"{seed} {number}")
+            lag_s = PAUSE_S * number / given.clients
+            tasks.create_task(client(http, given, seen, ids, lag_s))
     return seen
 
 
 async def client(
-    http: httpx.AsyncClient, given: argparse.Namespace, seen: Seen, lag_s: float
+    http: httpx.AsyncClient, given: argparse.Namespace, seen: Seen, ids: random.Random, lag_s: float
 ) -> None:
     await asyncio.sleep(lag_s)
     for _ in range(given.requests):
         await asyncio.sleep(PAUSE_S)
-        ids = [random.randrange(10, 200) for _ in range(given.length)]
-        body = {"prompt": ids, "max_tokens": given.tokens, "ignore_eos": True, "stream": True}
+        body = {
+            "prompt": [ids.randrange(10, 200) for _ in range(given.length)],
+            "max_tokens": given.tokens,
+            "ignore_eos": True,
+            "stream": True,
+            "temperature": 0,
+            "cache_prompt": False,
+        }
         times = [time.perf_counter()]
         async with http.stream("POST", "/v1/completions", json=body) as answer:
             async for line in answer.aiter_lines():

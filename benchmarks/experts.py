@@ -64,10 +64,10 @@ class _Text(msgspec.Struct):
 def _sum(words: Any, pieces: Any) -> int:
     total = np.int64(0)
     for n in prange(len(pieces)):
-        first, end = pieces[n]
+        piece = words[pieces[n, 0] : pieces[n, 1]]
         part = np.int64(0)
-        for i in range(first, end):
-            part += words[i]
+        for i in range(len(piece)):  # from 0: an index that may be negative is not vectorized
+            part += piece[i]
         total += part
     return total
 
