@@ -12,7 +12,7 @@ import pytest
 from headrace.batches import batches as module
 from headrace.batches.batches import Batches, BatchWish
 from headrace.batches.folder import folder_shelf
-from headrace.batches.records import BATCH, OPEN, BatchRecord, encode_record, now_s
+from headrace.batches.records import BATCH, OPEN, STOP, BatchRecord, encode_record, now_s
 from headrace.batches.shelf import Shelf
 from headrace.config.settings import BatchConfig, ServerConfig
 from headrace.core.errors import RequestError
@@ -86,6 +86,31 @@ async def test_a_damaged_record_is_passed_over(server: Server) -> None:
     assert [it.id for it in await server.batches.of("ann")] == ["batch_1"]
     with pytest.raises(RequestError):
         await server.batches.get("ann", "batch_2", "openai")
+
+
+@pytest.mark.parametrize("status", ["failed", "completed", "cancelled", "expired"])
+async def test_a_batch_that_ended_just_before_a_kill_is_not_run_again(
+    status: str, server: Server
+) -> None:
+    ended = (await server.begin("ann", 1)).moved(status)
+    await server.shelf.records.put(BATCH, ended.id, encode_record(ended))
+    await server.shelf.records.put(STOP, ended.id, b"canceled")
+    async with asyncio.TaskGroup() as tasks:
+        await server.batches._look(tasks)
+        assert not server.batches._runs
+    for kind in (OPEN, STOP):
+        assert await server.shelf.records.all(kind) == []
+    assert await server.batches.get("ann", ended.id, "openai") == ended
+
+
+async def test_a_batch_that_a_kill_left_unlisted_is_run_all_the_same(server: Server) -> None:
+    begun = await server.begin("ann", 1)
+    ended = (await server.begin("ann", 2)).moved("completed")
+    await server.shelf.records.put(BATCH, ended.id, encode_record(ended))
+    for batch in (begun, ended):
+        await server.shelf.records.remove(OPEN, batch.id)
+    await server.batches._sweep()
+    assert await server.shelf.records.all(OPEN) == [begun.id.encode()]
 
 
 async def test_a_file_that_a_batch_needs_is_not_deleted(server: Server) -> None:

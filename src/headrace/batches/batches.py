@@ -163,8 +163,9 @@ class Batches:
             if id in self._runs or not await self._records.claim(id):
                 continue
             batch = read_record(await self._records.get(BATCH, id), BatchRecord)
-            if batch is None:
-                await self._records.remove(OPEN, id)
+            if batch is None or batch.has_ended:  # it ended since, or a kill left it listed
+                for kind in (OPEN, STOP):
+                    await self._records.remove(kind, id)
                 continue
             run = BatchRun(self._bench, batch, partial(self._share, id))
             self._runs[id] = run
@@ -195,9 +196,12 @@ class Batches:
         return {id for id in ids if id is not None}
 
     async def _sweep(self) -> None:
-        """Forgets ended batches and files that are kept no longer."""
+        """Forgets ended batches and files that are kept no longer; lists what only began."""
         oldest = now_s() - self._config.keep_files_days * 24 * 3600
+        listed = set(await self._records.all(OPEN))
         async for batch in in_slices(await self._records.all(BATCH), BatchRecord):
             if batch.has_ended and (batch.ended_at or 0) < oldest:
                 await self.remove(batch)
+            elif not batch.has_ended and batch.id.encode() not in listed:
+                await self._records.put(OPEN, batch.id, batch.id.encode())
         await self.files.sweep(await self._in_use())

@@ -103,8 +103,7 @@ class BatchRun:
         is_apart = self.batch.api == "openai"  # the other API tells faults as results
         known: dict[str, Any] = {"num_lines": verdict.num_lines}
         if verdict.faults and is_apart:
-            await self._save("failed", faults=verdict.faults, **known)
-            await patiently(partial(self._records.remove, OPEN, self.batch.id))
+            await self._close("failed", faults=verdict.faults, **known)
             return False
         known["output_id"] = await self._new_file("output")
         known["error_id"] = await self._new_file("errors") if is_apart else None
@@ -124,7 +123,10 @@ class BatchRun:
             await patiently(partial(self._bench.files.resized, id, num_bytes))
         if not self._why:
             await self._save("finalizing")
-        await self._save(_ENDS[self._why], counts=dict(self._counts))
+        await self._close(_ENDS[self._why], counts=dict(self._counts))
+
+    async def _close(self, status: str, **fields: Any) -> None:
+        await self._save(status, **fields)
         for kind in (OPEN, STOP):
             await patiently(partial(self._records.remove, kind, self.batch.id))
 
