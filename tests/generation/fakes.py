@@ -6,7 +6,9 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from headrace.config.settings import ModelConfig, ServerConfig, StreamConfig
+import msgspec
+
+from headrace.config.settings import LoadingConfig, ModelConfig, ServerConfig, StreamConfig
 from headrace.core.request import Request, Text
 from headrace.core.sampling import Sampling
 from headrace.engine.client import EngineUp
@@ -14,6 +16,7 @@ from headrace.fleet.model_host import ModelHost
 from headrace.fleet.served_model import ServedModel
 from headrace.generation.generation import PLAIN, Generation
 from headrace.generation.registry import Found
+from headrace.generation.stream import LiveStream
 from headrace.metrics.metrics import Metrics
 from headrace.protocols.worker import Jobs
 from headrace.streams.events import AnyEvent, Tokens
@@ -23,6 +26,8 @@ from headrace.streams.stores.memory import MemoryStore
 from headrace.workers.pool import ThreadWork
 from tests.fleet.fakes import READY, FakeEngine
 from tools.harness.eventually import settle
+
+Engines = dict[str, list[FakeEngine]]
 
 
 @contextlib.asynccontextmanager
@@ -50,6 +55,40 @@ async def running(
         task.cancel()
 
 
+@contextlib.asynccontextmanager
+async def models_of(
+    folder: Path, names: str, store: Store | None = None, is_known: bool = True
+) -> AsyncIterator[tuple[Generation, Engines]]:
+    """Models of one letter each, not loaded and perhaps not read; their engines as they start."""
+    configs = [ModelConfig(model=str(folder), served_model_name=(name,)) for name in names]
+    config = ServerConfig(
+        models=tuple(configs), streams=StreamConfig(), loading=LoadingConfig(max_models=1)
+    )
+    served = [ServedModel(one) for one in configs]
+    engines: Engines = {name: [] for name in names}
+
+    def start(config: ModelConfig) -> FakeEngine:
+        engines[config.served_model_name[0]].append(engine := FakeEngine())
+        return engine
+
+    metrics = Metrics()
+    hosts = tuple(
+        ModelHost(one, start, metrics, model if is_known else None)
+        for one, model in zip(configs, served, strict=True)
+    )
+    work = ThreadWork(Jobs(*served))
+    generation = Generation(config, hosts, store or MemoryStore(), work, metrics)
+    task = asyncio.create_task(generation.run())
+    await settle()
+    try:
+        async with asyncio.timeout(60):
+            yield generation, engines
+    finally:
+        await generation.fleet.close()
+        await asyncio.wait([task], timeout=5)
+        task.cancel()
+
+
 def make_request(text: str = "hello", **fields: object) -> Request:
     sampling = fields.pop("sampling", Sampling(temperature=0))
     return Request(
@@ -59,6 +98,14 @@ def make_request(text: str = "hello", **fields: object) -> Request:
         sampling=sampling,  # type: ignore[arg-type]
         **fields,  # type: ignore[arg-type]
     )
+
+
+async def ask(generation: Generation, model: str, names: Names = PLAIN) -> LiveStream:
+    request = msgspec.structs.replace(make_request(), model=model)
+    stream = await generation.open(request, names)
+    await settle()
+    assert isinstance(stream, LiveStream)
+    return stream
 
 
 async def opened(

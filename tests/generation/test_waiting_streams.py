@@ -4,31 +4,20 @@ engines.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from headrace.config.settings import LoadingConfig, ModelConfig, ServerConfig, StreamConfig
 from headrace.core.errors import RequestError
 from headrace.core.messages import FinishReason, Loading
 from headrace.engine.client import EngineDown, EngineUp
-from headrace.fleet.model_host import ModelHost
-from headrace.fleet.served_model import ServedModel
 from headrace.generation.generation import Generation
 from headrace.generation.stream import LiveStream
-from headrace.metrics.metrics import Metrics
-from headrace.protocols.worker import Jobs
 from headrace.streams.events import Error, Heartbeat, Served
-from headrace.streams.stores.memory import MemoryStore
-from headrace.workers.pool import ThreadWork
 from tests.fleet.fakes import READY, FakeEngine
-from tests.generation.fakes import make_request, read
+from tests.generation.fakes import Engines, ask, make_request, models_of, read
 from tools.harness.eventually import settle
-
-Engines = dict[str, list[FakeEngine]]
-Scene = Callable[[Generation, Engines], Awaitable[None]]
 
 
 def two_models(
@@ -36,43 +25,6 @@ def two_models(
 ) -> contextlib.AbstractAsyncContextManager[tuple[Generation, Engines]]:
     """`a` and `b`, neither of them loaded; their engines as they are started."""
     return models_of(folder, "ab")
-
-
-@contextlib.asynccontextmanager
-async def models_of(folder: Path, names: str) -> AsyncIterator[tuple[Generation, Engines]]:
-    configs = [ModelConfig(model=str(folder), served_model_name=(name,)) for name in names]
-    config = ServerConfig(
-        models=tuple(configs), streams=StreamConfig(), loading=LoadingConfig(max_models=1)
-    )
-    served = [ServedModel(one) for one in configs]
-    engines: Engines = {"a": [], "b": []}
-
-    def start(config: ModelConfig) -> FakeEngine:
-        engines[config.served_model_name[0]].append(engine := FakeEngine())
-        return engine
-
-    metrics = Metrics()
-    hosts = tuple(
-        ModelHost(one, start, metrics, model) for one, model in zip(configs, served, strict=True)
-    )
-    generation = Generation(config, hosts, MemoryStore(), ThreadWork(Jobs(*served)), metrics)
-    task = asyncio.create_task(generation.run())
-    await settle()
-    try:
-        async with asyncio.timeout(60):
-            yield generation, engines
-    finally:
-        await generation.fleet.close()
-        await asyncio.wait([task], timeout=5)
-        task.cancel()
-
-
-async def ask(generation: Generation, model: str) -> LiveStream:
-    request = msgspec.structs.replace(make_request(), model=model)
-    stream = await generation.open(request)
-    await settle()
-    assert isinstance(stream, LiveStream)
-    return stream
 
 
 async def finish(engine: FakeEngine) -> None:

@@ -122,8 +122,9 @@ class Generation:
             self.died.set()
             self.streams.close(GONE)
         streams = self.streams_of(host)
-        durable = (stream for stream in streams if stream.record.is_durable)
-        self.resumption.keep(host, (Stored(it.record, it.log) for it in durable))
+        for it in streams:
+            if it.record.is_durable:
+                self.resumption.keep(host, Stored(it.record, it.log), it.cut)
         self.writers.let_go(streams, GONE, GONE)
 
     async def host_for(self, name: str | None, waits: bool) -> ModelHost:

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterable
 
 from headrace.core.errors import ModelError, RequestError
 from headrace.fleet.fleet import Fleet
@@ -45,7 +44,8 @@ class Resumption:
         self._work = work
         self._figures = figures
         self._group = group
-        self._kept: dict[str, list[Stored]] = {}  # until an engine of this model comes up
+        # until an engine of this model comes up; each with why it is to end, if somebody asked
+        self._kept: dict[str, list[tuple[Stored, RequestError | None]]] = {}
         writers.on_stalled = self._outlast_stall
 
     async def take_up(self) -> None:
@@ -62,17 +62,16 @@ class Resumption:
         while True:
             await self._go_on_with(await self._streams.store.orphans())
 
-    def keep(self, host: ModelHost, left: Iterable[Stored]) -> None:
-        """Keeps the durable streams of an engine that was given up."""
-        for stored in left:
-            self._streams.close(GONE, stored.record.id)
-            self._kept.setdefault(host.name, []).append(stored)
+    def keep(self, host: ModelHost, stored: Stored, cut: RequestError | None) -> None:
+        """Keeps a durable stream of an engine that was given up; `cut` if it was to end as that."""
+        self._streams.close(GONE, stored.record.id)
+        self._kept.setdefault(host.name, []).append((stored, cut))
 
     def host_loaded(self, host: ModelHost) -> None:
         """Goes on with the streams that were kept for a later engine of this host."""
-        for stored in self._kept.pop(host.name, ()):
+        for stored, cut in self._kept.pop(host.name, ()):
             self._streams.open_again(stored.record.id)
-            self._group.create_task(self._resume(stored), name="resume one")
+            self._group.create_task(self._resume(stored, cut), name="resume one")
 
     async def _go_on_with(self, left: list[Stored]) -> None:
         # those with images take long, and the others need not wait for them
@@ -96,7 +95,7 @@ class Resumption:
             await host.read()
         except ModelError as error:
             host.engine.fail(str(error))
-            self.keep(host, [stored])
+            self.keep(host, stored, cut)
             return
         try:
             builder = EventBuilder(stored.record, host.model)

@@ -128,15 +128,14 @@ class Writers:
         except LogTaken:
             logger.warning("Another server has taken a stream over")
             stream.audience.pause.set(_TAKEN)
-            stream.ended.set()
         except Exception:  # one stream, and not the server
             logger.exception("The log of a stream cannot be written")
             failure = RequestError("internal_error", "The log of this stream cannot be written.")
             stream.audience.pause.set(failure)
-            stream.ended.set()
         finally:
             stream.stay.end()
             self._streams.remove(stream)
+            stream.ended.set()  # also if it was let go: nothing more comes of this one
             del self.tasks[stream]
             if entering is not None and not entering.cancel() and not entering.cancelled():
                 used = entering.result()

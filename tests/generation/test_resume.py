@@ -1,0 +1,53 @@
+"""Streams that lost their writer go on, or end as they were to, whatever happens meanwhile."""
+
+import asyncio
+from pathlib import Path
+
+import msgspec
+
+from headrace.engine.client import EngineUp
+from headrace.generation.generation import Generation
+from headrace.streams.events import Error
+from headrace.streams.record import Names
+from headrace.streams.store import ByConversation
+from headrace.streams.stores.memory import MemoryStore
+from tests.fleet.fakes import DOWN, READY
+from tests.generation.fakes import ask, models_of, read
+from tools.harness.eventually import settle
+
+OPTED_IN = Names(conversation="c", digest=b"1")
+NAME = ByConversation("", "c")
+GIVEN_UP = msgspec.structs.replace(DOWN, given_up=True)
+
+
+def durable_store() -> MemoryStore:
+    store = MemoryStore()
+    store.is_durable = True
+    return store
+
+
+async def end_of(generation: Generation) -> str:
+    """The code that the stream ended with."""
+    found = await generation.streams.find("", NAME)
+    assert found is not None
+    last = (await read(found))[-1]
+    assert isinstance(last, Error)
+    return last.code
+
+
+async def test_a_stop_whose_engine_is_given_up_returns_and_holds_for_the_next_engine(
+    folder: Path,
+) -> None:
+    async with models_of(folder, "ab", durable_store()) as (generation, engines):
+        stream = await ask(generation, "a", OPTED_IN)
+        await engines["a"][0].say(EngineUp(READY))
+        stopping = asyncio.create_task(generation.streams.stop(stream))
+        await settle()
+        assert not stopping.done()
+        await engines["a"][0].say(GIVEN_UP)
+        assert stopping.done()
+        generation.fleet.need(generation.fleet.hosts.get("a"))
+        await settle()
+        await engines["a"][1].say(EngineUp(READY))
+        assert await end_of(generation) == "cancelled"
+        assert not engines["a"][1].submits
