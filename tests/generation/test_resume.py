@@ -4,9 +4,14 @@ import asyncio
 from pathlib import Path
 
 import msgspec
+import pytest
 
+from headrace.core.messages import FinishReason
 from headrace.engine.client import EngineUp
+from headrace.fleet.model_host import ModelHost
+from headrace.fleet.served_model import ServedModel
 from headrace.generation.generation import Generation
+from headrace.generation.registry import FinishedStream
 from headrace.streams.events import Error
 from headrace.streams.record import Names
 from headrace.streams.store import ByConversation
@@ -51,3 +56,39 @@ async def test_a_stop_whose_engine_is_given_up_returns_and_holds_for_the_next_en
         await engines["a"][1].say(EngineUp(READY))
         assert await end_of(generation) == "cancelled"
         assert not engines["a"][1].submits
+
+
+@pytest.mark.parametrize("change", ["removed", "replaced"])
+async def test_a_model_that_is_changed_as_a_stream_is_resumed_changes_after_the_stream(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    store = durable_store()
+    await leave_a_stream(folder, store)
+    may_read = asyncio.Event()
+
+    async def read_slowly(host: ModelHost) -> None:
+        await may_read.wait()
+        host.known = host.known or ServedModel(host.config)
+
+    monkeypatch.setattr(ModelHost, "read", read_slowly)
+    async with models_of(folder, "ab", store, is_known=False) as (generation, engines):
+        fleet = generation.fleet
+        old, other = fleet.hosts.all()
+        config = msgspec.structs.replace(old.config, max_model_len=128)
+        new = (ModelHost(config, old._start, old.metrics),) if change == "replaced" else ()
+        fleet.become((*new, other))
+        may_read.set()
+        await settle()
+        (engine,) = engines["a"]
+        await engine.say(EngineUp(READY))
+        await engine.finish(engine.newest, FinishReason.LENGTH)
+        assert isinstance(await generation.streams.find("", NAME), FinishedStream)
+        assert fleet.hosts.all() == (*new, other)
+
+
+async def leave_a_stream(folder: Path, store: MemoryStore) -> None:
+    """A stream that a server did not end, as a kill would leave it."""
+    async with models_of(folder, "ab", store) as (generation, _):
+        stream = await ask(generation, "a", OPTED_IN)
+        generation.writers.tasks[stream].cancel()
+        await settle()

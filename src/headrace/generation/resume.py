@@ -91,6 +91,13 @@ class Resumption:
     async def _resume(self, stored: Stored, cut: RequestError | None = None) -> None:
         """Goes on with a stream, or ends it as `cut`."""
         host = self._host_of(stored.record)
+        self._fleet.hold(host)  # else it could be removed, or replaced, while all is read
+        try:
+            await self._resume_at(host, stored, cut)
+        finally:
+            self._fleet.release(host)
+
+    async def _resume_at(self, host: ModelHost, stored: Stored, cut: RequestError | None) -> None:
         try:
             await host.read()
         except ModelError as error:
