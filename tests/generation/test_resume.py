@@ -6,8 +6,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from headrace.checkpoints.hub import OnProgress
+from headrace.config.settings import ModelConfig
+from headrace.core.errors import RequestError
 from headrace.core.messages import FinishReason
 from headrace.engine.client import EngineUp
+from headrace.fleet import model_host
 from headrace.fleet.model_host import ModelHost
 from headrace.fleet.served_model import ServedModel
 from headrace.generation.generation import Generation
@@ -84,6 +88,31 @@ async def test_a_model_that_is_changed_as_a_stream_is_resumed_changes_after_the_
         await engine.finish(engine.newest, FinishReason.LENGTH)
         assert isinstance(await generation.streams.find("", NAME), FinishedStream)
         assert fleet.hosts.all() == (*new, other)
+
+
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), KeyError("model_type")])
+async def test_a_model_that_cannot_be_read_keeps_its_streams_until_it_can_be(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    store = durable_store()
+    await leave_a_stream(folder, store)
+    fails = [error]
+
+    def made(config: ModelConfig, on_progress: OnProgress) -> ServedModel:
+        if fails:
+            raise fails[0]
+        return ServedModel(config, on_progress)
+
+    monkeypatch.setattr(model_host, "ServedModel", made)
+    async with models_of(folder, "ab", store, is_known=False) as (generation, engines):
+        with pytest.raises(RequestError, match="could not be restarted"):
+            await generation.streams.find("", NAME)
+        fails.clear()
+        generation.fleet.need(generation.fleet.hosts.get("a"))
+        while not engines["a"]:
+            await asyncio.sleep(0.001)
+        await engines["a"][0].say(EngineUp(READY))
+        assert await generation.streams.find("", NAME) in generation.streams
 
 
 async def leave_a_stream(folder: Path, store: MemoryStore) -> None:

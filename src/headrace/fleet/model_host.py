@@ -1,6 +1,7 @@
 """One model a server runs: its settings, what was read of it, its engine and its tenants."""
 
 import asyncio
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from msgspec.structs import replace
 from headrace.checkpoints.find import MINI, find_model
 from headrace.checkpoints.hub import OnProgress
 from headrace.config.settings import ModelConfig
+from headrace.core.errors import ModelError
 from headrace.core.loading import READING
 from headrace.core.messages import Ready
 from headrace.engine.client import EngineClient
@@ -19,6 +21,8 @@ from headrace.fleet.model_names import adapters_of, names_of, paths_of, root_of
 from headrace.fleet.served_model import ServedModel
 from headrace.fleet.tenants import Tenants
 from headrace.metrics.metrics import Metrics
+
+logger = logging.getLogger(__name__)
 
 CACHE_BYTES = 1 << 30
 """Memory of each model for keys and values, where it is budgeted and settings say nothing."""
@@ -130,8 +134,14 @@ class ModelHost:
                     self.known = await in_thread(lambda: self._read(on_progress))
 
     def _read(self, on_progress: OnProgress) -> ServedModel:
-        model = ServedModel(self.config, on_progress)
-        model.read_adapters(self.config)
+        try:
+            model = ServedModel(self.config, on_progress)
+            model.read_adapters(self.config)
+        except ModelError:
+            raise
+        except Exception as error:  # one model, and not the server
+            logger.exception("%s could not be read", self.name)
+            raise ModelError(f"It could not be read ({error}).", "load_failed") from error
         return model
 
     def begin(self) -> None:
