@@ -149,10 +149,14 @@ class Pulls:
                 raise RequestError("server_overloaded", message, retry_after_s=_RETRY_S)
             self._pulls[model] = pull
             pull.settle("downloading")
-            await self._keep()  # before anybody can see bytes come
-            if pull in self.all() and pull.kept.state == "downloading":  # as yet
-                self._start(pull)
+            # whoever asked may leave meanwhile
+            await asyncio.shield(self._group.create_task(self._begin(pull), name="begin a pull"))
         return pull
+
+    async def _begin(self, pull: Pull) -> None:
+        await self._keep()  # before anybody can see bytes come
+        if pull in self.all() and pull.kept.state == "downloading":  # as yet
+            self._start(pull)
 
     async def stop(self, model: str) -> None:
         """Ends a download; what has come is kept."""
