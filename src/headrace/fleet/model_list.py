@@ -75,6 +75,11 @@ def _like_all(configs: Configs, model: str) -> ModelConfig:
     return ModelConfig(model=model, **shared)
 
 
+def _repo_of(model: str) -> str:
+    """The hub's id, whichever of its files was asked for."""
+    return model.partition(":")[0]
+
+
 class Desired:
     """The models as they should be, put as a whole or pulled one by one.
 
@@ -146,9 +151,10 @@ class Desired:
         self._fleet.when_gone(model, lambda: self._discard(model))
 
     async def _discard(self, model: str) -> None:
-        repo = model.partition(":")[0]
         async with self._deleting:
-            if all(pull.model.partition(":")[0] != repo for pull in self.pulls.all()):
+            wanted = [it.model for it in self._sources.configs]
+            wanted += [it.model for it in self.pulls.all()]
+            if _repo_of(model) not in map(_repo_of, wanted):
                 await asyncio.to_thread(discard, model)
 
     def _apply(self) -> None:

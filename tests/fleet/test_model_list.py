@@ -1,0 +1,40 @@
+"""The models that a server should have, over a fleet that has none."""
+
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from headrace.config.settings import ModelConfig
+from headrace.fleet import model_list
+from headrace.fleet.model_list import Desired, ModelSources
+from headrace.fleet.pulls import KeptPull, Pulls
+
+
+class NoFleet:
+    """Nothing runs of any model."""
+
+    def when_gone(self, name: str, then: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        self.then = then()
+
+
+@pytest.mark.parametrize(
+    ("flag", "removed"),
+    [("owner/other", ["owner/name:Q4_0"]), ("owner/name:Q8_0", []), ("owner/name", [])],
+)
+async def test_a_deleted_models_files_stay_if_a_model_of_the_flags_lies_among_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flag: str, removed: list[str]
+) -> None:
+    discarded: list[str] = []
+    monkeypatch.setattr(model_list, "discard", discarded.append)
+    kept = tmp_path / "pulled.json"
+    kept.write_bytes(msgspec.json.encode([KeptPull("owner/name:Q4_0", "stopped")]))
+    configs = (ModelConfig(model=flag),)
+    sources = ModelSources(configs, Pulls(kept), lambda: configs, None, False)
+    fleet = NoFleet()
+    desired = Desired(sources, NoFleet, len, fleet)  # type: ignore[arg-type]
+    await desired.delete("owner/name:Q4_0")
+    await fleet.then
+    assert discarded == removed
