@@ -1,9 +1,12 @@
-"""Tenants without an event loop: what reaches the engine, and who hears when."""
+"""Tenants of a fake engine: what reaches it, and who hears when."""
 
+import asyncio
 from typing import Any
 
 from msgspec.structs import replace
 
+from headrace.core.adapter import Adapter
+from headrace.core.errors import RequestError
 from headrace.core.ids import SequenceId, StreamId
 from headrace.core.messages import (
     Cancel,
@@ -20,6 +23,7 @@ from headrace.engine.client import EngineUp
 from headrace.fleet.load_watch import LoadWatch
 from headrace.fleet.tenants import Tenants
 from tests.fleet.fakes import DOWN, READY, STATUS, FakeEngine, FakeTenant
+from tools.harness.eventually import settle
 
 MODEL: Any = object()  # only handed on
 SUBMIT = Submit(StreamId("one"), (b"",), (), Sampling(), 0.0)
@@ -65,6 +69,17 @@ def test_waiters_hear_of_a_load_at_once_and_then_every_second() -> None:
     tenants.tell_load(20.0)
     weights = [(0.1, "loading weights"), (0.3, "loading weights")]
     assert waiter.loads == [(None, ""), *weights, (None, "compiling kernels (2 of 8)")]
+
+
+async def test_who_has_an_adapter_read_hears_of_the_death_of_one_engine_of_several() -> None:
+    tenants = Tenants(LoadWatch())
+    tenants.begin(MODEL, FakeEngine(), EngineUp(READY))
+    reading = asyncio.create_task(tenants.read_adapter(Adapter("a", "/a", "0123")))
+    await settle()
+    assert not reading.done()
+    tenants.move(DOWN, ())  # perhaps the only one that was asked
+    await settle()
+    assert reading.done() and isinstance(reading.exception(), RequestError)
 
 
 def test_a_tenant_hears_when_its_turn_may_come_once_that_is_measured() -> None:

@@ -191,6 +191,7 @@ class Tenants:
     def move(self, news: EngineDown, lost: Iterable[SequenceId]) -> None:
         """One of several engines is gone; another takes what it had."""
         assert self._begun is not None
+        self._stop_reading()  # the others may have come up after it was asked
         self.eta.forget(lost)
         for owner in filter(None, dict.fromkeys(map(self._owners.get, lost))):
             owner.tell(news)
