@@ -228,3 +228,10 @@ async def test_another_number_of_engines_is_all_that_one_can_take_while_it_runs(
         assert not host.resize(replace(host.config, replicas=2), 0.0)
         assert not host.resize(replace(host.config, max_model_len=64), 0.0)
         assert host.config.replicas == 1
+
+
+def test_the_size_of_a_model_is_that_of_the_files_that_are_there(tmp_path: Path) -> None:
+    (tmp_path / "one.safetensors").write_bytes(bytes(100))
+    (tmp_path / "two.safetensors").symlink_to(tmp_path / "gone")
+    host = ModelHost(ModelConfig(model=str(tmp_path)), lambda _: FakeEngine(), Metrics())
+    assert host.num_bytes == 100

@@ -118,7 +118,7 @@ class ModelHost:
         path = self.known.folder if self.known is not None else self._path
         files = [path] if path.is_file() else path.glob("*.safetensors")
         files = list(files) or list(path.glob("*.gguf"))
-        return (sum(file.stat().st_size for file in files) + cache) * self.config.replicas
+        return (sum(map(_size_of, files)) + cache) * self.config.replicas
 
     @property
     def _path(self) -> Path:
@@ -158,3 +158,11 @@ class ModelHost:
             return False
         self.config = config
         return True
+
+
+def _size_of(file: Path) -> int:
+    """Bytes of a file; 0 if it has gone, or was never there but for a link to it."""
+    try:
+        return file.stat().st_size
+    except OSError:
+        return 0
