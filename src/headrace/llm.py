@@ -302,6 +302,7 @@ class _Host:
         self._loop, self._closing = asyncio.get_running_loop(), asyncio.Event()
         with _told(on_progress) as watch:
             served = await asyncio.to_thread(ServedModel, config.models[0], watch.download)
+            served.read_adapters(config.models[0])
             local = msgspec.structs.replace(config.models[0], model=str(served.folder))
             watch.begin(ENGINE)
             engine, self.ready = await LocalEngine.start(local)

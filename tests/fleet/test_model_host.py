@@ -235,3 +235,10 @@ def test_the_size_of_a_model_is_that_of_the_files_that_are_there(tmp_path: Path)
     (tmp_path / "two.safetensors").symlink_to(tmp_path / "gone")
     host = ModelHost(ModelConfig(model=str(tmp_path)), lambda _: FakeEngine(), Metrics())
     assert host.num_bytes == 100
+
+
+def test_a_host_made_anew_of_a_model_has_the_adapters_that_are_served_now(folder: Path) -> None:
+    known = ServedModel(ModelConfig(model=str(folder)))
+    config = ModelConfig(model=str(folder), adapter=("unloaded=/and/removed",))
+    host = ModelHost(config, lambda _: FakeEngine(), Metrics(), known)
+    assert not known.adapters and host.local.adapter == ()

@@ -90,6 +90,7 @@ def serve(config: ServerConfig, lines: LoadLines) -> int:
             lines.watch.begin(READING)
             with LoadingServer(listener, lines.watch, tls, config.http.api_prefix) as room:
                 model = ServedModel(pinned, room)
+                model.read_adapters(pinned)
         with asyncio.Runner(loop_factory=_new_loop) as runner:
             return runner.run(_run(config, model, listener, tls, lines, traces))
 

@@ -33,8 +33,8 @@ Start = Callable[[ModelConfig], EngineClient]
 class ModelHost:
     """One model by its names: known from its settings, then `read`, then run by an engine.
 
-    `start` makes an engine; the model may be `known`, read before. `cache_bytes` is the memory for
-    keys and values where the model's settings say nothing.
+    `start` makes an engine; the model may be `known`, read before with its adapters. `cache_bytes`
+    is the memory for keys and values where the model's settings say nothing.
     """
 
     def __init__(
@@ -48,8 +48,6 @@ class ModelHost:
         if config.kv_cache_memory_bytes is None and cache_bytes is not None:
             config = replace(config, kv_cache_memory_bytes=cache_bytes)
         self.config = config
-        if known is not None:
-            known.read_adapters(config)
         self.paths = known.paths if known else paths_of(config)
         self.known = known  # as it was read; it stays when the engine is unloaded
         self.metrics = metrics
