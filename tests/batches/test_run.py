@@ -25,10 +25,12 @@ from headrace.batches.records import (
     read_record,
 )
 from headrace.batches.run import BatchRun, Bench
-from headrace.batches.shelf import Shelf
+from headrace.batches.shelf import ClaimLost, Shelf
 from headrace.config.settings import BatchConfig
 from headrace.core.errors import RequestError
 from tests.batches.fakes import FakeAnswers, FullBlobs
+from tests.batches.test_shelves import lapse, opened_in_redis
+from tools.harness.redis_servers import needs_redis
 
 LATER = RequestError("server_overloaded", "not now", retry_after_s=0.0)
 
@@ -43,9 +45,9 @@ def no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 class Night:
     """One batch of lines, run as often as the test wants."""
 
-    def __init__(self, path: Path, num_lines: int = 20, api: str = "openai") -> None:
+    def __init__(self, place: Path | Shelf, num_lines: int = 20, api: str = "openai") -> None:
         self.answers = FakeAnswers()
-        shelf = folder_shelf(path)
+        shelf = folder_shelf(place) if isinstance(place, Path) else place
         self.blobs = FullBlobs(shelf.blobs)
         self.shelf = Shelf(shelf.records, self.blobs)
         files = Files(self.shelf, BatchConfig())
@@ -162,6 +164,29 @@ async def test_results_that_wait_for_the_disk_are_written_once_though_it_is_canc
     found = [it for id in ("out", "errors") for it in await night.results(id)]
     assert Counter(it["custom_id"] for it in found) == Counter(night.ids)
     assert (await night.stored()).counts == {"succeeded": 4, "canceled": 16}
+
+
+@needs_redis
+async def test_a_server_whose_claim_lapsed_leaves_the_batch_to_whoever_has_it(
+    tmp_path: Path,
+) -> None:
+    async with opened_in_redis(tmp_path) as (shelf, other):
+        night, rival = await Night(shelf).prepare(), Night(other)
+        night.answers.gate.clear()
+        assert await shelf.records.claim(night.batch.id)
+        run = BatchRun(night.bench, night.batch, lambda: 4)
+        task = asyncio.create_task(run.run())
+        await until(lambda: len(night.answers.asked) == 4)
+        await lapse(shelf, night.batch.id)
+        with pytest.RaisesGroup(ClaimLost):
+            await asyncio.wait_for(task, 5)
+        assert await other.records.claim(night.batch.id)
+        await (await rival.begin())
+        with pytest.raises(ClaimLost):
+            await run._save("cancelling")
+        found = await rival.results("out")
+        assert Counter(it["custom_id"] for it in found) == Counter(night.ids)
+        assert (await night.stored()).status == "completed"
 
 
 async def test_an_expired_batch_answers_no_further_line(tmp_path: Path) -> None:

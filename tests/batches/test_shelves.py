@@ -27,13 +27,21 @@ async def opened_in_redis(path: Path) -> AsyncIterator[tuple[Shelf, Shelf | None
     from headrace.streams.stores.redis import RedisStore
 
     server = RedisServer(path / "redis")
+    one, other = await RedisStore.open(server.url), await RedisStore.open(server.url)
     try:
-        one, other = await RedisStore.open(server.url), await RedisStore.open(server.url)
         yield redis_shelf(one), redis_shelf(other)
+    finally:
         await one.close()
         await other.close()
-    finally:
         server.end()
+
+
+async def lapse(shelf: Shelf, id: str) -> None:
+    """Does what time does to a claim that nobody goes on with."""
+    from headrace.batches.redis_shelf import claim_key
+
+    link = shelf.records._link
+    assert await link.command("DEL", claim_key(link, id)) == 1
 
 
 def shelf_test(test: Test) -> Callable[..., None]:
@@ -83,8 +91,25 @@ async def test_one_server_holds_a_batch(shelf: Shelf, other: Shelf | None) -> No
         assert not await other.records.claim("batch")
         with pytest.raises(ClaimLost):
             await other.blobs.append("out", b"line\n", "batch")
+        with pytest.raises(ClaimLost):
+            await other.records.put(BATCH, "batch", b"theirs", "batch")
     await shelf.blobs.append("out", b"line\n", "batch")
+    await shelf.records.put(BATCH, "batch", b"ours", "batch")
     assert await shelf.blobs.read("out", 0, 100) == b"line\n"
+    assert await shelf.records.get(BATCH, "batch") == b"ours"
+
+
+@needs_redis
+async def test_a_claim_that_has_lapsed_is_not_gone_on_with(tmp_path: Path) -> None:
+    async with opened_in_redis(tmp_path) as (shelf, _):
+        assert not await shelf.records.claim("batch", is_held=True)
+        assert await shelf.records.claim("batch")
+        assert await shelf.records.claim("batch", is_held=True)
+        await lapse(shelf, "batch")
+        assert not await shelf.records.claim("batch", is_held=True)
+        with pytest.raises(ClaimLost):
+            await shelf.records.put(BATCH, "batch", b"late", "batch")
+        assert await shelf.records.claim("batch")
 
 
 async def test_a_folder_keeps_what_was_there_but_for_uploads_that_never_ended(

@@ -175,7 +175,7 @@ class Batches:
         try:
             await run.run()
         except* ClaimLost:
-            logger.warning("Another server goes on with a batch")
+            logger.warning("The claim on a batch was lost; whoever has it next goes on with it")
         except* Exception:  # one batch, and not the server
             logger.exception("A batch cannot go on; it is tried again in a minute")
             await asyncio.sleep(60)

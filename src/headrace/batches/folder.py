@@ -69,7 +69,7 @@ class FolderRecords(_InThread):
     def ids(self, kind: str) -> set[str]:
         return set(self._known[kind])
 
-    async def put(self, kind: str, id: str, record: bytes) -> None:
+    async def put(self, kind: str, id: str, record: bytes, holder: str = NOBODY) -> None:
         await self._do(lambda: _replace(self._folder / kind / id, record))
         self._known[kind][id] = record
 
@@ -83,7 +83,7 @@ class FolderRecords(_InThread):
         if self._known[kind].pop(id, None) is not None:
             await self._do(lambda: (self._folder / kind / id).unlink(missing_ok=True))
 
-    async def claim(self, id: str) -> bool:
+    async def claim(self, id: str, is_held: bool = False) -> bool:
         return True
 
 

@@ -14,8 +14,13 @@ _CANNOT = "The server cannot store files now; try again later."
 
 _CLAIM = """
 local holder = redis.call('GET', KEYS[1])
-if holder and holder ~= ARGV[1] then return 0 end
+if holder ~= ARGV[1] and (holder or ARGV[3] == '1') then return 0 end
 redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+return 1
+"""
+_PUT = """
+if ARGV[1] ~= '' and redis.call('GET', KEYS[2]) ~= ARGV[1] then return -1 end
+redis.call('HSET', KEYS[1], ARGV[2], ARGV[3])
 return 1
 """
 _APPEND = """
@@ -50,8 +55,11 @@ class RedisRecords:
         self._link = store.link
         self._gateway = store.gateway
 
-    async def put(self, kind: str, id: str, record: bytes) -> None:
-        await _ask(self._link, "HSET", self._key(kind), id, record)
+    async def put(self, kind: str, id: str, record: bytes, holder: str = NOBODY) -> None:
+        keys = (self._key(kind), claim_key(self._link, holder))
+        gateway = self._gateway if holder else ""
+        if await _ask(self._link, "EVAL", _PUT, 2, *keys, gateway, id, record) == -1:
+            raise ClaimLost
 
     async def get(self, kind: str, id: str) -> bytes | None:
         found = await _ask(self._link, "HGET", self._key(kind), id)
@@ -64,9 +72,9 @@ class RedisRecords:
     async def remove(self, kind: str, id: str) -> None:
         await _ask(self._link, "HDEL", self._key(kind), id)
 
-    async def claim(self, id: str) -> bool:
-        key = claim_key(self._link, id)
-        return await _ask(self._link, "EVAL", _CLAIM, 1, key, self._gateway, CLAIM_MS) == 1
+    async def claim(self, id: str, is_held: bool = False) -> bool:
+        words = (claim_key(self._link, id), self._gateway, CLAIM_MS, int(is_held))
+        return await _ask(self._link, "EVAL", _CLAIM, 1, *words) == 1
 
     def _key(self, kind: str) -> str:
         return self._link.key(f"batches:{kind}")

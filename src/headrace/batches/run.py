@@ -134,7 +134,7 @@ class BatchRun:
         """Once a second: keeps the claim, tells the progress, sees whether to stop."""
         while True:
             with contextlib.suppress(StoreStalled):
-                if not await self._records.claim(self.batch.id):
+                if not await self._records.claim(self.batch.id, is_held=True):
                     raise ClaimLost
                 if await self._records.get(STOP, self.batch.id) is not None:
                     self.stop(CANCELED)
@@ -154,8 +154,8 @@ class BatchRun:
         async with self._saving:
             batch = msgspec.structs.replace(self.batch, **fields)
             batch = batch.moved(status) if status else batch
-            packed = encode_record(batch)
-            await patiently(partial(self._records.put, BATCH, batch.id, packed))
+            put = partial(self._records.put, BATCH, batch.id, encode_record(batch), batch.id)
+            await patiently(put)
             self.batch = batch
 
     # its lines

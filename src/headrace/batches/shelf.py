@@ -6,14 +6,17 @@ NOBODY = ""
 
 
 class ClaimLost(Exception):
-    """Another server works on this batch now."""
+    """Another server works on this batch now, or may have done so since."""
 
 
 class Records(Protocol):
     """Records by kind and id. All but reading raises StoreStalled while nothing can be stored."""
 
-    async def put(self, kind: str, id: str, record: bytes) -> None:
-        """Durable when it returns, whole or not at all."""
+    async def put(self, kind: str, id: str, record: bytes, holder: str = NOBODY) -> None:
+        """Durable when it returns, whole or not at all.
+
+        ClaimLost if another server holds the batch `holder`, or nobody does.
+        """
 
     async def get(self, kind: str, id: str) -> bytes | None: ...
 
@@ -23,8 +26,11 @@ class Records(Protocol):
     async def remove(self, kind: str, id: str) -> None:
         """Unknown ones are ignored."""
 
-    async def claim(self, id: str) -> bool:
-        """Whether this server works on the batch: for some seconds more, or as long as it lives."""
+    async def claim(self, id: str, is_held: bool = False) -> bool:
+        """Whether this server works on the batch: for some seconds more, or as long as it lives.
+
+        With `is_held` it only goes on with it: what lapsed may have been another server's since.
+        """
 
 
 class Blobs(Protocol):
@@ -33,7 +39,8 @@ class Blobs(Protocol):
     async def append(self, id: str, data: bytes, holder: str = NOBODY) -> None:
         """Adds whole lines, all of them or none.
 
-        StoreStalled if it cannot now; ClaimLost if another server holds the batch `holder`.
+        StoreStalled if it cannot now; ClaimLost if another server holds the batch `holder`, or
+        nobody does.
         """
 
     async def read(self, id: str, start: int, most: int) -> bytes:
