@@ -6,10 +6,11 @@ import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from headrace.core.ids import StreamId
-from headrace.streams.log import LogGone, LogTaken
+from headrace.streams.log import LogGone, LogTaken, LogUnsound
 from headrace.streams.store import ByConversation, ById, Stored, StoreStalled
 from headrace.streams.stores import redis_lease, redis_link
 from headrace.streams.stores.redis import RedisStore
@@ -108,6 +109,22 @@ async def test_a_beat_reaches_the_gateway_that_writes(one: RedisStore, other: Re
     writer.beat("comment", 2.5)
     ask = await one.asked()
     assert (ask.what, ask.detail, ask.interval_s) == ("beat", "comment", 2.5)
+
+
+@with_two
+async def test_what_a_gateway_of_another_version_publishes_is_the_trouble_of_its_stream_alone(
+    one: RedisStore, other: RedisStore
+) -> None:
+    unknown = msgspec.msgpack.encode([{"type": "unheard-of"}])
+    logs = [(await one.create(make_record(id))).log for id in "ab"]
+    readers = [asyncio.create_task(everything((await found(other, id)).log)) for id in (A, B)]
+    for channel, message in (("ask", b"\xff"), ("ask", b""), (f"t:{A}", b"0 " + unknown)):
+        await one.link.command("PUBLISH", one.link.key(channel), message)
+    await logs[1].append(0, [finish(0)])
+    assert await readers[1] == [finish(0)]
+    with pytest.raises(LogUnsound):
+        await readers[0]
+    assert not any(part.done() for part in other._parts)
 
 
 @with_two

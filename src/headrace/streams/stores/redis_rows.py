@@ -13,7 +13,8 @@ from headrace.streams.record import Record
 
 _decode_record = msgspec.msgpack.Decoder(Record).decode
 _decode_events = msgspec.msgpack.Decoder(list[AnyEvent]).decode
-_UNREADABLE = (msgspec.DecodeError, ValueError, TypeError, RecursionError)
+UNREADABLE = (msgspec.DecodeError, ValueError, TypeError, RecursionError)
+"""Errors of what is damaged, or was written by another version."""
 
 
 class RedisRow(msgspec.Struct, frozen=True):
@@ -31,7 +32,7 @@ class RedisRow(msgspec.Struct, frozen=True):
     @property
     def record(self) -> Record:
         """LogUnsound if it is not as written, or of a version that this one cannot read."""
-        with contextlib.suppress(*_UNREADABLE):
+        with contextlib.suppress(*UNREADABLE):
             record = _decode_record(self.data)
             if record.id == self.stream_id:
                 return record
@@ -66,7 +67,7 @@ def open_page(row: RedisRow, answer: Any, after: int, num: int) -> list[AnyEvent
         raise LogGone
     try:
         events = _all(entries=answer[2])
-    except _UNREADABLE:
+    except UNREADABLE:
         raise row.unsound("its events cannot be read") from None
     wanted = [event for event in events if after < event.seq <= after + num]
     if [event.seq for event in wanted] != list(range(after + 1, after + 1 + num)):

@@ -8,12 +8,12 @@ from typing import Any
 from headrace.core.ids import StreamId
 from headrace.race import race
 from headrace.streams.events import AnyEvent
-from headrace.streams.log import Tail
+from headrace.streams.log import LogUnsound, Tail
 from headrace.streams.store import StoreStalled
 from headrace.streams.stores import redis_scripts as scripts
 from headrace.streams.stores.redis_feed import Feed
 from headrace.streams.stores.redis_link import Link
-from headrace.streams.stores.redis_rows import RedisRow, events_of
+from headrace.streams.stores.redis_rows import UNREADABLE, RedisRow, events_of
 
 logger = logging.getLogger(__name__)
 
@@ -121,16 +121,24 @@ class LiveTails:
         return self._link.key(f"t:{id}")
 
     def _hear(self, channel: str, message: bytes) -> None:
-        """Takes a message that was published."""
+        """Takes a message that was published, perhaps by a gateway of another version."""
         name = channel.removeprefix(self._link.prefix)
-        if name == "ask":
-            self._on_ask(message.decode().split(" "))
-            return
         id = StreamId(name.removeprefix("t:"))
-        if message == b"gone":
-            self.gone(id)
-        elif id not in self.own and not self.extend(id, events_of(message.partition(b" ")[2])):
-            self.spawn(self._catch_up(id))
+        try:
+            if name == "ask":
+                self._on_ask(message.decode().split(" "))
+            elif message == b"gone":
+                self.gone(id)
+            elif id not in self.own and not self.extend(id, events_of(message.partition(b" ")[2])):
+                self.spawn(self._catch_up(id))
+        except (*UNREADABLE, LookupError):  # of one stream, and not of all that are followed
+            self._give_up(id)
+
+    def _give_up(self, id: StreamId) -> None:
+        """Says that a stream cannot be read, to those who do and to the server's log."""
+        logger.exception("What another gateway says was not understood")
+        if (tail := self._drop(id)) is not None:
+            tail.forget(LogUnsound(-1, id, "its events cannot be read"))
 
     def _joined(self, channel: str) -> None:
         """Catches up after joining: earlier messages were missed, so the rows are read."""
@@ -149,8 +157,11 @@ class LiveTails:
             if answer is None:
                 self.gone(id)
                 return
-            for _, fields in answer[2]:
-                self.extend(id, events_of(fields[1]))
+            try:
+                for _, fields in answer[2]:
+                    self.extend(id, events_of(fields[1]))
+            except UNREADABLE:
+                self._give_up(id)
 
     async def _unless_stalled(self, work: Coroutine[Any, Any, None]) -> None:
         async with race(work, self._link.stalled.wait()) as (working, _):
