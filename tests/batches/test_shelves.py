@@ -112,6 +112,30 @@ async def test_a_claim_that_has_lapsed_is_not_gone_on_with(tmp_path: Path) -> No
         assert await shelf.records.claim("batch")
 
 
+@needs_redis
+async def test_results_whose_answer_was_lost_are_there_once_when_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from headrace.batches import redis_shelf
+
+    monkeypatch.setattr(redis_shelf, "RETRY_S", 0.0)
+    async with opened_in_redis(tmp_path) as (shelf, _):
+        link = shelf.blobs._link
+        command = link.command
+
+        async def unheard(*words: object) -> None:
+            await command(*words)
+            raise TimeoutError
+
+        assert await shelf.records.claim("batch")
+        with monkeypatch.context() as lost, pytest.raises(StoreStalled):
+            lost.setattr(link, "command", unheard)
+            await shelf.blobs.append("out", b"one\n", "batch")
+        for line in (b"one\n", b"two\n"):
+            await shelf.blobs.append("out", line, "batch")
+        assert await shelf.blobs.read("out", 0, 100) == b"one\ntwo\n"
+
+
 async def test_a_folder_keeps_what_was_there_but_for_uploads_that_never_ended(
     tmp_path: Path,
 ) -> None:

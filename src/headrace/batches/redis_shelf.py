@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import hashlib
 
 from headrace.batches.shelf import NOBODY, ClaimLost, Shelf
 from headrace.streams.store import Store, StoreStalled
@@ -90,7 +91,9 @@ class RedisBlobs:
 
     async def append(self, id: str, data: bytes, holder: str = NOBODY) -> None:
         self._num_appends += 1
-        token = f"{self._gateway}:{self._num_appends}"  # asked again, it adds nothing
+        ours = f"{self._gateway}:{self._num_appends}"
+        # what is asked again adds nothing; a holder may ask again itself, and has no line twice
+        token = hashlib.sha256(data).hexdigest() if holder else ours
         keys = (self._key(id), claim_key(self._link, holder), self._key(f"{id}:last"))
         gateway = self._gateway if holder else ""
         if await _ask(self._link, "EVAL", _APPEND, 3, *keys, gateway, data, token) == -1:

@@ -39,8 +39,8 @@ class Blobs(Protocol):
     async def append(self, id: str, data: bytes, holder: str = NOBODY) -> None:
         """Adds whole lines, all of them or none.
 
-        StoreStalled if it cannot now; ClaimLost if another server holds the batch `holder`, or
-        nobody does.
+        StoreStalled if it cannot now; a holder asks again with the same data, which is then there
+        once. ClaimLost if another server holds the batch `holder`, or nobody does.
         """
 
     async def read(self, id: str, start: int, most: int) -> bytes:
