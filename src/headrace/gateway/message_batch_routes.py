@@ -1,5 +1,6 @@
 """/v1/messages/batches: the same batches in Anthropic's shape, made of requests in a body."""
 
+import contextlib
 from datetime import UTC, datetime
 from typing import Any
 
@@ -46,7 +47,13 @@ class MessageBatchRoutes:
             await upload.write(lines)
             file = await upload.finish("requests.jsonl", "messages")
         wish = BatchWish(owner, "anthropic", ROUTE, file.id, _WINDOW_S)
-        return answer(self._described(request, await self._batches.create(wish)))
+        try:
+            batch = await self._batches.create(wish)
+        except RequestError:
+            with contextlib.suppress(RequestError):  # it is needed if the batch is there after all
+                await self._batches.remove_file(owner, file.id)
+            raise
+        return answer(self._described(request, batch))
 
     async def list(self, request: Request) -> ASGIApp:
         batches = await self._batches.of(self._owner(request), "anthropic")
