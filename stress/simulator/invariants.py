@@ -1,5 +1,6 @@
 """Invariants of a scheduler after every call, whatever the schedule; looks inside it."""
 
+import dataclasses
 from dataclasses import dataclass
 
 from headrace.core.ids import SequenceId
@@ -89,6 +90,7 @@ class Invariants:
         assert len(set(named)) == len(named)
         is_alone = any(self._table[i] in before.suspects for i in named)
         assert not is_alone or len(named) == 1, "a suspect must run alone"
+        before = self._of_one_kind(plan, before, is_alone)
         self._chunks_are_contiguous(plan, named)
         self._guesses_are_beside_nothing(plan, before)
         self._nobody_writes_what_another_reads(plan)
@@ -105,10 +107,29 @@ class Invariants:
         self._clients_take_turns(plan, before)
         assert not preempted or not plan.begun, "a start in the plan of a preemption"
 
+    def _of_one_kind(self, plan: StepPlan, before: Before, is_alone: bool) -> Before:
+        """S22: the background has steps of its own, while nobody else can have one.
+
+        Returns what was there of the step's kind.
+        """
+        kinds = {self._table[sequence_id].is_background for sequence_id in plan.named}
+        assert len(kinds) == 1, "S22: the background beside others"
+        is_background = kinds.pop()
+        streams = [s for s in before.decoding if not s.is_background and s not in before.suspects]
+        assert is_alone or not (is_background and streams), "S22: a stream waited for a batch"
+        return dataclasses.replace(
+            before,
+            running=[s for s in before.running if s.is_background == is_background],
+            waiting=[s for s in before.waiting if s.is_background == is_background],
+            decoding=[s for s in before.decoding if s.is_background == is_background],
+            opened=[s for s in before.opened if s.is_background == is_background],
+        )
+
     def _only_the_newest_gave_way(self, preempted: list[Sequence], before: Before) -> None:
         """S11."""
         kept = [s for s in before.running if s.lease is not None]
-        assert not preempted or kept, "the first must never be preempted"
+        has_first = all(sequence.is_background for sequence in preempted) or kept
+        assert not preempted or has_first, "the first must never be preempted"
         for sequence in preempted:
             assert all(sequence.rank > other.rank for other in kept)
             assert sequence.num_planned == sequence.num_computed == sequence.num_pending == 0
@@ -147,12 +168,14 @@ class Invariants:
             return
         assert all(_is_decode(chunk, before) for chunk in plan.chunks) and not plan.encoded
         memory = self._scheduler.memory
+        is_background = self._table[guessing[0].sequence_id].is_background
+        num_running = sum(s.is_background == is_background for s in self._table.running)
         for chunk in guessing:
             sequence = self._table[chunk.sequence_id]
             known = memory.layout.blocks_for(chunk.start + chunk.num_known)
             needed = max(before.num_blocks[sequence.id], known)
             if len(sequence.held.block_ids) > needed:
-                assert memory.num_available >= len(self._table.running), "a guess took the last"
+                assert memory.num_available >= num_running, "a guess took the last"
             assert sequence.guesser is not None and sequence not in before.suspects
             assert chunk.num_known == 1 or chunk.slot_id != NO_SLOT
             assert chunk.num_rows == 1 + len(chunk.guess)
@@ -268,7 +291,7 @@ class Invariants:
                 continue
             if any(s.client == head.client and s.key < head.key for s in joined):
                 continue
-            if not memory.can_reserve(table.match(head), head.num_tokens, len(table.running)):
+            if not self._scheduler._planner._fits(head, table.match(head)):
                 continue
             for sequence in waiting:
                 passes = sequence.id in begun and sequence.client != head.client

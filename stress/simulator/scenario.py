@@ -12,6 +12,7 @@ from headrace.core.ids import SequenceId, StreamId
 from headrace.core.layout import MemoryLayout
 from headrace.core.messages import Cancel, FinishReason, NewSequence, Submit
 from headrace.core.plan import EncodeWork, PromptInputs
+from headrace.core.request import BACKGROUND
 from headrace.core.sampling import Sampling
 from headrace.generation.submission import salt_of
 from headrace.scheduler.budget import Limits
@@ -122,6 +123,7 @@ def _submits(rng: Random, is_huge: bool) -> list[Submit]:
     submits: list[Submit] = []
     arrival = number = 0
     pace = rng.choice([0.0, 0.02, 0.3])  # bursts, a crowd, one by one
+    batch_share = rng.choice([0.0, 0.0, 0.3, 0.7])
     prompt_cap = rng.choice([4, 12, 30, 80])  # floods of short ones, too
     for stream in range(rng.choice([1, 2, 3, 3, 4, 8])):
         arrival += rng.random() * pace
@@ -140,7 +142,9 @@ def _submits(rng: Random, is_huge: bool) -> list[Submit]:
                 tuple(sequences),
                 _sampling(rng, is_huge),
                 arrival,
-                priority=rng.choice([0, 0, 0, 0, -1, 1, 3]),
+                priority=BACKGROUND
+                if rng.random() < batch_share
+                else rng.choice([0, 0, 0, 0, -1, 1, 3]),
                 salt=salt_of("", "", adapter := rng.choice([None, None, None, ADAPTER])),
                 adapter=adapter,
                 use_prefix=rng.random() < 0.9,

@@ -268,6 +268,8 @@ class Planner:
     ) -> None:
         part = BACKGROUND_PART if step.is_background else 1.0
         room = self._budget.open(step.shape, step.is_awaited, part)
+        if step.is_background and step.is_empty:
+            room.is_awaited = False  # nothing else goes on from which to save for a larger chunk
         step.room = room.seconds
         if len(opened) >= self._config.max_open_prompts:
             step.first_due = min(s.due for s in opened)
