@@ -63,6 +63,8 @@ class MappedFile:
             with tempfile.TemporaryFile(dir=own) as file:
                 os.posix_fallocate(file.fileno(), 0, size)
                 self._map = mmap.mmap(file.fileno(), size)
+                # else a miss reads all around it, which may be much more than one expert
+                self._map.madvise(mmap.MADV_SEQUENTIAL)
         except OSError as error:
             raise ModelError(
                 f"{own} cannot hold {size >> 20} MiB of experts ({error.strerror}); free some of "
