@@ -49,11 +49,13 @@ class FullBlobs:
     def __init__(self, blobs: Blobs) -> None:
         self._blobs = blobs
         self.num_full = 0
+        self.sizes: list[int] = []  # of what was appended
 
     async def append(self, id: str, data: bytes, holder: str = NOBODY) -> None:
         if self.num_full > 0:
             self.num_full -= 1
             raise StoreStalled("no space")
+        self.sizes.append(len(data))
         await self._blobs.append(id, data, holder)
 
     async def read(self, id: str, start: int, most: int) -> bytes:

@@ -166,6 +166,18 @@ async def test_results_that_wait_for_the_disk_are_written_once_though_it_is_canc
     assert (await night.stored()).counts == {"succeeded": 4, "canceled": 16}
 
 
+async def test_a_write_of_many_results_is_bounded_in_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running, "_MANY_BYTES", 400)
+    night = Night(tmp_path, num_lines=50)
+    night.batch = msgspec.structs.replace(night.batch, created_at=now_s() - 3600)
+    await (await (await night.prepare()).begin())
+    found = await night.results("errors")
+    assert Counter(it["custom_id"] for it in found) == Counter(night.ids)
+    assert max(night.blobs.sizes[1:]) < 2 * 400  # the first is the file of lines
+
+
 @needs_redis
 async def test_a_server_whose_claim_lapsed_leaves_the_batch_to_whoever_has_it(
     tmp_path: Path,

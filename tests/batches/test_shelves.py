@@ -113,6 +113,30 @@ async def test_a_claim_that_has_lapsed_is_not_gone_on_with(tmp_path: Path) -> No
 
 
 @needs_redis
+async def test_a_blob_in_redis_is_in_parts_that_no_reader_sees(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from headrace.batches import redis_shelf
+
+    monkeypatch.setattr(redis_shelf, "PART_BYTES", 10)
+    async with opened_in_redis(tmp_path) as (shelf, _):
+        lines = [b"x" * size + b"\n" for size in (3, 5, 9, 34, 0, 8, 9)]
+        for line in lines:
+            await shelf.blobs.append("out", line)
+        whole = b"".join(lines)
+        for most in (1, 7, 10, 100):
+            found = b""
+            while piece := await shelf.blobs.read("out", len(found), most):
+                found += piece
+            assert found == whole
+        assert await shelf.blobs.read("out", 25, 3) == whole[25:28]
+        await shelf.blobs.append("other", b"kept\n")
+        await shelf.blobs.remove("out")
+        assert await shelf.blobs.read("out", 50, 10) == b"" == await shelf.blobs.read("out", 0, 1)
+        assert await shelf.blobs.read("other", 0, 10) == b"kept\n"
+
+
+@needs_redis
 async def test_results_whose_answer_was_lost_are_there_once_when_asked_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

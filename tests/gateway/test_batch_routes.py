@@ -1,14 +1,19 @@
-"""Batches over HTTP: a refused one leaves nothing behind."""
+"""Batches over HTTP: a refused one leaves nothing behind, and no answer is too large to keep."""
 
+import json
 from pathlib import Path
 
 import pytest
 from starlette.testclient import TestClient
 
-from headrace.batches import batches
+from headrace.batches import answers, batches
+from headrace.batches.answers import LineAsked
 from headrace.batches.folder import folder_shelf
 from headrace.config.settings import HttpConfig, ServerConfig
 from headrace.gateway.app import create_app
+from headrace.gateway.auth import Auth
+from headrace.gateway.batch_answers import BatchAnswers
+from headrace.gateway.vector_routes import VectorRoutes
 from tests.gateway.builders import FakeGeneration
 
 CONFIG = ServerConfig(http=HttpConfig(allowed_host=("testserver",)))
@@ -28,3 +33,19 @@ def test_the_requests_of_a_refused_message_batch_are_not_kept(
     monkeypatch.setattr(batches, "MAX_OPEN", 1)
     assert client.post("/v1/messages/batches", json=asked).status_code == 200
     assert len(list((tmp_path / "blobs").iterdir())) == 1
+
+
+async def test_an_answer_too_large_to_keep_is_an_error_of_its_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    generation = FakeGeneration()
+    vectors = VectorRoutes(generation, Auth(CONFIG.http), None)  # type: ignore[arg-type]
+    of_lines = BatchAnswers(generation, None, vectors)  # type: ignore[arg-type]
+    line = {"custom_id": "a", "body": {"model": "headrace-mini", "input": ["Hi"] * 9}}
+    asked = LineAsked("/v1/embeddings", "ann", "batch:1", json.dumps(line).encode())
+    whole = await of_lines.answer(asked)
+    assert whole.status == 200
+    monkeypatch.setattr(answers, "MAX_ANSWER_BYTES", len(whole.body) - 1)
+    custom_id, status, body = await of_lines.answer(asked)
+    assert (custom_id, status) == ("a", 413)
+    assert f"has {len(whole.body)} bytes" in json.loads(body)["error"]["message"]

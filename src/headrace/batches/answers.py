@@ -16,6 +16,9 @@ from headrace.workers.pool import Work
 
 T = TypeVar("T")
 
+MAX_ANSWER_BYTES = 256 << 20
+"""Bytes of one answer; every shelf takes so many in one write, and Redis no more than 512 MB."""
+
 LEAST_WAIT_S, MOST_WAIT_S = 0.5, 30.0
 _DIGEST = 16
 

@@ -10,6 +10,8 @@ from headrace.streams.stores.redis import RedisStore
 from headrace.streams.stores.redis_link import ANSWER_S, LOST, RETRY_S, Argument, Link
 
 CLAIM_MS = 6000
+PART_BYTES = 64 << 20
+"""Bytes of a blob in one value, of which Redis takes up to 512 MB."""
 _TRIES = 4
 _CANNOT = "The server cannot store files now; try again later."
 
@@ -27,9 +29,23 @@ return 1
 _APPEND = """
 if ARGV[1] ~= '' and redis.call('GET', KEYS[2]) ~= ARGV[1] then return -1 end
 if redis.call('GET', KEYS[3]) == ARGV[3] then return 0 end
-redis.call('APPEND', KEYS[1], ARGV[2])
+local left, number = ARGV[2], 0
+while #left > 0 do
+  local key = KEYS[1] .. ':' .. number
+  local room = ARGV[4] - redis.call('STRLEN', key)
+  if room > 0 then
+    redis.call('APPEND', key, string.sub(left, 1, room))
+    left = string.sub(left, room + 1)
+  end
+  number = number + 1
+end
 redis.call('SET', KEYS[3], ARGV[3], 'EX', 3600)
 return 1
+"""
+_REMOVE = """
+local number = 0
+while redis.call('UNLINK', KEYS[1] .. ':' .. number) == 1 do number = number + 1 end
+return redis.call('DEL', KEYS[2])
 """
 
 
@@ -82,7 +98,7 @@ class RedisRecords:
 
 
 class RedisBlobs:
-    """A blob is a string, of up to 512 MB."""
+    """A blob is strings of PART_BYTES, numbered from 0; the last one grows."""
 
     def __init__(self, store: RedisStore) -> None:
         self._link = store.link
@@ -95,16 +111,18 @@ class RedisBlobs:
         # what is asked again adds nothing; a holder may ask again itself, and has no line twice
         token = hashlib.sha256(data).hexdigest() if holder else ours
         keys = (self._key(id), claim_key(self._link, holder), self._key(f"{id}:last"))
-        gateway = self._gateway if holder else ""
-        if await _ask(self._link, "EVAL", _APPEND, 3, *keys, gateway, data, token) == -1:
+        words = (*keys, self._gateway if holder else "", data, token, PART_BYTES)
+        if await _ask(self._link, "EVAL", _APPEND, 3, *words) == -1:
             raise ClaimLost
 
     async def read(self, id: str, start: int, most: int) -> bytes:
-        found = await _ask(self._link, "GETRANGE", self._key(id), start, start + most - 1)
+        number, start = divmod(start, PART_BYTES)
+        key = self._key(f"{id}:{number}")
+        found = await _ask(self._link, "GETRANGE", key, start, start + most - 1)
         return found if isinstance(found, bytes) else b""
 
     async def remove(self, id: str) -> None:
-        await _ask(self._link, "DEL", self._key(id), self._key(f"{id}:last"))
+        await _ask(self._link, "EVAL", _REMOVE, 2, self._key(id), self._key(f"{id}:last"))
 
     def _key(self, id: str) -> str:
         return self._link.key(f"batches:blob:{id}")

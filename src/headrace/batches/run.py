@@ -32,7 +32,7 @@ from headrace.streams.store import StoreStalled
 from headrace.workers.job_line import LARGE, OWNER
 
 TICK_S = 1.0
-_MANY = 1000  # results that are written at once
+_MANY, _MANY_BYTES = 1000, 4 << 20  # results that are written at once
 _ENDS = {"": "completed", CANCELED: "cancelled", EXPIRED: "expired"}
 
 
@@ -222,8 +222,10 @@ class BatchRun:
         """Makes results durable, all at once that have come meanwhile."""
         while True:
             taken = [await self._results.get()]
-            while not self._results.empty() and len(taken) < _MANY:
+            num_bytes = len(taken[0].line)
+            while not self._results.empty() and len(taken) < _MANY and num_bytes < _MANY_BYTES:
                 taken.append(self._results.get_nowait())
+                num_bytes += len(taken[-1].line)
             await self._append(taken)
             finished = [it for it in taken if it.number in self._working]
             for result in taken:

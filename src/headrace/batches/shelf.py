@@ -44,7 +44,7 @@ class Blobs(Protocol):
         """
 
     async def read(self, id: str, start: int, most: int) -> bytes:
-        """Empty at the end, and where there is no such blob."""
+        """May be fewer than `most`; empty at the end, and where there is no such blob."""
 
     async def remove(self, id: str) -> None:
         """Unknown ones are ignored."""

@@ -2,6 +2,7 @@
 
 import logging
 
+from headrace.batches import answers
 from headrace.batches.answers import LineAnswer, LineAsked
 from headrace.core.errors import RequestError
 from headrace.core.jobs import OpenLine, ReadBody, ReadInputs, ReadJob, ReadPairs
@@ -56,6 +57,10 @@ class BatchAnswers:
         line = await self._generation.work.do(OpenLine(), [asked.line])
         try:
             status, body = await self._answer(asked, line.body)
+            if len(body) > answers.MAX_ANSWER_BYTES:
+                message = f"The answer has {len(body)} bytes, and a batch keeps "
+                message += f"{answers.MAX_ANSWER_BYTES} of one; ask for less in a line."
+                raise RequestError("request_too_large", message)
         except RequestError as error:
             if error.kind.retry:
                 raise
