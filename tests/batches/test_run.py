@@ -108,7 +108,6 @@ async def test_a_run_that_was_killed_anywhere_is_gone_on_with(
     await until(lambda: len(night.answers.asked) >= num_asked)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    await asyncio.sleep(0.02)  # a thread may still write
     await (await night.begin())
     found = await night.results("out")
     assert Counter(it["custom_id"] for it in found) == Counter(night.ids)

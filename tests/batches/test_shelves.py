@@ -1,11 +1,14 @@
 """Every shelf: records that are whole, blobs of whole lines, one holder of a batch."""
 
+import asyncio
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
+from headrace.batches import folder
 from headrace.batches.folder import folder_shelf
 from headrace.batches.records import BATCH, FILE, OPEN
 from headrace.batches.shelf import ClaimLost, Shelf
@@ -173,6 +176,35 @@ async def test_a_folder_keeps_what_was_there_but_for_uploads_that_never_ended(
     assert await after.records.all(OPEN) == [b"batch"]
     assert await after.blobs.read("whole", 0, 10) == b"line\n"
     assert await after.blobs.read("half", 0, 10) == b""
+
+
+async def test_what_is_removed_as_it_is_written_stays_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blobs = folder_shelf(tmp_path).blobs
+    is_writing, may_write = threading.Event(), threading.Event()
+
+    def slowly(*given: object) -> None:
+        is_writing.set()
+        assert may_write.wait(20)
+        append(*given)
+
+    append = folder._append
+    monkeypatch.setattr(folder, "_append", slowly)
+    writing = asyncio.create_task(blobs.append("out", b"one\n"))
+    assert await asyncio.to_thread(is_writing.wait, 20)
+    writing.cancel()
+
+    async def drop() -> None:
+        await asyncio.wait((writing,))
+        await blobs.remove("out")
+
+    dropping = asyncio.create_task(drop())
+    await asyncio.wait((dropping,), timeout=0.1)
+    may_write.set()
+    await dropping
+    blobs._threads.shutdown()
+    assert list((tmp_path / "blobs").iterdir()) == []
 
 
 @pytest.mark.parametrize("left", [b"", b'{"half', b"one\n", b"one\n{" + b"x" * 200_000])

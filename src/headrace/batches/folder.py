@@ -17,6 +17,7 @@ from headrace.streams.store import StoreStalled
 T = TypeVar("T")
 
 _TAIL = 1 << 16
+_PATIENCE_S = 5.0  # a disk may never answer
 
 
 def folder_shelf(path: Path) -> Shelf:
@@ -47,8 +48,13 @@ class _InThread:
         self._threads = threads
 
     async def _do(self, work: Callable[[], T]) -> T:
+        """Its result; cancelled, it ends after the work, which no other thread may overtake."""
+        doing = asyncio.get_running_loop().run_in_executor(self._threads, work)
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+            return await asyncio.shield(doing)
+        except asyncio.CancelledError:
+            await asyncio.wait((doing,), timeout=_PATIENCE_S)
+            raise
         except OSError as error:
             why = (error.strerror or "it failed").lower()
             message = f"The server cannot store files now ({why}); try again later."
