@@ -14,6 +14,7 @@ from headrace.core.loading import CHECKING, COMPILING, ENGINE, READING, WARMING
 from headrace.core.messages import WEIGHTS
 from tools.harness.eventually import eventually
 from tools.harness.servers import running_server
+from tools.harness.tiny_adapters import ATTENTION, make_adapter
 
 CHAT = [{"role": "user", "content": "hi"}]
 ENDLESS = {"ignore_eos": True, "max_tokens": 800}
@@ -217,3 +218,12 @@ def test_http_and_in_process_give_the_same_answers(llm: LLM, folder: Path) -> No
                 # a library's float32 sums may differ in the last digits from process to process
                 assert here.logprobs == about(there["logprobs"])
             assert answer.usage["total_tokens"] == over_http["usage"]["total_tokens"]
+
+
+def test_an_adapter_is_asked_for_as_a_model(folder: Path, tmp_path: Path) -> None:
+    path = make_adapter(tmp_path / "sql", folder, 4, ATTENTION)
+    with LLM.load(str(folder), adapter=(f"sql={path}",), max_num_seqs=8, **WHOLE) as llm:
+        base = llm.generate("hi", temperature=0).text
+        assert llm.generate("hi", temperature=0, model="sql").text != base
+        with pytest.raises(RequestFailed, match=r"there is: .*sql"):
+            llm.generate("hi", model="other")

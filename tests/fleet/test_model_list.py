@@ -38,3 +38,11 @@ async def test_a_deleted_models_files_stay_if_a_model_of_the_flags_lies_among_th
     await desired.delete("owner/name:Q4_0")
     await fleet.then
     assert discarded == removed
+
+
+def test_a_pulled_model_has_the_flags_of_all_but_no_adapter_of_another(tmp_path: Path) -> None:
+    kept = tmp_path / "pulled.json"
+    kept.write_bytes(msgspec.json.encode([KeptPull("owner/name", "here")]))
+    configs = (ModelConfig(model="./base", threads=1, adapter=("sql=./sql",)),)
+    pulled = ModelSources(configs, Pulls(kept), lambda: configs, None, False).all()[1]
+    assert (pulled.threads, pulled.adapter) == (1, ())

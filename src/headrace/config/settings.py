@@ -224,8 +224,9 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     admin_key: Annotated[
         Annotated[str, Meta(min_length=1)] | None,
         Meta(
-            description="Key for /manage and /metrics, which clients' keys do not open; others "
-            "here can see it in the list of processes: rather set HEADRACE_ADMIN_KEY"
+            description="Key for /manage, /metrics and changes of the models (POST /models, "
+            "adapters), which clients' keys do not open; others here can see it in the list of "
+            "processes: rather set HEADRACE_ADMIN_KEY"
         ),
     ] = None
     admin_key_file: Annotated[

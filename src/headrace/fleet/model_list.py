@@ -32,7 +32,7 @@ _NOT_PULLED = (
 )
 _OWN = (
     *("model", "revision", "served_model_name", "min_replicas"),
-    *("chat_template", "tool_format", "reasoning_format"),
+    *("chat_template", "tool_format", "reasoning_format", "adapter"),
 )
 Configs = tuple[ModelConfig, ...]
 
