@@ -118,6 +118,17 @@ async def test_an_engine_given_up_tells_every_reader_of_a_durable_stream_at_once
         assert code_of(looking) == "engine_failed"
 
 
+async def test_a_stream_whose_log_cannot_be_written_is_waited_for_by_nobody(folder: Path) -> None:
+    store = MemoryStore()
+    async with running(folder, store) as (generation, engine):
+        await opened(generation, engine, OPTED_IN)
+        await store.unfinished()  # claims its log, so that no append of the writer succeeds
+        await engine.finish(engine.newest, FinishReason.LENGTH)
+        looking = asyncio.create_task(generation.streams.find("", NAME))
+        await settle()
+        assert code_of(looking) == "internal_error"
+
+
 async def test_what_is_kept_is_found_after_its_end_and_reaches_no_store(folder: Path) -> None:
     store = MemoryStore()
     async with running(folder, store) as (generation, engine):

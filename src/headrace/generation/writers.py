@@ -132,6 +132,7 @@ class Writers:
             logger.exception("The log of a stream cannot be written")
             failure = RequestError("internal_error", "The log of this stream cannot be written.")
             stream.audience.pause.set(failure)
+            self._streams.close(failure, stream.record.id)  # its log has no end to be waited for
         finally:
             stream.stay.end()
             self._streams.remove(stream)
