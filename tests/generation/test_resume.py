@@ -16,13 +16,15 @@ from headrace.fleet.model_host import ModelHost
 from headrace.fleet.served_model import ServedModel
 from headrace.generation.generation import Generation
 from headrace.generation.registry import FinishedStream
-from headrace.streams.events import Error
+from headrace.streams.events import Error, Finish
 from headrace.streams.record import Names
 from headrace.streams.store import ByConversation
 from headrace.streams.stores.memory import MemoryStore
-from tests.fleet.fakes import DOWN, READY
+from tests.fleet.fakes import DOWN, READY, FakeEngine
 from tests.generation.fakes import ask, models_of, read
+from tests.generation.test_full_disk import full
 from tools.harness.eventually import settle
+from tools.harness.stream_events import opened_sqlite
 
 OPTED_IN = Names(conversation="c", digest=b"1")
 NAME = ByConversation("", "c")
@@ -60,6 +62,31 @@ async def test_a_stop_whose_engine_is_given_up_returns_and_holds_for_the_next_en
         await engines["a"][1].say(EngineUp(READY))
         assert await end_of(generation) == "cancelled"
         assert not engines["a"][1].submits
+
+
+async def test_a_stream_is_resumed_after_what_its_last_writer_still_had_to_append(
+    folder: Path, tmp_path: Path
+) -> None:
+    async with (
+        opened_sqlite(tmp_path) as store,
+        models_of(folder, "ab", store) as (generation, engines),
+    ):
+        await ask(generation, "a", OPTED_IN)
+        (old,) = engines["a"]
+        await old.say(EngineUp(READY))
+        await submit_to(old)
+        with full(tmp_path):
+            await old.start(old.newest)
+            await old.say(GIVEN_UP)
+            generation.fleet.need(generation.fleet.hosts.get("a"))
+            await settle()
+            engine = engines["a"][1]
+            await engine.say(EngineUp(READY))
+        await submit_to(engine)
+        await engine.start(engine.newest)
+        await engine.finish(engine.newest, FinishReason.LENGTH)
+        found = await generation.streams.find("", NAME)
+        assert found is not None and isinstance((await read(found))[-1], Finish)
 
 
 @pytest.mark.parametrize("change", ["removed", "replaced"])
@@ -113,6 +140,12 @@ async def test_a_model_that_cannot_be_read_keeps_its_streams_until_it_can_be(
             await asyncio.sleep(0.001)
         await engines["a"][0].say(EngineUp(READY))
         assert await generation.streams.find("", NAME) in generation.streams
+
+
+async def submit_to(engine: FakeEngine) -> None:
+    """Waits until the stream has."""
+    while not engine.submits:
+        await asyncio.sleep(0.001)
 
 
 async def leave_a_stream(folder: Path, store: MemoryStore) -> None:

@@ -71,7 +71,15 @@ class Resumption:
         """Goes on with the streams that were kept for a later engine of this host."""
         for stored, cut in self._kept.pop(host.name, ()):
             self._streams.open_again(stored.record.id)
-            self._group.create_task(self._resume(stored, cut), name="resume one")
+            self._group.create_task(self._resume_kept(stored, cut), name="resume one")
+
+    async def _resume_kept(self, stored: Stored, cut: RequestError | None) -> None:
+        try:
+            await stored.log.settle()  # its last writer was let go, perhaps in an append
+        except StoreStalled:
+            await self._resume_later(stored, cut)
+        else:
+            await self._resume(stored, cut)
 
     async def _go_on_with(self, left: list[Stored]) -> None:
         # those with images take long, and the others need not wait for them

@@ -25,6 +25,9 @@ class Log(Protocol):
         and if another writer has claimed it since. A cancelled append may still become durable.
         """
 
+    async def settle(self) -> None:
+        """Returns once it is known what became of all appends so far, cancelled ones too."""
+
     async def read(self, after: int, limit: int) -> tuple[Sequence[AnyEvent], bool]:
         """Events that follow number `after`, and whether nothing will ever follow them.
 
@@ -154,6 +157,9 @@ class MemoryLog:
         if expected_seq != self.tail.next_seq or self.tail.has_ended or self.tail.is_gone:
             raise LogConflict(f"append at {expected_seq} to a log of {self.tail.next_seq}")
         self.tail.extend(events)
+
+    async def settle(self) -> None:
+        """Nothing is ever under way."""
 
     async def read(self, after: int, limit: int) -> tuple[Sequence[AnyEvent], bool]:
         events = self.tail.read(after, limit)

@@ -70,6 +70,20 @@ async def test_what_was_appended_is_read_as_it_was(store: Store) -> None:
 
 
 @store_test
+async def test_a_log_has_settled_once_an_append_that_was_given_up_can_be_read(
+    store: Store,
+) -> None:
+    log = (await store.create(make_record())).log
+    appending = asyncio.create_task(log.append(0, some(2)))
+    await settle()
+    appending.cancel()
+    await log.settle()
+    assert (await log.read(-1, 9))[0] == some(2)
+    await log.append(2, [finish(2)])
+    await log.settle()
+
+
+@store_test
 async def test_a_read_gives_what_follows_the_cursor_up_to_the_limit(store: Store) -> None:
     log = (await store.create(make_record())).log
     for first in range(0, 300, 3):

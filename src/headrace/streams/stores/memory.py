@@ -153,6 +153,9 @@ class _Log:
         await self._entry.log.append(expected_seq, events)
         self._entry.take(events)
 
+    async def settle(self) -> None:
+        """Nothing is ever under way."""
+
     async def read(self, after: int, limit: int) -> tuple[Sequence[AnyEvent], bool]:
         self._entry.read_at = time.time()
         return await self._entry.log.read(after, limit)

@@ -313,6 +313,9 @@ class _RedisLog:
             id = self._row.stream_id
             await self._store.appends.append(id, self._epoch, expected_seq, events, publish)
 
+    async def settle(self) -> None:
+        await self._store.appends.settle(self._row.stream_id)
+
     async def read(self, after: int, limit: int) -> tuple[Sequence[AnyEvent], bool]:
         self._store._read_at[self._row.stream_id] = time.time()
         events = self._tail.read(after, limit)

@@ -59,6 +59,7 @@ class Appends:
         self._link = link
         self._on_taken = on_taken
         self._waiting: deque[_Append] = deque()
+        self._sent: list[_Append] = []  # that Redis has not answered yet
         self._num_waiting_bytes = 0
         self._has_work = asyncio.Event()
         self._is_idle = asyncio.Event()
@@ -89,17 +90,23 @@ class Appends:
         self._num_waiting_bytes += append.num_bytes
         self._is_idle.clear()
         self._has_work.set()
-        await append.done
+        await asyncio.shield(append.done)
+
+    async def settle(self, stream_id: StreamId) -> None:
+        """Waits for all appends to this stream, whoever gave them up."""
+        under_way = (*self._sent, *self._waiting)
+        if dones := [it.done for it in under_way if it.stream_id == stream_id]:
+            await asyncio.wait(dones)
 
     async def run(self) -> None:
         while True:
             await self._has_work.wait()
             self._has_work.clear()
             while self._waiting:
-                batch = [
-                    self._waiting.popleft() for _ in range(min(len(self._waiting), _MAX_AT_ONCE))
-                ]
-                await self._commit(batch)
+                num = min(len(self._waiting), _MAX_AT_ONCE)
+                self._sent = [self._waiting.popleft() for _ in range(num)]
+                await self._commit(self._sent)
+                self._sent = []
             self._is_idle.set()
 
     async def _commit(self, batch: list[_Append]) -> None:

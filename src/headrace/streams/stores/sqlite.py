@@ -216,6 +216,9 @@ class _StoredLog:
         publish = partial(self._appended, events)
         await self._store._writer.write(work, publish, num_bytes=len(batch.data))
 
+    async def settle(self) -> None:
+        await self._store._writer.write(_nothing, _nothing, num_bytes=0)  # writes keep their order
+
     async def read(self, after: int, limit: int) -> tuple[Sequence[AnyEvent], bool]:
         self._store._read_at[self._row.n] = time.time()
         events = self._tail.read(after, limit)
@@ -261,5 +264,5 @@ class _Reader:
         self._thread.shutdown()
 
 
-def _nothing(_: None) -> None:
-    """The `publish` of writes that change nothing in memory."""
+def _nothing(_: object) -> None:
+    """The `publish` of writes that change nothing in memory; the work of those that only wait."""
