@@ -38,6 +38,11 @@ def refusal(folder: Path) -> str:
     return str(refused.value)
 
 
+@pytest.mark.parametrize("name", ["nowhere", "a" * 5000, "a" * 5000 + ".gguf", "a\0b"])
+def test_a_path_where_nothing_can_be_is_refused(name: str) -> None:
+    assert "No adapter was found" in refusal(Path(name))
+
+
 @pytest.mark.parametrize(
     ("changed", "words"),
     [

@@ -32,6 +32,7 @@ from headrace.fleet.pulls import Pull, Pulls
 from headrace.fleet.roster import Roster
 from headrace.fleet.served_model import Models
 from headrace.fleet.tenants import Tenants
+from headrace.generation.adapters import AdapterDesk
 from headrace.generation.readers import ReaderPause
 from headrace.generation.registry import FinishedStream
 from headrace.generation.vectors import Check, VectorRequest, Vectors
@@ -81,6 +82,7 @@ READY = Ready(
     vector_size=2,
 )
 SPEC = SimpleNamespace(
+    architecture="LlamaForCausalLM",
     max_positions=64,
     config={"hidden_size": 32},
     vocab_size=256,
@@ -341,6 +343,7 @@ class FakeGeneration:
         self.work = ThreadWork(Jobs(self.fleet.hosts.first.model))  # type: ignore[arg-type]
         self.streams: NoStreams = NoStreams()
         self.vectors = FakeVectors(self)
+        self.adapters = AdapterDesk(self.fleet, self.streams)  # type: ignore[arg-type]
 
     def streams_of(self, host: FakeHost) -> list[Any]:
         return host.streams

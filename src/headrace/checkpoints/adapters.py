@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -64,9 +65,9 @@ class AdapterFiles(msgspec.Struct, frozen=True):
 
 def read_adapter(path: Path, architecture: str) -> AdapterFiles:
     """The adapter of that path, for a model of that architecture; ModelError if it is not fit."""
-    if path.suffix == ".gguf" and path.is_file():
+    if path.suffix == ".gguf" and os.path.isfile(path):  # also of a path too long to be one
         return _of_gguf(path, architecture)
-    if not path.is_dir():
+    if not os.path.isdir(path):
         raise ModelError(
             f"No adapter was found at {path}; give a folder with {CONFIG}, or a GGUF file."
         )
