@@ -65,7 +65,9 @@ def test_a_model_comes_is_stopped_goes_on_over_a_restart_and_answers(
 def test_a_name_that_the_hub_does_not_have_is_said_and_removed(page: Page) -> None:
     ask_for(page, "no name")
     eventually(lambda: "owner/name" in page.find("#pull-fault").text)
-    page.find("#pulls input").send_keys(Keys.CONTROL, "a", Keys.NULL, "someone/nothing", Keys.ENTER)
+    field = page.find("#pulls input")
+    field.clear()
+    field.send_keys("someone/nothing", Keys.ENTER)
     eventually(lambda: "someone/nothing" in page.find("#pull-fault").text)
     assert violations(page) == []
     click(page, "#pulled", "Remove")
