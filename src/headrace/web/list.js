@@ -46,7 +46,7 @@ export class ConversationList {
       groups.get(name).push(entry.node);
     }
     fill(this.root, [...groups].map(([name, nodes]) => this.section(name, nodes)));
-    if (!groups.size) this.root.replaceChildren(el("p", { class: "soft" }, this.found ? "Nothing has these words." : "Your conversations will stand here. They stay in this browser."));
+    if (!groups.size) this.root.replaceChildren(el("p", { class: "soft" }, this.found ? "Nothing has these words." : "Your conversations appear here. They stay in this browser."));
   }
 
   section(name, nodes) {

@@ -24,5 +24,5 @@ export function welcome(model, begin, look) {
     el("h2", {}, model.id),
     el("ul", { class: "can", "aria-label": "What this model can do" }, ...can.map((one) => el("li", {}, one))),
     el("div", { class: "starters" }, ...starters),
-    el("p", { class: "soft" }, "You may close this page at any time: an answer goes on, and you find it here."));
+    el("p", { class: "soft" }, "You can close this page at any time: the answer continues, and is here when you return."));
 }
