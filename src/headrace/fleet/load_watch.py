@@ -74,8 +74,8 @@ class LoadWatch:
             return None
         loading, began = now
         seconds = time.monotonic() - began
-        told = loading.stage, loading.share or None, loading.detail, seconds, self._model
-        return LoadProgress(*told)
+        share = loading.share if loading.share or loading.detail else None
+        return LoadProgress(loading.stage, share, loading.detail, seconds, self._model)
 
 
 class LoadTeller:
