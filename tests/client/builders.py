@@ -6,7 +6,8 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
-from typing import Any
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, NamedTuple
 
 STREAM = "chatcmpl-1"
 
@@ -30,6 +31,54 @@ def finish(seq: int) -> bytes:
 
 
 HEARTBEAT = b'event: heartbeat\ndata: {"kind":"heartbeat","state":"queued","form":"data"}\n\n'
+
+
+class Given(NamedTuple):
+    """An answer; `missing` bytes of it never come."""
+
+    status: int = 200
+    body: bytes = b"{}"
+    headers: dict[str, str] = {}
+    missing: int = 0
+
+
+class ListedServer(ThreadingHTTPServer):
+    """Gives its answers in turn, the last one for ever."""
+
+    def __init__(self, *answers: Given) -> None:
+        super().__init__(("127.0.0.1", 0), _Listed)
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        self.answers = list(answers)
+        self.asked: list[str] = []
+
+
+class _Listed(BaseHTTPRequestHandler):
+    server: ListedServer
+
+    def do_GET(self) -> None:
+        self.rfile.read(int(self.headers.get("content-length", 0)))
+        self.server.asked.append(f"{self.command} {self.path}")
+        answers = self.server.answers
+        given = answers.pop(0) if len(answers) > 1 else answers[0]
+        self.send_response(given.status)
+        for name, value in given.headers.items():
+            self.send_header(name, value)
+        self.send_header("content-length", str(len(given.body) + given.missing))
+        self.end_headers()
+        self.wfile.write(given.body)
+
+    do_POST = do_GET
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def listed_server(*answers: Given) -> Iterator[ListedServer]:
+    with ListedServer(*answers) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield server
+        server.shutdown()
 
 
 class CuttingProxy:

@@ -115,7 +115,7 @@ def test_pauses_double_from_a_quarter_to_five_seconds_until_something_comes() ->
     assert pauses(following, 1) == [0.25]
 
 
-@pytest.mark.parametrize("status", [429, 503])
+@pytest.mark.parametrize("status", [408, 425, 429, 502, 503, 504])
 def test_what_mends_itself_is_waited_for_as_long_as_the_server_says(status: int) -> None:
     following = open_stream()
     assert following.answered(status, {}) is NextAction.REFUSED

@@ -11,6 +11,7 @@ import httpx
 
 from headrace.client.errors import Refused, Unreachable
 from headrace.client.http import LOST, TIMEOUT, key_header, reason_of, to_address, to_object
+from headrace.client.pacing import MEND_THEMSELVES, refusal
 from headrace.errors import ConfigError
 
 POLL_S = 1.0
@@ -74,7 +75,9 @@ class BatchClient:
             time.sleep(POLL_S)
             try:
                 batch = self.ask("GET", f"/v1/batches/{batch['id']}")
-            except Unreachable as error:
+            except (Unreachable, Refused) as error:
+                if isinstance(error, Refused) and error.status not in MEND_THEMSELVES:
+                    raise
                 self._on_trouble(str(error), POLL_S)
 
     def cancel(self, batch: dict[str, Any]) -> dict[str, Any]:
@@ -86,7 +89,7 @@ class BatchClient:
             return
         with self._http.stream("GET", f"/v1/files/{file_id}/content") as answer:
             if answer.status_code != 200:
-                raise _refused(answer.status_code, answer.read())
+                raise refusal(answer.status_code, answer.read())
             yield from answer.iter_bytes()
 
     def ask(self, method: str, path: str, **sent: Any) -> dict[str, Any]:
@@ -96,7 +99,7 @@ class BatchClient:
         except LOST as error:
             raise Unreachable(reason_of(error)) from error
         if answer.status_code != 200:
-            raise _refused(answer.status_code, answer.content)
+            raise refusal(answer.status_code, answer.content)
         return to_object(answer.content)
 
 
@@ -119,8 +122,3 @@ def route_of(path: Path) -> str:
             '{"custom_id": …, "method": "POST", "url": "/v1/chat/completions", "body": {…}}.'
         )
     return url
-
-
-def _refused(status: int, body: bytes) -> Refused:
-    error = to_object(body).get("error", {})
-    return Refused(status, error.get("message", "no reason given"), error.get("code", "unknown"))

@@ -7,7 +7,8 @@ import msgspec
 from headrace.client.errors import Refused, Unreachable
 
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.25, 5.0
-_MEND_THEMSELVES = (429, 503)
+MEND_THEMSELVES = (408, 425, 429, 502, 503, 504)
+"""Statuses of a server that is busy or starts, and of a balancer whose server went."""
 _MAX_BLIND_TRIES = 4  # for something that listens but has never answered
 
 
@@ -44,7 +45,7 @@ class Pacing:
         """Waits for what mends itself; Refused for everything else."""
         self._has_contact = True
         error = refusal(status, body)
-        if status not in _MEND_THEMSELVES:
+        if status not in MEND_THEMSELVES:
             raise error
         self._wait(_retry_after_s(headers), f"the server says: {error.message}")
 
