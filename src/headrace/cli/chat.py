@@ -18,6 +18,8 @@ from headrace.client.events import Accepted, Tokens
 from headrace.client.http import to_piece
 from headrace.core.errors import StreamFailed
 
+_GONE = (404, 410)  # statuses of a stream that the server has forgotten
+
 
 class ChatLoop:
     """`fields` go into every request; `conversation` may be another one after each turn."""
@@ -43,12 +45,13 @@ class ChatLoop:
         self.read_on()
 
     def read_on(self) -> None:
-        """Reads an answer that was not read to its end, from its begin."""
+        """Reads an answer that was not read to its end, from its begin; Refused if it may not."""
         if stream_id := self.conversation.stream_id:
             try:
                 self._hear(self._client.attach(stream_id))
-            except Refused:  # forgotten by now
-                self._keep("")
+            except Refused as error:
+                if error.status not in _GONE:
+                    raise
 
     def ask(self, text: str) -> None:
         """One turn; Ctrl-C stops the answer, and what came of it stays.
@@ -131,10 +134,12 @@ class ChatLoop:
             stream.stop()
             self._screen.note("stopped")
         except (StreamFailed, Refused) as error:
-            if said.is_empty and isinstance(error, Refused):
+            is_gone = isinstance(error, Refused) and error.status in _GONE
+            if isinstance(error, Refused) and (said.is_empty or not is_gone):
                 self._screen.end_answer()
-                self._keep("")
-                raise
+                if is_gone:
+                    self._keep("")
+                raise  # unless it is gone, the right key or another try reads it
             self._screen.note(error.message)
         self._screen.end_answer()
         self.conversation.messages.append(said.message())
