@@ -1,5 +1,7 @@
 """Forms are read the same, wherever their pieces end."""
 
+import time
+
 import pytest
 
 from headrace.core.errors import RequestError
@@ -45,6 +47,46 @@ def test_the_boundary_stands_in_the_content_type() -> None:
         with pytest.raises(RequestError) as refused:
             boundary_of(wrong)
         assert refused.value.code == "unsupported_media_type"
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "filename"),
+    [
+        ('form-data; NAME = "a;b" ; filename="c:\\x \\"y\\" \\\\.z";', "a;b", 'c:\\x "y" \\.z'),
+        ("form-data; name=file;filename= a b ", "file", "a b"),
+        ("form-data; name=a; name=b; filename*=utf-8''c; ; size=", "a", None),
+        ('form-data; name=""', "", None),
+    ],
+)
+def test_parameters_are_read_quoted_or_not(given: str, name: str, filename: str | None) -> None:
+    form = f"--bound\r\nContent-Disposition: {given}\r\n\r\nx\r\n--bound--"
+    assert parts(form.encode(), 4096) == [(PartHead(name, filename), b"x")]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "boundary*0=a; boundary*=b",
+        f"boundary*{'9' * 5000}=a",
+        'boundary=a"b',
+        'boundary="a"b',
+        "boundary",
+        'a="' + ";" * 60_000,
+        'a="' + "\\" * 60_000,
+        "a" * 60_000,
+        " " * 60_000 + "x",
+    ],
+)
+def test_malformed_parameters_are_refused_at_once(given: str) -> None:
+    began = time.thread_time()
+    for _ in range(10):
+        with pytest.raises(RequestError):
+            boundary_of(f"multipart/form-data; {given}")
+    head = f"--bound\r\nContent-Disposition: form-data; {given[:16_000]}\r\n\r\n"
+    with pytest.raises(RequestError) as refused:
+        parts(head.encode(), 4096)
+    assert refused.value.code == "invalid_value"
+    assert time.thread_time() - began < 5  # what goes over it again and again takes 20 s
 
 
 @pytest.mark.parametrize(

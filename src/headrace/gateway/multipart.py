@@ -2,13 +2,18 @@
 
 import re
 from collections.abc import Iterator
-from email.message import Message
 from typing import NamedTuple
 
 from headrace.core.errors import RequestError
 
 _MAX_HEADERS = 16 << 10
+_TYPE = "multipart/form-data"
 _BOUNDARY = re.compile(r"[\x20-\x7e]{1,70}")
+_PARAMETER = re.compile(  # possessive, so that no input is gone over twice
+    r";[ \t]*+(?:([^\s;=\"]++)[ \t]*+=[ \t]*+(?:\"((?:[^\"\\]|\\.)*+)\"[ \t]*+|([^;\"]*+)))?+",
+    re.DOTALL,
+)
+_ESCAPED = re.compile(r"\\([\"\\])")
 
 
 class PartHead(NamedTuple):
@@ -27,16 +32,12 @@ PartNews = PartHead | bytes | PartEnd
 
 def boundary_of(content_type: str) -> bytes:
     """RequestError unless the body is a form with parts."""
-    head = Message()
-    head["content-type"] = content_type
-    boundary = head.get_param("boundary") if head.get_content_type() == _TYPE else None
-    if not isinstance(boundary, str) or not _BOUNDARY.fullmatch(boundary):
+    value, parameters = _taken_apart(content_type) or ("", {})
+    boundary = parameters.get("boundary", "") if value == _TYPE else ""
+    if not _BOUNDARY.fullmatch(boundary):
         message = "Send a form, Content-Type: multipart/form-data with a boundary; curl -F does."
         raise RequestError("unsupported_media_type", message)
     return boundary.encode()
-
-
-_TYPE = "multipart/form-data"
 
 
 class MultipartParser:
@@ -91,16 +92,34 @@ class MultipartParser:
 
 
 def _head(raw: bytes) -> PartHead:
-    head = Message()
-    for line in raw.decode("utf-8", "replace").split("\r\n"):
-        header, colon, value = line.partition(":")
-        if colon:
-            head[header] = value.strip()
-    name = head.get_param("name", header="content-disposition")
-    if not isinstance(name, str):
+    lines = (line.partition(":") for line in raw.decode("utf-8", "replace").split("\r\n"))
+    headers = {name.lower(): value for name, _, value in lines}
+    found = _taken_apart(headers.get("content-disposition", ""))
+    if found is None:
+        raise _bad("the parameters of a part's Content-Disposition are malformed")
+    _, parameters = found
+    if "name" not in parameters:
         raise _bad("a part has no name")
-    filename = head.get_param("filename", header="content-disposition")
-    return PartHead(name, filename if isinstance(filename, str) else None)
+    return PartHead(parameters["name"], parameters.get("filename"))
+
+
+def _taken_apart(header: str) -> tuple[str, dict[str, str]] | None:
+    """A header's value and its parameters, the first of each name; None if they are malformed.
+
+    Linear in its length. RFC 2231's `name*` is another name, as RFC 7578 has it.
+    """
+    value, semicolon, rest = header.partition(";")
+    rest, at = semicolon + rest, 0
+    parameters: dict[str, str] = {}
+    while at < len(rest):
+        if (found := _PARAMETER.match(rest, at)) is None:
+            return None
+        name, quoted, token = found.groups()
+        if name:
+            text = token.strip() if quoted is None else _ESCAPED.sub(r"\1", quoted)
+            parameters.setdefault(name.lower(), text)
+        at = found.end()
+    return value.strip().lower(), parameters
 
 
 def _bad(why: str) -> RequestError:
