@@ -50,3 +50,20 @@ async def test_a_download_begins_though_the_client_left_while_the_list_was_kept(
         assert pull is not None
         await pull.over.wait()
         assert pull.state == "here"
+
+
+async def never(pull: Pull) -> None:
+    await asyncio.Event().wait()
+
+
+async def test_who_waits_for_a_download_hears_that_it_was_deleted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pulls, "_fetch", never)
+    made = Pulls(None)
+    async with running(made):
+        pull = await made.begin("owner/name")
+        await settle()
+        await made.forget("owner/name")
+        await pull.over.wait()
+    assert (pull.state, made.all()) == ("stopped", ())

@@ -160,24 +160,23 @@ class Pulls:
 
     async def stop(self, model: str) -> None:
         """Ends a download; what has come is kept."""
-        pull = self._pulls[model]
-        await self._end(model)
-        if pull.state == "downloading":
-            pull.settle("stopped")
-            await self._keep()
+        await self._end(self._pulls[model])
+        await self._keep()
 
     async def forget(self, model: str) -> None:
         """Ends it, and drops it from the list."""
-        await self._end(model)
+        await self._end(self._pulls[model])
         pull = self._pulls.pop(model)
         await self._keep()
         if pull.state == "here":
             self.on_change()
 
-    async def _end(self, model: str) -> None:
-        if (task := self._tasks.pop(model, None)) is not None:
+    async def _end(self, pull: Pull) -> None:
+        if (task := self._tasks.pop(pull.model, None)) is not None:
             task.cancel()
             await asyncio.wait([task])
+        if pull.state == "downloading":
+            pull.settle("stopped")
 
     def _start(self, pull: Pull) -> None:
         task = self._group.create_task(self._run(pull), name=f"pull {pull.model}")
