@@ -67,3 +67,13 @@ async def test_who_waits_for_a_download_hears_that_it_was_deleted(
         await made.forget("owner/name")
         await pull.over.wait()
     assert (pull.state, made.all()) == ("stopped", ())
+
+
+async def test_a_download_may_be_deleted_twice_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pulls, "_fetch", never)
+    made = Pulls(None)
+    async with running(made):
+        await made.begin("owner/name")
+        await settle()
+        await asyncio.gather(made.forget("owner/name"), made.forget("owner/name"))
+    assert made.all() == ()

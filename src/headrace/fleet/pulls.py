@@ -165,8 +165,11 @@ class Pulls:
 
     async def forget(self, model: str) -> None:
         """Ends it, and drops it from the list."""
-        await self._end(self._pulls[model])
-        pull = self._pulls.pop(model)
+        pull = self._pulls[model]
+        await self._end(pull)
+        if self._pulls.get(model) is not pull:
+            return  # another was quicker
+        del self._pulls[model]
         await self._keep()
         if pull.state == "here":
             self.on_change()
