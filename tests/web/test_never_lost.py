@@ -12,6 +12,29 @@ from tests.web.page import SAID, Page, eventually
 from tests.web.test_composer import field
 from tests.web.test_files import CHIPS, give
 
+SLOW_UPLOAD = """
+const done = arguments[arguments.length - 1];
+import("/web/follow.js").then(async ({ Follower }) => {
+  const [send, now] = [window.fetch, Date.now];
+  const ends = [];
+  let late = 0;
+  Date.now = () => now() + late;
+  window.fetch = (url, options) => !String(url).includes("/chat/") ? send(url, options) :
+    new Promise((_, end) => options.signal.addEventListener("abort", () =>
+      (ends.push(late), end(options.signal.reason))));
+  const told = [];
+  const answer = { id: "a", live: 1, stream: null, key: "k", body: "x".repeat(5_000_000) };
+  const note = ({ status }) => told.push(status.trouble.code);
+  const follower = new Follower(answer, note, () => true);
+  follower.run();
+  for (late of [30_000, 250_000, 400_000]) await new Promise((next) => setTimeout(next, 600));
+  follower.close();
+  [window.fetch, Date.now] = [send, now];
+  done([ends.slice(0, 1), told.slice(0, 1)]);
+});
+"""
+"""How late the sending of 5 MB was given up, and what was told then."""
+
 SEED = int(os.environ.get("SEED", "0")) or random.randrange(1 << 30)
 RUNS = int(os.environ.get("RUNS", "3"))
 
@@ -126,3 +149,8 @@ def test_conversations_run_at_once_and_are_never_mixed(page: Page) -> None:
     for answer in answers:
         assert answer["text"] == page.log_text(answer)
     eventually(lambda: not page.texts(".mark"))
+
+
+def test_a_large_message_has_its_time_to_be_sent(page: Page) -> None:
+    found = page.driver.execute_async_script(SLOW_UPLOAD)
+    assert found == [[400_000], ["unreachable"]]

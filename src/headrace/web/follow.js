@@ -10,6 +10,7 @@ const FIRST_PAUSE_MS = 250;
 const LONGEST_PAUSE_MS = 5000;
 const LONGEST_ASKED_MS = 60_000; // by a server that says when there will be room
 const SILENCE_MS = 15000; // three heartbeats
+const SLOWEST_BYTES_PER_MS = 16; // of a network that is taken to be there still while it sends
 const SAVE_MS = 500;
 const SLICE_MS = 1000;
 
@@ -89,16 +90,17 @@ export class Follower {
 
   async connect(isShared) {
     this.connection = new AbortController();
-    const begunAt = Date.now();
+    const size = this.answer.stream ? 0 : this.answer.body.length;
+    let begunAt = (this.heardAt = Date.now() + size / SLOWEST_BYTES_PER_MS); // nothing is heard while it is sent
     const watch = setInterval(() => {
-      const silence = Date.now() - Math.max(this.heardAt, begunAt);
       const isOver = isShared && turns.waiting.length && Date.now() - begunAt > SLICE_MS;
-      if (isOver || silence > SILENCE_MS || (isShared && this.inView() && !document.hidden)) this.reconnect();
+      if (isOver || (isShared && this.inView() && !document.hidden)) this.reconnect();
+      else if (Date.now() - this.heardAt > SILENCE_MS) this.connection.abort(new Error("silence"));
     }, 250);
     try {
       const response = await this.send();
+      begunAt = this.heardAt = Date.now();
       if (await this.isRefused(response)) return;
-      this.heardAt = Date.now();
       if (this.answer.stopping && this.answer.stream) await this.sendStop();
       await this.read(response);
       if (this.answer.live) this.trouble({ message: "The connection ended." });
