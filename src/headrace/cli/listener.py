@@ -26,3 +26,9 @@ def no_listener(http: HttpConfig, error: OSError) -> ConfigError:
         f"--host: {http.host} cannot be listened on ({why}); give an address of this machine, such "
         "as 127.0.0.1, or 0.0.0.0 for all of them."
     )
+
+
+def address_of(listener: socket.socket) -> str:
+    """Host and port as a URL has them."""
+    host, port = listener.getsockname()[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

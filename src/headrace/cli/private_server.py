@@ -1,18 +1,21 @@
 """A private server: a process on a free port that ends with the verb that started it."""
 
 import contextlib
+import os
 import re
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from headrace.cli.logs import clear, say
 
 _READY = re.compile(r"Headrace is ready at (http://\S+): ")
 _END_S = 15.0
+_OF_OTHERS = {f"HEADRACE_{name}" for name in ("HOST", "LOG_FORMAT", "SSL_CERTFILE", "SSL_KEYFILE")}
+"""Settings that are for other servers: this one speaks plain HTTP, here, and to this verb."""
 
 
 class ServerEnded(Exception):
@@ -42,10 +45,16 @@ def private_server(model: str) -> Iterator[str]:
                 process.wait()
 
 
+def own_environment(ours: Mapping[str, str]) -> dict[str, str]:
+    """The verb's environment without settings of other servers."""
+    return {name: value for name, value in ours.items() if name not in _OF_OTHERS}
+
+
 def _start(model: str, state_dir: str) -> "subprocess.Popen[str]":
     command = [sys.executable, "-m", "headrace.cli.attended", "serve", model]
     return subprocess.Popen(
         [*command, "--port", "0", "--state-dir", state_dir],
+        env=own_environment(os.environ),
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

@@ -19,7 +19,7 @@ from headrace import __version__
 from headrace.batches.folder import folder_shelf, temporary_shelf
 from headrace.batches.shelf import Shelf
 from headrace.cli import exits
-from headrace.cli.listener import listen, no_listener
+from headrace.cli.listener import address_of, listen, no_listener
 from headrace.cli.load_lines import LoadLines
 from headrace.cli.logs import say
 from headrace.cli.state import is_redis, streams_folder
@@ -370,9 +370,8 @@ class _Serving:
                 f"headrace: {http.host} serves other machines, and no key is asked for; give one "
                 "with HEADRACE_API_KEYS or --api-key-file."
             )
-        address, port = self._listener.getsockname()[:2]
         scheme = "http" if self._tls is None else "https"
-        url = f"{scheme}://{address}:{port}{http.api_prefix}"
+        url = f"{scheme}://{address_of(self._listener)}{http.api_prefix}"
         if (host := generation.fleet.pinned) is not None:
             ready = await host.engine.wait_until_ready()
             if host.model.sampling_words:
