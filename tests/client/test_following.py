@@ -159,10 +159,12 @@ def test_a_stream_that_others_cut_has_failed() -> None:
     assert following.has_ended
 
 
-def test_a_stop_is_sent_once_and_not_after_the_end() -> None:
+def test_a_stop_is_sent_until_it_is_heard_and_not_after_the_end() -> None:
     following = open_stream()
-    asked = following.stop_request()
-    assert asked and asked.path == f"/v1/streams/{STREAM}/cancel"
+    for status in (502, 503, 200):
+        asked = following.stop_request()
+        assert asked and asked.path == f"/v1/streams/{STREAM}/cancel"
+        following.stop_answered(status, {})
     assert following.stop_request() is None
     ended = open_stream()
     take(ended, accepted() + finish(1))
@@ -174,7 +176,7 @@ def test_a_stop_before_the_first_answer_finds_the_stream_by_its_key() -> None:
     assert following.stop_request() is None  # nothing was sent
     first = following.request()
     assert following.stop_request() == first
-    following.stop_answered({"x-stream-id": STREAM})
+    following.stop_answered(200, {"x-stream-id": STREAM})
     cancel = following.stop_request()
     assert cancel and cancel.path.endswith("/cancel")
 

@@ -10,6 +10,7 @@ from urllib.parse import quote
 import httpx
 
 from headrace.answer import Answer, Messages, Piece, Ranked, asked_for
+from headrace.client.errors import Refused, Unreachable
 from headrace.client.events import Tokens, Update
 from headrace.client.following import (
     HttpRequest,
@@ -194,11 +195,18 @@ class AsyncStream:
         return Answer.of(to_response(state))
 
     async def stop(self) -> None:
-        """Ends it on the server; nothing to do once it has ended."""
-        with contextlib.suppress(*LOST):
-            while (asked := self._following.stop_request()) is not None:
-                async with self._send(asked) as response:
-                    self._following.stop_answered(response.headers)
+        """Ends it on the server, in a few tries; nothing to do once it has ended."""
+        following, pacing = self._following, self._following.stop_pacing()
+        with contextlib.suppress(Refused, Unreachable):
+            while (asked := following.stop_request()) is not None:
+                await asyncio.sleep(pacing.pause_s)
+                try:
+                    async with self._send(asked) as response:
+                        following.stop_answered(response.status_code, response.headers)
+                        if response.status_code != 200:
+                            pacing.refused(response.status_code, response.headers, b"")
+                except LOST as error:
+                    pacing.broke(True, reason_of(error))
 
     async def __aenter__(self) -> "AsyncStream":
         return self

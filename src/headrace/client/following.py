@@ -16,7 +16,7 @@ import msgspec
 
 from headrace.client.errors import Refused
 from headrace.client.events import Accepted, Error, EventReader, Finish, Heartbeat, Update
-from headrace.client.pacing import Pacing, refusal
+from headrace.client.pacing import MEND_THEMSELVES, Pacing, refusal
 from headrace.errors import RequestFailed, StreamFailed
 
 ROUTES = {"messages": "/v1/chat/completions", "prompt": "/v1/completions"}
@@ -24,6 +24,8 @@ ROUTES = {"messages": "/v1/chat/completions", "prompt": "/v1/completions"}
 
 _MENDS = ("server_shutdown", "server_overloaded", "model_loading", "engine_failed")
 """Errors, told in an answer that had begun before there was a stream, after which to ask again."""
+
+_STOP_PATIENCE_S = 2.0
 
 
 class HttpRequest(NamedTuple):
@@ -59,6 +61,7 @@ class StreamFollower:
         self._was_sent = False
         self._awaits_name = False  # the request was taken, and its stream has no id yet
         self._has_asked_to_stop = False
+        self._was_stop_heard = False
         self._patience_s = patience_s
         self._pacing = Pacing(patience_s)
         self._reader = EventReader()
@@ -166,16 +169,21 @@ class StreamFollower:
 
     def stop_request(self) -> HttpRequest | None:
         """The request that is left to send so that the stream stops; None if there is none."""
-        if self.has_ended or self._has_asked_to_stop:
+        if self.has_ended or self._was_stop_heard:
             return None
         if self.stream_id:
             self._has_asked_to_stop = True
             return HttpRequest("POST", f"{path_of(self.stream_id)}/cancel")
         return self._post if self._was_sent else None  # its answer says which one to stop
 
-    def stop_answered(self, headers: Mapping[str, str]) -> None:
+    def stop_answered(self, status: int, headers: Mapping[str, str]) -> None:
+        self._was_stop_heard = self._has_asked_to_stop and status not in MEND_THEMSELVES
         self.stream_id = self.stream_id or headers.get("x-stream-id", "")
         self._was_sent = False
+
+    def stop_pacing(self) -> Pacing:
+        """The pacing of a stop: a few tries, for who leaves does not want to wait."""
+        return Pacing(min(self._patience_s, _STOP_PATIENCE_S), has_contact=True)
 
 
 def new_request(fields: dict[str, Any]) -> HttpRequest:
