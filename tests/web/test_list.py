@@ -7,7 +7,8 @@ from pathlib import Path
 from selenium.webdriver.common.keys import Keys
 
 from tests.web.page import Page, eventually
-from tests.web.test_chat import choose_from
+from tests.web.test_chat import choose_from, click
+from tests.web.test_choices import VALUES, choose
 from tests.web.test_composer import load
 
 GROUPS = """
@@ -94,3 +95,19 @@ def test_what_is_deleted_goes_though_the_page_is_lost(page: Page, tmp_path: Path
     page.driver.execute_async_script(LONG_AGO)
     page.driver.refresh()
     eventually(lambda: page.stored() == [])
+
+
+def test_the_menu_of_a_row_leaves_the_options_as_they_are(page: Page, tmp_path: Path) -> None:
+    load(page, tmp_path, {"title": "Fruit"})
+    eventually(lambda: page.texts("#list .name"))
+    page.find("#list .open").click()
+    eventually(lambda: page.texts("#title") == ["Fruit"])
+    choose(page, "#options", system="Be brief.", max_tokens="5")
+    choose_from(page, "#list .more", "Rename")
+    page.find("#list .rename").send_keys("Mills", Keys.ENTER)
+    eventually(lambda: page.texts("#title") == ["Mills"])
+    choose_from(page, "#list .more", "Delete")
+    click(page, ".toast", "Undo")
+    eventually(lambda: page.texts("#title") == ["Mills"])
+    page.find("#options").click()
+    assert page.driver.execute_script(VALUES) == ["Be brief.", "5"]

@@ -65,7 +65,7 @@ const acts = {
       leaf = next;
     }
     current.leaf = leaf.id;
-    await store.saveConversation(current);
+    await store.changeConversation(current.id, { leaf: leaf.id });
     showThread();
   },
   edit: (message, text) => send({ ...message, text }, message.parent),
@@ -303,7 +303,7 @@ async function takeKey(key) {
 // Of this conversation alone.
 async function choose(given) {
   const chosen = choicesOf({ ...choices(), ...given });
-  if (current) await store.saveConversation(Object.assign(current, { choices: chosen }));
+  if (current) await store.changeConversation(Object.assign(current, { choices: chosen }).id, { choices: chosen });
   else draft = chosen;
   showChoices();
 }
@@ -364,7 +364,7 @@ async function attachAll(given) {
 // the page
 
 async function rename(conversation, title) {
-  await store.saveConversation({ ...conversation, title });
+  await store.changeConversation(conversation.id, { title });
   if (conversation.id !== current?.id) return showList();
   current.title = title;
   await show(current.id);
@@ -373,14 +373,15 @@ async function rename(conversation, title) {
 // What one may do with a conversation, but rename it.
 function itemsOf(conversation) {
   const letGo = (message) => followers.get(message)?.close();
+  const now = () => store.conversation(conversation.id); // the row may show an older branch
   const removed = async () => {
     await remove(conversation, letGo, show);
     await show(conversation.id === current?.id ? null : current?.id);
     $("input").focus();
   };
   return [
-    ["save", "Export as Markdown", () => exportMarkdown(conversation)],
-    ["save", "Export as JSON", () => exportJson(conversation)],
+    ["save", "Export as Markdown", () => now().then(exportMarkdown)],
+    ["save", "Export as JSON", () => now().then(exportJson)],
     ["trash", "Delete", removed, true],
   ];
 }

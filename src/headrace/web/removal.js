@@ -9,9 +9,9 @@ import { forgetTyped } from "./typed.js";
 
 // `letGo` ends whatever follows a message, by its id; `back` is called with one that came back.
 export async function remove(conversation, letGo, back) {
-  await store.saveConversation({ ...conversation, deleted: Date.now() });
+  await store.changeConversation(conversation.id, { deleted: Date.now() });
   const undo = async () => {
-    await store.saveConversation(conversation);
+    await store.changeConversation(conversation.id, { deleted: undefined });
     back(conversation.id);
   };
   toast(`Deleted “${conversation.title}”.`, { undo, settle: () => purge(conversation.id, letGo) });

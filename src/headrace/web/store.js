@@ -58,15 +58,24 @@ export function readMessages(take) {
   });
 }
 
-export async function saveConversation(conversation) {
-  await transact("readwrite", (all) => all.put(conversation));
-  tell(conversation.id);
+// Changes these fields of a conversation as it is stored now; what the caller knows of it may be older.
+export async function changeConversation(id, fields) {
+  await transact("readwrite", (all) => change(all, { id, ...fields }));
+  tell(id);
 }
 
-// A conversation with new messages, all or none.
+// Puts what `changed` has over the record of its id; where there is none, that is `first`, if anything.
+function change(records, changed, first) {
+  records.get(changed.id).onsuccess = ({ target: { result: stored = first } }) => {
+    if (stored) records.put({ ...stored, ...changed });
+  };
+}
+
+// A conversation, new or gone on, with messages, all or none.
 export async function saveTurn(conversation, turn) {
+  const { id, leaf, updated } = conversation;
   await transact("readwrite", (all, messages) => {
-    all.put(conversation);
+    change(all, { id, leaf, updated, deleted: undefined }, conversation);
     for (const message of turn) messages.put(message);
   });
   tell(conversation.id);
