@@ -49,3 +49,16 @@ async def test_an_answer_too_large_to_keep_is_an_error_of_its_line(
     custom_id, status, body = await of_lines.answer(asked)
     assert (custom_id, status) == ("a", 413)
     assert f"has {len(whole.body)} bytes" in json.loads(body)["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "names", [[str(number) for number in range(17)], ["a" * 600, "b" * 600], ["c" * 1025]]
+)
+def test_the_names_of_a_forms_fields_are_bounded_too(tmp_path: Path, names: list[str]) -> None:
+    app = create_app(FakeGeneration(), CONFIG, shelf=folder_shelf(tmp_path))  # type: ignore[arg-type]
+    client = TestClient(app)
+    file = {"file": ("a.jsonl", b"{}\n")}
+    few = {"purpose": "batch", "a": "", "b": ""}
+    assert client.post("/v1/files", data=few, files=file).status_code == 200
+    refused = client.post("/v1/files", data=dict.fromkeys(names, ""), files=file)
+    assert refused.status_code == 400 and "16 fields" in refused.text

@@ -19,7 +19,7 @@ from headrace.gateway.http_responses import answer
 from headrace.gateway.listing import Paging, page
 from headrace.gateway.multipart import MultipartParser, PartEnd, PartHead, boundary_of
 
-_MAX_FIELD = 1024
+_MAX_FIELDS, _MAX_FIELD_BYTES = 16, 1024
 _PURPOSES = ("batch",)
 _ANCHOR, _SECONDS = "expires_after[anchor]", "expires_after[seconds]"
 _PAGING = Paging(most=10_000, usual=10_000)
@@ -119,13 +119,20 @@ class _Form:
                 self._filename = news.filename or "file"
             else:
                 self._fields[news.name] = bytearray()
+                self._bound()
         elif isinstance(news, bytes) and self._is_file:
             await self._upload.write(news)
         elif isinstance(news, bytes):
             self._fields[self._name] += news
-            if sum(map(len, self._fields.values())) > _MAX_FIELD:
-                text = f"Its fields have more than {_MAX_FIELD} bytes in all."
-                raise RequestError("invalid_value", text, self._name[:64])
+            self._bound()
+
+    def _bound(self) -> None:
+        """RequestError once the fields, names and all, are more than a form here needs."""
+        size = sum(len(name) + len(value) for name, value in self._fields.items())
+        if len(self._fields) > _MAX_FIELDS or size > _MAX_FIELD_BYTES:
+            text = f"Beside the file a form has at most {_MAX_FIELDS} fields, with their names "
+            text += f"{_MAX_FIELD_BYTES} bytes in all; send fewer."
+            raise RequestError("invalid_value", text, self._name[:64])
 
     def filename(self) -> str:
         if self._filename is None:
