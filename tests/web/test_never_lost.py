@@ -7,6 +7,7 @@ import time
 
 import pytest
 from selenium.common.exceptions import WebDriverException
+from selenium.webdriver.common.keys import Keys
 
 from tests.web.page import SAID, Page, eventually
 from tests.web.test_composer import field
@@ -34,6 +35,12 @@ import("/web/follow.js").then(async ({ Follower }) => {
 });
 """
 """How late the sending of 5 MB was given up, and what was told then."""
+
+FULL = """
+window.put = IDBObjectStore.prototype.put;
+IDBObjectStore.prototype.put = function () { try { this.transaction.abort(); } catch {} };
+"""
+ROOM = "IDBObjectStore.prototype.put = window.put"
 
 SEED = int(os.environ.get("SEED", "0")) or random.randrange(1 << 30)
 RUNS = int(os.environ.get("RUNS", "3"))
@@ -154,3 +161,26 @@ def test_conversations_run_at_once_and_are_never_mixed(page: Page) -> None:
 def test_a_large_message_has_its_time_to_be_sent(page: Page) -> None:
     found = page.driver.execute_async_script(SLOW_UPLOAD)
     assert found == [[400_000], ["unreachable"]]
+
+
+def test_what_the_browser_does_not_keep_stays_in_the_field(page: Page) -> None:
+    def is_told() -> bool:
+        return page.find("#notice").text.startswith("This browser keeps nothing more")
+
+    page.driver.execute_script(FULL)
+    page.send("Count from 1 to 60.")
+    eventually(is_told)
+    eventually(lambda: field(page) == "Count from 1 to 60.")
+    assert page.find("#send").is_displayed() and not page.texts(".message")
+    page.driver.execute_script(ROOM + SAID)
+    page.find("#input").send_keys(Keys.ENTER)
+    page.wait_for_text()
+    assert not is_told()
+    page.driver.execute_script(FULL)
+    eventually(lambda: page.texts("#news") == ["The answer is complete."])
+    assert is_told() and not page.stored()[-1].get("outcome")
+    said = page.driver.execute_script("return [...window.said]")
+    assert not any("cannot be reached" in text for text in said), said
+    page.driver.refresh()
+    answer = page.wait_for_end()
+    assert answer["outcome"] == "done" and answer["text"] == page.log_text(answer)

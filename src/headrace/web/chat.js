@@ -35,6 +35,7 @@ let messages = new Map(); // its messages
 let views = new Map();
 let draft = defaults(); // the choices of a conversation that has not begun
 let isOfServer = false; // the notice
+const NOT_KEPT = "This browser keeps nothing more for this page: its disk is full, or its storage closed. What is not kept is not sent.";
 const WRONG_KEY = "The server does not take this key.";
 const due = new Set(); // ids of messages that are to be shown anew
 let isPainting = false; // soon
@@ -64,35 +65,29 @@ const acts = {
       if (!next) break;
       leaf = next;
     }
-    current.leaf = leaf.id;
     await store.changeConversation(current.id, { leaf: leaf.id });
+    current.leaf = leaf.id;
     showThread();
   },
   edit: (message, text) => send({ ...message, text }, message.parent),
   // Another version of an answer, which can be continued.
   async amend(message, text) {
     const amended = { ...newMessage("assistant", text, message.parent), model: message.model, outcome: "edited" };
-    messages.set(amended.id, amended);
-    current.leaf = amended.id;
-    await store.saveTurn(current, [amended]);
-    showThread();
+    await keepTurn([amended], { leaf: amended.id });
   },
   // The same answer, from where it ends.
   async goOn(message) {
     const earlier = [...(message.earlier ?? []), message.stream].filter(Boolean);
-    for (const name of ["outcome", "code", "error", "finish", "stopping", "usage", "timings"]) delete message[name];
-    Object.assign(message, asked(message, message.wanted, { continue_final_message: true }), { earlier });
-    current.updated = Date.now();
-    await store.saveTurn(current, [message]);
-    showThread();
-    follow(message);
+    const due = { ...message, ...asked(message, message.wanted, { continue_final_message: true }), earlier };
+    for (const name of ["outcome", "code", "error", "finish", "stopping", "usage", "timings"]) delete due[name];
+    await keepTurn([due], { updated: Date.now() });
+    follow(due);
   },
   isLeaf: (message) => message.id === current?.leaf,
   before: (message) => messages.get(message.parent),
   async giveResults(message, texts) {
     const results = message.calls.map(({ id, name }, k) => ({ id, name, text: texts[k] }));
     const given = { ...newMessage("tool", texts.join("\n"), message.id), results };
-    messages.set(given.id, given);
     await answer([given], given.id);
     forgetTyped(message.id);
   },
@@ -235,11 +230,16 @@ function newMessage(role, text, parent) {
 
 async function send({ text, images, files }, parent) {
   const title = (text.trim() || files?.[0]?.name || "Images").slice(0, 60);
-  if (!current) current = { id: newId(), title, created: Date.now(), choices: draft };
+  const isFirst = !current;
+  if (isFirst) current = { id: newId(), title, created: Date.now(), choices: draft };
   showDraft(current.id);
   const asked = { ...newMessage("user", text, parent), images, files };
-  messages.set(asked.id, asked);
-  await answer([asked], asked.id);
+  await answer([asked], asked.id).catch((error) => {
+    const isUndone = isFirst && inView(asked);
+    if (isUndone) current = null;
+    if (isUndone) showDraft(null);
+    throw error;
+  });
 }
 
 // How an answer behind `leaf` is asked for: the bytes and the key of its POST.
@@ -250,15 +250,22 @@ function asked(leaf, model = modelOf(choices()), more = {}) {
 
 // The answer is on the disk, and how it is asked for, before that is sent.
 async function answer(before, parent, model) {
-  const due = { ...newMessage("assistant", "", parent), ...asked(messages.get(parent), model) };
+  const due = { ...newMessage("assistant", "", parent), ...asked(before.at(-1) ?? messages.get(parent), model) };
   due.created += 1;
-  messages.set(due.id, due);
-  Object.assign(current, { leaf: due.id, updated: Date.now() });
-  await store.saveTurn(current, [...before, due]);
-  location.hash = current.id;
-  showThread();
+  await keepTurn([...before, due], { leaf: due.id, updated: Date.now() });
   follow(due);
   $("news").textContent = "Sent.";
+}
+
+// Shows a turn of the conversation in view once it is kept: what is not kept changes nothing.
+async function keepTurn(turn, changes) {
+  const { id } = current;
+  await store.saveTurn({ ...current, ...changes }, turn);
+  if (current?.id !== id) return; // another one has been opened meanwhile
+  Object.assign(current, changes);
+  for (const message of turn) messages.set(message.id, message);
+  location.hash = id;
+  showThread();
 }
 
 // dialogs
@@ -303,7 +310,9 @@ async function takeKey(key) {
 // Of this conversation alone.
 async function choose(given) {
   const chosen = choicesOf({ ...choices(), ...given });
-  if (current) await store.changeConversation(Object.assign(current, { choices: chosen }).id, { choices: chosen });
+  const own = current;
+  if (own) await store.changeConversation(own.id, { choices: chosen });
+  if (own) own.choices = chosen;
   else draft = chosen;
   showChoices();
 }
@@ -412,7 +421,7 @@ function submit() {
   if (isReading()) return void areRead().then((isDone) => isDone && submit());
   const taken = $("send").hidden ? null : takeDraft();
   if (!taken) return;
-  send({ text: taken.text, images: pictures(taken.files), files: texts(taken.files) }, current?.leaf).then(taken.settle);
+  send({ text: taken.text, images: pictures(taken.files), files: texts(taken.files) }, current?.leaf).then(taken.settle, taken.giveBack);
   notice("");
 }
 
@@ -510,6 +519,8 @@ setInterval(() => {
   if (isSilent && isOneOfSeveral() && !document.hidden) refreshModels(); // one may be loading
   if (!document.hidden) followServer(isLoading() || [...followers.values()].some((one) => one.status.trouble));
 }, 1000);
+
+store.onFault(() => notice(NOT_KEPT));
 
 // Another tab has changed a conversation.
 store.onChange(async ({ conversation }) => {

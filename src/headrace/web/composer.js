@@ -37,7 +37,7 @@ export async function showDraft(conversation) {
 export const draft = () => ({ text: field.value, files: attached() });
 
 // The same, which leaves the field; null where there is nothing to send. `settle` is to be called
-// once it is kept elsewhere: until then a lost page still has it.
+// once it is kept elsewhere: until then a lost page still has it. `giveBack`: where it cannot be.
 export function takeDraft() {
   const [name, taken] = [shown, draft()];
   if (!taken.text.trim() && !taken.files.length) return null;
@@ -48,7 +48,11 @@ export function takeDraft() {
     if (typed(name)?.[0] === taken.text) forgetTyped(name);
     keepFiles(name, attached(name));
   };
-  return { ...taken, settle };
+  const giveBack = () => {
+    setFiles(name, [...taken.files, ...attached(name)]);
+    if (name === shown && !field.value) fill(taken.text);
+  };
+  return { ...taken, settle, giveBack };
 }
 
 export function forgetDraft(conversation) {

@@ -249,6 +249,6 @@ export class Follower {
       requestAnimationFrame(resolve);
       setTimeout(resolve, 100);
     });
-    if (!this.isClosed || !this.answer.live) await saveAnswer(this.answer);
+    if (!this.isClosed || !this.answer.live) await saveAnswer(this.answer).catch(() => {}); // the page says so; the server has it still
   }
 }

@@ -21,9 +21,23 @@ export function onChange(act) {
   bus.addEventListener("message", (event) => act(event.data));
 }
 
+let faulted = () => {};
+
+// `act` is called each time that this browser does not keep, or does not find, what it should.
+export const onFault = (act) => (faulted = act);
+
 const tell = (conversation) => bus.postMessage({ conversation });
 
 async function transact(mode, work) {
+  try {
+    return await attempt(mode, work);
+  } catch (error) {
+    faulted();
+    throw error;
+  }
+}
+
+async function attempt(mode, work) {
   const database = await opened;
   const transaction = database.transaction(["conversations", "messages"], mode);
   const stores = [transaction.objectStore("conversations"), transaction.objectStore("messages")];
