@@ -148,6 +148,28 @@ async def test_uploads_under_way_count_for_the_quota(server: Server) -> None:
         await third.write(b"x" * 800)
 
 
+async def test_uploads_that_began_together_share_the_quota_though_each_ends_before_the_next(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = server.batches.files
+    one, two, three, four = [await files.begin("ann") for _ in range(4)]
+    async with one:
+        await one.write(b"x" * 600)
+        await one.finish("a", "batch")
+    async with two:
+        await two.write(b"x" * 600)
+        with pytest.raises(RequestError, match="would have 1200 bytes, and it may have 1000"):
+            await two.finish("b", "batch")
+    monkeypatch.setattr("headrace.batches.files.MAX_FILES", 2)
+    async with three, four:
+        ends = (it.finish("c", "batch") for it in (three, four))
+        done = await asyncio.gather(*ends, return_exceptions=True)
+    (refused,) = [it for it in done if isinstance(it, RequestError)]
+    assert "has 2 files" in refused.message
+    assert sorted(it.num_bytes for it in await files.of("ann")) == [0, 600]
+    assert await server.shelf.blobs.read(two._id, 0, 10) == b""
+
+
 async def test_what_has_expired_is_swept(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     files = server.batches.files
     async with await files.begin("ann") as upload:

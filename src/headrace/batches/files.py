@@ -1,5 +1,6 @@
 """Files of keys: taken in piece by piece, within a size and a quota, kept for a while."""
 
+import asyncio
 from collections import Counter
 
 import msgspec
@@ -29,6 +30,7 @@ class Files:
         self.config = config
         self._shelf = shelf
         self._coming: Counter[str] = Counter()  # bytes of uploads under way, by owner
+        self._adding = asyncio.Lock()  # from counting a key's files to there being one more
 
     async def of(self, owner: str) -> list[FileRecord]:
         """The files of a key, newest first."""
@@ -45,11 +47,34 @@ class Files:
 
     async def begin(self, owner: str) -> "Upload":
         """A file that is to come; RequestError if the key has no room for any."""
+        return Upload(self, self._shelf, owner, await self._used(owner))
+
+    async def add(self, file: FileRecord) -> None:
+        """Another file of its key; RequestError beyond the number or the quota.
+
+        An upload that began before others ended knows nothing of those, so it is asked here again.
+        """
+        async with self._adding:
+            self.check_quota(await self._used(file.owner) + file.num_bytes)
+            await self.put(file)
+
+    def check_quota(self, num_bytes: int) -> None:
+        """RequestError if that is more than all files of a key may have."""
+        if num_bytes > self.config.key_file_bytes:
+            raise RequestError(
+                "quota_exceeded",
+                f"The files of this key would have {num_bytes} bytes, and it may have "
+                f"{self.config.key_file_bytes}; delete some, or raise --key-file-bytes.",
+                "file",
+            )
+
+    async def _used(self, owner: str) -> int:
+        """Bytes of a key's files; RequestError if it can have no further one."""
         files = await self.of(owner)
         if len(files) >= MAX_FILES:
             message = f"This key has {len(files)} files, and {MAX_FILES} are kept; delete some."
             raise RequestError("quota_exceeded", message, "file")
-        return Upload(self, self._shelf, owner, sum(file.num_bytes for file in files))
+        return sum(file.num_bytes for file in files)
 
     async def put(self, file: FileRecord) -> FileRecord:
         await self._shelf.records.put(FILE, file.id, encode_record(file))
@@ -120,14 +145,7 @@ class Upload:
                 "takes; split it, or raise --max-file-bytes.",
                 "file",
             )
-        of_key = self._used + self._files.coming(self._owner) + len(data)
-        if of_key > config.key_file_bytes:
-            raise RequestError(
-                "quota_exceeded",
-                f"The files of this key would have {of_key} bytes, and it may have "
-                f"{config.key_file_bytes}; delete some, or raise --key-file-bytes.",
-                "file",
-            )
+        self._files.check_quota(self._used + self._files.coming(self._owner) + len(data))
         self.num_bytes = total
         self._files.count(self._owner, len(data))
         self._held += data
@@ -135,14 +153,14 @@ class Upload:
             await self._flush()
 
     async def finish(self, name: str, purpose: str, keep_s: int | None = None) -> FileRecord:
-        """The file, which is there from now on."""
+        """The file, which is there from now on; RequestError if others took its room meanwhile."""
         await self._flush()
         file = self._files.new(self._owner, name, purpose, self.num_bytes)
         expires_at = file.created_at + keep_s if keep_s else file.expires_at
         file = msgspec.structs.replace(
             file, id=self._id, expires_at=expires_at, is_listed=purpose != "messages"
         )
-        await self._files.put(file)
+        await self._files.add(file)
         self._is_finished = True
         return file
 
