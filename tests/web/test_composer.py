@@ -10,6 +10,14 @@ from selenium.webdriver.common.keys import Keys
 from tests.web.page import Page, eventually
 from tests.web.test_everybody import press
 
+DEAF = """
+const send = window.fetch;
+let number = 0;
+window.fetch = (url, options) => String(url).endsWith("/cancel") && ++number < 3 ?
+  Promise.resolve(new Response("", { status: 502 })) : send(url, options);
+"""
+"""A proxy that has no server for the first two stops."""
+
 
 def field(page: Page, name: str = "value") -> Any:
     return page.driver.execute_script(f"return document.getElementById('input').{name}")
@@ -72,6 +80,14 @@ def test_escape_stops_the_answer(page: Page) -> None:
     eventually(lambda: not page.driver.find_elements(By.CSS_SELECTOR, "dialog[open]"))
     assert page.answers()[-1].get("live") and not page.answers()[-1].get("stopping")
     page.find("#input").send_keys(Keys.ESCAPE)
+    assert page.wait_for_end()["outcome"] == "stopped"
+
+
+def test_a_stop_is_asked_for_until_it_is_heard(page: Page) -> None:
+    page.driver.execute_script(DEAF)
+    page.send("Count from 1 to 150.")
+    page.wait_for_text()
+    page.find("#stop").click()
     assert page.wait_for_end()["outcome"] == "stopped"
 
 

@@ -71,12 +71,22 @@ export class Follower {
     this.answer.stopping = true;
     this.change();
     await this.save();
-    if (this.answer.stream) await this.sendStop();
+    this.sendStop();
   }
 
-  async sendStop() {
+  // Once it is known which stream it is.
+  sendStop() {
+    if (this.answer.stopping && this.answer.stream) this.asking ??= this.askToStop().finally(() => (this.asking = null));
+  }
+
+  // Until a server has heard it, or the answer has ended.
+  async askToStop() {
     const path = `/v1/streams/${encodeURIComponent(this.answer.stream)}/cancel`;
-    await ask(path, { method: "POST" }).catch(() => {}); // asked again on the next connection
+    for (let pause = FIRST_PAUSE_MS; this.answer.live && !this.isClosed; pause = Math.min(2 * pause, LONGEST_PAUSE_MS)) {
+      const response = await ask(path, { method: "POST", signal: AbortSignal.timeout(SILENCE_MS) }).catch(() => null);
+      if (response?.ok || response?.status === 404) return;
+      await new Promise((resolve) => setTimeout(resolve, pause));
+    }
   }
 
   rest() {
@@ -101,7 +111,7 @@ export class Follower {
       const response = await this.send();
       begunAt = this.heardAt = Date.now();
       if (await this.isRefused(response)) return;
-      if (this.answer.stopping && this.answer.stream) await this.sendStop();
+      this.sendStop();
       await this.read(response);
       if (this.answer.live) this.trouble({ message: "The connection ended." });
     } catch (error) {
@@ -195,7 +205,7 @@ export class Follower {
   async name(stream) {
     this.answer.stream = stream;
     await this.save();
-    if (this.answer.stopping) await this.sendStop();
+    this.sendStop();
   }
 
   take(chunk) {
