@@ -85,6 +85,13 @@ def test_a_conversation_is_exported_and_known_again(page: Page, tmp_path: Path) 
     eventually(lambda: page.texts(".toast span") == ["Imported: 1 here already."])
 
 
+def test_messages_in_a_circle_are_shown(page: Page, tmp_path: Path) -> None:
+    load(page, tmp_path, {"title": "Fruit"}, {"title": "Mills"}, text="a banana", parent="m0")
+    eventually(lambda: len(page.texts("#list .name")) == 2)
+    page.find("#list .open").click()
+    eventually(lambda: page.texts(".message .body") == ["a banana"])
+
+
 def test_what_is_deleted_goes_though_the_page_is_lost(page: Page, tmp_path: Path) -> None:
     load(page, tmp_path, {"title": "Fruit"})
     eventually(lambda: page.texts("#list .name"))

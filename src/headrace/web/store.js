@@ -57,8 +57,23 @@ export async function conversation(id) {
   const found = await transact("readonly", (all) => all.get(id));
   return found?.deleted ? undefined : found;
 }
-export const messagesOf = (id) => transact("readonly", (_, all) => all.index("conversation").getAll(id));
+export const messagesOf = async (id) => withoutCircles(await transact("readonly", (_, all) => all.index("conversation").getAll(id)));
 export const liveMessages = () => transact("readonly", (_, all) => all.index("live").getAll(1));
+
+// A message that comes before itself (an imported file may say so) has nothing before it.
+function withoutCircles(messages) {
+  const byId = new Map(messages.map((message) => [message.id, message]));
+  const sound = new Set();
+  for (const message of messages) {
+    const passed = new Set();
+    for (let at = message; at && !sound.has(at.id); at = byId.get(at.parent)) {
+      passed.add(at.id);
+      if (passed.has(at.parent)) at.parent = null;
+    }
+    for (const id of passed) sound.add(id);
+  }
+  return messages;
+}
 
 // All messages, some at a time, so that the page stays quick; until `take` returns false.
 export function readMessages(take) {
