@@ -18,6 +18,13 @@ const event = new Event(kind, { bubbles: true, cancelable: true });
 Object.defineProperty(event, where, { value: given });
 document.getElementById("input").dispatchEvent(event);
 """
+DRAGGED = """
+const dataTransfer = new DataTransfer();
+dataTransfer.setData("text/plain", "the wheel turns");
+return ["dragover", "drop"].map((kind) => document.querySelector(arguments[0])
+  .dispatchEvent(new DragEvent(kind, { dataTransfer, bubbles: true, cancelable: true })));
+"""
+"""Whether the browser does with a text what it does of itself."""
 CHIPS = "#attached .chip .name"
 
 
@@ -94,6 +101,11 @@ def test_a_message_waits_for_the_files_that_are_being_read(page: Page) -> None:
     page.find("#new").click()
     eventually(lambda: not page.texts(".message"))
     assert page.texts(CHIPS) == []
+
+
+def test_a_text_can_be_dragged_into_the_field_and_nowhere_else(page: Page) -> None:
+    assert page.driver.execute_script(DRAGGED, "#input") == [True, True]
+    assert page.driver.execute_script(DRAGGED, "#thread") == [False, False]
 
 
 def test_what_is_no_text_is_refused_in_words(page: Page) -> None:

@@ -2,6 +2,8 @@
 
 const $ = (id) => document.getElementById(id);
 const isOfFiles = ({ dataTransfer }) => dataTransfer?.types.includes("Files");
+// A text that is dragged into a field goes there; all else would take the page's place.
+const isOurs = (event) => isOfFiles(event) || !event.target.closest?.("input, textarea");
 
 // `take` is called with the files of each.
 export function listenForFiles(take) {
@@ -16,12 +18,12 @@ export function listenForFiles(take) {
     take(event.clipboardData.files);
   });
   addEventListener("dragover", (event) => {
-    event.preventDefault();
+    if (isOurs(event)) event.preventDefault();
     document.body.classList.toggle("dropping", isOfFiles(event));
   });
   addEventListener("dragleave", ({ relatedTarget }) => relatedTarget || document.body.classList.remove("dropping"));
   addEventListener("drop", (event) => {
-    event.preventDefault();
+    if (isOurs(event)) event.preventDefault();
     document.body.classList.remove("dropping");
     if (event.dataTransfer.files.length) take(event.dataTransfer.files);
   });
