@@ -9,10 +9,11 @@ from tests.web.page import Page, eventually
 from tests.web.test_choices import SENT, sent
 
 GIVE = """
-const [kind, name, data] = arguments;
+const [kind, name, data, texts] = arguments;
 const bytes = Uint8Array.from(atob(data), (char) => char.charCodeAt(0));
 const given = new DataTransfer();
 given.items.add(new File([bytes], name));
+for (const [type, text] of Object.entries(texts)) given.setData(type, text);
 const where = kind === "paste" ? "clipboardData" : "dataTransfer";
 const event = new Event(kind, { bubbles: true, cancelable: true });
 Object.defineProperty(event, where, { value: given });
@@ -28,8 +29,10 @@ return ["dragover", "drop"].map((kind) => document.querySelector(arguments[0])
 CHIPS = "#attached .chip .name"
 
 
-def give(page: Page, kind: str, name: str, data: bytes) -> None:
-    page.driver.execute_script(GIVE, kind, name, base64.b64encode(data).decode())
+def give(page: Page, kind: str, name: str, data: bytes, **texts: str) -> None:
+    """With `texts` of the types `text/NAME` beside the file."""
+    typed = {f"text/{one}": text for one, text in texts.items()}
+    page.driver.execute_script(GIVE, kind, name, base64.b64encode(data).decode(), typed)
 
 
 def make_pdf(*pages: str) -> bytes:
@@ -106,6 +109,13 @@ def test_a_message_waits_for_the_files_that_are_being_read(page: Page) -> None:
 def test_a_text_can_be_dragged_into_the_field_and_nowhere_else(page: Page) -> None:
     assert page.driver.execute_script(DRAGGED, "#input") == [True, True]
     assert page.driver.execute_script(DRAGGED, "#thread") == [False, False]
+
+
+def test_cells_of_a_table_are_pasted_as_their_text(page: Page) -> None:
+    eventually(lambda: page.texts("#model option"))
+    give(page, "paste", "cells.txt", b"a picture", plain="1\t2", html="<td>1<td>2")
+    give(page, "paste", "notes.txt", b"the wheel turns", plain="notes.txt")
+    eventually(lambda: page.texts(CHIPS) == ["notes.txt"])
 
 
 def test_what_is_no_text_is_refused_in_words(page: Page) -> None:

@@ -4,6 +4,8 @@ const $ = (id) => document.getElementById(id);
 const isOfFiles = ({ dataTransfer }) => dataTransfer?.types.includes("Files");
 // A text that is dragged into a field goes there; all else would take the page's place.
 const isOurs = (event) => isOfFiles(event) || !event.target.closest?.("input, textarea");
+// Cells of a table come with a picture of themselves; a copied file has its name as text, but no HTML.
+const isText = (given) => given.types.includes("text/html") && given.getData("text/plain").trim();
 
 // `take` is called with the files of each.
 export function listenForFiles(take) {
@@ -13,7 +15,7 @@ export function listenForFiles(take) {
     target.value = "";
   });
   $("input").addEventListener("paste", (event) => {
-    if (!event.clipboardData.files.length) return;
+    if (!event.clipboardData.files.length || isText(event.clipboardData)) return;
     event.preventDefault();
     take(event.clipboardData.files);
   });
