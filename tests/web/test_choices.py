@@ -28,6 +28,12 @@ window.fetch = (path, options) => {
   return send(path, options);
 };
 """
+OTHER_TAB = """
+const done = arguments[arguments.length - 1];
+const fields = { title: "Mills", choices: { system: "Be brief.", max_tokens: "5" } };
+import("/web/store.js?another").then(({ changeConversation }) =>
+  changeConversation(location.hash.slice(1), fields)).then(done);
+"""
 
 CURRENT = "#list li:nth-child(2) [aria-current]"
 VALUES = """
@@ -104,6 +110,18 @@ def test_a_conversation_keeps_its_own_choices(page: Page) -> None:
     (body,) = sent(page)
     assert body["max_tokens"] == 5
     assert body["messages"][0] == {"role": "system", "content": "Be brief."}
+
+
+def test_what_another_tab_changes_is_taken_while_an_answer_comes(page: Page) -> None:
+    page.send("Count from 1 to 150.")
+    page.wait_for_text()
+    page.driver.execute_async_script(OTHER_TAB)
+    eventually(lambda: page.texts("#title") == ["Mills"])
+    page.find("#options").click()
+    assert page.driver.execute_script(VALUES) == ["Be brief.", "5"]
+    click(page, "#choices", "Cancel")
+    page.find("#stop").click()
+    page.wait_for_end()
 
 
 def test_a_conversation_remembers_its_model(page: Page) -> None:

@@ -104,14 +104,18 @@ function showThread() {
   const thread = $("thread");
   views = new Map(path().map((message) => [message.id, new MessageView(message, acts)]));
   thread.replaceChildren(...[...views.values()].map(({ node }) => node));
-  $("title").textContent = current?.title ?? "New conversation";
-  document.title = current ? `${current.title} · Headrace` : "Headrace";
+  showTitle();
   $("title").disabled = $("menu").hidden = !current;
   showChoices();
   isAtEnd = true;
   due.clear();
   for (const id of [...views.keys()].reverse()) due.add(id); // what is in view comes first
   paint();
+}
+
+function showTitle() {
+  $("title").textContent = current?.title ?? "New conversation";
+  document.title = current ? `${current.title} · Headrace` : "Headrace";
 }
 
 const choices = () => (current ? current.choices ?? defaults() : draft);
@@ -524,10 +528,19 @@ store.onFault(() => notice(NOT_KEPT));
 
 // Another tab has changed a conversation.
 store.onChange(async ({ conversation }) => {
-  const isOurs = conversation === current?.id && ![...followers.values()].some((one) => one.answer.conversation === conversation);
-  if (isOurs) await show(conversation);
-  else await showList().then(followLive);
+  const isOurs = conversation === current?.id;
+  if (isOurs && !isLive(conversation)) return show(conversation);
+  if (isOurs) await takeChanges(current);
+  await showList().then(followLive);
 });
+
+// Its name and its choices alone: an answer is coming here.
+async function takeChanges(own) {
+  const { title, choices } = (await store.conversation(own.id)) ?? own;
+  Object.assign(own, { title, choices });
+  showTitle();
+  showChoices();
+}
 
 drawIcons();
 purgeDeleted((message) => followers.get(message)?.close());
