@@ -39,3 +39,13 @@ def test_a_batch_that_is_not_there_is_not_waited_for() -> None:
         pytest.raises(Refused, match="No such batch"),
     ):
         list(client.follow(BEGUN))
+
+
+def test_results_come_once_over_a_server_that_goes_while_they_come() -> None:
+    whole = b"".join(b'{"line": %d}\n' % number for number in range(5000))
+    cut = Given(body=whole[:50_000], missing=len(whole) - 50_000)
+    with (
+        listed_server(cut, Given(502), Given(body=whole)) as server,
+        BatchClient(server.url, None, lambda *_: None) as client,
+    ):
+        assert b"".join(client.results("file-1")) == whole

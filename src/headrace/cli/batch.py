@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import click
 
 from headrace.cli import exits
+from headrace.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from headrace.client.batches import BatchClient
@@ -47,6 +48,8 @@ def batch(
 
     key = server["api_key"] or os.environ.get("HEADRACE_API_KEYS", "").split(",")[0] or None
     output = output or file.with_suffix(f".results{file.suffix}")
+    if not cancel:
+        check_output(output)
     digest = digest_of(file)
     with BatchClient(server["url"] or URL, key, _trouble) as client:
         begun = None if again else client.begun(digest)
@@ -55,6 +58,15 @@ def batch(
         if begun is not None:
             _say(f"{begun['id']} was begun before; --again begins anew.")
         sys.exit(_follow(client, begun or client.begin(file, digest, hours), output))
+
+
+def check_output(path: Path) -> None:
+    """ConfigError, before a line is answered, if the results could not be written."""
+    if path.is_dir():
+        raise ConfigError(f"--output: {path} is a folder; give a file.")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        why = "may not be written to" if path.parent.exists() else "is not there"
+        raise ConfigError(f"--output: the folder {path.parent} {why}; make it, or give another.")
 
 
 def _cancel(client: "BatchClient", begun: dict[str, Any] | None) -> int:
@@ -104,9 +116,12 @@ def _place(fault: dict[str, Any]) -> str:
 def _written(path: Path) -> Iterator[BinaryIO]:
     """A file that is there once all of it is."""
     part = path.with_name(f"{path.name}.part")
-    with part.open("wb") as file:
-        yield file
-    part.replace(path)
+    try:
+        with part.open("wb") as file:
+            yield file
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def _trouble(reason: str, pause_s: float) -> None:

@@ -76,21 +76,41 @@ class BatchClient:
             try:
                 batch = self.ask("GET", f"/v1/batches/{batch['id']}")
             except (Unreachable, Refused) as error:
-                if isinstance(error, Refused) and error.status not in MEND_THEMSELVES:
-                    raise
-                self._on_trouble(str(error), POLL_S)
+                self._bear(error)
 
     def cancel(self, batch: dict[str, Any]) -> dict[str, Any]:
         return self.ask("POST", f"/v1/batches/{batch['id']}/cancel")
 
     def results(self, file_id: str | None) -> Iterator[bytes]:
-        """The bytes of a file of results; none where there is none."""
-        if file_id is None:
-            return
-        with self._http.stream("GET", f"/v1/files/{file_id}/content") as answer:
-            if answer.status_code != 200:
-                raise refusal(answer.status_code, answer.read())
-            yield from answer.iter_bytes()
+        """The bytes of a file of results, each once, over lost connections; none without a file."""
+        num_given = 0
+        while file_id is not None:
+            try:
+                for piece in self._content(file_id, num_given):
+                    num_given += len(piece)
+                    yield piece
+                return
+            except (Unreachable, Refused) as error:
+                self._bear(error)
+                time.sleep(POLL_S)
+
+    def _content(self, file_id: str, start: int) -> Iterator[bytes]:
+        place = 0
+        try:
+            with self._http.stream("GET", f"/v1/files/{file_id}/content") as answer:
+                if answer.status_code != 200:
+                    raise refusal(answer.status_code, answer.read())
+                for piece in answer.iter_bytes():
+                    yield piece[max(0, start - place) :]
+                    place += len(piece)
+        except LOST as error:
+            raise Unreachable(reason_of(error)) from error
+
+    def _bear(self, error: Unreachable | Refused) -> None:
+        """Tells of what mends itself; raises everything else."""
+        if isinstance(error, Refused) and error.status not in MEND_THEMSELVES:
+            raise error
+        self._on_trouble(str(error), POLL_S)
 
     def ask(self, method: str, path: str, **sent: Any) -> dict[str, Any]:
         """The server's answer; Refused, or Unreachable."""
