@@ -4,11 +4,15 @@ import io
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
+from headrace.answer import Piece
 from headrace.cli import exits
 from headrace.cli.generate import (
+    _printed,
     check_fields,
     embed,
     generate,
@@ -74,6 +78,20 @@ def test_stdout_has_the_text_and_nothing_else(
     capfd.readouterr()
     generate(config, "hi", fields, as_json=False)
     assert capfd.readouterr().out == expected + "\n"
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_models_words_do_not_move_a_terminals_cursor(
+    is_terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    screen = io.StringIO()
+    monkeypatch.setattr(screen, "isatty", lambda: is_terminal)
+    monkeypatch.setattr(sys, "stdout", screen)
+    words = Piece(0, "one\x1b[2J\ttwo\x9b\n", [1], "stop")
+    llm = SimpleNamespace(stream=lambda **_: [words])
+    list(_printed(cast(LLM, llm), "hi", {}, False))
+    shown = "one\ufffd[2J\ttwo\ufffd\n\n" if is_terminal else "one\x1b[2J\ttwo\x9b\n\n"
+    assert screen.getvalue() == shown
 
 
 def test_json_is_the_whole_answer(config: ServerConfig, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,22 +1,15 @@
 """The screen of `headrace chat`: text on stdout, all else on stderr, bars on terminals only."""
 
 import os
-import re
 import sys
 
 from rich.console import Console
 from rich.text import Text
 
 from headrace.cli.chat_live import Aside, Call, Content, LiveArea
+from headrace.cli.stdio import printed, tame
 from headrace.client import events
 from headrace.client.events import TextPiece, Update
-
-# A model's words must not move the cursor, or worse.
-_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-
-
-def _tame(text: str) -> str:
-    return _CONTROLS.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def told(event: events.Progress) -> str:
@@ -63,7 +56,6 @@ class Screen:
         self._is_drawn = _can_draw(output)
         area = output if self._is_drawn else self._errors
         self._area = LiveArea(area) if _can_draw(area) else None
-        self._is_seen = sys.stdout.isatty()
         self._part = ("", 0)  # channel and tool call of the last piece
         self._has_line = False  # on stdout, without its end
 
@@ -97,7 +89,7 @@ class Screen:
     def recall(self, role: str, text: str) -> None:
         """An earlier message."""
         shown = f"> {text}" if role == "user" else text
-        self._errors.print(_tame(shown), style="dim", markup=False)
+        self._errors.print(tame(shown), style="dim", markup=False)
 
     def end_answer(self) -> None:
         if self._area is not None:
@@ -114,15 +106,15 @@ class Screen:
         is_new, self._part = part != self._part, part
         if self._area is not None and (is_aside or self._is_drawn):
             if is_new:
-                call = Call(_tame(piece.name)) if piece.call >= 0 else None
+                call = Call(tame(piece.name)) if piece.call >= 0 else None
                 self._area.begin(call or (Aside() if is_aside else Content()))
-            self._area.add(_tame(piece.text))
+            self._area.add(tame(piece.text))
         elif is_aside:
             self._say_aside(piece, is_new)
         else:
             if self._area is not None:
                 self._area.end()
-            sys.stdout.write(_tame(piece.text) if self._is_seen else piece.text)
+            sys.stdout.write(printed(piece.text))
             sys.stdout.flush()
             self._has_line = not piece.text.endswith("\n")
 
@@ -133,7 +125,7 @@ class Screen:
         if is_new:
             self._end_line()
         text = f"tool call: {piece.name} {piece.text}" if piece.name else piece.text
-        self._errors.print(Text(_tame(text), "dim"), end="", soft_wrap=True)
+        self._errors.print(Text(tame(text), "dim"), end="", soft_wrap=True)
         self._has_line = not text.endswith("\n")
 
     def _end_line(self) -> None:

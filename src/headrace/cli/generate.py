@@ -11,6 +11,7 @@ from headrace.checkpoints.find import MINI, can_be_fetched
 from headrace.cli import exits
 from headrace.cli.load_lines import show
 from headrace.cli.logs import clear, say
+from headrace.cli.stdio import printed
 from headrace.config.settings import ServerConfig
 from headrace.core.errors import ConfigError
 from headrace.llm import LLM
@@ -84,15 +85,15 @@ def _printed(
     if as_json or fields.get("n", 1) != 1:  # choices would run into each other
         answer = llm.generate(prompt, **fields)
         if as_json:
-            print(msgspec.json.encode(answer).decode(), flush=True)
+            print(printed(msgspec.json.encode(answer).decode()), flush=True)
         for choice in answer.choices:
             if not as_json:
-                print(choice.text, flush=True)
+                print(printed(choice.text), flush=True)
             yield choice.text, choice.finish_reason
         return
     text, reason = "", None
     for piece in llm.stream(prompt=prompt, **fields):
-        print(piece.text, end="", flush=True)
+        print(printed(piece.text), end="", flush=True)
         text, reason = text + piece.text, piece.finish_reason
     print(flush=True)
     yield text, reason
