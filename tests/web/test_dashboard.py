@@ -34,6 +34,19 @@ import("/web/charts.js").then(({drawSteps, drawGaps}) => {
 """
 """How much of the part of a chart that shows ordinary steps is ink."""
 
+SILENT = """
+const [send, wait] = [window.fetch, window.setTimeout];
+window.setTimeout = (act, ms) => wait(act, ms === 30000 ? 300 : ms);
+window.fetch = (url, options) => String(url).endsWith("/manage/stream") ?
+  new Promise((_, end) => options.signal.addEventListener("abort", () =>
+    ((window.fetch = send), end(options.signal.reason)))) : send(url, options);
+window.news = new Set();
+new MutationObserver(([{ target }]) => news.add(target.textContent))
+  .observe(document.getElementById("news"), { childList: true });
+import("/web/dashboard.js?another");
+"""
+"""Another watcher, whose first connection says nothing; the seconds of its patience are short."""
+
 TILES = """
 const done = arguments[arguments.length - 1];
 const [live, points] = arguments;
@@ -115,6 +128,15 @@ def test_a_long_prompt_beside_four_streams(page: Page) -> None:
     eventually(lambda: page.texts('[data-name="Gaps"]')[0].endswith("ms"))
     eventually(lambda: page.texts('[data-name="Tokens in"]')[0] != "–")
     assert page.driver.execute_script(INK, "steps") and page.driver.execute_script(INK, "gaps")
+
+
+def test_a_connection_that_falls_silent_is_made_anew(page: Page) -> None:
+    page.open("/dashboard")
+    eventually(lambda: "headrace-mini" in page.find("#facts").text)
+    page.driver.execute_script(SILENT)
+    news = "return [...window.news]"
+    told = ["The server cannot be reached; trying again.", ""]
+    eventually(lambda: page.driver.execute_script(news) == told)
 
 
 def test_each_of_several_engines_is_shown(driver: webdriver.Chrome) -> None:

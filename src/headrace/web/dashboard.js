@@ -12,6 +12,7 @@ const $ = (id) => document.getElementById(id);
 const MAX_STEPS = 300;
 const MAX_ROWS = 50;
 const LOOK_MS = 2000;
+const SILENCE_MS = 30_000; // three heartbeats
 let steps = []; // [number, step], oldest first
 let state = null;
 let connection = null; // that the figures come by
@@ -20,14 +21,20 @@ let isTrying = false;
 const rest = (milliseconds) => new Promise((resolve) => setTimeout(resolve, milliseconds));
 
 async function watch() {
+  let silence = 0;
+  const heard = () => {
+    clearTimeout(silence);
+    silence = setTimeout(() => connection.abort(), SILENCE_MS);
+  };
   for (let pause = 250; ; pause = Math.min(pause * 2, 5000)) {
     try {
       connection = new AbortController();
+      heard();
       const response = await ask("/manage/stream", { signal: connection.signal });
       if (response.ok) {
         $("news").textContent = "";
         showWhole(true);
-        for await (const { event, data } of events(response, () => (pause = 250))) if (event === "state") take(JSON.parse(data));
+        for await (const { event, data } of events(response, () => (heard(), (pause = 250)))) if (event === "state") take(JSON.parse(data));
         $("news").textContent = "The connection ended; trying again.";
       } else if ([401, 403].includes(response.status)) {
         await askForKey((await errorOf(response)).message);
