@@ -322,7 +322,7 @@ class FakeQueues:
 class NoPulls(Pulls):
     """A hub that has nothing."""
 
-    async def begin(self, model: str) -> Pull:
+    def begin(self, model: str) -> Pull:
         raise RequestError("model_not_found", "It is not on the hub.", "model")
 
 

@@ -1,7 +1,28 @@
 """Files that outlive the server: whole or not at all, whatever ends it meanwhile."""
 
+import asyncio
 import os
 from pathlib import Path
+
+_PATIENCE_S = 5.0  # a disk may never answer
+
+
+class KeptFile:
+    """A file that is written by one at a time, in the order of asking."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._turn = asyncio.Lock()
+
+    async def keep(self, content: bytes) -> None:
+        """OSError leaves the old one; cancelled, it ends after the write, which none overtakes."""
+        async with self._turn:
+            writing = asyncio.ensure_future(asyncio.to_thread(keep_file, self._path, content))
+            try:
+                await asyncio.shield(writing)
+            except asyncio.CancelledError:
+                await asyncio.wait((writing,), timeout=_PATIENCE_S)
+                raise
 
 
 def keep_file(file: Path, content: bytes) -> None:

@@ -139,7 +139,7 @@ class Desired:
         if self._fleet.hosts.find(model) is not None:
             return None
         async with self._deleting:
-            pull = await self.pulls.begin(model)
+            pull = self.pulls.begin(model)
         return await pull.answered()
 
     async def delete(self, model: str) -> None:

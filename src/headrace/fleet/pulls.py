@@ -18,7 +18,7 @@ from headrace.checkpoints.fetch import Fetched, FetchFailed, IsHere, decode_news
 from headrace.checkpoints.find import can_be_fetched
 from headrace.config.sources import SECRETS
 from headrace.core.errors import KINDS, RequestError
-from headrace.fleet.kept_file import keep_file
+from headrace.fleet.kept_file import KeptFile
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +53,7 @@ class Pull:
         self.done = self.total = 0  # bytes; 0 of 0 until the size is known
         self.began = asyncio.Event()  # its size is known, or it is over
         self.over = asyncio.Event()
+        self.task: asyncio.Task[None] | None = None  # the last that downloaded it
         self._pace: deque[tuple[float, int]] = deque()
         why = RequestError(kept.code, kept.message, "model") if kept.code else None
         self.settle(kept.state, why)
@@ -111,11 +112,9 @@ class Pulls:
     """
 
     def __init__(self, file: Path | None) -> None:
-        self._file = file
+        self._file = KeptFile(file) if file else None
         self._pulls = {kept.model: Pull(kept) for kept in _read(file)}
-        self._tasks: dict[str, asyncio.Task[None]] = {}
         self._group: asyncio.TaskGroup
-        self._keeping = asyncio.Lock()
         self.on_change: Callable[[], None] = lambda: None
 
     def all(self) -> tuple[Pull, ...]:
@@ -137,26 +136,21 @@ class Pulls:
                     self._start(pull)
             await asyncio.Event().wait()
 
-    async def begin(self, model: str) -> Pull:
+    def begin(self, model: str) -> Pull:
         """Begins, or goes on; RequestError if there is no such model or no room for it."""
         if not can_be_fetched(model):
             raise RequestError("invalid_value", _NO_ID, "model")
         pull = self._pulls.get(model) or Pull(KeptPull(model, "stopped"))
         if pull.state in ("stopped", "failed"):
-            if len(self._tasks) >= MAX_AT_ONCE:
-                message = f"{len(self._tasks)} models are being downloaded, the most at once; "
+            number = sum(it.state == "downloading" for it in self.all())
+            if number >= MAX_AT_ONCE:
+                message = f"{number} models are being downloaded, the most at once; "
                 message += "stop one, or wait."
                 raise RequestError("server_overloaded", message, retry_after_s=_RETRY_S)
             self._pulls[model] = pull
             pull.settle("downloading")
-            # whoever asked may leave meanwhile
-            await asyncio.shield(self._group.create_task(self._begin(pull), name="begin a pull"))
-        return pull
-
-    async def _begin(self, pull: Pull) -> None:
-        await self._keep()  # before anybody can see bytes come
-        if pull in self.all() and pull.kept.state == "downloading":  # as yet
             self._start(pull)
+        return pull
 
     async def stop(self, model: str) -> None:
         """Ends a download; what has come is kept."""
@@ -175,23 +169,23 @@ class Pulls:
             self.on_change()
 
     async def _end(self, pull: Pull) -> None:
-        if (task := self._tasks.pop(pull.model, None)) is not None:
-            task.cancel()
-            await asyncio.wait([task])
-        if pull.state == "downloading":
-            pull.settle("stopped")
+        while pull.state == "downloading":
+            if (task := pull.task) is not None:
+                task.cancel()
+                await asyncio.wait([task])
+            if pull.task is task and pull.state == "downloading":
+                pull.settle("stopped")
 
     def _start(self, pull: Pull) -> None:
-        task = self._group.create_task(self._run(pull), name=f"pull {pull.model}")
-        self._tasks[pull.model] = task
+        pull.task = self._group.create_task(self._run(pull), name=f"pull {pull.model}")
 
     async def _run(self, pull: Pull) -> None:
+        await self._keep()  # before anybody can see bytes come
         logger.info("Downloading %s", pull.model)
         try:
             error = await _fetch(pull)
         except OSError as failure:
             error = FetchFailed("download_failed", f"No process for it ({failure.strerror}).")
-        self._tasks.pop(pull.model, None)
         if error is None:
             logger.info("%s is here", pull.model)
             pull.settle("here")
@@ -207,8 +201,7 @@ class Pulls:
             return
         kept = msgspec.json.format(msgspec.json.encode([it.kept for it in self._pulls.values()]))
         try:
-            async with self._keeping:
-                await asyncio.to_thread(keep_file, self._file, kept)
+            await self._file.keep(kept)
         except OSError as error:
             logger.error("The list of downloads cannot be kept (%s).", error.strerror)
 
