@@ -1,5 +1,6 @@
 """The models that a server should have, over a fleet that has none."""
 
+import asyncio
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -9,15 +10,27 @@ import pytest
 
 from headrace.config.settings import ModelConfig
 from headrace.fleet import model_list
-from headrace.fleet.model_list import Desired, ModelSources
+from headrace.fleet.model_host import ModelHost
+from headrace.fleet.model_list import Desired, ModelSources, kept
 from headrace.fleet.pulls import KeptPull, Pulls
+from headrace.fleet.served_model import Models
 
 
 class NoFleet:
     """Nothing runs of any model."""
 
+    def __init__(self, config: ModelConfig | None = None) -> None:
+        pass
+
     def when_gone(self, name: str, then: Callable[[], Coroutine[Any, Any, None]]) -> None:
         self.then = then()
+
+    def become(self, hosts: object) -> None:
+        pass
+
+    @property
+    def hosts(self) -> Models[ModelHost]:
+        return Models(())
 
 
 @pytest.mark.parametrize(
@@ -46,3 +59,14 @@ def test_a_pulled_model_has_the_flags_of_all_but_no_adapter_of_another(tmp_path:
     configs = (ModelConfig(model="./base", threads=1, adapter=("sql=./sql",)),)
     pulled = ModelSources(configs, Pulls(kept), lambda: configs, None, False).all()[1]
     assert (pulled.threads, pulled.adapter) == (1, ())
+
+
+async def test_of_documents_that_are_put_at_once_the_one_that_is_kept_is_served(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "desired.json"
+    sources = ModelSources((), Pulls(None), tuple, file, False)
+    desired = Desired(sources, NoFleet, len, NoFleet())  # type: ignore[arg-type]
+    documents = [{"models": [{"model": f"{i} {j}"} for j in range(1 + i % 7)]} for i in range(40)]
+    await asyncio.gather(*map(desired.put, documents))
+    assert sources.configs == kept(file)

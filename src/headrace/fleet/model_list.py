@@ -14,7 +14,7 @@ from headrace.config.document import read_document, to_document
 from headrace.config.settings import ModelConfig
 from headrace.core.errors import RequestError
 from headrace.fleet.fleet import Fleet
-from headrace.fleet.kept_file import keep_file
+from headrace.fleet.kept_file import KeptFile
 from headrace.fleet.model_host import ModelHost
 from headrace.fleet.model_names import told_apart
 from headrace.fleet.pulls import Pull, Pulls
@@ -99,6 +99,8 @@ class Desired:
         self._renew = renew
         self._fleet = fleet
         self._was_put = sources.file is not None and sources.file.exists()
+        self._file = KeptFile(sources.file) if sources.file else None
+        self._putting = asyncio.Lock()  # what is kept last is what is served
         self._checked_at = 0.0
         self._deleting = asyncio.Lock()  # no download begins meanwhile
         self.pulls.on_change = self._apply
@@ -113,16 +115,17 @@ class Desired:
         """RequestError, and nothing is changed, if the document is not fit."""
         self.document()
         configs = read_document(document, told_apart)
-        if (file := self._sources.file) is not None:
-            content = msgspec.json.format(msgspec.json.encode(to_document(configs)))
-            try:
-                await asyncio.to_thread(keep_file, file, content)
-            except OSError as error:
-                message = f"The document cannot be kept ({error.strerror}); nothing is changed."
-                raise RequestError("internal_error", message) from None
-        self._was_put = True
-        self._sources.configs = configs
-        self._apply()
+        async with self._putting:
+            if self._file is not None:
+                content = msgspec.json.format(msgspec.json.encode(to_document(configs)))
+                try:
+                    await self._file.keep(content)
+                except OSError as error:
+                    message = f"The document cannot be kept ({error.strerror}); nothing is changed."
+                    raise RequestError("internal_error", message) from None
+            self._was_put = True
+            self._sources.configs = configs
+            self._apply()
 
     async def reread(self) -> None:
         """Takes up what has come into the folder of models, and drops what has left it."""
