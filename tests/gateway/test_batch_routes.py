@@ -9,12 +9,16 @@ from starlette.testclient import TestClient
 from headrace.batches import answers, batches
 from headrace.batches.answers import LineAsked
 from headrace.batches.folder import folder_shelf
+from headrace.batches.lines import PIECE
+from headrace.batches.records import FileRecord
 from headrace.config.settings import HttpConfig, ServerConfig
 from headrace.gateway.app import create_app
 from headrace.gateway.auth import Auth
 from headrace.gateway.batch_answers import BatchAnswers
+from headrace.gateway.file_routes import content_of
 from headrace.gateway.vector_routes import VectorRoutes
 from tests.gateway.builders import FakeGeneration
+from tests.gateway.test_http_server import served
 
 CONFIG = ServerConfig(http=HttpConfig(allowed_host=("testserver",)))
 PARAMS = {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": "Hi"}]}
@@ -62,3 +66,27 @@ def test_the_names_of_a_forms_fields_are_bounded_too(tmp_path: Path, names: list
     assert client.post("/v1/files", data=few, files=file).status_code == 200
     refused = client.post("/v1/files", data=dict.fromkeys(names, ""), files=file)
     assert refused.status_code == 400 and "16 fields" in refused.text
+
+
+@pytest.mark.parametrize("is_deleted", [False, True])
+async def test_a_file_deleted_as_it_is_read_does_not_seem_whole(
+    tmp_path: Path, is_deleted: bool
+) -> None:
+    whole = b"x" * (PIECE + 9)
+    blobs = folder_shelf(tmp_path).blobs
+    await blobs.append("file-a", whole)
+    read = blobs.read
+
+    async def read_once(id: str, start: int, most: int) -> bytes:
+        piece = await read(id, start, most)
+        if is_deleted:
+            await blobs.remove(id)
+        return piece
+
+    blobs.read = read_once  # type: ignore[method-assign]
+    file = FileRecord("file-a", "ann", "a", "batch", len(whole), 0, 0)
+    async with served(content_of(blobs, file)) as (_, reader, writer):
+        writer.write(b"GET / HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n")
+        got = await reader.read()
+    assert got.count(b"x") == (PIECE if is_deleted else len(whole))
+    assert got.endswith(b"\r\n0\r\n\r\n") != is_deleted

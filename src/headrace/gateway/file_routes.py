@@ -75,7 +75,7 @@ class FileRoutes:
 
     async def content(self, request: Request) -> ASGIApp:
         file = await self._find(request)
-        return content_of(self._blobs, file.id)
+        return content_of(self._blobs, file)
 
     async def delete(self, request: Request) -> ASGIApp:
         id = request.path_params["id"]
@@ -89,14 +89,25 @@ class FileRoutes:
         return self._auth.owner(request.headers)
 
 
-def content_of(blobs: Blobs, id: str, media_type: str = "application/octet-stream") -> ASGIApp:
-    """A blob's bytes as they are read; of one that grows, what there is."""
+class FileGone(Exception):
+    """A file was deleted as it was read."""
+
+
+def content_of(
+    blobs: Blobs, file: FileRecord, media_type: str = "application/octet-stream"
+) -> ASGIApp:
+    """A file's bytes as they are read; of one that grows, what there is.
+
+    FileGone in the middle cuts the connection: an end in order would pass for the file's.
+    """
 
     async def pieces() -> AsyncIterator[bytes]:
         at = 0
-        while piece := await blobs.read(id, at, PIECE):
+        while piece := await blobs.read(file.id, at, PIECE):
             at += len(piece)
             yield piece
+        if at < file.num_bytes:
+            raise FileGone(f"{file.id}: {at} of {file.num_bytes} bytes were sent.")
 
     return StreamingResponse(pieces(), media_type=media_type)
 

@@ -79,7 +79,8 @@ class MessageBatchRoutes:
             message = f"The batch has not ended: {batch.num_ended} of {batch.num_lines} requests "
             message += "have; ask again once its processing_status is ended."
             raise RequestError("batch_not_ended", message, "id")
-        return content_of(self._blobs, batch.output_id, "application/x-jsonl")
+        file = await self._batches.files.get(batch.owner, batch.output_id)
+        return content_of(self._blobs, file, "application/x-jsonl")
 
     async def _find(self, request: Request) -> BatchRecord:
         id = request.path_params["id"]
