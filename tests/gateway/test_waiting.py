@@ -1,11 +1,16 @@
+import asyncio
 import json
+from typing import Any
 
 import pytest
+from starlette.types import ASGIApp
 
+from headrace.core.errors import RequestError
 from headrace.core.ids import StreamId
 from headrace.core.jobs import CheckedBody
 from headrace.core.request import Text
-from headrace.gateway.waiting import Wait, wait_of
+from headrace.gateway.waiting import Wait, WaitingAnswer, wait_of
+from headrace.streams.log import LogGone
 from headrace.streams.record import Names
 
 
@@ -31,3 +36,29 @@ def test_a_stream_that_may_survive_the_server_is_named_once_there_is_one(names: 
     headers = wait_for(names).headers
     assert ("x-stream-id" in headers) == (names == Names())
     assert headers["x-headrace-loading"] == "true"
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (RequestError("server_overloaded", "Full."), "server_overloaded"),
+        (LogGone(), "stream_not_found"),
+        (ZeroDivisionError(), "internal_error"),
+    ],
+)
+async def test_a_wait_ends_in_an_error_of_its_dialect_whatever_went_wrong(
+    error: Exception, code: str
+) -> None:
+    bodies: list[dict[str, Any]] = []
+
+    async def send(message: Any) -> None:
+        bodies.append(message)
+
+    async def fail() -> ASGIApp:
+        raise error
+
+    coming = asyncio.create_task(fail())
+    await WaitingAnswer(coming, wait_for(), 1.0)({"type": "http"}, None, send)  # type: ignore[arg-type]
+    assert bodies[-1]["more_body"] is False
+    told = bodies[-1]["body"].decode().removeprefix("data: ").split("\n")[0]
+    assert json.loads(told)["error"]["code"] == code

@@ -64,10 +64,11 @@ class WaitingAnswer:
             while not self._coming.done():
                 await _body(send, self._wait.sign, True)
                 await asyncio.wait((self._coming,), timeout=self._interval_s)
-            answer = self._coming.result()
-        except RequestError as error:
-            await _body(send, self._wait.failure(notice_of(error)), False)
-            return
+            try:
+                answer = self._coming.result()
+            except Exception as error:  # whatever it is, a client with headers gets an end
+                await _body(send, self._wait.failure(notice_of(error)), False)
+                return
         finally:
             self._coming.cancel()
 
