@@ -45,7 +45,13 @@ _MAX_ID, _BAD_KEY = 128, 1008
 _FAREWELL_S = 4.0
 _WATCH_S = 0.5
 
-_fields_of = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_FIELDS = (
+    "type", "id", "api_key", "stop", "detach", "stream", "after",
+    "route", "body", "conversation_id", "idempotency_key",
+)  # fmt: skip
+_ABSENT = msgspec.Raw()
+_Frame = msgspec.defstruct("_Frame", [(name, msgspec.Raw, _ABSENT) for name in _FIELDS])
+_frame_of = msgspec.json.Decoder(_Frame).decode
 
 
 class RealtimeSockets:
@@ -375,16 +381,21 @@ async def _send(socket: WebSocket, frame: bytes) -> None:
 
 
 def _read(message: Message) -> dict[str, msgspec.Raw]:
-    """The fields of a frame, undecoded: a body is for a worker to look into."""
+    """The known fields of a frame, undecoded: a body is for a worker to look into.
+
+    Others are skipped, not kept: a frame of a million of them would hold the loop.
+    """
     if message["type"] == "websocket.disconnect":
         raise _Left
     text = message.get("text")
     if text is None:
         raise RequestError("invalid_json", "Send one JSON object per text frame, none in binary.")
     try:
-        return _fields_of(text)
+        frame = _frame_of(text)
     except (msgspec.DecodeError, RecursionError, UnicodeError):
         raise RequestError("invalid_json", "The frame is not one JSON object.") from None
+    found = msgspec.structs.asdict(frame)
+    return {name: raw for name, raw in found.items() if raw is not _ABSENT}
 
 
 def _text(fields: dict[str, msgspec.Raw], name: str, most: int | None) -> str | None:
