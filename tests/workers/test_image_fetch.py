@@ -16,6 +16,7 @@ from headrace.core.request import Chat
 from headrace.protocols.worker import Jobs
 from headrace.workers import image_fetch
 from headrace.workers.image_fetch import ImageFetcher, is_public
+from headrace.workers.job_line import OWNER
 from headrace.workers.pool import ThreadWork
 
 LOOPBACK = ipaddress.ip_address("127.0.0.1")
@@ -161,6 +162,40 @@ def test_a_slow_host_is_given_up(site: str, monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(RequestError, match="not within") as error:
         fetch(f"{site}/slow")
     assert error.value.code == "image_fetch_failed"
+
+
+async def test_images_of_a_host_that_is_silent_delay_no_other_key(
+    site: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(image_fetch, "_TIMEOUT_S", 50.0)
+    fetcher, work = ImageFetcher(LOOPBACK.__eq__, 1000), ThreadWork(Jobs.__new__(Jobs))
+
+    def ask(owner: str, path: str) -> asyncio.Task[bytes]:
+        OWNER.set(owner)
+        chat = Chat((), images=(b"",), image_params=("p",), addresses=(site + path,))
+        packed = msgspec.msgpack.encode((chat,))
+        return asyncio.create_task(fetcher.put(work, (chat,), packed))
+
+    silent = [ask("mallory", "/slow") for _ in range(16)]
+    while not Site.asked:
+        await asyncio.sleep(0.001)
+    try:
+        assert b"image" in await ask("alice", "/a")
+        assert not any(it.done() for it in silent)
+    finally:
+        for task in silent:
+            task.cancel()
+        await asyncio.wait(silent)
+
+
+def test_whoever_waits_too_long_for_others_images_may_come_again(
+    site: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(image_fetch, "_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(image_fetch, "_REQUESTS_OF_KEY", 0)
+    with pytest.raises(RequestError, match="try again later") as error:
+        fetch(f"{site}/a")
+    assert (error.value.code, error.value.retry_after_s) == ("server_overloaded", 10)
 
 
 def test_images_of_one_request_share_its_room(site: str) -> None:

@@ -1,9 +1,11 @@
 """Images that a request names by address: fetched within limits, from public hosts alone."""
 
 import asyncio
+import contextlib
 import ipaddress
 import socket
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
 import httpcore
@@ -12,10 +14,13 @@ import httpx
 from headrace.core.errors import RequestError
 from headrace.core.jobs import PutImages
 from headrace.core.request import MAX_IMAGE_BYTES, Chat, Prompt
+from headrace.workers.job_line import OWNER
 from headrace.workers.pool import Work
 
 _REDIRECTS, _TIMEOUT_S = 3, 10.0
 _REQUESTS_AT_ONCE = 8  # each may hold as many bytes as a body has
+_REQUESTS_OF_KEY = 4  # hosts that never answer hold up their own key's first
+_RETRY_S = 10.0
 _MOVED = (301, 302, 303, 307, 308)
 _HEADERS = [("Accept", "image/*"), ("User-Agent", "headrace")]
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -82,6 +87,9 @@ class ImageFetcher:
         self._allows = allows
         self._most_bytes = most_bytes
         self._free = asyncio.Semaphore(_REQUESTS_AT_ONCE)
+        self._free_of_key = defaultdict[str, asyncio.Semaphore](
+            lambda: asyncio.Semaphore(_REQUESTS_OF_KEY)
+        )
 
     async def put(self, work: Work, prompts: Iterable[Prompt], packed: bytes) -> bytes:
         """The packed prompts with all images; RequestError names the one that cannot be had."""
@@ -101,7 +109,7 @@ class ImageFetcher:
             raise RequestError("image_url_refused", message, first)
         images: list[bytes] = []
         async with (
-            self._free,
+            self._turn(),
             httpcore.AsyncConnectionPool(network_backend=_Network(self._allows), retries=0) as pool,
         ):
             deadline = asyncio.get_running_loop().time() + _TIMEOUT_S
@@ -110,6 +118,20 @@ class ImageFetcher:
                 one = _One(pool, param, min(room, MAX_IMAGE_BYTES))
                 images.append(await one.fetch(address, deadline) if address else b"")
         return images
+
+    @contextlib.asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        """RequestError if others, of this key or of all, take too long."""
+        async with contextlib.AsyncExitStack() as held:
+            try:
+                async with asyncio.timeout(_TIMEOUT_S):
+                    await held.enter_async_context(self._free_of_key[OWNER.get()])
+                    await held.enter_async_context(self._free)
+            except TimeoutError:
+                message = f"The images of other requests took more than {_TIMEOUT_S:.0f} s to be "
+                message += "fetched; try again later, or send them as data URIs."
+                raise RequestError("server_overloaded", message, retry_after_s=_RETRY_S) from None
+            yield
 
 
 class _One:
