@@ -1,7 +1,6 @@
 """`headrace chat`: a conversation in the terminal, over connections that may break."""
 
 import contextlib
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +11,7 @@ from headrace.cli.chat_files import Attachment, message_of
 from headrace.cli.chat_keyboard import Keyboard
 from headrace.cli.chat_screen import Screen
 from headrace.cli.chat_store import Conversation, Message, Transcripts, words_of
+from headrace.cli.stdio import read_stdin
 from headrace.client.client import Client, Stream
 from headrace.client.errors import Refused, Unreachable
 from headrace.client.events import Accepted, Tokens
@@ -193,8 +193,8 @@ def converse(chat: ChatLoop, screen: Screen, keyboard: Keyboard | None, act: Act
     `act` does what a line asks for. A message that could not be sent is there again to be sent.
     """
     if keyboard is None:
-        if text := sys.stdin.read().strip():
-            chat.ask(text)
+        if piped := read_stdin().strip():
+            chat.ask(piped)
         return
     draft = ""
     while True:

@@ -11,7 +11,7 @@ from headrace.checkpoints.find import MINI, can_be_fetched
 from headrace.cli import exits
 from headrace.cli.load_lines import show
 from headrace.cli.logs import clear, say
-from headrace.cli.stdio import printed
+from headrace.cli.stdio import printed, read_stdin
 from headrace.config.settings import ServerConfig
 from headrace.core.errors import ConfigError
 from headrace.llm import LLM
@@ -40,7 +40,7 @@ def read_prompt(prompt: str | None) -> str:
     if prompt is None and sys.stdin.isatty():
         raise ConfigError("No prompt: give one, or - to read it from stdin.")
     if prompt in (None, "-"):
-        return sys.stdin.read().removesuffix("\n")
+        return read_stdin().removesuffix("\n")
     return prompt or ""
 
 
@@ -132,7 +132,7 @@ def read_inputs(words: Sequence[str]) -> list[str]:
         raise ConfigError("No text: give one, or - to read lines from stdin.")
     found: list[str] = []
     for word in words or ["-"]:
-        found += sys.stdin.read().splitlines() if word == "-" else [word]
+        found += read_stdin().splitlines() if word == "-" else [word]
     return found
 
 

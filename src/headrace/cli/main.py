@@ -19,6 +19,7 @@ from headrace.cli.load_lines import LoadLines
 from headrace.cli.logs import set_up
 from headrace.cli.merge import merge
 from headrace.cli.models import models, pull
+from headrace.cli.stdio import make_usable
 from headrace.config.settings import ServerConfig
 from headrace.config.sources import WITHOUT_VALUE, Setting, load, nearest, settings
 from headrace.core.errors import ConfigError, HeadraceError, ModelError, RequestFailed
@@ -302,6 +303,7 @@ for command in (
 
 def main() -> None:
     """Entry point; a failure is one line on stderr and its exit code."""
+    make_usable()
     try:
         cli.main(standalone_mode=False)
     except click.exceptions.Abort:
