@@ -9,7 +9,7 @@ from headrace.cli.chat_screen import Screen
 from headrace.cli.chat_store import Conversation, Transcripts
 from headrace.client.client import Client
 from headrace.client.errors import Refused
-from tests.client.builders import STREAM, Given, accepted, listed_server, tokens
+from tests.client.builders import STREAM, Given, accepted, finish, listed_server, tokens
 
 
 def unread(folder: Path, client: Client) -> ChatLoop:
@@ -34,3 +34,24 @@ def test_an_answer_that_the_server_has_forgotten_is_asked_for_no_more(tmp_path: 
     with listed_server(Given(404)) as server, Client(server.url) as client:
         unread(tmp_path, client).read_on()
     assert Transcripts(tmp_path).read(1).stream_id == ""
+
+
+def test_ctrl_c_while_an_answer_is_kept_takes_neither_it_nor_its_question(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = Given(headers={"x-stream-id": STREAM})
+    kept = Transcripts(tmp_path)
+    write = kept.write
+
+    def interrupted(conversation: Conversation) -> None:
+        if not conversation.stream_id:
+            raise KeyboardInterrupt
+        write(conversation)
+
+    monkeypatch.setattr(kept, "write", interrupted)
+    whole = Given(body=accepted() + tokens(1, "a") + finish(2))
+    with listed_server(begun, whole) as server, Client(server.url) as client:
+        chat = ChatLoop(client, Screen(), kept, Conversation(), {})
+        with pytest.raises(KeyboardInterrupt):
+            chat.ask("hi")
+    assert [one["content"] for one in chat.conversation.messages] == ["hi", "a"]

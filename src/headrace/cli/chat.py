@@ -110,12 +110,14 @@ class ChatLoop:
         return bool(self.conversation.stream_id)
 
     def _say(self, messages: list[Message]) -> None:
-        self.conversation.messages += messages
+        said = self.conversation.messages
+        said += messages
+        num_said = len(said)
         try:
-            self._hear(self._client.stream(self.conversation.messages, **self._fields))
+            self._hear(self._client.stream(said, **self._fields))
         except (Refused, Unreachable, KeyboardInterrupt):
-            if not self.is_unread:
-                del self.conversation.messages[-len(messages) :]
+            if not self.is_unread and len(said) == num_said:  # no answer came
+                del said[-len(messages) :]
             raise
 
     def _hear(self, stream: Stream) -> None:
@@ -206,8 +208,9 @@ def converse(chat: ChatLoop, screen: Screen, keyboard: Keyboard | None, act: Act
             act(text)
             _answer_calls(chat, screen, keyboard)
         except (Refused, Unreachable, KeyboardInterrupt) as error:  # the next message may do
-            screen.note(str(error) or "not sent")
-            draft = text if len(chat.conversation.messages) == before else ""
+            is_sent = len(chat.conversation.messages) != before
+            screen.note(str(error) or ("stopped" if is_sent else "not sent"))
+            draft = "" if is_sent else text
             if chat.is_unread:
                 screen.note("the answer goes on; Enter on an empty line reads it")
 
