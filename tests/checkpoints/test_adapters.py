@@ -149,6 +149,21 @@ def test_an_adapter_of_another_model_is_refused(
         merge(read_spec(other), Path(adapter.path), tmp_path / "out")
 
 
+def test_a_merge_that_was_stopped_leaves_nothing_in_the_way_of_the_next(
+    base: ModelSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    adapter, out = make_adapter(tmp_path / "a", base.folder, 4, ("q_proj",)), tmp_path / "out"
+    with monkeypatch.context() as patched:
+        patched.setattr("headrace.checkpoints.merge.save_file", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            merge(base, adapter, out)
+    assert not out.exists()
+    assert merge(base, adapter, out) > 0
+
+
 def test_layers_that_are_not_changed_here_are_named(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "experts", "Qwen3MoeForCausalLM")
     adapter = make_adapter(tmp_path / "a", folder, 4, ("experts.0.up_proj",))

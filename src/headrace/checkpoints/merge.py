@@ -31,13 +31,23 @@ def merge(spec: ModelSpec, adapter: Path, out: Path) -> int:
     files = read_adapter(adapter, spec.architecture)
     changed = _changed(spec, adapter.name, files)
     out.mkdir(parents=True, exist_ok=True)
+    try:
+        _fill(out, spec, files, changed)
+    except BaseException:  # half a model would stand in the way of the next try
+        shutil.rmtree(out)
+        raise
+    return len(files.factors)
+
+
+def _fill(
+    out: Path, spec: ModelSpec, files: AdapterFiles, changed: dict[str, dict[str, str]]
+) -> None:
     for file in sorted(spec.folder.iterdir()):
         if file.is_file() and file.name not in spec.weight_files:
             shutil.copyfile(file, out / file.name)
     with AdapterTensors(files, spec) as tensors:
         for name in spec.weight_files:
             _write(spec.folder / name, out / name, changed.get(name, {}), tensors)
-    return len(files.factors)
 
 
 def _changed(spec: ModelSpec, adapter: str, files: AdapterFiles) -> dict[str, dict[str, str]]:
