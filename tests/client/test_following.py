@@ -137,6 +137,13 @@ def test_patience_ends() -> None:
         pauses(following, 9)
 
 
+def test_a_heartbeat_shows_that_the_server_is_there_however_often_the_connection_is_cut() -> None:
+    following = open_stream(patience_s=3.0)
+    for _ in range(20):
+        assert pauses(following, 2) == [0.25, 0.5]
+        take(following, HEARTBEAT)
+
+
 def test_a_server_that_never_answered_is_not_waited_for() -> None:
     following = StreamFollower(new_request({"messages": CHAT}), "", -1, 60)
     following.request()

@@ -118,9 +118,7 @@ class StreamFollower:
             yield from self._name(data)
             return
         for event in self._reader.feed(data):
-            if event.seq is None:
-                yield event
-            elif event.seq > self.cursor:
+            if event.seq is None or event.seq > self.cursor:
                 self._pacing.arrived()
                 yield event
 
