@@ -5,6 +5,7 @@ import ipaddress
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -186,6 +187,31 @@ async def test_images_of_a_host_that_is_silent_delay_no_other_key(
         for task in silent:
             task.cancel()
         await asyncio.wait(silent)
+
+
+async def test_a_name_that_is_looked_up_for_long_holds_up_no_other_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    may_answer, asked = threading.Event(), threading.Event()
+
+    def look_up(*_: Any, **__: Any) -> Any:
+        asked.set()
+        may_answer.wait(30)
+        raise OSError
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    chat = Chat((), images=(b"",), image_params=("p",), addresses=("http://slow.example/",))
+    work = ThreadWork(Jobs.__new__(Jobs))
+    fetching = asyncio.create_task(ImageFetcher(LOOPBACK.__eq__, 1000).put(work, (chat,), b""))
+    while not asked.is_set():
+        await asyncio.sleep(0.001)
+    try:
+        assert await asyncio.wait_for(asyncio.to_thread(lambda: "done"), 20) == "done"
+    finally:
+        may_answer.set()
+    with pytest.raises(RequestError, match="did not answer"):
+        await fetching
 
 
 def test_whoever_waits_too_long_for_others_images_may_come_again(

@@ -6,6 +6,8 @@ import ipaddress
 import socket
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import httpcore
@@ -59,15 +61,16 @@ def _inside(address: ipaddress.IPv6Address) -> tuple[ipaddress.IPv4Address, ...]
 class _Network(httpcore.AsyncNetworkBackend):
     """Connects to the address that it has checked: asked again, a name could give another."""
 
-    def __init__(self, allows: Callable[[Address], bool]) -> None:
+    def __init__(self, allows: Callable[[Address], bool], threads: ThreadPoolExecutor) -> None:
         self._allows = allows
+        self._threads = threads
         self._inner = httpcore.AnyIOBackend()
 
     async def connect_tcp(
         self, host: str, port: int, *arguments: Any, **options: Any
     ) -> httpcore.AsyncNetworkStream:
-        loop = asyncio.get_running_loop()
-        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        ask = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+        found = await asyncio.get_running_loop().run_in_executor(self._threads, ask)
         addresses = [ipaddress.ip_address(entry[4][0]) for entry in found]
         if not all(map(self._allows, addresses)):
             raise _Forbidden
@@ -86,6 +89,8 @@ class ImageFetcher:
     def __init__(self, allows: Callable[[Address], bool] | None, most_bytes: int) -> None:
         self._allows = allows
         self._most_bytes = most_bytes
+        # names that nobody answers for hold up no other work that is done in threads
+        self._threads = ThreadPoolExecutor(_REQUESTS_AT_ONCE, "image's host")
         self._free = asyncio.Semaphore(_REQUESTS_AT_ONCE)
         self._free_of_key = defaultdict[str, asyncio.Semaphore](
             lambda: asyncio.Semaphore(_REQUESTS_OF_KEY)
@@ -108,9 +113,10 @@ class ImageFetcher:
             message += "instead, or start the server with --allow-image-urls."
             raise RequestError("image_url_refused", message, first)
         images: list[bytes] = []
+        network = _Network(self._allows, self._threads)
         async with (
             self._turn(),
-            httpcore.AsyncConnectionPool(network_backend=_Network(self._allows), retries=0) as pool,
+            httpcore.AsyncConnectionPool(network_backend=network, retries=0) as pool,
         ):
             deadline = asyncio.get_running_loop().time() + _TIMEOUT_S
             for address, param in pairs:
