@@ -346,3 +346,26 @@ async def test_what_follows_a_removal_is_done_once_nothing_of_it_runs(folder: Pa
         made.fleet.when_gone("a", note)  # it is gone already
         await settle()
         assert done == ["gone", "gone"]
+
+
+async def test_a_removed_models_files_stay_while_they_are_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(folder) as made:
+        fleet, has_read, gone = made.fleet, asyncio.Event(), list[str]()
+        fleet.become((*fleet.hosts.all(), fresh := made.host("c")))
+        monkeypatch.setattr(fresh, "read", has_read.wait)
+        reading = fleet.fetch(fresh)
+        await settle()
+        fleet.become(fleet.hosts.all()[:-1])
+        fleet.when_gone("c", lambda: told(gone))
+        await settle()
+        assert gone == []
+        has_read.set()
+        await reading
+        await settle()
+        assert gone == ["c"]
+
+
+async def told(gone: list[str]) -> None:
+    gone.append("c")

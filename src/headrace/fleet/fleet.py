@@ -91,11 +91,15 @@ class Fleet:
 
     def fetch(self, host: ModelHost) -> "asyncio.Task[None]":
         """Reads a model, which may be a download, whether anybody waits or not."""
+        self.hold(host)  # else its files could be removed while they are read, and come again
         return self._spawn(self._fetch(host))
 
     async def _fetch(self, host: ModelHost) -> None:
-        with contextlib.suppress(RequestError):  # the log says why it failed
-            await self.read(host)
+        try:
+            with contextlib.suppress(RequestError):  # the log says why it failed
+                await self.read(host)
+        finally:
+            self.release(host)
 
     @contextlib.asynccontextmanager
     async def using(self, name: str | None) -> AsyncIterator[ModelHost]:
