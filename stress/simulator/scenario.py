@@ -66,6 +66,7 @@ def make_scenario(seed: int) -> Scenario:
         patience=rng.choice([0.0, 4.0, 100.0]), max_open_prompts=rng.choice([1, 2, 4])
     )
     submits = _with_inputs(Random(seed + 2), _submits(rng, is_huge), is_dense=not layout.num_blocks)
+    submits = _with_batches(Random(seed + 6), submits)
     return Scenario(
         seed,
         layout,
@@ -123,7 +124,6 @@ def _submits(rng: Random, is_huge: bool) -> list[Submit]:
     submits: list[Submit] = []
     arrival = number = 0
     pace = rng.choice([0.0, 0.02, 0.3])  # bursts, a crowd, one by one
-    batch_share = rng.choice([0.0, 0.0, 0.3, 0.7])
     prompt_cap = rng.choice([4, 12, 30, 80])  # floods of short ones, too
     for stream in range(rng.choice([1, 2, 3, 3, 4, 8])):
         arrival += rng.random() * pace
@@ -142,9 +142,7 @@ def _submits(rng: Random, is_huge: bool) -> list[Submit]:
                 tuple(sequences),
                 _sampling(rng, is_huge),
                 arrival,
-                priority=BACKGROUND
-                if rng.random() < batch_share
-                else rng.choice([0, 0, 0, 0, -1, 1, 3]),
+                priority=rng.choice([0, 0, 0, 0, -1, 1, 3]),
                 salt=salt_of("", "", adapter := rng.choice([None, None, None, ADAPTER])),
                 adapter=adapter,
                 use_prefix=rng.random() < 0.9,
@@ -152,6 +150,16 @@ def _submits(rng: Random, is_huge: bool) -> list[Submit]:
             )
         )
     return submits
+
+
+def _with_batches(rng: Random, submits: list[Submit]) -> list[Submit]:
+    """In half of the schedules, lines of batches among the streams."""
+    share = rng.choice([0.0, 0.0, 0.3, 0.7])
+    are_lines = (rng.random() < share for _ in submits)
+    return [
+        msgspec.structs.replace(submit, priority=BACKGROUND) if is_line else submit
+        for submit, is_line in zip(submits, are_lines, strict=True)
+    ]
 
 
 def _with_inputs(rng: Random, submits: list[Submit], is_dense: bool) -> list[Submit]:

@@ -346,6 +346,11 @@ def streams_sit_out_one_such_step_after_the_other(patch: pytest.MonkeyPatch) -> 
 
 
 @plant
+def a_line_of_a_batch_is_in_a_step_of_streams(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PlannedStep, "is_for", lambda step, sequence: True)
+
+
+@plant
 def images_do_not_count_in_the_names_of_blocks(patch: pytest.MonkeyPatch) -> None:
     chain = Memory.chain
     patch.setattr(Memory, "chain", lambda self, salt, marks=(): chain(self, salt))
