@@ -11,6 +11,7 @@ from headrace.checkpoints.spec import read_spec
 from headrace.core.adapter import Adapter
 from headrace.runner.runner import Runner
 from tests.drive import Drive, assert_close, random_prompt, row_logits, tiny_runner
+from tests.kernels.own_kernels import needs_own_kernels
 from tools.harness.tiny_adapters import ATTENTION, MLP, make_adapter
 from tools.harness.tiny_models import make_tiny_model
 
@@ -78,6 +79,7 @@ def test_merged_is_unmerged(architecture: str, tmp_path: Path) -> None:
         assert apart.abs().max() > 0.05 * expected.abs().max(), "the adapter changes much"
 
 
+@needs_own_kernels
 @pytest.mark.parametrize("quantize", ["none", "int8", "int4"])
 def test_a_row_does_not_depend_on_its_neighbours(quantize: str, tmp_path: Path) -> None:
     base = make_tiny_model(tmp_path / "base", "Qwen3ForCausalLM", hidden_size=128)

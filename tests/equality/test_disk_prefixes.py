@@ -130,6 +130,7 @@ def test_what_is_restored_is_what_was_computed(tmp_path: Path, case: str) -> Non
         assert life.answer(PROMPT) == (computed, 0)
 
 
+@needs_own_kernels
 def test_images_within_a_prefix_are_restored_with_it(tmp_path: Path) -> None:
     folder, disk = tmp_path / "model", tmp_path / "disk"
     folder.mkdir()
