@@ -1,8 +1,10 @@
-"""Several things awaited at once."""
+"""Waiting for the first of several things, or for the end of one."""
 
 import asyncio
 
-from headrace.race import race
+import pytest
+
+from headrace.race import race, uncut
 
 
 def test_what_is_slower_is_cancelled_and_what_was_given_goes_on() -> None:
@@ -15,3 +17,31 @@ def test_what_is_slower_is_cancelled_and_what_was_given_goes_on() -> None:
         assert not given.done()
 
     asyncio.run(run())
+
+
+async def test_who_is_cancelled_waits_for_the_end_of_what_must_not_be_cut() -> None:
+    may_end, done = asyncio.Event(), list[str]()
+
+    async def work() -> None:
+        await may_end.wait()
+        done.append("whole")
+
+    caller = asyncio.create_task(uncut(work()))
+    await asyncio.sleep(0)
+    caller.cancel()
+    await asyncio.sleep(0.01)
+    assert not caller.done()
+    may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+    assert done == ["whole"]
+
+
+async def test_the_wait_has_an_end() -> None:
+    endless = asyncio.get_running_loop().create_future()
+    caller = asyncio.create_task(uncut(endless, 0.01))
+    await asyncio.sleep(0)
+    caller.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+    assert not endless.done()

@@ -1,9 +1,11 @@
-"""Several things awaited at once, until the first of them is done."""
+"""Ways to wait: for the first of several things, or for the end of one that must not be cut."""
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Coroutine
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 @contextlib.asynccontextmanager
@@ -20,3 +22,16 @@ async def race(
         for task in own:
             task.cancel()
         await asyncio.wait(own)
+
+
+async def uncut(work: Awaitable[T], patience_s: float | None = None) -> T:
+    """The result of work that is never left half done: a cancelled caller waits for its end.
+
+    For at most `patience_s` seconds; None: however long that takes.
+    """
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait((task,), timeout=patience_s)
+        raise

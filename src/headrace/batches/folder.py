@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from headrace.batches.records import BATCH, FILE, OPEN, STOP
 from headrace.batches.shelf import NOBODY, Shelf
+from headrace.race import uncut
 from headrace.streams.store import StoreStalled
 
 T = TypeVar("T")
@@ -51,10 +52,7 @@ class _InThread:
         """Its result; cancelled, it ends after the work, which no other thread may overtake."""
         doing = asyncio.get_running_loop().run_in_executor(self._threads, work)
         try:
-            return await asyncio.shield(doing)
-        except asyncio.CancelledError:
-            await asyncio.wait((doing,), timeout=_PATIENCE_S)
-            raise
+            return await uncut(doing, _PATIENCE_S)
         except OSError as error:
             why = (error.strerror or "it failed").lower()
             message = f"The server cannot store files now ({why}); try again later."

@@ -4,6 +4,8 @@ import asyncio
 import os
 from pathlib import Path
 
+from headrace.race import uncut
+
 _PATIENCE_S = 5.0  # a disk may never answer
 
 
@@ -17,12 +19,7 @@ class KeptFile:
     async def keep(self, content: bytes) -> None:
         """OSError leaves the old one; cancelled, it ends after the write, which none overtakes."""
         async with self._turn:
-            writing = asyncio.ensure_future(asyncio.to_thread(keep_file, self._path, content))
-            try:
-                await asyncio.shield(writing)
-            except asyncio.CancelledError:
-                await asyncio.wait((writing,), timeout=_PATIENCE_S)
-                raise
+            await uncut(asyncio.to_thread(keep_file, self._path, content), _PATIENCE_S)
 
 
 def keep_file(file: Path, content: bytes) -> None:

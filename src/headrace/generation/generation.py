@@ -29,6 +29,7 @@ from headrace.generation.stream import LiveStream, Stay
 from headrace.generation.vectors import VectorMaker
 from headrace.generation.writers import RESTARTS, Writers
 from headrace.metrics.metrics import Metrics
+from headrace.race import uncut
 from headrace.streams.record import RENDERING, Names, Record
 from headrace.streams.store import Store, Stored
 from headrace.workers.image_fetch import ImageFetcher, is_public
@@ -179,11 +180,8 @@ class Generation:
         beginning = self._begin(host, record, Stay(place, admitted))
         if not names.is_opted_in:
             return await beginning
-        task = asyncio.create_task(beginning)
-        try:
-            return await asyncio.shield(task)
-        finally:  # given up or not: what has a place in the store gets the writer it is found with
-            await asyncio.wait((task,))
+        # given up or not: what has a place in the store gets the writer it is found with
+        return await uncut(beginning)
 
     async def _begin(self, host: ModelHost, record: Record, stay: Stay) -> Found:
         """The new stream, once it is accepted; or another one, if that holds its names."""
