@@ -14,6 +14,7 @@ from headrace.gateway.app import create_app
 from headrace.gateway.loop_slices import SLICE_S, slice_of_loop
 from headrace.protocols.dialect import WireFrames
 from headrace.streams.events import AnyEvent
+from headrace.workers.job_line import OWNER
 from tests.gateway.builders import (
     FakeGeneration,
     OneStream,
@@ -154,3 +155,17 @@ async def test_slices_go_round() -> None:
     works: list[Coroutine[Any, Any, None]] = [work("a"), work("b"), work("c")]
     await asyncio.gather(*works)
     assert order == list("abc") * 3
+
+
+async def test_a_key_gets_as_many_slices_as_another_that_asks_more_often() -> None:
+    order: list[str] = []
+
+    async def work(owner: str) -> None:
+        OWNER.set(owner)
+        for _ in range(3):
+            await slice_of_loop()
+            order.append(owner)
+            time.sleep(2 * SLICE_S)  # noqa: ASYNC251
+
+    await asyncio.gather(*(work(owner) for owner in ("many",) * 5 + ("one",)))
+    assert order.index("one") <= 2 and [*order[:7]].count("one") == 3

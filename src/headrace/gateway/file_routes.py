@@ -17,9 +17,18 @@ from headrace.core.errors import RequestError
 from headrace.gateway.auth import Auth
 from headrace.gateway.http_responses import answer
 from headrace.gateway.listing import Paging, page
-from headrace.gateway.multipart import MultipartParser, PartEnd, PartHead, boundary_of
+from headrace.gateway.loop_slices import slice_of_loop
+from headrace.gateway.multipart import (
+    MAX_FIELDS,
+    STEP_BYTES,
+    FormParser,
+    PartHead,
+    PartNews,
+    boundary_of,
+)
 
-_MAX_FIELDS, _MAX_FIELD_BYTES = 16, 1024
+_MAX_FIELD_BYTES = 1024
+_MAX_BESIDE = 64 << 10  # bytes of a form beside its file: fields, headers, boundaries
 _PURPOSES = ("batch",)
 _ANCHOR, _SECONDS = "expires_after[anchor]", "expires_after[seconds]"
 _PAGING = Paging(most=10_000, usual=10_000)
@@ -36,19 +45,39 @@ class FileRoutes:
 
     async def create(self, request: Request) -> ASGIApp:
         owner = self._auth.owner(request.headers)
-        parser = MultipartParser(boundary_of(request.headers.get("content-type", "")))
+        parser = FormParser(boundary_of(request.headers.get("content-type", "")))
+        length = request.headers.get("content-length", "")
+        if length.isdecimal():
+            self._check_size(int(length[:20]))
         async with await self._files.begin(owner) as upload:
             form = _Form(upload)
             async for data in self._pieces(request):
-                for news in parser.feed(data):
-                    await form.take(news)
+                for start in range(0, len(data), STEP_BYTES):
+                    await slice_of_loop()
+                    for news in parser.feed(data[start : start + STEP_BYTES]):
+                        await form.take(news)
             if not parser.is_done:
                 raise RequestError("invalid_value", "The form ends before its last boundary.")
             file = await upload.finish(form.filename(), *form.settings())
         return answer(_described(file))
 
+    def _check_size(self, num_bytes: int) -> None:
+        """RequestError if a form of this size cannot be one whose file is small enough.
+
+        All its bytes count, also those before, between and behind its parts.
+        """
+        most = self._files.config.max_file_bytes
+        if num_bytes > most + _MAX_BESIDE:
+            raise RequestError(
+                "request_too_large",
+                f"The form is larger than the {most} bytes that a file may have here and "
+                f"{_MAX_BESIDE} bytes beside it; split the file, or raise --max-file-bytes.",
+                "file",
+            )
+
     async def _pieces(self, request: Request) -> AsyncIterator[bytes]:
-        has_more = True
+        """The body as it comes; RequestError once it is too large or has paused too long."""
+        num_bytes, has_more = 0, True
         while has_more:
             try:
                 async with awake.within(self._pause_s):
@@ -58,7 +87,10 @@ class FileRoutes:
                 raise RequestError("body_timeout", text) from None
             if message["type"] == "http.disconnect":
                 raise ClientDisconnect
-            yield message.get("body", b"")
+            data = message.get("body", b"")
+            num_bytes += len(data)
+            self._check_size(num_bytes)
+            yield data
             has_more = message.get("more_body", False)
 
     async def list(self, request: Request) -> ASGIApp:
@@ -121,7 +153,7 @@ class _Form:
         self._filename: str | None = None
         self._fields: dict[str, bytearray] = {}
 
-    async def take(self, news: PartHead | bytes | PartEnd) -> None:
+    async def take(self, news: PartNews) -> None:
         if isinstance(news, PartHead):
             self._name, self._is_file = news.name, news.name == "file"
             if self._is_file and self._filename is not None:
@@ -131,17 +163,17 @@ class _Form:
             else:
                 self._fields[news.name] = bytearray()
                 self._bound()
-        elif isinstance(news, bytes) and self._is_file:
-            await self._upload.write(news)
-        elif isinstance(news, bytes):
+        elif isinstance(news, bytearray) and self._is_file:
+            await self._upload.write(bytes(news))
+        elif isinstance(news, bytearray):
             self._fields[self._name] += news
             self._bound()
 
     def _bound(self) -> None:
         """RequestError once the fields, names and all, are more than a form here needs."""
         size = sum(len(name) + len(value) for name, value in self._fields.items())
-        if len(self._fields) > _MAX_FIELDS or size > _MAX_FIELD_BYTES:
-            text = f"Beside the file a form has at most {_MAX_FIELDS} fields, with their names "
+        if size > _MAX_FIELD_BYTES:
+            text = f"Beside the file a form has at most {MAX_FIELDS} fields, with their names "
             text += f"{_MAX_FIELD_BYTES} bytes in all; send fewer."
             raise RequestError("invalid_value", text, self._name[:64])
 

@@ -1,4 +1,4 @@
-"""Reading of long logs: slices of the event loop, and an index of the bytes of their bodies."""
+"""Slices of the event loop for long logs and forms, and an index of the bytes of bodies."""
 
 import asyncio
 import weakref
@@ -11,6 +11,7 @@ from headrace.protocols.dialect import WireFrames
 from headrace.streams.events import is_terminal
 from headrace.streams.log import Log, LogGone
 from headrace.streams.record import Record
+from headrace.workers.job_line import OWNER
 
 SLICE_S = 0.005
 _MAX_STREAMS = 256
@@ -18,10 +19,11 @@ _PAGE = 256
 
 
 async def slice_of_loop() -> None:
-    """Returns when the caller may handle its next event.
+    """Return when the caller may do its next small piece of work.
 
-    At once while a slice lasts. Then one caller goes on in each turn of the loop, the one that has
-    waited longest, so the turn takes a slice and one event however many there are.
+    Returns at once while a slice lasts. Then one caller goes on in each turn of the loop, so the
+    turn takes a slice and one piece however many callers wait. Keys take turns, and of one key the
+    caller that has waited longest goes on.
     """
     loop = asyncio.get_running_loop()
     slices = _of_loop.get(loop)
@@ -34,13 +36,14 @@ async def slice_of_loop() -> None:
 class _Slices:
     def __init__(self) -> None:
         self.ends_at = 0.0
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+        """By key; the key whose turn is next comes first."""
         self._is_due = False
 
     async def next(self) -> None:
         loop = asyncio.get_running_loop()
         future = loop.create_future()
-        self._waiting.append(future)
+        self._waiting.setdefault(OWNER.get(), deque()).append(future)
         self._ask()
         await future
         self.ends_at = loop.time() + SLICE_S
@@ -53,7 +56,10 @@ class _Slices:
     def _give(self) -> None:
         self._is_due = False
         while self._waiting:
-            future = self._waiting.popleft()
+            owner, futures = self._waiting.popitem(last=False)
+            future = futures.popleft()
+            if futures:
+                self._waiting[owner] = futures
             if not future.done():  # else it has left
                 future.set_result(None)
                 break

@@ -1,19 +1,25 @@
-"""Forms with a file, read piece by piece: nothing of the file is kept here."""
+"""Reads multipart forms with python-multipart, within limits on parts and their headers."""
 
+import logging
 import re
-from collections.abc import Iterator
 from typing import NamedTuple
+
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import MultipartParser, parse_options_header
 
 from headrace.core.errors import RequestError
 
-_MAX_HEADERS = 16 << 10
-_TYPE = "multipart/form-data"
-_BOUNDARY = re.compile(r"[\x20-\x7e]{1,70}")
-_PARAMETER = re.compile(  # possessive, so that no input is gone over twice
-    r";[ \t]*+(?:([^\s;=\"]++)[ \t]*+=[ \t]*+(?:\"((?:[^\"\\]|\\.)*+)\"[ \t]*+|([^;\"]*+)))?+",
-    re.DOTALL,
-)
-_ESCAPED = re.compile(r"\\([\"\\])")
+STEP_BYTES = 4 << 10
+"""Bytes to parse at a time. The worst ones take a microsecond each, so a step takes a few ms."""
+
+MAX_FIELDS = 16  # beside the file
+_MAX_HEADERS, _MAX_HEADER_BYTES, _MAX_PARAMETERS = 8, 2 << 10, 32
+_MAX_CONTENT_TYPE = 1 << 10
+_BOUNDARY = re.compile(r"[\x20-\x7e]{0,69}[\x21-\x7e]")
+_CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+
+# It logs each form that it refuses, and a client may send any number of them.
+logging.getLogger(MultipartParser.__module__).disabled = True
 
 
 class PartHead(NamedTuple):
@@ -27,100 +33,112 @@ class PartEnd(NamedTuple):
     """The end of the part that began last."""
 
 
-PartNews = PartHead | bytes | PartEnd
+PartNews = PartHead | bytearray | PartEnd
 
 
 def boundary_of(content_type: str) -> bytes:
-    """RequestError unless the body is a form with parts."""
-    value, parameters = _taken_apart(content_type) or ("", {})
-    boundary = parameters.get("boundary", "") if value == _TYPE else ""
-    if not _BOUNDARY.fullmatch(boundary):
-        message = "Send a form, Content-Type: multipart/form-data with a boundary; curl -F does."
-        raise RequestError("unsupported_media_type", message)
-    return boundary.encode()
+    """Return the boundary; RequestError unless the header announces a form with parts."""
+    is_short = len(content_type) <= _MAX_CONTENT_TYPE
+    media_type, parameters = parse_options_header(content_type if is_short else "")
+    boundary = parameters.get(b"boundary", b"")
+    if media_type != b"multipart/form-data" or not _BOUNDARY.fullmatch(boundary.decode("latin-1")):
+        raise RequestError(
+            "unsupported_media_type",
+            "Send a form: Content-Type: multipart/form-data with a boundary of 1 to 70 characters, "
+            "as curl -F does.",
+        )
+    return boundary
 
 
-class MultipartParser:
-    """Feed it the body; it gives heads, data and ends. `is_done` once the last boundary came."""
+class FormParser:
+    """Parses a form piece by piece. `is_done` is set once the last boundary has come."""
 
     def __init__(self, boundary: bytes) -> None:
         self.is_done = False
-        self._mark = b"\r\n--" + boundary
-        self._held = bytearray(b"\r\n")
-        self._state = "preamble"
+        self._news: list[PartNews] = []
+        self._num_parts = 0
+        self._header_name = self._header_value = b""
+        self._disposition: bytes | None = None  # of the part whose headers are being read
+        self._parser = MultipartParser(
+            boundary,
+            {
+                "on_part_begin": self._begin_part,
+                "on_header_field": self._take_header_name,
+                "on_header_value": self._take_header_value,
+                "on_header_end": self._end_header,
+                "on_headers_finished": self._end_headers,
+                "on_part_data": self._take_data,
+                "on_part_end": lambda: self._news.append(PartEnd()),
+                "on_end": self._end,
+            },
+            max_header_count=_MAX_HEADERS,
+            max_header_size=_MAX_HEADER_BYTES,
+        )
 
-    def feed(self, data: bytes) -> Iterator[PartNews]:
-        """RequestError `invalid_value` for what is no such form."""
-        if self.is_done:
-            return
-        self._held += data
-        while not self.is_done:
-            if self._state in ("preamble", "data"):
-                at = self._held.find(self._mark)
-                whole = at if at >= 0 else max(0, len(self._held) - len(self._mark) + 1)
-                if whole and self._state == "data":
-                    yield bytes(self._held[:whole])
-                del self._held[:whole]
-                if at < 0:
-                    return
-                if self._state == "data":
-                    yield PartEnd()
-                del self._held[: len(self._mark)]
-                self._state = "boundary"
-            elif self._state == "boundary":
-                if len(self._held) < 2:
-                    return
-                self._after_boundary()
-            else:
-                end = self._held.find(b"\r\n\r\n")
-                if end < 0:
-                    if len(self._held) > _MAX_HEADERS:
-                        raise _bad("a part has too many headers")
-                    return
-                yield _head(bytes(self._held[: end + 2]))
-                del self._held[: end + 4]
-                self._state = "data"
+    def feed(self, data: bytes) -> list[PartNews]:
+        """Return what the next bytes of the form say; RequestError if they are not a form's."""
+        self._news = []
+        try:
+            self._parser.write(data)
+        except FormParserError:
+            raise _malformed(
+                "its boundaries or the headers of a part are malformed. A part may have "
+                f"{_MAX_HEADERS} headers of {_MAX_HEADER_BYTES} bytes each"
+            ) from None
+        return self._news
 
-    def _after_boundary(self) -> None:
-        if self._held[:2] == b"--":
-            self.is_done = True
-        elif self._held[:2] == b"\r\n":
-            del self._held[:2]
-            self._state = "head"
+    def _begin_part(self) -> None:
+        self._num_parts += 1
+        self._disposition = None
+        if self._num_parts > MAX_FIELDS + 1:
+            text = f"The form has more than {MAX_FIELDS + 1} parts; send one file and at most "
+            raise RequestError("invalid_value", f"{text}{MAX_FIELDS} fields.")
+
+    def _take_header_name(self, data: bytes, start: int, end: int) -> None:
+        self._header_name += data[start:end]
+
+    def _take_header_value(self, data: bytes, start: int, end: int) -> None:
+        self._header_value += data[start:end]
+
+    def _end_header(self) -> None:
+        name, value = self._header_name.lower(), self._header_value
+        self._header_name = self._header_value = b""
+        if name == b"content-disposition":
+            if self._disposition is not None:
+                raise _malformed("a part has two Content-Disposition headers; send one")
+            self._disposition = value
+
+    def _end_headers(self) -> None:
+        self._news.append(_head(self._disposition or b""))
+
+    def _take_data(self, data: bytes, start: int, end: int) -> None:
+        # The library splits data wherever a boundary might have begun.
+        if self._news and isinstance(self._news[-1], bytearray):
+            self._news[-1] += data[start:end]
         else:
-            raise _bad("a boundary does not end its line")
+            self._news.append(bytearray(data[start:end]))
+
+    def _end(self) -> None:
+        self.is_done = True
 
 
-def _head(raw: bytes) -> PartHead:
-    lines = (line.partition(":") for line in raw.decode("utf-8", "replace").split("\r\n"))
-    headers = {name.lower(): value for name, _, value in lines}
-    found = _taken_apart(headers.get("content-disposition", ""))
-    if found is None:
-        raise _bad("the parameters of a part's Content-Disposition are malformed")
-    _, parameters = found
-    if "name" not in parameters:
-        raise _bad("a part has no name")
-    return PartHead(parameters["name"], parameters.get("filename"))
+def _head(disposition: bytes) -> PartHead:
+    """Read a part's Content-Disposition.
 
-
-def _taken_apart(header: str) -> tuple[str, dict[str, str]] | None:
-    """A header's value and its parameters, the first of each name; None if they are malformed.
-
-    Linear in its length. RFC 2231's `name*` is another name, as RFC 7578 has it.
+    RFC 7578 forbids `filename*` here, so only `filename` counts. Of a path its last component is
+    the file's name.
     """
-    value, semicolon, rest = header.partition(";")
-    rest, at = semicolon + rest, 0
-    parameters: dict[str, str] = {}
-    while at < len(rest):
-        if (found := _PARAMETER.match(rest, at)) is None:
-            return None
-        name, quoted, token = found.groups()
-        if name:
-            text = token.strip() if quoted is None else _ESCAPED.sub(r"\1", quoted)
-            parameters.setdefault(name.lower(), text)
-        at = found.end()
-    return value.strip().lower(), parameters
+    if disposition.count(b";") > _MAX_PARAMETERS:
+        raise _malformed(f"a Content-Disposition has more than {_MAX_PARAMETERS} parameters")
+    kind, parameters = parse_options_header(disposition)
+    name, filename = parameters.get(b"name"), parameters.get(b"filename")
+    if kind != b"form-data" or name is None:
+        raise _malformed('a part needs the header Content-Disposition: form-data; name="…"')
+    if filename is None:
+        return PartHead(name.decode(errors="replace"), None)
+    text = _CONTROLS.sub("", filename.decode(errors="replace"))
+    return PartHead(name.decode(errors="replace"), re.split(r"[/\\]", text)[-1])
 
 
-def _bad(why: str) -> RequestError:
+def _malformed(why: str) -> RequestError:
     return RequestError("invalid_value", f"The form cannot be read: {why}.")
