@@ -72,3 +72,15 @@ def test_the_cost_of_chunking_compares_equal_cells() -> None:
     (cost,) = cost_of_chunking(slow, fast).values()
     assert cost["ttft"] == 2.0
     assert cost["throughput"] == pytest.approx((50 + 1.5) / (100 + 2))
+
+
+def test_tokens_that_all_came_at_once_have_no_rate() -> None:
+    assert figures(make_cell(make_round((1.0, 1.0, 1.0))))["stream_tokens_per_s"] is None
+
+
+def test_a_cost_whose_base_is_0_is_none() -> None:
+    run = ServerRun(url="", label="", server={}, cells=[make_cell(make_round(STREAM))])
+    at_once = make_cell(make_round(STREAM, sent=2.0, first_token=2.0))
+    whole = ServerRun(url="", label="", server={}, cells=[at_once])
+    (cost,) = cost_of_chunking(run, whole).values()
+    assert cost["ttft"] is None

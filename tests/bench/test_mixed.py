@@ -1,14 +1,17 @@
 """The benchmark as a user runs it, on a tiny model in a real server."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
+from headrace.bench.mixed import _speed
+from headrace.bench.profile import Calibration
 from headrace.bench.report import gaps
-from headrace.cli.main import cli
+from headrace.cli.main import cli, main
 from tools.harness.servers import running_server
 from tools.harness.tiny_models import make_tiny_model
 
@@ -65,7 +68,47 @@ def test_a_server_without_a_place_for_the_prompt_is_found_invalid(
     assert "not valid" in found["output"]
 
 
-def test_a_server_that_is_not_there_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
-    found = CliRunner().invoke(cli, ["bench", "mixed", "--url", "http://127.0.0.1:9"])
-    assert found.exit_code == 1
-    assert len((found.stderr + capfd.readouterr().err).strip().splitlines()) == 1
+@pytest.mark.slow
+def test_a_server_that_guesses_ahead_is_measured_though_its_median_gap_is_0(
+    tmp_path: Path,
+) -> None:
+    with running_server("headrace-mini", "--state-dir", "none") as server:
+        found = bench(server.url, tmp_path)
+    (shown,) = found["report"]["servers"]
+    assert all(ratio > 0 for ratio in shown["calibration"]["ratios"].values())
+    assert "control: 4 streams" in found["output"] and "cell 1 of 1, quick" in found["output"]
+
+
+def test_a_server_that_sends_all_tokens_at_once_has_no_ratios() -> None:
+    line = _speed(Calibration(0.0, {1000: 0.5}), {1000: None})
+    assert line == (
+        "– per token (No time passed between the tokens that the streams got); "
+        "prompts alone: 1,000 tokens 0.50 s (– times a token)"
+    )
+
+
+def run_main(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *words: str
+) -> tuple[int, list[str]]:
+    monkeypatch.setattr(sys, "argv", ["headrace", "bench", "mixed", *words])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return int(str(ended.value.code)), capfd.readouterr().err.strip().splitlines()
+
+
+def test_progress_is_shown_before_the_server_answers(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code, (first, last) = run_main(monkeypatch, capfd, "--url", "http://127.0.0.1:9")
+    assert code == 1
+    assert first == "127.0.0.1:9: measuring http://127.0.0.1:9 with the profile ratios"
+    assert last.startswith("headrace: No server answers (127.0.0.1:9: ")
+
+
+def test_results_that_cannot_be_written_are_found_before_the_measurement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    for place in (str(tmp_path), str(tmp_path / "file" / "it.json")):
+        code, (line,) = run_main(monkeypatch, capfd, "--json", place)
+        assert code == 2 and line.startswith("headrace: --json: ")

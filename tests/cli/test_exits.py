@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
+from headrace.cli.main import cli, main
 from tools.harness.servers import running_server, said
 from tools.harness.tiny_models import make_tiny_model
 
@@ -56,6 +57,20 @@ def test_a_wrong_flag_variable_or_file_is_2(
     ended = headrace(*words, **variables)
     assert ended.returncode == 2
     assert line in ended.stderr and len(said(ended.stderr)) == 1, ended.stderr
+
+
+@pytest.mark.parametrize("level", ["info", "debug"])
+def test_the_advice_after_a_bug_works_for_every_verb(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], level: str
+) -> None:
+    monkeypatch.setattr(cli, "main", lambda **_: 1 / 0)
+    monkeypatch.setenv("HEADRACE_LOG_LEVEL", level)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    said = capfd.readouterr().err
+    assert ended.value.code == 1
+    assert "Run it again with HEADRACE_LOG_LEVEL=debug" in said and "--" not in said
+    assert ("Traceback" in said) == (level == "debug")
 
 
 def change_config(folder: Path, **keys: object) -> None:

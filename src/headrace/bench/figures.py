@@ -102,7 +102,12 @@ def goodput(cell: Cell, ttft_s: float, gap_s: float) -> float:
     return kept / num if num else 0.0
 
 
-def cost_of_chunking(run: ServerRun, whole: ServerRun) -> dict[str, dict[str, float]]:
+def ratio(value: float, base: float) -> float | None:
+    """Return None where the base is 0: there is nothing to compare with."""
+    return value / base if base else None
+
+
+def cost_of_chunking(run: ServerRun, whole: ServerRun) -> dict[str, dict[str, float | None]]:
     """The cost by cell of `run` against a server that computes prompts whole: on / off."""
     others = {cell.plan.name: cell.figures for cell in whole.cells if cell.plan}
     costs = {}
@@ -110,21 +115,21 @@ def cost_of_chunking(run: ServerRun, whole: ServerRun) -> dict[str, dict[str, fl
         other = others.get(cell.plan.name) if cell.plan else None
         if other and cell.plan and other["ttft_ms"]["n"] and cell.figures["ttft_ms"]["n"]:
             costs[cell.plan.name] = {
-                "ttft": cell.figures["ttft_ms"]["p50"] / other["ttft_ms"]["p50"],
-                "throughput": _all_tokens(cell.figures) / _all_tokens(other),
+                "ttft": ratio(cell.figures["ttft_ms"]["p50"], other["ttft_ms"]["p50"]),
+                "throughput": ratio(_all_tokens(cell.figures), _all_tokens(other)),
             }
     return costs
 
 
 def _all_tokens(shown: dict[str, Any]) -> float:
     in_windows = ("stream_tokens_per_s_in_windows", "prompt_tokens_per_s_in_windows")
-    return sum(float(shown[name]) for name in in_windows)
+    return sum(float(shown[name] or 0) for name in in_windows)
 
 
 def _rate(found: list[Gap], tags: set[str], num_streams: int) -> float | None:
     """Tokens of all streams a second, over gaps with these tags."""
     seconds = [gap.seconds for gap in found if gap.tag in tags]
-    return num_streams * len(seconds) / sum(seconds) if seconds else None
+    return ratio(num_streams * len(seconds), sum(seconds))
 
 
 def _window(injection: Injection, round: Round) -> Window:

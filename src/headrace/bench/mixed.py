@@ -12,10 +12,11 @@ from headrace.bench import figures, validity
 from headrace.bench.load import Background, Injector, PromptSource, since
 from headrace.bench.profile import Calibration, Profile, plans
 from headrace.bench.record import Cell, CellPlan, Round, ServerRun
-from headrace.bench.target import Target
+from headrace.bench.target import ServerSaid, Target
 from headrace.bench.trace import State, Trace
 
 _LENGTHS = (256, 1024, 4096)
+_NO_TOKEN_TIME = "No time passed between the tokens that the streams got"
 
 Say = Callable[[str], None]
 
@@ -42,6 +43,7 @@ class Mixed:
 
     async def measure(self, given: list[CellPlan] | None) -> tuple[ServerRun, list[CellPlan]]:
         """Everything on this server, and the cells that it was given or that it chose."""
+        self._tell(f"measuring {self._target.url} with the profile {self._profile.name}")
         async with self._target.http:
             await self._target.learn_model()
             await self._trace.open()
@@ -58,9 +60,14 @@ class Mixed:
         return self._run, cells
 
     async def _all(self, cells: list[CellPlan], calibration: Calibration) -> None:
-        """A control goes before, between and after the cells."""
-        for plan in cells:
+        """Measure the cells, with a control before, between and after them."""
+        for number, plan in enumerate(cells, 1):
             await self._control()
+            num, streams = plan.num_warm_up + plan.num_measured, self._profile.num_streams
+            self._tell(
+                f"cell {number} of {len(cells)}, {plan.name}: {num} prompts of "
+                f"{plan.prompt_tokens:,} tokens beside {streams} streams"
+            )
             if len(cells) == 1:  # between is in the middle of the only one
                 half = plan.num_warm_up + plan.num_measured // 2
                 await self._cell(plan, calibration, half)
@@ -72,25 +79,42 @@ class Mixed:
             cell.reasons += (drift,) if drift else ()
 
     async def _calibrate(self) -> Calibration:
-        """The control first; then prompts alone, the first of all to warm the server up."""
+        """Measure a control, then prompts alone; one prompt before both warms the server up."""
         fixed, longest = self._profile.prompt_tokens, self._target.max_model_len - 1
         lengths = sorted({min(length, longest) for length in ((fixed,) if fixed else _LENGTHS)})
+        self._tell(f"{self._target.model}: a first prompt of {lengths[0]:,} tokens, to warm it up")
         await self._alone(lengths[0])
         prompt = self._prompts.fresh(lengths[0])
         self._run.ingestion = await self._target.ingestion(prompt)
         control = await self._control()
-        tpot_s = control.figures["gaps_ms"][figures.BASELINE]["p50"] / 1000
+        tpot_s = self._seconds_per_token(control)
         await self._trace.begin()
+        self._tell(f"prompts of {', '.join(f'{n:,}' for n in lengths)} tokens alone, twice each")
         prompt_s = {n: median([await self._alone(n), await self._alone(n)]) for n in lengths}
         calibration = Calibration(tpot_s, prompt_s)
         self._run.calibration = msgspec.to_builtins(calibration, str_keys=True)
+        ratios = {length: figures.ratio(seconds, tpot_s) for length, seconds in prompt_s.items()}
         self._run.calibration["ratios"] = {
-            str(length): round(seconds / tpot_s, 1) for length, seconds in prompt_s.items()
+            str(length): ratio and round(ratio, 1) for length, ratio in ratios.items()
         }
+        if not tpot_s:
+            self._run.calibration["reason"] = _NO_TOKEN_TIME
         await self._trace.idle()
         self._run.calibration["exclusive"] = _exclusive(self._trace.steps("prompt"), tpot_s)
-        self._say(f"{self._run.label}: {1000 * tpot_s:.1f} ms a token; alone: {prompt_s}")
+        self._tell(_speed(calibration, ratios))
         return calibration
+
+    def _seconds_per_token(self, control: Cell) -> float:
+        """The mean over all streams: a server that guesses ahead sends several tokens at once, so
+        the median gap may be 0. Returns 0 if the mean is 0, too.
+        """
+        rate = control.figures["stream_tokens_per_s"]
+        if not rate and not self._profile.prompt_tokens:
+            raise ServerSaid(
+                f"{_NO_TOKEN_TIME}, and the profile {self._profile.name} chooses its load by that "
+                "time. Use --profile wall."
+            )
+        return self._profile.num_streams / rate if rate else 0.0
 
     async def _alone(self, length: int) -> float:
         await self._trace.idle()
@@ -99,6 +123,8 @@ class Mixed:
         return await self._target.first_token(prompt) - began
 
     async def _control(self) -> Cell:
+        streams, seconds = self._profile.num_streams, self._profile.control_s
+        self._tell(f"control: {streams} streams without other load for {seconds:g} s")
         round = await self._round(None, 0)
         rounds = (since(round.settled, round),)
         cell = Cell(plan=None, num_streams=self._profile.num_streams, rounds=rounds)
@@ -130,7 +156,7 @@ class Mixed:
         prompt_s.append(await self._alone(plan.prompt_tokens))
         cell.prompt_s = tuple(prompt_s)
         self._run.cells.append(cell)
-        self._say(f"{self._run.label}: {plan.name}: {_line(cell)}")
+        self._tell(f"{plan.name}: {_line(cell)}")
         await asyncio.sleep(self._profile.pause_s)
 
     async def _round(self, injector: Injector | None, first: int, num: int = 0) -> Round:
@@ -150,6 +176,9 @@ class Mixed:
         await self._trace.idle()
         times = tuple(tuple(times) for times in background.arrivals)
         return Round(settled, ended, times, tuple(injections), lost_at)
+
+    def _tell(self, line: str) -> None:
+        self._say(f"{self._run.label}: {line}")
 
     def _described(self) -> State:
         state = {k: v for k, v in (self._trace.state or {}).items() if k != "steps"}
@@ -173,6 +202,20 @@ def _exclusive(prompt_steps: list[State], tpot_s: float) -> dict[str, float] | N
         return None
     longest = max(step["actual_ms"] for step in prompt_steps)
     return {"worst_gap_ms": longest + 1000 * tpot_s}
+
+
+def _speed(calibration: Calibration, ratios: dict[int, float | None]) -> str:
+    prompts = ", ".join(
+        f"{length:,} tokens {seconds:.2f} s ({_in_tokens(ratios[length])})"
+        for length, seconds in calibration.prompt_s.items()
+    )
+    tpot_s = calibration.tpot_s
+    shown = f"{1000 * tpot_s:.1f} ms per token" if tpot_s else f"– per token ({_NO_TOKEN_TIME})"
+    return f"{shown}; prompts alone: {prompts}"
+
+
+def _in_tokens(ratio: float | None) -> str:
+    return "– times a token" if ratio is None else f"{ratio:.0f} times a token"
 
 
 def _line(cell: Cell) -> str:

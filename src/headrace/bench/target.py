@@ -35,8 +35,10 @@ class Target:
     async def learn_model(self) -> None:
         """Learns the model's name and sizes."""
         response = await self.http.get("/v1/models", timeout=_CONNECT_S)
-        response.raise_for_status()
-        model = response.json()["data"][0]
+        models = _object(response.content).get("data")
+        if response.status_code != 200 or not models:
+            raise ServerSaid(_refusal(response) if response.is_error else "It lists no models.")
+        model = models[0]
         meta = model.get("meta") or {}
         self.model = model["id"]
         self.num_vocab = meta.get("n_vocab") or 32000
@@ -60,7 +62,8 @@ class Target:
         }
         async with self.http.stream("POST", "/v1/completions", json=body) as response:
             if response.status_code != 200:
-                raise ServerSaid((await response.aread()).decode(errors="replace")[:500])
+                await response.aread()
+                raise ServerSaid(_refusal(response))
             async for line in response.aiter_lines():
                 now = time.perf_counter()
                 for _ in range(_num_tokens(line)):
@@ -86,12 +89,29 @@ class Target:
         return first
 
 
+def _refusal(response: httpx.Response) -> str:
+    message = _message(_object(response.content))
+    return message or f"{response.url} answered with the status {response.status_code}."
+
+
+def _message(body: dict[str, Any]) -> str | None:
+    error = body.get("error")
+    return error.get("message") if isinstance(error, dict) else error
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(body, type=dict[str, Any])
+    except (ValueError, RecursionError):
+        raise ServerSaid("The answer is not JSON. Is this the address of an LLM server?") from None
+
+
 def _num_tokens(line: str) -> int:
     if not line.startswith(_SSE + "{"):
         return 0
     frame: dict[str, Any] = msgspec.json.decode(line[len(_SSE) :])
     if "error" in frame:
-        raise ServerSaid(str(frame["error"]))
+        raise ServerSaid(_message(frame) or "An answer ended with an error.")
     choices = frame.get("choices")
     if not choices:
         return 0

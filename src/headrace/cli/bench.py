@@ -1,16 +1,15 @@
 """`headrace bench`: measures servers from outside, over HTTP alone."""
 
 import asyncio
+import importlib.util
+import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from headrace.cli import exits
-
-if TYPE_CHECKING:
-    from headrace.bench.record import ServerRun
+from headrace.core.errors import ConfigError, HeadraceError
 
 
 @click.group()
@@ -20,8 +19,9 @@ def bench() -> None:
 
 @bench.command(short_help="Long prompts beside running streams.")
 @click.option(
-    "--url", "urls", multiple=True, required=True, help="Server, or LABEL=URL; may be repeated"
-)
+    "--url", "urls", multiple=True, default=["http://127.0.0.1:8000"], show_default=True,
+    help="Server, or LABEL=URL; may be repeated",
+)  # fmt: skip
 @click.option(
     "--profile",
     type=click.Choice(["ratios", "wall", "quick"]),
@@ -41,7 +41,7 @@ def mixed(urls: tuple[str, ...], file: Path | None, folder: Path | None, **given
     """How long streams stall while cold prompts arrive, and what those prompts pay.
 
     \b
-    headrace bench mixed --url http://127.0.0.1:8000 --profile wall
+    headrace bench mixed --profile wall
     headrace bench mixed --url on=http://127.0.0.1:8000 --url off=http://127.0.0.1:8001 --plot out
     """
     import httpx
@@ -50,7 +50,10 @@ def mixed(urls: tuple[str, ...], file: Path | None, folder: Path | None, **given
     from headrace.bench.profile import PROFILES
     from headrace.bench.report import report, table, write
     from headrace.bench.target import ServerSaid
+    from headrace.client.errors import Unreachable
+    from headrace.client.http import reason_of
 
+    _check_outputs(file, folder)
     options = Options(
         profile=PROFILES["quick" if given["quick"] else given["profile"]],
         seed=given["seed"],
@@ -59,14 +62,20 @@ def mixed(urls: tuple[str, ...], file: Path | None, folder: Path | None, **given
     )
     try:
         runs = asyncio.run(measure([_labelled(url) for url in urls], options, _say))
-    except (httpx.HTTPError, ServerSaid) as error:
-        print(f"headrace: {error or type(error).__name__}", file=sys.stderr)
-        sys.exit(exits.FAILED)
+    except httpx.TransportError as error:
+        raise Unreachable(
+            f"No server answers ({reason_of(error)}); start one with `headrace serve`, or give "
+            "its address with --url."
+        ) from None
+    except ServerSaid as error:
+        raise HeadraceError(f"The server cannot be measured. {error}") from None
     print(table(runs))
     if file is not None:
         write(file, report(runs, options, given["limits"]))
     if folder is not None:
-        _draw(runs, folder)
+        from headrace.bench.plots import draw
+
+        draw(runs, folder)
 
 
 def _labelled(url: str) -> tuple[str, str]:
@@ -79,15 +88,22 @@ def _labelled(url: str) -> tuple[str, str]:
     return address, address.partition("//")[2]
 
 
-def _draw(runs: "list[ServerRun]", folder: Path) -> None:
-    try:
-        from headrace.bench.plots import draw
-    except ImportError as error:
-        raise click.ClickException(
-            "--plot needs matplotlib: pip install headrace[bench]"
-        ) from error
-    draw(runs, folder)
+def _check_outputs(file: Path | None, folder: Path | None) -> None:
+    """ConfigError, before a measurement of up to an hour, if its results could not be written."""
+    if folder is not None and not importlib.util.find_spec("matplotlib"):
+        raise ConfigError("--plot needs matplotlib; install it with: pip install headrace[bench]")
+    if file is not None and file.is_dir():
+        raise ConfigError(f"--json: {file} is a folder; give a file.")
+    for name, needed in (("--json", file and file.parent), ("--plot", folder)):
+        if needed is None:
+            continue
+        try:
+            needed.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"{name}: {needed} cannot be made: {error.strerror}.") from None
+        if not os.access(needed, os.W_OK | os.X_OK):
+            raise ConfigError(f"{name}: {needed} may not be written to; give another place.")
 
 
 def _say(line: str) -> None:
-    print(line, file=sys.stderr)
+    print(line, file=sys.stderr, flush=True)

@@ -3,6 +3,7 @@
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,13 @@ from headrace.cli.merge import merge
 from headrace.cli.models import models, pull
 from headrace.cli.stdio import make_usable
 from headrace.config.settings import ServerConfig
-from headrace.config.sources import WITHOUT_VALUE, Setting, load, nearest, settings
+from headrace.config.sources import PREFIX, WITHOUT_VALUE, Setting, load, nearest, settings
 from headrace.core.errors import ConfigError, HeadraceError, ModelError, RequestFailed
 from headrace.core.loading import STARTING
 
 _FIELD = click.Option(["-o", "pairs"], multiple=True, metavar="FIELD=VALUE", help="Request field")
 _OF_UNIX = ("fcntl", "resource")  # modules that Python has on no other system
+_DEBUG = f"{PREFIX}LOG_LEVEL"  # works for every verb; few have the flag
 _WRONG_FIELD = ("invalid_type", "invalid_value", "unsupported_parameter")
 
 
@@ -317,8 +319,8 @@ def main() -> None:
     except Exception as error:
         code, message = _explain(error)
         print(f"headrace: {message}", file=sys.stderr, flush=True)
-        if logging.getLogger().isEnabledFor(logging.DEBUG):
-            logging.getLogger(__name__).debug("The verb failed", exc_info=error)
+        if os.environ.get(_DEBUG) == "debug" or logging.getLogger().isEnabledFor(logging.DEBUG):
+            traceback.print_exception(error)
         sys.exit(code)
 
 
@@ -337,4 +339,6 @@ def _explain(error: Exception) -> tuple[int, str]:
         case HeadraceError():
             return exits.FAILED, str(error)
     name = type(error).__name__
-    return exits.FAILED, f"failed by a bug: {name}: {error}. --log-level debug shows where."
+    return exits.FAILED, (
+        f"failed by a bug: {name}: {error}. Run it again with {_DEBUG}=debug to see where."
+    )
