@@ -23,6 +23,9 @@ class SmallHub(http.server.ThreadingHTTPServer):
 
     Weights stop half-way while `flows` is not set. `claims` are sizes that it tells instead of the
     true ones; `starts` has the first byte of each request for weights.
+
+    A hostile hub `also_lists` more files, names another `commit`, sends other `heads` with a file,
+    redirects to itself, or sends one file without end.
     """
 
     daemon_threads = True
@@ -33,7 +36,12 @@ class SmallHub(http.server.ThreadingHTTPServer):
         self.asked: list[str] = []
         self.flows = threading.Event()
         self.flows.set()
-        self.claims: dict[str, int] = {}
+        self.claims: dict[str, object] = {}
+        self.also_lists: list[dict[str, object]] = []
+        self.commit: object = COMMIT
+        self.heads: dict[str, str] = {}
+        self.redirects = False
+        self.endless = ""
         self.starts: list[int] = []
 
     @property
@@ -53,6 +61,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         authorization = self.headers.get("authorization")
         if self.server.token and authorization != f"Bearer {self.server.token}":
             self._send(403, b"{}", {"X-Error-Code": "GatedRepo"})
+        elif self.server.redirects:
+            self._send(302, b"", {"Location": self.path})
         elif found is None or folder is None:
             self._send(401, b"{}", {"X-Error-Code": "RepoNotFound"})
         elif (found["revision"] or "main") not in ("main", "v1", COMMIT):
@@ -62,7 +72,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         elif found["kind"] == "resolve":
             self._send_file(folder / found["file"])
         else:
-            self._send(200, json.dumps(_info(found["repo"], folder, self.server.claims)).encode())
+            self._send(200, json.dumps(_info(found["repo"], folder, self.server)).encode())
 
     do_HEAD = do_GET
 
@@ -71,11 +81,14 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._send(404, b"{}", {"X-Error-Code": "EntryNotFound"})
             return
         content = file.read_bytes()
-        headers = {"ETag": f'"{_digest(file)}"', "X-Repo-Commit": COMMIT}
+        headers = {"ETag": f'"{_digest(file)}"', "X-Repo-Commit": COMMIT} | self.server.heads
         asked = _RANGE.fullmatch(self.headers.get("range", ""))
         first, size = int(asked[1]) if asked else 0, len(content)
         if self.command == "GET" and file.suffix in _WEIGHTS:
             self.server.starts.append(first)
+        if self.command == "GET" and file.name == self.server.endless:
+            self._send_for_ever(headers)
+            return
         if asked is None:
             self._send(200, content, headers)
             return
@@ -97,6 +110,16 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                     if is_weights:
                         self.server.flows.wait()
 
+    def _send_for_ever(self, headers: dict[str, str]) -> None:
+        self.send_response(200)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.close_connection = True
+        with contextlib.suppress(ConnectionError):
+            while True:
+                self.wfile.write(bytes(1 << 16))
+
     def log_message(self, *_: object) -> None:
         pass
 
@@ -114,10 +137,13 @@ def _entry(file: Path, folder: Path) -> dict[str, object]:
     }
 
 
-def _info(repo: str, folder: Path, claims: dict[str, int]) -> dict[str, object]:
-    names = {str(file.relative_to(folder)): file.stat().st_size for file in _files(folder)}
-    files = [{"rfilename": name, "size": claims.get(name, size)} for name, size in names.items()]
-    return {"_id": "1", "id": repo, "modelId": repo, "sha": COMMIT, "siblings": files, "tags": []}
+def _info(repo: str, folder: Path, hub: SmallHub) -> dict[str, object]:
+    sizes = {str(file.relative_to(folder)): file.stat().st_size for file in _files(folder)}
+    files = [{"rfilename": name, "size": hub.claims.get(name, sizes[name])} for name in sizes]
+    listed = [*files, *hub.also_lists]
+    return {
+        "_id": "1", "id": repo, "modelId": repo, "sha": hub.commit, "siblings": listed, "tags": [],
+    }  # fmt: skip
 
 
 def _digest(file: Path) -> str:

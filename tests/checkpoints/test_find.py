@@ -275,6 +275,92 @@ def test_quantizations_to_choose_from_are_listed(files: Path, tmp_path: Path, mo
     with small_hub({REPO: files}) as hub:
         found = look_up(tmp_path / "home", hub.url, model)
         assert num_files_sent(hub) == 0
-    assert f"has GGUF files in Q4_K_M, Q8_0; name one of them, as in {REPO}:Q4_K_M" in str(
-        found["message"]
-    )
+    message = f"has 2 GGUF files (Q4_K_M, Q8_0); name one, as in {REPO}:Q4_K_M."
+    assert message in str(found["message"])
+    assert found["code"] == ("invalid_value" if model == REPO else "model_not_found")
+
+
+def test_of_hundreds_of_files_some_are_listed_and_all_are_counted(tmp_path: Path) -> None:
+    repo = tmp_path / "many"
+    repo.mkdir()
+    for number in range(800):
+        (repo / f"{number:03}{'x' * 197}.gguf").touch()
+    with small_hub({REPO: repo}) as hub:
+        found = look_up(tmp_path / "home", hub.url)
+    message = str(found["message"])
+    assert found["code"] == "invalid_value"
+    assert "has 800 GGUF files" in message and "and 792 more" in message and len(message) < 1500
+
+
+NAMES = [
+    *("../../../outside.json", "/tmp/outside.json", "0_Transformer/../../outside.json"),
+    *("a\\b.json", "a\nb.json", "*.json", "[a-z].json", "\ud800.json", "a/b/c/d/e.json"),
+    *("x" * 5_000 + ".json", "", "..", "0_Transformer//x.json", 7, None, ["x.json"]),
+]
+
+
+def test_names_that_no_folder_of_a_model_has_are_passed_over(repo: Path, tmp_path: Path) -> None:
+    with small_hub({REPO: repo}) as hub:
+        hub.also_lists = [{"rfilename": name, "size": 2} for name in NAMES]
+        found = look_up(tmp_path / "home", hub.url)
+    assert len(found["files"]) == 4 and not list(tmp_path.rglob("outside.json"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("size", ["2", -5, 1.5, None, 1 << 200, {}])
+def test_a_size_that_is_none_is_asked_for_with_the_file(
+    repo: Path, tmp_path: Path, size: object
+) -> None:
+    with small_hub({REPO: repo}) as hub:
+        hub.claims["model.safetensors"] = size
+        assert "model.safetensors" in str(look_up(tmp_path / "home", hub.url)["files"])
+
+
+def test_more_files_than_any_model_has_are_refused(repo: Path, tmp_path: Path) -> None:
+    with small_hub({REPO: repo}) as hub:
+        hub.also_lists = [{"rfilename": f"{n}.json", "size": 2} for n in range(3000)]
+        found = look_up(tmp_path / "home", hub.url)
+        assert num_files_sent(hub) == 0
+    assert found["code"] == "invalid_value" and "3004 files" in str(found["message"])
+
+
+@pytest.mark.parametrize("etag", ["../../outside", "/tmp/outside", "", "..", "a" * 4000, "a b"])
+def test_a_hash_that_is_no_name_of_a_file_is_refused(repo: Path, tmp_path: Path, etag: str) -> None:
+    with small_hub({REPO: repo}) as hub:
+        hub.heads["ETag"] = f'"{etag}"'
+        found = look_up(tmp_path / "home", hub.url)
+    assert found["code"] == "download_failed" and "no usable hash" in str(found["message"])
+    assert not list(tmp_path.rglob("outside*"))
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_file_without_end_is_given_up_at_its_stated_size(
+    repo: Path, tmp_path: Path, name: str
+) -> None:
+    (repo / name).write_bytes(bytes(100_001))  # like no other file
+    with small_hub({REPO: repo}) as hub:
+        hub.endless = name
+        found = look_up(tmp_path / "home", hub.url)
+    assert found["code"] == "download_failed" and "stated size" in str(found["message"])
+    assert sum(file.stat().st_size for file in tmp_path.rglob("*.part")) < 200_000
+
+
+def test_a_hub_that_sends_nothing_more_is_given_up(repo: Path, tmp_path: Path) -> None:
+    with small_hub({REPO: repo}) as hub:
+        hub.heads["X-Linked-Size"] = "200000"
+        found = look_up(tmp_path / "home", hub.url)
+    assert found["code"] == "download_failed", found
+
+
+@pytest.mark.parametrize("commit", ["../../outside", "", None, 7, "main"])
+def test_a_commit_that_is_none_is_refused(repo: Path, tmp_path: Path, commit: object) -> None:
+    with small_hub({REPO: repo}) as hub:
+        hub.commit = commit
+        found = look_up(tmp_path / "home", hub.url)
+    assert found["code"] == "model_not_found" and "hub cannot be asked" in str(found["message"])
+
+
+def test_a_hub_that_redirects_for_ever_is_given_up(repo: Path, tmp_path: Path) -> None:
+    with small_hub({REPO: repo}) as hub:
+        hub.redirects = True
+        found = look_up(tmp_path / "home", hub.url)
+    assert found["code"] == "model_not_found" and "hub cannot be asked" in str(found["message"])

@@ -2,8 +2,9 @@
 
 import asyncio
 import contextlib
+import sys
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
@@ -86,3 +87,85 @@ async def test_a_download_may_be_deleted_twice_at_once(monkeypatch: pytest.Monke
         await settle()
         await asyncio.gather(made.forget("owner/name"), made.forget("owner/name"))
     assert made.all() == ()
+
+
+GARBAGE = {
+    "a line of 10 MB": "out.write(b'x' * 10_000_000 + b'\\n')",
+    "10 MB without a line break": "out.write(b'{' * 10_000_000)",
+    "no JSON": "out.write(b'Traceback\\n')",
+    "no text": "out.write(bytes(range(256)) + b'\\n')",
+    "an empty line": "out.write(b'\\n')",
+    "brackets": "out.write(b'[' * 60_000 + b'\\n')",
+    "another type": """out.write(b'{"type":"Fetched","done":"1","total":[]}\\n')""",
+    "no such news": """out.write(b'{"type":"Other"}\\n')""",
+    "a negative size": """out.write(b'{"type":"Fetched","done":-1,"total":1}\\n')""",
+    "a size of 400 digits": (
+        """out.write(b'{"type":"Fetched","done":1,"total":1' + b'0' * 400 + b'}\\n')"""
+    ),
+    "an unknown code": """out.write(b'{"type":"FetchFailed","code":"x","message":"no"}\\n')""",
+    "nothing": "",
+    "an exit code": "sys.exit(7)",
+    "a signal": "os.kill(os.getpid(), 9)",
+}
+
+
+def child(code: str) -> str:
+    """A module for `python -m headrace.checkpoints.fetch` that writes what it likes."""
+    return f"import os, sys\nout = sys.stdout.buffer\n{code}\nout.flush()\n"
+
+
+@pytest.fixture
+def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Sets what the process that downloads does."""
+
+    def tell(code: str) -> None:
+        script = tmp_path / "child.py"
+        script.write_text(child(code))
+        command = tmp_path / "python"
+        command.write_text(f"#!/bin/sh\nexec {sys.executable} {script}\n")
+        command.chmod(0o700)
+        monkeypatch.setattr(pulls.sys, "executable", str(command))
+
+    return tell
+
+
+@pytest.mark.parametrize("what", GARBAGE)
+async def test_nothing_that_the_process_writes_ends_more_than_its_download(
+    what: str, told: Callable[[str], None], tmp_path: Path
+) -> None:
+    told(GARBAGE[what])
+    made = Pulls(tmp_path / "pulled.json")
+    async with running(made):
+        pull = made.begin("owner/name")
+        await pull.over.wait()
+        assert pull.state == "failed" and pull.error is not None
+        assert pull.error.code == "download_failed"
+        ends = {"nothing": "exit code 0", "an exit code": "exit code 7", "a signal": "signal 9"}
+        assert ends.get(what, "") in pull.error.message
+        assert pull.task is not None
+        await pull.task
+    assert [it.state for it in Pulls(tmp_path / "pulled.json").all()] == ["failed"]
+
+
+async def test_of_a_million_lines_the_last_one_counts(told: Callable[[str], None]) -> None:
+    line = """b'{"type":"Fetched","done":1,"total":2}\\n'"""
+    told(f'out.write({line} * 1_000_000)\nout.write(b\'{{"type":"IsHere"}}\\n\')')
+    made = Pulls(None)
+    async with running(made):
+        pull = made.begin("owner/name")
+        await pull.over.wait()
+        assert pull.state == "here" and pull.done == 1
+
+
+async def test_an_error_that_nobody_foresaw_ends_one_download(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def fail(pull: Pull) -> None:
+        raise KeyError("x")
+
+    monkeypatch.setattr(pulls, "_fetch", fail)
+    made = Pulls(None)
+    async with running(made):
+        pull = made.begin("owner/name")
+        await pull.over.wait()
+        assert pull.error is not None and "fault of this server (KeyError)" in pull.error.message

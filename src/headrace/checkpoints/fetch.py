@@ -4,30 +4,38 @@
 group of its own, and ends with its parent: when stdin does.
 """
 
+import asyncio
 import os
+import resource
 import signal
 import sys
 import threading
 import time
+import traceback
+from collections.abc import AsyncIterator
+from typing import Annotated
 
 import msgspec
 
 from headrace.checkpoints.find import find_model
-from headrace.core.errors import ModelError
+from headrace.core.errors import HeadraceError, ModelError
+
+NumBytes = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class Fetched(msgspec.Struct, frozen=True, tag=True):
     """So many bytes have come."""
 
-    done: int
-    total: int
+    done: NumBytes
+    total: NumBytes
 
 
 class FetchFailed(msgspec.Struct, frozen=True, tag=True):
-    """Nothing more comes; `code` and `message` are a ModelError's."""
+    """Nothing more comes. `code` and `message` are for clients, `details` are for the log."""
 
     code: str
     message: str
+    details: str = ""
 
 
 class IsHere(msgspec.Struct, frozen=True, tag=True):
@@ -35,26 +43,73 @@ class IsHere(msgspec.Struct, frozen=True, tag=True):
 
 
 AnyNews = Fetched | FetchFailed | IsHere
-decode_news = msgspec.json.Decoder(AnyNews).decode
+_decode = msgspec.json.Decoder(AnyNews).decode
 
-
+MAX_LINE = 1 << 16
+_MAX_MESSAGE, _MAX_DETAILS = 2_000, 8_000  # characters: a line stays far below MAX_LINE
+_MEMORY_BYTES = 4 << 30  # an answer of the hub without end must not take the machine's memory
 _TIDY_S = 5.0
+
+
+class NotNews(HeadraceError):
+    """The process wrote something else than news."""
+
+
+async def read_news(stdout: asyncio.StreamReader) -> AsyncIterator[AnyNews]:
+    """Yield the newest line of each piece that arrives: it makes earlier lines out of date.
+
+    NotNews if it is not a piece of news, or longer than MAX_LINE bytes.
+    """
+    rest = b""
+    while piece := await stdout.read(MAX_LINE):
+        lines, line_break, rest = (rest + piece).rpartition(b"\n")
+        if len(rest) > MAX_LINE:
+            raise NotNews(f"It wrote a line of more than {MAX_LINE} bytes.")
+        if line_break:
+            yield _read(lines.rpartition(b"\n")[2])
+
+
+def _read(line: bytes) -> AnyNews:
+    try:
+        return _decode(line)
+    except (ValueError, RecursionError) as error:
+        raise NotNews(f"It wrote {line[:200]!r}.") from error
 
 
 def main(model: str) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # installers are ended, scratch removed
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY_BYTES, hard))
+    news = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print is not news
+
+    def tell(one: AnyNews) -> None:
+        news.write(msgspec.json.encode(one) + b"\n")
+        news.flush()
+
     try:
-        find_model(model, None, lambda done, total: _tell(Fetched(done, total)))
-    except ModelError as error:
-        _tell(FetchFailed(error.code, str(error)))
+        find_model(model, None, lambda done, total: tell(Fetched(done, total)))
+    except BaseException as error:  # a library's panic is not an Exception
+        if isinstance(error, SystemExit):
+            raise
+        tell(_failure(error))
     else:
-        _tell(IsHere())
+        tell(IsHere())
 
 
-def _tell(news: AnyNews) -> None:
-    sys.stdout.buffer.write(msgspec.json.encode(news) + b"\n")
-    sys.stdout.buffer.flush()
+def _failure(error: BaseException) -> FetchFailed:
+    if isinstance(error, ModelError):
+        return FetchFailed(error.code, str(error)[:_MAX_MESSAGE])
+    details = "".join(traceback.format_exception(error))[-_MAX_DETAILS:]
+    if isinstance(error, OSError) and error.strerror:
+        message = (
+            f"The model cannot be stored ({error.strerror}); what has come is kept: try again."
+        )
+    else:
+        name = type(error).__name__
+        message = f"The download failed by a fault of this server ({name}); its log has more."
+    return FetchFailed("download_failed", message, details)
 
 
 def _end_with_parent() -> None:

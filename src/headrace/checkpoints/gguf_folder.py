@@ -101,6 +101,7 @@ _LLAMA3: dict[str, Any] = {
     "original_max_position_embeddings": 8192,
 }
 """The only stretching that is published under this name; files hold what it comes to."""
+_SHOWN, _SHOWN_CHARS = 8, 80  # names of files in a message, and of each
 _QUANTIZATION = re.compile(r"(?:^|[-_.])((?:IQ|TQ|Q)\d\w*|MXFP4\w*|BF16|F16|F32)$", re.IGNORECASE)
 
 
@@ -113,12 +114,18 @@ def choose_file(folder: Path, wanted: str | None, given: str | None = None) -> P
     chosen = files if wanted is None else matching(files, wanted)
     if len(chosen) == 1:
         return folder / chosen[0]
-    names = list(labels(files).values())
-    raise ModelError(
-        f"{given or folder.name} has {len(files)} GGUF files ({', '.join(names)}); name one, as in "
-        f"{given or folder.name}:{names[0] if names else 'Q4_K_M'}.",
-        "model_not_found",
-    )
+    raise ModelError(which_file(given or folder.name, files), "model_not_found")
+
+
+def which_file(given: str, files: Iterable[str]) -> str:
+    """The message that lists some of the GGUF files and says how to name one of them."""
+    names = sorted(labels(files).values())
+    if not names:
+        return f"{given} has no GGUF files; leave out what stands behind the colon."
+    shown = ", ".join(name[:_SHOWN_CHARS] for name in names[:_SHOWN])
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    example = f"{given}:{names[0]}"
+    return f"{given} has {len(names)} GGUF files ({shown}{more}); name one, as in {example}."
 
 
 def matching(files: Iterable[str], wanted: str) -> list[str]:

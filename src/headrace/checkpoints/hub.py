@@ -10,11 +10,14 @@ import shutil
 import threading
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from headrace.checkpoints.gguf_folder import labels, matching, stem_of
-from headrace.checkpoints.hub_files import fetch_file, hub_file, no_bar
+from headrace.checkpoints.gguf_folder import matching, stem_of, which_file
+from headrace.checkpoints.hub_files import fetch_file, hub_file, is_commit, no_bar
 from headrace.core.errors import ModelError
+
+if TYPE_CHECKING:
+    from huggingface_hub import ModelInfo
 
 OnProgress = Callable[[int, int], None]
 """Called now and then, from any thread, with the bytes so far and the bytes in all."""
@@ -26,6 +29,10 @@ _STAGES = re.compile(r"[^/]*(Pooling/config\.json|Dense/(config\.json|model\.saf
 _NESTED = "0_Transformer/"  # where older versions of sentence-transformers put a model
 _NESTED_WEIGHTS = _NESTED + "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_NOT_IN_NAMES = set("\\*?[]")
+_MAX_DEPTH, _MAX_NAME_BYTES = 4, 255
+_MAX_FILES = 2_000  # of one model; the largest come in hundreds
+_MAX_BYTES = 1 << 60
 _CHECK_INTERVAL_S = 0.25
 
 
@@ -34,48 +41,41 @@ def download(
 ) -> Path:
     """The snapshot's folder. What the hub cannot be asked for is taken from its cache alone."""
     import huggingface_hub
-    from huggingface_hub import errors
+    from huggingface_hub import constants
 
     try:
-        info = huggingface_hub.HfApi().model_info(repo, revision=revision, files_metadata=True)
-    except errors.GatedRepoError:
-        raise ModelError(
-            f"{repo} is gated: accept its terms on the hub, and set HF_TOKEN.", "download_denied"
-        ) from None
-    except errors.RepositoryNotFoundError:
-        raise ModelError(
-            f"{repo} is not on the hub, or is private; check the name, or set HF_TOKEN.",
-            "model_not_found",
-        ) from None
-    except errors.RevisionNotFoundError:
-        raise ModelError(
-            f"{repo} has no revision {revision}; the hub lists its branches and tags.",
-            "model_not_found",
-        ) from None
+        info = _ask(repo, revision)
+    except ModelError:
+        raise
     except Exception as error:  # offline, unreachable, failing: its transport raises many kinds
         if (folder := cached(repo, revision, quantization)) is None:
             raise _unreachable(repo, type(error).__name__) from None
         return folder
-    sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
+    commit = str(info.sha)
+    sizes = {file.rfilename: _size(file.size) for file in info.siblings or () if _is_plain(file)}
     wanted = _wanted(repo, sizes, quantization)
+    if len(wanted) > _MAX_FILES:
+        raise ModelError(
+            f"{repo} has {len(wanted)} files to download, and {_MAX_FILES} are taken; download it "
+            "by other means, and give the folder of the model.",
+            "invalid_value",
+        )
     missing = {
         name: sizes[name]
         for name in wanted
-        if not isinstance(
-            huggingface_hub.try_to_load_from_cache(repo, name, revision=info.sha), str
-        )
+        if not isinstance(huggingface_hub.try_to_load_from_cache(repo, name, revision=commit), str)
     }
     try:
-        large = huggingface_hub.constants.MAX_HTTP_DOWNLOAD_SIZE  # comes by a protocol of its own
-        weights = [
-            hub_file(repo, info.sha or revision or "main", name)
-            for name, size in missing.items()
-            if name.endswith(_WEIGHTS) and size <= large
+        large = constants.MAX_HTTP_DOWNLOAD_SIZE  # comes by a protocol of its own
+        files = [
+            hub_file(repo, commit, name, size) for name, size in missing.items() if size <= large
         ]
-        num_here = sum(file.num_here for file in weights)
-        _check_disk(repo, sum(missing.values()) - num_here)
-        with _Watch(repo, sum(missing.values()), num_here, on_progress):
-            for file in weights:
+        num_here = sum(file.num_here for file in files)
+        total = sum(file.num_bytes for file in files)
+        total += sum(size for size in missing.values() if size > large)
+        _check_disk(repo, total - num_here)
+        with _Watch(repo, total, num_here, on_progress):
+            for file in files:
                 fetch_file(file)
             return _fetch(repo, revision, wanted)
     except ModelError:
@@ -89,11 +89,33 @@ def download(
         ) from error
 
 
+def _ask(repo: str, revision: str | None) -> "ModelInfo":
+    """Return what the hub says of a model; ModelError if that is a no."""
+    from huggingface_hub import HfApi, constants, errors
+
+    try:
+        info = HfApi().model_info(
+            repo, revision=revision, files_metadata=True, timeout=constants.HF_HUB_ETAG_TIMEOUT
+        )
+    except errors.GatedRepoError:
+        message = f"{repo} is gated: accept its terms on the hub, and set HF_TOKEN."
+        raise ModelError(message, "download_denied") from None
+    except errors.RepositoryNotFoundError:
+        message = f"{repo} is not on the hub, or is private; check the name, or set HF_TOKEN."
+        raise ModelError(message, "model_not_found") from None
+    except errors.RevisionNotFoundError:
+        message = f"{repo} has no revision {revision}; the hub lists its branches and tags."
+        raise ModelError(message, "model_not_found") from None
+    if not is_commit(info.sha):
+        raise ValueError("the answer names no commit")
+    return info
+
+
 def cached(repo: str, revision: str | None, quantization: str | None = None) -> Path | None:
     """The snapshot that an earlier download left; whether it is whole is for its reader to see."""
     try:
         folder = _fetch(repo, revision, ["config.json"], local_files_only=True)
-    except OSError:
+    except (OSError, ValueError):  # the latter for a name that no hub has
         return None
     files = [path.name for path in folder.glob("*.gguf")]
     return folder if quantization is None or matching(files, quantization) else None
@@ -118,6 +140,24 @@ def _unreachable(repo: str, reason: str) -> ModelError:
         f"{repo} is not in the cache, and the hub cannot be asked for it ({reason}); check the "
         "network, HF_ENDPOINT and HF_HUB_OFFLINE, or give a folder.",
         "model_not_found",
+    )
+
+
+def _size(stated: object) -> int:
+    return stated if isinstance(stated, int) and 0 <= stated <= _MAX_BYTES else 0
+
+
+def _is_plain(file: Any) -> bool:
+    """Whether the hub's name of a file is one that a model's folder may have.
+
+    Others are passed over: paths that lead elsewhere, patterns, and what no disk can store.
+    """
+    name = file.rfilename
+    if not isinstance(name, str) or not name.isprintable() or set(name) & _NOT_IN_NAMES:
+        return False
+    parts = name.encode().split(b"/")
+    return len(parts) <= _MAX_DEPTH and all(
+        0 < len(part) <= _MAX_NAME_BYTES and part not in (b".", b"..") for part in parts
     )
 
 
@@ -146,12 +186,8 @@ def _wanted_gguf(repo: str, files: list[str], quantization: str | None) -> list[
     """The one file, or all parts of it."""
     chosen = files if quantization is None else matching(files, quantization)
     if len({stem_of(name) for name in chosen}) != 1:
-        kinds = sorted(labels(files).values())
-        raise ModelError(
-            f"{repo} has GGUF files in {', '.join(kinds) or 'no form'}; name one of them, as in "
-            f"{repo}:{kinds[0] if kinds else 'Q4_K_M'}.",
-            "model_not_found",
-        )
+        code = "invalid_value" if chosen else "model_not_found"
+        raise ModelError(which_file(repo, files), code)
     return sorted(chosen)
 
 

@@ -16,6 +16,8 @@ _TRIES = 5  # in a row that bring nothing
 _PAUSE_S = 1.0
 _PARTIAL = 206
 _SHA256 = re.compile("[0-9a-f]{64}")
+_COMMIT = re.compile("[0-9a-f]{40}")
+_HASH = re.compile(r"\w[\w.-]{0,127}", re.ASCII)
 
 
 class HubFile(NamedTuple):
@@ -35,14 +37,26 @@ class HubFile(NamedTuple):
         return self.part.stat().st_size if self.part.exists() else 0
 
 
-def hub_file(repo: str, commit: str, name: str) -> HubFile:
-    """Asks the hub for a file's hash and size."""
+def is_commit(stated: object) -> bool:
+    """Whether that is the full hash of a commit."""
+    return isinstance(stated, str) and bool(_COMMIT.fullmatch(stated))
+
+
+def hub_file(repo: str, commit: str, name: str, num_bytes: int) -> HubFile:
+    """Ask the hub for a file's hash and size; `num_bytes` is what it listed.
+
+    The hash becomes a file's name, so ModelError if it cannot be one.
+    """
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
 
     url = hf_hub_url(repo, name, revision=commit)
     found = get_hf_file_metadata(url)
+    etag = found.etag or ""
+    if not _HASH.fullmatch(etag) or (found.commit_hash or commit) != commit:
+        message = f"The hub's answer for the file {name!r} has no usable hash; try again later."
+        raise ModelError(message, "download_failed")
     folder = Path(constants.HF_HUB_CACHE) / f"models--{repo.replace('/', '--')}"
-    return HubFile(url, folder / "blobs" / (found.etag or ""), found.size or 0)
+    return HubFile(url, folder / "blobs" / etag, num_bytes if found.size is None else found.size)
 
 
 def fetch_file(file: HubFile) -> None:
@@ -58,15 +72,19 @@ def fetch_file(file: HubFile) -> None:
             return
         if file.num_here > file.num_bytes:
             file.part.unlink()
-        num_failures = 0
+        num_vain = 0
         while file.num_here < file.num_bytes or not file.part.exists():
-            before = file.num_here
+            before, failure = file.num_here, None
             try:
                 _read_on(file)
-            except Exception:  # a transport, whose errors are of many kinds; or a disk
-                num_failures = 1 if file.num_here > before else num_failures + 1
-                if num_failures == _TRIES:
-                    raise
+            except ModelError:
+                raise
+            except Exception as error:  # a transport, whose errors are of many kinds; or a disk
+                failure = error
+            num_vain = 0 if file.num_here > before else num_vain + 1
+            if num_vain == _TRIES:
+                raise failure or ModelError(_NOTHING_MORE, "download_failed")
+            if failure or num_vain:
                 time.sleep(_PAUSE_S)
         _check_hash(file)
         os.replace(file.part, file.blob)
@@ -92,7 +110,12 @@ def _read_on(file: HubFile) -> None:
         hf_raise_for_status(answer)
         if answer.status_code != _PARTIAL:  # it has sent all of it
             out.truncate(0)
+        left = file.num_bytes - file.num_here
         for chunk in answer.iter_bytes():
+            left -= len(chunk)
+            if left < 0:
+                file.part.unlink()
+                raise ModelError(_TOO_MUCH, "download_failed")
             out.write(chunk)
 
 
@@ -115,8 +138,9 @@ def _check_hash(file: HubFile) -> None:
         found = hashlib.file_digest(content, "sha256").hexdigest()
     if found != file.blob.name:
         file.part.unlink()
-        raise ModelError(
-            "What came of the hub is not what it names by its hash; nothing of that file is "
-            "kept: try again.",
-            "download_failed",
-        )
+        raise ModelError(_WRONG_HASH, "download_failed")
+
+
+_WRONG_HASH = "A downloaded file does not match the hub's hash and was discarded; try again."
+_TOO_MUCH = "A file of the hub is larger than its stated size and was discarded; try again."
+_NOTHING_MORE = "The hub sends no more of a file that is not complete; try again later."

@@ -14,7 +14,7 @@ from typing import Literal
 
 import msgspec
 
-from headrace.checkpoints.fetch import Fetched, FetchFailed, IsHere, decode_news
+from headrace.checkpoints.fetch import Fetched, FetchFailed, IsHere, NotNews, read_news
 from headrace.checkpoints.find import can_be_fetched
 from headrace.config.sources import SECRETS
 from headrace.core.errors import KINDS, RequestError
@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 MAX_AT_ONCE = 8
 _BEGIN_S = 10.0  # for the hub's first word
+_FIRST_NEWS_S = 600.0  # a hub may answer slowly, for each of hundreds of files
 _PACE_S = 10.0
 _END_S = 5.0
 _RETRY_S = 30.0
@@ -131,9 +132,11 @@ class Pulls:
     async def run(self) -> None:
         """Goes on with what an earlier server had begun; all downloads end with this task."""
         async with asyncio.TaskGroup() as self._group:
-            for pull in self.all():
-                if pull.state == "downloading":
-                    self._start(pull)
+            begun = [pull for pull in self.all() if pull.state == "downloading"]
+            for pull in begun[:MAX_AT_ONCE]:
+                self._start(pull)
+            for pull in begun[MAX_AT_ONCE:]:
+                pull.settle("stopped")
             await asyncio.Event().wait()
 
     def begin(self, model: str) -> Pull:
@@ -184,14 +187,21 @@ class Pulls:
         logger.info("Downloading %s", pull.model)
         try:
             error = await _fetch(pull)
+            if error is None:
+                logger.info("%s is here", pull.model)
+                pull.settle("here")
+                self.on_change()  # before anybody can see that it is here
         except OSError as failure:
             error = FetchFailed("download_failed", f"No process for it ({failure.strerror}).")
-        if error is None:
-            logger.info("%s is here", pull.model)
-            pull.settle("here")
-            self.on_change()  # before anybody can see that it is here
-        else:
+        except Exception as failure:  # one download must not end the server
+            logger.exception("The download of %s failed by a bug", pull.model)
+            name = type(failure).__name__
+            message = f"The download failed by a fault of this server ({name}); its log has more."
+            error = FetchFailed("download_failed", message)
+        if error is not None:
             logger.error("%s was not downloaded. %s", pull.model, error.message)
+            if error.details:
+                logger.error("Details of the failed download: %s", error.details)
             code = error.code if error.code in KINDS else "download_failed"
             pull.settle("failed", RequestError(code, error.message, "model"))
         await self._keep()
@@ -224,19 +234,36 @@ async def _fetch(pull: Pull) -> FetchFailed | None:
         start_new_session=True,
         env=environment,
     )
-    assert process.stdout is not None
     try:
-        async for line in process.stdout:
-            match decode_news(line):
+        return await _follow(process, pull)
+    except NotNews as error:
+        return FetchFailed("download_failed", _NOT_NEWS, str(error))
+    except TimeoutError:
+        return FetchFailed("download_failed", _SILENT)
+    finally:
+        await _end_process(process)
+
+
+async def _follow(process: asyncio.subprocess.Process, pull: Pull) -> FetchFailed | None:
+    """Pass on what the process reports, until it has ended."""
+    assert process.stdout is not None
+    async with asyncio.timeout(_FIRST_NEWS_S) as patience:
+        async for news in read_news(process.stdout):
+            patience.reschedule(None)
+            match news:
                 case Fetched(done, total):
                     pull.advance(done, total)
                 case IsHere():
                     return None
                 case FetchFailed() as failed:
                     return failed
-        return FetchFailed("download_failed", _KILLED)
-    finally:
-        await _end_process(process)
+        patience.reschedule(asyncio.get_running_loop().time() + _END_S)
+        return FetchFailed("download_failed", _how_it_ended(await process.wait()))
+
+
+def _how_it_ended(code: int) -> str:
+    how = f"was killed (signal {-code})" if code < 0 else f"ended by itself (exit code {code})"
+    return f"The process that downloads {how}; what has come is kept: try again."
 
 
 async def _end_process(process: asyncio.subprocess.Process) -> None:
@@ -249,7 +276,14 @@ async def _end_process(process: asyncio.subprocess.Process) -> None:
     await process.wait()
 
 
-_KILLED = "The process that downloads was killed; what has come is kept: try again."
+_NOT_NEWS = (
+    "The process that downloads reported something that is not news of a download, and was ended; "
+    "what has come is kept: try again."
+)
+_SILENT = (
+    "The process that downloads reported nothing for too long, and was ended; what has come is "
+    "kept: try again."
+)
 
 
 def _read(file: Path | None) -> tuple[KeptPull, ...]:
