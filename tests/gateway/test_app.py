@@ -60,7 +60,7 @@ def test_the_checks_come_in_their_order() -> None:
         error_of(client.post("/v1/nothing")),
         error_of(client.get(path)),
         error_of(client.post(path, content=b"{")),
-        error_of(client.post(path, content=b"{", headers=key)),
+        error_of(client.post(path, content=b"{", headers=key | {"content-type": "text/plain"})),
         error_of(client.post(path, content=b"{", headers=key | json_type)),
         error_of(client.post(path, json=CHAT | bad, headers=key)),
         error_of(client.post(path, json=CHAT | wrong_model, headers=key)),

@@ -1,24 +1,35 @@
 import asyncio
 import contextlib
+import gzip
 
 import pytest
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
 
 from headrace.core.errors import RequestError
 from headrace.gateway import bodies
+from headrace.gateway.content_coding import BodyDecoder
 from headrace.workers.job_line import OWNER
 from tools.harness.eventually import settle
 
 
-async def whole(headers: dict[str, str], receive: Receive, pause_s: float = 20) -> bytes:
+async def whole(
+    headers: dict[str, str], receive: Receive, pause_s: float = 20, limit: int = 20
+) -> bytes:
     raw = [(name.encode(), value.encode()) for name, value in headers.items()]
-    request = Request({"type": "http", "headers": raw}, receive)
-    async with bodies.Bodies(20, pause_s).read(request) as body:
+    request = Request({"type": "http", "path": "/v1/messages", "headers": raw}, receive)
+    async with bodies.Bodies(limit, pause_s).read(request) as body:
         return b"".join(body)
 
 
-def read(*parts: bytes, content_type: str = "application/json", length: int | None = None) -> bytes:
+def read(
+    *parts: bytes,
+    content_type: str = "application/json",
+    coding: str | None = None,
+    length: int | None = None,
+    limit: int = 20,
+) -> bytes:
     messages = [{"type": "http.request", "body": part, "more_body": True} for part in parts]
     if messages:
         messages[-1]["more_body"] = False
@@ -28,9 +39,11 @@ def read(*parts: bytes, content_type: str = "application/json", length: int | No
         return messages.pop(0)
 
     headers = {"content-type": content_type}
+    if coding is not None:
+        headers["content-encoding"] = coding
     if length is not None:
         headers["content-length"] = str(length)
-    return asyncio.run(whole(headers, receive))
+    return asyncio.run(whole(headers, receive, limit=limit))
 
 
 def test_a_body_in_parts_is_one_body() -> None:
@@ -39,16 +52,62 @@ def test_a_body_in_parts_is_one_body() -> None:
 
 @pytest.mark.parametrize(
     "content_type",
-    ["", "text/plain", "application/x-www-form-urlencoded", "application/json; charset=latin-1"],
+    ["text/plain", "application/x-www-form-urlencoded", "application/json; charset=latin-1"],
 )
-def test_a_form_post_is_a_415(content_type: str) -> None:
+def test_a_body_that_says_it_is_something_else_is_a_415(content_type: str) -> None:
     with pytest.raises(RequestError) as caught:
         read(b"{}", content_type=content_type)
     assert caught.value.kind.status == 415
 
 
+def test_a_body_that_does_not_say_what_it_is_is_read_as_json() -> None:
+    assert read(b"{}", content_type="") == b"{}"
+
+
 def test_a_charset_of_utf8_is_fine() -> None:
     assert read(b"{}", content_type='Application/JSON; charset="UTF-8"') == b"{}"
+
+
+@pytest.mark.parametrize("coding", ["", "identity", "GZIP", "x-gzip"])
+def test_a_body_is_decoded_by_its_coding(coding: str) -> None:
+    body = gzip.compress(b'{"a":1}') if "gz" in coding.lower() else b'{"a":1}'
+    for step in (1, 5, 100):
+        parts = [body[start : start + step] for start in range(0, len(body), step)]
+        assert read(*parts, coding=coding, limit=50) == b'{"a":1}'
+
+
+@pytest.mark.parametrize("coding", ["br", "zstd", "deflate", "gzip, gzip", "gzip, br", "x" * 9999])
+def test_a_coding_that_is_not_known_is_a_415_and_names_those_that_are(coding: str) -> None:
+    with pytest.raises(RequestError, match="gzip, identity") as caught:
+        read(b"{}", coding=coding)
+    assert caught.value.kind.status == 415 and len(caught.value.message) < 250
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (gzip.compress(b" " * 10_000_000), 413),
+        (gzip.compress(b" " * 21), 413),
+        (b"\x1f\x8b\x08" + b"\0" * 7 + b"\0\0\0\xff\xff" * 20, 413),
+        (b"{}", 400),
+        (b"", 400),
+        (gzip.compress(b"{}")[:-1], 400),
+        (gzip.compress(b"{}") + b"{}", 400),
+        (gzip.compress(b"{}") + gzip.compress(b"{}"), 400),
+    ],
+    ids=["bomb", "large", "empty blocks", "plain", "nothing", "cut", "trailing", "two members"],
+)
+def test_coded_bodies_are_bounded_and_whole(body: bytes, status: int) -> None:
+    with pytest.raises(RequestError) as caught:
+        read(body, coding="gzip", limit=20 if status == 413 else 100)
+    assert caught.value.kind.status == status
+
+
+async def test_a_bomb_is_decoded_no_further_than_the_limit() -> None:
+    decoder = BodyDecoder(Headers({"content-encoding": "gzip"}))
+    sizes = [len(piece) async for piece in decoder.feed(gzip.compress(b" " * 1_000_000))]
+    assert sum(sizes) == 1_000_000 and max(sizes) <= 64 << 10
+    decoder.finish()
 
 
 def test_a_large_body_is_refused_by_its_length_and_while_it_is_read() -> None:

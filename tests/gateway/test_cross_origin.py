@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 from starlette.testclient import TestClient
 
 from headrace.config.settings import HttpConfig, ServerConfig
@@ -59,3 +60,49 @@ def test_without_the_flag_no_page_is_let_in() -> None:
     assert (
         client_of("*").get("/v1/models", headers=PAGE).headers["access-control-allow-origin"] == "*"
     )
+
+
+SIMPLE = [
+    None,
+    "text/plain",
+    "application/x-www-form-urlencoded",
+    "multipart/form-data; boundary=b",
+]
+"""The types of body that a browser lets a page of any site send without a preflight."""
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+@pytest.mark.parametrize("content_type", SIMPLE)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/api/chat", "/v1/files", "/models/load"])
+def test_no_foreign_page_can_post_to_a_server_without_keys(
+    host: str, content_type: str | None, path: str
+) -> None:
+    client = client_of("https://app.example", host=host)
+    headers = {"content-type": content_type} if content_type else {}
+    for origin in ("https://b.example", "null"):
+        refused = client.post(path, content=b"{}", headers=headers | {"origin": origin})
+        expected = (403,) if host == "127.0.0.1" else (403, 415)  # 415: of a type not taken here
+        assert refused.status_code in expected
+    for page in ({}, {"origin": "http://localhost:3000"}, PAGE):
+        assert client.post(path, content=b"{}", headers=headers | page).status_code != 403
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/api/chat"])
+def test_a_body_needs_no_type_and_that_of_curl_passes_at_ollamas_routes(path: str) -> None:
+    client = client_of()
+    for headers in (
+        {},
+        {"content-type": ""},
+        {"content-type": "application/x-www-form-urlencoded"},
+    ):
+        is_taken = path == "/api/chat" or not any(headers.values())
+        answer = client.post(path, content=b'{"messages": 1}', headers=headers)
+        assert answer.status_code == (400 if is_taken else 415), answer.text
+
+
+def test_a_415_names_the_codings_that_are_taken() -> None:
+    headers = {"content-type": "application/json", "content-encoding": "br"}
+    for path in ("/v1/chat/completions", "/v1/messages", "/api/chat", "/tokenize"):
+        refused = client_of().post(path, content=b"{}", headers=headers)
+        assert refused.status_code == 415 and "Content-Encoding is br" in refused.text
+        assert refused.headers["accept-encoding"] == "gzip, identity"

@@ -92,9 +92,9 @@ class Auth:
             self.check(headers)
 
     def check_page(self, headers: Headers) -> None:
-        """RequestError `forbidden` for a page of another host.
+        """RequestError `forbidden` for a page of another host, as its Origin shows.
 
-        On a socket, for there a browser lets any page read what comes.
+        For sockets, from which a browser lets any page read, and for `check_simple`.
         """
         origin = headers.get("origin")
         if origin is None or self._origins & {origin, "*"}:
@@ -103,9 +103,17 @@ class Auth:
         if not name or (name not in (own, *self._hosts) and not _is_loopback(name)):
             raise RequestError(
                 "forbidden",
-                "This socket was opened by a page of another host; allow its Origin with "
+                "This request was sent by a page of another host; allow its Origin with "
                 "--allowed-origins.",
             )
+
+    def check_simple(self, headers: Headers) -> None:
+        """Check a request that a browser lets a page of any site send without a preflight.
+
+        Such a page cannot know a key, so only a server without keys has to look at its Origin.
+        """
+        if not self._keys:
+            self.check_page(headers)
 
     def sees_all(self, headers: Headers) -> bool:
         """Whether this client may see what others ask: with the admin key, or without keys."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
@@ -10,12 +10,14 @@ from starlette.types import Message, Receive, Scope, Send
 
 from headrace import awake
 from headrace.core.errors import RequestError
+from headrace.gateway.content_coding import BodyDecoder
 from headrace.workers.job_line import OWNER
 
 PAUSE_S = 20.0
 _NUM_LARGEST = 4  # bodies of the largest size that may be held at once
 _NUM_LARGEST_OF_KEY = 2  # of them by one key
 _SMALL = 64 << 10  # bytes; smaller bodies are never refused for what others hold
+_FORM = "application/x-www-form-urlencoded"
 
 
 class _Held:
@@ -47,33 +49,47 @@ class Bodies:
     Where that is too much, whoever has been sending for the longest time makes room.
     """
 
-    def __init__(self, max_bytes: int, pause_s: float = PAUSE_S) -> None:
-        """`pause_s`: how long a body may pause."""
+    def __init__(
+        self,
+        max_bytes: int,
+        pause_s: float = PAUSE_S,
+        check_simple: Callable[[Headers], None] = lambda headers: None,
+    ) -> None:
+        """`pause_s`: how long a body may pause.
+
+        `check_simple` refuses requests that a browser lets a page of any site send unasked.
+        """
         self._max_bytes = max_bytes
         self._pause_s = pause_s
+        self._check_simple = check_simple
         self._held: dict[_Held, None] = {}  # oldest first
 
     @contextlib.asynccontextmanager
     async def read(self, request: Request) -> AsyncIterator[list[bytearray]]:
-        """The pieces of a body that says it is JSON; they count until the context is left.
+        """The pieces of a body of JSON, decoded; they count until the context is left.
 
         ClientDisconnect if the client left before the body was whole.
         """
-        _check_content_type(request.headers)
+        self._check_content_type(request)
+        decoder = BodyDecoder(request.headers)
         length = request.headers.get("content-length", "")
         if length.isdecimal() and int(length[:20]) > self._max_bytes:
             raise self._too_large()
         with self._holding() as held:
-            is_whole = False
+            num_received, is_whole = 0, False
             while not is_whole:
                 message = await _next(request.receive, held, self._pause_s)
                 if message["type"] == "http.disconnect":
                     raise ClientDisconnect
-                held.add(message.get("body", b""))
-                if held.size > self._max_bytes:
-                    raise self._too_large()
-                self._make_room(held)
+                data = message.get("body", b"")
+                num_received += len(data)
+                async for piece in decoder.feed(data):
+                    held.add(piece)
+                    if max(held.size, num_received) > self._max_bytes:
+                        raise self._too_large()
+                    self._make_room(held)
                 is_whole = not message.get("more_body", False)
+            decoder.finish()
             yield held.pieces
 
     @contextlib.contextmanager
@@ -113,6 +129,24 @@ class Bodies:
                 over -= held.size
         if over > 0:
             raise _overloaded()
+
+    def _check_content_type(self, request: Request) -> None:
+        """RequestError unless the body is said to be JSON, or nothing is said.
+
+        Ollama's documentation uses `curl -d`, which says that the body is a form.
+        """
+        media, _, parameters = request.headers.get("content-type", "").lower().partition(";")
+        charset = parameters.partition("charset=")[2].partition(";")[0].strip(' "')
+        media = media.strip()
+        is_json = media == "application/json" and charset in ("", "utf-8", "utf8")
+        is_curls = media == _FORM and request.scope["path"].startswith("/api/")
+        if not media or is_curls:
+            self._check_simple(request.headers)
+        elif not is_json:
+            raise RequestError(
+                "unsupported_media_type",
+                "The body must be UTF-8 JSON; send the header Content-Type: application/json.",
+            )
 
     def _too_large(self) -> RequestError:
         return RequestError(
@@ -166,13 +200,3 @@ def _overloaded() -> RequestError:
         "The server holds too many large bodies just now; try again later.",
         retry_after_s=5,
     )
-
-
-def _check_content_type(headers: Headers) -> None:
-    media, _, parameters = headers.get("content-type", "").lower().partition(";")
-    charset = parameters.partition("charset=")[2].partition(";")[0].strip(' "')
-    if media.strip() != "application/json" or charset not in ("", "utf-8", "utf8"):
-        raise RequestError(
-            "unsupported_media_type",
-            "The body must be UTF-8 JSON; send the header Content-Type: application/json.",
-        )

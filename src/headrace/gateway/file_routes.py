@@ -15,6 +15,7 @@ from headrace.batches.records import FileRecord
 from headrace.batches.shelf import Blobs
 from headrace.core.errors import RequestError
 from headrace.gateway.auth import Auth
+from headrace.gateway.content_coding import BodyDecoder
 from headrace.gateway.http_responses import answer
 from headrace.gateway.listing import Paging, page
 from headrace.gateway.loop_slices import slice_of_loop
@@ -45,13 +46,15 @@ class FileRoutes:
 
     async def create(self, request: Request) -> ASGIApp:
         owner = self._auth.owner(request.headers)
+        self._auth.check_simple(request.headers)
         parser = FormParser(boundary_of(request.headers.get("content-type", "")))
+        decoder = BodyDecoder(request.headers)
         length = request.headers.get("content-length", "")
         if length.isdecimal():
             self._check_size(int(length[:20]))
         async with await self._files.begin(owner) as upload:
             form = _Form(upload)
-            async for data in self._pieces(request):
+            async for data in self._pieces(request, decoder):
                 for start in range(0, len(data), STEP_BYTES):
                     await slice_of_loop()
                     for news in parser.feed(data[start : start + STEP_BYTES]):
@@ -75,9 +78,9 @@ class FileRoutes:
                 "file",
             )
 
-    async def _pieces(self, request: Request) -> AsyncIterator[bytes]:
+    async def _pieces(self, request: Request, decoder: BodyDecoder) -> AsyncIterator[bytes]:
         """The body as it comes; RequestError once it is too large or has paused too long."""
-        num_bytes, has_more = 0, True
+        num_received, num_bytes, has_more = 0, 0, True
         while has_more:
             try:
                 async with awake.within(self._pause_s):
@@ -88,10 +91,13 @@ class FileRoutes:
             if message["type"] == "http.disconnect":
                 raise ClientDisconnect
             data = message.get("body", b"")
-            num_bytes += len(data)
-            self._check_size(num_bytes)
-            yield data
+            num_received += len(data)
+            async for piece in decoder.feed(data):
+                num_bytes += len(piece)
+                self._check_size(max(num_bytes, num_received))
+                yield piece
             has_more = message.get("more_body", False)
+        decoder.finish()
 
     async def list(self, request: Request) -> ASGIApp:
         files = [it for it in await self._files.of(self._owner(request)) if it.is_listed]

@@ -19,6 +19,7 @@ from starlette.websockets import WebSocket
 
 from headrace.core.errors import RequestError
 from headrace.core.log_context import PARENT, begin_request, log_request
+from headrace.gateway.content_coding import ACCEPTED
 from headrace.generation.request_span import named
 from headrace.metrics.metrics import ServerFigures
 from headrace.metrics.traces import Attribute, RequestSpan, Traces
@@ -60,6 +61,8 @@ def refuse(error: RequestError, path: str = "", request_id: str = "") -> Respons
     headers = _headers(kind.status, kind.retry, error.retry_after_s)
     if kind.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
+    if kind.status == 415:
+        headers["Accept-Encoding"] = ACCEPTED
     if error.code in _CLOSING:
         headers["Connection"] = "close"
     body = errors.body(error, request_id)

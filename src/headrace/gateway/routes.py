@@ -79,7 +79,8 @@ class Endpoints:
     ) -> None:
         self._prefix = config.http.api_prefix
         bodies, of_operators = (
-            Bodies(config.http.max_body_bytes, config.http.body_timeout_s) for _ in range(2)
+            Bodies(config.http.max_body_bytes, config.http.body_timeout_s, auth.check_simple)
+            for _ in range(2)
         )
         index = BodyIndex()
         self.states = StateRoutes(generation, config.http)

@@ -1,0 +1,63 @@
+"""Decodes the bodies of requests by their Content-Encoding: gzip, or none."""
+
+import zlib
+from collections.abc import AsyncIterator, Iterator
+
+from starlette.datastructures import Headers
+
+from headrace.core.errors import RequestError
+from headrace.gateway.loop_slices import slice_of_loop
+
+ACCEPTED = "gzip, identity"
+_STEP = 64 << 10  # bytes to take in or give out at a time
+_GZIP = 16 + zlib.MAX_WBITS
+
+
+class BodyDecoder:
+    """Decodes one body piece by piece. RequestError 415 if its coding is not a known one."""
+
+    def __init__(self, headers: Headers) -> None:
+        coding = ", ".join(headers.getlist("content-encoding")).strip().lower()
+        if coding not in ("", "identity", "gzip", "x-gzip"):
+            raise RequestError(
+                "unsupported_media_type",
+                f"The body's Content-Encoding is {coding[:64]}; this server takes {ACCEPTED}. "
+                "Send the body in one of these.",
+            )
+        self._inflater = zlib.decompressobj(_GZIP) if "gzip" in coding else None
+
+    async def feed(self, data: bytes) -> AsyncIterator[bytes]:
+        """Yield the decoded bytes. gzip is decoded in pieces of at most 64 KiB, each in its turn.
+
+        Only one gzip member is taken: a body of many empty ones would cost much and say nothing.
+        """
+        if self._inflater is None:
+            yield data
+            return
+        for start in range(0, len(data), _STEP):
+            for piece in self._inflate(self._inflater, data[start : start + _STEP]):
+                await slice_of_loop()
+                yield piece
+
+    def _inflate(self, inflater: "zlib._Decompress", data: bytes) -> Iterator[bytes]:
+        is_all_out = False
+        while not is_all_out:
+            if inflater.eof and data:
+                raise _not_gzip("has bytes behind its end")
+            try:
+                piece = inflater.decompress(data, _STEP)
+            except zlib.error:
+                raise _not_gzip("is malformed") from None
+            yield piece
+            data = inflater.unconsumed_tail or inflater.unused_data
+            is_all_out = not data and len(piece) < _STEP
+
+    def finish(self) -> None:
+        """RequestError if the body ended before its coding did."""
+        if self._inflater is not None and not self._inflater.eof:
+            raise _not_gzip("is cut off")
+
+
+def _not_gzip(why: str) -> RequestError:
+    message = f"The body's Content-Encoding is gzip, but the gzip data {why}; send it again."
+    return RequestError("invalid_value", message)
