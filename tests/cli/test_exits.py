@@ -46,6 +46,8 @@ def test_help_has_examples_and_ends_well() -> None:
         (("serve", "--config", "nowhere.toml"), {}, "Cannot read nowhere.toml"),
         (("serve",), {"HEADRACE_KEYS": "secret"}, "did you mean HEADRACE_API_KEYS?"),
         (("generate", "a", "b", "c"), {}, "3 words are too many"),
+        (("embed", "./my-modle", "A wheel"), {}, "There is no model './my-modle'"),
+        (("generate", "./my-modle", "A wheel"), {}, "There is no model './my-modle'"),
         (("generate", "hi", "-o", "temprature=1"), {}, "did you mean temperature?"),
         (("generate", "hi", "-o", "temperature"), {}, "field=value"),
         (("serves",), {}, "serves"),

@@ -3,6 +3,7 @@
 import io
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -37,13 +38,63 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> ServerConfig:
     return load({"model": str(folder), "threads": 1, "max_model_len": 128}, {}, None)
 
 
-def test_a_single_word_is_the_prompt_unless_it_names_a_model(tmp_path: Path) -> None:
-    assert split_words(["Once upon"]) == (None, "Once upon")
-    assert split_words(["-"]) == (None, "-")
-    assert split_words(["headrace-mini"]) == ("headrace-mini", None)
-    assert split_words([str(tmp_path)]) == (str(tmp_path), None)
-    assert split_words(["Qwen/Qwen3-0.6B"]) == ("Qwen/Qwen3-0.6B", None)
-    assert split_words(["a", "b"]) == ("a", "b")
+@pytest.mark.parametrize(
+    "word", ["Once upon", "-", "wheel", "and/or", "24/7", "...", "", "1/2 m", "long" * 2000]
+)
+def test_a_single_word_is_the_text_unless_it_names_a_model(word: str) -> None:
+    assert split_words([word]) == (None, word)
+    assert split_inputs([word]) == (None, [word])
+
+
+def test_a_model_on_this_machine_may_stand_alone(tmp_path: Path) -> None:
+    (tmp_path / "it.gguf").touch()
+    for name in ("headrace-mini", "smollm2", str(tmp_path), str(tmp_path / "it.gguf")):
+        assert split_words([name]) == (name, None)
+        assert split_inputs([name]) == (name, [])
+
+
+def test_the_first_of_several_words_is_the_model() -> None:
+    for name in ("Qwen/Qwen3-0.6B", "headrace-mini"):
+        assert split_words([name, "a"]) == (name, "a")
+        assert split_inputs([name, "a", "b"]) == (name, ["a", "b"])
+    assert split_inputs(["A wheel", "a river"]) == (None, ["A wheel", "a river"])
+    assert split_inputs(["-", "a"]) == (None, ["-", "a"])
+    with pytest.raises(ConfigError, match="one prompt"):
+        split_words(["A wheel", "a river"])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "./modle",
+        "../modle",
+        "~/modle",
+        "~nobody-here/modle",
+        "/no/modle",
+        "a/b/modle",
+        "modle.gguf",
+        "modle",
+    ],
+)
+@pytest.mark.parametrize("split", [split_words, split_inputs])
+def test_a_mistyped_model_is_not_taken_for_a_text(
+    name: str, split: Callable[[list[str]], object]
+) -> None:
+    for rest in (["A wheel"], ["-"]):
+        with pytest.raises(ConfigError, match=f"There is no model '{name}'"):
+            split([name, *rest])
+    if name.startswith((".", "~", "/")) or name.endswith(".gguf"):
+        with pytest.raises(ConfigError, match="There is no model"):
+            split([name])
+
+
+def test_a_lone_word_that_could_be_a_hub_id_says_what_it_is_used_as(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    assert split_words(["no-one/no-such"]) == (None, "no-one/no-such")
+    assert "'no-one/no-such' is used as the text" in capfd.readouterr().err
+    split_words(["wheel"])
+    assert not capfd.readouterr().err
 
 
 @pytest.mark.parametrize("given", ["-", None])
@@ -156,8 +207,6 @@ def test_a_schema_is_read_from_its_file(tmp_path: Path) -> None:
 def test_each_text_is_embedded_on_a_line_of_its_own(
     config: ServerConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert split_inputs(["headrace-mini", "a"]) == ("headrace-mini", ["a"])
-    assert split_inputs(["a", "-"]) == (None, ["a", "-"])
     monkeypatch.setattr(sys, "stdin", io.StringIO("two\nlines\n"))
     texts = read_inputs(["a", "-"])
     assert texts == ["a", "two", "lines"]

@@ -7,7 +7,8 @@ from typing import Any
 
 import msgspec
 
-from headrace.checkpoints.find import MINI, can_be_fetched
+from headrace.checkpoints.find import MINI, can_be_fetched, find_here, is_hub_id, place_of
+from headrace.checkpoints.packaged import PACKAGED
 from headrace.cli import exits
 from headrace.cli.load_lines import show
 from headrace.cli.logs import clear, say
@@ -21,18 +22,45 @@ from headrace.protocols.openai import completions as openai_completions
 from headrace.protocols.openai.completions import DEFAULT_MAX_TOKENS
 from headrace.protocols.vectors import embeddings
 
+_PATHS, _FILES = ("./", "../", "~", "/"), (".gguf", ".safetensors")
 _LIMITS = {"max_tokens", "max_completion_tokens"}
 
 
 def split_words(words: Sequence[str]) -> tuple[str | None, str | None]:
-    """MODEL and PROMPT of up to two words; one alone is the prompt unless it names a model."""
+    """MODEL and PROMPT of up to two words."""
     if len(words) > 2:
         raise ConfigError(f"generate takes MODEL and PROMPT; {len(words)} words are too many.")
-    if len(words) == 2:
-        return words[0], words[1]
-    if not words:
-        return None, None
-    return (words[0], None) if _names_model(words[0]) else (None, words[0])
+    model, prompts = split_inputs(words)
+    if len(prompts) > 1:
+        raise ConfigError(f"generate takes one prompt; {prompts[0]!r} is not the name of a model.")
+    return model, prompts[0] if prompts else None
+
+
+def split_inputs(words: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The model, if the first word names one, and the texts.
+
+    Of several words the first is the model, unless it has spaces. A single word is the text, unless
+    a model of that name is on this machine. ConfigError for a model that does not exist: it would
+    become a text, and the user would not notice.
+    """
+    first, rest = words[0] if words else "", list(words[1:])
+    if first.strip() in ("", "-"):
+        return None, list(words)
+    is_path = first.startswith(_PATHS) or first.endswith(_FILES)
+    has_spaces = len(first.split()) > 1
+    if _is_here(first) or (rest and can_be_fetched(first) and not is_path):
+        return first, rest
+    if (rest and is_path) or (not has_spaces and (rest or is_path)):
+        raise ConfigError(
+            f"There is no model {first!r}; give the path of a folder or a GGUF file, a hub id, or "
+            f"{MINI}. To use {first!r} as a text, put the name of a model before it."
+        )
+    if not has_spaces and ("/" in first or first[0] == "."):
+        say(
+            f"headrace: {first!r} is used as the text, since no model of that name is on this "
+            "machine. To use it as a model, put the text, or - for stdin, after it."
+        )
+    return None, list(words)
 
 
 def read_prompt(prompt: str | None) -> str:
@@ -119,13 +147,6 @@ def _is_json(text: str) -> bool:
     return True
 
 
-def split_inputs(words: Sequence[str]) -> tuple[str | None, list[str]]:
-    """MODEL and the texts: the first word is a text, too, unless it names a model."""
-    if words and _names_model(words[0]):
-        return words[0], list(words[1:])
-    return None, list(words)
-
-
 def read_inputs(words: Sequence[str]) -> list[str]:
     """The texts themselves; without any, or for -, the lines that come on stdin."""
     if not words and sys.stdin.isatty():
@@ -145,5 +166,12 @@ def embed(config: ServerConfig, texts: list[str], fields: dict[str, Any]) -> Non
             print(msgspec.json.encode(vector).decode())
 
 
-def _names_model(word: str) -> bool:
-    return word == MINI or can_be_fetched(word) or Path(word).expanduser().is_dir()
+def _is_here(word: str) -> bool:
+    """Whether a word names a model on this machine, or a short name that is always understood."""
+    try:
+        place = place_of(word)
+    except (OSError, RuntimeError):  # a text that is too long for a path; ~ before no user's name
+        return False
+    if place is not None and place.exists():
+        return place.is_dir() or place.suffix == ".gguf"
+    return word == MINI or word in PACKAGED or (is_hub_id(word) and find_here(word) is not None)

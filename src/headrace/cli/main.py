@@ -146,9 +146,10 @@ def _generate_command() -> click.Command:
         **flags: Any,
     ) -> None:
         """Continue PROMPT in this process and print the text. Without PROMPT, or with -, the
-        prompt is read from stdin. A single word is the prompt, unless it names a model:
-        headrace-mini, a folder, or a hub id. A text that is cut says so on stderr; if it should
-        have followed a schema or a grammar, the exit code is 1.
+        prompt is read from stdin. The first of two words is the model. A single word is the prompt,
+        unless it names a model on this machine: headrace-mini, smollm2, a folder, a GGUF file, or a
+        hub id that was downloaded. A path that does not exist is an error. A text that is cut
+        says so on stderr; if it should have followed a schema or a grammar, the exit code is 1.
 
         \b
         headrace generate "The days of the week are Monday, Tuesday,"
@@ -181,8 +182,10 @@ def _generate_command() -> click.Command:
 def _embed_command() -> click.Command:
     def run(words: tuple[str, ...], pairs: tuple[str, ...], **flags: Any) -> None:
         """Print the embedding of each TEXT, a JSON array on a line of its own, computed in this
-        process. Without TEXT, or with -, each line of stdin is a text. The first word is a text,
-        too, unless it names a model: headrace-mini, a folder, or a hub id.
+        process. Without TEXT, or with -, each line of stdin is a text. The first of several words
+        is the model, unless it contains spaces. A single word is a text, unless it names a model on
+        this machine: headrace-mini, smollm2, a folder, a GGUF file, or a hub id that was
+        downloaded. A path that does not exist is an error.
 
         \b
         headrace embed ./my-model "A wheel that turns" "A river"
