@@ -1,6 +1,8 @@
 """Adapters' files: what is read of them, and why others are refused."""
 
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +59,7 @@ def test_a_path_where_nothing_can_be_is_refused(name: str) -> None:
         ({"target_modules": ["q_proj"]}, "model.layers.0.self_attn.v_proj, which target_modules"),
         ({"target_modules": ["q_proj", "v_proj", "gate"]}, "names gate in target_modules"),
         ({"target_modules": r".*\.q_pro"}, "which target_modules does not name"),
-        ({"target_modules": "("}, "no regular expression"),
+        ({"target_modules": "("}, "not a regular expression"),
     ],
 )
 def test_what_is_not_computed_is_refused_by_name(
@@ -239,3 +241,145 @@ def write_gguf(folder: Path, base: ModelSpec, file: Path) -> Path:
     writer.write_tensors_to_file()
     writer.close()
     return file
+
+
+BOMB = "((([a-z_0-9.])+)+)+X"
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"target_modules": BOMB},
+        {"rank_pattern": {BOMB: 4}},
+        {"alpha_pattern": {"v_proj": 1, BOMB: 4}},
+        {"target_modules": "(?:" * 5 + ".*" + "){0,9999}" * 5 + "X"},
+    ],
+)
+def test_an_expression_that_never_ends_is_refused(
+    changed: dict[str, Any], base: ModelSpec, tmp_path: Path
+) -> None:
+    folder = make_adapter(tmp_path / "a", base.folder, 4, ("q_proj",))
+    configure(folder, **changed)
+    assert "adapter_config.json take too long to match" in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [r"^(?!.*visual).*(?:q_proj|v_proj)$", r"^(model(?=\.).*\.(q_proj|v_proj))$"],
+)
+def test_expressions_that_trainers_write_are_matched(
+    targets: str, base: ModelSpec, tmp_path: Path
+) -> None:
+    folder = make_adapter(tmp_path / "a", base.folder, 4, ("q_proj", "v_proj"))
+    configure(folder, target_modules=targets)
+    assert len(read_adapter(folder, LLAMA).factors) == 6
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"rank_pattern": ["x"]}, "rank_pattern in adapter_config.json of a is not an object"),
+        ({"alpha_pattern": "x"}, "alpha_pattern in adapter_config.json of a is not an object"),
+        ({"alpha_pattern": {"q_proj": [1]}}, "has lora_alpha a list for"),
+        ({"alpha_pattern": {"(": 1}}, "is not a regular expression"),
+        ({"alpha_pattern": {"a{99999999999999}": 1}}, "is not a regular expression"),
+        ({"alpha_pattern": {"(" * 5000 + ")" * 5000: 1}}, "in adapter_config.json"),
+        ({"lora_alpha": 10**400}, "it must be a number"),
+        ({"lora_alpha": True}, "has lora_alpha True"),
+        ({"lora_alpha": "x"}, "has lora_alpha x"),
+        ({"lora_alpha": float("nan")}, "has lora_alpha nan"),
+        ({"lora_alpha": None}, "has lora_alpha None"),
+        ({"r": 0}, "says 0"),
+        ({"r": -1}, "says -1"),
+        ({"r": 1.5}, "says 1.5"),
+        ({"r": True}, "has r True"),
+        ({"r": 10**9}, "says 1e+09"),
+        ({"r": 10**400, "use_rslora": True}, "it must be a number"),
+        ({"use_rslora": "yes"}, "neither true nor false"),
+        ({"target_modules": {"q_proj": 1}}, "neither a list of names nor a regular expression"),
+        ({"target_modules": ["q_proj", 1]}, "neither a list of names nor a regular expression"),
+        ({"bias": "x" * 100_000}, "bias"),
+        ({"peft_type": "LO\nHA"}, "of kind LO?HA"),
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_refused_by_name(
+    changed: dict[str, Any], words: str, base: ModelSpec, tmp_path: Path
+) -> None:
+    folder = make_adapter(tmp_path / "a", base.folder, 4, ("q_proj",))
+    configure(folder, **changed)
+    message = refusal(folder)
+    assert words in message and len(message) < 400
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        (b"[]", "is not an object"),
+        (b"", "is not valid JSON"),
+        (b"\xff\xfe\xff", "is not valid JSON"),
+        (b"[" * 100_000, "is not valid JSON"),
+        (b'{"r":' + b"9" * 5000 + b"}", "is not valid JSON"),
+        (b" " * (2 << 20), "has more than 1,048,576 bytes"),
+    ],
+)
+def test_a_config_that_is_none_is_refused(
+    raw: bytes, words: str, base: ModelSpec, tmp_path: Path
+) -> None:
+    folder = make_adapter(tmp_path / "a", base.folder, 4, ("q_proj",))
+    (folder / "adapter_config.json").write_bytes(raw)
+    assert words in refusal(folder)
+
+
+def make_pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def link_to_zeros(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def link_to_itself(path: Path) -> None:
+    path.symlink_to(path)
+
+
+@pytest.mark.parametrize("make", [make_pipe, link_to_zeros, link_to_itself, Path.mkdir])
+@pytest.mark.parametrize("file", ["adapter_config.json", "adapter_model.safetensors"])
+def test_what_is_not_a_file_is_not_opened(
+    make: Callable[[Path], None], file: str, base: ModelSpec, tmp_path: Path
+) -> None:
+    folder = make_adapter(tmp_path / "a", base.folder, 4, ("q_proj",))
+    (folder / file).unlink()
+    make(folder / file)
+    assert f"has no {file}" in refusal(folder)
+
+
+def test_more_weights_than_are_read_are_refused(base: ModelSpec, tmp_path: Path) -> None:
+    folder = make_adapter(tmp_path / "a", base.folder, 4, ("q_proj",))
+    with (folder / "adapter_model.safetensors").open("r+b") as file:
+        file.truncate(1 << 40)
+    assert "adapters of up to 17,179,869,184 are taken" in refusal(folder)
+
+
+@pytest.mark.parametrize("path", ["~nosuchuser/x", "~a\0b/x", "~nosuchuser/x.gguf"])
+def test_the_home_of_an_unknown_user_is_refused(path: str) -> None:
+    assert "No adapter was found at ~" in refusal(Path(path))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
+def test_values_that_cannot_be_computed_are_refused_at_the_load(
+    value: float, base: ModelSpec, tmp_path: Path
+) -> None:
+    folder = make_adapter(tmp_path / "a", base.folder, 4, ("q_proj",))
+    file = folder / "adapter_model.safetensors"
+    tensors = load_file(file)
+    tensors[f"base_model.model.{Q_PROJ}.lora_A.weight"][1, 2] = value
+    save_file(tensors, file)
+    adapter = name_adapter("a", folder, LLAMA)
+    with pytest.raises(ModelError, match=f"The adapter a changes a weight of {Q_PROJ} by up to"):
+        tiny_runner(base.folder).read_adapter(adapter)
+
+
+def test_a_scale_that_makes_values_infinite_is_refused(base: ModelSpec, tmp_path: Path) -> None:
+    folder = make_adapter(tmp_path / "a", base.folder, 4, ("q_proj",), lora_alpha=1e308)
+    with pytest.raises(ModelError, match="by up to inf"):
+        tiny_runner(base.folder).read_adapter(name_adapter("a", folder, LLAMA))

@@ -5,6 +5,7 @@
 
 import asyncio
 import itertools
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -160,6 +161,51 @@ def test_other_files_at_an_adapters_path_are_told_behind_a_kill(
     assert refused.json()["error"]["code"] == "load_failed"
     assert str(tmp_path) not in refused.text
     assert unload(server, "moved").status_code == 200
+
+
+def test_a_hostile_folder_is_a_400_and_delays_nobody(
+    server: ServerProcess, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(folders["bag"], tmp_path / "bag"))
+    config = json.loads((folder / "adapter_config.json").read_text())
+    config["target_modules"] = "((([a-z_0-9.])+)+)+X"
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+
+    async def load_and_look() -> tuple[httpx.Response, int]:
+        async with httpx.AsyncClient(base_url=server.url, timeout=LIMIT_S) as client:
+            body = {"lora_name": "bad", "lora_path": str(folder)}
+            loading = asyncio.create_task(client.post("/v1/load_lora_adapter", json=body))
+            num_alive = 0
+            while not loading.done():
+                num_alive += (await client.get("/health/live")).status_code == 200
+            return await loading, num_alive
+
+    refused, num_alive = asyncio.run(load_and_look())
+    assert refused.status_code == 400 and "take too long to match" in refused.text
+    assert num_alive > 10
+
+
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        ("x", "~nosuchuser/x"),
+        ("x", "~a\0b/x"),
+        ("x", "a\0b"),
+        ("x", "a" * 10_000),
+        ("x", "../../../../etc/passwd"),
+        ("x", 3),
+        ("x", ["a"]),
+        ("a\nb", "/tmp"),
+        ("a\0b", "/tmp"),
+        ("a" * 257, "/tmp"),
+        ("a=b", "/tmp"),
+        ({}, "/tmp"),
+    ],
+)
+def test_a_wrong_name_or_path_is_a_400(server: ServerProcess, name: Any, path: Any) -> None:
+    refused = post(server, "/v1/load_lora_adapter", lora_name=name, lora_path=path)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == ("lora_path" if name == "x" else "lora_name")
 
 
 def test_figures_tell_adapters_apart(server: ServerProcess) -> None:

@@ -3,6 +3,7 @@
 from contextlib import ExitStack
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from torch import Tensor
 
@@ -11,12 +12,14 @@ from headrace.checkpoints.gguf_weights import GgufFile
 from headrace.checkpoints.spec import ModelSpec
 from headrace.core.errors import ModelError
 
+_LARGEST = torch.finfo(torch.float16).max  # weights of models are far below this
+
 
 class AdapterTensors:
     """An adapter's open file; a context."""
 
     def __init__(self, files: AdapterFiles, spec: ModelSpec) -> None:
-        self._factors = files.factors
+        self._factors, self._name = files.factors, files.path.parent.name
         self._stack = ExitStack()
         if files.is_gguf and "num_attention_heads" not in spec.config:
             raise ModelError(
@@ -36,9 +39,20 @@ class AdapterTensors:
         self._stack.close()
 
     def pair(self, module: str) -> tuple[Tensor, Tensor]:
-        """float32 [rank, inputs] and [outputs, rank], the latter scaled."""
+        """float32 [rank, inputs] and [outputs, rank], the latter scaled.
+
+        ModelError if a value is not finite, or so large that a change of a weight may not be.
+        """
         factors = self._factors[module]
         down, up = (
             self._file.get_tensor(it.stored_as).float() for it in (factors.down, factors.up)
         )
-        return down, up * factors.scale
+        up *= factors.scale
+        sizes = torch.stack([it.abs().max() for it in (down, up)])
+        largest = float(torch.cat([sizes, sizes.prod(0, True) * factors.rank]).max())
+        if not largest <= _LARGEST:  # so for NaN, too
+            raise ModelError(
+                f"The adapter {self._name} changes a weight of {module} by up to {largest:g}, and "
+                f"at most {_LARGEST:g} is computed; its file is damaged, or its training failed."
+            )
+        return down, up

@@ -5,20 +5,26 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from headrace.checkpoints.gguf_header import read_gguf
+from headrace.checkpoints.gguf_header import TYPES, read_gguf
 from headrace.checkpoints.gguf_names import original_name
 from headrace.checkpoints.headers import TensorHeader, read_file, text_side
+from headrace.checkpoints.patterns import first_matches
 from headrace.core.adapter import Adapter
 from headrace.core.errors import ModelError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_MAX_CONFIG = 1 << 20  # bytes
+_MAX_HEADER = 4 << 20  # bytes, which describe about 20,000 tensors
+_MAX_WEIGHTS = 16 << 30  # bytes, all of which are read for the fingerprint
+_LONGEST_NAME = 512  # characters, of a tensor
 _TYPES = ("F32", "F16", "BF16")
+_GGUF_TYPES = tuple(name for name, *_ in TYPES.values())
 _PEFT_NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight")
 _HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "use_dora": (False,),
@@ -64,21 +70,30 @@ class AdapterFiles(msgspec.Struct, frozen=True):
 
 
 def read_adapter(path: Path, architecture: str) -> AdapterFiles:
-    """The adapter of that path, for a model of that architecture; ModelError if it is not fit."""
-    if path.suffix == ".gguf" and os.path.isfile(path):  # also of a path too long to be one
-        return _of_gguf(path, architecture)
-    if not os.path.isdir(path):
+    """The adapter of that path, for a model of that architecture; ModelError if it is not fit.
+
+    Takes bounded time and memory, whatever the files hold.
+    """
+    try:
+        place = path.expanduser()
+        is_gguf = path.suffix == ".gguf" and os.path.isfile(place)  # False if it is too long
+        is_folder = os.path.isdir(place)
+    except (RuntimeError, ValueError):  # "~" of an unknown user
+        is_gguf = is_folder = False
+    if not (is_gguf or is_folder):
         raise ModelError(
             f"No adapter was found at {path}; give a folder with {CONFIG}, or a GGUF file."
         )
-    return _of_peft(path)
+    try:
+        return _of_gguf(place, architecture) if is_gguf else _of_peft(place)
+    except OSError as error:
+        raise ModelError(f"The adapter at {path} cannot be read: {error.strerror}.") from None
 
 
 def name_adapter(name: str, path: Path, architecture: str, parent: str = "") -> Adapter:
     """The adapter with its fingerprint, which reads all of it; ModelError if it is not fit."""
-    path = path.expanduser()
     files = read_adapter(path, architecture)
-    return Adapter(name, str(path.absolute()), fingerprint_of(files), parent)
+    return Adapter(name, str(path.expanduser().absolute()), fingerprint_of(files), parent)
 
 
 def fingerprint_of(files: AdapterFiles) -> str:
@@ -99,59 +114,89 @@ def _of_peft(folder: Path) -> AdapterFiles:
     _refuse_other_kinds(folder, config)
     weights = folder / WEIGHTS
     if not weights.is_file():
-        others = "; adapter_model.bin is not read: save it as safetensors" * any(
-            folder.glob("*.bin")
-        )
+        is_pickle = (folder / "adapter_model.bin").exists()
+        others = "; adapter_model.bin is not read: save it as safetensors" * is_pickle
         raise ModelError(f"The adapter {folder.name} has no {WEIGHTS}{others}.")
+    _check_size(weights)
     pairs: dict[str, dict[str, TensorHeader]] = {}
-    for name, header in read_file(weights).items():
+    for name, header in read_file(weights, _MAX_HEADER).items():
         found = _PEFT_NAME.fullmatch(name)
-        if found is None:
+        if found is None or len(name) > _LONGEST_NAME:
             raise ModelError(
-                f"The adapter {folder.name} has a tensor {name}, which is no factor of a linear "
-                "layer; embeddings, biases and whole modules are not taken."
+                f"The adapter {folder.name} has a tensor {_shown(name)}, which is no factor of a "
+                "linear layer; embeddings, biases and whole modules are not taken."
             )
         pairs.setdefault(found[1], {})[found[2]] = header
     _check_targets(folder, config.get("target_modules"), pairs)
+    ranks = _by_module(folder, config, pairs, "r", "rank_pattern")
+    alphas = _by_module(folder, config, pairs, "lora_alpha", "alpha_pattern")
     factors = {}
     for module, pair in pairs.items():
-        rank, scale = _rank_and_scale(folder, config, module)
-        factors[module] = _factors(folder.name, module, pair, scale)
-        if factors[module].rank != rank:
+        own = _factors(folder.name, module, pair, 1.0)
+        if ranks[module] != own.rank:
             raise ModelError(
-                f"The adapter {folder.name} has rank {factors[module].rank} at {module}, and "
-                f"{CONFIG} says {rank}; save it again."
+                f"The adapter {folder.name} has rank {own.rank} at {_shown(module)}, and {CONFIG} "
+                f"says {ranks[module]:g}; save it again."
             )
+        divisor = math.sqrt(own.rank) if config.get("use_rslora") else own.rank
+        factors[module] = msgspec.structs.replace(own, scale=alphas[module] / divisor)
     return AdapterFiles(weights, _text_names(folder.name, factors))
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    try:
-        config = json.loads((folder / CONFIG).read_bytes())
-    except FileNotFoundError:
+    file = folder / CONFIG
+    if not file.is_file():  # nor a pipe, which would never end
         raise ModelError(
             f"{folder.name} has no {CONFIG}; give the folder that PEFT saved an adapter in."
-        ) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{CONFIG} of {folder.name} cannot be read: {error}.") from None
+        )
+    with file.open("rb") as opened:
+        raw = opened.read(_MAX_CONFIG + 1)
+    if len(raw) > _MAX_CONFIG:
+        raise ModelError(
+            f"{CONFIG} of {folder.name} has more than {_MAX_CONFIG:,} bytes, which is too long for "
+            "a configuration; save the adapter again."
+        )
+    try:
+        config = json.loads(raw)
+    except (ValueError, RecursionError):
+        raise ModelError(f"{CONFIG} of {folder.name} is not valid JSON; save it again.") from None
     if not isinstance(config, dict):
-        raise ModelError(f"{CONFIG} of {folder.name} is no object; save the adapter again.")
+        raise ModelError(f"{CONFIG} of {folder.name} is not an object; save the adapter again.")
     return config
+
+
+def _check_size(weights: Path) -> None:
+    if (size := weights.stat().st_size) > _MAX_WEIGHTS:
+        raise ModelError(
+            f"{weights.name} has {size:,} bytes; adapters of up to {_MAX_WEIGHTS:,} are taken. "
+            "Merge it into its model with PEFT, and serve that."
+        )
+
+
+def _shown(value: Any) -> str:
+    """A file's value as messages show it: short, on one line."""
+    if isinstance(value, list | dict):
+        return "a list" if isinstance(value, list) else "an object"
+    return "".join(it if it.isprintable() else "?" for it in str(value)[:120])
 
 
 def _refuse_other_kinds(folder: Path, config: dict[str, Any]) -> None:
     kind = config.get("peft_type")
     if kind != "LORA":
-        raise ModelError(f"The adapter {folder.name} is of kind {kind}; only LORA is computed.")
+        raise ModelError(
+            f"The adapter {folder.name} is of kind {_shown(kind)}; only LORA is computed."
+        )
     for option, harmless in _HARMLESS.items():
         value = config.get(option)
         if value is not None and value not in harmless:
             what = "DoRA" if option == "use_dora" else option
             raise ModelError(
-                f"The adapter {folder.name} has {what} ({option}: {value}), which is not computed "
-                "here; merge it into its model with PEFT, and serve that."
+                f"The adapter {folder.name} has {what} ({option}: {_shown(value)}), which is not "
+                "computed here; merge it into its model with PEFT, and serve that."
             )
-    begins = str(config.get("init_lora_weights") or "").lower()
+    if not isinstance(config.get("use_rslora"), bool | None):
+        raise ModelError(f"use_rslora in {CONFIG} of {folder.name} is neither true nor false.")
+    begins = _shown(config.get("init_lora_weights")).lower()
     if begins.startswith(_CHANGES_BASE):
         raise ModelError(
             f"The adapter {folder.name} was begun by {begins}, which changes its model's weights; "
@@ -164,52 +209,70 @@ def _check_targets(folder: Path, targets: Any, modules: Mapping[str, Any]) -> No
     if targets is None or targets == "all-linear":
         return
     if isinstance(targets, str):
-        strange = [it for it in modules if not _matches(targets, it)]
+        found = first_matches([targets], list(modules), CONFIG)
+        strange = [it for it, number in zip(modules, found, strict=True) if number < 0]
     elif isinstance(targets, list) and all(isinstance(it, str) for it in targets):
-        strange = [it for it in modules if not any(_ends_with(it, end) for end in targets)]
-        missing = [end for end in targets if not any(_ends_with(it, end) for it in modules)]
-        if missing:
+        endings = set(targets)
+        named = {it: endings.intersection(_endings(it)) for it in modules}
+        strange = [it for it, ends in named.items() if not ends]
+        if missing := endings.difference(*named.values()):
             raise ModelError(
-                f"The adapter {folder.name} names {missing[0]} in target_modules, and has no "
-                "tensors for it; save it again."
+                f"The adapter {folder.name} names {_shown(min(missing))} in target_modules, and "
+                "has no tensors for it; save it again."
             )
     else:
-        raise ModelError(f"target_modules in {CONFIG} of {folder.name} is no list of names.")
+        raise ModelError(
+            f"target_modules in {CONFIG} of {folder.name} is neither a list of names nor a regular "
+            "expression."
+        )
     if strange:
         raise ModelError(
-            f"The adapter {folder.name} has tensors for {strange[0]}, which target_modules does "
-            "not name; save it again."
+            f"The adapter {folder.name} has tensors for {_shown(strange[0])}, which target_modules "
+            "does not name; save it again."
         )
 
 
-def _ends_with(module: str, end: str) -> bool:
-    return module == end or module.endswith(f".{end}")
+def _endings(module: str) -> Iterable[str]:
+    """The names by which a list of targets may mean this module: "a.b.c", "b.c" and "c"."""
+    while module:
+        yield module
+        module = module.partition(".")[2]
 
 
-def _matches(pattern: str, module: str) -> bool:
+def _by_module(
+    folder: Path,
+    config: dict[str, Any],
+    modules: Iterable[str],
+    option: str,
+    option_by_pattern: str,
+) -> dict[str, float]:
+    """The number that an option has for each module: that of the first pattern for its name."""
+    modules = list(modules)
+    patterns = config.get(option_by_pattern) or {}
+    if not isinstance(patterns, dict):
+        raise ModelError(f"{option_by_pattern} in {CONFIG} of {folder.name} is not an object.")
+    expressions = [rf"(.*\.)?({pattern})" for pattern in patterns]  # as PEFT reads them
+    found = first_matches(expressions, modules, CONFIG) if patterns else [-1] * len(modules)
+    values = [*patterns.values(), config.get(option)]  # -1 is the last one: the option's own
+    numbers = [_finite(value) for value in values]
+    for module, number in zip(modules, found, strict=True):
+        if numbers[number] is None:
+            raise ModelError(
+                f"{CONFIG} of {folder.name} has {option} {_shown(values[number])} for "
+                f"{_shown(module)}; it must be a number."
+            )
+    return {it: numbers[number] or 0.0 for it, number in zip(modules, found, strict=True)}
+
+
+def _finite(value: Any) -> float | None:
+    """The value, if it is a number that can be computed with."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
     try:
-        return re.fullmatch(pattern, module) is not None
-    except re.error as error:
-        raise ModelError(f"{pattern!r} in {CONFIG} is no regular expression: {error}.") from None
-
-
-def _rank_and_scale(folder: Path, config: dict[str, Any], module: str) -> tuple[int, float]:
-    rank = _for(config.get("rank_pattern"), module, config.get("r"))
-    alpha = _for(config.get("alpha_pattern"), module, config.get("lora_alpha"))
-    if not (isinstance(rank, int) and rank > 0 and isinstance(alpha, int | float)):
-        raise ModelError(
-            f"{CONFIG} of {folder.name} has r {rank} and lora_alpha {alpha} for {module}; both "
-            "must be numbers, and r at least 1."
-        )
-    return rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-
-
-def _for(patterns: Any, module: str, default: Any) -> Any:
-    """The value of the first pattern that the module's name ends with."""
-    for pattern, value in (patterns or {}).items():
-        if _matches(rf"(.*\.)?({pattern})", module):
-            return value
-    return default
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
 
 
 def _factors(
@@ -219,12 +282,14 @@ def _factors(
     down, up = pair.get("A"), pair.get("B")
     if down is None or up is None:
         lost = "A" if down is None else "B"
-        raise ModelError(f"The adapter {adapter} lacks factor {lost} of {module}; save it again.")
+        raise ModelError(
+            f"The adapter {adapter} lacks factor {lost} of {_shown(module)}; save it again."
+        )
     is_pair = len(down.shape) == len(up.shape) == 2 and down.shape[0] == up.shape[1] > 0
     if not is_pair:
         raise ModelError(
             f"The adapter {adapter} has factors of shapes {list(down.shape)} and {list(up.shape)} "
-            f"at {module}; [rank, inputs] and [outputs, rank] are computed."
+            f"at {_shown(module)}; [rank, inputs] and [outputs, rank] are computed."
         )
     return FactorHeaders(down, up, scale)
 
@@ -235,8 +300,8 @@ def _text_names(adapter: str, factors: dict[str, FactorHeaders]) -> dict[str, Fa
     for name, header in headers.items():
         if header.dtype not in _TYPES:
             raise ModelError(
-                f"The adapter {adapter} has {header.dtype} at {name}; {', '.join(_TYPES)} are "
-                "computed."
+                f"The adapter {adapter} has {_shown(header.dtype)} at {_shown(name)}; "
+                f"{', '.join(_TYPES)} are computed."
             )
     kept = text_side(headers)
     if len(kept) < len(factors):
@@ -245,23 +310,30 @@ def _text_names(adapter: str, factors: dict[str, FactorHeaders]) -> dict[str, Fa
 
 
 def _of_gguf(path: Path, architecture: str) -> AdapterFiles:
-    head = read_gguf(path)
+    _check_size(path)
+    head = read_gguf(path, _MAX_HEADER)
     kind = head.fields.get("general.type"), head.fields.get("adapter.type")
     if kind != ("adapter", "lora"):
-        raise ModelError(f"{path.name} is no adapter: it says {kind[0]}, and {kind[1]}.")
-    alpha = head.fields.get("adapter.lora.alpha")
-    if not isinstance(alpha, int | float):
+        raise ModelError(
+            f"{path.name} is no adapter: it says {_shown(kind[0])}, and {_shown(kind[1])}."
+        )
+    alpha = _finite(head.fields.get("adapter.lora.alpha"))
+    if alpha is None:
         raise ModelError(f"{path.name} has no adapter.lora.alpha; convert it again.")
     pairs: dict[str, dict[str, TensorHeader]] = {}
     for name, tensor in head.tensors.items():
         base, _, factor = name.rpartition(".lora_")
-        if factor not in ("a", "b"):
-            raise ModelError(f"{path.name} has a tensor {name}, which is no factor of a layer.")
+        if tensor.kind not in _GGUF_TYPES:
+            raise ModelError(f"{path.name} has {tensor.kind} at {_shown(name)}; use F16 or F32.")
+        if factor not in ("a", "b") or len(name) > _LONGEST_NAME:
+            raise ModelError(
+                f"{path.name} has a tensor {_shown(name)}, which is no factor of a layer."
+            )
         module = original_name(base, architecture).removesuffix(".weight")
         if ".linear_attn." in module:
             raise ModelError(
-                f"{path.name} changes {module}, whose order in GGUF files is not brought back for "
-                "adapters; give the folder that PEFT saved."
+                f"{path.name} changes {_shown(module)}, whose order in GGUF files is not brought "
+                "back for adapters; give the folder that PEFT saved."
             )
         # B's rows are in the file's order, and brought back by the name of the base's own
         stored = f"{module}.weight" if factor == "b" else f"{module}.down"
@@ -271,5 +343,5 @@ def _of_gguf(path: Path, architecture: str) -> AdapterFiles:
     factors = {}
     for module, pair in pairs.items():
         found = _factors(path.name, module, pair, 1.0)
-        factors[module] = msgspec.structs.replace(found, scale=float(alpha) / found.rank)
+        factors[module] = msgspec.structs.replace(found, scale=alpha / found.rank)
     return AdapterFiles(path, factors, is_gguf=True)

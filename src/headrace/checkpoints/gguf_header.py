@@ -7,6 +7,7 @@ is checked against what is left of the file before anything is read or allocated
 import mmap
 import re
 import struct
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -98,8 +99,11 @@ class GgufHeader(msgspec.Struct, frozen=True):
         return self.fields.get(f"{self.architecture}.{key}", default)
 
 
-def read_gguf(path: Path) -> GgufHeader:
-    """One file; ModelError if it is damaged or holds a type that is not read."""
+def read_gguf(path: Path, max_bytes: int = sys.maxsize) -> GgufHeader:
+    """One file; ModelError if it is damaged or holds a type that is not read.
+
+    A head longer than `max_bytes` counts as damaged.
+    """
     with path.open("rb") as file:
         try:
             content: Any = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -107,7 +111,7 @@ def read_gguf(path: Path) -> GgufHeader:
             raise _damaged(path) from None  # an empty file
         with content:
             try:
-                return _HeadReader(content, path.name).header()
+                return _HeadReader(content, path.name, max_bytes).header()
             except (struct.error, UnicodeDecodeError, _DamageError):
                 raise _damaged(path) from None
 
@@ -138,8 +142,9 @@ class _DamageError(Exception):
 
 
 class _HeadReader:
-    def __init__(self, content: mmap.mmap, name: str) -> None:
+    def __init__(self, content: mmap.mmap, name: str, max_bytes: int) -> None:
         self._content, self._name, self._place = content, name, 0
+        self._end = min(len(content), max_bytes)
 
     def header(self) -> GgufHeader:
         magic, version = self._unpack("4sI")
@@ -216,13 +221,14 @@ class _HeadReader:
         return self._content[start : self._place].decode()
 
     def _unpack(self, form: str) -> tuple[Any, ...]:
+        self._expect(1, size := struct.calcsize(f"<{form}"))
         found = struct.unpack_from(f"<{form}", self._content, self._place)
-        self._place += struct.calcsize(f"<{form}")
+        self._place += size
         return found
 
     def _expect(self, count: int, size: int) -> None:
-        """Damage if fewer bytes are left than `count` things of at least this size take."""
-        if count * size > len(self._content) - self._place:
+        """Damage if `count` things of at least this size do not fit in what is left of the head."""
+        if count * size > self._end - self._place:
             raise _DamageError
 
 

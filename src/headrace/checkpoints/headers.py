@@ -1,10 +1,9 @@
 """The headers of weight files: names, types and shapes; reads no value, without torch."""
 
-import json
 import math
 import re
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -15,6 +14,8 @@ from headrace.checkpoints.spec import ModelSpec
 from headrace.core.errors import ModelError
 
 _KNOWN_TYPES, MXFP4 = ("F32", "F16", "BF16"), "MXFP4"
+_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+_Size = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _BUFFERS = re.compile(r"(^|\.)(position_ids|token_type_ids|num_batches_tracked|attn\.bias)$")
 """Whole numbers that old exporters wrote, and every model makes by itself."""
 _NESTED = "model.language_model."  # where a model that also sees keeps its text side
@@ -131,24 +132,52 @@ def text_side(headers: dict[str, TensorHeader]) -> dict[str, TensorHeader]:
     }
 
 
-def read_file(path: Path) -> dict[str, TensorHeader]:
-    """The tensors of one safetensors file; ModelError if it is damaged."""
+class _Stored(msgspec.Struct, frozen=True):
+    """A tensor as a safetensors file describes it; keys of ours in the file are ignored."""
+
+    dtype: str
+    shape: tuple[_Size, ...]
+    data_offsets: tuple[_Size, _Size]
+
+
+def read_file(path: Path, max_header_bytes: int = 100_000_000) -> dict[str, TensorHeader]:
+    """The tensors of one safetensors file; ModelError if it is damaged.
+
+    The default limit is that of the safetensors library, and so is the rule that tensors fill the
+    file without a gap and without a byte that two share.
+    """
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        raw = file.read(length) if length <= size else b""
+        if length > size:
+            raise _damaged(path)
+        if length > max_header_bytes:
+            raise ModelError(
+                f"The header of {path.name} has {length:,} bytes; up to {max_header_bytes:,} are "
+                "read.",
+                "model_corrupt",
+            )
+        raw = file.read(length)
     try:
-        content: dict[str, Any] = json.loads(raw)
+        content = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
         content.pop("__metadata__", None)
-        for name, entry in content.items():
-            entry |= {"file": path.name, "stored_as": name}
-        headers = msgspec.convert(content, dict[str, TensorHeader])
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        entry = msgspec.json.Decoder(_Stored)
+        stored = {name: entry.decode(it) for name, it in content.items()}
+    except (ValueError, RecursionError) as error:
         raise _damaged(path) from error
-    end = max((header.data_offsets[1] for header in headers.values()), default=0)
-    if size != 8 + length + end:
+    place = 0
+    for it in sorted(stored.values(), key=lambda it: it.data_offsets):
+        first, end = it.data_offsets
+        width = _BYTES.get(it.dtype)
+        if first != place or end < first or (width and end - first != width * math.prod(it.shape)):
+            raise _damaged(path)
+        place = end
+    if size != 8 + length + place:
         raise _damaged(path)
-    return headers
+    return {
+        name: TensorHeader(it.dtype, it.shape, it.data_offsets, path.name, name)
+        for name, it in stored.items()
+    }
 
 
 def _damaged(path: Path) -> ModelError:

@@ -24,10 +24,10 @@ class AdapterDesk:
 
     async def load(self, name: str, path: str, base: str | None) -> None:
         """Has it in memory, to be asked for by its name; RequestError says why not."""
-        if not 0 < len(name) <= _LONGEST_NAME or "=" in name:
-            message = f"lora_name takes 1 to {_LONGEST_NAME} characters, none of them =."
+        if not 0 < len(name) <= _LONGEST_NAME or "=" in name or not name.isprintable():
+            message = f"lora_name takes 1 to {_LONGEST_NAME} printable characters, none of them =."
             raise RequestError("invalid_value", message, "lora_name")
-        async with self._turn, self._fleet.using(base) as host:
+        async with self._fleet.using(base) as host, self._turn:
             if self._fleet.hosts.find(name) is not None:
                 message = f"{name!r} is served already; unload it first, or give another name."
                 raise RequestError("invalid_value", message, "lora_name")

@@ -1,0 +1,39 @@
+"""Regular expressions that a downloaded file brings with it: matched where they can be killed."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from headrace.checkpoints import pattern_matcher
+from headrace.core.errors import ModelError
+
+_MAX_SECONDS = 20  # beside the processor time that the program allows itself
+
+
+def first_matches(patterns: Sequence[str], names: Sequence[str], where: str) -> list[int]:
+    """The number of the first pattern that matches all of each name; -1 if none does.
+
+    ModelError, which speaks of the file `where`, if a pattern is no regular expression, or if
+    matching takes more processor time or memory than a program of its own may have.
+    """
+    command = [sys.executable, "-I", "-S", "-W", "ignore", pattern_matcher.__file__]
+    question = json.dumps({"patterns": list(patterns), "names": list(names)}).encode()
+    try:
+        done = subprocess.run(
+            command,
+            input=question,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=_MAX_SECONDS,
+            check=True,
+        )
+    except (subprocess.SubprocessError, OSError):
+        raise ModelError(
+            f"The regular expressions in {where} take too long to match {len(names)} names of "
+            "modules; write plain names instead."
+        ) from None
+    answer: list[int] | int = json.loads(done.stdout)
+    if isinstance(answer, int):
+        raise ModelError(f"{patterns[answer][:80]!r} in {where} is not a regular expression.")
+    return answer

@@ -1,0 +1,78 @@
+"""Headers of safetensors files: what a file may say of its tensors, and what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.checkpoints.headers import read_file
+from headrace.core.errors import ModelError
+
+FINE = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
+
+
+def written(path: Path, header: bytes, num_bytes: int = 24) -> Path:
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(num_bytes))
+    return path
+
+
+def test_a_file_cannot_set_fields_of_our_own(tmp_path: Path) -> None:
+    own = {"rows": [10**12], "expert": 3, "is_transposed": True, "scales": ["/etc/passwd", "x"]}
+    header = json.dumps({"a": FINE | own | {"file": "/etc/passwd", "stored_as": "b"}}).encode()
+    found = read_file(written(tmp_path / "x.safetensors", header))["a"]
+    assert (found.rows, found.expert, found.is_transposed, found.scales) == (
+        (),
+        None,
+        False,
+        ("",) * 2,
+    )
+    assert (found.file, found.stored_as) == ("x.safetensors", "a")
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        {"a": FINE | {"shape": [2, 4]}},
+        {"a": FINE | {"shape": [-2, -3]}},
+        {"a": FINE | {"shape": [2.0, 3]}},
+        {"a": FINE | {"shape": [2**64, 3]}},
+        {"a": FINE | {"dtype": 1}},
+        {"a": FINE | {"data_offsets": [24, 0]}},
+        {"a": FINE | {"data_offsets": [0, 24, 24]}},
+        {"a": FINE, "b": FINE},
+        {"a": FINE, "b": FINE | {"data_offsets": [12, 36]}},
+        {"a": FINE | {"data_offsets": [4, 28]}},
+        {"a": [FINE]},
+        [FINE],
+        "x",
+    ],
+)
+def test_tensors_that_overlap_or_do_not_fill_their_place_are_damage(
+    tensors: Any, tmp_path: Path
+) -> None:
+    file = written(tmp_path / "x.safetensors", json.dumps(tensors).encode())
+    with pytest.raises(ModelError, match="truncated or damaged"):
+        read_file(file)
+
+
+@pytest.mark.parametrize(
+    "raw", [b"", b"\0" * 7, b"\xff" * 8, (2**63).to_bytes(8, "little") + b"{}"]
+)
+def test_a_length_beyond_the_file_is_damage(raw: bytes, tmp_path: Path) -> None:
+    (tmp_path / "x.safetensors").write_bytes(raw)
+    with pytest.raises(ModelError, match="truncated or damaged"):
+        read_file(tmp_path / "x.safetensors")
+
+
+def test_a_name_given_twice_is_damage(tmp_path: Path) -> None:
+    first, second = json.dumps(FINE), json.dumps(FINE | {"data_offsets": [24, 48]})
+    file = written(tmp_path / "x.safetensors", f'{{"a":{first},"a":{second}}}'.encode(), 48)
+    with pytest.raises(ModelError, match="truncated or damaged"):
+        read_file(file)
+
+
+def test_a_header_longer_than_the_limit_is_refused_by_its_size(tmp_path: Path) -> None:
+    file = written(tmp_path / "x.safetensors", json.dumps({"a": FINE}).encode())
+    with pytest.raises(ModelError, match=r"has \d+ bytes; up to 10 are read"):
+        read_file(file, 10)
