@@ -1,6 +1,8 @@
 """Every shelf: records that are whole, blobs of whole lines, one holder of a batch."""
 
 import asyncio
+import errno
+import os
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -241,3 +243,56 @@ async def test_what_does_not_fit_on_the_disk_leaves_no_trace(
     assert await shelf.blobs.read("out", 0, 100) == b"one\n"
     await shelf.blobs.append("out", b"three\n")
     assert await shelf.blobs.read("out", 0, 100) == b"one\nthree\n"
+
+
+def moved_aside(folder: Path) -> list[str]:
+    return sorted(path.name.partition(".")[0] for path in folder.rglob("*.unreadable-*"))
+
+
+async def test_what_no_record_or_blob_can_be_is_moved_aside_and_the_rest_stays(
+    tmp_path: Path,
+) -> None:
+    before = folder_shelf(tmp_path)
+    for id in ("sound", "spoiled"):
+        await before.records.put(FILE, id, b"record")
+        await before.blobs.append(id, b"line\n")
+    (tmp_path / "records/file/spoiled").unlink()
+    (tmp_path / "records/file/spoiled").mkdir()
+    os.mkfifo(tmp_path / "records/file/pipe")
+    (tmp_path / "blobs/a folder").mkdir()
+    os.mkfifo(tmp_path / "blobs/a pipe")
+    (tmp_path / "records/stop").rmdir()
+    (tmp_path / "records/stop").write_text("a file")
+    for _ in range(2):
+        after = folder_shelf(tmp_path)
+        assert await after.records.all(FILE) == [b"record"]
+        for id in ("sound", "spoiled"):  # what belongs to a record that cannot be read is kept
+            assert await after.blobs.read(id, 0, 10) == b"line\n"
+    assert moved_aside(tmp_path) == ["a folder", "a pipe", "pipe", "spoiled", "stop"]
+
+
+async def test_a_write_that_fails_or_is_cut_leaves_no_file_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shelf = folder_shelf(tmp_path / "batches")
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(StoreStalled):
+        await shelf.records.put(BATCH, "batch_1", b"record")
+    assert not list((tmp_path / "batches/records/batch").iterdir())
+    (tmp_path / "batches/records/batch/.batch_2").write_bytes(b"rec")
+    folder_shelf(tmp_path / "batches")
+    assert not list((tmp_path / "batches/records/batch").iterdir())
+
+
+def test_every_folder_is_for_its_user_alone(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        folder_shelf(tmp_path / "batches")
+    finally:
+        os.umask(before)
+    modes = {path.stat().st_mode & 0o777 for path in (tmp_path / "batches").rglob("*")}
+    assert modes | {(tmp_path / "batches").stat().st_mode & 0o777} == {0o700}

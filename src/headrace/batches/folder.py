@@ -13,10 +13,12 @@ from typing import TypeVar
 from headrace.batches.records import BATCH, FILE, OPEN, STOP
 from headrace.batches.shelf import NOBODY, Shelf
 from headrace.race import uncut
+from headrace.state_files import MARK, drop_partial, make_folder, make_way, read_kept
 from headrace.streams.store import StoreStalled
 
 T = TypeVar("T")
 
+_MAX_RECORD_BYTES = 64 << 20
 _TAIL = 1 << 16
 _PATIENCE_S = 5.0  # a disk may never answer
 
@@ -24,9 +26,10 @@ _PATIENCE_S = 5.0  # a disk may never answer
 def folder_shelf(path: Path) -> Shelf:
     """The shelf in this folder; blobs that no record names are what a kill left, and go."""
     threads = ThreadPoolExecutor(2, "batches")
+    make_folder(path)
     records = FolderRecords(path / "records", threads)
     blobs = FolderBlobs(path / "blobs", threads)
-    blobs.keep_only(records.ids(FILE))
+    blobs.keep_only(records.ids(FILE) | records.unreadable)
     return Shelf(records, blobs)
 
 
@@ -44,7 +47,7 @@ class _InThread:
     """Work on files, off the event loop; an error of the disk is one of the store."""
 
     def __init__(self, folder: Path, threads: ThreadPoolExecutor) -> None:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_folder(folder)
         self._folder = folder
         self._threads = threads
 
@@ -65,10 +68,24 @@ class FolderRecords(_InThread):
     def __init__(self, folder: Path, threads: ThreadPoolExecutor) -> None:
         super().__init__(folder, threads)
         self._known: dict[str, dict[str, bytes]] = {}
+        self.unreadable: set[str] = set()  # ids of records that were moved aside, now or before
         for kind in (FILE, BATCH, OPEN, STOP):
-            (folder / kind).mkdir(mode=0o700, exist_ok=True)
-            paths = (it for it in (folder / kind).iterdir() if not it.name.startswith("."))
-            self._known[kind] = {path.name: path.read_bytes() for path in paths}
+            make_folder(folder / kind)
+            self._known[kind] = {}
+            for path in list((folder / kind).iterdir()):
+                self._take_up(kind, path)
+
+    def _take_up(self, kind: str, path: Path) -> None:
+        """Read a record; what a cut write has left goes, and what cannot be read is moved aside."""
+        if path.name.startswith("."):
+            drop_partial(path)
+            return
+        id, mark, _ = path.name.partition(MARK)
+        record = None if mark else read_kept(path, bytes, _MAX_RECORD_BYTES)
+        if record is None:
+            self.unreadable.add(id)
+        else:
+            self._known[kind][id] = record
 
     def ids(self, kind: str) -> set[str]:
         return set(self._known[kind])
@@ -97,9 +114,12 @@ class FolderBlobs(_InThread):
         self._whole: set[str] = set()  # known to end in a whole line
 
     def keep_only(self, ids: set[str]) -> None:
-        for path in self._folder.iterdir():
+        for path in list(self._folder.iterdir()):
+            if MARK in path.name:
+                continue
+            make_way(path)
             if path.name not in ids:
-                path.unlink()
+                path.unlink(missing_ok=True)
 
     async def append(self, id: str, data: bytes, holder: str = NOBODY) -> None:
         is_whole = id in self._whole
@@ -116,8 +136,12 @@ class FolderBlobs(_InThread):
 
 def _replace(path: Path, data: bytes) -> None:
     fresh = path.with_name(f".{path.name}")
-    _append(fresh, data, is_whole=True, is_new=True)
-    os.replace(fresh, path)
+    try:
+        _append(fresh, data, is_whole=True, is_new=True)
+        os.replace(fresh, path)
+    except OSError:
+        drop_partial(fresh)
+        raise
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)

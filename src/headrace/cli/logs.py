@@ -43,6 +43,11 @@ def say(line: str, moves: bool = False) -> None:
         _print(line, moves)
 
 
+def printable(name: str) -> str:
+    """The name with what is no sign, such as a line break, written as Python would."""
+    return "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in name)
+
+
 class TextLines(logging.Formatter):
     """Log lines as text: the message, then figures as name=value, then whose request it was."""
 

@@ -21,7 +21,7 @@ from headrace.batches.shelf import Shelf
 from headrace.cli import exits
 from headrace.cli.listener import address_of, listen, no_listener
 from headrace.cli.load_lines import LoadLines
-from headrace.cli.logs import say
+from headrace.cli.logs import printable, say
 from headrace.cli.state import is_redis, streams_folder
 from headrace.config.document import reread_folder
 from headrace.config.settings import HttpConfig, ModelConfig, ServerConfig
@@ -378,7 +378,7 @@ class _Serving:
                 say(f"headrace: {host.model.sampling_words}.")
             say(_ready_line(url, host.name, ready))
             return
-        names = ", ".join(host.name for host in generation.fleet.hosts.all())
+        names = ", ".join(printable(host.name) for host in generation.fleet.hosts.all())
         say(f"Headrace is ready at {url}: models are loaded when they are asked for: {names}")
 
     def _verdict(self, generation: Generation) -> int:
@@ -406,9 +406,9 @@ def _ready_line(url: str, name: str, ready: Ready) -> str:
     tokens = ready.layout.num_positions
     seqs += f", {tokens} tokens fit" * (tokens > 0)
     return (
-        f"Headrace is ready at {url}: {name}, lane {ready.lane}, {ready.device} {ready.dtype}, "
-        f"kernels {ready.kernels} ({ready.kernels_reason}), context {ready.max_model_len}, "
-        f"{seqs}, stall target {target}"
+        f"Headrace is ready at {url}: {printable(name)}, lane {ready.lane}, "
+        f"{ready.device} {ready.dtype}, kernels {ready.kernels} ({ready.kernels_reason}), "
+        f"context {ready.max_model_len}, {seqs}, stall target {target}"
     )
 
 

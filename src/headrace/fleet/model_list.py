@@ -1,7 +1,6 @@
 """The models a server should have: kept over restarts, and carried out by its fleet."""
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,10 +17,10 @@ from headrace.fleet.kept_file import KeptFile
 from headrace.fleet.model_host import ModelHost
 from headrace.fleet.model_names import told_apart
 from headrace.fleet.pulls import Pull, Pulls
-
-logger = logging.getLogger(__name__)
+from headrace.state_files import read_kept
 
 _CHECK_INTERVAL_S = 1.0
+_MAX_FILE_BYTES = 64 << 20
 _ONE_MODEL = (
     "This server was started with one model, which stays. POST /models takes others beside it; to "
     "replace it, start the server with --models-dir, [[models]] or --model NAME=PATH."
@@ -171,10 +170,8 @@ class Desired:
 
 def kept(file: Path) -> Configs | None:
     """The document that was put before; None if there is none that can be read."""
-    try:
-        return read_document(msgspec.json.decode(file.read_bytes()), told_apart)
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, RequestError) as error:
-        logger.error("%s is passed over, since it cannot be read: %s", file, error)
-        return None
+    return read_kept(file, _decode, _MAX_FILE_BYTES)
+
+
+def _decode(content: bytes) -> Configs:
+    return read_document(msgspec.json.decode(content), told_apart)

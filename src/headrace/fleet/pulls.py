@@ -19,6 +19,7 @@ from headrace.checkpoints.find import can_be_fetched
 from headrace.config.sources import SECRETS
 from headrace.core.errors import KINDS, RequestError
 from headrace.fleet.kept_file import KeptFile
+from headrace.state_files import read_kept
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +29,7 @@ _FIRST_NEWS_S = 600.0  # a hub may answer slowly, for each of hundreds of files
 _PACE_S = 10.0
 _END_S = 5.0
 _RETRY_S = 30.0
+_MAX_FILE_BYTES = 64 << 20
 
 PullState = Literal["downloading", "stopped", "failed", "here"]
 
@@ -287,10 +289,12 @@ _SILENT = (
 
 
 def _read(file: Path | None) -> tuple[KeptPull, ...]:
-    if file is None or not file.exists():
-        return ()
-    try:
-        return _KEPT.decode(file.read_bytes())
-    except (OSError, ValueError) as error:
-        logger.error("%s is passed over, since it cannot be read: %s", file, error)
-        return ()
+    return (file and read_kept(file, _decode, _MAX_FILE_BYTES)) or ()
+
+
+def _decode(content: bytes) -> tuple[KeptPull, ...]:
+    kept = _KEPT.decode(content)
+    for one in kept:
+        if not can_be_fetched(one.model) or (one.code and one.code not in KINDS):
+            raise ValueError("a model in it cannot have been downloaded")
+    return kept

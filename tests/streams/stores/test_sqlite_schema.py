@@ -2,8 +2,9 @@
 
 import contextlib
 import logging
+import os
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -126,10 +127,25 @@ def test_a_damaged_index_is_rebuilt(state: StateDir, caplog: pytest.LogCaptureFi
     assert "rebuilt" in caplog.text
 
 
-def test_a_file_in_the_way_is_named(state: StateDir) -> None:
-    (state.path / NAME).mkdir()
-    with pytest.raises(StateError, match=NAME):
-        open_database(state)
+def in_place(state: StateDir, name: str, make: Callable[[Path], object]) -> list[str]:
+    """Which files were moved aside to open a database with that in the place of a file."""
+    make(state.path / name)
+    open_database(state).close()
+    return [path.name.partition(".unreadable")[0] for path in state.path.glob("*.unreadable-*")]
+
+
+@pytest.mark.parametrize("name", [NAME, f"{NAME}-wal", f"{NAME}-shm"])
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+def test_what_stands_in_the_place_of_a_file_is_moved_aside(
+    state: StateDir, name: str, make: Callable[[Path], object]
+) -> None:
+    assert in_place(state, name, make) == [name]
+
+
+def test_what_is_no_write_ahead_log_is_kept(state: StateDir) -> None:
+    open_database(state).close()
+    name = f"{NAME}-wal"
+    assert in_place(state, name, lambda path: path.write_bytes(b"random" * 100)) == [name]
 
 
 def test_a_database_without_checksums_is_given_them(state: StateDir) -> None:
@@ -158,7 +174,10 @@ def test_a_migration_that_fails_changes_nothing(
     assert num_records(state) == 50
 
 
-def test_a_database_that_cannot_be_opened_is_no_damage(state: StateDir) -> None:
+def test_a_database_that_cannot_be_opened_is_no_damage(
+    state: StateDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sqlite_schema, "make_way", lambda path: None)
     (state.path / (NAME + "-wal")).mkdir()
     with pytest.raises(StateError, match="cannot be used"):
         open_database(state)

@@ -7,12 +7,17 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from headrace.state_files import make_way, move_aside
 from headrace.streams.stores.sqlite_rows import seal_all
 from headrace.streams.stores.state_dir import StateDir, StateError
 
 logger = logging.getLogger(__name__)
 
 NAME = "streams.sqlite3"
+
+_DATABASE = b"SQLite format 3\0"
+_LOGS = (bytes.fromhex("377f0682"), bytes.fromhex("377f0683"))
+"""How these files begin."""
 
 Step = str | Callable[[sqlite3.Connection], None]
 
@@ -76,11 +81,31 @@ class _Damaged(Exception):
 def open_database(state: StateDir) -> sqlite3.Connection:
     """The writer's connection, to a sound database of the current schema."""
     path = state.private_file(NAME)
+    for suffix in ("-wal", "-shm", "-journal"):
+        make_way(path.with_name(path.name + suffix))
+    _check_wal(path)
     try:
         return _open_whole(path)
     except _Damaged:
         _move_aside(path)
     return _open_whole(state.private_file(NAME))
+
+
+def _check_wal(database: Path) -> None:
+    """Keep a write-ahead log that is none: SQLite would write over it without a word.
+
+    Beside a damaged database it stays for now, and is moved aside together with that.
+    """
+    log = database.with_name(f"{database.name}-wal")
+    if _begin(database) == _DATABASE and (magic := _begin(log)[:4]) and magic not in _LOGS:
+        move_aside(log, "it is not a write-ahead log; what it held is missing from streams")
+
+
+def _begin(path: Path) -> bytes:
+    if not path.exists():
+        return b""
+    with path.open("rb") as file:
+        return file.read(len(_DATABASE))
 
 
 def connect(path: Path) -> sqlite3.Connection:

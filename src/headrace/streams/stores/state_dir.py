@@ -5,13 +5,8 @@ import fcntl
 import os
 from pathlib import Path
 
-from headrace.core.errors import HeadraceError
-
-
-class StateError(HeadraceError):
-    """The state directory cannot be used."""
-
-    code = "state_unusable"
+from headrace.state_files import StateError as StateError
+from headrace.state_files import make_way
 
 
 class StateInUse(StateError):
@@ -41,6 +36,7 @@ class StateDir:
     def private_file(self, name: str) -> Path:
         """A file that only its user can read; created if it does not exist."""
         path = self.path / name
+        make_way(path)
         try:
             os.close(_open_private(path))
         except OSError as error:
@@ -59,6 +55,7 @@ def _lock(directory: Path) -> int:
     lock = directory / "lock"
     if lock.exists() or not any(directory.iterdir()):
         directory.chmod(0o700)  # a directory that holds other things keeps its mode
+    make_way(lock)
     with contextlib.ExitStack() as opened:
         descriptor = _open_private(lock)
         opened.callback(os.close, descriptor)
