@@ -27,6 +27,7 @@ class Encoded(msgspec.Struct, frozen=True):
     prompts: tuple[bytes, ...]
     tokenization: str | None = None
     num_first: int = 0  # tokens of a pair that are its first text's
+    changes: tuple[str, ...] = ()  # made in messages that the chat template refused
 
 
 class EncodedAhead(msgspec.Struct, frozen=True):
@@ -57,6 +58,7 @@ class SeenImages(msgspec.Struct, frozen=True):
 
     token_ids: bytes
     inputs: PromptInputs
+    changes: tuple[str, ...] = ()  # as in Encoded
 
 
 class Refusal(msgspec.Struct, frozen=True):

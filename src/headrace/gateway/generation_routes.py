@@ -107,11 +107,13 @@ class GenerationRoutes:
     ) -> ASGIApp:
         stream, is_attached = await self.open(route, checked, names, id)
         delivered = deliver(stream, self._config.streams)
-        ignored, told = checked.ignored, {}
+        ignored, told = checked.ignored, dict[str, str]()
         if openai_chat.offers_tools(checked.fields):
             tool_format = _tool_format(stream.record.request)
             ignored += ("tools",) if not tool_format else ()
             told = {"X-Headrace-Tools": GENERIC} if tool_format == GENERIC else {}
+        if changes := stream.record.changes:
+            told["X-Headrace-Messages-Changed"] = ", ".join(changes)
         return Marked(delivered, ignored, is_attached, told)
 
     async def open(

@@ -16,6 +16,7 @@ _READABLE = (
     "X-Stream-Mode",
     "X-Stream-Attached",
     "X-Headrace-Ignored",
+    "X-Headrace-Messages-Changed",
     "X-Headrace-Tools",
     "X-Should-Retry",
     "Retry-After",

@@ -231,6 +231,7 @@ def _record(
         names=names,
         served=model.setup,
         tokenization=admitted.tokenization,
+        changes=admitted.changes,
         adapter=model.adapters.get(request.model),
         rendering=RENDERING,
     )

@@ -54,7 +54,7 @@ async def admit(
     else:
         job = EncodePrompts(longest, model.names[0])
         encoded = await encode(work, model, job, packed, ahead)
-        admitted = Admitted(encoded.prompts, encoded.tokenization)
+        admitted = Admitted(encoded.prompts, encoded.tokenization, changes=encoded.changes)
     for number, token_ids in enumerate(admitted.prompts):
         _check_length(model, request, number, len(token_ids) // 4, longest)
     return admitted

@@ -1,34 +1,49 @@
 """The token ids of prompts: chats rendered, texts read in windows where they are long."""
 
 from array import array
+from typing import NamedTuple
 
 from headrace.core.errors import RequestError
 from headrace.core.request import Chat, Ids, Infill, Prompt, Text
 from headrace.fleet.served_model import ServedModel
 from headrace.protocols.model_text import Bound
-from headrace.text.tool_formats.generic import GENERIC, in_words
+from headrace.text.rendering import Rendered
+from headrace.text.rendering import render as rendered
+from headrace.text.tool_formats.generic import GENERIC, with_tools_in_words
+
+
+class PromptIds(NamedTuple):
+    """A prompt's token ids, how they were produced, and what was changed in a chat's messages.
+
+    Of a prompt that is too long, the ids may be the first ones only.
+    """
+
+    token_ids: "array[int]"
+    tokenization: str
+    changes: tuple[str, ...] = ()
 
 
 def ids_of(
     model: ServedModel, prompt: Prompt, rendering: Bound, longest: int | None = None
-) -> tuple["array[int]", str]:
-    """All ids of a prompt, or the first ones, more than `longest`, of one that is too long.
+) -> PromptIds:
+    """Tokenize a prompt, at least its first `longest` + 1 tokens.
 
-    And how they came about. `rendering` bounds the time of a chat template.
+    `rendering` bounds the time of a chat template.
     """
     match prompt:
         case Ids(token_ids):
-            return array("i", token_ids), "given"
+            return PromptIds(array("i", token_ids), "given")
         case Text(text, adds_special_tokens):
-            return _text_ids(model, text, adds_special_tokens, longest)
+            return PromptIds(*_text_ids(model, text, adds_special_tokens, longest))
         case Infill():
-            return _gap_ids(model, prompt, longest)
+            return PromptIds(*_gap_ids(model, prompt, longest))
         case Chat():
-            return _text_ids(model, render(model, prompt, rendering), False, longest)
+            text, changes = render(model, prompt, rendering)
+            return PromptIds(*_text_ids(model, text, False, longest), changes)
 
 
-def render(model: ServedModel, chat: Chat, rendering: Bound) -> str:
-    """The chat as text; RequestError if the model has no template, or the template refuses."""
+def render(model: ServedModel, chat: Chat, rendering: Bound) -> Rendered:
+    """Render a chat; RequestError if the model has no template, or its template refuses."""
     if model.template is None:
         raise RequestError(
             "unsupported_operation",
@@ -37,8 +52,8 @@ def render(model: ServedModel, chat: Chat, rendering: Bound) -> str:
         )
     with rendering():
         if model.tool_format == GENERIC:
-            chat = in_words(chat, model.template.shows_system)
-        return model.template.render(chat)
+            chat = with_tools_in_words(chat)
+        return rendered(model.template, chat)
 
 
 def _text_ids(

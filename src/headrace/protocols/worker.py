@@ -217,18 +217,19 @@ class Jobs:
 
     def _encode_prompts(self, job: jobs.EncodePrompts, packed: bytes) -> Encoded:
         text = self._texts.get(job.model)
-        found, ways = list[bytes](), list[str]()
+        found, ways, changes = list[bytes](), list[str](), list[str]()
         limit = text.model.sentences.max_tokens if job.to_embed else None
         for prompt in _prompts_of(packed):
-            token_ids, tokenization = ids_of(text.model, prompt, self._rendering, job.longest)
+            token_ids, way, own = ids_of(text.model, prompt, self._rendering, job.longest)
             if limit is not None and isinstance(prompt, Text):
                 token_ids = text.model.tokenizer.cut(token_ids, limit, prompt.add_special_tokens)
             text.check_placeholders(token_ids)
             found.append(token_ids.tobytes())
-            ways.append(tokenization)
+            ways.append(way)
+            changes += own
             if len(token_ids) > job.longest:
                 break
-        return Encoded(tuple(found), max(ways, default=None))
+        return Encoded(tuple(found), max(ways, default=None), changes=tuple(changes))
 
     def _see_images(self, job: jobs.SeeImages, packed: bytes) -> SeenImages:
         text = self._texts.get(job.model)
@@ -238,9 +239,9 @@ class Jobs:
         for message in chat.messages:
             if placeholder and placeholder in texts_of(message["content"]):
                 raise placeholder_in_text(chat.image_params[0].partition("[")[0])
-        rendered = render(text.model, chat, self._rendering)
-        prepared = text.image_processor.prepare(rendered, chat.images, chat.image_params, job.path)
-        return SeenImages(prepared.token_ids.tobytes(), prepared.inputs)
+        shown, changes = render(text.model, chat, self._rendering)
+        prepared = text.image_processor.prepare(shown, chat.images, chat.image_params, job.path)
+        return SeenImages(prepared.token_ids.tobytes(), prepared.inputs, changes)
 
     def inputs(self, given: dict[str, Any]) -> CheckedBody:
         """Checks a decoded body of /v1/embeddings."""
@@ -289,7 +290,7 @@ class Jobs:
         if not fields.get("parse_special", True):
             message = "parse_special: false is not supported here; leave it out."
             raise RequestError("unsupported_parameter", message, "parse_special")
-        token_ids = ids_of(model, _to_prompt(fields), self._rendering)[0].tolist()
+        token_ids = ids_of(model, _to_prompt(fields), self._rendering).token_ids.tolist()
         longest = max_model_len.get(model.names[0], model.max_model_len)
         return encode(_listed(model, token_ids, fields) | {"max_model_len": longest})
 
@@ -300,7 +301,7 @@ class Jobs:
             fields = anthropic_messages.read_counted(given)
         model = self._texts.get(fields["model"]).model
         (prompt,) = anthropic_messages.to_prompts(fields)
-        return encode({"input_tokens": len(ids_of(model, prompt, self._rendering)[0])})
+        return encode({"input_tokens": len(ids_of(model, prompt, self._rendering).token_ids)})
 
     def _detokenize(self, body: bytes) -> bytes:
         model, fields = self._read(body, DETOKENIZE, "tokens")
@@ -310,7 +311,8 @@ class Jobs:
 
     def apply_template(self, body: bytes) -> bytes:
         model, fields = self._read(body, APPLY_TEMPLATE, "messages")
-        return encode({"prompt": render(model, openai_chat.read_chat(fields), self._rendering)})
+        rendered = render(model, openai_chat.read_chat(fields), self._rendering)
+        return encode({"prompt": rendered.text})
 
     def _read(
         self, body: bytes, table: Mapping[str, Kind], required: str | None = None

@@ -56,6 +56,7 @@ class Record(msgspec.Struct, frozen=True):
     tokenization: str | None = None  # one-shot, streamed or given; None: an older version
     images: bytes = b""  # the prompts as they were sent, if there are images among them
     adapter: Adapter | None = None  # that changes the model for it
+    changes: tuple[str, ...] = ()  # made in messages that the chat template refused
     rendering: int = 0  # RENDERING of the version that made it: its bytes stay what they were
 
     @property

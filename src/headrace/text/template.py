@@ -15,8 +15,14 @@ from headrace.text.sandbox import Overrun, TemplateEnvironment
 
 _MAX_WORDS = 1000
 _WORDS = "The sluice is open."  # a sign of the system's text in a prompt
+_USER = {"role": "user", "content": "Hi"}
+_ASSISTANT = {"role": "assistant", "content": "Hello"}
 
 Message = dict[str, Any]
+
+
+class TemplateRefused(RequestError):
+    """The template raised an error: it may take the same conversation in another form."""
 
 
 class _Named(msgspec.Struct):
@@ -73,13 +79,20 @@ class ChatTemplate:
         return text.replace(mark, "")
 
     @cached_property
-    def shows_system(self) -> bool:
-        """Whether what the system says, before the user, is in the prompt."""
-        system, user = {"role": "system", "content": _WORDS}, {"role": "user", "content": "Hi"}
+    def shows_system(self) -> bool | None:
+        """Whether a system message at the start is in the prompt; None if it is refused."""
+        return self._shows({"role": "system", "content": _WORDS}, _USER)
+
+    @cached_property
+    def shows_later_system(self) -> bool | None:
+        """Whether one within the conversation is; None if it is refused."""
+        return self._shows(_USER, _ASSISTANT, {"role": "system", "content": _WORDS}, _USER)
+
+    def _shows(self, *messages: Message) -> bool | None:
         try:
-            return _WORDS in self.render(Chat((system, user)))
-        except RequestError:  # a template's way to say so
-            return False
+            return _WORDS in self.render(Chat(messages))
+        except RequestError:
+            return None
 
     def _run(self, chat: Chat, messages: list[Message]) -> str:
         template = self._tools if chat.tools else self._default
@@ -101,11 +114,13 @@ class ChatTemplate:
         except Overrun as error:
             raise _failed(f"{OVERRAN}: it {error}.") from None
         except jinja2.TemplateError as error:
-            raise _failed(error.message or "The chat template refused the messages.") from error
+            words = error.message or "The chat template refused the messages."
+            raise _failed(words, TemplateRefused) from error
         except (MemoryError, OverflowError, RecursionError) as error:
             raise _failed(f"{OVERRAN}: it nests or grows without end.") from error
         except Exception as error:  # a template runs on whatever the messages hold
-            raise _failed("The chat template cannot render these messages.") from error
+            words = "The chat template cannot render these messages."
+            raise _failed(words, TemplateRefused) from error
 
     def _compile(self, source: str) -> jinja2.Template:
         try:
@@ -122,10 +137,10 @@ class ChatTemplate:
             ) from error
 
 
-def _failed(message: str) -> RequestError:
+def _failed(message: str, kind: type[RequestError] = RequestError) -> RequestError:
     """A template's own words may be long, and no text at all."""
     words = message[:_MAX_WORDS].encode(errors="replace").decode()
-    return RequestError("template_failed", words, "messages")
+    return kind("template_failed", words, "messages")
 
 
 def _for_template(message: Message) -> Message:

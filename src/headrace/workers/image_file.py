@@ -41,6 +41,7 @@ class Admitted(NamedTuple):
     inputs: tuple[PromptInputs, ...] = ()
     pixels: PixelFile | None = None
     images: bytes = b""  # the prompts as they were sent, to do this again
+    changes: tuple[str, ...] = ()  # made in messages that the chat template refused
 
     def close(self) -> None:
         if self.pixels is not None:
@@ -51,4 +52,5 @@ async def see_images(work: Work, packed: bytes, model: str) -> Admitted:
     """The one prompt in `packed`, a chat with images; RequestError names the image at fault."""
     pixels = PixelFile()
     seen = await work.do(SeeImages(pixels.path, model), [packed])
-    return Admitted((seen.token_ids,), "one-shot", (seen.inputs,), pixels, packed)
+    inputs = (seen.inputs,)
+    return Admitted((seen.token_ids,), "one-shot", inputs, pixels, packed, seen.changes)

@@ -3,12 +3,10 @@
 import json
 from typing import Any
 
-import pytest
-
-from headrace.core.errors import RequestError
 from headrace.core.request import Chat
+from headrace.text.rendering import render
 from headrace.text.template import ChatTemplate
-from headrace.text.tool_formats.generic import in_words
+from headrace.text.tool_formats.generic import with_tools_in_words
 from headrace.text.tool_formats.table import tool_format
 from tools.harness.tiny_models import TURNS_TEMPLATE
 
@@ -33,7 +31,7 @@ def result(text: str, id: str = "call_1") -> dict[str, Any]:
 
 def rendered(*messages: dict[str, Any], template: ChatTemplate = SYSTEMLESS, **more: Any) -> str:
     chat = Chat(messages, **({"tools": (TOOL,)} | more))
-    return template.render(in_words(chat, template.shows_system))
+    return render(template, with_tools_in_words(chat)).text
 
 
 def test_a_template_without_tools_is_served_by_the_generic_form_and_none_by_nothing() -> None:
@@ -74,16 +72,14 @@ def test_a_conversation_goes_on_in_words_when_no_tools_are_sent_any_more() -> No
 
 def test_a_conversation_without_tools_stays_as_it_is() -> None:
     chat = Chat((ASKED, ASKED))
-    assert in_words(chat, False) is chat
-    with pytest.raises(RequestError):
-        SYSTEMLESS.render(chat)
+    assert with_tools_in_words(chat) is chat
 
 
 def test_images_stay_in_their_order() -> None:
     image = {"type": "image"}
     seen = [{"type": "text", "text": "What is it?"}, image]
     chat = Chat(({"role": "user", "content": seen}, result("a"), ASKED), tools=(TOOL,))
-    (message,) = in_words(chat, False).messages
+    _, message = with_tools_in_words(chat).messages
     kinds = [part["type"] for part in message["content"]]
-    assert kinds.count("image") == 1 and kinds.index("image") > 1
+    assert kinds.count("image") == 1 and kinds.index("image") == 1
     assert message["content"][-1]["text"] == ASKED["content"]

@@ -5,12 +5,13 @@ own. Earlier calls and their results become text of the roles that every templat
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
 
 from headrace.core.request import Chat
+from headrace.text.merging import Message, merge_contents, merge_turns
 from headrace.text.tool_formats.format import (
     CallRules,
     TokenId,
@@ -23,28 +24,33 @@ from headrace.text.tool_formats.json_calls import OBJECT, JsonCalls
 GENERIC = "generic"
 """The tool format of such models."""
 
-_HEAD = "You can call functions. These there are, one JSON object a line:\n"
+_HEAD = "You can call the functions below, one JSON object per line:\n"
 _TAIL = """
 When a function helps, answer with its call and nothing else: one JSON object on one line,
 {"name": "the function's name", "arguments": {"parameter": "value"}}
 Several calls go on a line each. The results come in the next message. When no function helps, \
 answer in plain words."""
 
-_Message = dict[str, Any]
-_Content = str | list[_Message]
 
+def with_tools_in_words(chat: Chat) -> Chat:
+    """Write the chat's tools, calls and results as text; return the same chat if it has none.
 
-def in_words(chat: Chat, shows_system: bool) -> Chat:
-    """The chat without tools, calls and results; the same one if it had none.
-
-    `shows_system`: the template has a place for the system's text; else it is the user's.
+    The description of the tools ends the system message that begins the conversation.
     """
-    has_calls = any(it["role"] == "tool" or it.get("tool_calls") for it in chat.messages)
-    if not chat.tools and not has_calls:
+    if not chat.tools and not has_calls(chat.messages):
         return chat
-    told = _described(chat.tools) if chat.tools else ""
-    messages = _led(_alternating(_told(chat.messages)), told, shows_system)
+    messages = merge_turns(in_words(chat.messages))
+    if chat.tools:
+        leads = messages[0]["role"] in ("system", "developer")
+        system = messages[0]["content"] if leads else ""
+        content = merge_contents([system, _described(chat.tools)])
+        messages = [{"role": "system", "content": content}, *messages[leads:]]
     return msgspec.structs.replace(chat, messages=tuple(messages), tools=())
+
+
+def has_calls(messages: Iterable[Message]) -> bool:
+    """Return whether there are calls of tools, or results, among the messages."""
+    return any(it["role"] == "tool" or it.get("tool_calls") for it in messages)
 
 
 def _described(tools: Sequence[dict[str, Any]]) -> str:
@@ -54,8 +60,8 @@ def _described(tools: Sequence[dict[str, Any]]) -> str:
     return _HEAD + "\n".join(json.dumps(it, ensure_ascii=False) for it in lines) + "\n" + _TAIL
 
 
-def _told(messages: Iterable[_Message]) -> Iterable[_Message]:
-    """Each message in words: calls as the model would write them, results as the user's."""
+def in_words(messages: Iterable[Message]) -> Iterator[Message]:
+    """Write calls as the model would write them, and results as the user's."""
     names: dict[Any, str] = {}  # of the functions, by the ids of their calls
     for message in messages:
         calls = [call for call in message.get("tool_calls", ()) if _is_call(call)]
@@ -64,10 +70,10 @@ def _told(messages: Iterable[_Message]) -> Iterable[_Message]:
         kept = {k: v for k, v in message.items() if k not in ("tool_calls", "tool_call_id")}
         if message["role"] == "tool":
             name = message.get("name") or names.get(message.get("tool_call_id"), "the function")
-            yield {"role": "user", "content": _joined(f"Result of {name}:", content, "\n")}
+            result = merge_contents([f"Result of {name}:", content], "\n")
+            yield {"role": "user", "content": result}
         elif calls:
-            written = "\n".join(map(_call, calls))
-            yield kept | {"content": _joined(content, written, "\n") if content else written}
+            yield kept | {"content": merge_contents([content, *map(_call, calls)], "\n")}
         else:
             yield kept
 
@@ -84,48 +90,6 @@ def _call(call: dict[str, Any]) -> str:
     if not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)
     return f'{{"name": {json.dumps(function["name"])}, "arguments": {arguments}}}'
-
-
-def _alternating(messages: Iterable[_Message]) -> list[_Message]:
-    """Messages that follow one of the same role are joined to it: some templates want turns."""
-    found: list[_Message] = []
-    for message in messages:
-        if found and found[-1]["role"] == message["role"]:
-            content = _joined(found[-1].get("content") or "", message.get("content") or "")
-            found[-1] = found[-1] | {"content": content}
-        else:
-            found.append(message)
-    return found
-
-
-def _led(messages: list[_Message], text: str, shows_system: bool) -> list[_Message]:
-    """Puts this text, which may be empty, after what the system says at the start."""
-    num_heads = next(
-        (i for i, it in enumerate(messages) if it["role"] not in ("system", "developer")),
-        len(messages),
-    )
-    heads, rest = messages[:num_heads], messages[num_heads:]
-    content: _Content = text
-    for head in reversed(heads):
-        content = _joined(head.get("content") or "", content)
-    if not content:
-        return messages
-    if shows_system:
-        return [{"role": "system", "content": content}, *rest]
-    if rest and rest[0]["role"] == "user":
-        content, rest = _joined(content, rest[0].get("content") or ""), rest[1:]
-    return [{"role": "user", "content": content}, *rest]
-
-
-def _joined(first: _Content, second: _Content, between: str = "\n\n") -> _Content:
-    """Texts, or the parts of contents with images."""
-    if isinstance(first, str) and isinstance(second, str):
-        return first + between + second if first and second else first or second
-    return [*_parts(first), {"type": "text", "text": between}, *_parts(second)]
-
-
-def _parts(content: _Content) -> list[_Message]:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
 
 
 def _rules(names: Sequence[str], most: int, token_id: TokenId) -> CallRules:
