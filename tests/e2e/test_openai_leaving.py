@@ -53,6 +53,21 @@ def connect(server: ServerProcess) -> socket.socket:
     return socket.create_connection((address.hostname, address.port), timeout=30)
 
 
+@pytest.fixture(scope="module")
+def patient() -> Iterator[ServerProcess]:
+    """A narrow server whose unread streams go on until an equal request finds them."""
+    flags = ("--max-num-seqs", "1", "--max-num-queued-reqs", "0", "--linger-s", "600")
+    with running_server(*flags) as server:
+        yield server
+
+
+def test_work_that_no_request_could_find_ends_with_its_client(patient: ServerProcess) -> None:
+    with connect(patient) as connection:
+        connection.sendall(request_of(**ENDLESS, attach=False))
+        eventually(lambda: not is_free(patient), within_s=30)
+    eventually(lambda: is_free(patient), within_s=30)
+
+
 def test_a_full_server_says_when_to_come_back(narrow: ServerProcess) -> None:
     eventually(lambda: is_free(narrow), within_s=30)
     with complete(client_of(narrow), **ENDLESS, stream=True) as stream:

@@ -224,7 +224,7 @@ class NoStreams:
     async def find(self, owner: str, by: object) -> None:
         return None
 
-    async def find_equal(self, names: Names, may_take_over: bool) -> None:
+    async def find_equal(self, names: Names) -> None:
         return None
 
     async def stop(self, found: object) -> None:

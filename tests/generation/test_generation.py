@@ -91,10 +91,10 @@ async def test_an_equal_request_finds_the_work_of_a_client_that_timed_out(folder
         stream = await opened(generation, engine, names)
         await leave(stream, 1)
         assert not engine.cancels
-        assert await generation.streams.find_equal(Names(digest=b"2"), True) is None
-        assert await generation.streams.find_equal(Names(owner="other", digest=b"1"), True) is None
-        assert await generation.streams.find_equal(names, False) is None
-        assert await generation.streams.find_equal(names, True) is stream
+        assert await generation.streams.find_equal(Names(digest=b"2")) is None
+        assert await generation.streams.find_equal(Names(owner="other", digest=b"1")) is None
+        assert await generation.streams.find_equal(Names(digest=b"1", can_attach=False)) is None
+        assert await generation.streams.find_equal(names) is stream
 
 
 async def test_nobody_takes_over_a_stream_that_is_read(folder: Path) -> None:
@@ -102,7 +102,7 @@ async def test_nobody_takes_over_a_stream_that_is_read(folder: Path) -> None:
         names = Names(digest=b"1")
         stream = await opened(generation, engine, names)
         async with stream.audience.reader():
-            assert await generation.streams.find_equal(names, True) is None
+            assert await generation.streams.find_equal(names) is None
 
 
 async def test_without_a_linger_an_unread_stream_ends_at_once(folder: Path) -> None:
@@ -112,6 +112,24 @@ async def test_without_a_linger_an_unread_stream_ends_at_once(folder: Path) -> N
         assert engine.cancels
         await engine.let_go()
         assert len(generation.streams) == 0
+
+
+@pytest.mark.parametrize(
+    "opted_in", [Names(conversation="c"), Names(key="k"), Names(is_stored=True)]
+)
+async def test_a_stream_that_no_request_could_find_ends_with_its_client(
+    opted_in: Names, folder: Path
+) -> None:
+    async with running(folder, linger_s=30) as (generation, engine):
+        stream = await opened(generation, engine, Names(digest=b"1", can_attach=False))
+        await leave(stream, 1)
+        assert engine.cancels
+        await engine.let_go()
+        assert len(generation.streams) == 0
+        found_by_name = msgspec.structs.replace(opted_in, digest=b"1", can_attach=False)
+        stream = await opened(generation, engine, found_by_name)
+        await leave(stream, 1)
+        assert not engine.cancels
 
 
 async def test_an_opted_in_stream_outlives_its_client(folder: Path) -> None:
@@ -129,10 +147,10 @@ async def test_a_key_attaches_the_same_request_and_refuses_another(folder: Path)
     async with running(folder) as (generation, engine):
         names = Names(key="k", digest=b"1")
         stream = await opened(generation, engine, names)
-        assert (await generation.streams.find_equal(names, True)) is stream
+        assert (await generation.streams.find_equal(names)) is stream
         assert await generation.open(make_request(), names) is stream
         with pytest.raises(RequestError) as refused:
-            await generation.streams.find_equal(Names(key="k", digest=b"2"), True)
+            await generation.streams.find_equal(Names(key="k", digest=b"2"))
         assert refused.value.code == "idempotency_key_reused"
 
 
@@ -387,7 +405,7 @@ async def test_another_dtype_is_named_and_the_request_runs_anew_by_its_key(folde
         await engine.say(EngineUp(other))
         last = (await read(stream))[-1]
         assert isinstance(last, Error) and "bfloat16 instead of float32" in last.message
-        assert await generation.streams.find_equal(names, True) is None
+        assert await generation.streams.find_equal(names) is None
         assert (await opened(generation, engine, names)).record.id != stream.record.id
 
 

@@ -96,7 +96,7 @@ async def test_an_unsound_stream_is_told_of_deleted_and_its_key_is_free(
             await streams.find("me", by_id)
         assert await streams.find("you", by_id) is None
         assert await streams.find_conversations("me", ["ended"]) == []
-        assert await generation.streams.find_equal(ENDED, True) is None
+        assert await generation.streams.find_equal(ENDED) is None
         await streams.discard("me", by_id)
         assert await streams.find("me", by_id) is None
 

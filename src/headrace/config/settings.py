@@ -346,7 +346,8 @@ class StreamConfig(msgspec.Struct, frozen=True, kw_only=True):
         float,
         Meta(
             ge=0,
-            description="Seconds that a request whose client left before the first token goes on",
+            description="Seconds that a request whose client left before the first token goes on, "
+            "so that an equal request finds its work; 0 if the body has attach: false",
         ),
     ] = 10.0
     state_dir: Annotated[

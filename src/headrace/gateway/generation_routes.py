@@ -3,9 +3,9 @@
 import asyncio
 import logging
 import secrets
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 from starlette.datastructures import Headers, MutableHeaders
@@ -68,13 +68,18 @@ class GenerationRoutes:
         route = request.url.path
         async with self._bodies.read(request) as body:
             job = ReadBody(route, client=_client(request.headers, self._config))
-            checked = await self._finish(request, read_body(self._generation, job, body))
+            is_named = any(name in request.headers for name in (CONVERSATION, KEY))
+            patience_s = None if is_named else self._config.streams.linger_s
+            reading = read_body(self._generation, job, body)
+            checked = await unless_left(request.receive, reading, patience_s)
         names = names_of(self._auth.owner(request.headers), request.headers, checked)
         checked = self._progress.apply(request.headers, checked)
         self._tell_inserted(job.client, checked.inserted)
         id = new_id(dialect_of(route))
         wait = self._wait(route, checked, names, id)
-        admitting = self._finish(request, self._admit(route, checked, names, id), names.is_opted_in)
+        patience_s = names.outlives_client_s(self._config.streams.linger_s)
+        admission = self._admit(route, checked, names, id)
+        admitting = unless_left(request.receive, admission, patience_s)
         if wait is None:
             return await admitting
         coming = asyncio.create_task(admitting)
@@ -94,14 +99,6 @@ class GenerationRoutes:
             return None
         return wait_of(route, checked, names, id)
 
-    async def _finish(
-        self, request: Request, work: Coroutine[Any, Any, T], is_opted_in: bool = False
-    ) -> T:
-        """The result of work that outlives its client as a stream would; else ClientDisconnect."""
-        is_opted_in = is_opted_in or any(name in request.headers for name in (CONVERSATION, KEY))
-        patience_s = None if is_opted_in else self._config.streams.linger_s
-        return await unless_left(request.receive, work, patience_s)
-
     async def _admit(
         self, route: Route, checked: CheckedBody, names: Names, id: StreamId
     ) -> ASGIApp:
@@ -120,8 +117,7 @@ class GenerationRoutes:
         self, route: Route, checked: CheckedBody, names: Names, id: StreamId | None = None
     ) -> tuple[Found, bool]:
         """The stream of a request, and whether it is that of an earlier one."""
-        attaches = checked.fields.get("attach") is not False
-        stream = await self._generation.streams.find_equal(names, attaches)
+        stream = await self._generation.streams.find_equal(names)
         if stream is not None:
             return stream, True
         dialect = dialect_of(route)
@@ -240,6 +236,7 @@ def names_of(owner: str, headers: Headers, checked: CheckedBody) -> Names:
         digest=checked.digest,
         is_stored=bool(fields.get("store") or fields.get("background")),
         is_kept=bool(checked.kept) and "store" not in fields,
+        can_attach=fields.get("attach") is not False,
     )
 
 

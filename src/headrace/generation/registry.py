@@ -133,7 +133,7 @@ class Registry:
                 found[stored.record.id] = await self.wrap(stored)
         return list(found.values())
 
-    async def find_equal(self, names: Names, may_take_over: bool) -> Found | None:
+    async def find_equal(self, names: Names) -> Found | None:
         """The stream that this request would only repeat.
 
         By its idempotency key, whatever its state; without opt-in, one that lingers unread.
@@ -144,7 +144,7 @@ class Registry:
             if found is not None:
                 _check_same(found.record, names)
             return found
-        if names.is_opted_in or not may_take_over:
+        if names.is_opted_in or not names.can_attach:
             return None
         for stream in self._live.values():
             theirs = stream.record.names

@@ -76,7 +76,7 @@ class LiveStream:
         self.cut: RequestError | None = None  # why it was cut, if it was
         self.ended = asyncio.Event()
         self.audience = Audience(
-            log, None if record.names.is_opted_in else linger_s, on_abandoned=self._abandon
+            log, record.names.outlives_client_s(linger_s), on_abandoned=self._abandon
         )
         self._builder = builder
         # None: it ends without the engine

@@ -21,11 +21,21 @@ class Names(msgspec.Struct, frozen=True):
     digest: bytes = b""
     is_stored: bool = False  # the client asked for it to be kept, by no name but its id
     is_kept: bool = False  # kept for a while after its end all the same, in memory
+    can_attach: bool = True  # an equal request may take over the stream while nobody reads it
 
     @property
     def is_opted_in(self) -> bool:
         """Whether the client asked for a stream that survives it."""
         return self.is_stored or self.conversation is not None or self.key is not None
+
+    def outlives_client_s(self, linger_s: float) -> float | None:
+        """Seconds that work for an unread stream goes on before its first token; None: no limit.
+
+        0 if no later request could find the stream.
+        """
+        if self.is_opted_in:
+            return None
+        return linger_s if self.can_attach else 0.0
 
 
 class ServedSetup(msgspec.Struct, frozen=True, omit_defaults=True):
