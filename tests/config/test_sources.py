@@ -215,3 +215,43 @@ def test_a_folder_of_models_offers_what_lies_in_it(tmp_path: Path) -> None:
         load({"models_dir": str(tmp_path / "notes")}, {}, None)
     with pytest.raises(ConfigError, match=r"--models-dir: .*nowhere is no folder"):
         load({"models_dir": str(tmp_path / "nowhere")}, {}, None)
+
+
+@pytest.mark.parametrize(
+    ("given", "origins"),
+    [
+        (
+            ["https://a.example,https://b.example:8443"],
+            ("https://a.example", "https://b.example:8443"),
+        ),
+        (["HTTPS://A.Example/", "http://b.example:80"], ("https://a.example", "http://b.example")),
+        (
+            ["tauri://localhost", "null", "http://[::1]:3000"],
+            ("tauri://localhost", "null", "http://[::1]:3000"),
+        ),
+        (["*"], ("*",)),
+    ],
+)
+def test_origins_are_listed_with_commas_or_apart_and_taken_as_browsers_send_them(
+    given: list[str], origins: tuple[str, ...], tmp_path: Path
+) -> None:
+    assert load({"allowed_origins": given}, {}, None).http.allowed_origins == origins
+    joined = {"HEADRACE_ALLOWED_ORIGINS": ",".join(given)}
+    assert load({}, joined, None).http.allowed_origins == origins
+    hosts = load({"allowed_host": ["a.example, b.example"]}, {}, None).http.allowed_host
+    assert hosts == ("a.example", "b.example")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "app.example",
+        "https://a.example/app",
+        "https://*.example",
+        "https://u@a.example",
+        "https://",
+    ],
+)
+def test_an_origin_that_no_page_has_is_refused_at_the_start(given: str) -> None:
+    with pytest.raises(ConfigError, match=r"--allowed-origins: .* is not an origin"):
+        load({"allowed_origins": ["https://b.example", given]}, {}, None)

@@ -34,6 +34,17 @@ def test_a_preflight_is_answered_before_the_key() -> None:
     assert other.status_code == 400 and "access-control-allow-origin" not in other.headers
 
 
+@pytest.mark.parametrize("allowed", ["https://app.example", "*"])
+def test_an_allowed_page_may_come_from_the_internet_to_a_private_network(allowed: str) -> None:
+    asked = PREFLIGHT | {"access-control-request-private-network": "true"}
+    answer = client_of(allowed).options("/v1/models", headers=asked)
+    assert answer.status_code == 200
+    assert answer.headers["access-control-allow-private-network"] == "true"
+    foreign = client_of("https://b.example").options("/v1/models", headers=asked)
+    assert foreign.status_code == 400
+    assert "access-control-allow-private-network" not in foreign.headers
+
+
 def test_a_page_can_read_answers_and_errors() -> None:
     client = client_of("https://app.example", api_key=("k",))
     for headers, status in (({}, 401), ({"x-api-key": "k"}, 200)):

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from starlette.types import Receive, Scope, Send
 
 from headrace.config.settings import HttpConfig, ServerConfig
 from headrace.gateway import http_server
@@ -261,3 +262,20 @@ def test_a_server_takes_the_descriptors_that_it_may_have() -> None:
         code += f"http_server.raise_descriptors(1000); {said}"
         run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
         assert run.stdout.strip() == str((taken, hard)), run.stderr
+
+
+@pytest.mark.parametrize("has_length", [True, False])
+async def test_an_answer_over_http_1_0_has_no_chunks_and_ends_with_its_connection(
+    has_length: bool,
+) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [(b"content-length", b"6")] if has_length else []
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        for piece in (b"abc", b"def"):
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async with served(app) as (_, reader, writer):
+        writer.write(b"GET / HTTP/1.0\r\nHost: h\r\n\r\n")
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+    assert body == b"abcdef" and b"transfer-encoding" not in head.lower()

@@ -79,3 +79,17 @@ def test_every_error_code_is_described() -> None:
 @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
 def test_no_body_breaks_a_route(case: Any) -> None:
     case.call_and_validate(checks=CHECKS)
+
+
+def test_only_routes_that_read_the_fields_of_generation_list_them() -> None:
+    paths = document(ROUTES)["paths"]
+    fields = {
+        path: set(operation["requestBody"]["content"]["application/json"]["schema"]["properties"])
+        for path, operations in paths.items()
+        for operation in operations.values()
+        if "requestBody" in operation
+    }
+    having = {path for path, names in fields.items() if "mirostat" in names}
+    assert fields["/v1/load_lora_adapter"] == {"lora_name", "lora_path", "base_model_name"}
+    assert {"/v1/chat/completions", "/v1/embeddings", "/api/embed", "/rerank"} <= having
+    assert not having & {"/v1/batches", "/v1/messages/batches", "/models/load", "/manage/desired"}

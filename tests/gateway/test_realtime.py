@@ -1,9 +1,13 @@
 import json
 
 import pytest
+from starlette.testclient import TestClient
 
+from headrace.config.settings import HttpConfig, ServerConfig
 from headrace.core.errors import RequestError
+from headrace.gateway.app import create_app
 from headrace.gateway.realtime import _FIELDS, _read, _text
+from tests.gateway.builders import FakeGeneration
 
 
 def test_a_frame_keeps_its_known_fields_alone() -> None:
@@ -22,3 +26,31 @@ def test_a_frame_that_is_no_object_is_refused(text: str) -> None:
     with pytest.raises(RequestError) as refused:
         _read({"type": "websocket.receive", "text": text})
     assert refused.value.code == "invalid_json"
+
+
+@pytest.mark.parametrize(
+    ("offered", "chosen"),
+    [
+        (["realtime", "openai-insecure-api-key.k", "openai-beta.realtime-v1"], "realtime"),
+        (["openai-insecure-api-key.k"], None),
+        (["other", "openai-insecure-api-key.k"], None),
+    ],
+)
+def test_a_page_may_offer_its_key_as_a_subprotocol_which_is_never_sent_back(
+    offered: list[str], chosen: str | None
+) -> None:
+    config = ServerConfig(http=HttpConfig(api_key=("k",)))
+    client = TestClient(create_app(FakeGeneration(), config), base_url="http://localhost")  # type: ignore[arg-type]
+    with client.websocket_connect("/v1/realtime-text", offered) as socket:
+        assert socket.accepted_subprotocol == chosen
+        socket.send_text('{"type": "request"}')  # refused for its lack of an id, not for the key
+        assert socket.receive_json()["error"]["param"] == "id"
+
+
+def test_a_wrong_key_among_the_subprotocols_lets_nobody_in() -> None:
+    config = ServerConfig(http=HttpConfig(api_key=("k",)))
+    client = TestClient(create_app(FakeGeneration(), config), base_url="http://localhost")  # type: ignore[arg-type]
+    offered = ["realtime", "openai-insecure-api-key.x"]
+    with client.websocket_connect("/v1/realtime-text", offered) as socket:
+        socket.send_text('{"type": "request"}')
+        assert socket.receive_json()["error"]["code"] == "invalid_api_key"

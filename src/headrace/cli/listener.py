@@ -9,9 +9,15 @@ from headrace.core.errors import ConfigError
 
 
 def listen(http: HttpConfig) -> socket.socket:
-    """OSError if the address is in use, is none of this machine, or may not be used."""
+    """OSError if the address is in use, is none of this machine, or may not be used.
+
+    `::` takes clients of both IPv6 and IPv4, where the system allows that.
+    """
     family = socket.AF_INET6 if ":" in http.host else socket.AF_INET
-    return socket.create_server((http.host, http.port), family=family, backlog=2048)
+    is_dual = http.host == "::" and socket.has_dualstack_ipv6()
+    return socket.create_server(
+        (http.host, http.port), family=family, backlog=2048, dualstack_ipv6=is_dual
+    )
 
 
 def no_listener(http: HttpConfig, error: OSError) -> ConfigError:

@@ -1,6 +1,7 @@
 """Flags, environment and file as one configuration, all generated from its fields."""
 
 import difflib
+import re
 import tomllib
 import types
 import typing
@@ -32,6 +33,8 @@ SECRETS = ("HEADRACE_API_KEY", "HEADRACE_API_KEYS", "HEADRACE_ADMIN_KEY")
 
 _CLIENTS_KEY = "HEADRACE_API_KEY"  # a server that finds it asks for it, too
 _OTHERS_MAY_READ = 0o044
+_COMMA_SEPARATED = ("allowed_host", "allowed_origins")  # lists of what has no comma
+_ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://([^\s/?#@:*\[\]]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?/?")
 _WORDS = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
 _SECRET = ("api_key", "admin_key")
 
@@ -156,6 +159,11 @@ def load(
     given_as = {name: f"{name} in {file}" for name in from_file}
     given_as |= {name: known[name].variable for name in from_environment}
     given_as |= {name: name if are_options else known[name].flags[0] for name in flags}
+    for name in _COMMA_SEPARATED:
+        if isinstance(given := values.get(name), list | tuple) and _are_texts(given):
+            values[name] = [item for text in given for item in _items(text)]
+            if name == "allowed_origins":
+                values[name] = [_origin(item, given_as[name]) for item in values[name]]
     for name in ("api_key_file", "admin_key_file"):
         if path := values.get(name):
             read_keys(Path(path), warn, given_as[name])
@@ -242,6 +250,25 @@ def _from_environment(
 def _items(text: str) -> list[str]:
     """Empty items are dropped: an empty key would let everybody in."""
     return [item for part in text.split(",") if (item := part.strip())]
+
+
+def _are_texts(values: Iterable[Any]) -> bool:
+    return all(isinstance(value, str) for value in values)
+
+
+def _origin(text: str, given_as: str) -> str:
+    """The origin as browsers send it; ConfigError for one that no browser sends."""
+    if text in ("*", "null"):
+        return text
+    found = _ORIGIN.fullmatch(text.lower())
+    if found is None:
+        raise ConfigError(
+            f"{given_as}: {text!r} is not an origin, and no page would match it; give a scheme and "
+            "a host without a path, such as https://app.example, or *."
+        )
+    scheme, host, port = found.groups()
+    is_usual = (scheme, port) in (("http", ":80"), ("https", ":443"))
+    return f"{scheme}://{host}" if is_usual else f"{scheme}://{host}{port or ''}"
 
 
 def _check_own_settings(known: Mapping[str, Setting], table: Mapping[str, Any], place: str) -> None:

@@ -10,7 +10,7 @@ from headrace.batches.shelf import Shelf
 from headrace.config.settings import ServerConfig
 from headrace.gateway.auth import Auth
 from headrace.gateway.http_responses import ErrorBoundary, no_socket, no_such_route
-from headrace.gateway.middleware import PathPrefix, cross_origin
+from headrace.gateway.middleware import CanonicalPath, PathPrefix, cross_origin
 from headrace.gateway.routes import ROUTES, Endpoints
 from headrace.gateway.web_routes import web_routes
 from headrace.generation.generation import Generation
@@ -41,6 +41,7 @@ def create_app(
         ],
         middleware=[
             Middleware(PathPrefix, prefix=config.http.api_prefix),
+            Middleware(CanonicalPath),
             *cross_origin(config.http.allowed_origins),
             Middleware(
                 ErrorBoundary,

@@ -12,7 +12,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import uvicorn
 from starlette.applications import Starlette
@@ -20,7 +20,7 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from uvicorn.server import ServerState
@@ -164,6 +164,11 @@ class _Connection(HttpToolsProtocol):
         if not self.pipeline:
             self._running = self.cycle
 
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        if cycle.scope["http_version"] == "1.0":
+            app = _EndedByClosing(app, cycle)
+        super()._start_asgi_task(cycle, app)
+
     def on_message_complete(self) -> None:
         super().on_message_complete()
         self._head_bytes = 0
@@ -267,6 +272,31 @@ class _Connection(HttpToolsProtocol):
         num_bytes = sum(len(cycle.body) for cycle, _ in self.pipeline)
         if self._running and (len(self.pipeline) > MAX_AHEAD or num_bytes > _MAX_AHEAD_BYTES):
             self._end_with(self._running)
+
+
+class _EndedByClosing:
+    """ASGI middleware for a client of HTTP/1.0, to which chunks are unknown.
+
+    An answer without a length ends where its connection does.
+    """
+
+    def __init__(self, app: ASGIApp, cycle: RequestResponseCycle) -> None:
+        self._app = app
+        self._cycle = cycle
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        has_length = True
+
+        async def send_plainly(message: Message) -> None:
+            nonlocal has_length
+            if message["type"] == "http.response.start":
+                has_length = "content-length" in Headers(raw=message["headers"])
+            if not has_length:  # what uvicorn checks of an answer with a length, made true here
+                self._cycle.chunked_encoding = False
+                self._cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        await self._app(scope, receive, send_plainly)
 
 
 _NO_HTTP = RequestError("invalid_http", "This is no HTTP/1.1 request that can be read.")

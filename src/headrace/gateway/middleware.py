@@ -1,4 +1,6 @@
-"""Middleware before all routes: the path that the server lies below, and cross-origin pages."""
+"""Middleware before all routes: prefixes and spellings of paths, and cross-origin pages."""
+
+import re
 
 from starlette.datastructures import Headers
 from starlette.middleware import Middleware
@@ -9,6 +11,7 @@ from starlette.websockets import WebSocket
 
 from headrace.core.errors import RequestError
 from headrace.gateway.http_responses import new_request_id, refuse
+from headrace.gateway.web_routes import PAGES
 
 _READABLE = (
     "X-Request-Id",
@@ -41,11 +44,9 @@ class PathPrefix:
         if scope["type"] not in ("http", "websocket") or not self._prefix:
             await self._app(scope, receive, send)
             return
-        path: str = scope["path"]
+        path = "/" + scope["path"].lstrip("/")
         if path.startswith(f"{self._prefix}/"):
-            raw = scope.get("raw_path") or path.encode()
-            taken = {"path": path[len(self._prefix) :], "raw_path": raw[len(self._prefix) :]}
-            await self._app({**scope, **taken}, receive, send)
+            await self._app(_at(path[len(self._prefix) :], scope), receive, send)
         elif path == self._prefix and scope["type"] == "http":
             # what the page refers to is relative to the folder that it lies in
             await RedirectResponse(f"{self._prefix}/")(scope, receive, send)
@@ -63,12 +64,51 @@ class PathPrefix:
             await response(scope, receive, send)
 
 
+class CanonicalPath:
+    """ASGI middleware: finds the route that a client means whose base URL is a little different.
+
+    It may end in a slash, or lack /v1 where OpenAI's and Anthropic's clients expect it within.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] in ("http", "websocket"):
+            path = canonical(scope["path"])
+            if path != scope["path"]:
+                scope = _at(path, scope)
+        await self._app(scope, receive, send)
+
+
+_WITHOUT_V1 = ("messages", "responses", "embeddings")
+_BEFORE_IDS = ("/v1/stream/", "/v1/models/")  # which may have any slashes
+
+
+def canonical(path: str) -> str:
+    """The path as the table of routes has it."""
+    path = "/" + path.lstrip("/")
+    if path.startswith(_BEFORE_IDS) and path not in _BEFORE_IDS:
+        return path
+    path = re.sub("//+", "/", path)
+    short = path.rstrip("/")
+    if short and short not in PAGES:  # the links of a page are relative to its folder
+        path = short
+    return f"/v1{path}" if path.split("/", 2)[1] in _WITHOUT_V1 else path
+
+
+def _at(path: str, scope: Scope) -> Scope:
+    return {**scope, "path": path, "raw_path": path.encode()}
+
+
 class CrossOrigin(CORSMiddleware):
     """Answers preflights before any key is asked for: a browser sends none with them."""
 
     def preflight_response(self, request_headers: Headers) -> Response:
         response = super().preflight_response(request_headers)
         response.headers["X-Request-Id"] = new_request_id(request_headers)
+        if "access-control-allow-origin" not in response.headers:
+            del response.headers["Access-Control-Allow-Private-Network"]
         return response
 
 
@@ -83,5 +123,6 @@ def cross_origin(origins: tuple[str, ...]) -> list[Middleware]:
             allow_methods=("GET", "POST", "PUT", "DELETE"),
             allow_headers=("*",),
             expose_headers=_READABLE,
+            allow_private_network=True,
         )
     ]

@@ -27,6 +27,8 @@ _BYTE_ERROR = {
 class Operation(NamedTuple):
     """One method of one path. `keys` are those its JSON answer always has.
 
+    `reads_common_fields`: beside `table` it knows the fields of generation that have no effect
+    here, and refuses those that are not supported.
     `endpoint` finds what answers among the Endpoints, and `guard` lets requests in or not.
     """
 
@@ -38,6 +40,7 @@ class Operation(NamedTuple):
     keys: tuple[str, ...] = ()
     table: Mapping[str, Kind] | None = None
     required: tuple[str, ...] = ()
+    reads_common_fields: bool = False
     query: tuple[str, ...] = ()
     headers: tuple[str, ...] = ()
     status: int = 200
@@ -91,7 +94,7 @@ def _parameters(path: str, operation: Operation) -> list[dict[str, Any]]:
 
 def _body(operation: Operation, table: Mapping[str, Kind]) -> dict[str, Any]:
     properties: dict[str, Any] = {}
-    if 503 in operation.errors:
+    if operation.reads_common_fields:
         properties |= {name: {"description": "No effect"} for name in NO_EFFECT}
         properties |= {
             name: {"description": "Not supported", "enum": [*_EMPTY, *neutral]}

@@ -44,6 +44,8 @@ GOING_AWAY = 1001
 _MAX_ID, _BAD_KEY = 128, 1008
 _FAREWELL_S = 4.0
 _WATCH_S = 0.5
+_SUBPROTOCOL = "realtime"  # which OpenAI's clients offer; browsers close unless one is chosen
+_KEY_SENT = "openai-insecure-api-key."  # never chosen, for the choice is sent back
 
 _FIELDS = (
     "type", "id", "api_key", "stop", "detach", "stream", "after",
@@ -74,11 +76,12 @@ class RealtimeSockets:
     async def serve(self, socket: WebSocket) -> None:
         """Serves until the client leaves, sends a bad key, or the server goes."""
         with contextlib.suppress(_Left):
-            await socket.accept()
+            offered = socket.scope.get("subprotocols", ())
+            await socket.accept(_SUBPROTOCOL if _SUBPROTOCOL in offered else None)
             await self._serve(socket)
 
     async def _serve(self, socket: WebSocket) -> None:
-        headers = socket.headers
+        headers = _with_key(socket)
         try:
             self._auth.check_page(headers)
             try:
@@ -93,6 +96,15 @@ class RealtimeSockets:
             await socket.close(_BAD_KEY, refused.code)
             return
         await RealtimeSocket(self, socket, self._auth.owner(headers)).run()
+
+
+def _with_key(socket: WebSocket) -> Headers:
+    """The headers of a client, with the key that a browser's may send as a subprotocol."""
+    offered = socket.scope.get("subprotocols", ())
+    key = next((it.removeprefix(_KEY_SENT) for it in offered if it.startswith(_KEY_SENT)), "")
+    if not key or not key.isascii():
+        return socket.headers
+    return Headers(raw=[*socket.headers.raw, (b"x-api-key", key.encode())])
 
 
 async def _hello(socket: WebSocket) -> Headers:
