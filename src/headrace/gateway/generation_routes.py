@@ -5,7 +5,6 @@ import logging
 import secrets
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TypeVar
 
 import msgspec
 from starlette.datastructures import Headers, MutableHeaders
@@ -46,7 +45,6 @@ from headrace.workers.job_line import LARGE, Body
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 
 _SOON_S = 0.25  # a request that is refused, or attaches, is answered by then
 
