@@ -122,7 +122,7 @@ class Lines:
     """A chat template: role and content, a line each."""
 
     source = "{{ role }}: {{ content }}"
-    shows_system = True
+    shows_system = shows_later_system = True
 
     def render(self, chat: Chat) -> str:
         return "".join(f"{m['role']}: {m['content']}\n" for m in chat.messages)
@@ -143,6 +143,7 @@ class FakeModel:
     has_source: bool = False
     tool_format: str = "hermes"
     reasoning_format: str = ""
+    broken_texts: tuple[str, ...] = ()
     ready: Ready | None = READY
     tokenizer: Letters = field(default_factory=Letters)
     template: Lines | None = field(default_factory=Lines)

@@ -165,6 +165,13 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         Literal["auto", "none", "think", "mistral", "harmony"],
         Meta(description="How it sets its reasoning apart; auto: as its chat template says"),
     ] = "auto"
+    special_tokens_in_text: Annotated[
+        Literal["allow", "escape"],
+        Meta(
+            description="Special tokens that the text of messages spells out, such as <|im_end|>: "
+            "allow takes them for tokens, escape breaks them by a zero-width space"
+        ),
+    ] = "allow"
     pooling: Annotated[
         Literal["auto", "cls", "max", "mean", "mean_sqrt_len", "weightedmean", "last"],
         Meta(

@@ -50,6 +50,8 @@ class ServedModel:
         tools_source = self.template.tools_source if self.template else ""
         self.tool_format = _given(config.tool_format, tool_format(tools_source))
         self.reasoning_format = _given(config.reasoning_format, reasoning_format(source))
+        breaks = config.special_tokens_in_text == "escape"
+        self.broken_texts = self.tokenizer.special_texts if breaks else ()
         self._lane = config.lane
         self._max_model_len = config.max_model_len
         self.pooling = config.pooling

@@ -7,6 +7,7 @@ from headrace.core.errors import RequestError
 from headrace.core.request import Chat, Ids, Infill, Prompt, Text
 from headrace.fleet.served_model import ServedModel
 from headrace.protocols.model_text import Bound
+from headrace.text.broken_tokens import break_tokens
 from headrace.text.rendering import Rendered
 from headrace.text.rendering import render as rendered
 from headrace.text.tool_formats.generic import GENERIC, with_tools_in_words
@@ -53,6 +54,8 @@ def render(model: ServedModel, chat: Chat, rendering: Bound) -> Rendered:
     with rendering():
         if model.tool_format == GENERIC:
             chat = with_tools_in_words(chat)
+        if model.broken_texts:
+            chat = break_tokens(chat, model.broken_texts)
         return rendered(model.template, chat)
 
 

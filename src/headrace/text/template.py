@@ -64,7 +64,7 @@ class ChatTemplate:
 
     def render(self, chat: Chat) -> str:
         """The prompt's text; RequestError `template_failed` with the template's own words."""
-        messages = [_for_template(message) for message in chat.messages]
+        messages = [for_template(message) for message in chat.messages]
         if not chat.continue_final_message:
             return self._run(chat, messages)
         mark = f"continued{secrets.token_hex(16)}"
@@ -143,7 +143,7 @@ def _failed(message: str, kind: type[RequestError] = RequestError) -> RequestErr
     return kind("template_failed", words, "messages")
 
 
-def _for_template(message: Message) -> Message:
+def for_template(message: Message) -> Message:
     """A copy: developer is system to a template, arguments of tool calls are parsed."""
     message = dict(message)
     if message.get("role") == "developer":

@@ -48,6 +48,9 @@ class Tokenizer:
         added = self._inner.get_added_tokens_decoder()
         self.added_tokens = tuple(token.content for token in added.values())
         self.special_ids = frozenset(id for id, token in added.items() if token.special)
+        named = self.special_tokens.values()
+        special = (it.content for it in added.values() if it.special or it.content in named)
+        self.special_texts = tuple(text for text in special if len(text) > 1)
         self.vocab_size = max(self._inner.get_vocab().values(), default=-1) + 1
         self._anchor = self._inner.token_to_id("a")
         self.infill_marks = infill_marks(self.token_id)

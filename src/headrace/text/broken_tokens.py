@@ -1,0 +1,57 @@
+"""Breaks special tokens in what clients write, so that only the chat template can set them."""
+
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from typing import Any
+
+import msgspec
+
+from headrace.core.request import Chat
+from headrace.text.template import for_template
+
+ZERO_WIDTH_SPACE = "\u200b"
+
+
+def break_tokens(chat: Chat, tokens: Sequence[str]) -> Chat:
+    """Put a zero-width space behind the first character of each of these tokens in the chat.
+
+    Every text that a client sends is read: contents, names, calls, tools, template variables.
+    """
+    # A token within another one is broken first, and the longer one with it.
+    broken = [(it, it[0] + ZERO_WIDTH_SPACE + it[1:]) for it in sorted(tokens, key=len)]
+
+    def written(text: str) -> str:
+        for token, instead in broken:
+            text = text.replace(token, instead)
+        return text
+
+    return msgspec.structs.replace(
+        chat,
+        messages=tuple(_each(_joined_parts(for_template(it)), written) for it in chat.messages),
+        tools=tuple(_each(tool, written) for tool in chat.tools),
+        template_kwargs=_each(chat.template_kwargs, written),
+    )
+
+
+def _each(value: Any, written: Callable[[str], str]) -> Any:
+    """Return a copy whose strings are rewritten, also those that are keys."""
+    if isinstance(value, str):
+        return written(value)
+    if isinstance(value, dict):
+        return {_each(key, written): _each(item, written) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_each(item, written) for item in value]
+    return value
+
+
+def _joined_parts(message: dict[str, Any]) -> dict[str, Any]:
+    """Join text parts that follow each other: a token may be cut in two by them."""
+    if not isinstance(message.get("content"), list):
+        return message
+    parts: list[Any] = []
+    for is_text, run in groupby(message["content"], lambda part: part["type"] == "text"):
+        if is_text:
+            parts.append({"type": "text", "text": "".join(part["text"] for part in run)})
+        else:
+            parts += run
+    return message | {"content": parts}
