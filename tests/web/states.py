@@ -344,7 +344,7 @@ def settings(page: Page) -> None:
     start(page)
     open_list(page)
     page.find("#settings").click()
-    eventually(lambda: "as the model: " in page.find("#numbers input").get_attribute("placeholder"))
+    eventually(lambda: page.find("#numbers input").get_attribute("placeholder") == "1")
 
 
 def options(page: Page) -> None:

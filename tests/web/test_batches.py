@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 from selenium.webdriver.common.by import By
 
 from tests.web.page import Page, eventually
@@ -13,6 +14,23 @@ window.saved = [];
 URL.createObjectURL = (blob) => (saved.push(blob), make(blob));
 """
 """Keeps what is downloaded."""
+
+
+OUTSIDE = """
+const cells = [...document.querySelectorAll("#batches tbody tr:first-child td")];
+const boxes = cells.map((cell) => {
+  const inside = document.createRange();
+  inside.selectNodeContents(cell);
+  return [cell.className, inside.getBoundingClientRect()];
+}).filter(([, { width }]) => width);
+const meet = ([, a], [, b]) =>
+  a.left < b.right - 1 && b.left < a.right - 1 && a.top < b.bottom - 1 && b.top < a.bottom - 1;
+return boxes.flatMap((one, i) => [
+  ...(one[1].left < 0 || one[1].right > innerWidth ? [`${one[0]} is out of sight`] : []),
+  ...boxes.slice(i + 1).filter((other) => meet(one, other)).map(([name]) => [name, one[0]]),
+]);
+"""
+"""What of the first row cannot be read."""
 
 
 def line(number: int, max_tokens: int) -> str:
@@ -42,6 +60,19 @@ def test_a_file_is_answered_and_its_results_are_downloaded(page: Page, tmp_path:
     eventually(lambda: page.driver.execute_script("return saved.length"))
     text = page.driver.execute_async_script("saved[0].text().then(arguments[0])")
     assert {json.loads(it)["custom_id"] for it in text.splitlines()} == {"0", "1", "2"}
+
+
+@pytest.mark.parametrize("width", [390, 768, 1280])
+def test_a_row_can_be_read_at_every_width(page: Page, tmp_path: Path, width: int) -> None:
+    page.open("/batches")
+    sent(page, tmp_path, "a-file-with-a-longer-name.jsonl", 40, 1)
+    eventually(lambda: "40 of 40" in row_of(page, "a-file-with-a-longer-name.jsonl"), 60)
+    size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": False}
+    page.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    try:
+        assert page.driver.execute_script(OUTSIDE) == []
+    finally:
+        page.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
 def test_a_batch_is_stopped(page: Page, tmp_path: Path) -> None:

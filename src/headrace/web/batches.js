@@ -44,13 +44,15 @@ const faultOf = (fault) => (fault ? `Line ${fault.line}: ${fault.message}` : "")
 function row(batch) {
   const progress = el("progress", { max: batch.total || 1, value: batch.done, "aria-label": `Progress of ${batch.name}` });
   const isOver = ENDED.includes(batch.state);
-  return el("tr", { "data-id": batch.id },
-    el("td", { title: batch.id }, batch.name),
-    el("td", {}, new Date(batch.begun).toLocaleString()),
-    el("td", { title: batch.fault }, batch.fault ? `${batch.state}. ${batch.fault}` : batch.state.replace("_", " ")),
-    el("td", {}, progress, ` ${batch.done} of ${batch.total}`),
-    el("td", {}, String(batch.failed)),
-    el("td", {},
+  // The roles stay a table's where the style sheet lays out the rows as cards.
+  const cell = (name, more, ...inner) => el("td", { role: "cell", class: name, ...more }, ...inner);
+  return el("tr", { role: "row", "data-id": batch.id },
+    cell("what", { title: batch.id }, batch.name),
+    cell("state", {}, batch.fault ? `${batch.state}. ${batch.fault}` : batch.state.replace("_", " ")),
+    cell("done", {}, el("div", { class: "progress" }, progress, el("span", {}, `${batch.done} of ${batch.total}`))),
+    cell("failed", {}, String(batch.failed)),
+    cell("begun", {}, new Date(batch.begun).toLocaleString()),
+    cell("acts", {},
       isOver || batch.state.startsWith("cancel") ? null : button("Stop", () => act(() => asked(batch.cancel, { method: "POST" })), { "aria-label": `Stop ${batch.name}` }),
       batch.results.length ? button("Download", () => act(() => download(batch)), { "aria-label": `Download the results of ${batch.name}` }) : null));
 }

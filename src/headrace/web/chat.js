@@ -290,7 +290,7 @@ function openChoices(isOwn) {
 
 async function showDrawn(model) {
   const drawn = await drawnBy(model);
-  for (const field of $("numbers").querySelectorAll("input")) if (drawn[field.name] >= 0) field.placeholder = `as the model: ${drawn[field.name]}`;
+  for (const field of $("numbers").querySelectorAll("input")) if (drawn[field.name] >= 0) field.placeholder = Number(drawn[field.name].toPrecision(4));
 }
 
 async function keepChoices(event, isOwn) {

@@ -26,10 +26,10 @@ GENERIC = "generic"
 
 _HEAD = "You can call the functions below, one JSON object per line:\n"
 _TAIL = """
-When a function helps, answer with its call and nothing else: one JSON object on one line,
+To call a function, answer with the call and nothing else: one JSON object on one line, such as
 {"name": "the function's name", "arguments": {"parameter": "value"}}
-Several calls go on a line each. The results come in the next message. When no function helps, \
-answer in plain words."""
+Write each of several calls on its own line. The results come in the next message. If no function \
+helps, answer in plain words."""
 
 
 def with_tools_in_words(chat: Chat) -> Chat:
