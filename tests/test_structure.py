@@ -135,13 +135,21 @@ SCHEMA = "response_format.json_schema.schema"
 @pytest.mark.parametrize(
     ("fields", "path", "word"),
     [
-        (by_schema({"properties": {"x": {"not": {}}}}), f"{SCHEMA}.properties.x", "not"),
-        (by_schema({"anyOf": [{"type": "nul"}]}), f"{SCHEMA}.anyOf[0]", "nul"),
-        (by_schema({"type": "object", "minProperties": 2}), SCHEMA, "minProperties"),
-        (by_schema({"oneOf": [{"type": "integer"}, {"type": "number"}]}), SCHEMA, "oneOf"),
+        (by_schema({"properties": {"x": {"not": {}}}}), f"{SCHEMA}.properties.x.not", "not"),
+        (by_schema({"anyOf": [{"type": "nul"}]}), f"{SCHEMA}.anyOf[0].type", "nul"),
+        (
+            by_schema({"type": "object", "minProperties": 2}),
+            f"{SCHEMA}.minProperties",
+            "beyond what is required",
+        ),
+        (
+            by_schema({"oneOf": [{"type": "integer"}, {"type": "number"}]}),
+            f"{SCHEMA}.oneOf",
+            "use anyOf",
+        ),
         (
             by_schema({"items": {"$ref": "#/$defs/q"}, "$defs": {"q": {"uniqueItems": True}}}),
-            f"{SCHEMA}.$defs.q",
+            f"{SCHEMA}.$defs.q.uniqueItems",
             "uniqueItems",
         ),
         ({"guided_regex": "(a"}, "guided_regex", "unclosed"),
@@ -164,7 +172,7 @@ def test_a_strict_tools_fault_is_named(llm: LLM) -> None:
     bad = {"name": "f", "strict": True, "parameters": {"properties": {"x": {"not": {}}}}}
     with pytest.raises(RequestFailed) as refused:
         llm.chat("Hi", tools=[{"type": "function", "function": bad}])
-    assert refused.value.param == "tools[0].function.parameters.properties.x"
+    assert refused.value.param == "tools[0].function.parameters.properties.x.not"
     bad["strict"] = False
     forced = {"type": "function", "function": {"name": "f"}}
     tools = [{"type": "function", "function": bad}]

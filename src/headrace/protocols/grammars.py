@@ -4,54 +4,67 @@ Runs where it may be killed: a schema may be made to take all memory.
 """
 
 import json
-import re
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from headrace.core.errors import RequestError
 from headrace.fleet.served_model import ServedModel
 from headrace.protocols.fields.structure import CallsWanted, Structure, Tool, Wanted
-from headrace.text.grammar import GrammarCompiler, GrammarError
+from headrace.text import json_schema, schema_rules
+from headrace.text.grammar import (
+    COUNTED,
+    OVERLAPPING,
+    SAME_NAMES,
+    UNSATISFIABLE,
+    GrammarCompiler,
+    GrammarError,
+    pattern_fault,
+)
 from headrace.text.harmony import answer_rules
+from headrace.text.json_schema import Node, ReadSchema, SchemaFinding
 from headrace.text.output_splitter import HARMONY, REASONING_TAGS
+from headrace.text.schema_limits import children, unsatisfied
+from headrace.text.schema_rules import Grammars, grammars_of
 from headrace.text.tool_formats.table import format_of
 
 MAX_GRAMMAR = 256 << 10
 """Characters: it is stored with the stream, and sent to the engine."""
 
-SPACE = r"( |\n {0,12})?"
-"""White space between the parts of a JSON text: enough to indent it, and an end to it."""
-
 _MAX_TRIED = 1000  # schemas that are compiled one by one to find a fault
-_UNIMPLEMENTED = re.compile(r'Unimplemented keys: \["([^"]+)"')
-_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
-_DEFINITIONS = ("$defs", "definitions")
-_OPEN = ("additionalProperties", "patternProperties", "unevaluatedProperties", "$ref", *_LISTS[:3])
+_MAX_SOFTENED = 16  # faults that are taken out of one request's schemas, one by one
+_OPEN = (
+    *("additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames"),
+    *("$ref", "anyOf", "oneOf", "allOf", "if", "dependentSchemas"),
+)
 """Keywords that may stand for properties which are not in the list."""
-_VALUES = ("const", "default", "x-guidance")  # no schemas, though they look like some
-_ASKS_NOTHING: dict[str, tuple[Any, ...]] = {
-    "uniqueItems": (False,),
-    "unevaluatedItems": (True, {}),
-    "unevaluatedProperties": (True, {}),
-    "propertyNames": (True, {}),
-    "dependentSchemas": ({},),
-    "not": (False,),
+_BY_FAULT = {
+    OVERLAPPING: ("oneOf",),
+    SAME_NAMES: ("patternProperties",),
+    COUNTED: ("minProperties", "maxProperties"),
 }
-"""Values that change nothing; other values of these keywords cannot be enforced."""
+_ANY_ARGUMENTS: dict[str, Any] = {"type": ["object"]}
 
-Grammars = list[dict[str, Any]]
-"""Grammars as llguidance takes them; an answer begins in the first one."""
+Tags = tuple[int, int] | None
 
-Constraint = tuple[str, tuple[int, int] | None]
-"""A grammar and the tokens around reasoning, as Sampling has them."""
+
+class MadeGrammar(NamedTuple):
+    """A grammar and the tokens around reasoning, as Sampling has them, and what was left out."""
+
+    grammar: str
+    tags: Tags
+    ignored: tuple[str, ...] = ()
+
+
+NO_GRAMMAR = MadeGrammar("", None)
 
 
 class _Part(NamedTuple):
-    """A schema within a grammar, and where it stood in the body."""
+    """A schema within a grammar; of one that is not strict, what cannot be enforced is left out."""
 
-    schema: dict[str, Any]
+    name: str
+    schema: ReadSchema
     path: str
+    is_strict: bool
 
 
 class GrammarMaker:
@@ -67,7 +80,7 @@ class GrammarMaker:
         except GrammarError as error:
             self._why_not = str(error)
 
-    def make(self, structure: Structure) -> Constraint:
+    def make(self, structure: Structure) -> MadeGrammar:
         """RequestError names what cannot be enforced, and where it stands."""
         if self._compiler is None:
             raise RequestError("unsupported_operation", self._why_not, structure.path)
@@ -75,19 +88,61 @@ class GrammarMaker:
         is_harmony = self._model.reasoning_format == HARMONY
         tags = None if is_harmony else self._tags(structure)
         if is_harmony:
-            grammars = self._in_harmony(structure, parts)
+            rules = self._in_harmony(structure, parts)
         elif structure.calls is not None:
-            grammars = self._with_calls(structure.calls, structure.wanted, parts)
+            rules = self._with_calls(structure.calls, structure.wanted, parts)
         else:
             assert structure.wanted
-            grammars = [_body(structure.wanted, parts)]
-        text = json.dumps({"grammars": grammars}, ensure_ascii=False)
-        if len(text) > MAX_GRAMMAR:
-            message = f"{structure.path} makes a grammar of {len(text)} characters; "
-            message += f"it may have {MAX_GRAMMAR}."
-            raise RequestError("invalid_value", message, structure.path)
-        self._check(text, parts, structure.path)
-        return text, tags
+            rules = _body(structure.wanted, parts)
+        text = self._checked(rules, parts, structure.path)
+        ignored = (it.path for part in parts for it in part.schema.findings)
+        return MadeGrammar(text, tags, tuple(dict.fromkeys(ignored)))
+
+    def _checked(self, rules: Grammars, parts: list[_Part], path: str) -> str:
+        """The text of a grammar that compiles, once the faults of lenient parts are taken out."""
+        for _ in range(_MAX_SOFTENED):
+            text = _text_of(rules, parts)
+            if len(text) > MAX_GRAMMAR:
+                self._shorten(parts, len(text), path)
+                continue
+            assert self._compiler
+            try:
+                self._compiler.check(text)
+                return text
+            except GrammarError as error:
+                self._soften(parts, str(error), path)
+        for part in parts:
+            _give_up(part)
+        return _text_of(rules, parts)
+
+    def _soften(self, parts: list[_Part], fault: str, path: str) -> None:
+        """Take the fault out of the part that has it; RequestError if that part is strict."""
+        for part in parts:
+            own = self._fault(part.schema, part.schema.root)
+            if own is None:
+                continue
+            node = self._place(part, own)
+            place = part.schema.paths.get(id(node), part.path)
+            if part.is_strict:
+                code = "invalid_value" if own == UNSATISFIABLE else "unsupported_parameter"
+                names = _faulty(node, own)
+                place = f"{place}.{names[0]}" if len(names) == 1 else place
+                raise RequestError(code, _refusal(place, own), place)
+            if not _relax(part, node, place, own):
+                _give_up(part)
+            return
+        lenient = [part for part in parts if not part.is_strict]
+        if not lenient or all(part.schema.root == _ANY_ARGUMENTS for part in lenient):
+            raise RequestError("invalid_value", _refusal(path, fault), path)
+        for part in lenient:  # each is fine by itself, and all are too much together
+            _give_up(part)
+
+    def _shorten(self, parts: list[_Part], length: int, path: str) -> None:
+        lenient = [it for it in parts if not it.is_strict and it.schema.root != _ANY_ARGUMENTS]
+        if not lenient:
+            message = f"{path} makes a grammar of {length} characters; it may have {MAX_GRAMMAR}."
+            raise RequestError("invalid_value", message, path)
+        _give_up(max(lenient, key=lambda it: len(_text_of([], [it]))))
 
     def _with_calls(
         self, calls: CallsWanted, wanted: Wanted | None, parts: list[_Part]
@@ -95,7 +150,7 @@ class GrammarMaker:
         name = self._model.tool_format
         make = format_of(name).rules if name else None
         if not name and wanted is not None:
-            return [_body(wanted, parts)]  # the model is never shown its tools
+            return _body(wanted, parts)  # the model is never shown its tools
         if make is None:
             raise _no_format(name, calls.path)
         names = [tool.name for tool in calls.tools]
@@ -108,10 +163,9 @@ class GrammarMaker:
             raise _no_format(name, calls.path)
         else:
             start = f"start: {rules.start}\nTEXT: {rules.text}"
-        arguments = [self._arguments(i, tool, parts) for i, tool in enumerate(calls.tools)]
-        body = [] if wanted is None else [_body(wanted, parts)]
+        body = _with_parts(calls.tools, wanted, parts)
         lines = "\n".join([start, *rules.lines])
-        return [{"name": "calls", "lark_grammar": lines}, *arguments, *body]
+        return [{"name": "calls", "lark_grammar": lines}, *body]
 
     def _in_harmony(self, structure: Structure, parts: list[_Part]) -> Grammars:
         """All messages of an answer, those that reason among them."""
@@ -119,7 +173,7 @@ class GrammarMaker:
         if not structure.is_message:  # the answer is text
             if wanted is None:
                 raise _no_format(HARMONY, structure.path)
-            return [_body(wanted, parts)]
+            return _body(wanted, parts)
         tools = calls.tools if calls else ()
         final = None if calls and calls.is_forced else "@body" if wanted else "TEXT?"
         names, token_id = [tool.name for tool in tools], self._model.tokenizer.token_id
@@ -128,27 +182,10 @@ class GrammarMaker:
             message = f"This model's tokenizer lacks markers of harmony, so {structure.path} "
             message += "cannot be enforced; leave it out, or serve it with --reasoning-format none."
             raise RequestError("unsupported_operation", message, structure.path)
-        arguments = [self._arguments(i, tool, parts) for i, tool in enumerate(tools)]
-        body = [] if wanted is None else [_body(wanted, parts)]
-        return [{"name": "answer", "lark_grammar": "\n".join(lines)}, *arguments, *body]
+        body = _with_parts(tools, wanted, parts)
+        return [{"name": "answer", "lark_grammar": "\n".join(lines)}, *body]
 
-    def _arguments(self, number: int, tool: Tool, parts: list[_Part]) -> dict[str, Any]:
-        """Strict tools as they are; of others, what can be enforced."""
-        schema = tool.schema
-        if not any(name in schema for name in ("type", "$ref", *_LISTS[:3])):
-            schema = {"type": "object", **schema}
-        if _lists_all(schema):
-            schema = {**schema, "additionalProperties": False}  # nothing reads what is undeclared
-        name = f"arguments{number}"
-        grammar = _json(name, schema)
-        if not tool.is_strict and self._fault([grammar]) is not None:
-            lenient = _json(name, schema, lenient=True)
-            if self._fault([lenient]) is None:
-                return lenient
-        parts.append(_Part(schema, tool.path))
-        return grammar
-
-    def _tags(self, structure: Structure) -> tuple[int, int] | None:
+    def _tags(self, structure: Structure) -> Tags:
         """The ids of the tags of reasoning that may come before the grammar."""
         name = self._model.reasoning_format
         if not name or not structure.may_reason:
@@ -161,68 +198,118 @@ class GrammarMaker:
         message += "cannot begin after it; send it with reasoning_effort none."
         raise RequestError("unsupported_operation", message, structure.path)
 
-    def _check(self, text: str, parts: list[_Part], path: str) -> None:
-        """Compiles everything; a fault is looked for where it can be named."""
-        for part in parts:
-            keyword = _silent(part)
-            if keyword is not None:
-                raise _unenforced(keyword)
+    def _fault(self, schema: ReadSchema, node: Node) -> str | None:
         assert self._compiler
+        own = grammars_of(schema._replace(root=node), "own")
         try:
-            self._compiler.check(text)
-            return
+            self._compiler.check(json.dumps({"grammars": own}))
         except GrammarError as error:
-            fault = str(error).rstrip(".")
-        for part in parts:
-            own = self._fault([_json("own", part.schema)])
-            if own is not None:
-                raise _refusal(self._place(part, own), own)
-        raise RequestError("invalid_value", f"{path} cannot be made a grammar: {fault}.", path)
-
-    def _fault(self, grammars: Grammars) -> str | None:
-        assert self._compiler
-        try:
-            self._compiler.compile(json.dumps({"grammars": grammars}))
-        except GrammarError as error:
-            return str(error).rstrip(".")
+            return str(error)
         return None
 
-    def _place(self, part: _Part, fault: str) -> str:
-        """The path of the innermost schema that has this fault by itself."""
-        shared = {k: part.schema[k] for k in _DEFINITIONS if k in part.schema}
-        num_tried = 0
-        is_deeper = True
-        while is_deeper:
-            is_deeper = False
-            for child in _children(part):
+    def _place(self, part: _Part, fault: str) -> Node:
+        """The innermost schema that has this fault by itself."""
+        node, num_tried, seen = part.schema.root, 0, set[str]()
+        while True:
+            below = children(node)
+            if isinstance(node, dict) and node.get("$ref", "") not in {"", *seen}:
+                seen.add(node["$ref"])
+                below.append(part.schema.definitions[node["$ref"]])
+            for child in below:
                 num_tried += 1
                 if num_tried > _MAX_TRIED:
-                    return part.path
-                if self._fault([_json("own", {**shared, **child.schema})]) == fault:
-                    part, is_deeper = child, True
-                    shared = {k: v for k, v in shared.items() if f".{k}." not in child.path}
+                    return node
+                if child is not False and self._fault(part.schema, child) == fault:
+                    node = child
                     break
-        return part.path
+            else:
+                return node
 
 
-def _body(wanted: Wanted, parts: list[_Part]) -> dict[str, Any]:
-    """RequestError if the value cannot be read as its form."""
+def _with_parts(tools: Sequence[Tool], wanted: Wanted | None, parts: list[_Part]) -> Grammars:
+    """The grammars of an answer beside calls; the arguments of each tool become parts."""
+    for number, tool in enumerate(tools):
+        schema = tool.schema
+        if not any(name in schema for name in ("type", "$ref", "anyOf", "oneOf", "allOf")):
+            schema = {"type": "object", **schema}
+        if _lists_all(schema):
+            schema = {**schema, "additionalProperties": False}  # nothing reads what is undeclared
+        parts.append(_part(f"arguments{number}", schema, tool.path, tool.is_strict))
+    return [] if wanted is None else _body(wanted, parts)
+
+
+def _body(wanted: Wanted, parts: list[_Part]) -> Grammars:
+    """RequestError if the value cannot be read as its form; a schema becomes a part."""
     if wanted.syntax == "json":
-        parts.append(_Part(wanted.value, wanted.path))
-        return _json("body", wanted.value)
+        parts.append(_part("body", wanted.value, wanted.path, wanted.is_strict))
+        return []
     if wanted.syntax == "regex":
-        rules = _regex(wanted.value)
+        rules = _regex(wanted)
     elif wanted.syntax == "choice":
         rules = "start: " + " | ".join(json.dumps(it, ensure_ascii=False) for it in wanted.value)
     else:
         rules = _rules(wanted)
-    return {"name": "body", "lark_grammar": rules}
+    return [{"name": "body", "lark_grammar": rules}]
 
 
-def _json(name: str, schema: dict[str, Any], lenient: bool = False) -> dict[str, Any]:
-    """A grammar for one schema; options that the schema names itself are not taken."""
-    options = {"whitespace_pattern": SPACE, "lenient": lenient}
-    return {"name": name, "json_schema": {**_asking(schema), "x-guidance": options}}
+def _part(name: str, given: Any, path: str, is_strict: bool) -> _Part:
+    """Decides what of a schema can be enforced; RequestError if a strict one has more."""
+    schema = json_schema.read(given, path, pattern_fault)
+    part = _Part(name, schema, path, is_strict)
+    dead = unsatisfied(schema)
+    if dead is not None:
+        schema.findings.append(SchemaFinding(dead or path, f"{dead or path} {UNSATISFIABLE}."))
+    else:
+        schema.findings.extend(schema_rules.settle(schema))
+    refused = next((it for it in schema.findings if it.is_refused), None)
+    if is_strict and refused is not None:
+        code = "invalid_value" if dead == refused.path else "unsupported_parameter"
+        raise RequestError(code, refused.message, refused.path)
+    return part if dead is None else _give_up(part)
+
+
+def _text_of(rules: Grammars, parts: Sequence[_Part]) -> str:
+    """An answer begins in the first grammar."""
+    written = [it for part in parts for it in grammars_of(part.schema, part.name)]
+    return json.dumps({"grammars": [*rules, *written]}, ensure_ascii=False)
+
+
+def _refusal(path: str, fault: str) -> str:
+    if fault == UNSATISFIABLE:
+        return f"{path} {fault}."
+    return f"{path} cannot be enforced: it {fault}."
+
+
+def _faulty(node: Node, fault: str) -> list[str]:
+    """The keywords of a node that may have a fault."""
+    if isinstance(node, bool) or fault == UNSATISFIABLE:
+        return []
+    known = [name for name in _BY_FAULT.get(fault, ()) if name in node]
+    return known or [name for name in node if name != "type"]
+
+
+def _relax(part: _Part, node: Node, path: str, fault: str) -> bool:
+    """Take out of a node what may have the fault; whether anything was there to take."""
+    names = _faulty(node, fault)
+    for name in names:
+        assert isinstance(node, dict)
+        value = node.pop(name)
+        if name == "oneOf" and "anyOf" not in node and names == ["oneOf"]:
+            node["anyOf"] = value
+        place = f"{path}.{name}"
+        part.schema.findings.append(SchemaFinding(place, _refusal(place, fault)))
+    return bool(names)
+
+
+def _give_up(part: _Part) -> _Part:
+    """Leave the part free: any arguments, or any value."""
+    root = part.schema.root
+    if isinstance(root, dict):
+        root.clear()
+        if part.name != "body":
+            root.update(_ANY_ARGUMENTS)
+    part.schema.findings.append(SchemaFinding(part.path, f"{part.path} is not enforced."))
+    return part
 
 
 def _lists_all(schema: dict[str, Any]) -> bool:
@@ -233,29 +320,13 @@ def _lists_all(schema: dict[str, Any]) -> bool:
     return set(map(str, needed)) <= listed.keys() and not any(name in schema for name in _OPEN)
 
 
-def _asking(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema without keywords that ask for nothing."""
-
-    def inner(value: Any) -> Any:
-        return _asking(value) if isinstance(value, dict) else value
-
-    found: dict[str, Any] = {}
-    for name, value in schema.items():
-        if name in _MAPS and isinstance(value, dict):
-            found[name] = {key: inner(item) for key, item in value.items()}
-        elif name in _LISTS and isinstance(value, list):
-            found[name] = [inner(item) for item in value]
-        else:
-            found[name] = value if name in _VALUES else inner(value)
-    return {
-        name: value for name, value in found.items() if value not in _ASKS_NOTHING.get(name, ())
-    }
-
-
-def _regex(pattern: str) -> str:
+def _regex(wanted: Wanted) -> str:
     from llguidance import LLMatcher
 
-    grammar = json.loads(LLMatcher.grammar_from_regex(pattern))
+    if fault := pattern_fault(wanted.value):
+        message = f"{wanted.path} cannot be enforced: it {fault}."
+        raise RequestError("invalid_value", message, wanted.path)
+    grammar = json.loads(LLMatcher.grammar_from_regex(wanted.value))
     rule: str = grammar["grammars"][0]["lark_grammar"]
     return rule
 
@@ -269,61 +340,10 @@ def _rules(wanted: Wanted) -> str:
         return rules
     try:
         rules = any_to_lark(wanted.value)
-    except Exception as error:  # the converter raises bare Exception
-        reason = " ".join(str(error).split())[:120]
-        message = f"{wanted.path} cannot be read as GBNF: {reason}."
+    except Exception:  # the converter raises bare Exception
+        message = f"{wanted.path} cannot be read as GBNF. Check its rules, quotes and brackets."
         raise RequestError("invalid_value", message, wanted.path) from None
     return rules
-
-
-def _children(part: _Part) -> Iterator[_Part]:
-    """The schemas within a schema; definitions first, since what refers to them shares a fault."""
-    for name, value in sorted(part.schema.items(), key=lambda item: item[0] not in _DEFINITIONS):
-        path = f"{part.path}.{name}"
-        if name in _MAPS and isinstance(value, dict):
-            found = [(f"{path}.{key}", item) for key, item in value.items()]
-        elif name in _LISTS and isinstance(value, list):
-            found = [(f"{path}[{i}]", item) for i, item in enumerate(value)]
-        else:
-            found = [(path, value)]
-        for place, item in found:
-            if isinstance(item, dict) and name not in _VALUES:
-                yield _Part(item, place)
-
-
-class _Keyword(NamedTuple):
-    name: str
-    path: str
-
-
-def _silent(part: _Part) -> _Keyword | None:
-    """A keyword that compiles and yet may not hold: a key may be written twice."""
-    level = [part]
-    while level:
-        for schema, path in level:
-            least, required = schema.get("minProperties"), schema.get("required")
-            num_sure = len(set(map(str, required))) if isinstance(required, list) else 0
-            if isinstance(least, int | float) and least > max(1, num_sure):
-                return _Keyword("minProperties", path)
-        level = [child for it in level for child in _children(it)]
-    return None
-
-
-def _refusal(path: str, fault: str) -> RequestError:
-    found = _UNIMPLEMENTED.match(fault)
-    if found:
-        return _unenforced(_Keyword(found[1], path))
-    if fault.startswith("oneOf"):
-        message = f"{path} has the keyword oneOf, whose schemas do not exclude each other by type "
-        message += "or const; it cannot be enforced. Use anyOf."
-        return RequestError("unsupported_parameter", message, path)
-    message = f"{path} is no schema that an answer can follow: {fault}."
-    return RequestError("invalid_value", message, path)
-
-
-def _unenforced(keyword: _Keyword) -> RequestError:
-    message = f"{keyword.path} has the keyword {keyword.name}, which cannot be enforced; "
-    return RequestError("unsupported_parameter", message + "leave it out.", keyword.path)
 
 
 def _no_format(name: str, path: str) -> RequestError:

@@ -1,7 +1,7 @@
 """The token ids of prompts: chats rendered, texts read in windows where they are long."""
 
 from array import array
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from headrace.core.errors import RequestError
 from headrace.core.request import Chat, Ids, Infill, Prompt, Text
@@ -87,3 +87,23 @@ def _gap_ids(model: ServedModel, gap: Infill, longest: int | None) -> tuple["arr
         ids.extend([] if mark is None else [mark])
         ids += read(text)
     return ids + marks.joined(before, behind), max(ways)
+
+
+def listed_tokens(
+    model: ServedModel, token_ids: list[int], fields: dict[str, Any]
+) -> dict[str, Any]:
+    """Token ids as `/tokenize` shows them."""
+    tokenizer, tokens = model.tokenizer, list[Any](token_ids)
+    if fields.get("with_pieces"):
+        tokens = [{"id": i, "piece": _piece(tokenizer.token_bytes(i))} for i in token_ids]
+    listed = {"tokens": tokens, "count": len(token_ids)}
+    if fields.get("return_token_strs"):
+        listed["token_strs"] = [tokenizer.token_text(token_id) for token_id in token_ids]
+    return listed
+
+
+def _piece(raw: bytes) -> str | list[int]:
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return list(raw)

@@ -1,8 +1,10 @@
 """Reads a body's bytes into a Request: strict JSON, the model's limits, its defaults."""
 
+import math
 import re
 import secrets
 import sys
+from decimal import Decimal, InvalidOperation
 from typing import Any
 
 import msgspec
@@ -24,19 +26,29 @@ MAX_CHOICES_IN_ALL = 1024
 MAX_DEPTH = 64
 MAX_VALUES = 2 << 20
 MAX_CONTAINERS = 256 << 10
-_LARGEST = int(sys.float_info.max)
+_LARGEST = sys.float_info.max
+_INT64, _UINT64 = -(1 << 63), 1 << 64  # what is stored beside a stream fits them
 _CONTAINERS = (dict, list)
+_WITH_SCHEMAS = (
+    *("tools", "response_format", "structured_outputs", "json_schema", "guided_json"),
+    *("format", "text", "output_config", "output_format"),
+)
+"""Fields in which schemas stand, whose numbers may be of any size."""
+
+_LONG_NUMBER = re.compile(rb"[0-9][0-9.]{15}|[0-9][eE][+-]?[0-9]{2}")
+"""What numbers look like that a float may not hold."""
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 
 
 def decode(body: bytes) -> dict[str, Any]:
     """The object in the body: UTF-8 without a byte order mark, finite numbers, no lone surrogate.
 
+    Integers beyond 64 bits become floats; `exact_schemas` has them as they were sent.
     RequestError `invalid_json`, also for more values than are taken.
     """
     _check_counts(body)
     try:
-        value = msgspec.json.decode(body)
+        value = _decode(body)
     except RecursionError:
         raise _too_deep() from None
     except ValueError as error:
@@ -45,6 +57,28 @@ def decode(body: bytes) -> dict[str, Any]:
         raise RequestError("invalid_json", "The body must be a JSON object, such as {}.")
     _check_tree(value)
     return value
+
+
+def exact_schemas(body: bytes, given: dict[str, Any]) -> dict[int, Any]:
+    """The objects of the decoded body in which schemas stand, with all digits of their numbers.
+
+    By the id of the object in `given`; empty if floats hold every number of the body.
+    """
+    if not _LONG_NUMBER.search(body):
+        return {}
+    whole = _decode_exactly(body)
+    level = [(given[name], whole[name]) for name in _WITH_SCHEMAS if name in given]
+    found: dict[int, Any] = {}
+    while level:
+        below: list[tuple[Any, Any]] = []
+        for value, exact in level:
+            if isinstance(value, dict):
+                found[id(value)] = exact
+                below += [(item, exact[name]) for name, item in value.items()]
+            elif isinstance(value, list):
+                below += zip(value, exact, strict=True)
+        level = below
+    return found
 
 
 def make_request(
@@ -221,20 +255,58 @@ def _check_counts(body: bytes) -> None:
         raise _too_many(f"about {counts[b','] + num_containers} values", MAX_VALUES)
 
 
+def _decode(body: bytes) -> Any:
+    try:
+        return msgspec.json.decode(body)
+    except msgspec.ValidationError:  # a number is out of a float's range
+        return _decode_wide(body)
+
+
+def _wide_number(text: str) -> float | Decimal:
+    number = float(text)
+    return Decimal(number) if math.isinf(number) else number
+
+
+def _exact_number(text: str) -> Decimal:
+    try:
+        return Decimal(text)
+    except InvalidOperation:  # an exponent of more than 18 digits
+        return Decimal(0) if "e-" in text.lower() else Decimal("Infinity")
+
+
+_decode_wide = msgspec.json.Decoder(float_hook=_wide_number).decode
+_decode_exactly = msgspec.json.Decoder(float_hook=_exact_number).decode
+
+
 def _check_tree(root: dict[str, Any]) -> None:
     """Level by level, so that the depth costs no recursion."""
-    level: list[Any] = [root]
+    level: list[tuple[Any, bool]] = [(root, False)]
     for _ in range(MAX_DEPTH):
-        below: list[Any] = []
-        for container in level:
-            values = container.values() if type(container) is dict else container
-            if any(type(x) is int and not -_LARGEST <= x <= _LARGEST for x in values):
-                raise RequestError("invalid_json", "A number in the body is too large.")
-            below += [x for x in values if type(x) in _CONTAINERS]
+        below: list[tuple[Any, bool]] = []
+        for container, is_schema in level:
+            is_object = type(container) is dict
+            entries = container.items() if is_object else enumerate(container)
+            for key, value in list(entries):
+                is_wide = is_schema or (container is root and key in _WITH_SCHEMAS)
+                if type(value) in _CONTAINERS:
+                    below.append((value, is_wide))
+                elif type(value) in _NUMBERS and not _INT64 <= value < _UINT64:
+                    container[key] = _as_float(value, is_wide)
         if not below:
             return
         level = below
     raise _too_deep()
+
+
+def _as_float(value: int | Decimal, may_be_larger: bool) -> float:
+    if -_LARGEST <= value <= _LARGEST:
+        return float(value)
+    if not may_be_larger:
+        raise RequestError("invalid_json", "A number in the body is too large.")
+    return _LARGEST if value > 0 else -_LARGEST
+
+
+_NUMBERS = (int, Decimal)
 
 
 def _reason(body: bytes, error: ValueError) -> str:

@@ -32,13 +32,14 @@ from headrace.protocols.fields import structure
 from headrace.protocols.fields.common import TokenIds, ignored, max_tokens
 from headrace.protocols.fields.kinds import Flag, Kind, String, missing, read_fields
 from headrace.protocols.fields.messages import placeholder_in_text, refuse_images, texts_of, unseen
+from headrace.protocols.grammars import NO_GRAMMAR
 from headrace.protocols.inserted_texts import take_out
 from headrace.protocols.model_text import Bound, MemoryBound, ModelText, text_of
 from headrace.protocols.openai import chat as openai_chat
 from headrace.protocols.openai import responses as openai_responses
 from headrace.protocols.openai.response_items import PAST, messages_of
-from headrace.protocols.prompt_ids import ids_of, render
-from headrace.protocols.requests import check_token_ids, decode, pack
+from headrace.protocols.prompt_ids import ids_of, listed_tokens, render
+from headrace.protocols.requests import check_token_ids, decode, exact_schemas, pack
 from headrace.protocols.vectors import embeddings, rerank
 from headrace.workers.pool import (
     IMAGE_MEMORY_BYTES,
@@ -129,13 +130,14 @@ class Jobs:
         digest = hashlib.sha256(route.encode() + b"\n" + body).digest()
         dialect = dialect_of(route)
         given = decode(body)
+        exact = exact_schemas(body, given)
         inserted = take_out(given, route, client)
         with self._noting(given):
             fields = dialect.read(given)
-            self.constrain(fields)
+            left_out = self.constrain(fields, exact)
             self.refuse_unseen(fields)
         checked = pack(dialect, fields)
-        names = ignored(dialect.TABLE, given) + checked.ignored
+        names = ignored(dialect.TABLE, given) + checked.ignored + left_out
         replace = msgspec.structs.replace
         return replace(checked, digest=digest, ignored=names, inserted=inserted)
 
@@ -149,11 +151,17 @@ class Jobs:
             checked = self.read(body, route)
         return checked.fields.get("model")
 
-    def constrain(self, fields: dict[str, Any]) -> None:
-        """Makes one grammar of the fields that ask for a form; RequestError names a fault."""
-        wanted = structure.take(fields)
-        if wanted is not None:
-            fields["constraint"] = self._asked(fields).grammars.make(wanted)
+    def constrain(
+        self, fields: dict[str, Any], exact: Mapping[int, Any] | None = None
+    ) -> tuple[str, ...]:
+        """Make one grammar of the fields that ask for a form; return the paths that it leaves out.
+
+        RequestError names a fault.
+        """
+        wanted = structure.take(fields, exact)
+        made = self._asked(fields).grammars.make(wanted) if wanted else NO_GRAMMAR
+        fields["constraint"] = (made.grammar, made.tags)
+        return made.ignored
 
     def refuse_unseen(self, fields: dict[str, Any]) -> None:
         """RequestError for images that the model cannot see."""
@@ -292,7 +300,7 @@ class Jobs:
             raise RequestError("unsupported_parameter", message, "parse_special")
         token_ids = ids_of(model, _to_prompt(fields), self._rendering).token_ids.tolist()
         longest = max_model_len.get(model.names[0], model.max_model_len)
-        return encode(_listed(model, token_ids, fields) | {"max_model_len": longest})
+        return encode(listed_tokens(model, token_ids, fields) | {"max_model_len": longest})
 
     def count_tokens(self, body: bytes, client: str = "") -> bytes:
         given = decode(body)
@@ -362,29 +370,12 @@ def _names(body: bytes) -> tuple[str, ...]:
     return tuple(name for name in names if isinstance(name, str) and name)
 
 
-def _listed(model: ServedModel, token_ids: list[int], fields: dict[str, Any]) -> dict[str, Any]:
-    tokenizer, tokens = model.tokenizer, list[Any](token_ids)
-    if fields.get("with_pieces"):
-        tokens = [{"id": i, "piece": _piece(tokenizer.token_bytes(i))} for i in token_ids]
-    listed = {"tokens": tokens, "count": len(token_ids)}
-    if fields.get("return_token_strs"):
-        listed["token_strs"] = [tokenizer.token_text(token_id) for token_id in token_ids]
-    return listed
-
-
 def _to_prompt(fields: dict[str, Any]) -> Prompt:
     if "content" in fields:
         return Text(fields["content"], fields.get("add_special", False))
     if "prompt" in fields:
         return Text(fields["prompt"], fields.get("add_special_tokens", True))
     return openai_chat.read_chat(fields)
-
-
-def _piece(raw: bytes) -> str | list[int]:
-    try:
-        return raw.decode()
-    except UnicodeDecodeError:
-        return list(raw)
 
 
 def main() -> None:

@@ -4,11 +4,14 @@ The state is a function of the answer's tokens: whoever feeds them again is in t
 """
 
 import contextlib
+import json
 import os
 import random
+import re
 import sys
 import threading
 from array import array
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +27,52 @@ Allowed = NDArray[np.bool_]
 
 _NUM_WAYS, _WAY_LENGTH = 4, 32
 _FEWEST = 32  # what an LLTokenizer takes at least
+_LIMITS = llguidance.LLParserLimits(verbose_errors=False)
+
+TOO_COMPLEX = "is too large or too complex for a grammar"
+UNSATISFIABLE = "cannot be satisfied by any answer"
+OVERLAPPING = "has schemas that do not exclude each other by type or const; use anyOf"
+SAME_NAMES = "has patterns that may match the same name"
+COUNTED = "counts properties of which some are optional"
+_REASONS = (
+    ("no start rule", "has no rule named start"),
+    ("look-around", "uses look-around"),
+    ("lookarounds", "uses look-around or a word boundary"),
+    ("backreferences", "uses a backreference"),
+    ("unclosed group", "has an unclosed group"),
+    ("unopened group", "closes a group that was not opened"),
+    ("unclosed character class", "has an unclosed bracket"),
+    ("character class range", "has a range of characters that runs backwards"),
+    ("Unicode property", "names a Unicode property that is not known"),
+    ("repetition count", "has a repetition whose limits are not in order"),
+    ("repetition operator", "repeats nothing"),
+    ("range end must be", "has a repetition whose limits are not in order"),
+    ("escape sequence", "has an escape that is not known"),
+    ("Unsatisfiable", UNSATISFIABLE),
+    ("NoExtension", UNSATISFIABLE),
+    ("oneOf", OVERLAPPING),
+    ("disjoint", SAME_NAMES),
+    ("maxProperties", COUNTED),
+    ("circular reference", "refers back to itself"),
+    ("unknown name", "uses a rule that is not defined"),
+    ("too deeply nested", TOO_COMPLEX),
+    ("nest", TOO_COMPLEX),
+    ("fuel", TOO_COMPLEX),
+    ("too large", TOO_COMPLEX),
+    ("too many", TOO_COMPLEX),
+    ("omplex", TOO_COMPLEX),
+    ("limit", TOO_COMPLEX),
+    ("exceed", TOO_COMPLEX),
+    ("regex parse error", "is not a regular expression"),
+    ("stack level", TOO_COMPLEX),
+)
+"""Marks in the library's messages, and what they mean, as the end of a sentence."""
+
+_PLACE = re.compile(r"^(?:at )?(\d+)\((\d+)\):")
 
 
 class GrammarError(ValueError):
-    """A grammar that cannot be compiled, or is too large; the message says why."""
+    """A grammar that cannot be compiled, or is too large; the message ends a sentence about it."""
 
 
 class GrammarCompiler:
@@ -41,7 +86,7 @@ class GrammarCompiler:
         if not end_token_ids:
             raise GrammarError("This model has no end token, so a grammar could not end an answer.")
         self._width = width
-        try:
+        with _refusing("This model's tokenizer does not work with grammars."):
             tokenizer = msgspec.json.decode(data)
             for token in tokenizer.get("added_tokens") or ():
                 token["special"] = True  # a marker is no text: a grammar must name it
@@ -50,20 +95,19 @@ class GrammarCompiler:
                 n_vocab=max(width, _size(tokenizer), _FEWEST),
                 eos_token=list(end_token_ids),
             )
-        except Exception as error:  # the library raises what its Rust side says
-            raise GrammarError("This model's tokenizer does not work with grammars.") from error
 
     @classmethod
     def load(cls, folder: Path, width: int, end_token_ids: tuple[int, ...]) -> "GrammarCompiler":
         return cls(tokenizer_file(folder).read_bytes(), width, end_token_ids)
 
     def compile(self, grammar: str) -> "Grammar":
-        """GrammarError with the library's words if it cannot be done."""
-        matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0)
-        if not matcher.is_error():
-            matcher.compute_bitmask()  # the first mask is the dearest, and all copies share it
+        """GrammarError if it cannot be done."""
+        with _refusing("could not be made a grammar"):
+            matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
+            if not matcher.is_error():
+                matcher.compute_bitmask()  # the first mask is the dearest, and all copies share it
         if matcher.is_error():
-            raise GrammarError(_first_words(matcher.get_error()))
+            raise GrammarError(reason(matcher.get_error()))
         return Grammar(matcher, self._width)
 
     def check(self, grammar: str) -> None:
@@ -85,17 +129,20 @@ class Grammar:
 
     def walk(self, dice: random.Random) -> None:
         """The beginning of some answer."""
-        matcher = self._matcher.deep_copy()
-        for _ in range(_WAY_LENGTH):
-            if matcher.is_stopped():
-                break
-            bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
-            may_follow = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
-            if matcher.is_error() or not len(may_follow):
-                break
-            matcher.consume_token(int(dice.choice(may_follow)))
+        with _refusing(TOO_COMPLEX):
+            matcher = self._matcher.deep_copy()
+            for _ in range(_WAY_LENGTH):
+                if matcher.is_stopped():
+                    break
+                bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+                may_follow = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
+                if matcher.is_error() or not len(may_follow):
+                    break
+                matcher.consume_token(int(dice.choice(may_follow)))
         if matcher.is_error():
-            raise GrammarError(_first_words(matcher.get_error()))
+            raise GrammarError(reason(matcher.get_error()))
+        if matcher.is_stopped() and not matcher.is_accepting():
+            raise GrammarError(UNSATISFIABLE)
 
 
 class GrammarState:
@@ -118,7 +165,7 @@ class GrammarState:
             return allowed
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         if self._matcher.is_error():
-            raise GrammarError(_first_words(self._matcher.get_error()))
+            raise GrammarError(reason(self._matcher.get_error()))
         allowed = np.zeros(self._width, dtype=np.bool_)
         known = np.unpackbits(bits, count=min(8 * len(bits), self._width), bitorder="little")
         allowed[: len(known)] = known
@@ -151,7 +198,7 @@ class GrammarState:
         elif tags and not self._num_fed and token_id == tags[0]:
             self._is_reasoning = True
         elif not self._matcher.consume_token(token_id):
-            raise GrammarError(_first_words(self._matcher.get_error()))
+            raise GrammarError(reason(self._matcher.get_error()))
         self._num_fed += 1
 
 
@@ -170,11 +217,32 @@ def _size(tokenizer: dict[str, Any]) -> int:
     return 1 + max((*ids, *added), default=-1)
 
 
-def _first_words(message: str) -> str:
-    """The library's reason, on one line and without its picture of the place."""
-    lines = [line.strip() for line in message.strip().splitlines() if line.strip()]
-    reasons = [line for line in lines if line.startswith("error:")] or lines[:1]
-    return reasons[0].removeprefix("error:").strip()[:_SHOWN] if reasons else "unknown"
+def pattern_fault(pattern: str) -> str:
+    """Why a schema's pattern cannot be enforced, as the end of a sentence; "" if it can."""
+    grammar = {"json_schema": {"type": "string", "pattern": pattern}}
+    with _refusing("is not a regular expression"):
+        fault = llguidance.LLMatcher.validate_grammar(
+            json.dumps({"grammars": [grammar]}), limits=_LIMITS
+        )
+    return reason(fault) if fault else ""
 
 
-_SHOWN = 200  # characters
+def reason(message: str) -> str:
+    """Return our words for a message of the library, which names its own inner parts."""
+    found = next((words for mark, words in _REASONS if mark in message), None)
+    place = _PLACE.match(message)
+    if place is None or found == TOO_COMPLEX:
+        return found or "cannot be made a grammar"
+    where = f"line {place[1]}, column {place[2]}"
+    return f"{found} ({where})" if found else f"cannot be read at {where}"
+
+
+@contextlib.contextmanager
+def _refusing(message: str) -> Iterator[None]:
+    """GrammarError for whatever the library raises; a panic of its Rust side is no Exception."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit, GrammarError):
+        raise
+    except BaseException as error:
+        raise GrammarError(message) from error

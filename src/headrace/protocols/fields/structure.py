@@ -4,6 +4,7 @@ Knows no model: `grammars.py` makes a grammar of it.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from decimal import Decimal
 from typing import Any, NamedTuple
 
 import msgspec
@@ -11,7 +12,6 @@ import msgspec
 from headrace.core.errors import RequestError
 from headrace.protocols.fields.kinds import (
     Kind,
-    Object,
     String,
     check_object,
     items_of,
@@ -20,6 +20,7 @@ from headrace.protocols.fields.kinds import (
 )
 
 MAX_CHOICES = 1024
+_decode_exactly = msgspec.json.Decoder(float_hook=Decimal).decode
 _MAX_CALLS = 8
 _MAX_DEPTH = 64
 
@@ -29,15 +30,18 @@ class JsonSchema(msgspec.Struct, frozen=True):
 
     def check(self, value: Any, path: str) -> dict[str, Any]:
         if type(value) is not str or not value:
-            return Object().check({} if value == "" else value, path)
+            check_object({} if value == "" else value, path)
+            return value or {}
         try:
-            decoded = msgspec.json.decode(value)
-        except (ValueError, RecursionError):
+            decoded = _decode_exactly(value)
+        except (ValueError, ArithmeticError, RecursionError):
             raise wrong_value(value, path, "a JSON Schema, as an object or as text") from None
+        check_object(decoded, path)
         if _is_deep(decoded):
             message = f"{path} is nested deeper than {_MAX_DEPTH} levels."
             raise RequestError("invalid_value", message, path)
-        return Object().check(decoded, path)
+        schema: dict[str, Any] = decoded
+        return schema
 
     def schema(self) -> dict[str, Any]:
         return {"anyOf": [{"type": "object"}, {"type": "string"}]}
@@ -64,22 +68,32 @@ class ResponseFormat(msgspec.Struct, frozen=True):
         if value.get("type") is None:
             raise missing(f"{path}.type")
         if value["type"] == "json_object":
-            return Wanted("json", _ANY_OBJECT, path)
+            return _object_of(value, path)
         if value["type"] != "json_schema":
             raise wrong_value(value["type"], f"{path}.type", "text, json_object or json_schema")
         path = f"{path}.json_schema"
         described = value.get("json_schema")
         if described is None:
             raise missing(path)
-        if Object().check(described, path).get("schema") is None:
+        check_object(described, path)
+        if described.get("schema") is None:
             raise missing(f"{path}.schema")
-        return Wanted(
-            "json", Object().check(described["schema"], f"{path}.schema"), f"{path}.schema"
-        )
+        check_object(described["schema"], f"{path}.schema")
+        is_strict = described.get("strict") is not False
+        return Wanted("json", described["schema"], f"{path}.schema", is_strict)
 
     def schema(self) -> dict[str, Any]:
-        properties = {"type": {"enum": ["text", "json_object", "json_schema"]}}
-        return {"type": "object", "properties": {**properties, "json_schema": {"type": "object"}}}
+        properties: dict[str, Any] = {"type": {"enum": ["text", "json_object", "json_schema"]}}
+        properties |= {"json_schema": {"type": "object"}, "schema": {"type": "object"}}
+        return {"type": "object", "properties": properties}
+
+
+def _object_of(value: dict[str, Any], path: str) -> "Wanted":
+    """Any JSON object, or by llama.cpp's field `schema` one that follows it."""
+    if value.get("schema") is None:
+        return Wanted("json", _ANY_OBJECT, path)
+    check_object(value["schema"], f"{path}.schema")
+    return Wanted("json", value["schema"], f"{path}.schema")
 
 
 class Wanted(NamedTuple):
@@ -88,6 +102,7 @@ class Wanted(NamedTuple):
     syntax: str  # json, regex, choice, grammar
     value: Any
     path: str
+    is_strict: bool = True  # what cannot be enforced is refused, not left out
 
 
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
@@ -171,9 +186,10 @@ class Structure(NamedTuple):
         return asked.path
 
 
-def take(fields: dict[str, Any]) -> Structure | None:
+def take(fields: dict[str, Any], exact: Mapping[int, Any] | None = None) -> Structure | None:
     """Takes the fields above out of a body's, with what its tools ask for; None: nothing.
 
+    `exact` has schemas with all digits of their numbers, by the id of the object that was read.
     RequestError for two constraints, which would exclude each other.
     """
     one_call, paths = fields.pop("one_call", False), fields.pop("tool_paths", ())
@@ -182,11 +198,17 @@ def take(fields: dict[str, Any]) -> Structure | None:
     if len(found) > 1:
         message = f"{found[0].path} and {found[1].path} exclude each other; send one."
         raise RequestError("invalid_value", message, found[1].path)
-    wanted = found[0] if found else None
+    exact = exact or {}
+    wanted = None
+    if found:
+        wanted = found[0]._replace(value=exact.get(id(found[0].value), found[0].value))
     calls = _calls(fields, wanted, 1 if one_call else _MAX_CALLS, paths)
     if wanted and calls and calls.is_forced:
         message = f"tool_choice forces a tool call, and {wanted.path} another answer; send one."
         raise RequestError("invalid_value", message, wanted.path)
+    if calls:
+        tools = (it._replace(schema=exact.get(id(it.schema), it.schema)) for it in calls.tools)
+        calls = calls._replace(tools=tuple(tools))
     if not (wanted or calls):
         return None
     is_chat = bool(fields.keys() & {"messages", "input"})

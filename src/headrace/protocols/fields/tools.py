@@ -10,6 +10,7 @@ from headrace.core.errors import RequestError
 from headrace.protocols.fields.kinds import (
     Object,
     String,
+    check_object,
     items_of,
     missing,
     required,
@@ -171,9 +172,10 @@ def _tool(value: Any, path: str) -> dict[str, Any]:
     if not is_name(name):
         wanted = "1 to 64 letters, digits, dashes or underscores"
         raise wrong_value(name, f"{path}.function.name", wanted)
-    for key, kind in (("description", String()), ("parameters", Object())):
-        if function.get(key) is not None:
-            kind.check(function[key], f"{path}.function.{key}")
+    if function.get("description") is not None:
+        String().check(function["description"], f"{path}.function.description")
+    if function.get("parameters") is not None:
+        check_object(function["parameters"], f"{path}.function.parameters")
     if type(function.get("strict")) not in (bool, type(None)):
         raise wrong_type(function["strict"], f"{path}.function.strict", "true or false")
     return value

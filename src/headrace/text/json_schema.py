@@ -1,0 +1,444 @@
+"""Reads a JSON Schema into the keywords and values that a grammar can enforce, and no others.
+
+Every keyword and every value is judged here, by one table. What cannot be enforced is left out of
+the result and becomes a finding with its path; the caller refuses the schema or names the finding.
+"""
+
+from collections.abc import Callable, Mapping
+from decimal import Decimal
+from typing import Any, NamedTuple
+
+from headrace.text.schema_references import SchemaTargets
+
+Node = dict[str, Any] | bool
+"""A schema with keywords of KEYWORDS only, each with a value that holds; numbers are Decimals."""
+
+TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
+NUMERIC = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+FORMATS = (
+    *("date-time", "time", "date", "duration", "email", "hostname"),
+    *("ipv4", "ipv6", "uuid", "uri"),
+)
+_INTEGER_FORMATS: Mapping[str, tuple[int, int]] = {
+    **{f"int{bits}": (-(1 << bits - 1), (1 << bits - 1) - 1) for bits in (8, 16, 32, 64)},
+    **{f"uint{bits}": (0, (1 << bits) - 1) for bits in (8, 16, 32, 64)},
+}
+_NUMBER_FORMATS = ("float", "double", "decimal", "float32", "float64", "number", "integer")
+_LARGEST = Decimal("1.7976931348623157E+308")
+"""No JSON parser that reads numbers as doubles has larger ones: a bound beyond excludes nothing."""
+
+MAX_COUNT = 1 << 17
+"""More characters or items than an answer has: a larger maximum excludes nothing."""
+
+_MAX_SHOWN = 60
+_IN_PLACE = ("anyOf", "oneOf", "allOf", "$ref", "if", "then", "else", "not", "dependentSchemas")
+
+_ASKS_NOTHING: Mapping[str, Callable[[dict[str, Any], Any], bool]] = {
+    "uniqueItems": lambda schema, value: value is False,
+    "not": lambda schema, value: value is False,
+    "if": lambda schema, value: not {"then", "else"} & schema.keys(),
+    "then": lambda schema, value: "if" not in schema or value in (True, {}),
+    "else": lambda schema, value: "if" not in schema or value in (True, {}),
+    "contains": lambda schema, value: (
+        schema.get("minContains") == 0 and "maxContains" not in schema
+    ),
+    "minContains": lambda schema, value: "contains" not in schema or value in (0, 1),
+    "maxContains": lambda schema, value: "contains" not in schema,
+    "dependentSchemas": lambda schema, value: value == {},
+    "dependentRequired": lambda schema, value: value == {},
+    "dependencies": lambda schema, value: value == {},
+    "unevaluatedItems": lambda schema, value: value in (True, {}),
+    "unevaluatedProperties": lambda schema, value: value in (True, {}),
+    "$recursiveRef": lambda schema, value: False,
+    "$dynamicRef": lambda schema, value: False,
+}
+"""Keywords that no grammar enforces, and when they change nothing."""
+
+
+class SchemaFinding(NamedTuple):
+    """A keyword or value that is left out, and why; one that is not refused is an annotation."""
+
+    path: str
+    message: str
+    is_refused: bool = True
+
+
+class ReadSchema(NamedTuple):
+    """A schema that was read. `$ref` has the name of a definition."""
+
+    root: Node
+    definitions: dict[str, Node]
+    paths: dict[int, str]  # by the id of a node
+    findings: list[SchemaFinding]
+
+
+PatternFault = Callable[[str], str]
+"""Why a pattern cannot be enforced, as the end of a sentence; "" if it can."""
+
+
+def read(schema: Any, path: str, pattern_fault: PatternFault) -> ReadSchema:
+    """The schema at `path` of a body; definitions to which nothing refers are not looked at."""
+    reader = _SchemaReader(schema, path, pattern_fault)
+    root = reader.node(schema, path)
+    reader.read_definitions()
+    return ReadSchema(root, reader.definitions, reader.paths, reader.findings)
+
+
+class _SchemaReader:
+    """Owns the findings and the definitions of one schema."""
+
+    def __init__(self, schema: Any, path: str, pattern_fault: PatternFault) -> None:
+        self.pattern_fault = pattern_fault
+        self.findings: list[SchemaFinding] = []
+        self.definitions: dict[str, Node] = {}
+        self.paths: dict[int, str] = {}
+        self.targets = SchemaTargets(schema, path)
+        self._names: dict[int, str] = {}
+        self._unread: list[tuple[str, Any, str]] = []
+
+    def node(self, given: Any, path: str) -> Node:
+        if isinstance(given, bool):
+            return given
+        if not isinstance(given, dict):
+            self.find(path, f"{path} is {kind_of(given)}; a schema must be an object or a boolean.")
+            return True
+        node: dict[str, Any] = {}
+        self.paths[id(node)] = path
+        for name, value in given.items():
+            place = f"{path}.{name}"
+            if name in _KEYWORDS:
+                _KEYWORDS[name](_Keyword(self, node, given, name, value, place))
+            elif name in _ASKS_NOTHING and not (
+                _ASKS_NOTHING[name](given, value) or _close(node, given, name, value)
+            ):
+                self.unenforced(place, name)
+        _merge(node)
+        self._check_counts(node, path)
+        return node
+
+    def _check_counts(self, node: dict[str, Any], path: str) -> None:
+        """A grammar may write a key twice, which counts once."""
+        least, num_sure = node.get("minProperties", 0), len(node.get("required", ()))
+        if least <= num_sure:
+            node.pop("minProperties", None)
+        elif least > max(1, num_sure):
+            self.unenforced(f"{path}.minProperties", "minProperties", " beyond what is required")
+            del node["minProperties"]
+
+    def read_definitions(self) -> None:
+        while self._unread:
+            name, given, path = self._unread.pop()
+            self.definitions[name] = self.node(given, path)
+
+    def refer(self, at: "_Keyword") -> str | None:
+        """The name of the definition that a reference leads to; None if it leads nowhere."""
+        found = self.targets.find(at.value, at.given)
+        if found is None:
+            where = (
+                "a schema that is not in this one" if at.value[:1] == "#" else "another document"
+            )
+            self.find(at.path, f"{at.path} refers to {where}: {shown(at.value)}.")
+            return None
+        target, path = found
+        name = self._names.get(id(target))
+        if name is None:
+            name = self._names[id(target)] = f"d{len(self._names)}"
+            self._unread.append((name, target, path))
+        return name
+
+    def find(self, path: str, message: str, is_refused: bool = True) -> None:
+        self.findings.append(SchemaFinding(path, message, is_refused))
+
+    def unenforced(self, path: str, name: str, why: str = "") -> None:
+        what = f"{path} cannot be enforced{why}; leave the keyword {name} out."
+        self.find(path, what)
+
+
+class _Keyword(NamedTuple):
+    """One keyword of a schema that is being read into `node`."""
+
+    reader: _SchemaReader
+    node: dict[str, Any]
+    given: dict[str, Any]
+    name: str
+    value: Any
+    path: str
+
+    def wrong(self, wanted: str) -> None:
+        value = self.value
+        is_shown = isinstance(value, str | int | float | Decimal) and not isinstance(value, bool)
+        what = shown(value) if is_shown else kind_of(value)
+        self.reader.find(self.path, f"{self.path} is {what}; it must be {wanted}.")
+
+    def put(self, value: Any) -> None:
+        self.node[self.name] = value
+
+
+def _type(at: _Keyword) -> None:
+    names = at.value if isinstance(at.value, list) else [at.value]
+    if not names or not all(isinstance(it, str) and it in TYPES for it in names):
+        at.wrong(f"one or several of {', '.join(TYPES)}")
+        return
+    at.put(list(dict.fromkeys(names)))
+
+
+def _enum(at: _Keyword) -> None:
+    if not isinstance(at.value, list):
+        at.wrong("an array of values")
+    elif not at.value:
+        at.reader.find(at.path, f"{at.path} is empty, so no answer can satisfy it.")
+    else:
+        at.put([exact(it) for it in at.value])
+
+
+def _const(at: _Keyword) -> None:
+    at.put(exact(at.value))
+
+
+def _schemas(at: _Keyword) -> None:
+    if not isinstance(at.value, list) or (not at.value and at.name != "prefixItems"):
+        at.wrong("an array of schemas" if at.name == "prefixItems" else "an array with a schema")
+        return
+    at.put([at.reader.node(it, f"{at.path}[{i}]") for i, it in enumerate(at.value)])
+
+
+def _items(at: _Keyword) -> None:
+    """The array of earlier drafts stands for `prefixItems`, and `additionalItems` for the rest."""
+    if not isinstance(at.value, list):
+        at.put(at.reader.node(at.value, at.path))
+        return
+    at.node["prefixItems"] = [
+        at.reader.node(it, f"{at.path}[{i}]") for i, it in enumerate(at.value)
+    ]
+    if "additionalItems" in at.given:
+        path = at.path.removesuffix("items") + "additionalItems"
+        at.node["items"] = at.reader.node(at.given["additionalItems"], path)
+
+
+def _schema(at: _Keyword) -> None:
+    at.put(at.reader.node(at.value, at.path))
+
+
+def _schema_map(at: _Keyword) -> None:
+    if not isinstance(at.value, dict):
+        at.wrong("an object of schemas")
+        return
+    found = {}
+    for key, item in at.value.items():
+        path = f"{at.path}.{key}"
+        if at.name == "patternProperties" and (fault := at.reader.pattern_fault(key)):
+            at.reader.find(path, f"{path} cannot be enforced: its pattern {fault}.")
+        else:
+            found[key] = at.reader.node(item, path)
+    at.put(found)
+
+
+def _required(at: _Keyword) -> None:
+    if isinstance(at.value, list) and all(isinstance(it, str) for it in at.value):
+        at.put(list(dict.fromkeys(at.value)))
+    else:
+        at.wrong("an array of names")
+
+
+def _count(at: _Keyword) -> None:
+    value = exact(at.value)
+    if not isinstance(value, Decimal) or value < 0 or value % 1 != 0:
+        at.wrong("a whole number of 0 or more")
+    elif value <= MAX_COUNT:
+        at.put(int(value))
+    elif at.name.startswith("min"):
+        at.reader.find(at.path, f"{at.path} is {shown(value)}; {MAX_COUNT} can be enforced.")
+
+
+def _number(at: _Keyword) -> None:
+    if isinstance(at.value, bool) and at.name.startswith("exclusive"):
+        _old_bound(at)
+        return
+    value = exact(at.value)
+    if not isinstance(value, Decimal):
+        at.wrong("a number")
+    elif at.name == "multipleOf" and value <= 0:
+        at.wrong("a number above 0")
+    elif not _excludes_nothing(at.name, value):
+        _tighten(at.node, at.name, value)
+
+
+def _tighten(node: dict[str, Any], name: str, value: Decimal) -> None:
+    """Set a bound; of two, a format's and the schema's own, the narrower one stays."""
+    choose = max if name in ("minimum", "exclusiveMinimum") else min
+    node[name] = choose(node.get(name, value), value)
+
+
+def _merge(node: dict[str, Any]) -> None:
+    """Move types and bounds from `allOf` into the node itself, where they can be kept exactly."""
+    kept = []
+    for inner in node.get("allOf", ()):
+        if not isinstance(inner, dict) or not inner.keys() <= {"type", *NUMERIC[:-1]}:
+            kept.append(inner)
+            continue
+        for name, value in inner.items():
+            if name == "type":
+                node["type"] = _shared_types(node.get("type", list(TYPES)), value)
+            else:
+                _tighten(node, name, value)
+    if "allOf" in node:
+        node["allOf"] = kept
+    if not node.get("allOf", True):
+        del node["allOf"]
+
+
+def _shared_types(own: list[str], other: list[str]) -> list[str]:
+    def admits(types: list[str], name: str) -> bool:
+        return name in types or (name == "integer" and "number" in types)
+
+    return [it for it in TYPES if admits(own, it) and admits(other, it)]
+
+
+def _excludes_nothing(name: str, value: Decimal) -> bool:
+    is_low = name in ("minimum", "exclusiveMinimum")
+    return name != "multipleOf" and (value <= -_LARGEST if is_low else value >= _LARGEST)
+
+
+def _old_bound(at: _Keyword) -> None:
+    """In draft 4 and OpenAPI 3.0 true excludes the bound beside it."""
+    beside = exact(at.given.get(at.name.removeprefix("exclusive").lower()))
+    if at.value and isinstance(beside, Decimal):
+        at.put(beside)
+
+
+def _pattern(at: _Keyword) -> None:
+    if not isinstance(at.value, str):
+        at.wrong("a string")
+    elif fault := at.reader.pattern_fault(at.value):
+        at.reader.find(at.path, f"{at.path} cannot be enforced: it {fault}.")
+    else:
+        at.put(at.value)
+
+
+def _format(at: _Keyword) -> None:
+    """A format that is not known is an annotation, as JSON Schema has it."""
+    if not isinstance(at.value, str):
+        at.wrong("a string")
+    elif at.value in FORMATS:
+        at.put(at.value)
+    elif at.value in _INTEGER_FORMATS and _is_integer(at.given):
+        low, high = _INTEGER_FORMATS[at.value]
+        _tighten(at.node, "minimum", Decimal(low))
+        _tighten(at.node, "maximum", Decimal(high))
+    elif at.value not in _NUMBER_FORMATS and at.value not in _INTEGER_FORMATS:
+        message = f"{at.path} is {shown(at.value)}, a format that is not enforced."
+        at.reader.find(at.path, message, is_refused=False)
+
+
+def _is_integer(given: dict[str, Any]) -> bool:
+    return given.get("type") in ("integer", ["integer"])
+
+
+def _ref(at: _Keyword) -> None:
+    if not isinstance(at.value, str):
+        at.wrong("a string")
+    elif (name := at.reader.refer(at)) is not None:
+        at.put(name)
+
+
+def _property_names(at: _Keyword) -> None:
+    """Enforced where it says all that is said of the names: as patterns, or as a list."""
+    value = at.value
+    if isinstance(value, dict) and isinstance(value.get("$ref"), str):
+        probe = _Keyword(at.reader, {}, value, "$ref", value["$ref"], f"{at.path}.$ref")
+        target = at.reader.targets.find(probe.value, at.given)
+        value = target[0] if target else value
+    named = value if isinstance(value, dict) else {}
+    asked = named.keys() - {"title", "description", "$schema", "$comment", "default", "examples"}
+    if value is True or (named.get("type", "string") == "string" and asked <= {"type"}):
+        return
+    if {"properties", "patternProperties"} & at.given.keys():
+        at.reader.unenforced(at.path, at.name, " beside properties")
+        return
+    below = at.given.get("additionalProperties", True)
+    inner = at.reader.node(below, at.path.removesuffix(at.name) + "additionalProperties")
+    names = named.get("enum", [named["const"]] if "const" in named else None)
+    if isinstance(names, list) and asked <= {"type", "enum", "const"}:
+        at.node["properties"] = {it: inner for it in names if isinstance(it, str)}
+    elif (pattern := _pattern_of_names(named, asked)) and not at.reader.pattern_fault(pattern):
+        at.node["patternProperties"] = {pattern: inner}
+    else:
+        at.reader.unenforced(at.path, at.name)
+        return
+    at.node["additionalProperties"] = False
+
+
+def _pattern_of_names(named: dict[str, Any], asked: set[str]) -> str | None:
+    if named.get("type", "string") != "string":
+        return None
+    if asked <= {"type", "pattern"} and isinstance(named.get("pattern"), str):
+        pattern: str = named["pattern"]
+        return pattern
+    least, most = named.get("minLength", 0), named.get("maxLength", "")
+    if asked <= {"type", "minLength", "maxLength"} and all(
+        it == "" or (type(it) is int and 0 <= it <= MAX_COUNT) for it in (least, most)
+    ):
+        return f"^[^\\n]{{{least},{most}}}$"
+    return None
+
+
+def _additional_properties(at: _Keyword) -> None:
+    if at.node.get("additionalProperties") is not False:  # by the names of properties
+        _schema(at)
+
+
+def _close(node: dict[str, Any], given: dict[str, Any], name: str, value: Any) -> bool:
+    """Without schemas in place, nothing but `properties` and `items` evaluates anything."""
+    if value is not False or any(it in given for it in _IN_PLACE):
+        return False
+    if name == "unevaluatedProperties":
+        node.setdefault("additionalProperties", False)
+    elif name == "unevaluatedItems":
+        node.setdefault("items", False)
+    else:
+        return False
+    return True
+
+
+_KEYWORDS: Mapping[str, Callable[[_Keyword], None]] = {
+    "type": _type,
+    "enum": _enum,
+    "const": _const,
+    **dict.fromkeys(("anyOf", "oneOf", "allOf", "prefixItems"), _schemas),
+    "items": _items,
+    **dict.fromkeys(("properties", "patternProperties"), _schema_map),
+    "propertyNames": _property_names,
+    "additionalProperties": _additional_properties,
+    "required": _required,
+    **dict.fromkeys(("minItems", "maxItems", "minLength", "maxLength"), _count),
+    **dict.fromkeys(("minProperties", "maxProperties"), _count),
+    **dict.fromkeys(NUMERIC, _number),
+    "pattern": _pattern,
+    "format": _format,
+    "$ref": _ref,
+}
+
+
+def exact(value: Any) -> Any:
+    """The value with its numbers as Decimals; a float stands for its shortest text."""
+    if isinstance(value, float):
+        return Decimal(repr(value)) if value - value == 0 else None
+    if isinstance(value, int) and not isinstance(value, bool):
+        return Decimal(value)
+    if isinstance(value, list):
+        return [exact(it) for it in value]
+    if isinstance(value, dict):
+        return {name: exact(it) for name, it in value.items()}
+    return value
+
+
+def shown(value: Any) -> str:
+    text = f'"{value}"' if isinstance(value, str) else str(value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
+
+
+def kind_of(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    names: dict[type, str] = {str: "a string", list: "an array", dict: "an object"}
+    return names.get(type(value), "a number")

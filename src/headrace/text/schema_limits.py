@@ -1,0 +1,189 @@
+"""Finds the parts of a schema that no answer can satisfy and end; pure."""
+
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+from headrace.text.json_schema import NUMERIC, TYPES, Node, ReadSchema
+from headrace.text.number_patterns import NumberBounds, integer_range, is_whole, multiples
+
+
+def bounds_of(node: dict[str, Any]) -> NumberBounds:
+    """The bounds of a node's numbers."""
+    low, above = node.get("minimum"), node.get("exclusiveMinimum")
+    high, below = node.get("maximum"), node.get("exclusiveMaximum")
+    is_low_excluded = above is not None and (low is None or above >= low)
+    is_high_excluded = below is not None and (high is None or below <= high)
+    return NumberBounds(
+        above if is_low_excluded else low,
+        below if is_high_excluded else high,
+        is_low_excluded,
+        is_high_excluded,
+    )
+
+
+def type_of(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else "boolean"
+    if isinstance(value, Decimal):
+        return "integer" if _is_small(value) and is_whole(value) else "number"
+    names: dict[type, str] = {str: "string", list: "array", dict: "object"}
+    return names[type(value)]
+
+
+def _is_small(value: Decimal) -> bool:
+    """Whether the number can be written out; a larger one is whole, and a float to most readers."""
+    return value.adjusted() < 1000
+
+
+def _is_multiple(value: Decimal, step: Decimal) -> bool:
+    is_small = _is_small(value) and abs(step.adjusted()) < 1000
+    return is_small and Fraction(value) % Fraction(step) == 0
+
+
+def holds(node: dict[str, Any], value: Any) -> bool:
+    """Whether a value has the type of a node, and a number or a string its bounds."""
+    types, own = node.get("type", TYPES), type_of(value)
+    if own not in types and not (own == "integer" and "number" in types):
+        return False
+    if isinstance(value, Decimal):
+        step = node.get("multipleOf")
+        return bounds_of(node).holds(value) and (step is None or _is_multiple(value, step))
+    if isinstance(value, str):
+        longest = node.get("maxLength", len(value))
+        return bool(node.get("minLength", 0) <= len(value) <= longest)
+    return True
+
+
+def unsatisfied(schema: ReadSchema) -> str | None:
+    """The path of the first part that every answer needs and none can satisfy.
+
+    Parts that no answer needs are closed: an answer that began one could not end.
+    """
+    known: set[str] = set()
+    size = -1
+    while size < len(known):  # definitions refer to each other: up to the least fixed point
+        size = len(known)
+        known |= {name for name, node in schema.definitions.items() if _is_open(node, known)}
+    if _is_open(schema.root, known):
+        for node in (schema.root, *schema.definitions.values()):
+            _close_parts(node, known)
+        return None
+    return _innermost(schema, schema.root, known)
+
+
+def _innermost(schema: ReadSchema, node: Node, known: set[str]) -> str:
+    seen, path = set[int](), ""
+    while isinstance(node, dict) and id(node) not in seen:
+        seen.add(id(node))
+        if "$ref" not in node or not path:
+            path = schema.paths[id(node)]
+        needed = [it for it in _needed(node) if not _is_open(it, known)]
+        if "$ref" in node and node["$ref"] not in known:
+            needed.append(schema.definitions[node["$ref"]])
+        if not needed or not isinstance(needed[0], dict):
+            break
+        node = needed[0]
+    return path
+
+
+def _needed(node: dict[str, Any]) -> list[Node]:
+    """The schemas below a node of which each has to be satisfied."""
+    found = list(node.get("allOf", ()))
+    if node.get("type") in (None, ["object"]):
+        names = node.get("required", ())
+        found += [it for name, it in node.get("properties", {}).items() if name in names]
+    if node.get("type") in (None, ["array"]):
+        found += node.get("prefixItems", [])[: node.get("minItems", 0)]
+    return found
+
+
+def _is_open(node: Node, known: set[str]) -> bool:
+    if isinstance(node, bool):
+        return node
+    if "$ref" in node and node["$ref"] not in known:
+        return False
+    if not all(_is_open(it, known) for it in node.get("allOf", ())):
+        return False
+    for name in ("anyOf", "oneOf"):
+        if name in node and not any(_is_open(it, known) for it in node[name]):
+            return False
+    values = node.get("enum", [node["const"]] if "const" in node else None)
+    if values is not None:
+        return any(holds(node, it) for it in values)
+    return any(_is_type_open(node, it, known) for it in node.get("type", TYPES))
+
+
+def _is_type_open(node: dict[str, Any], name: str, known: set[str]) -> bool:
+    if name in ("integer", "number"):
+        return not any(it in node for it in NUMERIC) or _has_number(node, name == "integer")
+    if name == "string":
+        return _is_ordered(node, "minLength", "maxLength")
+    if name == "array":
+        return _is_ordered(node, "minItems", "maxItems") and _has_items(node, known)
+    if name == "object":
+        return _is_ordered(node, "minProperties", "maxProperties") and _has_names(node, known)
+    return True
+
+
+def _is_ordered(node: dict[str, Any], low: str, high: str) -> bool:
+    return high not in node or bool(node.get(low, 0) <= node[high])
+
+
+def _has_number(node: dict[str, Any], is_integer: bool) -> bool:
+    bounds, step = bounds_of(node), node.get("multipleOf")
+    if step is not None and (found := multiples(bounds, step, is_integer)) is not None:
+        return bool(found)
+    low, high = integer_range(bounds) if is_integer else (bounds.low, bounds.high)
+    if low is None or high is None:
+        return True
+    is_shut = not is_integer and (bounds.is_low_excluded or bounds.is_high_excluded)
+    return low < high or (low == high and not is_shut)
+
+
+def _has_items(node: dict[str, Any], known: set[str]) -> bool:
+    least, first = node.get("minItems", 0), node.get("prefixItems", [])
+    if not all(_is_open(it, known) for it in first[:least]):
+        return False
+    return least <= len(first) or _is_open(node.get("items", True), known)
+
+
+def _has_names(node: dict[str, Any], known: set[str]) -> bool:
+    required = node.get("required", ())
+    if len(required) > node.get("maxProperties", len(required)):
+        return False
+    listed, others = node.get("properties", {}), node.get("additionalProperties", True)
+    if node.get("patternProperties"):  # whose names are not compared here
+        others = True
+    return all(_is_open(listed.get(name, others), known) for name in required)
+
+
+def _close_parts(node: Node, known: set[str]) -> None:
+    """Put false for parts that no answer can end."""
+    if isinstance(node, bool):
+        return
+    for name in ("properties", "patternProperties"):
+        if name in node:
+            node[name] = {k: it if _is_open(it, known) else False for k, it in node[name].items()}
+    for name in ("anyOf", "oneOf"):
+        if name in node:
+            node[name] = [it for it in node[name] if _is_open(it, known)]
+    for name in ("items", "additionalProperties"):
+        if name in node and not _is_open(node[name], known):
+            node[name] = False
+    if "prefixItems" in node and not all(_is_open(it, known) for it in node["prefixItems"]):
+        node["prefixItems"] = [it if _is_open(it, known) else False for it in node["prefixItems"]]
+    for below in children(node):
+        _close_parts(below, known)
+
+
+def children(node: Node) -> list[Node]:
+    """The schemas right below a node, those that it refers to left out."""
+    if isinstance(node, bool):
+        return []
+    found: list[Node] = []
+    for name in ("properties", "patternProperties"):
+        found += node.get(name, {}).values()
+    for name in ("anyOf", "oneOf", "allOf", "prefixItems"):
+        found += node.get(name, ())
+    return found + [node[name] for name in ("items", "additionalProperties") if name in node]

@@ -1,0 +1,409 @@
+"""Writes a schema that was read as grammars for llguidance, its numbers exact.
+
+The library takes JSON Schemas, but holds their numbers as doubles. Where a number needs more than
+that, the way to it from the root is written as Lark rules, and all else stays JSON Schema.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from decimal import Decimal
+from typing import Any
+
+from headrace.text.json_schema import NUMERIC, TYPES, Node, ReadSchema, SchemaFinding
+from headrace.text.number_patterns import (
+    NumberBounds,
+    integer_pattern,
+    is_whole,
+    multiples,
+    number_pattern,
+    text_of,
+)
+from headrace.text.schema_limits import bounds_of, children, holds
+
+SPACE = r"( |\n {0,12})?"
+"""White space between the parts of a JSON text: enough to indent it, and an end to it."""
+
+_SAFE = 1 << 53  # doubles hold all integers up to it
+_LARGEST_COEFFICIENT = (1 << 32) - 1
+_STRING = r'"([^"\\\x00-\x1f\x7f]|\\["\\bfnrt])*"'
+_OF_OBJECTS = ("properties", "required", "additionalProperties")
+_OF_ARRAYS = ("items", "prefixItems", "minItems", "maxItems")
+_IN_PLACE = ("anyOf", "oneOf", "allOf", "$ref", "const", "enum")
+_OF_STRINGS = ("minLength", "maxLength", "pattern", "format")
+
+Grammars = list[dict[str, Any]]
+
+
+def is_plain(value: Any) -> bool:
+    """Whether the library keeps a value, in a const or a bound, as it is."""
+    if isinstance(value, Decimal):
+        return abs(value) <= _SAFE and Decimal(repr(float(value))) == value
+    if isinstance(value, list | dict):
+        return all(map(is_plain, value.values() if isinstance(value, dict) else value))
+    return True
+
+
+def is_plain_step(step: Decimal) -> bool:
+    """Whether the library finds the multiples of this number, by the way in which it reads it."""
+    value, exponent = float(step), 0
+    while value % 1:
+        value, exponent = value * 10, exponent + 1
+    return 0 < value <= _LARGEST_COEFFICIENT and Decimal(int(value)).scaleb(-exponent) == step
+
+
+def exact_values(node: Node) -> list[str]:
+    """The keywords of this node itself whose values the library would not keep."""
+    if isinstance(node, bool):
+        return []
+    found = [name for name in NUMERIC[:-1] if name in node and not is_plain(node[name])]
+    found += [name for name in ("const", "enum") if not is_plain(node.get(name))]
+    step = node.get("multipleOf")
+    if step is not None and not (is_plain_step(step) and _is_safe_step(node, step)):
+        found.append("multipleOf")
+    return found
+
+
+def _is_safe_step(node: dict[str, Any], step: Decimal) -> bool:
+    """The library seeks fractional multiples between two bounds in floats, and may miss them."""
+    return is_whole(step) or None in bounds_of(node)[:2]
+
+
+def settle(schema: ReadSchema) -> list[SchemaFinding]:
+    """Leave out the exact values that no rules can be written for, or narrow them to doubles."""
+    rules = RuleWriter(schema, "")
+    blocked: set[int] = set()
+    for node in _all_nodes(schema):
+        if id(node) in rules.exact_nodes and not rules.can_write(node):
+            _block(schema, node, blocked)
+    findings = []
+    for node in _all_nodes(schema):
+        if isinstance(node, dict) and id(node) in blocked:
+            findings += [it for name in exact_values(node) for it in _settled(schema, node, name)]
+    return findings
+
+
+def _block(schema: ReadSchema, node: Node, blocked: set[int]) -> None:
+    """Everything below a node, by reference as well."""
+    if isinstance(node, bool) or id(node) in blocked:
+        return
+    blocked.add(id(node))
+    for below in children(node):
+        _block(schema, below, blocked)
+    if "$ref" in node:
+        _block(schema, schema.definitions[node["$ref"]], blocked)
+
+
+def _settled(schema: ReadSchema, node: dict[str, Any], name: str) -> Iterable[SchemaFinding]:
+    is_low = name in ("minimum", "exclusiveMinimum")
+    value = node[name]
+    if name == "multipleOf" and is_plain_step(value):
+        return
+    del node[name]
+    if name in NUMERIC[:-1] and (narrowed := _narrowed(value, is_low)) is not None:
+        node[name] = narrowed
+        return
+    path = f"{schema.paths[id(node)]}.{name}"
+    message = f"{path} has a number of too many digits to be enforced in this place"
+    yield SchemaFinding(path, f"{message}; leave {name} out.")
+
+
+def _narrowed(value: Decimal, is_low: bool) -> Decimal | None:
+    """The nearest number within the bound that the library keeps; None for very large ones."""
+    if abs(value) > _SAFE:
+        is_inside = (value < 0) == is_low
+        return Decimal(_SAFE).copy_sign(value) if is_inside else None
+    number = float(value)
+    for _ in range(3):
+        found = Decimal(repr(number))
+        if found >= value if is_low else found <= value:
+            return found
+        number += abs(number) * 2.0**-52 * (1 if is_low else -1)
+    return None
+
+
+def _all_nodes(schema: ReadSchema) -> list[Node]:
+    level = [schema.root, *schema.definitions.values()]
+    found: list[Node] = []
+    while level:
+        found += level
+        level = [below for node in level for below in children(node)]
+    return found
+
+
+def plain(value: Any) -> Any:
+    """The value with numbers that JSON encoders know."""
+    if isinstance(value, Decimal):
+        return int(value) if is_whole(value) and abs(value) <= _SAFE else float(value)
+    if isinstance(value, dict):
+        return {name: plain(it) for name, it in value.items()}
+    return [plain(it) for it in value] if isinstance(value, list) else value
+
+
+def as_json_schema(schema: ReadSchema, node: Node) -> dict[str, Any]:
+    """A node as a JSON Schema of its own, with the definitions that it needs."""
+    needed: dict[str, Any] = {}
+
+    def written(node: Node) -> Any:
+        if isinstance(node, bool):
+            return node
+        found = dict(node)
+        for name in ("properties", "patternProperties"):
+            if name in node:
+                found[name] = {key: written(it) for key, it in node[name].items()}
+        for name in ("anyOf", "oneOf", "allOf", "prefixItems"):
+            if name in node:
+                found[name] = [written(it) for it in node[name]]
+        for name in ("items", "additionalProperties"):
+            if name in node:
+                found[name] = written(node[name])
+        if "$ref" in node:
+            name = node["$ref"]
+            found["$ref"] = f"#/$defs/{name}"
+            if name not in needed:
+                needed[name] = True
+                needed[name] = written(schema.definitions[name])
+        return found
+
+    own = written(node)
+    if isinstance(own, bool):
+        own = {} if own else {"not": {}}
+    return plain({"$defs": needed, **own} if needed else own)  # type: ignore[no-any-return]
+
+
+def json_grammar(name: str, schema: dict[str, Any]) -> dict[str, Any]:
+    options = {"whitespace_pattern": SPACE}
+    return {"name": name, "json_schema": {**schema, "x-guidance": options}}
+
+
+def grammars_of(schema: ReadSchema, name: str) -> Grammars:
+    """The grammars of a schema that is settled; others refer to the first one by `name`."""
+    rules = RuleWriter(schema, name)
+    if not rules.needs_rules(schema.root):
+        return [json_grammar(name, as_json_schema(schema, schema.root))]
+    return rules.write()
+
+
+class RuleWriter:
+    """Writes Lark rules from the root of a schema down to its exact numbers."""
+
+    def __init__(self, schema: ReadSchema, name: str) -> None:
+        self._schema, self._name = schema, name
+        self._lines: list[str] = []
+        self._parts: Grammars = []
+        self._definitions: dict[str, str] = {}
+        self.exact_nodes = self._find_exact()
+
+    def _find_exact(self) -> set[int]:
+        """Ids of the nodes that have an exact number, or a way to one."""
+        nodes = [it for it in _all_nodes(self._schema) if isinstance(it, dict)]
+        found = {id(node) for node in nodes if exact_values(node)}
+        size = -1
+        while found and size < len(found):
+            size = len(found)
+            for node in nodes:
+                target = self._schema.definitions.get(node.get("$ref", ""), True)
+                if any(id(it) in found for it in (*children(node), target)):
+                    found.add(id(node))
+        return found
+
+    def needs_rules(self, node: Node) -> bool:
+        return id(node) in self.exact_nodes
+
+    def can_write(self, node: Node) -> bool:
+        """Whether the node says only what rules can say."""
+        assert isinstance(node, dict)
+        asked = node.keys() - {"type"}
+        if len(asked) == 1 and next(iter(asked)) in ("anyOf", "$ref") and "type" not in node:
+            return True
+        if asked == {"allOf"} and len(node["allOf"]) == 1 and "type" not in node:
+            return True
+        if "const" in asked or "enum" in asked:
+            values = node.get("enum", [node.get("const")])
+            if all(isinstance(it, Decimal) for it in values):  # which nothing else concerns
+                return not asked & {"anyOf", "oneOf", "allOf", "$ref"}
+            return asked <= {"const", "enum", *NUMERIC, "minLength", "maxLength"}
+        types = node.get("type", TYPES)
+        if asked & {*_IN_PLACE, "patternProperties", "minProperties", "maxProperties"}:
+            return False
+        below_object = [*node.get("properties", {}).values(), node.get("additionalProperties")]
+        has_numbers = bool(exact_values(node)) and {"integer", "number"} & set(types)
+        if has_numbers and self._numbers(node) is None:
+            return False
+        return not any(it in self.exact_nodes for it in map(id, below_object)) or (
+            "object" in types
+        )
+
+    def write(self) -> Grammars:
+        start = self._rule(self._schema.root)
+        tokens = (f"STRING: /{_STRING}/", r"SPACE: / |\n {0,12}/", "ws: SPACE?")
+        lines = [f"start: {start}", *self._lines, *tokens]
+        return [{"name": self._name, "lark_grammar": "\n".join(lines)}, *self._parts]
+
+    def _rule(self, node: Node) -> str:
+        """Return the name or the text by which a rule refers to a node."""
+        if isinstance(node, bool) or not self.needs_rules(node):
+            return self._part(node)
+        if "$ref" in node:
+            return self._definition(node["$ref"])
+        for name in ("anyOf", "allOf"):
+            if name in node:
+                return self._either([self._rule(it) for it in node[name] if it is not False])
+        if "const" in node or "enum" in node:
+            values = node.get("enum", [node.get("const")])
+            if "const" in node and "enum" in node:
+                values = [it for it in values if it == node["const"]]
+            return self._either([self._value(it) for it in values if holds(node, it)])
+        return self._either(self._by_type(node))
+
+    def _by_type(self, node: dict[str, Any]) -> list[str]:
+        types = list(node.get("type", TYPES))
+        found: list[str] = []
+        if exact_values(node) and (numbers := self._numbers(node)):
+            types = [it for it in types if it not in ("integer", "number")]
+            found.append(numbers)
+        inside = (*node.get("properties", {}).values(), node.get("additionalProperties"))
+        if "object" in types and any(id(it) in self.exact_nodes for it in inside):
+            types.remove("object")
+            found.append(self._object(node))
+        items = (*node.get("prefixItems", ()), node.get("items"))
+        if "array" in types and any(id(it) in self.exact_nodes for it in items):
+            types.remove("array")
+            found.append(self._array(node))
+        if types:
+            names: tuple[str, ...] = _OF_STRINGS if "string" in types else ()
+            names += _OF_OBJECTS if "object" in types else ()
+            names += _OF_ARRAYS if "array" in types else ()
+            names += NUMERIC if {"integer", "number"} & set(types) else ()
+            rest = {"type": types} | {name: node[name] for name in names if name in node}
+            found.append(self._part(rest))
+        return found
+
+    def _numbers(self, node: dict[str, Any]) -> str | None:
+        """A rule of a node's numbers; None if its multiples cannot be listed."""
+        is_integer = "number" not in node.get("type", TYPES)
+        bounds = bounds_of(node)
+        if "multipleOf" in node:
+            found = multiples(bounds, node["multipleOf"], is_integer)
+            return self._either([_quoted(text_of(it)) for it in found]) if found else None
+        return _pattern_rule(bounds, is_integer)
+
+    def _value(self, value: Any) -> str:
+        if isinstance(value, Decimal):
+            return _quoted(text_of(value))
+        if isinstance(value, list):
+            return self._sequence('"["', [(self._value(it), True) for it in value], "", '"]"')
+        if isinstance(value, dict):
+            entries = [
+                (self._entry(_quoted_key(k), self._value(it)), True) for k, it in value.items()
+            ]
+            return self._sequence('"{"', entries, "", '"}"')
+        return _quoted(json.dumps(value, ensure_ascii=False))
+
+    def _object(self, node: dict[str, Any]) -> str:
+        others = node.get("additionalProperties", True)
+        required, listed = node.get("required", []), dict(node.get("properties", {}))
+        listed |= {name: others for name in required if name not in listed}
+        entries = [
+            (self._entry(_quoted_key(name), self._rule(it)), name in required)
+            for name, it in listed.items()
+            if it is not False
+        ]
+        more = ""
+        if others is not False:
+            more = self._entry(self._other_keys(list(listed)), self._rule(others))
+        return self._sequence('"{"', entries, more, '"}"')
+
+    def _other_keys(self, taken: Sequence[str]) -> str:
+        if not taken:
+            return "STRING"
+        names = " | ".join(map(_quoted_key, taken))
+        self._lines.append(f"KEY{len(self._lines)}: /{_STRING}/ & ~({names})")
+        return f"KEY{len(self._lines) - 1}"
+
+    def _array(self, node: dict[str, Any]) -> str:
+        first, others = node.get("prefixItems", []), node.get("items", True)
+        least, most = node.get("minItems", 0), node.get("maxItems")
+        entries = [(self._rule(it), i < least) for i, it in enumerate(first[:most])]
+        if others is False or (most is not None and most <= len(first)):
+            return self._sequence('"["', entries, "", '"]"', is_array=True)
+        low = max(least - len(first), 0)
+        high = "" if most is None else str(most - len(first))
+        more = self._rule(others)
+        return self._sequence('"["', entries, more, '"]"', (low, high), is_array=True)
+
+    def _entry(self, key: str, value: str) -> str:
+        return self._add(f'{key} ws ":" ws {value}')
+
+    def _sequence(
+        self,
+        opening: str,
+        entries: Sequence[tuple[str, bool]],
+        more: str,
+        closing: str,
+        times: tuple[int, str] = (0, ""),
+        *,
+        is_array: bool = False,
+    ) -> str:
+        """Entries in their order, those that are not needed optional, and more of one kind.
+
+        In an array nothing follows an entry that is left out. The rules go from the end to the
+        start; each has a form behind another entry and one for the first place.
+        """
+        comma = 'ws "," ws'
+        low, high = times
+        behind = first = ""
+        if more:
+            behind = self._add(f"({comma} {more}){{{low},{high}}}")
+            fewer = f"{{{max(low - 1, 0)},{int(high) - 1 if high else ''}}}"
+            first = self._add(f"{more} ({comma} {more}){fewer}")
+            first = first if low else f"{first}?"
+        for entry, is_needed in reversed(entries):
+            alone = f"{entry} {behind}"
+            if is_needed:
+                first, behind = alone, f"{comma} {alone}"
+            elif is_array:
+                first, behind = f"({alone})?", f"({comma} {alone})?"
+            else:
+                first, behind = f"({alone} | {first or _EMPTY})", f"({comma} {entry})? {behind}"
+            first, behind = self._add(first), self._add(behind)
+        return self._add(
+            f"{opening} ws {first} ws {closing}" if first else f"{opening} ws {closing}"
+        )
+
+    def _definition(self, name: str) -> str:
+        rule = self._definitions.get(name)
+        if rule is None:
+            rule = self._definitions[name] = f"ref_{name}"
+            place = len(self._lines)
+            self._lines.append("")
+            self._lines[place] = f"{rule}: {self._rule(self._schema.definitions[name])}"
+        return rule
+
+    def _part(self, node: Node) -> str:
+        name = f"{self._name}_{len(self._parts)}"
+        self._parts.append({})  # its place, whatever comes while it is written
+        self._parts[-1] = json_grammar(name, as_json_schema(self._schema, node))
+        return f"@{name}"
+
+    def _either(self, options: list[str]) -> str:
+        return options[0] if len(options) == 1 else self._add(" | ".join(options))
+
+    def _add(self, body: str) -> str:
+        self._lines.append(f"r{len(self._lines)}: {body}")
+        return f"r{len(self._lines) - 1}"
+
+
+_EMPTY = '""'
+
+
+def _pattern_rule(bounds: NumberBounds, is_integer: bool) -> str | None:
+    pattern = integer_pattern(bounds) if is_integer else number_pattern(bounds)
+    return None if pattern is None else f"/{pattern}/"
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _quoted_key(name: str) -> str:
+    return _quoted(json.dumps(name, ensure_ascii=False))

@@ -1,0 +1,262 @@
+"""Grammars of schemas: exact numbers, softened tools, refusals in our own words."""
+
+import json
+from collections.abc import Iterator
+from decimal import Decimal
+from typing import Any
+
+import msgspec
+import pytest
+from jsonschema import Draft202012Validator
+
+from headrace.config.settings import ModelConfig
+from headrace.core.errors import RequestError
+from headrace.core.jobs import CheckedBody
+from headrace.core.request import Route
+from headrace.fleet.served_model import ServedModel
+from headrace.protocols.worker import Jobs
+from headrace.text.grammar import Grammar, GrammarCompiler
+from tests.schemas import ZOD_EMAIL, Schema
+
+MINI = ServedModel(ModelConfig())
+ID = 1234567890123456789
+UINT64_IN_JAVASCRIPT = 18446744073709552000
+CHAT: Route = "/v1/chat/completions"
+SCHEMA = "response_format.json_schema.schema"
+
+
+@pytest.fixture(scope="module")
+def jobs() -> Jobs:
+    return Jobs(MINI)
+
+
+@pytest.fixture(scope="module")
+def compiler() -> GrammarCompiler:
+    spec = MINI.spec
+    return GrammarCompiler.load(MINI.folder, spec.vocab_size, spec.end_token_ids)
+
+
+def read(jobs: Jobs, body: dict[str, Any] | str, route: Route = CHAT) -> CheckedBody:
+    text = body if isinstance(body, str) else json.dumps({"messages": HELLO, **body})
+    return jobs.read(text.encode(), route)
+
+
+ENDLESS = {"type": "object", "properties": {"n": {"$ref": "#/$defs/N"}}, "required": ["n"]}
+HELLO = [{"role": "user", "content": "Hi"}]
+
+
+def by_schema(schema: Schema | str) -> str:
+    """A body whose schema is sent as it is written."""
+    text = schema if isinstance(schema, str) else json.dumps(schema)
+    described = f'{{"type": "json_schema", "json_schema": {{"name": "a", "schema": {text}}}}}'
+    return f'{{"messages": {json.dumps(HELLO)}, "response_format": {described}}}'
+
+
+def tool(parameters: Any, **fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "parameters": parameters, **fields}}
+
+
+def takes(compiler: GrammarCompiler, checked: CheckedBody, text: str) -> bool:
+    """Whether the grammar that was made takes a whole answer."""
+    grammar = compiler.compile(checked.fields["constraint"][0])
+    return is_whole(grammar, MINI, text)
+
+
+def is_whole(grammar: Grammar, model: ServedModel, text: str) -> bool:
+    matcher = grammar._matcher.deep_copy()
+    tokens = list(model.tokenizer.encode(text, add_special_tokens=False))
+    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        ({"const": ID}, [str(ID)], [str(ID - 1), str(ID - 21)]),
+        ({"enum": [ID, "x", None]}, [str(ID), '"x"', "null"], [str(ID + 1)]),
+        ({"minimum": ID, "type": "integer"}, [str(ID), str(ID * 9)], [str(ID - 1)]),
+        ({"maximum": -ID, "type": "integer"}, [str(-ID), str(-ID * 9)], [str(1 - ID)]),
+        ({"maximum": ID, "type": ["integer", "null"]}, [str(ID), "null"], [str(ID + 1)]),
+        ({"exclusiveMaximum": ID, "type": "number"}, [f"{ID - 1}.99"], [str(ID), f"{ID}.0"]),
+        ({"maximum": 1 << 64, "type": "integer"}, [str(1 << 64)], [str((1 << 64) + 1)]),
+        ("""{"const": 0.12345678901234567}""", ["0.12345678901234567"], ["0.12345678901234566"]),
+        ("""{"const": 1e30}""", ["1" + "0" * 30], ["1" + "0" * 29 + "1"]),
+        ({"properties": {"a": {"const": ID}}, "required": ["a"]}, [f'{{"a": {ID}}}'], ["{}"]),
+        ({"items": {"enum": [ID, 1]}, "maxItems": 2}, [f"[{ID}, 1]", "[]"], [f"[{ID},1,1]"]),
+        ({"const": {"a": [ID], "b": "x"}}, [f'{{"a":[{ID}],"b":"x"}}'], [f'{{"a":[{ID}]}}']),
+        ({"anyOf": [{"const": ID}, {"type": "null"}]}, [str(ID), "null"], [str(ID - 1)]),
+        ({"allOf": [{"type": "integer"}, {"minimum": ID}]}, [str(ID)], [str(ID - 1)]),
+        ({"type": "integer", "format": "uint64"}, [str((1 << 64) - 1)], ["-1", str(1 << 64)]),
+        ({"multipleOf": 0.07, "minimum": 0, "maximum": 1}, ["0.35", "0"], ["0.36"]),
+        ({"multipleOf": 0.1, "minimum": 0.3, "maximum": 0.3}, ["0.3"], ["0.2"]),
+        (
+            {"anyOf": [{"items": {"$ref": "#"}, "type": "array"}, {"const": ID}]},
+            [f"[{ID}]"],
+            [f"[{ID - 1}]"],
+        ),
+    ],
+)
+def test_numbers_of_any_size_are_exact(
+    jobs: Jobs, compiler: GrammarCompiler, schema: Any, right: list[str], wrong: list[str]
+) -> None:
+    checked = read(jobs, by_schema(schema))
+    exact = json.loads(schema if isinstance(schema, str) else json.dumps(schema), **EXACT)
+    for text in right:
+        assert takes(compiler, checked, text), text
+        Draft202012Validator(exact).validate(json.loads(text, **EXACT))
+    for text in wrong:
+        assert not takes(compiler, checked, text), text
+
+
+EXACT: dict[str, Any] = {"parse_float": Decimal}
+
+
+@pytest.mark.parametrize("field", ["guided_json", "json_schema"])
+@pytest.mark.parametrize("is_text", [False, True])
+def test_every_field_for_a_schema_keeps_its_digits(
+    jobs: Jobs, compiler: GrammarCompiler, field: str, is_text: bool
+) -> None:
+    schema = {"const": ID}
+    checked = read(jobs, {field: json.dumps(schema) if is_text else schema})
+    assert takes(compiler, checked, str(ID)) and not takes(compiler, checked, str(ID - 21))
+
+
+def bodies(schema: Any, choice: str) -> Iterator[tuple[Route, dict[str, Any]]]:
+    """A request with this tool, that is not strict, to each API that takes tools."""
+    messages = {"messages": HELLO}
+    anthropic = {"name": "f", "input_schema": schema}
+    named = {"auto": "auto", "required": "any"}[choice]
+    flat = {"type": "function", "name": "f", "parameters": schema, "strict": False}
+    yield CHAT, {**messages, "tools": [tool(schema)], "tool_choice": choice}
+    yield "/v1/responses", {"input": "Hi", "tools": [flat], "tool_choice": choice}
+    asked = {"model": "headrace-mini", "max_tokens": 9, "tool_choice": {"type": named}}
+    yield "/v1/messages", {**messages, **asked, "tools": [anthropic]}
+    if choice == "auto":
+        yield "/api/chat", {**messages, "model": "headrace-mini", "tools": [tool(schema)]}
+
+
+ODD = [
+    {"type": "integer", "maximum": UINT64_IN_JAVASCRIPT},
+    {"type": "string", "format": "email", "pattern": ZOD_EMAIL},
+    {"type": "integer", "minimum": -(1 << 63), "maximum": (1 << 63) - 1},
+    {"type": "any"},
+    {"properties": None},
+    {"type": "string", "pattern": "("},
+    {"$ref": "https://example.com/schema.json"},
+    {"$ref": "#/$defs/missing"},
+    {"oneOf": [{"type": "integer"}, {"type": "number"}]},
+    {"patternProperties": {"^a": True, "b$": True}},
+    {"enum": []},
+    {"minimum": 3, "maximum": 1, "type": "integer"},
+    {"maxLength": 10**12, "type": "string"},
+    {"multipleOf": 0},
+    False,
+    7,
+]
+
+
+@pytest.mark.parametrize("odd", ODD, ids=json.dumps)
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_a_tool_that_is_not_strict_is_never_refused(jobs: Jobs, odd: Any, choice: str) -> None:
+    schema = {"type": "object", "properties": {"x": odd, "y": {"type": "null"}}, "required": ["y"]}
+    for route, body in bodies(schema, choice):
+        assert jobs.read(json.dumps(body).encode(), route)
+
+
+def test_what_a_tool_loses_is_named_by_its_path(jobs: Jobs) -> None:
+    lost = {"x": {"type": "string", "pattern": "(?=a)b"}, "y": {"uniqueItems": True}}
+    tools = [tool({"type": "object", "properties": lost})]
+    names = read(jobs, {"tools": tools, "tool_choice": "required"}).ignored
+    path = "tools[0].function.parameters.properties"
+    assert names == (f"{path}.x.pattern", f"{path}.y.uniqueItems")
+
+
+def test_the_rest_of_a_softened_tool_is_enforced(jobs: Jobs, compiler: GrammarCompiler) -> None:
+    schema = {"properties": {"a": {"pattern": "(?=a)b"}, "b": {"const": ID}}, "required": ["b"]}
+    checked = read(jobs, {"tools": [tool(schema)], "tool_choice": "required"})
+    call = '<tool_call>\n{"name": "f", "arguments": {"b": %d}}\n</tool_call>'
+    assert takes(compiler, checked, call % ID) and not takes(compiler, checked, call % (ID + 1))
+
+
+def test_a_strict_tool_is_refused_by_the_keyword(jobs: Jobs) -> None:
+    schema = {"type": "object", "properties": {"x": {"type": "string", "pattern": "(?=a)b"}}}
+    with pytest.raises(RequestError) as refused:
+        read(jobs, {"tools": [tool(schema, strict=True)]})
+    assert refused.value.param == "tools[0].function.parameters.properties.x.pattern"
+    assert "look-around" in refused.value.message
+
+
+def test_a_schema_beside_json_object_takes_effect(jobs: Jobs, compiler: GrammarCompiler) -> None:
+    schema = {"properties": {"a": {"const": 7}}, "required": ["a"], "additionalProperties": False}
+    checked = read(jobs, {"response_format": {"type": "json_object", "schema": schema}})
+    assert takes(compiler, checked, '{"a": 7}') and not takes(compiler, checked, "{}")
+
+
+def test_a_schema_that_is_said_not_to_be_strict_is_softened(jobs: Jobs) -> None:
+    described = {"name": "a", "strict": False, "schema": {"uniqueItems": True}}
+    asked = {"type": "json_schema", "json_schema": described}
+    assert read(jobs, {"response_format": asked}).ignored == (f"{SCHEMA}.uniqueItems",)
+
+
+@pytest.mark.parametrize("known", ["base64", "jwt", "nanoid", "path", "password"])
+def test_an_unknown_format_is_an_annotation(
+    jobs: Jobs, compiler: GrammarCompiler, known: str
+) -> None:
+    checked = read(jobs, by_schema({"type": "string", "format": known, "pattern": "^a{3}$"}))
+    assert checked.ignored == (f"{SCHEMA}.format",)
+    assert takes(compiler, checked, '"aaa"') and not takes(compiler, checked, '"aa"')
+
+
+@pytest.mark.parametrize(
+    ("schema", "path"),
+    [
+        ({"$ref": "#/$defs/N", "$defs": {"N": ENDLESS}}, ".$defs.N"),
+        ({"enum": []}, ".enum"),
+        ({"properties": {"a": False}, "required": ["a"], "type": "object"}, ""),
+        ({"properties": {"a": {"type": "integer", "minimum": 3, "maximum": 2}}, "required": ["a"],
+          "type": "object"}, ".properties.a"),
+        ({"type": "string", "minLength": 3, "maxLength": 2}, ""),
+        ({"type": "string", "const": 3}, ""),
+        ({"type": "string", "allOf": [{"pattern": "^a$"}, {"pattern": "^b$"}]}, ""),
+    ],
+)  # fmt: skip
+def test_a_schema_that_nothing_satisfies_is_refused(jobs: Jobs, schema: Schema, path: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        read(jobs, by_schema(schema))
+    assert refused.value.param == SCHEMA + path
+    assert "satisfy" in refused.value.message or "satisfied" in refused.value.message
+
+
+def test_a_part_that_never_ends_is_not_begun(jobs: Jobs, compiler: GrammarCompiler) -> None:
+    schema = {"type": "object", "properties": {"n": {"$ref": "#/$defs/N"}}}
+    checked = read(jobs, by_schema({**schema, "$defs": {"N": ENDLESS}}))
+    assert takes(compiler, checked, "{}") and not takes(compiler, checked, '{"n": {')
+
+
+@pytest.mark.parametrize(
+    ("names", "right", "wrong"),
+    [
+        ({"type": "string"}, '{"b": 1}', '{"b": ""}'),
+        ({"pattern": "^a"}, '{"ab": 1}', '{"b": 1}'),
+        ({"enum": ["a", "c"]}, '{"c": 1}', '{"b": 1}'),
+        ({"maxLength": 2}, '{"ab": 1}', '{"abc": 1}'),
+    ],
+)
+def test_names_of_properties_are_enforced(
+    jobs: Jobs, compiler: GrammarCompiler, names: Schema, right: str, wrong: str
+) -> None:
+    schema = {"type": "object", "propertyNames": names, "additionalProperties": {"const": 1}}
+    checked = read(jobs, by_schema(schema))
+    assert takes(compiler, checked, right) and not takes(compiler, checked, wrong)
+
+
+def test_properties_beside_patterns_hold_both(jobs: Jobs, compiler: GrammarCompiler) -> None:
+    patterns = {"^a": {"type": "string", "maxLength": 2}}
+    schema = {"properties": {"ab": {"minLength": 2}}, "patternProperties": patterns}
+    checked = read(jobs, by_schema({"type": "object", **schema}))
+    assert takes(compiler, checked, '{"ab": "xy"}')
+    assert not takes(compiler, checked, '{"ab": "x"}') and not takes(compiler, checked, '{"ab": 1}')
+
+
+def test_a_checked_body_can_be_stored(jobs: Jobs) -> None:
+    schema = {"properties": {"x": {"maximum": 10**400, "minimum": -(10**20)}}}
+    assert msgspec.msgpack.encode(read(jobs, {"tools": [tool(schema)]}))
