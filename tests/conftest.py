@@ -19,6 +19,7 @@ LONG = {
     "cli/test_exits",
     "client/test_clients",
     "e2e/test_batch_kills",
+    "e2e/test_spoiled_state",
     "e2e/test_batch_models",
     "e2e/test_batch_owners",
     "e2e/test_batches",

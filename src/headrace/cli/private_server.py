@@ -8,12 +8,15 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections import deque
 from collections.abc import Iterator, Mapping
+from typing import IO
 
 from headrace.cli.logs import clear, say
 
 _READY = re.compile(r"Headrace is ready at (http://\S+): ")
 _END_S = 15.0
+_LONGEST_LINE = 1 << 16
 _OF_OTHERS = {f"HEADRACE_{name}" for name in ("HOST", "LOG_FORMAT", "SSL_CERTFILE", "SSL_KEYFILE")}
 """Settings that are for other servers: this one speaks plain HTTP, here, and to this verb."""
 
@@ -59,20 +62,27 @@ def _start(model: str, state_dir: str) -> "subprocess.Popen[str]":
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
+        errors="replace",
         start_new_session=True,  # Ctrl-C is for an answer, not for the server
     )
 
 
 def _await_ready(process: "subprocess.Popen[str]") -> str:
     assert process.stderr is not None
-    for line in process.stderr:
+    for line in _lines(process.stderr):
         if found := _READY.match(line):
-            threading.Thread(target=process.stderr.read, daemon=True).start()  # or it would block
+            # or the server would block; what it says from now on is for nobody
+            threading.Thread(target=deque, args=(_lines(process.stderr), 0), daemon=True).start()
             clear()
             return found[1]
         if " INFO " not in line:
             say(line.rstrip("\n"), moves=line.endswith(" s)\n"))
     raise ServerEnded(process.wait())
+
+
+def _lines(stream: IO[str]) -> Iterator[str]:
+    """Yield lines, long ones in pieces."""
+    return iter(lambda: stream.readline(_LONGEST_LINE), "")
 
 
 def end_on_hangup() -> None:
