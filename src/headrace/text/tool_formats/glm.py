@@ -5,15 +5,22 @@ import re
 from headrace.text.tool_formats.format import Call, IsText, ToolFormat
 from headrace.text.tool_formats.whole_calls import WholeCalls, value_of
 
-_PAIR = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
+# A model's answer is parsed on the event loop, so no part of it may be tried twice: a lazy group
+# that may grow again makes the time cubic in the answer's length.
+_PAIR = re.compile(
+    r"(?><arg_key>(.*?)</arg_key>)\s*+(?><arg_value>(.*?)</arg_value>)\s*+", re.DOTALL
+)
+_NAME = re.compile(r"[\w.-]{1,64}")
 
 
 def _parse(body: str, is_text: IsText) -> list[Call] | None:
-    name = body.partition("<arg_key>")[0].strip()
-    pairs = _PAIR.findall(body)
-    if not re.fullmatch(r"[\w.-]{1,64}", name) or _PAIR.sub("", body).strip() != name:
-        return None
-    return [(name, {key.strip(): value_of(value, is_text(name, key)) for key, value in pairs})]
+    head, opening, _ = body.partition("<arg_key>")
+    name, at = head.strip(), len(head)
+    arguments = {}
+    while opening and (pair := _PAIR.match(body, at)):
+        key, at = pair[1].strip(), pair.end()
+        arguments[key] = value_of(pair[2], is_text(name, pair[1]))
+    return [(name, arguments)] if at == len(body) and _NAME.fullmatch(name) else None
 
 
 FORMAT = ToolFormat(

@@ -38,6 +38,9 @@ class JsonCalls:
         self._at = 0  # all before it was given out, or is of no more use
         self._has_name = False
         self._scan: ObjectScan | None = None  # while in arguments
+        # a call in another form of object, as far as it has been scanned, and up to where
+        self._object: tuple[ObjectScan, list[str]] | None = None
+        self._scanned = 0
 
     def feed(self, text: str) -> list[CallDelta]:
         if self.rest is not None:
@@ -73,6 +76,7 @@ class JsonCalls:
             name = next(filter(None, found.groups()))
             deltas.append(CallDelta(json.loads(name) if name.startswith('"') else name, ""))
             self._at, self._has_name, self._scan = found.end(), True, ObjectScan()
+            self._object = None
             return True
         whole = self._whole_object(is_last)
         if whole is None:
@@ -94,13 +98,17 @@ class JsonCalls:
             return None, self._at
         if start < 0:
             return (None, self._at) if is_last else None
-        scan = ObjectScan()
-        end, mended = scan.feed(self._text, start)
+        if self._object is None:
+            self._object, self._scanned = (ObjectScan(), []), start
+        scan, mended = self._object
+        self._scanned, piece = scan.feed(self._text, self._scanned)
+        mended.append(piece)
         if not scan.is_over:
             return (None, self._at) if is_last else None
-        call = _call_in(mended)
+        self._object = None
+        call = _call_in("".join(mended))
         # its last brace is the first literal of the closing
-        return (call, end - 1) if call else (None, self._at)
+        return (call, self._scanned - 1) if call else (None, self._at)
 
     def _take_arguments(self, deltas: list[CallDelta]) -> bool:
         assert self._scan is not None
