@@ -16,6 +16,7 @@ import headrace.checkpoints
 from stress.attack.accidents import ACCIDENTS, DRAIN_S, NUM_DESCRIPTORS, small_disk
 from stress.attack.bodies import BODIES, TEMPLATE_HEAD, WORST
 from stress.attack.honest import HEARTBEAT_S, Quantiles, Stage, as_seen, quantiles, within
+from stress.attack.hostile import HOSTILE
 from stress.attack.target import Target, until
 from stress.attack.tenants import TENANTS
 from stress.attack.wires import WIRES
@@ -27,12 +28,14 @@ ATTACKS: dict[str, Callable[[Target], Awaitable[None]]] = {
     **BODIES,
     **WIRES,
     **TENANTS,
+    **HOSTILE,
     **ACCIDENTS,
 }
 LONG = ("accident-freeze-long",)  # drawn in runs of two minutes and more, or when named
 MAX_HEALTH_S, MAX_GAP_S, MAX_MEMORY = 0.25, 0.5, 500e6
 
 _BOUT_S = 90.0
+_BOUT_OF_FILES_S = 240.0  # on a server of its own, which loads models and may wait for a hub
 _WELL_S = 45.0
 _TALKS_S = 15.0  # until the honest stream has a token; an attack begins without it then
 _SETUPS = {"accident-descriptors": "few descriptors", "accident-disk-full": "small disk"}
@@ -186,7 +189,8 @@ class Run:
             self._excuse(stage, name)
         label = f"{self._plan.seed}/{name}/{number}"
         target = Target(site, label, self._plan.folder, self._plan.num_each, bout.problems.append)
-        limit_s = min(_BOUT_S, max(20.0, self._deadline - began))
+        longest_s = _BOUT_OF_FILES_S if name in HOSTILE else _BOUT_S
+        limit_s = min(longest_s, max(20.0, self._deadline - began))
         is_over = False
         try:
             async with asyncio.timeout(limit_s):

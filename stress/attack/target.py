@@ -54,10 +54,10 @@ class Target:
         self.fail = fail
         self.statuses: Counter[str] = Counter()
         self.notes: list[str] = []  # figures to show
-        self._label = label
+        self.label = label
 
     def rng(self, client: int = 0) -> random.Random:
-        return random.Random(f"{self._label}/{client}")
+        return random.Random(f"{self.label}/{client}")
 
     async def side_by_side(
         self, num_clients: int, live: Callable[["Target", random.Random], Awaitable[None]]

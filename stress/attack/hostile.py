@@ -1,0 +1,219 @@
+"""Hostile files: model folders, adapters, forms and hubs that a seed makes, one after another."""
+
+import asyncio
+import contextlib
+import random
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from urllib.parse import quote
+
+import msgspec
+
+from stress.attack.folders import GOOD, copy_of_mini, make_hostile_folder
+from stress.attack.hostile_adapters import bad_requests, make_hostile_adapter, make_valid_adapter
+from stress.attack.hostile_forms import drawn_form, head
+from stress.attack.hostile_hub import escaped, hostile_hub
+from stress.attack.target import Target, post
+from stress.attack.watched import (
+    ATTACKER,
+    ONE,
+    OPERATOR,
+    NotStarted,
+    Watched,
+    chat,
+    reading,
+    watched_server,
+)
+from stress.http import Call
+from tools.harness.servers import ServerProcess
+
+Attack = Callable[[Target], Awaitable[None]]
+_BUDGET_S = 60.0  # of one attack; what is not reached is left out
+_NUM_AT_ONCE = 4
+_READ_S = 20.0  # until a model that is read must have an answer
+_LOAD_S = 60.0
+_START_S = 60.0
+_NUM_STARTS = 2
+_NUM_CLIENTS = 32
+_FORM_BYTES = 2 << 20
+_PULL_S = 1.0
+
+
+class Folders:
+    """Hostile folders beside a good one. `made` says of each model what is wrong with it."""
+
+    def __init__(self, root: Path, label: str, number: int) -> None:
+        self.root = root / "models"
+        self.root.mkdir()
+        base = copy_of_mini(root / "base")
+        shutil.copytree(base, self.root / GOOD)
+        self.made: dict[str, str] = {}
+        for n in range(number):
+            what = make_hostile_folder(self.root / f"hostile-{n}", base, f"{label}/{n}")
+            self.made[f"hostile-{n}"] = f"folder {label}/{n} ({what})"
+
+    @property
+    def flags(self) -> tuple[str, str]:
+        return "--models-dir", str(self.root)
+
+
+async def read_folders(watched: Watched, made: Folders) -> int:
+    """Has the server read each of the folders, several at once; returns how many it survived."""
+    waiting, survived = list(made.made.items()), 0
+
+    async def read() -> None:
+        nonlocal survived
+        while waiting:
+            model, what = waiting.pop()
+            for call in reading(model):
+                await watched.ask(f"{call.path} {what}", call, _READ_S)
+            if not await watched.check(what):
+                waiting.clear()
+                return
+            survived += 1
+
+    await asyncio.gather(*(read() for _ in range(_NUM_AT_ONCE)))
+    return survived
+
+
+async def folders(target: Target) -> None:
+    """Model folders, each read and then loaded by a chat that names it."""
+    with tempfile.TemporaryDirectory(dir=target.folder) as name:
+        made = Folders(Path(name), target.label, target.num_each)
+        async with watched_server(target, Path(name), *made.flags) as watched:
+            began = time.monotonic()
+            for model, what in made.made.items():
+                for call in (*reading(model), chat(model)):
+                    await watched.ask(f"{call.path} {what}", call, _LOAD_S)
+                if not await watched.check(what) or time.monotonic() - began > _BUDGET_S:
+                    break
+
+
+async def adapters(target: Target) -> None:
+    """Adapters, loaded by the operator's route and named by a chat; some at a server's start."""
+    with tempfile.TemporaryDirectory(dir=target.folder) as name:
+        root = Path(name)
+        base = make_valid_adapter(root / "base")
+        made = {
+            f"adapter-{n}": make_hostile_adapter(root / f"adapter-{n}", base, f"{target.label}/{n}")
+            for n in range(target.num_each)
+        }
+        async with watched_server(target, root) as watched:
+            began = time.monotonic()
+            for adapter, kind in made.items():
+                what = f"{target.label}/{adapter} ({kind})"
+                await _use_adapter(watched, what, adapter, root / adapter)
+                await watched.ask(f"path {what}", _loading(bad_requests(target.rng())), _LOAD_S)
+                if not await watched.check(what) or time.monotonic() - began > _BUDGET_S:
+                    break
+        for adapter in list(made)[:_NUM_STARTS]:
+            what = f"--adapter {target.label}/{adapter} ({made[adapter]})"
+            await asyncio.to_thread(_start_with, target, what, root / "start", root / adapter)
+
+
+async def _use_adapter(watched: Watched, what: str, name: str, path: Path) -> None:
+    body = {"lora_name": name, "lora_path": str(path), "base_model_name": ONE}
+    answer = await watched.ask(f"load {what}", _loading(msgspec.json.encode(body)), _LOAD_S)
+    if answer.status == 200:
+        chatted = await watched.ask(f"chat {what}", chat(name), _LOAD_S)
+        if chatted.status >= 500:
+            watched.fail(f"chat {what}: loaded with success, and then {chatted.status}")
+        unload = post("/v1/unload_lora_adapter", b'{"lora_name":"%s"}' % name.encode(), *OPERATOR)
+        await watched.ask(f"unload {what}", unload, _LOAD_S)
+
+
+def _loading(body: bytes) -> Call:
+    return post("/v1/load_lora_adapter", body, *OPERATOR)
+
+
+def _start_with(target: Target, what: str, state: Path, adapter: Path) -> None:
+    """Starts a server with the adapter, which has to start or to say why not."""
+    flags = ("--state-dir", str(state), "--threads", "1", "--adapter", f"odd={adapter}")
+    server = ServerProcess(ONE, *flags)
+    try:
+        ended = time.monotonic() + _START_S
+        while not server.url and server.process.poll() is None and time.monotonic() < ended:
+            time.sleep(0.05)
+        if not server.url and server.process.poll() is None:
+            target.fail(f"{what}: neither started nor ended in {_START_S:g} s")
+        if odd := [line for line in server.lines if "Traceback" in line or "by a bug" in line]:
+            target.fail(f"{what}: {odd[0][:300]}")
+    finally:
+        server.stop(signal.SIGKILL)
+
+
+async def forms(target: Target) -> None:
+    """Forms for /v1/files, one after another; in the end many at once."""
+    with tempfile.TemporaryDirectory(dir=target.folder) as name:
+        async with watched_server(target, Path(name)) as watched:
+            began, rng = time.monotonic(), target.rng()
+            for number in range(target.num_each):
+                what = await send_form(watched, rng, f"{target.label}/{number}", _FORM_BYTES)
+                if not await watched.check(what) or time.monotonic() - began > _BUDGET_S:
+                    return
+            crowd = [
+                send_form(watched, target.rng(n), f"{target.label} client {n}", _FORM_BYTES)
+                for n in range(_NUM_CLIENTS)
+            ]
+            await asyncio.gather(*crowd)
+            await watched.check(f"{_NUM_CLIENTS} forms at once")
+
+
+async def send_form(watched: Watched, rng: random.Random, label: str, size: int) -> str:
+    """Sends a form that `rng` draws; returns what it was."""
+    kind, lines, pieces, manner = drawn_form(rng, size)
+    what = f"form {label} ({kind})"
+    talk = await watched.talk(what, [head(lines, ATTACKER), *pieces], manner)
+    if manner.expects != "rude":
+        watched.judge(what, talk.first, talk.end)
+    return what
+
+
+async def hub(target: Target) -> None:
+    """A hub that lies: models pulled from it by the operator, and named by a client's chat."""
+    with tempfile.TemporaryDirectory(dir=target.folder) as name:
+        cache = Path(name) / "far" / "below" / "hub"
+        async with hostile_hub(target.label) as lying:
+            variables = {"HF_ENDPOINT": lying.url, "HF_HOME": str(cache), "HF_TOKEN": ""}
+            named = [f"--model=named-{n}=evil/named-{n}" for n in range(target.num_each // 2)]
+            async with watched_server(target, Path(name), *named, environment=variables) as watched:
+                began = time.monotonic()
+                for number in range(target.num_each):
+                    repo = f"evil/pulled-{number}"
+                    await _pull(watched, repo, f"pull {target.label}/{repo}")
+                    if number % 2:
+                        repo = f"evil/named-{number // 2}"
+                        call = chat(repo.removeprefix("evil/"))
+                        await watched.ask(f"chat {target.label}/{repo}", call, _LOAD_S)
+                    what = f"{target.label}/{repo} ({lying.said.get(repo, 'never asked')})"
+                    if outside := escaped(Path(name)):
+                        watched.fail(f"{what}: files outside the cache: {outside[:3]}")
+                    if not await watched.check(what) or time.monotonic() - began > _BUDGET_S:
+                        break
+                await watched.restart()
+
+
+async def _pull(watched: Watched, repo: str, what: str) -> None:
+    """Begins a download, gives it a while, and has it stopped and forgotten."""
+    body = b'{"model":"%s"}' % repo.encode()
+    await watched.ask(what, post("/models", body, *OPERATOR), _LOAD_S)
+    await asyncio.sleep(_PULL_S)
+    await watched.ask(f"stop {what}", post("/models/unload", body, *OPERATOR), _LOAD_S)
+    if random.Random(what).random() < 0.5:  # the rest is met again by the next start
+        call = Call("DELETE", f"/models?model={quote(repo, safe='')}", headers=OPERATOR)
+        await watched.ask(f"forget {what}", call, _LOAD_S)
+
+
+def _contained(attack: Attack) -> Attack:
+    async def run(target: Target) -> None:
+        with contextlib.suppress(NotStarted):  # it is told already
+            await attack(target)
+
+    return run
+
+
+HOSTILE = {f"hostile-{it.__name__}": _contained(it) for it in (folders, adapters, forms, hub)}
