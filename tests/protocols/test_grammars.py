@@ -260,3 +260,68 @@ def test_properties_beside_patterns_hold_both(jobs: Jobs, compiler: GrammarCompi
 def test_a_checked_body_can_be_stored(jobs: Jobs) -> None:
     schema = {"properties": {"x": {"maximum": 10**400, "minimum": -(10**20)}}}
     assert msgspec.msgpack.encode(read(jobs, {"tools": [tool(schema)]}))
+
+
+KEYWORDS = [
+    "type",
+    "enum",
+    "const",
+    "anyOf",
+    "oneOf",
+    "allOf",
+    "not",
+    "if",
+    "then",
+    "properties",
+    "patternProperties",
+    "propertyNames",
+    "additionalProperties",
+    "required",
+    "minProperties",
+    "maxProperties",
+    "dependentRequired",
+    "items",
+    "prefixItems",
+    "contains",
+    "minItems",
+    "maxItems",
+    "uniqueItems",
+    "unevaluatedItems",
+    "unevaluatedProperties",
+    "minLength",
+    "maxLength",
+    "pattern",
+    "format",
+    "minimum",
+    "maximum",
+    "exclusiveMinimum",
+    "multipleOf",
+    "$ref",
+    "$defs",
+    "$id",
+    "$anchor",
+]
+NONSENSE: list[Any] = [
+    *(None, True, False, 0, -1, 1.5, 10**30, "", "(", "#/a", "http://[", [], {}, [None], [1]),
+    *(["x"], [[]], [False], {"a": None}, {"(": {}}, {"$ref": 5}, {"type": "nope"}, "(a{999}){999}"),
+]
+INNER_WORDS = ("Some(", "fuel", "NoExtension", "Unimplemented", "lexer", "regex parse", "e+")
+
+
+@pytest.mark.parametrize("keyword", KEYWORDS)
+def test_no_value_of_a_keyword_fails_a_tool(jobs: Jobs, keyword: str) -> None:
+    for value in NONSENSE:
+        parameters = {"properties": {"x": {keyword: value}}, "required": ["x"]}
+        assert read(jobs, {"tools": [tool(parameters)], "tool_choice": "required"})
+        assert read(jobs, {"tools": [tool({keyword: value})], "tool_choice": "auto"})
+
+
+@pytest.mark.parametrize("keyword", KEYWORDS)
+def test_a_refusal_has_a_path_and_no_words_of_a_library(jobs: Jobs, keyword: str) -> None:
+    for value in NONSENSE:
+        try:
+            read(jobs, by_schema({keyword: value}))
+        except RequestError as error:
+            assert (error.param or "").startswith(SCHEMA)
+            assert error.message.startswith(error.param) and error.message.endswith(".")
+            assert not any(word in error.message for word in INNER_WORDS), error.message

@@ -106,3 +106,20 @@ def test_forced_tokens_spell_what_must_follow(compiler: GrammarCompiler) -> None
 
     assert forced("n") == "" and "name is water".startswith("na" + forced("na"))
     assert len(forced("na")) > 3 and forced("xyz") == ""
+
+
+class Panic(BaseException):
+    """Stands for PyO3's PanicException, which is no Exception either."""
+
+
+def test_a_panic_of_the_library_is_a_grammar_that_cannot_go_on(compiler: GrammarCompiler) -> None:
+    state = compiler.compile(lark('start: "yes"')).begin(Sampling(end_token_ids=ENDS))
+
+    class Panicking:
+        def compute_bitmask(self) -> bytes:
+            raise Panic
+
+    state._matcher = Panicking()  # type: ignore[assignment]
+    with pytest.raises(GrammarError, match="too complex"):
+        state.allowed(array("i"))
+    assert state.forced(array("i")) == ()

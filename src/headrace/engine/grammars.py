@@ -87,4 +87,5 @@ def _error(done: "Future[Grammar]") -> str:
         return ""
     if not isinstance(fault, GrammarError):
         logger.error("A grammar could not be compiled", exc_info=fault)
-    return f"The grammar cannot be compiled: {fault}"
+        return "The grammar of this answer could not be compiled."
+    return f"The grammar of this answer cannot be compiled: it {fault}."

@@ -158,6 +158,10 @@ class GrammarState:
 
     def allowed(self, answer: "array[int]") -> Allowed:
         """The tokens that may follow the answer so far, by id; GrammarError if none may."""
+        with _refusing(TOO_COMPLEX):
+            return self._allowed(answer)
+
+    def _allowed(self, answer: "array[int]") -> Allowed:
         self._take(answer)
         if self._is_reasoning:  # whose end is the model's to choose
             allowed = np.ones(self._width, dtype=np.bool_)
@@ -174,7 +178,7 @@ class GrammarState:
 
     def forced(self, answer: "array[int]") -> tuple[int, ...]:
         """Some tokens that spell what must follow; a fault is told by `allowed`."""
-        with contextlib.suppress(GrammarError):
+        with contextlib.suppress(GrammarError), _refusing(TOO_COMPLEX):
             self._take(answer)
             if not self._is_reasoning and not self._matcher.is_error():
                 return tuple(self._matcher.compute_ff_tokens())

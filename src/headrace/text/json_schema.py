@@ -242,7 +242,7 @@ def _required(at: _Keyword) -> None:
 
 def _count(at: _Keyword) -> None:
     value = exact(at.value)
-    if not isinstance(value, Decimal) or value < 0 or value % 1 != 0:
+    if not isinstance(value, Decimal) or value < 0 or value != value.to_integral_value():
         at.wrong("a whole number of 0 or more")
     elif value <= MAX_COUNT:
         at.put(int(value))

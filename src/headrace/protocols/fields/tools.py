@@ -182,9 +182,9 @@ def _tool(value: Any, path: str) -> dict[str, Any]:
 
 
 def _is_text(schema: dict[str, Any]) -> bool:
-    return schema.get("type") == "string" or (
-        "type" not in schema and all(type(value) is str for value in schema.get("enum", [0]))
-    )
+    values = schema.get("enum")
+    is_listed = isinstance(values, list) and all(type(value) is str for value in values)
+    return schema.get("type") == "string" or ("type" not in schema and is_listed)
 
 
 def arguments_of(text: str) -> dict[str, Any]:

@@ -171,7 +171,7 @@ def _adjusted(logits: Tensor, sequences: Sequence[SequenceState]) -> tuple[Tenso
         try:
             _adjust(copy[row].numpy(), sequences[row])
         except ValueError as error:
-            faults[row] = f"The grammar allows no further token: {error}"
+            faults[row] = f"The answer's grammar allows no further token: it {error}."
     return copy, faults
 
 
