@@ -1,4 +1,5 @@
 import json
+import time
 from typing import Any
 
 import pytest
@@ -64,3 +65,10 @@ def test_a_worker_leaves_them_out_of_prompt_and_count() -> None:
     assert isinstance(kept, CheckedBody) and not kept.inserted
     assert checked.packed == jobs.read(plain, ROUTE).packed != kept.packed
     assert jobs.do(CountTokens(CLIENT), body) == jobs.do(CountTokens(), plain)
+
+
+def test_a_run_of_line_breaks_is_read_once() -> None:
+    body = {"system": "\n" * 1_000_000 + "Be brief."}
+    started = time.thread_time()
+    assert not take_out(body, "/v1/messages", "Claude Code")
+    assert time.thread_time() - started < 3.0  # was minutes

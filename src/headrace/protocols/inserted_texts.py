@@ -32,7 +32,10 @@ TABLE = (
     Inserted(
         *_CLAUDE_CODE,
         "the tokens left",
-        re.compile(r"\n*<total_tokens>(?:\d{1,12}|Infinite) tokens left</total_tokens>\s*\Z"),
+        # a run of line breaks is tried from its first one alone
+        re.compile(
+            r"(?<!\n)\n*+<total_tokens>(?:\d{1,12}|Infinite) tokens left</total_tokens>\s*+\Z"
+        ),
     ),
 )
 
