@@ -262,6 +262,13 @@ def test_a_checked_body_can_be_stored(jobs: Jobs) -> None:
     assert msgspec.msgpack.encode(read(jobs, {"tools": [tool(schema)]}))
 
 
+def test_steps_without_a_common_multiple_of_32_bits_are_refused(jobs: Jobs) -> None:
+    steps = [{"type": "integer", "multipleOf": step} for step in (4_000_000_000, 3_999_999_999)]
+    with pytest.raises(RequestError) as refused:
+        read(jobs, by_schema({"allOf": steps}))
+    assert refused.value.param == f"{SCHEMA}.allOf[0].multipleOf"
+
+
 KEYWORDS = [
     "type",
     "enum",

@@ -5,6 +5,7 @@ that, the way to it from the root is written as Lark rules, and all else stays J
 """
 
 import json
+import math
 from collections.abc import Iterable, Sequence
 from decimal import Decimal
 from typing import Any
@@ -29,6 +30,7 @@ _STRING = r'"([^"\\\x00-\x1f\x7f]|\\["\\bfnrt])*"'
 _OF_OBJECTS = ("properties", "required", "additionalProperties")
 _OF_ARRAYS = ("items", "prefixItems", "minItems", "maxItems")
 _IN_PLACE = ("anyOf", "oneOf", "allOf", "$ref", "const", "enum")
+_JOINING = {"anyOf", "oneOf", "allOf", "$ref"}
 _OF_STRINGS = ("minLength", "maxLength", "pattern", "format")
 
 Grammars = list[dict[str, Any]]
@@ -79,6 +81,25 @@ def settle(schema: ReadSchema) -> list[SchemaFinding]:
     for node in _all_nodes(schema):
         if isinstance(node, dict) and id(node) in blocked:
             findings += [it for name in exact_values(node) for it in _settled(schema, node, name)]
+    return findings + _joined_steps(schema)
+
+
+def _joined_steps(schema: ReadSchema) -> list[SchemaFinding]:
+    """Leave out steps whose common multiple the library may need and cannot hold in 32 bits."""
+    nodes = [it for it in _all_nodes(schema) if isinstance(it, dict)]
+    steps = {it["multipleOf"] for it in nodes if "multipleOf" in it}
+    fine = Decimal(1).scaleb(min((it.as_tuple().exponent for it in steps), default=0))
+    product = math.prod(int(it / fine) for it in steps)
+    joins = any(len(it) > 1 and it.keys() & _JOINING for it in nodes)
+    joins |= any(len(it.get("allOf", ())) > 1 for it in nodes)
+    if len(steps) < 2 or not joins or product <= _LARGEST_COEFFICIENT:
+        return []
+    findings = []
+    for node in nodes:
+        if node.pop("multipleOf", None) is not None:
+            path = f"{schema.paths[id(node)]}.multipleOf"
+            message = f"{path} cannot be enforced beside the other ones; leave multipleOf out."
+            findings.append(SchemaFinding(path, message))
     return findings
 
 

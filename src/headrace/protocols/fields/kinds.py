@@ -216,7 +216,7 @@ def shown(value: Any) -> str:
 def _range(low: float, high: float) -> str:
     if high >= INT64 - 1:
         return "a 64-bit integer" if low <= -INT64 else f"{low} or more"
-    return f"from {low:g} to {high:g}"
+    return f"from {low} to {high}"
 
 
 def _type_of(value: Any) -> str:
