@@ -170,6 +170,25 @@ def test_what_a_tool_loses_is_named_by_its_path(jobs: Jobs) -> None:
     assert names == (f"{path}.x.pattern", f"{path}.y.uniqueItems")
 
 
+@pytest.mark.parametrize(
+    ("route", "fields", "path"),
+    [
+        (
+            "/v1/messages",
+            {"tools": [{"name": "f", "input_schema": {"not": {}}}], "tool_choice": {"type": "any"}},
+            "tools[0].input_schema.not",
+        ),
+        ("/api/chat", {"format": {"type": "string", "format": "jwt"}}, "format.format"),
+    ],
+)
+def test_a_lost_keyword_has_the_path_of_its_own_api(
+    jobs: Jobs, route: Route, fields: dict[str, Any], path: str
+) -> None:
+    asked = {"model": "headrace-mini", "max_tokens": 9} if route == "/v1/messages" else {}
+    body = {"model": "headrace-mini", "messages": HELLO, **asked, **fields}
+    assert jobs.read(json.dumps(body).encode(), route).ignored == (path,)
+
+
 def test_the_rest_of_a_softened_tool_is_enforced(jobs: Jobs, compiler: GrammarCompiler) -> None:
     schema = {"properties": {"a": {"pattern": "(?=a)b"}, "b": {"const": ID}}, "required": ["b"]}
     checked = read(jobs, {"tools": [tool(schema)], "tool_choice": "required"})

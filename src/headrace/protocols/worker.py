@@ -32,7 +32,7 @@ from headrace.protocols.fields import structure
 from headrace.protocols.fields.common import TokenIds, ignored, max_tokens
 from headrace.protocols.fields.kinds import Flag, Kind, String, missing, read_fields
 from headrace.protocols.fields.messages import placeholder_in_text, refuse_images, texts_of, unseen
-from headrace.protocols.fields.unknown import header_of, unknown_within
+from headrace.protocols.fields.unknown import header_of, renamed, unknown_within
 from headrace.protocols.grammars import NO_GRAMMAR
 from headrace.protocols.inserted_texts import take_out
 from headrace.protocols.model_text import Bound, MemoryBound, ModelText, text_of
@@ -139,6 +139,7 @@ class Jobs:
             self.refuse_unseen(fields)
         checked = pack(dialect, fields)
         within = unknown_within(given, route)
+        left_out = tuple(renamed(left_out, getattr(dialect.ERRORS, "OWN_PATHS", ())))
         names = header_of((*ignored(dialect.TABLE, given), *checked.ignored, *left_out, *within))
         replace = msgspec.structs.replace
         return replace(checked, digest=digest, ignored=names, inserted=inserted)

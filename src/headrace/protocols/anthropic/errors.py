@@ -45,6 +45,7 @@ class AnthropicErrors:
     """An error object beside its type; param and code are ours."""
 
     REQUEST_ID = "request-id"
+    OWN_PATHS = _OWN_PATHS
     SCHEMA: Mapping[str, Any] = {
         "title": "MessagesError",
         "type": "object",

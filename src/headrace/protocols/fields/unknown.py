@@ -1,5 +1,6 @@
 """Finds fields within the objects of a body that no route knows: they have no effect."""
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
@@ -114,6 +115,15 @@ def _unknown(value: Any, known: Any, path: str) -> Iterator[str]:
 def _default(kinds: Mapping[str, Any]) -> str:
     """The type of an item that names none."""
     return "" if "" in kinds else next(iter(kinds))
+
+
+def renamed(paths: Iterable[str], own: Iterable[tuple[re.Pattern[str], str]]) -> Iterator[str]:
+    """Paths of chat's fields by the names that they have in a dialect."""
+    rules = tuple(own)
+    for path in paths:
+        for known, name in rules:
+            path = known.sub(name, path)
+        yield path
 
 
 def header_of(paths: Iterable[str]) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ class OllamaErrors:
     """A message under `error`, in a stream a line of its own; the code is ours."""
 
     REQUEST_ID = "X-Request-Id"
+    OWN_PATHS = _OWN_PATHS
     SCHEMA: Mapping[str, Any] = {
         "title": "OllamaError",
         "type": "object",
