@@ -1,3 +1,4 @@
+import contextlib
 import json
 
 import pytest
@@ -126,6 +127,31 @@ def test_a_refusal_is_a_short_text_whatever_the_template_says():
         "{% endfor %}",
         "{% for x in range(9999) %}{% for y in range(9999) %}{{ messages }}{% endfor %}"
         "{% endfor %}",
+        "{{ '%1500000000d' % 1 }}",
+        "{{ '%*d' % (1500000000, 1) }}",
+        "{{ '%.1500000000f' % 1.5 }}",
+        "{{ ('%s' * 9999) % ('a' * 10 ** 7) }}",
+        "{{ 'a' | center(10 ** 10) }}",
+        "{{ ['a'] | map('center', 10 ** 10) | list }}",
+        "{{ 'a'.center(10 ** 10) }}",
+        "{{ 'a'.zfill(10 ** 10) }}",
+        "{{ ('\\t' * 10 ** 5).expandtabs(10 ** 6) }}",
+        "{{ ('a' * 10 ** 6) | replace('a', 'b' * 10 ** 6) }}",
+        "{{ ('a' * 10 ** 6).replace('a', 'b' * 10 ** 6) }}",
+        "{{ ('a' * 10 ** 6).translate({97: 'b' * 10 ** 6}) }}",
+        "{{ ('a' * 10 ** 6).join(['b'] * 10 ** 6) }}",
+        "{{ (['b'] * 10 ** 6) | join('a' * 10 ** 6) }}",
+        "{{ '%1500000000d' | format(1) }}",
+        "{{ '{:1500000000d}'.format(1) }}",
+        "{{ '{:{}}'.format(1, 1500000000) }}",
+        "{{ '{a:1500000000}'.format_map({'a': 1}) }}",
+        "{{ ('a\n' * 10 ** 6) | indent(10 ** 6) }}",
+        "{{ ('a ' * 10 ** 6) | wordwrap(1, wrapstring='b' * 10 ** 6) }}",
+        "{{ [1] | batch(10 ** 10, 1) | list }}",
+        "{{ [1] | slice(10 ** 10) | list }}",
+        "{{ 1 | round(10 ** 9, 'ceil') }}",
+        "{{ [1] | tojson(indent=10 ** 9) }}",
+        "{{ (5).to_bytes(10 ** 10, 'big') }}",
     ],
 )
 def test_a_template_that_grows_without_end_overruns(source):
@@ -157,6 +183,58 @@ def test_the_sandbox_and_wrong_types_are_template_failures(source):
 def test_a_template_that_is_no_template_is_a_model_error():
     with pytest.raises(ModelError, match="not valid"):
         ChatTemplate({"default": "{% for %}"}, {})
+
+
+BOMBS = (
+    "{{ 'a' | center(90000000) }}",
+    "{{ ('a' | center(90000000)) | center(4) }}",
+    "{% autoescape 'a' | center(90000000) %}{% endautoescape %}",
+    "{% set x = 'a' | center(90000000) %}",
+    "{% if 'a' | center(90000000) %}{% endif %}",
+)
+
+
+@pytest.mark.parametrize("source", BOMBS)
+def test_nothing_is_evaluated_while_a_template_is_compiled(monkeypatch, source):
+    evaluated = []
+
+    def evaluate(*given: object) -> str:
+        evaluated.append(given)
+        return "a"
+
+    monkeypatch.setattr(sandbox, "FILTERS", {"center": evaluate})
+    with contextlib.suppress(ModelError):
+        ChatTemplate({"default": source}, {})
+    assert not evaluated
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ " + "9" * 5_000 + " }}",
+        "{% for x in y %}" * 30 + "{% endfor %}" * 30,
+        "{{ " + "(" * 20_000 + ")" * 20_000 + " }}",
+        "{{ " + "-" * 90_000 + "1 }}",
+        "{% if x %}" * 5_000 + "{% endif %}" * 5_000,
+        "a" * 300_000,
+        "{{ 1 | " + "b" * 10_000 + " }}",
+    ],
+)
+def test_what_is_wrong_with_a_template_is_told_in_one_short_line(source):
+    with pytest.raises(ModelError) as failed:
+        ChatTemplate({"default": source}, {})
+    assert len(str(failed.value)) < 500 and "\n" not in str(failed.value)
+    assert failed.value.__cause__ is failed.value.__context__ is None
+
+
+def test_formats_filters_and_methods_of_usual_sizes_work():
+    source = (
+        "{{ '%5.1f|%-4s|' % (2.25, 'a') }}{{ '{:>4}'.format('b') }}{{ 'c' | center(5) }}"
+        "{{ '1,2' | replace(',', ';') }}{{ [1, 2] | join('+') }}{{ ' '.join(['x', 'y']) }}"
+        "{{ 'l\nm' | indent(2) }}{{ '%s' | format('z') }}{{ 7 % 4 }}"
+        "{% autoescape false %}<{% endautoescape %}"
+    )
+    assert render(source, USER) == "  2.2|a   |   b  c  1;21+2x yl\n  mz3<"
 
 
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.jinja", "mine.jinja"])

@@ -1,6 +1,10 @@
+import json
+from pathlib import Path
+
 import pytest
 from tokenizers import decoders
 
+from headrace.checkpoints.find import MINI, find_model
 from headrace.core.errors import ModelError
 from headrace.text.tokenizer import Tokenizer
 from tools.harness.small_tokenizers import CORPUS, KINDS, library, ours
@@ -71,6 +75,38 @@ def test_a_folder_without_a_readable_tokenizer_is_refused(tmp_path, content):
         Tokenizer.load(tmp_path)
     assert refused.value.code == "tokenizer_invalid"
     assert str(tmp_path) not in str(refused.value)
+
+
+def changed_mini(tmp_path: Path, **sections: object) -> Path:
+    """A folder with headrace-mini's tokenizer.json, in which these sections are others."""
+    content = json.loads((find_model(MINI) / "tokenizer.json").read_bytes())
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content | sections))
+    return tmp_path
+
+
+def test_a_tokenizer_that_makes_its_library_panic_is_refused(tmp_path):
+    folder = changed_mini(
+        tmp_path, normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+    )
+    with pytest.raises(ModelError, match="cannot be read") as refused:
+        Tokenizer.load(folder)
+    assert refused.value.code == "tokenizer_invalid"
+
+
+@pytest.mark.parametrize("token_id", [1 << 21, 4294967295, 1 << 70, -1])
+def test_an_added_token_with_an_absurd_id_is_refused_by_name(tmp_path, token_id):
+    added = [{"id": token_id, "content": "<far>", "special": True}]
+    with pytest.raises(ModelError) as refused:
+        Tokenizer.load(changed_mini(tmp_path, added_tokens=added))
+    assert refused.value.code == "tokenizer_invalid"
+    assert f"'<far>' in the model's tokenizer.json has the id {token_id:,}" in str(refused.value)
+
+
+def test_a_token_of_a_megabyte_is_refused(tmp_path):
+    added = [{"id": 9, "content": "x" * (1 << 20), "special": True}]
+    with pytest.raises(ModelError, match="has 1,048,576 characters") as refused:
+        Tokenizer.load(changed_mini(tmp_path, added_tokens=added))
+    assert len(str(refused.value)) < 300
 
 
 def test_a_decoder_that_is_not_understood_is_refused():

@@ -7,6 +7,7 @@ from tokenizers import pre_tokenizers as splitters
 
 from headrace.checkpoints.gguf_header import GgufHeader
 from headrace.core.errors import ModelError
+from headrace.panics import STEERING
 
 _CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6  # kinds of tokens
 
@@ -49,7 +50,17 @@ _SPACE = "\u2581"  # what SentencePiece writes for a space
 
 
 def build_tokenizer(header: GgufHeader) -> Tokenizer:
-    """ModelError if the file has none, or one of a kind that is not known."""
+    """ModelError if the file has none, one of a kind that is not known, or a damaged one."""
+    try:
+        return _build(header)
+    except (ModelError, *STEERING):
+        raise
+    except BaseException as error:  # fields of wrong types; the library in Rust may panic
+        kept = error if isinstance(error, Exception) else None
+        raise _unusable("its fields do not fit together") from kept
+
+
+def _build(header: GgufHeader) -> Tokenizer:
     fields = header.fields
     tokens = fields.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
@@ -82,8 +93,8 @@ def _byte_level(fields: dict[str, Any], vocabulary: dict[str, int]) -> Tokenizer
     merges = [tuple(merge.split(" ", 1)) for merge in fields.get("tokenizer.ggml.merges", [])]
     try:
         bpe = models.BPE(vocabulary, merges, ignore_merges=name in _WHOLE_WORDS_FIRST)
-    except Exception as error:  # a Rust error: a merge of unknown tokens
-        raise _unusable(f"its merges do not fit its tokens ({error})") from None
+    except Exception:  # a Rust error: a merge of unknown tokens
+        raise _unusable("its merges do not fit its tokens") from None
     tokenizer = Tokenizer(bpe)
     if name in _NO_SPLIT_OF_ITS_OWN:
         tokenizer.pre_tokenizer = splitters.ByteLevel(add_prefix_space=False)

@@ -1,4 +1,4 @@
-"""Work in a thread that nobody need wait for at the end."""
+"""Runs blocking work in threads that do not keep the process alive."""
 
 import asyncio
 import contextlib
@@ -10,7 +10,12 @@ T = TypeVar("T")
 
 
 async def in_thread(work: Callable[[], T]) -> T:
-    """Runs `work` in a thread that does not keep the process alive, as an executor's would."""
+    """Run `work` in a daemon thread; return its result or raise its exception.
+
+    The process can end while the thread runs, which an executor's threads would prevent. Whatever
+    `work` raises ends this call alone: a panic becomes a RuntimeError, since a BaseException would
+    end the caller's task and its group.
+    """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
 
@@ -28,6 +33,8 @@ async def in_thread(work: Callable[[], T]) -> T:
             result = work()
         except Exception as failure:
             error = failure
+        except BaseException as panic:  # an uncaught one would also count as a lost thread
+            error = RuntimeError(f"a library failed ({type(panic).__name__})")
         with contextlib.suppress(RuntimeError):  # the loop has ended before
             loop.call_soon_threadsafe(tell, result, error)
 

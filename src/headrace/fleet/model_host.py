@@ -139,7 +139,8 @@ class ModelHost:
             raise
         except Exception as error:  # one model, and not the server
             logger.exception("%s could not be read", self.name)
-            raise ModelError(f"It could not be read ({error}).", "load_failed") from error
+            message = f"It could not be read ({type(error).__name__}); download it again."
+            raise ModelError(message, "load_failed") from error
         return model
 
     def begin(self) -> None:

@@ -1,8 +1,9 @@
 """The Jinja environment that chat templates run in; limits their time and size.
 
-Time: every iteration of a loop and every call of a macro checks the clock. Size: the output and
-the results of `+`, `*`, `**` and `~` are limited. A single built-in filter cannot be interrupted:
-the caller may lose its worker to it, never the event loop.
+Time: every iteration of a loop and every call of a macro checks the clock. Size: the source, the
+output, and the results of operators, filters and methods that multiply text (text/sandbox_sizes.py)
+are limited. Nothing is evaluated while a template is compiled. A single call cannot be interrupted:
+the caller may lose its worker process to it, so only a worker renders templates of clients.
 """
 
 import json
@@ -15,30 +16,51 @@ from typing import Any
 
 import jinja2
 from jinja2 import nodes
+from jinja2.compiler import CodeGenerator, Frame
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-MAX_SIZE = 32 << 20  # characters of output, or of one value
+from headrace.text.sandbox_sizes import (
+    FILTERS,
+    Overrun,
+    bounded_format,
+    check_indent,
+    check_method,
+    check_operator,
+    check_size,
+)
+
 MAX_SECONDS = 5.0
+MAX_SOURCE = 256 << 10
+"""Characters of a template's source; the longest that is known has a tenth of them."""
 
 
-class Overrun(Exception):
-    """The template took too much; the message says what."""
+class _Generator(CodeGenerator):
+    """Writes the code of a template without evaluating any of its expressions."""
+
+    def _output_child_to_const(self, node: nodes.Expr, frame: Frame, finalize: Any) -> str:
+        if not isinstance(node, nodes.TemplateData):
+            raise nodes.Impossible
+        return super()._output_child_to_const(node, frame, finalize)
 
 
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
     """Set up as model publishers expect it: trimmed blocks, plain JSON, a few functions."""
 
-    intercepted_binops = frozenset({"+", "*", "**"})
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
+    code_generator_class = _Generator
 
     def __init__(self) -> None:
         super().__init__(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[_GenerationTag, loopcontrols],
+            optimized=False,
         )
         del self.globals["lipsum"]  # writes any amount of filler in one call
-        self.filters["tojson"] = _to_json
+        self.filters |= FILTERS | {"tojson": _to_json}
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = _strftime_now
         self._clock = threading.local()
@@ -49,7 +71,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         with self._deadline():
             for piece in template.generate(variables):
                 size += len(piece)
-                _check_size(size)
+                check_size(size)
                 pieces.append(piece)
         return "".join(pieces)
 
@@ -62,19 +84,26 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
     def concat_bounded(self, *parts: Any) -> str:
         """The operator `~`."""
         texts = [str(part) for part in parts]
-        _check_size(sum(map(len, texts)))
+        check_size(sum(map(len, texts)))
         return "".join(texts)
 
+    def call(self, context: Any, obj: Any, *arguments: Any, **named: Any) -> Any:
+        """Every call that a template makes; Overrun if its result would be too large."""
+        return super().call(context, obj, *check_method(obj, arguments, named), **named)
+
+    def wrap_str_format(self, value: Any) -> Any:
+        """`format` and `format_map` of a text, with bounded widths."""
+        return bounded_format(value, super().wrap_str_format(value))
+
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if operator == "*":
-            _check_size(_repeated(left, right))
-        if operator == "**" and isinstance(left, int) and isinstance(right, int):
-            _check_size(left.bit_length() * abs(right))
-        if operator == "+":
-            _check_size(_length(left) + _length(right))
+        check_operator(operator, left, right)
         return super().call_binop(context, operator, left, right)
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        if len(source) > MAX_SOURCE:
+            raise jinja2.TemplateSyntaxError(
+                f"it has {len(source):,} characters, and at most {MAX_SOURCE:,} are accepted", 1
+            )
         tree = super()._parse(source, name, filename)
         _Bounds().visit(tree)
         return tree
@@ -108,6 +137,16 @@ class _Bounds(NodeTransformer):
 
     visit_Macro = visit_CallBlock = visit_For
 
+    def visit_EvalContextModifier(self, node: nodes.EvalContextModifier) -> nodes.Node:
+        """`{% autoescape %}`: its option is evaluated by the compiler, so it must be a constant."""
+        if not all(isinstance(option.value, nodes.Const) for option in node.options):
+            raise jinja2.TemplateSyntaxError("autoescape takes true or false", node.lineno)
+        return node
+
+    def visit_ScopedEvalContextModifier(self, node: nodes.ScopedEvalContextModifier) -> nodes.Node:
+        self.generic_visit(node)
+        return self.visit_EvalContextModifier(node)
+
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
         return _own_call("concat_bounded", node.nodes)
@@ -118,22 +157,6 @@ def _own_call(method: str, arguments: list[nodes.Expr]) -> nodes.Call:
     return nodes.Call(nodes.EnvironmentAttribute(method), arguments, [], None, None)
 
 
-def _length(value: Any) -> int:
-    return len(value) if isinstance(value, str | list | tuple) else 0
-
-
-def _repeated(left: Any, right: Any) -> int:
-    if isinstance(left, int) and isinstance(right, int):
-        return left.bit_length() + right.bit_length()
-    count = left if isinstance(left, int) else right
-    return _length(left if count is right else right) * count if isinstance(count, int) else 0
-
-
-def _check_size(size: int) -> None:
-    if size > MAX_SIZE:
-        raise Overrun(f"wrote more than {MAX_SIZE >> 20} Mi characters")
-
-
 def _to_json(
     value: Any,
     ensure_ascii: bool = False,
@@ -141,6 +164,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
+    check_indent(value, indent)
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

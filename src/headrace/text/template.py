@@ -11,9 +11,11 @@ import msgspec
 
 from headrace.core.errors import OVERRAN, ModelError, RequestError
 from headrace.core.request import Chat
-from headrace.text.sandbox import Overrun, TemplateEnvironment
+from headrace.text.sandbox import TemplateEnvironment
+from headrace.text.sandbox_sizes import Overrun
 
 _MAX_WORDS = 1000
+_MAX_REASON = 300  # characters of what is wrong with a template
 _WORDS = "The sluice is open."  # a sign of the system's text in a prompt
 _USER = {"role": "user", "content": "Hi"}
 _ASSISTANT = {"role": "assistant", "content": "Hello"}
@@ -123,18 +125,27 @@ class ChatTemplate:
             raise _failed(words, TemplateRefused) from error
 
     def _compile(self, source: str) -> jinja2.Template:
+        """Compile a template; ModelError says in one sentence what is wrong with it."""
         try:
             return self._environment.from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            why = f"{_shortened(error.message or '')} (line {error.lineno})"
         except jinja2.TemplateError as error:
-            where = f" in {self._file}" if self._file else ""
-            line = (
-                f" (line {error.lineno})" if isinstance(error, jinja2.TemplateSyntaxError) else ""
-            )
-            raise ModelError(
-                f"The chat template{where} is not valid: {error.message}{line}; correct it, or "
-                "give another with --chat-template.",
-                "tokenizer_invalid",
-            ) from error
+            why = _shortened(error.message or "")
+        except (MemoryError, RecursionError, OverflowError, SyntaxError):
+            why = "it nests too deeply"
+        except ValueError:
+            why = "it has a number of too many digits"
+        where = f" in {self._file}" if self._file else ""
+        raise ModelError(
+            f"The chat template{where} is not valid: {why}; correct it, or "
+            "give another with --chat-template.",
+            "tokenizer_invalid",
+        )
+
+
+def _shortened(words: str) -> str:
+    return " ".join(words[:_MAX_REASON].split())
 
 
 def _failed(message: str, kind: type[RequestError] = RequestError) -> RequestError:

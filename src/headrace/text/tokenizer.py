@@ -12,18 +12,30 @@ import msgspec
 import tokenizers
 
 from headrace.core.errors import ModelError
+from headrace.panics import STEERING
 from headrace.text.conversion import tokenizer_file
 from headrace.text.infill import infill_marks
 from headrace.text.token_bytes import token_bytes_for
 
+MAX_VOCABULARY = 1 << 21
+"""Ids of tokens are smaller. The largest vocabulary that is known has about 900,000 tokens."""
+_MAX_TOKEN = 1 << 14  # characters of one token's written form
+_MAX_SHOWN = 50
+
 _MARK = "▁"
 _MARK_INSIDE = re.compile(f"[^{_MARK}]{_MARK}")
+
+
+class _Added(msgspec.Struct):
+    id: int
+    content: str
 
 
 class _Sections(msgspec.Struct):
     """The parts of a tokenizer.json that matter here."""
 
     decoder: dict[str, Any] | None = None
+    added_tokens: list[_Added] | None = None
 
 
 class Tokenizer:
@@ -35,6 +47,8 @@ class Tokenizer:
     def __init__(
         self, data: bytes, config: dict[str, Any] | None = None, lowers_case: bool = False
     ) -> None:
+        sections = msgspec.json.decode(data, type=_Sections)
+        _check_tokens({one.content: one.id for one in sections.added_tokens or ()})
         self._inner = tokenizers.Tokenizer.from_buffer(data)
         self._inner.no_truncation()
         self._inner.no_padding()
@@ -42,7 +56,9 @@ class Tokenizer:
             own = self._inner.normalizer
             first = [tokenizers.normalizers.Lowercase(), *([own] if own else [])]
             self._inner.normalizer = tokenizers.normalizers.Sequence(first)
-        sections = msgspec.json.decode(data, type=_Sections)
+        vocabulary = self._inner.get_vocab()
+        _check_tokens(vocabulary)
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
         self.spell = token_bytes_for(self._inner, sections.decoder).spell
         self.special_tokens = _special_tokens(config or {})
         added = self._inner.get_added_tokens_decoder()
@@ -51,7 +67,6 @@ class Tokenizer:
         named = self.special_tokens.values()
         special = (it.content for it in added.values() if it.special or it.content in named)
         self.special_texts = tuple(text for text in special if len(text) > 1)
-        self.vocab_size = max(self._inner.get_vocab().values(), default=-1) + 1
         self._anchor = self._inner.token_to_id("a")
         self.infill_marks = infill_marks(self.token_id)
 
@@ -67,11 +82,13 @@ class Tokenizer:
             return cls(tokenizer_file(folder).read_bytes(), config, lowers_case)
         except ModelError:
             raise
-        except Exception as error:  # the library raises bare Exception for all it cannot read
+        except STEERING:
+            raise
+        except BaseException as error:  # the library panics, or raises a bare Exception
             raise ModelError(
                 "The model's tokenizer.json cannot be read; download it again.",
                 "tokenizer_invalid",
-            ) from error
+            ) from (error if isinstance(error, Exception) else None)
 
     def encode(self, text: str, add_special_tokens: bool) -> "array[int]":
         return array("i", self._inner.encode(text, add_special_tokens=add_special_tokens).ids)
@@ -150,6 +167,21 @@ class Tokenizer:
         """The id of a token by its written form."""
         found: int | None = self._inner.token_to_id(token)
         return found
+
+
+def _check_tokens(ids: dict[str, int]) -> None:
+    """ModelError for a token that would make a table of ids, or a text, absurdly large."""
+    for token, token_id in ids.items():
+        if 0 <= token_id < MAX_VOCABULARY and len(token) <= _MAX_TOKEN:
+            continue
+        what, most = f"has the id {token_id:,}", f"ids up to {MAX_VOCABULARY - 1:,}"
+        if len(token) > _MAX_TOKEN:
+            what, most = f"has {len(token):,} characters", f"up to {_MAX_TOKEN:,}"
+        raise ModelError(
+            f"The token {token[:_MAX_SHOWN]!r} in the model's tokenizer.json {what}, and {most} "
+            "are accepted; download it again.",
+            "tokenizer_invalid",
+        )
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:

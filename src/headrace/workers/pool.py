@@ -22,6 +22,7 @@ from headrace.core.jobs import (
     encode_job,
     encode_result,
 )
+from headrace.panics import STEERING
 from headrace.race import race
 from headrace.workers.job_line import Body, JobLine, QueuedJob
 from headrace.workers.process import Reply, WorkerProcess
@@ -85,6 +86,10 @@ def perform(jobs: Performer, head: bytes, body: bytes) -> bytes:
         return encode_result(jobs.do(decode_job(head), body))
     except MemoryError:
         raise _TOO_MUCH from None
+    except (Exception, *STEERING):
+        raise
+    except BaseException as panic:  # ends this job, and neither its worker nor a thread
+        raise RuntimeError(f"a library failed ({type(panic).__name__})") from None
 
 
 class ThreadWork:
