@@ -88,6 +88,28 @@ async def test_requests_behind_a_running_one_do_not_hide_that_the_client_left(
     assert not caplog.records
 
 
+@pytest.mark.parametrize("version", [b"1.1", b"1.0"])
+async def test_a_client_that_closes_only_its_sending_side_gets_its_answer(version: bytes) -> None:
+    async with served(Paths()) as (app, reader, writer):
+        writer.write(POST.replace(b"1.1", version))
+        writer.write_eof()
+        await app.begun.get()
+        app.released.set()
+        assert (await reader.read()).rpartition(b"\r\n\r\n")[0].count(b" 200 OK\r\n") == 1
+    assert app.left.empty()
+
+
+@pytest.mark.parametrize("version", [b"1.1", b"1.0"])
+async def test_a_client_that_closes_its_connection_is_noticed_before_the_answer(
+    version: bytes,
+) -> None:
+    async with served(Paths()) as (app, _, writer):
+        writer.write(POST.replace(b"1.1", version))
+        await app.begun.get()
+        writer.close()
+        assert await app.left.get() == "/wait"
+
+
 async def test_requests_sent_at_once_are_answered_in_turn() -> None:
     async with served(Paths()) as (app, reader, writer):
         writer.write(POST + 2 * GET)

@@ -104,6 +104,11 @@ class _Clients(ServerState):
             victim.transport.abort()
 
 
+_PROBES_S = (0.1, 1.0, 15.0)
+"""Waits between interim responses; the system reports a client that has left at the second one."""
+_HTTP_1_0_WAIT_S = 1.0
+
+
 class _Connection(HttpToolsProtocol):
     """Hears of a client's leaving also while requests wait behind the running one."""
 
@@ -114,6 +119,7 @@ class _Connection(HttpToolsProtocol):
     _refusal: RequestError | None = None
     _head_timer: Countdown | None = None
     _taking_timer: Countdown | None = None
+    _probe: asyncio.TimerHandle | None = None  # set once the client has closed its sending side
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -126,7 +132,7 @@ class _Connection(HttpToolsProtocol):
         super().connection_lost(exc)
         self.server_state.idle.pop(self, None)
         self.pipeline.clear()
-        for timer in (self._head_timer, self._taking_timer):
+        for timer in (self._head_timer, self._taking_timer, self._probe):
             if timer is not None:
                 timer.cancel()
         if self._running and not self._running.response_complete:
@@ -143,6 +149,38 @@ class _Connection(HttpToolsProtocol):
         if self.pipeline:
             self._bound_pipeline()
             self.flow.resume_reading()  # only who reads hears the end of a connection
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Return whether a client that will send nothing more can still be answered.
+
+        A client that has closed only its sending side (`nc -N`) waits for its answer. One that has
+        left looks the same until something is sent to it, so interim responses are, which HTTP/1.1
+        allows. TLS has no half-closed connections.
+        """
+        running = self._running
+        if running is None or running.more_body or running.response_started or self.pipeline:
+            return False
+        if self.transport.get_extra_info("sslcontext") is not None:
+            return False
+        running.keep_alive = False
+        if self._probe is None:
+            self._probe_client(running, _PROBES_S)
+        return True
+
+    def _probe_client(self, running: RequestResponseCycle, delays_s: tuple[float, ...]) -> None:
+        if running.response_started or self.transport.is_closing():
+            return
+        if running.scope["http_version"] == "1.0":
+            # HTTP/1.0 has no interim responses: only a quick answer reaches such a client.
+            self._probe = self.loop.call_later(_HTTP_1_0_WAIT_S, self._close_if_waiting, running)
+            return
+        self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        delay_s, later = delays_s[0], delays_s[1:] or delays_s
+        self._probe = self.loop.call_later(delay_s, self._probe_client, running, later)
+
+    def _close_if_waiting(self, running: RequestResponseCycle) -> None:
+        if not running.response_started:
+            self.transport.close()
 
     # what the parser calls
 
