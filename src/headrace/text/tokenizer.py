@@ -24,6 +24,7 @@ _MAX_SHOWN = 50
 
 _MARK = "▁"
 _MARK_INSIDE = re.compile(f"[^{_MARK}]{_MARK}")
+_MAX_SPELLED = 128 << 20  # bytes of all tokens, each spelled twice
 
 
 class _Added(msgspec.Struct):
@@ -89,6 +90,24 @@ class Tokenizer:
                 "The model's tokenizer.json cannot be read; download it again.",
                 "tokenizer_invalid",
             ) from (error if isinstance(error, Exception) else None)
+
+    def check_spelling(self) -> None:
+        """Spell each token at the start of a text and behind another token.
+
+        Answers are spelled where a library must not crash or hang, so a process that can be killed
+        does this first. ModelError if the tokens spell more text than a vocabulary can have.
+        """
+        token_ids = sorted(self._inner.get_vocab().values())
+        anchor = self._anchor if self._anchor is not None else next(iter(token_ids), None)
+        num_bytes = 0
+        for token_id in token_ids:
+            num_bytes += len(self.spell(token_id, None)) + len(self.spell(token_id, anchor))
+            if num_bytes > _MAX_SPELLED:
+                raise ModelError(
+                    f"The tokenizer's decoder writes more than {_MAX_SPELLED >> 20} MiB for its "
+                    f"{len(token_ids)} tokens; download the model again.",
+                    "tokenizer_invalid",
+                )
 
     def encode(self, text: str, add_special_tokens: bool) -> "array[int]":
         return array("i", self._inner.encode(text, add_special_tokens=add_special_tokens).ids)

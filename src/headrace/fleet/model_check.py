@@ -1,0 +1,146 @@
+"""Reads a model in a process of its own first, where it can be killed.
+
+What a folder holds is parsed by libraries that can crash, hang while they hold the interpreter's
+lock, or take any amount of memory: tokenizers, templates, configs, headers of weights. So a process
+with limits reads it before the gateway does. What went well there goes well again.
+
+`python -m headrace.fleet.model_check` reads a packed ModelConfig from stdin and writes its answer.
+"""
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+from pathlib import Path
+
+import msgspec
+
+from headrace.config.settings import ModelConfig
+from headrace.config.sources import SECRETS
+from headrace.core.errors import ModelError
+from headrace.fleet.served_model import ServedModel
+from headrace.panics import STEERING
+
+MAX_CPU_S = 60
+MAX_BYTES = 2 << 30
+_MAX_WALL_S = 300  # a disk may be slow
+_MAX_OUTPUT = 1 << 16
+_MAX_MESSAGE, _MAX_DETAILS = 2_000, 8_000  # characters
+_ENVIRONMENT = {
+    "TOKENIZERS_PARALLELISM": "false",
+    # A library that panics without memory for its traceback deadlocks.
+    "RUST_BACKTRACE": "0",
+    "RUST_LIB_BACKTRACE": "0",
+}
+_places = threading.Semaphore(2)
+"""Reads that may run at once: each takes a core and up to MAX_BYTES of memory."""
+
+
+class Readable(msgspec.Struct, frozen=True, tag=True):
+    """The model can be read; `folder` holds it, which for a GGUF file is one made of it."""
+
+    folder: bytes
+
+
+class Unreadable(msgspec.Struct, frozen=True, tag=True):
+    """The model cannot be read. `details` are for the log."""
+
+    code: str
+    message: str
+    details: str = ""
+
+
+class CheckFailed(ModelError):
+    """The reading crashed or passed a limit. It would again, so it is not worth another try."""
+
+
+def check_model(config: ModelConfig) -> Path:
+    """Return the folder of a model that is on the disk; ModelError if it cannot be served.
+
+    Takes about a second, and up to MAX_CPU_S of processor time.
+    """
+    command = [sys.executable, "-m", "headrace.fleet.model_check"]
+    environment = {k: v for k, v in os.environ.items() if k not in SECRETS} | _ENVIRONMENT
+    with _places:
+        try:
+            done = subprocess.run(
+                command,
+                input=msgspec.msgpack.encode(config),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                timeout=_MAX_WALL_S,
+                check=False,
+                env=environment,
+            )
+        except subprocess.TimeoutExpired:
+            raise _failure(f"took longer than {_MAX_WALL_S} s") from None
+        except OSError as error:
+            message = f"No process could be started to read it ({error.strerror}); try again."
+            raise ModelError(message, "load_failed") from None
+    try:
+        answer = msgspec.json.decode(done.stdout[:_MAX_OUTPUT], type=Readable | Unreadable)
+    except msgspec.DecodeError:
+        raise _failure(_reason(done.returncode)) from None
+    if isinstance(answer, Readable):
+        return Path(os.fsdecode(answer.folder))
+    refusal = ModelError(answer.message, answer.code)
+    if answer.details:
+        refusal.add_note(answer.details)
+    raise refusal
+
+
+def _failure(reason: str) -> CheckFailed:
+    message = f"Reading its files {reason}; download the model again."
+    return CheckFailed(message, "load_failed")
+
+
+def _reason(code: int) -> str:
+    if code in (-signal.SIGXCPU, -signal.SIGKILL):
+        return f"took more than {MAX_CPU_S} s of processor time"
+    if code in (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS):
+        return f"crashed a library or took more than {MAX_BYTES >> 20} MiB of memory"
+    return f"ended without a result (exit code {code})"
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print is no answer
+    os.nice(19)  # streams go first
+    _limit(resource.RLIMIT_CPU, MAX_CPU_S)
+    _limit(resource.RLIMIT_DATA, MAX_BYTES)
+    config = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=ModelConfig)
+    answers.write(msgspec.json.encode(_read(config)))
+    answers.close()
+    os._exit(0)  # without the end of libraries that may have been damaged
+
+
+def _limit(what: int, most: int) -> None:
+    _, hard = resource.getrlimit(what)
+    resource.setrlimit(what, (most, hard))
+
+
+def _read(config: ModelConfig) -> Readable | Unreadable:
+    """Do all that the gateway will do with the model's files."""
+    try:
+        model = ServedModel(config)
+        model.read_adapters(config)
+        model.tokenizer.check_spelling()
+    except STEERING:
+        raise
+    except ModelError as error:
+        return Unreadable(error.code, str(error)[:_MAX_MESSAGE])
+    except MemoryError:
+        message = f"Reading its files took more than {MAX_BYTES >> 20} MiB of memory."
+        return Unreadable("load_failed", message)
+    except BaseException as error:  # a library's panic is not an Exception
+        details = "".join(traceback.format_exception(error))[-_MAX_DETAILS:]
+        message = f"Its files cannot be read ({type(error).__name__}); download the model again."
+        return Unreadable("load_failed", message, details)
+    return Readable(os.fsencode(model.folder))
+
+
+if __name__ == "__main__":
+    main()
