@@ -1,5 +1,6 @@
 """Where settings come from, and what is said about those that are odd."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -255,3 +256,21 @@ def test_origins_are_listed_with_commas_or_apart_and_taken_as_browsers_send_them
 def test_an_origin_that_no_page_has_is_refused_at_the_start(given: str) -> None:
     with pytest.raises(ConfigError, match=r"--allowed-origins: .* is not an origin"):
         load({"allowed_origins": ["https://b.example", given]}, {}, None)
+
+
+def test_one_odd_entry_of_the_folder_of_models_hides_no_other(tmp_path: Path) -> None:
+    (tmp_path / "good").mkdir()
+    (tmp_path / "good/config.json").touch()
+    root = os.fsencode(tmp_path)
+    os.mkdir(root + b"/not \xff")
+    open(root + b"/not \xff/config.json", "w").close()
+    (tmp_path / "pipe").mkdir()
+    os.mkfifo(tmp_path / "pipe/config.json")
+    os.mkfifo(tmp_path / "pipe.gguf")
+    for name in ("broken", "broken.gguf"):
+        (tmp_path / name).symlink_to("/nowhere/at/all")
+    (tmp_path / "itself").symlink_to("itself")
+    warnings: list[str] = []
+    config = load({"models_dir": str(tmp_path)}, {}, None, warnings.append)
+    assert [model.served_model_name for model in config.models] == [("good",)]
+    assert len(warnings) == 1 and "its name is not UTF-8" in warnings[0]

@@ -1,4 +1,8 @@
-"""Finds the folder that holds the model of a name; never imports torch."""
+"""Finds the folder that holds the model of a name; never imports torch.
+
+The functions of os.path answer for any text, where those of Path raise for a name that is too long
+and for the home of an unknown user.
+"""
 
 import contextlib
 import os
@@ -25,7 +29,7 @@ def find_model(
     What is elsewhere and not in the cache is downloaded, which may take long.
     """
     if (folder := _own_folder(model)) is not None:
-        if not (folder / "config.json").is_file():
+        if not os.path.isfile(folder / "config.json"):
             refuse_others(folder, repr(model))
             message = f"{model!r} has no config.json; give the folder of a model."
             raise ModelError(message, "model_corrupt")
@@ -80,14 +84,14 @@ def place_of(model: str) -> Path | None:
     """
     if model == MINI:
         return None
-    path = Path(model).expanduser()
-    if path.is_dir():
+    path = Path(os.path.expanduser(model))
+    if os.path.isdir(path):
         return path.resolve()
-    if path.is_file():
+    if os.path.isfile(path):
         return Path(os.path.abspath(path))
     before, colon, name = model.rpartition(":")
-    folder = Path(before).expanduser()
-    if colon and folder.is_dir():
+    folder = Path(os.path.expanduser(before))
+    if colon and os.path.isdir(folder):
         with contextlib.suppress(ModelError):
             return choose_file(folder.resolve(), name)
     return None if can_be_fetched(model) else Path(os.path.abspath(path))
@@ -115,8 +119,8 @@ def _parts(model: str) -> tuple[str, str | None]:
 def _own_folder(model: str) -> Path | None:
     if model == MINI:
         return Path(__file__).parent / "mini"
-    path = Path(model).expanduser()
-    if path.is_file():
+    path = Path(os.path.expanduser(model))
+    if os.path.isfile(path):
         if path.suffix == ".gguf":
             return gguf_folder(path.resolve())
         raise ModelError(
@@ -124,11 +128,11 @@ def _own_folder(model: str) -> Path | None:
             "give the folder with config.json and safetensors files.",
             "model_not_found",
         )
-    if path.is_dir():
+    if os.path.isdir(path):
         return _in(path.resolve(), None, model)
     before, colon, quantization = model.rpartition(":")
-    folder = Path(before).expanduser()
-    return _in(folder.resolve(), quantization, before) if colon and folder.is_dir() else None
+    folder = Path(os.path.expanduser(before))
+    return _in(folder.resolve(), quantization, before) if colon and os.path.isdir(folder) else None
 
 
 def _in(folder: Path, quantization: str | None, given: str) -> Path:

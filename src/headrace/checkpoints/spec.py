@@ -1,12 +1,14 @@
 """The facts that a model's folder states, read without touching a weight or torch."""
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 
+from headrace.checkpoints.small_file import read_small
 from headrace.core.errors import ModelError
 
 _POSITION_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length")
@@ -22,6 +24,7 @@ _OTHERS = {
     "language or embedding model.",
 }
 """Kinds of folders without config.json, by a file that tells them."""
+_SHOWN_CHARS = 100  # of a file's name in a message
 _PICKLED = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -159,8 +162,8 @@ def refuse_others(folder: Path, given: str) -> None:
 
 def _stated(path: Path) -> Any:
     try:
-        return json.loads(path.read_bytes())
-    except (ValueError, RecursionError):
+        return json.loads(read_small(path))
+    except (OSError, ValueError, RecursionError):
         return None
 
 
@@ -170,7 +173,12 @@ def _read_json(folder: Path, name: str) -> dict[str, Any]:
         refuse_others(folder, folder.name)
         raise ModelError(f"{folder.name} has no {name}; it is not a model folder.", "model_corrupt")
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(read_small(path))
+    except OSError as error:
+        raise ModelError(
+            f"{name} of {folder.name} cannot be read ({error.strerror}); download it again.",
+            "model_corrupt",
+        ) from error
     except (ValueError, RecursionError) as error:
         raise ModelError(
             f"{name} of {folder.name} is not JSON; download it again.", "model_corrupt"
@@ -266,9 +274,11 @@ def _weight_files(folder: Path) -> tuple[str, ...]:
         index = _read_json(folder, "model.safetensors.index.json")
         names = tuple(sorted(set(_weight_map(folder, index).values())))
         for name in names:
-            if Path(name).name != name or not (folder / name).is_file():
+            # unlike Path.is_file, it takes a name that no disk can store for one that is missing
+            if Path(name).name != name or not os.path.isfile(folder / name):
+                shown = ascii(Path(name).name[:_SHOWN_CHARS])[1:-1]
                 raise ModelError(
-                    f"{folder.name} lacks the shard {Path(name).name}; download it again.",
+                    f"{folder.name} lacks the shard {shown}; download it again.",
                     "model_corrupt",
                 )
         return names

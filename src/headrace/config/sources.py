@@ -1,6 +1,7 @@
 """Flags, environment and file as one configuration, all generated from its fields."""
 
 import difflib
+import os
 import re
 import tomllib
 import types
@@ -35,6 +36,7 @@ _CLIENTS_KEY = "HEADRACE_API_KEY"  # a server that finds it asks for it, too
 _OTHERS_MAY_READ = 0o044
 _COMMA_SEPARATED = ("allowed_host", "allowed_origins")  # lists of what has no comma
 _ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://([^\s/?#@:*\[\]]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?/?")
+_MODEL_SIGNS = ("config.json", "modules.json")  # the latter of a model of sentence-transformers
 _WORDS = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
 _SECRET = ("api_key", "admin_key")
 
@@ -175,7 +177,7 @@ def load(
             branch = branch.setdefault(parent, {})
         branch[leaf] = value
     if (folder := values.get("models_dir")) is not None:
-        tables += folder_models(Path(folder), given_as["models_dir"])
+        tables += folder_models(Path(folder), given_as["models_dir"], warn)
     several = [own_settings(known, table) for table in tables]
     if several and "adapter" in values:
         raise ConfigError(
@@ -329,22 +331,44 @@ def _models(shared: dict[str, Any], several: list[dict[str, Any]]) -> list[dict[
     return [shared, *both] if "model" in shared else both
 
 
-def folder_models(folder: Path, given_as: str) -> list[dict[str, Any]]:
-    """The models in the subfolders of a folder, by name."""
-    signs = ("config.json", "modules.json")  # the latter of a model of sentence-transformers
-    places = {file.parent for sign in signs for file in folder.expanduser().glob(f"*/{sign}")}
-    folders = sorted(places)
-    files = sorted(folder.expanduser().glob("*.gguf"))
-    found = {one.name: one for one in folders}
-    found |= {one.name if one.stem in found else one.stem: one for one in files}
-    if not folder.expanduser().is_dir():
+def folder_models(folder: Path, given_as: str, warn: Warn = _say_nothing) -> list[dict[str, Any]]:
+    """Return the models in the subfolders of a folder, by name. One that is odd hides no other."""
+    root = folder.expanduser()
+    if not root.is_dir():
         raise ConfigError(f"{given_as}: {folder} is no folder; give one with models in it.")
+    found: dict[str, Path] = {}
+    for name in sorted(os.listdir(root)):
+        path = root / name
+        is_file = name.endswith(".gguf") and os.path.isfile(path)
+        if not is_file and not any(os.path.isfile(path / sign) for sign in _MODEL_SIGNS):
+            continue
+        if not _is_text(name):
+            warn(f"{name!a} in {folder} is left out: its name is not UTF-8; rename it.")
+            continue
+        found[name] = path
     if not found:
         raise ConfigError(
             f"{given_as}: {folder} has no subfolder with a config.json, and no GGUF file; put a "
             "model there first."
         )
-    return [{"model": str(one), "served_model_name": [name]} for name, one in found.items()]
+    ordered = sorted(found.items(), key=lambda item: not item[1].is_dir())  # folders come first
+    served = {_served_name(name, path, found): path for name, path in ordered}
+    return [{"model": str(path), "served_model_name": [name]} for name, path in served.items()]
+
+
+def _served_name(name: str, path: Path, beside: Iterable[str]) -> str:
+    """A file's name without its ending, unless a folder has that name."""
+    stem = name.removesuffix(".gguf")
+    return name if path.is_dir() or stem in beside else stem
+
+
+def _is_text(name: str) -> bool:
+    """Whether a file's name is UTF-8; Python reads other bytes as lone surrogates."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _named(pairs: Iterable[str]) -> list[dict[str, Any]]:

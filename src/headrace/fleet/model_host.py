@@ -82,7 +82,7 @@ class ModelHost:
     @property
     def is_here(self) -> bool:
         """Whether the size is known, since nothing need be downloaded."""
-        return self.known is not None or self._path.exists()
+        return self.known is not None or os.path.exists(self._path)
 
     @property
     def model(self) -> ServedModel:
@@ -119,8 +119,9 @@ class ModelHost:
         if self.ready is not None:
             return (self.ready.weight_bytes + cache) * self.config.replicas
         path = self.known.folder if self.known is not None else self._path
-        files = [path] if path.is_file() else path.glob("*.safetensors")
-        files = list(files) or list(path.glob("*.gguf"))
+        if not os.path.isdir(path):
+            return (_size_of(path) + cache) * self.config.replicas
+        files = list(path.glob("*.safetensors")) or list(path.glob("*.gguf"))
         return (sum(map(_size_of, files)) + cache) * self.config.replicas
 
     @property
@@ -193,8 +194,8 @@ def _stamp(path: Path) -> object:
 
 
 def _size_of(file: Path) -> int:
-    """Bytes of a file; 0 if it has gone, or was never there but for a link to it."""
+    """Bytes of a file; 0 if it has gone, or was only named."""
     try:
         return file.stat().st_size
-    except OSError:
+    except (OSError, ValueError):  # the latter for a name that no file can have
         return 0

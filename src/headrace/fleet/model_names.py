@@ -2,7 +2,6 @@
 
 import os
 from collections import defaultdict
-from pathlib import Path
 from typing import Protocol
 
 import msgspec
@@ -42,7 +41,7 @@ def paths_of(config: ModelConfig) -> frozenset[str]:
     given = config.model
     if place_of(given) is None:
         return frozenset()
-    whole = os.path.abspath(Path(given).expanduser())
+    whole = os.path.abspath(os.path.expanduser(given))
     return frozenset((given, os.path.normpath(given), whole, os.path.relpath(whole)))
 
 

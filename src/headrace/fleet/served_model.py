@@ -193,7 +193,7 @@ def may_see_images(config: ModelConfig) -> bool:
     try:
         folder = find_here(config.model, config.revision)
         return folder is None or _has_vision(read_spec(folder), config.lane)
-    except ModelError:  # loading it will say so
+    except Exception:  # loading the model says why, and other models go on
         return False
 
 

@@ -1,0 +1,64 @@
+"""Folders of models in which something else stands in the place of a small file."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from headrace.checkpoints.find import place_of
+from headrace.checkpoints.small_file import read_small
+from headrace.checkpoints.spec import read_spec
+from headrace.config.settings import ModelConfig
+from headrace.core.errors import ModelError
+from headrace.fleet.model_host import ModelHost
+from headrace.fleet.served_model import may_see_images
+from headrace.metrics.metrics import Metrics
+
+CONFIG = {"architectures": ["LlamaForCausalLM"], "vocab_size": 8}
+
+
+def make_long(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(1 << 40)  # a hole, which takes no room
+
+
+ODD: dict[str, Callable[[Path], object]] = {
+    "a folder": Path.mkdir,
+    "a pipe": os.mkfifo,
+    "a file that cannot be read": lambda path: path.symlink_to("/proc/self/mem"),
+    "endless zeros": lambda path: path.symlink_to("/dev/zero"),
+    "a broken link": lambda path: path.symlink_to("/nowhere/at/all"),
+    "a link to itself": lambda path: path.symlink_to(path.name),
+    "a file of a tebibyte": make_long,
+}
+
+
+@pytest.mark.parametrize("what", ODD)
+def test_what_is_no_small_file_is_refused_without_waiting(what: str, tmp_path: Path) -> None:
+    ODD[what](tmp_path / "config.json")
+    with pytest.raises(OSError):
+        read_small(tmp_path / "config.json")
+    with pytest.raises(ModelError):
+        read_spec(tmp_path)
+    assert may_see_images(ModelConfig(model=str(tmp_path))) is False
+
+
+@pytest.mark.parametrize("name", ["x" * 5_000, "é" * 200, "\ud800", "a\0b", "a\nb"])
+def test_a_shard_that_no_disk_can_store_is_missing(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    index = json.dumps({"weight_map": {"x": name}})
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ModelError, match="lacks the shard") as failed:
+        read_spec(tmp_path)
+    assert len(str(failed.value)) < 1_500 and str(failed.value).isprintable()
+    assert may_see_images(ModelConfig(model=str(tmp_path))) is False
+
+
+@pytest.mark.parametrize("model", ["x" * 5_000, "o/" + "x" * 5_000, "~nosuchuser/x", "a\0b"])
+def test_a_path_that_cannot_be_is_a_model_that_is_missing(model: str) -> None:
+    place_of(model)
+    host = ModelHost(ModelConfig(model=model), lambda _: None, Metrics())  # type: ignore[arg-type, return-value]
+    assert not host.is_here and host.num_bytes == 0
+    assert isinstance(may_see_images(host.config), bool)
