@@ -50,6 +50,8 @@ def test_the_unit_gives_flags_that_exist() -> None:
     (command,) = re.findall("^ExecStart=(.*)$", unit, re.M)
     assert set(re.findall(r"--[a-z-]+", command)) <= flags
     assert "Restart=on-failure" in unit
+    assert "CacheDirectory=headrace\n" in unit
+    assert "Environment=XDG_CACHE_HOME=/var/cache/headrace\n" in unit  # /home is hidden
 
 
 def test_each_step_of_the_dockerfile_is_one_that_is_tried() -> None:
