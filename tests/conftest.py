@@ -12,6 +12,7 @@ settings.register_profile("suite", derandomize=True)
 settings.load_profile("suite")
 LONG = {
     "attack/test_attack",
+    "attack/test_hostile_folders",
     "attack/test_watched",
     "chaos/test_chaos",
     "checkpoints/test_find",

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from stress.attack.run import ATTACKS, Plan, Run, choose
+from stress.attack.together import timed
 
 _LONG_S = 120.0
 
@@ -20,11 +21,18 @@ def main() -> int:
     parser.add_argument("--round", type=int, default=0, help="begin with the dice of this round")
     parser.add_argument("--rounds", type=int, default=1000, help="how often all of them at most")
     parser.add_argument("--in-turn", action="store_true", help="in the order of --list")
+    parser.add_argument(
+        "--hostile", action="store_true", help="hostile inputs of all kinds at once"
+    )
     parser.add_argument("--list", action="store_true", help="name the attacks and do nothing")
     options = parser.parse_args()
     if options.list:
         print("\n".join(ATTACKS))
         return 0
+    if options.hostile:
+        table, problems = asyncio.run(timed(options.seed, options.seconds))
+        print(table)
+        return 1 if problems else 0
     names = choose(options.only, options.seconds >= _LONG_S)
     if not names:
         parser.error(f"no attack begins with {options.only}; --list names them")

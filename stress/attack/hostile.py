@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import random
 import shutil
 import signal
@@ -44,26 +45,32 @@ _PULL_S = 1.0
 
 
 class Folders:
-    """Hostile folders beside a good one. `made` says of each model what is wrong with it."""
+    """A folder of models, which are valid until they are spoiled."""
 
     def __init__(self, root: Path, label: str, number: int) -> None:
         self.root = root / "models"
-        self.root.mkdir()
-        base = copy_of_mini(root / "base")
-        shutil.copytree(base, self.root / GOOD)
-        self.made: dict[str, str] = {}
-        for n in range(number):
-            what = make_hostile_folder(self.root / f"hostile-{n}", base, f"{label}/{n}")
-            self.made[f"hostile-{n}"] = f"folder {label}/{n} ({what})"
+        self._base = copy_of_mini(root / "base")
+        self._labels = {f"hostile-{n}": f"{label}/{n}" for n in range(number)}
+        for name in (GOOD, *self._labels):
+            shutil.copytree(self._base, self.root / name, copy_function=os.link)
 
     @property
     def flags(self) -> tuple[str, str]:
         return "--models-dir", str(self.root)
 
+    def spoil(self) -> dict[str, str]:
+        """Makes all but the good one hostile; says of each what is wrong with it now."""
+        wrong = {}
+        for name, label in self._labels.items():
+            shutil.rmtree(self.root / name)
+            what = make_hostile_folder(self.root / name, self._base, label)
+            wrong[name] = f"folder {label} ({what})"
+        return wrong
 
-async def read_folders(watched: Watched, made: Folders) -> int:
+
+async def read_folders(watched: Watched, spoiled: dict[str, str]) -> int:
     """Has the server read each of the folders, several at once; returns how many it survived."""
-    waiting, survived = list(made.made.items()), 0
+    waiting, survived = list(spoiled.items()), 0
 
     async def read() -> None:
         nonlocal survived
@@ -84,9 +91,10 @@ async def folders(target: Target) -> None:
     """Model folders, each read and then loaded by a chat that names it."""
     with tempfile.TemporaryDirectory(dir=target.folder) as name:
         made = Folders(Path(name), target.label, target.num_each)
+        spoiled = made.spoil()  # before the start, which has to bear them too
         async with watched_server(target, Path(name), *made.flags) as watched:
             began = time.monotonic()
-            for model, what in made.made.items():
+            for model, what in spoiled.items():
                 for call in (*reading(model), chat(model)):
                     await watched.ask(f"{call.path} {what}", call, _LOAD_S)
                 if not await watched.check(what) or time.monotonic() - began > _BUDGET_S:
@@ -106,7 +114,7 @@ async def adapters(target: Target) -> None:
             began = time.monotonic()
             for adapter, kind in made.items():
                 what = f"{target.label}/{adapter} ({kind})"
-                await _use_adapter(watched, what, adapter, root / adapter)
+                await load_adapter(watched, what, adapter, root / adapter)
                 await watched.ask(f"path {what}", _loading(bad_requests(target.rng())), _LOAD_S)
                 if not await watched.check(what) or time.monotonic() - began > _BUDGET_S:
                     break
@@ -115,7 +123,7 @@ async def adapters(target: Target) -> None:
             await asyncio.to_thread(_start_with, target, what, root / "start", root / adapter)
 
 
-async def _use_adapter(watched: Watched, what: str, name: str, path: Path) -> None:
+async def load_adapter(watched: Watched, what: str, name: str, path: Path) -> None:
     body = {"lora_name": name, "lora_path": str(path), "base_model_name": ONE}
     answer = await watched.ask(f"load {what}", _loading(msgspec.json.encode(body)), _LOAD_S)
     if answer.status == 200:

@@ -45,7 +45,7 @@ def drawn_form(rng: random.Random, size: int) -> tuple[str, list[bytes], Pieces,
         manner = Manner("rude", within_s=rng.uniform(0.1, 3.0))
         lines.append(b"Content-Length: %d" % (length * 2))
     elif kind == "drip":
-        manner = Manner("any", within_s=15.0, pause_s=0.5)
+        manner = Manner("rude", within_s=15.0, pause_s=0.5)  # it gives up before the end
         lines.append(b"Content-Length: %d" % length)
     elif kind == "truncated" and rng.random() < 0.5:
         manner = Manner("rude", within_s=15.0, half_closes=True)

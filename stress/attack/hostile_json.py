@@ -35,7 +35,7 @@ def nested(depth: int, opening: str = "[", closing: str = "]") -> Raw:
 _VALUES: tuple[Callable[[], Any], ...] = (
     *(lambda it=it: it for it in (None, True, 0, -1, 1, 0.5, -0.0, 1e308, math.nan, math.inf)),
     *(lambda n=n: n for n in (2**31, 2**32 - 1, 2**53 + 1, 2**63, -(2**63), 2**64, 10**400)),
-    *(lambda it=it: it for it in ("", "a", "1", "\0", "\ud800", "true", "../../x", "/dev/zero")),
+    *(lambda it=it: it for it in ("", "a", "1", "\0", "\ud800", "true", "../../x", "~")),
     *(lambda it=it: it for it in REGEXES),
     lambda: "x" * 1_000_000,
     lambda: [],
