@@ -24,23 +24,23 @@ def merge_contents(contents: Iterable[Content], between: str = "\n\n") -> Conten
     return parts
 
 
-def merge_turns(messages: Iterable[Message]) -> list[Message]:
+def merge_turns(messages: Iterable[Message], between: str = "\n\n") -> list[Message]:
     """Join each run of messages of one role; results of tools stay apart, each has its call."""
     runs = [(role, list(run)) for role, run in groupby(messages, lambda it: it["role"])]
-    merged = ([_merged(run)] if role != "tool" else run for role, run in runs)
+    merged = ([_merged(run, between)] if role != "tool" else run for role, run in runs)
     return list(chain.from_iterable(merged))
 
 
-def _merged(run: Sequence[Message]) -> Message:
+def _merged(run: Sequence[Message], between: str) -> Message:
     if len(run) == 1:
         return run[0]
     whole: Message = {}
     for message in reversed(run):
         whole |= message  # the first one's value counts where only one can, as for a name
-    whole["content"] = merge_contents(message.get("content") or "" for message in run)
+    whole["content"] = merge_contents((message.get("content") or "" for message in run), between)
     for name in _TEXTS:
         if name in whole:
-            whole[name] = merge_contents(message.get(name, "") for message in run)
+            whole[name] = merge_contents((message.get(name, "") for message in run), between)
     if "tool_calls" in whole:
         whole["tool_calls"] = [call for message in run for call in message.get("tool_calls", ())]
     return whole

@@ -124,8 +124,8 @@ def test_a_last_message_of_the_assistant_is_continued() -> None:
     empty = chat_of(messages=[USER, {"role": "assistant", "content": ""}])
     assert empty.messages == (USER,)
     assert empty.add_generation_prompt
-    called = [USER, {"role": "assistant", "content": [CALL]}]
-    assert refusal(messages=called) == ("invalid_value", "messages")
+    called = chat_of(messages=[USER, {"role": "assistant", "content": [CALL]}])
+    assert called.add_generation_prompt and not called.continue_final_message
 
 
 def test_tools_reach_the_template_as_chats() -> None:
@@ -175,29 +175,24 @@ WRONG = [
     ({"chat_template_kwargs": 1}, "invalid_type", "chat_template_kwargs"),
     ({"system": 1}, "invalid_type", "system"),
     ({"stop_sequences": ["x" * 1001]}, "invalid_value", "stop_sequences[0]"),
-    ({"mcp_servers": [{}]}, "unsupported_parameter", "mcp_servers"),
     ({"temperature": "hot"}, "invalid_type", "temperature"),
     (
         {"output_config": {"format": {"type": "text"}}},
         "invalid_value",
         "output_config.format.type",
     ),
-    ({"messages": [{"role": "tool", "content": ""}]}, "invalid_value", "messages[0].role"),
+    ({"messages": [{"role": 5, "content": ""}]}, "invalid_type", "messages[0].role"),
+    ({"messages": [{"content": ""}]}, "missing_required_parameter", "messages[0].role"),
     ({"messages": [{"role": "user"}]}, "missing_required_parameter", "messages[0].content"),
     (
-        {"messages": [{"role": "user", "content": [{"type": "document"}]}]},
-        "unsupported_content",
-        "messages[0].content[0].type",
+        {"messages": [{"role": "user", "content": [RESULT | {"tool_use_id": 5}]}]},
+        "invalid_type",
+        "messages[0].content[0].tool_use_id",
     ),
     (
-        {"messages": [{"role": "user", "content": [CALL]}]},
-        "unsupported_content",
-        "messages[0].content[0].type",
-    ),
-    (
-        {"messages": [{"role": "user", "content": [RESULT | {"content": [{"type": "document"}]}]}]},
-        "unsupported_content",
-        "messages[0].content[0].content[0].type",
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]},
+        "invalid_type",
+        "messages[0].content[0].text",
     ),
 ]
 
@@ -205,12 +200,6 @@ WRONG = [
 @pytest.mark.parametrize(("body", "code", "path"), WRONG)
 def test_what_is_wrong_is_named_by_its_path(body: dict[str, Any], code: str, path: str) -> None:
     assert refusal(**body) == (code, path)
-
-
-def test_a_document_is_told_that_none_are_read_and_no_images_are_offered() -> None:
-    with pytest.raises(RequestError, match="is a document, and none are read") as refused:
-        parse(messages=[{"role": "user", "content": [{"type": "document"}]}])
-    assert "image" not in refused.value.message
 
 
 def test_what_clients_send_beside_it_is_tolerated() -> None:
@@ -223,6 +212,11 @@ def test_what_clients_send_beside_it_is_tolerated() -> None:
         service_tier="auto",
         cache_control={"type": "ephemeral"},
         betas=["x"],
+        mcp_servers=[{"type": "url", "url": "http://x", "name": "x"}],
+        container="c",
+        speed="fast",
+        inference_geo="eu",
+        effort="low",
     )
     assert request.prompts == parse(system="hi").prompts
 

@@ -15,12 +15,11 @@ from headrace.protocols.anthropic.input import (
     ClientTools,
     NotServed,
     OutputFormat,
-    SystemPrompt,
     Thinking,
     ToolUse,
     ToolUseChoice,
-    Turns,
 )
+from headrace.protocols.anthropic.turns import SystemPrompt, Turns
 from headrace.protocols.blocks import Block, Blocks
 from headrace.protocols.dialect import PING, ErrorFormat, encode, named
 from headrace.protocols.fields.common import COMMON, UNSUPPORTED, Stops, check_required
@@ -76,8 +75,6 @@ _OWN: Mapping[str, Kind] = {
     "stop_sequences": Stops(),
     "output_config": Object({"format": OutputFormat(), "effort": String()}),
     "output_format": OutputFormat(),
-    "mcp_servers": NotServed(),
-    "container": NotServed(),
     "cache_control": Object(),
     "chat_template_kwargs": Object(),
 }
@@ -91,13 +88,16 @@ def read(body: dict[str, Any]) -> dict[str, Any]:
     check_required(REQUIRED, body)
     most = TABLE["max_tokens"].check(body["max_tokens"], "max_tokens")
     passed = {name: body[name] for name in (*_AS_IN_CHAT, *UNSUPPORTED) if name in body}
-    return openai_chat.read(passed | _to_chat(body)) | {"max_tokens": most}
+    own = read_fields(_OWN, body)
+    fields = openai_chat.read(passed | _to_chat(own)) | {"max_tokens": most}
+    fields["skipped"] = own["messages"].skipped
+    return fields
 
 
 def read_counted(body: dict[str, Any]) -> dict[str, Any]:
     """The fields that make the prompt; a limit and what else an answer needs may be missing."""
     check_required(COUNTED_REQUIRED, body)
-    fields = openai_chat.read(_to_chat(body))
+    fields = openai_chat.read(_to_chat(read_fields(_OWN, body)))
     refuse_images(fields["messages"], "this route counts text only")
     return fields
 
@@ -108,12 +108,11 @@ def to_request(fields: dict[str, Any], prompts: tuple[Prompt, ...], model: Serve
     return msgspec.structs.replace(request, route=ROUTE)
 
 
-def _to_chat(body: dict[str, Any]) -> dict[str, Any]:
-    """The body as one of chat's; that checks what is the same in both."""
-    own = read_fields(_OWN, body)
+def _to_chat(own: dict[str, Any]) -> dict[str, Any]:
+    """The checked fields as a body of chat's, which checks what is the same in both."""
     config, choice = own.get("output_config", {}), own.get("tool_choice", ToolUse())
     kwargs = {"enable_thinking": own["thinking"]} if "thinking" in own else {}
-    system, messages = own.get("system"), own["messages"]
+    system, messages = own.get("system"), own["messages"].messages
     is_begun = _is_begun(messages)
     effort = config.get("effort")
     if choice.wanted == "required" and not own.get("tools"):
@@ -136,11 +135,8 @@ def _to_chat(body: dict[str, Any]) -> dict[str, Any]:
 def _is_begun(messages: list[dict[str, Any]]) -> bool:
     """Whether the last message is the beginning of the answer. Takes an empty one away."""
     last = messages[-1]
-    if last["role"] != "assistant":
+    if last["role"] != "assistant" or "tool_calls" in last:
         return False
-    if "tool_calls" in last:
-        message = "The last message calls tools; a message with their results must follow it."
-        raise RequestError("invalid_value", message, "messages")
     if not last["content"] and len(messages) > 1:
         messages.pop()
         return False

@@ -1,0 +1,217 @@
+"""Conversations of Anthropic's clients, written as chat messages; a history is never refused.
+
+A block that another server made is shown to the model as far as it carries text. The path of a
+block that carries none is kept for the header X-Headrace-Ignored.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from headrace.protocols.anthropic.blocks import (
+    CONTENT,
+    MAX_SKIPPED,
+    Content,
+    Part,
+    PlacedBlock,
+    content_of,
+    parts_of,
+    placed,
+)
+from headrace.protocols.fields.kinds import (
+    Flag,
+    Object,
+    String,
+    check_count,
+    check_object,
+    items_of,
+    missing,
+    required,
+)
+from headrace.protocols.fields.messages import MAX_MESSAGES
+from headrace.protocols.progress_words import without_progress
+from headrace.text.merging import merge_turns
+
+_MAX_CALLS = 128  # in one turn
+_NAME = String(1)
+_ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+_SUMMARY = "Summary of the conversation so far:\n"
+
+
+class SystemPrompt(msgspec.Struct, frozen=True):
+    """A string or blocks, read as one text."""
+
+    def check(self, value: Any, path: str) -> str:
+        parts = [part for block in placed(value, path) for part in parts_of(block, [])]
+        return "".join(part for part in parts if isinstance(part, str))
+
+    def schema(self) -> dict[str, Any]:
+        return CONTENT
+
+
+class ReadTurns(msgspec.Struct, frozen=True):
+    """The messages that the chat template will see, and the paths of the blocks that it will not."""
+
+    messages: list[dict[str, Any]]
+    skipped: tuple[str, ...]
+
+
+class Turns(msgspec.Struct, frozen=True):
+    """The field `messages`."""
+
+    def check(self, value: Any, path: str) -> ReadTurns:
+        written = _Written(items_of(value, path, 1, MAX_MESSAGES))
+        return ReadTurns(merge_turns(written.messages, "\n"), tuple(written.skipped))
+
+    def schema(self) -> dict[str, Any]:
+        turn = {
+            "type": "object",
+            "properties": {"role": {"type": "string"}, "content": CONTENT},
+            "required": ["role", "content"],
+        }
+        return {"type": "array", "items": turn, "minItems": 1, "maxItems": MAX_MESSAGES}
+
+
+class _Written:
+    """The messages of a conversation, written turn by turn."""
+
+    def __init__(self, turns: list[tuple[Any, str]]) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self.skipped: list[str] = []
+        self._names: dict[str, str] = {}  # of the tools that were called, by the call's id
+        self._answered = set(_answered(turns))
+        last_user = max((i for i, (it, _) in enumerate(turns) if _role_of(it) == "user"), default=0)
+        for i, (turn, path) in enumerate(turns):
+            self._add(turn, path, is_cleared=i < last_user)
+
+    def _add(self, turn: Any, path: str, is_cleared: bool) -> None:
+        """`is_cleared`: whether a message that is shown until the next user's is shown no more."""
+        check_object(turn, path)
+        given = required(turn, "role", path, String())
+        role = _ROLES.get(given, "user")
+        if given not in _ROLES:
+            self._skip(f"{path}.role")
+        content = turn.get("content")
+        if content is None and role == "user":
+            raise missing(f"{path}.content")
+        if role == "system" and is_cleared and turn.get("clear_at") == "next_user_message":
+            return
+        blocks = placed([] if content is None else content, f"{path}.content")
+        if role == "assistant":
+            self._check_calls(blocks, path)
+        self._write(role, blocks)
+
+    def _write(self, role: str, blocks: list[PlacedBlock]) -> None:
+        """Write the blocks of one turn; a tool's result becomes a message of its own."""
+        has_written = False
+        open_turn = _OpenTurn(role)
+        for block in blocks:
+            kind = block.kind
+            if kind == "compaction":
+                has_written |= self._compact(block)
+            elif kind.endswith("tool_result"):
+                self.messages += [*open_turn.messages(), self._result(block)]
+                open_turn, has_written = _OpenTurn(role), True
+            elif kind in ("tool_use", "server_tool_use", "mcp_tool_use") and role == "assistant":
+                if kind == "tool_use" or block.value.get("id") in self._answered:
+                    open_turn.calls.append(self._call(block))
+                else:
+                    self._skip(block.path)  # its provider was interrupted: there is no result
+            elif kind == "thinking" and role == "assistant":
+                open_turn.thoughts += self._thoughts(block)
+            else:
+                open_turn.parts += parts_of(block, self.skipped)
+        may_be_empty = not has_written and role != "system"
+        self.messages += open_turn.messages(may_be_empty)
+
+    def _check_calls(self, blocks: list[PlacedBlock], path: str) -> None:
+        num_calls = sum(block.kind == "tool_use" for block in blocks)
+        if num_calls > _MAX_CALLS:
+            check_count(num_calls, f"{path}.content", 0, _MAX_CALLS)
+
+    def _thoughts(self, block: PlacedBlock) -> str:
+        thoughts = block.value.get("thinking")
+        if not thoughts:
+            self._skip(block.path)
+            return ""
+        return without_progress(String().check(thoughts, f"{block.path}.thinking"))
+
+    def _compact(self, block: PlacedBlock) -> bool:
+        """Let the summary stand for all that came before it, as the client expects."""
+        summary = parts_of(block, self.skipped)
+        if not summary:
+            return False
+        self.messages[:] = [{"role": "user", "content": content_of([_SUMMARY, *summary])}]
+        self._names.clear()
+        return True
+
+    def _call(self, block: PlacedBlock) -> dict[str, Any]:
+        given, path = block.value, block.path
+        call_id, name = required(given, "id", path, _NAME), required(given, "name", path, _NAME)
+        self._names[call_id] = name
+        arguments = given.get("input")
+        arguments = {} if arguments is None else Object().check(arguments, f"{path}.input")
+        function = {"name": name, "arguments": arguments}
+        return {"id": call_id, "type": "function", "function": function}
+
+    def _result(self, block: PlacedBlock) -> dict[str, Any]:
+        call_id = required(block.value, "tool_use_id", block.path, _NAME)
+        content = block.value.get("content")
+        inner = placed([] if content is None else content, f"{block.path}.content")
+        result = content_of([part for each in inner for part in parts_of(each, self.skipped)])
+        is_error = block.value.get("is_error")
+        if is_error is not None and Flag().check(is_error, f"{block.path}.is_error"):
+            # templates have no other place to say so
+            text = result if isinstance(result, str) else ""
+            has_said = text.lower().startswith("error")
+            result = result if has_said else _prefixed("Error: ", result)
+        name = self._names.get(call_id)
+        if name is None:
+            # many templates refuse a result whose call is missing
+            return {"role": "user", "content": _prefixed(f"Result of {call_id}:\n", result)}
+        return {"role": "tool", "tool_call_id": call_id, "content": result, "name": name}
+
+    def _skip(self, path: str) -> None:
+        if len(self.skipped) < MAX_SKIPPED:
+            self.skipped.append(path)
+
+
+class _OpenTurn:
+    """The blocks of a turn that are not yet written as a message."""
+
+    def __init__(self, role: str) -> None:
+        self._role = role
+        self.parts: list[Part] = []
+        self.thoughts = ""
+        self.calls: list[dict[str, Any]] = []
+
+    def messages(self, may_be_empty: bool = False) -> Iterator[dict[str, Any]]:
+        """Yield the one message, unless it is empty and must not be."""
+        message: dict[str, Any] = {"role": self._role, "content": content_of(self.parts)}
+        if self.thoughts:
+            message["reasoning_content"] = self.thoughts  # the template decides which are shown
+        if self.calls:
+            message["tool_calls"] = self.calls
+        if may_be_empty or message["content"] or len(message) > 2:
+            yield message
+
+
+def _prefixed(prefix: str, content: Content) -> Content:
+    if isinstance(content, str):
+        return prefix + content
+    return [{"type": "text", "text": prefix}, *content]
+
+
+def _role_of(turn: Any) -> Any:
+    return turn.get("role") if isinstance(turn, dict) else None
+
+
+def _answered(turns: list[tuple[Any, str]]) -> Iterator[str]:
+    """Yield the ids of the calls whose results the conversation has."""
+    for turn, _ in turns:
+        content = turn.get("content") if isinstance(turn, dict) else None
+        for block in content if isinstance(content, list) else ():
+            call_id = block.get("tool_use_id") if isinstance(block, dict) else None
+            if isinstance(call_id, str):
+                yield call_id
