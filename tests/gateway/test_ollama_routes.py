@@ -18,12 +18,16 @@ def test_an_unknown_route_below_api_names_what_there_is() -> None:
 
 
 def test_models_are_listed_by_every_name_and_shown_by_one() -> None:
-    assert CLIENT.get("/api/version").json() == {"version": __version__}
+    version = CLIENT.get("/api/version").json()
+    assert version["headrace"] == __version__
+    assert tuple(map(int, version["version"].split("."))) >= (0, 6, 4)  # VS Code's and Raycast's
     entry, other = CLIENT.get("/api/tags").json()["models"]
     assert (entry["name"], other["model"], entry["size"]) == ("headrace-mini", "org/other", 4000)
     assert [it["name"] for it in CLIENT.get("/api/ps").json()["models"]] == [entry["name"]]
     shown = CLIENT.post("/api/show", json={"model": entry["name"]}).json()
     assert "completion" in shown["capabilities"]
+    for named in ({"name": entry["name"]}, {"model": entry["name"] + ":latest"}):
+        assert CLIENT.post("/api/show", json=named).json() == shown
     refused = CLIENT.post("/api/show", json={"model": "nope"})
     assert refused.status_code == 404 and "No model 'nope'" in refused.json()["error"]
 
@@ -32,3 +36,9 @@ def test_vectors_stand_bare() -> None:
     answer = CLIENT.post("/api/embed", json={"input": ["one", "two"]}).json()
     assert [len(vector) for vector in answer["embeddings"]] == [2, 2]
     assert answer["prompt_eval_count"] > 0
+
+
+def test_the_older_route_gives_one_prompt_its_vector() -> None:
+    bare = CLIENT.post("/api/embed", json={"input": "one"}).json()["embeddings"]
+    assert CLIENT.post("/api/embeddings", json={"prompt": "one"}).json() == {"embedding": bare[0]}
+    assert CLIENT.post("/api/embeddings", json={"model": "headrace-mini"}).status_code == 400

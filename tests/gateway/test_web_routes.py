@@ -18,7 +18,14 @@ LATER = {"temml.js", "pdf.js", "pdf.worker.js"}  # loaded when they are used
 
 
 def get(path: str, **headers: str) -> Any:
-    return client_of(api_key=("k",)).get(path, headers=headers)
+    return client_of(api_key=("k",)).get(path, headers={"Accept": "text/html,*/*", **headers})
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+def test_a_client_that_is_no_browser_finds_an_ollama_that_is_running(method: str) -> None:
+    answer = client_of(api_key=("k",)).request(method, "/", headers={"Accept": "*/*"})
+    assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/plain")
+    assert answer.text == ("Ollama is running" if method == "GET" else "")
 
 
 @pytest.mark.parametrize("path", PATHS)

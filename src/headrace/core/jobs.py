@@ -99,8 +99,12 @@ class ReadBody(Job[CheckedBody], frozen=True, tag=True):
 
 
 class ReadInputs(Job[CheckedBody], frozen=True, tag=True):
-    """Check the body of /v1/embeddings; `is_list` is among its fields."""
+    """Check the body of /v1/embeddings; `is_list` is among its fields.
 
+    With `is_prompt` the input may be called `prompt`, as in Ollama's older route.
+    """
+
+    is_prompt: bool = False
     known: Known = {}
     task: ClassVar[str] = "embed"
 

@@ -24,6 +24,7 @@ from headrace.text.template import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
 from headrace.text.tool_formats.table import tool_format
 
+_LATEST = ":latest"
 _SHOWN = 100  # characters of an unknown name
 
 
@@ -166,9 +167,15 @@ class Models(Generic[ByName]):
         return self._models[0]
 
     def find(self, name: str) -> ByName | None:
-        """Finds a model by a name, or else by the path it was given by, which names no other."""
+        """Return the model of a name, or else of the path that it was given by, if there is one.
+
+        Clients of Ollama may write `:latest` behind any name.
+        """
         named = next((model for model in self._models if name in model.names), None)
-        return named or next((model for model in self._models if name in model.paths), None)
+        named = named or next((model for model in self._models if name in model.paths), None)
+        if named is None and name.endswith(_LATEST):
+            return self.find(name.removesuffix(_LATEST))
+        return named
 
     def get(self, name: str | None) -> ByName:
         """The model that answers to `name`; without a name, the first one."""

@@ -29,6 +29,8 @@ from headrace.protocols.ollama.errors import ERRORS
 from headrace.protocols.requests import decode
 
 _LOADED = ("ok", "recovering")
+_API_VERSION = "0.12.6"
+"""The version of Ollama whose API this is. VS Code and Raycast want 0.6.4 or later."""
 
 
 _MAX_BODY = 1 << 16
@@ -46,8 +48,8 @@ class OllamaRoutes:
         self._bodies = bodies
 
     async def version(self, request: Request) -> ASGIApp:
-        """The version of Headrace, not of the Ollama whose API this is."""
-        return answer({"version": __version__})
+        """Answer the version of the API: clients refuse to speak to one older than they know."""
+        return answer({"version": _API_VERSION, "headrace": __version__})
 
     async def tags(self, request: Request) -> ASGIApp:
         hosts = self._hosts.all()

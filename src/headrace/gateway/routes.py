@@ -32,12 +32,12 @@ from headrace.gateway.openapi import EVENTS, JSON, Operation, document
 from headrace.gateway.realtime import RealtimeSockets
 from headrace.gateway.responses_routes import ResponsesRoutes
 from headrace.gateway.state_routes import ManageRoutes, StateRoutes
-from headrace.gateway.vector_routes import VectorRoutes
+from headrace.gateway.vector_routes import ONE, VectorRoutes
 from headrace.generation.generation import Generation
 from headrace.protocols import batch_lines, worker
 from headrace.protocols.anthropic import messages as anthropic_messages
 from headrace.protocols.dialect import DIALECTS, Dialect, dialect_of
-from headrace.protocols.fields.kinds import Kind
+from headrace.protocols.fields.kinds import Kind, String
 from headrace.protocols.framing import LINES
 from headrace.protocols.ollama import errors as ollama_errors
 from headrace.protocols.openai import responses as openai_responses
@@ -251,6 +251,10 @@ ROUTES: tuple[Operation, ...] = (
         embeddings.TABLE, embeddings.REQUIRED, reads_common_fields=True,
         errors=_BODY_ERRORS + _ENGINE_ERRORS,
         error=_OLLAMA_ERROR, auth_error=_OLLAMA_ERROR),
+    Operation("post", ONE, KEY, lambda on: on.vectors.embed_one,
+        "The vector of one prompt, as Ollama's older API", ("embedding",),
+        {"model": embeddings.TABLE["model"], "prompt": String(least=1)}, ("prompt",),
+        errors=_BODY_ERRORS + _ENGINE_ERRORS, error=_OLLAMA_ERROR, auth_error=_OLLAMA_ERROR),
     Operation("post", embeddings.ROUTE, KEY, lambda on: on.vectors.embed,
         "One vector for each input", embeddings.KEYS, embeddings.TABLE, embeddings.REQUIRED,
         reads_common_fields=True, errors=_BODY_ERRORS + _ENGINE_ERRORS),

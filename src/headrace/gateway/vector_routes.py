@@ -32,6 +32,7 @@ from headrace.metrics.traces import RequestSpan
 from headrace.protocols.dialect import encode
 from headrace.protocols.vectors import embeddings, rerank
 
+ONE: Route = "/api/embeddings"
 _SLICE_BYTES = 256 << 10  # of vectors that one job writes
 
 
@@ -57,6 +58,10 @@ class VectorRoutes:
         """As Ollama's API has it: vectors without an object around each."""
         return await self._answer(request, ReadInputs())
 
+    async def embed_one(self, request: Request) -> ASGIApp:
+        """As Ollama's older API has it: one `prompt`, one vector."""
+        return await self._answer(request, ReadInputs(is_prompt=True))
+
     async def rerank(self, request: Request) -> ASGIApp:
         return await self._answer(request, ReadPairs())
 
@@ -75,6 +80,9 @@ class VectorRoutes:
             return await self._embed(checked, asker)
         if asker.route in rerank.ROUTES:
             return await self._rerank(checked, asker)
+        if asker.route == ONE:
+            _, data = await self._embedded(checked, asker, "bare")
+            return b'{"embedding":' + data + b"}"
         return await self._embed_bare(checked, asker)
 
     async def _embed(self, checked: CheckedBody, asker: "Asker") -> bytes:

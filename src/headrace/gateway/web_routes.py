@@ -6,7 +6,7 @@ from functools import cached_property
 from pathlib import Path
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
@@ -41,6 +41,8 @@ _HEADERS = {
 class WebFile:
     """One file in memory, packed if the client takes that; 304 to one that has it."""
 
+    _headers = _HEADERS
+
     def __init__(self, path: Path) -> None:
         self._body = path.read_bytes()
         self._hash = hashlib.sha256(self._body).hexdigest()[:32]
@@ -53,7 +55,7 @@ class WebFile:
     async def read(self, request: Request) -> ASGIApp:
         is_packed = "gzip" in request.headers.get("accept-encoding", "")
         etag = f'"{self._hash}-gzip"' if is_packed else f'"{self._hash}"'
-        headers = {**_HEADERS, "ETag": etag}
+        headers = {**self._headers, "ETag": etag}
         known = request.headers.get("if-none-match", "")
         if etag in [tag.strip().removeprefix("W/") for tag in known.split(",")]:
             return Response(status_code=304, headers=headers)
@@ -62,10 +64,22 @@ class WebFile:
         return Response(self._packed if is_packed else self._body, 200, headers, self._type)
 
 
+class StartPage(WebFile):
+    """The start page for browsers; for other clients the text by which they know Ollama's API."""
+
+    _headers = {**_HEADERS, "Vary": "Accept, Accept-Encoding"}
+
+    async def read(self, request: Request) -> ASGIApp:
+        if "text/html" in request.headers.get("accept", ""):
+            return await super().read(request)
+        return PlainTextResponse("Ollama is running", headers={"Vary": "Accept"})
+
+
 def web_routes() -> list[Route]:
-    """The pages by their own paths, everything else below /web/."""
+    """Return the routes of the pages, and of everything else below /web/."""
     found = [path for path in FOLDER.rglob("*") if path.suffix in TYPES]
     files = {path.relative_to(FOLDER).as_posix(): WebFile(path) for path in found}
+    files[PAGES["/"]] = StartPage(FOLDER / PAGES["/"])
     paths = {**PAGES, **{f"/web/{name}": name for name in files if not name.endswith(".html")}}
     return [
         Route(path, files[name].read, methods=["GET"], include_in_schema=False)

@@ -90,8 +90,11 @@ class Jobs:
         match job:
             case jobs.ReadBody(route):
                 return self._with_tokens(job, self.read(body, route, job.client))
-            case jobs.ReadInputs():
-                return self._with_tokens(job, self.inputs(decode(body)))
+            case jobs.ReadInputs(is_prompt):
+                given = decode(body)
+                if is_prompt and "prompt" in given:
+                    given["input"] = given.pop("prompt")
+                return self._with_tokens(job, self.inputs(given))
             case jobs.ReadPairs():
                 return self._with_tokens(job, self.query(decode(body)))
             case jobs.GoOn():
@@ -361,9 +364,10 @@ def put_images(packed: bytes, sizes: Sequence[int]) -> bytes:
 
 def _model_name(body: bytes) -> str:
     given = decode(body)
-    if given.get("model") is None:
+    fields = read_fields({**MODEL, "name": MODEL["model"]}, given)
+    name: str | None = fields.get("model") or fields.get("name")  # Ollama's older field
+    if name is None:
         raise missing("model")
-    name: str = read_fields(MODEL, given)["model"]
     return name
 
 
