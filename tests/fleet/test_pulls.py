@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from headrace.checkpoints.fetch import FetchFailed
 from headrace.fleet import kept_file, pulls
 from headrace.fleet.kept_file import keep_file
 from headrace.fleet.pulls import Pull, Pulls
@@ -169,3 +171,31 @@ async def test_an_error_that_nobody_foresaw_ends_one_download(
         pull = made.begin("owner/name")
         await pull.over.wait()
         assert pull.error is not None and "fault of this server (KeyError)" in pull.error.message
+
+
+async def test_of_failed_downloads_the_newest_are_remembered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def fail(pull: Pull) -> FetchFailed:
+        return FetchFailed("download_failed", "The hub says no.")
+
+    monkeypatch.setattr(pulls, "_fetch", fail)
+    made = Pulls(None)
+    async with running(made):
+        for number in range(100):
+            await made.begin(f"owner/name-{number}").over.wait()
+    assert [it.model for it in made.all()][-64:] == [f"owner/name-{n}" for n in range(36, 100)]
+    assert len(made.all()) <= 65
+
+
+async def test_of_many_downloads_that_were_begun_before_a_restart_some_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pulls, "_fetch", never)
+    kept = [{"model": f"owner/name-{n}", "state": "downloading"} for n in range(20)]
+    (tmp_path / "pulled.json").write_text(json.dumps(kept))
+    made = Pulls(tmp_path / "pulled.json")
+    async with running(made):
+        states = [pull.state for pull in made.all()]
+    most = pulls.MAX_AT_ONCE
+    assert states == most * ["downloading"] + (20 - most) * ["stopped"]

@@ -31,6 +31,8 @@ _END_S = 5.0
 _RETRY_S = 30.0
 _MAX_FILE_BYTES = 64 << 20
 
+_MAX_FAILED = 64
+
 PullState = Literal["downloading", "stopped", "failed", "here"]
 
 
@@ -153,9 +155,16 @@ class Pulls:
                 message += "stop one, or wait."
                 raise RequestError("server_overloaded", message, retry_after_s=_RETRY_S)
             self._pulls[model] = pull
+            self._forget_failed()
             pull.settle("downloading")
             self._start(pull)
         return pull
+
+    def _forget_failed(self) -> None:
+        """Keep the newest failures only: clients may ask for any number of models."""
+        failed = [it.model for it in self._pulls.values() if it.state == "failed"]
+        for model in failed[:-_MAX_FAILED]:
+            del self._pulls[model]
 
     async def stop(self, model: str) -> None:
         """Ends a download; what has come is kept."""

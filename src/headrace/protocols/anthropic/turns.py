@@ -51,7 +51,7 @@ class SystemPrompt(msgspec.Struct, frozen=True):
 
 
 class ReadTurns(msgspec.Struct, frozen=True):
-    """The messages that the chat template will see, and the paths of the blocks that it will not."""
+    """Messages as the chat template will see them, and the paths of the blocks that it skips."""
 
     messages: list[dict[str, Any]]
     skipped: tuple[str, ...]
