@@ -1,6 +1,7 @@
 """llama.cpp's own routes over real HTTP, below a path as llama-server has it."""
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -107,8 +108,61 @@ def test_a_stop_word_is_named_and_a_wrong_field_too(server: ServerProcess) -> No
     url = f"{server.url}/completion"
     wrong = httpx.post(url, json={"prompt": "a", "repeat_penalty": -1}, timeout=LIMIT_S)
     assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "repeat_penalty")
-    other = {"prompt": "a", "samplers": ["top_k"], "n_predict": 1}
-    assert httpx.post(url, json=other, timeout=LIMIT_S).headers["x-headrace-ignored"] == "samplers"
+
+
+MESSAGES = [{"role": "user", "content": "a b a b a b"}]
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": MESSAGES, "max_tokens": 8},
+    "/v1/completions": {"prompt": "a b a b", "max_tokens": 8},
+    "/v1/responses": {"input": "a b a b", "max_output_tokens": 8, "store": False},
+    "/v1/messages": {"model": "tiny", "messages": MESSAGES, "max_tokens": 8},
+    "/completion": {"prompt": "a b a b", "n_predict": 8},
+    "/api/chat": {"model": "tiny", "messages": MESSAGES, "options": {"num_predict": 8}},
+    "/api/generate": {"model": "tiny", "prompt": "a b a b", "options": {"num_predict": 8}},
+}
+
+
+def answered(server: ServerProcess, path: str, fields: dict[str, Any]) -> tuple[str, str]:
+    """The answer's text with its JSON around it but for figures, and the names it ignored."""
+    body, is_ollamas = BODIES[path], path.startswith("/api/")
+    body = body | ({"options": body["options"] | fields, "stream": False} if is_ollamas else fields)
+    answer = httpx.post(f"{server.url}{path}", json=body, timeout=LIMIT_S)
+    assert answer.status_code == 200, answer.text
+    found = json.loads(answer.text)
+    for key in ("choices", "output", "content", "message", "response"):
+        if key in found:
+            text = json.dumps(found[key])
+            return re.sub(r'"id": "[^"]*"', "", text), answer.headers.get("x-headrace-ignored", "")
+    raise AssertionError(found)
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_every_route_takes_llama_cpps_samplers(server: ServerProcess, path: str) -> None:
+    likeliest = answered(server, path, {"temperature": 0})
+    assert likeliest[1] == ""
+    for one in ({"top_n_sigma": 1e-6}, {"min_p": 1, "samplers": ["min_p"]}):
+        drawn = answered(server, path, {"temperature": 5, "seed": 3, **one})
+        assert drawn == likeliest
+    assert answered(server, path, {"temperature": 0, "repeat_penalty": 5}) != likeliest
+    off = {"temperature": 0, "repeat_penalty": 5, "repeat_last_n": 0}
+    assert answered(server, path, off) == likeliest
+    asked = {"temperature": 0, "mirostat": 2, "dry_multiplier": 0.5, "samplers": "tz"}
+    names = answered(server, path, asked)[1].split(", ")
+    assert {name.removeprefix("options.") for name in names} == {
+        "mirostat",
+        "dry_multiplier",
+        "samplers.z",
+    }
+
+
+def test_the_settings_of_an_answer_are_those_that_took_effect(server: ServerProcess) -> None:
+    asked = {"prompt": "a", "n_predict": 1, "samplers": ["top_k"], "top_k": 3, "min_p": 0.5}
+    settings = post(server, "/completion", asked)["generation_settings"]
+    assert (settings["samplers"], settings["top_k"], settings["min_p"]) == (["top_k"], 3, 0)
+    asked = {"prompt": "a", "n_predict": 1, "typical_p": 0.5, "repeat_last_n": 7}
+    settings = post(server, "/completion", asked)["generation_settings"]
+    assert (settings["typical_p"], settings["repeat_last_n"]) == (0.5, 7)
+    assert (settings["samplers"][-1], settings["xtc_threshold"]) == ("temperature", 0.1)
 
 
 def test_settings_and_places_are_as_llama_cpps_page_reads_them(server: ServerProcess) -> None:

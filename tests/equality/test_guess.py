@@ -18,7 +18,7 @@ from headrace.config.settings import ModelConfig, SchedulerConfig
 from headrace.core.cache import bytes_per_position
 from headrace.core.ids import SequenceId, StreamId
 from headrace.core.messages import Message, NewSequence, Outputs, Status, Submit
-from headrace.core.sampling import Logprobs, Sampling
+from headrace.core.sampling import LLAMA_CPP_ORDER, Logprobs, Sampling
 from headrace.engine.engine import Engine, Inbox
 from headrace.engine.load import load
 from headrace.runner.lanes.native_text import NativeText
@@ -62,6 +62,16 @@ KINDS: list[dict[str, object]] = [
     {"temperature": 1.5, "grammar": JSON, "frequency_penalty": 0.2},
     {"temperature": 1, "stop_token_ids": tuple(range(0, 1500, 37))},
     {"temperature": 0, "ignore_eos": True},
+    {
+        "temperature": 1.2,
+        "samplers": LLAMA_CPP_ORDER,
+        "xtc_probability": 0.5,
+        "typical_p": 0.9,
+        "dynatemp_range": 0.5,
+        "repetition_penalty": 1.2,
+        "repeat_last_n": 8,
+        "num_logprobs": 1,
+    },
 ]
 MAX_TOKENS = 28
 Answer = tuple[tuple[tuple[int, Logprobs | None], ...], str]

@@ -89,7 +89,7 @@ def test_only_routes_that_read_the_fields_of_generation_list_them() -> None:
         for operation in operations.values()
         if "requestBody" in operation
     }
-    having = {path for path, names in fields.items() if "mirostat" in names}
+    having = {path for path, names in fields.items() if "bad_words" in names}
     assert fields["/v1/load_lora_adapter"] == {"lora_name", "lora_path", "base_model_name"}
     assert {"/v1/chat/completions", "/v1/embeddings", "/api/embed", "/rerank"} <= having
     assert not having & {"/v1/batches", "/v1/messages/batches", "/models/load", "/manage/desired"}

@@ -38,7 +38,8 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
 
     The order of operations is: logits + bias, repetition, frequency and presence penalty, end
     tokens and what the grammar forbids masked, then argmax if greedy, else temperature, top_k,
-    top_p, min_p and one draw.
+    top_p, min_p and one draw. If `samplers` is not empty, these samplers run in that order instead,
+    behind the mask and before the draw.
     """
 
     temperature: float = 1.0  # below GREEDY_BELOW: argmax, ties to the lowest id
@@ -48,6 +49,15 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
+    repeat_last_n: int = -1  # how many of the last tokens the penalties count; -1: all
+    typical_p: float = 1.0
+    top_n_sigma: float = -1.0  # -1: off
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    dynatemp_range: float = 0.0
+    dynatemp_exponent: float = 1.0
+    min_keep: int = 0  # candidates that top_p, min_p, typ_p and xtc leave at least
+    samplers: tuple[str, ...] = ()  # by llama.cpp's names; empty: PLAIN_ORDER, computed faster
     logit_bias: dict[int, float] = {}
     seed: int = 0  # any int64; token i of choice k draws with Philox key seed, counter (i, k)
     max_tokens: int | None = None  # None: the rest of the context; 0: compute the prompt only
@@ -65,7 +75,24 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def is_greedy(self) -> bool:
-        return self.temperature < GREEDY_BELOW
+        # Other samplers may remove the likeliest token before the temperature is applied.
+        return self.temperature < GREEDY_BELOW and not self.samplers
+
+    def in_order(self, order: tuple[str, ...] | None) -> "Sampling":
+        """Return these parameters with the samplers in this order; those it lacks are off.
+
+        Without an order, llama.cpp's applies if one of the samplers that only llama.cpp has is on.
+        """
+        if order is not None:
+            off = {
+                name: OFF[name] for key in SETTINGS.keys() - set(order) for name in SETTINGS[key]
+            }
+            return msgspec.structs.replace(self, samplers=order, **off)
+        if any(getattr(self, name) != OFF[name] for name in _ONLY_LLAMA_CPP):
+            return msgspec.structs.replace(self, samplers=LLAMA_CPP_ORDER)
+        if self.min_keep > 1:
+            return msgspec.structs.replace(self, samplers=PLAIN_ORDER)
+        return self
 
     def masks_ends(self, num_generated: int) -> bool:
         """Whether end tokens may not be drawn as token `num_generated` (counted from 0)."""
@@ -82,6 +109,27 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 GREEDY_BELOW = 1e-5
+
+PLAIN_ORDER = ("penalties", "temperature", "top_k", "top_p", "min_p")
+LLAMA_CPP_ORDER = (
+    *("penalties", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p"),
+    *("xtc", "temperature"),
+)
+SETTINGS = {
+    "penalties": ("repetition_penalty", "frequency_penalty", "presence_penalty"),
+    "temperature": ("temperature", "dynatemp_range"),
+    "top_k": ("top_k",),
+    "top_p": ("top_p",),
+    "min_p": ("min_p",),
+    "typ_p": ("typical_p",),
+    "top_n_sigma": ("top_n_sigma",),
+    "xtc": ("xtc_probability",),
+}
+"""The samplers by llama.cpp's names, and the parameters that turn each on."""
+
+_ONLY_LLAMA_CPP = ("typical_p", "top_n_sigma", "xtc_probability", "dynatemp_range")
+OFF = {name: getattr(Sampling(), name) for names in SETTINGS.values() for name in names}
+"""The values with which a sampler changes nothing."""
 
 
 class Logprobs(msgspec.Struct, frozen=True, array_like=True):

@@ -16,6 +16,7 @@ from headrace.core.sampling import Sampling
 from headrace.fleet.model_names import called
 from headrace.fleet.served_model import ServedModel
 from headrace.protocols.dialect import Dialect, PromptReader
+from headrace.protocols.fields import samplers
 from headrace.protocols.fields.common import max_tokens
 from headrace.protocols.fields.kinds import wrong_value
 
@@ -121,7 +122,7 @@ def _to_sampling(fields: dict[str, Any], model: ServedModel) -> Sampling:
     top_k = int(_resolve("top_k", fields, model, 0))
     seed = fields.get("seed", -1)
     grammar, tags = fields.get("constraint", ("", None))
-    return Sampling(
+    sampling = Sampling(
         temperature=_resolve("temperature", fields, model, 1.0),
         top_k=top_k if 0 < top_k < size else 0,
         top_p=_resolve("top_p", fields, model, 1.0),
@@ -138,7 +139,9 @@ def _to_sampling(fields: dict[str, Any], model: ServedModel) -> Sampling:
         grammar=grammar,
         grammar_tags=tuple(tags) if tags else None,
         guess=fields.get("guess", True),
+        **{name: fields[name] for name in samplers.SETTINGS if name in fields},
     )
+    return sampling.in_order(fields.get("samplers"))
 
 
 def _to_response_options(fields: dict[str, Any]) -> ResponseOptions:

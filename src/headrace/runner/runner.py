@@ -31,7 +31,8 @@ from headrace.runner.block_bytes import BlockBytes
 from headrace.runner.lanes.lane import EncodingLane, Lane
 from headrace.runner.pooling import UNIT, PooledRows
 from headrace.runner.sampling.logprobs import join, pack_logprobs
-from headrace.runner.sampling.sampler import Constraint, SequenceState, draw, draw_guessed
+from headrace.runner.sampling.sampler import draw, draw_guessed
+from headrace.runner.sampling.state import Constraint, SequenceState
 
 _ROWS_AT_ONCE = 64  # rows of prompt logits held at a time: 64 × 150,000 × 4 bytes = 38 MB
 

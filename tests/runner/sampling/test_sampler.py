@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from headrace.core.plan import Drawn
 from headrace.core.sampling import Sampling
-from headrace.runner.sampling.sampler import SequenceState, draw, sample
+from headrace.runner.sampling.sampler import draw, sample
+from headrace.runner.sampling.state import SequenceState
 
 INF = float("inf")
 LOGITS = st.lists(st.floats(-30, 30, width=32), min_size=2, max_size=600)

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from headrace.core.errors import RequestError
-from headrace.protocols.fields import structure
+from headrace.protocols.fields import samplers, structure
 from headrace.protocols.fields.kinds import (
     Flag,
     Integer,
@@ -17,7 +17,7 @@ from headrace.protocols.fields.kinds import (
     Object,
     String,
     check_count,
-    check_object,
+    items_of,
     missing,
     nullable,
     read_fields,
@@ -33,22 +33,31 @@ _STOP = String(most=1000)
 
 
 class LogitBias(msgspec.Struct, frozen=True):
-    """{"token id": bias}, read as a dict of integers."""
+    """{"token id": bias}, or llama.cpp's [[token id, bias], …], read as a dict of integers."""
 
     def check(self, value: Any, path: str) -> dict[int, float]:
-        check_object(value, path)
+        if type(value) is list:
+            pairs = items_of(value, path, 0, _MAX_BIASES)
+            return dict(_bias_pair(*each) for each in pairs)
+        if type(value) is not dict:
+            raise wrong_type(value, path, "an object of biases by token id, or an array of pairs")
         if len(value) > _MAX_BIASES:
             message = f"{path} has {len(value)} entries; it may have {_MAX_BIASES}."
             raise RequestError("invalid_value", message, path)
         return {_token_id(key, path): _bias(key, value[key], path) for key in value}
 
     def schema(self) -> dict[str, Any]:
-        return {
+        by_id = {
             "type": "object",
             "maxProperties": _MAX_BIASES,
             "propertyNames": {"pattern": "^[0-9]{1,9}$"},
             "additionalProperties": _BIAS.schema(),
         }
+        bias = {"anyOf": [_BIAS.schema(), {"const": False}]}
+        pair: dict[str, Any] = {"type": "array", "prefixItems": [TOKEN_ID.schema(), bias]}
+        pair |= {"minItems": 2, "maxItems": 2}
+        pairs = {"type": "array", "items": pair, "maxItems": _MAX_BIASES}
+        return {"anyOf": [by_id, pairs]}
 
 
 class Stops(msgspec.Struct, frozen=True):
@@ -100,6 +109,7 @@ class ProgressWish(msgspec.Struct, frozen=True):
 
 
 _BIAS = Number(-100, 100)
+_FORBIDDEN = -1e9  # far below any logit, and JSON can hold it
 _BY_CHUNK = "continuous_usage_stats"
 _LIMIT = Integer(low=1, also=(-1,))
 TOKEN_ID = Integer(low=0, high=(1 << 31) - 1)
@@ -116,6 +126,8 @@ COMMON: Mapping[str, Kind] = {
     "frequency_penalty": Number(-2, 2),
     "presence_penalty": Number(-2, 2),
     "repetition_penalty": Number(0, 10, above=True),
+    "repeat_penalty": Number(0, 10, above=True),
+    **samplers.FIELDS,
     "logit_bias": LogitBias(),
     "seed": Integer(),
     "n": Integer(1, MAX_CHOICES),
@@ -152,7 +164,6 @@ NO_EFFECT = (
     "prediction",
     "verbosity",
     "parallel_tool_calls",
-    "id_slot",
     "store",
 )
 
@@ -182,14 +193,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
     "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
-    "mirostat": (0,),
-    "typical_p": (1,),
-    "dynatemp_range": (0,),
-    "dry_multiplier": (0,),
-    "xtc_probability": (0,),
-    "top_n_sigma": (-1,),
-    "samplers": (),
-    "lora": (),
 }
 """Known fields with their neutral values; empty strings, arrays and objects are neutral too."""
 
@@ -220,6 +223,9 @@ def read_common(
 ) -> dict[str, Any]:
     """The given fields of a generation route, checked as far as they need no model."""
     fields = read_known(table, required, body)
+    penalty = fields.pop("repeat_penalty", None)  # llama.cpp's name of the same
+    if penalty is not None:
+        fields.setdefault("repetition_penalty", penalty)
     if fields.get("best_of", fields.get("n", 1)) != fields.get("n", 1):
         raise _unsupported("best_of", "the value of n")
     if fields.get("stream_options", {}).get(_BY_CHUNK) and not fields.get("stream"):
@@ -238,12 +244,10 @@ def ignored(table: Mapping[str, Kind], body: Mapping[str, Any]) -> tuple[str, ..
     The first few, and only names that a header can hold; null counts as absent.
     """
     understood = (table.keys() | UNSUPPORTED.keys() | set(NO_EFFECT)) - set(_NOT_SHOWN)
-    names = (
-        name
-        for name, value in body.items()
-        if value is not None and name not in understood and _SHOWN_NAME.fullmatch(name)
-    )
-    return tuple(islice(names, _MAX_IGNORED))
+    names = (name for name, value in body.items() if value is not None and name not in understood)
+    asked = samplers.without_effect(table, body)
+    shown_names = (name for name in (*names, *asked) if _SHOWN_NAME.fullmatch(name))
+    return tuple(islice(shown_names, _MAX_IGNORED))
 
 
 def max_tokens(fields: dict[str, Any]) -> int | None:
@@ -283,3 +287,12 @@ def _bias(key: str, value: Any, path: str) -> float:
     if value is None:
         raise wrong_type(value, f"{path}.{key}", "a number")
     return _BIAS.check(value, f"{path}.{key}")
+
+
+def _bias_pair(value: Any, path: str) -> tuple[int, float]:
+    (token_id, id_path), (bias, bias_path) = items_of(value, path, 2, 2, "a pair [id, bias]")
+    if type(token_id) is str:
+        message = f"{id_path} is a text; a bias applies to a token id. /tokenize gives the ids."
+        raise RequestError("invalid_type", message, id_path)
+    number = _FORBIDDEN if bias is False else _BIAS.check(bias, bias_path)
+    return TOKEN_ID.check(token_id, id_path), number

@@ -3,10 +3,10 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from headrace.core.sampling import Sampling
+from headrace.core.sampling import PLAIN_ORDER, Sampling
 from headrace.protocols.dialect import data, encode
 from headrace.protocols.fields.common import COMMON, read_common
-from headrace.protocols.fields.kinds import Array, Integer, Kind, String
+from headrace.protocols.fields.kinds import Integer, Kind
 from headrace.protocols.openai import chunks as openai
 from headrace.streams.events import (
     Accepted,
@@ -28,28 +28,16 @@ FIELDS: Mapping[str, Kind] = {
     "n": Integer(1, 1),
     "n_predict": Integer(low=0, also=(-1,)),
     "n_probs": Integer(0, 20),
-    "repeat_penalty": COMMON["repetition_penalty"],
-    "samplers": Array(String(), 64),
 }
-SAMPLERS = ("penalties", "temperature", "top_k", "top_p", "min_p")
-"""The samplers in the order in which they are applied here, by llama.cpp's names."""
 
 
 def read(
     table: Mapping[str, Kind], required: Iterable[str], body: dict[str, Any]
 ) -> dict[str, Any]:
-    """The given fields, checked as far as they need no model.
-
-    The order of samplers is one and the same here; who gives another is told that it was left out.
-    """
+    """The given fields, checked as far as they need no model."""
     fields = read_common(table, required, body)
-    if tuple(fields.pop("samplers", ())) not in ((), SAMPLERS):
-        fields["skipped"] = ("samplers",)
     limits = (fields.pop("n_predict", -1), fields.get("max_tokens", -1))
     fields["max_tokens"] = min((limit for limit in limits if limit != -1), default=-1)
-    penalty = fields.pop("repeat_penalty", None)
-    if penalty is not None:
-        fields.setdefault("repetition_penalty", penalty)
     return fields
 
 
@@ -65,12 +53,19 @@ def settings_of(sampling: Sampling) -> dict[str, Any]:
         "top_p": sampling.top_p,
         "min_p": sampling.min_p,
         "repeat_penalty": sampling.repetition_penalty,
-        "repeat_last_n": -1,
+        "repeat_last_n": sampling.repeat_last_n,
         "presence_penalty": sampling.presence_penalty,
         "frequency_penalty": sampling.frequency_penalty,
+        "typical_p": sampling.typical_p,
+        "top_n_sigma": sampling.top_n_sigma,
+        "xtc_probability": sampling.xtc_probability,
+        "xtc_threshold": sampling.xtc_threshold,
+        "dynatemp_range": sampling.dynatemp_range,
+        "dynatemp_exponent": sampling.dynatemp_exponent,
+        "min_keep": sampling.min_keep,
         "ignore_eos": sampling.ignore_eos,
         "n_probs": sampling.num_logprobs or 0,
-        "samplers": SAMPLERS,
+        "samplers": sampling.samplers or PLAIN_ORDER,
     }
 
 

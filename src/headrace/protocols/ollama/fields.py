@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from headrace.protocols.fields import samplers
 from headrace.protocols.fields.common import COMMON, ignored
 from headrace.protocols.fields.kinds import (
     Array,
@@ -50,7 +51,8 @@ class ModelOptions(msgspec.Struct, frozen=True):
         if given.get("num_predict", 1) < 1:
             fields["max_tokens"] = -1
         others = {f"{path}.{name}": it for name, it in value.items() if name not in _OPTIONS}
-        return ReadOptions(fields, ignored({}, others))
+        asked = samplers.without_effect(_OPTIONS, value)
+        return ReadOptions(fields, (*ignored({}, others), *(f"{path}.{name}" for name in asked)))
 
     def schema(self) -> dict[str, Any]:
         return Object(_OPTIONS).schema()
@@ -58,16 +60,16 @@ class ModelOptions(msgspec.Struct, frozen=True):
 
 _OPTIONS: Mapping[str, Kind] = {
     "num_predict": Integer(low=-2),  # 0 or less: no limit
-    "repeat_penalty": COMMON["repetition_penalty"],
+    **samplers.FIELDS,
     **{
         name: COMMON[name]
         for name in (
             *("seed", "temperature", "top_k", "top_p", "min_p"),
-            *("presence_penalty", "frequency_penalty", "stop"),
+            *("presence_penalty", "frequency_penalty", "repeat_penalty", "stop"),
         )
     },
 }
-_IN_CHAT = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
+_IN_CHAT = {"num_predict": "max_tokens"}
 
 
 class AnswerFormat(msgspec.Struct, frozen=True):

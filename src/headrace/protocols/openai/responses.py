@@ -10,6 +10,7 @@ from headrace.core.jobs import CheckedBody
 from headrace.core.request import Chat, Prompt, Request, Route
 from headrace.fleet.served_model import ServedModel
 from headrace.protocols.dialect import encode, named
+from headrace.protocols.fields import samplers
 from headrace.protocols.fields.common import COMMON, read_common
 from headrace.protocols.fields.kinds import Array, Flag, Integer, Kind, Object, String
 from headrace.protocols.fields.messages import take_images
@@ -50,6 +51,8 @@ _SHARED = (
     "frequency_penalty",
     "presence_penalty",
     "repetition_penalty",
+    "repeat_penalty",
+    *samplers.FIELDS,
     "logit_bias",
     "seed",
     "stop",

@@ -3,6 +3,8 @@
 Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3 (2011).
 """
 
+from typing import Literal
+
 Words = tuple[int, int, int, int]
 
 _WORD = 0xFFFFFFFF
@@ -25,13 +27,15 @@ def philox(counter: Words, key: tuple[int, int]) -> Words:
     return a, b, c, d
 
 
-def uniform(seed: int, token: int, choice: int) -> float:
+def uniform(seed: int, token: int, choice: int, stream: Literal[0, 1] = 0) -> float:
     """One number of [0, 1) for token `token` of choice `choice`, with 53 random bits.
 
     The seed's 64 bits are the key; token and choice are two words each of the counter, low first.
+    Stream 0 takes the first two of the four random words, stream 1 the others.
     """
     words = philox((*_split(token), *_split(choice)), _split(seed))
-    return ((words[1] << 32 | words[0]) >> 11) * 2.0**-53
+    low, high = words[2 * stream : 2 * stream + 2]
+    return ((high << 32 | low) >> 11) * 2.0**-53
 
 
 def _split(number: int) -> tuple[int, int]:

@@ -1,82 +1,25 @@
 """Draws a token from a row of logits; every random number is Philox's, no state is kept.
 
 Order: logits + bias, repetition, frequency and presence penalty, end tokens and what the grammar
-forbids masked, then argmax if greedy, else temperature, top_k, top_p, min_p and one draw.
+forbids masked, then argmax if greedy, else temperature, top_k, top_p, min_p and one draw. Requests
+with `samplers` are drawn by `chain` behind the mask; there the penalties are one of the samplers.
 """
 
-from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace.core.plan import Begin, Drawn
+from headrace.core.plan import Drawn
 from headrace.core.sampling import Logprobs, Sampling
-from headrace.runner.pooling import UNIT, PooledRows, VectorHead
+from headrace.runner.sampling.chain import draw_in_order
 from headrace.runner.sampling.logprobs import Floats, join, likeliest, pack_logprobs
-from headrace.runner.sampling.occurrences import Occurrences
+from headrace.runner.sampling.penalties import penalize
 from headrace.runner.sampling.philox import uniform
+from headrace.runner.sampling.state import SequenceState
 
 _FIRST_HEAD = 256  # candidates that are put in order before it is known how many are needed
-
-
-class Constraint(Protocol):
-    """The state of one answer in its grammar."""
-
-    def allowed(self, answer: "array[int]") -> NDArray[np.bool_]:
-        """The tokens that may follow these, by id; ValueError if the grammar gave up."""
-        ...
-
-    def forced(self, answer: "array[int]") -> tuple[int, ...]:
-        """Some tokens that spell what must follow these; none if there is a choice."""
-        ...
-
-
-@dataclass(slots=True)
-class SequenceState:
-    """Tokens known so far, the drawn ones appended, and how to draw the next."""
-
-    token_ids: "array[int]"
-    num_prompt: int
-    choice: int
-    sampling: Sampling
-    constraint: Constraint | None = None
-    pooled: PooledRows | None = None  # of one that draws nothing
-    seen: Occurrences = field(default_factory=Occurrences)  # of all tokens, if it is penalized
-    drawn: Occurrences = field(init=False)  # of those drawn
-
-    def __post_init__(self) -> None:
-        self.drawn = Occurrences(self.num_prompt)
-
-    @classmethod
-    def from_begin(
-        cls, begin: Begin, constraint: Constraint | None = None, head: VectorHead = UNIT
-    ) -> "SequenceState":
-        # A copy of our own: it grows with each draw.
-        token_ids = begin.token_ids[:]
-        known = cls(token_ids, begin.num_prompt, begin.choice, begin.sampling, constraint)
-        if begin.sampling.pooling is not None:
-            known.pooled = PooledRows(begin.sampling.pooling, head)
-        return known
-
-    @property
-    def num_generated(self) -> int:
-        return len(self.token_ids) - self.num_prompt
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the last token, which was drawn, ends it."""
-        sampling, num_generated = self.sampling, self.num_generated
-        is_end = sampling.ends_with(self.token_ids[-1], num_generated)
-        return is_end or num_generated == sampling.max_tokens
-
-    def forced(self) -> tuple[int, ...]:
-        answer = self.token_ids[self.num_prompt :]
-        return () if self.constraint is None else self.constraint.forced(answer)
 
 
 def draw(logits: Tensor, sequences: Sequence[SequenceState]) -> list[Drawn]:
@@ -152,6 +95,8 @@ def _num_candidates(weights: Floats, mass: np.ndarray, total: float, sampling: S
 
 def _dice(row: Tensor, known: SequenceState) -> int:
     dice = uniform(known.sampling.seed, known.num_generated, known.choice)
+    if known.sampling.samplers:
+        return draw_in_order(row.cpu().numpy(), known, dice)
     return sample(row.cpu().numpy(), known.sampling, dice)
 
 
@@ -177,19 +122,11 @@ def _adjusted(logits: Tensor, sequences: Sequence[SequenceState]) -> tuple[Tenso
 
 def _changes(known: SequenceState) -> bool:
     s = known.sampling
-    has_penalty = s.repetition_penalty != 1 or s.frequency_penalty or s.presence_penalty
+    has_penalty = not s.samplers and (
+        s.repetition_penalty != 1 or s.frequency_penalty or s.presence_penalty
+    )
     masks = known.constraint is not None or s.masks_ends(known.num_generated)
     return bool(s.logit_bias or has_penalty or masks)
-
-
-def _scaled(logits: Floats, penalty: np.float32) -> Floats:
-    """Divided by the penalty if positive, else multiplied; as large as a float32 can be at most.
-
-    A penalty may be as small as floats go, and as a float32 it may be 0.
-    """
-    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
-        scaled = np.where(logits > 0, logits / penalty, logits * penalty)
-    return np.minimum(scaled, np.finfo(np.float32).max)
 
 
 def _reasons(row: Floats, known: SequenceState) -> bool:
@@ -203,14 +140,8 @@ def _adjust(row: Floats, known: SequenceState) -> None:
     reasons = _reasons(row, known)
     for token_id, bias in s.logit_bias.items():
         row[token_id] += np.float32(bias)
-    if s.repetition_penalty != 1:
-        known.seen.take(known.token_ids)
-        seen = known.seen.token_ids
-        row[seen] = _scaled(row[seen], np.float32(s.repetition_penalty))
-    if s.frequency_penalty or s.presence_penalty:
-        known.drawn.take(known.token_ids)
-        penalties = s.frequency_penalty * known.drawn.counts + s.presence_penalty
-        row[known.drawn.token_ids] -= penalties.astype(np.float32)
+    if not s.samplers:
+        penalize(row, known)
     if known.constraint is not None:
         allowed = known.constraint.allowed(known.token_ids[known.num_prompt :])
         if reasons and s.grammar_tags:

@@ -1,0 +1,106 @@
+from typing import Any
+
+import pytest
+
+from headrace.core.errors import RequestError
+from headrace.core.sampling import LLAMA_CPP_ORDER, PLAIN_ORDER, Sampling
+from headrace.protocols.fields import samplers
+from headrace.protocols.fields.common import COMMON, ignored
+from headrace.protocols.openai import chat as openai_chat
+from tests.gateway.builders import parsed
+
+USER = {"role": "user", "content": "hi"}
+
+
+def sampling(**body: Any) -> Sampling:
+    return parsed(openai_chat, {"messages": [USER], "seed": 1} | body).sampling
+
+
+def refusal(**body: Any) -> tuple[str, str | None]:
+    with pytest.raises(RequestError) as caught:
+        sampling(**body)
+    return caught.value.code, caught.value.param
+
+
+def named(**body: Any) -> tuple[str, ...]:
+    return ignored(COMMON, body)
+
+
+def test_repeat_penalty_is_the_repetition_penalty() -> None:
+    assert sampling(repeat_penalty=1.3) == sampling(repetition_penalty=1.3)
+    assert sampling(repeat_penalty=1.3, repetition_penalty=1.1).repetition_penalty == 1.1
+    assert refusal(repeat_penalty=-1) == ("invalid_value", "repeat_penalty")
+
+
+def test_a_request_without_them_is_drawn_as_before() -> None:
+    assert sampling() == Sampling(seed=1, temperature=sampling().temperature)
+    off = {"typical_p": 1.5, "top_n_sigma": -3, "xtc_probability": 0, "dynatemp_range": -1}
+    assert sampling(**off, repeat_last_n=-1, min_keep=0, samplers=[]) == sampling()
+    assert sampling(samplers="") == sampling()
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [{"typical_p": 0.5}, {"top_n_sigma": 1}, {"xtc_probability": 0.5}, {"dynatemp_range": 0.5}],
+)
+def test_a_sampler_of_llama_cpp_brings_its_order(asked: dict[str, float]) -> None:
+    assert sampling(**asked).samplers == LLAMA_CPP_ORDER
+
+
+def test_min_keep_alone_keeps_the_order() -> None:
+    assert sampling(min_keep=2).samplers == PLAIN_ORDER
+    assert sampling(min_keep=1).samplers == ()
+
+
+def test_samplers_that_are_not_named_are_off() -> None:
+    asked = sampling(
+        samplers=["top_k", "temp"], top_k=5, top_p=0.5, repeat_penalty=2, typical_p=0.1
+    )
+    assert (asked.samplers, asked.top_k) == (("top_k", "temperature"), 5)
+    assert (asked.top_p, asked.repetition_penalty, asked.typical_p) == (1, 1, 1)
+    assert sampling(samplers=["top_k"], temperature=0).temperature == 1
+
+
+def test_an_order_of_letters_is_one_of_names() -> None:
+    assert sampling(samplers="edskypmxt").samplers == LLAMA_CPP_ORDER
+    assert named(samplers="edskypmxt") == ()
+
+
+def test_samplers_that_we_lack_are_named() -> None:
+    asked = ["top_k", "infill", "dry", "a, b", "infill"]
+    assert named(samplers=asked) == ("samplers.infill",)
+    assert named(samplers="kiz") == ("samplers.infill", "samplers.z")
+    assert sampling(samplers=asked).samplers == ("top_k",)
+
+
+def test_what_has_no_effect_is_named_where_it_asks_for_something() -> None:
+    assert named(mirostat=2, mirostat_tau=5.0, dry_multiplier=0.8, id_slot=3, n_keep=0) == (
+        "mirostat",
+        "dry_multiplier",
+        "id_slot",
+    )
+    neutral = {"mirostat": 0, "dry_multiplier": 0.0, "lora": [], "response_fields": []}
+    assert named(**neutral, post_sampling_probs=False, t_max_predict_ms=0, id_slot=-1) == ()
+    assert sampling(mirostat=2, dry_multiplier=0.8) == sampling()
+
+
+@pytest.mark.parametrize("name", samplers.FIELDS)
+def test_a_value_of_another_type_is_refused_by_its_path(name: str) -> None:
+    assert refusal(**{name: {"a": 1}}) == ("invalid_type", name)
+
+
+def test_a_name_that_is_no_string_is_refused_by_its_path() -> None:
+    assert refusal(samplers=["top_k", 3]) == ("invalid_type", "samplers[1]")
+    assert refusal(samplers=["x"] * 65) == ("invalid_value", "samplers")
+    assert refusal(repeat_last_n=-2) == ("invalid_value", "repeat_last_n")
+
+
+def test_biases_may_be_pairs_and_false_forbids() -> None:
+    pairs = sampling(logit_bias=[[5, 2.5], [7, -1], [9, False]]).logit_bias
+    assert (pairs[5], pairs[7]) == (2.5, -1) and pairs[9] < -1e8
+    assert sampling(logit_bias=[]) == sampling()
+    assert refusal(logit_bias=[[5, 1], [7]]) == ("invalid_value", "logit_bias[1]")
+    assert refusal(logit_bias=[["a", 1]]) == ("invalid_type", "logit_bias[0][0]")
+    assert refusal(logit_bias=[[5, True]]) == ("invalid_type", "logit_bias[0][1]")
+    assert refusal(logit_bias=[[5, 101]]) == ("invalid_value", "logit_bias[0][1]")
+    assert refusal(logit_bias=3) == ("invalid_type", "logit_bias")
