@@ -189,7 +189,7 @@ def test_a_response_goes_on_from_the_images_before_it_and_lists_them():
     assert chat.image_params == ("previous_response_id", "input[0].content[1]")
     assert checked.stubs[0].num_images == 2
     page = json.loads(openai_responses.input_items(checked.kept, "resp_1", 20, True, ""))
-    assert page["data"][0]["content"] == [part("data:image/png;base64,AQID") | {"detail": "auto"}]
+    assert page["data"][0]["content"] == [part("data:image/png;base64,AQID")]
     with pytest.raises(RequestError) as refused:
         Jobs(FakeModel()).go_on(packed)  # type: ignore[arg-type]
     assert refused.value.param == "previous_response_id.type"

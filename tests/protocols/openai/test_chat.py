@@ -10,6 +10,7 @@ from headrace.core.errors import RequestError
 from headrace.core.request import Chat, Request
 from headrace.protocols.fields.common import NO_EFFECT, UNSUPPORTED
 from headrace.protocols.openai import chat as openai_chat
+from headrace.protocols.requests import pack
 from tests.gateway.builders import JSON, FakeModel, parsed
 
 USER = {"role": "user", "content": "hi"}
@@ -262,7 +263,7 @@ EMPTY = {"type": "text"}
     [
         ("hi", "invalid_type", ""),
         ({"content": "hi"}, "missing_required_parameter", ".role"),
-        ({"role": "robot", "content": "hi"}, "invalid_value", ".role"),
+        ({"role": 5, "content": "hi"}, "invalid_type", ".role"),
         ({"role": "user"}, "missing_required_parameter", ".content"),
         ({"role": "user", "content": 5}, "invalid_type", ".content"),
         ({"role": "user", "content": [5]}, "invalid_type", ".content[0]"),
@@ -328,3 +329,37 @@ def test_any_json_is_a_request_or_a_400(body: dict[str, Any], has_messages: bool
         assert error.message.endswith(".")
     else:
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=Request) == request
+
+
+def test_a_history_of_another_provider_is_shown_as_what_templates_know() -> None:
+    patch = {"type": "custom", "id": "c1", "custom": {"name": "apply_patch", "input": 'a "b"'}}
+    file = {"filename": "a.txt", "file_data": "data:text/plain;base64,aGk="}
+    messages = [
+        {
+            "role": "user",
+            "content": [{"type": "file", "file": file}, {"type": "text", "text": "x"}],
+        },
+        {"role": "assistant", "content": None, "tool_calls": [patch], "annotations": []},
+        {"role": "tool", "tool_call_id": "c1", "content": "ok"},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
+        {"role": "assistant", "content": None, "refusal": "Never.", "tool_calls": []},
+        {"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}},
+        {"role": "function", "name": "f", "content": "3"},
+        {"role": "assistant", "content": None, "tool_calls": None, "audio": {"id": "a1"}},
+        {"role": "user", "content": None},
+        {"role": "ipython", "content": "5"},
+        {"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": ""}}]},
+        {"role": "user", "content": [{"type": "search_result", "content": "found"}]},
+    ]
+    body = {"messages": messages}
+    checked = pack(openai_chat, openai_chat.read(body))  # type: ignore[arg-type]
+    assert checked.ignored == ("messages[9].role", "messages[10].content[0]")
+    shown = chat_of(parse(messages=messages)).messages
+    assert [it["content"] for it in shown] == [
+        *("a.txt:\nhi\nx", "", "ok", "No.", "Never.", "", "3", "", "", "5", "", "found")
+    ]
+    function = {"name": "apply_patch", "arguments": r'{"input":"a \"b\""}'}
+    assert shown[1]["tool_calls"] == [{"id": "c1", "type": "function", "function": function}]
+    assert "tool_calls" not in shown[4]
+    assert shown[5]["tool_calls"][0]["id"] == shown[6]["tool_call_id"]
+    assert [shown[i]["role"] for i in (6, 9)] == ["tool", "user"]

@@ -22,6 +22,14 @@ THOUGHT = {
     "summary": [],
     "content": [{"type": "reasoning_text", "text": "Hm"}],
 }
+CUSTOM = {"type": "custom_tool_call", "call_id": "c1", "name": "sql", "input": 'a "b"'}
+SHELL = {
+    "type": "local_shell_call",
+    "id": "lsh_1",
+    "call_id": "c2",
+    "action": {"type": "exec", "command": ["ls"], "env": {}, "user": None},
+    "status": "completed",
+}
 ADD = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": True}
 
 
@@ -130,14 +138,11 @@ def test_an_effort_switches_thought_on_or_off() -> None:
     [
         ({"input": []}, "invalid_value", "input"),
         ({"input": 1}, "invalid_type", "input"),
-        ({"input": [{"type": "item_reference"}]}, "unsupported_content", "input[0].type"),
+        ({"input": [{"type": 5}]}, "invalid_type", "input[0].type"),
+        ({"input": [CUSTOM | {"call_id": 5}]}, "invalid_type", "input[0].call_id"),
+        ({"input": [SHELL | {"action": 5}]}, "invalid_type", "input[0].action"),
         ({"input": [{"role": "user"}]}, "missing_required_parameter", "input[0].content"),
-        ({"input": [{"role": "tool", "content": ""}]}, "invalid_value", "input[0].role"),
-        (
-            {"input": [{"role": "user", "content": [{"type": "input_file", "text": ""}]}]},
-            "unsupported_content",
-            "input[0].content[0].type",
-        ),
+        ({"input": [{"type": "message"}]}, "missing_required_parameter", "input[0].role"),
         ({"input": [CALL | {"name": None}]}, "missing_required_parameter", "input[0].name"),
         ({"input": [RESULT | {"output": 1}]}, "invalid_type", "input[0].output"),
         ({"tools": [{"type": "function"}]}, "missing_required_parameter", "tools[0].name"),
@@ -213,3 +218,125 @@ def test_an_old_record_without_what_was_kept_still_opens() -> None:
     raw = msgspec.msgpack.decode(msgspec.msgpack.encode(request_of()))
     del raw["kept"]
     assert msgspec.convert(raw, Request, strict=False).kept == b""
+
+
+def item(kind: str, **fields: Any) -> dict[str, Any]:
+    return {"type": kind} | fields
+
+
+FILE = item("input_file", filename="a.txt", file_data="data:text/plain;base64,aGk=")
+PATCH = item("apply_patch_call", call_id="c3", operation={"type": "delete_file", "path": "a"})
+RUN = item("shell_call", call_id="c4", action={"commands": ["ls"], "timeout_ms": None})
+CHUNK = {"stdout": "a", "stderr": "b", "outcome": {"type": "exit", "exit_code": 2}}
+SHOT = {"type": "computer_screenshot", "image_url": "data:image/png;base64,AA=="}
+
+
+@pytest.mark.parametrize(
+    ("call", "output", "shown", "result"),
+    [
+        (CUSTOM, item("custom_tool_call_output", call_id="c1", output="3"), ("sql", None), "3"),
+        (
+            SHELL,
+            item("local_shell_call_output", id="lsh_1", output="ok"),
+            ("local_shell", None),
+            "ok",
+        ),
+        (PATCH, item("apply_patch_call_output", call_id="c3", status="failed"), None, "failed"),
+        (RUN, item("shell_call_output", call_id="c4", output=[CHUNK]), None, "a\nb\nExit code 2."),
+        (
+            item("tool_search_call", call_id="c5", arguments={"query": "x"}),
+            item("tool_search_output", call_id="c5", tools=[{"name": "y"}]),
+            ("tool_search", {"query": "x"}),
+            '[{"name":"y"}]',
+        ),
+        (
+            item("computer_call", call_id="c6", action={"type": "screenshot"}),
+            item("computer_call_output", call_id="c6", output=SHOT),
+            ("computer", {"type": "screenshot"}),
+            "",
+        ),
+    ],
+)
+def test_calls_of_every_type_are_shown_as_calls_of_functions_with_their_results(
+    call: dict[str, Any], output: dict[str, Any], shown: Any, result: str
+) -> None:
+    turn, told = chat_of([call, output]).messages
+    function = turn["tool_calls"][0]["function"]
+    known = {
+        "sql": {"input": 'a "b"'},
+        "local_shell": {"command": ["ls"], "env": {}},
+        "apply_patch": {"type": "delete_file", "path": "a"},
+        "shell": {"commands": ["ls"]},
+    }
+    arguments = shown[1] if shown and shown[1] else known[function["name"]]
+    assert json.loads(function["arguments"]) == arguments
+    assert not shown or function["name"] == shown[0]
+    assert (told["role"], told["content"]) == ("tool", result)
+
+
+@pytest.mark.parametrize(
+    ("foreign", "messages"),
+    [
+        (
+            item(
+                "mcp_call", id="m1", name="look", arguments="{}", server_label="s", output="found"
+            ),
+            [("assistant", ""), ("tool", "found")],
+        ),
+        (
+            item(
+                "code_interpreter_call", id="i", code="1", outputs=[{"type": "logs", "logs": "1"}]
+            ),
+            [("assistant", ""), ("tool", "1")],
+        ),
+        (
+            item("file_search_call", id="f", queries=["q"], results=[{"text": "page", "score": 1}]),
+            [("assistant", ""), ("tool", "page")],
+        ),
+        (
+            item("compaction", summary="So far."),
+            [("user", "Summary of the conversation so far:\nSo far.")],
+        ),
+        (item("agent_message", content=[{"type": "output_text", "text": "Hm"}]), [("user", "Hm")]),
+        (item("of_tomorrow", output={"text": "new"}), [("user", "new")]),
+        (RESULT, [("user", "Result of a tool call:\n2")]),
+        (item("message", role="critic", content="x"), [("user", "x")]),
+        (item("message", role="user", content=[FILE]), [("user", "a.txt:\nhi\n")]),
+        (
+            item("message", role="assistant", content=[{"type": "refusal", "refusal": "No."}]),
+            [("assistant", "No.")],
+        ),
+    ],
+)
+def test_what_another_provider_made_is_shown_where_it_carries_text(
+    foreign: dict[str, Any], messages: list[tuple[str, str]]
+) -> None:
+    shown = chat_of([foreign]).messages
+    assert [(it["role"], it["content"]) for it in shown] == messages
+
+
+TEXTLESS = [
+    item("web_search_call", id="ws", status="completed", action={"type": "search", "query": "q"}),
+    item("image_generation_call", id="ig", result=None, status="completed"),
+    item("mcp_list_tools", id="l", server_label="s", tools=[{"name": "x", "input_schema": {}}]),
+    item("mcp_approval_response", approval_request_id="a", approve=True),
+    item("reasoning", id="rs", summary=[], encrypted_content="x"),
+    item("compaction", id="cmp", encrypted_content="x"),
+    item("compaction_trigger"),
+    item("item_reference", id="msg_x"),
+    {"id": "msg_y"},
+    item("additional_tools", role="developer", tools=[]),
+    item("of_tomorrow", number=3),
+]
+
+
+def test_what_carries_no_text_is_skipped_and_named_and_comes_back_as_it_came() -> None:
+    said = item("message", role="user", content=[item("input_text", text="x", own=1)])
+    checked = checked_of(input=[*TEXTLESS, said])
+    assert checked.ignored == tuple(f"input[{i}]" for i in range(len(TEXTLESS)))
+    assert chat_of([*TEXTLESS, said]).messages == ({"role": "user", "content": "x"},)
+    (page,) = [json.loads(openai_responses.input_items(checked.kept, "resp_1", 100, True, ""))]
+    for given, found in zip([*TEXTLESS, said], page["data"], strict=True):
+        assert given.items() <= found.items()
+    whole = openai_responses.go_on(checked.kept, b"[]", checked_of(input="y"))
+    assert len(json.loads(open_kept(whole.kept).items)) == len(TEXTLESS) + 2

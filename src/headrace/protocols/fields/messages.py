@@ -18,10 +18,9 @@ from headrace.protocols.fields.kinds import (
     missing,
     nullable,
     required,
-    shown,
     wrong_type,
-    wrong_value,
 )
+from headrace.protocols.fields.parts import TEXT_PARTS, read_parts
 from headrace.protocols.progress_words import without_progress
 
 MAX_MESSAGES = 10_000
@@ -29,19 +28,19 @@ MAX_IMAGES = 16
 _MAX_ADDRESS = 8192  # characters
 IMAGE_PART = "image_url"
 _SCHEMES = ("http://", "https://")
-TEXT_PARTS = ("text", "input_text", "output_text")
-"""Text in a chat's words, and in those of clients that speak of responses."""
-
+_PARTS = (*TEXT_PARTS[:3], "refusal", "file")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _AS_THEY_ARE: dict[str, Kind] = {
     "name": String(),
-    "tool_calls": Array(Object(), most=128),
     "tool_call_id": String(),
     "reasoning_content": String(),
     "reasoning": String(),
 }
 
+_CALLS = Array(Object(), most=128)
 _REASONING = ("reasoning_content", "reasoning")
+_FUNCTION = "function"
+"""The role of a function's result in chats of 2023."""
 
 
 class PlacedImage(msgspec.Struct, frozen=True):
@@ -51,17 +50,27 @@ class PlacedImage(msgspec.Struct, frozen=True):
     path: str
 
 
-class Messages(msgspec.Struct, frozen=True):
-    """The field `messages`, read as a tuple of what the template will see."""
+class ReadMessages(tuple[dict[str, Any], ...]):
+    """Messages as the template will see them, with the paths of what was left out of them."""
 
-    def check(self, value: Any, path: str) -> tuple[dict[str, Any], ...]:
-        return tuple(_message(*each) for each in items_of(value, path, 1, MAX_MESSAGES))
+    skipped: tuple[str, ...] = ()
+
+
+class Messages(msgspec.Struct, frozen=True):
+    """The field `messages`, read as ReadMessages; what another provider put into it is taken."""
+
+    def check(self, value: Any, path: str) -> ReadMessages:
+        skipped: list[str] = []
+        found = items_of(value, path, 1, MAX_MESSAGES)
+        messages = ReadMessages(_message(*each, skipped) for each in found)
+        messages.skipped = tuple(skipped)
+        return messages
 
     def schema(self) -> dict[str, Any]:
         part = {
             "type": "object",
-            "properties": {"type": {"enum": list(TEXT_PARTS)}, "text": {"type": "string"}},
-            "required": ["type", "text"],
+            "properties": {"type": {"enum": list(_PARTS)}, "text": {"type": "string"}},
+            "required": ["type"],
         }
         url = {"type": "object", "properties": {"url": {"type": "string"}}, "required": ["url"]}
         image = {
@@ -71,26 +80,35 @@ class Messages(msgspec.Struct, frozen=True):
         }
         parts = {"type": "array", "items": {"anyOf": [part, image]}}
         content = [{"type": "string"}, parts, {"type": "null"}]
-        properties = {name: nullable(kind) for name, kind in _AS_THEY_ARE.items()}
+        kinds = _AS_THEY_ARE | {"tool_calls": _CALLS}
+        properties = {name: nullable(kind) for name, kind in kinds.items()}
         message = {
             "type": "object",
-            "properties": {"role": {"enum": list(ROLES)}, "content": {"anyOf": content}}
+            "properties": {
+                "role": {"enum": [*ROLES, _FUNCTION]},
+                "content": {"anyOf": content},
+            }
             | properties,
             "required": ["role"],
         }
         return {"type": "array", "items": message, "minItems": 1, "maxItems": MAX_MESSAGES}
 
 
-def _message(value: Any, path: str) -> dict[str, Any]:
+def _message(value: Any, path: str, skipped: list[str]) -> dict[str, Any]:
     check_object(value, path)
     role = required(value, "role", path, String())
-    if role not in ROLES:
-        raise wrong_value(role, f"{path}.role", f"one of {', '.join(ROLES)}")
-    message = {"role": role, "content": _content(value.get("content"), role, f"{path}.content")}
+    if role not in (*ROLES, _FUNCTION):
+        skipped.append(f"{path}.role")
+        role = "user"
+    message = {"role": role, "content": _content(value, role, path, skipped)}
     for name, kind in _AS_THEY_ARE.items():
         if value.get(name) is not None:
             kind.check(value[name], f"{path}.{name}")
             message[name] = value[name]
+    if calls := _calls(value, path, skipped):
+        message["tool_calls"] = calls
+    if role == _FUNCTION:
+        message |= {"role": "tool", "tool_call_id": _old_id(message.get("name", ""))}
     for name in _REASONING:
         if name in message and not (own := without_progress(message[name])):
             del message[name]
@@ -99,33 +117,69 @@ def _message(value: Any, path: str) -> dict[str, Any]:
     return message
 
 
-def _content(value: Any, role: str, path: str) -> str | list[dict[str, Any]]:
+def _content(
+    message: dict[str, Any], role: str, path: str, skipped: list[str]
+) -> str | list[dict[str, Any]]:
+    value, path = message.get("content"), f"{path}.content"
     if value is None:
-        if role != "assistant":
+        if role != "assistant" and "content" not in message:
             raise missing(path)
-        return ""  # templates print None as a word
+        refusal = message.get("refusal")
+        return refusal if type(refusal) is str else ""  # templates print None as a word
     if type(value) is str:
         return value
     if type(value) is not list:
         raise wrong_type(value, path, "a string or an array of parts")
-    if any(_is_image(part) for part in value):
-        return [_part(part, f"{path}[{i}]") for i, part in enumerate(value)]
-    return "".join(part_text(part, f"{path}[{i}]") for i, part in enumerate(value))
+    return read_parts(value, path, _image_of, skipped)
 
 
-def _is_image(part: Any) -> bool:
-    return type(part) is PlacedImage or (type(part) is dict and part.get("type") == IMAGE_PART)
+def _calls(message: dict[str, Any], path: str, skipped: list[str]) -> list[dict[str, Any]]:
+    """Return the calls of an assistant as calls of functions, which templates know."""
+    given = message.get("tool_calls")
+    found = [] if given is None else _CALLS.check(given, f"{path}.tool_calls")
+    calls = []
+    for i, call in enumerate(found):
+        own = call.get(str(call.get("type")))
+        if "function" in call or type(own) is not dict:
+            calls.append(call)
+        elif type(own.get("name")) is str:
+            calls.append(_custom_call(call, own, f"{path}.tool_calls[{i}].{call['type']}"))
+        else:
+            skipped.append(f"{path}.tool_calls[{i}]")
+    old = message.get("function_call")
+    if type(old) is dict and type(old.get("name")) is str:
+        function = {"name": old["name"], "arguments": old.get("arguments") or "{}"}
+        calls.append({"id": _old_id(old["name"]), "type": "function", "function": function})
+    return calls
 
 
-def _part(value: Any, path: str) -> dict[str, Any]:
-    """A text, or an image's address and path: whether it is sound is asked once it is wanted."""
-    if not _is_image(value):
-        return {"type": "text", "text": part_text(value, path)}
-    if type(value) is PlacedImage:
-        return image_part(value.url, value.path)
-    image = Object().check(value.get(IMAGE_PART), f"{path}.{IMAGE_PART}")
-    url = String().check(image.get("url"), f"{path}.{IMAGE_PART}.url")
-    return image_part(url, path)
+def _custom_call(call: dict[str, Any], own: dict[str, Any], path: str) -> dict[str, Any]:
+    text = String().check(own.get("input", ""), f"{path}.input")
+    function = {"name": own["name"], "arguments": arguments_of_text(text)}
+    rest = {name: call[name] for name in ("id",) if call.get(name) is not None}
+    return rest | {"type": "function", "function": function}
+
+
+def arguments_of_text(text: str) -> str:
+    """Return the arguments of a call of a custom tool, as the model knows the tool: a function."""
+    return msgspec.json.encode({"input": text}).decode()
+
+
+def _old_id(name: str) -> str:
+    """Return an id that joins a `function_call` and its result, which have none of their own."""
+    return f"call_{name}"
+
+
+def _image_of(part: Any, path: str) -> dict[str, Any] | None:
+    """A part's image, by address and path: whether it is sound is asked once it is wanted."""
+    if type(part) is PlacedImage:
+        return image_part(part.url, part.path)
+    if type(part) is not dict or part.get("type") not in (IMAGE_PART, "input_image"):
+        return None
+    image = part.get(IMAGE_PART)
+    if type(image) is not str:  # clients that speak of responses send the address itself
+        image = Object().check(image, f"{path}.{IMAGE_PART}").get("url")
+    return image_part(String().check(image, f"{path}.{IMAGE_PART}.url"), path)
 
 
 def image_part(url: str, path: str) -> dict[str, Any]:
@@ -219,19 +273,3 @@ def placeholder_in_text(param: str) -> RequestError:
     """A text must not stand for an image that was not sent."""
     message = "The text has a token that stands for an image; send the image as a part instead."
     return RequestError("invalid_value", message, param)
-
-
-def part_text(value: Any, path: str) -> str:
-    """The text of one part; RequestError if it is of another kind."""
-    check_object(value, path)
-    for name in ("type", "text"):
-        given = value.get(name)
-        if given is None:
-            raise missing(f"{path}.{name}")
-        if name == "type" and String().check(given, f"{path}.type") not in TEXT_PARTS:
-            raise RequestError(
-                "unsupported_content",
-                f"{path} is of type {shown(given)}; this model takes text only.",
-                f"{path}.type",
-            )
-    return String().check(value["text"], f"{path}.text")

@@ -47,6 +47,7 @@ TABLE: Mapping[str, Kind] = {
     "top_logprobs": Integer(0, 20),
 }
 IN_PROMPTS = frozenset(TEMPLATE) - {"tool_choice"}
+_MAX_SKIPPED = 16
 _NOT_REPLACEABLE = ("messages", "tools", "add_generation_prompt")
 
 KEYS = openai.KEYS
@@ -61,6 +62,7 @@ def read(body: dict[str, Any]) -> dict[str, Any]:
     fields["tool_paths"] = [f"tools[{i}].function" for i in range(len(fields.get("tools", ())))]
     narrow(fields)
     check_choice(fields)
+    fields["skipped"] = fields["messages"].skipped[:_MAX_SKIPPED]
     fields["one_call"] = body.get("parallel_tool_calls") is False
     fields["text_parameters"] = text_parameters(fields.get("tools", ()))
     if fields.get("top_logprobs") and not fields.get("logprobs"):

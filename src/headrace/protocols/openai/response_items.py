@@ -1,24 +1,23 @@
 """Items of /v1/responses: checked, written as messages for the template, listed again."""
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
 
 from headrace.core.errors import RequestError
+from headrace.protocols.dialect import encode
 from headrace.protocols.fields.kinds import (
-    Object,
     String,
     check_object,
     items_of,
     missing,
     required,
-    shown,
     wrong_type,
-    wrong_value,
 )
-from headrace.protocols.fields.messages import image_part, part_text
+from headrace.protocols.fields.messages import arguments_of_text, image_part
+from headrace.protocols.fields.parts import carried_text, part_text, read_parts
 from headrace.protocols.fields.tools import flat_name
 from headrace.protocols.progress_words import without_progress
 
@@ -29,34 +28,70 @@ PAST = "previous_response_id"
 """The field that stands for all items of an earlier response."""
 
 Item = dict[str, Any]
+Message = dict[str, Any]
+
+_CALLS: Mapping[str, tuple[str, str]] = {
+    "local_shell_call": ("local_shell", "action"),
+    "shell_call": ("shell", "action"),
+    "apply_patch_call": ("apply_patch", "operation"),
+    "tool_search_call": ("tool_search", "arguments"),
+    "computer_call": ("computer", "action"),
+    "program": ("program", "code"),
+}
+"""Calls that have a type of their own: the tool's name, and the field of the arguments."""
+
+_OUTPUTS = (
+    *("function_call_output", "custom_tool_call_output", "local_shell_call_output"),
+    *("shell_call_output", "apply_patch_call_output", "computer_call_output"),
+    *("tool_search_output", "tool_search_call_output", "program_output"),
+)
+_RUN_ELSEWHERE: Mapping[str, tuple[str, str]] = {
+    "mcp_call": ("arguments", "output"),
+    "code_interpreter_call": ("code", "outputs"),
+    "file_search_call": ("queries", "results"),
+    "web_search_call": ("action", "results"),
+}
+"""Calls that a provider ran: the fields of the arguments and of the result."""
+
+
+class ReadItems(tuple[Item, ...]):
+    """Items as they are stored, with the paths of those that the model is not shown."""
+
+    skipped: tuple[str, ...] = ()
 
 
 class Items(msgspec.Struct, frozen=True):
-    """The field `input`, read as a tuple of items; a string is a message of the user's."""
+    """The field `input`, read as ReadItems; a string is a message of the user's.
 
-    def check(self, value: Any, path: str) -> tuple[Item, ...]:
+    Items that other providers made are taken too: one that is refused would end a conversation.
+    """
+
+    def check(self, value: Any, path: str) -> ReadItems:
         if type(value) is str:
-            return ({"type": "message", "role": "user", "content": _parts(value, "user")},)
+            value = [{"role": "user", "content": value}]
         found = items_of(value, path, 1, MAX_ITEMS, "a string or an array of items")
-        return tuple(_item(*each) for each in found)
+        items = ReadItems(_stored(*each) for each in found)
+        transcript = Transcript()
+        for item, (_, place) in zip(items, found, strict=True):
+            transcript.add(item, place)
+        items.skipped = tuple(transcript.skipped)
+        return items
 
     def schema(self) -> dict[str, Any]:
-        item = {"type": "object", "properties": {"type": {"enum": [*_READERS, None]}}}
+        item = {"type": "object", "properties": {"type": {"type": ["string", "null"]}}}
         items = {"type": "array", "items": item, "minItems": 1, "maxItems": MAX_ITEMS}
         return {"anyOf": [{"type": "string"}, items]}
 
 
-def messages_of(items: Iterable[Item], num_past: int = 0) -> tuple[dict[str, Any], ...]:
+def messages_of(items: Iterable[Item], num_past: int = 0) -> tuple[Message, ...]:
     """The messages for a chat template; images with the paths that they have in the request.
 
-    Reasoning, text and calls of the assistant that follow each other in this order are one message.
     The first `num_past` items are an earlier response's.
     """
-    messages: list[dict[str, Any]] = []
+    transcript = Transcript()
     for number, item in enumerate(items):
-        path = f"input[{number - num_past}]" if number >= num_past else PAST
-        _ADDERS[item["type"]](messages, item, path)
-    return tuple(messages)
+        transcript.add(item, f"input[{number - num_past}]" if number >= num_past else PAST)
+    return tuple(transcript.messages)
 
 
 def listed(items: Iterable[Item], stream_id: str) -> list[Item]:
@@ -65,181 +100,252 @@ def listed(items: Iterable[Item], stream_id: str) -> list[Item]:
     for number, item in enumerate(items):
         id = item.get("id") or item_id(stream_id, item["type"], f"input {number}")
         more = {"status": "completed"} if item["type"] == "message" else {}
-        found.append({"id": id} | more | item)
+        found.append({"id": id} | more | item | {"id": id})
     return found
 
 
-_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+_PREFIXES = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+    "local_shell_call": "lsh",
+    "shell_call": "sh",
+    "apply_patch_call": "apc",
+}
 
 
 def item_id(stream_id: str, kind: str, place: str) -> str:
     """The id of an item, the same for every reader of the log."""
     digest = hashlib.sha256(f"{stream_id}:{place}".encode()).hexdigest()
-    return f"{_PREFIXES.get(kind, 'fco')}_{digest[:32]}"
+    return f"{_PREFIXES.get(kind, 'item')}_{digest[:32]}"
 
 
-def _item(value: Any, path: str) -> Item:
+def _stored(value: Any, path: str) -> Item:
+    """The item as it came, with its type, and with the text of a message as a part."""
     check_object(value, path)
-    kind = value.get("type") or "message"
-    read = _READERS.get(kind) if type(kind) is str else None
-    if read is None:
-        raise RequestError(
-            "unsupported_content",
-            f"{path} is of type {shown(kind)}; this server takes {', '.join(_READERS)}.",
-            f"{path}.type",
-        )
-    given = {"id": _string(value, "id", path)} if value.get("id") is not None else {}
-    return given | {"type": kind} | read(value, path)
+    kind = value.get("type")
+    if kind is None:
+        is_reference = value.get("id") is not None and "role" not in value
+        kind = "item_reference" if is_reference else "message"
+    item: Item = value | {"type": String().check(kind, f"{path}.type")}
+    if item.get("id") is not None:
+        _string(item, "id", path)
+    if kind == "message" and type(item.get("content")) is str:
+        text = item["content"]
+        part: Item = {"type": "input_text", "text": text}
+        if item.get("role") == "assistant":
+            part = {"type": "output_text", "text": text, "annotations": []}
+        item["content"] = [part]
+    return item
 
 
-def _message(value: Item, path: str) -> Item:
-    role = _string(value, "role", path)
-    if role not in _ROLES:
-        raise wrong_value(role, f"{path}.role", f"one of {', '.join(_ROLES)}")
-    if value.get("content") is None:
-        raise missing(f"{path}.content")
-    return {"role": role, "content": _content(value["content"], role, f"{path}.content")}
+class Transcript:
+    """Writes items as messages for a chat template, and notes which it leaves out.
 
+    Reasoning, text and calls of the assistant that follow each other in this order are one message.
+    """
 
-def _call(value: Item, path: str) -> Item:
-    names = ["call_id", "name", "arguments"]
-    names += ["namespace"] if value.get("namespace") is not None else []
-    return {name: _string(value, name, path) for name in names}
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+        self.skipped: list[str] = []
+        self._names: dict[str, str] = {}  # of the tools that were called, by the calls' ids
 
-
-def _output(value: Item, path: str) -> Item:
-    call_id = _string(value, "call_id", path)
-    if value.get("output") is None:
-        raise missing(f"{path}.output")
-    parts = _content(value["output"], "user", f"{path}.output")
-    has_image = any(part["type"] == _IMAGE for part in parts)
-    return {"call_id": call_id, "output": parts if has_image else _text_of(parts)}
-
-
-def _reasoning(value: Item, path: str) -> Item:
-    """The text of reasoning; parts that another provider encrypted are left out."""
-    texts = []
-    for name in ("summary", "content"):
-        parts = value.get(name) or []
-        if type(parts) is not list:
-            raise wrong_type(parts, f"{path}.{name}", "an array")
-        texts.append(
-            [
-                {
-                    "type": f"{name}_text" if name == "summary" else "reasoning_text",
-                    "text": without_progress(_string(Object().check(part, place), "text", place)),
-                }
-                for part, place in ((p, f"{path}.{name}[{i}]") for i, p in enumerate(parts))
-            ]
-        )
-    return {"summary": texts[0], "content": texts[1]}
-
-
-def _content(value: Any, role: str, path: str) -> list[Item]:
-    if type(value) is str:
-        return _parts(value, role)
-    if type(value) is not list:
-        raise wrong_type(value, path, "a string or an array of parts")
-    parts: list[Item] = []
-    for i, part in enumerate(value):
-        place = f"{path}[{i}]"
-        if role != "assistant" and type(part) is dict and part.get("type") == _IMAGE:
-            parts.append(_image(part, place))
+    def add(self, item: Item, path: str) -> None:
+        """RequestError if a field that the messages need has the wrong type."""
+        kind: str = item["type"]
+        if kind == "message":
+            self._message(item, path)
+        elif kind == "reasoning":
+            self._reasoning(item, path)
+        elif kind == "function_call":
+            name = flat_name(_optional(item, "namespace", path), _string(item, "name", path))
+            arguments = _string(item, "arguments", path)
+            self._call(_string(item, "call_id", path), name, arguments)
+        elif kind == "custom_tool_call":
+            name = flat_name(_optional(item, "namespace", path), _string(item, "name", path))
+            arguments = arguments_of_text(_string(item, "input", path))
+            self._call(_string(item, "call_id", path), name, arguments)
+        elif kind in _CALLS:
+            self._typed_call(item, path)
+        elif kind in _OUTPUTS:
+            self._output(item, path)
+        elif kind in _RUN_ELSEWHERE:
+            self._run_elsewhere(item, path)
         else:
-            parts += _parts(part_text(part, place), role)
-    return parts
+            self._other(item, path)
+
+    def _message(self, item: Item, path: str) -> None:
+        role = _string(item, "role", path)
+        if role not in _ROLES:
+            self.skipped.append(f"{path}.role")
+            role = "user"
+        if role != "assistant" and "content" not in item:
+            raise missing(f"{path}.content")
+        image_of = _image_of if role != "assistant" else _no_image
+        content = self._content(item.get("content"), path, "content", image_of)
+        if role != "assistant":
+            self.messages.append({"role": role, "content": content})
+            return
+        message = self._open_assistant()
+        if message["content"] or "tool_calls" in message:
+            message = self._new_assistant()
+        message["content"] = content
+
+    def _content(self, value: Any, path: str, name: str, image_of: Any) -> str | list[Item]:
+        place = path if path == PAST else f"{path}.{name}"
+        if value is None:
+            return ""
+        if type(value) is str:
+            return value
+        if type(value) is not list:
+            raise wrong_type(value, place, "a string or an array of parts")
+        return read_parts(value, place, image_of, self.skipped)
+
+    def _call(self, call_id: str, name: str, arguments: str) -> None:
+        self._names[call_id] = name
+        function = {"name": name, "arguments": arguments}
+        call = {"id": call_id, "type": "function", "function": function}
+        self._open_assistant().setdefault("tool_calls", []).append(call)
+
+    def _typed_call(self, item: Item, path: str) -> None:
+        name, field = _CALLS[item["type"]]
+        given = item.get(field)
+        if type(given) not in (dict, str, type(None)):
+            raise wrong_type(given, f"{path}.{field}", "an object")
+        call_id, id = _optional(item, "call_id", path), item.get("id") or ""
+        if type(given) is str:
+            arguments = given if given.lstrip()[:1] == "{" else arguments_of_text(given)
+        else:
+            arguments = encode(arguments_within(item["type"], given or {})).decode()
+        self._call(call_id or id, name, arguments)
+        self._names[id] = name  # by which outputs of local_shell name their call
+
+    def _output(self, item: Item, path: str) -> None:
+        call_id = _optional(item, "call_id", path) or item.get("id") or ""
+        content = self._result(item, path)
+        last = self.messages[-1] if self.messages else {}
+        if call_id in self._names and (last["role"] == "tool" or "tool_calls" in last):
+            self.messages.append({"role": "tool", "content": content, "tool_call_id": call_id})
+            return
+        # Many templates refuse a result that does not follow its call.
+        name = self._names.get(call_id) or item.get("name") or "a tool call"
+        head = f"Result of {name}:\n"
+        shown = head + content if type(content) is str else [_text(head), *content]
+        self.messages.append({"role": "user", "content": shown})
+
+    def _result(self, item: Item, path: str) -> str | list[Item]:
+        kind, value = item["type"], item.get("output", item.get("result"))
+        if kind in ("function_call_output", "custom_tool_call_output"):
+            if value is None:
+                raise missing(f"{path}.output")
+            return self._content(value, path, "output", _image_of)
+        if kind == "shell_call_output" and type(value) is list:
+            return "\n".join(_shell_text(chunk) for chunk in value if type(chunk) is dict)
+        text = carried_text(value)
+        if text is None and item.get("tools"):
+            text = encode(item["tools"]).decode()
+        if text is None and type(value) is dict:
+            self.skipped.append(f"{path}.output")
+        if text is None and type(item.get("status")) is str:
+            text = item["status"]
+        return text or ""
+
+    def _run_elsewhere(self, item: Item, path: str) -> None:
+        """Show a call that a provider ran if its result came along."""
+        kind = item["type"]
+        given, result = _RUN_ELSEWHERE[kind]
+        text = carried_text(item.get(result)) or carried_text(item.get("error"))
+        if text is None:
+            self.skipped.append(path)
+            return
+        name, asked = item.get("name"), item.get(given)
+        arguments = asked if type(asked) is str and given == "arguments" else None
+        id = item.get("id") or kind
+        tool = name if type(name) is str else kind.removesuffix("_call")
+        self._call(id, tool, arguments or encode({given: asked}).decode())
+        self.messages.append({"role": "tool", "content": text, "tool_call_id": id})
+
+    def _reasoning(self, item: Item, path: str) -> None:
+        texts: list[str] = []
+        for name in ("content", "summary"):
+            parts = item.get(name) or []
+            if type(parts) is not list:
+                raise wrong_type(parts, f"{path}.{name}", "an array")
+            found = [part_text(part, f"{path}.{name}[{i}]") for i, part in enumerate(parts)]
+            texts.append("".join(without_progress(text) for text in found if text))
+        if text := texts[0] or texts[1]:
+            message = self._new_assistant()
+            message["reasoning_content"] = message["reasoning"] = text
+        elif item.get("encrypted_content"):
+            self.skipped.append(path)
+
+    def _other(self, item: Item, path: str) -> None:
+        """Show the text of an item that this server does not know or make."""
+        text = carried_text(item)
+        if text is None:
+            self.skipped.append(path)
+            return
+        if item["type"] == "compaction":
+            text = f"Summary of the conversation so far:\n{text}"
+        self.messages.append({"role": "user", "content": text})
+
+    def _open_assistant(self) -> Message:
+        """The assistant's last message if nothing follows it, else a new one."""
+        if self.messages and self.messages[-1]["role"] == "assistant":
+            return self.messages[-1]
+        return self._new_assistant()
+
+    def _new_assistant(self) -> Message:
+        self.messages.append({"role": "assistant", "content": ""})
+        return self.messages[-1]
 
 
-def _image(part: Item, path: str) -> Item:
+def arguments_within(kind: str, given: Item) -> Item:
+    """The arguments of a call of that type, as the model writes them."""
+    is_needless = kind in ("local_shell_call", "shell_call")
+    return {
+        name: value
+        for name, value in given.items()
+        if value is not None and not (is_needless and name == "type")
+    }
+
+
+def _shell_text(chunk: Item) -> str:
+    """Return the output of a command, and how it ended unless it succeeded."""
+    texts = [text for name in ("stdout", "stderr") if type(text := chunk.get(name)) is str and text]
+    outcome = chunk.get("outcome")
+    if type(outcome) is dict and outcome.get("type") == "timeout":
+        texts.append("The command timed out.")
+    elif type(outcome) is dict and outcome.get("exit_code"):
+        texts.append(f"Exit code {outcome['exit_code']}.")
+    return "\n".join(texts)
+
+
+def _image_of(part: Any, path: str) -> Item | None:
     """An image by its address. Files are stored by a provider; there are none here."""
+    if type(part) is not dict or part.get("type") != _IMAGE:
+        return None
+    place = path.partition("[")[0] if path.startswith(PAST) else path
     if part.get("image_url") is None and part.get("file_id") is not None:
-        message = f"{path} names a file; send the image as a data URI in image_url."
-        raise RequestError("unsupported_content", message, f"{path}.file_id")
-    return {"type": _IMAGE, "image_url": _string(part, "image_url", path), "detail": "auto"}
+        message = f"{place} names a file; send the image as a data URI in image_url."
+        raise RequestError("unsupported_content", message, f"{place}.file_id")
+    return image_part(_string(part, "image_url", place), place)
 
 
-def _parts(text: str, role: str) -> list[Item]:
-    if role == "assistant":
-        return [{"type": "output_text", "text": text, "annotations": []}]
-    return [{"type": "input_text", "text": text}]
+def _no_image(part: Any, path: str) -> None:
+    return None
+
+
+def _text(text: str) -> Item:
+    return {"type": "text", "text": text}
 
 
 def _string(value: Item, name: str, path: str) -> str:
     return str(required(value, name, path, String()))
 
 
-_READERS: dict[str, Callable[[Item, str], Item]] = {
-    "message": _message,
-    "function_call": _call,
-    "function_call_output": _output,
-    "reasoning": _reasoning,
-}
-
-
-def _text_of(parts: list[Item]) -> str:
-    return "".join(part["text"] for part in parts)
-
-
-def _shown_parts(parts: list[Item], path: str) -> str | list[dict[str, Any]]:
-    """A message's content: a text, or parts if there is an image among them."""
-    if all(part["type"] != _IMAGE for part in parts):
-        return _text_of(parts)
-    return [
-        image_part(part["image_url"], f"{path}[{i}]" if path != PAST else PAST)
-        if part["type"] == _IMAGE
-        else {"type": "text", "text": part["text"]}
-        for i, part in enumerate(parts)
-    ]
-
-
-def _add_message(messages: list[dict[str, Any]], item: Item, path: str) -> None:
-    if item["role"] != "assistant":
-        content = _shown_parts(item["content"], path if path == PAST else f"{path}.content")
-        messages.append({"role": item["role"], "content": content})
-        return
-    text = _text_of(item["content"])
-    message = _open_assistant(messages)
-    if message["content"] or "tool_calls" in message:
-        message = _new_assistant(messages)
-    message["content"] = text
-
-
-def _add_call(messages: list[dict[str, Any]], item: Item, path: str) -> None:
-    name = flat_name(item.get("namespace"), item["name"])
-    function = {"name": name, "arguments": item["arguments"]}
-    call = {"id": item["call_id"], "type": "function", "function": function}
-    _open_assistant(messages).setdefault("tool_calls", []).append(call)
-
-
-def _add_output(messages: list[dict[str, Any]], item: Item, path: str) -> None:
-    content = item["output"]
-    if not isinstance(content, str):
-        content = _shown_parts(content, path if path == PAST else f"{path}.output")
-    messages.append({"role": "tool", "content": content, "tool_call_id": item["call_id"]})
-
-
-def _add_reasoning(messages: list[dict[str, Any]], item: Item, path: str) -> None:
-    text = "".join(part["text"] for part in item["content"] or item["summary"])
-    if text:
-        message = _new_assistant(messages)
-        message["reasoning_content"] = message["reasoning"] = text
-
-
-_ADDERS: dict[str, Callable[[list[dict[str, Any]], Item, str], None]] = {
-    "message": _add_message,
-    "function_call": _add_call,
-    "function_call_output": _add_output,
-    "reasoning": _add_reasoning,
-}
-
-
-def _open_assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """The assistant's last message if nothing follows it, else a new one."""
-    if messages and messages[-1]["role"] == "assistant":
-        return messages[-1]
-    return _new_assistant(messages)
-
-
-def _new_assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    messages.append({"role": "assistant", "content": ""})
-    return messages[-1]
+def _optional(value: Item, name: str, path: str) -> str | None:
+    return None if value.get(name) is None else _string(value, name, path)

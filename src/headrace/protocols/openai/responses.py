@@ -140,7 +140,7 @@ def read(body: dict[str, Any]) -> dict[str, Any]:
     if "max_output_tokens" in fields:
         fields["max_tokens"] = fields["max_output_tokens"]
     fields["text_parameters"] = text_parameters(fields.get("tools", ()))
-    fields["skipped"] = tuple(skipped[:_MAX_SKIPPED])
+    fields["skipped"] = (*skipped, *fields["input"].skipped)[:_MAX_SKIPPED]
     spaces = {it.renamed["name"]: it.namespace for it in functions if it.namespace}
     kept = KeptBody(encode(fields["input"]), encode(repeated), spaces)
     fields["kept"] = msgspec.msgpack.encode(kept)
