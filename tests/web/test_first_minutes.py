@@ -2,7 +2,9 @@
 
 from typing import Any
 
+import pytest
 from selenium.webdriver.common.action_chains import ActionChains
+from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
 from tests.web.page import Page, eventually
@@ -41,13 +43,39 @@ def is_open(page: Page, css: str) -> Any:
 
 
 def test_an_empty_page_says_what_the_model_can_do(page: Page) -> None:
-    wanted = ["4,096 tokens of context", "thinks first", "calls tools"]
+    wanted = ["4,096 tokens of context", "can think first", "can call tools"]
     eventually(lambda: page.texts(".can li") == wanted)
     assert page.texts(".welcome h2") == ["headrace-mini"]
-    assert focus(page) == "input" and len(page.texts(".starters button")) == 3
+    about = "A tiny built-in test model: it can count, spell, add and call tools"
+    assert page.texts(".welcome .about") == [about]
+    assert focus(page) == "input" and len(page.texts(".starters button")) == 4
     page.find(".starters button").click()
     assert field(page) == page.texts(".starters span")[0]
     assert focus(page) == "input"
+
+
+RIGHT = (
+    ", ".join(map(str, range(1, 21))),
+    "b-a-n-a-n-a",
+    "23 + 45 = 68",
+    "get_weather",
+)
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_each_card_of_the_built_in_model_gets_a_right_answer(page: Page, number: int) -> None:
+    eventually(lambda: len(page.texts(".starters button")) == 4)
+    page.driver.find_elements(By.CSS_SELECTOR, ".starters button")[number].click()
+    page.find("#input").send_keys(Keys.ENTER)
+    assert page.wait_for_end()["outcome"] == "done"
+    assert RIGHT[number] in "".join(page.texts(".message.assistant"))
+
+
+def test_the_first_page_leads_to_a_model_that_can_talk(page: Page) -> None:
+    eventually(lambda: page.texts(".welcome .primary") == ["Get a model that can talk"])
+    page.find(".welcome .primary").click()
+    eventually(lambda: is_open(page, "#pulls"))
+    assert violations(page) == []
 
 
 def test_shortcuts_do_what_their_list_says(page: Page) -> None:

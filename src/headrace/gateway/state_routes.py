@@ -22,6 +22,7 @@ from headrace.fleet.served_model import ServedModel
 from headrace.gateway.delivery import while_connected
 from headrace.gateway.figure_routes import FigureRoutes
 from headrace.gateway.http_responses import answer, refuse
+from headrace.gateway.introductions import introduction
 from headrace.generation.generation import Generation
 from headrace.generation.stream import LiveStream
 from headrace.metrics.metrics import kind_of
@@ -179,6 +180,7 @@ def _entry(model: ServedModel, name: str) -> dict[str, Any]:
             "n_vocab": model.vocab_size,
             "size": ready.weight_bytes if ready else None,
         },
+        **introduction(model),
     }
 
 

@@ -131,7 +131,11 @@ function showChoices() {
 async function showWelcome(id) {
   if (views.size) return;
   const look = () => (setText("What is in this picture?"), $("given").click());
-  const draw = (model) => views.size || $("thread").replaceChildren(welcome(model, setText, look));
+  const begin = ({ prompt, tools }) => {
+    if (tools) choose({ tools: JSON.stringify(tools, null, 2) });
+    setText(prompt);
+  };
+  const draw = (model) => views.size || $("thread").replaceChildren(welcome(model, { begin, look, get: getModel }));
   draw(knownOf(id));
   if (await learn(id)) draw(knownOf(id));
 }
@@ -470,7 +474,7 @@ listen({
 $("title").addEventListener("click", renameShown);
 $("menu").addEventListener("click", () => openMenu($("menu"), [["edit", "Rename", renameShown], ...itemsOf(current)]));
 $("others").addEventListener("click", () => openMenu($("others"), [
-  ["save", "Get a model", () => openDownloads({ use: speakTo, came: refreshModels })],
+  ["save", "Get a model", getModel],
   ["open", "Import conversations", () => $("file").click()],
   ["save", "Export all", exportAll],
   ["keyboard", "Keyboard", () => showShortcuts($("shortcuts"))],
@@ -492,6 +496,9 @@ $("file").addEventListener("change", async ({ target }) => {
 });
 $("model").addEventListener("focus", refreshModels);
 $("model").addEventListener("change", ({ target: { value } }) => speakTo(value));
+function getModel() {
+  openDownloads({ use: speakTo, came: refreshModels });
+}
 async function speakTo(model) {
   saveSettings({ model });
   await choose({ model });

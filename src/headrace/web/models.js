@@ -3,7 +3,7 @@
 import { ask, errorOf } from "./api.js";
 import { el } from "./dom.js";
 
-let models = []; // {id, parent, state, stage, share, context, takesImages}
+let models = []; // {id, parent, state, stage, share, context, takesImages, about, starters}
 const STATES = { loaded: "", unloaded: " (not loaded)", loading: " (loading)", failed: " (failed)" };
 
 // Asks the server anew. Returns its error, if it had one.
@@ -11,7 +11,7 @@ export async function loadModels() {
   const response = await ask("/v1/models");
   if (!response.ok) return { status: response.status, ...(await errorOf(response)) };
   const { data } = await response.json();
-  models = data.map(({ id, parent, status, architecture, max_model_len: length }) => ({
+  models = data.map(({ id, parent, status, architecture, max_model_len: length, description, suggestions }) => ({
     id,
     parent, // the model that an adapter changes
     state: status?.failed ? "failed" : status?.value ?? "loaded",
@@ -20,6 +20,8 @@ export async function loadModels() {
     // of a model that has not been read yet nobody knows: the server will say
     context: length,
     takesImages: architecture?.input_modalities?.includes("image") ?? true,
+    about: description, // what the server says of it, for people
+    starters: suggestions, // prompts that it answers well, where general ones will not do
   }));
   return null;
 }
@@ -46,7 +48,7 @@ export function knownOf(id) {
   const model = models.find((one) => one.id === id);
   if (!model) return null;
   const { chat_template: template = "", default_generation_settings: settings } = properties.get(id) ?? {};
-  return { id, context: settings?.n_ctx ?? model.context, sees: model.takesImages, calls: /\btools\b/.test(template), thinks: /enable_thinking|<think>/.test(template) };
+  return { ...model, context: settings?.n_ctx ?? model.context, sees: model.takesImages, calls: /\btools\b/.test(template), thinks: /enable_thinking|<think>/.test(template) };
 }
 
 // Asks for what is not known yet; says whether there is more now.

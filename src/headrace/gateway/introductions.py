@@ -1,0 +1,40 @@
+"""A sentence about a model and prompts to try, for the page's start screen."""
+
+from typing import Any
+
+from headrace.checkpoints.find import MINI
+from headrace.fleet.served_model import ServedModel
+
+_SMALL = 1_000_000_000  # parameters; below it, open questions often end in loops or inventions
+_WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Tell the weather in a city",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}},
+            "required": ["city"],
+        },
+    },
+}
+_OF_MINI = [
+    {"title": "Count", "prompt": "Count from 1 to 20."},
+    {"title": "Spell", "prompt": "Spell the word banana."},
+    {"title": "Add", "prompt": "What is 23 + 45?"},
+    {"title": "Call a tool", "prompt": "What is the weather in Lima?", "tools": [_WEATHER]},
+]
+_OF_SMALL = [
+    {"title": "Answer", "prompt": "What is the capital of France?"},
+    {"title": "Greet", "prompt": "Hello! How are you?"},
+    {"title": "Write", "prompt": "Write two sentences about the sea."},
+]
+
+
+def introduction(model: ServedModel) -> dict[str, Any]:
+    """Return `description` and `suggestions` of a model; nothing where general prompts will do."""
+    if model.root == MINI:
+        about = "A tiny built-in test model: it can count, spell, add and call tools"
+        return {"description": about, "suggestions": _OF_MINI}
+    num = model.ready.num_parameters if model.ready else None
+    return {"suggestions": _OF_SMALL} if num and num < _SMALL else {}
