@@ -160,7 +160,7 @@ def test_thinking_is_a_variable_of_the_template(kind: str, thinks: bool) -> None
 
 
 WRONG = [
-    ({"tools": [{"type": "web_search_20250305"}]}, "unsupported_parameter", "tools[0].type"),
+    ({"tools": [{"type": 5}]}, "invalid_type", "tools[0].type"),
     ({"tools": [TOOL | {"name": "a b"}]}, "invalid_value", "tools[0].name"),
     ({"tools": [{"name": "a"}]}, "missing_required_parameter", "tools[0].input_schema"),
     ({"tools": [TOOL | {"input_schema": []}]}, "invalid_type", "tools[0].input_schema"),

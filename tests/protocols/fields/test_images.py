@@ -102,15 +102,12 @@ def chat_of(route: Route, sent: dict[str, Any]) -> tuple[Chat, CheckedBody]:
 
 
 URL_SOURCE = {"type": "image", "source": {"type": "url", "url": "ftp://example.com/a.png"}}
-FILE_SOURCE = {"type": "image", "source": {"type": "file", "file_id": "f"}}
 HELLO = {"type": "text", "text": "Hello"}
 OTHER_ROUTES: list[tuple[Route, dict[str, Any], bool, str, str]] = [
     ("/v1/messages", anthropic(HELLO, block()), False, "unsupported_content",
      "messages[0].content[1].type"),
     ("/v1/messages", anthropic(URL_SOURCE, system="Be brief."), True, "image_url_refused",
      "messages[0].content[0]"),
-    ("/v1/messages", anthropic(FILE_SOURCE), True, "unsupported_content",
-     "messages[0].content[0].source.type"),
     ("/v1/messages", anthropic(block("A")), True, "invalid_image", "messages[0].content[0]"),
     ("/v1/messages", anthropic(block(media_type="a/b,c")), True, "invalid_value",
      "messages[0].content[0].source.media_type"),

@@ -100,7 +100,7 @@ SPACE = {
     "type": "namespace",
     "name": "mcp__weather",
     "description": "Weather",
-    "tools": [WEATHER, {"type": "custom", "name": "x"}, WEATHER | {"name": "y" * 60}],
+    "tools": [WEATHER, {"type": "custom", "name": "x"}, WEATHER | {"name": "y" * 120}],
 }
 
 

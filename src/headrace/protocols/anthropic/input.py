@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from headrace.core.errors import RequestError
+from headrace.protocols.anthropic.client_tools import typed_function
 from headrace.protocols.fields.kinds import (
     Flag,
     Integer,
@@ -15,46 +16,69 @@ from headrace.protocols.fields.kinds import (
     items_of,
     nullable,
     required,
-    shown,
     wrong_value,
 )
-from headrace.protocols.fields.tools import MAX_TOOLS
+from headrace.protocols.fields.tools import MAX_TOOLS, check_name
 
 _NAME = String(1)
 
 
-class ClientTools(msgspec.Struct, frozen=True):
-    """The field `tools`, as chat takes it; those that Anthropic's servers run are refused."""
+class ReadTools(NamedTuple):
+    """Tools as chat takes them, with their paths; and the paths and names of those left out."""
 
-    def check(self, value: Any, path: str) -> list[dict[str, Any]]:
-        return [_tool(*each) for each in items_of(value, path, 0, MAX_TOOLS)]
+    functions: list[dict[str, Any]] = []
+    paths: list[str] = []
+    skipped: tuple[str, ...] = ()
+    skipped_names: tuple[str, ...] = ()
+
+
+class ClientTools(msgspec.Struct, frozen=True):
+    """The field `tools`; those that Anthropic's servers would run are left out."""
+
+    def check(self, value: Any, path: str) -> ReadTools:
+        given = items_of(value, path, 0, MAX_TOOLS)
+        found = [(tool, place, _function(tool, place)) for tool, place in given]
+        others = [(tool, place) for tool, place, function in found if function is None]
+        return ReadTools(
+            [{"type": "function", "function": function} for *_, function in found if function],
+            [f"{place}.function" for _, place, function in found if function],
+            tuple(place for _, place in others),
+            tuple(str(tool.get("name")) for tool, _ in others),
+        )
 
     def schema(self) -> dict[str, Any]:
         tool = {
             "type": "object",
             "properties": {
-                "type": {"enum": ["custom", None]},
+                "type": nullable(String()),
                 "name": {"type": "string"},
                 "description": nullable(String()),
                 "input_schema": {"type": "object"},
             },
-            "required": ["name", "input_schema"],
         }
         return {"type": "array", "items": tool, "maxItems": MAX_TOOLS}
 
 
-def _tool(value: Any, path: str) -> dict[str, Any]:
-    check_object(value, path)
-    if value.get("type") not in (None, "custom"):
-        message = f"{path} is of type {shown(value['type'])}; this server takes custom tools only."
-        raise RequestError("unsupported_parameter", message, f"{path}.type")
-    function = {"name": required(value, "name", path, _NAME)}
-    if value.get("description") is not None:
-        function["description"] = required(value, "description", path, String())
-    function["parameters"] = required(value, "input_schema", path, Object())
-    if value.get("strict") is not None:
-        function["strict"] = required(value, "strict", path, Flag())
-    return {"type": "function", "function": function}
+def _function(tool: Any, path: str) -> dict[str, Any] | None:
+    """The function that chat knows the tool as; None if the client does not run it."""
+    check_object(tool, path)
+    kind = tool.get("type")
+    kind = "custom" if kind is None else String().check(kind, f"{path}.type")
+    if kind == "custom" or tool.get("input_schema") is not None:
+        function = {"name": required(tool, "name", path, _NAME)}
+        if tool.get("description") is not None:
+            function["description"] = required(tool, "description", path, String())
+        function["parameters"] = required(tool, "input_schema", path, Object())
+    elif typed := typed_function(kind, tool, path):
+        function = typed
+        if tool.get("name") is not None:
+            function["name"] = required(tool, "name", path, _NAME)
+    else:
+        return None
+    check_name(function["name"], f"{path}.name")
+    if tool.get("strict") is not None:
+        function["strict"] = required(tool, "strict", path, Flag())
+    return function
 
 
 _CHOICES: Mapping[str, str] = {"auto": "auto", "any": "required", "none": "none"}
@@ -91,7 +115,12 @@ class ToolUseChoice(msgspec.Struct, frozen=True):
         return {"type": "object", "properties": properties, "required": ["type"]}
 
 
-_THINKS: Mapping[str, bool] = {"enabled": True, "adaptive": True, "disabled": False}
+_THINKS: Mapping[str, bool] = {
+    "enabled": True,
+    "adaptive": True,
+    "between_tools": True,
+    "disabled": False,
+}
 
 
 class Thinking(msgspec.Struct, frozen=True):

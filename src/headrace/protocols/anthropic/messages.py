@@ -15,6 +15,7 @@ from headrace.protocols.anthropic.input import (
     ClientTools,
     NotServed,
     OutputFormat,
+    ReadTools,
     Thinking,
     ToolUse,
     ToolUseChoice,
@@ -90,7 +91,9 @@ def read(body: dict[str, Any]) -> dict[str, Any]:
     passed = {name: body[name] for name in (*_AS_IN_CHAT, *UNSUPPORTED) if name in body}
     own = read_fields(_OWN, body)
     fields = openai_chat.read(passed | _to_chat(own)) | {"max_tokens": most}
-    fields["skipped"] = own["messages"].skipped
+    tools = own.get("tools", ReadTools())
+    fields["tool_paths"] = tools.paths
+    fields["skipped"] = own["messages"].skipped + tools.skipped
     return fields
 
 
@@ -115,14 +118,13 @@ def _to_chat(own: dict[str, Any]) -> dict[str, Any]:
     system, messages = own.get("system"), own["messages"].messages
     is_begun = _is_begun(messages)
     effort = config.get("effort")
-    if choice.wanted == "required" and not own.get("tools"):
-        message = "tool_choice is any, and there are no tools; send some, or auto."
-        raise RequestError("invalid_value", message, "tool_choice")
+    tools = own.get("tools", ReadTools())
+    _check_choice(choice.wanted, tools)
     return {
         "model": own["model"],
         "messages": ([{"role": "system", "content": system}] if system else []) + messages,
         "continue_final_message": is_begun,
-        "tools": own.get("tools"),
+        "tools": tools.functions,
         "tool_choice": choice.wanted,
         "parallel_tool_calls": choice.is_parallel,
         "stop": list(own.get("stop_sequences", ())),
@@ -130,6 +132,19 @@ def _to_chat(own: dict[str, Any]) -> dict[str, Any]:
         "response_format": own.get("output_format") or config.get("format"),
         "chat_template_kwargs": kwargs | own.get("chat_template_kwargs", {}),
     }
+
+
+def _check_choice(wanted: str | dict[str, Any], tools: ReadTools) -> None:
+    """RequestError if a tool has to be called and this server can offer none, or not that one."""
+    if wanted == "required" and not tools.functions:
+        reason = "this server can run none of the tools" if tools.skipped else "there are no tools"
+        message = f"tool_choice is any, and {reason}; send tools that you run, or auto."
+        raise RequestError("invalid_value", message, "tool_choice")
+    name = wanted["function"]["name"] if isinstance(wanted, dict) else None
+    if name in tools.skipped_names:
+        message = f"tool_choice names {name}, which only its provider's servers run. Choose a tool "
+        message += "that you run, or auto."
+        raise RequestError("unsupported_parameter", message, "tool_choice.name")
 
 
 def _is_begun(messages: list[dict[str, Any]]) -> bool:

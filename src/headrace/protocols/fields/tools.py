@@ -20,7 +20,7 @@ from headrace.protocols.fields.kinds import (
 )
 
 MAX_TOOLS = 128
-_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")  # OpenAI takes 64 characters, Anthropic 128
 
 
 class Tools(msgspec.Struct, frozen=True):
@@ -108,6 +108,12 @@ def is_name(name: str) -> bool:
     return bool(_NAME.fullmatch(name))
 
 
+def check_name(name: str, path: str) -> None:
+    """RequestError if no function may be called so."""
+    if not is_name(name):
+        raise wrong_value(name, path, "1 to 128 letters, digits, dashes or underscores")
+
+
 def flat_name(namespace: str | None, name: str) -> str:
     """The one name by which a model knows a function that stands in a namespace."""
     return f"{namespace}__{name}" if namespace else name
@@ -169,9 +175,7 @@ def _tool(value: Any, path: str) -> dict[str, Any]:
         raise RequestError("unsupported_parameter", message, f"{path}.type")
     function = Object().check(value["function"], f"{path}.function")
     name = required(function, "name", f"{path}.function", String())
-    if not is_name(name):
-        wanted = "1 to 64 letters, digits, dashes or underscores"
-        raise wrong_value(name, f"{path}.function.name", wanted)
+    check_name(name, f"{path}.function.name")
     if function.get("description") is not None:
         String().check(function["description"], f"{path}.function.description")
     if function.get("parameters") is not None:

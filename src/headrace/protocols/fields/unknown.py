@@ -72,7 +72,7 @@ _BY_ROUTE: Mapping[str, Known] = {
         "output_format": _names("type schema"),
         "tool_choice": _names("type name disable_parallel_tool_use"),
         "tools": [{"custom": _CUSTOM, "": _CUSTOM}],
-        "messages": [_names("role", content=[_BLOCKS])],
+        "messages": [_names("role clear_at", content=[_BLOCKS])],
     },
     "/api/chat": {
         "tools": [_TOOL],
