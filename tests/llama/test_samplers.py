@@ -2,11 +2,15 @@
 
 import ctypes
 import math
+from array import array
 from typing import Any
 
 import numpy as np
 import pytest
 
+from headrace.core.sampling import Sampling
+from headrace.runner.sampling.chain import candidates
+from headrace.runner.sampling.state import SequenceState
 from tests.runner.sampling.test_chain import left, softmax
 
 api: Any = pytest.importorskip("llama_cpp")
@@ -31,17 +35,37 @@ THEIRS = {
 def test_llama_cpp_leaves_the_same_candidates(name: str, seed: int) -> None:
     asked, theirs, arguments = THEIRS[name]
     row = np.random.default_rng(seed).normal(0, 3, 200).astype(np.float32)
-    entries = (api.llama_token_data * len(row))(
-        *(api.llama_token_data(id=i, logit=float(x), p=0.0) for i, x in enumerate(row))
-    )
-    array_of = api.llama_token_data_array(data=entries, size=len(row), selected=-1, sorted=False)
-    sampler = getattr(api, f"llama_sampler_init_{theirs}")(*arguments)
-    api.llama_sampler_apply(sampler, ctypes.byref(array_of))
-    last = [array_of.data[i] for i in range(array_of.size)]
-    wanted = {each.id: each.logit for each in last if math.isfinite(each.logit)}
-    p = softmax(np.array(list(wanted.values())))
-    api.llama_sampler_free(sampler)
+    wanted = applied(getattr(api, f"llama_sampler_init_{theirs}")(*arguments), row)
     min_keep = 3 if name in ("top_p", "min_p") else 0
     found = left(row, name, **asked, min_keep=min_keep)
     assert found.keys() == wanted.keys()
+    p = softmax(np.array(list(wanted.values())))
     assert [found[token] for token in wanted] == pytest.approx(p.tolist(), rel=1e-4, abs=1e-7)
+
+
+@pytest.mark.parametrize("window", [0, 1, 5, 100])
+def test_llama_cpp_penalizes_the_same_tokens_by_as_much(window: int) -> None:
+    row = np.random.default_rng(window).normal(0, 3, 20).astype(np.float32)
+    tokens = (3, 7, 3, 9, 11, 3, 7, 1)
+    sampler = api.llama_sampler_init_penalties(20, window, 1.4, 0.3, 0.2)
+    for token in tokens:
+        api.llama_sampler_accept(sampler, token)
+    wanted = applied(sampler, row)
+    asked = {"repetition_penalty": 1.4, "frequency_penalty": 0.3, "presence_penalty": 0.2}
+    sampling = Sampling(repeat_last_n=window, samplers=("penalties",), **asked)
+    found = candidates(row, SequenceState(array("i", tokens), 0, 0, sampling))
+    assert dict(zip(found.ids.tolist(), found.logits.tolist(), strict=True)) == pytest.approx(
+        wanted, rel=1e-5
+    )
+
+
+def applied(sampler: Any, row: np.ndarray) -> dict[int, float]:
+    """The finite logits of the tokens that the sampler leaves; frees it."""
+    entries = (api.llama_token_data * len(row))(
+        *(api.llama_token_data(id=i, logit=float(x), p=0.0) for i, x in enumerate(row))
+    )
+    given = api.llama_token_data_array(data=entries, size=len(row), selected=-1, sorted=False)
+    api.llama_sampler_apply(sampler, ctypes.byref(given))
+    found = {given.data[i].id: given.data[i].logit for i in range(given.size)}
+    api.llama_sampler_free(sampler)
+    return {token: logit for token, logit in found.items() if math.isfinite(logit)}

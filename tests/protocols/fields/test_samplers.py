@@ -64,6 +64,8 @@ def test_samplers_that_are_not_named_are_off() -> None:
 def test_an_order_of_letters_is_one_of_names() -> None:
     assert sampling(samplers="edskypmxt").samplers == LLAMA_CPP_ORDER
     assert named(samplers="edskypmxt") == ()
+    names = ["Top-K", "topp", "typical", "Temp"]
+    assert sampling(samplers=names).samplers == ("top_k", "top_p", "typ_p", "temperature")
 
 
 def test_samplers_that_we_lack_are_named() -> None:
@@ -98,6 +100,7 @@ def test_a_name_that_is_no_string_is_refused_by_its_path() -> None:
 def test_biases_may_be_pairs_and_false_forbids() -> None:
     pairs = sampling(logit_bias=[[5, 2.5], [7, -1], [9, False]]).logit_bias
     assert (pairs[5], pairs[7]) == (2.5, -1) and pairs[9] < -1e8
+    assert sampling(logit_bias={"5": 2.5, "7": -1, "9": False}).logit_bias == pairs
     assert sampling(logit_bias=[]) == sampling()
     assert refusal(logit_bias=[[5, 1], [7]]) == ("invalid_value", "logit_bias[1]")
     assert refusal(logit_bias=[["a", 1]]) == ("invalid_type", "logit_bias[0][0]")

@@ -47,13 +47,13 @@ class LogitBias(msgspec.Struct, frozen=True):
         return {_token_id(key, path): _bias(key, value[key], path) for key in value}
 
     def schema(self) -> dict[str, Any]:
+        bias = {"anyOf": [_BIAS.schema(), {"const": False}]}
         by_id = {
             "type": "object",
             "maxProperties": _MAX_BIASES,
             "propertyNames": {"pattern": "^[0-9]{1,9}$"},
-            "additionalProperties": _BIAS.schema(),
+            "additionalProperties": bias,
         }
-        bias = {"anyOf": [_BIAS.schema(), {"const": False}]}
         pair: dict[str, Any] = {"type": "array", "prefixItems": [TOKEN_ID.schema(), bias]}
         pair |= {"minItems": 2, "maxItems": 2}
         pairs = {"type": "array", "items": pair, "maxItems": _MAX_BIASES}
@@ -286,7 +286,11 @@ def _token_id(key: str, path: str) -> int:
 def _bias(key: str, value: Any, path: str) -> float:
     if value is None:
         raise wrong_type(value, f"{path}.{key}", "a number")
-    return _BIAS.check(value, f"{path}.{key}")
+    return _any_bias(value, f"{path}.{key}")
+
+
+def _any_bias(value: Any, path: str) -> float:
+    return _FORBIDDEN if value is False else _BIAS.check(value, path)
 
 
 def _bias_pair(value: Any, path: str) -> tuple[int, float]:
@@ -294,5 +298,4 @@ def _bias_pair(value: Any, path: str) -> tuple[int, float]:
     if type(token_id) is str:
         message = f"{id_path} is a text; a bias applies to a token id. /tokenize gives the ids."
         raise RequestError("invalid_type", message, id_path)
-    number = _FORBIDDEN if bias is False else _BIAS.check(bias, bias_path)
-    return TOKEN_ID.check(token_id, id_path), number
+    return TOKEN_ID.check(token_id, id_path), _any_bias(bias, bias_path)

@@ -23,11 +23,12 @@ _LETTERS = {
     **{"d": "dry", "k": "top_k", "y": "typ_p", "p": "top_p", "s": "top_n_sigma", "m": "min_p"},
     **{"t": "temperature", "x": "xtc", "i": "infill", "e": "penalties", "a": "adaptive_p"},
 }
-_OTHER_NAMES = {
-    **{"top-k": "top_k", "top-p": "top_p", "nucleus": "top_p", "top-n-sigma": "top_n_sigma"},
-    **{"typical-p": "typ_p", "typical": "typ_p", "typ-p": "typ_p", "typ": "typ_p"},
-    **{"typical_p": "typ_p", "min-p": "min_p", "temp": "temperature"},
+_NAMES = {name.replace("_", ""): name for name in _LETTERS.values()} | {
+    **{"temp": "temperature", "nucleus": "top_p"},
+    **dict.fromkeys(("typ", "typical", "typicalp"), "typ_p"),
 }
+"""The names without underscores and hyphens, which llama.cpp takes in any case, and its others."""
+
 _ASK_NOTHING = ("dry", "adaptive_p")
 """Samplers that we lack and that do nothing without a setting; the setting is named instead."""
 
@@ -103,6 +104,8 @@ _LACKING: Mapping[str, tuple[Kind, tuple[Any, ...]]] = {
     "t_max_predict_ms": (_ANY, (0, -1)),
     "id_slot": (Integer(), (-1,)),
     "response_fields": (Array(String(), 1024), ([],)),
+    "n_cache_reuse": (Integer(), (0,)),
+    "backend_sampling": (Flag(), (False,)),
     "post_sampling_probs": (Flag(), (False,)),
     "lora": (Array(Object(), 1024), ([],)),
 }
@@ -132,4 +135,5 @@ def _names(value: str | list[str]) -> Iterator[str]:
     """The samplers of a checked order by the first of their names, or as they were sent."""
     if type(value) is str:
         return (_LETTERS.get(letter, letter) for letter in value)
-    return (_OTHER_NAMES.get(name, name) for name in value)
+    plain = (name.lower().replace("_", "").replace("-", "") for name in value)
+    return (_NAMES.get(short, name) for short, name in zip(plain, value, strict=True))
