@@ -287,3 +287,32 @@ def test_what_a_conversation_shows_is_the_beginning_of_what_its_next_turn_shows(
     ]
     shown, _ = read(*turns[:3])
     assert read(*turns)[0][: len(shown)] == shown
+
+
+@pytest.mark.parametrize("call_id", [None, 5, [], ""])
+def test_a_call_or_result_of_a_provider_without_a_sound_id_is_no_call(call_id: Any) -> None:
+    turn = assistant(SEARCHED | {"id": call_id}, FOUND | {"tool_use_id": call_id}, text("Found."))
+    messages, skipped = read(USER, turn, USER)
+    assert messages[1] == {"role": "assistant", "content": "Mills\nhttp://m\nFound."}
+    assert skipped == ("messages[1].content[0]",)
+
+
+def test_a_document_whose_base64_is_broken_is_left_out() -> None:
+    messages, skipped = read(user(document(ENCODED | {"data": "A"}), text("?")))
+    assert messages[0]["content"].endswith("cannot read it.]\n?")
+    assert skipped == ("messages[0].content[0]",)
+    wrapped = ENCODED | {"data": base64.encodebytes(b"A wheel turns." * 9).decode()}
+    messages, skipped = read(user(document(wrapped)))
+    assert "A wheel turns." * 9 in messages[0]["content"] and not skipped
+
+
+def test_a_system_prompt_shows_texts_and_names_what_it_cannot_show() -> None:
+    image = {"type": "image", "source": {"type": "url", "url": "http://x/a.png"}}
+    upload = {"type": "container_upload", "file_id": "f"}
+    system = [text("Be brief. "), document(PLAIN), upload, image]
+    fields = anthropic_messages.read(ASKED | {"messages": [USER], "system": system})
+    assert fields["messages"][0] == {
+        "role": "system",
+        "content": "Be brief. <document>\nA wheel turns.\n</document>\n",
+    }
+    assert fields["skipped"] == ("system[2]", "system[3]")

@@ -20,7 +20,7 @@ from headrace.protocols.anthropic.input import (
     ToolUse,
     ToolUseChoice,
 )
-from headrace.protocols.anthropic.turns import SystemPrompt, Turns
+from headrace.protocols.anthropic.turns import ReadTurns, SystemPrompt, Turns
 from headrace.protocols.blocks import Block, Blocks
 from headrace.protocols.dialect import PING, ErrorFormat, encode, named
 from headrace.protocols.fields.common import COMMON, UNSUPPORTED, Stops, check_required
@@ -93,7 +93,8 @@ def read(body: dict[str, Any]) -> dict[str, Any]:
     fields = openai_chat.read(passed | _to_chat(own)) | {"max_tokens": most}
     tools = own.get("tools", ReadTools())
     fields["tool_paths"] = tools.paths
-    fields["skipped"] = own["messages"].skipped + tools.skipped
+    system = own.get("system", ReadTurns())
+    fields["skipped"] = system.skipped + own["messages"].skipped + tools.skipped
     return fields
 
 
@@ -115,14 +116,14 @@ def _to_chat(own: dict[str, Any]) -> dict[str, Any]:
     """The checked fields as a body of chat's, which checks what is the same in both."""
     config, choice = own.get("output_config", {}), own.get("tool_choice", ToolUse())
     kwargs = {"enable_thinking": own["thinking"]} if "thinking" in own else {}
-    system, messages = own.get("system"), own["messages"].messages
+    system, messages = own.get("system", ReadTurns()).messages, own["messages"].messages
     is_begun = _is_begun(messages)
     effort = config.get("effort")
     tools = own.get("tools", ReadTools())
     _check_choice(choice.wanted, tools)
     return {
         "model": own["model"],
-        "messages": ([{"role": "system", "content": system}] if system else []) + messages,
+        "messages": system + messages,
         "continue_final_message": is_begun,
         "tools": tools.functions,
         "tool_choice": choice.wanted,

@@ -40,11 +40,14 @@ _SUMMARY = "Summary of the conversation so far:\n"
 
 
 class SystemPrompt(msgspec.Struct, frozen=True):
-    """A string or blocks, read as one text."""
+    """A string or blocks, read as one message of text, or none."""
 
-    def check(self, value: Any, path: str) -> str:
-        parts = [part for block in placed(value, path) for part in parts_of(block, [])]
-        return "".join(part for part in parts if isinstance(part, str))
+    def check(self, value: Any, path: str) -> "ReadTurns":
+        skipped: list[str] = []
+        parts = [part for block in placed(value, path) for part in parts_of(block, skipped)]
+        text = "".join(part for part in parts if isinstance(part, str))
+        skipped += [part.path for part in parts if not isinstance(part, str)]
+        return ReadTurns([{"role": "system", "content": text}] if text else [], tuple(skipped))
 
     def schema(self) -> dict[str, Any]:
         return CONTENT
@@ -53,8 +56,8 @@ class SystemPrompt(msgspec.Struct, frozen=True):
 class ReadTurns(msgspec.Struct, frozen=True):
     """Messages as the chat template will see them, and the paths of the blocks that it skips."""
 
-    messages: list[dict[str, Any]]
-    skipped: tuple[str, ...]
+    messages: list[dict[str, Any]] = []
+    skipped: tuple[str, ...] = ()
 
 
 class Turns(msgspec.Struct, frozen=True):
@@ -110,11 +113,14 @@ class _Written:
             kind = block.kind
             if kind == "compaction":
                 has_written |= self._compact(block)
-            elif kind.endswith("tool_result"):
+            elif kind == "tool_result" or (
+                kind.endswith("_tool_result") and _is_id(block.value.get("tool_use_id"))
+            ):
                 self.messages += [*open_turn.messages(), self._result(block)]
                 open_turn, has_written = _OpenTurn(role), True
             elif kind in ("tool_use", "server_tool_use", "mcp_tool_use") and role == "assistant":
-                if kind == "tool_use" or block.value.get("id") in self._answered:
+                call_id = block.value.get("id")
+                if kind == "tool_use" or (_is_id(call_id) and call_id in self._answered):
                     open_turn.calls.append(self._call(block))
                 else:
                     self._skip(block.path)  # its provider was interrupted: there is no result
@@ -201,6 +207,10 @@ def _prefixed(prefix: str, content: Content) -> Content:
     if isinstance(content, str):
         return prefix + content
     return [{"type": "text", "text": prefix}, *content]
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, str) and value != ""
 
 
 def _role_of(turn: Any) -> Any:
