@@ -144,6 +144,35 @@ async def test_a_client_whose_upload_is_too_large_reads_why() -> None:
         assert b"request_too_large" in await reader.read()
 
 
+LARGE = 8 << 20  # bytes; more than the sockets' buffers hold
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"POST /quick HTTP/1.1\r\nHost: h\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
+        % LARGE,
+        b"POST /quick HTTP/1.0\r\nContent-Length: %d\r\n\r\n" % LARGE,
+        b"no HTTP\r\n\r\n",
+    ],
+)
+async def test_a_client_that_still_sends_reads_an_early_answer(head: bytes) -> None:
+    async with served(Paths()) as (_, reader, writer):
+        writer.write(head + bytes(LARGE))
+        await writer.drain()
+        assert (await reader.read()).startswith(b"HTTP/1.1 ")
+
+
+async def test_a_client_that_never_stops_sending_is_cut_after_its_answer() -> None:
+    async with served(Paths()) as (_, _, writer):
+        writer.write(b"POST /quick HTTP/1.1\r\nHost: h\r\nConnection: close\r\n")
+        writer.write(b"Content-Length: 1000000000000\r\n\r\n")
+        with pytest.raises(ConnectionError):
+            while True:
+                writer.write(bytes(1 << 20))
+                await writer.drain()
+
+
 @pytest.mark.parametrize(
     "sent",
     [

@@ -41,6 +41,7 @@ DESCRIPTORS_BESIDE = 256  # connections
 MAX_HEAD = 64 << 10  # bytes of a request line with its headers
 _SHORT_READ_S = 0.5  # a model that is read in less needs no server for that time
 TAKES_NOTHING_S = 60.0  # after this long without a byte taken, a client is gone
+_LINGER_S, _LINGER_BYTES = 5.0, 64 << 20  # read and discarded before a connection is closed
 
 
 class Bounds(NamedTuple):
@@ -120,6 +121,8 @@ class _Connection(HttpToolsProtocol):
     _head_timer: Countdown | None = None
     _taking_timer: Countdown | None = None
     _probe: asyncio.TimerHandle | None = None  # set once the client has closed its sending side
+    _linger_timer: Countdown | None = None  # set once the last answer is sent
+    _lingers_for = _LINGER_BYTES
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -132,7 +135,7 @@ class _Connection(HttpToolsProtocol):
         super().connection_lost(exc)
         self.server_state.idle.pop(self, None)
         self.pipeline.clear()
-        for timer in (self._head_timer, self._taking_timer, self._probe):
+        for timer in (self._head_timer, self._taking_timer, self._probe, self._linger_timer):
             if timer is not None:
                 timer.cancel()
         if self._running and not self._running.response_complete:
@@ -140,6 +143,7 @@ class _Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         if self._is_full:
+            self._discard(data)
             return
         if self._head_bytes is not None:
             self._head_bytes += len(data)
@@ -203,6 +207,7 @@ class _Connection(HttpToolsProtocol):
             self._running = self.cycle
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        cycle.transport = _LingeringTransport(self, cycle)  # type: ignore[assignment]
         if cycle.scope["http_version"] == "1.0":
             app = _EndedByClosing(app, cycle)
         super()._start_asgi_task(cycle, app)
@@ -230,6 +235,8 @@ class _Connection(HttpToolsProtocol):
 
     def _refuse_head(self, error: RequestError) -> None:
         """Answers what cannot be read, and closes; behind a request that runs, only closes."""
+        if self._linger_timer is not None:
+            return
         self._is_full = True
         self._stop_timing_head()
         running = self._running
@@ -246,7 +253,27 @@ class _Connection(HttpToolsProtocol):
         head = f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}\r\n".encode()
         lines = [name + b": " + value + b"\r\n" for name, value in response.raw_headers]
         self.transport.write(b"".join([head, *lines, b"\r\n", bytes(response.body)]))
-        self.transport.close()
+        self.linger()
+
+    def linger(self) -> None:
+        """Closes the connection once the client has stopped sending, or has sent for too long.
+
+        The system answers bytes that nobody reads with a reset, and a client that receives one
+        loses the answer that it has not yet read.
+        """
+        self._is_full = True
+        if self._linger_timer is not None or self.transport.is_closing():
+            return
+        if self.transport.can_write_eof():  # not with TLS
+            self.transport.write_eof()
+        self._linger_timer = Countdown(_LINGER_S, self.transport.close)
+        self.flow.resume_reading()
+
+    def _discard(self, data: bytes) -> None:
+        if self._linger_timer is not None:
+            self._lingers_for -= len(data)
+            if self._lingers_for < 0:
+                self.transport.close()
 
     def _end_with(self, running: RequestResponseCycle) -> None:
         """The running request is the last one; the client sends the others again."""
@@ -310,6 +337,23 @@ class _Connection(HttpToolsProtocol):
         num_bytes = sum(len(cycle.body) for cycle, _ in self.pipeline)
         if self._running and (len(self.pipeline) > MAX_AHEAD or num_bytes > _MAX_AHEAD_BYTES):
             self._end_with(self._running)
+
+
+class _LingeringTransport:
+    """The methods of a transport that uvicorn calls for a request; `close` lingers if need be."""
+
+    __slots__ = ("_connection", "_cycle", "is_closing", "write")
+
+    def __init__(self, connection: _Connection, cycle: RequestResponseCycle) -> None:
+        self._connection, self._cycle = connection, cycle
+        self.write = connection.transport.write
+        self.is_closing = connection.transport.is_closing
+
+    def close(self) -> None:
+        if self._cycle.more_body and self._cycle.response_complete:
+            self._connection.linger()
+        else:
+            self._connection.transport.close()
 
 
 class _EndedByClosing:
