@@ -166,6 +166,14 @@ def test_a_folder_of_another_thing_is_called_what_it_is(
         find_model(str(tmp_path))
 
 
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_a_file_with_half_of_a_surrogate_pair_is_corrupt(tmp_path: Path, name: str) -> None:
+    folder(tmp_path)
+    for key in ("eos_token_id", "min_p", "dtype", "\ud800"):
+        (tmp_path / name).write_text(json.dumps({key: "\ud800"}))
+        assert f"{name} of {tmp_path.name} is not JSON" in str(refusal(tmp_path))
+
+
 @pytest.mark.parametrize("text", ["{", "[1]", "\x00\xff"])
 def test_a_config_that_is_no_json_object_is_corrupt(tmp_path: Path, text: str) -> None:
     folder(tmp_path)

@@ -162,9 +162,18 @@ def refuse_others(folder: Path, given: str) -> None:
 
 def _stated(path: Path) -> Any:
     try:
-        return json.loads(read_small(path))
+        return _parsed(path)
     except (OSError, ValueError, RecursionError):
         return None
+
+
+def _parsed(path: Path) -> Any:
+    """OSError if the file cannot be read; ValueError or RecursionError if it is not valid JSON."""
+    content = json.loads(read_small(path))
+    # Python's parser accepts half of a surrogate pair, which neither msgspec nor an answer can
+    # contain; encoding raises UnicodeEncodeError, a ValueError.
+    json.dumps(content, ensure_ascii=False).encode()
+    return content
 
 
 def _read_json(folder: Path, name: str) -> dict[str, Any]:
@@ -173,7 +182,7 @@ def _read_json(folder: Path, name: str) -> dict[str, Any]:
         refuse_others(folder, folder.name)
         raise ModelError(f"{folder.name} has no {name}; it is not a model folder.", "model_corrupt")
     try:
-        content = json.loads(read_small(path))
+        content = _parsed(path)
     except OSError as error:
         raise ModelError(
             f"{name} of {folder.name} cannot be read ({error.strerror}); download it again.",
