@@ -45,9 +45,9 @@ from headrace.gateway.figure_routes import about
 from headrace.gateway.http_server import (
     Bounds,
     HttpServer,
-    LoadingServer,
     raise_descriptors,
 )
+from headrace.gateway.loading_server import LoadingServer
 from headrace.gateway.realtime import ENVELOPE_BYTES
 from headrace.generation.generation import Generation
 from headrace.metrics.metrics import Metrics

@@ -10,16 +10,11 @@ import http
 import resource
 import socket
 import ssl
-import threading
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import uvicorn
-from starlette.applications import Starlette
 from starlette.datastructures import Headers
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
@@ -27,19 +22,14 @@ from uvicorn.server import ServerState
 
 from headrace.awake import Countdown
 from headrace.core.errors import RequestError
-from headrace.fleet.load_watch import LoadWatch
-from headrace.gateway.http_responses import answer, new_request_id, refuse
-from headrace.gateway.middleware import PathPrefix
+from headrace.gateway.http_responses import new_request_id, refuse
 from headrace.gateway.realtime import GOING_AWAY
-from headrace.gateway.state_routes import UNABLE, loading_of, unhealthy
-from headrace.gateway.web_routes import web_routes
 
 MAX_AHEAD, _MAX_AHEAD_BYTES = 16, 64 << 10  # requests sent before the answer to an earlier one
 PING_S, PONG_S = 15.0, 45.0  # of a WebSocket
 _KEPT_BACK = 64  # descriptors for all else: engine, store, worker processes, files
 DESCRIPTORS_BESIDE = 256  # connections
 MAX_HEAD = 64 << 10  # bytes of a request line with its headers
-_SHORT_READ_S = 0.5  # a model that is read in less needs no server for that time
 TAKES_NOTHING_S = 60.0  # after this long without a byte taken, a client is gone
 _LINGER_S, _LINGER_BYTES = 5.0, 64 << 20  # read and discarded before a connection is closed
 
@@ -429,62 +419,3 @@ def _max_connections(most: int) -> int:
     if limit == resource.RLIM_INFINITY:
         return most
     return min(max(limit - _KEPT_BACK, limit // 2), most)
-
-
-class LoadingServer:
-    """Answers while a model is read, if that takes longer than a moment: `/health` says how it
-    stands, and the page shows it.
-
-    A context: once left, the listener is the server's alone.
-    """
-
-    def __init__(
-        self,
-        listener: socket.socket,
-        watch: LoadWatch,
-        tls: ssl.SSLContext | None = None,
-        prefix: str = "",
-    ) -> None:
-        self._listener, self._watch = listener, watch
-        self._download: dict[str, int] = {}
-        app = Starlette(
-            routes=[
-                Route("/health/live", self._live),
-                Route("/health", self._health),
-                Route("/v1/health", self._health),
-                *web_routes(),
-            ],
-            exception_handlers={404: self._refuse, 405: self._refuse},
-        )
-        self._server = HttpServer(PathPrefix(app, prefix), farewell_s=1, tls=tls)
-        self._has_read = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="waiting room", daemon=True)
-
-    def __enter__(self) -> "LoadingServer":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._has_read.set()
-        self._server.should_exit = True
-        self._thread.join()
-
-    def __call__(self, done: int, total: int) -> None:
-        """Bytes of a download that have come, and how many there will be."""
-        self._download = {"bytes_done": done, "bytes_total": total}
-        self._watch.download(done, total)
-
-    def _run(self) -> None:
-        if not self._has_read.wait(_SHORT_READ_S):
-            with self._listener.dup() as own:
-                self._server.run(sockets=[own])
-
-    async def _live(self, request: Request) -> Response:
-        return answer({"status": "ok"})
-
-    async def _health(self, request: Request) -> Response:
-        more = {"download": self._download} if self._download else {}
-        return unhealthy("loading", **more, loading=loading_of(self._watch))
-
-    async def _refuse(self, request: Request, error: Exception) -> Response:
-        return refuse(UNABLE["loading"])

@@ -1,0 +1,78 @@
+"""Answers while the first model is being read: where a slow start stands."""
+
+import socket
+import ssl
+import threading
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from headrace.fleet.load_watch import LoadWatch
+from headrace.gateway.http_responses import answer, refuse
+from headrace.gateway.http_server import HttpServer
+from headrace.gateway.middleware import PathPrefix
+from headrace.gateway.state_routes import UNABLE, loading_of, unhealthy
+from headrace.gateway.web_routes import web_routes
+
+_SHORT_READ_S = 0.5  # a model that is read in less needs no server for that time
+
+
+class LoadingServer:
+    """Answers while a model is read, if that takes longer than a moment: `/health` says how it
+    stands, and the page shows it.
+
+    A context: once left, the listener is the server's alone.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        watch: LoadWatch,
+        tls: ssl.SSLContext | None = None,
+        prefix: str = "",
+    ) -> None:
+        self._listener, self._watch = listener, watch
+        self._download: dict[str, int] = {}
+        app = Starlette(
+            routes=[
+                Route("/health/live", self._live),
+                Route("/health", self._health),
+                Route("/v1/health", self._health),
+                *web_routes(),
+            ],
+            exception_handlers={404: self._refuse, 405: self._refuse},
+        )
+        self._server = HttpServer(PathPrefix(app, prefix), farewell_s=1, tls=tls)
+        self._has_read = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="waiting room", daemon=True)
+
+    def __enter__(self) -> "LoadingServer":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._has_read.set()
+        self._server.should_exit = True
+        self._thread.join()
+
+    def __call__(self, done: int, total: int) -> None:
+        """Bytes of a download that have come, and how many there will be."""
+        self._download = {"bytes_done": done, "bytes_total": total}
+        self._watch.download(done, total)
+
+    def _run(self) -> None:
+        if not self._has_read.wait(_SHORT_READ_S):
+            with self._listener.dup() as own:
+                self._server.run(sockets=[own])
+
+    async def _live(self, request: Request) -> Response:
+        return answer({"status": "ok"})
+
+    async def _health(self, request: Request) -> Response:
+        more = {"download": self._download} if self._download else {}
+        return unhealthy("loading", **more, loading=loading_of(self._watch))
+
+    async def _refuse(self, request: Request, error: Exception) -> Response:
+        return refuse(UNABLE["loading"])
