@@ -119,6 +119,23 @@ def test_what_has_no_effect_is_named() -> None:
     assert response.json()["content"][1] == {"type": "text", "text": "Hï"}
 
 
+def test_what_a_model_cannot_see_of_a_conversation_is_named() -> None:
+    generation = FakeGeneration(*log_of(_record(), *SAID)[1:])
+    hidden = {"type": "redacted_thinking", "data": "x"}
+    turns = [
+        *ASKED["messages"],  # type: ignore[misc]
+        {"role": "assistant", "content": [hidden, {"type": "text", "text": "Yes."}]},
+        {"role": "user", "content": "Go on."},
+    ]
+    search = {"type": "web_search_20250305", "name": "web_search"}
+    body = ASKED | {"messages": turns, "tools": [search], "container": "c"}
+    response = client_of(generation).post(PATH, json=body)
+    named = "container, messages[1].content[0], tools[0]"
+    assert (response.status_code, response.headers["x-headrace-ignored"]) == (200, named)
+    counted = client_of().post(f"{PATH}/count_tokens", json=body)
+    assert counted.json() == {"input_tokens": len("user: hi\nassistant: Yes.\nuser: Go on.\n")}
+
+
 def _record(conversation: str | None = None) -> Record:
     options = {"stream": True, "return_progress": True}
     record = make_record(make_request(PATH, response_options=options))

@@ -3,6 +3,7 @@ from typing import Any
 
 import pytest
 
+from headrace.core.errors import RequestError
 from headrace.core.request import Chat
 from headrace.protocols.anthropic import messages as anthropic_messages
 from tests.gateway.builders import parsed
@@ -316,3 +317,9 @@ def test_a_system_prompt_shows_texts_and_names_what_it_cannot_show() -> None:
         "content": "Be brief. <document>\nA wheel turns.\n</document>\n",
     }
     assert fields["skipped"] == ("system[2]", "system[3]")
+
+
+def test_a_conversation_of_empty_system_messages_alone_is_refused() -> None:
+    with pytest.raises(RequestError, match="no message with content") as caught:
+        read({"role": "system", "content": ""})
+    assert (caught.value.code, caught.value.param) == ("invalid_value", "messages")

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from headrace.core.errors import RequestError
 from headrace.protocols.anthropic.blocks import (
     CONTENT,
     MAX_SKIPPED,
@@ -65,6 +66,9 @@ class Turns(msgspec.Struct, frozen=True):
 
     def check(self, value: Any, path: str) -> ReadTurns:
         written = _Written(items_of(value, path, 1, MAX_MESSAGES))
+        if not written.messages:
+            message = f"{path} has no message with content; send at least one."
+            raise RequestError("invalid_value", message, path)
         return ReadTurns(merge_turns(written.messages, "\n"), tuple(written.skipped))
 
     def schema(self) -> dict[str, Any]:
