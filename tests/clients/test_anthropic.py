@@ -180,6 +180,108 @@ def test_what_beta_clients_add_is_tolerated(client: Any) -> None:
     assert message.content[0].text == "23 + 45 = 68"
 
 
+BEGUN_ELSEWHERE: list[Any] = [
+    {
+        "role": "user",
+        "content": [
+            {
+                "type": "document",
+                "title": "Mills",
+                "source": {"type": "text", "media_type": "text/plain", "data": "A wheel turns."},
+                "citations": {"enabled": True},
+            },
+            {
+                "type": "document",
+                "source": {"type": "base64", "media_type": "application/pdf", "data": "JVBERi0="},
+            },
+            {
+                "type": "search_result",
+                "source": "http://mills",
+                "title": "Mills",
+                "content": [{"type": "text", "text": "It turns."}],
+            },
+            {"type": "container_upload", "file_id": "file_1"},
+            {"type": "text", "text": "Hello"},
+        ],
+    },
+    {
+        "role": "assistant",
+        "content": [
+            {"type": "thinking", "thinking": "Hm.", "signature": "of another server"},
+            {"type": "redacted_thinking", "data": "x"},
+            {"type": "server_tool_use", "id": "s1", "name": "web_search", "input": {"query": "a"}},
+            {
+                "type": "web_search_tool_result",
+                "tool_use_id": "s1",
+                "content": [
+                    {
+                        "type": "web_search_result",
+                        "title": "Mills",
+                        "url": "http://mills",
+                        "encrypted_content": "x",
+                    }
+                ],
+            },
+            {"type": "mcp_tool_use", "id": "m1", "name": "ask", "server_name": "m", "input": {}},
+            {"type": "mcp_tool_result", "tool_use_id": "m1", "content": "Yes."},
+            {"type": "text", "text": "Hello!"},
+            {"type": "tool_use", "id": "t1", "name": "bash", "input": {"command": "ls"}},
+        ],
+    },
+    {
+        "role": "user",
+        "content": [
+            {
+                "type": "tool_result",
+                "tool_use_id": "t1",
+                "content": [{"type": "tool_reference", "tool_name": "bash"}],
+            },
+            {"type": "tool_result", "tool_use_id": "its_call_is_missing", "content": "a.txt"},
+        ],
+    },
+    {"role": "assistant", "content": [{"type": "compaction", "content": "They met."}]},
+    {"role": "system", "content": "You are brief."},
+    *SUM,
+]
+
+
+@pytest.mark.parametrize("num_turns", [3, len(BEGUN_ELSEWHERE)])
+def test_a_conversation_that_began_elsewhere_goes_on(client: Any, num_turns: int) -> None:
+    turns = BEGUN_ELSEWHERE[:num_turns]
+    fields = asked(messages=turns, max_tokens=16)
+    raw = client.beta.messages.with_raw_response.create(**fields)
+    named = raw.headers["x-headrace-ignored"].split(", ")
+    assert named == [f"messages[{i}].content[{j}]" for i, j in ((0, 1), (0, 3), (1, 1))]
+    answer = raw.parse()
+    with client.beta.messages.stream(**fields) as stream:
+        assert stream.get_final_message().content[0].text == answer.content[0].text
+    own = {"role": "assistant", "content": answer.content}
+    more = asked(messages=[*turns, own, *SUM], max_tokens=16)
+    assert client.beta.messages.create(**more).usage.cache_read_input_tokens > 0
+
+
+CLIENT_TOOLS: list[Any] = [
+    {"type": "bash_20250124", "name": "bash"},
+    {"type": "text_editor_20250728", "name": "str_replace_based_edit_tool"},
+    {"type": "memory_20250818", "name": "memory"},
+]
+
+
+@pytest.mark.parametrize("tool", CLIENT_TOOLS, ids=lambda tool: str(tool["name"]))
+def test_a_tool_that_the_package_names_by_its_type_is_called(client: Any, tool: Any) -> None:
+    tools = [*CLIENT_TOOLS, {"type": "web_search_20250305", "name": "web_search"}]
+    choice = {"type": "tool", "name": tool["name"]}
+    fields = asked(tools=tools, tool_choice=choice)
+    with client.beta.messages.stream(**fields) as stream:
+        (streamed,) = stream.get_final_message().content
+    (call,) = client.beta.messages.create(**fields).content
+    assert (call.type, call.name) == (streamed.type, streamed.name) == ("tool_use", tool["name"])
+    with pytest.raises(anthropic.BadRequestError, match="which only its provider's servers run"):
+        client.beta.messages.create(
+            **asked(tools=tools, tool_choice=choice | {"name": "web_search"})
+        )
+
+
 @pytest.mark.parametrize(
     ("fields", "error", "kind"),
     [
