@@ -104,6 +104,8 @@ def read_gguf(path: Path, max_bytes: int = sys.maxsize) -> GgufHeader:
 
     A head longer than `max_bytes` counts as damaged.
     """
+    if not path.is_file():  # opening a pipe would wait for its writer
+        raise _damaged(path)
     with path.open("rb") as file:
         try:
             content: Any = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

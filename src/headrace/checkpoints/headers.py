@@ -146,6 +146,8 @@ def read_file(path: Path, max_header_bytes: int = 100_000_000) -> dict[str, Tens
     The default limit is that of the safetensors library, and so is the rule that tensors fill the
     file without a gap and without a byte that two share.
     """
+    if not path.is_file():  # opening a pipe would wait for its writer
+        raise _damaged(path)
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from headrace.checkpoints.small_file import read_small
 from headrace.checkpoints.spec import ModelSpec
 from headrace.core.errors import ModelError
 from headrace.core.sampling import PoolingMode
@@ -106,7 +107,7 @@ def transformer_folder(root: Path) -> Path | None:
     None if there is no such folder.
     """
     try:
-        modules = msgspec.json.decode((root / "modules.json").read_bytes(), type=list[_Module])
+        modules = msgspec.json.decode(read_small(root / "modules.json"), type=list[_Module])
     except (OSError, ValueError, RecursionError):
         return None
     paths = [module.path for module in modules if module.kind == _FIRST]

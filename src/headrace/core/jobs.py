@@ -185,7 +185,9 @@ class ListInput(Job[bytes], frozen=True, tag=True):
 
 
 class ReadModelName(Job[str], frozen=True, tag=True):
-    """Read the required `model`."""
+    """Read `model`; "" if it is absent and not required."""
+
+    is_required: bool = True
 
 
 class ReadNames(Job[tuple[str, ...]], frozen=True, tag=True):

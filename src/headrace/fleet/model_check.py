@@ -27,6 +27,7 @@ from headrace.panics import STEERING
 MAX_CPU_S = 60
 MAX_BYTES = 2 << 30
 _MAX_WALL_S = 300  # a disk may be slow
+_COMMAND = ("-m", "headrace.fleet.model_check")
 _MAX_OUTPUT = 1 << 16
 _MAX_MESSAGE, _MAX_DETAILS = 2_000, 8_000  # characters
 _ENVIRONMENT = {
@@ -62,12 +63,11 @@ def check_model(config: ModelConfig) -> Path:
 
     Takes about a second, and up to MAX_CPU_S of processor time.
     """
-    command = [sys.executable, "-m", "headrace.fleet.model_check"]
     environment = {k: v for k, v in os.environ.items() if k not in SECRETS} | _ENVIRONMENT
     with _places:
         try:
             done = subprocess.run(
-                command,
+                [sys.executable, *_COMMAND],
                 input=msgspec.msgpack.encode(config),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,

@@ -23,6 +23,7 @@ from headrace.core.jobs import (
     KnownModel,
     ReadBody,
     ReadJob,
+    ReadModelName,
     Tokenize,
 )
 from headrace.core.request import Request as GenerationRequest
@@ -147,8 +148,24 @@ class GenerationRoutes:
         logger.warning("%s %s", model, _TOOLS_APART[tool_format])
 
 
+async def read_named_model(generation: Generation, body: Body) -> None:
+    """Read the model that a body names, unless it has been read or must be downloaded first.
+
+    Workers read a model without the limits on time and memory that apply to the first reading, so
+    they must not be the first to meet its files.
+    """
+    hosts = generation.fleet.hosts
+    if all(host.known is not None for host in hosts.all()):
+        return
+    name = await generation.work.do(ReadModelName(is_required=False), body)
+    host = hosts.find(name) if name else hosts.first
+    if host is not None and host.known is None and host.is_here:
+        await generation.fleet.read(host)
+
+
 async def read_body(generation: Generation, job: ReadJob, body: Body) -> CheckedBody:
-    """A body as a worker checked it, and its tokens, too, if it is small and its model known."""
+    """Return a body as a worker checked it, and its tokens if it is small and its model loaded."""
+    await read_named_model(generation, body)
     known = {
         host.name: KnownModel(host.model.number, host.model.max_model_len)
         for host in generation.fleet.hosts.all()
@@ -274,6 +291,9 @@ class TextRoutes:
 
     async def _do(self, request: Request, job: Job[bytes]) -> ASGIApp:
         async with self._bodies.read(request) as body:
-            work = self._generation.work.do(job, body)
-            result = await unless_left(request.receive, work)
+            result = await unless_left(request.receive, self._done(job, body))
         return HeldAnswer(result, self._bodies)
+
+    async def _done(self, job: Job[bytes], body: Body) -> bytes:
+        await read_named_model(self._generation, body)
+        return await self._generation.work.do(job, body)

@@ -18,6 +18,7 @@ from headrace.workers.pool import MEMORY_BYTES
 
 logger = logging.getLogger(__name__)
 
+_LOAD_BYTES = 4 << 30  # a load may take; a worker for images loads torch too
 _KEPT_BYTES = MEMORY_BYTES // 4  # beyond what was loaded, between two jobs
 
 Bound = Callable[[], contextlib.AbstractContextManager[None]]
@@ -44,6 +45,9 @@ class ModelText:
                 return self._load()
             except ModelError as error:
                 raise self._unread(error) from error
+            except MemoryError as error:
+                failure = ModelError(f"It takes more than {_LOAD_BYTES >> 30} GiB.", "load_failed")
+                raise self._unread(failure) from error
 
     def _unread(self, error: ModelError) -> RequestError:
         """Clients hear the code alone: the words may have a path."""
@@ -100,11 +104,11 @@ class MemoryBound:
 
     @contextlib.contextmanager
     def lifted(self) -> Iterator[None]:
-        """Lifts the bound; memory that is taken meanwhile counts as kept."""
+        """Raise the bound for the time of a load; memory that the load takes counts as kept."""
         before = _held_bytes()
         with contextlib.suppress(OSError, ValueError):
             _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-            resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
+            resource.setrlimit(resource.RLIMIT_DATA, (before + _LOAD_BYTES, hard))
         try:
             yield
         finally:

@@ -116,8 +116,8 @@ class Jobs:
                 return openai_responses.input_items(body, *page)
             case jobs.CheckLines() | jobs.OpenLine() | jobs.ReadBatch() | jobs.SplitRequests():
                 return batch_lines.do(job, body, self._check)
-            case jobs.ReadModelName():
-                return _model_name(body)
+            case jobs.ReadModelName(is_required):
+                return _model_name(body, is_required)
             case jobs.ReadNames():
                 return _names(body)
             case jobs.Tokenize(max_model_len):
@@ -362,13 +362,13 @@ def put_images(packed: bytes, sizes: Sequence[int]) -> bytes:
     return msgspec.msgpack.encode((chat,))
 
 
-def _model_name(body: bytes) -> str:
+def _model_name(body: bytes, is_required: bool) -> str:
     given = decode(body)
     fields = read_fields({**MODEL, "name": MODEL["model"]}, given)
     name: str | None = fields.get("model") or fields.get("name")  # Ollama's older field
-    if name is None:
+    if name is None and is_required:
         raise missing("model")
-    return name
+    return name or ""
 
 
 def _names(body: bytes) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from headrace.checkpoints.small_file import read_small
 from headrace.core.errors import ModelError
 
 VOCABULARIES = (
@@ -25,6 +26,7 @@ _SOURCES = (
     "config.json",
 )
 _MAX_SECONDS = 600
+_MAX_SOURCE = 128 << 20  # bytes of one file
 
 
 def tokenizer_file(folder: Path) -> Path:
@@ -53,7 +55,13 @@ def _convert(folder: Path, target: Path, found: list[str]) -> None:
         module = "headrace.checkpoints.convert_tokenizer"
         command = [sys.executable, "-m", module, str(folder), str(out)]
         try:
-            subprocess.run(command, check=True, capture_output=True, timeout=_MAX_SECONDS)
+            subprocess.run(
+                command,
+                check=True,
+                timeout=_MAX_SECONDS,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
             out.replace(target)
         except (subprocess.SubprocessError, OSError) as error:
             raise ModelError(
@@ -68,7 +76,7 @@ def _digest(folder: Path) -> str:
     for name in _SOURCES:
         file = folder / name
         if file.exists():
-            data = file.read_bytes()
+            data = read_small(file, _MAX_SOURCE)
             digest.update(f"{name}\0{len(data)}\0".encode() + data)
     return digest.hexdigest()
 

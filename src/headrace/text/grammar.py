@@ -20,8 +20,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.checkpoints.small_file import read_small
 from headrace.core.sampling import Sampling
 from headrace.text.conversion import tokenizer_file
+from headrace.text.tokenizer import MAX_FILE
 
 Allowed = NDArray[np.bool_]
 
@@ -98,7 +100,7 @@ class GrammarCompiler:
 
     @classmethod
     def load(cls, folder: Path, width: int, end_token_ids: tuple[int, ...]) -> "GrammarCompiler":
-        return cls(tokenizer_file(folder).read_bytes(), width, end_token_ids)
+        return cls(read_small(tokenizer_file(folder), MAX_FILE), width, end_token_ids)
 
     def compile(self, grammar: str) -> "Grammar":
         """GrammarError if it cannot be done."""

@@ -9,6 +9,7 @@ from typing import Any
 import jinja2
 import msgspec
 
+from headrace.checkpoints.small_file import read_small
 from headrace.core.errors import OVERRAN, ModelError, RequestError
 from headrace.core.request import Chat
 from headrace.text.sandbox import TemplateEnvironment
@@ -236,7 +237,7 @@ def _stated(file: Path) -> _Config:
 
 def _read(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8")
+        return read_small(file).decode()
     except (OSError, UnicodeDecodeError) as error:
         message = f"The chat template in {file.name} cannot be read; it must be UTF-8."
         raise ModelError(message, "tokenizer_invalid") from error

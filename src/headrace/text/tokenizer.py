@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import tokenizers
 
+from headrace.checkpoints.small_file import read_small
 from headrace.core.errors import ModelError
 from headrace.panics import STEERING
 from headrace.text.conversion import tokenizer_file
@@ -24,6 +25,7 @@ _MAX_SHOWN = 50
 
 _MARK = "▁"
 _MARK_INSIDE = re.compile(f"[^{_MARK}]{_MARK}")
+MAX_FILE = 128 << 20  # bytes of a tokenizer.json; the largest in use have 35 MB
 _MAX_SPELLED = 128 << 20  # bytes of all tokens, each spelled twice
 
 
@@ -79,8 +81,8 @@ class Tokenizer:
         """
         config_file = folder / "tokenizer_config.json"
         try:
-            config = json.loads(config_file.read_bytes()) if config_file.exists() else {}
-            return cls(tokenizer_file(folder).read_bytes(), config, lowers_case)
+            config = json.loads(read_small(config_file)) if config_file.exists() else {}
+            return cls(read_small(tokenizer_file(folder), MAX_FILE), config, lowers_case)
         except ModelError:
             raise
         except STEERING:
