@@ -230,7 +230,9 @@ def test_a_call_without_a_result_is_shown() -> None:
 
 def test_a_summary_stands_for_all_that_came_before_it() -> None:
     summary = {"type": "compaction", "content": "They met.", "signature": "x"}
-    messages, skipped = read(USER, assistant(CALL), assistant(summary, text("Go on.")), USER)
+    messages, skipped = read(
+        USER, assistant(CALL), assistant(text("Old."), summary, text("Go on.")), USER
+    )
     assert messages == (
         {"role": "user", "content": "Summary of the conversation so far:\nThey met.\n"},
         {"role": "assistant", "content": "Go on."},

@@ -116,7 +116,8 @@ class _Written:
         for block in blocks:
             kind = block.kind
             if kind == "compaction":
-                has_written |= self._compact(block)
+                if self._compact(block):
+                    open_turn, has_written = _OpenTurn(role), True
             elif kind == "tool_result" or (
                 kind.endswith("_tool_result") and _is_id(block.value.get("tool_use_id"))
             ):
