@@ -74,6 +74,7 @@ class Channels(msgspec.Struct, frozen=True, omit_defaults=True):
     tools: str = ""  # a tool format; "": there are no tools
     reasoning: str = ""  # a reasoning format; "": all text is content
     text_parameters: dict[str, tuple[str, ...]] = {}  # those declared as strings, by tool
+    custom_tools: tuple[str, ...] = ()  # tools that take free text, shown as functions of `input`
 
 
 BACKGROUND = 1_000_000

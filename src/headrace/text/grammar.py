@@ -233,6 +233,14 @@ def pattern_fault(pattern: str) -> str:
     return reason(fault) if fault else ""
 
 
+def lark_fault(rules: str) -> str:
+    """Why Lark rules cannot be enforced, as the end of a sentence; "" if they can."""
+    with _refusing("is not a Lark grammar"):
+        grammar = json.dumps({"grammars": [{"lark_grammar": rules}]})
+        fault = llguidance.LLMatcher.validate_grammar(grammar, limits=_LIMITS)
+    return reason(fault) if fault else ""
+
+
 def reason(message: str) -> str:
     """Return our words for a message of the library, which names its own inner parts."""
     found = next((words for mark, words in _REASONS if mark in message), None)

@@ -92,7 +92,7 @@ def test_tools_are_flat_and_those_of_other_types_are_skipped() -> None:
     (tool,) = chat_of(tools=body["tools"]).tools
     assert tool["function"] == {name: ADD[name] for name in ("name", "parameters", "strict")}
     shown = json.loads(open_kept(checked.kept).shown)["tools"]
-    assert shown == [ADD | {"description": None}]
+    assert shown == body["tools"]
 
 
 WEATHER = {"type": "function", "name": "get_weather", "parameters": {"type": "object"}}
@@ -100,7 +100,7 @@ SPACE = {
     "type": "namespace",
     "name": "mcp__weather",
     "description": "Weather",
-    "tools": [WEATHER, {"type": "custom", "name": "x"}, WEATHER | {"name": "y" * 120}],
+    "tools": [WEATHER, {"type": "web_search", "name": "x"}, WEATHER | {"name": "y" * 120}],
 }
 
 
@@ -111,8 +111,7 @@ def test_functions_of_a_namespace_reach_the_model_by_both_names() -> None:
     names = [tool["function"]["name"] for tool in chat_of(tools=body["tools"]).tools]
     assert names == ["add", "mcp__weather__get_weather"]
     space = json.loads(open_kept(checked.kept).shown)["tools"][1]
-    shown = WEATHER | {"description": None, "strict": None}
-    assert space == {"type": "namespace", "name": "mcp__weather", "tools": [shown]}
+    assert space == SPACE
     choice = {"type": "function", "name": "get_weather", "namespace": "mcp__weather"}
     assert request_of(tools=body["tools"], tool_choice=choice).sampling.grammar is not None
     with pytest.raises(RequestError) as refused:
@@ -317,7 +316,7 @@ def test_what_another_provider_made_is_shown_where_it_carries_text(
 
 TEXTLESS = [
     item("web_search_call", id="ws", status="completed", action={"type": "search", "query": "q"}),
-    item("image_generation_call", id="ig", result=None, status="completed"),
+    item("image_generation_call", id="ig", result="AAAA", status="completed"),
     item("mcp_list_tools", id="l", server_label="s", tools=[{"name": "x", "input_schema": {}}]),
     item("mcp_approval_response", approval_request_id="a", approve=True),
     item("reasoning", id="rs", summary=[], encrypted_content="x"),

@@ -7,6 +7,7 @@ import msgspec
 
 from headrace.core.errors import RequestError
 from headrace.protocols.anthropic.client_tools import typed_function
+from headrace.protocols.fields.client_tools import check_name
 from headrace.protocols.fields.kinds import (
     Flag,
     Integer,
@@ -18,7 +19,7 @@ from headrace.protocols.fields.kinds import (
     required,
     wrong_value,
 )
-from headrace.protocols.fields.tools import MAX_TOOLS, check_name
+from headrace.protocols.fields.tools import MAX_TOOLS
 
 _NAME = String(1)
 

@@ -11,7 +11,7 @@ TEXT_PARTS = ("text", "input_text", "output_text", "summary_text", "reasoning_te
 """Text in the words of chats, and in those of clients that speak of responses."""
 
 _CARRIERS = (
-    *("text", "refusal", "content", "output", "outputs", "result", "results"),
+    *("text", "refusal", "content", "output", "outputs", "results"),
     *("summary", "logs", "stdout", "stderr", "input", "message"),
 )
 """Fields in which items and parts that this server does not make may carry text."""

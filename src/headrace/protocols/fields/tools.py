@@ -1,12 +1,20 @@
 """Tools as OpenAI's routes take them, and their calls as they are shown."""
 
-import re
 from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 
 from headrace.core.errors import RequestError
+from headrace.protocols.fields.client_tools import (
+    CLIENT_TYPES,
+    CUSTOM,
+    NAME,
+    OfferedTools,
+    ReadTool,
+    check_name,
+    custom_tool,
+)
 from headrace.protocols.fields.kinds import (
     Object,
     String,
@@ -14,26 +22,33 @@ from headrace.protocols.fields.kinds import (
     items_of,
     missing,
     required,
-    shown,
     wrong_type,
     wrong_value,
 )
 
 MAX_TOOLS = 128
-_NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")  # OpenAI takes 64 characters, Anthropic 128
 
 
 class Tools(msgspec.Struct, frozen=True):
-    """The field `tools`, as the template will see them."""
+    """The field `tools`, as the template will see them; types that a provider runs are skipped."""
 
-    def check(self, value: Any, path: str) -> tuple[dict[str, Any], ...]:
-        return tuple(_tool(*each) for each in items_of(value, path, 0, MAX_TOOLS))
+    def check(self, value: Any, path: str) -> OfferedTools:
+        found, skipped = list[ReadTool](), list[str]()
+        for tool, place in items_of(value, path, 0, MAX_TOOLS):
+            kind = _type_of(tool, place)
+            if kind == CUSTOM:
+                found.append(custom_tool(tool.get(CUSTOM), f"{place}.{CUSTOM}"))
+            elif kind == "function":
+                found.append(ReadTool(_tool(tool, place), f"{place}.function"))
+            else:
+                skipped.append(place)
+        return OfferedTools.of(found, skipped)
 
     def schema(self) -> dict[str, Any]:
         function = {
             "type": "object",
             "properties": {
-                "name": {"type": "string", "pattern": f"^{_NAME.pattern}$"},
+                "name": {"type": "string", "pattern": f"^{NAME.pattern}$"},
                 "description": {"type": "string"},
                 "parameters": {"type": "object"},
                 "strict": {"type": ["boolean", "null"]},
@@ -42,8 +57,8 @@ class Tools(msgspec.Struct, frozen=True):
         }
         tool = {
             "type": "object",
-            "properties": {"type": {"const": "function"}, "function": function},
-            "required": ["type", "function"],
+            "properties": {"type": {"type": "string"}, "function": function},
+            "required": ["type"],
         }
         return {"type": "array", "items": tool, "maxItems": MAX_TOOLS}
 
@@ -62,17 +77,19 @@ class AllowedTools(msgspec.Struct, frozen=True):
         if mode not in ("auto", "required"):
             raise wrong_value(mode, f"{path}.mode", "auto or required")
         found = items_of(given.get("tools"), f"{path}.tools", 1, MAX_TOOLS)
-        names = (_allowed_name(*each, is_flat) for each in found)
+        names = filter(None, (_allowed_name(*each, is_flat) for each in found))
         return cls(mode, tuple(names), f"{path}.tools")
 
 
 def _allowed_name(value: Any, path: str, is_flat: bool) -> str:
+    """The name of a tool that may be called; "" for one that a provider runs."""
     tool = Object().check(value, path)
-    if tool.get("type") != "function":
-        raise wrong_value(tool.get("type"), f"{path}.type", "function")
+    kind = required(tool, "type", path, String())
+    if kind not in ("function", CUSTOM):
+        return kind if kind in CLIENT_TYPES else ""
     if not is_flat:
-        path += ".function"
-        tool = Object().check(tool.get("function"), path)
+        path += f".{kind}"
+        tool = Object().check(tool.get(kind), path)
     name: str = required(tool, "name", path, String(1))
     return flat_name(tool.get("namespace"), name) if is_flat else name
 
@@ -94,24 +111,14 @@ class ToolChoice(msgspec.Struct, frozen=True):
         if value.get("type") == "allowed_tools":
             given = Object().check(value.get("allowed_tools"), f"{path}.allowed_tools")
             return AllowedTools.read(given, f"{path}.allowed_tools", is_flat=False)
-        function = value.get("function") or {}
-        if value.get("type") != "function" or type(function) is not dict:
+        kind = value.get("type")
+        function = value.get(kind) or {} if kind in ("function", CUSTOM) else None
+        if type(function) is not dict:
             raise wrong_value(value, path, 'like {"type": "function", "function": {"name": "…"}}')
-        return (required(function, "name", f"{path}.function", String(1)),)
+        return (required(function, "name", f"{path}.{kind}", String(1)),)
 
     def schema(self) -> dict[str, Any]:
         return {"anyOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}]}
-
-
-def is_name(name: str) -> bool:
-    """Whether a function may be called so."""
-    return bool(_NAME.fullmatch(name))
-
-
-def check_name(name: str, path: str) -> None:
-    """RequestError if no function may be called so."""
-    if not is_name(name):
-        raise wrong_value(name, path, "1 to 128 letters, digits, dashes or underscores")
 
 
 def flat_name(namespace: str | None, name: str) -> str:
@@ -164,15 +171,15 @@ def text_parameters(tools: Iterable[dict[str, Any]]) -> dict[str, tuple[str, ...
     return found
 
 
-def _tool(value: Any, path: str) -> dict[str, Any]:
-    if type(value) is not dict:
-        raise wrong_type(value, path, "an object")
-    for name in ("type", "function"):
-        if value.get(name) is None:
-            raise missing(f"{path}.{name}")
-    if value["type"] != "function":
-        message = f"{path} is of type {shown(value['type'])}; this server takes functions only."
-        raise RequestError("unsupported_parameter", message, f"{path}.type")
+def _type_of(tool: Any, path: str) -> str:
+    if type(tool) is not dict:
+        raise wrong_type(tool, path, "an object")
+    return str(required(tool, "type", path, String()))
+
+
+def _tool(value: dict[str, Any], path: str) -> dict[str, Any]:
+    if value.get("function") is None:
+        raise missing(f"{path}.function")
     function = Object().check(value["function"], f"{path}.function")
     name = required(function, "name", f"{path}.function", String())
     check_name(name, f"{path}.function.name")

@@ -5,11 +5,11 @@ from typing import Any
 
 import msgspec
 
-from headrace.answer import call_deltas
 from headrace.core.errors import RequestError
 from headrace.core.request import Channels, Chat, Prompt, Request, Route
 from headrace.fleet.served_model import ServedModel
 from headrace.protocols import requests
+from headrace.protocols.fields.client_tools import OfferedTools
 from headrace.protocols.fields.common import COMMON, read_common
 from headrace.protocols.fields.kinds import Flag, Integer, Kind, Object, String
 from headrace.protocols.fields.messages import Messages, take_images
@@ -23,6 +23,7 @@ from headrace.protocols.fields.tools import (
 from headrace.protocols.framing import SSE
 from headrace.protocols.openai import chunks as openai
 from headrace.protocols.openai.chunks import Choice, ChunkBody, ChunkFrames, Part
+from headrace.protocols.openai.custom_calls import CallDeltas
 from headrace.protocols.progress_words import ProgressWords
 from headrace.streams.events import ChoiceEnd, TokenLogprob
 from headrace.streams.record import Record
@@ -59,10 +60,13 @@ def read(body: dict[str, Any]) -> dict[str, Any]:
     """The given fields, checked as far as they need no model."""
     fields = read_common(TABLE, REQUIRED, body)
     check_template_fields(fields)
-    fields["tool_paths"] = [f"tools[{i}].function" for i in range(len(fields.get("tools", ())))]
+    tools = fields.get("tools", OfferedTools())
+    fields["tool_paths"] = [it.path for it in tools.found]
+    fields["tool_kinds"] = tools.kinds
+    tools.refuse_forced(fields.get("tool_choice"))
     narrow(fields)
     check_choice(fields)
-    fields["skipped"] = fields["messages"].skipped[:_MAX_SKIPPED]
+    fields["skipped"] = (*tools.skipped, *fields["messages"].skipped)[:_MAX_SKIPPED]
     fields["one_call"] = body.get("parallel_tool_calls") is False
     fields["text_parameters"] = text_parameters(fields.get("tools", ()))
     if fields.get("top_logprobs") and not fields.get("logprobs"):
@@ -85,7 +89,8 @@ def to_request(fields: dict[str, Any], prompts: tuple[Prompt, ...], model: Serve
     channels = None
     if has_tools or model.reasoning_format:
         tools = model.tool_format if has_tools else ""
-        channels = Channels(tools, model.reasoning_format, texts if tools else {})
+        custom = tuple(fields.get("tool_kinds", ()))
+        channels = Channels(tools, model.reasoning_format, texts if tools else {}, custom)
     return msgspec.structs.replace(request, sampling=sampling, channels=channels)
 
 
@@ -144,6 +149,9 @@ class ChatShape:
         self._num_choices = record.request.num_choices
         self._id = record.id
         self._has_logprobs = record.request.sampling.num_logprobs is not None
+        channels = record.request.channels
+        custom = channels.custom_tools if channels else ()
+        self._calls = [CallDeltas((self._id, i), custom) for i in range(self._num_choices)]
 
     def opening(self) -> list[Choice]:
         """A role chunk per choice."""
@@ -160,7 +168,7 @@ class ChatShape:
         if part.text:
             delta["content"] = part.text
         if part.calls:
-            delta["tool_calls"] = call_deltas((self._id, index), part.calls)
+            delta["tool_calls"] = self._calls[index].add(part.calls)
         shown: Choice = {"index": index, "delta": delta}
         if self._has_logprobs:
             shown["logprobs"] = _logprobs(part.logprobs)
@@ -168,13 +176,14 @@ class ChatShape:
 
     def end(self, index: int, end: ChoiceEnd) -> Choice:
         idle = self.idle(index)
+        if rest := self._calls[index].end():
+            idle["delta"] = {"tool_calls": rest}
         return idle | {"finish_reason": end.finish_reason, "stop_reason": end.stop_reason}
 
     def whole(self, index: int, parts: Sequence[Part], end: ChoiceEnd) -> Choice:
         text = "".join(part.text for part in parts)
         entries = [entry for part in parts for entry in part.logprobs]
-        pieces = (piece for part in parts for piece in part.calls)
-        calls = call_deltas((self._id, index), pieces)
+        calls = self._calls[index].whole(piece for part in parts for piece in part.calls)
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         message |= _reasoning("".join(part.reasoning for part in parts))
         if calls:

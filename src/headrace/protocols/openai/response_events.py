@@ -9,6 +9,7 @@ from headrace.answer import call_id
 from headrace.core.pieces import CONTENT, REASONING, TOOL, ChannelPiece
 from headrace.protocols.blocks import Block, Blocks
 from headrace.protocols.openai.chunks import ingestion_of
+from headrace.protocols.openai.custom_calls import OpenCall
 from headrace.protocols.openai.response_items import Item, item_id
 from headrace.protocols.progress_words import ProgressWords
 from headrace.streams.events import (
@@ -37,6 +38,7 @@ class KeptBody(msgspec.Struct, frozen=True):
     items: bytes = b"[]"
     shown: bytes = b"{}"
     namespaces: dict[str, str] = {}  # of functions that stand in one, by the model's names for them
+    kinds: dict[str, str] = {}  # the types of tools that are no functions, by the same names
 
 
 open_kept = msgspec.msgpack.Decoder(KeptBody).decode
@@ -124,8 +126,7 @@ class GrowingResponse:
     def __init__(self, record: Record) -> None:
         self._record = record
         request = record.request
-        kept = open_kept(request.kept) if request.kept else KeptBody()
-        self._repeated, self._namespaces = _shown(kept.shown), kept.namespaces
+        self._kept = open_kept(request.kept) if request.kept else KeptBody()
         self._status = "queued" if request.response_options.background else "in_progress"
         self._error: Error | None = None
         self._usage: Usage | None = None
@@ -133,7 +134,7 @@ class GrowingResponse:
         self._is_cut_short = False
         self._ended_at: int | None = None
         self._done: list[Item] = []
-        self._open: _OpenItem | None = None
+        self._open: _OpenItem | OpenCall | None = None
         self._blocks: Blocks[ResponseEvent] = Blocks(self)
         self._words = ProgressWords(record)
         self._entries: list[TokenLogprob] = []  # of tokens whose text is still held back
@@ -166,7 +167,8 @@ class GrowingResponse:
         if self._open is None:
             return self._done
         status = "incomplete" if self._error else "in_progress"
-        return [*self._done, self._open.shown(status)]
+        item = self._open.shown(status)
+        return [*self._done, item] if item else self._done
 
     def whole(self) -> dict[str, Any]:
         """The response object."""
@@ -185,7 +187,7 @@ class GrowingResponse:
             "temperature": request.sampling.temperature,
             "top_p": request.sampling.top_p,
             "usage": _usage(self._usage) if self._usage else None,
-            **self._repeated,
+            **_shown(self._kept.shown),
             **self._ingestion,
         }
 
@@ -212,20 +214,30 @@ class GrowingResponse:
         return made + self._blocks.close()
 
     def opened(self, block: Block) -> list[ResponseEvent]:
-        self._open = _OpenItem(self._record, block, self._namespaces.get(block.name, ""))
+        namespace = self._kept.namespaces.get(block.name, "")
+        kind = self._kept.kinds.get(block.name, "")
+        self._open = (
+            OpenCall(self._record.id, block, namespace, kind)
+            if kind
+            else _OpenItem(self._record, block, namespace)
+        )
         return self._open.added()
 
     def grown(self, block: Block, text: str) -> list[ResponseEvent]:
         assert self._open is not None
         entries, self._entries = self._entries, []
-        return [self._open.add(text, entries)]
+        added = self._open.add(text, entries)
+        return [added] if added else []
 
     def closed(self, block: Block) -> list[ResponseEvent]:
         assert self._open is not None
         item, self._open = self._open, None
         status = "incomplete" if self._is_cut_short else "completed"
-        self._done.append(item.shown(status))
-        return item.done(status)
+        told = item.done(status)
+        whole = item.shown(status)
+        assert whole is not None, "only an item in progress may have nothing to show"
+        self._done.append(whole)
+        return told
 
     def _finish(self, event: Finish) -> ResponseEvent:
         self._usage, self._ingestion = event.usage, ingestion_of(event)

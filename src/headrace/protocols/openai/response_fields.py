@@ -6,13 +6,24 @@ from typing import Any, NamedTuple
 import msgspec
 
 from headrace.core.errors import RequestError
+from headrace.protocols.fields.client_tools import (
+    CLIENT_TYPES,
+    CUSTOM,
+    NAME,
+    OfferedTools,
+    ReadTool,
+    custom_tool,
+    fixed_tool,
+)
 from headrace.protocols.fields.kinds import (
     Object,
     String,
+    check_count,
     check_object,
     items_of,
     missing,
     required,
+    shown,
     wrong_type,
     wrong_value,
 )
@@ -24,7 +35,6 @@ from headrace.protocols.fields.tools import (
     ToolChoice,
     Tools,
     flat_name,
-    is_name,
 )
 
 _FUNCTION = ("name", "description", "parameters", "strict")
@@ -35,18 +45,18 @@ _MAX_PAIRS = 16
 class FlatTools(msgspec.Struct, frozen=True):
     """The field `tools`. Types of tools that a provider runs itself are skipped.
 
-    The model knows a function in a namespace by both names.
+    The model knows a tool in a namespace by both names.
     """
 
-    def check(self, value: Any, path: str) -> tuple[dict[str, Any], ...]:
+    def check(self, value: Any, path: str) -> OfferedTools:
         if type(value) is not list:
             raise wrong_type(value, path, "an array")
         for i, tool in enumerate(value):
             check_object(tool, f"{path}[{i}]")
-            if tool.get("type") is None:
-                raise missing(f"{path}[{i}].type")
-        functions, _ = sorted_tools(value, path)
-        return Tools().check([_nested(it.renamed, it.path) for it in functions], path)
+            required(tool, "type", f"{path}[{i}]", String())
+        found, skipped = _sorted_tools(value, path)
+        check_count(len(found), path, 0, MAX_TOOLS)
+        return OfferedTools.of((_read(it) for it in found), skipped)
 
     def schema(self) -> dict[str, Any]:
         properties = {
@@ -69,20 +79,25 @@ class FlatChoice(msgspec.Struct, frozen=True):
             return ToolChoice().check(value, path)
         if value.get("type") == "allowed_tools":
             return AllowedTools.read(value, path, is_flat=True)
-        if value.get("type") != "function":
-            raise wrong_value(value, path, 'like {"type": "function", "name": "…"}')
+        kind = value.get("type")
+        if kind in CLIENT_TYPES and kind != CUSTOM:
+            return (kind,)
+        if kind not in ("function", CUSTOM):
+            raise _not_forced(value, path)
         name: str = required(value, "name", path, String(1))
         return (flat_name(value.get("namespace"), name),)
 
     def schema(self) -> dict[str, Any]:
         return ToolChoice().schema()
 
-    @staticmethod
-    def shown(choice: Choice) -> str | dict[str, Any]:
-        if isinstance(choice, AllowedTools):
-            tools = [FlatChoice.shown((name,)) for name in choice.names]
-            return {"type": "allowed_tools", "mode": choice.mode, "tools": tools}
-        return choice if isinstance(choice, str) else {"type": "function", "name": choice[0]}
+
+def _not_forced(choice: dict[str, Any], path: str) -> RequestError:
+    kind = choice.get("type")
+    if type(kind) is not str:
+        return wrong_value(choice, path, 'like {"type": "function", "name": "…"}')
+    message = f"{path} asks for {shown(kind)}, a tool that a provider runs; this server runs none. "
+    message += "Offer a function that does the same, or send tool_choice auto."
+    return RequestError("unsupported_parameter", message, f"{path}.type")
 
 
 class TextFormat(msgspec.Struct, frozen=True):
@@ -136,64 +151,46 @@ def wanted_of(text: dict[str, Any]) -> Wanted | None:
     return None
 
 
-class PlacedFunction(NamedTuple):
-    """A function among the tools of a body, and the namespace that it stands in, or ""."""
+class _PlacedTool(NamedTuple):
+    """A tool that the client runs, and the namespace that it stands in, or ""."""
 
     path: str
     tool: dict[str, Any]
     namespace: str = ""
 
-    @property
-    def renamed(self) -> dict[str, Any]:
-        """The tool by the name that the model knows it by."""
-        if not self.namespace:
-            return self.tool
-        return self.tool | {"name": flat_name(self.namespace, self.tool["name"])}
 
+def _sorted_tools(tools: Iterable[Any], path: str) -> tuple[list[_PlacedTool], list[str]]:
+    """The tools that the client runs, those in namespaces too, and the paths of all others.
 
-def sorted_tools(
-    tools: Iterable[Any], path: str = "tools"
-) -> tuple[list[PlacedFunction], list[str]]:
-    """The functions, those in namespaces too, and the paths of all that is passed over.
-
-    A function in a namespace whose whole name is longer than a name may be is passed over.
+    A tool in a namespace whose whole name is longer than a name may be is passed over.
     """
-    functions, others = list[PlacedFunction](), list[str]()
+    found, others = list[_PlacedTool](), list[str]()
     for i, tool in enumerate(tools):
         place = f"{path}[{i}]"
-        if tool["type"] == "function":
-            functions.append(PlacedFunction(place, tool))
+        if tool["type"] == "function" or tool["type"] in CLIENT_TYPES:
+            found.append(_PlacedTool(place, tool))
         elif tool["type"] != "namespace":
             others.append(place)
         else:
             namespace: str = required(tool, "name", place, String(1))
             for inner, inner_path in items_of(tool.get("tools"), f"{place}.tools", 0, MAX_TOOLS):
                 check_object(inner, inner_path)
-                found = PlacedFunction(inner_path, inner, namespace)
-                is_taken = inner.get("type") == "function" and is_name(
-                    flat_name(namespace, required(inner, "name", inner_path, String(1)))
-                )
-                functions += [found] if is_taken else []
+                name = flat_name(namespace, required(inner, "name", inner_path, String(1)))
+                is_taken = inner.get("type") in ("function", CUSTOM) and NAME.fullmatch(name)
+                found += [_PlacedTool(inner_path, inner, namespace)] if is_taken else []
                 others += [] if is_taken else [inner_path]
-    return functions, others
+    return found, others
 
 
-def shown_tools(functions: list[PlacedFunction]) -> list[dict[str, Any]]:
-    """The tools as this route shows them, those in a namespace together."""
-    shown: list[dict[str, Any]] = []
-    for found in functions:
-        tool = {"type": "function"} | {name: found.tool.get(name) for name in _FUNCTION}
-        if not found.namespace:
-            shown.append(tool)
-        elif shown and shown[-1].get("name") == found.namespace and "tools" in shown[-1]:
-            shown[-1]["tools"].append(tool)
-        else:
-            shown.append({"type": "namespace", "name": found.namespace, "tools": [tool]})
-    return shown
-
-
-def _nested(tool: dict[str, Any], path: str) -> dict[str, Any]:
+def _read(placed: _PlacedTool) -> ReadTool:
     """A tool in chat's shape; RequestError names this route's path."""
+    path, tool, namespace = placed
+    if tool["type"] in CLIENT_TYPES and tool["type"] != CUSTOM:
+        return fixed_tool(tool["type"], path)
+    if namespace:
+        tool = tool | {"name": flat_name(namespace, tool["name"])}
+    if tool["type"] == CUSTOM:
+        return custom_tool(tool, path)._replace(namespace=namespace)
     function = {name: tool[name] for name in _FUNCTION if tool.get(name) is not None}
     nested = {"type": "function", "function": function}
     try:
@@ -202,4 +199,4 @@ def _nested(tool: dict[str, Any], path: str) -> dict[str, Any]:
         wrong, right = f"{path}[0].function", path
         param = (error.param or path).replace(wrong, right)
         raise RequestError(error.code, error.message.replace(wrong, right), param) from None
-    return nested
+    return ReadTool(nested, path, namespace=namespace)

@@ -11,6 +11,7 @@ from headrace.core.request import Chat, Prompt, Request, Route
 from headrace.fleet.served_model import ServedModel
 from headrace.protocols.dialect import encode, named
 from headrace.protocols.fields import samplers
+from headrace.protocols.fields.client_tools import OfferedTools
 from headrace.protocols.fields.common import COMMON, read_common
 from headrace.protocols.fields.kinds import Array, Flag, Integer, Kind, Object, String
 from headrace.protocols.fields.messages import take_images
@@ -29,8 +30,6 @@ from headrace.protocols.openai.response_fields import (
     FlatTools,
     Metadata,
     TextFormat,
-    shown_tools,
-    sorted_tools,
     wanted_of,
 )
 from headrace.protocols.openai.response_items import Items, listed, messages_of
@@ -123,9 +122,9 @@ def read(body: dict[str, Any]) -> dict[str, Any]:
     if fields.get("background") and fields.get("store") is False:
         message = "background needs a response that is stored; leave store out, or send true."
         raise RequestError("invalid_value", message, "store")
-    functions, skipped = sorted_tools(body.get("tools") or ())
-    repeated = _repeated(fields) | {"tools": shown_tools(functions)}
-    fields["tool_paths"] = [found.path for found in functions]
+    tools = fields.get("tools", OfferedTools())
+    fields["tool_paths"] = [it.path for it in tools.found]
+    tools.refuse_forced(fields.get("tool_choice"))
     narrow(fields)
     check_choice(fields, "tool_choice.name")
     openai_chat.check_template_fields(fields)
@@ -140,9 +139,9 @@ def read(body: dict[str, Any]) -> dict[str, Any]:
     if "max_output_tokens" in fields:
         fields["max_tokens"] = fields["max_output_tokens"]
     fields["text_parameters"] = text_parameters(fields.get("tools", ()))
-    fields["skipped"] = (*skipped, *fields["input"].skipped)[:_MAX_SKIPPED]
-    spaces = {it.renamed["name"]: it.namespace for it in functions if it.namespace}
-    kept = KeptBody(encode(fields["input"]), encode(repeated), spaces)
+    fields["skipped"] = (*tools.skipped, *fields["input"].skipped)[:_MAX_SKIPPED]
+    shown = encode(_repeated(fields, body))
+    kept = KeptBody(encode(fields["input"]), shown, tools.namespaces, tools.kinds)
     fields["kept"] = msgspec.msgpack.encode(kept)
     return fields
 
@@ -258,8 +257,8 @@ frames = ResponseFrames
 response_body = GrowingResponse
 
 
-def _repeated(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields of the response object that repeat its request."""
+def _repeated(fields: dict[str, Any], body: dict[str, Any]) -> dict[str, Any]:
+    """The fields of the response object that repeat its request; tools are given back as sent."""
     reasoning = fields.get("reasoning", {})
     return {
         "background": fields.get("background", False),
@@ -272,8 +271,8 @@ def _repeated(fields: dict[str, Any]) -> dict[str, Any]:
         "reasoning": {name: reasoning.get(name) for name in ("effort", "summary")},
         "store": fields.get("store", True),
         "text": {"format": fields.get("text", {}).get("format") or {"type": "text"}},
-        "tool_choice": FlatChoice.shown(fields.get("tool_choice", "auto")),
-        "tools": [],
+        "tool_choice": body.get("tool_choice") or "auto",
+        "tools": body.get("tools") or [],
         "top_logprobs": fields.get("top_logprobs", 0),
         "truncation": "disabled",
     }

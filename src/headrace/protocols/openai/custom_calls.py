@@ -1,0 +1,195 @@
+"""Calls of tools that are no functions, from the arguments of the functions that stood for them."""
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from headrace.answer import Said, call_deltas, call_id, runs
+from headrace.protocols.blocks import Block
+from headrace.protocols.fields.tools import arguments_of
+from headrace.protocols.openai.response_items import item_id
+
+_HEAD = re.compile(r'\s*\{\s*"input"\s*:\s*"')
+_UNIT = "[0-9a-f]{2}"
+_WHOLE = re.compile(
+    rf"""(?:[^"\\]|\\(?:["\\/bfnrt]|u(?!d[89a-f]){_UNIT}{_UNIT}|ud[89ab]{_UNIT}\\ud[c-f]{_UNIT}"""
+    # half of a pair, once it is certain that the other half is missing
+    rf"""|ud[89a-f]{_UNIT}(?=[^\\]|\\[^u]|\\u[^d]|\\ud[^c-f])))*+""",
+    re.IGNORECASE,
+)
+"""Characters of a JSON string, no escape or pair of them cut off."""
+
+_ACTIONS = {"local_shell": "action", "shell": "action", "apply_patch": "operation"}
+Delta = dict[str, Any]
+
+
+class InputText:
+    """The text of `input` in arguments that come piece by piece."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self._all: list[str] = []
+        self._left = ""
+        self._is_open = self._is_closed = False
+
+    def feed(self, piece: str) -> str:
+        """Return the text that a piece of the arguments adds."""
+        self._all.append(piece)
+        if self._is_closed:
+            return ""
+        self._left += piece
+        if not self._is_open:
+            head = _HEAD.match(self._left)
+            if head is None:
+                return ""
+            self._is_open, self._left = True, self._left[head.end() :]
+        found = _WHOLE.match(self._left)
+        assert found is not None, "it matches nothing, too"
+        self._left = self._left[found.end() :]
+        self._is_closed = self._left[:1] == '"'
+        text: str = json.loads(f'"{found[0]}"', strict=False)
+        return self._say(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
+
+    def end(self) -> str:
+        """Return the text that is left, at the end of the arguments.
+
+        A model that writes something else than one string in `input` has that passed on.
+        """
+        if self._is_open:
+            return ""
+        whole = "".join(self._all)
+        given = arguments_of(whole)
+        text = given.get("input")
+        if type(text) is not str:
+            text = "" if whole.strip() in ("", "{}") else whole
+        return self._say(text)
+
+    def _say(self, text: str) -> str:
+        self.text += text
+        return text
+
+
+class CallDeltas:
+    """The tool calls of one choice of a chat, in OpenAI's form, as their pieces come."""
+
+    def __init__(self, place: tuple[str, int], custom: Sequence[str]) -> None:
+        self._place = place
+        self._custom = custom
+        self._open: tuple[int, InputText] | None = None  # the custom call that goes on
+
+    def add(self, pieces: Sequence[Said]) -> list[Delta]:
+        if not self._custom:
+            return call_deltas(self._place, pieces)
+        told: list[Delta] = []
+        for run in runs(pieces):
+            if self._open is None or self._open[0] != run.call:
+                told += self.end()
+            if run.name in self._custom:
+                self._open = run.call, InputText()
+                head = {"index": run.call, "id": call_id(*self._place, run.call), "type": "custom"}
+                told.append(head | {"custom": {"name": run.name, "input": ""}})
+            if self._open is None:
+                told += call_deltas(self._place, [p for p in pieces if p.call == run.call])
+            elif text := self._open[1].feed(run.text):
+                told.append({"index": run.call, "custom": {"input": text}})
+        return told
+
+    def end(self) -> list[Delta]:
+        """Return what is left of a custom call at its end."""
+        ended, self._open = self._open, None
+        text = ended[1].end() if ended else ""
+        return [{"index": ended[0], "custom": {"input": text}}] if ended and text else []
+
+    def whole(self, pieces: Iterable[Said]) -> list[Delta]:
+        """The calls of a whole answer."""
+        calls: dict[int, Delta] = {}
+        for delta in [*self.add(list(pieces)), *self.end()]:
+            index = delta.pop("index")
+            if index not in calls:
+                calls[index] = delta
+            else:
+                calls[index]["custom"]["input"] += delta["custom"]["input"]
+        return list(calls.values())
+
+
+class OpenCall:
+    """A call that is being written, of a tool of type `custom`, `apply_patch` or a shell's.
+
+    Only the text of a custom call is sent as it grows: the fields of the others have types.
+    """
+
+    def __init__(self, stream_id: str, block: Block, namespace: str, kind: str) -> None:
+        self._kind, self._index = kind, block.number
+        self._type = "custom_tool_call" if kind == "custom" else f"{kind}_call"
+        self._named = {"name": block.name.removeprefix(f"{namespace}__")}
+        self._named |= {"namespace": namespace} if namespace else {}
+        self._id = item_id(stream_id, self._type, f"output {block.number}")
+        self._call_id = call_id(stream_id, 0, block.call)
+        self._texts: list[str] = []
+        self._input = InputText()
+
+    def added(self) -> list[Delta]:
+        item = self.shown("in_progress")
+        return [self._event("response.output_item.added", item=item)] if item else []
+
+    def add(self, text: str, _: Any) -> Delta | None:
+        if self._kind != "custom":
+            self._texts.append(text)
+        elif added := self._input.feed(text):
+            return self._told("delta", added)
+        return None
+
+    def done(self, status: str) -> list[Delta]:
+        events = []
+        if self._kind == "custom":
+            if rest := self._input.end():
+                events.append(self._told("delta", rest))
+            events.append(self._told("done", self._input.text))
+        else:
+            added = self.shown(status) or {}
+            item = added | {"status": "in_progress"}
+            events.append(self._event("response.output_item.added", item=item))
+        return [*events, self._event("response.output_item.done", item=self.shown(status))]
+
+    def shown(self, status: str) -> Delta | None:
+        """The item as it stands; None before it has the fields that clients need."""
+        head = {"id": self._id, "type": self._type, "status": status, "call_id": self._call_id}
+        if self._kind == "custom":
+            return head | self._named | {"input": self._input.text}
+        if status == "in_progress":
+            return None
+        given = arguments_of("".join(self._texts))
+        return head | {_ACTIONS[self._kind]: _action(self._kind, given)}
+
+    def _told(self, name: str, text: str) -> Delta:
+        key = "delta" if name == "delta" else "input"
+        place = {"item_id": self._id, "output_index": self._index}
+        return {"type": f"response.custom_tool_call_input.{name}", **place, key: text}
+
+    def _event(self, kind: str, **more: Any) -> Delta:
+        return {"type": kind, "output_index": self._index} | more
+
+
+def _action(kind: str, given: dict[str, Any]) -> dict[str, Any]:
+    """The fields that clients of a fixed tool read, whatever the model left out."""
+    if kind == "apply_patch":
+        operation = given.get("type")
+        known = ("create_file", "update_file", "delete_file")
+        shown = {"type": operation if operation in known else "update_file"}
+        shown["path"] = str(given.get("path", ""))
+        return shown if operation == "delete_file" else shown | {"diff": str(given.get("diff", ""))}
+    if kind == "shell":
+        limits = {name: given.get(name) for name in ("timeout_ms", "max_output_length")}
+        return {"commands": _texts(given.get("commands"))} | limits
+    rest = {name: given.get(name) for name in ("timeout_ms", "user", "working_directory")}
+    env = given.get("env") if isinstance(given.get("env"), dict) else {}
+    command = given.get("command")
+    command = ["bash", "-lc", command] if isinstance(command, str) else _texts(command)
+    return {"type": "exec", "command": command, "env": env} | rest
+
+
+def _texts(value: Any) -> list[str]:
+    if isinstance(value, str):
+        return [value]
+    return [str(item) for item in value] if isinstance(value, list) else []
