@@ -1,5 +1,6 @@
 import contextlib
 import json
+import os
 
 import pytest
 
@@ -275,4 +276,12 @@ def test_a_config_that_is_no_json_is_a_model_error(tmp_path):
 def test_a_config_of_another_shape_is_a_model_error(tmp_path, config):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match="neither a text nor a list"):
+        ChatTemplate.load(tmp_path, {})
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json"])
+def test_a_pipe_in_the_place_of_a_template_is_not_waited_for(tmp_path, name):
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ModelError, match="cannot be read"):
         ChatTemplate.load(tmp_path, {})

@@ -1,4 +1,5 @@
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,16 @@ def test_a_folder_without_a_readable_tokenizer_is_refused(tmp_path, content):
         Tokenizer.load(tmp_path)
     assert refused.value.code == "tokenizer_invalid"
     assert str(tmp_path) not in str(refused.value)
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path, name):
+    save(tmp_path)
+    (tmp_path / name).unlink()
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ModelError, match="cannot be read"):
+        Tokenizer.load(tmp_path)
 
 
 def changed_mini(tmp_path: Path, **sections: object) -> Path:

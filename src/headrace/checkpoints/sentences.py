@@ -5,6 +5,7 @@
 holds the prompts that go before it. All of them may be absent.
 """
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -112,7 +113,7 @@ def transformer_folder(root: Path) -> Path | None:
         return None
     paths = [module.path for module in modules if module.kind == _FIRST]
     folder = root / Path(paths[0]).name if paths and paths[0] else root
-    return folder if folder != root and (folder / "config.json").is_file() else None
+    return folder if folder != root and os.path.isfile(folder / "config.json") else None
 
 
 def read_sentences(spec: ModelSpec) -> SentenceSpec:
@@ -235,13 +236,12 @@ class _Files:
 
     def _read(self, name: str, kind: Any, folder: Path | None = None) -> Any:
         path = (folder or self._root) / name
-        if not path.is_file():
+        # Unlike Path.is_file, this takes a name that no disk can store for one that is missing.
+        if not os.path.isfile(path):
             return None
         try:
-            if path.stat().st_size > _MAX_FILE:
-                raise ValueError
-            return msgspec.json.decode(path.read_bytes(), type=kind)
-        except (ValueError, RecursionError) as error:
+            return msgspec.json.decode(read_small(path, _MAX_FILE), type=kind)
+        except (OSError, ValueError, RecursionError) as error:
             raise self._damaged(name) from error
 
     def _damaged(self, name: str) -> ModelError:
