@@ -104,8 +104,8 @@ class ReadInputs(Job[CheckedBody], frozen=True, tag=True):
     With `is_prompt` the input may be called `prompt`, as in Ollama's older route.
     """
 
-    is_prompt: bool = False
     known: Known = {}
+    is_prompt: bool = False
     task: ClassVar[str] = "embed"
 
 

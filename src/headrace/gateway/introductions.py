@@ -25,9 +25,9 @@ _OF_MINI = [
     {"title": "Call a tool", "prompt": "What is the weather in Lima?", "tools": [_WEATHER]},
 ]
 _OF_SMALL = [
-    {"title": "Answer", "prompt": "What is the capital of France?"},
     {"title": "Greet", "prompt": "Hello! How are you?"},
     {"title": "Write", "prompt": "Write two sentences about the sea."},
+    {"title": "Imagine", "prompt": "Describe a forest in two sentences."},
 ]
 
 

@@ -90,7 +90,7 @@ class Jobs:
         match job:
             case jobs.ReadBody(route):
                 return self._with_tokens(job, self.read(body, route, job.client))
-            case jobs.ReadInputs(is_prompt):
+            case jobs.ReadInputs(is_prompt=is_prompt):
                 given = decode(body)
                 if is_prompt and "prompt" in given:
                     given["input"] = given.pop("prompt")

@@ -1,0 +1,26 @@
+"""The sentence and the prompts that the start page shows for a model."""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+from headrace.fleet.served_model import ServedModel
+from headrace.gateway.introductions import introduction
+
+
+def of(root: str, num_parameters: int | None) -> dict[str, Any]:
+    ready = num_parameters and SimpleNamespace(num_parameters=num_parameters)
+    return introduction(cast(ServedModel, SimpleNamespace(root=root, ready=ready)))
+
+
+def test_the_built_in_model_is_described_whatever_name_it_is_served_by() -> None:
+    assert "tiny built-in test model" in of("headrace-mini", None)["description"]
+
+
+def test_small_models_have_prompts_of_their_own() -> None:
+    assert "Hello! How are you?" in [
+        it["prompt"] for it in of("smollm2", 134_515_008)["suggestions"]
+    ]
+
+
+def test_nothing_is_said_of_large_models_or_of_those_not_loaded_yet() -> None:
+    assert of("some/model", 7_000_000_000) == of("some/model", None) == {}
