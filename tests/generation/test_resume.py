@@ -6,7 +6,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from headrace.checkpoints.hub import OnProgress
 from headrace.config.settings import ModelConfig
 from headrace.core.errors import RequestError
 from headrace.core.messages import FinishReason
@@ -125,10 +124,10 @@ async def test_a_model_that_cannot_be_read_keeps_its_streams_until_it_can_be(
     await leave_a_stream(folder, store)
     fails = [error]
 
-    def made(config: ModelConfig, on_progress: OnProgress) -> ServedModel:
+    def made(config: ModelConfig, folder: Path | None) -> ServedModel:
         if fails:
             raise fails[0]
-        return ServedModel(config, on_progress)
+        return ServedModel(config, folder=folder)
 
     monkeypatch.setattr(model_host, "ServedModel", made)
     async with models_of(folder, "ab", store, is_known=False) as (generation, engines):

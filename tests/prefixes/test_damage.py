@@ -1,7 +1,6 @@
 """A thousand files that are not what they should be: each is a miss, told once a kind."""
 
 import logging
-import os
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -88,10 +87,3 @@ def test_a_thousand_damaged_files_are_misses_told_once_and_nothing_else(
     left = {path.name for path in folder.path.glob("*-*-*")}
     foreign = {file_name(numbered(a.number)) for a in answers if a.miss == "foreign"}
     assert left == foreign | {file_name(sound)}, "what is damaged or older leaves"
-
-
-def test_a_pipe_in_the_place_of_a_run_is_damage(tmp_path: Path) -> None:
-    folder, run = make_folder(tmp_path), make_run()
-    os.mkfifo(folder.path / file_name(run))
-    with pytest.raises(format.Unusable):
-        folder.read(run, SIZE)

@@ -170,8 +170,9 @@ def _is_here(word: str) -> bool:
     """Whether a word names a model on this machine, or a short name that is always understood."""
     try:
         place = place_of(word)
+        is_there = place is not None and place.exists()
     except (OSError, RuntimeError):  # a text that is too long for a path; ~ before no user's name
         return False
-    if place is not None and place.exists():
+    if place is not None and is_there:
         return place.is_dir() or place.suffix == ".gguf"
     return word == MINI or word in PACKAGED or (is_hub_id(word) and find_here(word) is not None)

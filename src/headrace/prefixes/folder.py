@@ -97,7 +97,7 @@ class PrefixFolder:
 
     def read(self, run: PrefixRun, num_bytes: int) -> memoryview:
         """Read a run as `format.read` does; FileNotFoundError if it has left."""
-        with FileIO(self.path / file_name(run), opener=_open_at_once) as file:
+        with FileIO(self.path / file_name(run)) as file:
             size = os.fstat(file.fileno()).st_size
             return format.read(file, size, format.head(self.key, run), num_bytes)
 
@@ -135,11 +135,6 @@ def make_private(root: Path) -> None:
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     if all(_is_key(name) for name in os.listdir(root)):
         root.chmod(0o700)
-
-
-def _open_at_once(path: str, flags: int) -> int:
-    """Open a file, without waiting for a writer if it is a pipe, which then reads as empty."""
-    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def file_name(run: PrefixRun | StoredRun) -> str:
