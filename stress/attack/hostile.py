@@ -218,7 +218,7 @@ async def _pull(watched: Watched, repo: str, what: str) -> None:
 
 def _contained(attack: Attack) -> Attack:
     async def run(target: Target) -> None:
-        with contextlib.suppress(NotStarted):  # it is told already
+        with contextlib.suppress(NotStarted):  # already reported
             await attack(target)
 
     return run

@@ -56,7 +56,7 @@ class NotStarted(Exception):
 
 
 class Watched:
-    """One server and what was measured of it. `fail` is told what is wrong."""
+    """One server and its measurements. `fail` receives a description of each violation."""
 
     def __init__(self, target: Target, site: Site) -> None:
         self.site = site
@@ -88,7 +88,7 @@ class Watched:
         return await self._asking(label).talk(pieces, manner)
 
     def _asking(self, label: str) -> Target:
-        """Judges answers in general; what is wrong with them is told with the label."""
+        """Check what must hold for every answer, and report violations under the label."""
         own = Target(self.site, "", self._target.folder, 0, lambda it: self.fail(f"{label}: {it}"))
         own.statuses = self._target.statuses
         return own

@@ -96,7 +96,7 @@ def test_extremes_of_a_valid_body_are_never_a_fault_of_the_server(server: Server
     least = {"messages": [USER], "max_tokens": 2, "repetition_penalty": 1e-38}
     assert post(server, least).status_code == 200
     beyond = {"messages": [USER], "max_tokens": 2, "chat_template_kwargs": {"x": 1 << 64}}
-    assert post(server, beyond).status_code in (200, 400)
+    assert post(server, beyond).status_code == 200
 
 
 def test_a_form_post_is_a_415(server: ServerProcess) -> None:

@@ -133,7 +133,7 @@ def text_side(headers: dict[str, TensorHeader]) -> dict[str, TensorHeader]:
 
 
 class _Stored(msgspec.Struct, frozen=True):
-    """A tensor as a safetensors file describes it; keys of ours in the file are ignored."""
+    """A tensor as a safetensors file describes it. Other keys in the file are ignored."""
 
     dtype: str
     shape: tuple[_Size, ...]

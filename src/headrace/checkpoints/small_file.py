@@ -1,4 +1,4 @@
-"""Reads the small files of a model's folder, whatever stands in their place."""
+"""Reads small files of a model's folder, and refuses pipes, devices and oversized files."""
 
 import os
 import stat

@@ -71,7 +71,7 @@ def _await_ready(process: "subprocess.Popen[str]") -> str:
     assert process.stderr is not None
     for line in _lines(process.stderr):
         if found := _READY.match(line):
-            # or the server would block; what it says from now on is for nobody
+            # or the server would block; its later output is discarded
             threading.Thread(target=deque, args=(_lines(process.stderr), 0), daemon=True).start()
             clear()
             return found[1]

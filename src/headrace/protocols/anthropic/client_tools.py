@@ -54,7 +54,7 @@ def _memory(date: str, tool: Mapping[str, Any], path: str) -> Function:
         path=_text("Path of the file or folder, such as /memories/notes.txt."),
         **_edits("insert_text"),
         old_path=_text("For rename: the path until now."),
-        new_path=_text("For rename: the path from now on."),
+        new_path=_text("For rename: the new path."),
     )
 
 

@@ -152,7 +152,7 @@ def wanted_of(text: dict[str, Any]) -> Wanted | None:
 
 
 class _PlacedTool(NamedTuple):
-    """A tool that the client runs, and the namespace that it stands in, or ""."""
+    """A tool that the client runs, with its namespace ("" if it has none)."""
 
     path: str
     tool: dict[str, Any]
