@@ -200,9 +200,10 @@ class Watched:
 
     def conclude(self) -> None:
         """Judges the whole run, once the server has stopped."""
-        bugs = [line for line in self.site.lines if _BUG.search(line)]
-        if bugs:
-            self.fail(f"in the log, {len(bugs)} times: {bugs[0][:200]}")
+        lines = self.site.lines
+        if bugs := [at for at, line in enumerate(lines) if _BUG.search(line)]:
+            shown = "\n".join(line[:200] for line in lines[max(0, bugs[0] - 2) : bugs[0] + 30])
+            self.fail(f"in the log, {len(bugs)} times: {shown}")
         largest = max((size for _, size in self.gateway), default=0.0)
         if largest > self.rest + MAX_OVER_REST:
             over = (largest - self.rest) / 1e6

@@ -104,6 +104,14 @@ def test_a_tokenizer_that_makes_its_library_panic_is_refused(tmp_path):
     assert refused.value.code == "tokenizer_invalid"
 
 
+def test_a_decoder_that_makes_its_library_panic_is_refused_before_an_answer_needs_it(tmp_path):
+    decoder = {"type": "Strip", "content": "a", "start": 2**63, "stop": 2**63}
+    tokenizer = Tokenizer.load(changed_mini(tmp_path, decoder=decoder))
+    with pytest.raises(ModelError, match="decoder fails at token") as refused:
+        tokenizer.check_spelling()
+    assert refused.value.code == "tokenizer_invalid"
+
+
 @pytest.mark.parametrize("token_id", [1 << 21, 4294967295, 1 << 70, -1])
 def test_an_added_token_with_an_absurd_id_is_refused_by_name(tmp_path, token_id):
     added = [{"id": token_id, "content": "<far>", "special": True}]

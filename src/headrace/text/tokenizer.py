@@ -97,13 +97,22 @@ class Tokenizer:
         """Spell each token at the start of a text and behind another token.
 
         Answers are spelled where a library must not crash or hang, so a process that can be killed
-        does this first. ModelError if the tokens spell more text than a vocabulary can have.
+        does this first. ModelError if the library fails at a token, or if the tokens spell more
+        text than a vocabulary can have.
         """
         token_ids = sorted(self._inner.get_vocab().values())
         anchor = self._anchor if self._anchor is not None else next(iter(token_ids), None)
         num_bytes = 0
         for token_id in token_ids:
-            num_bytes += len(self.spell(token_id, None)) + len(self.spell(token_id, anchor))
+            try:
+                num_bytes += len(self.spell(token_id, None)) + len(self.spell(token_id, anchor))
+            except STEERING:
+                raise
+            except BaseException as error:  # the library panics, or raises a bare Exception
+                raise ModelError(
+                    f"The tokenizer's decoder fails at token {token_id}; download the model again.",
+                    "tokenizer_invalid",
+                ) from (error if isinstance(error, Exception) else None)
             if num_bytes > _MAX_SPELLED:
                 raise ModelError(
                     f"The tokenizer's decoder writes more than {_MAX_SPELLED >> 20} MiB for its "
