@@ -82,8 +82,8 @@ def test_a_server_that_guesses_ahead_is_measured_though_its_median_gap_is_0(
 def test_a_server_that_sends_all_tokens_at_once_has_no_ratios() -> None:
     line = _speed(Calibration(0.0, {1000: 0.5}), {1000: None})
     assert line == (
-        "– per token (No time passed between the tokens that the streams got); "
-        "prompts alone: 1,000 tokens 0.50 s (– times a token)"
+        "– per token (No time passed between the tokens of the streams); "
+        "prompts alone: 1,000 tokens 0.50 s (as long as – tokens)"
     )
 
 

@@ -170,7 +170,7 @@ async def test_an_error_that_nobody_foresaw_ends_one_download(
     async with running(made):
         pull = made.begin("owner/name")
         await pull.over.wait()
-        assert pull.error is not None and "fault of this server (KeyError)" in pull.error.message
+        assert pull.error is not None and "bug in this server (KeyError)" in pull.error.message
 
 
 async def test_of_failed_downloads_the_newest_are_remembered(

@@ -16,7 +16,7 @@ from headrace.bench.target import ServerSaid, Target
 from headrace.bench.trace import State, Trace
 
 _LENGTHS = (256, 1024, 4096)
-_NO_TOKEN_TIME = "No time passed between the tokens that the streams got"
+_NO_TOKEN_TIME = "No time passed between the tokens of the streams"
 
 Say = Callable[[str], None]
 
@@ -82,7 +82,7 @@ class Mixed:
         """Measure a control, then prompts alone; one prompt before both warms the server up."""
         fixed, longest = self._profile.prompt_tokens, self._target.max_model_len - 1
         lengths = sorted({min(length, longest) for length in ((fixed,) if fixed else _LENGTHS)})
-        self._tell(f"{self._target.model}: a first prompt of {lengths[0]:,} tokens, to warm it up")
+        self._tell(f"{self._target.model}: warming up with a prompt of {lengths[0]:,} tokens")
         await self._alone(lengths[0])
         prompt = self._prompts.fresh(lengths[0])
         self._run.ingestion = await self._target.ingestion(prompt)
@@ -215,7 +215,7 @@ def _speed(calibration: Calibration, ratios: dict[int, float | None]) -> str:
 
 
 def _in_tokens(ratio: float | None) -> str:
-    return "– times a token" if ratio is None else f"{ratio:.0f} times a token"
+    return "as long as – tokens" if ratio is None else f"as long as {ratio:.0f} tokens"
 
 
 def _line(cell: Cell) -> str:

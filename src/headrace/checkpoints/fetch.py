@@ -104,11 +104,12 @@ def _failure(error: BaseException) -> FetchFailed:
     details = "".join(traceback.format_exception(error))[-_MAX_DETAILS:]
     if isinstance(error, OSError) and error.strerror:
         message = (
-            f"The model cannot be stored ({error.strerror}); what has come is kept: try again."
+            f"The model cannot be stored ({error.strerror}); the downloaded part is kept. "
+            "Try again."
         )
     else:
         name = type(error).__name__
-        message = f"The download failed by a fault of this server ({name}); its log has more."
+        message = f"The download failed because of a bug in this server ({name}); see its log."
     return FetchFailed("download_failed", message, details)
 
 

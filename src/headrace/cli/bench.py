@@ -89,7 +89,7 @@ def _labelled(url: str) -> tuple[str, str]:
 
 
 def _check_outputs(file: Path | None, folder: Path | None) -> None:
-    """ConfigError, before a measurement of up to an hour, if its results could not be written."""
+    """Raise ConfigError if the results of a measurement, of up to an hour, cannot be stored."""
     if folder is not None and not importlib.util.find_spec("matplotlib"):
         raise ConfigError("--plot needs matplotlib; install it with: pip install headrace[bench]")
     if file is not None and file.is_dir():
@@ -100,9 +100,9 @@ def _check_outputs(file: Path | None, folder: Path | None) -> None:
         try:
             needed.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"{name}: {needed} cannot be made: {error.strerror}.") from None
+            raise ConfigError(f"{name}: {needed} cannot be created: {error.strerror}.") from None
         if not os.access(needed, os.W_OK | os.X_OK):
-            raise ConfigError(f"{name}: {needed} may not be written to; give another place.")
+            raise ConfigError(f"{name}: {needed} is not writable; give another place.")
 
 
 def _say(line: str) -> None:

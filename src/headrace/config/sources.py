@@ -259,14 +259,14 @@ def _are_texts(values: Iterable[Any]) -> bool:
 
 
 def _origin(text: str, given_as: str) -> str:
-    """The origin as browsers send it; ConfigError for one that no browser sends."""
+    """Return the origin as browsers send it; raise ConfigError if no browser sends it."""
     if text in ("*", "null"):
         return text
     found = _ORIGIN.fullmatch(text.lower())
     if found is None:
         raise ConfigError(
-            f"{given_as}: {text!r} is not an origin, and no page would match it; give a scheme and "
-            "a host without a path, such as https://app.example, or *."
+            f"{given_as}: {text!r} is not an origin that a browser sends; give a scheme and a "
+            "host without a path, such as https://app.example, or *."
         )
     scheme, host, port = found.groups()
     is_usual = (scheme, port) in (("http", ":80"), ("https", ":443"))
@@ -343,7 +343,7 @@ def folder_models(folder: Path, given_as: str, warn: Warn = _say_nothing) -> lis
         if not is_file and not any(os.path.isfile(path / sign) for sign in _MODEL_SIGNS):
             continue
         if not _is_text(name):
-            warn(f"{name!a} in {folder} is left out: its name is not UTF-8; rename it.")
+            warn(f"{name!a} in {folder} is skipped: its name is not UTF-8; rename it.")
             continue
         found[name] = path
     if not found:

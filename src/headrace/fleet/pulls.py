@@ -199,15 +199,15 @@ class Pulls:
         try:
             error = await _fetch(pull)
             if error is None:
-                logger.info("%s is here", pull.model)
+                logger.info("%s was downloaded", pull.model)
                 pull.settle("here")
                 self.on_change()  # before anybody can see that it is here
         except OSError as failure:
             error = FetchFailed("download_failed", f"No process for it ({failure.strerror}).")
         except Exception as failure:  # one download must not end the server
-            logger.exception("The download of %s failed by a bug", pull.model)
+            logger.exception("The download of %s failed because of a bug", pull.model)
             name = type(failure).__name__
-            message = f"The download failed by a fault of this server ({name}); its log has more."
+            message = f"The download failed because of a bug in this server ({name}); see its log."
             error = FetchFailed("download_failed", message)
         if error is not None:
             logger.error("%s was not downloaded. %s", pull.model, error.message)
@@ -274,7 +274,7 @@ async def _follow(process: asyncio.subprocess.Process, pull: Pull) -> FetchFaile
 
 def _how_it_ended(code: int) -> str:
     how = f"was killed (signal {-code})" if code < 0 else f"ended by itself (exit code {code})"
-    return f"The process that downloads {how}; what has come is kept: try again."
+    return f"The download process {how}; the downloaded part is kept. Try again."
 
 
 async def _end_process(process: asyncio.subprocess.Process) -> None:
@@ -288,12 +288,12 @@ async def _end_process(process: asyncio.subprocess.Process) -> None:
 
 
 _NOT_NEWS = (
-    "The process that downloads reported something that is not news of a download, and was ended; "
-    "what has come is kept: try again."
+    "The download process sent a report that this server cannot read, and was stopped; the "
+    "downloaded part is kept. Try again."
 )
 _SILENT = (
-    "The process that downloads reported nothing for too long, and was ended; what has come is "
-    "kept: try again."
+    "The download process reported nothing for too long and was stopped; the downloaded part is "
+    "kept. Try again."
 )
 
 
@@ -305,5 +305,5 @@ def _decode(content: bytes) -> tuple[KeptPull, ...]:
     kept = _KEPT.decode(content)
     for one in kept:
         if not can_be_fetched(one.model) or (one.code and one.code not in KINDS):
-            raise ValueError("a model in it cannot have been downloaded")
+            raise ValueError("it names a model that cannot be downloaded")
     return kept

@@ -43,7 +43,7 @@ class BodyDecoder:
         is_all_out = False
         while not is_all_out:
             if inflater.eof and data:
-                raise _not_gzip("has bytes behind its end")
+                raise _not_gzip("has bytes after its end")
             try:
                 piece = inflater.decompress(data, _STEP)
             except zlib.error:

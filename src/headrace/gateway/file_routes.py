@@ -73,8 +73,8 @@ class FileRoutes:
         if num_bytes > most + _MAX_BESIDE:
             raise RequestError(
                 "request_too_large",
-                f"The form is larger than the {most} bytes that a file may have here and "
-                f"{_MAX_BESIDE} bytes beside it; split the file, or raise --max-file-bytes.",
+                f"The form is larger than {most} bytes for the file and {_MAX_BESIDE} bytes for "
+                "the rest; split the file, or start the server with a larger --max-file-bytes.",
                 "file",
             )
 
@@ -179,8 +179,8 @@ class _Form:
         """RequestError once the fields, names and all, are more than a form here needs."""
         size = sum(len(name) + len(value) for name, value in self._fields.items())
         if size > _MAX_FIELD_BYTES:
-            text = f"Beside the file a form has at most {MAX_FIELDS} fields, with their names "
-            text += f"{_MAX_FIELD_BYTES} bytes in all; send fewer."
+            text = f"The form has {size} bytes in its other fields and their names; the limit is "
+            text += f"{_MAX_FIELD_BYTES} bytes in {MAX_FIELDS} fields. Send less."
             raise RequestError("invalid_value", text, self._name[:64])
 
     def filename(self) -> str:

@@ -82,7 +82,7 @@ class FormParser:
             self._parser.write(data)
         except FormParserError:
             raise _malformed(
-                "its boundaries or the headers of a part are malformed. A part may have "
+                "a boundary or the headers of a part are malformed. A part may have up to "
                 f"{_MAX_HEADERS} headers of {_MAX_HEADER_BYTES} bytes each"
             ) from None
         return self._news

@@ -252,7 +252,7 @@ ROUTES: tuple[Operation, ...] = (
         errors=_BODY_ERRORS + _ENGINE_ERRORS,
         error=_OLLAMA_ERROR, auth_error=_OLLAMA_ERROR),
     Operation("post", ONE, KEY, lambda on: on.vectors.embed_one,
-        "The vector of one prompt, as Ollama's older API", ("embedding",),
+        "The vector of one prompt, as in Ollama's older API", ("embedding",),
         {"model": embeddings.TABLE["model"], "prompt": String(least=1)}, ("prompt",),
         errors=_BODY_ERRORS + _ENGINE_ERRORS, error=_OLLAMA_ERROR, auth_error=_OLLAMA_ERROR),
     Operation("post", embeddings.ROUTE, KEY, lambda on: on.vectors.embed,
