@@ -7,7 +7,7 @@ READY_TEST := .venv/ready-test
 READY_BENCH := .venv/ready-bench
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: serve looks package sbom audit test test-all test-agents test-batches test-arm64 test-clients test-cluster test-durable test-gateways kill-replicas test-embed test-gguf test-image test-kernels test-llama-cpp test-models test-package test-slow test-structure test-trained test-upgrade test-web test-ops check simulate simulate-placements chaos chaos-cluster attack soak corrupt demo roofline peers llama-gap clean kill-adapters test-peft
+.PHONY: serve looks package sbom audit test test-all test-agents test-batches test-arm64 test-clients test-cluster test-durable test-gateways kill-replicas test-embed test-gguf test-histories test-image test-kernels test-llama-cpp test-models test-package test-slow test-structure test-trained test-upgrade test-web test-ops check simulate simulate-placements chaos chaos-cluster attack soak corrupt demo roofline peers llama-gap clean kill-adapters test-peft
 
 serve: $(READY)
 	@exec $(BIN)/headrace serve $(ARGS)
@@ -39,6 +39,12 @@ test-structure: $(READY_TEST) $(SUITE)
 test-models: $(READY_TEST)
 	MANY_LOADS=1 HEADRACE_SCHEDULES=10000 $(BIN)/python -m pytest --timeout 1800 \
 		tests/fleet/test_memory_policy.py tests/e2e/test_models.py $(ARGS)
+
+# made-up histories of conversations that began at other providers
+HISTORIES ?= 2000
+test-histories: $(READY_TEST)
+	HISTORIES=$(HISTORIES) SEED=$(SEED) $(BIN)/python -m pytest --timeout 1800 \
+		tests/protocols/test_histories.py $(ARGS)
 
 # what would take the suite over its ten minutes
 test-slow: $(READY_TEST)

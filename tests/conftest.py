@@ -54,6 +54,7 @@ LONG = {
     "kernels/test_attention",
     "kernels/test_experts",
     "kernels/test_linear",
+    "protocols/test_histories",
     "runner/test_mapped_experts",
     "simulator/test_planted_bugs",
     "simulator/test_simulator",

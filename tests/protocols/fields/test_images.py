@@ -119,8 +119,6 @@ OTHER_ROUTES: list[tuple[Route, dict[str, Any], bool, str, str]] = [
      "input[0].content[0]"),
     ("/v1/responses", response(part(), part("data:image/png;base64,A"), instructions="Be brief."),
      True, "invalid_image", "input[0].content[1]"),
-    ("/v1/responses", response({"type": "input_image", "file_id": "f"}), True,
-     "unsupported_content", "input[0].content[0].file_id"),
     ("/v1/responses", response({"type": "input_image"}), True, "missing_required_parameter",
      "input[0].content[0].image_url"),
 ]  # fmt: skip

@@ -350,13 +350,28 @@ def test_a_history_of_another_provider_is_shown_as_what_templates_know() -> None
         {"role": "ipython", "content": "5"},
         {"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": ""}}]},
         {"role": "user", "content": [{"type": "search_result", "content": "found"}]},
+        {"role": "assistant", "content": "Well.", "refusal": "No."},
     ]
     body = {"messages": messages}
     checked = pack(openai_chat, openai_chat.read(body))  # type: ignore[arg-type]
     assert checked.ignored == ("messages[9].role", "messages[10].content[0]")
     shown = chat_of(parse(messages=messages)).messages
     assert [it["content"] for it in shown] == [
-        *("a.txt:\nhi\nx", "", "ok", "No.", "Never.", "", "3", "", "", "5", "", "found")
+        *(
+            "a.txt:\nhi\nx",
+            "",
+            "ok",
+            "No.",
+            "Never.",
+            "",
+            "3",
+            "",
+            "",
+            "5",
+            "",
+            "found",
+            "Well.\nNo.",
+        )
     ]
     function = {"name": "apply_patch", "arguments": r'{"input":"a \"b\""}'}
     assert shown[1]["tool_calls"] == [{"id": "c1", "type": "function", "function": function}]

@@ -249,6 +249,12 @@ SHOT = {"type": "computer_screenshot", "image_url": "data:image/png;base64,AA=="
             '[{"name":"y"}]',
         ),
         (
+            item("computer_call", call_id="c7", actions=[{"type": "wait"}]),
+            item("computer_call_output", call_id="c7", output=SHOT),
+            ("computer", {"actions": [{"type": "wait"}]}),
+            "",
+        ),
+        (
             item("computer_call", call_id="c6", action={"type": "screenshot"}),
             item("computer_call_output", call_id="c6", output=SHOT),
             ("computer", {"type": "screenshot"}),
@@ -289,6 +295,11 @@ def test_calls_of_every_type_are_shown_as_calls_of_functions_with_their_results(
             [("assistant", ""), ("tool", "1")],
         ),
         (
+            item("code_interpreter_call", id="i", code="1", outputs=None),
+            [("assistant", ""), ("tool", "The output was not kept.")],
+        ),
+        (item("mcp_list_tools", server_label="s", error="It is down."), [("user", "It is down.")]),
+        (
             item("file_search_call", id="f", queries=["q"], results=[{"text": "page", "score": 1}]),
             [("assistant", ""), ("tool", "page")],
         ),
@@ -327,6 +338,12 @@ TEXTLESS = [
     item("additional_tools", role="developer", tools=[]),
     item("of_tomorrow", number=3),
 ]
+
+
+def test_an_image_that_another_provider_stores_is_skipped_and_named() -> None:
+    content = [item("input_text", text="x"), item("input_image", file_id="file_1", detail="auto")]
+    checked = checked_of(input=[item("message", role="user", content=content)])
+    assert checked.ignored == ("input[0].content[1]",)
 
 
 def test_what_carries_no_text_is_skipped_and_named_and_comes_back_as_it_came() -> None:

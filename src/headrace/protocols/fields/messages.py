@@ -22,6 +22,7 @@ from headrace.protocols.fields.kinds import (
 )
 from headrace.protocols.fields.parts import TEXT_PARTS, read_parts
 from headrace.protocols.progress_words import without_progress
+from headrace.text.merging import merge_contents
 
 MAX_MESSAGES = 10_000
 MAX_IMAGES = 16
@@ -121,16 +122,17 @@ def _content(
     message: dict[str, Any], role: str, path: str, skipped: list[str]
 ) -> str | list[dict[str, Any]]:
     value, path = message.get("content"), f"{path}.content"
+    refusal = message.get("refusal")
+    refusal = refusal if type(refusal) is str else ""
     if value is None:
         if role != "assistant" and "content" not in message:
             raise missing(path)
-        refusal = message.get("refusal")
-        return refusal if type(refusal) is str else ""  # templates print None as a word
-    if type(value) is str:
-        return value
-    if type(value) is not list:
+        return refusal  # templates print None as a word
+    if type(value) is list:
+        value = read_parts(value, path, _image_of, skipped)
+    elif type(value) is not str:
         raise wrong_type(value, path, "a string or an array of parts")
-    return read_parts(value, path, _image_of, skipped)
+    return merge_contents((value, refusal), "\n")
 
 
 def _calls(message: dict[str, Any], path: str, skipped: list[str]) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ TEXT_PARTS = ("text", "input_text", "output_text", "summary_text", "reasoning_te
 _CARRIERS = (
     *("text", "refusal", "content", "output", "outputs", "results"),
     *("summary", "logs", "stdout", "stderr", "input", "message"),
+    *("error", "reason"),
 )
 """Fields in which items and parts that this server does not make may carry text."""
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import msgspec
 
-from headrace.core.errors import RequestError
 from headrace.protocols.dialect import encode
 from headrace.protocols.fields.kinds import (
     String,
@@ -213,8 +212,12 @@ class Transcript:
     def _typed_call(self, item: Item, path: str) -> None:
         name, field = _CALLS[item["type"]]
         given = item.get(field)
+        if given is None and type(item.get("actions")) is list:
+            given = {"actions": item["actions"]}  # several of a computer's at once
         if type(given) not in (dict, str, type(None)):
-            raise wrong_type(given, f"{path}.{field}", "an object")
+            if item["type"] != "tool_search_call":
+                raise wrong_type(given, f"{path}.{field}", "an object")
+            given = {field: given}  # any JSON, by whoever ran the search
         call_id, id = _optional(item, "call_id", path), item.get("id") or ""
         if type(given) is str:
             arguments = given if given.lstrip()[:1] == "{" else arguments_of_text(given)
@@ -258,6 +261,8 @@ class Transcript:
         kind = item["type"]
         given, result = _RUN_ELSEWHERE[kind]
         text = carried_text(item.get(result)) or carried_text(item.get("error"))
+        if text is None and kind == "code_interpreter_call" and item.get("code"):
+            text = "The output was not kept."
         if text is None:
             self.skipped.append(path)
             return
@@ -325,13 +330,12 @@ def _shell_text(chunk: Item) -> str:
 
 
 def _image_of(part: Any, path: str) -> Item | None:
-    """An image by its address. Files are stored by a provider; there are none here."""
+    """Return an image by its address, or None for one that only its provider has, as a file."""
     if type(part) is not dict or part.get("type") != _IMAGE:
         return None
-    place = path.partition("[")[0] if path.startswith(PAST) else path
     if part.get("image_url") is None and part.get("file_id") is not None:
-        message = f"{place} names a file; send the image as a data URI in image_url."
-        raise RequestError("unsupported_content", message, f"{place}.file_id")
+        return None
+    place = path.partition("[")[0] if path.startswith(PAST) else path
     return image_part(_string(part, "image_url", place), place)
 
 
