@@ -20,7 +20,7 @@ from headrace.core.errors import RequestError
 
 MAX_FILES = 1000
 """Files that one key may have."""
-_PIECE = 1 << 18  # held by each upload under way
+_PIECE = 1 << 18  # bytes that each running upload holds in memory
 _DAY_S = 24 * 3600
 LEAST_S, MOST_S = 3600, 30 * _DAY_S
 

@@ -76,7 +76,7 @@ class FolderRecords(_InThread):
                 self._take_up(kind, path)
 
     def _take_up(self, kind: str, path: Path) -> None:
-        """Read a record; what a cut write has left goes, and what cannot be read is moved aside."""
+        """Read a record; delete what an interrupted write left; move an unreadable record aside."""
         if path.name.startswith("."):
             drop_partial(path)
             return

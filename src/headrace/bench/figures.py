@@ -103,7 +103,7 @@ def goodput(cell: Cell, ttft_s: float, gap_s: float) -> float:
 
 
 def ratio(value: float, base: float) -> float | None:
-    """Return None where the base is 0: there is nothing to compare with."""
+    """Divide; return None if the base is 0."""
     return value / base if base else None
 
 

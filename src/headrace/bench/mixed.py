@@ -105,8 +105,9 @@ class Mixed:
         return calibration
 
     def _seconds_per_token(self, control: Cell) -> float:
-        """The mean over all streams: a server that guesses ahead sends several tokens at once, so
-        the median gap may be 0. Returns 0 if the mean is 0, too.
+        """Return the mean over all streams, or 0 if no time passed between any tokens.
+
+        A server that guesses ahead sends several tokens at once, so the median gap may be 0.
         """
         rate = control.figures["stream_tokens_per_s"]
         if not rate and not self._profile.prompt_tokens:

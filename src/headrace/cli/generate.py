@@ -27,7 +27,7 @@ _LIMITS = {"max_tokens", "max_completion_tokens"}
 
 
 def split_words(words: Sequence[str]) -> tuple[str | None, str | None]:
-    """MODEL and PROMPT of up to two words."""
+    """Return MODEL and PROMPT, which up to two words name."""
     if len(words) > 2:
         raise ConfigError(f"generate takes MODEL and PROMPT; {len(words)} words are too many.")
     model, prompts = split_inputs(words)
@@ -37,11 +37,11 @@ def split_words(words: Sequence[str]) -> tuple[str | None, str | None]:
 
 
 def split_inputs(words: Sequence[str]) -> tuple[str | None, list[str]]:
-    """The model, if the first word names one, and the texts.
+    """Return the model, if the first word names one, and the texts.
 
-    Of several words the first is the model, unless it has spaces. A single word is the text, unless
-    a model of that name is on this machine. ConfigError for a model that does not exist: it would
-    become a text, and the user would not notice.
+    With several words, the first is the model unless it has spaces. A single word is the text
+    unless a model of that name is on this machine. Raise ConfigError for a path that does not
+    exist: it would become a text, and the user would not notice.
     """
     first, rest = words[0] if words else "", list(words[1:])
     if first.strip() in ("", "-"):
@@ -167,11 +167,11 @@ def embed(config: ServerConfig, texts: list[str], fields: dict[str, Any]) -> Non
 
 
 def _is_here(word: str) -> bool:
-    """Whether a word names a model on this machine, or a short name that is always understood."""
+    """Return whether a word names a model on this machine, or is a short name of a known model."""
     try:
         place = place_of(word)
         is_there = place is not None and place.exists()
-    except (OSError, RuntimeError):  # a text that is too long for a path; ~ before no user's name
+    except (OSError, RuntimeError):  # too long for a path; "~" before the name of no user
         return False
     if place is not None and is_there:
         return place.is_dir() or place.suffix == ".gguf"

@@ -9,9 +9,9 @@ from headrace.core.errors import ConfigError
 
 
 def listen(http: HttpConfig) -> socket.socket:
-    """OSError if the address is in use, is none of this machine, or may not be used.
+    """Listen on an address; raise OSError if it is in use, not this machine's, or not allowed.
 
-    `::` takes clients of both IPv6 and IPv4, where the system allows that.
+    `::` accepts clients over both IPv6 and IPv4 where the system allows that.
     """
     family = socket.AF_INET6 if ":" in http.host else socket.AF_INET
     is_dual = http.host == "::" and socket.has_dualstack_ipv6()

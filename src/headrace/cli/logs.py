@@ -44,7 +44,7 @@ def say(line: str, moves: bool = False) -> None:
 
 
 def printable(name: str) -> str:
-    """The name with what is no sign, such as a line break, written as Python would."""
+    """Return the name with unprintable characters, such as line breaks, escaped as in Python."""
     return "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in name)
 
 

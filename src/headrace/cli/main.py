@@ -28,7 +28,8 @@ from headrace.core.loading import STARTING
 
 _FIELD = click.Option(["-o", "pairs"], multiple=True, metavar="FIELD=VALUE", help="Request field")
 _OF_UNIX = ("fcntl", "resource")  # modules that Python has on no other system
-_DEBUG = f"{PREFIX}LOG_LEVEL"  # works for every verb; few have the flag
+# Every verb reads this variable; only a few have the flag --log-level.
+_DEBUG = f"{PREFIX}LOG_LEVEL"
 _WRONG_FIELD = ("invalid_type", "invalid_value", "unsupported_parameter")
 
 
@@ -148,8 +149,9 @@ def _generate_command() -> click.Command:
         """Continue PROMPT in this process and print the text. Without PROMPT, or with -, the
         prompt is read from stdin. The first of two words is the model. A single word is the prompt,
         unless it names a model on this machine: headrace-mini, smollm2, a folder, a GGUF file, or a
-        hub id that was downloaded. A path that does not exist is an error. A text that is cut
-        says so on stderr; if it should have followed a schema or a grammar, the exit code is 1.
+        hub id that was downloaded. A path that does not exist is an error. If the text
+        ends at a limit, stderr says so; if it had to follow a schema or a grammar, the exit code is
+        then 1.
 
         \b
         headrace generate "The days of the week are Monday, Tuesday,"

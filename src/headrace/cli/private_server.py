@@ -71,7 +71,7 @@ def _await_ready(process: "subprocess.Popen[str]") -> str:
     assert process.stderr is not None
     for line in _lines(process.stderr):
         if found := _READY.match(line):
-            # or the server would block; its later output is discarded
+            # Without a reader the server would block. Its later output is discarded.
             threading.Thread(target=deque, args=(_lines(process.stderr), 0), daemon=True).start()
             clear()
             return found[1]
@@ -81,7 +81,7 @@ def _await_ready(process: "subprocess.Popen[str]") -> str:
 
 
 def _lines(stream: IO[str]) -> Iterator[str]:
-    """Yield lines, long ones in pieces."""
+    """Yield lines; a long line comes in pieces."""
     return iter(lambda: stream.readline(_LONGEST_LINE), "")
 
 

@@ -168,8 +168,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     special_tokens_in_text: Annotated[
         Literal["allow", "escape"],
         Meta(
-            description="Special tokens that the text of messages spells out, such as <|im_end|>: "
-            "allow takes them for tokens, escape breaks them by a zero-width space"
+            description="What happens when a message spells out a special token, such as "
+            "<|im_end|>: allow reads it as that token, escape breaks it up with a zero-width space"
         ),
     ] = "allow"
     pooling: Annotated[
@@ -353,8 +353,9 @@ class StreamConfig(msgspec.Struct, frozen=True, kw_only=True):
         float,
         Meta(
             ge=0,
-            description="Seconds that a request whose client left before the first token goes on, "
-            "so that an equal request finds its work; 0 if the body has attach: false",
+            description="Seconds for which a request keeps running if its client leaves before the "
+            "first token, so that an equal request can use its work; 0 if the body has attach: "
+            "false",
         ),
     ] = 10.0
     state_dir: Annotated[

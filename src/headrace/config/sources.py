@@ -34,9 +34,9 @@ SECRETS = ("HEADRACE_API_KEY", "HEADRACE_API_KEYS", "HEADRACE_ADMIN_KEY")
 
 _CLIENTS_KEY = "HEADRACE_API_KEY"  # a server that finds it asks for it, too
 _OTHERS_MAY_READ = 0o044
-_COMMA_SEPARATED = ("allowed_host", "allowed_origins")  # lists of what has no comma
+_COMMA_SEPARATED = ("allowed_host", "allowed_origins")  # lists whose items have no comma
 _ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://([^\s/?#@:*\[\]]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?/?")
-_MODEL_SIGNS = ("config.json", "modules.json")  # the latter of a model of sentence-transformers
+_MODEL_SIGNS = ("config.json", "modules.json")  # the latter for sentence-transformers
 _WORDS = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
 _SECRET = ("api_key", "admin_key")
 
@@ -332,7 +332,7 @@ def _models(shared: dict[str, Any], several: list[dict[str, Any]]) -> list[dict[
 
 
 def folder_models(folder: Path, given_as: str, warn: Warn = _say_nothing) -> list[dict[str, Any]]:
-    """Return the models in the subfolders of a folder, by name. One that is odd hides no other."""
+    """Return the models in a folder, by name. A subfolder that cannot be read hides no other."""
     root = folder.expanduser()
     if not root.is_dir():
         raise ConfigError(f"{given_as}: {folder} is no folder; give one with models in it.")
@@ -357,13 +357,13 @@ def folder_models(folder: Path, given_as: str, warn: Warn = _say_nothing) -> lis
 
 
 def _served_name(name: str, path: Path, beside: Iterable[str]) -> str:
-    """A file's name without its ending, unless a folder has that name."""
+    """Return a file's name without its extension, unless a folder has that name."""
     stem = name.removesuffix(".gguf")
     return name if path.is_dir() or stem in beside else stem
 
 
 def _is_text(name: str) -> bool:
-    """Whether a file's name is UTF-8; Python reads other bytes as lone surrogates."""
+    """Return whether a file's name is UTF-8; Python reads other bytes as lone surrogates."""
     try:
         name.encode()
     except UnicodeEncodeError:
