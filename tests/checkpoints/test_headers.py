@@ -1,12 +1,14 @@
 """Headers of safetensors files: what a file may say of its tensors, and what is refused."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from headrace.checkpoints.headers import read_file
+from headrace.checkpoints.parts import parts
 from headrace.core.errors import ModelError
 
 FINE = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
@@ -63,6 +65,49 @@ def test_a_length_beyond_the_file_is_damage(raw: bytes, tmp_path: Path) -> None:
     (tmp_path / "x.safetensors").write_bytes(raw)
     with pytest.raises(ModelError, match="truncated or damaged"):
         read_file(tmp_path / "x.safetensors")
+
+
+def test_a_tensor_whose_name_is_a_book_is_damage(tmp_path: Path) -> None:
+    name = "model." + 100_000 * ".mlp.experts"
+    file = written(tmp_path / "x.safetensors", json.dumps({name: FINE}).encode())
+    with pytest.raises(ModelError, match="truncated or damaged"):
+        read_file(file)
+
+
+def test_more_tensors_than_any_model_has_are_refused_before_they_are_parsed(tmp_path: Path) -> None:
+    none = b'"%d":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}'
+    header = b"{%s}" % b",".join(none % number for number in range((1 << 19) + 1))
+    file = written(tmp_path / "x.safetensors", header, 0)
+    with pytest.raises(ModelError, match=r"has more than 524,288 tensors"):
+        read_file(file)
+
+
+@pytest.mark.parametrize("kind", ["a pipe", "a device", "a broken link", "missing"])
+def test_weights_that_cannot_be_read_are_refused_by_name(kind: str, tmp_path: Path) -> None:
+    file = tmp_path / "x.safetensors"
+    if kind == "a pipe":
+        os.mkfifo(file)
+    elif kind != "missing":
+        file.symlink_to("/dev/zero" if kind == "a device" else "/nowhere")
+    with pytest.raises(ModelError, match=r"^x\.safetensors cannot be read \(") as failed:
+        read_file(file)
+    assert failed.value.code == "model_corrupt"
+
+
+STACK = "model.layers.0.mlp.experts.gate_up_proj"
+HEADS = "model.layers.0.linear_attn.in_proj_qkvz.weight"
+
+
+@pytest.mark.parametrize("name", [STACK, f"{STACK}_blocks", f"{STACK}_bias", HEADS])
+@pytest.mark.parametrize("shape", [(), (0, 2, 2), (1, 1 << 62, 0), (2, 1 << 40, 2), (1, 2, 2)])
+@pytest.mark.parametrize("number", [0, -1, "x", 2.5, 1 << 62])
+def test_a_tensor_that_no_model_takes_apart_is_left_whole(
+    name: str, shape: tuple[int, ...], number: Any
+) -> None:
+    fields = ("num_key_heads", "key_head_dim", "num_value_heads", "value_head_dim")
+    config = {f"linear_{field}": number for field in fields}
+    config["architectures"] = ["GptOssForCausalLM"]
+    assert len([*parts(name, shape, config)]) <= 2
 
 
 def test_a_name_given_twice_is_damage(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from headrace.checkpoints.spec import read_spec
 from headrace.config.settings import ModelConfig
 from headrace.core.errors import ModelError
 from headrace.fleet.model_host import ModelHost
-from headrace.fleet.served_model import may_see_images
+from headrace.fleet.served_model import ServedModel, may_see_images
 from headrace.metrics.metrics import Metrics
 
 CONFIG = {"architectures": ["LlamaForCausalLM"], "vocab_size": 8}
@@ -45,15 +45,32 @@ def test_what_is_no_small_file_is_refused_without_waiting(what: str, tmp_path: P
     assert may_see_images(ModelConfig(model=str(tmp_path))) is False
 
 
-@pytest.mark.parametrize("name", ["x" * 5_000, "é" * 200, "\ud800", "a\0b", "a\nb"])
-def test_a_shard_that_no_disk_can_store_is_missing(name: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+def write_index(folder: Path, name: str) -> None:
+    (folder / "config.json").write_text(json.dumps(CONFIG))
     index = json.dumps({"weight_map": {"x": name}})
-    (tmp_path / "model.safetensors.index.json").write_text(index)
-    with pytest.raises(ModelError, match=r"lacks the shard|is not JSON") as failed:
+    (folder / "model.safetensors.index.json").write_text(index)
+
+
+@pytest.mark.parametrize("name", ["x" * 5_000, "é" * 200, "a\0b", "a\nb"])
+def test_a_shard_that_no_disk_can_store_is_missing(name: str, tmp_path: Path) -> None:
+    write_index(tmp_path, name)
+    with pytest.raises(ModelError, match="lacks the shard") as failed:
         read_spec(tmp_path)
     assert len(str(failed.value)) < 1_500 and str(failed.value).isprintable()
-    assert may_see_images(ModelConfig(model=str(tmp_path))) is False
+
+
+def test_a_shard_named_by_half_a_surrogate_pair_makes_the_index_no_json(tmp_path: Path) -> None:
+    write_index(tmp_path, "\ud800")
+    with pytest.raises(ModelError, match="is not JSON"):
+        read_spec(tmp_path)
+
+
+@pytest.mark.parametrize("to", ["no such file", "model.gguf"])
+def test_a_gguf_file_that_is_a_broken_link_cannot_be_read(to: str, tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").symlink_to(to)
+    with pytest.raises(ModelError, match=r"^model\.gguf cannot be read \(") as failed:
+        ServedModel(ModelConfig(model=str(tmp_path)))
+    assert failed.value.code == "model_corrupt" and str(tmp_path) not in str(failed.value)
 
 
 @pytest.mark.parametrize("model", ["x" * 5_000, "o/" + "x" * 5_000, "~nosuchuser/x", "a\0b"])

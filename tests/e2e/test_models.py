@@ -114,7 +114,8 @@ def test_a_failed_load_is_told_at_once_and_disturbs_no_other(server: ServerProce
     body = {"content": "hello", "model": "bad"}
     told = httpx.post(f"{server.url}/tokenize", json=body, timeout=LIMIT_S)
     assert (told.status_code, told.json()["error"]["code"]) == (500, "load_failed")
-    assert "ERROR headrace.fleet.fleet: bad is not served now (" in "".join(server.lines)
+    reason = "bad is not served now (model_corrupt). config.json of bad has no valid vocab_size"
+    assert f"ERROR headrace.fleet.fleet: {reason}" in "".join(server.lines)
     assert ask(server.url, "a").status_code == 200
 
 

@@ -13,6 +13,7 @@ from headrace.checkpoints.gguf_folder import choose_file, gguf_folder
 from headrace.checkpoints.hub import OnProgress, cached, download
 from headrace.checkpoints.packaged import PACKAGED, fetch, packaged_file
 from headrace.checkpoints.sentences import transformer_folder
+from headrace.checkpoints.small_file import unreadable_refused
 from headrace.checkpoints.spec import refuse_others
 from headrace.core.errors import ModelError
 
@@ -20,6 +21,7 @@ MINI = "headrace-mini"
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::([\w.-]+))?")
 
 
+@unreadable_refused()
 def find_model(
     model: str, revision: str | None = None, on_progress: OnProgress | None = None
 ) -> Path:

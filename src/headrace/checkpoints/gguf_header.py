@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from headrace.checkpoints.small_file import open_regular, unreadable_refused
 from headrace.core.errors import ModelError
 
 TYPES: dict[int, tuple[str, int, int]] = {
@@ -73,6 +74,8 @@ _SCALARS = {
 _STRING, _ARRAY = 8, 9
 _DEPTH = 4  # of arrays within arrays
 _MAX_RANK = 4
+_MAX_NAME = 1 << 10  # bytes of a tensor's name; llama.cpp takes 63
+_MAX_TENSORS = 1 << 19
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 
@@ -99,14 +102,13 @@ class GgufHeader(msgspec.Struct, frozen=True):
         return self.fields.get(f"{self.architecture}.{key}", default)
 
 
+@unreadable_refused()
 def read_gguf(path: Path, max_bytes: int = sys.maxsize) -> GgufHeader:
     """One file; ModelError if it is damaged or holds a type that is not read.
 
     A head longer than `max_bytes` counts as damaged.
     """
-    if not path.is_file():  # opening a pipe would wait for its writer
-        raise _damaged(path)
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         try:
             content: Any = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except ValueError:
@@ -159,6 +161,8 @@ class _HeadReader:
             )
         num_tensors, num_fields = self._unpack("QQ")
         self._expect(num_tensors, 24)
+        if num_tensors > _MAX_TENSORS:
+            raise _DamageError
         self._expect(num_fields, 12)
         fields = {}
         for _ in range(num_fields):
@@ -179,6 +183,8 @@ class _HeadReader:
 
     def _tensor(self) -> tuple[str, list[int], int, int]:
         name = self._string()
+        if len(name) > _MAX_NAME:
+            raise _DamageError
         (rank,) = self._unpack("I")
         if rank > _MAX_RANK:
             raise _DamageError

@@ -1,6 +1,7 @@
 """The headers of weight files: names, types and shapes; reads no value, without torch."""
 
 import math
+import os
 import re
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,11 +11,19 @@ import msgspec
 from headrace.checkpoints.gguf_header import read_gguf
 from headrace.checkpoints.gguf_names import is_beyond, original_name
 from headrace.checkpoints.parts import parts
+from headrace.checkpoints.small_file import open_regular, unreadable_refused
 from headrace.checkpoints.spec import ModelSpec
 from headrace.core.errors import ModelError
 
 _KNOWN_TYPES, MXFP4 = ("F32", "F16", "BF16"), "MXFP4"
-_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "BOOL": 1} | {
+    f"{sign}{8 * width}": width for sign in "IU" for width in (1, 2, 4, 8)
+}
+"""Bytes of a value of each type that a file names by its width."""
+_MAX_TENSORS = 1 << 19
+"""Tensors of a model, and of a file. The largest that are known have some 150,000."""
+_MAX_NAME = 1 << 10
+"""Characters of a tensor's name."""
 _Size = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _BUFFERS = re.compile(r"(^|\.)(position_ids|token_type_ids|num_batches_tracked|attn\.bias)$")
 """Whole numbers that old exporters wrote, and every model makes by itself."""
@@ -57,7 +66,17 @@ def read_headers(spec: ModelSpec) -> dict[str, TensorHeader]:
         if header.dtype not in (*_KNOWN_TYPES, MXFP4):
             raise _unknown_type(spec, tensor, header.dtype)
         headers |= _taken_apart(tensor, header, spec.config)
+        _check_number(len(headers), spec.name)
     return headers
+
+
+def _check_number(number: int, where: str) -> None:
+    if number > _MAX_TENSORS:
+        raise ModelError(
+            f"{where} has more than {_MAX_TENSORS:,} tensors, which is more than any model that "
+            "can be computed; download it again.",
+            "model_corrupt",
+        )
 
 
 def _with_scales(headers: dict[str, TensorHeader]) -> dict[str, TensorHeader]:
@@ -65,7 +84,9 @@ def _with_scales(headers: dict[str, TensorHeader]) -> dict[str, TensorHeader]:
     found = dict(headers)
     for name, blocks in headers.items():
         scales = headers.get(f"{name.removesuffix('_blocks')}_scales")
-        if scales is None or blocks.shape != (*scales.shape, 16) or blocks.dtype != "U8":
+        if scales is None or not scales.shape or blocks.shape != (*scales.shape, 16):
+            continue
+        if blocks.dtype != "U8":
             continue
         del found[scales.stored_as]
         shape = (*scales.shape[:-1], 32 * scales.shape[-1])
@@ -120,6 +141,7 @@ def _of_gguf(path: Path, spec: ModelSpec) -> dict[str, TensorHeader]:
         place = tensor.offset, tensor.offset + tensor.num_bytes
         header = TensorHeader(tensor.kind, shape, place, path.name)
         headers |= _taken_apart(original, header, spec.config)
+        _check_number(len(headers), path.name)
     return headers
 
 
@@ -140,16 +162,15 @@ class _Stored(msgspec.Struct, frozen=True):
     data_offsets: tuple[_Size, _Size]
 
 
+@unreadable_refused()
 def read_file(path: Path, max_header_bytes: int = 100_000_000) -> dict[str, TensorHeader]:
     """The tensors of one safetensors file; ModelError if it is damaged.
 
     The default limit is that of the safetensors library, and so is the rule that tensors fill the
     file without a gap and without a byte that two share.
     """
-    if not path.is_file():  # opening a pipe would wait for its writer
-        raise _damaged(path)
-    size = path.stat().st_size
-    with path.open("rb") as file:
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
         if length > size:
             raise _damaged(path)
@@ -160,6 +181,8 @@ def read_file(path: Path, max_header_bytes: int = 100_000_000) -> dict[str, Tens
                 "model_corrupt",
             )
         raw = file.read(length)
+    # Each tensor has four colons of its own, so this bounds their number before any is parsed.
+    _check_number(raw.count(b":") // 4, path.name)
     try:
         content = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
         content.pop("__metadata__", None)
@@ -167,6 +190,8 @@ def read_file(path: Path, max_header_bytes: int = 100_000_000) -> dict[str, Tens
         stored = {name: entry.decode(it) for name, it in content.items()}
     except (ValueError, RecursionError) as error:
         raise _damaged(path) from error
+    if any(len(name) > _MAX_NAME for name in stored):
+        raise _damaged(path)
     place = 0
     for it in sorted(stored.values(), key=lambda it: it.data_offsets):
         first, end = it.data_offsets

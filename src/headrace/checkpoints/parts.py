@@ -20,11 +20,21 @@ class TensorPart(NamedTuple):
 _STACK = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|gate_proj|up_proj|down_proj)")
 _GPT_OSS = re.compile(_STACK.pattern + "(_bias|_blocks)?")
 _MAX_EXPERTS = 4096  # of a layer; a stack of more is not taken apart, so nobody knows it
+_MAX_SIZE = 1 << 18  # of a tensor that is taken apart; the largest that is known has some 50,000
+_HEADS = {
+    "linear_num_key_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+}
+"""Fields of a config with their defaults."""
 _BY_HEADS = re.compile(r"(.*\.linear_attn)\.in_proj_(qkvz|ba)\.weight")
 
 
 def parts(name: str, shape: tuple[int, ...], config: Mapping[str, Any]) -> Iterator[TensorPart]:
-    """The parts of a tensor; none if models take it as it is."""
+    """The parts of a tensor; none if models take it as it is, or no model can take it."""
+    if not shape or not all(0 < size <= _MAX_SIZE for size in shape):
+        return
     is_gpt_oss = config.get("architectures") == ["GptOssForCausalLM"]
     if is_gpt_oss and (found := _GPT_OSS.fullmatch(name)) and shape[0] <= _MAX_EXPERTS:
         yield from _of_gpt_oss(found[1], found[2], found[3] or "", shape)
@@ -60,9 +70,12 @@ def _of_gpt_oss(path: str, kind: str, suffix: str, shape: tuple[int, ...]) -> It
 
 def _of_heads(path: str, kind: str, size: int, config: Mapping[str, Any]) -> Iterator[TensorPart]:
     """Splits what lies by key head: query, key, values and gates; or betas and decays."""
-    heads, key = config.get("linear_num_key_heads", 16), config.get("linear_key_head_dim", 128)
-    share = config.get("linear_num_value_heads", 32) // heads
-    values = share * config.get("linear_value_head_dim", 128)
+    stated = [config.get(field, default) for field, default in _HEADS.items()]
+    if not all(isinstance(number, int) and 0 < number <= _MAX_SIZE for number in stated):
+        return
+    heads, key, value_heads, value = stated
+    share = value_heads // heads
+    values = share * value
     sizes = (key, key, values, values) if kind == "qkvz" else (share, share)
     each = sum(sizes)
     if heads * each != size:

@@ -10,6 +10,7 @@ from headrace.checkpoints.adapters import name_adapter
 from headrace.checkpoints.find import find_here, find_model
 from headrace.checkpoints.hub import OnProgress
 from headrace.checkpoints.sentences import read_sentences
+from headrace.checkpoints.small_file import unreadable_refused
 from headrace.checkpoints.spec import ModelSpec, read_spec
 from headrace.config.settings import ModelConfig
 from headrace.core.adapter import Adapter
@@ -33,6 +34,7 @@ class ServedModel:
 
     _numbers = itertools.count()
 
+    @unreadable_refused()
     def __init__(
         self,
         config: ModelConfig,
