@@ -75,6 +75,15 @@ def _codex_settings(url: str, home: Path) -> dict[str, str]:
     return {"CODEX_HOME": str(folder), "KEY": "unused"}
 
 
+def _catalog_settings(url: str, home: Path) -> dict[str, str]:
+    """Codex reads a provider's list of models only if a command prints the provider's key."""
+    settings = _codex_settings(url, home)
+    file = Path(settings["CODEX_HOME"]) / "config.toml"
+    command = '[model_providers.headrace.auth]\ncommand = "/bin/echo"\nargs = ["unused"]\n'
+    file.write_text(file.read_text().replace('env_key = "KEY"\n', "") + command)
+    return settings
+
+
 def _opencode_words(question: str, goes_on: bool) -> list[str]:
     shown = ["--pure", "--format", "json", "--thinking", *(["--continue"] if goes_on else [])]
     return ["opencode", "run", *shown, question]
@@ -131,6 +140,8 @@ AGENTS = (
         _opencode_thoughts,
     ),
 )
+
+CODEX_WITH_CATALOG = AGENTS[1]._replace(name="Codex with catalog", settings=_catalog_settings)
 
 
 class Desk:

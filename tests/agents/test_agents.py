@@ -1,5 +1,6 @@
 """Coding agents get through long prompts, cuts and kills with their defaults, side by side."""
 
+import json
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
@@ -8,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.agents.agents import AGENTS, Agent, Desk, check
-from tests.agents.conftest import LONG_PROMPT, Site
+from tests.agents.agents import AGENTS, CODEX_WITH_CATALOG, Agent, Desk, check
+from tests.agents.conftest import CONTEXT, LONG_PROMPT, MODEL, Site
 
 QUESTION = "What is 23 + 45?"
 
@@ -88,3 +89,15 @@ def test_each_waits_for_a_prompt_of_seven_minutes(agents: None, tmp_path: Path) 
         for one in waits:
             print(one.exception() or one.result())
     assert not any(one.exception() for one in waits)
+
+
+def test_codex_takes_the_length_of_the_context_from_the_list_of_models(
+    site: Site, desk: Desk, tmp_path: Path
+) -> None:
+    site.start()
+    turn = desk.ask(CODEX_WITH_CATALOG, QUESTION)
+    check(CODEX_WITH_CATALOG, turn)
+    assert "fallback metadata" not in turn.said
+    (file,) = tmp_path.rglob("models_cache.json")
+    (model,) = json.loads(file.read_text())["models"]
+    assert (model["slug"], model["context_window"]) == (MODEL, CONTEXT)

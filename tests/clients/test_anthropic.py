@@ -154,6 +154,18 @@ def test_a_count_is_that_of_the_usage(client: Any) -> None:
         assert count == usage.input_tokens + cached
 
 
+def test_models_are_listed_and_found_by_their_ids(client: Any) -> None:
+    (model,) = [it for it in client.models.list(limit=1) if it.id == MODEL]
+    assert (model.type, model.display_name) == ("model", MODEL)
+    assert model.created_at.year >= 2026 and model.lifecycle == "active"
+    assert client.models.retrieve(MODEL) == model
+    assert model.max_input_tokens == model.max_tokens > 0
+    assert MODEL in [it.id for it in client.beta.models.list()]
+    assert client.models.list(before_id=MODEL).data == []
+    with pytest.raises(anthropic.NotFoundError):
+        client.models.retrieve("claude-none")
+
+
 def test_an_end_has_its_reason(client: Any) -> None:
     count = asked(messages=[{"role": "user", "content": "Count from 1 to 50."}])
     stopped = client.messages.create(**count, stop_sequences=["12"])

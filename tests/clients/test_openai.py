@@ -49,6 +49,13 @@ def chat(client: openai.OpenAI, text: str = "", **fields: Any) -> Any:
     return client.chat.completions.create(**fields)
 
 
+def test_models_are_listed_with_the_length_of_their_context(client: openai.OpenAI) -> None:
+    (model,) = [it for it in client.models.list() if it.id == "headrace-mini"]
+    assert client.models.retrieve(model.id) == model
+    extra: Any = model.model_extra
+    assert extra["context_length"] == extra["context_window"] == extra["max_model_len"] > 0
+
+
 def read(stream: Any) -> tuple[str, list[dict[str, str]], list[str]]:
     """Text, calls and finish reasons, put together as programs put them together."""
     text, calls, ends = "", [], []

@@ -37,6 +37,12 @@ def test_a_page_before_an_entry_ends_with_its_neighbour() -> None:
     assert ids(asked(before_id="e1", limit="2")) == ["e0"]
 
 
+def test_a_page_before_an_entry_says_whether_more_stands_before_it() -> None:
+    assert asked(before_id="e5", limit="2")["has_more"]
+    assert not asked(before_id="e2", limit="2")["has_more"]
+    assert not asked(after_id="e2", before_id="e5", limit="2")["has_more"]
+
+
 @pytest.mark.parametrize(
     "query", [{"limit": "0"}, {"limit": "6"}, {"limit": "x"}, {"after_id": "z"}]
 )

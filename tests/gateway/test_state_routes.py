@@ -13,7 +13,8 @@ from headrace.core.messages import LaneFacts, Status, StepTrace
 from headrace.core.plan import SourceSpec
 from headrace.gateway.app import create_app
 from headrace.gateway.auth import Auth
-from headrace.gateway.state_routes import Snapshot, Watch, _kind
+from headrace.gateway.model_entries import _kind
+from headrace.gateway.state_routes import Snapshot, Watch
 from headrace.generation.event_builder import Standing
 from headrace.streams.events import Finish, Timings, Usage
 from headrace.streams.record import Names

@@ -43,6 +43,7 @@ _CLOSING = ("request_too_large", "body_timeout", "server_shutdown")
 """After these nothing more is read from the connection."""
 
 _DEFAULT_PAUSE_S = 1.0
+_MODELS, _MESSAGES = "/v1/models", "/v1/messages"
 _ID_KEY = "headrace.request_id"  # in a scope
 
 
@@ -53,6 +54,12 @@ def answer(body: dict[str, Any]) -> Response:
 def request_id_of(scope: Scope) -> str:
     """The id that ErrorBoundary gave the request."""
     return str(scope.get(_ID_KEY, ""))
+
+
+def speaks_anthropic(scope: Scope) -> bool:
+    """Whether a client asks for the list of models, or one of them, in Anthropic's shape."""
+    is_list = scope["path"] == _MODELS or scope["path"].startswith(f"{_MODELS}/")
+    return is_list and "anthropic-version" in Headers(scope=scope)
 
 
 def refuse(error: RequestError, path: str = "", request_id: str = "") -> Response:
@@ -211,7 +218,7 @@ class ErrorBoundary:
         began = time.monotonic()
         begin_request(request_id, _parent(Headers(scope=scope)))
         OWNER.set("")  # until the key is known
-        path = scope["path"]
+        path = _MESSAGES if speaks_anthropic(scope) else scope["path"]
         names = {"X-Request-Id", _errors_at(path).REQUEST_ID}
         scope = {**scope, _ID_KEY: request_id}
         sending = _Sending(scope, send, self._figures, dict.fromkeys(names, request_id))

@@ -27,6 +27,10 @@ class Paging(NamedTuple):
     before: str = ""
 
 
+OF_ANTHROPIC = Paging(most=1000, after="after_id", before="before_id")
+"""How clients of Anthropic's API ask for pages."""
+
+
 def page(
     request: Request, entries: Sequence[T], describe: Callable[[T], dict[str, Any]], paging: Paging
 ) -> dict[str, Any]:
@@ -34,19 +38,23 @@ def page(
     asked = request.query_params
     limit = _limit(asked.get("limit"), paging)
     places = {entry.id: place for place, entry in enumerate(entries)}
-    start, end = 0, len(entries)
+    start = 0
     if (after := asked.get(paging.after)) is not None:
         start = _place(places, after, paging.after) + 1
-    if paging.before and (before := asked.get(paging.before)) is not None:
+    before = asked.get(paging.before) if paging.before else None
+    if before is None:
+        shown = entries[start : start + limit]
+        has_more = start + len(shown) < len(entries)
+    else:  # the client goes towards the first entry
         end = _place(places, before, paging.before)
-        start = max(start, end - limit)
-    shown = entries[start : min(end, start + limit)]
+        shown = entries[start:end][-limit:]
+        has_more = end - start > limit
     return {
         "object": "list",
         "data": [describe(entry) for entry in shown],
         "first_id": shown[0].id if shown else None,
         "last_id": shown[-1].id if shown else None,
-        "has_more": start + len(shown) < len(entries),
+        "has_more": has_more,
     }
 
 

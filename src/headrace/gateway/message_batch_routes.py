@@ -17,12 +17,11 @@ from headrace.gateway.bodies import Bodies
 from headrace.gateway.delivery import unless_left
 from headrace.gateway.file_routes import content_of
 from headrace.gateway.http_responses import answer
-from headrace.gateway.listing import Paging, page
+from headrace.gateway.listing import OF_ANTHROPIC, page
 from headrace.protocols.anthropic.messages import ROUTE
 from headrace.workers.pool import Work
 
 _WINDOW_S = 24 * 3600
-_PAGING = Paging(most=1000, after="after_id", before="before_id")
 _KINDS = (SUCCEEDED, ERRORED, CANCELED, EXPIRED)
 
 
@@ -57,7 +56,7 @@ class MessageBatchRoutes:
 
     async def list(self, request: Request) -> ASGIApp:
         batches = await self._batches.of(self._owner(request), "anthropic")
-        found = page(request, batches, lambda it: self._described(request, it), _PAGING)
+        found = page(request, batches, lambda it: self._described(request, it), OF_ANTHROPIC)
         del found["object"]
         return answer(found)
 

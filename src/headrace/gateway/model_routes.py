@@ -11,10 +11,11 @@ from headrace.fleet.model_host import ModelHost
 from headrace.fleet.model_list import Desired
 from headrace.fleet.pulls import Pull
 from headrace.gateway.bodies import Bodies
+from headrace.gateway.codex_catalog import catalog
 from headrace.gateway.delivery import unless_left
 from headrace.gateway.http_responses import answer
+from headrace.gateway.model_entries import ServedName, entry_of, served_names
 from headrace.gateway.model_events import ModelEvents
-from headrace.gateway.state_routes import entry_of
 from headrace.generation.generation import Generation
 from headrace.protocols.requests import decode
 
@@ -29,7 +30,8 @@ class ModelRoutes:
     async def models(self, request: Request) -> ASGIApp:
         """Also of a server with one model, with the state of each, and what is downloaded."""
         await self._desired().reread()
-        return answer({"object": "list", "data": self._entries()})
+        served = served_names(self._generation.fleet.hosts)
+        return answer({"object": "list", "data": self._entries(), "models": catalog(served)})
 
     async def events(self, request: Request) -> ASGIApp:
         """Each change of the list, as it happens."""
@@ -38,7 +40,9 @@ class ModelRoutes:
     def _entries(self) -> list[dict[str, Any]]:
         pulls = self._desired().pulls
         entries = [
-            entry_of(host, name, True) | self._pending(host) | _origin(pulls.find(name))
+            entry_of(ServedName(name, host, name), has_states=True)
+            | self._pending(host)
+            | _origin(pulls.find(name))
             for host in self._generation.fleet.roster.all()
             for name in host.names
         ]

@@ -17,6 +17,12 @@ _AUTH_ERRORS = (401, 403)
 JSON, EVENTS = "application/json", "text/event-stream"
 _FORMS = {route: dialect_of(route).ERRORS.SCHEMA for route in DIALECTS}
 _ERRORS = {schema["title"]: schema for schema in _FORMS.values()}
+EITHER_ERROR = "EitherError"
+"""The schema of refusals by routes that OpenAI's and Anthropic's APIs have in common."""
+
+_EITHER = {
+    "anyOf": [{"$ref": f"#/components/schemas/{name}"} for name in ("Error", "MessagesError")]
+}
 _BYTE_ERROR = {
     "type": "object",
     "required": ["error"],
@@ -62,7 +68,7 @@ def document(operations: Iterable[Operation], prefix: str = "") -> dict[str, Any
         **({"servers": [{"url": prefix}]} if prefix else {}),
         "paths": paths,
         "components": {
-            "schemas": _ERRORS | {"ByteError": _BYTE_ERROR},
+            "schemas": _ERRORS | {"ByteError": _BYTE_ERROR, EITHER_ERROR: _EITHER},
             "securitySchemes": {
                 "bearer": {"type": "http", "scheme": "bearer"},
                 "header": {"type": "apiKey", "in": "header", "name": "X-Api-Key"},

@@ -28,7 +28,7 @@ from headrace.gateway.message_batch_routes import MessageBatchRoutes
 from headrace.gateway.model_routes import ModelRoutes
 from headrace.gateway.native_routes import NativeRoutes
 from headrace.gateway.ollama_routes import NAMED, PULL, OllamaRoutes
-from headrace.gateway.openapi import EVENTS, JSON, Operation, document
+from headrace.gateway.openapi import EITHER_ERROR, EVENTS, JSON, Operation, document
 from headrace.gateway.realtime import RealtimeSockets
 from headrace.gateway.responses_routes import ResponsesRoutes
 from headrace.gateway.state_routes import ManageRoutes, StateRoutes
@@ -170,11 +170,15 @@ ROUTES: tuple[Operation, ...] = (
     Operation("get", "/health/live", ANY, lambda on: on.states.live,
         "Whether the process answers", ("status",)),
     Operation("get", "/v1/models", KEY, lambda on: on.states.models,
-        "Every served name", ("object", "data")),
+        "Every served name; with Anthropic-Version, in the shape of Anthropic's API", ("data",),
+        query=("limit", "after_id", "before_id"), headers=("Anthropic-Version",), errors=(400,),
+        error=EITHER_ERROR, auth_error=EITHER_ERROR),
     Operation("get", "/v1/models/{id:path}", KEY, lambda on: on.states.model,
-        "One served name", ("id", "object", "max_model_len", "meta"), errors=(404,)),
+        "One served name; with Anthropic-Version, in the shape of Anthropic's API", ("id",),
+        headers=("Anthropic-Version",), errors=(404,),
+        error=EITHER_ERROR, auth_error=EITHER_ERROR),
     Operation("get", "/models", KEY, lambda on: on.models.asked.models,
-        "Every model, with its state", ("object", "data")),
+        "Every model, with its state", ("object", "data", "models")),
     Operation("get", "/models/sse", KEY, lambda on: on.models.asked.events,
         "Every change of that list", media=(EVENTS,)),
     Operation("post", "/models", OPERATOR, lambda on: on.models.asked.pull,

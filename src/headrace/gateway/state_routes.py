@@ -17,12 +17,18 @@ from headrace.core.errors import RequestError
 from headrace.core.messages import Ready, Status, StepTrace
 from headrace.fleet.load_watch import LoadWatch
 from headrace.fleet.model_host import ModelHost
-from headrace.fleet.model_names import called
-from headrace.fleet.served_model import ServedModel
+from headrace.gateway.codex_catalog import catalog
 from headrace.gateway.delivery import while_connected
 from headrace.gateway.figure_routes import FigureRoutes
-from headrace.gateway.http_responses import answer, refuse
-from headrace.gateway.introductions import introduction
+from headrace.gateway.http_responses import answer, refuse, speaks_anthropic
+from headrace.gateway.listing import OF_ANTHROPIC, page
+from headrace.gateway.model_entries import (
+    anthropic_entry,
+    entry_of,
+    named,
+    served_names,
+    status_of,
+)
 from headrace.generation.generation import Generation
 from headrace.generation.stream import LiveStream
 from headrace.metrics.metrics import kind_of
@@ -59,16 +65,20 @@ class StateRoutes:
         return answer({"status": state} | ages(self._generation))
 
     async def models(self, request: Request) -> ASGIApp:
-        hosts = self._generation.fleet.hosts.all()
+        served = served_names(self._generation.fleet.hosts)
+        if speaks_anthropic(request.scope):
+            listed = page(request, served, anthropic_entry, OF_ANTHROPIC)
+            del listed["object"]
+            return answer(listed)
         has_states = self._generation.fleet.pinned is None
-        entries = [entry_of(host, name, has_states) for host in hosts for name in host.names]
-        return answer({"object": "list", "data": entries})
+        entries = [entry_of(one, has_states) for one in served]
+        return answer({"object": "list", "data": entries, "models": catalog(served)})
 
     async def model(self, request: Request) -> ASGIApp:
-        name = request.path_params["id"]
-        has_states = self._generation.fleet.pinned is None
-        host = self._generation.fleet.hosts.get(name)
-        return answer(entry_of(host, called(host, name), has_states))
+        one = named(self._generation.fleet.hosts, request.path_params["id"])
+        if speaks_anthropic(request.scope):
+            return answer(anthropic_entry(one))
+        return answer(entry_of(one, has_states=self._generation.fleet.pinned is None))
 
     async def metrics(self, request: Request) -> ASGIApp:
         generation = self._generation
@@ -119,69 +129,6 @@ def loading_of(watch: LoadWatch) -> dict[str, Any] | None:
 
 def _without_length(response: Response) -> dict[str, str]:
     return {k: v for k, v in response.headers.items() if not k.startswith("content-")}
-
-
-def entry_of(host: ModelHost, name: str, has_states: bool) -> dict[str, Any]:
-    """A model in the list of models, with its state if there may be several."""
-    if host.known is not None:
-        entry = _entry(host.known, name)
-        if name in host.known.adapters:
-            entry |= {"root": name, "parent": host.name}
-    else:
-        entry = {"id": name, "object": "model", "created": 0, "owned_by": "headrace"}
-        entry |= {"root": host.root, "parent": None, "max_model_len": None, "meta": None}
-    if not has_states:
-        return entry
-    lane = host.ready.lane if host.ready else None
-    kind = _kind(host.ready) if host.ready else None
-    return entry | {"status": _status(host), "kind": kind, "lane": lane}
-
-
-def _kind(ready: Ready) -> str:
-    if "generate" not in ready.tasks:
-        return "ranking" if "score" in ready.tasks else "embedding"
-    if ready.source is not None:
-        return "seq2seq"
-    return "image-text" if ready.facts.encoder else "text"
-
-
-def _status(host: ModelHost) -> dict[str, Any]:
-    """The state of a model, by llama.cpp's names."""
-    if host.engine.state == "dead":
-        return {"value": "unloaded", "failed": True, "exit_code": 1}
-    value = {"ok": "loaded", "recovering": "loaded"}.get(host.engine.state, host.engine.state)
-    stages = {} if host.loading.progress is None else {"stage": host.loading.progress.stage}
-    if host.engine.state == "loading" and host.loading.downloaded is not None:
-        done, total = host.loading.downloaded
-        return {"value": value, "bytes_done": done, "bytes_total": total, **stages}
-    if host.loading.share is not None:
-        return {"value": value, "progress": host.loading.share, **stages}
-    return {"value": value, **stages}
-
-
-def _entry(model: ServedModel, name: str) -> dict[str, Any]:
-    ready, spec = model.ready, model.spec
-    return {
-        "id": name,
-        "object": "model",
-        "created": model.created,
-        "owned_by": "headrace",
-        "root": model.root,
-        "parent": None,
-        "max_model_len": model.max_model_len,
-        "architecture": {
-            "input_modalities": ["text", "image"] if model.has_vision else ["text"],
-            "output_modalities": ["text"],
-        },
-        "meta": {
-            "n_ctx_train": spec.max_positions,
-            "n_embd": (spec.config.get("text_config") or spec.config).get("hidden_size"),
-            "n_params": ready.num_parameters if ready else None,
-            "n_vocab": model.vocab_size,
-            "size": ready.weight_bytes if ready else None,
-        },
-        **introduction(model),
-    }
 
 
 def stall_target_ms(ready: Ready | None) -> float | None:
@@ -271,7 +218,7 @@ def snapshot(generation: Generation) -> Snapshot:
     hosts = generation.fleet.hosts.all()
     shown = {"state": generation.state, "version": __version__, **_snapshot(hosts[0])}
     if generation.fleet.pinned is None:
-        shown["models"] = [{"status": _status(host), **_snapshot(host)} for host in hosts]
+        shown["models"] = [{"status": status_of(host), **_snapshot(host)} for host in hosts]
     rows = (_row(host, stream) for host in hosts for stream in generation.streams_of(host))
     shown["requests"] = list(itertools.islice(rows, _MAX_ROWS))
     return shown

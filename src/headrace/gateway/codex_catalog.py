@@ -1,0 +1,82 @@
+"""The served models in the form of Codex's catalog, which tells Codex how long the context is."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from headrace.gateway.introductions import introduction
+from headrace.gateway.model_entries import ServedName
+from headrace.text.output_splitter import HARMONY
+
+# Codex drops the whole catalog if one entry has no instructions, and takes those of an entry in
+# place of its own, which are too long for a small context.
+_INSTRUCTIONS = """\
+You are a coding agent in a terminal on the user's computer. You work in the current folder with \
+the tools that you are given.
+
+- Look before you act: read the files that matter, and find them with `rg` or `grep`.
+- Do all of what the user asks and nothing else. Mend causes rather than symptoms, and keep to the \
+style of the code around your change.
+- Leave changes alone that are not yours. Commit only if the user asks for it.
+- AGENTS.md in a folder has rules for the files below that folder. The user's words take precedence.
+- Run the tests or the program after a change. Say what you ran, and what you could not check.
+- Go on until the task is done. Ask only about what you cannot find out yourself.
+- Answer briefly, and name places in the code as path:line.
+
+To change files, run `apply_patch` in the shell with a patch like this one:
+
+apply_patch <<'EOF'
+*** Begin Patch
+*** Update File: src/wheel.py
+@@ def turn():
+-    return 1
++    return 2
+*** Add File: src/mill.py
++import wheel
+*** Delete File: src/old.py
+*** End Patch
+EOF
+"""
+_MAX_OUTPUT = 10_000  # tokens of what a command prints that the model is shown
+
+
+def catalog(served: Iterable[ServedName]) -> list[dict[str, Any]]:
+    """Return the models that generate text, with every field that a version of Codex requires."""
+    return [_entry(one, place) for place, one in enumerate(served) if _generates(one)]
+
+
+def _generates(one: ServedName) -> bool:
+    return one.host.ready is None or "generate" in one.host.ready.tasks
+
+
+def _entry(one: ServedName, place: int) -> dict[str, Any]:
+    known = one.host.known
+    entry: dict[str, Any] = {
+        "slug": one.id,
+        "display_name": one.id,
+        "description": introduction(known).get("description") if known else None,
+        "base_instructions": _INSTRUCTIONS,
+        "visibility": "list",
+        "supported_in_api": True,
+        "priority": place,
+        "availability_nux": None,
+        "upgrade": None,
+        "supported_reasoning_levels": [],
+        "supports_reasoning_summaries": False,
+        "supports_reasoning_summary_parameter": False,
+        "support_verbosity": False,
+        "default_verbosity": None,
+        "shell_type": "shell_command",
+        "apply_patch_tool_type": None,
+        "experimental_supported_tools": [],
+        # the answers of harmony end with their first call
+        "supports_parallel_tool_calls": bool(
+            known and known.tool_format and known.reasoning_format != HARMONY
+        ),
+        "truncation_policy": {"mode": "tokens", "limit": _MAX_OUTPUT},
+    }
+    if one.modalities:
+        entry["input_modalities"] = one.modalities
+    if one.context:
+        entry |= {"context_window": one.context, "max_context_window": one.context}
+        entry["truncation_policy"]["limit"] = min(_MAX_OUTPUT, max(1, one.context // 4))
+    return entry
