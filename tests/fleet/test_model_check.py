@@ -65,8 +65,14 @@ def test_a_folder_that_cannot_be_read_is_refused_in_a_sentence(folder: Path, spo
     assert "\n" not in str(refused.value) and str(folder) not in str(refused.value)
 
 
-def test_a_sound_model_is_found_where_it_lies(folder: Path) -> None:
-    assert check_model(ModelConfig(model=str(folder))) == folder.resolve()
+def test_a_sound_model_is_found_in_its_folder_and_its_weights_are_counted(folder: Path) -> None:
+    assert check_model(ModelConfig(model=str(folder))) == (folder.resolve(), 1_599_392)
+
+
+def test_weights_whose_header_is_damaged_are_not_counted(folder: Path) -> None:
+    with (folder / "model.safetensors").open("ab") as file:
+        file.write(b"more")
+    assert check_model(ModelConfig(model=str(folder))) == (folder.resolve(), None)
 
 
 def test_reading_that_never_ends_is_killed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

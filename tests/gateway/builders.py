@@ -155,6 +155,14 @@ class FakeModel:
     adapters: ClassVar[dict[str, Any]] = {}
 
     @property
+    def tasks(self) -> tuple[str, ...]:
+        return self.ready.tasks if self.ready else ("generate",)
+
+    @property
+    def num_parameters(self) -> int | None:
+        return self.ready.num_parameters if self.ready else None
+
+    @property
     def encoder(self) -> Encoder:
         return Encoder(self.tokenizer)  # type: ignore[arg-type]
 

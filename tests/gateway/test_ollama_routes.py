@@ -32,6 +32,12 @@ def test_models_are_listed_by_every_name_and_shown_by_one() -> None:
     assert refused.status_code == 404 and "No model 'nope'" in refused.json()["error"]
 
 
+def test_the_only_model_of_a_server_stays_and_the_answer_says_so() -> None:
+    answer = CLIENT.post("/api/generate", json={"model": "headrace-mini", "keep_alive": 0})
+    assert answer.json()["done_reason"] == "unload"
+    assert answer.headers["X-Headrace-Ignored"] == "keep_alive"
+
+
 def test_vectors_stand_bare() -> None:
     answer = CLIENT.post("/api/embed", json={"input": ["one", "two"]}).json()
     assert [len(vector) for vector in answer["embeddings"]] == [2, 2]

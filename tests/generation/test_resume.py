@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -124,10 +125,10 @@ async def test_a_model_that_cannot_be_read_keeps_its_streams_until_it_can_be(
     await leave_a_stream(folder, store)
     fails = [error]
 
-    def made(config: ModelConfig, folder: Path | None) -> ServedModel:
+    def made(config: ModelConfig, **read: Any) -> ServedModel:
         if fails:
             raise fails[0]
-        return ServedModel(config, folder=folder)
+        return ServedModel(config, **read)
 
     monkeypatch.setattr(model_host, "ServedModel", made)
     async with models_of(folder, "ab", store, is_known=False) as (generation, engines):

@@ -79,6 +79,19 @@ def _check_number(number: int, where: str) -> None:
         )
 
 
+def count_parameters(spec: ModelSpec) -> int | None:
+    """Return how many weights a model's files hold by their headers; None if these are damaged."""
+    try:
+        if spec.is_gguf:
+            files = [read_gguf(spec.folder / name) for name in spec.weight_files]
+            number = sum(math.prod(it.shape) for file in files for it in file.tensors.values())
+        else:
+            number = sum(header.num_values for header in read_headers(spec).values())
+    except ModelError:
+        return None
+    return number if number < 2**63 else None
+
+
 def _with_scales(headers: dict[str, TensorHeader]) -> dict[str, TensorHeader]:
     """Two tensors that hold one in MXFP4, bytes of two values each and scales, as that one."""
     found = dict(headers)

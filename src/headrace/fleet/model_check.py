@@ -15,9 +15,11 @@ import sys
 import threading
 import traceback
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
+from headrace.checkpoints.headers import count_parameters
 from headrace.config.settings import ModelConfig
 from headrace.config.sources import SECRETS
 from headrace.core.errors import ModelError
@@ -44,6 +46,7 @@ class Readable(msgspec.Struct, frozen=True, tag=True):
     """The model can be read; `folder` holds it, which for a GGUF file is one made of it."""
 
     folder: bytes
+    num_parameters: int | None
 
 
 class Unreadable(msgspec.Struct, frozen=True, tag=True):
@@ -54,12 +57,19 @@ class Unreadable(msgspec.Struct, frozen=True, tag=True):
     details: str = ""
 
 
+class Checked(NamedTuple):
+    """A model that can be read: its folder, and how many weights its files state, if they do."""
+
+    folder: Path
+    num_parameters: int | None
+
+
 class CheckFailed(ModelError):
     """The reading crashed or passed a limit. It would again, so it is not worth another try."""
 
 
-def check_model(config: ModelConfig) -> Path:
-    """Return the folder of a model that is on the disk; ModelError if it cannot be served.
+def check_model(config: ModelConfig) -> Checked:
+    """Read a model that is on the disk; ModelError if it cannot be served.
 
     Takes about a second, and up to MAX_CPU_S of processor time.
     """
@@ -85,7 +95,7 @@ def check_model(config: ModelConfig) -> Path:
     except msgspec.DecodeError:
         raise _failure(_reason(done.returncode)) from None
     if isinstance(answer, Readable):
-        return Path(os.fsdecode(answer.folder))
+        return Checked(Path(os.fsdecode(answer.folder)), answer.num_parameters)
     refusal = ModelError(answer.message, answer.code)
     if answer.details:
         refusal.add_note(answer.details)
@@ -128,6 +138,7 @@ def _read(config: ModelConfig) -> Readable | Unreadable:
         model = ServedModel(config)
         model.read_adapters(config)
         model.tokenizer.check_spelling()
+        num_parameters = count_parameters(model.spec)
     except STEERING:
         raise
     except ModelError as error:
@@ -139,7 +150,7 @@ def _read(config: ModelConfig) -> Readable | Unreadable:
         details = "".join(traceback.format_exception(error))[-_MAX_DETAILS:]
         message = f"Its files cannot be read ({type(error).__name__}); download the model again."
         return Unreadable("load_failed", message, details)
-    return Readable(os.fsencode(model.folder))
+    return Readable(os.fsencode(model.folder), num_parameters)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,9 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from headrace.checkpoints.find import MINI, fetch_model, find_model
+from headrace.checkpoints.headers import count_parameters
 from headrace.checkpoints.hub import OnProgress
+from headrace.checkpoints.spec import read_spec
 from headrace.config.settings import ModelConfig
 from headrace.core.errors import ModelError
 from headrace.core.loading import READING
@@ -20,7 +22,7 @@ from headrace.engine.client import EngineClient
 from headrace.fleet.engine_life import EngineLife
 from headrace.fleet.in_thread import in_thread
 from headrace.fleet.load_watch import LoadWatch
-from headrace.fleet.model_check import CheckFailed, check_model
+from headrace.fleet.model_check import Checked, CheckFailed, check_model
 from headrace.fleet.model_names import adapters_of, names_of, paths_of, root_of
 from headrace.fleet.served_model import ServedModel
 from headrace.fleet.tenants import Tenants
@@ -144,11 +146,10 @@ class ModelHost:
         if self._failure is not None and stamp is not None and self._failure[0] == stamp:
             raise self._failure[1]
         try:
-            folder = None
-            if config.model != MINI:  # a process that can be killed reads foreign files first
-                path = fetch_model(config.model, config.revision, on_progress)
-                folder = check_model(replace(config, model=path))
-            model = ServedModel(config, folder=folder)
+            checked = self._check(on_progress)
+            model = ServedModel(
+                config, folder=checked.folder, num_parameters=checked.num_parameters
+            )
             model.read_adapters(config)
         except CheckFailed as error:
             self._failure = (stamp, error)
@@ -162,6 +163,14 @@ class ModelHost:
             message = f"It could not be read ({type(error).__name__}); download it again."
             raise ModelError(message, "load_failed") from error
         return model
+
+    def _check(self, on_progress: OnProgress) -> Checked:
+        """Have a process that can be killed read the model first, unless it is our own."""
+        config = self.config
+        if config.model == MINI:
+            return Checked(self._path, count_parameters(read_spec(self._path)))
+        path = fetch_model(config.model, config.revision, on_progress)
+        return check_model(replace(config, model=path))
 
     def begin(self) -> None:
         """Starts the engine."""

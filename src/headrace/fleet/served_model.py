@@ -1,6 +1,7 @@
 """The models a server serves, as the gateway's process knows them: names, text, limits."""
 
 import itertools
+import re
 import time
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -26,6 +27,7 @@ from headrace.text.tokenizer import Tokenizer
 from headrace.text.tool_formats.table import tool_format
 
 _LATEST = ":latest"
+_EMBEDS = re.compile(r"((?<!LMHead)Model|ForMaskedLM)$")  # architectures that only embed
 _SHOWN = 100  # characters of an unknown name
 
 
@@ -40,8 +42,12 @@ class ServedModel:
         config: ModelConfig,
         on_progress: OnProgress | None = None,
         folder: Path | None = None,
+        num_parameters: int | None = None,
     ) -> None:
-        """Read the model in `folder`, or find it first, which may be a download."""
+        """Read the model in `folder`, or find it first, which may be a download.
+
+        `num_parameters` is what its files state, if that is known.
+        """
         self.folder = folder or find_model(config.model, config.revision, on_progress)
         self.number = next(self._numbers)  # a model that is read anew is another one
         self.root = root_of(config)
@@ -67,6 +73,7 @@ class ServedModel:
         self.cuts_any = config.embedding_dimensions == "any"  # vectors, to any length
         self.defaults = self.spec.defaults if config.generation_config == "auto" else None
         self.ready: Ready | None = None
+        self._num_parameters = num_parameters
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -89,6 +96,20 @@ class ServedModel:
         of_each = [(name, getattr(shown, name)) for name in shown.__struct_fields__]
         values = ", ".join(f"{name} {value:g}" for name, value in of_each if value is not None)
         return f"{self.names[0]} draws by {values} unless a request says otherwise"
+
+    @property
+    def num_parameters(self) -> int | None:
+        """Number of its weights; until an engine has counted them, as its files state."""
+        return self.ready.num_parameters if self.ready else self._num_parameters
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """Tasks it can do (generate, embed, score); until it has loaded, by its architecture."""
+        if self.ready:
+            return self.ready.tasks
+        if self.spec.architecture.endswith("ForSequenceClassification"):
+            return ("score",)
+        return ("embed",) if _EMBEDS.search(self.spec.architecture) else ("generate", "embed")
 
     @property
     def has_vision(self) -> bool:

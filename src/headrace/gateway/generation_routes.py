@@ -31,6 +31,7 @@ from headrace.core.request import Route
 from headrace.gateway.auth import Auth
 from headrace.gateway.bodies import Bodies, HeldAnswer
 from headrace.gateway.delivery import deliver, unless_left
+from headrace.gateway.http_responses import answer
 from headrace.gateway.progress_policy import ProgressPolicy, with_progress
 from headrace.gateway.responses_routes import EarlierResponses
 from headrace.gateway.waiting import Wait, WaitingAnswer, wait_of
@@ -38,6 +39,7 @@ from headrace.generation.generation import Generation
 from headrace.generation.registry import Found
 from headrace.protocols.dialect import Dialect, dialect_of
 from headrace.protocols.inserted_texts import client_of
+from headrace.protocols.ollama.answers import unloaded
 from headrace.protocols.openai import chat as openai_chat
 from headrace.protocols.requests import to_request
 from headrace.streams.record import Names
@@ -71,6 +73,8 @@ class GenerationRoutes:
             patience_s = None if is_named else self._config.streams.linger_s
             reading = read_body(self._generation, job, body)
             checked = await unless_left(request.receive, reading, patience_s)
+        if checked.fields.get("unloads"):
+            return self._unload(request, checked)
         names = names_of(self._auth.owner(request.headers), request.headers, checked)
         checked = self._progress.apply(request.headers, checked)
         self._tell_inserted(job.client, checked.inserted)
@@ -90,6 +94,18 @@ class GenerationRoutes:
         if done:
             return coming.result()
         return WaitingAnswer(coming, wait, self._config.streams.heartbeat_s)
+
+    def _unload(self, request: Request, checked: CheckedBody) -> ASGIApp:
+        """Send out a model that Ollama's client needs no more; a server's only model stays."""
+        name, ignored = checked.fields["model"], checked.ignored
+        fleet = self._generation.fleet
+        host = fleet.hosts.get(name)
+        if host is fleet.pinned:
+            ignored += ("keep_alive",)
+        else:
+            self._auth.check_operator(request.headers)
+            fleet.unload(host)
+        return Marked(answer(unloaded(name, request.url.path)), ignored, False)
 
     def _wait(self, route: Route, checked: CheckedBody, names: Names, id: StreamId) -> Wait | None:
         """How the client hears of a download, before which there can be no stream."""

@@ -33,6 +33,7 @@ _API_VERSION = "0.12.6"
 """The version of Ollama whose API this is. VS Code and Raycast want 0.6.4 or later."""
 
 
+_NEVER = "9999-12-31T23:59:59Z"
 _MAX_BODY = 1 << 16
 _INTERVAL_S = 0.25
 _HUBS = ("hf.co/", "huggingface.co/")  # before the ids of those that are not in Ollama's registry
@@ -56,17 +57,18 @@ class OllamaRoutes:
         return answer({"models": [_entry(host, name) for host in hosts for name in host.names]})
 
     async def running(self, request: Request) -> ASGIApp:
-        """Models in memory; when one will leave it, nobody knows."""
+        """Lists the models in memory; none has a set time at which it leaves."""
         loaded = [host for host in self._hosts.all() if host.engine.state in _LOADED and host.ready]
         return answer({"models": [_entry(host, host.name) | _place(host) for host in loaded]})
 
     async def show(self, request: Request) -> ASGIApp:
         async with self._bodies.read(request) as body:
             naming = self._work.do(ReadModelName(), body)
-            host = self._hosts.get(await unless_left(request.receive, naming))
+            name = await unless_left(request.receive, naming)
+        host = self._hosts.get(name)
         if host.known is None:
             await unless_left(request.receive, read_known(host))
-        return answer(_described(host.model))
+        return answer(_described(host.model, name if name in host.names else host.name))
 
     async def pull(self, request: Request) -> ASGIApp:
         """Downloads a model of the hub; it goes on when the client has left."""
@@ -164,6 +166,7 @@ def _entry(host: ModelHost, name: str) -> dict[str, Any]:
         "size": ready.weight_bytes if ready else host.num_bytes,
         "digest": hashlib.sha256(mark.encode()).hexdigest(),
         "details": _details(known),
+        "capabilities": _capabilities(known) if known else [],
     }
 
 
@@ -171,18 +174,24 @@ def _place(host: ModelHost) -> dict[str, Any]:
     assert host.ready
     is_on_gpu = host.ready.device.startswith("cuda")
     length = host.model.max_model_len
-    return {"size_vram": host.ready.weight_bytes if is_on_gpu else 0, "context_length": length}
+    return {
+        "size_vram": host.ready.weight_bytes if is_on_gpu else 0,
+        "context_length": length,
+        "expires_at": _NEVER,
+    }
 
 
 def _details(known: ServedModel | None) -> dict[str, Any]:
     if known is None:
-        return {"format": "", "family": "", "families": [], "parameter_size": ""}
-    ready, family = known.ready, str(known.spec.config.get("model_type", ""))
+        names = ("parent_model", "format", "family", "parameter_size", "quantization_level")
+        return dict.fromkeys(names, "") | {"families": []}
+    family = _family(known)
     return {
+        "parent_model": "",
         "format": "gguf" if known.spec.is_gguf else "safetensors",
         "family": family,
         "families": [family],
-        "parameter_size": f"{ready.num_parameters / 1e6:.0f}M" if ready else "",
+        "parameter_size": _rounded(known.num_parameters) if known.num_parameters else "",
         "quantization_level": _precision(known),
     }
 
@@ -190,15 +199,27 @@ def _details(known: ServedModel | None) -> dict[str, Any]:
 def _precision(known: ServedModel) -> str:
     ready = known.ready
     if ready is None:
-        return ""
+        return "" if known.spec.is_gguf else known.spec.dtype
     return ready.dtype if ready.quantize == "none" else ready.quantize
 
 
-def _described(model: ServedModel) -> dict[str, Any]:
-    family = str(model.spec.config.get("model_type", ""))
-    info = {"general.architecture": family, f"{family}.context_length": model.max_model_len}
-    if model.ready:
-        info["general.parameter_count"] = model.ready.num_parameters
+def _rounded(num: int) -> str:
+    if num >= 1e9:
+        return f"{num / 1e9:.1f}B"
+    return f"{num / 1e6:.2f}M" if num >= 1e6 else f"{num / 1e3:.2f}K"
+
+
+def _family(model: ServedModel) -> str:
+    return str(model.spec.config.get("model_type") or model.spec.architecture)
+
+
+def _described(model: ServedModel, name: str) -> dict[str, Any]:
+    family = _family(model)
+    info: dict[str, Any] = {"general.architecture": family, "general.basename": name}
+    if model.max_model_len:
+        info[f"{family}.context_length"] = model.max_model_len
+    if model.num_parameters:
+        info["general.parameter_count"] = model.num_parameters
     return {
         "template": model.template.source if model.template else "",
         "details": _details(model),
@@ -209,11 +230,10 @@ def _described(model: ServedModel) -> dict[str, Any]:
 
 
 def _capabilities(model: ServedModel) -> list[str]:
-    tasks = model.ready.tasks if model.ready else ("generate",)
     can = {
-        "completion": "generate" in tasks,
-        "embedding": "embed" in tasks and "generate" not in tasks,
-        "tools": "generate" in tasks and bool(model.tool_format),
+        "completion": "generate" in model.tasks,
+        "embedding": "embed" in model.tasks and "generate" not in model.tasks,
+        "tools": "generate" in model.tasks and bool(model.tool_format),
         "thinking": bool(model.reasoning_format),
         "vision": model.has_vision,
         "insert": model.tokenizer.infill_marks is not None,

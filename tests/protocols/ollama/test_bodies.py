@@ -99,6 +99,33 @@ def test_who_asks_nothing_has_the_model_loaded() -> None:
     assert parse_generate().sampling.max_tokens == 0
 
 
+@pytest.mark.parametrize("nothing", [0, 0.0, "0", "0s", "-0m0.0s"])
+def test_no_time_at_all_without_a_question_unloads_the_model(nothing: object) -> None:
+    for body in ({"keep_alive": nothing}, {"keep_alive": nothing, "prompt": ""}):
+        checked = requests.pack(generate, generate.read({"model": "m", **body}))
+        assert checked.fields["unloads"] and checked.ignored == ()
+    checked = requests.pack(chat, chat.read({"model": "m", "messages": [], "keep_alive": nothing}))
+    assert checked.fields["unloads"]
+
+
+@pytest.mark.parametrize("time", [5, -1, 0.5, "5m", "-1", "1h30m", "1.5h", ".5s", "60"])
+def test_any_other_time_is_named_as_without_effect(time: object) -> None:
+    body = {"model": "m", "options": {"num_ctx": 1}, "keep_alive": time}
+    checked = requests.pack(generate, generate.read(body))
+    assert not checked.fields["unloads"]
+    assert checked.ignored == ("options.num_ctx", "keep_alive")
+
+
+def test_no_time_with_a_question_is_named_as_without_effect() -> None:
+    checked = requests.pack(chat, chat.read({"model": "m", "messages": [USER], "keep_alive": 0}))
+    assert not checked.fields.get("unloads") and checked.ignored == ("keep_alive",)
+
+
+@pytest.mark.parametrize("time", ["soon", "", "5 m", "s", "1.s", "1d", True, [], {}, 9 * "1" + "x"])
+def test_a_time_that_is_none_is_refused_by_its_name(time: object) -> None:
+    assert refusal(keep_alive=time).startswith("keep_alive is ")
+
+
 def test_generate_is_a_chat_a_text_or_a_gap() -> None:
     asked = chat_of(parse_generate(prompt="hi", system="Be brief."))
     assert [it["role"] for it in asked.messages] == ["system", "user"]

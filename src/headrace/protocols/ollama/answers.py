@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from headrace.answer import call_id, runs
 from headrace.core.pieces import CONTENT, REASONING, TOOL, ChannelPiece
+from headrace.core.request import Route
 from headrace.protocols.blocks import Block, Blocks
 from headrace.protocols.dialect import encode
 from headrace.protocols.fields.tools import arguments_of
@@ -53,6 +54,14 @@ def as_message(part: LinePart) -> dict[str, Any]:
 def as_response(part: LinePart) -> dict[str, Any]:
     thinking = {"thinking": part.thinking} if part.thinking else {}
     return {"response": part.text} | thinking
+
+
+def unloaded(model: str, route: Route) -> dict[str, Any]:
+    """The answer to a request that unloads a model."""
+    shape = as_message if route == "/api/chat" else as_response
+    created_at = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    head = {"model": model, "created_at": created_at}
+    return head | shape(LinePart()) | {"done": True, "done_reason": "unload"}
 
 
 class _AnswerLines:

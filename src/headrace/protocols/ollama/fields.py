@@ -1,5 +1,6 @@
 """Bodies of Ollama's clients, checked and written as chat's fields; knows no events."""
 
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -105,8 +106,27 @@ class Think(msgspec.Struct, frozen=True):
 
 _EFFORTS = ("low", "medium", "high")
 
+
+class KeepAlive(msgspec.Struct, frozen=True):
+    """How long a model stays in memory, in seconds or as Go writes durations; True for no time."""
+
+    def check(self, value: Any, path: str) -> bool:
+        if type(value) in (int, float):
+            return bool(value == 0)
+        if type(value) is not str or not _DURATION.fullmatch(value):
+            raise wrong_value(value, path, 'a number of seconds or a duration such as "5m"')
+        return not re.search("[1-9]", value)
+
+    def schema(self) -> dict[str, Any]:
+        duration = {"type": "string", "pattern": f"^({_DURATION.pattern})$"}
+        return {"anyOf": [{"type": "number"}, duration]}
+
+
+_DURATION = re.compile(r"[+-]?([0-9]+|(([0-9]+(\.[0-9]+)?|\.[0-9]+)(ns|us|µs|ms|s|m|h))+)")
+
 FIELDS: Mapping[str, Kind] = {
     "model": String(1),
+    "keep_alive": KeepAlive(),
     "format": AnswerFormat(),
     "think": Think(),
     "options": ModelOptions(),
@@ -142,13 +162,16 @@ def to_chat(own: Mapping[str, Any], messages: list[dict[str, Any]]) -> dict[str,
 def finished(fields: dict[str, Any], own: Mapping[str, Any], is_asked: bool) -> dict[str, Any]:
     """Fields as another dialect read them: with what it cannot say.
 
-    Who asks nothing has the model loaded, which computes a prompt and draws no token.
+    A request that asks nothing loads the model: it computes a prompt and draws no token. With
+    `keep_alive: 0` it unloads the model instead. Otherwise keep_alive has no effect.
     """
+    skipped: tuple[str, ...] = own["options"].skipped if "options" in own else ()
     if not is_asked:
         fields["max_tokens"] = 0
-    if "options" in own:
-        fields["skipped"] = own["options"].skipped
-    return fields
+        fields["unloads"] = own.get("keep_alive", False)
+    if "keep_alive" in own and not fields.get("unloads"):
+        skipped += ("keep_alive",)
+    return fields | {"skipped": skipped}
 
 
 class ChatTurns(msgspec.Struct, frozen=True):
