@@ -140,7 +140,7 @@ SCHEMA = "response_format.json_schema.schema"
         (
             by_schema({"type": "object", "minProperties": 2}),
             f"{SCHEMA}.minProperties",
-            "beyond what is required",
+            "above the number of required properties",
         ),
         (
             by_schema({"oneOf": [{"type": "integer"}, {"type": "number"}]}),

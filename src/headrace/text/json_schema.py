@@ -122,7 +122,9 @@ class _SchemaReader:
         if least <= num_sure:
             node.pop("minProperties", None)
         elif least > max(1, num_sure):
-            self.unenforced(f"{path}.minProperties", "minProperties", " beyond what is required")
+            self.unenforced(
+                f"{path}.minProperties", "minProperties", " above the number of required properties"
+            )
             del node["minProperties"]
 
     def read_definitions(self) -> None:
