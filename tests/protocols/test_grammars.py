@@ -120,6 +120,35 @@ def test_every_field_for_a_schema_keeps_its_digits(
     assert takes(compiler, checked, str(ID)) and not takes(compiler, checked, str(ID - 21))
 
 
+@pytest.mark.parametrize("first", [0, 1 << 53, 10**18])
+def test_an_enum_may_have_thousands_of_numbers(
+    jobs: Jobs, compiler: GrammarCompiler, first: int
+) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"id": {"enum": [first + 7 * i for i in range(5000)]}},
+    }
+    checked = read(jobs, by_schema({**schema, "required": ["id"]}))
+    assert checked.ignored == ()
+    for number, is_right in (
+        (first + 7 * 4999, True),
+        (first + 7 * 5000, False),
+        (first + 1, False),
+    ):
+        assert takes(compiler, checked, f'{{"id": {number}}}') == is_right
+
+
+def test_texts_beside_large_numbers_are_taken_as_they_are(
+    jobs: Jobs, compiler: GrammarCompiler
+) -> None:
+    texts = ["a/b", "a.b", "(", "\\d", '"', "|", "é ", "\n", "#~&<-", "[x]", "/", ""]
+    checked = read(jobs, by_schema({"enum": [ID, None, True, *texts]}))
+    for value in [ID, None, True, *texts]:
+        assert takes(compiler, checked, json.dumps(value, ensure_ascii=False)), value
+    for wrong in ["axb", "x", "d"]:
+        assert not takes(compiler, checked, json.dumps(wrong)), wrong
+
+
 def bodies(schema: Any, choice: str) -> Iterator[tuple[Route, dict[str, Any]]]:
     """A request with this tool, that is not strict, to each API that takes tools."""
     messages = {"messages": HELLO}

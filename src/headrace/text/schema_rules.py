@@ -6,6 +6,7 @@ that, the way to it from the root is written as Lark rules, and all else stays J
 
 import json
 import math
+import re
 from collections.abc import Iterable, Sequence
 from decimal import Decimal
 from typing import Any
@@ -273,7 +274,7 @@ class RuleWriter:
             values = node.get("enum", [node.get("const")])
             if "const" in node and "enum" in node:
                 values = [it for it in values if it == node["const"]]
-            return self._either([self._value(it) for it in values if holds(node, it)])
+            return self._one_of([it for it in values if holds(node, it)])
         return self._either(self._by_type(node))
 
     def _by_type(self, node: dict[str, Any]) -> list[str]:
@@ -305,12 +306,23 @@ class RuleWriter:
         bounds = bounds_of(node)
         if "multipleOf" in node:
             found = multiples(bounds, node["multipleOf"], is_integer)
-            return self._either([_quoted(text_of(it)) for it in found]) if found else None
+            return self._one_of(found) if found else None
         return _pattern_rule(bounds, is_integer)
 
+    def _one_of(self, values: Sequence[Any]) -> str:
+        """A rule of these values.
+
+        All that are no arrays or objects become one pattern: the library refuses a rule with
+        thousands of alternatives, but takes a pattern with as many.
+        """
+        texts = [_text(it) for it in values if not isinstance(it, list | dict)]
+        rules = [self._value(it) for it in values if isinstance(it, list | dict)]
+        if texts:
+            pattern = "|".join(map(re.escape, texts)).replace("/", r"\/")
+            rules.append(f"/({pattern})/")
+        return self._either(rules)
+
     def _value(self, value: Any) -> str:
-        if isinstance(value, Decimal):
-            return _quoted(text_of(value))
         if isinstance(value, list):
             return self._sequence('"["', [(self._value(it), True) for it in value], "", '"]"')
         if isinstance(value, dict):
@@ -318,7 +330,7 @@ class RuleWriter:
                 (self._entry(_quoted_key(k), self._value(it)), True) for k, it in value.items()
             ]
             return self._sequence('"{"', entries, "", '"}"')
-        return _quoted(json.dumps(value, ensure_ascii=False))
+        return _quoted(_text(value))
 
     def _object(self, node: dict[str, Any]) -> str:
         others = node.get("additionalProperties", True)
@@ -420,6 +432,11 @@ _EMPTY = '""'
 def _pattern_rule(bounds: NumberBounds, is_integer: bool) -> str | None:
     pattern = integer_pattern(bounds) if is_integer else number_pattern(bounds)
     return None if pattern is None else f"/{pattern}/"
+
+
+def _text(value: Any) -> str:
+    """A value that is no array or object as JSON."""
+    return text_of(value) if isinstance(value, Decimal) else json.dumps(value, ensure_ascii=False)
 
 
 def _quoted(text: str) -> str:
