@@ -134,6 +134,7 @@ def test_what_a_model_cannot_see_of_a_conversation_is_named() -> None:
     assert (response.status_code, response.headers["x-headrace-ignored"]) == (200, named)
     counted = client_of().post(f"{PATH}/count_tokens", json=body)
     assert counted.json() == {"input_tokens": len("user: hi\nassistant: Yes.\nuser: Go on.\n")}
+    assert counted.headers["x-headrace-ignored"] == named
 
 
 def _record(conversation: str | None = None) -> Record:

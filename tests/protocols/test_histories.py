@@ -14,7 +14,15 @@ import msgspec
 import pytest
 
 from headrace.config.settings import ModelConfig
-from headrace.core.jobs import CheckedBody, CountTokens, EncodePrompts, GoOn, ListInput, ReadBody
+from headrace.core.jobs import (
+    CheckedBody,
+    CountTokens,
+    EncodePrompts,
+    GoOn,
+    ListInput,
+    ReadBody,
+    TokenCount,
+)
 from headrace.core.request import Chat
 from headrace.fleet.served_model import ServedModel
 from headrace.protocols.prompt_ids import render
@@ -26,6 +34,10 @@ from tools.harness.servers import running_server
 COUNT, FIRST = int(os.environ.get("HISTORIES", "300")), int(os.environ.get("SEED", "1"))
 MODEL = ServedModel(ModelConfig())
 WORKER = Jobs(MODEL)
+COUNTING = {
+    "/v1/messages": "/v1/messages/count_tokens",
+    "/v1/responses": "/v1/responses/input_tokens",
+}
 SAID = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Ok"}]}
 SEEDS = range(FIRST * 100_000, FIRST * 100_000 + COUNT)
 
@@ -74,9 +86,10 @@ def test_no_history_is_refused_and_every_text_reaches_the_prompt(tmp_path: Path)
 def test_the_tokens_of_every_history_can_be_counted_before_it_is_sent() -> None:
     for told in filter(lambda told: told.route == "/v1/messages", map(history, SEEDS)):
         body = {k: v for k, v in told.body.items() if k != "max_tokens"}
+        checked = read(told)
+        (packed,) = WORKER.do(EncodePrompts(1 << 30), checked.packed).prompts  # type: ignore
         counted = WORKER.do(CountTokens(), json.dumps(body).encode())
-        (packed,) = WORKER.do(EncodePrompts(1 << 30), read(told).packed).prompts  # type: ignore
-        assert json.loads(counted)["input_tokens"] == len(packed) // 4  # type: ignore[arg-type]
+        assert counted == TokenCount(len(packed) // 4, checked.ignored), told.body
 
 
 def test_what_was_stored_comes_back_as_it_came_and_is_continued_as_if_it_were_sent_whole() -> None:
@@ -103,6 +116,10 @@ def test_a_server_answers_and_stores_them() -> None:
             answer = client.post(told.route, json=told.body, timeout=60)
             is_long = "context_length_exceeded" in answer.text or "prompt is too" in answer.text
             assert answer.status_code == 200 or is_long, (seed, answer.text)
+            if told.route in COUNTING:
+                counted = client.post(COUNTING[told.route], json=told.body, timeout=60)
+                names = [it.headers.get("x-headrace-ignored") for it in (answer, counted)]
+                assert is_long or names[0] == names[1], seed
             if told.route != "/v1/responses" or is_long or told.body.get("store") is False:
                 continue
             path = f"/v1/responses/{answer.json()['id']}/input_items"

@@ -200,8 +200,15 @@ class Tokenize(Job[bytes], frozen=True, tag=True):
     max_model_len: dict[str, int]
 
 
-class CountTokens(Job[bytes], frozen=True, tag=True):
-    """Answer /v1/messages/count_tokens to this client, if that is one we know."""
+class TokenCount(msgspec.Struct, frozen=True):
+    """The length of a prompt, and the paths in its body that have no effect."""
+
+    num_tokens: int
+    ignored: tuple[str, ...] = ()
+
+
+class CountTokens(Job[TokenCount], frozen=True, tag=True):
+    """Count the tokens of a body for /v1/messages, as sent by this client if it is a known one."""
 
     client: str = ""
 

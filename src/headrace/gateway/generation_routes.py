@@ -21,6 +21,7 @@ from headrace.core.jobs import (
     Detokenize,
     Job,
     KnownModel,
+    R,
     ReadBody,
     ReadJob,
     ReadModelName,
@@ -31,7 +32,7 @@ from headrace.core.request import Route
 from headrace.gateway.auth import Auth
 from headrace.gateway.bodies import Bodies, HeldAnswer
 from headrace.gateway.delivery import deliver, unless_left
-from headrace.gateway.http_responses import answer
+from headrace.gateway.http_responses import IGNORED, answer
 from headrace.gateway.progress_policy import ProgressPolicy, with_progress
 from headrace.gateway.responses_routes import EarlierResponses
 from headrace.gateway.waiting import Wait, WaitingAnswer, wait_of
@@ -242,7 +243,7 @@ class Marked:
         if is_attached:
             self._headers["X-Stream-Attached"] = "true"
         if ignored:
-            self._headers["X-Headrace-Ignored"] = ", ".join(ignored)
+            self._headers[IGNORED] = ", ".join(ignored)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_marked(message: Message) -> None:
@@ -296,8 +297,11 @@ class TextRoutes:
         return await self._do(request, Tokenize(longest))
 
     async def count_tokens(self, request: Request) -> ASGIApp:
-        """Counts the tokens that a conversation would have on /v1/messages."""
-        return await self._do(request, CountTokens(_client(request.headers, self._config)))
+        """Count the tokens that a conversation would have on /v1/messages."""
+        job = CountTokens(_client(request.headers, self._config))
+        async with self._bodies.read(request) as body:
+            count = await unless_left(request.receive, self._done(job, body))
+        return answer({"input_tokens": count.num_tokens}, count.ignored)
 
     async def detokenize(self, request: Request) -> ASGIApp:
         return await self._do(request, Detokenize())
@@ -310,6 +314,6 @@ class TextRoutes:
             result = await unless_left(request.receive, self._done(job, body))
         return HeldAnswer(result, self._bodies)
 
-    async def _done(self, job: Job[bytes], body: Body) -> bytes:
+    async def _done(self, job: Job[R], body: Body) -> R:
         await read_named_model(self._generation, body)
         return await self._generation.work.do(job, body)

@@ -47,8 +47,13 @@ _MODELS, _MESSAGES = "/v1/models", "/v1/messages"
 _ID_KEY = "headrace.request_id"  # in a scope
 
 
-def answer(body: dict[str, Any]) -> Response:
-    return Response(encode(body), media_type="application/json")
+IGNORED = "X-Headrace-Ignored"
+
+
+def answer(body: dict[str, Any], ignored: tuple[str, ...] = ()) -> Response:
+    """Return a body of JSON; `ignored` names what of the request has no effect."""
+    headers = {IGNORED: ", ".join(ignored)} if ignored else None
+    return Response(encode(body), media_type="application/json", headers=headers)
 
 
 def request_id_of(scope: Scope) -> str:

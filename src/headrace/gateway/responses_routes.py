@@ -114,7 +114,8 @@ class ResponsesRoutes:
             checked = await unless_left(request.receive, reading)
         counting = self._count(checked, self._auth.owner(request.headers))
         num_tokens = await unless_left(request.receive, counting)
-        return answer({"object": "response.input_tokens", "input_tokens": num_tokens})
+        counted = {"object": "response.input_tokens", "input_tokens": num_tokens}
+        return answer(counted, checked.ignored)
 
     async def _count(self, checked: CheckedBody, owner: str) -> int:
         name = self._generation.fleet.hosts.get(checked.fields.get("model")).name

@@ -144,8 +144,7 @@ class Jobs:
         within = unknown_within(given, route)
         left_out = tuple(renamed(left_out, getattr(dialect.ERRORS, "OWN_PATHS", ())))
         names = header_of((*ignored(dialect.TABLE, given), *checked.ignored, *left_out, *within))
-        replace = msgspec.structs.replace
-        return replace(checked, digest=digest, ignored=names, inserted=inserted)
+        return msgspec.structs.replace(checked, digest=digest, ignored=names, inserted=inserted)
 
     def _check(self, body: bytes, route: Route) -> str | None:
         """The model that a line's body names; RequestError if its route would refuse it."""
@@ -308,14 +307,17 @@ class Jobs:
         longest = max_model_len.get(model.names[0], model.max_model_len)
         return encode(listed_tokens(model, token_ids, fields) | {"max_model_len": longest})
 
-    def count_tokens(self, body: bytes, client: str = "") -> bytes:
+    def count_tokens(self, body: bytes, client: str = "") -> jobs.TokenCount:
         given = decode(body)
         take_out(given, anthropic_messages.ROUTE, client)
         with self._noting(given):
             fields = anthropic_messages.read_counted(given)
         model = self._texts.get(fields["model"]).model
         (prompt,) = anthropic_messages.to_prompts(fields)
-        return encode({"input_tokens": len(ids_of(model, prompt, self._rendering).token_ids)})
+        within = unknown_within(given, anthropic_messages.ROUTE)
+        unused = ignored(anthropic_messages.TABLE, given)
+        names = header_of((*unused, *fields["skipped"], *within))
+        return jobs.TokenCount(len(ids_of(model, prompt, self._rendering).token_ids), names)
 
     def _detokenize(self, body: bytes) -> bytes:
         model, fields = self._read(body, DETOKENIZE, "tokens")

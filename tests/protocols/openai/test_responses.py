@@ -340,6 +340,33 @@ TEXTLESS = [
 ]
 
 
+FOUND = {"type": "function", "name": "look", "parameters": {"type": "object"}, "strict": True}
+SEARCHED = item("tool_search_output", call_id="s1", tools=[FOUND, {"type": "web_search"}, 5])
+ADDED = item("additional_tools", role="developer", tools=[{"type": "custom", "name": "sql"}])
+
+
+def test_tools_that_items_bring_along_are_offered() -> None:
+    first = [{"role": "user", "content": "x"}, SEARCHED, ADDED]
+    checked = checked_of(input=first, tools=[ADD | {"name": "look"}])
+    assert [tool["function"]["name"] for tool in chat_of(first).tools] == ["look", "sql"]
+    assert checked.fields["text_parameters"] == {"look": (), "sql": ("input",)}
+    named = ("input[1].tools[1]", "input[1].tools[2]")
+    assert checked.ignored == named
+    assert checked_of(input=first).ignored == (*named, "input[1].tools[0].strict")
+    assert open_kept(checked.kept).kinds == {"sql": "custom"}
+
+
+def test_a_conversation_that_goes_on_keeps_the_tools_that_were_found() -> None:
+    first = checked_of(input=[SEARCHED, ADDED])
+    for asked, names in [({}, ["look", "sql"]), ({"tool_choice": "none"}, [])]:
+        more = checked_of(input="y", previous_response_id="resp_1", **asked)
+        goes_on = openai_responses.go_on(first.kept, b"[]", more)
+        (chat,) = msgspec.msgpack.decode(goes_on.packed, type=tuple[Chat])
+        assert [tool["function"]["name"] for tool in chat.tools] == names
+        assert list(goes_on.fields["text_parameters"]) == names
+        assert open_kept(goes_on.kept).kinds == ({"sql": "custom"} if names else {})
+
+
 def test_an_image_that_another_provider_stores_is_skipped_and_named() -> None:
     content = [item("input_text", text="x"), item("input_image", file_id="file_1", detail="auto")]
     checked = checked_of(input=[item("message", role="user", content=content)])

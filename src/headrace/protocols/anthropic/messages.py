@@ -92,18 +92,22 @@ def read(body: dict[str, Any]) -> dict[str, Any]:
     own = read_fields(_OWN, body)
     fields = openai_chat.read(passed | _to_chat(own)) | {"max_tokens": most}
     tools = own.get("tools", ReadTools())
-    fields["tool_paths"] = tools.paths
-    system = own.get("system", ReadTurns())
-    fields["skipped"] = system.skipped + own["messages"].skipped + tools.skipped
-    return fields
+    return fields | {"tool_paths": tools.paths, "skipped": _skipped(own)}
 
 
 def read_counted(body: dict[str, Any]) -> dict[str, Any]:
     """The fields that make the prompt; a limit and what else an answer needs may be missing."""
     check_required(COUNTED_REQUIRED, body)
-    fields = openai_chat.read(_to_chat(read_fields(_OWN, body)))
+    own = read_fields(_OWN, body)
+    fields = openai_chat.read(_to_chat(own)) | {"skipped": _skipped(own)}
     refuse_images(fields["messages"], "this route counts text only")
     return fields
+
+
+def _skipped(own: dict[str, Any]) -> tuple[str, ...]:
+    """Return the paths of the blocks and tools that the model is not shown."""
+    system, tools = own.get("system", ReadTurns()), own.get("tools", ReadTools())
+    return tuple(system.skipped + own["messages"].skipped + tools.skipped)
 
 
 def to_request(fields: dict[str, Any], prompts: tuple[Prompt, ...], model: ServedModel) -> Request:

@@ -68,7 +68,8 @@ class OfferedTools(tuple[dict[str, Any], ...]):
         found = tuple(found)
         tools = cls(it.tool for it in found)
         tools.found = found
-        tools.skipped = (*skipped, *(path for it in found for path in it.skipped))
+        own = (path for it in found for path in it.skipped)
+        tools.skipped = tuple(dict.fromkeys((*skipped, *own)))
         return tools
 
     @property

@@ -40,6 +40,8 @@ from headrace.protocols.fields.tools import (
 _FUNCTION = ("name", "description", "parameters", "strict")
 _FORMATS = ("text", "json_object", "json_schema")
 _MAX_PAIRS = 16
+TOOL_CARRIERS = ("additional_tools", "tool_search_output", "tool_search_call_output")
+"""Items that bring tools along, which the model may call from then on."""
 
 
 class FlatTools(msgspec.Struct, frozen=True):
@@ -54,7 +56,7 @@ class FlatTools(msgspec.Struct, frozen=True):
         for i, tool in enumerate(value):
             check_object(tool, f"{path}[{i}]")
             required(tool, "type", f"{path}[{i}]", String())
-        found, skipped = _sorted_tools(value, path)
+        found, skipped = _sorted_tools((tool, f"{path}[{i}]") for i, tool in enumerate(value))
         check_count(len(found), path, 0, MAX_TOOLS)
         return OfferedTools.of((_read(it) for it in found), skipped)
 
@@ -159,14 +161,51 @@ class _PlacedTool(NamedTuple):
     namespace: str = ""
 
 
-def _sorted_tools(tools: Iterable[Any], path: str) -> tuple[list[_PlacedTool], list[str]]:
+def with_found(offered: OfferedTools, items: Iterable[tuple[Any, str]]) -> OfferedTools:
+    """Return the tools with those that items bring along, as the result of a search does.
+
+    A tool that cannot be offered is skipped: it must not end the conversation. `strict` is not
+    enforced, since a schema may have what no grammar can enforce.
+    """
+    found, skipped = [*offered.found], [*offered.skipped]
+    names = {tool["function"]["name"] for tool in offered}
+    for item, path in items:
+        tools = item.get("tools") if item["type"] in TOOL_CARRIERS else None
+        for i, tool in enumerate(tools if type(tools) is list else ()):
+            more, others = _found(tool, f"{path}.tools[{i}]")
+            skipped += others
+            for read in more:
+                name = read.tool["function"]["name"]
+                if name not in names and len(found) < MAX_TOOLS:
+                    names.add(name)
+                    found.append(read)
+                elif name not in names:
+                    skipped.append(read.path)
+    return OfferedTools.of(found, skipped)
+
+
+def _found(tool: Any, path: str) -> tuple[list[ReadTool], list[str]]:
+    try:
+        required(Object().check(tool, path), "type", path, String())
+        placed, others = _sorted_tools([(tool, path)])
+        return [_read_loosely(it) for it in placed], others
+    except RequestError:
+        return [], [path]
+
+
+def _read_loosely(placed: _PlacedTool) -> ReadTool:
+    read = _read(placed._replace(tool={**placed.tool, "strict": None}))
+    left_out = (f"{placed.path}.strict",) if placed.tool.get("strict") else ()
+    return read._replace(skipped=read.skipped + left_out)
+
+
+def _sorted_tools(tools: Iterable[tuple[Any, str]]) -> tuple[list[_PlacedTool], list[str]]:
     """The tools that the client runs, those in namespaces too, and the paths of all others.
 
     A tool in a namespace whose whole name is longer than a name may be is passed over.
     """
     found, others = list[_PlacedTool](), list[str]()
-    for i, tool in enumerate(tools):
-        place = f"{path}[{i}]"
+    for tool, place in tools:
         if tool["type"] == "function" or tool["type"] in CLIENT_TYPES:
             found.append(_PlacedTool(place, tool))
         elif tool["type"] != "namespace":

@@ -289,6 +289,8 @@ class Transcript:
 
     def _other(self, item: Item, path: str) -> None:
         """Show the text of an item that this server does not know or make."""
+        if item["type"] == "additional_tools" and item.get("tools"):
+            return  # the tools are offered
         text = carried_text(item)
         if text is None:
             self.skipped.append(path)

@@ -1,6 +1,6 @@
 """POST /v1/responses: from a body to a Request, from events to numbered events and a response."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -31,8 +31,9 @@ from headrace.protocols.openai.response_fields import (
     Metadata,
     TextFormat,
     wanted_of,
+    with_found,
 )
-from headrace.protocols.openai.response_items import Items, listed, messages_of
+from headrace.protocols.openai.response_items import PAST, Item, Items, listed, messages_of
 from headrace.protocols.requests import stub_of
 from headrace.streams.events import AnyEvent, Heartbeat, Progress, Queued
 from headrace.streams.record import Record
@@ -122,7 +123,8 @@ def read(body: dict[str, Any]) -> dict[str, Any]:
     if fields.get("background") and fields.get("store") is False:
         message = "background needs a response that is stored; leave store out, or send true."
         raise RequestError("invalid_value", message, "store")
-    tools = fields.get("tools", OfferedTools())
+    placed = ((item, f"input[{i}]") for i, item in enumerate(fields["input"]))
+    fields["tools"] = tools = with_found(fields.get("tools", OfferedTools()), placed)
     fields["tool_paths"] = [it.path for it in tools.found]
     tools.refuse_forced(fields.get("tool_choice"))
     narrow(fields)
@@ -178,12 +180,32 @@ def go_on(earlier: bytes, output: bytes, checked: CheckedBody) -> CheckedBody:
     whole = chat.messages[:num_head] + messages_of([*past, *new], len(past))
     chat = msgspec.structs.replace(chat, **take_images(whole)._asdict())
     kept = msgspec.structs.replace(own, items=encode([*past, *new]))
+    fields = checked.fields
+    if found := _found_earlier(past, chat, fields):
+        chat = msgspec.structs.replace(chat, tools=(*chat.tools, *found))
+        fields = fields | {"text_parameters": text_parameters(chat.tools)}
+        kept = msgspec.structs.replace(
+            kept,
+            namespaces=found.namespaces | own.namespaces,
+            kinds=found.kinds | own.kinds,
+        )
     return msgspec.structs.replace(
         checked,
+        fields=fields,
         stubs=(stub_of(chat),),
         packed=msgspec.msgpack.encode((chat,)),
         kept=msgspec.msgpack.encode(kept),
     )
+
+
+def _found_earlier(past: Iterable[Item], chat: Chat, fields: dict[str, Any]) -> OfferedTools:
+    """Return the tools that earlier items brought along, unless the request chooses a tool."""
+    if fields.get("tool_choice", "auto") != "auto":
+        return OfferedTools()
+    known = {tool["function"]["name"] for tool in chat.tools}
+    found = with_found(OfferedTools(), ((item, PAST) for item in past)).found
+    new = (it for it in found if it.tool["function"]["name"] not in known)
+    return OfferedTools.of(new, ())
 
 
 def input_items(kept: bytes, stream_id: str, limit: int, is_rising: bool, after: str) -> bytes:
