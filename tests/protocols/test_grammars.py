@@ -310,6 +310,51 @@ def test_a_checked_body_can_be_stored(jobs: Jobs) -> None:
     assert msgspec.msgpack.encode(read(jobs, {"tools": [tool(schema)]}))
 
 
+@pytest.mark.parametrize(
+    ("keyword", "number"),
+    [
+        ("minimum", "1e150"),
+        ("exclusiveMinimum", "1e100"),
+        ("maximum", "-1e150"),
+        ("multipleOf", "1e400"),
+        ("multipleOf", "7" * 400),
+    ],
+)
+def test_a_number_whose_digits_no_pattern_has_is_refused(
+    jobs: Jobs, keyword: str, number: str
+) -> None:
+    with pytest.raises(RequestError) as refused:
+        read(jobs, by_schema(f'{{"{keyword}": {number}}}'))
+    assert refused.value.param == f"{SCHEMA}.{keyword}"
+    assert "cannot be enforced from 1e100 on" in refused.value.message
+
+
+@pytest.mark.parametrize(("keyword", "number"), [("maximum", "1e150"), ("minimum", "-1e309")])
+def test_a_bound_that_leaves_small_numbers_may_be_of_any_size(
+    jobs: Jobs, compiler: GrammarCompiler, keyword: str, number: str
+) -> None:
+    assert takes(compiler, read(jobs, by_schema(f'{{"{keyword}": {number}}}')), "7")
+
+
+def test_a_bound_that_is_excluded_as_in_draft_4_is_enforced(
+    jobs: Jobs, compiler: GrammarCompiler
+) -> None:
+    schema = {"type": "integer", "maximum": ID, "exclusiveMaximum": True}
+    checked = read(jobs, by_schema(schema))
+    assert takes(compiler, checked, str(ID - 1)) and not takes(compiler, checked, str(ID))
+
+
+@pytest.mark.parametrize("is_text", [False, True])
+@pytest.mark.parametrize("exponent", ["+9999999", "9999999999999999999", "-9999999999999999999"])
+@pytest.mark.parametrize("keyword", ["const", "maximum"])
+def test_an_exponent_of_any_size_is_read(
+    jobs: Jobs, keyword: str, exponent: str, is_text: bool
+) -> None:
+    schema = f'{{"type": "number", "{keyword}": 1e{exponent}}}'
+    body = {"messages": HELLO, "guided_json": schema}
+    assert read(jobs, json.dumps(body) if is_text else by_schema(schema))
+
+
 def test_steps_without_a_common_multiple_of_32_bits_are_refused(jobs: Jobs) -> None:
     steps = [{"type": "integer", "multipleOf": step} for step in (4_000_000_000, 3_999_999_999)]
     with pytest.raises(RequestError) as refused:

@@ -4,7 +4,7 @@ import math
 import re
 import secrets
 import sys
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from typing import Any
 
 import msgspec
@@ -19,6 +19,7 @@ from headrace.protocols.dialect import Dialect, PromptReader
 from headrace.protocols.fields import samplers
 from headrace.protocols.fields.common import max_tokens
 from headrace.protocols.fields.kinds import wrong_value
+from headrace.text.json_schema import exact_number
 
 MAX_CHOICES_IN_ALL = 1024
 """Each choice of each prompt is a sequence to the engine, and a place in its queue."""
@@ -270,15 +271,8 @@ def _wide_number(text: str) -> float | Decimal:
     return Decimal(number) if math.isinf(number) else number
 
 
-def _exact_number(text: str) -> Decimal:
-    try:
-        return Decimal(text)
-    except InvalidOperation:  # an exponent of more than 18 digits
-        return Decimal(0) if "e-" in text.lower() else Decimal("Infinity")
-
-
 _decode_wide = msgspec.json.Decoder(float_hook=_wide_number).decode
-_decode_exactly = msgspec.json.Decoder(float_hook=_exact_number).decode
+_decode_exactly = msgspec.json.Decoder(float_hook=exact_number).decode
 
 
 def _check_tree(root: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from decimal import Decimal
 from typing import Any, NamedTuple
 
+from headrace.text.number_patterns import MAX_DIGITS
 from headrace.text.schema_references import SchemaTargets
 
 Node = dict[str, Any] | bool
@@ -26,10 +27,13 @@ _INTEGER_FORMATS: Mapping[str, tuple[int, int]] = {
 _NUMBER_FORMATS = ("float", "double", "decimal", "float32", "float64", "number", "integer")
 _LARGEST = Decimal("1.7976931348623157E+308")
 """No JSON parser that reads numbers as doubles has larger ones: a bound beyond excludes nothing."""
+_TOO_LARGE = Decimal(10**MAX_DIGITS)
+"""No pattern has the digits of the numbers that a bound beyond this one would leave."""
 
 MAX_COUNT = 1 << 17
 """More characters or items than an answer has: a larger maximum excludes nothing."""
 
+_MAX_EXPONENT = 99_999  # far beyond any float, and small enough for Decimal's arithmetic
 _MAX_SHOWN = 60
 _IN_PLACE = ("anyOf", "oneOf", "allOf", "$ref", "if", "then", "else", "not", "dependentSchemas")
 
@@ -152,8 +156,7 @@ class _SchemaReader:
         self.findings.append(SchemaFinding(path, message, is_refused))
 
     def unenforced(self, path: str, name: str, why: str = "") -> None:
-        what = f"{path} cannot be enforced{why}; leave the keyword {name} out."
-        self.find(path, what)
+        self.find(path, f"{path} cannot be enforced{why}; leave the keyword {name} out.")
 
 
 class _Keyword(NamedTuple):
@@ -217,10 +220,6 @@ def _items(at: _Keyword) -> None:
         at.node["items"] = at.reader.node(at.given["additionalItems"], path)
 
 
-def _schema(at: _Keyword) -> None:
-    at.put(at.reader.node(at.value, at.path))
-
-
 def _schema_map(at: _Keyword) -> None:
     if not isinstance(at.value, dict):
         at.wrong("an object of schemas")
@@ -253,21 +252,29 @@ def _count(at: _Keyword) -> None:
 
 
 def _number(at: _Keyword) -> None:
-    if isinstance(at.value, bool) and at.name.startswith("exclusive"):
-        _old_bound(at)
-        return
     value = exact(at.value)
+    if isinstance(at.value, bool) and at.name.startswith("exclusive"):
+        # In draft 4 and OpenAPI 3.0 true excludes the bound beside it.
+        value = exact(at.given.get(at.name.removeprefix("exclusive").lower()))
+        if not at.value or not isinstance(value, Decimal):
+            return
     if not isinstance(value, Decimal):
         at.wrong("a number")
     elif at.name == "multipleOf" and value <= 0:
         at.wrong("a number above 0")
-    elif not _excludes_nothing(at.name, value):
+    elif abs(value) >= _TOO_LARGE and (at.name == "multipleOf" or _is_low(at.name) == (value > 0)):
+        at.reader.unenforced(at.path, at.name, f" from 1e{MAX_DIGITS} on")
+    elif at.name == "multipleOf" or abs(value) < _LARGEST:
         _tighten(at.node, at.name, value)
+
+
+def _is_low(name: str) -> bool:
+    return name in ("minimum", "exclusiveMinimum")
 
 
 def _tighten(node: dict[str, Any], name: str, value: Decimal) -> None:
     """Set a bound; of two, a format's and the schema's own, the narrower one stays."""
-    choose = max if name in ("minimum", "exclusiveMinimum") else min
+    choose = max if _is_low(name) else min
     node[name] = choose(node.get(name, value), value)
 
 
@@ -296,18 +303,6 @@ def _shared_types(own: list[str], other: list[str]) -> list[str]:
     return [it for it in TYPES if admits(own, it) and admits(other, it)]
 
 
-def _excludes_nothing(name: str, value: Decimal) -> bool:
-    is_low = name in ("minimum", "exclusiveMinimum")
-    return name != "multipleOf" and (value <= -_LARGEST if is_low else value >= _LARGEST)
-
-
-def _old_bound(at: _Keyword) -> None:
-    """In draft 4 and OpenAPI 3.0 true excludes the bound beside it."""
-    beside = exact(at.given.get(at.name.removeprefix("exclusive").lower()))
-    if at.value and isinstance(beside, Decimal):
-        at.put(beside)
-
-
 def _pattern(at: _Keyword) -> None:
     if not isinstance(at.value, str):
         at.wrong("a string")
@@ -323,17 +318,13 @@ def _format(at: _Keyword) -> None:
         at.wrong("a string")
     elif at.value in FORMATS:
         at.put(at.value)
-    elif at.value in _INTEGER_FORMATS and _is_integer(at.given):
+    elif at.value in _INTEGER_FORMATS and at.given.get("type") in ("integer", ["integer"]):
         low, high = _INTEGER_FORMATS[at.value]
         _tighten(at.node, "minimum", Decimal(low))
         _tighten(at.node, "maximum", Decimal(high))
     elif at.value not in _NUMBER_FORMATS and at.value not in _INTEGER_FORMATS:
         message = f"{at.path} is {shown(at.value)}, a format that is not enforced."
         at.reader.find(at.path, message, is_refused=False)
-
-
-def _is_integer(given: dict[str, Any]) -> bool:
-    return given.get("type") in ("integer", ["integer"])
 
 
 def _ref(at: _Keyword) -> None:
@@ -347,8 +338,7 @@ def _property_names(at: _Keyword) -> None:
     """Enforced where it says all that is said of the names: as patterns, or as a list."""
     value = at.value
     if isinstance(value, dict) and isinstance(value.get("$ref"), str):
-        probe = _Keyword(at.reader, {}, value, "$ref", value["$ref"], f"{at.path}.$ref")
-        target = at.reader.targets.find(probe.value, at.given)
+        target = at.reader.targets.find(value["$ref"], at.given)
         value = target[0] if target else value
     named = value if isinstance(value, dict) else {}
     asked = named.keys() - {"title", "description", "$schema", "$comment", "default", "examples"}
@@ -374,8 +364,7 @@ def _pattern_of_names(named: dict[str, Any], asked: set[str]) -> str | None:
     if named.get("type", "string") != "string":
         return None
     if asked <= {"type", "pattern"} and isinstance(named.get("pattern"), str):
-        pattern: str = named["pattern"]
-        return pattern
+        return str(named["pattern"])
     least, most = named.get("minLength", 0), named.get("maxLength", "")
     if asked <= {"type", "minLength", "maxLength"} and all(
         it == "" or (type(it) is int and 0 <= it <= MAX_COUNT) for it in (least, most)
@@ -386,7 +375,7 @@ def _pattern_of_names(named: dict[str, Any], asked: set[str]) -> str | None:
 
 def _additional_properties(at: _Keyword) -> None:
     if at.node.get("additionalProperties") is not False:  # by the names of properties
-        _schema(at)
+        at.put(at.reader.node(at.value, at.path))
 
 
 def _close(node: dict[str, Any], given: dict[str, Any], name: str, value: Any) -> bool:
@@ -419,6 +408,13 @@ _KEYWORDS: Mapping[str, Callable[[_Keyword], None]] = {
     "format": _format,
     "$ref": _ref,
 }
+
+
+def exact_number(text: str) -> Decimal:
+    """A number of a JSON text with all its digits; larger exponents become _MAX_EXPONENT."""
+    digits, _, exponent = text.lower().partition("e")
+    nearest = max(-_MAX_EXPONENT, min(float(exponent or 0), _MAX_EXPONENT))
+    return Decimal(f"{digits}e{nearest:.0f}")
 
 
 def exact(value: Any) -> Any:

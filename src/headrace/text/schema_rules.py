@@ -49,7 +49,7 @@ def is_plain(value: Any) -> bool:
 def is_plain_step(step: Decimal) -> bool:
     """Whether the library finds the multiples of this number, by the way in which it reads it."""
     value, exponent = float(step), 0
-    while value % 1:
+    while value <= _LARGEST_COEFFICIENT and value % 1:
         value, exponent = value * 10, exponent + 1
     return 0 < value <= _LARGEST_COEFFICIENT and Decimal(int(value)).scaleb(-exponent) == step
 

@@ -4,7 +4,6 @@ Knows no model: `grammars.py` makes a grammar of it.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from decimal import Decimal
 from typing import Any, NamedTuple
 
 import msgspec
@@ -18,9 +17,10 @@ from headrace.protocols.fields.kinds import (
     missing,
     wrong_value,
 )
+from headrace.text.json_schema import exact_number
 
 MAX_CHOICES = 1024
-_decode_exactly = msgspec.json.Decoder(float_hook=Decimal).decode
+_decode_exactly = msgspec.json.Decoder(float_hook=exact_number).decode
 _MAX_CALLS = 8
 _MAX_DEPTH = 64
 
@@ -34,7 +34,7 @@ class JsonSchema(msgspec.Struct, frozen=True):
             return value or {}
         try:
             decoded = _decode_exactly(value)
-        except (ValueError, ArithmeticError, RecursionError):
+        except (ValueError, RecursionError):
             raise wrong_value(value, path, "a JSON Schema, as an object or as text") from None
         check_object(decoded, path)
         if _is_deep(decoded):
