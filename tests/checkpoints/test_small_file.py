@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from headrace.checkpoints.find import place_of
+from headrace.checkpoints.find import may_have_images, place_of
 from headrace.checkpoints.small_file import read_small
 from headrace.checkpoints.spec import read_spec
 from headrace.config.settings import ModelConfig
 from headrace.core.errors import ModelError
 from headrace.fleet.model_host import ModelHost
-from headrace.fleet.served_model import ServedModel, may_see_images
+from headrace.fleet.served_model import ServedModel
 from headrace.metrics.metrics import Metrics
 
 CONFIG = {"architectures": ["LlamaForCausalLM"], "vocab_size": 8}
@@ -42,7 +42,7 @@ def test_what_is_no_small_file_is_refused_without_waiting(what: str, tmp_path: P
         read_small(tmp_path / "config.json")
     with pytest.raises(ModelError):
         read_spec(tmp_path)
-    assert may_see_images(ModelConfig(model=str(tmp_path))) is False
+    assert may_have_images(str(tmp_path)) is False
 
 
 def write_index(folder: Path, name: str) -> None:
@@ -78,4 +78,4 @@ def test_a_path_that_cannot_be_is_a_model_that_is_missing(model: str) -> None:
     place_of(model)
     host = ModelHost(ModelConfig(model=model), lambda _: None, Metrics())  # type: ignore[arg-type, return-value]
     assert not host.is_here and host.num_bytes == 0
-    assert isinstance(may_see_images(host.config), bool)
+    assert isinstance(host.may_see_images, bool)

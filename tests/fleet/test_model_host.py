@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import os
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import NamedTuple
@@ -29,6 +31,7 @@ from headrace.metrics.metrics import Metrics
 from tests.fleet.fakes import DOWN, READY, STATUS, FakeEngine, FakeTenant
 from tools.harness.eventually import settle
 
+GGUF = Path(__file__).parents[1] / "checkpoints" / "data" / "llama-Q4_K_M.gguf"
 UP = EngineUp(READY, pid=7)
 GIVEN_UP = replace(DOWN, message="It will not.", given_up=True)
 
@@ -242,3 +245,22 @@ def test_a_host_made_anew_of_a_model_has_the_adapters_that_are_served_now(folder
     config = ModelConfig(model=str(folder), adapter=("unloaded=/and/removed",))
     host = ModelHost(config, lambda _: FakeEngine(), Metrics(), known)
     assert not known.adapters and host.local.adapter == ()
+
+
+def test_looking_for_images_opens_no_file_and_converts_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = tmp_path / "model"
+    folder.mkdir()
+    shutil.copy(GGUF, folder)
+    os.mkfifo(folder / "config.json")
+
+    def may_see_images(model: Path, lane: str = "auto") -> bool:
+        config = ModelConfig(model=str(model), lane=lane)
+        return ModelHost(config, lambda _: FakeEngine(), Metrics()).may_see_images
+
+    assert not may_see_images(folder) and not may_see_images(folder / GGUF.name)
+    assert not (tmp_path / "cache").exists()
+    (folder / "preprocessor_config.json").touch()
+    assert may_see_images(folder) and not may_see_images(folder, lane="native-text")

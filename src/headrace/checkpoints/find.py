@@ -14,7 +14,7 @@ from headrace.checkpoints.hub import OnProgress, cached, download
 from headrace.checkpoints.packaged import PACKAGED, fetch, packaged_file
 from headrace.checkpoints.sentences import transformer_folder
 from headrace.checkpoints.small_file import unreadable_refused
-from headrace.checkpoints.spec import refuse_others
+from headrace.checkpoints.spec import has_processor, refuse_others
 from headrace.core.errors import ModelError
 
 MINI = "headrace-mini"
@@ -97,6 +97,20 @@ def place_of(model: str) -> Path | None:
         with contextlib.suppress(ModelError):
             return choose_file(folder.resolve(), name)
     return None if can_be_fetched(model) else Path(os.path.abspath(path))
+
+
+def may_have_images(model: str, revision: str | None = None) -> bool:
+    """Whether the model's folder has a processor of images, or is still to be downloaded.
+
+    This looks for names of files and opens none: the gateway's event loop may call it.
+    """
+    folder = place_of(model)
+    if folder is None and is_hub_id(model):
+        repo, quantization = _parts(model)
+        folder = cached(repo, revision, quantization)
+        if folder is None:
+            return True
+    return folder is not None and has_processor(folder)
 
 
 def is_hub_id(model: str) -> bool:

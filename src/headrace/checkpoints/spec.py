@@ -91,9 +91,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
 
     @property
     def has_processor(self) -> bool:
-        """Whether the folder says how images are to be prepared."""
-        names = ("preprocessor_config.json", "processor_config.json")
-        return any((self.folder / name).is_file() for name in names)
+        return has_processor(self.folder)
 
     @property
     def placeholder_ids(self) -> tuple[int, ...]:
@@ -105,6 +103,12 @@ class ModelSpec(msgspec.Struct, frozen=True):
     def has_source(self) -> bool:
         """Whether a prompt is encoded, and the answer begins with a token of its own."""
         return self.config.get("is_encoder_decoder") is True
+
+
+def has_processor(folder: Path) -> bool:
+    """Whether the folder says how images are to be prepared."""
+    names = ("preprocessor_config.json", "processor_config.json")
+    return any(os.path.isfile(folder / name) for name in names)
 
 
 def read_spec(folder: Path) -> ModelSpec:

@@ -38,7 +38,7 @@ from headrace.fleet.model_list import Desired, ModelSources, kept
 from headrace.fleet.model_names import told_apart
 from headrace.fleet.pulls import Pulls
 from headrace.fleet.replicas import Replicas, between
-from headrace.fleet.served_model import ServedModel, may_see_images
+from headrace.fleet.served_model import ServedModel
 from headrace.gateway.app import create_app
 from headrace.gateway.auth import Auth
 from headrace.gateway.figure_routes import about
@@ -397,7 +397,7 @@ def _known_to_workers(hosts: tuple[ModelHost, ...]) -> tuple[bytes, bool]:
         else msgspec.structs.replace(host.config, adapter=host.adapters)
         for host in hosts
     ]
-    return msgspec.msgpack.encode(known), any(map(may_see_images, known))
+    return msgspec.msgpack.encode(known), any(host.may_see_images for host in hosts)
 
 
 def _ready_line(url: str, name: str, ready: Ready) -> str:

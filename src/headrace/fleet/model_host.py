@@ -10,7 +10,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from headrace.checkpoints.find import MINI, fetch_model, find_model
+from headrace.checkpoints.find import MINI, fetch_model, find_model, may_have_images
 from headrace.checkpoints.headers import count_parameters
 from headrace.checkpoints.hub import OnProgress
 from headrace.checkpoints.spec import read_spec
@@ -101,6 +101,14 @@ class ModelHost:
     def local(self) -> ModelConfig:
         """The model's settings, with the folder that it was read from."""
         return replace(self.config, model=str(self.model.folder), adapter=self.adapters)
+
+    @property
+    def may_see_images(self) -> bool:
+        """Whether the model sees images, or may: one that was not read is not opened for this."""
+        if self.known is not None:
+            return self.known.has_vision
+        is_text = self.config.lane.endswith("-text")
+        return not is_text and may_have_images(self.config.model, self.config.revision)
 
     @property
     def adapters(self) -> tuple[str, ...]:

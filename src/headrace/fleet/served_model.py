@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 from headrace import __version__
 from headrace.checkpoints.adapters import name_adapter
-from headrace.checkpoints.find import find_here, find_model
+from headrace.checkpoints.find import find_model
 from headrace.checkpoints.hub import OnProgress
 from headrace.checkpoints.sentences import read_sentences
 from headrace.checkpoints.small_file import unreadable_refused
@@ -113,8 +113,9 @@ class ServedModel:
 
     @property
     def has_vision(self) -> bool:
-        """Whether the model sees images."""
-        return _has_vision(self.spec, self._lane)
+        """Whether the model sees images; a lane of text alone leaves the vision side out."""
+        sees = "vision_config" in self.spec.config and self.spec.has_processor
+        return sees and not self._lane.endswith("-text")
 
     @property
     def has_native_vision(self) -> bool:
@@ -216,17 +217,3 @@ class Models(Generic[ByName]):
             f"No model {name[:_SHOWN]!r} is served here; there is: {served}.",
             "model",
         ).noting(asked=name[:_SHOWN], served=served)
-
-
-def may_see_images(config: ModelConfig) -> bool:
-    """Whether the model does, or is not here yet and so may."""
-    try:
-        folder = find_here(config.model, config.revision)
-        return folder is None or _has_vision(read_spec(folder), config.lane)
-    except Exception:  # loading the model says why, and other models go on
-        return False
-
-
-def _has_vision(spec: ModelSpec, lane: str) -> bool:
-    """A lane of text alone leaves the vision side out."""
-    return "vision_config" in spec.config and spec.has_processor and not lane.endswith("-text")
