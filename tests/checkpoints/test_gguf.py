@@ -1,8 +1,12 @@
+import contextlib
 import json
+import math
 import os
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import gguf
 import numpy as np
@@ -12,7 +16,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headrace.checkpoints.find import find_model
-from headrace.checkpoints.gguf_folder import _llama3, gguf_folder, quantization_of
+from headrace.checkpoints.gguf_folder import (
+    _EXPERTS,
+    _SIZES,
+    _STATES,
+    _llama3,
+    gguf_folder,
+    quantization_of,
+)
 from headrace.checkpoints.gguf_groups import GROUP_SCHEMES, GroupScheme
 from headrace.checkpoints.gguf_header import TYPES, read_gguf
 from headrace.checkpoints.gguf_names import HYBRIDS
@@ -374,3 +385,51 @@ def test_llama3s_stretching_is_recognized() -> None:
     assert _llama3(config, tuple(divisors.tolist()))["factor"] == pytest.approx(32.0)
     with pytest.raises(ModelError, match="rope_freqs"):
         _llama3(config, tuple((divisors * torch.linspace(1, 2, 32)).tolist()))
+
+
+def opened_with(fields: Mapping[str, Any], cache: Path) -> None:
+    """Open a real file as if its head had other fields as well."""
+    file = Path(__file__).with_name("data") / "llama-Q4_K_M.gguf"
+    header = read_gguf(file)
+    header.fields.update(fields)
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(dir=cache) as own:
+        patch.setenv("XDG_CACHE_HOME", own)
+        patch.setattr("headrace.checkpoints.gguf_folder.read_gguf", lambda _: header)
+        read_spec(gguf_folder(file))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("llama.block_count", 2**31),
+        ("llama.embedding_length", "many"),
+        ("llama.rope.scaling.factor", math.nan),
+        ("llama.rope.freq_base", math.inf),
+        ("tokenizer.ggml.token_type", 7),
+    ],
+)
+def test_fields_that_do_not_fit_together_are_damage(field: str, value: Any, tmp_path: Path) -> None:
+    fields = {"llama.rope.scaling.type": "yarn", field: value}
+    with pytest.raises(ModelError, match=r"download it again|cannot be used"):
+        opened_with(fields, tmp_path)
+
+
+OTHERS = ("full_attention_interval", "nextn_predict_layers", "rope.dimension_count")
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    architecture=st.sampled_from(["llama", "gemma2", "gpt-oss", "qwen3next", "qwen35moe", "other"]),
+    fields=st.dictionaries(
+        st.sampled_from([*_SIZES, *_EXPERTS, *_STATES, *OTHERS, "rope.scaling.type"]),
+        st.sampled_from([0, -1, 1, 2, 2**31, "x", "yarn", "linear", [1], math.nan, 1e308]),
+        max_size=8,
+    ),
+)
+def test_fields_of_any_values_are_taken_or_refused_and_are_never_a_bug(
+    architecture: str, fields: dict[str, Any], tmp_path: Path
+) -> None:
+    whole = {f"{architecture}.{name}": 1 for name in (*_SIZES, *_STATES)}
+    named = {f"{architecture}.{name}": value for name, value in fields.items()}
+    with contextlib.suppress(ModelError):
+        opened_with({"general.architecture": architecture} | whole | named, tmp_path)

@@ -1,4 +1,5 @@
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -226,3 +227,47 @@ def test_a_shard_outside_the_folder_is_not_opened(tmp_path: Path) -> None:
 def test_an_index_without_a_map_is_corrupt(tmp_path: Path, index: Any) -> None:
     (folder(tmp_path) / "model.safetensors.index.json").write_text(json.dumps(index))
     assert refusal(tmp_path).code == "model_corrupt"
+
+
+ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
+
+
+@pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan, 10**400])
+@pytest.mark.parametrize(
+    ("key", "wrap"),
+    [
+        ("factor", lambda it: {"rope_scaling": ROPE | {"factor": it}}),
+        (
+            "original_max_position_embeddings",
+            lambda it: {"rope_parameters": {**ROPE, "original_max_position_embeddings": it}},
+        ),
+        ("rope_theta", lambda it: {"rope_theta": it}),
+        ("max_position_embeddings", lambda it: {"max_position_embeddings": it}),
+        (
+            "short_factor",
+            lambda it: {"text_config": {"vocab_size": 9, "a": {"short_factor": [1, [it]]}}},
+        ),
+    ],
+)
+def test_a_number_that_is_not_finite_is_named(
+    number: float, key: str, wrap: Any, tmp_path: Path
+) -> None:
+    refused = refusal(folder(tmp_path, **wrap(number)))
+    assert f"has a {key} that is no finite number" in str(refused)
+    assert refused.code == "model_corrupt"
+
+
+def test_a_number_that_is_not_finite_in_the_sampling_defaults_is_named(tmp_path: Path) -> None:
+    refused = refusal(folder(tmp_path, {"temperature": math.nan}))
+    assert "generation_config.json" in str(refused) and "temperature" in str(refused)
+
+
+def test_mambas_time_step_may_have_no_upper_bound(tmp_path: Path) -> None:
+    assert read_spec(folder(tmp_path, time_step_limit=[0.0, math.inf])).vocab_size == 100
+
+
+@pytest.mark.parametrize("stretch", [1e300, 10**300])
+def test_a_context_that_no_integer_of_ours_holds_is_cut(stretch: float, tmp_path: Path) -> None:
+    rope = ROPE | {"factor": stretch, "original_max_position_embeddings": stretch}
+    assert read_spec(folder(tmp_path, rope_scaling=rope)).max_positions == 1 << 53
+    assert read_spec(folder(tmp_path, max_position_embeddings=10**300)).max_positions == 1 << 53

@@ -4,6 +4,7 @@ So everything after this sees one kind of checkpoint. Such folders lie in the us
 made anew when the file, or what is made of it, has changed.
 """
 
+import contextlib
 import hashlib
 import json
 import math
@@ -12,7 +13,7 @@ import re
 import struct
 import tempfile
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -187,10 +188,11 @@ def _make(folder: Path, files: list[Path]) -> None:
         for file in files:
             (own / file.name).symlink_to(file.resolve())
         tokenizer.save(str(own / "tokenizer.json"))
-        _write(own / "config.json", _config(header, own))
-        ends = {"eos_token_id": _end_tokens(header)}
-        _write(own / "generation_config.json", ends | _sampling(header))
-        _write(own / "tokenizer_config.json", _tokenizer_config(header))
+        with _fields_checked():
+            _write(own / "config.json", _config(header, own))
+            ends = {"eos_token_id": _end_tokens(header)}
+            _write(own / "generation_config.json", ends | _sampling(header))
+            _write(own / "tokenizer_config.json", _tokenizer_config(header))
         try:
             own.rename(folder)
         except OSError:
@@ -200,6 +202,17 @@ def _make(folder: Path, files: list[Path]) -> None:
 
 def _write(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content))
+
+
+@contextlib.contextmanager
+def _fields_checked() -> Iterator[None]:
+    """Raise ModelError where fields of a file have wrong types or values that do not fit."""
+    try:
+        yield
+    except (TypeError, ValueError, ArithmeticError, LookupError, struct.error) as error:
+        raise ModelError(
+            "The fields of the GGUF file do not fit together; download it again.", "model_corrupt"
+        ) from error
 
 
 def _config(header: GgufHeader, folder: Path) -> dict[str, Any]:
@@ -250,6 +263,10 @@ def _native_config(header: GgufHeader, folder: Path) -> dict[str, Any]:
             raise ModelError(
                 f"The GGUF file has no valid {name}.{key}; download it again.", "model_corrupt"
             )
+    if header.own("block_count") > len(header.tensors):
+        raise ModelError(
+            "The GGUF file has fewer tensors than layers; download it again.", "model_corrupt"
+        )
     given = {ours: header.own(theirs) for theirs, ours in (_SIZES | _EXPERTS).items()}
     kinds = {tensor.kind for tensor in header.tensors.values() if len(tensor.shape) > 1}
     (kind,) = kinds if len(kinds) == 1 else ("BF16",)
@@ -310,7 +327,7 @@ def _llama3(config: dict[str, Any], divisors: tuple[float, ...]) -> dict[str, An
     factor = max(divisors, default=1.0)
     dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     found = []
-    for pair in range(dim // 2):
+    for pair in range(min(dim // 2, len(divisors) + 1)):
         frequency = config.get("rope_theta", 10_000.0) ** (-2 * pair / dim)
         turns = _LLAMA3["original_max_position_embeddings"] * frequency / (2 * math.pi)
         low, high = _LLAMA3["low_freq_factor"], _LLAMA3["high_freq_factor"]

@@ -1,6 +1,7 @@
 """The facts that a model's folder states, read without touching a weight or torch."""
 
 import json
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +25,10 @@ _OTHERS = {
     "language or embedding model.",
 }
 """Kinds of folders without config.json, by a file that tells them."""
-_SHOWN_CHARS = 100  # of a file's name in a message
+_MAX_POSITIONS = 1 << 53
+_UNBOUNDED = ("time_step_limit",)
+"""Fields that may be infinite: Mamba's makers write it where a step has no upper bound."""
+_SHOWN_CHARS = 100  # of a name in a message
 _PICKLED = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -200,7 +204,35 @@ def _read_json(folder: Path, name: str) -> dict[str, Any]:
         raise ModelError(
             f"{name} of {folder.name} is not an object; download it again.", "model_corrupt"
         )
+    _check_finite(folder, name, content)
     return content
+
+
+def _check_finite(folder: Path, name: str, content: dict[str, Any]) -> None:
+    """ModelError for a number anywhere in a file that is infinite, NaN or too large for a float."""
+    waiting: list[tuple[str, Any]] = [*content.items()]
+    while waiting:
+        key, value = waiting.pop()
+        if key in _UNBOUNDED:
+            continue
+        if isinstance(value, dict):
+            waiting += value.items()
+        elif isinstance(value, list):
+            waiting += ((key, one) for one in value)
+        elif isinstance(value, int | float) and not _is_finite(value):
+            shown = ascii(key[:_SHOWN_CHARS])[1:-1]
+            raise ModelError(
+                f"{name} of {folder.name} has a {shown} that is no finite number; download it "
+                "again.",
+                "model_corrupt",
+            )
+
+
+def _is_finite(number: float) -> bool:
+    try:
+        return math.isfinite(number)
+    except OverflowError:  # a whole number that no float can hold
+        return False
 
 
 def _check_types(folder: Path, name: str, config: dict[str, Any]) -> None:
@@ -238,12 +270,12 @@ def _vocab_size(folder: Path, text: dict[str, Any]) -> int:
 
 def _max_positions(text: dict[str, Any]) -> int | None:
     """YaRN's own statement goes further than max_position_embeddings, which may not know of it."""
-    stated = next((text[key] for key in _POSITION_KEYS if text.get(key)), None)
+    stated = next((text[key] for key in _POSITION_KEYS if (text.get(key) or 0) > 0), None)
     rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
     original, factor = rope.get("original_max_position_embeddings"), rope.get("factor")
     if stated and original and factor and "yarn" in (rope.get("rope_type"), rope.get("type")):
-        return max(stated, int(original * factor))
-    return stated
+        stated = max(stated, int(min(original * factor, _MAX_POSITIONS)))
+    return stated and min(stated, _MAX_POSITIONS)
 
 
 def _end_token_ids(*sources: dict[str, Any]) -> tuple[int, ...]:
