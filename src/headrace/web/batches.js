@@ -44,7 +44,7 @@ const faultOf = (fault) => (fault ? `Line ${fault.line}: ${fault.message}` : "")
 function row(batch) {
   const progress = el("progress", { max: batch.total || 1, value: batch.done, "aria-label": `Progress of ${batch.name}` });
   const isOver = ENDED.includes(batch.state);
-  // The roles stay a table's where the style sheet lays out the rows as cards.
+  // The style sheet may lay out the rows as cards; these roles keep them a table for screen readers.
   const cell = (name, more, ...inner) => el("td", { role: "cell", class: name, ...more }, ...inner);
   return el("tr", { role: "row", "data-id": batch.id },
     cell("what", { title: batch.id }, batch.name),

@@ -20,8 +20,8 @@ export async function loadModels() {
     // of a model that has not been read yet nobody knows: the server will say
     context: length,
     takesImages: architecture?.input_modalities?.includes("image") ?? true,
-    about: description, // what the server says of it, for people
-    starters: suggestions, // prompts that it answers well, where general ones will not do
+    about: description, // the server's description of the model, for people
+    starters: suggestions, // prompts that it answers well, if it cannot answer the general ones
   }));
   return null;
 }

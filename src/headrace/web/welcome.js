@@ -1,4 +1,4 @@
-// The empty conversation: the model, what it can do, and a few ways to begin.
+// The empty conversation: shows the model, what it can do, and a few first prompts.
 
 import { button, el } from "./dom.js";
 import { icon } from "./icons.js";
@@ -11,7 +11,7 @@ const STARTERS = [
 const PICTURE = { title: "Look", prompt: "Look at a picture and describe it" };
 
 // `model`: {id, about, starters, context, sees, calls, thinks} or null while it is not known.
-// `begin` is called with a starter, `look` for one that needs a picture, `get` to get a model.
+// Calls `begin` with a starter, `look` for the starter that needs a picture, and `get` to get a model.
 export function welcome(model, { begin, look, get }) {
   if (!model) return el("div", { class: "welcome" });
   const can = [model.context && `${model.context.toLocaleString("en")} tokens of context`, model.sees && "sees images", model.thinks && "can think first", model.calls && "can call tools"].filter(Boolean);
