@@ -1,4 +1,4 @@
-"""litellm, which other programs put before servers, under both of the names that fit this one."""
+"""litellm, which other programs put before servers, under every name that fits this one."""
 
 import json
 from typing import Any
@@ -8,6 +8,7 @@ import pytest
 
 QUESTION = [{"role": "user", "content": "What is the weather in Paris?"}]
 PROVIDERS = ("openai", "hosted_vllm")
+OF_OLLAMA = ("ollama_chat", "ollama")
 WEATHER = {
     "type": "function",
     "function": {
@@ -88,6 +89,46 @@ def test_signs_of_life_disturb_no_stream_of_anthropics_api(url: str) -> None:
     message, usage = streamed(url, "anthropic", "What is 23 + 45?", api_base=address)
     assert message.content == "23 + 45 = 68"
     assert usage.completion_tokens > 5
+
+
+@pytest.mark.parametrize("name", ["headrace-mini", "headrace-mini:latest"])
+@pytest.mark.parametrize("kind", OF_OLLAMA)
+def test_a_model_answers_by_ollamas_api(url: str, kind: str, name: str) -> None:
+    address = url.removesuffix("/v1")
+    question = [{"role": "user", "content": "Hello"}]
+    model = {"model": f"{kind}/{name}", "api_base": address, "temperature": 0}
+    answer = litellm.completion(messages=question, **model)
+    assert answer.choices[0].message.content == "Hello! How can I help you?"
+    assert answer.choices[0].finish_reason == "stop" and answer.usage.completion_tokens > 5
+    parts = litellm.completion(messages=question, stream=True, **model)
+    whole = litellm.stream_chunk_builder(list(parts))
+    assert whole.choices[0].message.content == answer.choices[0].message.content
+
+
+def test_a_tool_is_called_and_its_result_answered_by_ollamas_api(url: str) -> None:
+    address = url.removesuffix("/v1")
+    (choice,) = complete(url, "ollama_chat", tools=[WEATHER], api_base=address).choices
+    (call,) = choice.message.tool_calls
+    assert json.loads(call.function.arguments) == {"city": "Paris"}
+    result = {"role": "tool", "tool_call_id": call.id, "content": '{"weather": "sunny"}'}
+    messages = [*QUESTION, choice.message.model_dump(), result]
+    (choice,) = complete(url, "ollama_chat", messages, tools=[WEATHER], api_base=address).choices
+    assert choice.message.content == "The weather in Paris is sunny."
+
+
+def test_a_tool_is_called_in_a_stream_of_ollamas_api(url: str) -> None:
+    address = url.removesuffix("/v1")
+    message, _ = streamed(url, "ollama_chat", tools=[WEATHER], api_base=address)
+    (call,) = message.tool_calls
+    assert call.function.name == "get_weather"
+    assert json.loads(call.function.arguments) == {"city": "Paris"}
+
+
+def test_inputs_become_vectors_by_ollamas_api(url: str) -> None:
+    address = url.removesuffix("/v1")
+    answer = litellm.embedding("ollama/headrace-mini", input=["one", "two"], api_base=address)
+    first, second = (it["embedding"] for it in answer.data)
+    assert len(first) == len(second) > 100 and first != second
 
 
 @pytest.mark.usefixtures("grammars")
