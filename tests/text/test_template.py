@@ -244,7 +244,7 @@ def test_the_file_with_a_broken_template_is_named(tmp_path, name):
     is_config = name.endswith(".json")
     (tmp_path / name).write_text(json.dumps({"chat_template": broken}) if is_config else broken)
     with pytest.raises(ModelError, match=rf"{name}.* is not valid: .*\(line 2\); correct it"):
-        ChatTemplate.load(tmp_path, {}, tmp_path / name if name == "mine.jinja" else None)
+        ChatTemplate.load(tmp_path, {}, str(tmp_path / name) if name == "mine.jinja" else None)
 
 
 def test_templates_are_found_where_models_keep_them(tmp_path):
@@ -255,7 +255,7 @@ def test_templates_are_found_where_models_keep_them(tmp_path):
     (tmp_path / "chat_template.jinja").write_text("from file")
     assert ChatTemplate.load(tmp_path, {}).source == "from file"
     (tmp_path / "mine.jinja").write_text("mine")
-    assert ChatTemplate.load(tmp_path, {}, tmp_path / "mine.jinja").source == "mine"
+    assert ChatTemplate.load(tmp_path, {}, str(tmp_path / "mine.jinja")).source == "mine"
 
 
 def test_of_named_templates_the_one_for_tools_is_taken_with_tools(tmp_path):

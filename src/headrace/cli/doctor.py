@@ -239,8 +239,7 @@ def _tokenizer(folder: Path) -> Finding:
 
 def _template(folder: Path, config: ModelConfig) -> Finding:
     tokenizer = Tokenizer.load(folder)
-    file = Path(config.chat_template) if config.chat_template else None
-    template = ChatTemplate.load(folder, tokenizer.special_tokens, file)
+    template = ChatTemplate.load(folder, tokenizer.special_tokens, config.chat_template)
     if template is None:
         remedy = "Only /v1/completions will work; give one with --chat-template."
         return Finding("template", "warn", "none", remedy)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from headrace.config.piped_text import with_piped_templates
 from headrace.config.settings import ModelConfig, ServerConfig
 from headrace.core.errors import ConfigError
 
@@ -191,7 +192,7 @@ def load(
         raise ConfigError(_explain(str(error), known, values, given_as)) from None
     check_names(config.models)
     _check_replicas(config)
-    return config
+    return with_piped_templates(config)
 
 
 def read_keys(

@@ -15,7 +15,7 @@ from headrace.checkpoints.small_file import unreadable_refused
 from headrace.checkpoints.spec import ModelSpec, read_spec
 from headrace.config.settings import ModelConfig
 from headrace.core.adapter import Adapter
-from headrace.core.errors import ModelError, RequestError
+from headrace.core.errors import RequestError
 from headrace.core.messages import Ready
 from headrace.fleet.model_names import Named, adapters_of, names_of, paths_of, root_of
 from headrace.models.registry import SEEING
@@ -59,7 +59,9 @@ class ServedModel:
         self.sentences = read_sentences(self.spec)
         self.tokenizer = Tokenizer.load(self.folder, self.sentences.lowers_case)
         self.encoder = Encoder(self.tokenizer)
-        self.template = self._load_template(config.chat_template)
+        self.template = ChatTemplate.load(
+            self.folder, self.tokenizer.special_tokens, config.chat_template
+        )
         source = self.template.source if self.template else ""
         # by which the model writes tool calls and sets its reasoning apart; "" if it does not
         tools_source = self.template.tools_source if self.template else ""
@@ -161,12 +163,6 @@ class ServedModel:
             f"{ready.device} with kernels {ready.kernels}",
             ready.max_model_len,
         )
-
-    def _load_template(self, name: str | None) -> ChatTemplate | None:
-        file = Path(name) if name else None
-        if file and not file.is_file():
-            raise ModelError(f"No chat template at {name}; give the path of a file.")
-        return ChatTemplate.load(self.folder, self.tokenizer.special_tokens, file)
 
 
 def _given(setting: str, found: str) -> str:

@@ -1,5 +1,6 @@
 """A model's chat template: messages to the text that is tokenized; never tokenizes."""
 
+import os
 import secrets
 from collections.abc import Mapping
 from functools import cached_property
@@ -59,11 +60,21 @@ class ChatTemplate:
 
     @classmethod
     def load(
-        cls, folder: Path, special_tokens: Mapping[str, str], file: Path | None = None
+        cls, folder: Path, special_tokens: Mapping[str, str], given: str | None = None
     ) -> "ChatTemplate | None":
-        """Loads the template of `file`, or of the model's folder; None if that has none."""
-        sources = _sources(folder, file)
-        return cls(sources, special_tokens, _file_of(folder, file)) if sources else None
+        """Load the template of the model's folder; None if it has none.
+
+        A template that is `given`, as the path of a file or as text, takes precedence.
+        """
+        if not given:
+            sources = _sources(folder)
+            return cls(sources, special_tokens, _file_of(folder)) if sources else None
+        if os.path.isfile(given):
+            file = Path(given)
+            return cls({"default": _read(file)}, special_tokens, file.name)
+        if "\n" not in given and "{" not in given:
+            raise ModelError(f"No chat template at {given}; give the path of a file.")
+        return cls({"default": given}, special_tokens, "--chat-template")
 
     def render(self, chat: Chat) -> str:
         """The prompt's text; RequestError `template_failed` with the template's own words."""
@@ -188,9 +199,7 @@ def _append_to_content(message: Message, mark: str) -> None:
         message["content"] = (content or "") + mark
 
 
-def _sources(folder: Path, file: Path | None) -> dict[str, str]:
-    if file is not None:
-        return {"default": _read(file)}
+def _sources(folder: Path) -> dict[str, str]:
     sources = _config_sources(folder)
     if (folder / "chat_template.jinja").exists():
         sources["default"] = _read(folder / "chat_template.jinja")
@@ -199,10 +208,8 @@ def _sources(folder: Path, file: Path | None) -> dict[str, str]:
     return sources
 
 
-def _file_of(folder: Path, file: Path | None) -> str:
+def _file_of(folder: Path) -> str:
     """The file that holds the template, in words."""
-    if file is not None:
-        return file.name
     if (of_gguf := next(folder.glob("*.gguf"), None)) is not None:
         return of_gguf.name
     names = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
