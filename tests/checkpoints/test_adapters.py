@@ -54,8 +54,8 @@ def test_a_path_where_nothing_can_be_is_refused(name: str) -> None:
         ({"fan_in_fan_out": True}, "fan_in_fan_out"),
         ({"trainable_token_indices": [1]}, "trainable_token_indices"),
         ({"init_lora_weights": "pissa_niter_4"}, "pissa"),
-        ({"peft_type": "LOHA"}, "of kind LOHA"),
-        ({"r": 7}, f"rank 4 at {Q_PROJ}, and adapter_config.json says 7"),
+        ({"peft_type": "LOHA"}, "of type LOHA"),
+        ({"r": 7}, f"rank 4 at {Q_PROJ}, but adapter_config.json says 7"),
         ({"target_modules": ["q_proj"]}, "model.layers.0.self_attn.v_proj, which target_modules"),
         ({"target_modules": ["q_proj", "v_proj", "gate"]}, "names gate in target_modules"),
         ({"target_modules": r".*\.q_pro"}, "which target_modules does not name"),
@@ -120,7 +120,7 @@ def test_damage_and_absence_are_told(base: ModelSpec, tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-5])
     assert "truncated or damaged" in refusal(folder)
     file.rename(folder / "adapter_model.bin")
-    assert "adapter_model.bin is not read" in refusal(folder)
+    assert "adapter_model.bin is not supported" in refusal(folder)
     (folder / "adapter_config.json").unlink()
     assert "has no adapter_config.json" in refusal(folder)
 
@@ -195,7 +195,7 @@ def test_a_gguf_adapter_has_the_factors_of_the_folder(base: ModelSpec, tmp_path:
 
 @pytest.mark.parametrize(
     ("kind", "words"),
-    [("model", "is no adapter"), ("adapter", "no adapter.lora.alpha")],
+    [("model", "is not a LoRA adapter"), ("adapter", "no adapter.lora.alpha")],
 )
 def test_a_gguf_file_of_another_kind_is_refused(kind: str, words: str, tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "x.gguf", "llama")
@@ -299,7 +299,7 @@ def test_expressions_that_trainers_write_are_matched(
         ({"target_modules": {"q_proj": 1}}, "neither a list of names nor a regular expression"),
         ({"target_modules": ["q_proj", 1]}, "neither a list of names nor a regular expression"),
         ({"bias": "x" * 100_000}, "bias"),
-        ({"peft_type": "LO\nHA"}, "of kind LO?HA"),
+        ({"peft_type": "LO\nHA"}, "of type LO?HA"),
     ],
 )
 def test_a_value_of_the_wrong_kind_is_refused_by_name(
@@ -357,7 +357,7 @@ def test_more_weights_than_are_read_are_refused(base: ModelSpec, tmp_path: Path)
     folder = make_adapter(tmp_path / "a", base.folder, 4, ("q_proj",))
     with (folder / "adapter_model.safetensors").open("r+b") as file:
         file.truncate(1 << 40)
-    assert "adapters of up to 17,179,869,184 are taken" in refusal(folder)
+    assert "the limit is 17,179,869,184" in refusal(folder)
 
 
 @pytest.mark.parametrize("path", ["~nosuchuser/x", "~a\0b/x", "~nosuchuser/x.gguf"])

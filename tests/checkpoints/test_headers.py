@@ -119,5 +119,5 @@ def test_a_name_given_twice_is_damage(tmp_path: Path) -> None:
 
 def test_a_header_longer_than_the_limit_is_refused_by_its_size(tmp_path: Path) -> None:
     file = written(tmp_path / "x.safetensors", json.dumps({"a": FINE}).encode())
-    with pytest.raises(ModelError, match=r"has \d+ bytes; up to 10 are read"):
+    with pytest.raises(ModelError, match=r"has \d+ bytes; the limit is 10\."):
         read_file(file, 10)

@@ -52,7 +52,7 @@ class AdapterTensors:
         largest = float(torch.cat([sizes, sizes.prod(0, True) * factors.rank]).max())
         if not largest <= _LARGEST:  # so for NaN, too
             raise ModelError(
-                f"The adapter {self._name} changes a weight of {module} by up to {largest:g}, and "
-                f"at most {_LARGEST:g} is computed; its file is damaged, or its training failed."
+                f"The adapter {self._name} changes a weight of {module} by up to {largest:g}; the "
+                f"limit is {_LARGEST:g}. Its file is damaged, or its training failed."
             )
         return down, up

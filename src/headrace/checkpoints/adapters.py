@@ -115,7 +115,7 @@ def _of_peft(folder: Path) -> AdapterFiles:
     weights = folder / WEIGHTS
     if not weights.is_file():
         is_pickle = (folder / "adapter_model.bin").exists()
-        others = "; adapter_model.bin is not read: save it as safetensors" * is_pickle
+        others = "; adapter_model.bin is not supported: save it as safetensors" * is_pickle
         raise ModelError(f"The adapter {folder.name} has no {WEIGHTS}{others}.")
     _check_size(weights)
     pairs: dict[str, dict[str, TensorHeader]] = {}
@@ -123,8 +123,8 @@ def _of_peft(folder: Path) -> AdapterFiles:
         found = _PEFT_NAME.fullmatch(name)
         if found is None or len(name) > _LONGEST_NAME:
             raise ModelError(
-                f"The adapter {folder.name} has a tensor {_shown(name)}, which is no factor of a "
-                "linear layer; embeddings, biases and whole modules are not taken."
+                f"The adapter {folder.name} has a tensor {_shown(name)}, which is not a factor of "
+                "a linear layer; embeddings, biases and whole modules are not supported."
             )
         pairs.setdefault(found[1], {})[found[2]] = header
     _check_targets(folder, config.get("target_modules"), pairs)
@@ -135,7 +135,7 @@ def _of_peft(folder: Path) -> AdapterFiles:
         own = _factors(folder.name, module, pair, 1.0)
         if ranks[module] != own.rank:
             raise ModelError(
-                f"The adapter {folder.name} has rank {own.rank} at {_shown(module)}, and {CONFIG} "
+                f"The adapter {folder.name} has rank {own.rank} at {_shown(module)}, but {CONFIG} "
                 f"says {ranks[module]:g}; save it again."
             )
         divisor = math.sqrt(own.rank) if config.get("use_rslora") else own.rank
@@ -153,8 +153,8 @@ def _config(folder: Path) -> dict[str, Any]:
         raw = opened.read(_MAX_CONFIG + 1)
     if len(raw) > _MAX_CONFIG:
         raise ModelError(
-            f"{CONFIG} of {folder.name} has more than {_MAX_CONFIG:,} bytes, which is too long for "
-            "a configuration; save the adapter again."
+            f"{CONFIG} of {folder.name} has more than {_MAX_CONFIG:,} bytes, the limit for a "
+            "configuration; save the adapter again."
         )
     try:
         config = json.loads(raw)
@@ -168,8 +168,8 @@ def _config(folder: Path) -> dict[str, Any]:
 def _check_size(weights: Path) -> None:
     if (size := weights.stat().st_size) > _MAX_WEIGHTS:
         raise ModelError(
-            f"{weights.name} has {size:,} bytes; adapters of up to {_MAX_WEIGHTS:,} are taken. "
-            "Merge it into its model with PEFT, and serve that."
+            f"{weights.name} has {size:,} bytes; the limit is {_MAX_WEIGHTS:,}. Merge the adapter "
+            "into its model with PEFT, and serve the merged model."
         )
 
 
@@ -184,7 +184,7 @@ def _refuse_other_kinds(folder: Path, config: dict[str, Any]) -> None:
     kind = config.get("peft_type")
     if kind != "LORA":
         raise ModelError(
-            f"The adapter {folder.name} is of kind {_shown(kind)}; only LORA is computed."
+            f"The adapter {folder.name} is of type {_shown(kind)}; only LORA is supported."
         )
     for option, harmless in _HARMLESS.items():
         value = config.get(option)
@@ -192,7 +192,7 @@ def _refuse_other_kinds(folder: Path, config: dict[str, Any]) -> None:
             what = "DoRA" if option == "use_dora" else option
             raise ModelError(
                 f"The adapter {folder.name} has {what} ({option}: {_shown(value)}), which is not "
-                "computed here; merge it into its model with PEFT, and serve that."
+                "supported; merge it into its model with PEFT, and serve the merged model."
             )
     if not isinstance(config.get("use_rslora"), bool | None):
         raise ModelError(f"use_rslora in {CONFIG} of {folder.name} is neither true nor false.")
@@ -217,7 +217,7 @@ def _check_targets(folder: Path, targets: Any, modules: Mapping[str, Any]) -> No
         strange = [it for it, ends in named.items() if not ends]
         if missing := endings.difference(*named.values()):
             raise ModelError(
-                f"The adapter {folder.name} names {_shown(min(missing))} in target_modules, and "
+                f"The adapter {folder.name} names {_shown(min(missing))} in target_modules, but "
                 "has no tensors for it; save it again."
             )
     else:
@@ -289,7 +289,7 @@ def _factors(
     if not is_pair:
         raise ModelError(
             f"The adapter {adapter} has factors of shapes {list(down.shape)} and {list(up.shape)} "
-            f"at {_shown(module)}; [rank, inputs] and [outputs, rank] are computed."
+            f"at {_shown(module)}; they must be [rank, inputs] and [outputs, rank]."
         )
     return FactorHeaders(down, up, scale)
 
@@ -301,7 +301,7 @@ def _text_names(adapter: str, factors: dict[str, FactorHeaders]) -> dict[str, Fa
         if header.dtype not in _TYPES:
             raise ModelError(
                 f"The adapter {adapter} has {_shown(header.dtype)} at {_shown(name)}; "
-                f"{', '.join(_TYPES)} are computed."
+                f"{', '.join(_TYPES)} are supported."
             )
     kept = text_side(headers)
     if len(kept) < len(factors):
@@ -315,7 +315,8 @@ def _of_gguf(path: Path, architecture: str) -> AdapterFiles:
     kind = head.fields.get("general.type"), head.fields.get("adapter.type")
     if kind != ("adapter", "lora"):
         raise ModelError(
-            f"{path.name} is no adapter: it says {_shown(kind[0])}, and {_shown(kind[1])}."
+            f"{path.name} is not a LoRA adapter: its general.type is {_shown(kind[0])}, and its "
+            f"adapter.type is {_shown(kind[1])}."
         )
     alpha = _finite(head.fields.get("adapter.lora.alpha"))
     if alpha is None:
@@ -327,13 +328,13 @@ def _of_gguf(path: Path, architecture: str) -> AdapterFiles:
             raise ModelError(f"{path.name} has {tensor.kind} at {_shown(name)}; use F16 or F32.")
         if factor not in ("a", "b") or len(name) > _LONGEST_NAME:
             raise ModelError(
-                f"{path.name} has a tensor {_shown(name)}, which is no factor of a layer."
+                f"{path.name} has a tensor {_shown(name)}, which is not a factor of a layer."
             )
         module = original_name(base, architecture).removesuffix(".weight")
         if ".linear_attn." in module:
             raise ModelError(
-                f"{path.name} changes {_shown(module)}, whose order in GGUF files is not brought "
-                "back for adapters; give the folder that PEFT saved."
+                f"{path.name} changes {_shown(module)}, which GGUF files store in another order; "
+                "that order is not supported for adapters. Give the folder that PEFT saved."
             )
         # B's rows are in the file's order, and brought back by the name of the base's own
         stored = f"{module}.weight" if factor == "b" else f"{module}.down"

@@ -119,10 +119,10 @@ def choose_file(folder: Path, wanted: str | None, given: str | None = None) -> P
 
 
 def which_file(given: str, files: Iterable[str]) -> str:
-    """The message that lists some of the GGUF files and says how to name one of them."""
+    """Return a message that lists some of the GGUF files and says how to name one of them."""
     names = sorted(labels(files).values())
     if not names:
-        return f"{given} has no GGUF files; leave out what stands behind the colon."
+        return f"{given} has no GGUF files; leave out the colon and the part after it."
     shown = ", ".join(name[:_SHOWN_CHARS] for name in names[:_SHOWN])
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     example = f"{given}:{names[0]}"

@@ -189,8 +189,8 @@ def read_file(path: Path, max_header_bytes: int = 100_000_000) -> dict[str, Tens
             raise _damaged(path)
         if length > max_header_bytes:
             raise ModelError(
-                f"The header of {path.name} has {length:,} bytes; up to {max_header_bytes:,} are "
-                "read.",
+                f"The header of {path.name} has {length:,} bytes; the limit is "
+                f"{max_header_bytes:,}.",
                 "model_corrupt",
             )
         raw = file.read(length)

@@ -56,8 +56,8 @@ def download(
     wanted = _wanted(repo, sizes, quantization)
     if len(wanted) > _MAX_FILES:
         raise ModelError(
-            f"{repo} has {len(wanted)} files to download, and {_MAX_FILES} are taken; download it "
-            "by other means, and give the folder of the model.",
+            f"{repo} has {len(wanted)} files to download; the limit is {_MAX_FILES}. Download it "
+            "with another tool, and give the folder of the model.",
             "invalid_value",
         )
     missing = {

@@ -143,4 +143,4 @@ def _check_hash(file: HubFile) -> None:
 
 _WRONG_HASH = "A downloaded file does not match the hub's hash and was discarded; try again."
 _TOO_MUCH = "A file of the hub is larger than its stated size and was discarded; try again."
-_NOTHING_MORE = "The hub sends no more of a file that is not complete; try again later."
+_NOTHING_MORE = "The hub stopped sending a file before its end; try again later."

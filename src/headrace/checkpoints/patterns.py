@@ -30,8 +30,8 @@ def first_matches(patterns: Sequence[str], names: Sequence[str], where: str) -> 
         )
     except (subprocess.SubprocessError, OSError):
         raise ModelError(
-            f"The regular expressions in {where} take too long to match {len(names)} names of "
-            "modules; write plain names instead."
+            f"The regular expressions in {where} take too long to match {len(names)} "
+            "module names; write plain names instead."
         ) from None
     answer: list[int] | int = json.loads(done.stdout)
     if isinstance(answer, int):
