@@ -69,9 +69,11 @@ def test_responses_narrow_tools_and_show_them_as_they_were_sent() -> None:
         (allowed("any", "add"), "invalid_value", "tool_choice.allowed_tools.mode"),
         (allowed("auto"), "invalid_value", "tool_choice.allowed_tools.tools"),
         ({"type": "allowed_tools"}, "invalid_type", "tool_choice.allowed_tools"),
+        ({"type": "web_search"}, "unsupported_parameter", "tool_choice.type"),
+        ({"type": "tool", "name": "add"}, "invalid_value", "tool_choice"),
     ],
 )
-def test_a_fault_of_allowed_tools_names_its_path(choice: Any, code: str, param: str) -> None:
+def test_a_fault_of_a_choice_names_its_path(choice: Any, code: str, param: str) -> None:
     with pytest.raises(RequestError) as refused:
         openai_chat.read(ASKED | {"tool_choice": choice})
     assert (refused.value.code, refused.value.param) == (code, param)

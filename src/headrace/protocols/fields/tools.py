@@ -22,6 +22,7 @@ from headrace.protocols.fields.kinds import (
     items_of,
     missing,
     required,
+    shown,
     wrong_type,
     wrong_value,
 )
@@ -94,6 +95,9 @@ def _allowed_name(value: Any, path: str, is_flat: bool) -> str:
     return flat_name(tool.get("namespace"), name) if is_flat else name
 
 
+_OTHER_WORDS = ("none", "auto", "required", "any", "tool")
+"""Types of choices in other places and dialects; no tool has one of these types."""
+
 Choice = str | tuple[str] | AllowedTools
 """`none`, `auto`, `required`, one function by name, or some of them."""
 
@@ -114,11 +118,22 @@ class ToolChoice(msgspec.Struct, frozen=True):
         kind = value.get("type")
         function = value.get(kind) or {} if kind in ("function", CUSTOM) else None
         if type(function) is not dict:
-            raise wrong_value(value, path, 'like {"type": "function", "function": {"name": "…"}}')
+            example = 'like {"type": "function", "function": {"name": "…"}}'
+            raise not_forced(value, path, example)
         return (required(function, "name", f"{path}.{kind}", String(1)),)
 
     def schema(self) -> dict[str, Any]:
         return {"anyOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}]}
+
+
+def not_forced(choice: dict[str, Any], path: str, example: str) -> RequestError:
+    """A choice of a tool that this server does not offer; `example` shows the form of a choice."""
+    kind = choice.get("type")
+    if type(kind) is not str or kind in ("function", CUSTOM, *_OTHER_WORDS):
+        return wrong_value(choice, path, example)
+    message = f"{path} asks for {shown(kind)}, a tool that a provider runs; this server runs none. "
+    message += "Offer a function that does the same, or send tool_choice auto."
+    return RequestError("unsupported_parameter", message, f"{path}.type")
 
 
 def flat_name(namespace: str | None, name: str) -> str:

@@ -23,7 +23,6 @@ from headrace.protocols.fields.kinds import (
     items_of,
     missing,
     required,
-    shown,
     wrong_type,
     wrong_value,
 )
@@ -35,6 +34,7 @@ from headrace.protocols.fields.tools import (
     ToolChoice,
     Tools,
     flat_name,
+    not_forced,
 )
 
 _FUNCTION = ("name", "description", "parameters", "strict")
@@ -85,21 +85,12 @@ class FlatChoice(msgspec.Struct, frozen=True):
         if kind in CLIENT_TYPES and kind != CUSTOM:
             return (kind,)
         if kind not in ("function", CUSTOM):
-            raise _not_forced(value, path)
+            raise not_forced(value, path, 'like {"type": "function", "name": "…"}')
         name: str = required(value, "name", path, String(1))
         return (flat_name(value.get("namespace"), name),)
 
     def schema(self) -> dict[str, Any]:
         return ToolChoice().schema()
-
-
-def _not_forced(choice: dict[str, Any], path: str) -> RequestError:
-    kind = choice.get("type")
-    if type(kind) is not str:
-        return wrong_value(choice, path, 'like {"type": "function", "name": "…"}')
-    message = f"{path} asks for {shown(kind)}, a tool that a provider runs; this server runs none. "
-    message += "Offer a function that does the same, or send tool_choice auto."
-    return RequestError("unsupported_parameter", message, f"{path}.type")
 
 
 class TextFormat(msgspec.Struct, frozen=True):
