@@ -54,6 +54,25 @@ def test_a_response_made_without_stream_can_be_streamed_later(url: str) -> None:
     assert json.loads(last)["response"] == response == httpx.get(f"{url}/{response['id']}").json()
 
 
+def test_references_to_items_of_earlier_responses_stand_for_these_items(url: str) -> None:
+    first = post(url, **COUNT).json()
+    (asked,) = httpx.get(f"{url}/{first['id']}/input_items").json()["data"]
+    more = {"role": "user", "content": "And from 6 to 9?"}
+    ids = [it["id"] for it in (asked, *first["output"])]
+    unknown = {"type": "item_reference", "id": "msg_of_another_provider"}
+    referring = [{"type": "item_reference", "id": id} for id in ids]
+    asked_short = {"max_output_tokens": 8, "temperature": 0}
+    short = post(url, input=[*referring, unknown, more], **asked_short)
+    whole = post(url, input=[asked, *first["output"], more], **asked_short)
+    assert short.headers["x-headrace-ignored"] == f"input[{len(ids)}]"
+    assert "x-headrace-ignored" not in whole.headers
+    assert short.json()["usage"] | {"input_tokens_details": 0} == whole.json()["usage"] | {
+        "input_tokens_details": 0
+    }
+    listing = httpx.get(f"{url}/{short.json()['id']}/input_items", params={"order": "asc"})
+    assert [it["id"] for it in listing.json()["data"]][:-1] == [*ids, unknown["id"]]
+
+
 def test_a_response_goes_on_from_an_earlier_one_as_from_the_whole(url: str) -> None:
     first = post(url, **COUNT, instructions="Be brief.").json()
     asked = [{"role": "user", "content": "And from 6 to 9?"}]

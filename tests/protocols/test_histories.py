@@ -102,7 +102,7 @@ def test_what_was_stored_comes_back_as_it_came_and_is_continued_as_if_it_were_se
             assert as_stored(given).items() <= found.items(), seed
         more = [{"role": "user", "content": "More."}]
         asked = {"input": more, "previous_response_id": "resp_1"}
-        packed = (first.kept, json.dumps([SAID]).encode(), read(Told(told.route, asked, ())))
+        packed = (first.kept, json.dumps([SAID]).encode(), read(Told(told.route, asked, ())), {})
         goes_on = WORKER.do(GoOn(), msgspec.msgpack.encode(packed))
         whole = read(Told(told.route, {"input": [*told.body["input"], SAID, *more]}, ()))
         assert chat_of(goes_on).messages == chat_of(whole).messages, seed  # type: ignore[arg-type]

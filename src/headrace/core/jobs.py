@@ -117,7 +117,11 @@ class ReadPairs(Job[CheckedBody], frozen=True, tag=True):
 
 
 class GoOn(Job[CheckedBody], frozen=True, tag=True):
-    """Put the conversation that it goes on from before a response's: kept, output and body."""
+    """Put the conversation that it goes on from before a response's, and items for references.
+
+    Packed: what was kept of the earlier response, its output, the body, and the first two of each
+    response that is referred to.
+    """
 
 
 class EncodePrompts(Job[Encoded], frozen=True, tag=True):

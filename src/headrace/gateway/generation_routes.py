@@ -118,6 +118,7 @@ class GenerationRoutes:
     async def _admit(
         self, route: Route, checked: CheckedBody, names: Names, id: StreamId
     ) -> ASGIApp:
+        checked = await self._earlier.resolve(checked, names.owner)
         stream, is_attached = await self.open(route, checked, names, id)
         delivered = deliver(stream, self._config.streams)
         ignored, told = checked.ignored, dict[str, str]()

@@ -1,5 +1,6 @@
 """Responses found again by their ids: read, streamed from a number on, stopped, forgotten."""
 
+import contextlib
 import re
 
 import msgspec
@@ -26,7 +27,7 @@ from headrace.generation.generation import Generation
 from headrace.generation.registry import Found, Registry
 from headrace.protocols.dialect import encode
 from headrace.protocols.openai.response_events import GrowingResponse
-from headrace.protocols.openai.responses import ROUTE, ResponseFrames
+from headrace.protocols.openai.responses import NO_ITEMS, ROUTE, ResponseFrames
 from headrace.streams.events import AnyEvent, Finish
 from headrace.streams.log import follow
 from headrace.streams.record import Record
@@ -47,6 +48,7 @@ class EarlierResponses:
 
     async def put_before(self, checked: CheckedBody, owner: str) -> CheckedBody:
         """The request with the conversation it goes on from; RequestError if there is none."""
+        checked = await self.resolve(checked, owner)
         id = checked.fields.get("previous_response_id")
         if id is None:
             return checked
@@ -58,7 +60,26 @@ class EarlierResponses:
             message = f"The conversation takes {num_bytes} bytes, and {self._max_bytes} are taken; "
             message += "begin a new one, or raise --max-body-bytes."
             raise RequestError("request_too_large", message, "previous_response_id")
-        packed = msgspec.msgpack.encode((kept, output, checked))
+        packed = msgspec.msgpack.encode((kept, output, checked, {}))
+        return await self._generation.work.do(GoOn(), [packed])
+
+    async def resolve(self, checked: CheckedBody, owner: str) -> CheckedBody:
+        """Return the request with items of the owner's responses in place of references to them.
+
+        A reference to anything else stays, and the model is not shown it.
+        """
+        found = dict[str, tuple[bytes, bytes]]()
+        num_bytes = len(checked.kept)
+        for id in checked.fields.get("referenced", ()):
+            with contextlib.suppress(RequestError):
+                response = await find(self._generation.streams, owner, id)
+                kept, output = response.record.request.kept, await _output(response)
+                num_bytes += len(kept) + len(output)
+                if num_bytes <= self._max_bytes:
+                    found[id] = kept, output
+        if not found:
+            return checked
+        packed = msgspec.msgpack.encode((NO_ITEMS, b"[]", checked, found))
         return await self._generation.work.do(GoOn(), [packed])
 
 
@@ -112,7 +133,9 @@ class ResponsesRoutes:
         async with self._bodies.read(request) as body:
             reading = self._generation.work.do(ReadBody(ROUTE), body)
             checked = await unless_left(request.receive, reading)
-        counting = self._count(checked, self._auth.owner(request.headers))
+        owner = self._auth.owner(request.headers)
+        checked = await unless_left(request.receive, self._earlier.resolve(checked, owner))
+        counting = self._count(checked, owner)
         num_tokens = await unless_left(request.receive, counting)
         counted = {"object": "response.input_tokens", "input_tokens": num_tokens}
         return answer(counted, checked.ignored)

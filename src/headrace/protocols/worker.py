@@ -73,7 +73,7 @@ TOKENIZE: Mapping[str, Kind] = {
 }
 
 _prompts_of = msgspec.msgpack.Decoder(tuple[Prompt, ...]).decode
-_earlier_of = msgspec.msgpack.Decoder(tuple[bytes, bytes, CheckedBody]).decode
+_earlier_of = msgspec.msgpack.Decoder(openai_responses.Earlier).decode
 
 
 class Jobs:

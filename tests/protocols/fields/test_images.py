@@ -176,7 +176,7 @@ def test_a_route_that_counts_text_refuses_images():
 def test_a_response_goes_on_from_the_images_before_it_and_lists_them():
     earlier = chat_of("/v1/responses", response(part("data:image/png;base64,AQID")))[1]
     new = chat_of("/v1/responses", response(HELLO, part()))[1]
-    packed = msgspec.msgpack.encode((earlier.kept, b"[]", new))
+    packed = msgspec.msgpack.encode((earlier.kept, b"[]", new, {}))
     jobs = Jobs(FakeModel(has_vision=True))  # type: ignore[arg-type]
     checked = jobs.go_on(packed)
     (chat,) = msgspec.msgpack.decode(checked.packed, type=tuple[Chat, ...])

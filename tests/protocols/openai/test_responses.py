@@ -191,6 +191,7 @@ def test_a_chain_equals_the_same_conversation_sent_whole() -> None:
         checked_of(input=first, instructions="another").kept,
         encode(output),
         checked_of(input=[RESULT], **own),
+        {},
     )
     whole = checked_of(input=[*first, *output, RESULT], **own)
     assert chained.packed == whole.packed
@@ -360,11 +361,34 @@ def test_a_conversation_that_goes_on_keeps_the_tools_that_were_found() -> None:
     first = checked_of(input=[SEARCHED, ADDED])
     for asked, names in [({}, ["look", "sql"]), ({"tool_choice": "none"}, [])]:
         more = checked_of(input="y", previous_response_id="resp_1", **asked)
-        goes_on = openai_responses.go_on(first.kept, b"[]", more)
+        goes_on = openai_responses.go_on(first.kept, b"[]", more, {})
         (chat,) = msgspec.msgpack.decode(goes_on.packed, type=tuple[Chat])
         assert [tool["function"]["name"] for tool in chat.tools] == names
         assert list(goes_on.fields["text_parameters"]) == names
         assert open_kept(goes_on.kept).kinds == ({"sql": "custom"} if names else {})
+
+
+RESPONSE_ID = "resp_" + "ab" * 16
+
+
+def test_items_of_earlier_responses_take_the_place_of_references_to_them() -> None:
+    first = checked_of(input="x")
+    output = encode([THOUGHT | {"id": f"rs_{'ab' * 16}o0"}])
+    (asked,) = json.loads(openai_responses.input_items(first.kept, RESPONSE_ID, 9, True, ""))[
+        "data"
+    ]
+    unknown = item("item_reference", id=f"msg_{'ab' * 16}o7")
+    sent = [{"id": asked["id"]}, item("item_reference", id=f"rs_{'ab' * 16}o0"), unknown, RESULT]
+    checked = checked_of(input=sent, instructions="Be brief.")
+    assert checked.fields["referenced"] == (RESPONSE_ID,)
+    assert checked.ignored == ("input[0]", "input[1]", "input[2]")
+    others = {RESPONSE_ID: (first.kept, output)}
+    whole = openai_responses.go_on(openai_responses.NO_ITEMS, b"[]", checked, others)
+    assert whole.ignored == ("input[2]",) and "referenced" not in whole.fields
+    given = checked_of(input=[asked, THOUGHT, RESULT], instructions="Be brief.")
+    assert whole.packed == given.packed
+    kept = json.loads(open_kept(whole.kept).items)
+    assert [it["id"] for it in kept[:3]] == [asked["id"], sent[1]["id"], unknown["id"]]
 
 
 def test_an_image_that_another_provider_stores_is_skipped_and_named() -> None:
@@ -381,5 +405,5 @@ def test_what_carries_no_text_is_skipped_and_named_and_comes_back_as_it_came() -
     (page,) = [json.loads(openai_responses.input_items(checked.kept, "resp_1", 100, True, ""))]
     for given, found in zip([*TEXTLESS, said], page["data"], strict=True):
         assert given.items() <= found.items()
-    whole = openai_responses.go_on(checked.kept, b"[]", checked_of(input="y"))
+    whole = openai_responses.go_on(checked.kept, b"[]", checked_of(input="y"), {})
     assert len(json.loads(open_kept(whole.kept).items)) == len(TEXTLESS) + 2

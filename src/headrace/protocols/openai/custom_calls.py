@@ -124,7 +124,7 @@ class OpenCall:
         self._type = "custom_tool_call" if kind == "custom" else f"{kind}_call"
         self._named = {"name": block.name.removeprefix(f"{namespace}__")}
         self._named |= {"namespace": namespace} if namespace else {}
-        self._id = item_id(stream_id, self._type, f"output {block.number}")
+        self._id = item_id(stream_id, self._type, f"o{block.number}")
         self._call_id = call_id(stream_id, 0, block.call)
         self._texts: list[str] = []
         self._input = InputText()

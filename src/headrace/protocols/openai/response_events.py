@@ -53,7 +53,7 @@ class _OpenItem:
         self.channel, self._index = block.channel, block.number
         self._named = {"name": block.name.removeprefix(f"{namespace}__")}
         self._named |= {"namespace": namespace} if namespace else {}
-        self._id = item_id(record.id, kind, f"output {block.number}")
+        self._id = item_id(record.id, kind, f"o{block.number}")
         self._call_id = call_id(record.id, 0, block.call)
         self._texts: list[str] = []
         self._logprobs: list[Item] = []

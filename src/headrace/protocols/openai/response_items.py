@@ -1,7 +1,8 @@
 """Items of /v1/responses: checked, written as messages for the template, listed again."""
 
-import hashlib
+import re
 from collections.abc import Iterable, Mapping
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -21,6 +22,12 @@ from headrace.protocols.fields.tools import flat_name
 from headrace.protocols.progress_words import without_progress
 
 MAX_ITEMS = 10_000
+RESPONSE = "resp_"
+"""Begins the id of a response; the ids of its items have the rest."""
+
+REFERENCE = "item_reference"
+_ITEM_ID = re.compile(r"[a-z]+_([0-9a-f]{32})[io][0-9]{1,6}")
+_MAX_REFERENCED = 64  # responses
 _ROLES = ("user", "assistant", "system", "developer")
 _IMAGE = "input_image"
 PAST = "previous_response_id"
@@ -97,7 +104,7 @@ def listed(items: Iterable[Item], stream_id: str) -> list[Item]:
     """The items with ids: their own, or those of their places, equal each time they are listed."""
     found = []
     for number, item in enumerate(items):
-        id = item.get("id") or item_id(stream_id, item["type"], f"input {number}")
+        id = item.get("id") or item_id(stream_id, item["type"], f"i{number}")
         more = {"status": "completed"} if item["type"] == "message" else {}
         found.append({"id": id} | more | item | {"id": id})
     return found
@@ -117,9 +124,19 @@ _PREFIXES = {
 
 
 def item_id(stream_id: str, kind: str, place: str) -> str:
-    """The id of an item, the same for every reader of the log."""
-    digest = hashlib.sha256(f"{stream_id}:{place}".encode()).hexdigest()
-    return f"{_PREFIXES.get(kind, 'item')}_{digest[:32]}"
+    """Return the id of an item, the same for every reader of the log.
+
+    It has the id of its response, so that an item_reference leads there. `place` is its number
+    behind `i` for input or `o` for output.
+    """
+    return f"{_PREFIXES.get(kind, 'item')}_{stream_id.removeprefix(RESPONSE)}{place}"
+
+
+def referenced(items: Iterable[Item]) -> tuple[str, ...]:
+    """Return the ids of the first responses whose items are referred to."""
+    ids = (item.get("id") or "" for item in items if item["type"] == REFERENCE)
+    found = dict.fromkeys(RESPONSE + it[1] for id in ids if (it := _ITEM_ID.fullmatch(id)))
+    return tuple(islice(found, _MAX_REFERENCED))
 
 
 def _stored(value: Any, path: str) -> Item:
@@ -128,7 +145,7 @@ def _stored(value: Any, path: str) -> Item:
     kind = value.get("type")
     if kind is None:
         is_reference = value.get("id") is not None and "role" not in value
-        kind = "item_reference" if is_reference else "message"
+        kind = REFERENCE if is_reference else "message"
     item: Item = value | {"type": String().check(kind, f"{path}.type")}
     if item.get("id") is not None:
         _string(item, "id", path)

@@ -33,14 +33,23 @@ from headrace.protocols.openai.response_fields import (
     wanted_of,
     with_found,
 )
-from headrace.protocols.openai.response_items import PAST, Item, Items, listed, messages_of
+from headrace.protocols.openai.response_items import (
+    PAST,
+    REFERENCE,
+    RESPONSE,
+    Item,
+    Items,
+    listed,
+    messages_of,
+    referenced,
+)
 from headrace.protocols.requests import stub_of
 from headrace.streams.events import AnyEvent, Heartbeat, Progress, Queued
 from headrace.streams.record import Record
 
 ROUTE: Route = "/v1/responses"
 SUMMARY = "Answer a conversation, as a response that can be found again"
-ID_PREFIX = "resp_"
+ID_PREFIX = RESPONSE
 REQUIRED: tuple[str, ...] = ("input",)
 _SHARED = (
     "model",
@@ -142,6 +151,8 @@ def read(body: dict[str, Any]) -> dict[str, Any]:
         fields["max_tokens"] = fields["max_output_tokens"]
     fields["text_parameters"] = text_parameters(fields.get("tools", ()))
     fields["skipped"] = (*tools.skipped, *fields["input"].skipped)[:_MAX_SKIPPED]
+    if ids := referenced(fields["input"]):
+        fields["referenced"] = ids
     shown = encode(_repeated(fields, body))
     kept = KeptBody(encode(fields["input"]), shown, tools.namespaces, tools.kinds)
     fields["kept"] = msgspec.msgpack.encode(kept)
@@ -167,21 +178,33 @@ def to_request(fields: dict[str, Any], prompts: tuple[Prompt, ...], model: Serve
     return msgspec.structs.replace(request, route=ROUTE, response_options=options)
 
 
-def go_on(earlier: bytes, output: bytes, checked: CheckedBody) -> CheckedBody:
-    """The request as it would be if its conversation had been sent whole.
+Earlier = tuple[bytes, bytes, CheckedBody, dict[str, tuple[bytes, bytes]]]
+"""The arguments of `go_on`, as they reach a worker."""
+
+NO_ITEMS = msgspec.msgpack.encode(KeptBody())
+"""Stands for what was kept of an earlier response, if there is none."""
+
+
+def go_on(
+    earlier: bytes, output: bytes, checked: CheckedBody, others: Mapping[str, tuple[bytes, bytes]]
+) -> CheckedBody:
+    """Return the request as it would be if its conversation had been sent whole.
 
     `earlier` is what was kept of the response before it, `output` that response's items as JSON.
+    `others` has both of further responses, whose items take the place of references to them.
     """
     own, (chat,) = open_kept(checked.kept), _decode_prompts(checked.packed)
-    new = _decode_items(own.items)
-    past_items = _decode_items(open_kept(earlier).items) + _decode_items(output)
-    past = Items().check(past_items, "input")
-    num_head = len(chat.messages) - len(messages_of(new))
+    sent, past_items = _decode_items(own.items), _items_of(earlier, output)
+    past = Items().check(past_items, "input") if past_items else ()
+    known = {it["id"]: it for id, both in others.items() for it in listed(_items_of(*both), id)}
+    new = [known.get(it.get("id"), it) if it["type"] == REFERENCE else it for it in sent]
+    shown = {f"input[{i}]" for i, item in enumerate(new) if item is not sent[i]}
+    num_head = len(chat.messages) - len(messages_of(sent))
     whole = chat.messages[:num_head] + messages_of([*past, *new], len(past))
     chat = msgspec.structs.replace(chat, **take_images(whole)._asdict())
     kept = msgspec.structs.replace(own, items=encode([*past, *new]))
-    fields = checked.fields
-    if found := _found_earlier(past, chat, fields):
+    fields = {name: value for name, value in checked.fields.items() if name != "referenced"}
+    if found := _found_earlier([*past, *new], chat, fields):
         chat = msgspec.structs.replace(chat, tools=(*chat.tools, *found))
         fields = fields | {"text_parameters": text_parameters(chat.tools)}
         kept = msgspec.structs.replace(
@@ -193,9 +216,16 @@ def go_on(earlier: bytes, output: bytes, checked: CheckedBody) -> CheckedBody:
         checked,
         fields=fields,
         stubs=(stub_of(chat),),
+        ignored=tuple(path for path in checked.ignored if path not in shown),
+        ahead=None,
         packed=msgspec.msgpack.encode((chat,)),
         kept=msgspec.msgpack.encode(kept),
     )
+
+
+def _items_of(kept: bytes, output: bytes) -> list[Item]:
+    """Return the items that led to a response, and then those of the response."""
+    return _decode_items(open_kept(kept).items) + _decode_items(output)
 
 
 def _found_earlier(past: Iterable[Item], chat: Chat, fields: dict[str, Any]) -> OfferedTools:
