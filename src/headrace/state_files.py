@@ -36,7 +36,7 @@ def move_aside(path: Path, why: str) -> None:
             f"{path} cannot be used ({why}), and cannot be moved aside ({error.strerror}); remove "
             "it, or choose another directory with --state-dir."
         ) from error
-    logger.warning("%s cannot be used (%s); it is kept as %s", path, why, aside.name)
+    logger.warning("%s cannot be used (%s); it was renamed to %s", path, why, aside.name)
 
 
 def make_folder(path: Path) -> None:

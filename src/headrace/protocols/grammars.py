@@ -140,7 +140,7 @@ class GrammarMaker:
     def _shorten(self, parts: list[_Part], length: int, path: str) -> None:
         lenient = [it for it in parts if not it.is_strict and it.schema.root != _ANY_ARGUMENTS]
         if not lenient:
-            message = f"{path} makes a grammar of {length} characters; it may have {MAX_GRAMMAR}."
+            message = f"{path} makes a grammar of {length} characters; the limit is {MAX_GRAMMAR}."
             raise RequestError("invalid_value", message, path)
         _give_up(max(lenient, key=lambda it: len(_text_of([], [it]))))
 

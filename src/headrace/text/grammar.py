@@ -35,7 +35,7 @@ TOO_COMPLEX = "is too large or too complex for a grammar"
 UNSATISFIABLE = "cannot be satisfied by any answer"
 OVERLAPPING = "has schemas that do not exclude each other by type or const; use anyOf"
 SAME_NAMES = "has patterns that may match the same name"
-COUNTED = "counts properties of which some are optional"
+COUNTED = "limits the number of properties although some are optional"
 _REASONS = (
     ("no start rule", "has no rule named start"),
     ("look-around", "uses look-around"),
@@ -44,12 +44,12 @@ _REASONS = (
     ("unclosed group", "has an unclosed group"),
     ("unopened group", "closes a group that was not opened"),
     ("unclosed character class", "has an unclosed bracket"),
-    ("character class range", "has a range of characters that runs backwards"),
-    ("Unicode property", "names a Unicode property that is not known"),
-    ("repetition count", "has a repetition whose limits are not in order"),
+    ("character class range", "has a range of characters that ends before it starts"),
+    ("Unicode property", "names an unknown Unicode property"),
+    ("repetition count", "has a repetition whose lower limit is above its upper one"),
     ("repetition operator", "repeats nothing"),
-    ("range end must be", "has a repetition whose limits are not in order"),
-    ("escape sequence", "has an escape that is not known"),
+    ("range end must be", "has a repetition whose lower limit is above its upper one"),
+    ("escape sequence", "has an unknown escape"),
     ("Unsatisfiable", UNSATISFIABLE),
     ("NoExtension", UNSATISFIABLE),
     ("oneOf", OVERLAPPING),
@@ -104,7 +104,7 @@ class GrammarCompiler:
 
     def compile(self, grammar: str) -> "Grammar":
         """GrammarError if it cannot be done."""
-        with _refusing("could not be made a grammar"):
+        with _refusing("cannot be compiled as a grammar"):
             matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
             if not matcher.is_error():
                 matcher.compute_bitmask()  # the first mask is the dearest, and all copies share it
@@ -246,7 +246,7 @@ def reason(message: str) -> str:
     found = next((words for mark, words in _REASONS if mark in message), None)
     place = _PLACE.match(message)
     if place is None or found == TOO_COMPLEX:
-        return found or "cannot be made a grammar"
+        return found or "cannot be compiled as a grammar"
     where = f"line {place[1]}, column {place[2]}"
     return f"{found} ({where})" if found else f"cannot be read at {where}"
 

@@ -141,7 +141,9 @@ class _SchemaReader:
         found = self.targets.find(at.value, at.given)
         if found is None:
             where = (
-                "a schema that is not in this one" if at.value[:1] == "#" else "another document"
+                "a place that this schema does not have"
+                if at.value[:1] == "#"
+                else "another document"
             )
             self.find(at.path, f"{at.path} refers to {where}: {shown(at.value)}.")
             return None
@@ -248,7 +250,7 @@ def _count(at: _Keyword) -> None:
     elif value <= MAX_COUNT:
         at.put(int(value))
     elif at.name.startswith("min"):
-        at.reader.find(at.path, f"{at.path} is {shown(value)}; {MAX_COUNT} can be enforced.")
+        at.reader.find(at.path, f"{at.path} is {shown(value)}; the limit is {MAX_COUNT}.")
 
 
 def _number(at: _Keyword) -> None:

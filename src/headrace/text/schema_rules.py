@@ -99,7 +99,7 @@ def _joined_steps(schema: ReadSchema) -> list[SchemaFinding]:
     for node in nodes:
         if node.pop("multipleOf", None) is not None:
             path = f"{schema.paths[id(node)]}.multipleOf"
-            message = f"{path} cannot be enforced beside the other ones; leave multipleOf out."
+            message = f"{path} cannot be enforced together with the other multipleOf; leave it out."
             findings.append(SchemaFinding(path, message))
     return findings
 
@@ -125,7 +125,7 @@ def _settled(schema: ReadSchema, node: dict[str, Any], name: str) -> Iterable[Sc
         node[name] = narrowed
         return
     path = f"{schema.paths[id(node)]}.{name}"
-    message = f"{path} has a number of too many digits to be enforced in this place"
+    message = f"{path} has a number with too many digits to be enforced here"
     yield SchemaFinding(path, f"{message}; leave {name} out.")
 
 

@@ -26,7 +26,7 @@ def _bash(date: str, tool: Mapping[str, Any], path: str) -> Function:
         "Runs commands in a shell on the user's machine. The shell keeps its state from call to "
         "call.",
         command=_text("The command. Required unless restart is true."),
-        restart={"type": "boolean", "description": "Whether to start the shell anew."},
+        restart={"type": "boolean", "description": "Whether to restart the shell."},
     )
 
 
@@ -53,7 +53,7 @@ def _memory(date: str, tool: Mapping[str, Any], path: str) -> Function:
         command=_one_of(commands, "What to do."),
         path=_text("Path of the file or folder, such as /memories/notes.txt."),
         **_edits("insert_text"),
-        old_path=_text("For rename: the path until now."),
+        old_path=_text("For rename: the current path."),
         new_path=_text("For rename: the new path."),
     )
 
@@ -93,7 +93,10 @@ def _computer(date: str, tool: Mapping[str, Any], path: str) -> Function:
             "start_coordinate": _integers(2, "For left_click_drag: where the drag begins."),
             "scroll_direction": _one_of(["up", "down", "left", "right"], "For scroll."),
             "scroll_amount": {"type": "integer", "description": "For scroll: how many clicks."},
-            "duration": {"type": "number", "description": "For hold_key and wait: seconds."},
+            "duration": {
+                "type": "number",
+                "description": "For hold_key and wait: how many seconds.",
+            },
         }
     if date >= _ZOOM and tool.get("enable_zoom"):
         actions += ["zoom"]

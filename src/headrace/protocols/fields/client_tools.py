@@ -27,8 +27,8 @@ _SHELL = {"commands": _TEXTS, "timeout_ms": _MS, "max_output_length": _MS}
 _FIXED: Mapping[str, tuple[str, dict[str, Any], list[str]]] = {
     "apply_patch": (
         "Create, update or delete one file. In `diff`, each line begins with '+' if it is added, "
-        "with '-' if it is removed and with a space if it stays; a line '@@' and the text of a "
-        "line above says where a change belongs. A file that is deleted needs no `diff`.",
+        "with '-' if it is removed and with a space if it stays; a line of '@@' and the text of "
+        "an earlier line says where the change belongs. A file that is deleted needs no `diff`.",
         _PATCH,
         ["type", "path"],
     ),
@@ -38,7 +38,7 @@ _FIXED: Mapping[str, tuple[str, dict[str, Any], list[str]]] = {
         ["command"],
     ),
     "shell": (
-        "Run commands in a shell, and get what each of them writes and how it ends.",
+        "Run commands in a shell, and get the output and the exit code of each.",
         _SHELL,
         ["commands"],
     ),

@@ -98,7 +98,7 @@ def _check_wal(database: Path) -> None:
     """
     log = database.with_name(f"{database.name}-wal")
     if _begin(database) == _DATABASE and (magic := _begin(log)[:4]) and magic not in _LOGS:
-        move_aside(log, "it is not a write-ahead log; what it held is missing from streams")
+        move_aside(log, "it is not a write-ahead log; streams may lack their latest events")
 
 
 def _begin(path: Path) -> bytes:
