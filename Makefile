@@ -7,7 +7,7 @@ READY_TEST := .venv/ready-test
 READY_BENCH := .venv/ready-bench
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: serve looks package sbom audit test test-all test-agents test-batches test-arm64 test-clients test-cluster test-durable test-gateways kill-replicas test-embed test-gguf test-histories test-image test-kernels test-llama-cpp test-models test-package test-slow test-structure test-trained test-upgrade test-web test-ops check simulate simulate-placements chaos chaos-cluster attack soak corrupt demo roofline peers llama-gap clean kill-adapters test-peft
+.PHONY: serve looks package sbom audit test test-all test-agents test-batches test-arm64 test-clients test-cluster test-durable test-gateways kill-replicas test-embed test-gguf test-histories test-image test-kernels test-llama-cpp test-models test-open-webui test-package test-slow test-structure test-trained test-upgrade test-web test-ops check simulate simulate-placements chaos chaos-cluster attack soak corrupt demo roofline peers llama-gap clean kill-adapters test-peft
 
 serve: $(READY)
 	@exec $(BIN)/headrace serve $(ARGS)
@@ -107,6 +107,22 @@ $(EMBED)/ready: constraints.txt
 	$(abspath $(BIN))/python $(SITE) > "$$($(EMBED)/bin/python $(SITE))/headrace.pth"
 	$(EMBED)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt \
 		sentence-transformers
+	touch $@
+
+# Open WebUI on both of its connections, without what its own models need: 1.1 GB in build, and
+# minutes to install, so CI leaves it out; it needs Python 3.11 or 3.12
+WEBUI := build/open-webui-venv
+WEBUI_LEFT_OUT := accelerate|einops|faster-whisper|opencv-python-headless|rapidocr|sentence-transformers|soundfile|transformers
+test-open-webui: $(READY_TEST) $(WEBUI)/ready
+	PYTHONPATH=src:. timeout 1200 $(BIN)/python -m pytest -c tests/clients/pytest.ini \
+		-o faulthandler_timeout=600 tests/clients/test_open_webui.py $(ARGS)
+
+$(WEBUI)/ready: Makefile
+	test -x $(WEBUI)/bin/python || $(PYTHON) -m venv $(WEBUI)
+	$(WEBUI)/bin/pip install --quiet --disable-pip-version-check --no-deps open-webui==0.12.4
+	$(WEBUI)/bin/python -c 'import importlib.metadata as it; print(*it.requires("open-webui"), sep="\n")' | \
+		grep -v extra | grep -vE '^($(WEBUI_LEFT_OUT))\b' > $(WEBUI)/needed.txt
+	$(WEBUI)/bin/pip install --quiet --disable-pip-version-check -r $(WEBUI)/needed.txt
 	touch $@
 
 # adapters against PEFT itself, which lies beside the environment's other packages

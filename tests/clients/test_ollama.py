@@ -84,6 +84,14 @@ def test_models_are_listed_and_shown(client: Any) -> None:
     assert shown.template and shown.details.format == "safetensors"
 
 
+def test_a_request_that_asks_nothing_loads_or_unloads(client: Any) -> None:
+    for ask in (client.generate, client.chat):
+        assert ask(MODEL).done_reason == "load"
+        assert ask(MODEL, keep_alive=0).done_reason == "unload"
+        parts = list(ask(f"{MODEL}:latest", keep_alive="0s", stream=True))
+        assert [part.done_reason for part in parts] == ["unload"]
+
+
 def test_vectors_come_in_the_order_of_their_texts(client: Any) -> None:
     both = client.embed(MODEL, ["one", "two"]).embeddings
     assert len(both) == 2 and list(both[0]) != list(both[1])
